@@ -1,0 +1,37 @@
+// Integer helpers shared by every kernel.
+#pragma once
+
+#include <cstdint>
+
+namespace warpwright {
+
+template <class T>
+__host__ __device__ constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
+
+// Quotient and remainder by a divisor known at launch: one multiply-high, one shift.
+// Exact for 0 <= n < 2^31 and 1 <= divisor < 2^31 (Granlund & Montgomery, PLDI 1994, fig. 4.1).
+struct FastDivmod {
+  uint32_t divisor = 1;
+  uint32_t multiplier = 0;
+  uint32_t shift = 0;
+
+  FastDivmod() = default;
+  __host__ explicit FastDivmod(int64_t d) : divisor(static_cast<uint32_t>(d)) {
+    while (shift < 32 && (uint64_t{1} << shift) < divisor) ++shift;
+    multiplier = static_cast<uint32_t>(
+        ((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor)) / divisor + 1);
+  }
+
+  __device__ __forceinline__ int quotient(int n) const {
+    const uint32_t u = static_cast<uint32_t>(n);
+    return static_cast<int>((__umulhi(u, multiplier) + u) >> shift);
+  }
+  __device__ __forceinline__ void divmod(int n, int& q, int& r) const {
+    q = quotient(n);
+    r = n - q * static_cast<int>(divisor);
+  }
+};
+
+}  // namespace warpwright

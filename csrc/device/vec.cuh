@@ -1,0 +1,55 @@
+// Vectors of elements that move as one 2..16-byte memory access.
+#pragma once
+
+#include <cstdint>
+
+#include "device/types.cuh"
+
+namespace warpwright {
+
+constexpr int kVecBytes = 16;  // widest global access of one thread
+
+// `alignas` makes a load or store of the whole struct one instruction; the caller guarantees that
+// the address is a multiple of sizeof(Vec).
+template <class T, int kSize>
+struct alignas(sizeof(T) * kSize) Vec {
+  T data[kSize];
+
+  __device__ __forceinline__ T& operator[](int i) { return data[i]; }
+  __device__ __forceinline__ const T& operator[](int i) const { return data[i]; }
+};
+
+template <class T>
+constexpr int kVecSize = kVecBytes / static_cast<int>(sizeof(T));
+
+template <int kSize, class T>
+__device__ __forceinline__ Vec<T, kSize> load_vec(const T* pointer) {
+  return *reinterpret_cast<const Vec<T, kSize>*>(pointer);
+}
+
+template <int kSize, class T>
+__device__ __forceinline__ void store_vec(T* pointer, const Vec<T, kSize>& value) {
+  *reinterpret_cast<Vec<T, kSize>*>(pointer) = value;
+}
+
+// Streaming (evict-first) forms for data that no later kernel finds in L2 anyway.
+template <int kSize, class T>
+__device__ __forceinline__ Vec<T, kSize> load_vec_streaming(const T* pointer) {
+  static_assert(sizeof(Vec<T, kSize>) == 16, "streaming access is 16 bytes wide");
+  const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(pointer));
+  return *reinterpret_cast<const Vec<T, kSize>*>(&raw);
+}
+
+template <int kSize, class T>
+__device__ __forceinline__ void store_vec_streaming(T* pointer, const Vec<T, kSize>& value) {
+  static_assert(sizeof(Vec<T, kSize>) == 16, "streaming access is 16 bytes wide");
+  __stcs(reinterpret_cast<uint4*>(pointer), *reinterpret_cast<const uint4*>(&value));
+}
+
+// Host: may every row of these operands be walked in 16-byte steps? `addresses` and row pitches in
+// bytes are or-ed into one word by the caller.
+inline bool is_vec_aligned(uintptr_t or_of_addresses_and_pitches) {
+  return or_of_addresses_and_pitches % kVecBytes == 0;
+}
+
+}  // namespace warpwright

@@ -1,0 +1,40 @@
+// Launching a kernel: shared-memory opt-in, stream, and the launch check, in one place.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "host/dtype.h"
+
+namespace warpwright {
+
+inline void cuda_check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // a non-sticky error must not surface in somebody else's next call
+  throw std::runtime_error(std::string("warpwright: ") + what + ": " + cudaGetErrorString(status));
+}
+
+// Largest grid.x; data extents go there and nowhere else (grid.y and grid.z end at 65535).
+constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
+
+// The GPU that is current; read once per device, safe to call from several threads.
+const DeviceInfo& current_device_info();
+
+// Launches on `stream` and checks. `smem_bytes` is dynamic shared memory; above 48 KB the kernel is
+// opted in first (a driver call of about 1 us, so only then).
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
+            cudaStream_t stream, Args&&... args) {
+  if (smem_bytes > 48 * 1024) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(smem_bytes)),
+               "shared memory opt-in");
+  }
+  kernel<<<grid, block, static_cast<size_t>(smem_bytes), stream>>>(Params(args)...);
+  cuda_check(cudaGetLastError(), "kernel launch");
+}
+
+}  // namespace warpwright
