@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "host/dtype.h"
 #include "host/switch.h"
@@ -61,6 +62,26 @@ void for_dtype(DType dtype, F&& f) {
       return f.template operator()<bf16>();
     case DType::kFloat16:
       return f.template operator()<half>();
+    default:
+      throw std::logic_error("warpwright: no floating-point kernel for an integer type");
+  }
+}
+
+template <class F>
+void for_any_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kUInt8:
+      return f.template operator()<uint8_t>();
+    case DType::kInt8:
+      return f.template operator()<int8_t>();
+    case DType::kInt16:
+      return f.template operator()<int16_t>();
+    case DType::kInt32:
+      return f.template operator()<int32_t>();
+    case DType::kInt64:
+      return f.template operator()<int64_t>();
+    default:
+      return for_dtype(dtype, static_cast<F&&>(f));
   }
 }
 

@@ -5,30 +5,28 @@
 
 namespace warpwright {
 
-enum class DType : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
+// The four floating types are what every op takes; relu and max_pool2d take the integers as well.
+enum class DType : int8_t {
+  kFloat32,
+  kFloat64,
+  kBFloat16,
+  kFloat16,
+  kUInt8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+};
 
 constexpr int64_t dtype_size(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat32:
-      return 4;
-    default:
-      return 2;
-  }
+  constexpr int64_t kSizes[] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
+  return kSizes[static_cast<int>(dtype)];
 }
 
 constexpr const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kBFloat16:
-      return "bfloat16";
-    default:
-      return "float16";
-  }
+  constexpr const char* kNames[] = {"float32", "float64", "bfloat16", "float16", "uint8",
+                                    "int8",    "int16",   "int32",    "int64"};
+  return kNames[static_cast<int>(dtype)];
 }
 
 // What choose_config() may know of the GPU; filled once per device from cudaDeviceProp, or by hand

@@ -23,6 +23,7 @@ constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 // The GPU that is current; read once per device, safe to call from several threads.
 const DeviceInfo& current_device_info();
 
+#ifdef __CUDACC__
 // Launches on `stream` and checks. `smem_bytes` is dynamic shared memory; above 48 KB the kernel is
 // opted in first (a driver call of about 1 us, so only then).
 template <class... Params, class... Args>
@@ -36,5 +37,6 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes
   kernel<<<grid, block, static_cast<size_t>(smem_bytes), stream>>>(Params(args)...);
   cuda_check(cudaGetLastError(), "kernel launch");
 }
+#endif
 
 }  // namespace warpwright

@@ -1,0 +1,28 @@
+// warpwright._C: what Python asks the library besides calling ops. No kernel, no torch header.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["torch"] = WARPWRIGHT_TORCH_VERSION;
+  info["cuda"] = WARPWRIGHT_CUDA_VERSION;
+  info["archs"] = WARPWRIGHT_ARCHS;
+  info["source_hash"] = WARPWRIGHT_SOURCE_HASH;
+#ifdef WARPWRIGHT_WITH_CUDA
+  info["with_cuda"] = true;
+#else
+  info["with_cuda"] = false;
+#endif
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "What Python asks libwarpwright.so besides calling its ops.";
+  m.def("build_info", &build_info);
+}

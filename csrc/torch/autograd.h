@@ -1,0 +1,142 @@
+// Autograd for dispatcher ops without torch::autograd::Function, which torch.func refuses.
+//
+// An op describes its backward by a struct
+//   struct ReluBackward {
+//     static constexpr const char* kName = "WarpwrightReluBackward";
+//     struct Attributes {};                       // non-tensor arguments
+//     static variable_list backward(const Attributes&, const variable_list& saved,
+//                                   const variable_list& grads, const NeedsGrad& needs);
+//   };
+// and its Autograd kernel is
+//   auto node = make_node<ReluBackward>({}, input);      // null: nothing needs a gradient
+//   Tensor output = below_autograd([&] { return relu(input); });
+//   if (node) { node->save_output(output); set_history(output, node); }
+//   if (has_tangent(input)) set_tangent(output, f(tangent(input)));   // forward-mode AD
+// It is the form of PyTorch's own generated code (tools/autograd/gen_variable_type.py).
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+// torch >= 2.12 keeps nodes in c10::intrusive_ptr and declares them in a header of their own.
+#if __has_include(<torch/csrc/autograd/node.h>)
+#include <torch/csrc/autograd/node.h>
+#define WARPWRIGHT_INTRUSIVE_NODES 1
+#endif
+
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace warpwright {
+
+using at::Tensor;
+using torch::autograd::set_history;
+using torch::autograd::variable_list;
+
+template <class N>
+auto new_node() {
+#ifdef WARPWRIGHT_INTRUSIVE_NODES
+  return c10::make_intrusive<N>();
+#else
+  return std::shared_ptr<N>(new N(), torch::autograd::deleteNode);
+#endif
+}
+
+inline Tensor value_or_undefined(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? *tensor : Tensor();
+}
+
+inline std::optional<Tensor> optional_if_defined(const Tensor& tensor) {
+  return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
+}
+
+// Which of the node's inputs the running backward pass wants; index = position in make_node(...).
+using NeedsGrad = std::vector<bool>;
+
+template <class Spec>
+class OpNode final : public torch::autograd::Node {
+ public:
+  typename Spec::Attributes attributes;
+
+  void save(const Tensor& tensor) { saved_.emplace_back(tensor, /*is_output=*/false); }
+  // Must precede set_history on that output; the node then holds no reference cycle.
+  void save_output(const Tensor& tensor) { saved_.emplace_back(tensor, /*is_output=*/true); }
+  void save_inplace_output(const Tensor& tensor) {
+    saved_.emplace_back(tensor, /*is_output=*/true, /*is_inplace_on_view=*/tensor.is_view());
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    bool any_defined = false;
+    for (const Tensor& grad : grads) any_defined |= grad.defined();
+    if (!any_defined) return variable_list(num_outputs());
+
+    variable_list tensors;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+      tensors.reserve(saved_.size());
+      for (auto& variable : saved_) tensors.push_back(variable.unpack(getptr()));
+    }
+    NeedsGrad needs(num_outputs());
+    for (size_t i = 0; i < needs.size(); ++i) needs[i] = task_should_compute_output(i);
+    return Spec::backward(attributes, tensors, grads, needs);
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved_) variable.reset_data();
+    released_ = true;
+  }
+
+  std::string name() const override { return Spec::kName; }
+
+ private:
+  std::vector<torch::autograd::SavedVariable> saved_;
+  bool released_ = false;
+};
+
+// The node of a call, with edges to `inputs` (undefined tensors keep their slot); null when grad
+// mode is off or no input requires a gradient.
+template <class Spec, class... Inputs>
+auto make_node(typename Spec::Attributes attributes, const Inputs&... inputs) {
+  using NodePtr = decltype(new_node<OpNode<Spec>>());
+  const bool any_requires_grad = ((inputs.defined() && inputs.requires_grad()) || ...);
+  if (!at::GradMode::is_enabled() || !any_requires_grad) return NodePtr();
+  auto node = new_node<OpNode<Spec>>();
+  node->attributes = std::move(attributes);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  return node;
+}
+
+// Runs `f` with the autograd keys excluded: dispatcher calls inside reach CPU, CUDA or Meta.
+template <class F>
+auto below_autograd(F&& f) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return f();
+}
+
+// Forward-mode AD at the current level (PyTorch has one: 0).
+inline bool has_tangent(const Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+template <class... Tensors>
+bool any_tangent(const Tensors&... tensors) {
+  return (has_tangent(tensors) || ...);
+}
+inline Tensor tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0); }
+// The value without its tangent, for use inside a tangent formula.
+inline Tensor primal(const Tensor& tensor) {
+  return has_tangent(tensor) ? tensor._fw_primal(/*level=*/0) : tensor;
+}
+inline void set_tangent(const Tensor& output, const Tensor& output_tangent) {
+  output._set_fw_grad(output_tangent, /*level=*/0, /*is_inplace_op=*/false);
+}
+
+}  // namespace warpwright

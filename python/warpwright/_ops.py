@@ -1,0 +1,51 @@
+"""Loads the library; the only place that does. `ops.relu` is the operator overload itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LIBRARY = Path(__file__).with_name("libwarpwright.so")
+
+
+def _version_pair(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def _built_for() -> str | None:
+    """The torch version stamped beside the library; read before the library is loaded."""
+    stamp = _LIBRARY.with_name("_built_for.txt")
+    return stamp.read_text().strip() if stamp.exists() else None
+
+
+def _load() -> None:
+    if not _LIBRARY.exists():
+        raise ImportError(
+            f"warpwright: {_LIBRARY} is missing: the package was not built. "
+            "Run `pip install --no-build-isolation -e .` in the repository."
+        )
+    built_for = _built_for()
+    if built_for is not None and _version_pair(built_for) != _version_pair(torch.__version__):
+        raise ImportError(
+            f"warpwright was built for torch {built_for}, but torch {torch.__version__} is "
+            "installed. Rebuild it: `pip install --no-build-isolation --force-reinstall "
+            "--no-deps warpwright` (or `pip install -e . --no-build-isolation` in the repository)."
+        )
+    torch.ops.load_library(str(_LIBRARY))
+
+
+_load()
+
+
+class _Ops:
+    """`torch.ops.warpwright.<name>.default`, looked up once (0.1 us cheaper a call)."""
+
+    def __getattr__(self, name: str) -> Any:
+        overload = getattr(torch.ops.warpwright, name).default
+        setattr(self, name, overload)
+        return overload
+
+
+ops = _Ops()

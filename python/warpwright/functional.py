@@ -1,0 +1,30 @@
+"""Drop-in versions of `torch.nn.functional`: same names, arguments, defaults and errors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._ops import ops
+
+__all__ = ["relu", "relu_"]
+
+
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """max(input, 0) elementwise; NaN stays NaN.
+
+    Args:
+        input: any shape and strides; float32, float64, bfloat16, float16 or an integer type.
+        inplace: overwrite ``input`` and return it.
+    Raises:
+        RuntimeError: boolean ``input``, or ``inplace`` on a leaf that requires grad.
+        NotImplementedError: complex ``input``.
+    """
+    if inplace:
+        return relu_(input)
+    return ops.relu(input)
+
+
+def relu_(input: Tensor) -> Tensor:
+    """:func:`relu` in place: overwrites ``input`` and returns it."""
+    ops.relu_(input)
+    return input

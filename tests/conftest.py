@@ -1,0 +1,46 @@
+"""Fixtures shared by all tests: the same tests run on the CPU and, where there is one, on a GPU."""
+
+import os
+
+import pytest
+import torch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU the `gpu` tests are not part of the run (deselected, not skipped)."""
+    if torch.cuda.is_available():
+        return
+    kept = [item for item in items if item.get_closest_marker("gpu") is None]
+    dropped = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _reproducible(request):
+    torch.manual_seed(0)
+    # Strict fp32 unless a test asks for TF32: native's defaults differ between matmul and conv.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch._dynamo.reset()
+
+
+def pytest_configure(config):
+    # Two test workers on two cores: one thread each, or they fight.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
