@@ -1,0 +1,94 @@
+// One CTA's D[m, n] = sum over k of A[m, k] * B[n, k]: a ring of cp.async stages feeding the
+// register accumulators of tile_portable.cuh. Where the operands come from is the loaders' business
+// alone (a matrix, a convolution's window, ...), where D goes the epilogue's (epilogue.cuh).
+//
+// A Loader brings the operand's tile number k_tile (k from k_tile * kBlkK on; all of the CTA's
+// rows) into a stage laid out as SmemTile<T, Loader::kMajor, kBlkMN, kBlkK>. Elements outside the
+// operand must become zero, in both directions. All threads of the CTA call it; it keeps what it
+// likes in registers: row coordinates worked out once by its constructor, a running k position, ...
+//
+//   template <class Tile> struct RowGather {              // K-major A whose row m is row index[m]
+//     using T = typename Tile::Element;
+//     static constexpr Major kMajor = Major::kK;
+//     using Smem = SmemTile<T, kMajor, Tile::kBlkM, Tile::kBlkK>;
+//     using Map = ChunkMap<Smem::kRows, Smem::kCols, kVecSize<T>, Tile::kThreads>;
+//     const T* row_pointer[Map::kPasses];                 // null: beyond the last row
+//     // Called with k_tile ascending by one from TileCoord::k_begin.
+//     __device__ void issue(T* stage, int k_tile) {
+//       const int64_t k = int64_t{k_tile} * Tile::kBlkK + Map::col();
+//       for (int pass = 0; pass < Map::kPasses; ++pass)
+//         cp_async<16>(smem_address(stage + Smem::offset(Map::row(pass), Map::col())),
+//                      row_pointer[pass] + k, row_pointer[pass] ? bytes_left(k) : 0);
+//     }
+//     __device__ void finish(T* stage) {}
+//   };
+//
+// `finish` gets the same stage after the running tile's math: a loader whose data is too narrow for
+// cp.async reads it to registers in `issue` and stores it there, its latency hidden by the math.
+// cp.async and plain stores may be mixed freely; the mainloop commits, waits and synchronises.
+// An operand whose contiguous direction in memory is m (or n) takes kMajor = Major::kMN: the tile
+// is then kBlkK rows of kBlkMN elements, and ldmatrix.trans turns it.
+#pragma once
+
+#include "tile/tile_portable.cuh"
+
+namespace warpwright {
+
+template <class Tile, class LoaderA, class LoaderB>
+struct Mainloop {
+  using T = typename Tile::Element;
+  using SmemA = SmemTile<T, LoaderA::kMajor, Tile::kBlkM, Tile::kBlkK>;
+  using SmemB = SmemTile<T, LoaderB::kMajor, Tile::kBlkN, Tile::kBlkK>;
+  using Accumulator = std::conditional_t<Tile::kMath == MathKind::kTensorCore,
+                                         TensorCoreAccumulator<Tile, SmemA, SmemB>,
+                                         FmaAccumulator<Tile, SmemA, SmemB>>;
+  static constexpr int kStages = Tile::kStages;
+  static constexpr int kStageBytes = SmemA::kBytes + SmemB::kBytes;
+  static constexpr int kSmemBytes = kStages * kStageBytes;
+  static_assert(SmemA::kBytes % 16 == 0 && kStageBytes % 16 == 0, "stages start at 16 bytes");
+
+  // Adds tiles k_begin .. k_end - 1 (none is fine) to `accumulator`. `smem` holds kSmemBytes,
+  // 16-byte aligned; on return some threads may still be reading it.
+  __device__ static void run(Accumulator& accumulator, LoaderA& a, LoaderB& b, int k_begin,
+                             int k_end, char* smem) {
+    auto stage_a = [&](int stage) { return reinterpret_cast<T*>(smem + stage * kStageBytes); };
+    auto stage_b = [&](int stage) {
+      return reinterpret_cast<T*>(smem + stage * kStageBytes + SmemA::kBytes);
+    };
+
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      if (k_begin + stage < k_end) {
+        a.issue(stage_a(stage), k_begin + stage);
+        b.issue(stage_b(stage), k_begin + stage);
+        a.finish(stage_a(stage));
+        b.finish(stage_b(stage));
+      }
+      cp_async_commit();  // also when empty: the wait below counts groups
+    }
+
+    int read = 0;
+    int write = kStages - 1;
+    for (int k_tile = k_begin; k_tile < k_end; ++k_tile) {
+      cp_async_wait<kStages - 2>();
+      // Tile k_tile is now visible to all, and all are done reading the stage to be filled next.
+      __syncthreads();
+      const int ahead = k_tile + kStages - 1;
+      if (ahead < k_end) {
+        a.issue(stage_a(write), ahead);
+        b.issue(stage_b(write), ahead);
+      }
+      cp_async_commit();
+      accumulator.multiply(stage_a(read), stage_b(read));
+      if (ahead < k_end) {
+        a.finish(stage_a(write));
+        b.finish(stage_b(write));
+      }
+      read = read + 1 == kStages ? 0 : read + 1;
+      write = write + 1 == kStages ? 0 : write + 1;
+    }
+    cp_async_wait<0>();
+  }
+};
+
+}  // namespace warpwright

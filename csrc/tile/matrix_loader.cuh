@@ -1,0 +1,100 @@
+// Loader (see mainloop_portable.cuh) of a strided matrix with one contiguous direction.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/mainloop_portable.cuh"
+
+namespace warpwright {
+
+// K-major: element (mn, k) at pointer[mn * ld + k]; MN-major: at pointer[k * ld + mn].
+template <class T>
+struct MatrixOperand {
+  const T* pointer;
+  int64_t ld;
+  int64_t extent_mn;
+  int64_t extent_k;
+  bool wide;  // pointer and rows are multiples of 16 bytes
+};
+
+// kNarrow also takes operands that are not `wide`, one element an access: through cp.async where an
+// element has 4 bytes or more, else through registers.
+template <class Tile, Major kMajor_, int kBlkMN, bool kNarrow>
+class MatrixLoader {
+  using T = typename Tile::Element;
+
+ public:
+  static constexpr Major kMajor = kMajor_;
+  using Smem = SmemTile<T, kMajor, kBlkMN, Tile::kBlkK>;
+
+  __device__ MatrixLoader(const MatrixOperand<T>& operand, int64_t first_mn)
+      : origin_(operand.pointer + first_mn * (kMajor == Major::kK ? operand.ld : 1)),
+        ld_(operand.ld),
+        extent_k_(operand.extent_k),
+        extent_mn_(clamp(operand.extent_mn - first_mn, kBlkMN)),
+        wide_(operand.wide) {}
+
+  __device__ __forceinline__ void issue(T* stage, int k_tile) {
+    const int64_t k = int64_t{k_tile} * Tile::kBlkK;
+    const T* source = origin_ + (kMajor == Major::kK ? k : k * ld_);
+    const int extent_k = clamp(extent_k_ - k, Tile::kBlkK);
+    const int rows = kMajor == Major::kK ? extent_mn_ : extent_k;
+    const int cols = kMajor == Major::kK ? extent_k : extent_mn_;
+    if (!kNarrow || wide_) {
+      copy<kVecSize<T>>(stage, source, rows, cols);
+    } else if constexpr (sizeof(T) >= 4) {
+      copy<1>(stage, source, rows, cols);
+    } else {
+#pragma unroll
+      for (int pass = 0; pass < ElementMap::kPasses; ++pass) {
+        const int row = ElementMap::row(pass);
+        const bool inside = row < rows && ElementMap::col() < cols;
+        staged_[pass] = inside ? source[row * ld_ + ElementMap::col()] : T(0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(T* stage) {
+    if constexpr (kStaged) {
+      if (wide_) return;
+#pragma unroll
+      for (int pass = 0; pass < ElementMap::kPasses; ++pass) {
+        stage[ElementMap::row(pass) * Smem::kPitch + ElementMap::col()] = staged_[pass];
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kStaged = kNarrow && sizeof(T) < 4;
+  using ElementMap = ChunkMap<Smem::kRows, Smem::kCols, 1, Tile::kThreads>;
+
+  __device__ static int clamp(int64_t left, int size) {
+    return static_cast<int>(left < size ? (left > 0 ? left : 0) : size);
+  }
+
+  // Columns past `cols` and rows past `rows` are zero-filled and not read.
+  template <int kVec>
+  __device__ __forceinline__ void copy(T* stage, const T* source, int rows, int cols) const {
+    using Map = ChunkMap<Smem::kRows, Smem::kCols, kVec, Tile::kThreads>;
+    constexpr int kSize = static_cast<int>(sizeof(T));
+    const int col = Map::col();
+    const int bytes = max(0, min(cols - col, kVec)) * kSize;
+    const uint32_t target = smem_address(stage + Map::row(0) * Smem::kPitch + col);
+    source += Map::row(0) * ld_ + col;
+#pragma unroll
+    for (int pass = 0; pass < Map::kPasses; ++pass) {
+      cp_async<kVec * kSize>(target + pass * Map::kRowsPerPass * Smem::kPitch * kSize, source,
+                             Map::row(pass) < rows ? bytes : 0);
+      source += Map::kRowsPerPass * ld_;
+    }
+  }
+
+  const T* origin_;
+  int64_t ld_;
+  int64_t extent_k_;
+  int extent_mn_;
+  bool wide_;
+  T staged_[kStaged ? ElementMap::kPasses : 1];
+};
+
+}  // namespace warpwright

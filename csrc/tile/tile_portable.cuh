@@ -1,0 +1,308 @@
+// What one CTA multiplies: tile shape, operand tiles in shared memory, and the register
+// accumulators with their inner product (mma.sync or FMA). The pipeline around it is in
+// mainloop_portable.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mma_sm80.cuh"
+#include "device/reduce.cuh"
+#include "device/types.cuh"
+#include "device/vec.cuh"
+
+namespace warpwright {
+
+// Which index of an operand is contiguous: k, or the row index of the output side (m of A, n of B).
+enum class Major { kK, kMN };
+
+// kTensorCore: bf16 and fp16 by m16n8k16, float rounded to TF32 by m16n8k8.
+// kFma: float and double without rounding of the operands.
+enum class MathKind { kTensorCore, kFma };
+
+// D tile of kBlkM x kBlkN by warps in a kWarpsM x kWarpsN arrangement; operands pass through a ring
+// of kStages shared-memory tiles, kBlkK deep each. kMinBlocks bounds the registers.
+template <class T, MathKind kMath_, int kBlkM_, int kBlkN_, int kBlkK_, int kWarpsM_, int kWarpsN_,
+          int kStages_, int kMinBlocks_>
+struct Tile {
+  using Element = T;
+  using Acc = Accum<T>;
+  static constexpr MathKind kMath = kMath_;
+  static constexpr int kBlkM = kBlkM_;
+  static constexpr int kBlkN = kBlkN_;
+  static constexpr int kBlkK = kBlkK_;
+  static constexpr int kWarpsM = kWarpsM_;
+  static constexpr int kWarpsN = kWarpsN_;
+  static constexpr int kThreads = kWarpSize * kWarpsM * kWarpsN;
+  static constexpr int kStages = kStages_;
+  static constexpr int kMinBlocks = kMinBlocks_;
+  static_assert(kStages >= 2, "one stage is read while the others fill");
+};
+
+// One operand tile in shared memory: kRows rows of kCols contiguous elements, each row followed by
+// padding so that eight rows at the same column start in eight different 16-byte bank groups:
+// ldmatrix and 16-byte reads down a column are then free of bank conflicts. MN-major TF32 reads
+// words (k = t, mn = g), which 32 bytes of padding spread over all 32 banks.
+template <class T, Major kMajor_, int kBlkMN, int kBlkK>
+struct SmemTile {
+  static constexpr Major kMajor = kMajor_;
+  static constexpr int kRows = kMajor == Major::kK ? kBlkMN : kBlkK;
+  static constexpr int kCols = kMajor == Major::kK ? kBlkK : kBlkMN;
+  static constexpr int kPadBytes = kMajor == Major::kMN && sizeof(T) == 4 ? 32 : 16;
+  static constexpr int kPitch = kCols + kPadBytes / static_cast<int>(sizeof(T));
+  static constexpr int kElements = kRows * kPitch;
+  static constexpr int kBytes = kElements * static_cast<int>(sizeof(T));
+  static_assert(kCols * sizeof(T) % 64 == 0, "the padding argument needs rows of 64 bytes");
+
+  __host__ __device__ static constexpr int offset(int mn, int k) {
+    return kMajor == Major::kK ? mn * kPitch + k : k * kPitch + mn;
+  }
+};
+
+// Who copies what of a kRows x kCols tile: thread -> one column chunk of kVec elements, and a row
+// per pass. Neighbouring threads take neighbouring chunks, so that accesses coalesce.
+template <int kRows, int kCols, int kVec, int kThreads>
+struct ChunkMap {
+  static constexpr int kChunksPerRow = kCols / kVec;
+  static constexpr int kRowsPerPass = kThreads / kChunksPerRow;
+  static constexpr int kPasses = kRows / kRowsPerPass;
+  static_assert(kCols % kVec == 0 && kThreads % kChunksPerRow == 0 && kRows % kRowsPerPass == 0,
+                "every thread copies the same number of whole chunks");
+
+  __device__ static int col() { return static_cast<int>(threadIdx.x) % kChunksPerRow * kVec; }
+  __device__ static int row(int pass) {
+    return static_cast<int>(threadIdx.x) / kChunksPerRow + pass * kRowsPerPass;
+  }
+};
+
+// mma.sync accumulators of one warp. values[i][j] is the m16n8 block i down, j across, in the
+// fragment order of mma_sm80.cuh.
+template <class Tile, class SmemA, class SmemB>
+class TensorCoreAccumulator {
+  using T = typename Tile::Element;
+  static constexpr int kWarpM = Tile::kBlkM / Tile::kWarpsM;
+  static constexpr int kWarpN = Tile::kBlkN / Tile::kWarpsN;
+  static constexpr int kMBlocks = kWarpM / 16;
+  static constexpr int kNBlocks = kWarpN / 8;
+  static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));  // one ldmatrix row
+  static constexpr int kMmaK = 2 * kChunk;
+  static constexpr int kSteps = Tile::kBlkK / kMmaK;
+  static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0, "ldmatrix.x4 takes 16 rows of A and of B");
+  static_assert(Tile::kBlkK % kMmaK == 0 && kSteps >= 2, "fragments are double buffered");
+
+  float values[kMBlocks][kNBlocks][4];
+
+  // This lane's part of four 8 x kChunk matrices that cover 16 (mn) x kMmaK (k). The registers of A
+  // go through mn first, those of B through k first.
+  template <class Smem, bool kIsA>
+  struct Operand {
+    static constexpr Major kMajor = Smem::kMajor;
+    const T* base;
+
+    __device__ Operand(const T* tile, int first_mn) {
+      const int lane = threadIdx.x % kWarpSize;
+      const int matrix = lane / 8;
+      const int mn_block = kIsA ? matrix % 2 : matrix / 2;
+      const int k_block = kIsA ? matrix / 2 : matrix % 2;
+      if constexpr (kMajor == Major::kK) {
+        base = tile + Smem::offset(first_mn + mn_block * 8 + lane % 8, k_block * kChunk);
+      } else if constexpr (sizeof(T) == 2) {
+        base = tile + Smem::offset(first_mn + mn_block * 8, k_block * 8 + lane % 8);
+      } else {
+        base = tile + Smem::offset(first_mn + lane / 4, lane % 4);
+      }
+    }
+
+    __device__ __forceinline__ void load(uint32_t (&d)[4], int mn, int k) const {
+      const T* source = base + Smem::offset(mn, k);
+      if constexpr (kMajor == Major::kK) {
+        ldmatrix_x4(d, smem_address(source));
+      } else if constexpr (sizeof(T) == 2) {
+        ldmatrix_x4_trans(d, smem_address(source));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int mn_block = kIsA ? i % 2 : i / 2;
+          const int k_block = kIsA ? i / 2 : i % 2;
+          d[i] = __float_as_uint(source[Smem::offset(mn_block * 8, k_block * 4)]);
+        }
+      }
+      if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[i] = to_tf32(d[i]);
+      }
+    }
+  };
+
+  __device__ static int warp_m() {
+    return static_cast<int>(threadIdx.x) / kWarpSize / Tile::kWarpsN * kWarpM;
+  }
+  __device__ static int warp_n() {
+    return static_cast<int>(threadIdx.x) / kWarpSize % Tile::kWarpsN * kWarpN;
+  }
+
+ public:
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kMBlocks; ++i)
+#pragma unroll
+      for (int j = 0; j < kNBlocks; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values[i][j][e] = 0.f;
+  }
+
+  // Adds the product of one stage. The fragments of step s + 1 load under the mma of step s.
+  __device__ __forceinline__ void multiply(const T* tile_a, const T* tile_b) {
+    const Operand<SmemA, true> a(tile_a, warp_m());
+    const Operand<SmemB, false> b(tile_b, warp_n());
+    uint32_t a_frag[2][kMBlocks][4];
+    uint32_t b_frag[2][kNBlocks / 2][4];  // two n8 blocks a load
+    auto load = [&](int buffer, int step) {
+#pragma unroll
+      for (int i = 0; i < kMBlocks; ++i) a.load(a_frag[buffer][i], i * 16, step * kMmaK);
+#pragma unroll
+      for (int j = 0; j < kNBlocks / 2; ++j) b.load(b_frag[buffer][j], j * 16, step * kMmaK);
+    };
+    load(0, 0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step + 1 < kSteps) load((step + 1) % 2, step + 1);
+#pragma unroll
+      for (int i = 0; i < kMBlocks; ++i) {
+#pragma unroll
+        for (int j = 0; j < kNBlocks; ++j) {
+          const uint32_t(&pair)[4] = b_frag[step % 2][j / 2];
+          const uint32_t b_regs[2] = {pair[j % 2 * 2], pair[j % 2 * 2 + 1]};
+          if constexpr (sizeof(T) == 4) {
+            mma_m16n8k8_tf32(values[i][j], a_frag[step % 2][i], b_regs);
+          } else {
+            mma_m16n8k16(values[i][j], a_frag[step % 2][i], b_regs, T{});
+          }
+        }
+      }
+    }
+  }
+
+  // Writes the CTA's D tile, row-major, to `smem`; kPitch = 8 (mod 32) words spreads the pairs of a
+  // half warp over all banks.
+  template <int kPitch>
+  __device__ void write(float* smem) const {
+    const int lane = threadIdx.x % kWarpSize;
+    float* origin = smem + (warp_m() + lane / 4) * kPitch + warp_n() + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kMBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kNBlocks; ++j) {
+#pragma unroll
+        for (int half_block = 0; half_block < 2; ++half_block) {
+          const Vec<float, 2> pair{
+              {values[i][j][half_block * 2], values[i][j][half_block * 2 + 1]}};
+          store_vec(origin + (i * 16 + half_block * 8) * kPitch + j * 8, pair);
+        }
+      }
+    }
+  }
+};
+
+// FMA accumulators of one thread; a warp is 4 threads down, 8 across. Elements come by 16-byte
+// reads: of kVec consecutive k from a K-major tile, whose rows a thread takes at a stride (so that
+// neighbours read neighbouring rows), and of kVec consecutive mn from an MN-major one.
+template <class Tile, class SmemA, class SmemB>
+class FmaAccumulator {
+  using T = typename Tile::Element;
+  using Acc = typename Tile::Acc;
+  static constexpr int kThreadsM = Tile::kWarpsM * 4;
+  static constexpr int kThreadsN = Tile::kWarpsN * 8;
+  static constexpr int kM = Tile::kBlkM / kThreadsM;
+  static constexpr int kN = Tile::kBlkN / kThreadsN;
+  static constexpr int kVec = kVecSize<T>;
+  static_assert(std::is_same_v<T, Acc>, "FMA is for float and double");
+  static_assert(kM % kVec == 0 && kN % kVec == 0, "MN-major fragments are whole vectors");
+  static_assert(Tile::kBlkK % kVec == 0, "K-major fragments are whole vectors");
+
+  Acc values[kM][kN];
+
+  __device__ static int thread_m() {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    return warp / Tile::kWarpsN * 4 + static_cast<int>(threadIdx.x) % kWarpSize / 8;
+  }
+  __device__ static int thread_n() {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    return warp % Tile::kWarpsN * 8 + static_cast<int>(threadIdx.x) % 8;
+  }
+
+  // Row (or column) of the tile that is the i-th of `thread`, of kAcross threads side by side.
+  template <class Smem, int kAcross>
+  __device__ static int position(int thread, int i) {
+    if constexpr (Smem::kMajor == Major::kK) return thread + i * kAcross;
+    return (i / kVec * kAcross + thread) * kVec + i % kVec;
+  }
+
+  // Elements [i][kk] = (position(thread, i), k + kk) of an operand tile.
+  template <class Smem, int kAcross, int kCount>
+  __device__ __forceinline__ static void load(T (&d)[kCount][kVec], const T* tile, int thread,
+                                              int k) {
+    if constexpr (Smem::kMajor == Major::kK) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const auto v = load_vec<kVec>(tile + Smem::offset(position<Smem, kAcross>(thread, i), k));
+#pragma unroll
+        for (int kk = 0; kk < kVec; ++kk) d[i][kk] = v.data[kk];
+      }
+    } else {
+#pragma unroll
+      for (int kk = 0; kk < kVec; ++kk) {
+#pragma unroll
+        for (int i = 0; i < kCount; i += kVec) {
+          const auto v =
+              load_vec<kVec>(tile + Smem::offset(position<Smem, kAcross>(thread, i), k + kk));
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) d[i + e][kk] = v.data[e];
+        }
+      }
+    }
+  }
+
+ public:
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int j = 0; j < kN; ++j) values[i][j] = Acc(0);
+  }
+
+  // Adds the product of one stage, k ascending.
+  __device__ __forceinline__ void multiply(const T* tile_a, const T* tile_b) {
+    const int m = thread_m();
+    const int n = thread_n();
+#pragma unroll 2
+    for (int k = 0; k < Tile::kBlkK; k += kVec) {
+      T a[kM][kVec];
+      T b[kN][kVec];
+      load<SmemA, kThreadsM>(a, tile_a, m, k);
+      load<SmemB, kThreadsN>(b, tile_b, n, k);
+#pragma unroll
+      for (int kk = 0; kk < kVec; ++kk)
+#pragma unroll
+        for (int i = 0; i < kM; ++i)
+#pragma unroll
+          for (int j = 0; j < kN; ++j) values[i][j] = fma(a[i][kk], b[j][kk], values[i][j]);
+    }
+  }
+
+  // Writes the CTA's D tile, row-major, to `smem`.
+  template <int kPitch>
+  __device__ void write(Acc* smem) const {
+    const int m = thread_m();
+    const int n = thread_n();
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        smem[position<SmemA, kThreadsM>(m, i) * kPitch + position<SmemB, kThreadsN>(n, j)] =
+            values[i][j];
+      }
+    }
+  }
+};
+
+}  // namespace warpwright
