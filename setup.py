@@ -18,6 +18,7 @@ import torch
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
+PACKAGE = ROOT / "python" / "warpwright"
 LIBRARY = "warpwright.libwarpwright"
 # Newer GPUs run the portable kernels from the PTX.
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
@@ -131,13 +132,17 @@ class Build(BuildExtension):
         return super().get_ext_filename(fullname)
 
     def build_extensions(self) -> None:
-        library = Path(self.get_ext_fullpath(LIBRARY)).resolve()
+        if REUSE_LIBRARY:
+            library = PACKAGE / "libwarpwright.so"
+        else:
+            library = Path(self.get_ext_fullpath(LIBRARY)).resolve()
         for extension in self.extensions:
             if extension.name == "warpwright._C":
                 extension.library_dirs.append(str(library.parent))
         super().build_extensions()
         # Read before the library is loaded, so that another torch gets a sentence, not a symbol.
-        library.with_name("_built_for.txt").write_text(torch.__version__ + "\n")
+        if not REUSE_LIBRARY:
+            library.with_name("_built_for.txt").write_text(torch.__version__ + "\n")
 
 
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -204,7 +209,12 @@ def python_module() -> Extension:
     )
 
 
+# A library built elsewhere for the same torch (it has no Python in it) needs only its _C beside it.
+REUSE_LIBRARY = flag("WARPWRIGHT_REUSE_LIBRARY")
+if REUSE_LIBRARY and not (PACKAGE / "libwarpwright.so").exists():
+    sys.exit(f"setup.py: WARPWRIGHT_REUSE_LIBRARY=1, but {PACKAGE}/libwarpwright.so is missing")
+
 setup(
-    ext_modules=[library, python_module()],
+    ext_modules=[python_module()] if REUSE_LIBRARY else [library, python_module()],
     cmdclass={"build_ext": Build.with_options(no_python_abi_suffix=False)},
 )

@@ -1,0 +1,277 @@
+"""What is measured: shapes from real models, with the fewest bytes and FLOPs each pass needs.
+
+E below is the bytes of the activation tensor. "bytes" counts every input once and every output
+once; "flops" counts multiply and add as two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Any]
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NHWC, NCHW, ROWS = "nhwc", "nchw", "rows"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload; `call(F, inputs)` runs it with F = warpwright.functional or torch's."""
+
+    op: str
+    case: str
+    dtype: torch.dtype
+    layout: str
+    make: Callable[[str], Inputs]
+    call: Callable[[Any, Inputs], Tensor]
+    bytes: dict[str, float]
+    flops: dict[str, float] = field(default_factory=dict)
+    # The part of the inputs that float64 can afford; None: all of it.
+    sample: Callable[[Inputs], Inputs] | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def _randn(shape: tuple[int, ...], dtype: torch.dtype, device: str, layout: str = ROWS) -> Tensor:
+    x = torch.randn(shape, device=device, dtype=FP32).to(dtype)
+    if layout == NHWC:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return x.requires_grad_()
+
+
+def _relu(numel: int, dtype: torch.dtype) -> Case:
+    e = numel * dtype.itemsize
+    return Case(
+        "relu",
+        f"{numel}",
+        dtype,
+        ROWS,
+        lambda device: {"x": _randn((numel,), dtype, device)},
+        lambda F, i: F.relu(i["x"]),
+        {"fwd": 2 * e, "bwd": 3 * e},
+    )
+
+
+def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case:
+    e = torch.Size(shape).numel() * dtype.itemsize
+    channels = shape[1]
+
+    def make(device: str) -> Inputs:
+        return {
+            "x": _randn(shape, dtype, device, layout),
+            "weight": torch.rand(channels, device=device).requires_grad_(),
+            "bias": torch.randn(channels, device=device).requires_grad_(),
+            "mean": torch.zeros(channels, device=device),
+            "var": torch.ones(channels, device=device),
+        }
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        # Fresh statistics are not part of the comparison; momentum 0 leaves them alone.
+        return F.batch_norm(i["x"], i["mean"], i["var"], i["weight"], i["bias"], True, 0.0, 1e-5)
+
+    return Case(
+        "batch_norm",
+        "x".join(map(str, shape)),
+        dtype,
+        layout,
+        make,
+        call,
+        {"fwd": 2 * e, "bwd": 3 * e},
+    )
+
+
+def _max_pool2d(
+    shape: tuple[int, ...], k: int, s: int, p: int, dtype: torch.dtype, layout: str
+) -> Case:
+    n, c, h, w = shape
+    outputs = n * c * ((h + 2 * p - k) // s + 1) * ((w + 2 * p - k) // s + 1)
+    e = n * c * h * w * dtype.itemsize
+    # One byte of window code an output is the least that the backward can do with.
+    traffic = e + outputs * (dtype.itemsize + 1)
+    return Case(
+        "max_pool2d",
+        f"{'x'.join(map(str, shape))} k{k}s{s}",
+        dtype,
+        layout,
+        lambda device: {"x": _randn(shape, dtype, device, layout)},
+        lambda F, i: F.max_pool2d(i["x"], k, s, p),
+        {"fwd": traffic, "bwd": traffic},
+    )
+
+
+def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Case:
+    e = rows * classes * dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        return {
+            "x": _randn((rows, classes), dtype, device),
+            "target": torch.randint(0, classes, (rows,), device=device),
+        }
+
+    return Case(
+        "cross_entropy",
+        f"{rows}x{classes}",
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.cross_entropy(i["x"], i["target"]),
+        {"fwd": e, "bwd": 2 * e, "fwd+bwd": 2 * e},
+    )
+
+
+def _linear(m: int, k: int, n: int, dtype: torch.dtype) -> Case:
+    size = dtype.itemsize
+    flops = 2.0 * m * n * k
+
+    def make(device: str) -> Inputs:
+        return {
+            "x": _randn((m, k), dtype, device),
+            "weight": (torch.randn(n, k, device=device) / k**0.5).to(dtype).requires_grad_(),
+            "bias": _randn((n,), dtype, device),
+        }
+
+    return Case(
+        "linear",
+        f"{m}x{k}x{n}",
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.linear(i["x"], i["weight"], i["bias"]),
+        {"fwd": size * (m * k + n * k + m * n), "bwd": size * (2 * m * k + 2 * n * k + m * n)},
+        {"fwd": flops, "bwd": 2 * flops},
+    )
+
+
+def _conv2d(
+    shape: tuple[int, ...], out: int, k: int, s: int, p: int, dtype: torch.dtype, layout: str
+) -> Case:
+    n, c, h, w = shape
+    q = ((h + 2 * p - k) // s + 1) * ((w + 2 * p - k) // s + 1)
+    flops = 2.0 * n * q * out * c * k * k
+    size = dtype.itemsize
+    x_bytes, y_bytes, w_bytes = n * c * h * w * size, n * out * q * size, out * c * k * k * size
+
+    def make(device: str) -> Inputs:
+        weight = (torch.randn(out, c, k, k, device=device) / (c * k * k) ** 0.5).to(dtype)
+        if layout == NHWC:
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        return {
+            "x": _randn(shape, dtype, device, layout),
+            "weight": weight.requires_grad_(),
+            "bias": _randn((out,), dtype, device),
+        }
+
+    return Case(
+        "conv2d",
+        f"{'x'.join(map(str, shape))}->{out} k{k}s{s}",
+        dtype,
+        layout,
+        make,
+        lambda F, i: F.conv2d(i["x"], i["weight"], i["bias"], s, p),
+        {"fwd": x_bytes + w_bytes + y_bytes, "bwd": 2 * x_bytes + 2 * w_bytes + y_bytes},
+        {"fwd": flops, "bwd": 2 * flops},
+        lambda i: {**i, "x": i["x"].detach()[:4].requires_grad_()},
+    )
+
+
+def _attention(b: int, h: int, s: int, d: int, causal: bool, dtype: torch.dtype = BF16) -> Case:
+    flops = 4.0 * b * h * s * s * d * (0.5 if causal else 1.0)
+    e = b * h * s * d * dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        return {name: _randn((b, h, s, d), dtype, device) for name in ("q", "k", "v")}
+
+    def first_head(i: Inputs) -> Inputs:
+        return {name: x.detach()[:1, :1, :4096].requires_grad_() for name, x in i.items()}
+
+    return Case(
+        "scaled_dot_product_attention",
+        f"b{b} h{h} s{s} d{d} {'causal' if causal else 'full'}",
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.scaled_dot_product_attention(i["q"], i["k"], i["v"], is_causal=causal),
+        {"fwd": 4 * e, "bwd": 8 * e},
+        {"fwd": flops, "bwd": 2.5 * flops},
+        first_head,
+    )
+
+
+def _all_cases() -> list[Case]:
+    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32)]
+    for shape in (
+        (256, 64, 112, 112),
+        (256, 256, 56, 56),
+        (256, 512, 28, 28),
+        (256, 2048, 7, 7),
+        (1024, 32, 28, 28),
+    ):
+        cases += [_batch_norm(shape, BF16, NHWC), _batch_norm(shape, FP32, NCHW)]
+    for shape, k, s, p in (
+        ((256, 64, 112, 112), 3, 2, 1),
+        ((1024, 32, 28, 28), 2, 2, 0),
+        ((256, 256, 56, 56), 2, 2, 0),
+    ):
+        cases += [_max_pool2d(shape, k, s, p, BF16, NHWC), _max_pool2d(shape, k, s, p, FP32, NCHW)]
+    cases += [
+        _cross_entropy(8192, 128256, BF16),
+        _cross_entropy(16384, 50257, BF16),
+        _cross_entropy(8192, 32000, FP32),
+        _cross_entropy(65536, 1000, FP32),
+        _cross_entropy(1024, 10, FP32),
+    ]
+    cases += [
+        _linear(8192, 4096, 4096, BF16),
+        _linear(8192, 4096, 16384, BF16),
+        _linear(16384, 1024, 4096, BF16),
+        _linear(65536, 1024, 1024, BF16),
+        _linear(2048, 2048, 2048, BF16),
+        _linear(512, 3136, 128, BF16),
+        _linear(4096, 4096, 4096, FP32),
+        _linear(512, 3136, 128, FP32),
+    ]
+    cases += [
+        _conv2d((256, 3, 224, 224), 64, 7, 2, 3, BF16, NHWC),
+        _conv2d((256, 64, 56, 56), 64, 1, 1, 0, BF16, NHWC),
+        _conv2d((256, 64, 56, 56), 64, 3, 1, 1, BF16, NHWC),
+        _conv2d((256, 64, 56, 56), 256, 1, 1, 0, BF16, NHWC),
+        _conv2d((256, 128, 56, 56), 128, 3, 2, 1, BF16, NHWC),
+        _conv2d((256, 128, 28, 28), 128, 3, 1, 1, BF16, NHWC),
+        _conv2d((256, 256, 56, 56), 512, 1, 2, 0, BF16, NHWC),
+        _conv2d((256, 256, 14, 14), 256, 3, 1, 1, BF16, NHWC),
+        _conv2d((256, 512, 7, 7), 512, 3, 1, 1, BF16, NHWC),
+        _conv2d((1024, 1, 28, 28), 32, 3, 1, 1, BF16, NHWC),
+        _conv2d((1024, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),
+        _conv2d((1024, 32, 14, 14), 64, 3, 1, 1, BF16, NHWC),
+        _conv2d((1024, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
+    ]
+    for d, h in ((64, 32), (128, 16), (256, 8)):
+        for b, s in ((32, 512), (8, 2048), (1, 16384)):
+            cases += [_attention(b, h, s, d, causal) for causal in (False, True)]
+    return cases
+
+
+CASES = _all_cases()
+
+# Small enough for two CPU cores and for a look at a new machine.
+QUICK_CASES = [
+    _relu(1 << 22, FP32),
+    _batch_norm((64, 32, 28, 28), FP32, NCHW),
+    _batch_norm((64, 32, 28, 28), FP32, NHWC),
+    _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
+    _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),
+    _cross_entropy(1024, 1000, FP32),
+    _linear(256, 3136, 128, FP32),
+    _conv2d((64, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),
+    _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
+    _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NHWC),
+    _attention(2, 4, 512, 64, False, FP32),
+    _attention(2, 4, 512, 64, True, FP32),
+]

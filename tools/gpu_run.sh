@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, from a built tree: the CUDA tests, compute-sanitizer, the demo, the
+# model check and the benchmarks. Leaves logs and JSON in the folder given.
+#
+#   tools/gpu_run.sh OUT_DIR [STEP ...]      steps: tests sanitize models demo bench   (default: all)
+#
+# PYTHON chooses the interpreter, TEST_ARGS goes to pytest, BENCH_ARGS to the benchmark,
+# STEP_TIMEOUT (seconds, default 540) ends a step that hangs.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+if [ $# -lt 1 ]; then
+  sed -n '2,9s/^# \{0,1\}//p' "$0"
+  exit 2
+fi
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+steps=("$@")
+[ ${#steps[@]} -eq 0 ] && steps=(tests sanitize models demo bench)
+python=${PYTHON:-python3}
+limit=${STEP_TIMEOUT:-540}
+export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+failed=()
+
+# A tree whose libwarpwright.so came along but whose _C is of another Python: build _C only.
+if ! "$python" -c 'import warpwright._C' 2>/dev/null; then
+  WARPWRIGHT_REUSE_LIBRARY=1 "$python" setup.py -q build_ext --inplace >"$out/build.log" 2>&1 ||
+    { tail -20 "$out/build.log"; exit 1; }
+fi
+"$python" -m warpwright info | tee "$out/info.txt" || exit 1
+
+run() {
+  local name=$1
+  shift
+  echo "== $name"
+  timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
+  local rc=$?
+  tail -25 "$out/$name.log"
+  [ $rc -eq 0 ] || failed+=("$name (exit $rc)")
+}
+
+for step in "${steps[@]}"; do
+  case $step in
+    tests)
+      # shellcheck disable=SC2086
+      run tests "$python" -m pytest -q -m gpu ${TEST_ARGS:-} tests
+      ;;
+    sanitize)
+      run sanitize env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool=memcheck \
+        --error-exitcode=9 --padding=64 --kernel-name-exclude kns=nvjet \
+        "$python" tools/sanitize_cases.py
+      ;;
+    models)
+      run models "$python" benchmarks/models_check.py
+      ;;
+    demo)
+      run demo "$python" -m warpwright demo --out "$out/demo"
+      ;;
+    bench)
+      # shellcheck disable=SC2086
+      run bench "$python" -m warpwright bench --suite full --json "$out/full.json" ${BENCH_ARGS:-}
+      ;;
+    *)
+      echo "gpu_run.sh: unknown step '$step': expected tests, sanitize, models, demo or bench" >&2
+      exit 2
+      ;;
+  esac
+done
+
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'failed: %s\n' "${failed[@]}"
+  exit 1
+fi
+echo "all steps passed; results in $out"
