@@ -171,13 +171,13 @@ nvcc_flags = [
     "-lineinfo",
 ]
 
-common = dict(
-    name=LIBRARY,
-    extra_link_args=["-fopenmp", "-s"],
-    include_dirs=[str(ROOT / "csrc")],
-    define_macros=defines,
-    py_limited_api=True,  # keeps torch_python, and with it every Python symbol, out
-)
+common = {
+    "name": LIBRARY,
+    "extra_link_args": ["-fopenmp", "-s"],
+    "include_dirs": [str(ROOT / "csrc")],
+    "define_macros": defines,
+    "py_limited_api": True,  # keeps torch_python, and with it every Python symbol, out
+}
 if WITH_CUDA:
     library = CUDAExtension(
         sources=sources(".cpp", ".cu"),

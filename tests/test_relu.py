@@ -2,9 +2,8 @@ import copy
 
 import pytest
 import torch
-from common import gradcheck, layouts, opcheck
-
 import warpwright.functional as F
+from common import gradcheck, layouts, opcheck
 from warpwright.testing import assert_same, compare_with_native
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -1,0 +1,104 @@
+"""Writes the measured tables of README.md and docs/results.md from benchmarks/results/.
+
+A table stands between `<!-- results:NAME -->` and `<!-- /results -->`; everything between the two
+lines is generated. A record whose source hash is not today's is marked stale.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import _C
+from .records import load_records
+
+Row = dict[str, Any]
+_BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+_KEY = ("op", "case", "dtype", "layout", "pass")
+
+
+def _pairs(record: dict[str, Any]) -> Iterator[tuple[Row, Row]]:
+    """(ours, native) of each measured workload, in file order."""
+    by_key: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in record["rows"]:
+        by_key.setdefault(tuple(row[k] for k in _KEY), {})[row["impl"]] = row
+    for impls in by_key.values():
+        if {"warpwright", "native"} <= impls.keys():
+            yield impls["warpwright"], impls["native"]
+
+
+def _geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _provenance(record: dict[str, Any]) -> str:
+    stale = record["source_hash"] != _C.build_info()["source_hash"]
+    return (
+        f"{record['gpu']}, torch {record['torch']}, cuDNN {record['cudnn']}, {record['date']}, "
+        f"source {record['source_hash']}{' (**stale**: the code has changed since)' if stale else ''}; "
+        f"copy {record['copy_tbs']:.2f} TB/s, bf16 matmul {record['matmul_tflops']:.0f} TFLOP/s, "
+        "both measured in the same run"
+    )
+
+
+def summary_table(record: dict[str, Any]) -> str:
+    """One line an op and pass: how many workloads, and the range of native time over ours."""
+    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    for ours, native in _pairs(record):
+        groups.setdefault((ours["op"], ours["pass"]), []).append((ours, native))
+    lines = [
+        "| op | pass | workloads | native time / ours: geometric mean | slowest row | fastest row |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (op, which), pairs in groups.items():
+        ratios = [native["ms"] / ours["ms"] for ours, native in pairs]
+        lines.append(
+            f"| `{op}` | {which} | {len(pairs)} | **{_geomean(ratios):.2f}×** "
+            f"| {min(ratios):.2f}× | {max(ratios):.2f}× |"
+        )
+    return "\n".join([*lines, "", _provenance(record) + "."])
+
+
+def full_table(record: dict[str, Any]) -> str:
+    """Every row."""
+    lines = [
+        "| op | workload | dtype | layout | pass | ours ms | native ms | native / ours | floor / ours "
+        "| max rel. error ours (native's) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for ours, native in _pairs(record):
+        floor = f"{ours['floor_ms'] / ours['ms']:.0%}" if ours["floor_ms"] else ""
+        error = "" if ours["err"] is None else f"{ours['err']:.1e} ({native['err']:.1e})"
+        lines.append(
+            f"| `{ours['op']}` | {ours['case']} | {ours['dtype']} | {ours['layout']} | {ours['pass']} "
+            f"| {ours['ms']:.4f} | {native['ms']:.4f} | {native['ms'] / ours['ms']:.2f}× | {floor} | {error} |"
+        )
+    return "\n".join([_provenance(record) + ".", "", *lines])
+
+
+TABLES = {"summary": summary_table, "full": full_table}
+
+
+def render(text: str, record: dict[str, Any]) -> str:
+    """`text` with each results block replaced; an unknown table name raises KeyError."""
+    return _BLOCK.sub(lambda m: f"{m[1]}{TABLES[m[2]](record)}\n{m[3]}", text)
+
+
+def main(root: Path, results: Path, *, check: bool = False) -> int:
+    """Rewrites the documents under `root`; with `check`, only says whether they are up to date."""
+    record = load_records(results)
+    stale = []
+    for name in ("README.md", "docs/results.md"):
+        path = root / name
+        before = path.read_text()
+        after = render(before, record)
+        if before != after:
+            stale.append(name)
+            if not check:
+                path.write_text(after)
+    for name in stale:
+        print(f"{name}: {'not what the results say' if check else 'rewritten'}")
+    return 1 if check and stale else 0
