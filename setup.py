@@ -20,6 +20,7 @@ from setuptools import Extension, setup
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "python" / "warpwright"
 LIBRARY = "warpwright.libwarpwright"
+STAMP = "_built_for.txt"  # the torch version, beside the library
 # Newer GPUs run the portable kernels from the PTX.
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
 GIB_PER_JOB = 3.0  # nvcc on the largest attention file
@@ -95,10 +96,11 @@ if WITH_CUDA:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_archs())
 os.environ.setdefault("MAX_JOBS", str(max_jobs()))
 use_ccache()
-print(
-    f"warpwright: CUDA {'on, architectures ' + os.environ['TORCH_CUDA_ARCH_LIST'] if WITH_CUDA else 'off (CPU kernels only)'}"
-    f", MAX_JOBS={os.environ['MAX_JOBS']}"
-)
+if WITH_CUDA:
+    print(f"warpwright: CUDA on, architectures {os.environ['TORCH_CUDA_ARCH_LIST']}")
+else:
+    print("warpwright: CUDA off (CPU kernels only)")
+print(f"warpwright: MAX_JOBS={os.environ['MAX_JOBS']}")
 
 # cpp_extension reads CUDA_HOME when it is imported.
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
@@ -139,10 +141,18 @@ class Build(BuildExtension):
         for extension in self.extensions:
             if extension.name == "warpwright._C":
                 extension.library_dirs.append(str(library.parent))
+        if self.editable_mode:
+            # setuptools gives a fresh folder each time; ninja needs the old objects.
+            self.build_temp = str(ROOT / "build" / "editable")
         super().build_extensions()
         # Read before the library is loaded, so that another torch gets a sentence, not a symbol.
         if not REUSE_LIBRARY:
-            library.with_name("_built_for.txt").write_text(torch.__version__ + "\n")
+            library.with_name(STAMP).write_text(torch.__version__ + "\n")
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        if not REUSE_LIBRARY:
+            shutil.copy(Path(self.build_lib) / "warpwright" / STAMP, PACKAGE / STAMP)
 
 
 X86 = platform.machine() in ("x86_64", "AMD64")

@@ -1,3 +1,4 @@
+// What the current GPU is, read from the driver once per device.
 #include <mutex>
 #include <vector>
 

@@ -1,0 +1,63 @@
+# From a bare clone: `make demo`, `make test`. Needs Python >= 3.10 and g++; nvcc adds the GPU kernels.
+#
+#   make TORCH=torch==2.15.0 test       another torch
+#   make NO_CUDA=1 test                 CPU kernels only, though nvcc is there
+#   make PYTHON=/usr/bin/python3 VENV_ARGS=--system-site-packages demo
+#                                       use the torch that this Python already has
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+TORCH ?= torch==2.11.0
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+python := $(VENV)/bin/python
+pip := $(python) -m pip --disable-pip-version-check -q install
+# One stamp for each choice of torch and interpreter, so that changing the choice installs again.
+choice := $(shell printf '%s' '$(PYTHON) $(VENV_ARGS) $(TORCH)' | cksum | cut -d' ' -f1)
+base := $(VENV)/.base-$(choice)
+# CPU-only and GPU builds share the folder: the stamp carries the switches that setup.py reads.
+build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(NO_CUDA) $(FORCE_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
+sources := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py')
+
+.PHONY: demo test test-long lint build clean
+
+demo: $(build)
+	$(python) -m warpwright demo --out demo-out $(DEMO_ARGS)
+
+test: $(build)
+	$(python) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS) tests
+
+# Everything: the slow tests, and 2,000 random cases an op.
+test-long: $(build)
+	WARPWRIGHT_FUZZ_CASES=2000 $(python) -m pytest -n $(WORKERS) --dist worksteal --timeout 7200 $(PYTEST_ARGS) tests
+
+build: $(build)
+
+lint: $(VENV)/.lint-$(choice)
+	PATH=$(VENV)/bin:$$PATH; find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' | xargs clang-format --dry-run -Werror
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+$(base):
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	$(pip) '$(TORCH)' 'setuptools>=77,<82' wheel ninja 'pybind11>=2.13' numpy
+	rm -f $(VENV)/.base-* $(VENV)/.build-* $(VENV)/.lint-*
+	touch $@
+
+$(build): $(base) pyproject.toml setup.py $(sources)
+	$(pip) --no-build-isolation -e '.[demo,test]'
+	rm -f $(VENV)/.build-*
+	touch $@
+
+$(VENV)/.lint-$(choice): $(base) pyproject.toml
+	$(pip) $$($(python) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
+	touch $@
+
+clean:
+	rm -rf build dist $(VENV) demo-out .pytest_cache .hypothesis .mypy_cache .ruff_cache python/warpwright.egg-info
+	rm -f python/warpwright/*.so python/warpwright/_built_for.txt
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,134 @@
+"""The rules of docs/architecture.md that a grep can check, and for each a fault it must find."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
+MAX_LINES = 700
+
+# Which folders a folder may include from; host/ is for the host side of every layer.
+ALLOWED = {
+    "host": {"host"},
+    "device": {"device", "host"},
+    "tile": {"tile", "device", "host"},
+    "ops": {"ops", "tile", "device", "host"},
+    "torch": {"torch", "ops", "tile", "device", "host"},
+    "python": {"python", "ops", "host"},
+}
+TORCH_HEADER = re.compile(r"^(ATen|c10|torch|caffe2)/")
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
+SYNC = re.compile(r"\bcuda(Device|Stream|Event)Synchronize\b|\bcudaMemcpy\(|\.item\s*<|\.item\(\)")
+FLOAT_ATOMIC = re.compile(r"\batomicAdd\b|\bred\.(global|shared)\b")
+
+
+def files():
+    found = sorted(p for p in CSRC.rglob("*") if p.suffix in SUFFIXES)
+    assert found
+    return found
+
+
+def code_of(text):
+    """The text without comments, so that prose about a rule does not break it."""
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def may_see_torch(path):
+    return path.parts[0] == "torch" or path.name.endswith(("_torch.cpp", "_cpu.cpp"))
+
+
+def faults(path, text):
+    """Every rule that `text`, standing at `path` (relative to csrc/), breaks."""
+    code = code_of(text)
+    layer = path.parts[0]
+    for bracket, header in INCLUDE.findall(code):
+        ours = bracket == '"' or (CSRC / header).exists()
+        if ours and header.split("/")[0] == "torch":
+            if not may_see_torch(path):
+                yield f"includes {header}: torch glue is for *_torch.cpp and *_cpu.cpp"
+        elif ours:
+            target = header.split("/")[0]
+            allowed = ALLOWED[layer] | (ALLOWED["torch"] if may_see_torch(path) else set())
+            if target not in allowed:
+                yield f"includes {header}: {layer}/ must not see {target}/"
+        elif TORCH_HEADER.match(header) and not may_see_torch(path):
+            yield f"includes the torch header {header}"
+        if header in ("torch/extension.h", "torch/torch.h", "Python.h", "ATen/ATen.h"):
+            yield f"includes {header}: tens of seconds a file, or a Python symbol"
+    if re.search(r"\basm\b", code) and layer != "device":
+        yield "has inline PTX: that belongs into device/"
+    if "<<<" in code and path.as_posix() != "host/launch.h":
+        yield "launches with <<<>>>: use launch() of host/launch.h, which checks"
+    if SYNC.search(code):
+        yield f"synchronises: {SYNC.search(code).group(0)}"
+    if FLOAT_ATOMIC.search(code):
+        yield f"uses {FLOAT_ATOMIC.search(code).group(0)}: results would depend on the order"
+    if layer in ("ops", "tile") and re.search(r"__CUDA_ARCH__", code):
+        yield "tests __CUDA_ARCH__: two files side by side instead"
+    if layer == "ops" and re.search(r"\bcudaMalloc|\bcudaFree", code):
+        yield "allocates outside torch's allocator"
+    if re.search(r"\b(TODO|FIXME|XXX)\b", text):
+        yield "has a TODO"
+    if text.count("\n") > MAX_LINES:
+        yield f"has {text.count(chr(10))} lines: a tile/ or device/ piece is hiding"
+
+
+def test_sources_follow_the_layers():
+    found = [
+        f"{path.relative_to(CSRC)}: {fault}"
+        for path in files()
+        for fault in faults(path.relative_to(CSRC), path.read_text())
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "says"),
+    [
+        ("device/x.cuh", '#include "tile/epilogue.cuh"', "must not see tile/"),
+        ("tile/x.cuh", '#include "ops/relu/relu.h"', "must not see ops/"),
+        ("host/x.h", '#include "device/vec.cuh"', "must not see device/"),
+        ("ops/relu/relu.cu", "#include <ATen/core/Tensor.h>", "torch header"),
+        ("ops/relu/relu.h", "#include <c10/util/Half.h>", "torch header"),
+        ("ops/relu/relu.cu", '#include "torch/cuda.h"', "torch glue"),
+        ("ops/relu/relu_torch.cpp", "#include <torch/extension.h>", "tens of seconds"),
+        ("ops/relu/relu.cu", 'asm volatile("nop;");', "inline PTX"),
+        ("ops/relu/relu.cu", "kernel<<<1, 1>>>();", "launch"),
+        ("ops/relu/relu_torch.cpp", "cudaStreamSynchronize(stream);", "synchronises"),
+        ("ops/relu/relu_torch.cpp", "x.item<float>();", "synchronises"),
+        ("ops/relu/relu.cu", "atomicAdd(p, 1.f);", "depend on the order"),
+        ("ops/relu/relu.cu", "#if __CUDA_ARCH__ >= 900", "side by side"),
+        ("ops/relu/relu.cu", "// TODO: later", "TODO"),
+        ("ops/relu/relu.cu", "\n" * (MAX_LINES + 1), "hiding"),
+    ],
+)
+def test_each_rule_finds_its_fault(path, line, says):
+    assert any(says in fault for fault in faults(Path(path), line + "\n"))
+
+
+def test_comments_may_speak_of_rules():
+    assert not list(faults(Path("ops/relu/relu.cu"), "// never <<<>>>, asm or atomicAdd here\n"))
+
+
+def test_every_op_has_its_files():
+    for folder in sorted(p for p in (CSRC / "ops").iterdir() if p.is_dir()):
+        op = folder.name
+        names = {p.name for p in folder.iterdir()}
+        for needed in (f"{op}.h", f"{op}_torch.cpp", f"{op}_cpu.cpp"):
+            assert needed in names, f"ops/{op}: {needed} is missing (has {sorted(names)})"
+        assert any(n.endswith(".cu") for n in names), f"ops/{op}: no CUDA file"
+
+
+def test_headers_say_pragma_once():
+    for path in files():
+        if path.suffix in {".h", ".cuh"}:
+            assert "#pragma once" in path.read_text(), path
+
+
+def test_files_open_with_their_bargain():
+    for path in files():
+        assert path.read_text().startswith(("//", "/*")), f"{path}: no comment at the top"
