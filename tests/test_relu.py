@@ -2,8 +2,9 @@ import copy
 
 import pytest
 import torch
-import warpwright.functional as F
 from common import gradcheck, layouts, opcheck
+
+import warpwright.functional as F
 from warpwright.testing import assert_same, compare_with_native
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
