@@ -57,6 +57,12 @@ def gradcheck(function, inputs, *, forward_ad=True, second_order=True):
         )
 
 
+def assert_no_leak(function, *inputs):
+    """The output's memory goes with the output: no cycle between it and its autograd node."""
+    storage = function(*inputs).untyped_storage()
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+
+
 def clone_inputs(value):
     """Detached copies that keep strides and requires_grad."""
 

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from common import gradcheck, layouts, opcheck
+from common import assert_no_leak, gradcheck, layouts, opcheck
 
 import warpwright.functional as F
 from warpwright.testing import assert_same, compare_with_native
@@ -75,6 +75,12 @@ def test_inplace_autograd(device):
     F.relu_(view)
     (grad,) = torch.autograd.grad(view.sum(), leaf)
     assert torch.equal(grad, torch.cat([(leaf[:3] > 0).float(), torch.zeros(3, device=device)]))
+
+
+def test_memory_is_freed(device):
+    x = torch.randn(6, device=device, requires_grad=True)
+    assert_no_leak(F.relu, x)
+    assert_no_leak(lambda t: F.relu_(t * 1), x)
 
 
 def test_func_transforms(device):

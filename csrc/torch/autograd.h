@@ -10,7 +10,7 @@
 // and its Autograd kernel is
 //   auto node = make_node<ReluBackward>({}, input);      // null: nothing needs a gradient
 //   Tensor output = below_autograd([&] { return relu(input); });
-//   if (node) { node->save_output(output); set_history(output, node); }
+//   if (node) { set_history(output, node); node->save_output(output); }
 //   if (has_tangent(input)) set_tangent(output, f(tangent(input)));   // forward-mode AD
 // It is the form of PyTorch's own generated code (tools/autograd/gen_variable_type.py).
 #pragma once
@@ -66,9 +66,14 @@ class OpNode final : public torch::autograd::Node {
   typename Spec::Attributes attributes;
 
   void save(const Tensor& tensor) { saved_.emplace_back(tensor, /*is_output=*/false); }
-  // Must precede set_history on that output; the node then holds no reference cycle.
-  void save_output(const Tensor& tensor) { saved_.emplace_back(tensor, /*is_output=*/true); }
+  // After set_history (or rebase_history): an output that does not know its node yet would be kept
+  // whole, node and output would own each other, and neither would ever be freed.
+  void save_output(const Tensor& tensor) {
+    TORCH_INTERNAL_ASSERT(tensor.grad_fn(), Spec::kName, ": save_output before set_history");
+    saved_.emplace_back(tensor, /*is_output=*/true);
+  }
   void save_inplace_output(const Tensor& tensor) {
+    TORCH_INTERNAL_ASSERT(tensor.grad_fn(), Spec::kName, ": save_output before rebase_history");
     saved_.emplace_back(tensor, /*is_output=*/true, /*is_inplace_on_view=*/tensor.is_view());
   }
 

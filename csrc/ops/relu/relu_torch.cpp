@@ -154,8 +154,8 @@ Tensor relu_autograd(const Tensor& input) {
   auto node = make_node<ReluBackward>({}, input);
   Tensor output = below_autograd([&] { return call::relu(input); });
   if (node) {
-    node->save_output(output);
     set_history(output, node);
+    node->save_output(output);
   }
   if (has_tangent(input)) set_tangent(output, call::relu_backward(tangent(input), primal(output)));
   return output;
