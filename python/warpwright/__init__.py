@@ -1,8 +1,20 @@
 """warpwright: the layers of a neural network as hand-written C++/CUDA kernels for PyTorch."""
 
 from . import _ops as _ops  # loads the library before anything else
-from . import functional
+from . import functional, nn
+from .patch import patch
+from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "functional"]
+__all__ = [
+    "SwapCheckError",
+    "SwapReport",
+    "__version__",
+    "functional",
+    "nn",
+    "patch",
+    "swap",
+    "swapped",
+    "unswap",
+]

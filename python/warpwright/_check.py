@@ -1,0 +1,364 @@
+"""The ``check=`` of :func:`warpwright.swap`: is the swapped model as good as the native one?
+
+Two comparisons, because one alone is blind:
+
+- Every swapped module on the inputs it gets inside the model, with a random cotangent: output,
+  gradients and updated buffers by the error rule. Nothing accumulates over layers, so this is
+  strict, and a failure names the layer.
+- The whole model, forward and backward. Rounding may flip a ReLU or the choice of a max pool
+  somewhere, which moves gradients in a jump, so the bound here is loose; it catches what happens
+  between modules (aliasing, hooks, modes).
+
+Errors are L2 norms against a float64 copy, ours at most 1.5 x native's (+ 1 ulp), and maxima, ours
+at most 4 x native's (+ 4 ulp): over a whole model's layers some maximum is unlucky.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .swap import set_class
+from .testing import ERROR_FACTOR, to_double
+
+MAX_FACTOR = 4.0
+MODEL_FACTOR = 4.0
+# Relative L2 that the whole model may move in any case, by the lowest precision in it.
+MODEL_TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-2,
+    torch.float16: 1e-1,
+    torch.bfloat16: 1e-1,
+}
+
+Loss = Callable[[Any], Tensor]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def compare_model(
+    model: nn.Module,
+    chosen: dict[nn.Module, type[nn.Module]],
+    inputs: Any,
+    loss_fn: Loss | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The numbers, and a line for every failure. ``model`` comes back native and unchanged."""
+    names = {module: name for name, module in model.named_modules()}
+    natives = {module: type(module) for module in chosen}
+    call = _as_call(inputs)
+    loss_fn = loss_fn or mean_square
+    with torch.enable_grad():
+        calls, dtypes = _record(model, list(chosen), call, loss_fn)
+        failures: list[str] = []
+        rows: list[dict[str, Any]] = []
+        for module, module_call in calls.items():
+            found, lines = _compare_module(module, chosen[module], module_call)
+            where = f"{names[module] or '(the model)'} ({natives[module].__name__})"
+            rows.append({"module": names[module], "type": natives[module].__name__, **found})
+            failures += [f"{where}: {line}" for line in lines]
+        native = _run(model, call, loss_fn)
+        exact = _run_double(model, call, loss_fn)
+        try:
+            for module, mine in chosen.items():
+                set_class(module, mine)
+            mine_run = _run(model, call, loss_fn)
+        finally:
+            for module, kind in natives.items():
+                set_class(module, kind)
+    whole, lines = _compare_runs(mine_run, native, exact, dtypes)
+    failures += lines
+    unreached = [names[module] for module in chosen if module not in calls]
+    summary = (
+        f"check: {len(calls)} modules and the whole model agree with native"
+        if not failures
+        else f"check: {len(failures)} differences"
+    )
+    if unreached:
+        summary += f"; not reached by these inputs: {', '.join(unreached)}"
+    result = {"summary": summary, "modules": rows, "model": whole, "unreached": unreached}
+    return result, failures
+
+
+def mean_square(output: Any) -> Tensor:
+    """The default loss: the mean squares of all floating outputs, summed."""
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not leaves:
+        raise TypeError(
+            "check: the model returns no floating tensor; pass loss_fn to turn its output into one"
+        )
+    # Sums in at least float32, so that a half precision output cannot overflow.
+    return sum((t if t.dtype == torch.float64 else t.float()).pow(2).mean() for t in leaves)  # type: ignore[return-value]
+
+
+def _as_call(inputs: Any) -> Call:
+    if isinstance(inputs, dict):
+        return (), inputs
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    raise TypeError(
+        "check: expected the model's inputs as a tensor, a tuple of arguments or a dict of keyword "
+        f"arguments, got {type(inputs).__name__}"
+    )
+
+
+def _copied(value: Any) -> Any:
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return leaf
+
+    return tree_map(convert, value)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Buffers and the random state are afterwards what they were."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            for table, entries in tables:
+                table.update(entries)
+            with torch.no_grad():
+                for buffer, value in saved:
+                    buffer.copy_(value)
+
+
+# name -> tensor; grads are None where the loss does not depend on the leaf
+Run = dict[str, dict[str, Tensor | None]]
+
+
+def _run(model: nn.Module, call: Call, loss_fn: Loss) -> Run:
+    """Forward and backward without touching ``.grad``."""
+    with _unchanged(model):
+        args, kwargs = _copied(call)
+        output = model(*args, **kwargs)
+        loss = loss_fn(output)
+        leaves = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        for i, leaf in enumerate(tree_leaves((args, kwargs))):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaves[f"input {i}"] = leaf  # type: ignore[assignment]
+        grads: tuple[Tensor | None, ...] = ()
+        if loss.requires_grad and leaves:
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        return {
+            "loss": {"loss": loss.detach()},
+            "output": {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)},
+            "gradients": dict(zip(leaves, grads, strict=False)),
+            "buffers": {n: b.detach().clone() for n, b in model.named_buffers()},
+        }
+
+
+def _run_double(model: nn.Module, call: Call, loss_fn: Loss) -> Run | None:
+    """The native model in float64; None where the model can't be copied or run so."""
+    try:
+        return _run(copy.deepcopy(model).double(), to_double(call), loss_fn)
+    except (
+        Exception
+    ):  # whatever a foreign model raises in float64, native itself is the oracle then
+        return None
+
+
+def _record(
+    model: nn.Module, modules: list[nn.Module], call: Call, loss_fn: Loss
+) -> tuple[dict[nn.Module, Call], set[torch.dtype]]:
+    """The arguments of each module's first call inside the model, and the dtypes it gave out."""
+    calls: dict[nn.Module, Call] = {}
+    dtypes: set[torch.dtype] = set()
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Copies: an in-place ReLU behind this module would change what it saved.
+        if module not in calls:
+            calls[module] = _copied((args, kwargs))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        dtypes.update(
+            t.dtype for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
+        )
+
+    hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
+    hooks += [m.register_forward_hook(after) for m in modules]
+    try:
+        with _unchanged(model):
+            args, kwargs = _copied(call)
+            loss_fn(model(*args, **kwargs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, dtypes
+
+
+def _bare(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """``module`` as ``kind``, sharing its tensors, without its hooks."""
+    bare = kind.__new__(kind)
+    bare.__dict__ = dict(module.__dict__)
+    for key, value in module.__dict__.items():
+        if key.endswith("_hooks") and isinstance(value, OrderedDict):
+            bare.__dict__[key] = OrderedDict()
+        elif key in ("_parameters", "_buffers"):
+            bare.__dict__[key] = dict(value)
+    return bare
+
+
+def _compare_module(
+    module: nn.Module, mine: type[nn.Module], call: Call
+) -> tuple[dict[str, Any], list[str]]:
+    # Old-style weight_norm and pruning put the weight there as a plain attribute, with a history.
+    plain = {k: v.detach() for k, v in vars(module).items() if isinstance(v, Tensor)}
+    tensors = {
+        **{n: p.detach().requires_grad_(p.requires_grad) for n, p in module.named_parameters()},
+        **{n: b.detach() for n, b in module.named_buffers()},
+    }
+
+    def run(kind: type[nn.Module], double: bool, cotangents: list[Tensor] | None) -> Any:
+        state, (args, kwargs), extra = _copied((tensors, call, plain))
+        if double:
+            state, args, kwargs, extra = to_double((state, args, kwargs, extra))
+        leaves = [
+            t
+            for t in tree_leaves((args, kwargs, state))
+            if isinstance(t, Tensor) and t.requires_grad
+        ]
+        # Not the leaves themselves: the module may work in place.
+        inputs = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (args, kwargs))
+        bare = _bare(module, kind)
+        bare.__dict__.update(extra)
+        output = torch.func.functional_call(bare, state, *inputs)
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        roots = [t for t in outputs if t.requires_grad]
+        if cotangents is None:
+            generator = torch.Generator().manual_seed(0)
+            cotangents = [torch.randn(t.shape, generator=generator).to(t.device) for t in roots]
+        grads: tuple[Tensor | None, ...] = ()
+        if roots:
+            ready = [c.to(t.dtype) for c, t in zip(cotangents, roots, strict=True)]
+            grads = torch.autograd.grad(roots, leaves, ready, allow_unused=True)
+        results = {f"output {i}" if i else "output": t.detach() for i, t in enumerate(outputs)}
+        names = [n for n, t in state.items() if t.requires_grad]
+        names = [f"input {i}" for i in range(len(leaves) - len(names))] + names
+        results |= {
+            f"gradient of {n}": g for n, g in zip(names, grads, strict=False) if g is not None
+        }
+        results |= {n: state[n] for n in dict(module.named_buffers())}
+        return results, cotangents
+
+    native, cotangents = run(type(module), False, None)
+    exact, _ = run(type(module), True, cotangents)
+    ours, _ = run(mine, False, cotangents)
+    lines = []
+    worst = {"error": 0.0, "native_error": 0.0}
+    if ours.keys() != native.keys():
+        return worst, [f"results: {sorted(ours)}, native {sorted(native)}"]
+    for key in native:
+        line, error, native_error = _judge(ours[key], native[key], exact[key])
+        if error >= worst["error"]:
+            worst = {"error": error, "native_error": native_error}
+        if line:
+            lines.append(f"{key}: {line}")
+    return worst, lines
+
+
+def _norms(value: Tensor, exact: Tensor) -> tuple[float, float]:
+    """L2 norm and maximum of value - exact, where exact is finite."""
+    difference = (value.double() - exact.double())[torch.isfinite(exact)]
+    if difference.numel() == 0:
+        return 0.0, 0.0
+    return float(difference.norm()), float(difference.abs().max())
+
+
+def _judge(ours: Tensor, native: Tensor, exact: Tensor) -> tuple[str, float, float]:
+    """What is wrong with ``ours`` ("" if nothing), its relative L2 error and native's."""
+    if ours.shape != native.shape or ours.dtype != native.dtype:
+        return (
+            f"{tuple(ours.shape)} {ours.dtype}, native {tuple(native.shape)} {native.dtype}",
+            0,
+            0,
+        )
+    if not ours.is_floating_point():
+        return ("" if torch.equal(ours, native) else "integer values differ"), 0, 0
+    if not torch.equal(torch.isfinite(ours), torch.isfinite(native)):
+        return "NaN or inf elsewhere than native", float("inf"), 0
+    zero = torch.zeros_like(exact)
+    scale_l2, scale_max = _norms(exact, zero)
+    (our_l2, our_max), (native_l2, native_max) = _norms(ours, exact), _norms(native, exact)
+    # In float64 the oracle rounds as native does: allow some of its ulps.
+    ulp = torch.finfo(ours.dtype).eps * (16 if ours.dtype == torch.float64 else 1)
+    relative = 1 / scale_l2 if scale_l2 > 0 else 1.0
+    numbers = (our_l2 * relative, native_l2 * relative)
+    if our_l2 > ERROR_FACTOR * native_l2 + ulp * scale_l2:
+        allowed = (ERROR_FACTOR * native_l2 + ulp * scale_l2) * relative
+        return (
+            f"relative error {numbers[0]:.3e}, allowed {allowed:.3e} (native: {numbers[1]:.3e})",
+            *numbers,
+        )
+    if our_max > MAX_FACTOR * (native_max + ulp * scale_max):
+        allowed = MAX_FACTOR * (native_max + ulp * scale_max)
+        return (
+            f"max error {our_max:.3e}, allowed {allowed:.3e} (native: {native_max:.3e})",
+            *numbers,
+        )
+    return "", *numbers
+
+
+def _distance(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> float:
+    """Relative L2 distance of two sets of tensors, each taken as one vector."""
+    square = norm = 0.0
+    for key, other in b.items():
+        value = a[key]
+        if value is None or other is None or not other.is_floating_point():
+            continue
+        difference, _ = _norms(value, other)
+        size, _ = _norms(other, torch.zeros_like(other))
+        square, norm = square + difference**2, norm + size**2
+    return (square / norm) ** 0.5 if norm > 0 else square**0.5
+
+
+def _compare_runs(
+    ours: Run, native: Run, exact: Run | None, dtypes: set[torch.dtype]
+) -> tuple[dict[str, Any], list[str]]:
+    tolerance = max((MODEL_TOLERANCE[d] for d in dtypes if d in MODEL_TOLERANCE), default=1e-2)
+    whole: dict[str, Any] = {"loss": _scalar(ours), "native_loss": _scalar(native)}
+    lines = []
+    for part in ("loss", "output", "gradients", "buffers"):
+        present = {k for k, v in ours[part].items() if v is not None}
+        expected = {k for k, v in native[part].items() if v is not None}
+        if present != expected:
+            lines.append(f"model: {part}: differs in {sorted(present ^ expected)[:5]}")
+            continue
+        whole[part + "_distance"] = distance = _distance(ours[part], native[part])
+        allowed = tolerance
+        # A float64 run that is far from native took another way (dropout's random numbers).
+        if exact is not None and _distance(native[part], exact[part]) < 0.1:
+            whole[part + "_native_error"] = native_error = _distance(native[part], exact[part])
+            whole[part + "_error"] = distance = _distance(ours[part], exact[part])
+            allowed = max(tolerance, MODEL_FACTOR * native_error)
+        # not <=: NaN on one side only
+        nan = any(
+            not torch.equal(torch.isnan(v), torch.isnan(native[part][k]))  # type: ignore[arg-type]
+            for k, v in ours[part].items()
+            if v is not None and v.is_floating_point()
+        )
+        if nan or distance > allowed:
+            lines.append(
+                f"model: {part}: relative difference {distance:.3e}, allowed {allowed:.3e}"
+                + (", NaN elsewhere than native" if nan else "")
+            )
+    return whole, lines
+
+
+def _scalar(run: Run) -> float:
+    loss = run["loss"]["loss"]
+    assert loss is not None
+    return float(loss)

@@ -1,0 +1,153 @@
+"""Drop-in modules: each subclasses ``torch.nn.X`` and overrides only ``forward``.
+
+Constructor, parameters, buffers, ``state_dict`` and pickling are native's, so changing a native
+instance's ``__class__`` to the one here (what :func:`warpwright.swap` does) is enough. ``repr``
+prints ``warpwright.Conv2d(...)``: a printed model shows what runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from . import functional as F
+
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "Conv2d",
+    "CrossEntropyLoss",
+    "Linear",
+    "MaxPool2d",
+    "ReLU",
+]
+
+
+class _Named:
+    def _get_name(self) -> str:
+        return f"warpwright.{type(self).__name__}"
+
+
+class Conv2d(_Named, nn.Conv2d):
+    """``torch.nn.Conv2d`` on :func:`warpwright.functional.conv2d`."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding: str | tuple[int, ...] = self.padding
+        if self.padding_mode != "zeros":
+            input = nn.functional.pad(
+                input, self._reversed_padding_repeated_twice, mode=self.padding_mode
+            )
+            padding = (0, 0)
+        return F.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, self.weight, self.bias)
+
+
+class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        tracks = self.training and self.track_running_stats
+        if tracks and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        # Running statistics count only where they are updated or used to normalise.
+        use_running = not self.training or self.track_running_stats
+        running_mean = self.running_mean if use_running else None
+        running_var = self.running_var if use_running else None
+        batch_statistics = self.training or (running_mean is None and running_var is None)
+        if tracks and self.momentum is None and self.num_batches_tracked is not None:
+            return self._forward_cumulative(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        return F.batch_norm(
+            input,
+            running_mean,
+            running_var,
+            self.weight,
+            self.bias,
+            batch_statistics,
+            momentum,
+            self.eps,
+        )
+
+    def _forward_cumulative(self, input: Tensor) -> Tensor:
+        """Running statistics as plain averages over the batches: a step of 1/num_batches_tracked.
+
+        Native reads the counter on the host. Here it stays on the device, so nothing waits for the
+        GPU and nothing breaks a graph: batch norm with momentum 1 leaves the batch's statistics in
+        scratch buffers, which are then averaged in.
+        """
+        assert self.num_batches_tracked is not None
+        running = [r for r in (self.running_mean, self.running_var) if r is not None]
+        batch = [torch.zeros_like(r) for r in running]
+        scratch = iter(batch)
+        output = F.batch_norm(
+            input,
+            None if self.running_mean is None else next(scratch),
+            None if self.running_var is None else next(scratch),
+            self.weight,
+            self.bias,
+            True,
+            1.0,
+            self.eps,
+        )
+        step = self.num_batches_tracked.double().reciprocal()
+        with torch.no_grad():
+            for average, value in zip(running, batch, strict=True):
+                average.copy_(average * (1 - step) + value * step)
+        return output
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d`` on :func:`warpwright.functional.batch_norm`."""
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` on :func:`warpwright.functional.batch_norm`."""
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d`` on :func:`warpwright.functional.batch_norm`."""
+
+
+class ReLU(_Named, nn.ReLU):
+    """``torch.nn.ReLU`` on :func:`warpwright.functional.relu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(input, inplace=self.inplace)
+
+
+class MaxPool2d(_Named, nn.MaxPool2d):
+    """``torch.nn.MaxPool2d`` on :func:`warpwright.functional.max_pool2d`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.max_pool2d(
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            ceil_mode=self.ceil_mode,
+            return_indices=self.return_indices,
+        )
+
+
+class Linear(_Named, nn.Linear):
+    """``torch.nn.Linear`` on :func:`warpwright.functional.linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+
+class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` on :func:`warpwright.functional.cross_entropy`."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )

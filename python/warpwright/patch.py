@@ -1,0 +1,125 @@
+"""Routes calls of ``torch.nn.functional`` to warpwright inside a block.
+
+For models that call functions rather than modules: ``F.relu(x)``, ``x.relu()``,
+``F.scaled_dot_product_attention(q, k, v)``. Modules that are not swapped are covered too, because
+their ``forward`` calls the same functions. What has no kernel of ours stays native, untouched.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import functional as ours
+from ._arch import FLOATING, why_no_kernel
+from .swap import check_ops
+
+__all__ = ["patch"]
+
+native = torch.nn.functional
+
+
+# native function -> (op, name of the first argument, name in warpwright.functional)
+ROUTES: dict[Any, tuple[str, str, str]] = {
+    native.relu: ("relu", "input", "relu"),
+    torch.relu: ("relu", "input", "relu"),
+    Tensor.relu: ("relu", "self", "relu"),
+    torch.relu_: ("relu", "input", "relu_"),
+    Tensor.relu_: ("relu", "self", "relu_"),
+    native.conv2d: ("conv2d", "input", "conv2d"),
+    native.batch_norm: ("batch_norm", "input", "batch_norm"),
+    native.max_pool2d: ("max_pool2d", "input", "max_pool2d"),
+    torch.max_pool2d: ("max_pool2d", "input", "max_pool2d"),
+    native.max_pool2d_with_indices: ("max_pool2d", "input", "max_pool2d_with_indices"),
+    native.linear: ("linear", "input", "linear"),
+    native.cross_entropy: ("cross_entropy", "input", "cross_entropy"),
+    native.scaled_dot_product_attention: (
+        "scaled_dot_product_attention",
+        "query",
+        "scaled_dot_product_attention",
+    ),
+}
+OPS = tuple(dict.fromkeys(op for op, _, _ in ROUTES.values()))
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+TAKES_INTEGERS = ("relu", "max_pool2d")
+
+
+def _has_kernel(op: str, first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    main = args[0] if args else kwargs.get(first)
+    if not isinstance(main, Tensor):
+        return False
+    if main.dtype not in FLOATING and not (op in TAKES_INTEGERS and main.dtype in INTEGERS):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return all(
+        why_no_kernel(value, any_dtype=True) is None
+        for value in (*args, *kwargs.values())
+        if isinstance(value, Tensor)
+    )
+
+
+def _without_overrides(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of torch.nn.functional, not asking whether a mode wants to override it.
+
+    A mode is off while it handles a call, so what a function written in Python calls in turn would
+    pass it by; with the mode switched on again, the function would ask the mode about itself for
+    ever. A copy of the function that doesn't ask can run under the mode.
+    """
+    assert isinstance(function, types.FunctionType)
+    names = {**function.__globals__, "has_torch_function": lambda relevant: False}
+    copy = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# Functions written in Python that call some of the above.
+COMPOSITE = {
+    native.multi_head_attention_forward: _without_overrides(native.multi_head_attention_forward)
+}
+
+
+class patch(TorchFunctionMode):
+    """``with patch():`` routes the functions of the seven ops to warpwright inside the block.
+
+    Covers ``torch.nn.functional``'s ``relu``, ``conv2d``, ``batch_norm``, ``max_pool2d``,
+    ``linear``, ``cross_entropy`` and ``scaled_dot_product_attention``, their twins in ``torch``
+    (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``) and the tensor methods. A call whose
+    tensors have no kernel here (dtype, device, layout, subclass) stays native. Blocks nest; each
+    holds for the thread that entered it. Backward needs no block: the graph remembers which op
+    made it.
+
+    Args:
+        ops: only these functionals, e.g. ``{"scaled_dot_product_attention"}``; None means all.
+    Raises:
+        ValueError: an unknown name in ``ops``.
+    """
+
+    def __init__(self, ops: Iterable[str] | None = None) -> None:
+        super().__init__()
+        self.ops = check_ops(ops, OPS)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        route = ROUTES.get(func)
+        if route is not None:
+            op, first, name = route
+            if op in self.ops and _has_kernel(op, first, args, kwargs):
+                return getattr(ours, name)(*args, **kwargs)
+        elif func in COMPOSITE:
+            with self:
+                return COMPOSITE[func](*args, **kwargs)
+        return func(*args, **kwargs)

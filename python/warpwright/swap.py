@@ -1,0 +1,317 @@
+"""Runs an existing model on warpwright: in place, reversible, with a report and a check.
+
+A module is swapped by changing its ``__class__`` from the exact native type to the subclass in
+:mod:`warpwright.nn`. Nothing is copied or rebuilt: parameters, buffers, hooks, optimizers that hold
+the parameters, DDP wrappers, shared modules and ``state_dict`` keys all stay what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from . import nn as ours
+from ._arch import why_no_kernel
+
+__all__ = ["SwapCheckError", "SwapEntry", "SwapReport", "swap", "swapped", "unswap"]
+
+# native type -> (ours, the functional it runs on)
+MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
+    nn.Conv2d: (ours.Conv2d, "conv2d"),
+    nn.BatchNorm1d: (ours.BatchNorm1d, "batch_norm"),
+    nn.BatchNorm2d: (ours.BatchNorm2d, "batch_norm"),
+    nn.BatchNorm3d: (ours.BatchNorm3d, "batch_norm"),
+    nn.ReLU: (ours.ReLU, "relu"),
+    nn.MaxPool2d: (ours.MaxPool2d, "max_pool2d"),
+    nn.Linear: (ours.Linear, "linear"),
+    nn.CrossEntropyLoss: (ours.CrossEntropyLoss, "cross_entropy"),
+}
+NATIVE: dict[type[nn.Module], type[nn.Module]] = {
+    mine: native for native, (mine, _) in MODULES.items()
+}
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+OPS = tuple(dict.fromkeys(op for _, op in MODULES.values()))
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class SwapCheckError(AssertionError):
+    """``swap(check=...)`` found a difference, and the model is native again.
+
+    ``.lines`` has the numbers.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(
+            "warpwright and native differ; the swap is undone:\n  " + "\n  ".join(lines)
+        )
+        self.lines = lines
+
+
+@dataclass(frozen=True)
+class SwapEntry:
+    name: str  # as in model.named_modules(); "" is the model itself
+    type: str  # class before the swap
+    op: str | None  # the functional, where the class is or derives from one we have
+    swapped: bool
+    reason: str  # why it was left; "" if swapped
+
+
+@dataclass
+class SwapReport:
+    """What :func:`swap` did to every module that computes something itself."""
+
+    entries: list[SwapEntry] = field(default_factory=list)
+    check: dict[str, Any] | None = None  # the numbers of check=, see warpwright._check
+
+    @property
+    def swapped(self) -> list[SwapEntry]:
+        return [e for e in self.entries if e.swapped]
+
+    @property
+    def left(self) -> list[SwapEntry]:
+        return [e for e in self.entries if not e.swapped]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "swapped": len(self.swapped),
+            "left": len(self.left),
+            "entries": [asdict(e) for e in self.entries],
+            "check": self.check,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __rich__(self) -> RenderableType:
+        groups: dict[tuple[str, bool, str], list[str]] = {}
+        for e in self.entries:
+            groups.setdefault((e.type, e.swapped, e.reason), []).append(e.name or "(the model)")
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("module", no_wrap=True)
+        table.add_column("count", justify="right")
+        table.add_column("result", no_wrap=True)
+        table.add_column("why / where")
+        for (kind, done, reason), names in groups.items():
+            where = ", ".join(names[:3]) + (f", … {names[-1]}" if len(names) > 3 else "")
+            table.add_row(
+                kind,
+                str(len(names)),
+                Text("swapped", style="green") if done else Text("left", style="yellow"),
+                Text(where if done else f"{reason}: {where}"),
+            )
+        parts: list[RenderableType] = [
+            Text(f"swapped {len(self.swapped)} of {len(self.entries)} modules"),
+            table,
+        ]
+        if self.check is not None:
+            parts.append(Text(self.check["summary"]))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(width=120, no_color=True, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def swap(
+    model: nn.Module,
+    ops: Iterable[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    check: Any = None,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+) -> SwapReport:
+    """Runs ``model``'s layers on warpwright's kernels, in place.
+
+    Args:
+        model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``,
+            ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear`` and ``nn.CrossEntropyLoss`` are swapped;
+            the report says of every other module why it was left.
+        ops: only these functionals, e.g. ``{"conv2d", "batch_norm"}``; None means all.
+        filter_fn: called with (module, name); False leaves the module native.
+        check: inputs for the model (a tensor, a tuple of arguments or a dict of keyword arguments).
+            Runs native and swapped, forward and backward, from the same state, and compares by the
+            error rule of :mod:`warpwright.testing`: every swapped module on the inputs that it gets
+            inside the model, then the model's output and gradients. If they differ, the swap is
+            undone. Buffers, ``.grad`` and the random state are as before the call either way.
+        loss_fn: turns the model's output into the scalar that ``check`` differentiates; by default
+            the mean square of all floating outputs.
+    Raises:
+        SwapCheckError: ``check`` found a difference; carries the numbers.
+        TypeError, ValueError: ``model`` is not a module; an unknown name in ``ops``.
+    Warns:
+        UserWarning: nothing was swapped; says why.
+    """
+    entries, chosen = _plan(model, ops, filter_fn)
+    report = SwapReport(entries)
+    if not chosen:
+        warnings.warn(_nothing_to_swap(report), stacklevel=2)
+        return report
+    if check is None:
+        _set_classes(chosen)
+        return report
+    from ._check import compare_model
+
+    report.check, failures = compare_model(model, chosen, check, loss_fn)
+    if failures:
+        raise SwapCheckError(failures)
+    _set_classes(chosen)
+    return report
+
+
+def unswap(model: nn.Module) -> int:
+    """Gives every warpwright module in ``model`` its exact native class back; returns how many."""
+    _check_is_module(model)
+    found = [(module, NATIVE[type(module)]) for module in model.modules() if type(module) in NATIVE]
+    for module, native in found:
+        set_class(module, native)
+    return len(found)
+
+
+@contextlib.contextmanager
+def swapped(
+    model: Model,
+    ops: Iterable[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> Iterator[Model]:
+    """``with swapped(model):`` runs it on warpwright inside the block, native again after.
+
+    Only what the block swapped is restored: modules that were warpwright's before stay so.
+    """
+    entries, chosen = _plan(model, ops, filter_fn)
+    if not chosen:
+        warnings.warn(_nothing_to_swap(SwapReport(entries)), stacklevel=3)
+    _set_classes(chosen)
+    try:
+        yield model
+    finally:
+        for module, mine in chosen.items():
+            if type(module) is mine:
+                set_class(module, NATIVE[mine])
+
+
+# What swap() intends: module -> the class that it gets.
+Chosen = dict[nn.Module, type[nn.Module]]
+
+
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
+    # Compiled code skips its guard on the type while the module's dict is untouched: touch it, or
+    # a torch.compile'd model would go on running what it was compiled for.
+    vars(module)["_warpwright_class_changed"] = True
+    del vars(module)["_warpwright_class_changed"]
+
+
+def _set_classes(chosen: Chosen) -> None:
+    for module, mine in chosen.items():
+        set_class(module, mine)
+
+
+def _check_is_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def check_ops(ops: Iterable[str] | None, known: Iterable[str]) -> frozenset[str]:
+    """``ops`` as a set, every name of it known."""
+    known = tuple(known)
+    if ops is None:
+        return frozenset(known)
+    wanted = [ops] if isinstance(ops, str) else list(ops)
+    for op in wanted:
+        if op not in known:
+            raise ValueError(f"ops: expected names out of {', '.join(known)}; got {op!r}")
+    return frozenset(wanted)
+
+
+def _plan(
+    model: nn.Module,
+    ops: Iterable[str] | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+) -> tuple[list[SwapEntry], Chosen]:
+    _check_is_module(model)
+    wanted = check_ops(ops, OPS)
+    entries: list[SwapEntry] = []
+    chosen: Chosen = {}
+    for name, module in model.named_modules():
+        op = _op_of(module)
+        if op is None and (type(module) in CONTAINERS or next(module.children(), None) is not None):
+            continue  # its children have entries of their own
+        reason = _why_not(module, name, op, wanted, filter_fn)
+        if reason is None:
+            chosen[module] = MODULES[type(module)][0]
+        entries.append(SwapEntry(name, _type_name(module), op, reason is None, reason or ""))
+    return entries, chosen
+
+
+def _op_of(module: nn.Module) -> str | None:
+    return next((op for native, (_, op) in MODULES.items() if isinstance(module, native)), None)
+
+
+def _type_name(module: nn.Module) -> str:
+    kind = type(module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return f"nn.{kind.__name__}" if name.startswith("torch.nn.modules.") else name
+
+
+def _why_not(
+    module: nn.Module,
+    name: str,
+    op: str | None,
+    wanted: frozenset[str],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+) -> str | None:
+    """The first reason to leave ``module`` native; None if it is to be swapped."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript module, its class is compiled in"
+    if op is None:
+        return "warpwright has no such layer"
+    if type(module) in NATIVE:
+        return "already warpwright's"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return "lazy, not initialised: swap after the first forward"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "parametrized, which makes it a subclass: swap before parametrizing"
+    if type(module) not in MODULES:
+        return f"a subclass of nn.{_native_base(module).__name__}, which may compute something else"
+    if "forward" in vars(module):
+        return "its forward is replaced on the instance"
+    if op not in wanted:
+        return f"{op} is not in ops"
+    for key, tensor in (
+        *module.named_parameters(recurse=False),
+        *module.named_buffers(recurse=False),
+    ):
+        if tensor.is_floating_point() or tensor.is_complex():
+            why = why_no_kernel(tensor)
+            if why is not None:
+                return f"{key}: {why}"
+    if filter_fn is not None and not filter_fn(module, name):
+        return "filter_fn said no"
+    return None
+
+
+def _native_base(module: nn.Module) -> type[nn.Module]:
+    return next(native for native in MODULES if isinstance(module, native))
+
+
+def _nothing_to_swap(report: SwapReport) -> str:
+    if not report.entries:
+        return "warpwright.swap: nothing to swap: the model has no layers"
+    counts: dict[str, int] = {}
+    for e in report.left:
+        counts[f"{e.type}: {e.reason}"] = counts.get(f"{e.type}: {e.reason}", 0) + 1
+    listed = "; ".join(f"{n} x {what}" for what, n in list(counts.items())[:5])
+    return f"warpwright.swap: nothing to swap ({listed})"

@@ -1,0 +1,460 @@
+import copy
+import io
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import warpwright
+from warpwright import SwapCheckError, swap, swapped, unswap
+from warpwright.testing import assert_same
+
+
+class Block(nn.Module):
+    """A ResNet's basic block: a skip, in-place ReLUs, one of them used twice."""
+
+    def __init__(self, channels, out_channels, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.downsample = None
+        if stride != 1 or channels != out_channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels, out_channels, 1, stride, bias=False),
+                nn.BatchNorm2d(out_channels),
+            )
+
+    def forward(self, x):
+        skip = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(self.bn2(self.conv2(x)) + skip)
+
+
+def small_resnet(widths=(8, 16, 16)):
+    blocks = [
+        Block(a, b, stride)
+        for a, b, stride in zip((widths[0], *widths), widths, (1, 2, 2), strict=False)
+    ]
+    return nn.Sequential(
+        nn.Conv2d(3, widths[0], 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(widths[0]),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(widths[-1], 10),
+    )
+
+
+@pytest.fixture
+def model(device):
+    return small_resnet().to(device)
+
+
+@pytest.fixture
+def images(device):
+    return torch.randn(4, 3, 32, 32, device=device)
+
+
+def classes(model):
+    return [type(m) for m in model.modules()]
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_swap_and_unswap(model, images):
+    before, output = classes(model), copy.deepcopy(model)(images)
+    tensors = [id(t) for t in (*model.parameters(), *model.buffers())]
+    report = swap(model)
+    assert {type(m).__name__ for m in model.modules() if type(m).__module__ == "warpwright.nn"} == {
+        "Conv2d",
+        "BatchNorm2d",
+        "ReLU",
+        "MaxPool2d",
+        "Linear",
+    }
+    assert not any(type(m) in (nn.Conv2d, nn.BatchNorm2d, nn.Linear) for m in model.modules())
+    assert tensors == [id(t) for t in (*model.parameters(), *model.buffers())]
+    torch.testing.assert_close(copy.deepcopy(model)(images), output)
+    assert unswap(model) == len(report.swapped)
+    assert classes(model) == before
+    assert_same(model(images), output)
+    assert unswap(model) == 0
+
+
+def test_report(model):
+    report = swap(model)
+    done = {e.name for e in report.swapped}
+    assert {"0", "1", "2", "3", "4.conv1", "5.downsample.0", "9"} <= done
+    assert {(e.name, e.reason) for e in report.left} == {
+        ("7", "warpwright has no such layer"),
+        ("8", "warpwright has no such layer"),
+    }
+    assert json.loads(report.to_json())["swapped"] == len(report.swapped) == len(done)
+    text = str(report)
+    assert f"swapped {len(done)} of {len(report.entries)} modules" in text
+    assert "nn.AdaptiveAvgPool2d" in text
+    assert "warpwright has no such layer: 7" in text
+
+
+class MyLinear(nn.Linear):
+    pass
+
+
+def replaced_forward():
+    module = nn.ReLU()
+    module.forward = torch.tanh
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: MyLinear(2, 2), "a subclass of nn.Linear"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "parametrized"),
+        (lambda: nn.LazyLinear(2), "lazy, not initialised"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "weight: no kernel for complex64"),
+        (lambda: nn.Linear(2, 2).to(torch.float8_e4m3fn), "weight: no kernel for float8_e4m3fn"),
+        (lambda: torch.jit.script(nn.ReLU()), "TorchScript"),
+        (lambda: warpwright.nn.ReLU(), "already warpwright's"),
+        (replaced_forward, "forward is replaced on the instance"),
+        (lambda: nn.GELU(), "no such layer"),
+        (lambda: nn.ConvTranspose2d(1, 1, 1), "no such layer"),
+        (lambda: nn.SyncBatchNorm(2), "no such layer"),
+    ],
+)
+def test_left_with_a_reason(make, reason):
+    model = nn.Sequential(make(), nn.ReLU())
+    kind = type(model[0])
+    report = swap(model)
+    assert type(model[0]) is kind
+    (entry,) = (e for e in report.left if e.name == "0")
+    assert reason in entry.reason
+    assert [e.name for e in report.swapped] == ["1"]
+
+
+def test_tensor_subclass_is_left():
+    class Tagged(torch.Tensor):
+        pass
+
+    linear = nn.Linear(2, 2)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Tagged))
+    report = swap(nn.Sequential(linear, nn.ReLU()))
+    assert report.left[0].reason == "weight: a Tagged, expected a plain tensor"
+
+
+def test_ops_and_filter(model):
+    report = swap(
+        model, ops={"conv2d", "linear"}, filter_fn=lambda m, name: "downsample" not in name
+    )
+    assert {e.op for e in report.swapped} == {"conv2d", "linear"}
+    reasons = {e.name: e.reason for e in report.left}
+    assert reasons["1"] == "batch_norm is not in ops"
+    assert reasons["5.downsample.0"] == "filter_fn said no"
+
+
+def test_nothing_to_swap():
+    with pytest.warns(UserWarning, match=r"nothing to swap \(1 x nn.GELU: warpwright has no such"):
+        report = swap(nn.Sequential(nn.GELU()))
+    assert not report.swapped
+    with pytest.warns(UserWarning, match="the model has no layers"):
+        swap(nn.Sequential())
+    with pytest.warns(UserWarning, match="nothing to swap"), swapped(nn.GELU()):
+        pass
+
+
+def test_bad_arguments(model):
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got function"):
+        swap(lambda x: x)
+    with pytest.raises(TypeError, match="model: expected"):
+        unswap(None)
+    with pytest.raises(ValueError, match=r"ops: expected names out of conv2d, .*; got 'conv3d'"):
+        swap(model, ops=["conv2d", "conv3d"])
+    with pytest.raises(TypeError, match=r"check: expected the model's inputs as .* got int"):
+        swap(model, check=3)
+    assert not any(type(m).__module__ == "warpwright.nn" for m in model.modules())
+
+
+def test_the_model_itself_and_shared_modules(device):
+    linear = nn.Linear(3, 3).to(device)
+    report = swap(linear)
+    assert [e.name for e in report.swapped] == [""]
+    assert type(linear) is warpwright.nn.Linear
+    assert unswap(linear) == 1
+    shared = nn.ReLU()
+    model = nn.Sequential(linear, shared, linear, shared).to(device)
+    assert len(swap(model).swapped) == 2
+    assert model[0] is model[2] is linear
+    model(torch.randn(2, 3, device=device)).sum().backward()
+
+
+def test_hooks_optimizer_and_state_dict(model, images):
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append("forward"))
+    model[0].register_full_backward_hook(lambda module, gi, go: seen.append("backward"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    native_state = copy.deepcopy(model.state_dict())
+    swap(model)
+    model(images).sum().backward()
+    assert seen == ["forward", "backward"]
+    weight = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(weight, model[0].weight)
+    assert list(model.state_dict()) == list(native_state)
+    model.load_state_dict(native_state)
+    native = small_resnet()
+    native.load_state_dict(model.state_dict())
+
+
+def test_deepcopy_and_pickle(model, images):
+    swap(model)
+    model.eval()
+    expected = model(images)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for twin in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(saved, weights_only=False),
+    ):
+        assert classes(twin) == classes(model)
+        assert_same(twin(images), expected)
+        unswap(twin)
+        assert type(twin[0]) is nn.Conv2d
+    assert type(model[0]) is warpwright.nn.Conv2d
+
+
+def test_swapped_restores_even_on_error(model, images):
+    model[2].__class__ = warpwright.nn.ReLU
+    before = classes(model)
+    with swapped(model) as same:
+        assert same is model
+        assert type(model[0]) is warpwright.nn.Conv2d
+        model(images)
+    assert classes(model) == before
+    with pytest.raises(RuntimeError, match="stop"), swapped(model):
+        raise RuntimeError("stop")
+    assert classes(model) == before
+
+
+def test_meta_device():
+    with torch.device("meta"):
+        model = small_resnet()
+        x = torch.randn(2, 3, 32, 32)
+    assert swap(model).swapped
+    assert model(x).shape == (2, 10)
+
+
+def test_compiled_model_sees_the_swap(device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
+    x = torch.randn(2, 4, device=device)
+    expected = compiled(x)
+    assert "warpwright" not in graphs[-1]
+    with swapped(model):
+        torch.testing.assert_close(compiled(x), expected)
+        assert "warpwright" in graphs[-1]
+    assert_same(compiled(x), expected)
+
+
+def test_distributed_data_parallel(tmp_path, device):
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{tmp_path}/store",
+        rank=0,
+        world_size=1,
+    )
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        x = torch.randn(2, 4, device=device)
+        expected = gradients(model, x)
+        assert len(swap(wrapped).swapped) == 2
+        for a, b in zip(gradients(wrapped, x), expected, strict=True):
+            torch.testing.assert_close(a, b)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---- check= ----
+
+
+def test_check_agrees_and_changes_nothing(model, images):
+    state = copy.deepcopy(model.state_dict())
+    gradients(model, images)
+    model.load_state_dict(state)
+    grads = [p.grad.clone() for p in model.parameters()]
+    random = torch.get_rng_state()
+    report = swap(model, check=images)
+    assert type(model[0]) is warpwright.nn.Conv2d
+    for a, b in zip(state.values(), model.state_dict().values(), strict=True):
+        assert_same(b, a)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert_same(p.grad, grad)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert len(report.check["modules"]) == len(report.swapped)
+    assert report.check["model"]["gradients_error"] < 1e-2
+    assert "agree with native" in str(report)
+    json.loads(report.to_json())
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_check_in_low_precision(device, low):
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 9))
+    model.to(device)
+    x = torch.randn(16, 32, device=device)
+    swap(copy.deepcopy(model).to(low), check=x.to(low))
+    with torch.autocast(device, low):
+        swap(model, check=x)
+
+
+def test_check_with_dropout_loss_and_keywords(device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.unused = nn.Linear(4, 4), nn.Linear(1, 1)
+            self.loss = nn.CrossEntropyLoss()
+
+        def forward(self, x, target):
+            y = nn.functional.dropout(self.linear(x), 0.5)
+            return {"loss": self.loss(y, target), "labels": y.argmax(1)}
+
+    inputs = {
+        "x": torch.randn(8, 4, device=device, requires_grad=True),
+        "target": torch.randint(4, (8,), device=device),
+    }
+    report = swap(Model().to(device), check=inputs, loss_fn=lambda out: out["loss"])
+    assert report.check["unreached"] == ["unused"]
+    assert "not reached by these inputs: unused" in report.check["summary"]
+    with pytest.raises(TypeError, match="pass loss_fn"):
+        swap(nn.Sequential(nn.MaxPool2d(2)), check=torch.ones(1, 4, 4, dtype=torch.int64))
+
+
+def broken(name, monkeypatch):
+    """Makes one of our functionals subtly wrong."""
+    right = getattr(warpwright.functional, name)
+
+    def wrong_forward(*args, **kwargs):
+        output = right(*args, **kwargs)
+        return output * (1 + 1e-4)
+
+    monkeypatch.setattr(warpwright.functional, name, wrong_forward)
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad.view(-1)[0] += 0.01
+        return grad
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("conv2d", "Conv2d"), ("batch_norm", "BatchNorm2d"), ("linear", "Linear")]
+)
+def test_check_finds_a_wrong_output(model, images, name, kind, monkeypatch):
+    before, state = classes(model), copy.deepcopy(model.state_dict())
+    broken(name, monkeypatch)
+    with pytest.raises(
+        SwapCheckError, match=rf"\({kind}\): output: relative error .*native"
+    ) as error:
+        swap(model, check=images)
+    assert all(f"({kind})" in line for line in error.value.lines if "model:" not in line)
+    assert classes(model) == before
+    for a, b in zip(state.values(), model.state_dict().values(), strict=True):
+        assert_same(b, a)
+
+
+def test_check_finds_a_wrong_gradient(model, images, monkeypatch):
+    right = warpwright.functional.max_pool2d
+    monkeypatch.setattr(
+        warpwright.functional,
+        "max_pool2d",
+        lambda x, *args, **kwargs: right(WrongGradient.apply(x), *args, **kwargs),
+    )
+    with pytest.raises(SwapCheckError, match=r"3 \(MaxPool2d\): gradient of input 0"):
+        swap(model, check=images)
+
+
+def test_check_finds_wrong_statistics(model, images, monkeypatch):
+    right = warpwright.functional.batch_norm
+
+    def wrong(x, running_mean, running_var, *args, **kwargs):
+        output = right(x, running_mean, running_var, *args, **kwargs)
+        if running_var is not None:
+            running_var.data.mul_(0.999)  # past autograd, which saved it
+        return output
+
+    monkeypatch.setattr(warpwright.functional, "batch_norm", wrong)
+    with pytest.raises(SwapCheckError, match=r"1 \(BatchNorm2d\): running_var"):
+        swap(model, check=images)
+
+
+def test_check_restores_when_the_model_raises(model, monkeypatch):
+    before = classes(model)
+    with pytest.raises(RuntimeError):
+        swap(model, check=torch.randn(1))
+    monkeypatch.setattr(warpwright.nn.Linear, "forward", lambda self, x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        swap(model, check=torch.randn(4, 3, 32, 32, device=next(model.parameters()).device))
+    assert classes(model) == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_training_stays_beside_native(device):
+    """200 steps of SGD from the same seed: the loss curves stay together."""
+
+    def train(convert):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        ).to(device)
+        criterion = nn.CrossEntropyLoss()
+        if convert:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                swap(model)
+                swap(criterion)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        x = torch.randn(32, 1, 8, 8, device=device)
+        y = torch.randint(10, (32,), device=device)
+        losses = []
+        for _ in range(200):
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    native, mine = train(False), train(True)
+    assert native[-1] < 0.3 * native[0]
+    torch.testing.assert_close(mine, native, rtol=1e-3, atol=1e-4)
