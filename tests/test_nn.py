@@ -14,43 +14,57 @@ from warpwright.testing import assert_as_good_as_native, assert_same, to_double
 MODULES = sorted(ours.__all__)
 # name, constructor arguments, input shape
 CASES = [
-    ("Conv2d", dict(in_channels=4, out_channels=6, kernel_size=3), (2, 4, 9, 8)),
-    ("Conv2d", dict(in_channels=4, out_channels=6, kernel_size=3, padding="same"), (2, 4, 9, 8)),
-    ("Conv2d", dict(in_channels=4, out_channels=8, kernel_size=(3, 1), groups=2), (4, 9, 8)),
+    ("Conv2d", {"in_channels": 4, "out_channels": 6, "kernel_size": 3}, (2, 4, 9, 8)),
+    (
+        "Conv2d",
+        {"in_channels": 4, "out_channels": 6, "kernel_size": 3, "padding": "same"},
+        (2, 4, 9, 8),
+    ),
+    (
+        "Conv2d",
+        {"in_channels": 4, "out_channels": 8, "kernel_size": (3, 1), "groups": 2},
+        (4, 9, 8),
+    ),
     *(
         (
             "Conv2d",
-            dict(in_channels=3, out_channels=5, kernel_size=3, padding=(2, 1), padding_mode=mode),
+            {
+                "in_channels": 3,
+                "out_channels": 5,
+                "kernel_size": 3,
+                "padding": (2, 1),
+                "padding_mode": mode,
+            },
             (2, 3, 9, 8),
         )
         for mode in ("zeros", "reflect", "replicate", "circular")
     ),
     (
         "Conv2d",
-        dict(
-            in_channels=3,
-            out_channels=5,
-            kernel_size=3,
-            padding="same",
-            padding_mode="reflect",
-            bias=False,
-        ),
+        {
+            "in_channels": 3,
+            "out_channels": 5,
+            "kernel_size": 3,
+            "padding": "same",
+            "padding_mode": "reflect",
+            "bias": False,
+        },
         (2, 3, 9, 8),
     ),
-    ("BatchNorm1d", dict(num_features=5), (7, 5)),
-    ("BatchNorm1d", dict(num_features=5), (7, 5, 3)),
-    ("BatchNorm2d", dict(num_features=5), (4, 5, 6, 7)),
-    ("BatchNorm2d", dict(num_features=5, momentum=0.3, affine=False), (4, 5, 6, 7)),
-    ("BatchNorm2d", dict(num_features=5, momentum=None), (4, 5, 6, 7)),
-    ("BatchNorm2d", dict(num_features=5, track_running_stats=False), (4, 5, 6, 7)),
-    ("BatchNorm3d", dict(num_features=5), (2, 5, 3, 4, 2)),
-    ("ReLU", dict(), (3, 4)),
-    ("ReLU", dict(inplace=True), (3, 4)),
-    ("MaxPool2d", dict(kernel_size=2), (2, 3, 8, 9)),
-    ("MaxPool2d", dict(kernel_size=3, stride=2, padding=1, ceil_mode=True), (3, 8, 9)),
-    ("MaxPool2d", dict(kernel_size=2, dilation=2, return_indices=True), (2, 3, 8, 9)),
-    ("Linear", dict(in_features=7, out_features=5), (2, 3, 7)),
-    ("Linear", dict(in_features=7, out_features=5, bias=False), (7,)),
+    ("BatchNorm1d", {"num_features": 5}, (7, 5)),
+    ("BatchNorm1d", {"num_features": 5}, (7, 5, 3)),
+    ("BatchNorm2d", {"num_features": 5}, (4, 5, 6, 7)),
+    ("BatchNorm2d", {"num_features": 5, "momentum": 0.3, "affine": False}, (4, 5, 6, 7)),
+    ("BatchNorm2d", {"num_features": 5, "momentum": None}, (4, 5, 6, 7)),
+    ("BatchNorm2d", {"num_features": 5, "track_running_stats": False}, (4, 5, 6, 7)),
+    ("BatchNorm3d", {"num_features": 5}, (2, 5, 3, 4, 2)),
+    ("ReLU", {}, (3, 4)),
+    ("ReLU", {"inplace": True}, (3, 4)),
+    ("MaxPool2d", {"kernel_size": 2}, (2, 3, 8, 9)),
+    ("MaxPool2d", {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True}, (3, 8, 9)),
+    ("MaxPool2d", {"kernel_size": 2, "dilation": 2, "return_indices": True}, (2, 3, 8, 9)),
+    ("Linear", {"in_features": 7, "out_features": 5}, (2, 3, 7)),
+    ("Linear", {"in_features": 7, "out_features": 5, "bias": False}, (7,)),
 ]
 
 
@@ -89,10 +103,10 @@ def test_like_native(device, name, arguments, shape, training):
 @pytest.mark.parametrize(
     "arguments",
     [
-        dict(),
-        dict(reduction="sum", ignore_index=2),
-        dict(reduction="none", label_smoothing=0.1),
-        dict(weight=torch.arange(1.0, 6.0)),
+        {},
+        {"reduction": "sum", "ignore_index": 2},
+        {"reduction": "none", "label_smoothing": 0.1},
+        {"weight": torch.arange(1.0, 6.0)},
     ],
 )
 def test_cross_entropy_loss(device, arguments):
