@@ -82,23 +82,39 @@ struct MatrixOutput {
   }
 };
 
-// Grid: one thread for each kVec columns of a row of D. parts: (splits, rows, cols), row-major.
-// Sums split 0, 1, 2, ... so that the result does not depend on which CTA came first.
+constexpr int kReduceThreads = 256;
+
+// parts: (splits, rows, cols), row-major, 16-byte aligned. Sums split 0, 1, 2, ... so that the
+// result does not depend on which CTA came first.
+// Grid: one thread for each Output::kVec columns of a row of D.
 template <class Acc, class Output>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(kReduceThreads)
     split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output) {
   constexpr int kVec = Output::kVec;
+  constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
   const int64_t chunks = ceil_div<int64_t>(cols, kVec);
-  const int64_t chunk = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t chunk = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
   const int64_t row = chunk / chunks;
   const int64_t col = (chunk - row * chunks) * kVec;
   if (row >= rows) return;
-  Acc sum[kVec] = {};
   const Acc* part = parts + row * cols + col;
-  for (int split = 0; split < splits; ++split, part += rows * cols) {
+  Acc sum[kVec] = {};
+  if (cols % kVec == 0) {
+#pragma unroll 4
+    for (int split = 0; split < splits; ++split) {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      if (col + i < cols) sum[i] += part[i];
+      for (int i = 0; i < kVec; i += kRead) {
+        const auto v = load_vec<kRead>(part + split * rows * cols + i);
+#pragma unroll
+        for (int e = 0; e < kRead; ++e) sum[i + e] += v.data[e];
+      }
+    }
+  } else {
+    for (int split = 0; split < splits; ++split) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (col + i < cols) sum[i] += part[split * rows * cols + i];
+      }
     }
   }
   output.store(row, col, sum);

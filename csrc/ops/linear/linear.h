@@ -1,0 +1,253 @@
+// linear(x, W, b) = x W^T + b as three matrix products on one mainloop:
+//   fwd    y  (M, O) = x W^T + b      A = x (m, k)     B = W (n, k)        "NT" for row-major x and
+//   W dgrad  dx (M, I) = dy W           A = dy (m, k)    B = W^T (n, k)      "NN" wgrad  dW (O, I)
+//   = dy^T x         A = dy^T (m, k)  B = x^T (n, k)      "TN"
+// and db (O) = column sums of dy. Row- and column-major operands are read where they lie.
+// Bound: 2 M O I FLOPs each on the tensor cores, unless one extent is small.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "host/dtype.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace warpwright {
+
+// D[m, n] = sum over k of A[m, k] * B[n, k] + bias[n].
+struct GemmParams {
+  DType dtype;
+  bool tf32;  // float operands may be rounded to TF32
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  const void* a;  // element (m, k) at a[m * a_stride_m + k * a_stride_k]; one of the two is 1
+  int64_t a_stride_m;
+  int64_t a_stride_k;
+  const void* b;  // element (n, k) at b[n * b_stride_n + k * b_stride_k]; one of the two is 1
+  int64_t b_stride_n;
+  int64_t b_stride_k;
+  const void* bias;  // (n) or null
+  void* d;           // (m, n), row-major, dense
+  void* workspace;   // gemm_workspace_bytes(), or null if that is 0
+};
+
+// sum[col] = sum over rows of matrix[row * stride_row + col * stride_col].
+struct ColumnSumParams {
+  DType dtype;
+  int64_t rows;
+  int64_t cols;
+  const void* matrix;
+  int64_t stride_row;
+  int64_t stride_col;
+  void* sum;        // (cols)
+  void* workspace;  // column_sum_workspace_bytes(), or null if that is 0
+};
+
+// ---- tiles ----
+
+enum class GemmKind { k16Bit, kTf32, kFp32, kFp64 };
+enum class GemmTile { kLarge, kMedium, kSmall };
+
+struct TileShape {
+  int blk_m;
+  int blk_n;
+  int blk_k;
+  int warps_m;
+  int warps_n;
+  int stages;
+  int ctas_per_sm;  // that the registers must leave room for; 0: this kind has no such tile
+};
+
+// Tensor cores: warps of 64 x 64 read shared memory least for their math (16 FMA a byte; mma.sync
+// starves below ~10). Large: least L2 traffic, all registers of an SM. Medium: the same warps with
+// half the CTA, for outputs that Large cuts too coarsely. Small: fills the GPU when the output is
+// small, and the only one that reads unaligned operands. k depth is 128 bytes: whole cache lines.
+// FMA: 8 x 8 (fp32) or 8 x 4 results a thread, as many as hide the shared-memory reads.
+constexpr TileShape tile_shape(GemmKind kind, GemmTile tile) {
+  constexpr TileShape kShapes[4][3] = {
+      // kLarge                     kMedium                      kSmall
+      {{128, 256, 64, 2, 4, 3, 1}, {128, 128, 64, 2, 2, 3, 2}, {64, 64, 64, 2, 2, 4, 3}},
+      {{128, 256, 32, 2, 4, 3, 1}, {128, 128, 32, 2, 2, 3, 2}, {64, 64, 32, 2, 2, 4, 3}},
+      {{}, {128, 128, 16, 4, 2, 4, 1}, {64, 64, 16, 2, 2, 4, 3}},
+      {{}, {}, {64, 64, 16, 2, 2, 3, 3}},
+  };
+  return kShapes[static_cast<int>(kind)][static_cast<int>(tile)];
+}
+
+constexpr int64_t gemm_kind_size(GemmKind kind) {
+  return kind == GemmKind::k16Bit ? 2 : kind == GemmKind::kFp64 ? 8 : 4;
+}
+
+// Shared memory of a tile: the stages (each row padded by 16 bytes) or the epilogue's D tile.
+constexpr int64_t tile_smem_bytes(GemmKind kind, TileShape shape) {
+  const int64_t stages = int64_t{shape.stages} * (shape.blk_m + shape.blk_n) *
+                         (shape.blk_k * gemm_kind_size(kind) + 16);
+  const int64_t epilogue =
+      int64_t{shape.blk_m} * (shape.blk_n + 8) * (kind == GemmKind::kFp64 ? 8 : 4);
+  return std::max(stages, epilogue);
+}
+
+// ---- choice ----
+
+struct GemmConfig {
+  GemmKind kind;
+  GemmTile tile;
+  bool a_k_major;  // which direction of the operand is contiguous
+  bool b_k_major;
+  bool a_wide;  // 16-byte accesses
+  bool b_wide;
+  int splits;  // parts of k, summed in order by a second kernel
+  const char* reason;
+};
+
+constexpr GemmKind gemm_kind(DType dtype, bool tf32) {
+  if (dtype == DType::kFloat64) return GemmKind::kFp64;
+  if (dtype == DType::kFloat32) return tf32 ? GemmKind::kTf32 : GemmKind::kFp32;
+  return GemmKind::k16Bit;
+}
+
+// Estimated cycles of one choice; the constants order the candidates and need not be exact.
+//   throughput: the busiest SM works off its CTAs at the rate of its math units;
+//   latency: a k tile takes no less than a barrier, its fragment reads and one dependent chain;
+//   splits: a second launch, and the parts' way to L2 and back.
+inline double estimate_gemm_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
+                                   int splits, const DeviceInfo& device) {
+  constexpr double kFmaPerCycle[] = {1100, 550, 110, 50};  // of one SM
+  constexpr double kEfficiency[] = {1.0, 0.9, 0.6};        // kLarge, kMedium, kSmall
+  constexpr double kTileLatency = 450;
+  constexpr double kPrologue = 1500;
+  constexpr double kSecondLaunch = 4000;
+  constexpr double kBytesPerCycle = 2000;
+  const TileShape shape = tile_shape(kind, tile);
+  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t blocks = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
+  const double k_tiles = static_cast<double>(ceil_div(ceil_div(k, shape.blk_k), splits));
+  const double tile_cycles = static_cast<double>(shape.blk_m) * shape.blk_n * shape.blk_k /
+                             (kFmaPerCycle[static_cast<int>(kind)] *
+                              kEfficiency[kind == GemmKind::kFp64 ? 0 : static_cast<int>(tile)]);
+  const auto per_sm = static_cast<double>(ceil_div(blocks, device.num_sms));
+  const auto waves =
+      static_cast<double>(ceil_div(blocks, int64_t{device.num_sms} * shape.ctas_per_sm));
+  double cycles =
+      std::max(per_sm * k_tiles * tile_cycles, waves * k_tiles * kTileLatency) + waves * kPrologue;
+  if (splits > 1) {
+    cycles += kSecondLaunch +
+              8.0 * static_cast<double>(m) * static_cast<double>(n) * (splits + 1) / kBytesPerCycle;
+  }
+  return cycles;
+}
+
+constexpr int kMaxSplits = 64;
+constexpr int64_t kMaxSplitBytes = int64_t{64} << 20;  // of workspace
+
+inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& device) {
+  const int64_t size = dtype_size(p.dtype);
+  auto wide = [&](const void* pointer, int64_t pitch) {
+    return (reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(pitch * size)) % 16 == 0;
+  };
+  GemmConfig config{};
+  config.kind = gemm_kind(p.dtype, p.tf32);
+  config.a_k_major = p.a_stride_k == 1;
+  config.b_k_major = p.b_stride_k == 1;
+  config.a_wide = wide(p.a, config.a_k_major ? p.a_stride_m : p.a_stride_k);
+  config.b_wide = wide(p.b, config.b_k_major ? p.b_stride_n : p.b_stride_k);
+  config.tile = GemmTile::kSmall;
+  config.splits = 1;
+  const bool aligned = config.a_wide && config.b_wide;
+
+  double best = -1;
+  for (GemmTile tile : {GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
+    const TileShape shape = tile_shape(config.kind, tile);
+    if (shape.ctas_per_sm == 0 || (!aligned && tile != GemmTile::kSmall)) continue;
+    if (tile_smem_bytes(config.kind, shape) > device.smem_per_block) continue;
+    const int64_t k_tiles = (p.k + shape.blk_k - 1) / shape.blk_k;
+    for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+      // Fewer k tiles a CTA than the ring has stages never pays.
+      if (splits > 1 && (k_tiles < int64_t{splits} * shape.stages ||
+                         splits * p.m * p.n * (size == 8 ? 8 : 4) > kMaxSplitBytes)) {
+        break;
+      }
+      const double cycles = estimate_gemm_cycles(config.kind, tile, p.m, p.n, p.k, splits, device);
+      if (best < 0 || cycles < best) {
+        best = cycles;
+        config.tile = tile;
+        config.splits = splits;
+      }
+    }
+  }
+  config.reason = !aligned ? "an operand's rows are not multiples of 16 bytes: element accesses"
+                  : config.splits > 1                ? "few output tiles for the SMs: k is split"
+                  : config.tile == GemmTile::kLarge  ? "enough output for the largest tile"
+                  : config.tile == GemmTile::kMedium ? "output too small to feed larger tiles"
+                                                     : "small output: small tiles fill more SMs";
+  return config;
+}
+
+inline int64_t gemm_workspace_bytes(const GemmParams& p, const GemmConfig& config) {
+  const int64_t accum_size = p.dtype == DType::kFloat64 ? 8 : 4;
+  return config.splits > 1 ? config.splits * p.m * p.n * accum_size : 0;
+}
+
+inline std::string describe(const GemmConfig& config) {
+  constexpr const char* kKinds[] = {"16-bit mma.sync", "TF32 mma.sync", "fp32 FMA", "fp64 FMA"};
+  const TileShape shape = tile_shape(config.kind, config.tile);
+  std::string text = std::string("portable ") + kKinds[static_cast<int>(config.kind)] + ", tile " +
+                     std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) + "x" +
+                     std::to_string(shape.blk_k) + ", A " + (config.a_k_major ? "k" : "m") +
+                     "-major, B " + (config.b_k_major ? "k" : "n") + "-major";
+  if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
+  return text + " (" + config.reason + ")";
+}
+
+// ---- column sum ----
+
+struct ColumnSumConfig {
+  bool wide;   // 16-byte accesses along a row
+  bool small;  // 8 threads across instead of 32
+  int splits;  // runs of rows, summed in order by a second kernel
+};
+
+constexpr int kColumnSumThreads = 256;
+
+inline int column_sum_cols(const ColumnSumConfig& config, DType dtype) {
+  return static_cast<int>((config.small ? 8 : 32) * (config.wide ? 16 / dtype_size(dtype) : 1));
+}
+
+inline ColumnSumConfig choose_column_sum_config(const ColumnSumParams& p,
+                                                const DeviceInfo& device) {
+  ColumnSumConfig config{};
+  const int64_t size = dtype_size(p.dtype);
+  config.wide = p.stride_col == 1 && p.stride_row * size % 16 == 0 && p.cols * size % 16 == 0 &&
+                reinterpret_cast<uintptr_t>(p.matrix) % 16 == 0;
+  config.small = p.cols <= 8 * (config.wide ? 16 / size : 1) * 2;
+  const int64_t cols = column_sum_cols(config, p.dtype);
+  const int64_t blocks = (p.cols + cols - 1) / cols;
+  // Two CTAs an SM hide the latency, as long as each thread still has 8 rows to keep in flight.
+  const int64_t rows_at_once = kColumnSumThreads / (config.small ? 8 : 32);
+  const int64_t wanted = std::max<int64_t>(1, 2 * device.num_sms / std::max<int64_t>(1, blocks));
+  config.splits = static_cast<int>(std::clamp<int64_t>(p.rows / (8 * rows_at_once), 1, wanted));
+  return config;
+}
+
+inline int64_t column_sum_workspace_bytes(const ColumnSumParams& p, const ColumnSumConfig& config) {
+  const int64_t accum_size = p.dtype == DType::kFloat64 ? 8 : 4;
+  return config.splits > 1 ? config.splits * p.cols * accum_size : 0;
+}
+
+// ---- entries ----
+
+void gemm_cpu(const GemmParams& params);
+void column_sum_cpu(const ColumnSumParams& params);
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_gemm(const GemmParams& params, const GemmConfig& config, cudaStream_t stream);
+void launch_column_sum(const ColumnSumParams& params, const ColumnSumConfig& config,
+                       cudaStream_t stream);
+#endif
+
+}  // namespace warpwright

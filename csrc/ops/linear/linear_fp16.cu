@@ -1,0 +1,9 @@
+#include "ops/linear/linear_portable.cuh"
+
+namespace warpwright {
+
+void launch_gemm_fp16(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+  launch_gemm_portable<GemmKind::k16Bit, half>(p, config, stream);
+}
+
+}  // namespace warpwright

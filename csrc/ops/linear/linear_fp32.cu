@@ -1,0 +1,9 @@
+#include "ops/linear/linear_portable.cuh"
+
+namespace warpwright {
+
+void launch_gemm_fp32(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+  launch_gemm_portable<GemmKind::kFp32, float>(p, config, stream);
+}
+
+}  // namespace warpwright

@@ -1,0 +1,9 @@
+#include "ops/linear/linear_portable.cuh"
+
+namespace warpwright {
+
+void launch_gemm_fp64(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+  launch_gemm_portable<GemmKind::kFp64, double>(p, config, stream);
+}
+
+}  // namespace warpwright

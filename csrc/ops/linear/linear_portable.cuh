@@ -1,0 +1,124 @@
+// The matrix product on the portable mainloop, and the choice of its instance. Each
+// linear_<type>.cu instantiates launch_gemm_portable for one element type.
+#pragma once
+
+#include "device/math.cuh"
+#include "host/launch.h"
+#include "ops/linear/linear.h"
+#include "tile/epilogue.cuh"
+#include "tile/matrix_loader.cuh"
+#include "tile/scheduler.cuh"
+
+namespace warpwright {
+
+template <GemmKind kKind, GemmTile kTile, class T>
+struct GemmTileOf {
+  static constexpr TileShape kShape = tile_shape(kKind, kTile);
+  static constexpr MathKind kMath = kKind == GemmKind::k16Bit || kKind == GemmKind::kTf32
+                                        ? MathKind::kTensorCore
+                                        : MathKind::kFma;
+  using type = Tile<T, kMath, kShape.blk_m, kShape.blk_n, kShape.blk_k, kShape.warps_m,
+                    kShape.warps_n, kShape.stages, kShape.ctas_per_sm>;
+};
+
+// A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major in `output`,
+// or with splits the parts (splits, m, n) in `parts`. Grid: one block a D tile and split, in the
+// order of tile_of_block.
+template <class Tile, Major kMajorA, Major kMajorB, bool kNarrow>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
+    gemm_kernel(TileGrid grid, MatrixOperand<typename Tile::Element> a,
+                MatrixOperand<typename Tile::Element> b,
+                MatrixOutput<typename Tile::Element> output,
+                MatrixOutput<typename Tile::Acc> parts) {
+  extern __shared__ __align__(16) char smem[];
+  using LoaderA = MatrixLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>;
+  using LoaderB = MatrixLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>;
+  using Loop = Mainloop<Tile, LoaderA, LoaderB>;
+
+  const TileCoord tile = tile_of_block(grid, blockIdx.x);
+  const int64_t first_m = int64_t{tile.m} * Tile::kBlkM;
+  const int64_t first_n = int64_t{tile.n} * Tile::kBlkN;
+  LoaderA loader_a(a, first_m);
+  LoaderB loader_b(b, first_n);
+  typename Loop::Accumulator accumulator;
+  accumulator.clear();
+  Loop::run(accumulator, loader_a, loader_b, tile.k_begin, tile.k_end, smem);
+
+  if (grid.splits == 1) {
+    Epilogue<Tile>::run(accumulator, output, first_m, first_n, smem);
+  } else {
+    parts.pointer += tile.split * parts.rows * parts.cols;
+    Epilogue<Tile>::run(accumulator, parts, first_m, first_n, smem);
+  }
+}
+
+template <GemmKind kKind, GemmTile kTile, class T, Major kMajorA, Major kMajorB>
+void launch_gemm_instance(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+  using Tile = typename GemmTileOf<kKind, kTile, T>::type;
+  using Acc = typename Tile::Acc;
+  constexpr bool kNarrow = kTile == GemmTile::kSmall;
+  using Loop = Mainloop<Tile, MatrixLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>,
+                        MatrixLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>>;
+  constexpr int kSmemBytes = std::max(Loop::kSmemBytes, Epilogue<Tile>::kSmemBytes);
+  static_assert(kSmemBytes <= tile_smem_bytes(kKind, tile_shape(kKind, kTile)),
+                "choose_gemm_config believes that the tile fits");
+
+  const TileGrid grid =
+      make_tile_grid(p.m, p.n, p.k, Tile::kBlkM, Tile::kBlkN, Tile::kBlkK, config.splits);
+  if (grid.num_blocks() > kMaxGridX) {
+    throw std::runtime_error("warpwright: linear: more than 2^31 output tiles");
+  }
+  const MatrixOperand<T> a{static_cast<const T*>(p.a),
+                           kMajorA == Major::kK ? p.a_stride_m : p.a_stride_k, p.m, p.k,
+                           config.a_wide};
+  const MatrixOperand<T> b{static_cast<const T*>(p.b),
+                           kMajorB == Major::kK ? p.b_stride_n : p.b_stride_k, p.n, p.k,
+                           config.b_wide};
+  auto rows_are_wide = [&](const void* pointer, int64_t size) {
+    return is_vec_aligned(reinterpret_cast<uintptr_t>(pointer) |
+                          static_cast<uintptr_t>(p.n * size));
+  };
+  const MatrixOutput<T> output{
+      static_cast<T*>(p.d),         static_cast<const T*>(p.bias), p.m, p.n, p.n,
+      rows_are_wide(p.d, sizeof(T))};
+  const MatrixOutput<Acc> parts{static_cast<Acc*>(p.workspace),         nullptr, p.m, p.n, p.n,
+                                rows_are_wide(p.workspace, sizeof(Acc))};
+  launch(gemm_kernel<Tile, kMajorA, kMajorB, kNarrow>,
+         dim3(static_cast<unsigned>(grid.num_blocks())), dim3(Tile::kThreads), kSmemBytes, stream,
+         grid, a, b, output, parts);
+  if (config.splits > 1) {
+    const int64_t chunks = p.m * ceil_div<int64_t>(p.n, MatrixOutput<T>::kVec);
+    launch(split_k_reduce_kernel<Acc, MatrixOutput<T>>,
+           dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
+           dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(p.workspace), config.splits,
+           p.m, p.n, output);
+  }
+}
+
+template <GemmKind kKind, class T>
+void launch_gemm_portable(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+  auto for_majors = [&]<GemmTile kTile>() {
+    for_bool(config.a_k_major, [&]<bool kAK>() {
+      for_bool(config.b_k_major, [&]<bool kBK>() {
+        launch_gemm_instance<kKind, kTile, T, kAK ? Major::kK : Major::kMN,
+                             kBK ? Major::kK : Major::kMN>(p, config, stream);
+      });
+    });
+  };
+  if constexpr (tile_shape(kKind, GemmTile::kLarge).ctas_per_sm > 0) {
+    if (config.tile == GemmTile::kLarge) return for_majors.template operator()<GemmTile::kLarge>();
+  }
+  if constexpr (tile_shape(kKind, GemmTile::kMedium).ctas_per_sm > 0) {
+    if (config.tile == GemmTile::kMedium)
+      return for_majors.template operator()<GemmTile::kMedium>();
+  }
+  for_majors.template operator()<GemmTile::kSmall>();
+}
+
+void launch_gemm_bf16(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
+void launch_gemm_fp16(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
+void launch_gemm_tf32(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
+void launch_gemm_fp32(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
+void launch_gemm_fp64(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
+
+}  // namespace warpwright

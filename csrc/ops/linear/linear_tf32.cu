@@ -1,0 +1,9 @@
+#include "ops/linear/linear_portable.cuh"
+
+namespace warpwright {
+
+void launch_gemm_tf32(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+  launch_gemm_portable<GemmKind::kTf32, float>(p, config, stream);
+}
+
+}  // namespace warpwright
