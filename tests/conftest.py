@@ -2,6 +2,10 @@
 
 import os
 
+# Some virtual machines advertise AMX but do not grant it: oneDNN then fails on every 16-bit matrix
+# product ("could not create a primitive"), native's included. Read when oneDNN is first used.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
 import pytest
 import torch
 

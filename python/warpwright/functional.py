@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ._ops import ops
 
-__all__ = ["relu", "relu_"]
+__all__ = ["linear", "relu", "relu_"]
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -28,3 +28,19 @@ def relu_(input: Tensor) -> Tensor:
     """:func:`relu` in place: overwrites ``input`` and returns it."""
     ops.relu_(input)
     return input
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``input @ weight.T + bias``.
+
+    float32 on CUDA follows ``torch.backends.cuda.matmul`` (``allow_tf32``, ``fp32_precision``).
+    Integer and complex types go to the native op: there is no kernel of ours for them.
+
+    Args:
+        input: (*, in_features), any strides.
+        weight: (out_features, in_features) or (in_features), any strides.
+        bias: (out_features), or any shape that broadcasts to the output.
+    Raises:
+        RuntimeError: shapes that do not multiply, or operands of several dtypes or devices.
+    """
+    return ops.linear(input, weight, bias)

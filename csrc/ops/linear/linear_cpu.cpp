@@ -1,0 +1,45 @@
+// The matrix products go to ATen's (MKL, oneDNN): nothing of ours would beat them.
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+
+#include "ops/linear/linear.h"
+#include "torch/cpu.h"
+
+namespace warpwright {
+namespace {
+
+at::ScalarType scalar_type(DType dtype) {
+  at::ScalarType type = at::kFloat;
+  for_cpu_dtype(dtype, [&]<class T>() { type = c10::CppTypeToScalarType<T>::value; });
+  return type;
+}
+
+// A tensor over memory that somebody else owns.
+at::Tensor over(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, DType dtype) {
+  return at::from_blob(const_cast<void*>(data), sizes, strides,
+                       at::TensorOptions().dtype(scalar_type(dtype)));
+}
+
+}  // namespace
+
+void gemm_cpu(const GemmParams& p) {
+  if (p.m == 0 || p.n == 0) return;
+  const at::Tensor a = over(p.a, {p.m, p.k}, {p.a_stride_m, p.a_stride_k}, p.dtype);
+  const at::Tensor b = over(p.b, {p.k, p.n}, {p.b_stride_k, p.b_stride_n}, p.dtype);
+  at::Tensor d = over(p.d, {p.m, p.n}, {p.n, 1}, p.dtype);
+  if (p.bias != nullptr) {
+    at::addmm_out(d, over(p.bias, {p.n}, {1}, p.dtype), a, b);
+  } else {
+    at::mm_out(d, a, b);
+  }
+}
+
+void column_sum_cpu(const ColumnSumParams& p) {
+  const at::Tensor matrix = over(p.matrix, {p.rows, p.cols}, {p.stride_row, p.stride_col}, p.dtype);
+  at::Tensor sum = over(p.sum, {p.cols}, {1}, p.dtype);
+  at::sum_out(sum, matrix, /*dim=*/0);
+}
+
+}  // namespace warpwright
