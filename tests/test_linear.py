@@ -250,9 +250,7 @@ def test_autocast(device, low):
         assert F.linear(inputs[0].double(), inputs[1].double()).dtype == torch.float64
     assert ours.dtype == low
     assert_same(ours, theirs)
-    assert_same(
-        torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(theirs.sum(), inputs)
-    )
+    assert_same(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(theirs.sum(), inputs))
 
 
 @pytest.mark.gpu
