@@ -49,7 +49,7 @@ class MatrixLoader {
       for (int pass = 0; pass < ElementMap::kPasses; ++pass) {
         const int row = ElementMap::row(pass);
         const bool inside = row < rows && ElementMap::col() < cols;
-        staged_[pass] = inside ? source[row * ld_ + ElementMap::col()] : T(0);
+        staged_[pass] = inside ? source[row * ld_ + ElementMap::col()] : convert<T>(0);
       }
     }
   }
