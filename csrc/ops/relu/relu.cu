@@ -1,5 +1,6 @@
-// One pass, no reuse: the only question is how many bytes are in flight. Each thread issues
-// kUnroll independent 16-byte loads before its first store.
+// One pass, no reuse: the only question is how many bytes are in flight. Measured on an H200, 2^28
+// bf16: forward, one 16-byte load a thread and many short blocks 0.254 ms, two 0.262, four 0.261;
+// evict-first hints change nothing. The backward's two streams reach the copy rate with four.
 #include <algorithm>
 
 #include "device/math.cuh"
@@ -11,7 +12,6 @@ namespace warpwright {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;
 
 // Comparisons in the element's own type would promote bf16 pairwise; float is exact for them.
 template <class T>
@@ -25,6 +25,7 @@ __device__ __forceinline__ auto comparable(T x) {
 
 struct ReluFwd {
   static constexpr int kInputs = 1;
+  static constexpr int kUnroll = 1;  // independent 16-byte loads of each input a thread
   template <class T>
   __device__ __forceinline__ T operator()(const T (&in)[1]) const {
     // "not (x <= 0)" lets NaN through; -0.0 becomes +0.0, as the native CUDA kernel has it.
@@ -34,6 +35,7 @@ struct ReluFwd {
 
 struct ReluBwd {
   static constexpr int kInputs = 2;  // grad_output, output
+  static constexpr int kUnroll = 4;
   template <class T>
   __device__ __forceinline__ T operator()(const T (&in)[2]) const {
     // threshold_backward: NaN in `output` passes the gradient on.
@@ -54,6 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     elementwise_kernel(Op op, int64_t numel, int64_t head, T* output,
                        Operands<T, Op::kInputs> inputs) {
   constexpr int kInputs = Op::kInputs;
+  constexpr int kUnroll = Op::kUnroll;
   const int64_t num_vectors = (numel - head) / kSize;
   const int64_t first = int64_t{blockIdx.x} * (kThreads * kUnroll) + threadIdx.x;
 
@@ -106,7 +109,8 @@ void launch_elementwise(Op op, DType dtype, int64_t numel, cudaStream_t stream, 
   for_any_dtype(dtype, [&]<class T>() {
     auto run = [&]<int kSize>() {
       const int64_t vectors = (numel - config.head) / kSize;
-      const int64_t blocks = std::max<int64_t>(1, ceil_div<int64_t>(vectors, kThreads * kUnroll));
+      const int64_t blocks =
+          std::max<int64_t>(1, ceil_div<int64_t>(vectors, kThreads * Op::kUnroll));
       launch(elementwise_kernel<T, kSize, Op>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
              0, stream, op, numel, config.head, static_cast<T*>(output),
              Operands<T, Op::kInputs>{{static_cast<const T*>(inputs)...}});
