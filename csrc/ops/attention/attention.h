@@ -1,0 +1,79 @@
+// Scaled dot-product attention by the flash algorithm: out = softmax(scale * q k^T + mask) v with
+// an online softmax over tiles of keys, so that no S_q x S_k matrix is ever in memory; forward and
+// backward. The backward recomputes the probabilities from `lse` and adds in a fixed order.
+//   S = scale * q k^T + mask, P = exp(S - lse), A = dropout(P), out = A v
+//   dA = dout v^T, dS = P * (dropout(dA) - delta), delta = rowsum(dout * out)
+//   dv = A^T dout, dq = scale * dS k, dk = scale * dS^T q, dmask = dS
+#pragma once
+
+#include <cstdint>
+
+#include "host/dtype.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace warpwright {
+
+// A (B, H, S, D) operand: element (b, h, s, d) is at b * stride_b + h * stride_h + s * stride_s + d.
+struct AttentionOperand {
+  void* data = nullptr;
+  int64_t stride_b = 0, stride_h = 0, stride_s = 0;
+};
+
+enum class MaskType : int8_t {
+  kNone,
+  kBool,     // false = -inf
+  kFloat32,  // added to S
+  kElement,  // added to S; the type of query
+};
+
+struct AttentionParams {
+  DType dtype;
+  int64_t B, H, H_kv;  // H is a multiple of H_kv; head h attends to head h / (H / H_kv) of k and v
+  int64_t S_q, S_k, D, D_v;
+  double scale;
+  bool is_causal;  // key j is visible to query i if j <= i (aligned at the top left)
+
+  AttentionOperand q;  // (B, H, S_q, D)
+  AttentionOperand k;  // (B, H_kv, S_k, D)
+  AttentionOperand v;  // (B, H_kv, S_k, D_v)
+
+  MaskType mask_type = MaskType::kNone;
+  const void* mask = nullptr;
+  int64_t mask_stride[4] = {0, 0, 0, 0};  // over (B, H, S_q, S_k); 0 where the mask broadcasts
+  bool mask_full[4] = {};                 // which of the four extents the mask has (dmask only)
+
+  double dropout_p = 0;
+  const int64_t* philox_state = nullptr;  // (2): seed, offset; null without dropout
+
+  AttentionOperand out;  // (B, H, S_q, D_v)
+  void* lse = nullptr;   // (B, H, S_q), natural log, accumulator type; -inf for a masked-out row
+};
+
+struct AttentionBackwardParams {
+  AttentionParams fwd;
+  AttentionOperand dout;                  // (B, H, S_q, D_v)
+  void* delta = nullptr;                  // (B, H, S_q), accumulator type, workspace
+  AttentionOperand dq;                    // (B, H, S_q, D), null if not wanted
+  AttentionOperand dk;                    // (B, H_kv, S_k, D), null if not wanted
+  AttentionOperand dv;                    // (B, H_kv, S_k, D_v), null if not wanted
+  void* dmask = nullptr;                  // accumulator type, null if not wanted
+  int64_t dmask_stride[4] = {0, 0, 0, 0};  // 0 where the mask broadcasts: the sum goes there
+};
+
+// Rows [row_begin, row_begin + rows) of the dropout factors: 0 or 1 / (1 - dropout_p).
+struct AttentionDropoutParams {
+  DType dtype;
+  int64_t B, H, rows, row_begin, S_k;
+  double dropout_p;
+  const int64_t* philox_state;  // (2): seed, offset
+  void* factors;                // (B, H, rows, S_k)
+};
+
+void attention_fwd_cpu(const AttentionParams& params);
+void attention_bwd_cpu(const AttentionBackwardParams& params);
+void attention_dropout_cpu(const AttentionDropoutParams& params);
+
+}  // namespace warpwright

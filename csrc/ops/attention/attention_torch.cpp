@@ -1,0 +1,681 @@
+// scaled_dot_product_attention and the ops it is made of, on every dispatch key:
+//   scaled_dot_product_attention   the user's op: broadcasting, GQA, any rank -> attention
+//   attention, attention_backward  (B, H, S, D) operands; the kernels
+//   attention_dropout_factors      the dropout a call drew, by rows, for the second derivative
+// attention_second_order_torch.cpp has the formula behind double backward and forward-mode AD.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+
+#include <array>
+#include <cmath>
+#include <tuple>
+
+#include "ops/attention/attention.h"
+#include "torch/autograd.h"
+#include "torch/dispatch.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// The non-tensor arguments that every op here takes.
+struct Attributes {
+  double dropout_p = 0;
+  bool is_causal = false;
+  std::optional<double> scale;
+};
+
+// The ops through the dispatcher.
+namespace call {
+
+Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const OptionalTensor& attn_mask, const Attributes& a,
+                                    bool enable_gqa) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
+                     bool, std::optional<double>, bool)>("warpwright::scaled_dot_product_attention");
+  return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale, enable_gqa);
+}
+
+Three attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                const OptionalTensor& attn_mask, const Attributes& a) {
+  static const auto op =
+      find_op<Three(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
+                    bool, std::optional<double>)>("warpwright::attention");
+  return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale);
+}
+
+Four attention_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const OptionalTensor& attn_mask, const Tensor& out,
+                        const Tensor& lse, const Tensor& philox_state, const Attributes& a,
+                        std::array<bool, 4> output_mask) {
+  static const auto op =
+      find_op<Four(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                   const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, double, bool,
+                   std::optional<double>, std::array<bool, 4>)>("warpwright::attention_backward");
+  return op.call(grad_out, query, key, value, attn_mask, out, lse, philox_state, a.dropout_p,
+                 a.is_causal, a.scale, output_mask);
+}
+
+Five attention_second_order(const OptionalTensor& grad_out, const Tensor& query, const Tensor& key,
+                            const Tensor& value, const OptionalTensor& attn_mask, const Tensor& out,
+                            const Tensor& philox_state, const Attributes& a, const Tensor& t_query,
+                            const Tensor& t_key, const Tensor& t_value, const Tensor& t_mask) {
+  static const auto op =
+      find_op<Five(const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
+                   const OptionalTensor&, const Tensor&, const Tensor&, double, bool,
+                   std::optional<double>, const OptionalTensor&, const OptionalTensor&,
+                   const OptionalTensor&, const OptionalTensor&)>(
+          "warpwright::attention_second_order");
+  return op.call(grad_out, query, key, value, attn_mask, out, philox_state, a.dropout_p,
+                 a.is_causal, a.scale, optional_if_defined(t_query), optional_if_defined(t_key),
+                 optional_if_defined(t_value), optional_if_defined(t_mask));
+}
+
+}  // namespace call
+
+// ---- output shape and checks ----
+
+at::ScalarType accum_type(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// In the memory order of `like`, but rows (the last dimension) are contiguous.
+Tensor empty_rows_like(const Tensor& like) {
+  if (like.sym_stride(3) == 1) return at::empty_like(like);
+  return at::empty_like(like, at::MemoryFormat::Contiguous);
+}
+
+// As native's fused kernels: the memory order of query, where the shapes agree.
+Tensor empty_out(const Tensor& query, const Tensor& value) {
+  if (query.sym_size(3) == value.sym_size(3)) return empty_rows_like(query);
+  return at::empty_symint(
+      {query.sym_size(0), query.sym_size(1), query.sym_size(2), value.sym_size(3)},
+      query.options());
+}
+
+Three empty_results(const Tensor& query, const Tensor& value, double dropout_p) {
+  return {empty_out(query, value),
+          at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)},
+                           query.options().dtype(accum_type(query))),
+          at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong))};
+}
+
+void check_common(const Tensor& query, const Tensor& key, const Tensor& value,
+                  const Tensor& attn_mask, double dropout_p) {
+  TORCH_CHECK(query.scalar_type() == key.scalar_type() &&
+                  query.scalar_type() == value.scalar_type(),
+              "Expected query, key, and value to have the same dtype, but got query.dtype: ",
+              query.dtype(), " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(),
+              " instead.");
+  TORCH_CHECK(
+      query.device() == key.device() && query.device() == value.device(),
+      "Expected query, key, and value to have the same device type, but got query.device: ",
+      query.device(), " key.device: ", key.device(), " and value.device: ", value.device(),
+      " instead.");
+  TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
+              "Expected query, key, and value to all be  at least 2 dimensional, but got "
+              "query.dim: ",
+              query.dim(), " key.dim: ", key.dim(), " and value.dim: ", value.dim(), " instead.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !query.is_complex(),
+      "scaled_dot_product_attention: query: not implemented for complex dtypes, got ",
+      query.dtype());
+  TORCH_CHECK(is_floating(query.scalar_type()),
+              "scaled_dot_product_attention: query: expected scalar type Float, Double, BFloat16 "
+              "or Half but found ",
+              query.scalar_type());
+  TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1,
+              "dropout probability has to be between 0 and 1, but got ", dropout_p);
+  TORCH_CHECK(key.sym_size(-1) == query.sym_size(-1),
+              "scaled_dot_product_attention: key: Expected size for first two dimensions of key to "
+              "be: [",
+              key.sym_size(-2), ", ", query.sym_size(-1), "] (query's last) but got: [",
+              key.sym_size(-2), ", ", key.sym_size(-1), "].");
+  TORCH_CHECK(value.sym_size(-2) == key.sym_size(-2),
+              "scaled_dot_product_attention: value: Expected size for first two dimensions of "
+              "value to be: [",
+              key.sym_size(-2), ", ", value.sym_size(-1), "] (key's length) but got: [",
+              value.sym_size(-2), ", ", value.sym_size(-1), "].");
+  if (!attn_mask.defined()) return;
+  TORCH_CHECK(attn_mask.scalar_type() == at::kBool || attn_mask.scalar_type() == at::kFloat ||
+                  attn_mask.scalar_type() == query.scalar_type(),
+              "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+              "attn_mask.dtype: ",
+              attn_mask.dtype(), " and  query.dtype: ", query.dtype(), " instead.");
+  TORCH_CHECK(attn_mask.device() == query.device(),
+              "scaled_dot_product_attention: attn_mask: expected device ", query.device(),
+              " as query, got ", attn_mask.device());
+}
+
+// The operands of attention and attention_backward.
+void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                     const Tensor& attn_mask, double dropout_p) {
+  check_common(query, key, value, attn_mask, dropout_p);
+  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
+              "attention: expected query, key and value of 4 dimensions (B, H, S, D), got ",
+              query.dim(), ", ", key.dim(), " and ", value.dim());
+  TORCH_CHECK(key.sym_size(0) == query.sym_size(0) && value.sym_size(0) == query.sym_size(0) &&
+                  key.sym_size(1) == value.sym_size(1),
+              "attention: expected one batch size, and as many heads in value as in key, got "
+              "query ",
+              query.sym_sizes(), ", key ", key.sym_sizes(), ", value ", value.sym_sizes());
+  TORCH_CHECK(key.sym_size(1) == query.sym_size(1) ||
+                  (key.sym_size(1) != 0 && query.sym_size(1) % key.sym_size(1) == 0),
+              "attention: Number of heads in key and value must divide the number of heads in "
+              "query, got ",
+              key.sym_size(1), " and ", query.sym_size(1));
+  if (!attn_mask.defined()) return;
+  const c10::SymInt extent[4] = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
+                                 key.sym_size(2)};
+  bool matches = attn_mask.dim() == 4;
+  for (int i = 0; i < 4 && matches; ++i)
+    matches = attn_mask.sym_size(i) == 1 || attn_mask.sym_size(i) == extent[i];
+  TORCH_CHECK(matches,
+              "attention: attn_mask: expected 4 dimensions that broadcast to (B, H, S_q, S_k) = (",
+              extent[0], ", ", extent[1], ", ", extent[2], ", ", extent[3], "), got ",
+              attn_mask.sym_sizes());
+}
+
+void check_backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse,
+                    const Tensor& philox_state, double dropout_p) {
+  TORCH_CHECK(grad_out.sym_sizes() == out.sym_sizes() &&
+                  grad_out.scalar_type() == out.scalar_type(),
+              "attention_backward: grad_out: expected ", out.dtype(), " of shape ",
+              out.sym_sizes(), ", got ", grad_out.dtype(), " of shape ", grad_out.sym_sizes());
+  TORCH_CHECK(lse.dim() == 3 && lse.scalar_type() == accum_type(out),
+              "attention_backward: lse: expected ", accum_type(out), " of 3 dimensions, got ",
+              lse.scalar_type(), " of ", lse.dim());
+  TORCH_CHECK(philox_state.sym_numel() == (dropout_p > 0 ? 2 : 0),
+              "attention_backward: philox_state: expected ", dropout_p > 0 ? 2 : 0,
+              " elements, got ", philox_state.sym_numel());
+}
+
+// ---- scaled_dot_product_attention: to (B, H, S, D) ----
+
+using SymSizes = std::vector<c10::SymInt>;
+
+SymSizes concat(c10::SymIntArrayRef lead, std::initializer_list<c10::SymInt> tail) {
+  SymSizes sizes(lead.begin(), lead.end());
+  sizes.insert(sizes.end(), tail);
+  return sizes;
+}
+
+SymSizes batch_sizes(const Tensor& tensor, int64_t inner_dims) {
+  const auto sizes = tensor.sym_sizes();
+  const int64_t dims = std::max<int64_t>(0, tensor.dim() - inner_dims);
+  return SymSizes(sizes.begin(), sizes.begin() + dims);
+}
+
+c10::SymInt heads_of(const Tensor& tensor) {
+  return tensor.dim() >= 3 ? tensor.sym_size(-3) : c10::SymInt(1);
+}
+
+// (B1, B2, ..., H, S, D) with `batch` = (B1, B2, ...) -> (B1 * B2 * ..., H, S, D), a view if it can.
+Tensor to_four_dims(const Tensor& tensor, const SymSizes& batch, const c10::SymInt& heads) {
+  const Tensor expanded = tensor.expand_symint(
+      concat(batch, {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
+  if (batch.size() == 1) return expanded;
+  if (batch.empty()) return expanded.unsqueeze(0);
+  return expanded.reshape_symint(concat({c10::multiply_integers(batch)},
+                                        {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
+}
+
+// Native's message where the mask does not broadcast to the scores, then (B|1, H|1, S_q|1, S_k|1).
+Tensor mask_to_four_dims(const Tensor& attn_mask, const SymSizes& scores, const SymSizes& batch) {
+  const SymSizes broadcast = at::infer_size_symint(scores, attn_mask.sym_sizes());
+  TORCH_CHECK(c10::SymIntArrayRef(broadcast) == c10::SymIntArrayRef(scores), "output with shape ",
+              c10::SymIntArrayRef(scores), " doesn't match the broadcast shape ",
+              c10::SymIntArrayRef(broadcast));
+  Tensor mask = attn_mask;
+  while (mask.dim() < 4) mask = mask.unsqueeze(0);
+  if (mask.dim() == 4) {
+    const bool flat = batch.size() <= 1 || mask.sym_size(0) == 1;
+    if (flat) return mask;
+  }
+  return to_four_dims(mask, batch, mask.sym_size(-3));
+}
+
+// Head h of query meets head h / repeat: as native's repeat_interleave.
+Tensor repeat_heads(const Tensor& tensor, const c10::SymInt& heads) {
+  const c10::SymInt repeat = heads / tensor.sym_size(1);
+  const auto b = tensor.sym_size(0), h = tensor.sym_size(1);
+  const auto s = tensor.sym_size(2), d = tensor.sym_size(3);
+  return tensor.unsqueeze(2).expand_symint({b, h, repeat, s, d}).reshape_symint({b, heads, s, d});
+}
+
+Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const OptionalTensor& attn_mask, double dropout_p,
+                                    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  Tensor mask = value_or_undefined(attn_mask);
+  check_common(query, key, value, mask, dropout_p);
+  const Attributes attributes{dropout_p, is_causal, scale};
+
+  c10::SymInt heads, kv_heads;
+  SymSizes batch;  // without the heads
+  Tensor q = query, k = key, v = value;
+  if (enable_gqa) {
+    const c10::SymInt q_heads = query.sym_size(-3), k_heads = key.sym_size(-3),
+                      v_heads = value.sym_size(-3);
+    auto divides = [&](const c10::SymInt& h) {
+      return h == q_heads || (h != 0 && q_heads != 0 && q_heads % h == 0);
+    };
+    TORCH_CHECK(divides(k_heads) && divides(v_heads),
+                "Number of heads in key and value must divide the number of heads in query, got "
+                "key ",
+                k_heads, ", value ", v_heads, ", query ", q_heads);
+    heads = q_heads;
+    kv_heads = k_heads == v_heads ? k_heads : q_heads;
+    batch = at::infer_size_symint(at::infer_size_symint(batch_sizes(query, 3), batch_sizes(key, 3)),
+                                  batch_sizes(value, 3));
+    q = to_four_dims(q, batch, q_heads);
+    k = to_four_dims(k, batch, k_heads);
+    v = to_four_dims(v, batch, v_heads);
+    if (k_heads != v_heads) {
+      k = repeat_heads(k, heads);
+      v = repeat_heads(v, heads);
+    }
+  } else {
+    SymSizes lead = at::infer_size_symint(
+        at::infer_size_symint(batch_sizes(query, 2), batch_sizes(key, 2)), batch_sizes(value, 2));
+    heads = lead.empty() ? c10::SymInt(1) : lead.back();
+    if (!lead.empty()) lead.pop_back();
+    batch = std::move(lead);
+    // One shared head of keys and values stays one: no copy a query head.
+    kv_heads = heads_of(key) == 1 && heads_of(value) == 1 ? c10::SymInt(1) : heads;
+    q = to_four_dims(q, batch, heads);
+    k = to_four_dims(k, batch, kv_heads);
+    v = to_four_dims(v, batch, kv_heads);
+  }
+
+  const int64_t rank = std::max({query.dim(), key.dim(), value.dim()});
+  SymSizes lead = batch;
+  if (rank > 2) lead.push_back(heads);
+  if (mask.defined()) {
+    mask = mask_to_four_dims(mask, concat(lead, {query.sym_size(-2), key.sym_size(-2)}), batch);
+  }
+  const Tensor out = std::get<0>(call::attention(q, k, v, optional_if_defined(mask), attributes));
+  if (rank == 4) return out;
+  return out.reshape_symint(concat(lead, {query.sym_size(-2), value.sym_size(-1)}));
+}
+
+// ---- CPU and CUDA ----
+
+// The kernels walk rows of stride 1 that do not overlap; native copies others as well.
+Tensor with_dense_rows(const Tensor& tensor) {
+  const bool dense_row = tensor.size(3) <= 1 || tensor.stride(3) == 1;
+  const bool disjoint = tensor.size(2) <= 1 || tensor.stride(2) >= tensor.size(3);
+  return dense_row && disjoint ? tensor : tensor.contiguous();
+}
+
+AttentionOperand operand(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1),
+          tensor.stride(2)};
+}
+
+AttentionParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
+                            const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                            const Attributes& a) {
+  AttentionParams p{};
+  p.dtype = dtype_of(q);
+  p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
+  p.S_q = q.size(2), p.S_k = k.size(2), p.D = q.size(3), p.D_v = v.size(3);
+  // Over no features the scores are 0, not 0 * infinity.
+  p.scale = a.scale.value_or(p.D == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(p.D)));
+  p.is_causal = a.is_causal;
+  p.q = operand(q), p.k = operand(k), p.v = operand(v), p.out = operand(out);
+  p.lse = const_cast<void*>(lse.const_data_ptr());
+  if (mask.defined()) {
+    p.mask_type = mask.scalar_type() == at::kBool            ? MaskType::kBool
+                  : mask.scalar_type() == q.scalar_type() ? MaskType::kElement
+                                                             : MaskType::kFloat32;
+    p.mask = mask.const_data_ptr();
+    for (int i = 0; i < 4; ++i) {
+      p.mask_full[i] = mask.size(i) != 1;
+      p.mask_stride[i] = p.mask_full[i] ? mask.stride(i) : 0;
+    }
+  }
+  p.dropout_p = a.dropout_p;
+  if (a.dropout_p > 0) p.philox_state = philox_state.const_data_ptr<int64_t>();
+  return p;
+}
+
+template <class Draw, class Run>
+Three attention_with(const Tensor& query, const Tensor& key, const Tensor& value,
+                     const OptionalTensor& attn_mask, const Attributes& a, Draw&& draw, Run&& run) {
+  const Tensor mask = value_or_undefined(attn_mask);
+  check_attention(query, key, value, mask, a.dropout_p);
+  Three results = empty_results(query, value, a.dropout_p);
+  auto& [out, lse, philox_state] = results;
+  if (a.dropout_p > 0) draw(philox_state);
+  if (lse.numel() == 0) return results;
+  const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
+  run(make_params(q, k, v, mask, out, lse, philox_state, a));
+  return results;
+}
+
+template <class Run>
+Four attention_backward_with(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                             const Tensor& value, const OptionalTensor& attn_mask,
+                             const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                             const Attributes& a, std::array<bool, 4> output_mask, Run&& run) {
+  const Tensor mask = value_or_undefined(attn_mask);
+  check_attention(query, key, value, mask, a.dropout_p);
+  check_backward(grad_out, out, lse, philox_state, a.dropout_p);
+  const bool any_score = out.numel() != 0 && key.size(2) != 0;
+  auto grad_of = [&](bool wanted, const Tensor& input) {
+    if (!wanted) return Tensor();
+    Tensor grad = empty_rows_like(input);
+    return any_score ? grad : grad.zero_();
+  };
+  Tensor dq = grad_of(output_mask[0], query), dk = grad_of(output_mask[1], key),
+         dv = grad_of(output_mask[2], value), dmask;
+  const bool want_mask = output_mask[3] && mask.defined() && is_floating(mask.scalar_type());
+  if (want_mask) dmask = at::zeros(mask.sizes(), mask.options().dtype(accum_type(query)));
+  if (any_score && (dq.defined() || dk.defined() || dv.defined() || dmask.defined())) {
+    const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
+    const Tensor dout = with_dense_rows(grad_out), o = with_dense_rows(out);
+    const Tensor rows = lse.contiguous();
+    const Tensor delta = at::empty_like(rows);
+    AttentionBackwardParams p{};
+    p.fwd = make_params(q, k, v, mask, o, rows, philox_state, a);
+    p.dout = operand(dout);
+    p.delta = delta.mutable_data_ptr();
+    p.dq = operand(dq), p.dk = operand(dk), p.dv = operand(dv);
+    if (want_mask) {
+      p.dmask = dmask.mutable_data_ptr();
+      for (int i = 0; i < 4; ++i) p.dmask_stride[i] = p.fwd.mask_full[i] ? dmask.stride(i) : 0;
+    }
+    run(p);
+  }
+  if (want_mask) dmask = dmask.to(mask.scalar_type());
+  return {dq, dk, dv, dmask};
+}
+
+template <class Run>
+Tensor dropout_factors_with(const Tensor& philox_state, at::ScalarType dtype, double dropout_p,
+                            int64_t B, int64_t H, int64_t row_begin, int64_t rows, int64_t S_k,
+                            Run&& run) {
+  TORCH_CHECK(philox_state.numel() == 2, "attention_dropout_factors: philox_state: expected 2 "
+              "elements, got ", philox_state.numel());
+  const Tensor factors = at::empty({B, H, rows, S_k}, philox_state.options().dtype(dtype));
+  if (factors.numel() == 0) return factors;
+  run(AttentionDropoutParams{dtype_of(factors), B, H, rows, row_begin, S_k, dropout_p,
+                             philox_state.const_data_ptr<int64_t>(), factors.mutable_data_ptr()});
+  return factors;
+}
+
+Three attention_cpu_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
+                           const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                           std::optional<double> scale) {
+  auto draw = [](const Tensor& philox_state) {
+    auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
+        std::nullopt, at::detail::getDefaultCPUGenerator());
+    const std::lock_guard<std::mutex> lock(generator->mutex_);
+    int64_t* state = philox_state.mutable_data_ptr<int64_t>();
+    state[0] = static_cast<int64_t>(generator->random64());
+    state[1] = 0;
+  };
+  return attention_with(query, key, value, attn_mask, {dropout_p, is_causal, scale}, draw,
+                        attention_fwd_cpu);
+}
+
+Four attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                   const Tensor& value, const OptionalTensor& attn_mask,
+                                   const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                                   double dropout_p, bool is_causal, std::optional<double> scale,
+                                   std::array<bool, 4> output_mask) {
+  return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state,
+                                 {dropout_p, is_causal, scale}, output_mask, attention_bwd_cpu);
+}
+
+Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dtype,
+                                  double dropout_p, int64_t B, int64_t H, int64_t row_begin,
+                                  int64_t rows, int64_t S_k) {
+  return dropout_factors_with(philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k,
+                              attention_dropout_cpu);
+}
+
+// ---- Meta ----
+
+Three attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                     const OptionalTensor& attn_mask, double dropout_p, bool,
+                     std::optional<double>) {
+  check_attention(query, key, value, value_or_undefined(attn_mask), dropout_p);
+  return empty_results(query, value, dropout_p);
+}
+
+Four attention_backward_meta(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                             const Tensor& value, const OptionalTensor& attn_mask,
+                             const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                             double dropout_p, bool, std::optional<double>,
+                             std::array<bool, 4> output_mask) {
+  const Tensor mask = value_or_undefined(attn_mask);
+  check_attention(query, key, value, mask, dropout_p);
+  check_backward(grad_out, out, lse, philox_state, dropout_p);
+  auto grad_of = [](bool wanted, const Tensor& input) {
+    return wanted ? empty_rows_like(input) : Tensor();
+  };
+  const bool want_mask = output_mask[3] && mask.defined() && is_floating(mask.scalar_type());
+  return {grad_of(output_mask[0], query), grad_of(output_mask[1], key),
+          grad_of(output_mask[2], value),
+          want_mask ? at::empty_symint(mask.sym_sizes(), mask.options()) : Tensor()};
+}
+
+Tensor dropout_factors_meta(const Tensor& philox_state, at::ScalarType dtype, double, int64_t B,
+                            int64_t H, int64_t, int64_t rows, int64_t S_k) {
+  return at::empty({B, H, rows, S_k}, philox_state.options().dtype(dtype));
+}
+
+// ---- Autograd ----
+
+// Forward-mode AD and double backward are both linear in tangents (or cotangents) of query, key,
+// value and mask; attention_second_order is that map. Its slots: 0 out's tangent, or the gradient
+// of grad_out; 1..4 the derivative of the gradients of query, key, value and mask.
+std::array<Tensor, 5> second_order(const Tensor& grad_out, const variable_list& operands,
+                                   const Tensor& out, const Tensor& philox_state,
+                                   const Attributes& a, const variable_list& tangents) {
+  auto [t0, t1, t2, t3, t4] = call::attention_second_order(
+      optional_if_defined(grad_out), operands[0], operands[1], operands[2],
+      optional_if_defined(operands[3]), out, philox_state, a, tangents[0], tangents[1], tangents[2],
+      tangents[3]);
+  return {t0, t1, t2, t3, t4};
+}
+
+variable_list primals_of(const variable_list& tensors) {
+  variable_list primals;
+  for (const Tensor& t : tensors) primals.push_back(t.defined() ? primal(t) : t);
+  return primals;
+}
+
+variable_list tangents_of(const variable_list& tensors) {
+  variable_list tangents;
+  for (const Tensor& t : tensors) tangents.push_back(has_tangent(t) ? tangent(t) : Tensor());
+  return tangents;
+}
+
+// Saved: query, key, value, mask, out, lse, philox_state.
+struct AttentionBackward {
+  static constexpr const char* kName = "WarpwrightAttentionBackward";
+  using Attributes = warpwright::Attributes;
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    auto [dq, dk, dv, dmask] = call::attention_backward(
+        grads[0], saved[0], saved[1], saved[2], optional_if_defined(saved[3]), saved[4], saved[5],
+        saved[6], a, {needs[0], needs[1], needs[2], needs[3]});
+    return {dq, dk, dv, dmask};
+  }
+};
+
+// Saved: grad_out, query, key, value, mask, out, philox_state. out and lse depend on the operands;
+// the formula accounts for that, so they get no gradient of their own.
+struct AttentionBackwardBackward {
+  static constexpr const char* kName = "WarpwrightAttentionBackwardBackward";
+  using Attributes = warpwright::Attributes;
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    auto result = second_order(saved[0], {saved[1], saved[2], saved[3], saved[4]}, saved[5],
+                               saved[6], a, grads);
+    variable_list out(result.begin(), result.end());
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (!needs[i]) out[i] = Tensor();
+    }
+    return out;
+  }
+};
+
+Three attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                         const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                         std::optional<double> scale) {
+  const Attributes a{dropout_p, is_causal, scale};
+  const Tensor mask = value_or_undefined(attn_mask);
+  auto node = make_node<AttentionBackward>(a, query, key, value, mask);
+  Three results =
+      below_autograd([&] { return call::attention(query, key, value, attn_mask, a); });
+  auto& [out, lse, philox_state] = results;
+  if (node) {
+    for (const Tensor& input : {query, key, value, mask}) node->save(input);
+    node->save_output(out);
+    node->save(lse);
+    node->save(philox_state);
+    set_history(out, node);
+  }
+  if (any_tangent(query, key, value, mask)) {
+    const variable_list inputs{query, key, value, mask};
+    set_tangent(out, second_order(Tensor(), primals_of(inputs), primal(out), philox_state, a,
+                                  tangents_of(inputs))[0]);
+  }
+  return results;
+}
+
+Four attention_backward_autograd(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                 const Tensor& value, const OptionalTensor& attn_mask,
+                                 const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                                 double dropout_p, bool is_causal, std::optional<double> scale,
+                                 std::array<bool, 4> output_mask) {
+  const Attributes a{dropout_p, is_causal, scale};
+  const Tensor mask = value_or_undefined(attn_mask);
+  auto node = make_node<AttentionBackwardBackward>(a, grad_out, query, key, value, mask);
+  auto backward = [&](const Tensor& dout, const variable_list& x, const Tensor& o) {
+    return call::attention_backward(dout, x[0], x[1], x[2], optional_if_defined(x[3]), o, lse,
+                                    philox_state, a, output_mask);
+  };
+  const variable_list inputs{query, key, value, mask};
+  Four results = below_autograd([&] { return backward(grad_out, inputs, out); });
+  const std::array<Tensor, 4> grads{std::get<0>(results), std::get<1>(results),
+                                    std::get<2>(results), std::get<3>(results)};
+  if (node) {
+    for (const Tensor& t : {grad_out, query, key, value, mask, out, philox_state}) node->save(t);
+    for (const Tensor& grad : grads) set_history(grad, node);
+  }
+  if (any_tangent(grad_out, query, key, value, mask)) {
+    const variable_list primals = primals_of(inputs);
+    std::array<Tensor, 5> by_operands;
+    if (any_tangent(query, key, value, mask)) {
+      by_operands = second_order(primal(grad_out), primals, primal(out), philox_state, a,
+                                 tangents_of(inputs));
+    }
+    std::array<Tensor, 4> by_grad_out;  // linear in grad_out
+    if (has_tangent(grad_out)) {
+      std::tie(by_grad_out[0], by_grad_out[1], by_grad_out[2], by_grad_out[3]) =
+          backward(tangent(grad_out), primals, primal(out));
+    }
+    for (int i = 0; i < 4; ++i) {
+      if (!grads[i].defined()) continue;
+      const Tensor &x = by_operands[i + 1], &y = by_grad_out[i];
+      set_tangent(grads[i], !x.defined() ? y : !y.defined() ? x : x + y);
+    }
+  }
+  return results;
+}
+
+// ---- Autocast ----
+
+template <c10::DeviceType kDevice, c10::DispatchKey kKey>
+Tensor scaled_dot_product_attention_autocast(const Tensor& query, const Tensor& key,
+                                             const Tensor& value, const OptionalTensor& attn_mask,
+                                             double dropout_p, bool is_causal,
+                                             std::optional<double> scale, bool enable_gqa) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+  return call::scaled_dot_product_attention(
+      at::autocast::cached_cast(type, query, kDevice), at::autocast::cached_cast(type, key, kDevice),
+      at::autocast::cached_cast(type, value, kDevice),
+      at::autocast::cached_cast(type, attn_mask, kDevice), {dropout_p, is_causal, scale},
+      enable_gqa);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  const std::vector<at::Tag> random_tags{at::Tag::pt2_compliant_tag,
+                                         at::Tag::nondeterministic_seeded};
+  m.def(
+      "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, "
+      "bool enable_gqa=False) -> Tensor",
+      random_tags);
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+      "bool is_causal, float? scale) -> (Tensor out, Tensor lse, Tensor philox_state)",
+      random_tags);
+  m.def(
+      "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask, Tensor out, Tensor lse, Tensor philox_state, float dropout_p, "
+      "bool is_causal, float? scale, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "attention_dropout_factors(Tensor philox_state, ScalarType dtype, float dropout_p, int B, "
+      "int H, int row_begin, int rows, int S_k) -> Tensor",
+      tags);
+  m.impl("scaled_dot_product_attention",
+         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
+                         TORCH_FN(scaled_dot_product_attention)));
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("attention", attention_cpu_kernel);
+  m.impl("attention_backward", attention_backward_cpu_kernel);
+  m.impl("attention_dropout_factors", dropout_factors_cpu_kernel);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("attention", attention_meta);
+  m.impl("attention_backward", attention_backward_meta);
+  m.impl("attention_dropout_factors", dropout_factors_meta);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("attention", attention_autograd);
+  m.impl("attention_backward", attention_backward_autograd);
+  m.impl("attention_dropout_factors", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
+  m.impl("scaled_dot_product_attention",
+         scaled_dot_product_attention_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
+}
+TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
+  m.impl(
+      "scaled_dot_product_attention",
+      scaled_dot_product_attention_autocast<c10::DeviceType::CUDA, c10::DispatchKey::AutocastCUDA>);
+}
+
+}  // namespace warpwright
