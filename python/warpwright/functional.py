@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ._ops import ops
 
-__all__ = ["linear", "relu", "relu_"]
+__all__ = ["linear", "relu", "relu_", "scaled_dot_product_attention"]
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -44,3 +44,34 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: shapes that do not multiply, or operands of several dtypes or devices.
     """
     return ops.linear(input, weight, bias)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(scale * query key^T + mask) value, without the score matrix in memory.
+
+    Args:
+        query: (..., H, L, E); float32, float64, bfloat16 or float16.
+        key: (..., H, S, E). value: (..., H, S, E_v). Leading dimensions broadcast.
+        attn_mask: broadcasts to (..., H, L, S); bool (False hides) or added to the scores. It may
+            require grad. A row that is hidden entirely gives 0, and so do its gradients.
+        dropout_p: probability of dropping a weight, always applied (as in native).
+        is_causal: hide key j from query i where j > i; together with ``attn_mask``, both hide.
+        scale: default 1 / sqrt(E).
+        enable_gqa: the heads of key and value divide those of query and are shared by groups.
+    Raises:
+        RuntimeError: mixed dtypes or devices, shapes that do not fit, a mask of another dtype,
+            ``dropout_p`` outside [0, 1].
+        NotImplementedError: complex inputs.
+    """
+    return ops.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )

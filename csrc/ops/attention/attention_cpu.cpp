@@ -194,6 +194,8 @@ class Worker {
                    Matrix<C> dv, std::vector<C>& p, std::vector<C>& ds) {
     const int64_t size = t.rows * t.cols;
     ds.resize(size);
+    // The rounding of lse is a common factor of its row; a row in one tile can divide it out.
+    const bool whole_rows = t.col == 0 && t.cols == visible_keys(t.row + t.rows);
     for (int64_t i = 0; i < t.rows; ++i) {
       C* row = p.data() + i * t.cols;
       if (lse[i] == -std::numeric_limits<C>::infinity()) {
@@ -201,6 +203,10 @@ class Worker {
       } else {
         const Vec row_lse(lse[i]);
         at::vec::map([=](Vec x) { return (x - row_lse).exp(); }, row, row, t.cols);
+        if (whole_rows) {
+          const Vec sum(at::vec::reduce_all<C>([](Vec x, Vec y) { return x + y; }, row, t.cols));
+          at::vec::map([=](Vec x) { return x / sum; }, row, row, t.cols);
+        }
       }
     }
     const bool dropout = dropout_factors(t, factors_);
@@ -296,18 +302,38 @@ struct BackwardBuffers {
   std::vector<C> q, k, v, dout, out, p, ds, dq, dk, dv, delta;
 };
 
+// delta = rowsum(dout * out). A 16-bit out has lost what a sum of dS over a row must cancel to, so
+// there the same sum is taken as rowsum(P * dP), at the cost of one more walk over the keys.
 template <class T>
-void load_delta(const AttentionBackwardParams& p, const Worker<T>& worker, int64_t b, int64_t h,
-                int64_t row, int64_t rows, Matrix<CpuCompute<T>> dout,
+void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile& rows_tile,
+                Matrix<CpuCompute<T>> q, Matrix<CpuCompute<T>> dout, const CpuCompute<T>* lse,
                 BackwardBuffers<CpuCompute<T>>& buffers) {
-  const auto out = worker.load(p.fwd.out, b, h, row, rows, p.fwd.D_v, buffers.out);
-  buffers.delta.resize(rows);
-  for (int64_t i = 0; i < rows; ++i) {
-    CpuCompute<T> sum = 0;
-    for (int64_t d = 0; d < p.fwd.D_v; ++d)
-      sum += dout.data[i * dout.pitch + d] * out.data[i * out.pitch + d];
-    buffers.delta[i] = sum;
+  using C = CpuCompute<T>;
+  Tile t = rows_tile;
+  const int64_t D_v = p.fwd.D_v, h_kv = worker.kv_head(t.h);
+  std::vector<double> sums(t.rows, 0.0);
+  if constexpr (std::is_same_v<T, C>) {
+    const auto out = worker.load(p.fwd.out, t.b, t.h, t.row, t.rows, D_v, buffers.out);
+    for (int64_t i = 0; i < t.rows; ++i) {
+      for (int64_t d = 0; d < D_v; ++d)
+        sums[i] += double(dout.data[i * dout.pitch + d]) * out.data[i * out.pitch + d];
+    }
+  } else {
+    const std::vector<C> zero(t.rows, C(0));
+    const int64_t keys = worker.visible_keys(t.row + t.rows);
+    for (t.col = 0; t.col < keys; t.col += kBlockK) {
+      t.cols = std::min(kBlockK, keys - t.col);
+      worker.scores(t, q, worker.load(p.fwd.k, t.b, h_kv, t.col, t.cols, p.fwd.D, buffers.k),
+                    buffers.p);
+      worker.grad_scores(t, lse, zero.data(), dout,
+                         worker.load(p.fwd.v, t.b, h_kv, t.col, t.cols, D_v, buffers.v),
+                         {nullptr, 0}, buffers.p, buffers.ds);
+      for (int64_t i = 0; i < t.rows; ++i) {
+        for (int64_t j = 0; j < t.cols; ++j) sums[i] += buffers.ds[i * t.cols + j];
+      }
+    }
   }
+  buffers.delta.assign(sums.begin(), sums.end());
 }
 
 // dq, dk and dv of the query heads that share key head (b, h_kv).
@@ -327,8 +353,8 @@ void attention_bwd_head(const AttentionBackwardParams& p, Worker<T>& worker, int
       const int64_t rows = std::min(kBlockQ, f.S_q - row);
       const Matrix<C> q = worker.load(f.q, b, h, row, rows, f.D, buffers.q);
       const Matrix<C> dout = worker.load(p.dout, b, h, row, rows, f.D_v, buffers.dout);
-      load_delta(p, worker, b, h, row, rows, dout, buffers);
       const C* lse = static_cast<const C*>(f.lse) + (b * f.H + h) * f.S_q + row;
+      load_delta(p, worker, {b, h, row, rows, 0, 0}, q, dout, lse, buffers);
       if (want_dq) buffers.dq.assign(rows * f.D, C(0));
       const int64_t keys = worker.visible_keys(row + rows);
       for (int64_t col = 0; col < keys; col += kBlockK) {
@@ -355,6 +381,24 @@ void attention_bwd_head(const AttentionBackwardParams& p, Worker<T>& worker, int
   if (want_dv) worker.store(p.dv, b, h_kv, 0, f.S_k, f.D_v, buffers.dv.data());
 }
 
+// dmask += dS, a tile's sum over what the mask broadcasts along taken first, in double.
+template <class C>
+void add_to_mask(const AttentionBackwardParams& p, const Tile& t, const std::vector<C>& ds) {
+  const int64_t* stride = p.dmask_stride;
+  C* dmask = static_cast<C*>(p.dmask) + t.b * stride[0] + t.h * stride[1] + t.row * stride[2] +
+             t.col * stride[3];
+  const int64_t sum_rows = stride[2] == 0 ? t.rows : 1, sum_cols = stride[3] == 0 ? t.cols : 1;
+  for (int64_t i = 0; i < t.rows; i += sum_rows) {
+    for (int64_t j = 0; j < t.cols; j += sum_cols) {
+      double sum = 0;
+      for (int64_t r = i; r < i + sum_rows; ++r) {
+        for (int64_t c = j; c < j + sum_cols; ++c) sum += ds[r * t.cols + c];
+      }
+      dmask[i * stride[2] + j * stride[3]] += static_cast<C>(sum);
+    }
+  }
+}
+
 // The part of dmask that one (batch, head, query tile) of the mask receives: the sum of dS over
 // whatever the mask broadcasts along, always in the same order.
 template <class T>
@@ -374,8 +418,8 @@ void attention_bwd_mask_tile(const AttentionBackwardParams& p, Worker<T>& worker
         const int64_t rows = std::min(kBlockQ, row_end - row);
         const Matrix<C> q = worker.load(f.q, b, h, row, rows, f.D, buffers.q);
         const Matrix<C> dout = worker.load(p.dout, b, h, row, rows, f.D_v, buffers.dout);
-        load_delta(p, worker, b, h, row, rows, dout, buffers);
         const C* lse = static_cast<const C*>(f.lse) + (b * f.H + h) * f.S_q + row;
+        load_delta(p, worker, {b, h, row, rows, 0, 0}, q, dout, lse, buffers);
         const int64_t keys = worker.visible_keys(row + rows), h_kv = worker.kv_head(h);
         for (int64_t col = 0; col < keys; col += kBlockK) {
           const Tile t{b, h, row, rows, col, std::min(kBlockK, keys - col)};
@@ -384,13 +428,7 @@ void attention_bwd_mask_tile(const AttentionBackwardParams& p, Worker<T>& worker
           worker.scores(t, q, k, buffers.p);
           worker.grad_scores(t, lse, buffers.delta.data(), dout, v, {nullptr, 0}, buffers.p,
                              buffers.ds);
-          const int64_t* stride = p.dmask_stride;
-          C* dmask = static_cast<C*>(p.dmask) + b * stride[0] + h * stride[1] + row * stride[2] +
-                     col * stride[3];
-          for (int64_t i = 0; i < rows; ++i) {
-            for (int64_t j = 0; j < t.cols; ++j)
-              dmask[i * stride[2] + j * stride[3]] += buffers.ds[i * t.cols + j];
-          }
+          add_to_mask(p, t, buffers.ds);
         }
       }
     }
