@@ -551,10 +551,10 @@ Three attention_autograd(const Tensor& query, const Tensor& key, const Tensor& v
   auto& [out, lse, philox_state] = results;
   if (node) {
     for (const Tensor& input : {query, key, value, mask}) node->save(input);
+    set_history(out, node);
     node->save_output(out);
     node->save(lse);
     node->save(philox_state);
-    set_history(out, node);
   }
   if (any_tangent(query, key, value, mask)) {
     const variable_list inputs{query, key, value, mask};
