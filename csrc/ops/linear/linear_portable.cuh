@@ -11,14 +11,16 @@
 
 namespace warpwright {
 
-template <GemmKind kKind, GemmTile kTile, class T>
+template <GemmKind kKind, GemmTile kTile, class T, bool kNarrow>
 struct GemmTileOf {
   static constexpr TileShape kShape = tile_shape(kKind, kTile);
   static constexpr MathKind kMath = kKind == GemmKind::k16Bit || kKind == GemmKind::kTf32
                                         ? MathKind::kTensorCore
                                         : MathKind::kFma;
+  // Narrow 16-bit loaders hold a whole tile's elements in registers: room for two CTAs an SM.
+  static constexpr int kCtas = kNarrow && sizeof(T) == 2 ? 2 : kShape.ctas_per_sm;
   using type = Tile<T, kMath, kShape.blk_m, kShape.blk_n, kShape.blk_k, kShape.warps_m,
-                    kShape.warps_n, kShape.stages, kShape.ctas_per_sm>;
+                    kShape.warps_n, kShape.stages, kCtas>;
 };
 
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major in `output`,
@@ -52,11 +54,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
   }
 }
 
-template <GemmKind kKind, GemmTile kTile, class T, Major kMajorA, Major kMajorB>
+template <GemmKind kKind, GemmTile kTile, class T, bool kNarrow, Major kMajorA, Major kMajorB>
 void launch_gemm_instance(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
-  using Tile = typename GemmTileOf<kKind, kTile, T>::type;
+  using Tile = typename GemmTileOf<kKind, kTile, T, kNarrow>::type;
   using Acc = typename Tile::Acc;
-  constexpr bool kNarrow = kTile == GemmTile::kSmall;
   using Loop = Mainloop<Tile, MatrixLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>,
                         MatrixLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>>;
   constexpr int kSmemBytes = std::max(Loop::kSmemBytes, Epilogue<Tile>::kSmemBytes);
@@ -97,10 +98,10 @@ void launch_gemm_instance(const GemmParams& p, const GemmConfig& config, cudaStr
 
 template <GemmKind kKind, class T>
 void launch_gemm_portable(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
-  auto for_majors = [&]<GemmTile kTile>() {
+  auto for_majors = [&]<GemmTile kTile, bool kNarrow = false>() {
     for_bool(config.a_k_major, [&]<bool kAK>() {
       for_bool(config.b_k_major, [&]<bool kBK>() {
-        launch_gemm_instance<kKind, kTile, T, kAK ? Major::kK : Major::kMN,
+        launch_gemm_instance<kKind, kTile, T, kNarrow, kAK ? Major::kK : Major::kMN,
                              kBK ? Major::kK : Major::kMN>(p, config, stream);
       });
     });
@@ -112,7 +113,8 @@ void launch_gemm_portable(const GemmParams& p, const GemmConfig& config, cudaStr
     if (config.tile == GemmTile::kMedium)
       return for_majors.template operator()<GemmTile::kMedium>();
   }
-  for_majors.template operator()<GemmTile::kSmall>();
+  for_bool(!(config.a_wide && config.b_wide),
+           [&]<bool kNarrow>() { for_majors.template operator()<GemmTile::kSmall, kNarrow>(); });
 }
 
 void launch_gemm_bf16(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);

@@ -1,4 +1,5 @@
-// The matrix products of float32 rounded to TF32; a file of its own so that the types compile in parallel.
+// The matrix products of float32 rounded to TF32; a file of its own so that the types compile in
+// parallel.
 #include "ops/linear/linear_portable.cuh"
 
 namespace warpwright {
