@@ -1,0 +1,115 @@
+// max_pool2d: NaN propagates, the first maximum of a window wins, the last NaN wins.
+// What the backward needs is not an int64 index (8 bytes an output) but the winner's place in its
+// window: one byte for windows of up to 255 taps. The backward gathers: each input element looks at
+// the windows that cover it and is written once; no zero fill, no atomics, fixed order.
+// Bytes (E = input, O = output, C = codes): forward E + O + C, backward C + O + E.
+//
+// Both layouts are one: NCHW is NHWC with N*C images of one channel.
+#pragma once
+
+#include <cstdint>
+
+#include "host/dtype.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace warpwright {
+
+// Input (images, height, width, channels), output (images, out_height, out_width, channels).
+struct MaxPool2dGeometry {
+  int64_t images, channels;
+  int64_t height, width;
+  int64_t out_height, out_width;
+  int64_t kernel_h, kernel_w;
+  int64_t stride_h, stride_w;
+  int64_t pad_h, pad_w;
+  int64_t dilation_h, dilation_w;
+
+  int64_t taps() const { return kernel_h * kernel_w; }
+  int64_t out_numel() const { return images * out_height * out_width * channels; }
+  int64_t in_numel() const { return images * height * width * channels; }
+};
+
+// A code is tap_h * kernel_w + tap_w of the winner, or kNoTap in a window without any tap inside
+// the image (ceil_mode with dilation makes such windows).
+using SmallCode = uint8_t;  // windows of up to kMaxSmallTaps taps
+using LargeCode = int32_t;
+constexpr int64_t kMaxSmallTaps = 255;
+template <class Code>
+constexpr Code kNoTap = static_cast<Code>(-1);
+
+struct MaxPool2dParams {
+  DType dtype;
+  MaxPool2dGeometry geometry;
+  const void* input;  // (images, height, width, channels)
+  void* output;       // (images, out_height, out_width, channels)
+  void* codes;        // same shape, SmallCode or LargeCode; null: not wanted
+};
+
+struct MaxPool2dBackwardParams {
+  DType dtype;
+  MaxPool2dGeometry geometry;
+  const void* grad_output;  // (images, out_height, out_width, channels)
+  const void* codes;        // same shape
+  void* grad_input;         // (images, height, width, channels), every element is written
+};
+
+// output[o] = source[winner of o], 0 where there is none: the backward's transpose.
+struct MaxPool2dGatherParams {
+  DType dtype;
+  MaxPool2dGeometry geometry;
+  const void* source;  // (images, height, width, channels)
+  const void* codes;   // (images, out_height, out_width, channels)
+  void* output;        // same shape
+};
+
+struct MaxPool2dIndicesParams {
+  MaxPool2dGeometry geometry;
+  const void* codes;  // (images, out_height, out_width, channels)
+  int64_t* indices;   // same shape: h * width + w of the winner
+};
+
+// How the CUDA kernels run a case; a pure function of shape and alignment.
+struct MaxPool2dConfig {
+  int vec;     // channels an access
+  int window;  // 2 or 3: kernel 2x2 or 3x3, stride 2, dilation 1, unrolled; 0: any window
+  bool pairs;  // one channel: both taps (or inputs) of a row in one access
+  const char* reason;
+};
+
+// `addresses`: bitwise or of every element pointer of the call, as integers.
+inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, uintptr_t addresses) {
+  const int64_t size = dtype_size(dtype);
+  const int64_t vec = 16 / size;
+  const bool stride_2 =
+      g.stride_h == 2 && g.stride_w == 2 && g.dilation_h == 1 && g.dilation_w == 1;
+  int window = 0;
+  if (stride_2 && g.kernel_h == 2 && g.kernel_w == 2) window = 2;
+  if (stride_2 && g.kernel_h == 3 && g.kernel_w == 3) window = 3;
+  if (g.channels % vec == 0 && addresses % 16 == 0) {
+    return {static_cast<int>(vec), window, false, "16 bytes of channels a thread"};
+  }
+  // Without left padding and with an even width, each 2-wide window row starts at an even element.
+  if (window == 2 && g.channels == 1 && g.pad_w == 0 && g.width % 2 == 0 &&
+      addresses % (2 * size) == 0) {
+    return {1, window, true, "one channel: pairs of neighbours a thread"};
+  }
+  if (g.channels == 1) return {1, window, false, "one channel: neighbours are coalesced"};
+  return {1, window, false, "channels or addresses are no multiple of 16 bytes"};
+}
+
+void max_pool2d_cpu(const MaxPool2dParams& params);
+void max_pool2d_backward_cpu(const MaxPool2dBackwardParams& params);
+void max_pool2d_gather_cpu(const MaxPool2dGatherParams& params);
+void max_pool2d_indices_cpu(const MaxPool2dIndicesParams& params);
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_max_pool2d_fwd(const MaxPool2dParams& params, cudaStream_t stream);
+void launch_max_pool2d_bwd(const MaxPool2dBackwardParams& params, cudaStream_t stream);
+void launch_max_pool2d_gather(const MaxPool2dGatherParams& params, cudaStream_t stream);
+void launch_max_pool2d_indices(const MaxPool2dIndicesParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace warpwright

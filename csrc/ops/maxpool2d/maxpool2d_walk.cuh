@@ -1,0 +1,105 @@
+// How the pooling kernels number their work: one item is a small tile of rows x columns at one
+// vector of channels, counted channels first, then columns, then rows of all images.
+#pragma once
+
+#include <algorithm>
+
+#include "device/math.cuh"
+#include "device/vec.cuh"
+#include "host/launch.h"
+#include "ops/maxpool2d/maxpool2d.h"
+
+namespace warpwright {
+
+constexpr int kPoolThreads = 256;
+
+// The window as the kernels hold it: 32-bit extents, 64-bit pitches.
+struct PoolShape {
+  int height, width, out_height, out_width;
+  int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int channels;
+  int64_t in_row, in_image;    // elements from one row / image to the next
+  int64_t out_row, out_image;  //
+
+  explicit PoolShape(const MaxPool2dGeometry& g)
+      : height(static_cast<int>(g.height)),
+        width(static_cast<int>(g.width)),
+        out_height(static_cast<int>(g.out_height)),
+        out_width(static_cast<int>(g.out_width)),
+        kernel_h(static_cast<int>(g.kernel_h)),
+        kernel_w(static_cast<int>(g.kernel_w)),
+        stride_h(static_cast<int>(g.stride_h)),
+        stride_w(static_cast<int>(g.stride_w)),
+        pad_h(static_cast<int>(g.pad_h)),
+        pad_w(static_cast<int>(g.pad_w)),
+        dilation_h(static_cast<int>(g.dilation_h)),
+        dilation_w(static_cast<int>(g.dilation_w)),
+        channels(static_cast<int>(g.channels)),
+        in_row(g.width * g.channels),
+        in_image(g.height * g.width * g.channels),
+        out_row(g.out_width * g.channels),
+        out_image(g.out_height * g.out_width * g.channels) {}
+};
+
+struct PoolItem {
+  int64_t image;
+  int row, column;  // in tiles
+  int channel;      // in elements, first of the vector
+};
+
+// Items [0, items) of one launch; a launch starts at (first_image, first_row).
+struct PoolWalk {
+  FastDivmod vectors, columns, rows;
+  int64_t first_image;
+  int first_row;
+  int items;
+
+  __device__ __forceinline__ PoolItem at(int item, int vec) const {
+    PoolItem result;
+    int rest, image;
+    vectors.divmod(item, rest, result.channel);
+    result.channel *= vec;
+    columns.divmod(rest, rest, result.column);
+    rows.divmod(rest + first_row, image, result.row);
+    result.image = first_image + image;
+    return result;
+  }
+};
+
+// Cuts the work into launches of at most 2^30 items (FastDivmod ends at 2^31); one launch nearly
+// always. `launch_one(walk, blocks)`.
+template <class F>
+void for_each_walk(const MaxPool2dGeometry& g, int64_t tile_rows, int64_t tile_columns, int vec,
+                   int unroll, F&& launch_one) {
+  constexpr int64_t kMaxItems = int64_t{1} << 30;
+  const int64_t vectors = g.channels / vec;
+  const int64_t per_row = tile_columns * vectors;
+  const int64_t rows = g.images * tile_rows;
+  if (rows == 0 || per_row == 0) return;
+  if (per_row > kMaxItems || tile_rows > kMaxItems || g.width * g.channels >= (int64_t{1} << 31)) {
+    throw std::runtime_error("max_pool2d: input: a row of width * channels exceeds 2^31 elements");
+  }
+  const int64_t rows_per_launch = std::min(kMaxItems / per_row, kMaxItems);
+  for (int64_t begin = 0; begin < rows; begin += rows_per_launch) {
+    const int64_t items = std::min(rows_per_launch, rows - begin) * per_row;
+    PoolWalk walk;
+    walk.vectors = FastDivmod(vectors);
+    walk.columns = FastDivmod(tile_columns);
+    walk.rows = FastDivmod(tile_rows);
+    walk.first_image = begin / tile_rows;
+    walk.first_row = static_cast<int>(begin % tile_rows);
+    walk.items = static_cast<int>(items);
+    launch_one(walk, static_cast<unsigned>(ceil_div<int64_t>(items, kPoolThreads * unroll)));
+  }
+}
+
+__device__ __forceinline__ bool in_range(int64_t x, int64_t extent) {
+  return static_cast<uint64_t>(x) < static_cast<uint64_t>(extent);
+}
+__device__ __forceinline__ bool in_range(int x, int extent) {
+  return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
+}
+
+inline uintptr_t address_bits(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+}  // namespace warpwright
