@@ -6,6 +6,10 @@
 #include <cstring>
 #include <type_traits>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "torch/cpu.h"
 
 namespace warpwright {
@@ -52,9 +56,13 @@ inline Values<T> load_lanes(const T* source) {
     std::memcpy(&raw, source, sizeof(raw));
     return __builtin_convertvector(raw, Values<T>);
   } else {
+#ifdef __F16C__
+    return (Values<T>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+#else
     Values<T> result;
     for (int i = 0; i < kLanes<T>; ++i) result[i] = source[i];
     return result;
+#endif
   }
 }
 
@@ -65,21 +73,55 @@ inline void store_lanes(T* target, Values<T> values) {
   } else if constexpr (std::is_integral_v<T>) {
     const auto raw = __builtin_convertvector(values, RawLanes<T, T>);
     std::memcpy(target, &raw, sizeof(raw));
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    // Nearest even; NaN would carry into infinity, so it becomes the quiet one.
+    using Bits __attribute__((vector_size(32))) = uint32_t;
+    const Bits bits = (Bits)values;
+    const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Bits kept = (values != values) ? Bits{} + 0x7fc0 : rounded;
+    const auto raw = __builtin_convertvector(kept, RawLanes<T, uint16_t>);
+    std::memcpy(target, &raw, sizeof(raw));
   } else {
+#ifdef __F16C__
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target),
+                     _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
+#else
     for (int i = 0; i < kLanes<T>; ++i) target[i] = static_cast<T>(values[i]);
+#endif
   }
 }
 
-// The same for small unsigned or signed integers beside the lanes of T (codes beside values).
+// The same for codes beside the values of T. Bytes by hand: GCC 12 converts them one at a time.
 template <class T, class Code>
 inline Mask<T> load_code_lanes(const Code* source) {
+#ifdef __AVX2__
+  if constexpr (std::is_same_v<Code, uint8_t>) {
+    if constexpr (kLanes<T> == 8) {
+      return (Mask<T>)_mm256_cvtepu8_epi32(
+          _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+    } else {
+      return (Mask<T>)_mm256_cvtepu8_epi64(_mm_loadu_si32(source));
+    }
+  }
+#endif
   RawLanes<T, Code> raw;
   std::memcpy(&raw, source, sizeof(raw));
   return __builtin_convertvector(raw, Mask<T>);
 }
 template <class T, class Code>
 inline void store_code_lanes(Code* target, Mask<T> codes) {
-  const auto raw = __builtin_convertvector(codes, RawLanes<T, Code>);
+  RawLanes<T, Code> raw;
+  if constexpr (std::is_same_v<Code, uint8_t>) {
+    using Bytes __attribute__((vector_size(32))) = uint8_t;
+    const Bytes bytes = (Bytes)codes;  // little endian: the low byte comes first
+    if constexpr (kLanes<T> == 8) {
+      raw = __builtin_shufflevector(bytes, bytes, 0, 4, 8, 12, 16, 20, 24, 28);
+    } else {
+      raw = __builtin_shufflevector(bytes, bytes, 0, 8, 16, 24);
+    }
+  } else {
+    raw = __builtin_convertvector(codes, RawLanes<T, Code>);
+  }
   std::memcpy(target, &raw, sizeof(raw));
 }
 

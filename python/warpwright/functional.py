@@ -6,7 +6,14 @@ from torch import Tensor
 
 from ._ops import ops
 
-__all__ = ["linear", "relu", "relu_", "scaled_dot_product_attention"]
+__all__ = [
+    "linear",
+    "max_pool2d",
+    "max_pool2d_with_indices",
+    "relu",
+    "relu_",
+    "scaled_dot_product_attention",
+]
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -74,4 +81,49 @@ def scaled_dot_product_attention(
     """
     return ops.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def max_pool2d(
+    input: Tensor,
+    kernel_size: int | tuple[int, int],
+    stride: int | tuple[int, int] | None = None,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Maximum over windows; NaN stays NaN, the first of equal maxima gets the gradient.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W), contiguous or channels_last (kept in the output); float32,
+            float64, bfloat16, float16, on the CPU also the integer types.
+        stride: ``kernel_size`` when omitted.
+        padding: at most half the kernel, filled with -inf.
+        ceil_mode: also windows that begin inside the image and end outside.
+        return_indices: return ``(output, indices)``, int64 places in each H x W plane.
+    Raises:
+        RuntimeError: a window that doesn't fit these rules, or another number of dimensions.
+        NotImplementedError: a dtype without a kernel.
+    """
+    if return_indices:
+        return max_pool2d_with_indices(input, kernel_size, stride, padding, dilation, ceil_mode)
+    return ops.max_pool2d(
+        input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
+    )
+
+
+def max_pool2d_with_indices(
+    input: Tensor,
+    kernel_size: int | tuple[int, int],
+    stride: int | tuple[int, int] | None = None,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """:func:`max_pool2d` with the places of the maxima, whatever ``return_indices`` says."""
+    del return_indices
+    return ops.max_pool2d_with_indices(
+        input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
     )

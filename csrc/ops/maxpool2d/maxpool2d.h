@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "host/dtype.h"
 
@@ -98,6 +99,14 @@ inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, ui
   }
   if (g.channels == 1) return {1, window, false, "one channel: neighbours are coalesced"};
   return {1, window, false, "channels or addresses are no multiple of 16 bytes"};
+}
+
+inline std::string describe(const MaxPool2dConfig& config) {
+  const char* window = config.window == 2   ? "2x2 windows unrolled"
+                       : config.window == 3 ? "3x3 windows unrolled"
+                                            : "any window";
+  return "max_pool2d, " + std::to_string(config.vec) + " channel(s) an access, " + window + ": " +
+         config.reason;
 }
 
 void max_pool2d_cpu(const MaxPool2dParams& params);

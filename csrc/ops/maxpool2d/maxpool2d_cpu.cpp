@@ -40,12 +40,14 @@ struct LaneMax {
   Values<T> best = Values<T>{} + lowest<T>();
   Mask<T> code;
 
+  LaneMax() = default;
   explicit LaneMax(int64_t first_code) : code(code_lanes<T>(first_code)) {}
-  void update(Values<T> x, int64_t tap) {
+  void update(Values<T> x, Mask<T> tap) {
     const Mask<T> take = (x > best) | (x != x);
     best = take ? x : best;
-    code = take ? code_lanes<T>(tap) : code;
+    code = take ? tap : code;
   }
+  void update(Values<T> x, int64_t tap) { update(x, code_lanes<T>(tap)); }
 };
 
 template <class T>
@@ -126,15 +128,37 @@ class Forward {
     return max;
   }
 
+  // kBlock vectors of channels at one output: their maxima stay in registers.
+  template <int kBlock>
+  void channels_of(const Span& h, const Span& w, const T* at_origin, int64_t offset) const {
+    const LaneMax<T> start(first_code(h, w));
+    LaneMax<T> max[kBlock];
+    for (auto& one : max) one = start;
+    for (int64_t r = h.first; r < h.end; ++r) {
+      const T* row = at_origin + (h.begin + r * g_.dilation_h) * g_.width * g_.channels;
+      for (int64_t s = w.first; s < w.end; ++s) {
+        const T* x = row + (w.begin + s * g_.dilation_w) * g_.channels;
+        const Mask<T> tap = code_lanes<T>(r * g_.kernel_w + s);
+#pragma GCC unroll 8
+        for (int i = 0; i < kBlock; ++i) max[i].update(load_lanes(x + i * kLanes<T>), tap);
+      }
+    }
+    for (int i = 0; i < kBlock; ++i) store(offset + i * kLanes<T>, max[i]);
+  }
+
   void row_of_channels(int64_t row) const {
+    constexpr int kBlock = 4;
     const T* image = input_ + row / g_.out_height * g_.height * g_.width * g_.channels;
     const Span h = rows_of(row % g_.out_height);
     for (int64_t q = 0; q < g_.out_width; ++q) {
       const Span w = columns_of(q);
       const int64_t offset = (row * g_.out_width + q) * g_.channels;
       int64_t c = 0;
+      for (; c + kBlock * kLanes<T> <= g_.channels; c += kBlock * kLanes<T>) {
+        channels_of<kBlock>(h, w, image + c, offset + c);
+      }
       for (; c + kLanes<T> <= g_.channels; c += kLanes<T>) {
-        store(offset + c, window<LaneMax<T>>(h, w, image + c, load_lanes<T>));
+        channels_of<1>(h, w, image + c, offset + c);
       }
       for (; c < g_.channels; ++c) {
         store(offset + c, window<ScalarMax<T>>(h, w, image + c, [](const T* x) { return *x; }));
@@ -266,40 +290,56 @@ class Backward {
     const int64_t C = g_.channels;
     at::parallel_for(
         0, g_.images * g_.height, grain(g_.width * C * 4), [&](int64_t begin, int64_t end) {
+          std::vector<Source> sources;
           for (int64_t row = begin; row < end; ++row) {
             const int64_t image = row / g_.height, h = row % g_.height;
             for (int64_t w = 0; w < g_.width; ++w) {
-              // The winners among this pixel's windows: `use(offset of the output, tap)`.
-              auto for_each_window = [&](auto&& use) {
-                for (int64_t i = down.begin[h]; i < down.begin[h + 1]; ++i) {
-                  const Reach& y = down.entries[i];
-                  for (int64_t j = right.begin[w]; j < right.begin[w + 1]; ++j) {
-                    const Reach& x = right.entries[j];
-                    use(((image * g_.out_height + y.window) * g_.out_width + x.window) * C,
-                        y.tap * g_.kernel_w + x.tap);
-                  }
+              sources.clear();
+              for (int64_t i = down.begin[h]; i < down.begin[h + 1]; ++i) {
+                const Reach& y = down.entries[i];
+                const int64_t out_row = (image * g_.out_height + y.window) * g_.out_width;
+                for (int64_t j = right.begin[w]; j < right.begin[w + 1]; ++j) {
+                  const Reach& x = right.entries[j];
+                  sources.push_back({(out_row + x.window) * C, y.tap * g_.kernel_w + x.tap});
                 }
-              };
-              T* target = grad_input_ + (row * g_.width + w) * C;
-              int64_t c = 0;
-              for (; c + kLanes<T> <= C; c += kLanes<T>) {
-                Values<T> sum{};
-                for_each_window([&](int64_t offset, int64_t tap) {
-                  const Mask<T> won = load_code_lanes<T>(codes_ + offset + c) == code_lanes<T>(tap);
-                  sum += won ? load_lanes(grad_output_ + offset + c) : Values<T>{};
-                });
-                store_lanes(target + c, sum);
               }
-              for (; c < C; ++c) {
-                Compute sum = 0;
-                for_each_window([&](int64_t offset, int64_t tap) {
-                  if (codes_[offset + c] == static_cast<Code>(tap)) sum += grad_output_[offset + c];
-                });
-                target[c] = static_cast<T>(sum);
+              T* target = grad_input_ + (row * g_.width + w) * C;
+              if (sources.size() == 1) {
+                pixel_from(sources.data(), 1, target);
+              } else {
+                pixel_from(sources.data(), static_cast<int64_t>(sources.size()), target);
               }
             }
           }
         });
+  }
+
+  // A window over the pixel at hand: where its outputs begin, and the pixel's tap in it.
+  struct Source {
+    int64_t offset, tap;
+  };
+
+  // Inlined twice: with one window (no overlap) the loop over windows folds away.
+  __attribute__((always_inline)) inline void pixel_from(const Source* sources, int64_t count,
+                                                        T* target) const {
+    int64_t c = 0;
+    for (; c + kLanes<T> <= g_.channels; c += kLanes<T>) {
+      Values<T> sum{};
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t offset = sources[i].offset + c;
+        const Mask<T> won = load_code_lanes<T>(codes_ + offset) == code_lanes<T>(sources[i].tap);
+        sum += won ? load_lanes(grad_output_ + offset) : Values<T>{};
+      }
+      store_lanes(target + c, sum);
+    }
+    for (; c < g_.channels; ++c) {
+      Compute sum = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t offset = sources[i].offset + c;
+        if (codes_[offset] == static_cast<Code>(sources[i].tap)) sum += grad_output_[offset];
+      }
+      target[c] = static_cast<T>(sum);
+    }
   }
 
   // One channel, any window: sums in a plane of the compute type that stays in cache.
@@ -323,7 +363,7 @@ class Backward {
         const int64_t row = (p * g_.stride_h - g_.pad_h) * g_.width - g_.pad_w;
         for (int64_t q = 0; q < g_.out_width; ++q, ++offset) {
           const Code code = codes_[offset];
-          if (code == kNoTap<Code>) continue;
+          if (code == kNoTap<Code> || static_cast<int64_t>(code) >= g_.taps()) continue;
           sum[row + q * g_.stride_w + step[code]] += static_cast<Compute>(grad_output_[offset]);
         }
       }
