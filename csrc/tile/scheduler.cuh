@@ -33,7 +33,7 @@ inline TileGrid make_tile_grid(int64_t m, int64_t n, int64_t k, int blk_m, int b
   grid.k_tiles = static_cast<int>(ceil_div<int64_t>(k, blk_k));
   grid.splits = splits;
   grid.batches = batches;
-  grid.group_m = std::max(1, kRasterRows / blk_m);
+  grid.group_m = std::clamp(kRasterRows / blk_m, 1, std::max(1, grid.tiles_m));
   return grid;
 }
 
