@@ -2,6 +2,7 @@
 
 from . import _ops as _ops  # loads the library before anything else
 from . import functional, nn
+from .info import info
 from .patch import patch
 from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
 
@@ -12,6 +13,7 @@ __all__ = [
     "SwapReport",
     "__version__",
     "functional",
+    "info",
     "nn",
     "patch",
     "swap",

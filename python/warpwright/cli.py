@@ -1,0 +1,30 @@
+"""``python -m warpwright <command>``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from . import __version__, demo
+    from .info import run as run_info
+
+    parser = argparse.ArgumentParser(
+        prog="python -m warpwright",
+        description="The layers of a neural network as hand-written kernels for PyTorch.",
+    )
+    parser.add_argument("--version", action="version", version=f"warpwright {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    command = commands.add_parser("info", help="what was built, and what this machine will run")
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(run=run_info)
+    command = commands.add_parser(
+        "demo",
+        help="trains a digit reader on warpwright and on native torch, side by side",
+        description=demo.__doc__,
+    )
+    demo.add_arguments(command)
+    command.set_defaults(run=demo.run)
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))

@@ -1,0 +1,100 @@
+"""What was built, and what this machine will run of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from . import _C
+from ._arch import built_archs, cpu_without_avx2, why_no_gpu_kernel
+
+__all__ = ["Info", "info"]
+
+
+class Info(dict[str, Any]):
+    """A dict that prints as a table."""
+
+    def __rich__(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for key, value in self.items():
+            if key in ("gpus", "warnings"):
+                continue
+            table.add_row(key.replace("_", " "), str(value) if value != "" else "-")
+        for gpu in self["gpus"]:
+            table.add_row(
+                f"GPU {gpu['index']}",
+                f"{gpu['name']}, sm_{gpu['arch']}, {gpu['sms']} SMs, {gpu['memory_gib']} GiB: "
+                f"{gpu['runs']}",
+            )
+        if not self["gpus"]:
+            table.add_row("GPU", "none visible; the CPU kernels run")
+        parts: list[RenderableType] = [table]
+        parts += [Text(f"warning: {line}", style="yellow") for line in self["warnings"]]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        console = Console(width=140, no_color=True, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def info() -> Info:
+    """Versions, what is built, which GPUs there are and what each will run."""
+    from . import __version__
+
+    built = _C.build_info()
+    warnings: list[str] = []
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    for gpu in gpus:
+        why = why_no_gpu_kernel(gpu["index"])
+        if why is not None:
+            warnings.append(f"{why}: native torch runs in place of every op on this GPU")
+    if cpu_without_avx2():
+        warnings.append("this CPU has no AVX2, which the CPU kernels are built for")
+    return Info(
+        warpwright=__version__,
+        source_hash=built["source_hash"],
+        python=platform.python_version(),
+        torch=torch.__version__,
+        built_for_torch=built["torch"],
+        cuda=torch.version.cuda or "",
+        built_with_cuda=built["cuda"],
+        cudnn=torch.backends.cudnn.version() or "",
+        archs=" ".join(built_archs()) or "none: a CPU-only build",
+        path=os.environ.get("WARPWRIGHT_PATH", ""),
+        cpu_threads=torch.get_num_threads(),
+        gpus=gpus,
+        warnings=warnings,
+    )
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "index": index,
+        "name": properties.name,
+        "arch": f"{properties.major}{properties.minor}",
+        "sms": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30),
+        "runs": "native torch"
+        if why_no_gpu_kernel(index) is not None
+        else "warpwright's portable kernels",
+    }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = info()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        Console(highlight=False).print(found)
+    return 0
