@@ -166,9 +166,7 @@ def test_batches_cover_each_epoch():
 @pytest.mark.parametrize("model", ["cnn", "mlp"])
 def test_same_start_and_only_our_layers(device, model):
     ours, native = (
-        Training.start(
-            library, model, 0.01, 3, torch.device(device), torch.contiguous_format
-        )
+        Training.start(library, model, 0.01, 3, torch.device(device), torch.contiguous_format)
         for library in ("warpwright", "native")
     )
     for a, b in zip(ours.model.parameters(), native.model.parameters(), strict=True):

@@ -2,9 +2,12 @@
 
 from . import _ops as _ops  # loads the library before anything else
 from . import functional, nn
+from ._fallback import watch_gpus as _watch_gpus
 from .info import info
 from .patch import patch
 from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
+
+_watch_gpus()
 
 __version__ = "0.1.0"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import platform
 import re
 
 import torch
@@ -73,9 +72,3 @@ def why_no_kernel(tensor: Tensor, any_dtype: bool = False) -> str | None:
     if torch.version.hip is not None:
         return "no kernel for ROCm devices"
     return why_no_gpu_kernel(tensor.device.index or 0)
-
-
-def cpu_without_avx2() -> bool:
-    """On x86-64 the CPU kernels are built for AVX2; elsewhere for the baseline."""
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    return x86 and not torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,21 @@ def _load() -> None:
             "installed. Rebuild it: `pip install --no-build-isolation --force-reinstall "
             "--no-deps warpwright` (or `pip install -e . --no-build-isolation` in the repository)."
         )
+    if cpu_without_avx2():
+        # Asked before loading: the library's first AVX2 instruction would end the process.
+        raise ImportError(
+            "warpwright's CPU kernels need a CPU with AVX2; torch finds "
+            f"{torch.backends.cpu.get_cpu_capability()} here."
+        )
     torch.ops.load_library(str(_LIBRARY))
+
+
+def cpu_without_avx2() -> bool:
+    """On x86-64 the CPU kernels are built for AVX2, elsewhere for the baseline."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    # ATEN_CPU_CAPABILITY can lower what torch uses; then ask the CPU itself.
+    capable = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
+    return x86 and not (capable or torch.cpu._is_avx2_supported())
 
 
 _load()

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import _C
-from ._arch import built_archs, cpu_without_avx2, why_no_gpu_kernel
+from ._arch import built_archs, why_no_gpu_kernel
 
 __all__ = ["Info", "info"]
 
@@ -58,8 +58,6 @@ def info() -> Info:
         why = why_no_gpu_kernel(gpu["index"])
         if why is not None:
             warnings.append(f"{why}: native torch runs in place of every op on this GPU")
-    if cpu_without_avx2():
-        warnings.append("this CPU has no AVX2, which the CPU kernels are built for")
     return Info(
         warpwright=__version__,
         source_hash=built["source_hash"],

@@ -7,6 +7,8 @@ prints ``warpwright.Conv2d(...)``: a printed model shows what runs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -120,7 +122,7 @@ class ReLU(_Named, nn.ReLU):
 class MaxPool2d(_Named, nn.MaxPool2d):
     """``torch.nn.MaxPool2d`` on :func:`warpwright.functional.max_pool2d`."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:  # with return_indices a pair
         return F.max_pool2d(
             input,
             self.kernel_size,

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from .train import Training
@@ -55,7 +54,7 @@ def measure(training: Training, images: Tensor, labels: Tensor, batch: int, step
 
     times: Times = {}
     for event in profiler.key_averages():
-        if event.device_type != DeviceType.CPU:
+        if event.device_type != torch.autograd.DeviceType.CPU:
             continue  # the same ranges again, as the GPU saw them
         place = _place(event.key)
         if place is None:

@@ -168,7 +168,8 @@ def draw(result: Result, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure = plt.figure(figsize=(12, 8.2), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1.25, 1])
+    panels: Any = figure.subfigures(2, 1, height_ratios=[1.25, 1])
+    top, bottom = panels
     curves, bars = top.subplots(1, 2, width_ratios=[1.15, 1])
     _draw_curves(curves, result)
     _draw_op_times(bars, result)

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from types import ModuleType
 
@@ -76,7 +77,7 @@ class Clock:
             a.elapsed_time(b)
             if isinstance(a, torch.cuda.Event) and isinstance(b, torch.cuda.Event)
             else (b - a) * 1e3  # type: ignore[operator]
-            for a, b in zip(marks, marks[1:], strict=False)
+            for a, b in pairwise(marks)
         ]
 
 
@@ -108,7 +109,10 @@ class Training:
     ) -> Training:
         torch.manual_seed(seed)
         lib = LIBRARIES[library]
-        network = build(model, lib).to(device=device, memory_format=memory_format)
+        network = build(model, lib).to(device)
+        for parameter in network.parameters():
+            if parameter.dim() == 4:
+                parameter.data = parameter.data.contiguous(memory_format=memory_format)
         optimizer = torch.optim.SGD(network.parameters(), lr=lr)
         return cls(library, device, memory_format, network, lib.CrossEntropyLoss(), optimizer)
 

@@ -1,0 +1,61 @@
+"""Native ops in place of ours on a GPU that this build has no kernel for.
+
+Looked at when CUDA starts, not at import: the import makes no CUDA call, so a process may still
+fork after it. Where every GPU has its kernels nothing is put in the way of a call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._arch import why_no_gpu_kernel
+
+native = torch.nn.functional
+
+# name in `ops` -> native, called with the same arguments
+NATIVE: dict[str, Callable[..., Any]] = {
+    "relu": torch.relu,
+    "relu_": torch.relu_,
+    "linear": native.linear,
+    "max_pool2d": torch.max_pool2d,
+    "max_pool2d_with_indices": torch.ops.aten.max_pool2d_with_indices,
+    "scaled_dot_product_attention": native.scaled_dot_product_attention,
+}
+
+
+def watch_gpus() -> None:
+    """Looks at the GPUs as soon as this process uses CUDA."""
+    torch.cuda._lazy_call(check_gpus)
+
+
+def check_gpus() -> None:
+    """Routes the ops past GPUs without a kernel, and says so once."""
+    reasons = {i: why_no_gpu_kernel(i) for i in range(torch.cuda.device_count())}
+    without = frozenset(i for i, reason in reasons.items() if reason is not None)
+    if not without:
+        return
+    for name in NATIVE:
+        setattr(_ops.ops, name, _routed(name, without))
+    why = "; ".join(dict.fromkeys(r for r in reasons.values() if r is not None))
+    warnings.warn(
+        f"warpwright: {why}. Native torch ops run there instead. To build for this GPU: "
+        "`TORCH_CUDA_ARCH_LIST=<its arch> pip install --no-build-isolation -e .`",
+        stacklevel=2,
+    )
+
+
+def _routed(name: str, without: frozenset[int]) -> Callable[..., Any]:
+    ours, theirs = getattr(torch.ops.warpwright, name).default, NATIVE[name]
+
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.is_cuda and input.device.index in without:
+            return theirs(input, *args, **kwargs)
+        return ours(input, *args, **kwargs)
+
+    return call

@@ -1,0 +1,196 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import warpwright
+import warpwright.functional as F
+from warpwright import _arch, _fallback, _ops
+from warpwright.cli import main
+
+
+def python(code, **environment):
+    """Runs `code` in a fresh interpreter."""
+    path = str(Path(warpwright.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        check=False,
+    )
+
+
+def test_info():
+    found = warpwright.info()
+    assert found["torch"] == torch.__version__
+    assert found["built_for_torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert len(found["source_hash"]) == 16
+    text = str(found)
+    assert found["source_hash"] in text
+    assert "GPU" in text
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    for gpu in found["gpus"]:
+        assert "warpwright" in gpu["runs"]
+
+
+def test_info_command(capsys):
+    assert main(["info"]) == 0
+    assert "source hash" in capsys.readouterr().out
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warpwright"] == warpwright.__version__
+
+
+def test_commands_as_a_module():
+    path = str(Path(warpwright.__file__).parents[1])
+    run = [sys.executable, "-m", "warpwright", "--version"]
+    done = subprocess.run(
+        run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert done.stdout == f"warpwright {warpwright.__version__}\n"
+    with pytest.raises(SystemExit) as error:
+        main(["nonsense"])
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        ("9.0a", (9, 0), True),
+        ("9.0a", (10, 0), False),
+        ("9.0", (9, 0), True),
+        ("8.0", (8, 6), True),
+        ("8.6", (8, 0), False),
+        ("8.0", (9, 0), False),
+        ("8.0+PTX", (12, 0), True),
+        ("8.0+PTX", (7, 5), False),
+        ("12.0", (12, 1), True),
+        ("10.3a", (10, 3), True),
+        ("Hopper", (9, 0), True),
+    ],
+)
+def test_which_gpu_runs_what(built, capability, runs):
+    assert _arch.arch_runs(built, capability) is runs
+
+
+def test_gpu_without_a_kernel_runs_native(monkeypatch):
+    """A GPU that is not in the list: one warning, then the native op; other devices stay ours."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        _fallback,
+        "why_no_gpu_kernel",
+        lambda i: "Old GPU is sm_75, this build has 9.0a" if i else None,
+    )
+    routed = []
+    for name in _fallback.NATIVE:
+        # setattr through monkeypatch, so that the routes are taken back after the test
+        monkeypatch.setattr(_ops.ops, name, getattr(_ops.ops, name))
+        monkeypatch.setitem(
+            _fallback.NATIVE, name, lambda *args, name=name, **kw: routed.append(name)
+        )
+    with pytest.warns(UserWarning, match=r"Old GPU is sm_75.* Native torch ops run there instead"):
+        _fallback.check_gpus()
+
+    class Elsewhere:
+        """Stands for a tensor on that GPU."""
+
+        is_cuda = True
+        device = torch.device("cuda:1")
+
+    x: torch.Tensor = Elsewhere()
+    F.relu(x)
+    F.relu_(x)
+    F.linear(x, x)
+    F.max_pool2d(x, 2)
+    F.max_pool2d_with_indices(x, 2)
+    F.scaled_dot_product_attention(x, x, x)
+    assert set(routed) == set(_fallback.NATIVE)
+    routed.clear()
+    assert torch.equal(F.relu(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+    assert not routed
+
+
+def test_all_gpus_have_kernels():
+    before = dict(vars(_ops.ops))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fallback.check_gpus()
+    assert vars(_ops.ops) == before
+
+
+def test_import_makes_no_cuda_call():
+    """A process may fork after the import, and its child may use CUDA."""
+    done = python(
+        """
+        import os
+        import torch
+        def no(*args):
+            raise AssertionError("the import asked the CUDA runtime")
+        calls = ["_cuda_init", "_cuda_getDeviceCount", "_cuda_getDevice"]
+        saved = {name: getattr(torch._C, name) for name in calls if hasattr(torch._C, name)}
+        for name in saved:
+            setattr(torch._C, name, no)
+        import warpwright
+        for name, call in saved.items():
+            setattr(torch._C, name, call)
+        assert not torch.cuda.is_initialized()
+        child = os.fork()
+        if child == 0:
+            if torch.cuda.is_available():
+                assert warpwright.functional.relu(torch.ones(2, device="cuda")).sum() == 2
+            assert warpwright.functional.relu(torch.ones(2)).sum() == 2
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print("fine")
+        """
+    )
+    assert done.stdout == "fine\n", done.stderr
+
+
+@pytest.fixture
+def copied_package(tmp_path):
+    """The package without its library: what the import finds when something is wrong with it."""
+    source = Path(warpwright.__file__).parent
+    target = tmp_path / "warpwright"
+    target.mkdir()
+    for path in source.glob("*.py"):
+        shutil.copy(path, target)
+    return target
+
+
+def test_import_without_a_build(copied_package):
+    done = python("import warpwright", PYTHONPATH=str(copied_package.parent))
+    assert done.returncode == 1
+    assert "the package was not built. Run `pip install" in done.stderr.splitlines()[-1]
+
+
+def test_import_with_another_torch(copied_package):
+    (copied_package / "libwarpwright.so").write_bytes(b"never loaded")
+    (copied_package / "_built_for.txt").write_text("2.9.1+cu128\n")
+    done = python("import warpwright", PYTHONPATH=str(copied_package.parent))
+    last = done.stderr.splitlines()[-1]
+    assert f"warpwright was built for torch 2.9.1+cu128, but torch {torch.__version__}" in last
+    assert "Rebuild it: `pip install" in last
+    assert "undefined symbol" not in done.stderr
+
+
+def test_import_on_a_cpu_without_avx2():
+    done = python(
+        """
+        import platform
+        import torch
+        platform.machine = lambda: "x86_64"
+        torch.backends.cpu.get_cpu_capability = lambda: "DEFAULT"
+        torch.cpu._is_avx2_supported = lambda: False
+        import warpwright
+        """
+    )
+    assert done.returncode == 1
+    assert "need a CPU with AVX2; torch finds DEFAULT here" in done.stderr.splitlines()[-1]
