@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import _reduction as _Reduction
 
 from ._ops import ops
 
 __all__ = [
+    "cross_entropy",
     "linear",
     "max_pool2d",
     "max_pool2d_with_indices",
@@ -35,6 +37,43 @@ def relu_(input: Tensor) -> Tensor:
     """:func:`relu` in place: overwrites ``input`` and returns it."""
     ops.relu_(input)
     return input
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy of logits against labels or class probabilities.
+
+    Args:
+        input: logits, ``(C)``, ``(N, C)`` or ``(N, C, d1, ..., dk)``; float32, float64, bfloat16 or
+            float16; any strides, contiguous and channels_last read in place.
+        target: labels ``()``, ``(N)`` or ``(N, d1, ..., dk)``, int64 (uint8 too without ``d1``); or
+            probabilities with the shape of ``input``, which may require grad.
+        weight: ``(C)``, a factor for each class.
+        size_average: deprecated, see ``reduction``.
+        ignore_index: a label whose rows count for nothing; it need not be a class.
+        reduce: deprecated, see ``reduction``.
+        reduction: ``"none"``, ``"mean"`` (by the weights of the labels; by rows for probabilities)
+            or ``"sum"``.
+        label_smoothing: share of the uniform distribution in the target, in [0, 1].
+    Raises:
+        IndexError: a label outside [0, C) on the CPU. On CUDA the row's loss and gradient become
+            NaN and :func:`warpwright.check_errors` raises.
+        ValueError: sizes that don't match, an unknown ``reduction``.
+        RuntimeError: other dtypes of ``target`` or ``weight``, wrong ranks.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _Reduction.legacy_get_string(size_average, reduce)
+    return ops.cross_entropy(
+        input, target, weight, _Reduction.get_enum(reduction), ignore_index, label_smoothing
+    )
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

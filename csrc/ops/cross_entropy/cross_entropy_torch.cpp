@@ -1,0 +1,828 @@
+// cross_entropy and the ops of its derivatives on every dispatch key.
+//   cross_entropy                  what users call: dtype rules of the native function; composite
+//   cross_entropy_forward          one read of the logits -> (loss, row_stats, total_weight)
+//   cross_entropy_backward         gradient by input and by probabilities
+//   cross_entropy_double_backward  Hessian times (v, u): the derivative of the backward, and every
+//                                  forward-mode derivative, since the Hessian is symmetric
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <array>
+#include <tuple>
+
+#include "ops/cross_entropy/cross_entropy.h"
+#include "torch/autograd.h"
+#include "torch/dispatch.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+namespace {
+
+using at::ScalarType;
+using c10::SymInt;
+using OptionalTensor = std::optional<Tensor>;
+using Mask2 = std::array<bool, 2>;
+using Mask3 = std::array<bool, 3>;
+using Tensor2 = std::tuple<Tensor, Tensor>;
+using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
+
+// The ops through the dispatcher.
+namespace call {
+
+Tensor3 cross_entropy_forward(const Tensor& input, const Tensor& target,
+                              const OptionalTensor& weight, int64_t reduction, SymInt ignore_index,
+                              double label_smoothing, ScalarType dtype) {
+  static const auto op =
+      find_op<Tensor3(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, SymInt, double,
+                      ScalarType)>("warpwright::cross_entropy_forward");
+  return op.call(input, target, weight, reduction, std::move(ignore_index), label_smoothing, dtype);
+}
+
+Tensor2 cross_entropy_backward(const Tensor& grad_output, const Tensor& input, const Tensor& target,
+                               const OptionalTensor& weight, const Tensor& row_stats,
+                               const Tensor& total_weight, int64_t reduction, SymInt ignore_index,
+                               double label_smoothing, Mask2 output_mask) {
+  static const auto op =
+      find_op<Tensor2(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                      const Tensor&, const Tensor&, int64_t, SymInt, double, Mask2)>(
+          "warpwright::cross_entropy_backward");
+  return op.call(grad_output, input, target, weight, row_stats, total_weight, reduction,
+                 std::move(ignore_index), label_smoothing, output_mask);
+}
+
+Tensor3 cross_entropy_double_backward(const OptionalTensor& v, const OptionalTensor& u,
+                                      const Tensor& grad_output, const Tensor& input,
+                                      const Tensor& target, const OptionalTensor& weight,
+                                      const Tensor& row_stats, const Tensor& total_weight,
+                                      int64_t reduction, SymInt ignore_index,
+                                      double label_smoothing, Mask3 output_mask) {
+  static const auto op =
+      find_op<Tensor3(const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                      const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, int64_t,
+                      SymInt, double, Mask3)>("warpwright::cross_entropy_double_backward");
+  return op.call(v, u, grad_output, input, target, weight, row_stats, total_weight, reduction,
+                 std::move(ignore_index), label_smoothing, output_mask);
+}
+
+}  // namespace call
+
+// ---- output shapes ----
+
+int64_t class_dim(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
+
+// Class probabilities have the shape of the logits; everything else is labels.
+bool is_probabilities(const Tensor& input, const Tensor& target) {
+  return input.sym_sizes() == target.sym_sizes();
+}
+
+TargetKind kind_of(const Tensor& input, const Tensor& target, double label_smoothing) {
+  if (is_probabilities(input, target)) return TargetKind::kProbabilities;
+  return label_smoothing > 0 ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
+}
+
+ScalarType accum_type(ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
+
+c10::IntArrayRef sizes_of(const Tensor& tensor, int64_t) { return tensor.sizes(); }
+c10::SymIntArrayRef sizes_of(const Tensor& tensor, SymInt) { return tensor.sym_sizes(); }
+c10::IntArrayRef strides_of(const Tensor& tensor, int64_t) { return tensor.strides(); }
+c10::SymIntArrayRef strides_of(const Tensor& tensor, SymInt) { return tensor.sym_strides(); }
+Tensor empty_of(c10::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty(sizes, options);
+}
+Tensor empty_of(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty_symint(sizes, options);
+}
+
+// (loss, row_stats, total_weight); a row's index is the flat index of its label.
+template <class Int>
+Tensor3 empty_outputs(const Tensor& input, TargetKind kind, int64_t reduction, ScalarType dtype) {
+  const auto sizes = sizes_of(input, Int());
+  c10::SmallVector<Int, 6> stats_sizes{Int(num_stats(kind))};
+  for (int64_t d = 0; d < input.dim(); ++d) {
+    if (d != class_dim(input)) stats_sizes.push_back(sizes[d]);
+  }
+  const c10::ArrayRef<Int> all(stats_sizes);
+  const auto options = input.options().dtype(accum_type(input.scalar_type()));
+  return {empty_of(reduction == at::Reduction::None ? all.slice(1) : c10::ArrayRef<Int>(),
+                   input.options().dtype(dtype)),
+          empty_of(all, options), empty_of(c10::ArrayRef<Int>(), options)};
+}
+
+template <class Int>
+struct Rows {
+  Int inner, outer_stride, inner_stride, class_stride;
+};
+
+// The tensor as rows a kernel can walk: all dimensions but the class dimension as two (image,
+// pixel) or one, and classes or pixels side by side. nullopt: only a copy can be walked.
+template <class Int>
+std::optional<Rows<Int>> find_rows(const Tensor& tensor) {
+  const auto sizes = sizes_of(tensor, Int());
+  const auto strides = strides_of(tensor, Int());
+  Rows<Int> rows{1, 0, 0, 1};
+  for (int64_t d = tensor.dim() - 1; d >= 2; --d) {
+    if (sizes[d] == 1) continue;
+    if (rows.inner == 1) {
+      rows.inner_stride = strides[d];
+    } else if (strides[d] != rows.inner * rows.inner_stride) {
+      return std::nullopt;
+    }
+    rows.inner = rows.inner * sizes[d];
+  }
+  const int64_t c = class_dim(tensor);
+  if (sizes[c] != 1) rows.class_stride = strides[c];
+  if (c == 1 && sizes[0] != 1) {
+    rows.outer_stride = strides[0];
+    if (rows.inner == 1) rows.inner_stride = rows.outer_stride;
+    // A uniform stride from row to row: one image.
+    if (rows.outer_stride == rows.inner * rows.inner_stride) rows.inner = rows.inner * sizes[0];
+  }
+  if (rows.inner == 1) rows.inner_stride = 1;  // a single row: any stride will do
+  if (rows.class_stride != 1 && rows.inner_stride != 1) return std::nullopt;
+  return rows;
+}
+
+std::optional<RowLayout> find_layout(const Tensor& tensor) {
+  const auto rows = find_rows<int64_t>(tensor);
+  if (!rows) return std::nullopt;
+  return RowLayout{rows->inner, rows->outer_stride, rows->inner_stride, rows->class_stride};
+}
+
+// Gradients keep the memory order of dense logits (channels_last, transposed), else are contiguous.
+template <class Int>
+Tensor empty_gradient(const Tensor& input, ScalarType dtype) {
+  const bool keep = input.is_non_overlapping_and_dense() && find_rows<Int>(input).has_value();
+  return at::empty_like(input, input.options().dtype(dtype),
+                        keep ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
+}
+
+// ---- checks ----
+
+void check_dtypes(const Tensor& input, const Tensor& target) {
+  if (is_probabilities(input, target)) {
+    TORCH_CHECK(at::isFloatingType(target.scalar_type()),
+                "Expected floating point type for target with class probabilities, got ",
+                target.scalar_type());
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(input.scalar_type()),
+                              "\"cross_entropy\" not implemented for '", input.scalar_type(), "'");
+}
+
+void check_label_shape(const Tensor& input, const Tensor& target) {
+  const auto sizes = input.sym_sizes();
+  const auto labels = target.sym_sizes();
+  if (input.dim() == 1) {
+    TORCH_CHECK_VALUE(target.dim() != 1 || labels[0] == 1,
+                      "For 1D input, 1D target must have size 1, but got target size: ",
+                      target.dim() == 1 ? labels[0] : SymInt(0));
+    TORCH_CHECK(target.dim() <= 1, "0D or 1D target tensor expected, multi-target not supported");
+    return;
+  }
+  const SymInt batch = target.dim() == 0 ? SymInt(0) : labels[0];
+  TORCH_CHECK_VALUE(sizes[0] == batch, "Expected input batch_size (", sizes[0],
+                    ") to match target batch_size (", batch, ").");
+  if (input.dim() == 2) {
+    TORCH_CHECK(target.dim() <= 1, "0D or 1D target tensor expected, multi-target not supported");
+  } else if (input.dim() == 4) {
+    TORCH_CHECK(target.dim() == 3,
+                "only batches of spatial targets supported (3D tensors) but got targets of "
+                "dimension: ",
+                target.dim());
+    TORCH_CHECK(labels[1] == sizes[2] && labels[2] == sizes[3], "size mismatch (got input: ", sizes,
+                " , target: ", labels);
+  } else {
+    c10::SmallVector<SymInt, 6> expected{sizes[0]};
+    expected.append(sizes.begin() + 2, sizes.end());
+    TORCH_CHECK(labels == c10::SymIntArrayRef(expected), "Expected target size ",
+                c10::SymIntArrayRef(expected), ", got ", labels);
+  }
+}
+
+void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
+                         int64_t reduction, const SymInt& ignore_index, double label_smoothing) {
+  check_dtypes(input, target);
+  TORCH_CHECK_INDEX(input.dim() > 0, "Dimension specified as 1 but tensor has no dimensions");
+  TORCH_CHECK(!(label_smoothing > 1),
+              "label_smoothing must be between 0.0 and 1.0. Got: ", label_smoothing);
+  TORCH_CHECK_VALUE(reduction >= 0 && reduction <= 2, reduction,
+                    " is not a valid value for reduction");
+  TORCH_CHECK(target.device() == input.device(),
+              "Expected all tensors to be on the same device, but target is on ", target.device(),
+              " and input is on ", input.device());
+  if (is_probabilities(input, target)) {
+    TORCH_CHECK(ignore_index < 0, "ignore_index is not supported for floating point target");
+    TORCH_CHECK_NOT_IMPLEMENTED(is_floating(target.scalar_type()),
+                                "\"cross_entropy\" not implemented for probabilities of type '",
+                                target.scalar_type(), "'");
+  } else {
+    check_label_shape(input, target);
+    const bool is_byte = target.scalar_type() == at::kByte && input.dim() <= 2;
+    TORCH_CHECK(target.scalar_type() == at::kLong || is_byte,
+                "expected scalar type Long but found ", target.scalar_type());
+  }
+  if (!weight.defined()) return;
+  const SymInt classes = input.sym_size(class_dim(input));
+  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == classes,
+              "cross_entropy: weight tensor should be defined either for all ", classes,
+              " classes or no classes but got weight tensor of shape: ", weight.sym_sizes());
+  TORCH_CHECK(weight.device() == input.device(),
+              "Expected all tensors to be on the same device, but weight is on ", weight.device(),
+              " and input is on ", input.device());
+}
+
+// The pairs that kernels are built for; `cross_entropy` converts to one of them.
+void check_kernel_dtypes(const Tensor& input, const Tensor& target, ScalarType loss_dtype) {
+  const ScalarType type = input.scalar_type(), accum = accum_type(type);
+  TORCH_CHECK(loss_dtype == type || loss_dtype == accum, "cross_entropy: dtype: expected ", type,
+              " or ", accum, ", got ", loss_dtype);
+  if (!is_probabilities(input, target)) return;
+  const ScalarType q = target.scalar_type();
+  TORCH_CHECK(q == type || q == accum, "cross_entropy: target: expected probabilities of type ",
+              type, " or ", accum, ", got ", q);
+}
+
+// ---- CPU and CUDA ----
+
+Tensor in_order_of(const Tensor& tensor, const Tensor& like) {
+  if (tensor.strides() == like.strides()) return tensor;
+  return at::empty_like(like, tensor.options()).copy_(tensor);
+}
+
+// The operands in a form the kernels take, kept alive while a kernel is set up.
+struct Operands {
+  Tensor input, target, weight;
+
+  Operands(const Tensor& input_, const Tensor& target_, const OptionalTensor& weight_)
+      : input(input_), target(target_) {
+    if (weight_.has_value() && weight_->defined()) {
+      weight = weight_->to(accum_type(input.scalar_type())).contiguous();
+    }
+  }
+
+  // Logits and probabilities that share is_rows(); `like` (if defined) prescribes it.
+  void arrange(bool probabilities, const Tensor& like) {
+    if (!probabilities) target = target.contiguous();
+    auto layout = find_layout(input);
+    auto target_layout = probabilities ? find_layout(target) : layout;
+    const auto wanted = like.defined() ? find_layout(like) : layout;
+    const bool fits = layout && target_layout && layout->is_rows() == wanted->is_rows() &&
+                      target_layout->is_rows() == wanted->is_rows();
+    if (fits) return;
+    const Tensor order =
+        like.defined() ? like : empty_gradient<int64_t>(input, input.scalar_type());
+    input = in_order_of(input, order);
+    if (probabilities) target = in_order_of(target, order);
+  }
+
+  CrossEntropyProblem problem(TargetKind kind, int64_t reduction, int64_t ignore_index,
+                              double label_smoothing, ScalarType loss_dtype) const {
+    const int64_t classes = input.size(class_dim(input));
+    int64_t rows = 1;
+    for (int64_t d = 0; d < input.dim(); ++d) rows *= d == class_dim(input) ? 1 : input.size(d);
+    const bool probabilities = kind == TargetKind::kProbabilities;
+    const RowLayout layout = *find_layout(input);
+    CrossEntropyProblem p;
+    p.dtype = dtype_of(input);
+    p.target_dtype = dtype_of(target);
+    p.loss_dtype = *find_dtype(loss_dtype);
+    p.kind = kind;
+    p.reduction = static_cast<Reduction>(reduction);
+    p.rows = rows;
+    p.classes = classes;
+    p.ignore_index = ignore_index;
+    p.label_smoothing = label_smoothing > 0 ? label_smoothing : 0;
+    if (classes == 1 && !probabilities) {
+      // One class is its own uniform distribution; without smoothing its gradient is exactly 0.
+      p.kind = TargetKind::kLabels;
+      p.label_smoothing = 0;
+    }
+    p.layout = layout;
+    p.target_layout = probabilities ? *find_layout(target) : layout;
+    p.input = input.const_data_ptr();
+    p.target = target.const_data_ptr();
+    p.weight = weight.defined() ? weight.const_data_ptr() : nullptr;
+    return p;
+  }
+};
+
+template <class Run>
+Tensor3 cross_entropy_forward_with(const Tensor& input, const Tensor& target,
+                                   const OptionalTensor& weight, int64_t reduction,
+                                   int64_t ignore_index, double label_smoothing, ScalarType dtype,
+                                   Run&& run) {
+  check_cross_entropy(input, target, value_or_undefined(weight), reduction, ignore_index,
+                      label_smoothing);
+  check_kernel_dtypes(input, target, dtype);
+  const TargetKind kind = kind_of(input, target, label_smoothing);
+  Tensor3 outputs = empty_outputs<int64_t>(input, kind, reduction, dtype);
+  Operands operands(input, target, weight);
+  operands.arrange(kind == TargetKind::kProbabilities, Tensor());
+  CrossEntropyParams p{operands.problem(kind, reduction, ignore_index, label_smoothing, dtype)};
+  p.loss = std::get<0>(outputs).mutable_data_ptr();
+  p.stats = std::get<1>(outputs).mutable_data_ptr();
+  p.total_weight = std::get<2>(outputs).mutable_data_ptr();
+  run(p);
+  return outputs;
+}
+
+// What both derivative ops check about the forward's results.
+void check_saved(const Tensor& input, const Tensor& target, const Tensor& weight,
+                 const Tensor& grad_output, const Tensor& row_stats, const Tensor& total_weight,
+                 int64_t reduction, const SymInt& ignore_index, double label_smoothing) {
+  check_cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing);
+  check_kernel_dtypes(input, target, grad_output.scalar_type());
+  const ScalarType accum = accum_type(input.scalar_type());
+  const TargetKind kind = kind_of(input, target, label_smoothing);
+  const SymInt classes = input.sym_size(class_dim(input));
+  const SymInt rows =
+      classes == 0 ? row_stats.sym_numel() / num_stats(kind) : input.sym_numel() / classes;
+  TORCH_CHECK(row_stats.scalar_type() == accum && row_stats.is_contiguous() &&
+                  row_stats.sym_numel() == rows * num_stats(kind),
+              "cross_entropy_backward: row_stats: expected the forward's, got ",
+              row_stats.scalar_type(), " ", row_stats.sym_sizes());
+  TORCH_CHECK(total_weight.scalar_type() == accum && total_weight.sym_numel() == 1,
+              "cross_entropy_backward: total_weight: expected the forward's, got ",
+              total_weight.scalar_type(), " ", total_weight.sym_sizes());
+  TORCH_CHECK(grad_output.sym_numel() == (reduction == at::Reduction::None ? rows : SymInt(1)),
+              "cross_entropy_backward: grad_output: expected the loss's shape, got ",
+              grad_output.sym_sizes());
+}
+
+template <class Run>
+Tensor2 cross_entropy_backward_with(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& target, const OptionalTensor& weight,
+                                    const Tensor& row_stats, const Tensor& total_weight,
+                                    int64_t reduction, int64_t ignore_index, double label_smoothing,
+                                    Mask2 output_mask, Run&& run) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              reduction, ignore_index, label_smoothing);
+  const TargetKind kind = kind_of(input, target, label_smoothing);
+  const bool probabilities = kind == TargetKind::kProbabilities;
+  const Tensor grad_input = empty_gradient<int64_t>(input, input.scalar_type());
+  Tensor grad_target;
+  if (output_mask[1] && probabilities) {
+    grad_target = empty_gradient<int64_t>(input, target.scalar_type());
+  }
+  Operands operands(input, target, weight);
+  operands.arrange(probabilities, grad_input);
+  const Tensor dloss = grad_output.contiguous();
+  CrossEntropyBackwardParams p{
+      operands.problem(kind, reduction, ignore_index, label_smoothing, grad_output.scalar_type())};
+  p.grad_output = dloss.const_data_ptr();
+  p.stats = row_stats.const_data_ptr();
+  p.total_weight = total_weight.const_data_ptr();
+  p.grad_layout = *find_layout(grad_input);
+  p.grad_input = output_mask[0] ? grad_input.mutable_data_ptr() : nullptr;
+  p.grad_target = grad_target.defined() ? grad_target.mutable_data_ptr() : nullptr;
+  if (input.numel() != 0 && (p.grad_input != nullptr || p.grad_target != nullptr)) run(p);
+  return {output_mask[0] ? grad_input : Tensor(), grad_target};
+}
+
+template <class Run>
+Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const OptionalTensor& u,
+                                           const Tensor& grad_output, const Tensor& input,
+                                           const Tensor& target, const OptionalTensor& weight,
+                                           const Tensor& row_stats, const Tensor& total_weight,
+                                           int64_t reduction, int64_t ignore_index,
+                                           double label_smoothing, Mask3 output_mask, Run&& run) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              reduction, ignore_index, label_smoothing);
+  const TargetKind kind = kind_of(input, target, label_smoothing);
+  const bool probabilities = kind == TargetKind::kProbabilities;
+  const Tensor grad_input = empty_gradient<int64_t>(input, input.scalar_type());
+  Operands operands(input, target, weight);
+  operands.input = in_order_of(input, grad_input);
+  operands.target = probabilities ? in_order_of(target, grad_input) : target.contiguous();
+  auto arranged = [&](const OptionalTensor& tensor, const Tensor& like, const char* name) {
+    if (!tensor.has_value() || !tensor->defined()) return Tensor();
+    TORCH_CHECK(tensor->sizes() == like.sizes(), "cross_entropy_double_backward: ", name,
+                ": expected shape ", like.sizes(), ", got ", tensor->sizes());
+    return in_order_of(tensor->to(like.scalar_type()), grad_input);
+  };
+  const Tensor v_arranged = arranged(v, input, "grad_grad_input");
+  const Tensor u_arranged = probabilities ? arranged(u, target, "grad_grad_target") : Tensor();
+  const Tensor dloss = grad_output.contiguous();
+  const bool want_target = output_mask[2] && probabilities;
+  const Tensor grad_target =
+      want_target ? empty_gradient<int64_t>(input, target.scalar_type()) : Tensor();
+  const Tensor per_row = output_mask[0] ? at::empty_like(row_stats.select(0, 0)) : Tensor();
+
+  CrossEntropyDoubleBackwardParams p{
+      operands.problem(kind, reduction, ignore_index, label_smoothing, grad_output.scalar_type())};
+  p.grad_output = dloss.const_data_ptr();
+  p.stats = row_stats.const_data_ptr();
+  p.total_weight = total_weight.const_data_ptr();
+  p.v = v_arranged.defined() ? v_arranged.const_data_ptr() : nullptr;
+  p.u = u_arranged.defined() ? u_arranged.const_data_ptr() : nullptr;
+  p.grad_grad_output = per_row.defined() ? per_row.mutable_data_ptr() : nullptr;
+  p.grad_input = output_mask[1] ? grad_input.mutable_data_ptr() : nullptr;
+  p.grad_target = want_target ? grad_target.mutable_data_ptr() : nullptr;
+  if (p.rows != 0) run(p);
+
+  Tensor grad_grad_output = per_row;
+  if (output_mask[0]) {
+    if (reduction != at::Reduction::None) grad_grad_output = per_row.sum();
+    grad_grad_output = grad_grad_output.to(grad_output.scalar_type());
+  }
+  return {grad_grad_output, output_mask[1] ? grad_input : Tensor(), grad_target};
+}
+
+Tensor3 cross_entropy_forward_cpu(const Tensor& input, const Tensor& target,
+                                  const OptionalTensor& weight, int64_t reduction,
+                                  int64_t ignore_index, double label_smoothing, ScalarType dtype) {
+  return cross_entropy_forward_with(input, target, weight, reduction, ignore_index, label_smoothing,
+                                    dtype, cross_entropy_cpu);
+}
+
+Tensor2 cross_entropy_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
+                                          const Tensor& target, const OptionalTensor& weight,
+                                          const Tensor& row_stats, const Tensor& total_weight,
+                                          int64_t reduction, int64_t ignore_index,
+                                          double label_smoothing, Mask2 output_mask) {
+  return cross_entropy_backward_with(grad_output, input, target, weight, row_stats, total_weight,
+                                     reduction, ignore_index, label_smoothing, output_mask,
+                                     cross_entropy_backward_cpu);
+}
+
+Tensor3 cross_entropy_double_backward_cpu_kernel(const OptionalTensor& v, const OptionalTensor& u,
+                                                 const Tensor& grad_output, const Tensor& input,
+                                                 const Tensor& target, const OptionalTensor& weight,
+                                                 const Tensor& row_stats,
+                                                 const Tensor& total_weight, int64_t reduction,
+                                                 int64_t ignore_index, double label_smoothing,
+                                                 Mask3 output_mask) {
+  return cross_entropy_double_backward_with(v, u, grad_output, input, target, weight, row_stats,
+                                            total_weight, reduction, ignore_index, label_smoothing,
+                                            output_mask, cross_entropy_double_backward_cpu);
+}
+
+// ---- Meta ----
+
+Tensor3 cross_entropy_forward_meta(const Tensor& input, const Tensor& target,
+                                   const OptionalTensor& weight, int64_t reduction,
+                                   SymInt ignore_index, double label_smoothing, ScalarType dtype) {
+  check_cross_entropy(input, target, value_or_undefined(weight), reduction, ignore_index,
+                      label_smoothing);
+  check_kernel_dtypes(input, target, dtype);
+  return empty_outputs<SymInt>(input, kind_of(input, target, label_smoothing), reduction, dtype);
+}
+
+Tensor2 cross_entropy_backward_meta(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& target, const OptionalTensor& weight,
+                                    const Tensor& row_stats, const Tensor& total_weight,
+                                    int64_t reduction, SymInt ignore_index, double label_smoothing,
+                                    Mask2 output_mask) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              reduction, ignore_index, label_smoothing);
+  const bool want_target = output_mask[1] && is_probabilities(input, target);
+  return {output_mask[0] ? empty_gradient<SymInt>(input, input.scalar_type()) : Tensor(),
+          want_target ? empty_gradient<SymInt>(input, target.scalar_type()) : Tensor()};
+}
+
+Tensor3 cross_entropy_double_backward_meta(const OptionalTensor& v, const OptionalTensor& u,
+                                           const Tensor& grad_output, const Tensor& input,
+                                           const Tensor& target, const OptionalTensor& weight,
+                                           const Tensor& row_stats, const Tensor& total_weight,
+                                           int64_t reduction, SymInt ignore_index,
+                                           double label_smoothing, Mask3 output_mask) {
+  const auto [grad_input, grad_target] = cross_entropy_backward_meta(
+      grad_output, input, target, weight, row_stats, total_weight, reduction, ignore_index,
+      label_smoothing, {output_mask[1], output_mask[2]});
+  return {output_mask[0] ? at::empty_like(grad_output, at::MemoryFormat::Contiguous) : Tensor(),
+          grad_input, grad_target};
+}
+
+// ---- Autograd ----
+
+struct LossAttributes {
+  int64_t reduction;
+  SymInt ignore_index;
+  double label_smoothing;
+};
+
+struct CrossEntropyBackward {
+  static constexpr const char* kName = "WarpwrightCrossEntropyBackward";
+  using Attributes = LossAttributes;
+  // saved: input, target, weight, row_stats, total_weight
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    auto [grad_input, grad_target] = call::cross_entropy_backward(
+        grads[0], saved[0], saved[1], optional_if_defined(saved[2]), saved[3], saved[4],
+        a.reduction, a.ignore_index, a.label_smoothing, {needs[0], needs[1]});
+    return {grad_input, grad_target};
+  }
+};
+
+struct CrossEntropyBackwardBackward {
+  static constexpr const char* kName = "WarpwrightCrossEntropyBackwardBackward";
+  using Attributes = LossAttributes;
+  // saved: grad_output, input, target, weight, row_stats, total_weight
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    auto [grad_grad_output, grad_input, grad_target] = call::cross_entropy_double_backward(
+        optional_if_defined(grads[0]), optional_if_defined(grads[1]), saved[0], saved[1], saved[2],
+        optional_if_defined(saved[3]), saved[4], saved[5], a.reduction, a.ignore_index,
+        a.label_smoothing, {needs[0], needs[1], needs[2]});
+    return {grad_grad_output, grad_input, grad_target};
+  }
+};
+
+// Labels have neither a gradient nor a tangent.
+Tensor if_probabilities(const Tensor& input, const Tensor& target) {
+  return is_probabilities(input, target) ? target : Tensor();
+}
+
+OptionalTensor optional_tangent(const Tensor& tensor) {
+  return has_tangent(tensor) ? OptionalTensor(tangent(tensor)) : std::nullopt;
+}
+
+Tensor3 cross_entropy_forward_autograd(const Tensor& input, const Tensor& target,
+                                       const OptionalTensor& weight, int64_t reduction,
+                                       SymInt ignore_index, double label_smoothing,
+                                       ScalarType dtype) {
+  const Tensor q = if_probabilities(input, target);
+  auto node = make_node<CrossEntropyBackward>({reduction, ignore_index, label_smoothing}, input, q);
+  auto outputs = below_autograd([&] {
+    return call::cross_entropy_forward(input, target, weight, reduction, ignore_index,
+                                       label_smoothing, dtype);
+  });
+  auto& [loss, row_stats, total_weight] = outputs;
+  if (node) {
+    for (const Tensor& tensor :
+         {input, target, value_or_undefined(weight), row_stats, total_weight}) {
+      node->save(tensor);
+    }
+    set_history(loss, node);
+  }
+  if (any_tangent(input, q)) {
+    set_tangent(loss, std::get<0>(call::cross_entropy_double_backward(
+                          optional_tangent(input), optional_tangent(q), primal(loss).detach(),
+                          primal(input), primal(target), weight, row_stats, total_weight, reduction,
+                          ignore_index, label_smoothing, {true, false, false})));
+  }
+  return outputs;
+}
+
+Tensor sum_defined(const Tensor& a, const Tensor& b) {
+  if (!a.defined() || !b.defined()) return a.defined() ? a : b;
+  return a + b;
+}
+
+Tensor2 cross_entropy_backward_autograd(const Tensor& grad_output, const Tensor& input,
+                                        const Tensor& target, const OptionalTensor& weight,
+                                        const Tensor& row_stats, const Tensor& total_weight,
+                                        int64_t reduction, SymInt ignore_index,
+                                        double label_smoothing, Mask2 output_mask) {
+  const Tensor q = if_probabilities(input, target);
+  auto node = make_node<CrossEntropyBackwardBackward>({reduction, ignore_index, label_smoothing},
+                                                      grad_output, input, q);
+  auto run = [&](const Tensor& dloss, const Tensor& z, const Tensor& labels) {
+    return call::cross_entropy_backward(dloss, z, labels, weight, row_stats, total_weight,
+                                        reduction, ignore_index, label_smoothing, output_mask);
+  };
+  Tensor2 outputs = below_autograd([&] { return run(grad_output, input, target); });
+  auto& [grad_input, grad_target] = outputs;
+  if (node) {
+    for (const Tensor& tensor :
+         {grad_output, input, target, value_or_undefined(weight), row_stats, total_weight}) {
+      node->save(tensor);
+    }
+    set_history(grad_input, node);
+    set_history(grad_target, node);
+  }
+  if (any_tangent(grad_output, input, q)) {
+    // Linear in grad_output; by input and probabilities the Hessian is symmetric.
+    Tensor input_tangent, target_tangent;
+    if (has_tangent(grad_output)) {
+      std::tie(input_tangent, target_tangent) =
+          run(tangent(grad_output), primal(input), primal(target));
+    }
+    if (any_tangent(input, q)) {
+      const auto [ignored, by_input, by_target] = call::cross_entropy_double_backward(
+          optional_tangent(input), optional_tangent(q), primal(grad_output), primal(input),
+          primal(target), weight, row_stats, total_weight, reduction, ignore_index, label_smoothing,
+          {false, output_mask[0], output_mask[1]});
+      input_tangent = sum_defined(input_tangent, by_input);
+      target_tangent = sum_defined(target_tangent, by_target);
+    }
+    if (grad_input.defined()) set_tangent(grad_input, input_tangent);
+    if (grad_target.defined()) set_tangent(grad_target, target_tangent);
+  }
+  return outputs;
+}
+
+// The double backward in differentiable ATen ops: third and higher derivatives come from here.
+Tensor3 differentiable_double_backward(const Tensor& v, const Tensor& u, const Tensor& grad_output,
+                                       const Tensor& input, const Tensor& target,
+                                       const Tensor& weight, const Tensor& total_weight,
+                                       int64_t reduction, const SymInt& ignore_index,
+                                       double label_smoothing, Mask3 output_mask) {
+  const int64_t dim = class_dim(input);
+  const ScalarType accum = accum_type(input.scalar_type());
+  const double smoothing = label_smoothing > 0 ? label_smoothing : 0, keep = 1 - smoothing;
+  const SymInt classes = input.sym_size(dim);
+  const bool probabilities = is_probabilities(input, target);
+  const Tensor log_p = at::log_softmax(input.to(accum), dim);
+  const Tensor prob = log_p.exp();
+
+  Tensor q;
+  Tensor valid;
+  if (probabilities) {
+    q = target.to(accum);
+  } else {
+    const Tensor labels = input.dim() == 1 ? target.reshape({}) : target;
+    valid = labels.ne(ignore_index).unsqueeze(dim);
+    // A bad label (NaN row in the fused kernels) must not index anything here either.
+    const Tensor index =
+        labels.to(at::kLong).unsqueeze(dim).clamp(0, (classes - 1).guard_int(__FILE__, __LINE__));
+    q = at::zeros_like(log_p).scatter(dim, index, 1.0);
+  }
+  if (smoothing > 0) q = q * keep + smoothing / classes.guard_int(__FILE__, __LINE__);
+  if (valid.defined()) q = q * valid;
+  c10::SmallVector<int64_t, 6> broadcast(input.dim(), 1);
+  broadcast[dim] = -1;
+  const Tensor w =
+      weight.defined() ? weight.to(accum).view(broadcast) : at::ones_like(total_weight);
+  const Tensor wq = w * q;
+  const Tensor mass = wq.sum(dim, /*keepdim=*/true);
+  const Tensor scale =
+      reduction == at::Reduction::Mean ? total_weight.reciprocal() : at::ones_like(total_weight);
+  Tensor grad = grad_output.to(accum);
+  if (reduction == at::Reduction::None) {
+    grad = input.dim() == 1 ? grad.reshape({1}) : grad.unsqueeze(dim);
+  }
+  grad = grad * scale;
+
+  const Tensor v_or_zero = v.defined() ? v.to(accum) : at::zeros_like(log_p);
+  const Tensor wu = w * (u.defined() && probabilities ? u.to(accum) : at::zeros_like(log_p));
+  const Tensor pv = (prob * v_or_zero).sum(dim, true);
+
+  Tensor grad_grad_output, grad_input, grad_target;
+  if (output_mask[0]) {
+    const Tensor per_row =
+        (mass * pv).squeeze(dim) - (wq * v_or_zero).sum(dim) - keep * (wu * log_p).sum(dim);
+    grad_grad_output = (reduction == at::Reduction::None ? per_row : per_row.sum()) * scale;
+    grad_grad_output = grad_grad_output.to(grad_output.scalar_type()).view_as(grad_output);
+  }
+  if (output_mask[1]) {
+    grad_input = grad * (mass * prob * (v_or_zero - pv) -
+                         keep * (wu - prob * wu.sum(dim, /*keepdim=*/true)));
+    grad_input = grad_input.to(input.scalar_type());
+  }
+  if (output_mask[2] && probabilities) {
+    grad_target = (grad * keep * w * (pv - v_or_zero)).to(target.scalar_type());
+  }
+  return {grad_grad_output, grad_input, grad_target};
+}
+
+Tensor3 cross_entropy_double_backward_autograd(const OptionalTensor& v, const OptionalTensor& u,
+                                               const Tensor& grad_output, const Tensor& input,
+                                               const Tensor& target, const OptionalTensor& weight,
+                                               const Tensor& row_stats, const Tensor& total_weight,
+                                               int64_t reduction, SymInt ignore_index,
+                                               double label_smoothing, Mask3 output_mask) {
+  const Tensor v_tensor = value_or_undefined(v), u_tensor = value_or_undefined(u);
+  bool differentiable = any_tangent(v_tensor, u_tensor, grad_output, input, target);
+  for (const Tensor& tensor : {v_tensor, u_tensor, grad_output, input, target}) {
+    differentiable |= at::GradMode::is_enabled() && tensor.defined() && tensor.requires_grad();
+  }
+  if (differentiable) {
+    return differentiable_double_backward(v_tensor, u_tensor, grad_output, input, target,
+                                          value_or_undefined(weight), total_weight, reduction,
+                                          ignore_index, label_smoothing, output_mask);
+  }
+  return below_autograd([&] {
+    return call::cross_entropy_double_backward(v, u, grad_output, input, target, weight, row_stats,
+                                               total_weight, reduction, ignore_index,
+                                               label_smoothing, output_mask);
+  });
+}
+
+// ---- what users call, and Autocast ----
+
+// Native's dtype rules: labels want the weights in the logits' type; probabilities promote. Under
+// autocast 16-bit operands count as float32, but are read as they are.
+Tensor cross_entropy_as(const Tensor& input, const Tensor& target, const OptionalTensor& weight_,
+                        int64_t reduction, SymInt ignore_index, double label_smoothing,
+                        bool autocast) {
+  check_dtypes(input, target);
+  const Tensor weight = value_or_undefined(weight_);
+  auto counted = [&](const Tensor& tensor) {
+    const ScalarType type = tensor.scalar_type();
+    return autocast && (type == at::kHalf || type == at::kBFloat16) ? at::kFloat : type;
+  };
+  ScalarType dtype = counted(input);
+  auto run = [&](const Tensor& z, const Tensor& q, const OptionalTensor& w, double smoothing) {
+    return std::get<0>(
+        call::cross_entropy_forward(z, q, w, reduction, std::move(ignore_index), smoothing, dtype));
+  };
+  const bool weight_differs =
+      weight.defined() &&
+      ((at::GradMode::is_enabled() && weight.requires_grad()) || has_tangent(weight));
+  if (!is_probabilities(input, target)) {
+    TORCH_CHECK(!weight_differs,
+                "The function 'cross_entropy' is not differentiable with respect to argument "
+                "'weight'. This input cannot have requires_grad True.");
+    TORCH_CHECK(!weight.defined() || counted(weight) == dtype, "expected scalar type ", dtype,
+                " but found ", counted(weight), " (weight)");
+    return run(input, target, weight_, label_smoothing);
+  }
+
+  dtype = c10::promoteTypes(dtype, counted(target));
+  if (weight.defined()) dtype = c10::promoteTypes(dtype, counted(weight));
+  const bool read_as_is = dtype != at::kDouble;
+  const Tensor z = read_as_is ? input : input.to(dtype);
+  Tensor q =
+      target.scalar_type() == z.scalar_type() ? target : target.to(accum_type(z.scalar_type()));
+  if (!weight_differs) return run(z, q, weight_, label_smoothing);
+  // The loss is linear in weight * probabilities: the chain rule for weight is ATen's.
+  check_cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing);
+  const double smoothing = label_smoothing > 0 ? label_smoothing : 0;
+  q = q.to(accum_type(z.scalar_type()));
+  if (smoothing > 0) q = q * (1 - smoothing) + smoothing / input.size(class_dim(input));
+  c10::SmallVector<int64_t, 6> broadcast(input.dim(), 1);
+  broadcast[class_dim(input)] = -1;
+  return run(z, q * weight.to(q.scalar_type()).view(broadcast), std::nullopt, 0);
+}
+
+Tensor cross_entropy_composite(const Tensor& input, const Tensor& target,
+                               const OptionalTensor& weight, int64_t reduction, SymInt ignore_index,
+                               double label_smoothing) {
+  return cross_entropy_as(input, target, weight, reduction, std::move(ignore_index),
+                          label_smoothing, /*autocast=*/false);
+}
+
+template <c10::DispatchKey kKey>
+Tensor cross_entropy_autocast(const Tensor& input, const Tensor& target,
+                              const OptionalTensor& weight, int64_t reduction, SymInt ignore_index,
+                              double label_smoothing) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  return cross_entropy_as(input, target, weight, reduction, std::move(ignore_index),
+                          label_smoothing, /*autocast=*/true);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+      "SymInt ignore_index=-100, float label_smoothing=0.0) -> Tensor",
+      tags);
+  m.def(
+      "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
+      "SymInt ignore_index, float label_smoothing, ScalarType dtype) -> "
+      "(Tensor loss, Tensor row_stats, Tensor total_weight)",
+      tags);
+  m.def(
+      "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+      "Tensor row_stats, Tensor total_weight, int reduction, SymInt ignore_index, "
+      "float label_smoothing, bool[2] output_mask) -> (Tensor grad_input, Tensor grad_target)",
+      tags);
+  m.def(
+      "cross_entropy_double_backward(Tensor? grad_grad_input, Tensor? grad_grad_target, "
+      "Tensor grad_output, Tensor input, Tensor target, Tensor? weight, Tensor row_stats, "
+      "Tensor total_weight, int reduction, SymInt ignore_index, float label_smoothing, "
+      "bool[3] output_mask) -> "
+      "(Tensor grad_grad_output, Tensor grad_input, Tensor grad_target)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("cross_entropy_forward", cross_entropy_forward_cpu);
+  m.impl("cross_entropy_backward", cross_entropy_backward_cpu_kernel);
+  m.impl("cross_entropy_double_backward", cross_entropy_double_backward_cpu_kernel);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("cross_entropy_forward", cross_entropy_forward_meta);
+  m.impl("cross_entropy_backward", cross_entropy_backward_meta);
+  m.impl("cross_entropy_double_backward", cross_entropy_double_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("cross_entropy_forward", cross_entropy_forward_autograd);
+  m.impl("cross_entropy_backward", cross_entropy_backward_autograd);
+  m.impl("cross_entropy_double_backward", cross_entropy_double_backward_autograd);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CompositeImplicitAutograd, m) {
+  m.impl("cross_entropy", cross_entropy_composite);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
+  m.impl("cross_entropy", cross_entropy_autocast<c10::DispatchKey::AutocastCPU>);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
+  m.impl("cross_entropy", cross_entropy_autocast<c10::DispatchKey::AutocastCUDA>);
+}
+
+}  // namespace warpwright

@@ -1,0 +1,502 @@
+import itertools
+import warnings
+
+import pytest
+import torch
+import warpwright.functional as F
+from common import gradcheck, layouts, opcheck, subsets
+from warpwright.testing import assert_as_good_as_native, assert_same, compare_with_native
+
+native = torch.nn.functional.cross_entropy
+NAN, INF = float("nan"), float("inf")
+REDUCTIONS = ["none", "mean", "sum"]
+
+SHAPES = [
+    (10,),  # one unbatched row
+    (1, 1),
+    (3, 1),
+    (64, 10),  # shorter than two vectors, not a multiple of one
+    (7, 33),
+    (5, 1000),
+    (3, 5003),  # odd: rows start at every alignment
+    (2, 3, 5),
+    (2, 21, 7, 9),  # segmentation
+    (3, 6, 2, 2, 3),
+    (2, 5, 1, 1),  # pixels that are also rows
+    (0, 4),
+    (3, 4, 0),
+]
+
+
+def label_shape(shape):
+    return (shape[0], *shape[2:]) if len(shape) > 1 else ()
+
+
+def labels_for(shape, device, ignore=-100):
+    """Random labels, a fifth of them (not the first) ignored."""
+    classes = shape[1] if len(shape) > 1 else shape[0]
+    labels = torch.randint(classes, label_shape(shape), device=device)
+    ignored = torch.rand(labels.shape, device=device) < 0.2
+    if labels.dim():
+        ignored[:1] = False
+        labels[ignored] = ignore
+    return labels
+
+
+def weights_for(shape, device, dtype):
+    classes = shape[1] if len(shape) > 1 else shape[0]
+    return (torch.rand(classes, device=device) + 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_labels(device, dtype, shape, reduction):
+    x = (torch.randn(shape, device=device) * 3).to(dtype)
+    target = labels_for(shape, device)
+    weight = weights_for(shape, device, dtype)
+    # Native's own smoothing of long rows is a poor oracle: inf in float16, 20 ulps off in float64.
+    smoothings = (0.0,) if shape == (3, 5003) else (0.0, 0.1)
+    for smoothing, w in itertools.product(smoothings, (None, weight)):
+        kwargs = {"weight": w, "reduction": reduction, "label_smoothing": smoothing}
+        compare_with_native(F.cross_entropy, native, (x.clone().requires_grad_(), target), kwargs)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_probabilities(device, dtype, shape, reduction):
+    x = (torch.randn(shape, device=device) * 3).to(dtype).requires_grad_()
+    dim = 1 if len(shape) > 1 else 0
+    target = torch.randn(shape, device=device).softmax(dim).to(dtype).requires_grad_()
+    weight = weights_for(shape, device, dtype)
+    for smoothing, w in itertools.product((0.0, 0.1), (None, weight)):
+        kwargs = {"weight": w, "reduction": reduction, "label_smoothing": smoothing}
+        compare_with_native(F.cross_entropy, native, (x, target), kwargs)
+
+
+@pytest.mark.parametrize("shape", [(6, 11), (2, 5, 3, 4), (2, 4, 6), (17, 40)], ids=str)
+def test_layouts(device, dtype, shape):
+    """Every layout gives the contiguous result; dense ones keep their order in the gradient."""
+    base = torch.randn(shape, device=device).to(dtype)
+    labels = labels_for(shape, device)
+    soft = torch.randn(shape, device=device).softmax(1).to(dtype)
+    for (name, x), (soft_name, q) in itertools.product(layouts(base), layouts(soft)):
+        x = x.detach().requires_grad_()
+        q = q.detach().requires_grad_()
+        for target, what in ((labels, name), (q, f"{name} x {soft_name}")):
+            leaves = [x] if target is labels else [x, q]
+            ours = F.cross_entropy(x, target)
+            reference = base.clone().requires_grad_()
+            target_reference = target.detach().clone(memory_format=torch.contiguous_format)
+            target_reference.requires_grad_(target is q)
+            theirs = F.cross_entropy(reference, target_reference)
+            torch.testing.assert_close(ours, theirs, msg=lambda m, what=what: f"{what}: {m}")
+            grads = torch.autograd.grad(ours, leaves)
+            expected = torch.autograd.grad(
+                theirs, [reference] if target is labels else [reference, target_reference]
+            )
+            for a, b in zip(grads, expected, strict=True):
+                torch.testing.assert_close(a, b, msg=lambda m, what=what: f"{what}: {m}")
+            if name == "channels_last":
+                assert grads[0].stride() == x.stride()
+
+
+def test_row_stride_and_overlap(device):
+    wide = torch.randn(9, 64, device=device)
+    labels = torch.randint(20, (9,), device=device)
+    for x in (wide[:, 3:23], wide[:, :20], wide[:1, :20].expand(9, 20), wide[:, :40:2]):
+        assert x.shape == (9, 20)
+        compare_with_native(F.cross_entropy, native, (x.detach().requires_grad_(), labels))
+
+
+def test_strided_labels(device):
+    x = torch.randn(6, 5, 4, 3, device=device)
+    labels = torch.randint(5, (6, 3, 4), device=device).transpose(1, 2)
+    compare_with_native(F.cross_entropy, native, (x, labels), {"reduction": "none"})
+
+
+@pytest.mark.parametrize("ignore", [-100, 255, 2, -1])
+def test_ignore_index(device, ignore):
+    x = torch.randn(40, 7, device=device, requires_grad=True)
+    target = labels_for((40, 7), device, ignore)
+    weight = weights_for((40, 7), device, torch.float32)
+    for reduction, smoothing, w in itertools.product(REDUCTIONS, (0.0, 0.3), (None, weight)):
+        kwargs = {
+            "ignore_index": ignore,
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+            "weight": w,
+        }
+        compare_with_native(F.cross_entropy, native, (x, target), kwargs)
+
+
+def test_all_ignored(device):
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    target = torch.full((3,), -100, device=device)
+    for reduction in REDUCTIONS:
+        ours = F.cross_entropy(x, target, reduction=reduction)
+        assert_same(ours, native(x, target, reduction=reduction))
+        (grad,) = torch.autograd.grad(ours.sum(), x)
+        assert torch.equal(grad, torch.zeros_like(grad))
+    assert F.cross_entropy(x, target).isnan()
+    assert F.cross_entropy(x, target, reduction="sum") == 0
+
+
+def test_byte_labels(device):
+    x = torch.randn(5, 6, device=device, requires_grad=True)
+    target = torch.tensor([0, 255, 5, 3, 1], dtype=torch.uint8, device=device)
+    kwargs = {"ignore_index": 255, "label_smoothing": 0.1}
+    assert_same(F.cross_entropy(x, target, **kwargs), F.cross_entropy(x, target.long(), **kwargs))
+    (grad,) = torch.autograd.grad(F.cross_entropy(x, target, **kwargs), x)
+    (expected,) = torch.autograd.grad(F.cross_entropy(x, target.long(), **kwargs), x)
+    assert_same(grad, expected)
+
+
+@pytest.mark.parametrize("kind", ["labels", "smoothed", "probabilities"])
+def test_special_values(device, kind):
+    """-inf, +inf and NaN logits at the label and beside it, in the rows and the pixels kernels."""
+    special = [-INF, INF, NAN, 0.0, 1e30, -1e30]
+    if kind != "smoothed":
+        special.append(3.4e38)  # native overflows in its unscaled sum over the classes
+    rows = []
+    for a, b in itertools.product(special, special):
+        rows.append([a, b, 0.5, -1.0, 2.0])
+    rows += [[-INF] * 5, [INF] * 5, [NAN] * 5, [0.0] * 5]
+    x = torch.tensor(rows, device=device)
+    target = torch.arange(len(rows), device=device) % 3
+    if kind == "probabilities":
+        target = torch.nn.functional.one_hot(target, 5).float() * 0.9 + 0.02
+    smoothing = 0.1 if kind == "smoothed" else 0.0
+    for view in (x, x.t().contiguous().t()):
+        kwargs = {"reduction": "none", "label_smoothing": smoothing}
+        compare_with_native(F.cross_entropy, native, (view.requires_grad_(), target), kwargs)
+
+
+def test_nan_stays_in_its_row(device):
+    x = torch.randn(6, 40, device=device)
+    x[2, 7] = NAN
+    x.requires_grad_()
+    target = torch.randint(40, (6,), device=device)
+    loss = F.cross_entropy(x, target, reduction="none")
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    clean = torch.arange(6, device=device) != 2
+    assert loss[2].isnan()
+    assert loss[clean].isfinite().all()
+    assert grad[2].isnan().all()
+    assert grad[clean].isfinite().all()
+
+
+@pytest.mark.parametrize("offset", [2.0**24, -(2.0**20), 1e8])
+def test_common_offset(device, offset):
+    """log(sum) - (z_y - max): a large common offset of all logits must not eat the loss."""
+    x = torch.randint(-8, 8, (32, 50), device=device).float() * 2
+    target = torch.randint(50, (32,), device=device)
+    soft = torch.nn.functional.one_hot(target, 50).float()
+    shifted = (x.double() + offset).float()
+    for t, smoothing in ((target, 0.0), (target, 0.2), (soft, 0.0)):
+        kwargs = {"reduction": "none", "label_smoothing": smoothing}
+        compare_with_native(F.cross_entropy, native, (shifted.clone().requires_grad_(), t), kwargs)
+
+
+def test_confident_rows(device):
+    """A loss far below one ulp of lse is still right."""
+    target = torch.arange(8, device=device)
+    x = torch.full((8, 16), -12.0, device=device)
+    x[target, target] = 0.0
+    for view in (x, x.t().contiguous().t()):
+        loss = F.cross_entropy(view, target, reduction="none")
+        exact = native(view.double(), target, reduction="none")
+        torch.testing.assert_close(loss.double(), exact, rtol=2e-2, atol=0)
+        soft = torch.nn.functional.one_hot(target, 16).float()
+        loss = F.cross_entropy(view, soft, reduction="none")
+        torch.testing.assert_close(loss.double(), exact, rtol=2e-2, atol=0)
+
+
+def test_large_mean(device):
+    """Many rows: the sum does not drift."""
+    x = torch.randn(70000, 3, device=device)
+    target = torch.randint(3, (70000,), device=device)
+    assert_as_good_as_native(
+        F.cross_entropy(x, target), native(x, target), native(x.double(), target)
+    )
+
+
+def test_repeatable(device):
+    x = torch.randn(3000, 37, device=device)
+    target = torch.randint(37, (3000,), device=device)
+    expected = F.cross_entropy(x, target)
+    for _ in range(3):
+        assert_same(F.cross_entropy(x, target), expected)
+
+
+GRAD_CASES = [
+    ((4, 5), None, 0.0),
+    ((4, 5), None, 0.2),
+    ((5,), None, 0.1),
+    ((2, 3, 2, 2), "weight", 0.0),
+    ((3, 4, 2), "weight", 0.3),
+]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("shape", "weighted", "smoothing"), GRAD_CASES)
+def test_gradients_labels(device, shape, weighted, smoothing, reduction):
+    x = torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True)
+    target = labels_for(shape, device)
+    weight = weights_for(shape, device, torch.float64) if weighted else None
+    gradcheck(
+        lambda t: F.cross_entropy(
+            t, target, weight, reduction=reduction, label_smoothing=smoothing
+        ),
+        (x,),
+    )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("subset", subsets(3), ids=str)
+def test_gradients_probabilities(device, subset, reduction):
+    """Every subset of (logits, probabilities, weight) that wants a gradient."""
+    for shape, smoothing in (((3, 4), 0.0), ((2, 3, 2), 0.2)):
+        dim = 1
+        x = torch.randn(shape, device=device, dtype=torch.float64)
+        q = torch.randn(shape, device=device, dtype=torch.float64).softmax(dim)
+        w = weights_for(shape, device, torch.float64)
+        tensors = [t.requires_grad_(flag) for t, flag in zip((x, q, w), subset, strict=True)]
+        gradcheck(
+            lambda a, b, c, s=smoothing: F.cross_entropy(
+                a, b, c, reduction=reduction, label_smoothing=s
+            ),
+            tensors,
+        )
+
+
+def test_third_derivative(device):
+    x = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([1, -100, 3], device=device)
+    q = torch.randn(3, 4, device=device, dtype=torch.float64).softmax(1)
+
+    def derivative(function, t, order):
+        value = function(x, t, label_smoothing=0.1)
+        for _ in range(order):
+            (grad,) = torch.autograd.grad(value, x, create_graph=True)
+            value = grad.pow(3).sum()
+        return value
+
+    for t in (target, q):
+        for order in (1, 2, 3):
+            torch.testing.assert_close(
+                derivative(F.cross_entropy, t, order), derivative(native, t, order)
+            )
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("soft", [False, True])
+def test_func_transforms(device, soft):
+    x = torch.randn(3, 4, 5, device=device, dtype=torch.float64)
+    target = (
+        torch.randn(4, 5, device=device, dtype=torch.float64).softmax(1)
+        if soft
+        else torch.tensor([0, 4, -100, 2], device=device)
+    )
+    for transform in (
+        lambda f: torch.func.grad(f),
+        lambda f: torch.func.grad(lambda t: torch.func.grad(f)(t).pow(2).sum()),
+        lambda f: torch.func.jacrev(f),
+        lambda f: torch.func.jacfwd(f),
+        lambda f: torch.func.hessian(f),
+        lambda f: lambda t: torch.func.jvp(f, (t,), (t.sin(),)),
+        lambda f: lambda t: torch.func.vjp(f, t)[1](f(t)),
+    ):
+        actual = transform(lambda t: F.cross_entropy(t, target, label_smoothing=0.1))(x[0])
+        expected = transform(lambda t: native(t, target, label_smoothing=0.1))(x[0])
+        torch.testing.assert_close(actual, expected)
+    for transform in (torch.func.grad, torch.func.jacfwd, lambda f: f):
+        actual = torch.func.vmap(transform(lambda t: F.cross_entropy(t, target)))(x)
+        expected = torch.func.vmap(transform(lambda t: native(t, target)))(x)
+        torch.testing.assert_close(actual, expected)
+    if soft:
+        jacobian = torch.func.jacfwd(F.cross_entropy, argnums=(0, 1))(x[0], target)
+        torch.testing.assert_close(
+            jacobian, torch.func.jacfwd(native, argnums=(0, 1))(x[0], target)
+        )
+
+
+def test_opcheck(device):
+    ops = torch.ops.warpwright
+    for shape in ((4, 5), (5,), (2, 3, 4, 2)):
+        for name, x in layouts(torch.randn(shape, device=device)):
+            if name not in ("contiguous", "channels_last"):
+                continue
+            x = x.detach().requires_grad_()
+            labels = labels_for(shape, device)
+            soft = torch.rand(shape, device=device, requires_grad=True)
+            weight = weights_for(shape, device, torch.float32)
+            for target, reduction, smoothing in (
+                (labels, 1, 0.0),
+                (labels, 0, 0.1),
+                (soft, 2, 0.1),
+            ):
+                tail = (reduction, -100, smoothing)
+                opcheck(ops.cross_entropy.default, (x, target, weight, *tail))
+                forward = (x, target, weight, *tail, torch.float32)
+                opcheck(ops.cross_entropy_forward.default, forward)
+                loss, stats, total = ops.cross_entropy_forward(*forward)
+                saved = (x, target, weight, stats, total, *tail)
+                dloss = torch.randn_like(loss).detach().requires_grad_()
+                is_soft = target is soft
+                opcheck(ops.cross_entropy_backward.default, (dloss, *saved, [True, is_soft]))
+                v = torch.randn(shape, device=device)
+                u = torch.randn(shape, device=device) if is_soft else None
+                opcheck(
+                    ops.cross_entropy_double_backward.default,
+                    (v, u, dloss, *saved, [True, True, is_soft]),
+                )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(device, dynamic):
+    def step(x, labels, soft):
+        return F.cross_entropy(x * 2, labels, label_smoothing=0.1) + F.cross_entropy(x, soft)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n in (8, 13):
+        x = torch.randn(n, 6, device=device, requires_grad=True)
+        labels = torch.randint(6, (n,), device=device)
+        soft = torch.randn(n, 6, device=device).softmax(1)
+        expected, actual = step(x, labels, soft), compiled(x, labels, soft)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(torch.autograd.grad(actual, x), torch.autograd.grad(expected, x))
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(device, low):
+    """16-bit logits are read as they are; loss and arithmetic are float32, as native's."""
+    x = torch.randn(20, 30, device=device)
+    labels = torch.randint(30, (20,), device=device)
+    soft = torch.randn(20, 30, device=device).softmax(1)
+    weight = torch.rand(30, device=device)
+    with torch.autocast(device, dtype=low):
+        for logits, target, w, smoothing in itertools.product(
+            (x, x.to(low), x.double()), (labels, soft, soft.to(low)), (None, weight), (0.0, 0.1)
+        ):
+            if w is not None and logits.dtype == torch.float64:
+                w = w.double()
+            logits = logits.clone().requires_grad_()
+            ours = F.cross_entropy(logits, target, w, label_smoothing=smoothing)
+            theirs = native(logits, target, w, label_smoothing=smoothing)
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs)
+            (grad,) = torch.autograd.grad(ours, logits)
+            (expected,) = torch.autograd.grad(theirs, logits)
+            assert grad.dtype == logits.dtype
+            torch.testing.assert_close(grad, expected)
+
+
+def test_mixed_probabilities(device):
+    """Outside autocast probabilities promote with the logits."""
+    x = torch.randn(6, 9, device=device)
+    q = torch.randn(6, 9, device=device).softmax(1)
+    types = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    for a, b in itertools.product(types, types):
+        logits, target = x.to(a).requires_grad_(), q.to(b).requires_grad_()
+        ours, theirs = F.cross_entropy(logits, target), native(logits, target)
+        assert ours.dtype == theirs.dtype, (a, b)
+        exact = native(logits.double(), target.double())
+        assert_as_good_as_native(ours, theirs, exact)
+        for grad, leaf in zip(
+            torch.autograd.grad(ours, (logits, target)), (logits, target), strict=True
+        ):
+            assert grad.dtype == leaf.dtype
+
+
+def test_legacy_arguments(device):
+    x = torch.randn(4, 5, device=device)
+    target = torch.randint(5, (4,), device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for size_average, reduce in itertools.product((None, False, True), repeat=2):
+            ours = F.cross_entropy(x, target, None, size_average, -100, reduce)
+            theirs = native(x, target, None, size_average, -100, reduce)
+            torch.testing.assert_close(ours, theirs)
+    with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
+        F.cross_entropy(x, target, size_average=False)
+
+
+def bad_calls(device):
+    x = torch.randn(4, 5, device=device)
+    y = torch.tensor([0, 1, 2, 3], device=device)
+    q = torch.rand(4, 5, device=device)
+    image = torch.randn(2, 3, 4, 5, device=device)
+
+    def long(*shape):
+        return torch.zeros(shape, dtype=torch.long, device=device)
+
+    w = torch.ones(5, device=device)
+    yield (x, y[:3]), {}
+    yield (x, y[0]), {}
+    yield (x, y.int()), {}
+    yield (x, y.bool()), {}
+    yield (x, q.double()[:, 0]), {}
+    yield (x, torch.ones(4, 5, dtype=torch.long, device=device)), {}
+    yield (x[0], y[:2]), {}
+    yield (x, torch.rand(4, 6, device=device)), {}
+    yield (x, long(4, 2)), {}
+    yield (image, long(2, 4, 6)), {}
+    yield (image, long(2, 4)), {}
+    yield (image, long(3, 4, 5)), {}
+    yield (image[..., 0], long(2, 5)), {}
+    yield (x, y, torch.ones(4, device=device)), {}
+    yield (x, y, torch.ones(5, 1, device=device)), {}
+    yield (x, q, torch.ones(4, device=device)), {}
+    yield (x, y, w.double()), {}
+    yield (x, y, w.long()), {}
+    yield (x, y, w.requires_grad_()), {}
+    yield (x.half(), y, w.detach()), {}
+    yield (x.long(), y), {}
+    yield (x.to(torch.complex64), y), {}
+    yield (x, y), {"label_smoothing": 1.5}
+    yield (x, q), {"label_smoothing": 1.5}
+    yield (x, q), {"ignore_index": 1}
+    yield (x, y), {"reduction": "average"}
+    yield (torch.tensor(1.0, device=device), torch.tensor(0, device=device)), {}
+    yield (torch.tensor(1.0, device=device), torch.tensor(0.0, device=device)), {}
+
+
+def error_of(function, args, kwargs):
+    try:
+        function(*args, **kwargs)
+    except (RuntimeError, ValueError, IndexError) as error:
+        return type(error)
+    raise AssertionError(f"{function} took {args} {kwargs}")
+
+
+def test_bad_input(device):
+    for args, kwargs in bad_calls(device):
+        assert error_of(F.cross_entropy, args, kwargs) is error_of(native, args, kwargs), kwargs
+
+
+def test_messages(device):
+    x = torch.randn(4, 5, device=device)
+    y = torch.tensor([0, 1, 2, 3], device=device)
+    with pytest.raises(
+        ValueError, match=r"Expected input batch_size \(4\) to match target batch_size \(3\)"
+    ):
+        F.cross_entropy(x, y[:3])
+    with pytest.raises(
+        RuntimeError, match="weight tensor should be defined either for all 5 classes"
+    ):
+        F.cross_entropy(x, y, torch.ones(4, device=device))
+    with pytest.raises(RuntimeError, match="expected scalar type Long but found Int"):
+        F.cross_entropy(x, y.int())
+    with pytest.raises(RuntimeError, match="Expected floating point type for target with class"):
+        F.cross_entropy(x, torch.ones(4, 5, dtype=torch.long, device=device))
+    with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'weight'"):
+        F.cross_entropy(x, y, torch.ones(5, device=device, requires_grad=True))
+
+
+@pytest.mark.parametrize("label", [5, -1, -101, 2**40, -(2**63)])
+def test_bad_label_cpu(label):
+    x = torch.randn(3, 5, requires_grad=True)
+    target = torch.tensor([1, label, 2])
+    for kwargs in ({}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": torch.ones(5)}):
+        with pytest.raises(IndexError, match=f"Target {label} is out of bounds."):
+            F.cross_entropy(x, target, **kwargs)
