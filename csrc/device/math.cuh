@@ -10,6 +10,14 @@ __host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
+// `pointer`, of whose history the compiler knows nothing: it then steps a pointer from pass to pass
+// in place of keeping every pass's address in a register of its own.
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+  asm("" : "+l"(pointer));
+  return pointer;
+}
+
 // Quotient and remainder by a divisor known at launch: one multiply-high, one shift.
 // Exact for 0 <= n < 2^31 and 1 <= divisor < 2^31 (Granlund & Montgomery, PLDI 1994, fig. 4.1).
 struct FastDivmod {

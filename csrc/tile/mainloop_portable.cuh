@@ -43,6 +43,9 @@ struct Mainloop {
                                          TensorCoreAccumulator<Tile, SmemA, SmemB>,
                                          FmaAccumulator<Tile, SmemA, SmemB>>;
   static constexpr int kStages = Tile::kStages;
+  static constexpr int kSteps = Accumulator::kSteps;
+  static_assert(kSteps >= 2 && kSteps % 2 == 0, "fragments are double buffered");
+  static_assert(kStages >= 3, "finish() stores one barrier before its stage is read");
   static constexpr int kStageBytes = SmemA::kBytes + SmemB::kBytes;
   static constexpr int kSmemBytes = kStages * kStageBytes;
   static_assert(SmemA::kBytes % 16 == 0 && kStageBytes % 16 == 0, "stages start at 16 bytes");
@@ -67,24 +70,41 @@ struct Mainloop {
       cp_async_commit();  // also when empty: the wait below counts groups
     }
 
+    // The fragments of step s + 1 load under the math of step s, across the stage boundary too: the
+    // wait and the barrier for the next stage come before the last step's math, not after it.
     int read = 0;
     int write = kStages - 1;
+    typename Accumulator::Fragments fragments[2];
+    cp_async_wait<kStages - 2>();
+    __syncthreads();
+    if (k_begin < k_end) accumulator.load(fragments[0], stage_a(read), stage_b(read), 0);
     for (int k_tile = k_begin; k_tile < k_end; ++k_tile) {
-      cp_async_wait<kStages - 2>();
-      // Tile k_tile is now visible to all, and all are done reading the stage to be filled next.
-      __syncthreads();
       const int ahead = k_tile + kStages - 1;
-      if (ahead < k_end) {
-        a.issue(stage_a(write), ahead);
-        b.issue(stage_b(write), ahead);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (step + 1 == kSteps) {
+          cp_async_wait<kStages - 2>();
+          // Tile k_tile + 1 is now visible to all, and all hold the last fragments of k_tile: its
+          // stage is the one that the next round fills.
+          __syncthreads();
+          read = read + 1 == kStages ? 0 : read + 1;
+        }
+        if (step == 0) {
+          // Before the next fragments load: their registers hold the copies' addresses until then.
+          if (ahead < k_end) {
+            a.issue(stage_a(write), ahead);
+            b.issue(stage_b(write), ahead);
+          }
+          cp_async_commit();
+        }
+        accumulator.load(fragments[(step + 1) % 2], stage_a(read), stage_b(read),
+                         (step + 1) % kSteps);
+        accumulator.multiply(fragments[step % 2]);
+        if (step == 0 && ahead < k_end) {
+          a.finish(stage_a(write));
+          b.finish(stage_b(write));
+        }
       }
-      cp_async_commit();
-      accumulator.multiply(stage_a(read), stage_b(read));
-      if (ahead < k_end) {
-        a.finish(stage_a(write));
-        b.finish(stage_b(write));
-      }
-      read = read + 1 == kStages ? 0 : read + 1;
       write = write + 1 == kStages ? 0 : write + 1;
     }
     cp_async_wait<0>();

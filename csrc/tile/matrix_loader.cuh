@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/math.cuh"
 #include "tile/mainloop_portable.cuh"
 
 namespace warpwright {
@@ -45,11 +46,12 @@ class MatrixLoader {
     } else if constexpr (sizeof(T) >= 4) {
       copy<1>(stage, source, rows, cols);
     } else {
+      const T* element = source + ElementMap::row(0) * ld_ + ElementMap::col();
 #pragma unroll
       for (int pass = 0; pass < ElementMap::kPasses; ++pass) {
-        const int row = ElementMap::row(pass);
-        const bool inside = row < rows && ElementMap::col() < cols;
-        staged_[pass] = inside ? source[row * ld_ + ElementMap::col()] : convert<T>(0);
+        const bool inside = ElementMap::row(pass) < rows && ElementMap::col() < cols;
+        staged_[pass] = inside ? *element : convert<T>(0);
+        element = opaque(element + ElementMap::kRowsPerPass * ld_);
       }
     }
   }
@@ -81,7 +83,8 @@ class MatrixLoader {
     const int bytes = max(0, min(cols - col, kVec)) * kSize;
     const uint32_t target = smem_address(stage + Map::row(0) * Smem::kPitch + col);
     source += Map::row(0) * ld_ + col;
-#pragma unroll
+    // Not unrolled further: the addresses of eight passes would not fit beside the accumulators.
+#pragma unroll 4
     for (int pass = 0; pass < Map::kPasses; ++pass) {
       cp_async<kVec * kSize>(target + pass * Map::kRowsPerPass * Smem::kPitch * kSize, source,
                              Map::row(pass) < rows ? bytes : 0);

@@ -85,9 +85,8 @@ class TensorCoreAccumulator {
   static constexpr int kNBlocks = kWarpN / 8;
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));  // one ldmatrix row
   static constexpr int kMmaK = 2 * kChunk;
-  static constexpr int kSteps = Tile::kBlkK / kMmaK;
   static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0, "ldmatrix.x4 takes 16 rows of A and of B");
-  static_assert(Tile::kBlkK % kMmaK == 0 && kSteps >= 2, "fragments are double buffered");
+  static_assert(Tile::kBlkK % kMmaK == 0, "a stage is whole k steps");
 
   float values[kMBlocks][kNBlocks][4];
 
@@ -141,6 +140,8 @@ class TensorCoreAccumulator {
   }
 
  public:
+  static constexpr int kSteps = Tile::kBlkK / kMmaK;
+
   __device__ void clear() {
 #pragma unroll
     for (int i = 0; i < kMBlocks; ++i)
@@ -150,33 +151,33 @@ class TensorCoreAccumulator {
         for (int e = 0; e < 4; ++e) values[i][j][e] = 0.f;
   }
 
-  // Adds the product of one stage. The fragments of step s + 1 load under the mma of step s.
-  __device__ __forceinline__ void multiply(const T* tile_a, const T* tile_b) {
+  // The operands of one k step in registers.
+  struct Fragments {
+    uint32_t a[kMBlocks][4];
+    uint32_t b[kNBlocks / 2][4];  // two n8 blocks a load
+  };
+
+  __device__ __forceinline__ void load(Fragments& fragments, const T* tile_a, const T* tile_b,
+                                       int step) const {
     const Operand<SmemA, true> a(tile_a, warp_m());
     const Operand<SmemB, false> b(tile_b, warp_n());
-    uint32_t a_frag[2][kMBlocks][4];
-    uint32_t b_frag[2][kNBlocks / 2][4];  // two n8 blocks a load
-    auto load = [&](int buffer, int step) {
 #pragma unroll
-      for (int i = 0; i < kMBlocks; ++i) a.load(a_frag[buffer][i], i * 16, step * kMmaK);
+    for (int i = 0; i < kMBlocks; ++i) a.load(fragments.a[i], i * 16, step * kMmaK);
 #pragma unroll
-      for (int j = 0; j < kNBlocks / 2; ++j) b.load(b_frag[buffer][j], j * 16, step * kMmaK);
-    };
-    load(0, 0);
+    for (int j = 0; j < kNBlocks / 2; ++j) b.load(fragments.b[j], j * 16, step * kMmaK);
+  }
+
+  __device__ __forceinline__ void multiply(const Fragments& fragments) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if (step + 1 < kSteps) load((step + 1) % 2, step + 1);
+    for (int i = 0; i < kMBlocks; ++i) {
 #pragma unroll
-      for (int i = 0; i < kMBlocks; ++i) {
-#pragma unroll
-        for (int j = 0; j < kNBlocks; ++j) {
-          const uint32_t(&pair)[4] = b_frag[step % 2][j / 2];
-          const uint32_t b_regs[2] = {pair[j % 2 * 2], pair[j % 2 * 2 + 1]};
-          if constexpr (sizeof(T) == 4) {
-            mma_m16n8k8_tf32(values[i][j], a_frag[step % 2][i], b_regs);
-          } else {
-            mma_m16n8k16(values[i][j], a_frag[step % 2][i], b_regs, T{});
-          }
+      for (int j = 0; j < kNBlocks; ++j) {
+        const uint32_t(&pair)[4] = fragments.b[j / 2];
+        const uint32_t b_regs[2] = {pair[j % 2 * 2], pair[j % 2 * 2 + 1]};
+        if constexpr (sizeof(T) == 4) {
+          mma_m16n8k8_tf32(values[i][j], fragments.a[i], b_regs);
+        } else {
+          mma_m16n8k16(values[i][j], fragments.a[i], b_regs, T{});
         }
       }
     }
@@ -270,23 +271,27 @@ class FmaAccumulator {
       for (int j = 0; j < kN; ++j) values[i][j] = Acc(0);
   }
 
-  // Adds the product of one stage, k ascending.
-  __device__ __forceinline__ void multiply(const T* tile_a, const T* tile_b) {
-    const int m = thread_m();
-    const int n = thread_n();
-#pragma unroll 2
-    for (int k = 0; k < Tile::kBlkK; k += kVec) {
-      T a[kM][kVec];
-      T b[kN][kVec];
-      load<SmemA, kThreadsM>(a, tile_a, m, k);
-      load<SmemB, kThreadsN>(b, tile_b, n, k);
+  static constexpr int kSteps = Tile::kBlkK / kVec;
+
+  struct Fragments {
+    T a[kM][kVec];
+    T b[kN][kVec];
+  };
+
+  __device__ __forceinline__ void load(Fragments& fragments, const T* tile_a, const T* tile_b,
+                                       int step) const {
+    load<SmemA, kThreadsM>(fragments.a, tile_a, thread_m(), step * kVec);
+    load<SmemB, kThreadsN>(fragments.b, tile_b, thread_n(), step * kVec);
+  }
+
+  __device__ __forceinline__ void multiply(const Fragments& fragments) {
 #pragma unroll
-      for (int kk = 0; kk < kVec; ++kk)
+    for (int kk = 0; kk < kVec; ++kk)
 #pragma unroll
-        for (int i = 0; i < kM; ++i)
+      for (int i = 0; i < kM; ++i)
 #pragma unroll
-          for (int j = 0; j < kN; ++j) values[i][j] = fma(a[i][kk], b[j][kk], values[i][j]);
-    }
+        for (int j = 0; j < kN; ++j)
+          values[i][j] = fma(fragments.a[i][kk], fragments.b[j][kk], values[i][j]);
   }
 
   // Writes the CTA's D tile, row-major, to `smem`.
