@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "python/explain.h"
+
 namespace py = pybind11;
 
 namespace {
@@ -25,4 +27,5 @@ py::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What Python asks libwarpwright.so besides calling its ops.";
   m.def("build_info", &build_info);
+  warpwright::define_explain(m);
 }

@@ -3,6 +3,7 @@
 from . import _ops as _ops  # loads the library before anything else
 from . import functional, nn
 from ._fallback import watch_gpus as _watch_gpus
+from .explain import explain
 from .info import info
 from .patch import patch
 from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
@@ -15,6 +16,7 @@ __all__ = [
     "SwapCheckError",
     "SwapReport",
     "__version__",
+    "explain",
     "functional",
     "info",
     "nn",

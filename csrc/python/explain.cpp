@@ -1,0 +1,170 @@
+// Asks the ops' choose_config() and describe(): pure host functions, so that a machine without a GPU
+// can ask about one, too. Of the ops' headers only that half is wanted here, hence no CUDA.
+#ifdef WARPWRIGHT_WITH_CUDA
+#undef WARPWRIGHT_WITH_CUDA
+#endif
+#include "python/explain.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "ops/linear/linear.h"
+#include "ops/maxpool2d/maxpool2d.h"
+#include "ops/relu/relu.h"
+
+namespace py = pybind11;
+
+namespace warpwright {
+namespace {
+
+// (kernel's role, description) pairs in the order of the launches.
+using Lines = std::vector<std::pair<std::string, std::string>>;
+
+struct Operand {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t address;  // of the first element; 0 where there is no memory yet: freshly allocated
+};
+
+DType dtype_from(const std::string& name) {
+  for (int i = 0; i <= static_cast<int>(DType::kInt64); ++i) {
+    if (name == dtype_name(static_cast<DType>(i))) return static_cast<DType>(i);
+  }
+  throw std::invalid_argument("explain: dtype: expected one with a kernel, got " + name);
+}
+
+int64_t numel(const Operand& x) {
+  int64_t n = 1;
+  for (const int64_t size : x.sizes) n *= size;
+  return n;
+}
+
+// ---- relu ----
+
+Lines explain_relu(const std::string& dtype, const Operand& input) {
+  auto line = [&](int64_t address, int operands) {
+    const int64_t misalignment[] = {0, address % 16, 0};
+    const ReluConfig config =
+        choose_relu_config(dtype_from(dtype), numel(input), misalignment, operands);
+    return std::string(config.vectorized ? "" : "element accesses: ") + config.reason;
+  };
+  return {{"forward", line(input.address, 2)}, {"grad_input", line(0, 3)}};
+}
+
+// ---- linear ----
+
+// A matrix as linear_torch.cpp sees it: leading dimensions folded, one direction contiguous.
+struct Matrix {
+  int64_t rows, cols, stride_row, stride_col, address;
+  Matrix transposed() const { return {cols, rows, stride_col, stride_row, address}; }
+};
+
+Matrix as_matrix(const Operand& x) {
+  const size_t dims = x.sizes.size();
+  Matrix m{1, x.sizes[dims - 1], 0, 1, x.address};
+  for (size_t d = 0; d + 1 < dims; ++d) m.rows *= x.sizes[d];
+  m.stride_row = m.cols;
+  if (dims == 2) {
+    m.stride_row = x.strides[0];
+    m.stride_col = x.strides[1];
+  }
+  if (m.cols <= 1) {
+    m.stride_col = m.stride_row == 1 ? 0 : 1;
+  } else if (m.rows <= 1) {
+    m.stride_row = m.stride_col == 1 ? 0 : 1;
+  } else if (m.stride_row != 1 && m.stride_col != 1) {
+    m = {m.rows, m.cols, m.cols, 1, 0};  // copied
+  }
+  return m;
+}
+
+GemmParams gemm_params(DType dtype, bool tf32, const Matrix& a, const Matrix& b) {
+  GemmParams p{};
+  p.dtype = dtype;
+  p.tf32 = tf32;
+  p.m = a.rows;
+  p.n = b.rows;
+  p.k = a.cols;
+  p.a = reinterpret_cast<const void*>(a.address);
+  p.a_stride_m = a.stride_row;
+  p.a_stride_k = a.stride_col;
+  p.b = reinterpret_cast<const void*>(b.address);
+  p.b_stride_n = b.stride_row;
+  p.b_stride_k = b.stride_col;
+  return p;
+}
+
+Lines explain_linear(const std::string& dtype, bool tf32, const Operand& input,
+                     const Operand& weight, const DeviceInfo& device) {
+  const DType type = dtype_from(dtype);
+  const Matrix x = as_matrix(input);
+  const Matrix w = as_matrix(weight);
+  const Matrix dy{x.rows, w.rows, w.rows, 1, 0};
+  auto line = [&](const Matrix& a, const Matrix& b) {
+    return describe(choose_gemm_config(gemm_params(type, tf32, a, b), device));
+  };
+  ColumnSumParams sum{};
+  sum.dtype = type;
+  sum.rows = dy.rows;
+  sum.cols = dy.cols;
+  sum.stride_row = dy.stride_row;
+  sum.stride_col = 1;
+  const ColumnSumConfig config = choose_column_sum_config(sum, device);
+  return {{"forward", line(x, w)},
+          {"grad_input", line(dy, w.transposed())},
+          {"grad_weight", line(dy.transposed(), x.transposed())},
+          {"grad_bias", std::string("column sums, ") +
+                            (config.wide ? "16-byte accesses" : "element accesses") + ", rows in " +
+                            std::to_string(config.splits) + " split(s)"}};
+}
+
+// ---- max_pool2d ----
+
+// `window`: kernel, stride, padding, dilation, each (h, w).
+Lines explain_max_pool2d(const std::string& dtype, const Operand& input, bool channels_last,
+                         const std::vector<int64_t>& window) {
+  const size_t dims = input.sizes.size();
+  const int64_t batch = dims == 4 ? input.sizes[0] : 1;
+  const int64_t channels = input.sizes[dims - 3];
+  MaxPool2dGeometry g{};
+  g.images = channels_last ? batch : batch * channels;
+  g.channels = channels_last ? channels : 1;
+  g.height = input.sizes[dims - 2];
+  g.width = input.sizes[dims - 1];
+  g.kernel_h = window[0];
+  g.kernel_w = window[1];
+  g.stride_h = window[2];
+  g.stride_w = window[3];
+  g.pad_h = window[4];
+  g.pad_w = window[5];
+  g.dilation_h = window[6];
+  g.dilation_w = window[7];
+  const DType type = dtype_from(dtype);
+  return {{"forward", describe(choose_config(g, type, static_cast<uintptr_t>(input.address)))},
+          {"grad_input", describe(choose_config(g, type, 0))}};
+}
+
+}  // namespace
+
+void define_explain(py::module_& m) {
+  py::class_<Operand>(m, "Operand")
+      .def(py::init<std::vector<int64_t>, std::vector<int64_t>, int64_t>(), py::arg("sizes"),
+           py::arg("strides"), py::arg("address"));
+  py::class_<DeviceInfo>(m, "DeviceInfo")
+      .def(py::init<>())
+      .def_readwrite("sm_arch", &DeviceInfo::sm_arch)
+      .def_readwrite("num_sms", &DeviceInfo::num_sms)
+      .def_readwrite("smem_per_block", &DeviceInfo::smem_per_block)
+      .def_readwrite("l2_bytes", &DeviceInfo::l2_bytes);
+  m.def("explain_relu", &explain_relu);
+  m.def("explain_linear", &explain_linear);
+  m.def("explain_max_pool2d", &explain_max_pool2d);
+}
+
+}  // namespace warpwright

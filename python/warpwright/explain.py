@@ -1,0 +1,131 @@
+"""Which kernel and tile a call would take, and why: the answer of the op's own choice function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from . import _C, functional
+from ._arch import why_no_kernel
+
+__all__ = ["explain"]
+
+Lines = list[tuple[str, str]]
+Arguments = dict[str, Any]
+
+
+def explain(
+    op: str | Callable[..., Any],
+    *args: Any,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> str:
+    """Text on which kernels ``op`` and its backward would run for these arguments, and why.
+
+    Nothing is run. The answer comes from the function that chooses at every call, so it also
+    depends on alignment and strides, which real tensors have and meta tensors only partly.
+
+    Args:
+        op: a name in :mod:`warpwright.functional`, or the function (ours or native's).
+        args, kwargs: as for the function.
+        device: ask as if the tensors lay there: ``"cuda"`` explains the GPU kernels for tensors
+            of any device, and without a GPU assumes one of 132 SMs of sm_90.
+    Raises:
+        ValueError: an unknown op.
+        TypeError: arguments that the function does not take.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
+    name = {"relu_": "relu", "max_pool2d_with_indices": "max_pool2d"}.get(name, name)
+    if name not in EXPLAINERS:
+        raise ValueError(f"op: expected one of {', '.join(EXPLAINERS)}; got {name!r}")
+    bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    main = next(iter(arguments.values()))
+    if not isinstance(main, Tensor):
+        raise TypeError(f"{name}: expected a tensor first, got {type(main).__name__}")
+    where = torch.device(device) if device is not None else main.device
+    title = f"{name}, {_dtype(main)} {tuple(main.shape)} on {where}"
+    reason = why_no_kernel(main, any_dtype=name in ("relu", "max_pool2d"))
+    if reason is not None:
+        return f"{title}\n  native torch: {reason}"
+    if where.type == "cpu":
+        lines = [("forward, backward", f"{CPU[name]}, {torch.get_num_threads()} threads")]
+    elif where.type == "cuda":
+        gpu, note = _gpu(where)
+        title += note
+        lines = EXPLAINERS[name](arguments, gpu)
+    else:
+        lines = [("forward, backward", "shapes only: no kernel runs on a meta tensor")]
+    width = max(len(role) for role, _ in lines)
+    return "\n".join([title, *(f"  {role:<{width}}  {text}" for role, text in lines)])
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _gpu(device: torch.device) -> tuple[_C.DeviceInfo, str]:
+    info = _C.DeviceInfo()
+    if not torch.cuda.is_available():
+        return info, f" (none here: assuming sm_{info.sm_arch} with {info.num_sms} SMs)"
+    properties = torch.cuda.get_device_properties(device)
+    info.sm_arch = 10 * properties.major + properties.minor
+    info.num_sms = properties.multi_processor_count
+    info.smem_per_block = properties.shared_memory_per_block_optin
+    info.l2_bytes = properties.L2_cache_size
+    return info, f" ({properties.name}, sm_{info.sm_arch})"
+
+
+def _operand(tensor: Tensor) -> _C.Operand:
+    # A tensor of another device stands for one that starts where allocations start.
+    address = tensor.data_ptr() if tensor.is_cuda else 0
+    return _C.Operand(tensor.shape, tensor.stride(), address)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    return pair if len(pair) == 2 else (pair[0], pair[0])
+
+
+def _relu(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _C.explain_relu(_dtype(a["input"]), _operand(a["input"]))
+
+
+def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    x, weight = a["input"], a["weight"]
+    if weight.dim() == 1:
+        weight = weight[None]
+    lines = _C.explain_linear(_dtype(x), tf32, _operand(x), _operand(weight), gpu)
+    return lines if a["bias"] is not None else lines[:-1]
+
+
+def _max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    channels_last = suggest_memory_format(x) == torch.channels_last
+    window = [
+        *_pair(a["kernel_size"]),
+        *_pair(a["stride"] if a["stride"] not in (None, ()) else a["kernel_size"]),
+        *_pair(a["padding"]),
+        *_pair(a["dilation"]),
+    ]
+    return _C.explain_max_pool2d(_dtype(x), _operand(x), channels_last, window)
+
+
+EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
+    "relu": _relu,
+    "linear": _linear,
+    "max_pool2d": _max_pool2d,
+}
+
+CPU = {
+    "relu": "vectorised loops",
+    "linear": "matrix products of ATen (MKL or oneDNN)",
+    "max_pool2d": "vectorised loops over rows, one byte a window for the backward",
+}
