@@ -111,6 +111,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.max_pool2d(x, 2)
     F.max_pool2d_with_indices(x, 2)
     F.scaled_dot_product_attention(x, x, x)
+    F.cross_entropy(x, x)
     assert set(routed) == set(_fallback.NATIVE)
     routed.clear()
     assert torch.equal(F.relu(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))

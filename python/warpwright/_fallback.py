@@ -24,7 +24,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "relu_": torch.relu_,
     "linear": native.linear,
     "max_pool2d": torch.max_pool2d,
-    "max_pool2d_with_indices": torch.ops.aten.max_pool2d_with_indices,
+    "max_pool2d_with_indices": torch.ops.aten.max_pool2d_with_indices.default,
+    "cross_entropy": torch.ops.aten.cross_entropy_loss.default,
     "scaled_dot_product_attention": native.scaled_dot_product_attention,
 }
 
