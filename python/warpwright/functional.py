@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
 from ._ops import ops
 
 __all__ = [
+    "conv2d",
     "cross_entropy",
     "linear",
     "max_pool2d",
@@ -16,6 +19,49 @@ __all__ = [
     "relu_",
     "scaled_dot_product_attention",
 ]
+
+
+def _pair(value: int | Sequence[int]) -> Sequence[int]:
+    return value if isinstance(value, (tuple, list)) else (value, value)  # type: ignore[return-value]
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """2-D convolution (cross-correlation) of a batch of images.
+
+    The output is channels_last if ``input`` or ``weight`` is. float32, float64, bfloat16 and
+    float16 run on our kernels (float32 on CUDA follows ``torch.backends.cudnn.allow_tf32``);
+    integer and complex tensors go to native.
+
+    Args:
+        input: ``(N, C, H, W)`` or ``(C, H, W)``, any strides.
+        weight: ``(K, C / groups, R, S)``, same dtype.
+        bias: ``(K,)`` or None.
+        stride, dilation: one number, or one for each dimension.
+        padding: likewise, or ``"valid"`` (none) or ``"same"`` (output as large as the input; an odd
+            amount puts the extra row and column at the end; needs stride 1).
+        groups: C and K are cut in so many parts, convolved apart.
+    Raises:
+        RuntimeError: as native, on a wrong rank, dtype, device or channel count, a non-positive
+            stride, dilation or groups, negative padding, or a kernel larger than the padded input.
+    """
+    stride, dilation = _pair(stride), _pair(dilation)
+    if isinstance(padding, str):
+        return ops.conv2d_padding(input, weight, bias, stride, padding, dilation, groups)
+    padding = _pair(padding)
+    if len(padding) > 2:  # the operator takes four: the uneven padding of "same"
+        raise RuntimeError(
+            "expected padding to be a single integer value or a list of 2 values to match the "
+            f"convolution dimensions, but got padding={list(padding)}"
+        )
+    return ops.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:

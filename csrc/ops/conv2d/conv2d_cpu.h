@@ -1,0 +1,40 @@
+// What the CPU convolutions share: im2col of a tile, and the direct kernels' entries.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops/conv2d/conv2d.h"
+#include "torch/cpu.h"
+
+namespace warpwright {
+
+// Few taps (C * R * S <= kFewTaps, one group, 32-bit float): too thin for a GEMM.
+constexpr int64_t kFewTaps = 32;
+inline bool has_few_taps(const Conv2dShape& s) {
+  return s.dtype == DType::kFloat32 && s.groups == 1 && s.c * s.taps() <= kFewTaps;
+}
+void conv2d_few_taps_cpu(const Conv2dParams& params);
+void conv2d_few_taps_weight_gradient_cpu(const Conv2dBackwardParams& params);
+
+// One input channel a group.
+inline bool is_depthwise(const Conv2dShape& s) { return s.groups > 1 && s.groups == s.c; }
+void conv2d_depthwise_cpu(const Conv2dParams& params);
+void conv2d_depthwise_input_gradient_cpu(const Conv2dBackwardParams& params);
+void conv2d_depthwise_weight_gradient_cpu(const Conv2dBackwardParams& params);
+
+// Output positions q in [begin, end) whose input column q * stride - pad + offset exists.
+struct Span {
+  int64_t begin, end;
+};
+inline Span valid_span(int64_t positions, int64_t extent, int64_t stride, int64_t pad,
+                       int64_t offset) {
+  const int64_t shift = pad - offset;  // first input column is q * stride - shift
+  const int64_t begin = shift <= 0 ? 0 : (shift + stride - 1) / stride;
+  const int64_t last = extent - 1 + shift;
+  const int64_t end = last < 0 ? 0 : last / stride + 1;
+  return {std::min(begin, positions),
+          std::max(std::min(end, positions), std::min(begin, positions))};
+}
+
+}  // namespace warpwright
