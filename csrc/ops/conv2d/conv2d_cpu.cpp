@@ -14,7 +14,8 @@
 namespace warpwright {
 namespace {
 
-constexpr int64_t kTileBytes = 512 * 1024;  // of windows: a part of L2
+constexpr int64_t kTileBytes = 512 * 1024;    // of windows: a part of L2
+constexpr int64_t kPartialBytes = 256 << 20;  // of the weight gradient's partial sums
 
 template <class T>
 struct Buffer {
@@ -112,9 +113,81 @@ void for_each_row(const Conv2dShape& s, Tile tile, F&& f) {
   }
 }
 
+// Stride 1 and output as wide as the input: the windows of tap (r, t) are the plane itself,
+// shifted, without the columns that came from a neighbouring row. One long copy in place of many
+// short ones.
+inline bool is_plane_shift(const Conv2dShape& s) {
+  return s.stride_h == 1 && s.stride_w == 1 && s.q == s.w;
+}
+
+struct PlaneShift {
+  int64_t begin, end;  // pixels of the tile whose row is inside
+  int64_t offset;      // pixel i reads plane[i + offset]
+  Span columns;        // inside; the others are zero
+
+  PlaneShift(const Conv2dShape& s, Tile tile, int64_t r, int64_t t) {
+    const int64_t dh = r * s.dilation_h - s.pad_h;
+    columns = valid_span(s.q, s.w, 1, s.pad_w, t * s.dilation_w);
+    offset = dh * s.w + t * s.dilation_w - s.pad_w;
+    begin = std::clamp(-dh * s.q, tile.begin, tile.end);
+    end = std::clamp(std::min(s.p, s.h - dh) * s.q, begin, tile.end);
+  }
+
+  // Zeroes what the shift took from neighbouring rows; `tap` is indexed by pixel.
+  template <class C>
+  void clear_columns(const Conv2dShape& s, C* tap) const {
+    if (columns.begin == 0 && columns.end == s.q) return;
+    for (int64_t row = begin / s.q * s.q; row < end; row += s.q) {
+      auto clear = [&](int64_t from, int64_t to) {
+        for (int64_t i = std::max(from, begin); i < std::min(to, end); ++i) tap[i] = C(0);
+      };
+      clear(row, row + columns.begin);
+      clear(row + columns.end, row + s.q);
+    }
+  }
+};
+
+template <class T, class C>
+void gather_shifted(const Conv2dShape& s, const T* image, Tile tile, C* windows) {
+  for (int64_t c = 0; c < s.group_c(); ++c, image += s.h * s.w) {
+    for (int64_t r = 0; r < s.r; ++r) {
+      for (int64_t t = 0; t < s.s; ++t, windows += tile.size()) {
+        const PlaneShift shift(s, tile, r, t);
+        C* tap = windows - tile.begin;
+        const int64_t first = std::clamp(-shift.offset, shift.begin, shift.end);
+        const int64_t last = std::clamp(s.h * s.w - shift.offset, first, shift.end);
+        std::fill(tap + tile.begin, tap + first, C(0));
+        widen(image + shift.offset + first, last - first, tap + first);
+        std::fill(tap + last, tap + tile.end, C(0));
+        shift.clear_columns(s, tap);
+      }
+    }
+  }
+}
+
+template <class C>
+void scatter_shifted(const Conv2dShape& s, C* windows, Tile tile, int64_t row_begin,
+                     int64_t row_end, C* grad) {
+  for (int64_t c = 0; c < s.group_c(); ++c, grad += s.h * s.w) {
+    for (int64_t r = 0; r < s.r; ++r) {
+      for (int64_t t = 0; t < s.s; ++t, windows += tile.size()) {
+        const PlaneShift shift(s, tile, r, t);
+        C* tap = windows - tile.begin;
+        shift.clear_columns(s, tap);
+        // Bounds of the strip: beyond them even adding zero would race with its owner.
+        const int64_t first = std::clamp(row_begin * s.w - shift.offset, shift.begin, shift.end);
+        const int64_t last = std::clamp(row_end * s.w - shift.offset, first, shift.end);
+        C* target = grad + shift.offset;
+        for (int64_t i = first; i < last; ++i) target[i] += tap[i];
+      }
+    }
+  }
+}
+
 template <class T, class C>
 void gather_nchw(const Conv2dShape& s, const T* image, Tile tile, C* windows) {
   // `image`: the group's first channel.
+  if (is_plane_shift(s)) return gather_shifted(s, image, tile, windows);
   for (int64_t c = 0; c < s.group_c(); ++c) {
     for (int64_t r = 0; r < s.r; ++r) {
       for (int64_t t = 0; t < s.s; ++t, windows += tile.size()) {
@@ -266,8 +339,9 @@ void scatter_nhwc(const Conv2dShape& s, const C* windows, Tile tile, int64_t row
 }
 
 template <class C>
-void scatter_nchw(const Conv2dShape& s, const C* windows, Tile tile, int64_t row_begin,
-                  int64_t row_end, C* grad) {
+void scatter_nchw(const Conv2dShape& s, C* windows, Tile tile, int64_t row_begin, int64_t row_end,
+                  C* grad) {
+  if (is_plane_shift(s)) return scatter_shifted(s, windows, tile, row_begin, row_end, grad);
   for (int64_t c = 0; c < s.group_c(); ++c) {
     for (int64_t r = 0; r < s.r; ++r) {
       for (int64_t t = 0; t < s.s; ++t, windows += tile.size()) {
@@ -385,28 +459,36 @@ void input_gradient(const Conv2dBackwardParams& params) {
 
 // ---- weight and bias gradient ----
 
-// sums[k] += sum over the tile; float within the tile, double across tiles.
+// sums[k] += sum over the tile: runs of kRun in float, runs together in double.
 template <class T, class C>
 void add_bias_gradient(const T* dy, int64_t rows, int64_t cols, int64_t pitch, bool channels_last,
                        C* scratch, double* sums) {
   if (channels_last) {
-    std::fill_n(scratch, cols, C(0));
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < cols; ++j) scratch[j] += static_cast<C>(dy[i * pitch + j]);
+    constexpr int64_t kRun = 8;
+    for (int64_t first = 0; first < rows; first += kRun) {
+      std::fill_n(scratch, cols, C(0));
+      for (int64_t i = first; i < std::min(rows, first + kRun); ++i) {
+        for (int64_t j = 0; j < cols; ++j) scratch[j] += static_cast<C>(dy[i * pitch + j]);
+      }
+      for (int64_t j = 0; j < cols; ++j) sums[j] += static_cast<double>(scratch[j]);
     }
-    for (int64_t j = 0; j < cols; ++j) sums[j] += static_cast<double>(scratch[j]);
-  } else {
-    for (int64_t i = 0; i < rows; ++i) {
+    return;
+  }
+  constexpr int64_t kRun = 128;
+  for (int64_t i = 0; i < rows; ++i) {
+    const T* row = dy + i * pitch;
+    for (int64_t first = 0; first < cols; first += kRun) {
+      const int64_t last = std::min(cols, first + kRun);
       C sum = 0;
-      const T* row = dy + i * pitch;
 #pragma omp simd reduction(+ : sum)
-      for (int64_t j = 0; j < cols; ++j) sum += static_cast<C>(row[j]);
+      for (int64_t j = first; j < last; ++j) sum += static_cast<C>(row[j]);
       sums[i] += static_cast<double>(sum);
     }
   }
 }
 
-// Each chunk of pixels has a partial sum of its own; partials are added in order.
+// Each chunk of pixels has a partial sum of its own; partials are added in order. A run of tiles
+// sums in the GEMM, runs together in double.
 template <class T>
 void weight_gradient(const Conv2dBackwardParams& params, bool want_weight) {
   using C = CpuCompute<T>;
@@ -419,24 +501,30 @@ void weight_gradient(const Conv2dBackwardParams& params, bool want_weight) {
   const int64_t gc = s.group_c(), gk = s.group_k(), depth = gc * s.taps();
   const int64_t image = s.p * s.q;
   const int64_t span = s.channels_last ? s.n * image : image;
-  const int64_t pixels = std::min(tile_pixels(s, sizeof(C)), span);
+  // Few pixels: shorter tiles, because a GEMM sums its contraction in one chain of roundings.
+  const int64_t pixels = std::min(std::clamp<int64_t>(s.n * image / 32, 32, 512), span);
   const int64_t tiles_of_span = (span + pixels - 1) / pixels;
   const int64_t tiles = tiles_of_span * (s.channels_last ? 1 : s.n);
   const int64_t threads = at::get_num_threads();
-  const int64_t chunks = std::min(tiles, (threads + s.groups - 1) / s.groups);
-  Buffer<C> partial(want_weight ? chunks * s.k * depth : 0);
+  const int64_t affordable = std::max<int64_t>(1, kPartialBytes / (s.k * depth * 8));
+  const int64_t chunks = std::min({tiles, (threads + s.groups - 1) / s.groups, affordable});
+  // Adding a small result to the partial after each tile is cheap; a large one leaves the cache.
+  const int64_t run_pixels = gk * depth <= 65536 ? 512 : 2048;
+  std::vector<double> partial(want_weight ? static_cast<size_t>(chunks * s.k * depth) : 0, 0.0);
   std::vector<double> partial_bias(grad_bias != nullptr ? chunks * s.k : 0, 0.0);
 
   at::parallel_for(0, chunks * s.groups, 1, [&](int64_t begin, int64_t end) {
     at::AutoDispatchBelowADInplaceOrView guard;
     Buffer<C> windows(want_weight ? pixels * depth : 0);
+    Buffer<C> run_sums(want_weight ? gk * depth : 0);
     Buffer<C> wide_dy(kWide ? pixels * gk : gk);  // also the bias gradient's scratch
     for (int64_t item = begin; item < end; ++item) {
       const int64_t chunk = item / s.groups, group = item % s.groups;
-      C* sums = want_weight ? partial.get() + chunk * s.k * depth + group * gk * depth : nullptr;
-      const Matrix<C> dw{sums, gk, depth, depth, 1};
-      bool accumulate = false;
-      for (int64_t t = tiles * chunk / chunks; t < tiles * (chunk + 1) / chunks; ++t) {
+      double* sums = partial.data() + (want_weight ? (chunk * s.k + group * gk) * depth : 0);
+      const Matrix<C> dw{run_sums.get(), gk, depth, depth, 1};
+      int64_t in_run = 0;
+      const int64_t last_tile = tiles * (chunk + 1) / chunks;
+      for (int64_t t = tiles * chunk / chunks; t < last_tile; ++t) {
         const int64_t n = t / tiles_of_span;
         const int64_t first = t % tiles_of_span * pixels;
         const Tile tile{first, std::min(first + pixels, span)};
@@ -463,25 +551,29 @@ void weight_gradient(const Conv2dBackwardParams& params, bool want_weight) {
         const Matrix<C> grads{dy_data, rows, cols, dy_pitch, 1};
         if (s.channels_last) {
           gather_nhwc(s, input, group, tile, windows.get());
-          gemm(grads.transposed(), {windows.get(), rows, depth, depth, 1}, dw, accumulate);
+          gemm(grads.transposed(), {windows.get(), rows, depth, depth, 1}, dw, in_run > 0);
         } else {
           gather_nchw(s, input + (n * s.c + group * gc) * s.h * s.w, tile, windows.get());
           const Matrix<C> x{windows.get(), depth, cols, cols, 1};
-          gemm(grads, x.transposed(), dw, accumulate);
+          gemm(grads, x.transposed(), dw, in_run > 0);
         }
-        accumulate = true;
+        in_run += tile.size();
+        if (in_run + pixels > run_pixels || t + 1 == last_tile) {
+          for (int64_t i = 0; i < gk * depth; ++i)
+            sums[i] += static_cast<double>(run_sums.get()[i]);
+          in_run = 0;
+        }
       }
     }
   });
-  auto reduce = [&](auto* target, const auto* source, int64_t count) {
-    using Value = std::remove_const_t<std::remove_pointer_t<decltype(source)>>;
+  auto reduce = [&](T* target, const double* source, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
-      Value sum = source[i];
+      double sum = source[i];
       for (int64_t chunk = 1; chunk < chunks; ++chunk) sum += source[chunk * count + i];
       target[i] = static_cast<T>(sum);
     }
   };
-  if (want_weight) reduce(grad_weight, partial.get(), s.k * depth);
+  if (want_weight) reduce(grad_weight, partial.data(), s.k * depth);
   if (grad_bias != nullptr) reduce(grad_bias, partial_bias.data(), s.k);
 }
 

@@ -11,8 +11,9 @@ namespace {
 
 using FloatVec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = FloatVec::size();
-constexpr int kBlockK = 8;         // NCHW forward: output channels a pass
+constexpr int kBlockK = 6;         // NCHW forward: output channels a pass
 constexpr int kBlockVecs = 4;      // NHWC forward: vectors of output channels a pass
+constexpr int64_t kTapRun = 9;     // taps summed apart: shorter chains of roundings
 constexpr int64_t kRowBlock = 32;  // output rows a work item
 
 // Rows of the input with its zero border, laid out so that tap t of output column q of the i-th
@@ -100,11 +101,17 @@ void row_nhwc(const Border& x, int64_t i, const float* weight, const float* bias
       sum[v] = bias != nullptr ? FloatVec::loadu(bias + k + v * kLanes) : FloatVec(0.f);
     }
     const int64_t at = i * x.row_step + q * x.column_step;
-    for (int64_t t = 0; t < taps; ++t) {
-      const FloatVec value(x.tap[t][at]);
-      for (int v = 0; v < kVecs; ++v) {
-        sum[v] = at::vec::fmadd(value, FloatVec::loadu(weight + t * s.k + k + v * kLanes), sum[v]);
+    for (int64_t run = 0; run < taps; run += kTapRun) {
+      FloatVec part[kVecs];
+      for (int v = 0; v < kVecs; ++v) part[v] = FloatVec(0.f);
+      for (int64_t t = run; t < std::min(taps, run + kTapRun); ++t) {
+        const FloatVec value(x.tap[t][at]);
+        const float* w = weight + t * s.k + k;
+        for (int v = 0; v < kVecs; ++v) {
+          part[v] = at::vec::fmadd(value, FloatVec::loadu(w + v * kLanes), part[v]);
+        }
       }
+      for (int v = 0; v < kVecs; ++v) sum[v] = sum[v] + part[v];
     }
     for (int v = 0; v < kVecs; ++v) sum[v].store(out + q * s.k + k + v * kLanes);
   }
@@ -114,11 +121,12 @@ void row_nhwc_scalar(const Border& x, int64_t i, const float* weight, const floa
                      float* out) {
   const Conv2dShape& s = x.s;
   for (int64_t q = 0; q < s.q; ++q) {
-    float sum = bias != nullptr ? bias[k] : 0.f;
+    double sum = bias != nullptr ? static_cast<double>(bias[k]) : 0.0;
     for (size_t t = 0; t < x.tap.size(); ++t) {
-      sum += x.tap[t][i * x.row_step + q * x.column_step] * weight[t * s.k + k];
+      sum += static_cast<double>(x.tap[t][i * x.row_step + q * x.column_step]) *
+             static_cast<double>(weight[t * s.k + k]);
     }
-    out[q * s.k + k] = sum;
+    out[q * s.k + k] = static_cast<float>(sum);
   }
 }
 
@@ -131,11 +139,16 @@ void row_nchw(const Border& x, int64_t i, const float* weight, const float* bias
   for (int64_t q = 0; q < s.q; q += kLanes) {
     FloatVec sum[kCount];
     for (int j = 0; j < kCount; ++j) sum[j] = FloatVec(bias != nullptr ? bias[k + j] : 0.f);
-    for (int64_t t = 0; t < taps; ++t) {
-      const FloatVec value = FloatVec::loadu(x.tap[t] + i * x.row_step + q);
-      for (int j = 0; j < kCount; ++j) {
-        sum[j] = at::vec::fmadd(value, FloatVec(weight[t * s.k + k + j]), sum[j]);
+    for (int64_t run = 0; run < taps; run += kTapRun) {
+      FloatVec part[kCount];
+      for (int j = 0; j < kCount; ++j) part[j] = FloatVec(0.f);
+      for (int64_t t = run; t < std::min(taps, run + kTapRun); ++t) {
+        const FloatVec value = FloatVec::loadu(x.tap[t] + i * x.row_step + q);
+        for (int j = 0; j < kCount; ++j) {
+          part[j] = at::vec::fmadd(value, FloatVec(weight[t * s.k + k + j]), part[j]);
+        }
       }
+      for (int j = 0; j < kCount; ++j) sum[j] = sum[j] + part[j];
     }
     const int64_t count = std::min(kLanes, s.q - q);
     for (int j = 0; j < kCount; ++j) {

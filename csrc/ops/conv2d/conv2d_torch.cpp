@@ -1,5 +1,4 @@
 // conv2d, conv2d_padding and conv2d_backward on every dispatch key.
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
