@@ -74,7 +74,7 @@ def _gpu(device: torch.device) -> tuple[_C.DeviceInfo, str]:
     info = _C.DeviceInfo()
     if not torch.cuda.is_available():
         return info, f" (none here: assuming sm_{info.sm_arch} with {info.num_sms} SMs)"
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     info.sm_arch = 10 * properties.major + properties.minor
     info.num_sms = properties.multi_processor_count
     info.smem_per_block = properties.shared_memory_per_block_optin

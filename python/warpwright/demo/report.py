@@ -182,7 +182,8 @@ def draw(result: Result, path: Path) -> None:
     layout = "" if config["model"] == "mlp" else f", {config['memory_format']}"
     figure.suptitle(
         f"{result.digits.name}: {config['model'].upper()} trained with warpwright and native torch"
-        f"\n{env['device']} · {versions} · {env['date'][:10]} · batch {result.batch}, fp32{layout}",
+        f"\n{env['device']} · {versions} · {env['date'][:10]} · batch {result.batch}, "
+        f"{config['precision']}{layout}",
         fontsize=12,
     )
     figure.savefig(path, dpi=130)

@@ -117,11 +117,8 @@ class Training:
         return cls(library, device, memory_format, network, lib.CrossEntropyLoss(), optimizer)
 
     def batch(self, images: Tensor, labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        x = images[rows].to(self.device, non_blocking=True)
-        return (
-            x.contiguous(memory_format=self.memory_format),
-            labels[rows].to(self.device, non_blocking=True),
-        )
+        x = images[rows].to(self.device).contiguous(memory_format=self.memory_format)
+        return x, labels[rows].to(self.device)
 
     def step(self, images: Tensor, labels: Tensor, rows: Tensor) -> float:
         clock = Clock(self.device)
@@ -179,8 +176,6 @@ def train_side_by_side(
 ) -> None:
     """``progress(training, steps done, loss)`` is called after each step of each."""
     images, labels = digits.train_images, digits.train_labels
-    if trainings[0].device.type == "cuda":
-        images, labels = images.pin_memory(), labels.pin_memory()
     for i, rows in enumerate(batches(len(images), batch, epochs, seed)):
         # Who goes first finds colder caches: take turns.
         for training in trainings if i % 2 == 0 else reversed(trainings):
