@@ -1,5 +1,5 @@
-// Asks the ops' choose_config() and describe(): pure host functions, so that a machine without a GPU
-// can ask about one, too. Of the ops' headers only that half is wanted here, hence no CUDA.
+// Asks the ops' choose_config() and describe(): pure host functions, so that a machine without a
+// GPU can ask about one, too. Of the ops' headers only that half is wanted here, hence no CUDA.
 #ifdef WARPWRIGHT_WITH_CUDA
 #undef WARPWRIGHT_WITH_CUDA
 #endif
