@@ -192,10 +192,9 @@ def train(result: report.Result, epochs: int, seed: int, console: Console) -> No
             seed,
             lambda t, done, loss: progress.update(tasks[t.library], completed=done, loss=loss),
         )
-    for training in result.trainings:
-        result.op_times[training.library] = op_times.measure(
-            training, digits.train_images, digits.train_labels, batch, steps=10
-        )
+    result.op_times = op_times.measure(
+        result.trainings, digits.train_images, digits.train_labels, batch
+    )
 
 
 def finish(result: report.Result, arguments: argparse.Namespace, console: Console) -> int:

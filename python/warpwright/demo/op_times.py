@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,32 @@ NODE = "autograd::engine::evaluate_function: "
 Times = dict[str, dict[str, float]]  # op -> {"forward": ms a step, "backward": ms a step}
 
 
-def measure(training: Training, images: Tensor, labels: Tensor, batch: int, steps: int) -> Times:
-    """Times of each op over ``steps`` training steps, on the GPU its kernels', else the CPU's.
+def measure(
+    trainings: list[Training], images: Tensor, labels: Tensor, batch: int, rounds: int = 5
+) -> dict[str, Times]:
+    """Median time of each op over rounds of a few steps, the libraries taking turns.
 
-    The network is trained on by these steps; call it when the training is over.
+    On the GPU it is the kernels' time, else the CPU's. The networks are trained on by these steps:
+    call it when the training is over.
     """
     rows = torch.arange(min(batch, len(images)))
+    runs: dict[str, list[Times]] = {t.library: [] for t in trainings}
+    for _ in range(rounds):
+        for training in trainings:
+            runs[training.library].append(_measure_once(training, images, labels, rows, steps=4))
+    return {library: _median(times) for library, times in runs.items()}
+
+
+def _median(runs: list[Times]) -> Times:
+    return {
+        op: {way: median(run[op][way] for run in runs) for way in ("forward", "backward")}
+        for op in runs[0]
+    }
+
+
+def _measure_once(
+    training: Training, images: Tensor, labels: Tensor, rows: Tensor, steps: int
+) -> Times:
     layers = [*training.model, training.criterion]
     with ExitStack() as hooks:
         for layer in layers:
