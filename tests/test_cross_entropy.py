@@ -3,8 +3,10 @@ import warnings
 
 import pytest
 import torch
-import warpwright.functional as F
 from common import gradcheck, layouts, opcheck, subsets
+
+import warpwright
+import warpwright.functional as F
 from warpwright.testing import assert_as_good_as_native, assert_same, compare_with_native
 
 native = torch.nn.functional.cross_entropy
@@ -500,3 +502,94 @@ def test_bad_label_cpu(label):
     for kwargs in ({}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": torch.ones(5)}):
         with pytest.raises(IndexError, match=f"Target {label} is out of bounds."):
             F.cross_entropy(x, target, **kwargs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label", [5, -1, -101, 2**40, -(2**63)])
+def test_bad_label_cuda(label):
+    """NaN in that row alone, an error by name, and the next call works."""
+    warpwright.check_errors()
+    clean = torch.randn(3, 5, device="cuda")
+    target = torch.tensor([1, label, 2], device="cuda")
+    for x in (clean, clean.t().contiguous().t()):
+        for kwargs in ({}, {"label_smoothing": 0.1}, {"weight": torch.ones(5, device="cuda")}):
+            x = x.detach().requires_grad_()
+            loss = F.cross_entropy(x, target, reduction="none", **kwargs)
+            (grad,) = torch.autograd.grad(loss.sum(), x)
+            assert loss.isnan().tolist() == [False, True, False]
+            assert grad.isnan().all(1).tolist() == [False, True, False]
+            with pytest.raises(IndexError, match=rf"cross_entropy: Target {label} .*row 1 "):
+                warpwright.check_errors()
+            warpwright.check_errors()
+            assert F.cross_entropy(x, target, **kwargs).isnan()
+            with pytest.raises(IndexError, match="cross_entropy"):
+                warpwright.check_errors()
+    assert F.cross_entropy(clean, target.clamp(0, 4)).isfinite()
+    warpwright.check_errors()
+
+
+@pytest.mark.gpu
+def test_strict_cuda():
+    x = torch.randn(3, 5, device="cuda")
+    bad = torch.tensor([1, 9, 2], device="cuda")
+    with warpwright.strict(), pytest.raises(IndexError, match="Target 9"):
+        F.cross_entropy(x, bad)
+    assert F.cross_entropy(x, bad).isnan()
+    with pytest.raises(IndexError, match="Target 9"):
+        warpwright.check_errors()
+
+
+@pytest.mark.gpu
+def test_graph_capture_cuda():
+    """Captured and replayed on new data, a bad label included."""
+    x = torch.randn(64, 1000, device="cuda", requires_grad=True)
+    target = torch.randint(1000, (64,), device="cuda")
+
+    def step():
+        loss = F.cross_entropy(x, target, label_smoothing=0.1)
+        return loss, *torch.autograd.grad(loss, x)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        with torch.no_grad():
+            x.normal_()
+        target.random_(1000)
+        graph.replay()
+        assert_same(captured, step())
+    target[3] = 1000
+    graph.replay()
+    with pytest.raises(IndexError, match=r"Target 1000 .*row 3 "):
+        warpwright.check_errors()
+
+
+def test_strict_restores():
+    assert not warpwright._C.is_strict()
+    with warpwright.strict():
+        assert warpwright._C.is_strict()
+        with warpwright.strict(False):
+            assert not warpwright._C.is_strict()
+        assert warpwright._C.is_strict()
+    assert not warpwright._C.is_strict()
+    warpwright.check_errors()
+
+
+@pytest.mark.gpu
+def test_beyond_2_31_elements_cuda():
+    rows, classes = 20000, 120001
+    x = torch.zeros(rows, classes, device="cuda", dtype=torch.bfloat16)
+    target = torch.full((rows,), classes - 1, device="cuda")
+    x[-1, -1] = 8
+    x.requires_grad_()
+    loss = F.cross_entropy(x, target, reduction="none")
+    (grad,) = torch.autograd.grad(loss[-1], x)
+    expected = native(x[-1:].detach().float(), target[-1:])
+    torch.testing.assert_close(loss[-1].float(), expected, rtol=1e-2, atol=0)
+    assert grad[-1, -1] < 0
+    assert torch.count_nonzero(grad[:-1]) == 0

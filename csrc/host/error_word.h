@@ -11,9 +11,8 @@
 #include <string>
 #include <vector>
 
-#ifdef WARPWRIGHT_WITH_CUDA
-#include <cuda_runtime.h>
-#endif
+// cudaStream_t, without the CUDA headers: the Python module is built without them.
+struct CUstream_st;
 
 // Called from the Python module, which is another shared object.
 #define WARPWRIGHT_EXPORT __attribute__((visibility("default")))
@@ -44,7 +43,7 @@ WARPWRIGHT_EXPORT void set_strict(bool strict);
 ErrorRecord* error_record(ErrorSource source);
 
 // In strict mode waits for `stream` and takes the error; else, or during a capture, does nothing.
-std::optional<std::string> check_strict(cudaStream_t stream);
+std::optional<std::string> check_strict(CUstream_st* stream);
 #endif
 
 }  // namespace warpwright

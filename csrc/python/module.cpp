@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "host/error_word.h"
 #include "python/explain.h"
 
 namespace py = pybind11;
@@ -28,4 +29,8 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "What Python asks libwarpwright.so besides calling its ops.";
   m.def("build_info", &build_info);
   warpwright::define_explain(m);
+  m.def("take_error", &warpwright::take_error);
+  m.def("error_word_devices", &warpwright::error_word_devices);
+  m.def("is_strict", &warpwright::is_strict);
+  m.def("set_strict", &warpwright::set_strict);
 }

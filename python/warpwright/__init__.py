@@ -3,6 +3,7 @@
 from . import _ops as _ops  # loads the library before anything else
 from . import functional, nn
 from ._fallback import watch_gpus as _watch_gpus
+from .errors import check_errors, strict
 from .explain import explain
 from .info import info
 from .patch import patch
@@ -16,11 +17,13 @@ __all__ = [
     "SwapCheckError",
     "SwapReport",
     "__version__",
+    "check_errors",
     "explain",
     "functional",
     "info",
     "nn",
     "patch",
+    "strict",
     "swap",
     "swapped",
     "unswap",

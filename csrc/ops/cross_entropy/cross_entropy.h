@@ -6,7 +6,9 @@
 // when all logits share a large offset.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "host/dtype.h"
 #include "host/error_word.h"
@@ -67,15 +69,16 @@ struct CrossEntropyProblem {
   const void* weight;       // (classes) Accum, or null
 };
 
-// Planes of the saved per-row numbers: max, log sum, and the mass for probabilities.
-constexpr int64_t num_stats(TargetKind kind) { return kind == TargetKind::kProbabilities ? 3 : 2; }
+// Planes of the saved per-row numbers: max, log sum, and, where q is not one-hot, the mass W.
+constexpr int64_t num_stats(TargetKind kind) { return kind == TargetKind::kLabels ? 2 : 3; }
 
 struct CrossEntropyParams : CrossEntropyProblem {
   void* loss;          // (rows) or one, loss_dtype
   void* stats;         // (num_stats, rows) Accum
-  void* total_weight;  // one Accum: what a mean divides by
-  void* partials;      // (config.blocks, 2) Accum; unused without a reduction and on the CPU
-  ErrorRecord* error;  // CUDA only
+  void* total_weight;  // one Accum: what a mean divides by; 0 without a reduction
+  // CUDA only:
+  void* partials;      // (config.blocks, 2) Accum if a second launch must reduce them, else null
+  ErrorRecord* error;  // where a bad label is reported
 };
 
 struct CrossEntropyBackwardParams : CrossEntropyProblem {
@@ -101,26 +104,80 @@ struct CrossEntropyDoubleBackwardParams : CrossEntropyProblem {
   void* grad_target;         // target_dtype, or null
 };
 
-// How the forward and backward kernels cut the rows up. One block has `threads` threads.
+// How the forward and backward kernels cut the rows up.
 struct CrossEntropyConfig {
   enum class Kernel : int8_t { kRows, kPixels };
   Kernel kernel;
-  int lanes;       // kRows: threads that share a row, a power of two, or the whole block
-  int vec;         // elements a memory access: 16 bytes' worth, or 1
-  int threads;     // a block
-  int64_t blocks;  // the grid; 1: the block loops over all rows and also reduces
+  int lanes;       // kRows: threads that share a row: a power of two up to a warp, or the block
+  int vec;         // elements of one memory access: 16 bytes, or one element
+  int threads;     // of a block
+  int64_t blocks;  // 1: the block walks all rows, and reduces them without a second launch
   const char* reason;
 };
 
-// Alignment of the operands of one pass, as the host sees it before choosing.
+constexpr int kMaxCrossEntropyThreads = 512;
+
+// What choose_cross_entropy_config() asks about the addresses of a pass's operands.
 struct CrossEntropyAlignment {
-  bool rows_aligned;  // every row of every operand starts on a 16-byte boundary
-  bool common_phase;  // all operands of a row have the same distance to one: a scalar head helps
+  bool all_aligned;   // every row (or every strip of pixels) of every operand: 16 bytes
+  bool common_phase;  // operands of one row are equally far from 16 bytes: a scalar head helps
 };
 
-CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem& problem,
-                                               const CrossEntropyAlignment& alignment,
-                                               const DeviceInfo& device);
+inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem& p,
+                                                      const CrossEntropyAlignment& alignment,
+                                                      const DeviceInfo& device) {
+  using Kernel = CrossEntropyConfig::Kernel;
+  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int wide = static_cast<int>(16 / dtype_size(p.dtype));
+  CrossEntropyConfig config{};
+  if (!p.layout.is_rows()) {
+    config.kernel = Kernel::kPixels;
+    config.lanes = 1;
+    config.threads = 256;
+    // Wider accesses need fewer threads, but there must be enough of them to hide the latency.
+    const bool many = p.rows >= int64_t{device.num_sms} * 512 * wide;
+    config.vec = alignment.all_aligned && many ? wide : 1;
+    config.blocks = std::max<int64_t>(1, ceil_div(p.rows, int64_t{config.threads} * config.vec));
+    config.reason = config.vec > 1 ? "classes lie apart: a thread takes 16 bytes of pixels"
+                                   : "classes lie apart: a thread takes a pixel";
+    return config;
+  }
+
+  config.kernel = Kernel::kRows;
+  const bool peel = alignment.common_phase && p.classes >= 16 * wide;
+  config.vec = (alignment.all_aligned && p.classes >= wide) || peel ? wide : 1;
+  // About eight accesses a thread: enough in flight, and few threads to combine.
+  const int64_t accesses = ceil_div(std::max<int64_t>(1, p.classes), config.vec);
+  config.lanes = 1;
+  while (config.lanes < 32 && config.lanes * 8 < accesses) config.lanes *= 2;
+  constexpr int64_t kWarpAccesses = 32 * 16;
+  if (accesses > kWarpAccesses) {
+    config.threads = accesses <= 2048 ? 128 : accesses <= 32768 ? 256 : kMaxCrossEntropyThreads;
+    config.lanes = config.threads;
+    config.blocks = std::max<int64_t>(1, p.rows);
+    config.reason =
+        config.vec > 1 ? "long rows: a block each" : "long unaligned rows: a block each";
+    return config;
+  }
+  if (p.rows * config.lanes <= 4 * kMaxCrossEntropyThreads) {
+    config.threads = kMaxCrossEntropyThreads;
+    config.blocks = 1;
+    config.reason = "small: one block does it all, in one launch";
+    return config;
+  }
+  config.threads = 256;
+  config.blocks = ceil_div(p.rows, config.threads / config.lanes);
+  config.reason = config.lanes == 32 ? "a warp a row" : "short rows: several a warp";
+  return config;
+}
+
+inline std::string describe(const CrossEntropyConfig& config) {
+  const bool pixels = config.kernel == CrossEntropyConfig::Kernel::kPixels;
+  return std::string(pixels ? "pixels" : "rows") + ", " + std::to_string(config.lanes) +
+         " threads a row, " + std::to_string(config.vec) + " elements an access, " +
+         std::to_string(config.blocks) + " blocks of " + std::to_string(config.threads) + " (" +
+         config.reason + ")";
+}
 
 void cross_entropy_cpu(const CrossEntropyParams& params);
 void cross_entropy_backward_cpu(const CrossEntropyBackwardParams& params);
@@ -128,6 +185,9 @@ void cross_entropy_double_backward_cpu(const CrossEntropyDoubleBackwardParams& p
 
 #ifdef WARPWRIGHT_WITH_CUDA
 CrossEntropyConfig cross_entropy_fwd_config(const CrossEntropyParams& params);
+inline bool needs_partials(const CrossEntropyParams& params, const CrossEntropyConfig& config) {
+  return params.reduction != Reduction::kNone && config.blocks > 1;
+}
 void launch_cross_entropy_fwd(const CrossEntropyParams& params, const CrossEntropyConfig& config,
                               cudaStream_t stream);
 void launch_cross_entropy_bwd(const CrossEntropyBackwardParams& params, cudaStream_t stream);

@@ -82,19 +82,14 @@ struct View {
         weight(static_cast<const Compute*>(problem.weight)),
         loss_is_compute(dtype_size(problem.loss_dtype) == sizeof(Compute)),
         keep(static_cast<Compute>(1 - problem.label_smoothing)),
-        spread(static_cast<Compute>(problem.label_smoothing / problem.classes)) {
-    if (problem.kind == TargetKind::kSmoothedLabels) {
-      double sum = weight == nullptr ? static_cast<double>(p.classes) : 0;
-      for (int64_t c = 0; weight != nullptr && c < p.classes; ++c) sum += weight[c];
-      smooth_mass = static_cast<Compute>(spread * sum);
-    }
-  }
+        spread(static_cast<Compute>(problem.label_smoothing / problem.classes)) {}
 
   Compute weight_of(int64_t c) const { return weight == nullptr ? Compute(1) : weight[c]; }
   bool ignored(int64_t row) const { return label_of(p, row) == p.ignore_index; }
-  // W = sum_c w_c q_c of a row with a label.
-  Compute label_mass(int64_t label) const {
-    return p.kind == TargetKind::kLabels ? weight_of(label) : keep * weight_of(label) + smooth_mass;
+  // W = sum_c w_c q_c; 0 of an ignored row.
+  Compute row_mass(const Compute* stats, int64_t row) const {
+    if (p.kind != TargetKind::kLabels) return stats[2 * p.rows + row];
+    return ignored(row) ? Compute(0) : weight_of(label_of(p, row));
   }
   int64_t grain() const {
     return std::max<int64_t>(1, kCpuGrain / 4 / std::max<int64_t>(1, p.classes));
@@ -105,9 +100,8 @@ struct View {
   const Q* probabilities;
   const Compute* weight;
   bool loss_is_compute;
-  Compute keep;             // 1 - s
-  Compute spread;           // s / C
-  Compute smooth_mass = 0;  // s / C * sum_c w_c
+  Compute keep;    // 1 - s
+  Compute spread;  // s / C
 };
 
 // Scale of a row's gradient before any weight.
@@ -287,10 +281,10 @@ void forward(const CrossEntropyParams& p) {
 
   Compute* row_max = static_cast<Compute*>(p.stats);
   Compute* log_sum = row_max + p.rows;
-  std::unique_ptr<Compute[]> scratch(new Compute[(kKind == TargetKind::kLabels ? 1 : 3) * p.rows]);
+  std::unique_ptr<Compute[]> scratch(new Compute[(kKind == TargetKind::kLabels ? 1 : 2) * p.rows]);
   Compute* row_loss = scratch.get();
   Compute* linear_of = row_loss + p.rows;
-  Compute* mass_of = kHasLabels ? row_loss + 2 * p.rows : row_max + 2 * p.rows;
+  Compute* mass_of = row_max + 2 * p.rows;
 
   at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
     const auto pass = p.layout.is_rows() ? rows_fwd<T, Q, kKind> : pixels_fwd<T, Q, kKind>;
@@ -306,6 +300,7 @@ void forward(const CrossEntropyParams& p) {
         const int64_t label = label_of(p, row);
         if (label == p.ignore_index) {
           row_loss[row] = 0;
+          if constexpr (kKind == TargetKind::kSmoothedLabels) mass_of[row] = 0;
           continue;
         }
         const int64_t at = row_offset(p.layout, row) + label * p.layout.class_stride;
@@ -314,6 +309,7 @@ void forward(const CrossEntropyParams& p) {
         if constexpr (kKind == TargetKind::kSmoothedLabels) {
           row_loss[row] =
               view.keep * row_loss[row] + (mass_of[row] * log_sum[row] - linear_of[row]);
+          mass_of[row] += view.keep * view.weight_of(label);
         }
       } else {
         row_loss[row] = mass_of[row] * log_sum[row] - linear_of[row];
@@ -321,8 +317,9 @@ void forward(const CrossEntropyParams& p) {
     }
   });
 
-  *static_cast<Compute*>(p.total_weight) = static_cast<Compute>(total);
-  if (p.reduction == Reduction::kNone) {
+  const bool reduced = p.reduction != Reduction::kNone;
+  *static_cast<Compute*>(p.total_weight) = reduced ? static_cast<Compute>(total) : Compute(0);
+  if (!reduced) {
     for (int64_t row = 0; row < p.rows; ++row) {
       write_either<T>(p.loss, view.loss_is_compute, row, row_loss[row]);
     }
@@ -349,14 +346,9 @@ struct RowBackward {
     const Compute* stats = static_cast<const Compute*>(p.stats);
     max = stats[row];
     log_sum = stats[p.rows + row];
-    if constexpr (kKind == TargetKind::kProbabilities) {
-      grad = row_grad(view, p, row);
-      mass = stats[2 * p.rows + row];
-    } else {
-      const bool ignored = view.ignored(row);
-      grad = ignored ? Compute(0) : row_grad(view, p, row);
-      mass = ignored ? Compute(0) : view.label_mass(label_of(p, row));
-    }
+    const bool ignored = kKind != TargetKind::kProbabilities && view.ignored(row);
+    grad = ignored ? Compute(0) : row_grad(view, p, row);
+    mass = view.row_mass(stats, row);
   }
 
   // The gradient of the label's own logit, in the compute type.
@@ -508,9 +500,7 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
       const int64_t label = kHasLabels ? label_of(p, row) : -1;
       const bool ignored = kHasLabels && label == p.ignore_index;
       const Compute max = stats[row], log_sum = stats[p.rows + row];
-      const Compute row_mass = ignored      ? Compute(0)
-                               : kHasLabels ? view.label_mass(label)
-                                            : stats[2 * p.rows + row];
+      const Compute row_mass = view.row_mass(stats, row);
       auto log_p = [&](int64_t at) { return static_cast<Compute>(view.input[at]) - max - log_sum; };
       auto wq = [&](int64_t c, int64_t at) {
         Compute q = kKind == TargetKind::kLabels ? Compute(0) : view.spread;

@@ -84,7 +84,9 @@ bool is_probabilities(const Tensor& input, const Tensor& target) {
 
 TargetKind kind_of(const Tensor& input, const Tensor& target, double label_smoothing) {
   if (is_probabilities(input, target)) return TargetKind::kProbabilities;
-  return label_smoothing > 0 ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
+  // One class is its own uniform distribution; unsmoothed, its gradient is exactly 0.
+  const bool smoothed = label_smoothing > 0 && input.sym_size(class_dim(input)) != 1;
+  return smoothed ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
 }
 
 ScalarType accum_type(ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
@@ -297,12 +299,7 @@ struct Operands {
     p.rows = rows;
     p.classes = classes;
     p.ignore_index = ignore_index;
-    p.label_smoothing = label_smoothing > 0 ? label_smoothing : 0;
-    if (classes == 1 && !probabilities) {
-      // One class is its own uniform distribution; without smoothing its gradient is exactly 0.
-      p.kind = TargetKind::kLabels;
-      p.label_smoothing = 0;
-    }
+    p.label_smoothing = kind != TargetKind::kLabels && label_smoothing > 0 ? label_smoothing : 0;
     p.layout = layout;
     p.target_layout = probabilities ? *find_layout(target) : layout;
     p.input = input.const_data_ptr();
@@ -462,6 +459,57 @@ Tensor3 cross_entropy_double_backward_cpu_kernel(const OptionalTensor& v, const 
                                             total_weight, reduction, ignore_index, label_smoothing,
                                             output_mask, cross_entropy_double_backward_cpu);
 }
+
+#ifdef WARPWRIGHT_WITH_CUDA
+Tensor3 cross_entropy_forward_cuda(const Tensor& input, const Tensor& target,
+                                   const OptionalTensor& weight, int64_t reduction,
+                                   int64_t ignore_index, double label_smoothing, ScalarType dtype) {
+  const CudaCall call(input);
+  return cross_entropy_forward_with(
+      input, target, weight, reduction, ignore_index, label_smoothing, dtype,
+      [&](CrossEntropyParams& p) {
+        const bool has_labels = p.kind != TargetKind::kProbabilities;
+        p.error = has_labels ? error_record(ErrorSource::kCrossEntropy) : nullptr;
+        const CrossEntropyConfig config = cross_entropy_fwd_config(p);
+        Tensor partials;
+        if (needs_partials(p, config)) {
+          const auto options = input.options().dtype(accum_type(input.scalar_type()));
+          partials = at::empty({config.blocks, 2}, options);
+          p.partials = partials.mutable_data_ptr();
+        }
+        launch_cross_entropy_fwd(p, config, call.stream);
+        if (!has_labels) return;
+        const auto error = check_strict(call.stream);
+        TORCH_CHECK_INDEX(!error.has_value(), error.value_or(""));
+      });
+}
+
+Tensor2 cross_entropy_backward_cuda(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& target, const OptionalTensor& weight,
+                                    const Tensor& row_stats, const Tensor& total_weight,
+                                    int64_t reduction, int64_t ignore_index, double label_smoothing,
+                                    Mask2 output_mask) {
+  const CudaCall call(input);
+  return cross_entropy_backward_with(
+      grad_output, input, target, weight, row_stats, total_weight, reduction, ignore_index,
+      label_smoothing, output_mask,
+      [&](const CrossEntropyBackwardParams& p) { launch_cross_entropy_bwd(p, call.stream); });
+}
+
+Tensor3 cross_entropy_double_backward_cuda(const OptionalTensor& v, const OptionalTensor& u,
+                                           const Tensor& grad_output, const Tensor& input,
+                                           const Tensor& target, const OptionalTensor& weight,
+                                           const Tensor& row_stats, const Tensor& total_weight,
+                                           int64_t reduction, int64_t ignore_index,
+                                           double label_smoothing, Mask3 output_mask) {
+  const CudaCall call(input);
+  return cross_entropy_double_backward_with(
+      v, u, grad_output, input, target, weight, row_stats, total_weight, reduction, ignore_index,
+      label_smoothing, output_mask, [&](const CrossEntropyDoubleBackwardParams& p) {
+        launch_cross_entropy_double_bwd(p, call.stream);
+      });
+}
+#endif
 
 // ---- Meta ----
 
@@ -800,6 +848,14 @@ TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
   m.impl("cross_entropy_backward", cross_entropy_backward_cpu_kernel);
   m.impl("cross_entropy_double_backward", cross_entropy_double_backward_cpu_kernel);
 }
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("cross_entropy_forward", cross_entropy_forward_cuda);
+  m.impl("cross_entropy_backward", cross_entropy_backward_cuda);
+  m.impl("cross_entropy_double_backward", cross_entropy_double_backward_cuda);
+}
+#endif
 
 TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("cross_entropy_forward", cross_entropy_forward_meta);

@@ -1,0 +1,16 @@
+// The device's side of host/error_word.h.
+#pragma once
+
+#include "host/error_word.h"
+
+namespace warpwright {
+
+// One 16-byte store, so that row and value of two reports never mix; the last one stays.
+__device__ __forceinline__ void report_error(ErrorRecord* record, int64_t row, int64_t value) {
+  longlong2 packed;
+  packed.x = row + 1;
+  packed.y = value;
+  *reinterpret_cast<longlong2*>(record) = packed;
+}
+
+}  // namespace warpwright

@@ -1,0 +1,154 @@
+// Backward where a row's classes lie side by side: one read and one write of 16 bytes at a time,
+// with the softmax rebuilt from the saved max and log sum. Ignored rows are written, not read.
+#include "host/launch.h"
+#include "ops/cross_entropy/cross_entropy_alignment.h"
+#include "ops/cross_entropy/cross_entropy_device.cuh"
+
+namespace warpwright {
+namespace {
+
+// One vector of a row: gradients of kVec classes from `c` on.
+template <class T, class Q, TargetKind kKind, int kVec>
+__device__ __forceinline__ void write_gradients(const CrossEntropyBackwardParams& p,
+                                                const Smoothing<Accum<T>>& smoothing,
+                                                const RowGradient<T, kKind>& gradient, int64_t c,
+                                                const Vec<T, kVec>& z, const Q* q, T* dz, Q* dq) {
+  using Acc = Accum<T>;
+  Acc log_p[kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) log_p[j] = gradient.log_p(convert<Acc>(z[j]));
+  if (dz != nullptr) {
+    Acc target[kVec] = {};
+    if constexpr (kKind == TargetKind::kProbabilities) load_converted<kVec>(q + c, target);
+    Acc result[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      result[j] = gradient(log_p[j], weighted_target<kKind>(p, smoothing, c + j, target[j]));
+    }
+    if constexpr (kKind != TargetKind::kProbabilities) {
+      const int64_t hit = gradient.label - c;
+      if (hit >= 0 && hit < kVec) {
+        const Acc w = class_weight<Acc>(p, gradient.label);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) {
+          if (hit == j) result[j] = gradient.at_label(convert<Acc>(z[j]), w, smoothing);
+        }
+      }
+    }
+    store_converted<kVec>(dz + c, result);
+  }
+  if constexpr (kKind == TargetKind::kProbabilities) {
+    if (dq != nullptr) {
+      Acc result[kVec];
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        result[j] = -gradient.grad * smoothing.keep * class_weight<Acc>(p, c + j) * log_p[j];
+      }
+      store_converted<kVec>(dq + c, result);
+    }
+  }
+}
+
+// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride.
+// Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
+// kVec > 1: a scalar head up to the row's first 16-byte boundary (the same in every operand),
+// vectors, a scalar tail.
+template <class T, class Q, TargetKind kKind, int kVec>
+__global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T>)
+    cross_entropy_bwd_rows_kernel(const CrossEntropyBackwardParams p,
+                                  const Smoothing<Accum<T>> smoothing, int lanes) {
+  constexpr int kUnroll = kCrossEntropyUnroll<T, kKind, kVec>;
+  const int lane = threadIdx.x & (lanes - 1);
+  const int rows_per_block = blockDim.x / lanes;
+  for (int64_t row = int64_t{blockIdx.x} * rows_per_block + threadIdx.x / lanes; row < p.rows;
+       row += int64_t{gridDim.x} * rows_per_block) {
+    const RowGradient<T, kKind> gradient(p, row);
+    const int64_t out = row_offset(p.grad_layout, row);
+    const T* z = static_cast<const T*>(p.input) + row_offset(p.layout, row);
+    T* dz = p.grad_input == nullptr ? nullptr : static_cast<T*>(p.grad_input) + out;
+    const Q* q = nullptr;
+    Q* dq = nullptr;
+    if constexpr (kKind == TargetKind::kProbabilities) {
+      q = static_cast<const Q*>(p.target) + row_offset(p.target_layout, row);
+      if (p.grad_target != nullptr) dq = static_cast<Q*>(p.grad_target) + out;
+    }
+
+    int64_t head = 0;
+    if constexpr (kVec > 1) {
+      const int misaligned =
+          static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
+      head = misaligned == 0 ? 0 : kVec - misaligned;
+      if (head > p.classes) head = p.classes;
+    }
+    const int64_t vectors = (p.classes - head) / kVec;
+    for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {
+      Vec<T, kVec> loaded[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t at = v + int64_t{u} * lanes;
+        if (at < vectors && !gradient.zero) {
+          loaded[u] = load_vec<kVec>(z + head + at * kVec);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) loaded[u][j] = convert<T>(Accum<T>(0));
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t at = v + int64_t{u} * lanes;
+        if (at < vectors) {
+          write_gradients<T, Q, kKind, kVec>(p, smoothing, gradient, head + at * kVec, loaded[u], q,
+                                             dz, dq);
+        }
+      }
+    }
+    if constexpr (kVec > 1) {
+      const int64_t body = vectors * kVec;
+      for (int64_t i = lane; i < p.classes - body; i += lanes) {
+        const int64_t c = i < head ? i : i + body;
+        Vec<T, 1> value;
+        value[0] = gradient.zero ? convert<T>(Accum<T>(0)) : z[c];
+        write_gradients<T, Q, kKind, 1>(p, smoothing, gradient, c, value, q, dz, dq);
+      }
+    }
+  }
+}
+
+CrossEntropyAlignment backward_alignment(const CrossEntropyBackwardParams& p) {
+  const RowOperand input{p.input, &p.layout, p.dtype};
+  const RowOperand grad{p.grad_input == nullptr ? p.input : p.grad_input,
+                        p.grad_input == nullptr ? &p.layout : &p.grad_layout, p.dtype};
+  if (p.kind != TargetKind::kProbabilities) return row_alignment(p, {input, grad});
+  const RowOperand target{p.target, &p.target_layout, p.target_dtype};
+  const RowOperand grad_target{p.grad_target == nullptr ? p.target : p.grad_target,
+                               p.grad_target == nullptr ? &p.target_layout : &p.grad_layout,
+                               p.target_dtype};
+  return row_alignment(p, {input, grad, target, grad_target});
+}
+
+}  // namespace
+
+void launch_cross_entropy_bwd(const CrossEntropyBackwardParams& p, cudaStream_t stream) {
+  const CrossEntropyConfig config =
+      choose_cross_entropy_config(p, backward_alignment(p), current_device_info());
+  if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
+    launch_cross_entropy_bwd_pixels(p, config, stream);
+    return;
+  }
+  // No sum over rows here: small problems may use many blocks.
+  const int64_t rows_per_block = config.threads / config.lanes;
+  const int64_t blocks = (p.rows + rows_per_block - 1) / rows_per_block;
+  for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
+    auto run = [&]<int kVec>() {
+      launch(cross_entropy_bwd_rows_kernel<T, Q, kKind, kVec>, dim3(static_cast<unsigned>(blocks)),
+             dim3(config.threads), 0, stream, p, Smoothing<Accum<T>>(p), config.lanes);
+    };
+    if (config.vec > 1) {
+      run.template operator()<kVecSize<T>>();
+    } else {
+      run.template operator()<1>();
+    }
+  });
+}
+
+}  // namespace warpwright

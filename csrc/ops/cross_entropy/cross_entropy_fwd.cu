@@ -1,0 +1,186 @@
+// Forward where a row's classes lie side by side: one read of the logits with an online maximum
+// and sum, kUnroll 16-byte loads in flight a thread. Reduced losses take a second, tiny launch
+// unless one block does it all; no atomics, so the order of every sum is fixed.
+#include "host/launch.h"
+#include "ops/cross_entropy/cross_entropy_alignment.h"
+#include "ops/cross_entropy/cross_entropy_device.cuh"
+
+namespace warpwright {
+namespace {
+
+constexpr int kReduceThreads = 1024;
+
+// Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r).
+// Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
+// kVec > 1: a scalar head up to the first 16-byte boundary of the row, vectors, a scalar tail.
+template <class T, class Q, TargetKind kKind, int kVec>
+__global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T>)
+    cross_entropy_fwd_rows_kernel(const CrossEntropyParams p, const Smoothing<Accum<T>> smoothing,
+                                  int lanes) {
+  using Acc = Accum<T>;
+  using Sums = RowSums<Acc, kKind>;
+  constexpr int kUnroll = kCrossEntropyUnroll<T, kKind, kVec>;
+  constexpr int kCount = kUnroll * kVec;
+  __shared__ Acc shared_sums[kMaxCrossEntropyThreads / kWarpSize][4];
+  __shared__ Acc shared_share[kMaxCrossEntropyThreads / kWarpSize];
+
+  const int lane = threadIdx.x & (lanes - 1);
+  const int rows_per_block = blockDim.x / lanes;
+  LossShare<Acc> total;
+  for (int64_t first = int64_t{blockIdx.x} * rows_per_block; first < p.rows;
+       first += int64_t{gridDim.x} * rows_per_block) {
+    const int64_t row = first + threadIdx.x / lanes;
+    const bool active = row < p.rows;
+    const T* z = static_cast<const T*>(p.input) + (active ? row_offset(p.layout, row) : 0);
+    const Q* q = nullptr;
+    Label label{-1, true, false};
+    Acc label_logit = 0;
+    if constexpr (kKind == TargetKind::kProbabilities) {
+      q = static_cast<const Q*>(p.target) + (active ? row_offset(p.target_layout, row) : 0);
+    } else if (active && lane == 0) {
+      // Early: two dependent loads that the row's own hide.
+      label = load_label(p, row);
+      if (label.valid) label_logit = convert<Acc>(z[label.value]);
+    }
+
+    Sums sums;
+    int64_t head = 0, vectors = 0;
+    if constexpr (kVec > 1) {
+      const int misaligned =
+          static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
+      head = misaligned == 0 ? 0 : kVec - misaligned;
+      if (head > p.classes) head = p.classes;
+    }
+    if (active) vectors = (p.classes - head) / kVec;
+    for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {
+      Acc value[kCount], wq[kCount];
+      bool present[kUnroll];
+      Vec<T, kVec> loaded[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        present[u] = v + int64_t{u} * lanes < vectors;
+        if (present[u]) loaded[u] = load_vec<kVec>(z + head + (v + int64_t{u} * lanes) * kVec);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t c = head + (v + int64_t{u} * lanes) * kVec;
+        Acc target[kVec] = {};
+        if constexpr (kKind == TargetKind::kProbabilities) {
+          if (present[u]) load_converted<kVec>(q + c, target);
+        }
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) {
+          value[u * kVec + j] = present[u] ? convert<Acc>(loaded[u][j]) : -infinity(Acc());
+          wq[u * kVec + j] =
+              present[u] ? weighted_target<kKind>(p, smoothing, c + j, target[j]) : Acc(0);
+        }
+      }
+      sums.template add<kCount, kVec>(value, wq, present);
+    }
+    if constexpr (kVec > 1) {
+      const int64_t body = vectors * kVec;
+      const int64_t scalars = active ? p.classes - body : 0;
+      for (int64_t i = lane; i < scalars; i += lanes) {
+        const int64_t c = i < head ? i : i + body;
+        Acc target = 0;
+        if constexpr (kKind == TargetKind::kProbabilities) target = convert<Acc>(q[c]);
+        const Acc value[1] = {convert<Acc>(z[c])};
+        const Acc wq[1] = {weighted_target<kKind>(p, smoothing, c, target)};
+        const bool present[1] = {true};
+        sums.template add<1, 1>(value, wq, present);
+      }
+    }
+
+    for (int offset = (lanes < kWarpSize ? lanes : kWarpSize) / 2; offset > 0; offset /= 2) {
+      sums.merge(sums.from_lane(offset));
+    }
+    if (lanes > kWarpSize) {  // the block's only row
+      const int warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
+      if (threadIdx.x % kWarpSize == 0) {
+        Acc* slot = shared_sums[warp];
+        slot[0] = sums.max;
+        slot[1] = sums.sum;
+        slot[2] = sums.linear;
+        slot[3] = sums.mass;
+      }
+      __syncthreads();
+      if (warp == 0) {
+        sums = Sums();
+        if (threadIdx.x < num_warps) {
+          const Acc* slot = shared_sums[threadIdx.x];
+          sums.max = slot[0];
+          sums.sum = slot[1];
+          sums.linear = slot[2];
+          sums.mass = slot[3];
+        }
+        for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+          sums.merge(sums.from_lane(offset));
+        }
+      }
+      __syncthreads();  // before the next row overwrites the slots
+    }
+    if (active && lane == 0) {
+      const LossShare<Acc> share =
+          finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
+      total.loss += share.loss;
+      total.weight += share.weight;
+    }
+  }
+  finish_block<T>(p, total, shared_share);
+}
+
+// Layout: partials (num_partials, 2). Grid: one block. Sums in double, which costs nothing here.
+template <class T>
+__global__ void __launch_bounds__(kReduceThreads)
+    cross_entropy_reduce_kernel(const CrossEntropyParams p, int64_t num_partials) {
+  __shared__ double shared[kReduceThreads / kWarpSize];
+  const Vec<Accum<T>, 2>* partials = static_cast<const Vec<Accum<T>, 2>*>(p.partials);
+  double loss = 0, weight = 0;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < num_partials; i += kReduceThreads) {
+    const Vec<Accum<T>, 2> partial = partials[i];
+    loss += partial[0];
+    weight += partial[1];
+  }
+  loss = block_reduce(loss, Sum{}, 0.0, shared);
+  weight = block_reduce(weight, Sum{}, 0.0, shared);
+  if (threadIdx.x == 0) write_reduced<T>(p, loss, weight);
+}
+
+}  // namespace
+
+void launch_cross_entropy_reduce(const CrossEntropyParams& p, const CrossEntropyConfig& config,
+                                 cudaStream_t stream) {
+  if (!needs_partials(p, config)) return;
+  for_dtype(p.dtype, [&]<class T>() {
+    launch(cross_entropy_reduce_kernel<T>, dim3(1), dim3(kReduceThreads), 0, stream, p,
+           config.blocks);
+  });
+}
+
+CrossEntropyConfig cross_entropy_fwd_config(const CrossEntropyParams& p) {
+  return choose_cross_entropy_config(p, cross_entropy_alignment(p), current_device_info());
+}
+
+void launch_cross_entropy_fwd(const CrossEntropyParams& p, const CrossEntropyConfig& config,
+                              cudaStream_t stream) {
+  if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
+    launch_cross_entropy_fwd_pixels(p, config, stream);
+  } else {
+    for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
+      auto run = [&]<int kVec>() {
+        launch(cross_entropy_fwd_rows_kernel<T, Q, kKind, kVec>,
+               dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads), 0, stream, p,
+               Smoothing<Accum<T>>(p), config.lanes);
+      };
+      if (config.vec > 1) {
+        run.template operator()<kVecSize<T>>();
+      } else {
+        run.template operator()<1>();
+      }
+    });
+  }
+  launch_cross_entropy_reduce(p, config, stream);
+}
+
+}  // namespace warpwright
