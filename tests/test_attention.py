@@ -108,7 +108,11 @@ MASK_SHAPES = [
 @pytest.mark.parametrize("shape", MASK_SHAPES)
 def test_masks(device, dtype, shape):
     q, k, v = qkv(device, dtype, 2, 3, 70, 90, 16)
-    compare((q, k, v, make(device, dtype, *shape)))
+    mask = make(device, dtype, *shape)
+    if shape[-1] == 1 and dtype in (torch.bfloat16, torch.float16):
+        # A constant along the row changes nothing: the exact gradient is 0, the rest is rounding.
+        mask.requires_grad_(False)
+    compare((q, k, v, mask))
     compare((q, k, v, torch.rand(shape, device=device) < 0.7))
     if dtype in (torch.bfloat16, torch.float16):
         compare((q, k, v, torch.randn(shape, device=device)))

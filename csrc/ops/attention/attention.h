@@ -55,7 +55,7 @@ struct AttentionParams {
 struct AttentionBackwardParams {
   AttentionParams fwd;
   AttentionOperand dout;                  // (B, H, S_q, D_v)
-  void* delta = nullptr;                  // (B, H, S_q), accumulator type, workspace
+  void* row_stats = nullptr;              // (2, B, H, S_q), accumulator type: workspace on CUDA
   AttentionOperand dq;                    // (B, H, S_q, D), null if not wanted
   AttentionOperand dk;                    // (B, H_kv, S_k, D), null if not wanted
   AttentionOperand dv;                    // (B, H_kv, S_k, D_v), null if not wanted
@@ -72,8 +72,48 @@ struct AttentionDropoutParams {
   void* factors;                // (B, H, rows, S_k)
 };
 
+struct AttentionConfig {
+  bool tensor_cores;  // else FMA
+  int head_tile;      // 64, 128 or 256: what D and D_v are padded to (tensor cores only)
+  bool has_extras;    // the instance with mask, dropout or an unusual scale
+  const char* reason;
+};
+
+inline AttentionConfig choose_attention_config(const AttentionParams& p, const DeviceInfo& device) {
+  const int64_t widest = p.D > p.D_v ? p.D : p.D_v;
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16)
+    return {false, 0, true, "FMA: fp32 and fp64 keep their precision"};
+  if (device.sm_arch < 80) return {false, 0, true, "FMA: mma.sync of 16-bit types needs sm_80"};
+  if (widest > 256) return {false, 0, true, "FMA: a head dimension above 256 fits no tile"};
+  if (p.D == 0 || p.D_v == 0) return {false, 0, true, "FMA: an empty head dimension"};
+  // 2^(scale * s - scale * max) needs a positive scale, or the maximum would be the minimum.
+  const float scale = static_cast<float>(p.scale);
+  const bool foldable = scale > 0 && scale < 1e30f;
+  const bool extras = p.mask_type != MaskType::kNone || p.dropout_p > 0 || !foldable;
+  const int head_tile = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
+  return {true, head_tile, extras,
+          extras ? "mma.sync: with mask, dropout or an unusual scale" : "mma.sync: plain or causal"};
+}
+
 void attention_fwd_cpu(const AttentionParams& params);
 void attention_bwd_cpu(const AttentionBackwardParams& params);
 void attention_dropout_cpu(const AttentionDropoutParams& params);
+
+#ifdef WARPWRIGHT_WITH_CUDA
+// The generator's state as at::PhiloxCudaState holds it: under graph capture seed and offset are
+// known on the device only.
+struct PhiloxSource {
+  bool captured;
+  uint64_t seed, offset;
+  const int64_t *seed_pointer, *offset_pointer;
+  uint32_t offset_in_graph;
+};
+
+// Resolves it into `philox_state` (2): seed, offset.
+void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream);
+void launch_attention_fwd(const AttentionParams& params, cudaStream_t stream);
+void launch_attention_bwd(const AttentionBackwardParams& params, cudaStream_t stream);
+void launch_attention_dropout(const AttentionDropoutParams& params, cudaStream_t stream);
+#endif
 
 }  // namespace warpwright

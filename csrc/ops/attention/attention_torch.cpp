@@ -392,11 +392,12 @@ Four attention_backward_with(const Tensor& grad_out, const Tensor& query, const 
     const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
     const Tensor dout = with_dense_rows(grad_out), o = with_dense_rows(out);
     const Tensor rows = lse.contiguous();
-    const Tensor delta = at::empty_like(rows);
+    Tensor row_stats;
+    if (rows.is_cuda()) row_stats = at::empty({2, rows.numel()}, rows.options());
     AttentionBackwardParams p{};
     p.fwd = make_params(q, k, v, mask, o, rows, philox_state, a);
     p.dout = operand(dout);
-    p.delta = delta.mutable_data_ptr();
+    if (row_stats.defined()) p.row_stats = row_stats.mutable_data_ptr();
     p.dq = operand(dq), p.dk = operand(dk), p.dv = operand(dv);
     if (want_mask) {
       p.dmask = dmask.mutable_data_ptr();
@@ -451,6 +452,55 @@ Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dty
   return dropout_factors_with(philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k,
                               attention_dropout_cpu);
 }
+
+#ifdef WARPWRIGHT_WITH_CUDA
+Three attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
+                            const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                            std::optional<double> scale) {
+  const CudaCall call(query);
+  auto draw = [&](const Tensor& philox_state) {
+    auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
+        std::nullopt, at::cuda::detail::getDefaultCUDAGenerator());
+    const std::lock_guard<std::mutex> lock(generator->mutex_);
+    // One counter step of the generator is one call: the position in S is the rest of the counter.
+    const at::PhiloxCudaState state = generator->philox_cuda_state(/*increment=*/4);
+    PhiloxSource source{};
+    source.captured = state.captured_;
+    if (state.captured_) {
+      source.seed_pointer = state.seed_.ptr;
+      source.offset_pointer = state.offset_.ptr;
+      source.offset_in_graph = state.offset_intragraph_;
+    } else {
+      source.seed = state.seed_.val;
+      source.offset = state.offset_.val;
+    }
+    launch_philox_state(source, philox_state.mutable_data_ptr<int64_t>(), call.stream);
+  };
+  return attention_with(query, key, value, attn_mask, {dropout_p, is_causal, scale}, draw,
+                        [&](const AttentionParams& p) { launch_attention_fwd(p, call.stream); });
+}
+
+Four attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                    const Tensor& value, const OptionalTensor& attn_mask,
+                                    const Tensor& out, const Tensor& lse,
+                                    const Tensor& philox_state, double dropout_p, bool is_causal,
+                                    std::optional<double> scale, std::array<bool, 4> output_mask) {
+  const CudaCall call(query);
+  return attention_backward_with(
+      grad_out, query, key, value, attn_mask, out, lse, philox_state,
+      {dropout_p, is_causal, scale}, output_mask,
+      [&](const AttentionBackwardParams& p) { launch_attention_bwd(p, call.stream); });
+}
+
+Tensor dropout_factors_cuda_kernel(const Tensor& philox_state, at::ScalarType dtype,
+                                   double dropout_p, int64_t B, int64_t H, int64_t row_begin,
+                                   int64_t rows, int64_t S_k) {
+  const CudaCall call(philox_state);
+  return dropout_factors_with(
+      philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k,
+      [&](const AttentionDropoutParams& p) { launch_attention_dropout(p, call.stream); });
+}
+#endif
 
 // ---- Meta ----
 
@@ -655,6 +705,14 @@ TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
   m.impl("attention_backward", attention_backward_cpu_kernel);
   m.impl("attention_dropout_factors", dropout_factors_cpu_kernel);
 }
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("attention", attention_cuda_kernel);
+  m.impl("attention_backward", attention_backward_cuda_kernel);
+  m.impl("attention_dropout_factors", dropout_factors_cuda_kernel);
+}
+#endif
 
 TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("attention", attention_meta);

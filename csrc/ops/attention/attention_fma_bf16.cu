@@ -1,0 +1,9 @@
+#include "ops/attention/attention_fma.cuh"
+
+namespace warpwright {
+
+template void launch_attention_fwd_fma<bf16>(const AttentionParams&, cudaStream_t);
+template void launch_attention_bwd_fma<bf16>(const AttentionBackwardParams&, cudaStream_t);
+template void launch_attention_bwd_mask<bf16>(const AttentionBackwardParams&, cudaStream_t);
+
+}  // namespace warpwright

@@ -1,0 +1,9 @@
+#include "ops/attention/attention_fma.cuh"
+
+namespace warpwright {
+
+template void launch_attention_fwd_fma<half>(const AttentionParams&, cudaStream_t);
+template void launch_attention_bwd_fma<half>(const AttentionBackwardParams&, cudaStream_t);
+template void launch_attention_bwd_mask<half>(const AttentionBackwardParams&, cudaStream_t);
+
+}  // namespace warpwright

@@ -1,0 +1,14 @@
+#include "ops/attention/attention_fwd_mma.cuh"
+
+namespace warpwright {
+
+template <>
+void launch_attention_fwd_mma<bf16, 256>(const AttentionParams& p, const AttentionMmaArgs& args,
+                                        cudaStream_t stream) {
+  if (args.has_extras)
+    launch_fwd_tile<bf16, AttentionFwdTile<256, 1, 32>, true>(p, args, stream);
+  else
+    launch_fwd_tile<bf16, AttentionFwdTile<256, 1, 64>, false>(p, args, stream);
+}
+
+}  // namespace warpwright
