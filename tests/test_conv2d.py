@@ -80,6 +80,23 @@ def test_integers_are_exact(device, dtype, case):
             assert torch.equal(a.double(), e.to(dtype).double())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_tf32(case):
+    # Not against native's error: which of its kernels round to TF32 depends on the shape.
+    torch.backends.cudnn.allow_tf32 = True
+    for memory_format in FORMATS:
+        args = make(case, "cuda", torch.float32, input_format=memory_format)
+        exact_args = [a.detach().double().requires_grad_() for a in args[:3]]
+        y, exact = F.conv2d(*args), native(*exact_args, *args[3:])
+        cotangent = torch.randn_like(exact)
+        ours = torch.autograd.grad(y, args[:3], cotangent.float())
+        expected = torch.autograd.grad(exact, exact_args, cotangent)
+        for a, e in zip((y, *ours), (exact, *expected), strict=True):
+            error = (a.double() - e).abs().max()
+            assert error <= 2e-3 * e.abs().max()
+
+
 def test_layouts(device, dtype):
     w = torch.randn(6, 4, 3, 3, device=device).to(dtype)
     b = torch.randn(6, device=device).to(dtype)

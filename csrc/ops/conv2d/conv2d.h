@@ -4,7 +4,9 @@
 // FLOPs a direction; memory-bound where C/groups*R*S or K/groups is small.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "host/dtype.h"
 
@@ -46,9 +48,122 @@ struct Conv2dBackwardParams {
   void* grad_input;
   void* grad_weight;
   void* grad_bias;
+  void* workspace = nullptr;  // conv2d_workspace_bytes() of the weight gradient
 };
+
+// ---- GPU: choice of kernel ----
+
+enum class ConvDirection { kForward, kInputGradient, kWeightGradient };
+enum class ConvKind { k16Bit, kTf32, kFp32, kFp64 };
+enum class ConvTile { kWide, kNarrow, kSmall };
+
+struct ConvTileShape {
+  int blk_m, blk_n, blk_k, warps_m, warps_n, stages, ctas_per_sm;
+};
+
+// kWide and kNarrow (for at most 64 columns) need 16-byte accesses; kSmall takes anything.
+constexpr ConvTileShape conv_tile_shape(ConvKind kind, ConvTile tile) {
+  constexpr ConvTileShape kShapes[4][3] = {
+      // kWide                       kNarrow                     kSmall
+      {{128, 128, 64, 2, 2, 3, 2}, {128, 64, 64, 2, 2, 3, 2}, {64, 64, 64, 2, 2, 3, 3}},
+      {{128, 128, 32, 2, 2, 3, 2}, {128, 64, 32, 2, 2, 3, 2}, {64, 64, 32, 2, 2, 3, 3}},
+      {{64, 64, 16, 2, 2, 3, 3}, {64, 64, 16, 2, 2, 3, 3}, {64, 64, 16, 2, 2, 3, 3}},
+      {{64, 64, 16, 2, 2, 3, 2}, {64, 64, 16, 2, 2, 3, 2}, {64, 64, 16, 2, 2, 3, 2}},
+  };
+  return kShapes[static_cast<int>(kind)][static_cast<int>(tile)];
+}
+
+struct Conv2dConfig {
+  ConvKind kind;
+  ConvTile tile;
+  bool wide;   // 16-byte gathers along the channels (NHWC)
+  int splits;  // weight gradient: runs of pixels, summed in order by a second kernel
+  const char* reason;
+};
+
+constexpr ConvKind conv_kind(const Conv2dShape& s) {
+  if (s.dtype == DType::kFloat64) return ConvKind::kFp64;
+  if (s.dtype == DType::kFloat32) return s.allow_tf32 ? ConvKind::kTf32 : ConvKind::kFp32;
+  return ConvKind::k16Bit;
+}
+
+// Do pixels of one tile fit 16-bit rows and columns and a 32-bit offset from each other?
+constexpr bool fits_compact_coords(const Conv2dShape& s) {
+  constexpr int64_t kMaxExtent = 16000, kTilePixels = 128;
+  auto spans = [&](int64_t pixels, int64_t image) {
+    return (kTilePixels / std::max<int64_t>(pixels, 1) + 2) * image < (int64_t{1} << 31);
+  };
+  return s.h + 2 * s.pad_h + s.r * s.dilation_h < kMaxExtent &&
+         s.w + 2 * s.pad_w + s.s * s.dilation_w < kMaxExtent && spans(s.p * s.q, s.c * s.h * s.w) &&
+         spans(s.h * s.w / (s.stride_h * s.stride_w), s.k * s.p * s.q);
+}
+
+// `addresses`: the operands' addresses or-ed together.
+inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dShape& s,
+                                         uintptr_t addresses, const DeviceInfo& device) {
+  Conv2dConfig config{};
+  config.kind = conv_kind(s);
+  config.tile = ConvTile::kSmall;
+  config.splits = 1;
+  const int64_t vec = 16 / dtype_size(s.dtype);
+  config.wide =
+      s.channels_last && s.group_c() % vec == 0 && s.group_k() % vec == 0 && addresses % 16 == 0;
+  const int64_t depth = s.group_c() * s.taps();
+  const int64_t columns = direction == ConvDirection::kForward         ? s.group_k()
+                          : direction == ConvDirection::kInputGradient ? s.group_c()
+                                                                       : depth;
+  if (config.wide) {
+    config.tile = columns <= 64 ? ConvTile::kNarrow : ConvTile::kWide;
+    if (direction == ConvDirection::kWeightGradient && s.group_k() <= 64) {
+      config.tile = ConvTile::kSmall;  // a 128-row tile would be half empty
+    }
+  }
+  config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"
+                  : s.channels_last ? "channels are not whole 16-byte vectors: element gathers"
+                                    : "NCHW: element gathers along the rows of the image";
+  if (direction != ConvDirection::kWeightGradient) return config;
+  const ConvTileShape shape = conv_tile_shape(config.kind, config.tile);
+  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t tiles =
+      ceil_div(s.group_k(), shape.blk_m) * ceil_div(depth, shape.blk_n) * s.groups;
+  const int64_t k_tiles = ceil_div(s.n * s.p * s.q, shape.blk_k);
+  // One full wave; a part has work for its ring, and parts stay within 64 MiB.
+  const int64_t wave = int64_t{device.num_sms} * shape.ctas_per_sm;
+  const int64_t bytes = s.k * depth * (s.dtype == DType::kFloat64 ? 8 : 4);
+  const int64_t most = std::min<int64_t>(std::max<int64_t>(1, k_tiles / 8),
+                                         std::max<int64_t>(1, (int64_t{64} << 20) / bytes));
+  config.splits = static_cast<int>(std::clamp<int64_t>(wave / tiles, 1, most));
+  return config;
+}
+
+inline int64_t conv2d_workspace_bytes(const Conv2dShape& s, const Conv2dConfig& config) {
+  if (config.splits <= 1) return 0;
+  return config.splits * s.k * s.group_c() * s.taps() * (s.dtype == DType::kFloat64 ? 8 : 4);
+}
+
+inline std::string describe(const Conv2dConfig& config) {
+  constexpr const char* kKinds[] = {"16-bit mma.sync", "TF32 mma.sync", "fp32 FMA", "fp64 FMA"};
+  const ConvTileShape shape = conv_tile_shape(config.kind, config.tile);
+  std::string text = std::string("portable implicit GEMM, ") +
+                     kKinds[static_cast<int>(config.kind)] + ", tile " +
+                     std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) + "x" +
+                     std::to_string(shape.blk_k);
+  if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
+  return text + " (" + config.reason + ")";
+}
+
+// ---- entries ----
 
 void conv2d_cpu(const Conv2dParams& params);
 void conv2d_backward_cpu(const Conv2dBackwardParams& params);
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_conv2d_forward(const Conv2dParams& params, const Conv2dConfig& config,
+                           cudaStream_t stream);
+void launch_conv2d_input_gradient(const Conv2dBackwardParams& params, const Conv2dConfig& config,
+                                  cudaStream_t stream);
+void launch_conv2d_weight_gradient(const Conv2dBackwardParams& params, const Conv2dConfig& config,
+                                   cudaStream_t stream);
+#endif
 
 }  // namespace warpwright

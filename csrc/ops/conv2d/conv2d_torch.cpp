@@ -295,6 +295,61 @@ Gradients conv2d_backward_cpu_kernel(const Tensor& grad_output, const Tensor& in
                               conv2d_backward_cpu);
 }
 
+#ifdef WARPWRIGHT_WITH_CUDA
+// Or-ed together: all of them are aligned where the sum is.
+template <class... Pointers>
+uintptr_t addresses(Pointers... pointers) {
+  return (reinterpret_cast<uintptr_t>(pointers) | ...);
+}
+
+// float32 on tensor cores as native: torch.backends.cudnn.conv.fp32_precision or allow_tf32.
+bool allow_tf32() { return at::globalContext().allowTF32CuDNN(at::Float32Op::CONV); }
+
+Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                          int64_t groups) {
+  const CudaCall call(input);
+  return conv2d_with(input, weight, bias, stride, padding, dilation, groups, [&](Conv2dParams p) {
+    p.shape.allow_tf32 = allow_tf32();
+    const Conv2dConfig config =
+        choose_conv2d_config(ConvDirection::kForward, p.shape,
+                             addresses(p.input, p.weight, p.output), current_device_info());
+    launch_conv2d_forward(p, config, call.stream);
+  });
+}
+
+Gradients conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
+                                      const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                      IntArrayRef dilation, int64_t groups, Mask mask) {
+  const CudaCall call(input);
+  const auto run = [&](Conv2dBackwardParams p) {
+    p.shape.allow_tf32 = allow_tf32();
+    const DeviceInfo& device = current_device_info();
+    if (p.grad_input != nullptr) {
+      const Conv2dConfig config =
+          choose_conv2d_config(ConvDirection::kInputGradient, p.shape,
+                               addresses(p.grad_output, p.weight, p.grad_input), device);
+      launch_conv2d_input_gradient(p, config, call.stream);
+    }
+    if (p.grad_weight != nullptr) {
+      const Conv2dConfig config =
+          choose_conv2d_config(ConvDirection::kWeightGradient, p.shape,
+                               addresses(p.grad_output, p.input, p.grad_weight), device);
+      const int64_t size = conv2d_workspace_bytes(p.shape, config);
+      // Freed on return: the caching allocator gives it to later work of this stream only.
+      const Tensor parts =
+          size > 0 ? at::empty({size}, input.options().dtype(at::kByte)) : Tensor();
+      if (parts.defined()) p.workspace = parts.mutable_data_ptr();
+      launch_conv2d_weight_gradient(p, config, call.stream);
+    }
+  };
+  Gradients gradients = conv2d_backward_with(grad_output, input, weight, stride, padding, dilation,
+                                             groups, {mask[0], mask[1], false}, run);
+  if (mask[2]) std::get<2>(gradients) = batched(grad_output).sum(IntArrayRef{0, 2, 3});
+  return gradients;
+}
+#endif
+
 // ---- Meta ----
 
 Tensor conv2d_meta(const Tensor& input_, const Tensor& weight, const OptionalTensor& bias,
