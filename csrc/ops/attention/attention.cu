@@ -17,8 +17,8 @@ __global__ void philox_state_kernel(PhiloxSource source, int64_t* state) {
                              : static_cast<int64_t>(source.offset);
 }
 
-// stats (2, B, H, S_q): lse * lse_unit (+inf for a hidden row, so that exp(S - it) = 0), and delta =
-// rowsum(dout * out). One warp a row; grid.x = (B * H * S_q) / 8 warps
+// stats (2, B, H, S_q): lse * lse_unit (+inf for a hidden row, so that exp(S - it) = 0), and delta
+// = rowsum(dout * out). One warp a row; grid.x = (B * H * S_q) / 8 warps
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     attention_row_stats_kernel(const __grid_constant__ AttentionBackwardParams p,

@@ -16,7 +16,8 @@
 
 namespace warpwright {
 
-// A (B, H, S, D) operand: element (b, h, s, d) is at b * stride_b + h * stride_h + s * stride_s + d.
+// A (B, H, S, D) operand: element (b, h, s, d) is at b * stride_b + h * stride_h + s * stride_s +
+// d.
 struct AttentionOperand {
   void* data = nullptr;
   int64_t stride_b = 0, stride_h = 0, stride_s = 0;
@@ -54,12 +55,12 @@ struct AttentionParams {
 
 struct AttentionBackwardParams {
   AttentionParams fwd;
-  AttentionOperand dout;                  // (B, H, S_q, D_v)
-  void* row_stats = nullptr;              // (2, B, H, S_q), accumulator type: workspace on CUDA
-  AttentionOperand dq;                    // (B, H, S_q, D), null if not wanted
-  AttentionOperand dk;                    // (B, H_kv, S_k, D), null if not wanted
-  AttentionOperand dv;                    // (B, H_kv, S_k, D_v), null if not wanted
-  void* dmask = nullptr;                  // accumulator type, null if not wanted
+  AttentionOperand dout;                   // (B, H, S_q, D_v)
+  void* row_stats = nullptr;               // (2, B, H, S_q), accumulator type: workspace on CUDA
+  AttentionOperand dq;                     // (B, H, S_q, D), null if not wanted
+  AttentionOperand dk;                     // (B, H_kv, S_k, D), null if not wanted
+  AttentionOperand dv;                     // (B, H_kv, S_k, D_v), null if not wanted
+  void* dmask = nullptr;                   // accumulator type, null if not wanted
   int64_t dmask_stride[4] = {0, 0, 0, 0};  // 0 where the mask broadcasts: the sum goes there
 };
 
@@ -91,8 +92,9 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   const bool foldable = scale > 0 && scale < 1e30f;
   const bool extras = p.mask_type != MaskType::kNone || p.dropout_p > 0 || !foldable;
   const int head_tile = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
-  return {true, head_tile, extras,
-          extras ? "mma.sync: with mask, dropout or an unusual scale" : "mma.sync: plain or causal"};
+  return {
+      true, head_tile, extras,
+      extras ? "mma.sync: with mask, dropout or an unusual scale" : "mma.sync: plain or causal"};
 }
 
 void attention_fwd_cpu(const AttentionParams& params);

@@ -1,10 +1,11 @@
+// The f16 instances for head dimensions up to 128; a file each, so that none compiles long.
 #include "ops/attention/attention_bwd_mma.cuh"
 
 namespace warpwright {
 
 template <>
 void launch_attention_bwd_dq_mma<half, 128>(const AttentionBackwardParams& p,
-                                           const AttentionMmaArgs& args, cudaStream_t stream) {
+                                            const AttentionMmaArgs& args, cudaStream_t stream) {
   using Tile = AttentionDqTile<128, 2, 32, 2>;
   if (args.has_extras)
     launch_dq_tile<half, Tile, true>(p, args, stream);
@@ -14,7 +15,7 @@ void launch_attention_bwd_dq_mma<half, 128>(const AttentionBackwardParams& p,
 
 template <>
 void launch_attention_bwd_dkdv_mma<half, 128>(const AttentionBackwardParams& p,
-                                             const AttentionMmaArgs& args, cudaStream_t stream) {
+                                              const AttentionMmaArgs& args, cudaStream_t stream) {
   if (args.has_extras)
     launch_dkdv_tile<half, AttentionDkDvTile<128, 1, 32, 2>, true, true, true>(p, args, stream);
   else

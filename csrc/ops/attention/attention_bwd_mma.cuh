@@ -126,7 +126,8 @@ __device__ __forceinline__ void fill_scale(float (&scale)[kTiles][2], double val
 // grid.x = (B * H, query tiles from the last, which is the longest under the causal rule)
 template <class T, class Tile, bool kHasExtras>
 __global__ void __launch_bounds__(kMmaThreads)
-    attention_bwd_dq_mma_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ AttentionMmaArgs args) {
+    attention_bwd_dq_mma_kernel(const __grid_constant__ AttentionBackwardParams params,
+                                const __grid_constant__ AttentionMmaArgs args) {
   constexpr int kD = Tile::kD, kTiles = Tile::kTiles, kBlockM = Tile::kBlockM;
   constexpr int kBlockN = Tile::kBlockN, kCols = kBlockN / 8;
   const AttentionParams& p = params.fwd;
@@ -175,8 +176,7 @@ __global__ void __launch_bounds__(kMmaThreads)
     multiply_rows<T, kD>(s, smem_address(sQ), warp_row, k_base);
     clear(dp);
     multiply_rows<T, kD>(dp, smem_address(sDout), warp_row, v_base);
-    const bool has_hidden =
-        col0 + kBlockN > p.S_k || (p.is_causal && col0 + kBlockN > row0 + 1);
+    const bool has_hidden = col0 + kBlockN > p.S_k || (p.is_causal && col0 + kBlockN > row0 + 1);
     grad_scores<T, false, kHasExtras, true>(
         p, args, s, dp, b, h, row0 + warp_row, col0, has_hidden,
         [&](int i, int, int e) { return lse[i][e / 2]; },
@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(kMmaThreads)
 // grid.x = (B * H_kv, key tiles from the first, which is the longest under the causal rule)
 template <class T, class Tile, bool kWantDk, bool kWantDv, bool kHasExtras>
 __global__ void __launch_bounds__(kMmaThreads)
-    attention_bwd_dkdv_mma_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ AttentionMmaArgs args) {
+    attention_bwd_dkdv_mma_kernel(const __grid_constant__ AttentionBackwardParams params,
+                                  const __grid_constant__ AttentionMmaArgs args) {
   constexpr int kD = Tile::kD, kTiles = Tile::kTiles, kBlockM = Tile::kBlockM;
   constexpr int kBlockN = Tile::kBlockN, kCols = kBlockM / 8;
   const AttentionParams& p = params.fwd;
@@ -218,8 +219,8 @@ __global__ void __launch_bounds__(kMmaThreads)
   load_tile<kBlockN, kD>(sK, operand_rows<const T>(p.k, b, h_kv, col0), p.k.stride_s, cols, p.D,
                          args.vectorized);
   if constexpr (kWantDk) {
-    load_tile<kBlockN, kD>(sV, operand_rows<const T>(p.v, b, h_kv, col0), p.v.stride_s, cols,
-                           p.D_v, args.vectorized);
+    load_tile<kBlockN, kD>(sV, operand_rows<const T>(p.v, b, h_kv, col0), p.v.stride_s, cols, p.D_v,
+                           args.vectorized);
   }
   const float* stats = static_cast<const float*>(params.row_stats);
   const int64_t all_rows = p.B * p.H * p.S_q;

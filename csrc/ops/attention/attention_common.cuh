@@ -15,8 +15,8 @@ namespace warpwright {
 template <class T>
 __device__ __forceinline__ Accum<T> mask_term(const AttentionParams& p, int64_t b, int64_t h,
                                               int64_t row, int64_t col) {
-  const int64_t offset = b * p.mask_stride[0] + h * p.mask_stride[1] + row * p.mask_stride[2] +
-                         col * p.mask_stride[3];
+  const int64_t offset =
+      b * p.mask_stride[0] + h * p.mask_stride[1] + row * p.mask_stride[2] + col * p.mask_stride[3];
   switch (p.mask_type) {
     case MaskType::kBool:
       return static_cast<const bool*>(p.mask)[offset] ? Accum<T>(0) : -Accum<T>(INFINITY);

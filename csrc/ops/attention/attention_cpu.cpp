@@ -259,8 +259,8 @@ void attention_fwd_tile(const AttentionParams& p, Worker<T>& worker, int64_t b, 
     worker.scores(t, q, worker.load(p.k, b, h_kv, col, t.cols, p.D, k_buffer), s);
     for (int64_t i = 0; i < rows; ++i) {
       C* s_row = s.data() + i * t.cols;
-      const C tile_max = at::vec::reduce_all<C>(
-          [](Vec x, Vec y) { return at::vec::maximum(x, y); }, s_row, t.cols);
+      const C tile_max = at::vec::reduce_all<C>([](Vec x, Vec y) { return at::vec::maximum(x, y); },
+                                                s_row, t.cols);
       // Keeps NaN: the comparison is false for it on either side.
       const C new_max = row_max[i] >= tile_max ? row_max[i] : tile_max;
       if (new_max == kHidden) {

@@ -1,7 +1,7 @@
 // Flash attention on FMA units, for fp32, fp64 and head dimensions that no tensor-core tile holds.
-// A CTA has 16 x 16 threads; thread (ty, tx) owns rows ty + 16 i and columns tx + 16 j of each tile.
-// Depth is walked in slices of 16; an output wider than 64 columns is split over CTAs, each of which
-// recomputes the scores.
+// A CTA has 16 x 16 threads; thread (ty, tx) owns rows ty + 16 i and columns tx + 16 j of each
+// tile. Depth is walked in slices of 16; an output wider than 64 columns is split over CTAs, each
+// of which recomputes the scores.
 #pragma once
 
 #include <algorithm>
@@ -110,10 +110,9 @@ __device__ void fma_weighted_rows(FmaOut<T>& acc, const Accum<T>* w, const T* x,
     __syncthreads();
     for (int e = threadIdx.x; e < Tile::kDepth * Tile::kOut; e += Tile::kThreads) {
       const int r = e / Tile::kOut, c = e % Tile::kOut;
-      shared.right[r * Tile::kOutPitch + c] =
-          k0 + r < x_rows && col + c < cols
-              ? convert<Acc>(x[(k0 + r) * x_stride + col + c])
-              : Acc(0);
+      shared.right[r * Tile::kOutPitch + c] = k0 + r < x_rows && col + c < cols
+                                                  ? convert<Acc>(x[(k0 + r) * x_stride + col + c])
+                                                  : Acc(0);
     }
     __syncthreads();
 #pragma unroll
@@ -126,7 +125,8 @@ __device__ void fma_weighted_rows(FmaOut<T>& acc, const Accum<T>* w, const T* x,
                            : w[row * Tile::kScorePitch + k0 + k];
       }
 #pragma unroll
-      for (int j = 0; j < Tile::kOutPer; ++j) b[j] = shared.right[k * Tile::kOutPitch + tx + 16 * j];
+      for (int j = 0; j < Tile::kOutPer; ++j)
+        b[j] = shared.right[k * Tile::kOutPitch + tx + 16 * j];
 #pragma unroll
       for (int i = 0; i < Tile::kPer; ++i)
 #pragma unroll
@@ -200,7 +200,8 @@ __device__ __forceinline__ A reduce_over_tx(A value, Op op) {
 // grid.x = (B * H, query tiles, column chunks of out), the last fastest; causal: longest tile first
 template <class T>
 __global__ void __launch_bounds__(FmaTile<T>::kThreads)
-    attention_fwd_fma_kernel(const __grid_constant__ AttentionParams p, uint32_t threshold, Accum<T> keep_scale) {
+    attention_fwd_fma_kernel(const __grid_constant__ AttentionParams p, uint32_t threshold,
+                             Accum<T> keep_scale) {
   using Tile = FmaTile<T>;
   using Acc = Accum<T>;
   const FmaShared<T> shared(attention_smem);
@@ -267,8 +268,8 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
                p.D_v, Acc(1));
 }
 
-// The rows' log-sum-exp (+inf for a hidden row: exp(S - inf) = 0) and delta, from the workspace that
-// attention_row_stats_kernel wrote; rows past S_q count as hidden.
+// The rows' log-sum-exp (+inf for a hidden row: exp(S - inf) = 0) and delta, from the workspace
+// that attention_row_stats_kernel wrote; rows past S_q count as hidden.
 template <class T>
 struct FmaRowStats {
   Accum<T> lse[FmaTile<T>::kPer], delta[FmaTile<T>::kPer];
@@ -328,8 +329,8 @@ __device__ void fma_to_shared(const FmaScores<T>& scores, Accum<T>* target) {
 // dq (B, H, S_q, D); grid.x = (B * H, query tiles, column chunks of dq), the last fastest
 template <class T>
 __global__ void __launch_bounds__(FmaTile<T>::kThreads)
-    attention_bwd_dq_fma_kernel(const __grid_constant__ AttentionBackwardParams p, uint32_t threshold,
-                                Accum<T> keep_scale) {
+    attention_bwd_dq_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                uint32_t threshold, Accum<T> keep_scale) {
   using Tile = FmaTile<T>;
   const AttentionParams& f = p.fwd;
   const FmaShared<T> shared(attention_smem);
@@ -360,8 +361,8 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
 // grid.x = (B * H_kv, key tiles, column chunks of the wider of dk and dv), the last fastest
 template <class T>
 __global__ void __launch_bounds__(FmaTile<T>::kThreads)
-    attention_bwd_dkdv_fma_kernel(const __grid_constant__ AttentionBackwardParams p, uint32_t threshold,
-                                  Accum<T> keep_scale) {
+    attention_bwd_dkdv_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                  uint32_t threshold, Accum<T> keep_scale) {
   using Tile = FmaTile<T>;
   const AttentionParams& f = p.fwd;
   const FmaShared<T> shared(attention_smem);
@@ -412,8 +413,8 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
 // along, in one CTA and one order. grid.x = (B|1, H|1, query tiles|1, key tiles|1), last fastest
 template <class T>
 __global__ void __launch_bounds__(FmaTile<T>::kThreads)
-    attention_bwd_mask_fma_kernel(const __grid_constant__ AttentionBackwardParams p, uint32_t threshold,
-                                  Accum<T> keep_scale) {
+    attention_bwd_mask_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                  uint32_t threshold, Accum<T> keep_scale) {
   using Tile = FmaTile<T>;
   using Acc = Accum<T>;
   const AttentionParams& f = p.fwd;

@@ -1,3 +1,4 @@
+// The bf16 instances of the FMA kernels; a file each, so that none compiles long.
 #include "ops/attention/attention_fma.cuh"
 
 namespace warpwright {

@@ -1,3 +1,4 @@
+// The f16 instances for head dimensions up to 64; a file each, so that none compiles long.
 #include "ops/attention/attention_fwd_mma.cuh"
 
 namespace warpwright {

@@ -62,7 +62,8 @@ __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
 // grid.x = (B * H, query tiles from the last, which is the longest under the causal rule)
 template <class T, class Tile, bool kHasExtras>
 __global__ void __launch_bounds__(kMmaThreads)
-    attention_fwd_mma_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ AttentionMmaArgs args) {
+    attention_fwd_mma_kernel(const __grid_constant__ AttentionParams p,
+                             const __grid_constant__ AttentionMmaArgs args) {
   constexpr int kD = Tile::kD, kTiles = Tile::kTiles, kBlockM = Tile::kBlockM;
   constexpr int kBlockN = Tile::kBlockN, kCols = kBlockN / 8;
   T* sQ = reinterpret_cast<T*>(attention_smem);
@@ -107,8 +108,7 @@ __global__ void __launch_bounds__(kMmaThreads)
     float s[kTiles][kCols][4];
     clear(s);
     multiply_rows<T, kD>(s, q_base, warp_row, k_base);
-    if constexpr (kHasExtras)
-      add_mask<T, false>(p, s, b, h, row0 + warp_row, col0, scale_log2);
+    if constexpr (kHasExtras) add_mask<T, false>(p, s, b, h, row0 + warp_row, col0, scale_log2);
     if (col0 + kBlockN > p.S_k || (p.is_causal && col0 + kBlockN > row0 + 1))
       hide<false>(p, s, row0 + warp_row, col0);
     cp_async_wait<0>();

@@ -17,7 +17,8 @@ constexpr float kLog2E = 1.4426950408889634f;
 extern __shared__ uint4 attention_smem[];
 
 // A (rows, kD) tile of 16-bit elements. The 16-byte chunk c of row r is at chunk
-// (c & ~7) | ((c ^ r) & 7): the 8 rows that one ldmatrix phase reads lie in 8 different bank groups.
+// (c & ~7) | ((c ^ r) & 7): the 8 rows that one ldmatrix phase reads lie in 8 different bank
+// groups.
 template <int kD>
 __device__ __forceinline__ uint32_t tile_address(uint32_t base, int row, int chunk) {
   return base + static_cast<uint32_t>(row * (kD * 2) + (((chunk & ~7) | ((chunk ^ row) & 7)) << 4));
@@ -46,8 +47,8 @@ __device__ __forceinline__ void load_tile(T* tile, const T* source, int64_t stri
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         if (inside && chunk * 8 + i < cols) value.element[i] = from[i];
-      *reinterpret_cast<uint4*>(reinterpret_cast<char*>(tile) +
-                                tile_address<kD>(0, row, chunk)) = value.whole;
+      *reinterpret_cast<uint4*>(reinterpret_cast<char*>(tile) + tile_address<kD>(0, row, chunk)) =
+          value.whole;
     }
   }
 }
@@ -64,8 +65,7 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t base, int row,
 template <int kD>
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t base, int row, int step) {
   const int lane = threadIdx.x % kWarpSize;
-  ldmatrix_x4(b, tile_address<kD>(base, row + lane % 8 + lane / 16 * 8,
-                                  step * 2 + lane / 8 % 2));
+  ldmatrix_x4(b, tile_address<kD>(base, row + lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
 }
 
 // B operands of columns [16 * pair, 16 * pair + 16), where depth runs down the rows
@@ -147,7 +147,8 @@ __device__ __forceinline__ void clear(float (&acc)[kTiles][kCols][4]) {
       for (int e = 0; e < 4; ++e) acc[i][n][e] = 0.f;
 }
 
-// The element that acc[i][n][e] of a thread is, from the tile's first row (of this warp) and column.
+// The element that acc[i][n][e] of a thread is, from the tile's first row (of this warp) and
+// column.
 __device__ __forceinline__ int fragment_row(int i, int e) {
   return 16 * i + threadIdx.x % kWarpSize / 4 + e / 2 * 8;
 }
@@ -211,7 +212,8 @@ __device__ __forceinline__ void for_dropped(const DropoutKey& key, int64_t bh, i
   }
 }
 
-// Stores rows [0, rows) and columns [0, cols) of an accumulator, scaled; `target` is the warp's row.
+// Stores rows [0, rows) and columns [0, cols) of an accumulator, scaled; `target` is the warp's
+// row.
 template <class T, int kTiles, int kCols>
 __device__ __forceinline__ void store_rows(const float (&acc)[kTiles][kCols][4], T* target,
                                            int64_t stride, int64_t rows, int64_t cols,

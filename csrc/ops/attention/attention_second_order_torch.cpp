@@ -38,14 +38,16 @@ using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Tensor dropout_factors(const Tensor& philox_state, at::ScalarType dtype, double dropout_p,
                        int64_t B, int64_t H, int64_t row_begin, int64_t rows, int64_t S_k) {
-  static const auto op = find_op<Tensor(const Tensor&, at::ScalarType, double, int64_t, int64_t,
-                                        int64_t, int64_t, int64_t)>(
-      "warpwright::attention_dropout_factors");
+  static const auto op =
+      find_op<Tensor(const Tensor&, at::ScalarType, double, int64_t, int64_t, int64_t, int64_t,
+                     int64_t)>("warpwright::attention_dropout_factors");
   return op.call(philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k);
 }
 
 // Adds where one side may be undefined: zero.
-Tensor sum_of(const Tensor& x, const Tensor& y) { return !x.defined() ? y : y.defined() ? x + y : x; }
+Tensor sum_of(const Tensor& x, const Tensor& y) {
+  return !x.defined() ? y : y.defined() ? x + y : x;
+}
 
 // A fully hidden row is 0, in its derivatives too.
 Tensor safe_softmax(const Tensor& scores) {
@@ -112,14 +114,14 @@ Five attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
     }
     if (is_causal) {
       const auto options = query.options().dtype(at::kLong);
-      const Tensor hidden = at::arange(S_k, options) >
-                            at::arange(begin, begin + rows, options).unsqueeze(1);
+      const Tensor hidden =
+          at::arange(S_k, options) > at::arange(begin, begin + rows, options).unsqueeze(1);
       scores = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
     }
     const Tensor P = safe_softmax(scores);
-    const Tensor Z = dropout_p > 0 ? dropout_factors(philox_state, accum, dropout_p, B, H, begin,
-                                                     rows, S_k)
-                                   : Tensor();
+    const Tensor Z = dropout_p > 0
+                         ? dropout_factors(philox_state, accum, dropout_p, B, H, begin, rows, S_k)
+                         : Tensor();
     auto dropped = [&](const Tensor& t) { return Z.defined() ? t * Z : t; };
     const Tensor A = dropped(P);
 

@@ -48,7 +48,8 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
                                     bool enable_gqa) {
   static const auto op =
       find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
-                     bool, std::optional<double>, bool)>("warpwright::scaled_dot_product_attention");
+                     bool, std::optional<double>, bool)>(
+          "warpwright::scaled_dot_product_attention");
   return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale, enable_gqa);
 }
 
@@ -76,12 +77,11 @@ Five attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
                             const Tensor& value, const OptionalTensor& attn_mask, const Tensor& out,
                             const Tensor& philox_state, const Attributes& a, const Tensor& t_query,
                             const Tensor& t_key, const Tensor& t_value, const Tensor& t_mask) {
-  static const auto op =
-      find_op<Five(const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
-                   const OptionalTensor&, const Tensor&, const Tensor&, double, bool,
-                   std::optional<double>, const OptionalTensor&, const OptionalTensor&,
-                   const OptionalTensor&, const OptionalTensor&)>(
-          "warpwright::attention_second_order");
+  static const auto op = find_op<Five(
+      const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+      const Tensor&, const Tensor&, double, bool, std::optional<double>, const OptionalTensor&,
+      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>(
+      "warpwright::attention_second_order");
   return op.call(grad_out, query, key, value, attn_mask, out, philox_state, a.dropout_p,
                  a.is_causal, a.scale, optional_if_defined(t_query), optional_if_defined(t_key),
                  optional_if_defined(t_value), optional_if_defined(t_mask));
@@ -118,16 +118,14 @@ Three empty_results(const Tensor& query, const Tensor& value, double dropout_p) 
 
 void check_common(const Tensor& query, const Tensor& key, const Tensor& value,
                   const Tensor& attn_mask, double dropout_p) {
-  TORCH_CHECK(query.scalar_type() == key.scalar_type() &&
-                  query.scalar_type() == value.scalar_type(),
-              "Expected query, key, and value to have the same dtype, but got query.dtype: ",
-              query.dtype(), " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(),
-              " instead.");
   TORCH_CHECK(
-      query.device() == key.device() && query.device() == value.device(),
-      "Expected query, key, and value to have the same device type, but got query.device: ",
-      query.device(), " key.device: ", key.device(), " and value.device: ", value.device(),
-      " instead.");
+      query.scalar_type() == key.scalar_type() && query.scalar_type() == value.scalar_type(),
+      "Expected query, key, and value to have the same dtype, but got query.dtype: ", query.dtype(),
+      " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(), " instead.");
+  TORCH_CHECK(query.device() == key.device() && query.device() == value.device(),
+              "Expected query, key, and value to have the same device type, but got query.device: ",
+              query.device(), " key.device: ", key.device(), " and value.device: ", value.device(),
+              " instead.");
   TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
               "Expected query, key, and value to all be  at least 2 dimensional, but got "
               "query.dim: ",
@@ -194,10 +192,10 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
 
 void check_backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse,
                     const Tensor& philox_state, double dropout_p) {
-  TORCH_CHECK(grad_out.sym_sizes() == out.sym_sizes() &&
-                  grad_out.scalar_type() == out.scalar_type(),
-              "attention_backward: grad_out: expected ", out.dtype(), " of shape ",
-              out.sym_sizes(), ", got ", grad_out.dtype(), " of shape ", grad_out.sym_sizes());
+  TORCH_CHECK(
+      grad_out.sym_sizes() == out.sym_sizes() && grad_out.scalar_type() == out.scalar_type(),
+      "attention_backward: grad_out: expected ", out.dtype(), " of shape ", out.sym_sizes(),
+      ", got ", grad_out.dtype(), " of shape ", grad_out.sym_sizes());
   TORCH_CHECK(lse.dim() == 3 && lse.scalar_type() == accum_type(out),
               "attention_backward: lse: expected ", accum_type(out), " of 3 dimensions, got ",
               lse.scalar_type(), " of ", lse.dim());
@@ -226,14 +224,15 @@ c10::SymInt heads_of(const Tensor& tensor) {
   return tensor.dim() >= 3 ? tensor.sym_size(-3) : c10::SymInt(1);
 }
 
-// (B1, B2, ..., H, S, D) with `batch` = (B1, B2, ...) -> (B1 * B2 * ..., H, S, D), a view if it can.
+// (B1, B2, ..., H, S, D) with `batch` = (B1, B2, ...) -> (B1 * B2 * ..., H, S, D), a view if it
+// can.
 Tensor to_four_dims(const Tensor& tensor, const SymSizes& batch, const c10::SymInt& heads) {
-  const Tensor expanded = tensor.expand_symint(
-      concat(batch, {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
+  const Tensor expanded =
+      tensor.expand_symint(concat(batch, {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
   if (batch.size() == 1) return expanded;
   if (batch.empty()) return expanded.unsqueeze(0);
-  return expanded.reshape_symint(concat({c10::multiply_integers(batch)},
-                                        {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
+  return expanded.reshape_symint(
+      concat({c10::multiply_integers(batch)}, {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
 }
 
 // Native's message where the mask does not broadcast to the scores, then (B|1, H|1, S_q|1, S_k|1).
@@ -342,9 +341,9 @@ AttentionParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, c
   p.q = operand(q), p.k = operand(k), p.v = operand(v), p.out = operand(out);
   p.lse = const_cast<void*>(lse.const_data_ptr());
   if (mask.defined()) {
-    p.mask_type = mask.scalar_type() == at::kBool            ? MaskType::kBool
+    p.mask_type = mask.scalar_type() == at::kBool         ? MaskType::kBool
                   : mask.scalar_type() == q.scalar_type() ? MaskType::kElement
-                                                             : MaskType::kFloat32;
+                                                          : MaskType::kFloat32;
     p.mask = mask.const_data_ptr();
     for (int i = 0; i < 4; ++i) {
       p.mask_full[i] = mask.size(i) != 1;
@@ -413,8 +412,10 @@ template <class Run>
 Tensor dropout_factors_with(const Tensor& philox_state, at::ScalarType dtype, double dropout_p,
                             int64_t B, int64_t H, int64_t row_begin, int64_t rows, int64_t S_k,
                             Run&& run) {
-  TORCH_CHECK(philox_state.numel() == 2, "attention_dropout_factors: philox_state: expected 2 "
-              "elements, got ", philox_state.numel());
+  TORCH_CHECK(philox_state.numel() == 2,
+              "attention_dropout_factors: philox_state: expected 2 "
+              "elements, got ",
+              philox_state.numel());
   const Tensor factors = at::empty({B, H, rows, S_k}, philox_state.options().dtype(dtype));
   if (factors.numel() == 0) return factors;
   run(AttentionDropoutParams{dtype_of(factors), B, H, rows, row_begin, S_k, dropout_p,
@@ -487,9 +488,8 @@ Four attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query,
                                     std::optional<double> scale, std::array<bool, 4> output_mask) {
   const CudaCall call(query);
   return attention_backward_with(
-      grad_out, query, key, value, attn_mask, out, lse, philox_state,
-      {dropout_p, is_causal, scale}, output_mask,
-      [&](const AttentionBackwardParams& p) { launch_attention_bwd(p, call.stream); });
+      grad_out, query, key, value, attn_mask, out, lse, philox_state, {dropout_p, is_causal, scale},
+      output_mask, [&](const AttentionBackwardParams& p) { launch_attention_bwd(p, call.stream); });
 }
 
 Tensor dropout_factors_cuda_kernel(const Tensor& philox_state, at::ScalarType dtype,
@@ -541,10 +541,10 @@ Tensor dropout_factors_meta(const Tensor& philox_state, at::ScalarType dtype, do
 std::array<Tensor, 5> second_order(const Tensor& grad_out, const variable_list& operands,
                                    const Tensor& out, const Tensor& philox_state,
                                    const Attributes& a, const variable_list& tangents) {
-  auto [t0, t1, t2, t3, t4] = call::attention_second_order(
-      optional_if_defined(grad_out), operands[0], operands[1], operands[2],
-      optional_if_defined(operands[3]), out, philox_state, a, tangents[0], tangents[1], tangents[2],
-      tangents[3]);
+  auto [t0, t1, t2, t3, t4] =
+      call::attention_second_order(optional_if_defined(grad_out), operands[0], operands[1],
+                                   operands[2], optional_if_defined(operands[3]), out, philox_state,
+                                   a, tangents[0], tangents[1], tangents[2], tangents[3]);
   return {t0, t1, t2, t3, t4};
 }
 
@@ -596,8 +596,7 @@ Three attention_autograd(const Tensor& query, const Tensor& key, const Tensor& v
   const Attributes a{dropout_p, is_causal, scale};
   const Tensor mask = value_or_undefined(attn_mask);
   auto node = make_node<AttentionBackward>(a, query, key, value, mask);
-  Three results =
-      below_autograd([&] { return call::attention(query, key, value, attn_mask, a); });
+  Three results = below_autograd([&] { return call::attention(query, key, value, attn_mask, a); });
   auto& [out, lse, philox_state] = results;
   if (node) {
     for (const Tensor& input : {query, key, value, mask}) node->save(input);
@@ -664,11 +663,11 @@ Tensor scaled_dot_product_attention_autocast(const Tensor& query, const Tensor& 
                                              std::optional<double> scale, bool enable_gqa) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
   const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
-  return call::scaled_dot_product_attention(
-      at::autocast::cached_cast(type, query, kDevice), at::autocast::cached_cast(type, key, kDevice),
-      at::autocast::cached_cast(type, value, kDevice),
-      at::autocast::cached_cast(type, attn_mask, kDevice), {dropout_p, is_causal, scale},
-      enable_gqa);
+  return call::scaled_dot_product_attention(at::autocast::cached_cast(type, query, kDevice),
+                                            at::autocast::cached_cast(type, key, kDevice),
+                                            at::autocast::cached_cast(type, value, kDevice),
+                                            at::autocast::cached_cast(type, attn_mask, kDevice),
+                                            {dropout_p, is_causal, scale}, enable_gqa);
 }
 
 }  // namespace
@@ -727,8 +726,9 @@ TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
-  m.impl("scaled_dot_product_attention",
-         scaled_dot_product_attention_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
+  m.impl(
+      "scaled_dot_product_attention",
+      scaled_dot_product_attention_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
 }
 TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
   m.impl(
