@@ -62,7 +62,12 @@ HEAD_DIMS = [(1, 1), (7, 7), (64, 64), (72, 40), (40, 72), (128, 128), (130, 130
 @pytest.mark.parametrize(("S_q", "S_k"), LENGTHS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lengths(device, dtype, S_q, S_k, is_causal):
-    compare(qkv(device, dtype, 1, 2, S_q, S_k, 32), is_causal=is_causal)
+    q, k, v = qkv(device, dtype, 1, 2, S_q, S_k, 32)
+    if S_k == 1 or (is_causal and S_q == 1):
+        # One visible key: the exact gradients are 0, and 16-bit rounding is all there would be.
+        q.requires_grad_(dtype in (torch.float32, torch.float64))
+        k.requires_grad_(q.requires_grad)
+    compare((q, k, v), is_causal=is_causal)
 
 
 @pytest.mark.parametrize(("D", "D_v"), HEAD_DIMS)
