@@ -26,6 +26,11 @@
 // `finish` gets the same stage after the running tile's math: a loader whose data is too narrow for
 // cp.async reads it to registers in `issue` and stores it there, its latency hidden by the math.
 // cp.async and plain stores may be mixed freely; the mainloop commits, waits and synchronises.
+// A loader may also offer bool interior(), the same for the whole CTA: its tiles need no bounds. If
+// both operands' are, the mainloop calls
+//     void issue_interior(T* stage, int k_tile, bool valid, int part, int parts);
+// for part 0 .. parts - 1 of each tile in place of the two above: it copies that part of the tile by
+// cp.async if `valid`, without a branch.
 // An operand whose contiguous direction in memory is m (or n) takes kMajor = Major::kMN: the tile
 // is then kBlkK rows of kBlkMN elements, and ldmatrix.trans turns it.
 #pragma once
@@ -33,6 +38,9 @@
 #include "tile/tile_portable.cuh"
 
 namespace warpwright {
+
+template <class Loader>
+concept KnowsInterior = requires(Loader& loader) { loader.interior(); };
 
 template <class Tile, class LoaderA, class LoaderB>
 struct Mainloop {
@@ -54,6 +62,19 @@ struct Mainloop {
   // 16-byte aligned; on return some threads may still be reading it.
   __device__ static void run(Accumulator& accumulator, LoaderA& a, LoaderB& b, int k_begin,
                              int k_end, char* smem) {
+    if constexpr (KnowsInterior<LoaderA> && KnowsInterior<LoaderB>) {
+      if (a.interior() && b.interior()) {
+        return run_tiles<true>(accumulator, a, b, k_begin, k_end, smem);
+      }
+    }
+    run_tiles<false>(accumulator, a, b, k_begin, k_end, smem);
+  }
+
+ private:
+  template <bool kInterior>
+  __device__ __forceinline__ static void run_tiles(Accumulator& accumulator, LoaderA& a,
+                                                   LoaderB& b, int k_begin, int k_end,
+                                                   char* smem) {
     auto stage_a = [&](int stage) { return reinterpret_cast<T*>(smem + stage * kStageBytes); };
     auto stage_b = [&](int stage) {
       return reinterpret_cast<T*>(smem + stage * kStageBytes + SmemA::kBytes);
@@ -61,7 +82,11 @@ struct Mainloop {
 
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) {
-      if (k_begin + stage < k_end) {
+      const bool valid = k_begin + stage < k_end;
+      if constexpr (kInterior) {
+        a.issue_interior(stage_a(stage), k_begin + stage, valid, 0, 1);
+        b.issue_interior(stage_b(stage), k_begin + stage, valid, 0, 1);
+      } else if (valid) {
         a.issue(stage_a(stage), k_begin + stage);
         b.issue(stage_b(stage), k_begin + stage);
         a.finish(stage_a(stage));
@@ -89,7 +114,15 @@ struct Mainloop {
           __syncthreads();
           read = read + 1 == kStages ? 0 : read + 1;
         }
-        if (step == 0) {
+        if constexpr (kInterior) {
+          // Spread over the steps, so that the copies hide between the math; the last step comes
+          // after the wait that counts their group.
+          if (step + 1 < kSteps) {
+            a.issue_interior(stage_a(write), ahead, ahead < k_end, step, kSteps - 1);
+            b.issue_interior(stage_b(write), ahead, ahead < k_end, step, kSteps - 1);
+          }
+          if (step + 2 == kSteps) cp_async_commit();
+        } else if (step == 0) {
           // Before the next fragments load: their registers hold the copies' addresses until then.
           if (ahead < k_end) {
             a.issue(stage_a(write), ahead);
@@ -100,11 +133,14 @@ struct Mainloop {
         accumulator.load(fragments[(step + 1) % 2], stage_a(read), stage_b(read),
                          (step + 1) % kSteps);
         accumulator.multiply(fragments[step % 2]);
-        if (step == 0 && ahead < k_end) {
-          a.finish(stage_a(write));
-          b.finish(stage_b(write));
+        if constexpr (!kInterior) {
+          if (step == 0 && ahead < k_end) {
+            a.finish(stage_a(write));
+            b.finish(stage_b(write));
+          }
         }
       }
+      accumulator.end_tile(k_tile);
       write = write + 1 == kStages ? 0 : write + 1;
     }
     cp_async_wait<0>();

@@ -33,7 +33,8 @@ class MatrixLoader {
         ld_(operand.ld),
         extent_k_(operand.extent_k),
         extent_mn_(clamp(operand.extent_mn - first_mn, kBlkMN)),
-        wide_(operand.wide) {}
+        wide_(operand.wide),
+        interior_(origin_ + VecMap::row(0) * ld_ + VecMap::col()) {}
 
   __device__ __forceinline__ void issue(T* stage, int k_tile) {
     const int64_t k = int64_t{k_tile} * Tile::kBlkK;
@@ -66,9 +67,35 @@ class MatrixLoader {
     }
   }
 
+  // All of the CTA's tiles lie inside the operand: copies need no bounds.
+  __device__ bool interior() const
+    requires(!kNarrow)
+  {
+    return wide_ && extent_mn_ == kBlkMN && extent_k_ % Tile::kBlkK == 0;
+  }
+
+  __device__ __forceinline__ void issue_interior(T* stage, int k_tile, bool valid, int part,
+                                                 int parts)
+    requires(!kNarrow)
+  {
+    if (part == 0) {
+      const int64_t k = int64_t{k_tile} * Tile::kBlkK;
+      cursor_ = interior_ + (kMajor == Major::kK ? k : k * ld_);
+    }
+    const uint32_t target = smem_address(stage + VecMap::row(0) * Smem::kPitch + VecMap::col());
+#pragma unroll
+    for (int pass = part * VecMap::kPasses / parts; pass < (part + 1) * VecMap::kPasses / parts;
+         ++pass) {
+      constexpr int kPassBytes = VecMap::kRowsPerPass * Smem::kPitch * static_cast<int>(sizeof(T));
+      cp_async_if(valid, target + pass * kPassBytes, cursor_);
+      cursor_ += VecMap::kRowsPerPass * ld_;
+    }
+  }
+
  private:
   static constexpr bool kStaged = kNarrow && sizeof(T) < 4;
   using ElementMap = ChunkMap<Smem::kRows, Smem::kCols, 1, Tile::kThreads>;
+  using VecMap = ChunkMap<Smem::kRows, Smem::kCols, kVecSize<T>, Tile::kThreads>;
 
   __device__ static int clamp(int64_t left, int size) {
     return static_cast<int>(left < size ? (left > 0 ? left : 0) : size);
@@ -97,6 +124,8 @@ class MatrixLoader {
   int64_t extent_k_;
   int extent_mn_;
   bool wide_;
+  const T* interior_;  // this thread's first element of k tile 0
+  const T* cursor_;
   T staged_[kStaged ? ElementMap::kPasses : 1];
 };
 

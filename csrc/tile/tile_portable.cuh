@@ -183,6 +183,8 @@ class TensorCoreAccumulator {
     }
   }
 
+  __device__ void end_tile(int) {}
+
   // Writes the CTA's D tile, row-major, to `smem`; kPitch = 8 (mod 32) words spreads the pairs of a
   // half warp over all banks.
   template <int kPitch>
@@ -220,7 +222,15 @@ class FmaAccumulator {
   static_assert(kM % kVec == 0 && kN % kVec == 0, "MN-major fragments are whole vectors");
   static_assert(Tile::kBlkK % kVec == 0, "K-major fragments are whole vectors");
 
+  // Sums of sums: rounding errors grow with the square root of the terms added in one go, and
+  // BLAS libraries split the k of small outputs. Where the registers allow, `values` gathers kRun
+  // elements of k and then goes into `total`.
+  static constexpr int kRun = 32;
+  static constexpr int kTilesPerRun = kRun / Tile::kBlkK > 0 ? kRun / Tile::kBlkK : 1;
+  static constexpr bool kTwoLevels = kM * kN <= 32;
+
   Acc values[kM][kN];
+  Acc total[kTwoLevels ? kM : 1][kTwoLevels ? kN : 1];
 
   __device__ static int thread_m() {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -268,7 +278,24 @@ class FmaAccumulator {
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
-      for (int j = 0; j < kN; ++j) values[i][j] = Acc(0);
+      for (int j = 0; j < kN; ++j) {
+        values[i][j] = Acc(0);
+        if constexpr (kTwoLevels) total[i][j] = Acc(0);
+      }
+  }
+
+  // Called after the math of each k tile.
+  __device__ __forceinline__ void end_tile(int k_tile) {
+    if constexpr (kTwoLevels) {
+      if (k_tile % kTilesPerRun != kTilesPerRun - 1) return;
+#pragma unroll
+      for (int i = 0; i < kM; ++i)
+#pragma unroll
+        for (int j = 0; j < kN; ++j) {
+          total[i][j] += values[i][j];
+          values[i][j] = Acc(0);
+        }
+    }
   }
 
   static constexpr int kSteps = Tile::kBlkK / kVec;
@@ -303,8 +330,9 @@ class FmaAccumulator {
     for (int i = 0; i < kM; ++i) {
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
-        smem[position<SmemA, kThreadsM>(m, i) * kPitch + position<SmemB, kThreadsN>(n, j)] =
-            values[i][j];
+        Acc value = values[i][j];
+        if constexpr (kTwoLevels) value += total[i][j];
+        smem[position<SmemA, kThreadsM>(m, i) * kPitch + position<SmemB, kThreadsN>(n, j)] = value;
       }
     }
   }
