@@ -5,7 +5,9 @@
 // An Output has
 //   static constexpr int kVec;                             // columns a call
 //   __device__ void store(int64_t row, int64_t col, const Acc (&values)[kVec]) const;
-// and is called for rows and columns beyond D as well: bounds are its business.
+// and is called for rows and columns beyond D as well: bounds are its business. It may also have
+//   __device__ auto columns(int64_t col) const;            // with store(row, values)
+// for what the rows of a column share; a thread asks once for all of its rows.
 #pragma once
 
 #include <cstdint>
@@ -27,23 +29,81 @@ struct Epilogue {
   template <class Accumulator, class Output>
   __device__ static void run(const Accumulator& accumulator, const Output& output,
                              int64_t first_row, int64_t first_col, char* smem) {
-    using Map = ChunkMap<Tile::kBlkM, Tile::kBlkN, Output::kVec, Tile::kThreads>;
-    constexpr int kRead = Output::kVec < kVecSize<Acc> ? Output::kVec : kVecSize<Acc>;
+    // The threads that own a rectangle of D (a warp, or all) leave on their own.
+    using Region = typename Accumulator::Region;
+    constexpr int kVec = Output::kVec;
+    constexpr int kChunks = Region::kCols / kVec;
+    constexpr int kRowsPerPass = Region::kThreads / kChunks;
+    constexpr int kPasses = Region::kRows / kRowsPerPass;
+    static_assert(Region::kCols % kVec == 0 && Region::kThreads % kChunks == 0 &&
+                      Region::kRows % kRowsPerPass == 0,
+                  "every thread stores the same number of whole chunks");
+    constexpr int kBatch = kPasses < 4 ? kPasses : 4;
+    static_assert(kPasses % kBatch == 0, "passes come in whole batches");
     Acc* tile = reinterpret_cast<Acc*>(smem);
     __syncthreads();
     accumulator.template write<kPitch>(tile);
-    __syncthreads();
-#pragma unroll 4
-    for (int pass = 0; pass < Map::kPasses; ++pass) {
-      const int row = Map::row(pass);
-      Acc values[Output::kVec];
+    Region::sync();
+
+    const int thread = static_cast<int>(threadIdx.x) % Region::kThreads;
+    const int col = Region::first_col() + thread % kChunks * kVec;
+    const int row = Region::first_row() + thread / kChunks;
+    const Acc* source = tile + row * kPitch + col;
+    const auto columns = columns_of(output, first_col + col);
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; pass += kBatch) {
+      Acc values[kBatch][kVec];
 #pragma unroll
-      for (int i = 0; i < Output::kVec; i += kRead) {
-        const auto v = load_vec<kRead>(tile + row * kPitch + Map::col() + i);
+      for (int i = 0; i < kBatch; ++i) {
+        read(values[i], source + (pass + i) * kRowsPerPass * kPitch);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        columns.store(first_row + row + (pass + i) * kRowsPerPass, values[i]);
+      }
+    }
+  }
+
+ private:
+  template <class Output>
+  struct PlainColumns {
+    const Output& output;
+    int64_t col;
+    __device__ void store(int64_t row, const Acc (&values)[Output::kVec]) const {
+      output.store(row, col, values);
+    }
+  };
+
+  template <class Output>
+  __device__ static auto columns_of(const Output& output, int64_t col) {
+    if constexpr (requires { output.columns(col); }) {
+      return output.columns(col);
+    } else {
+      return PlainColumns<Output>{output, col};
+    }
+  }
+
+  template <int kVec>
+  __device__ __forceinline__ static void read(Acc (&values)[kVec], const Acc* source) {
+    constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
+    if constexpr (kVec == 8 && sizeof(Acc) == 4) {
+      // Eight neighbours read 16 of each 32 bytes at a time: four take the first half, four the
+      // second, and no two share a bank.
+      const bool second_first = threadIdx.x / 4 % 2 == 1;
+      const auto u = load_vec<4>(source + (second_first ? 4 : 0));
+      const auto v = load_vec<4>(source + (second_first ? 0 : 4));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        values[e] = second_first ? v.data[e] : u.data[e];
+        values[4 + e] = second_first ? u.data[e] : v.data[e];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; i += kRead) {
+        const auto v = load_vec<kRead>(source + i);
 #pragma unroll
         for (int e = 0; e < kRead; ++e) values[i + e] = v.data[e];
       }
-      output.store(first_row + row, first_col + Map::col(), values);
     }
   }
 };
@@ -61,24 +121,46 @@ struct MatrixOutput {
   int64_t ld;
   bool wide;
 
-  __device__ __forceinline__ void store(int64_t row, int64_t col, const Acc (&values)[kVec]) const {
-    if (row >= rows || col >= cols) return;
-    Vec<T, kVec> result;
+  // Columns col .. col + kVec - 1 with their bias.
+  struct Columns {
+    T* pointer;  // row 0
+    int64_t rows;
+    int64_t ld;
+    int count;  // of columns within D
+    bool wide;
+    Acc bias[kVec];
+
+    __device__ __forceinline__ void store(int64_t row, const Acc (&values)[kVec]) const {
+      if (row >= rows) return;
+      Vec<T, kVec> result;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      Acc value = values[i];
-      if (bias != nullptr && col + i < cols) value += convert<Acc>(bias[col + i]);
-      result[i] = convert<T>(value);
-    }
-    T* target = pointer + row * ld + col;
-    if (wide && col + kVec <= cols) {
-      store_vec(target, result);
-    } else {
+      for (int i = 0; i < kVec; ++i) result[i] = convert<T>(values[i] + bias[i]);
+      T* target = pointer + row * ld;
+      if (wide) {
+        store_vec_global(target, result);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (col + i < cols) target[i] = result[i];
+        for (int i = 0; i < kVec; ++i) {
+          if (i < count) target[i] = result[i];
+        }
       }
     }
+  };
+
+  __device__ __forceinline__ Columns columns(int64_t col) const {
+    Columns result{pointer + col, rows, ld};
+    const int64_t left = cols - col;
+    result.count = static_cast<int>(left < kVec ? (left > 0 ? left : 0) : kVec);
+    result.wide = wide && result.count == kVec;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      result.bias[i] = bias != nullptr && i < result.count ? convert<Acc>(bias[col + i]) : Acc(0);
+    }
+    return result;
+  }
+
+  __device__ __forceinline__ void store(int64_t row, int64_t col, const Acc (&values)[kVec]) const {
+    columns(col).store(row, values);
   }
 };
 

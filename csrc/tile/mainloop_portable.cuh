@@ -29,10 +29,10 @@
 // A loader may also offer bool interior(), the same for the whole CTA: its tiles need no bounds. If
 // both operands' are, the mainloop calls
 //     void issue_interior(T* stage, int k_tile, bool valid, int part, int parts);
-// for part 0 .. parts - 1 of each tile in place of the two above: it copies that part of the tile by
-// cp.async if `valid`, without a branch.
-// An operand whose contiguous direction in memory is m (or n) takes kMajor = Major::kMN: the tile
-// is then kBlkK rows of kBlkMN elements, and ldmatrix.trans turns it.
+// for part 0 .. parts - 1 of each tile in place of the two above: it copies that part of the tile
+// by cp.async if `valid`, without a branch. An operand whose contiguous direction in memory is m
+// (or n) takes kMajor = Major::kMN: the tile is then kBlkK rows of kBlkMN elements, and
+// ldmatrix.trans turns it.
 #pragma once
 
 #include "tile/tile_portable.cuh"
@@ -40,7 +40,9 @@
 namespace warpwright {
 
 template <class Loader>
-concept KnowsInterior = requires(Loader& loader) { loader.interior(); };
+concept KnowsInterior = requires(Loader& loader) {
+  loader.interior();
+};
 
 template <class Tile, class LoaderA, class LoaderB>
 struct Mainloop {
@@ -72,9 +74,8 @@ struct Mainloop {
 
  private:
   template <bool kInterior>
-  __device__ __forceinline__ static void run_tiles(Accumulator& accumulator, LoaderA& a,
-                                                   LoaderB& b, int k_begin, int k_end,
-                                                   char* smem) {
+  __device__ __forceinline__ static void run_tiles(Accumulator& accumulator, LoaderA& a, LoaderB& b,
+                                                   int k_begin, int k_end, char* smem) {
     auto stage_a = [&](int stage) { return reinterpret_cast<T*>(smem + stage * kStageBytes); };
     auto stage_b = [&](int stage) {
       return reinterpret_cast<T*>(smem + stage * kStageBytes + SmemA::kBytes);

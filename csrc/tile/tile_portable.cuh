@@ -142,6 +142,16 @@ class TensorCoreAccumulator {
  public:
   static constexpr int kSteps = Tile::kBlkK / kMmaK;
 
+  // The rectangle of D that write() fills without help from other threads: a warp's.
+  struct Region {
+    static constexpr int kRows = kWarpM;
+    static constexpr int kCols = kWarpN;
+    static constexpr int kThreads = kWarpSize;
+    __device__ static int first_row() { return warp_m(); }
+    __device__ static int first_col() { return warp_n(); }
+    __device__ static void sync() { __syncwarp(); }
+  };
+
   __device__ void clear() {
 #pragma unroll
     for (int i = 0; i < kMBlocks; ++i)
@@ -274,6 +284,16 @@ class FmaAccumulator {
   }
 
  public:
+  // As above; a warp's elements lie apart, so the whole CTA it is.
+  struct Region {
+    static constexpr int kRows = Tile::kBlkM;
+    static constexpr int kCols = Tile::kBlkN;
+    static constexpr int kThreads = Tile::kThreads;
+    __device__ static int first_row() { return 0; }
+    __device__ static int first_col() { return 0; }
+    __device__ static void sync() { __syncthreads(); }
+  };
+
   __device__ void clear() {
 #pragma unroll
     for (int i = 0; i < kM; ++i)
