@@ -33,19 +33,6 @@ __device__ __forceinline__ void cp_async(uint32_t shared, const void* global,
   }
 }
 
-// 16 bytes if `condition`, else nothing at all. A predicate and no branch, so that the copies of a
-// loop are scheduled between its math.
-__device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, const void* global) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n"
-      "}\n" ::"r"(shared),
-      "l"(global), "r"(static_cast<int>(condition))
-      : "memory");
-}
-
 // "cp.async.commit_group".
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");

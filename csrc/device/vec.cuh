@@ -46,18 +46,6 @@ __device__ __forceinline__ void store_vec_streaming(T* pointer, const Vec<T, kSi
   __stcs(reinterpret_cast<uint4*>(pointer), *reinterpret_cast<const uint4*>(&value));
 }
 
-// To global memory, as one instruction for sure: beside an element-wise branch the compiler merges
-// the two and leaves only narrow stores.
-template <int kSize, class T>
-__device__ __forceinline__ void store_vec_global(T* pointer, const Vec<T, kSize>& value) {
-  static_assert(sizeof(Vec<T, kSize>) == 16, "one 16-byte access");
-  const uint4 raw = *reinterpret_cast<const uint4*>(&value);
-  asm volatile(
-      "st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(__cvta_generic_to_global(pointer)),
-      "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
-      : "memory");
-}
-
 // Host: may every row of these operands be walked in 16-byte steps? `addresses` and row pitches in
 // bytes are or-ed into one word by the caller.
 inline bool is_vec_aligned(uintptr_t or_of_addresses_and_pitches) {

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "device/access.cuh"
 #include "device/math.cuh"
 #include "device/types.cuh"
 #include "device/vec.cuh"

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/access.cuh"
 #include "device/math.cuh"
 #include "tile/mainloop_portable.cuh"
 

@@ -1,0 +1,35 @@
+// 16-byte accesses that stay as written where the compiler's own would be split or branched around.
+#pragma once
+
+#include <cstdint>
+
+#include "device/vec.cuh"
+
+namespace warpwright {
+
+// "cp.async": 16 bytes if `condition`, else nothing at all. A predicate and no branch, so that the
+// copies of a loop are scheduled between its math.
+__device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, const void* global) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
+// To global memory, as one instruction for sure: beside an element-wise branch the compiler merges
+// the two and leaves only narrow stores.
+template <int kSize, class T>
+__device__ __forceinline__ void store_vec_global(T* pointer, const Vec<T, kSize>& value) {
+  static_assert(sizeof(Vec<T, kSize>) == 16, "one 16-byte access");
+  const uint4 raw = *reinterpret_cast<const uint4*>(&value);
+  asm volatile(
+      "st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(__cvta_generic_to_global(pointer)),
+      "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
+      : "memory");
+}
+
+}  // namespace warpwright
