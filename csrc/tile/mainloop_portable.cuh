@@ -30,9 +30,10 @@
 // both operands' are, the mainloop calls
 //     void issue_interior(T* stage, int k_tile, bool valid, int part, int parts);
 // for part 0 .. parts - 1 of each tile in place of the two above: it copies that part of the tile
-// by cp.async if `valid`, without a branch. An operand whose contiguous direction in memory is m
-// (or n) takes kMajor = Major::kMN: the tile is then kBlkK rows of kBlkMN elements, and
-// ldmatrix.trans turns it.
+// by cp.async if `valid`, without a branch.
+//
+// An operand whose contiguous direction in memory is m (or n) takes kMajor = Major::kMN: the tile
+// is then kBlkK rows of kBlkMN elements, and ldmatrix.trans turns it.
 #pragma once
 
 #include "tile/tile_portable.cuh"
