@@ -1,0 +1,148 @@
+// batch_norm: y = (x - mean) * rstd * weight + bias per channel, rstd = 1 / sqrt(var + eps)
+// (PyTorch's "invstd"). Training takes mean and var over all but the channel dimension and moves
+// the running statistics; evaluation takes them from the running statistics.
+// Memory-bound. Two launches each way: the first reads everything and leaves one partial result a
+// channel and split in the workspace, the second merges the partials of its channels (no third
+// launch, no counters to zero) and walks the data again from the end, where L2 still holds it.
+// Bytes (E = bytes of x): forward 3E training, 2E evaluation; backward 5E, or 2E evaluation with
+// dx alone.
+//
+// Layouts: rows (batch * spatial, channels), channels innermost; or planes (batch, channels,
+// spatial).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "host/dtype.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace warpwright {
+
+// A vector of one value a channel in its own type; null data: absent.
+struct ChannelVector {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t stride = 1;  // elements
+};
+
+struct BatchNormExtents {
+  int64_t batch, channels, spatial;
+  bool rows;  // (batch * spatial, channels); else (batch, channels, spatial)
+
+  constexpr int64_t count() const { return batch * spatial; }  // values a channel
+};
+
+struct BatchNormParams {
+  DType dtype;
+  BatchNormExtents extents;
+  const void* input;
+  void* output;
+  ChannelVector weight, bias;
+  ChannelVector running_mean, running_var;  // read in evaluation, updated in training if present
+  bool training;
+  double momentum, eps;
+  void* mean;       // (channels), float, or double for a double input
+  void* rstd;       // (channels), the same
+  void* workspace;  // batch_norm_workspace_bytes(); null if that is 0
+};
+
+struct BatchNormBackwardParams {
+  DType dtype;
+  BatchNormExtents extents;
+  const void* grad_output;
+  const void* input;
+  ChannelVector weight;
+  const void* mean;  // (channels), float, or double for a double input
+  const void* rstd;  // (channels), the same
+  bool training;
+  void* grad_input;  // null: not wanted
+  ChannelVector grad_weight, grad_bias;
+  void* workspace;
+};
+
+struct BatchNormConfig {
+  int vec;         // elements an access
+  int lanes;       // rows: threads side by side along the channels
+  int64_t tiles;   // rows: groups of lanes * vec channels; planes: channels
+  int64_t splits;  // shares of each channel's values, one block each
+  const char* reason;
+};
+
+constexpr int kRowsThreads = 512;
+constexpr int kPlanesThreads = 256;
+constexpr int kPlanesBlocksPerSm = 3;
+constexpr int kRowsUnroll = 8;  // vectors a thread has in flight, over all operands
+constexpr int kPlanesUnroll = 4;
+
+// `addresses`: bitwise or of the element pointers of the call, as integers.
+inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uintptr_t addresses,
+                                     const DeviceInfo& device) {
+  const int wide = static_cast<int>(16 / dtype_size(dtype));
+  const bool aligned = addresses % 16 == 0;
+  BatchNormConfig config{};
+  if (!e.rows) {
+    config.vec = aligned && e.spatial % wide == 0 ? wide : 1;
+    config.lanes = 1;
+    config.tiles = e.channels;
+    const int64_t vectors = e.count() / config.vec;
+    // One wave of blocks for few channels; for many, enough waves that the last one matters little.
+    const int64_t wave = int64_t{kPlanesBlocksPerSm} * device.num_sms;
+    const int64_t wanted = 2 * e.channels <= wave ? wave / std::max<int64_t>(e.channels, 1)
+                                                  : (4 * wave + e.channels - 1) / e.channels;
+    const int64_t worth = vectors / (kPlanesThreads * 2);
+    config.splits = std::clamp<int64_t>(std::min(wanted, worth), 1, kPlanesThreads);
+    config.reason = config.vec > 1 ? "planes, 16-byte accesses"
+                    : aligned      ? "planes that are no multiple of 16 bytes: element accesses"
+                                   : "planes, an address is misaligned: element accesses";
+    return config;
+  }
+  config.vec = aligned && e.channels % wide == 0 ? wide : 1;
+  const int64_t vectors = e.channels / config.vec;
+  // The widest group of threads whose idle part is at most a third of the channels.
+  config.lanes = 1;
+  for (int lanes = 32; lanes >= 1; lanes /= 2) {
+    const int64_t idle = (vectors + lanes - 1) / lanes * lanes - vectors;
+    if (3 * idle <= vectors) {
+      config.lanes = lanes;
+      break;
+    }
+  }
+  config.tiles = (vectors + config.lanes - 1) / config.lanes;
+  const int64_t row_lanes = kRowsThreads / config.lanes;
+  const int64_t wanted = device.num_sms / std::max<int64_t>(config.tiles, 1);
+  const int64_t worth = e.count() / (row_lanes * 2);
+  config.splits = std::max<int64_t>(1, std::min(wanted, worth));
+  config.reason = config.vec > 1 ? "rows of channels, 16-byte accesses"
+                  : aligned      ? "channels are no multiple of 16 bytes: element accesses"
+                                 : "rows of channels, an address is misaligned: element accesses";
+  return config;
+}
+
+// Two accumulators a channel and split.
+inline int64_t batch_norm_workspace_bytes(const BatchNormConfig& config, int64_t channels,
+                                          DType dtype) {
+  return config.splits * channels * 2 * (dtype == DType::kFloat64 ? 8 : 4);
+}
+
+inline std::string describe(const BatchNormConfig& config) {
+  return "batch_norm, " + std::to_string(config.vec) + " element(s) an access, " +
+         std::to_string(config.tiles) + " group(s) of channels in " +
+         std::to_string(config.splits) + " split(s): " + config.reason;
+}
+
+void batch_norm_cpu(const BatchNormParams& params);
+void batch_norm_backward_cpu(const BatchNormBackwardParams& params);
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_batch_norm_fwd(const BatchNormParams& params, const BatchNormConfig& config,
+                           cudaStream_t stream);
+void launch_batch_norm_bwd(const BatchNormBackwardParams& params, const BatchNormConfig& config,
+                           cudaStream_t stream);
+#endif
+
+}  // namespace warpwright

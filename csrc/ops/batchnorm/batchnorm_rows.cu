@@ -1,0 +1,202 @@
+// Channels innermost: a block owns a tile of lanes * V neighbouring channels and a run of rows.
+// One block of 512 threads an SM: few partial results to merge, 64 KB in flight.
+#include "ops/batchnorm/batchnorm_device.cuh"
+
+namespace warpwright {
+namespace {
+
+constexpr int kMaxTileChannels = 256;  // 32 lanes * 8 channels
+
+struct RowsShape {
+  int64_t rows, channels;
+  int lanes;              // power of two
+  int64_t tiles, splits;  // grid: block = split * tiles + tile
+  int64_t rows_per_split;
+
+  RowsShape(const BatchNormExtents& e, const BatchNormConfig& config)
+      : rows(e.count()),
+        channels(e.channels),
+        lanes(config.lanes),
+        tiles(config.tiles),
+        splits(config.splits),
+        rows_per_split(ceil_div(rows, config.splits)) {}
+
+  __device__ __forceinline__ int64_t begin(int64_t split) const {
+    return min(split * rows_per_split, rows);
+  }
+  __device__ __forceinline__ int64_t end(int64_t split) const { return begin(split + 1); }
+};
+
+// First pass.
+// Layout: inputs (rows, channels); partials (splits, channels).
+// Grid: block b owns channels of tile b % tiles and rows of split b / tiles; thread t owns V
+// channels of lane t % lanes and every (kRowsThreads / lanes)-th row.
+template <class T, int V, class Sums>
+__global__ void __launch_bounds__(kRowsThreads)
+    batch_norm_reduce_rows_kernel(BatchNormInputs<T, Sums::kInputs> in, const Accum<T>* mean,
+                                  RowsShape shape, Partial<Accum<T>>* partials) {
+  using A = Accum<T>;
+  constexpr int kUnroll = kRowsUnroll / Sums::kInputs;
+  __shared__ A shared[(2 * V + 1) * kRowsThreads / 2];
+
+  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
+  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
+  const int groups = kRowsThreads / shape.lanes;
+  const int64_t channel = (tile * shape.lanes + lane) * V;
+  const bool active = channel < shape.channels;
+  const int64_t first = shape.begin(split) + group, end = shape.end(split);
+
+  Sums sums;
+  A count = 0;
+  if (active && first < end) {
+    count = static_cast<A>((end - 1 - first) / groups + 1);
+    if constexpr (Sums::kInputs == 1) {
+      sums.start(load_vec<V>(in.data[0] + first * shape.channels + channel));
+    } else {
+#pragma unroll
+      for (int j = 0; j < V; ++j) sums.mean[j] = mean[channel + j];
+    }
+#pragma unroll 1
+    for (int64_t row = first; row < end; row += groups * kUnroll) {
+      Vec<T, V> values[kUnroll][Sums::kInputs];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (row + u * groups < end) {
+#pragma unroll
+          for (int i = 0; i < Sums::kInputs; ++i) {
+            values[u][i] = load_vec<V>(in.data[i] + (row + u * groups) * shape.channels + channel);
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (row + u * groups < end) sums.add(values[u]);
+      }
+    }
+  }
+
+  Partial<A> partial[V];
+  sums.finish(count, partial);
+  block_merge<typename Sums::Merge, V>(partial, count, shape.lanes, groups, shared);
+  if (group == 0 && active) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) partials[split * shape.channels + channel + j] = partial[j];
+  }
+}
+
+// All partials of the tile's channels merged; thread t < lanes * V gets channel t of the tile.
+template <class Merge, int V, class A>
+__device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
+                                                     const RowsShape& shape, int64_t tile,
+                                                     A* shared) {
+  const int tile_channels = shape.lanes * V;
+  const int groups = kRowsThreads / tile_channels;
+  const int group = threadIdx.x / tile_channels;
+  const int64_t channel = tile * tile_channels + threadIdx.x % tile_channels;
+  Partial<A> result[1] = {{0, 0}};
+  A count = 0;
+  if (channel < shape.channels) {
+#pragma unroll 4
+    for (int64_t split = group; split < shape.splits; split += groups) {
+      const A split_count = static_cast<A>(shape.end(split) - shape.begin(split));
+      Merge::merge(result[0], count, partials[split * shape.channels + channel], split_count);
+      count += split_count;
+    }
+  }
+  block_merge<Merge, 1>(result, count, tile_channels, groups, shared);
+  return result[0];
+}
+
+// Second pass: `coefficients_of(channel, partial, leader)`, then every row from the last to the
+// first, because L2 still holds the end.
+// Layout: inputs and output (rows, channels); partials (splits, channels), null in evaluation.
+// Grid: as the first pass; an output of null needs the blocks of split 0 only.
+template <class T, int V, class Merge, class Apply, class CoefficientsOf>
+__global__ void __launch_bounds__(kRowsThreads)
+    batch_norm_apply_rows_kernel(BatchNormInputs<T, Apply::kInputs> in, T* output, RowsShape shape,
+                                 const Partial<Accum<T>>* partials,
+                                 CoefficientsOf coefficients_of) {
+  using A = Accum<T>;
+  constexpr int kUnroll = kRowsUnroll / Apply::kInputs;
+  __shared__ A shared[3 * kRowsThreads / 2];
+  __shared__ A coefficients[3][kMaxTileChannels];
+
+  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
+  const int tile_channels = shape.lanes * V;
+  Partial<A> partial{0, 0};
+  if (partials != nullptr) partial = merge_partials<Merge, V>(partials, shape, tile, shared);
+  if (threadIdx.x < tile_channels && tile * tile_channels + threadIdx.x < shape.channels) {
+    const Coefficients<A> c =
+        coefficients_of(tile * tile_channels + threadIdx.x, partial, split == 0);
+    coefficients[0][threadIdx.x] = c.scale;
+    coefficients[1][threadIdx.x] = c.offset;
+    coefficients[2][threadIdx.x] = c.shift_or_slope;
+  }
+  __syncthreads();
+
+  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
+  const int groups = kRowsThreads / shape.lanes;
+  const int64_t channel = (tile * shape.lanes + lane) * V;
+  if (output == nullptr || channel >= shape.channels) return;
+  Coefficients<A> c[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    c[j] = {coefficients[0][lane * V + j], coefficients[1][lane * V + j],
+            coefficients[2][lane * V + j]};
+  }
+  const int64_t begin = shape.begin(split), end = shape.end(split);
+  const int step = groups * kUnroll;
+#pragma unroll 1
+  for (int64_t base = begin + (ceil_div<int64_t>(end - begin, step) - 1) * step; base >= begin;
+       base -= step) {
+    Vec<T, V> values[kUnroll][Apply::kInputs];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t row = base + group + u * groups;
+      if (row < end) {
+#pragma unroll
+        for (int i = 0; i < Apply::kInputs; ++i) {
+          values[u][i] = load_vec<V>(in.data[i] + row * shape.channels + channel);
+        }
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t row = base + group + u * groups;
+      if (row < end) {
+        Vec<T, V> result;
+#pragma unroll
+        for (int j = 0; j < V; ++j) result[j] = convert<T>(Apply::apply(c[j], values[u], j));
+        store_vec(output + row * shape.channels + channel, result);
+      }
+    }
+  }
+}
+
+struct RowsLayout {
+  using Shape = RowsShape;
+  static constexpr int kThreads = kRowsThreads;
+  static constexpr int channels_of(int vec) { return vec; }  // a vector of so many elements
+
+  template <class T, int V, class Sums>
+  static auto reduce() {
+    return batch_norm_reduce_rows_kernel<T, V, Sums>;
+  }
+  template <class T, int V, class Merge, class Apply, class CoefficientsOf>
+  static auto apply() {
+    return batch_norm_apply_rows_kernel<T, V, Merge, Apply, CoefficientsOf>;
+  }
+};
+
+}  // namespace
+
+void launch_fwd_rows(const BatchNormParams& p, const BatchNormConfig& config, cudaStream_t stream) {
+  launch_fwd<RowsLayout>(p, config, stream);
+}
+
+void launch_bwd_rows(const BatchNormBackwardParams& p, const BatchNormConfig& config,
+                     cudaStream_t stream) {
+  launch_bwd<RowsLayout>(p, config, stream);
+}
+
+}  // namespace warpwright
