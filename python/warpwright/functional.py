@@ -10,6 +10,7 @@ from torch.nn import _reduction as _Reduction
 from ._ops import ops
 
 __all__ = [
+    "batch_norm",
     "conv2d",
     "cross_entropy",
     "linear",
@@ -212,3 +213,44 @@ def max_pool2d_with_indices(
     return ops.max_pool2d_with_indices(
         input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
     )
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``(input - mean) / sqrt(var + eps) * weight + bias`` for each channel (dimension 1).
+
+    In training mean and variance are the batch's, and the running statistics, if given, move
+    towards them by ``momentum`` (with the unbiased variance); else they are the running statistics.
+
+    Args:
+        input: (N, C) or (N, C, *), contiguous or channels_last (kept in the output); float32,
+            float64, bfloat16, float16.
+        running_mean, running_var, weight, bias: (C), each in the dtype of ``input``, or float32
+            beside a 16-bit one.
+    Raises:
+        ValueError: one value per channel in training, ``eps`` not positive, or only one of the
+            running statistics.
+        RuntimeError: no running statistics in evaluation, or sizes or dtypes that don't fit.
+        NotImplementedError: integer or complex ``input``.
+    """
+    if eps <= 0.0:
+        raise ValueError(f"batch_norm eps must be positive, but got {eps}")
+    if not training:
+        return ops.batch_norm(input, weight, bias, running_mean, running_var, False, eps)[0]
+    if input.numel() == (input.size(1) if input.dim() > 1 else 1) > 0:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.size()}"
+        )
+    if running_mean is None and running_var is None:
+        return ops.batch_norm(input, weight, bias, None, None, True, eps)[0]
+    if running_mean is None or running_var is None:
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+    return ops.batch_norm_update(input, weight, bias, running_mean, running_var, momentum, eps)[0]

@@ -1,7 +1,8 @@
-// Memory traffic decides: statistics are taken block by block (a plane, or rows of about 64 KB)
+// Memory traffic decides: statistics are taken block by block (a plane, or rows of about 32 KB)
 // while the block is in cache, in two steps, mean first; so x is read once for them. Blocks do not
 // depend on the number of threads and merge in order: the same bits on any number of threads.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -11,55 +12,128 @@
 namespace warpwright {
 namespace {
 
-constexpr int64_t kBlockBytes = 65536;
+constexpr int64_t kBlockBytes = 32768;
 
 int64_t grain(int64_t elements_per_step) {
   return std::max<int64_t>(1, kCpuGrain / std::max<int64_t>(1, elements_per_step));
 }
 
-// One lane or a register of lanes behind the same names, for bodies and tails.
-template <class T>
+// Partial results and everything after them are double.
+using Stat = double;
+
+// Eight doubles in two registers. (GCC 12 takes a 64-byte vector type through memory.)
+struct WideLanes {
+  Values<double> low, high;
+
+  WideLanes& operator+=(const WideLanes& b) {
+    low += b.low;
+    high += b.high;
+    return *this;
+  }
+  friend WideLanes operator+(WideLanes a, const WideLanes& b) { return a += b; }
+  friend WideLanes operator-(const WideLanes& a, const WideLanes& b) {
+    return {a.low - b.low, a.high - b.high};
+  }
+  friend WideLanes operator-(const WideLanes& a, double b) { return {a.low - b, a.high - b}; }
+  friend WideLanes operator*(const WideLanes& a, const WideLanes& b) {
+    return {a.low * b.low, a.high * b.high};
+  }
+};
+
+// One lane or a register of lanes behind the same names, for bodies and tails. W sums up: in
+// double (kDouble), or in the compute type for short runs.
+template <class T, bool kDouble>
 struct Vector {
   using Compute = CpuCompute<T>;
   using V = Values<T>;
+  static constexpr bool kWidens = kDouble && !std::is_same_v<T, double>;
+  using W = std::conditional_t<kWidens, WideLanes, V>;
   static constexpr int kCount = kLanes<T>;
+
   static V load(const T* source) { return load_lanes(source); }
   static void store(T* target, V value) { store_lanes(target, value); }
+  static W load_wide(const T* source) { return widen<kWidens>(load(source)); }
   static V load_compute(const Compute* source) {
     V result;
     std::memcpy(&result, source, sizeof(result));
     return result;
   }
-  static void store_compute(Compute* target, V value) {
-    std::memcpy(target, &value, sizeof(value));
+  static W load_stat(const Stat* source) {
+    if constexpr (kWidens || std::is_same_v<T, double>) {
+      W result;
+      std::memcpy(&result, source, sizeof(result));
+      return result;
+    } else {
+      V result;
+      for (int i = 0; i < kCount; ++i) result[i] = static_cast<Compute>(source[i]);
+      return result;
+    }
   }
-  static Compute total(V value) {
-    Compute result = 0;
-    for (int i = 0; i < kCount; ++i) result += value[i];
+  static void store_stat(Stat* target, const W& value) {
+    if constexpr (kWidens || std::is_same_v<T, double>) {
+      std::memcpy(target, &value, sizeof(value));
+    } else {
+      const WideLanes wide = widen<true>(value);
+      std::memcpy(target, &wide, sizeof(wide));
+    }
+  }
+  static void add_stat(Stat* target, const W& value) {
+    if constexpr (std::is_same_v<T, double>) {
+      store_stat(target, load_stat(target) + value);
+    } else {
+      WideLanes sum;
+      std::memcpy(&sum, target, sizeof(sum));
+      if constexpr (kWidens) {
+        sum += value;
+      } else {
+        sum += widen<true>(value);
+      }
+      std::memcpy(target, &sum, sizeof(sum));
+    }
+  }
+  static Stat total(const W& value) {
+    Stat lanes[kCount], result = 0;
+    store_stat(lanes, value);
+    for (int i = 0; i < kCount; ++i) result += lanes[i];
     return result;
+  }
+
+ private:
+  template <bool kWiden>
+  static auto widen(V x) {
+    if constexpr (kWiden) {
+      return WideLanes{
+          __builtin_convertvector(__builtin_shufflevector(x, x, 0, 1, 2, 3), Values<double>),
+          __builtin_convertvector(__builtin_shufflevector(x, x, 4, 5, 6, 7), Values<double>)};
+    } else {
+      return x;
+    }
   }
 };
 template <class T>
 struct Scalar {
-  using Compute = CpuCompute<T>;
-  using V = Compute;
+  using V = CpuCompute<T>;
+  using W = Stat;
   static constexpr int kCount = 1;
-  static V load(const T* source) { return static_cast<Compute>(*source); }
+
+  static V load(const T* source) { return static_cast<V>(*source); }
   static void store(T* target, V value) { *target = static_cast<T>(value); }
-  static V load_compute(const Compute* source) { return *source; }
-  static void store_compute(Compute* target, V value) { *target = value; }
-  static Compute total(V value) { return value; }
+  static W load_wide(const T* source) { return static_cast<W>(load(source)); }
+  static V load_compute(const V* source) { return *source; }
+  static W load_stat(const W* source) { return *source; }
+  static void store_stat(W* target, W value) { *target = value; }
+  static void add_stat(Stat* target, W value) { *target += value; }
 };
 
 // Calls f<Access, kGroup>(begin) for runs of kGroup * Access::kCount neighbours of [0, extent).
-template <class T, class F>
+template <class T, bool kDouble, class F>
 void for_runs(int64_t extent, F&& f) {
   constexpr int kGroup = 4;
   int64_t i = 0;
   for (; i + kGroup * kLanes<T> <= extent; i += kGroup * kLanes<T>) {
-    f.template operator()<Vector<T>, kGroup>(i);
+    f.template operator()<Vector<T, kDouble>, kGroup>(i);
   }
-  for (; i + kLanes<T> <= extent; i += kLanes<T>) f.template operator()<Vector<T>, 1>(i);
+  for (; i + kLanes<T> <= extent; i += kLanes<T>) f.template operator()<Vector<T, kDouble>, 1>(i);
   for (; i < extent; ++i) f.template operator()<Scalar<T>, 1>(i);
 }
 
@@ -166,37 +240,56 @@ struct RowBlocks {
   }
 };
 
-template <class T>
+// kSums sums over rows for kGroup vectors of channels: `add(row, group, sums)` adds one vector's
+// terms. Short runs in W, the runs in double.
+template <class Access, int kGroup, int kSums, class Add>
+void sum_rows(int64_t begin, int64_t end, std::array<Stat*, kSums> result, Add&& add) {
+  constexpr int64_t kRun = 32;
+  for (Stat* sums : result) std::fill_n(sums, kGroup * Access::kCount, 0.0);
+  for (int64_t first = begin; first < end; first += kRun) {
+    typename Access::W run[kGroup][kSums] = {};
+    for (int64_t row = first; row < std::min(end, first + kRun); ++row) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroup; ++i) add(row, i, run[i]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kGroup; ++i) {
+#pragma GCC unroll 2
+      for (int s = 0; s < kSums; ++s) Access::add_stat(result[s] + i * Access::kCount, run[i][s]);
+    }
+  }
+}
+
+template <class T, bool kDouble>
 void forward_rows(const BatchNormParams& p) {
   using Compute = CpuCompute<T>;
   const auto* input = static_cast<const T*>(p.input);
   auto* output = static_cast<T*>(p.output);
   const int64_t C = p.extents.channels;
   const RowBlocks split(p.extents, sizeof(T));
-  std::vector<Compute> means, deviations;  // (blocks, channels)
+  std::vector<Stat> means, deviations;  // (blocks, channels)
   if (p.training) {
     means.resize(split.blocks * C);
     deviations.resize(split.blocks * C);
     split.parallel([&](int64_t block) {
       const int64_t begin = split.begin(block), end = split.end(block);
-      for_runs<T>(C, [&]<class Access, int kGroup>(int64_t c) {
-        typename Access::V mean[kGroup] = {}, square[kGroup] = {};
-        for (int64_t row = begin; row < end; ++row) {
-          for (int i = 0; i < kGroup; ++i) {
-            mean[i] += Access::load(input + row * C + c + i * Access::kCount);
-          }
-        }
-        for (int i = 0; i < kGroup; ++i) mean[i] /= static_cast<Compute>(end - begin);
-        for (int64_t row = begin; row < end; ++row) {
-          for (int i = 0; i < kGroup; ++i) {
-            const auto distance = Access::load(input + row * C + c + i * Access::kCount) - mean[i];
-            square[i] += distance * distance;
-          }
-        }
-        for (int i = 0; i < kGroup; ++i) {
-          Access::store_compute(&means[block * C + c + i * Access::kCount], mean[i]);
-          Access::store_compute(&deviations[block * C + c + i * Access::kCount], square[i]);
-        }
+      for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
+        typename Access::W mean[kGroup];
+        Stat sums[kGroup * Access::kCount], squares[kGroup * Access::kCount];
+        sum_rows<Access, kGroup, 1>(begin, end, {sums}, [&](int64_t row, int i, auto* sum) {
+          sum[0] += Access::load_wide(input + row * C + c + i * Access::kCount);
+        });
+        for (Stat& sum : sums) sum /= static_cast<double>(end - begin);
+        for (int i = 0; i < kGroup; ++i) mean[i] = Access::load_stat(sums + i * Access::kCount);
+        sum_rows<Access, kGroup, 1>(begin, end, {squares}, [&](int64_t row, int i, auto* sum) {
+          const auto distance =
+              Access::load_wide(input + row * C + c + i * Access::kCount) - mean[i];
+          sum[0] += distance * distance;
+        });
+        // The distances are from the mean as the lanes hold it.
+        for (int i = 0; i < kGroup; ++i) Access::store_stat(sums + i * Access::kCount, mean[i]);
+        std::copy(std::begin(sums), std::end(sums), &means[block * C + c]);
+        std::copy(std::begin(squares), std::end(squares), &deviations[block * C + c]);
       });
     });
   }
@@ -215,7 +308,7 @@ void forward_rows(const BatchNormParams& p) {
     }
   });
   split.parallel([&](int64_t block) {
-    for_runs<T>(C, [&]<class Access, int kGroup>(int64_t c) {
+    for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
       typename Access::V scale[kGroup], offset[kGroup], shift[kGroup];
       for (int i = 0; i < kGroup; ++i) {
         scale[i] = Access::load_compute(&k.scale[c + i * Access::kCount]);
@@ -232,7 +325,7 @@ void forward_rows(const BatchNormParams& p) {
   });
 }
 
-template <class T>
+template <class T, bool kDouble>
 void backward_rows(const BatchNormBackwardParams& p, bool need_sums) {
   using Compute = CpuCompute<T>;
   const auto* input = static_cast<const T*>(p.input);
@@ -241,28 +334,25 @@ void backward_rows(const BatchNormBackwardParams& p, bool need_sums) {
   const auto* means = static_cast<const Compute*>(p.mean);
   const int64_t C = p.extents.channels;
   const RowBlocks split(p.extents, sizeof(T));
-  std::vector<Compute> sums, products;  // (blocks, channels)
+  const std::vector<Stat> wide_means(means, means + C);
+  std::vector<Stat> sums, products;  // (blocks, channels)
   if (need_sums) {
     sums.resize(split.blocks * C);
     products.resize(split.blocks * C);
     split.parallel([&](int64_t block) {
-      for_runs<T>(C, [&]<class Access, int kGroup>(int64_t c) {
-        typename Access::V mean[kGroup], sum[kGroup] = {}, product[kGroup] = {};
+      for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
+        typename Access::W mean[kGroup];
         for (int i = 0; i < kGroup; ++i) {
-          mean[i] = Access::load_compute(means + c + i * Access::kCount);
+          mean[i] = Access::load_stat(&wide_means[c + i * Access::kCount]);
         }
-        for (int64_t row = split.begin(block); row < split.end(block); ++row) {
-          for (int i = 0; i < kGroup; ++i) {
-            const int64_t at = row * C + c + i * Access::kCount;
-            const auto dy = Access::load(grad_output + at);
-            sum[i] += dy;
-            product[i] += dy * (Access::load(input + at) - mean[i]);
-          }
-        }
-        for (int i = 0; i < kGroup; ++i) {
-          Access::store_compute(&sums[block * C + c + i * Access::kCount], sum[i]);
-          Access::store_compute(&products[block * C + c + i * Access::kCount], product[i]);
-        }
+        sum_rows<Access, kGroup, 2>(split.begin(block), split.end(block),
+                                    {&sums[block * C + c], &products[block * C + c]},
+                                    [&](int64_t row, int i, auto* sum) {
+                                      const int64_t at = row * C + c + i * Access::kCount;
+                                      const auto dy = Access::load_wide(grad_output + at);
+                                      sum[0] += dy;
+                                      sum[1] += dy * (Access::load_wide(input + at) - mean[i]);
+                                    });
       });
     });
   }
@@ -281,7 +371,7 @@ void backward_rows(const BatchNormBackwardParams& p, bool need_sums) {
   });
   if (grad_input == nullptr) return;
   split.parallel([&](int64_t block) {
-    for_runs<T>(C, [&]<class Access, int kGroup>(int64_t c) {
+    for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
       typename Access::V scale[kGroup], offset[kGroup], slope[kGroup];
       for (int i = 0; i < kGroup; ++i) {
         scale[i] = Access::load_compute(&k.scale[c + i * Access::kCount]);
@@ -302,6 +392,21 @@ void backward_rows(const BatchNormBackwardParams& p, bool need_sums) {
 
 // ---- planes: one thread finishes a channel, whose planes are in cache the second time ----
 
+// Four independent vector sums and one of the tail.
+template <class T>
+struct PlaneSum {
+  typename Vector<T, true>::W lanes[4] = {};
+  Stat tail = 0;
+
+  void add(int group, const typename Vector<T, true>::W& value) { lanes[group] += value; }
+  void add(int, Stat value) requires(!std::is_same_v<typename Vector<T, true>::W, Stat>) {
+    tail += value;
+  }
+  Stat total() const {
+    return tail + Vector<T, true>::total((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
+  }
+};
+
 template <class T>
 void forward_planes(const BatchNormParams& p) {
   using Compute = CpuCompute<T>;
@@ -315,32 +420,21 @@ void forward_planes(const BatchNormParams& p) {
       if (p.training) {
         for (int64_t n = 0; n < e.batch; ++n) {
           const T* plane = static_cast<const T*>(p.input) + (n * C + c) * S;
-          Values<T> lanes[4] = {};
-          Compute sum = 0;
-          for_runs<T>(S, [&]<class Access, int kGroup>(int64_t i) {
-            if constexpr (Access::kCount == 1) {
-              sum += Access::load(plane + i);
-            } else {
-              for (int g = 0; g < kGroup; ++g) lanes[g] += load_lanes(plane + i + g * kLanes<T>);
-            }
-          });
-          sum += Vector<T>::total((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
-          const Compute mean = sum / static_cast<Compute>(S);
-          Values<T> squares[4] = {};
-          Compute square = 0;
-          for_runs<T>(S, [&]<class Access, int kGroup>(int64_t i) {
+          PlaneSum<T> sum, square;
+          for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
             for (int g = 0; g < kGroup; ++g) {
-              const auto distance = Access::load(plane + i + g * Access::kCount) - mean;
-              if constexpr (Access::kCount == 1) {
-                square += distance * distance;
-              } else {
-                squares[g] += distance * distance;
-              }
+              sum.add(g, Access::load_wide(plane + i + g * Access::kCount));
             }
           });
-          square += Vector<T>::total((squares[0] + squares[1]) + (squares[2] + squares[3]));
+          const Stat mean = sum.total() / static_cast<Stat>(S);
+          for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
+            for (int g = 0; g < kGroup; ++g) {
+              const auto distance = Access::load_wide(plane + i + g * Access::kCount) - mean;
+              square.add(g, distance * distance);
+            }
+          });
           means[n] = mean;
-          deviations[n] = square;
+          deviations[n] = square.total();
         }
         moments = merge_blocks(
             e.batch, static_cast<double>(e.count()),
@@ -352,7 +446,7 @@ void forward_planes(const BatchNormParams& p) {
       for (int64_t n = 0; n < e.batch; ++n) {
         const T* plane = static_cast<const T*>(p.input) + (n * C + c) * S;
         T* target = static_cast<T*>(p.output) + (n * C + c) * S;
-        for_runs<T>(S, [&]<class Access, int kGroup>(int64_t i) {
+        for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
           for (int g = 0; g < kGroup; ++g) {
             const int64_t at = i + g * Access::kCount;
             Access::store(target + at, (Access::load(plane + at) - shift) * scale + offset);
@@ -373,29 +467,21 @@ void backward_planes(const BatchNormBackwardParams& p, bool need_sums) {
     for (int64_t c = first; c < last; ++c) {
       double sum = 0, product = 0;
       if (need_sums) {
-        const Compute mean = static_cast<const Compute*>(p.mean)[c];
+        const Stat mean = static_cast<const Compute*>(p.mean)[c];
         for (int64_t n = 0; n < e.batch; ++n) {
           const T* x = static_cast<const T*>(p.input) + (n * C + c) * S;
           const T* dy = static_cast<const T*>(p.grad_output) + (n * C + c) * S;
-          Values<T> sums[4] = {}, products[4] = {};
-          Compute tail_sum = 0, tail_product = 0;
-          for_runs<T>(S, [&]<class Access, int kGroup>(int64_t i) {
+          PlaneSum<T> plane_sum, plane_product;
+          for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
             for (int g = 0; g < kGroup; ++g) {
               const int64_t at = i + g * Access::kCount;
-              const auto grad = Access::load(dy + at);
-              const auto term = grad * (Access::load(x + at) - mean);
-              if constexpr (Access::kCount == 1) {
-                tail_sum += grad;
-                tail_product += term;
-              } else {
-                sums[g] += grad;
-                products[g] += term;
-              }
+              const auto grad = Access::load_wide(dy + at);
+              plane_sum.add(g, grad);
+              plane_product.add(g, grad * (Access::load_wide(x + at) - mean));
             }
           });
-          sum += tail_sum + Vector<T>::total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-          product += tail_product +
-                     Vector<T>::total((products[0] + products[1]) + (products[2] + products[3]));
+          sum += plane_sum.total();
+          product += plane_product.total();
         }
       }
       finish_backward(p, c, sum, product, k);
@@ -405,7 +491,7 @@ void backward_planes(const BatchNormBackwardParams& p, bool need_sums) {
         const T* x = static_cast<const T*>(p.input) + (n * C + c) * S;
         const T* dy = static_cast<const T*>(p.grad_output) + (n * C + c) * S;
         T* target = static_cast<T*>(p.grad_input) + (n * C + c) * S;
-        for_runs<T>(S, [&]<class Access, int kGroup>(int64_t i) {
+        for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
           for (int g = 0; g < kGroup; ++g) {
             const int64_t at = i + g * Access::kCount;
             auto dx = Access::load(dy + at) * scale;
@@ -422,8 +508,10 @@ void backward_planes(const BatchNormBackwardParams& p, bool need_sums) {
 
 void batch_norm_cpu(const BatchNormParams& p) {
   for_cpu_dtype(p.dtype, [&]<class T>() {
-    if (p.extents.rows) {
-      forward_rows<T>(p);
+    if (p.extents.rows && p.extents.spatial > 1) {
+      forward_rows<T, false>(p);
+    } else if (p.extents.rows) {
+      forward_rows<T, true>(p);
     } else {
       forward_planes<T>(p);
     }
@@ -434,8 +522,10 @@ void batch_norm_backward_cpu(const BatchNormBackwardParams& p) {
   const bool need_sums = (p.training && p.grad_input != nullptr) || p.grad_weight.data != nullptr ||
                          p.grad_bias.data != nullptr;
   for_cpu_dtype(p.dtype, [&]<class T>() {
-    if (p.extents.rows) {
-      backward_rows<T>(p, need_sums);
+    if (p.extents.rows && p.extents.spatial > 1) {
+      backward_rows<T, false>(p, need_sums);
+    } else if (p.extents.rows) {
+      backward_rows<T, true>(p, need_sums);
     } else {
       backward_planes<T>(p, need_sums);
     }
