@@ -55,20 +55,28 @@ struct Conv2dBackwardParams {
 
 enum class ConvDirection { kForward, kInputGradient, kWeightGradient };
 enum class ConvKind { k16Bit, kTf32, kFp32, kFp64 };
-enum class ConvTile { kWide, kNarrow, kSmall };
+enum class ConvTile { kWide, kNarrow, kSmall, kElement };
 
 struct ConvTileShape {
   int blk_m, blk_n, blk_k, warps_m, warps_n, stages, ctas_per_sm;
 };
 
-// kWide and kNarrow (for at most 64 columns) need 16-byte accesses; kSmall takes anything.
+// kWide, kNarrow (for at most 64 columns) and kSmall need 16-byte accesses. kElement takes
+// anything: its loaders hold coordinates and, at 16 bits, a tile's elements in registers.
 constexpr ConvTileShape conv_tile_shape(ConvKind kind, ConvTile tile) {
-  constexpr ConvTileShape kShapes[4][3] = {
+  constexpr ConvTileShape kFma = {64, 64, 16, 2, 2, 3, 2};
+  constexpr ConvTileShape kShapes[4][4] = {
       // kWide                       kNarrow                     kSmall
-      {{128, 128, 64, 2, 2, 3, 2}, {128, 64, 64, 2, 2, 3, 2}, {64, 64, 64, 2, 2, 3, 3}},
-      {{128, 128, 32, 2, 2, 3, 2}, {128, 64, 32, 2, 2, 3, 2}, {64, 64, 32, 2, 2, 3, 3}},
-      {{64, 64, 16, 2, 2, 3, 3}, {64, 64, 16, 2, 2, 3, 3}, {64, 64, 16, 2, 2, 3, 3}},
-      {{64, 64, 16, 2, 2, 3, 2}, {64, 64, 16, 2, 2, 3, 2}, {64, 64, 16, 2, 2, 3, 2}},
+      {{128, 128, 64, 2, 2, 3, 2},
+       {128, 64, 64, 2, 2, 3, 2},
+       {64, 64, 64, 2, 2, 3, 3},
+       {64, 64, 32, 2, 2, 3, 2}},
+      {{128, 128, 32, 2, 2, 3, 2},
+       {128, 64, 32, 2, 2, 3, 2},
+       {64, 64, 32, 2, 2, 3, 3},
+       {64, 64, 32, 2, 2, 3, 2}},
+      {kFma, kFma, kFma, kFma},
+      {kFma, kFma, kFma, kFma},
   };
   return kShapes[static_cast<int>(kind)][static_cast<int>(tile)];
 }
@@ -103,7 +111,7 @@ inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dSh
                                          uintptr_t addresses, const DeviceInfo& device) {
   Conv2dConfig config{};
   config.kind = conv_kind(s);
-  config.tile = ConvTile::kSmall;
+  config.tile = ConvTile::kElement;
   config.splits = 1;
   const int64_t vec = 16 / dtype_size(s.dtype);
   config.wide =
@@ -114,8 +122,9 @@ inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dSh
                                                                        : depth;
   if (config.wide) {
     config.tile = columns <= 64 ? ConvTile::kNarrow : ConvTile::kWide;
-    if (direction == ConvDirection::kWeightGradient && s.group_k() <= 64) {
-      config.tile = ConvTile::kSmall;  // a 128-row tile would be half empty
+    // A 128-row tile would be half empty.
+    if (direction == ConvDirection::kWeightGradient && (s.group_k() <= 64 || depth <= 64)) {
+      config.tile = ConvTile::kSmall;
     }
   }
   config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"

@@ -66,16 +66,14 @@ struct GroupMatrixOutput : MatrixOutput<T> {
   __device__ void select_group(int group) { this->pointer += group * this->rows * this->ld; }
 };
 
-template <ConvKind kKind, ConvTile kTile, class T, bool kWide>
+template <ConvKind kKind, ConvTile kTile, class T>
 struct ConvTileOf {
   static constexpr ConvTileShape kShape = conv_tile_shape(kKind, kTile);
   static constexpr MathKind kMath = kKind == ConvKind::k16Bit || kKind == ConvKind::kTf32
                                         ? MathKind::kTensorCore
                                         : MathKind::kFma;
-  // Element gathers hold coordinates and staged elements: room for two CTAs an SM.
-  static constexpr int kCtas = kWide ? kShape.ctas_per_sm : std::min(2, kShape.ctas_per_sm);
   using type = Tile<T, kMath, kShape.blk_m, kShape.blk_n, kShape.blk_k, kShape.warps_m,
-                    kShape.warps_n, kShape.stages, kCtas>;
+                    kShape.warps_n, kShape.stages, kShape.ctas_per_sm>;
 };
 
 template <class Tile, class LoaderA, class LoaderB, class Output>
@@ -197,7 +195,7 @@ void launch_correlation(const Conv2dShape& s, const T* source_data, const Plane&
                         const WindowAxis& weight_window, void* target_data, const void* bias,
                         const Plane& target, const PixelAxis& target_pixels, bool wide_weight,
                         cudaStream_t stream) {
-  using Tile = typename ConvTileOf<kKind, kTile, T, kWide>::type;
+  using Tile = typename ConvTileOf<kKind, kTile, T>::type;
   constexpr int kVec = kWide ? kVecSize<T> : 1;
   const int64_t channels = target.c / s.groups;  // of a group of the target
   const int64_t depth = s.group_c() * s.taps();
@@ -244,7 +242,7 @@ void launch_correlation(const Conv2dShape& s, const T* source_data, const Plane&
 template <ConvKind kKind, ConvTile kTile, class T, bool kChannelsLast, bool kWide>
 void launch_weight_gradient(const Conv2dBackwardParams& p, const Conv2dConfig& config,
                             cudaStream_t stream) {
-  using Tile = typename ConvTileOf<kKind, kTile, T, kWide>::type;
+  using Tile = typename ConvTileOf<kKind, kTile, T>::type;
   using Acc = typename Tile::Acc;
   constexpr int kVec = kWide ? kVecSize<T> : 1;
   const Conv2dShape& s = p.shape;
@@ -344,7 +342,7 @@ void for_slices(const Conv2dShape& shape, F&& f) {
 template <ConvKind kKind, class F>
 void for_conv_instance(const Conv2dShape& s, const Conv2dConfig& config, F&& f) {
   constexpr bool kTensorCore = kKind == ConvKind::k16Bit || kKind == ConvKind::kTf32;
-  if (!s.channels_last) return f.template operator()<ConvTile::kSmall, false, false>();
+  if (!s.channels_last) return f.template operator()<ConvTile::kElement, false, false>();
   if constexpr (kTensorCore) {
     if (config.wide) {
       if (config.tile == ConvTile::kWide) {
@@ -353,7 +351,7 @@ void for_conv_instance(const Conv2dShape& s, const Conv2dConfig& config, F&& f) 
       return f.template operator()<ConvTile::kNarrow, true, true>();
     }
   }
-  f.template operator()<ConvTile::kSmall, true, false>();
+  f.template operator()<ConvTile::kElement, true, false>();
 }
 
 template <ConvKind kKind, class T>
@@ -416,7 +414,7 @@ void launch_weight_gradient_of(const Conv2dBackwardParams& p, const Conv2dConfig
     }
   }
   for_bool(p.shape.channels_last, [&]<bool kChannelsLast>() {
-    launch_weight_gradient<kKind, ConvTile::kSmall, T, kChannelsLast, false>(p, config, stream);
+    launch_weight_gradient<kKind, ConvTile::kElement, T, kChannelsLast, false>(p, config, stream);
   });
 }
 
