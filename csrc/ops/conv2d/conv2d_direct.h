@@ -1,18 +1,39 @@
 // Direct convolutions, for the shapes that are bound by memory and not by FLOPs: few input channels
-// (group_c * R * S products an output) and depthwise (group_c == 1). Every tensor is read or written
-// where it lies; nothing is unfolded. Weight gradients are two launches: partial sums of runs of
-// pixels into `workspace`, then their sum in a fixed order.
+// (group_c * R * S products an output) and depthwise (group_c == 1). Every tensor is read or
+// written where it lies; nothing is unfolded. Weight gradients are two launches: partial sums of
+// runs of pixels into `workspace`, then their sum in a fixed order.
 #pragma once
 
 #include "ops/conv2d/conv2d.h"
 
 namespace warpwright {
 
+constexpr int64_t kFewChannelsMaxTaps =
+    160;  // the weights of 64 outputs fit 48 KB of shared memory
+
+// The kernels count runs of outputs in 32 bits; what has more is for the implicit GEMM.
+inline bool conv2d_direct_fits(const Conv2dShape& g) {
+  constexpr int64_t kLimit = int64_t{1} << 30;
+  for (int64_t extent : {g.c, g.h, g.w, g.k, g.r, g.s, g.p, g.q, g.n, g.pad_h, g.pad_w, g.stride_h,
+                         g.stride_w, g.dilation_h, g.dilation_w, g.p * g.stride_h, g.q * g.stride_w,
+                         g.r * g.dilation_h, g.s * g.dilation_w}) {
+    if (extent >= kLimit) return false;
+  }
+  const int64_t rows = std::max(g.p, g.h), runs = (std::max(g.q, g.w) + 3) / 4;
+  return static_cast<double>(g.n) * static_cast<double>(rows) * static_cast<double>(runs) <
+         static_cast<double>(kLimit);
+}
+
 // Few input channels, one group: forward and weight (+ bias) gradient.
-bool conv2d_few_channels_supported(const Conv2dShape& shape);
+inline bool conv2d_few_channels_supported(const Conv2dShape& g) {
+  return g.groups == 1 && g.c <= 4 && g.c * g.taps() <= kFewChannelsMaxTaps &&
+         conv2d_direct_fits(g);
+}
 
 // Depthwise with any multiplier k / c: all three directions.
-bool conv2d_depthwise_supported(const Conv2dShape& shape);
+inline bool conv2d_depthwise_supported(const Conv2dShape& g) {
+  return g.groups == g.c && g.taps() <= kFewChannelsMaxTaps && conv2d_direct_fits(g);
+}
 
 int64_t conv2d_few_channels_wgrad_workspace_bytes(const Conv2dShape& shape,
                                                   const DeviceInfo& device);
@@ -20,8 +41,8 @@ int64_t conv2d_depthwise_wgrad_workspace_bytes(const Conv2dShape& shape, const D
 int64_t conv2d_bias_grad_workspace_bytes(const Conv2dShape& shape, const DeviceInfo& device);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// A `workspace` is 16-byte aligned and as long as ..._workspace_bytes(shape, current_device_info());
-// the parameters' own workspace pointer is not looked at.
+// A `workspace` is 16-byte aligned and as long as ..._workspace_bytes(shape,
+// current_device_info()); the parameters' own workspace pointer is not looked at.
 void launch_conv2d_few_channels_fwd(const Conv2dParams& params, cudaStream_t stream);
 // Writes grad_weight and, if it is not null, grad_bias.
 void launch_conv2d_few_channels_wgrad(const Conv2dBackwardParams& params, void* workspace,

@@ -1,0 +1,151 @@
+// What the direct kernels share. A unit of work is kRunQ neighbouring outputs of one row; a thread
+// has kRunK output channels of it, and the products of one input element serve all its outputs.
+#pragma once
+
+#include <algorithm>
+
+#include "device/math.cuh"
+#include "device/vec.cuh"
+#include "host/launch.h"
+#include "ops/conv2d/conv2d_direct.h"
+
+namespace warpwright {
+
+constexpr int kDirectThreads = 256;
+constexpr int kRunK = 8;
+constexpr int kRunQ = 4;
+
+// A call as the kernels hold it: 32-bit extents, pitches in elements. The weight's taps are
+// numbered (c * R + r) * S + s here, whatever its layout.
+struct DirectShape {
+  int c, h, w, k, r, s, p, q;
+  int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int group_c, multiplier;  // multiplier: outputs of one input channel (depthwise)
+  bool channels_last;
+  int64_t x_image, x_chan, x_row, x_col;
+  int64_t y_image, y_chan, y_row, y_col;
+  int64_t w_chan, w_tap;  // of one output channel's group_c * R * S weights
+  FastDivmod columns, rows;
+  int units;
+
+  DirectShape(const Conv2dShape& g, int run_q)
+      : c(static_cast<int>(g.c)),
+        h(static_cast<int>(g.h)),
+        w(static_cast<int>(g.w)),
+        k(static_cast<int>(g.k)),
+        r(static_cast<int>(g.r)),
+        s(static_cast<int>(g.s)),
+        p(static_cast<int>(g.p)),
+        q(static_cast<int>(g.q)),
+        stride_h(static_cast<int>(g.stride_h)),
+        stride_w(static_cast<int>(g.stride_w)),
+        pad_h(static_cast<int>(g.pad_h)),
+        pad_w(static_cast<int>(g.pad_w)),
+        dilation_h(static_cast<int>(g.dilation_h)),
+        dilation_w(static_cast<int>(g.dilation_w)),
+        group_c(static_cast<int>(g.group_c())),
+        multiplier(static_cast<int>(g.group_k())),
+        channels_last(g.channels_last) {
+    const bool last = g.channels_last;
+    x_image = g.c * g.h * g.w;
+    x_chan = last ? 1 : g.h * g.w;
+    x_row = last ? g.w * g.c : g.w;
+    x_col = last ? g.c : 1;
+    y_image = g.k * g.p * g.q;
+    y_chan = last ? 1 : g.p * g.q;
+    y_row = last ? g.q * g.k : g.q;
+    y_col = last ? g.k : 1;
+    w_chan = last ? 1 : g.taps();
+    w_tap = last ? g.group_c() : 1;
+    columns = FastDivmod(std::max<int64_t>(1, ceil_div<int64_t>(g.q, run_q)));
+    rows = FastDivmod(std::max<int64_t>(1, g.p));
+    units = static_cast<int>(g.n * g.p * ceil_div<int64_t>(g.q, run_q));
+  }
+
+  int taps() const { return group_c * r * s; }
+};
+
+struct DirectUnit {
+  int64_t image;
+  int p, q;
+};
+
+__device__ __forceinline__ DirectUnit direct_unit(const DirectShape& g, int unit, int run_q) {
+  DirectUnit result;
+  int row, image;
+  g.columns.divmod(unit, row, result.q);
+  g.rows.divmod(row, image, result.p);
+  result.image = image;
+  result.q *= run_q;
+  return result;
+}
+
+__device__ __forceinline__ bool is_inside(int x, int extent) {
+  return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
+}
+
+// The first `valid` of kCount elements, zeros after them; `vec`: in 16-byte accesses (or one
+// access where all are shorter), to which `valid` and the address are then aligned.
+template <int kCount, class T, class A>
+__device__ __forceinline__ void load_run(const T* from, int valid, bool vec, A (&to)[kCount]) {
+  constexpr int kVec = kVecSize<T> < kCount ? kVecSize<T> : kCount;
+  if (vec) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += kVec) {
+      if (i < valid) {
+        const Vec<T, kVec> loaded = load_vec<kVec>(from + i);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) to[i + j] = convert<A>(loaded[j]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) to[i + j] = A(0);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = i < valid ? convert<A>(from[i]) : A(0);
+  }
+}
+
+template <int kCount, class T, class A>
+__device__ __forceinline__ void store_run(T* to, int valid, bool vec, const A (&from)[kCount]) {
+  constexpr int kVec = kVecSize<T> < kCount ? kVecSize<T> : kCount;
+  if (vec) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += kVec) {
+      if (i >= valid) break;
+      Vec<T, kVec> packed;
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) packed[j] = convert<T>(from[i + j]);
+      store_vec(to + i, packed);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < valid) to[i] = convert<T>(from[i]);
+    }
+  }
+}
+
+// May runs of `run` elements of rows `extent` long move as vectors?
+inline bool runs_are_vectors(DType dtype, int64_t extent, int run, uintptr_t addresses) {
+  const int64_t bytes = std::min<int64_t>(16, run * dtype_size(dtype));
+  return extent * dtype_size(dtype) % bytes == 0 && addresses % bytes == 0;
+}
+
+inline uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+// ---- the two kernels, each in a file of its own ----
+
+// `flip`: the weight of tap (r, s) is read at (R-1-r, S-1-s), which makes a forward of an input
+// gradient with stride 1.
+void launch_conv2d_direct_fprop(DType dtype, const DirectShape& shape, bool depthwise, bool flip,
+                                const void* x, const void* w, const void* bias, void* y,
+                                cudaStream_t stream);
+
+int64_t conv2d_direct_wgrad_workspace_bytes(const Conv2dShape& shape, bool depthwise,
+                                            const DeviceInfo& device);
+void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& params, bool depthwise, void* workspace,
+                                cudaStream_t stream);
+
+}  // namespace warpwright

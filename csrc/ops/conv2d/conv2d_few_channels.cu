@@ -1,0 +1,22 @@
+// Few input channels: the direct kernels with one run of products an input element. Stem and MNIST
+// first layers: forward bound by the output's bytes up to about 20 products an output.
+#include "ops/conv2d/conv2d_direct.cuh"
+
+namespace warpwright {
+
+int64_t conv2d_few_channels_wgrad_workspace_bytes(const Conv2dShape& shape,
+                                                  const DeviceInfo& device) {
+  return conv2d_direct_wgrad_workspace_bytes(shape, false, device);
+}
+
+void launch_conv2d_few_channels_fwd(const Conv2dParams& p, cudaStream_t stream) {
+  launch_conv2d_direct_fprop(p.shape.dtype, DirectShape(p.shape, kRunQ), false, false, p.input,
+                             p.weight, p.bias, p.output, stream);
+}
+
+void launch_conv2d_few_channels_wgrad(const Conv2dBackwardParams& p, void* workspace,
+                                      cudaStream_t stream) {
+  launch_conv2d_direct_wgrad(p, false, workspace, stream);
+}
+
+}  // namespace warpwright
