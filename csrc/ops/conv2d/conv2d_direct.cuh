@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "device/access.cuh"
 #include "device/math.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
@@ -117,7 +118,11 @@ __device__ __forceinline__ void store_run(T* to, int valid, bool vec, const A (&
       Vec<T, kVec> packed;
 #pragma unroll
       for (int j = 0; j < kVec; ++j) packed[j] = convert<T>(from[i + j]);
-      store_vec(to + i, packed);
+      if constexpr (sizeof(packed) == 16) {
+        store_vec_global(to + i, packed);
+      } else {
+        store_vec(to + i, packed);
+      }
     }
   } else {
 #pragma unroll

@@ -14,6 +14,12 @@ struct FpropPlan {
   bool vec_x, vec_y, flip;
 };
 
+// Threads of a CTA and CTAs of an SM for kernels that are large in registers or not.
+constexpr int fprop_threads(bool is_large) { return is_large ? 128 : 256; }
+constexpr int fprop_ctas(bool is_large, bool is_double) {
+  return is_large ? (is_double ? 2 : 3) : (is_double ? 1 : 2);
+}
+
 // Channel `v` of a thread's kRunK, counted in the chunk: neighbouring threads are 16 bytes apart.
 template <class T>
 __device__ __forceinline__ int local_channel(int groups, int group, int v) {
@@ -27,10 +33,12 @@ __device__ __forceinline__ int local_channel(int groups, int group, int v) {
 // Shared: weights (taps, kRunK / 4, groups, 4): a warp's 16-byte reads are neighbours.
 // Grid: CTA b has chunk b % chunks and units (b / chunks) * part_units + [0, part_units).
 template <class T, int kS, int kStride, bool kDepthwise, bool kWeightsInRegisters>
-__global__ void __launch_bounds__(kDirectThreads, sizeof(T) == 8 ? 1 : 2)
+__global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegisters),
+                                  fprop_ctas(kDepthwise || kWeightsInRegisters, sizeof(T) == 8))
     conv2d_direct_fprop_kernel(const T* x, const T* w, const T* bias, T* y, DirectShape g,
                                FpropPlan plan) {
   using A = Accum<T>;
+  constexpr int kThreads = fprop_threads(kDepthwise || kWeightsInRegisters);
   constexpr int kAccVec = kVecSize<A>;
   constexpr int kXs = kDepthwise ? kRunK : 1;  // inputs of one pixel and tap
   extern __shared__ __align__(16) unsigned char shared[];
@@ -41,7 +49,7 @@ __global__ void __launch_bounds__(kDirectThreads, sizeof(T) == 8 ? 1 : 2)
   const int window = g.r * g.s;
   const int taps = g.group_c * window;
 
-  for (int e = threadIdx.x; e < taps * chunk_channels; e += kDirectThreads) {
+  for (int e = threadIdx.x; e < taps * chunk_channels; e += kThreads) {
     const int tap = e / chunk_channels, place = e % chunk_channels;
     const int quarter = place / (plan.groups * kAccVec);
     const int rest = place % (plan.groups * kAccVec);
@@ -226,19 +234,25 @@ void launch_conv2d_direct_fprop(DType dtype, const DirectShape& g, bool depthwis
   plan.vec_y = g.channels_last ? runs_are_vectors(dtype, g.k, run, addresses)
                                : runs_are_vectors(dtype, g.q, kRunQ, address_of(y));
   plan.vec_x = depthwise && g.channels_last && g.multiplier == 1 && plan.vec_y;
-  // The widest chunk with the fewest idle groups.
+  const bool dense = g.dilation_w == 1;
+  const bool three = dense && g.s == 3 && g.stride_w == 1;
+  const bool in_registers =
+      three && !depthwise && g.r == 3 && g.group_c == 1 && dtype != DType::kFloat64;
+  const bool is_large = depthwise || in_registers;
+  const int threads = fprop_threads(is_large);
+  // The widest chunk with the fewest idle groups; NCHW needs a warp for each group.
   const int groups = ceil_div(g.k, kRunK);
-  plan.groups = 8;
+  plan.groups = g.channels_last ? 8 : threads / 32;
   for (int candidate : {4, 2, 1}) {
     if (ceil_div(groups, candidate) * candidate < ceil_div(groups, plan.groups) * plan.groups) {
       plan.groups = candidate;
     }
   }
   plan.chunks = ceil_div(groups, plan.groups);
-  plan.slots = kDirectThreads / plan.groups;
-  // CTAs of two per SM stay resident; more chunks than that are CTAs of their own.
-  const int parts =
-      std::clamp(current_device_info().num_sms * 2 / plan.chunks, 1, ceil_div(g.units, plan.slots));
+  plan.slots = threads / plan.groups;
+  // As many CTAs as stay resident; more chunks than that are CTAs of their own.
+  const int ctas = current_device_info().num_sms * fprop_ctas(is_large, dtype == DType::kFloat64);
+  const int parts = std::clamp(ctas / plan.chunks, 1, ceil_div(g.units, plan.slots));
   plan.part_units = ceil_div(ceil_div(g.units, parts), plan.slots) * plan.slots;
   const int64_t blocks = int64_t{ceil_div(g.units, plan.part_units)} * plan.chunks;
 
@@ -246,20 +260,16 @@ void launch_conv2d_direct_fprop(DType dtype, const DirectShape& g, bool depthwis
     auto run_kernel = [&]<int kS, int kStride, bool kDepthwise, bool kWeightsInRegisters>() {
       const int64_t smem = int64_t{g.taps()} * plan.groups * kRunK * sizeof(Accum<T>);
       launch(conv2d_direct_fprop_kernel<T, kS, kStride, kDepthwise, kWeightsInRegisters>,
-             dim3(static_cast<unsigned>(blocks)), dim3(kDirectThreads), smem, stream,
+             dim3(static_cast<unsigned>(blocks)), dim3(threads), smem, stream,
              static_cast<const T*>(x), static_cast<const T*>(w), static_cast<const T*>(bias),
              static_cast<T*>(y), g, plan);
     };
-    const bool dense = g.dilation_w == 1;
-    const bool three = dense && g.s == 3 && g.stride_w == 1;
     if (depthwise) {
       return three ? run_kernel.template operator()<3, 1, true, false>()
                    : run_kernel.template operator()<0, 0, true, false>();
     }
     if constexpr (sizeof(T) <= 4) {
-      if (three && g.r == 3 && g.group_c == 1) {
-        return run_kernel.template operator()<3, 1, false, true>();
-      }
+      if (in_registers) return run_kernel.template operator()<3, 1, false, true>();
       if (dense && g.s == 7 && g.stride_w == 2) {
         return run_kernel.template operator()<7, 2, false, false>();
       }
