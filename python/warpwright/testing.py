@@ -60,8 +60,8 @@ def assert_as_good_as_native(
     exact = exact.detach()
     finite = exact[torch.isfinite(exact)]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    # A float64 oracle has rounding of its own: allow some of its ulps when testing float64.
-    ulps = 16 if ours.dtype == torch.float64 else 1
+    # The float64 oracle is native itself: two right orders of K sums differ by about sqrt(K) ulps.
+    ulps = 64 if ours.dtype == torch.float64 else 1
     ulp = torch.finfo(ours.dtype).eps * scale * ulps
     error, native_error = max_error(ours, exact), max_error(native, exact)
     bound = factor * native_error + ulp
@@ -121,10 +121,16 @@ def compare_with_native(
     our_out, our_grads, _ = run(ours, inputs, kwargs, cotangent)
     exact_out, exact_grads, _ = run(native, to_double(inputs), to_double(kwargs), cotangent)
     assert_as_good_as_native(our_out, native_out, exact_out, "output", factor)
-    # The strides of an empty tensor describe nothing.
-    assert our_out.numel() == 0 or our_out.stride() == native_out.stride(), (
-        f"output: strides {our_out.stride()}, native {native_out.stride()}"
+    # The strides of an empty tensor describe nothing; for inputs in neither of the two memory formats
+    # native's CPU and CUDA kernels differ from each other, and ours follow the CPU's.
+    first = inputs[0]
+    standard = first.is_contiguous() or (
+        first.dim() == 4 and first.is_contiguous(memory_format=torch.channels_last)
     )
+    if our_out.numel() and (standard or our_out.device.type == "cpu"):
+        assert our_out.stride() == native_out.stride(), (
+            f"output: strides {our_out.stride()}, native {native_out.stride()}"
+        )
     for i, (a, b, e) in enumerate(zip(our_grads, native_grads, exact_grads, strict=True)):
         assert (a is None) == (b is None), f"gradient {i}: present in one of ours and native only"
         if a is not None:

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kColumnSumThreads)
                       int64_t stride_col, int splits, MatrixOutput<T> output, Accum<T>* parts) {
   using Acc = Accum<T>;
   constexpr int kRowLanes = kColumnSumThreads / kLanes;
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = 4;  // independent loads of a thread
   __shared__ Acc shared[kRowLanes][kLanes * kVec];
 
   const int64_t col_blocks = ceil_div<int64_t>(cols, kLanes * kVec);
@@ -42,8 +42,12 @@ __global__ void __launch_bounds__(kColumnSumThreads)
       for (int u = 0; u < kUnroll; ++u) {
         loaded[u] = load_vec<kVec>(source + u * kRowLanes * stride_row);
       }
+      // Pairs first: a shorter chain of roundings.
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) add(loaded[u]);
+      for (int i = 0; i < kVec; ++i) {
+        auto value = [&](int u) { return convert<Acc>(loaded[u].data[i]); };
+        sum[i] += (value(0) + value(1)) + (value(2) + value(3));
+      }
       source += kUnroll * kRowLanes * stride_row;
     }
     for (; row < row_end; row += kRowLanes, source += kRowLanes * stride_row) {
@@ -55,9 +59,15 @@ __global__ void __launch_bounds__(kColumnSumThreads)
   __syncthreads();
   const int64_t out_col = first_col + threadIdx.x;
   if (threadIdx.x >= kLanes * kVec || out_col >= cols) return;
-  Acc total = Acc(0);
+  Acc partial[kRowLanes];
 #pragma unroll
-  for (int r = 0; r < kRowLanes; ++r) total += shared[r][threadIdx.x];
+  for (int r = 0; r < kRowLanes; ++r) partial[r] = shared[r][threadIdx.x];
+#pragma unroll
+  for (int width = kRowLanes / 2; width > 0; width /= 2) {
+#pragma unroll
+    for (int r = 0; r < width; ++r) partial[r] += partial[r + width];
+  }
+  const Acc total = partial[0];
   if (splits == 1) {
     output.pointer[out_col] = convert<T>(total);
   } else {
