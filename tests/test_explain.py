@@ -59,3 +59,71 @@ def test_bad_arguments():
         explain("linear", torch.ones(1))
     with pytest.raises(TypeError, match="relu: expected a tensor first, got int"):
         explain("relu", 3)
+
+
+def test_conv2d():
+    x = torch.randn(8, 64, 16, 16, dtype=torch.bfloat16)
+    w = torch.randn(128, 64, 3, 3, dtype=torch.bfloat16)
+    last = x.contiguous(memory_format=torch.channels_last)
+    text = explain("conv2d", last, w, padding=1, **ON_GPU)
+    assert [line.split()[0] for line in text.splitlines()[1:]] == [
+        "forward",
+        "grad_input",
+        "grad_weight",
+    ]
+    assert "NHWC with whole 16-byte vectors" in text
+    assert explain("conv2d", last[0], w, padding="same", **ON_GPU).count("NHWC") == 3
+    assert "NCHW" in explain("conv2d", x, w, stride=2, padding="valid", **ON_GPU)
+    assert "TF32" in explain_conv_fp32(True)
+    assert "fp32 FMA" in explain_conv_fp32(False)
+
+
+def explain_conv_fp32(tf32):
+    torch.backends.cudnn.allow_tf32 = tf32
+    return explain("conv2d", torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3), **ON_GPU)
+
+
+def test_batch_norm():
+    x = torch.randn(4, 64, 8, 8)
+    last = x.contiguous(memory_format=torch.channels_last)
+    assert "planes, 16-byte accesses" in explain("batch_norm", x, None, None, **ON_GPU)
+    assert "rows of channels" in explain("batch_norm", last, None, None, **ON_GPU)
+    assert "rows of channels" in explain("batch_norm", x[:, :, 0, 0], None, None, **ON_GPU)
+
+
+def test_cross_entropy():
+    def text(*shape, target=None):
+        x = torch.empty(shape)
+        target = torch.zeros(shape[:1] + shape[2:], dtype=torch.int64) if target is None else target
+        return explain("cross_entropy", x, target, **ON_GPU)
+
+    assert "one block does it all" in text(64, 10)
+    assert "a block each" in text(4096, 32000)
+    assert "pixels" in text(4, 20, 64, 64)
+    assert "rows" in text(4096, 1000, target=torch.empty(4096, 1000))
+
+
+def test_attention():
+    def text(dtype, d, **kwargs):
+        q = torch.empty(1, 2, 128, d, dtype=dtype)
+        return explain("scaled_dot_product_attention", q, q, q, **kwargs, **ON_GPU)
+
+    assert "padded to 64" in text(torch.bfloat16, 40)
+    assert "padded to 256" in text(torch.float16, 200)
+    assert "FMA" in text(torch.float32, 64)
+    assert "FMA" in text(torch.bfloat16, 512)
+    assert "with mask" in text(torch.bfloat16, 64, attn_mask=torch.ones(128, 128))
+
+
+def test_on_the_cpu():
+    x = torch.randn(2, 3, 4, 4)
+    for call in (
+        ("relu", x),
+        ("conv2d", x, x),
+        ("batch_norm", x, None, None),
+        ("max_pool2d", x, 2),
+        ("linear", x, x[0, 0]),
+        ("cross_entropy", x, x),
+        ("scaled_dot_product_attention", x, x, x),
+    ):
+        assert f"{torch.get_num_threads()} threads" in explain(*call)

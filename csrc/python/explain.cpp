@@ -7,6 +7,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -14,6 +15,11 @@
 #include <utility>
 #include <vector>
 
+#include "ops/attention/attention.h"
+#include "ops/batchnorm/batchnorm.h"
+#include "ops/conv2d/conv2d.h"
+#include "ops/cross_entropy/cross_entropy.h"
+#include "ops/cross_entropy/cross_entropy_alignment.h"
 #include "ops/linear/linear.h"
 #include "ops/maxpool2d/maxpool2d.h"
 #include "ops/relu/relu.h"
@@ -150,6 +156,101 @@ Lines explain_max_pool2d(const std::string& dtype, const Operand& input, bool ch
           {"grad_input", describe(choose_config(g, type, 0))}};
 }
 
+// ---- batch_norm ----
+
+Lines explain_batch_norm(const std::string& dtype, const Operand& input, bool rows,
+                         const DeviceInfo& device) {
+  BatchNormExtents e{};
+  e.batch = input.sizes[0];
+  e.channels = input.sizes[1];
+  e.spatial = numel(input) / std::max<int64_t>(e.batch * e.channels, 1);
+  e.rows = rows || e.spatial == 1;
+  const std::string text =
+      describe(choose_config(e, dtype_from(dtype), static_cast<uintptr_t>(input.address), device));
+  return {{"forward", text}, {"backward", text}};
+}
+
+// ---- conv2d ----
+
+// `window`: stride, padding before the first row and column, dilation, each (h, w).
+Lines explain_conv2d(const std::string& dtype, bool tf32, const Operand& input,
+                     const Operand& weight, const std::vector<int64_t>& output, bool channels_last,
+                     const std::vector<int64_t>& window, int64_t groups, const DeviceInfo& device) {
+  Conv2dShape s{};
+  s.dtype = dtype_from(dtype);
+  s.channels_last = channels_last;
+  s.allow_tf32 = tf32;
+  s.n = input.sizes[0];
+  s.c = input.sizes[1];
+  s.h = input.sizes[2];
+  s.w = input.sizes[3];
+  s.k = weight.sizes[0];
+  s.r = weight.sizes[2];
+  s.s = weight.sizes[3];
+  s.p = output[0];
+  s.q = output[1];
+  s.stride_h = window[0];
+  s.stride_w = window[1];
+  s.pad_h = window[2];
+  s.pad_w = window[3];
+  s.dilation_h = window[4];
+  s.dilation_w = window[5];
+  s.groups = groups;
+  auto line = [&](ConvDirection direction, int64_t addresses) {
+    return describe(choose_conv2d_config(direction, s, static_cast<uintptr_t>(addresses), device));
+  };
+  return {{"forward", line(ConvDirection::kForward, input.address | weight.address)},
+          {"grad_input", line(ConvDirection::kInputGradient, weight.address)},
+          {"grad_weight", line(ConvDirection::kWeightGradient, input.address)}};
+}
+
+// ---- cross_entropy ----
+
+Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool probabilities,
+                            const DeviceInfo& device) {
+  const size_t dims = input.sizes.size();
+  CrossEntropyProblem p{};
+  p.dtype = p.target_dtype = dtype_from(dtype);
+  p.kind = probabilities ? TargetKind::kProbabilities : TargetKind::kLabels;
+  p.classes = dims == 1 ? input.sizes[0] : input.sizes[1];
+  p.rows = numel(input) / std::max<int64_t>(p.classes, 1);
+  if (dims <= 2) {
+    p.layout = {p.rows, 0, dims == 1 ? 0 : input.strides[0], input.strides[dims - 1]};
+  } else {
+    const int64_t images = std::max<int64_t>(input.sizes[0], 1);
+    p.layout = {p.rows / images, input.strides[0], input.strides[dims - 1], input.strides[1]};
+  }
+  p.target_layout = p.layout;
+  p.input = reinterpret_cast<const void*>(input.address);
+  auto line = [&](const CrossEntropyAlignment& alignment) {
+    return describe(choose_cross_entropy_config(p, alignment, device));
+  };
+  return {{"forward", line(cross_entropy_alignment(p))},
+          {"grad_input",
+           line(row_alignment(p, {{p.input, &p.layout, p.dtype}, {nullptr, &p.layout, p.dtype}}))}};
+}
+
+// ---- scaled_dot_product_attention ----
+
+Lines explain_scaled_dot_product_attention(const std::string& dtype, const Operand& query,
+                                           const Operand& value, double scale, bool mask,
+                                           bool dropout, const DeviceInfo& device) {
+  AttentionParams p{};
+  p.dtype = dtype_from(dtype);
+  p.D = query.sizes.back();
+  p.D_v = value.sizes.back();
+  p.scale = scale;
+  p.mask_type = mask ? MaskType::kElement : MaskType::kNone;
+  p.dropout_p = dropout ? 0.5 : 0;
+  const AttentionConfig config = choose_attention_config(p, device);
+  std::string text = "portable flash attention, ";
+  if (config.tensor_cores) {
+    text += "head dimensions padded to " + std::to_string(config.head_tile) + ", ";
+  }
+  text += config.reason;
+  return {{"forward", text}, {"backward", text}};
+}
+
 }  // namespace
 
 void define_explain(py::module_& m) {
@@ -162,9 +263,13 @@ void define_explain(py::module_& m) {
       .def_readwrite("num_sms", &DeviceInfo::num_sms)
       .def_readwrite("smem_per_block", &DeviceInfo::smem_per_block)
       .def_readwrite("l2_bytes", &DeviceInfo::l2_bytes);
+  m.def("explain_batch_norm", &explain_batch_norm);
+  m.def("explain_conv2d", &explain_conv2d);
+  m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_relu", &explain_relu);
   m.def("explain_linear", &explain_linear);
   m.def("explain_max_pool2d", &explain_max_pool2d);
+  m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);
 }
 
 }  // namespace warpwright

@@ -14,12 +14,38 @@ class DeviceInfo:
     def __init__(self) -> None: ...
 
 # Each line is (the kernel's role, what it takes and why).
-def explain_relu(dtype: str, input: Operand) -> list[tuple[str, str]]: ...
+def explain_batch_norm(
+    dtype: str, input: Operand, rows: bool, device: DeviceInfo
+) -> list[tuple[str, str]]: ...
+def explain_conv2d(
+    dtype: str,
+    tf32: bool,
+    input: Operand,
+    weight: Operand,
+    output: Sequence[int],
+    channels_last: bool,
+    window: Sequence[int],
+    groups: int,
+    device: DeviceInfo,
+) -> list[tuple[str, str]]: ...
+def explain_cross_entropy(
+    dtype: str, input: Operand, probabilities: bool, device: DeviceInfo
+) -> list[tuple[str, str]]: ...
 def explain_linear(
     dtype: str, tf32: bool, input: Operand, weight: Operand, device: DeviceInfo
 ) -> list[tuple[str, str]]: ...
 def explain_max_pool2d(
     dtype: str, input: Operand, channels_last: bool, window: Sequence[int]
+) -> list[tuple[str, str]]: ...
+def explain_relu(dtype: str, input: Operand) -> list[tuple[str, str]]: ...
+def explain_scaled_dot_product_attention(
+    dtype: str,
+    query: Operand,
+    value: Operand,
+    scale: float,
+    mask: bool,
+    dropout: bool,
+    device: DeviceInfo,
 ) -> list[tuple[str, str]]: ...
 def take_error() -> str | None: ...
 def error_word_devices() -> list[int]: ...

@@ -18,6 +18,31 @@ from ._arch import why_no_gpu_kernel
 
 native = torch.nn.functional
 
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+) -> tuple[Tensor]:
+    return (native.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps),)
+
+
+def _batch_norm_update(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor]:
+    return (native.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps),)
+
+
 # name in `ops` -> native, called with the same arguments
 NATIVE: dict[str, Callable[..., Any]] = {
     "relu": torch.relu,
@@ -25,6 +50,10 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "linear": native.linear,
     "max_pool2d": torch.max_pool2d,
     "max_pool2d_with_indices": torch.ops.aten.max_pool2d_with_indices.default,
+    "conv2d": torch.conv2d,
+    "conv2d_padding": torch.conv2d,
+    "batch_norm": _batch_norm,
+    "batch_norm_update": _batch_norm_update,
     "cross_entropy": torch.ops.aten.cross_entropy_loss.default,
     "scaled_dot_product_attention": native.scaled_dot_product_attention,
 }

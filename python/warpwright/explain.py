@@ -118,13 +118,74 @@ def _max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_max_pool2d(_dtype(x), _operand(x), channels_last, window)
 
 
+def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, weight = a["input"], a["weight"]
+    x = x[None] if x.dim() == 3 else x
+    stride, dilation = _pair(a["stride"]), _pair(a["dilation"])
+    extents = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if a["padding"] == "same":  # the odd one goes after the last row
+        before = (extents[0] - 1) // 2, (extents[1] - 1) // 2
+        output = list(x.shape[2:])
+    else:
+        before = (0, 0) if a["padding"] == "valid" else _pair(a["padding"])
+        output = [
+            (size + 2 * pad - extent) // step + 1
+            for size, pad, extent, step in zip(x.shape[2:], before, extents, stride, strict=True)
+        ]
+    channels_last = torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight))
+    return _C.explain_conv2d(
+        _dtype(x),
+        torch.backends.cudnn.allow_tf32,
+        _operand(x),
+        _operand(weight),
+        output,
+        channels_last,
+        [*stride, *before, *dilation],
+        a["groups"],
+        gpu,
+    )
+
+
+def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    rows = suggest_memory_format(x) in (torch.channels_last, torch.channels_last_3d)
+    return _C.explain_batch_norm(_dtype(x), _operand(x), rows, gpu)
+
+
+def _cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    probabilities = a["target"].shape == a["input"].shape
+    return _C.explain_cross_entropy(_dtype(a["input"]), _operand(a["input"]), probabilities, gpu)
+
+
+def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    query = a["query"]
+    scale = a["scale"] if a["scale"] is not None else max(query.shape[-1], 1) ** -0.5
+    return _C.explain_scaled_dot_product_attention(
+        _dtype(query),
+        _operand(query),
+        _operand(a["value"]),
+        scale,
+        a["attn_mask"] is not None,
+        a["dropout_p"] > 0,
+        gpu,
+    )
+
+
 EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
+    "conv2d": _conv2d,
+    "batch_norm": _batch_norm,
     "relu": _relu,
-    "linear": _linear,
     "max_pool2d": _max_pool2d,
+    "linear": _linear,
+    "cross_entropy": _cross_entropy,
+    "scaled_dot_product_attention": _attention,
 }
 
 CPU = {
+    "conv2d": "implicit GEMM by tiles on ATen's matrix products; direct loops for few taps",
+    "batch_norm": "vectorised loops, statistics by Welford's method",
+    "cross_entropy": "one pass a row, vectorised",
+    "scaled_dot_product_attention": "flash attention by tiles on ATen's matrix products",
     "relu": "vectorised loops",
     "linear": "matrix products of ATen (MKL or oneDNN)",
     "max_pool2d": "vectorised loops over rows, one byte a window for the backward",
