@@ -90,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     epochs = arguments.epochs or (FILE_EPOCHS if arguments.data else EMBEDDED_EPOCHS)
     result = None
+    benchmark = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True  # native at its best
     try:
         result = prepare(arguments, device, digits, batch, epochs, console)
         train(result, epochs, arguments.seed, console)
@@ -103,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print("interrupted: these are the steps until then; no accuracy, no picture")
         report.write_json(result, arguments.out / "demo.json")
         return 130
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
     return finish(result, arguments, console)
 
 
@@ -163,6 +167,7 @@ def prepare(
         "seed": arguments.seed,
         "memory_format": chosen,
         "precision": "tf32" if tf32 else "fp32",
+        "cudnn_benchmark": True,
         "min_accuracy": arguments.min_accuracy,
     }
     return report.Result(config, report.environment(device), digits, trainings)
