@@ -53,7 +53,7 @@ def test_max_pool2d_layouts():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"op: expected one of relu, .*; got 'gelu'"):
+    with pytest.raises(ValueError, match=r"op: expected one of conv2d, .*; got 'gelu'"):
         explain("gelu", torch.ones(1))
     with pytest.raises(TypeError, match="missing a required argument: 'weight'"):
         explain("linear", torch.ones(1))
@@ -72,10 +72,15 @@ def test_conv2d():
         "grad_weight",
     ]
     assert "NHWC with whole 16-byte vectors" in text
-    assert explain("conv2d", last[0], w, padding="same", **ON_GPU).count("NHWC") == 3
+    assert explain("conv2d", x, last_w(w), padding="same", **ON_GPU).count("NHWC") == 3
+    assert "grad_weight" in explain("conv2d", x[0], w, padding="same", **ON_GPU)
     assert "NCHW" in explain("conv2d", x, w, stride=2, padding="valid", **ON_GPU)
     assert "TF32" in explain_conv_fp32(True)
     assert "fp32 FMA" in explain_conv_fp32(False)
+
+
+def last_w(w):
+    return w.contiguous(memory_format=torch.channels_last)
 
 
 def explain_conv_fp32(tf32):
