@@ -9,14 +9,16 @@ import warpwright.functional as F
 from warpwright.testing import assert_same, compare_with_native
 
 
-def native(query, *args, **kwargs):
+def native(query, key, value, mask=None, **kwargs):
     # Native's fused CPU kernel issues AMX instructions for 16-bit types wherever the CPU lists
-    # them, and dies where the system does not allow them.
+    # them, and dies where the system does not allow them. On CUDA the fused backends refuse some
+    # masks, read others at misaligned addresses and give NaN for logits far from 0.
     attention = torch.nn.functional.scaled_dot_product_attention
-    if query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16):
+    sixteen = query.dtype in (torch.bfloat16, torch.float16)
+    if sixteen if query.device.type == "cpu" else mask is not None:
         with sdpa_kernel(SDPBackend.MATH):
-            return attention(query, *args, **kwargs)
-    return attention(query, *args, **kwargs)
+            return attention(query, key, value, mask, **kwargs)
+    return attention(query, key, value, mask, **kwargs)
 
 
 ours = F.scaled_dot_product_attention
@@ -24,7 +26,11 @@ ours = F.scaled_dot_product_attention
 
 def contiguous(function):
     """Native's backends differ in memory order; test_strides compares it, the others values."""
-    return lambda *args, **kwargs: function(*args, **kwargs).contiguous()
+
+    def run(*args, **kwargs):
+        return function(*args, **kwargs).clone(memory_format=torch.contiguous_format)
+
+    return run
 
 
 def compare(inputs, **kwargs):
@@ -64,8 +70,8 @@ HEAD_DIMS = [(1, 1), (7, 7), (64, 64), (72, 40), (40, 72), (128, 128), (130, 130
 def test_lengths(device, dtype, S_q, S_k, is_causal):
     q, k, v = qkv(device, dtype, 1, 2, S_q, S_k, 32)
     if S_k == 1 or (is_causal and S_q == 1):
-        # One visible key: the exact gradients are 0, and 16-bit rounding is all there would be.
-        q.requires_grad_(dtype in (torch.float32, torch.float64))
+        # One visible key: the exact gradients are 0, and rounding is all there would be.
+        q.requires_grad_(dtype == torch.float64)
         k.requires_grad_(q.requires_grad)
     compare((q, k, v), is_causal=is_causal)
 
@@ -114,7 +120,7 @@ MASK_SHAPES = [
 def test_masks(device, dtype, shape):
     q, k, v = qkv(device, dtype, 2, 3, 70, 90, 16)
     mask = make(device, dtype, *shape)
-    if shape[-1] == 1 and dtype in (torch.bfloat16, torch.float16):
+    if shape[-1] == 1 and dtype != torch.float64:
         # A constant along the row changes nothing: the exact gradient is 0, the rest is rounding.
         mask.requires_grad_(False)
     compare((q, k, v, mask))
@@ -242,7 +248,9 @@ def test_strides(device):
     for view in (x, x.contiguous()):
         leaves = [view.detach().requires_grad_() for _ in range(3)]
         out = ours(*leaves)
-        assert out.stride() == view.stride() == native(*leaves).stride()
+        assert out.stride() == view.stride()
+        if device == "cpu":  # native's CUDA backends differ among themselves
+            assert out.stride() == native(*leaves).stride()
         for grad in torch.autograd.grad(out.sum(), leaves):
             assert grad.stride() == view.stride()
     if device == "cpu":
@@ -260,12 +268,13 @@ def test_non_finite(device):
     for position, value in itertools.product(range(3), (float("nan"), float("inf"))):
         args = [q.clone(), k.clone(), v.clone()]
         args[position][0, 0, 1, 2] = value
-        with sdpa_kernel(SDPBackend.MATH):  # native's fused CPU kernel turns NaN queries into 0
-            expected = native(*args)
-        assert torch.equal(ours(*args).isnan(), expected.isnan())
-        causal = ours(*args, is_causal=True)
+        # The formula: native's kernels differ (a NaN query becomes 0, a hidden key's NaN shows).
+        scores = args[0] @ args[1].mT
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        assert torch.equal(ours(*args).isnan(), (scores.softmax(-1) @ args[2]).isnan())
         if position == 1:
-            assert torch.equal(causal.isnan(), native(*args, is_causal=True).isnan())
+            visible = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            assert torch.equal(ours(*args, is_causal=True).isnan(), (visible @ args[2]).isnan())
     for value in (float("nan"), float("inf")):
         mask = torch.zeros(5, 7, device=device)
         mask[1, 2] = value

@@ -6,11 +6,10 @@ namespace warpwright {
 template <>
 void launch_attention_bwd_dq_mma<half, 128>(const AttentionBackwardParams& p,
                                             const AttentionMmaArgs& args, cudaStream_t stream) {
-  using Tile = AttentionDqTile<128, 2, 32, 2>;
   if (args.has_extras)
-    launch_dq_tile<half, Tile, true>(p, args, stream);
+    launch_dq_tile<half, AttentionDqTile<128, 1, 64, 2>, true>(p, args, stream);
   else
-    launch_dq_tile<half, Tile, false>(p, args, stream);
+    launch_dq_tile<half, AttentionDqTile<128, 2, 32, 2>, false>(p, args, stream);
 }
 
 template <>

@@ -58,6 +58,24 @@ __device__ __forceinline__ double exp_accum(double x) { return exp(x); }
 __device__ __forceinline__ float log_accum(float x) { return logf(x); }
 __device__ __forceinline__ double log_accum(double x) { return log(x); }
 
+// acc += the product over one slice.
+template <int kDepth, int kRows, int kCols, class Acc, class LoadA, class LoadB>
+__device__ __forceinline__ void fma_slice(Acc (&acc)[kRows][kCols], LoadA&& load_a,
+                                          LoadB&& load_b) {
+#pragma unroll 4
+  for (int k = 0; k < kDepth; ++k) {
+    Acc a[kRows], b[kCols];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) a[i] = load_a(i, k);
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) b[j] = load_b(j, k);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) acc[i][j] += a[i] * b[j];
+  }
+}
+
 // acc = x (x_rows, depth) y (y_rows, depth)^T; rows past the extents count as zero.
 template <class T>
 __device__ void fma_row_products(FmaScores<T>& acc, const T* x, int64_t x_stride, int x_rows,
@@ -81,19 +99,16 @@ __device__ void fma_row_products(FmaScores<T>& acc, const T* x, int64_t x_stride
           inside && r < y_rows ? convert<Acc>(y[r * y_stride + d + c]) : Acc(0);
     }
     __syncthreads();
+    // A slice is summed by itself first: one long chain of additions would lose digits, and the
+    // softmax turns the scores' absolute error into a relative one.
+    FmaScores<T> sum = {};
+    fma_slice<Tile::kDepth>(
+        sum, [&](int i, int k) { return shared.slice_x[(ty + 16 * i) * Tile::kSlicePitch + k]; },
+        [&](int j, int k) { return shared.slice_y[(tx + 16 * j) * Tile::kSlicePitch + k]; });
 #pragma unroll
-    for (int k = 0; k < Tile::kDepth; ++k) {
-      Acc a[Tile::kPer], b[Tile::kPer];
+    for (int i = 0; i < Tile::kPer; ++i)
 #pragma unroll
-      for (int i = 0; i < Tile::kPer; ++i) {
-        a[i] = shared.slice_x[(ty + 16 * i) * Tile::kSlicePitch + k];
-        b[i] = shared.slice_y[(tx + 16 * i) * Tile::kSlicePitch + k];
-      }
-#pragma unroll
-      for (int i = 0; i < Tile::kPer; ++i)
-#pragma unroll
-        for (int j = 0; j < Tile::kPer; ++j) acc[i][j] += a[i] * b[j];
-    }
+      for (int j = 0; j < Tile::kPer; ++j) acc[i][j] += sum[i][j];
   }
 }
 
@@ -115,23 +130,14 @@ __device__ void fma_weighted_rows(FmaOut<T>& acc, const Accum<T>* w, const T* x,
                                                   : Acc(0);
     }
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < Tile::kDepth; ++k) {
-      Acc a[Tile::kPer], b[Tile::kOutPer];
-#pragma unroll
-      for (int i = 0; i < Tile::kPer; ++i) {
-        const int row = ty + 16 * i;
-        a[i] = kTransposed ? w[(k0 + k) * Tile::kScorePitch + row]
-                           : w[row * Tile::kScorePitch + k0 + k];
-      }
-#pragma unroll
-      for (int j = 0; j < Tile::kOutPer; ++j)
-        b[j] = shared.right[k * Tile::kOutPitch + tx + 16 * j];
-#pragma unroll
-      for (int i = 0; i < Tile::kPer; ++i)
-#pragma unroll
-        for (int j = 0; j < Tile::kOutPer; ++j) acc[i][j] += a[i] * b[j];
-    }
+    fma_slice<Tile::kDepth>(
+        acc,
+        [&](int i, int k) {
+          const int row = ty + 16 * i;
+          return kTransposed ? w[(k0 + k) * Tile::kScorePitch + row]
+                             : w[row * Tile::kScorePitch + k0 + k];
+        },
+        [&](int j, int k) { return shared.right[k * Tile::kOutPitch + tx + 16 * j]; });
   }
 }
 
@@ -199,7 +205,7 @@ __device__ __forceinline__ A reduce_over_tx(A value, Op op) {
 // q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v)
 // grid.x = (B * H, query tiles, column chunks of out), the last fastest; causal: longest tile first
 template <class T>
-__global__ void __launch_bounds__(FmaTile<T>::kThreads)
+__global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
     attention_fwd_fma_kernel(const __grid_constant__ AttentionParams p, uint32_t threshold,
                              Accum<T> keep_scale) {
   using Tile = FmaTile<T>;
@@ -328,7 +334,7 @@ __device__ void fma_to_shared(const FmaScores<T>& scores, Accum<T>* target) {
 
 // dq (B, H, S_q, D); grid.x = (B * H, query tiles, column chunks of dq), the last fastest
 template <class T>
-__global__ void __launch_bounds__(FmaTile<T>::kThreads)
+__global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
     attention_bwd_dq_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
                                 uint32_t threshold, Accum<T> keep_scale) {
   using Tile = FmaTile<T>;

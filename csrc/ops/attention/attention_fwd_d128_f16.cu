@@ -7,7 +7,7 @@ template <>
 void launch_attention_fwd_mma<half, 128>(const AttentionParams& p, const AttentionMmaArgs& args,
                                          cudaStream_t stream) {
   if (args.has_extras)
-    launch_fwd_tile<half, AttentionFwdTile<128, 2, 32>, true>(p, args, stream);
+    launch_fwd_tile<half, AttentionFwdTile<128, 1, 64>, true>(p, args, stream);
   else
     launch_fwd_tile<half, AttentionFwdTile<128, 2, 64>, false>(p, args, stream);
 }
