@@ -84,8 +84,9 @@ constexpr ConvTileShape conv_tile_shape(ConvKind kind, ConvTile tile) {
 struct Conv2dConfig {
   ConvKind kind;
   ConvTile tile;
-  bool wide;   // 16-byte gathers along the channels (NHWC)
-  int splits;  // weight gradient: runs of pixels, summed in order by a second kernel
+  bool wide;         // 16-byte gathers along the channels (NHWC)
+  bool wide_weight;  // of the weights, too
+  int splits;        // weight gradient: runs of pixels, summed in order by a second kernel
   const char* reason;
 };
 
@@ -114,14 +115,19 @@ inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dSh
   config.tile = ConvTile::kElement;
   config.splits = 1;
   const int64_t vec = 16 / dtype_size(s.dtype);
-  config.wide =
-      s.channels_last && s.group_c() % vec == 0 && s.group_k() % vec == 0 && addresses % 16 == 0;
+  // Which channels the accesses run along: of the input forward, of grad_output and the weight for
+  // the input gradient, of both for the weight gradient.
+  const bool whole_c = s.group_c() % vec == 0, whole_k = s.group_k() % vec == 0;
+  config.wide = s.channels_last && addresses % 16 == 0 && fits_compact_coords(s) &&
+                (direction == ConvDirection::kForward || whole_k) &&
+                (direction == ConvDirection::kInputGradient || whole_c);
+  config.wide_weight = config.wide && whole_c;
   const int64_t depth = s.group_c() * s.taps();
   const int64_t columns = direction == ConvDirection::kForward         ? s.group_k()
                           : direction == ConvDirection::kInputGradient ? s.group_c()
                                                                        : depth;
   if (config.wide) {
-    config.tile = columns <= 64 ? ConvTile::kNarrow : ConvTile::kWide;
+    config.tile = columns <= 64 || !config.wide_weight ? ConvTile::kNarrow : ConvTile::kWide;
     // A 128-row tile would be half empty.
     if (direction == ConvDirection::kWeightGradient && (s.group_k() <= 64 || depth <= 64)) {
       config.tile = ConvTile::kSmall;

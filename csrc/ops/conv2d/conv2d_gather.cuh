@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "device/access.cuh"
 #include "device/math.cuh"
 #include "device/vec.cuh"
 #include "tile/mainloop_portable.cuh"
@@ -236,7 +237,7 @@ struct PixelOutput {
       Vec<T, kVec> v;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) v[i] = result[i];
-      store_vec(target + pixels.at(pixel).offset, v);
+      store_vec_global(target + pixels.at(pixel).offset, v);
       return;
     }
     if (kPixelRows) target += pixels.at(pixel).offset;

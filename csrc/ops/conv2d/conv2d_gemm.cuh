@@ -189,7 +189,8 @@ PixelOutput<T, kPixelRows> pixel_output(void* pointer, const void* bias, const P
 // D over `target_pixels` of `target`: the sum over the window of `source` around `source_pixels`
 // times the weights. Both the forward and the input gradient are this, with different weights:
 // kForward takes rows of the weight matrix, the gradient its columns (c) by taps.
-template <ConvKind kKind, ConvTile kTile, class T, bool kForward, bool kChannelsLast, bool kWide>
+template <ConvKind kKind, ConvTile kTile, class T, bool kForward, bool kChannelsLast, bool kWide,
+          bool kWideWeight>
 void launch_correlation(const Conv2dShape& s, const T* source_data, const Plane& source,
                         const PixelAxis& source_pixels, const WindowAxis& window, const T* weight,
                         const WindowAxis& weight_window, void* target_data, const void* bias,
@@ -224,14 +225,15 @@ void launch_correlation(const Conv2dShape& s, const T* source_data, const Plane&
   constexpr Major kMajorX = kChannelsLast ? Major::kK : Major::kMN;
   using LoaderX = GatherLoader<Tile, kMajorX, kBlkX, kVec, PixelAxis, WindowAxis>;
   if constexpr (kForward) {
-    using LoaderW = GroupMatrixLoader<Tile, Major::kK, kBlkW, !kWide>;
+    using LoaderW = GroupMatrixLoader<Tile, Major::kK, kBlkW, !kWideWeight>;
     (void)weight_window;
     run.template operator()<LoaderX, LoaderW>(
         {{weight, depth, channels, depth, wide_weight}, weight_group});
   } else {
     // Channels lie together in KRSC, taps in KCRS.
     constexpr Major kMajorW = kChannelsLast ? Major::kMN : Major::kK;
-    using LoaderW = GatherLoader<Tile, kMajorW, kBlkW, kVec, LinearAxis, WindowAxis>;
+    constexpr int kVecW = kWideWeight ? kVecSize<T> : 1;
+    using LoaderW = GatherLoader<Tile, kMajorW, kBlkW, kVecW, LinearAxis, WindowAxis>;
     const int64_t pitch = kChannelsLast ? 1 : s.taps();
     run.template operator()<LoaderX, LoaderW>(
         {weight, weight_group, {channels, pitch}, weight_window, 1, 1});
@@ -363,7 +365,7 @@ void launch_forward_of(const Conv2dParams& p, const Conv2dConfig& config, cudaSt
         (reinterpret_cast<uintptr_t>(p.weight) | static_cast<uintptr_t>(depth * sizeof(T))) % 16 ==
         0;
     for_conv_instance<kKind>(s, config, [&]<ConvTile kTile, bool kChannelsLast, bool kWide>() {
-      launch_correlation<kKind, kTile, T, true, kChannelsLast, kWide>(
+      launch_correlation<kKind, kTile, T, true, kChannelsLast, kWide, kWide>(
           s, static_cast<const T*>(p.input) + first * x.pitch_n(), x,
           x.pixels(s.p, s.q, s.stride_h, s.stride_w, -s.pad_h, -s.pad_w), input_window(s),
           static_cast<const T*>(p.weight), {}, static_cast<T*>(p.output) + first * y.pitch_n(),
@@ -390,13 +392,20 @@ void launch_input_gradient_of(const Conv2dBackwardParams& p, const Conv2dConfig&
           window_axis(s.channels_last, s.group_k(), h.taps, w.taps, 0, 0, h.tap_step * s.s * tap,
                       w.tap_step * tap, s.group_c() * s.taps());
       const T* weight = static_cast<const T*>(p.weight) + (h.first_tap * s.s + w.first_tap) * tap;
-      for_conv_instance<kKind>(s, config, [&]<ConvTile kTile, bool kChannelsLast, bool kWide>() {
-        launch_correlation<kKind, kTile, T, false, kChannelsLast, kWide>(
+      auto run = [&]<ConvTile kTile, bool kChannelsLast, bool kWide, bool kWideWeight = kWide>() {
+        launch_correlation<kKind, kTile, T, false, kChannelsLast, kWide, kWideWeight>(
             s, static_cast<const T*>(p.grad_output) + first * y.pitch_n(), y,
             y.pixels(h.count, w.count, 1, 1, h.origin, w.origin), window, weight, weights,
             static_cast<T*>(p.grad_input) + first * x.pitch_n(), nullptr, x,
             x.pixels(h.count, w.count, s.stride_h, s.stride_w, h.first, w.first), false, stream);
-      });
+      };
+      if constexpr (kKind == ConvKind::k16Bit || kKind == ConvKind::kTf32) {
+        if (config.wide && !config.wide_weight) {  // images: 3 channels, but many of grad_output
+          run.template operator()<ConvTile::kNarrow, true, true, false>();
+          continue;
+        }
+      }
+      for_conv_instance<kKind>(s, config, run);
     }
   });
 }

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "ops/conv2d/conv2d.h"
+#include "ops/conv2d/conv2d_direct.h"
 #include "torch/autograd.h"
 #include "torch/dispatch.h"
 
@@ -311,11 +312,54 @@ Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const Optio
   const CudaCall call(input);
   return conv2d_with(input, weight, bias, stride, padding, dilation, groups, [&](Conv2dParams p) {
     p.shape.allow_tf32 = allow_tf32();
+    // One input channel is both; few_channels reads it once for a run of outputs.
+    if (conv2d_few_channels_supported(p.shape)) {
+      return launch_conv2d_few_channels_fwd(p, call.stream);
+    }
+    if (conv2d_depthwise_supported(p.shape)) return launch_conv2d_depthwise_fwd(p, call.stream);
     const Conv2dConfig config =
         choose_conv2d_config(ConvDirection::kForward, p.shape,
                              addresses(p.input, p.weight, p.output), current_device_info());
     launch_conv2d_forward(p, config, call.stream);
   });
+}
+
+// Freed on return of the op: the caching allocator gives it to later work of this stream only.
+struct Workspace {
+  Tensor bytes;
+  Workspace(int64_t size, const Tensor& like)
+      : bytes(size > 0 ? at::empty({size}, like.options().dtype(at::kByte)) : Tensor()) {}
+  void* data() const { return bytes.defined() ? bytes.mutable_data_ptr() : nullptr; }
+};
+
+void input_gradient_cuda(const Conv2dBackwardParams& p, cudaStream_t stream) {
+  if (conv2d_depthwise_supported(p.shape)) return launch_conv2d_depthwise_dgrad(p, stream);
+  const Conv2dConfig config =
+      choose_conv2d_config(ConvDirection::kInputGradient, p.shape,
+                           addresses(p.grad_output, p.weight, p.grad_input), current_device_info());
+  launch_conv2d_input_gradient(p, config, stream);
+}
+
+// The weight's and, where they are one kernel, the bias's; returns whether it was.
+bool weight_gradient_cuda(Conv2dBackwardParams p, const Tensor& like, cudaStream_t stream) {
+  const DeviceInfo& device = current_device_info();
+  if (conv2d_few_channels_supported(p.shape)) {
+    const Workspace parts(conv2d_few_channels_wgrad_workspace_bytes(p.shape, device), like);
+    launch_conv2d_few_channels_wgrad(p, parts.data(), stream);
+    return true;
+  }
+  if (conv2d_depthwise_supported(p.shape)) {
+    const Workspace parts(conv2d_depthwise_wgrad_workspace_bytes(p.shape, device), like);
+    launch_conv2d_depthwise_wgrad(p, parts.data(), stream);
+    return true;
+  }
+  const Conv2dConfig config =
+      choose_conv2d_config(ConvDirection::kWeightGradient, p.shape,
+                           addresses(p.grad_output, p.input, p.grad_weight), device);
+  const Workspace parts(conv2d_workspace_bytes(p.shape, config), like);
+  p.workspace = parts.data();
+  launch_conv2d_weight_gradient(p, config, stream);
+  return false;
 }
 
 Gradients conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
@@ -324,29 +368,16 @@ Gradients conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& i
   const CudaCall call(input);
   const auto run = [&](Conv2dBackwardParams p) {
     p.shape.allow_tf32 = allow_tf32();
-    const DeviceInfo& device = current_device_info();
-    if (p.grad_input != nullptr) {
-      const Conv2dConfig config =
-          choose_conv2d_config(ConvDirection::kInputGradient, p.shape,
-                               addresses(p.grad_output, p.weight, p.grad_input), device);
-      launch_conv2d_input_gradient(p, config, call.stream);
-    }
-    if (p.grad_weight != nullptr) {
-      const Conv2dConfig config =
-          choose_conv2d_config(ConvDirection::kWeightGradient, p.shape,
-                               addresses(p.grad_output, p.input, p.grad_weight), device);
-      const int64_t size = conv2d_workspace_bytes(p.shape, config);
-      // Freed on return: the caching allocator gives it to later work of this stream only.
-      const Tensor parts =
-          size > 0 ? at::empty({size}, input.options().dtype(at::kByte)) : Tensor();
-      if (parts.defined()) p.workspace = parts.mutable_data_ptr();
-      launch_conv2d_weight_gradient(p, config, call.stream);
+    if (p.grad_input != nullptr) input_gradient_cuda(p, call.stream);
+    const bool with_bias = p.grad_weight != nullptr && weight_gradient_cuda(p, input, call.stream);
+    if (p.grad_bias != nullptr && !with_bias) {
+      const Workspace parts(conv2d_bias_grad_workspace_bytes(p.shape, current_device_info()),
+                            input);
+      launch_conv2d_bias_grad(p, parts.data(), call.stream);
     }
   };
-  Gradients gradients = conv2d_backward_with(grad_output, input, weight, stride, padding, dilation,
-                                             groups, {mask[0], mask[1], false}, run);
-  if (mask[2]) std::get<2>(gradients) = batched(grad_output).sum(IntArrayRef{0, 2, 3});
-  return gradients;
+  return conv2d_backward_with(grad_output, input, weight, stride, padding, dilation, groups, mask,
+                              run);
 }
 #endif
 
@@ -585,7 +616,10 @@ TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {}
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("conv2d", conv2d_cuda_kernel);
+  m.impl("conv2d_backward", conv2d_backward_cuda_kernel);
+}
 #endif
 
 TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
