@@ -1,5 +1,7 @@
-// exp by the special function unit: 2^x with the base's logarithm multiplied in.
+// The exponential function at the cost that its caller's precision needs.
 #pragma once
+
+#include "device/types.cuh"
 
 namespace warpwright {
 
@@ -12,8 +14,15 @@ __device__ __forceinline__ float ex2_approx(float x) {
   return result;
 }
 
-// exp(x), for float fast. NaN stays NaN, -inf gives 0.
-__device__ __forceinline__ float fast_exp(float x) { return ex2_approx(x * kLog2E); }
-__device__ __forceinline__ double fast_exp(double x) { return exp(x); }
+// exp of an accumulator, as exact as results of type T can show: rounding to 16 bits hides 2^-22,
+// a float result does not. NaN stays NaN, -inf gives 0.
+template <class T>
+__device__ __forceinline__ Accum<T> exp_for(Accum<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    return ex2_approx(x * kLog2E);
+  } else {
+    return exp(x);
+  }
+}
 
 }  // namespace warpwright

@@ -1,9 +1,9 @@
 // Cross entropy of logits z against labels or class probabilities, with log_softmax inside.
 //   loss_r = sum_c w_c q_c (lse - z_c),   q = smoothed target, lse = max + log(sum exp(z - max))
 // Memory-bound: the forward reads the logits once, the backward reads and writes them once. Nothing
-// of the logits' size is stored between them: a row leaves (max, log sum) and, for probabilities,
-// its mass W = sum_c w_c q_c. max and log sum stay apart because their sum loses the second one
-// when all logits share a large offset.
+// of the logits' size is stored between them: a row leaves (max, sum exp(z - max)) and, where q is
+// not one-hot, its mass W = sum_c w_c q_c. They are not folded into lse: that loses the sum when
+// all logits share a large offset, and costs a rounding of the softmax otherwise.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +69,8 @@ struct CrossEntropyProblem {
   const void* weight;       // (classes) Accum, or null
 };
 
-// Planes of the saved per-row numbers: max, log sum, and, where q is not one-hot, the mass W.
+// Planes of the saved per-row numbers: max, sum exp(z - max), and, where q is not
+// one-hot, the mass W.
 constexpr int64_t num_stats(TargetKind kind) { return kind == TargetKind::kLabels ? 2 : 3; }
 
 struct CrossEntropyParams : CrossEntropyProblem {

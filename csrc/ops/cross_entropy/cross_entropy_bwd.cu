@@ -1,5 +1,5 @@
 // Backward where a row's classes lie side by side: one read and one write of 16 bytes at a time,
-// with the softmax rebuilt from the saved max and log sum. Ignored rows are written, not read.
+// with the softmax rebuilt from the saved max and sum. Ignored rows are written, not read.
 #include "host/launch.h"
 #include "ops/cross_entropy/cross_entropy_alignment.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
@@ -14,16 +14,16 @@ __device__ __forceinline__ void write_gradients(const CrossEntropyBackwardParams
                                                 const RowGradient<T, kKind>& gradient, int64_t c,
                                                 const Vec<T, kVec>& z, const Q* q, T* dz, Q* dq) {
   using Acc = Accum<T>;
-  Acc log_p[kVec];
+  Acc distance[kVec];
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) log_p[j] = gradient.log_p(convert<Acc>(z[j]));
+  for (int j = 0; j < kVec; ++j) distance[j] = gradient.distance(convert<Acc>(z[j]));
   if (dz != nullptr) {
     Acc target[kVec] = {};
     if constexpr (kKind == TargetKind::kProbabilities) load_converted<kVec>(q + c, target);
     Acc result[kVec];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      result[j] = gradient(log_p[j], weighted_target<kKind>(p, smoothing, c + j, target[j]));
+      result[j] = gradient(distance[j], weighted_target<kKind>(p, smoothing, c + j, target[j]));
     }
     if constexpr (kKind != TargetKind::kProbabilities) {
       const int64_t hit = gradient.label - c;
@@ -39,10 +39,12 @@ __device__ __forceinline__ void write_gradients(const CrossEntropyBackwardParams
   }
   if constexpr (kKind == TargetKind::kProbabilities) {
     if (dq != nullptr) {
+      const Acc log_sum = log(gradient.sum);
       Acc result[kVec];
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        result[j] = -gradient.grad * smoothing.keep * class_weight<Acc>(p, c + j) * log_p[j];
+        result[j] =
+            -gradient.grad * smoothing.keep * class_weight<Acc>(p, c + j) * (distance[j] - log_sum);
       }
       store_converted<kVec>(dq + c, result);
     }

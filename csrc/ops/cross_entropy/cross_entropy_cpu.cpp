@@ -40,6 +40,23 @@ Lanes<T> load_lanes(const T* source, int64_t count) {
   }
 }
 
+// `value` in the first `count` lanes, `fill` in the others.
+template <class V>
+V first_lanes(const V& fill, const V& value, int64_t count) {
+  return count == V::size() ? value : V::set(fill, value, count);
+}
+
+// Two whole vectors: 16-bit types are rounded in pairs.
+template <class T>
+void store_pair(T* destination, const Lanes<T>& low, const Lanes<T>& high) {
+  if constexpr (std::is_same_v<T, CpuCompute<T>>) {
+    low.store(destination);
+    high.store(destination + Lanes<T>::size());
+  } else {
+    at::vec::convert_from_float<T>(low, high).store(destination);
+  }
+}
+
 template <class T>
 void store_lanes(T* destination, const Lanes<T>& value, int64_t count) {
   if constexpr (std::is_same_v<T, CpuCompute<T>>) {
@@ -143,8 +160,18 @@ void add_linear(const View<T, Q>& view, const Lanes<T>& distance, int64_t row_st
   }
   if (view.weight != nullptr) wq = wq * Lanes<T>::loadu(view.weight + c, count);
   // Lanes past the row's end must not add anything, not even 0 * inf.
-  linear = linear + Lanes<T>::set(Lanes<T>(0), wq * distance, count);
-  mass = mass + Lanes<T>::set(Lanes<T>(0), wq, count);
+  linear = linear + first_lanes(Lanes<T>(0), wq * distance, count);
+  mass = mass + first_lanes(Lanes<T>(0), wq, count);
+}
+
+// As exact as results of type T can show: rounding to 16 bits hides 20 float ulps.
+template <class T>
+Lanes<T> exp_for(const Lanes<T>& x) {
+  if constexpr (sizeof(T) == 2) {
+    return x.exp_u20();
+  } else {
+    return x.exp();
+  }
 }
 
 template <class V>
@@ -152,24 +179,37 @@ auto sum_lanes(const V& value) {
   return at::vec::vec_reduce_all<typename V::value_type>([](V a, V b) { return a + b; }, value);
 }
 
+// Keeps NaN. Several maxima side by side hide the latency of each.
+template <class T>
+CpuCompute<T> max_of_row(const T* z, int64_t classes) {
+  using Compute = CpuCompute<T>;
+  constexpr int64_t kLanes = Lanes<T>::size(), kChains = 4;
+  const Lanes<T> lowest(-std::numeric_limits<Compute>::infinity());
+  const auto larger = [](const Lanes<T>& a, const Lanes<T>& b) { return at::vec::maximum(a, b); };
+  Lanes<T> max[kChains] = {lowest, lowest, lowest, lowest};
+  int64_t c = 0;
+  for (; c + kChains * kLanes <= classes; c += kChains * kLanes) {
+    for (int64_t i = 0; i < kChains; ++i) {
+      max[i] = larger(max[i], load_lanes<T>(z + c + i * kLanes, kLanes));
+    }
+  }
+  for (; c < classes; c += kLanes) {
+    const int64_t count = std::min(kLanes, classes - c);
+    max[0] = larger(max[0], first_lanes(lowest, load_lanes<T>(z + c, count), count));
+  }
+  return at::vec::vec_reduce_all<Compute>(larger,
+                                          larger(larger(max[0], max[1]), larger(max[2], max[3])));
+}
+
 template <class T, class Q, TargetKind kKind>
 void rows_fwd(const View<T, Q>& view, int64_t begin, int64_t end, CpuCompute<T>* row_max,
               CpuCompute<T>* row_sum, CpuCompute<T>* linear_of, CpuCompute<T>* mass_of) {
   using Compute = CpuCompute<T>;
   constexpr int64_t kLanes = Lanes<T>::size();
-  constexpr Compute kLowest = -std::numeric_limits<Compute>::infinity();
   const int64_t classes = view.p.classes;
   for (int64_t row = begin; row < end; ++row) {
     const T* z = view.input + row_offset(view.p.layout, row);
-    Lanes<T> max(kLowest);
-    for (int64_t c = 0; c < classes; c += kLanes) {
-      const int64_t count = std::min(kLanes, classes - c);
-      max = at::vec::maximum(max,
-                             Lanes<T>::set(Lanes<T>(kLowest), load_lanes<T>(z + c, count), count));
-    }
-    row_max[row] = at::vec::vec_reduce_all<Compute>(
-        [](Lanes<T> a, Lanes<T> b) { return at::vec::maximum(a, b); }, max);
-
+    row_max[row] = max_of_row<T>(z, classes);
     const Lanes<T> shift(row_max[row]);
     const int64_t target_start =
         kKind == TargetKind::kProbabilities ? row_offset(view.p.target_layout, row) : 0;
@@ -181,7 +221,7 @@ void rows_fwd(const View<T, Q>& view, int64_t begin, int64_t end, CpuCompute<T>*
       for (int64_t c = first; c < last; c += kLanes) {
         const int64_t count = std::min(kLanes, last - c);
         const Lanes<T> distance = load_lanes<T>(z + c, count) - shift;
-        block_sum = block_sum + Lanes<T>::set(Lanes<T>(Compute(0)), distance.exp(), count);
+        block_sum = block_sum + first_lanes(Lanes<T>(Compute(0)), exp_for<T>(distance), count);
         if constexpr (kKind != TargetKind::kLabels) {
           add_linear<kKind>(view, distance, target_start, c, count, block_linear, block_mass);
         }
@@ -244,7 +284,7 @@ void pixels_fwd(const View<T, Q>& view, int64_t begin, int64_t end, CpuCompute<T
           const int64_t count = std::min(kLanes, strip - i);
           const Lanes<T> value = load_lanes<T>(z + c * p.layout.class_stride + i, count);
           const Lanes<T> distance = value - Lanes<T>::loadu(max + i);
-          add_to(block_sum + i, distance.exp());
+          add_to(block_sum + i, exp_for<T>(distance));
           if constexpr (kKind != TargetKind::kLabels) {
             Lanes<T> wq(view.spread);
             if constexpr (kKind == TargetKind::kProbabilities) {
@@ -280,7 +320,7 @@ void forward(const CrossEntropyParams& p) {
   double total = kHasLabels ? check_labels(view) : static_cast<double>(p.classes == 0 ? 0 : p.rows);
 
   Compute* row_max = static_cast<Compute*>(p.stats);
-  Compute* log_sum = row_max + p.rows;
+  Compute* row_sum = row_max + p.rows;
   std::unique_ptr<Compute[]> scratch(new Compute[(kKind == TargetKind::kLabels ? 1 : 2) * p.rows]);
   Compute* row_loss = scratch.get();
   Compute* linear_of = row_loss + p.rows;
@@ -288,14 +328,12 @@ void forward(const CrossEntropyParams& p) {
 
   at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
     const auto pass = p.layout.is_rows() ? rows_fwd<T, Q, kKind> : pixels_fwd<T, Q, kKind>;
-    pass(view, begin, end, row_max, log_sum, linear_of, mass_of);
-    if (p.classes == 0) {
-      std::fill(log_sum + begin, log_sum + end, Compute(0));
-    } else {
-      at::vec::map<Compute>([](Vectorized<Compute> sum) { return sum.log(); }, log_sum + begin,
-                            log_sum + begin, end - begin);
-    }
+    pass(view, begin, end, row_max, row_sum, linear_of, mass_of);
+    // The logarithms, many at once, where the losses will be.
+    at::vec::map<Compute>([](Vectorized<Compute> sum) { return sum.log(); }, row_loss + begin,
+                          row_sum + begin, end - begin);
     for (int64_t row = begin; row < end; ++row) {
+      const Compute log_sum = p.classes == 0 ? Compute(0) : row_loss[row];
       if constexpr (kHasLabels) {
         const int64_t label = label_of(p, row);
         if (label == p.ignore_index) {
@@ -305,14 +343,13 @@ void forward(const CrossEntropyParams& p) {
         }
         const int64_t at = row_offset(p.layout, row) + label * p.layout.class_stride;
         const Compute distance = static_cast<Compute>(view.input[at]) - row_max[row];
-        row_loss[row] = view.weight_of(label) * (log_sum[row] - distance);
+        row_loss[row] = view.weight_of(label) * (log_sum - distance);
         if constexpr (kKind == TargetKind::kSmoothedLabels) {
-          row_loss[row] =
-              view.keep * row_loss[row] + (mass_of[row] * log_sum[row] - linear_of[row]);
+          row_loss[row] = view.keep * row_loss[row] + (mass_of[row] * log_sum - linear_of[row]);
           mass_of[row] += view.keep * view.weight_of(label);
         }
       } else {
-        row_loss[row] = mass_of[row] * log_sum[row] - linear_of[row];
+        row_loss[row] = mass_of[row] * log_sum - linear_of[row];
       }
     }
   });
@@ -333,36 +370,36 @@ void forward(const CrossEntropyParams& p) {
 
 // ---- backward ----
 
-// grad_input = g (W p - w q), p = exp(z - max - log sum). The difference comes first: it is exactly
-// 0 where it should be, and a fused multiply-add can't spoil that.
+// grad_input = g (W p - w q), p = exp(z - max) / sum. The difference comes first: it is exactly 0
+// where it should be, and a fused multiply-add can't spoil that.
 template <class T, class Q, TargetKind kKind>
 struct RowBackward {
   using Compute = CpuCompute<T>;
-  Compute max, log_sum;
-  Compute grad;  // g; 0 of an ignored row
-  Compute mass;  // W
+  Compute max, sum;
+  Compute grad;         // g; 0 of an ignored row
+  Compute mass_by_sum;  // W / sum
 
   RowBackward(const View<T, Q>& view, const CrossEntropyBackwardParams& p, int64_t row) {
     const Compute* stats = static_cast<const Compute*>(p.stats);
     max = stats[row];
-    log_sum = stats[p.rows + row];
+    sum = stats[p.rows + row];
     const bool ignored = kKind != TargetKind::kProbabilities && view.ignored(row);
     grad = ignored ? Compute(0) : row_grad(view, p, row);
-    mass = view.row_mass(stats, row);
+    mass_by_sum = view.row_mass(stats, row) / sum;
   }
 
   // The gradient of the label's own logit, in the compute type.
   Compute at_label(const View<T, Q>& view, Compute z, Compute w) const {
     const Compute wq = kKind == TargetKind::kLabels ? w : (view.spread + view.keep) * w;
-    return grad * (mass * std::exp(z - max - log_sum) - wq);
+    return grad * (mass_by_sum * std::exp(z - max) - wq);
   }
 };
 
 // g (W p - w q) of neighbouring classes or pixels; `q` points at their probabilities.
 template <TargetKind kKind, class T, class Q>
-Lanes<T> gradient_lanes(const View<T, Q>& view, const Lanes<T>& grad, const Lanes<T>& mass,
-                        const Lanes<T>& log_p, const Lanes<T>& w, const Q* q, int64_t count) {
-  Lanes<T> difference = mass * log_p.exp();
+Lanes<T> gradient_lanes(const View<T, Q>& view, const Lanes<T>& grad, const Lanes<T>& mass_by_sum,
+                        const Lanes<T>& distance, const Lanes<T>& w, const Q* q, int64_t count) {
+  Lanes<T> difference = mass_by_sum * exp_for<T>(distance);
   if constexpr (kKind == TargetKind::kSmoothedLabels) {
     difference = difference - Lanes<T>(view.spread) * w;
   } else if constexpr (kKind == TargetKind::kProbabilities) {
@@ -386,21 +423,33 @@ void rows_bwd(const View<T, Q>& view, const CrossEntropyBackwardParams& p, int64
     const Q* q = kKind == TargetKind::kProbabilities
                      ? view.probabilities + row_offset(p.target_layout, row)
                      : nullptr;
-    const Lanes<T> max(terms.max), log_sum(terms.log_sum), grad(terms.grad), mass(terms.mass);
-    for (int64_t c = 0; c < p.classes; c += kLanes) {
-      const int64_t count = std::min(kLanes, p.classes - c);
-      const Lanes<T> log_p = load_lanes<T>(z + c, count) - max - log_sum;
-      const Lanes<T> w = view.weight == nullptr || kKind == TargetKind::kLabels
-                             ? Lanes<T>(Compute(1))
-                             : Lanes<T>::loadu(view.weight + c, count);
-      if (p.grad_input != nullptr) {
-        const Lanes<T> gradient = gradient_lanes<kKind>(view, grad, mass, log_p, w, q + c, count);
-        store_lanes<T>(dz + c, gradient, count);
+    const Lanes<T> max(terms.max), grad(terms.grad), mass_by_sum(terms.mass_by_sum);
+    auto distance_at = [&](int64_t c, int64_t count) { return load_lanes<T>(z + c, count) - max; };
+    auto weight_at = [&](int64_t c, int64_t count) {
+      return view.weight == nullptr || kKind == TargetKind::kLabels
+                 ? Lanes<T>(Compute(1))
+                 : Lanes<T>::loadu(view.weight + c, count);
+    };
+    auto dz_at = [&](int64_t c, int64_t count) {
+      return gradient_lanes<kKind>(view, grad, mass_by_sum, distance_at(c, count),
+                                   weight_at(c, count), q + c, count);
+    };
+    if (p.grad_input != nullptr) {
+      int64_t c = 0;
+      for (; c + 2 * kLanes <= p.classes; c += 2 * kLanes) {
+        store_pair<T>(dz + c, dz_at(c, kLanes), dz_at(c + kLanes, kLanes));
       }
-      if constexpr (kKind == TargetKind::kProbabilities) {
-        if (p.grad_target != nullptr) {
-          store_lanes<Q>(dq + c, (grad * Lanes<T>(-view.keep) * w) * log_p, count);
-        }
+      for (; c < p.classes; c += kLanes) {
+        const int64_t count = std::min(kLanes, p.classes - c);
+        store_lanes<T>(dz + c, dz_at(c, count), count);
+      }
+    }
+    if constexpr (kKind == TargetKind::kProbabilities) {
+      const Lanes<T> scale = grad * Lanes<T>(-view.keep), log_sum(std::log(terms.sum));
+      for (int64_t c = 0; p.grad_target != nullptr && c < p.classes; c += kLanes) {
+        const int64_t count = std::min(kLanes, p.classes - c);
+        store_lanes<Q>(dq + c, scale * weight_at(c, count) * (distance_at(c, count) - log_sum),
+                       count);
       }
     }
     if constexpr (kKind != TargetKind::kProbabilities) {
@@ -419,13 +468,13 @@ void pixels_bwd(const View<T, Q>& view, const CrossEntropyBackwardParams& p, int
   using Compute = CpuCompute<T>;
   constexpr int64_t kLanes = Lanes<T>::size();
   for_strips<T>(p, begin, end, [&](int64_t row, int64_t strip) {
-    Compute max[kStrip], log_sum[kStrip], grad[kStrip], mass[kStrip];
+    Compute max[kStrip], log_sum[kStrip], grad[kStrip], mass_by_sum[kStrip];
     for (int64_t i = 0; i < strip; ++i) {
       const RowBackward<T, Q, kKind> terms(view, p, row + i);
       max[i] = terms.max;
-      log_sum[i] = terms.log_sum;
+      log_sum[i] = kKind == TargetKind::kProbabilities ? std::log(terms.sum) : Compute(0);
       grad[i] = terms.grad;
-      mass[i] = terms.mass;
+      mass_by_sum[i] = terms.mass_by_sum;
     }
     const T* z = view.input + row_offset(p.layout, row);
     T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, row);
@@ -438,18 +487,18 @@ void pixels_bwd(const View<T, Q>& view, const CrossEntropyBackwardParams& p, int
       const int64_t out = c * p.grad_layout.class_stride;
       for (int64_t i = 0; i < strip; i += kLanes) {
         const int64_t count = std::min(kLanes, strip - i);
-        const Lanes<T> log_p = load_lanes<T>(z + c * p.layout.class_stride + i, count) -
-                               Lanes<T>::loadu(max + i, count) -
-                               Lanes<T>::loadu(log_sum + i, count);
+        const Lanes<T> distance = load_lanes<T>(z + c * p.layout.class_stride + i, count) -
+                                  Lanes<T>::loadu(max + i, count);
         const Lanes<T> g = Lanes<T>::loadu(grad + i, count);
         if (p.grad_input != nullptr) {
           const Lanes<T> gradient =
-              gradient_lanes<kKind>(view, g, Lanes<T>::loadu(mass + i, count), log_p, w,
+              gradient_lanes<kKind>(view, g, Lanes<T>::loadu(mass_by_sum + i, count), distance, w,
                                     q + c * p.target_layout.class_stride + i, count);
           store_lanes<T>(dz + out + i, gradient, count);
         }
         if constexpr (kKind == TargetKind::kProbabilities) {
           if (p.grad_target != nullptr) {
+            const Lanes<T> log_p = distance - Lanes<T>::loadu(log_sum + i, count);
             store_lanes<Q>(dq + out + i, (g * Lanes<T>(-view.keep) * w) * log_p, count);
           }
         }
@@ -499,9 +548,9 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
       const int64_t start = row_offset(p.layout, row);
       const int64_t label = kHasLabels ? label_of(p, row) : -1;
       const bool ignored = kHasLabels && label == p.ignore_index;
-      const Compute max = stats[row], log_sum = stats[p.rows + row];
+      const Compute max = stats[row], sum = stats[p.rows + row], log_sum = std::log(sum);
       const Compute row_mass = view.row_mass(stats, row);
-      auto log_p = [&](int64_t at) { return static_cast<Compute>(view.input[at]) - max - log_sum; };
+      auto distance = [&](int64_t at) { return static_cast<Compute>(view.input[at]) - max; };
       auto wq = [&](int64_t c, int64_t at) {
         Compute q = kKind == TargetKind::kLabels ? Compute(0) : view.spread;
         if constexpr (kHasLabels) {
@@ -521,24 +570,24 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
       for (int64_t c = 0; c < p.classes; ++c) {
         const int64_t at = start + c * p.layout.class_stride;
         const Compute v_c = value_of(v, at);
-        pv += std::exp(log_p(at)) * v_c;
+        pv += std::exp(distance(at)) / sum * v_c;
         wqv += wq(c, at) * v_c;
         if (u != nullptr) {
           const Compute w_u = view.weight_of(c) * static_cast<Compute>(u[at]);
           wu += w_u;
-          wu_log_p += w_u * log_p(at);
+          wu_log_p += w_u * (distance(at) - log_sum);
         }
       }
       if (p.grad_grad_output != nullptr) {
-        const Compute sum = row_mass * pv - wqv - view.keep * wu_log_p;
-        static_cast<Compute*>(p.grad_grad_output)[row] = ignored ? Compute(0) : sum * mean_scale;
+        const Compute total = row_mass * pv - wqv - view.keep * wu_log_p;
+        static_cast<Compute*>(p.grad_grad_output)[row] = ignored ? Compute(0) : total * mean_scale;
       }
       const Compute grad = ignored ? Compute(0) : row_grad(view, p, row);
       for (int64_t c = 0; c < p.classes; ++c) {
         const int64_t at = start + c * p.layout.class_stride;
         const Compute w = view.weight_of(c), v_c = value_of(v, at);
         if (p.grad_input != nullptr) {
-          const Compute prob = std::exp(log_p(at));
+          const Compute prob = std::exp(distance(at)) / sum;
           static_cast<T*>(p.grad_input)[at] =
               static_cast<T>(grad * (row_mass * prob * (v_c - pv) -
                                      view.keep * (w * value_of(u, at) - prob * wu)));

@@ -25,7 +25,7 @@ struct Smoothing {
 // 512) without spilling.
 template <class T, TargetKind kKind, int kVec>
 constexpr int kCrossEntropyUnroll = [] {
-  const int elements = sizeof(T) == 8 || kKind != TargetKind::kLabels ? 4 : 16;
+  const int elements = kKind != TargetKind::kLabels ? 4 : 32 / static_cast<int>(sizeof(T));
   return kVec >= elements ? 1 : elements / kVec < 8 ? elements / kVec : 8;
 }();
 // Blocks of kMaxCrossEntropyThreads an SM must hold.
@@ -110,8 +110,9 @@ __device__ __forceinline__ void write_either(void* data, DType type, int64_t i, 
 
 // Running sums of a part of a row, relative to its maximum so far (to 0 while that is -inf):
 // sum = sum exp(z - max); where q is not one-hot, linear = sum w q (z - max) and mass = sum w q.
-template <class Acc, TargetKind kKind>
+template <class T, TargetKind kKind>
 struct RowSums {
+  using Acc = Accum<T>;
   static constexpr bool kLinear = kKind != TargetKind::kLabels;
   Acc max, sum, linear, mass;
 
@@ -123,7 +124,7 @@ struct RowSums {
 
   __device__ __forceinline__ void rebase(Acc new_max) {
     const Acc to = reference(new_max);
-    sum *= fast_exp(max - to);  // 0 from an empty part
+    sum *= exp_for<T>(max - to);  // 0 from an empty part
     if constexpr (kLinear) linear -= mass * (to - reference(max));
     max = new_max;
   }
@@ -141,7 +142,7 @@ struct RowSums {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const Acc distance = z[i] - to;
-      part += fast_exp(distance);
+      part += exp_for<T>(distance);
       if constexpr (kLinear) {
         if (present[i / kStep]) {
           part_linear += wq[i] * distance;
@@ -187,7 +188,7 @@ __device__ __forceinline__ LossShare<Accum<T>> finish_row(const CrossEntropyPara
                                                           const Smoothing<Accum<T>>& smoothing,
                                                           int64_t row, const Label& label,
                                                           Accum<T> label_logit,
-                                                          RowSums<Accum<T>, kKind> sums) {
+                                                          RowSums<T, kKind> sums) {
   using Acc = Accum<T>;
   Acc* stats = static_cast<Acc*>(p.stats);
   const Acc log_sum = p.classes == 0 ? Acc(0) : log(sums.sum);
@@ -211,7 +212,7 @@ __device__ __forceinline__ LossShare<Accum<T>> finish_row(const CrossEntropyPara
     }
   }
   stats[row] = sums.max;
-  stats[p.rows + row] = log_sum;
+  stats[p.rows + row] = sums.sum;
   if constexpr (kKind != TargetKind::kLabels) stats[2 * p.rows + row] = sums.mass;
   if (p.reduction == Reduction::kNone) write_either<T>(p.loss, p.loss_dtype, row, share.loss);
   return share;
@@ -261,14 +262,15 @@ void launch_cross_entropy_bwd_pixels(const CrossEntropyBackwardParams& p,
 
 // ---- backward ----
 
-// A row's gradient: grad_input = g (W p - w q), grad_target = -g (1 - s) w log p, with
-// log p = z - max - log sum. The difference comes first: it is exactly 0 where it should be.
+// A row's gradient: grad_input = g (W p - w q) and grad_target = -g (1 - s) w log p, with
+// p = exp(z - max) / sum. The difference comes first: it is exactly 0 where it should be.
 template <class T, TargetKind kKind>
 struct RowGradient {
   using Acc = Accum<T>;
-  Acc max, log_sum;
-  Acc grad;  // g; 0 of an ignored row
-  Acc mass;  // W
+  Acc max, sum;
+  Acc grad;         // g; 0 of an ignored row
+  Acc mass;         // W
+  Acc mass_by_sum;  // W / sum
   int64_t label = -1;
   bool zero = false;  // all of it is 0, whatever the logits are: they need not be read
 
@@ -276,7 +278,7 @@ struct RowGradient {
   __device__ __forceinline__ RowGradient(const Params& p, int64_t row) {
     const Acc* stats = static_cast<const Acc*>(p.stats);
     max = stats[row];
-    log_sum = stats[p.rows + row];
+    sum = stats[p.rows + row];
     grad = read_either<T>(p.grad_output, p.loss_dtype,
                           p.reduction == Reduction::kNone ? row : int64_t{0});
     if (p.reduction == Reduction::kMean) grad /= *static_cast<const Acc*>(p.total_weight);
@@ -291,21 +293,22 @@ struct RowGradient {
       } else if (target.ignored) {
         grad = 0;
         // NaN and infinities of an ignored row come through, as in native's 0 * NaN.
-        zero = max - max == 0 && log_sum - log_sum == 0;
-        if (zero) max = log_sum = 0;
+        zero = max - max == 0 && sum - sum == 0;
+        if (zero) max = 0;
       } else {
         grad = quiet_nan(Acc());
       }
     }
+    mass_by_sum = mass / sum;
   }
 
-  __device__ __forceinline__ Acc log_p(Acc z) const { return (z - max) - log_sum; }
-  __device__ __forceinline__ Acc operator()(Acc log_p, Acc wq) const {
-    return grad * (mass * fast_exp(log_p) - wq);
+  __device__ __forceinline__ Acc distance(Acc z) const { return z - max; }
+  __device__ __forceinline__ Acc operator()(Acc distance, Acc wq) const {
+    return grad * (mass_by_sum * exp_for<T>(distance) - wq);
   }
   // The label's own logit.
   __device__ __forceinline__ Acc at_label(Acc z, Acc w, const Smoothing<Acc>& smoothing) const {
-    return (*this)(log_p(z),
+    return (*this)(distance(z),
                    kKind == TargetKind::kLabels ? w : (smoothing.spread + smoothing.keep) * w);
   }
 };

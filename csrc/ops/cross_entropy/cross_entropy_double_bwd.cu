@@ -28,8 +28,9 @@ __global__ void __launch_bounds__(kThreads)
   const T* v = static_cast<const T*>(p.v);
   const Q* u = static_cast<const Q*>(p.u);
 
-  auto log_p_of = [&](int64_t at) {
-    return gradient.log_p(gradient.zero ? Acc(0) : convert<Acc>(z[at]));
+  const Acc log_sum = log(gradient.sum);
+  auto distance_at = [&](int64_t at) {
+    return gradient.distance(gradient.zero ? Acc(0) : convert<Acc>(z[at]));
   };
   auto weighted_q = [&](int64_t c, int64_t at) {
     Acc target = 0;
@@ -42,16 +43,16 @@ __global__ void __launch_bounds__(kThreads)
   Acc pv = 0, wqv = 0, wu = 0, wu_log_p = 0;
   for (int64_t c = lane; c < p.classes; c += lanes) {
     const int64_t at = c * p.layout.class_stride;
-    const Acc log_p = log_p_of(at);
+    const Acc distance = distance_at(at);
     if (v != nullptr) {
       const Acc v_c = convert<Acc>(v[start + at]);
-      pv += fast_exp(log_p) * v_c;
+      pv += exp_for<T>(distance) / gradient.sum * v_c;
       wqv += weighted_q(c, at) * v_c;
     }
     if (!kHasLabels && u != nullptr) {
       const Acc term = class_weight<Acc>(p, c) * convert<Acc>(u[start + at]);
       wu += term;
-      wu_log_p += term * log_p;
+      wu_log_p += term * (distance - log_sum);
     }
   }
   if (lanes == kWarpSize) {
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   if (p.grad_input == nullptr && p.grad_target == nullptr) return;
   for (int64_t c = lane; c < p.classes; c += lanes) {
     const int64_t at = c * p.layout.class_stride;
-    const Acc prob = fast_exp(log_p_of(at));
+    const Acc prob = exp_for<T>(distance_at(at)) / gradient.sum;
     const Acc v_c = v == nullptr ? Acc(0) : convert<Acc>(v[start + at]);
     const Acc w = class_weight<Acc>(p, c);
     if (p.grad_input != nullptr) {

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     cross_entropy_fwd_rows_kernel(const CrossEntropyParams p, const Smoothing<Accum<T>> smoothing,
                                   int lanes) {
   using Acc = Accum<T>;
-  using Sums = RowSums<Acc, kKind>;
+  using Sums = RowSums<T, kKind>;
   constexpr int kUnroll = kCrossEntropyUnroll<T, kKind, kVec>;
   constexpr int kCount = kUnroll * kVec;
   __shared__ Acc shared_sums[kMaxCrossEntropyThreads / kWarpSize][4];
@@ -33,34 +33,41 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     const bool active = row < p.rows;
     const T* z = static_cast<const T*>(p.input) + (active ? row_offset(p.layout, row) : 0);
     const Q* q = nullptr;
-    Label label{-1, true, false};
     Acc label_logit = 0;
     if constexpr (kKind == TargetKind::kProbabilities) {
       q = static_cast<const Q*>(p.target) + (active ? row_offset(p.target_layout, row) : 0);
     } else if (active && lane == 0) {
       // Early: two dependent loads that the row's own hide.
-      label = load_label(p, row);
+      const Label label = load_label(p, row);
       if (label.valid) label_logit = convert<Acc>(z[label.value]);
     }
 
     Sums sums;
-    int64_t head = 0, vectors = 0;
+    int head = 0;
+    int64_t vectors = 0;
     if constexpr (kVec > 1) {
       const int misaligned =
           static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
       head = misaligned == 0 ? 0 : kVec - misaligned;
-      if (head > p.classes) head = p.classes;
+      if (head > p.classes) head = static_cast<int>(p.classes);
     }
     if (active) vectors = (p.classes - head) / kVec;
-    for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {
-      Acc value[kCount], wq[kCount];
-      bool present[kUnroll];
-      Vec<T, kVec> loaded[kUnroll];
+    Vec<T, kVec> loaded[kUnroll], next[kUnroll];
+    const int64_t step = int64_t{kUnroll} * lanes;
+    auto fetch = [&](int64_t v, Vec<T, kVec>(&to)[kUnroll]) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        present[u] = v + int64_t{u} * lanes < vectors;
-        if (present[u]) loaded[u] = load_vec<kVec>(z + head + (v + int64_t{u} * lanes) * kVec);
+        const int64_t at = v + int64_t{u} * lanes;
+        if (at < vectors) to[u] = load_vec<kVec>(z + head + at * kVec);
       }
+    };
+    fetch(lane, loaded);
+    for (int64_t v = lane; v < vectors; v += step) {
+      fetch(v + step, next);  // on its way while this part is summed
+      Acc value[kCount], wq[kCount];
+      bool present[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) present[u] = v + int64_t{u} * lanes < vectors;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int64_t c = head + (v + int64_t{u} * lanes) * kVec;
@@ -76,6 +83,8 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
         }
       }
       sums.template add<kCount, kVec>(value, wq, present);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) loaded[u] = next[u];
     }
     if constexpr (kVec > 1) {
       const int64_t body = vectors * kVec;
@@ -120,6 +129,8 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       __syncthreads();  // before the next row overwrites the slots
     }
     if (active && lane == 0) {
+      Label label{-1, true, false};
+      if constexpr (kKind != TargetKind::kProbabilities) label = load_label(p, row);
       const LossShare<Acc> share =
           finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
       total.loss += share.loss;

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256)
       q = static_cast<const Q*>(p.target) + row_offset(p.target_layout, row);
     }
 
-    RowSums<Acc, kKind> sums[kPixels];
+    RowSums<T, kKind> sums[kPixels];
     for (int64_t c = 0; c < p.classes; c += kUnroll) {
       Acc value[kPixels][kUnroll], wq[kPixels][kUnroll];
       bool present[kUnroll];
@@ -114,11 +114,11 @@ __global__ void __launch_bounds__(256)
     for (int u = 0; u < kUnroll; ++u) {
       if (c + u >= p.classes) break;
       const Acc w = class_weight<Acc>(p, c + u);
-      Acc log_p[kPixels];
+      Acc distance[kPixels];
 #pragma unroll
       for (int i = 0; i < kPixels; ++i) {
         const auto& pixel = gradient.pixel[i];
-        log_p[i] = pixel.log_p(pixel.zero ? Acc(0) : convert<Acc>(loaded[u][i]));
+        distance[i] = pixel.distance(pixel.zero ? Acc(0) : convert<Acc>(loaded[u][i]));
       }
       const int64_t at = out + (c + u) * p.grad_layout.class_stride;
       if (p.grad_input != nullptr) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
           const auto& pixel = gradient.pixel[i];
-          result[i] = pixel(log_p[i], weighted_target<kKind>(p, smoothing, c + u, target[i]));
+          result[i] = pixel(distance[i], weighted_target<kKind>(p, smoothing, c + u, target[i]));
           if (kKind != TargetKind::kProbabilities && pixel.label == c + u) {
             result[i] = pixel.at_label(convert<Acc>(loaded[u][i]), w, smoothing);
           }
@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(256)
           Acc result[kPixels];
 #pragma unroll
           for (int i = 0; i < kPixels; ++i) {
-            result[i] = -gradient.pixel[i].grad * smoothing.keep * w * log_p[i];
+            const Acc log_p = distance[i] - log(gradient.pixel[i].sum);
+            result[i] = -gradient.pixel[i].grad * smoothing.keep * w * log_p;
           }
           store_converted<kPixels>(static_cast<Q*>(p.grad_target) + at, result);
         }

@@ -1,21 +1,18 @@
-// cross_entropy and the ops of its derivatives on every dispatch key.
-//   cross_entropy                  what users call: dtype rules of the native function; composite
+// The ops behind cross_entropy (cross_entropy_call_torch.cpp) on every dispatch key.
 //   cross_entropy_forward          one read of the logits -> (loss, row_stats, total_weight)
 //   cross_entropy_backward         gradient by input and by probabilities
 //   cross_entropy_double_backward  Hessian times (v, u): the derivative of the backward, and every
 //                                  forward-mode derivative, since the Hessian is symmetric
-#include <ATen/autocast_mode.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/log_softmax.h>
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <array>
 #include <tuple>
 
 #include "ops/cross_entropy/cross_entropy.h"
 #include "torch/autograd.h"
+#include "torch/class_rows.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -23,6 +20,88 @@
 #endif
 
 namespace warpwright {
+
+// The double backward in differentiable ATen ops (cross_entropy_call_torch.cpp).
+std::tuple<Tensor, Tensor, Tensor> differentiable_double_backward(
+    const Tensor& v, const Tensor& u, const Tensor& grad_output, const Tensor& input,
+    const Tensor& target, const Tensor& weight, const Tensor& total_weight, int64_t reduction,
+    const c10::SymInt& ignore_index, double label_smoothing, std::array<bool, 3> output_mask);
+
+// ---- checks, shared with cross_entropy_call_torch.cpp ----
+
+void check_cross_entropy_dtypes(const Tensor& input, const Tensor& target) {
+  if (is_probabilities(input, target)) {
+    TORCH_CHECK(at::isFloatingType(target.scalar_type()),
+                "Expected floating point type for target with class probabilities, got ",
+                target.scalar_type());
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(input.scalar_type()),
+                              "\"cross_entropy\" not implemented for '", input.scalar_type(), "'");
+}
+
+static void check_label_shape(const Tensor& input, const Tensor& target) {
+  const auto sizes = input.sym_sizes();
+  const auto labels = target.sym_sizes();
+  if (input.dim() == 1) {
+    TORCH_CHECK_VALUE(target.dim() != 1 || labels[0] == 1,
+                      "For 1D input, 1D target must have size 1, but got target size: ",
+                      target.dim() == 1 ? labels[0] : c10::SymInt(0));
+    TORCH_CHECK(target.dim() <= 1, "0D or 1D target tensor expected, multi-target not supported");
+    return;
+  }
+  const c10::SymInt batch = target.dim() == 0 ? c10::SymInt(0) : labels[0];
+  TORCH_CHECK_VALUE(sizes[0] == batch, "Expected input batch_size (", sizes[0],
+                    ") to match target batch_size (", batch, ").");
+  if (input.dim() == 2) {
+    TORCH_CHECK(target.dim() <= 1, "0D or 1D target tensor expected, multi-target not supported");
+  } else if (input.dim() == 4) {
+    TORCH_CHECK(target.dim() == 3,
+                "only batches of spatial targets supported (3D tensors) but got targets of "
+                "dimension: ",
+                target.dim());
+    TORCH_CHECK(labels[1] == sizes[2] && labels[2] == sizes[3], "size mismatch (got input: ", sizes,
+                " , target: ", labels);
+  } else {
+    c10::SmallVector<c10::SymInt, 6> expected{sizes[0]};
+    expected.append(sizes.begin() + 2, sizes.end());
+    TORCH_CHECK(labels == c10::SymIntArrayRef(expected), "Expected target size ",
+                c10::SymIntArrayRef(expected), ", got ", labels);
+  }
+}
+
+void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
+                         int64_t reduction, const c10::SymInt& ignore_index,
+                         double label_smoothing) {
+  check_cross_entropy_dtypes(input, target);
+  TORCH_CHECK_INDEX(input.dim() > 0, "Dimension specified as 1 but tensor has no dimensions");
+  TORCH_CHECK(!(label_smoothing > 1),
+              "label_smoothing must be between 0.0 and 1.0. Got: ", label_smoothing);
+  TORCH_CHECK_VALUE(reduction >= 0 && reduction <= 2, reduction,
+                    " is not a valid value for reduction");
+  TORCH_CHECK(target.device() == input.device(),
+              "Expected all tensors to be on the same device, but target is on ", target.device(),
+              " and input is on ", input.device());
+  if (is_probabilities(input, target)) {
+    TORCH_CHECK(ignore_index < 0, "ignore_index is not supported for floating point target");
+    TORCH_CHECK_NOT_IMPLEMENTED(is_floating(target.scalar_type()),
+                                "\"cross_entropy\" not implemented for probabilities of type '",
+                                target.scalar_type(), "'");
+  } else {
+    check_label_shape(input, target);
+    const bool is_byte = target.scalar_type() == at::kByte && input.dim() <= 2;
+    TORCH_CHECK(target.scalar_type() == at::kLong || is_byte,
+                "expected scalar type Long but found ", target.scalar_type());
+  }
+  if (!weight.defined()) return;
+  const c10::SymInt classes = input.sym_size(class_dim(input));
+  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == classes,
+              "cross_entropy: weight tensor should be defined either for all ", classes,
+              " classes or no classes but got weight tensor of shape: ", weight.sym_sizes());
+  TORCH_CHECK(weight.device() == input.device(),
+              "Expected all tensors to be on the same device, but weight is on ", weight.device(),
+              " and input is on ", input.device());
+}
+
 namespace {
 
 using at::ScalarType;
@@ -75,31 +154,11 @@ Tensor3 cross_entropy_double_backward(const OptionalTensor& v, const OptionalTen
 
 // ---- output shapes ----
 
-int64_t class_dim(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
-
-// Class probabilities have the shape of the logits; everything else is labels.
-bool is_probabilities(const Tensor& input, const Tensor& target) {
-  return input.sym_sizes() == target.sym_sizes();
-}
-
 TargetKind kind_of(const Tensor& input, const Tensor& target, double label_smoothing) {
   if (is_probabilities(input, target)) return TargetKind::kProbabilities;
   // One class is its own uniform distribution; unsmoothed, its gradient is exactly 0.
   const bool smoothed = label_smoothing > 0 && input.sym_size(class_dim(input)) != 1;
   return smoothed ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
-}
-
-ScalarType accum_type(ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
-
-c10::IntArrayRef sizes_of(const Tensor& tensor, int64_t) { return tensor.sizes(); }
-c10::SymIntArrayRef sizes_of(const Tensor& tensor, SymInt) { return tensor.sym_sizes(); }
-c10::IntArrayRef strides_of(const Tensor& tensor, int64_t) { return tensor.strides(); }
-c10::SymIntArrayRef strides_of(const Tensor& tensor, SymInt) { return tensor.sym_strides(); }
-Tensor empty_of(c10::IntArrayRef sizes, const at::TensorOptions& options) {
-  return at::empty(sizes, options);
-}
-Tensor empty_of(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
-  return at::empty_symint(sizes, options);
 }
 
 // (loss, row_stats, total_weight); a row's index is the flat index of its label.
@@ -117,127 +176,13 @@ Tensor3 empty_outputs(const Tensor& input, TargetKind kind, int64_t reduction, S
           empty_of(all, options), empty_of(c10::ArrayRef<Int>(), options)};
 }
 
-template <class Int>
-struct Rows {
-  Int inner, outer_stride, inner_stride, class_stride;
-};
-
-// The tensor as rows a kernel can walk: all dimensions but the class dimension as two (image,
-// pixel) or one, and classes or pixels side by side. nullopt: only a copy can be walked.
-template <class Int>
-std::optional<Rows<Int>> find_rows(const Tensor& tensor) {
-  const auto sizes = sizes_of(tensor, Int());
-  const auto strides = strides_of(tensor, Int());
-  Rows<Int> rows{1, 0, 0, 1};
-  for (int64_t d = tensor.dim() - 1; d >= 2; --d) {
-    if (sizes[d] == 1) continue;
-    if (rows.inner == 1) {
-      rows.inner_stride = strides[d];
-    } else if (strides[d] != rows.inner * rows.inner_stride) {
-      return std::nullopt;
-    }
-    rows.inner = rows.inner * sizes[d];
-  }
-  const int64_t c = class_dim(tensor);
-  if (sizes[c] != 1) rows.class_stride = strides[c];
-  if (c == 1 && sizes[0] != 1) {
-    rows.outer_stride = strides[0];
-    if (rows.inner == 1) rows.inner_stride = rows.outer_stride;
-    // A uniform stride from row to row: one image.
-    if (rows.outer_stride == rows.inner * rows.inner_stride) rows.inner = rows.inner * sizes[0];
-  }
-  if (rows.inner == 1) rows.inner_stride = 1;  // a single row: any stride will do
-  if (rows.class_stride != 1 && rows.inner_stride != 1) return std::nullopt;
-  return rows;
-}
-
 std::optional<RowLayout> find_layout(const Tensor& tensor) {
   const auto rows = find_rows<int64_t>(tensor);
   if (!rows) return std::nullopt;
   return RowLayout{rows->inner, rows->outer_stride, rows->inner_stride, rows->class_stride};
 }
 
-// Gradients keep the memory order of dense logits (channels_last, transposed), else are contiguous.
-template <class Int>
-Tensor empty_gradient(const Tensor& input, ScalarType dtype) {
-  const bool keep = input.is_non_overlapping_and_dense() && find_rows<Int>(input).has_value();
-  return at::empty_like(input, input.options().dtype(dtype),
-                        keep ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
-}
-
 // ---- checks ----
-
-void check_dtypes(const Tensor& input, const Tensor& target) {
-  if (is_probabilities(input, target)) {
-    TORCH_CHECK(at::isFloatingType(target.scalar_type()),
-                "Expected floating point type for target with class probabilities, got ",
-                target.scalar_type());
-  }
-  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(input.scalar_type()),
-                              "\"cross_entropy\" not implemented for '", input.scalar_type(), "'");
-}
-
-void check_label_shape(const Tensor& input, const Tensor& target) {
-  const auto sizes = input.sym_sizes();
-  const auto labels = target.sym_sizes();
-  if (input.dim() == 1) {
-    TORCH_CHECK_VALUE(target.dim() != 1 || labels[0] == 1,
-                      "For 1D input, 1D target must have size 1, but got target size: ",
-                      target.dim() == 1 ? labels[0] : SymInt(0));
-    TORCH_CHECK(target.dim() <= 1, "0D or 1D target tensor expected, multi-target not supported");
-    return;
-  }
-  const SymInt batch = target.dim() == 0 ? SymInt(0) : labels[0];
-  TORCH_CHECK_VALUE(sizes[0] == batch, "Expected input batch_size (", sizes[0],
-                    ") to match target batch_size (", batch, ").");
-  if (input.dim() == 2) {
-    TORCH_CHECK(target.dim() <= 1, "0D or 1D target tensor expected, multi-target not supported");
-  } else if (input.dim() == 4) {
-    TORCH_CHECK(target.dim() == 3,
-                "only batches of spatial targets supported (3D tensors) but got targets of "
-                "dimension: ",
-                target.dim());
-    TORCH_CHECK(labels[1] == sizes[2] && labels[2] == sizes[3], "size mismatch (got input: ", sizes,
-                " , target: ", labels);
-  } else {
-    c10::SmallVector<SymInt, 6> expected{sizes[0]};
-    expected.append(sizes.begin() + 2, sizes.end());
-    TORCH_CHECK(labels == c10::SymIntArrayRef(expected), "Expected target size ",
-                c10::SymIntArrayRef(expected), ", got ", labels);
-  }
-}
-
-void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
-                         int64_t reduction, const SymInt& ignore_index, double label_smoothing) {
-  check_dtypes(input, target);
-  TORCH_CHECK_INDEX(input.dim() > 0, "Dimension specified as 1 but tensor has no dimensions");
-  TORCH_CHECK(!(label_smoothing > 1),
-              "label_smoothing must be between 0.0 and 1.0. Got: ", label_smoothing);
-  TORCH_CHECK_VALUE(reduction >= 0 && reduction <= 2, reduction,
-                    " is not a valid value for reduction");
-  TORCH_CHECK(target.device() == input.device(),
-              "Expected all tensors to be on the same device, but target is on ", target.device(),
-              " and input is on ", input.device());
-  if (is_probabilities(input, target)) {
-    TORCH_CHECK(ignore_index < 0, "ignore_index is not supported for floating point target");
-    TORCH_CHECK_NOT_IMPLEMENTED(is_floating(target.scalar_type()),
-                                "\"cross_entropy\" not implemented for probabilities of type '",
-                                target.scalar_type(), "'");
-  } else {
-    check_label_shape(input, target);
-    const bool is_byte = target.scalar_type() == at::kByte && input.dim() <= 2;
-    TORCH_CHECK(target.scalar_type() == at::kLong || is_byte,
-                "expected scalar type Long but found ", target.scalar_type());
-  }
-  if (!weight.defined()) return;
-  const SymInt classes = input.sym_size(class_dim(input));
-  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == classes,
-              "cross_entropy: weight tensor should be defined either for all ", classes,
-              " classes or no classes but got weight tensor of shape: ", weight.sym_sizes());
-  TORCH_CHECK(weight.device() == input.device(),
-              "Expected all tensors to be on the same device, but weight is on ", weight.device(),
-              " and input is on ", input.device());
-}
 
 // The pairs that kernels are built for; `cross_entropy` converts to one of them.
 void check_kernel_dtypes(const Tensor& input, const Tensor& target, ScalarType loss_dtype) {
@@ -251,11 +196,6 @@ void check_kernel_dtypes(const Tensor& input, const Tensor& target, ScalarType l
 }
 
 // ---- CPU and CUDA ----
-
-Tensor in_order_of(const Tensor& tensor, const Tensor& like) {
-  if (tensor.strides() == like.strides()) return tensor;
-  return at::empty_like(like, tensor.options()).copy_(tensor);
-}
 
 // The operands in a form the kernels take, kept alive while a kernel is set up.
 struct Operands {
@@ -666,70 +606,6 @@ Tensor2 cross_entropy_backward_autograd(const Tensor& grad_output, const Tensor&
   return outputs;
 }
 
-// The double backward in differentiable ATen ops: third and higher derivatives come from here.
-Tensor3 differentiable_double_backward(const Tensor& v, const Tensor& u, const Tensor& grad_output,
-                                       const Tensor& input, const Tensor& target,
-                                       const Tensor& weight, const Tensor& total_weight,
-                                       int64_t reduction, const SymInt& ignore_index,
-                                       double label_smoothing, Mask3 output_mask) {
-  const int64_t dim = class_dim(input);
-  const ScalarType accum = accum_type(input.scalar_type());
-  const double smoothing = label_smoothing > 0 ? label_smoothing : 0, keep = 1 - smoothing;
-  const SymInt classes = input.sym_size(dim);
-  const bool probabilities = is_probabilities(input, target);
-  const Tensor log_p = at::log_softmax(input.to(accum), dim);
-  const Tensor prob = log_p.exp();
-
-  Tensor q;
-  Tensor valid;
-  if (probabilities) {
-    q = target.to(accum);
-  } else {
-    const Tensor labels = input.dim() == 1 ? target.reshape({}) : target;
-    valid = labels.ne(ignore_index).unsqueeze(dim);
-    // A bad label (NaN row in the fused kernels) must not index anything here either.
-    const Tensor index =
-        labels.to(at::kLong).unsqueeze(dim).clamp(0, (classes - 1).guard_int(__FILE__, __LINE__));
-    q = at::zeros_like(log_p).scatter(dim, index, 1.0);
-  }
-  if (smoothing > 0) q = q * keep + smoothing / classes.guard_int(__FILE__, __LINE__);
-  if (valid.defined()) q = q * valid;
-  c10::SmallVector<int64_t, 6> broadcast(input.dim(), 1);
-  broadcast[dim] = -1;
-  const Tensor w =
-      weight.defined() ? weight.to(accum).view(broadcast) : at::ones_like(total_weight);
-  const Tensor wq = w * q;
-  const Tensor mass = wq.sum(dim, /*keepdim=*/true);
-  const Tensor scale =
-      reduction == at::Reduction::Mean ? total_weight.reciprocal() : at::ones_like(total_weight);
-  Tensor grad = grad_output.to(accum);
-  if (reduction == at::Reduction::None) {
-    grad = input.dim() == 1 ? grad.reshape({1}) : grad.unsqueeze(dim);
-  }
-  grad = grad * scale;
-
-  const Tensor v_or_zero = v.defined() ? v.to(accum) : at::zeros_like(log_p);
-  const Tensor wu = w * (u.defined() && probabilities ? u.to(accum) : at::zeros_like(log_p));
-  const Tensor pv = (prob * v_or_zero).sum(dim, true);
-
-  Tensor grad_grad_output, grad_input, grad_target;
-  if (output_mask[0]) {
-    const Tensor per_row =
-        (mass * pv).squeeze(dim) - (wq * v_or_zero).sum(dim) - keep * (wu * log_p).sum(dim);
-    grad_grad_output = (reduction == at::Reduction::None ? per_row : per_row.sum()) * scale;
-    grad_grad_output = grad_grad_output.to(grad_output.scalar_type()).view_as(grad_output);
-  }
-  if (output_mask[1]) {
-    grad_input = grad * (mass * prob * (v_or_zero - pv) -
-                         keep * (wu - prob * wu.sum(dim, /*keepdim=*/true)));
-    grad_input = grad_input.to(input.scalar_type());
-  }
-  if (output_mask[2] && probabilities) {
-    grad_target = (grad * keep * w * (pv - v_or_zero)).to(target.scalar_type());
-  }
-  return {grad_grad_output, grad_input, grad_target};
-}
-
 Tensor3 cross_entropy_double_backward_autograd(const OptionalTensor& v, const OptionalTensor& u,
                                                const Tensor& grad_output, const Tensor& input,
                                                const Tensor& target, const OptionalTensor& weight,
@@ -753,77 +629,10 @@ Tensor3 cross_entropy_double_backward_autograd(const OptionalTensor& v, const Op
   });
 }
 
-// ---- what users call, and Autocast ----
-
-// Native's dtype rules: labels want the weights in the logits' type; probabilities promote. Under
-// autocast 16-bit operands count as float32, but are read as they are.
-Tensor cross_entropy_as(const Tensor& input, const Tensor& target, const OptionalTensor& weight_,
-                        int64_t reduction, SymInt ignore_index, double label_smoothing,
-                        bool autocast) {
-  check_dtypes(input, target);
-  const Tensor weight = value_or_undefined(weight_);
-  auto counted = [&](const Tensor& tensor) {
-    const ScalarType type = tensor.scalar_type();
-    return autocast && (type == at::kHalf || type == at::kBFloat16) ? at::kFloat : type;
-  };
-  ScalarType dtype = counted(input);
-  auto run = [&](const Tensor& z, const Tensor& q, const OptionalTensor& w, double smoothing) {
-    return std::get<0>(
-        call::cross_entropy_forward(z, q, w, reduction, std::move(ignore_index), smoothing, dtype));
-  };
-  const bool weight_differs =
-      weight.defined() &&
-      ((at::GradMode::is_enabled() && weight.requires_grad()) || has_tangent(weight));
-  if (!is_probabilities(input, target)) {
-    TORCH_CHECK(!weight_differs,
-                "The function 'cross_entropy' is not differentiable with respect to argument "
-                "'weight'. This input cannot have requires_grad True.");
-    TORCH_CHECK(!weight.defined() || counted(weight) == dtype, "expected scalar type ", dtype,
-                " but found ", counted(weight), " (weight)");
-    return run(input, target, weight_, label_smoothing);
-  }
-
-  dtype = c10::promoteTypes(dtype, counted(target));
-  if (weight.defined()) dtype = c10::promoteTypes(dtype, counted(weight));
-  const bool read_as_is = dtype != at::kDouble;
-  const Tensor z = read_as_is ? input : input.to(dtype);
-  Tensor q =
-      target.scalar_type() == z.scalar_type() ? target : target.to(accum_type(z.scalar_type()));
-  if (!weight_differs) return run(z, q, weight_, label_smoothing);
-  // The loss is linear in weight * probabilities: the chain rule for weight is ATen's.
-  check_cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing);
-  const double smoothing = label_smoothing > 0 ? label_smoothing : 0;
-  q = q.to(accum_type(z.scalar_type()));
-  if (smoothing > 0) q = q * (1 - smoothing) + smoothing / input.size(class_dim(input));
-  c10::SmallVector<int64_t, 6> broadcast(input.dim(), 1);
-  broadcast[class_dim(input)] = -1;
-  return run(z, q * weight.to(q.scalar_type()).view(broadcast), std::nullopt, 0);
-}
-
-Tensor cross_entropy_composite(const Tensor& input, const Tensor& target,
-                               const OptionalTensor& weight, int64_t reduction, SymInt ignore_index,
-                               double label_smoothing) {
-  return cross_entropy_as(input, target, weight, reduction, std::move(ignore_index),
-                          label_smoothing, /*autocast=*/false);
-}
-
-template <c10::DispatchKey kKey>
-Tensor cross_entropy_autocast(const Tensor& input, const Tensor& target,
-                              const OptionalTensor& weight, int64_t reduction, SymInt ignore_index,
-                              double label_smoothing) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
-  return cross_entropy_as(input, target, weight, reduction, std::move(ignore_index),
-                          label_smoothing, /*autocast=*/true);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def(
-      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
-      "SymInt ignore_index=-100, float label_smoothing=0.0) -> Tensor",
-      tags);
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
       "SymInt ignore_index, float label_smoothing, ScalarType dtype) -> "
@@ -867,18 +676,6 @@ TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
   m.impl("cross_entropy_forward", cross_entropy_forward_autograd);
   m.impl("cross_entropy_backward", cross_entropy_backward_autograd);
   m.impl("cross_entropy_double_backward", cross_entropy_double_backward_autograd);
-}
-
-TORCH_LIBRARY_IMPL(warpwright, CompositeImplicitAutograd, m) {
-  m.impl("cross_entropy", cross_entropy_composite);
-}
-
-TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
-  m.impl("cross_entropy", cross_entropy_autocast<c10::DispatchKey::AutocastCPU>);
-}
-
-TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
-  m.impl("cross_entropy", cross_entropy_autocast<c10::DispatchKey::AutocastCUDA>);
 }
 
 }  // namespace warpwright
