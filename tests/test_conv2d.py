@@ -34,7 +34,9 @@ CASES = {
 }
 
 
-def make(case, device, dtype, *, bias=True, input_format=None, weight_format=None, requires_grad=True):
+def make(
+    case, device, dtype, *, bias=True, input_format=None, weight_format=None, requires_grad=True
+):
     n, c, h, w, k, r, s, *rest = CASES[case]
     groups = rest[-1]
 
@@ -53,7 +55,9 @@ def make(case, device, dtype, *, bias=True, input_format=None, weight_format=Non
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("formats", itertools.product(FORMATS, repeat=2), ids=["cc", "cl", "lc", "ll"])
+@pytest.mark.parametrize(
+    "formats", itertools.product(FORMATS, repeat=2), ids=["cc", "cl", "lc", "ll"]
+)
 def test_values(device, dtype, case, formats):
     for bias in (True, False):
         args = make(
