@@ -1,0 +1,223 @@
+"""PyTorch's own op_db with our functions put in, and how one sample of it is judged.
+
+The databases ship inside the torch wheel. An entry is copied and its `op` replaced; its sample,
+reference and error inputs, dtypes and flags stay. The original entry is the oracle.
+"""
+
+import copy
+import functools
+import inspect
+import math
+
+import torch
+import warpwright.functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._utils import wrapper_set_seed
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from warpwright.testing import assert_as_good_as_native, assert_same, to_double
+
+# Importing the databases forbids setting backend flags (conftest.py does); allow it again.
+torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def max_pool2d_backward(input, **kwargs):
+    """As op_db's own function of that name: pool, then call the backward op on ones."""
+    bound = inspect.signature(torch.nn.functional.max_pool2d_with_indices).bind(input, **kwargs)
+    bound.apply_defaults()
+    a = bound.arguments
+    pair = lambda v: [v, v] if isinstance(v, int) else list(v)  # noqa: E731
+    window = (
+        pair(a["kernel_size"]),
+        pair(a["stride"] if a["stride"] is not None else a["kernel_size"]),
+        pair(a["padding"]),
+        pair(a["dilation"]),
+        a["ceil_mode"],
+    )
+    out, indices = F.max_pool2d_with_indices(input, **kwargs)
+    backward = torch.ops.warpwright.max_pool2d_with_indices_backward.default
+    return backward(torch.ones_like(out), input, *window, indices)
+
+
+class _F:
+    def __getattr__(self, name):
+        return getattr(F, name, None)
+
+
+_F = _F()
+# (name, variant) in op_db -> ours.
+OURS = {
+    ("nn.functional.relu", ""): _F.relu,
+    ("nn.functional.max_pool2d", ""): _F.max_pool2d,
+    ("max_pool2d_with_indices_backward", ""): max_pool2d_backward if hasattr(F, "max_pool2d") else None,
+    ("nn.functional.batch_norm", ""): _F.batch_norm,
+    ("nn.functional.batch_norm", "without_cudnn"): _F.batch_norm,
+    ("nn.functional.cross_entropy", ""): _F.cross_entropy,
+    ("nn.functional.linear", ""): _F.linear,
+    ("nn.functional.conv2d", ""): _F.conv2d,
+    ("nn.functional.scaled_dot_product_attention", ""): functools.partial(
+        wrapper_set_seed, F.scaled_dot_product_attention
+    ) if hasattr(F, "scaled_dot_product_attention") else None,
+}
+
+
+OURS = {k: v for k, v in OURS.items() if v is not None}
+
+
+class Entry:
+    """One entry of op_db: `native` as it stands, `ours` a copy of it with our function."""
+
+    def __init__(self, native):
+        self.native = native
+        self.ours = copy.copy(native)
+        self.ours.op = OURS[native.name, native.variant_test_name]
+        self.id = native.full_name.removeprefix("nn.functional.")
+
+    def dtypes(self, device):
+        return sorted(self.native.supported_dtypes(device), key=str)
+
+    def samples(self, device, dtype, *, reference=True, requires_grad=None):
+        """Every sample (and reference) input of the entry."""
+        if requires_grad is None:
+            requires_grad = dtype in self.native.supported_backward_dtypes(device)
+        makers = [self.native.sample_inputs]
+        if reference and self.native.reference_inputs_func is not None:
+            makers.append(self.native.reference_inputs)
+        count = 0
+        for make in makers:
+            for sample in make(device, dtype, requires_grad=requires_grad):
+                count += 1
+                yield sample
+        assert count, f"{self.id} has no samples for {dtype} on {device}"
+
+
+ENTRIES = [Entry(info) for info in op_db if (info.name, info.variant_test_name) in OURS]
+assert len(ENTRIES) == len(OURS), "op_db lacks an entry of ours"
+
+
+def arguments(sample):
+    return (sample.input, *sample.args), dict(sample.kwargs)
+
+
+def is_random(sample):
+    return sample.kwargs.get("dropout_p", 0.0) > 0.0
+
+
+def inexact(tensor):
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def private(leaf):
+    """A copy in storage of its own, same strides and offset, of a tensor that needs no gradient."""
+    if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or leaf.is_meta:
+        return leaf
+    storage = leaf.untyped_storage().clone()
+    return leaf.new_empty(0).set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
+
+
+class Run:
+    """One call: outputs, gradients, and what the op did to its other arguments."""
+
+    def __init__(self, function, args, kwargs, cotangents=None):
+        # An op may update an argument (running statistics): each run gets its own.
+        args, kwargs = tree_map(private, (args, kwargs))
+        self.outputs = list(tree_leaves(function(*args, **kwargs)))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self.arguments = [t.detach() for t in tensors]
+        self.leaves = [t for t in tensors if t.requires_grad]
+        roots = [t for t in self.outputs if t.requires_grad]
+        self.cotangents = cotangents
+        self.gradients = []
+        if self.leaves and roots:
+            if cotangents is None:
+                self.cotangents = [torch.randn_like(t) for t in roots]
+            self.gradients = torch.autograd.grad(
+                roots,
+                self.leaves,
+                [c.to(t.dtype) for c, t in zip(self.cotangents, roots, strict=True)],
+                allow_unused=True,
+            )
+
+
+def judge(ours, native, exact, what):
+    """The error rule; integers bit-equal; complex numbers as their real and imaginary parts."""
+    if native.is_complex():
+        assert ours.dtype == native.dtype
+        ours, native, exact = (torch.view_as_real(t.resolve_conj()) for t in (ours, native, exact))
+    if native.is_floating_point():
+        assert_as_good_as_native(ours, native, exact, what)
+    else:
+        assert_same(ours, native, what)
+
+
+def compare(our_function, native_function, args, kwargs, what):
+    """Values, strides, gradients and updated arguments of ours against native and float64."""
+    native = Run(native_function, args, kwargs)
+    ours = Run(our_function, args, kwargs, native.cotangents)
+    exact = Run(native_function, *to_double((args, kwargs)), native.cotangents)
+    assert len(ours.outputs) == len(native.outputs), what
+    for i, (a, b, e) in enumerate(zip(ours.outputs, native.outputs, exact.outputs, strict=True)):
+        judge(a.detach(), b.detach(), e.detach(), f"{what}: output {i}")
+        assert a.numel() == 0 or a.stride() == b.stride(), (
+            f"{what}: output {i}: strides {a.stride()}, native {b.stride()}"
+        )
+        assert a.requires_grad == b.requires_grad, f"{what}: output {i}: requires_grad"
+    for i, (a, b, e) in enumerate(
+        zip(ours.arguments, native.arguments, exact.arguments, strict=True)
+    ):
+        judge(a, b, e, f"{what}: argument {i} after the call")
+    for i, (a, b, e) in enumerate(
+        zip(ours.gradients, native.gradients, exact.gradients, strict=True)
+    ):
+        assert (a is None) == (b is None), f"{what}: gradient {i}: one has it, one not"
+        if a is not None:
+            judge(a, b, e, f"{what}: gradient {i}")
+
+
+def check_dropout(entry, sample, what):
+    """Dropout draws other numbers than native: the mean over many draws must be the result without.
+
+    With v = 1 and no mask each output is (kept weights) / (1 - p), whose mean is 1.
+    """
+    args, kwargs = arguments(sample)
+    native = entry.native.op(*args, **kwargs)
+    ours = entry.ours.op(*args, **kwargs)
+    assert (ours.shape, ours.dtype, ours.stride()) == (native.shape, native.dtype, native.stride())
+    assert torch.isfinite(ours).all(), what
+    again = entry.ours.op(*args, **kwargs)
+    assert_same(ours.detach(), again.detach(), f"{what}: same seed")
+    query, key, value = (t.detach().double() for t in args[:3])
+    draws = 400
+    shape = (draws, *torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+    expand = lambda t: t.expand(*shape, *t.shape[-2:])  # noqa: E731
+    output = F.scaled_dot_product_attention(
+        expand(query), expand(key), torch.ones_like(expand(value)), **kwargs
+    )
+    p = kwargs["dropout_p"]
+    # Each draw's variance is p / (1 - p) * sum of squared weights <= p / (1 - p).
+    deviation = math.sqrt(p / (1 - p) / (output.numel() // output.shape[-1]))
+    mean = output[..., 0].mean().item()
+    assert abs(mean - 1) < 6 * deviation, f"{what}: mean {mean}"
+    assert len(output[..., 0].unique()) > 2, f"{what}: nothing was dropped"
+
+
+def flatten_differentiable(function, sample, first_output_only=False):
+    """(function of the differentiable inputs only, those inputs)."""
+    flat, spec = tree_flatten(arguments(sample))
+    where = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def call(*inputs):
+        values = list(flat)
+        for i, value in zip(where, inputs, strict=True):
+            values[i] = value
+        # Running statistics must be the same for each of gradcheck's calls.
+        values = [
+            v.clone() if isinstance(v, torch.Tensor) and i not in where and inexact(v) else v
+            for i, v in enumerate(values)
+        ]
+        args, kwargs = torch.utils._pytree.tree_unflatten(values, spec)
+        outputs = [t for t in tree_leaves(function(*args, **kwargs)) if inexact(t)]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return call, tuple(flat[i] for i in where)
