@@ -6,7 +6,6 @@ reference and error inputs, dtypes and flags stay. The original entry is the ora
 
 import copy
 import functools
-import inspect
 import math
 
 import torch
@@ -22,22 +21,15 @@ torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_f
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def max_pool2d_backward(input, **kwargs):
-    """As op_db's own function of that name: pool, then call the backward op on ones."""
-    bound = inspect.signature(torch.nn.functional.max_pool2d_with_indices).bind(input, **kwargs)
-    bound.apply_defaults()
-    a = bound.arguments
-    pair = lambda v: [v, v] if isinstance(v, int) else list(v)  # noqa: E731
-    window = (
-        pair(a["kernel_size"]),
-        pair(a["stride"] if a["stride"] is not None else a["kernel_size"]),
-        pair(a["padding"]),
-        pair(a["dilation"]),
-        a["ceil_mode"],
-    )
-    out, indices = F.max_pool2d_with_indices(input, **kwargs)
-    backward = torch.ops.warpwright.max_pool2d_with_indices_backward.default
-    return backward(torch.ones_like(out), input, *window, indices)
+def max_pool2d_backward(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, **_):
+    """op_db's function of this name: pool, then the gradient of the sum of the output.
+
+    Native's op also takes `input`, with a zero derivative; the zero term stands for that.
+    """
+    leaf = input.detach().requires_grad_()
+    output = F.max_pool2d(leaf, kernel_size, stride, padding, dilation, ceil_mode)
+    (gradient,) = torch.autograd.grad(output, leaf, torch.ones_like(output))
+    return gradient.add(input, alpha=0) if input.requires_grad else gradient
 
 
 class _F:
