@@ -9,10 +9,11 @@ import functools
 import math
 
 import torch
-import warpwright.functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._utils import wrapper_set_seed
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+import warpwright.functional as F
 from warpwright.testing import assert_as_good_as_native, assert_same, to_double
 
 # Importing the databases forbids setting backend flags (conftest.py does); allow it again.
@@ -21,7 +22,9 @@ torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_f
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def max_pool2d_backward(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, **_):
+def max_pool2d_backward(
+    input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, **_
+):
     """op_db's function of this name: pool, then the gradient of the sum of the output.
 
     Native's op also takes `input`, with a zero derivative; the zero term stands for that.
@@ -42,7 +45,9 @@ _F = _F()
 OURS = {
     ("nn.functional.relu", ""): _F.relu,
     ("nn.functional.max_pool2d", ""): _F.max_pool2d,
-    ("max_pool2d_with_indices_backward", ""): max_pool2d_backward if hasattr(F, "max_pool2d") else None,
+    ("max_pool2d_with_indices_backward", ""): max_pool2d_backward
+    if hasattr(F, "max_pool2d")
+    else None,
     ("nn.functional.batch_norm", ""): _F.batch_norm,
     ("nn.functional.batch_norm", "without_cudnn"): _F.batch_norm,
     ("nn.functional.cross_entropy", ""): _F.cross_entropy,
@@ -50,7 +55,9 @@ OURS = {
     ("nn.functional.conv2d", ""): _F.conv2d,
     ("nn.functional.scaled_dot_product_attention", ""): functools.partial(
         wrapper_set_seed, F.scaled_dot_product_attention
-    ) if hasattr(F, "scaled_dot_product_attention") else None,
+    )
+    if hasattr(F, "scaled_dot_product_attention")
+    else None,
 }
 
 

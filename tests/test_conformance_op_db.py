@@ -23,6 +23,7 @@ from torch._subclasses.fake_utils import CrossRefFakeMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.testing._internal import composite_compliance, opinfo
 from torch.utils._pytree import tree_leaves, tree_map
+
 from warpwright.testing import to_double
 
 FLOATS = [torch.float32, torch.float64, *LOW_PRECISION]
