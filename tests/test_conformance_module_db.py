@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-from native_suites import compare, inexact, judge
+from native_suites import Errors, compare, inexact
 from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -90,22 +90,24 @@ def call(module):
     return function, list(module.parameters()), [b for b in module.buffers() if b is not None]
 
 
-def compare_case(case, args, kwargs, what):
+def compare_case(case, args, kwargs, errors):
     function, parameters, state = call(case.ours)
     native, _, _ = call(case.native)
-    compare(function, native, (parameters, state, args, kwargs), {}, what)
+    compare(function, native, (parameters, state, args, kwargs), {}, case.desc, errors)
 
 
 @both_modes
 @everywhere
 def test_forward(info, device, dtype, training):
     """Outputs, all gradients and buffers against native and float64; module_db's own reference."""
+    errors = Errors()
     for case in inputs_of(info, device, dtype, training):
-        compare_case(case, case.args, case.kwargs, case.desc)
+        compare_case(case, case.args, case.kwargs, errors)
         if case.reference is not None and dtype in (torch.float32, torch.float64):
             expected = case.reference(copy.deepcopy(case.ours), *case.args, **case.kwargs)
             actual = case.ours(*case.args, **case.kwargs)
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    errors.check()
 
 
 @over([info for info in INFOS if takes_factory_kwargs(info)])
@@ -177,8 +179,10 @@ def test_non_contiguous_tensors(info, device, dtype, training):
         wide[..., 1::2] = float("nan") if leaf.is_floating_point() else -99999
         return wide[..., ::2].requires_grad_(leaf.requires_grad)
 
+    errors = Errors()
     for case in inputs_of(info, device, dtype, training):
-        compare_case(case, tree_map(spread, case.args), tree_map(spread, case.kwargs), case.desc)
+        compare_case(case, tree_map(spread, case.args), tree_map(spread, case.kwargs), errors)
+    errors.check()
 
 
 def gradients_of(case):
@@ -223,6 +227,7 @@ def test_gradgrad(info, device, dtype, training):
 def test_memory_format(info, device, dtype, training):
     """Inputs and parameters in either format, as native: values, gradients and strides."""
     formats = (torch.contiguous_format, torch.channels_last)
+    errors = Errors()
     for case in inputs_of(info, device, dtype, training):
         if not any(isinstance(t, torch.Tensor) and t.dim() == 4 for t in tree_leaves(case.args)):
             continue
@@ -237,7 +242,8 @@ def test_memory_format(info, device, dtype, training):
                         return leaf.requires_grad_(leaf.is_floating_point())
                     return leaf
 
-                compare_case(case, tree_map(convert, case.args), case.kwargs, case.desc)
+                compare_case(case, tree_map(convert, case.args), case.kwargs, errors)
+    errors.check()
 
 
 @everywhere
@@ -272,6 +278,7 @@ def test_to(info, device, dtype, training):
 @pytest.mark.parametrize("info", INFOS, ids=lambda i: i.module_cls.__name__)
 def test_cpu_gpu_parity(info, training):
     """The same module on both devices: ours on the GPU is held to our CPU kernel's error."""
+    errors = Errors()
     for case in inputs_of(info, "cpu", torch.float32, training, requires_grad=False):
         on_gpu = copy.deepcopy(case.ours).cuda()
         exact = copy.deepcopy(case.ours).double()
@@ -284,7 +291,9 @@ def test_cpu_gpu_parity(info, training):
             for module, to in ((on_gpu, to_gpu), (case.ours, lambda t: t), (exact, to_double))
         ]
         for gpu, cpu, true in zip(*results, strict=True):
-            judge(gpu.cpu().detach(), cpu.detach(), true.detach(), case.desc)
+            values = [t.cpu().detach() for t in (gpu, cpu, true)]
+            errors.judge(*values, None, case.desc, "outputs")
+    errors.check()
 
 
 @over([info for info in INFOS if info.module_error_inputs_func is not None])

@@ -10,6 +10,7 @@ import torch
 from native_suites import (
     ENTRIES,
     LOW_PRECISION,
+    Errors,
     Run,
     arguments,
     check_dropout,
@@ -17,7 +18,6 @@ from native_suites import (
     flatten_differentiable,
     inexact,
     is_random,
-    judge,
 )
 from torch._subclasses.fake_utils import CrossRefFakeMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
@@ -56,20 +56,24 @@ def thin(samples, most):
 
 @over()
 def test_compare_native(entry, device, dtype):
+    errors = Errors()
     for i, sample in enumerate(entry.samples(device, dtype)):
         what = f"sample {i} {sample.summary()}"
         if is_random(sample):
             check_dropout(entry, sample, what)
         else:
-            compare(entry.ours.op, entry.native.op, *arguments(sample), what)
+            compare(entry.ours.op, entry.native.op, *arguments(sample), what, errors)
+    errors.check()
 
 
 @over()
 def test_noncontiguous_samples(entry, device, dtype):
+    errors = Errors()
     for i, sample in enumerate(entry.samples(device, dtype, reference=False)):
         if not is_random(sample):
             args, kwargs = arguments(sample.noncontiguous())
-            compare(entry.ours.op, entry.native.op, args, kwargs, f"sample {i}")
+            compare(entry.ours.op, entry.native.op, args, kwargs, f"sample {i}", errors)
+    errors.check()
 
 
 @over(lambda entry, dtype: entry.native.error_inputs_func is not None and dtype == torch.float32)
@@ -197,6 +201,7 @@ def test_cow_input(entry, device, dtype):
 @over(lambda entry, dtype: dtype == torch.float32)
 def test_autocast(entry, device, dtype, low):
     """Under autocast: native's output and gradient dtypes, and no larger error."""
+    errors = Errors()
     for i, sample in enumerate(thin(entry.samples(device, dtype, reference=False), 200)):
         if is_random(sample):
             continue
@@ -211,7 +216,9 @@ def test_autocast(entry, device, dtype, low):
             ):
                 assert (a is None) == (b is None)
                 if a is not None:
-                    judge(a.detach(), b.detach(), e.detach(), f"sample {i}: {kind}")
+                    values = [t.detach() for t in (a, b, e)]
+                    errors.judge(*values, None, f"sample {i}: {kind}", kind)
+    errors.check()
 
 
 UNARY = [entry for entry in ENTRIES if isinstance(entry.native, opinfo.core.UnaryUfuncInfo)]
