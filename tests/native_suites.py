@@ -35,33 +35,20 @@ def max_pool2d_backward(
     return gradient.add(input, alpha=0) if input.requires_grad else gradient
 
 
-class _F:
-    def __getattr__(self, name):
-        return getattr(F, name, None)
-
-
-_F = _F()
 # (name, variant) in op_db -> ours.
 OURS = {
-    ("nn.functional.relu", ""): _F.relu,
-    ("nn.functional.max_pool2d", ""): _F.max_pool2d,
-    ("max_pool2d_with_indices_backward", ""): max_pool2d_backward
-    if hasattr(F, "max_pool2d")
-    else None,
-    ("nn.functional.batch_norm", ""): _F.batch_norm,
-    ("nn.functional.batch_norm", "without_cudnn"): _F.batch_norm,
-    ("nn.functional.cross_entropy", ""): _F.cross_entropy,
-    ("nn.functional.linear", ""): _F.linear,
-    ("nn.functional.conv2d", ""): _F.conv2d,
+    ("nn.functional.relu", ""): F.relu,
+    ("nn.functional.max_pool2d", ""): F.max_pool2d,
+    ("max_pool2d_with_indices_backward", ""): max_pool2d_backward,
+    ("nn.functional.batch_norm", ""): F.batch_norm,
+    ("nn.functional.batch_norm", "without_cudnn"): F.batch_norm,
+    ("nn.functional.cross_entropy", ""): F.cross_entropy,
+    ("nn.functional.linear", ""): F.linear,
+    ("nn.functional.conv2d", ""): F.conv2d,
     ("nn.functional.scaled_dot_product_attention", ""): functools.partial(
         wrapper_set_seed, F.scaled_dot_product_attention
-    )
-    if hasattr(F, "scaled_dot_product_attention")
-    else None,
+    ),
 }
-
-
-OURS = {k: v for k, v in OURS.items() if v is not None}
 
 
 class Entry:
