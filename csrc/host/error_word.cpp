@@ -1,3 +1,4 @@
+// The word through which a kernel reports bad data: pinned memory that the host only reads later.
 #include "host/error_word.h"
 
 #include <array>

@@ -1,3 +1,4 @@
+// Which of the two layouts' kernels a batch norm call takes.
 #include "ops/batchnorm/batchnorm_device.cuh"
 
 namespace warpwright {

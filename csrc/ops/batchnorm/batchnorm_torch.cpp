@@ -374,12 +374,12 @@ class Normalized {
 
   Tensor per_channel(const Tensor& vector) const {
     c10::SmallVector<c10::SymInt, 5> shape(dims_, 1);
-    shape[1] = vector.sym_numel();
+    shape[dims_ > 1 ? 1 : 0] = vector.sym_numel();  // an empty 1-D input has no channels
     return vector.to(type_).reshape_symint(shape);
   }
   // Over all but the channels.
   Tensor average(const Tensor& value) const { return value.mean(reduced(), /*keepdim=*/true); }
-  Tensor sum(const Tensor& value) const { return value.sum(reduced()); }
+  Tensor sum(const Tensor& value) const { return dims_ > 1 ? value.sum(reduced()) : value; }
   Tensor project(const Tensor& v) const {
     return training_ ? v - average(v) - xhat_ * average(v * xhat_) : v;
   }

@@ -1,0 +1,283 @@
+"""PyTorch's own op_db with our functions put in, and how one sample of it is judged.
+
+The databases ship inside the torch wheel. An entry is copied and its `op` replaced; its sample,
+reference and error inputs, dtypes and flags stay. The original entry is the oracle.
+"""
+
+import copy
+import functools
+import math
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._utils import wrapper_set_seed
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+import warpwright.functional as F
+from warpwright.testing import ERROR_FACTOR, assert_same, max_error, to_double
+
+# Importing the databases forbids setting backend flags (conftest.py does); allow it again.
+torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def max_pool2d_backward(
+    input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, **_
+):
+    """op_db's function of this name: pool, then the gradient of the sum of the output.
+
+    Native's op also takes `input`, with a zero derivative; the zero term stands for that.
+    """
+    leaf = input.detach().requires_grad_()
+    output = F.max_pool2d(leaf, kernel_size, stride, padding, dilation, ceil_mode)
+    (gradient,) = torch.autograd.grad(output, leaf, torch.ones_like(output))
+    return gradient.add(input, alpha=0) if input.requires_grad else gradient
+
+
+# (name, variant) in op_db -> ours.
+OURS = {
+    ("nn.functional.relu", ""): F.relu,
+    ("nn.functional.max_pool2d", ""): F.max_pool2d,
+    ("max_pool2d_with_indices_backward", ""): max_pool2d_backward,
+    ("nn.functional.batch_norm", ""): F.batch_norm,
+    ("nn.functional.batch_norm", "without_cudnn"): F.batch_norm,
+    ("nn.functional.cross_entropy", ""): F.cross_entropy,
+    ("nn.functional.linear", ""): F.linear,
+    ("nn.functional.conv2d", ""): F.conv2d,
+    ("nn.functional.scaled_dot_product_attention", ""): functools.partial(
+        wrapper_set_seed, F.scaled_dot_product_attention
+    ),
+}
+
+
+class Entry:
+    """One entry of op_db: `native` as it stands, `ours` a copy of it with our function."""
+
+    def __init__(self, native):
+        self.native = native
+        self.ours = copy.copy(native)
+        self.ours.op = OURS[native.name, native.variant_test_name]
+        self.id = native.full_name.removeprefix("nn.functional.")
+
+    def dtypes(self, device):
+        return sorted(self.native.supported_dtypes(device), key=str)
+
+    def samples(self, device, dtype, *, reference=True, requires_grad=None):
+        """Every sample (and reference) input of the entry."""
+        if requires_grad is None:
+            requires_grad = dtype in self.native.supported_backward_dtypes(device)
+        makers = [self.native.sample_inputs]
+        if reference and self.native.reference_inputs_func is not None:
+            makers.append(self.native.reference_inputs)
+        count = 0
+        for make in makers:
+            for sample in make(device, dtype, requires_grad=requires_grad):
+                count += 1
+                yield sample
+        assert count, f"{self.id} has no samples for {dtype} on {device}"
+
+
+ENTRIES = [Entry(info) for info in op_db if (info.name, info.variant_test_name) in OURS]
+assert len(ENTRIES) == len(OURS), "op_db lacks an entry of ours"
+
+
+def arguments(sample):
+    return (sample.input, *sample.args), dict(sample.kwargs)
+
+
+def is_random(sample):
+    return sample.kwargs.get("dropout_p", 0.0) > 0.0
+
+
+def inexact(tensor):
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def private(leaf):
+    """A copy in storage of its own, same strides and offset, of a tensor that needs no gradient."""
+    if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or leaf.is_meta:
+        return leaf
+    storage = leaf.untyped_storage().clone()
+    return leaf.new_empty(0).set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
+
+
+class Run:
+    """One call: outputs, gradients, and what the op did to its other arguments."""
+
+    def __init__(self, function, args, kwargs, cotangents=None, draw=torch.randn_like):
+        # An op may update an argument (running statistics): each run gets its own.
+        args, kwargs = tree_map(private, (args, kwargs))
+        self.outputs = list(tree_leaves(function(*args, **kwargs)))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self.arguments = [t.detach() for t in tensors]
+        self.leaves = [t for t in tensors if t.requires_grad]
+        roots = [t for t in self.outputs if t.requires_grad]
+        self.cotangents = cotangents
+        self.gradients = []
+        if self.leaves and roots:
+            if cotangents is None:
+                self.cotangents = [draw(t) for t in roots]
+            self.gradients = torch.autograd.grad(
+                roots,
+                self.leaves,
+                [c.to(t.dtype) for c, t in zip(self.cotangents, roots, strict=True)],
+                allow_unused=True,
+            )
+
+
+class Errors:
+    """The error rule over many small cases: typically no more than 1.5 x native's error.
+
+    On a handful of elements the error of either side is luck of the roundings, so one case alone is
+    held to 16 x, and all together to 1.5 x: in the geometric mean of the ratios, and in the 95th
+    percentile where there are enough cases to have one. In float64 there is no finer oracle:
+    native's float32 error on the same input, scaled by the ratio of the roundings, says how much
+    the case amplifies; the oracle's own error of that size is allowed too.
+    """
+
+    SINGLE_CASE = 16.0
+    ENOUGH = 300
+
+    def __init__(self):
+        self.seen = {}  # (kind, dtype) -> [(ours, native)], in allowed ulps of each maximum
+
+    def judge(self, ours, native, exact, coarse, what, kind, yardstick=0.0):
+        """`yardstick`: the size of what cancels where the exact result is zero."""
+        if native.is_complex():
+            assert ours.dtype == native.dtype
+            ours, native, exact, coarse = (
+                t if t is None else torch.view_as_real(t.resolve_conj())
+                for t in (ours, native, exact, coarse)
+            )
+        if not native.is_floating_point():
+            assert_same(ours, native, what)
+            return
+        assert ours.shape == native.shape, f"{what}: shape {ours.shape}, native {native.shape}"
+        assert ours.dtype == native.dtype, f"{what}: dtype {ours.dtype}, native {native.dtype}"
+        for name in ("isnan", "isposinf", "isneginf"):
+            same = torch.equal(getattr(ours, name)(), getattr(native, name)())
+            assert same, f"{what}: {name} at other places than native's"
+        finite = exact[torch.isfinite(exact)]
+        scale = float(finite.abs().max()) if finite.numel() else 0.0
+        eps = torch.finfo(ours.dtype).eps
+        error, native_error = max_error(ours, exact), max_error(native, exact)
+        ulps = 16 * eps * yardstick if scale == 0.0 else eps * scale
+        if ours.dtype == torch.float64:
+            ulps *= 16
+            if coarse is not None:
+                fine = eps / torch.finfo(torch.float32).eps
+                native_error = (1 + 1 / ERROR_FACTOR) * max_error(coarse, exact) * fine
+        allowed = self.SINGLE_CASE * native_error + ulps
+        assert error <= allowed, (
+            f"{what}: max error {error:.3e} against float64, allowed {allowed:.3e} "
+            f"(native: {native_error:.3e})"
+        )
+        if scale > 0.0 and math.isfinite(native_error / ulps):
+            self.seen.setdefault((kind, ours.dtype), []).append((error / ulps, native_error / ulps))
+
+    def check(self):
+        """To be called after the last case."""
+        for (kind, dtype), pairs in self.seen.items():
+            ours, native = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+            ratio = ((ours + 1) / (native + 1)).log().mean().exp().item()
+            assert ratio <= ERROR_FACTOR, f"{kind}, {dtype}: typically {ratio:.2f} x native's error"
+            if len(pairs) >= self.ENOUGH:
+                a, b = ours.quantile(0.95).item(), native.quantile(0.95).item()
+                assert a <= ERROR_FACTOR * b + 1, (
+                    f"{kind}, {dtype}: 95 % of the errors up to {a:.2f} ulp, native's {b:.2f} ulp"
+                )
+
+
+def to_single(value):
+    """Floating float64 leaves as float32; None where there is no float64 in `value`."""
+    if not any(
+        isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves(value)
+    ):
+        return None
+
+    def convert(leaf):
+        if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
+            return leaf.detach().float().requires_grad_(leaf.requires_grad)
+        return leaf
+
+    return tree_map(convert, value)
+
+
+def compare(our_function, native_function, args, kwargs, what, errors=None):
+    """Values, strides, gradients and updated arguments of ours against native and float64.
+
+    `errors` collects over many cases; without it the full rule is applied to this one.
+    """
+    book = errors or Errors()
+    native = Run(native_function, args, kwargs)
+    ours = Run(our_function, args, kwargs, native.cotangents)
+    exact = Run(native_function, *to_double((args, kwargs)), native.cotangents)
+    single = to_single((args, kwargs))
+    coarse = None if single is None else Run(native_function, *single, native.cotangents)
+    sizes = [t.abs().max().item() for t in exact.cotangents or () if t.numel()]
+    yardstick = max(sizes, default=0.0)
+    for kind in ("outputs", "arguments", "gradients"):
+        lists = [getattr(run, kind) for run in (ours, native, exact, coarse or native)]
+        for i, (a, b, e, c) in enumerate(zip(*lists, strict=True)):
+            where = f"{what}: {kind}[{i}]"
+            assert (a is None) == (b is None), f"{where}: one has it, one not"
+            if a is None:
+                continue
+            values = [t.detach() for t in (a, b, e)]
+            book.judge(*values, c.detach() if coarse else None, where, kind, yardstick)
+            if kind == "outputs":
+                assert a.numel() == 0 or a.stride() == b.stride(), (
+                    f"{where}: strides {a.stride()}, native {b.stride()}"
+                )
+                assert a.requires_grad == b.requires_grad, f"{where}: requires_grad"
+    if errors is None:
+        book.check()
+
+
+def check_dropout(entry, sample, what):
+    """Dropout draws other numbers than native: the mean over many draws must be the result without.
+
+    With v = 1 and no mask each output is (kept weights) / (1 - p), whose mean is 1.
+    """
+    args, kwargs = arguments(sample)
+    native = entry.native.op(*args, **kwargs)
+    ours = entry.ours.op(*args, **kwargs)
+    assert (ours.shape, ours.dtype, ours.stride()) == (native.shape, native.dtype, native.stride())
+    assert torch.isfinite(ours).all(), what
+    again = entry.ours.op(*args, **kwargs)
+    assert_same(ours.detach(), again.detach(), f"{what}: same seed")
+    query, key, value = (t.detach().double() for t in args[:3])
+    draws = 400
+    shape = (draws, *torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+    expand = lambda t: t.expand(*shape, *t.shape[-2:])  # noqa: E731
+    output = F.scaled_dot_product_attention(
+        expand(query), expand(key), torch.ones_like(expand(value)), **kwargs
+    )
+    p = kwargs["dropout_p"]
+    # Each draw's variance is p / (1 - p) * sum of squared weights <= p / (1 - p).
+    deviation = math.sqrt(p / (1 - p) / (output.numel() // output.shape[-1]))
+    mean = output[..., 0].mean().item()
+    assert abs(mean - 1) < 6 * deviation, f"{what}: mean {mean}"
+    assert len(output[..., 0].unique()) > 2, f"{what}: nothing was dropped"
+
+
+def flatten_differentiable(function, sample, first_output_only=False):
+    """(function of the differentiable inputs only, those inputs)."""
+    flat, spec = tree_flatten(arguments(sample))
+    where = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    def call(*inputs):
+        values = list(flat)
+        for i, value in zip(where, inputs, strict=True):
+            values[i] = value
+        # Running statistics must be the same for each of gradcheck's calls.
+        values = [
+            v.clone() if isinstance(v, torch.Tensor) and i not in where and inexact(v) else v
+            for i, v in enumerate(values)
+        ]
+        args, kwargs = torch.utils._pytree.tree_unflatten(values, spec)
+        outputs = [t for t in tree_leaves(function(*args, **kwargs)) if inexact(t)]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return call, tuple(flat[i] for i in where)

@@ -1,0 +1,275 @@
+"""Each op on each dispatch key, what the library links to, and what an import does."""
+
+import copy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from common import opcheck
+from native_suites import ENTRIES, arguments, inexact, is_random, private
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import warpwright
+from warpwright._C import build_info
+
+PACKAGE = Path(warpwright.__file__).parent
+LIBRARY = PACKAGE / "libwarpwright.so"
+OPS = sorted(
+    name.removeprefix("warpwright::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("warpwright::")
+)
+# What a user calls; the list of ATen's autocast policies decides which cast.
+PUBLIC = [
+    "conv2d",
+    "batch_norm",
+    "relu",
+    "relu_",
+    "max_pool2d",
+    "max_pool2d_with_indices",
+    "linear",
+    "cross_entropy",
+    "scaled_dot_product_attention",
+]
+# Integers to integers: nothing to differentiate, and a tangent passes it by.
+NOT_DIFFERENTIABLE = {"max_pool2d_indices"}
+AUTOCAST = {"conv2d", "linear", "cross_entropy", "scaled_dot_product_attention"}
+
+
+def has(op, key):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"warpwright::{op}", key)
+
+
+def is_composite(op):
+    return has(op, "CompositeImplicitAutograd")
+
+
+def overload(op):
+    return getattr(torch.ops.warpwright, op).default
+
+
+@pytest.mark.parametrize("op", PUBLIC)
+def test_public_ops_are_there(op):
+    assert op in OPS
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_keys(op):
+    """CPU, CUDA if built, Meta and Autograd, all in C++; or a composite of such ops."""
+    if is_composite(op):
+        assert not any(has(op, key) for key in ("CPU", "CUDA", "Meta", "Autograd"))
+        return
+    expected = {"CPU", "Meta"} | ({"CUDA"} if build_info()["with_cuda"] else set())
+    if op not in NOT_DIFFERENTIABLE:
+        expected.add("Autograd")
+    present = {key for key in ("CPU", "CUDA", "Meta", "Autograd") if has(op, key)}
+    assert present == expected, f"{op}: registered for {sorted(present)}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_keys(op):
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        assert has(op, key) == (op in AUTOCAST), f"{op}: {key}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tags_and_schema(op):
+    assert torch.Tag.pt2_compliant_tag in overload(op).tags
+    schema = overload(op)._schema
+    assert all(a.alias_info is None or a.alias_info.is_write for a in schema.arguments)
+    assert all(r.alias_info is None for r in schema.returns), "a returned alias can't be compiled"
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the calls of our ops below autograd: forward, backward and double backward alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "warpwright":
+            kept = self.calls.setdefault(function, {})
+            if len(kept) < 60:
+                key = repr(tree_map(describe, (args, kwargs)))
+                kept.setdefault(key, tree_map(keep, (args, kwargs)))
+        return function(*args, **kwargs)
+
+
+def describe(leaf):
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.dtype, leaf.dim(), leaf.is_contiguous(), leaf.numel() == 0)
+    return leaf
+
+
+def keep(leaf):
+    return private(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def double_backward(function, args, kwargs):
+    """Forward, gradient, gradient of the gradient, and forward over reverse."""
+    outputs = [t for t in tree_leaves(function(*args, **kwargs)) if t.requires_grad]
+    leaves = [
+        t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
+    cotangents = [torch.randn_like(t).requires_grad_() for t in outputs]
+    grads = torch.autograd.grad(outputs, leaves, cotangents, create_graph=True, allow_unused=True)
+    grads = [g for g in grads if g is not None and g.requires_grad]
+    if grads:
+        torch.autograd.grad(
+            grads, leaves + cotangents, [torch.randn_like(g) for g in grads], allow_unused=True
+        )
+
+
+def recorded(device):
+    recorder = Recorder()
+    for entry in ENTRIES:
+        if torch.float32 not in entry.dtypes(device):
+            continue  # a variant of the other device
+        samples = list(entry.samples(device, torch.float32, reference=False))
+        for sample in samples[:: max(1, len(samples) // 24)]:
+            with recorder:
+                double_backward(entry.ours.op, *arguments(sample))
+    x = torch.randn(3, 4, device=device)
+    with recorder:
+        warpwright.functional.relu_(x)
+    return recorder.calls
+
+
+def test_opcheck_on_recorded_calls(device):
+    """All of opcheck on what really reaches the dispatcher, for every op of the namespace."""
+    calls = recorded(device)
+    assert {op._opname for op in calls} == {op for op in OPS if not is_composite(op)}
+    for op, kept in calls.items():
+        mutates = any(a.alias_info is not None for a in op._schema.arguments)
+        for args, kwargs in list(kept.values())[:6]:
+            differentiable = lambda t: (  # noqa: E731
+                t.requires_grad_() if isinstance(t, torch.Tensor) and inexact(t) else t
+            )
+            if not mutates:
+                args, kwargs = tree_map(differentiable, (args, kwargs))
+            opcheck(op, args, kwargs)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.id)
+def test_results_are_freed(entry, device):
+    """Nothing keeps a result alive after its last reference: no cycle of node and output."""
+    for sample in list(entry.samples(device, torch.float32, reference=False, requires_grad=True))[
+        :40
+    ]:
+        args, kwargs = arguments(sample)
+        outputs = tree_leaves(entry.ours.op(*args, **kwargs))
+        graph = [
+            t
+            for t in torch.autograd.grad(
+                [t for t in outputs if t.requires_grad],
+                [t for t in tree_leaves((args, kwargs)) if getattr(t, "requires_grad", False)],
+                [torch.ones_like(t) for t in outputs if t.requires_grad],
+                create_graph=True,
+                allow_unused=True,
+            )
+            if t is not None
+        ]
+        weak = [StorageWeakRef(t.untyped_storage()) for t in (*outputs, *graph) if t.numel()]
+        del outputs, graph
+        assert all(w.expired() for w in weak)
+
+
+def run_python(code, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**__import__("os").environ, **env},
+    )
+
+
+def test_library_has_no_python_symbol():
+    """So that one build serves every Python: undefined Py* names and libpython are both absent."""
+    assert shutil.which("nm"), "binutils"
+    assert shutil.which("readelf"), "binutils"
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    names = [line.split()[-1] for line in symbols if line.strip()]
+    assert len(names) > 50
+    assert not [n for n in names if n.startswith(("Py", "_Py", "THP"))]
+    needed = subprocess.run(
+        ["readelf", "-d", str(LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "libtorch_cpu" in needed
+    assert "libpython" not in needed
+    assert "libtorch_python" not in needed
+
+
+def test_import_makes_no_cuda_call():
+    """No driver is loaded and no context made, so that fork and MIG settings still work."""
+    code = """
+import re, torch
+def driver():
+    return "libcuda.so" in open("/proc/self/maps").read()
+before = driver()
+import warpwright, warpwright.functional, warpwright.nn
+assert driver() == before, "the import loaded the CUDA driver"
+assert not torch.cuda.is_initialized()
+import os, sys
+child = os.fork()
+if child == 0:
+    x = torch.ones(3, device="cuda" if torch.cuda.is_available() else "cpu")
+    ok = warpwright.functional.relu(-x).sum().item() == 0
+    os._exit(0 if ok else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_other_torch_gets_a_sentence(tmp_path):
+    """Built for another torch: one line that says what to do, before any symbol is looked up."""
+    shutil.copytree(PACKAGE, tmp_path / "warpwright")
+    (tmp_path / "warpwright" / "_built_for.txt").write_text("2.9.1+cpu\n")
+    result = run_python("import warpwright", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    last = result.stderr.strip().split("\n")[-1]
+    assert last.startswith("ImportError: warpwright was built for torch 2.9.1+cpu")
+    assert torch.__version__ in last
+    assert "pip install" in last
+    assert "undefined symbol" not in result.stderr
+    (tmp_path / "warpwright" / "_built_for.txt").write_text(torch.__version__ + "\n")
+    assert run_python("import warpwright", PYTHONPATH=str(tmp_path)).returncode == 0
+
+
+def test_missing_library_gets_a_sentence(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "warpwright")
+    (tmp_path / "warpwright" / LIBRARY.name).unlink()
+    result = run_python("import warpwright", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert "the package was not built" in result.stderr.strip().split("\n")[-1]
+
+
+def test_stamp_is_this_torch():
+    assert (PACKAGE / "_built_for.txt").read_text().strip() == torch.__version__
+    assert build_info()["torch"] == torch.__version__
+
+
+def test_random_samples_differ_between_seeds():
+    """Dropout is the one op with a state: the generator's, not one of its own."""
+    for entry in ENTRIES:
+        for sample in entry.samples("cpu", torch.float32, reference=False):
+            if is_random(sample):
+                args, kwargs = arguments(sample)
+                op = warpwright.functional.scaled_dot_product_attention
+                torch.manual_seed(1)
+                first, second = op(*args, **kwargs), op(*args, **kwargs)
+                torch.manual_seed(1)
+                again = op(*args, **copy.copy(kwargs))
+                assert torch.equal(first, again)
+                assert not torch.equal(first, second)
+                return

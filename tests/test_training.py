@@ -1,0 +1,126 @@
+"""200 steps of a small CNN: the loss curves of ours and native lie on each other."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import interpolate
+
+import warpwright
+import warpwright.functional as F
+
+STEPS, BATCH = 200, 32
+
+
+def digits():
+    """scikit-learn's handwritten digits as 14 x 14 images."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16 - 0.3
+    return interpolate(images, size=(14, 14), mode="bilinear"), torch.tensor(labels)
+
+
+def small_cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, stride=2, groups=2),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(16 * 3 * 3, 10),
+    )
+
+
+def train(model, loss_function, data, steps, autocast=None, memory_format=None):
+    images, labels = data
+    device = next(model.parameters()).device
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = torch.Generator().manual_seed(3)
+    losses = []
+    for _ in range(steps):
+        pick = torch.randint(len(images), (BATCH,), generator=order)
+        x, y = images[pick].to(device), labels[pick].to(device)
+        if memory_format is not None:
+            x = x.contiguous(memory_format=memory_format)
+        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = loss_function(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).double().cpu()
+
+
+def both(device, **options):
+    """Loss curves of native, of ours, and of native in float64, from the same start."""
+    torch.manual_seed(11)
+    data = digits()
+    native = small_cnn().to(device)
+    if options.get("memory_format") is not None:
+        native = native.to(memory_format=options["memory_format"])
+    exact, ours = copy.deepcopy(native).double(), copy.deepcopy(native)
+    report = warpwright.swap(ours)
+    assert not [m for m in ours.modules() if type(m) in (nn.Conv2d, nn.BatchNorm2d, nn.ReLU)], (
+        report
+    )
+    curves = [
+        train(native, nn.functional.cross_entropy, data, STEPS, **options),
+        train(ours, F.cross_entropy, data, STEPS, **options),
+    ]
+    double = (data[0].double(), data[1])
+    curves.append(train(exact, nn.functional.cross_entropy, double, STEPS))
+    return curves, [parameters_of(model) for model in (native, ours, exact)]
+
+
+def parameters_of(model):
+    return torch.cat([t.detach().double().flatten().cpu() for t in model.parameters()])
+
+
+def distance(a, b):
+    """Largest relative difference, where a loss near zero counts as a hundredth."""
+    return float(((a - b).abs() / b.abs().clamp(min=1e-2)).max())
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_fp32(device, memory_format):
+    (native, ours, exact), parameters = both(device, memory_format=memory_format)
+    assert native[-20:].mean() < 0.3 * native[:5].mean(), "the network did not learn"
+    # Rounding grows along a training run: native's own distance from float64 is the yardstick.
+    allowed = max(1e-5, 1.5 * distance(native, exact))
+    assert distance(ours, exact) <= allowed
+    assert distance(ours[:20], native[:20]) <= 1e-5
+    a, b, e = parameters
+    assert (b - e).norm() <= 1.5 * (a - e).norm() + 1e-5 * e.norm()
+
+
+def test_bf16_autocast(device):
+    (native, ours, exact), _ = both(device, autocast=torch.bfloat16)
+    assert native[-20:].mean() < 0.3 * native[:5].mean(), "the network did not learn"
+    assert distance(ours, exact) <= max(1e-3, 1.5 * distance(native, exact))
+
+
+def test_fp64(device):
+    """In double precision the two curves are one."""
+    torch.manual_seed(5)
+    images, labels = digits()
+    native = small_cnn().to(device).double()
+    ours = copy.deepcopy(native)
+    warpwright.swap(ours)
+    data = (images.double(), labels)
+    a = train(native, nn.functional.cross_entropy, data, 60)
+    b = train(ours, F.cross_entropy, data, 60)
+    assert distance(b, a) <= 1e-10
+
+
+def test_same_bits_twice(device):
+    """Deterministic by default: two runs of the same training are equal to the last bit."""
+    torch.manual_seed(5)
+    data = digits()
+    model = small_cnn().to(device)
+    warpwright.swap(model)
+    curves = [train(copy.deepcopy(model), F.cross_entropy, data, 30) for _ in range(2)]
+    assert torch.equal(*curves)

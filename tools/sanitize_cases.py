@@ -1,0 +1,223 @@
+"""One small case for each CUDA kernel variant, to be run under compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+        --padding 64 --kernel-name-exclude kns=nvjet python tools/sanitize_cases.py [FILTER]
+
+Without that variable an out-of-bounds access lands in the same slab and goes unseen. Each case
+prints its name before it runs and is compared with the CPU kernel afterwards. Sizes sit one past a
+tile or vector edge, where an over-read would be. FILTER: only cases whose name contains it.
+"""
+
+import itertools
+import sys
+
+import torch
+
+import warpwright
+import warpwright.functional as F
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+
+
+def misaligned(x):
+    """The same values one element past an aligned address."""
+    base = x.new_empty(x.numel() + 1)
+    return base[1:].view(x.shape).copy_(x)
+
+
+def rand(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def relu_cases():
+    for n in (1, 1027):
+        yield f"n{n}", F.relu, (rand(n),), {}
+    yield "misaligned", lambda x: F.relu(misaligned(x)), (rand(1027),), {}
+    yield "inplace", lambda x: F.relu_(x.clone()), (rand(515),), {}
+
+
+def max_pool2d_cases():
+    for name, layout in FORMATS.items():
+        for kernel, stride, padding, dilation, ceil in (
+            (2, 2, 0, 1, False),
+            (3, 2, 1, 1, True),
+            ((3, 2), 1, (1, 0), 2, False),
+            (5, 3, 2, 1, False),
+        ):
+            x = rand(2, 9, 17, 19).contiguous(memory_format=layout)
+            options = {
+                "stride": stride,
+                "padding": padding,
+                "dilation": dilation,
+                "ceil_mode": ceil,
+            }
+            yield f"{name}-k{kernel}", F.max_pool2d, (x, kernel), options
+        indices = lambda x: F.max_pool2d_with_indices(x, 3, 2)[0]  # noqa: E731
+        yield f"{name}-indices", indices, (rand(1, 5, 9, 9).contiguous(memory_format=layout),), {}
+
+
+def batch_norm_cases():
+    for name, layout in FORMATS.items():
+        for shape in ((3, 5, 7, 9), (2, 33, 17, 16), (65, 3, 1, 1)):
+            x = rand(*shape).contiguous(memory_format=layout)
+            c = shape[1]
+            for training in (True, False):
+                mean, var = torch.zeros(c).double(), torch.ones(c).double()
+                function = lambda x, w, b, m, v, training=training: F.batch_norm(  # noqa: E731
+                    x, m.clone(), v.clone(), w, b, training
+                )
+                mode = "train" if training else "eval"
+                yield f"{name}-{shape}-{mode}", function, (x, rand(c), rand(c), mean, var), {}
+    yield "rows", lambda x: F.batch_norm(x, None, None, training=True), (rand(67, 13),), {}
+
+
+def linear_cases():
+    for m, n, k in ((1, 10, 84), (17, 33, 65), (129, 131, 67), (130, 10, 1027)):
+        yield f"{m}x{n}x{k}", F.linear, (rand(m, k), rand(n, k), rand(n)), {}
+    yield (
+        "misaligned",
+        lambda x, w: F.linear(misaligned(x), misaligned(w)),
+        (
+            rand(33, 65),
+            rand(34, 65),
+        ),
+        {},
+    )
+    yield "transposed", lambda x, w: F.linear(x.t(), w.t()), (rand(65, 33), rand(65, 34)), {}
+
+
+def conv2d_cases():
+    for name, layout in FORMATS.items():
+        for c, k, groups, kernel, stride, padding, dilation in (
+            (1, 32, 1, 3, 1, 1, 1),
+            (33, 65, 1, 3, 1, 1, 1),
+            (64, 64, 1, 1, 1, 0, 1),
+            (3, 16, 1, 7, 2, 3, 1),
+            (8, 12, 2, 3, 2, 2, 2),
+            (19, 19, 19, 3, 1, 1, 1),
+            (6, 12, 6, (2, 3), 1, "valid", 1),
+        ):
+            x = rand(2, c, 15, 17).contiguous(memory_format=layout)
+            side = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+            w = rand(k, c // groups, *side).contiguous(memory_format=layout)
+            options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+            yield f"{name}-{c}-{k}-g{groups}-k{kernel}", F.conv2d, (x, w, rand(k)), options
+
+
+def cross_entropy_cases():
+    for n, c in ((3, 10), (5, 1027), (2, 40003)):
+        target = torch.randint(0, c, (n,))
+        target[0] = -100
+        yield f"{n}x{c}", F.cross_entropy, (rand(n, c), target), {}
+        weighted = {"reduction": "sum", "label_smoothing": 0.1}
+        weight = torch.rand(c).double()
+        function = lambda x, t, w, **o: F.cross_entropy(x, t, w, **o)  # noqa: E731
+        yield f"{n}x{c}-weighted", function, (rand(n, c), target, weight), weighted
+        soft = rand(n, c).softmax(1)
+        yield f"{n}x{c}-soft", F.cross_entropy, (rand(n, c), soft), {"reduction": "none"}
+    yield "planes", F.cross_entropy, (rand(2, 7, 5, 9), torch.randint(0, 7, (2, 5, 9))), {}
+
+
+def attention_cases():
+    for d, d_v, masked in itertools.product((8, 33, 64, 128, 200), (None, 40), ("no", "yes")):
+        v = d if d_v is None else d_v
+        args = (rand(2, 2, 67, d), rand(2, 2, 131, d), rand(2, 2, 131, v))
+        if masked == "no":
+            yield f"d{d}-{v}", F.scaled_dot_product_attention, args, {}
+            yield f"d{d}-{v}-causal", F.scaled_dot_product_attention, args, {"is_causal": True}
+        else:
+            yield f"d{d}-{v}-mask", F.scaled_dot_product_attention, (*args, rand(67, 131)), {}
+    grouped = (rand(1, 6, 33, 16), rand(1, 2, 65, 16), rand(1, 2, 65, 16))
+    yield "gqa", F.scaled_dot_product_attention, grouped, {"enable_gqa": True}
+
+
+CASES = {
+    "relu": relu_cases,
+    "max_pool2d": max_pool2d_cases,
+    "batch_norm": batch_norm_cases,
+    "linear": linear_cases,
+    "conv2d": conv2d_cases,
+    "cross_entropy": cross_entropy_cases,
+    "attention": attention_cases,
+}
+
+
+def step(function, args, kwargs, device, dtype):
+    """Output, and the gradient of every floating argument, on `device` in `dtype`."""
+    moved = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.is_floating_point():
+            # Rounded to dtype first, so that both devices start from the same numbers.
+            moved.append(arg.to(dtype).to(device).requires_grad_())
+        else:
+            moved.append(arg.to(device) if isinstance(arg, torch.Tensor) else arg)
+    output = function(*moved, **kwargs)
+    torch.manual_seed(1)
+    cotangent = torch.randn(output.shape, dtype=torch.float64).to(dtype).to(device)
+    leaves = [t for t in moved if isinstance(t, torch.Tensor) and t.requires_grad]
+    grads = torch.autograd.grad(output, leaves, cotangent, allow_unused=True)
+    return [t.detach().cpu().double() for t in (output, *grads) if t is not None]
+
+
+def compare(name, on_gpu, on_cpu, tolerance):
+    for i, (a, b) in enumerate(zip(on_gpu, on_cpu, strict=True)):
+        scale = b.abs().max().item() if b.numel() else 0.0
+        error = (a - b).abs().max().item() if b.numel() else 0.0
+        if not error <= tolerance * max(scale, 1.0):
+            sys.exit(
+                f"{name}: result {i} differs from the CPU by {error:.3e} (largest {scale:.3e})"
+            )
+
+
+def main():
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    count = 0
+    for op, cases in CASES.items():
+        torch.manual_seed(0)
+        for case, function, args, kwargs in cases():
+            for dtype in DTYPES:
+                name = f"{op}-{case}-{str(dtype).removeprefix('torch.')}"
+                if wanted not in name:
+                    continue
+                print(name, flush=True)
+                on_gpu = step(function, args, kwargs, "cuda", dtype)
+                torch.cuda.synchronize()
+                compare(name, on_gpu, step(function, args, kwargs, "cpu", dtype), TOLERANCE[dtype])
+                count += 1
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    for op in ("linear", "conv2d"):
+        torch.manual_seed(0)
+        for case, function, args, kwargs in CASES[op]():
+            name = f"{op}-{case}-tf32"
+            if wanted in name:
+                print(name, flush=True)
+                on_gpu = step(function, args, kwargs, "cuda", torch.float32)
+                torch.cuda.synchronize()
+                on_cpu = step(function, args, kwargs, "cpu", torch.float32)
+                compare(name, on_gpu, on_cpu, 2e-2)
+                count += 1
+    q, k, v = (rand(1, 2, 65, 32).float().cuda().requires_grad_() for _ in range(3))
+    if wanted in "attention-dropout":
+        print("attention-dropout", flush=True)
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.3).sum().backward()
+        count += 1
+    if wanted in "cross_entropy-bad-label":
+        print("cross_entropy-bad-label", flush=True)
+        x = rand(4, 10).float().cuda().requires_grad_()
+        F.cross_entropy(x, torch.tensor([1, 10, -5, 2**40], device="cuda")).backward()
+        try:
+            warpwright.check_errors()
+        except IndexError as error:
+            print(f"  as it should: {error}")
+        else:
+            sys.exit("cross_entropy: a bad label raised no IndexError")
+        count += 1
+    torch.cuda.synchronize()
+    print(f"{count} cases")
+
+
+if __name__ == "__main__":
+    main()
