@@ -85,22 +85,22 @@ __device__ __forceinline__ bool is_inside(int x, int extent) {
   return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
 }
 
-// The first `valid` of kCount elements, zeros after them; `vec`: in 16-byte accesses (or one
-// access where all are shorter), to which `valid` and the address are then aligned.
-template <int kCount, class T, class A>
-__device__ __forceinline__ void load_run(const T* from, int valid, bool vec, A (&to)[kCount]) {
-  constexpr int kVec = kVecSize<T> < kCount ? kVecSize<T> : kCount;
-  if (vec) {
+// The first `valid` of kCount elements, zeros after them. kIsVec: in accesses of 16 bytes (or the
+// whole run, if that is less), to which `valid` and the addresses are then aligned. These are made
+// in any case, at `safe` where nothing is valid: loads in branches would wait for one another.
+template <int kCount, bool kIsVec, class T, class A>
+__device__ __forceinline__ void load_run(const T* from, const T* safe, int valid, A (&to)[kCount]) {
+  if constexpr (kIsVec) {
+    constexpr int kVec = kVecSize<T> < kCount ? kVecSize<T> : kCount;
+    Vec<T, kVec> loaded[kCount / kVec];
 #pragma unroll
     for (int i = 0; i < kCount; i += kVec) {
-      if (i < valid) {
-        const Vec<T, kVec> loaded = load_vec<kVec>(from + i);
+      loaded[i / kVec] = load_vec<kVec>(i < valid ? from + i : safe);
+    }
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) to[i + j] = convert<A>(loaded[j]);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) to[i + j] = A(0);
-      }
+    for (int i = 0; i < kCount; ++i) {
+      const A value = convert<A>(loaded[i / kVec][i % kVec]);
+      to[i] = i / kVec * kVec < valid ? value : A(0);
     }
   } else {
 #pragma unroll
@@ -108,6 +108,7 @@ __device__ __forceinline__ void load_run(const T* from, int valid, bool vec, A (
   }
 }
 
+// As load_run, with aligned vectors where `vec` says so.
 template <int kCount, class T, class A>
 __device__ __forceinline__ void store_run(T* to, int valid, bool vec, const A (&from)[kCount]) {
   constexpr int kVec = kVecSize<T> < kCount ? kVecSize<T> : kCount;

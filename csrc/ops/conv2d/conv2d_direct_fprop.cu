@@ -11,7 +11,7 @@ struct FpropPlan {
   int chunks;      // CTAs that share a pixel
   int slots;       // runs of pixels a CTA has at once
   int part_units;  // units of a CTA
-  bool vec_x, vec_y, flip;
+  bool vec_y, flip;
 };
 
 // Threads of a CTA and CTAs of an SM for kernels that are large in registers or not.
@@ -30,9 +30,10 @@ __device__ __forceinline__ int local_channel(int groups, int group, int v) {
 // kS > 0: a row of kS taps, dilation 1, stride kStride; else any window, tap by tap.
 // kWeightsInRegisters: group_c = 1 and R = S = 3.
 // Layout: x (N, H, W, C) or (N, C, H, W), w (K, R, S, group_c) or (K, group_c, R, S), y as x.
-// Shared: weights (taps, kRunK / 4, groups, 4): a warp's 16-byte reads are neighbours.
+// kIsVec: x in vectors (depthwise, NHWC).
+// Shared: weights and bias (taps + 1, kRunK / 4, groups, 4): a warp's 16-byte reads are neighbours.
 // Grid: CTA b has chunk b % chunks and units (b / chunks) * part_units + [0, part_units).
-template <class T, int kS, int kStride, bool kDepthwise, bool kWeightsInRegisters>
+template <class T, int kS, int kStride, bool kDepthwise, bool kIsVec, bool kWeightsInRegisters>
 __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegisters),
                                   fprop_ctas(kDepthwise || kWeightsInRegisters, sizeof(T) == 8))
     conv2d_direct_fprop_kernel(const T* x, const T* w, const T* bias, T* y, DirectShape g,
@@ -49,14 +50,20 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
   const int window = g.r * g.s;
   const int taps = g.group_c * window;
 
-  for (int e = threadIdx.x; e < taps * chunk_channels; e += kThreads) {
+  for (int e = threadIdx.x; e < (taps + 1) * chunk_channels; e += kThreads) {
     const int tap = e / chunk_channels, place = e % chunk_channels;
     const int quarter = place / (plan.groups * kAccVec);
     const int rest = place % (plan.groups * kAccVec);
     const int v = quarter * kAccVec + rest % kAccVec;
     const int k = first_k + local_channel<T>(plan.groups, rest / kAccVec, v);
     const int c = tap / window, rs = plan.flip ? window - 1 - tap % window : tap % window;
-    sW[e] = k < g.k ? convert<A>(w[int64_t{k} * taps + c * g.w_chan + rs * g.w_tap]) : A(0);
+    if (k >= g.k) {
+      sW[e] = A(0);
+    } else if (tap == taps) {
+      sW[e] = bias != nullptr ? convert<A>(bias[k]) : A(0);
+    } else {
+      sW[e] = convert<A>(w[int64_t{k} * taps + c * g.w_chan + rs * g.w_tap]);
+    }
   }
   __syncthreads();
 
@@ -92,9 +99,9 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
 #pragma unroll
       for (int v = 0; v < kRunK; v += kRun) {
         const int k = k_of_group + (v / kRun) * run_pitch;
-        if (plan.vec_x) {
+        if constexpr (kIsVec) {
           A run[kRun];
-          load_run<kRun>(pixel + k, exists ? g.k - k : 0, true, run);
+          load_run<kRun, true>(pixel + k, x, exists ? g.k - k : 0, run);
 #pragma unroll
           for (int i = 0; i < kRun; ++i) to[v + i] = run[i];
         } else {
@@ -109,21 +116,17 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
     }
   };
 
+  // One channel's columns are neighbours: known here, they are one address and its offsets.
+  const int64_t x_col = kWeightsInRegisters ? 1 : g.x_col;
   const int begin = (blockIdx.x / plan.chunks) * plan.part_units;
   const int end = min(begin + plan.part_units, g.units);
   for (int index = begin + slot; index < end; index += plan.slots) {
     const DirectUnit unit = direct_unit(g, index, kRunQ);
-    A acc[kRunQ][kRunK];
-#pragma unroll
-    for (int v = 0; v < kRunK; ++v) {
-      const int k = k_of_group + (v / kRun) * run_pitch + v % kRun;
-      const A b = bias != nullptr && k < g.k ? convert<A>(bias[k]) : A(0);
-#pragma unroll
-      for (int j = 0; j < kRunQ; ++j) acc[j][v] = b;
-    }
+    A acc[kRunQ][kRunK] = {};
+    T* out = y + unit.image * g.y_image + unit.p * g.y_row + unit.q * g.y_col;
     const int h0 = unit.p * g.stride_h - g.pad_h;
     const int w0 = unit.q * g.stride_w - g.pad_w;
-    const T* image = x + unit.image * g.x_image + w0 * g.x_col;
+    const T* image = x + unit.image * g.x_image + w0 * x_col;
 
     auto add_row = [&](const T* row, bool row_exists, int tap) {
       if constexpr (kS > 0 && kDepthwise) {
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
 #pragma unroll
         for (int i = 0; i < (kRunQ - 1) * kStride + kS; ++i) {
           A rX[kXs];
-          load_x(row + i * g.x_col, row_exists && is_inside(w0 + i, g.w), rX);
+          load_x(row + i * x_col, row_exists && is_inside(w0 + i, g.w), rX);
 #pragma unroll
           for (int s = 0; s < kS; ++s) {
             const int j = (i - s) / kStride;
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
         A rX[kWindow][kXs];
 #pragma unroll
         for (int i = 0; i < kWindow; ++i) {
-          load_x(row + i * g.x_col, row_exists && is_inside(w0 + i, g.w), rX[i]);
+          load_x(row + i * x_col, row_exists && is_inside(w0 + i, g.w), rX[i]);
         }
 #pragma unroll
         for (int s = 0; s < kS; ++s) {
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
           for (int j = 0; j < kRunQ; ++j) {
             const int column = j * g.stride_w + s * g.dilation_w;
             A rX[kXs];
-            load_x(row + column * g.x_col, row_exists && is_inside(w0 + column, g.w), rX);
+            load_x(row + column * x_col, row_exists && is_inside(w0 + column, g.w), rX);
 #pragma unroll
             for (int v = 0; v < kRunK; ++v) acc[j][v] += rX[kDepthwise ? v : 0] * weights[v];
           }
@@ -179,13 +182,15 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
       }
     };
     if constexpr (kWeightsInRegisters) {
+      const T* row = image + h0 * g.x_row;
 #pragma unroll
       for (int r = 0; r < 3; ++r) {
-        const int h = h0 + r * g.dilation_h;
-        add_row(image + h * g.x_row, is_inside(h, g.h), r * 3);
+        add_row(row, is_inside(h0 + r * g.dilation_h, g.h), r * 3);
+        row += g.dilation_h * g.x_row;
       }
     } else {
       for (int c = 0; c < g.group_c; ++c) {
+#pragma unroll 1
         for (int r = 0; r < g.r; ++r) {
           const int h = h0 + r * g.dilation_h;
           add_row(image + c * g.x_chan + h * g.x_row, is_inside(h, g.h), (c * g.r + r) * g.s);
@@ -193,7 +198,13 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
       }
     }
 
-    T* out = y + unit.image * g.y_image + unit.p * g.y_row + unit.q * g.y_col;
+    A rBias[kRunK];
+    load_weights(taps, rBias);
+#pragma unroll
+    for (int j = 0; j < kRunQ; ++j) {
+#pragma unroll
+      for (int v = 0; v < kRunK; ++v) acc[j][v] += rBias[v];
+    }
     if (g.channels_last) {
 #pragma unroll
       for (int j = 0; j < kRunQ; ++j) {
@@ -233,7 +244,8 @@ void launch_conv2d_direct_fprop(DType dtype, const DirectShape& g, bool depthwis
   const uintptr_t addresses = address_of(y) | (depthwise ? address_of(x) : 0);
   plan.vec_y = g.channels_last ? runs_are_vectors(dtype, g.k, run, addresses)
                                : runs_are_vectors(dtype, g.q, kRunQ, address_of(y));
-  plan.vec_x = depthwise && g.channels_last && g.multiplier == 1 && plan.vec_y;
+  const bool is_vec =
+      depthwise && g.channels_last && g.multiplier == 1 && plan.vec_y && int64_t{g.h} * g.w > 0;
   const bool dense = g.dilation_w == 1;
   const bool three = dense && g.s == 3 && g.stride_w == 1;
   const bool in_registers =
@@ -257,25 +269,28 @@ void launch_conv2d_direct_fprop(DType dtype, const DirectShape& g, bool depthwis
   const int64_t blocks = int64_t{ceil_div(g.units, plan.part_units)} * plan.chunks;
 
   for_dtype(dtype, [&]<class T>() {
-    auto run_kernel = [&]<int kS, int kStride, bool kDepthwise, bool kWeightsInRegisters>() {
-      const int64_t smem = int64_t{g.taps()} * plan.groups * kRunK * sizeof(Accum<T>);
-      launch(conv2d_direct_fprop_kernel<T, kS, kStride, kDepthwise, kWeightsInRegisters>,
-             dim3(static_cast<unsigned>(blocks)), dim3(threads), smem, stream,
-             static_cast<const T*>(x), static_cast<const T*>(w), static_cast<const T*>(bias),
-             static_cast<T*>(y), g, plan);
-    };
+    auto run_kernel =
+        [&]<int kS, int kStride, bool kDepthwise, bool kIsVec, bool kWeightsInRegisters>() {
+          const int64_t smem = int64_t{g.taps() + 1} * plan.groups * kRunK * sizeof(Accum<T>);
+          launch(
+              conv2d_direct_fprop_kernel<T, kS, kStride, kDepthwise, kIsVec, kWeightsInRegisters>,
+              dim3(static_cast<unsigned>(blocks)), dim3(threads), smem, stream,
+              static_cast<const T*>(x), static_cast<const T*>(w), static_cast<const T*>(bias),
+              static_cast<T*>(y), g, plan);
+        };
     if (depthwise) {
-      return three ? run_kernel.template operator()<3, 1, true, false>()
-                   : run_kernel.template operator()<0, 0, true, false>();
+      if (!is_vec) return run_kernel.template operator()<0, 0, true, false, false>();
+      return three ? run_kernel.template operator()<3, 1, true, true, false>()
+                   : run_kernel.template operator()<0, 0, true, true, false>();
     }
     if constexpr (sizeof(T) <= 4) {
-      if (in_registers) return run_kernel.template operator()<3, 1, false, true>();
+      if (in_registers) return run_kernel.template operator()<3, 1, false, false, true>();
       if (dense && g.s == 7 && g.stride_w == 2) {
-        return run_kernel.template operator()<7, 2, false, false>();
+        return run_kernel.template operator()<7, 2, false, false, false>();
       }
     }
-    return three ? run_kernel.template operator()<3, 1, false, false>()
-                 : run_kernel.template operator()<0, 0, false, false>();
+    return three ? run_kernel.template operator()<3, 1, false, false, false>()
+                 : run_kernel.template operator()<0, 0, false, false, false>();
   });
 }
 

@@ -15,7 +15,7 @@ struct WgradPlan {
   int slices;             // runs of pixels a CTA has at once
   int parts, part_units;  // partial sums; units of each
   int smem_pitch;         // elements, from one value of all threads to the next
-  bool vec_x, vec_dy, has_bias;
+  bool has_bias;
 
   __host__ __device__ int64_t part_elements(int taps) const {
     return int64_t{taps + 1} * k_tiles * kRunK;
@@ -29,16 +29,15 @@ constexpr int kRoundTaps = sizeof(A) == 8 ? 1 : 3;
 // Threads of a CTA with kR x kS taps a thread, and CTAs of an SM, so that no register is spilled; 7
 // rows of 7 taps and 3 channels of 64 outputs are 168 tiles.
 constexpr int wgrad_threads(int r, int s) { return r == 3 ? 128 : s == 7 ? 192 : 256; }
-constexpr int wgrad_ctas(int r, bool depthwise, bool is_double) {
-  return is_double ? 1 : r == 3 && !depthwise ? 3 : 2;
-}
+constexpr int wgrad_ctas(int r, bool is_double) { return is_double ? 1 : r == 3 ? 3 : 2; }
 
+// kIsVec: dy, and x if kDepthwise (then NHWC), in vectors.
 // kR x kS taps a thread with dilation 1 along the row and stride kStride; kR = kS = 1: any window.
 // Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q),
 // partials (parts, taps + 1, k_tiles * kRunK).
 // Grid: CTA b has chunk b % chunks of the tiles and part b / chunks of the pixels.
-template <class T, int kR, int kS, int kStride, bool kDepthwise>
-__global__ void __launch_bounds__(wgrad_threads(kR, kS), wgrad_ctas(kR, kDepthwise, sizeof(T) == 8))
+template <class T, int kR, int kS, int kStride, bool kDepthwise, bool kIsVec>
+__global__ void __launch_bounds__(wgrad_threads(kR, kS), wgrad_ctas(kR, sizeof(T) == 8))
     conv2d_direct_wgrad_kernel(const T* x, const T* dy, Accum<T>* partials, DirectShape g,
                                WgradPlan plan) {
   using A = Accum<T>;
@@ -65,8 +64,8 @@ __global__ void __launch_bounds__(wgrad_threads(kR, kS), wgrad_ctas(kR, kDepthwi
   auto load_x = [&](const T* pixel, bool exists, A(&to)[kXs]) {
     if constexpr (!kDepthwise) {
       to[0] = exists ? convert<A>(*pixel) : A(0);
-    } else if (plan.vec_x) {
-      load_run<kRunK>(pixel + k, exists ? g.k - k : 0, true, to);
+    } else if constexpr (kIsVec) {
+      load_run<kRunK, true>(pixel + k, x, exists ? g.k - k : 0, to);
     } else {
 #pragma unroll
       for (int v = 0; v < kRunK; ++v) {
@@ -87,17 +86,26 @@ __global__ void __launch_bounds__(wgrad_threads(kR, kS), wgrad_ctas(kR, kDepthwi
     if (g.channels_last) {
 #pragma unroll
       for (int j = 0; j < kRunQ; ++j) {
-        load_run<kRunK>(from + j * g.y_col, j < run ? g.k - k : 0, plan.vec_dy, rDy[j]);
+        load_run<kRunK, kIsVec>(from + j * g.y_col, dy, j < run ? g.k - k : 0, rDy[j]);
       }
     } else {
 #pragma unroll
       for (int v = 0; v < kRunK; ++v) {
         A row[kRunQ];
-        load_run<kRunQ>(from + v * g.y_chan, k + v < g.k ? run : 0, plan.vec_dy, row);
+        load_run<kRunQ, kIsVec>(from + v * g.y_chan, dy, k + v < g.k ? run : 0, row);
 #pragma unroll
         for (int j = 0; j < kRunQ; ++j) rDy[j][v] = row[j];
       }
     }
+    const int w0 = unit.q * g.stride_w - g.pad_w + s0 * g.dilation_w;
+    const T* image = x + unit.image * g.x_image + c * g.x_chan + w0 * g.x_col;
+    auto load_pixel = [&](int r, int i, A(&to)[kXs]) {
+      const int h = unit.p * g.stride_h - g.pad_h + (r0 + r) * g.dilation_h;
+      // A lone tap's columns are stride_w apart, which only the host knows.
+      const int column = kTaps == 1 ? i * g.stride_w : i;
+      load_x(image + h * g.x_row + column * g.x_col,
+             is_inside(h, g.h) && is_inside(w0 + column, g.w), to);
+    };
     if (adds_bias) {
 #pragma unroll
       for (int j = 0; j < kRunQ; ++j) {
@@ -105,28 +113,37 @@ __global__ void __launch_bounds__(wgrad_threads(kR, kS), wgrad_ctas(kR, kDepthwi
         for (int v = 0; v < kRunK; ++v) acc[kTaps][v] += rDy[j][v];
       }
     }
-    const int w0 = unit.q * g.stride_w - g.pad_w + s0 * g.dilation_w;
-    const T* image = x + unit.image * g.x_image + c * g.x_chan + w0 * g.x_col;
+    // Past the row's end dy is zero, but an infinite x would make it NaN: hence j < run.
 #pragma unroll
     for (int r = 0; r < kR; ++r) {
-      const int h = unit.p * g.stride_h - g.pad_h + (r0 + r) * g.dilation_h;
-      const bool row_exists = is_inside(h, g.h);
-      const T* row = image + h * g.x_row;
+      if constexpr (kDepthwise) {
 #pragma unroll
-      for (int i = 0; i < kWindow; ++i) {
-        // A lone tap's columns are stride_w apart, which only the host knows.
-        const int column = kTaps == 1 ? i * g.stride_w : i;
-        A rX[kXs];
-        load_x(row + column * g.x_col, row_exists && is_inside(w0 + column, g.w), rX);
+        for (int i = 0; i < kWindow; ++i) {
+          A rX[kXs];
+          load_pixel(r, i, rX);
 #pragma unroll
-        for (int s = 0; s < kS; ++s) {
-          const int j = (i - s) / kStride;
-          if (i < s || (i - s) % kStride != 0 || j >= kRunQ) continue;
-          // Past the row's end dy is zero, but an infinite x would make it NaN.
-          if (j >= run) continue;
+          for (int s = 0; s < kS; ++s) {
+            const int j = (i - s) / kStride;
+            if (i < s || (i - s) % kStride != 0 || j >= kRunQ) continue;
 #pragma unroll
-          for (int v = 0; v < kRunK; ++v) {
-            acc[r * kS + s][v] += rDy[j][v] * rX[kDepthwise ? v : 0];
+            for (int v = 0; v < kRunK; ++v) {
+              acc[r * kS + s][v] += rDy[j][v] * (j < run ? rX[v] : A(0));
+            }
+          }
+        }
+      } else {
+        A rX[kWindow][kXs];
+#pragma unroll
+        for (int i = 0; i < kWindow; ++i) load_pixel(r, i, rX[i]);
+#pragma unroll
+        for (int j = 0; j < kRunQ; ++j) {
+          if (j >= run) break;
+#pragma unroll
+          for (int s = 0; s < kS; ++s) {
+#pragma unroll
+            for (int v = 0; v < kRunK; ++v) {
+              acc[r * kS + s][v] += rDy[j][v] * rX[j * kStride + s][0];
+            }
           }
         }
       }
@@ -201,23 +218,21 @@ __global__ void __launch_bounds__(kReduceOutputs* kReduceLanes)
   }
 }
 
-// Taps a thread: all of 3 x 3, else a row of 7 (stride 2), else one.
+// Taps a thread: all of 3 x 3; of few channels with stride 2 a row of 7, depthwise a row of 3; one.
 struct TapTile {
   int r, s;
 };
 
-TapTile tap_tile(const Conv2dShape& g, bool depthwise) {
-  if (g.dilation_w == 1 && g.dtype != DType::kFloat64) {
-    if (g.r == 3 && g.s == 3 && g.stride_w == 1) return {3, 3};
-    if (g.r == 3 && g.s == 3 && g.stride_w == 2 && depthwise) return {3, 3};
-    if (g.s == 7 && g.stride_w == 2 && !depthwise) return {1, 7};
-  }
+TapTile tap_tile(const Conv2dShape& g, bool depthwise, bool is_vec) {
+  if (g.dilation_w != 1 || g.dtype == DType::kFloat64) return {1, 1};
+  if (depthwise) return is_vec && g.s == 3 && g.stride_w <= 2 ? TapTile{1, 3} : TapTile{1, 1};
+  if (g.r == 3 && g.s == 3 && g.stride_w == 1) return {3, 3};
+  if (g.s == 7 && g.stride_w == 2) return {1, 7};
   return {1, 1};
 }
 
-// Of the shape alone, not of addresses: the workspace is sized before it is known where they are.
-WgradPlan plan_wgrad(const Conv2dShape& g, bool depthwise, const DeviceInfo& device) {
-  const TapTile taps = tap_tile(g, depthwise);
+WgradPlan plan_wgrad(const Conv2dShape& g, bool depthwise, bool is_vec, const DeviceInfo& device) {
+  const TapTile taps = tap_tile(g, depthwise, is_vec);
   WgradPlan plan{};
   plan.k_tiles = static_cast<int>(ceil_div<int64_t>(g.k, kRunK));
   plan.tiles = static_cast<int>(plan.k_tiles * g.group_c() * g.taps() / (taps.r * taps.s));
@@ -227,7 +242,7 @@ WgradPlan plan_wgrad(const Conv2dShape& g, bool depthwise, const DeviceInfo& dev
   plan.chunks = ceil_div(plan.tiles, plan.cta_tiles);
   plan.slices = threads / plan.cta_tiles;
   const int units = static_cast<int>(g.n * g.p * ceil_div<int64_t>(g.q, kRunQ));
-  const int ctas = device.num_sms * wgrad_ctas(taps.r, depthwise, g.dtype == DType::kFloat64);
+  const int ctas = device.num_sms * wgrad_ctas(taps.r, g.dtype == DType::kFloat64);
   plan.parts = std::clamp(ctas / plan.chunks, 1, std::max(1, ceil_div(units, plan.slices)));
   plan.part_units = ceil_div(ceil_div(units, plan.parts), plan.slices) * plan.slices;
   plan.smem_pitch = threads + (g.channels_last ? plan.cta_tiles % 32 : 1);
@@ -239,8 +254,11 @@ WgradPlan plan_wgrad(const Conv2dShape& g, bool depthwise, const DeviceInfo& dev
 int64_t conv2d_direct_wgrad_workspace_bytes(const Conv2dShape& g, bool depthwise,
                                             const DeviceInfo& device) {
   if (g.k == 0 || g.group_c() * g.taps() == 0) return 0;
-  const WgradPlan plan = plan_wgrad(g, depthwise, device);
-  return plan.parts * plan.part_elements(static_cast<int>(g.group_c() * g.taps())) *
+  // Sized before it is known where the tensors lie.
+  const int64_t parts = std::max(plan_wgrad(g, depthwise, false, device).parts,
+                                 plan_wgrad(g, depthwise, true, device).parts);
+  const WgradPlan plan = plan_wgrad(g, depthwise, false, device);
+  return parts * plan.part_elements(static_cast<int>(g.group_c() * g.taps())) *
          (g.dtype == DType::kFloat64 ? 8 : 4);
 }
 
@@ -249,35 +267,39 @@ void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& p, bool depthwise, v
   const DirectShape g(p.shape, kRunQ);
   if (g.k == 0 || g.taps() == 0) return;
   const DType dtype = p.shape.dtype;
-  WgradPlan plan = plan_wgrad(p.shape, depthwise, current_device_info());
+  const bool dy_in_vectors = g.channels_last
+                                 ? runs_are_vectors(dtype, g.k, kRunK, address_of(p.grad_output))
+                                 : runs_are_vectors(dtype, g.q, kRunQ, address_of(p.grad_output));
+  const bool is_vec =
+      dy_in_vectors &&
+      (!depthwise || (g.channels_last && g.multiplier == 1 && p.shape.h * p.shape.w > 0 &&
+                      runs_are_vectors(dtype, g.k, kRunK, address_of(p.input))));
+  WgradPlan plan = plan_wgrad(p.shape, depthwise, is_vec, current_device_info());
   plan.has_bias = p.grad_bias != nullptr;
-  plan.vec_dy = g.channels_last ? runs_are_vectors(dtype, g.k, kRunK, address_of(p.grad_output))
-                                : runs_are_vectors(dtype, g.q, kRunQ, address_of(p.grad_output));
-  plan.vec_x = depthwise && g.channels_last && g.multiplier == 1 &&
-               runs_are_vectors(dtype, g.k, kRunK, address_of(p.input));
-  const TapTile taps = tap_tile(p.shape, depthwise);
+  const TapTile taps = tap_tile(p.shape, depthwise, is_vec);
   for_dtype(dtype, [&]<class T>() {
     using A = Accum<T>;
-    auto run_kernel = [&]<int kR, int kS, int kStride, bool kDepthwise>() {
+    auto run_kernel = [&]<int kR, int kS, int kStride, bool kDepthwise, bool kIsVec>() {
       const int64_t smem = int64_t{kRoundTaps<A>} * kRunK * plan.smem_pitch * sizeof(A);
-      launch(conv2d_direct_wgrad_kernel<T, kR, kS, kStride, kDepthwise>,
+      launch(conv2d_direct_wgrad_kernel<T, kR, kS, kStride, kDepthwise, kIsVec>,
              dim3(static_cast<unsigned>(plan.parts * plan.chunks)), dim3(wgrad_threads(kR, kS)),
              smem, stream, static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
              static_cast<A*>(workspace), g, plan);
     };
-    auto run_window = [&] {
+    for_bool(is_vec, [&]<bool kIsVec>() {
       if constexpr (sizeof(T) <= 4) {
-        if (taps.s == 3 && depthwise) {
-          return g.stride_w == 1 ? run_kernel.template operator()<3, 3, 1, true>()
-                                 : run_kernel.template operator()<3, 3, 2, true>();
+        if constexpr (kIsVec) {
+          if (depthwise && taps.s == 3) {
+            return g.stride_w == 1 ? run_kernel.template operator()<1, 3, 1, true, true>()
+                                   : run_kernel.template operator()<1, 3, 2, true, true>();
+          }
         }
-        if (taps.s == 3) return run_kernel.template operator()<3, 3, 1, false>();
-        if (taps.s == 7) return run_kernel.template operator()<1, 7, 2, false>();
+        if (taps.s == 3) return run_kernel.template operator()<3, 3, 1, false, kIsVec>();
+        if (taps.s == 7) return run_kernel.template operator()<1, 7, 2, false, kIsVec>();
       }
-      return depthwise ? run_kernel.template operator()<1, 1, 1, true>()
-                       : run_kernel.template operator()<1, 1, 1, false>();
-    };
-    run_window();
+      return depthwise ? run_kernel.template operator()<1, 1, 1, true, kIsVec>()
+                       : run_kernel.template operator()<1, 1, 1, false, kIsVec>();
+    });
     const int pitch_k = plan.k_tiles * kRunK;
     const int64_t blocks = ceil_div<int64_t>(plan.part_elements(g.taps()), kReduceOutputs);
     launch(conv2d_direct_wgrad_sum_kernel<T>, dim3(static_cast<unsigned>(blocks)),
