@@ -19,6 +19,8 @@ struct alignas(2 * sizeof(A)) Partial {
 // Chan, Golub & LeVeque 1979, eq. 2.1: no cancellation however far apart the means are.
 struct MergeMoments {
   template <class A>
+  using Type = A;
+  template <class A>
   static __device__ __forceinline__ void merge(Partial<A>& a, A count_a, const Partial<A>& b,
                                                A count_b) {
     if (count_b == 0) return;
@@ -31,6 +33,9 @@ struct MergeMoments {
 };
 
 struct MergeSums {
+  // Gradients sum to much less than their parts: additions across threads in double cost nothing.
+  template <class A>
+  using Type = double;
   template <class A>
   static __device__ __forceinline__ void merge(Partial<A>& a, A, const Partial<A>& b, A) {
     a.first += b.first;
@@ -40,16 +45,16 @@ struct MergeSums {
 
 // Merges over `groups` (a power of two) groups of `lanes` neighbouring threads, thread = group *
 // lanes + lane; group 0 gets the result. All threads of the block must call. `shared` holds
-// (2 * V + 1) * blockDim / 2 values of A and may be reused after the next barrier.
-template <class Merge, int V, class A>
-__device__ __forceinline__ void block_merge(Partial<A> (&value)[V], A& count, int lanes, int groups,
-                                            A* shared) {
+// (2 * V + 1) * blockDim / 2 values of B and may be reused after the next barrier.
+template <class Merge, int V, class B>
+__device__ __forceinline__ void block_merge(Partial<B> (&value)[V], B& count, int lanes, int groups,
+                                            B* shared) {
   const int group = threadIdx.x / lanes;
   const int pitch = blockDim.x / 2;
   for (int half = groups / 2; half > 0; half /= 2) {
     __syncthreads();
     if (group >= half && group < 2 * half) {
-      A* slot = shared + threadIdx.x - half * lanes;
+      B* slot = shared + threadIdx.x - half * lanes;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         slot[2 * j * pitch] = value[j].first;
@@ -59,16 +64,21 @@ __device__ __forceinline__ void block_merge(Partial<A> (&value)[V], A& count, in
     }
     __syncthreads();
     if (group < half) {
-      const A* slot = shared + threadIdx.x;
-      const A other_count = slot[2 * V * pitch];
+      const B* slot = shared + threadIdx.x;
+      const B other_count = slot[2 * V * pitch];
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const Partial<A> other{slot[2 * j * pitch], slot[(2 * j + 1) * pitch]};
+        const Partial<B> other{slot[2 * j * pitch], slot[(2 * j + 1) * pitch]};
         Merge::merge(value[j], count, other, other_count);
       }
       count += other_count;
     }
   }
+}
+
+template <class To, class From>
+__device__ __forceinline__ Partial<To> convert_partial(const Partial<From>& from) {
+  return {static_cast<To>(from.first), static_cast<To>(from.second)};
 }
 
 // Sums shifted by the thread's own first value: as safe as Welford's update (a far-off first value
@@ -94,7 +104,8 @@ struct MomentsOf {
       square[c] += distance * distance;
     }
   }
-  __device__ __forceinline__ void finish(A count, Partial<A> (&out)[kChannels]) const {
+  template <class B>
+  __device__ __forceinline__ void finish(A count, Partial<B> (&out)[kChannels]) const {
 #pragma unroll
     for (int j = 0; j < kChannels; ++j) {
       const A mean = count > 0 ? sum[j] / count : A(0);
@@ -120,7 +131,8 @@ struct GradSumsOf {
       product[c] += dout * (convert<A>(in[1][j]) - mean[c]);
     }
   }
-  __device__ __forceinline__ void finish(A, Partial<A> (&out)[kChannels]) const {
+  template <class B>
+  __device__ __forceinline__ void finish(A, Partial<B> (&out)[kChannels]) const {
 #pragma unroll
     for (int j = 0; j < kChannels; ++j) out[j] = {sum[j], product[j]};
   }

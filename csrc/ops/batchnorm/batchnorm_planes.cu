@@ -45,8 +45,9 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
     batch_norm_reduce_planes_kernel(BatchNormInputs<T, Sums::kInputs> in, const Accum<T>* mean,
                                     PlanesShape shape, Partial<Accum<T>>* partials) {
   using A = Accum<T>;
+  using B = typename Sums::Merge::template Type<A>;
   constexpr int kUnroll = kPlanesUnroll / Sums::kInputs;
-  __shared__ A shared[3 * kPlanesThreads / 2];
+  __shared__ B shared[3 * kPlanesThreads / 2];
 
   const int64_t channel = blockIdx.x % shape.channels, split = blockIdx.x / shape.channels;
   const int64_t first = shape.begin(split) + threadIdx.x, end = shape.end(split);
@@ -77,10 +78,13 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
       }
     }
   }
-  Partial<A> partial[1];
+  Partial<B> partial[1];
   sums.finish(count, partial);
-  block_merge<typename Sums::Merge, 1>(partial, count, 1, kPlanesThreads, shared);
-  if (threadIdx.x == 0) partials[split * shape.channels + channel] = partial[0];
+  B merged_count = count;
+  block_merge<typename Sums::Merge, 1>(partial, merged_count, 1, kPlanesThreads, shared);
+  if (threadIdx.x == 0) {
+    partials[split * shape.channels + channel] = convert_partial<A>(partial[0]);
+  }
 }
 
 // Second pass: `coefficients_of(channel, partial, leader)`, then every vector from the last to the
@@ -94,21 +98,23 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
                                    PlanesShape shape, const Partial<Accum<T>>* partials,
                                    CoefficientsOf coefficients_of) {
   using A = Accum<T>;
+  using B = typename Merge::template Type<A>;
   constexpr int kUnroll = kPlanesUnroll / Apply::kInputs;
-  __shared__ A shared[3 * kPlanesThreads / 2];
+  __shared__ B shared[3 * kPlanesThreads / 2];
   __shared__ Coefficients<A> broadcast;
 
   const int64_t channel = blockIdx.x % shape.channels, split = blockIdx.x / shape.channels;
-  Partial<A> partial[1] = {{0, 0}};
+  Partial<B> partial[1] = {{0, 0}};
   if (partials != nullptr) {
-    A count = 0;
+    B count = 0;
     if (threadIdx.x < shape.splits) {
-      partial[0] = partials[threadIdx.x * shape.channels + channel];
-      count = static_cast<A>((shape.end(threadIdx.x) - shape.begin(threadIdx.x)) * V);
+      partial[0] = convert_partial<B>(partials[threadIdx.x * shape.channels + channel]);
+      count = static_cast<B>((shape.end(threadIdx.x) - shape.begin(threadIdx.x)) * V);
     }
     block_merge<Merge, 1>(partial, count, 1, kPlanesThreads, shared);
   }
-  if (threadIdx.x == 0) broadcast = coefficients_of(channel, partial[0], split == 0);
+  if (threadIdx.x == 0)
+    broadcast = coefficients_of(channel, convert_partial<A>(partial[0]), split == 0);
   __syncthreads();
   if (output == nullptr) return;
 

@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(kRowsThreads)
     batch_norm_reduce_rows_kernel(BatchNormInputs<T, Sums::kInputs> in, const Accum<T>* mean,
                                   RowsShape shape, Partial<Accum<T>>* partials) {
   using A = Accum<T>;
+  using B = typename Sums::Merge::template Type<A>;
   constexpr int kUnroll = kRowsUnroll / Sums::kInputs;
-  __shared__ A shared[(2 * V + 1) * kRowsThreads / 2];
+  __shared__ B shared[(2 * V + 1) * kRowsThreads / 2];
 
   const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
   const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
@@ -56,55 +57,60 @@ __global__ void __launch_bounds__(kRowsThreads)
 #pragma unroll
       for (int j = 0; j < V; ++j) sums.mean[j] = mean[channel + j];
     }
+    const int64_t pitch = groups * shape.channels;
+    int64_t offset = first * shape.channels + channel;
 #pragma unroll 1
-    for (int64_t row = first; row < end; row += groups * kUnroll) {
+    for (int64_t left = (end - 1 - first) / groups + 1; left > 0; left -= kUnroll) {
       Vec<T, V> values[kUnroll][Sums::kInputs];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (row + u * groups < end) {
+        if (u < left) {
 #pragma unroll
-          for (int i = 0; i < Sums::kInputs; ++i) {
-            values[u][i] = load_vec<V>(in.data[i] + (row + u * groups) * shape.channels + channel);
-          }
+          for (int i = 0; i < Sums::kInputs; ++i) values[u][i] = load_vec<V>(in.data[i] + offset);
         }
+        offset += pitch;
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (row + u * groups < end) sums.add(values[u]);
+        if (u < left) sums.add(values[u]);
       }
     }
   }
 
-  Partial<A> partial[V];
+  Partial<B> partial[V];
   sums.finish(count, partial);
-  block_merge<typename Sums::Merge, V>(partial, count, shape.lanes, groups, shared);
+  B merged_count = count;
+  block_merge<typename Sums::Merge, V>(partial, merged_count, shape.lanes, groups, shared);
   if (group == 0 && active) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) partials[split * shape.channels + channel + j] = partial[j];
+    for (int j = 0; j < V; ++j) {
+      partials[split * shape.channels + channel + j] = convert_partial<A>(partial[j]);
+    }
   }
 }
 
 // All partials of the tile's channels merged; thread t < lanes * V gets channel t of the tile.
-template <class Merge, int V, class A>
+template <class Merge, int V, class A, class B>
 __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
                                                      const RowsShape& shape, int64_t tile,
-                                                     A* shared) {
+                                                     B* shared) {
   const int tile_channels = shape.lanes * V;
   const int groups = kRowsThreads / tile_channels;
   const int group = threadIdx.x / tile_channels;
   const int64_t channel = tile * tile_channels + threadIdx.x % tile_channels;
-  Partial<A> result[1] = {{0, 0}};
-  A count = 0;
+  Partial<B> result[1] = {{0, 0}};
+  B count = 0;
   if (channel < shape.channels) {
 #pragma unroll 4
     for (int64_t split = group; split < shape.splits; split += groups) {
-      const A split_count = static_cast<A>(shape.end(split) - shape.begin(split));
-      Merge::merge(result[0], count, partials[split * shape.channels + channel], split_count);
+      const B split_count = static_cast<B>(shape.end(split) - shape.begin(split));
+      const Partial<A> partial = partials[split * shape.channels + channel];
+      Merge::merge(result[0], count, convert_partial<B>(partial), split_count);
       count += split_count;
     }
   }
   block_merge<Merge, 1>(result, count, tile_channels, groups, shared);
-  return result[0];
+  return convert_partial<A>(result[0]);
 }
 
 // Second pass: `coefficients_of(channel, partial, leader)`, then every row from the last to the
@@ -117,8 +123,9 @@ __global__ void __launch_bounds__(kRowsThreads)
                                  const Partial<Accum<T>>* partials,
                                  CoefficientsOf coefficients_of) {
   using A = Accum<T>;
-  constexpr int kUnroll = kRowsUnroll / Apply::kInputs;
-  __shared__ A shared[3 * kRowsThreads / 2];
+  // With 8 channels a thread the coefficients take 24 registers: fewer vectors, or they spill.
+  constexpr int kUnroll = (V == 8 ? 6 : kRowsUnroll) / Apply::kInputs;
+  __shared__ typename Merge::template Type<A> shared[3 * kRowsThreads / 2];
   __shared__ A coefficients[3][kMaxTileChannels];
 
   const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
@@ -145,30 +152,33 @@ __global__ void __launch_bounds__(kRowsThreads)
             coefficients[2][lane * V + j]};
   }
   const int64_t begin = shape.begin(split), end = shape.end(split);
+  const int64_t pitch = groups * shape.channels;
   const int step = groups * kUnroll;
 #pragma unroll 1
   for (int64_t base = begin + (ceil_div<int64_t>(end - begin, step) - 1) * step; base >= begin;
        base -= step) {
+    const int64_t left = ceil_div<int64_t>(end - base - group, groups);
+    const int64_t first = (base + group) * shape.channels + channel;
     Vec<T, V> values[kUnroll][Apply::kInputs];
+    int64_t offset = first;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t row = base + group + u * groups;
-      if (row < end) {
+      if (u < left) {
 #pragma unroll
-        for (int i = 0; i < Apply::kInputs; ++i) {
-          values[u][i] = load_vec<V>(in.data[i] + row * shape.channels + channel);
-        }
+        for (int i = 0; i < Apply::kInputs; ++i) values[u][i] = load_vec<V>(in.data[i] + offset);
       }
+      offset += pitch;
     }
+    offset = first;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t row = base + group + u * groups;
-      if (row < end) {
+      if (u < left) {
         Vec<T, V> result;
 #pragma unroll
         for (int j = 0; j < V; ++j) result[j] = convert<T>(Apply::apply(c[j], values[u], j));
-        store_vec(output + row * shape.channels + channel, result);
+        store_vec(output + offset, result);
       }
+      offset += pitch;
     }
   }
 }

@@ -1,9 +1,26 @@
 // Backward, and the two readers of codes beside it. A thread owns a tile of the input and asks the
 // windows that cover it whether one of its elements won; sums are in ascending window order.
+#include "device/access.cuh"
 #include "ops/maxpool2d/maxpool2d_walk.cuh"
 
 namespace warpwright {
 namespace {
+
+// Two neighbours in one access for sure: as a Vec the compiler splits this store.
+template <class T>
+__device__ __forceinline__ void store_pair(T* pointer, T first, T second) {
+  const Vec<T, 2> pair{{first, second}};
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint32_t*>(pointer) = *reinterpret_cast<const uint32_t*>(&pair);
+  } else if constexpr (sizeof(T) == 4) {
+    const uint2 raw = *reinterpret_cast<const uint2*>(&pair);
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};\n" ::"l"(__cvta_generic_to_global(pointer)),
+                 "r"(raw.x), "r"(raw.y)
+                 : "memory");
+  } else {
+    store_vec_global(pointer, pair);
+  }
+}
 
 // Windows kK x kK with stride 2, dilation 1.
 // Layout: grad_output and codes (images, P, Q, C), grad_input (images, H, W, C).
@@ -79,7 +96,7 @@ __global__ void __launch_bounds__(kPoolThreads)
       if (!in_range(h, shape.height)) continue;
       const int w = item.column * 2 - shape.pad_w;
       if constexpr (kPairs) {
-        store_vec(row + w, Vec<T, 2>{{result[0][0], result[1][0]}});
+        store_pair(row + w, result[0][0], result[1][0]);
       } else {
 #pragma unroll
         for (int dw = 0; dw < 2; ++dw) {
