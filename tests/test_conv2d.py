@@ -144,9 +144,9 @@ def test_unbatched(device, dtype):
 def test_argument_forms(device):
     x, w = torch.randn(2, 4, 9, 9, device=device), torch.randn(4, 2, 3, 3, device=device)
     for kwargs in (
-        dict(stride=[2], padding=(1,), groups=2),
-        dict(stride=[1, 2], dilation=(2, 1), groups=2),
-        dict(bias=torch.randn(4, device=device), padding=torch.Size([1, 2]), groups=2),
+        {"stride": [2], "padding": (1,), "groups": 2},
+        {"stride": [1, 2], "dilation": (2, 1), "groups": 2},
+        {"bias": torch.randn(4, device=device), "padding": torch.Size([1, 2]), "groups": 2},
     ):
         torch.testing.assert_close(F.conv2d(x, w, **kwargs), native(x, w, **kwargs))
 
@@ -183,14 +183,15 @@ def test_special_values(device, dtype):
     x = torch.randn(3, 4, 8, 8, device=device).to(dtype)
     x[1] = float("nan")
     y = F.conv2d(x, torch.randn(4, 4, 3, 3, device=device).to(dtype), None, 1, 1)
-    assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+    assert y[1].isnan().all()
+    assert y[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize(
     "case", ["odd", "grouped", "depthwise_multiplier", "pad_over_kernel", "one_channel_5x5"]
 )
 def test_gradients(device, case):
-    n, c, h, w, k, r, s, stride, padding, dilation, groups = CASES[case]
+    _n, c, h, w, k, r, s, stride, padding, dilation, groups = CASES[case]
     h, w = min(h, (r - 1) * 2 + 3), min(w, (s - 1) * 2 + 2)
     c, k, groups = (c, k, groups) if groups == 1 else (c // 2, k // 2, groups // 2)
 
@@ -342,7 +343,7 @@ def test_errors_are_natives(case):
 
 def test_errors():
     x, w = r(2, 4, 5, 5), r(6, 4, 3, 3)
-    with pytest.raises(RuntimeError, match="Input type .* and weight type .* should be the same"):
+    with pytest.raises(RuntimeError, match=r"Input type .* and weight type .* should be the same"):
         F.conv2d(x, w.double())
     with pytest.raises(RuntimeError, match="same device"):
         F.conv2d(x, w.to("meta"))

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,8 +41,10 @@ class _Cuda:
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         self.flush = torch.empty(max(4 * l2, 64 << 20), dtype=torch.int8, device="cuda")
 
-    def run(self, functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list]:
-        events: dict[str, list] = {name: [] for name in functions}
+    def run(
+        self, functions: Mapping[str, Callable[[], object]], rounds: int
+    ) -> dict[str, list[float]]:
+        events: dict[str, list[Any]] = {name: [] for name in functions}
         for _ in range(rounds):
             for name, function in functions.items():
                 start = torch.cuda.Event(enable_timing=True)
@@ -56,8 +59,10 @@ class _Cuda:
 
 
 class _Cpu:
-    def run(self, functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list]:
-        samples: dict[str, list] = {name: [] for name in functions}
+    def run(
+        self, functions: Mapping[str, Callable[[], object]], rounds: int
+    ) -> dict[str, list[float]]:
+        samples: dict[str, list[float]] = {name: [] for name in functions}
         for _ in range(rounds):
             for name, function in functions.items():
                 start = time.perf_counter()

@@ -21,6 +21,8 @@ from .measure import interleaved, peak_mib
 from .records import machine_header, save_records
 from .steps import mnist_rows
 
+Row = dict[str, Any]
+
 IMPLEMENTATIONS = {"warpwright": ours_functional, "native": torch.nn.functional}
 
 
@@ -57,7 +59,7 @@ def relative_errors(case: Case, inputs: Inputs) -> dict[str, dict[str, float]]:
     return errors
 
 
-def case_rows(case: Case, device: str, ceilings: dict[str, float], seconds: float) -> list[dict]:
+def case_rows(case: Case, device: str, ceilings: dict[str, float], seconds: float) -> list[Row]:
     inputs = case.make(device)
     leaves = leaves_of(inputs)
     errors = relative_errors(case, inputs)
@@ -116,7 +118,7 @@ def table_of(rows: Iterable[dict[str, Any]], title: str) -> Table:
         table.add_column(column)
     for column in ("ours ms", "native ms", "native/ours", "floor/ours", "err/native's"):
         table.add_column(column, justify="right")
-    pairs: dict[tuple, dict[str, dict]] = {}
+    pairs: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         key = tuple(row[k] for k in ("op", "case", "dtype", "layout", "pass"))
         pairs.setdefault(key, {})[row["impl"]] = row
@@ -145,7 +147,8 @@ def run(
     """Measures; Ctrl-C and a failing case keep the rows measured so far."""
     torch.backends.cudnn.benchmark = True
     record = machine_header(device)
-    failures = record["failures"] = []
+    failures: list[Row] = []
+    record["failures"] = failures
     columns = (
         TextColumn("{task.description:<58}"),
         BarColumn(),
