@@ -107,9 +107,26 @@ constexpr bool fits_compact_coords(const Conv2dShape& s) {
          spans(s.h * s.w / (s.stride_h * s.stride_w), s.k * s.p * s.q);
 }
 
+// Estimated cycles of `blocks` CTAs of `k_tiles` each: whole waves, at the rate of an SM's math.
+// The constants order the candidates and need not be exact.
+inline double estimate_conv2d_cycles(ConvKind kind, ConvTile tile, int64_t blocks, int64_t k_tiles,
+                                     const DeviceInfo& device) {
+  constexpr double kFmaPerCycle[] = {1000, 500, 100, 40};  // of one SM
+  constexpr double kEfficiency[] = {1.0, 0.85, 0.6, 0.4};  // kWide, kNarrow, kSmall, kElement
+  constexpr double kPrologue = 2000;
+  const ConvTileShape shape = conv_tile_shape(kind, tile);
+  const int64_t wave = int64_t{device.num_sms} * shape.ctas_per_sm;
+  const double tile_cycles =
+      static_cast<double>(shape.ctas_per_sm) * shape.blk_m * shape.blk_n * shape.blk_k /
+      (kFmaPerCycle[static_cast<int>(kind)] * kEfficiency[static_cast<int>(tile)]);
+  return static_cast<double>((blocks + wave - 1) / wave) *
+         (static_cast<double>(k_tiles) * tile_cycles + kPrologue);
+}
+
 // `addresses`: the operands' addresses or-ed together.
 inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dShape& s,
                                          uintptr_t addresses, const DeviceInfo& device) {
+  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   Conv2dConfig config{};
   config.kind = conv_kind(s);
   config.tile = ConvTile::kElement;
@@ -122,32 +139,58 @@ inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dSh
                 (direction == ConvDirection::kForward || whole_k) &&
                 (direction == ConvDirection::kInputGradient || whole_c);
   config.wide_weight = config.wide && whole_c;
-  const int64_t depth = s.group_c() * s.taps();
-  const int64_t columns = direction == ConvDirection::kForward         ? s.group_k()
-                          : direction == ConvDirection::kInputGradient ? s.group_c()
-                                                                       : depth;
-  if (config.wide) {
-    config.tile = columns <= 64 || !config.wide_weight ? ConvTile::kNarrow : ConvTile::kWide;
-    // A 128-row tile would be half empty.
-    if (direction == ConvDirection::kWeightGradient && (s.group_k() <= 64 || depth <= 64)) {
-      config.tile = ConvTile::kSmall;
-    }
-  }
   config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"
                   : s.channels_last ? "channels are not whole 16-byte vectors: element gathers"
                                     : "NCHW: element gathers along the rows of the image";
-  if (direction != ConvDirection::kWeightGradient) return config;
+  const int64_t depth = s.group_c() * s.taps();
+  const int64_t pixels = s.n * s.p * s.q;
+  auto cycles = [&](ConvTile tile, int64_t m, int64_t n, int64_t k, int splits) {
+    const ConvTileShape shape = conv_tile_shape(config.kind, tile);
+    return estimate_conv2d_cycles(
+        config.kind, tile, ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * s.groups * splits,
+        ceil_div(ceil_div(k, shape.blk_k), splits), device);
+  };
+
+  if (direction != ConvDirection::kWeightGradient) {
+    if (!config.wide) return config;
+    const bool forward = direction == ConvDirection::kForward;
+    const int64_t m = forward ? pixels : s.n * s.h * s.w;
+    const int64_t n = forward ? s.group_k() : s.group_c();
+    const int64_t k = forward ? depth : s.group_k() * s.taps();
+    config.tile = config.wide_weight && cycles(ConvTile::kWide, m, n, k, 1) <
+                                            cycles(ConvTile::kNarrow, m, n, k, 1)
+                      ? ConvTile::kWide
+                      : ConvTile::kNarrow;
+    return config;
+  }
+  if (config.wide) {
+    // A 128-row tile would be half empty.
+    config.tile = s.group_k() <= 64 || depth <= 64 ? ConvTile::kSmall : ConvTile::kWide;
+  }
+  // Parts that fill whole waves, stay within 64 MiB and have work for their ring.
+  constexpr double kBytesPerCycle = 2000;
+  constexpr int64_t kMaxSplits = 264, kMaxBytes = int64_t{64} << 20;
   const ConvTileShape shape = conv_tile_shape(config.kind, config.tile);
-  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t bytes = s.k * depth * (s.dtype == DType::kFloat64 ? 8 : 4);
+  const int64_t most = std::clamp<int64_t>(
+      std::min(ceil_div(pixels, shape.blk_k) / 8, kMaxBytes / std::max<int64_t>(bytes, 1)), 1,
+      kMaxSplits);
   const int64_t tiles =
       ceil_div(s.group_k(), shape.blk_m) * ceil_div(depth, shape.blk_n) * s.groups;
-  const int64_t k_tiles = ceil_div(s.n * s.p * s.q, shape.blk_k);
-  // One full wave; a part has work for its ring, and parts stay within 64 MiB.
-  const int64_t wave = int64_t{device.num_sms} * shape.ctas_per_sm;
-  const int64_t bytes = s.k * depth * (s.dtype == DType::kFloat64 ? 8 : 4);
-  const int64_t most = std::min<int64_t>(std::max<int64_t>(1, k_tiles / 8),
-                                         std::max<int64_t>(1, (int64_t{64} << 20) / bytes));
-  config.splits = static_cast<int>(std::clamp<int64_t>(wave / tiles, 1, most));
+  double best = -1;
+  for (int64_t waves = 0; waves <= 8; ++waves) {
+    const int64_t blocks = waves * device.num_sms * shape.ctas_per_sm;
+    const int splits = static_cast<int>(std::clamp<int64_t>(blocks / tiles, 1, most));
+    const double total =
+        cycles(config.tile, s.group_k(), depth, pixels, splits) +
+        (splits > 1
+             ? 4000 + 2.0 * splits * static_cast<double>(bytes) / kBytesPerCycle + 40.0 * splits
+             : 0);
+    if (best < 0 || total < best) {
+      best = total;
+      config.splits = splits;
+    }
+  }
   return config;
 }
 

@@ -8,6 +8,10 @@ namespace {
 constexpr int kVecsInFlight = 4;
 constexpr int kSumLanes = 8;
 
+// float sums in double: the reads bound this kernel, and a bias gradient is one long sum.
+template <class T>
+using BiasAccum = std::conditional_t<sizeof(T) == 4, double, Accum<T>>;
+
 // A CTA has `k_lanes` vectors of channels side by side (NHWC), or one channel's plane of an image
 // after another (NCHW).
 struct BiasPlan {
@@ -22,8 +26,9 @@ struct BiasPlan {
 // Grid: CTA b has channels (b % k_tiles) * k_lanes * kSize and pixels b / k_tiles * part_pixels.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kDirectThreads)
-    conv2d_bias_grad_nhwc_kernel(const T* dy, Accum<T>* partials, int64_t channels, BiasPlan plan) {
-  using A = Accum<T>;
+    conv2d_bias_grad_nhwc_kernel(const T* dy, BiasAccum<T>* partials, int64_t channels,
+                                 BiasPlan plan) {
+  using A = BiasAccum<T>;
   __shared__ A shared[kSize][kDirectThreads];
   const int lane = threadIdx.x % plan.k_lanes, row = threadIdx.x / plan.k_lanes;
   const int rows = kDirectThreads / plan.k_lanes;
@@ -68,8 +73,9 @@ __global__ void __launch_bounds__(kDirectThreads)
 // Grid: CTA b has channel b % K and images b / K * part_pixels + [0, part_pixels).
 template <class T, int kSize>
 __global__ void __launch_bounds__(kDirectThreads)
-    conv2d_bias_grad_nchw_kernel(const T* dy, Accum<T>* partials, int64_t channels, BiasPlan plan) {
-  using A = Accum<T>;
+    conv2d_bias_grad_nchw_kernel(const T* dy, BiasAccum<T>* partials, int64_t channels,
+                                 BiasPlan plan) {
+  using A = BiasAccum<T>;
   __shared__ A shared[kDirectThreads / 32];
   const int64_t k = blockIdx.x % channels, part = blockIdx.x / channels;
   const int64_t begin = part * plan.part_pixels;
@@ -114,8 +120,8 @@ __global__ void __launch_bounds__(kDirectThreads)
 // Layout: partials (parts, K), db (K). Grid: CTA b sums 32 channels in kSumLanes interleaved runs.
 template <class T>
 __global__ void __launch_bounds__(32 * kSumLanes)
-    conv2d_bias_grad_sum_kernel(const Accum<T>* partials, T* db, int64_t channels, int parts) {
-  using A = Accum<T>;
+    conv2d_bias_grad_sum_kernel(const BiasAccum<T>* partials, T* db, int64_t channels, int parts) {
+  using A = BiasAccum<T>;
   __shared__ A shared[kSumLanes][32];
   const int column = threadIdx.x % 32, lane = threadIdx.x / 32;
   const int64_t k = int64_t{blockIdx.x} * 32 + column;
@@ -161,7 +167,7 @@ BiasPlan plan_bias_grad(const Conv2dShape& s, int vec, const DeviceInfo& device)
 
 int64_t conv2d_bias_grad_workspace_bytes(const Conv2dShape& s, const DeviceInfo& device) {
   if (s.k == 0) return 0;
-  return plan_bias_grad(s, 1, device).parts * s.k * (s.dtype == DType::kFloat64 ? 8 : 4);
+  return plan_bias_grad(s, 1, device).parts * s.k * (dtype_size(s.dtype) == 2 ? 4 : 8);
 }
 
 void launch_conv2d_bias_grad(const Conv2dBackwardParams& p, void* workspace, cudaStream_t stream) {
@@ -170,7 +176,7 @@ void launch_conv2d_bias_grad(const Conv2dBackwardParams& p, void* workspace, cud
   const int vec = vec_size(s, address_of(p.grad_output));
   const BiasPlan plan = plan_bias_grad(s, vec, current_device_info());
   for_dtype(s.dtype, [&]<class T>() {
-    using A = Accum<T>;
+    using A = BiasAccum<T>;
     const T* dy = static_cast<const T*>(p.grad_output);
     A* partials = static_cast<A*>(workspace);
     auto run = [&]<int kSize>() {

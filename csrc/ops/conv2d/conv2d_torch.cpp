@@ -343,7 +343,7 @@ void input_gradient_cuda(const Conv2dBackwardParams& p, cudaStream_t stream) {
 // The weight's and, where they are one kernel, the bias's; returns whether it was.
 bool weight_gradient_cuda(Conv2dBackwardParams p, const Tensor& like, cudaStream_t stream) {
   const DeviceInfo& device = current_device_info();
-  if (conv2d_few_channels_supported(p.shape)) {
+  if (conv2d_few_channels_wgrad_supported(p.shape)) {
     const Workspace parts(conv2d_few_channels_wgrad_workspace_bytes(p.shape, device), like);
     launch_conv2d_few_channels_wgrad(p, parts.data(), stream);
     return true;
