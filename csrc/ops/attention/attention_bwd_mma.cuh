@@ -227,14 +227,22 @@ __global__ void __launch_bounds__(kMmaThreads)
   // Queries before the tile's first key do not see it. The walk goes over the group's heads too.
   const int64_t first_tile = p.is_causal ? min(col0, p.S_q) / kBlockM : 0;
   const int64_t row_tiles = ceil_div(p.S_q, int64_t(kBlockM)) - first_tile;
-  auto head_of = [&](int64_t i) { return h_kv * group + i / row_tiles; };
-  auto row_of = [&](int64_t i) { return (first_tile + i % row_tiles) * kBlockM; };
+  struct Place {
+    int64_t h, row;
+  };
+  const Place start{h_kv * group, first_tile * kBlockM};
+  auto step = [&](Place& place) {
+    place.row += kBlockM;
+    if (place.row >= p.S_q) place = {place.h + 1, start.row};
+  };
+  Place issued = start, computed = start;
 
   float dk[kTiles][kWantDk ? kD / 8 : 1][4], dv[kTiles][kWantDv ? kD / 8 : 1][4];
   clear(dk);
   clear(dv);
-  auto issue = [&](int64_t i, int stage) {
-    const int64_t h = head_of(i), row = row_of(i);
+  auto issue = [&](int64_t, int stage) {
+    const auto [h, row] = issued;
+    step(issued);
     T* rows = sRows + stage * 2 * kBlockM * kD;
     load_tile<kBlockM, kD>(rows, operand_rows<const T>(p.q, b, h, row), p.q.stride_s, p.S_q - row,
                            p.D, args.vectorized);
@@ -249,8 +257,9 @@ __global__ void __launch_bounds__(kMmaThreads)
       cp_async<4>(target + e * 4, stats + (inside ? offset : 0), inside ? 4 : 0);
     }
   };
-  auto compute = [&](int64_t i, int stage) {
-    const int64_t h = head_of(i), row0 = row_of(i);
+  auto compute = [&](int64_t, int stage) {
+    const auto [h, row0] = computed;
+    step(computed);
     const uint32_t q_base = smem_address(sRows + stage * 2 * kBlockM * kD);
     const uint32_t dout_base = q_base + kBlockM * kD * 2;
     const float* lse = sStats + stage * 2 * kBlockM;

@@ -17,13 +17,18 @@ struct AttentionFwdTile {
   static constexpr int kSmem = (kBlockM + 2 * kBlockN) * kD * 2;
 };
 
-// One tile's step of the online softmax: s (in units of log2 once multiplied by `scale`) becomes P,
-// out and row_sum shrink to the new maximum. row_sum stays a partial sum of this thread's columns.
+// One tile's step of the online softmax: s (in units of log2 once multiplied by `scale`) becomes P.
+// row_sum stays a partial sum of this thread's columns. Any base near the maximum serves, as it
+// cancels in the end: out and row_sum move to a new one only where P would pass 2^kHeadroom, which
+// few tiles do, and fp16 holds 2^15.
 template <int kTiles, int kCols, int kOutCols>
 __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
                                                float (&out)[kTiles][kOutCols][4],
                                                float (&row_max)[kTiles][2],
                                                float (&row_sum)[kTiles][2], float scale) {
+  constexpr float kHeadroom = 6.f;
+  float new_max[kTiles][2];
+  bool moves = false;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -35,25 +40,40 @@ __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
       // The four lanes of a row. A NaN score is ignored here and poisons the sum below.
       tile_max = fmaxf(tile_max, __shfl_xor_sync(kFullMask, tile_max, 1));
       tile_max = fmaxf(tile_max, __shfl_xor_sync(kFullMask, tile_max, 2));
-      // A row with nothing visible yet: 2^(-inf - 0) = 0, where -inf - -inf would be NaN.
-      const float base = tile_max == -INFINITY ? 0.f : tile_max * scale;
-      const float correction = exp2_approx(row_max[i][half] * scale - base);
-      row_max[i][half] = tile_max;
-      float sum = row_sum[i][half] * correction;
+      // From -inf any move; with nothing visible yet -inf - -inf is NaN, and compares false.
+      moves |= (tile_max - row_max[i][half]) * scale > kHeadroom;
+      new_max[i][half] = tile_max;
+    }
+  if (__any_sync(kFullMask, moves)) {
 #pragma unroll
-      for (int n = 0; n < kOutCols; ++n) {
-        out[i][n][2 * half] *= correction;
-        out[i][n][2 * half + 1] *= correction;
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float base = new_max[i][half] == -INFINITY ? 0.f : new_max[i][half] * scale;
+        const float correction = exp2_approx(row_max[i][half] * scale - base);
+        row_max[i][half] = new_max[i][half];
+        row_sum[i][half] *= correction;
+#pragma unroll
+        for (int n = 0; n < kOutCols; ++n) {
+          out[i][n][2 * half] *= correction;
+          out[i][n][2 * half + 1] *= correction;
+        }
       }
+  }
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // A row with nothing visible yet: 2^(-inf - 0) = 0, where -inf - -inf would be NaN.
+      const float base = row_max[i][half] == -INFINITY ? 0.f : row_max[i][half] * scale;
 #pragma unroll
       for (int n = 0; n < kCols; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           float& value = s[i][n][2 * half + x];
           value = exp2_approx(fmaf(value, scale, -base));
-          sum += value;
+          row_sum[i][half] += value;
         }
-      row_sum[i][half] = sum;
     }
 }
 
@@ -82,7 +102,6 @@ __global__ void __launch_bounds__(kMmaThreads)
       dropout ? load_dropout_key(p, args.dropout_threshold) : DropoutKey(0, 0, 0);
 
   const int64_t keys = visible_keys(p, row0 + rows);
-  const int64_t key_tiles = ceil_div(keys, int64_t(kBlockN));
   auto load_keys = [&](const AttentionOperand& x, T* tile, int64_t col, int64_t cols) {
     load_tile<kBlockN, kD>(tile, operand_rows<const T>(x, b, h_kv, col), x.stride_s, p.S_k - col,
                            cols, args.vectorized);
@@ -90,7 +109,7 @@ __global__ void __launch_bounds__(kMmaThreads)
   };
   load_tile<kBlockM, kD>(sQ, operand_rows<const T>(p.q, b, h, row0), p.q.stride_s, rows, p.D,
                          args.vectorized);
-  if (key_tiles > 0) load_keys(p.k, sK, 0, p.D);
+  if (keys > 0) load_keys(p.k, sK, 0, p.D);
 
   float out[kTiles][kD / 8][4];
   clear(out);
@@ -100,8 +119,7 @@ __global__ void __launch_bounds__(kMmaThreads)
 #pragma unroll
     for (int half = 0; half < 2; ++half) row_max[i][half] = -INFINITY, row_sum[i][half] = 0.f;
 
-  for (int64_t tile = 0; tile < key_tiles; ++tile) {
-    const int64_t col0 = tile * kBlockN;
+  for (int64_t col0 = 0; col0 < keys; col0 += kBlockN) {
     cp_async_wait<0>();
     __syncthreads();  // K is there, and every warp is done with V
     load_keys(p.v, sV, col0, p.D_v);
@@ -113,7 +131,7 @@ __global__ void __launch_bounds__(kMmaThreads)
       hide<false>(p, s, row0 + warp_row, col0);
     cp_async_wait<0>();
     __syncthreads();  // V is there, and every warp is done with K
-    if (tile + 1 < key_tiles) load_keys(p.k, sK, col0 + kBlockN, p.D);
+    if (col0 + kBlockN < keys) load_keys(p.k, sK, col0 + kBlockN, p.D);
 
     online_softmax(s, out, row_max, row_sum, kHasExtras ? 1.f : scale_log2);
     if constexpr (kHasExtras) {

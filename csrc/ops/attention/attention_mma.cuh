@@ -25,31 +25,39 @@ __device__ __forceinline__ uint32_t tile_address(uint32_t base, int row, int chu
 }
 
 // Starts the copy of kRows rows of `cols` elements; rows past `rows` and columns past `cols` become
-// zero. With 16-byte rows by cp.async, else element by element through registers.
+// zero. With 16-byte rows by cp.async, else element by element through registers. A thread keeps
+// its column, so that a row more is an addition to one pointer.
 template <int kRows, int kD, class T>
 __device__ __forceinline__ void load_tile(T* tile, const T* source, int64_t stride, int64_t rows,
                                           int64_t cols, bool vectorized) {
   constexpr int kChunks = kD / 8;
-  static_assert(kRows * kChunks % kMmaThreads == 0, "whole passes of the CTA");
-  const uint32_t base = smem_address(tile);
+  constexpr int kStep = kMmaThreads / kChunks;  // rows of a pass
+  static_assert(kRows % kStep == 0, "whole passes of the CTA");
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+  const int valid = chunk * 8 < cols ? static_cast<int>(min(rows, int64_t(kRows))) : 0;
+  const T* from = source + first * stride + chunk * 8;
+  if (vectorized) {
+    const uint32_t base = smem_address(tile);
 #pragma unroll
-  for (int e = threadIdx.x; e < kRows * kChunks; e += kMmaThreads) {
-    const int row = e / kChunks, chunk = e % kChunks;
-    const bool inside = row < rows && chunk * 8 < cols;
-    const T* from = source + (inside ? row * stride + chunk * 8 : 0);
-    if (vectorized) {
-      cp_async<16>(tile_address<kD>(base, row, chunk), from, inside ? 16 : 0);
-    } else {
-      union {
-        T element[8];
-        uint4 whole;
-      } value = {.whole = make_uint4(0, 0, 0, 0)};
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (inside && chunk * 8 + i < cols) value.element[i] = from[i];
-      *reinterpret_cast<uint4*>(reinterpret_cast<char*>(tile) + tile_address<kD>(0, row, chunk)) =
-          value.whole;
+    for (int pass = 0; pass < kRows / kStep; ++pass) {
+      const int row = first + pass * kStep;
+      cp_async<16>(tile_address<kD>(base, row, chunk), from, row < valid ? 16 : 0);
+      from += kStep * stride;
     }
+    return;
+  }
+#pragma unroll 1
+  for (int row = first; row < kRows; row += kStep) {
+    union {
+      T element[8];
+      uint4 whole;
+    } value = {.whole = make_uint4(0, 0, 0, 0)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (row < valid && chunk * 8 + i < cols) value.element[i] = from[i];
+    *reinterpret_cast<uint4*>(reinterpret_cast<char*>(tile) + tile_address<kD>(0, row, chunk)) =
+        value.whole;
+    from += kStep * stride;
   }
 }
 
@@ -83,21 +91,29 @@ __device__ __forceinline__ void mma_pair(float (&d0)[4], float (&d1)[4], const u
   mma_m16n8k16(d1, a, {b[2], b[3]}, T());
 }
 
-// acc (16 kTiles rows, 8 kCols columns) += rows of x times rows of y, depth kD.
+// acc (16 kTiles rows, 8 kCols columns) += rows of x times rows of y, depth kD. The fragments of
+// the next products are loaded before the current ones multiply.
 template <class T, int kD, int kTiles, int kCols>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kTiles][kCols][4], uint32_t x, int x_row,
                                               uint32_t y) {
+  constexpr int kPairs = kCols / 2, kSteps = kD / 16;
+  uint32_t a[2][kTiles][4], b[2][4];
+  auto load_step = [&](int step) {
 #pragma unroll
-  for (int step = 0; step < kD / 16; ++step) {
-    uint32_t a[kTiles][4];
+    for (int i = 0; i < kTiles; ++i) load_a<kD>(a[step % 2][i], x, x_row + 16 * i, step);
+  };
+  load_step(0);
+  load_b<kD>(b[0], y, 0, 0);
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) load_a<kD>(a[i], x, x_row + 16 * i, step);
+  for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-    for (int n = 0; n < kCols; n += 2) {
-      uint32_t b[4];
-      load_b<kD>(b, y, n * 8, step);
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int next = step * kPairs + pair + 1;
+      if (pair == kPairs - 1 && step + 1 < kSteps) load_step(step + 1);
+      if (next < kSteps * kPairs) load_b<kD>(b[next % 2], y, next % kPairs * 16, next / kPairs);
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) mma_pair<T>(acc[i][n], acc[i][n + 1], a[i], b);
+      for (int i = 0; i < kTiles; ++i)
+        mma_pair<T>(acc[i][2 * pair], acc[i][2 * pair + 1], a[step % 2][i], b[(next - 1) % 2]);
     }
   }
 }
@@ -116,8 +132,11 @@ __device__ __forceinline__ uint32_t pack_pair(float x, float y) {
 template <class T, int kD, int kTiles, int kDepth>
 __device__ __forceinline__ void multiply_weighted(float (&acc)[kTiles][kD / 8][4],
                                                   const float (&w)[kTiles][kDepth][4], uint32_t x) {
+  constexpr int kPairs = kD / 16, kSteps = kDepth / 2;
+  uint32_t b[2][4];
+  load_b_trans<kD>(b[0], x, 0, 0);
 #pragma unroll
-  for (int step = 0; step < kDepth / 2; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
     uint32_t a[kTiles][4];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
@@ -128,11 +147,13 @@ __device__ __forceinline__ void multiply_weighted(float (&acc)[kTiles][kD / 8][4
       a[i][3] = pack_pair<T>(hi[2], hi[3]);
     }
 #pragma unroll
-    for (int pair = 0; pair < kD / 16; ++pair) {
-      uint32_t b[4];
-      load_b_trans<kD>(b, x, step * 16, pair);
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const int next = step * kPairs + pair + 1;
+      if (next < kSteps * kPairs)
+        load_b_trans<kD>(b[next % 2], x, next / kPairs * 16, next % kPairs);
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) mma_pair<T>(acc[i][2 * pair], acc[i][2 * pair + 1], a[i], b);
+      for (int i = 0; i < kTiles; ++i)
+        mma_pair<T>(acc[i][2 * pair], acc[i][2 * pair + 1], a[i], b[(next - 1) % 2]);
     }
   }
 }
@@ -176,19 +197,25 @@ __device__ __forceinline__ void add_mask(const AttentionParams& p, float (&s)[kT
       }
 }
 
-// -inf where the key is outside or hidden by the causal rule.
+// -inf where the key is outside or hidden by the causal rule. Positions count from the fragment's
+// corner, so that 32 bits hold them.
 template <bool kTransposed, int kTiles, int kCols>
 __device__ __forceinline__ void hide(const AttentionParams& p, float (&s)[kTiles][kCols][4],
                                      int64_t row0, int64_t col0) {
+  constexpr int64_t kFar = 1 << 20;  // past every tile
+  const int64_t query0 = kTransposed ? col0 : row0, key0 = kTransposed ? row0 : col0;
+  const int last = static_cast<int>(min(p.S_k - key0, kFar)) - 1;
+  const int diagonal =
+      p.is_causal ? static_cast<int>(max(-kFar, min(query0 - key0, kFar))) : static_cast<int>(kFar);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
     for (int n = 0; n < kCols; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int64_t row = row0 + fragment_row(i, e), col = col0 + fragment_col(n, e);
-        const int64_t query = kTransposed ? col : row, key = kTransposed ? row : col;
-        if (key >= p.S_k || (p.is_causal && key > query)) s[i][n][e] = -INFINITY;
+        const int row = fragment_row(i, e), col = fragment_col(n, e);
+        const int query = kTransposed ? col : row, key = kTransposed ? row : col;
+        if (key > min(last, query + diagonal)) s[i][n][e] = -INFINITY;
       }
 }
 
