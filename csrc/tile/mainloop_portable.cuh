@@ -41,9 +41,7 @@
 namespace warpwright {
 
 template <class Loader>
-concept KnowsInterior = requires(Loader& loader) {
-  loader.interior();
-};
+concept KnowsInterior = requires(Loader& loader) { loader.interior(); };
 
 template <class Tile, class LoaderA, class LoaderB>
 struct Mainloop {

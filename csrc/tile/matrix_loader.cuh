@@ -69,12 +69,16 @@ class MatrixLoader {
   }
 
   // All of the CTA's tiles lie inside the operand: copies need no bounds.
-  __device__ bool interior() const requires(!kNarrow) {
+  __device__ bool interior() const
+    requires(!kNarrow)
+  {
     return wide_ && extent_mn_ == kBlkMN && extent_k_ % Tile::kBlkK == 0;
   }
 
   __device__ __forceinline__ void issue_interior(T* stage, int k_tile, bool valid, int part,
-                                                 int parts) requires(!kNarrow) {
+                                                 int parts)
+    requires(!kNarrow)
+  {
     if (part == 0) {
       const int64_t k = int64_t{k_tile} * Tile::kBlkK;
       cursor_ = interior_ + (kMajor == Major::kK ? k : k * ld_);
