@@ -1,7 +1,7 @@
 // Depthwise: forward and weight gradient are the direct kernels with one input channel an output.
 // The input gradient with stride 1 and multiplier 1 is a forward with the window turned round;
 // any other gathers, for each input, the outputs whose window covers it.
-#include "ops/conv2d/conv2d_direct.cuh"
+#include "ops/conv2d/conv2d_depthwise_nchw.h"
 
 namespace warpwright {
 namespace {
@@ -38,6 +38,14 @@ __global__ void __launch_bounds__(kDirectThreads, 4)
   dx[index] = convert<T>(sum);
 }
 
+void launch_fprop(const Conv2dShape& s, bool flip, const void* x, const void* w, const void* bias,
+                  void* y, cudaStream_t stream) {
+  if (conv2d_depthwise_nchw_fprop_supported(s)) {
+    return launch_conv2d_depthwise_nchw_fprop(s, flip, x, w, bias, y, stream);
+  }
+  launch_conv2d_direct_fprop(s.dtype, DirectShape(s, kRunQ), true, flip, x, w, bias, y, stream);
+}
+
 }  // namespace
 
 int64_t conv2d_depthwise_wgrad_workspace_bytes(const Conv2dShape& shape, const DeviceInfo& device) {
@@ -45,8 +53,7 @@ int64_t conv2d_depthwise_wgrad_workspace_bytes(const Conv2dShape& shape, const D
 }
 
 void launch_conv2d_depthwise_fwd(const Conv2dParams& p, cudaStream_t stream) {
-  launch_conv2d_direct_fprop(p.shape.dtype, DirectShape(p.shape, kRunQ), true, false, p.input,
-                             p.weight, p.bias, p.output, stream);
+  launch_fprop(p.shape, false, p.input, p.weight, p.bias, p.output, stream);
 }
 
 void launch_conv2d_depthwise_dgrad(const Conv2dBackwardParams& p, cudaStream_t stream) {
@@ -57,8 +64,7 @@ void launch_conv2d_depthwise_dgrad(const Conv2dBackwardParams& p, cudaStream_t s
     std::swap(turned.w, turned.q);
     turned.pad_h = (s.r - 1) * s.dilation_h - s.pad_h;
     turned.pad_w = (s.s - 1) * s.dilation_w - s.pad_w;
-    return launch_conv2d_direct_fprop(s.dtype, DirectShape(turned, kRunQ), true, true,
-                                      p.grad_output, p.weight, nullptr, p.grad_input, stream);
+    return launch_fprop(turned, true, p.grad_output, p.weight, nullptr, p.grad_input, stream);
   }
   const int64_t numel = s.n * s.c * s.h * s.w;
   if (numel == 0) return;

@@ -64,6 +64,7 @@ struct DirectShape {
   }
 
   int taps() const { return group_c * r * s; }
+  __device__ __forceinline__ int units_per_row() const { return static_cast<int>(columns.divisor); }
 };
 
 struct DirectUnit {

@@ -2,7 +2,7 @@
 // so grad_output is read once (few taps) and the input's rows come from L1. CTAs leave partial sums
 // in the workspace, which a second kernel adds in order. The bias gradient is one more tap, whose
 // input is 1.
-#include "ops/conv2d/conv2d_direct.cuh"
+#include "ops/conv2d/conv2d_depthwise_nchw.h"
 
 namespace warpwright {
 namespace {
@@ -249,11 +249,25 @@ WgradPlan plan_wgrad(const Conv2dShape& g, bool depthwise, bool is_vec, const De
   return plan;
 }
 
+void launch_sum(const Conv2dBackwardParams& p, const DirectShape& g, int parts, int pitch_k,
+                const void* partials, cudaStream_t stream) {
+  const int64_t blocks = ceil_div<int64_t>(int64_t{g.taps() + 1} * pitch_k, kReduceOutputs);
+  for_dtype(p.shape.dtype, [&]<class T>() {
+    launch(conv2d_direct_wgrad_sum_kernel<T>, dim3(static_cast<unsigned>(blocks)),
+           dim3(kReduceOutputs * kReduceLanes), 0, stream, static_cast<const Accum<T>*>(partials),
+           static_cast<T*>(p.grad_weight), static_cast<T*>(p.grad_bias), g, parts, pitch_k);
+  });
+}
+
 }  // namespace
 
 int64_t conv2d_direct_wgrad_workspace_bytes(const Conv2dShape& g, bool depthwise,
                                             const DeviceInfo& device) {
   if (g.k == 0 || g.group_c() * g.taps() == 0) return 0;
+  if (depthwise && conv2d_depthwise_nchw_wgrad_supported(g)) {
+    return conv2d_depthwise_nchw_wgrad_parts(g, device) * int64_t{10} * g.k *
+           (g.dtype == DType::kFloat64 ? 8 : 4);
+  }
   // Sized before it is known where the tensors lie.
   const int64_t parts = std::max(plan_wgrad(g, depthwise, false, device).parts,
                                  plan_wgrad(g, depthwise, true, device).parts);
@@ -267,6 +281,11 @@ void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& p, bool depthwise, v
   const DirectShape g(p.shape, kRunQ);
   if (g.k == 0 || g.taps() == 0) return;
   const DType dtype = p.shape.dtype;
+  if (depthwise && conv2d_depthwise_nchw_wgrad_supported(p.shape)) {
+    const int parts = conv2d_depthwise_nchw_wgrad_parts(p.shape, current_device_info());
+    launch_conv2d_depthwise_nchw_wgrad(p, parts, workspace, stream);
+    return launch_sum(p, g, parts, g.k, workspace, stream);
+  }
   const bool dy_in_vectors = g.channels_last
                                  ? runs_are_vectors(dtype, g.k, kRunK, address_of(p.grad_output))
                                  : runs_are_vectors(dtype, g.q, kRunQ, address_of(p.grad_output));
@@ -300,12 +319,8 @@ void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& p, bool depthwise, v
       return depthwise ? run_kernel.template operator()<1, 1, 1, true, kIsVec>()
                        : run_kernel.template operator()<1, 1, 1, false, kIsVec>();
     });
-    const int pitch_k = plan.k_tiles * kRunK;
-    const int64_t blocks = ceil_div<int64_t>(plan.part_elements(g.taps()), kReduceOutputs);
-    launch(conv2d_direct_wgrad_sum_kernel<T>, dim3(static_cast<unsigned>(blocks)),
-           dim3(kReduceOutputs * kReduceLanes), 0, stream, static_cast<const A*>(workspace),
-           static_cast<T*>(p.grad_weight), static_cast<T*>(p.grad_bias), g, plan.parts, pitch_k);
   });
+  launch_sum(p, g, plan.parts, plan.k_tiles * kRunK, workspace, stream);
 }
 
 }  // namespace warpwright
