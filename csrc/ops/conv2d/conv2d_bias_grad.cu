@@ -80,23 +80,32 @@ __global__ void __launch_bounds__(kDirectThreads)
   const int64_t k = blockIdx.x % channels, part = blockIdx.x / channels;
   const int64_t begin = part * plan.part_pixels;
   const int64_t count = min(plan.part_pixels, plan.images - begin);
-  // Vectors of all the CTA's images in one count, so that small planes fill the CTA too.
+  // Vectors of all the CTA's images in one row, so that small planes fill the CTA too; a thread
+  // steps through them by `images` and `vectors`.
   const int64_t per_image = plan.pixels / kSize;
+  const int64_t step_images = kDirectThreads / per_image, step_vectors = kDirectThreads % per_image;
+  int64_t image = threadIdx.x / per_image, vector = threadIdx.x % per_image;
+  const T* planes = dy + (begin * channels + k) * plan.pixels;
   A sum[kSize] = {};
-  for (int64_t v = threadIdx.x; v < count * per_image; v += kVecsInFlight * kDirectThreads) {
+  while (image < count) {
     Vec<T, kSize> loaded[kVecsInFlight];
+    bool exists[kVecsInFlight];
 #pragma unroll
     for (int u = 0; u < kVecsInFlight; ++u) {
-      const int64_t at = v + u * kDirectThreads;
-      if (at < count * per_image) {
-        const int64_t image = begin + at / per_image;
-        loaded[u] =
-            load_vec<kSize>(dy + (image * channels + k) * plan.pixels + at % per_image * kSize);
+      exists[u] = image < count;
+      if (exists[u]) {
+        loaded[u] = load_vec<kSize>(planes + image * channels * plan.pixels + vector * kSize);
+      }
+      image += step_images;
+      vector += step_vectors;
+      if (vector >= per_image) {
+        vector -= per_image;
+        ++image;
       }
     }
 #pragma unroll
     for (int u = 0; u < kVecsInFlight; ++u) {
-      if (v + u * kDirectThreads < count * per_image) {
+      if (exists[u]) {
 #pragma unroll
         for (int i = 0; i < kSize; ++i) sum[i] += convert<A>(loaded[u][i]);
       }
