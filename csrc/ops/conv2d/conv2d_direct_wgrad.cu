@@ -26,9 +26,8 @@ struct WgradPlan {
 template <class A>
 constexpr int kRoundTaps = sizeof(A) == 8 ? 1 : 3;
 
-// Threads of a CTA with kR x kS taps a thread, and CTAs of an SM, so that no register is spilled; 7
-// rows of 7 taps and 3 channels of 64 outputs are 168 tiles.
-constexpr int wgrad_threads(int r, int s) { return r == 3 ? 128 : s == 7 ? 192 : 256; }
+// Threads of a CTA with kR x kS taps a thread, and CTAs of an SM, so that no register is spilled.
+constexpr int wgrad_threads(int r) { return r == 3 ? 128 : 256; }
 constexpr int wgrad_ctas(int r, bool is_double) { return is_double ? 1 : r == 3 ? 3 : 2; }
 
 // kIsVec: dy, and x if kDepthwise (then NHWC), in vectors.
@@ -37,7 +36,7 @@ constexpr int wgrad_ctas(int r, bool is_double) { return is_double ? 1 : r == 3 
 // partials (parts, taps + 1, k_tiles * kRunK).
 // Grid: CTA b has chunk b % chunks of the tiles and part b / chunks of the pixels.
 template <class T, int kR, int kS, int kStride, bool kDepthwise, bool kIsVec>
-__global__ void __launch_bounds__(wgrad_threads(kR, kS), wgrad_ctas(kR, sizeof(T) == 8))
+__global__ void __launch_bounds__(wgrad_threads(kR), wgrad_ctas(kR, sizeof(T) == 8))
     conv2d_direct_wgrad_kernel(const T* x, const T* dy, Accum<T>* partials, DirectShape g,
                                WgradPlan plan) {
   using A = Accum<T>;
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(kReduceOutputs* kReduceLanes)
   }
 }
 
-// Taps a thread: all of 3 x 3; of few channels with stride 2 a row of 7, depthwise a row of 3; one.
+// Taps a thread: all of 3 x 3, or a row of 5, or a row of 3 (depthwise), or one.
 struct TapTile {
   int r, s;
 };
@@ -227,7 +226,7 @@ TapTile tap_tile(const Conv2dShape& g, bool depthwise, bool is_vec) {
   if (g.dilation_w != 1 || g.dtype == DType::kFloat64) return {1, 1};
   if (depthwise) return is_vec && g.s == 3 && g.stride_w <= 2 ? TapTile{1, 3} : TapTile{1, 1};
   if (g.r == 3 && g.s == 3 && g.stride_w == 1) return {3, 3};
-  if (g.s == 7 && g.stride_w == 2) return {1, 7};
+  if (g.s == 5 && g.stride_w == 1) return {1, 5};
   return {1, 1};
 }
 
@@ -236,7 +235,7 @@ WgradPlan plan_wgrad(const Conv2dShape& g, bool depthwise, bool is_vec, const De
   WgradPlan plan{};
   plan.k_tiles = static_cast<int>(ceil_div<int64_t>(g.k, kRunK));
   plan.tiles = static_cast<int>(plan.k_tiles * g.group_c() * g.taps() / (taps.r * taps.s));
-  const int threads = wgrad_threads(taps.r, taps.s);
+  const int threads = wgrad_threads(taps.r);
   // NCHW needs a warp along the pixels for each tile.
   plan.cta_tiles = std::min(plan.tiles, g.channels_last ? threads : threads / 32);
   plan.chunks = ceil_div(plan.tiles, plan.cta_tiles);
@@ -301,8 +300,8 @@ void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& p, bool depthwise, v
     auto run_kernel = [&]<int kR, int kS, int kStride, bool kDepthwise, bool kIsVec>() {
       const int64_t smem = int64_t{kRoundTaps<A>} * kRunK * plan.smem_pitch * sizeof(A);
       launch(conv2d_direct_wgrad_kernel<T, kR, kS, kStride, kDepthwise, kIsVec>,
-             dim3(static_cast<unsigned>(plan.parts * plan.chunks)), dim3(wgrad_threads(kR, kS)),
-             smem, stream, static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
+             dim3(static_cast<unsigned>(plan.parts * plan.chunks)), dim3(wgrad_threads(kR)), smem,
+             stream, static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
              static_cast<A*>(workspace), g, plan);
     };
     for_bool(is_vec, [&]<bool kIsVec>() {
@@ -314,7 +313,7 @@ void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& p, bool depthwise, v
           }
         }
         if (taps.s == 3) return run_kernel.template operator()<3, 3, 1, false, kIsVec>();
-        if (taps.s == 7) return run_kernel.template operator()<1, 7, 2, false, kIsVec>();
+        if (taps.s == 5) return run_kernel.template operator()<1, 5, 1, false, kIsVec>();
       }
       return depthwise ? run_kernel.template operator()<1, 1, 1, true, kIsVec>()
                        : run_kernel.template operator()<1, 1, 1, false, kIsVec>();
