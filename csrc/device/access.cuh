@@ -1,4 +1,4 @@
-// 16-byte accesses that stay as written where the compiler's own would be split or branched around.
+// Wide accesses that stay as written where the compiler's own would be split or branched around.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +30,12 @@ __device__ __forceinline__ void store_vec_global(T* pointer, const Vec<T, kSize>
       "st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(__cvta_generic_to_global(pointer)),
       "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
       : "memory");
+}
+
+// The same for two 16-bit elements at a multiple of 4 bytes.
+__device__ __forceinline__ void store_pair_global(void* pointer, uint32_t pair) {
+  asm volatile("st.global.b32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(pointer)), "r"(pair)
+               : "memory");
 }
 
 }  // namespace warpwright

@@ -3,6 +3,7 @@
 // Fragments are those of mma.m16n8k16 (device/mma_sm80.cuh): g = lane / 4, t = lane % 4.
 #pragma once
 
+#include "device/access.cuh"
 #include "device/exp2.cuh"
 #include "device/math.cuh"
 #include "device/mma_sm80.cuh"
@@ -61,11 +62,22 @@ __device__ __forceinline__ void load_tile(T* tile, const T* source, int64_t stri
   }
 }
 
+// tile_address of row `row` + lane_row and chunk 2 * step + half, where `row`, a multiple of 8, and
+// `step` are known to the compiler: one of four lane addresses and an immediate.
+template <int kD>
+__device__ __forceinline__ uint32_t fragment_address(uint32_t base, int lane_row, int half, int row,
+                                                     int step) {
+  const uint32_t lane =
+      base +
+      static_cast<uint32_t>(lane_row * (kD * 2) + ((((step % 4 * 2) ^ half ^ lane_row) & 7) << 4));
+  return lane + static_cast<uint32_t>(row * (kD * 2) + step / 4 * 128);
+}
+
 // A operand: rows [row, row + 16), depth [16 * step, 16 * step + 16).
 template <int kD>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t base, int row, int step) {
   const int lane = threadIdx.x % kWarpSize;
-  ldmatrix_x4(a, tile_address<kD>(base, row + lane % 16, step * 2 + lane / 16));
+  ldmatrix_x4(a, fragment_address<kD>(base, lane % 16, lane / 16, row, step));
 }
 
 // B operands of columns [row, row + 16), where a column is a row of the tile and depth runs along
@@ -73,7 +85,7 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t base, int row,
 template <int kD>
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t base, int row, int step) {
   const int lane = threadIdx.x % kWarpSize;
-  ldmatrix_x4(b, tile_address<kD>(base, row + lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
+  ldmatrix_x4(b, fragment_address<kD>(base, lane % 8 + lane / 16 * 8, lane / 8 % 2, row, step));
 }
 
 // B operands of columns [16 * pair, 16 * pair + 16), where depth runs down the rows
@@ -81,7 +93,7 @@ __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t base, int row,
 template <int kD>
 __device__ __forceinline__ void load_b_trans(uint32_t (&b)[4], uint32_t base, int row, int pair) {
   const int lane = threadIdx.x % kWarpSize;
-  ldmatrix_x4_trans(b, tile_address<kD>(base, row + lane % 16, pair * 2 + lane / 16));
+  ldmatrix_x4_trans(b, fragment_address<kD>(base, lane % 16, lane / 16, row, pair));
 }
 
 template <class T>
@@ -97,10 +109,11 @@ template <class T, int kD, int kTiles, int kCols>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kTiles][kCols][4], uint32_t x, int x_row,
                                               uint32_t y) {
   constexpr int kPairs = kCols / 2, kSteps = kD / 16;
+  const uint32_t x_rows = x + x_row * (kD * 2);
   uint32_t a[2][kTiles][4], b[2][4];
   auto load_step = [&](int step) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) load_a<kD>(a[step % 2][i], x, x_row + 16 * i, step);
+    for (int i = 0; i < kTiles; ++i) load_a<kD>(a[step % 2][i], x_rows, 16 * i, step);
   };
   load_step(0);
   load_b<kD>(b[0], y, 0, 0);
@@ -258,7 +271,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kTiles][kCols][4],
         const float x = acc[i][n][2 * half] * scale[i][half];
         const float y = acc[i][n][2 * half + 1] * scale[i][half];
         if (pair_stores) {
-          if (col < cols) *reinterpret_cast<uint32_t*>(to + col) = pack_pair<T>(x, y);
+          if (col < cols) store_pair_global(to + col, pack_pair<T>(x, y));
         } else {
           if (col < cols) to[col] = convert<T>(x);
           if (col + 1 < cols) to[col + 1] = convert<T>(y);
