@@ -19,8 +19,8 @@ SHAPES = [
     (3, 1),
     (64, 10),  # shorter than two vectors, not a multiple of one
     (7, 33),
-    (5, 1000),
-    (3, 5003),  # odd: rows start at every alignment
+    (40, 1000),  # enough rows that no lucky rounding of native decides
+    (12, 5003),  # odd: rows start at every alignment
     (2, 3, 5),
     (2, 21, 7, 9),  # segmentation
     (3, 6, 2, 2, 3),
@@ -57,7 +57,7 @@ def test_labels(device, dtype, shape, reduction):
     target = labels_for(shape, device)
     weight = weights_for(shape, device, dtype)
     # Native's own smoothing of long rows is a poor oracle: inf in float16, 20 ulps off in float64.
-    smoothings = (0.0,) if shape == (3, 5003) else (0.0, 0.1)
+    smoothings = (0.0,) if max(shape) >= 1000 else (0.0, 0.1)
     for smoothing, w in itertools.product(smoothings, (None, weight)):
         kwargs = {"weight": w, "reduction": reduction, "label_smoothing": smoothing}
         compare_with_native(F.cross_entropy, native, (x.clone().requires_grad_(), target), kwargs)
@@ -154,19 +154,19 @@ def test_byte_labels(device):
 
 
 @pytest.mark.parametrize("kind", ["labels", "smoothed", "probabilities"])
-def test_special_values(device, kind):
+def test_special_values(device, kind, dtype):
     """-inf, +inf and NaN logits at the label and beside it, in the rows and the pixels kernels."""
     special = [-INF, INF, NAN, 0.0, 1e30, -1e30]
-    if kind != "smoothed":
+    if kind != "smoothed" and dtype in (torch.float32, torch.float64):
         special.append(3.4e38)  # native overflows in its unscaled sum over the classes
     rows = []
     for a, b in itertools.product(special, special):
         rows.append([a, b, 0.5, -1.0, 2.0])
     rows += [[-INF] * 5, [INF] * 5, [NAN] * 5, [0.0] * 5]
-    x = torch.tensor(rows, device=device)
+    x = torch.tensor(rows, device=device).to(dtype)
     target = torch.arange(len(rows), device=device) % 3
     if kind == "probabilities":
-        target = torch.nn.functional.one_hot(target, 5).float() * 0.9 + 0.02
+        target = (torch.nn.functional.one_hot(target, 5).float() * 0.9 + 0.02).to(dtype)
     smoothing = 0.1 if kind == "smoothed" else 0.0
     for view in (x, x.t().contiguous().t()):
         kwargs = {"reduction": "none", "label_smoothing": smoothing}

@@ -147,7 +147,23 @@ double check_labels(const View<T, Q>& view) {
 
 // ---- forward ----
 
-constexpr int64_t kSumBlock = 32;  // vectors
+// Every so many terms a sum goes over to a compensated one: a confident row is one 1 and many small
+// numbers, and each of them added to the 1 would lose half an ulp of it.
+constexpr int64_t kSumBlock = 4;
+
+// Kahan's sum; an infinity stays one.
+template <class V>
+struct CompensatedSum {
+  V sum = V(typename V::value_type(0)), lost = V(typename V::value_type(0));
+
+  void add(const V& value) {
+    const V corrected = value - lost;
+    const V next = sum + corrected;
+    lost = (next - sum) - corrected;
+    lost = V::blendv(lost, V(typename V::value_type(0)), lost != lost);
+    sum = next;
+  }
+};
 
 // sum_c w_c q_c (z_c - max) and sum_c w_c q_c over classes [c, c + lanes) of one row, where q is
 // the probabilities, or for smoothed labels only the uniform part.
@@ -162,6 +178,15 @@ void add_linear(const View<T, Q>& view, const Lanes<T>& distance, int64_t row_st
   // Lanes past the row's end must not add anything, not even 0 * inf.
   linear = linear + first_lanes(Lanes<T>(0), wq * distance, count);
   mass = mass + first_lanes(Lanes<T>(0), wq, count);
+}
+
+// Both kinds below give any number for NaN. A row with NaN or +inf, or of -inf alone, has a maximum
+// that is not finite: its sum is set to NaN, and that makes its gradient NaN.
+
+// A term of a row's sum: its few ulps are below the sum's own rounding.
+template <class V>
+V exp_to_sum(const V& x) {
+  return x.exp_u20();
 }
 
 // As exact as results of type T can show: rounding to 16 bits hides 20 float ulps.
@@ -213,27 +238,28 @@ void rows_fwd(const View<T, Q>& view, int64_t begin, int64_t end, CpuCompute<T>*
     const Lanes<T> shift(row_max[row]);
     const int64_t target_start =
         kKind == TargetKind::kProbabilities ? row_offset(view.p.target_layout, row) : 0;
-    // Sums of sums: the rounding error grows with the root of the row's length only.
-    Lanes<T> sum(Compute(0)), linear(Compute(0)), mass(Compute(0));
+    CompensatedSum<Lanes<T>> sum, linear, mass;
     for (int64_t first = 0; first < classes; first += kSumBlock * kLanes) {
       const int64_t last = std::min(classes, first + kSumBlock * kLanes);
       Lanes<T> block_sum(Compute(0)), block_linear(Compute(0)), block_mass(Compute(0));
       for (int64_t c = first; c < last; c += kLanes) {
         const int64_t count = std::min(kLanes, last - c);
         const Lanes<T> distance = load_lanes<T>(z + c, count) - shift;
-        block_sum = block_sum + first_lanes(Lanes<T>(Compute(0)), exp_for<T>(distance), count);
+        block_sum = block_sum + first_lanes(Lanes<T>(Compute(0)), exp_to_sum(distance), count);
         if constexpr (kKind != TargetKind::kLabels) {
           add_linear<kKind>(view, distance, target_start, c, count, block_linear, block_mass);
         }
       }
-      sum = sum + block_sum;
-      linear = linear + block_linear;
-      mass = mass + block_mass;
+      sum.add(block_sum);
+      if constexpr (kKind != TargetKind::kLabels) {
+        linear.add(block_linear);
+        mass.add(block_mass);
+      }
     }
-    row_sum[row] = sum_lanes(sum);
+    row_sum[row] = sum_lanes(sum.sum);
     if constexpr (kKind != TargetKind::kLabels) {
-      linear_of[row] = sum_lanes(linear);
-      mass_of[row] = sum_lanes(mass);
+      linear_of[row] = sum_lanes(linear.sum);
+      mass_of[row] = sum_lanes(mass.sum);
     }
   }
 }
@@ -267,7 +293,8 @@ void pixels_fwd(const View<T, Q>& view, int64_t begin, int64_t end, CpuCompute<T
     const Q* q = kKind == TargetKind::kProbabilities
                      ? view.probabilities + row_offset(p.target_layout, row)
                      : nullptr;
-    Compute max[kStrip], sum[kStrip] = {}, linear[kStrip] = {}, mass[kStrip] = {};
+    Compute max[kStrip];
+    CompensatedSum<Lanes<T>> sum[kStrip / kLanes], linear[kStrip / kLanes], mass[kStrip / kLanes];
     std::fill_n(max, kStrip, -std::numeric_limits<Compute>::infinity());
     for (int64_t c = 0; c < p.classes; ++c) {
       for (int64_t i = 0; i < strip; i += kLanes) {
@@ -284,7 +311,7 @@ void pixels_fwd(const View<T, Q>& view, int64_t begin, int64_t end, CpuCompute<T
           const int64_t count = std::min(kLanes, strip - i);
           const Lanes<T> value = load_lanes<T>(z + c * p.layout.class_stride + i, count);
           const Lanes<T> distance = value - Lanes<T>::loadu(max + i);
-          add_to(block_sum + i, exp_for<T>(distance));
+          add_to(block_sum + i, exp_to_sum(distance));
           if constexpr (kKind != TargetKind::kLabels) {
             Lanes<T> wq(view.spread);
             if constexpr (kKind == TargetKind::kProbabilities) {
@@ -298,16 +325,21 @@ void pixels_fwd(const View<T, Q>& view, int64_t begin, int64_t end, CpuCompute<T
         }
       }
       for (int64_t i = 0; i < strip; i += kLanes) {
-        add_to(sum + i, Lanes<T>::loadu(block_sum + i));
-        add_to(linear + i, Lanes<T>::loadu(block_linear + i));
-        add_to(mass + i, Lanes<T>::loadu(block_mass + i));
+        sum[i / kLanes].add(Lanes<T>::loadu(block_sum + i));
+        if constexpr (kKind != TargetKind::kLabels) {
+          linear[i / kLanes].add(Lanes<T>::loadu(block_linear + i));
+          mass[i / kLanes].add(Lanes<T>::loadu(block_mass + i));
+        }
       }
     }
     std::copy_n(max, strip, row_max + row);
-    std::copy_n(sum, strip, row_sum + row);
-    if constexpr (kKind != TargetKind::kLabels) {
-      std::copy_n(linear, strip, linear_of + row);
-      std::copy_n(mass, strip, mass_of + row);
+    for (int64_t i = 0; i < strip; i += kLanes) {
+      const auto count = static_cast<int>(std::min(kLanes, strip - i));
+      sum[i / kLanes].sum.store(row_sum + row + i, count);
+      if constexpr (kKind != TargetKind::kLabels) {
+        linear[i / kLanes].sum.store(linear_of + row + i, count);
+        mass[i / kLanes].sum.store(mass_of + row + i, count);
+      }
     }
   });
 }
@@ -329,6 +361,10 @@ void forward(const CrossEntropyParams& p) {
   at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
     const auto pass = p.layout.is_rows() ? rows_fwd<T, Q, kKind> : pixels_fwd<T, Q, kKind>;
     pass(view, begin, end, row_max, row_sum, linear_of, mass_of);
+    for (int64_t row = begin; row < end && p.classes != 0; ++row) {
+      const bool finite = row_max[row] - row_max[row] == 0;
+      if (!finite) row_sum[row] = std::numeric_limits<Compute>::quiet_NaN();
+    }
     // The logarithms, many at once, where the losses will be.
     at::vec::map<Compute>([](Vectorized<Compute> sum) { return sum.log(); }, row_loss + begin,
                           row_sum + begin, end - begin);
