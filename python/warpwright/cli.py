@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     from . import __version__, demo
+    from .bench import report, run
     from .info import run as run_info
 
     parser = argparse.ArgumentParser(
@@ -26,5 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
+    command = commands.add_parser("bench", help="every op beside native, interleaved")
+    run.add_arguments(command)
+    command.set_defaults(run=run.main)
+    command = commands.add_parser("report", help="rewrites the tables of README.md and docs/")
+    report.add_arguments(command)
+    command.set_defaults(run=report.run)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))

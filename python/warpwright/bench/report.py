@@ -6,6 +6,7 @@ lines is generated. A record whose source hash is not today's is marked stale.
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 from collections.abc import Iterator
@@ -87,18 +88,24 @@ def render(text: str, record: dict[str, Any]) -> str:
     return _BLOCK.sub(lambda m: f"{m[1]}{TABLES[m[2]](record)}\n{m[3]}", text)
 
 
-def main(root: Path, results: Path, *, check: bool = False) -> int:
-    """Rewrites the documents under `root`; with `check`, only says whether they are up to date."""
-    record = load_records(results)
-    stale = []
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", type=Path, default=Path("."), help="the repository")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/h200/full.json"))
+    parser.add_argument("--check", action="store_true", help="only say what is out of date")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rewrites the documents, or with --check says which ones are not what the results say."""
+    record = load_records(options.root / options.results)
+    differing = []
     for name in ("README.md", "docs/results.md"):
-        path = root / name
+        path = options.root / name
         before = path.read_text()
         after = render(before, record)
         if before != after:
-            stale.append(name)
-            if not check:
+            differing.append(name)
+            if not options.check:
                 path.write_text(after)
-    for name in stale:
-        print(f"{name}: {'not what the results say' if check else 'rewritten'}")
-    return 1 if check and stale else 0
+    for name in differing:
+        print(f"{name}: {'not what the results say' if options.check else 'rewritten'}")
+    return 1 if options.check and differing else 0

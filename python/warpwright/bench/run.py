@@ -177,24 +177,24 @@ def run(
     return record
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m warpwright bench", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="*", help="only these ops (default: all)")
     parser.add_argument("--suite", choices=("quick", "full"), default=None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
     parser.add_argument("--seconds", type=float, default=0.25, help="measuring time a row")
     parser.add_argument("--json", type=Path, default=None, help="write the record here")
-    options = parser.parse_args(arguments)
 
+
+def main(options: argparse.Namespace) -> int:
+    """`python -m warpwright bench`: measures, prints the table, writes the record."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     suite = options.suite or ("full" if device == "cuda" else "quick")
     cases = CASES if suite == "full" else QUICK_CASES
     known = {case.op for case in cases} | {"mnist_step"}
     unknown = set(options.op) - known
     if unknown:
-        parser.error(
-            f"op: {', '.join(sorted(unknown))}: expected one of {', '.join(sorted(known))}"
-        )
+        print(f"op: {', '.join(sorted(unknown))}: expected one of {', '.join(sorted(known))}")
+        return 2
     if options.op:
         cases = [case for case in cases if case.op in options.op]
 
