@@ -66,7 +66,7 @@ def batch_norm_cases():
             for training in (True, False):
                 mean, var = torch.zeros(c).double(), torch.ones(c).double()
                 function = lambda x, w, b, m, v, training=training: F.batch_norm(  # noqa: E731
-                    x, m.clone(), v.clone(), w, b, training
+                    x, m.detach().clone(), v.detach().clone(), w, b, training
                 )
                 mode = "train" if training else "eval"
                 yield f"{name}-{shape}-{mode}", function, (x, rand(c), rand(c), mean, var), {}
