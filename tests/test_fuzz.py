@@ -170,7 +170,10 @@ def test_max_pool2d(device, dtype):
         make = Maker(draw, device, dtype)
         shape = (draw(SMALL), draw(SIZE), draw(SIDE), draw(SIDE))[draw(st.integers(0, 1)) :]
         args = (make(*shape), draw(window), draw(step), draw(margin), draw(st.integers(1, 2)))
-        kwargs = {"ceil_mode": draw(st.booleans()), "return_indices": draw(st.booleans())}
+        # ceil_mode with dilation can make a window without a tap inside: native's backward then
+        # writes outside its gradient. test_max_pool2d.py has that case for ours alone.
+        ceil_mode = args[4] == 1 and draw(st.booleans())
+        kwargs = {"ceil_mode": ceil_mode, "return_indices": draw(st.booleans())}
         check(make, errors, F.max_pool2d, NATIVE.max_pool2d, args, kwargs)
 
     run(test)
