@@ -32,6 +32,13 @@ __device__ __forceinline__ void store_vec_global(T* pointer, const Vec<T, kSize>
       : "memory");
 }
 
+// The same for two 32-bit elements at a multiple of 8 bytes.
+__device__ __forceinline__ void store_pair_global(void* pointer, uint2 pair) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};\n" ::"l"(__cvta_generic_to_global(pointer)),
+               "r"(pair.x), "r"(pair.y)
+               : "memory");
+}
+
 // The same for two 16-bit elements at a multiple of 4 bytes.
 __device__ __forceinline__ void store_pair_global(void* pointer, uint32_t pair) {
   asm volatile("st.global.b32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(pointer)), "r"(pair)

@@ -13,10 +13,7 @@ __device__ __forceinline__ void store_pair(T* pointer, T first, T second) {
   if constexpr (sizeof(T) == 2) {
     *reinterpret_cast<uint32_t*>(pointer) = *reinterpret_cast<const uint32_t*>(&pair);
   } else if constexpr (sizeof(T) == 4) {
-    const uint2 raw = *reinterpret_cast<const uint2*>(&pair);
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};\n" ::"l"(__cvta_generic_to_global(pointer)),
-                 "r"(raw.x), "r"(raw.y)
-                 : "memory");
+    store_pair_global(pointer, *reinterpret_cast<const uint2*>(&pair));
   } else {
     store_vec_global(pointer, pair);
   }
