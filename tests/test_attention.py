@@ -1,4 +1,5 @@
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,13 +13,22 @@ from warpwright.testing import assert_same, compare_with_native
 def native(query, key, value, mask=None, **kwargs):
     # Native's fused CPU kernel issues AMX instructions for 16-bit types wherever the CPU lists
     # them, and dies where the system does not allow them. On CUDA the fused backends refuse some
-    # masks, read others at misaligned addresses and give NaN for logits far from 0.
+    # masks, read others at misaligned addresses and give NaN for logits far from 0; they check the
+    # head dimension, not strides and addresses, and find "no kernel to launch" for float32.
     attention = torch.nn.functional.scaled_dot_product_attention
-    sixteen = query.dtype in (torch.bfloat16, torch.float16)
-    if sixteen if query.device.type == "cpu" else mask is not None:
-        with sdpa_kernel(SDPBackend.MATH):
-            return attention(query, key, value, mask, **kwargs)
-    return attention(query, key, value, mask, **kwargs)
+    if query.device.type == "cpu":
+        by_formula = query.dtype in (torch.bfloat16, torch.float16)
+    else:
+        strict = query.dtype == torch.float32 and not all(map(aligned, (query, key, value)))
+        by_formula = mask is not None or strict
+    with sdpa_kernel(SDPBackend.MATH) if by_formula else nullcontext():
+        return attention(query, key, value, mask, **kwargs)
+
+
+def aligned(x):
+    """Every row of the last dimension starts at a multiple of 16 bytes and has no gaps."""
+    offsets = (x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and all(n * x.element_size() % 16 == 0 for n in offsets)
 
 
 ours = F.scaled_dot_product_attention

@@ -89,8 +89,14 @@ void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor
   } else {
     check_label_shape(input, target);
     const bool is_byte = target.scalar_type() == at::kByte && input.dim() <= 2;
-    TORCH_CHECK(target.scalar_type() == at::kLong || is_byte,
-                "expected scalar type Long but found ", target.scalar_type());
+    const bool is_label = target.scalar_type() == at::kLong || is_byte;
+    const auto message = "expected scalar type Long but found ";
+    // Native's CUDA kernels for at most 2 dimensions have no code for other types of labels; its
+    // other kernels have the wrong pointer.
+    if (input.is_cuda() && input.dim() <= 2) {
+      TORCH_CHECK_NOT_IMPLEMENTED(is_label, message, target.scalar_type());
+    }
+    TORCH_CHECK(is_label, message, target.scalar_type());
   }
   if (!weight.defined()) return;
   const c10::SymInt classes = input.sym_size(class_dim(input));
