@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 import warpwright
-from warpwright import SwapCheckError, swap, swapped, unswap
+from warpwright import SwapCheckError, _check, swap, swapped, unswap
+from warpwright._precision import (
+    CONVOLUTIONS,
+    MATRIX_PRODUCTS,
+    conv_allows_tf32,
+    matmul_allows_tf32,
+    rounded_to_tf32,
+)
 from warpwright.testing import assert_same
 
 
@@ -411,6 +418,85 @@ def test_check_finds_wrong_statistics(model, images, monkeypatch):
     monkeypatch.setattr(warpwright.functional, "batch_norm", wrong)
     with pytest.raises(SwapCheckError, match=r"1 \(BatchNorm2d\): running_var"):
         swap(model, check=images)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "shape"),
+    [
+        ("conv2d", nn.Conv2d(24, 32, 1, stride=2), (2, 24, 12, 12)),
+        ("linear", nn.Linear(200, 30), (64, 200)),
+    ],
+)
+def test_check_measures_tf32_by_tf32(device, monkeypatch, name, module, shape):
+    """Where TF32 is allowed, its rounding passes beside a native that kept float32; no other."""
+    right = getattr(warpwright.functional, name)
+    model, x = nn.Sequential(module).to(device), torch.randn(shape, device=device)
+
+    def check(allowed, rounded):
+        def coarse(x, weight, *args):
+            x, weight = (t + (rounded(t) - t).detach() for t in (x, weight))
+            return right(x, weight, *args)
+
+        monkeypatch.setattr(_check, "tf32_products", lambda device: allowed)
+        monkeypatch.setattr(warpwright.functional, name, coarse)
+        swap(copy.deepcopy(model), check=x)
+
+    def tf32(t):
+        return rounded_to_tf32(t.double()).to(t.dtype)
+
+    products = {**CONVOLUTIONS, **MATRIX_PRODUCTS}
+    check(products, tf32)
+    with pytest.raises(SwapCheckError, match="output: relative error"):
+        check({}, tf32)
+    with pytest.raises(SwapCheckError, match="output: relative error"):
+        check(products, lambda t: t.bfloat16().to(t.dtype))
+
+
+@pytest.mark.gpu
+def test_check_where_native_keeps_float32():
+    """Native runs a strided 1x1 convolution in float32 although TF32 is allowed."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    model = nn.Sequential(nn.Conv2d(64, 128, 1, 2, bias=False), nn.Flatten(), nn.Linear(25088, 10))
+    swap(model.cuda(), check=torch.randn(8, 64, 28, 28, device="cuda"))
+
+
+def test_tf32_rounding():
+    """To 11 bits, to nearest, whatever the sign; special values stay."""
+    x = torch.tensor([1 + 2**-11, 1 + 2**-11 - 2**-20, 2 - 2**-12, 0.0, -0.0, float("inf")])
+    expected = torch.tensor([1 + 2**-10, 1, 2, 0.0, -0.0, float("inf")])
+    for sign in (1, -1):
+        assert_same(rounded_to_tf32(sign * x.double()), sign * expected.double())
+    assert rounded_to_tf32(torch.tensor(float("nan"), dtype=torch.float64)).isnan()
+
+
+def test_tf32_setting():
+    """Both ways to set it are read; the older getter raises once the newer was used."""
+    assert not conv_allows_tf32()
+    assert not matmul_allows_tf32()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    assert conv_allows_tf32()
+    assert matmul_allows_tf32()
+
+
+def test_check_measures_a_mean_by_its_terms(device, monkeypatch):
+    """A running mean next to 0 may be off by the rounding of what it adds up, and by no more."""
+    model = nn.Sequential(nn.BatchNorm2d(4)).to(device)
+    x = torch.randn(16, 4, 32, 32, device=device)
+    x -= x.mean((0, 2, 3), keepdim=True)
+    right = warpwright.functional.batch_norm
+
+    def check(ulps):
+        def wrong(x, running_mean, *args, **kwargs):
+            output = right(x, running_mean, *args, **kwargs)
+            running_mean.data.add_(0.1 * ulps * 2.0**-23)
+            return output
+
+        monkeypatch.setattr(warpwright.functional, "batch_norm", wrong)
+        swap(copy.deepcopy(model), check=x)
+
+    check(0.5)
+    with pytest.raises(SwapCheckError, match="running_mean: relative error"):
+        check(3)
 
 
 def test_check_restores_when_the_model_raises(model, monkeypatch):

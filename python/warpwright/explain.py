@@ -12,6 +12,7 @@ from torch._prims_common import suggest_memory_format
 
 from . import _C, functional
 from ._arch import why_no_kernel
+from ._precision import conv_allows_tf32, matmul_allows_tf32
 
 __all__ = ["explain"]
 
@@ -98,11 +99,10 @@ def _relu(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 
 def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    tf32 = torch.backends.cuda.matmul.allow_tf32
     x, weight = a["input"], a["weight"]
     if weight.dim() == 1:
         weight = weight[None]
-    lines = _C.explain_linear(_dtype(x), tf32, _operand(x), _operand(weight), gpu)
+    lines = _C.explain_linear(_dtype(x), matmul_allows_tf32(), _operand(x), _operand(weight), gpu)
     return lines if a["bias"] is not None else lines[:-1]
 
 
@@ -135,7 +135,7 @@ def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     channels_last = torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight))
     return _C.explain_conv2d(
         _dtype(x),
-        torch.backends.cudnn.allow_tf32,
+        conv_allows_tf32(),
         _operand(x),
         _operand(weight),
         output,

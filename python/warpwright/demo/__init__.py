@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from .._precision import conv_allows_tf32, matmul_allows_tf32
 from . import data, op_times, report
 from .train import LIBRARIES, Training, native_step_ms, train_side_by_side
 
@@ -150,9 +151,7 @@ def prepare(
             + ", ".join(f"{name} {ms:.3g} ms" for name, ms in tried.items())
             + " a step)."
         )
-    tf32 = device.type == "cuda" and (
-        torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
-    )
+    tf32 = device.type == "cuda" and (conv_allows_tf32() or matmul_allows_tf32())
     trainings = [
         Training.start(
             library, arguments.model, arguments.lr, arguments.seed, device, formats[chosen]

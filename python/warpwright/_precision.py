@@ -1,0 +1,69 @@
+"""The precision that PyTorch's settings allow to float32 products, and the error that goes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+# Operators whose operands TF32 rounds, and where these stand among the arguments.
+CONVOLUTIONS = {aten.convolution: (0, 1), aten.convolution_backward: (0, 1, 2)}
+MATRIX_PRODUCTS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2)}
+
+Products = dict[Any, tuple[int, ...]]
+
+
+def conv_allows_tf32() -> bool:
+    """``torch.backends.cudnn.allow_tf32``, which raises once the newer setting was used."""
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+
+
+def matmul_allows_tf32() -> bool:
+    """``torch.backends.cuda.matmul.allow_tf32``, which raises once the newer setting was used."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def tf32_products(device: torch.device) -> Products:
+    """The operators that may round float32 operands to TF32 on ``device``."""
+    if device.type != "cuda":
+        return {}
+    return (CONVOLUTIONS if conv_allows_tf32() else {}) | (
+        MATRIX_PRODUCTS if matmul_allows_tf32() else {}
+    )
+
+
+def rounded_to_tf32(x: Tensor) -> Tensor:
+    """A float64 tensor rounded to TF32's 11 bits, to nearest."""
+    dropped = 52 - 10
+    bits = (x.detach().view(torch.int64) + (1 << (dropped - 1))) & -(1 << dropped)
+    return torch.where(x.isfinite(), bits.view(torch.float64), x)
+
+
+class Tf32Products(TorchDispatchMode):
+    """Inside, float64 ``products`` round their operands to TF32: all else stays exact.
+
+    What comes out is what the best of all TF32 kernels would give, so its distance from the exact
+    result is the error that the setting allows.
+    """
+
+    def __init__(self, products: Products) -> None:
+        super().__init__()
+        self.products = products
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        places = self.products.get(func.overloadpacket, ())
+        rounded = [
+            rounded_to_tf32(a) if i in places and a.dtype == torch.float64 else a
+            for i, a in enumerate(args)
+        ]
+        result = func(*rounded, **kwargs)
+        if places and func.overloadpacket is aten.convolution_backward and args[-1][2]:
+            # The bias gradient is a sum, not a product.
+            result = (*result[:2], func(*args[:-1], [False, False, True], **kwargs)[2])
+        return result
