@@ -12,9 +12,19 @@ from warpwright.testing import (
 )
 
 # 2-D to 5-D; channels and planes with and without a tail; one channel; more rows than a block.
-SHAPES = [(7, 5), (16, 64), (3, 6, 11), (2, 3, 9, 11), (4, 32, 8, 8), (2, 3, 4, 5, 3), (5, 1, 6, 6)]
+SHAPES = [
+    (7, 5),
+    (16, 64),
+    (3, 6, 11),
+    (2, 3, 9, 11),
+    (4, 32, 8, 8),
+    (2, 3, 4, 5, 3),
+    (5, 1, 6, 6),
+    (6, 8, 7, 7),
+]
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
-LARGE = [(64, 40, 14, 14), (1500, 48), (3, 17, 40, 41)]
+# On a GPU: channels that a block holds, and from the last two on channels that it doesn't.
+LARGE = [(64, 40, 14, 14), (1500, 48), (3, 17, 40, 41), (20, 3, 61, 61), (15, 2, 60, 84)]
 SHORT = [torch.bfloat16, torch.float16]
 
 
@@ -150,7 +160,7 @@ def test_optional_arguments(device, dtype, training, present):
 
 def test_cancellation(device):
     """A large mean, and first values far from the rest, must not cost the variance."""
-    for shape in ((64, 8, 14, 14), (2048, 8), (3, 5, 33, 33)):
+    for shape in ((64, 8, 14, 14), (2048, 8), (3, 5, 33, 33), (64, 8, 7, 7), (20, 3, 61, 61)):
         for fmt in (torch.contiguous_format, torch.channels_last):
             if len(shape) != 4 and fmt == torch.channels_last:
                 continue

@@ -91,7 +91,11 @@ def explain_conv_fp32(tf32):
 def test_batch_norm():
     x = torch.randn(4, 64, 8, 8)
     last = x.contiguous(memory_format=torch.channels_last)
-    assert "planes, 16-byte accesses" in explain("batch_norm", x, None, None, **ON_GPU)
+    assert "a block holds a channel" in explain("batch_norm", x, None, None, **ON_GPU)
+    large = torch.empty(64, 32, 56, 56, device="meta")
+    assert "planes, 16-byte accesses" in explain("batch_norm", large, None, None, **ON_GPU)
+    odd = torch.empty(64, 32, 55, 55, device="meta")
+    assert "shared with the neighbours" in explain("batch_norm", odd, None, None, **ON_GPU)
     assert "rows of channels" in explain("batch_norm", last, None, None, **ON_GPU)
     assert "rows of channels" in explain("batch_norm", x[:, :, 0, 0], None, None, **ON_GPU)
 

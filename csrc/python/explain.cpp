@@ -165,9 +165,11 @@ Lines explain_batch_norm(const std::string& dtype, const Operand& input, bool ro
   e.channels = input.sizes[1];
   e.spatial = numel(input) / std::max<int64_t>(e.batch * e.channels, 1);
   e.rows = rows || e.spatial == 1;
-  const std::string text =
-      describe(choose_config(e, dtype_from(dtype), static_cast<uintptr_t>(input.address), device));
-  return {{"forward", text}, {"backward", text}};
+  auto text = [&](int operands) {
+    return describe(choose_config(e, dtype_from(dtype), static_cast<uintptr_t>(input.address),
+                                  device, operands));
+  };
+  return {{"forward", text(1)}, {"backward", text(2)}};
 }
 
 // ---- conv2d ----

@@ -1,4 +1,4 @@
-// Which of the two layouts' kernels a batch norm call takes.
+// Which layout's kernels a batch norm call takes.
 #include "ops/batchnorm/batchnorm_device.cuh"
 
 namespace warpwright {
@@ -7,6 +7,8 @@ void launch_batch_norm_fwd(const BatchNormParams& p, const BatchNormConfig& conf
                            cudaStream_t stream) {
   if (p.extents.rows) {
     launch_fwd_rows(p, config, stream);
+  } else if (config.on_chip) {
+    launch_fwd_on_chip(p, config, stream);
   } else {
     launch_fwd_planes(p, config, stream);
   }
@@ -16,6 +18,8 @@ void launch_batch_norm_bwd(const BatchNormBackwardParams& p, const BatchNormConf
                            cudaStream_t stream) {
   if (p.extents.rows) {
     launch_bwd_rows(p, config, stream);
+  } else if (config.on_chip) {
+    launch_bwd_on_chip(p, config, stream);
   } else {
     launch_bwd_planes(p, config, stream);
   }

@@ -1,11 +1,12 @@
 // batch_norm: y = (x - mean) * rstd * weight + bias per channel, rstd = 1 / sqrt(var + eps)
 // (PyTorch's "invstd"). Training takes mean and var over all but the channel dimension and moves
 // the running statistics; evaluation takes them from the running statistics.
-// Memory-bound. Two launches each way: the first reads everything and leaves one partial result a
+// Memory-bound. Planes of a channel that fit in a block's shared memory: one launch that reads them
+// once. Else two launches each way: the first reads everything and leaves one partial result a
 // channel and split in the workspace, the second merges the partials of its channels (no third
 // launch, no counters to zero) and walks the data again from the end, where L2 still holds it.
-// Bytes (E = bytes of x): forward 3E training, 2E evaluation; backward 5E, or 2E evaluation with
-// dx alone.
+// Bytes (E = bytes of x): on chip 2E forward and 3E backward; else forward 3E training, 2E
+// evaluation; backward 5E, or 2E evaluation with dx alone.
 //
 // Layouts: rows (batch * spatial, channels), channels innermost; or planes (batch, channels,
 // spatial).
@@ -67,6 +68,8 @@ struct BatchNormBackwardParams {
 
 struct BatchNormConfig {
   int vec;         // elements an access
+  bool ragged;     // planes: they start and end inside vectors
+  bool on_chip;    // planes: a block holds a channel
   int lanes;       // rows: threads side by side along the channels
   int64_t tiles;   // rows: groups of lanes * vec channels; planes: channels
   int64_t splits;  // shares of each channel's values, one block each
@@ -78,27 +81,53 @@ constexpr int kPlanesThreads = 256;
 constexpr int kPlanesBlocksPerSm = 3;
 constexpr int kRowsUnroll = 8;  // vectors a thread has in flight, over all operands
 constexpr int kPlanesUnroll = 4;
+constexpr int kOnChipMaxThreads = 512;
+constexpr int64_t kOnChipScratchBytes = 3 * kOnChipMaxThreads / 2 * 8 + 64;  // the merge's
 
-// `addresses`: bitwise or of the element pointers of the call, as integers.
+// Vectors that a plane takes up at most, wherever in its first vector it starts.
+constexpr int64_t batch_norm_plane_vectors(int64_t spatial, int vec) {
+  return spatial % vec == 0 ? spatial / vec : (spatial + 2 * vec - 2) / vec;
+}
+
+// Holding a channel saves a read of the operands, but channels are all that the SMs can share: the
+// fullest SM must not move more than its share of the two passes. For a short channel the launch
+// saved decides.
+inline bool batch_norm_fits_on_chip(const BatchNormExtents& e, int vec, int operands,
+                                    const DeviceInfo& device) {
+  const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, vec);
+  const int64_t limit = (device.smem_per_block - kOnChipScratchBytes) / (operands * 16);
+  if (vectors > limit) return false;
+  const int64_t rounds = (e.channels + device.num_sms - 1) / device.num_sms;
+  return 2 * rounds * device.num_sms <= 3 * e.channels || vectors * 16 <= 65536;
+}
+
+// `addresses`: bitwise or of the element pointers of the call, as integers. `operands`: tensors
+// that a block would have to hold to read them once (1 the training forward, 2 its backward), 0: no
+// need.
 inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uintptr_t addresses,
-                                     const DeviceInfo& device) {
+                                     const DeviceInfo& device, int operands) {
   const int wide = static_cast<int>(16 / dtype_size(dtype));
   const bool aligned = addresses % 16 == 0;
   BatchNormConfig config{};
   if (!e.rows) {
-    config.vec = aligned && e.spatial % wide == 0 ? wide : 1;
+    config.vec = aligned && e.spatial >= wide ? wide : 1;
+    config.ragged = e.spatial % config.vec != 0;
+    config.on_chip =
+        config.vec > 1 && operands > 0 && batch_norm_fits_on_chip(e, config.vec, operands, device);
     config.lanes = 1;
     config.tiles = e.channels;
-    const int64_t vectors = e.count() / config.vec;
+    const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, config.vec);
     // One wave of blocks for few channels; for many, enough waves that the last one matters little.
     const int64_t wave = int64_t{kPlanesBlocksPerSm} * device.num_sms;
     const int64_t wanted = 2 * e.channels <= wave ? wave / std::max<int64_t>(e.channels, 1)
                                                   : (4 * wave + e.channels - 1) / e.channels;
-    const int64_t worth = vectors / (kPlanesThreads * 2);
+    const int64_t worth = config.on_chip ? 1 : vectors / (kPlanesThreads * 2);
     config.splits = std::clamp<int64_t>(std::min(wanted, worth), 1, kPlanesThreads);
-    config.reason = config.vec > 1 ? "planes, 16-byte accesses"
-                    : aligned      ? "planes that are no multiple of 16 bytes: element accesses"
-                                   : "planes, an address is misaligned: element accesses";
+    config.reason = config.on_chip   ? "planes, a block holds a channel and reads it once"
+                    : config.ragged  ? "planes, 16-byte accesses shared with the neighbours"
+                    : config.vec > 1 ? "planes, 16-byte accesses"
+                    : aligned        ? "planes of less than 16 bytes: element accesses"
+                                     : "planes, an address is misaligned: element accesses";
     return config;
   }
   config.vec = aligned && e.channels % wide == 0 ? wide : 1;
@@ -126,6 +155,7 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
 // Two accumulators a channel and split.
 inline int64_t batch_norm_workspace_bytes(const BatchNormConfig& config, int64_t channels,
                                           DType dtype) {
+  if (config.on_chip) return 0;
   return config.splits * channels * 2 * (dtype == DType::kFloat64 ? 8 : 4);
 }
 

@@ -9,6 +9,11 @@
 
 namespace warpwright {
 
+// Which elements of a vector count: all.
+struct WholeVector {
+  __device__ __forceinline__ bool has(int) const { return true; }
+};
+
 // The result of some values of one channel. Forward: mean and sum of squared deviations from it.
 // Backward: sum of dout and sum of dout * (x - mean).
 template <class A>
@@ -91,15 +96,20 @@ struct MomentsOf {
   static_assert(kChannels == V || kChannels == 1, "a vector is V channels or V values of one");
   A shift[kChannels] = {}, sum[kChannels] = {}, square[kChannels] = {};
 
-  __device__ __forceinline__ void start(const Vec<T, V>& first) {
+  template <class Part>
+  __device__ __forceinline__ void start(const Vec<T, V> (&in)[1], const Part& part) {
+    // Downwards: the first element of each channel that counts remains.
 #pragma unroll
-    for (int j = 0; j < kChannels; ++j) shift[j] = convert<A>(first[j]);
+    for (int j = V - 1; j >= 0; --j) {
+      if (part.has(j)) shift[j % kChannels] = convert<A>(in[0][j]);
+    }
   }
-  __device__ __forceinline__ void add(const Vec<T, V> (&in)[1]) {
+  template <class Part>
+  __device__ __forceinline__ void add(const Vec<T, V> (&in)[1], const Part& part) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const int c = j % kChannels;
-      const A distance = convert<A>(in[0][j]) - shift[c];
+      const A distance = part.has(j) ? convert<A>(in[0][j]) - shift[c] : A(0);
       sum[c] += distance;
       square[c] += distance * distance;
     }
@@ -122,13 +132,17 @@ struct GradSumsOf {
   static constexpr int kInputs = 2;  // dout, x
   A mean[kChannels] = {}, sum[kChannels] = {}, product[kChannels] = {};
 
-  __device__ __forceinline__ void add(const Vec<T, V> (&in)[2]) {
+  template <class Part>
+  __device__ __forceinline__ void start(const Vec<T, V> (&)[2], const Part&) {}
+  template <class Part>
+  __device__ __forceinline__ void add(const Vec<T, V> (&in)[2], const Part& part) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const int c = j % kChannels;
-      const A dout = convert<A>(in[0][j]);
+      const A dout = part.has(j) ? convert<A>(in[0][j]) : A(0);
+      const A distance = part.has(j) ? convert<A>(in[1][j]) - mean[c] : A(0);
       sum[c] += dout;
-      product[c] += dout * (convert<A>(in[1][j]) - mean[c]);
+      product[c] += dout * distance;
     }
   }
   template <class B>
@@ -292,11 +306,12 @@ void launch_fwd(const BatchNormParams& p, const BatchNormConfig& config, cudaStr
     Partial<Accum<T>>* partials = nullptr;
     if (p.training) {
       partials = static_cast<Partial<Accum<T>>*>(p.workspace);
-      launch(Layout::template reduce<T, V, MomentsOf<T, V, Layout::channels_of(V)>>(), grid, block,
-             0, stream, in, nullptr, shape, partials);
+      launch(Layout::template reduce<T, V, MomentsOf<T, V, Layout::channels_of(V)>>(config.ragged),
+             grid, block, 0, stream, in, nullptr, shape, partials);
     }
-    launch(Layout::template apply<T, V, MergeMoments, ForwardOf<T, V>, ForwardCoefficients>(), grid,
-           block, 0, stream, in, static_cast<T*>(p.output), shape, partials,
+    launch(Layout::template apply<T, V, MergeMoments, ForwardOf<T, V>, ForwardCoefficients>(
+               config.ragged),
+           grid, block, 0, stream, in, static_cast<T*>(p.output), shape, partials,
            ForwardCoefficients{p});
   });
 }
@@ -317,13 +332,13 @@ void launch_bwd(const BatchNormBackwardParams& p, const BatchNormConfig& config,
     Partial<Accum<T>>* partials = nullptr;
     if (need_sums) {
       partials = static_cast<Partial<Accum<T>>*>(p.workspace);
-      launch(Layout::template reduce<T, V, GradSumsOf<T, V, Layout::channels_of(V)>>(), grid, block,
-             0, stream, BatchNormInputs<T, 2>{{dout, x}}, static_cast<const Accum<T>*>(p.mean),
-             shape, partials);
+      launch(Layout::template reduce<T, V, GradSumsOf<T, V, Layout::channels_of(V)>>(config.ragged),
+             grid, block, 0, stream, BatchNormInputs<T, 2>{{dout, x}},
+             static_cast<const Accum<T>*>(p.mean), shape, partials);
     }
     auto apply = [&]<class Apply>(const BatchNormInputs<T, Apply::kInputs>& in) {
-      launch(Layout::template apply<T, V, MergeSums, Apply, BackwardCoefficients>(), apply_grid,
-             block, 0, stream, in, dx, shape, partials, BackwardCoefficients{p});
+      launch(Layout::template apply<T, V, MergeSums, Apply, BackwardCoefficients>(config.ragged),
+             apply_grid, block, 0, stream, in, dx, shape, partials, BackwardCoefficients{p});
     };
     if (p.training) {
       apply.template operator()<BackwardOf<T, V>>({{dout, x}});
@@ -340,5 +355,9 @@ void launch_fwd_planes(const BatchNormParams& p, const BatchNormConfig& config,
                        cudaStream_t stream);
 void launch_bwd_planes(const BatchNormBackwardParams& p, const BatchNormConfig& config,
                        cudaStream_t stream);
+void launch_fwd_on_chip(const BatchNormParams& p, const BatchNormConfig& config,
+                        cudaStream_t stream);
+void launch_bwd_on_chip(const BatchNormBackwardParams& p, const BatchNormConfig& config,
+                        cudaStream_t stream);
 
 }  // namespace warpwright

@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kRowsThreads)
   if (active && first < end) {
     count = static_cast<A>((end - 1 - first) / groups + 1);
     if constexpr (Sums::kInputs == 1) {
-      sums.start(load_vec<V>(in.data[0] + first * shape.channels + channel));
+      const Vec<T, V> values[1] = {load_vec<V>(in.data[0] + first * shape.channels + channel)};
+      sums.start(values, WholeVector{});
     } else {
 #pragma unroll
       for (int j = 0; j < V; ++j) sums.mean[j] = mean[channel + j];
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kRowsThreads)
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (u < left) sums.add(values[u]);
+        if (u < left) sums.add(values[u], WholeVector{});
       }
     }
   }
@@ -189,11 +190,11 @@ struct RowsLayout {
   static constexpr int channels_of(int vec) { return vec; }  // a vector of so many elements
 
   template <class T, int V, class Sums>
-  static auto reduce() {
+  static auto reduce(bool) {
     return batch_norm_reduce_rows_kernel<T, V, Sums>;
   }
   template <class T, int V, class Merge, class Apply, class CoefficientsOf>
-  static auto apply() {
+  static auto apply(bool) {
     return batch_norm_apply_rows_kernel<T, V, Merge, Apply, CoefficientsOf>;
   }
 };

@@ -266,7 +266,7 @@ Tensors3 forward_cuda(const Tensor& input, const Tensor& weight, const Tensor& b
                       eps, [&](BatchNormParams& p) {
                         const BatchNormConfig config = choose_config(
                             p.extents, p.dtype, address_of(p.input) | address_of(p.output),
-                            current_device_info());
+                            current_device_info(), training ? 1 : 0);
                         Tensor workspace;
                         if (training) {
                           workspace = workspace_for(config, p.extents.channels, input);
@@ -292,17 +292,17 @@ Tensors3 batch_norm_backward_cuda_kernel(const Tensor& grad_output, const Tensor
                                          const OptionalTensor& weight, const Tensor& mean,
                                          const Tensor& rstd, bool training, Mask3 output_mask) {
   const CudaCall call(input);
-  return backward_with(grad_output, input, value_or_undefined(weight), mean, rstd, training,
-                       output_mask, [&](BatchNormBackwardParams& p) {
-                         const BatchNormConfig config =
-                             choose_config(p.extents, p.dtype,
-                                           address_of(p.grad_output) | address_of(p.input) |
-                                               address_of(p.grad_input),
-                                           current_device_info());
-                         const Tensor workspace = workspace_for(config, p.extents.channels, input);
-                         p.workspace = workspace.mutable_data_ptr();
-                         launch_batch_norm_bwd(p, config, call.stream);
-                       });
+  return backward_with(
+      grad_output, input, value_or_undefined(weight), mean, rstd, training, output_mask,
+      [&](BatchNormBackwardParams& p) {
+        const BatchNormConfig config = choose_config(
+            p.extents, p.dtype,
+            address_of(p.grad_output) | address_of(p.input) | address_of(p.grad_input),
+            current_device_info(), training && output_mask[0] ? 2 : 0);
+        const Tensor workspace = workspace_for(config, p.extents.channels, input);
+        p.workspace = workspace.mutable_data_ptr();
+        launch_batch_norm_bwd(p, config, call.stream);
+      });
 }
 #endif
 
