@@ -30,6 +30,26 @@ constexpr int kRoundTaps = sizeof(A) == 8 ? 1 : 3;
 constexpr int wgrad_threads(int r) { return r == 3 ? 128 : 256; }
 constexpr int wgrad_ctas(int r, bool is_double) { return is_double ? 1 : r == 3 ? 3 : 2; }
 
+// `count` values, `step` apart, in eight interleaved runs and those in pairs: one long chain would
+// round at the size of the whole sum each time.
+template <class A>
+__device__ __forceinline__ A sum_in_runs(const A* values, int count, int step) {
+  constexpr int kRuns = 8;
+  A runs[kRuns] = {};
+  for (int first = 0; first < count; first += kRuns) {
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      if (first + i < count) runs[i] += values[(first + i) * step];
+    }
+  }
+#pragma unroll
+  for (int width = kRuns / 2; width > 0; width /= 2) {
+#pragma unroll
+    for (int i = 0; i < width; ++i) runs[i] += runs[i + width];
+  }
+  return runs[0];
+}
+
 // kIsVec: dy, and x if kDepthwise (then NHWC), in vectors.
 // kR x kS taps a thread with dilation 1 along the row and stride kStride; kR = kS = 1: any window.
 // Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q),
@@ -172,9 +192,7 @@ __global__ void __launch_bounds__(wgrad_threads(kR), wgrad_ctas(kR, sizeof(T) ==
       const A* column =
           sums + value * plan.smem_pitch + (g.channels_last ? e_tile : e_tile * plan.slices);
       const int step = g.channels_last ? plan.cta_tiles : 1;
-      A sum = 0;
-#pragma unroll 8
-      for (int s = 0; s < plan.slices; ++s) sum += column[s * step];
+      const A sum = sum_in_runs(column, plan.slices, step);
       const int place = tap == kTaps ? g.group_c * window
                                      : group % g.group_c * window + group / g.group_c * kTaps + tap;
       to[int64_t{place} * pitch_k + (t % plan.k_tiles) * kRunK + value % kRunK] = sum;
@@ -185,18 +203,18 @@ __global__ void __launch_bounds__(wgrad_threads(kR), wgrad_ctas(kR, sizeof(T) ==
 constexpr int kReduceOutputs = 32, kReduceLanes = 16;
 
 // Layout: partials (parts, taps + 1, pitch_k); dw as the weight; db (K) or null.
-// Grid: CTA b sums 32 neighbouring places, each in 16 interleaved runs and those in order.
+// Grid: CTA b sums 32 neighbouring places, each in 16 interleaved runs and those in order; in
+// double, which the reads hide.
 template <class T>
 __global__ void __launch_bounds__(kReduceOutputs* kReduceLanes)
     conv2d_direct_wgrad_sum_kernel(const Accum<T>* partials, T* dw, T* db, DirectShape g, int parts,
                                    int pitch_k) {
-  using A = Accum<T>;
-  __shared__ A shared[kReduceLanes][kReduceOutputs];
+  __shared__ double shared[kReduceLanes][kReduceOutputs];
   const int column = threadIdx.x % kReduceOutputs, lane = threadIdx.x / kReduceOutputs;
   const int window = g.r * g.s, taps = g.group_c * window;
   const int64_t part_elements = int64_t{taps + 1} * pitch_k;
   const int64_t place = int64_t{blockIdx.x} * kReduceOutputs + column;
-  A sum = 0;
+  double sum = 0;
   if (place < part_elements) {
 #pragma unroll 8
     for (int part = lane; part < parts; part += kReduceLanes) {
@@ -211,9 +229,10 @@ __global__ void __launch_bounds__(kReduceOutputs* kReduceLanes)
   const int tap = static_cast<int>(place / pitch_k), k = static_cast<int>(place % pitch_k);
   if (k >= g.k) return;
   if (tap < taps) {
-    dw[int64_t{k} * taps + tap / window * g.w_chan + tap % window * g.w_tap] = convert<T>(sum);
+    dw[int64_t{k} * taps + tap / window * g.w_chan + tap % window * g.w_tap] =
+        convert<T>(static_cast<Accum<T>>(sum));
   } else if (db != nullptr) {
-    db[k] = convert<T>(sum);
+    db[k] = convert<T>(static_cast<Accum<T>>(sum));
   }
 }
 
