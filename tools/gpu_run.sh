@@ -59,6 +59,7 @@ for step in "${steps[@]}"; do
     bench)
       # shellcheck disable=SC2086
       run bench "$python" -m warpwright bench --suite full --json "$out/full.json" ${BENCH_ARGS:-}
+      run overhead "$python" -m warpwright overhead --json "$out/overhead.json"
       ;;
     *)
       echo "gpu_run.sh: unknown step '$step': expected tests, sanitize, models, demo or bench" >&2

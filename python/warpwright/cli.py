@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     from . import __version__, demo
-    from .bench import report, run
+    from .bench import overhead, report, run
     from .info import run as run_info
 
     parser = argparse.ArgumentParser(
@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("bench", help="every op beside native, interleaved")
     run.add_arguments(command)
     command.set_defaults(run=run.main)
+    command = commands.add_parser("overhead", help="host time of a call beside native's")
+    overhead.add_arguments(command)
+    command.set_defaults(run=overhead.main)
     command = commands.add_parser("report", help="rewrites the tables of README.md and docs/")
     report.add_arguments(command)
     command.set_defaults(run=report.run)

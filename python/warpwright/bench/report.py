@@ -1,4 +1,4 @@
-"""Writes the measured tables of README.md and docs/results.md from benchmarks/results/.
+"""Writes the measured tables of README.md and docs/ from benchmarks/results/.
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results -->`; everything between the two
 lines is generated. A record whose source hash is not today's is marked stale.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _C
+from . import overhead
 from .records import load_records
 
 Row = dict[str, Any]
@@ -80,7 +81,9 @@ def full_table(record: dict[str, Any]) -> str:
     return "\n".join([_provenance(record) + ".", "", *lines])
 
 
-TABLES = {"summary": summary_table, "full": full_table}
+TABLES = {"summary": summary_table, "full": full_table, "overhead": overhead.table}
+# Document -> the record of its tables; beside --results, where that does not name another.
+DOCUMENTS = {"README.md": "", "docs/results.md": "", "docs/architecture.md": "overhead.json"}
 
 
 def render(text: str, record: dict[str, Any]) -> str:
@@ -96,10 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Rewrites the documents, or with --check says which ones are not what the results say."""
-    record = load_records(options.root / options.results)
     differing = []
-    for name in ("README.md", "docs/results.md"):
+    for name, results in DOCUMENTS.items():
         path = options.root / name
+        source = options.root / options.results
+        source = source.with_name(results) if results else source
+        if results and not source.exists():
+            print(f"{name}: no {source.name} beside the results, left as it is")
+            continue
+        record = load_records(source)
         before = path.read_text()
         after = render(before, record)
         if before != after:

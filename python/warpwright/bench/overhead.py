@@ -1,0 +1,185 @@
+"""What a call costs before any kernel matters: host time on tensors of a few elements.
+
+On CUDA nothing waits for the GPU: the time is that of Python, the dispatcher, autograd and the
+launches. ``fwd`` records no graph; ``fwd+bwd`` records it, walks it and makes every gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
+from torch import Tensor
+
+from .. import _C, functional
+from .measure import peak_mib
+from .records import machine_header, save_records
+
+Row = dict[str, Any]
+Call = Callable[[Any], Tensor]  # takes the module of functions: ours or native's
+
+# Short rounds: few are interrupted. Their launches fit the stream's queue: the host never waits.
+CALLS_A_ROUND = 10
+PASSES = ("fwd", "fwd+bwd")
+IMPLEMENTATIONS = {"warpwright": functional, "native": torch.nn.functional}
+
+
+def calls(device: str) -> dict[str, tuple[str, Call, list[Tensor]]]:
+    """op -> (shape, call, leaves that want a gradient)."""
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    x, w, b = leaf(4, 8), leaf(8, 8), leaf(8)
+    image, kernel, bias = leaf(1, 4, 6, 6), leaf(4, 4, 3, 3), leaf(4)
+    gamma, beta = leaf(4), leaf(4)
+    mean, var = torch.zeros(4, device=device), torch.ones(4, device=device)
+    labels = torch.tensor([0, 1, 2, 3], device=device)
+    q, k, v = leaf(1, 1, 8, 16), leaf(1, 1, 8, 16), leaf(1, 1, 8, 16)
+    return {
+        "relu": ("4x8", lambda f: f.relu(x), [x]),
+        "linear": ("4x8 -> 8", lambda f: f.linear(x, w, b), [x, w, b]),
+        "conv2d": (
+            "1x4x6x6 -> 4, 3x3",
+            lambda f: f.conv2d(image, kernel, bias, padding=1),
+            [image, kernel, bias],
+        ),
+        "batch_norm": (
+            "1x4x6x6",
+            lambda f: f.batch_norm(image, mean, var, gamma, beta, True),
+            [image, gamma, beta],
+        ),
+        "max_pool2d": ("1x4x6x6, 2", lambda f: f.max_pool2d(image, 2), [image]),
+        "cross_entropy": ("4x8", lambda f: f.cross_entropy(x, labels), [x]),
+        "scaled_dot_product_attention": (
+            "1x1x8x16",
+            lambda f: f.scaled_dot_product_attention(q, k, v),
+            [q, k, v],
+        ),
+    }
+
+
+def microseconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Microseconds a call, one figure a round, the functions taking turns."""
+    on_gpu = torch.cuda.is_available()
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(-2, rounds):  # two to warm up
+            for name, function in functions.items():
+                start = time.perf_counter()
+                for _ in range(CALLS_A_ROUND):
+                    function()
+                elapsed = time.perf_counter() - start
+                if on_gpu:
+                    torch.cuda.synchronize()
+                if i >= 0:
+                    samples[name].append(elapsed / CALLS_A_ROUND * 1e6)
+    finally:
+        gc.enable()
+    return samples
+
+
+def overhead_rows(device: str, rounds: int) -> list[Row]:
+    rows = []
+    for op, (shape, call, leaves) in calls(device).items():
+        cotangent = torch.ones_like(call(torch.nn.functional))
+
+        def forward(f: Any, call: Call = call) -> Callable[[], object]:
+            def run() -> object:
+                with torch.no_grad():
+                    return call(f)
+
+            return run
+
+        def both(
+            f: Any, call: Call = call, leaves: Any = leaves, dy: Tensor = cotangent
+        ) -> Callable[[], object]:
+            return lambda: torch.autograd.grad(call(f), leaves, dy)
+
+        for which, make in zip(PASSES, (forward, both), strict=True):
+            functions = {name: make(f) for name, f in IMPLEMENTATIONS.items()}
+            for name, samples in microseconds(functions, rounds).items():
+                lo, median, hi = statistics.quantiles(samples, n=4)
+                rows.append(
+                    {
+                        "op": op,
+                        "case": f"host time of a call on {device.upper()}, {shape}",
+                        "dtype": "float32",
+                        "layout": "rows" if len(shape.split("x")) < 4 else "nchw",
+                        "pass": which,
+                        "impl": name,
+                        "ms": round(median / 1e3, 6),
+                        "ms_lo": round(lo / 1e3, 6),
+                        "ms_hi": round(hi / 1e3, 6),
+                        "bytes": 0,
+                        "flops": 0,
+                        "floor_ms": 0.0,
+                        "peak_mib": peak_mib(functions[name], device),
+                        "err": None,
+                        "err_native": None,
+                    }
+                )
+    return rows
+
+
+def table(record: Row) -> str:
+    """One line an op: microseconds, ours and native's, for each device and pass."""
+    found = {
+        (row["op"], "CUDA" if "CUDA" in row["case"] else "CPU", row["pass"], row["impl"]): row["ms"]
+        for row in record["rows"]
+    }
+    devices = [d for d in ("CPU", "CUDA") if any(key[1] == d for key in found)]
+    columns = [(d, p) for d in devices for p in PASSES]
+    titles = {"fwd": "forward", "fwd+bwd": "forward + backward"}
+    lines = [
+        "| op | " + " | ".join(f"{d}, {titles[p]}" for d, p in columns) + " |",
+        "|---" * (1 + len(columns)) + "|",
+    ]
+    for op in dict.fromkeys(key[0] for key in found):
+        cells = [
+            "{:.1f} ({:.1f})".format(*(1e3 * found[op, d, p, i] for i in IMPLEMENTATIONS))
+            for d, p in columns
+        ]
+        lines.append(f"| `{op}` | " + " | ".join(cells) + " |")
+    stale = record["source_hash"] != _C.build_info()["source_hash"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Microseconds of host time a call, native's in parentheses, on tensors of a few elements "
+            f"(medians; machine with {record['gpu']}, torch {record['torch']}, {record['date']}, "
+            f"source {record['source_hash']}{', **stale**: the code has changed since' if stale else ''}).",
+        ]
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--json", type=Path, default=None, help="write the record here")
+
+
+def main(options: argparse.Namespace) -> int:
+    """`python -m warpwright overhead`: both devices, the table, the record."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    record = machine_header(devices[-1])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads has nothing to do here, but costs time to ask
+    try:
+        for device in devices:
+            record["rows"] += overhead_rows(device, options.rounds)
+    finally:
+        torch.set_num_threads(threads)
+    Console().print(Markdown(table(record)))
+    if options.json:
+        save_records(record, options.json)
+    return 0
