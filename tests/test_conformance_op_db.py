@@ -5,6 +5,7 @@ kernels, schemas, copy-on-write) over an even choice where an entry has more tha
 PyTorch's test_ops.py, test_ops_gradients.py and test_fake_tensor.py.
 """
 
+import functools
 import warnings
 
 import pytest
@@ -20,6 +21,7 @@ from native_suites import (
     flatten_differentiable,
     inexact,
     is_random,
+    off_by_rounding,
 )
 from torch._subclasses.fake_utils import CrossRefFakeMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
@@ -56,6 +58,12 @@ def thin(samples, most):
     return samples[:: max(1, -(-len(samples) // most))]
 
 
+def compare_entry(entry, args, kwargs, what, errors):
+    strides = entry.has_strides(tree_leaves(args)[0].device.type)
+    options = {"amplifies": entry.amplifies, "strides": strides}
+    compare(entry.ours.op, entry.native.op, args, kwargs, what, errors, **options)
+
+
 @over()
 def test_compare_native(entry, device, dtype):
     errors = Errors()
@@ -64,7 +72,7 @@ def test_compare_native(entry, device, dtype):
         if is_random(sample):
             check_dropout(entry, sample, what)
         else:
-            compare(entry.ours.op, entry.native.op, *arguments(sample), what, errors)
+            compare_entry(entry, *arguments(sample), what, errors)
     errors.check()
 
 
@@ -74,7 +82,7 @@ def test_noncontiguous_samples(entry, device, dtype):
     for i, sample in enumerate(entry.samples(device, dtype, reference=False)):
         if not is_random(sample):
             args, kwargs = arguments(sample.noncontiguous())
-            compare(entry.ours.op, entry.native.op, args, kwargs, f"sample {i}", errors)
+            compare_entry(entry, args, kwargs, f"sample {i}", errors)
     errors.check()
 
 
@@ -88,7 +96,9 @@ def test_errors(entry, device, dtype):
 
 def is_large(entry, inputs):
     """Whether to check random projections of the Jacobian in place of every element of it."""
-    return bool(entry.native.gradcheck_fast_mode) or sum(t.numel() for t in inputs) > 500
+    # The entry of max_pool2d asks for that; the one of its gradient has the same samples.
+    asked = entry.native.gradcheck_fast_mode or entry.id.startswith("max_pool2d")
+    return bool(asked) or sum(t.numel() for t in inputs) > 500
 
 
 @over(lambda entry, dtype: dtype == torch.float64)
@@ -150,7 +160,8 @@ def test_dispatch_meta(entry, device, dtype):
         for a, b in zip(meta, real, strict=True):
             assert a.is_meta
             assert (a.shape, a.dtype) == (b.shape, b.dtype), f"sample {i}"
-            assert a.numel() == 0 or a.stride() == b.stride(), f"sample {i}"
+            if a.numel() and entry.has_strides(device):
+                assert a.stride() == b.stride(), f"sample {i}"
 
 
 @over(lambda entry, dtype: dtype in FLOATS)
@@ -209,17 +220,25 @@ def test_autocast(entry, device, dtype, low):
             continue
         args, kwargs = arguments(sample)
         exact = Run(entry.native.op, *to_double((args, kwargs)))
+        nudged = functools.cache(
+            lambda values=(args, kwargs), cotangents=exact.cotangents: Run(
+                entry.native.op, *off_by_rounding(values), cotangents
+            )
+        )
         with torch.autocast(device, low):
             native = Run(entry.native.op, args, kwargs, exact.cotangents)
             ours = Run(entry.ours.op, args, kwargs, exact.cotangents)
         for kind in ("outputs", "gradients"):
-            for a, b, e in zip(
-                getattr(ours, kind), getattr(native, kind), getattr(exact, kind), strict=True
-            ):
+            lists = [getattr(run, kind) for run in (ours, native, exact)]
+            for j, (a, b, e) in enumerate(zip(*lists, strict=True)):
                 assert (a is None) == (b is None)
-                if a is not None:
-                    values = [t.detach() for t in (a, b, e)]
-                    errors.judge(*values, None, f"sample {i}: {kind}", kind)
+                if a is None:
+                    continue
+                values = [t.detach() for t in (a, b, e)]
+                other = lambda k=kind, j=j, run=nudged: getattr(run(), k)[j].detach()  # noqa: E731
+                errors.judge(
+                    *values, None, f"sample {i}: {kind}", kind, nudged=entry.amplifies and other
+                )
     errors.check()
 
 

@@ -154,7 +154,7 @@ def test_opcheck_on_recorded_calls(device):
         for args, kwargs in list(kept.values())[:6]:
             if not mutates:
                 # The input, or the first gradient: which others are differentiable is the op's say.
-                first = next(t for t in args if isinstance(t, torch.Tensor) and inexact(t))
+                first = next((t for t in args if isinstance(t, torch.Tensor) and inexact(t)), None)
                 args = tree_map(lambda t, f=first: t.requires_grad_() if t is f else t, args)
             opcheck(op, args, kwargs)
 

@@ -41,12 +41,16 @@ __global__ void __launch_bounds__(kOnChipThreads<Sums::kInputs>, 2)
   for (int vector = threadIdx.x; vector < vectors; vector += kThreads) {
     const Piece<V, kRagged> piece = shape.template piece<V, kRagged>(vector, channel);
     if (piece.empty()) continue;
-    // The last vector of the tensor may end behind it.
     const int64_t left = shape.elements - piece.offset;
-    const int bytes = left < V ? static_cast<int>(left * sizeof(T)) : 16;
 #pragma unroll
     for (int i = 0; i < kInputs; ++i) {
-      cp_async<16>(smem_address(held + i * vectors + vector), in.data[i] + piece.offset, bytes);
+      Vec<T, V>& target = held[i * vectors + vector];
+      const T* source = in.data[i] + piece.offset;
+      if (left >= V) {
+        cp_async<16>(smem_address(&target), source);
+      } else {  // the tensor ends inside its last vector
+        for (int j = 0; j < left; ++j) target[j] = source[j];
+      }
     }
   }
   cp_async_commit();

@@ -147,15 +147,20 @@ constexpr int64_t kMaxSplitBytes = int64_t{64} << 20;  // of workspace
 
 inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& device) {
   const int64_t size = dtype_size(p.dtype);
-  auto wide = [&](const void* pointer, int64_t pitch) {
-    return (reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(pitch * size)) % 16 == 0;
+  // Length too: cp.async reads only the part of its 16 bytes that it is told to, but memcheck takes
+  // a last copy that reaches past the tensor for an overrun.
+  auto wide = [&](const void* pointer, int64_t pitch, int64_t length) {
+    return (reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(pitch * size) |
+            static_cast<uintptr_t>(length * size)) %
+               16 ==
+           0;
   };
   GemmConfig config{};
   config.kind = gemm_kind(p.dtype, p.tf32);
   config.a_k_major = p.a_stride_k == 1;
   config.b_k_major = p.b_stride_k == 1;
-  config.a_wide = wide(p.a, config.a_k_major ? p.a_stride_m : p.a_stride_k);
-  config.b_wide = wide(p.b, config.b_k_major ? p.b_stride_n : p.b_stride_k);
+  config.a_wide = config.a_k_major ? wide(p.a, p.a_stride_m, p.k) : wide(p.a, p.a_stride_k, p.m);
+  config.b_wide = config.b_k_major ? wide(p.b, p.b_stride_n, p.k) : wide(p.b, p.b_stride_k, p.n);
   config.tile = GemmTile::kSmall;
   config.splits = 1;
   const bool aligned = config.a_wide && config.b_wide;
