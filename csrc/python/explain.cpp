@@ -17,7 +17,7 @@
 
 #include "ops/attention/attention.h"
 #include "ops/batchnorm/batchnorm.h"
-#include "ops/conv2d/conv2d.h"
+#include "ops/conv2d/conv2d_path.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cross_entropy_alignment.h"
 #include "ops/linear/linear.h"
@@ -199,7 +199,7 @@ Lines explain_conv2d(const std::string& dtype, bool tf32, const Operand& input,
   s.dilation_w = window[5];
   s.groups = groups;
   auto line = [&](ConvDirection direction, int64_t addresses) {
-    return describe(choose_conv2d_config(direction, s, static_cast<uintptr_t>(addresses), device));
+    return describe_conv2d(direction, s, static_cast<uintptr_t>(addresses), device);
   };
   return {{"forward", line(ConvDirection::kForward, input.address | weight.address)},
           {"grad_input", line(ConvDirection::kInputGradient, weight.address)},

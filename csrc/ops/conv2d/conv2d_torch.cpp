@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "ops/conv2d/conv2d.h"
-#include "ops/conv2d/conv2d_direct.h"
+#include "ops/conv2d/conv2d_path.h"
 #include "torch/autograd.h"
 #include "torch/dispatch.h"
 
@@ -312,15 +312,17 @@ Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const Optio
   const CudaCall call(input);
   return conv2d_with(input, weight, bias, stride, padding, dilation, groups, [&](Conv2dParams p) {
     p.shape.allow_tf32 = allow_tf32();
-    // One input channel is both; few_channels reads it once for a run of outputs.
-    if (conv2d_few_channels_supported(p.shape)) {
-      return launch_conv2d_few_channels_fwd(p, call.stream);
+    const DeviceInfo& device = current_device_info();
+    const uintptr_t all = addresses(p.input, p.weight, p.output);
+    switch (choose_conv2d_path(ConvDirection::kForward, p.shape, all, device)) {
+      case Conv2dPath::kFewChannels:
+        return launch_conv2d_few_channels_fwd(p, call.stream);
+      case Conv2dPath::kDepthwise:
+        return launch_conv2d_depthwise_fwd(p, call.stream);
+      case Conv2dPath::kImplicitGemm:
+        return launch_conv2d_forward(
+            p, choose_conv2d_config(ConvDirection::kForward, p.shape, all, device), call.stream);
     }
-    if (conv2d_depthwise_supported(p.shape)) return launch_conv2d_depthwise_fwd(p, call.stream);
-    const Conv2dConfig config =
-        choose_conv2d_config(ConvDirection::kForward, p.shape,
-                             addresses(p.input, p.weight, p.output), current_device_info());
-    launch_conv2d_forward(p, config, call.stream);
   });
 }
 
@@ -333,29 +335,37 @@ struct Workspace {
 };
 
 void input_gradient_cuda(const Conv2dBackwardParams& p, cudaStream_t stream) {
-  if (conv2d_depthwise_supported(p.shape)) return launch_conv2d_depthwise_dgrad(p, stream);
-  const Conv2dConfig config =
-      choose_conv2d_config(ConvDirection::kInputGradient, p.shape,
-                           addresses(p.grad_output, p.weight, p.grad_input), current_device_info());
-  launch_conv2d_input_gradient(p, config, stream);
+  const DeviceInfo& device = current_device_info();
+  const uintptr_t all = addresses(p.grad_output, p.weight, p.grad_input);
+  switch (choose_conv2d_path(ConvDirection::kInputGradient, p.shape, all, device)) {
+    case Conv2dPath::kFewChannels:
+      return launch_conv2d_few_channels_dgrad(
+          p, choose_few_channels_dgrad_config(p.shape, all, device), stream);
+    case Conv2dPath::kDepthwise:
+      return launch_conv2d_depthwise_dgrad(p, stream);
+    case Conv2dPath::kImplicitGemm:
+      return launch_conv2d_input_gradient(
+          p, choose_conv2d_config(ConvDirection::kInputGradient, p.shape, all, device), stream);
+  }
 }
 
 // The weight's and, where they are one kernel, the bias's; returns whether it was.
 bool weight_gradient_cuda(Conv2dBackwardParams p, const Tensor& like, cudaStream_t stream) {
   const DeviceInfo& device = current_device_info();
-  if (conv2d_few_channels_wgrad_supported(p.shape)) {
+  const uintptr_t all = addresses(p.grad_output, p.input, p.grad_weight);
+  const Conv2dPath path = choose_conv2d_path(ConvDirection::kWeightGradient, p.shape, all, device);
+  if (path == Conv2dPath::kFewChannels) {
     const Workspace parts(conv2d_few_channels_wgrad_workspace_bytes(p.shape, device), like);
     launch_conv2d_few_channels_wgrad(p, parts.data(), stream);
     return true;
   }
-  if (conv2d_depthwise_supported(p.shape)) {
+  if (path == Conv2dPath::kDepthwise) {
     const Workspace parts(conv2d_depthwise_wgrad_workspace_bytes(p.shape, device), like);
     launch_conv2d_depthwise_wgrad(p, parts.data(), stream);
     return true;
   }
   const Conv2dConfig config =
-      choose_conv2d_config(ConvDirection::kWeightGradient, p.shape,
-                           addresses(p.grad_output, p.input, p.grad_weight), device);
+      choose_conv2d_config(ConvDirection::kWeightGradient, p.shape, all, device);
   const Workspace parts(conv2d_workspace_bytes(p.shape, config), like);
   p.workspace = parts.data();
   launch_conv2d_weight_gradient(p, config, stream);
