@@ -19,6 +19,10 @@ CASES = {
     "1x1_stride": (2, 24, 13, 11, 40, 1, 1, 2, 0, 1, 1),
     "stem": (2, 3, 37, 41, 16, 7, 7, 2, 3, 1, 1),
     "mnist": (5, 1, 28, 28, 32, 3, 3, 1, 1, 1, 1),
+    "stem_tiles": (1, 3, 75, 80, 64, 7, 7, 2, 3, 1, 1),
+    "mnist_tiles": (1, 1, 16, 14, 128, 3, 3, 1, 1, 1, 1),
+    "image_3x3": (2, 3, 21, 30, 20, 3, 3, 1, 1, 1, 1),
+    "image_dilated": (1, 2, 17, 19, 9, 3, 2, 2, (3, 1), (3, 1), 1),
     "one_channel_5x5": (2, 1, 12, 15, 5, 5, 5, (1, 2), 2, 1, 1),
     "dilated": (2, 8, 20, 18, 8, 3, 3, 1, 2, 2, 1),
     "stride_over_kernel": (2, 8, 19, 23, 8, 2, 2, 3, 0, 1, 1),
@@ -179,6 +183,20 @@ def test_special_values(device, dtype):
                 y = F.conv2d(x, w, None, stride, 1)
                 assert torch.equal(y.isnan(), expected.isnan())
                 assert torch.equal(y.isinf(), expected.isinf())
+            # The gradient of the input meets its own outputs only.
+            x = torch.zeros(2, c, 9, 12, device=device, dtype=dtype)
+            x = x.to(memory_format=memory_format).requires_grad_()
+            for stride in (1, 2):
+                y = F.conv2d(x, w, None, stride, 1)
+                dy = torch.randn_like(y)
+                dy[0, 0, 1, 2], dy[0, 3, 3, 4], dy[1, 0, 4, 0] = float("nan"), float("inf"), 0
+                dy[1, 1, 4, 5] = -float("inf")
+                (ours,) = torch.autograd.grad(y, x, dy)
+                exact_x = x.detach().double().requires_grad_()
+                exact = native(exact_x, w.double(), None, stride, 1)
+                (expected,) = torch.autograd.grad(exact, exact_x, dy.double())
+                assert torch.equal(ours.isnan(), expected.isnan())
+                assert torch.equal(ours.isinf(), expected.isinf())
     # A NaN in one image reaches no other: no stray read is multiplied by zero.
     x = torch.randn(3, 4, 8, 8, device=device).to(dtype)
     x[1] = float("nan")

@@ -85,7 +85,25 @@ def last_w(w):
 
 def explain_conv_fp32(tf32):
     torch.backends.cudnn.allow_tf32 = tf32
-    return explain("conv2d", torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3), **ON_GPU)
+    return explain("conv2d", torch.empty(2, 16, 8, 8), torch.empty(4, 16, 3, 3), **ON_GPU)
+
+
+def test_conv2d_direct_kernels():
+    def lines(x, w, **kwargs):
+        x, w = x.contiguous(memory_format=torch.channels_last), last_w(w)
+        text = explain("conv2d", x.bfloat16(), w.bfloat16(), **kwargs, **ON_GPU)
+        return dict(line.split(maxsplit=1) for line in text.splitlines()[1:])
+
+    stem = lines(torch.empty(2, 3, 64, 64), torch.empty(64, 3, 7, 7), stride=2, padding=3)
+    assert "few-channel" in stem["forward"]
+    assert "blocks of 2x2 pixels as 12 columns" in stem["grad_input"]
+    assert "implicit GEMM" in stem["grad_weight"]
+    mnist = lines(torch.empty(2, 1, 28, 28), torch.empty(32, 1, 3, 3), padding=1)
+    assert all("few-channel" in line for line in mnist.values())
+    depthwise = lines(torch.empty(2, 8, 9, 9), torch.empty(8, 1, 3, 3), groups=8)
+    assert all("depthwise" in line for line in depthwise.values())
+    many = lines(torch.empty(2, 3, 9, 9), torch.empty(2048, 3, 3, 3))
+    assert "implicit GEMM" in many["grad_input"]
 
 
 def test_batch_norm():

@@ -112,7 +112,7 @@ constexpr bool fits_compact_coords(const Conv2dShape& s) {
 inline double estimate_conv2d_cycles(ConvKind kind, ConvTile tile, int64_t blocks, int64_t k_tiles,
                                      const DeviceInfo& device) {
   constexpr double kFmaPerCycle[] = {1000, 500, 100, 40};  // of one SM
-  constexpr double kEfficiency[] = {1.0, 0.85, 0.6, 0.4};  // kWide, kNarrow, kSmall, kElement
+  constexpr double kEfficiency[] = {1.0, 0.65, 0.6, 0.4};  // kWide, kNarrow, kSmall, kElement
   constexpr double kPrologue = 2000;
   const ConvTileShape shape = conv_tile_shape(kind, tile);
   const int64_t wave = int64_t{device.num_sms} * shape.ctas_per_sm;

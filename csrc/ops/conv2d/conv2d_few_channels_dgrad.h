@@ -11,6 +11,7 @@ namespace warpwright {
 
 struct FewChannelsDgradConfig {
   bool supported = false;
+  bool tf32 = false;
   bool wide = false;       // grad_output in 16-byte vectors of channels
   int blk_h, blk_w;        // input pixels of a row of D
   int columns;             // blk_h * blk_w * channels
@@ -115,6 +116,7 @@ inline FewChannelsDgradConfig choose_few_channels_dgrad_config(const Conv2dShape
     more += 1 + more / 16;
   }
   config.supported = s.n * config.tiles_h * config.tiles_w < (int64_t{1} << 31);
+  config.tf32 = kind == ConvKind::kTf32;
   config.wide = s.channels_last && s.k % vec == 0 && addresses % 16 == 0;
   config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"
                   : s.channels_last ? "channels are not whole 16-byte vectors: element accesses"
@@ -123,8 +125,9 @@ inline FewChannelsDgradConfig choose_few_channels_dgrad_config(const Conv2dShape
 }
 
 inline std::string describe(const FewChannelsDgradConfig& config) {
-  return "portable few-channel kernel on mma.sync, blocks of " + std::to_string(config.blk_h) +
-         "x" + std::to_string(config.blk_w) + " pixels as " + std::to_string(config.columns) +
+  return std::string("portable few-channel kernel, ") + (config.tf32 ? "TF32" : "16-bit") +
+         " mma.sync, blocks of " + std::to_string(config.blk_h) + "x" +
+         std::to_string(config.blk_w) + " pixels as " + std::to_string(config.columns) +
          " columns, tile " + std::to_string(config.tile_h) + "x" + std::to_string(config.tile_w) +
          " blocks (" + config.reason + ")";
 }

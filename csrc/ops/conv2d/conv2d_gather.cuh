@@ -9,6 +9,7 @@
 
 #include "device/access.cuh"
 #include "device/math.cuh"
+#include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "tile/mainloop_portable.cuh"
 
@@ -156,10 +157,12 @@ class GatherLoader {
 #pragma unroll
       for (int e = 0; e < kRun; ++e) moving[e] = op_.k.at(first_k + Map::col() + e);
     }
+    Coord shared_row;
+    if constexpr (kMajor == Major::kMN) shared_row = op_.k.at(first_k + WarpRows::row_of_lane());
 #pragma unroll
     for (int pass = 0; pass < Map::kPasses; ++pass) {
       Coord row;
-      if constexpr (kMajor == Major::kMN) row = op_.k.at(first_k + Map::row(pass));
+      if constexpr (kMajor == Major::kMN) row = WarpRows::get(shared_row, pass);
       T* target = stage + Map::row(pass) * Smem::kPitch + Map::col();
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
@@ -192,6 +195,26 @@ class GatherLoader {
   static constexpr bool kStaged = kVec * sizeof(T) < 4;
   static constexpr int kRun = kVec > 1 ? 1 : 4;  // accesses of a chunk
   using Map = ChunkMap<Smem::kRows, Smem::kCols, kVec * kRun, Tile::kThreads>;
+
+  // The rows that a warp copies in all passes are few: each lane works out one, and the others get
+  // it by shuffles. Coordinates cost divisions, and there would be one a pass and thread.
+  struct WarpRows {
+    static constexpr int kPerPass =
+        kWarpSize > Map::kChunksPerRow ? kWarpSize / Map::kChunksPerRow : 1;
+    static_assert(kMajor == Major::kK || Map::kPasses * kPerPass <= kWarpSize);
+
+    __device__ static int row_of_lane() {
+      const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+      const int first = static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize / Map::kChunksPerRow;
+      return first + lane % kPerPass + lane / kPerPass * Map::kRowsPerPass;
+    }
+    __device__ static Coord get(const Coord& mine, int pass) {
+      const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+      const int from = pass * kPerPass + lane / Map::kChunksPerRow;
+      return {__shfl_sync(kFullMask, mine.offset, from), __shfl_sync(kFullMask, mine.h, from),
+              __shfl_sync(kFullMask, mine.w, from)};
+    }
+  };
 
   // Rows that stay for the whole loop cost registers: the large tiles keep them compact.
   static constexpr bool kCompact = kMajor == Major::kK && kVec > 1;
