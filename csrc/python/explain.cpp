@@ -244,12 +244,7 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Opera
   p.scale = scale;
   p.mask_type = mask ? MaskType::kElement : MaskType::kNone;
   p.dropout_p = dropout ? 0.5 : 0;
-  const AttentionConfig config = choose_attention_config(p, device);
-  std::string text = "portable flash attention, ";
-  if (config.tensor_cores) {
-    text += "head dimensions padded to " + std::to_string(config.head_tile) + ", ";
-  }
-  text += config.reason;
+  const std::string text = describe(choose_attention_config(p, device));
   return {{"forward", text}, {"backward", text}};
 }
 

@@ -183,7 +183,7 @@ EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
 
 CPU = {
     "conv2d": "implicit GEMM by tiles on ATen's matrix products; direct loops for few taps",
-    "batch_norm": "vectorised loops, statistics by Welford's method",
+    "batch_norm": "vectorised loops; a block's mean, then its deviations, merged in double",
     "cross_entropy": "one pass a row, vectorised",
     "scaled_dot_product_attention": "flash attention by tiles on ATen's matrix products",
     "relu": "vectorised loops",

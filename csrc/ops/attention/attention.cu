@@ -17,8 +17,9 @@ __global__ void philox_state_kernel(PhiloxSource source, int64_t* state) {
                              : static_cast<int64_t>(source.offset);
 }
 
-// stats (2, B, H, S_q): lse * lse_unit (+inf for a hidden row, so that exp(S - it) = 0), and delta
-// = rowsum(dout * out). One warp a row; grid.x = (B * H * S_q) / 8 warps
+// stats (2 or 3, B, H, S_q): lse * lse_unit (+inf for a hidden row, so that exp(S - it) = 0), delta
+// = rowsum(dout * out), and what rounding that lse has left. One warp a row; grid.x = (B * H * S_q)
+// / 8 warps
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     attention_row_stats_kernel(const __grid_constant__ AttentionBackwardParams p,
@@ -36,10 +37,16 @@ __global__ void __launch_bounds__(kThreads)
     sum += convert<Acc>(dout[d]) * convert<Acc>(out[d]);
   sum = warp_reduce(sum, Sum());
   if (threadIdx.x % kWarpSize != 0) return;
-  const Acc lse = static_cast<const Acc*>(f.lse)[row];
+  using Lse = AttentionLse<T>;
+  const Lse lse = static_cast<const Lse*>(f.lse)[row];
+  const bool hidden = lse == -Lse(INFINITY);
+  const Acc rounded = hidden ? Acc(INFINITY) : static_cast<Acc>(lse * lse_unit);
   Acc* stats = static_cast<Acc*>(p.row_stats);
-  stats[row] = lse == -Acc(INFINITY) ? Acc(INFINITY) : lse * lse_unit;
+  stats[row] = rounded;
   stats[all_rows + row] = sum;
+  if constexpr (sizeof(Lse) > sizeof(Acc)) {
+    stats[2 * all_rows + row] = hidden ? Acc(0) : static_cast<Acc>(lse * lse_unit - rounded);
+  }
 }
 
 // factors (B, H, rows, S_k); one thread an element, grid-stride

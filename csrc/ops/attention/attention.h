@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <type_traits>
 
 #include "host/dtype.h"
 
@@ -22,6 +24,11 @@ struct AttentionOperand {
   void* data = nullptr;
   int64_t stride_b = 0, stride_h = 0, stride_s = 0;
 };
+
+// The rows' log-sum-exp as the forward leaves it. Its rounding is an error that all probabilities
+// of the row share in the backward: float32 data would lose a digit to it, 16-bit data none.
+template <class T>
+using AttentionLse = std::conditional_t<sizeof(T) == 2, float, double>;
 
 enum class MaskType : int8_t {
   kNone,
@@ -50,13 +57,14 @@ struct AttentionParams {
   const int64_t* philox_state = nullptr;  // (2): seed, offset; null without dropout
 
   AttentionOperand out;  // (B, H, S_q, D_v)
-  void* lse = nullptr;   // (B, H, S_q), natural log, accumulator type; -inf for a masked-out row
+  void* lse = nullptr;   // (B, H, S_q), natural log, AttentionLse; -inf for a masked-out row
 };
 
 struct AttentionBackwardParams {
   AttentionParams fwd;
-  AttentionOperand dout;                   // (B, H, S_q, D_v)
-  void* row_stats = nullptr;               // (2, B, H, S_q), accumulator type: workspace on CUDA
+  AttentionOperand dout;  // (B, H, S_q, D_v)
+  // Workspace on CUDA, accumulator type: (2, B, H, S_q), (3, B, H, S_q) for float32.
+  void* row_stats = nullptr;
   AttentionOperand dq;                     // (B, H, S_q, D), null if not wanted
   AttentionOperand dk;                     // (B, H_kv, S_k, D), null if not wanted
   AttentionOperand dv;                     // (B, H_kv, S_k, D_v), null if not wanted
@@ -95,6 +103,14 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   return {
       true, head_tile, extras,
       extras ? "mma.sync: with mask, dropout or an unusual scale" : "mma.sync: plain or causal"};
+}
+
+inline std::string describe(const AttentionConfig& config) {
+  std::string text = "portable flash attention, ";
+  if (config.tensor_cores) {
+    text += "head dimensions padded to " + std::to_string(config.head_tile) + ", ";
+  }
+  return text + config.reason;
 }
 
 void attention_fwd_cpu(const AttentionParams& params);

@@ -190,20 +190,22 @@ class Worker {
   }
 
   // `p` comes in as S and leaves as P; `ds` leaves as dS. With `dv`, dv += A^T dout on the way.
-  void grad_scores(const Tile& t, const C* lse, const C* delta, Matrix<C> dout, Matrix<C> v,
-                   Matrix<C> dv, std::vector<C>& p, std::vector<C>& ds) {
+  void grad_scores(const Tile& t, const AttentionLse<T>* lse, const C* delta, Matrix<C> dout,
+                   Matrix<C> v, Matrix<C> dv, std::vector<C>& p, std::vector<C>& ds) {
     const int64_t size = t.rows * t.cols;
     ds.resize(size);
     // The rounding of lse is a common factor of its row; a row in one tile can divide it out.
-    const bool whole_rows = t.col == 0 && t.cols == visible_keys(t.row + t.rows);
+    const bool normalize = sizeof(AttentionLse<T>) == sizeof(C) && t.col == 0 &&
+                           t.cols == visible_keys(t.row + t.rows);
     for (int64_t i = 0; i < t.rows; ++i) {
       C* row = p.data() + i * t.cols;
-      if (lse[i] == -std::numeric_limits<C>::infinity()) {
+      if (lse[i] == -std::numeric_limits<AttentionLse<T>>::infinity()) {
         std::fill_n(row, t.cols, C(0));
       } else {
-        const Vec row_lse(lse[i]);
-        at::vec::map([=](Vec x) { return (x - row_lse).exp(); }, row, row, t.cols);
-        if (whole_rows) {
+        const C rounded = static_cast<C>(lse[i]);
+        const Vec row_lse(rounded), rest(static_cast<C>(lse[i] - rounded));
+        at::vec::map([=](Vec x) { return (x - row_lse - rest).exp(); }, row, row, t.cols);
+        if (normalize) {
           const Vec sum(at::vec::reduce_all<C>([](Vec x, Vec y) { return x + y; }, row, t.cols));
           at::vec::map([=](Vec x) { return x / sum; }, row, row, t.cols);
         }
@@ -285,11 +287,12 @@ void attention_fwd_tile(const AttentionParams& p, Worker<T>& worker, int64_t b, 
                 /*accumulate=*/true);
   }
 
-  C* lse = static_cast<C*>(p.lse) + (b * p.H + h) * p.S_q + row;
+  using Lse = AttentionLse<T>;
+  Lse* lse = static_cast<Lse*>(p.lse) + (b * p.H + h) * p.S_q + row;
   for (int64_t i = 0; i < rows; ++i) {
     C* acc_row = acc.data() + i * p.D_v;
     const bool hidden = row_max[i] == kHidden;
-    lse[i] = hidden ? kHidden : row_max[i] + std::log(row_sum[i]);
+    lse[i] = hidden ? Lse(kHidden) : Lse(row_max[i]) + std::log(Lse(row_sum[i]));
     for (int64_t d = 0; d < p.D_v; ++d) acc_row[d] = hidden ? C(0) : acc_row[d] / row_sum[i];
   }
   worker.store(p.out, b, h, row, rows, p.D_v, acc.data());
@@ -306,7 +309,7 @@ struct BackwardBuffers {
 // there the same sum is taken as rowsum(P * dP), at the cost of one more walk over the keys.
 template <class T>
 void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile& rows_tile,
-                Matrix<CpuCompute<T>> q, Matrix<CpuCompute<T>> dout, const CpuCompute<T>* lse,
+                Matrix<CpuCompute<T>> q, Matrix<CpuCompute<T>> dout, const AttentionLse<T>* lse,
                 BackwardBuffers<CpuCompute<T>>& buffers) {
   using C = CpuCompute<T>;
   Tile t = rows_tile;
@@ -353,7 +356,7 @@ void attention_bwd_head(const AttentionBackwardParams& p, Worker<T>& worker, int
       const int64_t rows = std::min(kBlockQ, f.S_q - row);
       const Matrix<C> q = worker.load(f.q, b, h, row, rows, f.D, buffers.q);
       const Matrix<C> dout = worker.load(p.dout, b, h, row, rows, f.D_v, buffers.dout);
-      const C* lse = static_cast<const C*>(f.lse) + (b * f.H + h) * f.S_q + row;
+      const auto* lse = static_cast<const AttentionLse<T>*>(f.lse) + (b * f.H + h) * f.S_q + row;
       load_delta(p, worker, {b, h, row, rows, 0, 0}, q, dout, lse, buffers);
       if (want_dq) buffers.dq.assign(rows * f.D, C(0));
       const int64_t keys = worker.visible_keys(row + rows);
@@ -418,7 +421,7 @@ void attention_bwd_mask_tile(const AttentionBackwardParams& p, Worker<T>& worker
         const int64_t rows = std::min(kBlockQ, row_end - row);
         const Matrix<C> q = worker.load(f.q, b, h, row, rows, f.D, buffers.q);
         const Matrix<C> dout = worker.load(p.dout, b, h, row, rows, f.D_v, buffers.dout);
-        const C* lse = static_cast<const C*>(f.lse) + (b * f.H + h) * f.S_q + row;
+        const auto* lse = static_cast<const AttentionLse<T>*>(f.lse) + (b * f.H + h) * f.S_q + row;
         load_delta(p, worker, {b, h, row, rows, 0, 0}, q, dout, lse, buffers);
         const int64_t keys = worker.visible_keys(row + rows), h_kv = worker.kv_head(h);
         for (int64_t col = 0; col < keys; col += kBlockK) {

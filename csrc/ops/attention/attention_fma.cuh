@@ -266,19 +266,21 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
 #pragma unroll
     for (int j = 0; j < Tile::kOutPer; ++j) out[i][j] = hidden ? Acc(0) : out[i][j] / sum;
     if (chunk == 0 && tx == 0 && row < rows) {
-      static_cast<Acc*>(p.lse)[bh * p.S_q + row0 + row] =
-          hidden ? -Acc(INFINITY) : row_max[i] + log_accum(sum);
+      using Lse = AttentionLse<T>;
+      static_cast<Lse*>(p.lse)[bh * p.S_q + row0 + row] =
+          hidden ? -Lse(INFINITY) : Lse(row_max[i]) + log_accum(Lse(sum));
     }
   }
   fma_store<T>(out, operand_rows<T>(p.out, b, h, row0), p.out.stride_s, rows, chunk * Tile::kOut,
                p.D_v, Acc(1));
 }
 
-// The rows' log-sum-exp (+inf for a hidden row: exp(S - inf) = 0) and delta, from the workspace
-// that attention_row_stats_kernel wrote; rows past S_q count as hidden.
+// The rows' log-sum-exp as a sum of two (+inf and 0 for a hidden row: exp(S - inf) = 0) and delta,
+// from the workspace that attention_row_stats_kernel wrote; rows past S_q count as hidden.
 template <class T>
 struct FmaRowStats {
-  Accum<T> lse[FmaTile<T>::kPer], delta[FmaTile<T>::kPer];
+  static constexpr bool kHasRest = sizeof(AttentionLse<T>) > sizeof(Accum<T>);
+  Accum<T> lse[FmaTile<T>::kPer], lse_rest[FmaTile<T>::kPer], delta[FmaTile<T>::kPer];
 
   __device__ FmaRowStats(const AttentionBackwardParams& p, int64_t bh, int64_t row0) {
     const Accum<T>* stats = static_cast<const Accum<T>*>(p.row_stats);
@@ -289,6 +291,7 @@ struct FmaRowStats {
       const bool inside = row < p.fwd.S_q;
       lse[i] = inside ? stats[bh * p.fwd.S_q + row] : Accum<T>(INFINITY);
       delta[i] = inside ? stats[all_rows + bh * p.fwd.S_q + row] : Accum<T>(0);
+      lse_rest[i] = kHasRest && inside ? stats[2 * all_rows + bh * p.fwd.S_q + row] : Accum<T>(0);
     }
   }
 };
@@ -313,7 +316,7 @@ __device__ void fma_grad_scores(const AttentionBackwardParams& p, const ScoreTil
   for (int i = 0; i < Tile::kPer; ++i)
 #pragma unroll
     for (int j = 0; j < Tile::kPer; ++j) {
-      const Accum<T> probability = exp_accum(a[i][j] - stats.lse[i]);
+      const Accum<T> probability = exp_accum(a[i][j] - stats.lse[i] - stats.lse_rest[i]);
       const Accum<T> factor =
           dropout ? fma_dropout_factor<T>(f, key, keep_scale, t, i, j) : Accum<T>(1);
       a[i][j] = probability * factor;

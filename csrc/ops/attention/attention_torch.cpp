@@ -95,6 +95,12 @@ at::ScalarType accum_type(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+// AttentionLse
+at::ScalarType lse_type(const Tensor& tensor) {
+  const bool wide = tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kFloat;
+  return wide ? at::kDouble : at::kFloat;
+}
+
 // In the memory order of `like`, but rows (the last dimension) are contiguous.
 Tensor empty_rows_like(const Tensor& like) {
   if (like.sym_stride(3) == 1) return at::empty_like(like);
@@ -112,7 +118,7 @@ Tensor empty_out(const Tensor& query, const Tensor& value) {
 Three empty_results(const Tensor& query, const Tensor& value, double dropout_p) {
   return {empty_out(query, value),
           at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)},
-                           query.options().dtype(accum_type(query))),
+                           query.options().dtype(lse_type(query))),
           at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong))};
 }
 
@@ -196,8 +202,8 @@ void check_backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse
       grad_out.sym_sizes() == out.sym_sizes() && grad_out.scalar_type() == out.scalar_type(),
       "attention_backward: grad_out: expected ", out.dtype(), " of shape ", out.sym_sizes(),
       ", got ", grad_out.dtype(), " of shape ", grad_out.sym_sizes());
-  TORCH_CHECK(lse.dim() == 3 && lse.scalar_type() == accum_type(out),
-              "attention_backward: lse: expected ", accum_type(out), " of 3 dimensions, got ",
+  TORCH_CHECK(lse.dim() == 3 && lse.scalar_type() == lse_type(out),
+              "attention_backward: lse: expected ", lse_type(out), " of 3 dimensions, got ",
               lse.scalar_type(), " of ", lse.dim());
   TORCH_CHECK(philox_state.sym_numel() == (dropout_p > 0 ? 2 : 0),
               "attention_backward: philox_state: expected ", dropout_p > 0 ? 2 : 0,
@@ -392,7 +398,11 @@ Four attention_backward_with(const Tensor& grad_out, const Tensor& query, const 
     const Tensor dout = with_dense_rows(grad_out), o = with_dense_rows(out);
     const Tensor rows = lse.contiguous();
     Tensor row_stats;
-    if (rows.is_cuda()) row_stats = at::empty({2, rows.numel()}, rows.options());
+    if (rows.is_cuda()) {
+      const at::ScalarType accum = accum_type(query);
+      const int64_t stats = rows.scalar_type() == accum ? 2 : 3;
+      row_stats = at::empty({stats, rows.numel()}, rows.options().dtype(accum));
+    }
     AttentionBackwardParams p{};
     p.fwd = make_params(q, k, v, mask, o, rows, philox_state, a);
     p.dout = operand(dout);
