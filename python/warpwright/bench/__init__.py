@@ -1,15 +1,22 @@
-"""Side-by-side measurement of warpwright and native PyTorch; `python -m warpwright bench`."""
+"""Side-by-side measurement of warpwright and its peers; `python -m warpwright bench`."""
 
 from .cases import CASES, Case
-from .measure import Timing, interleaved
+from .measure import Timing, interleaved, ratio_interval
+from .peers import PEERS, Implementation, Peer
 from .records import load_records, machine_header, save_records
+from .steps import Workload
 
 __all__ = [
     "CASES",
+    "PEERS",
     "Case",
+    "Implementation",
+    "Peer",
     "Timing",
+    "Workload",
     "interleaved",
     "load_records",
     "machine_header",
+    "ratio_interval",
     "save_records",
 ]

@@ -31,8 +31,19 @@ class Case:
     call: Callable[[Any, Inputs], Tensor]
     bytes: dict[str, float]
     flops: dict[str, float] = field(default_factory=dict)
-    # The part of the inputs that float64 can afford; None: all of it.
+    # The part of the inputs that float64 can afford; None: all of it. Its results must be the
+    # leading corner of the whole results, where the gradient that comes in is zero outside.
     sample: Callable[[Inputs], Inputs] | None = None
+    # What native torch calls in its place, for an op that native does not have.
+    native: Callable[[Any, Inputs], Tensor] | None = None
+
+    window: tuple[int, int] | None = None  # a convolution's stride and padding
+
+    def run(self, functional: Any, inputs: Inputs) -> Tensor:
+        """`functional` is warpwright's, or torch's."""
+        if self.native is not None and functional is torch.nn.functional:
+            return self.native(functional, inputs)
+        return self.call(functional, inputs)
 
     @property
     def dtype_name(self) -> str:
@@ -176,6 +187,7 @@ def _conv2d(
         {"fwd": x_bytes + w_bytes + y_bytes, "bwd": 2 * x_bytes + 2 * w_bytes + y_bytes},
         {"fwd": flops, "bwd": 2 * flops},
         lambda i: {**i, "x": i["x"].detach()[:4].requires_grad_()},
+        window=(s, p),
     )
 
 
@@ -187,7 +199,7 @@ def _attention(b: int, h: int, s: int, d: int, causal: bool, dtype: torch.dtype 
         return {name: _randn((b, h, s, d), dtype, device) for name in ("q", "k", "v")}
 
     def first_head(i: Inputs) -> Inputs:
-        return {name: x.detach()[:1, :1, :4096].requires_grad_() for name, x in i.items()}
+        return {name: x.detach()[:1, :1].requires_grad_() for name, x in i.items()}
 
     return Case(
         "scaled_dot_product_attention",

@@ -1,6 +1,6 @@
-"""Timing: interleaved runs, median and quartiles, cold L2.
+"""Timing: interleaved runs, median and quartiles, cold L2, the ratio with its confidence interval.
 
-Two implementations that run one after the other in each round see the same clocks, temperature and
+Implementations that run one after the other in each round see the same clocks, temperature and
 neighbours; the median over rounds drops the odd interruption.
 """
 
@@ -9,13 +9,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 WARMUP_ROUNDS = 3
-MIN_ROUNDS, MAX_ROUNDS = 7, 200
+WARMUP_SECONDS = 0.025
+MIN_ROUNDS, MAX_ROUNDS = 9, 200
+PATIENCE_SECONDS = 10  # for MIN_ROUNDS; what takes longer gets three
+# First and last third of the rounds may differ by this much, or by what the clock can't resolve.
+STEADY = {"cuda": 0.03, "cpu": 0.10}
+RESOLUTION_MS = 0.002
+RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,37 @@ class Timing:
     ms_lo: float
     ms_hi: float
     rounds: int
+    samples: tuple[float, ...] = field(default=(), repr=False)
+    steady: bool = True
 
 
-def _summary(samples: list[float]) -> Timing:
+def is_steady(samples: list[float], tolerance: float) -> bool:
+    """Whether the first and the last third of the rounds have the same median."""
+    third = max(1, len(samples) // 3)
+    first, last = statistics.median(samples[:third]), statistics.median(samples[-third:])
+    return abs(first - last) <= max(tolerance * statistics.median(samples), RESOLUTION_MS)
+
+
+def _summary(samples: list[float], tolerance: float) -> Timing:
     quartiles = statistics.quantiles(samples, n=4)
-    return Timing(statistics.median(samples), quartiles[0], quartiles[2], len(samples))
+    return Timing(
+        statistics.median(samples),
+        quartiles[0],
+        quartiles[2],
+        len(samples),
+        tuple(samples),
+        is_steady(samples, tolerance),
+    )
+
+
+def ratio_interval(theirs: Timing, ours: Timing) -> tuple[float, float, float]:
+    """theirs.ms / ours.ms with its 95 % interval: whole rounds drawn again, both medians anew."""
+    a, b = torch.tensor([theirs.samples, ours.samples], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(a), (RESAMPLES, len(a)), generator=generator)
+    ratios = a[drawn].quantile(0.5, dim=1) / b[drawn].quantile(0.5, dim=1)
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return theirs.ms / ours.ms, low, high
 
 
 class _Cuda:
@@ -74,12 +106,26 @@ class _Cpu:
 def interleaved(
     functions: Mapping[str, Callable[[], object]], device: str, seconds: float = 0.25
 ) -> dict[str, Timing]:
-    """Times each function; the rounds share about `seconds` of measuring time."""
+    """Times each function; the rounds share about `seconds` of measuring time.
+
+    Where the first and the last third of the rounds disagree it is measured once more; what
+    still disagrees is marked.
+    """
     clock = _Cuda() if device == "cuda" else _Cpu()
+    start = time.perf_counter()
     warm = clock.run(functions, WARMUP_ROUNDS)
+    while time.perf_counter() - start < WARMUP_SECONDS:
+        warm = clock.run(functions, WARMUP_ROUNDS)
     round_ms = sum(min(samples) for samples in warm.values()) + 0.05 * len(functions)
-    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(seconds * 1e3 / round_ms)))
-    return {name: _summary(samples) for name, samples in clock.run(functions, rounds).items()}
+    fewest = MIN_ROUNDS if MIN_ROUNDS * round_ms < 1e3 * PATIENCE_SECONDS else 3
+    rounds = min(MAX_ROUNDS, max(fewest, int(seconds * 1e3 / round_ms)))
+    timings: dict[str, Timing] = {}
+    for attempt in (rounds, rounds):
+        samples = clock.run(functions, attempt)
+        timings = {name: _summary(values, STEADY[device]) for name, values in samples.items()}
+        if attempt < MIN_ROUNDS or all(timing.steady for timing in timings.values()):
+            break
+    return timings
 
 
 def peak_mib(function: Callable[[], object], device: str) -> float | None:

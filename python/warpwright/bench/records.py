@@ -1,11 +1,19 @@
-"""The record format: one JSON file a suite and GPU, every figure in the docs comes from one."""
+"""The record format: one JSON file a suite and GPU, every figure in the docs comes from one.
+
+schema.json is its definition; what it requires is checked whenever a record is read or written.
+"""
 
 from __future__ import annotations
 
+import csv
 import datetime
+import hashlib
+import io
 import json
+import os
 import platform
 import subprocess
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +22,22 @@ import torch
 from .. import _C
 from .measure import interleaved
 
-SCHEMA = 1
-HEADER_FIELDS = (
-    "schema",
-    "gpu",
-    "driver",
-    "torch",
-    "cuda",
-    "cudnn",
-    "source_hash",
-    "date",
-    "copy_tbs",
-    "matmul_tflops",
-    "rows",
-)
-ROW_FIELDS = (
-    "op",
-    "case",
-    "dtype",
-    "layout",
-    "pass",
-    "impl",
-    "ms",
-    "ms_lo",
-    "ms_hi",
-    "bytes",
-    "flops",
-    "floor_ms",
-    "peak_mib",
-    "err",
-    "err_native",
-)
+SCHEMA: dict[str, Any] = json.loads((resources.files(__package__) / "schema.json").read_text())
+HEADER_FIELDS: tuple[str, ...] = tuple(SCHEMA["required"])
+_ROW = SCHEMA["properties"]["rows"]["items"]
+ROW_FIELDS: tuple[str, ...] = tuple(_ROW["required"])
+ALL_ROW_FIELDS: tuple[str, ...] = tuple(_ROW["properties"])
+KEY = ("op", "case", "dtype", "layout", "pass")
+
+# Ops whose folder in csrc/ops/ has another name; steps run on all of them.
+FOLDERS = {
+    "batch_norm": "batchnorm",
+    "max_pool2d": "maxpool2d",
+    "scaled_dot_product_attention": "attention",
+    "sgd": "optim",
+    "adam": "optim",
+    "adamw": "optim",
+}
 
 
 def _driver() -> str:
@@ -70,23 +63,80 @@ def _matmul_tflops(device: str, dtype: torch.dtype) -> float:
     return 2 * n**3 / ms / 1e9
 
 
-def machine_header(device: str) -> dict[str, Any]:
-    """Where and with what the rows were measured, and the two ceilings, measured now."""
-    gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu"
-    matmul_dtype = torch.bfloat16 if device == "cuda" else torch.float32
+def machine_name(device: str) -> str:
+    """The GPU's name, or the CPU's with the threads in use."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        cpus = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in cpus if line.startswith("model name"))
+    except (OSError, StopIteration, IndexError):
+        name = platform.processor() or "CPU"
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Where and with what something is measured."""
+    from .. import __version__
+
     return {
-        "schema": SCHEMA,
-        "gpu": gpu,
+        "schema": 1,
+        "device": device,
+        "gpu": machine_name(device),
         "driver": _driver() if device == "cuda" else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         "cudnn": torch.backends.cudnn.version() if device == "cuda" else None,
+        "python": platform.python_version(),
+        "warpwright": __version__,
+        "threads": torch.get_num_threads(),
         "source_hash": _C.build_info()["source_hash"],
         "date": datetime.date.today().isoformat(),
-        "copy_tbs": round(_copy_tbs(device), 3),
-        "matmul_tflops": round(_matmul_tflops(device, matmul_dtype), 1),
-        "rows": [],
     }
+
+
+def ceilings(device: str) -> dict[str, float]:
+    """The two rates that no kernel can beat, measured now."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return {
+        "copy_tbs": round(_copy_tbs(device), 4),
+        "matmul_tflops": round(_matmul_tflops(device, dtype), 3),
+    }
+
+
+def machine_header(device: str) -> dict[str, Any]:
+    """The record of a run that has measured nothing yet but the two ceilings."""
+    return {**environment(device), **ceilings(device), "rows": []}
+
+
+def source_root() -> Path | None:
+    """The repository that this package runs from; None for an installed copy."""
+    root = Path(__file__).resolve().parents[3]
+    return root if (root / "csrc" / "ops").is_dir() else None
+
+
+def op_hash(op: str, root: Path) -> str:
+    """Names the sources that the op's kernels are made of: its folder and the layers below."""
+    csrc = root / "csrc"
+    folder = csrc / "ops" / FOLDERS.get(op, op)
+    parts = [csrc / layer for layer in ("device", "host", "tile", "torch")]
+    parts.append(folder if folder.is_dir() else csrc / "ops")
+    digest = hashlib.sha256()
+    for part in parts:
+        for path in sorted(part.rglob("*")):
+            if path.suffix in {".h", ".cuh", ".cu", ".cpp"}:
+                digest.update(path.relative_to(root).as_posix().encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def stale_ops(record: dict[str, Any], root: Path) -> set[str]:
+    """Ops whose sources are not those that were measured."""
+    hashes = record.get("op_hashes", {})
+    ops = {row["op"] for row in record["rows"]}
+    if not hashes and record["source_hash"] == _C.build_info()["source_hash"]:
+        return set()
+    return {op for op in ops if hashes.get(op) != op_hash(op, root)}
 
 
 def validate(record: dict[str, Any], name: str = "record") -> None:
@@ -101,14 +151,39 @@ def validate(record: dict[str, Any], name: str = "record") -> None:
 
 
 def save_records(record: dict[str, Any], path: Path) -> None:
+    """All or nothing: an interrupted write leaves the file as it was."""
     validate(record, str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = ",\n".join(json.dumps(row) for row in record["rows"])
     header = json.dumps({k: v for k, v in record.items() if k != "rows"}, indent=1)[:-2]
-    path.write_text(f'{header},\n "rows": [\n{rows}\n]}}\n')
+    write(path, f'{header},\n "rows": [\n{rows}\n]}}\n')
 
 
 def load_records(path: Path) -> dict[str, Any]:
     record = json.loads(path.read_text())
     validate(record, str(path))
     return record
+
+
+def save_csv(record: dict[str, Any], path: Path) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ALL_ROW_FIELDS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in record["rows"]:
+        flat = {k: "; ".join(v) if isinstance(v, list) else v for k, v in row.items()}
+        writer.writerow(flat)
+    write(path, text.getvalue())
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(path.name + ".part")
+    half.write_text(text)
+    os.replace(half, path)
+
+
+def grouped(record: dict[str, Any]) -> dict[tuple[str, ...], dict[str, dict[str, Any]]]:
+    """{(op, case, dtype, layout, pass): {impl: row}}, in file order."""
+    groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for row in record["rows"]:
+        groups.setdefault(tuple(row[k] for k in KEY), {})[row["impl"]] = row
+    return groups

@@ -1,94 +1,164 @@
-"""Runs cases with ours and native interleaved, and writes the record."""
+"""Runs cases with ours and the peers interleaved; what was measured is kept whatever happens."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from .. import functional as ours_functional
-from ..testing import max_error, to_double
-from .cases import CASES, QUICK_CASES, Case, Inputs
-from .measure import interleaved, peak_mib
-from .records import machine_header, save_records
-from .steps import mnist_rows
+from ..testing import to_double
+from . import guards
+from .cases import CASES, QUICK_CASES, Case
+from .measure import Timing, interleaved, peak_mib, ratio_interval
+from .peers import (
+    DEFAULT_PEERS,
+    DEFAULT_STEP_PEERS,
+    OURS,
+    PEERS,
+    Implementation,
+    Missing,
+    leaves_of,
+    parse_peers,
+    prepare,
+    prepare_ours,
+)
+from .records import (
+    grouped,
+    machine_header,
+    op_hash,
+    save_csv,
+    save_records,
+    source_root,
+)
+from .steps import Workload, mnist_workloads, step_rows
 
 Row = dict[str, Any]
-
-IMPLEMENTATIONS = {"warpwright": ours_functional, "native": torch.nn.functional}
-
-
-def leaves_of(inputs: Inputs) -> list[Tensor]:
-    return [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+SUITES = ("quick", "full", "model")
+SHOWN_ROWS = 12  # in the live table
 
 
-def _forward_and_grads(
-    functional: Any, case: Case, inputs: Inputs, cotangent: Tensor | None
-) -> Any:
-    output = case.call(functional, inputs)
-    if cotangent is None:
+def _exact(case: Case, sample: dict[str, Any]) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Output, gradients and their cotangent in float64, on the part of the data it can afford."""
+    inputs = to_double(sample)
+    # cuDNN's search would try every slow float64 algorithm, for a result that is needed once.
+    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        output = case.run(torch.nn.functional, inputs)
         cotangent = torch.randn_like(output)
-    grads = torch.autograd.grad(output, leaves_of(inputs), cotangent.to(output.dtype))
-    return output, grads, cotangent
+        grads = torch.autograd.grad(output, leaves_of(inputs), cotangent)
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+    return output.detach(), list(grads), cotangent
 
 
-def relative_errors(case: Case, inputs: Inputs) -> dict[str, dict[str, float]]:
-    """{impl: {"fwd": e, "bwd": e}}: max error against float64 over max |exact|; bwd: worst gradient."""
+def _results(
+    case: Case,
+    inputs: dict[str, Any],
+    implementations: dict[str, Implementation],
+    failed: Callable[[str, Exception], None],
+) -> tuple[dict[str, dict[str, float]], dict[str, list[str]]]:
+    """Errors against float64, {impl: {"fwd": e, "bwd": e}}, and what is wrong with an impl's result.
+
+    An implementation that raises here is reported and leaves.
+    """
     sample = case.sample(inputs) if case.sample else inputs
-    exact, exact_grads, cotangent = _forward_and_grads(
-        torch.nn.functional, case, to_double(sample), None
-    )
+    exact, exact_grads, part = _exact(case, sample)
+    errors: dict[str, dict[str, float]] = {}
+    notes: dict[str, list[str]] = {}
+    ours: tuple[Tensor, list[Tensor]] | None = None
+    cotangent: Tensor | None = None
+    # Ours and native first: the others are held against both.
+    for name in dict.fromkeys([OURS.name, "native", *implementations]):
+        try:
+            if cotangent is None:
+                output = implementations[name].calls["fwd"]()
+                assert isinstance(output, Tensor)
+                cotangent = torch.zeros_like(output)
+                guards.corner(cotangent, exact.shape).copy_(part)
+                del output
+            value, all_grads = implementations[name].results(cotangent)
+            grads = [g for g in all_grads if g is not None]
+            guards.refuse_empty_results([value, *grads])
+        except (KeyboardInterrupt, guards.Refused):
+            raise
+        except Exception as error:
+            if name in (OURS.name, "native"):
+                raise
+            failed(name, error)
+            del implementations[name]
+            continue
+        corners = [
+            guards.corner(g.detach(), e.shape) for g, e in zip(grads, exact_grads, strict=True)
+        ]
+        errors[name] = {
+            "fwd": guards.relative(guards.corner(value, exact.shape), exact),
+            "bwd": max(guards.relative(g, e) for g, e in zip(corners, exact_grads, strict=True)),
+        }
+        if ours is None:
+            ours = value, corners
+            continue
+        pairs = [
+            (ours[0], value, "fwd"),
+            *((a, b, "bwd") for a, b in zip(ours[1], corners, strict=True)),
+        ]
+        known = {p: max(errors[n][p] for n in (OURS.name, "native")) for p in ("fwd", "bwd")}
+        found = (guards.disagreement(a, b, known[p]) for a, b, p in pairs)
+        notes[name] = [text for text in found if text is not None]
+    return errors, notes
 
-    def relative(value: Tensor, reference: Tensor) -> float:
-        scale = float(reference.abs().max()) or 1.0
-        return max_error(value, reference) / scale
 
-    errors = {}
-    for name, functional in IMPLEMENTATIONS.items():
-        output, grads, _ = _forward_and_grads(functional, case, sample, cotangent)
-        backward = [relative(g, e) for g, e in zip(grads, exact_grads, strict=True)]
-        errors[name] = {"fwd": relative(output, exact.detach()), "bwd": max(backward)}
-    return errors
-
-
-def case_rows(case: Case, device: str, ceilings: dict[str, float], seconds: float) -> list[Row]:
+def case_rows(
+    case: Case,
+    device: str,
+    ceilings: dict[str, Any],
+    seconds: float,
+    peers: Sequence[str] = ("native",),
+    failures: list[Row] | None = None,
+    clocks: guards.Clocks | None = None,
+) -> list[Row]:
+    """The rows of one case. A peer that raises goes into `failures`; ours and native raise."""
     inputs = case.make(device)
-    leaves = leaves_of(inputs)
-    errors = relative_errors(case, inputs)
-    outputs = {name: case.call(f, inputs) for name, f in IMPLEMENTATIONS.items()}
-    cotangent = torch.randn_like(outputs["native"])
+    guards.refuse_constant(inputs)
 
-    def forward(functional: Any) -> Any:
-        return lambda: case.call(functional, inputs)
+    def failed(name: str, error: Exception) -> None:
+        if failures is not None:
+            failures.append(failure(case, error, name))
 
-    def backward(output: Tensor) -> Any:
-        return lambda: torch.autograd.grad(output, leaves, cotangent, retain_graph=True)
-
-    def both(functional: Any) -> Any:
-        return lambda: torch.autograd.grad(case.call(functional, inputs), leaves, cotangent)
+    implementations = {OURS.name: prepare(OURS, case, inputs, device)}
+    for name in peers:
+        try:
+            implementations[name] = prepare(PEERS[name], case, inputs, device)
+        except Missing:
+            continue
+        except Exception as error:
+            if name == "native":
+                raise
+            failed(name, error)
+    errors, notes = _results(case, inputs, implementations, failed)
 
     rows = []
     for which in case.bytes:
-        calls = {
-            name: {"fwd": forward(f), "bwd": backward(outputs[name]), "fwd+bwd": both(f)}[which]
-            for name, f in IMPLEMENTATIONS.items()
-        }
-        timings = interleaved(calls, device, seconds)
+        calls = {n: i.calls[which] for n, i in implementations.items() if which in i.calls}
+        start = time.monotonic()
+        timings = interleaved(calls, device, seconds * max(1.0, len(calls) / 2))
         flops = case.flops.get(which, 0.0)
         floor_ms = max(
             case.bytes[which] / ceilings["copy_tbs"] / 1e9,
             flops / ceilings["matmul_tflops"] / 1e9,
         )
+        error_pass = "fwd" if which == "fwd" else "bwd"
         for name, timing in timings.items():
-            error_pass = "fwd" if which == "fwd" else "bwd"
             rows.append(
                 {
                     "op": case.op,
@@ -97,113 +167,333 @@ def case_rows(case: Case, device: str, ceilings: dict[str, float], seconds: floa
                     "layout": case.layout,
                     "pass": which,
                     "impl": name,
-                    "ms": round(timing.ms, 5),
-                    "ms_lo": round(timing.ms_lo, 5),
-                    "ms_hi": round(timing.ms_hi, 5),
+                    **timing_fields(timing, timings[OURS.name], name),
                     "bytes": int(case.bytes[which]),
                     "flops": int(flops),
                     "floor_ms": round(floor_ms, 5),
                     "peak_mib": peak_mib(calls[name], device),
                     "err": errors[name][error_pass],
                     "err_native": errors["native"][error_pass],
+                    "agrees": not notes.get(name),
+                    **(clocks.since(start) if clocks else {}),
+                    **({"notes": notes[name]} if notes.get(name) else {}),
                 }
             )
     return rows
 
 
-def table_of(rows: Iterable[dict[str, Any]], title: str) -> Table:
-    """One line a (case, pass): ours, native, their ratio, and our share of the floor."""
+def timing_fields(timing: Timing, ours: Timing, name: str) -> Row:
+    fields: Row = {
+        "ms": round(timing.ms, 5),
+        "ms_lo": round(timing.ms_lo, 5),
+        "ms_hi": round(timing.ms_hi, 5),
+        "rounds": timing.rounds,
+        "steady": timing.steady,
+    }
+    if name != OURS.name:
+        ratio = ratio_interval(timing, ours)
+        fields |= dict(
+            zip(("ratio", "ratio_lo", "ratio_hi"), (round(r, 4) for r in ratio), strict=True)
+        )
+    return fields
+
+
+def failure(case: Case, error: BaseException, impl: str | None = None) -> Row:
+    found = {
+        "op": case.op,
+        "case": case.case,
+        "dtype": case.dtype_name,
+        "layout": case.layout,
+        "error": f"{type(error).__name__}: {error}"[:2000],
+    }
+    return found if impl is None else {**found, "impl": impl}
+
+
+def mark_paths(rows: Iterable[Row], cases: Iterable[Case], device: str) -> None:
+    """Looks which kernels each case of ours runs, and says so in its rows.
+
+    After all timing: once the profiler has been on, launches can cost more.
+    """
+    ours = {
+        (r["op"], r["case"], r["dtype"], r["layout"], r["pass"]): r
+        for r in rows
+        if r["impl"] == OURS.name
+    }
+    for case in cases:
+        key = (case.op, case.case, case.dtype_name, case.layout)
+        wanted = [which for which in case.bytes if (*key, which) in ours]
+        if not wanted:
+            continue
+        implementation = prepare_ours(case, case.make(device), device)
+        for which in wanted:
+            place = (*key, which)
+            ran = guards.what_ran(implementation.calls[which], device)
+            row = ours[place]
+            row["path"] = ran.path
+            if ran.foreign and ran.path != OURS.name:
+                row["foreign_kernels"] = list(ran.foreign)
+        del implementation
+        _free(device)
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def notes_of(row: Row) -> list[str]:
+    """Everything a reader of the row must know."""
+    found = list(row.get("notes", []))
+    if row.get("path", OURS.name) != OURS.name:
+        found.append(f"ran: {row['path']}")
+    if not row.get("steady", True):
+        found.append("unsteady")
+    found += [f"clocks: {reason}" for reason in row.get("throttled", [])]
+    return found
+
+
+def table_of(rows: Sequence[Row], title: str, last: int | None = None) -> Table:
+    """One line a (case, pass): ours, native, the fastest other peer, our share of the floor."""
     table = Table(title=title)
     for column in ("op", "case", "dtype", "layout", "pass"):
         table.add_column(column)
-    for column in ("ours ms", "native ms", "native/ours", "floor/ours", "err/native's"):
+    for column in ("ours ms", "native ms", "native/ours [95 %]"):
         table.add_column(column, justify="right")
-    pairs: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        key = tuple(row[k] for k in ("op", "case", "dtype", "layout", "pass"))
-        pairs.setdefault(key, {})[row["impl"]] = row
-    for key, impls in pairs.items():
+    table.add_column("best other peer")
+    for column in ("floor/ours", "MiB ours/native", "err/native's"):
+        table.add_column(column, justify="right")
+    table.add_column("notes")
+    groups = [*grouped({"rows": rows}).items()]
+    for key, impls in groups[-last:] if last else groups:
         if not {"warpwright", "native"} <= impls.keys():
             continue
         ours, native = impls["warpwright"], impls["native"]
         ratio = native["ms"] / ours["ms"]
-        error = "" if ours["err"] is None else f"{ours['err'] / max(native['err'], 1e-30):.2f}"
-        floor = "" if not ours["floor_ms"] else f"{ours['floor_ms'] / ours['ms']:.0%}"
         color = "green" if ratio >= 1 else "red" if ratio < 0.4 else "yellow"
-        cells = [
+        interval = (
+            f" [{native['ratio_lo']:.2f}, {native['ratio_hi']:.2f}]" if "ratio" in native else ""
+        )
+        others = [r for n, r in impls.items() if n not in ("warpwright", "native")]
+        best = min(others, key=lambda r: r["ms"], default=None)
+        error = "" if ours["err"] is None else f"{ours['err'] / max(native['err'], 1e-30):.2f}"
+        memory = ""
+        if ours["peak_mib"] is not None:
+            memory = f"{ours['peak_mib']:.0f}/{native['peak_mib']:.0f}"
+        marks = notes_of(ours) + [
+            f"{n}: {m}" for n, r in impls.items() if r is not ours for m in notes_of(r)
+        ]
+        table.add_row(
+            *key,
             f"{ours['ms']:.4f}",
             f"{native['ms']:.4f}",
-            f"[{color}]{ratio:.2f}[/]",
-            floor,
+            f"[{color}]{ratio:.2f}[/]{interval}".replace(" [", " \\["),
+            f"{best['impl']} {best['ms']:.4f}" if best else "",
+            "" if not ours["floor_ms"] else f"{ours['floor_ms'] / ours['ms']:.0%}",
+            memory,
             error,
-        ]
-        table.add_row(*key, *cells)
+            "; ".join(marks),
+        )
     return table
 
 
-def run(
-    cases: list[Case], device: str, seconds: float, console: Console, steps: bool
-) -> dict[str, Any]:
-    """Measures; Ctrl-C and a failing case keep the rows measured so far."""
-    torch.backends.cudnn.benchmark = True
-    record = machine_header(device)
-    failures: list[Row] = []
-    record["failures"] = failures
-    columns = (
-        TextColumn("{task.description:<58}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(cases) + steps)
+class Runner:
+    """One run of a suite: its record, and the screen."""
+
+    def __init__(
+        self,
+        device: str,
+        peers: Sequence[str],
+        console: Console,
+        seconds: float = 0.25,
+        limit_s: float | None = None,
+        autosave: Path | None = None,
+        suite: str = "quick",
+        step_peers: Sequence[str] | None = None,
+    ) -> None:
+        self.device, self.console, self.seconds = device, console, seconds
+        self.autosave, self.limit_s = autosave, limit_s
+        self.start = time.monotonic()
+        self.record: Row = {}
+        self.suite = suite
+        asked = dict.fromkeys([*peers, *(step_peers or ())])
+        self.missing = {n: why for n in asked if (why := PEERS[n].missing(device)) is not None}
+        self.peers = [n for n in peers if n not in self.missing]
+        steps = peers if step_peers is None else step_peers
+        self.step_peers = [n for n in steps if n not in self.missing]
+
+    def run(self, cases: Sequence[Case], workloads: Sequence[Workload] = ()) -> Row:
+        """Measures; Ctrl-C and a failing case keep the rows measured so far."""
+        torch.backends.cudnn.benchmark = True
+        for name, why in self.missing.items():
+            self.console.print(f"[yellow]{name}: missing: {why}[/]")
+        self.record = record = machine_header(self.device)
+        root = source_root()
+        if root is not None:
+            ops = {c.op for c in cases} | {w.op for w in workloads}
+            record["op_hashes"] = {op: op_hash(op, root) for op in sorted(ops)}
+        record["suite"] = self.suite
+        record["peers"] = {
+            n: PEERS[n].version for n in dict.fromkeys([*self.peers, *self.step_peers])
+        }
+        record["missing"] = dict(self.missing)
+        record["failures"] = []
+        record["interrupted"] = False
+        columns = (
+            TextColumn("{task.description:<58}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        progress = Progress(*columns, console=self.console, transient=True)
+        live = Live(progress, console=self.console, transient=True, refresh_per_second=4)
+        with (
+            live if self.console.is_terminal else contextlib.nullcontext(),
+            guards.clocks(self.device) as clocks,
+        ):
+            task = progress.add_task("", total=len(cases) + len(workloads))
+            try:
+                items: list[Case | Workload] = [*cases, *workloads]
+                for i, item in enumerate(items):
+                    progress.update(task, description=f"{item.op} {item.case} {item.dtype_name}")
+                    self._one(item, self._seconds_for(i, len(cases) + len(workloads)), clocks)
+                    progress.advance(task)
+                    if self.console.is_terminal:
+                        live.update(Group(table_of(record["rows"], "", last=SHOWN_ROWS), progress))
+                    if self.autosave is not None:
+                        save_records(record, self.autosave)
+                progress.update(task, description="which kernels ran")
+                mark_paths(record["rows"], cases, self.device)
+            except KeyboardInterrupt:
+                record["interrupted"] = True
+                self.console.print("interrupted: keeping the rows measured so far")
+        record["seconds"] = round(time.monotonic() - self.start, 1)
+        return record
+
+    def _seconds_for(self, done: int, total: int) -> float:
+        """Less time a row where the run would not end within its limit."""
+        if self.limit_s is None or done < 3:
+            return self.seconds
+        spent = time.monotonic() - self.start
+        expected = spent / done * total
+        return self.seconds if expected < self.limit_s else self.seconds / 4
+
+    def _one(self, item: Case | Workload, seconds: float, clocks: guards.Clocks) -> None:
+        failures = self.record["failures"]
         try:
-            for case in cases:
-                progress.update(task, description=f"{case.op} {case.case}")
-                try:
-                    record["rows"] += case_rows(case, device, record, seconds)
-                except RuntimeError as error:  # one case must not take the others with it
-                    failures.append({"op": case.op, "case": case.case, "error": str(error)})
-                gc.collect()
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-                progress.advance(task)
-            if steps:
-                progress.update(task, description="mnist_step")
-                record["rows"] += mnist_rows(device, seconds)
-                progress.advance(task)
-        except KeyboardInterrupt:
-            console.print("interrupted: keeping the rows measured so far")
-    return record
+            if isinstance(item, Workload):
+                found = step_rows(
+                    item, self.device, self.record, seconds, self.step_peers, failures
+                )
+            else:
+                found = case_rows(
+                    item, self.device, self.record, seconds, self.peers, failures, clocks
+                )
+            self.record["rows"] += found
+        except Exception as error:  # one must not take the others with it
+            failures.append(
+                failure(item, error)
+                if isinstance(item, Case)
+                else {"op": item.op, "case": item.case, "error": str(error)}
+            )
+        _free(self.device)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="*", help="only these ops (default: all)")
-    parser.add_argument("--suite", choices=("quick", "full"), default=None)
+    parser.add_argument("--suite", choices=SUITES, default=None)
+    parser.add_argument(
+        "--peer", default=None, help=f"comma-separated, out of {', '.join(PEERS)}; or 'all'"
+    )
+    parser.add_argument("--dtype", default=None, help="comma-separated, e.g. bfloat16,float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--seconds", type=float, default=0.25, help="measuring time a row")
+    parser.add_argument("--seconds", type=float, default=None, help="measuring time a row")
+    parser.add_argument("--limit", type=float, default=None, help="aim at this many minutes")
+    parser.add_argument("--models", type=Path, default=None, help="folder of --suite model")
     parser.add_argument("--json", type=Path, default=None, help="write the record here")
+    parser.add_argument("--csv", type=Path, default=None, help="write the rows here")
+    parser.add_argument("--html", type=Path, default=None, help="write the page here")
+
+
+LIMITS = {"quick": 2.5, "full": 8.5, "model": 15.0}  # minutes
+SECONDS = {("quick", "cpu"): 0.2}
 
 
 def main(options: argparse.Namespace) -> int:
-    """`python -m warpwright bench`: measures, prints the table, writes the record."""
+    """`python -m warpwright bench`: measures, prints the table, writes record, CSV and page."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     suite = options.suite or ("full" if device == "cuda" else "quick")
-    cases = CASES if suite == "full" else QUICK_CASES
-    known = {case.op for case in cases} | {"mnist_step"}
-    unknown = set(options.op) - known
-    if unknown:
-        print(f"op: {', '.join(sorted(unknown))}: expected one of {', '.join(sorted(known))}")
-        return 2
-    if options.op:
-        cases = [case for case in cases if case.op in options.op]
-
     console = Console()
-    steps = not options.op or "mnist_step" in options.op
-    record = run(cases, device, options.seconds, console, steps)
-    console.print(table_of(record["rows"], f"{record['gpu']}, torch {record['torch']}"))
-    for failure in record["failures"]:
-        console.print(f"[red]{failure['op']} {failure['case']}: {failure['error']}[/]")
+    try:
+        peers = (
+            tuple(PEERS)
+            if options.peer == "all"
+            else parse_peers(options.peer)
+            if options.peer
+            else DEFAULT_PEERS[suite, device]
+        )
+        cases, workloads = _chosen(suite, device, options)
+    except (ValueError, FileNotFoundError) as error:
+        console.print(f"[red]{error}[/]")
+        return 2
+    if options.html is not None:
+        from . import page  # says which package is missing before anything is measured
+    limit = options.limit if options.limit is not None else LIMITS[suite]
+    runner = Runner(
+        device,
+        peers,
+        console,
+        options.seconds or SECONDS.get((suite, device), 0.25),
+        60 * limit,
+        options.json,
+        suite,
+        None if options.peer else DEFAULT_STEP_PEERS[device],
+    )
+    record = runner.run(cases, workloads)
+    wide = Console(width=max(console.width, 200)) if not console.is_terminal else console
+    wide.print(table_of(record["rows"], f"{record['gpu']}, torch {record['torch']}"))
+    for found in record["failures"]:
+        where = " ".join(str(found.get(k, "")) for k in ("op", "case", "impl"))
+        console.print(f"[red]failed: {where}: {found['error']}[/]", soft_wrap=True)
     if options.json:
         save_records(record, options.json)
-    return 1 if record["failures"] else 0
+    if options.csv:
+        save_csv(record, options.csv)
+    if options.html:
+        page.write_bench_page(record, options.html)
+    console.print(f"{len(record['rows'])} rows in {record['seconds']:.0f} s")
+    ours_failed = [f for f in record["failures"] if f.get("impl", OURS.name) == OURS.name]
+    return 130 if record["interrupted"] else 1 if ours_failed else 0
+
+
+def _chosen(
+    suite: str, device: str, options: argparse.Namespace
+) -> tuple[list[Case], list[Workload]]:
+    if suite == "model":
+        from .models import load_workloads
+
+        cases: list[Case] = []
+        workloads = load_workloads(options.models, device)
+    else:
+        cases = list(CASES if suite == "full" else QUICK_CASES)
+        workloads = mnist_workloads(device)
+    known = dict.fromkeys([*(c.op for c in cases), *(w.op for w in workloads)])
+    unknown = set(options.op) - known.keys()
+    if unknown:
+        raise ValueError(f"op: {', '.join(sorted(unknown))}: expected one of {', '.join(known)}")
+    if options.op:
+        cases = [c for c in cases if c.op in options.op]
+        workloads = [w for w in workloads if w.op in options.op]
+    if options.dtype:
+        dtypes = {
+            {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}.get(d, d)
+            for d in options.dtype.split(",")
+        }
+        dtypes_known = {c.dtype_name for c in cases} | {w.dtype_name for w in workloads}
+        if not dtypes <= dtypes_known:
+            raise ValueError(
+                f"--dtype: expected names out of {', '.join(sorted(dtypes_known))}; got {options.dtype!r}"
+            )
+        cases = [c for c in cases if c.dtype_name in dtypes]
+        workloads = [w for w in workloads if w.dtype_name in dtypes]
+    return cases, workloads

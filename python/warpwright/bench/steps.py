@@ -1,16 +1,301 @@
-"""Whole training steps: the MNIST CNN with native modules and with ours."""
+"""Whole training steps: load, forward, loss, backward, optimizer; native, compiled, swapped, captured.
+
+Every implementation starts from the same weights and gets the same batch. Its first loss is compared
+with native's before anything is timed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..patch import patch
 from ..swap import swap
-from .measure import interleaved, peak_mib
+from .guards import Refused
+from .measure import Timing, interleaved, peak_mib, ratio_interval
+
+Row = dict[str, Any]
+Step = Callable[[], Tensor]
+NCHW, NHWC, ROWS = "nchw", "nhwc", "rows"
+# Two right implementations of a first step may differ by this much of the loss.
+LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step of one model at one size; `model`, `batch` and `loss` are native torch."""
+
+    op: str
+    case: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, ...]]  # on the host; the last one is the target
+    # Takes (the loss module, the model's output, the target).
+    loss: Callable[[nn.Module, Any, Tensor], Tensor] = lambda criterion, out, y: criterion(out, y)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(
+        p, lr=0.01, fused=True
+    )
+    dtype: torch.dtype = torch.float32  # what autocast computes in; float32: no autocast, TF32
+    layouts: tuple[str, ...] = (ROWS,)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass
+class Variant:
+    """One implementation of a workload, in one memory format."""
+
+    impl: str
+    layout: str
+    prepare: Callable[[nn.Module, nn.Module], None] = lambda model, criterion: None
+    compiled: bool = False
+    patched: bool = False
+    captured: bool = False
+    peer: str | None = None  # the name in PEERS that asks for it; None: it is ours
+    notes: list[str] = field(default_factory=list)
+
+
+def _swap_both(model: nn.Module, criterion: nn.Module) -> None:
+    for module in (model, criterion):
+        with contextlib.suppress(UserWarning):
+            swap(module)
+
+
+def can_fuse() -> bool:
+    return "fuse" in inspect.signature(swap).parameters
+
+
+def _swap_and_fuse(model: nn.Module, criterion: nn.Module) -> None:
+    fuse: Any = swap
+    fuse(model, fuse=True)
+    swap(criterion)
+
+
+def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Variant]:
+    """Ours first. A peer that needs one memory format only gets the better one: channels_last."""
+    best = NHWC if NHWC in workload.layouts else workload.layouts[-1]
+    found = []
+    for layout in workload.layouts:
+        found.append(Variant("warpwright", layout, _swap_both, patched=True))
+        if layout != NHWC or "channels_last" in peers or len(workload.layouts) == 1:
+            found.append(Variant("native", layout, peer="native"))
+    if can_fuse():
+        found.append(Variant("warpwright_fused", best, _swap_and_fuse, patched=True))
+    if device == "cuda" and "cudagraph" in peers:
+        found.append(Variant("warpwright_cudagraph", best, _swap_both, patched=True, captured=True))
+        if can_fuse():
+            found.append(
+                Variant(
+                    "warpwright_fused_cudagraph", best, _swap_and_fuse, patched=True, captured=True
+                )
+            )
+        found.append(Variant("cudagraph", best, captured=True, peer="cudagraph"))
+    if "compile" in peers:
+        found.append(Variant("compile", best, compiled=True, peer="compile"))
+        if device == "cuda" and "cudagraph" in peers:
+            found.append(
+                Variant("compile_cudagraph", best, compiled=True, captured=True, peer="compile")
+            )
+    if "max-autotune" in peers:
+        found.append(Variant("max-autotune", best, compiled=True, peer="max-autotune"))
+    return found
+
+
+def build_step(workload: Workload, variant: Variant, state: dict[str, Any], device: str) -> Step:
+    """A callable that does one training step and gives the loss."""
+    memory_format = torch.channels_last if variant.layout == NHWC else torch.contiguous_format
+
+    def load(x: Tensor) -> Tensor:
+        if x.dim() == 4:
+            return x.to(device, memory_format=memory_format, non_blocking=True)
+        return x.to(device, non_blocking=True)
+
+    model: Any = workload.model()
+    model.load_state_dict(copy.deepcopy(state))
+    model = model.to(device)
+    if variant.layout == NHWC:
+        model = model.to(memory_format=torch.channels_last)
+    criterion: Any = nn.CrossEntropyLoss()
+    variant.prepare(model, criterion)
+    model.train()
+    optimizer = workload.optimizer(model.parameters())
+    forward: Any = model
+    if variant.compiled:
+        mode = "max-autotune-no-cudagraphs" if variant.peer == "max-autotune" else None
+        forward = torch.compile(model, mode=mode)
+    host = tuple(x.pin_memory() if device == "cuda" else x for x in _generate(workload.batch))
+    amp = workload.dtype != torch.float32
+
+    def step() -> Tensor:
+        *inputs, target = (load(x) for x in host)
+        optimizer.zero_grad()
+        with (
+            torch.autocast(device, workload.dtype, enabled=amp, cache_enabled=not variant.captured),
+            patch() if variant.patched else contextlib.nullcontext(),
+        ):
+            value = workload.loss(criterion, forward(*inputs), target)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return step
+
+
+def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The same batch for everybody, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return batch()
+
+
+def capture(step: Step) -> Step:
+    """The step as one CUDA graph. The caller's step has its inputs in pinned memory: loading too."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def step_rows(
+    workload: Workload,
+    device: str,
+    ceilings: dict[str, Any],
+    seconds: float,
+    peers: Sequence[str] = ("native",),
+    failures: list[Row] | None = None,
+) -> list[Row]:
+    """The rows of one workload, TF32 allowed for all. A variant that raises goes into `failures`."""
+    failures = [] if failures is None else failures
+    torch.manual_seed(0)
+    state = workload.model().state_dict()
+    steps: dict[str, tuple[Variant, Step]] = {}
+    first: dict[str, float] = {}
+    with _tf32():
+        for variant in variants(workload, peers, device):
+            name = f"{variant.impl} {variant.layout}"
+            try:
+                torch._dynamo.reset()
+                step = build_step(workload, variant, state, device)
+                first[name] = float(step())
+                steps[name] = variant, capture(step) if variant.captured else step
+            except KeyboardInterrupt:
+                raise
+            except Exception as error:
+                failures.append(_failure(workload, variant, error))
+        _refuse(workload, steps, first, failures)
+        if not steps:
+            return []
+        timings = interleaved(
+            {name: step for name, (_, step) in steps.items()}, device, 2 * seconds * len(steps)
+        )
+        flops = count_flops(workload, state, device)
+        rows = []
+        for name, (variant, step) in steps.items():
+            rows.append(
+                {
+                    "op": workload.op,
+                    "case": workload.case,
+                    "dtype": workload.dtype_name,
+                    "layout": variant.layout,
+                    "pass": "step",
+                    "impl": variant.impl,
+                    **_timing_fields(timings, name, variant.layout),
+                    "bytes": 0,
+                    "flops": flops,
+                    "floor_ms": round(flops / ceilings["matmul_tflops"] / 1e9, 5),
+                    "peak_mib": peak_mib(step, device),
+                    "err": None,
+                    "err_native": None,
+                    "agrees": not variant.notes,
+                    **({"notes": variant.notes} if variant.notes else {}),
+                }
+            )
+    return rows
+
+
+def _timing_fields(timings: dict[str, Timing], name: str, layout: str) -> Row:
+    timing, ours = timings[name], timings.get(f"warpwright {layout}")
+    fields: Row = {
+        "ms": round(timing.ms, 5),
+        "ms_lo": round(timing.ms_lo, 5),
+        "ms_hi": round(timing.ms_hi, 5),
+        "rounds": timing.rounds,
+        "steady": timing.steady,
+    }
+    if ours is not None and not name.startswith("warpwright "):
+        names = ("ratio", "ratio_lo", "ratio_hi")
+        values = (round(r, 4) for r in ratio_interval(timing, ours))
+        fields |= dict(zip(names, values, strict=True))
+    return fields
+
+
+def _refuse(
+    workload: Workload,
+    steps: dict[str, tuple[Variant, Step]],
+    first: dict[str, float],
+    failures: list[Row],
+) -> None:
+    """Marks a variant whose first loss is not native's; drops one whose loss is not a number."""
+    native = next((v for n, v in first.items() if n.startswith("native ")), None)
+    for name, (variant, _) in [*steps.items()]:
+        loss = first[name]
+        if loss != loss or loss in (0.0, float("inf")):
+            failures.append(_failure(workload, variant, Refused(f"the first loss is {loss}")))
+            del steps[name]
+        elif native is not None:
+            allowed = LOSS_TOLERANCE[workload.dtype_name] * abs(native)
+            if abs(loss - native) > allowed:
+                variant.notes.append(f"first loss {loss:.5f}, native's {native:.5f}")
+
+
+def _failure(workload: Workload, variant: Variant, error: BaseException) -> Row:
+    return {
+        "op": workload.op,
+        "case": workload.case,
+        "dtype": workload.dtype_name,
+        "layout": variant.layout,
+        "impl": variant.impl,
+        "error": f"{type(error).__name__}: {error}"[:2000],
+    }
+
+
+def count_flops(workload: Workload, state: dict[str, Any], device: str) -> int:
+    """FLOPs of the matrix products, convolutions and attention of one native step."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    step = build_step(workload, Variant("native", workload.layouts[0]), state, device)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    previous = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = previous
 
 
 def mnist_cnn() -> nn.Sequential:
@@ -31,72 +316,16 @@ def mnist_cnn() -> nn.Sequential:
     )
 
 
-def _step(
-    model: nn.Module, loss: nn.Module, device: str, batch: int, layout: str
-) -> Callable[[], None]:
-    images = torch.randn(batch, 1, 28, 28)
-    labels = torch.randint(0, 10, (batch,))
-    if device == "cuda":
-        images, labels = images.pin_memory(), labels.pin_memory()
-    memory_format = torch.channels_last if layout == "nhwc" else torch.contiguous_format
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
-
-    def step() -> None:
-        x = images.to(device, memory_format=memory_format, non_blocking=True)
-        y = labels.to(device, non_blocking=True)
-        optimizer.zero_grad()
-        value: Tensor = loss(model(x), y)
-        value.backward()
-        optimizer.step()
-
-    return step
+def mnist_workload(batch: int) -> Workload:
+    return Workload(
+        "mnist_step",
+        f"b{batch}",
+        mnist_cnn,
+        lambda: (torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))),
+        layouts=(NCHW, NHWC),
+    )
 
 
-def mnist_rows(device: str, seconds: float) -> list[dict[str, Any]]:
-    """Load + forward + backward + SGD, both memory formats, TF32 allowed for both."""
-    rows = []
-    previous = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    try:
-        for batch in (64, 256, 1024, 4096) if device == "cuda" else (64, 256):
-            calls = {}
-            for layout in ("nchw", "nhwc"):
-                memory_format = torch.channels_last if layout == "nhwc" else torch.contiguous_format
-                torch.manual_seed(0)
-                native = mnist_cnn().to(device, memory_format=memory_format)  # type: ignore[call-overload]
-                ours = copy.deepcopy(native)
-                loss = nn.CrossEntropyLoss()
-                our_loss = nn.CrossEntropyLoss()
-                swap(ours)
-                swap(our_loss)
-                calls["warpwright", layout] = _step(ours, our_loss, device, batch, layout)
-                calls["native", layout] = _step(native, loss, device, batch, layout)
-            timings = interleaved(
-                {f"{impl} {layout}": call for (impl, layout), call in calls.items()},
-                device,
-                8 * seconds,
-            )
-            for (impl, layout), call in calls.items():
-                timing = timings[f"{impl} {layout}"]
-                rows.append(
-                    {
-                        "op": "mnist_step",
-                        "case": f"b{batch}",
-                        "dtype": "float32",
-                        "layout": layout,
-                        "pass": "step",
-                        "impl": impl,
-                        "ms": round(timing.ms, 5),
-                        "ms_lo": round(timing.ms_lo, 5),
-                        "ms_hi": round(timing.ms_hi, 5),
-                        "bytes": 0,
-                        "flops": 0,
-                        "floor_ms": 0.0,
-                        "peak_mib": peak_mib(call, device),
-                        "err": None,
-                        "err_native": None,
-                    }
-                )
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = previous
-    return rows
+def mnist_workloads(device: str) -> list[Workload]:
+    sizes = (64, 256, 1024, 4096) if device == "cuda" else (64,)
+    return [mnist_workload(batch) for batch in sizes]

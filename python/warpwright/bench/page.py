@@ -1,0 +1,136 @@
+"""A record as one self-contained HTML page: no network, light and dark, readable on a phone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+try:
+    from jinja2 import Environment, PackageLoader
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "--html needs jinja2: pip install 'warpwright[bench]'", name=error.name
+    ) from error
+
+from markupsafe import Markup
+
+from . import plots
+from .records import grouped, write
+from .run import notes_of
+
+Row = dict[str, Any]
+
+
+def environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("warpwright.bench", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def figure(draw: plots.Draw, alt: str, caption: str) -> dict[str, Any]:
+    return {"html": Markup(plots.picture(draw, alt)), "caption": caption}
+
+
+def cards(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """One an op and pass: geometric mean of native / ours, and of floor / ours."""
+    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
+    for key, impls in grouped(record).items():
+        if {"warpwright", "native"} <= impls.keys():
+            groups.setdefault((key[0], key[-1]), []).append((impls["warpwright"], impls["native"]))
+    found = []
+    for (op, which), pairs in groups.items():
+        floors = [a["floor_ms"] / a["ms"] for a, _ in pairs if a["floor_ms"]]
+        found.append(
+            {
+                "op": op.replace("scaled_dot_product_attention", "attention"),
+                "pass": which,
+                "ratio": _geomean([b["ms"] / a["ms"] for a, b in pairs]),
+                "floor": _geomean(floors) if floors and which != "step" else None,
+            }
+        )
+    return found
+
+
+def _geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _shown(row: Row, ours: Row | None) -> dict[str, Any]:
+    ratio, css = "", ""
+    if ours is not None and row is not ours:
+        value = row["ms"] / ours["ms"]
+        css = "good" if value >= 1.02 else "bad" if value <= 0.98 else ""
+        ratio = f"{value:.2f}×"
+        if "ratio_lo" in row:
+            ratio += f" [{row['ratio_lo']:.2f}, {row['ratio_hi']:.2f}]"
+    return {
+        "workload": f"{row['case']} {row['dtype']} {row['layout']}",
+        "pass": row["pass"],
+        "impl": row["impl"],
+        "ms": f"{row['ms']:.4f}",
+        "ratio": ratio,
+        "ratio_class": css,
+        "floor": f"{row['floor_ms'] / row['ms']:.0%}" if row["floor_ms"] else "",
+        "peak": "" if row["peak_mib"] is None else f"{row['peak_mib']:.1f}",
+        "err": "" if row["err"] is None else f"{row['err']:.1e} ({row['err_native']:.1e})",
+        "notes": "; ".join(notes_of(row)),
+    }
+
+
+def bench_page(record: dict[str, Any]) -> str:
+    groups = grouped(record)
+    ops: dict[str, list[dict[str, Any]]] = {}
+    for key, impls in groups.items():
+        ours = impls.get("warpwright")
+        ops.setdefault(key[0], []).extend(_shown(row, ours) for row in impls.values())
+    figures = []
+    if plots.relative_times(record):
+        figures.append(
+            figure(
+                lambda s: plots.bars(record, s),
+                "Time of each implementation against native, by op",
+                "Time of every implementation as a share of eager PyTorch’s, geometric mean over the workloads that it took part in.",
+            )
+        )
+    if plots.roofline_points(record):
+        figures.append(
+            figure(
+                lambda s: plots.roofline(record, s),
+                "Roofline scatter of every measured row",
+                "Distance below the roof is what is left to gain. Ops that are all traffic are placed by a nominal operation count.",
+            )
+        )
+    if plots.ladder_steps(record):
+        figures.append(
+            figure(
+                lambda s: plots.ladder(record, s),
+                "Training steps from the slowest to the fastest implementation",
+                "Whole training steps: load, forward, loss, backward, optimizer.",
+            )
+        )
+    shown = ("gpu", "driver", "torch", "cuda", "cudnn", "python", "warpwright", "threads")
+    where = {k: record[k] for k in (*shown, "source_hash", "date") if record.get(k)}
+    if record.get("peers"):
+        where["peers"] = ", ".join(f"{name} {version}" for name, version in record["peers"].items())
+    return (
+        environment()
+        .get_template("bench.html.j2")
+        .render(
+            title="warpwright beside native PyTorch",
+            label=plots.label(record),
+            record=record,
+            workloads=len(groups),
+            cards=cards(record),
+            figures=figures,
+            ops=[{"name": name, "rows": rows} for name, rows in ops.items()],
+            environment=where,
+        )
+    )
+
+
+def write_bench_page(record: dict[str, Any], path: Path) -> None:
+    write(path, bench_page(record))

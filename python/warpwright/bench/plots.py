@@ -1,0 +1,363 @@
+"""The pictures of benchmark and profile pages, as SVG for a page and PNG for a document.
+
+Colours are Okabe and Ito's, told apart by every kind of colour vision, and every implementation has
+a marker of its own besides. Each picture is drawn for a light and a dark page and, where asked, for
+the width of a phone; it carries the machine, versions, date and source hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+try:
+    import matplotlib
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "pictures need matplotlib: pip install 'warpwright[bench]'", name=error.name
+    ) from error
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from .records import grouped
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+Draw = Callable[["Style"], "Figure"]
+
+
+@dataclass(frozen=True)
+class Theme:
+    name: str
+    text: str
+    grid: str
+    muted: str
+    background: str
+
+
+LIGHT = Theme("light", "#1f2328", "#d0d7de", "#59636e", "#ffffff")
+DARK = Theme("dark", "#e6edf3", "#3d444d", "#9198a1", "#0d1117")
+
+
+@dataclass(frozen=True)
+class Style:
+    theme: Theme = LIGHT
+    narrow: bool = False
+
+    @property
+    def width(self) -> float:
+        return 4.6 if self.narrow else 10.0
+
+    def figure(self, height: float, **kwargs: Any) -> tuple[Figure, Any]:
+        return plt.subplots(figsize=(self.width, height), layout="constrained", **kwargs)
+
+
+# (light page, dark page, marker)
+LOOKS = {
+    "warpwright": ("#0072B2", "#56B4E9", "o"),
+    "native": ("#E69F00", "#E69F00", "s"),
+    "channels_last": ("#A6761D", "#F0E442", "D"),
+    "compile": ("#009E73", "#00B386", "^"),
+    "max-autotune": ("#00664B", "#7FD8BE", "v"),
+    "cudagraph": ("#882255", "#DD88BB", "P"),
+    "cudnn-graph": ("#CC79A7", "#CC79A7", "X"),
+    "liger": ("#D55E00", "#FF7F2A", "*"),
+}
+# Variants of an implementation keep its hue and get a hatch.
+BASE = {
+    "warpwright_cudagraph": "warpwright",
+    "warpwright_fused": "warpwright",
+    "warpwright_fused_cudagraph": "warpwright",
+    "compile_cudagraph": "compile",
+    "swapped": "warpwright",
+    "fused": "warpwright",
+}
+HATCHES = {
+    "warpwright_cudagraph": "///",
+    "warpwright_fused": "...",
+    "warpwright_fused_cudagraph": "xxx",
+    "compile_cudagraph": "///",
+    "fused": "...",
+}
+# One colour an op, for pictures in which the op is what differs.
+OP_COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#D55E00",
+    "#56B4E9",
+    "#A6761D",
+    "#882255",
+)
+# Operations for each element moved, for ops whose FLOPs bound nothing: places them on the x axis.
+NOMINAL_OPERATIONS = {"relu": 0.5, "max_pool2d": 1.0, "batch_norm": 3.0, "cross_entropy": 4.0}
+
+
+def colour(impl: str, theme: Theme) -> str:
+    light, dark, _ = LOOKS.get(BASE.get(impl, impl), ("#59636e", "#9198a1", "o"))
+    return light if theme is LIGHT else dark
+
+
+def marker(impl: str) -> str:
+    return LOOKS.get(BASE.get(impl, impl), ("", "", "o"))[2]
+
+
+@contextmanager
+def styled(style: Style) -> Iterator[None]:
+    theme = style.theme
+    settings: Any = {
+        "font.family": "sans-serif",
+        "font.size": 9 if style.narrow else 10,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "warpwright",
+        "text.color": theme.text,
+        "axes.labelcolor": theme.text,
+        "axes.edgecolor": theme.muted,
+        "axes.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "figure.facecolor": "none",
+        "savefig.facecolor": "none",
+        "xtick.color": theme.text,
+        "ytick.color": theme.text,
+        "grid.color": theme.grid,
+        "legend.frameon": False,
+        "hatch.color": theme.background,
+        "hatch.linewidth": 0.8,
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def label(record: dict[str, Any]) -> str:
+    """Machine, versions, date and source hash."""
+    parts = [str(record["gpu"]), f"torch {record['torch']}"]
+    if record.get("cudnn"):
+        parts.append(f"cuDNN {record['cudnn']}")
+    parts += [str(record["date"]), f"source {record['source_hash']}"]
+    return " · ".join(parts)
+
+
+def _footer(figure: Figure, record: dict[str, Any], style: Style) -> None:
+    text = label(record)
+    if style.narrow:
+        words = text.split(" · ")
+        text = " · ".join(words[:2]) + "\n" + " · ".join(words[2:])
+    figure.supxlabel(text, fontsize=7, color=style.theme.muted, x=0.5)
+
+
+def _plain(value: float, _: Any) -> str:
+    return f"{value:g}"
+
+
+def operations(row: Row) -> float:
+    """FLOPs, or the nominal number for an op that is all traffic."""
+    if row["flops"]:
+        return float(row["flops"])
+    size = {"float64": 8, "float32": 4}.get(row["dtype"], 2)
+    return NOMINAL_OPERATIONS.get(row["op"], 1.0) * row["bytes"] / size
+
+
+def roofline_points(record: dict[str, Any]) -> list[tuple[str, str, float, float]]:
+    """(op, impl, FLOPs a byte, TFLOP/s) of every row that has bytes."""
+    return [
+        (row["op"], row["impl"], operations(row) / row["bytes"], operations(row) / row["ms"] / 1e9)
+        for row in record["rows"]
+        if row["bytes"]
+    ]
+
+
+def roofline(record: dict[str, Any], style: Style, impls: Sequence[str] = ()) -> Figure:
+    """Every row: intensity against what was achieved, under the two measured roofs."""
+    points = [p for p in roofline_points(record) if not impls or p[1] in impls]
+    theme = style.theme
+    figure, axes = style.figure(4.6 if style.narrow else 5.4)
+    copy, matmul = record["copy_tbs"], record["matmul_tflops"]
+    xs = [p[2] for p in points]
+    low, high = min(xs) / 2, max([*xs, matmul / copy]) * 2
+    ridge = matmul / copy
+    axes.plot([low, ridge, high], [low * copy, matmul, matmul], color=theme.muted, lw=1.5)
+    axes.text(low * 1.05, low * copy * 1.25, f"copy {copy:.3g} TB/s", color=theme.muted, fontsize=8)
+    axes.text(
+        high,
+        matmul * 1.12,
+        f"matmul {matmul:.3g} TFLOP/s",
+        color=theme.muted,
+        fontsize=8,
+        ha="right",
+    )
+    for impl in dict.fromkeys(p[1] for p in points):
+        mine = [p for p in points if p[1] == impl]
+        ours = impl == "warpwright"
+        axes.scatter(
+            [p[2] for p in mine],
+            [p[3] for p in mine],
+            s=34 if ours else 22,
+            marker=marker(impl),
+            color=colour(impl, theme) if ours else "none",
+            edgecolors=colour(impl, theme),
+            linewidths=1.2,
+            alpha=0.9,
+            label=impl,
+            zorder=3 if ours else 2,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(_plain))
+        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_locator(LogLocator(numticks=8))
+    axes.set_xlim(low, high)
+    axes.grid(alpha=0.5, lw=0.6)
+    axes.set_xlabel("operations per byte (fewest bytes)")
+    axes.set_ylabel("achieved TFLOP/s")
+    axes.set_title("Roofline: every measured row", loc="left")
+    axes.legend(loc="lower right", fontsize=8)
+    _footer(figure, record, style)
+    return figure
+
+
+def _geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def relative_times(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
+    """{(op, pass): {impl: geometric mean of its time over native's, where both were measured}}."""
+    ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for key, impls in grouped(record).items():
+        if "native" not in impls or key[-1] == "step":
+            continue
+        for impl, row in impls.items():
+            group = ratios.setdefault((key[0], key[-1]), {})
+            group.setdefault(impl, []).append(row["ms"] / impls["native"]["ms"])
+    return {k: {i: _geomean(v) for i, v in impls.items()} for k, impls in ratios.items()}
+
+
+def bars(record: dict[str, Any], style: Style) -> Figure:
+    """Each op and pass: time of every implementation as a share of native's."""
+    groups = relative_times(record)
+    impls = sorted({i for v in groups.values() for i in v}, key=[*LOOKS].index)
+    count = sum(len(v) for v in groups.values())
+    figure, axes = style.figure(1.7 + 0.17 * count + 0.12 * len(groups))
+    at, ticks, longest = 0.0, [], 0.0
+    seen: set[str] = set()
+    for (op, which), values in groups.items():
+        top = at
+        for impl in impls:
+            if impl not in values:
+                continue
+            axes.barh(
+                at,
+                values[impl],
+                0.85,
+                color=colour(impl, style.theme),
+                label=impl if impl not in seen else None,
+            )
+            seen.add(impl)
+            axes.text(values[impl], at, f" {values[impl]:.2f}", va="center", fontsize=7)
+            longest = max(longest, min(values[impl], 3.0))
+            at += 1
+        short = op.replace("scaled_dot_product_attention", "attention")
+        ticks.append(
+            ((top + at - 1) / 2, f"{short}\n{which}" if style.narrow else f"{short} {which}")
+        )
+        at += 0.8
+    axes.axvline(1, color=style.theme.muted, lw=1, ls="--")
+    axes.set_yticks([t for t, _ in ticks], [name for _, name in ticks])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest * 1.15)
+    axes.set_ylim(at - 0.5, -0.9)
+    axes.set_xlabel("time / native's (shorter is faster; geometric mean over workloads)")
+    if style.narrow:
+        axes.set_xlabel("time / native's (shorter is faster)")
+    axes.set_title("Time against eager PyTorch", loc="left")
+    figure.legend(loc="outside upper right", ncols=2 if style.narrow else 6, fontsize=8)
+    _footer(figure, record, style)
+    return figure
+
+
+def ladder_steps(record: dict[str, Any]) -> dict[str, list[tuple[str, str, float]]]:
+    """{workload: [(impl, layout, ms), slowest first]} of the training steps."""
+    found: dict[str, list[tuple[str, str, float]]] = {}
+    for row in record["rows"]:
+        if row["pass"] == "step":
+            name = f"{row['op'].removesuffix('_step')} {row['case']}"
+            found.setdefault(name, []).append((row["impl"], row["layout"], row["ms"]))
+    return {name: sorted(rows, key=lambda r: -r[2]) for name, rows in found.items()}
+
+
+def ladder(record: dict[str, Any], style: Style) -> Figure:
+    """Whole training steps, from the slowest way to run them down to the fastest."""
+    ladders = ladder_steps(record)
+    heights = [len(rows) for rows in ladders.values()]
+    figure, grid = style.figure(
+        0.9 + 0.24 * sum(heights) + 0.45 * len(heights),
+        nrows=len(ladders),
+        height_ratios=heights,
+        squeeze=False,
+    )
+    for axes, (name, rows) in zip(grid[:, 0], ladders.items(), strict=True):
+        slowest = rows[0][2]
+        for i, (impl, _, ms) in enumerate(rows):
+            axes.barh(
+                i, ms, 0.8, color=colour(impl, style.theme), hatch=HATCHES.get(impl), linewidth=0
+            )
+            axes.text(ms, i, f" {ms:.3g} ms · {slowest / ms:.2f}×", va="center", fontsize=8)
+        names = [i if layout == "rows" else f"{i} {layout}" for i, layout, _ in rows]
+        axes.set_yticks(range(len(rows)), names, fontsize=8)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_xlim(0, slowest * (1.55 if style.narrow else 1.25))
+        axes.set_title(name, loc="left", fontsize=10)
+    _footer(figure, record, style)
+    return figure
+
+
+def svg(draw: Draw, style: Style) -> str:
+    """The picture as an SVG element, the same bytes for the same data."""
+    with styled(style):
+        figure = draw(style)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        plt.close(figure)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    return re.sub(r"\s*\n\s*", "\n", text)
+
+
+def picture(draw: Draw, alt: str) -> str:
+    """A <picture> that follows the page's colour scheme and the screen's width."""
+    sources = []
+    for narrow in (True, False):
+        for theme in (DARK, LIGHT):
+            data = base64.b64encode(svg(draw, Style(theme, narrow)).encode()).decode()
+            uri = f"data:image/svg+xml;base64,{data}"
+            media = [f"(prefers-color-scheme: {theme.name})"]
+            if narrow:
+                media.append("(max-width: 640px)")
+            if theme is LIGHT and not narrow:
+                sources.append(f'<img src="{uri}" alt="{alt}">')
+            else:
+                sources.append(f'<source media="{" and ".join(media)}" srcset="{uri}">')
+    return "<picture>" + "".join(sources) + "</picture>"
+
+
+def save_png(draw: Draw, path: Path, theme: Theme = LIGHT, dpi: int = 130) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with styled(Style(theme)):
+        figure = draw(Style(theme))
+        figure.savefig(path, dpi=dpi, facecolor=theme.background, metadata={"Software": None})
+        plt.close(figure)
