@@ -155,6 +155,19 @@ class Build(BuildExtension):
             shutil.copy(Path(self.build_lib) / "warpwright" / STAMP, PACKAGE / STAMP)
 
 
+def shared_libstdcxx() -> list[str]:
+    """The C++ runtime that torch has loaded, to be linked before the compiler's own.
+
+    Some toolchains link a static copy. Beside torch's runtime it shares half of its tables with it:
+    printing a number, as most error messages do, then crashes.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text().split()
+    except OSError:  # not Linux
+        return []
+    return sorted({word for word in maps if Path(word).name.startswith("libstdc++.so.6")})[:1]
+
+
 X86 = platform.machine() in ("x86_64", "AMD64")
 # The CPU kernels are built for AVX2 (x86-64-v3); the import checks for it.
 cpu_flags = (
@@ -183,7 +196,7 @@ nvcc_flags = [
 
 common = {
     "name": LIBRARY,
-    "extra_link_args": ["-fopenmp", "-s"],
+    "extra_link_args": ["-fopenmp", "-s", *shared_libstdcxx()],
     "include_dirs": [str(ROOT / "csrc")],
     "define_macros": defines,
     "py_limited_api": True,  # keeps torch_python, and with it every Python symbol, out
@@ -215,7 +228,7 @@ def python_module() -> Extension:
             ("WARPWRIGHT_SOURCE_HASH", f'"{source_hash()}"'),
         ],
         extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"],
-        extra_link_args=["-s", "-l:libwarpwright.so", "-Wl,-rpath,$ORIGIN"],
+        extra_link_args=["-s", "-l:libwarpwright.so", "-Wl,-rpath,$ORIGIN", *shared_libstdcxx()],
         language="c++",
     )
 

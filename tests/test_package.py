@@ -112,11 +112,16 @@ def test_no_nvcc_is_a_cpu_only_build(tree):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_wheel(tree):
-    """`pip wheel` of a CPU-only build, installed elsewhere: complete, and it runs an op."""
+    """`pip wheel` of a CPU-only build, installed elsewhere: complete, and it runs an op.
+
+    By a compiler that links a static C++ runtime, if it is let: beside torch's it can't print
+    numbers.
+    """
     result = run(
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", "w", "."],
         tree,
         NO_CUDA="1",
+        LDFLAGS="-static-libstdc++",
     )
     assert result.returncode == 0, result.stderr[-3000:]
     (wheel,) = (tree / "w").glob("*.whl")
@@ -130,13 +135,22 @@ def test_wheel(tree):
     code = (
         "import torch, warpwright; print(warpwright.__file__)\n"
         "from warpwright._C import build_info; assert not build_info()['with_cuda']\n"
-        "print(warpwright.functional.relu(torch.tensor([-1.0, 2.0])).tolist())"
+        "print(warpwright.functional.relu(torch.tensor([-1.0, 2.0])).tolist())\n"
+        "try: warpwright.functional.linear(torch.ones(2, 5), torch.ones(3, 4))\n"
+        "except RuntimeError as e: print(str(e)[:46])"
     )
     result = run([sys.executable, "-c", code], tree, PYTHONPATH=str(site))
     assert result.stdout.strip().split("\n") == [
         str(site / "warpwright" / "__init__.py"),
         "[0.0, 2.0]",
+        "linear: input: expected 4 features, got 5: mat",
     ]
+
+
+def test_one_cpp_runtime():
+    """The libraries load the C++ runtime that torch loads, and bring none along."""
+    for library in PACKAGE.glob("*.so"):
+        assert b"\0libstdc++.so.6\0" in library.read_bytes(), library
 
 
 def test_supports_this_torch():
