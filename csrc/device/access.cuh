@@ -8,7 +8,8 @@
 namespace warpwright {
 
 // "cp.async": 16 bytes if `condition`, else nothing at all. A predicate and no branch, so that the
-// copies of a loop are scheduled between its math.
+// copies of a loop are scheduled between its math. Only the first `source_bytes` are read and the
+// rest is zero.
 __device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, const void* global) {
   asm volatile(
       "{\n"
@@ -17,6 +18,18 @@ __device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, con
       "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n"
       "}\n" ::"r"(shared),
       "l"(global), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
+__device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, const void* global,
+                                            int source_bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %3;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(static_cast<int>(condition)), "r"(source_bytes)
       : "memory");
 }
 

@@ -76,6 +76,14 @@ struct WindowAxis {
   }
 };
 
+// The same of the weights, which have no place in an image.
+struct WeightAxis : WindowAxis {
+  __device__ __forceinline__ Coord at(int64_t index) const {
+    const Coord c = WindowAxis::at(index);
+    return {c.offset, index < extent ? 0 : kOutside, 0};
+  }
+};
+
 // A plain index: a channel.
 struct LinearAxis {
   int64_t extent;
@@ -86,8 +94,15 @@ struct LinearAxis {
   }
 };
 
-// The same in two registers, relative to an origin. The host checks that it fits
+// The same near an origin of the tile: the host checks that the sum of two halves fits
 // (fits_compact_coords in conv2d.h).
+struct NearCoord {
+  int offset;
+  int h;
+  int w;
+};
+
+// The same in two registers.
 struct CompactCoord {
   int offset;
   int rows_and_cols;
@@ -99,7 +114,7 @@ struct CompactCoord {
     rows_and_cols = static_cast<int>(static_cast<unsigned>(outside ? -16384 : c.h) << 16 |
                                      (static_cast<unsigned>(c.w) & 0xffffu));
   }
-  __device__ operator Coord() const {
+  __device__ operator NearCoord() const {
     return {offset, rows_and_cols >> 16, static_cast<int16_t>(rows_and_cols & 0xffff)};
   }
 };
@@ -112,7 +127,9 @@ struct GatherOperand {
   KAxis k;
   int extent_h, extent_w;  // rows and columns of the source
 
-  __device__ const T* find(const Coord& a, const Coord& b) const {
+  // Two halves: Coords or NearCoords.
+  template <class Half>
+  __device__ const T* find(const Half& a, const Half& b) const {
     const bool inside = static_cast<unsigned>(a.h + b.h) < static_cast<unsigned>(extent_h) &&
                         static_cast<unsigned>(a.w + b.w) < static_cast<unsigned>(extent_w);
     return inside ? pointer + (a.offset + b.offset) : nullptr;
@@ -147,27 +164,31 @@ class GatherLoader {
     } else {
 #pragma unroll
       for (int e = 0; e < kRun; ++e) fixed_[e] = op_.mn.at(first_mn + Map::col() + e);
+      if constexpr (kRun == 1) {
+        op_.pointer += fixed_[0].offset;
+        fixed_[0].offset = 0;  // known from here on: no register, no sum
+      }
     }
   }
 
   __device__ __forceinline__ void issue(T* stage, int k_tile) {
     const int64_t first_k = int64_t{k_tile} * Tile::kBlkK;
-    Coord moving[kRun];
+    Moving moving[kRun];
     if constexpr (kMajor == Major::kK) {
 #pragma unroll
-      for (int e = 0; e < kRun; ++e) moving[e] = op_.k.at(first_k + Map::col() + e);
+      for (int e = 0; e < kRun; ++e) moving[e] = moving_at(first_k + Map::col() + e);
     }
-    Coord shared_row;
-    if constexpr (kMajor == Major::kMN) shared_row = op_.k.at(first_k + WarpRows::row_of_lane());
+    Moving shared_row;
+    if constexpr (kMajor == Major::kMN) shared_row = moving_at(first_k + WarpRows::row_of_lane());
 #pragma unroll
     for (int pass = 0; pass < Map::kPasses; ++pass) {
-      Coord row;
+      Moving row;
       if constexpr (kMajor == Major::kMN) row = WarpRows::get(shared_row, pass);
       T* target = stage + Map::row(pass) * Smem::kPitch + Map::col();
 #pragma unroll
       for (int e = 0; e < kRun; ++e) {
         const T* source =
-            kMajor == Major::kK ? op_.find(fixed_[pass], moving[e]) : op_.find(fixed_[e], row);
+            kMajor == Major::kK ? op_.find(fixed(pass), moving[e]) : op_.find(fixed(e), row);
         if constexpr (kStaged) {
           staged_[pass * kRun + e] = source != nullptr ? *source : convert<T>(0.f);
         } else {
@@ -191,10 +212,41 @@ class GatherLoader {
     }
   }
 
+  // 16-byte copies zero what lies outside: every tile takes the path without branches.
+  __device__ static constexpr bool interior() requires(kVec > 1) { return true; }
+
+  __device__ __forceinline__ void issue_interior(T* stage, int k_tile, bool valid, int part,
+                                                 int parts) requires(kVec > 1) {
+    if (part == 0) {
+      const int k = kMajor == Major::kK ? Map::col() : WarpRows::row_of_lane();
+      moving_ = moving_at(int64_t{k_tile} * Tile::kBlkK + k);
+    }
+    const uint32_t target = smem_address(stage + Map::row(0) * Smem::kPitch + Map::col());
+#pragma unroll
+    for (int pass = part * Map::kPasses / parts; pass < (part + 1) * Map::kPasses / parts; ++pass) {
+      constexpr int kPassBytes = Map::kRowsPerPass * Smem::kPitch * static_cast<int>(sizeof(T));
+      const T* source = kMajor == Major::kK ? op_.find(fixed(pass), moving_)
+                                            : op_.find(fixed(0), WarpRows::get(moving_, pass));
+      cp_async_if(valid, target + pass * kPassBytes, source != nullptr ? source : op_.pointer,
+                  source != nullptr ? kVecBytes : 0);
+    }
+  }
+
  private:
   static constexpr bool kStaged = kVec * sizeof(T) < 4;
   static constexpr int kRun = kVec > 1 ? 1 : 4;  // accesses of a chunk
   using Map = ChunkMap<Smem::kRows, Smem::kCols, kVec * kRun, Tile::kThreads>;
+
+  // Rows that stay for the whole loop cost registers: the large tiles keep them compact.
+  static constexpr bool kCompact = kMajor == Major::kK && kVec > 1;
+
+  using Moving = std::conditional_t<kCompact, NearCoord, Coord>;
+
+  __device__ Moving moving_at(int64_t k) const {
+    const Coord c = op_.k.at(k);
+    return {static_cast<decltype(Moving::offset)>(c.offset), c.h, c.w};
+  }
+  __device__ Moving fixed(int i) const { return fixed_[i]; }
 
   // The rows that a warp copies in all passes are few: each lane works out one, and the others get
   // it by shuffles. Coordinates cost divisions, and there would be one a pass and thread.
@@ -208,20 +260,19 @@ class GatherLoader {
       const int first = static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize / Map::kChunksPerRow;
       return first + lane % kPerPass + lane / kPerPass * Map::kRowsPerPass;
     }
-    __device__ static Coord get(const Coord& mine, int pass) {
+    __device__ static Moving get(const Moving& mine, int pass) {
       const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
       const int from = pass * kPerPass + lane / Map::kChunksPerRow;
+      constexpr bool kHasColumns = !std::is_same_v<KAxis, WeightAxis>;
       return {__shfl_sync(kFullMask, mine.offset, from), __shfl_sync(kFullMask, mine.h, from),
-              __shfl_sync(kFullMask, mine.w, from)};
+              kHasColumns ? __shfl_sync(kFullMask, mine.w, from) : 0};
     }
   };
-
-  // Rows that stay for the whole loop cost registers: the large tiles keep them compact.
-  static constexpr bool kCompact = kMajor == Major::kK && kVec > 1;
 
   Operand op_;
   std::conditional_t<kCompact, CompactCoord, Coord>
       fixed_[kMajor == Major::kK ? Map::kPasses : kRun];
+  Moving moving_;  // of issue_interior: the k tile's column, or this lane's row
   T staged_[kStaged ? Map::kPasses * kRun : 1];
 };
 

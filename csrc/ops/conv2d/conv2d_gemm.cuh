@@ -233,10 +233,10 @@ void launch_correlation(const Conv2dShape& s, const T* source_data, const Plane&
     // Channels lie together in KRSC, taps in KCRS.
     constexpr Major kMajorW = kChannelsLast ? Major::kMN : Major::kK;
     constexpr int kVecW = kWideWeight ? kVecSize<T> : 1;
-    using LoaderW = GatherLoader<Tile, kMajorW, kBlkW, kVecW, LinearAxis, WindowAxis>;
+    using LoaderW = GatherLoader<Tile, kMajorW, kBlkW, kVecW, LinearAxis, WeightAxis>;
     const int64_t pitch = kChannelsLast ? 1 : s.taps();
     run.template operator()<LoaderX, LoaderW>(
-        {weight, weight_group, {channels, pitch}, weight_window, 1, 1});
+        {weight, weight_group, {channels, pitch}, {weight_window}, 1, 1});
     (void)wide_weight;
   }
 }
