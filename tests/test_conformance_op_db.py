@@ -59,9 +59,9 @@ def thin(samples, most):
 
 
 def compare_entry(entry, args, kwargs, what, errors):
-    strides = entry.has_strides(tree_leaves(args)[0].device.type)
-    options = {"amplifies": entry.amplifies, "strides": strides}
-    compare(entry.ours.op, entry.native.op, args, kwargs, what, errors, **options)
+    device, dtype = args[0].device.type, args[0].dtype
+    options = {"amplifies": entry.amplifies, "strides": entry.has_strides(device)}
+    compare(entry.ours.op, entry.peer(device, dtype), args, kwargs, what, errors, **options)
 
 
 @over()
@@ -219,14 +219,15 @@ def test_autocast(entry, device, dtype, low):
         if is_random(sample):
             continue
         args, kwargs = arguments(sample)
-        exact = Run(entry.native.op, *to_double((args, kwargs)))
+        peer = entry.peer(device, low)
+        exact = Run(peer, *to_double((args, kwargs)))
         nudged = functools.cache(
             lambda values=(args, kwargs), cotangents=exact.cotangents: Run(
-                entry.native.op, *off_by_rounding(values), cotangents
+                peer, *off_by_rounding(values), cotangents
             )
         )
         with torch.autocast(device, low):
-            native = Run(entry.native.op, args, kwargs, exact.cotangents)
+            native = Run(peer, args, kwargs, exact.cotangents)
             ours = Run(entry.ours.op, args, kwargs, exact.cotangents)
         for kind in ("outputs", "gradients"):
             lists = [getattr(run, kind) for run in (ours, native, exact)]
