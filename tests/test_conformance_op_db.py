@@ -222,7 +222,7 @@ def test_autocast(entry, device, dtype, low):
         peer = entry.peer(device, low)
         exact = Run(peer, *to_double((args, kwargs)))
         nudged = functools.cache(
-            lambda values=(args, kwargs), cotangents=exact.cotangents: Run(
+            lambda peer=peer, values=(args, kwargs), cotangents=exact.cotangents: Run(
                 peer, *off_by_rounding(values), cotangents
             )
         )
