@@ -7,6 +7,7 @@ from .errors import check_errors, strict
 from .explain import explain
 from .info import info
 from .patch import patch
+from .profile import profile
 from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
 
 _watch_gpus()
@@ -23,6 +24,7 @@ __all__ = [
     "info",
     "nn",
     "patch",
+    "profile",
     "strict",
     "swap",
     "swapped",

@@ -10,6 +10,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from . import __version__, demo
     from .bench import overhead, report, run
     from .info import run as run_info
+    from .profile import command as profile_command
 
     parser = argparse.ArgumentParser(
         prog="python -m warpwright",
@@ -33,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("overhead", help="host time of a call beside native's")
     overhead.add_arguments(command)
     command.set_defaults(run=overhead.main)
+    command = commands.add_parser(
+        "profile", help="a model's step by op: native beside warpwright, as a page"
+    )
+    profile_command.add_arguments(command)
+    command.set_defaults(run=profile_command.main)
     command = commands.add_parser("report", help="rewrites the tables of README.md and docs/")
     report.add_arguments(command)
     command.set_defaults(run=report.run)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from jinja2 import Environment, PackageLoader
+    from jinja2 import ChoiceLoader, Environment, PackageLoader
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "--html needs jinja2: pip install 'warpwright[bench]'", name=error.name
@@ -24,7 +24,9 @@ Row = dict[str, Any]
 
 def environment() -> Environment:
     return Environment(
-        loader=PackageLoader("warpwright.bench", "templates"),
+        loader=ChoiceLoader(
+            [PackageLoader(f"warpwright.{name}", "templates") for name in ("bench", "profile")]
+        ),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

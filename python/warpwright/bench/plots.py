@@ -189,7 +189,16 @@ def roofline(record: dict[str, Any], style: Style, impls: Sequence[str] = ()) ->
     low, high = min(xs) / 2, max([*xs, matmul / copy]) * 2
     ridge = matmul / copy
     axes.plot([low, ridge, high], [low * copy, matmul, matmul], color=theme.muted, lw=1.5)
-    axes.text(low * 1.05, low * copy * 1.25, f"copy {copy:.3g} TB/s", color=theme.muted, fontsize=8)
+    middle = math.sqrt(low * ridge)
+    axes.annotate(
+        f"copy {copy:.3g} TB/s",
+        (middle, middle * copy),
+        (-6, 8),
+        textcoords="offset points",
+        ha="right",
+        color=theme.muted,
+        fontsize=8,
+    )
     axes.text(
         high,
         matmul * 1.12,

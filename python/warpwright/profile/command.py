@@ -1,0 +1,170 @@
+"""``python -m warpwright profile``: a user's model from a script or a module."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from . import profile
+from .runs import RUNS
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
+SPEC = "SHAPE[:DTYPE[:HIGH]], e.g. 8x3x224x224, 8x1024:int64:50257"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        metavar="SCRIPT_OR_MODULE:FACTORY",
+        help="a function that returns a model; or (model, inputs[, target]); or a dict with model, "
+        "inputs, target, loss, optimizer, autocast, step",
+    )
+    parser.add_argument("--input", action="append", default=[], metavar="SPEC", help=SPEC)
+    parser.add_argument("--target", default=None, metavar="SPEC", help=SPEC)
+    parser.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="keyword argument for the factory",
+    )
+    parser.add_argument("--autocast", choices=("bfloat16", "float16"), default=None)
+    parser.add_argument("--runs", default=None, help=f"comma-separated, out of {', '.join(RUNS)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
+    parser.add_argument("--steps", type=int, default=5, help="steps in each trace")
+    parser.add_argument("--seconds", type=float, default=1.0, help="timing of each run")
+    parser.add_argument("--out", type=Path, default=Path("profile-out"), help="folder to write")
+    parser.add_argument(
+        "--fail-below",
+        type=float,
+        default=None,
+        metavar="SPEEDUP",
+        help="exit 1 if native's step over ours is below this",
+    )
+
+
+def load(what: str) -> Any:
+    """The factory that `path/to/script.py:name` or `package.module:name` names."""
+    place, _, name = what.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"expected SCRIPT_OR_MODULE:FACTORY, got {what!r}")
+    if place.endswith(".py"):
+        path = Path(place)
+        if not path.is_file():
+            raise ValueError(f"{place}: no such file")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        module = importlib.import_module(place)
+    if not hasattr(module, name):
+        raise ValueError(f"{place} has no {name!r}")
+    return getattr(module, name)
+
+
+def tensor_of(spec: str, device: str) -> Tensor:
+    """Random data: normal for floating dtypes, below HIGH (default 2) for integers."""
+    shape_text, _, rest = spec.partition(":")
+    dtype_text, _, high = rest.partition(":")
+    try:
+        shape = tuple(int(n) for n in shape_text.split("x"))
+        dtype = DTYPES[dtype_text or "float32"]
+        if dtype.is_floating_point:
+            return torch.randn(shape, device=device).to(dtype)
+        return torch.randint(int(high or 2), shape, dtype=dtype, device=device)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{spec!r}: expected {SPEC}, dtype out of {', '.join(DTYPES)}") from error
+
+
+def arguments_of(factory: Any, options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Calls the factory, and makes of its answer the arguments of `warpwright.profile`."""
+    given: dict[str, Any] = {}
+    for text in options.arg:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--arg: expected NAME=VALUE, got {text!r}")
+        given[name] = _value(value)
+    if "device" in inspect.signature(factory).parameters:
+        given.setdefault("device", device)
+    made = factory(**given)
+    if isinstance(made, nn.Module):
+        found: dict[str, Any] = {"model": made}
+    elif isinstance(made, dict):
+        found = dict(made)
+    elif isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
+        found = dict(zip(("model", "inputs", "target"), made, strict=False))
+    else:
+        raise ValueError(
+            f"{options.what}: expected a model, (model, inputs[, target]) or a dict, got "
+            f"{type(made).__name__}"
+        )
+    found["model"] = found["model"].to(device)
+    if options.input:
+        found["inputs"] = tuple(tensor_of(spec, device) for spec in options.input)
+    if options.target is not None:
+        found["target"] = tensor_of(options.target, device)
+    if options.autocast is not None:
+        found["autocast"] = DTYPES[options.autocast]
+    if "inputs" not in found:
+        raise ValueError(f"{options.what} gives no inputs: say --input {SPEC}")
+    return found
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def main(options: argparse.Namespace) -> int:
+    console = Console()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
+    try:
+        arguments = arguments_of(load(options.what), options, device)
+        with console.status("profiling"):
+            report = profile(
+                **arguments,
+                runs=options.runs.split(",") if options.runs else None,
+                out=options.out,
+                steps=options.steps,
+                seconds=options.seconds,
+                title=type(arguments["model"]).__name__,
+            )
+    except ValueError as error:
+        console.print(f"[red]{error}[/]", markup=True, soft_wrap=True)
+        return 2
+    print(report)
+    print(f"  {options.out / 'report.html'}")
+    if options.fail_below is not None and (
+        report.speedup is None or report.speedup < options.fail_below
+    ):
+        shown = "no" if report.speedup is None else f"{report.speedup:.3f} as"
+        print(f"  {shown} speed-up: below {options.fail_below:g}")
+        return 1
+    return 0

@@ -1,0 +1,230 @@
+"""Names every op of a running model: profiler ranges with NVTX mirrors, and the work each one is.
+
+Modules are named by hooks, functions called outside of a layer of their own (`F.relu` in a forward)
+by a TorchFunctionMode. The least bytes and FLOPs of the ops that we know come from the shapes seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.profiler import record_function
+
+from ..patch import ROUTES
+from ..swap import MODULES
+from .trace import Label, module_range, op_range
+
+
+@dataclass
+class Amount:
+    """The fewest bytes and FLOPs that one direction of an op needs, over all calls of a step."""
+
+    bytes: float = 0.0
+    flops: float = 0.0
+
+    def add(self, moved: float, flops: float) -> None:
+        self.bytes += moved
+        self.flops += flops
+
+    def floor_us(self, copy_tbs: float, matmul_tflops: float) -> float:
+        return max(self.bytes / copy_tbs / 1e6, self.flops / matmul_tflops / 1e6)
+
+    def bound(self, copy_tbs: float, matmul_tflops: float) -> str:
+        memory = self.bytes / copy_tbs >= self.flops / matmul_tflops
+        return "memory" if memory else "compute"
+
+
+Amounts = dict[Label, Amount]
+KINDS: tuple[tuple[type[nn.Module], str], ...] = tuple(
+    (kind, op) for native, (mine, op) in MODULES.items() for kind in (mine, native)
+)
+
+
+def op_of(module: nn.Module) -> str:
+    """The functional that a layer runs on, else its class's name."""
+    return next((op for kind, op in KINDS if isinstance(module, kind)), type(module).__name__)
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """A profiler range, and an NVTX range of the same name where there is a GPU."""
+    nvtx = torch.cuda.is_available()
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+class Ranges(TorchFunctionMode):
+    """Names what runs inside of the block; `roots` are modules by the prefix of their paths.
+
+    `amounts` collects the work if asked.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module], count: bool = False) -> None:
+        super().__init__()
+        self.count = count
+        self.amounts: Amounts = {}
+        self._modules: dict[nn.Module, str] = {}
+        for prefix, root in roots.items():
+            for name, module in root.named_modules():
+                path = ".".join(part for part in (prefix, name) if part)
+                self._modules.setdefault(module, path)
+        self._open: list[tuple[nn.Module, contextlib.AbstractContextManager[None], bool]] = []
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        for module in self._modules:
+            before = module.register_forward_pre_hook(self._before, prepend=True)
+            after = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            self._exit.callback(before.remove)
+            self._exit.callback(after.remove)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._exit.close()
+
+    def _inside_layer(self) -> bool:
+        return bool(self._open) and self._open[-1][2]
+
+    def _path(self) -> str:
+        return self._modules[self._open[-1][0]] if self._open else ""
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        layer = next(module.children(), None) is None
+        path = self._modules[module]
+        context = named(op_range(op_of(module), path) if layer else module_range(path))
+        context.__enter__()
+        self._open.append((module, context, layer))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._open or self._open[-1][0] is not module:
+            return
+        _, context, layer = self._open.pop()
+        context.__exit__(None, None, None)
+        if layer and self.count:
+            weight = getattr(module, "weight", None)
+            arguments = {"weight": weight, "module": module, "kwargs": kwargs, "args": args}
+            self._count(op_of(module), self._modules[module], arguments, output)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        route = ROUTES.get(func)
+        if route is None or self._inside_layer():
+            return func(*args, **kwargs)
+        op, path = route[0], self._path()
+        with named(op_range(op, path)):
+            output = func(*args, **kwargs)
+        if self.count:
+            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+            arguments = {"weight": weight, "module": None, "kwargs": kwargs, "args": args}
+            self._count(op, path, arguments, output)
+        return output
+
+    def _count(self, op: str, path: str, arguments: dict[str, Any], output: Any) -> None:
+        tensors = [*arguments["args"], *arguments["kwargs"].values()]
+        first = next((x for x in tensors if isinstance(x, Tensor)), None)
+        if first is None or not isinstance(output, Tensor) or not first.is_floating_point():
+            return
+        found = work_of(op, first, output, arguments)
+        if found is None:
+            return
+        for direction, (moved, flops) in zip(("fwd", "bwd"), found, strict=True):
+            if direction == "bwd" and not output.requires_grad:
+                continue
+            self.amounts.setdefault(Label(op, path, direction), Amount()).add(moved, flops)
+
+
+Both = tuple[tuple[float, float], tuple[float, float]]
+
+
+def _computed_in(x: Tensor) -> int:
+    """Bytes an element that a matrix op reads under autocast."""
+    kind = x.device.type
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind).itemsize
+    return x.dtype.itemsize
+
+
+def work_of(op: str, x: Tensor, y: Tensor, arguments: dict[str, Any]) -> Both | None:
+    """((bytes, FLOPs) forward, the same backward); None for an op that we know no least for."""
+    count = _WORK.get(op)
+    return None if count is None else count(x, y, arguments)
+
+
+def _matrix(x: Tensor, y: Tensor, weight: Tensor, terms: int) -> Both:
+    size = _computed_in(x)
+    flops = 2.0 * y.numel() * terms
+    forward = size * (x.numel() + weight.numel() + y.numel())
+    # The backward reads both operands and dy, and writes dx and dw, each where it is wanted.
+    gradients = int(x.requires_grad) + int(weight.requires_grad)
+    backward = size * (
+        y.numel()
+        + (x.numel() if weight.requires_grad else 0)
+        + (weight.numel() if x.requires_grad else 0)
+        + (x.numel() if x.requires_grad else 0)
+        + (weight.numel() if weight.requires_grad else 0)
+    )
+    return (forward, flops), (backward, gradients * flops)
+
+
+def _linear(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both | None:
+    return None if a["weight"] is None else _matrix(x, y, a["weight"], x.shape[-1])
+
+
+def _conv2d(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both | None:
+    weight = a["weight"]
+    return None if weight is None else _matrix(x, y, weight, math.prod(weight.shape[1:]))
+
+
+def _traffic(forward: float, backward: float) -> Callable[..., Both]:
+    """Multiples of the input's bytes."""
+
+    def count(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both:
+        e = x.numel() * x.dtype.itemsize
+        return (forward * e, 0.0), (backward * e, 0.0)
+
+    return count
+
+
+def _max_pool2d(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both:
+    # One byte of window code an output is the least that the backward can do with.
+    moved = x.numel() * x.dtype.itemsize + y.numel() * (y.dtype.itemsize + 1)
+    return (moved, 0.0), (moved, 0.0)
+
+
+def _attention(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both:
+    args, kwargs = a["args"], a["kwargs"]
+    key = kwargs.get("key", args[1] if len(args) > 1 else x)
+    causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
+    size = _computed_in(x)
+    heads = math.prod(x.shape[:-2])
+    products = 2.0 * heads * x.shape[-2] * key.shape[-2] * (x.shape[-1] + y.shape[-1])
+    products *= 0.5 if causal else 1.0
+    forward = size * (x.numel() + 2 * key.numel() + y.numel())
+    return (forward, products), (2.0 * forward, 2.5 * products)
+
+
+_WORK: dict[str, Callable[[Tensor, Tensor, dict[str, Any]], Both | None]] = {
+    "linear": _linear,
+    "conv2d": _conv2d,
+    "relu": _traffic(2, 3),
+    "batch_norm": _traffic(2, 3),
+    "cross_entropy": _traffic(1, 2),
+    "max_pool2d": _max_pool2d,
+    "scaled_dot_product_attention": _attention,
+}

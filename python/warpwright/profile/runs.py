@@ -1,0 +1,330 @@
+"""Runs one training step natively, swapped, swapped and fused, and compiled; times and profiles it.
+
+Every run starts from the same parameters, buffers, optimizer state and random state, and leaves them
+as they were. The step is timed without profiler and ranges, the runs taking turns; the trace comes
+after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+from torch.utils._pytree import tree_map
+
+from .._check import mean_square
+from ..bench.guards import quiet_profiler
+from ..bench.measure import Timing, interleaved
+from ..patch import patch
+from ..swap import SwapCheckError, SwapReport, swap, swapped, unswap
+from . import trace
+from .ranges import Amounts, Ranges, named
+
+RUNS = ("native", "swapped", "fused", "compiled")
+CHECK_BATCH = 4
+
+
+@dataclass
+class Workload:
+    """What the user gave: a model and how a step of it goes."""
+
+    model: nn.Module
+    inputs: Any
+    target: Any = None
+    loss: Any = None
+    optimizer: torch.optim.Optimizer | None = None
+    autocast: torch.dtype | None = None
+    step: Callable[[Any], Any] | None = None
+    compiled: Any = None  # torch.compile(model), once made
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(self.model).__name__}")
+        if self.loss is None and self.target is not None and self.step is None:
+            self.loss = nn.CrossEntropyLoss()
+
+    @property
+    def device(self) -> str:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return tensors[0].device.type if tensors else "cpu"
+
+    @property
+    def trains(self) -> bool:
+        return self.target is not None or self.loss is not None or self.model.training
+
+    def run(self, model: Any) -> Any:
+        """One step with `model` in the place of the user's."""
+        if self.step is not None:
+            return self.step(model)
+        if not self.trains:
+            with torch.no_grad(), self._amp():
+                return self._forward(model)
+        with named(trace.phase_range("zero_grad")):
+            self._zero_grad()
+        with self._amp():
+            output = self._forward(model)
+            with named(trace.phase_range("loss")):
+                value = self._loss(output)
+        value.backward()
+        if self.optimizer is not None:
+            with named(trace.phase_range("optimizer")):
+                self.optimizer.step()
+        return value.detach()
+
+    def _amp(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, self.autocast)
+
+    def _forward(self, model: Any) -> Any:
+        if isinstance(self.inputs, Mapping):
+            return model(**self.inputs)
+        return model(*self.inputs) if isinstance(self.inputs, (tuple, list)) else model(self.inputs)
+
+    def _loss(self, output: Any) -> Tensor:
+        if self.loss is None:
+            return mean_square(output)
+        return self.loss(output) if self.target is None else self.loss(output, self.target)
+
+    def _zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        else:
+            self.model.zero_grad()
+
+    def roots(self) -> dict[str, nn.Module]:
+        found = {"": self.model}
+        if isinstance(self.loss, nn.Module):
+            found["loss"] = self.loss
+        return found
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Parameters, buffers, gradients, optimizer and random state are afterwards as before."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        saved = [t.detach().clone() for t in tensors]
+        grads = [(p, p.grad) for p in self.model.parameters()]
+        state = copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else None
+        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for t, value in zip(tensors, saved, strict=True):
+                        t.copy_(value)
+                for p, grad in grads:
+                    p.grad = grad
+                if self.optimizer is not None and state is not None:
+                    self.optimizer.load_state_dict(state)
+
+
+@dataclass
+class Run:
+    """One way to run the step, measured."""
+
+    name: str
+    timing: Timing | None = None
+    joined: trace.Joined | None = None
+    memory: list[tuple[float, int, trace.Label]] = field(default_factory=list)
+    peak_mib: float | None = None
+    trace_path: Path | None = None
+    error: str | None = None
+    output: Tensor | None = None  # of the first step
+
+
+def can_fuse() -> bool:
+    return "fuse" in inspect.signature(swap).parameters
+
+
+def default_runs(device: str) -> tuple[str, ...]:
+    names = ["native", "swapped"]
+    if can_fuse():
+        names.append("fused")
+    if device == "cuda":
+        names.append("compiled")
+    return tuple(names)
+
+
+@contextlib.contextmanager
+def prepared(workload: Workload, name: str) -> Iterator[Any]:
+    """The model in the state that the run needs; native again afterwards."""
+    if name == "native":
+        yield workload.model
+        return
+    if name == "compiled":
+        if workload.compiled is None:
+            torch._dynamo.reset()
+            workload.compiled = torch.compile(workload.model)
+        yield workload.compiled
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_no_warnings())
+        if name == "fused":
+            fuse: Any = swap
+            fuse(workload.model, fuse=True)
+            stack.callback(unswap, workload.model)
+        else:
+            stack.enter_context(swapped(workload.model))
+        if isinstance(workload.loss, nn.Module):
+            stack.enter_context(swapped(workload.loss))
+        yield workload.model
+
+
+@contextlib.contextmanager
+def _no_warnings() -> Iterator[None]:
+    """A model without a layer that we have is fine here: patch() covers what it calls."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def _callable(workload: Workload, model: Any, name: str) -> Callable[[], Any]:
+    def step() -> Any:
+        with patch() if name in ("swapped", "fused") else contextlib.nullcontext():
+            return workload.run(model)
+
+    return step
+
+
+def time_runs(workload: Workload, names: tuple[str, ...], seconds: float) -> dict[str, Run]:
+    """Times all runs, taking turns: each call prepares its own state of the one model.
+
+    Changing a module's class back and forth costs microseconds a layer, outside of the clock only if
+    a run has the model for itself: so turns are blocks of a few steps.
+    """
+    runs = {name: Run(name) for name in names}
+    samples: dict[str, list[Timing]] = {name: [] for name in names}
+    blocks = 4
+    for _ in range(blocks):
+        for name, run in runs.items():
+            if run.error is not None:
+                continue
+            try:
+                with workload.unchanged(), prepared(workload, name) as model:
+                    step = _callable(workload, model, name)
+                    first = step()
+                    if run.output is None and isinstance(first, Tensor):
+                        run.output = first.detach().clone()
+                    samples[name].append(
+                        interleaved({"step": step}, workload.device, seconds / blocks)["step"]
+                    )
+            except (KeyboardInterrupt, SwapCheckError):
+                raise
+            except Exception as error:
+                run.error = f"{type(error).__name__}: {error}"[:2000]
+    for name, timings in samples.items():
+        if runs[name].error is None:
+            runs[name].timing = _merged(timings)
+    return runs
+
+
+def _merged(timings: list[Timing]) -> Timing:
+    from ..bench.measure import _summary
+
+    fewest = min(t.rounds for t in timings)
+    samples = [s for t in timings for s in t.samples[:fewest]]
+    return _summary(samples, 0.05)
+
+
+def trace_run(workload: Workload, run: Run, folder: Path | None, steps: int) -> None:
+    """The trace of a few steps with every op named, and one more for the memory."""
+    activities = [ProfilerActivity.CPU]
+    on_gpu = workload.device == "cuda"
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+    import tempfile
+
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        workload.unchanged(),
+        prepared(workload, run.name) as model,
+    ):
+        place = Path(folder or scratch) / f"trace_{run.name}.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        step = _callable(workload, model, run.name)
+
+        def one() -> None:
+            # Ranges go innermost: they see a call before patch() takes it.
+            nothing = contextlib.nullcontext()
+            routed = patch() if run.name in ("swapped", "fused") else nothing
+            ranges = nothing if run.name == "compiled" else Ranges(workload.roots())
+            with trace_step(on_gpu), routed, ranges:
+                workload.run(model)
+
+        for _ in range(2):
+            step()
+        one()
+        with quiet_profiler(), torch_profile(activities=activities, acc_events=True) as profiler:
+            for _ in range(steps):
+                one()
+        profiler.export_chrome_trace(str(place))
+        run.joined = trace.join(trace.load(place))
+        run.trace_path = place if folder is not None else None
+        with (
+            quiet_profiler(),
+            torch_profile(
+                activities=activities[:1], profile_memory=True, acc_events=True
+            ) as profiler,
+        ):
+            one()
+        memory_place = Path(scratch) / "memory.json"
+        profiler.export_chrome_trace(str(memory_place))
+        run.memory = trace.join(trace.load(memory_place)).memory
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            torch.cuda.synchronize()
+            run.peak_mib = torch.cuda.max_memory_allocated() / 2**20
+
+
+@contextlib.contextmanager
+def trace_step(on_gpu: bool) -> Iterator[None]:
+    """One step, from an idle GPU to an idle GPU."""
+    if on_gpu:
+        torch.cuda.synchronize()
+    with named(trace.STEP):
+        yield
+        if on_gpu:
+            torch.cuda.synchronize()
+
+
+def count_work(workload: Workload) -> Amounts:
+    """Bytes and FLOPs of every op that we know, from one native step."""
+    with workload.unchanged(), Ranges(workload.roots(), count=True) as ranges:
+        workload.run(workload.model)
+    return ranges.amounts
+
+
+def check_modules(workload: Workload) -> tuple[SwapReport, dict[str, dict[str, float]], list[str]]:
+    """swap(check=) on a few samples: the report, {module: errors}, and what failed."""
+
+    def part(x: Any) -> Any:
+        return x[:CHECK_BATCH] if isinstance(x, Tensor) and x.dim() > 0 else x
+
+    inputs = tree_map(part, workload.inputs)
+    failures: list[str] = []
+    errors: dict[str, dict[str, float]] = {}
+    with workload.unchanged(), workload._amp(), _no_warnings():
+        try:
+            report = swap(workload.model, check=inputs)
+            if report.check is not None:
+                errors = {row["module"]: row for row in report.check["modules"]}
+        except SwapCheckError as error:
+            failures = error.lines
+            report = swap(workload.model)
+        finally:
+            unswap(workload.model)
+    return report, errors, failures
