@@ -114,6 +114,12 @@ def test_batch_norm():
     assert "planes, 16-byte accesses" in explain("batch_norm", large, None, None, **ON_GPU)
     odd = torch.empty(64, 32, 55, 55, device="meta")
     assert "shared with the neighbours" in explain("batch_norm", odd, None, None, **ON_GPU)
+    # 14 x 14 in float32 at batch 256: a block can hold one operand of a channel and no second one.
+    one = torch.empty(256, 256, 14, 14, device="meta")
+    text = explain("batch_norm_relu", one, None, None, **ON_GPU)
+    assert text.count("a block holds a channel") == 1
+    text = explain("batch_norm_add_relu", one, one, None, None, **ON_GPU)
+    assert "a block holds a channel" not in text
     assert "rows of channels" in explain("batch_norm", last, None, None, **ON_GPU)
     assert "rows of channels" in explain("batch_norm", x[:, :, 0, 0], None, None, **ON_GPU)
 
@@ -148,6 +154,8 @@ def test_on_the_cpu():
         ("relu", x),
         ("conv2d", x, x),
         ("batch_norm", x, None, None),
+        ("batch_norm_relu", x, None, None),
+        ("batch_norm_add_relu", x, x, None, None),
         ("max_pool2d", x, 2),
         ("linear", x, x[0, 0]),
         ("cross_entropy", x, x),

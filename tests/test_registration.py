@@ -28,6 +28,7 @@ OPS = sorted(
 PUBLIC = [
     "conv2d",
     "batch_norm",
+    "batch_norm_relu",
     "relu",
     "relu_",
     "max_pool2d",
@@ -139,9 +140,15 @@ def recorded(device):
                 with torch.no_grad():
                     entry.ours.op(*arguments(sample)[0], **arguments(sample)[1])
     x = torch.randn(3, 4, device=device)
+    leaf = torch.randn(4, 3, 5, 7, device=device, requires_grad=True)
+    mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
     with recorder:  # what no sample of the database reaches
         warpwright.functional.relu_(x)
         warpwright.functional.max_pool2d(x.view(1, 1, 3, 4), 2)
+        for training in (True, False):
+            args = (mean, var, None, None, training)
+            double_backward(warpwright.functional.batch_norm_relu, (leaf, *args), {})
+            double_backward(warpwright.functional.batch_norm_add_relu, (leaf, leaf, *args), {})
     return recorder.calls
 
 

@@ -158,18 +158,19 @@ Lines explain_max_pool2d(const std::string& dtype, const Operand& input, bool ch
 
 // ---- batch_norm ----
 
-Lines explain_batch_norm(const std::string& dtype, const Operand& input, bool rows,
+// `operands`: tensors that the training forward reads.
+Lines explain_batch_norm(const std::string& dtype, const Operand& input, bool rows, int operands,
                          const DeviceInfo& device) {
   BatchNormExtents e{};
   e.batch = input.sizes[0];
   e.channels = input.sizes[1];
   e.spatial = numel(input) / std::max<int64_t>(e.batch * e.channels, 1);
   e.rows = rows || e.spatial == 1;
-  auto text = [&](int operands) {
-    return describe(choose_config(e, dtype_from(dtype), static_cast<uintptr_t>(input.address),
-                                  device, operands));
+  auto text = [&](int held) {
+    return describe(
+        choose_config(e, dtype_from(dtype), static_cast<uintptr_t>(input.address), device, held));
   };
-  return {{"forward", text(1)}, {"backward", text(2)}};
+  return {{"forward", text(operands)}, {"backward", text(2)}};
 }
 
 // ---- conv2d ----

@@ -15,7 +15,7 @@ class DeviceInfo:
 
 # Each line is (the kernel's role, what it takes and why).
 def explain_batch_norm(
-    dtype: str, input: Operand, rows: bool, device: DeviceInfo
+    dtype: str, input: Operand, rows: bool, operands: int, device: DeviceInfo
 ) -> list[tuple[str, str]]: ...
 def explain_conv2d(
     dtype: str,

@@ -43,6 +43,18 @@ def _batch_norm_update(
     return (native.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps),)
 
 
+def _relu(normalized: Tensor, residual: Tensor | None) -> tuple[Tensor]:
+    return (torch.relu(normalized if residual is None else normalized + residual),)
+
+
+def _batch_norm_relu(input: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor]:
+    return _relu(_batch_norm(input, *args)[0], residual)
+
+
+def _batch_norm_relu_update(input: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor]:
+    return _relu(_batch_norm_update(input, *args)[0], residual)
+
+
 # name in `ops` -> native, called with the same arguments
 NATIVE: dict[str, Callable[..., Any]] = {
     "relu": torch.relu,
@@ -54,6 +66,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "conv2d_padding": torch.conv2d,
     "batch_norm": _batch_norm,
     "batch_norm_update": _batch_norm_update,
+    "batch_norm_relu": _batch_norm_relu,
+    "batch_norm_relu_update": _batch_norm_relu_update,
     "cross_entropy": torch.ops.aten.cross_entropy_loss.default,
     "scaled_dot_product_attention": native.scaled_dot_product_attention,
 }

@@ -149,7 +149,7 @@ def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
     rows = suggest_memory_format(x) in (torch.channels_last, torch.channels_last_3d)
-    return _C.explain_batch_norm(_dtype(x), _operand(x), rows, gpu)
+    return _C.explain_batch_norm(_dtype(x), _operand(x), rows, 1 + ("residual" in a), gpu)
 
 
 def _cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -174,6 +174,8 @@ def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
     "conv2d": _conv2d,
     "batch_norm": _batch_norm,
+    "batch_norm_relu": _batch_norm,
+    "batch_norm_add_relu": _batch_norm,
     "relu": _relu,
     "max_pool2d": _max_pool2d,
     "linear": _linear,
@@ -184,6 +186,8 @@ EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
 CPU = {
     "conv2d": "implicit GEMM by tiles on ATen's matrix products; direct loops for few taps",
     "batch_norm": "vectorised loops; a block's mean, then its deviations, merged in double",
+    "batch_norm_relu": "batch norm's loops; the backward masks grad_output first",
+    "batch_norm_add_relu": "batch norm's loops; the backward masks grad_output first",
     "cross_entropy": "one pass a row, vectorised",
     "scaled_dot_product_attention": "flash attention by tiles on ATen's matrix products",
     "relu": "vectorised loops",

@@ -11,6 +11,8 @@ from ._ops import ops
 
 __all__ = [
     "batch_norm",
+    "batch_norm_add_relu",
+    "batch_norm_relu",
     "conv2d",
     "cross_entropy",
     "linear",
@@ -241,16 +243,103 @@ def batch_norm(
         RuntimeError: no running statistics in evaluation, or sizes or dtypes that don't fit.
         NotImplementedError: integer or complex ``input``.
     """
+    if _uses_batch_statistics(input, running_mean, running_var, training, eps):
+        return ops.batch_norm(input, weight, bias, None, None, True, eps)[0]
+    if not training:
+        return ops.batch_norm(input, weight, bias, running_mean, running_var, False, eps)[0]
+    return ops.batch_norm_update(input, weight, bias, running_mean, running_var, momentum, eps)[0]
+
+
+def _uses_batch_statistics(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+) -> bool:
+    """Training without running statistics; raises what native's Python raises."""
     if eps <= 0.0:
         raise ValueError(f"batch_norm eps must be positive, but got {eps}")
     if not training:
-        return ops.batch_norm(input, weight, bias, running_mean, running_var, False, eps)[0]
+        return False
     if input.numel() == (input.size(1) if input.dim() > 1 else 1) > 0:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.size()}"
         )
-    if running_mean is None and running_var is None:
-        return ops.batch_norm(input, weight, bias, None, None, True, eps)[0]
-    if running_mean is None or running_var is None:
+    if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must either both be None or neither be None")
-    return ops.batch_norm_update(input, weight, bias, running_mean, running_var, momentum, eps)[0]
+    return running_mean is None
+
+
+def batch_norm_relu(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``relu(batch_norm(input, ...))`` in one op, without the normalised tensor in between.
+
+    The backward computes the sign of the output anew from ``input``: nothing of the output's size
+    is kept. Arguments and errors are :func:`batch_norm`'s.
+    """
+    return _batch_norm_relu(
+        input, None, running_mean, running_var, weight, bias, training, momentum, eps
+    )
+
+
+def batch_norm_add_relu(
+    input: Tensor,
+    residual: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``relu(batch_norm(input, ...) + residual)`` in one op: the end of a residual block.
+
+    The sum is rounded once. For the backward one or a few bits an element are kept (a byte for 16
+    bytes of ``input``), nothing of the output's size.
+
+    Args:
+        residual: a tensor of the shape and dtype of ``input``, in any layout. With another shape
+            or dtype the chain of single ops runs, which broadcasts and promotes.
+
+    The other arguments and the errors are :func:`batch_norm`'s.
+    """
+    if residual.shape != input.shape or residual.dtype != input.dtype:
+        return relu(
+            batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+            + residual
+        )
+    return _batch_norm_relu(
+        input, residual, running_mean, running_var, weight, bias, training, momentum, eps
+    )
+
+
+def _batch_norm_relu(
+    input: Tensor,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    if _uses_batch_statistics(input, running_mean, running_var, training, eps):
+        return ops.batch_norm_relu(input, residual, weight, bias, None, None, True, eps)[0]
+    if not training:
+        return ops.batch_norm_relu(
+            input, residual, weight, bias, running_mean, running_var, False, eps
+        )[0]
+    return ops.batch_norm_relu_update(
+        input, residual, weight, bias, running_mean, running_var, momentum, eps
+    )[0]

@@ -7,7 +7,7 @@ prints ``warpwright.Conv2d(...)``: a printed model shows what runs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "BatchNormAddReLU2d",
+    "BatchNormReLU2d",
     "Conv2d",
     "CrossEntropyLoss",
     "Linear",
@@ -48,8 +50,14 @@ class Conv2d(_Named, nn.Conv2d):
 
 
 class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
+    # The name of a functional with batch_norm's arguments, further tensors after the input.
+    _functional: ClassVar[str] = "batch_norm"
+
     def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
+        return self._normalize(input)
+
+    def _normalize(self, *tensors: Tensor) -> Tensor:
+        self._check_input_dim(tensors[0])
         tracks = self.training and self.track_running_stats
         if tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -59,10 +67,10 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
         running_var = self.running_var if use_running else None
         batch_statistics = self.training or (running_mean is None and running_var is None)
         if tracks and self.momentum is None and self.num_batches_tracked is not None:
-            return self._forward_cumulative(input)
+            return self._forward_cumulative(*tensors)
         momentum = 0.0 if self.momentum is None else self.momentum
-        return F.batch_norm(
-            input,
+        return getattr(F, self._functional)(
+            *tensors,
             running_mean,
             running_var,
             self.weight,
@@ -72,7 +80,7 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
             self.eps,
         )
 
-    def _forward_cumulative(self, input: Tensor) -> Tensor:
+    def _forward_cumulative(self, *tensors: Tensor) -> Tensor:
         """Running statistics as plain averages over the batches: a step of 1/num_batches_tracked.
 
         Native reads the counter on the host. Here it stays on the device, so nothing waits for the
@@ -83,8 +91,8 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
         running = [r for r in (self.running_mean, self.running_var) if r is not None]
         batch = [torch.zeros_like(r) for r in running]
         scratch = iter(batch)
-        output = F.batch_norm(
-            input,
+        output = getattr(F, self._functional)(
+            *tensors,
             None if self.running_mean is None else next(scratch),
             None if self.running_var is None else next(scratch),
             self.weight,
@@ -110,6 +118,29 @@ class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """``torch.nn.BatchNorm3d`` on :func:`warpwright.functional.batch_norm`."""
+
+
+class BatchNormReLU2d(_BatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` and the ReLU behind it, as one op.
+
+    Parameters, buffers and ``state_dict`` are those of ``nn.BatchNorm2d``; see
+    :func:`warpwright.functional.batch_norm_relu`.
+    """
+
+    _functional = "batch_norm_relu"
+
+
+class BatchNormAddReLU2d(_BatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d``, the addition of a residual and the ReLU behind it, as one op.
+
+    Called with two tensors: ``module(input, residual)``. Parameters, buffers and ``state_dict`` are
+    those of ``nn.BatchNorm2d``; see :func:`warpwright.functional.batch_norm_add_relu`.
+    """
+
+    _functional = "batch_norm_add_relu"
+
+    def forward(self, input: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        return self._normalize(input, residual)
 
 
 class ReLU(_Named, nn.ReLU):

@@ -38,11 +38,16 @@ struct BatchNormExtents {
   constexpr int64_t count() const { return batch * spatial; }  // values a channel
 };
 
+// With `relu` the output is relu(y + residual). The backward takes the output's sign from `mask`,
+// or, without a residual, computes it anew: the activation is never kept.
 struct BatchNormParams {
   DType dtype;
   BatchNormExtents extents;
   const void* input;
   void* output;
+  bool relu;
+  const void* residual;  // with relu only; null: none
+  void* mask;            // with a residual: batch_norm_mask_bytes()
   ChannelVector weight, bias;
   ChannelVector running_mean, running_var;  // read in evaluation, updated in training if present
   bool training;
@@ -57,11 +62,15 @@ struct BatchNormBackwardParams {
   BatchNormExtents extents;
   const void* grad_output;
   const void* input;
+  bool relu;
+  const void* mask;    // with relu; null: the sign of the output is recomputed
+  ChannelVector bias;  // for that
   ChannelVector weight;
   const void* mean;  // (channels), float, or double for a double input
   const void* rstd;  // (channels), the same
   bool training;
-  void* grad_input;  // null: not wanted
+  void* grad_input;     // null: not wanted
+  void* grad_residual;  // grad_output where the output is positive; null: not wanted
   ChannelVector grad_weight, grad_bias;
   void* workspace;
 };
@@ -85,8 +94,19 @@ constexpr int kOnChipMaxThreads = 512;
 constexpr int64_t kOnChipScratchBytes = 3 * kOnChipMaxThreads / 2 * 8 + 64;  // the merge's
 
 // Vectors that a plane takes up at most, wherever in its first vector it starts.
-constexpr int64_t batch_norm_plane_vectors(int64_t spatial, int vec) {
+template <class Int>
+constexpr Int batch_norm_plane_vectors(const Int& spatial, int vec) {
   return spatial % vec == 0 ? spatial / vec : (spatial + 2 * vec - 2) / vec;
+}
+
+// The mask has a bit an element and a byte a vector of `vec` elements. Rows: in memory order, a
+// byte an element where a vector would straddle two rows. Planes: batch_norm_plane_vectors() bytes
+// each, bit j for element j of a vector that starts at a multiple of `vec` elements of the tensor.
+template <class Int>
+Int batch_norm_mask_bytes(const Int& batch, const Int& channels, const Int& spatial, bool rows,
+                          int vec) {
+  if (!rows) return batch * channels * batch_norm_plane_vectors(spatial, vec);
+  return channels % vec == 0 ? batch * spatial * (channels / vec) : batch * spatial * channels;
 }
 
 // Holding a channel saves a read of the operands, but channels are all that the SMs can share: the
@@ -110,7 +130,7 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
   const bool aligned = addresses % 16 == 0;
   BatchNormConfig config{};
   if (!e.rows) {
-    config.vec = aligned && e.spatial >= wide ? wide : 1;
+    config.vec = aligned ? wide : 1;
     config.ragged = e.spatial % config.vec != 0;
     config.on_chip =
         config.vec > 1 && operands > 0 && batch_norm_fits_on_chip(e, config.vec, operands, device);
@@ -126,7 +146,6 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
     config.reason = config.on_chip   ? "planes, a block holds a channel and reads it once"
                     : config.ragged  ? "planes, 16-byte accesses shared with the neighbours"
                     : config.vec > 1 ? "planes, 16-byte accesses"
-                    : aligned        ? "planes of less than 16 bytes: element accesses"
                                      : "planes, an address is misaligned: element accesses";
     return config;
   }

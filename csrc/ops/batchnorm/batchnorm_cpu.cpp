@@ -4,154 +4,15 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <memory>
 #include <vector>
 
-#include "ops/batchnorm/batchnorm.h"
-#include "torch/cpu_lanes.h"
+#include "ops/batchnorm/batchnorm_cpu.h"
 
 namespace warpwright {
 namespace {
 
 constexpr int64_t kBlockBytes = 32768;
-
-int64_t grain(int64_t elements_per_step) {
-  return std::max<int64_t>(1, kCpuGrain / std::max<int64_t>(1, elements_per_step));
-}
-
-// Partial results and everything after them are double.
-using Stat = double;
-
-// Eight doubles in two registers. (GCC 12 takes a 64-byte vector type through memory.)
-struct WideLanes {
-  Values<double> low, high;
-
-  WideLanes& operator+=(const WideLanes& b) {
-    low += b.low;
-    high += b.high;
-    return *this;
-  }
-  friend WideLanes operator+(WideLanes a, const WideLanes& b) { return a += b; }
-  friend WideLanes operator-(const WideLanes& a, const WideLanes& b) {
-    return {a.low - b.low, a.high - b.high};
-  }
-  friend WideLanes operator-(const WideLanes& a, double b) { return {a.low - b, a.high - b}; }
-  friend WideLanes operator*(const WideLanes& a, const WideLanes& b) {
-    return {a.low * b.low, a.high * b.high};
-  }
-};
-
-// One lane or a register of lanes behind the same names, for bodies and tails. W sums up: in
-// double (kDouble), or in the compute type for short runs.
-template <class T, bool kDouble>
-struct Vector {
-  using Compute = CpuCompute<T>;
-  using V = Values<T>;
-  static constexpr bool kWidens = kDouble && !std::is_same_v<T, double>;
-  using W = std::conditional_t<kWidens, WideLanes, V>;
-  static constexpr int kCount = kLanes<T>;
-
-  static V load(const T* source) { return load_lanes(source); }
-  static void store(T* target, V value) { store_lanes(target, value); }
-  static W load_wide(const T* source) { return widen<kWidens>(load(source)); }
-  static V load_compute(const Compute* source) {
-    V result;
-    std::memcpy(&result, source, sizeof(result));
-    return result;
-  }
-  static W load_stat(const Stat* source) {
-    if constexpr (kWidens || std::is_same_v<T, double>) {
-      W result;
-      std::memcpy(&result, source, sizeof(result));
-      return result;
-    } else {
-      V result;
-      for (int i = 0; i < kCount; ++i) result[i] = static_cast<Compute>(source[i]);
-      return result;
-    }
-  }
-  static void store_stat(Stat* target, const W& value) {
-    if constexpr (kWidens || std::is_same_v<T, double>) {
-      std::memcpy(target, &value, sizeof(value));
-    } else {
-      const WideLanes wide = widen<true>(value);
-      std::memcpy(target, &wide, sizeof(wide));
-    }
-  }
-  static void add_stat(Stat* target, const W& value) {
-    if constexpr (std::is_same_v<T, double>) {
-      store_stat(target, load_stat(target) + value);
-    } else {
-      WideLanes sum;
-      std::memcpy(&sum, target, sizeof(sum));
-      if constexpr (kWidens) {
-        sum += value;
-      } else {
-        sum += widen<true>(value);
-      }
-      std::memcpy(target, &sum, sizeof(sum));
-    }
-  }
-  static Stat total(const W& value) {
-    Stat lanes[kCount], result = 0;
-    store_stat(lanes, value);
-    for (int i = 0; i < kCount; ++i) result += lanes[i];
-    return result;
-  }
-
- private:
-  template <bool kWiden>
-  static auto widen(V x) {
-    if constexpr (kWiden) {
-      return WideLanes{
-          __builtin_convertvector(__builtin_shufflevector(x, x, 0, 1, 2, 3), Values<double>),
-          __builtin_convertvector(__builtin_shufflevector(x, x, 4, 5, 6, 7), Values<double>)};
-    } else {
-      return x;
-    }
-  }
-};
-template <class T>
-struct Scalar {
-  using V = CpuCompute<T>;
-  using W = Stat;
-  static constexpr int kCount = 1;
-
-  static V load(const T* source) { return static_cast<V>(*source); }
-  static void store(T* target, V value) { *target = static_cast<T>(value); }
-  static W load_wide(const T* source) { return static_cast<W>(load(source)); }
-  static V load_compute(const V* source) { return *source; }
-  static W load_stat(const W* source) { return *source; }
-  static void store_stat(W* target, W value) { *target = value; }
-  static void add_stat(Stat* target, W value) { *target += value; }
-};
-
-// Calls f<Access, kGroup>(begin) for runs of kGroup * Access::kCount neighbours of [0, extent).
-template <class T, bool kDouble, class F>
-void for_runs(int64_t extent, F&& f) {
-  constexpr int kGroup = 4;
-  int64_t i = 0;
-  for (; i + kGroup * kLanes<T> <= extent; i += kGroup * kLanes<T>) {
-    f.template operator()<Vector<T, kDouble>, kGroup>(i);
-  }
-  for (; i + kLanes<T> <= extent; i += kLanes<T>) f.template operator()<Vector<T, kDouble>, 1>(i);
-  for (; i < extent; ++i) f.template operator()<Scalar<T>, 1>(i);
-}
-
-double read_channel(const ChannelVector& v, int64_t channel, double absent) {
-  if (v.data == nullptr) return absent;
-  double result = 0;
-  for_cpu_dtype(v.dtype, [&]<class P>() {
-    result = static_cast<double>(static_cast<const P*>(v.data)[channel * v.stride]);
-  });
-  return result;
-}
-
-void write_channel(const ChannelVector& v, int64_t channel, double value) {
-  if (v.data == nullptr) return;
-  for_cpu_dtype(v.dtype, [&]<class P>() {
-    static_cast<P*>(v.data)[channel * v.stride] = static_cast<P>(value);
-  });
-}
 
 // The moments of `count` values in blocks of given counts, two steps as within a block.
 struct Moments {
@@ -195,7 +56,9 @@ void finish_forward(const BatchNormParams& p, int64_t channel, Moments moments,
     mean = read_channel(p.running_mean, channel, 0);
     variance = read_channel(p.running_var, channel, 1);
   }
-  const double rstd = 1 / std::sqrt(variance + p.eps);
+  double rstd = 1 / std::sqrt(variance + p.eps);
+  // The backward of a relu repeats the forward from the values that it is given.
+  if (p.relu) rstd = static_cast<Compute>(rstd);
   static_cast<Compute*>(p.mean)[channel] = static_cast<Compute>(mean);
   static_cast<Compute*>(p.rstd)[channel] = static_cast<Compute>(rstd);
   c.scale[channel] = static_cast<Compute>(rstd * read_channel(p.weight, channel, 1));
@@ -264,6 +127,7 @@ template <class T, bool kDouble>
 void forward_rows(const BatchNormParams& p) {
   using Compute = CpuCompute<T>;
   const auto* input = static_cast<const T*>(p.input);
+  const auto* residual = static_cast<const T*>(p.residual);
   auto* output = static_cast<T*>(p.output);
   const int64_t C = p.extents.channels;
   const RowBlocks split(p.extents, sizeof(T));
@@ -318,7 +182,9 @@ void forward_rows(const BatchNormParams& p) {
       for (int64_t row = split.begin(block); row < split.end(block); ++row) {
         for (int i = 0; i < kGroup; ++i) {
           const int64_t at = row * C + c + i * Access::kCount;
-          Access::store(output + at, (Access::load(input + at) - shift[i]) * scale[i] + offset[i]);
+          auto y = normalized(Access::load(input + at), shift[i], scale[i], offset[i]);
+          if (residual != nullptr) y += Access::load(residual + at);
+          Access::store(output + at, p.relu ? relu_of(y) : y);
         }
       }
     });
@@ -447,11 +313,15 @@ void forward_planes(const BatchNormParams& p) {
       const Compute scale = k.scale[c], offset = k.offset[c], shift = k.shift[c];
       for (int64_t n = 0; n < e.batch; ++n) {
         const T* plane = static_cast<const T*>(p.input) + (n * C + c) * S;
+        const T* residual = static_cast<const T*>(p.residual);
+        if (residual != nullptr) residual += (n * C + c) * S;
         T* target = static_cast<T*>(p.output) + (n * C + c) * S;
         for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
           for (int g = 0; g < kGroup; ++g) {
             const int64_t at = i + g * Access::kCount;
-            Access::store(target + at, (Access::load(plane + at) - shift) * scale + offset);
+            auto y = normalized(Access::load(plane + at), shift, scale, offset);
+            if (residual != nullptr) y += Access::load(residual + at);
+            Access::store(target + at, p.relu ? relu_of(y) : y);
           }
         });
       }
@@ -518,9 +388,28 @@ void batch_norm_cpu(const BatchNormParams& p) {
       forward_planes<T>(p);
     }
   });
+  if (p.mask != nullptr) batch_norm_mask_cpu(p);
 }
 
 void batch_norm_backward_cpu(const BatchNormBackwardParams& p) {
+  if (p.relu) {
+    // Behind its gate the gradient is batch norm's.
+    BatchNormBackwardParams plain = p;
+    std::unique_ptr<char[]> buffer;
+    void* gated = p.grad_residual;
+    if (gated == nullptr) {
+      const int64_t elements = p.extents.count() * p.extents.channels;
+      buffer.reset(new char[elements * dtype_size(p.dtype)]);
+      gated = buffer.get();
+    }
+    batch_norm_gate_cpu(p, gated);
+    plain.relu = false;
+    plain.grad_output = gated;
+    if (p.grad_input != nullptr || p.grad_weight.data != nullptr || p.grad_bias.data != nullptr) {
+      batch_norm_backward_cpu(plain);
+    }
+    return;
+  }
   const bool need_sums = (p.training && p.grad_input != nullptr) || p.grad_weight.data != nullptr ||
                          p.grad_bias.data != nullptr;
   for_cpu_dtype(p.dtype, [&]<class T>() {

@@ -1,123 +1,148 @@
-// Where the values of one channel lie when the channels are outside the spatial dimensions, in
-// 16-byte pieces whatever the size of a plane: a ragged plane starts and ends inside vectors that
-// it shares with its neighbours; they are read whole and counted and stored in part.
+// Channels outside the spatial dimensions, two passes: a block owns one channel and a run of its
+// vectors, counted over all planes (n, channel, :) in order.
 #pragma once
 
-#include "device/access.cuh"
-#include "ops/batchnorm/batchnorm_device.cuh"
+#include "ops/batchnorm/batchnorm_pieces.cuh"
 
 namespace warpwright {
 
-// A vector at `offset`, of which some elements are the channel's.
-template <int V, bool kRagged>
-struct Piece : WholeVector {
-  int64_t offset;
+// First pass.
+// Layout: inputs (batch, channels, spatial); partials (splits, channels).
+// Grid: block b owns channel b % channels and split b / channels; neighbouring threads take
+// neighbouring vectors.
+template <class T, int V, bool kRagged, class Sums>
+__global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
+    batch_norm_reduce_planes_kernel(BatchNormInputs<T, Sums::kInputs> in,
+                                    typename Sums::Setup setup, PlanesShape shape,
+                                    Partial<Accum<T>>* partials) {
+  using A = Accum<T>;
+  using B = typename Sums::Merge::template Type<A>;
+  constexpr int kUnroll = kPlanesUnroll / Sums::kInputs;
+  __shared__ B shared[3 * kPlanesThreads / 2];
 
-  __device__ __forceinline__ bool empty() const { return false; }
-  __device__ __forceinline__ int count() const { return V; }
-};
-template <int V>
-struct Piece<V, true> {  // elements [first, last); last <= first: none
-  int64_t offset;
-  int first, last;
-
-  __device__ __forceinline__ bool empty() const { return last <= first; }
-  __device__ __forceinline__ int count() const { return last - first; }
-  __device__ __forceinline__ bool has(int j) const { return j >= first && j < last; }
-};
-
-// The vectors of a channel, counted over all planes (n, channel, :) in order, `vectors_per_plane`
-// each; in ragged planes the last one may be empty.
-struct PlanesShape {
-  int64_t channels, spatial, elements;  // elements: of the whole tensor
-  int64_t vectors;                      // a channel
-  int64_t vectors_per_plane;
-  int64_t splits, vectors_per_split;
-  FastDivmod plane_of;  // used while `vectors` is below 2^31
-  bool small;
-
-  PlanesShape(const BatchNormExtents& e, const BatchNormConfig& config)
-      : channels(e.channels),
-        spatial(e.spatial),
-        elements(e.count() * e.channels),
-        vectors_per_plane(batch_norm_plane_vectors(e.spatial, config.vec)),
-        splits(config.splits) {
-    vectors = e.batch * vectors_per_plane;
-    vectors_per_split = ceil_div(vectors, splits);
-    small = vectors < (int64_t{1} << 31);
-    if (small) plane_of = FastDivmod(vectors_per_plane);
-  }
-
-  __device__ __forceinline__ int64_t begin(int64_t split) const {
-    return min(split * vectors_per_split, vectors);
-  }
-  __device__ __forceinline__ int64_t end(int64_t split) const { return begin(split + 1); }
-
-  __device__ __forceinline__ int64_t plane(int64_t vector) const {
-    return small ? plane_of.quotient(static_cast<int>(vector)) : vector / vectors_per_plane;
-  }
-
-  template <int V, bool kRagged>
-  __device__ __forceinline__ Piece<V, kRagged> piece(int64_t vector, int64_t channel) const {
-    const int64_t n = plane(vector);
-    const int64_t base = (n * channels + channel) * spatial;
-    const int64_t in_plane = (vector - n * vectors_per_plane) * V;
-    if constexpr (kRagged) {
-      const int lead = static_cast<int>(base % V);
-      const int64_t left = spatial + lead - in_plane;
-      return {base - lead + in_plane, in_plane == 0 ? lead : 0,
-              static_cast<int>(min(left, int64_t{V}))};
-    } else {
-      return {{}, base + in_plane};
-    }
-  }
-
-  // Values of the channel in its vectors [0, vector).
-  template <int V, bool kRagged>
-  __device__ __forceinline__ int64_t values_before(int64_t vector, int64_t channel) const {
-    const int64_t n = plane(vector);
-    const int64_t in_plane = (vector - n * vectors_per_plane) * V;
-    if constexpr (kRagged) {
-      const int64_t lead = (n * channels + channel) * spatial % V;
-      return n * spatial + max(int64_t{0}, min(in_plane - lead, spatial));
-    } else {
-      return n * spatial + in_plane;
-    }
-  }
-};
-
-// The last vector of a tensor may end behind it; no byte there is read.
-template <int V, bool kRagged, class T>
-__device__ __forceinline__ Vec<T, V> load_piece(const T* data, const Piece<V, kRagged>& piece,
-                                                int64_t elements) {
-  if constexpr (kRagged) {
-    if (piece.offset + V > elements) {
-      Vec<T, V> value;
+  const int64_t channel = blockIdx.x % shape.channels, split = blockIdx.x / shape.channels;
+  const int64_t end = shape.end(split);
+  Sums sums;
+  sums.prepare(0, setup, channel);
+  int64_t values_added = 0;
+  for (int64_t vector = shape.begin(split) + threadIdx.x; vector < end;
+       vector += kPlanesThreads * kUnroll) {
+    VectorsOf<T, V, Sums::kInputs> values[kUnroll];
+    Piece<V, kRagged> piece[kUnroll];
+    bool counts[kUnroll];
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        value[j] = piece.has(j) ? data[piece.offset + j] : convert<T>(0.0f);
+    for (int u = 0; u < kUnroll; ++u) {
+      counts[u] = vector + u * kPlanesThreads < end;
+      if (counts[u]) {
+        piece[u] = shape.template piece<V, kRagged>(vector + u * kPlanesThreads, channel);
+        counts[u] = !piece[u].empty();
       }
-      return value;
+      if (counts[u]) load_pieces<Sums::kGate>(values[u], in, piece[u], shape.elements);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (counts[u]) {
+        if (values_added == 0) sums.start(values[u], piece[u]);
+        sums.add(values[u], piece[u]);
+        values_added += piece[u].count();
+      }
     }
   }
-  return load_vec<V>(data + piece.offset);
+  const A count = static_cast<A>(values_added);
+  Partial<B> partial[1];
+  sums.finish(count, partial);
+  B merged_count = count;
+  block_merge<typename Sums::Merge, 1>(partial, merged_count, 1, kPlanesThreads, shared);
+  if (threadIdx.x == 0) {
+    partials[split * shape.channels + channel] = convert_partial<A>(partial[0]);
+  }
 }
 
-template <int V, bool kRagged, class T>
-__device__ __forceinline__ void store_piece(T* data, const Piece<V, kRagged>& piece,
-                                            const Vec<T, V>& value) {
-  if constexpr (kRagged) {
-    if (piece.first == 0 && piece.last == V) {
-      store_vec_global(data + piece.offset, value);
-    } else {
+// Second pass: `coefficients_of(channel, partial, leader)`, then every vector from the last to the
+// first, because L2 still holds the end.
+// Layout: inputs and output (batch, channels, spatial); partials (splits, channels), null in
+// evaluation. At most kPlanesThreads splits.
+// Grid: as the first pass; no output needs the blocks of split 0 only.
+template <class T, int V, bool kRagged, class Merge, class Apply, class CoefficientsOf>
+__global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
+    batch_norm_apply_planes_kernel(BatchNormInputs<T, Apply::kInputs> in, BatchNormOutputs<T> out,
+                                   PlanesShape shape, const Partial<Accum<T>>* partials,
+                                   CoefficientsOf coefficients_of) {
+  using A = Accum<T>;
+  using B = typename Merge::template Type<A>;
+  constexpr int kUnroll = kPlanesUnroll / (Apply::kWritesGated ? 2 : Apply::kInputs);
+  __shared__ B shared[3 * kPlanesThreads / 2];
+  __shared__ Coefficients<A> broadcast;
+
+  const int64_t channel = blockIdx.x % shape.channels, split = blockIdx.x / shape.channels;
+  Partial<B> partial[1] = {{0, 0}};
+  if (partials != nullptr) {
+    B count = 0;
+    if (threadIdx.x < shape.splits) {
+      partial[0] = convert_partial<B>(partials[threadIdx.x * shape.channels + channel]);
+      count = static_cast<B>(
+          shape.template values_before<V, kRagged>(shape.end(threadIdx.x), channel) -
+          shape.template values_before<V, kRagged>(shape.begin(threadIdx.x), channel));
+    }
+    block_merge<Merge, 1>(partial, count, 1, kPlanesThreads, shared);
+  }
+  if (threadIdx.x == 0)
+    broadcast = coefficients_of(channel, convert_partial<A>(partial[0]), split == 0);
+  __syncthreads();
+  if (out.none()) return;
+
+  const Coefficients<A> c = broadcast;
+  const int64_t begin = shape.begin(split), end = shape.end(split);
+  constexpr int kStep = kPlanesThreads * kUnroll;
+  for (int64_t base = begin + (ceil_div<int64_t>(end - begin, kStep) - 1) * kStep; base >= begin;
+       base -= kStep) {
+    VectorsOf<T, V, Apply::kInputs> values[kUnroll];
+    Piece<V, kRagged> piece[kUnroll];
+    bool inside[kUnroll];
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if (piece.has(j)) data[piece.offset + j] = value[j];
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t vector = base + threadIdx.x + u * kPlanesThreads;
+      inside[u] = vector < end;
+      if (inside[u]) {
+        piece[u] = shape.template piece<V, kRagged>(vector, channel);
+        if (!piece[u].empty()) {
+          load_pieces<Apply::kGate>(values[u], in, piece[u], shape.elements);
+        }
       }
     }
-  } else {
-    store_vec(data + piece.offset, value);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (inside[u]) apply_piece<Apply>(out, values[u], piece[u], c);
+    }
   }
+}
+
+struct PlanesLayout {
+  using Shape = PlanesShape;
+  static constexpr int kThreads = kPlanesThreads;
+  static constexpr int channels_of(int) { return 1; }  // a vector of so many elements
+
+  template <class T, int V, class Sums>
+  static auto reduce(bool ragged) {
+    if constexpr (V > 1) {
+      if (ragged) return batch_norm_reduce_planes_kernel<T, V, true, Sums>;
+    }
+    return batch_norm_reduce_planes_kernel<T, V, false, Sums>;
+  }
+  template <class T, int V, class Merge, class Apply, class CoefficientsOf>
+  static auto apply(bool ragged) {
+    if constexpr (V > 1) {
+      if (ragged) {
+        return batch_norm_apply_planes_kernel<T, V, true, Merge, Apply, CoefficientsOf>;
+      }
+    }
+    return batch_norm_apply_planes_kernel<T, V, false, Merge, Apply, CoefficientsOf>;
+  }
+};
+
+template <bool kRelu, class Params>
+void launch_planes(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
+  launch_two_passes<PlanesLayout, kRelu>(p, config, stream);
 }
 
 }  // namespace warpwright

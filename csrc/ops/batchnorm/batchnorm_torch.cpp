@@ -2,27 +2,14 @@
 // because only training with running statistics writes to an argument: vmap and functionalization
 // treat an op by its schema.
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mean.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include <array>
-#include <tuple>
-
-#include "ops/batchnorm/batchnorm.h"
-#include "torch/autograd.h"
-#include "torch/dispatch.h"
-
-#ifdef WARPWRIGHT_WITH_CUDA
-#include "torch/cuda.h"
-#endif
+#include "torch/batch_norm.h"
 
 namespace warpwright {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
 using Mask3 = std::array<bool, 3>;
 
 // The ops through the dispatcher.
@@ -59,287 +46,113 @@ Tensors3 batch_norm_backward(const Tensor& grad_output, const Tensor& input,
 
 }  // namespace call
 
-// ---- layout, shapes and checks ----
-
-c10::SymInt channels_of(const Tensor& input) {
-  return input.dim() >= 2 ? input.sym_size(1) : c10::SymInt(0);
-}
-
-// Contiguous wins where both hold, as in native's output.
-at::MemoryFormat output_format(const Tensor& input) {
-  return input.is_contiguous() ? at::MemoryFormat::Contiguous : input.suggest_memory_format();
-}
-
-at::ScalarType stats_type(const Tensor& input) {
-  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-void check_input(const Tensor& input) {
-  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(input.scalar_type()),
-                              "\"batch_norm\" not implemented for '", input.scalar_type(), "'");
-}
-
-// One value a channel, in the input's type or in float beside a 16-bit input.
-void check_vector(const Tensor& vector, const char* name, const Tensor& input) {
-  if (!vector.defined()) return;
-  TORCH_CHECK(vector.sym_numel() == channels_of(input), name, " should contain ",
-              channels_of(input), " elements not ", vector.sym_numel());
-  TORCH_CHECK(vector.device() == input.device(),
-              "batch_norm: Expected all tensors to be on the same device, but input is on ",
-              input.device(), " and ", name, " is on ", vector.device());
-  const auto type = vector.scalar_type(), input_type = input.scalar_type();
-  if (type == input_type) return;
-  const bool input_is_short = input_type == at::kHalf || input_type == at::kBFloat16;
-  const char* device = input.is_cuda() ? "CUDA" : "CPU";
-  TORCH_CHECK(type == at::kFloat, "mixed dtype (", device,
-              "): expect parameter to have scalar type of Float, but ", name, " has ", type);
-  TORCH_CHECK(input_is_short, "mixed dtype (", device,
-              "): all inputs must share same datatype, but input has ", input_type, " and ", name,
-              " has ", type);
-}
-
-void check_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
-                   const Tensor& running_mean, const Tensor& running_var, bool training) {
-  check_input(input);
-  if (!training) {
-    TORCH_CHECK(running_mean.defined(), "running_mean must be defined in evaluation mode");
-    TORCH_CHECK(running_var.defined(), "running_var must be defined in evaluation mode");
-  }
-  check_vector(running_mean, "running_mean", input);
-  check_vector(running_var, "running_var", input);
-  check_vector(weight, "weight", input);
-  check_vector(bias, "bias", input);
-  TORCH_CHECK(input.dim() >= 2 || input.sym_numel() == 0,
-              "batch_norm: input: expected at least 2 dimensions, got ", input.dim());
-}
-
-void check_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                    const Tensor& mean, const Tensor& rstd) {
-  check_input(input);
-  TORCH_CHECK(grad_output.sym_sizes() == input.sym_sizes(),
-              "batch_norm_backward: grad_output: expected shape ", input.sym_sizes(), ", got ",
-              grad_output.sym_sizes());
-  TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(),
-              "batch_norm_backward: grad_output: expected ", input.scalar_type(), ", got ",
-              grad_output.scalar_type());
-  check_vector(weight, "weight", input);
-  for (const Tensor* stat : {&mean, &rstd}) {
-    TORCH_CHECK(stat->scalar_type() == stats_type(input) && stat->sym_numel() == channels_of(input),
-                "batch_norm_backward: mean and rstd: expected ", channels_of(input), " values of ",
-                stats_type(input), ", got ", stat->sym_numel(), " of ", stat->scalar_type());
-  }
-}
-
-BatchNormExtents extents_of(const Tensor& input, at::MemoryFormat format) {
-  BatchNormExtents e;
-  e.batch = input.size(0);
-  e.channels = input.size(1);
-  e.spatial = input.numel() / std::max<int64_t>(e.batch * e.channels, 1);
-  e.rows = e.spatial == 1 || format != at::MemoryFormat::Contiguous;
-  return e;
-}
-
-// Empty for an undefined tensor. A vector of more than one dimension must be contiguous.
-ChannelVector channel_vector(const Tensor& tensor, bool writable) {
-  if (!tensor.defined()) return {};
-  TORCH_CHECK(tensor.dim() <= 1 || tensor.is_contiguous(),
-              "batch_norm: a parameter of several dimensions must be contiguous");
-  ChannelVector vector;
-  vector.data = writable ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-  vector.dtype = dtype_of(tensor);
-  vector.stride = tensor.dim() == 1 ? tensor.stride(0) : 1;
-  return vector;
+Tensors3 without_last(Tensors4&& results) {
+  auto& [first, second, third, last] = results;
+  return {std::move(first), std::move(second), std::move(third)};
 }
 
 // ---- CPU and CUDA ----
 
-template <class Run>
-Tensors3 forward_with(const Tensor& input, const Tensor& weight, const Tensor& bias,
-                      const Tensor& running_mean, const Tensor& running_var, bool training,
-                      bool update, double momentum, double eps, Run&& run) {
-  check_forward(input, weight, bias, running_mean, running_var, training);
-  const auto format = output_format(input);
-  const auto options = input.options().dtype(stats_type(input));
-  Tensor output = at::empty(input.sizes(), input.options(), format);
-  if (input.numel() == 0) {
-    const int64_t channels = channels_of(input).expect_int();
-    return {output, at::zeros({channels}, options), at::zeros({channels}, options)};
-  }
-  Tensor mean = at::empty({input.size(1)}, options), rstd = at::empty({input.size(1)}, options);
-  const Tensor source = input.contiguous(format);
-  BatchNormParams p;
-  p.dtype = dtype_of(input);
-  p.extents = extents_of(input, format);
-  p.input = source.const_data_ptr();
-  p.output = output.mutable_data_ptr();
-  p.weight = channel_vector(weight, false);
-  p.bias = channel_vector(bias, false);
-  if (update || !training) {
-    p.running_mean = channel_vector(running_mean, update);
-    p.running_var = channel_vector(running_var, update);
-  }
-  p.training = training;
-  p.momentum = momentum;
-  p.eps = eps;
-  p.mean = mean.mutable_data_ptr();
-  p.rstd = rstd.mutable_data_ptr();
-  p.workspace = nullptr;
-  run(p);
-  return {output, mean, rstd};
+BatchNormCall call_of(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                      bool training, double eps) {
+  return {.input = input,
+          .weight = value_or_undefined(weight),
+          .bias = value_or_undefined(bias),
+          .running_mean = value_or_undefined(running_mean),
+          .running_var = value_or_undefined(running_var),
+          .training = training,
+          .update = false,
+          .momentum = 0,
+          .eps = eps};
 }
-
-template <class Run>
-Tensors3 backward_with(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                       const Tensor& mean, const Tensor& rstd, bool training, Mask3 output_mask,
-                       Run&& run) {
-  check_backward(grad_output, input, weight, mean, rstd);
-  const auto format = output_format(input);
-  Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) {
-    grad_input = at::empty(input.sizes(), input.options(), input.suggest_memory_format());
-  }
-  // Without a weight there is no type to follow; autograd casts to the bias's.
-  const auto options = weight.defined() ? weight.options() : mean.options();
-  const int64_t channels = channels_of(input).expect_int();
-  const bool empty = input.numel() == 0;
-  auto vector = [&] {
-    return empty ? at::zeros({channels}, options) : at::empty({channels}, options);
-  };
-  if (output_mask[1]) grad_weight = vector();
-  if (output_mask[2]) grad_bias = vector();
-  if (empty || !(output_mask[0] || output_mask[1] || output_mask[2])) {
-    return {grad_input, grad_weight, grad_bias};
-  }
-  const Tensor dy = grad_output.contiguous(format), x = input.contiguous(format);
-  const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
-  BatchNormBackwardParams p;
-  p.dtype = dtype_of(input);
-  p.extents = extents_of(input, format);
-  p.grad_output = dy.const_data_ptr();
-  p.input = x.const_data_ptr();
-  p.weight = channel_vector(weight, false);
-  p.mean = means.const_data_ptr();
-  p.rstd = rstds.const_data_ptr();
-  p.training = training;
-  p.grad_input = output_mask[0] ? grad_input.mutable_data_ptr() : nullptr;
-  p.grad_weight = channel_vector(grad_weight, true);
-  p.grad_bias = channel_vector(grad_bias, true);
-  p.workspace = nullptr;
-  run(p);
-  return {grad_input, grad_weight, grad_bias};
+BatchNormCall update_call_of(const Tensor& input, const OptionalTensor& weight,
+                             const OptionalTensor& bias, const Tensor& running_mean,
+                             const Tensor& running_var, double momentum, double eps) {
+  return {.input = input,
+          .weight = value_or_undefined(weight),
+          .bias = value_or_undefined(bias),
+          .running_mean = running_mean,
+          .running_var = running_var,
+          .training = true,
+          .update = true,
+          .momentum = momentum,
+          .eps = eps};
+}
+BatchNormBackwardCall backward_call_of(const Tensor& grad_output, const Tensor& input,
+                                       const OptionalTensor& weight, const Tensor& mean,
+                                       const Tensor& rstd, bool training, Mask3 mask) {
+  return {.grad_output = grad_output,
+          .input = input,
+          .weight = value_or_undefined(weight),
+          .mean = mean,
+          .rstd = rstd,
+          .training = training,
+          .output_mask = {mask[0], mask[1], mask[2], false}};
 }
 
 Tensors3 batch_norm_cpu_kernel(const Tensor& input, const OptionalTensor& weight,
                                const OptionalTensor& bias, const OptionalTensor& running_mean,
                                const OptionalTensor& running_var, bool training, double eps) {
-  return forward_with(input, value_or_undefined(weight), value_or_undefined(bias),
-                      value_or_undefined(running_mean), value_or_undefined(running_var), training,
-                      /*update=*/false, 0, eps, batch_norm_cpu);
+  return without_last(
+      forward_cpu(call_of(input, weight, bias, running_mean, running_var, training, eps)));
 }
 Tensors3 batch_norm_update_cpu_kernel(const Tensor& input, const OptionalTensor& weight,
                                       const OptionalTensor& bias, Tensor running_mean,
                                       Tensor running_var, double momentum, double eps) {
-  return forward_with(input, value_or_undefined(weight), value_or_undefined(bias), running_mean,
-                      running_var, /*training=*/true, /*update=*/true, momentum, eps,
-                      batch_norm_cpu);
+  return without_last(
+      forward_cpu(update_call_of(input, weight, bias, running_mean, running_var, momentum, eps)));
 }
 Tensors3 batch_norm_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
                                         const OptionalTensor& weight, const Tensor& mean,
                                         const Tensor& rstd, bool training, Mask3 output_mask) {
-  return backward_with(grad_output, input, value_or_undefined(weight), mean, rstd, training,
-                       output_mask, batch_norm_backward_cpu);
+  return without_last(backward_cpu(
+      backward_call_of(grad_output, input, weight, mean, rstd, training, output_mask)));
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
-
-Tensor workspace_for(const BatchNormConfig& config, int64_t channels, const Tensor& like) {
-  return at::empty({batch_norm_workspace_bytes(config, channels, dtype_of(like))},
-                   like.options().dtype(at::kByte));
-}
-
-Tensors3 forward_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias,
-                      const Tensor& running_mean, const Tensor& running_var, bool training,
-                      bool update, double momentum, double eps) {
-  const CudaCall call(input);
-  return forward_with(input, weight, bias, running_mean, running_var, training, update, momentum,
-                      eps, [&](BatchNormParams& p) {
-                        const BatchNormConfig config = choose_config(
-                            p.extents, p.dtype, address_of(p.input) | address_of(p.output),
-                            current_device_info(), training ? 1 : 0);
-                        Tensor workspace;
-                        if (training) {
-                          workspace = workspace_for(config, p.extents.channels, input);
-                          p.workspace = workspace.mutable_data_ptr();
-                        }
-                        launch_batch_norm_fwd(p, config, call.stream);
-                      });
-}
 Tensors3 batch_norm_cuda_kernel(const Tensor& input, const OptionalTensor& weight,
                                 const OptionalTensor& bias, const OptionalTensor& running_mean,
                                 const OptionalTensor& running_var, bool training, double eps) {
-  return forward_cuda(input, value_or_undefined(weight), value_or_undefined(bias),
-                      value_or_undefined(running_mean), value_or_undefined(running_var), training,
-                      /*update=*/false, 0, eps);
+  return without_last(
+      forward_cuda(call_of(input, weight, bias, running_mean, running_var, training, eps)));
 }
 Tensors3 batch_norm_update_cuda_kernel(const Tensor& input, const OptionalTensor& weight,
                                        const OptionalTensor& bias, Tensor running_mean,
                                        Tensor running_var, double momentum, double eps) {
-  return forward_cuda(input, value_or_undefined(weight), value_or_undefined(bias), running_mean,
-                      running_var, /*training=*/true, /*update=*/true, momentum, eps);
+  return without_last(
+      forward_cuda(update_call_of(input, weight, bias, running_mean, running_var, momentum, eps)));
 }
 Tensors3 batch_norm_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
                                          const OptionalTensor& weight, const Tensor& mean,
                                          const Tensor& rstd, bool training, Mask3 output_mask) {
-  const CudaCall call(input);
-  return backward_with(
-      grad_output, input, value_or_undefined(weight), mean, rstd, training, output_mask,
-      [&](BatchNormBackwardParams& p) {
-        const BatchNormConfig config = choose_config(
-            p.extents, p.dtype,
-            address_of(p.grad_output) | address_of(p.input) | address_of(p.grad_input),
-            current_device_info(), training && output_mask[0] ? 2 : 0);
-        const Tensor workspace = workspace_for(config, p.extents.channels, input);
-        p.workspace = workspace.mutable_data_ptr();
-        launch_batch_norm_bwd(p, config, call.stream);
-      });
+  return without_last(backward_cuda(
+      backward_call_of(grad_output, input, weight, mean, rstd, training, output_mask)));
 }
 #endif
 
 // ---- Meta ----
 
-Tensors3 forward_meta(const Tensor& input) {
-  const auto options = input.options().dtype(stats_type(input));
-  return {at::empty_symint(input.sym_sizes(), input.options(), output_format(input)),
-          at::empty_symint({channels_of(input)}, options),
-          at::empty_symint({channels_of(input)}, options)};
-}
 Tensors3 batch_norm_meta(const Tensor& input, const OptionalTensor& weight,
                          const OptionalTensor& bias, const OptionalTensor& running_mean,
                          const OptionalTensor& running_var, bool training, double) {
   check_forward(input, value_or_undefined(weight), value_or_undefined(bias),
                 value_or_undefined(running_mean), value_or_undefined(running_var), training);
-  return forward_meta(input);
+  return without_last(forward_meta(input));
 }
 Tensors3 batch_norm_update_meta(const Tensor& input, const OptionalTensor& weight,
                                 const OptionalTensor& bias, Tensor running_mean, Tensor running_var,
                                 double, double) {
   check_forward(input, value_or_undefined(weight), value_or_undefined(bias), running_mean,
                 running_var, /*training=*/true);
-  return forward_meta(input);
+  return without_last(forward_meta(input));
 }
 Tensors3 batch_norm_backward_meta(const Tensor& grad_output, const Tensor& input,
                                   const OptionalTensor& weight, const Tensor& mean,
-                                  const Tensor& rstd, bool, Mask3 output_mask) {
+                                  const Tensor& rstd, bool, Mask3 mask) {
   check_backward(grad_output, input, value_or_undefined(weight), mean, rstd);
-  const auto options = weight.has_value() ? weight->options() : mean.options();
-  auto vector = [&](bool wanted) {
-    return wanted ? at::empty_symint({channels_of(input)}, options) : Tensor();
-  };
-  return {output_mask[0]
-              ? at::empty_symint(input.sym_sizes(), input.options(), input.suggest_memory_format())
-              : Tensor(),
-          vector(output_mask[1]), vector(output_mask[2])};
+  return without_last(
+      backward_meta(input, value_or_undefined(weight), mean, {mask[0], mask[1], mask[2], false}));
 }
 
 // ---- derivatives ----
@@ -518,12 +331,6 @@ Tensors3 backward_tangents(const Tensor& grad_output, const Tensor& input, const
 }
 
 // ---- Autograd ----
-
-void check_constant(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(!at::GradMode::is_enabled() || !tensor.defined() || !tensor.requires_grad(),
-              "The function 'batch_norm' is not differentiable with respect to argument '", name,
-              "'. This input cannot have requires_grad True.");
-}
 
 template <class Forward>
 Tensors3 forward_autograd(const Tensor& input, const Tensor& weight, const Tensor& bias,

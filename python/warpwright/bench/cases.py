@@ -96,6 +96,38 @@ def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case
     )
 
 
+def _batch_norm_relu(shape: tuple[int, ...], dtype: torch.dtype, layout: str, add: bool) -> Case:
+    """Batch norm with the relu, and the addition, behind it; native calls one after the other."""
+    plain = _batch_norm(shape, dtype, layout)
+    e = torch.Size(shape).numel() * dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        residual = {"residual": _randn(shape, dtype, device, layout)} if add else {}
+        return {**plain.make(device), **residual}
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        arguments = (None, None, i["weight"], i["bias"], True)
+        if add:
+            return F.batch_norm_add_relu(i["x"], i["residual"], *arguments)
+        return F.batch_norm_relu(i["x"], *arguments)
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        y = plain.call(F, i)
+        return torch.relu(y + i["residual"] if add else y)
+
+    mask = e / 16 if add else 0  # a byte for 16 bytes of x
+    return Case(
+        "batch_norm_add_relu" if add else "batch_norm_relu",
+        plain.case,
+        dtype,
+        layout,
+        make,
+        call,
+        {"fwd": (3 if add else 2) * e + mask, "bwd": (4 if add else 3) * e + mask},
+        native=native,
+    )
+
+
 def _max_pool2d(
     shape: tuple[int, ...], k: int, s: int, p: int, dtype: torch.dtype, layout: str
 ) -> Case:
@@ -224,6 +256,12 @@ def _all_cases() -> list[Case]:
         (1024, 32, 28, 28),
     ):
         cases += [_batch_norm(shape, BF16, NHWC), _batch_norm(shape, FP32, NCHW)]
+    for shape in ((256, 64, 112, 112), (256, 512, 28, 28), (256, 2048, 7, 7), (1024, 32, 28, 28)):
+        for add in (False, True):
+            cases += [
+                _batch_norm_relu(shape, BF16, NHWC, add),
+                _batch_norm_relu(shape, FP32, NCHW, add),
+            ]
     for shape, k, s, p in (
         ((256, 64, 112, 112), 3, 2, 1),
         ((1024, 32, 28, 28), 2, 2, 0),
@@ -275,6 +313,8 @@ QUICK_CASES = [
     _relu(1 << 22, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
+    _batch_norm_relu((64, 32, 28, 28), FP32, NHWC, False),
+    _batch_norm_relu((64, 32, 28, 28), FP32, NCHW, True),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),
     _cross_entropy(1024, 1000, FP32),

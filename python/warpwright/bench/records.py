@@ -32,6 +32,8 @@ KEY = ("op", "case", "dtype", "layout", "pass")
 # Ops whose folder in csrc/ops/ has another name; steps run on all of them.
 FOLDERS = {
     "batch_norm": "batchnorm",
+    "batch_norm_relu": "batchnorm",
+    "batch_norm_add_relu": "batchnorm",
     "max_pool2d": "maxpool2d",
     "scaled_dot_product_attention": "attention",
     "sgd": "optim",

@@ -1,0 +1,160 @@
+// Where the values of one channel lie when the channels are outside the spatial dimensions, in
+// 16-byte pieces whatever the size of a plane: a ragged plane starts and ends inside vectors that
+// it shares with its neighbours; they are read whole and counted and stored in part.
+#pragma once
+
+#include "device/access.cuh"
+#include "ops/batchnorm/batchnorm_device.cuh"
+
+namespace warpwright {
+
+// A vector at `offset`, of which some elements are the channel's; byte `mask` of a relu's mask is
+// theirs.
+template <int V, bool kRagged>
+struct Piece : WholeVector {
+  int64_t offset, mask;
+
+  __device__ __forceinline__ bool empty() const { return false; }
+  __device__ __forceinline__ int count() const { return V; }
+  __device__ __forceinline__ uint32_t only(uint32_t bits) const { return bits; }
+};
+template <int V>
+struct Piece<V, true> {
+  int64_t offset, mask;
+  uint32_t elements;  // bit j: element j is the channel's
+
+  __device__ __forceinline__ bool empty() const { return elements == 0; }
+  __device__ __forceinline__ bool whole() const { return elements == (1u << V) - 1; }
+  __device__ __forceinline__ int count() const { return __popc(elements); }
+  __device__ __forceinline__ uint32_t only(uint32_t bits) const { return bits & elements; }
+  __device__ __forceinline__ bool has(int j) const { return (elements >> j & 1) != 0; }
+};
+
+// The vectors of a channel, counted over all planes (n, channel, :) in order, `vectors_per_plane`
+// each; in ragged planes the last one may be empty.
+struct PlanesShape {
+  int64_t channels, spatial, elements;  // elements: of the whole tensor
+  int64_t vectors;                      // a channel
+  int64_t vectors_per_plane;
+  int64_t splits, vectors_per_split;
+  FastDivmod plane_of;  // used while `vectors` is below 2^31
+  bool small;
+
+  PlanesShape(const BatchNormExtents& e, const BatchNormConfig& config)
+      : channels(e.channels),
+        spatial(e.spatial),
+        elements(e.count() * e.channels),
+        vectors_per_plane(batch_norm_plane_vectors(e.spatial, config.vec)),
+        splits(config.splits) {
+    vectors = e.batch * vectors_per_plane;
+    vectors_per_split = ceil_div(vectors, splits);
+    small = vectors < (int64_t{1} << 31);
+    if (small) plane_of = FastDivmod(vectors_per_plane);
+  }
+
+  __device__ __forceinline__ int64_t begin(int64_t split) const {
+    return min(split * vectors_per_split, vectors);
+  }
+  __device__ __forceinline__ int64_t end(int64_t split) const { return begin(split + 1); }
+
+  __device__ __forceinline__ int64_t plane(int64_t vector) const {
+    return small ? plane_of.quotient(static_cast<int>(vector)) : vector / vectors_per_plane;
+  }
+
+  template <int V, bool kRagged>
+  __device__ __forceinline__ Piece<V, kRagged> piece(int64_t vector, int64_t channel) const {
+    const int64_t n = plane(vector);
+    const int64_t slot = vector - n * vectors_per_plane;
+    const int64_t base = (n * channels + channel) * spatial;
+    const int64_t mask = (n * channels + channel) * vectors_per_plane + slot;
+    if constexpr (kRagged) {
+      const int lead = static_cast<int>(base % V);
+      const int64_t end = spatial + lead - slot * V;  // of the plane, from the vector's start
+      const uint32_t before_end = (1u << max(int64_t{0}, min(end, int64_t{V}))) - 1;
+      const uint32_t before_start = slot == 0 ? (1u << lead) - 1 : 0;
+      return {base - lead + slot * V, mask, before_end & ~before_start};
+    } else {
+      return {{}, base + slot * V, mask};
+    }
+  }
+
+  // Values of the channel in its vectors [0, vector).
+  template <int V, bool kRagged>
+  __device__ __forceinline__ int64_t values_before(int64_t vector, int64_t channel) const {
+    const int64_t n = plane(vector);
+    const int64_t in_plane = (vector - n * vectors_per_plane) * V;
+    if constexpr (kRagged) {
+      const int64_t lead = (n * channels + channel) * spatial % V;
+      return n * spatial + max(int64_t{0}, min(in_plane - lead, spatial));
+    } else {
+      return n * spatial + in_plane;
+    }
+  }
+};
+
+// The last vector of a tensor may end behind it; no byte there is read.
+template <int V, bool kRagged, class T>
+__device__ __forceinline__ Vec<T, V> load_piece(const T* data, const Piece<V, kRagged>& piece,
+                                                int64_t elements) {
+  if constexpr (kRagged) {
+    if (piece.offset + V > elements) {
+      Vec<T, V> value;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        value[j] = piece.has(j) ? data[piece.offset + j] : convert<T>(0.0f);
+      }
+      return value;
+    }
+  }
+  return load_vec<V>(data + piece.offset);
+}
+
+template <Gate kGate, int V, bool kRagged, class T, int kInputs>
+__device__ __forceinline__ void load_pieces(VectorsOf<T, V, kInputs>& to,
+                                            const BatchNormInputs<T, kInputs>& in,
+                                            const Piece<V, kRagged>& piece, int64_t elements) {
+#pragma unroll
+  for (int i = 0; i < kInputs; ++i) to.in[i] = load_piece(in.data[i], piece, elements);
+  if constexpr (kGate == Gate::kMask) to.bits = in.mask[piece.mask];
+}
+
+template <int V, bool kRagged, class T>
+__device__ __forceinline__ void store_piece(T* data, const Piece<V, kRagged>& piece,
+                                            const Vec<T, V>& value) {
+  if constexpr (kRagged) {
+    if (piece.whole()) {
+      store_vec_global(data + piece.offset, value);
+    } else {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (piece.has(j)) data[piece.offset + j] = value[j];
+      }
+    }
+  } else {
+    store_vec(data + piece.offset, value);
+  }
+}
+
+// Applies and stores one vector's results; an empty one has a byte of the mask all the same.
+template <class Apply, int V, bool kRagged, class T, class A>
+__device__ __forceinline__ void apply_piece(const BatchNormOutputs<T>& out,
+                                            const VectorsOf<T, V, Apply::kInputs>& values,
+                                            const Piece<V, kRagged>& piece,
+                                            const Coefficients<A>& c) {
+  if (piece.empty()) {
+    if constexpr (Apply::kWritesMask) out.mask[piece.mask] = 0;
+    return;
+  }
+  ResultsOf<T, V> result;
+#pragma unroll
+  for (int j = 0; j < V; ++j) Apply::apply(c, values, j, result);
+  if constexpr (Apply::kWritesMask)
+    out.mask[piece.mask] = static_cast<uint8_t>(piece.only(result.bits));
+  if constexpr (Apply::kWritesGated) {
+    if (out.gated != nullptr) store_piece(out.gated, piece, result.gated);
+    if (out.data == nullptr) return;
+  }
+  store_piece(out.data, piece, result.data);
+}
+
+}  // namespace warpwright

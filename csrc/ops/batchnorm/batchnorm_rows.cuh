@@ -1,0 +1,240 @@
+// Channels innermost: a block owns a tile of lanes * V neighbouring channels and a run of rows.
+// One block of 512 threads an SM: few partial results to merge, 64 KB in flight.
+#pragma once
+
+#include "ops/batchnorm/batchnorm_device.cuh"
+
+namespace warpwright {
+
+constexpr int kMaxTileChannels = 256;  // 32 lanes * 8 channels
+
+struct RowsShape {
+  int64_t rows, channels;
+  int lanes;              // power of two
+  int64_t tiles, splits;  // grid: block = split * tiles + tile
+  int64_t rows_per_split;
+
+  RowsShape(const BatchNormExtents& e, const BatchNormConfig& config)
+      : rows(e.count()),
+        channels(e.channels),
+        lanes(config.lanes),
+        tiles(config.tiles),
+        splits(config.splits),
+        rows_per_split(ceil_div(rows, config.splits)) {}
+
+  __device__ __forceinline__ int64_t begin(int64_t split) const {
+    return min(split * rows_per_split, rows);
+  }
+  __device__ __forceinline__ int64_t end(int64_t split) const { return begin(split + 1); }
+};
+
+// One vector of each input; a byte of the mask belongs to V neighbours.
+template <Gate kGate, class T, int V, int kInputs>
+__device__ __forceinline__ void load_row(VectorsOf<T, V, kInputs>& to,
+                                         const BatchNormInputs<T, kInputs>& in, int64_t offset) {
+#pragma unroll
+  for (int i = 0; i < kInputs; ++i) to.in[i] = load_vec<V>(in.data[i] + offset);
+  if constexpr (kGate == Gate::kMask) to.bits = in.mask[offset / V];
+}
+
+// First pass.
+// Layout: inputs (rows, channels); partials (splits, channels).
+// Grid: block b owns channels of tile b % tiles and rows of split b / tiles; thread t owns V
+// channels of lane t % lanes and every (kRowsThreads / lanes)-th row.
+template <class T, int V, class Sums>
+__global__ void __launch_bounds__(kRowsThreads)
+    batch_norm_reduce_rows_kernel(BatchNormInputs<T, Sums::kInputs> in, typename Sums::Setup setup,
+                                  RowsShape shape, Partial<Accum<T>>* partials) {
+  using A = Accum<T>;
+  using B = typename Sums::Merge::template Type<A>;
+  constexpr bool kSign = Sums::kGate == Gate::kSign;
+  // As below: the registers of 8 channels' coefficients.
+  constexpr int kUnroll = (V == 8 && kSign ? 6 : kRowsUnroll) / Sums::kInputs;
+  __shared__ B shared[(2 * V + 1) * kRowsThreads / 2];
+
+  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
+  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
+  const int groups = kRowsThreads / shape.lanes;
+  const int64_t channel = (tile * shape.lanes + lane) * V;
+  const bool active = channel < shape.channels;
+  const int64_t first = shape.begin(split) + group, end = shape.end(split);
+
+  Sums sums;
+  if constexpr (kSign) {
+    // Five values to load and convert a channel: once a block, not once a thread.
+    __shared__ GateCoefficients<A> coefficients[kMaxTileChannels];
+    const int64_t mine = tile * shape.lanes * V + threadIdx.x;
+    if (threadIdx.x < shape.lanes * V && mine < shape.channels) {
+      coefficients[threadIdx.x] = setup(mine);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (active) sums.prepare(j, coefficients[lane * V + j]);
+    }
+  } else if (active) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) sums.prepare(j, setup, channel + j);
+  }
+  A count = 0;
+  if (active && first < end) {
+    count = static_cast<A>((end - 1 - first) / groups + 1);
+    if constexpr (Sums::kInputs == 1) {
+      VectorsOf<T, V, 1> values;
+      load_row<Gate::kOpen>(values, in, first * shape.channels + channel);
+      sums.start(values, WholeVector{});
+    }
+    const int64_t pitch = groups * shape.channels;
+    int64_t offset = first * shape.channels + channel;
+#pragma unroll 1
+    for (int64_t left = (end - 1 - first) / groups + 1; left > 0; left -= kUnroll) {
+      VectorsOf<T, V, Sums::kInputs> values[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (u < left) load_row<Sums::kGate>(values[u], in, offset);
+        offset += pitch;
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (u < left) sums.add(values[u], WholeVector{});
+      }
+    }
+  }
+
+  Partial<B> partial[V];
+  sums.finish(count, partial);
+  B merged_count = count;
+  block_merge<typename Sums::Merge, V>(partial, merged_count, shape.lanes, groups, shared);
+  if (group == 0 && active) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      partials[split * shape.channels + channel + j] = convert_partial<A>(partial[j]);
+    }
+  }
+}
+
+// All partials of the tile's channels merged; thread t < lanes * V gets channel t of the tile.
+template <class Merge, int V, class A, class B>
+__device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
+                                                     const RowsShape& shape, int64_t tile,
+                                                     B* shared) {
+  const int tile_channels = shape.lanes * V;
+  const int groups = kRowsThreads / tile_channels;
+  const int group = threadIdx.x / tile_channels;
+  const int64_t channel = tile * tile_channels + threadIdx.x % tile_channels;
+  Partial<B> result[1] = {{0, 0}};
+  B count = 0;
+  if (channel < shape.channels) {
+#pragma unroll 4
+    for (int64_t split = group; split < shape.splits; split += groups) {
+      const B split_count = static_cast<B>(shape.end(split) - shape.begin(split));
+      const Partial<A> partial = partials[split * shape.channels + channel];
+      Merge::merge(result[0], count, convert_partial<B>(partial), split_count);
+      count += split_count;
+    }
+  }
+  block_merge<Merge, 1>(result, count, tile_channels, groups, shared);
+  return convert_partial<A>(result[0]);
+}
+
+// Second pass: `coefficients_of(channel, partial, leader)`, then every row from the last to the
+// first, because L2 still holds the end.
+// Layout: inputs and output (rows, channels); partials (splits, channels), null in evaluation.
+// Grid: as the first pass; no output needs the blocks of split 0 only.
+template <class T, int V, class Merge, class Apply, class CoefficientsOf>
+__global__ void __launch_bounds__(kRowsThreads)
+    batch_norm_apply_rows_kernel(BatchNormInputs<T, Apply::kInputs> in, BatchNormOutputs<T> out,
+                                 RowsShape shape, const Partial<Accum<T>>* partials,
+                                 CoefficientsOf coefficients_of) {
+  using A = Accum<T>;
+  // With 8 channels a thread the coefficients take 24 registers: fewer vectors, or they spill.
+  constexpr int kUnroll = (V == 8 ? 6 : kRowsUnroll) / Apply::kInputs;
+  __shared__ typename Merge::template Type<A> shared[3 * kRowsThreads / 2];
+  constexpr bool kSign = Apply::kGate == Gate::kSign;
+  __shared__ A coefficients[kSign ? 5 : 3][kMaxTileChannels];
+
+  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
+  const int tile_channels = shape.lanes * V;
+  Partial<A> partial{0, 0};
+  if (partials != nullptr) partial = merge_partials<Merge, V>(partials, shape, tile, shared);
+  if (threadIdx.x < tile_channels && tile * tile_channels + threadIdx.x < shape.channels) {
+    const Coefficients<A> c =
+        coefficients_of(tile * tile_channels + threadIdx.x, partial, split == 0);
+    coefficients[0][threadIdx.x] = c.scale;
+    coefficients[1][threadIdx.x] = c.offset;
+    coefficients[2][threadIdx.x] = c.shift_or_slope;
+    if constexpr (kSign) {
+      coefficients[3][threadIdx.x] = c.mean;
+      coefficients[4][threadIdx.x] = c.bias;
+    }
+  }
+  __syncthreads();
+
+  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
+  const int groups = kRowsThreads / shape.lanes;
+  const int64_t channel = (tile * shape.lanes + lane) * V;
+  if (out.none() || channel >= shape.channels) return;
+  Coefficients<A> c[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    c[j] = {coefficients[0][lane * V + j], coefficients[1][lane * V + j],
+            coefficients[2][lane * V + j], 0, 0};
+    if constexpr (kSign) {
+      c[j].mean = coefficients[3][lane * V + j];
+      c[j].bias = coefficients[4][lane * V + j];
+    }
+  }
+  const int64_t begin = shape.begin(split), end = shape.end(split);
+  const int64_t pitch = groups * shape.channels;
+  const int step = groups * kUnroll;
+#pragma unroll 1
+  for (int64_t base = begin + (ceil_div<int64_t>(end - begin, step) - 1) * step; base >= begin;
+       base -= step) {
+    const int64_t left = ceil_div<int64_t>(end - base - group, groups);
+    const int64_t first = (base + group) * shape.channels + channel;
+    VectorsOf<T, V, Apply::kInputs> values[kUnroll];
+    int64_t offset = first;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (u < left) load_row<Apply::kGate>(values[u], in, offset);
+      offset += pitch;
+    }
+    offset = first;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (u < left) {
+        ResultsOf<T, V> result;
+#pragma unroll
+        for (int j = 0; j < V; ++j) Apply::apply(c[j], values[u], j, result);
+        if constexpr (Apply::kWritesMask) out.mask[offset / V] = static_cast<uint8_t>(result.bits);
+        if constexpr (Apply::kWritesGated) {
+          if (out.gated != nullptr) store_vec(out.gated + offset, result.gated);
+        }
+        if (!Apply::kWritesGated || out.data != nullptr) store_vec(out.data + offset, result.data);
+      }
+      offset += pitch;
+    }
+  }
+}
+
+struct RowsLayout {
+  using Shape = RowsShape;
+  static constexpr int kThreads = kRowsThreads;
+  static constexpr int channels_of(int vec) { return vec; }  // a vector of so many elements
+
+  template <class T, int V, class Sums>
+  static auto reduce(bool) {
+    return batch_norm_reduce_rows_kernel<T, V, Sums>;
+  }
+  template <class T, int V, class Merge, class Apply, class CoefficientsOf>
+  static auto apply(bool) {
+    return batch_norm_apply_rows_kernel<T, V, Merge, Apply, CoefficientsOf>;
+  }
+};
+
+template <bool kRelu, class Params>
+void launch_rows(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
+  launch_two_passes<RowsLayout, kRelu>(p, config, stream);
+}
+
+}  // namespace warpwright

@@ -1,0 +1,543 @@
+"""batch_norm_relu and batch_norm_add_relu against the chain of native ops that they replace."""
+
+import pytest
+import torch
+import torch.nn.functional as native
+from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
+from test_batch_norm import LARGE, SHAPES, SHORT, compare, parameters
+from torch import nn
+
+import warpwright.functional as F
+import warpwright.nn as ours
+from warpwright.testing import assert_as_good_as_native, assert_same
+
+# Planes shorter than a 16-byte vector, and one element more than a vector, beside the shared ones.
+SMALL = [(5, 6, 1, 3), (3, 16, 2, 1), (4, 3, 3, 3), (2, 8, 5, 1)]
+BOTH = pytest.mark.parametrize("add", [False, True], ids=["relu", "add_relu"])
+TRAINING = pytest.mark.parametrize("training", [True, False])
+
+
+def chain(x, residual, *args, **kwargs):
+    y = native.batch_norm(x, *args, **kwargs)
+    return torch.relu(y if residual is None else y + residual)
+
+
+def fused(x, residual, *args, **kwargs):
+    if residual is None:
+        return F.batch_norm_relu(x, *args, **kwargs)
+    return F.batch_norm_add_relu(x, residual, *args, **kwargs)
+
+
+def on_copies(function, training, **kwargs):
+    """Leaves the running statistics that it is given as they are."""
+
+    def call(x, residual, weight, bias, mean, var):
+        stats = (None, None) if mean is None else (mean.clone(), var.clone())
+        if function is chain and weight is None and bias is not None:
+            weight = torch.ones_like(bias)  # native's CUDA backward fails on a lone bias
+        return function(x, residual, *stats, weight, bias, training, **kwargs)
+
+    return call
+
+
+def residual_like(x, add):
+    return torch.randn_like(x).detach().requires_grad_() if add else None
+
+
+@BOTH
+@TRAINING
+@pytest.mark.parametrize("shape", SHAPES + SMALL + LARGE, ids=str)
+def test_error_rule(device, dtype, shape, training, add):
+    mean, var, weight, bias = parameters(shape[1], device, dtype)
+    base = torch.randn(shape, device=device) * 2 + 1
+    for name, x in layouts(base.to(dtype)):
+        if shape in LARGE and name not in ("contiguous", "channels_last"):
+            continue
+        args = (
+            x.detach().requires_grad_(),
+            residual_like(x, add),
+            weight.clone().requires_grad_(),
+            bias.clone().requires_grad_(),
+            mean,
+            var,
+        )
+        compare(on_copies(fused, training), on_copies(chain, training), args)
+
+
+@TRAINING
+def test_residual_layouts(device, dtype, training):
+    """The residual and the gradient in layouts that are not the input's."""
+    mean, var, weight, bias = parameters(6, device, dtype)
+    x = torch.randn(4, 6, 5, 7, device=device).to(dtype)
+    for fmt in (torch.contiguous_format, torch.channels_last):
+        for name, residual in layouts(torch.randn_like(x)):
+            args = (
+                x.contiguous(memory_format=fmt).requires_grad_(),
+                residual.detach().requires_grad_(),
+                weight.clone().requires_grad_(),
+                bias,
+                mean,
+                var,
+            )
+            leaves = args[:3]
+            output = on_copies(fused, training)(*args)
+            expected = on_copies(chain, training)(*args)
+            for _, cotangent in layouts(torch.randn_like(output)):
+                grads = torch.autograd.grad(output, leaves, cotangent, retain_graph=True)
+                reference = torch.autograd.grad(expected, leaves, cotangent, retain_graph=True)
+                if dtype in SHORT:
+                    # The chain rounds twice: where its sum is 0 it may lose an element's gradient.
+                    same = (output > 0) == (expected > 0)
+                    assert same.float().mean() > 0.97
+                    assert torch.equal(grads[1][same], reference[1][same]), name
+                else:
+                    torch.testing.assert_close(grads, reference)
+
+
+@BOTH
+@pytest.mark.parametrize("momentum", [0.1, 1.0])
+def test_running_statistics(device, dtype, momentum, add):
+    for shape in ((16, 64), (2, 3, 9, 11), (6, 8, 7, 7)):
+        mean, var, weight, bias = parameters(shape[1], device, dtype)
+        for _, x in layouts((torch.randn(shape, device=device) * 3 - 2).to(dtype)):
+            one, two = (mean.clone(), var.clone()), (mean.clone(), var.clone())
+            version = one[0]._version
+            fused(x, residual_like(x, add), *one, weight, bias, True, momentum)
+            F.batch_norm(x, *two, weight, bias, True, momentum)
+            assert one[0]._version > version
+            assert_same(one, two)
+
+
+@BOTH
+@pytest.mark.parametrize("present", [(0, 0), (1, 0), (0, 1)], ids=str)
+@TRAINING
+def test_optional_arguments(device, dtype, training, present, add):
+    mean, var, weight, bias = parameters(6, device, dtype)
+    weight = weight.requires_grad_() if present[0] else None
+    bias = bias.requires_grad_() if present[1] else None
+    for fmt in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(4, 6, 5, 5, device=device).to(dtype)
+        # Nothing at the kink, where the rounding of either side decides.
+        x = torch.where(x == mean[:, None, None], x + 1, x).contiguous(memory_format=fmt)
+        for stats in ((mean, var), (None, None)) if training else ((mean, var),):
+            compare(
+                on_copies(fused, training),
+                on_copies(chain, training),
+                (x.requires_grad_(), residual_like(x, add), weight, bias, *stats),
+            )
+
+
+@BOTH
+@TRAINING
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_mixed_dtype(device, dtype, training, add):
+    for shape in ((4, 8, 6, 6), (3, 5, 7, 7)):
+        mean, var, weight, bias = parameters(shape[1], device, torch.float32)
+        for fmt in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=fmt)
+            compare(
+                on_copies(fused, training),
+                on_copies(chain, training),
+                (
+                    x.requires_grad_(),
+                    residual_like(x, add),
+                    weight.requires_grad_(),
+                    bias.requires_grad_(),
+                    mean,
+                    var,
+                ),
+            )
+
+
+@BOTH
+@TRAINING
+def test_gate(device, dtype, training, add):
+    """Exactly where the stored output is positive or NaN, and bit for bit batch norm's gradients."""
+    for shape in ((8, 24), (3, 8, 7, 7), (3, 6, 9, 9), (4, 16, 8, 8), (20, 3, 61, 61)):
+        mean, var, weight, bias = parameters(shape[1], device, dtype)
+        weight[::3] = 0  # the output is the bias, of either sign or 0
+        bias[:3] = torch.tensor([0.0, 1.0, -1.0], device=device)[: shape[1]].to(dtype)
+        base = torch.randn(shape, device=device).to(dtype)
+        for fmt in (torch.contiguous_format, torch.channels_last)[: 2 if len(shape) == 4 else 1]:
+            x = base.contiguous(memory_format=fmt).requires_grad_()
+            residual = residual_like(x, add)
+            leaves = [t.requires_grad_() for t in (x, weight, bias)]
+            if add:
+                residual = torch.where(residual.abs() < 0.5, 0, residual).detach().requires_grad_()
+                leaves.append(residual)
+            args = (x, residual, weight, bias, mean, var)
+            output = on_copies(fused, training)(*args)
+            assert (output >= 0).all()
+            cotangent = torch.randn_like(output)
+            grads = torch.autograd.grad(output, leaves, cotangent)
+            gated = torch.where(output > 0, cotangent, 0)
+            plain = F.batch_norm(x, mean.clone(), var.clone(), weight, bias, training)
+            expected = torch.autograd.grad(plain, leaves[:3], gated)
+            torch.testing.assert_close(grads[:3], expected)
+            if add:
+                assert torch.equal(grads[3], gated)
+            assert not grads[1].isnan().any()
+
+
+@BOTH
+def test_non_finite(device, add):
+    x = torch.randn(4, 3, 7, 7, device=device)
+    x[1, 0, 2, 2] = float("nan")
+    x[2, 1, 0, 0] = float("inf")
+    x[3, 2, 1, 1] = -float("inf")
+    mean, var, weight, bias = parameters(3, device, torch.float32)
+    residual = torch.randn_like(x) if add else None
+    if add:
+        residual[0, :, 0, 0] = float("nan")
+    for fmt in (torch.contiguous_format, torch.channels_last):
+        for training in (True, False):
+            y = x.contiguous(memory_format=fmt).requires_grad_()
+            results = []
+            for f in (fused, chain):
+                args = (y, residual, weight.requires_grad_(), bias, mean, var)
+                output = on_copies(f, training)(*args)
+                grads = torch.autograd.grad(output, (y, weight), torch.ones_like(output))
+                results.append([t.isnan() for t in (output, *grads)])
+                results[-1] += [t.isinf() for t in (output, *grads)]
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@BOTH
+@TRAINING
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (0, 3), (4, 3, 0, 5), (4, 0, 3, 3)], ids=str)
+def test_empty(device, shape, training, add):
+    mean, var, weight, bias = parameters(shape[1], device, torch.float32)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    args = (x, residual_like(x, add), mean, var, weight.requires_grad_(), bias.requires_grad_())
+    output = fused(*args, training)
+    grads = torch.autograd.grad(output.sum(), (x, weight, bias))
+    assert output.shape == shape
+    assert grads[0].shape == shape
+    assert torch.equal(grads[1], torch.zeros_like(weight))
+    assert torch.equal(grads[2], torch.zeros_like(bias))
+
+
+@TRAINING
+@pytest.mark.parametrize("needs", subsets(4), ids=str)
+def test_gradients(device, training, needs):
+    for shape, fmt in (((3, 2, 2, 2), torch.channels_last), ((2, 2, 3), torch.contiguous_format)):
+        mean, var, weight, bias = parameters(2, device, torch.float64)
+        x = torch.randn(shape, device=device, dtype=torch.float64).contiguous(memory_format=fmt)
+        residual = torch.randn_like(x)
+        tensors = (x, weight, bias, residual)
+        inputs = [t.requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+
+        def function(x, weight, bias, residual, mean=mean, var=var):
+            stats = (mean.clone(), var.clone())
+            return F.batch_norm_add_relu(x, residual, *stats, weight, bias, training, eps=0.1)
+
+        gradcheck(function, inputs)
+        if any(needs[:3]):
+            gradcheck(lambda x, w, b, f=function: f(x, w, b, torch.zeros_like(x)), inputs[:3])
+
+
+@TRAINING
+@pytest.mark.parametrize("needs", subsets(3), ids=str)
+def test_gradients_without_residual(device, training, needs):
+    for shape, fmt in (((3, 2, 2, 2), torch.channels_last), ((2, 2, 3), torch.contiguous_format)):
+        mean, var, weight, bias = parameters(2, device, torch.float64)
+        x = torch.randn(shape, device=device, dtype=torch.float64).contiguous(memory_format=fmt)
+        inputs = [t.requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)]
+
+        def function(x, weight, bias, mean=mean, var=var):
+            return F.batch_norm_relu(x, mean.clone(), var.clone(), weight, bias, training, eps=0.1)
+
+        gradcheck(function, inputs)
+
+
+@BOTH
+@TRAINING
+def test_double_backward_matches_native(device, training, add):
+    mean, var, weight, bias = parameters(4, device, torch.float64)
+    x = torch.randn(5, 4, 3, 3, device=device, dtype=torch.float64)
+    residual = torch.randn_like(x)
+
+    def second(f):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias, residual)[: 3 + add]]
+        output = on_copies(f, training)(
+            leaves[0], leaves[3] if add else None, leaves[1], leaves[2], mean, var
+        )
+        grads = torch.autograd.grad(output.pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.pow(2).sum() for g in grads), leaves)
+
+    torch.testing.assert_close(second(fused), second(chain))
+
+
+@BOTH
+def test_func_transforms(device, add):
+    x = torch.randn(3, 4, 2, 3, device=device, dtype=torch.float64)
+    _, _, weight, bias = parameters(4, device, torch.float64)
+
+    def bind(f):
+        return lambda t: f(t, t.cos() if add else None, None, None, weight, bias, True)
+
+    for transform in (
+        lambda f: torch.func.grad(lambda t: f(t).sin().sum()),
+        lambda f: torch.func.jacrev(f),
+        lambda f: torch.func.jacfwd(f),
+        lambda f: lambda t: torch.func.vmap(f)(torch.stack([t, t * 2])),
+        lambda f: (
+            lambda t: torch.func.vmap(torch.func.grad(lambda s: f(s).sin().sum()))(
+                torch.stack([t, t * 2])
+            )
+        ),
+        lambda f: torch.func.hessian(lambda t: f(t).pow(3).sum()),
+    ):
+        torch.testing.assert_close(transform(bind(fused))(x), transform(bind(chain))(x))
+
+    # With running statistics: updated once, also under grad and jvp.
+    for transform in (
+        lambda f: torch.func.grad(lambda t: f(t).sin().sum())(x),
+        lambda f: torch.func.jvp(f, (x,), (x * x,))[1],
+    ):
+        results = []
+        for f in (fused, chain):
+            stats = torch.zeros(4, device=device).double(), torch.ones(4, device=device).double()
+
+            def call(t, f=f, stats=stats):
+                return f(t, t.cos() if add else None, *stats, weight, bias, True)
+
+            results.append((transform(call), *stats))
+        torch.testing.assert_close(results[0], results[1])
+
+
+def test_forward_ad_of_parameters(device):
+    x = torch.randn(3, 4, 5, device=device, dtype=torch.float64)
+    residual = torch.randn_like(x)
+    mean, var, weight, bias = parameters(4, device, torch.float64)
+    for training in (True, False):
+        results = [
+            torch.func.jvp(
+                lambda r, w, b, f=f, tr=training: on_copies(f, tr)(x, r, w, b, mean, var),
+                (residual, weight, bias),
+                (x, bias, weight),
+            )
+            for f in (fused, chain)
+        ]
+        torch.testing.assert_close(results[0], results[1])
+
+
+def test_opcheck(device):
+    ops = torch.ops.warpwright
+    mean, var, weight, bias = parameters(4, device, torch.float32)
+    weight.requires_grad_()
+    bias.requires_grad_()
+    for name, x in layouts(torch.randn(3, 4, 5, 2, device=device)):
+        if name.startswith("offset"):
+            continue
+        x = x.detach().requires_grad_()
+        for residual in (None, torch.randn_like(x).requires_grad_()):
+            opcheck(
+                ops.batch_norm_relu.default, (x, residual, weight, bias, mean, var, False, 1e-5)
+            )
+            opcheck(
+                ops.batch_norm_relu.default, (x, residual, weight, None, None, None, True, 1e-5)
+            )
+            stats = mean.clone(), var.clone()
+            opcheck(
+                ops.batch_norm_relu_update.default, (x, residual, weight, bias, *stats, 0.1, 1e-5)
+            )
+            _, save_mean, rstd, mask = ops.batch_norm_relu(
+                x, residual, weight, bias, None, None, True, 1e-5
+            )
+            assert (mask.numel() == 0) == (residual is None)
+            grad = torch.randn_like(x).requires_grad_()
+            for training, wanted in (
+                (True, [True] * 4),
+                (False, [True, False, True, False]),
+                (True, [False, False, False, True]),
+            ):
+                saved = save_mean.detach(), rstd.detach(), mask
+                opcheck(
+                    ops.batch_norm_relu_backward.default,
+                    (grad, x, weight, bias, *saved, training, wanted),
+                )
+
+
+@BOTH
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_compile(device, dynamic, fmt, add):
+    mean, var, weight, bias = parameters(4, device, torch.float32)
+    weight.requires_grad_()
+    bias.requires_grad_()
+
+    def step(x, mean, var):
+        residual = x.cos() if add else None
+        y = fused(x * 2, residual, mean, var, weight, bias, training=True)
+        return fused(y, residual, mean, var, weight, bias)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n, h in ((2, 12), (3, 17), (4, 7)):
+        x = torch.randn(n, 4, h, 10, device=device).contiguous(memory_format=fmt).requires_grad_()
+        results = []
+        for f in (step, compiled):
+            stats = mean.clone(), var.clone()
+            output = f(x, *stats)
+            results.append(
+                (output, *stats, *torch.autograd.grad(output.square().sum(), (x, weight, bias)))
+            )
+        assert results[0][0].stride() == results[1][0].stride()
+        torch.testing.assert_close(results[1], results[0])
+
+
+@BOTH
+def test_deterministic(device, add):
+    x = torch.randn(64, 24, 28, 28, device=device)
+    for fmt in (torch.contiguous_format, torch.channels_last):
+        y = x.contiguous(memory_format=fmt).requires_grad_()
+        residual = residual_like(y, add)
+        runs = []
+        for _ in range(3):
+            output = fused(y, residual, None, None, training=True)
+            leaves = (y, residual) if add else (y,)
+            runs.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
+        for run in runs[1:]:
+            assert_same(run, runs[0])
+
+
+@BOTH
+def test_results_are_freed(device, add):
+    x = torch.randn(4, 3, 5, 5, device=device, requires_grad=True)
+    assert_no_leak(lambda t: fused(t, residual_like(t, add), None, None, training=True), x)
+
+
+def test_keeps_no_activation(device):
+    """Beside the input and the parameters the graph holds vectors of a value a channel, and with a
+    residual a byte for 16 bytes of input."""
+    x = torch.randn(8, 16, 12, 12, device=device, requires_grad=True)
+    for residual, bytes_of_mask in ((None, 0), (torch.randn_like(x), x.numel() * 4 // 16)):
+        kept = []
+
+        def keep(t, kept=kept):
+            kept.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            fused(x, residual, None, None, training=True)
+        own = {t.data_ptr(): t.nbytes for t in kept if t.numel() and t.data_ptr() != x.data_ptr()}
+        assert sum(own.values()) == 2 * 16 * 4 + bytes_of_mask
+
+
+def test_autocast_and_other_residuals(device):
+    """Dtypes stay; a residual that broadcasts or promotes gives what the chain gives."""
+    mean, var, weight, bias = parameters(3, device, torch.float32)
+    x = torch.randn(2, 3, 4, 4, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert F.batch_norm_relu(x, mean, var, weight, bias).dtype == torch.float32
+        half = x.bfloat16()
+        assert F.batch_norm_relu(half, mean, var, weight, bias).dtype == torch.bfloat16
+        assert F.batch_norm_add_relu(half, half, mean, var, weight, bias).dtype == torch.bfloat16
+        assert F.batch_norm_add_relu(half, x, mean, var, weight, bias).dtype == torch.float32
+    for residual in (torch.randn(3, 1, 1, device=device), torch.randn(2, 3, 1, 4, device=device)):
+        args = (x, residual, mean, var, weight, bias)
+        torch.testing.assert_close(fused(*args), chain(*args))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"eps": 0.0},
+        {"running_mean": None},
+        {"running_var": torch.zeros(4)},
+        {"weight": torch.zeros(4)},
+        {"bias": torch.zeros(2)},
+        {"input": torch.ones(1, 3, 1, 1)},
+        {"input": torch.ones(4, 3, dtype=torch.int32)},
+        {"running_mean": torch.ones(3, requires_grad=True)},
+        {"residual": torch.ones(2, 3, 5)},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_bad_input(change, add):
+    if "residual" in change and not add:
+        return
+    mean, var, weight, bias = parameters(3, "cpu", torch.float32)
+    kwargs = {
+        "input": torch.randn(4, 3, 5),
+        "running_mean": mean,
+        "running_var": var,
+        "weight": weight,
+        "bias": bias,
+        "training": True,
+        **change,
+    }
+    residual = kwargs.pop("residual", torch.ones_like(kwargs["input"])) if add else None
+    x = kwargs.pop("input")
+    with pytest.raises((RuntimeError, ValueError)) as expected:
+        chain(x, residual, **kwargs)
+    with pytest.raises(expected.type) as error:
+        fused(x, residual, **kwargs)
+    if not str(expected.value).startswith("The function"):
+        assert str(expected.value).rstrip(".") in str(error.value)
+
+
+def test_bad_residual_and_mask(device):
+    ops = torch.ops.warpwright
+    x, stat = torch.ones(2, 3, 4, device=device), torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match=r"residual: expected shape .*2, 3, 4.* got .*2, 3"):
+        ops.batch_norm_relu(x, x[:, :, 0], None, None, None, None, True, 1e-5)
+    with pytest.raises(RuntimeError, match=r"residual: expected Float, got Double"):
+        ops.batch_norm_relu(x, x.double(), None, None, None, None, True, 1e-5)
+    saved = (stat, stat)
+    for mask, message in (
+        (torch.ones(5, device=device, dtype=torch.uint8), "mask: expected 6 bytes or none, got 5"),
+        (torch.ones(6, device=device), "mask: expected 1 dimension of Byte, got 1 of Float"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.batch_norm_relu_backward(x, x, None, None, *saved, mask, True, [True] * 4)
+
+
+MODULES = [("BatchNormReLU2d", False), ("BatchNormAddReLU2d", True)]
+
+
+@pytest.mark.parametrize(("name", "add"), MODULES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
+    ids=str,
+)
+def test_modules(device, name, add, options):
+    """Three training steps and an evaluation, and the state goes both ways."""
+    module = getattr(ours, name)(6, **options).to(device)
+    reference = nn.BatchNorm2d(6, **options).to(device)
+    for p in module.parameters():
+        nn.init.normal_(p)
+    reference.load_state_dict(module.state_dict())
+    assert list(module.state_dict()) == list(reference.state_dict())
+    for training in (True, True, True, False):
+        module.train(training)
+        reference.train(training)
+        x = torch.randn(4, 6, 5, 7, device=device, requires_grad=True)
+        residual = residual_like(x, add)
+        extra = (residual,) if add else ()
+        output = module(x, *extra)
+        normalized = reference(x)
+        expected = torch.relu(normalized + residual if add else normalized)
+        cotangent = torch.randn_like(x)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(output, [x, *extra, *module.parameters()], cotangent),
+            torch.autograd.grad(expected, [x, *extra, *reference.parameters()], cotangent),
+        )
+        torch.testing.assert_close(module.state_dict(), reference.state_dict())
+    nn.BatchNorm2d(6, **options).load_state_dict(module.state_dict())
+    assert f"warpwright.{name}" in repr(module)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        module(*[torch.randn(4, 6, device=device)] * (1 + add))
+
+
+@pytest.mark.parametrize("shape", [(64, 40, 14, 14), (6, 8, 7, 7), (1500, 48)], ids=str)
+def test_as_accurate_as_double(device, shape):
+    """One rounding of the sum: never worse than the chain, whose output is rounded twice."""
+    x = torch.randn(shape, device=device).bfloat16()
+    residual = torch.randn(shape, device=device).bfloat16()
+    args = (x, residual, None, None, None, None, True)
+    exact = chain(x.double(), residual.double(), *args[2:])
+    assert_as_good_as_native(fused(*args), chain(*args), exact, "output", factor=1.0)
