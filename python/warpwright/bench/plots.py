@@ -364,9 +364,16 @@ def picture(draw: Draw, alt: str) -> str:
     return "<picture>" + "".join(sources) + "</picture>"
 
 
-def save_png(draw: Draw, path: Path, theme: Theme = LIGHT, dpi: int = 130) -> None:
+def save_png(
+    draw: Draw, path: Path, theme: Theme = LIGHT, dpi: int = 130, description: str = ""
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with styled(Style(theme)):
         figure = draw(Style(theme))
-        figure.savefig(path, dpi=dpi, facecolor=theme.background, metadata={"Software": None})
+        figure.savefig(
+            path,
+            dpi=dpi,
+            facecolor=theme.background,
+            metadata={"Software": None, "Description": description},
+        )
         plt.close(figure)

@@ -132,11 +132,22 @@ def op_hash(op: str, root: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def source_hash(root: Path) -> str:
+    """As setup.py: over all of csrc/ and python/."""
+    digest = hashlib.sha256()
+    for folder in ("csrc", "python"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in {".h", ".cuh", ".cu", ".cpp", ".py"} and path.name != "_version.py":
+                digest.update(path.relative_to(root).as_posix().encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def stale_ops(record: dict[str, Any], root: Path) -> set[str]:
     """Ops whose sources are not those that were measured."""
     hashes = record.get("op_hashes", {})
     ops = {row["op"] for row in record["rows"]}
-    if not hashes and record["source_hash"] == _C.build_info()["source_hash"]:
+    if record["source_hash"] == source_hash(root):
         return set()
     return {op for op in ops if hashes.get(op) != op_hash(op, root)}
 

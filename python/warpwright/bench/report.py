@@ -1,119 +1,287 @@
-"""Writes the measured tables of README.md and docs/ from benchmarks/results/.
+"""Writes the results of README.md and docs/ from benchmarks/results/**.
 
-A table stands between `<!-- results:NAME -->` and `<!-- /results -->`; everything between the two
-lines is generated. A record whose source hash is not today's is marked stale.
+In README.md and docs/architecture.md a table stands between `<!-- results:NAME -->` and `<!-- /results -->`; everything
+between the two lines is generated. docs/results.md is generated whole, the pictures beside it too.
+
+Rows of an op whose sources have changed since it was measured carry a dagger. Whether they have
+depends on the tree, not on the results, so `--check` looks past daggers.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
+import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import _C
 from . import overhead
-from .records import load_records
+from .records import grouped, load_records, stale_ops, write
 
 Row = dict[str, Any]
+Record = dict[str, Any]
+RESULTS = Path("benchmarks/results")
+MAIN = Path("h200/full.json")  # what README.md shows
+PICTURES = Path("docs/results")
+OVERHEAD = "overhead.json"
+STALE = "†"
+STALE_LINE = f"{STALE} measured before the op's sources last changed."
 _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
-_KEY = ("op", "case", "dtype", "layout", "pass")
-
-
-def _pairs(record: dict[str, Any]) -> Iterator[tuple[Row, Row]]:
-    """(ours, native) of each measured workload, in file order."""
-    by_key: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in record["rows"]:
-        by_key.setdefault(tuple(row[k] for k in _KEY), {})[row["impl"]] = row
-    for impls in by_key.values():
-        if {"warpwright", "native"} <= impls.keys():
-            yield impls["warpwright"], impls["native"]
 
 
 def _geomean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _provenance(record: dict[str, Any]) -> str:
-    stale = record["source_hash"] != _C.build_info()["source_hash"]
+def provenance(record: Record) -> str:
+    precision = "bf16" if record.get("cuda") else "fp32"
+    cudnn = f", cuDNN {record['cudnn']}" if record["cudnn"] else ""
     return (
-        f"{record['gpu']}, torch {record['torch']}, cuDNN {record['cudnn']}, {record['date']}, "
-        f"source {record['source_hash']}{' (**stale**: the code has changed since)' if stale else ''}; "
-        f"copy {record['copy_tbs']:.2f} TB/s, bf16 matmul {record['matmul_tflops']:.0f} TFLOP/s, "
-        "both measured in the same run"
+        f"{record['gpu']}, torch {record['torch']}{cudnn}, {record['date']}, "
+        f"source {record['source_hash']}; copy {record['copy_tbs']:.3g} TB/s, "
+        f"{precision} matmul {record['matmul_tflops']:.3g} TFLOP/s, both measured in the same run"
     )
 
 
-def summary_table(record: dict[str, Any]) -> str:
+def _mark(op: str, stale: set[str]) -> str:
+    return f"`{op}`{STALE if op in stale else ''}"
+
+
+def _footnotes(record: Record, stale: set[str]) -> list[str]:
+    lines = ["", provenance(record) + "."]
+    if stale:
+        lines += ["", STALE_LINE]
+    return lines
+
+
+def _peer_ms(impls: dict[str, Row]) -> list[float]:
+    """Times of everything that is not ours."""
+    return [row["ms"] for name, row in impls.items() if not name.startswith("warpwright")]
+
+
+def summary_table(record: Record, stale: set[str]) -> str:
     """One line an op and pass: how many workloads, and the range of native time over ours."""
-    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
-    for ours, native in _pairs(record):
-        groups.setdefault((ours["op"], ours["pass"]), []).append((ours, native))
+    groups: dict[tuple[str, str], list[dict[str, Row]]] = {}
+    for key, impls in grouped(record).items():
+        if {"warpwright", "native"} <= impls.keys():
+            groups.setdefault((key[0], key[-1]), []).append(impls)
+    others = any(len(_peer_ms(impls)) > 1 for rows in groups.values() for impls in rows)
+    titles = ["op", "pass", "workloads", "native time / ours: geometric mean"]
+    titles += ["slowest row", "fastest row"]
+    if others:
+        titles.append("fastest of all peers / ours")
+    titles.append("share of the floor's speed")
+    lines = [_line(titles), "|" + "---|" * len(titles)]
+    for (op, which), rows in groups.items():
+        ratios = [r["native"]["ms"] / r["warpwright"]["ms"] for r in rows]
+        cells = [_mark(op, stale), which, str(len(rows)), f"**{_geomean(ratios):.2f}×**"]
+        cells += [f"{min(ratios):.2f}×", f"{max(ratios):.2f}×"]
+        if others:
+            best = [min(_peer_ms(r)) / r["warpwright"]["ms"] for r in rows]
+            cells.append(f"{_geomean(best):.2f}×")
+        ours = [r["warpwright"] for r in rows]
+        floors = [row["floor_ms"] / row["ms"] for row in ours if row["floor_ms"]]
+        cells.append(f"{_geomean(floors):.0%}" if floors and which != "step" else "")
+        lines.append(_line(cells))
+    return "\n".join([*lines, *_footnotes(record, stale)])
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _interval(native: Row, ours: Row) -> str:
+    text = f"{native['ms'] / ours['ms']:.2f}×"
+    if "ratio_lo" in native:
+        text += f" [{native['ratio_lo']:.2f}, {native['ratio_hi']:.2f}]"
+    return text
+
+
+def full_table(record: Record, stale: set[str]) -> str:
+    """Every row; the other peers' times share a column."""
+    from .run import notes_of
+
+    titles = ["op", "workload", "dtype", "layout", "pass", "ours ms", "native ms"]
+    titles += ["native / ours [95 %]", "other ms", "floor / ours", "peak MiB ours (native's)"]
+    titles += ["max rel. error ours (native's)", "notes"]
+    lines = [_line(titles), "|" + "---|" * len(titles)]
+    for key, impls in grouped(record).items():
+        if not {"warpwright", "native"} <= impls.keys():
+            continue
+        ours, native = impls["warpwright"], impls["native"]
+        rest = {n: r for n, r in impls.items() if n not in ("warpwright", "native")}
+        notes = notes_of(ours) + [
+            f"{n}: {x}" for n, r in impls.items() if r is not ours for x in notes_of(r)
+        ]
+        cells = [_mark(key[0], stale), *key[1:], f"{ours['ms']:.4f}", f"{native['ms']:.4f}"]
+        cells.append(_interval(native, ours))
+        cells.append(", ".join(f"{name} {row['ms']:.4f}" for name, row in rest.items()))
+        cells.append(f"{ours['floor_ms'] / ours['ms']:.0%}" if ours["floor_ms"] else "")
+        memory = ours["peak_mib"] is not None and native["peak_mib"] is not None
+        cells.append(f"{ours['peak_mib']:.0f} ({native['peak_mib']:.0f})" if memory else "")
+        exact = ours["err"] is not None
+        cells.append(f"{ours['err']:.1e} ({native['err']:.1e})" if exact else "")
+        cells.append("; ".join(notes).replace("|", "/"))
+        lines.append(_line(cells))
+    return "\n".join([*lines, *_footnotes(record, stale)])
+
+
+def picture_html(name: str, alt: str, folder: str) -> str:
+    """A picture that follows the reader's colour scheme, as GitHub renders it."""
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}{name}_dark.png">'
+        f'<img alt="{alt}" src="{folder}{name}.png"></picture>'
+    )
+
+
+def stem(path: Path, root: Path) -> str:
+    return "_".join(path.relative_to(root / RESULTS).with_suffix("").parts)
+
+
+def summary_block(record: Record, stale: set[str], name: str) -> str:
+    shown = picture_html(
+        f"{name}_bars", "Time of every implementation against eager PyTorch", "docs/results/"
+    )
+    return f"{summary_table(record, stale)}\n\n{shown}"
+
+
+def render(text: str, blocks: dict[str, str]) -> str:
+    """`text` with each results block replaced; an unknown name raises KeyError."""
+    return _BLOCK.sub(lambda m: f"{m[1]}{blocks[m[2]]}\n{m[3]}", text)
+
+
+def results_page(records: dict[Path, Record], stale: dict[Path, set[str]], root: Path) -> str:
+    """docs/results.md, whole."""
     lines = [
-        "| op | pass | workloads | native time / ours: geometric mean | slowest row | fastest row |",
-        "|---|---|---|---|---|---|",
+        "# Results",
+        "",
+        "Generated by `python -m warpwright report` from `benchmarks/results/`: medians of runs "
+        "interleaved in one process, on random normal data, L2 flushed on GPUs. *Floor* is the "
+        "larger of (fewest bytes / measured copy rate) and (FLOPs / measured matmul rate). *Error* "
+        "is the largest difference from the same computation in float64 over the largest value.",
     ]
-    for (op, which), pairs in groups.items():
-        ratios = [native["ms"] / ours["ms"] for ours, native in pairs]
-        lines.append(
-            f"| `{op}` | {which} | {len(pairs)} | **{_geomean(ratios):.2f}×** "
-            f"| {min(ratios):.2f}× | {max(ratios):.2f}× |"
-        )
-    return "\n".join([*lines, "", _provenance(record) + "."])
+    for path, record in records.items():
+        name = stem(path, root)
+        lines += ["", f"## {record['gpu']}: {path.stem}", "", f"`{path.relative_to(root)}`", ""]
+        for kind, alt in PICTURE_TEXT.items():
+            if kind in _drawable(record):
+                lines += [picture_html(f"{name}_{kind}", alt, "results/"), ""]
+        lines += [
+            summary_table(record, stale[path]),
+            "",
+            "<details><summary>Every row</summary>",
+            "",
+        ]
+        lines += [full_table(record, stale[path]), "", "</details>"]
+        if record.get("missing") or record.get("failures"):
+            lines += ["", "Not measured:", ""]
+            lines += [f"- {n}: {why}" for n, why in record.get("missing", {}).items()]
+            for f in record.get("failures", []):
+                what = " ".join(filter(None, (f["op"], f["case"], f.get("impl"))))
+                lines.append(f"- {what}: {_first_line(f['error'])}")
+    return "\n".join(lines) + "\n"
 
 
-def full_table(record: dict[str, Any]) -> str:
-    """Every row."""
-    lines = [
-        "| op | workload | dtype | layout | pass | ours ms | native ms | native / ours | floor / ours "
-        "| max rel. error ours (native's) |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:200] if text.strip() else ""
+
+
+PICTURE_TEXT = {
+    "bars": "Time of every implementation against eager PyTorch",
+    "roofline": "Roofline scatter of every measured row",
+    "ladder": "Training steps from the slowest to the fastest implementation",
+}
+
+
+def _drawable(record: Record) -> list[str]:
+    steps = [r for r in record["rows"] if r["pass"] == "step"]
+    single = len(steps) < len(record["rows"])
+    return [*(("bars", "roofline") if single else ()), *(("ladder",) if steps else ())]
+
+
+def digest(record: Record) -> str:
+    """Names a record's content; a picture carries that of the record that it shows."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw_pictures(record: Record, name: str, folder: Path) -> None:
+    from . import plots
+
+    functions = {"bars": plots.bars, "roofline": plots.roofline, "ladder": plots.ladder}
+    for kind in _drawable(record):
+        for theme, suffix in ((plots.LIGHT, ""), (plots.DARK, "_dark")):
+            plots.save_png(
+                functools.partial(functions[kind], record),
+                folder / f"{name}_{kind}{suffix}.png",
+                theme,
+                description=digest(record),
+            )
+
+
+def outdated_pictures(record: Record, name: str, folder: Path) -> list[str]:
+    """Files that are missing or show another record."""
+    wanted = digest(record).encode()
+    names = [f"{name}_{k}{s}.png" for k in _drawable(record) for s in ("", "_dark")]
+    return [
+        n for n in names if not (folder / n).is_file() or wanted not in (folder / n).read_bytes()
     ]
-    for ours, native in _pairs(record):
-        floor = f"{ours['floor_ms'] / ours['ms']:.0%}" if ours["floor_ms"] else ""
-        error = "" if ours["err"] is None else f"{ours['err']:.1e} ({native['err']:.1e})"
-        lines.append(
-            f"| `{ours['op']}` | {ours['case']} | {ours['dtype']} | {ours['layout']} | {ours['pass']} "
-            f"| {ours['ms']:.4f} | {native['ms']:.4f} | {native['ms'] / ours['ms']:.2f}× | {floor} | {error} |"
-        )
-    return "\n".join([_provenance(record) + ".", "", *lines])
 
 
-TABLES = {"summary": summary_table, "full": full_table, "overhead": overhead.table}
-# Document -> the record of its tables; beside --results, where that does not name another.
-DOCUMENTS = {"README.md": "", "docs/results.md": "", "docs/architecture.md": "overhead.json"}
-
-
-def render(text: str, record: dict[str, Any]) -> str:
-    """`text` with each results block replaced; an unknown table name raises KeyError."""
-    return _BLOCK.sub(lambda m: f"{m[1]}{TABLES[m[2]](record)}\n{m[3]}", text)
+def _without_stale(text: str) -> str:
+    text = text.replace(f"\n\n{STALE_LINE}", "").replace(STALE, "")
+    return re.sub(r", \*\*stale\*\*[^)]*\)", ")", text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", type=Path, default=Path("."), help="the repository")
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/h200/full.json"))
     parser.add_argument("--check", action="store_true", help="only say what is out of date")
 
 
 def run(options: argparse.Namespace) -> int:
     """Rewrites the documents, or with --check says which ones are not what the results say."""
+    root: Path = options.root
+    found = {path: load_records(path) for path in sorted((root / RESULTS).rglob("*.json"))}
+    # What a call costs on the host has a table of its own.
+    host = [record for path, record in found.items() if path.name == OVERHEAD]
+    records = {path: record for path, record in found.items() if path.name != OVERHEAD}
+    if not records:
+        print(f"{root / RESULTS}: no results")
+        return 2
+    stale = {path: stale_ops(record, root) for path, record in records.items()}
+    main = root / RESULTS / MAIN
+    main = main if main in records else next(iter(records))
+    readme = root / "README.md"
+    blocks = {
+        "summary": summary_block(records[main], stale[main], stem(main, root)),
+        "full": full_table(records[main], stale[main]),
+    }
+    wanted = {
+        readme: render(readme.read_text(), blocks),
+        root / "docs" / "results.md": results_page(records, stale, root),
+    }
+    if host:
+        path = root / "docs" / "architecture.md"
+        wanted[path] = render(path.read_text(), {"overhead": overhead.table(host[0])})
     differing = []
-    for name, results in DOCUMENTS.items():
-        path = options.root / name
-        source = options.root / options.results
-        source = source.with_name(results) if results else source
-        if results and not source.exists():
-            print(f"{name}: no {source.name} beside the results, left as it is")
-            continue
-        record = load_records(source)
-        before = path.read_text()
-        after = render(before, record)
-        if before != after:
-            differing.append(name)
+    for path, text in wanted.items():
+        before = path.read_text() if path.exists() else ""
+        same = _without_stale(before) == _without_stale(text) if options.check else before == text
+        if not same:
+            differing.append(str(path.relative_to(root)))
             if not options.check:
-                path.write_text(after)
+                write(path, text)
+    for path, record in records.items():
+        name = stem(path, root)
+        old = outdated_pictures(record, name, root / PICTURES)
+        differing += [str(PICTURES / n) for n in old]
+        if old and not options.check:
+            draw_pictures(record, name, root / PICTURES)
     for name in differing:
         print(f"{name}: {'not what the results say' if options.check else 'rewritten'}")
+    for path, ops in stale.items():
+        if ops:
+            print(f"{path.relative_to(root)}: stale: {', '.join(sorted(ops))}")
     return 1 if options.check and differing else 0

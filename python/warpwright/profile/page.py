@@ -214,7 +214,7 @@ def pictures(report: ProfileReport) -> dict[str, tuple[plots.Draw, str, str]]:
         found["memory"] = (
             lambda s: memory_lines(report, s),
             "Memory allocated over one step",
-            "What PyTorch’s allocator holds during one step, from the start of the profile.",
+            "What PyTorch’s allocator holds during one step; on a CPU above the least in the step.",
         )
     return found
 

@@ -282,6 +282,10 @@ def trace_run(workload: Workload, run: Run, folder: Path | None, steps: int) -> 
         memory_place = Path(scratch) / "memory.json"
         profiler.export_chrome_trace(str(memory_place))
         run.memory = trace.join(trace.load(memory_place)).memory
+        if not on_gpu and run.memory:
+            # The CPU's count starts anywhere: what was allocated before is not known to it.
+            least = min(b for _, b, _ in run.memory)
+            run.memory = [(t, b - least, label) for t, b, label in run.memory]
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

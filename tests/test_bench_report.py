@@ -1,0 +1,136 @@
+"""`python -m warpwright report`: what the documents say is what the records say."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from warpwright import cli
+from warpwright.bench import records, report
+
+ROOT = Path(__file__).resolve().parents[1]
+FULL = ROOT / "benchmarks" / "results" / "h200" / "full.json"
+
+
+def run(root, *options):
+    return cli.main(["report", "--root", str(root), *options])
+
+
+def test_documents_are_what_the_command_generates(capsys):
+    """After new results or a change of the tables: `python -m warpwright report`."""
+    code = run(ROOT, "--check")
+    assert code == 0, capsys.readouterr().out
+
+
+def row(op, impl, ms, which="fwd", **changes):
+    fixed = {"case": "8", "dtype": "float32", "layout": "rows", "bytes": 8, "flops": 0}
+    fixed |= {"floor_ms": 1.0, "peak_mib": None, "err": 1e-7, "err_native": 2e-7}
+    times = {"ms": ms, "ms_lo": ms, "ms_hi": ms}
+    return {"op": op, "pass": which, "impl": impl, **fixed, **times, **changes}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A repository with one small record."""
+    for folder in ("csrc/ops/relu", "csrc/device", "python", "docs"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "csrc/ops/relu/relu.cu").write_text("// relu\n")
+    (tmp_path / "README.md").write_text("a\n<!-- results:summary -->\nold\n<!-- /results -->\nb\n")
+    record = {
+        **{k: v for k, v in json.loads(FULL.read_text()).items() if k != "rows"},
+        "op_hashes": {"relu": records.op_hash("relu", tmp_path)},
+        "rows": [
+            row("relu", "warpwright", 2.0),
+            row("relu", "native", 4.0, ratio=2.0, ratio_lo=1.9, ratio_hi=2.125),
+            row("relu", "compile", 1.0, notes=["differs"]),
+        ],
+        "missing": {"liger": "runs on CUDA only"},
+    }
+    path = tmp_path / "benchmarks/results/h200/full.json"
+    records.save_records(record, path)
+    return tmp_path, path, record
+
+
+def test_report(tree, capsys):
+    root, _, record = tree
+    assert run(root, "--check") == 1
+    assert run(root) == 0
+    assert run(root, "--check") == 0
+    readme = (root / "README.md").read_text()
+    assert readme.startswith("a\n<!-- results:summary -->\n| op | pass |")
+    assert readme.endswith("<!-- /results -->\nb\n")
+    assert "| `relu` | fwd | 1 | **2.00×** | 2.00× | 2.00× | 0.50× | 50% |" in readme
+    for part in (record["gpu"], record["date"], record["source_hash"]):
+        assert part in readme
+    page = (root / "docs/results.md").read_text()
+    assert "2.00× [1.90, 2.12]" in page
+    assert "compile 1.0000" in page
+    assert "compile: differs" in page
+    assert "- liger: runs on CUDA only" in page
+    for picture in ("bars", "roofline", "bars_dark"):
+        assert f"h200_full_{picture}.png" in page
+        assert (root / f"docs/results/h200_full_{picture}.png").exists()
+    assert "ladder" not in page
+
+
+def test_stale_rows_are_marked_and_the_check_looks_past_the_mark(tree, capsys):
+    root, _, _ = tree
+    run(root)
+    assert report.STALE not in (root / "README.md").read_text()
+    (root / "csrc/ops/relu/relu.cu").write_text("// relu, changed\n")
+    capsys.readouterr()
+    assert run(root, "--check") == 0
+    assert "stale: relu" in capsys.readouterr().out
+    run(root)
+    readme = (root / "README.md").read_text()
+    assert "| `relu`† | fwd" in readme
+    assert report.STALE_LINE in readme
+    assert run(root, "--check") == 0
+
+
+def test_other_numbers_fail_the_check(tree):
+    root, path, record = tree
+    run(root)
+    record["rows"][0]["ms"] = 2.5
+    records.save_records(record, path)
+    assert run(root, "--check") == 1
+    assert run(root) == 0
+    assert run(root, "--check") == 0
+
+
+def test_an_edited_or_missing_picture_fails_the_check(tree, capsys):
+    root, _, _ = tree
+    run(root)
+    capsys.readouterr()
+    picture = root / "docs/results/h200_full_bars.png"
+    picture.unlink()
+    assert run(root, "--check") == 1
+    assert capsys.readouterr().out.strip().startswith("docs/results/h200_full_bars.png: not what")
+    shutil.copy(root / "docs/results/h200_full_roofline.png", picture)
+    assert run(root, "--check") == 0  # the same record's
+    picture.write_bytes(b"another")
+    assert run(root, "--check") == 1
+
+
+@pytest.mark.parametrize("field", records.ROW_FIELDS)
+def test_rows_without_a_field_are_refused(tree, field):
+    root, path, record = tree
+    del record["rows"][1][field]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=rf"full\.json: rows\[1\]: field '{field}' is missing"):
+        run(root)
+    assert "old" in (root / "README.md").read_text()
+
+
+def test_no_results(tmp_path, capsys):
+    assert run(tmp_path) == 2
+    assert "no results" in capsys.readouterr().out
+
+
+def test_source_hash_is_setup_pys(monkeypatch):
+    source = (ROOT / "setup.py").read_text()
+    start = source.index("def source_hash")
+    names = {"ROOT": ROOT}
+    exec("import hashlib\n" + source[start : source.index("\n\n\n", start)], names)
+    assert names["source_hash"]() == records.source_hash(ROOT)
