@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from warpwright import _ops
-from warpwright.bench import cases, guards, measure, page, peers, plots, records, run, steps
+from warpwright.bench import cases, guards, measure, page, peers, plots, records, run, screen, steps
 from warpwright.bench.cases import FP32, ROWS, Case
 from warpwright.bench.peers import PEERS, Missing, Peer
 
@@ -142,7 +142,7 @@ def test_a_wrong_result_is_marked(monkeypatch):
     rows = by_impl(record, **{"pass": "fwd"})
     assert rows["native"]["agrees"]
     assert not rows["liger"]["agrees"]
-    assert "differs from warpwright's" in run.notes_of(rows["liger"])[0]
+    assert "differs from warpwright's" in screen.notes_of(rows["liger"])[0]
 
 
 def test_a_peer_that_raises_is_reported(monkeypatch):
@@ -173,7 +173,7 @@ def test_fallback_is_shown(monkeypatch):
     record = runner().run([TINY])
     row = by_impl(record, **{"pass": "fwd"})["warpwright"]
     assert row["path"] == "native fallback"
-    assert "ran: native fallback" in run.notes_of(row)
+    assert "ran: native fallback" in screen.notes_of(row)
 
 
 def test_clocks_are_noted(monkeypatch):
@@ -182,7 +182,7 @@ def test_clocks_are_noted(monkeypatch):
     assert sampler.since(6) == {"sm_mhz": 1493.0, "throttled": ["power cap"]}
     assert sampler.since(0)["throttled"] == ["power cap"]
     assert sampler.since(100) == {"sm_mhz": None, "throttled": []}
-    assert run.notes_of({"throttled": ["power cap"]}) == ["clocks: power cap"]
+    assert screen.notes_of({"throttled": ["power cap"]}) == ["clocks: power cap"]
 
 
 # ---------------------------------------------------------------- rows
@@ -216,6 +216,16 @@ def test_errors_are_of_the_sampled_corner():
     for row in record["rows"]:
         assert row["agrees"], row
         assert 0 < row["err"] < 1e-5
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_fused_batch_norm_is_held_against_the_native_chain(add):
+    case = cases._batch_norm_relu((4, 8, 6, 6), FP32, cases.NHWC, add)
+    record = runner().run([case])
+    assert not record["failures"]
+    assert all(r["agrees"] and r["err"] < 1e-5 for r in record["rows"])
+    ours = by_impl(record, **{"pass": "bwd"})["warpwright"]
+    assert ours["path"] == "warpwright"
 
 
 def test_a_fused_op_is_held_against_the_native_chain():

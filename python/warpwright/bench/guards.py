@@ -56,8 +56,12 @@ def refuse_empty_results(values: Iterable[Tensor | None]) -> None:
             raise Refused(f"result {i} is all zeros")
 
 
-def relative(value: Tensor, reference: Tensor) -> float:
-    """Largest difference over the largest |reference|."""
+def relative(value: Tensor, reference: Tensor, l2: bool = False) -> float:
+    """Largest difference over the largest |reference|; or the L2 norm of one over the other's."""
+    if l2:
+        reference = reference.detach().double()
+        norm = float(reference.norm())
+        return float((value.detach().double() - reference).norm()) / (norm or 1.0)
     scale = float(reference.detach().abs().max()) if reference.numel() else 0.0
     return max_error(value, reference) / (scale or 1.0)
 
@@ -66,9 +70,9 @@ def corner(value: Tensor, shape: torch.Size) -> Tensor:
     return value[tuple(slice(0, n) for n in shape)]
 
 
-def disagreement(ours: Tensor, theirs: Tensor, error: float) -> str | None:
+def disagreement(ours: Tensor, theirs: Tensor, error: float, l2: bool = False) -> str | None:
     """Why the two results can't both be right; None if they can. `error`: ours' or native's."""
-    found = relative(ours.double(), theirs)
+    found = relative(ours.double(), theirs, l2)
     dtype = theirs.dtype
     allowed = SLACK * (min(error, CAP[dtype]) + torch.finfo(dtype).eps)
     if found <= allowed:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from . import plots
 from .records import grouped, write
-from .run import notes_of
+from .screen import notes_of
 
 Row = dict[str, Any]
 

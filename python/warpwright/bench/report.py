@@ -102,7 +102,7 @@ def _interval(native: Row, ours: Row) -> str:
 
 def full_table(record: Record, stale: set[str]) -> str:
     """Every row; the other peers' times share a column."""
-    from .run import notes_of
+    from .screen import notes_of
 
     titles = ["op", "workload", "dtype", "layout", "pass", "ours ms", "native ms"]
     titles += ["native / ours [95 %]", "other ms", "floor / ours", "peak MiB ours (native's)"]

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor
 
 from ..testing import to_double
@@ -34,13 +33,13 @@ from .peers import (
     prepare_ours,
 )
 from .records import (
-    grouped,
     machine_header,
     op_hash,
     save_csv,
     save_records,
     source_root,
 )
+from .screen import table_of
 from .steps import Workload, mnist_workloads, step_rows
 
 Row = dict[str, Any]
@@ -102,8 +101,11 @@ def _results(
             guards.corner(g.detach(), e.shape) for g, e in zip(grads, exact_grads, strict=True)
         ]
         errors[name] = {
-            "fwd": guards.relative(guards.corner(value, exact.shape), exact),
-            "bwd": max(guards.relative(g, e) for g, e in zip(corners, exact_grads, strict=True)),
+            "fwd": guards.relative(guards.corner(value, exact.shape), exact, case.kinked),
+            "bwd": max(
+                guards.relative(g, e, case.kinked)
+                for g, e in zip(corners, exact_grads, strict=True)
+            ),
         }
         if ours is None:
             ours = value, corners
@@ -113,7 +115,7 @@ def _results(
             *((a, b, "bwd") for a, b in zip(ours[1], corners, strict=True)),
         ]
         known = {p: max(errors[n][p] for n in (OURS.name, "native")) for p in ("fwd", "bwd")}
-        found = (guards.disagreement(a, b, known[p]) for a, b, p in pairs)
+        found = (guards.disagreement(a, b, known[p], case.kinked) for a, b, p in pairs)
         notes[name] = [text for text in found if text is not None]
     return errors, notes
 
@@ -240,61 +242,6 @@ def _free(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-
-
-def notes_of(row: Row) -> list[str]:
-    """Everything a reader of the row must know."""
-    found = list(row.get("notes", []))
-    if row.get("path", OURS.name) != OURS.name:
-        found.append(f"ran: {row['path']}")
-    if not row.get("steady", True):
-        found.append("unsteady")
-    found += [f"clocks: {reason}" for reason in row.get("throttled", [])]
-    return found
-
-
-def table_of(rows: Sequence[Row], title: str, last: int | None = None) -> Table:
-    """One line a (case, pass): ours, native, the fastest other peer, our share of the floor."""
-    table = Table(title=title)
-    for column in ("op", "case", "dtype", "layout", "pass"):
-        table.add_column(column)
-    for column in ("ours ms", "native ms", "native/ours [95 %]"):
-        table.add_column(column, justify="right")
-    table.add_column("best other peer")
-    for column in ("floor/ours", "MiB ours/native", "err/native's"):
-        table.add_column(column, justify="right")
-    table.add_column("notes")
-    groups = [*grouped({"rows": rows}).items()]
-    for key, impls in groups[-last:] if last else groups:
-        if not {"warpwright", "native"} <= impls.keys():
-            continue
-        ours, native = impls["warpwright"], impls["native"]
-        ratio = native["ms"] / ours["ms"]
-        color = "green" if ratio >= 1 else "red" if ratio < 0.4 else "yellow"
-        interval = (
-            f" [{native['ratio_lo']:.2f}, {native['ratio_hi']:.2f}]" if "ratio" in native else ""
-        )
-        others = [r for n, r in impls.items() if n not in ("warpwright", "native")]
-        best = min(others, key=lambda r: r["ms"], default=None)
-        error = "" if ours["err"] is None else f"{ours['err'] / max(native['err'], 1e-30):.2f}"
-        memory = ""
-        if ours["peak_mib"] is not None:
-            memory = f"{ours['peak_mib']:.0f}/{native['peak_mib']:.0f}"
-        marks = notes_of(ours) + [
-            f"{n}: {m}" for n, r in impls.items() if r is not ours for m in notes_of(r)
-        ]
-        table.add_row(
-            *key,
-            f"{ours['ms']:.4f}",
-            f"{native['ms']:.4f}",
-            f"[{color}]{ratio:.2f}[/]{interval}".replace(" [", " \\["),
-            f"{best['impl']} {best['ms']:.4f}" if best else "",
-            "" if not ours["floor_ms"] else f"{ours['floor_ms'] / ours['ms']:.0%}",
-            memory,
-            error,
-            "; ".join(marks),
-        )
-    return table
 
 
 class Runner:
