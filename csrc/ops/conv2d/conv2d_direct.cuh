@@ -154,5 +154,9 @@ int64_t conv2d_direct_wgrad_workspace_bytes(const Conv2dShape& shape, bool depth
                                             const DeviceInfo& device);
 void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& params, bool depthwise, void* workspace,
                                 cudaStream_t stream);
+// Adds `partials` (parts, taps + 1, pitch_k) in order; the last tap is the bias.
+void launch_conv2d_direct_wgrad_sum(const Conv2dBackwardParams& params, const DirectShape& shape,
+                                    int parts, int pitch_k, const void* partials,
+                                    cudaStream_t stream);
 
 }  // namespace warpwright

@@ -30,8 +30,8 @@ inline bool conv2d_few_channels_supported(const Conv2dShape& g) {
          conv2d_direct_fits(g);
 }
 
-// The weight gradient re-reads grad_output for every few taps: beyond one 5 x 5 window the implicit
-// GEMM's tensor cores are ahead (7 x 7 and 3 channels: by far).
+// The FMA weight gradient re-reads grad_output for every few taps: beyond one 5 x 5 window the
+// implicit GEMM's tensor cores are ahead (7 x 7 and 3 channels: by far).
 inline bool conv2d_few_channels_wgrad_supported(const Conv2dShape& g) {
   constexpr int64_t kMaxTaps = 32;
   return conv2d_few_channels_supported(g) && g.c * g.taps() <= kMaxTaps;

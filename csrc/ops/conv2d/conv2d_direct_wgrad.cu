@@ -267,8 +267,10 @@ WgradPlan plan_wgrad(const Conv2dShape& g, bool depthwise, bool is_vec, const De
   return plan;
 }
 
-void launch_sum(const Conv2dBackwardParams& p, const DirectShape& g, int parts, int pitch_k,
-                const void* partials, cudaStream_t stream) {
+}  // namespace
+
+void launch_conv2d_direct_wgrad_sum(const Conv2dBackwardParams& p, const DirectShape& g, int parts,
+                                    int pitch_k, const void* partials, cudaStream_t stream) {
   const int64_t blocks = ceil_div<int64_t>(int64_t{g.taps() + 1} * pitch_k, kReduceOutputs);
   for_dtype(p.shape.dtype, [&]<class T>() {
     launch(conv2d_direct_wgrad_sum_kernel<T>, dim3(static_cast<unsigned>(blocks)),
@@ -276,8 +278,6 @@ void launch_sum(const Conv2dBackwardParams& p, const DirectShape& g, int parts, 
            static_cast<T*>(p.grad_weight), static_cast<T*>(p.grad_bias), g, parts, pitch_k);
   });
 }
-
-}  // namespace
 
 int64_t conv2d_direct_wgrad_workspace_bytes(const Conv2dShape& g, bool depthwise,
                                             const DeviceInfo& device) {
@@ -302,7 +302,7 @@ void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& p, bool depthwise, v
   if (depthwise && conv2d_depthwise_nchw_wgrad_supported(p.shape)) {
     const int parts = conv2d_depthwise_nchw_wgrad_parts(p.shape, current_device_info());
     launch_conv2d_depthwise_nchw_wgrad(p, parts, workspace, stream);
-    return launch_sum(p, g, parts, g.k, workspace, stream);
+    return launch_conv2d_direct_wgrad_sum(p, g, parts, g.k, workspace, stream);
   }
   const bool dy_in_vectors = g.channels_last
                                  ? runs_are_vectors(dtype, g.k, kRunK, address_of(p.grad_output))
@@ -338,7 +338,7 @@ void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& p, bool depthwise, v
                        : run_kernel.template operator()<1, 1, 1, false, kIsVec>();
     });
   });
-  launch_sum(p, g, plan.parts, plan.k_tiles * kRunK, workspace, stream);
+  launch_conv2d_direct_wgrad_sum(p, g, plan.parts, plan.k_tiles * kRunK, workspace, stream);
 }
 
 }  // namespace warpwright

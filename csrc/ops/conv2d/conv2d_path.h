@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/conv2d/conv2d_few_channels_dgrad.h"
+#include "ops/conv2d/conv2d_few_channels_wgrad.h"
 
 namespace warpwright {
 
@@ -13,7 +14,8 @@ inline Conv2dPath choose_conv2d_path(ConvDirection direction, const Conv2dShape&
   // One input channel is both; few-channel kernels read it once for a run of outputs.
   const bool few = direction == ConvDirection::kForward ? conv2d_few_channels_supported(s)
                    : direction == ConvDirection::kWeightGradient
-                       ? conv2d_few_channels_wgrad_supported(s)
+                       ? conv2d_few_channels_wgrad_supported(s) ||
+                             choose_few_channels_wgrad_config(s, addresses, device).supported
                        : choose_few_channels_dgrad_config(s, addresses, device).supported;
   if (few) return Conv2dPath::kFewChannels;
   return conv2d_depthwise_supported(s) ? Conv2dPath::kDepthwise : Conv2dPath::kImplicitGemm;
@@ -25,6 +27,11 @@ inline std::string describe_conv2d(ConvDirection direction, const Conv2dShape& s
     case Conv2dPath::kFewChannels:
       if (direction == ConvDirection::kInputGradient) {
         return describe(choose_few_channels_dgrad_config(s, addresses, device));
+      }
+      if (direction == ConvDirection::kWeightGradient) {
+        const FewChannelsWgradConfig config =
+            choose_few_channels_wgrad_config(s, addresses, device);
+        if (config.supported) return describe(config);
       }
       return "portable few-channel kernel, FMA: " + std::to_string(s.c * s.taps()) +
              " products an output, nothing is unfolded";
