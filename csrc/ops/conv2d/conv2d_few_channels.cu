@@ -1,6 +1,7 @@
 // Few input channels: the direct kernels with one run of products an input element. Stem and MNIST
 // first layers: forward bound by the output's bytes up to about 20 products an output.
 #include "ops/conv2d/conv2d_direct.cuh"
+#include "ops/conv2d/conv2d_few_channels_fprop.h"
 #include "ops/conv2d/conv2d_few_channels_wgrad.h"
 
 namespace warpwright {
@@ -13,6 +14,9 @@ int64_t conv2d_few_channels_wgrad_workspace_bytes(const Conv2dShape& shape,
 }
 
 void launch_conv2d_few_channels_fwd(const Conv2dParams& p, cudaStream_t stream) {
+  const FewChannelsFpropConfig config =
+      choose_few_channels_fprop_config(p.shape, address_of(p.output), current_device_info());
+  if (config.supported) return launch_conv2d_few_channels_fprop(p, config, stream);
   launch_conv2d_direct_fprop(p.shape.dtype, DirectShape(p.shape, kRunQ), false, false, p.input,
                              p.weight, p.bias, p.output, stream);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/conv2d/conv2d_few_channels_dgrad.h"
+#include "ops/conv2d/conv2d_few_channels_fprop.h"
 #include "ops/conv2d/conv2d_few_channels_wgrad.h"
 
 namespace warpwright {
@@ -31,6 +32,11 @@ inline std::string describe_conv2d(ConvDirection direction, const Conv2dShape& s
       if (direction == ConvDirection::kWeightGradient) {
         const FewChannelsWgradConfig config =
             choose_few_channels_wgrad_config(s, addresses, device);
+        if (config.supported) return describe(config);
+      }
+      if (direction == ConvDirection::kForward) {
+        const FewChannelsFpropConfig config =
+            choose_few_channels_fprop_config(s, addresses, device);
         if (config.supported) return describe(config);
       }
       return "portable few-channel kernel, FMA: " + std::to_string(s.c * s.taps()) +
