@@ -149,6 +149,10 @@ def recorded(device):
             args = (mean, var, None, None, training)
             double_backward(warpwright.functional.batch_norm_relu, (leaf, *args), {})
             double_backward(warpwright.functional.batch_norm_add_relu, (leaf, leaf, *args), {})
+        for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
+            p = torch.zeros(5, device=device, requires_grad=True)
+            p.grad = torch.ones_like(p)
+            optimizer([p], max_norm=1.0, fused=True).step()
     return recorder.calls
 
 

@@ -135,7 +135,45 @@ def attention_cases():
     yield "gqa", F.scaled_dot_product_attention, grouped, {"enable_gqa": True}
 
 
+def optimizer_case(name, views, extras):
+    """Parameters after two steps; their gradients are the cosine of the arguments."""
+
+    def function(*values):
+        params = [
+            view(x.detach().clone()).requires_grad_() for view, x in zip(views, values, strict=True)
+        ]
+        optimizer = getattr(warpwright.optim, name)(params, lr=0.1, weight_decay=0.1, **extras)
+        for step in range(2):
+            for param in params:
+                param.grad = torch.cos(param.detach() * (1 + step))
+            optimizer.step()
+        moved = torch.cat([p.detach().flatten() for p in params])
+        return moved + 0 * torch.cat([x.flatten() for x in values])
+
+    return function
+
+
+def optimizer_cases():
+    plain = lambda x: x  # noqa: E731
+    views = [plain, misaligned, plain, plain, misaligned]
+    values = tuple(rand(*shape) for shape in ((4099,), (1027,), (3, 5), (1,), (5,)))
+    for name, kwargs in (
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("Adam", {"eps": 0.1}),
+        ("AdamW", {"eps": 0.1, "amsgrad": True, "fused": True}),
+    ):
+        for extra in ({}, {"max_norm": 1.0, "zero_grad_in_step": True}, {"master_weights": True}):
+            case = "-".join([name, *kwargs, *extra])
+            yield case, optimizer_case(name, views, kwargs | extra), values, {}
+    many = tuple(rand(3 + i % 5) for i in range(600))
+    for name, kwargs in (("SGD", {}), ("AdamW", {"eps": 0.1})):
+        function = optimizer_case(name, [plain] * 600, {"max_norm": 1.0, **kwargs})
+        yield f"{name}-many", function, many, {}
+
+
 CASES = {
+    "optim": optimizer_cases,
     "relu": relu_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm": batch_norm_cases,

@@ -1,7 +1,7 @@
 """warpwright: the layers of a neural network as hand-written C++/CUDA kernels for PyTorch."""
 
 from . import _ops as _ops  # loads the library before anything else
-from . import functional, nn
+from . import functional, nn, optim
 from ._fallback import watch_gpus as _watch_gpus
 from .errors import check_errors, strict
 from .explain import explain
@@ -23,6 +23,7 @@ __all__ = [
     "functional",
     "info",
     "nn",
+    "optim",
     "patch",
     "profile",
     "strict",

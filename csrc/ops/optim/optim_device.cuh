@@ -1,0 +1,276 @@
+// The walk that all optimizers share: a block finds its tensor and chunk in the table, issues all
+// its loads, works out the step's scalars while they are under way, applies the rule and stores.
+// Many short blocks, as for relu's backward: kUnroll 16-byte loads of each operand a thread.
+#pragma once
+
+#include <algorithm>
+
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+#include "host/launch.h"
+#include "ops/optim/optim.h"
+#include "ops/optim/optim_table.cuh"
+
+namespace warpwright {
+
+template <class T, class S, int kStates>
+struct StepEntry {
+  T* param;
+  T* grad;
+  S* state[kStates > 0 ? kStates : 1];
+  float* master;  // used where S is not T
+  int64_t numel;
+  union {
+    double inv_correction[2];  // steps on the host: of beta1, and the root of beta2's
+    void* step;                // steps on the device
+  };
+  int32_t head;  // elements before the first vector; -1: one element an access
+};
+
+struct StepScalars {
+  Hyper lr;
+  double weight_decay;
+  const float* grad_scale;
+  const float* found_inf;
+  const double* clip;
+  bool maximize;
+  bool zero_grad;
+};
+
+__device__ __forceinline__ double read(const Hyper& hyper) {
+  if (hyper.pointer == nullptr) return hyper.value;
+  return hyper.is_double ? *static_cast<const double*>(hyper.pointer)
+                         : double{*static_cast<const float*>(hyper.pointer)};
+}
+
+// kSize neighbours of one operand, in accesses of at most 16 bytes.
+template <class T, int kSize>
+struct Pieces {
+  static constexpr int kPer = std::min(kSize, kVecSize<T>);
+  Vec<T, kPer> piece[kSize / kPer];
+
+  __device__ __forceinline__ T& operator[](int i) { return piece[i / kPer][i % kPer]; }
+  __device__ __forceinline__ const T& operator[](int i) const { return piece[i / kPer][i % kPer]; }
+  __device__ __forceinline__ void load(const T* pointer) {
+#pragma unroll
+    for (int k = 0; k < kSize / kPer; ++k) piece[k] = load_vec<kPer>(pointer + k * kPer);
+  }
+  __device__ __forceinline__ void store(T* pointer) const {
+#pragma unroll
+    for (int k = 0; k < kSize / kPer; ++k) store_vec(pointer + k * kPer, piece[k]);
+  }
+};
+
+// What every element of the launch shares: the rule's own scalars and the gradient's factors.
+template <class Rule>
+struct Step {
+  using Compute = typename Rule::Compute;
+  Rule rule;
+  Compute inv_scale;  // undoes the loss scale; the gradient is stored after it
+  Compute factor;     // clipping, and -1 to maximize
+  bool skip, zero_grad, store_grad;
+};
+
+// kSize neighbours of all operands of one parameter.
+template <class Rule, int kSize>
+struct Operands {
+  using T = typename Rule::Param;
+  using S = typename Rule::State;
+  using Compute = typename Rule::Compute;
+  static constexpr int kStates = Rule::kStates;
+  static constexpr bool kMayHaveMaster = !std::is_same_v<T, S>;
+
+  Pieces<T, kSize> param, grad;
+  Pieces<S, kSize> state[kStates > 0 ? kStates : 1];
+  Pieces<float, kSize> master;
+
+  template <class Entry>
+  __device__ __forceinline__ void load(const Entry& entry, int64_t i, bool load_states) {
+    grad.load(entry.grad + i);
+    if (kMayHaveMaster && entry.master != nullptr) {
+      master.load(entry.master + i);
+    } else {
+      param.load(entry.param + i);
+    }
+    if (load_states) {
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) state[k].load(entry.state[k] + i);
+    }
+  }
+
+  template <class Entry>
+  __device__ __forceinline__ void update_and_store(const Entry& entry, int64_t i,
+                                                   const Step<Rule>& step) {
+    const bool has_master = kMayHaveMaster && entry.master != nullptr;
+    if (!step.skip) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        Compute p = has_master ? static_cast<Compute>(master[j]) : convert<Compute>(param[j]);
+        const Compute g = convert<Compute>(grad[j]) * step.inv_scale;
+        grad[j] = convert<T>(g);
+        Compute s[kStates > 0 ? kStates : 1];
+#pragma unroll
+        for (int k = 0; k < kStates; ++k) s[k] = convert<Compute>(state[k][j]);
+        step.rule(p, g * step.factor, s);
+        param[j] = convert<T>(p);
+        if (kMayHaveMaster) master[j] = static_cast<float>(p);
+#pragma unroll
+        for (int k = 0; k < kStates; ++k) state[k][j] = convert<S>(s[k]);
+      }
+      param.store(entry.param + i);
+      if (has_master) master.store(entry.master + i);
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) state[k].store(entry.state[k] + i);
+    }
+    if (step.zero_grad) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) grad[j] = convert<T>(0.0f);
+    }
+    if (step.store_grad) grad.store(entry.grad + i);
+  }
+};
+
+// The scalars of the step; for Adam with its steps on the device this is a barrier of the block,
+// and `advance` tells the launch's last block that every block has read its step.
+template <class Rule, class Entry>
+__device__ __forceinline__ Step<Rule> prepare(const Entry& entry, const StepScalars& common,
+                                              const typename Rule::Scalars& scalars,
+                                              bool& advance) {
+  using Compute = typename Rule::Compute;
+  Step<Rule> step;
+  step.skip = common.found_inf != nullptr && *common.found_inf != 0.0f;
+  step.zero_grad = common.zero_grad;
+  step.store_grad = common.zero_grad || (common.grad_scale != nullptr && !step.skip);
+  step.inv_scale = common.grad_scale == nullptr ? Compute(1) : Compute(1) / *common.grad_scale;
+  step.factor = static_cast<Compute>(common.clip == nullptr ? 1.0 : common.clip[1]);
+  if (common.maximize) step.factor = -step.factor;
+  step.rule = Rule::make(entry, common, scalars, step.skip, advance);
+  return step;
+}
+
+// Layout: table.entry[t] is one parameter; its operands are dense arrays walked in the same order.
+// Grid: block b has chunk b - first_chunk[t] of parameter t: kOptimThreads * kUnroll vectors of
+// kSize elements, neighbouring threads neighbouring vectors; the first chunk also head and tail.
+template <class Rule, class Table>
+__global__ void __launch_bounds__(kOptimThreads)
+    step_kernel(const __grid_constant__ Table table, const __grid_constant__ StepScalars common,
+                const __grid_constant__ typename Rule::Scalars scalars) {
+  constexpr int kSize = kVecSize<typename Rule::Param>;
+  constexpr int kUnroll = Rule::kUnroll;
+  const int which = find_entry(table, blockIdx.x);
+  const typename Table::Entry& entry = table.entry[which];
+  const int64_t chunk = blockIdx.x - table.first_chunk[which];
+  const int64_t numel = entry.numel;
+  const bool load_states = Rule::reads_states(scalars);
+  bool advance = false;
+
+  if (entry.head >= 0) {
+    const int64_t head = entry.head;
+    const int64_t num_vectors = (numel - head) / kSize;
+    const int64_t first = chunk * (kOptimThreads * kUnroll) + threadIdx.x;
+    Operands<Rule, kSize> operands[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t v = first + u * kOptimThreads;
+      if (v < num_vectors) operands[u].load(entry, head + v * kSize, load_states);
+    }
+    const Step<Rule> step = prepare<Rule>(entry, common, scalars, advance);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t v = first + u * kOptimThreads;
+      if (v < num_vectors) operands[u].update_and_store(entry, head + v * kSize, step);
+    }
+    if (chunk == 0) {
+      // Both shorter than a vector: thread i has element i of the head and of the tail.
+      const int64_t tail = head + num_vectors * kSize + threadIdx.x;
+      const int64_t ends[2] = {threadIdx.x < head ? int64_t{threadIdx.x} : numel, tail};
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (ends[e] < numel) {
+          Operands<Rule, 1> single;
+          single.load(entry, ends[e], load_states);
+          single.update_and_store(entry, ends[e], step);
+        }
+      }
+    }
+  } else {
+    const Step<Rule> step = prepare<Rule>(entry, common, scalars, advance);
+    const int64_t begin = chunk * (kOptimThreads * kUnroll * kSize) + threadIdx.x;
+#pragma unroll 1
+    for (int round = 0; round < kSize; ++round) {
+      const int64_t first = begin + round * (kOptimThreads * kUnroll);
+      Operands<Rule, 1> operands[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t i = first + u * kOptimThreads;
+        if (i < numel) operands[u].load(entry, i, load_states);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t i = first + u * kOptimThreads;
+        if (i < numel) operands[u].update_and_store(entry, i, step);
+      }
+    }
+  }
+  if (advance) Rule::advance_steps(table, scalars);
+}
+
+template <class Rule, class Table>
+void launch_tables(const StepParams& p, const StepScalars& common,
+                   const typename Rule::Scalars& scalars, cudaStream_t stream) {
+  using T = typename Rule::Param;
+  using S = typename Rule::State;
+  auto head_of = [&](int64_t i) { return vector_head(p.tensors[i], p.dtype, p.state_dtype); };
+  for_each_table<Table>(
+      p.num_tensors,
+      [&](int64_t i) {
+        const StepTensor& t = p.tensors[i];
+        typename Table::Entry entry{};
+        entry.param = static_cast<T*>(t.param);
+        entry.grad = static_cast<T*>(t.grad);
+        for (int k = 0; k < Rule::kStates; ++k) entry.state[k] = static_cast<S*>(t.state[k]);
+        entry.master = t.master;
+        entry.numel = t.numel;
+        entry.inv_correction[0] = t.inv_correction1;
+        entry.inv_correction[1] = t.inv_correction2_sqrt;
+        if (t.step != nullptr) entry.step = t.step;
+        entry.head = head_of(i);
+        return entry;
+      },
+      [&](int64_t i) {
+        return count_chunks(p.tensors[i].numel, head_of(i), kVecSize<T>, Rule::kUnroll);
+      },
+      [&](const Table& table, unsigned blocks) {
+        launch(step_kernel<Rule, Table>, dim3(blocks), dim3(kOptimThreads), 0, stream, table,
+               common, scalars);
+      });
+}
+
+template <class Rule>
+void launch_step(const StepParams& p, const typename Rule::Scalars& scalars, cudaStream_t stream) {
+  using Entry = StepEntry<typename Rule::Param, typename Rule::State, Rule::kStates>;
+  using Small = ChunkTable<Entry, kSmallTableBytes>;
+  using Large = ChunkTable<Entry, kLargeTableBytes>;
+  static_assert(sizeof(Large) + sizeof(StepScalars) + sizeof(typename Rule::Scalars) <= 32764);
+  const StepScalars common{p.lr,   p.weight_decay, p.grad_scale, p.found_inf,
+                           p.clip, p.maximize,     p.zero_grad};
+  if (p.num_tensors <= Small::kCapacity) {
+    launch_tables<Rule, Small>(p, common, scalars, stream);
+  } else {
+    launch_tables<Rule, Large>(p, common, scalars, stream);
+  }
+}
+
+// Calls f<T, S>() for the types of parameters and states: equal, or fp32 beside 16-bit parameters.
+template <class F>
+void for_step_dtypes(DType dtype, DType state_dtype, F&& f) {
+  for_dtype(dtype, [&]<class T>() {
+    if (dtype == state_dtype) return f.template operator()<T, T>();
+    if constexpr (sizeof(T) == 2) {
+      if (state_dtype == DType::kFloat32) return f.template operator()<T, float>();
+    }
+    throw std::logic_error("warpwright: optimizer: no kernel for these state and parameter types");
+  });
+}
+
+}  // namespace warpwright

@@ -1,0 +1,72 @@
+// The list of tensors as a kernel argument, and which tensor and chunk a block has.
+// Since CUDA 12.1 an argument may have 32764 bytes (4 KB before): some 500 parameters of AdamW in
+// one launch. Short lists take a 4 KB table, because every launch copies all of it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace warpwright {
+
+constexpr int kSmallTableBytes = 4096 - 512;  // less the scalars that travel beside it
+#if CUDART_VERSION >= 12010
+constexpr int kLargeTableBytes = 32764 - 512;
+#else
+constexpr int kLargeTableBytes = kSmallTableBytes;
+#endif
+
+template <class EntryType, int kBytes>
+struct ChunkTable {
+  using Entry = EntryType;
+  static constexpr int kCapacity =
+      (kBytes - 16) / static_cast<int>(sizeof(Entry) + sizeof(uint32_t));
+
+  int32_t count;
+  uint32_t first_chunk[kCapacity + 1];  // of the launch; [count]: all chunks
+  Entry entry[kCapacity];
+};
+
+// The entry that block `chunk` works for: the last one that begins at or before it. The table is
+// read through the constant cache, all threads of a block at the same place.
+template <class Table>
+__device__ __forceinline__ int find_entry(const Table& table, uint32_t chunk) {
+  int low = 0, high = table.count;  // first_chunk[low] <= chunk < first_chunk[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (table.first_chunk[middle] <= chunk) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Fills tables from `count` tensors and calls launch(table) for each full one and the last.
+// make_entry(i) gives the entry, chunks_of(i) its blocks (at least one).
+template <class Table, class MakeEntry, class ChunksOf, class Launch>
+void for_each_table(int64_t count, MakeEntry&& make_entry, ChunksOf&& chunks_of, Launch&& launch) {
+  constexpr int64_t kMaxChunks = (int64_t{1} << 31) - 1;
+  Table table;
+  int64_t chunks = 0;
+  table.count = 0;
+  auto flush = [&] {
+    if (table.count == 0) return;
+    table.first_chunk[table.count] = static_cast<uint32_t>(chunks);
+    launch(static_cast<const Table&>(table), static_cast<unsigned>(chunks));
+    table.count = 0;
+    chunks = 0;
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t more = chunks_of(i);
+    if (table.count == Table::kCapacity || chunks + more > kMaxChunks) flush();
+    table.first_chunk[table.count] = static_cast<uint32_t>(chunks);
+    table.entry[table.count] = make_entry(i);
+    ++table.count;
+    chunks += more;
+  }
+  flush();
+}
+
+}  // namespace warpwright

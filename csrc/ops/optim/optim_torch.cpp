@@ -1,0 +1,569 @@
+// sgd_step_, adam_step_ and grad_norm on every dispatch key. The lists hold one tensor a parameter;
+// empty lists: absent. warpwright.optim makes the calls.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "ops/optim/optim.h"
+#include "torch/autograd.h"
+#include "torch/dispatch.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+namespace {
+
+using at::TensorList;
+using OptionalTensor = std::optional<Tensor>;
+
+using SgdSignature = void(TensorList params, TensorList grads, TensorList buffers,
+                          TensorList masters, double lr, const OptionalTensor& lr_tensor,
+                          double momentum, double dampening, double weight_decay, bool nesterov,
+                          bool maximize, bool first_step, bool zero_grad,
+                          const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                          const OptionalTensor& clip);
+using AdamSignature = void(TensorList params, TensorList grads, TensorList exp_avgs,
+                           TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList steps,
+                           TensorList masters, TensorList counter, double lr,
+                           const OptionalTensor& lr_tensor, double beta1,
+                           const OptionalTensor& beta1_tensor, double beta2,
+                           const OptionalTensor& beta2_tensor, double weight_decay, double eps,
+                           bool decoupled_weight_decay, bool maximize, bool zero_grad,
+                           const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                           const OptionalTensor& clip);
+using NormSignature = Tensor(TensorList grads, TensorList counter, double max_norm,
+                             const OptionalTensor& grad_scale);
+
+// A function of that signature around a generic lambda: the lists of arguments stand here once.
+template <class Signature>
+struct Kernel;
+template <class Result, class... Args>
+struct Kernel<Result(Args...)> {
+  template <auto kBody>
+  static Result of(Args... args) {
+    return kBody(args...);
+  }
+};
+
+// ---- checks ----
+
+struct NamedList {
+  const char* name;
+  TensorList tensors;
+  bool optional;   // may be empty
+  bool is_state;   // may be fp32 beside 16-bit parameters
+  bool is_master;  // fp32
+};
+
+void check_like_params(const char* op, TensorList params, const NamedList& list) {
+  if (list.optional && list.tensors.empty()) return;
+  TORCH_CHECK(list.tensors.size() == params.size(), op, ": ", list.name, ": expected ",
+              params.size(), " tensors, one a parameter, got ", list.tensors.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Tensor& param = params[i];
+    const Tensor& tensor = list.tensors[i];
+    TORCH_CHECK(tensor.layout() == at::kStrided, op, ": ", list.name, "[", i,
+                "]: expected a dense tensor, got ", tensor.layout());
+    TORCH_CHECK(tensor.sym_sizes() == param.sym_sizes(), op, ": ", list.name, "[", i,
+                "]: expected shape ", param.sym_sizes(), ", got ", tensor.sym_sizes());
+    TORCH_CHECK(tensor.device() == params[0].device(), op, ": ", list.name, "[", i,
+                "]: expected device ", params[0].device(), ", got ", tensor.device());
+    const at::ScalarType dtype = list.is_master  ? at::kFloat
+                                 : list.is_state ? list.tensors[0].scalar_type()
+                                                 : params[0].scalar_type();
+    TORCH_CHECK(tensor.scalar_type() == dtype, op, ": ", list.name, "[", i, "]: expected ", dtype,
+                ", got ", tensor.scalar_type());
+  }
+}
+
+bool is_16_bit(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
+
+void check_step(const char* op, TensorList params, std::initializer_list<NamedList> lists) {
+  TORCH_CHECK(!params.empty(), op, ": params: expected at least one tensor");
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(params[0].scalar_type()), op,
+                              ": params: expected float32, float64, bfloat16 or float16, got ",
+                              params[0].scalar_type());
+  check_like_params(op, params, {"params", params, false, false, false});
+  for (const NamedList& list : lists) {
+    check_like_params(op, params, list);
+    if (list.tensors.empty()) continue;
+    const at::ScalarType type = list.tensors[0].scalar_type();
+    const at::ScalarType param = params[0].scalar_type();
+    TORCH_CHECK(type == param || (type == at::kFloat && is_16_bit(param)), op, ": ", list.name,
+                ": expected ", param, is_16_bit(param) ? " or Float" : "", ", got ", type);
+  }
+}
+
+void check_same_dtype(const char* op, const NamedList& a, const NamedList& b) {
+  if (a.tensors.empty() || b.tensors.empty()) return;
+  TORCH_CHECK(a.tensors[0].scalar_type() == b.tensors[0].scalar_type(), op, ": ", b.name,
+              ": expected ", a.tensors[0].scalar_type(), " as ", a.name, ", got ",
+              b.tensors[0].scalar_type());
+}
+
+void check_scalar(const char* op, const char* name, const OptionalTensor& tensor,
+                  c10::Device device, std::initializer_list<at::ScalarType> types,
+                  int64_t numel = 1) {
+  if (!tensor.has_value()) return;
+  TORCH_CHECK(tensor->sym_numel() == numel, op, ": ", name, ": expected ", numel,
+              " element(s), got ", tensor->sym_numel());
+  TORCH_CHECK(tensor->device() == device, op, ": ", name, ": expected device ", device, ", got ",
+              tensor->device());
+  bool found = false;
+  for (const at::ScalarType type : types) found |= tensor->scalar_type() == type;
+  TORCH_CHECK(found, op, ": ", name, ": expected ", *types.begin(), ", got ",
+              tensor->scalar_type());
+}
+
+void check_common(const char* op, TensorList params, const OptionalTensor& lr,
+                  const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                  const OptionalTensor& clip) {
+  const c10::Device device = params[0].device();
+  check_scalar(op, "lr_tensor", lr, device, {at::kFloat, at::kDouble});
+  check_scalar(op, "grad_scale", grad_scale, device, {at::kFloat});
+  check_scalar(op, "found_inf", found_inf, device, {at::kFloat});
+  check_scalar(op, "clip", clip, device, {at::kDouble}, 2);
+}
+
+void check_counter(const char* op, TensorList counter, c10::Device device, bool needed) {
+  TORCH_CHECK(counter.size() <= 1 && (!needed || counter.size() == 1), op, ": counter: expected ",
+              needed ? "one tensor" : "at most one tensor", ", got ", counter.size());
+  if (counter.empty()) return;
+  TORCH_CHECK(counter[0].device() == device && counter[0].scalar_type() == at::kInt &&
+                  counter[0].sym_numel() == 1,
+              op, ": counter: expected one Int on ", device, ", got ", counter[0].sym_numel(), " ",
+              counter[0].scalar_type(), " on ", counter[0].device());
+}
+
+void check_sgd(TensorList params, TensorList grads, TensorList buffers, TensorList masters,
+               double momentum) {
+  const char* op = "sgd_step_";
+  const NamedList buffer_list{"momentum_buffers", buffers, momentum == 0, true, false};
+  const NamedList master_list{"masters", masters, true, false, true};
+  check_step(op, params, {{"grads", grads, false, false, false}, buffer_list, master_list});
+  check_same_dtype(op, master_list, buffer_list);
+}
+
+void check_adam(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
+                TensorList max_exp_avg_sqs, TensorList steps, TensorList masters,
+                TensorList counter) {
+  const char* op = "adam_step_";
+  const NamedList first{"exp_avgs", exp_avgs, false, true, false};
+  const NamedList second{"exp_avg_sqs", exp_avg_sqs, false, true, false};
+  const NamedList largest{"max_exp_avg_sqs", max_exp_avg_sqs, true, true, false};
+  const NamedList master_list{"masters", masters, true, false, true};
+  check_step(op, params,
+             {{"grads", grads, false, false, false}, first, second, largest, master_list});
+  check_same_dtype(op, first, second);
+  check_same_dtype(op, first, largest);
+  check_same_dtype(op, master_list, first);
+  TORCH_CHECK(steps.size() == params.size(), op, ": state_steps: expected ", params.size(),
+              " tensors, one a parameter, got ", steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    TORCH_CHECK(steps[i].sym_numel() == 1 && steps[i].device() == steps[0].device() &&
+                    steps[i].scalar_type() == steps[0].scalar_type() &&
+                    (steps[i].scalar_type() == at::kFloat || steps[i].scalar_type() == at::kDouble),
+                op, ": state_steps[", i, "]: expected one Float or Double on one device, got ",
+                steps[i].sym_numel(), " ", steps[i].scalar_type(), " on ", steps[i].device());
+  }
+  const c10::Device device = params[0].device();
+  TORCH_CHECK(steps[0].device() == device || steps[0].is_cpu(), op,
+              ": state_steps: expected device ", device, " or cpu, got ", steps[0].device());
+  check_counter(op, counter, device, device.is_cuda() && steps[0].is_cuda());
+}
+
+// ---- tensors as the kernels see them ----
+
+bool same_order(const Tensor& a, const Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+// The lists in one dense memory order a parameter. Operands in another order are copied, and what
+// the step writes is copied back by finish().
+class StepTensors {
+ public:
+  std::vector<StepTensor> tensors;
+
+  explicit StepTensors(TensorList params) : tensors(params.size()), orders_(params.size()) {
+    for (size_t i = 0; i < params.size(); ++i) {
+      tensors[i].numel = params[i].numel();
+      if (!params[i].is_non_overlapping_and_dense()) orders_[i] = at::empty_like(params[i]);
+    }
+    params_ = params;
+    add(params, true, [](StepTensor& t, void* data) { t.param = data; });
+  }
+
+  template <class Set>
+  void add(TensorList list, bool written, Set&& set) {
+    for (size_t i = 0; i < list.size(); ++i) {
+      const Tensor& order = orders_[i].defined() ? orders_[i] : params_[i];
+      Tensor tensor = list[i];
+      if (tensor.numel() != 0 && !same_order(tensor, order)) {
+        tensor = at::empty_like(order, list[i].options()).copy_(list[i]);
+        copies_.push_back({written ? list[i] : Tensor(), tensor});
+      }
+      set(tensors[i],
+          written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()));
+    }
+  }
+
+  void finish() {
+    for (auto& [original, copy] : copies_) {
+      if (original.defined()) original.copy_(copy);
+    }
+  }
+
+ private:
+  TensorList params_;
+  std::vector<Tensor> orders_;
+  std::vector<std::pair<Tensor, Tensor>> copies_;
+};
+
+Hyper hyper_of(double value, const OptionalTensor& tensor) {
+  if (!tensor.has_value()) return {value};
+  return {value, tensor->const_data_ptr(), tensor->scalar_type() == at::kDouble};
+}
+
+const float* float_pointer(const OptionalTensor& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<float>() : nullptr;
+}
+
+DType state_dtype_of(TensorList params, TensorList states, TensorList masters) {
+  if (!masters.empty()) return DType::kFloat32;
+  return dtype_of(states.empty() ? params[0] : states[0]);
+}
+
+StepParams common_params(TensorList params, TensorList states, TensorList masters,
+                         const StepTensors& step, double lr, const OptionalTensor& lr_tensor,
+                         double weight_decay, bool maximize, bool zero_grad,
+                         const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                         const OptionalTensor& clip) {
+  return {dtype_of(params[0]),
+          state_dtype_of(params, states, masters),
+          step.tensors.data(),
+          static_cast<int64_t>(step.tensors.size()),
+          hyper_of(lr, lr_tensor),
+          weight_decay,
+          maximize,
+          zero_grad,
+          float_pointer(grad_scale),
+          float_pointer(found_inf),
+          clip.has_value() ? clip->const_data_ptr<double>() : nullptr};
+}
+
+// Advances steps on the host and takes the bias corrections from them, in double.
+void advance_host_steps(TensorList steps, double beta1, double beta2,
+                        const OptionalTensor& found_inf, std::vector<StepTensor>& tensors) {
+  TORCH_CHECK(!found_inf.has_value() || found_inf->is_cpu(),
+              "adam_step_: state_steps: expected steps on ", found_inf->device(),
+              " (fused=True or capturable=True) beside found_inf, got cpu: a skipped step must "
+              "not count, and only the device knows");
+  if (found_inf.has_value() && *found_inf->const_data_ptr<float>() != 0) return;
+  double taken = -1, inv_correction1 = 1, inv_correction2_sqrt = 1;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    double t;
+    if (steps[i].scalar_type() == at::kDouble) {
+      t = *steps[i].mutable_data_ptr<double>() += 1;
+    } else {
+      t = *steps[i].mutable_data_ptr<float>() += 1;
+    }
+    if (t != taken) {
+      taken = t;
+      inv_correction1 = 1 / (1 - std::pow(beta1, t));
+      inv_correction2_sqrt = 1 / std::sqrt(1 - std::pow(beta2, t));
+    }
+    tensors[i].inv_correction1 = inv_correction1;
+    tensors[i].inv_correction2_sqrt = inv_correction2_sqrt;
+  }
+}
+
+// ---- CPU and CUDA ----
+
+template <class Run>
+void sgd_step_with(TensorList params, TensorList grads, TensorList buffers, TensorList masters,
+                   double lr, const OptionalTensor& lr_tensor, double momentum, double dampening,
+                   double weight_decay, bool nesterov, bool maximize, bool first_step,
+                   bool zero_grad, const OptionalTensor& grad_scale,
+                   const OptionalTensor& found_inf, const OptionalTensor& clip, Run&& run) {
+  check_sgd(params, grads, buffers, masters, momentum);
+  check_common("sgd_step_", params, lr_tensor, grad_scale, found_inf, clip);
+  StepTensors step(params);
+  const bool grads_written = zero_grad || grad_scale.has_value();
+  step.add(grads, grads_written, [](StepTensor& t, void* data) { t.grad = data; });
+  if (momentum != 0) {
+    step.add(buffers, true, [](StepTensor& t, void* data) { t.state[0] = data; });
+  }
+  step.add(masters, true, [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
+  SgdParams p{
+      common_params(params, momentum != 0 ? buffers : TensorList(), masters, step, lr, lr_tensor,
+                    weight_decay, maximize, zero_grad, grad_scale, found_inf, clip),
+      momentum, dampening, nesterov, first_step};
+  run(p);
+  step.finish();
+}
+
+template <class Run>
+void adam_step_with(TensorList params, TensorList grads, TensorList exp_avgs,
+                    TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList steps,
+                    TensorList masters, TensorList counter, double lr,
+                    const OptionalTensor& lr_tensor, double beta1,
+                    const OptionalTensor& beta1_tensor, double beta2,
+                    const OptionalTensor& beta2_tensor, double weight_decay, double eps,
+                    bool decoupled_weight_decay, bool maximize, bool zero_grad,
+                    const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                    const OptionalTensor& clip, Run&& run) {
+  const char* op = "adam_step_";
+  check_adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
+  check_common(op, params, lr_tensor, grad_scale, found_inf, clip);
+  const c10::Device device = params[0].device();
+  check_scalar(op, "beta1_tensor", beta1_tensor, device, {at::kFloat, at::kDouble});
+  check_scalar(op, "beta2_tensor", beta2_tensor, device, {at::kFloat, at::kDouble});
+
+  StepTensors step(params);
+  const bool grads_written = zero_grad || grad_scale.has_value();
+  step.add(grads, grads_written, [](StepTensor& t, void* data) { t.grad = data; });
+  step.add(exp_avgs, true, [](StepTensor& t, void* data) { t.state[0] = data; });
+  step.add(exp_avg_sqs, true, [](StepTensor& t, void* data) { t.state[1] = data; });
+  step.add(max_exp_avg_sqs, true, [](StepTensor& t, void* data) { t.state[2] = data; });
+  step.add(masters, true, [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
+  const bool device_steps = device.is_cuda() && steps[0].is_cuda();
+  if (device_steps) {
+    for (size_t i = 0; i < steps.size(); ++i) step.tensors[i].step = steps[i].mutable_data_ptr();
+  } else {
+    TORCH_CHECK(device.is_cpu() || (!beta1_tensor.has_value() && !beta2_tensor.has_value()), op,
+                ": state_steps: expected steps on ", device,
+                " (capturable=True) beside betas on that device, got cpu");
+    auto value = [](double beta, const OptionalTensor& tensor) {
+      if (!tensor.has_value()) return beta;
+      return tensor->scalar_type() == at::kDouble ? *tensor->const_data_ptr<double>()
+                                                  : *tensor->const_data_ptr<float>();
+    };
+    advance_host_steps(steps, value(beta1, beta1_tensor), value(beta2, beta2_tensor), found_inf,
+                       step.tensors);
+  }
+  AdamParams p{common_params(params, exp_avgs, masters, step, lr, lr_tensor, weight_decay, maximize,
+                             zero_grad, grad_scale, found_inf, clip),
+               hyper_of(beta1, beta1_tensor),
+               hyper_of(beta2, beta2_tensor),
+               eps,
+               !max_exp_avg_sqs.empty(),
+               decoupled_weight_decay,
+               steps[0].scalar_type() == at::kDouble,
+               device_steps ? static_cast<unsigned*>(counter[0].mutable_data_ptr()) : nullptr};
+  run(p);
+  step.finish();
+}
+
+void check_grad_norm(TensorList grads, TensorList counter, const OptionalTensor& grad_scale) {
+  const char* op = "grad_norm";
+  TORCH_CHECK(!grads.empty(), op, ": grads: expected at least one tensor");
+  const c10::Device device = grads[0].device();
+  for (size_t i = 0; i < grads.size(); ++i) {
+    TORCH_CHECK(grads[i].layout() == at::kStrided, op, ": grads[", i,
+                "]: expected a dense tensor, got ", grads[i].layout());
+    TORCH_CHECK_NOT_IMPLEMENTED(is_floating(grads[i].scalar_type()), op, ": grads[", i,
+                                "]: expected float32, float64, bfloat16 or float16, got ",
+                                grads[i].scalar_type());
+    TORCH_CHECK(grads[i].device() == device, op, ": grads[", i, "]: expected device ", device,
+                ", got ", grads[i].device());
+  }
+  check_counter(op, counter, device, device.is_cuda());
+  check_scalar(op, "grad_scale", grad_scale, device, {at::kFloat});
+}
+
+Tensor empty_norm(const Tensor& grad) { return at::empty({2}, grad.options().dtype(at::kDouble)); }
+
+template <class Run>
+Tensor grad_norm_with(TensorList grads, TensorList counter, double max_norm,
+                      const OptionalTensor& grad_scale, Run&& run) {
+  check_grad_norm(grads, counter, grad_scale);
+  Tensor result = empty_norm(grads[0]);
+  std::vector<GradNormTensor> tensors;
+  std::vector<Tensor> copies;
+  tensors.reserve(grads.size());
+  for (const Tensor& grad : grads) {
+    Tensor dense = grad;
+    if (!grad.is_non_overlapping_and_dense()) copies.push_back(dense = grad.contiguous());
+    tensors.push_back({dense.numel(), dense.const_data_ptr(), dtype_of(dense)});
+  }
+  Tensor partials;
+  GradNormParams p{tensors.data(),
+                   static_cast<int64_t>(tensors.size()),
+                   max_norm,
+                   float_pointer(grad_scale),
+                   result.mutable_data_ptr<double>(),
+                   nullptr,
+                   nullptr};
+  if (result.is_cuda()) {
+    partials = at::empty({grad_norm_workspace(p.tensors, p.num_tensors)}, result.options());
+    p.partials = partials.mutable_data_ptr<double>();
+    p.counter = static_cast<unsigned*>(counter[0].mutable_data_ptr());
+  }
+  run(p);
+  return result;
+}
+
+// ---- Autograd ----
+
+template <class... Lists>
+void check_not_recorded(const char* op, const Lists&... lists) {
+  if (!at::GradMode::is_enabled()) return;
+  auto check = [&](TensorList list) {
+    for (const Tensor& tensor : list) {
+      torch::autograd::check_inplace(tensor, tensor.requires_grad());
+      TORCH_CHECK(!tensor.requires_grad(), op,
+                  ": expected torch.no_grad(), or tensors that require no gradient: it is not "
+                  "differentiable");
+    }
+  };
+  (check(lists), ...);
+}
+
+template <class... Lists>
+void bump_versions(const Lists&... lists) {
+  auto bump = [](TensorList list) {
+    for (const Tensor& tensor : list) {
+      if (!tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
+    }
+  };
+  (bump(lists), ...);
+}
+
+constexpr auto sgd_autograd = [](TensorList params, TensorList grads, TensorList buffers,
+                                 TensorList masters, const auto&... scalars) {
+  static const auto op = find_op<SgdSignature>("warpwright::sgd_step_");
+  check_not_recorded("sgd_step_", params, grads, buffers, masters);
+  below_autograd([&] { op.call(params, grads, buffers, masters, scalars...); });
+  bump_versions(params, grads, buffers, masters);
+};
+
+constexpr auto adam_autograd = [](TensorList params, TensorList grads, TensorList exp_avgs,
+                                  TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
+                                  TensorList steps, TensorList masters, TensorList counter,
+                                  const auto&... scalars) {
+  static const auto op = find_op<AdamSignature>("warpwright::adam_step_");
+  check_not_recorded("adam_step_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps,
+                     masters);
+  below_autograd([&] {
+    op.call(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter,
+            scalars...);
+  });
+  bump_versions(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
+};
+
+constexpr auto norm_autograd = [](TensorList grads, TensorList counter, const auto&... scalars) {
+  static const auto op = find_op<NormSignature>("warpwright::grad_norm");
+  check_not_recorded("grad_norm", grads);
+  Tensor result = below_autograd([&] { return op.call(grads, counter, scalars...); });
+  bump_versions(counter);
+  return result;
+};
+
+// ---- kernels by device ----
+
+constexpr auto sgd_cpu = [](const auto&... args) { sgd_step_with(args..., sgd_step_cpu); };
+constexpr auto adam_cpu = [](const auto&... args) { adam_step_with(args..., adam_step_cpu); };
+constexpr auto norm_cpu = [](const auto&... args) {
+  return grad_norm_with(args..., grad_norm_cpu);
+};
+
+#ifdef WARPWRIGHT_WITH_CUDA
+const Tensor& first_of(const char* op, const char* name, TensorList list) {
+  TORCH_CHECK(!list.empty(), op, ": ", name, ": expected at least one tensor");
+  return list[0];
+}
+
+constexpr auto sgd_cuda = [](TensorList params, const auto&... args) {
+  const CudaCall call(first_of("sgd_step_", "params", params));
+  sgd_step_with(params, args..., [&](const SgdParams& p) { launch_sgd_step(p, call.stream); });
+};
+constexpr auto adam_cuda = [](TensorList params, const auto&... args) {
+  const CudaCall call(first_of("adam_step_", "params", params));
+  adam_step_with(params, args..., [&](const AdamParams& p) { launch_adam_step(p, call.stream); });
+};
+constexpr auto norm_cuda = [](TensorList grads, const auto&... args) {
+  const CudaCall call(first_of("grad_norm", "grads", grads));
+  return grad_norm_with(grads, args...,
+                        [&](const GradNormParams& p) { launch_grad_norm(p, call.stream); });
+};
+#endif
+
+// ---- Meta ----
+
+constexpr auto sgd_meta = [](TensorList params, TensorList grads, TensorList buffers,
+                             TensorList masters, double, const OptionalTensor& lr_tensor,
+                             double momentum, double, double, bool, bool, bool, bool,
+                             const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                             const OptionalTensor& clip) {
+  check_sgd(params, grads, buffers, masters, momentum);
+  check_common("sgd_step_", params, lr_tensor, grad_scale, found_inf, clip);
+};
+constexpr auto adam_meta = [](TensorList params, TensorList grads, TensorList exp_avgs,
+                              TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList steps,
+                              TensorList masters, TensorList counter, const auto&...) {
+  check_adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
+};
+constexpr auto norm_meta = [](TensorList grads, TensorList counter, double,
+                              const OptionalTensor& grad_scale) {
+  check_grad_norm(grads, counter, grad_scale);
+  return empty_norm(grads[0]);
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  m.def(
+      "sgd_step_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
+      "Tensor(d!)[] masters, float lr, Tensor? lr_tensor, float momentum, float dampening, "
+      "float weight_decay, bool nesterov, bool maximize, bool first_step, bool zero_grad=False, "
+      "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip=None) -> ()",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "adam_step_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, "
+      "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps, "
+      "Tensor(g!)[] masters, Tensor(h!)[] counter, float lr, Tensor? lr_tensor, float beta1, "
+      "Tensor? beta1_tensor, float beta2, Tensor? beta2_tensor, float weight_decay, float eps, "
+      "bool decoupled_weight_decay, bool maximize, bool zero_grad=False, "
+      "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip=None) -> ()",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "grad_norm(Tensor[] grads, Tensor(a!)[] counter, float max_norm, Tensor? grad_scale=None) "
+      "-> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("sgd_step_", Kernel<SgdSignature>::of<sgd_cpu>);
+  m.impl("adam_step_", Kernel<AdamSignature>::of<adam_cpu>);
+  m.impl("grad_norm", Kernel<NormSignature>::of<norm_cpu>);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("sgd_step_", Kernel<SgdSignature>::of<sgd_cuda>);
+  m.impl("adam_step_", Kernel<AdamSignature>::of<adam_cuda>);
+  m.impl("grad_norm", Kernel<NormSignature>::of<norm_cuda>);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("sgd_step_", Kernel<SgdSignature>::of<sgd_meta>);
+  m.impl("adam_step_", Kernel<AdamSignature>::of<adam_meta>);
+  m.impl("grad_norm", Kernel<NormSignature>::of<norm_meta>);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("sgd_step_", Kernel<SgdSignature>::of<sgd_autograd>);
+  m.impl("adam_step_", Kernel<AdamSignature>::of<adam_autograd>);
+  m.impl("grad_norm", Kernel<NormSignature>::of<norm_autograd>);
+}
+
+}  // namespace warpwright

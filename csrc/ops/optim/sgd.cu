@@ -1,0 +1,64 @@
+// SGD, with momentum or without. Three or five streams and a handful of instructions an element.
+#include "ops/optim/optim_device.cuh"
+
+namespace warpwright {
+namespace {
+
+template <class T, class S, bool kMomentum>
+struct SgdRule {
+  using Param = T;
+  using State = S;
+  using Compute = Accum<T>;
+  static constexpr int kStates = kMomentum ? 1 : 0;
+  // 16-byte loads of each operand a thread; 16-bit types need twice the registers a byte.
+  static constexpr bool kMixed = !std::is_same_v<T, S>;
+  static constexpr int kUnroll = kMixed ? 1 : !kMomentum ? 4 : sizeof(T) == 2 ? 1 : 2;
+
+  struct Scalars {
+    double momentum, dampening;
+    bool nesterov, first_step;
+  };
+
+  Compute lr, weight_decay, momentum, keep;
+  bool nesterov, first_step;
+
+  // The first step's buffers are unset memory.
+  __device__ static bool reads_states(const Scalars& s) { return kMomentum && !s.first_step; }
+
+  template <class Entry>
+  __device__ __forceinline__ static SgdRule make(const Entry&, const StepScalars& common,
+                                                 const Scalars& s, bool, bool&) {
+    return {static_cast<Compute>(read(common.lr)),
+            static_cast<Compute>(common.weight_decay),
+            static_cast<Compute>(s.momentum),
+            static_cast<Compute>(1.0 - s.dampening),
+            s.nesterov,
+            s.first_step};
+  }
+
+  __device__ __forceinline__ void operator()(Compute& p, Compute g, Compute* state) const {
+    if (weight_decay != 0) g += weight_decay * p;
+    if constexpr (kMomentum) {
+      const Compute buffer = first_step ? g : momentum * state[0] + keep * g;
+      state[0] = buffer;
+      g = nesterov ? g + momentum * buffer : buffer;
+    }
+    p -= lr * g;
+  }
+
+  template <class Table>
+  __device__ static void advance_steps(const Table&, const Scalars&) {}
+};
+
+}  // namespace
+
+void launch_sgd_step(const SgdParams& p, cudaStream_t stream) {
+  for_step_dtypes(p.dtype, p.state_dtype, [&]<class T, class S>() {
+    for_bool(p.momentum != 0, [&]<bool kMomentum>() {
+      launch_step<SgdRule<T, S, kMomentum>>(p, {p.momentum, p.dampening, p.nesterov, p.first_step},
+                                            stream);
+    });
+  });
+}
+
+}  // namespace warpwright

@@ -1,0 +1,358 @@
+"""What the optimizers share: which tensors a kernel can take, and the extras' bookkeeping."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._ops import ops
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+COMPLEX = (torch.complex64, torch.complex128)
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+MASTER = "master_param"
+
+
+@dataclass
+class Batch:
+    """Parameters of one group that one call updates: one device, one dtype."""
+
+    group: dict[str, Any]
+    native: bool  # left to torch.optim's own functions
+    first_step: bool
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)  # of each parameter
+
+    def __post_init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+
+    def add(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        self.device, self.dtype = param.device, param.dtype
+        self.params.append(param)
+        self.grads.append(grad)
+        self.states.append(state)
+
+    def values(self, name: str) -> list[Any]:
+        return [state[name] for state in self.states]
+
+    def refresh(self) -> bool:
+        """Takes the gradients of this step; false if a kernel can't, or the parameters changed."""
+        grads: list[Any] = [param.grad for param in self.params]
+        self.grads = grads
+        return (
+            not self.native
+            and not self.first_step
+            and set(map(type, grads)) <= PLAIN_TYPES
+            and {grad.layout for grad in grads} == {torch.strided}
+            and {grad.dtype for grad in grads} == {self.dtype}
+            and {param.dtype for param in self.params} == {self.dtype}
+            and {param.device for param in self.params} == {self.device}
+        )
+
+
+@dataclass
+class Plan:
+    """The batches of a group, reused while the group stays what it was: per parameter a step then
+    costs a look at its gradient and state, and no decision."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    idle: list[Tensor]  # without a gradient
+    flags: tuple[Any, ...]
+    batches: list[Batch]
+
+    def refresh(self, group: dict[str, Any], flags: tuple[Any, ...]) -> bool:
+        return (
+            self.group is group
+            and self.flags == flags
+            and same_objects(self.params, group["params"])
+            and all(param.grad is None for param in self.idle)
+            and all(batch.refresh() for batch in self.batches)
+        )
+
+
+def same_objects(a: Collection[Any], b: Collection[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def is_ours(param: Tensor, grad: Tensor) -> bool:
+    """Dense tensors of the kernels' types; torch.optim's own functions take everything else."""
+    return (
+        type(param) in PLAIN_TYPES
+        and type(grad) in PLAIN_TYPES
+        and param.dtype == grad.dtype
+        and (param.dtype in FLOATING or (param.dtype in COMPLEX and not param.is_conj()))
+        and param.layout == grad.layout == torch.strided
+        and param.device == grad.device
+        and param.device.type in ("cpu", "cuda")
+    )
+
+
+def as_real(tensors: list[Tensor]) -> list[Tensor]:
+    """Complex tensors as pairs of reals: every rule here is elementwise in real and imaginary."""
+    if not tensors or not tensors[0].is_complex():
+        return tensors
+    return [torch.view_as_real(t.resolve_conj()) for t in tensors]
+
+
+def scalar_on(value: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
+    """A hyperparameter for an op: as a float, or as a tensor on the GPU, which nobody waits for."""
+    if not isinstance(value, Tensor):
+        return value, None
+    if device.type == "cpu" or value.device.type == "cpu":
+        return float(value), None
+    value = value.to(device, non_blocking=True)
+    return 0.0, value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, torch.float32, non_blocking=True)
+
+
+class FusedStep(Optimizer):
+    """Mixin before a torch.optim class; the subclass has `_batches` and `_update`."""
+
+    max_norm: float | None = None
+    zero_grad_in_step: bool = False
+    state_dtype: torch.dtype | None = None
+    master_weights: bool = False
+    grad_norm: Tensor | None = None
+    _extras = ("max_norm", "zero_grad_in_step", "state_dtype", "master_weights")
+    _state_names: tuple[str, ...] = ()
+    _planned_states: list[dict[str, Any]]
+
+    def _set_extras(
+        self,
+        max_norm: float | None,
+        zero_grad_in_step: bool,
+        state_dtype: torch.dtype | None,
+        master_weights: bool,
+    ) -> None:
+        if max_norm is not None and not max_norm >= 0.0:
+            raise ValueError(f"Invalid max_norm value: {max_norm}")
+        if state_dtype not in (None, torch.float32):
+            raise ValueError(f"state_dtype: expected None or torch.float32, got {state_dtype}")
+        wanted = max_norm is not None or zero_grad_in_step or state_dtype or master_weights
+        if wanted and any(group["differentiable"] for group in self.param_groups):
+            raise ValueError(
+                "`differentiable` does not support max_norm, zero_grad_in_step, state_dtype and "
+                "master_weights"
+            )
+        self.max_norm = max_norm
+        self.zero_grad_in_step = zero_grad_in_step
+        self.state_dtype = state_dtype
+        self.master_weights = master_weights
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if param.device.type == "cuda":
+                self._counter(param.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._extras}}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler hands its scale and verdict to the step instead of waiting for the GPU."""
+        return all(self._scales_in_step(group) for group in self.param_groups)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch.optim's constructors set it for fused=True; the answer here covers that."""
+
+    def _scales_in_step(self, group: dict[str, Any]) -> bool:
+        return not group["differentiable"]
+
+    def _counter(self, device: torch.device) -> list[Tensor]:
+        """The zero by which a launch's last block knows itself; every launch leaves it zero."""
+        if device.type != "cuda":
+            return []
+        counters = self.__dict__.setdefault("_counters", {})
+        if device not in counters:
+            zero = torch.zeros((), dtype=torch.int32, device=device)
+            if torch.cuda.is_current_stream_capturing():
+                # Zeroed by each replay only: the graph's own.
+                self.__dict__.setdefault("_captured_counters", []).append(zero)
+                return [zero]
+            counters[device] = zero
+        return [counters[device]]
+
+    # ---- fp32 state beside 16-bit parameters ----
+
+    def _wants_fp32_state(self, param: Tensor) -> bool:
+        return param.dtype in SIXTEEN_BIT and (
+            self.master_weights or self.state_dtype is torch.float32
+        )
+
+    def _widen(self, param: Tensor, state: dict[str, Any]) -> None:
+        if not self._wants_fp32_state(param):
+            return
+        for name in self._state_names:
+            if isinstance(state.get(name), Tensor):
+                state[name] = state[name].float()
+        if self.master_weights and MASTER not in state:
+            state[MASTER] = param.detach().float()
+
+    def _masters(self, batch: Batch) -> list[Tensor]:
+        if not self.master_weights or batch.dtype not in SIXTEEN_BIT:
+            return []
+        return batch.values(MASTER)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if not (self.master_weights or self.state_dtype):
+            return
+        # torch.optim casts all state to the parameters' types: the fp32 values once more.
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, param in zip(saved, own, strict=True):
+            if not self._wants_fp32_state(param):
+                continue
+            for name in (*self._state_names, MASTER):
+                value = state_dict["state"].get(key, {}).get(name)
+                if isinstance(value, Tensor):
+                    self.state[param][name] = value.to(param.device, torch.float32, copy=True)
+
+    # ---- the step ----
+
+    def _gather(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters with a gradient, and the gradients; makes the state that torch.optim makes."""
+        raise NotImplementedError
+
+    def _has_state(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _flags(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """What of a group decides how its parameters go into calls."""
+        raise NotImplementedError
+
+    def _key(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, Any]:
+        """First step?, and what else the parameters of one call must have in common."""
+        raise NotImplementedError
+
+    def _plan(self, group: dict[str, Any]) -> Plan:
+        params, grads = self._gather(group)
+        has_state = self._has_state(group)
+        batches: dict[Any, Batch] = {}
+        for param, grad in zip(params, grads, strict=True):
+            has_master = self.master_weights and param.dtype in SIXTEEN_BIT
+            state = self.state[param] if has_state or has_master else {}
+            native = group["differentiable"] or not is_ours(param, grad)
+            if native:
+                first_step, alike = False, grad.is_sparse
+            else:
+                first_step, alike = self._key(group, state)
+                self._widen(param, state)
+            key = (native, first_step, alike, param.device, param.dtype)
+            if key not in batches:
+                batches[key] = Batch(group, native, first_step)
+            batches[key].add(param, grad, state)
+        idle = [param for param in group["params"] if param.grad is None]
+        return Plan(group, list(group["params"]), idle, self._flags(group), list(batches.values()))
+
+    def _batches(self) -> list[Batch]:
+        plans: list[Plan] = self.__dict__.get("_plans", [])
+        # The state's dictionaries themselves: loading or resetting state makes new ones.
+        same = (
+            len(plans) == len(self.param_groups)
+            and same_objects(self.state.values(), self._planned_states)
+            and all(
+                plan.refresh(group, self._flags(group))
+                for plan, group in zip(plans, self.param_groups, strict=True)
+            )
+        )
+        if not same:
+            plans = self._plans = [self._plan(group) for group in self.param_groups]
+            self._planned_states = list(self.state.values())
+        return [batch for plan in plans for batch in plan.batches]
+
+    def _update(
+        self,
+        batch: Batch,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        clip: Tensor | None,
+    ) -> None:
+        raise NotImplementedError
+
+    def _update_native(self, batch: Batch) -> None:
+        raise NotImplementedError
+
+    def _check_capture(self) -> None:
+        """torch.optim.Adam refuses a capture that would freeze its step count."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; `closure` reevaluates the model and returns the loss."""
+        # In a compiled region: one break of the graph, and the kernels as in eager mode.
+        if torch.compiler.is_compiling():
+            return self._step_untraced(closure)
+        return self._step(closure)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step_untraced(self, closure: Callable[[], Any] | None) -> Any:
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        self._check_capture()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            self._run(self._batches())
+        return loss
+
+    def _run(self, batches: list[Batch]) -> None:
+        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        clip = self._clip(batches, grad_scale) if self.max_norm is not None else None
+        for batch in batches:
+            if batch.native:
+                self._run_native(batch, grad_scale, found_inf)
+            else:
+                device = batch.device
+                self._update(batch, _on(grad_scale, device), _on(found_inf, device), clip)
+
+    def _run_native(
+        self, batch: Batch, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        # torch.optim's functions know neither the scale nor the verdict: this waits for the GPU.
+        skip = found_inf is not None and bool(found_inf)
+        if grad_scale is not None and not skip:
+            for grad in batch.grads:
+                grad.div_(grad_scale.to(grad.device))
+        if not skip:
+            self._update_native(batch)
+        if self.zero_grad_in_step:
+            for grad in batch.grads:
+                grad.zero_()
+
+    def _clip(self, batches: list[Batch], grad_scale: Tensor | None) -> Tensor | None:
+        if not batches:
+            return None
+        if any(batch.native for batch in batches):
+            raise NotImplementedError(
+                "max_norm: expected dense gradients of the parameters' type on the CPU or a GPU"
+            )
+        devices = {batch.device for batch in batches}
+        if len(devices) > 1:
+            raise NotImplementedError(
+                f"max_norm: expected all parameters on one device, got {sorted(map(str, devices))}"
+            )
+        (device,) = devices
+        grads = [grad for batch in batches for grad in as_real(batch.grads)]
+        assert self.max_norm is not None
+        norm = ops.grad_norm(
+            grads, self._counter(device), float(self.max_norm), _on(grad_scale, device)
+        )
+        self.grad_norm = norm[0]
+        return norm
