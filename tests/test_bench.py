@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,7 +17,19 @@ from rich.console import Console
 from torch import nn
 
 from warpwright import _ops
-from warpwright.bench import cases, guards, measure, page, peers, plots, records, run, screen, steps
+from warpwright.bench import (
+    cases,
+    guards,
+    measure,
+    optimizers,
+    page,
+    peers,
+    plots,
+    records,
+    run,
+    screen,
+    steps,
+)
 from warpwright.bench.cases import FP32, ROWS, Case
 from warpwright.bench.peers import PEERS, Missing, Peer
 
@@ -95,8 +109,6 @@ def test_unsteady_is_measured_again_then_marked(monkeypatch):
 
 def test_two_runs_agree(tmp_path):
     """The clock itself: a fixed wait is measured as such, twice alike."""
-    import time
-
     waits = {"a": lambda: time.sleep(0.002), "b": lambda: time.sleep(0.004)}
     first, second = (measure.interleaved(waits, "cpu", 0.1) for _ in range(2))
     for name in waits:
@@ -250,6 +262,33 @@ def test_compile_peer():
     assert "compile" in by_impl(record, **{"pass": "bwd"})
 
 
+# ---------------------------------------------------------------- optimizers
+
+
+def test_optimizer_sizes():
+    for shapes, count, millions in (
+        (optimizers.resnet50_shapes(), 161, 25.557),
+        (optimizers.gpt2_shapes(), 148, 124.44),
+    ):
+        assert len(shapes) == count
+        assert sum(torch.Size(s).numel() for s in shapes) / 1e6 == pytest.approx(millions, abs=0.01)
+
+
+def test_optimizer_rows():
+    pytest.importorskip("warpwright.optim")
+    found = [replace(c, shapes=[(5, 3), (7,)]) for c in optimizers.optimizer_cases("quick")]
+    record = runner().run([], found)
+    check_schema(record)
+    assert not record["failures"]
+    assert [(r["op"], r["impl"]) for r in record["rows"]] == [
+        (op, impl) for op in ("sgd", "sgd", "adamw") for impl in ("warpwright", "native")
+    ]
+    assert [r["bytes"] for r in record["rows"]][::2] == [22 * 12, 22 * 20, 22 * 28]
+    for row in record["rows"]:
+        assert row["agrees"]
+        assert row["err"] < 1e-6
+
+
 # ---------------------------------------------------------------- training steps
 
 
@@ -343,6 +382,26 @@ def test_interrupted_run_leaves_a_valid_file(tmp_path, monkeypatch):
     check_schema(saved)
     assert {r["op"] for r in saved["rows"]} == {"relu"}
     check_schema(record)
+
+
+def test_ctrl_c_leaves_a_valid_file(tmp_path):
+    path = tmp_path / "r.json"
+    arguments = ["bench", "--suite", "quick", "--device", "cpu", "--json", str(path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "warpwright", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    for _ in range(1200):
+        if path.exists():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "interrupted: keeping the rows measured so far" in out
+    saved = records.load_records(path)
+    check_schema(saved)
+    assert saved["interrupted"]
+    assert saved["rows"]
 
 
 def test_a_half_written_file_is_never_seen(tmp_path, monkeypatch):

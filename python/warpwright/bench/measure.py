@@ -35,6 +35,20 @@ class Timing:
     samples: tuple[float, ...] = field(default=(), repr=False)
     steady: bool = True
 
+    def fields(self, ours: Timing | None, is_ours: bool) -> dict[str, Any]:
+        """As a row of a record has them; the ratio is this time over `ours`."""
+        found: dict[str, Any] = {
+            "ms": round(self.ms, 5),
+            "ms_lo": round(self.ms_lo, 5),
+            "ms_hi": round(self.ms_hi, 5),
+            "rounds": self.rounds,
+            "steady": self.steady,
+        }
+        if ours is not None and not is_ours:
+            ratio = (round(r, 4) for r in ratio_interval(self, ours))
+            found |= dict(zip(("ratio", "ratio_lo", "ratio_hi"), ratio, strict=True))
+        return found
+
 
 def is_steady(samples: list[float], tolerance: float) -> bool:
     """Whether the first and the last third of the rounds have the same median."""

@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 from markupsafe import Markup
 
 from . import plots
-from .records import grouped, write
+from .records import grouped, is_training_step, write
 from .screen import notes_of
 
 Row = dict[str, Any]
@@ -51,7 +51,7 @@ def cards(record: dict[str, Any]) -> list[dict[str, Any]]:
                 "op": op.replace("scaled_dot_product_attention", "attention"),
                 "pass": which,
                 "ratio": _geomean([b["ms"] / a["ms"] for a, b in pairs]),
-                "floor": _geomean(floors) if floors and which != "step" else None,
+                "floor": _geomean(floors) if floors and not is_training_step(op) else None,
             }
         )
     return found

@@ -28,7 +28,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from .records import grouped
+from .records import grouped, is_training_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,7 +102,14 @@ OP_COLOURS = (
     "#882255",
 )
 # Operations for each element moved, for ops whose FLOPs bound nothing: places them on the x axis.
-NOMINAL_OPERATIONS = {"relu": 0.5, "max_pool2d": 1.0, "batch_norm": 3.0, "cross_entropy": 4.0}
+NOMINAL_OPERATIONS = {
+    "relu": 0.5,
+    "max_pool2d": 1.0,
+    "batch_norm": 3.0,
+    "cross_entropy": 4.0,
+    "sgd": 1.0,
+    "adamw": 2.0,
+}
 
 
 def colour(impl: str, theme: Theme) -> str:
@@ -246,7 +253,7 @@ def relative_times(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, fl
     """{(op, pass): {impl: geometric mean of its time over native's, where both were measured}}."""
     ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
     for key, impls in grouped(record).items():
-        if "native" not in impls or key[-1] == "step":
+        if "native" not in impls or is_training_step(key[0]):
             continue
         for impl, row in impls.items():
             group = ratios.setdefault((key[0], key[-1]), {})
@@ -302,7 +309,7 @@ def ladder_steps(record: dict[str, Any]) -> dict[str, list[tuple[str, str, float
     """{workload: [(impl, layout, ms), slowest first]} of the training steps."""
     found: dict[str, list[tuple[str, str, float]]] = {}
     for row in record["rows"]:
-        if row["pass"] == "step":
+        if is_training_step(row["op"]):
             name = f"{row['op'].removesuffix('_step')} {row['case']}"
             found.setdefault(name, []).append((row["impl"], row["layout"], row["ms"]))
     return {name: sorted(rows, key=lambda r: -r[2]) for name, rows in found.items()}

@@ -194,6 +194,11 @@ def write(path: Path, text: str) -> None:
     os.replace(half, path)
 
 
+def is_training_step(op: str) -> bool:
+    """mnist_step and its like, which are whole; an optimizer's own step is an op like others."""
+    return op.endswith("_step")
+
+
 def grouped(record: dict[str, Any]) -> dict[tuple[str, ...], dict[str, dict[str, Any]]]:
     """{(op, case, dtype, layout, pass): {impl: row}}, in file order."""
     groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import overhead
-from .records import grouped, load_records, stale_ops, write
+from .records import grouped, is_training_step, load_records, stale_ops, write
 
 Row = dict[str, Any]
 Record = dict[str, Any]
@@ -84,7 +84,7 @@ def summary_table(record: Record, stale: set[str]) -> str:
             cells.append(f"{_geomean(best):.2f}×")
         ours = [r["warpwright"] for r in rows]
         floors = [row["floor_ms"] / row["ms"] for row in ours if row["floor_ms"]]
-        cells.append(f"{_geomean(floors):.0%}" if floors and which != "step" else "")
+        cells.append(f"{_geomean(floors):.0%}" if floors and not is_training_step(op) else "")
         lines.append(_line(cells))
     return "\n".join([*lines, *_footnotes(record, stale)])
 
@@ -197,7 +197,7 @@ PICTURE_TEXT = {
 
 
 def _drawable(record: Record) -> list[str]:
-    steps = [r for r in record["rows"] if r["pass"] == "step"]
+    steps = [r for r in record["rows"] if is_training_step(r["op"])]
     single = len(steps) < len(record["rows"])
     return [*(("bars", "roofline") if single else ()), *(("ladder",) if steps else ())]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from ..testing import to_double
 from . import guards
 from .cases import CASES, QUICK_CASES, Case
-from .measure import Timing, interleaved, peak_mib, ratio_interval
+from .measure import interleaved, peak_mib
+from .optimizers import OptimizerCase, optimizer_cases, optimizer_rows
 from .peers import (
     DEFAULT_PEERS,
     DEFAULT_STEP_PEERS,
@@ -43,6 +44,7 @@ from .screen import table_of
 from .steps import Workload, mnist_workloads, step_rows
 
 Row = dict[str, Any]
+Item = Case | Workload | OptimizerCase
 SUITES = ("quick", "full", "model")
 SHOWN_ROWS = 12  # in the live table
 
@@ -169,7 +171,7 @@ def case_rows(
                     "layout": case.layout,
                     "pass": which,
                     "impl": name,
-                    **timing_fields(timing, timings[OURS.name], name),
+                    **timing.fields(timings[OURS.name], name == OURS.name),
                     "bytes": int(case.bytes[which]),
                     "flops": int(flops),
                     "floor_ms": round(floor_ms, 5),
@@ -184,28 +186,11 @@ def case_rows(
     return rows
 
 
-def timing_fields(timing: Timing, ours: Timing, name: str) -> Row:
-    fields: Row = {
-        "ms": round(timing.ms, 5),
-        "ms_lo": round(timing.ms_lo, 5),
-        "ms_hi": round(timing.ms_hi, 5),
-        "rounds": timing.rounds,
-        "steady": timing.steady,
-    }
-    if name != OURS.name:
-        ratio = ratio_interval(timing, ours)
-        fields |= dict(
-            zip(("ratio", "ratio_lo", "ratio_hi"), (round(r, 4) for r in ratio), strict=True)
-        )
-    return fields
-
-
-def failure(case: Case, error: BaseException, impl: str | None = None) -> Row:
+def failure(case: Item, error: BaseException, impl: str | None = None) -> Row:
     found = {
         "op": case.op,
         "case": case.case,
         "dtype": case.dtype_name,
-        "layout": case.layout,
         "error": f"{type(error).__name__}: {error}"[:2000],
     }
     return found if impl is None else {**found, "impl": impl}
@@ -269,7 +254,7 @@ class Runner:
         steps = peers if step_peers is None else step_peers
         self.step_peers = [n for n in steps if n not in self.missing]
 
-    def run(self, cases: Sequence[Case], workloads: Sequence[Workload] = ()) -> Row:
+    def run(self, cases: Sequence[Case], workloads: Sequence[Workload | OptimizerCase] = ()) -> Row:
         """Measures; Ctrl-C and a failing case keep the rows measured so far."""
         torch.backends.cudnn.benchmark = True
         for name, why in self.missing.items():
@@ -300,7 +285,7 @@ class Runner:
         ):
             task = progress.add_task("", total=len(cases) + len(workloads))
             try:
-                items: list[Case | Workload] = [*cases, *workloads]
+                items: list[Item] = [*cases, *workloads]
                 for i, item in enumerate(items):
                     progress.update(task, description=f"{item.op} {item.case} {item.dtype_name}")
                     self._one(item, self._seconds_for(i, len(cases) + len(workloads)), clocks)
@@ -325,24 +310,22 @@ class Runner:
         expected = spent / done * total
         return self.seconds if expected < self.limit_s else self.seconds / 4
 
-    def _one(self, item: Case | Workload, seconds: float, clocks: guards.Clocks) -> None:
+    def _one(self, item: Item, seconds: float, clocks: guards.Clocks) -> None:
         failures = self.record["failures"]
         try:
             if isinstance(item, Workload):
                 found = step_rows(
                     item, self.device, self.record, seconds, self.step_peers, failures
                 )
+            elif isinstance(item, OptimizerCase):
+                found = optimizer_rows(item, self.device, self.record, seconds, clocks)
             else:
                 found = case_rows(
                     item, self.device, self.record, seconds, self.peers, failures, clocks
                 )
             self.record["rows"] += found
         except Exception as error:  # one must not take the others with it
-            failures.append(
-                failure(item, error)
-                if isinstance(item, Case)
-                else {"op": item.op, "case": item.case, "error": str(error)}
-            )
+            failures.append(failure(item, error))
         _free(self.device)
 
 
@@ -415,15 +398,15 @@ def main(options: argparse.Namespace) -> int:
 
 def _chosen(
     suite: str, device: str, options: argparse.Namespace
-) -> tuple[list[Case], list[Workload]]:
+) -> tuple[list[Case], list[Workload | OptimizerCase]]:
     if suite == "model":
         from .models import load_workloads
 
         cases: list[Case] = []
-        workloads = load_workloads(options.models, device)
+        workloads: list[Workload | OptimizerCase] = [*load_workloads(options.models, device)]
     else:
         cases = list(CASES if suite == "full" else QUICK_CASES)
-        workloads = mnist_workloads(device)
+        workloads = [*optimizer_cases(suite), *mnist_workloads(device)]
     known = dict.fromkeys([*(c.op for c in cases), *(w.op for w in workloads)])
     unknown = set(options.op) - known.keys()
     if unknown:

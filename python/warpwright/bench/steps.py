@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..patch import patch
 from ..swap import swap
 from .guards import Refused
-from .measure import Timing, interleaved, peak_mib, ratio_interval
+from .measure import interleaved, peak_mib
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]
@@ -218,7 +218,9 @@ def step_rows(
                     "layout": variant.layout,
                     "pass": "step",
                     "impl": variant.impl,
-                    **_timing_fields(timings, name, variant.layout),
+                    **timings[name].fields(
+                        timings.get(f"warpwright {variant.layout}"), variant.impl == "warpwright"
+                    ),
                     "bytes": 0,
                     "flops": flops,
                     "floor_ms": round(flops / ceilings["matmul_tflops"] / 1e9, 5),
@@ -230,22 +232,6 @@ def step_rows(
                 }
             )
     return rows
-
-
-def _timing_fields(timings: dict[str, Timing], name: str, layout: str) -> Row:
-    timing, ours = timings[name], timings.get(f"warpwright {layout}")
-    fields: Row = {
-        "ms": round(timing.ms, 5),
-        "ms_lo": round(timing.ms_lo, 5),
-        "ms_hi": round(timing.ms_hi, 5),
-        "rounds": timing.rounds,
-        "steady": timing.steady,
-    }
-    if ours is not None and not name.startswith("warpwright "):
-        names = ("ratio", "ratio_lo", "ratio_hi")
-        values = (round(r, 4) for r in ratio_interval(timing, ours))
-        fields |= dict(zip(names, values, strict=True))
-    return fields
 
 
 def _refuse(

@@ -169,7 +169,7 @@ def as_record(report: ProfileReport) -> dict[str, Any]:
     ]
     rows += [
         {
-            "op": report.title,
+            "op": f"{report.title}_step",
             "case": "step",
             "layout": "rows",
             "pass": "step",
