@@ -60,18 +60,34 @@ def max_pool2d_cases():
         yield f"{name}-indices", indices, (rand(1, 5, 9, 9).contiguous(memory_format=layout),), {}
 
 
+def batch_norm_forms(training):
+    """The op alone, with a relu, and with a residual before it."""
+
+    def plain(x, w, b, m, v):
+        return F.batch_norm(x, m.detach().clone(), v.detach().clone(), w, b, training)
+
+    def relu(x, w, b, m, v):
+        return F.batch_norm_relu(x, m.detach().clone(), v.detach().clone(), w, b, training)
+
+    def add_relu(x, w, b, m, v):
+        stats = m.detach().clone(), v.detach().clone()
+        return F.batch_norm_add_relu(x, x * 0.5, *stats, w, b, training)
+
+    return {"plain": plain, "relu": relu, "add_relu": add_relu}
+
+
 def batch_norm_cases():
     for name, layout in FORMATS.items():
-        for shape in ((3, 5, 7, 9), (2, 33, 17, 16), (65, 3, 1, 1)):
+        # The last one is more than a block holds, in planes that start and end inside vectors.
+        for shape in ((3, 5, 7, 9), (2, 33, 17, 16), (65, 3, 1, 1), (20, 3, 61, 61)):
             x = rand(*shape).contiguous(memory_format=layout)
             c = shape[1]
             for training in (True, False):
                 mean, var = torch.zeros(c).double(), torch.ones(c).double()
-                function = lambda x, w, b, m, v, training=training: F.batch_norm(  # noqa: E731
-                    x, m.detach().clone(), v.detach().clone(), w, b, training
-                )
                 mode = "train" if training else "eval"
-                yield f"{name}-{shape}-{mode}", function, (x, rand(c), rand(c), mean, var), {}
+                for form, function in batch_norm_forms(training).items():
+                    arguments = (x, rand(c), rand(c), mean, var)
+                    yield f"{name}-{shape}-{mode}-{form}", function, arguments, {}
     yield "rows", lambda x: F.batch_norm(x, None, None, training=True), (rand(67, 13),), {}
 
 

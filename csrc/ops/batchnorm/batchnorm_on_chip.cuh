@@ -18,34 +18,44 @@ constexpr int64_t kScratchBytes =
     3 * kOnChipThreads<Apply::kInputs> / 2 * sizeof(typename Sums::Merge::template Type<A>) +
     sizeof(Coefficients<A>);
 
-// Inputs [kBegin, kEnd) of this thread's vectors, to where it alone reads them again.
-template <int kBegin, int kEnd, int V, bool kRagged, class T, int kInputs>
-__device__ __forceinline__ void hold_pieces(Vec<T, V>* held, const BatchNormInputs<T, kInputs>& in,
-                                            const PlanesShape& shape, int64_t channel,
-                                            int threads) {
-  const int vectors = static_cast<int>(shape.vectors);
-  for (int vector = threadIdx.x; vector < vectors; vector += threads) {
-    const Piece<V, kRagged> piece = shape.template piece<V, kRagged>(vector, channel);
-    if (piece.empty()) continue;
-    const int64_t left = shape.elements - piece.offset;
-#pragma unroll
-    for (int i = kBegin; i < kEnd; ++i) {
-      Vec<T, V>& target = held[i * vectors + vector];
-      const T* source = in.data[i] + piece.offset;
-      if (left >= V) {
-        cp_async<16>(smem_address(&target), source);
-      } else {  // the tensor ends inside its last vector
-        for (int j = 0; j < left; ++j) target[j] = source[j];
+// Calls f(piece, index in the copy) for each of this thread's vectors of a channel, the same ones
+// in the same order every time. A thread stays at one place of the planes, n from group to group:
+// where all planes of a channel start alike, a step is an addition and nothing of a piece is worked
+// out anew.
+template <int kThreads, int V, bool kRagged, class F>
+__device__ __forceinline__ void for_pieces(const PlanesShape& shape, int64_t channel, F&& f) {
+  // What the registers hold.
+  constexpr int kUnroll = kThreads < kOnChipMaxThreads ? 4 : V == 8 && kRagged ? 1 : 2;
+  const int batch = static_cast<int>(shape.batch);
+  const int per_plane = static_cast<int>(shape.vectors_per_plane);
+  const int lanes = min(per_plane, kThreads), groups = kThreads / lanes;
+  const int group = threadIdx.x / lanes;
+  if (group >= groups) return;
+  const int steps = (batch - group + groups - 1) / groups;
+  const int64_t image = shape.channels * shape.spatial;
+  const bool alike = !kRagged || image % V == 0;
+  for (int slot = threadIdx.x % lanes; slot < per_plane; slot += lanes) {
+    Piece<V, kRagged> piece = shape.template piece_of<V, kRagged>(group, slot, channel);
+    int n = group, held = group * per_plane + slot;
+#pragma unroll kUnroll
+    for (int step = 0; step < steps; ++step) {
+      f(piece, held);
+      n += groups;
+      held += groups * per_plane;
+      if (alike) {
+        piece.offset += groups * image;
+        piece.mask += groups * shape.channels * per_plane;
+      } else {
+        piece = shape.template piece_of<V, kRagged>(n, slot, channel);
       }
     }
   }
-  cp_async_commit();
 }
 
 // Layout: inputs and outputs (batch, channels, spatial).
-// Grid: block b owns channel b; thread t every kThreads-th vector from t on, in shared memory as in
-// its own arithmetic, so that only the merge needs barriers.
-// Shared memory: vectors (Apply::kInputs, shape.vectors), then the merge's scratch.
+// Grid: block b owns channel b. A thread copies the vectors that it works on, so that only the
+// merge needs barriers. Shared memory: vectors (Apply::kInputs, shape.vectors), then the merge's
+// scratch.
 template <class T, int V, bool kRagged, class Sums, class Apply, class CoefficientsOf>
 __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T>) == 8 ? 1 : 2)
     batch_norm_on_chip_kernel(BatchNormInputs<T, Apply::kInputs> in, typename Sums::Setup setup,
@@ -65,15 +75,31 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   auto* scratch = reinterpret_cast<B*>(storage + kInputs * vectors);
   auto* broadcast = reinterpret_cast<Coefficients<A>*>(scratch + 3 * kThreads / 2);
 
-  hold_pieces<0, Sums::kInputs, V, kRagged>(held, in, shape, channel, kThreads);
+  auto hold = [&](int begin, int end) {
+    for_pieces<kThreads, V, kRagged>(shape, channel, [&](const auto& piece, int index) {
+      if (piece.empty()) return;
+      const int64_t left = shape.elements - piece.offset;
+#pragma unroll
+      for (int i = 0; i < kInputs; ++i) {
+        if (i < begin || i >= end) continue;
+        Vec<T, V>& target = held[i * vectors + index];
+        const T* source = in.data[i] + piece.offset;
+        if (left >= V) {
+          cp_async<16>(smem_address(&target), source);
+        } else {  // the tensor ends inside its last vector
+          for (int j = 0; j < left; ++j) target[j] = source[j];
+        }
+      }
+    });
+    cp_async_commit();
+  };
+  hold(0, Sums::kInputs);
   // What the statistics don't need may land while they are taken.
-  if constexpr (Sums::kInputs < kInputs) {
-    hold_pieces<Sums::kInputs, kInputs, V, kRagged>(held, in, shape, channel, kThreads);
-  }
-  auto read = [&](int vector, const Piece<V, kRagged>& piece) {
+  if constexpr (Sums::kInputs < kInputs) hold(Sums::kInputs, kInputs);
+  auto read = [&](const Piece<V, kRagged>& piece, int index) {
     VectorsOf<T, V, kInputs> values;
 #pragma unroll
-    for (int i = 0; i < kInputs; ++i) values.in[i] = held[i * vectors + vector];
+    for (int i = 0; i < kInputs; ++i) values.in[i] = held[i * vectors + index];
     if constexpr (Apply::kGate == Gate::kMask) values.bits = in.mask[piece.mask];
     return values;
   };
@@ -82,15 +108,13 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   sums.prepare(0, setup, channel);
   int values_added = 0;
   cp_async_wait<(Sums::kInputs < kInputs ? 1 : 0)>();
-#pragma unroll 4
-  for (int vector = threadIdx.x; vector < vectors; vector += kThreads) {
-    const Piece<V, kRagged> piece = shape.template piece<V, kRagged>(vector, channel);
-    if (piece.empty()) continue;
-    const VectorsOf<T, V, kInputs> values = read(vector, piece);
+  for_pieces<kThreads, V, kRagged>(shape, channel, [&](const auto& piece, int index) {
+    if (piece.empty()) return;
+    const VectorsOf<T, V, kInputs> values = read(piece, index);
     if (values_added == 0) sums.start(values, piece);
     sums.add(values, piece);
     values_added += piece.count();
-  }
+  });
   const A count = static_cast<A>(values_added);
   Partial<B> partial[1];
   sums.finish(count, partial);
@@ -103,11 +127,9 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   __syncthreads();
   const Coefficients<A> c = *broadcast;
 
-#pragma unroll 4
-  for (int vector = threadIdx.x; vector < vectors; vector += kThreads) {
-    const Piece<V, kRagged> piece = shape.template piece<V, kRagged>(vector, channel);
-    apply_piece<Apply>(out, read(vector, piece), piece, c);
-  }
+  for_pieces<kThreads, V, kRagged>(shape, channel, [&](const auto& piece, int index) {
+    apply_piece<Apply>(out, read(piece, index), piece, c);
+  });
 }
 
 template <class T, class Sums, class Apply, class Params, class CoefficientsOf>

@@ -33,15 +33,16 @@ struct Piece<V, true> {
 // The vectors of a channel, counted over all planes (n, channel, :) in order, `vectors_per_plane`
 // each; in ragged planes the last one may be empty.
 struct PlanesShape {
-  int64_t channels, spatial, elements;  // elements: of the whole tensor
-  int64_t vectors;                      // a channel
+  int64_t batch, channels, spatial, elements;  // elements: of the whole tensor
+  int64_t vectors;                             // a channel
   int64_t vectors_per_plane;
   int64_t splits, vectors_per_split;
   FastDivmod plane_of;  // used while `vectors` is below 2^31
   bool small;
 
   PlanesShape(const BatchNormExtents& e, const BatchNormConfig& config)
-      : channels(e.channels),
+      : batch(e.batch),
+        channels(e.channels),
         spatial(e.spatial),
         elements(e.count() * e.channels),
         vectors_per_plane(batch_norm_plane_vectors(e.spatial, config.vec)),
@@ -64,7 +65,13 @@ struct PlanesShape {
   template <int V, bool kRagged>
   __device__ __forceinline__ Piece<V, kRagged> piece(int64_t vector, int64_t channel) const {
     const int64_t n = plane(vector);
-    const int64_t slot = vector - n * vectors_per_plane;
+    return piece_of<V, kRagged>(n, vector - n * vectors_per_plane, channel);
+  }
+
+  // Vector `slot` of plane (n, channel).
+  template <int V, bool kRagged>
+  __device__ __forceinline__ Piece<V, kRagged> piece_of(int64_t n, int64_t slot,
+                                                        int64_t channel) const {
     const int64_t base = (n * channels + channel) * spatial;
     const int64_t mask = (n * channels + channel) * vectors_per_plane + slot;
     if constexpr (kRagged) {
