@@ -17,6 +17,7 @@ import torch
 WARMUP_ROUNDS = 3
 WARMUP_SECONDS = 0.025
 MIN_ROUNDS, MAX_ROUNDS = 9, 200
+LATE = 3.0  # times the seconds asked for: too slow to be measured again
 PATIENCE_SECONDS = 10  # for MIN_ROUNDS; what takes longer gets three
 # First and last third of the rounds may differ by this much, or by what the clock can't resolve.
 STEADY = {"cuda": 0.03, "cpu": 0.10}
@@ -122,8 +123,8 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Times each function; the rounds share about `seconds` of measuring time.
 
-    Where the first and the last third of the rounds disagree it is measured once more; what
-    still disagrees is marked.
+    Where the first and the last third of the rounds disagree it is measured once more, time
+    allowing; what still disagrees is marked.
     """
     clock = _Cuda() if device == "cuda" else _Cpu()
     start = time.perf_counter()
@@ -134,10 +135,12 @@ def interleaved(
     fewest = MIN_ROUNDS if MIN_ROUNDS * round_ms < 1e3 * PATIENCE_SECONDS else 3
     rounds = min(MAX_ROUNDS, max(fewest, int(seconds * 1e3 / round_ms)))
     timings: dict[str, Timing] = {}
-    for attempt in (rounds, rounds):
-        samples = clock.run(functions, attempt)
+    for _ in range(2):
+        start = time.perf_counter()
+        samples = clock.run(functions, rounds)
+        late = time.perf_counter() - start > LATE * max(seconds, 0.05)
         timings = {name: _summary(values, STEADY[device]) for name, values in samples.items()}
-        if attempt < MIN_ROUNDS or all(timing.steady for timing in timings.values()):
+        if late or rounds < MIN_ROUNDS or all(timing.steady for timing in timings.values()):
             break
     return timings
 

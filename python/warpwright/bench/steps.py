@@ -65,8 +65,7 @@ class Variant:
 
 def _swap_both(model: nn.Module, criterion: nn.Module) -> None:
     for module in (model, criterion):
-        with contextlib.suppress(UserWarning):
-            swap(module)
+        swap(module)
 
 
 def can_fuse() -> bool:
@@ -113,10 +112,10 @@ def build_step(workload: Workload, variant: Variant, state: dict[str, Any], devi
     """A callable that does one training step and gives the loss."""
     memory_format = torch.channels_last if variant.layout == NHWC else torch.contiguous_format
 
-    def load(x: Tensor) -> Tensor:
-        if x.dim() == 4:
-            return x.to(device, memory_format=memory_format, non_blocking=True)
-        return x.to(device, non_blocking=True)
+    def on_host(x: Tensor) -> Tensor:
+        """As a loader that knows the model's layout would hand it out."""
+        x = x.contiguous(memory_format=memory_format) if x.dim() == 4 else x
+        return x.pin_memory() if device == "cuda" else x
 
     model: Any = workload.model()
     model.load_state_dict(copy.deepcopy(state))
@@ -131,11 +130,11 @@ def build_step(workload: Workload, variant: Variant, state: dict[str, Any], devi
     if variant.compiled:
         mode = "max-autotune-no-cudagraphs" if variant.peer == "max-autotune" else None
         forward = torch.compile(model, mode=mode)
-    host = tuple(x.pin_memory() if device == "cuda" else x for x in _generate(workload.batch))
+    host = tuple(on_host(x) for x in _generate(workload.batch))
     amp = workload.dtype != torch.float32
 
     def step() -> Tensor:
-        *inputs, target = (load(x) for x in host)
+        *inputs, target = (x.to(device, non_blocking=True) for x in host)
         optimizer.zero_grad()
         with (
             torch.autocast(device, workload.dtype, enabled=amp, cache_enabled=not variant.captured),
@@ -156,8 +155,12 @@ def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return batch()
 
 
-def capture(step: Step) -> Step:
-    """The step as one CUDA graph. The caller's step has its inputs in pinned memory: loading too."""
+def capture(step: Step, pool: Any) -> Step:
+    """The step as one CUDA graph. Its inputs are in pinned memory: loading is in the graph too.
+
+    `pool` may be shared: graphs that never run at once, and of which only the parameters outlive a
+    replay, can have their activations in the same memory.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -165,7 +168,7 @@ def capture(step: Step) -> Step:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         loss = step()
 
     def replay() -> Tensor:
@@ -189,6 +192,7 @@ def step_rows(
     state = workload.model().state_dict()
     steps: dict[str, tuple[Variant, Step]] = {}
     first: dict[str, float] = {}
+    pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
     with _tf32():
         for variant in variants(workload, peers, device):
             name = f"{variant.impl} {variant.layout}"
@@ -196,7 +200,7 @@ def step_rows(
                 torch._dynamo.reset()
                 step = build_step(workload, variant, state, device)
                 first[name] = float(step())
-                steps[name] = variant, capture(step) if variant.captured else step
+                steps[name] = variant, capture(step, pool) if variant.captured else step
             except KeyboardInterrupt:
                 raise
             except Exception as error:
@@ -224,7 +228,7 @@ def step_rows(
                     "bytes": 0,
                     "flops": flops,
                     "floor_ms": round(flops / ceilings["matmul_tflops"] / 1e9, 5),
-                    "peak_mib": peak_mib(step, device),
+                    "peak_mib": None if variant.captured else peak_mib(step, device),
                     "err": None,
                     "err_native": None,
                     "agrees": not variant.notes,
