@@ -2,7 +2,8 @@
 # Everything that needs a GPU, from a built tree: the CUDA tests, compute-sanitizer, the demo, the
 # model check and the benchmarks. Leaves logs and JSON in the folder given.
 #
-#   tools/gpu_run.sh OUT_DIR [STEP ...]      steps: tests sanitize models demo bench   (default: all)
+#   tools/gpu_run.sh OUT_DIR [STEP ...]      steps: tests sanitize models demo bench model profile
+#                                    (default: all)
 #
 # PYTHON chooses the interpreter, TEST_ARGS goes to pytest, BENCH_ARGS to the benchmark,
 # STEP_TIMEOUT (seconds, default 540) ends a step that hangs.
@@ -10,13 +11,13 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 if [ $# -lt 1 ]; then
-  sed -n '2,9s/^# \{0,1\}//p' "$0"
+  sed -n '2,10s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 steps=("$@")
-[ ${#steps[@]} -eq 0 ] && steps=(tests sanitize models demo bench)
+[ ${#steps[@]} -eq 0 ] && steps=(tests sanitize models demo bench model profile)
 python=${PYTHON:-python3}
 limit=${STEP_TIMEOUT:-540}
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -58,11 +59,22 @@ for step in "${steps[@]}"; do
       ;;
     bench)
       # shellcheck disable=SC2086
-      run bench "$python" -m warpwright bench --suite full --json "$out/full.json" ${BENCH_ARGS:-}
+      run bench "$python" -m warpwright bench --suite full --json "$out/full.json" \
+        --html "$out/full.html" ${BENCH_ARGS:-}
       run overhead "$python" -m warpwright overhead --json "$out/overhead.json"
       ;;
+    model)
+      # shellcheck disable=SC2086
+      run model "$python" -m warpwright bench --suite model --json "$out/model.json" ${BENCH_ARGS:-}
+      ;;
+    profile)
+      for what in resnet:resnet18 gpt2_small:training; do
+        run "profile_${what%%:*}" "$python" -m warpwright profile \
+          "benchmarks/models/${what%%:*}.py:${what##*:}" --out "$out/profile_${what%%:*}"
+      done
+      ;;
     *)
-      echo "gpu_run.sh: unknown step '$step': expected tests, sanitize, models, demo or bench" >&2
+      echo "gpu_run.sh: unknown step '$step': expected tests, sanitize, models, demo, bench, model or profile" >&2
       exit 2
       ;;
   esac
