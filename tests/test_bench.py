@@ -178,6 +178,16 @@ def test_missing_peers_are_named():
         peers.prepare(replace(absent, module="torch"), TINY, TINY.make("cpu"), "cpu")
 
 
+def test_skipped_ops_are_named():
+    found = run.skipped(
+        [TINY, TINY_LINEAR, TINY_POOL], ("native", "channels_last", "compile"), "cpu"
+    )
+    assert found == {
+        "channels_last": {"relu": "no images", "linear": "no images"},
+        "compile": {"linear": "torch.compile runs a lone linear by native's own kernel"},
+    }
+
+
 def test_fallback_is_shown(monkeypatch):
     record = runner().run([TINY])
     assert {r["path"] for r in record["rows"] if r["impl"] == "warpwright"} == {"warpwright"}

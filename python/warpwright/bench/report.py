@@ -176,9 +176,11 @@ def results_page(records: dict[Path, Record], stale: dict[Path, set[str]], root:
             "",
         ]
         lines += [full_table(record, stale[path]), "", "</details>"]
-        if record.get("missing") or record.get("failures"):
+        if record.get("missing") or record.get("failures") or record.get("skipped"):
             lines += ["", "Not measured:", ""]
             lines += [f"- {n}: {why}" for n, why in record.get("missing", {}).items()]
+            for name, why in record.get("skipped", {}).items():
+                lines += [f"- {name}: {reason} ({op})" for op, reason in why.items()]
             for f in record.get("failures", []):
                 what = " ".join(filter(None, (f["op"], f["case"], f.get("impl"))))
                 lines.append(f"- {what}: {_first_line(f['error'])}")

@@ -196,6 +196,17 @@ def failure(case: Item, error: BaseException, impl: str | None = None) -> Row:
     return found if impl is None else {**found, "impl": impl}
 
 
+def skipped(cases: Sequence[Case], peers: Sequence[str], device: str) -> dict[str, dict[str, str]]:
+    """{peer: {op: why}} for ops of which it takes part in no case."""
+    found: dict[str, dict[str, str]] = {}
+    for name in peers:
+        for op in dict.fromkeys(case.op for case in cases):
+            reasons = [PEERS[name].skips(case, device) for case in cases if case.op == op]
+            if all(reason is not None for reason in reasons):
+                found.setdefault(name, {})[op] = str(reasons[0])
+    return found
+
+
 def mark_paths(rows: Iterable[Row], cases: Iterable[Case], device: str) -> None:
     """Looks which kernels each case of ours runs, and says so in its rows.
 
@@ -269,6 +280,7 @@ class Runner:
             n: PEERS[n].version for n in dict.fromkeys([*self.peers, *self.step_peers])
         }
         record["missing"] = dict(self.missing)
+        record["skipped"] = skipped(cases, self.peers, self.device)
         record["failures"] = []
         record["interrupted"] = False
         columns = (
