@@ -1,7 +1,10 @@
+import itertools
+import re
+
 import pytest
 import torch
 
-from warpwright import explain
+from warpwright import _C, explain
 
 ON_GPU = {"device": "cuda"}
 
@@ -32,7 +35,7 @@ def test_linear_tiles():
         )
         return next(line for line in text.splitlines() if "forward" in line)
 
-    assert "mma.sync" in first(4096, 4096, 4096)
+    assert "wgmma, tile 128x256" in first(4096, 4096, 4096)
     assert "fp64 FMA" in first(4096, 4096, 4096, torch.float64)
     assert "split-k" in first(64, 64, 16384)
     assert "element accesses" in first(128, 128, 33)
@@ -41,6 +44,42 @@ def test_linear_tiles():
     with_bias = explain("linear", torch.empty(8, 16), torch.empty(4, 16), torch.empty(4), **ON_GPU)
     assert "grad_bias" in with_bias
     assert "grad_bias" not in explain("linear", torch.empty(8, 16), torch.empty(4, 16), **ON_GPU)
+
+
+def linear_lines(m, n, k, dtype="bfloat16", tf32=False, arch=90, sm90=True, pad=0, address=0):
+    gpu = _C.DeviceInfo()
+    gpu.sm_arch = arch
+    x = _C.Operand([m, k], [k + pad, 1], address)
+    w = _C.Operand([n, k], [k + pad, 1], 0)
+    return dict(_C.explain_linear(dtype, tf32, x, w, gpu, sm90))
+
+
+def test_linear_takes_wgmma_where_tma_can_read():
+    big = linear_lines(4096, 4096, 4096)
+    for role in ("forward", "grad_input", "grad_weight"):
+        assert "sm_90a 16-bit wgmma" in big[role]
+    assert "A m-major, B n-major" in big["grad_weight"]
+    assert "portable" in linear_lines(4096, 4096, 4095)["forward"]
+    assert "portable" in linear_lines(4096, 4096, 4096, pad=4)["forward"]
+    assert "portable" in linear_lines(4096, 4096, 4096, address=8)["forward"]
+    assert "portable" in linear_lines(4096, 4096, 4096, pad=-4096)["forward"]
+    assert "wgmma" in linear_lines(4096, 50257, 768)["forward"]
+    assert "portable" in linear_lines(4096, 50257, 768)["grad_input"]
+    tf32 = linear_lines(4096, 4096, 4096, "float32", tf32=True)
+    assert "TF32 wgmma" in tf32["forward"]
+    assert "portable TF32" in tf32["grad_input"]
+    assert "fp32 FMA" in linear_lines(4096, 4096, 4096, "float32")["forward"]
+    assert "portable" in linear_lines(4096, 4096, 4096, arch=80)["forward"]
+    assert "portable" in linear_lines(4096, 4096, 4096, arch=100)["forward"]
+    assert "portable" in linear_lines(4096, 4096, 4096, sm90=False)["forward"]
+
+
+def test_linear_choices_are_legal():
+    sizes = [1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384, 511, 512, 4096, 50257]
+    for m, n, k in itertools.product(sizes, sizes, sizes):
+        for text in linear_lines(m, n, k).values():
+            split = re.search(r"split-k (\d+)", text)
+            assert split is None or int(split[1]) <= -(-max(m, n, k) // 64), (m, n, k, text)
 
 
 def test_max_pool2d_layouts():

@@ -90,8 +90,9 @@ Matrix as_matrix(const Operand& x) {
   return m;
 }
 
-GemmParams gemm_params(DType dtype, bool tf32, const Matrix& a, const Matrix& b) {
+GemmParams gemm_params(DType dtype, bool tf32, bool sm90, const Matrix& a, const Matrix& b) {
   GemmParams p{};
+  p.sm90 = sm90;
   p.dtype = dtype;
   p.tf32 = tf32;
   p.m = a.rows;
@@ -106,14 +107,16 @@ GemmParams gemm_params(DType dtype, bool tf32, const Matrix& a, const Matrix& b)
   return p;
 }
 
+// `sm90`: the library has the sm_90a kernels and they are wanted.
 Lines explain_linear(const std::string& dtype, bool tf32, const Operand& input,
-                     const Operand& weight, const DeviceInfo& device) {
+                     const Operand& weight, const DeviceInfo& device, bool sm90) {
   const DType type = dtype_from(dtype);
   const Matrix x = as_matrix(input);
   const Matrix w = as_matrix(weight);
   const Matrix dy{x.rows, w.rows, w.rows, 1, 0};
   auto line = [&](const Matrix& a, const Matrix& b) {
-    return describe(choose_gemm_config(gemm_params(type, tf32, a, b), device));
+    return describe(
+        choose_gemm_config(gemm_params(type, tf32, sm90 && device.sm_arch == 90, a, b), device));
   };
   ColumnSumParams sum{};
   sum.dtype = type;

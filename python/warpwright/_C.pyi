@@ -32,7 +32,7 @@ def explain_cross_entropy(
     dtype: str, input: Operand, probabilities: bool, device: DeviceInfo
 ) -> list[tuple[str, str]]: ...
 def explain_linear(
-    dtype: str, tf32: bool, input: Operand, weight: Operand, device: DeviceInfo
+    dtype: str, tf32: bool, input: Operand, weight: Operand, device: DeviceInfo, sm90: bool
 ) -> list[tuple[str, str]]: ...
 def explain_max_pool2d(
     dtype: str, input: Operand, channels_last: bool, window: Sequence[int]

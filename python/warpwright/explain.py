@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from . import _C, functional
-from ._arch import why_no_kernel
+from ._arch import built_archs, why_no_kernel
 from ._precision import conv_allows_tf32, matmul_allows_tf32
 
 __all__ = ["explain"]
@@ -102,7 +103,11 @@ def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x, weight = a["input"], a["weight"]
     if weight.dim() == 1:
         weight = weight[None]
-    lines = _C.explain_linear(_dtype(x), matmul_allows_tf32(), _operand(x), _operand(weight), gpu)
+    built = not built_archs() or any(arch.startswith("9.0a") for arch in built_archs())
+    sm90 = built and os.environ.get("WARPWRIGHT_PATH") != "portable"
+    lines = _C.explain_linear(
+        _dtype(x), matmul_allows_tf32(), _operand(x), _operand(weight), gpu, sm90
+    )
     return lines if a["bias"] is not None else lines[:-1]
 
 

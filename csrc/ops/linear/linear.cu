@@ -1,6 +1,7 @@
 // Dispatch of the matrix products by element type, and the bias gradient: column sums of dy, one
 // read of it, partial sums in a fixed order.
 #include "ops/linear/linear_portable.cuh"
+#include "ops/linear/linear_sm90.h"
 
 namespace warpwright {
 namespace {
@@ -79,6 +80,7 @@ __global__ void __launch_bounds__(kColumnSumThreads)
 
 void launch_gemm(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
   if (p.m == 0 || p.n == 0) return;
+  if (config.path == GemmPath::kSm90) return launch_gemm_sm90(p, config, stream);
   switch (config.kind) {
     case GemmKind::k16Bit:
       return p.dtype == DType::kBFloat16 ? launch_gemm_bf16(p, config, stream)

@@ -22,6 +22,7 @@ namespace warpwright {
 struct GemmParams {
   DType dtype;
   bool tf32;  // float operands may be rounded to TF32
+  bool sm90;  // the sm_90a kernels run here: sm90_path_available()
   int64_t m;
   int64_t n;
   int64_t k;
@@ -92,10 +93,30 @@ constexpr int64_t tile_smem_bytes(GemmKind kind, TileShape shape) {
   return std::max(stages, epilogue);
 }
 
+// The same on sm_90a: TMA and wgmma. A CTA has the SM to itself.
+struct Sm90TileShape {
+  int blk_m;
+  int blk_n;
+  int stages;      // of 128 bytes of k: 192 KiB in all
+  bool ping_pong;  // each of the two consumer warpgroups has a tile of its own
+  int cluster_m;   // CTAs below each other that load B together
+};
+
+// Large: the least shared-memory and L2 traffic for its math. Medium: one warpgroup stores while
+// the other multiplies, which short k needs. Small: three times the tiles for small outputs.
+constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
+  constexpr Sm90TileShape kShapes[3] = {
+      {128, 256, 4, false, 2}, {128, 128, 6, true, 1}, {128, 64, 8, false, 1}};
+  return kShapes[static_cast<int>(tile)];
+}
+
 // ---- choice ----
+
+enum class GemmPath { kPortable, kSm90 };
 
 struct GemmConfig {
   GemmKind kind;
+  GemmPath path;
   GemmTile tile;
   bool a_k_major;  // which direction of the operand is contiguous
   bool b_k_major;
@@ -145,6 +166,54 @@ inline double estimate_gemm_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
 constexpr int kMaxSplits = 64;
 constexpr int64_t kMaxSplitBytes = int64_t{64} << 20;  // of workspace
 
+// The like for the sm_90a path: each SM works off its tiles one after the other.
+inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
+                                   int splits, const DeviceInfo& device) {
+  constexpr double kFmaPerCycle[] = {1700, 1500, 1100};  // of one SM, 16-bit; TF32 has half
+  constexpr double kTileLatency = 250;                   // of a k tile, at least
+  constexpr double kStore = 2500;                        // of a D tile; hidden by ping-pong
+  constexpr double kPrologue = 2500;
+  constexpr double kSecondLaunch = 4000;
+  constexpr double kBytesPerCycle = 2000;
+  const Sm90TileShape shape = sm90_tile_shape(tile);
+  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t blk_k = 128 / gemm_kind_size(kind);
+  const int64_t clusters =
+      ceil_div(m, int64_t{shape.blk_m} * shape.cluster_m) * ceil_div(n, shape.blk_n) * splits;
+  const auto rounds =
+      static_cast<double>(ceil_div(clusters, std::max(1, device.num_sms / shape.cluster_m)));
+  const double fma = kFmaPerCycle[static_cast<int>(tile)] / (kind == GemmKind::kTf32 ? 2 : 1);
+  const double k_tile = std::max(kTileLatency, static_cast<double>(shape.blk_m) * shape.blk_n *
+                                                   static_cast<double>(blk_k) / fma);
+  const auto k_tiles = static_cast<double>(ceil_div(ceil_div(k, blk_k), splits));
+  double cycles = kPrologue + rounds * k_tiles * k_tile + kStore * (shape.ping_pong ? 1 : rounds);
+  if (splits > 1) {
+    cycles += kSecondLaunch +
+              8.0 * static_cast<double>(m) * static_cast<double>(n) * (splits + 1) / kBytesPerCycle;
+  }
+  return cycles;
+}
+
+// Null if the sm_90a path can take the product, else what is in the way.
+inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
+  constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
+  if (!p.sm90) return "no sm_90a";
+  if (config.kind == GemmKind::kFp32 || config.kind == GemmKind::kFp64) return "exact fp32 or fp64";
+  if (!config.a_wide || !config.b_wide) return "an operand's rows are not multiples of 16 bytes";
+  if (config.kind == GemmKind::kTf32 && !(config.a_k_major && config.b_k_major)) {
+    return "wgmma reads TF32 operands along k only";
+  }
+  if (std::max({p.m, p.n, p.k}) > kMaxExtent) return "an extent over 2^30";
+  if (p.k == 0) return "k is empty";
+  // TMA knows no overlapping rows (expanded or sliding views).
+  const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
+  const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
+  if (a_pitch < (config.a_k_major ? p.k : p.m) || b_pitch < (config.b_k_major ? p.k : p.n)) {
+    return "rows overlap";
+  }
+  return nullptr;
+}
+
 inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& device) {
   const int64_t size = dtype_size(p.dtype);
   // Length too: cp.async reads only the part of its 16 bytes that it is told to, but memcheck takes
@@ -185,6 +254,28 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
       }
     }
   }
+  double best_sm90 = -1;
+  if (why_not_sm90(p, config) == nullptr) {
+    GemmConfig sm90 = config;
+    sm90.path = GemmPath::kSm90;
+    for (GemmTile tile : {GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
+      const int64_t k_tiles = (p.k * size + 127) / 128;
+      for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+        if (splits > 1 && (k_tiles < int64_t{splits} * sm90_tile_shape(tile).stages ||
+                           splits * p.m * p.n * 4 > kMaxSplitBytes)) {
+          break;
+        }
+        const double cycles =
+            estimate_sm90_cycles(config.kind, tile, p.m, p.n, p.k, splits, device);
+        if (best_sm90 < 0 || cycles < best_sm90) {
+          best_sm90 = cycles;
+          sm90.tile = tile;
+          sm90.splits = splits;
+        }
+      }
+    }
+    if (best_sm90 <= best) config = sm90;
+  }
   config.reason = !aligned ? "an operand's rows are not multiples of 16 bytes: element accesses"
                   : config.splits > 1                ? "few output tiles for the SMs: k is split"
                   : config.tile == GemmTile::kLarge  ? "enough output for the largest tile"
@@ -199,12 +290,22 @@ inline int64_t gemm_workspace_bytes(const GemmParams& p, const GemmConfig& confi
 }
 
 inline std::string describe(const GemmConfig& config) {
-  constexpr const char* kKinds[] = {"16-bit mma.sync", "TF32 mma.sync", "fp32 FMA", "fp64 FMA"};
-  const TileShape shape = tile_shape(config.kind, config.tile);
-  std::string text = std::string("portable ") + kKinds[static_cast<int>(config.kind)] + ", tile " +
-                     std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) + "x" +
-                     std::to_string(shape.blk_k) + ", A " + (config.a_k_major ? "k" : "m") +
-                     "-major, B " + (config.b_k_major ? "k" : "n") + "-major";
+  std::string text;
+  if (config.path == GemmPath::kSm90) {
+    const Sm90TileShape shape = sm90_tile_shape(config.tile);
+    text = std::string("sm_90a ") + (config.kind == GemmKind::kTf32 ? "TF32" : "16-bit") +
+           " wgmma, tile " + std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) +
+           (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) + " stages";
+    if (shape.cluster_m > 1) text += ", cluster " + std::to_string(shape.cluster_m) + "x1";
+  } else {
+    constexpr const char* kKinds[] = {"16-bit mma.sync", "TF32 mma.sync", "fp32 FMA", "fp64 FMA"};
+    const TileShape shape = tile_shape(config.kind, config.tile);
+    text = std::string("portable ") + kKinds[static_cast<int>(config.kind)] + ", tile " +
+           std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) + "x" +
+           std::to_string(shape.blk_k);
+  }
+  text += std::string(", A ") + (config.a_k_major ? "k" : "m") + "-major, B " +
+          (config.b_k_major ? "k" : "n") + "-major";
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
   return text + " (" + config.reason + ")";
 }

@@ -7,6 +7,7 @@
 #include <array>
 #include <tuple>
 
+#include "host/sm90.h"
 #include "ops/linear/linear.h"
 #include "torch/autograd.h"
 #include "torch/dispatch.h"
@@ -275,6 +276,7 @@ struct CudaRunner {
   void gemm(GemmParams p) const {
     p.tf32 = at::globalContext().float32Precision(
                  at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+    p.sm90 = sm90_path_available();
     const GemmConfig config = choose_gemm_config(p, current_device_info());
     const Tensor parts = workspace(gemm_workspace_bytes(p, config));
     if (parts.defined()) p.workspace = parts.mutable_data_ptr();

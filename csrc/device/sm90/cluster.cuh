@@ -1,0 +1,67 @@
+// Clusters, named barriers, register redistribution, and moves between registers and shared memory
+// that tiles need on sm_90. One PTX instruction a wrapper; the section of the PTX ISA manual is
+// named above each.
+#pragma once
+
+#include <cstdint>
+
+namespace warpwright {
+
+// "Special Registers: %cluster_ctarank".
+__device__ __forceinline__ uint32_t cluster_cta_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
+}
+
+// "mapa". This CTA's shared-memory address as the same place in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t map_to_cta(uint32_t shared, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(shared), "r"(rank));
+  return mapped;
+}
+
+// "barrier.cluster". Every thread of the cluster arrives and waits; warps need not be converged.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
+}
+
+// "bar". Barrier `id` (1..15; 0 is __syncthreads) of `threads` threads, whole warps.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+// Arrives without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// "setmaxnreg". All warps of the warpgroup; the block's registers were capped at launch.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// "stmatrix". Lane l gives the address of the 16-byte row l % 8 of the 8x8 matrix (of 16-bit
+// elements) l / 8; d[i] is the pair at row l / 4, columns 2 (l % 4) and one more, of matrix i.
+__device__ __forceinline__ void stmatrix_x4(uint32_t row_address, const uint32_t (&d)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(row_address),
+      "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+      : "memory");
+}
+
+// "ld.shared".
+__device__ __forceinline__ uint16_t load_shared_u16(uint32_t shared) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(value) : "r"(shared) : "memory");
+  return value;
+}
+
+}  // namespace warpwright

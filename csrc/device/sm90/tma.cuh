@@ -1,0 +1,75 @@
+// TMA: copies of whole tiles between global and shared memory, described by a tensor map that the
+// host built (host/tensor_map.h). One thread issues; one PTX instruction a wrapper, with its
+// section of the PTX ISA manual. Coordinates are in elements, innermost first; what lies outside
+// of the tensor reads as zero and is not written.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace warpwright {
+
+// "prefetch: .tensormap".
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+
+// "cp.async.bulk.tensor", global to shared. The bytes of the whole box, zeros included, are counted
+// by `barrier` of this CTA.
+__device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap* map, int c0, int c1,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];\n" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+// The same, .multicast::cluster: to the same place in every CTA of `cta_mask`, each counting its
+// copy on its own barrier at the place of `barrier`.
+__device__ __forceinline__ void tma_load_multicast_2d(uint32_t shared, const CUtensorMap* map,
+                                                      int c0, int c1, uint32_t barrier,
+                                                      uint16_t cta_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;\n" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"(cta_mask)
+      : "memory");
+}
+
+// "cp.async.bulk.tensor", shared to global, in the thread's open bulk group. Shared memory that
+// was written by ordinary stores needs fence_proxy_async() of the writers and a barrier before.
+__device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, int c0, int c1,
+                                             uint32_t shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];\n" ::"l"(
+          map),
+      "r"(shared), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+// "cp.async.bulk.commit_group".
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
+
+// "cp.async.bulk.wait_group", .read: all but the thread's kPending newest groups have read their
+// shared memory.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
+}
+// ... and have written global memory.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+// "membar / fence: fence.proxy.async". Orders this thread's ordinary accesses to shared memory
+// with later ones of TMA and wgmma.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+}  // namespace warpwright

@@ -1,0 +1,30 @@
+// TMA descriptors, built on the host in about a microsecond and handed to kernels by value. The
+// driver's function comes through the runtime, so that the library does not link to libcuda.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "host/dtype.h"
+
+namespace warpwright {
+
+// A matrix whose inner direction is contiguous, read or written in boxes of box_inner x box_outer
+// elements that lie in shared memory as box_outer rows of 128 bytes, swizzled: the 16-byte piece c
+// of row r is at place c ^ (r % 8). Extents below 2^31.
+struct TensorMap2d {
+  DType dtype;
+  bool round_to_tf32;   // float elements are rounded to TF32 (nearest) on their way in
+  const void* pointer;  // multiple of 16
+  int64_t inner;
+  int64_t outer;
+  int64_t pitch;  // elements from one outer index to the next; a multiple of 16 bytes
+  int box_inner;  // at most 128 bytes
+  int box_outer;  // at most 256
+};
+
+CUtensorMap make_tensor_map(const TensorMap2d& matrix);
+
+}  // namespace warpwright

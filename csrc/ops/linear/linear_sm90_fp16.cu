@@ -1,0 +1,11 @@
+// The matrix products of float16 on sm_90a; a file of its own so that the types compile in
+// parallel.
+#include "ops/linear/linear_sm90.cuh"
+
+namespace warpwright {
+
+void launch_gemm_sm90_fp16(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+  launch_gemm_sm90_type<half>(p, config, stream);
+}
+
+}  // namespace warpwright

@@ -1,0 +1,171 @@
+// From a warpgroup's accumulators to memory. 16-bit D: bias, one rounding, stmatrix into a swizzled
+// 64 x 64 buffer, TMA store, two buffers in turn; or, where TMA cannot address D (rows that are not
+// multiples of 16 bytes), element stores from the same buffer. fp32 D and split-K parts leave the
+// registers directly: four neighbours fill a 32-byte sector.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/sm90/cluster.cuh"
+#include "device/sm90/tma.cuh"
+#include "device/types.cuh"
+
+namespace warpwright {
+
+// D (m, n), row-major, dense.
+struct OutputSm90 {
+  CUtensorMap map;  // of a 16-bit D, boxes of 64 x 64; valid if use_tma
+  bool use_tma;
+  bool pairs;        // fp32 stores: two neighbours are at a multiple of 8 bytes
+  void* pointer;     // D, or the parts (splits, m, n) in fp32
+  const void* bias;  // (n) of D's type or null; null with parts
+  int m;
+  int n;
+  bool parts;
+};
+
+template <class T>
+struct EpilogueSm90 {
+  static constexpr int kBufferBytes = 64 * 128;
+  static constexpr int kSmemBytes = sizeof(T) == 2 ? 2 * kBufferBytes : 0;  // a warpgroup's
+
+  uint32_t buffers;     // kSmemBytes at a multiple of 1024
+  int barrier;          // a named barrier of the warpgroup's own
+  uint32_t offset = 0;  // of the buffer whose turn it is
+
+  // A warpgroup calls it for its 64 rows of kRegs * 2 columns.
+  template <int kRegs>
+  __device__ __forceinline__ void store(const float (&d)[kRegs], const OutputSm90& output,
+                                        int64_t split, int first_row, int first_col) {
+    if constexpr (sizeof(T) == 4) {
+      return store_fp32(d, output, split, first_row, first_col);
+    } else {
+      if (output.parts) return store_fp32(d, output, split, first_row, first_col);
+#pragma unroll
+      for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
+        const int col = first_col + chunk * 64;
+        if (col >= output.n) break;
+        store_chunk(&d[chunk * 32], output, first_row, col);
+        offset ^= kBufferBytes;
+      }
+    }
+  }
+
+  // Every thread of the warpgroup, at the end of the kernel: shared memory is free afterwards.
+  __device__ static void finish() {
+    if constexpr (sizeof(T) == 2) tma_store_wait<0>();
+  }
+
+ private:
+  __device__ __forceinline__ void store_chunk(const float* d, const OutputSm90& output,
+                                              int first_row, int first_col) const {
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    const int lane = thread % 32;
+    // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
+    // 8-15 of the left 8 columns, then of the right.
+    const int row = thread / 32 * 16 + lane % 16;
+    const uint32_t buffer = buffers + offset;
+    const uint32_t row_address = buffer + row * 128;
+    const int t = lane % 4;
+
+    float bias[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int col = first_col + i / 2 * 8 + t * 2 + i % 2;
+      bias[i] = output.bias != nullptr && col < output.n
+                    ? convert<float>(static_cast<const T*>(output.bias)[col])
+                    : 0.0f;
+    }
+    // The store of two chunks ago has read this buffer.
+    if (output.use_tma && thread == 0) tma_store_wait_read<1>();
+    named_barrier_sync(barrier, 128);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* v = d + j * 8;
+      const float* b = bias + j * 4;
+      const uint32_t packed[4] = {pack(v[0] + b[0], v[1] + b[1]), pack(v[2] + b[0], v[3] + b[1]),
+                                  pack(v[4] + b[2], v[5] + b[3]), pack(v[6] + b[2], v[7] + b[3])};
+      stmatrix_x4(row_address + (((j * 2 + lane / 16) ^ (row % 8)) << 4), packed);
+    }
+    if (output.use_tma) {
+      fence_proxy_async();
+      named_barrier_sync(barrier, 128);
+      if (thread == 0) {
+        tma_store_2d(&output.map, first_col, first_row, buffer);
+        tma_store_commit();
+      }
+    } else {
+      __syncwarp();
+      copy_rows(output, first_row + thread / 32 * 16, first_col, buffer, thread / 32 * 16);
+      __syncwarp();
+    }
+  }
+
+  // A warp's 16 rows of the buffer, element by element: 64 bytes of a row at a time.
+  __device__ __forceinline__ static void copy_rows(const OutputSm90& output, int first_row,
+                                                   int first_col, uint32_t buffer, int buffer_row) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    uint16_t* target =
+        static_cast<uint16_t*>(output.pointer) + int64_t{first_row} * output.n + first_col + lane;
+    const int rows = min(16, output.m - first_row);
+    const int cols = output.n - first_col - lane;
+#pragma unroll 4
+    for (int r = 0; r < rows; ++r) {
+      const int row = buffer_row + r;
+#pragma unroll
+      for (int half_row = 0; half_row < 2; ++half_row) {
+        const int byte = half_row * 64 + lane * 2;
+        const uint16_t value =
+            load_shared_u16(buffer + row * 128 + (((byte / 16) ^ (row % 8)) << 4) + byte % 16);
+        if (half_row * 32 < cols) target[half_row * 32] = value;
+      }
+      target += output.n;
+    }
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ static void store_fp32(const float (&d)[kRegs],
+                                                    const OutputSm90& output, int64_t split,
+                                                    int first_row, int first_col) {
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
+    const int col = first_col + thread % 4 * 2;
+    float* target = static_cast<float*>(output.pointer) + (split * output.m + row) * output.n + col;
+    const auto* bias = static_cast<const float*>(output.bias);
+#pragma unroll
+    for (int i = 0; i < kRegs / 4; ++i) {
+      const int c = col + i * 8;
+      if (c >= output.n) break;
+      const bool second = c + 1 < output.n;
+      const float b0 = bias != nullptr ? bias[c] : 0.0f;
+      const float b1 = bias != nullptr && second ? bias[c + 1] : 0.0f;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (row + h * 8 >= output.m) break;
+        float* pointer = target + int64_t{h * 8} * output.n + i * 8;
+        const float v0 = d[i * 4 + h * 2] + b0;
+        const float v1 = d[i * 4 + h * 2 + 1] + b1;
+        if (output.pairs) {
+          *reinterpret_cast<float2*>(pointer) = make_float2(v0, v1);
+        } else {
+          pointer[0] = v0;
+          if (second) pointer[1] = v1;
+        }
+      }
+    }
+  }
+
+  // v0 in the low half, at the lower address.
+  __device__ __forceinline__ static uint32_t pack(float v0, float v1) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(v0, v1);
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(v0, v1);
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+};
+
+}  // namespace warpwright

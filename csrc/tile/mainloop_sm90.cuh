@@ -1,0 +1,219 @@
+// D = A B^T of one tile on sm_90a: a producer thread fills a ring of shared-memory stages by TMA,
+// two consumer warpgroups multiply them by wgmma; mbarriers hand the stages over. Cooperative: each
+// warpgroup owns half of the tile's rows. Ping-pong: each owns every second tile whole, so that one
+// stores while the other multiplies.
+// Bound: the tensor cores, as long as a stage's bytes come from L2 in the time its math takes: a
+// 128 x 256 tile asks 48 bytes a cycle and SM, half of B less when two CTAs share it by multicast.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mma_sm80.cuh"
+#include "device/sm90/cluster.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/tma.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "tile/tile_portable.cuh"
+
+namespace warpwright {
+
+// A stage holds kBlkM + kBlkN rows of 128 bytes (K-major), or as many 64-wide columns of 64 rows of
+// 128 bytes (MN-major): 8192 bytes for each 64 of M or N either way.
+template <class T, int kBlkM_, int kBlkN_, int kStages_, bool kPingPong_, int kClusterM_,
+          int kClusterN_, Major kMajorA_, Major kMajorB_>
+struct TileSm90 {
+  using Element = T;
+  static constexpr int kBlkM = kBlkM_;
+  static constexpr int kBlkN = kBlkN_;
+  static constexpr int kBlkK = 128 / static_cast<int>(sizeof(T));
+  static constexpr int kStages = kStages_;
+  static constexpr bool kPingPong = kPingPong_;
+  // CTAs with neighbouring tiles along M load one B between them, along N one A.
+  static constexpr int kClusterM = kClusterM_;
+  static constexpr int kClusterN = kClusterN_;
+  static constexpr int kCluster = kClusterM * kClusterN;
+  static constexpr Major kMajorA = kMajorA_;
+  static constexpr Major kMajorB = kMajorB_;
+
+  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kRows = kPingPong ? kBlkM : kBlkM / kConsumers;  // of D, a warpgroup's
+  static constexpr int kBlocks = kRows / 64;                            // of 64 rows, a wgmma's
+  static constexpr int kRegs = kBlkN / 2;                               // a block's, a thread
+
+  static constexpr int kBytesA = kBlkM * 128;
+  static constexpr int kBytesB = kBlkN * 128;
+  static constexpr int kStageBytes = kBytesA + kBytesB;
+
+  static_assert(sizeof(T) == 2 || (kMajorA == Major::kK && kMajorB == Major::kK),
+                "wgmma takes 32-bit operands K-major only");
+  static_assert(kRows % 64 == 0 && kBlkN % 64 == 0 && kBlkN <= 256, "whole wgmma blocks");
+  static_assert(kBlocks * kRegs <= 128, "accumulators beside the addresses in 232 registers");
+  static_assert(kCluster == 1 || kClusterM == 1 || kClusterN == 1, "one operand is shared");
+};
+
+// Registers of a thread after the warpgroups' redistribution: 128 * 40 + 256 * 232 <= 65536.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+// Rows first_row .. of an operand of k-tiles, by TMA. kShare CTAs of the cluster each load their
+// part of the rows and send it to all of them.
+template <class Tile, Major kMajor, int kRows, int kShare>
+struct TmaLoader {
+  const CUtensorMap* map;
+
+  // Bytes that reach this CTA's `barrier`: kRows * 128, of which others may have sent a part.
+  __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile, uint32_t barrier,
+                                       int rank) const {
+    constexpr int kPart = kRows / kShare;
+    static_assert(kPart % 64 == 0, "whole swizzle patterns");
+    const int offset = kShare > 1 ? rank * kPart : 0;
+    const int k = k_tile * Tile::kBlkK;
+    if constexpr (kMajor == Major::kK) {
+      copy(shared + offset * 128, k, first_row + offset, barrier);
+    } else {
+#pragma unroll
+      for (int row = 0; row < kPart; row += 64) {
+        copy(shared + (offset + row) * 128, first_row + offset + row, k, barrier);
+      }
+    }
+  }
+
+  static constexpr int kBoxInner = kMajor == Major::kK ? Tile::kBlkK : 64;
+  static constexpr int kBoxOuter = kMajor == Major::kK ? kRows / kShare : Tile::kBlkK;
+
+ private:
+  __device__ __forceinline__ void copy(uint32_t shared, int c0, int c1, uint32_t barrier) const {
+    if constexpr (kShare > 1) {
+      tma_load_multicast_2d(shared, map, c0, c1, barrier, (1u << kShare) - 1);
+    } else {
+      tma_load_2d(shared, map, c0, c1, barrier);
+    }
+  }
+};
+
+template <class Tile>
+using TmaLoaderA = TmaLoader<Tile, Tile::kMajorA, Tile::kBlkM, Tile::kClusterN>;
+template <class Tile>
+using TmaLoaderB = TmaLoader<Tile, Tile::kMajorB, Tile::kBlkN, Tile::kClusterM>;
+
+// The stage that is next, and the parity of its round through the ring.
+template <int kStages>
+struct StageCursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void skip(int stages) {
+    const int target = stage + stages;
+    parity ^= static_cast<uint32_t>(target / kStages) & 1;
+    stage = target % kStages;
+  }
+};
+
+template <class Tile>
+struct MainloopSm90 {
+  using T = typename Tile::Element;
+  using Cursor = StageCursor<Tile::kStages>;
+  using Accumulator = float[Tile::kBlocks][Tile::kRegs];
+  static constexpr int kSmemBytes = Tile::kStages * (Tile::kStageBytes + 16);
+  static constexpr int kConsumerWarps = 4 * (Tile::kPingPong ? 1 : Tile::kConsumers);
+
+  uint32_t stages;    // shared memory, multiple of 1024: kStages of kStageBytes
+  uint32_t barriers;  // multiple of 8: kStages "full", then kStages "empty"
+
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return barriers + (Tile::kStages + stage) * 8;
+  }
+
+  // One thread of the CTA; a barrier of the cluster follows.
+  __device__ __forceinline__ void init() const {
+#pragma unroll
+    for (int s = 0; s < Tile::kStages; ++s) {
+      mbarrier_init(full(s), 1);
+      // A stage is free when every warp that reads it or its multicast copies has said so.
+      mbarrier_init(empty(s), kConsumerWarps * Tile::kCluster);
+    }
+    fence_mbarrier_init();
+    fence_proxy_async();
+  }
+
+  // One thread of the CTA.
+  template <class LoaderA, class LoaderB>
+  __device__ __forceinline__ void produce(const LoaderA& a, const LoaderB& b, int first_m,
+                                          int first_n, int k_begin, int k_end, int rank,
+                                          Cursor& cursor) const {
+#pragma unroll 1
+    for (int k = k_begin; k < k_end; ++k) {
+      mbarrier_wait(empty(cursor.stage), cursor.parity ^ 1);
+      const uint32_t barrier = full(cursor.stage);
+      const uint32_t shared = stages + cursor.stage * Tile::kStageBytes;
+      mbarrier_arrive_expect_tx(barrier, Tile::kStageBytes);
+      a.load(shared, first_m, k, barrier, rank);
+      b.load(shared + Tile::kBytesA, first_n, k, barrier, rank);
+      cursor.next();
+    }
+  }
+
+  // One warpgroup; first_row: its rows within the tile. Overwrites the accumulator.
+  __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int first_row,
+                                          Cursor& cursor) const {
+    constexpr bool kTransA = Tile::kMajorA == Major::kMN;
+    constexpr bool kTransB = Tile::kMajorB == Major::kMN;
+    constexpr int kStepA = kTransA ? 2048 : 32;  // bytes of one wgmma's k
+    constexpr int kStepB = kTransB ? 2048 : 32;
+    constexpr uint64_t kFields = wgmma_descriptor_fields(/*leading=*/8192, /*stride=*/1024);
+    const uint64_t a0 = wgmma_descriptor(kFields, stages + first_row * 128);
+    const uint64_t b0 = wgmma_descriptor(kFields, stages + Tile::kBytesA);
+    int previous = 0;
+#pragma unroll 1
+    for (int k = 0; k < k_tiles; ++k) {
+      const uint32_t offset = static_cast<uint32_t>(cursor.stage) * (Tile::kStageBytes >> 4);
+      mbarrier_wait(full(cursor.stage), cursor.parity);
+#pragma unroll
+      for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int i = 0; i < Tile::kBlocks; ++i) {
+          wgmma<T, kTransA, kTransB>(d[i], a0 + offset + ((step * kStepA + i * 8192) >> 4),
+                                     b0 + offset + ((step * kStepB) >> 4), step > 0 || k > 0);
+        }
+      }
+      wgmma_commit();
+      // The newest batch runs on; the one before has read its stage.
+      wgmma_wait<1>();
+#pragma unroll
+      for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+      if (k > 0) release(previous);
+      previous = cursor.stage;
+      cursor.next();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+    release(previous);
+  }
+
+ private:
+  // Each warp of a consumer, to every CTA whose copies land in this stage.
+  __device__ __forceinline__ void release(int stage) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < Tile::kCluster) {
+      if constexpr (Tile::kCluster == 1) {
+        mbarrier_arrive(empty(stage));
+      } else {
+        mbarrier_arrive_cluster(map_to_cta(empty(stage), lane));
+      }
+    }
+  }
+};
+
+}  // namespace warpwright
