@@ -35,7 +35,7 @@ def test_linear_tiles():
         )
         return next(line for line in text.splitlines() if "forward" in line)
 
-    assert "wgmma, tile 128x256" in first(4096, 4096, 4096)
+    assert "wgmma, tile 128x128 ping-pong" in first(4096, 4096, 4096)
     assert "fp64 FMA" in first(4096, 4096, 4096, torch.float64)
     assert "split-k" in first(64, 64, 16384)
     assert "element accesses" in first(128, 128, 33)
@@ -72,6 +72,46 @@ def test_linear_takes_wgmma_where_tma_can_read():
     assert "portable" in linear_lines(4096, 4096, 4096, arch=80)["forward"]
     assert "portable" in linear_lines(4096, 4096, 4096, arch=100)["forward"]
     assert "portable" in linear_lines(4096, 4096, 4096, sm90=False)["forward"]
+
+
+# Of one H200, in us: (dtype, role of linear whose product it is, m, n, k of that product), the
+# fastest of all tiles that were tried, and the shipped ones by (tile, splits).
+P, M, S = "128x128 ping-pong", "128x64", "64x64 ping-pong"
+BF16, TF32 = "bfloat16", "float32"
+FORWARD, GRAD_INPUT, GRAD_WEIGHT = "forward", "grad_input", "grad_weight"
+RACE = [
+    (BF16, FORWARD, 4096, 4096, 4096, 200.4, {(P, 1): 200.4, (M, 1): 328.2, (S, 1): 382.8}),
+    (BF16, GRAD_INPUT, 4096, 4096, 4096, 200.3, {(P, 1): 200.3, (M, 1): 324.6, (S, 1): 370.9}),
+    (BF16, GRAD_WEIGHT, 4096, 4096, 4096, 202.1, {(P, 1): 202.1, (M, 1): 334.8, (S, 1): 382.5}),
+    (BF16, FORWARD, 8192, 14336, 4096, 1375.0, {(P, 1): 1375.0, (M, 1): 2448.6, (S, 1): 3006.2}),
+    (BF16, GRAD_INPUT, 8192, 4096, 14336, 1400.8, {(P, 1): 1425.6, (M, 1): 2880.0, (S, 1): 2967.4}),
+    (BF16, GRAD_WEIGHT, 14336, 4096, 8192, 1427.8, {(P, 1): 1427.8, (M, 1): 2567.0}),
+    (BF16, FORWARD, 8192, 4096, 14336, 1421.3, {(P, 1): 1422.3, (M, 1): 2814.0, (S, 1): 3044.2}),
+    (BF16, FORWARD, 2048, 2048, 2048, 31.8, {(P, 1): 31.8, (M, 1): 42.1, (S, 1): 51.3}),
+    (BF16, GRAD_INPUT, 2048, 2048, 2048, 25.9, {(P, 1): 26.0, (M, 1): 38.4, (S, 1): 45.1}),
+    (BF16, GRAD_WEIGHT, 2048, 2048, 2048, 24.9, {(P, 1): 24.9, (M, 1): 38.0, (S, 1): 44.4}),
+    (BF16, FORWARD, 8192, 4096, 4096, 408.4, {(P, 1): 409.4, (M, 1): 702.7, (S, 1): 846.5}),
+    (BF16, FORWARD, 8192, 8192, 8192, 1611.5, {(P, 1): 1618.7, (M, 1): 3234.1, (S, 1): 3641.6}),
+    (BF16, FORWARD, 16384, 4096, 1024, 207.3, {(P, 1): 209.8, (M, 1): 356.6, (S, 1): 407.9}),
+    (BF16, FORWARD, 1024, 1024, 1024, 7.6, {(M, 1): 7.6, (S, 1): 9.2, (P, 1): 10.8}),
+    (BF16, GRAD_WEIGHT, 1024, 1024, 16384, 53.0, {(M, 1): 53.0, (P, 1): 78.2, (P, 4): 58.8}),
+    (BF16, FORWARD, 1000, 1000, 1000, 12.2, {(M, 1): 12.2, (P, 1): 12.9, (S, 1): 15.5}),
+    (BF16, FORWARD, 4096, 50257, 768, 570.8, {(P, 1): 582.4, (M, 1): 838.5, (S, 1): 1082.1}),
+    (BF16, FORWARD, 512, 128, 3136, 7.1, {(S, 1): 9.3, (M, 1): 11.4, (S, 8): 7.1, (M, 8): 7.6}),
+    (TF32, FORWARD, 4096, 4096, 4096, 410.4, {(P, 1): 417.6}),
+    (TF32, FORWARD, 8192, 8192, 8192, 3160.9, {(P, 1): 3160.9}),
+]
+
+
+@pytest.mark.parametrize("race", RACE, ids=lambda r: "-".join(map(str, r[:5])))
+def test_linear_choice_wins_the_race(race):
+    dtype, role, m, n, k, fastest, measured = race
+    # The product of each role, in sizes of the forward: y = x W^T, dx = dy W, dW = dy^T x.
+    sizes = {FORWARD: (m, n, k), GRAD_INPUT: (m, k, n), GRAD_WEIGHT: (k, m, n)}[role]
+    text = linear_lines(*sizes, dtype, tf32=True)[role]
+    tile = re.search(r"wgmma, tile (\d+x\d+(?: ping-pong)?)", text)[1]
+    split = re.search(r"split-k (\d+)", text)
+    assert measured[tile, int(split[1]) if split else 1] <= 1.025 * fastest
 
 
 def test_linear_choices_are_legal():

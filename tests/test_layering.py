@@ -25,6 +25,7 @@ ALLOWED = {
 TORCH_HEADER = re.compile(r"^(ATen|c10|torch|caffe2)/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 SYNC = re.compile(r"\bcuda(Device|Stream|Event)Synchronize\b|\bcudaMemcpy\(|\.item\s*<|\.item\(\)")
+SM90_PTX = re.compile(r"wgmma\.|mbarrier\.|cp\.async\.bulk|setmaxnreg\.|barrier\.cluster")
 FLOAT_ATOMIC = re.compile(r"\batomicAdd\b|\bred\.(global|shared)\b")
 
 
@@ -64,6 +65,10 @@ def faults(path, text):
             yield f"includes {header}: tens of seconds a file, or a Python symbol"
     if re.search(r"\basm\b", code) and layer != "device":
         yield "has inline PTX: that belongs into device/"
+    if SM90_PTX.search(code) and path.parts[:2] != ("device", "sm90"):
+        yield "has PTX of sm_90a: that belongs into device/sm90/"
+    if "device/sm90/" in code and "sm90" not in path.as_posix():
+        yield "includes device/sm90/: only files named _sm90 may"
     if "<<<" in code and path.as_posix() != "host/launch.h":
         yield "launches with <<<>>>: use launch() of host/launch.h, which checks"
     if SYNC.search(code) and path.as_posix() not in MAY_SYNCHRONISE:
@@ -101,6 +106,8 @@ def test_sources_follow_the_layers():
         ("ops/relu/relu.cu", '#include "torch/cuda.h"', "torch glue"),
         ("ops/relu/relu_torch.cpp", "#include <torch/extension.h>", "tens of seconds"),
         ("ops/relu/relu.cu", 'asm volatile("nop;");', "inline PTX"),
+        ("device/mma_sm80.cuh", 'asm volatile("wgmma.fence;");', "device/sm90/"),
+        ("tile/epilogue.cuh", '#include "device/sm90/tma.cuh"', "only files named _sm90"),
         ("ops/relu/relu.cu", "kernel<<<1, 1>>>();", "launch"),
         ("ops/relu/relu_torch.cpp", "cudaStreamSynchronize(stream);", "synchronises"),
         ("ops/relu/relu_torch.cpp", "x.item<float>();", "synchronises"),

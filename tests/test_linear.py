@@ -3,6 +3,7 @@ import torch
 from common import gradcheck, layouts, opcheck, subsets
 
 import warpwright.functional as F
+from warpwright import _C
 from warpwright.testing import assert_same, compare_with_native
 
 native = torch.nn.functional.linear
@@ -26,6 +27,11 @@ CUDA_SHAPES = [
     ((512,), 3136, 128),
     ((16,), 4096, 4096),
     ((4096,), 136, 8),
+    # sm_90a: ragged tiles of each size; rows of the output that TMA cannot store
+    ((2000,), 520, 2056),
+    ((1000,), 1000, 1008),
+    ((520,), 1160, 1003),
+    ((200,), 2056, 264),
 ]
 
 
@@ -79,6 +85,56 @@ def test_integers_are_exact_on_every_tile(dtype, shape):
     inputs = operands("cuda", dtype, *shape, integers=True)
     exact = step(native, [t.detach().double().requires_grad_() for t in inputs])
     assert_same(step(F.linear, inputs), [t.to(dtype) for t in exact])
+
+
+def test_the_shapes_reach_every_tile():
+    found = set()
+    for batch, k, n in CUDA_SHAPES:
+        x, weight = _C.Operand([*batch, k], [k, 1], 0), _C.Operand([n, k], [k, 1], 0)
+        for role, text in _C.explain_linear("bfloat16", False, x, weight, _C.DeviceInfo(), True):
+            if role != "grad_bias":
+                found.add((role, text.split(" (")[0].split(", A ")[0]))
+                found.add("split-k" if "split-k" in text else "whole k")
+    for role in ("forward", "grad_input", "grad_weight"):
+        for tile in ("128x128 ping-pong", "128x64,", "64x64 ping-pong"):
+            assert any(f"wgmma, tile {tile}" in t[1] for t in found if t[0] == role), (role, tile)
+    assert {"split-k", "whole k"} <= found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
+def test_paths_agree_and_repeat(dtype, shape, monkeypatch):
+    inputs = operands("cuda", dtype, *shape)
+    first = step(F.linear, inputs)
+    for _ in range(3):
+        assert_same(step(F.linear, inputs), first)
+    inputs = operands("cuda", dtype, *shape, integers=True)
+    first = step(F.linear, inputs)
+    monkeypatch.setenv("WARPWRIGHT_PATH", "portable")
+    assert_same(step(F.linear, inputs), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
+def test_tf32_integers_are_exact_on_every_tile(shape):
+    inputs = operands("cuda", torch.float32, *shape, integers=True)
+    exact = step(native, [t.detach().double().requires_grad_() for t in inputs])
+    torch.backends.cuda.matmul.allow_tf32 = True  # off again before the next test: conftest.py
+    assert_same(step(F.linear, inputs), [t.float() for t in exact])
+
+
+@pytest.mark.gpu
+def test_layouts_of_large_operands(dtype):
+    # Column-major, strided and misaligned views of sizes that the sm_90a path takes if it can.
+    x, weight, bias = operands("cuda", dtype, (512,), 520, 264, integers=True)
+    exact = [
+        t.to(dtype)
+        for t in step(native, [t.detach().double().requires_grad_() for t in (x, weight, bias)])
+    ]
+    for _, x_view in layouts(x.detach()):
+        for _, weight_view in layouts(weight.detach()):
+            views = [t.detach().requires_grad_() for t in (x_view, weight_view, bias)]
+            assert_same(step(F.linear, views), exact)
 
 
 def test_same_bits_every_time(device, dtype):

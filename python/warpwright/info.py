@@ -85,8 +85,16 @@ def _gpu(index: int) -> dict[str, Any]:
         "memory_gib": round(properties.total_memory / 2**30),
         "runs": "native torch"
         if why_no_gpu_kernel(index) is not None
-        else "warpwright's portable kernels",
+        else _kernels((properties.major, properties.minor)),
     }
+
+
+def _kernels(capability: tuple[int, int]) -> str:
+    portable = "warpwright's portable kernels"
+    hopper = capability == (9, 0) and any(arch.startswith("9.0a") for arch in built_archs())
+    if not hopper or os.environ.get("WARPWRIGHT_PATH") == "portable":
+        return portable
+    return f"{portable}; linear on sm_90a's (TMA, wgmma)"
 
 
 def run(arguments: argparse.Namespace) -> int:

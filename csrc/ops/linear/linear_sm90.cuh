@@ -43,7 +43,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     const int rank = Tile::kCluster > 1 ? static_cast<int>(cluster_cta_rank()) : 0;
-    if (threadIdx.x == 0) loop.init();
+    if (threadIdx.x == 0) {
+      prefetch_tensor_map(&p.a);
+      prefetch_tensor_map(&p.b);
+      if (p.output.use_tma) prefetch_tensor_map(&p.output.map);
+      loop.init();
+    }
     if constexpr (Tile::kCluster > 1) {
       cluster_arrive();
       cluster_wait();
@@ -66,8 +71,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       if (threadIdx.x == 0) {
         const TmaLoaderA<Tile> a{&p.a};
         const TmaLoaderB<Tile> b{&p.b};
-        prefetch_tensor_map(&p.a);
-        prefetch_tensor_map(&p.b);
         for (unsigned block = first; block < p.num_blocks; block += stride) {
           const TileCoord tile = tile_of_block(p.grid, block);
           loop.produce(a, b, first_m(tile), first_n(tile), tile.k_begin, tile.k_end, rank, cursor);
@@ -175,7 +178,7 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
 template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>
 using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTile).blk_n,
                             sm90_tile_shape(kTile).stages, sm90_tile_shape(kTile).ping_pong,
-                            sm90_tile_shape(kTile).cluster_m, 1, kMajorA, kMajorB>;
+                            /*kClusterM=*/1, /*kClusterN=*/1, kMajorA, kMajorB>;
 
 template <class T>
 void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
