@@ -25,7 +25,7 @@ ALLOWED = {
 TORCH_HEADER = re.compile(r"^(ATen|c10|torch|caffe2)/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 SYNC = re.compile(r"\bcuda(Device|Stream|Event)Synchronize\b|\bcudaMemcpy\(|\.item\s*<|\.item\(\)")
-SM90_PTX = re.compile(r"wgmma\.|mbarrier\.|cp\.async\.bulk|setmaxnreg\.|barrier\.cluster")
+SM90_PTX = re.compile(r"(wgmma|mbarrier)\.(?!cuh)|cp\.async\.bulk|setmaxnreg\.|barrier\.cluster")
 FLOAT_ATOMIC = re.compile(r"\batomicAdd\b|\bred\.(global|shared)\b")
 
 
