@@ -183,6 +183,8 @@ def test_conv2d_direct_kernels():
     assert all("depthwise" in line for line in depthwise.values())
     many = lines(torch.empty(2, 3, 9, 9), torch.empty(2048, 3, 3, 3))
     assert "implicit GEMM" in many["grad_input"]
+    for c in (3, 16):  # no output channel
+        assert len(lines(torch.empty(2, c, 9, 9), torch.empty(0, c, 7, 7))) == 3
 
 
 def test_batch_norm():

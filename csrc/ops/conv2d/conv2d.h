@@ -180,7 +180,8 @@ inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dSh
   double best = -1;
   for (int64_t waves = 0; waves <= 8; ++waves) {
     const int64_t blocks = waves * device.num_sms * shape.ctas_per_sm;
-    const int splits = static_cast<int>(std::clamp<int64_t>(blocks / tiles, 1, most));
+    const int splits =
+        static_cast<int>(std::clamp<int64_t>(blocks / std::max<int64_t>(tiles, 1), 1, most));
     const double total =
         cycles(config.tile, s.group_k(), depth, pixels, splits) +
         (splits > 1

@@ -60,7 +60,8 @@ inline FewChannelsDgradConfig choose_few_channels_dgrad_config(const Conv2dShape
   using namespace few_channels_dgrad;
   FewChannelsDgradConfig config;
   const ConvKind kind = conv_kind(s);
-  const int64_t limit = int64_t{kMaxColumns} / std::max<int64_t>(s.c, 1);
+  if (s.c * s.h * s.w * s.k == 0) return config;
+  const int64_t limit = int64_t{kMaxColumns} / s.c;
   if ((kind != ConvKind::k16Bit && kind != ConvKind::kTf32) || !conv2d_few_channels_supported(s) ||
       s.k > 1024 || s.stride_h > limit || s.stride_w > limit || s.stride_h * s.stride_w > limit) {
     return config;

@@ -37,7 +37,7 @@ inline FewChannelsWgradConfig choose_few_channels_wgrad_config(const Conv2dShape
   using namespace few_channels_wgrad;
   FewChannelsWgradConfig config;
   if (conv_kind(s) != ConvKind::k16Bit || !conv2d_few_channels_supported(s) ||
-      s.w * s.c >= int64_t{1} << 30) {
+      s.w * s.c >= int64_t{1} << 30 || s.k * s.p * s.q == 0) {
     return config;
   }
   auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
