@@ -144,6 +144,20 @@ def wrong_peer(case, inputs, device):
     return replace(found, results=results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_disagreement(dtype):
+    """Another order of the sums is no error; a wrong element is, whatever errors are claimed."""
+    generator = torch.Generator().manual_seed(0)
+    right = torch.randn(1000, dtype=torch.float64, generator=generator).to(dtype)
+    rounded = right * (1 + 2 * torch.finfo(dtype).eps)
+    assert guards.disagreement(right, rounded, 0.0) is None
+    wrong = right.clone()
+    wrong[7] += right.abs().max() / 4
+    assert "differs" in guards.disagreement(right, wrong, 0.0)
+    assert "differs" in guards.disagreement(right, wrong, 1e9)
+    assert "differs" in guards.disagreement(right, -right, 1e9, l2=True)
+
+
 def raising_peer(case, inputs, device):
     raise RuntimeError("no plan for this shape")
 

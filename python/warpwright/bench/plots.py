@@ -264,7 +264,8 @@ def relative_times(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, fl
 def bars(record: dict[str, Any], style: Style) -> Figure:
     """Each op and pass: time of every implementation as a share of native's."""
     groups = relative_times(record)
-    impls = sorted({i for v in groups.values() for i in v}, key=[*LOOKS].index)
+    measured = {i for v in groups.values() for i in v}
+    impls = [i for i in LOOKS if i in measured] + sorted(measured - LOOKS.keys())
     count = sum(len(v) for v in groups.values())
     figure, axes = style.figure(1.7 + 0.17 * count + 0.12 * len(groups))
     at, ticks, longest = 0.0, [], 0.0

@@ -68,7 +68,7 @@ def _results(
     inputs: dict[str, Any],
     implementations: dict[str, Implementation],
     failed: Callable[[str, Exception], None],
-) -> tuple[dict[str, dict[str, float]], dict[str, list[str]]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, list[str]]]]:
     """Errors against float64, {impl: {"fwd": e, "bwd": e}}, and what is wrong with an impl's result.
 
     An implementation that raises here is reported and leaves.
@@ -76,7 +76,7 @@ def _results(
     sample = case.sample(inputs) if case.sample else inputs
     exact, exact_grads, part = _exact(case, sample)
     errors: dict[str, dict[str, float]] = {}
-    notes: dict[str, list[str]] = {}
+    notes: dict[str, dict[str, list[str]]] = {}
     ours: tuple[Tensor, list[Tensor]] | None = None
     cotangent: Tensor | None = None
     # Ours and native first: the others are held against both.
@@ -117,8 +117,11 @@ def _results(
             *((a, b, "bwd") for a, b in zip(ours[1], corners, strict=True)),
         ]
         known = {p: max(errors[n][p] for n in (OURS.name, "native")) for p in ("fwd", "bwd")}
-        found = (guards.disagreement(a, b, known[p], case.kinked) for a, b, p in pairs)
-        notes[name] = [text for text in found if text is not None]
+        found = [(guards.disagreement(a, b, known[p], case.kinked), p) for a, b, p in pairs]
+        notes[name] = {
+            which: [text for text, p in found if text is not None and p == which]
+            for which in ("fwd", "bwd")
+        }
     return errors, notes
 
 
@@ -163,6 +166,7 @@ def case_rows(
         )
         error_pass = "fwd" if which == "fwd" else "bwd"
         for name, timing in timings.items():
+            wrong = notes.get(name, {}).get(error_pass, [])
             rows.append(
                 {
                     "op": case.op,
@@ -178,9 +182,9 @@ def case_rows(
                     "peak_mib": peak_mib(calls[name], device),
                     "err": errors[name][error_pass],
                     "err_native": errors["native"][error_pass],
-                    "agrees": not notes.get(name),
+                    "agrees": not wrong,
                     **(clocks.since(start) if clocks else {}),
-                    **({"notes": notes[name]} if notes.get(name) else {}),
+                    **({"notes": wrong} if wrong else {}),
                 }
             )
     return rows
