@@ -321,7 +321,7 @@ def ladder(record: dict[str, Any], style: Style) -> Figure:
     ladders = ladder_steps(record)
     heights = [len(rows) for rows in ladders.values()]
     figure, grid = style.figure(
-        0.9 + 0.24 * sum(heights) + 0.45 * len(heights),
+        1.1 + 0.27 * sum(heights) + 0.55 * len(heights),
         nrows=len(ladders),
         height_ratios=heights,
         squeeze=False,
