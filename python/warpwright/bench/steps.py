@@ -155,7 +155,7 @@ def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return batch()
 
 
-def capture(step: Step, pool: Any) -> Step:
+def capture(step: Callable[[], Any], pool: Any = None) -> Callable[[], Any]:
     """The step as one CUDA graph. Its inputs are in pinned memory: loading is in the graph too.
 
     `pool` may be shared: graphs that never run at once, and of which only the parameters outlive a
