@@ -428,6 +428,20 @@ def test_ctrl_c_leaves_a_valid_file(tmp_path):
     assert saved["rows"]
 
 
+def test_a_time_limit_from_outside_is_an_interrupt(monkeypatch, tmp_path):
+    """SIGTERM while a case runs, as `timeout` sends it."""
+
+    def limit(item, *args):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(run, "case_rows", limit)
+    before = signal.getsignal(signal.SIGTERM)
+    path = tmp_path / "r.json"
+    assert command("relu", "--suite", "quick", "--device", "cpu", "--json", path) == 130
+    assert records.load_records(path)["interrupted"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_half_written_file_is_never_seen(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     record = runner().run([TINY])

@@ -17,7 +17,7 @@ from .cases import Case, Inputs
 from .peers import Implementation
 
 MAX_PLANS = 10
-MAX_SECONDS = 4.0  # for trying the plans of one graph
+MAX_SECONDS = 2.5  # for trying the plans of one graph
 EPS, MOMENTUM = 1e-5, 0.1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -395,7 +396,12 @@ def main(options: argparse.Namespace) -> int:
         suite,
         None if options.peer else DEFAULT_STEP_PEERS[device],
     )
-    record = runner.run(cases, workloads)
+    # A time limit from outside ends the run as Ctrl-C does.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        record = runner.run(cases, workloads)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     wide = Console(width=max(console.width, 200)) if not console.is_terminal else console
     wide.print(table_of(record["rows"], f"{record['gpu']}, torch {record['torch']}"))
     for found in record["failures"]:
