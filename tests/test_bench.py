@@ -335,6 +335,7 @@ def test_step_rows():
         ("warpwright", "nhwc"),
         ("native", "nhwc"),
     ]
+    assert all(r["throttled"] == [] for r in record["rows"])
     forward = 2 * 4 * (16 * 8 + 8 * 3)
     # No gradient for the images: the first layer has one product less in its backward.
     assert {r["flops"] for r in record["rows"]} == {3 * forward - 2 * 4 * 16 * 8}

@@ -332,7 +332,7 @@ class Runner:
         try:
             if isinstance(item, Workload):
                 found = step_rows(
-                    item, self.device, self.record, seconds, self.step_peers, failures
+                    item, self.device, self.record, seconds, self.step_peers, failures, clocks
                 )
             elif isinstance(item, OptimizerCase):
                 found = optimizer_rows(item, self.device, self.record, seconds, clocks)

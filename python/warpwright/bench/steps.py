@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..patch import patch
 from ..swap import swap
-from .guards import Refused
+from .guards import Clocks, Refused
 from .measure import interleaved, peak_mib
 
 Row = dict[str, Any]
@@ -185,6 +186,7 @@ def step_rows(
     seconds: float,
     peers: Sequence[str] = ("native",),
     failures: list[Row] | None = None,
+    clocks: Clocks | None = None,
 ) -> list[Row]:
     """The rows of one workload, TF32 allowed for all. A variant that raises goes into `failures`."""
     failures = [] if failures is None else failures
@@ -208,9 +210,11 @@ def step_rows(
         _refuse(workload, steps, first, failures)
         if not steps:
             return []
+        start = time.monotonic()
         timings = interleaved(
             {name: step for name, (_, step) in steps.items()}, device, 2 * seconds * len(steps)
         )
+        seen = clocks.since(start) if clocks else {}
         flops = count_flops(workload, state, device)
         rows = []
         for name, (variant, step) in steps.items():
@@ -232,6 +236,7 @@ def step_rows(
                     "err": None,
                     "err_native": None,
                     "agrees": not variant.notes,
+                    **seen,
                     **({"notes": variant.notes} if variant.notes else {}),
                 }
             )
