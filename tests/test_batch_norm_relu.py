@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as native
 from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
+from native_suites import Errors
+from native_suites import compare as compare_cases
 from test_batch_norm import LARGE, SHAPES, SHORT, compare, parameters
 from torch import nn
 
@@ -46,22 +48,26 @@ def residual_like(x, add):
 
 @BOTH
 @TRAINING
-@pytest.mark.parametrize("shape", SHAPES + SMALL + LARGE, ids=str)
-def test_error_rule(device, dtype, shape, training, add):
-    mean, var, weight, bias = parameters(shape[1], device, dtype)
-    base = torch.randn(shape, device=device) * 2 + 1
-    for name, x in layouts(base.to(dtype)):
-        if shape in LARGE and name not in ("contiguous", "channels_last"):
-            continue
-        args = (
-            x.detach().requires_grad_(),
-            residual_like(x, add),
-            weight.clone().requires_grad_(),
-            bias.clone().requires_grad_(),
-            mean,
-            var,
-        )
-        compare(on_copies(fused, training), on_copies(chain, training), args)
+def test_error_rule(device, dtype, training, add):
+    """Over many cases: which outputs the relu cuts is luck of the roundings in a single one."""
+    errors = Errors()
+    for shape in SHAPES + SMALL + LARGE:
+        mean, var, weight, bias = parameters(shape[1], device, dtype)
+        base = torch.randn(shape, device=device) * 2 + 1
+        for name, x in layouts(base.to(dtype)):
+            if shape in LARGE and name not in ("contiguous", "channels_last"):
+                continue
+            args = (
+                x.detach().requires_grad_(),
+                residual_like(x, add),
+                weight.clone().requires_grad_(),
+                bias.clone().requires_grad_(),
+                mean,
+                var,
+            )
+            functions = (on_copies(fused, training), on_copies(chain, training))
+            compare_cases(*functions, args, {}, f"{shape} {name}", errors, amplifies=True)
+    errors.check()
 
 
 @TRAINING
@@ -105,7 +111,10 @@ def test_running_statistics(device, dtype, momentum, add):
             fused(x, residual_like(x, add), *one, weight, bias, True, momentum)
             F.batch_norm(x, *two, weight, bias, True, momentum)
             assert one[0]._version > version
-            assert_same(one, two)
+            if add and device == "cuda":  # two operands are shared out over blocks in another way
+                torch.testing.assert_close(one, two)
+            else:
+                assert_same(one, two)
 
 
 @BOTH

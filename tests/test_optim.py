@@ -42,8 +42,12 @@ def set_grads(params, step, dtype):
 
 
 def in_double(kwargs):
-    """Tensor hyperparameters stay what they are: their fp32 values are the hyperparameters."""
-    return {k: v for k, v in kwargs.items() if k not in ("foreach", "fused")}
+    """Tensor hyperparameters stay what they are: their fp32 values are the hyperparameters.
+
+    Not capturable: native then takes 1 - beta^t in fp32, whatever the parameters' type.
+    """
+    rest = {k: v for k, v in kwargs.items() if k not in ("foreach", "fused", "capturable")}
+    return {**rest, "foreach": False}
 
 
 def run(cls, tensors, kwargs, dtype, steps=4, cast=None):

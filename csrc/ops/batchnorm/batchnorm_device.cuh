@@ -38,7 +38,8 @@ struct ForwardCoefficients {
       mean = read_channel<A>(p.running_mean, channel, 0);
       variance = read_channel<A>(p.running_var, channel, 1);
     }
-    const A rstd = A(1) / sqrt(variance + static_cast<A>(p.eps));
+    // Once a channel: in double, or three roundings would go into every gradient.
+    const A rstd = static_cast<A>(1.0 / sqrt(static_cast<double>(variance) + p.eps));
     if (leader) {
       static_cast<A*>(p.mean)[channel] = mean;
       static_cast<A*>(p.rstd)[channel] = rstd;

@@ -80,20 +80,21 @@ struct AdamRule {
   }
 
   __device__ __forceinline__ void operator()(Compute& p, Compute g, Compute* state) const {
+    // The multiply-adds are written out, so that every instantiation rounds alike.
     p *= decay;
-    if (weight_decay != 0) g += weight_decay * p;
+    if (weight_decay != 0) g = fma(weight_decay, p, g);
     // torch.lerp's two forms: exact at either end.
     const Compute difference = g - state[0];
-    const Compute m = one_minus_beta1 < Compute(0.5) ? state[0] + one_minus_beta1 * difference
-                                                     : g - beta1 * difference;
-    Compute v = beta2 * state[1] + one_minus_beta2 * g * g;
+    const Compute m = one_minus_beta1 < Compute(0.5) ? fma(one_minus_beta1, difference, state[0])
+                                                     : fma(-beta1, difference, g);
+    Compute v = fma(beta2, state[1], one_minus_beta2 * g * g);
     state[0] = m;
     state[1] = v;
     if constexpr (kAmsgrad) {
       v = state[2] = Max{}(v, state[2]);
     }
-    const Compute denominator = sqrt(v) * inv_correction2_sqrt + eps;
-    p -= step_size * (m / denominator);
+    const Compute denominator = fma(sqrt(v), inv_correction2_sqrt, eps);
+    p = fma(-step_size, m / denominator, p);
   }
 
   // The launch's last block: every block has read its step and drawn its ticket.
