@@ -213,10 +213,16 @@ class GatherLoader {
   }
 
   // 16-byte copies zero what lies outside: every tile takes the path without branches.
-  __device__ static constexpr bool interior() requires(kVec > 1) { return true; }
+  __device__ static constexpr bool interior()
+    requires(kVec > 1)
+  {
+    return true;
+  }
 
   __device__ __forceinline__ void issue_interior(T* stage, int k_tile, bool valid, int part,
-                                                 int parts) requires(kVec > 1) {
+                                                 int parts)
+    requires(kVec > 1)
+  {
     if (part == 0) {
       const int k = kMajor == Major::kK ? Map::col() : WarpRows::row_of_lane();
       moving_ = moving_at(int64_t{k_tile} * Tile::kBlkK + k);
