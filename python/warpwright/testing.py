@@ -26,19 +26,18 @@ __all__ = [
 
 
 def to_double(value: Any) -> Any:
-    """Floating tensors of a nested structure as detached, contiguous float64 copies.
+    """Floating and complex tensors of a nested structure as detached, contiguous 64-bit copies.
 
     Contiguous, because native is the oracle and its CUDA batch norm loses the update of running
     statistics that are not.
     """
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            double = leaf.detach().to(
-                torch.float64, copy=True, memory_format=torch.contiguous_format
-            )
-            return double.requires_grad_(leaf.requires_grad)
-        return leaf
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        dtype = torch.complex128 if leaf.is_complex() else torch.float64
+        double = leaf.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return double.requires_grad_(leaf.requires_grad)
 
     return tree_map(convert, value)
 
