@@ -35,6 +35,7 @@ from warpwright.bench.peers import PEERS, Missing, Peer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+FULL = next(path for path in RESULTS if path.name == "full.json")
 
 TINY = cases._relu(1 << 10, FP32)
 TINY_LINEAR = cases._linear(8, 16, 4, FP32)
@@ -413,7 +414,11 @@ def test_ctrl_c_leaves_a_valid_file(tmp_path):
     path = tmp_path / "r.json"
     arguments = ["bench", "--suite", "quick", "--device", "cpu", "--json", str(path)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "warpwright", *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "warpwright", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        # A job in the background of a shell is born deaf to Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for _ in range(1200):
         if path.exists():
@@ -456,7 +461,7 @@ def test_a_half_written_file_is_never_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("field", ["gpu", "source_hash", "copy_tbs"])
 def test_a_missing_header_field_is_refused(field):
-    record = json.loads(RESULTS[0].read_text())
+    record = json.loads(FULL.read_text())
     del record[field]
     with pytest.raises(ValueError, match=f"'{field}' is missing"):
         records.validate(record)
@@ -464,7 +469,7 @@ def test_a_missing_header_field_is_refused(field):
 
 @pytest.mark.parametrize("field", ["ms", "err_native", "layout"])
 def test_a_missing_row_field_is_refused(field):
-    record = json.loads(RESULTS[0].read_text())
+    record = json.loads(FULL.read_text())
     del record["rows"][3][field]
     with pytest.raises(ValueError, match=rf"rows\[3\]: field '{field}' is missing"):
         records.validate(record)
@@ -595,7 +600,7 @@ def check_page(path, tmp_path):
 
 
 def test_page_of_the_results(tmp_path):
-    record = records.load_records(RESULTS[0])
+    record = records.load_records(FULL)
     path = tmp_path / "page.html"
     page.write_bench_page(record, path)
     check_page(path, tmp_path)
@@ -606,7 +611,7 @@ def test_page_of_the_results(tmp_path):
 
 
 def test_page_escapes_what_it_shows(tmp_path):
-    record = records.load_records(RESULTS[0])
+    record = records.load_records(FULL)
     record["rows"] = record["rows"][:2]
     record["failures"] = [{"op": "relu", "case": "x", "error": "<script>alert(1)</script>"}]
     text = page.bench_page(record)
@@ -615,7 +620,7 @@ def test_page_escapes_what_it_shows(tmp_path):
 
 
 def test_pictures_carry_their_origin(tmp_path):
-    record = records.load_records(RESULTS[0])
+    record = records.load_records(FULL)
     for draw in (plots.roofline, plots.bars, plots.ladder):
         text = plots.svg(
             lambda style, draw=draw: draw(record, style), plots.Style(plots.DARK, True)
@@ -627,7 +632,7 @@ def test_pictures_carry_their_origin(tmp_path):
 
 
 def test_roofline_points_lie_under_the_roof():
-    record = json.loads(RESULTS[0].read_text())
+    record = json.loads(FULL.read_text())
     for row, (op, impl, x, y) in zip(
         [r for r in record["rows"] if r["bytes"]], plots.roofline_points(record), strict=True
     ):
@@ -642,7 +647,7 @@ def test_roofline_points_lie_under_the_roof():
 
 
 def test_relative_times():
-    record = json.loads(RESULTS[0].read_text())
+    record = json.loads(FULL.read_text())
     assert all(v["native"] == pytest.approx(1) for v in plots.relative_times(record).values())
 
 
