@@ -322,5 +322,5 @@ def mnist_workload(batch: int) -> Workload:
 
 
 def mnist_workloads(device: str) -> list[Workload]:
-    sizes = (64, 256, 1024, 4096) if device == "cuda" else (64,)
+    sizes = (64, 256, 1024, 4096) if device == "cuda" else (64, 256)
     return [mnist_workload(batch) for batch in sizes]
