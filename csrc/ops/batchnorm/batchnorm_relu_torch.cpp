@@ -5,7 +5,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/threshold_backward.h>
 
-#include "torch/batch_norm.h"
+#include "ops/batchnorm/batchnorm_torch.h"
 
 namespace warpwright {
 namespace {

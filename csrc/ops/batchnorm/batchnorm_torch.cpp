@@ -5,7 +5,7 @@
 #include <ATen/ops/mean.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "torch/batch_norm.h"
+#include "ops/batchnorm/batchnorm_torch.h"
 
 namespace warpwright {
 namespace {

@@ -10,8 +10,8 @@
 #include <array>
 #include <tuple>
 
+#include "ops/cross_entropy/cross_entropy_torch.h"
 #include "torch/autograd.h"
-#include "torch/class_rows.h"
 #include "torch/dispatch.h"
 
 namespace warpwright {

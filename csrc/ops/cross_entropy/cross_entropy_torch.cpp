@@ -11,8 +11,8 @@
 #include <tuple>
 
 #include "ops/cross_entropy/cross_entropy.h"
+#include "ops/cross_entropy/cross_entropy_torch.h"
 #include "torch/autograd.h"
-#include "torch/class_rows.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
