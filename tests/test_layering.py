@@ -42,7 +42,9 @@ def code_of(text):
 
 
 def may_see_torch(path):
-    return path.parts[0] == "torch" or path.name.endswith(("_torch.cpp", "_torch.h", "_cpu.cpp", "_cpu.h"))
+    return path.parts[0] == "torch" or path.name.endswith(
+        ("_torch.cpp", "_torch.h", "_cpu.cpp", "_cpu.h")
+    )
 
 
 def faults(path, text):
