@@ -115,14 +115,8 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
     sums.add(values, piece);
     values_added += piece.count();
   });
-  const A count = static_cast<A>(values_added);
-  Partial<B> partial[1];
-  sums.finish(count, partial);
-  B merged_count = count;
-  block_merge<typename Sums::Merge, 1>(partial, merged_count, 1, kThreads, scratch);
-  if (threadIdx.x == 0) {
-    *broadcast = coefficients_of(channel, convert_partial<A>(partial[0]), true);
-  }
+  const Partial<A> total = block_total<kThreads>(sums, values_added, scratch);
+  if (threadIdx.x == 0) *broadcast = coefficients_of(channel, total, true);
   cp_async_wait<0>();
   __syncthreads();
   const Coefficients<A> c = *broadcast;

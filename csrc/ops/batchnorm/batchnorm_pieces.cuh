@@ -164,4 +164,18 @@ __device__ __forceinline__ void apply_piece(const BatchNormOutputs<T>& out,
   store_piece(out.data, piece, result.data);
 }
 
+// The sums of a block whose threads added `values_added` values each, in thread 0. All threads must
+// call; `shared` as for block_merge.
+template <int kThreads, class Sums, class B>
+__device__ __forceinline__ Partial<typename Sums::A> block_total(const Sums& sums, int values_added,
+                                                                 B* shared) {
+  using A = typename Sums::A;
+  const A count = static_cast<A>(values_added);
+  Partial<B> partial[1];
+  sums.finish(count, partial);
+  B merged_count = count;
+  block_merge<typename Sums::Merge, 1>(partial, merged_count, 1, kThreads, shared);
+  return convert_partial<A>(partial[0]);
+}
+
 }  // namespace warpwright

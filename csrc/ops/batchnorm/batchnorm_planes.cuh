@@ -48,14 +48,8 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
       }
     }
   }
-  const A count = static_cast<A>(values_added);
-  Partial<B> partial[1];
-  sums.finish(count, partial);
-  B merged_count = count;
-  block_merge<typename Sums::Merge, 1>(partial, merged_count, 1, kPlanesThreads, shared);
-  if (threadIdx.x == 0) {
-    partials[split * shape.channels + channel] = convert_partial<A>(partial[0]);
-  }
+  const Partial<A> total = block_total<kPlanesThreads>(sums, values_added, shared);
+  if (threadIdx.x == 0) partials[split * shape.channels + channel] = total;
 }
 
 // Second pass: `coefficients_of(channel, partial, leader)`, then every vector from the last to the
