@@ -3,12 +3,9 @@
 
 #include <cstdint>
 
-namespace warpwright {
+#include "host/ceil_div.h"
 
-template <class T>
-__host__ __device__ constexpr T ceil_div(T a, T b) {
-  return (a + b - 1) / b;
-}
+namespace warpwright {
 
 // `pointer`, of whose history the compiler knows nothing: it then steps a pointer from pass to pass
 // in place of keeping every pass's address in a register of its own.

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <string>
 
+#include "host/ceil_div.h"
 #include "host/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -117,7 +118,7 @@ inline bool batch_norm_fits_on_chip(const BatchNormExtents& e, int vec, int oper
   const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, vec);
   const int64_t limit = (device.smem_per_block - kOnChipScratchBytes) / (operands * 16);
   if (vectors > limit) return false;
-  const int64_t rounds = (e.channels + device.num_sms - 1) / device.num_sms;
+  const int64_t rounds = ceil_div(e.channels, device.num_sms);
   return 2 * rounds * device.num_sms <= 3 * e.channels || vectors * 16 <= 65536;
 }
 
@@ -140,7 +141,7 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
     // One wave of blocks for few channels; for many, enough waves that the last one matters little.
     const int64_t wave = int64_t{kPlanesBlocksPerSm} * device.num_sms;
     const int64_t wanted = 2 * e.channels <= wave ? wave / std::max<int64_t>(e.channels, 1)
-                                                  : (4 * wave + e.channels - 1) / e.channels;
+                                                  : ceil_div(4 * wave, e.channels);
     const int64_t worth = config.on_chip ? 1 : vectors / (kPlanesThreads * 2);
     config.splits = std::clamp<int64_t>(std::min(wanted, worth), 1, kPlanesThreads);
     config.reason = config.on_chip   ? "planes, a block holds a channel and reads it once"
@@ -154,13 +155,13 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
   // The widest group of threads whose idle part is at most a third of the channels.
   config.lanes = 1;
   for (int lanes = 32; lanes >= 1; lanes /= 2) {
-    const int64_t idle = (vectors + lanes - 1) / lanes * lanes - vectors;
+    const int64_t idle = ceil_div(vectors, lanes) * lanes - vectors;
     if (3 * idle <= vectors) {
       config.lanes = lanes;
       break;
     }
   }
-  config.tiles = (vectors + config.lanes - 1) / config.lanes;
+  config.tiles = ceil_div(vectors, config.lanes);
   const int64_t row_lanes = kRowsThreads / config.lanes;
   const int64_t wanted = device.num_sms / std::max<int64_t>(config.tiles, 1);
   const int64_t worth = e.count() / (row_lanes * 2);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 
+#include "host/ceil_div.h"
 #include "host/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -119,14 +120,13 @@ inline double estimate_conv2d_cycles(ConvKind kind, ConvTile tile, int64_t block
   const double tile_cycles =
       static_cast<double>(shape.ctas_per_sm) * shape.blk_m * shape.blk_n * shape.blk_k /
       (kFmaPerCycle[static_cast<int>(kind)] * kEfficiency[static_cast<int>(tile)]);
-  return static_cast<double>((blocks + wave - 1) / wave) *
+  return static_cast<double>(ceil_div(blocks, wave)) *
          (static_cast<double>(k_tiles) * tile_cycles + kPrologue);
 }
 
 // `addresses`: the operands' addresses or-ed together.
 inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dShape& s,
                                          uintptr_t addresses, const DeviceInfo& device) {
-  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   Conv2dConfig config{};
   config.kind = conv_kind(s);
   config.tile = ConvTile::kElement;

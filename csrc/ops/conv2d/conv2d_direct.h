@@ -30,6 +30,28 @@ inline bool conv2d_few_channels_supported(const Conv2dShape& g) {
          conv2d_direct_fits(g);
 }
 
+// What a CTA of the tensor-core kernels has at once: rows of whole runs of 16 output pixels, about
+// 256 pixels in tiles of even height.
+struct PixelTiles {
+  int64_t rows, runs;        // of a tile
+  int64_t count_p, count_q;  // tiles of an image
+  int64_t input_rows;        // that a tile sees
+
+  explicit PixelTiles(const Conv2dShape& s) {
+    constexpr int64_t kPixels = 256;
+    const int64_t all_runs = ceil_div(s.q, 16);
+    runs = all_runs <= 2 ? all_runs : 1;
+    rows = ceil_div(s.p, ceil_div(s.p * runs * 16, kPixels));
+    count_p = ceil_div(s.p, rows);
+    count_q = ceil_div(all_runs, runs);
+    input_rows = (rows - 1) * s.stride_h + (s.r - 1) * s.dilation_h + 1;
+  }
+
+  int64_t input_cols(const Conv2dShape& s) const {
+    return (runs * 16 - 1) * s.stride_w + (s.s - 1) * s.dilation_w + 1;
+  }
+};
+
 // The FMA weight gradient re-reads grad_output for every few taps: beyond one 5 x 5 window the
 // implicit GEMM's tensor cores are ahead (7 x 7 and 3 channels: by far).
 inline bool conv2d_few_channels_wgrad_supported(const Conv2dShape& g) {

@@ -66,7 +66,6 @@ inline FewChannelsDgradConfig choose_few_channels_dgrad_config(const Conv2dShape
       s.k > 1024 || s.stride_h > limit || s.stride_w > limit || s.stride_h * s.stride_w > limit) {
     return config;
   }
-  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t size = dtype_size(s.dtype), vec = 16 / size;
   int64_t blk_h = s.stride_h, blk_w = s.stride_w;
   const int64_t pixels = std::min<int64_t>(limit, kMaxBlockPixels);

@@ -27,33 +27,28 @@ inline FewChannelsFpropConfig choose_few_channels_fprop_config(const Conv2dShape
                                                                const DeviceInfo& device) {
   FewChannelsFpropConfig config;
   // With fewer products an output the FMA kernel is bound by the output's bytes, too.
-  constexpr int64_t kMinTaps = 32, kTilePixels = 256, kSize = 2;
+  constexpr int64_t kMinTaps = 32, kSize = 2;
   if (conv_kind(s) != ConvKind::k16Bit || !s.channels_last || !conv2d_few_channels_supported(s) ||
       s.c * s.taps() <= kMinTaps || s.dilation_w != 1 || s.w * s.c >= int64_t{1} << 30 ||
       s.k * s.p * s.q == 0) {
     return config;
   }
-  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   config.n_blocks = s.k <= 32 ? 4 : 8;
   config.chunks = static_cast<int>(ceil_div(s.k, config.chunk_k()));
   config.row_taps = static_cast<int>(ceil_div(s.s * s.c, 2) * 2);
   config.taps = static_cast<int>(ceil_div(s.r * config.row_taps, 16) * 16);
-  const int64_t runs = ceil_div(s.q, 16);
-  const int64_t tile_runs = runs <= 2 ? runs : 1;
-  const int64_t tile_p =
-      ceil_div(s.p, ceil_div(s.p * tile_runs * 16, kTilePixels));  // tiles of even size
-  const int64_t x_rows = (tile_p - 1) * s.stride_h + (s.r - 1) * s.dilation_h + 1;
-  const int64_t x_cols = (tile_runs * 16 - 1) * s.stride_w + s.s;
+  const PixelTiles tiles(s);
+  const int64_t x_rows = tiles.input_rows, x_cols = tiles.input_cols(s);
   // An odd row's last pair reads one element more.
   const int64_t x_pitch = ceil_div(x_cols * s.c + 1, 2) * 2;
   if (x_rows > 4096 || x_pitch > 4096) return config;
   config.smem_bytes = config.chunk_k() * (config.taps + 8) * kSize + config.taps / 2 * 8 +
                       ceil_div(x_rows * x_pitch * kSize, 16) * 16;
   if (config.smem_bytes > device.smem_per_block / 2 - 1024) return config;
-  config.tile_p = static_cast<int>(tile_p);
-  config.tile_runs = static_cast<int>(tile_runs);
-  config.tiles_p = ceil_div(s.p, tile_p);
-  config.tiles_q = ceil_div(runs, tile_runs);
+  config.tile_p = static_cast<int>(tiles.rows);
+  config.tile_runs = static_cast<int>(tiles.runs);
+  config.tiles_p = tiles.count_p;
+  config.tiles_q = tiles.count_q;
   config.x_rows = static_cast<int>(x_rows);
   config.x_pitch = static_cast<int>(x_pitch);
   config.paired = s.stride_w * s.c % 2 == 0;

@@ -40,36 +40,31 @@ inline FewChannelsWgradConfig choose_few_channels_wgrad_config(const Conv2dShape
       s.w * s.c >= int64_t{1} << 30 || s.k * s.p * s.q == 0) {
     return config;
   }
-  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  constexpr int64_t kTilePixels = 256, kSize = 2;
+  constexpr int64_t kSize = 2;
   config.m_blocks = s.k <= 32 ? 2 : 4;
   config.chunks = static_cast<int>(ceil_div(s.k, config.chunk_k()));
   config.n_blocks = static_cast<int>(ceil_div(s.c * s.taps() + 1, 8));
   config.warps_n = 1;
   while (config.warps_n * kWarpBlocks < config.n_blocks) config.warps_n *= 2;
-  const int64_t runs = ceil_div(s.q, 16);
-  const int64_t tile_runs = runs <= 2 ? runs : 1;
-  const int64_t tile_p =
-      ceil_div(s.p, ceil_div(s.p * tile_runs * 16, kTilePixels));  // tiles of even size
-  const int64_t x_rows = (tile_p - 1) * s.stride_h + (s.r - 1) * s.dilation_h + 1;
-  const int64_t x_cols = (tile_runs * 16 - 1) * s.stride_w + (s.s - 1) * s.dilation_w + 1;
-  const int64_t dy_bytes = tile_p * tile_runs * 16 * (config.chunk_k() + 8) * kSize;
+  const PixelTiles tiles(s);
+  const int64_t x_rows = tiles.input_rows, x_cols = tiles.input_cols(s);
+  const int64_t dy_bytes = tiles.rows * tiles.runs * 16 * (config.chunk_k() + 8) * kSize;
   const int64_t sums_bytes = int64_t{kWarps} * config.m_blocks * kWarpBlocks * 128 * 4;
   // Large dilations are the implicit GEMM's.
   if (x_rows > 4096 || x_cols > 4096) return config;
   config.smem_bytes =
       std::max(sums_bytes, dy_bytes + ceil_div(x_rows * x_cols * s.c * kSize, 16) * 16);
   if (config.smem_bytes > device.smem_per_block / 2 - 1024) return config;
-  config.tile_p = static_cast<int>(tile_p);
-  config.tile_runs = static_cast<int>(tile_runs);
-  config.tiles_p = ceil_div(s.p, tile_p);
-  config.tiles_q = ceil_div(runs, tile_runs);
+  config.tile_p = static_cast<int>(tiles.rows);
+  config.tile_runs = static_cast<int>(tiles.runs);
+  config.tiles_p = tiles.count_p;
+  config.tiles_q = tiles.count_q;
   config.x_rows = static_cast<int>(x_rows);
   config.x_cols = static_cast<int>(x_cols);
-  const int64_t tiles = s.n * config.tiles_p * config.tiles_q;
+  const int64_t all_tiles = s.n * config.tiles_p * config.tiles_q;
   config.parts = static_cast<int>(std::clamp<int64_t>(int64_t{device.num_sms} * 2 / config.chunks,
-                                                      1, std::max<int64_t>(tiles, 1)));
-  config.supported = tiles < (int64_t{1} << 31);
+                                                      1, std::max<int64_t>(all_tiles, 1)));
+  config.supported = all_tiles < (int64_t{1} << 31);
   config.wide = s.channels_last && s.k % 8 == 0 && addresses % 16 == 0;
   config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"
                   : s.channels_last ? "channels are not whole 16-byte vectors: element accesses"

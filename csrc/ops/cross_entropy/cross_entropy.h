@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 
+#include "host/ceil_div.h"
 #include "host/dtype.h"
 #include "host/error_word.h"
 
@@ -128,7 +129,6 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
                                                       const CrossEntropyAlignment& alignment,
                                                       const DeviceInfo& device) {
   using Kernel = CrossEntropyConfig::Kernel;
-  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int wide = static_cast<int>(16 / dtype_size(p.dtype));
   CrossEntropyConfig config{};
   if (!p.layout.is_rows()) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 
+#include "host/ceil_div.h"
 #include "host/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -145,7 +146,6 @@ inline double estimate_gemm_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   constexpr double kSecondLaunch = 4000;
   constexpr double kBytesPerCycle = 2000;
   const TileShape shape = tile_shape(kind, tile);
-  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t blocks = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
   const double k_tiles = static_cast<double>(ceil_div(ceil_div(k, shape.blk_k), splits));
   const double tile_cycles = static_cast<double>(shape.blk_m) * shape.blk_n * shape.blk_k /
@@ -178,7 +178,6 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
   const Sm90TileShape shape = sm90_tile_shape(tile);
-  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t tiles = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
   const int64_t rounds = ceil_div(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div(ceil_div(k * gemm_kind_size(kind), 128), splits);
@@ -237,7 +236,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
     const TileShape shape = tile_shape(config.kind, tile);
     if (shape.ctas_per_sm == 0 || (!aligned && tile != GemmTile::kSmall)) continue;
     if (tile_smem_bytes(config.kind, shape) > device.smem_per_block) continue;
-    const int64_t k_tiles = (p.k + shape.blk_k - 1) / shape.blk_k;
+    const int64_t k_tiles = ceil_div(p.k, shape.blk_k);
     for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
       // Fewer k tiles a CTA than the ring has stages never pays.
       if (splits > 1 && (k_tiles < int64_t{splits} * shape.stages ||
@@ -329,7 +328,7 @@ inline ColumnSumConfig choose_column_sum_config(const ColumnSumParams& p,
                 reinterpret_cast<uintptr_t>(p.matrix) % 16 == 0;
   config.small = p.cols <= 8 * (config.wide ? 16 / size : 1) * 2;
   const int64_t cols = column_sum_cols(config, p.dtype);
-  const int64_t blocks = (p.cols + cols - 1) / cols;
+  const int64_t blocks = ceil_div(p.cols, cols);
   // Two CTAs an SM hide the latency, as long as each thread still has 8 rows to keep in flight.
   const int64_t rows_at_once = kColumnSumThreads / (config.small ? 8 : 32);
   const int64_t wanted = std::max<int64_t>(1, 2 * device.num_sms / std::max<int64_t>(1, blocks));
