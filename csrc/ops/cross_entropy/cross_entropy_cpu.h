@@ -1,0 +1,190 @@
+// What the CPU passes of cross entropy share: lanes of a row, the problem seen through its types,
+// and the walk over pixels.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "ops/cross_entropy/cross_entropy.h"
+#include "torch/cpu.h"
+
+namespace warpwright {
+
+using at::vec::Vectorized;
+
+template <class T>
+using Lanes = Vectorized<CpuCompute<T>>;
+
+// The first `count` lanes from memory; the others are zero.
+template <class T>
+Lanes<T> load_lanes(const T* source, int64_t count) {
+  using Compute = CpuCompute<T>;
+  if constexpr (std::is_same_v<T, Compute>) {
+    return count == Lanes<T>::size() ? Lanes<T>::loadu(source) : Lanes<T>::loadu(source, count);
+  } else {
+    Lanes<T> result;
+    if (count == Lanes<T>::size()) {
+      at::vec::load_to_float<T>(source, result);
+    } else {
+      T padded[Lanes<T>::size()] = {};
+      std::copy_n(source, count, padded);
+      at::vec::load_to_float<T>(padded, result);
+    }
+    return result;
+  }
+}
+
+// `value` in the first `count` lanes, `fill` in the others.
+template <class V>
+V first_lanes(const V& fill, const V& value, int64_t count) {
+  return count == V::size() ? value : V::set(fill, value, count);
+}
+
+// Two whole vectors: 16-bit types are rounded in pairs.
+template <class T>
+void store_pair(T* destination, const Lanes<T>& low, const Lanes<T>& high) {
+  if constexpr (std::is_same_v<T, CpuCompute<T>>) {
+    low.store(destination);
+    high.store(destination + Lanes<T>::size());
+  } else {
+    at::vec::convert_from_float<T>(low, high).store(destination);
+  }
+}
+
+template <class T>
+void store_lanes(T* destination, const Lanes<T>& value, int64_t count) {
+  if constexpr (std::is_same_v<T, CpuCompute<T>>) {
+    value.store(destination, static_cast<int>(count));
+  } else {
+    at::vec::convert_from_float<T>(value, value).store(destination, static_cast<int>(count));
+  }
+}
+
+// A number of type T or Compute behind a pointer whose type is known at run time.
+template <class T>
+CpuCompute<T> read_either(const void* data, bool is_compute, int64_t i) {
+  if (is_compute) return static_cast<const CpuCompute<T>*>(data)[i];
+  return static_cast<CpuCompute<T>>(static_cast<const T*>(data)[i]);
+}
+
+template <class T>
+void write_either(void* data, bool is_compute, int64_t i, CpuCompute<T> value) {
+  if (is_compute) {
+    static_cast<CpuCompute<T>*>(data)[i] = value;
+  } else {
+    static_cast<T*>(data)[i] = static_cast<T>(value);
+  }
+}
+
+inline int64_t label_of(const CrossEntropyProblem& p, int64_t row) {
+  return p.target_dtype == DType::kUInt8 ? static_cast<const uint8_t*>(p.target)[row]
+                                         : static_cast<const int64_t*>(p.target)[row];
+}
+
+// One problem seen through its types; every pass below starts from this.
+template <class T, class Q>
+struct CrossEntropyView {
+  using Compute = CpuCompute<T>;
+
+  explicit CrossEntropyView(const CrossEntropyProblem& problem)
+      : p(problem),
+        input(static_cast<const T*>(problem.input)),
+        probabilities(static_cast<const Q*>(problem.target)),
+        weight(static_cast<const Compute*>(problem.weight)),
+        loss_is_compute(dtype_size(problem.loss_dtype) == sizeof(Compute)),
+        keep(static_cast<Compute>(1 - problem.label_smoothing)),
+        spread(static_cast<Compute>(problem.label_smoothing / problem.classes)) {}
+
+  Compute weight_of(int64_t c) const { return weight == nullptr ? Compute(1) : weight[c]; }
+  bool ignored(int64_t row) const { return label_of(p, row) == p.ignore_index; }
+  // W = sum_c w_c q_c; 0 of an ignored row.
+  Compute row_mass(const Compute* stats, int64_t row) const {
+    if (p.kind != TargetKind::kLabels) return stats[2 * p.rows + row];
+    return ignored(row) ? Compute(0) : weight_of(label_of(p, row));
+  }
+  int64_t grain() const {
+    return std::max<int64_t>(1, kCpuGrain / 4 / std::max<int64_t>(1, p.classes));
+  }
+
+  const CrossEntropyProblem& p;
+  const T* input;
+  const Q* probabilities;
+  const Compute* weight;
+  bool loss_is_compute;
+  Compute keep;    // 1 - s
+  Compute spread;  // s / C
+};
+
+// Scale of a row's gradient before any weight.
+template <class T, class Q, class Params>
+CpuCompute<T> row_grad(const CrossEntropyView<T, Q>& view, const Params& p, int64_t row) {
+  using Compute = CpuCompute<T>;
+  const bool per_row = p.reduction == Reduction::kNone;
+  const Compute grad = read_either<T>(p.grad_output, view.loss_is_compute, per_row ? row : 0);
+  return p.reduction == Reduction::kMean ? grad / *static_cast<const Compute*>(p.total_weight)
+                                         : grad;
+}
+
+// Every label is a class or ignored; also sums what a mean divides by.
+template <class T, class Q>
+double check_labels(const CrossEntropyView<T, Q>& view) {
+  const CrossEntropyProblem& p = view.p;
+  double total = 0;
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const int64_t label = label_of(p, row);
+    if (label == p.ignore_index) continue;
+    TORCH_CHECK_INDEX(label >= 0 && label < p.classes, "Target ", label, " is out of bounds.");
+    total += view.weight_of(label);
+  }
+  return total;
+}
+
+// As exact as results of type T can show: rounding to 16 bits hides 20 float ulps.
+template <class T>
+Lanes<T> exp_for(const Lanes<T>& x) {
+  if constexpr (sizeof(T) == 2) {
+    return x.exp_u20();
+  } else {
+    return x.exp();
+  }
+}
+
+// ---- pixels ----
+
+// A strip of up to kStrip neighbouring pixels at a time: each class is one contiguous read.
+constexpr int64_t kStrip = 64;
+
+template <class T, class F>
+void for_strips(const CrossEntropyProblem& p, int64_t begin, int64_t end, F&& f) {
+  for (int64_t row = begin; row < end;) {
+    const int64_t left_in_image = p.layout.inner - row % p.layout.inner;
+    const int64_t count = std::min({kStrip, left_in_image, end - row});
+    f(row, count);
+    row += count;
+  }
+}
+
+// Calls f<T, Q, kKind>() for the problem's types; Q is the type of probabilities.
+template <class F>
+void for_problem(const CrossEntropyProblem& p, F&& f) {
+  for_cpu_dtype(p.dtype, [&]<class T>() {
+    switch (p.kind) {
+      case TargetKind::kLabels:
+        return f.template operator()<T, T, TargetKind::kLabels>();
+      case TargetKind::kSmoothedLabels:
+        return f.template operator()<T, T, TargetKind::kSmoothedLabels>();
+      case TargetKind::kProbabilities:
+        if (p.target_dtype == p.dtype) {
+          return f.template operator()<T, T, TargetKind::kProbabilities>();
+        }
+        return f.template operator()<T, CpuCompute<T>, TargetKind::kProbabilities>();
+    }
+  });
+}
+
+}  // namespace warpwright
