@@ -7,7 +7,9 @@
 //   __device__ void store(int64_t row, int64_t col, const Acc (&values)[kVec]) const;
 // and is called for rows and columns beyond D as well: bounds are its business. It may also have
 //   __device__ auto columns(int64_t col) const;            // with store(row, values)
-// for what the rows of a column share; a thread asks once for all of its rows.
+// for what the rows of a column share; a thread asks once for all of its rows. And these may have
+//   __device__ void add_old(int64_t row, Acc (&values)[kVec]) const;
+// for what D already holds; it comes before the stores of several rows, so that the reads overlap.
 #pragma once
 
 #include <cstdint>
@@ -57,6 +59,12 @@ struct Epilogue {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         read(values[i], source + (pass + i) * kRowsPerPass * kPitch);
+      }
+      if constexpr (requires { columns.add_old(int64_t{0}, values[0]); }) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          columns.add_old(first_row + row + (pass + i) * kRowsPerPass, values[i]);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {

@@ -1,7 +1,7 @@
 // From a warpgroup's accumulators to memory. 16-bit D: bias, one rounding, stmatrix into a swizzled
 // 64 x 64 buffer, TMA store, two buffers in turn; or, where TMA cannot address D (rows that are not
 // multiples of 16 bytes), element stores from the same buffer. fp32 D and split-K parts leave the
-// registers directly: four neighbours fill a 32-byte sector.
+// registers directly: four neighbours fill a 32-byte sector. fp32 D may add to what is there.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,12 @@ struct OutputSm90 {
   CUtensorMap map;  // of a 16-bit D, boxes of 64 x 64; valid if use_tma
   bool use_tma;
   bool pairs;        // fp32 stores: two neighbours are at a multiple of 8 bytes
-  void* pointer;     // D, or the parts (splits, m, n) in fp32
-  const void* bias;  // (n) of D's type or null; null with parts
+  void* pointer;     // D, or its parts (splits, m, n)
+  const void* bias;  // (n) of D's type or null
   int m;
   int n;
-  bool parts;
+  bool fp32;        // of operands of 16 bits, too
+  bool accumulate;  // D += the product; fp32 only
 };
 
 template <class T>
@@ -36,12 +37,12 @@ struct EpilogueSm90 {
 
   // A warpgroup calls it for its 64 rows of kRegs * 2 columns.
   template <int kRegs>
-  __device__ __forceinline__ void store(const float (&d)[kRegs], const OutputSm90& output,
-                                        int64_t split, int first_row, int first_col) {
+  __device__ __forceinline__ void store(float (&d)[kRegs], const OutputSm90& output, int64_t split,
+                                        int first_row, int first_col) {
     if constexpr (sizeof(T) == 4) {
       return store_fp32(d, output, split, first_row, first_col);
     } else {
-      if (output.parts) return store_fp32(d, output, split, first_row, first_col);
+      if (output.fp32) return store_fp32(d, output, split, first_row, first_col);
 #pragma unroll
       for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
         const int col = first_col + chunk * 64;
@@ -125,13 +126,13 @@ struct EpilogueSm90 {
   }
 
   template <int kRegs>
-  __device__ __forceinline__ static void store_fp32(const float (&d)[kRegs],
-                                                    const OutputSm90& output, int64_t split,
-                                                    int first_row, int first_col) {
+  __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const OutputSm90& output,
+                                                    int64_t split, int first_row, int first_col) {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
     const int col = first_col + thread % 4 * 2;
     float* target = static_cast<float*>(output.pointer) + (split * output.m + row) * output.n + col;
+    if (output.accumulate) add_old(d, output, target, row, col);
     const auto* bias = static_cast<const float*>(output.bias);
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
@@ -152,6 +153,30 @@ struct EpilogueSm90 {
           pointer[0] = v0;
           if (second) pointer[1] = v1;
         }
+      }
+    }
+  }
+
+  // All reads before the stores: none waits for another.
+  template <int kRegs>
+  __device__ __forceinline__ static void add_old(float (&d)[kRegs], const OutputSm90& output,
+                                                 const float* source, int row, int col) {
+#pragma unroll
+    for (int i = 0; i < kRegs / 4; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int c = col + i * 8;
+        const bool inside = row + h * 8 < output.m;
+        const float* pointer = source + int64_t{h * 8} * output.n + i * 8;
+        float2 old = make_float2(0.0f, 0.0f);
+        if (output.pairs) {
+          if (inside && c < output.n) old = *reinterpret_cast<const float2*>(pointer);
+        } else {
+          if (inside && c < output.n) old.x = pointer[0];
+          if (inside && c + 1 < output.n) old.y = pointer[1];
+        }
+        d[i * 4 + h * 2] += old.x;
+        d[i * 4 + h * 2 + 1] += old.y;
       }
     }
   }

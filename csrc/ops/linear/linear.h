@@ -36,6 +36,11 @@ struct GemmParams {
   const void* bias;  // (n) or null
   void* d;           // (m, n), row-major, dense
   void* workspace;   // gemm_workspace_bytes(), or null if that is 0
+
+  // For gradients that come in chunks and are rounded once, at their end. One writer an element:
+  // the sums come in the order of the calls.
+  bool accum_d;     // D is of the accumulator's type: float for 16-bit operands; without a bias
+  bool accumulate;  // D += A B^T in place of D =; with accum_d only
 };
 
 // sum[col] = sum over rows of matrix[row * stride_row + col * stride_col].

@@ -28,6 +28,17 @@ void gemm_cpu(const GemmParams& p) {
   if (p.m == 0 || p.n == 0) return;
   const at::Tensor a = over(p.a, {p.m, p.k}, {p.a_stride_m, p.a_stride_k}, p.dtype);
   const at::Tensor b = over(p.b, {p.k, p.n}, {p.b_stride_k, p.b_stride_n}, p.dtype);
+  if (p.accum_d) {
+    const DType type = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    at::Tensor sum = over(p.d, {p.m, p.n}, {p.n, 1}, type);
+    const at::Tensor wide_a = a.to(sum.scalar_type()), wide_b = b.to(sum.scalar_type());
+    if (p.accumulate) {
+      at::addmm_out(sum, sum, wide_a, wide_b);
+    } else {
+      at::mm_out(sum, wide_a, wide_b);
+    }
+    return;
+  }
   at::Tensor d = over(p.d, {p.m, p.n}, {p.n, 1}, p.dtype);
   if (p.bias != nullptr) {
     at::addmm_out(d, over(p.bias, {p.n}, {1}, p.dtype), a, b);

@@ -5,7 +5,7 @@
 #include "device/math.cuh"
 #include "host/launch.h"
 #include "ops/linear/linear.h"
-#include "tile/epilogue.cuh"
+#include "ops/linear/linear_output.cuh"
 #include "tile/matrix_loader.cuh"
 #include "tile/scheduler.cuh"
 
@@ -23,15 +23,14 @@ struct GemmTileOf {
                     kShape.warps_n, kShape.stages, kCtas>;
 };
 
-// A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major in `output`,
-// or with splits the parts (splits, m, n) in `parts`. Grid: one block a D tile and split, in the
-// order of tile_of_block.
+// A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major in `output`;
+// or, if that is null, in `sums`, with splits its parts (splits, m, n). Grid: one block a D tile
+// and split, in the order of tile_of_block.
 template <class Tile, Major kMajorA, Major kMajorB, bool kNarrow>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     gemm_kernel(TileGrid grid, MatrixOperand<typename Tile::Element> a,
                 MatrixOperand<typename Tile::Element> b,
-                MatrixOutput<typename Tile::Element> output,
-                MatrixOutput<typename Tile::Acc> parts) {
+                MatrixOutput<typename Tile::Element> output, SumOutput<typename Tile::Acc> sums) {
   extern __shared__ __align__(16) char smem[];
   using LoaderA = MatrixLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>;
   using LoaderB = MatrixLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>;
@@ -46,11 +45,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
   accumulator.clear();
   Loop::run(accumulator, loader_a, loader_b, tile.k_begin, tile.k_end, smem);
 
-  if (grid.splits == 1) {
+  if (output.pointer != nullptr) {
     Epilogue<Tile>::run(accumulator, output, first_m, first_n, smem);
   } else {
-    parts.pointer += tile.split * parts.rows * parts.cols;
-    Epilogue<Tile>::run(accumulator, parts, first_m, first_n, smem);
+    sums.pointer += tile.split * sums.rows * sums.cols;
+    Epilogue<Tile>::run(accumulator, sums, first_m, first_n, smem);
   }
 }
 
@@ -75,25 +74,16 @@ void launch_gemm_instance(const GemmParams& p, const GemmConfig& config, cudaStr
   const MatrixOperand<T> b{static_cast<const T*>(p.b),
                            kMajorB == Major::kK ? p.b_stride_n : p.b_stride_k, p.n, p.k,
                            config.b_wide};
-  auto rows_are_wide = [&](const void* pointer, int64_t size) {
-    return is_vec_aligned(reinterpret_cast<uintptr_t>(pointer) |
-                          static_cast<uintptr_t>(p.n * size));
-  };
-  const MatrixOutput<T> output{
-      static_cast<T*>(p.d),         static_cast<const T*>(p.bias), p.m, p.n, p.n,
-      rows_are_wide(p.d, sizeof(T))};
-  const MatrixOutput<Acc> parts{static_cast<Acc*>(p.workspace),         nullptr, p.m, p.n, p.n,
-                                rows_are_wide(p.workspace, sizeof(Acc))};
+  const bool split = config.splits > 1;
+  MatrixOutput<T> output{};
+  if (!split && !p.accum_d) output = matrix_output<T>(p);
+  SumOutput<Acc> sums{};
+  if (split) sums = split_output<Acc>(p);
+  if (!split && p.accum_d) sums = sum_output<Acc>(p);
   launch(gemm_kernel<Tile, kMajorA, kMajorB, kNarrow>,
          dim3(static_cast<unsigned>(grid.num_blocks())), dim3(Tile::kThreads), kSmemBytes, stream,
-         grid, a, b, output, parts);
-  if (config.splits > 1) {
-    const int64_t chunks = p.m * ceil_div<int64_t>(p.n, MatrixOutput<T>::kVec);
-    launch(split_k_reduce_kernel<Acc, MatrixOutput<T>>,
-           dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
-           dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(p.workspace), config.splits,
-           p.m, p.n, output);
-  }
+         grid, a, b, output, sums);
+  if (split) launch_split_k_reduce<T>(p, config.splits, stream);
 }
 
 template <GemmKind kKind, class T>

@@ -7,8 +7,8 @@
 #include "host/launch_cluster.h"
 #include "host/switch.h"
 #include "host/tensor_map.h"
+#include "ops/linear/linear_output.cuh"
 #include "ops/linear/linear_sm90.h"
-#include "tile/epilogue.cuh"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/mainloop_sm90.cuh"
 #include "tile/scheduler.cuh"
@@ -25,10 +25,10 @@ struct GemmSm90Params {
 
 enum GemmSm90Barrier { kStoreBarrier = 1, kTurnBarrier = 3 };  // of consumer 0; + 1 of consumer 1
 
-// A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, or with
-// splits its fp32 parts (splits, m, n).
-// Grid: as many clusters as fit on the GPU; each takes every gridDim-th tile of tile_of_block's
-// order. Warpgroup 0 loads, 1 and 2 multiply and store.
+// A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
+// the operands' type, or with splits its fp32 parts (splits, m, n). Grid: as many clusters as fit
+// on the GPU; each takes every gridDim-th tile of tile_of_block's order. Warpgroup 0 loads, 1 and 2
+// multiply and store.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gemm_sm90_kernel(const __grid_constant__ GemmSm90Params p) {
@@ -148,14 +148,16 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   }
   params.num_blocks = static_cast<unsigned>(params.grid.num_blocks());
   OutputSm90& output = params.output;
-  output.parts = splits > 1;
-  output.pointer = output.parts ? p.workspace : p.d;
-  output.bias = output.parts ? nullptr : p.bias;
+  const bool split = splits > 1;
+  output.fp32 = kTf32 || split || p.accum_d;
+  output.accumulate = !split && p.accumulate;
+  output.pointer = split ? p.workspace : p.d;
+  output.bias = split ? nullptr : p.bias;
   output.m = static_cast<int>(p.m);
   output.n = static_cast<int>(p.n);
   const auto address = reinterpret_cast<uintptr_t>(output.pointer);
   output.pairs = p.n % 2 == 0 && address % 8 == 0;
-  output.use_tma = !output.parts && !kTf32 && p.n * sizeof(T) % 16 == 0 && address % 16 == 0;
+  output.use_tma = !output.fp32 && p.n * sizeof(T) % 16 == 0 && address % 16 == 0;
   if (output.use_tma) {
     output.map = make_tensor_map({p.dtype, false, p.d, p.n, p.m, p.n, 64, 64});
   }
@@ -163,16 +165,7 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   const int64_t clusters = std::min<int64_t>(params.grid.num_blocks(), num_sms / Tile::kCluster);
   launch_clusters(gemm_sm90_kernel<Tile>, dim3(static_cast<unsigned>(clusters * Tile::kCluster)),
                   dim3(Tile::kThreads), Tile::kCluster, kSmemBytes, stream, params);
-  if (output.parts) {
-    const bool wide = p.n * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(p.d) % 16 == 0;
-    const MatrixOutput<T> sum{
-        static_cast<T*>(p.d), static_cast<const T*>(p.bias), p.m, p.n, p.n, wide};
-    const int64_t chunks = p.m * ceil_div<int64_t>(p.n, MatrixOutput<T>::kVec);
-    launch(split_k_reduce_kernel<float, MatrixOutput<T>>,
-           dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
-           dim3(kReduceThreads), 0, stream, static_cast<const float*>(p.workspace), splits, p.m,
-           p.n, sum);
-  }
+  if (split) launch_split_k_reduce<T>(p, splits, stream);
 }
 
 template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>

@@ -1,0 +1,101 @@
+// Where the D of a matrix product goes, as tile/epilogue.cuh asks for it.
+#pragma once
+
+#include "host/launch.h"
+#include "ops/linear/linear.h"
+#include "tile/epilogue.cuh"
+
+namespace warpwright {
+
+// D in the accumulator's type: the parts of a split product, or a sum that goes on over several
+// calls.
+template <class Acc>
+struct SumOutput : MatrixOutput<Acc> {
+  using Base = MatrixOutput<Acc>;
+  using Base::kVec;
+  bool accumulate = false;  // D += values
+
+  struct Columns : Base::Columns {
+    bool accumulate;
+
+    __device__ __forceinline__ void add_old(int64_t row, Acc (&values)[kVec]) const {
+      if (!accumulate || row >= this->rows) return;
+      const Acc* source = this->pointer + row * this->ld;
+      if (this->wide) {
+        const auto old = load_vec<kVec>(source);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) values[i] += old.data[i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          if (i < this->count) values[i] += source[i];
+        }
+      }
+    }
+  };
+
+  __device__ __forceinline__ Columns columns(int64_t col) const {
+    return {Base::columns(col), accumulate};
+  }
+
+  __device__ __forceinline__ void store(int64_t row, int64_t col, Acc (&values)[kVec]) const {
+    const Columns target = columns(col);
+    target.add_old(row, values);
+    target.store(row, values);
+  }
+};
+
+// ---- those of a product ----
+
+template <class Output, class T>
+Output dense_output(const GemmParams& p, T* pointer) {
+  Output output{};
+  output.pointer = pointer;
+  output.rows = p.m;
+  output.cols = p.n;
+  output.ld = p.n;
+  output.wide = is_vec_aligned(reinterpret_cast<uintptr_t>(pointer) |
+                               static_cast<uintptr_t>(p.n * static_cast<int64_t>(sizeof(T))));
+  return output;
+}
+
+template <class T>
+MatrixOutput<T> matrix_output(const GemmParams& p) {
+  auto output = dense_output<MatrixOutput<T>>(p, static_cast<T*>(p.d));
+  output.bias = static_cast<const T*>(p.bias);
+  return output;
+}
+
+// With accum_d.
+template <class Acc>
+SumOutput<Acc> sum_output(const GemmParams& p) {
+  auto output = dense_output<SumOutput<Acc>>(p, static_cast<Acc*>(p.d));
+  output.accumulate = p.accumulate;
+  return output;
+}
+
+// The first of the parts, whose pitch is m * n.
+template <class Acc>
+SumOutput<Acc> split_output(const GemmParams& p) {
+  return dense_output<SumOutput<Acc>>(p, static_cast<Acc*>(p.workspace));
+}
+
+// D from the parts in the workspace.
+template <class T>
+void launch_split_k_reduce(const GemmParams& p, int splits, cudaStream_t stream) {
+  using Acc = Accum<T>;
+  auto reduce = [&]<class Output>(const Output& output) {
+    const int64_t chunks = p.m * ceil_div<int64_t>(p.n, Output::kVec);
+    launch(split_k_reduce_kernel<Acc, Output>,
+           dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
+           dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(p.workspace), splits, p.m, p.n,
+           output);
+  };
+  if (p.accum_d) {
+    reduce(sum_output<Acc>(p));
+  } else {
+    reduce(matrix_output<T>(p));
+  }
+}
+
+}  // namespace warpwright
