@@ -177,6 +177,25 @@ def test_cancellation(device):
                 assert max_error(ours[2] / rstd.float(), torch.ones_like(rstd)) < 1e-3
 
 
+@pytest.mark.parametrize("shape", [(64, 8, 14, 14), (64, 8, 7, 7), (20, 3, 61, 61)], ids=str)
+def test_gradient_far_from_zero(device, shape):
+    """Activations around a mean of many deviations, gradients that go with them."""
+    for mean in (30.0, 1e3):
+        values = torch.randn(shape, device=device)
+        cotangent = torch.randn(shape, device=device) + 3 * values
+        for _, x in layouts(values + mean):
+            grads = []
+            for function, dtype in (
+                (F.batch_norm, x.dtype),
+                (native.batch_norm, x.dtype),
+                (native.batch_norm, torch.float64),
+            ):
+                leaf = x.detach().to(dtype).requires_grad_()
+                output = function(leaf, None, None, training=True)
+                grads += torch.autograd.grad(output, leaf, cotangent.to(dtype))
+            assert_as_good_as_native(*grads, "grad_input")
+
+
 def test_non_finite(device):
     x = torch.randn(4, 3, 5, 5, device=device)
     x[1, 0, 2, 2] = float("nan")

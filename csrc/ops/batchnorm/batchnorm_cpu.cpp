@@ -31,12 +31,13 @@ Moments merge_blocks(int64_t blocks, double count, BlockCount&& count_of, BlockM
   return result;
 }
 
-// Per channel: forward y = (x - shift) * scale + offset, backward dx = dy * scale + x * slope +
-// offset; `shift` doubles as slope.
+// Per channel: forward y = (x - mean) * scale + offset, backward dx = dy * scale +
+// ((x - mean) * slope + offset).
 template <class Compute>
 struct Coefficients {
-  std::vector<Compute> scale, offset, shift;
-  explicit Coefficients(int64_t channels) : scale(channels), offset(channels), shift(channels) {}
+  std::vector<Compute> scale, offset, mean, slope;
+  explicit Coefficients(int64_t channels)
+      : scale(channels), offset(channels), mean(channels), slope(channels) {}
 };
 
 template <class Compute>
@@ -63,7 +64,7 @@ void finish_forward(const BatchNormParams& p, int64_t channel, Moments moments,
   static_cast<Compute*>(p.rstd)[channel] = static_cast<Compute>(rstd);
   c.scale[channel] = static_cast<Compute>(rstd * read_channel(p.weight, channel, 1));
   c.offset[channel] = static_cast<Compute>(read_channel(p.bias, channel, 0));
-  c.shift[channel] = static_cast<Compute>(mean);
+  c.mean[channel] = static_cast<Compute>(mean);
 }
 
 template <class Compute>
@@ -77,8 +78,9 @@ void finish_backward(const BatchNormBackwardParams& p, int64_t channel, double s
   const double count = static_cast<double>(p.extents.count());
   const double slope = p.training ? -scale * (product * rstd / count) * rstd : 0;
   c.scale[channel] = static_cast<Compute>(scale);
-  c.shift[channel] = static_cast<Compute>(slope);
-  c.offset[channel] = static_cast<Compute>(p.training ? -scale * (sum / count) - slope * mean : 0);
+  c.mean[channel] = static_cast<Compute>(mean);
+  c.slope[channel] = static_cast<Compute>(slope);
+  c.offset[channel] = static_cast<Compute>(p.training ? -scale * (sum / count) : 0);
 }
 
 // ---- channels innermost ----
@@ -173,16 +175,16 @@ void forward_rows(const BatchNormParams& p) {
   });
   split.parallel([&](int64_t block) {
     for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
-      typename Access::V scale[kGroup], offset[kGroup], shift[kGroup];
+      typename Access::V scale[kGroup], offset[kGroup], mean[kGroup];
       for (int i = 0; i < kGroup; ++i) {
         scale[i] = Access::load_compute(&k.scale[c + i * Access::kCount]);
         offset[i] = Access::load_compute(&k.offset[c + i * Access::kCount]);
-        shift[i] = Access::load_compute(&k.shift[c + i * Access::kCount]);
+        mean[i] = Access::load_compute(&k.mean[c + i * Access::kCount]);
       }
       for (int64_t row = split.begin(block); row < split.end(block); ++row) {
         for (int i = 0; i < kGroup; ++i) {
           const int64_t at = row * C + c + i * Access::kCount;
-          auto y = normalized(Access::load(input + at), shift[i], scale[i], offset[i]);
+          auto y = normalized(Access::load(input + at), mean[i], scale[i], offset[i]);
           if (residual != nullptr) y += Access::load(residual + at);
           Access::store(output + at, p.relu ? relu_of(y) : y);
         }
@@ -238,17 +240,18 @@ void backward_rows(const BatchNormBackwardParams& p, bool need_sums) {
   if (grad_input == nullptr) return;
   split.parallel([&](int64_t block) {
     for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
-      typename Access::V scale[kGroup], offset[kGroup], slope[kGroup];
+      typename Access::V scale[kGroup], offset[kGroup], mean[kGroup], slope[kGroup];
       for (int i = 0; i < kGroup; ++i) {
         scale[i] = Access::load_compute(&k.scale[c + i * Access::kCount]);
         offset[i] = Access::load_compute(&k.offset[c + i * Access::kCount]);
-        slope[i] = Access::load_compute(&k.shift[c + i * Access::kCount]);
+        mean[i] = Access::load_compute(&k.mean[c + i * Access::kCount]);
+        slope[i] = Access::load_compute(&k.slope[c + i * Access::kCount]);
       }
       for (int64_t row = split.begin(block); row < split.end(block); ++row) {
         for (int i = 0; i < kGroup; ++i) {
           const int64_t at = row * C + c + i * Access::kCount;
           auto dx = Access::load(grad_output + at) * scale[i];
-          if (p.training) dx += Access::load(input + at) * slope[i] + offset[i];
+          if (p.training) dx += (Access::load(input + at) - mean[i]) * slope[i] + offset[i];
           Access::store(grad_input + at, dx);
         }
       }
@@ -310,7 +313,7 @@ void forward_planes(const BatchNormParams& p) {
             [&](int64_t n) { return deviations[n]; });
       }
       finish_forward(p, c, moments, k);
-      const Compute scale = k.scale[c], offset = k.offset[c], shift = k.shift[c];
+      const Compute scale = k.scale[c], offset = k.offset[c], mean = k.mean[c];
       for (int64_t n = 0; n < e.batch; ++n) {
         const T* plane = static_cast<const T*>(p.input) + (n * C + c) * S;
         const T* residual = static_cast<const T*>(p.residual);
@@ -319,7 +322,7 @@ void forward_planes(const BatchNormParams& p) {
         for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
           for (int g = 0; g < kGroup; ++g) {
             const int64_t at = i + g * Access::kCount;
-            auto y = normalized(Access::load(plane + at), shift, scale, offset);
+            auto y = normalized(Access::load(plane + at), mean, scale, offset);
             if (residual != nullptr) y += Access::load(residual + at);
             Access::store(target + at, p.relu ? relu_of(y) : y);
           }
@@ -358,7 +361,7 @@ void backward_planes(const BatchNormBackwardParams& p, bool need_sums) {
       }
       finish_backward(p, c, sum, product, k);
       if (p.grad_input == nullptr) continue;
-      const Compute scale = k.scale[c], offset = k.offset[c], slope = k.shift[c];
+      const Compute scale = k.scale[c], offset = k.offset[c], mean = k.mean[c], slope = k.slope[c];
       for (int64_t n = 0; n < e.batch; ++n) {
         const T* x = static_cast<const T*>(p.input) + (n * C + c) * S;
         const T* dy = static_cast<const T*>(p.grad_output) + (n * C + c) * S;
@@ -367,7 +370,7 @@ void backward_planes(const BatchNormBackwardParams& p, bool need_sums) {
           for (int g = 0; g < kGroup; ++g) {
             const int64_t at = i + g * Access::kCount;
             auto dx = Access::load(dy + at) * scale;
-            if (p.training) dx += Access::load(x + at) * slope + offset;
+            if (p.training) dx += (Access::load(x + at) - mean) * slope + offset;
             Access::store(target + at, dx);
           }
         });

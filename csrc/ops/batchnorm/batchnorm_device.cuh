@@ -7,7 +7,8 @@
 namespace warpwright {
 
 // What the second pass computes with: forward (x - shift) * scale + offset, backward
-// dout * scale + (x * slope + offset); mean and bias with Gate::kSign, whose scale is the same.
+// dout * scale + ((x - mean) * slope + offset), which keeps its digits when the mean is far from 0;
+// bias with Gate::kSign, whose scale and mean are the same.
 template <class A>
 struct Coefficients {
   A scale, offset, shift_or_slope, mean, bias;
@@ -68,7 +69,7 @@ struct BackwardCoefficients {
     if (!p.training) return {scale, 0, 0, mean, bias};
     const A count = static_cast<A>(p.extents.count());
     const A slope = -scale * (sums.second * rstd / count) * rstd;
-    return {scale, -scale * (sums.first / count) - slope * mean, slope, mean, bias};
+    return {scale, -scale * (sums.first / count), slope, mean, bias};
   }
 };
 
@@ -94,6 +95,7 @@ struct ForwardOf {
   static constexpr int kInputs = kAdd ? 2 : 1;  // x, residual
   static constexpr Gate kGate = Gate::kOpen;
   static constexpr bool kWritesMask = kAdd && kRelu, kWritesGated = false;
+  static constexpr bool kNeedsMean = false;  // beside the shift
 
   static __device__ __forceinline__ void apply(const Coefficients<A>& c,
                                                const VectorsOf<T, V, kInputs>& v, int j,
@@ -112,6 +114,7 @@ struct BackwardOf {
   static constexpr Gate kGate = kGateOf;
   static constexpr int kInputs = kTraining || kGate == Gate::kSign ? 2 : 1;  // dout, x
   static constexpr bool kWritesMask = false, kWritesGated = kGate != Gate::kOpen;
+  static constexpr bool kNeedsMean = kTraining || kGate == Gate::kSign;
 
   static __device__ __forceinline__ void apply(const Coefficients<A>& c,
                                                const VectorsOf<T, V, kInputs>& v, int j,
@@ -122,7 +125,7 @@ struct BackwardOf {
       result.gated[j] = convert<T>(dout);
     }
     A dx = dout * c.scale;
-    if constexpr (kTraining) dx += convert<A>(v.in[1][j]) * c.shift_or_slope + c.offset;
+    if constexpr (kTraining) dx += (convert<A>(v.in[1][j]) - c.mean) * c.shift_or_slope + c.offset;
     result.data[j] = convert<T>(dx);
   }
 };

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   constexpr int kUnroll = (V == 8 ? 6 : kRowsUnroll) / Apply::kInputs;
   __shared__ typename Merge::template Type<A> shared[3 * kRowsThreads / 2];
   constexpr bool kSign = Apply::kGate == Gate::kSign;
-  __shared__ A coefficients[kSign ? 5 : 3][kMaxTileChannels];
+  __shared__ A coefficients[kSign ? 5 : Apply::kNeedsMean ? 4 : 3][kMaxTileChannels];
 
   const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
   const int tile_channels = shape.lanes * V;
@@ -163,10 +163,8 @@ __global__ void __launch_bounds__(kRowsThreads)
     coefficients[0][threadIdx.x] = c.scale;
     coefficients[1][threadIdx.x] = c.offset;
     coefficients[2][threadIdx.x] = c.shift_or_slope;
-    if constexpr (kSign) {
-      coefficients[3][threadIdx.x] = c.mean;
-      coefficients[4][threadIdx.x] = c.bias;
-    }
+    if constexpr (Apply::kNeedsMean) coefficients[3][threadIdx.x] = c.mean;
+    if constexpr (kSign) coefficients[4][threadIdx.x] = c.bias;
   }
   __syncthreads();
 
@@ -179,10 +177,8 @@ __global__ void __launch_bounds__(kRowsThreads)
   for (int j = 0; j < V; ++j) {
     c[j] = {coefficients[0][lane * V + j], coefficients[1][lane * V + j],
             coefficients[2][lane * V + j], 0, 0};
-    if constexpr (kSign) {
-      c[j].mean = coefficients[3][lane * V + j];
-      c[j].bias = coefficients[4][lane * V + j];
-    }
+    if constexpr (Apply::kNeedsMean) c[j].mean = coefficients[3][lane * V + j];
+    if constexpr (kSign) c[j].bias = coefficients[4][lane * V + j];
   }
   const int64_t begin = shape.begin(split), end = shape.end(split);
   const int64_t pitch = groups * shape.channels;
