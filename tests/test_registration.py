@@ -35,11 +35,18 @@ PUBLIC = [
     "max_pool2d_with_indices",
     "linear",
     "cross_entropy",
+    "linear_cross_entropy",
     "scaled_dot_product_attention",
 ]
 # Integers to integers: nothing to differentiate, and a tangent passes it by.
 NOT_DIFFERENTIABLE = {"max_pool2d_indices"}
-AUTOCAST = {"conv2d", "linear", "cross_entropy", "scaled_dot_product_attention"}
+AUTOCAST = {
+    "conv2d",
+    "linear",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "scaled_dot_product_attention",
+}
 
 
 def has(op, key):
@@ -149,6 +156,15 @@ def recorded(device):
             args = (mean, var, None, None, training)
             double_backward(warpwright.functional.batch_norm_relu, (leaf, *args), {})
             double_backward(warpwright.functional.batch_norm_add_relu, (leaf, leaf, *args), {})
+        rows, classes = leaf[0, 0], leaf.new_zeros(6, 7).requires_grad_()
+        labels = torch.tensor([0, 5, -100, 3, 2], device=device)
+        for reduction in ("none", "mean", "sum"):
+            options = {"reduction": reduction, "chunk_rows": 2}
+            double_backward(
+                warpwright.functional.linear_cross_entropy, (rows, classes, labels), options
+            )
+            loss = warpwright.functional.linear_cross_entropy(rows, classes, labels, **options)
+            torch.autograd.grad(loss.sum(), (rows, classes), retain_graph=True)
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
             p = torch.zeros(5, device=device, requires_grad=True)
             p.grad = torch.ones_like(p)

@@ -21,6 +21,7 @@
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cross_entropy_alignment.h"
 #include "ops/linear/linear.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "ops/maxpool2d/maxpool2d.h"
 #include "ops/relu/relu.h"
 
@@ -236,6 +237,27 @@ Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool
            line(row_alignment(p, {{p.input, &p.layout, p.dtype}, {nullptr, &p.layout, p.dtype}}))}};
 }
 
+// ---- linear_cross_entropy ----
+
+Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Operand& input,
+                                   const Operand& weight, int64_t chunk_rows,
+                                   const DeviceInfo& device, bool sm90) {
+  const DType type = dtype_from(dtype);
+  const Matrix w = as_matrix(weight);
+  const ChunkPlan plan =
+      choose_chunks(type, numel(input) / std::max<int64_t>(1, w.cols), w.cols, w.rows, chunk_rows);
+  const int64_t pitch = logits_pitch(w.rows);
+  const Matrix x{plan.rows, w.cols, w.cols, 1, 0}, dz{plan.rows, w.rows, pitch, 1, 0};
+  auto line = [&](const Matrix& a, const Matrix& b) {
+    return describe(
+        choose_gemm_config(gemm_params(type, tf32, sm90 && device.sm_arch == 90, a, b), device));
+  };
+  return {{"chunks", describe(plan)},
+          {"logits", line(x, w)},
+          {"grad_input", line(dz, w.transposed())},
+          {"grad_weight", line(dz.transposed(), x.transposed())}};
+}
+
 // ---- scaled_dot_product_attention ----
 
 Lines explain_scaled_dot_product_attention(const std::string& dtype, const Operand& query,
@@ -269,6 +291,7 @@ void define_explain(py::module_& m) {
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_relu", &explain_relu);
   m.def("explain_linear", &explain_linear);
+  m.def("explain_linear_cross_entropy", &explain_linear_cross_entropy);
   m.def("explain_max_pool2d", &explain_max_pool2d);
   m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);
 }

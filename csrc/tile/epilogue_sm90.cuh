@@ -1,7 +1,7 @@
 // From a warpgroup's accumulators to memory. 16-bit D: bias, one rounding, stmatrix into a swizzled
 // 64 x 64 buffer, TMA store, two buffers in turn; or, where TMA cannot address D (rows that are not
 // multiples of 16 bytes), element stores from the same buffer. fp32 D and split-K parts leave the
-// registers directly: four neighbours fill a 32-byte sector. fp32 D may add to what is there.
+// registers directly: four neighbours fill a 32-byte sector. D may add to what is there.
 #pragma once
 
 #include <cstdint>
@@ -9,21 +9,22 @@
 
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
-#include "device/types.cuh"
+#include "device/vec.cuh"
 
 namespace warpwright {
 
-// D (m, n), row-major, dense.
+// D (m, n), row-major.
 struct OutputSm90 {
   CUtensorMap map;  // of a 16-bit D, boxes of 64 x 64; valid if use_tma
   bool use_tma;
-  bool pairs;        // fp32 stores: two neighbours are at a multiple of 8 bytes
+  bool pairs;        // two neighbours, from an even column on, are one aligned access
   void* pointer;     // D, or its parts (splits, m, n)
   const void* bias;  // (n) of D's type or null
+  int64_t pitch;     // elements from a row to the next
   int m;
   int n;
   bool fp32;        // of operands of 16 bits, too
-  bool accumulate;  // D += the product; fp32 only
+  bool accumulate;  // D += the product
 };
 
 template <class T>
@@ -43,6 +44,7 @@ struct EpilogueSm90 {
       return store_fp32(d, output, split, first_row, first_col);
     } else {
       if (output.fp32) return store_fp32(d, output, split, first_row, first_col);
+      if (output.accumulate) add_old<T>(d, output, 0, first_row, first_col);
 #pragma unroll
       for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
         const int col = first_col + chunk * 64;
@@ -108,7 +110,7 @@ struct EpilogueSm90 {
                                                    int first_col, uint32_t buffer, int buffer_row) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     uint16_t* target =
-        static_cast<uint16_t*>(output.pointer) + int64_t{first_row} * output.n + first_col + lane;
+        static_cast<uint16_t*>(output.pointer) + first_row * output.pitch + first_col + lane;
     const int rows = min(16, output.m - first_row);
     const int cols = output.n - first_col - lane;
 #pragma unroll 4
@@ -121,18 +123,18 @@ struct EpilogueSm90 {
             load_shared_u16(buffer + row * 128 + (((byte / 16) ^ (row % 8)) << 4) + byte % 16);
         if (half_row * 32 < cols) target[half_row * 32] = value;
       }
-      target += output.n;
+      target += output.pitch;
     }
   }
 
   template <int kRegs>
   __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const OutputSm90& output,
                                                     int64_t split, int first_row, int first_col) {
-    const int thread = static_cast<int>(threadIdx.x) % 128;
-    const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
-    const int col = first_col + thread % 4 * 2;
-    float* target = static_cast<float*>(output.pointer) + (split * output.m + row) * output.n + col;
-    if (output.accumulate) add_old(d, output, target, row, col);
+    if (output.accumulate) add_old<float>(d, output, split, first_row, first_col);
+    const int row = first_row + thread_row();
+    const int col = first_col + thread_col();
+    float* target =
+        static_cast<float*>(output.pointer) + (split * output.m + row) * output.pitch + col;
     const auto* bias = static_cast<const float*>(output.bias);
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
@@ -144,7 +146,7 @@ struct EpilogueSm90 {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (row + h * 8 >= output.m) break;
-        float* pointer = target + int64_t{h * 8} * output.n + i * 8;
+        float* pointer = target + h * 8 * output.pitch + i * 8;
         const float v0 = d[i * 4 + h * 2] + b0;
         const float v1 = d[i * 4 + h * 2 + 1] + b1;
         if (output.pairs) {
@@ -157,28 +159,42 @@ struct EpilogueSm90 {
     }
   }
 
-  // All reads before the stores: none waits for another.
-  template <int kRegs>
+  // D's elements E. All reads before the stores: none waits for another.
+  template <class E, int kRegs>
   __device__ __forceinline__ static void add_old(float (&d)[kRegs], const OutputSm90& output,
-                                                 const float* source, int row, int col) {
+                                                 int64_t split, int first_row, int first_col) {
+    const int row = first_row + thread_row();
+    const int col = first_col + thread_col();
+    const E* source =
+        static_cast<const E*>(output.pointer) + (split * output.m + row) * output.pitch + col;
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int c = col + i * 8;
         const bool inside = row + h * 8 < output.m;
-        const float* pointer = source + int64_t{h * 8} * output.n + i * 8;
-        float2 old = make_float2(0.0f, 0.0f);
+        const E* pointer = source + h * 8 * output.pitch + i * 8;
+        Vec<E, 2> old = {convert<E>(0.0f), convert<E>(0.0f)};
         if (output.pairs) {
-          if (inside && c < output.n) old = *reinterpret_cast<const float2*>(pointer);
+          if (inside && c < output.n) old = load_vec<2>(pointer);
         } else {
-          if (inside && c < output.n) old.x = pointer[0];
-          if (inside && c + 1 < output.n) old.y = pointer[1];
+          if (inside && c < output.n) old[0] = pointer[0];
+          if (inside && c + 1 < output.n) old[1] = pointer[1];
         }
-        d[i * 4 + h * 2] += old.x;
-        d[i * 4 + h * 2 + 1] += old.y;
+        d[i * 4 + h * 2] += convert<float>(old[0]);
+        d[i * 4 + h * 2 + 1] += convert<float>(old[1]);
       }
     }
+  }
+
+  // Where the fragment of wgmma has a thread's first element among the warpgroup's 64 rows; its
+  // second is the neighbour, the next two lie 8 rows below, and then 8 columns to the right.
+  __device__ __forceinline__ static int thread_row() {
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    return thread / 32 * 16 + thread % 32 / 4;
+  }
+  __device__ __forceinline__ static int thread_col() {
+    return static_cast<int>(threadIdx.x) % 4 * 2;
   }
 
   // v0 in the low half, at the lower address.

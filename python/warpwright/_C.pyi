@@ -34,6 +34,15 @@ def explain_cross_entropy(
 def explain_linear(
     dtype: str, tf32: bool, input: Operand, weight: Operand, device: DeviceInfo, sm90: bool
 ) -> list[tuple[str, str]]: ...
+def explain_linear_cross_entropy(
+    dtype: str,
+    tf32: bool,
+    input: Operand,
+    weight: Operand,
+    chunk_rows: int,
+    device: DeviceInfo,
+    sm90: bool,
+) -> list[tuple[str, str]]: ...
 def explain_max_pool2d(
     dtype: str, input: Operand, channels_last: bool, window: Sequence[int]
 ) -> list[tuple[str, str]]: ...

@@ -55,6 +55,26 @@ def _batch_norm_relu_update(input: Tensor, residual: Tensor | None, *args: Any) 
     return _relu(_batch_norm_update(input, *args)[0], residual)
 
 
+def _linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk_rows: int | None,
+) -> Tensor:
+    rows, leading = input.flatten(0, -2) if input.dim() > 1 else input[None], input.shape[:-1]
+    logits = native.linear(rows, weight, bias)
+    labels = target.reshape(-1) if target.shape == leading else target.reshape(logits.shape)
+    loss = torch.ops.aten.cross_entropy_loss(
+        logits, labels, class_weight, reduction, ignore_index, label_smoothing
+    )
+    return loss.view(leading) if reduction == 0 else loss
+
+
 # name in `ops` -> native, called with the same arguments
 NATIVE: dict[str, Callable[..., Any]] = {
     "relu": torch.relu,
@@ -69,6 +89,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "batch_norm_relu": _batch_norm_relu,
     "batch_norm_relu_update": _batch_norm_relu_update,
     "cross_entropy": torch.ops.aten.cross_entropy_loss.default,
+    "linear_cross_entropy": _linear_cross_entropy,
     "scaled_dot_product_attention": native.scaled_dot_product_attention,
 }
 

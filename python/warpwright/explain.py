@@ -103,12 +103,28 @@ def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x, weight = a["input"], a["weight"]
     if weight.dim() == 1:
         weight = weight[None]
-    built = not built_archs() or any(arch.startswith("9.0a") for arch in built_archs())
-    sm90 = built and os.environ.get("WARPWRIGHT_PATH") != "portable"
     lines = _C.explain_linear(
-        _dtype(x), matmul_allows_tf32(), _operand(x), _operand(weight), gpu, sm90
+        _dtype(x), matmul_allows_tf32(), _operand(x), _operand(weight), gpu, _may_take_sm90()
     )
     return lines if a["bias"] is not None else lines[:-1]
+
+
+def _may_take_sm90() -> bool:
+    built = not built_archs() or any(arch.startswith("9.0a") for arch in built_archs())
+    return built and os.environ.get("WARPWRIGHT_PATH") != "portable"
+
+
+def _linear_cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    return _C.explain_linear_cross_entropy(
+        _dtype(x),
+        matmul_allows_tf32(),
+        _operand(x),
+        _operand(a["weight"]),
+        a["chunk_rows"] or 0,
+        gpu,
+        _may_take_sm90(),
+    )
 
 
 def _max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -185,6 +201,7 @@ EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
     "max_pool2d": _max_pool2d,
     "linear": _linear,
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
     "scaled_dot_product_attention": _attention,
 }
 
@@ -197,5 +214,6 @@ CPU = {
     "scaled_dot_product_attention": "flash attention by tiles on ATen's matrix products",
     "relu": "vectorised loops",
     "linear": "matrix products of ATen (MKL or oneDNN)",
+    "linear_cross_entropy": "linear and cross_entropy over chunks of rows",
     "max_pool2d": "vectorised loops over rows, one byte a window for the backward",
 }

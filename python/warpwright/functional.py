@@ -16,6 +16,7 @@ __all__ = [
     "conv2d",
     "cross_entropy",
     "linear",
+    "linear_cross_entropy",
     "max_pool2d",
     "max_pool2d_with_indices",
     "relu",
@@ -139,6 +140,60 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: shapes that do not multiply, or operands of several dtypes or devices.
     """
     return ops.linear(input, weight, bias)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """``cross_entropy(linear(input, weight, bias), target)`` that never holds the logits.
+
+    The rows go through in chunks. Where a gradient will be asked for, it is computed while a chunk's
+    logits are there: with d the gradient of the loss by the logits z, ``d = softmax(z) - onehot`` in
+    the simplest case, ``dinput = d W`` and ``dweight = sum of d^T input`` over the chunks, so that
+    the backward only multiplies them by the gradient of the loss, if that is not 1. Reduction
+    ``"none"`` computes the logits once more in its backward, and so does a second derivative, which
+    holds them all. Gradients are not divided by their mean before the backward in float16, where
+    they would vanish: ``GradScaler`` works as it does with the ops apart.
+
+    Memory beyond the results: one chunk's logits and, with several chunks of 16-bit operands, a
+    float32 sum of ``weight``'s gradient where that is the smaller choice
+    (``warpwright.explain("linear_cross_entropy", ...)`` tells).
+
+    Args:
+        input: (*, in_features); float32, float64, bfloat16 or float16.
+        weight: (classes, in_features), same dtype.
+        target: labels (*), int64 or uint8; or probabilities (*, classes). Probabilities that
+            require grad go through the ops apart: their gradient is as large as the logits.
+        bias: (classes), same dtype.
+        class_weight, ignore_index, reduction, label_smoothing: as in :func:`cross_entropy`, whose
+            ``weight`` is ``class_weight`` here.
+        chunk_rows: rows of ``input`` at a time; None: chosen by the sizes.
+    Raises:
+        IndexError: a label outside [0, classes) on the CPU. On CUDA the row's loss and gradient
+            become NaN and :func:`warpwright.check_errors` raises.
+        ValueError: a target that fits neither form, an unknown ``reduction``, ``chunk_rows`` < 1.
+        RuntimeError: shapes that do not multiply, operands of several dtypes or devices.
+    """
+    return ops.linear_cross_entropy(
+        input,
+        weight,
+        target,
+        bias,
+        class_weight,
+        _Reduction.get_enum(reduction),
+        ignore_index,
+        label_smoothing,
+        chunk_rows,
+    )
 
 
 def scaled_dot_product_attention(

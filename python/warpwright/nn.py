@@ -23,6 +23,7 @@ __all__ = [
     "Conv2d",
     "CrossEntropyLoss",
     "Linear",
+    "LinearCrossEntropy",
     "MaxPool2d",
     "ReLU",
 ]
@@ -183,4 +184,49 @@ class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+        )
+
+
+class LinearCrossEntropy(_Named, nn.Linear):
+    """A linear layer and its cross entropy in one: ``forward(input, target)`` is the loss.
+
+    ``weight`` and ``bias`` are ``torch.nn.Linear``'s, by name, shape and initial values; the other
+    arguments are :func:`warpwright.functional.linear_cross_entropy`'s. ``class_weight`` is a
+    buffer.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        chunk_rows: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.register_buffer("class_weight", class_weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.chunk_rows = chunk_rows
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return F.linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            chunk_rows=self.chunk_rows,
         )

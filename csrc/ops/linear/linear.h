@@ -34,14 +34,18 @@ struct GemmParams {
   int64_t b_stride_n;
   int64_t b_stride_k;
   const void* bias;  // (n) or null
-  void* d;           // (m, n), row-major, dense
+  void* d;           // (m, n), row-major
   void* workspace;   // gemm_workspace_bytes(), or null if that is 0
 
   // For gradients that come in chunks and are rounded once, at their end. One writer an element:
   // the sums come in the order of the calls.
   bool accum_d;     // D is of the accumulator's type: float for 16-bit operands; without a bias
-  bool accumulate;  // D += A B^T in place of D =; with accum_d only
+  bool accumulate;  // D += A B^T in place of D =; without accum_d if can_add_to_narrow() says so
+
+  int64_t d_pitch;  // elements from a row of D to the next; 0: n
 };
+
+inline int64_t d_pitch(const GemmParams& p) { return p.d_pitch != 0 ? p.d_pitch : p.n; }
 
 // sum[col] = sum over rows of matrix[row * stride_row + col * stride_col].
 struct ColumnSumParams {
@@ -201,15 +205,18 @@ inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
   constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
   if (!p.sm90) return "no sm_90a";
   if (config.kind == GemmKind::kFp32 || config.kind == GemmKind::kFp64) return "exact fp32 or fp64";
-  if (!config.a_wide || !config.b_wide) return "an operand's rows are not multiples of 16 bytes";
+  // TMA wants rows to start at multiples of 16 bytes, and lets them end anywhere.
+  const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
+  const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
+  const auto starts = reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b) |
+                      static_cast<uintptr_t>((a_pitch | b_pitch) * dtype_size(p.dtype));
+  if (starts % 16 != 0) return "an operand's rows are not multiples of 16 bytes";
   if (config.kind == GemmKind::kTf32 && !(config.a_k_major && config.b_k_major)) {
     return "wgmma reads TF32 operands along k only";
   }
   if (std::max({p.m, p.n, p.k}) > kMaxExtent) return "an extent over 2^30";
   if (p.k == 0) return "k is empty";
   // TMA knows no overlapping rows (expanded or sliding views).
-  const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
-  const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
   if (a_pitch < (config.a_k_major ? p.k : p.m) || b_pitch < (config.b_k_major ? p.k : p.n)) {
     return "rows overlap";
   }
@@ -278,12 +285,18 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
     }
     if (best_sm90 <= best) config = sm90;
   }
-  config.reason = !aligned ? "an operand's rows are not multiples of 16 bytes: element accesses"
+  const bool by_elements = !aligned && config.path == GemmPath::kPortable;
+  config.reason = by_elements ? "an operand's rows are not multiples of 16 bytes: element accesses"
                   : config.splits > 1                ? "few output tiles for the SMs: k is split"
                   : config.tile == GemmTile::kLarge  ? "enough output for the largest tile"
                   : config.tile == GemmTile::kMedium ? "output too small to feed larger tiles"
                                                      : "small output: small tiles fill more SMs";
   return config;
+}
+
+// Sums in the 16-bit type of D, rounded at every call: for those who have no room for accum_d.
+inline bool can_add_to_narrow(const GemmConfig& config) {
+  return config.path == GemmPath::kSm90 && config.kind == GemmKind::k16Bit && config.splits == 1;
 }
 
 inline int64_t gemm_workspace_bytes(const GemmParams& p, const GemmConfig& config) {

@@ -30,7 +30,7 @@ void gemm_cpu(const GemmParams& p) {
   const at::Tensor b = over(p.b, {p.k, p.n}, {p.b_stride_k, p.b_stride_n}, p.dtype);
   if (p.accum_d) {
     const DType type = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-    at::Tensor sum = over(p.d, {p.m, p.n}, {p.n, 1}, type);
+    at::Tensor sum = over(p.d, {p.m, p.n}, {d_pitch(p), 1}, type);
     const at::Tensor wide_a = a.to(sum.scalar_type()), wide_b = b.to(sum.scalar_type());
     if (p.accumulate) {
       at::addmm_out(sum, sum, wide_a, wide_b);
@@ -39,7 +39,7 @@ void gemm_cpu(const GemmParams& p) {
     }
     return;
   }
-  at::Tensor d = over(p.d, {p.m, p.n}, {p.n, 1}, p.dtype);
+  at::Tensor d = over(p.d, {p.m, p.n}, {d_pitch(p), 1}, p.dtype);
   if (p.bias != nullptr) {
     at::addmm_out(d, over(p.bias, {p.n}, {1}, p.dtype), a, b);
   } else {

@@ -48,20 +48,20 @@ struct SumOutput : MatrixOutput<Acc> {
 // ---- those of a product ----
 
 template <class Output, class T>
-Output dense_output(const GemmParams& p, T* pointer) {
+Output output_at(const GemmParams& p, T* pointer, int64_t pitch) {
   Output output{};
   output.pointer = pointer;
   output.rows = p.m;
   output.cols = p.n;
-  output.ld = p.n;
+  output.ld = pitch;
   output.wide = is_vec_aligned(reinterpret_cast<uintptr_t>(pointer) |
-                               static_cast<uintptr_t>(p.n * static_cast<int64_t>(sizeof(T))));
+                               static_cast<uintptr_t>(pitch * static_cast<int64_t>(sizeof(T))));
   return output;
 }
 
 template <class T>
 MatrixOutput<T> matrix_output(const GemmParams& p) {
-  auto output = dense_output<MatrixOutput<T>>(p, static_cast<T*>(p.d));
+  auto output = output_at<MatrixOutput<T>>(p, static_cast<T*>(p.d), d_pitch(p));
   output.bias = static_cast<const T*>(p.bias);
   return output;
 }
@@ -69,7 +69,7 @@ MatrixOutput<T> matrix_output(const GemmParams& p) {
 // With accum_d.
 template <class Acc>
 SumOutput<Acc> sum_output(const GemmParams& p) {
-  auto output = dense_output<SumOutput<Acc>>(p, static_cast<Acc*>(p.d));
+  auto output = output_at<SumOutput<Acc>>(p, static_cast<Acc*>(p.d), d_pitch(p));
   output.accumulate = p.accumulate;
   return output;
 }
@@ -77,7 +77,7 @@ SumOutput<Acc> sum_output(const GemmParams& p) {
 // The first of the parts, whose pitch is m * n.
 template <class Acc>
 SumOutput<Acc> split_output(const GemmParams& p) {
-  return dense_output<SumOutput<Acc>>(p, static_cast<Acc*>(p.workspace));
+  return output_at<SumOutput<Acc>>(p, static_cast<Acc*>(p.workspace), p.n);
 }
 
 // D from the parts in the workspace.

@@ -155,11 +155,12 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   output.bias = split ? nullptr : p.bias;
   output.m = static_cast<int>(p.m);
   output.n = static_cast<int>(p.n);
+  output.pitch = split ? p.n : d_pitch(p);
   const auto address = reinterpret_cast<uintptr_t>(output.pointer);
-  output.pairs = p.n % 2 == 0 && address % 8 == 0;
-  output.use_tma = !output.fp32 && p.n * sizeof(T) % 16 == 0 && address % 16 == 0;
+  output.pairs = (p.n | output.pitch) % 2 == 0 && address % (output.fp32 ? 8 : 4) == 0;
+  output.use_tma = !output.fp32 && output.pitch * sizeof(T) % 16 == 0 && address % 16 == 0;
   if (output.use_tma) {
-    output.map = make_tensor_map({p.dtype, false, p.d, p.n, p.m, p.n, 64, 64});
+    output.map = make_tensor_map({p.dtype, false, p.d, p.n, p.m, output.pitch, 64, 64});
   }
 
   const int64_t clusters = std::min<int64_t>(params.grid.num_blocks(), num_sms / Tile::kCluster);

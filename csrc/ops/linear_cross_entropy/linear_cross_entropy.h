@@ -1,0 +1,113 @@
+// Cross entropy of linear(x, W, b) against labels or class probabilities, without the logits in
+// memory: rows go through in chunks, and what a chunk needs of its logits is done while they are
+// there. With gradients three products of 2 * rows * features * classes FLOPs each, as in the ops
+// apart, and one chunk of logits instead of all of them:
+//   z = x_c W^T + b      loss_c, dz = d loss / d z in z's place      dx_c = dz W      dW += dz^T
+//   x_c
+// Bound: the tensor cores, as long as a chunk has enough rows (see choose_chunks).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "host/ceil_div.h"
+#include "host/dtype.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace warpwright {
+
+// ---- chunks ----
+
+struct ChunkPlan {
+  int64_t rows;   // of a chunk; the last one may have fewer
+  int64_t count;  // of chunks
+  bool wide_sum;  // dW is summed in the accumulator's type and rounded once, at the end
+  int64_t bytes;  // of a chunk's logits and of a wide sum: what is held beyond the results
+  const char* reason;
+};
+
+// Rows are whole tiles of the matrix products.
+constexpr int64_t kChunkTile = 128;
+
+// Elements from a row of a chunk's logits to the next: rows start at multiples of 128 bytes, so
+// that TMA takes them whatever the number of classes is, and L2 is asked once for each line.
+constexpr int64_t logits_pitch(int64_t classes) { return ceil_div(classes, 64) * 64; }
+
+constexpr int64_t kChunkBytes = int64_t{224} << 20;
+constexpr int64_t kMinChunkRows = 1024;
+constexpr int64_t kMaxNarrowChunks = 4;
+
+// Each chunk reads and writes the sum of dW once beside its 6 * rows * features * classes FLOPs:
+// at 167 FLOPs a byte (700 TFLOP/s, 4.2 TB/s) 8 bytes an element take 223 / rows of the products'
+// time, 22 % with 1024 rows and 11 % with 2048, if nothing hides them. So: 224 MiB of logits, but
+// 1024 rows at least, then as few chunks as that allows, evenly filled.
+// Sums of 16-bit gradients cost 4 bytes an element of W in float32. Where a quarter of all logits
+// (2 bytes) is less, dW stays in its own type between at most four chunks: three roundings more,
+// which leave it within 1.35 times the error of the ops apart (whose dz is rounded, too). float16
+// has no such choice: an undivided sum may leave its range.
+inline ChunkPlan choose_chunks(DType dtype, int64_t rows, int64_t features, int64_t classes,
+                               int64_t wanted_rows) {
+  const int64_t row_bytes = std::max<int64_t>(1, logits_pitch(classes)) * dtype_size(dtype);
+  const int64_t sum_bytes = dtype_size(dtype) == 2 ? 4 * features * classes : 0;
+  const bool may_be_narrow = dtype == DType::kBFloat16;
+  ChunkPlan plan{};
+  plan.wide_sum = true;
+  if (wanted_rows > 0) {
+    plan.rows = wanted_rows;
+    plan.reason = "as asked";
+  } else {
+    const int64_t fitting = kChunkBytes / row_bytes / kChunkTile * kChunkTile;
+    plan.rows = std::max(kMinChunkRows, fitting);
+    plan.reason = plan.rows > kMinChunkRows ? "as many rows as 224 MiB hold"
+                                            : "enough rows to keep the matrix products busy";
+    const int64_t quarter = ceil_div(ceil_div(rows, kMaxNarrowChunks), kChunkTile) * kChunkTile;
+    if (may_be_narrow && plan.rows < rows &&
+        quarter * row_bytes < plan.rows * row_bytes + sum_bytes) {
+      plan.rows = std::max(plan.rows, quarter);
+      plan.wide_sum = false;
+      plan.reason = "four chunks: a float32 sum of the weight's gradient would take more";
+    }
+  }
+  plan.count = std::max<int64_t>(1, ceil_div(rows, plan.rows));
+  if (plan.count == 1) {
+    plan.rows = std::max<int64_t>(1, rows);
+    plan.reason = "one chunk: all rows";
+    plan.wide_sum = dtype == DType::kFloat16;
+  } else if (wanted_rows <= 0) {
+    plan.rows = ceil_div(ceil_div(rows, plan.count), kChunkTile) * kChunkTile;
+    plan.count = ceil_div(rows, plan.rows);
+  }
+  plan.bytes = plan.rows * row_bytes + (plan.wide_sum ? sum_bytes : 0);
+  return plan;
+}
+
+inline std::string describe(const ChunkPlan& plan) {
+  return std::to_string(plan.count) + " chunk(s) of " + std::to_string(plan.rows) + " rows, " +
+         std::to_string((plan.bytes + (1 << 20) - 1) >> 20) + " MiB beyond the results (" +
+         plan.reason + ")";
+}
+
+// ---- the gradients' factor ----
+
+// output[i] = input[i] * factor, rounded once. Nothing is touched where the factor is 1 and output
+// is input, which the kernel finds out by itself: the host does not know the factor.
+struct GradientScaleParams {
+  DType input_dtype;
+  DType output_dtype;  // input's; or float16 of a float32 input
+  int64_t count;
+  const void* input;   // (count)
+  void* output;        // (count); may be input
+  const void* factor;  // one number of the accumulator's type of input_dtype
+};
+
+void scale_gradient_cpu(const GradientScaleParams& params);
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_scale_gradient(const GradientScaleParams& params, cudaStream_t stream);
+#endif
+
+}  // namespace warpwright

@@ -1,0 +1,529 @@
+"""linear_cross_entropy against native's linear and cross_entropy, one after the other."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import warpwright
+import warpwright.functional as F
+import warpwright.nn as ours
+from warpwright.testing import assert_as_good_as_native, compare_with_native, to_double
+
+native = torch.nn.functional
+REDUCTIONS = ["none", "mean", "sum"]
+NAN, INF = float("nan"), float("inf")
+
+
+def chain(x, weight, target, bias=None, *, class_weight=None, chunk_rows=None, **kwargs):
+    """What the op replaces."""
+    del chunk_rows
+    logits = native.linear(x, weight, bias)
+    rows = logits.reshape(-1, weight.shape[0])
+    labels = target.shape == x.shape[:-1]
+    flat = target.reshape(-1) if labels else target.reshape(-1, weight.shape[0])
+    loss = native.cross_entropy(rows, flat, class_weight, **kwargs)
+    return loss.view(x.shape[:-1]) if kwargs.get("reduction") == "none" else loss
+
+
+def operands(rows, features, classes, device, dtype=torch.float32, scale=1.0):
+    """(input, weight, target, bias); a fifth of the labels (not the first) are ignored."""
+    x = (torch.randn(rows, features, device=device) * scale).to(dtype).requires_grad_()
+    weight = (torch.randn(classes, features, device=device) / features**0.5).to(dtype)
+    bias = (torch.randn(classes, device=device) * 0.3).to(dtype)
+    target = torch.randint(classes, (rows,), device=device)
+    ignored = torch.rand(rows, device=device) < 0.2
+    ignored[:1] = False
+    target[ignored] = -100
+    return x, weight.requires_grad_(), target, bias.requires_grad_()
+
+
+def assert_near(a, b):
+    """Within a few roundings of the largest element."""
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    error = (a.double() - b.double()).abs().max()
+    assert error <= 16 * torch.finfo(b.dtype).eps * b.abs().max()
+
+
+def class_weights(classes, device, dtype):
+    return (torch.rand(classes, device=device) + 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("chunk", [None, 1, 5, 16, 64])
+def test_labels(device, dtype, reduction, chunk):
+    """Chunks that divide the rows and that do not, single rows, and one chunk larger than all."""
+    args = operands(48, 40, 67, device, dtype, 2.0)
+    weighted = class_weights(67, device, dtype)
+    for smoothing, w in itertools.product((0.0, 0.1), (None, weighted)):
+        kwargs = {
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+            "class_weight": w,
+            "chunk_rows": chunk,
+        }
+        compare_with_native(F.linear_cross_entropy, chain, args, kwargs)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_probabilities(device, dtype, reduction):
+    x, weight, _, bias = operands(30, 24, 33, device, dtype)
+    target = torch.randn(30, 33, device=device).softmax(1).to(dtype)
+    weighted = class_weights(33, device, dtype)
+    for smoothing, w, chunk in itertools.product((0.0, 0.1), (None, weighted), (None, 7)):
+        kwargs = {
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+            "class_weight": w,
+            "chunk_rows": chunk,
+        }
+        for q in (target, target.detach().requires_grad_()):
+            compare_with_native(F.linear_cross_entropy, chain, (x, weight, q, bias), kwargs)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 3), (3, 1, 5), (7, 5, 1), (129, 257, 515)])
+def test_sizes(device, dtype, shape):
+    args = operands(*shape, device, dtype)
+    for reduction in REDUCTIONS:
+        kwargs = {"reduction": reduction, "chunk_rows": 50}
+        compare_with_native(F.linear_cross_entropy, chain, args, kwargs)
+        compare_with_native(F.linear_cross_entropy, chain, args[:3], kwargs)
+
+
+@pytest.mark.parametrize("leading", [(), (6,), (2, 3), (2, 1, 4)], ids=str)
+def test_leading_dimensions(device, leading):
+    x, weight, _, bias = operands(1, 12, 9, device)
+    x = torch.randn(*leading, 12, device=device, requires_grad=True)
+    labels = torch.randint(9, leading, device=device)
+    soft = torch.randn(*leading, 9, device=device).softmax(-1)
+    for target, reduction in itertools.product((labels, soft), REDUCTIONS):
+        loss = F.linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+        assert loss.shape == (leading if reduction == "none" else ())
+        kwargs = {"reduction": reduction}
+        compare_with_native(F.linear_cross_entropy, chain, (x, weight, target, bias), kwargs)
+
+
+def test_layouts(device, dtype):
+    x, weight, target, bias = operands(21, 16, 19, device, dtype)
+    for (_, a), (_, b) in itertools.product(layouts(x.detach()), layouts(weight.detach())):
+        leaves = a.detach().requires_grad_(), b.detach().requires_grad_(), bias
+        results = []
+        for function in (F.linear_cross_entropy, chain):
+            loss = function(*leaves[:2], target, bias, chunk_rows=8)
+            results.append((loss, *torch.autograd.grad(loss, leaves)))
+        for a, b in zip(*results, strict=True):
+            assert_near(a, b)
+    three = torch.randn(3, 16, 7, device=device).to(dtype).transpose(1, 2)  # rows that do not fold
+    args = three.detach().requires_grad_(), weight, target.view(3, 7), bias
+    compare_with_native(F.linear_cross_entropy, chain, args, {"chunk_rows": 8})
+
+
+@pytest.mark.parametrize("ignore", [-100, 255, 2, -1])
+def test_ignore_index(device, ignore):
+    x, weight, target, bias = operands(40, 12, 7, device)
+    target = torch.where(target == -100, ignore, target)
+    for reduction, smoothing in itertools.product(REDUCTIONS, (0.0, 0.3)):
+        kwargs = {
+            "ignore_index": ignore,
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+            "class_weight": class_weights(7, device, torch.float32),
+            "chunk_rows": 16,
+        }
+        compare_with_native(F.linear_cross_entropy, chain, (x, weight, target, bias), kwargs)
+
+
+def test_byte_labels(device):
+    x, weight, target, bias = operands(40, 12, 7, device)
+    byte = target.clamp(min=0).byte()
+    assert torch.equal(
+        F.linear_cross_entropy(x, weight, byte, bias, ignore_index=-100),
+        F.linear_cross_entropy(x, weight, byte.long(), bias),
+    )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_all_ignored_and_no_rows(device, dtype, reduction):
+    """A mean of nothing is NaN with zero gradients; a sum of nothing is 0."""
+    x, weight, _, bias = operands(5, 4, 3, device, dtype)
+    ignored = torch.full((5,), -100, device=device)
+    for chunk in (None, 2):
+        kwargs = {"reduction": reduction, "chunk_rows": chunk}
+        compare_with_native(F.linear_cross_entropy, chain, (x, weight, ignored, bias), kwargs)
+        empty = x.detach()[:0].requires_grad_()
+        args = empty, weight, ignored[:0], bias
+        loss = F.linear_cross_entropy(*args, **kwargs)
+        torch.testing.assert_close(loss, chain(*args, **kwargs), equal_nan=True)
+        grads = torch.autograd.grad(loss.sum(), (empty, weight, bias))
+        assert [g.shape for g in grads] == [empty.shape, weight.shape, bias.shape]
+        assert not any(g.any() for g in grads)
+
+
+def test_bad_labels(device):
+    x, weight, target, bias = operands(12, 8, 5, device)
+    target = target.clamp(min=0)
+    target[7] = 5
+    if device == "cpu":
+        with pytest.raises(IndexError, match="Target 5 is out of bounds"):
+            F.linear_cross_entropy(x, weight, target, bias, chunk_rows=4)
+        return
+    loss = F.linear_cross_entropy(x, weight, target, bias, reduction="none", chunk_rows=4)
+    assert loss.isnan().tolist() == [i == 7 for i in range(12)]
+    (dx,) = torch.autograd.grad(loss.sum(), x)
+    assert dx.isnan().all(1).tolist() == [i == 7 for i in range(12)]
+    with pytest.raises(IndexError):
+        warpwright.check_errors()
+
+
+def test_non_finite(device):
+    x, weight, target, bias = operands(9, 4, 6, device)
+    x = x.detach().clone()
+    x[1, 2], x[4] = NAN, INF
+    x.requires_grad_()
+    for reduction in REDUCTIONS:
+        kwargs = {"reduction": reduction, "chunk_rows": 4}
+        loss, expected = (
+            f(x, weight, target, bias, **kwargs) for f in (F.linear_cross_entropy, chain)
+        )
+        assert torch.equal(loss.isnan(), expected.isnan())
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("needs", subsets(3), ids=str)
+def test_subsets_of_gradients(device, reduction, needs):
+    x, weight, target, bias = operands(20, 8, 11, device)
+    leaves = [t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needs, strict=True)]
+    args = leaves[0], leaves[1], target, leaves[2]
+    compare_with_native(
+        F.linear_cross_entropy, chain, args, {"reduction": reduction, "chunk_rows": 6}
+    )
+
+
+def test_fewer_gradients_than_the_forward_computed(device):
+    x, weight, target, bias = operands(20, 8, 11, device)
+    every = torch.autograd.grad(F.linear_cross_entropy(x, weight, target, bias), (x, weight, bias))
+    for i, leaf in enumerate((x, weight, bias)):
+        (one,) = torch.autograd.grad(F.linear_cross_entropy(x, weight, target, bias), leaf)
+        assert torch.equal(one, every[i])
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, -0.1])
+def test_factor_and_repeated_backward(device, dtype, factor):
+    """The gradients in store are multiplied once: by the backward that uses them up, or by none."""
+    x, weight, target, bias = operands(20, 16, 11, device, dtype)
+    leaves = (x, weight, bias)
+    expected = torch.autograd.grad(chain(x, weight, target, bias) * factor, leaves)
+    loss = F.linear_cross_entropy(x, weight, target, bias, chunk_rows=6) * factor
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(loss, leaves, retain_graph=True)
+    last = torch.autograd.grad(loss, leaves)
+    for a, b, c, d, e in zip(first, kept, second, last, expected, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        assert torch.equal(a, d)
+        assert_near(a, e)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, leaves)
+
+
+def test_the_gradient_becomes_grad_without_a_copy(device):
+    """AccumulateGrad takes the tensor itself: a copy would be another gradient's memory."""
+    x, weight, target, bias = operands(20, 16, 11, device)
+    seen = []
+    weight.register_hook(lambda g: seen.append(g.data_ptr()))
+    F.linear_cross_entropy(x, weight, target, bias).backward()
+    assert weight.grad.data_ptr() == seen[0]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_gradients_do_not_vanish(device, reduction):
+    """A mean's gradients lie far below float16's range until the loss scale reaches them."""
+    x, weight, target, bias = operands(512, 16, 1000, device, torch.float16)
+    with torch.no_grad():
+        weight.mul_(0.01)
+    scale = 65536.0 if reduction == "mean" else 16.0
+    for chunk in (None, 100):
+        kwargs = {"reduction": reduction, "chunk_rows": chunk}
+        compare_with_native(
+            lambda *a, **k: F.linear_cross_entropy(*a, **k).float() * scale,
+            lambda *a, **k: chain(*a, **k).float() * scale,
+            (x, weight, target, bias),
+            kwargs,
+        )
+
+
+def test_bfloat16_sums_are_rounded_once(device):
+    """Hundreds of chunks of one row each: a sum in bfloat16 would stand still."""
+    x, weight, target, bias = operands(600, 8, 5, device, torch.bfloat16)
+    args = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    grads = torch.autograd.grad(
+        F.linear_cross_entropy(x, weight, target, bias, chunk_rows=1), (weight, bias)
+    )
+    theirs = torch.autograd.grad(chain(x, weight, target, bias), (weight, bias))
+    exact = torch.autograd.grad(chain(args[0], args[1], target, args[2]), args[1:])
+    for a, b, e in zip(grads, theirs, exact, strict=True):
+        assert_as_good_as_native(a, b, e)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("needs", subsets(3), ids=str)
+def test_gradcheck(device, reduction, needs):
+    x, weight, target, bias = operands(5, 3, 4, device, torch.float64)
+    leaves = [t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needs, strict=True)]
+
+    def function(x, weight, bias):
+        return F.linear_cross_entropy(
+            x, weight, target, bias, reduction=reduction, label_smoothing=0.1, chunk_rows=2
+        )
+
+    gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradcheck_probabilities(device, reduction):
+    x, weight, _, bias = operands(3, 3, 4, device, torch.float64)
+    target = torch.rand(3, 4, device=device, dtype=torch.float64, requires_grad=True)
+
+    def function(x, weight, bias, target):
+        return F.linear_cross_entropy(
+            x, weight, target, bias, reduction=reduction, label_smoothing=0.2, chunk_rows=2
+        )
+
+    gradcheck(function, (x, weight, bias, target))
+
+
+def test_second_derivatives(device):
+    x, weight, target, bias = operands(20, 8, 11, device)
+
+    def hessian_row(function):
+        loss = function(x, weight, target, bias, chunk_rows=6)
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad(dx.pow(2).sum(), (x, weight, bias))
+
+    torch.testing.assert_close(hessian_row(F.linear_cross_entropy), hessian_row(chain))
+
+
+def test_functorch(device):
+    x, weight, target, bias = operands(10, 6, 7, device)
+    args = x.detach(), weight.detach(), bias.detach()
+
+    def transformed(function):
+        def loss(x, weight, bias):
+            return function(x, weight, target, bias, chunk_rows=4)
+
+        v = tuple(torch.ones_like(a) for a in args)
+        yield torch.func.grad(loss, (0, 1, 2))(*args)
+        yield torch.func.jvp(loss, args, v)
+        yield torch.func.hessian(loss)(*args)
+        yield torch.func.grad(lambda *a: torch.func.grad(loss)(*a).square().sum())(*args)
+        stacked = torch.stack([args[0], 2 * args[0]])
+        yield torch.func.vmap(torch.func.grad(loss), (0, None, None))(stacked, *args[1:])
+
+    for a, b in zip(transformed(F.linear_cross_entropy), transformed(chain), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_saved_tensor_hooks_and_checkpoint(device):
+    x, weight, target, bias = operands(20, 8, 11, device)
+    leaves = (x, weight, bias)
+    expected = torch.autograd.grad(F.linear_cross_entropy(x, weight, target, bias), leaves)
+    with torch.autograd.graph.save_on_cpu():
+        loss = F.linear_cross_entropy(x, weight, target, bias)
+    for a, b in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        assert torch.equal(a, b)
+    loss = torch.utils.checkpoint.checkpoint(
+        F.linear_cross_entropy, x, weight, target, bias, use_reentrant=False
+    )
+    for a, b in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_deterministic(device, dtype):
+    args = operands(300, 64, 333, device, dtype)
+    leaves = (args[0], args[1], args[3])
+    results = []
+    for _ in range(3):
+        loss = F.linear_cross_entropy(*args, chunk_rows=128)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+def test_results_are_freed(device):
+    x, weight, target, bias = operands(20, 8, 11, device)
+    assert_no_leak(lambda *a: F.linear_cross_entropy(a[0], a[1], target, a[2]), x, weight, bias)
+
+
+# ---- memory ----
+
+
+def largest_allocation(function):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        function()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events
+    return max(e.nbytes() for e in events)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_tensor_of_the_logits_size(reduction):
+    rows, features, classes, chunk = 512, 8, 2048, 32
+    args = operands(rows, features, classes, "cpu")
+
+    def step(function):
+        loss = function(*args, reduction=reduction, chunk_rows=chunk)
+        torch.autograd.grad(loss.sum(), (args[0], args[1], args[3]))
+
+    logits = rows * classes * 4
+    assert largest_allocation(lambda: step(chain)) >= logits
+    # A chunk's logits, and nothing larger.
+    assert largest_allocation(lambda: step(F.linear_cross_entropy)) <= logits * chunk // rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "features", "classes", "bound"),
+    [(8192, 4096, 128256, 1.6), (16384, 768, 50257, 0.4)],
+    ids=["llama", "gpt2"],
+)
+def test_peak_memory(rows, features, classes, bound):
+    x = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(classes, features, device="cuda", dtype=torch.bfloat16) * 0.02
+    weight.requires_grad_()
+    target = torch.randint(classes, (rows,), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    F.linear_cross_entropy(x, weight, target).backward()
+    assert torch.cuda.max_memory_allocated() - before <= bound * 2**30
+
+
+# ---- errors ----
+
+
+def test_errors(device):
+    x, weight, target, bias = operands(6, 4, 5, device)
+    call = F.linear_cross_entropy
+    with pytest.raises(RuntimeError, match="input: expected 4 features, got 3"):
+        call(x[:, :3], weight, target)
+    with pytest.raises(RuntimeError, match="matrix as weight"):
+        call(x, weight[0], target)
+    with pytest.raises(RuntimeError, match=r"bias: expected \(5\), got \[4\]"):
+        call(x, weight, target, bias[:4])
+    with pytest.raises(RuntimeError, match="weight: expected the same dtype as input"):
+        call(x, weight.double(), target)
+    with pytest.raises(RuntimeError, match="bias: expected the same dtype as input"):
+        call(x, weight, target, bias.double())
+    with pytest.raises(ValueError, match=r"target: expected labels of shape \[6\]"):
+        call(x, weight, target[:4])
+    with pytest.raises(ValueError, match=r"or probabilities of shape \[6, 5\]"):
+        call(x, weight, torch.rand(6, 4, device=device))
+    with pytest.raises((RuntimeError, NotImplementedError), match="expected scalar type Long"):
+        call(x, weight, target.int())
+    with pytest.raises(RuntimeError, match=r"class_weight: expected \(5\), got \[3\]"):
+        call(x, weight, target, class_weight=torch.rand(3, device=device))
+    with pytest.raises(RuntimeError, match="class_weight"):
+        call(x, weight, target, class_weight=torch.rand(5, device=device).double())
+    with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'weight'"):
+        call(x, weight, target, class_weight=torch.rand(5, device=device, requires_grad=True))
+    with pytest.raises(ValueError, match="not a valid value for reduction"):
+        call(x, weight, target, reduction="max")
+    with pytest.raises(RuntimeError, match="label_smoothing must be between"):
+        call(x, weight, target, label_smoothing=1.5)
+    for chunk in (0, -3):
+        with pytest.raises(ValueError, match=f"chunk_rows: expected at least 1, got {chunk}"):
+            call(x, weight, target, chunk_rows=chunk)
+    with pytest.raises(NotImplementedError):
+        call(x.detach().to(torch.cfloat), weight.detach().to(torch.cfloat), target)
+
+
+# ---- compile, autocast, module ----
+
+
+def test_opcheck(device):
+    x, weight, target, bias = operands(6, 4, 5, device)
+    op = torch.ops.warpwright.linear_cross_entropy.default
+    for reduction in (0, 1, 2):
+        opcheck(op, (x, weight, target, bias, None, reduction), {"chunk_rows": 4})
+    half = [t.detach().half().requires_grad_() for t in (x, weight, bias)]
+    opcheck(op, (half[0], half[1], target, half[2]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_compile(device, reduction, dynamic):
+    def step(x, weight, target, bias):
+        loss = F.linear_cross_entropy(x, weight, target, bias, reduction=reduction, chunk_rows=4)
+        return loss * 2
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (10, 7):
+        args = operands(rows, 6, 9, device)
+        leaves = (args[0], args[1], args[3])
+        results = []
+        for function in (step, compiled):
+            loss = function(*args)
+            results.append((loss, *torch.autograd.grad(loss.sum(), leaves)))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(device, low):
+    args = operands(40, 16, 12, device)
+    leaves = (args[0], args[1], args[3])
+    results = []
+    for function in (F.linear_cross_entropy, chain):
+        with torch.autocast(device, low):
+            loss = function(*args)
+            soft = function(args[0], args[1], torch.full((40, 12), 1 / 12, device=device))
+        assert loss.dtype == soft.dtype == torch.float32
+        results.append((loss, soft, *torch.autograd.grad(loss, leaves)))
+    exact = chain(*to_double(args))
+    exact = (
+        exact,
+        chain(*to_double((args[0], args[1], torch.full((40, 12), 1 / 12, device=device)))),
+        *torch.autograd.grad(
+            chain(*(doubles := to_double(args))), (doubles[0], doubles[1], doubles[3])
+        ),
+    )
+    for a, b, e in zip(*results, exact, strict=True):
+        assert_as_good_as_native(a, b, e)
+
+
+def test_backward_inside_autocast(device):
+    """What ran in float32 stays there when its backward meets autocast."""
+    args = operands(40, 16, 12, device)
+    leaves = (args[0], args[1], args[3])
+    for reduction in REDUCTIONS:
+        loss = F.linear_cross_entropy(*args, reduction=reduction)
+        expected = torch.autograd.grad(loss.sum(), leaves, retain_graph=True)
+        with torch.autocast(device, torch.bfloat16):
+            grads = torch.autograd.grad(loss.sum(), leaves)
+        for a, b in zip(grads, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_module(device):
+    linear = nn.Linear(8, 11).to(device)
+    module = ours.LinearCrossEntropy(8, 11, ignore_index=3, reduction="sum", chunk_rows=4)
+    module = module.to(device)
+    module.load_state_dict(linear.state_dict())
+    x = torch.randn(2, 5, 8, device=device)
+    target = torch.randint(11, (2, 5), device=device)
+    expected = chain(x, linear.weight, target, linear.bias, ignore_index=3, reduction="sum")
+    torch.testing.assert_close(module(x, target), expected)
+    assert torch.equal(copy.deepcopy(module)(x, target), module(x, target))
+    weighted = ours.LinearCrossEntropy(8, 11, bias=False, class_weight=torch.rand(11)).to(device)
+    assert set(weighted.state_dict()) == {"weight", "class_weight"}
+    weighted(x, target).backward()
+    assert weighted.weight.grad is not None
+    assert repr(weighted).startswith("warpwright.LinearCrossEntropy(")
