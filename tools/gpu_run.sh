@@ -3,7 +3,7 @@
 # model check and the benchmarks. Leaves logs and JSON in the folder given.
 #
 #   tools/gpu_run.sh OUT_DIR [STEP ...]      steps: tests sanitize models demo bench model profile
-#                                    (default: all)
+#                                    ladder (default: all)
 #
 # PYTHON chooses the interpreter, TEST_ARGS goes to pytest, BENCH_ARGS to the benchmark,
 # STEP_TIMEOUT (seconds, default 540) ends a step that hangs.
@@ -17,7 +17,7 @@ fi
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 steps=("$@")
-[ ${#steps[@]} -eq 0 ] && steps=(tests sanitize models demo bench model profile)
+[ ${#steps[@]} -eq 0 ] && steps=(tests sanitize models demo bench model profile ladder)
 python=${PYTHON:-python3}
 limit=${STEP_TIMEOUT:-540}
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -73,8 +73,11 @@ for step in "${steps[@]}"; do
           "benchmarks/models/${what%%:*}.py:${what##*:}" --out "$out/profile_${what%%:*}"
       done
       ;;
+    ladder)
+      run ladder "$python" benchmarks/ladder/run.py --json "$out/ladder.json"
+      ;;
     *)
-      echo "gpu_run.sh: unknown step '$step': expected tests, sanitize, models, demo, bench, model or profile" >&2
+      echo "gpu_run.sh: unknown step '$step': expected tests, sanitize, models, demo, bench, model, profile or ladder" >&2
       exit 2
       ;;
   esac

@@ -28,6 +28,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from . import ladder as teaching_ladder
 from .records import grouped, is_training_step
 
 if TYPE_CHECKING:
@@ -339,6 +340,57 @@ def ladder(record: dict[str, Any], style: Style) -> Figure:
         axes.invert_yaxis()
         axes.set_xlim(0, slowest * (1.55 if style.narrow else 1.25))
         axes.set_title(name, loc="left", fontsize=10)
+    _footer(figure, record, style)
+    return figure
+
+
+def rungs(record: dict[str, Any], style: Style) -> Figure:
+    """The teaching ladder: each rung's rate, cuBLAS and the data sheet's peak as lines."""
+    shapes = teaching_ladder.shapes(record)
+    heights = [len(rows) for rows in shapes.values()]
+    figure, grid = style.figure(
+        1.3 + 0.3 * sum(heights) + 0.55 * len(heights),
+        nrows=len(shapes),
+        height_ratios=heights,
+        squeeze=False,
+    )
+    theme = style.theme
+    peak = record["peak_tflops"]
+    for axes, (case, rows) in zip(grid[:, 0], shapes.items(), strict=True):
+        steps = [row for row in rows if row["impl"] != "native"]
+        rates = [teaching_ladder.tflops(row) for row in steps]
+        low = min(rates) / 2
+        axes.barh(range(len(steps)), rates, 0.8, color=colour("warpwright", theme), linewidth=0)
+        for i, (row, rate) in enumerate(zip(steps, rates, strict=True)):
+            share = teaching_ladder.percent(teaching_ladder.share_of_cublas(row))
+            # Inside where it fits: the long bars end at the lines.
+            inside = rate > 8 * low
+            axes.text(
+                rate / 1.06 if inside else rate * 1.06,
+                i,
+                f"{rate:.3g} TFLOP/s · {share} of cuBLAS",
+                color=theme.background if inside else theme.text,
+                ha="right" if inside else "left",
+                va="center",
+                fontsize=8,
+            )
+        native = next((row for row in rows if row["impl"] == "native"), None)
+        lines = [("cuBLAS", teaching_ladder.tflops(native), "native")] if native else []
+        lines += [("peak", peak, "")] if peak else []
+        for text, rate, impl in lines:
+            line = colour(impl, theme) if impl else theme.muted
+            axes.axvline(rate, color=line, lw=1.2, ls="--", label=f"{text} {rate:.3g} TFLOP/s")
+        axes.set_yticks(
+            range(len(steps)), [teaching_ladder.title(r["impl"]) for r in steps], fontsize=8
+        )
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlim(low, 1.3 * max([*rates, *(rate for _, rate, _ in lines)]))
+        axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.set_title(f"m × n × k = {case.replace('x', ' × ')}", loc="left", fontsize=10)
+        axes.legend(loc="lower left", bbox_to_anchor=(0.45, 1.0), ncols=2, fontsize=8)
+    grid[-1, 0].set_xlabel("TFLOP/s, logarithmic")
     _footer(figure, record, style)
     return figure
 

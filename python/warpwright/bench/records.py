@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -117,12 +118,8 @@ def source_root() -> Path | None:
     return root if (root / "csrc" / "ops").is_dir() else None
 
 
-def op_hash(op: str, root: Path) -> str:
-    """Names the sources that the op's kernels are made of: its folder and the layers below."""
-    csrc = root / "csrc"
-    folder = csrc / "ops" / FOLDERS.get(op, op)
-    parts = [csrc / layer for layer in ("device", "host", "tile", "torch")]
-    parts.append(folder if folder.is_dir() else csrc / "ops")
+def digest_of_sources(parts: Iterable[Path], root: Path) -> str:
+    """Names the C++ and CUDA files in `parts`, by path and content."""
     digest = hashlib.sha256()
     for part in parts:
         for path in sorted(part.rglob("*")):
@@ -130,6 +127,15 @@ def op_hash(op: str, root: Path) -> str:
                 digest.update(path.relative_to(root).as_posix().encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def op_hash(op: str, root: Path) -> str:
+    """Names the sources that the op's kernels are made of: its folder and the layers below."""
+    csrc = root / "csrc"
+    folder = csrc / "ops" / FOLDERS.get(op, op)
+    parts = [csrc / layer for layer in ("device", "host", "tile", "torch")]
+    parts.append(folder if folder.is_dir() else csrc / "ops")
+    return digest_of_sources(parts, root)
 
 
 def source_hash(root: Path) -> str:

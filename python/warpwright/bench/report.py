@@ -1,6 +1,6 @@
 """Writes the results of README.md and docs/ from benchmarks/results/**.
 
-In README.md and docs/architecture.md a table stands between `<!-- results:NAME -->` and `<!-- /results -->`; everything
+In README.md, docs/architecture.md and docs/ladder.md tables stand between `<!-- results:NAME -->` and `<!-- /results -->`; everything
 between the two lines is generated. docs/results.md is generated whole, the pictures beside it too.
 
 Rows of an op whose sources have changed since it was measured carry a dagger. Whether they have
@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import overhead
+from . import ladder, overhead
 from .records import grouped, is_training_step, load_records, stale_ops, write
 
 Row = dict[str, Any]
@@ -187,6 +187,19 @@ def results_page(records: dict[Path, Record], stale: dict[Path, set[str]], root:
     return "\n".join(lines) + "\n"
 
 
+def ladder_block(records: dict[Path, Record], root: Path) -> str:
+    """What docs/ladder.md shows: each machine's tables and picture."""
+    parts = []
+    for path, record in records.items():
+        parts.append(picture_html(f"{stem(path, root)}_rungs", PICTURE_TEXT["rungs"], "results/"))
+        parts.append(ladder.block(record))
+        mark = STALE if ladder.is_stale(record, root) else ""
+        parts.append(f"{provenance(record)}{mark}.")
+        if mark:
+            parts.append(STALE_LINE)
+    return "\n\n".join(parts) or ladder.not_measured()
+
+
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0][:200] if text.strip() else ""
 
@@ -195,10 +208,13 @@ PICTURE_TEXT = {
     "bars": "Time of every implementation against eager PyTorch",
     "roofline": "Roofline scatter of every measured row",
     "ladder": "Training steps from the slowest to the fastest implementation",
+    "rungs": "Each rung's rate beside cuBLAS and the peak, on a logarithmic axis",
 }
 
 
 def _drawable(record: Record) -> list[str]:
+    if record.get("suite") == ladder.SUITE:
+        return ["rungs"]
     steps = [r for r in record["rows"] if is_training_step(r["op"])]
     single = len(steps) < len(record["rows"])
     return [*(("bars", "roofline") if single else ()), *(("ladder",) if steps else ())]
@@ -212,7 +228,12 @@ def digest(record: Record) -> str:
 def draw_pictures(record: Record, name: str, folder: Path) -> None:
     from . import plots
 
-    functions = {"bars": plots.bars, "roofline": plots.roofline, "ladder": plots.ladder}
+    functions = {
+        "bars": plots.bars,
+        "roofline": plots.roofline,
+        "ladder": plots.ladder,
+        "rungs": plots.rungs,
+    }
     for kind in _drawable(record):
         for theme, suffix in ((plots.LIGHT, ""), (plots.DARK, "_dark")):
             plots.save_png(
@@ -246,9 +267,10 @@ def run(options: argparse.Namespace) -> int:
     """Rewrites the documents, or with --check says which ones are not what the results say."""
     root: Path = options.root
     found = {path: load_records(path) for path in sorted((root / RESULTS).rglob("*.json"))}
-    # What a call costs on the host has a table of its own.
+    # What a call costs on the host has a table of its own, and so has the ladder.
     host = [record for path, record in found.items() if path.name == OVERHEAD]
-    records = {path: record for path, record in found.items() if path.name != OVERHEAD}
+    ladders = {path: record for path, record in found.items() if path.name == ladder.RESULT}
+    records = {p: r for p, r in found.items() if p.name not in (OVERHEAD, ladder.RESULT)}
     if not records:
         print(f"{root / RESULTS}: no results")
         return 2
@@ -267,6 +289,9 @@ def run(options: argparse.Namespace) -> int:
     if host:
         path = root / "docs" / "architecture.md"
         wanted[path] = render(path.read_text(), {"overhead": overhead.table(host[0])})
+    path = root / "docs" / "ladder.md"
+    if path.exists():
+        wanted[path] = render(path.read_text(), {"ladder": ladder_block(ladders, root)})
     differing = []
     for path, text in wanted.items():
         before = path.read_text() if path.exists() else ""
@@ -275,7 +300,7 @@ def run(options: argparse.Namespace) -> int:
             differing.append(str(path.relative_to(root)))
             if not options.check:
                 write(path, text)
-    for path, record in records.items():
+    for path, record in {**records, **ladders}.items():
         name = stem(path, root)
         old = outdated_pictures(record, name, root / PICTURES)
         differing += [str(PICTURES / n) for n in old]
@@ -286,4 +311,7 @@ def run(options: argparse.Namespace) -> int:
     for path, ops in stale.items():
         if ops:
             print(f"{path.relative_to(root)}: stale: {', '.join(sorted(ops))}")
+    for path, record in ladders.items():
+        if ladder.is_stale(record, root):
+            print(f"{path.relative_to(root)}: stale")
     return 1 if options.check and differing else 0
