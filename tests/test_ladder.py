@@ -233,10 +233,18 @@ def test_measured_rows_are_a_record(cpu, monkeypatch, tmp_path):
     record |= {"suite": ladder.SUITE, "peak_tflops": 100.0, "skipped": {}}
     record |= {"op_hashes": {"linear": "0" * 16}}
     found = [fake(name) for name in NAMES[:3]]
+
+    def picky(a, b, d):
+        if len(a) != 16:
+            raise ValueError("m = 32: expected a positive multiple of 128")
+
+    picky.name = "04_register_tile"
+    found.append(picky)
     # 32 x 48 x 64 has 24 times the FLOPs of the probe.
     run.measure((32, 48, 64), found, record, limit_ms=24 * 50, seconds=0.01)
     assert record["skipped"] == {
-        "01_naive": {"linear": "about 2160 ms a call at 32x48x64, over --limit-ms 1200"}
+        "01_naive": {"linear": "about 2160 ms a call at 32x48x64, over --limit-ms 1200"},
+        "04_register_tile": {"linear": "32x48x64: m = 32: expected a positive multiple of 128"},
     }
     rows = record["rows"]
     assert [row["impl"] for row in rows] == ["02_coalesced", "03_shared_tile", "native"]
