@@ -173,7 +173,7 @@ def show(record: dict[str, Any], console: Console) -> None:
     for case, rows in ladder.shapes(record).items():
         table = Table(title=f"{record['gpu']}, {case}, bf16")
         for column in ("rung", "ms", "TFLOP/s", "% of cuBLAS", "% of peak", "error", "cuBLAS's"):
-            table.add_column(column, justify="left" if column == "rung" else "right")
+            table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)
         for row in rows:
             table.add_row(
                 ladder.title(row["impl"]),
