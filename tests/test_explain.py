@@ -278,6 +278,7 @@ def test_on_the_cpu():
         ("batch_norm_relu", x, None, None),
         ("batch_norm_add_relu", x, x, None, None),
         ("max_pool2d", x, 2),
+        ("relu_max_pool2d", x, 2),
         ("linear", x, x[0, 0]),
         ("cross_entropy", x, x),
         ("linear_cross_entropy", x, x[0, 0], x),

@@ -110,6 +110,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.linear(x, x)
     F.max_pool2d(x, 2)
     F.max_pool2d_with_indices(x, 2)
+    F.relu_max_pool2d(x, 2)
     F.scaled_dot_product_attention(x, x, x)
     F.cross_entropy(x, x)
     F.conv2d(x, x)

@@ -33,6 +33,7 @@ PUBLIC = [
     "relu_",
     "max_pool2d",
     "max_pool2d_with_indices",
+    "relu_max_pool2d",
     "linear",
     "cross_entropy",
     "linear_cross_entropy",
@@ -152,6 +153,8 @@ def recorded(device):
     with recorder:  # what no sample of the database reaches
         warpwright.functional.relu_(x)
         warpwright.functional.max_pool2d(x.view(1, 1, 3, 4), 2)
+        warpwright.functional.relu_max_pool2d(x.view(1, 1, 3, 4), 2)
+        double_backward(warpwright.functional.relu_max_pool2d, (leaf, 2), {})
         for training in (True, False):
             args = (mean, var, None, None, training)
             double_backward(warpwright.functional.batch_norm_relu, (leaf, *args), {})

@@ -56,6 +56,7 @@ def max_pool2d_cases():
                 "ceil_mode": ceil,
             }
             yield f"{name}-k{kernel}", F.max_pool2d, (x, kernel), options
+            yield f"{name}-k{kernel}-relu", F.relu_max_pool2d, (x, kernel), options
         indices = lambda x: F.max_pool2d_with_indices(x, 3, 2)[0]  # noqa: E731
         yield f"{name}-indices", indices, (rand(1, 5, 9, 9).contiguous(memory_format=layout),), {}
 

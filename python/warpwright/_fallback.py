@@ -75,12 +75,17 @@ def _linear_cross_entropy(
     return loss.view(leading) if reduction == 0 else loss
 
 
+def _relu_max_pool2d(input: Tensor, *args: Any) -> Tensor:
+    return torch.max_pool2d(torch.relu(input), *args)
+
+
 # name in `ops` -> native, called with the same arguments
 NATIVE: dict[str, Callable[..., Any]] = {
     "relu": torch.relu,
     "relu_": torch.relu_,
     "linear": native.linear,
     "max_pool2d": torch.max_pool2d,
+    "relu_max_pool2d": _relu_max_pool2d,
     "max_pool2d_with_indices": torch.ops.aten.max_pool2d_with_indices.default,
     "conv2d": torch.conv2d,
     "conv2d_padding": torch.conv2d,

@@ -53,7 +53,7 @@ def explain(
         raise TypeError(f"{name}: expected a tensor first, got {type(main).__name__}")
     where = torch.device(device) if device is not None else main.device
     title = f"{name}, {_dtype(main)} {tuple(main.shape)} on {where}"
-    reason = why_no_kernel(main, any_dtype=name in ("relu", "max_pool2d"))
+    reason = why_no_kernel(main, any_dtype=name in ("relu", "max_pool2d", "relu_max_pool2d"))
     if reason is not None:
         return f"{title}\n  native torch: {reason}"
     if where.type == "cpu":
@@ -199,6 +199,7 @@ EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
     "batch_norm_add_relu": _batch_norm,
     "relu": _relu,
     "max_pool2d": _max_pool2d,
+    "relu_max_pool2d": _max_pool2d,
     "linear": _linear,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
@@ -216,4 +217,5 @@ CPU = {
     "linear": "matrix products of ATen (MKL or oneDNN)",
     "linear_cross_entropy": "linear and cross_entropy over chunks of rows",
     "max_pool2d": "vectorised loops over rows, one byte a window for the backward",
+    "relu_max_pool2d": "vectorised loops over rows, one byte a window for the backward",
 }

@@ -21,6 +21,7 @@ __all__ = [
     "max_pool2d_with_indices",
     "relu",
     "relu_",
+    "relu_max_pool2d",
     "scaled_dot_product_attention",
 ]
 
@@ -268,6 +269,24 @@ def max_pool2d_with_indices(
     """:func:`max_pool2d` with the places of the maxima, whatever ``return_indices`` says."""
     del return_indices
     return ops.max_pool2d_with_indices(
+        input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
+    )
+
+
+def relu_max_pool2d(
+    input: Tensor,
+    kernel_size: int | tuple[int, int],
+    stride: int | tuple[int, int] | None = None,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """``max_pool2d(relu(input), ...)`` in one op, without the tensor in between.
+
+    For the backward one byte an output is kept: the winner's place in its window, or that no
+    element was positive. A zero output is always +0. Arguments and errors are :func:`max_pool2d`'s.
+    """
+    return ops.relu_max_pool2d(
         input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
     )
 

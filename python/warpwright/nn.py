@@ -26,6 +26,7 @@ __all__ = [
     "LinearCrossEntropy",
     "MaxPool2d",
     "ReLU",
+    "ReLUMaxPool2d",
 ]
 
 
@@ -163,6 +164,21 @@ class MaxPool2d(_Named, nn.MaxPool2d):
             self.dilation,
             ceil_mode=self.ceil_mode,
             return_indices=self.return_indices,
+        )
+
+
+class ReLUMaxPool2d(_Named, nn.MaxPool2d):
+    """A ReLU and the ``torch.nn.MaxPool2d`` behind it, as one op.
+
+    Constructor and attributes are those of ``nn.MaxPool2d``, without indices; see
+    :func:`warpwright.functional.relu_max_pool2d`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.return_indices:
+            raise ValueError("ReLUMaxPool2d: return_indices: expected False, got True")
+        return F.relu_max_pool2d(
+            input, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode
         )
 
 

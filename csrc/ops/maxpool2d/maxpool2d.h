@@ -4,6 +4,9 @@
 // the windows that cover it and is written once; no zero fill, no atomics, fixed order.
 // Bytes (E = input, O = output, C = codes): forward E + O + C, backward C + O + E.
 //
+// A relu before the pool is where a window's maximum starts: at 0, which no tap has won, in place
+// of -inf. NaN still wins, and the zero of a window without a positive tap is +0.
+//
 // Both layouts are one: NCHW is NHWC with N*C images of one channel.
 #pragma once
 
@@ -33,8 +36,9 @@ struct MaxPool2dGeometry {
   int64_t in_numel() const { return images * height * width * channels; }
 };
 
-// A code is tap_h * kernel_w + tap_w of the winner, or kNoTap in a window without any tap inside
-// the image (ceil_mode with dilation makes such windows).
+// A code is tap_h * kernel_w + tap_w of the winner, or kNoTap: a window without any tap inside the
+// image (ceil_mode with dilation makes such windows), or behind a relu one without a positive tap,
+// whose gradient the relu stops.
 using SmallCode = uint8_t;  // windows of up to kMaxSmallTaps taps
 using LargeCode = int32_t;
 constexpr int64_t kMaxSmallTaps = 255;
@@ -44,6 +48,7 @@ constexpr Code kNoTap = static_cast<Code>(-1);
 struct MaxPool2dParams {
   DType dtype;
   MaxPool2dGeometry geometry;
+  bool relu;          // max_pool2d(relu(input))
   const void* input;  // (images, height, width, channels)
   void* output;       // (images, out_height, out_width, channels)
   void* codes;        // same shape, SmallCode or LargeCode; null: not wanted

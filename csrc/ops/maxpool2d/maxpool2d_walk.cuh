@@ -100,6 +100,21 @@ __device__ __forceinline__ bool in_range(int x, int extent) {
   return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
 }
 
+// Calls f<T, V, kWindow, kPairs>() for a config.
+template <class F>
+void for_pool_config(DType dtype, const MaxPool2dConfig& config, F&& f) {
+  for_dtype(dtype, [&]<class T>() {
+    constexpr int kVec = kVecSize<T>;
+    for_int<0, 2, 3>(config.window, [&]<int kWindow>() {
+      if (config.vec == kVec) return f.template operator()<T, kVec, kWindow, false>();
+      if constexpr (kWindow == 2) {
+        if (config.pairs) return f.template operator()<T, 1, 2, true>();
+      }
+      f.template operator()<T, 1, kWindow, false>();
+    });
+  });
+}
+
 inline uintptr_t address_bits(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
 }  // namespace warpwright

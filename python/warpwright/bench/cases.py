@@ -7,7 +7,7 @@ once; "flops" counts multiply and add as two.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -151,6 +151,19 @@ def _max_pool2d(
     )
 
 
+def _relu_max_pool2d(
+    shape: tuple[int, ...], k: int, s: int, p: int, dtype: torch.dtype, layout: str
+) -> Case:
+    """Max pooling behind a relu, which moves no byte more; native calls one after the other."""
+    plain = _max_pool2d(shape, k, s, p, dtype, layout)
+    return replace(
+        plain,
+        op="relu_max_pool2d",
+        call=lambda F, i: F.relu_max_pool2d(i["x"], k, s, p),
+        native=lambda F, i: F.max_pool2d(torch.relu(i["x"]), k, s, p),
+    )
+
+
 def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Case:
     e = rows * classes * dtype.itemsize
 
@@ -271,7 +284,8 @@ def _all_cases() -> list[Case]:
         ((1024, 32, 28, 28), 2, 2, 0),
         ((256, 256, 56, 56), 2, 2, 0),
     ):
-        cases += [_max_pool2d(shape, k, s, p, BF16, NHWC), _max_pool2d(shape, k, s, p, FP32, NCHW)]
+        for pool in (_max_pool2d, _relu_max_pool2d):
+            cases += [pool(shape, k, s, p, BF16, NHWC), pool(shape, k, s, p, FP32, NCHW)]
     cases += [
         _cross_entropy(8192, 128256, BF16),
         _cross_entropy(16384, 50257, BF16),
@@ -321,6 +335,7 @@ QUICK_CASES = [
     _batch_norm_relu((64, 32, 28, 28), FP32, NCHW, True),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),
+    _relu_max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),
     _cross_entropy(1024, 1000, FP32),
     _linear(256, 3136, 128, FP32),
     _conv2d((64, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),

@@ -36,6 +36,7 @@ FOLDERS = {
     "batch_norm_relu": "batchnorm",
     "batch_norm_add_relu": "batchnorm",
     "max_pool2d": "maxpool2d",
+    "relu_max_pool2d": "maxpool2d",
     "scaled_dot_product_attention": "attention",
     "sgd": "optim",
     "adam": "optim",
