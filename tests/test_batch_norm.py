@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.nn.functional as native
@@ -468,6 +470,27 @@ def test_bad_input(change, training):
     assert type(ours.value) is type(expected.value)
     if not str(expected.value).startswith("The function"):
         assert str(expected.value).rstrip(".") in str(ours.value)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("eps", [0.0, -0.0, -1.0])
+def test_eps(device, eps, training):
+    """Newer releases take 0 in evaluation."""
+    x = torch.randn(4, 3, 5, device=device)
+    mean, var, weight, bias = parameters(3, device, torch.float32)
+    for function in (F.batch_norm, F.batch_norm_relu):
+        calls = []
+        for f in (native.batch_norm, function):
+            stats = mean.clone(), var.clone()
+            calls.append(lambda f=f, s=stats: f(x, *s, weight, bias, training, 0.1, eps))
+        try:
+            expected = calls[0]()
+        except ValueError as error:
+            with pytest.raises(ValueError, match=f"^{re.escape(str(error))}$"):
+                calls[1]()
+        else:
+            expected = expected if function is F.batch_norm else expected.relu()
+            torch.testing.assert_close(calls[1](), expected)
 
 
 def test_bad_backward(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
@@ -312,8 +313,8 @@ def batch_norm(
         running_mean, running_var, weight, bias: (C), each in the dtype of ``input``, or float32
             beside a 16-bit one.
     Raises:
-        ValueError: one value per channel in training, ``eps`` not positive, or only one of the
-            running statistics.
+        ValueError: one value per channel in training, an ``eps`` that native refuses (not positive;
+            in newer releases 0 is one for evaluation), or only one of the running statistics.
         RuntimeError: no running statistics in evaluation, or sizes or dtypes that don't fit.
         NotImplementedError: integer or complex ``input``.
     """
@@ -332,8 +333,9 @@ def _uses_batch_statistics(
     eps: float,
 ) -> bool:
     """Training without running statistics; raises what native's Python raises."""
-    if eps <= 0.0:
-        raise ValueError(f"batch_norm eps must be positive, but got {eps}")
+    if eps <= 0.0:  # native's rule, in its words: newer releases take 0 in evaluation
+        one = torch.ones(1)
+        torch.nn.functional.batch_norm(torch.ones(2, 1), one, one, training=training, eps=eps)
     if not training:
         return False
     if input.numel() == (input.size(1) if input.dim() > 1 else 1) > 0:
