@@ -15,6 +15,7 @@
 // It is the form of PyTorch's own generated code (tools/autograd/gen_variable_type.py).
 #pragma once
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -55,6 +56,12 @@ inline Tensor value_or_undefined(const std::optional<Tensor>& tensor) {
 
 inline std::optional<Tensor> optional_if_defined(const Tensor& tensor) {
   return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
+}
+
+// Derivatives that are zero are left undefined.
+inline Tensor sum_of(const Tensor& a, const Tensor& b) {
+  if (!a.defined()) return b;
+  return b.defined() ? a + b : a;
 }
 
 // Which of the node's inputs the running backward pass wants; index = position in make_node(...).

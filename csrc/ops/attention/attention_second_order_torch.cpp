@@ -24,30 +24,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <tuple>
 #include <vector>
 
-#include "torch/autograd.h"
-#include "torch/dispatch.h"
+#include "ops/attention/attention_torch.h"
 
 namespace warpwright {
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
-using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Tensor dropout_factors(const Tensor& philox_state, at::ScalarType dtype, double dropout_p,
-                       int64_t B, int64_t H, int64_t row_begin, int64_t rows, int64_t S_k) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, at::ScalarType, double, int64_t, int64_t, int64_t, int64_t,
-                     int64_t)>("warpwright::attention_dropout_factors");
-  return op.call(philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k);
-}
-
-// Adds where one side may be undefined: zero.
-Tensor sum_of(const Tensor& x, const Tensor& y) {
-  return !x.defined() ? y : y.defined() ? x + y : x;
-}
 
 // A fully hidden row is 0, in its derivatives too.
 Tensor safe_softmax(const Tensor& scores) {
@@ -62,12 +44,13 @@ int64_t block_rows(int64_t scores_per_row, int64_t S_q) {
   return std::min(S_q, std::max<int64_t>(16, kScores / std::max<int64_t>(1, scores_per_row)));
 }
 
-Five attention_second_order(const OptionalTensor& grad_out, const Tensor& query, const Tensor& key,
-                            const Tensor& value, const OptionalTensor& attn_mask, const Tensor& out,
-                            const Tensor& philox_state, double dropout_p, bool is_causal,
-                            std::optional<double> scale_or_default, const OptionalTensor& t_query,
-                            const OptionalTensor& t_key, const OptionalTensor& t_value,
-                            const OptionalTensor& t_mask) {
+Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
+                                const Tensor& key, const Tensor& value,
+                                const OptionalTensor& attn_mask, const Tensor& out,
+                                const Tensor& philox_state, double dropout_p, bool is_causal,
+                                std::optional<double> scale_or_default,
+                                const OptionalTensor& t_query, const OptionalTensor& t_key,
+                                const OptionalTensor& t_value, const OptionalTensor& t_mask) {
   const auto accum = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   auto extent = [](const Tensor& t, int64_t dim) {
     return t.sym_size(dim).guard_int(__FILE__, __LINE__);
@@ -119,9 +102,9 @@ Five attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
       scores = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
     }
     const Tensor P = safe_softmax(scores);
-    const Tensor Z = dropout_p > 0
-                         ? dropout_factors(philox_state, accum, dropout_p, B, H, begin, rows, S_k)
-                         : Tensor();
+    const Tensor Z = dropout_p > 0 ? call::attention_dropout_factors(philox_state, accum, dropout_p,
+                                                                     B, H, begin, rows, S_k)
+                                   : Tensor();
     auto dropped = [&](const Tensor& t) { return Z.defined() ? t * Z : t; };
     const Tensor A = dropped(P);
 
@@ -162,7 +145,7 @@ Five attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
     }
   }
 
-  Five results;
+  Tensors5 results;
   std::get<0>(results) = at::cat(d_out, 2).to(out.scalar_type());
   if (!dout_all.defined()) return results;
   std::get<1>(results) = at::cat(d_query, 2).to(query.scalar_type());

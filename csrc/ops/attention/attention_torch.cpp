@@ -1,23 +1,16 @@
-// scaled_dot_product_attention and the ops it is made of, on every dispatch key:
-//   scaled_dot_product_attention   the user's op: broadcasting, GQA, any rank -> attention
-//   attention, attention_backward  (B, H, S, D) operands; the kernels
-//   attention_dropout_factors      the dropout a call drew, by rows, for the second derivative
-// attention_second_order_torch.cpp has the formula behind double backward and forward-mode AD.
+// attention and attention_backward on (B, H, S, D) operands, and attention_dropout_factors, the
+// dropout that a call drew, by rows, for the second derivative: from tensors to the kernels.
+// Autograd is in attention_autograd_torch.cpp, the user's op in attention_call_torch.cpp.
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ExpandUtils.h>
-#include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <array>
 #include <cmath>
-#include <tuple>
 
 #include "ops/attention/attention.h"
-#include "torch/autograd.h"
-#include "torch/dispatch.h"
+#include "ops/attention/attention_torch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -26,104 +19,11 @@
 #endif
 
 namespace warpwright {
-namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+// ---- checks and output shape ----
 
-// The non-tensor arguments that every op here takes.
-struct Attributes {
-  double dropout_p = 0;
-  bool is_causal = false;
-  std::optional<double> scale;
-};
-
-// The ops through the dispatcher.
-namespace call {
-
-Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const OptionalTensor& attn_mask, const Attributes& a,
-                                    bool enable_gqa) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
-                     bool, std::optional<double>, bool)>(
-          "warpwright::scaled_dot_product_attention");
-  return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale, enable_gqa);
-}
-
-Three attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                const OptionalTensor& attn_mask, const Attributes& a) {
-  static const auto op =
-      find_op<Three(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
-                    bool, std::optional<double>)>("warpwright::attention");
-  return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale);
-}
-
-Four attention_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                        const Tensor& value, const OptionalTensor& attn_mask, const Tensor& out,
-                        const Tensor& lse, const Tensor& philox_state, const Attributes& a,
-                        std::array<bool, 4> output_mask) {
-  static const auto op =
-      find_op<Four(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                   const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, double, bool,
-                   std::optional<double>, std::array<bool, 4>)>("warpwright::attention_backward");
-  return op.call(grad_out, query, key, value, attn_mask, out, lse, philox_state, a.dropout_p,
-                 a.is_causal, a.scale, output_mask);
-}
-
-Five attention_second_order(const OptionalTensor& grad_out, const Tensor& query, const Tensor& key,
-                            const Tensor& value, const OptionalTensor& attn_mask, const Tensor& out,
-                            const Tensor& philox_state, const Attributes& a, const Tensor& t_query,
-                            const Tensor& t_key, const Tensor& t_value, const Tensor& t_mask) {
-  static const auto op = find_op<Five(
-      const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-      const Tensor&, const Tensor&, double, bool, std::optional<double>, const OptionalTensor&,
-      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>(
-      "warpwright::attention_second_order");
-  return op.call(grad_out, query, key, value, attn_mask, out, philox_state, a.dropout_p,
-                 a.is_causal, a.scale, optional_if_defined(t_query), optional_if_defined(t_key),
-                 optional_if_defined(t_value), optional_if_defined(t_mask));
-}
-
-}  // namespace call
-
-// ---- output shape and checks ----
-
-at::ScalarType accum_type(const Tensor& tensor) {
-  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// AttentionLse
-at::ScalarType lse_type(const Tensor& tensor) {
-  const bool wide = tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kFloat;
-  return wide ? at::kDouble : at::kFloat;
-}
-
-// In the memory order of `like`, but rows (the last dimension) are contiguous.
-Tensor empty_rows_like(const Tensor& like) {
-  if (like.sym_stride(3) == 1) return at::empty_like(like);
-  return at::empty_like(like, at::MemoryFormat::Contiguous);
-}
-
-// As native's fused kernels: the memory order of query, where the shapes agree.
-Tensor empty_out(const Tensor& query, const Tensor& value) {
-  if (query.sym_size(3) == value.sym_size(3)) return empty_rows_like(query);
-  return at::empty_symint(
-      {query.sym_size(0), query.sym_size(1), query.sym_size(2), value.sym_size(3)},
-      query.options());
-}
-
-Three empty_results(const Tensor& query, const Tensor& value, double dropout_p) {
-  return {empty_out(query, value),
-          at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)},
-                           query.options().dtype(lse_type(query))),
-          at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong))};
-}
-
-void check_common(const Tensor& query, const Tensor& key, const Tensor& value,
-                  const Tensor& attn_mask, double dropout_p) {
+void check_attention_operands(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const Tensor& attn_mask, double dropout_p) {
   TORCH_CHECK(
       query.scalar_type() == key.scalar_type() && query.scalar_type() == value.scalar_type(),
       "Expected query, key, and value to have the same dtype, but got query.dtype: ", query.dtype(),
@@ -167,10 +67,43 @@ void check_common(const Tensor& query, const Tensor& key, const Tensor& value,
               " as query, got ", attn_mask.device());
 }
 
+namespace {
+
+at::ScalarType accum_type(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// AttentionLse
+at::ScalarType lse_type(const Tensor& tensor) {
+  const bool wide = tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kFloat;
+  return wide ? at::kDouble : at::kFloat;
+}
+
+// In the memory order of `like`, but rows (the last dimension) are contiguous.
+Tensor empty_rows_like(const Tensor& like) {
+  if (like.sym_stride(3) == 1) return at::empty_like(like);
+  return at::empty_like(like, at::MemoryFormat::Contiguous);
+}
+
+// As native's fused kernels: the memory order of query, where the shapes agree.
+Tensor empty_out(const Tensor& query, const Tensor& value) {
+  if (query.sym_size(3) == value.sym_size(3)) return empty_rows_like(query);
+  return at::empty_symint(
+      {query.sym_size(0), query.sym_size(1), query.sym_size(2), value.sym_size(3)},
+      query.options());
+}
+
+Tensors3 empty_results(const Tensor& query, const Tensor& value, double dropout_p) {
+  return {empty_out(query, value),
+          at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)},
+                           query.options().dtype(lse_type(query))),
+          at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong))};
+}
+
 // The operands of attention and attention_backward.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                      const Tensor& attn_mask, double dropout_p) {
-  check_common(query, key, value, attn_mask, dropout_p);
+  check_attention_operands(query, key, value, attn_mask, dropout_p);
   TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
               "attention: expected query, key and value of 4 dimensions (B, H, S, D), got ",
               query.dim(), ", ", key.dim(), " and ", value.dim());
@@ -210,115 +143,6 @@ void check_backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse
               " elements, got ", philox_state.sym_numel());
 }
 
-// ---- scaled_dot_product_attention: to (B, H, S, D) ----
-
-using SymSizes = std::vector<c10::SymInt>;
-
-SymSizes concat(c10::SymIntArrayRef lead, std::initializer_list<c10::SymInt> tail) {
-  SymSizes sizes(lead.begin(), lead.end());
-  sizes.insert(sizes.end(), tail);
-  return sizes;
-}
-
-SymSizes batch_sizes(const Tensor& tensor, int64_t inner_dims) {
-  const auto sizes = tensor.sym_sizes();
-  const int64_t dims = std::max<int64_t>(0, tensor.dim() - inner_dims);
-  return SymSizes(sizes.begin(), sizes.begin() + dims);
-}
-
-c10::SymInt heads_of(const Tensor& tensor) {
-  return tensor.dim() >= 3 ? tensor.sym_size(-3) : c10::SymInt(1);
-}
-
-// (B1, B2, ..., H, S, D) with `batch` = (B1, B2, ...) -> (B1 * B2 * ..., H, S, D), a view if it
-// can.
-Tensor to_four_dims(const Tensor& tensor, const SymSizes& batch, const c10::SymInt& heads) {
-  const Tensor expanded =
-      tensor.expand_symint(concat(batch, {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
-  if (batch.size() == 1) return expanded;
-  if (batch.empty()) return expanded.unsqueeze(0);
-  return expanded.reshape_symint(
-      concat({c10::multiply_integers(batch)}, {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
-}
-
-// Native's message where the mask does not broadcast to the scores, then (B|1, H|1, S_q|1, S_k|1).
-Tensor mask_to_four_dims(const Tensor& attn_mask, const SymSizes& scores, const SymSizes& batch) {
-  const SymSizes broadcast = at::infer_size_symint(scores, attn_mask.sym_sizes());
-  TORCH_CHECK(c10::SymIntArrayRef(broadcast) == c10::SymIntArrayRef(scores), "output with shape ",
-              c10::SymIntArrayRef(scores), " doesn't match the broadcast shape ",
-              c10::SymIntArrayRef(broadcast));
-  Tensor mask = attn_mask;
-  while (mask.dim() < 4) mask = mask.unsqueeze(0);
-  if (mask.dim() == 4) {
-    const bool flat = batch.size() <= 1 || mask.sym_size(0) == 1;
-    if (flat) return mask;
-  }
-  return to_four_dims(mask, batch, mask.sym_size(-3));
-}
-
-// Head h of query meets head h / repeat: as native's repeat_interleave.
-Tensor repeat_heads(const Tensor& tensor, const c10::SymInt& heads) {
-  const c10::SymInt repeat = heads / tensor.sym_size(1);
-  const auto b = tensor.sym_size(0), h = tensor.sym_size(1);
-  const auto s = tensor.sym_size(2), d = tensor.sym_size(3);
-  return tensor.unsqueeze(2).expand_symint({b, h, repeat, s, d}).reshape_symint({b, heads, s, d});
-}
-
-Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const OptionalTensor& attn_mask, double dropout_p,
-                                    bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  Tensor mask = value_or_undefined(attn_mask);
-  check_common(query, key, value, mask, dropout_p);
-  const Attributes attributes{dropout_p, is_causal, scale};
-
-  c10::SymInt heads, kv_heads;
-  SymSizes batch;  // without the heads
-  Tensor q = query, k = key, v = value;
-  if (enable_gqa) {
-    const c10::SymInt q_heads = query.sym_size(-3), k_heads = key.sym_size(-3),
-                      v_heads = value.sym_size(-3);
-    auto divides = [&](const c10::SymInt& h) {
-      return h == q_heads || (h != 0 && q_heads != 0 && q_heads % h == 0);
-    };
-    TORCH_CHECK(divides(k_heads) && divides(v_heads),
-                "Number of heads in key and value must divide the number of heads in query, got "
-                "key ",
-                k_heads, ", value ", v_heads, ", query ", q_heads);
-    heads = q_heads;
-    kv_heads = k_heads == v_heads ? k_heads : q_heads;
-    batch = at::infer_size_symint(at::infer_size_symint(batch_sizes(query, 3), batch_sizes(key, 3)),
-                                  batch_sizes(value, 3));
-    q = to_four_dims(q, batch, q_heads);
-    k = to_four_dims(k, batch, k_heads);
-    v = to_four_dims(v, batch, v_heads);
-    if (k_heads != v_heads) {
-      k = repeat_heads(k, heads);
-      v = repeat_heads(v, heads);
-    }
-  } else {
-    SymSizes lead = at::infer_size_symint(
-        at::infer_size_symint(batch_sizes(query, 2), batch_sizes(key, 2)), batch_sizes(value, 2));
-    heads = lead.empty() ? c10::SymInt(1) : lead.back();
-    if (!lead.empty()) lead.pop_back();
-    batch = std::move(lead);
-    // One shared head of keys and values stays one: no copy a query head.
-    kv_heads = heads_of(key) == 1 && heads_of(value) == 1 ? c10::SymInt(1) : heads;
-    q = to_four_dims(q, batch, heads);
-    k = to_four_dims(k, batch, kv_heads);
-    v = to_four_dims(v, batch, kv_heads);
-  }
-
-  const int64_t rank = std::max({query.dim(), key.dim(), value.dim()});
-  SymSizes lead = batch;
-  if (rank > 2) lead.push_back(heads);
-  if (mask.defined()) {
-    mask = mask_to_four_dims(mask, concat(lead, {query.sym_size(-2), key.sym_size(-2)}), batch);
-  }
-  const Tensor out = std::get<0>(call::attention(q, k, v, optional_if_defined(mask), attributes));
-  if (rank == 4) return out;
-  return out.reshape_symint(concat(lead, {query.sym_size(-2), value.sym_size(-1)}));
-}
-
 // ---- CPU and CUDA ----
 
 // The kernels walk rows of stride 1 that do not overlap; native copies others as well.
@@ -336,7 +160,7 @@ AttentionOperand operand(const Tensor& tensor) {
 
 AttentionParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
                             const Tensor& out, const Tensor& lse, const Tensor& philox_state,
-                            const Attributes& a) {
+                            const AttentionAttributes& a) {
   AttentionParams p{};
   p.dtype = dtype_of(q);
   p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
@@ -362,11 +186,12 @@ AttentionParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, c
 }
 
 template <class Draw, class Run>
-Three attention_with(const Tensor& query, const Tensor& key, const Tensor& value,
-                     const OptionalTensor& attn_mask, const Attributes& a, Draw&& draw, Run&& run) {
+Tensors3 attention_with(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const OptionalTensor& attn_mask, const AttentionAttributes& a, Draw&& draw,
+                        Run&& run) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, a.dropout_p);
-  Three results = empty_results(query, value, a.dropout_p);
+  Tensors3 results = empty_results(query, value, a.dropout_p);
   auto& [out, lse, philox_state] = results;
   if (a.dropout_p > 0) draw(philox_state);
   if (lse.numel() == 0) return results;
@@ -376,10 +201,11 @@ Three attention_with(const Tensor& query, const Tensor& key, const Tensor& value
 }
 
 template <class Run>
-Four attention_backward_with(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                             const Tensor& value, const OptionalTensor& attn_mask,
-                             const Tensor& out, const Tensor& lse, const Tensor& philox_state,
-                             const Attributes& a, std::array<bool, 4> output_mask, Run&& run) {
+Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                 const Tensor& value, const OptionalTensor& attn_mask,
+                                 const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                                 const AttentionAttributes& a, std::array<bool, 4> output_mask,
+                                 Run&& run) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, a.dropout_p);
   check_backward(grad_out, out, lse, philox_state, a.dropout_p);
@@ -433,9 +259,9 @@ Tensor dropout_factors_with(const Tensor& philox_state, at::ScalarType dtype, do
   return factors;
 }
 
-Three attention_cpu_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
-                           const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                           std::optional<double> scale) {
+Tensors3 attention_cpu_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                              std::optional<double> scale) {
   auto draw = [](const Tensor& philox_state) {
     auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
         std::nullopt, at::detail::getDefaultCPUGenerator());
@@ -448,11 +274,13 @@ Three attention_cpu_kernel(const Tensor& query, const Tensor& key, const Tensor&
                         attention_fwd_cpu);
 }
 
-Four attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                                   const Tensor& value, const OptionalTensor& attn_mask,
-                                   const Tensor& out, const Tensor& lse, const Tensor& philox_state,
-                                   double dropout_p, bool is_causal, std::optional<double> scale,
-                                   std::array<bool, 4> output_mask) {
+Tensors4 attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& query,
+                                       const Tensor& key, const Tensor& value,
+                                       const OptionalTensor& attn_mask, const Tensor& out,
+                                       const Tensor& lse, const Tensor& philox_state,
+                                       double dropout_p, bool is_causal,
+                                       std::optional<double> scale,
+                                       std::array<bool, 4> output_mask) {
   return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state,
                                  {dropout_p, is_causal, scale}, output_mask, attention_bwd_cpu);
 }
@@ -465,9 +293,9 @@ Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dty
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-Three attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
-                            const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                            std::optional<double> scale) {
+Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                               std::optional<double> scale) {
   const CudaCall call(query);
   auto draw = [&](const Tensor& philox_state) {
     auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
@@ -491,11 +319,13 @@ Three attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor
                         [&](const AttentionParams& p) { launch_attention_fwd(p, call.stream); });
 }
 
-Four attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                                    const Tensor& value, const OptionalTensor& attn_mask,
-                                    const Tensor& out, const Tensor& lse,
-                                    const Tensor& philox_state, double dropout_p, bool is_causal,
-                                    std::optional<double> scale, std::array<bool, 4> output_mask) {
+Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query,
+                                        const Tensor& key, const Tensor& value,
+                                        const OptionalTensor& attn_mask, const Tensor& out,
+                                        const Tensor& lse, const Tensor& philox_state,
+                                        double dropout_p, bool is_causal,
+                                        std::optional<double> scale,
+                                        std::array<bool, 4> output_mask) {
   const CudaCall call(query);
   return attention_backward_with(
       grad_out, query, key, value, attn_mask, out, lse, philox_state, {dropout_p, is_causal, scale},
@@ -514,18 +344,18 @@ Tensor dropout_factors_cuda_kernel(const Tensor& philox_state, at::ScalarType dt
 
 // ---- Meta ----
 
-Three attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
-                     const OptionalTensor& attn_mask, double dropout_p, bool,
-                     std::optional<double>) {
+Tensors3 attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const OptionalTensor& attn_mask, double dropout_p, bool,
+                        std::optional<double>) {
   check_attention(query, key, value, value_or_undefined(attn_mask), dropout_p);
   return empty_results(query, value, dropout_p);
 }
 
-Four attention_backward_meta(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                             const Tensor& value, const OptionalTensor& attn_mask,
-                             const Tensor& out, const Tensor& lse, const Tensor& philox_state,
-                             double dropout_p, bool, std::optional<double>,
-                             std::array<bool, 4> output_mask) {
+Tensors4 attention_backward_meta(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                 const Tensor& value, const OptionalTensor& attn_mask,
+                                 const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                                 double dropout_p, bool, std::optional<double>,
+                                 std::array<bool, 4> output_mask) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, dropout_p);
   check_backward(grad_out, out, lse, philox_state, dropout_p);
@@ -543,170 +373,22 @@ Tensor dropout_factors_meta(const Tensor& philox_state, at::ScalarType dtype, do
   return at::empty({B, H, rows, S_k}, philox_state.options().dtype(dtype));
 }
 
-// ---- Autograd ----
-
-// Forward-mode AD and double backward are both linear in tangents (or cotangents) of query, key,
-// value and mask; attention_second_order is that map. Its slots: 0 out's tangent, or the gradient
-// of grad_out; 1..4 the derivative of the gradients of query, key, value and mask.
-std::array<Tensor, 5> second_order(const Tensor& grad_out, const variable_list& operands,
-                                   const Tensor& out, const Tensor& philox_state,
-                                   const Attributes& a, const variable_list& tangents) {
-  auto [t0, t1, t2, t3, t4] =
-      call::attention_second_order(optional_if_defined(grad_out), operands[0], operands[1],
-                                   operands[2], optional_if_defined(operands[3]), out, philox_state,
-                                   a, tangents[0], tangents[1], tangents[2], tangents[3]);
-  return {t0, t1, t2, t3, t4};
-}
-
-variable_list primals_of(const variable_list& tensors) {
-  variable_list primals;
-  for (const Tensor& t : tensors) primals.push_back(t.defined() ? primal(t) : t);
-  return primals;
-}
-
-variable_list tangents_of(const variable_list& tensors) {
-  variable_list tangents;
-  for (const Tensor& t : tensors) tangents.push_back(has_tangent(t) ? tangent(t) : Tensor());
-  return tangents;
-}
-
-// Saved: query, key, value, mask, out, lse, philox_state.
-struct AttentionBackward {
-  static constexpr const char* kName = "WarpwrightAttentionBackward";
-  using Attributes = warpwright::Attributes;
-  static variable_list backward(const Attributes& a, const variable_list& saved,
-                                const variable_list& grads, const NeedsGrad& needs) {
-    auto [dq, dk, dv, dmask] = call::attention_backward(
-        grads[0], saved[0], saved[1], saved[2], optional_if_defined(saved[3]), saved[4], saved[5],
-        saved[6], a, {needs[0], needs[1], needs[2], needs[3]});
-    return {dq, dk, dv, dmask};
-  }
-};
-
-// Saved: grad_out, query, key, value, mask, out, philox_state. out and lse depend on the operands;
-// the formula accounts for that, so they get no gradient of their own.
-struct AttentionBackwardBackward {
-  static constexpr const char* kName = "WarpwrightAttentionBackwardBackward";
-  using Attributes = warpwright::Attributes;
-  static variable_list backward(const Attributes& a, const variable_list& saved,
-                                const variable_list& grads, const NeedsGrad& needs) {
-    auto result = second_order(saved[0], {saved[1], saved[2], saved[3], saved[4]}, saved[5],
-                               saved[6], a, grads);
-    variable_list out(result.begin(), result.end());
-    for (size_t i = 0; i < out.size(); ++i) {
-      if (!needs[i]) out[i] = Tensor();
-    }
-    return out;
-  }
-};
-
-Three attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                         std::optional<double> scale) {
-  const Attributes a{dropout_p, is_causal, scale};
-  const Tensor mask = value_or_undefined(attn_mask);
-  auto node = make_node<AttentionBackward>(a, query, key, value, mask);
-  Three results = below_autograd([&] { return call::attention(query, key, value, attn_mask, a); });
-  auto& [out, lse, philox_state] = results;
-  if (node) {
-    for (const Tensor& input : {query, key, value, mask}) node->save(input);
-    set_history(out, node);
-    node->save_output(out);
-    node->save(lse);
-    node->save(philox_state);
-  }
-  if (any_tangent(query, key, value, mask)) {
-    const variable_list inputs{query, key, value, mask};
-    set_tangent(out, second_order(Tensor(), primals_of(inputs), primal(out), philox_state, a,
-                                  tangents_of(inputs))[0]);
-  }
-  return results;
-}
-
-Four attention_backward_autograd(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                                 const Tensor& value, const OptionalTensor& attn_mask,
-                                 const Tensor& out, const Tensor& lse, const Tensor& philox_state,
-                                 double dropout_p, bool is_causal, std::optional<double> scale,
-                                 std::array<bool, 4> output_mask) {
-  const Attributes a{dropout_p, is_causal, scale};
-  const Tensor mask = value_or_undefined(attn_mask);
-  auto node = make_node<AttentionBackwardBackward>(a, grad_out, query, key, value, mask);
-  auto backward = [&](const Tensor& dout, const variable_list& x, const Tensor& o) {
-    return call::attention_backward(dout, x[0], x[1], x[2], optional_if_defined(x[3]), o, lse,
-                                    philox_state, a, output_mask);
-  };
-  const variable_list inputs{query, key, value, mask};
-  Four results = below_autograd([&] { return backward(grad_out, inputs, out); });
-  const std::array<Tensor, 4> grads{std::get<0>(results), std::get<1>(results),
-                                    std::get<2>(results), std::get<3>(results)};
-  if (node) {
-    for (const Tensor& t : {grad_out, query, key, value, mask, out, philox_state}) node->save(t);
-    for (const Tensor& grad : grads) set_history(grad, node);
-  }
-  if (any_tangent(grad_out, query, key, value, mask)) {
-    const variable_list primals = primals_of(inputs);
-    std::array<Tensor, 5> by_operands;
-    if (any_tangent(query, key, value, mask)) {
-      by_operands = second_order(primal(grad_out), primals, primal(out), philox_state, a,
-                                 tangents_of(inputs));
-    }
-    std::array<Tensor, 4> by_grad_out;  // linear in grad_out
-    if (has_tangent(grad_out)) {
-      std::tie(by_grad_out[0], by_grad_out[1], by_grad_out[2], by_grad_out[3]) =
-          backward(tangent(grad_out), primals, primal(out));
-    }
-    for (int i = 0; i < 4; ++i) {
-      if (!grads[i].defined()) continue;
-      const Tensor &x = by_operands[i + 1], &y = by_grad_out[i];
-      set_tangent(grads[i], !x.defined() ? y : !y.defined() ? x : x + y);
-    }
-  }
-  return results;
-}
-
-// ---- Autocast ----
-
-template <c10::DeviceType kDevice, c10::DispatchKey kKey>
-Tensor scaled_dot_product_attention_autocast(const Tensor& query, const Tensor& key,
-                                             const Tensor& value, const OptionalTensor& attn_mask,
-                                             double dropout_p, bool is_causal,
-                                             std::optional<double> scale, bool enable_gqa) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
-  const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
-  return call::scaled_dot_product_attention(at::autocast::cached_cast(type, query, kDevice),
-                                            at::autocast::cached_cast(type, key, kDevice),
-                                            at::autocast::cached_cast(type, value, kDevice),
-                                            at::autocast::cached_cast(type, attn_mask, kDevice),
-                                            {dropout_p, is_causal, scale}, enable_gqa);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  const std::vector<at::Tag> random_tags{at::Tag::pt2_compliant_tag,
-                                         at::Tag::nondeterministic_seeded};
-  m.def(
-      "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, "
-      "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, "
-      "bool enable_gqa=False) -> Tensor",
-      random_tags);
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
       "bool is_causal, float? scale) -> (Tensor out, Tensor lse, Tensor philox_state)",
-      random_tags);
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def(
       "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor out, Tensor lse, Tensor philox_state, float dropout_p, "
       "bool is_causal, float? scale, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
-      tags);
+      {at::Tag::pt2_compliant_tag});
   m.def(
       "attention_dropout_factors(Tensor philox_state, ScalarType dtype, float dropout_p, int B, "
       "int H, int row_begin, int rows, int S_k) -> Tensor",
-      tags);
-  m.impl("scaled_dot_product_attention",
-         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
-                         TORCH_FN(scaled_dot_product_attention)));
+      {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
@@ -727,23 +409,6 @@ TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("attention", attention_meta);
   m.impl("attention_backward", attention_backward_meta);
   m.impl("attention_dropout_factors", dropout_factors_meta);
-}
-
-TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
-  m.impl("attention", attention_autograd);
-  m.impl("attention_backward", attention_backward_autograd);
-  m.impl("attention_dropout_factors", torch::CppFunction::makeFallthrough());
-}
-
-TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
-  m.impl(
-      "scaled_dot_product_attention",
-      scaled_dot_product_attention_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
-}
-TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
-  m.impl(
-      "scaled_dot_product_attention",
-      scaled_dot_product_attention_autocast<c10::DeviceType::CUDA, c10::DispatchKey::AutocastCUDA>);
 }
 
 }  // namespace warpwright
