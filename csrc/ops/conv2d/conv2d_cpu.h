@@ -1,4 +1,5 @@
-// What the CPU convolutions share: im2col of a tile, and the direct kernels' entries.
+// What the CPU convolutions share: the direct kernels, which shapes they take, and where a window
+// lies inside the input.
 #pragma once
 
 #include <algorithm>

@@ -1,16 +1,12 @@
-// conv2d, conv2d_padding and conv2d_backward on every dispatch key.
-#include <ATen/autocast_mode.h>
+// conv2d and conv2d_backward from tensors to the kernels: checks, CPU, CUDA and Meta.
+// conv2d_autograd_torch.cpp has what stands above: Autograd, padding in words, Autocast.
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/SymIntArrayRef.h>
-
-#include <tuple>
 
 #include "ops/conv2d/conv2d.h"
 #include "ops/conv2d/conv2d_path.h"
-#include "torch/autograd.h"
-#include "torch/dispatch.h"
+#include "ops/conv2d/conv2d_torch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <ATen/Context.h>
@@ -22,96 +18,8 @@ namespace warpwright {
 namespace {
 
 using at::IntArrayRef;
-using c10::SymInt;
-using c10::SymIntArrayRef;
-using Mask = std::array<bool, 3>;  // grad_input, grad_weight, grad_bias
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-using OptionalTensor = std::optional<Tensor>;
-
-// Arguments after the tensors. `padding` is (h, w), or (top, left, bottom, right) for the uneven
-// padding of 'same' with an even kernel.
-struct Geometry {
-  std::vector<SymInt> stride, padding, dilation;
-  SymInt groups;
-};
-
-// The ops through the dispatcher. Called qualified: at::conv2d would be found beside ours by ADL.
-namespace call {
-
-Tensor conv2d(const Tensor& input, const Tensor& weight, const Tensor& bias, const Geometry& g) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, SymIntArrayRef,
-                     SymIntArrayRef, SymIntArrayRef, SymInt)>("warpwright::conv2d");
-  return op.call(input, weight, optional_if_defined(bias), g.stride, g.padding, g.dilation,
-                 g.groups);
-}
-
-Gradients conv2d_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                          const Geometry& g, Mask mask) {
-  static const auto op =
-      find_op<Gradients(const Tensor&, const Tensor&, const Tensor&, SymIntArrayRef, SymIntArrayRef,
-                        SymIntArrayRef, SymInt, Mask)>("warpwright::conv2d_backward");
-  return op.call(grad_output, input, weight, g.stride, g.padding, g.dilation, g.groups, mask);
-}
-
-Tensor input_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                      const Geometry& g) {
-  return std::get<0>(conv2d_backward(grad_output, input, weight, g, {true, false, false}));
-}
-
-Tensor weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                       const Geometry& g) {
-  return std::get<1>(conv2d_backward(grad_output, input, weight, g, {false, true, false}));
-}
-
-}  // namespace call
 
 // ---- checks and output shape: in native's order and words ----
-
-template <class Int>
-struct Windows {
-  Int stride[2], pad_before[2], pad_after[2], dilation[2], groups;
-};
-
-// One value stands for both dimensions.
-template <class Int>
-void expand_pair(const char* name, c10::ArrayRef<Int> values, Int (&pair)[2]) {
-  TORCH_CHECK(values.size() == 1 || values.size() == 2, "expected ", name,
-              " to be a single integer value or a list of 2 values to match the convolution "
-              "dimensions, but got ",
-              name, "=", values);
-  pair[0] = values[0];
-  pair[1] = values[values.size() - 1];
-}
-
-template <class Int>
-Windows<Int> expand_windows(c10::ArrayRef<Int> stride, c10::ArrayRef<Int> padding,
-                            c10::ArrayRef<Int> dilation, Int groups) {
-  Windows<Int> v;
-  TORCH_CHECK(groups > 0, "non-positive groups is not supported");
-  expand_pair("stride", stride, v.stride);
-  expand_pair("dilation", dilation, v.dilation);
-  if (padding.size() == 4) {
-    for (int i = 0; i < 2; ++i) {
-      v.pad_before[i] = padding[i];
-      v.pad_after[i] = padding[i + 2];
-    }
-  } else {
-    expand_pair("padding", padding, v.pad_before);
-    for (int i = 0; i < 2; ++i) v.pad_after[i] = v.pad_before[i];
-  }
-  v.groups = groups;
-  for (int i = 0; i < 2; ++i) {
-    TORCH_CHECK(v.pad_before[i] >= 0 && v.pad_after[i] >= 0, "negative padding is not supported");
-  }
-  for (int i = 0; i < 2; ++i) {
-    TORCH_CHECK(v.stride[i] > 0, "non-positive stride is not supported");
-  }
-  for (int i = 0; i < 2; ++i) {
-    TORCH_CHECK(v.dilation[i] > 0, "dilation should be greater than zero");
-  }
-  return v;
-}
 
 void check_types(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(input.dim() == 3 || input.dim() == 4,
@@ -134,7 +42,8 @@ void check_types(const Tensor& input, const Tensor& weight, const OptionalTensor
 // extents as Int.
 template <class Int, class Sizes>
 std::array<Int, 4> output_sizes(const Tensor& input, const Tensor& weight,
-                                const OptionalTensor& bias, const Windows<Int>& v, Sizes&& sizes) {
+                                const OptionalTensor& bias, const Conv2dWindows<Int>& v,
+                                Sizes&& sizes) {
   const auto x = sizes(input);
   const auto w = sizes(weight);
   TORCH_CHECK(w.size() == 4, "expected stride to be a single integer value or a list of ",
@@ -183,15 +92,12 @@ at::MemoryFormat memory_format_of(const Tensor& input, const Tensor& weight) {
   return last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
 }
 
-// What none of our kernels takes goes to native as a whole: integers (CPU only there), complex.
-bool is_ours(const Tensor& input) { return is_floating(input.scalar_type()); }
-
 Tensor batched(const Tensor& input) { return input.dim() == 3 ? input.unsqueeze(0) : input; }
 
 // ---- CPU and CUDA ----
 
 Conv2dShape shape_of(const Tensor& input, const Tensor& weight, const std::array<int64_t, 4>& out,
-                     const Windows<int64_t>& v, at::MemoryFormat format) {
+                     const Conv2dWindows<int64_t>& v, at::MemoryFormat format) {
   Conv2dShape shape{};
   shape.dtype = dtype_of(input);
   shape.channels_last = format == at::MemoryFormat::ChannelsLast;
@@ -252,9 +158,9 @@ void check_conv2d_backward(const Tensor& grad_output, const Tensor& input, const
 }
 
 template <class Run>
-Gradients conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
-                               const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
-                               IntArrayRef dilation, int64_t groups, Mask mask, Run&& run) {
+Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
+                              const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                              IntArrayRef dilation, int64_t groups, Conv2dMask mask, Run&& run) {
   check_types(input_, weight, std::nullopt);
   const Tensor input = batched(input_);
   const Tensor grad_output = batched(grad_output_);
@@ -289,9 +195,9 @@ Tensor conv2d_cpu_kernel(const Tensor& input, const Tensor& weight, const Option
                          int64_t groups) {
   return conv2d_with(input, weight, bias, stride, padding, dilation, groups, conv2d_cpu);
 }
-Gradients conv2d_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
-                                     const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
-                                     IntArrayRef dilation, int64_t groups, Mask mask) {
+Tensors3 conv2d_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                    IntArrayRef dilation, int64_t groups, Conv2dMask mask) {
   return conv2d_backward_with(grad_output, input, weight, stride, padding, dilation, groups, mask,
                               conv2d_backward_cpu);
 }
@@ -372,9 +278,9 @@ bool weight_gradient_cuda(Conv2dBackwardParams p, const Tensor& like, cudaStream
   return false;
 }
 
-Gradients conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
-                                      const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
-                                      IntArrayRef dilation, int64_t groups, Mask mask) {
+Tensors3 conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
+                                     const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                     IntArrayRef dilation, int64_t groups, Conv2dMask mask) {
   const CudaCall call(input);
   const auto run = [&](Conv2dBackwardParams p) {
     p.shape.allow_tf32 = allow_tf32();
@@ -408,16 +314,16 @@ Tensor conv2d_meta(const Tensor& input_, const Tensor& weight, const OptionalTen
   return input_.dim() == 3 ? output.squeeze(0) : output;
 }
 
-Gradients conv2d_backward_meta(const Tensor& grad_output_, const Tensor& input_,
-                               const Tensor& weight, SymIntArrayRef stride, SymIntArrayRef padding,
-                               SymIntArrayRef dilation, SymInt groups, Mask mask) {
+Tensors3 conv2d_backward_meta(const Tensor& grad_output_, const Tensor& input_,
+                              const Tensor& weight, SymIntArrayRef stride, SymIntArrayRef padding,
+                              SymIntArrayRef dilation, SymInt groups, Conv2dMask mask) {
   check_types(input_, weight, std::nullopt);
   const Tensor input = batched(input_);
   const auto v = expand_windows<SymInt>(stride, padding, dilation, groups);
   const auto sizes = output_sizes<SymInt>(input, weight, std::nullopt, v, sym_sizes);
   check_conv2d_backward<SymInt>(batched(grad_output_), input, weight, sizes, sym_sizes);
   const auto options = input.options().memory_format(memory_format_of(input, weight));
-  Gradients gradients;
+  Tensors3 gradients;
   if (mask[0]) {
     const Tensor grad_input = at::empty_symint(input.sym_sizes(), options);
     std::get<0>(gradients) = input_.dim() == 3 ? grad_input.squeeze(0) : grad_input;
@@ -429,178 +335,6 @@ Gradients conv2d_backward_meta(const Tensor& grad_output_, const Tensor& input_,
   return gradients;
 }
 
-// ---- Autograd ----
-
-// saved: input, weight.
-struct Conv2dBackward {
-  static constexpr const char* kName = "WarpwrightConv2dBackward";
-  using Attributes = Geometry;
-  static variable_list backward(const Attributes& geometry, const variable_list& saved,
-                                const variable_list& grads, const NeedsGrad& needs) {
-    auto [grad_input, grad_weight, grad_bias] = call::conv2d_backward(
-        grads[0], saved[0], saved[1], geometry, {needs[0], needs[1], needs[2]});
-    return {grad_input, grad_weight, grad_bias};
-  }
-};
-
-Tensor sum_of(const Tensor& a, const Tensor& b) {
-  if (!a.defined()) return b;
-  return b.defined() ? a + b : a;
-}
-
-// Each gradient is bilinear, so its derivatives are convolutions again. saved: grad_output, input,
-// weight; grads: of grad_input, grad_weight, grad_bias.
-struct Conv2dBackwardBackward {
-  static constexpr const char* kName = "WarpwrightConv2dBackwardBackward";
-  using Attributes = Geometry;
-  static variable_list backward(const Attributes& geometry, const variable_list& saved,
-                                const variable_list& grads, const NeedsGrad& needs) {
-    const Tensor &grad_output = saved[0], &input = saved[1], &weight = saved[2];
-    const Tensor &gg_input = grads[0], &gg_weight = grads[1], &gg_bias = grads[2];
-    Tensor d_grad_output, d_input, d_weight;
-    if (needs[0]) {
-      Tensor bias = gg_bias;  // rides on the first convolution
-      if (gg_input.defined()) {
-        d_grad_output = call::conv2d(gg_input, weight, bias, geometry);
-        bias = Tensor();
-      }
-      if (gg_weight.defined()) {
-        d_grad_output = sum_of(d_grad_output, call::conv2d(input, gg_weight, bias, geometry));
-        bias = Tensor();
-      }
-      if (bias.defined()) {
-        d_grad_output = bias.view({-1, 1, 1}).expand_symint(grad_output.sym_sizes()).contiguous();
-      }
-    }
-    if (needs[1] && gg_weight.defined()) {
-      d_input = call::input_gradient(grad_output, input, gg_weight, geometry);
-    }
-    if (needs[2] && gg_input.defined()) {
-      d_weight = call::weight_gradient(grad_output, gg_input, weight, geometry);
-    }
-    return {d_grad_output, d_input, d_weight};
-  }
-};
-
-Geometry geometry_of(SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                     SymInt groups) {
-  return {stride.vec(), padding.vec(), dilation.vec(), std::move(groups)};
-}
-
-Tensor conv2d_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias_,
-                       SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                       SymInt groups) {
-  if (!is_ours(input) && padding.size() <= 2) {
-    return at::conv2d_symint(input, weight, bias_, stride, padding, dilation, groups);
-  }
-  const Tensor bias = value_or_undefined(bias_);
-  const Geometry geometry = geometry_of(stride, padding, dilation, groups);
-  auto node = make_node<Conv2dBackward>(geometry, input, weight, bias);
-  Tensor output = below_autograd([&] { return call::conv2d(input, weight, bias, geometry); });
-  if (node) {
-    node->save(input);
-    node->save(weight);
-    set_history(output, node);
-  }
-  if (any_tangent(input, weight, bias)) {
-    const Tensor x = primal(input), w = primal(weight);
-    Tensor b = has_tangent(bias) ? tangent(bias) : Tensor();
-    Tensor result;
-    if (has_tangent(input)) {
-      result = call::conv2d(tangent(input), w, b, geometry);
-      b = Tensor();
-    }
-    if (has_tangent(weight)) {
-      result = sum_of(result, call::conv2d(x, tangent(weight), b, geometry));
-      b = Tensor();
-    }
-    if (b.defined()) result = b.view({-1, 1, 1}).expand_symint(output.sym_sizes()).contiguous();
-    set_tangent(output, result);
-  }
-  return output;
-}
-
-Gradients conv2d_backward_autograd(const Tensor& grad_output, const Tensor& input,
-                                   const Tensor& weight, SymIntArrayRef stride,
-                                   SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups,
-                                   Mask mask) {
-  const Geometry geometry = geometry_of(stride, padding, dilation, groups);
-  auto node = make_node<Conv2dBackwardBackward>(geometry, grad_output, input, weight);
-  Gradients gradients = below_autograd(
-      [&] { return call::conv2d_backward(grad_output, input, weight, geometry, mask); });
-  auto& [grad_input, grad_weight, grad_bias] = gradients;
-  if (node) {
-    node->save(grad_output);
-    node->save(input);
-    node->save(weight);
-    set_history(variable_list{grad_input, grad_weight, grad_bias}, node);
-  }
-  if (any_tangent(grad_output, input, weight)) {
-    const Tensor dy = primal(grad_output), x = primal(input), w = primal(weight);
-    Tensor t_input, t_weight, t_bias;
-    if (has_tangent(grad_output)) {
-      std::tie(t_input, t_weight, t_bias) =
-          call::conv2d_backward(tangent(grad_output), x, w, geometry, mask);
-    }
-    if (mask[0] && has_tangent(weight)) {
-      t_input = sum_of(t_input, call::input_gradient(dy, x, tangent(weight), geometry));
-    }
-    if (mask[1] && has_tangent(input)) {
-      t_weight = sum_of(t_weight, call::weight_gradient(dy, tangent(input), w, geometry));
-    }
-    if (t_input.defined()) set_tangent(grad_input, t_input);
-    if (t_weight.defined()) set_tangent(grad_weight, t_weight);
-    if (t_bias.defined()) set_tangent(grad_bias, t_bias);
-  }
-  return gradients;
-}
-
-// padding='same' or 'valid': a composite, so that one set of kernels sees numbers only.
-Tensor conv2d_padding(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                      SymIntArrayRef stride, std::string_view padding, SymIntArrayRef dilation,
-                      SymInt groups) {
-  if (!is_ours(input) && weight.scalar_type() == input.scalar_type()) {
-    return at::conv2d_symint(input, weight, bias, stride, padding, dilation, groups);
-  }
-  Geometry g = geometry_of(stride, SymInt(0), dilation, groups);
-  if (padding == "same") {
-    TORCH_CHECK(input.dim() == 3 || input.dim() == 4,
-                "Expected 3D (unbatched) or 4D (batched) input to conv2d, but got input of size: ",
-                input.sym_sizes());
-    TORCH_CHECK(weight.dim() == 4, "Expected ", weight.dim(), "-dimensional input for ",
-                weight.dim(), "-dimensional weight", weight.sym_sizes(), ", but got 4-dimensional ",
-                "input of size ", input.sym_sizes(), " instead");
-    const auto v = expand_windows<SymInt>(stride, g.padding, dilation, groups);
-    TORCH_CHECK(v.stride[0] == 1 && v.stride[1] == 1,
-                "padding='same' is not supported for strided convolutions");
-    g.padding.clear();
-    std::vector<SymInt> after;
-    for (int i = 0; i < 2; ++i) {
-      const SymInt total = v.dilation[i] * (weight.sym_size(i + 2) - 1);
-      g.padding.push_back(total / 2);
-      after.push_back(total - total / 2);
-    }
-    g.padding.insert(g.padding.end(), after.begin(), after.end());
-  } else {
-    TORCH_CHECK(padding == "valid", "Invalid padding string: '", padding, "'");
-  }
-  return call::conv2d(input, weight, value_or_undefined(bias), g);
-}
-
-// ---- Autocast: ATen's lower_precision_fp list ----
-
-template <at::DeviceType kDevice, c10::DispatchKey kKey>
-Tensor conv2d_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                       SymInt groups) {
-  c10::impl::ExcludeDispatchKeyGuard guard(kKey);
-  const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
-  auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(type, t, kDevice); };
-  const Tensor b = value_or_undefined(bias);
-  return call::conv2d(cast(input), cast(weight), b.defined() ? cast(b) : b,
-                      geometry_of(stride, padding, dilation, std::move(groups)));
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
@@ -609,15 +343,10 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "conv2d_padding(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, "
-      "str padding=\"valid\", SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
       "conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, "
       "SymInt[2] padding, SymInt[2] dilation, SymInt groups, bool[3] output_mask) -> "
       "(Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
-  m.impl("conv2d_padding", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(conv2d_padding));
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
@@ -635,19 +364,6 @@ TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
 TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("conv2d", conv2d_meta);
   m.impl("conv2d_backward", conv2d_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
-  m.impl("conv2d", conv2d_autograd);
-  m.impl("conv2d_backward", conv2d_backward_autograd);
-}
-
-TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
-  m.impl("conv2d", TORCH_FN((conv2d_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>)));
-}
-
-TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
-  m.impl("conv2d", TORCH_FN((conv2d_autocast<at::kCUDA, c10::DispatchKey::Autocast>)));
 }
 
 }  // namespace warpwright
