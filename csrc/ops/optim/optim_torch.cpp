@@ -1,6 +1,5 @@
-// sgd_step_, adam_step_ and grad_norm on every dispatch key. The lists hold one tensor a parameter;
-// empty lists: absent. warpwright.optim makes the calls.
-#include <ATen/ops/empty.h>
+// sgd_step_ and adam_step_ on every dispatch key. The lists hold one tensor a parameter; empty
+// lists: absent. warpwright.optim makes the calls.
 #include <ATen/ops/empty_like.h>
 
 #include <cmath>
@@ -8,8 +7,7 @@
 #include <vector>
 
 #include "ops/optim/optim.h"
-#include "torch/autograd.h"
-#include "torch/dispatch.h"
+#include "ops/optim/optim_torch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include "torch/cuda.h"
@@ -17,9 +15,6 @@
 
 namespace warpwright {
 namespace {
-
-using at::TensorList;
-using OptionalTensor = std::optional<Tensor>;
 
 using SgdSignature = void(TensorList params, TensorList grads, TensorList buffers,
                           TensorList masters, double lr, const OptionalTensor& lr_tensor,
@@ -36,19 +31,6 @@ using AdamSignature = void(TensorList params, TensorList grads, TensorList exp_a
                            bool decoupled_weight_decay, bool maximize, bool zero_grad,
                            const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                            const OptionalTensor& clip);
-using NormSignature = Tensor(TensorList grads, TensorList counter, double max_norm,
-                             const OptionalTensor& grad_scale);
-
-// A function of that signature around a generic lambda: the lists of arguments stand here once.
-template <class Signature>
-struct Kernel;
-template <class Result, class... Args>
-struct Kernel<Result(Args...)> {
-  template <auto kBody>
-  static Result of(Args... args) {
-    return kBody(args...);
-  }
-};
 
 // ---- checks ----
 
@@ -106,20 +88,6 @@ void check_same_dtype(const char* op, const NamedList& a, const NamedList& b) {
               b.tensors[0].scalar_type());
 }
 
-void check_scalar(const char* op, const char* name, const OptionalTensor& tensor,
-                  c10::Device device, std::initializer_list<at::ScalarType> types,
-                  int64_t numel = 1) {
-  if (!tensor.has_value()) return;
-  TORCH_CHECK(tensor->sym_numel() == numel, op, ": ", name, ": expected ", numel,
-              " element(s), got ", tensor->sym_numel());
-  TORCH_CHECK(tensor->device() == device, op, ": ", name, ": expected device ", device, ", got ",
-              tensor->device());
-  bool found = false;
-  for (const at::ScalarType type : types) found |= tensor->scalar_type() == type;
-  TORCH_CHECK(found, op, ": ", name, ": expected ", *types.begin(), ", got ",
-              tensor->scalar_type());
-}
-
 void check_common(const char* op, TensorList params, const OptionalTensor& lr,
                   const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                   const OptionalTensor& clip) {
@@ -128,16 +96,6 @@ void check_common(const char* op, TensorList params, const OptionalTensor& lr,
   check_scalar(op, "grad_scale", grad_scale, device, {at::kFloat});
   check_scalar(op, "found_inf", found_inf, device, {at::kFloat});
   check_scalar(op, "clip", clip, device, {at::kDouble}, 2);
-}
-
-void check_counter(const char* op, TensorList counter, c10::Device device, bool needed) {
-  TORCH_CHECK(counter.size() <= 1 && (!needed || counter.size() == 1), op, ": counter: expected ",
-              needed ? "one tensor" : "at most one tensor", ", got ", counter.size());
-  if (counter.empty()) return;
-  TORCH_CHECK(counter[0].device() == device && counter[0].scalar_type() == at::kInt &&
-                  counter[0].sym_numel() == 1,
-              op, ": counter: expected one Int on ", device, ", got ", counter[0].sym_numel(), " ",
-              counter[0].scalar_type(), " on ", counter[0].device());
 }
 
 void check_sgd(TensorList params, TensorList grads, TensorList buffers, TensorList masters,
@@ -230,10 +188,6 @@ class StepTensors {
 Hyper hyper_of(double value, const OptionalTensor& tensor) {
   if (!tensor.has_value()) return {value};
   return {value, tensor->const_data_ptr(), tensor->scalar_type() == at::kDouble};
-}
-
-const float* float_pointer(const OptionalTensor& tensor) {
-  return tensor.has_value() ? tensor->const_data_ptr<float>() : nullptr;
 }
 
 DType state_dtype_of(TensorList params, TensorList states, TensorList masters) {
@@ -362,80 +316,37 @@ void adam_step_with(TensorList params, TensorList grads, TensorList exp_avgs,
   step.finish();
 }
 
-void check_grad_norm(TensorList grads, TensorList counter, const OptionalTensor& grad_scale) {
-  const char* op = "grad_norm";
-  TORCH_CHECK(!grads.empty(), op, ": grads: expected at least one tensor");
-  const c10::Device device = grads[0].device();
-  for (size_t i = 0; i < grads.size(); ++i) {
-    TORCH_CHECK(grads[i].layout() == at::kStrided, op, ": grads[", i,
-                "]: expected a dense tensor, got ", grads[i].layout());
-    TORCH_CHECK_NOT_IMPLEMENTED(is_floating(grads[i].scalar_type()), op, ": grads[", i,
-                                "]: expected float32, float64, bfloat16 or float16, got ",
-                                grads[i].scalar_type());
-    TORCH_CHECK(grads[i].device() == device, op, ": grads[", i, "]: expected device ", device,
-                ", got ", grads[i].device());
-  }
-  check_counter(op, counter, device, device.is_cuda());
-  check_scalar(op, "grad_scale", grad_scale, device, {at::kFloat});
-}
+constexpr auto sgd_cpu = [](const auto&... args) { sgd_step_with(args..., sgd_step_cpu); };
+constexpr auto adam_cpu = [](const auto&... args) { adam_step_with(args..., adam_step_cpu); };
 
-Tensor empty_norm(const Tensor& grad) { return at::empty({2}, grad.options().dtype(at::kDouble)); }
+#ifdef WARPWRIGHT_WITH_CUDA
+constexpr auto sgd_cuda = [](TensorList params, const auto&... args) {
+  const CudaCall call(first_of("sgd_step_", "params", params));
+  sgd_step_with(params, args..., [&](const SgdParams& p) { launch_sgd_step(p, call.stream); });
+};
+constexpr auto adam_cuda = [](TensorList params, const auto&... args) {
+  const CudaCall call(first_of("adam_step_", "params", params));
+  adam_step_with(params, args..., [&](const AdamParams& p) { launch_adam_step(p, call.stream); });
+};
+#endif
 
-template <class Run>
-Tensor grad_norm_with(TensorList grads, TensorList counter, double max_norm,
-                      const OptionalTensor& grad_scale, Run&& run) {
-  check_grad_norm(grads, counter, grad_scale);
-  Tensor result = empty_norm(grads[0]);
-  std::vector<GradNormTensor> tensors;
-  std::vector<Tensor> copies;
-  tensors.reserve(grads.size());
-  for (const Tensor& grad : grads) {
-    Tensor dense = grad;
-    if (!grad.is_non_overlapping_and_dense()) copies.push_back(dense = grad.contiguous());
-    tensors.push_back({dense.numel(), dense.const_data_ptr(), dtype_of(dense)});
-  }
-  Tensor partials;
-  GradNormParams p{tensors.data(),
-                   static_cast<int64_t>(tensors.size()),
-                   max_norm,
-                   float_pointer(grad_scale),
-                   result.mutable_data_ptr<double>(),
-                   nullptr,
-                   nullptr};
-  if (result.is_cuda()) {
-    partials = at::empty({grad_norm_workspace(p.tensors, p.num_tensors)}, result.options());
-    p.partials = partials.mutable_data_ptr<double>();
-    p.counter = static_cast<unsigned*>(counter[0].mutable_data_ptr());
-  }
-  run(p);
-  return result;
-}
+// ---- Meta ----
+
+constexpr auto sgd_meta = [](TensorList params, TensorList grads, TensorList buffers,
+                             TensorList masters, double, const OptionalTensor& lr_tensor,
+                             double momentum, double, double, bool, bool, bool, bool,
+                             const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                             const OptionalTensor& clip) {
+  check_sgd(params, grads, buffers, masters, momentum);
+  check_common("sgd_step_", params, lr_tensor, grad_scale, found_inf, clip);
+};
+constexpr auto adam_meta = [](TensorList params, TensorList grads, TensorList exp_avgs,
+                              TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList steps,
+                              TensorList masters, TensorList counter, const auto&...) {
+  check_adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
+};
 
 // ---- Autograd ----
-
-template <class... Lists>
-void check_not_recorded(const char* op, const Lists&... lists) {
-  if (!at::GradMode::is_enabled()) return;
-  auto check = [&](TensorList list) {
-    for (const Tensor& tensor : list) {
-      torch::autograd::check_inplace(tensor, tensor.requires_grad());
-      TORCH_CHECK(!tensor.requires_grad(), op,
-                  ": expected torch.no_grad(), or tensors that require no gradient: it is not "
-                  "differentiable");
-    }
-  };
-  (check(lists), ...);
-}
-
-template <class... Lists>
-void bump_versions(const Lists&... lists) {
-  auto bump = [](TensorList list) {
-    for (const Tensor& tensor : list) {
-      if (!tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
-    }
-  };
-  (bump(lists), ...);
-}
 
 constexpr auto sgd_autograd = [](TensorList params, TensorList grads, TensorList buffers,
                                  TensorList masters, const auto&... scalars) {
@@ -459,64 +370,6 @@ constexpr auto adam_autograd = [](TensorList params, TensorList grads, TensorLis
   bump_versions(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
 };
 
-constexpr auto norm_autograd = [](TensorList grads, TensorList counter, const auto&... scalars) {
-  static const auto op = find_op<NormSignature>("warpwright::grad_norm");
-  check_not_recorded("grad_norm", grads);
-  Tensor result = below_autograd([&] { return op.call(grads, counter, scalars...); });
-  bump_versions(counter);
-  return result;
-};
-
-// ---- kernels by device ----
-
-constexpr auto sgd_cpu = [](const auto&... args) { sgd_step_with(args..., sgd_step_cpu); };
-constexpr auto adam_cpu = [](const auto&... args) { adam_step_with(args..., adam_step_cpu); };
-constexpr auto norm_cpu = [](const auto&... args) {
-  return grad_norm_with(args..., grad_norm_cpu);
-};
-
-#ifdef WARPWRIGHT_WITH_CUDA
-const Tensor& first_of(const char* op, const char* name, TensorList list) {
-  TORCH_CHECK(!list.empty(), op, ": ", name, ": expected at least one tensor");
-  return list[0];
-}
-
-constexpr auto sgd_cuda = [](TensorList params, const auto&... args) {
-  const CudaCall call(first_of("sgd_step_", "params", params));
-  sgd_step_with(params, args..., [&](const SgdParams& p) { launch_sgd_step(p, call.stream); });
-};
-constexpr auto adam_cuda = [](TensorList params, const auto&... args) {
-  const CudaCall call(first_of("adam_step_", "params", params));
-  adam_step_with(params, args..., [&](const AdamParams& p) { launch_adam_step(p, call.stream); });
-};
-constexpr auto norm_cuda = [](TensorList grads, const auto&... args) {
-  const CudaCall call(first_of("grad_norm", "grads", grads));
-  return grad_norm_with(grads, args...,
-                        [&](const GradNormParams& p) { launch_grad_norm(p, call.stream); });
-};
-#endif
-
-// ---- Meta ----
-
-constexpr auto sgd_meta = [](TensorList params, TensorList grads, TensorList buffers,
-                             TensorList masters, double, const OptionalTensor& lr_tensor,
-                             double momentum, double, double, bool, bool, bool, bool,
-                             const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                             const OptionalTensor& clip) {
-  check_sgd(params, grads, buffers, masters, momentum);
-  check_common("sgd_step_", params, lr_tensor, grad_scale, found_inf, clip);
-};
-constexpr auto adam_meta = [](TensorList params, TensorList grads, TensorList exp_avgs,
-                              TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList steps,
-                              TensorList masters, TensorList counter, const auto&...) {
-  check_adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
-};
-constexpr auto norm_meta = [](TensorList grads, TensorList counter, double,
-                              const OptionalTensor& grad_scale) {
-  check_grad_norm(grads, counter, grad_scale);
-  return empty_norm(grads[0]);
-};
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
@@ -534,36 +387,28 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "bool decoupled_weight_decay, bool maximize, bool zero_grad=False, "
       "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip=None) -> ()",
       {at::Tag::pt2_compliant_tag});
-  m.def(
-      "grad_norm(Tensor[] grads, Tensor(a!)[] counter, float max_norm, Tensor? grad_scale=None) "
-      "-> Tensor",
-      {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
   m.impl("sgd_step_", Kernel<SgdSignature>::of<sgd_cpu>);
   m.impl("adam_step_", Kernel<AdamSignature>::of<adam_cpu>);
-  m.impl("grad_norm", Kernel<NormSignature>::of<norm_cpu>);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
 TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
   m.impl("sgd_step_", Kernel<SgdSignature>::of<sgd_cuda>);
   m.impl("adam_step_", Kernel<AdamSignature>::of<adam_cuda>);
-  m.impl("grad_norm", Kernel<NormSignature>::of<norm_cuda>);
 }
 #endif
 
 TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("sgd_step_", Kernel<SgdSignature>::of<sgd_meta>);
   m.impl("adam_step_", Kernel<AdamSignature>::of<adam_meta>);
-  m.impl("grad_norm", Kernel<NormSignature>::of<norm_meta>);
 }
 
 TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
   m.impl("sgd_step_", Kernel<SgdSignature>::of<sgd_autograd>);
   m.impl("adam_step_", Kernel<AdamSignature>::of<adam_autograd>);
-  m.impl("grad_norm", Kernel<NormSignature>::of<norm_autograd>);
 }
 
 }  // namespace warpwright

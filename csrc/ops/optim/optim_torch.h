@@ -1,0 +1,90 @@
+// What the *_torch.cpp of the optimizers share: checks, and kernels without their list of
+// arguments.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <optional>
+
+#include "torch/autograd.h"
+#include "torch/dispatch.h"
+
+namespace warpwright {
+
+using at::TensorList;
+using OptionalTensor = std::optional<Tensor>;
+
+// A function of that signature around a generic lambda: the lists of arguments stand here once.
+template <class Signature>
+struct Kernel;
+template <class Result, class... Args>
+struct Kernel<Result(Args...)> {
+  template <auto kBody>
+  static Result of(Args... args) {
+    return kBody(args...);
+  }
+};
+
+// ---- checks ----
+
+inline void check_scalar(const char* op, const char* name, const OptionalTensor& tensor,
+                         c10::Device device, std::initializer_list<at::ScalarType> types,
+                         int64_t numel = 1) {
+  if (!tensor.has_value()) return;
+  TORCH_CHECK(tensor->sym_numel() == numel, op, ": ", name, ": expected ", numel,
+              " element(s), got ", tensor->sym_numel());
+  TORCH_CHECK(tensor->device() == device, op, ": ", name, ": expected device ", device, ", got ",
+              tensor->device());
+  bool found = false;
+  for (const at::ScalarType type : types) found |= tensor->scalar_type() == type;
+  TORCH_CHECK(found, op, ": ", name, ": expected ", *types.begin(), ", got ",
+              tensor->scalar_type());
+}
+
+inline void check_counter(const char* op, TensorList counter, c10::Device device, bool needed) {
+  TORCH_CHECK(counter.size() <= 1 && (!needed || counter.size() == 1), op, ": counter: expected ",
+              needed ? "one tensor" : "at most one tensor", ", got ", counter.size());
+  if (counter.empty()) return;
+  TORCH_CHECK(counter[0].device() == device && counter[0].scalar_type() == at::kInt &&
+                  counter[0].sym_numel() == 1,
+              op, ": counter: expected one Int on ", device, ", got ", counter[0].sym_numel(), " ",
+              counter[0].scalar_type(), " on ", counter[0].device());
+}
+
+inline const Tensor& first_of(const char* op, const char* name, TensorList list) {
+  TORCH_CHECK(!list.empty(), op, ": ", name, ": expected at least one tensor");
+  return list[0];
+}
+
+template <class... Lists>
+void check_not_recorded(const char* op, const Lists&... lists) {
+  if (!at::GradMode::is_enabled()) return;
+  auto check = [&](TensorList list) {
+    for (const Tensor& tensor : list) {
+      torch::autograd::check_inplace(tensor, tensor.requires_grad());
+      TORCH_CHECK(!tensor.requires_grad(), op,
+                  ": expected torch.no_grad(), or tensors that require no gradient: it is not "
+                  "differentiable");
+    }
+  };
+  (check(lists), ...);
+}
+
+template <class... Lists>
+void bump_versions(const Lists&... lists) {
+  auto bump = [](TensorList list) {
+    for (const Tensor& tensor : list) {
+      if (!tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
+    }
+  };
+  (bump(lists), ...);
+}
+
+// ---- tensors as the kernels see them ----
+
+inline const float* float_pointer(const OptionalTensor& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<float>() : nullptr;
+}
+
+}  // namespace warpwright
