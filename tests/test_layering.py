@@ -8,8 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
-MAX_LINES = 700
-MAX_LINES_TORCH = 900  # an op's whole registration: seven keys, up to second order
+MAX_LINES = 600
 # strict() and check_errors() wait for the GPU, which is what they are for.
 MAY_SYNCHRONISE = {"host/error_word.cpp"}
 
@@ -83,8 +82,7 @@ def faults(path, text):
         yield "allocates outside torch's allocator"
     if re.search(r"\b(TODO|FIXME|XXX)\b", text):
         yield "has a TODO"
-    limit = MAX_LINES_TORCH if path.name.endswith("_torch.cpp") else MAX_LINES
-    if text.count("\n") > limit:
+    if text.count("\n") > MAX_LINES:
         yield f"has {text.count(chr(10))} lines: a tile/ or device/ piece is hiding"
 
 
