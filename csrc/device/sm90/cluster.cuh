@@ -21,6 +21,18 @@ __device__ __forceinline__ uint32_t map_to_cta(uint32_t shared, uint32_t rank) {
   return mapped;
 }
 
+// "ld". A number in any CTA of the cluster (an address from map_to_cta).
+__device__ __forceinline__ float load_cluster(uint32_t mapped, float) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(value) : "r"(mapped) : "memory");
+  return value;
+}
+__device__ __forceinline__ double load_cluster(uint32_t mapped, double) {
+  double value;
+  asm volatile("ld.shared::cluster.f64 %0, [%1];\n" : "=d"(value) : "r"(mapped) : "memory");
+  return value;
+}
+
 // "barrier.cluster". Every thread of the cluster arrives and waits; warps need not be converged.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");

@@ -1,5 +1,6 @@
 // Cross entropy of logits z against labels or class probabilities, with log_softmax inside.
-//   loss_r = sum_c w_c q_c (lse - z_c),   q = smoothed target, lse = max + log(sum exp(z - max))
+//   loss_r = sum_c w_c q_c (lse - z_c) + z_loss lse^2
+//   q = smoothed target, lse = max + log(sum exp(z - max))
 // Memory-bound: the forward reads the logits once, the backward reads and writes them once. Nothing
 // of the logits' size is stored between them: a row leaves (max, sum exp(z - max)) and, where q is
 // not one-hot, its mass W = sum_c w_c q_c. They are not folded into lse: that loses the sum when
@@ -63,6 +64,7 @@ struct CrossEntropyProblem {
   int64_t classes;
   int64_t ignore_index;  // labels only
   double label_smoothing;
+  double z_loss;            // PaLM's auxiliary loss; ignored rows have none
   RowLayout layout;         // of input
   RowLayout target_layout;  // of probabilities; the same is_rows() as layout
   const void* input;        // (rows, classes) by layout
@@ -78,19 +80,46 @@ struct CrossEntropyParams : CrossEntropyProblem {
   void* loss;          // (rows) or one, loss_dtype
   void* stats;         // (num_stats, rows) Accum
   void* total_weight;  // one Accum: what a mean divides by; 0 without a reduction
+  void* lse;           // (rows) Accum: log sum exp; or null
   // CUDA only:
-  void* partials;      // (config.blocks, 2) Accum if a second launch must reduce them, else null
+  bool counted;    // total_weight is known before the forward (a gradient needs it), not a result
+  void* partials;  // (config.blocks, 2) Accum if a second launch must reduce them, else null
   ErrorRecord* error;  // where a bad label is reported
 };
 
 struct CrossEntropyBackwardParams : CrossEntropyProblem {
-  const void* grad_output;   // (rows) or one, loss_dtype
+  const void* grad_output;   // (rows) or one, loss_dtype; null: 1
   const void* stats;         // (num_stats, rows) Accum
   const void* total_weight;  // one Accum
   RowLayout grad_layout;     // of both results; the same is_rows() as layout
   void* grad_input;          // (rows, classes) by grad_layout, dtype; or null
   void* grad_target;         // (rows, classes) by grad_layout, target_dtype; or null
 };
+
+// A forward that writes the gradient as well, for labels: of the reduced loss, or of every row's
+// own.
+struct CrossEntropyGradientParams : CrossEntropyParams {
+  const void* grad_output;  // (rows) or one, Accum: a factor of the gradient; null: 1
+  bool grad_per_row;        // grad_output has a number for every row
+  RowLayout grad_layout;    // of grad_input; the same is_rows() as layout
+  void* grad_input;         // (rows, classes) by grad_layout, dtype; it may be the input
+};
+
+// The backward that a forward with gradient stands for.
+inline CrossEntropyBackwardParams backward_of(const CrossEntropyGradientParams& p) {
+  CrossEntropyBackwardParams b{static_cast<const CrossEntropyProblem&>(p)};
+  b.loss_dtype = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  if (p.reduction != Reduction::kMean) {
+    b.reduction = p.grad_per_row ? Reduction::kNone : Reduction::kSum;
+  }
+  b.grad_output = p.grad_output;
+  b.stats = p.stats;
+  b.total_weight = p.total_weight;
+  b.grad_layout = p.grad_layout;
+  b.grad_input = p.grad_input;
+  b.grad_target = nullptr;
+  return b;
+}
 
 // Derivative of <grad_input, v> + <grad_target, u> by grad_output, input and target; being a
 // symmetric Hessian's product with (v, u), it is the forward-mode derivative as well. All arrays
@@ -172,6 +201,90 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
   return config;
 }
 
+// How the forward with gradient cuts the rows up: on chip, shared memory holds a row's logits from
+// the one read to the one write.
+struct CrossEntropyGradientConfig {
+  bool on_chip;  // else a forward and a backward, one after the other
+  int lanes;     // threads of a block that share a row: a power of two up to a warp, or the block
+  int cluster;   // blocks that share a row
+  int vec;       // elements of one memory access: 16 bytes, or one element
+  int held;      // accesses of a thread
+  int threads;   // of a block
+  int64_t blocks;
+  int64_t partials;  // rows of CrossEntropyParams::partials that a last launch adds up; or 0
+  const char* reason;
+
+  int64_t smem_bytes(DType dtype) const {
+    return int64_t{threads} * held * vec * dtype_size(dtype);
+  }
+};
+
+constexpr int kCrossEntropyTeam = 256;  // threads of a block, at the most
+
+// `clusters`: the GPU and the library have them.
+inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
+    const CrossEntropyGradientParams& p, const CrossEntropyAlignment& alignment,
+    const DeviceInfo& device, bool clusters) {
+  // 32 KB a block: its loads are all in flight at once, and several blocks an SM overlap the loads
+  // of one with the stores of another.
+  constexpr int kHeld = 8, kWarp = 32;
+  constexpr int64_t kSpareBytes = 2048;  // the kernel's own shared memory
+  const bool reduced = p.reduction != Reduction::kNone;
+  const CrossEntropyConfig rows = choose_cross_entropy_config(p, alignment, device);
+  CrossEntropyGradientConfig config{};
+  config.vec = rows.vec;
+  config.cluster = 1;
+  config.partials = reduced && rows.blocks > 1 ? rows.blocks : 0;
+  config.reason = "classes lie apart: forward and backward in turn";
+  if (rows.kernel == CrossEntropyConfig::Kernel::kPixels) return config;
+
+  const int64_t accesses = ceil_div(std::max<int64_t>(1, p.classes), config.vec);
+  if (accesses <= kWarp * kHeld) {
+    config.lanes = 1;
+    while (config.lanes * kHeld < accesses) config.lanes *= 2;
+    config.held = static_cast<int>(ceil_div(accesses, int64_t{config.lanes}));
+    config.threads = kCrossEntropyTeam;
+    config.blocks = std::max<int64_t>(1, ceil_div(p.rows, kCrossEntropyTeam / config.lanes));
+    config.reason = config.lanes == kWarp ? "a warp a row" : "short rows: several a warp";
+  } else {
+    const int64_t teams = ceil_div(accesses, int64_t{kCrossEntropyTeam} * kHeld);
+    if (clusters) config.cluster = static_cast<int>(std::min<int64_t>(8, teams));
+    const int64_t share = ceil_div(accesses, int64_t{config.cluster});
+    const int64_t warps = ceil_div(share, int64_t{kWarp} * kHeld);
+    config.threads = static_cast<int>(std::min<int64_t>(kCrossEntropyTeam, warps * kWarp));
+    config.lanes = config.threads = std::max(2 * kWarp, config.threads);
+    const int64_t held = ceil_div(share, int64_t{config.threads});
+    const int64_t bytes = held * config.threads * config.vec * dtype_size(p.dtype);
+    if (bytes > device.smem_per_block - kSpareBytes) {
+      config.reason = "rows too long for shared memory: forward and backward in turn";
+      return config;
+    }
+    config.held = static_cast<int>(held);
+    config.blocks = std::max<int64_t>(1, p.rows) * config.cluster;
+    config.reason = config.cluster == 1 ? "a block a row" : "a cluster of blocks a row";
+  }
+  config.on_chip = true;
+  const int64_t groups = config.blocks / config.cluster;
+  config.partials = reduced && groups > 1 ? groups : 0;
+  return config;
+}
+
+// Whether a training step on a GPU is faster if the forward writes the gradient. Logits that stay
+// in L2 until the backward are read again for less than the launch costs that counts the labels
+// first; counting many labels costs as much as a small part of short rows. (Estimates.)
+constexpr bool gradient_in_forward_pays(int64_t rows, int64_t classes, int64_t element_size) {
+  return rows * classes * element_size >= (int64_t{16} << 20) &&
+         (rows <= (int64_t{1} << 17) || classes * element_size >= 2048);
+}
+
+inline std::string describe(const CrossEntropyGradientConfig& config) {
+  if (!config.on_chip) return config.reason;
+  return std::to_string(config.lanes) + " threads of " + std::to_string(config.cluster) +
+         " blocks a row, " + std::to_string(config.vec) + " elements an access, " +
+         std::to_string(config.blocks) + " blocks of " + std::to_string(config.threads) + " (" +
+         config.reason + ")";
+}
+
 inline std::string describe(const CrossEntropyConfig& config) {
   const bool pixels = config.kernel == CrossEntropyConfig::Kernel::kPixels;
   return std::string(pixels ? "pixels" : "rows") + ", " + std::to_string(config.lanes) +
@@ -182,6 +295,7 @@ inline std::string describe(const CrossEntropyConfig& config) {
 
 void cross_entropy_cpu(const CrossEntropyParams& params);
 void cross_entropy_backward_cpu(const CrossEntropyBackwardParams& params);
+void cross_entropy_gradient_cpu(const CrossEntropyGradientParams& params);
 void cross_entropy_double_backward_cpu(const CrossEntropyDoubleBackwardParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -192,6 +306,12 @@ inline bool needs_partials(const CrossEntropyParams& params, const CrossEntropyC
 void launch_cross_entropy_fwd(const CrossEntropyParams& params, const CrossEntropyConfig& config,
                               cudaStream_t stream);
 void launch_cross_entropy_bwd(const CrossEntropyBackwardParams& params, cudaStream_t stream);
+CrossEntropyGradientConfig cross_entropy_gradient_config(const CrossEntropyGradientParams& params);
+void launch_cross_entropy_gradient(CrossEntropyGradientParams params,
+                                   const CrossEntropyGradientConfig& config, cudaStream_t stream);
+// `factor` is of type loss_dtype (dtype or Accum): nothing is written where it is 1.
+void launch_cross_entropy_scale(void* gradient, int64_t numel, DType dtype, const void* factor,
+                                DType factor_dtype, cudaStream_t stream);
 void launch_cross_entropy_double_bwd(const CrossEntropyDoubleBackwardParams& params,
                                      cudaStream_t stream);
 #endif

@@ -7,50 +7,6 @@
 namespace warpwright {
 namespace {
 
-// One vector of a row: gradients of kVec classes from `c` on.
-template <class T, class Q, TargetKind kKind, int kVec>
-__device__ __forceinline__ void write_gradients(const CrossEntropyBackwardParams& p,
-                                                const Smoothing<Accum<T>>& smoothing,
-                                                const RowGradient<T, kKind>& gradient, int64_t c,
-                                                const Vec<T, kVec>& z, const Q* q, T* dz, Q* dq) {
-  using Acc = Accum<T>;
-  Acc distance[kVec];
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) distance[j] = gradient.distance(convert<Acc>(z[j]));
-  if (dz != nullptr) {
-    Acc target[kVec] = {};
-    if constexpr (kKind == TargetKind::kProbabilities) load_converted<kVec>(q + c, target);
-    Acc result[kVec];
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      result[j] = gradient(distance[j], weighted_target<kKind>(p, smoothing, c + j, target[j]));
-    }
-    if constexpr (kKind != TargetKind::kProbabilities) {
-      const int64_t hit = gradient.label - c;
-      if (hit >= 0 && hit < kVec) {
-        const Acc w = class_weight<Acc>(p, gradient.label);
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          if (hit == j) result[j] = gradient.at_label(convert<Acc>(z[j]), w, smoothing);
-        }
-      }
-    }
-    store_converted<kVec>(dz + c, result);
-  }
-  if constexpr (kKind == TargetKind::kProbabilities) {
-    if (dq != nullptr) {
-      const Acc log_sum = log(gradient.sum);
-      Acc result[kVec];
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        result[j] =
-            -gradient.grad * smoothing.keep * class_weight<Acc>(p, c + j) * (distance[j] - log_sum);
-      }
-      store_converted<kVec>(dq + c, result);
-    }
-  }
-}
-
 // Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride.
 // Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
 // kVec > 1: a scalar head up to the row's first 16-byte boundary (the same in every operand),

@@ -6,14 +6,14 @@ namespace {
 
 // ---- backward ----
 
-// grad_input = g (W p - w q), p = exp(z - max) / sum. The difference comes first: it is exactly 0
-// where it should be, and a fused multiply-add can't spoil that.
+// grad_input = g (M p - w q), p = exp(z - max) / sum, M = W + 2 z_loss lse. The difference comes
+// first: it is exactly 0 where it should be, and a fused multiply-add can't spoil that.
 template <class T, class Q, TargetKind kKind>
 struct RowBackward {
   using Compute = CpuCompute<T>;
   Compute max, sum;
   Compute grad;         // g; 0 of an ignored row
-  Compute mass_by_sum;  // W / sum
+  Compute mass_by_sum;  // M / sum
 
   RowBackward(const CrossEntropyView<T, Q>& view, const CrossEntropyBackwardParams& p,
               int64_t row) {
@@ -32,7 +32,7 @@ struct RowBackward {
   }
 };
 
-// g (W p - w q) of neighbouring classes or pixels; `q` points at their probabilities.
+// g (M p - w q) of neighbouring classes or pixels; `q` points at their probabilities.
 template <TargetKind kKind, class T, class Q>
 Lanes<T> gradient_lanes(const CrossEntropyView<T, Q>& view, const Lanes<T>& grad,
                         const Lanes<T>& mass_by_sum, const Lanes<T>& distance, const Lanes<T>& w,
@@ -61,6 +61,12 @@ void rows_bwd(const CrossEntropyView<T, Q>& view, const CrossEntropyBackwardPara
     const Q* q = kKind == TargetKind::kProbabilities
                      ? view.probabilities + row_offset(p.target_layout, row)
                      : nullptr;
+    int64_t label = -1;
+    Compute label_logit = 0;  // read first: the gradient may lie in the logits' place
+    if constexpr (kKind != TargetKind::kProbabilities) {
+      if (!view.ignored(row)) label = label_of(p, row);
+      if (label >= 0) label_logit = static_cast<Compute>(z[label]);
+    }
     const Lanes<T> max(terms.max), grad(terms.grad), mass_by_sum(terms.mass_by_sum);
     auto distance_at = [&](int64_t c, int64_t count) { return load_lanes<T>(z + c, count) - max; };
     auto weight_at = [&](int64_t c, int64_t count) {
@@ -90,12 +96,8 @@ void rows_bwd(const CrossEntropyView<T, Q>& view, const CrossEntropyBackwardPara
                        count);
       }
     }
-    if constexpr (kKind != TargetKind::kProbabilities) {
-      const int64_t label = label_of(p, row);
-      if (label != p.ignore_index) {
-        const Compute value = static_cast<Compute>(z[label]);
-        dz[label] = static_cast<T>(terms.at_label(view, value, view.weight_of(label)));
-      }
+    if (label >= 0) {
+      dz[label] = static_cast<T>(terms.at_label(view, label_logit, view.weight_of(label)));
     }
   }
 }
@@ -116,6 +118,13 @@ void pixels_bwd(const CrossEntropyView<T, Q>& view, const CrossEntropyBackwardPa
     }
     const T* z = view.input + row_offset(p.layout, row);
     T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, row);
+    Compute label_logit[kStrip];  // read first: the gradient may lie in the logits' place
+    if constexpr (kKind != TargetKind::kProbabilities) {
+      for (int64_t i = 0; i < strip; ++i) {
+        const int64_t label = view.ignored(row + i) ? 0 : label_of(p, row + i);
+        label_logit[i] = static_cast<Compute>(z[label * p.layout.class_stride + i]);
+      }
+    }
     Q* dq = static_cast<Q*>(p.grad_target) + row_offset(p.grad_layout, row);
     const Q* q = kKind == TargetKind::kProbabilities
                      ? view.probabilities + row_offset(p.target_layout, row)
@@ -147,12 +156,18 @@ void pixels_bwd(const CrossEntropyView<T, Q>& view, const CrossEntropyBackwardPa
         const int64_t label = label_of(p, row + i);
         if (label == p.ignore_index) continue;
         const RowBackward<T, Q, kKind> terms(view, p, row + i);
-        const Compute value = static_cast<Compute>(z[label * p.layout.class_stride + i]);
         dz[label * p.grad_layout.class_stride + i] =
-            static_cast<T>(terms.at_label(view, value, view.weight_of(label)));
+            static_cast<T>(terms.at_label(view, label_logit[i], view.weight_of(label)));
       }
     }
   });
+}
+
+template <class T, class Q, TargetKind kKind>
+void backward_block(const CrossEntropyView<T, Q>& view, const CrossEntropyBackwardParams& p,
+                    int64_t begin, int64_t end) {
+  const auto pass = p.layout.is_rows() ? rows_bwd<T, Q, kKind> : pixels_bwd<T, Q, kKind>;
+  pass(view, p, begin, end);
 }
 
 template <class T, class Q, TargetKind kKind>
@@ -160,16 +175,15 @@ void backward(const CrossEntropyBackwardParams& p) {
   const CrossEntropyView<T, Q> view(p);
   if (kKind != TargetKind::kProbabilities) check_labels(view);
   at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
-    const auto pass = p.layout.is_rows() ? rows_bwd<T, Q, kKind> : pixels_bwd<T, Q, kKind>;
-    pass(view, p, begin, end);
+    backward_block<T, Q, kKind>(view, p, begin, end);
   });
 }
 
 // ---- double backward ----
 
 // Per row, with <a, b> = sum_c a_c b_c:
-//   grad_grad_output = <v, W p - w q> - (1 - s) <u, w (z - lse)>           (times the mean's 1 / n)
-//   grad_input  = g W p (v - <p, v>) - g (1 - s) (w u - p <w, u>)
+//   grad_grad_output = <v, M p - w q> - (1 - s) <u, w (z - lse)>           (times the mean's 1 / n)
+//   grad_input  = g p (M (v - <p, v>) + 2 z_loss <p, v>) - g (1 - s) (w u - p <w, u>)
 //   grad_target = g (1 - s) w (<p, v> - v)
 template <class T, class Q, TargetKind kKind>
 void double_backward(const CrossEntropyDoubleBackwardParams& p) {
@@ -178,6 +192,7 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
   const CrossEntropyView<T, Q> view(p);
   if (kHasLabels) check_labels(view);
   const Compute* stats = static_cast<const Compute*>(p.stats);
+  const Compute twice_z = static_cast<Compute>(2 * p.z_loss);
   const Compute mean_scale = p.reduction == Reduction::kMean
                                  ? 1 / *static_cast<const Compute*>(p.total_weight)
                                  : Compute(1);
@@ -227,7 +242,7 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
         if (p.grad_input != nullptr) {
           const Compute prob = std::exp(distance(at)) / sum;
           static_cast<T*>(p.grad_input)[at] =
-              static_cast<T>(grad * (row_mass * prob * (v_c - pv) -
+              static_cast<T>(grad * (prob * (row_mass * (v_c - pv) + twice_z * pv) -
                                      view.keep * (w * value_of(u, at) - prob * wu)));
         }
         if (p.grad_target != nullptr) {
@@ -242,6 +257,13 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
 
 void cross_entropy_backward_cpu(const CrossEntropyBackwardParams& p) {
   for_problem(p, [&]<class T, class Q, TargetKind kKind>() { backward<T, Q, kKind>(p); });
+}
+
+void cross_entropy_backward_block_cpu(const CrossEntropyBackwardParams& p, int64_t begin,
+                                      int64_t end) {
+  for_problem(p, [&]<class T, class Q, TargetKind kKind>() {
+    backward_block<T, Q, kKind>(CrossEntropyView<T, Q>(p), p, begin, end);
+  });
 }
 
 void cross_entropy_double_backward_cpu(const CrossEntropyDoubleBackwardParams& p) {

@@ -1,6 +1,7 @@
 // Cross entropy on the CPU, forward: vectorised over classes when they lie side by side, else over
 // pixels. A row is read twice, the second time from cache. Row losses are summed in row order, so
-// the result does not depend on the number of threads.
+// the result does not depend on the number of threads. Where the gradient is wanted as well, a
+// block of rows has its backward while it is in the cache.
 #include <memory>
 
 #include "ops/cross_entropy/cross_entropy_cpu.h"
@@ -184,12 +185,18 @@ void pixels_fwd(const CrossEntropyView<T, Q>& view, int64_t begin, int64_t end,
   });
 }
 
+// Bytes of logits that stay in a core's cache from a forward to a backward.
+constexpr int64_t kBlockBytes = 1 << 18;
+
 template <class T, class Q, TargetKind kKind>
-void forward(const CrossEntropyParams& p) {
+void forward(const CrossEntropyParams& p, const CrossEntropyBackwardParams* gradient) {
   using Compute = CpuCompute<T>;
   const CrossEntropyView<T, Q> view(p);
   constexpr bool kHasLabels = kKind != TargetKind::kProbabilities;
   double total = kHasLabels ? check_labels(view) : static_cast<double>(p.classes == 0 ? 0 : p.rows);
+
+  const bool reduced = p.reduction != Reduction::kNone;
+  *static_cast<Compute*>(p.total_weight) = reduced ? static_cast<Compute>(total) : Compute(0);
 
   Compute* row_max = static_cast<Compute*>(p.stats);
   Compute* row_sum = row_max + p.rows;
@@ -198,7 +205,7 @@ void forward(const CrossEntropyParams& p) {
   Compute* linear_of = row_loss + p.rows;
   Compute* mass_of = row_max + 2 * p.rows;
 
-  at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
+  auto forward_block = [&](int64_t begin, int64_t end) {
     const auto pass = p.layout.is_rows() ? rows_fwd<T, Q, kKind> : pixels_fwd<T, Q, kKind>;
     pass(view, begin, end, row_max, row_sum, linear_of, mass_of);
     for (int64_t row = begin; row < end && p.classes != 0; ++row) {
@@ -210,6 +217,7 @@ void forward(const CrossEntropyParams& p) {
                           row_sum + begin, end - begin);
     for (int64_t row = begin; row < end; ++row) {
       const Compute log_sum = p.classes == 0 ? Compute(0) : row_loss[row];
+      if (p.lse != nullptr) static_cast<Compute*>(p.lse)[row] = row_max[row] + log_sum;
       if constexpr (kHasLabels) {
         const int64_t label = label_of(p, row);
         if (label == p.ignore_index) {
@@ -227,11 +235,23 @@ void forward(const CrossEntropyParams& p) {
       } else {
         row_loss[row] = mass_of[row] * log_sum - linear_of[row];
       }
+      if (p.z_loss != 0 && p.classes != 0) {
+        const Compute lse = row_max[row] + log_sum;
+        row_loss[row] += static_cast<Compute>(p.z_loss) * lse * lse;
+      }
+    }
+  };
+  const int64_t row_bytes = std::max<int64_t>(1, p.classes * sizeof(T));
+  const int64_t block = gradient == nullptr ? std::max<int64_t>(1, p.rows)
+                                            : ceil_div(std::max(kBlockBytes, row_bytes), row_bytes);
+  at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row += block) {
+      const int64_t last = std::min(end, row + block);
+      forward_block(row, last);
+      if (gradient != nullptr) cross_entropy_backward_block_cpu(*gradient, row, last);
     }
   });
 
-  const bool reduced = p.reduction != Reduction::kNone;
-  *static_cast<Compute*>(p.total_weight) = reduced ? static_cast<Compute>(total) : Compute(0);
   if (!reduced) {
     for (int64_t row = 0; row < p.rows; ++row) {
       write_either<T>(p.loss, view.loss_is_compute, row, row_loss[row]);
@@ -247,7 +267,14 @@ void forward(const CrossEntropyParams& p) {
 }  // namespace
 
 void cross_entropy_cpu(const CrossEntropyParams& p) {
-  for_problem(p, [&]<class T, class Q, TargetKind kKind>() { forward<T, Q, kKind>(p); });
+  for_problem(p, [&]<class T, class Q, TargetKind kKind>() { forward<T, Q, kKind>(p, nullptr); });
+}
+
+void cross_entropy_gradient_cpu(const CrossEntropyGradientParams& p) {
+  const CrossEntropyBackwardParams gradient = backward_of(p);
+  for_problem(p, [&]<class T, class Q, TargetKind kKind>() {
+    if constexpr (kKind != TargetKind::kProbabilities) forward<T, Q, kKind>(p, &gradient);
+  });
 }
 
 }  // namespace warpwright

@@ -102,10 +102,13 @@ struct CrossEntropyView {
 
   Compute weight_of(int64_t c) const { return weight == nullptr ? Compute(1) : weight[c]; }
   bool ignored(int64_t row) const { return label_of(p, row) == p.ignore_index; }
-  // W = sum_c w_c q_c; 0 of an ignored row.
+  // M = sum_c w_c q_c + 2 z_loss lse; 0 of an ignored row.
   Compute row_mass(const Compute* stats, int64_t row) const {
-    if (p.kind != TargetKind::kLabels) return stats[2 * p.rows + row];
-    return ignored(row) ? Compute(0) : weight_of(label_of(p, row));
+    if (p.kind != TargetKind::kProbabilities && ignored(row)) return Compute(0);
+    const Compute mass =
+        p.kind == TargetKind::kLabels ? weight_of(label_of(p, row)) : stats[2 * p.rows + row];
+    if (p.z_loss == 0) return mass;
+    return mass + static_cast<Compute>(2 * p.z_loss) * (stats[row] + std::log(stats[p.rows + row]));
   }
   int64_t grain() const {
     return std::max<int64_t>(1, kCpuGrain / 4 / std::max<int64_t>(1, p.classes));
@@ -125,7 +128,9 @@ template <class T, class Q, class Params>
 CpuCompute<T> row_grad(const CrossEntropyView<T, Q>& view, const Params& p, int64_t row) {
   using Compute = CpuCompute<T>;
   const bool per_row = p.reduction == Reduction::kNone;
-  const Compute grad = read_either<T>(p.grad_output, view.loss_is_compute, per_row ? row : 0);
+  const Compute grad = p.grad_output == nullptr
+                           ? Compute(1)
+                           : read_either<T>(p.grad_output, view.loss_is_compute, per_row ? row : 0);
   return p.reduction == Reduction::kMean ? grad / *static_cast<const Compute*>(p.total_weight)
                                          : grad;
 }
@@ -168,6 +173,10 @@ void for_strips(const CrossEntropyProblem& p, int64_t begin, int64_t end, F&& f)
     row += count;
   }
 }
+
+// Rows [begin, end) of a backward, by the calling thread.
+void cross_entropy_backward_block_cpu(const CrossEntropyBackwardParams& p, int64_t begin,
+                                      int64_t end);
 
 // Calls f<T, Q, kKind>() for the problem's types; Q is the type of probabilities.
 template <class F>

@@ -164,6 +164,20 @@ struct RowSums {
     mass += other.mass;
   }
 
+  // Four numbers in memory that threads share.
+  __device__ __forceinline__ void store(Acc* slot) const {
+    slot[0] = max;
+    slot[1] = sum;
+    slot[2] = linear;
+    slot[3] = mass;
+  }
+  __device__ __forceinline__ void load(const Acc* slot) {
+    max = slot[0];
+    sum = slot[1];
+    linear = slot[2];
+    mass = slot[3];
+  }
+
   __device__ __forceinline__ RowSums from_lane(int offset) const {
     RowSums other;
     other.max = __shfl_xor_sync(kFullMask, max, offset);
@@ -211,6 +225,11 @@ __device__ __forceinline__ LossShare<Accum<T>> finish_row(const CrossEntropyPara
       share.loss = sums.max = quiet_nan(Acc());
     }
   }
+  const Acc lse = sums.max + log_sum;
+  if (p.z_loss != 0 && (kKind == TargetKind::kProbabilities || label.valid) && p.classes != 0) {
+    share.loss += static_cast<Acc>(p.z_loss) * lse * lse;
+  }
+  if (p.lse != nullptr) static_cast<Acc*>(p.lse)[row] = lse;
   stats[row] = sums.max;
   stats[p.rows + row] = sums.sum;
   if constexpr (kKind != TargetKind::kLabels) stats[2 * p.rows + row] = sums.mass;
@@ -225,34 +244,34 @@ __device__ __forceinline__ void write_reduced(const CrossEntropyParams& p, Sum l
     *static_cast<Accum<T>*>(p.total_weight) = 0;
     return;
   }
-  if (p.reduction == Reduction::kMean) loss /= weight;
+  Accum<T>* total = static_cast<Accum<T>*>(p.total_weight);
+  if (p.reduction == Reduction::kMean) loss /= p.counted ? static_cast<Sum>(*total) : weight;
   write_either<T>(p.loss, p.loss_dtype, 0, static_cast<Accum<T>>(loss));
-  *static_cast<Accum<T>*>(p.total_weight) = static_cast<Accum<T>>(weight);
+  if (!p.counted) *total = static_cast<Accum<T>>(weight);
 }
 
-// Last words of a forward block: its rows' shares, in a fixed order, to `partials` or to the end.
-// Every thread of the block calls it; `shared` holds one number a warp.
+// Last words of a forward block: its rows' shares, in a fixed order, to partial `index` of `count`
+// or to the end. Every thread of the block calls it; `shared` holds one number a warp.
 template <class T>
 __device__ __forceinline__ void finish_block(const CrossEntropyParams& p, LossShare<Accum<T>> share,
-                                             Accum<T>* shared) {
+                                             Accum<T>* shared, int64_t index, int64_t count) {
   using Acc = Accum<T>;
   if (p.reduction != Reduction::kNone) {
     share.loss = block_reduce(share.loss, Sum{}, Acc(0), shared);
     share.weight = block_reduce(share.weight, Sum{}, Acc(0), shared);
   }
   if (threadIdx.x != 0) return;
-  if (gridDim.x == 1 || (p.reduction == Reduction::kNone && blockIdx.x == 0)) {
+  if (count == 1 || (p.reduction == Reduction::kNone && index == 0)) {
     write_reduced<T>(p, share.loss, share.weight);
   } else if (p.reduction != Reduction::kNone) {
-    Acc* partials = static_cast<Acc*>(p.partials) + 2 * int64_t{blockIdx.x};
+    Acc* partials = static_cast<Acc*>(p.partials) + 2 * index;
     partials[0] = share.loss;
     partials[1] = share.weight;
   }
 }
 
-// Adds the blocks' shares up: the second launch of a reduced forward.
-void launch_cross_entropy_reduce(const CrossEntropyParams& p, const CrossEntropyConfig& config,
-                                 cudaStream_t stream);
+// Adds `count` partials up: the second launch of a reduced forward.
+void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream);
 
 // The kernels where classes lie apart.
 void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyConfig& config,
@@ -262,34 +281,53 @@ void launch_cross_entropy_bwd_pixels(const CrossEntropyBackwardParams& p,
 
 // ---- backward ----
 
-// A row's gradient: grad_input = g (W p - w q) and grad_target = -g (1 - s) w log p, with
-// p = exp(z - max) / sum. The difference comes first: it is exactly 0 where it should be.
+// A row's gradient: grad_input = g (M p - w q) and grad_target = -g (1 - s) w log p, with
+// p = exp(z - max) / sum and M = W + 2 z_loss lse. The difference comes first: it is exactly 0
+// where it should be.
 template <class T, TargetKind kKind>
 struct RowGradient {
   using Acc = Accum<T>;
   Acc max, sum;
   Acc grad;         // g; 0 of an ignored row
-  Acc mass;         // W
-  Acc mass_by_sum;  // W / sum
+  Acc mass;         // M
+  Acc mass_by_sum;  // M / sum
   int64_t label = -1;
   bool zero = false;  // all of it is 0, whatever the logits are: they need not be read
 
+  // From what a forward left behind.
   template <class Params>
   __device__ __forceinline__ RowGradient(const Params& p, int64_t row) {
     const Acc* stats = static_cast<const Acc*>(p.stats);
-    max = stats[row];
-    sum = stats[p.rows + row];
-    grad = read_either<T>(p.grad_output, p.loss_dtype,
-                          p.reduction == Reduction::kNone ? row : int64_t{0});
-    if (p.reduction == Reduction::kMean) grad /= *static_cast<const Acc*>(p.total_weight);
+    Acc g = 1;
+    if (p.grad_output != nullptr) {
+      g = read_either<T>(p.grad_output, p.loss_dtype,
+                         p.reduction == Reduction::kNone ? row : int64_t{0});
+    }
+    if (p.reduction == Reduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
+    Label target{-1, false, false};
+    if constexpr (kKind != TargetKind::kProbabilities) target = load_label(p, row);
+    const Acc saved_mass = kKind == TargetKind::kLabels ? Acc(0) : stats[2 * p.rows + row];
+    set(p, target, stats[row], stats[p.rows + row], saved_mass, g);
+  }
+
+  // `row_mass` is W where q is not one-hot.
+  __device__ __forceinline__ RowGradient(const CrossEntropyProblem& p, const Label& target,
+                                         Acc row_max, Acc row_sum, Acc row_mass, Acc g) {
+    set(p, target, row_max, row_sum, row_mass, g);
+  }
+
+  __device__ __forceinline__ void set(const CrossEntropyProblem& p, const Label& target,
+                                      Acc row_max, Acc row_sum, Acc row_mass, Acc g) {
+    max = row_max;
+    sum = row_sum;
+    grad = g;
     if constexpr (kKind == TargetKind::kProbabilities) {
-      mass = stats[2 * p.rows + row];
+      mass = row_mass;
     } else {
-      const Label target = load_label(p, row);
       mass = 0;
       if (target.valid) {
         label = target.value;
-        mass = kKind == TargetKind::kLabels ? class_weight<Acc>(p, label) : stats[2 * p.rows + row];
+        mass = kKind == TargetKind::kLabels ? class_weight<Acc>(p, label) : row_mass;
       } else if (target.ignored) {
         grad = 0;
         // NaN and infinities of an ignored row come through, as in native's 0 * NaN.
@@ -298,6 +336,9 @@ struct RowGradient {
       } else {
         grad = quiet_nan(Acc());
       }
+    }
+    if (p.z_loss != 0 && (kKind == TargetKind::kProbabilities || label >= 0)) {
+      mass += Acc(2) * static_cast<Acc>(p.z_loss) * (max + log(sum));
     }
     mass_by_sum = mass / sum;
   }
@@ -324,6 +365,50 @@ __device__ __forceinline__ Acc weighted_target(const CrossEntropyProblem& p,
     const Acc q = kKind == TargetKind::kProbabilities ? smoothing.spread + smoothing.keep * target
                                                       : smoothing.spread;
     return q * class_weight<Acc>(p, c);
+  }
+}
+
+// One vector of a row: gradients of kVec classes from `c` on.
+template <class T, class Q, TargetKind kKind, int kVec>
+__device__ __forceinline__ void write_gradients(const CrossEntropyProblem& p,
+                                                const Smoothing<Accum<T>>& smoothing,
+                                                const RowGradient<T, kKind>& gradient, int64_t c,
+                                                const Vec<T, kVec>& z, const Q* q, T* dz, Q* dq) {
+  using Acc = Accum<T>;
+  Acc distance[kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) distance[j] = gradient.distance(convert<Acc>(z[j]));
+  if (dz != nullptr) {
+    Acc target[kVec] = {};
+    if constexpr (kKind == TargetKind::kProbabilities) load_converted<kVec>(q + c, target);
+    Acc result[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      result[j] = gradient(distance[j], weighted_target<kKind>(p, smoothing, c + j, target[j]));
+    }
+    if constexpr (kKind != TargetKind::kProbabilities) {
+      const int64_t hit = gradient.label - c;
+      if (hit >= 0 && hit < kVec) {
+        const Acc w = class_weight<Acc>(p, gradient.label);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) {
+          if (hit == j) result[j] = gradient.at_label(convert<Acc>(z[j]), w, smoothing);
+        }
+      }
+    }
+    store_converted<kVec>(dz + c, result);
+  }
+  if constexpr (kKind == TargetKind::kProbabilities) {
+    if (dq != nullptr) {
+      const Acc log_sum = log(gradient.sum);
+      Acc result[kVec];
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        result[j] =
+            -gradient.grad * smoothing.keep * class_weight<Acc>(p, c + j) * (distance[j] - log_sum);
+      }
+      store_converted<kVec>(dq + c, result);
+    }
   }
 }
 

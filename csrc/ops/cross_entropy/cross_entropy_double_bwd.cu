@@ -1,7 +1,7 @@
 // Hessian times (v, u), for the double backward and forward-mode AD. Rarely the bottleneck: two
 // scalar passes over a row.
-//   grad_grad_output = <v, W p - w q> - (1 - s) <u, w log p>      (times the mean's 1 / n)
-//   grad_input  = g (W p (v - <p, v>) - (1 - s) (w u - p <w, u>))
+//   grad_grad_output = <v, M p - w q> - (1 - s) <u, w log p>      (times the mean's 1 / n)
+//   grad_input  = g (p (M (v - <p, v>) + 2 z_loss <p, v>) - (1 - s) (w u - p <w, u>))
 //   grad_target = g (1 - s) w (<p, v> - v)
 #include "host/launch.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kThreads)
     const Acc w = class_weight<Acc>(p, c);
     if (p.grad_input != nullptr) {
       Acc result = gradient.mass * prob * (v_c - pv);
+      if (p.z_loss != 0) result += Acc(2) * static_cast<Acc>(p.z_loss) * prob * pv;
       if (!kHasLabels && u != nullptr) {
         result -= smoothing.keep * (w * convert<Acc>(u[start + at]) - prob * wu);
       }

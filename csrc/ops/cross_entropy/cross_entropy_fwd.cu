@@ -106,22 +106,12 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     if (lanes > kWarpSize) {  // the block's only row
       const int warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
       if (threadIdx.x % kWarpSize == 0) {
-        Acc* slot = shared_sums[warp];
-        slot[0] = sums.max;
-        slot[1] = sums.sum;
-        slot[2] = sums.linear;
-        slot[3] = sums.mass;
+        sums.store(shared_sums[warp]);
       }
       __syncthreads();
       if (warp == 0) {
         sums = Sums();
-        if (threadIdx.x < num_warps) {
-          const Acc* slot = shared_sums[threadIdx.x];
-          sums.max = slot[0];
-          sums.sum = slot[1];
-          sums.linear = slot[2];
-          sums.mass = slot[3];
-        }
+        if (threadIdx.x < num_warps) sums.load(shared_sums[threadIdx.x]);
         for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
           sums.merge(sums.from_lane(offset));
         }
@@ -137,7 +127,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       total.weight += share.weight;
     }
   }
-  finish_block<T>(p, total, shared_share);
+  finish_block<T>(p, total, shared_share, blockIdx.x, gridDim.x);
 }
 
 // Layout: partials (num_partials, 2). Grid: one block. Sums in double, which costs nothing here.
@@ -160,12 +150,9 @@ __global__ void __launch_bounds__(kReduceThreads)
 
 }  // namespace
 
-void launch_cross_entropy_reduce(const CrossEntropyParams& p, const CrossEntropyConfig& config,
-                                 cudaStream_t stream) {
-  if (!needs_partials(p, config)) return;
+void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream) {
   for_dtype(p.dtype, [&]<class T>() {
-    launch(cross_entropy_reduce_kernel<T>, dim3(1), dim3(kReduceThreads), 0, stream, p,
-           config.blocks);
+    launch(cross_entropy_reduce_kernel<T>, dim3(1), dim3(kReduceThreads), 0, stream, p, count);
   });
 }
 
@@ -191,7 +178,7 @@ void launch_cross_entropy_fwd(const CrossEntropyParams& p, const CrossEntropyCon
       }
     });
   }
-  launch_cross_entropy_reduce(p, config, stream);
+  if (needs_partials(p, config)) launch_cross_entropy_reduce(p, config.blocks, stream);
 }
 
 }  // namespace warpwright

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(256)
       total.weight += share.weight;
     }
   }
-  finish_block<T>(p, total, shared_share);
+  finish_block<T>(p, total, shared_share, blockIdx.x, gridDim.x);
 }
 
 // Layout and grid as the forward's; gradients have a layout of their own.

@@ -1,6 +1,8 @@
 // The ops behind cross_entropy (cross_entropy_call_torch.cpp) on every dispatch key.
 //   cross_entropy_forward          one read of the logits -> (loss, row_stats, total_weight)
 //   cross_entropy_backward         gradient by input and by probabilities
+//   cross_entropy_backward_        gradient by input, in its place
+//   cross_entropy_lse              log sum exp of the rows, of which the forward knows max and sum
 //   cross_entropy_double_backward  Hessian times (v, u): the derivative of the backward, and every
 //                                  forward-mode derivative, since the Hessian is symmetric
 #include <ATen/TensorOperators.h>
@@ -10,8 +12,7 @@
 #include <array>
 #include <tuple>
 
-#include "ops/cross_entropy/cross_entropy.h"
-#include "ops/cross_entropy/cross_entropy_torch.h"
+#include "ops/cross_entropy/cross_entropy_operands_torch.h"
 #include "torch/autograd.h"
 #include "torch/dispatch.h"
 
@@ -21,7 +22,7 @@
 
 namespace warpwright {
 
-// ---- checks, shared with cross_entropy_call_torch.cpp ----
+// ---- checks ----
 
 void check_cross_entropy_dtypes(const Tensor& input, const Tensor& target) {
   if (is_probabilities(input, target)) {
@@ -64,8 +65,8 @@ static void check_label_shape(const Tensor& input, const Tensor& target) {
 }
 
 void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
-                         int64_t reduction, const c10::SymInt& ignore_index,
-                         double label_smoothing) {
+                         const LossOptions& options) {
+  const auto& [reduction, ignore_index, label_smoothing, z_loss, inplace] = options;
   check_cross_entropy_dtypes(input, target);
   TORCH_CHECK_INDEX(input.dim() > 0, "Dimension specified as 1 but tensor has no dimensions");
   TORCH_CHECK(!(label_smoothing > 1),
@@ -115,116 +116,19 @@ using Mask3 = std::array<bool, 3>;
 using Tensor2 = std::tuple<Tensor, Tensor>;
 using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
 
-// ---- output shapes ----
-
-TargetKind kind_of(const Tensor& input, const Tensor& target, double label_smoothing) {
-  if (is_probabilities(input, target)) return TargetKind::kProbabilities;
-  // One class is its own uniform distribution; unsmoothed, its gradient is exactly 0.
-  const bool smoothed = label_smoothing > 0 && input.sym_size(class_dim(input)) != 1;
-  return smoothed ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
-}
-
-// (loss, row_stats, total_weight); a row's index is the flat index of its label.
-template <class Int>
-Tensor3 empty_outputs(const Tensor& input, TargetKind kind, int64_t reduction, ScalarType dtype) {
-  const auto sizes = sizes_of(input, Int());
-  c10::SmallVector<Int, 6> stats_sizes{Int(num_stats(kind))};
-  for (int64_t d = 0; d < input.dim(); ++d) {
-    if (d != class_dim(input)) stats_sizes.push_back(sizes[d]);
-  }
-  const c10::ArrayRef<Int> all(stats_sizes);
-  const auto options = input.options().dtype(accum_type(input.scalar_type()));
-  return {empty_of(reduction == at::Reduction::None ? all.slice(1) : c10::ArrayRef<Int>(),
-                   input.options().dtype(dtype)),
-          empty_of(all, options), empty_of(c10::ArrayRef<Int>(), options)};
-}
-
-std::optional<RowLayout> find_layout(const Tensor& tensor) {
-  const auto rows = find_rows<int64_t>(tensor);
-  if (!rows) return std::nullopt;
-  return RowLayout{rows->inner, rows->outer_stride, rows->inner_stride, rows->class_stride};
-}
-
-// ---- checks ----
-
-// The pairs that kernels are built for; `cross_entropy` converts to one of them.
-void check_kernel_dtypes(const Tensor& input, const Tensor& target, ScalarType loss_dtype) {
-  const ScalarType type = input.scalar_type(), accum = accum_type(type);
-  TORCH_CHECK(loss_dtype == type || loss_dtype == accum, "cross_entropy: dtype: expected ", type,
-              " or ", accum, ", got ", loss_dtype);
-  if (!is_probabilities(input, target)) return;
-  const ScalarType q = target.scalar_type();
-  TORCH_CHECK(q == type || q == accum, "cross_entropy: target: expected probabilities of type ",
-              type, " or ", accum, ", got ", q);
-}
-
 // ---- CPU and CUDA ----
-
-// The operands in a form the kernels take, kept alive while a kernel is set up.
-struct Operands {
-  Tensor input, target, weight;
-
-  Operands(const Tensor& input_, const Tensor& target_, const OptionalTensor& weight_)
-      : input(input_), target(target_) {
-    if (weight_.has_value() && weight_->defined()) {
-      weight = weight_->to(accum_type(input.scalar_type())).contiguous();
-    }
-  }
-
-  // Logits and probabilities that share is_rows(); `like` (if defined) prescribes it.
-  void arrange(bool probabilities, const Tensor& like) {
-    if (!probabilities) target = target.contiguous();
-    auto layout = find_layout(input);
-    auto target_layout = probabilities ? find_layout(target) : layout;
-    const auto wanted = like.defined() ? find_layout(like) : layout;
-    const bool fits = layout && target_layout && layout->is_rows() == wanted->is_rows() &&
-                      target_layout->is_rows() == wanted->is_rows();
-    if (fits) return;
-    const Tensor order =
-        like.defined() ? like : empty_gradient<int64_t>(input, input.scalar_type());
-    input = in_order_of(input, order);
-    if (probabilities) target = in_order_of(target, order);
-  }
-
-  CrossEntropyProblem problem(TargetKind kind, int64_t reduction, int64_t ignore_index,
-                              double label_smoothing, ScalarType loss_dtype) const {
-    const int64_t classes = input.size(class_dim(input));
-    int64_t rows = 1;
-    for (int64_t d = 0; d < input.dim(); ++d) rows *= d == class_dim(input) ? 1 : input.size(d);
-    const bool probabilities = kind == TargetKind::kProbabilities;
-    const RowLayout layout = *find_layout(input);
-    CrossEntropyProblem p;
-    p.dtype = dtype_of(input);
-    p.target_dtype = dtype_of(target);
-    p.loss_dtype = *find_dtype(loss_dtype);
-    p.kind = kind;
-    p.reduction = static_cast<Reduction>(reduction);
-    p.rows = rows;
-    p.classes = classes;
-    p.ignore_index = ignore_index;
-    p.label_smoothing = kind != TargetKind::kLabels && label_smoothing > 0 ? label_smoothing : 0;
-    p.layout = layout;
-    p.target_layout = probabilities ? *find_layout(target) : layout;
-    p.input = input.const_data_ptr();
-    p.target = target.const_data_ptr();
-    p.weight = weight.defined() ? weight.const_data_ptr() : nullptr;
-    return p;
-  }
-};
 
 template <class Run>
 Tensor3 cross_entropy_forward_with(const Tensor& input, const Tensor& target,
-                                   const OptionalTensor& weight, int64_t reduction,
-                                   int64_t ignore_index, double label_smoothing, ScalarType dtype,
-                                   Run&& run) {
-  check_cross_entropy(input, target, value_or_undefined(weight), reduction, ignore_index,
-                      label_smoothing);
+                                   const OptionalTensor& weight, const LossOptions& options,
+                                   ScalarType dtype, Run&& run) {
+  check_cross_entropy(input, target, value_or_undefined(weight), options);
   check_kernel_dtypes(input, target, dtype);
-  const TargetKind kind = kind_of(input, target, label_smoothing);
-  Tensor3 outputs = empty_outputs<int64_t>(input, kind, reduction, dtype);
+  const TargetKind kind = kind_of(input, target, options.label_smoothing);
+  Tensor3 outputs = empty_outputs<int64_t>(input, kind, options.reduction, dtype);
   Operands operands(input, target, weight);
   operands.arrange(kind == TargetKind::kProbabilities, Tensor());
-  CrossEntropyParams p{operands.problem(kind, reduction, ignore_index, label_smoothing, dtype)};
+  CrossEntropyParams p{operands.problem(kind, options, dtype)};
   p.loss = std::get<0>(outputs).mutable_data_ptr();
   p.stats = std::get<1>(outputs).mutable_data_ptr();
   p.total_weight = std::get<2>(outputs).mutable_data_ptr();
@@ -232,14 +136,25 @@ Tensor3 cross_entropy_forward_with(const Tensor& input, const Tensor& target,
   return outputs;
 }
 
-// What both derivative ops check about the forward's results.
+void check_inplace_logits(const Tensor& input, const Tensor& target) {
+  TORCH_CHECK(!is_probabilities(input, target) && is_walkable_in_place(input),
+              "cross_entropy_backward_: input: expected dense logits of labels, got strides ",
+              input.sym_strides());
+}
+
+// log sum exp of every row, as the forward found it.
+Tensor lse_of(const Tensor& input, const Tensor& row_stats) {
+  return row_stats.select(0, 0) + row_stats.select(0, 1).log();
+}
+
+// What the derivative ops check about the forward's results.
 void check_saved(const Tensor& input, const Tensor& target, const Tensor& weight,
                  const Tensor& grad_output, const Tensor& row_stats, const Tensor& total_weight,
-                 int64_t reduction, const SymInt& ignore_index, double label_smoothing) {
-  check_cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing);
+                 const LossOptions& options) {
+  check_cross_entropy(input, target, weight, options);
   check_kernel_dtypes(input, target, grad_output.scalar_type());
   const ScalarType accum = accum_type(input.scalar_type());
-  const TargetKind kind = kind_of(input, target, label_smoothing);
+  const TargetKind kind = kind_of(input, target, options.label_smoothing);
   const SymInt classes = input.sym_size(class_dim(input));
   const SymInt rows =
       classes == 0 ? row_stats.sym_numel() / num_stats(kind) : input.sym_numel() / classes;
@@ -250,20 +165,30 @@ void check_saved(const Tensor& input, const Tensor& target, const Tensor& weight
   TORCH_CHECK(total_weight.scalar_type() == accum && total_weight.sym_numel() == 1,
               "cross_entropy_backward: total_weight: expected the forward's, got ",
               total_weight.scalar_type(), " ", total_weight.sym_sizes());
-  TORCH_CHECK(grad_output.sym_numel() == (reduction == at::Reduction::None ? rows : SymInt(1)),
-              "cross_entropy_backward: grad_output: expected the loss's shape, got ",
-              grad_output.sym_sizes());
+  TORCH_CHECK(
+      grad_output.sym_numel() == (options.reduction == at::Reduction::None ? rows : SymInt(1)),
+      "cross_entropy_backward: grad_output: expected the loss's shape, got ",
+      grad_output.sym_sizes());
+}
+
+CrossEntropyBackwardParams backward_params(const Operands& operands, TargetKind kind,
+                                           const Tensor& dloss, const Tensor& row_stats,
+                                           const Tensor& total_weight, const LossOptions& options) {
+  CrossEntropyBackwardParams p{operands.problem(kind, options, dloss.scalar_type())};
+  p.grad_output = dloss.const_data_ptr();
+  p.stats = row_stats.const_data_ptr();
+  p.total_weight = total_weight.const_data_ptr();
+  return p;
 }
 
 template <class Run>
 Tensor2 cross_entropy_backward_with(const Tensor& grad_output, const Tensor& input,
                                     const Tensor& target, const OptionalTensor& weight,
                                     const Tensor& row_stats, const Tensor& total_weight,
-                                    int64_t reduction, int64_t ignore_index, double label_smoothing,
-                                    Mask2 output_mask, Run&& run) {
+                                    const LossOptions& options, Mask2 output_mask, Run&& run) {
   check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
-              reduction, ignore_index, label_smoothing);
-  const TargetKind kind = kind_of(input, target, label_smoothing);
+              options);
+  const TargetKind kind = kind_of(input, target, options.label_smoothing);
   const bool probabilities = kind == TargetKind::kProbabilities;
   const Tensor grad_input = empty_gradient<int64_t>(input, input.scalar_type());
   Tensor grad_target;
@@ -273,11 +198,7 @@ Tensor2 cross_entropy_backward_with(const Tensor& grad_output, const Tensor& inp
   Operands operands(input, target, weight);
   operands.arrange(probabilities, grad_input);
   const Tensor dloss = grad_output.contiguous();
-  CrossEntropyBackwardParams p{
-      operands.problem(kind, reduction, ignore_index, label_smoothing, grad_output.scalar_type())};
-  p.grad_output = dloss.const_data_ptr();
-  p.stats = row_stats.const_data_ptr();
-  p.total_weight = total_weight.const_data_ptr();
+  auto p = backward_params(operands, kind, dloss, row_stats, total_weight, options);
   p.grad_layout = *find_layout(grad_input);
   p.grad_input = output_mask[0] ? grad_input.mutable_data_ptr() : nullptr;
   p.grad_target = grad_target.defined() ? grad_target.mutable_data_ptr() : nullptr;
@@ -285,16 +206,35 @@ Tensor2 cross_entropy_backward_with(const Tensor& grad_output, const Tensor& inp
   return {output_mask[0] ? grad_input : Tensor(), grad_target};
 }
 
+// Where a kernel reads an element of the logits, it is the one that writes it.
+template <class Run>
+void cross_entropy_backward_inplace_with(const Tensor& grad_output, const Tensor& input,
+                                         const Tensor& target, const OptionalTensor& weight,
+                                         const Tensor& row_stats, const Tensor& total_weight,
+                                         const LossOptions& options, Run&& run) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              options);
+  check_inplace_logits(input, target);
+  Operands operands(input, target, weight);
+  operands.arrange(/*probabilities=*/false, input);
+  const Tensor dloss = grad_output.contiguous();
+  auto p = backward_params(operands, kind_of(input, target, options.label_smoothing), dloss,
+                           row_stats, total_weight, options);
+  p.grad_layout = p.layout;
+  p.grad_input = input.mutable_data_ptr();
+  if (input.numel() != 0) run(p);
+}
+
 template <class Run>
 Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const OptionalTensor& u,
                                            const Tensor& grad_output, const Tensor& input,
                                            const Tensor& target, const OptionalTensor& weight,
                                            const Tensor& row_stats, const Tensor& total_weight,
-                                           int64_t reduction, int64_t ignore_index,
-                                           double label_smoothing, Mask3 output_mask, Run&& run) {
+                                           const LossOptions& options, Mask3 output_mask,
+                                           Run&& run) {
   check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
-              reduction, ignore_index, label_smoothing);
-  const TargetKind kind = kind_of(input, target, label_smoothing);
+              options);
+  const TargetKind kind = kind_of(input, target, options.label_smoothing);
   const bool probabilities = kind == TargetKind::kProbabilities;
   const Tensor grad_input = empty_gradient<int64_t>(input, input.scalar_type());
   Operands operands(input, target, weight);
@@ -314,8 +254,7 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
       want_target ? empty_gradient<int64_t>(input, target.scalar_type()) : Tensor();
   const Tensor per_row = output_mask[0] ? at::empty_like(row_stats.select(0, 0)) : Tensor();
 
-  CrossEntropyDoubleBackwardParams p{
-      operands.problem(kind, reduction, ignore_index, label_smoothing, grad_output.scalar_type())};
+  CrossEntropyDoubleBackwardParams p{operands.problem(kind, options, grad_output.scalar_type())};
   p.grad_output = dloss.const_data_ptr();
   p.stats = row_stats.const_data_ptr();
   p.total_weight = total_weight.const_data_ptr();
@@ -328,7 +267,7 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
 
   Tensor grad_grad_output = per_row;
   if (output_mask[0]) {
-    if (reduction != at::Reduction::None) grad_grad_output = per_row.sum();
+    if (options.reduction != at::Reduction::None) grad_grad_output = per_row.sum();
     grad_grad_output = grad_grad_output.to(grad_output.scalar_type());
   }
   return {grad_grad_output, output_mask[1] ? grad_input : Tensor(), grad_target};
@@ -336,19 +275,32 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
 
 Tensor3 cross_entropy_forward_cpu(const Tensor& input, const Tensor& target,
                                   const OptionalTensor& weight, int64_t reduction,
-                                  int64_t ignore_index, double label_smoothing, ScalarType dtype) {
-  return cross_entropy_forward_with(input, target, weight, reduction, ignore_index, label_smoothing,
-                                    dtype, cross_entropy_cpu);
+                                  int64_t ignore_index, double label_smoothing, ScalarType dtype,
+                                  double z_loss, bool) {
+  return cross_entropy_forward_with(input, target, weight,
+                                    {reduction, ignore_index, label_smoothing, z_loss}, dtype,
+                                    cross_entropy_cpu);
 }
 
 Tensor2 cross_entropy_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
                                           const Tensor& target, const OptionalTensor& weight,
                                           const Tensor& row_stats, const Tensor& total_weight,
                                           int64_t reduction, int64_t ignore_index,
-                                          double label_smoothing, Mask2 output_mask) {
+                                          double label_smoothing, Mask2 output_mask,
+                                          double z_loss) {
   return cross_entropy_backward_with(grad_output, input, target, weight, row_stats, total_weight,
-                                     reduction, ignore_index, label_smoothing, output_mask,
-                                     cross_entropy_backward_cpu);
+                                     {reduction, ignore_index, label_smoothing, z_loss},
+                                     output_mask, cross_entropy_backward_cpu);
+}
+
+void cross_entropy_backward_inplace_cpu(const Tensor& grad_output, const Tensor& input,
+                                        const Tensor& target, const OptionalTensor& weight,
+                                        const Tensor& row_stats, const Tensor& total_weight,
+                                        int64_t reduction, int64_t ignore_index,
+                                        double label_smoothing, double z_loss) {
+  cross_entropy_backward_inplace_with(grad_output, input, target, weight, row_stats, total_weight,
+                                      {reduction, ignore_index, label_smoothing, z_loss},
+                                      cross_entropy_backward_cpu);
 }
 
 Tensor3 cross_entropy_double_backward_cpu_kernel(const OptionalTensor& v, const OptionalTensor& u,
@@ -357,19 +309,21 @@ Tensor3 cross_entropy_double_backward_cpu_kernel(const OptionalTensor& v, const 
                                                  const Tensor& row_stats,
                                                  const Tensor& total_weight, int64_t reduction,
                                                  int64_t ignore_index, double label_smoothing,
-                                                 Mask3 output_mask) {
+                                                 Mask3 output_mask, double z_loss) {
   return cross_entropy_double_backward_with(v, u, grad_output, input, target, weight, row_stats,
-                                            total_weight, reduction, ignore_index, label_smoothing,
+                                            total_weight,
+                                            {reduction, ignore_index, label_smoothing, z_loss},
                                             output_mask, cross_entropy_double_backward_cpu);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
 Tensor3 cross_entropy_forward_cuda(const Tensor& input, const Tensor& target,
                                    const OptionalTensor& weight, int64_t reduction,
-                                   int64_t ignore_index, double label_smoothing, ScalarType dtype) {
+                                   int64_t ignore_index, double label_smoothing, ScalarType dtype,
+                                   double z_loss, bool) {
   const CudaCall call(input);
   return cross_entropy_forward_with(
-      input, target, weight, reduction, ignore_index, label_smoothing, dtype,
+      input, target, weight, {reduction, ignore_index, label_smoothing, z_loss}, dtype,
       [&](CrossEntropyParams& p) {
         const bool has_labels = p.kind != TargetKind::kProbabilities;
         p.error = has_labels ? error_record(ErrorSource::kCrossEntropy) : nullptr;
@@ -391,11 +345,23 @@ Tensor2 cross_entropy_backward_cuda(const Tensor& grad_output, const Tensor& inp
                                     const Tensor& target, const OptionalTensor& weight,
                                     const Tensor& row_stats, const Tensor& total_weight,
                                     int64_t reduction, int64_t ignore_index, double label_smoothing,
-                                    Mask2 output_mask) {
+                                    Mask2 output_mask, double z_loss) {
   const CudaCall call(input);
   return cross_entropy_backward_with(
-      grad_output, input, target, weight, row_stats, total_weight, reduction, ignore_index,
-      label_smoothing, output_mask,
+      grad_output, input, target, weight, row_stats, total_weight,
+      {reduction, ignore_index, label_smoothing, z_loss}, output_mask,
+      [&](const CrossEntropyBackwardParams& p) { launch_cross_entropy_bwd(p, call.stream); });
+}
+
+void cross_entropy_backward_inplace_cuda(const Tensor& grad_output, const Tensor& input,
+                                         const Tensor& target, const OptionalTensor& weight,
+                                         const Tensor& row_stats, const Tensor& total_weight,
+                                         int64_t reduction, int64_t ignore_index,
+                                         double label_smoothing, double z_loss) {
+  const CudaCall call(input);
+  cross_entropy_backward_inplace_with(
+      grad_output, input, target, weight, row_stats, total_weight,
+      {reduction, ignore_index, label_smoothing, z_loss},
       [&](const CrossEntropyBackwardParams& p) { launch_cross_entropy_bwd(p, call.stream); });
 }
 
@@ -404,11 +370,13 @@ Tensor3 cross_entropy_double_backward_cuda(const OptionalTensor& v, const Option
                                            const Tensor& target, const OptionalTensor& weight,
                                            const Tensor& row_stats, const Tensor& total_weight,
                                            int64_t reduction, int64_t ignore_index,
-                                           double label_smoothing, Mask3 output_mask) {
+                                           double label_smoothing, Mask3 output_mask,
+                                           double z_loss) {
   const CudaCall call(input);
   return cross_entropy_double_backward_with(
-      v, u, grad_output, input, target, weight, row_stats, total_weight, reduction, ignore_index,
-      label_smoothing, output_mask, [&](const CrossEntropyDoubleBackwardParams& p) {
+      v, u, grad_output, input, target, weight, row_stats, total_weight,
+      {reduction, ignore_index, label_smoothing, z_loss}, output_mask,
+      [&](const CrossEntropyDoubleBackwardParams& p) {
         launch_cross_entropy_double_bwd(p, call.stream);
       });
 }
@@ -418,9 +386,10 @@ Tensor3 cross_entropy_double_backward_cuda(const OptionalTensor& v, const Option
 
 Tensor3 cross_entropy_forward_meta(const Tensor& input, const Tensor& target,
                                    const OptionalTensor& weight, int64_t reduction,
-                                   SymInt ignore_index, double label_smoothing, ScalarType dtype) {
-  check_cross_entropy(input, target, value_or_undefined(weight), reduction, ignore_index,
-                      label_smoothing);
+                                   SymInt ignore_index, double label_smoothing, ScalarType dtype,
+                                   double z_loss, bool) {
+  check_cross_entropy(input, target, value_or_undefined(weight),
+                      {reduction, ignore_index, label_smoothing, z_loss});
   check_kernel_dtypes(input, target, dtype);
   return empty_outputs<SymInt>(input, kind_of(input, target, label_smoothing), reduction, dtype);
 }
@@ -429,12 +398,22 @@ Tensor2 cross_entropy_backward_meta(const Tensor& grad_output, const Tensor& inp
                                     const Tensor& target, const OptionalTensor& weight,
                                     const Tensor& row_stats, const Tensor& total_weight,
                                     int64_t reduction, SymInt ignore_index, double label_smoothing,
-                                    Mask2 output_mask) {
+                                    Mask2 output_mask, double z_loss) {
   check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
-              reduction, ignore_index, label_smoothing);
+              {reduction, ignore_index, label_smoothing, z_loss});
   const bool want_target = output_mask[1] && is_probabilities(input, target);
   return {output_mask[0] ? empty_gradient<SymInt>(input, input.scalar_type()) : Tensor(),
           want_target ? empty_gradient<SymInt>(input, target.scalar_type()) : Tensor()};
+}
+
+void cross_entropy_backward_inplace_meta(const Tensor& grad_output, const Tensor& input,
+                                         const Tensor& target, const OptionalTensor& weight,
+                                         const Tensor& row_stats, const Tensor& total_weight,
+                                         int64_t reduction, SymInt ignore_index,
+                                         double label_smoothing, double z_loss) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              {reduction, std::move(ignore_index), label_smoothing, z_loss});
+  check_inplace_logits(input, target);
 }
 
 Tensor3 cross_entropy_double_backward_meta(const OptionalTensor& v, const OptionalTensor& u,
@@ -442,10 +421,11 @@ Tensor3 cross_entropy_double_backward_meta(const OptionalTensor& v, const Option
                                            const Tensor& target, const OptionalTensor& weight,
                                            const Tensor& row_stats, const Tensor& total_weight,
                                            int64_t reduction, SymInt ignore_index,
-                                           double label_smoothing, Mask3 output_mask) {
+                                           double label_smoothing, Mask3 output_mask,
+                                           double z_loss) {
   const auto [grad_input, grad_target] = cross_entropy_backward_meta(
       grad_output, input, target, weight, row_stats, total_weight, reduction, ignore_index,
-      label_smoothing, {output_mask[1], output_mask[2]});
+      label_smoothing, {output_mask[1], output_mask[2]}, z_loss);
   return {output_mask[0] ? at::empty_like(grad_output, at::MemoryFormat::Contiguous) : Tensor(),
           grad_input, grad_target};
 }
@@ -456,19 +436,27 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def(
       "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
-      "SymInt ignore_index, float label_smoothing, ScalarType dtype) -> "
+      "SymInt ignore_index, float label_smoothing, ScalarType dtype, float z_loss=0.0, "
+      "bool inplace_backward=False) -> "
       "(Tensor loss, Tensor row_stats, Tensor total_weight)",
       tags);
   m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
       "Tensor row_stats, Tensor total_weight, int reduction, SymInt ignore_index, "
-      "float label_smoothing, bool[2] output_mask) -> (Tensor grad_input, Tensor grad_target)",
+      "float label_smoothing, bool[2] output_mask, float z_loss=0.0) -> (Tensor grad_input, Tensor "
+      "grad_target)",
       tags);
+  m.def(
+      "cross_entropy_backward_(Tensor grad_output, Tensor(a!) input, Tensor target, "
+      "Tensor? weight, Tensor row_stats, Tensor total_weight, int reduction, SymInt ignore_index, "
+      "float label_smoothing, float z_loss=0.0) -> ()",
+      tags);
+  m.def("cross_entropy_lse(Tensor input, Tensor row_stats) -> Tensor", tags);
   m.def(
       "cross_entropy_double_backward(Tensor? grad_grad_input, Tensor? grad_grad_target, "
       "Tensor grad_output, Tensor input, Tensor target, Tensor? weight, Tensor row_stats, "
       "Tensor total_weight, int reduction, SymInt ignore_index, float label_smoothing, "
-      "bool[3] output_mask) -> "
+      "bool[3] output_mask, float z_loss=0.0) -> "
       "(Tensor grad_grad_output, Tensor grad_input, Tensor grad_target)",
       tags);
 }
@@ -476,6 +464,8 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
   m.impl("cross_entropy_forward", cross_entropy_forward_cpu);
   m.impl("cross_entropy_backward", cross_entropy_backward_cpu_kernel);
+  m.impl("cross_entropy_backward_", cross_entropy_backward_inplace_cpu);
+  m.impl("cross_entropy_lse", lse_of);
   m.impl("cross_entropy_double_backward", cross_entropy_double_backward_cpu_kernel);
 }
 
@@ -483,6 +473,8 @@ TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
 TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
   m.impl("cross_entropy_forward", cross_entropy_forward_cuda);
   m.impl("cross_entropy_backward", cross_entropy_backward_cuda);
+  m.impl("cross_entropy_backward_", cross_entropy_backward_inplace_cuda);
+  m.impl("cross_entropy_lse", lse_of);
   m.impl("cross_entropy_double_backward", cross_entropy_double_backward_cuda);
 }
 #endif
@@ -490,6 +482,8 @@ TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
 TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("cross_entropy_forward", cross_entropy_forward_meta);
   m.impl("cross_entropy_backward", cross_entropy_backward_meta);
+  m.impl("cross_entropy_backward_", cross_entropy_backward_inplace_meta);
+  m.impl("cross_entropy_lse", lse_of);
   m.impl("cross_entropy_double_backward", cross_entropy_double_backward_meta);
 }
 

@@ -1,5 +1,6 @@
-// A tensor (N, C, d1, ...) or (C) as rows of classes: what cross_entropy's kernels walk.
-// Templates over Int serve real sizes (int64_t) and symbolic ones (SymInt) alike.
+// What the files of cross entropy share, and what other ops may call: a tensor (N, C, d1, ...) or
+// (C) as rows of classes, the loss's options, and loss and gradient of a chunk of logits. Templates
+// over Int serve real sizes (int64_t) and symbolic ones (SymInt) alike.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,43 @@
 namespace warpwright {
 
 using at::Tensor;
+
+// What every op of the loss is told, and its nodes keep.
+struct LossOptions {
+  int64_t reduction;
+  c10::SymInt ignore_index;
+  double label_smoothing;
+  double z_loss = 0;
+  // The last backward may write the gradient over the logits.
+  bool inplace_backward = false;
+};
+
+struct ChunkOptions {
+  int64_t ignore_index = -100;
+  double label_smoothing = 0;
+  double z_loss = 0;
+  double softcap = 0;    // the logits are cap tanh(z / cap); 0: as they are
+  bool gradient = true;  // false: the logits stay
+};
+
+// For an op that makes its logits chunk by chunk (linear_cross_entropy): writes loss[r], and lse[r]
+// if defined, of every row, and puts scale * d loss[r] / d logits[r, :] in the logits' place. On
+// the logits' device (CPU or CUDA), its current stream, below autograd, without a sync.
+//   logits      (rows, C), class stride 1, any row stride; 16-byte aligned rows are fastest
+//   target      (rows) int64; a bad label: NaN row and the error word (CUDA), IndexError (CPU)
+//   weight      (C), or undefined
+//   scale       contiguous, of the accumulator's type (float64 for float64, else float32): one
+//               number, or one a row; undefined: 1. A mean passes 1 / sum of its labels' weights,
+//               which the caller knows before the first chunk.
+//   loss, lse   (rows), contiguous, of the accumulator's type
+void cross_entropy_chunk_(const Tensor& logits, const Tensor& target, const Tensor& weight,
+                          const ChunkOptions& options, const Tensor& scale, const Tensor& loss,
+                          const Tensor& lse);
+
+// Types first: what native says about them comes before anything else.
+void check_cross_entropy_dtypes(const Tensor& input, const Tensor& target);
+void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
+                         const LossOptions& options);
 
 inline int64_t class_dim(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
 
@@ -70,6 +108,11 @@ std::optional<Rows<Int>> find_rows(const Tensor& tensor) {
   if (rows.inner == 1) rows.inner_stride = 1;  // a single row: any stride will do
   if (rows.class_stride != 1 && rows.inner_stride != 1) return std::nullopt;
   return rows;
+}
+
+// Logits whose gradient can take their place: every element its own, and rows a kernel can walk.
+inline bool is_walkable_in_place(const Tensor& input) {
+  return input.is_non_overlapping_and_dense() && find_rows<c10::SymInt>(input).has_value();
 }
 
 // Gradients keep the memory order of dense logits (channels_last, transposed), else are contiguous.

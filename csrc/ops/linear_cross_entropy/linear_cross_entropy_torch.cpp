@@ -29,11 +29,6 @@
 
 namespace warpwright {
 
-// cross_entropy_torch.cpp
-void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
-                         int64_t reduction, const c10::SymInt& ignore_index,
-                         double label_smoothing);
-
 namespace {
 
 using at::ScalarType;
@@ -81,9 +76,9 @@ Gradients cross_entropy_forward(const Call& c, const Tensor& logits, const Tenso
                                 int64_t reduction, ScalarType dtype) {
   static const auto op =
       find_op<Gradients(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, SymInt,
-                        double, ScalarType)>("warpwright::cross_entropy_forward");
+                        double, ScalarType, double, bool)>("warpwright::cross_entropy_forward");
   return op.call(logits, target, optional_if_defined(c.class_weight), reduction, c.ignore_index,
-                 c.label_smoothing, dtype);
+                 c.label_smoothing, dtype, /*z_loss=*/0, /*inplace_backward=*/false);
 }
 
 Tensor cross_entropy_backward(const Call& c, const Tensor& grad_output, const Tensor& logits,
@@ -91,11 +86,11 @@ Tensor cross_entropy_backward(const Call& c, const Tensor& grad_output, const Te
                               const Tensor& total_weight, int64_t reduction) {
   static const auto op =
       find_op<Tensor2(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                      const Tensor&, const Tensor&, int64_t, SymInt, double, Mask2)>(
+                      const Tensor&, const Tensor&, int64_t, SymInt, double, Mask2, double)>(
           "warpwright::cross_entropy_backward");
   return std::get<0>(op.call(grad_output, logits, target, optional_if_defined(c.class_weight),
                              row_stats, total_weight, reduction, c.ignore_index, c.label_smoothing,
-                             {true, false}));
+                             {true, false}, /*z_loss=*/0));
 }
 
 Results linear_cross_entropy_forward(const Call& c, ScalarType dtype, Mask3 output_mask) {
@@ -180,8 +175,8 @@ void check_call(const Call& c) {
   // cross_entropy's own checks want logits: one element, seen as all of them.
   const Tensor logits =
       at::empty({1, 1}, c.input.options()).expand_symint({c.input.sym_size(0), classes});
-  check_cross_entropy(logits, c.target, c.class_weight, c.reduction, c.ignore_index,
-                      c.label_smoothing);
+  check_cross_entropy(logits, c.target, c.class_weight,
+                      {c.reduction, c.ignore_index, c.label_smoothing});
 }
 
 // ---- chunks ----
