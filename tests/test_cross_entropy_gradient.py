@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
-from common import gradcheck, layouts, opcheck
+from common import layouts, opcheck
 
 import warpwright.functional as F
-import warpwright.nn
 from warpwright.testing import assert_as_good_as_native, assert_same
 
 native = torch.nn.functional.cross_entropy

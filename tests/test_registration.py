@@ -36,6 +36,7 @@ PUBLIC = [
     "relu_max_pool2d",
     "linear",
     "cross_entropy",
+    "cross_entropy_extras",
     "linear_cross_entropy",
     "scaled_dot_product_attention",
 ]
@@ -45,6 +46,7 @@ AUTOCAST = {
     "conv2d",
     "linear",
     "cross_entropy",
+    "cross_entropy_extras",
     "linear_cross_entropy",
     "scaled_dot_product_attention",
 }
@@ -168,6 +170,17 @@ def recorded(device):
             )
             loss = warpwright.functional.linear_cross_entropy(rows, classes, labels, **options)
             torch.autograd.grad(loss.sum(), (rows, classes), retain_graph=True)
+        # Large enough for a forward that writes the gradient on every device.
+        logits = torch.randn(4096, 1031, device=device, requires_grad=True)
+        many_labels = torch.randint(1031, (4096,), device=device)
+        warpwright.functional.cross_entropy(logits, many_labels).backward()
+        inplace = warpwright.functional.cross_entropy(
+            leaf * 1, torch.zeros(4, 5, 7, dtype=torch.int64, device=device), inplace_backward=True
+        )
+        inplace.backward()
+        double_backward(
+            warpwright.functional.cross_entropy, (rows.clone(), labels), {"return_lse": True}
+        )
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
             p = torch.zeros(5, device=device, requires_grad=True)
             p.grad = torch.ones_like(p)

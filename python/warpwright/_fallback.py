@@ -79,6 +79,40 @@ def _relu_max_pool2d(input: Tensor, *args: Any) -> Tensor:
     return torch.max_pool2d(torch.relu(input), *args)
 
 
+def _cross_entropy_extras(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    return_lse: bool,
+    return_argmax: bool,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dim = min(1, input.dim() - 1)
+    accum = torch.promote_types(input.dtype, torch.float32)
+    logits = softcap * torch.tanh(input.to(accum) / softcap) if softcap else input
+    options = (reduction, ignore_index, label_smoothing)
+    loss = torch.ops.aten.cross_entropy_loss(logits, target, weight, *options)
+    lse = logits.to(accum).logsumexp(dim)
+    if z_loss:
+        labels = target.shape != input.shape
+        counted = target != ignore_index if labels else torch.ones_like(lse, dtype=torch.bool)
+        extra = z_loss * lse.square() * counted.reshape(lse.shape)
+        if reduction != 0:
+            extra = extra.sum()
+        if reduction == 1:
+            flat = target.clamp(0, input.shape[dim] - 1)
+            weights = counted if weight is None or not labels else weight[flat] * counted
+            extra = extra / weights.sum()
+        loss = loss + extra
+    argmax = input.argmax(dim) if return_argmax else None
+    return loss.to(input.dtype), lse if return_lse else None, argmax
+
+
 # name in `ops` -> native, called with the same arguments
 NATIVE: dict[str, Callable[..., Any]] = {
     "relu": torch.relu,
@@ -94,6 +128,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "batch_norm_relu": _batch_norm_relu,
     "batch_norm_relu_update": _batch_norm_relu_update,
     "cross_entropy": torch.ops.aten.cross_entropy_loss.default,
+    "cross_entropy_extras": _cross_entropy_extras,
     "linear_cross_entropy": _linear_cross_entropy,
     "scaled_dot_product_attention": native.scaled_dot_product_attention,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,8 +101,26 @@ def cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor:
+    *,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    return_argmax: bool = False,
+    inplace_backward: bool = False,
+) -> Any:
     """Cross entropy of logits against labels or class probabilities.
+
+    The loss of a row with logits z, target q (smoothed) and class weights w is::
+
+        s = softcap * tanh(z / softcap)     # s = z without a softcap
+        lse = log(sum(exp(s)))
+        loss = sum(w * q * (lse - s)) + z_loss * lse**2
+
+    and the reduction is native's. Where a gradient will be asked for and the loss is reduced, the
+    forward writes it along with the loss (on CUDA from 16 MiB of logits on; not in float16, whose
+    gradients need the scale of the loss before they are rounded): the backward multiplies it by the
+    gradient of the loss in its place, and only if that is not 1. With ``retain_graph`` or
+    ``create_graph`` the backward works it out anew.
 
     Args:
         input: logits, ``(C)``, ``(N, C)`` or ``(N, C, d1, ..., dk)``; float32, float64, bfloat16 or
@@ -115,17 +134,38 @@ def cross_entropy(
         reduction: ``"none"``, ``"mean"`` (by the weights of the labels; by rows for probabilities)
             or ``"sum"``.
         label_smoothing: share of the uniform distribution in the target, in [0, 1].
+        z_loss: coefficient of ``lse**2``, added to the loss of every row that is not ignored (PaLM,
+            arXiv 2204.02311, section 5); a mean divides it by what it divides the loss by.
+        softcap: bound of the logits' absolute values (Gemma 2, arXiv 2408.00118, section 2); 0:
+            none.
+        return_lse: also return ``lse`` of every row, ignored ones too, with the shape of the labels;
+            float64 for float64 logits, else float32. It is differentiable.
+        return_argmax: also return the class with the largest logit of every row, int64.
+        inplace_backward: the backward of labels may write the gradient over the logits, which then
+            hold it: no memory for a gradient of their size. Only in a backward that frees the graph,
+            and if the logits are dense and no leaf; autograd raises if another op saved them and has
+            yet to use them.
+    Returns:
+        The loss; with ``return_lse`` or ``return_argmax`` a tuple (loss, lse, argmax) of those asked
+        for.
     Raises:
         IndexError: a label outside [0, C) on the CPU. On CUDA the row's loss and gradient become
             NaN and :func:`warpwright.check_errors` raises.
-        ValueError: sizes that don't match, an unknown ``reduction``.
+        ValueError: sizes that don't match, an unknown ``reduction``, a negative ``z_loss`` or
+            ``softcap``.
         RuntimeError: other dtypes of ``target`` or ``weight``, wrong ranks.
     """
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
-    return ops.cross_entropy(
-        input, target, weight, _Reduction.get_enum(reduction), ignore_index, label_smoothing
+    native = (input, target, weight, _Reduction.get_enum(reduction), ignore_index, label_smoothing)
+    if not (z_loss or softcap or return_lse or return_argmax or inplace_backward):
+        return ops.cross_entropy(*native)
+    loss, lse, argmax = ops.cross_entropy_extras(
+        *native, z_loss, softcap, return_lse, return_argmax, inplace_backward
     )
+    if not (return_lse or return_argmax):
+        return loss
+    return (loss, *((lse,) if return_lse else ()), *((argmax,) if return_argmax else ()))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

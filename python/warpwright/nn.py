@@ -190,9 +190,36 @@ class Linear(_Named, nn.Linear):
 
 
 class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss`` on :func:`warpwright.functional.cross_entropy`."""
+    """``torch.nn.CrossEntropyLoss`` on :func:`warpwright.functional.cross_entropy`.
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    The keyword arguments beside native's are that function's; they are class attributes until the
+    constructor sets them, so that a swapped module has none.
+    """
+
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    return_lse: bool = False
+    return_argmax: bool = False
+    inplace_backward: bool = False
+
+    def __init__(
+        self,
+        *args: Any,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
+        return_lse: bool = False,
+        return_argmax: bool = False,
+        inplace_backward: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.z_loss = z_loss
+        self.softcap = softcap
+        self.return_lse = return_lse
+        self.return_argmax = return_argmax
+        self.inplace_backward = inplace_backward
+
+    def forward(self, input: Tensor, target: Tensor) -> Any:
         return F.cross_entropy(
             input,
             target,
@@ -200,6 +227,11 @@ class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            return_lse=self.return_lse,
+            return_argmax=self.return_argmax,
+            inplace_backward=self.inplace_backward,
         )
 
 
