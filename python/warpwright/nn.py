@@ -7,6 +7,7 @@ prints ``warpwright.Conv2d(...)``: a printed model shows what runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -58,7 +59,9 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         return self._normalize(input)
 
-    def _normalize(self, *tensors: Tensor) -> Tensor:
+    def _normalize(self, *tensors: Tensor, functional: str | None = None, **options: Any) -> Tensor:
+        """``functional`` in the place of the class's own; ``options`` are its further keywords."""
+        function = getattr(F, functional or self._functional)
         self._check_input_dim(tensors[0])
         tracks = self.training and self.track_running_stats
         if tracks and self.num_batches_tracked is not None:
@@ -69,9 +72,9 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
         running_var = self.running_var if use_running else None
         batch_statistics = self.training or (running_mean is None and running_var is None)
         if tracks and self.momentum is None and self.num_batches_tracked is not None:
-            return self._forward_cumulative(*tensors)
+            return self._forward_cumulative(function, *tensors, **options)
         momentum = 0.0 if self.momentum is None else self.momentum
-        return getattr(F, self._functional)(
+        return function(
             *tensors,
             running_mean,
             running_var,
@@ -80,9 +83,12 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
             batch_statistics,
             momentum,
             self.eps,
+            **options,
         )
 
-    def _forward_cumulative(self, *tensors: Tensor) -> Tensor:
+    def _forward_cumulative(
+        self, function: Callable[..., Tensor], *tensors: Tensor, **options: Any
+    ) -> Tensor:
         """Running statistics as plain averages over the batches: a step of 1/num_batches_tracked.
 
         Native reads the counter on the host. Here it stays on the device, so nothing waits for the
@@ -93,7 +99,7 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
         running = [r for r in (self.running_mean, self.running_var) if r is not None]
         batch = [torch.zeros_like(r) for r in running]
         scratch = iter(batch)
-        output = getattr(F, self._functional)(
+        output = function(
             *tensors,
             None if self.running_mean is None else next(scratch),
             None if self.running_var is None else next(scratch),
@@ -102,6 +108,7 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
             True,
             1.0,
             self.eps,
+            **options,
         )
         step = self.num_batches_tracked.double().reciprocal()
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Runs an existing model on warpwright: in place, reversible, with a report and a check.
 
 A module is swapped by changing its ``__class__`` from the exact native type to the subclass in
-:mod:`warpwright.nn`. Nothing is copied or rebuilt: parameters, buffers, hooks, optimizers that hold
+:mod:`warpwright.nn`; with ``fuse=True`` chains of modules run as one op (:mod:`warpwright.fuse`). Nothing is copied or rebuilt: parameters, buffers, hooks, optimizers that hold
 the parameters, DDP wrappers, shared modules and ``state_dict`` keys all stay what they were.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +20,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from . import fuse as fusing
 from . import nn as ours
 from ._arch import why_no_kernel
+from ._blocks import base_of
+from .fuse import Fusion
 
-__all__ = ["SwapCheckError", "SwapEntry", "SwapReport", "swap", "swapped", "unswap"]
+__all__ = ["Fusion", "SwapCheckError", "SwapEntry", "SwapReport", "swap", "swapped", "unswap"]
 
 # native type -> (ours, the functional it runs on)
 MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
@@ -37,12 +40,19 @@ MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.CrossEntropyLoss: (ours.CrossEntropyLoss, "cross_entropy"),
 }
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {
-    mine: native for native, (mine, _) in MODULES.items()
+    **{mine: native for native, (mine, _) in MODULES.items()},
+    **fusing.NATIVE,
 }
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 OPS = tuple(dict.fromkeys(op for _, op in MODULES.values()))
 
+IS_OURS = "already warpwright's"
+NO_LAYER = "warpwright has no such layer"
+REPLACED = "its forward is replaced on the instance"
+FILTERED = "filter_fn said no"
+
 Model = TypeVar("Model", bound=nn.Module)
+Filter = Callable[[nn.Module, str], bool]
 
 
 class SwapCheckError(AssertionError):
@@ -65,6 +75,7 @@ class SwapEntry:
     op: str | None  # the functional, where the class is or derives from one we have
     swapped: bool
     reason: str  # why it was left; "" if swapped
+    fused: str = ""  # the fused module's class, where it became one
 
 
 @dataclass
@@ -72,6 +83,7 @@ class SwapReport:
     """What :func:`swap` did to every module that computes something itself."""
 
     entries: list[SwapEntry] = field(default_factory=list)
+    fusions: list[Fusion] = field(default_factory=list)  # with fuse=True: every chain found
     check: dict[str, Any] | None = None  # the numbers of check=, see warpwright._check
 
     @property
@@ -87,6 +99,7 @@ class SwapReport:
             "swapped": len(self.swapped),
             "left": len(self.left),
             "entries": [asdict(e) for e in self.entries],
+            "fusions": [asdict(f) for f in self.fusions],
             "check": self.check,
         }
 
@@ -94,26 +107,14 @@ class SwapReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def __rich__(self) -> RenderableType:
-        groups: dict[tuple[str, bool, str], list[str]] = {}
-        for e in self.entries:
-            groups.setdefault((e.type, e.swapped, e.reason), []).append(e.name or "(the model)")
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("module", no_wrap=True)
-        table.add_column("count", justify="right")
-        table.add_column("result", no_wrap=True)
-        table.add_column("why / where")
-        for (kind, done, reason), names in groups.items():
-            where = ", ".join(names[:3]) + (f", … {names[-1]}" if len(names) > 3 else "")
-            table.add_row(
-                kind,
-                str(len(names)),
-                Text("swapped", style="green") if done else Text("left", style="yellow"),
-                Text(where if done else f"{reason}: {where}"),
-            )
         parts: list[RenderableType] = [
             Text(f"swapped {len(self.swapped)} of {len(self.entries)} modules"),
-            table,
+            _grouped("module", "swapped", ((e.type, e.name, "", e.reason) for e in self.entries)),
         ]
+        if self.fusions:
+            done = sum(not f.reason for f in self.fusions)
+            rows = ((f.chain or "its chains", f.block, f.into, f.reason) for f in self.fusions)
+            parts += [Text(f"fused {done} chains"), _grouped("chain", "fused", rows)]
         if self.check is not None:
             parts.append(Text(self.check["summary"]))
         return Group(*parts)
@@ -125,12 +126,31 @@ class SwapReport:
         return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
+def _grouped(title: str, done: str, rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """A line for all (what, where, into, reason) that differ in where alone; no reason: done."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for what, where, into, reason in rows:
+        groups.setdefault((what, into, reason), []).append(where or "(the model)")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(title, no_wrap=True)
+    table.add_column("count", justify="right")
+    table.add_column("result", no_wrap=True)
+    table.add_column("why / where")
+    for (what, into, reason), names in groups.items():
+        listed = ", ".join(names[:3]) + (f", … {names[-1]}" if len(names) > 3 else "")
+        result = Text("left", style="yellow") if reason else Text(into or done, style="green")
+        detail = f"{reason}: {listed}" if reason else listed
+        table.add_row(what, str(len(names)), result, Text(detail))
+    return table
+
+
 def swap(
     model: nn.Module,
     ops: Iterable[str] | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    filter_fn: Filter | None = None,
     check: Any = None,
     *,
+    fuse: bool = False,
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> SwapReport:
     """Runs ``model``'s layers on warpwright's kernels, in place.
@@ -146,6 +166,12 @@ def swap(
             error rule of :mod:`warpwright.testing`: every swapped module on the inputs that it gets
             inside the model, then the model's output and gradients. If they differ, the swap is
             undone. Buffers, ``.grad`` and the random state are as before the call either way.
+        fuse: runs chains of layers as one op, BN → ReLU and BN → add → ReLU, where a forward that
+            ``torch.fx`` can read calls them so: an ``nn.Sequential``'s, a ResNet block's. The layer
+            with the parameters becomes the fused module and stays at its place; the forward of the
+            module that calls the chain is replaced. Should a hook be put on one of the layers
+            later, or anything else change that the new forward was made from, the one before runs.
+            The report says of every chain what happened.
         loss_fn: turns the model's output into the scalar that ``check`` differentiates; by default
             the mean square of all floating outputs.
     Raises:
@@ -154,56 +180,74 @@ def swap(
     Warns:
         UserWarning: nothing was swapped; says why.
     """
-    entries, chosen = _plan(model, ops, filter_fn)
-    report = SwapReport(entries)
-    if not chosen:
+    plan = _plan(model, ops, filter_fn, fuse)
+    report = SwapReport(plan.entries, plan.fusions)
+    if not plan.chosen:
         warnings.warn(_nothing_to_swap(report), stacklevel=2)
         return report
     if check is None:
-        _set_classes(chosen)
+        _set_classes(plan.chosen)
         return report
     from ._check import compare_model
 
-    report.check, failures = compare_model(model, chosen, check, loss_fn)
+    report.check, failures = compare_model(model, plan.chosen, check, loss_fn, plan.graphs)
     if failures:
         raise SwapCheckError(failures)
-    _set_classes(chosen)
+    _set_classes(plan.chosen)
     return report
 
 
 def unswap(model: nn.Module) -> int:
-    """Gives every warpwright module in ``model`` its exact native class back; returns how many."""
+    """Gives every warpwright module in ``model`` its exact native class back; returns how many.
+
+    A module whose forward was replaced for the fusion of its layers gets its own back.
+    """
     _check_is_module(model)
-    found = [(module, NATIVE[type(module)]) for module in model.modules() if type(module) in NATIVE]
-    for module, native in found:
-        set_class(module, native)
-    return len(found)
+    found = 0
+    for module in model.modules():
+        kind = type(module)
+        native = NATIVE.get(kind) or base_of(kind)
+        if native is not None:
+            set_class(module, native)
+            found += kind in NATIVE
+    return found
 
 
 @contextlib.contextmanager
 def swapped(
     model: Model,
     ops: Iterable[str] | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    filter_fn: Filter | None = None,
+    *,
+    fuse: bool = False,
 ) -> Iterator[Model]:
     """``with swapped(model):`` runs it on warpwright inside the block, native again after.
 
     Only what the block swapped is restored: modules that were warpwright's before stay so.
     """
-    entries, chosen = _plan(model, ops, filter_fn)
-    if not chosen:
-        warnings.warn(_nothing_to_swap(SwapReport(entries)), stacklevel=3)
-    _set_classes(chosen)
+    plan = _plan(model, ops, filter_fn, fuse)
+    if not plan.chosen:
+        warnings.warn(_nothing_to_swap(SwapReport(plan.entries)), stacklevel=3)
+    before = {module: type(module) for module in plan.chosen}
+    _set_classes(plan.chosen)
     try:
         yield model
     finally:
-        for module, mine in chosen.items():
-            if type(module) is mine:
-                set_class(module, NATIVE[mine])
+        for module, kind in before.items():
+            if type(module) is plan.chosen[module]:
+                set_class(module, kind)
 
 
 # What swap() intends: module -> the class that it gets.
 Chosen = dict[nn.Module, type[nn.Module]]
+
+
+@dataclass
+class _Plan:
+    entries: list[SwapEntry]
+    chosen: Chosen
+    fusions: list[Fusion] = field(default_factory=list)
+    graphs: dict[nn.Module, torch.fx.Graph] = field(default_factory=dict)
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -237,13 +281,11 @@ def check_ops(ops: Iterable[str] | None, known: Iterable[str]) -> frozenset[str]
 
 
 def _plan(
-    model: nn.Module,
-    ops: Iterable[str] | None,
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-) -> tuple[list[SwapEntry], Chosen]:
+    model: nn.Module, ops: Iterable[str] | None, filter_fn: Filter | None, fuse: bool
+) -> _Plan:
     _check_is_module(model)
     wanted = check_ops(ops, OPS)
-    entries: list[SwapEntry] = []
+    entries: dict[nn.Module, SwapEntry] = {}
     chosen: Chosen = {}
     for name, module in model.named_modules():
         op = _op_of(module)
@@ -252,8 +294,33 @@ def _plan(
         reason = _why_not(module, name, op, wanted, filter_fn)
         if reason is None:
             chosen[module] = MODULES[type(module)][0]
-        entries.append(SwapEntry(name, _type_name(module), op, reason is None, reason or ""))
-    return entries, chosen
+        entries[module] = SwapEntry(name, _type_name(module), op, reason is None, reason or "")
+    if not fuse:
+        return _Plan([*entries.values()], chosen)
+
+    def why_not_fused(module: nn.Module) -> str | None:
+        entry = entries.get(module)
+        if entry is None:
+            return "not a layer"
+        if entry.reason not in (IS_OURS, NO_LAYER):
+            return entry.reason or None
+        if "forward" in vars(module):
+            return REPLACED
+        if entry.reason == NO_LAYER and type(module) not in fusing.KINDS:
+            return entry.reason
+        if entry.op is not None and entry.op not in wanted:
+            return f"{entry.op} is not in ops"
+        if filter_fn is not None and not filter_fn(module, entry.name):
+            return FILTERED
+        return None
+
+    found = fusing.plan(model, why_not_fused, wanted)
+    for module, kind in found.classes.items():
+        chosen[module] = kind
+        if kind in NATIVE:
+            entry = entries[module]
+            entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
+    return _Plan([*entries.values()], chosen, found.fusions, found.graphs)
 
 
 def _op_of(module: nn.Module) -> str | None:
@@ -271,15 +338,15 @@ def _why_not(
     name: str,
     op: str | None,
     wanted: frozenset[str],
-    filter_fn: Callable[[nn.Module, str], bool] | None,
+    filter_fn: Filter | None,
 ) -> str | None:
     """The first reason to leave ``module`` native; None if it is to be swapped."""
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript module, its class is compiled in"
     if op is None:
-        return "warpwright has no such layer"
+        return NO_LAYER
     if type(module) in NATIVE:
-        return "already warpwright's"
+        return IS_OURS
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "lazy, not initialised: swap after the first forward"
     if nn.utils.parametrize.is_parametrized(module):
@@ -287,7 +354,7 @@ def _why_not(
     if type(module) not in MODULES:
         return f"a subclass of nn.{_native_base(module).__name__}, which may compute something else"
     if "forward" in vars(module):
-        return "its forward is replaced on the instance"
+        return REPLACED
     if op not in wanted:
         return f"{op} is not in ops"
     for key, tensor in (
@@ -299,7 +366,7 @@ def _why_not(
             if why is not None:
                 return f"{key}: {why}"
     if filter_fn is not None and not filter_fn(module, name):
-        return "filter_fn said no"
+        return FILTERED
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,19 +64,12 @@ class Variant:
     notes: list[str] = field(default_factory=list)
 
 
-def _swap_both(model: nn.Module, criterion: nn.Module) -> None:
-    for module in (model, criterion):
-        swap(module)
-
-
-def can_fuse() -> bool:
-    return "fuse" in inspect.signature(swap).parameters
-
-
-def _swap_and_fuse(model: nn.Module, criterion: nn.Module) -> None:
-    fuse: Any = swap
-    fuse(model, fuse=True)
+def _swap_both(model: nn.Module, criterion: nn.Module, fuse: bool = False) -> None:
+    swap(model, fuse=fuse)
     swap(criterion)
+
+
+_swap_and_fuse = functools.partial(_swap_both, fuse=True)
 
 
 def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Variant]:
@@ -87,16 +80,12 @@ def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Vari
         found.append(Variant("warpwright", layout, _swap_both, patched=True))
         if layout != NHWC or "channels_last" in peers or len(workload.layouts) == 1:
             found.append(Variant("native", layout, peer="native"))
-    if can_fuse():
-        found.append(Variant("warpwright_fused", best, _swap_and_fuse, patched=True))
+    found.append(Variant("warpwright_fused", best, _swap_and_fuse, patched=True))
     if device == "cuda" and "cudagraph" in peers:
         found.append(Variant("warpwright_cudagraph", best, _swap_both, patched=True, captured=True))
-        if can_fuse():
-            found.append(
-                Variant(
-                    "warpwright_fused_cudagraph", best, _swap_and_fuse, patched=True, captured=True
-                )
-            )
+        found.append(
+            Variant("warpwright_fused_cudagraph", best, _swap_and_fuse, patched=True, captured=True)
+        )
         found.append(Variant("cudagraph", best, captured=True, peer="cudagraph"))
     if "compile" in peers:
         found.append(Variant("compile", best, compiled=True, peer="compile"))

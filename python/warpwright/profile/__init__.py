@@ -45,7 +45,7 @@ def profile(
         optimizer: steps after each backward, if given.
         autocast: the dtype of autocast; None leaves it off.
         runs: out of ``native``, ``swapped``, ``fused``, ``compiled``; the default leaves
-            ``compiled`` out on the CPU and ``fused`` where ``swap`` has no fusion.
+            ``compiled`` out on the CPU.
         out: a folder for the page (report.html), pictures, CSV, JSON and Chrome traces. Needs
             ``warpwright[bench]``.
         steps: how many steps are traced.
@@ -66,8 +66,6 @@ def profile(
     for name in names:
         if name not in running.RUNS:
             raise ValueError(f"runs: expected names out of {', '.join(running.RUNS)}; got {name!r}")
-    if "fused" in names and not running.can_fuse():
-        raise ValueError("runs: this version's swap() has no fusion")
     folder = Path(out) if out is not None else None
     if folder is not None:
         from . import page  # says which package is missing before anything is measured
@@ -82,7 +80,7 @@ def profile(
         measured,
         running.count_work(workload),
         where,
-        *running.check_modules(workload),
+        *running.check_modules(workload, "fused" in names),
     )
     if folder is not None:
         page.write_all(report, folder)

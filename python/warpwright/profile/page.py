@@ -227,6 +227,11 @@ def render(report: ProfileReport) -> str:
             reasons.setdefault((entry["type"], entry["reason"]), []).append(
                 entry["name"] or "(model)"
             )
+    fusions = report.swap["fusions"]
+    for fusion in fusions:
+        if fusion["reason"]:
+            chain = (fusion["chain"] or "chains of layers", fusion["reason"])
+            reasons.setdefault(chain, []).append(fusion["block"] or "(model)")
     return (
         templates()
         .get_template("profile.html.j2")
@@ -239,6 +244,7 @@ def render(report: ProfileReport) -> str:
             figures=figures,
             bound=describe_bound(report.bound),
             reasons=[(kind, why, names) for (kind, why), names in reasons.items()],
+            fused=sum(not fusion["reason"] for fusion in fusions),
             where="GPU" if report.environment["device"] == "cuda" else "CPU",
         )
     )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import record_function
 
+from .._blocks import fits_fused
 from ..patch import ROUTES
 from ..swap import MODULES
 from .trace import Label, module_range, op_range
@@ -102,6 +103,7 @@ class Ranges(TorchFunctionMode):
     def _path(self) -> str:
         return self._modules[self._open[-1][0]] if self._open else ""
 
+    @fits_fused
     def _before(self, module: nn.Module, args: Any) -> None:
         layer = next(module.children(), None) is None
         path = self._modules[module]
@@ -109,6 +111,7 @@ class Ranges(TorchFunctionMode):
         context.__enter__()
         self._open.append((module, context, layer))
 
+    @fits_fused
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._open or self._open[-1][0] is not module:
             return

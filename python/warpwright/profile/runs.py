@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,14 +141,8 @@ class Run:
     output: Tensor | None = None  # of the first step
 
 
-def can_fuse() -> bool:
-    return "fuse" in inspect.signature(swap).parameters
-
-
 def default_runs(device: str) -> tuple[str, ...]:
-    names = ["native", "swapped"]
-    if can_fuse():
-        names.append("fused")
+    names = ["native", "swapped", "fused"]
     if device == "cuda":
         names.append("compiled")
     return tuple(names)
@@ -169,12 +162,7 @@ def prepared(workload: Workload, name: str) -> Iterator[Any]:
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_warnings())
-        if name == "fused":
-            fuse: Any = swap
-            fuse(workload.model, fuse=True)
-            stack.callback(unswap, workload.model)
-        else:
-            stack.enter_context(swapped(workload.model))
+        stack.enter_context(swapped(workload.model, fuse=name == "fused"))
         if isinstance(workload.loss, nn.Module):
             stack.enter_context(swapped(workload.loss))
         yield workload.model
@@ -312,7 +300,9 @@ def count_work(workload: Workload) -> Amounts:
     return ranges.amounts
 
 
-def check_modules(workload: Workload) -> tuple[SwapReport, dict[str, dict[str, float]], list[str]]:
+def check_modules(
+    workload: Workload, fuse: bool
+) -> tuple[SwapReport, dict[str, dict[str, float]], list[str]]:
     """swap(check=) on a few samples: the report, {module: errors}, and what failed."""
 
     def part(x: Any) -> Any:
@@ -323,12 +313,12 @@ def check_modules(workload: Workload) -> tuple[SwapReport, dict[str, dict[str, f
     errors: dict[str, dict[str, float]] = {}
     with workload.unchanged(), workload._amp(), _no_warnings():
         try:
-            report = swap(workload.model, check=inputs)
+            report = swap(workload.model, check=inputs, fuse=fuse)
             if report.check is not None:
                 errors = {row["module"]: row for row in report.check["modules"]}
         except SwapCheckError as error:
             failures = error.lines
-            report = swap(workload.model)
+            report = swap(workload.model, fuse=fuse)
         finally:
             unswap(workload.model)
     return report, errors, failures

@@ -1,0 +1,174 @@
+"""A module whose forward is a generated function, as long as what it was made from still holds.
+
+The class of the module becomes a subclass with another ``forward``. Before each call it compares
+what the function was made from: inputs, attributes that the forward read, layers, their types and
+hooks. If anything differs, the original forward runs, and the layers are called one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import linecache
+import operator
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+Path = tuple[str, ...]
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that the generated function calls in another way, or not at all."""
+
+    path: Path
+    kinds: tuple[type[nn.Module], ...]  # what it may be
+    options: tuple[tuple[str, Any], ...]  # attributes that stand as constants in the function
+
+    def holds(self, block: nn.Module) -> bool:
+        layer = at(block, self.path)
+        if layer is None or type(layer) not in self.kinds or is_hooked(layer):
+            return False
+        return all(getattr(layer, name) == value for name, value in self.options)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    source: str  # of the function `forward`
+    imports: tuple[tuple[str, str, str], ...]  # (name in the source, module, name in the module)
+    arity: int  # how many tensors it takes
+    facts: tuple[tuple[str, Any], ...]  # attributes of the block that its forward decided by
+    layers: tuple[Layer, ...]
+    containers: tuple[tuple[Path, tuple[str, ...]], ...]  # names of the children of each
+
+    def holds(self, block: nn.Module, args: tuple[Any, ...]) -> bool:
+        if len(args) != self.arity:
+            return False
+        for arg in args:
+            if not isinstance(arg, Tensor):
+                return False
+        for name, value in self.facts:
+            if getattr(block, name, _MISSING) != value:
+                return False
+        for path, names in self.containers:
+            container = at(block, path)
+            if container is None or tuple(container._modules) != names:
+                return False
+        return all(layer.holds(block) for layer in self.layers)
+
+
+def at(block: nn.Module, path: Path) -> nn.Module | None:
+    found: nn.Module | None = block
+    for name in path:
+        found = None if found is None else found._modules.get(name)
+    return found
+
+
+def fits_fused(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a hook that needs no layer's own output: it may see that of a fused layer."""
+    hook._fits_fused = True  # type: ignore[attr-defined]
+    return hook
+
+
+def is_hooked(layer: nn.Module) -> bool:
+    """Whether somebody waits for this layer's own inputs, output or gradients."""
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return True
+    for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+        if hooks:
+            for hook in hooks.values():
+                if not getattr(hook, "_fits_fused", False):
+                    return True
+    return False
+
+
+def importable(function: Any) -> tuple[str, str]:
+    """Where ``function`` can be imported from, as (module, name)."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    try:
+        if operator.attrgetter(str(name))(importlib.import_module(str(module))) is function:
+            return str(module), str(name)
+    except (ImportError, AttributeError):
+        pass
+    raise ValueError(f"{function} has no name to import it by")
+
+
+def _namespace(recipe: Recipe) -> dict[str, Any]:
+    found = {name: builtin.obj for name, builtin in fx.graph._custom_builtins.items()}
+    for name, module, attribute in recipe.imports:
+        found[name] = operator.attrgetter(attribute)(importlib.import_module(module))
+    return found
+
+
+def source_of(graph: fx.Graph) -> tuple[str, tuple[tuple[str, str, str], ...]]:
+    """The source of ``graph`` as a function of ``self`` and its inputs, and what it imports."""
+    code = graph.python_code("self")
+    imports = [
+        (name, *importable(value))
+        for name, value in code.globals.items()
+        if name not in fx.graph._custom_builtins
+    ]
+    return code.src.strip() + "\n", tuple(imports)
+
+
+_classes: dict[tuple[type[nn.Module], Recipe], type[nn.Module]] = {}
+
+
+def block_class(base: Any, recipe: Recipe) -> type[nn.Module]:
+    """``base`` with the recipe's forward; the same class for the same recipe."""
+    if (base, recipe) in _classes:
+        return _classes[base, recipe]
+    name = f"<warpwright: fused forward {len(_classes)} of {base.__name__}>"
+    scope = _namespace(recipe)
+    exec(compile(recipe.source, name, "exec"), scope)
+    linecache.cache[name] = (len(recipe.source), None, recipe.source.splitlines(True), name)
+    run: Any = scope["forward"]
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or not recipe.holds(self, args):
+            return base.forward(self, *args, **kwargs)
+        return run(self, *args)
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        parts: Any = object.__reduce_ex__(self, max(2, protocol))  # how to make it, of what, state
+        return (_empty, (base, recipe), *parts[2:])
+
+    body = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": reduce,
+        "_warpwright_base": base,
+        "forward": forward,
+    }
+    made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
+    _classes[base, recipe] = made
+    return made
+
+
+def _empty(base: type[nn.Module], recipe: Recipe) -> nn.Module:
+    kind = block_class(base, recipe)
+    return kind.__new__(kind)
+
+
+def base_of(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that a generated one stands for; None for any other."""
+    return vars(kind).get("_warpwright_base")
+
+
+def why_no_block(module: nn.Module) -> str | None:
+    """Why the class of ``module`` can't be replaced by one with another forward."""
+    kind = type(module)
+    if "forward" in vars(module):
+        return "its forward is replaced on the instance"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "parametrized"
+    if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
+        return "it pickles itself in its own way"
+    return None

@@ -1,0 +1,466 @@
+"""Finds chains of layers that one op of ours computes: what ``swap(fuse=True)`` does.
+
+A chain is found on the graph of the forward that calls its layers (see ``_trace``), not by the order
+of registration: a ReLU may be called several times, or be a function. Then
+
+- the *keeper*, the layer with the parameters, becomes the fused module by a change of its class. It
+  computes the fused op where the forward says so, and is a plain layer for any other caller;
+- the forward becomes a generated one that asks for it and leaves the other calls out (``_blocks``).
+
+Parameters, buffers, the names in ``state_dict`` and all modules stay at their places.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from . import functional as F
+from . import nn as ours
+from ._blocks import Layer, Recipe, base_of, block_class, is_hooked, source_of, why_no_block
+from ._trace import IN_PLACE, NotTraceable, is_plain, trace
+
+native = nn.functional
+POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A chain of ops, and the module and the functional of ours that compute it at once."""
+
+    head: str
+    tail: tuple[str, ...]
+    module: str
+    functional: str
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return (self.head, *self.tail)
+
+
+# A longer chain stands before a shorter one that it begins with.
+PATTERNS = tuple(
+    pattern
+    for pattern in (
+        Pattern("batch_norm", ("add", "relu"), "BatchNormAddReLU2d", "batch_norm_add_relu"),
+        Pattern("batch_norm", ("relu",), "BatchNormReLU2d", "batch_norm_relu"),
+    )
+    if hasattr(ours, pattern.module)
+)
+LONGEST = max(len(pattern.tail) for pattern in PATTERNS)
+
+# Layers of a chain: (native, ours, op, attributes that are options of the op); "" does nothing.
+LAYERS: tuple[tuple[type[nn.Module], type[nn.Module], str, tuple[str, ...]], ...] = (
+    (nn.BatchNorm2d, ours.BatchNorm2d, "batch_norm", ()),
+    (nn.ReLU, ours.ReLU, "relu", ()),
+    (nn.Identity, nn.Identity, "", ()),
+)
+KINDS = {kind: layer for layer in LAYERS for kind in layer[:2]}
+
+# Functions of a chain: the op, and the names of the arguments after the first.
+FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    native.relu: ("relu", ("inplace",)),
+    torch.relu: ("relu", ()),
+    torch.relu_: ("relu", ()),
+    operator.add: ("add", ("other",)),
+    operator.iadd: ("add", ("other",)),
+    torch.add: ("add", ("other", "alpha")),
+}
+METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "relu": ("relu", ()),
+    "relu_": ("relu", ()),
+    "add": ("add", ("other", "alpha")),
+    "add_": ("add", ("other", "alpha")),
+}
+TAIL_OPS = {op for pattern in PATTERNS for op in pattern.tail}
+TAIL_NAMES = {
+    name
+    for functions in (FUNCTIONS, METHODS)
+    for function, (op, _) in functions.items()
+    if op in TAIL_OPS - {"add"}
+    for name in (getattr(function, "__name__", function),)
+}
+
+
+# ---- the keepers ----
+
+
+class _BatchNormKeeper(ours._BatchNorm):
+    def forward(  # type: ignore[override]
+        self, input: Tensor, *residual: Tensor, fused: dict[str, Any] | None = None
+    ) -> Tensor:
+        if fused is None:
+            return self._normalize(input, functional="batch_norm")
+        for other in residual:
+            if fused["in_place"] and (other.dtype, other.shape) != (input.dtype, input.shape):
+                return F.relu(self._normalize(input, functional="batch_norm").add_(other))
+        return self._normalize(input, *residual)
+
+
+_KEEPS: dict[str, type[nn.Module]] = {"batch_norm": _BatchNormKeeper}
+_STEPS: dict[str, Callable[..., Tensor]] = {"relu": torch.relu, "add": torch.add}
+
+
+class _Chain:
+    """The native chain in the place of a keeper: what a fused op is compared with."""
+
+    _tail: ClassVar[tuple[str, ...]]
+
+    def forward(
+        self, input: Tensor, *residual: Tensor, fused: dict[str, Any] | None = None
+    ) -> Tensor:
+        output = super().forward(input)  # type: ignore[misc]
+        for op in () if fused is None else self._tail:
+            output = _STEPS[op](output, *(residual if op == "add" else ()))
+        return output  # type: ignore[no-any-return]
+
+
+def _make_keepers() -> Iterator[tuple[Pattern, type[nn.Module], type[nn.Module]]]:
+    """For each pattern the keeper, a subclass of the fused module, and its native chain."""
+    for pattern in PATTERNS:
+        base = next(layer[0] for layer in LAYERS if layer[2] == pattern.head)
+        name, place = pattern.module, {"__module__": __name__}
+        keeper = type(name, (_KEEPS[pattern.head], getattr(ours, name)), {**place})
+        chain = type(f"Native{name}", (_Chain, base), {**place, "_tail": pattern.tail})
+        yield pattern, keeper, chain
+
+
+KEEPERS: dict[Pattern, type[nn.Module]] = {}
+NATIVE: dict[type[nn.Module], type[nn.Module]] = {}  # keeper -> the layer's native class
+CHAINS: dict[type[nn.Module], type[nn.Module]] = {}  # keeper -> the native chain
+for _pattern, _keeper, _chain in _make_keepers():
+    KEEPERS[_pattern] = _keeper
+    NATIVE[_keeper], CHAINS[_keeper] = _chain.__mro__[2], _chain
+    globals()[_keeper.__name__] = _keeper  # pickles find it by its name
+
+
+# ---- finding chains ----
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """One chain of one forward: what became of it."""
+
+    block: str  # the module whose forward calls the chain, as in named_modules(); "" is the model
+    chain: str  # "bn1 → relu"; "" if the forward could not be read
+    into: str  # the fused module's class; "" if it was left
+    reason: str  # why it was left; "" if fused
+
+
+@dataclass
+class Plan:
+    fusions: list[Fusion] = field(default_factory=list)
+    classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # keepers and blocks
+    graphs: dict[nn.Module, fx.Graph] = field(default_factory=dict)  # of each block, fused
+
+
+@dataclass
+class _Step:
+    """A node that is an op of a chain."""
+
+    node: fx.Node
+    op: str
+    options: dict[str, Any]
+    layer: nn.Module | None = None
+    kinds: tuple[type[nn.Module], ...] = ()  # what the layer may be: native and ours
+    residual: fx.Node | None = None
+    why_not: str = ""  # the reason that it can't be part of a chain
+
+    @property
+    def in_place(self) -> bool:
+        return _is_in_place(self.node)
+
+
+WhyNot = Callable[[nn.Module], "str | None"]
+
+
+def plan(model: nn.Module, why_not: WhyNot, ops: Iterable[str]) -> Plan:
+    """What to fuse in ``model``; nothing is changed.
+
+    Args:
+        why_not: the reason to leave a layer alone, or None.
+        ops: the functionals that may be replaced.
+    """
+    result = Plan()
+    for name, module in model.named_modules():
+        if not _may_have_chains(module):
+            continue
+        try:
+            reason = why_no_block(module)
+            if reason is not None:
+                raise NotTraceable(reason)
+            _Block(name, module, why_not, frozenset(ops), result).fuse()
+        except NotTraceable as error:
+            result.fusions.append(Fusion(name, "", "", str(error)))
+    return result
+
+
+def _may_have_chains(module: nn.Module) -> bool:
+    """Whether it is worth running ``module``'s forward on stand-ins."""
+    kind = type(module)
+    forward = getattr(kind.forward, "__module__", "") or ""
+    if isinstance(module, torch.jit.ScriptModule) or base_of(kind) is not None:
+        return False
+    if forward.partition(".")[0] == "torch" and kind.forward is not nn.Sequential.forward:
+        return False
+    called = {KINDS[type(m)][2] for m in _called_by(module) if type(m) in KINDS}
+    if not called & {pattern.head for pattern in PATTERNS}:
+        return False
+    return bool(called & TAIL_OPS) or not TAIL_NAMES.isdisjoint(_names_in(kind))
+
+
+def _called_by(module: nn.Module) -> Iterator[nn.Module]:
+    """The children, those of lists and dicts among them: these have no forward of their own."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_by(child)
+        else:
+            yield child
+
+
+def _names_in(kind: type) -> set[str]:
+    functions = (f for base in kind.__mro__ if base is not nn.Module for f in vars(base).values())
+    return {
+        name for f in functions for name in getattr(getattr(f, "__code__", None), "co_names", ())
+    }
+
+
+class _Block:
+    """One module's forward: its graph, and what is fused in it."""
+
+    def __init__(
+        self, name: str, module: nn.Module, why_not: WhyNot, ops: frozenset[str], result: Plan
+    ) -> None:
+        self.name, self.module, self.result = name, module, result
+        self.why_not, self.ops = why_not, ops
+        self.traced = trace(module)
+        self.graph = self.traced.graph
+        self.layers: dict[str, Layer] = {}  # that the new forward calls differently, by path
+        self.replaced: set[fx.Node] = set()
+
+    def fuse(self) -> None:
+        found: list[Fusion] = []
+        classes: dict[nn.Module, type[nn.Module]] = {}
+        for node in list(self.graph.nodes):
+            head = None if node in self.replaced else self._step(node, None)
+            if head is None or not any(pattern.head == head.op for pattern in PATTERNS):
+                continue
+            pattern, steps, reason = self._match(head)
+            if not steps:
+                continue
+            chain = " → ".join(_label(s.node) if s.layer else s.op for s in steps)
+            if pattern is not None:
+                keeper = KEEPERS[pattern]
+                assert head.layer is not None
+                known = {**self.result.classes, **classes}.get(head.layer, type(head.layer))
+                if known in NATIVE and known is not keeper:
+                    reason = f"{_label(head.node)} is already a {known.__name__}"
+            if pattern is None or reason:
+                found.append(Fusion(self.name, chain, "", reason))
+                continue
+            assert head.layer is not None
+            classes[head.layer] = keeper
+            self._replace(pattern, keeper, steps)
+            found.append(Fusion(self.name, chain, pattern.module, ""))
+        if classes:
+            block = self._class()  # raises before anything is in the plan
+            self.result.classes.update(classes)
+            self.result.classes[self.module] = block
+            self.result.graphs[self.module] = self.graph
+        self.result.fusions += found
+
+    # What a node is.
+
+    def _step(self, node: fx.Node, previous: fx.Node | None) -> _Step | None:
+        """``node`` as an op on ``previous``, or on any tensor; None for another op."""
+        if node.op == "call_module":
+            return self._layer_step(node)
+        if node.op == "call_function" and node.target in FUNCTIONS:
+            op, names = FUNCTIONS[node.target]
+        elif node.op == "call_method" and node.target in METHODS:
+            op, names = METHODS[str(node.target)]
+        else:
+            return None
+        options = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+        step = _Step(node, op, options)
+        if op == "add":
+            self._add_step(step, previous)
+        elif op not in self.ops:
+            step.why_not = f"{op} is not in ops"
+        return step
+
+    def _layer_step(self, node: fx.Node) -> _Step | None:
+        layer = self.module.get_submodule(str(node.target))
+        base = next((kind for kind in KINDS if isinstance(layer, kind)), None)
+        if base is None:
+            return None
+        theirs, mine, op, names = KINDS[base]
+        options = {name: getattr(layer, name) for name in names}
+        step = _Step(node, op, options, layer, (theirs, mine))
+        reason = self.why_not(layer)
+        if reason is not None:
+            step.why_not = f"{_label(node)}: {reason}"
+        elif is_hooked(layer):
+            step.why_not = f"a hook on {_label(node)}"
+        elif len(node.args) != 1 or node.kwargs:
+            step.why_not = f"{_label(node)} is called with more than its input"
+        elif not all(is_plain(value) for value in step.options.values()):
+            step.why_not = f"{_label(node)} has options that are no plain values"
+        return step
+
+    def _add_step(self, step: _Step, previous: fx.Node | None) -> None:
+        first, other = step.node.args[0], step.options.pop("other", None)
+        residual = other if first is previous else first
+        if not isinstance(residual, fx.Node) or residual is previous:
+            step.why_not = "the addition is not of two tensors"
+        elif step.options.pop("alpha", 1) != 1 or step.options:
+            step.why_not = "the addition has further arguments"
+        elif step.in_place and first is not previous:
+            step.why_not = f"the addition writes into {_label(residual)}"
+        else:
+            step.residual = residual
+
+    # What is fused.
+
+    def _match(self, head: _Step) -> tuple[Pattern | None, list[_Step], str]:
+        """The longest pattern at ``head``; else how near a chain comes to one, and what it lacks."""
+        steps, why = self._follow(head)
+        real = [step for step in steps if step.op]
+        patterns = [p for p in PATTERNS if p.head == head.op]
+        reason = ""
+        near: list[_Step] = []
+        for pattern in patterns:
+            if tuple(step.op for step in real[: len(pattern.ops)]) != pattern.ops:
+                continue
+            chain = steps[: steps.index(real[len(pattern.ops) - 1]) + 1]
+            blocked = next((step.why_not for step in chain if step.why_not), "")
+            blocked = blocked or self._why_not_moved(chain)
+            if not blocked:
+                return pattern, chain, ""
+            reason, near = reason or blocked, near or chain
+        if near:
+            return None, near, reason
+        return None, *self._near_miss(steps, patterns, why)
+
+    def _follow(self, head: _Step) -> tuple[list[_Step], str]:
+        """The ops behind ``head``, each the only consumer of the one before."""
+        steps, real, node = [head], 0, head.node
+        while real < LONGEST:
+            if len(node.users) != 1:
+                count = len(node.users)
+                return steps, f"the result of {_label(node)} has {count} consumers"
+            (following,) = node.users
+            step = self._step(following, node)
+            if step is None:
+                return steps, f"{_label(following)} stands between"
+            steps.append(step)
+            real += bool(step.op)
+            node = following
+        return steps, ""
+
+    def _near_miss(
+        self, steps: list[_Step], patterns: list[Pattern], why: str
+    ) -> tuple[list[_Step], str]:
+        """The chain that would be one if it were not for ``why``; none if it is nowhere near."""
+        last = steps[-1].node
+        done = tuple(step.op for step in steps if step.op)
+        begun = [p for p in patterns if p.ops[: len(done)] == done and len(p.ops) > len(done)]
+        if not begun or not why:
+            return [], ""
+        following = list(last.users)
+        if len(following) == 1:  # something else; is what we look for behind it?
+            following = list(following[0].users)
+        wanted = {p.ops[len(done)] for p in begun} - {"add"}
+        for node in following:
+            step = self._step(node, last)
+            if step is not None and step.op in wanted:
+                return [*steps, step], why
+        return [], ""
+
+    def _why_not_moved(self, chain: list[_Step]) -> str:
+        """The head is computed where the last op stands: nothing in between may change its input."""
+        ours = {step.node for step in chain}
+        node = chain[0].node
+        while node is not chain[-1].node:
+            node = node.next
+            if node not in ours and self._may_write(node):
+                return f"{_label(node)} works in place in between"
+        return ""
+
+    def _may_write(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            layer = self.module.get_submodule(str(node.target))
+            return any(getattr(m, "inplace", False) for m in layer.modules())
+        return _is_in_place(node)
+
+    def _replace(self, pattern: Pattern, keeper: type[nn.Module], steps: list[_Step]) -> None:
+        head, last = steps[0], steps[-1]
+        inputs = list(head.node.args)
+        options: dict[str, Any] = {}
+        for step in steps:
+            if step.residual is not None:
+                inputs.append(step.residual)
+                options["in_place"] = step.in_place
+        with self.graph.inserting_before(last.node):
+            fused = self.graph.call_module(str(head.node.target), tuple(inputs), {"fused": options})
+        last.node.replace_all_uses_with(fused)
+        for step in reversed(steps):
+            self.graph.erase_node(step.node)
+        self.replaced.update(step.node for step in steps)
+        for step in steps:
+            if step.layer is not None:
+                path = str(step.node.target)
+                kinds = (keeper,) if step is head else step.kinds
+                self.layers[path] = Layer(
+                    tuple(path.split(".")), kinds, tuple(step.options.items())
+                )
+
+    def _class(self) -> type[nn.Module]:
+        try:
+            source, imports = source_of(self.graph)
+            recipe = Recipe(
+                source,
+                imports,
+                self.traced.arity,
+                self.traced.facts,
+                tuple(self.layers.values()),
+                tuple(self._containers()),
+            )
+            return block_class(type(self.module), recipe)
+        except (TypeError, ValueError) as error:
+            raise NotTraceable(f"its forward can't be written anew: {error}") from error
+
+    def _containers(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Lists of layers that the forward went through: their lengths are in the graph."""
+        if isinstance(self.module, nn.Sequential):
+            yield (), tuple(self.module._modules)
+        paths = {
+            tuple(str(node.target).split(".")[:-1])
+            for node in self.traced.graph.nodes
+            if node.op == "call_module"
+        }
+        for path in sorted(paths - {()}):
+            yield path, tuple(self.module.get_submodule(".".join(path))._modules)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = _label(node)
+    return (
+        node.target in IN_PLACE
+        or (name.endswith("_") and not name.endswith("__"))
+        or bool(node.kwargs.get("inplace"))
+        or "out" in node.kwargs
+    )
+
+
+def _label(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
