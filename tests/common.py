@@ -1,8 +1,9 @@
-"""What every op's test needs: layouts, subsets of inputs, registration checks."""
+"""What several tests need: layouts, subsets of inputs, registration checks, a small ResNet."""
 
 import itertools
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 OPCHECK_TESTS = (
@@ -72,3 +73,53 @@ def clone_inputs(value):
         return leaf
 
     return tree_map(clone, value)
+
+
+class Block(nn.Module):
+    """A ResNet's basic block: a skip, in-place ReLUs, one of them used twice."""
+
+    def __init__(self, channels, out_channels, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.downsample = None
+        if stride != 1 or channels != out_channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels, out_channels, 1, stride, bias=False),
+                nn.BatchNorm2d(out_channels),
+            )
+
+    def forward(self, x):
+        skip = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(self.bn2(self.conv2(x)) + skip)
+
+
+def small_resnet(widths=(8, 16, 16)):
+    blocks = [
+        Block(a, b, stride)
+        for a, b, stride in zip((widths[0], *widths), widths, (1, 2, 2), strict=False)
+    ]
+    return nn.Sequential(
+        nn.Conv2d(3, widths[0], 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(widths[0]),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(widths[-1], 10),
+    )
+
+
+def classes(model):
+    return [type(m) for m in model.modules()]
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]

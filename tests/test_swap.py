@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from common import classes, gradients, small_resnet
 from torch import nn
 
 import warpwright
@@ -20,46 +21,6 @@ from warpwright._precision import (
 from warpwright.testing import assert_same
 
 
-class Block(nn.Module):
-    """A ResNet's basic block: a skip, in-place ReLUs, one of them used twice."""
-
-    def __init__(self, channels, out_channels, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out_channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out_channels)
-        self.downsample = None
-        if stride != 1 or channels != out_channels:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(channels, out_channels, 1, stride, bias=False),
-                nn.BatchNorm2d(out_channels),
-            )
-
-    def forward(self, x):
-        skip = x if self.downsample is None else self.downsample(x)
-        x = self.relu(self.bn1(self.conv1(x)))
-        return self.relu(self.bn2(self.conv2(x)) + skip)
-
-
-def small_resnet(widths=(8, 16, 16)):
-    blocks = [
-        Block(a, b, stride)
-        for a, b, stride in zip((widths[0], *widths), widths, (1, 2, 2), strict=False)
-    ]
-    return nn.Sequential(
-        nn.Conv2d(3, widths[0], 7, stride=2, padding=3, bias=False),
-        nn.BatchNorm2d(widths[0]),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, stride=2, padding=1),
-        *blocks,
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(widths[-1], 10),
-    )
-
-
 @pytest.fixture
 def model(device):
     return small_resnet().to(device)
@@ -68,16 +29,6 @@ def model(device):
 @pytest.fixture
 def images(device):
     return torch.randn(4, 3, 32, 32, device=device)
-
-
-def classes(model):
-    return [type(m) for m in model.modules()]
-
-
-def gradients(model, x):
-    model.zero_grad()
-    model(x).square().mean().backward()
-    return [p.grad.clone() for p in model.parameters()]
 
 
 def test_swap_and_unswap(model, images):

@@ -34,8 +34,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ._blocks import base_of
+from ._patterns import CHAINS
 from ._precision import Tf32Products, tf32_products
-from .fuse import CHAINS
 from .swap import set_class
 from .testing import ERROR_FACTOR, to_double
 

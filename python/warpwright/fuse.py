@@ -1,145 +1,39 @@
 """Finds chains of layers that one op of ours computes: what ``swap(fuse=True)`` does.
 
-A chain is found on the graph of the forward that calls its layers (see ``_trace``), not by the order
-of registration: a ReLU may be called several times, or be a function. Then
-
-- the *keeper*, the layer with the parameters, becomes the fused module by a change of its class. It
-  computes the fused op where the forward says so, and is a plain layer for any other caller;
-- the forward becomes a generated one that asks for it and leaves the other calls out (``_blocks``).
-
-Parameters, buffers, the names in ``state_dict`` and all modules stay at their places.
+A chain is found on the graph of the forward that calls its layers (``_trace``), not by the order of
+registration: a ReLU may be called several times, or be a function. Then one of its layers, the keeper,
+becomes the fused module (``_patterns``), and the forward a generated one that asks the keeper for the
+fused op and leaves the other calls out (``_blocks``). Parameters, buffers, the names in
+``state_dict`` and all modules stay at their places.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from . import functional as F
-from . import nn as ours
 from ._blocks import Layer, Recipe, base_of, block_class, is_hooked, source_of, why_no_block
+from ._patterns import (
+    FUNCTIONS,
+    KEEPERS,
+    KINDS,
+    MAKES_NEW,
+    METHODS,
+    NAMES,
+    NATIVE,
+    ONLY_FUSED,
+    OPTIONS,
+    PATTERNS,
+    Pattern,
+)
 from ._trace import IN_PLACE, NotTraceable, is_plain, trace
 
-native = nn.functional
-POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """A chain of ops, and the module and the functional of ours that compute it at once."""
-
-    head: str
-    tail: tuple[str, ...]
-    module: str
-    functional: str
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        return (self.head, *self.tail)
-
-
-# A longer chain stands before a shorter one that it begins with.
-PATTERNS = tuple(
-    pattern
-    for pattern in (
-        Pattern("batch_norm", ("add", "relu"), "BatchNormAddReLU2d", "batch_norm_add_relu"),
-        Pattern("batch_norm", ("relu",), "BatchNormReLU2d", "batch_norm_relu"),
-    )
-    if hasattr(ours, pattern.module)
-)
-LONGEST = max(len(pattern.tail) for pattern in PATTERNS)
-
-# Layers of a chain: (native, ours, op, attributes that are options of the op); "" does nothing.
-LAYERS: tuple[tuple[type[nn.Module], type[nn.Module], str, tuple[str, ...]], ...] = (
-    (nn.BatchNorm2d, ours.BatchNorm2d, "batch_norm", ()),
-    (nn.ReLU, ours.ReLU, "relu", ()),
-    (nn.Identity, nn.Identity, "", ()),
-)
-KINDS = {kind: layer for layer in LAYERS for kind in layer[:2]}
-
-# Functions of a chain: the op, and the names of the arguments after the first.
-FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
-    native.relu: ("relu", ("inplace",)),
-    torch.relu: ("relu", ()),
-    torch.relu_: ("relu", ()),
-    operator.add: ("add", ("other",)),
-    operator.iadd: ("add", ("other",)),
-    torch.add: ("add", ("other", "alpha")),
-}
-METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "relu": ("relu", ()),
-    "relu_": ("relu", ()),
-    "add": ("add", ("other", "alpha")),
-    "add_": ("add", ("other", "alpha")),
-}
-TAIL_OPS = {op for pattern in PATTERNS for op in pattern.tail}
-TAIL_NAMES = {
-    name
-    for functions in (FUNCTIONS, METHODS)
-    for function, (op, _) in functions.items()
-    if op in TAIL_OPS - {"add"}
-    for name in (getattr(function, "__name__", function),)
-}
-
-
-# ---- the keepers ----
-
-
-class _BatchNormKeeper(ours._BatchNorm):
-    def forward(  # type: ignore[override]
-        self, input: Tensor, *residual: Tensor, fused: dict[str, Any] | None = None
-    ) -> Tensor:
-        if fused is None:
-            return self._normalize(input, functional="batch_norm")
-        for other in residual:
-            if fused["in_place"] and (other.dtype, other.shape) != (input.dtype, input.shape):
-                return F.relu(self._normalize(input, functional="batch_norm").add_(other))
-        return self._normalize(input, *residual)
-
-
-_KEEPS: dict[str, type[nn.Module]] = {"batch_norm": _BatchNormKeeper}
-_STEPS: dict[str, Callable[..., Tensor]] = {"relu": torch.relu, "add": torch.add}
-
-
-class _Chain:
-    """The native chain in the place of a keeper: what a fused op is compared with."""
-
-    _tail: ClassVar[tuple[str, ...]]
-
-    def forward(
-        self, input: Tensor, *residual: Tensor, fused: dict[str, Any] | None = None
-    ) -> Tensor:
-        output = super().forward(input)  # type: ignore[misc]
-        for op in () if fused is None else self._tail:
-            output = _STEPS[op](output, *(residual if op == "add" else ()))
-        return output  # type: ignore[no-any-return]
-
-
-def _make_keepers() -> Iterator[tuple[Pattern, type[nn.Module], type[nn.Module]]]:
-    """For each pattern the keeper, a subclass of the fused module, and its native chain."""
-    for pattern in PATTERNS:
-        base = next(layer[0] for layer in LAYERS if layer[2] == pattern.head)
-        name, place = pattern.module, {"__module__": __name__}
-        keeper = type(name, (_KEEPS[pattern.head], getattr(ours, name)), {**place})
-        chain = type(f"Native{name}", (_Chain, base), {**place, "_tail": pattern.tail})
-        yield pattern, keeper, chain
-
-
-KEEPERS: dict[Pattern, type[nn.Module]] = {}
-NATIVE: dict[type[nn.Module], type[nn.Module]] = {}  # keeper -> the layer's native class
-CHAINS: dict[type[nn.Module], type[nn.Module]] = {}  # keeper -> the native chain
-for _pattern, _keeper, _chain in _make_keepers():
-    KEEPERS[_pattern] = _keeper
-    NATIVE[_keeper], CHAINS[_keeper] = _chain.__mro__[2], _chain
-    globals()[_keeper.__name__] = _keeper  # pickles find it by its name
-
-
-# ---- finding chains ----
+LONGEST = max(len(pattern.ops) for pattern in PATTERNS)
 
 
 @dataclass(frozen=True)
@@ -156,6 +50,7 @@ class Fusion:
 class Plan:
     fusions: list[Fusion] = field(default_factory=list)
     classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # keepers and blocks
+    absorbed: dict[nn.Module, str] = field(default_factory=dict)  # layers into which fused module
     graphs: dict[nn.Module, fx.Graph] = field(default_factory=dict)  # of each block, fused
 
 
@@ -174,6 +69,12 @@ class _Step:
     @property
     def in_place(self) -> bool:
         return _is_in_place(self.node)
+
+    @property
+    def passed(self) -> list[str]:
+        """Options that the fused op takes, too."""
+        known = set(OPTIONS.get(self.op, ())) - {"return_indices"}
+        return [name for name in self.options if name in known]
 
 
 WhyNot = Callable[[nn.Module], "str | None"]
@@ -194,7 +95,7 @@ def plan(model: nn.Module, why_not: WhyNot, ops: Iterable[str]) -> Plan:
             reason = why_no_block(module)
             if reason is not None:
                 raise NotTraceable(reason)
-            _Block(name, module, why_not, frozenset(ops), result).fuse()
+            _Block(name, module, why_not, {*ops, *ONLY_FUSED}, result).fuse()
         except NotTraceable as error:
             result.fusions.append(Fusion(name, "", "", str(error)))
     return result
@@ -209,9 +110,8 @@ def _may_have_chains(module: nn.Module) -> bool:
     if forward.partition(".")[0] == "torch" and kind.forward is not nn.Sequential.forward:
         return False
     called = {KINDS[type(m)][2] for m in _called_by(module) if type(m) in KINDS}
-    if not called & {pattern.head for pattern in PATTERNS}:
-        return False
-    return bool(called & TAIL_OPS) or not TAIL_NAMES.isdisjoint(_names_in(kind))
+    called |= {NAMES[name] for name in _names_in(kind) if name in NAMES} | {"add"}
+    return any(called.issuperset(pattern.ops) for pattern in PATTERNS)
 
 
 def _called_by(module: nn.Module) -> Iterator[nn.Module]:
@@ -234,7 +134,7 @@ class _Block:
     """One module's forward: its graph, and what is fused in it."""
 
     def __init__(
-        self, name: str, module: nn.Module, why_not: WhyNot, ops: frozenset[str], result: Plan
+        self, name: str, module: nn.Module, why_not: WhyNot, ops: set[str], result: Plan
     ) -> None:
         self.name, self.module, self.result = name, module, result
         self.why_not, self.ops = why_not, ops
@@ -246,30 +146,33 @@ class _Block:
     def fuse(self) -> None:
         found: list[Fusion] = []
         classes: dict[nn.Module, type[nn.Module]] = {}
+        absorbed: dict[nn.Module, str] = {}
         for node in list(self.graph.nodes):
             head = None if node in self.replaced else self._step(node, None)
-            if head is None or not any(pattern.head == head.op for pattern in PATTERNS):
+            if head is None:
                 continue
             pattern, steps, reason = self._match(head)
-            if not steps:
-                continue
             chain = " → ".join(_label(s.node) if s.layer else s.op for s in steps)
             if pattern is not None:
                 keeper = KEEPERS[pattern]
-                assert head.layer is not None
-                known = {**self.result.classes, **classes}.get(head.layer, type(head.layer))
+                step = [step for step in steps if step.op][pattern.keeper]
+                known: type = type(step.layer)
+                if step.layer is not None:
+                    known = {**self.result.classes, **classes}.get(step.layer, known)
                 if known in NATIVE and known is not keeper:
-                    reason = f"{_label(head.node)} is already a {known.__name__}"
-            if pattern is None or reason:
+                    reason = f"{_label(step.node)} is already a {known.__name__}"
+                else:
+                    self._replace(pattern, steps, step)
+                    found.append(Fusion(self.name, chain, pattern.module, ""))
+                    if step.layer is not None:
+                        classes[step.layer] = keeper
+                    absorbed.update((s.layer, pattern.module) for s in steps if s.layer and s.op)
+            if reason:
                 found.append(Fusion(self.name, chain, "", reason))
-                continue
-            assert head.layer is not None
-            classes[head.layer] = keeper
-            self._replace(pattern, keeper, steps)
-            found.append(Fusion(self.name, chain, pattern.module, ""))
-        if classes:
+        if self.replaced:
             block = self._class()  # raises before anything is in the plan
             self.result.classes.update(classes)
+            self.result.absorbed.update(absorbed)
             self.result.classes[self.module] = block
             self.result.graphs[self.module] = self.graph
         self.result.fusions += found
@@ -280,6 +183,8 @@ class _Block:
         """``node`` as an op on ``previous``, or on any tensor; None for another op."""
         if node.op == "call_module":
             return self._layer_step(node)
+        if not node.args:
+            return None
         if node.op == "call_function" and node.target in FUNCTIONS:
             op, names = FUNCTIONS[node.target]
         elif node.op == "call_method" and node.target in METHODS:
@@ -290,6 +195,8 @@ class _Block:
         step = _Step(node, op, options)
         if op == "add":
             self._add_step(step, previous)
+        elif options.get("return_indices"):
+            step.why_not = f"{_label(node)} returns indices"
         elif op not in self.ops:
             step.why_not = f"{op} is not in ops"
         return step
@@ -309,6 +216,8 @@ class _Block:
             step.why_not = f"a hook on {_label(node)}"
         elif len(node.args) != 1 or node.kwargs:
             step.why_not = f"{_label(node)} is called with more than its input"
+        elif options.get("return_indices"):
+            step.why_not = f"{_label(node)} returns indices"
         elif not all(is_plain(value) for value in step.options.values()):
             step.why_not = f"{_label(node)} has options that are no plain values"
         return step
@@ -331,7 +240,7 @@ class _Block:
         """The longest pattern at ``head``; else how near a chain comes to one, and what it lacks."""
         steps, why = self._follow(head)
         real = [step for step in steps if step.op]
-        patterns = [p for p in PATTERNS if p.head == head.op]
+        patterns = [p for p in PATTERNS if p.ops[0] == head.op]
         reason = ""
         near: list[_Step] = []
         for pattern in patterns:
@@ -349,7 +258,7 @@ class _Block:
 
     def _follow(self, head: _Step) -> tuple[list[_Step], str]:
         """The ops behind ``head``, each the only consumer of the one before."""
-        steps, real, node = [head], 0, head.node
+        steps, real, node = [head], 1, head.node
         while real < LONGEST:
             if len(node.users) != 1:
                 count = len(node.users)
@@ -383,13 +292,19 @@ class _Block:
         return [], ""
 
     def _why_not_moved(self, chain: list[_Step]) -> str:
-        """The head is computed where the last op stands: nothing in between may change its input."""
-        ours = {step.node for step in chain}
-        node = chain[0].node
+        """Who else could tell that the head is computed later, at the last op, or not in place."""
+        head = chain[0].node
+        ours, node = {step.node for step in chain}, head
         while node is not chain[-1].node:
             node = node.next
             if node not in ours and self._may_write(node):
                 return f"{_label(node)} works in place in between"
+        if self._may_write(head):
+            source = head.args[0]
+            made = isinstance(source, fx.Node) and source.op == "call_module"
+            layer = self.module.get_submodule(str(source.target)) if made else None  # type: ignore[union-attr]
+            if not isinstance(layer, MAKES_NEW) or len(source.users) != 1:  # type: ignore[union-attr]
+                return f"{_label(head)} works in place, others may see its input"
         return ""
 
     def _may_write(self, node: fx.Node) -> bool:
@@ -398,27 +313,33 @@ class _Block:
             return any(getattr(m, "inplace", False) for m in layer.modules())
         return _is_in_place(node)
 
-    def _replace(self, pattern: Pattern, keeper: type[nn.Module], steps: list[_Step]) -> None:
-        head, last = steps[0], steps[-1]
-        inputs = list(head.node.args)
+    def _replace(self, pattern: Pattern, steps: list[_Step], keeper: _Step) -> None:
+        last = steps[-1].node
+        inputs = [steps[0].node.args[0]]
         options: dict[str, Any] = {}
         for step in steps:
             if step.residual is not None:
                 inputs.append(step.residual)
                 options["in_place"] = step.in_place
-        with self.graph.inserting_before(last.node):
-            fused = self.graph.call_module(str(head.node.target), tuple(inputs), {"fused": options})
-        last.node.replace_all_uses_with(fused)
+            if step is not keeper or step.layer is None:
+                options |= {name: step.options[name] for name in step.passed}
+        with self.graph.inserting_before(last):
+            if keeper.layer is not None:
+                path = str(keeper.node.target)
+                fused = self.graph.call_module(path, tuple(inputs), {"fused": options})
+            else:
+                function = getattr(F, pattern.functional)
+                fused = self.graph.call_function(function, tuple(inputs), options)
+        last.replace_all_uses_with(fused)
         for step in reversed(steps):
             self.graph.erase_node(step.node)
         self.replaced.update(step.node for step in steps)
         for step in steps:
             if step.layer is not None:
                 path = str(step.node.target)
-                kinds = (keeper,) if step is head else step.kinds
-                self.layers[path] = Layer(
-                    tuple(path.split(".")), kinds, tuple(step.options.items())
-                )
+                kinds = (KEEPERS[pattern],) if step is keeper else step.kinds
+                constants = () if step is keeper else tuple(step.options.items())
+                self.layers[path] = Layer(tuple(path.split(".")), kinds, constants)
 
     def _class(self) -> type[nn.Module]:
         try:

@@ -20,11 +20,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from . import fuse as fusing
 from . import nn as ours
 from ._arch import why_no_kernel
 from ._blocks import base_of
+from ._patterns import KINDS
+from ._patterns import NATIVE as KEEPER_NATIVE
 from .fuse import Fusion
+from .fuse import plan as plan_fusions
 
 __all__ = ["Fusion", "SwapCheckError", "SwapEntry", "SwapReport", "swap", "swapped", "unswap"]
 
@@ -41,7 +43,7 @@ MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 }
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {
     **{mine: native for native, (mine, _) in MODULES.items()},
-    **fusing.NATIVE,
+    **KEEPER_NATIVE,
 }
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 OPS = tuple(dict.fromkeys(op for _, op in MODULES.values()))
@@ -114,7 +116,10 @@ class SwapReport:
         if self.fusions:
             done = sum(not f.reason for f in self.fusions)
             rows = ((f.chain or "its chains", f.block, f.into, f.reason) for f in self.fusions)
-            parts += [Text(f"fused {done} chains"), _grouped("chain", "fused", rows)]
+            parts += [
+                Text(f"fused {done} of {len(self.fusions)} chains"),
+                _grouped("chain", "fused", rows),
+            ]
         if self.check is not None:
             parts.append(Text(self.check["summary"]))
         return Group(*parts)
@@ -306,7 +311,7 @@ def _plan(
             return entry.reason or None
         if "forward" in vars(module):
             return REPLACED
-        if entry.reason == NO_LAYER and type(module) not in fusing.KINDS:
+        if entry.reason == NO_LAYER and type(module) not in KINDS:
             return entry.reason
         if entry.op is not None and entry.op not in wanted:
             return f"{entry.op} is not in ops"
@@ -314,7 +319,10 @@ def _plan(
             return FILTERED
         return None
 
-    found = fusing.plan(model, why_not_fused, wanted)
+    found = plan_fusions(model, why_not_fused, wanted)
+    for module, into in found.absorbed.items():
+        if entries[module].reason == NO_LAYER:
+            entries[module] = replace(entries[module], reason=f"runs as a part of {into}")
     for module, kind in found.classes.items():
         chosen[module] = kind
         if kind in NATIVE:
