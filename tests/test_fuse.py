@@ -740,6 +740,20 @@ def test_patterns_have_their_modules():
         assert pickle.loads(pickle.dumps(keeper)) is keeper
 
 
+def test_profile_of_the_fused_run(model, images):
+    labels = torch.randint(10, (4,), device=images.device)
+    before = classes(model)
+    report = warpwright.profile(
+        model, images, labels, runs=("swapped", "fused"), seconds=0.05, steps=1
+    )
+    rows = {row["op"]: row for row in report.ops}
+    assert [run["error"] for run in report.runs] == [None] * 3
+    assert len(report.swap["fusions"]) == 7
+    assert rows["relu"]["swapped"]["kernels"] > rows["relu"]["fused"]["kernels"] == 0
+    assert rows["batch_norm"]["fused"]["kernels"] > 0
+    assert classes(model) == before
+
+
 # ---- models of others ----
 
 
