@@ -53,7 +53,8 @@ class Recipe:
             if not isinstance(arg, Tensor):
                 return False
         for name, value in self.facts:
-            if getattr(block, name, _MISSING) != value:
+            now = getattr(block, name, _MISSING)
+            if type(now) is not type(value) or now != value:
                 return False
         for path, names in self.containers:
             container = at(block, path)

@@ -105,11 +105,11 @@ class _OnlyInputs(TorchFunctionMode):
 
 def trace(module: nn.Module) -> Traced:
     """Raises NotTraceable where the graph could miss something."""
-    names = _tensor_arguments(module)
     reads: dict[str, Any] = {}
-    probe = _probe(module, names, reads)
     with _watched() as executed:
         try:
+            names = _tensor_arguments(module)
+            probe = _probe(module, names, reads)
             with _OnlyInputs():
                 graph = _Tracer().trace(probe)
         except NotTraceable:
@@ -173,8 +173,8 @@ def _probe(module: nn.Module, names: list[str], reads: dict[str, Any]) -> nn.Mod
         return value
 
     arguments = ", ".join(names)
-    scope: dict[str, Any] = {"base": base, "__name__": __name__}
-    exec(f"def forward(self, {arguments}):\n  return base.forward(self, {arguments})", scope)
+    scope: dict[str, Any] = {"_run": base.forward, "__name__": __name__}
+    exec(f"def forward(_self, {arguments}):\n  return _run(_self, {arguments})", scope)
     scope["forward"].__annotations__ = {}
     body = {"__getattribute__": getattribute, "__getattr__": getattr_, "forward": scope["forward"]}
     twin = object.__new__(type(base)(base.__name__, (base,), {**body, "__module__": __name__}))

@@ -1,8 +1,9 @@
 """Runs an existing model on warpwright: in place, reversible, with a report and a check.
 
 A module is swapped by changing its ``__class__`` from the exact native type to the subclass in
-:mod:`warpwright.nn`; with ``fuse=True`` chains of modules run as one op (:mod:`warpwright.fuse`). Nothing is copied or rebuilt: parameters, buffers, hooks, optimizers that hold
-the parameters, DDP wrappers, shared modules and ``state_dict`` keys all stay what they were.
+:mod:`warpwright.nn`. Nothing is copied or rebuilt: parameters, buffers, hooks, optimizers that hold
+the parameters, DDP wrappers, shared modules and ``state_dict`` keys all stay what they were. With
+``fuse=True`` chains of layers run as one op; :mod:`warpwright._fuse` has how.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch import Tensor, nn
 from . import nn as ours
 from ._arch import why_no_kernel
 from ._blocks import base_of
+from ._fuse import Fusion
+from ._fuse import plan as plan_fusions
 from ._patterns import KINDS
 from ._patterns import NATIVE as KEEPER_NATIVE
-from .fuse import Fusion
-from .fuse import plan as plan_fusions
 
 __all__ = ["Fusion", "SwapCheckError", "SwapEntry", "SwapReport", "swap", "swapped", "unswap"]
 

@@ -142,40 +142,43 @@ class _Block:
         self.graph = self.traced.graph
         self.layers: dict[str, Layer] = {}  # that the new forward calls differently, by path
         self.replaced: set[fx.Node] = set()
+        self.classes: dict[nn.Module, type[nn.Module]] = {}
+        self.absorbed: dict[nn.Module, str] = {}
+        self.fusions: list[Fusion] = []
 
     def fuse(self) -> None:
-        found: list[Fusion] = []
-        classes: dict[nn.Module, type[nn.Module]] = {}
-        absorbed: dict[nn.Module, str] = {}
         for node in list(self.graph.nodes):
             head = None if node in self.replaced else self._step(node, None)
             if head is None:
                 continue
             pattern, steps, reason = self._match(head)
-            chain = " → ".join(_label(s.node) if s.layer else s.op for s in steps)
             if pattern is not None:
-                keeper = KEEPERS[pattern]
-                step = [step for step in steps if step.op][pattern.keeper]
-                known: type = type(step.layer)
-                if step.layer is not None:
-                    known = {**self.result.classes, **classes}.get(step.layer, known)
-                if known in NATIVE and known is not keeper:
-                    reason = f"{_label(step.node)} is already a {known.__name__}"
-                else:
-                    self._replace(pattern, steps, step)
-                    found.append(Fusion(self.name, chain, pattern.module, ""))
-                    if step.layer is not None:
-                        classes[step.layer] = keeper
-                    absorbed.update((s.layer, pattern.module) for s in steps if s.layer and s.op)
-            if reason:
-                found.append(Fusion(self.name, chain, "", reason))
+                reason = self._fuse_chain(pattern, steps)
+            if reason or pattern is not None:
+                chain = " → ".join(_label(s.node) if s.layer else s.op for s in steps)
+                into = pattern.module if pattern is not None and not reason else ""
+                self.fusions.append(Fusion(self.name, chain, into, reason))
         if self.replaced:
-            block = self._class()  # raises before anything is in the plan
-            self.result.classes.update(classes)
-            self.result.absorbed.update(absorbed)
-            self.result.classes[self.module] = block
+            self.classes[self.module] = self._class()  # raises before anything is in the plan
+            self.result.classes.update(self.classes)
+            self.result.absorbed.update(self.absorbed)
             self.result.graphs[self.module] = self.graph
-        self.result.fusions += found
+        self.result.fusions += self.fusions
+
+    def _fuse_chain(self, pattern: Pattern, steps: list[_Step]) -> str:
+        """The reason if it can't be."""
+        keeper = [step for step in steps if step.op][pattern.keeper]
+        layer, kind = keeper.layer, KEEPERS[pattern]
+        if layer is not None:
+            known = {**self.result.classes, **self.classes}.get(layer, type(layer))
+            if known in NATIVE and known is not kind:
+                return f"{_label(keeper.node)} is already a {known.__name__}"
+            self.classes[layer] = kind
+        for step in steps:
+            if step.layer is not None and step.op:
+                self.absorbed[step.layer] = pattern.module
+        self._replace(pattern, steps, keeper)
+        return ""
 
     # What a node is.
 
@@ -294,18 +297,22 @@ class _Block:
     def _why_not_moved(self, chain: list[_Step]) -> str:
         """Who else could tell that the head is computed later, at the last op, or not in place."""
         head = chain[0].node
-        ours, node = {step.node for step in chain}, head
+        members, node = {step.node for step in chain}, head
         while node is not chain[-1].node:
             node = node.next
-            if node not in ours and self._may_write(node):
+            if node not in members and self._may_write(node):
                 return f"{_label(node)} works in place in between"
         if self._may_write(head):
             source = head.args[0]
-            made = isinstance(source, fx.Node) and source.op == "call_module"
-            layer = self.module.get_submodule(str(source.target)) if made else None  # type: ignore[union-attr]
-            if not isinstance(layer, MAKES_NEW) or len(source.users) != 1:  # type: ignore[union-attr]
+            if not isinstance(source, fx.Node) or not self._is_alone(source):
                 return f"{_label(head)} works in place, others may see its input"
         return ""
+
+    def _is_alone(self, node: fx.Node) -> bool:
+        """Whether nothing else holds ``node``'s memory, and only one op reads it."""
+        if node.op != "call_module" or len(node.users) != 1:
+            return False
+        return isinstance(self.module.get_submodule(str(node.target)), MAKES_NEW)
 
     def _may_write(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -353,7 +360,7 @@ class _Block:
                 tuple(self._containers()),
             )
             return block_class(type(self.module), recipe)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # a metaclass, a function without a name, ...
             raise NotTraceable(f"its forward can't be written anew: {error}") from error
 
     def _containers(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -361,9 +368,11 @@ class _Block:
         if isinstance(self.module, nn.Sequential):
             yield (), tuple(self.module._modules)
         paths = {
-            tuple(str(node.target).split(".")[:-1])
-            for node in self.traced.graph.nodes
-            if node.op == "call_module"
+            tuple(path.split(".")[:-1])
+            for path in (
+                *(str(node.target) for node in self.graph.nodes if node.op == "call_module"),
+                *self.layers,
+            )
         }
         for path in sorted(paths - {()}):
             yield path, tuple(self.module.get_submodule(".".join(path))._modules)
