@@ -198,8 +198,6 @@ class _Block:
         step = _Step(node, op, options)
         if op == "add":
             self._add_step(step, previous)
-        elif options.get("return_indices"):
-            step.why_not = f"{_label(node)} returns indices"
         elif op not in self.ops:
             step.why_not = f"{op} is not in ops"
         return step
