@@ -335,6 +335,7 @@ def test_step_rows():
         ("native", "nchw"),
         ("warpwright", "nhwc"),
         ("native", "nhwc"),
+        ("warpwright_fused", "nhwc"),
     ]
     assert all(r["throttled"] == [] for r in record["rows"])
     forward = 2 * 4 * (16 * 8 + 8 * 3)
@@ -347,7 +348,7 @@ def test_step_variants():
     def names(asked, device="cuda"):
         return [v.impl for v in steps.variants(tiny_workload(), asked, device)]
 
-    assert names(("native",), "cpu") == ["warpwright", "native", "warpwright"]
+    assert names(("native",), "cpu") == ["warpwright", "native", "warpwright", "warpwright_fused"]
     captured = names(("native", "channels_last", "compile", "cudagraph"))
     assert {"cudagraph", "warpwright_cudagraph", "compile", "compile_cudagraph"} <= {*captured}
 
