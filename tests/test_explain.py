@@ -215,6 +215,11 @@ def test_cross_entropy():
     assert "a block each" in text(4096, 32000)
     assert "pixels" in text(4, 20, 64, 64)
     assert "rows" in text(4096, 1000, target=torch.empty(4096, 1000))
+    assert "forward with grad_input" not in text(64, 10)
+    assert "forward with grad_input" not in text(8192, 1000, target=torch.empty(8192, 1000))
+    assert "32 threads of 1 blocks a row, 4 elements" in text(65536, 1000)
+    assert "256 threads of 4 blocks a row, 4 elements" in text(8192, 32000)
+    assert "too long for shared memory" in text(16, 1 << 20)
 
 
 def test_linear_cross_entropy():

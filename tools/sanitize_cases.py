@@ -128,6 +128,16 @@ def conv2d_cases():
             yield f"{name}-{c}-{k}-g{groups}-k{kernel}", F.conv2d, (x, w, rand(k)), options
 
 
+def gradient_of_loss(x, target, smoothing=0.0):
+    """Loss + <gradient, cosines>: the forward that writes the gradient, whatever the size."""
+    loss, _, _, grad = torch.ops.warpwright.cross_entropy_forward_gradient(
+        x.detach(), target, None, 1, -100, smoothing, x.dtype
+    )
+    torch.ops.warpwright.cross_entropy_scale_(grad, torch.full((), 3.0, dtype=x.dtype).to(x.device))
+    weights = torch.cos(torch.arange(grad.numel(), device=x.device)).view_as(grad)
+    return loss + (grad * weights).sum() + 0 * x.sum()
+
+
 def cross_entropy_cases():
     for n, c in ((3, 10), (5, 1027), (2, 40003)):
         target = torch.randint(0, c, (n,))
@@ -139,6 +149,16 @@ def cross_entropy_cases():
         yield f"{n}x{c}-weighted", function, (rand(n, c), target, weight), weighted
         soft = rand(n, c).softmax(1)
         yield f"{n}x{c}-soft", F.cross_entropy, (rand(n, c), soft), {"reduction": "none"}
+        grad = lambda x, t, **o: gradient_of_loss(x, t.to(x.device), **o)  # noqa: E731
+        yield f"{n}x{c}-forward-gradient", grad, (rand(n, c), target), {}
+    for c in (70001, 128256):  # clusters of blocks
+        target = torch.randint(0, c, (3,))
+        yield f"3x{c}-forward-gradient", grad, (rand(3, c), target), {"smoothing": 0.1}
+    x, target = rand(6, 37), torch.tensor([1, -100, 5, 36, 0, 2])
+    extras = {"z_loss": 0.01, "softcap": 2.0}
+    yield "extras", F.cross_entropy, (x, target), extras
+    function = lambda x, t, **o: F.cross_entropy(x * 1, t, **o)  # noqa: E731
+    yield "inplace-backward", function, (x, target), {"inplace_backward": True}
     yield "planes", F.cross_entropy, (rand(2, 7, 5, 9), torch.randint(0, 7, (2, 5, 9))), {}
 
 

@@ -232,9 +232,18 @@ Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool
   auto line = [&](const CrossEntropyAlignment& alignment) {
     return describe(choose_cross_entropy_config(p, alignment, device));
   };
-  return {{"forward", line(cross_entropy_alignment(p))},
-          {"grad_input",
-           line(row_alignment(p, {{p.input, &p.layout, p.dtype}, {nullptr, &p.layout, p.dtype}}))}};
+  const CrossEntropyAlignment both =
+      row_alignment(p, {{p.input, &p.layout, p.dtype}, {nullptr, &p.layout, p.dtype}});
+  Lines lines{{"forward", line(cross_entropy_alignment(p))}, {"grad_input", line(both)}};
+  if (!probabilities && p.layout.is_rows() && p.dtype != DType::kFloat16 &&
+      gradient_in_forward_pays(p.rows, p.classes, dtype_size(p.dtype))) {
+    CrossEntropyGradientParams g{{p}};
+    g.reduction = Reduction::kMean;
+    lines.emplace_back(
+        "forward with grad_input (a reduced loss)",
+        describe(choose_cross_entropy_gradient_config(g, both, device, device.sm_arch == 90)));
+  }
+  return lines;
 }
 
 // ---- linear_cross_entropy ----

@@ -136,16 +136,18 @@ Tensor3 cross_entropy_as(const Tensor& input, const Tensor& target, const Option
   ScalarType dtype = counted(input);
   auto run = [&](const Tensor& logits, const Tensor& q, const OptionalTensor& w,
                  double smoothing) -> Tensor3 {
-    Tensor z = logits;
+    Tensor z = logits, target_as_read = q;
     ScalarType run_dtype = dtype;
     if (extras.softcap != 0) {
       // In the accumulator's type: a cap rounded to 16 bits would show.
       z = at::tanh(z.to(accum_type(z.scalar_type())) / extras.softcap) * extras.softcap;
       run_dtype = z.scalar_type();
+      if (is_probabilities(z, q)) target_as_read = q.to(run_dtype);
     }
     LossOptions run_options = options;
     run_options.label_smoothing = smoothing;
-    auto [loss, row_stats, total_weight] = call_forward(z, q, w, run_options, run_dtype);
+    auto [loss, row_stats, total_weight] =
+        call_forward(z, target_as_read, w, run_options, run_dtype);
     return {loss.to(dtype), extras.lse ? call_lse(z, row_stats) : Tensor(),
             extras.argmax ? input.detach().argmax(class_dim(input)) : Tensor()};
   };

@@ -292,6 +292,12 @@ def _all_cases() -> list[Case]:
         _cross_entropy(8192, 32000, FP32),
         _cross_entropy(65536, 1000, FP32),
         _cross_entropy(1024, 10, FP32),
+        _cross_entropy(4096, 256000, BF16),
+        _cross_entropy(4096, 151669, BF16),
+        _cross_entropy(16384, 8192, BF16),
+        _cross_entropy(8192, 50257, FP32),
+        _cross_entropy(262144, 100, FP32),
+        _cross_entropy(32768, 1000, BF16),
     ]
     cases += [
         _linear(8192, 4096, 4096, BF16),

@@ -70,11 +70,23 @@ def leaves_of(inputs: Inputs) -> list[Tensor]:
     return [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
 
 
+def _cotangent(output: Tensor) -> Tensor:
+    """What a backward begins with: 1 if the output is a loss, as in ``loss.backward()``."""
+    return torch.ones_like(output) if output.dim() == 0 else torch.randn_like(output)
+
+
 def _autograd(function: Callable[[Inputs], Tensor], inputs: Inputs) -> Implementation:
-    """Times `function` and its backward, which runs over one graph again and again."""
+    """Times `function` and its backward, which runs over one graph again and again.
+
+    The forward of a loss is timed without a graph: with one, it may do the backward's work.
+    """
     leaves = leaves_of(inputs)
     output = function(inputs)
-    cotangent = torch.randn_like(output)
+    cotangent = _cotangent(output)
+
+    def forward() -> Tensor:
+        with torch.set_grad_enabled(output.dim() > 0):
+            return function(inputs)
 
     def results(incoming: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         value = function(inputs)
@@ -83,7 +95,7 @@ def _autograd(function: Callable[[Inputs], Tensor], inputs: Inputs) -> Implement
 
     return Implementation(
         {
-            "fwd": lambda: function(inputs),
+            "fwd": forward,
             "bwd": lambda: torch.autograd.grad(output, leaves, cotangent, retain_graph=True),
             "fwd+bwd": lambda: torch.autograd.grad(function(inputs), leaves, cotangent),
         },
@@ -138,7 +150,7 @@ def prepare_cudagraph(case: Case, inputs: Inputs, device: str) -> Implementation
     with torch.cuda.stream(stream):
         for _ in range(3):
             output = case.run(native, inputs)
-            cotangent = torch.randn_like(output)
+            cotangent = _cotangent(output)
             torch.autograd.grad(output, leaves, cotangent)
         del output
     torch.cuda.current_stream().wait_stream(stream)
