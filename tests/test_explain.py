@@ -129,6 +129,10 @@ def test_max_pool2d_layouts():
     assert "one channel" in explain("max_pool2d", x, 2, **ON_GPU)
     assert "3x3 windows unrolled" in explain("max_pool2d", x, 3, 2, 1, **ON_GPU)
     assert "any window" in explain("max_pool2d", x, (2, 3), **ON_GPU)
+    norm = (None, None, None, None, True, 0.1, 1e-5)
+    text = explain("batch_norm_relu_max_pool2d", last, *norm, 3, 2, 1, **ON_GPU)
+    assert "rows of channels" in text
+    assert text.count("3x3 windows unrolled") == 2
 
 
 def test_bad_arguments():
@@ -281,6 +285,7 @@ def test_on_the_cpu():
         ("conv2d", x, x),
         ("batch_norm", x, None, None),
         ("batch_norm_relu", x, None, None),
+        ("batch_norm_relu_max_pool2d", x, None, None, None, None, True, 0.1, 1e-5, 2),
         ("batch_norm_add_relu", x, x, None, None),
         ("max_pool2d", x, 2),
         ("relu_max_pool2d", x, 2),

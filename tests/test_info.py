@@ -119,6 +119,8 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.batch_norm_update(x, None, None, x, x, 0.1, 1e-5)
     _ops.ops.batch_norm_relu(x, None, None, None, None, None, True, 1e-5)
     _ops.ops.batch_norm_relu_update(x, None, None, None, x, x, 0.1, 1e-5)
+    F.batch_norm_relu_max_pool2d(x, x, x, None, None, False, 0.1, 1e-5, 2)
+    _ops.ops.batch_norm_relu_max_pool2d_update(x, None, None, x, x, 0.1, 1e-5, 2, (), 0, 1, False)
     F.linear_cross_entropy(x, x, x)
     assert set(routed) == set(_fallback.NATIVE)
     routed.clear()

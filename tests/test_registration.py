@@ -29,6 +29,7 @@ PUBLIC = [
     "conv2d",
     "batch_norm",
     "batch_norm_relu",
+    "batch_norm_relu_max_pool2d",
     "relu",
     "relu_",
     "max_pool2d",
@@ -160,6 +161,9 @@ def recorded(device):
         for training in (True, False):
             args = (mean, var, None, None, training)
             double_backward(warpwright.functional.batch_norm_relu, (leaf, *args), {})
+            double_backward(
+                warpwright.functional.batch_norm_relu_max_pool2d, (leaf, *args, 0.1, 1e-5, 2), {}
+            )
             double_backward(warpwright.functional.batch_norm_add_relu, (leaf, leaf, *args), {})
         rows, classes = leaf[0, 0], leaf.new_zeros(6, 7).requires_grad_()
         labels = torch.tensor([0, 5, -100, 3, 2], device=device)

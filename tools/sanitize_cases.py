@@ -77,6 +77,28 @@ def batch_norm_forms(training):
     return {"plain": plain, "relu": relu, "add_relu": add_relu}
 
 
+def batch_norm_relu_max_pool2d_cases():
+    for name, layout in FORMATS.items():
+        # Channels of whole vectors and not; pairs, padded and overlapping windows, any window.
+        for shape, window in itertools.product(
+            ((2, 16, 9, 12), (3, 5, 17, 18)), ((2,), (2, 2, 1), (3, 2, 1), ((3, 2), (1, 2)))
+        ):
+            c = shape[1]
+            for training in (True, False):
+
+                def pooled(x, w, b, m, v, window=window, training=training):
+                    stats = m.detach().clone(), v.detach().clone()
+                    return F.batch_norm_relu_max_pool2d(
+                        x, *stats, w, b, training, 0.1, 1e-5, *window
+                    )
+
+                x = rand(*shape).contiguous(memory_format=layout)
+                mean, var = torch.zeros(c).double(), torch.ones(c).double()
+                mode = "train" if training else "eval"
+                arguments = (x, rand(c), rand(c), mean, var)
+                yield f"{name}-{shape}-{window}-{mode}", pooled, arguments, {}
+
+
 def batch_norm_cases():
     for name, layout in FORMATS.items():
         # The last one is more than a block holds, in planes that start and end inside vectors.
@@ -216,6 +238,7 @@ CASES = {
     "optim": optimizer_cases,
     "relu": relu_cases,
     "max_pool2d": max_pool2d_cases,
+    "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,
     "linear": linear_cases,
     "conv2d": conv2d_cases,

@@ -113,6 +113,14 @@ def _cross_entropy_extras(
     return loss.to(input.dtype), lse if return_lse else None, argmax
 
 
+def _batch_norm_relu_max_pool2d(input: Tensor, *args: Any) -> tuple[Tensor]:
+    return (_relu_max_pool2d(_batch_norm(input, *args[:6])[0], *args[6:]),)
+
+
+def _batch_norm_relu_max_pool2d_update(input: Tensor, *args: Any) -> tuple[Tensor]:
+    return (_relu_max_pool2d(_batch_norm_update(input, *args[:6])[0], *args[6:]),)
+
+
 # name in `ops` -> native, called with the same arguments
 NATIVE: dict[str, Callable[..., Any]] = {
     "relu": torch.relu,
@@ -127,6 +135,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "batch_norm_update": _batch_norm_update,
     "batch_norm_relu": _batch_norm_relu,
     "batch_norm_relu_update": _batch_norm_relu_update,
+    "batch_norm_relu_max_pool2d": _batch_norm_relu_max_pool2d,
+    "batch_norm_relu_max_pool2d_update": _batch_norm_relu_max_pool2d_update,
     "cross_entropy": torch.ops.aten.cross_entropy_loss.default,
     "cross_entropy_extras": _cross_entropy_extras,
     "linear_cross_entropy": _linear_cross_entropy,

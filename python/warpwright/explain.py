@@ -139,6 +139,18 @@ def _max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_max_pool2d(_dtype(x), _operand(x), channels_last, window)
 
 
+def _batch_norm_relu_max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    rows = suggest_memory_format(x) == torch.channels_last
+    (_, statistics), _ = _C.explain_batch_norm(_dtype(x), _operand(x), rows, 0, gpu)
+    (_, forward), (_, backward) = _max_pool2d(a, gpu)
+    return [
+        ("statistics", statistics),
+        ("forward", f"{forward}; normalised tap by tap"),
+        ("backward", f"batch norm's sums over the winners, then {backward}"),
+    ]
+
+
 def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x, weight = a["input"], a["weight"]
     x = x[None] if x.dim() == 3 else x
@@ -197,6 +209,7 @@ EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
     "batch_norm": _batch_norm,
     "batch_norm_relu": _batch_norm,
     "batch_norm_add_relu": _batch_norm,
+    "batch_norm_relu_max_pool2d": _batch_norm_relu_max_pool2d,
     "relu": _relu,
     "max_pool2d": _max_pool2d,
     "relu_max_pool2d": _max_pool2d,
@@ -211,6 +224,7 @@ CPU = {
     "batch_norm": "vectorised loops; a block's mean, then its deviations, merged in double",
     "batch_norm_relu": "batch norm's loops; the backward masks grad_output first",
     "batch_norm_add_relu": "batch norm's loops; the backward masks grad_output first",
+    "batch_norm_relu_max_pool2d": "batch norm's statistics, then max pooling's loops over rows",
     "cross_entropy": "one pass a row, vectorised",
     "scaled_dot_product_attention": "flash attention by tiles on ATen's matrix products",
     "relu": "vectorised loops",

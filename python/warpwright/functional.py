@@ -15,6 +15,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_add_relu",
     "batch_norm_relu",
+    "batch_norm_relu_max_pool2d",
     "conv2d",
     "cross_entropy",
     "linear",
@@ -437,6 +438,50 @@ def batch_norm_add_relu(
     return _batch_norm_relu(
         input, residual, running_mean, running_var, weight, bias, training, momentum, eps
     )
+
+
+def batch_norm_relu_max_pool2d(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    kernel_size: int | tuple[int, int],
+    stride: int | tuple[int, int] | None = None,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """``max_pool2d(relu(batch_norm(input, ...)), ...)`` in one op: only the pooled tensor is written.
+
+    For the backward each output keeps the place of its winner (a byte) and the element of ``input``
+    that won; nothing of the input's size but the input.
+
+    Args:
+        input: (N, C, H, W), contiguous or channels_last (kept in the output); float32, float64,
+            bfloat16, float16.
+
+    The other arguments and the errors are :func:`batch_norm`'s and :func:`max_pool2d`'s.
+
+    Raises:
+        RuntimeError: also another number of dimensions, or a window whose taps (with dilation) are
+            all in the padding.
+    """
+    window = (kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
+    if _uses_batch_statistics(input, running_mean, running_var, training, eps):
+        return ops.batch_norm_relu_max_pool2d(input, weight, bias, None, None, True, eps, *window)[
+            0
+        ]
+    if not training:
+        return ops.batch_norm_relu_max_pool2d(
+            input, weight, bias, running_mean, running_var, False, eps, *window
+        )[0]
+    return ops.batch_norm_relu_max_pool2d_update(
+        input, weight, bias, running_mean, running_var, momentum, eps, *window
+    )[0]
 
 
 def _batch_norm_relu(

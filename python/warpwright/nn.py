@@ -21,6 +21,7 @@ __all__ = [
     "BatchNorm3d",
     "BatchNormAddReLU2d",
     "BatchNormReLU2d",
+    "BatchNormReLUMaxPool2d",
     "Conv2d",
     "CrossEntropyLoss",
     "Linear",
@@ -150,6 +151,56 @@ class BatchNormAddReLU2d(_BatchNorm, nn.BatchNorm2d):
 
     def forward(self, input: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         return self._normalize(input, residual)
+
+
+class BatchNormReLUMaxPool2d(_BatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d``, the ReLU and the ``torch.nn.MaxPool2d`` behind it, as one op.
+
+    The arguments are those of ``nn.MaxPool2d`` after the number of features, then those of
+    ``nn.BatchNorm2d``, by name. Parameters, buffers and ``state_dict`` are those of
+    ``nn.BatchNorm2d``; see :func:`warpwright.functional.batch_norm_relu_max_pool2d`.
+    """
+
+    _functional = "batch_norm_relu_max_pool2d"
+
+    kernel_size: int | tuple[int, int]
+    stride: int | tuple[int, int]
+    padding: int | tuple[int, int]
+    dilation: int | tuple[int, int]
+    ceil_mode: bool
+
+    def __init__(
+        self,
+        num_features: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] | None = None,
+        padding: int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        ceil_mode: bool = False,
+        **batch_norm: Any,
+    ) -> None:
+        super().__init__(num_features, **batch_norm)
+        self.kernel_size = kernel_size
+        self.stride = kernel_size if stride is None else stride
+        self.padding = padding
+        self.dilation = dilation
+        self.ceil_mode = ceil_mode
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._normalize(input, **self._window())
+
+    def _window(self) -> dict[str, Any]:
+        return {
+            "kernel_size": self.kernel_size,
+            "stride": self.stride,
+            "padding": self.padding,
+            "dilation": self.dilation,
+            "ceil_mode": self.ceil_mode,
+        }
+
+    def extra_repr(self) -> str:
+        window = ", ".join(f"{name}={value}" for name, value in self._window().items())
+        return f"{super().extra_repr()}, {window}"
 
 
 class ReLU(_Named, nn.ReLU):

@@ -32,6 +32,11 @@ struct ChannelVector {
   int64_t stride = 1;  // elements
 };
 
+// What a kernel that normalises, or takes the input gradient, on its own way gets of a channel:
+// y = (x - mean) * scale + bias; dx = dy * scale + ((x - mean) * slope + offset).
+constexpr int kForwardCoefficients = 3;   // mean, scale, bias
+constexpr int kBackwardCoefficients = 4;  // mean, scale, slope, offset
+
 struct BatchNormExtents {
   int64_t batch, channels, spatial;
   bool rows;  // (batch * spatial, channels); else (batch, channels, spatial)
@@ -45,7 +50,7 @@ struct BatchNormParams {
   DType dtype;
   BatchNormExtents extents;
   const void* input;
-  void* output;
+  void* output;  // null: statistics and coefficients alone
   bool relu;
   const void* residual;  // with relu only; null: none
   void* mask;            // with a residual: batch_norm_mask_bytes()
@@ -53,9 +58,10 @@ struct BatchNormParams {
   ChannelVector running_mean, running_var;  // read in evaluation, updated in training if present
   bool training;
   double momentum, eps;
-  void* mean;       // (channels), float, or double for a double input
-  void* rstd;       // (channels), the same
-  void* workspace;  // batch_norm_workspace_bytes(); null if that is 0
+  void* mean;                    // (channels), float, or double for a double input
+  void* rstd;                    // (channels), the same
+  void* coefficients = nullptr;  // (kForwardCoefficients, channels), the same; null: not wanted
+  void* workspace;               // batch_norm_workspace_bytes(); null if that is 0
 };
 
 struct BatchNormBackwardParams {
@@ -73,7 +79,15 @@ struct BatchNormBackwardParams {
   void* grad_input;     // null: not wanted
   void* grad_residual;  // grad_output where the output is positive; null: not wanted
   ChannelVector grad_weight, grad_bias;
+  int64_t count = 0;             // values behind each statistic; 0: extents.count()
+  void* coefficients = nullptr;  // (kBackwardCoefficients, channels), as mean; null: not wanted
   void* workspace;
+
+  constexpr int64_t values() const { return count > 0 ? count : extents.count(); }
+  constexpr bool needs_sums() const {
+    return (training && (grad_input != nullptr || coefficients != nullptr)) ||
+           grad_weight.data != nullptr || grad_bias.data != nullptr;
+  }
 };
 
 struct BatchNormConfig {

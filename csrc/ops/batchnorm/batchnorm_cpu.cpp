@@ -40,6 +40,13 @@ struct Coefficients {
       : scale(channels), offset(channels), mean(channels), slope(channels) {}
 };
 
+template <class Compute, class... Values>
+void write_coefficients(void* table, int64_t channels, int64_t channel, Values... values) {
+  if (table == nullptr) return;
+  auto* to = static_cast<Compute*>(table) + channel;
+  ((*to = values, to += channels), ...);
+}
+
 template <class Compute>
 void finish_forward(const BatchNormParams& p, int64_t channel, Moments moments,
                     Coefficients<Compute>& c) {
@@ -65,6 +72,8 @@ void finish_forward(const BatchNormParams& p, int64_t channel, Moments moments,
   c.scale[channel] = static_cast<Compute>(rstd * read_channel(p.weight, channel, 1));
   c.offset[channel] = static_cast<Compute>(read_channel(p.bias, channel, 0));
   c.mean[channel] = static_cast<Compute>(mean);
+  write_coefficients<Compute>(p.coefficients, p.extents.channels, channel, c.mean[channel],
+                              c.scale[channel], c.offset[channel]);
 }
 
 template <class Compute>
@@ -75,12 +84,14 @@ void finish_backward(const BatchNormBackwardParams& p, int64_t channel, double s
   write_channel(p.grad_weight, channel, product * rstd);
   write_channel(p.grad_bias, channel, sum);
   const double scale = rstd * read_channel(p.weight, channel, 1);
-  const double count = static_cast<double>(p.extents.count());
+  const double count = static_cast<double>(p.values());
   const double slope = p.training ? -scale * (product * rstd / count) * rstd : 0;
   c.scale[channel] = static_cast<Compute>(scale);
   c.mean[channel] = static_cast<Compute>(mean);
   c.slope[channel] = static_cast<Compute>(slope);
   c.offset[channel] = static_cast<Compute>(p.training ? -scale * (sum / count) : 0);
+  write_coefficients<Compute>(p.coefficients, p.extents.channels, channel, c.mean[channel],
+                              c.scale[channel], c.slope[channel], c.offset[channel]);
 }
 
 // ---- channels innermost ----
@@ -173,6 +184,7 @@ void forward_rows(const BatchNormParams& p) {
       finish_forward(p, c, moments, k);
     }
   });
+  if (output == nullptr) return;
   split.parallel([&](int64_t block) {
     for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
       typename Access::V scale[kGroup], offset[kGroup], mean[kGroup];
@@ -194,7 +206,7 @@ void forward_rows(const BatchNormParams& p) {
 }
 
 template <class T, bool kDouble>
-void backward_rows(const BatchNormBackwardParams& p, bool need_sums) {
+void backward_rows(const BatchNormBackwardParams& p) {
   using Compute = CpuCompute<T>;
   const auto* input = static_cast<const T*>(p.input);
   const auto* grad_output = static_cast<const T*>(p.grad_output);
@@ -204,6 +216,7 @@ void backward_rows(const BatchNormBackwardParams& p, bool need_sums) {
   const RowBlocks split(p.extents, sizeof(T));
   const std::vector<Stat> wide_means(means, means + C);
   std::vector<Stat> sums, products;  // (blocks, channels)
+  const bool need_sums = p.needs_sums();
   if (need_sums) {
     sums.resize(split.blocks * C);
     products.resize(split.blocks * C);
@@ -313,6 +326,7 @@ void forward_planes(const BatchNormParams& p) {
             [&](int64_t n) { return deviations[n]; });
       }
       finish_forward(p, c, moments, k);
+      if (p.output == nullptr) continue;
       const Compute scale = k.scale[c], offset = k.offset[c], mean = k.mean[c];
       for (int64_t n = 0; n < e.batch; ++n) {
         const T* plane = static_cast<const T*>(p.input) + (n * C + c) * S;
@@ -333,11 +347,12 @@ void forward_planes(const BatchNormParams& p) {
 }
 
 template <class T>
-void backward_planes(const BatchNormBackwardParams& p, bool need_sums) {
+void backward_planes(const BatchNormBackwardParams& p) {
   using Compute = CpuCompute<T>;
   const BatchNormExtents& e = p.extents;
   const int64_t C = e.channels, S = e.spatial;
   Coefficients<Compute> k(C);
+  const bool need_sums = p.needs_sums();
   at::parallel_for(0, C, grain(e.count()), [&](int64_t first, int64_t last) {
     for (int64_t c = first; c < last; ++c) {
       double sum = 0, product = 0;
@@ -408,20 +423,18 @@ void batch_norm_backward_cpu(const BatchNormBackwardParams& p) {
     batch_norm_gate_cpu(p, gated);
     plain.relu = false;
     plain.grad_output = gated;
-    if (p.grad_input != nullptr || p.grad_weight.data != nullptr || p.grad_bias.data != nullptr) {
+    if (p.grad_input != nullptr || p.coefficients != nullptr || p.needs_sums()) {
       batch_norm_backward_cpu(plain);
     }
     return;
   }
-  const bool need_sums = (p.training && p.grad_input != nullptr) || p.grad_weight.data != nullptr ||
-                         p.grad_bias.data != nullptr;
   for_cpu_dtype(p.dtype, [&]<class T>() {
     if (p.extents.rows && p.extents.spatial > 1) {
-      backward_rows<T, false>(p, need_sums);
+      backward_rows<T, false>(p);
     } else if (p.extents.rows) {
-      backward_rows<T, true>(p, need_sums);
+      backward_rows<T, true>(p);
     } else {
-      backward_planes<T>(p, need_sums);
+      backward_planes<T>(p);
     }
   });
 }

@@ -14,6 +14,15 @@ struct Coefficients {
   A scale, offset, shift_or_slope, mean, bias;
 };
 
+// `values` of a channel into a table of so many rows of channels; null: not wanted.
+template <class A, class... Values>
+__device__ __forceinline__ void write_coefficients(void* table, int64_t channels, int64_t channel,
+                                                   Values... values) {
+  if (table == nullptr) return;
+  A* to = static_cast<A*>(table) + channel;
+  ((*to = values, to += channels), ...);
+}
+
 // The channel's statistics become coefficients; `leader` (one block a channel) also writes them
 // out.
 struct ForwardCoefficients {
@@ -45,8 +54,11 @@ struct ForwardCoefficients {
       static_cast<A*>(p.mean)[channel] = mean;
       static_cast<A*>(p.rstd)[channel] = rstd;
     }
-    return {rstd * read_channel<A>(p.weight, channel, 1), read_channel<A>(p.bias, channel, 0), mean,
-            0, 0};
+    const A scale = rstd * read_channel<A>(p.weight, channel, 1);
+    const A bias = read_channel<A>(p.bias, channel, 0);
+    if (leader)
+      write_coefficients<A>(p.coefficients, p.extents.channels, channel, mean, scale, bias);
+    return {scale, bias, mean, 0, 0};
   }
 };
 
@@ -66,10 +78,17 @@ struct BackwardCoefficients {
     }
     const A scale = rstd * read_channel<A>(p.weight, channel, 1);
     const A bias = read_channel<A>(p.bias, channel, 0);
-    if (!p.training) return {scale, 0, 0, mean, bias};
-    const A count = static_cast<A>(p.extents.count());
-    const A slope = -scale * (sums.second * rstd / count) * rstd;
-    return {scale, -scale * (sums.first / count), slope, mean, bias};
+    A slope = 0, offset = 0;
+    if (p.training) {
+      const A count = static_cast<A>(p.values());
+      slope = -scale * (sums.second * rstd / count) * rstd;
+      offset = -scale * (sums.first / count);
+    }
+    if (leader) {
+      write_coefficients<A>(p.coefficients, p.extents.channels, channel, mean, scale, slope,
+                            offset);
+    }
+    return {scale, offset, slope, mean, bias};
   }
 };
 
@@ -191,6 +210,8 @@ void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
                        cudaStream_t stream) {
   const typename Layout::Shape shape(p.extents, config);
   const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(Layout::kThreads);
+  // Without an output the second pass only merges and writes what is known of a channel.
+  const dim3 apply_grid(p.output != nullptr ? grid.x : static_cast<unsigned>(config.tiles));
   for_batch_norm(p.dtype, config, [&]<class T, int V>() {
     Partial<Accum<T>>* partials = nullptr;
     if (p.training) {
@@ -202,7 +223,7 @@ void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
     }
     for_forward<T, V, kRelu>(p, [&]<class Apply>() {
       launch(Layout::template apply<T, V, MergeMoments, Apply, ForwardCoefficients>(config.ragged),
-             grid, block, 0, stream, inputs_of<T, Apply>(p.input, p.residual, nullptr),
+             apply_grid, block, 0, stream, inputs_of<T, Apply>(p.input, p.residual, nullptr),
              outputs_of<T>(p), shape, partials, ForwardCoefficients{p});
     });
   });
@@ -213,15 +234,13 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& 
                        cudaStream_t stream) {
   const typename Layout::Shape shape(p.extents, config);
   const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(Layout::kThreads);
-  // Without a gradient of that size the second pass only merges and writes the parameters'.
+  // Likewise without a gradient of that size.
   const bool writes = p.grad_input != nullptr || p.grad_residual != nullptr;
   const dim3 apply_grid(writes ? grid.x : static_cast<unsigned>(config.tiles));
-  const bool need_sums = (p.training && p.grad_input != nullptr) || p.grad_weight.data != nullptr ||
-                         p.grad_bias.data != nullptr;
   for_batch_norm(p.dtype, config, [&]<class T, int V>() {
     for_gate<kRelu>(p, [&]<Gate kGate>() {
       Partial<Accum<T>>* partials = nullptr;
-      if (need_sums) {
+      if (p.needs_sums()) {
         using Sums = GradSumsOf<T, V, Layout::channels_of(V), kGate>;
         partials = static_cast<Partial<Accum<T>>*>(p.workspace);
         launch(Layout::template reduce<T, V, Sums>(config.ragged), grid, block, 0, stream,

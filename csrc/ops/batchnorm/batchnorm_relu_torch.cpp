@@ -16,25 +16,6 @@ constexpr Mask4 kGateOnly = {false, false, false, true};
 // The ops through the dispatcher.
 namespace call {
 
-Tensors3 batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                    bool training, double eps) {
-  static const auto op =
-      find_op<Tensors3(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, const OptionalTensor&, bool, double)>(
-          "warpwright::batch_norm");
-  return op.call(input, weight, bias, running_mean, running_var, training, eps);
-}
-
-Tensors3 batch_norm_backward(const Tensor& grad_output, const Tensor& input,
-                             const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
-                             bool training, std::array<bool, 3> output_mask) {
-  static const auto op = find_op<Tensors3(const Tensor&, const Tensor&, const OptionalTensor&,
-                                          const Tensor&, const Tensor&, bool, std::array<bool, 3>)>(
-      "warpwright::batch_norm_backward");
-  return op.call(grad_output, input, weight, mean, rstd, training, output_mask);
-}
-
 Tensors4 batch_norm_relu(const Tensor& input, const OptionalTensor& residual,
                          const OptionalTensor& weight, const OptionalTensor& bias,
                          const OptionalTensor& running_mean, const OptionalTensor& running_var,
@@ -106,17 +87,11 @@ BatchNormCall call_of(const Tensor& input, const OptionalTensor& residual,
                       bool training, double eps) {
   check_input(input);
   check_residual(input, value_or_undefined(residual));
-  return {.input = input,
-          .weight = value_or_undefined(weight),
-          .bias = value_or_undefined(bias),
-          .running_mean = value_or_undefined(running_mean),
-          .running_var = value_or_undefined(running_var),
-          .training = training,
-          .update = false,
-          .momentum = 0,
-          .eps = eps,
-          .relu = true,
-          .residual = value_or_undefined(residual)};
+  BatchNormCall call =
+      batch_norm_call(input, weight, bias, running_mean, running_var, training, eps);
+  call.relu = true;
+  call.residual = value_or_undefined(residual);
+  return call;
 }
 BatchNormCall update_call_of(const Tensor& input, const OptionalTensor& residual,
                              const OptionalTensor& weight, const OptionalTensor& bias,
@@ -261,7 +236,7 @@ Tensors4 forward_autograd(const BatchNormCall& c, Forward&& forward) {
   // Before a training step moves the running statistics.
   Tensor direction;
   if (any_tangent(c.input, c.weight, c.bias)) {
-    const Tensor plain = std::get<0>(call::batch_norm(
+    const Tensor plain = std::get<0>(call_batch_norm(
         c.input, optional_if_defined(c.weight), optional_if_defined(c.bias),
         c.training ? std::nullopt : optional_if_defined(c.running_mean),
         c.training ? std::nullopt : optional_if_defined(c.running_var), c.training, c.eps));
@@ -345,8 +320,8 @@ Tensors4 batch_norm_relu_backward_autograd(const Tensor& grad_output, const Tens
   Tensor dx, dw, db;
   if (norm_wanted) {
     std::tie(dx, dw, db) =
-        call::batch_norm_backward(gated, input, weight, mean, rstd, training,
-                                  {output_mask[0], output_mask[1], output_mask[2]});
+        call_batch_norm_backward(gated, input, weight, mean, rstd, training,
+                                 {output_mask[0], output_mask[1], output_mask[2]});
   }
   return {dx, dw, db, output_mask[3] ? gated : Tensor()};
 }

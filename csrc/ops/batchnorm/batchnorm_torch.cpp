@@ -15,16 +15,6 @@ using Mask3 = std::array<bool, 3>;
 // The ops through the dispatcher.
 namespace call {
 
-Tensors3 batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                    bool training, double eps) {
-  static const auto op =
-      find_op<Tensors3(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, const OptionalTensor&, bool, double)>(
-          "warpwright::batch_norm");
-  return op.call(input, weight, bias, running_mean, running_var, training, eps);
-}
-
 Tensors3 batch_norm_update(const Tensor& input, const OptionalTensor& weight,
                            const OptionalTensor& bias, Tensor running_mean, Tensor running_var,
                            double momentum, double eps) {
@@ -33,15 +23,6 @@ Tensors3 batch_norm_update(const Tensor& input, const OptionalTensor& weight,
                        double, double)>("warpwright::batch_norm_update");
   return op.call(input, weight, bias, std::move(running_mean), std::move(running_var), momentum,
                  eps);
-}
-
-Tensors3 batch_norm_backward(const Tensor& grad_output, const Tensor& input,
-                             const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
-                             bool training, Mask3 output_mask) {
-  static const auto op =
-      find_op<Tensors3(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                       const Tensor&, bool, Mask3)>("warpwright::batch_norm_backward");
-  return op.call(grad_output, input, weight, mean, rstd, training, output_mask);
 }
 
 }  // namespace call
@@ -53,32 +34,6 @@ Tensors3 without_last(Tensors4&& results) {
 
 // ---- CPU and CUDA ----
 
-BatchNormCall call_of(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                      bool training, double eps) {
-  return {.input = input,
-          .weight = value_or_undefined(weight),
-          .bias = value_or_undefined(bias),
-          .running_mean = value_or_undefined(running_mean),
-          .running_var = value_or_undefined(running_var),
-          .training = training,
-          .update = false,
-          .momentum = 0,
-          .eps = eps};
-}
-BatchNormCall update_call_of(const Tensor& input, const OptionalTensor& weight,
-                             const OptionalTensor& bias, const Tensor& running_mean,
-                             const Tensor& running_var, double momentum, double eps) {
-  return {.input = input,
-          .weight = value_or_undefined(weight),
-          .bias = value_or_undefined(bias),
-          .running_mean = running_mean,
-          .running_var = running_var,
-          .training = true,
-          .update = true,
-          .momentum = momentum,
-          .eps = eps};
-}
 BatchNormBackwardCall backward_call_of(const Tensor& grad_output, const Tensor& input,
                                        const OptionalTensor& weight, const Tensor& mean,
                                        const Tensor& rstd, bool training, Mask3 mask) {
@@ -95,13 +50,13 @@ Tensors3 batch_norm_cpu_kernel(const Tensor& input, const OptionalTensor& weight
                                const OptionalTensor& bias, const OptionalTensor& running_mean,
                                const OptionalTensor& running_var, bool training, double eps) {
   return without_last(
-      forward_cpu(call_of(input, weight, bias, running_mean, running_var, training, eps)));
+      forward_cpu(batch_norm_call(input, weight, bias, running_mean, running_var, training, eps)));
 }
 Tensors3 batch_norm_update_cpu_kernel(const Tensor& input, const OptionalTensor& weight,
                                       const OptionalTensor& bias, Tensor running_mean,
                                       Tensor running_var, double momentum, double eps) {
-  return without_last(
-      forward_cpu(update_call_of(input, weight, bias, running_mean, running_var, momentum, eps)));
+  return without_last(forward_cpu(
+      batch_norm_update_call(input, weight, bias, running_mean, running_var, momentum, eps)));
 }
 Tensors3 batch_norm_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
                                         const OptionalTensor& weight, const Tensor& mean,
@@ -115,13 +70,13 @@ Tensors3 batch_norm_cuda_kernel(const Tensor& input, const OptionalTensor& weigh
                                 const OptionalTensor& bias, const OptionalTensor& running_mean,
                                 const OptionalTensor& running_var, bool training, double eps) {
   return without_last(
-      forward_cuda(call_of(input, weight, bias, running_mean, running_var, training, eps)));
+      forward_cuda(batch_norm_call(input, weight, bias, running_mean, running_var, training, eps)));
 }
 Tensors3 batch_norm_update_cuda_kernel(const Tensor& input, const OptionalTensor& weight,
                                        const OptionalTensor& bias, Tensor running_mean,
                                        Tensor running_var, double momentum, double eps) {
-  return without_last(
-      forward_cuda(update_call_of(input, weight, bias, running_mean, running_var, momentum, eps)));
+  return without_last(forward_cuda(
+      batch_norm_update_call(input, weight, bias, running_mean, running_var, momentum, eps)));
 }
 Tensors3 batch_norm_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
                                          const OptionalTensor& weight, const Tensor& mean,
@@ -220,8 +175,8 @@ Tensor along(const Tensor& v, const Tensor& v_weight, const Tensor& v_bias, cons
              const Tensor& weight, const Tensor& mean, const Tensor& rstd, bool training) {
   Tensor result;
   if (v.defined()) {
-    result = std::get<0>(call::batch_norm_backward(v, input, optional_if_defined(weight), mean,
-                                                   rstd, training, {true, false, false}));
+    result = std::get<0>(call_batch_norm_backward(v, input, optional_if_defined(weight), mean, rstd,
+                                                  training, {true, false, false}));
   }
   if (v_weight.defined() || v_bias.defined()) {
     const Normalized norm(input, weight, mean, rstd, training);
@@ -244,8 +199,8 @@ struct BatchNormBackward {  // saved: input, weight, mean, rstd
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     auto [dx, dw, db] =
-        call::batch_norm_backward(grads[0], saved[0], optional_if_defined(saved[1]), saved[2],
-                                  saved[3], a.training, {needs[0], needs[1], needs[2]});
+        call_batch_norm_backward(grads[0], saved[0], optional_if_defined(saved[1]), saved[2],
+                                 saved[3], a.training, {needs[0], needs[1], needs[2]});
     return {dx, dw, db};
   }
 };
@@ -305,8 +260,8 @@ Tensors3 backward_tangents(const Tensor& grad_output, const Tensor& input, const
   const Tensor dy = primal(grad_output).to(norm.type());
   Tensor dx_t, dw_t, db_t;
   if (dy_t.defined()) {
-    const auto [dx, dw, db] = call::batch_norm_backward(dy_t, x, optional_if_defined(w), mean, rstd,
-                                                        training, {true, true, true});
+    const auto [dx, dw, db] = call_batch_norm_backward(dy_t, x, optional_if_defined(w), mean, rstd,
+                                                       training, {true, true, true});
     dx_t = dx.to(norm.type());
     dw_t = dw.to(norm.type());
     db_t = db;
@@ -364,7 +319,7 @@ Tensors3 batch_norm_autograd(const Tensor& input, const OptionalTensor& weight,
   return forward_autograd(
       input, value_or_undefined(weight), value_or_undefined(bias), value_or_undefined(running_mean),
       value_or_undefined(running_var), training, [&] {
-        return call::batch_norm(input, weight, bias, running_mean, running_var, training, eps);
+        return call_batch_norm(input, weight, bias, running_mean, running_var, training, eps);
       });
 }
 
@@ -391,7 +346,7 @@ Tensors3 batch_norm_backward_autograd(const Tensor& grad_output, const Tensor& i
   check_constant(rstd, "rstd");
   auto node = make_node<BatchNormBackwardBackward>({training}, grad_output, input, weight_value);
   auto grads = below_autograd([&] {
-    return call::batch_norm_backward(grad_output, input, weight, mean, rstd, training, output_mask);
+    return call_batch_norm_backward(grad_output, input, weight, mean, rstd, training, output_mask);
   });
   auto& [dx, dw, db] = grads;
   if (node) {

@@ -119,6 +119,28 @@ inline void check_constant(const Tensor& tensor, const char* name) {
               "'. This input cannot have requires_grad True.");
 }
 
+// ---- batch norm's ops through the dispatcher ----
+
+inline Tensors3 call_batch_norm(const Tensor& input, const OptionalTensor& weight,
+                                const OptionalTensor& bias, const OptionalTensor& running_mean,
+                                const OptionalTensor& running_var, bool training, double eps) {
+  static const auto op =
+      find_op<Tensors3(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                       const OptionalTensor&, const OptionalTensor&, bool, double)>(
+          "warpwright::batch_norm");
+  return op.call(input, weight, bias, running_mean, running_var, training, eps);
+}
+
+inline Tensors3 call_batch_norm_backward(const Tensor& grad_output, const Tensor& input,
+                                         const OptionalTensor& weight, const Tensor& mean,
+                                         const Tensor& rstd, bool training,
+                                         std::array<bool, 3> output_mask) {
+  static const auto op = find_op<Tensors3(const Tensor&, const Tensor&, const OptionalTensor&,
+                                          const Tensor&, const Tensor&, bool, std::array<bool, 3>)>(
+      "warpwright::batch_norm_backward");
+  return op.call(grad_output, input, weight, mean, rstd, training, output_mask);
+}
+
 // ---- the relu's mask ----
 
 // Bytes, also of a call whose sizes are symbols.
@@ -149,7 +171,36 @@ struct BatchNormCall {
   double momentum, eps;
   bool relu = false;
   Tensor residual = {};
+  bool statistics_only = false;  // no output, no mask
 };
+
+inline BatchNormCall batch_norm_call(const Tensor& input, const OptionalTensor& weight,
+                                     const OptionalTensor& bias, const OptionalTensor& running_mean,
+                                     const OptionalTensor& running_var, bool training, double eps) {
+  return {.input = input,
+          .weight = value_or_undefined(weight),
+          .bias = value_or_undefined(bias),
+          .running_mean = value_or_undefined(running_mean),
+          .running_var = value_or_undefined(running_var),
+          .training = training,
+          .update = false,
+          .momentum = 0,
+          .eps = eps};
+}
+inline BatchNormCall batch_norm_update_call(const Tensor& input, const OptionalTensor& weight,
+                                            const OptionalTensor& bias, const Tensor& running_mean,
+                                            const Tensor& running_var, double momentum,
+                                            double eps) {
+  return {.input = input,
+          .weight = value_or_undefined(weight),
+          .bias = value_or_undefined(bias),
+          .running_mean = running_mean,
+          .running_var = running_var,
+          .training = true,
+          .update = true,
+          .momentum = momentum,
+          .eps = eps};
+}
 
 // The output, mean, rstd and, with a relu, its mask (empty without a residual).
 template <class Run>
@@ -158,16 +209,16 @@ Tensors4 forward_with(const BatchNormCall& call, Run&& run) {
   check_forward(input, call.weight, call.bias, call.running_mean, call.running_var, call.training);
   const auto format = output_format(input);
   const auto options = input.options().dtype(stats_type(input));
-  Tensor output = at::empty(input.sizes(), input.options(), format);
-  Tensor mask;
-  if (call.relu) {
+  Tensor output, mask;
+  if (!call.statistics_only) output = at::empty(input.sizes(), input.options(), format);
+  if (call.relu && !call.statistics_only) {
     const bool added = call.residual.defined();
     mask = at::empty({added ? mask_bytes(input.sizes(), format, input.element_size()) : 0},
                      input.options().dtype(at::kByte));
   }
   if (input.numel() == 0) {
     const int64_t channels = channels_of(input).expect_int();
-    if (call.relu) mask.zero_();
+    if (mask.defined()) mask.zero_();
     return {output, at::zeros({channels}, options), at::zeros({channels}, options), mask};
   }
   Tensor mean = at::empty({input.size(1)}, options), rstd = at::empty({input.size(1)}, options);
@@ -178,7 +229,7 @@ Tensors4 forward_with(const BatchNormCall& call, Run&& run) {
   p.dtype = dtype_of(input);
   p.extents = extents_of(input, format);
   p.input = source.const_data_ptr();
-  p.output = output.mutable_data_ptr();
+  p.output = call.statistics_only ? nullptr : output.mutable_data_ptr();
   p.relu = call.relu;
   p.residual = masked ? residual.const_data_ptr() : nullptr;
   p.mask = masked ? mask.mutable_data_ptr() : nullptr;
@@ -206,6 +257,10 @@ struct BatchNormBackwardCall {
   std::array<bool, 4> output_mask;  // input, weight, bias, residual
   bool relu = false;
   Tensor bias = {}, mask = {};
+  // Where input and grad_output are the winners and outputs of a pool: the values behind each
+  // statistic, and where the coefficients of its input gradient go (null: not wanted).
+  int64_t count = 0;
+  void* coefficients = nullptr;
 };
 
 template <class Run>
@@ -229,7 +284,7 @@ Tensors4 backward_with(const BatchNormBackwardCall& call, Run&& run) {
   };
   if (wanted[1]) grad_weight = vector();
   if (wanted[2]) grad_bias = vector();
-  if (empty || !(wanted[0] || wanted[1] || wanted[2] || wanted[3])) {
+  if (empty || !(wanted[0] || wanted[1] || wanted[2] || wanted[3] || call.coefficients)) {
     return {grad_input, grad_weight, grad_bias, grad_residual};
   }
   const bool masked = call.mask.defined() && call.mask.numel() > 0;
@@ -252,6 +307,8 @@ Tensors4 backward_with(const BatchNormBackwardCall& call, Run&& run) {
   p.grad_residual = wanted[3] ? grad_residual.mutable_data_ptr() : nullptr;
   p.grad_weight = channel_vector(grad_weight, true);
   p.grad_bias = channel_vector(grad_bias, true);
+  p.count = call.count;
+  p.coefficients = call.coefficients;
   p.workspace = nullptr;
   run(p);
   return {grad_input, grad_weight, grad_bias, grad_residual};
@@ -272,34 +329,41 @@ inline Tensor workspace_for(const BatchNormConfig& config, int64_t channels, con
                    like.options().dtype(at::kByte));
 }
 
+// The kernels of a call whose tensors are like `like`.
+inline void run_forward_cuda(BatchNormParams& p, const Tensor& like, cudaStream_t stream) {
+  const int operands = p.residual != nullptr ? 2 : 1;
+  const BatchNormConfig config = choose_config(
+      p.extents, p.dtype, address_of(p.input) | address_of(p.output) | address_of(p.residual),
+      current_device_info(), p.training && p.output != nullptr ? operands : 0);
+  Tensor workspace;
+  if (p.training) {
+    workspace = workspace_for(config, p.extents.channels, like);
+    p.workspace = workspace.mutable_data_ptr();
+  }
+  launch_batch_norm_fwd(p, config, stream);
+}
+
+inline void run_backward_cuda(BatchNormBackwardParams& p, const Tensor& like, cudaStream_t stream) {
+  const BatchNormConfig config =
+      choose_config(p.extents, p.dtype,
+                    address_of(p.grad_output) | address_of(p.input) | address_of(p.grad_input) |
+                        address_of(p.grad_residual),
+                    current_device_info(), p.training && p.grad_input != nullptr ? 2 : 0);
+  const Tensor workspace = workspace_for(config, p.extents.channels, like);
+  p.workspace = workspace.mutable_data_ptr();
+  launch_batch_norm_bwd(p, config, stream);
+}
+
 inline Tensors4 forward_cuda(const BatchNormCall& call) {
   const CudaCall cuda(call.input);
-  return forward_with(call, [&](BatchNormParams& p) {
-    const int operands = p.residual != nullptr ? 2 : 1;
-    const BatchNormConfig config = choose_config(
-        p.extents, p.dtype, address_of(p.input) | address_of(p.output) | address_of(p.residual),
-        current_device_info(), p.training ? operands : 0);
-    Tensor workspace;
-    if (p.training) {
-      workspace = workspace_for(config, p.extents.channels, call.input);
-      p.workspace = workspace.mutable_data_ptr();
-    }
-    launch_batch_norm_fwd(p, config, cuda.stream);
-  });
+  return forward_with(call,
+                      [&](BatchNormParams& p) { run_forward_cuda(p, call.input, cuda.stream); });
 }
 
 inline Tensors4 backward_cuda(const BatchNormBackwardCall& call) {
   const CudaCall cuda(call.input);
-  return backward_with(call, [&](BatchNormBackwardParams& p) {
-    const BatchNormConfig config =
-        choose_config(p.extents, p.dtype,
-                      address_of(p.grad_output) | address_of(p.input) | address_of(p.grad_input) |
-                          address_of(p.grad_residual),
-                      current_device_info(), p.training && p.grad_input != nullptr ? 2 : 0);
-    const Tensor workspace = workspace_for(config, p.extents.channels, call.input);
-    p.workspace = workspace.mutable_data_ptr();
-    launch_batch_norm_bwd(p, config, cuda.stream);
-  });
+  return backward_with(
+      call, [&](BatchNormBackwardParams& p) { run_backward_cuda(p, call.input, cuda.stream); });
 }
 #endif
 

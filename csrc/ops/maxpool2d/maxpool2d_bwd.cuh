@@ -42,15 +42,15 @@ __device__ __forceinline__ void store_pair(T* pointer, T first, T second) {
 // Item: the 2 x 2 inputs (h + pad) / 2 = row, (w + pad) / 2 = column, x V channels: their windows
 // are p in {row - 1, row} (kK = 3) or {row} (kK = 2), so each code is read at most kWindows^2
 // times. Grid: block b covers items b * kPoolThreads * kUnroll + [0, kPoolThreads * kUnroll).
-template <int V, int kK>
-constexpr int kStridedPoolBwdUnroll = V == 1 ? 4 : (kK == 2 ? 2 : 1);
+template <int V, int kK, class Finish>
+constexpr int kStridedPoolBwdUnroll = V == 1 ? 4 : (kK == 2 && !Finish::kReads ? 2 : 1);
 
 template <class T, int V, int kK, bool kPairs, class Finish>
 __global__ void __launch_bounds__(kPoolThreads)
     max_pool2d_bwd_strided_kernel(const T* grad_output, const SmallCode* codes, T* grad_input,
                                   PoolShape shape, PoolWalk walk, Finish finish) {
   constexpr int kWindows = (kK + 1) / 2;
-  constexpr int kUnroll = kStridedPoolBwdUnroll<V, kK>;
+  constexpr int kUnroll = kStridedPoolBwdUnroll<V, kK, Finish>;
   const int first = blockIdx.x * (kPoolThreads * kUnroll) + threadIdx.x;
 
   PoolItem items[kUnroll];
@@ -227,7 +227,7 @@ void launch_pool_bwd_strided(const MaxPool2dBackwardParams& p, const Finish& fin
                              cudaStream_t stream) {
   const MaxPool2dGeometry& g = p.geometry;
   for_each_walk(g, ceil_div<int64_t>(g.height + g.pad_h, 2),
-                ceil_div<int64_t>(g.width + g.pad_w, 2), V, kStridedPoolBwdUnroll<V, kK>,
+                ceil_div<int64_t>(g.width + g.pad_w, 2), V, kStridedPoolBwdUnroll<V, kK, Finish>,
                 [&](const PoolWalk& walk, unsigned blocks) {
                   launch(max_pool2d_bwd_strided_kernel<T, V, kK, kPairs, Finish>, dim3(blocks),
                          dim3(kPoolThreads), 0, stream, static_cast<const T*>(p.grad_output),

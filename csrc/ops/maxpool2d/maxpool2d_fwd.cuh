@@ -160,7 +160,7 @@ struct StridedPool {
 };
 
 template <class T, int V, int kK, bool kPairs, bool kCodes, class Taps>
-__global__ void __launch_bounds__(kPoolThreads)
+__global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms ? 2 : 0)
     max_pool2d_fwd_strided_kernel(const T* input, T* output, SmallCode* codes, PoolShape shape,
                                   PoolWalk walk, Taps taps_of) {
   using Plan = StridedPool<V, kK>;

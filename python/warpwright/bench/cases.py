@@ -164,6 +164,28 @@ def _relu_max_pool2d(
     )
 
 
+def _batch_norm_relu_max_pool2d(
+    shape: tuple[int, ...], k: int, s: int, p: int, dtype: torch.dtype, layout: str
+) -> Case:
+    """A stem: batch norm, the relu and the pool behind it; native calls one after the other."""
+    norm, pool = _batch_norm(shape, dtype, layout), _max_pool2d(shape, k, s, p, dtype, layout)
+    e = torch.Size(shape).numel() * dtype.itemsize
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        arguments = (None, None, i["weight"], i["bias"], True, 0.1, 1e-5)
+        return F.batch_norm_relu_max_pool2d(i["x"], *arguments, k, s, p)
+
+    return replace(
+        pool,
+        op="batch_norm_relu_max_pool2d",
+        make=norm.make,
+        call=call,
+        bytes={"fwd": pool.bytes["fwd"], "bwd": pool.bytes["bwd"] + e},
+        native=lambda F, i: F.max_pool2d(torch.relu(norm.call(F, i)), k, s, p),
+        kinked=True,
+    )
+
+
 def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Case:
     e = rows * classes * dtype.itemsize
 
@@ -284,7 +306,7 @@ def _all_cases() -> list[Case]:
         ((1024, 32, 28, 28), 2, 2, 0),
         ((256, 256, 56, 56), 2, 2, 0),
     ):
-        for pool in (_max_pool2d, _relu_max_pool2d):
+        for pool in (_max_pool2d, _relu_max_pool2d, _batch_norm_relu_max_pool2d):
             cases += [pool(shape, k, s, p, BF16, NHWC), pool(shape, k, s, p, FP32, NCHW)]
     cases += [
         _cross_entropy(8192, 128256, BF16),
@@ -342,6 +364,7 @@ QUICK_CASES = [
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),
     _relu_max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),
+    _batch_norm_relu_max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
     _cross_entropy(1024, 1000, FP32),
     _linear(256, 3136, 128, FP32),
     _conv2d((64, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),

@@ -1,0 +1,48 @@
+// Forward: the pool's kernels on taps that are normalised and rounded as batch norm's output would
+// be, so that the winners are those of the chain of single ops.
+#include "ops/batchnorm/batchnorm_sums.cuh"
+#include "ops/batchnorm_relu_maxpool2d/batchnorm_relu_maxpool2d_channels.cuh"
+#include "ops/maxpool2d/maxpool2d_fwd.cuh"
+
+namespace warpwright {
+namespace {
+
+template <class T, int V>
+struct NormalizedTaps {
+  static constexpr bool kRelu = true, kTransforms = true;
+  using A = Accum<T>;
+  struct Channels {
+    Vec<A, V> mean, scale, bias;
+  };
+  ChannelTable<A> table;
+  T* winners;
+
+  NormalizedTaps of_launch(const PoolWalk& walk) const { return {table.of_launch(walk), winners}; }
+  __device__ __forceinline__ Channels channels(const PoolWalk& walk, const PoolItem& item) const {
+    const int c = table.template channel<V>(walk, item);
+    return {table.template load<V>(0, c), table.template load<V>(1, c),
+            table.template load<V>(2, c)};
+  }
+  __device__ __forceinline__ Vec<T, V> value(const Channels& c, const Vec<T, V>& x) const {
+    Vec<T, V> y;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      y[j] = convert<T>(normalized(convert<A>(x[j]), c.mean[j], c.scale[j], c.bias[j]));
+    }
+    return y;
+  }
+  __device__ __forceinline__ void store_winners(int64_t offset, const Vec<T, V>& x) const {
+    store_vec(winners + offset, x);
+  }
+};
+
+}  // namespace
+
+void launch_batch_norm_pool_fwd(const BatchNormPoolParams& p, cudaStream_t stream) {
+  launch_pool_fwd(p.pool, address_bits(p.winners), stream, [&]<class T, int V>() {
+    return NormalizedTaps<T, V>{ChannelTable<Accum<T>>(p.normalization, p.pool.geometry),
+                                static_cast<T*>(p.winners)};
+  });
+}
+
+}  // namespace warpwright
