@@ -46,6 +46,21 @@ def test_linear_tiles():
     assert "grad_bias" not in explain("linear", torch.empty(8, 16), torch.empty(4, 16), **ON_GPU)
 
 
+def test_linear_with_an_activation():
+    x, weight, bias = torch.empty(8, 16), torch.empty(4, 16), torch.empty(4)
+    plain = explain("linear", x, weight, bias, **ON_GPU)
+    for name in ("linear_relu", "linear_gelu", "linear_silu"):
+        text = explain(name, x, weight, bias, **ON_GPU)
+        assert "the activation in the epilogue" in text
+        assert "grad_preactivation, grad_bias" in text
+        for line in plain.splitlines()[1:4]:  # the same products
+            assert line.split(None, 1)[1].strip() in text
+        assert "grad_bias" not in explain(name, x, weight, **ON_GPU)
+    text = explain("mlp", x, weight, bias, torch.empty(16, 4), **ON_GPU)
+    assert text.count("the activation in the epilogue") == 1
+    assert "2 grad_weight" in text
+
+
 def linear_lines(m, n, k, dtype="bfloat16", tf32=False, arch=90, sm90=True, pad=0, address=0):
     gpu = _C.DeviceInfo()
     gpu.sm_arch = arch
@@ -290,6 +305,10 @@ def test_on_the_cpu():
         ("max_pool2d", x, 2),
         ("relu_max_pool2d", x, 2),
         ("linear", x, x[0, 0]),
+        ("linear_relu", x, x[0, 0]),
+        ("linear_gelu", x, x[0, 0]),
+        ("linear_silu", x, x[0, 0]),
+        ("mlp", x, x[0, 0], None, x[0, 0].t()),
         ("cross_entropy", x, x),
         ("linear_cross_entropy", x, x[0, 0], x),
         ("scaled_dot_product_attention", x, x, x),

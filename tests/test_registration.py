@@ -36,6 +36,7 @@ PUBLIC = [
     "max_pool2d_with_indices",
     "relu_max_pool2d",
     "linear",
+    "linear_activation",
     "cross_entropy",
     "cross_entropy_extras",
     "linear_cross_entropy",
@@ -46,6 +47,7 @@ NOT_DIFFERENTIABLE = {"max_pool2d_indices"}
 AUTOCAST = {
     "conv2d",
     "linear",
+    "linear_activation",
     "cross_entropy",
     "cross_entropy_extras",
     "linear_cross_entropy",
@@ -185,6 +187,9 @@ def recorded(device):
         double_backward(
             warpwright.functional.cross_entropy, (rows.clone(), labels), {"return_lse": True}
         )
+        weight = torch.randn(5, 7, device=device, requires_grad=True)
+        for form in ("linear_relu", "linear_gelu", "linear_silu"):
+            double_backward(getattr(warpwright.functional, form), (leaf, weight), {})
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
             p = torch.zeros(5, device=device, requires_grad=True)
             p.grad = torch.ones_like(p)

@@ -132,6 +132,19 @@ def linear_cases():
     yield "transposed", lambda x, w: F.linear(x.t(), w.t()), (rand(65, 33), rand(65, 34)), {}
 
 
+def linear_activation_cases():
+    # Portable with element and 16-byte stores, sm_90a with TMA, element stores and split k.
+    for m, n, k in ((17, 33, 65), (130, 136, 72), (136, 264, 520), (200, 203, 520), (65, 64, 4096)):
+        for activation in ("relu", "gelu", "silu"):
+            function = getattr(F, f"linear_{activation}")
+            yield f"{activation}-{m}x{n}x{k}", function, (rand(m, k), rand(n, k), rand(n)), {}
+    tanh = {"approximate": "tanh"}
+    yield "gelu-tanh", F.linear_gelu, (rand(33, 65), rand(34, 65)), tanh
+    # A cotangent without contiguous rows, and few columns.
+    yield "transposed", lambda x, w: F.linear_gelu(x, w).t(), (rand(65, 33), rand(34, 33)), {}
+    yield "narrow", F.linear_silu, (rand(3000, 16), rand(9, 16), rand(9)), {}
+
+
 def conv2d_cases():
     for name, layout in FORMATS.items():
         for c, k, groups, kernel, stride, padding, dilation in (
@@ -241,6 +254,7 @@ CASES = {
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,
     "linear": linear_cases,
+    "linear_activation": linear_activation_cases,
     "conv2d": conv2d_cases,
     "cross_entropy": cross_entropy_cases,
     "attention": attention_cases,
@@ -290,7 +304,7 @@ def main():
                 compare(name, on_gpu, step(function, args, kwargs, "cpu", dtype), TOLERANCE[dtype])
                 count += 1
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for op in ("linear", "conv2d"):
+    for op in ("linear", "linear_activation", "conv2d"):
         torch.manual_seed(0)
         for case, function, args, kwargs in CASES[op]():
             name = f"{op}-{case}-tf32"

@@ -141,10 +141,16 @@ struct MatrixOutput {
 
     __device__ __forceinline__ void store(int64_t row, const Acc (&values)[kVec]) const {
       if (row >= rows) return;
+      Acc sums[kVec];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sums[i] = values[i] + bias[i];
+      write(pointer + row * ld, sums);
+    }
+
+    __device__ __forceinline__ void write(T* target, const Acc (&values)[kVec]) const {
       Vec<T, kVec> result;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) result[i] = convert<T>(values[i] + bias[i]);
-      T* target = pointer + row * ld;
+      for (int i = 0; i < kVec; ++i) result[i] = convert<T>(values[i]);
       if (wide) {
         store_vec_global(target, result);
       } else {

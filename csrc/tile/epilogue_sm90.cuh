@@ -1,26 +1,34 @@
-// From a warpgroup's accumulators to memory. 16-bit D: bias, one rounding, stmatrix into a swizzled
-// 64 x 64 buffer, TMA store, two buffers in turn; or, where TMA cannot address D (rows that are not
-// multiples of 16 bytes), element stores from the same buffer. fp32 D and split-K parts leave the
-// registers directly: four neighbours fill a 32-byte sector. D may add to what is there.
+// From a warpgroup's accumulators to memory. 16-bit D: bias, activation, one rounding, stmatrix
+// into a swizzled 64 x 64 buffer, TMA store, two buffers in turn; or, where TMA cannot address D
+// (rows that are not multiples of 16 bytes), element stores from the same buffer. fp32 D and
+// split-K parts leave the registers directly: four neighbours fill a 32-byte sector. D may add to
+// what is there.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "device/activation.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/vec.cuh"
 
 namespace warpwright {
 
-// D (m, n), row-major.
+// A matrix (m, n), row-major.
+struct DestinationSm90 {
+  CUtensorMap map;  // if 16-bit, boxes of 64 x 64; valid if OutputSm90::use_tma
+  void* pointer;
+};
+
 struct OutputSm90 {
-  CUtensorMap map;  // of a 16-bit D, boxes of 64 x 64; valid if use_tma
+  DestinationSm90 d;              // or its parts (splits, m, n)
+  DestinationSm90 preactivation;  // D before the activation; null pointer: not wanted
   bool use_tma;
   bool pairs;        // two neighbours, from an even column on, are one aligned access
-  void* pointer;     // D, or its parts (splits, m, n)
   const void* bias;  // (n) of D's type or null
-  int64_t pitch;     // elements from a row to the next
+  Activation activation;
+  int64_t pitch;  // elements from a row to the next
   int m;
   int n;
   bool fp32;        // of operands of 16 bits, too
@@ -49,8 +57,13 @@ struct EpilogueSm90 {
       for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
         const int col = first_col + chunk * 64;
         if (col >= output.n) break;
-        store_chunk(&d[chunk * 32], output, first_row, col);
-        offset ^= kBufferBytes;
+        float* values = &d[chunk * 32];
+        add_bias<8>(values, output, col);
+        if (output.preactivation.pointer != nullptr) {
+          store_chunk(values, output, output.preactivation, first_row, col);
+        }
+        activate<false, 32>(output.activation, values);
+        store_chunk(values, output, output.d, first_row, col);
       }
     }
   }
@@ -61,8 +74,24 @@ struct EpilogueSm90 {
   }
 
  private:
+  // A thread's values: two neighbouring columns of each kBlocks blocks of 8, of two rows.
+  template <int kBlocks>
+  __device__ __forceinline__ static void add_bias(float* values, const OutputSm90& output,
+                                                  int first_col) {
+    if (output.bias == nullptr) return;
+    const T* bias = static_cast<const T*>(output.bias);
+#pragma unroll
+    for (int i = 0; i < kBlocks * 2; ++i) {
+      const int col = first_col + i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
+      const float b = col < output.n ? convert<float>(bias[col]) : 0.0f;
+      values[i / 2 * 4 + i % 2] += b;
+      values[i / 2 * 4 + i % 2 + 2] += b;
+    }
+  }
+
   __device__ __forceinline__ void store_chunk(const float* d, const OutputSm90& output,
-                                              int first_row, int first_col) const {
+                                              const DestinationSm90& to, int first_row,
+                                              int first_col) {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     const int lane = thread % 32;
     // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
@@ -70,47 +99,39 @@ struct EpilogueSm90 {
     const int row = thread / 32 * 16 + lane % 16;
     const uint32_t buffer = buffers + offset;
     const uint32_t row_address = buffer + row * 128;
-    const int t = lane % 4;
+    offset ^= kBufferBytes;
 
-    float bias[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int col = first_col + i / 2 * 8 + t * 2 + i % 2;
-      bias[i] = output.bias != nullptr && col < output.n
-                    ? convert<float>(static_cast<const T*>(output.bias)[col])
-                    : 0.0f;
-    }
     // The store of two chunks ago has read this buffer.
     if (output.use_tma && thread == 0) tma_store_wait_read<1>();
     named_barrier_sync(barrier, 128);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float* v = d + j * 8;
-      const float* b = bias + j * 4;
-      const uint32_t packed[4] = {pack(v[0] + b[0], v[1] + b[1]), pack(v[2] + b[0], v[3] + b[1]),
-                                  pack(v[4] + b[2], v[5] + b[3]), pack(v[6] + b[2], v[7] + b[3])};
+      const uint32_t packed[4] = {pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]),
+                                  pack(v[6], v[7])};
       stmatrix_x4(row_address + (((j * 2 + lane / 16) ^ (row % 8)) << 4), packed);
     }
     if (output.use_tma) {
       fence_proxy_async();
       named_barrier_sync(barrier, 128);
       if (thread == 0) {
-        tma_store_2d(&output.map, first_col, first_row, buffer);
+        tma_store_2d(&to.map, first_col, first_row, buffer);
         tma_store_commit();
       }
     } else {
       __syncwarp();
-      copy_rows(output, first_row + thread / 32 * 16, first_col, buffer, thread / 32 * 16);
+      copy_rows(output, to, first_row + thread / 32 * 16, first_col, buffer, thread / 32 * 16);
       __syncwarp();
     }
   }
 
   // A warp's 16 rows of the buffer, element by element: 64 bytes of a row at a time.
-  __device__ __forceinline__ static void copy_rows(const OutputSm90& output, int first_row,
+  __device__ __forceinline__ static void copy_rows(const OutputSm90& output,
+                                                   const DestinationSm90& to, int first_row,
                                                    int first_col, uint32_t buffer, int buffer_row) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     uint16_t* target =
-        static_cast<uint16_t*>(output.pointer) + first_row * output.pitch + first_col + lane;
+        static_cast<uint16_t*>(to.pointer) + first_row * output.pitch + first_col + lane;
     const int rows = min(16, output.m - first_row);
     const int cols = output.n - first_col - lane;
 #pragma unroll 4
@@ -131,29 +152,38 @@ struct EpilogueSm90 {
   __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const OutputSm90& output,
                                                     int64_t split, int first_row, int first_col) {
     if (output.accumulate) add_old<float>(d, output, split, first_row, first_col);
+    if constexpr (sizeof(T) == 4) {  // else these are parts or sums
+      add_bias<kRegs / 4>(d, output, first_col);
+      if (output.preactivation.pointer != nullptr) {
+        write_fp32(d, output, output.preactivation, 0, first_row, first_col);
+      }
+      activate<false, kRegs>(output.activation, d);
+    }
+    write_fp32(d, output, output.d, split, first_row, first_col);
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ static void write_fp32(const float (&d)[kRegs],
+                                                    const OutputSm90& output,
+                                                    const DestinationSm90& to, int64_t split,
+                                                    int first_row, int first_col) {
     const int row = first_row + thread_row();
     const int col = first_col + thread_col();
-    float* target =
-        static_cast<float*>(output.pointer) + (split * output.m + row) * output.pitch + col;
-    const auto* bias = static_cast<const float*>(output.bias);
+    float* target = static_cast<float*>(to.pointer) + (split * output.m + row) * output.pitch + col;
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
       const int c = col + i * 8;
       if (c >= output.n) break;
       const bool second = c + 1 < output.n;
-      const float b0 = bias != nullptr ? bias[c] : 0.0f;
-      const float b1 = bias != nullptr && second ? bias[c + 1] : 0.0f;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         if (row + h * 8 >= output.m) break;
         float* pointer = target + h * 8 * output.pitch + i * 8;
-        const float v0 = d[i * 4 + h * 2] + b0;
-        const float v1 = d[i * 4 + h * 2 + 1] + b1;
         if (output.pairs) {
-          *reinterpret_cast<float2*>(pointer) = make_float2(v0, v1);
+          *reinterpret_cast<float2*>(pointer) = make_float2(d[i * 4 + h * 2], d[i * 4 + h * 2 + 1]);
         } else {
-          pointer[0] = v0;
-          if (second) pointer[1] = v1;
+          pointer[0] = d[i * 4 + h * 2];
+          if (second) pointer[1] = d[i * 4 + h * 2 + 1];
         }
       }
     }
@@ -166,7 +196,7 @@ struct EpilogueSm90 {
     const int row = first_row + thread_row();
     const int col = first_col + thread_col();
     const E* source =
-        static_cast<const E*>(output.pointer) + (split * output.m + row) * output.pitch + col;
+        static_cast<const E*>(output.d.pointer) + (split * output.m + row) * output.pitch + col;
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
 #pragma unroll

@@ -6,6 +6,7 @@ fork after it. Where every GPU has its kernels nothing is put in the way of a ca
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -121,11 +122,26 @@ def _batch_norm_relu_max_pool2d_update(input: Tensor, *args: Any) -> tuple[Tenso
     return (_relu_max_pool2d(_batch_norm_update(input, *args[:6])[0], *args[6:]),)
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": native.gelu,
+    "gelu_tanh": functools.partial(native.gelu, approximate="tanh"),
+    "silu": native.silu,
+}
+
+
+def _linear_activation(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor]:
+    return (_ACTIVATIONS[activation](native.linear(input, weight, bias)),)
+
+
 # name in `ops` -> native, called with the same arguments
 NATIVE: dict[str, Callable[..., Any]] = {
     "relu": torch.relu,
     "relu_": torch.relu_,
     "linear": native.linear,
+    "linear_activation": _linear_activation,
     "max_pool2d": torch.max_pool2d,
     "relu_max_pool2d": _relu_max_pool2d,
     "max_pool2d_with_indices": torch.ops.aten.max_pool2d_with_indices.default,

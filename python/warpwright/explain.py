@@ -127,6 +127,29 @@ def _linear_cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     )
 
 
+def _linear_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    lines = dict(_linear(a, gpu))
+    lines["forward"] += ", the activation in the epilogue"
+    gradients = {"grad_input": lines["grad_input"], "grad_weight": lines["grad_weight"]}
+    one_pass = {"grad_preactivation": "the activation's gradient, one pass"}
+    if a["bias"] is not None:
+        one_pass = {
+            "grad_preactivation, grad_bias": "the activation's gradient and its column sums, one pass"
+        }
+    return list(({"forward": lines["forward"]} | one_pass | gradients).items())
+
+
+def _mlp(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, width = a["input"], a["weight1"].shape[0]
+    hidden = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device="meta")
+    first = {"input": x, "weight": a["weight1"], "bias": a["bias1"]}
+    second = {"input": hidden, "weight": a["weight2"], "bias": a["bias2"]}
+    return [
+        *((f"1 {role}", text) for role, text in _linear_activation(first, gpu)),
+        *((f"2 {role}", text) for role, text in _linear(second, gpu)),
+    ]
+
+
 def _max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
     channels_last = suggest_memory_format(x) == torch.channels_last
@@ -214,6 +237,10 @@ EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
     "max_pool2d": _max_pool2d,
     "relu_max_pool2d": _max_pool2d,
     "linear": _linear,
+    "linear_relu": _linear_activation,
+    "linear_gelu": _linear_activation,
+    "linear_silu": _linear_activation,
+    "mlp": _mlp,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "scaled_dot_product_attention": _attention,
@@ -230,6 +257,10 @@ CPU = {
     "relu": "vectorised loops",
     "linear": "matrix products of ATen (MKL or oneDNN)",
     "linear_cross_entropy": "linear and cross_entropy over chunks of rows",
+    "linear_relu": "linear's matrix products, then one vectorised pass",
+    "linear_gelu": "linear's matrix products, then one vectorised pass",
+    "linear_silu": "linear's matrix products, then one vectorised pass",
+    "mlp": "linear's matrix products, one vectorised pass between them",
     "max_pool2d": "vectorised loops over rows, one byte a window for the backward",
     "relu_max_pool2d": "vectorised loops over rows, one byte a window for the backward",
 }

@@ -20,8 +20,12 @@ __all__ = [
     "cross_entropy",
     "linear",
     "linear_cross_entropy",
+    "linear_gelu",
+    "linear_relu",
+    "linear_silu",
     "max_pool2d",
     "max_pool2d_with_indices",
+    "mlp",
     "relu",
     "relu_",
     "relu_max_pool2d",
@@ -237,6 +241,69 @@ def linear_cross_entropy(
         label_smoothing,
         chunk_rows,
     )
+
+
+def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``relu(linear(input, weight, bias))`` in one op, without the pre-activation in memory.
+
+    The backward reads the signs of the output, which is kept as native's relu keeps it: changing it
+    in place before the backward is an error. Arguments and errors are :func:`linear`'s.
+    """
+    return ops.linear_activation(input, weight, bias, "relu")[0]
+
+
+def linear_gelu(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
+) -> Tensor:
+    """``gelu(linear(input, weight, bias), approximate)`` in one op.
+
+    The pre-activation is written only where a gradient is needed. 16-bit types round once: the
+    activation sees the sum as it was accumulated, in float32.
+
+    Args:
+        approximate: ``"none"``, ``z * Phi(z)``, or ``"tanh"``; as for ``torch.nn.functional.gelu``.
+
+    The other arguments are :func:`linear`'s.
+
+    Raises:
+        RuntimeError: another ``approximate``; else as :func:`linear`.
+        NotImplementedError: a type that native's gelu does not take.
+    """
+    return ops.linear_activation(input, weight, bias, _gelu(approximate))[0]
+
+
+def linear_silu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``silu(linear(input, weight, bias))`` in one op: see :func:`linear_gelu`."""
+    return ops.linear_activation(input, weight, bias, "silu")[0]
+
+
+def mlp(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None = None,
+    activation: str = "gelu",
+) -> Tensor:
+    """``linear(activation(linear(input, weight1, bias1)), weight2, bias2)`` in two ops.
+
+    Args:
+        input: (*, in_features).
+        weight1: (hidden_features, in_features).
+        bias1: (hidden_features) or None.
+        weight2: (out_features, hidden_features).
+        bias2: (out_features) or None.
+        activation: ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
+    Raises:
+        RuntimeError: another activation; else as :func:`linear`.
+    """
+    return linear(ops.linear_activation(input, weight1, bias1, activation)[0], weight2, bias2)
+
+
+def _gelu(approximate: str) -> str:
+    if approximate not in ("none", "tanh"):
+        raise RuntimeError("approximate argument must be either none or tanh.")
+    return "gelu" if approximate == "none" else "gelu_tanh"
 
 
 def scaled_dot_product_attention(

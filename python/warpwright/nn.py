@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from . import functional as F
 
 __all__ = [
+    "MLP",
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
@@ -26,6 +27,9 @@ __all__ = [
     "CrossEntropyLoss",
     "Linear",
     "LinearCrossEntropy",
+    "LinearGELU",
+    "LinearReLU",
+    "LinearSiLU",
     "MaxPool2d",
     "ReLU",
     "ReLUMaxPool2d",
@@ -245,6 +249,97 @@ class Linear(_Named, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
+
+
+class LinearReLU(_Named, nn.Linear):
+    """``torch.nn.Linear`` and the ReLU behind it, as one op.
+
+    Parameters and ``state_dict`` are those of ``nn.Linear``; see
+    :func:`warpwright.functional.linear_relu`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear_relu(input, self.weight, self.bias)
+
+
+class LinearGELU(_Named, nn.Linear):
+    """``torch.nn.Linear`` and the GELU behind it, as one op.
+
+    Parameters and ``state_dict`` are those of ``nn.Linear``; see
+    :func:`warpwright.functional.linear_gelu`.
+
+    Args:
+        approximate: as for ``nn.GELU``.
+    """
+
+    approximate: str = "none"  # of an ``nn.Linear`` whose class was changed
+
+    def __init__(self, *args: Any, approximate: str = "none", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.approximate = approximate
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear_gelu(input, self.weight, self.bias, approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, approximate={self.approximate!r}"
+
+
+class LinearSiLU(_Named, nn.Linear):
+    """``torch.nn.Linear`` and the SiLU behind it, as one op.
+
+    Parameters and ``state_dict`` are those of ``nn.Linear``; see
+    :func:`warpwright.functional.linear_silu`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear_silu(input, self.weight, self.bias)
+
+
+class MLP(_Named, nn.Module):
+    """Linear, activation, linear, as :func:`warpwright.functional.mlp`.
+
+    Args:
+        in_features, hidden_features: widths of the input and between the layers.
+        out_features: width of the output; ``in_features`` if None.
+        activation: ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
+        bias: both layers have one.
+
+    Shape: (*, in_features) to (*, out_features). The layers are ``fc1`` and ``fc2``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if activation not in self._FIRST:
+            raise ValueError(
+                f"activation: expected one of {', '.join(self._FIRST)}; got {activation!r}"
+            )
+        self.activation = activation
+        where = {"device": device, "dtype": dtype}
+        self.fc1 = self._FIRST[activation](in_features, hidden_features, bias, **where)
+        if isinstance(self.fc1, LinearGELU):
+            self.fc1.approximate = "tanh" if activation == "gelu_tanh" else "none"
+        out_features = in_features if out_features is None else out_features
+        self.fc2 = Linear(hidden_features, out_features, bias, **where)
+
+    _FIRST: ClassVar[dict[str, type[nn.Linear]]] = {
+        "relu": LinearReLU,
+        "gelu": LinearGELU,
+        "gelu_tanh": LinearGELU,
+        "silu": LinearSiLU,
+    }
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.fc2(self.fc1(input))
 
 
 class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 
+#include "host/activation.h"
 #include "host/ceil_div.h"
 #include "host/dtype.h"
 
@@ -19,7 +20,7 @@
 
 namespace warpwright {
 
-// D[m, n] = sum over k of A[m, k] * B[n, k] + bias[n].
+// D[m, n] = activation(sum over k of A[m, k] * B[n, k] + bias[n]).
 struct GemmParams {
   DType dtype;
   bool tf32;  // float operands may be rounded to TF32
@@ -37,9 +38,13 @@ struct GemmParams {
   void* d;           // (m, n), row-major
   void* workspace;   // gemm_workspace_bytes(), or null if that is 0
 
+  Activation activation;
+  void* preactivation;  // laid out like d: D before the activation; or null. D is dense then
+
   // For gradients that come in chunks and are rounded once, at their end. One writer an element:
   // the sums come in the order of the calls.
-  bool accum_d;     // D is of the accumulator's type: float for 16-bit operands; without a bias
+  bool
+      accum_d;  // D is of the accumulator's type: float for 16-bit operands; no bias, no activation
   bool accumulate;  // D += A B^T in place of D =; without accum_d if can_add_to_narrow() says so
 
   int64_t d_pitch;  // elements from a row of D to the next; 0: n
@@ -338,18 +343,21 @@ inline int column_sum_cols(const ColumnSumConfig& config, DType dtype) {
   return static_cast<int>((config.small ? 8 : 32) * (config.wide ? 16 / dtype_size(dtype) : 1));
 }
 
-inline ColumnSumConfig choose_column_sum_config(const ColumnSumParams& p,
-                                                const DeviceInfo& device) {
+// other_addresses: or-ed, of row-major dense matrices that are walked along with it.
+inline ColumnSumConfig choose_column_sum_config(const ColumnSumParams& p, const DeviceInfo& device,
+                                                uintptr_t other_addresses = 0,
+                                                int ctas_per_sm = 2) {
   ColumnSumConfig config{};
   const int64_t size = dtype_size(p.dtype);
   config.wide = p.stride_col == 1 && p.stride_row * size % 16 == 0 && p.cols * size % 16 == 0 &&
-                reinterpret_cast<uintptr_t>(p.matrix) % 16 == 0;
+                (reinterpret_cast<uintptr_t>(p.matrix) | other_addresses) % 16 == 0;
   config.small = p.cols <= 8 * (config.wide ? 16 / size : 1) * 2;
   const int64_t cols = column_sum_cols(config, p.dtype);
   const int64_t blocks = ceil_div(p.cols, cols);
-  // Two CTAs an SM hide the latency, as long as each thread still has 8 rows to keep in flight.
+  // A few CTAs an SM hide the latency, as long as each thread still has 8 rows to keep in flight.
   const int64_t rows_at_once = kColumnSumThreads / (config.small ? 8 : 32);
-  const int64_t wanted = std::max<int64_t>(1, 2 * device.num_sms / std::max<int64_t>(1, blocks));
+  const int64_t wanted =
+      std::max<int64_t>(1, ctas_per_sm * device.num_sms / std::max<int64_t>(1, blocks));
   config.splits = static_cast<int>(std::clamp<int64_t>(p.rows / (8 * rows_at_once), 1, wanted));
   return config;
 }

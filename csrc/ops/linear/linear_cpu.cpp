@@ -4,7 +4,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
-#include "ops/linear/linear.h"
+#include "ops/linear/linear_activation.h"
 #include "torch/cpu.h"
 
 namespace warpwright {
@@ -39,11 +39,15 @@ void gemm_cpu(const GemmParams& p) {
     }
     return;
   }
-  at::Tensor d = over(p.d, {p.m, p.n}, {d_pitch(p), 1}, p.dtype);
+  void* sums = p.preactivation != nullptr ? p.preactivation : p.d;
+  at::Tensor d = over(sums, {p.m, p.n}, {d_pitch(p), 1}, p.dtype);
   if (p.bias != nullptr) {
     at::addmm_out(d, over(p.bias, {p.n}, {1}, p.dtype), a, b);
   } else {
     at::mm_out(d, a, b);
+  }
+  if (p.activation != Activation::kNone) {
+    activation_forward_cpu({p.dtype, p.activation, p.m * p.n, sums, p.d});
   }
 }
 

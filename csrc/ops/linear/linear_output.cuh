@@ -1,6 +1,7 @@
 // Where the D of a matrix product goes, as tile/epilogue.cuh asks for it.
 #pragma once
 
+#include "device/activation.cuh"
 #include "host/launch.h"
 #include "ops/linear/linear.h"
 #include "tile/epilogue.cuh"
@@ -45,6 +46,40 @@ struct SumOutput : MatrixOutput<Acc> {
   }
 };
 
+// D after an activation, and before it beside it if somebody will ask.
+template <class T>
+struct ActivationOutput : MatrixOutput<T> {
+  using Base = MatrixOutput<T>;
+  using Base::kVec;
+  using typename Base::Acc;
+  Activation activation = Activation::kNone;
+  T* preactivation = nullptr;  // like `pointer`
+
+  struct Columns : Base::Columns {
+    Activation activation;
+    T* preactivation;  // row 0, or null
+
+    __device__ __forceinline__ void store(int64_t row, const Acc (&values)[kVec]) const {
+      if (row >= this->rows) return;
+      Acc sums[kVec];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sums[i] = values[i] + this->bias[i];
+      if (preactivation != nullptr) this->write(preactivation + row * this->ld, sums);
+      activate<(sizeof(T) > 2), kVec>(activation, sums);
+      this->write(this->pointer + row * this->ld, sums);
+    }
+  };
+
+  __device__ __forceinline__ Columns columns(int64_t col) const {
+    return {Base::columns(col), activation,
+            preactivation == nullptr ? nullptr : preactivation + col};
+  }
+
+  __device__ __forceinline__ void store(int64_t row, int64_t col, const Acc (&values)[kVec]) const {
+    columns(col).store(row, values);
+  }
+};
+
 // ---- those of a product ----
 
 template <class Output, class T>
@@ -60,9 +95,12 @@ Output output_at(const GemmParams& p, T* pointer, int64_t pitch) {
 }
 
 template <class T>
-MatrixOutput<T> matrix_output(const GemmParams& p) {
-  auto output = output_at<MatrixOutput<T>>(p, static_cast<T*>(p.d), d_pitch(p));
+ActivationOutput<T> activation_output(const GemmParams& p) {
+  auto output = output_at<ActivationOutput<T>>(p, static_cast<T*>(p.d), d_pitch(p));
   output.bias = static_cast<const T*>(p.bias);
+  output.activation = p.activation;
+  output.preactivation = static_cast<T*>(p.preactivation);
+  output.wide = output.wide && is_vec_aligned(reinterpret_cast<uintptr_t>(p.preactivation));
   return output;
 }
 
@@ -94,7 +132,7 @@ void launch_split_k_reduce(const GemmParams& p, int splits, cudaStream_t stream)
   if (p.accum_d) {
     reduce(sum_output<Acc>(p));
   } else {
-    reduce(matrix_output<T>(p));
+    reduce(activation_output<T>(p));
   }
 }
 

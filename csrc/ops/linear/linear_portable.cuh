@@ -30,7 +30,8 @@ template <class Tile, Major kMajorA, Major kMajorB, bool kNarrow>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     gemm_kernel(TileGrid grid, MatrixOperand<typename Tile::Element> a,
                 MatrixOperand<typename Tile::Element> b,
-                MatrixOutput<typename Tile::Element> output, SumOutput<typename Tile::Acc> sums) {
+                ActivationOutput<typename Tile::Element> output,
+                SumOutput<typename Tile::Acc> sums) {
   extern __shared__ __align__(16) char smem[];
   using LoaderA = MatrixLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>;
   using LoaderB = MatrixLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>;
@@ -75,8 +76,8 @@ void launch_gemm_instance(const GemmParams& p, const GemmConfig& config, cudaStr
                            kMajorB == Major::kK ? p.b_stride_n : p.b_stride_k, p.n, p.k,
                            config.b_wide};
   const bool split = config.splits > 1;
-  MatrixOutput<T> output{};
-  if (!split && !p.accum_d) output = matrix_output<T>(p);
+  ActivationOutput<T> output{};
+  if (!split && !p.accum_d) output = activation_output<T>(p);
   SumOutput<Acc> sums{};
   if (split) sums = split_output<Acc>(p);
   if (!split && p.accum_d) sums = sum_output<Acc>(p);

@@ -1,31 +1,13 @@
 // linear and linear_backward on every dispatch key.
+#include "ops/linear/linear_torch.h"
+
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 
-#include <array>
-#include <tuple>
-
-#include "host/sm90.h"
-#include "ops/linear/linear.h"
-#include "torch/autograd.h"
-#include "torch/dispatch.h"
-
-#ifdef WARPWRIGHT_WITH_CUDA
-#include <ATen/Context.h>
-
-#include "torch/cuda.h"
-#endif
-
 namespace warpwright {
-namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight, bias
-using OutputMask = std::array<bool, 3>;
-
-namespace call {
+namespace linear_ops {
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   static const auto op =
@@ -33,16 +15,15 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   return op.call(input, weight, bias);
 }
 
-// `input` is read for the weight's gradient, `weight` for the input's; either may be missing else.
 Gradients linear_backward(const Tensor& grad_output, const OptionalTensor& input,
-                          const OptionalTensor& weight, OutputMask output_mask) {
+                          const OptionalTensor& weight, std::array<bool, 3> output_mask) {
   static const auto op =
-      find_op<Gradients(const Tensor&, const OptionalTensor&, const OptionalTensor&, OutputMask)>(
-          "warpwright::linear_backward");
+      find_op<Gradients(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                        std::array<bool, 3>)>("warpwright::linear_backward");
   return op.call(grad_output, input, weight, output_mask);
 }
 
-}  // namespace call
+}  // namespace linear_ops
 
 // ---- output shape and checks ----
 
@@ -53,18 +34,12 @@ c10::SymDimVector with_last_size(const Tensor& tensor, const c10::SymInt& last) 
   return result;
 }
 
-Tensor empty_of(c10::SymIntArrayRef sizes, const Tensor& like) {
-  return at::empty_symint(sizes, like.options());
-}
-
-// What the kernels take: a matrix of weights, and no bias or one value an output feature.
-bool is_plain(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+bool is_plain_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   return input.dim() >= 1 && weight.dim() == 2 &&
          (!bias.has_value() || !bias->defined() ||
           (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0)));
 }
 
-// The rest of what native takes: a vector of weights, and a bias that broadcasts to the output.
 Tensor linear_composed(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK(input.dim() >= 1 && weight.dim() >= 1,
               "linear: both arguments to linear need to be at least 1D, but they are ", input.dim(),
@@ -74,12 +49,13 @@ Tensor linear_composed(const Tensor& input, const Tensor& weight, const Optional
   const bool has_bias = bias.has_value() && bias->defined();
   if (weight.dim() == 1) {
     TORCH_CHECK(!has_bias, "linear: weight: mat2 must be a matrix when there is a bias, got 1-D");
-    return call::linear(input, weight.unsqueeze(0), {}).squeeze(-1);
+    return linear_ops::linear(input, weight.unsqueeze(0), {}).squeeze(-1);
   }
   if (bias->sym_numel() == 1 && bias->dim() <= 1) {
-    return call::linear(input, weight, bias->reshape({1}).expand_symint({weight.sym_size(0)}));
+    return linear_ops::linear(input, weight,
+                              bias->reshape({1}).expand_symint({weight.sym_size(0)}));
   }
-  const Tensor output = call::linear(input, weight, {});
+  const Tensor output = linear_ops::linear(input, weight, {});
   return output.add(bias->expand_symint(output.sym_sizes()));
 }
 
@@ -102,6 +78,72 @@ void check_linear(const Tensor& input, const Tensor& weight, const OptionalTenso
                                : input.sym_numel() / (features == 0 ? c10::SymInt(1) : features),
               "x", features, " and ", weight.sym_size(1), "x", weight.sym_size(0), ")");
 }
+
+Matrix as_matrix(const Tensor& tensor) {
+  Matrix m{tensor, 1, tensor.size(-1), 0, 1};
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) m.rows *= tensor.size(d);
+  if (tensor.dim() == 2) {
+    m.stride_row = tensor.stride(0);
+    m.stride_col = tensor.stride(1);
+  } else if (tensor.is_contiguous()) {
+    m.stride_row = m.cols;
+  } else {
+    m.owner = tensor.reshape({m.rows, m.cols});
+    m.stride_row = m.owner.stride(0);
+    m.stride_col = m.owner.stride(1);
+  }
+  // A direction of one element has no stride worth keeping: 0 leaves every alignment possible.
+  if (m.cols <= 1) {
+    m.stride_col = m.stride_row == 1 ? 0 : 1;
+  } else if (m.rows <= 1) {
+    m.stride_row = m.stride_col == 1 ? 0 : 1;
+  } else if (m.stride_row != 1 && m.stride_col != 1) {
+    m.owner = m.owner.contiguous();
+    m.stride_row = m.cols;
+    m.stride_col = 1;
+  }
+  return m;
+}
+
+GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& bias, Tensor& d) {
+  GemmParams p{};
+  p.dtype = dtype_of(d);
+  p.m = a.rows;
+  p.n = b.rows;
+  p.k = a.cols;
+  p.a = a.data();
+  p.a_stride_m = a.stride_row;
+  p.a_stride_k = a.stride_col;
+  p.b = b.data();
+  p.b_stride_n = b.stride_row;
+  p.b_stride_k = b.stride_col;
+  p.bias = bias.has_value() && bias->defined() ? bias->const_data_ptr() : nullptr;
+  p.d = d.mutable_data_ptr();
+  return p;
+}
+
+Tensor plus(const Tensor& a, const Tensor& b) {
+  if (!a.defined()) return b;
+  return b.defined() ? a.add(b) : a;
+}
+
+Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,
+                      const Tensor& weight2, const Tensor& bias, const Tensor& like) {
+  const bool first = x.defined() && weight.defined();
+  const bool second = x2.defined() && weight2.defined();
+  const OptionalTensor b = optional_if_defined(bias);
+  if (first && second) {
+    return linear_ops::linear(x, weight, b).add(linear_ops::linear(x2, weight2, {}));
+  }
+  if (first) return linear_ops::linear(x, weight, b);
+  if (second) return linear_ops::linear(x2, weight2, b);
+  return bias.defined() ? bias.expand_symint(like.sym_sizes()) : Tensor();
+}
+
+namespace {
+
+using linear_ops::Gradients;
+using OutputMask = std::array<bool, 3>;
 
 void check_linear_backward(const Tensor& grad_output, const OptionalTensor& input,
                            const OptionalTensor& weight, OutputMask mask) {
@@ -139,72 +181,10 @@ Gradients empty_gradients(const Tensor& grad_output, const OptionalTensor& input
 
 // ---- CPU and CUDA ----
 
-// A tensor with its leading dimensions folded, in memory where one direction is contiguous.
-struct Matrix {
-  Tensor owner;
-  int64_t rows;
-  int64_t cols;
-  int64_t stride_row;
-  int64_t stride_col;
-
-  const void* data() const { return owner.const_data_ptr(); }
-  Matrix transposed() const { return {owner, cols, rows, stride_col, stride_row}; }
-};
-
-// Copies only if neither direction is contiguous, or the leading dimensions do not fold.
-Matrix as_matrix(const Tensor& tensor) {
-  Matrix m{tensor, 1, tensor.size(-1), 0, 1};
-  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) m.rows *= tensor.size(d);
-  if (tensor.dim() == 2) {
-    m.stride_row = tensor.stride(0);
-    m.stride_col = tensor.stride(1);
-  } else if (tensor.is_contiguous()) {
-    m.stride_row = m.cols;
-  } else {
-    m.owner = tensor.reshape({m.rows, m.cols});
-    m.stride_row = m.owner.stride(0);
-    m.stride_col = m.owner.stride(1);
-  }
-  // A direction of one element has no stride worth keeping: 0 leaves every alignment possible.
-  if (m.cols <= 1) {
-    m.stride_col = m.stride_row == 1 ? 0 : 1;
-  } else if (m.rows <= 1) {
-    m.stride_row = m.stride_col == 1 ? 0 : 1;
-  } else if (m.stride_row != 1 && m.stride_col != 1) {
-    m.owner = m.owner.contiguous();
-    m.stride_row = m.cols;
-    m.stride_col = 1;
-  }
-  return m;
-}
-
-// d (rows of a, rows of b) = a b^T + bias
-GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& bias, Tensor& d) {
-  GemmParams p{};
-  p.dtype = dtype_of(d);
-  p.m = a.rows;
-  p.n = b.rows;
-  p.k = a.cols;
-  p.a = a.data();
-  p.a_stride_m = a.stride_row;
-  p.a_stride_k = a.stride_col;
-  p.b = b.data();
-  p.b_stride_n = b.stride_row;
-  p.b_stride_k = b.stride_col;
-  p.bias = bias.has_value() && bias->defined() ? bias->const_data_ptr() : nullptr;
-  p.d = d.mutable_data_ptr();
-  return p;
-}
-
-struct CpuRunner {
-  void gemm(const GemmParams& p) const { gemm_cpu(p); }
-  void column_sum(const ColumnSumParams& p) const { column_sum_cpu(p); }
-};
-
 template <class Runner>
 Tensor linear_with(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    const Runner& runner) {
-  if (!is_plain(input, weight, bias)) return linear_composed(input, weight, bias);
+  if (!is_plain_linear(input, weight, bias)) return linear_composed(input, weight, bias);
   check_linear(input, weight, bias);
   // Integers and complex numbers have no kernel of ours.
   if (!is_floating(input.scalar_type())) return at::linear(input, weight, bias);
@@ -255,58 +235,31 @@ Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& 
 }
 
 Tensor linear_cpu_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return linear_with(input, weight, bias, CpuRunner{});
+  return linear_with(input, weight, bias, LinearCpu{});
 }
 Gradients linear_backward_cpu_kernel(const Tensor& grad_output, const OptionalTensor& input,
                                      const OptionalTensor& weight, OutputMask mask) {
-  return linear_backward_with(grad_output, input, weight, mask, CpuRunner{});
+  return linear_backward_with(grad_output, input, weight, mask, LinearCpu{});
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-struct CudaRunner {
-  cudaStream_t stream;
-  at::TensorOptions bytes;
-
-  explicit CudaRunner(const CudaCall& call, const Tensor& tensor)
-      : stream(call.stream), bytes(tensor.options().dtype(at::kByte)) {}
-
-  // Freed on return: the caching allocator gives it to later work of this stream only.
-  Tensor workspace(int64_t size) const { return size > 0 ? at::empty({size}, bytes) : Tensor(); }
-
-  void gemm(GemmParams p) const {
-    p.tf32 = at::globalContext().float32Precision(
-                 at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
-    p.sm90 = sm90_path_available();
-    const GemmConfig config = choose_gemm_config(p, current_device_info());
-    const Tensor parts = workspace(gemm_workspace_bytes(p, config));
-    if (parts.defined()) p.workspace = parts.mutable_data_ptr();
-    launch_gemm(p, config, stream);
-  }
-  void column_sum(ColumnSumParams p) const {
-    const ColumnSumConfig config = choose_column_sum_config(p, current_device_info());
-    const Tensor parts = workspace(column_sum_workspace_bytes(p, config));
-    if (parts.defined()) p.workspace = parts.mutable_data_ptr();
-    launch_column_sum(p, config, stream);
-  }
-};
-
 Tensor linear_cuda_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   check_same_type(input, weight, "linear", "weight");
   const CudaCall call(input);
-  return linear_with(input, weight, bias, CudaRunner(call, input));
+  return linear_with(input, weight, bias, LinearCuda(call, input));
 }
 Gradients linear_backward_cuda_kernel(const Tensor& grad_output, const OptionalTensor& input,
                                       const OptionalTensor& weight, OutputMask mask) {
   check_linear_backward(grad_output, input, weight, mask);
   const CudaCall call(grad_output);
-  return linear_backward_with(grad_output, input, weight, mask, CudaRunner(call, grad_output));
+  return linear_backward_with(grad_output, input, weight, mask, LinearCuda(call, grad_output));
 }
 #endif
 
 // ---- Meta ----
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  if (!is_plain(input, weight, bias)) return linear_composed(input, weight, bias);
+  if (!is_plain_linear(input, weight, bias)) return linear_composed(input, weight, bias);
   check_linear(input, weight, bias);
   return empty_of(with_last_size(input, weight.sym_size(0)), input);
 }
@@ -318,37 +271,17 @@ Gradients linear_backward_meta(const Tensor& grad_output, const OptionalTensor& 
 
 // ---- Autograd ----
 
-// Sum of two tensors of which either may be undefined.
-Tensor plus(const Tensor& a, const Tensor& b) {
-  if (!a.defined()) return b;
-  return b.defined() ? a.add(b) : a;
-}
-
-// The value of a product x W^T + x' W'^T + b whose terms exist where their factors do.
-Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,
-                      const Tensor& weight2, const Tensor& bias, const Tensor& like) {
-  const bool first = x.defined() && weight.defined();
-  const bool second = x2.defined() && weight2.defined();
-  const OptionalTensor b = optional_if_defined(bias);
-  if (first && second) {
-    return call::linear(x, weight, b).add(call::linear(x2, weight2, {}));
-  }
-  if (first) return call::linear(x, weight, b);
-  if (second) return call::linear(x2, weight2, b);
-  return bias.defined() ? bias.expand_symint(like.sym_sizes()) : Tensor();
-}
-
 Tensor input_gradient(const Tensor& grad_output, const Tensor& weight) {
   if (!grad_output.defined() || !weight.defined()) return {};
-  return std::get<0>(call::linear_backward(grad_output, {}, weight, {true, false, false}));
+  return std::get<0>(linear_ops::linear_backward(grad_output, {}, weight, {true, false, false}));
 }
 Tensor weight_gradient(const Tensor& grad_output, const Tensor& input) {
   if (!grad_output.defined() || !input.defined()) return {};
-  return std::get<1>(call::linear_backward(grad_output, input, {}, {false, true, false}));
+  return std::get<1>(linear_ops::linear_backward(grad_output, input, {}, {false, true, false}));
 }
 Tensor bias_gradient(const Tensor& grad_output) {
   if (!grad_output.defined()) return {};
-  return std::get<2>(call::linear_backward(grad_output, {}, {}, {false, false, true}));
+  return std::get<2>(linear_ops::linear_backward(grad_output, {}, {}, {false, false, true}));
 }
 
 struct LinearBackward {
@@ -357,8 +290,8 @@ struct LinearBackward {
   static variable_list backward(const Attributes&, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     auto [dx, dw, db] =
-        call::linear_backward(grads[0], optional_if_defined(saved[0]),
-                              optional_if_defined(saved[1]), {needs[0], needs[1], needs[2]});
+        linear_ops::linear_backward(grads[0], optional_if_defined(saved[0]),
+                                    optional_if_defined(saved[1]), {needs[0], needs[1], needs[2]});
     return {dx, dw, db};
   }
 };
@@ -383,12 +316,12 @@ bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.req
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight,
                        const OptionalTensor& optional_bias) {
-  if (!is_plain(input, weight, optional_bias)) {
+  if (!is_plain_linear(input, weight, optional_bias)) {
     return linear_composed(input, weight, optional_bias);
   }
   const Tensor bias = value_or_undefined(optional_bias);
   auto node = make_node<LinearBackward>({}, input, weight, bias);
-  Tensor output = below_autograd([&] { return call::linear(input, weight, optional_bias); });
+  Tensor output = below_autograd([&] { return linear_ops::linear(input, weight, optional_bias); });
   if (node) {
     // A frozen operand needs no gradient, hence its partner is not kept alive for it.
     node->save(requires_grad(weight) ? input : Tensor());
@@ -396,7 +329,6 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight,
     set_history(output, node);
   }
   if (any_tangent(input, weight, bias)) {
-    auto tangent_or_none = [](const Tensor& t) { return has_tangent(t) ? tangent(t) : Tensor(); };
     set_tangent(output, sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
                                        tangent_or_none(weight), tangent_or_none(bias), output));
   }
@@ -408,8 +340,9 @@ Gradients linear_backward_autograd(const Tensor& grad_output, const OptionalTens
   const Tensor input = value_or_undefined(optional_input);
   const Tensor weight = value_or_undefined(optional_weight);
   auto node = make_node<LinearBackwardBackward>({}, grad_output, input, weight);
-  Gradients result = below_autograd(
-      [&] { return call::linear_backward(grad_output, optional_input, optional_weight, mask); });
+  Gradients result = below_autograd([&] {
+    return linear_ops::linear_backward(grad_output, optional_input, optional_weight, mask);
+  });
   auto& [dx, dw, db] = result;
   if (node) {
     node->save(grad_output);
@@ -420,7 +353,6 @@ Gradients linear_backward_autograd(const Tensor& grad_output, const OptionalTens
     set_history(db, node);
   }
   if (any_tangent(grad_output, input, weight)) {
-    auto tangent_or_none = [](const Tensor& t) { return has_tangent(t) ? tangent(t) : Tensor(); };
     const Tensor dy = primal(grad_output);
     const Tensor dy_tangent = tangent_or_none(grad_output);
     auto set = [](const Tensor& value, const Tensor& value_tangent) {
@@ -446,9 +378,9 @@ Tensor linear_autocast(const Tensor& input, const Tensor& weight, const Optional
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
-  return call::linear(at::autocast::cached_cast(type, input, kDevice),
-                      at::autocast::cached_cast(type, weight, kDevice),
-                      at::autocast::cached_cast(type, bias, kDevice));
+  return linear_ops::linear(at::autocast::cached_cast(type, input, kDevice),
+                            at::autocast::cached_cast(type, weight, kDevice),
+                            at::autocast::cached_cast(type, bias, kDevice));
 }
 
 }  // namespace

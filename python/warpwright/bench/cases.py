@@ -229,6 +229,22 @@ def _linear(m: int, k: int, n: int, dtype: torch.dtype) -> Case:
     )
 
 
+def _linear_activation(activation: str, m: int, k: int, n: int, dtype: torch.dtype) -> Case:
+    """Linear with the activation behind it; native calls one after the other."""
+    plain = _linear(m, k, n, dtype)
+    op = f"linear_{activation}"
+    e = m * n * dtype.itemsize  # of gelu and silu the pre-activation is kept, of relu the output
+    extra = 0 if activation == "relu" else e
+    return replace(
+        plain,
+        op=op,
+        call=lambda F, i: getattr(F, op)(i["x"], i["weight"], i["bias"]),
+        bytes={"fwd": plain.bytes["fwd"] + extra, "bwd": plain.bytes["bwd"] + e},
+        native=lambda F, i: getattr(F, activation)(plain.call(F, i)),
+        kinked=activation == "relu",
+    )
+
+
 def _conv2d(
     shape: tuple[int, ...], out: int, k: int, s: int, p: int, dtype: torch.dtype, layout: str
 ) -> Case:
@@ -331,6 +347,14 @@ def _all_cases() -> list[Case]:
         _linear(4096, 4096, 4096, FP32),
         _linear(512, 3136, 128, FP32),
     ]
+    for activation in ("relu", "gelu"):
+        cases += [
+            _linear_activation(activation, 8192, 4096, 4096, BF16),
+            _linear_activation(activation, 16384, 1024, 4096, BF16),
+            _linear_activation(activation, 65536, 1024, 1024, BF16),
+            _linear_activation(activation, 512, 3136, 128, FP32),
+        ]
+    cases.append(_linear_activation("silu", 16384, 1024, 4096, BF16))
     cases += [
         _conv2d((256, 3, 224, 224), 64, 7, 2, 3, BF16, NHWC),
         _conv2d((256, 64, 56, 56), 64, 1, 1, 0, BF16, NHWC),
@@ -367,6 +391,8 @@ QUICK_CASES = [
     _batch_norm_relu_max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
     _cross_entropy(1024, 1000, FP32),
     _linear(256, 3136, 128, FP32),
+    _linear_activation("relu", 256, 3136, 128, FP32),
+    _linear_activation("gelu", 256, 768, 3072, FP32),
     _conv2d((64, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),
     _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
     _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NHWC),

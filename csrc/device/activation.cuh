@@ -1,0 +1,115 @@
+// Activations and their gradients of a few elements that a thread holds. Which one is a value of
+// the launch: the branch is the same for all threads, and one for all of the elements.
+//   relu   max(z, 0)                     1 if z > 0 or z is NaN, else 0
+//   gelu   z Phi(z)                      Phi(z) + z phi(z)
+//   silu   z s, s = sigmoid(z)           s (1 + z (1 - s))
+//   tanh form of gelu: sigmoid_argument() in host/activation.h
+#pragma once
+
+#include "device/exp.cuh"
+#include "device/types.cuh"
+#include "host/activation.h"
+
+namespace warpwright {
+
+// kExact: to the last bits of a float, else to those of 16-bit (and TF32) results, 2^-21.
+template <bool kExact, class Acc>
+__device__ __forceinline__ Acc exp_within(Acc x) {
+  if constexpr (kExact) {
+    return exp(x);
+  } else {
+    return ex2_approx(x * kLog2E);
+  }
+}
+template <bool kExact, class Acc>
+__device__ __forceinline__ Acc divide_within(Acc a, Acc b) {
+  if constexpr (kExact) {
+    return a / b;
+  } else {
+    return __fdividef(a, b);  // 0 for b beyond 2^126, NaN for inf / inf
+  }
+}
+
+// Phi(z), the standard normal distribution.
+template <bool kExact, class Acc>
+__device__ __forceinline__ Acc normal_cdf(Acc z) {
+  constexpr Acc kRootHalf = Acc(0.70710678118654752440);
+  if constexpr (kExact) {
+    return Acc(0.5) * erfc(-z * kRootHalf);  // 1 + erf would cancel where z is negative
+  } else {
+    return Acc(0.5) * (Acc(1) + erf(z * kRootHalf));
+  }
+}
+
+template <class Acc>
+struct SigmoidPolynomial {
+  Acc linear;
+  Acc cubic;
+
+  __device__ explicit SigmoidPolynomial(Activation activation) {
+    constexpr SigmoidArgument kGelu = sigmoid_argument(Activation::kGeluTanh);
+    constexpr SigmoidArgument kSilu = sigmoid_argument(Activation::kSilu);
+    const bool silu = activation == Activation::kSilu;
+    linear = static_cast<Acc>(silu ? kSilu.linear : kGelu.linear);
+    cubic = static_cast<Acc>(silu ? kSilu.cubic : kGelu.cubic);
+  }
+
+  // The bound keeps 0 * infinity away; the sigmoid is 0 or 1 long before it.
+  __device__ __forceinline__ Acc square(Acc z) const { return min(z * z, Acc(1e30)); }
+  __device__ __forceinline__ Acc operator()(Acc z) const {
+    return z * (linear + cubic * square(z));
+  }
+  __device__ __forceinline__ Acc derivative(Acc z) const {
+    return linear + Acc(3) * cubic * square(z);
+  }
+};
+
+template <bool kExact, int kCount, class Acc>
+__device__ __forceinline__ void activate(Activation activation, Acc* values) {
+  if (activation == Activation::kNone) return;
+  if (activation == Activation::kRelu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      // NaN stays; -0.0 becomes +0.0, as in the native CUDA kernel.
+      values[i] = values[i] <= Acc(0) ? Acc(0) : values[i];
+    }
+  } else if (activation == Activation::kGelu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] *= normal_cdf<kExact>(values[i]);
+  } else {
+    const SigmoidPolynomial<Acc> argument(activation);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Acc e = exp_within<kExact>(-argument(values[i]));
+      values[i] = divide_within<kExact>(values[i], Acc(1) + e);
+    }
+  }
+}
+
+// gradients[i] *= the activation's derivative at kept[i]: its argument, for relu the result.
+template <bool kExact, int kCount, class Acc>
+__device__ __forceinline__ void activate_backward(Activation activation, const Acc* kept,
+                                                  Acc* gradients) {
+  if (activation == Activation::kRelu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) gradients[i] = kept[i] <= Acc(0) ? Acc(0) : gradients[i];
+  } else if (activation == Activation::kGelu) {
+    constexpr Acc kOneOverRootTwoPi = Acc(0.39894228040143267794);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Acc z = kept[i];
+      const Acc pdf = exp_within<kExact>(Acc(-0.5) * z * z) * kOneOverRootTwoPi;
+      gradients[i] *= normal_cdf<kExact>(z) + z * pdf;
+    }
+  } else if (activation != Activation::kNone) {
+    const SigmoidPolynomial<Acc> argument(activation);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Acc z = kept[i];
+      const Acc s = divide_within<kExact>(Acc(1), Acc(1) + exp_within<kExact>(-argument(z)));
+      gradients[i] *= s * (Acc(1) + z * (Acc(1) - s) * argument.derivative(z));
+    }
+  }
+}
+
+}  // namespace warpwright

@@ -1,0 +1,124 @@
+// What the *_torch.cpp of linear and of its forms with an activation share: checks, matrices, and a
+// call from them to the kernels.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include "host/sm90.h"
+#include "ops/linear/linear.h"
+#include "torch/autograd.h"
+#include "torch/dispatch.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <ATen/Context.h>
+
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// The ops through the dispatcher.
+namespace linear_ops {
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight, bias
+
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+
+// `input` is read for the weight's gradient, `weight` for the input's; either may be missing else.
+Gradients linear_backward(const Tensor& grad_output, const OptionalTensor& input,
+                          const OptionalTensor& weight, std::array<bool, 3> output_mask);
+
+}  // namespace linear_ops
+
+// ---- output shape and checks ----
+
+c10::SymDimVector with_last_size(const Tensor& tensor, const c10::SymInt& last);
+
+inline Tensor empty_of(c10::SymIntArrayRef sizes, const Tensor& like) {
+  return at::empty_symint(sizes, like.options());
+}
+
+// What the kernels take: a matrix of weights, and no bias or one value an output feature.
+bool is_plain_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+
+// The rest of what native takes: a vector of weights, and a bias that broadcasts to the output.
+Tensor linear_composed(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+
+void check_same_type(const Tensor& input, const Tensor& other, const char* op, const char* name);
+void check_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+
+// ---- CPU and CUDA ----
+
+// A tensor with its leading dimensions folded, in memory where one direction is contiguous.
+struct Matrix {
+  Tensor owner;
+  int64_t rows;
+  int64_t cols;
+  int64_t stride_row;
+  int64_t stride_col;
+
+  const void* data() const { return owner.const_data_ptr(); }
+  Matrix transposed() const { return {owner, cols, rows, stride_col, stride_row}; }
+};
+
+// Copies only if neither direction is contiguous, or the leading dimensions do not fold.
+Matrix as_matrix(const Tensor& tensor);
+
+// d (rows of a, rows of b) = a b^T + bias
+GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& bias, Tensor& d);
+
+struct LinearCpu {
+  void gemm(const GemmParams& p) const { gemm_cpu(p); }
+  void column_sum(const ColumnSumParams& p) const { column_sum_cpu(p); }
+};
+
+#ifdef WARPWRIGHT_WITH_CUDA
+struct LinearCuda {
+  cudaStream_t stream;
+  at::TensorOptions bytes;
+
+  explicit LinearCuda(const CudaCall& call, const Tensor& tensor)
+      : stream(call.stream), bytes(tensor.options().dtype(at::kByte)) {}
+
+  // Freed on return: the caching allocator gives it to later work of this stream only.
+  Tensor workspace(int64_t size) const { return size > 0 ? at::empty({size}, bytes) : Tensor(); }
+
+  void gemm(GemmParams p) const {
+    p.tf32 = at::globalContext().float32Precision(
+                 at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+    p.sm90 = sm90_path_available();
+    const GemmConfig config = choose_gemm_config(p, current_device_info());
+    const Tensor parts = workspace(gemm_workspace_bytes(p, config));
+    if (parts.defined()) p.workspace = parts.mutable_data_ptr();
+    launch_gemm(p, config, stream);
+  }
+  void column_sum(ColumnSumParams p) const {
+    const ColumnSumConfig config = choose_column_sum_config(p, current_device_info());
+    const Tensor parts = workspace(column_sum_workspace_bytes(p, config));
+    if (parts.defined()) p.workspace = parts.mutable_data_ptr();
+    launch_column_sum(p, config, stream);
+  }
+};
+#endif
+
+// ---- Autograd ----
+
+// Sum of two tensors of which either may be undefined.
+Tensor plus(const Tensor& a, const Tensor& b);
+
+// The value of a product x W^T + x' W'^T + b whose terms exist where their factors do.
+Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,
+                      const Tensor& weight2, const Tensor& bias, const Tensor& like);
+
+inline Tensor tangent_or_none(const Tensor& tensor) {
+  return has_tangent(tensor) ? tangent(tensor) : Tensor();
+}
+
+}  // namespace warpwright
