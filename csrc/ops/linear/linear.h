@@ -43,8 +43,7 @@ struct GemmParams {
 
   // For gradients that come in chunks and are rounded once, at their end. One writer an element:
   // the sums come in the order of the calls.
-  bool
-      accum_d;  // D is of the accumulator's type: float for 16-bit operands; no bias, no activation
+  bool accum_d;     // D is of the accumulator's type, float for 16-bit operands; without a bias
   bool accumulate;  // D += A B^T in place of D =; without accum_d if can_add_to_narrow() says so
 
   int64_t d_pitch;  // elements from a row of D to the next; 0: n
