@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as native
 from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
+from native_suites import Errors
+from native_suites import compare as compare_cases
 from test_linear import CUDA_SHAPES, SHAPES, operands, step
 from torch import nn
 
 import warpwright.functional as F
 import warpwright.nn as ours
-from warpwright.testing import assert_as_good_as_native, assert_same, compare_with_native
+from warpwright.testing import assert_same, compare_with_native
 
 tanh = {"approximate": "tanh"}
 # name of the op's argument -> ours, native's activation
@@ -32,15 +34,16 @@ def chain(form):
     return lambda *args: FORMS[form][1](native.linear(*args))
 
 
-def check_values(form, inputs):
+def check_values(form, inputs, what, errors):
     fused, reference = FORMS[form][0], chain(form)
     if form != "relu":
-        compare_with_native(fused, reference, inputs)
+        compare_cases(fused, reference, inputs, {}, what, errors)
         return
     # Near 0 the rounding of either side decides: the gradients are those of our own output's signs.
     exact = reference(*[t if t is None else t.detach().double() for t in inputs])
     output = fused(*inputs)
-    assert_as_good_as_native(output.detach(), reference(*inputs).detach(), exact)
+    results = output.detach(), reference(*inputs).detach(), exact
+    errors.judge(*results, None, what, "outputs")
     cotangent = torch.randn_like(output)
     gated = torch.where(output <= 0, 0, cotangent)
     leaves = [t for t in inputs if t is not None]
@@ -49,21 +52,32 @@ def check_values(form, inputs):
     assert_same(grads[:2], expected[:2])
     for ours_db, linear_db in zip(grads[2:], expected[2:], strict=True):
         exact_db = gated.double().reshape(-1, gated.shape[-1]).sum(0)
-        assert_as_good_as_native(ours_db, linear_db, exact_db)
+        errors.judge(ours_db, linear_db, exact_db, None, what, "gradients")
 
 
 @ALL
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values(device, dtype, shape, bias, form):
-    check_values(form, operands(device, dtype, *shape, bias=bias))
+def test_values(device, dtype, form):
+    errors = Errors()
+    for shape in SHAPES:
+        for bias in (True, False):
+            inputs = operands(device, dtype, *shape, bias=bias)
+            check_values(form, inputs, f"{shape} {bias}", errors)
+    for m, k, n in ((24, 40, 16), (9, 13, 7)):
+        x, weight, bias = operands(device, dtype, (m,), k, n)
+        for x_name, x_view in layouts(x.detach()):
+            for name, weight_view in layouts(weight.detach()):
+                inputs = [t.detach().requires_grad_() for t in (x_view, weight_view, bias)]
+                check_values(form, inputs, f"{m}x{n}x{k} {x_name} {name}", errors)
+    errors.check()
 
 
 @pytest.mark.gpu
 @ALL
-@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
-def test_values_of_every_tile(dtype, shape, form):
-    check_values(form, operands("cuda", dtype, *shape))
+def test_values_of_every_tile(dtype, form):
+    errors = Errors()
+    for shape in CUDA_SHAPES:
+        check_values(form, operands("cuda", dtype, *shape), str(shape), errors)
+    errors.check()
 
 
 @pytest.mark.gpu
@@ -127,17 +141,6 @@ def test_empty(device, dtype, shape, form):
 
 
 @ALL
-@pytest.mark.parametrize("sizes", [(24, 40, 16), (9, 13, 7)])
-def test_layouts(device, dtype, sizes, form):
-    m, k, n = sizes
-    x, weight, bias = operands(device, dtype, (m,), k, n)
-    for _, x_view in layouts(x.detach()):
-        for _, weight_view in layouts(weight.detach()):
-            inputs = [t.detach().requires_grad_() for t in (x_view, weight_view, bias)]
-            check_values(form, inputs)
-
-
-@ALL
 def test_cotangents(device, dtype, form):
     """Of any layout: expanded (sum().backward()), column-major, strided, misaligned."""
     inputs = operands(device, dtype, (24,), 16, 40)
@@ -158,23 +161,25 @@ def test_cotangents(device, dtype, form):
 
 
 @ALL
-@pytest.mark.parametrize("shape", [(4000, 9), (1, 64), (3, 1000), (513, 24)], ids=str)
-def test_column_sums(device, dtype, shape, form):
+def test_column_sums(device, dtype, form):
     """Long, narrow and wide: the bias gradient and dz in one pass."""
-    kept = torch.randn(shape, device=device).to(dtype)
-    dy = torch.randn(shape, device=device).to(dtype)
+    errors = Errors()
     op = torch.ops.warpwright.linear_activation_backward
-    dz, db = op(dy, kept, form, True)
-    z = kept.detach().double().requires_grad_()
-    (exact,) = torch.autograd.grad(FORMS[form][1](z), z, dy.double())
-    z = kept.detach().requires_grad_()
-    (theirs,) = torch.autograd.grad(FORMS[form][1](z), z, dy)
-    assert_as_good_as_native(dz, theirs, exact)
-    assert_as_good_as_native(db, theirs.sum(0), exact.sum(0))
-    assert_same(op(dy, kept, form, True), (dz, db))
-    alone, none = op(dy, kept, form, False)
-    assert_same(alone, dz)
-    assert none is None or none.numel() == 0
+    for shape in ((4000, 9), (1, 64), (3, 1000), (513, 24), (70000, 8)):
+        kept = torch.randn(shape, device=device).to(dtype)
+        dy = torch.randn(shape, device=device).to(dtype)
+        dz, db = op(dy, kept, form, True)
+        z = kept.detach().double().requires_grad_()
+        (exact,) = torch.autograd.grad(FORMS[form][1](z), z, dy.double())
+        z = kept.detach().requires_grad_()
+        (theirs,) = torch.autograd.grad(FORMS[form][1](z), z, dy)
+        errors.judge(dz, theirs, exact, None, f"{shape} dz", "gradients")
+        errors.judge(db, theirs.sum(0), exact.sum(0), None, f"{shape} db", "gradients")
+        assert_same(op(dy, kept, form, True), (dz, db))
+        alone, none = op(dy, kept, form, False)
+        assert_same(alone, dz)
+        assert none is None or none.numel() == 0
+    errors.check()
 
 
 @ALL
@@ -290,9 +295,10 @@ def test_autocast(device, low, form):
     with torch.autocast(device, dtype=low):
         output, theirs = FORMS[form][0](*inputs), chain(form)(*inputs)
     assert output.dtype == theirs.dtype == low
-    torch.testing.assert_close(output, theirs)
+    torch.testing.assert_close(output, theirs, rtol=2e-2, atol=2e-2)
     grads = torch.autograd.grad(output.sum(), inputs)
-    torch.testing.assert_close(grads, torch.autograd.grad(theirs.sum(), inputs))
+    expected = torch.autograd.grad(theirs.sum(), inputs)
+    torch.testing.assert_close(grads, expected, rtol=2e-2, atol=1e-1)
 
 
 @ALL

@@ -106,8 +106,10 @@ __device__ __forceinline__ void activate_backward(Activation activation, const A
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const Acc z = kept[i];
-      const Acc s = divide_within<kExact>(Acc(1), Acc(1) + exp_within<kExact>(-argument(z)));
-      gradients[i] *= s * (Acc(1) + z * (Acc(1) - s) * argument.derivative(z));
+      const Acc e = exp_within<kExact>(-argument(z));
+      const Acc s = divide_within<kExact>(Acc(1), Acc(1) + e);
+      const Acc rest = e <= Acc(1) ? e * s : Acc(1) - s;  // 1 - s, without cancellation
+      gradients[i] *= s * (Acc(1) + z * rest * argument.derivative(z));
     }
   }
 }

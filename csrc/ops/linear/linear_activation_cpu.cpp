@@ -85,8 +85,9 @@ void for_activation_gradient(Activation activation, F&& f) {
     case Activation::kSilu: {
       const SigmoidPolynomial<Acc> argument(activation);
       return f([=](V dy, V z) {
-        const V s = one / (one + argument.exp_of_minus(z));
-        return dy * s * (one + z * (one - s) * argument.derivative(z));
+        const V e = argument.exp_of_minus(z), s = one / (one + e);
+        const V rest = V::blendv(one - s, e * s, e <= one);  // 1 - s, without cancellation
+        return dy * (s * (one + z * rest * argument.derivative(z)));
       });
     }
   }
@@ -121,20 +122,19 @@ struct Elements {
   }
 };
 
-// sums[0, kCount) += values
+// sums[0, count) += values; in double, which costs nothing beside the memory's time.
 template <class T>
-void add_to(CpuCompute<T>* sums, const Elements<T>& values) {
+void add_to(double* sums, const Elements<T>& values, int64_t count) {
   using V = Vector<CpuCompute<T>>;
-  for (int i = 0; i < Elements<T>::kParts; ++i) {
-    (V::loadu(sums + i * V::size()) + values.part[i]).store(sums + i * V::size());
-  }
+  CpuCompute<T> stored[Elements<T>::kCount];
+  for (int i = 0; i < Elements<T>::kParts; ++i) values.part[i].store(stored + i * V::size());
+  for (int64_t i = 0; i < count; ++i) sums[i] += stored[i];
 }
 
-// One row: dz from dy and what was kept, and dz added to the column sums, which end at a whole
-// vector.
+// One row: dz from dy and what was kept, and dz added to the column sums.
 template <class T, class Gradient>
 void backward_row(const Gradient& gradient, const T* dy, int64_t stride, const T* kept, T* dz,
-                  int64_t cols, CpuCompute<T>* sums) {
+                  int64_t cols, double* sums) {
   using E = Elements<T>;
   for (int64_t col = 0; col < cols; col += E::kCount) {
     const int64_t count = std::min(E::kCount, cols - col);
@@ -149,11 +149,9 @@ void backward_row(const Gradient& gradient, const T* dy, int64_t stride, const T
     const E k = E::load(kept + col, count);
     for (int i = 0; i < E::kParts; ++i) g.part[i] = gradient(g.part[i], k.part[i]);
     g.store(dz + col, count);
-    add_to<T>(sums + col, g);
+    add_to<T>(sums + col, g, count);
   }
 }
-
-constexpr int64_t kRowsInOneGo = 32;
 
 // Rows are shared out over a number of runs that does not depend on the threads: the same bits on
 // any number of them.
@@ -191,23 +189,13 @@ void activation_backward_cpu(const ActivationBackwardParams& p) {
     const T* kept = static_cast<const T*>(p.kept);
     T* dz = static_cast<T*>(p.grad_preactivation);
     const int64_t runs = row_runs(rows, cols);
-    const int64_t pitch =
-        (cols + Elements<T>::kCount - 1) / Elements<T>::kCount * Elements<T>::kCount;
-    std::vector<Acc> sums(static_cast<size_t>(runs * pitch));
+    std::vector<double> sums(static_cast<size_t>(runs * cols));
     for_activation_gradient<Acc>(p.activation, [&](auto&& gradient) {
       at::parallel_for(0, runs, 1, [&](int64_t first, int64_t last) {
-        std::vector<Acc> few(static_cast<size_t>(pitch));
         for (int64_t run = first; run < last; ++run) {
-          const int64_t end = (run + 1) * rows / runs;
-          Acc* run_sums = sums.data() + run * pitch;
-          for (int64_t row = run * rows / runs; row < end;) {
-            // Sums of sums: rounding errors grow with the terms added in one go.
-            std::fill(few.begin(), few.end(), Acc(0));
-            for (const int64_t stop = std::min(end, row + kRowsInOneGo); row < stop; ++row) {
-              backward_row<T>(gradient, dy + row * s.stride_row, s.stride_col, kept + row * cols,
-                              dz + row * cols, cols, few.data());
-            }
-            for (int64_t col = 0; col < cols; ++col) run_sums[col] += few[static_cast<size_t>(col)];
+          for (int64_t row = run * rows / runs; row < (run + 1) * rows / runs; ++row) {
+            backward_row<T>(gradient, dy + row * s.stride_row, s.stride_col, kept + row * cols,
+                            dz + row * cols, cols, sums.data() + run * cols);
           }
         }
       });
@@ -215,10 +203,9 @@ void activation_backward_cpu(const ActivationBackwardParams& p) {
     if (s.sum == nullptr) return;
     T* sum = static_cast<T*>(s.sum);
     for (int64_t col = 0; col < cols; ++col) {
-      Acc total = 0;
-      for (int64_t run = 0; run < runs; ++run)
-        total += sums[static_cast<size_t>(run * pitch + col)];
-      sum[col] = static_cast<T>(total);
+      double total = 0;
+      for (int64_t run = 0; run < runs; ++run) total += sums[static_cast<size_t>(run * cols + col)];
+      sum[col] = static_cast<T>(static_cast<Acc>(total));
     }
   });
 }

@@ -106,10 +106,10 @@ TensorPair linear_activation_with(const Tensor& input, const Tensor& weight,
   check_linear(input, weight, bias);
   TensorPair outputs = empty_outputs(input, weight, keep);
   auto& [output, preactivation] = outputs;
-  const Tensor bias_value = value_or_undefined(bias);
-  GemmParams p = gemm_params(
-      as_matrix(input), as_matrix(weight),
-      optional_if_defined(bias_value.defined() ? bias_value.contiguous() : bias_value), output);
+  const Matrix x = as_matrix(input), w = as_matrix(weight);  // they own what they had to copy
+  OptionalTensor dense_bias = bias;
+  if (bias.has_value() && bias->defined()) dense_bias = bias->contiguous();
+  GemmParams p = gemm_params(x, w, dense_bias, output);
   p.activation = activation;
   p.preactivation = keep ? preactivation.mutable_data_ptr() : nullptr;
   runner.gemm(p);
