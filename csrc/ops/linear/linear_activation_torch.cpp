@@ -242,8 +242,8 @@ struct LinearActivationBackwardBackward {  // saved: grad_output, kept
     const Tensor &dy = saved[0], &kept = saved[1];
     const Tensor gradient_of_db = grads.size() > 1 ? grads[1] : Tensor();  // with a bias
     const Tensor gradient_of_dz =
-        plus(grads[0],
-             gradient_of_db.defined() ? gradient_of_db.expand_symint(kept.sym_sizes()) : Tensor());
+        sum_of(grads[0], gradient_of_db.defined() ? gradient_of_db.expand_symint(kept.sym_sizes())
+                                                  : Tensor());
     variable_list result(2);
     if (needs[0]) {
       result[0] = std::get<0>(call::linear_activation_backward(
@@ -279,7 +279,7 @@ TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const 
       direction = std::get<0>(call::linear_activation_backward(dy_tangent, z, activation, false));
     }
     if (kept_tangent.defined()) {
-      direction = plus(direction, primal(grad_output) * kept_tangent * second_derivative(z, f));
+      direction = sum_of(direction, primal(grad_output) * kept_tangent * second_derivative(z, f));
     }
     set_tangent(dz, direction);
     if (db.defined()) {
@@ -305,7 +305,7 @@ struct LinearActivationBackward {  // saved: input, weight, kept
           dy, saved[2], activation_name(a.activation), needs[2] && !direct.defined());
     }
     auto [dx, dw, whole_db] = linear_ops::linear_backward(
-        plus(dz, direct), optional_if_defined(saved[0]), optional_if_defined(saved[1]),
+        sum_of(dz, direct), optional_if_defined(saved[0]), optional_if_defined(saved[1]),
         {needs[0], needs[1], needs[2] && !db.defined()});
     return {dx, dw, db.defined() ? db : whole_db};
   }

@@ -122,11 +122,6 @@ GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& b
   return p;
 }
 
-Tensor plus(const Tensor& a, const Tensor& b) {
-  if (!a.defined()) return b;
-  return b.defined() ? a.add(b) : a;
-}
-
 Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,
                       const Tensor& weight2, const Tensor& bias, const Tensor& like) {
   const bool first = x.defined() && weight.defined();
@@ -359,12 +354,12 @@ Gradients linear_backward_autograd(const Tensor& grad_output, const OptionalTens
       if (value_tangent.defined()) set_tangent(value, value_tangent);
     };
     if (mask[0]) {
-      set(dx, plus(input_gradient(dy_tangent, primal(weight)),
-                   input_gradient(dy, tangent_or_none(weight))));
+      set(dx, sum_of(input_gradient(dy_tangent, primal(weight)),
+                     input_gradient(dy, tangent_or_none(weight))));
     }
     if (mask[1]) {
-      set(dw, plus(weight_gradient(dy_tangent, primal(input)),
-                   weight_gradient(dy, tangent_or_none(input))));
+      set(dw, sum_of(weight_gradient(dy_tangent, primal(input)),
+                     weight_gradient(dy, tangent_or_none(input))));
     }
     if (mask[2]) set(db, bias_gradient(dy_tangent));
   }

@@ -110,9 +110,6 @@ struct LinearCuda {
 
 // ---- Autograd ----
 
-// Sum of two tensors of which either may be undefined.
-Tensor plus(const Tensor& a, const Tensor& b);
-
 // The value of a product x W^T + x' W'^T + b whose terms exist where their factors do.
 Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,
                       const Tensor& weight2, const Tensor& bias, const Tensor& like);
