@@ -1,4 +1,4 @@
-// Forward and gradient of a row whose logits the registers hold: one read, one write. What a team
+// Forward and gradient of a row whose logits shared memory holds: one read, one write. What a team
 // of blocks (one, or a cluster) adds is its Team's business.
 #pragma once
 
