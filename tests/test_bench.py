@@ -265,6 +265,13 @@ def test_fused_batch_norm_is_held_against_the_native_chain(add):
     assert ours["path"] == "warpwright"
 
 
+def test_linear_cross_entropy_is_held_against_the_native_chain():
+    record = runner().run([cases._linear_cross_entropy(12, 8, 33, FP32)])
+    assert not record["failures"]
+    assert all(r["agrees"] and r["err"] < 1e-5 for r in record["rows"])
+    assert by_impl(record, **{"pass": "fwd+bwd"}).keys() >= {"warpwright", "native"}
+
+
 def test_a_fused_op_is_held_against_the_native_chain():
     fused = Case(
         "relu",

@@ -197,6 +197,23 @@ def cross_entropy_cases():
     yield "planes", F.cross_entropy, (rand(2, 7, 5, 9), torch.randint(0, 7, (2, 5, 9))), {}
 
 
+def linear_cross_entropy_cases():
+    # Chunks of 128 rows and more take wgmma, with padded rows of logits; the last chunk is ragged.
+    for n, k, c, chunk in ((5, 9, 11, 2), (300, 72, 1001, 128), (260, 64, 1000, None)):
+        target = torch.randint(0, c, (n,))
+        target[0] = -100
+        options = {"chunk_rows": chunk}
+
+        def function(x, w, b, t, **o):
+            return F.linear_cross_entropy(x, w, t, b, **o)
+
+        args = (rand(n, k), rand(c, k) / k**0.5, rand(c), target)
+        yield f"{n}x{k}x{c}", function, args, options
+        yield f"{n}x{k}x{c}-none", function, args, {**options, "reduction": "none"}
+        soft = {**options, "reduction": "sum", "label_smoothing": 0.1}
+        yield f"{n}x{k}x{c}-smoothed", function, args, soft
+
+
 def attention_cases():
     for d, d_v, masked in itertools.product((8, 33, 64, 128, 200), (None, 40), ("no", "yes")):
         v = d if d_v is None else d_v
@@ -257,6 +274,7 @@ CASES = {
     "linear_activation": linear_activation_cases,
     "conv2d": conv2d_cases,
     "cross_entropy": cross_entropy_cases,
+    "linear_cross_entropy": linear_cross_entropy_cases,
     "attention": attention_cases,
 }
 

@@ -245,6 +245,34 @@ def _linear_activation(activation: str, m: int, k: int, n: int, dtype: torch.dty
     )
 
 
+def _linear_cross_entropy(rows: int, features: int, classes: int, dtype: torch.dtype) -> Case:
+    """A training step's share: the forward alone leaves the gradients out, or computes them all."""
+    size = dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        weight = (torch.randn(classes, features, device=device) / features**0.5).to(dtype)
+        return {
+            "x": _randn((rows, features), dtype, device),
+            "weight": weight.requires_grad_(),
+            "target": torch.randint(0, classes, (rows,), device=device),
+        }
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        return F.cross_entropy(F.linear(i["x"], i["weight"]), i["target"])
+
+    return Case(
+        "linear_cross_entropy",
+        f"{rows}x{features}x{classes}",
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.linear_cross_entropy(i["x"], i["weight"], i["target"]),
+        {"fwd+bwd": 2 * size * features * (rows + classes)},
+        {"fwd+bwd": 6.0 * rows * features * classes},
+        native=native,
+    )
+
+
 def _conv2d(
     shape: tuple[int, ...], out: int, k: int, s: int, p: int, dtype: torch.dtype, layout: str
 ) -> Case:
@@ -356,6 +384,10 @@ def _all_cases() -> list[Case]:
         ]
     cases.append(_linear_activation("silu", 16384, 1024, 4096, BF16))
     cases += [
+        _linear_cross_entropy(8192, 4096, 128256, BF16),
+        _linear_cross_entropy(16384, 768, 50257, BF16),
+    ]
+    cases += [
         _conv2d((256, 3, 224, 224), 64, 7, 2, 3, BF16, NHWC),
         _conv2d((256, 64, 56, 56), 64, 1, 1, 0, BF16, NHWC),
         _conv2d((256, 64, 56, 56), 64, 3, 1, 1, BF16, NHWC),
@@ -393,6 +425,7 @@ QUICK_CASES = [
     _linear(256, 3136, 128, FP32),
     _linear_activation("relu", 256, 3136, 128, FP32),
     _linear_activation("gelu", 256, 768, 3072, FP32),
+    _linear_cross_entropy(512, 64, 1000, FP32),
     _conv2d((64, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),
     _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
     _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NHWC),
