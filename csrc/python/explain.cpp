@@ -254,7 +254,8 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Op
   const DType type = dtype_from(dtype);
   const Matrix w = as_matrix(weight);
   const ChunkPlan plan =
-      choose_chunks(type, numel(input) / std::max<int64_t>(1, w.cols), w.cols, w.rows, chunk_rows);
+      choose_chunks(type, numel(input) / std::max<int64_t>(1, w.cols), w.cols, w.rows, chunk_rows,
+                    sm90 && device.sm_arch == 90 && w.cols % 8 == 0);
   const int64_t pitch = logits_pitch(w.rows);
   const Matrix x{plan.rows, w.cols, w.cols, 1, 0}, dz{plan.rows, w.rows, pitch, 1, 0};
   auto line = [&](const Matrix& a, const Matrix& b) {

@@ -43,8 +43,8 @@ struct GemmParams {
 
   // For gradients that come in chunks and are rounded once, at their end. One writer an element:
   // the sums come in the order of the calls.
-  bool accum_d;     // D is of the accumulator's type, float for 16-bit operands; without a bias
-  bool accumulate;  // D += A B^T in place of D =; without accum_d if can_add_to_narrow() says so
+  bool accum_d;     // D is of the accumulator's type: float for 16-bit operands; without a bias
+  bool accumulate;  // D += A B^T in place of D =; on sm_90a also in 16 bits, rounded every time
 
   int64_t d_pitch;  // elements from a row of D to the next; 0: n
 };
@@ -267,6 +267,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
       }
     }
   }
+  const bool adds_to_narrow = p.accumulate && !p.accum_d;
   double best_sm90 = -1;
   if (why_not_sm90(p, config) == nullptr) {
     GemmConfig sm90 = config;
@@ -274,7 +275,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
     for (GemmTile tile : {GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
       const int64_t k_tiles = (p.k * size + 127) / 128;
       for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
-        if (splits > 1 && (k_tiles < int64_t{splits} * kMinSplitTiles ||
+        if (splits > 1 && (adds_to_narrow || k_tiles < int64_t{splits} * kMinSplitTiles ||
                            splits * p.m * p.n * 4 > kMaxSplitBytes)) {
           break;
         }
@@ -287,7 +288,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
         }
       }
     }
-    if (best_sm90 <= best) config = sm90;
+    if (best_sm90 <= best || adds_to_narrow) config = sm90;
   }
   const bool by_elements = !aligned && config.path == GemmPath::kPortable;
   config.reason = by_elements ? "an operand's rows are not multiples of 16 bytes: element accesses"
@@ -296,11 +297,6 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
                   : config.tile == GemmTile::kMedium ? "output too small to feed larger tiles"
                                                      : "small output: small tiles fill more SMs";
   return config;
-}
-
-// Sums in the 16-bit type of D, rounded at every call: for those who have no room for accum_d.
-inline bool can_add_to_narrow(const GemmConfig& config) {
-  return config.path == GemmPath::kSm90 && config.kind == GemmKind::k16Bit && config.splits == 1;
 }
 
 inline int64_t gemm_workspace_bytes(const GemmParams& p, const GemmConfig& config) {

@@ -48,12 +48,13 @@ constexpr int64_t kMaxNarrowChunks = 4;
 // Sums of 16-bit gradients cost 4 bytes an element of W in float32. Where a quarter of all logits
 // (2 bytes) is less, dW stays in its own type between at most four chunks: three roundings more,
 // which leave it within 1.35 times the error of the ops apart (whose dz is rounded, too). float16
-// has no such choice: an undivided sum may leave its range.
+// has no such choice: an undivided sum may leave its range. `adds_to_narrow`: the matrix products
+// can add to 16-bit values.
 inline ChunkPlan choose_chunks(DType dtype, int64_t rows, int64_t features, int64_t classes,
-                               int64_t wanted_rows) {
+                               int64_t wanted_rows, bool adds_to_narrow) {
   const int64_t row_bytes = std::max<int64_t>(1, logits_pitch(classes)) * dtype_size(dtype);
   const int64_t sum_bytes = dtype_size(dtype) == 2 ? 4 * features * classes : 0;
-  const bool may_be_narrow = dtype == DType::kBFloat16;
+  const bool may_be_narrow = adds_to_narrow && dtype == DType::kBFloat16;
   ChunkPlan plan{};
   plan.wide_sum = true;
   if (wanted_rows > 0) {

@@ -19,6 +19,7 @@
 #include <tuple>
 
 #include "ops/cross_entropy/cross_entropy_torch.h"
+#include "ops/linear/linear_torch.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "torch/autograd.h"
 #include "torch/dispatch.h"
@@ -195,16 +196,50 @@ Tensor count_rows(const Call& c, ScalarType accum) {
   return at::where(valid, weights, at::zeros({}, options)).sum();
 }
 
-// dW = dz^T x, or += that, in dW's type.
-void add_weight_gradient(const Tensor& dz, const Tensor& x, const Tensor& dw, bool accumulate) {
-  if (!dz.is_cuda()) {
-    const ScalarType type = dw.scalar_type();
-    const Tensor part = dz.t().to(type).mm(x.to(type));
-    accumulate ? dw.add_(part) : dw.copy_(part);
-    return;
+// The products of a chunk: x is (rows, features), z and dz (rows, classes), their rows padded.
+template <class Runner>
+struct ChunkProducts {
+  const Runner& runner;
+  const Matrix weight;
+  const Tensor bias;
+
+  void logits(const Tensor& x, Tensor z) const {
+    GemmParams p = gemm_params(as_matrix(x), weight, optional_if_defined(bias), z);
+    p.d_pitch = z.stride(0);
+    runner.gemm(p);
   }
-  const Tensor part = std::get<1>(call::linear_backward(dz, x, {}, {false, true, false}));
-  accumulate ? dw.add_(part) : dw.copy_(part);
+  void input_gradient(const Tensor& dz, Tensor dx) const {
+    runner.gemm(gemm_params(as_matrix(dz), weight.transposed(), {}, dx));
+  }
+  // In dw's type: the operands' or the accumulator's.
+  void weight_gradient(const Tensor& dz, const Tensor& x, Tensor dw, bool accumulate) const {
+    GemmParams p = gemm_params(as_matrix(dz).transposed(), as_matrix(x).transposed(), {}, dw);
+    p.dtype = dtype_of(dz);
+    p.accum_d = dw.scalar_type() == accum_type(dz.scalar_type());
+    p.accumulate = accumulate;
+    runner.gemm(p);
+  }
+};
+
+template <class F>
+void with_products(const Call& c, F&& f) {
+  const Tensor bias = c.bias.defined() ? c.bias.contiguous() : c.bias;
+#ifdef WARPWRIGHT_WITH_CUDA
+  if (c.input.is_cuda()) {
+    const CudaCall call(c.input);
+    const LinearCuda runner(call, c.input);
+    return f(ChunkProducts<LinearCuda>{runner, as_matrix(c.weight), bias});
+  }
+#endif
+  const LinearCpu runner;
+  f(ChunkProducts<LinearCpu>{runner, as_matrix(c.weight), bias});
+}
+
+// Whether the weight's gradient may add up in 16 bits: the sm_90a kernels can, from rows of x that
+// start at multiples of 16 bytes.
+bool can_add_to_narrow(const Tensor& x) {
+  return x.is_cuda() && sm90_path_available() && x.stride(1) == 1 && x.stride(0) % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
 }
 
 struct RowGradients {
@@ -217,39 +252,37 @@ struct RowGradients {
 std::tuple<Tensor, Gradients> run_chunks(const Call& c, const Tensor& total_weight,
                                          const RowGradients& gradients, Mask3 mask,
                                          ScalarType sum_type) {
-  const int64_t rows = c.input.size(0);
-  const ScalarType accum = accum_type(c.input.scalar_type());
-  const ChunkPlan plan =
-      choose_chunks(dtype_of(c.input), rows, c.input.size(1), c.weight.size(0), c.chunk_rows);
-  const ScalarType weight_sum_type = plan.wide_sum ? accum : c.input.scalar_type();
-  Tensor loss = at::empty({rows}, c.input.options().dtype(accum));
-  auto [dx, dw, db] = empty_gradients(c, mask, accum);
-  if (mask[1] && dw.scalar_type() != weight_sum_type) {
-    dw = at::empty(c.weight.sizes(), c.weight.options().dtype(weight_sum_type));
-  }
-  if (rows == 0 && mask[1]) dw.zero_();
+  const int64_t rows = c.input.size(0), classes = c.weight.size(0);
+  const ScalarType type = c.input.scalar_type(), accum = accum_type(type);
+  const ChunkPlan plan = choose_chunks(dtype_of(c.input), rows, c.input.size(1), classes,
+                                       c.chunk_rows, can_add_to_narrow(c.input));
+  const auto options = c.input.options();
+  const Tensor loss = at::empty({rows}, options.dtype(accum));
+  const Tensor buffer = at::empty({plan.rows, logits_pitch(classes)}, options);
+  auto [dx, dw, db] = empty_gradients(c, {mask[0], false, mask[2]}, accum);
+  if (mask[1]) dw = at::empty(c.weight.sizes(), options.dtype(plan.wide_sum ? accum : type));
+  if (mask[1] && rows == 0) dw.zero_();
   if (mask[2]) db.zero_();
-  for (int64_t first = 0; first < rows; first += plan.rows) {
-    const int64_t count = std::min(plan.rows, rows - first);
-    auto chunk_of = [&](const Tensor& tensor) { return tensor.narrow(0, first, count); };
-    const Tensor x = chunk_of(c.input), target = chunk_of(c.target);
-    Tensor logits = call::linear(c, x);
-    const auto [row_loss, row_stats, ignored] =
-        call::cross_entropy_forward(c, logits, target, at::Reduction::None, accum);
-    chunk_of(loss).copy_(row_loss);
-    if (!mask[0] && !mask[1] && !mask[2]) continue;
-    const bool per_row = gradients.reduction == at::Reduction::None;
-    logits =
-        call::cross_entropy_backward(c, per_row ? chunk_of(gradients.of_loss) : gradients.of_loss,
-                                     logits, target, row_stats, total_weight, gradients.reduction);
-    if (mask[0]) {
-      const Tensor dx_chunk =
-          std::get<0>(call::linear_backward(logits, {}, c.weight, {true, false, false}));
-      chunk_of(dx).copy_(dx_chunk);
+  with_products(c, [&](const auto& products) {
+    for (int64_t first = 0; first < rows; first += plan.rows) {
+      const int64_t count = std::min(plan.rows, rows - first);
+      auto chunk_of = [&](const Tensor& tensor) { return tensor.narrow(0, first, count); };
+      const Tensor x = chunk_of(c.input), target = chunk_of(c.target);
+      const Tensor logits = buffer.narrow(0, 0, count).narrow(1, 0, classes);
+      products.logits(x, logits);
+      const auto [row_loss, row_stats, ignored] =
+          call::cross_entropy_forward(c, logits, target, at::Reduction::None, accum);
+      chunk_of(loss).copy_(row_loss);
+      if (!mask[0] && !mask[1] && !mask[2]) continue;
+      const bool per_row = gradients.reduction == at::Reduction::None;
+      logits.copy_(call::cross_entropy_backward(
+          c, per_row ? chunk_of(gradients.of_loss) : gradients.of_loss, logits, target, row_stats,
+          total_weight, gradients.reduction));
+      if (mask[0]) products.input_gradient(logits, chunk_of(dx));
+      if (mask[1]) products.weight_gradient(logits, x, dw, /*accumulate=*/first > 0);
+      if (mask[2]) db.add_(logits.sum(0, /*keepdim=*/false, accum));
     }
-    if (mask[1]) add_weight_gradient(logits, x, dw, /*accumulate=*/first > 0);
-    if (mask[2]) db.add_(logits.sum(0, /*keepdim=*/false, accum));
-  }
+  });
   if (mask[1]) dw = dw.to(sum_type);
   if (mask[2]) db = db.to(sum_type);
   return {loss, Gradients{dx, dw, db}};
