@@ -86,7 +86,10 @@ def test_probabilities(device, dtype, reduction):
             compare_with_native(F.linear_cross_entropy, chain, (x, weight, q, bias), kwargs)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 3), (3, 1, 5), (7, 5, 1), (129, 257, 515)])
+# The last one has rows that TMA takes only because they are padded.
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (1, 8, 3), (3, 1, 5), (7, 5, 1), (129, 257, 515), (150, 72, 1001)]
+)
 def test_sizes(device, dtype, shape):
     args = operands(*shape, device, dtype)
     for reduction in REDUCTIONS:
@@ -272,6 +275,15 @@ def test_bfloat16_sums_are_rounded_once(device):
     exact = torch.autograd.grad(chain(args[0], args[1], target, args[2]), args[1:])
     for a, b, e in zip(grads, theirs, exact, strict=True):
         assert_as_good_as_native(a, b, e)
+
+
+@pytest.mark.gpu
+def test_sums_of_four_chunks_in_bfloat16():
+    """Where a float32 sum of the weight's gradient would take more than a quarter of the logits."""
+    x, weight, target, bias = operands(4096, 64, 131072, "cuda", torch.bfloat16)
+    text = warpwright.explain("linear_cross_entropy", x, weight, target)
+    assert "four chunks" in text
+    compare_with_native(F.linear_cross_entropy, chain, (x, weight, target, bias))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -273,7 +273,9 @@ void cross_entropy_cpu(const CrossEntropyParams& p) {
 void cross_entropy_gradient_cpu(const CrossEntropyGradientParams& p) {
   const CrossEntropyBackwardParams gradient = backward_of(p);
   for_problem(p, [&]<class T, class Q, TargetKind kKind>() {
-    if constexpr (kKind != TargetKind::kProbabilities) forward<T, Q, kKind>(p, &gradient);
+    if constexpr (kKind != TargetKind::kProbabilities) {
+      forward<T, Q, kKind>(p, p.grad_input == nullptr ? nullptr : &gradient);
+    }
   });
 }
 

@@ -14,13 +14,7 @@
 #include "host/ceil_div.h"
 #include "host/dtype.h"
 
-#ifdef WARPWRIGHT_WITH_CUDA
-#include <cuda_runtime.h>
-#endif
-
 namespace warpwright {
-
-// ---- chunks ----
 
 struct ChunkPlan {
   int64_t rows;   // of a chunk; the last one may have fewer
@@ -91,24 +85,5 @@ inline std::string describe(const ChunkPlan& plan) {
          std::to_string((plan.bytes + (1 << 20) - 1) >> 20) + " MiB beyond the results (" +
          plan.reason + ")";
 }
-
-// ---- the gradients' factor ----
-
-// output[i] = input[i] * factor, rounded once. Nothing is touched where the factor is 1 and output
-// is input, which the kernel finds out by itself: the host does not know the factor.
-struct GradientScaleParams {
-  DType input_dtype;
-  DType output_dtype;  // input's; or float16 of a float32 input
-  int64_t count;
-  const void* input;   // (count)
-  void* output;        // (count); may be input
-  const void* factor;  // one number of the accumulator's type of input_dtype
-};
-
-void scale_gradient_cpu(const GradientScaleParams& params);
-
-#ifdef WARPWRIGHT_WITH_CUDA
-void launch_scale_gradient(const GradientScaleParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace warpwright

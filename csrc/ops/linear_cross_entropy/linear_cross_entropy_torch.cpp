@@ -3,8 +3,7 @@
 //   linear_cross_entropy_backward  the gradients from their inputs alone: for reduction 'none',
 //                                  whose rows' factors the forward does not know, and for whoever
 //                                  differentiates them again
-//   linear_cross_entropy_scale     the forward's gradients times the gradient of the loss
-// Chunks are calls of linear's and cross_entropy's own ops.
+// A chunk's products are linear's, its loss and gradient are cross_entropy's.
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/empty.h>
@@ -115,10 +114,11 @@ Gradients linear_cross_entropy_backward(const Tensor& grad_output, const Call& c
                  c.label_smoothing, c.chunk_rows, output_mask);
 }
 
-Tensor linear_cross_entropy_scale(const Tensor& gradient, const Tensor& factor, ScalarType dtype) {
-  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, ScalarType)>(
-      "warpwright::linear_cross_entropy_scale");
-  return op.call(gradient, factor, dtype);
+// gradient *= factor, on the device; nothing is written where it is 1.
+void cross_entropy_scale_(const Tensor& gradient, const Tensor& factor) {
+  static const auto op =
+      find_op<void(const Tensor&, const Tensor&)>("warpwright::cross_entropy_scale_");
+  op.call(gradient, factor);
 }
 
 }  // namespace call
@@ -242,15 +242,28 @@ bool can_add_to_narrow(const Tensor& x) {
          reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
 }
 
-struct RowGradients {
-  Tensor of_loss;     // one number, or one a row
-  int64_t reduction;  // how it reaches the rows
-};
+// Loss of a chunk's rows, and scale * gradient in the logits' place if wanted. `scale`: one number,
+// or one a row.
+void chunk_loss_(const Call& c, const Tensor& logits, const Tensor& target, const Tensor& scale,
+                 bool gradient, const Tensor& loss) {
+  if (!is_probabilities(logits, target)) {
+    const ChunkOptions options{.ignore_index = c.ignore_index.expect_int(),
+                               .label_smoothing = c.label_smoothing,
+                               .gradient = gradient};
+    cross_entropy_chunk_(logits, target, c.class_weight, options, scale, loss, Tensor());
+    return;
+  }
+  const auto [row_loss, row_stats, total_weight] =
+      call::cross_entropy_forward(c, logits, target, at::Reduction::None, loss.scalar_type());
+  loss.copy_(row_loss);
+  if (!gradient) return;
+  logits.copy_(call::cross_entropy_backward(c, scale.expand_as(loss), logits, target, row_stats,
+                                            total_weight, at::Reduction::None));
+}
 
-// The rows' losses (if wanted) and the gradients of weight and bias in `sum_type`, of input in its
-// own type. Every chunk's logits give way to their gradient, and both to the next chunk's.
-std::tuple<Tensor, Gradients> run_chunks(const Call& c, const Tensor& total_weight,
-                                         const RowGradients& gradients, Mask3 mask,
+// The rows' losses and the gradients of weight and bias in `sum_type`, of input in its own type.
+// Every chunk's logits give way to their gradient, and both to the next chunk's.
+std::tuple<Tensor, Gradients> run_chunks(const Call& c, const Tensor& scale, Mask3 mask,
                                          ScalarType sum_type) {
   const int64_t rows = c.input.size(0), classes = c.weight.size(0);
   const ScalarType type = c.input.scalar_type(), accum = accum_type(type);
@@ -258,11 +271,14 @@ std::tuple<Tensor, Gradients> run_chunks(const Call& c, const Tensor& total_weig
                                        c.chunk_rows, can_add_to_narrow(c.input));
   const auto options = c.input.options();
   const Tensor loss = at::empty({rows}, options.dtype(accum));
-  const Tensor buffer = at::empty({plan.rows, logits_pitch(classes)}, options);
+  // On the CPU rows stay dense: oneDNN's 16-bit products do not write padded ones.
+  const int64_t pitch = c.input.is_cuda() ? logits_pitch(classes) : classes;
+  Tensor buffer = at::empty({plan.rows, pitch}, options);
   auto [dx, dw, db] = empty_gradients(c, {mask[0], false, mask[2]}, accum);
   if (mask[1]) dw = at::empty(c.weight.sizes(), options.dtype(plan.wide_sum ? accum : type));
   if (mask[1] && rows == 0) dw.zero_();
   if (mask[2]) db.zero_();
+  const bool wants_gradient = mask[0] || mask[1] || mask[2];
   with_products(c, [&](const auto& products) {
     for (int64_t first = 0; first < rows; first += plan.rows) {
       const int64_t count = std::min(plan.rows, rows - first);
@@ -270,19 +286,14 @@ std::tuple<Tensor, Gradients> run_chunks(const Call& c, const Tensor& total_weig
       const Tensor x = chunk_of(c.input), target = chunk_of(c.target);
       const Tensor logits = buffer.narrow(0, 0, count).narrow(1, 0, classes);
       products.logits(x, logits);
-      const auto [row_loss, row_stats, ignored] =
-          call::cross_entropy_forward(c, logits, target, at::Reduction::None, accum);
-      chunk_of(loss).copy_(row_loss);
-      if (!mask[0] && !mask[1] && !mask[2]) continue;
-      const bool per_row = gradients.reduction == at::Reduction::None;
-      logits.copy_(call::cross_entropy_backward(
-          c, per_row ? chunk_of(gradients.of_loss) : gradients.of_loss, logits, target, row_stats,
-          total_weight, gradients.reduction));
+      chunk_loss_(c, logits, target, scale.dim() == 0 ? scale : chunk_of(scale), wants_gradient,
+                  chunk_of(loss));
       if (mask[0]) products.input_gradient(logits, chunk_of(dx));
       if (mask[1]) products.weight_gradient(logits, x, dw, /*accumulate=*/first > 0);
       if (mask[2]) db.add_(logits.sum(0, /*keepdim=*/false, accum));
     }
   });
+  buffer.reset();  // before a sum in float32 gets its rounded copy
   if (mask[1]) dw = dw.to(sum_type);
   if (mask[2]) db = db.to(sum_type);
   return {loss, Gradients{dx, dw, db}};
@@ -296,11 +307,12 @@ Results forward(const Call& c, ScalarType dtype, Mask3 mask) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const ScalarType type = c.input.scalar_type(), accum = accum_type(type);
   const Tensor total_weight = count_rows(c, accum);
-  // Where the division comes late, 1 stands for the divisor here, but 0 for 0: rows that count then
-  // get NaN, ignored ones 0.
-  const Tensor divisor = divides_late(c) ? total_weight.ne(0).to(accum) : total_weight;
-  const RowGradients one{at::full({}, 1, c.input.options().dtype(accum)), c.reduction};
-  auto [loss, gradients] = run_chunks(c, divisor, one, mask, stored_type(type));
+  // Where the division comes late it is by 1 here, but by 0 where it will be by 0: rows that count
+  // then get NaN, ignored ones 0.
+  Tensor scale = total_weight;
+  if (divides_late(c)) scale = scale.ne(0).to(accum);
+  scale = c.is_mean() ? scale.reciprocal() : at::full({}, 1, total_weight.options());
+  auto [loss, gradients] = run_chunks(c, scale, mask, stored_type(type));
   if (!c.is_none()) loss = loss.sum();
   if (c.is_mean()) loss = loss / total_weight;
   const auto& [dx, dw, db] = gradients;
@@ -311,68 +323,27 @@ Gradients backward(const Tensor& grad_output, const Call& c, Mask3 mask) {
   check_call(c);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const ScalarType type = c.input.scalar_type();
-  const Tensor total_weight = count_rows(c, accum_type(type));
-  return std::get<1>(
-      run_chunks(c, total_weight, {grad_output.contiguous(), c.reduction}, mask, type));
+  Tensor scale = grad_output.to(accum_type(type));
+  if (c.is_mean()) scale = scale / count_rows(c, scale.scalar_type());
+  return std::get<1>(run_chunks(c, scale.contiguous(), mask, type));
 }
 
 // ---- the factor ----
 
-void check_scale(const Tensor& gradient, const Tensor& factor, ScalarType dtype) {
-  const ScalarType type = gradient.scalar_type();
-  TORCH_CHECK(is_floating(type) && (dtype == type || (type == at::kFloat && dtype == at::kHalf)),
-              "linear_cross_entropy_scale: dtype: expected ", type, ", or Half of Float, got ",
-              dtype);
-  TORCH_CHECK(factor.scalar_type() == accum_type(type) && factor.sym_numel() == 1,
-              "linear_cross_entropy_scale: factor: expected one ", accum_type(type), ", got ",
-              factor.scalar_type(), " ", factor.sym_sizes());
-  TORCH_CHECK(factor.device() == gradient.device(),
-              "linear_cross_entropy_scale: factor: Expected all tensors to be on the same device, "
-              "but got ",
-              factor.device(), " beside ", gradient.device());
-}
-
-// `output` may be `gradient`; both are dense and contiguous.
-void scale_into(const Tensor& gradient, const Tensor& factor, const Tensor& output) {
-  GradientScaleParams p{};
-  p.input_dtype = dtype_of(gradient);
-  p.output_dtype = dtype_of(output);
-  p.count = gradient.numel();
-  p.input = gradient.const_data_ptr();
-  p.output = output.mutable_data_ptr();
-  p.factor = factor.const_data_ptr();
-#ifdef WARPWRIGHT_WITH_CUDA
-  if (gradient.is_cuda()) {
-    const CudaCall call(gradient);
-    launch_scale_gradient(p, call.stream);
-    return;
-  }
-#endif
-  scale_gradient_cpu(p);
-}
-
-Tensor linear_cross_entropy_scale_kernel(const Tensor& gradient, const Tensor& factor,
-                                         ScalarType dtype) {
-  check_scale(gradient, factor, dtype);
-  const Tensor input = gradient.contiguous();
-  const Tensor output = at::empty(gradient.sizes(), gradient.options().dtype(dtype));
-  scale_into(input, factor, output);
-  return output;
-}
-
 // The forward's gradient times `factor`: in its own place if nobody else can see it, and no second
 // backward pass will ask for it.
 Tensor scaled(const Tensor& gradient, const Tensor& factor, ScalarType dtype) {
+  // Traced or batched: a product that a compiler can fuse.
+  if (at::areAnyTensorSubclassLike({gradient, factor})) {
+    return (gradient.to(factor.scalar_type()) * factor).to(dtype);
+  }
   constexpr size_t kNodeAndCaller = 2;  // SavedVariable and the list it was unpacked to
-  const bool ours_alone = gradient.scalar_type() == dtype && gradient.is_contiguous() &&
-                          !at::areAnyTensorSubclassLike({gradient, factor}) &&
-                          !torch::autograd::get_current_graph_task_keep_graph() &&
+  const bool ours_alone = !torch::autograd::get_current_graph_task_keep_graph() &&
                           gradient.use_count() <= kNodeAndCaller &&
                           gradient.storage().use_count() == 1;
-  if (!ours_alone) return call::linear_cross_entropy_scale(gradient, factor, dtype);
-  check_scale(gradient, factor, dtype);
-  scale_into(gradient, factor, gradient);
-  return gradient;
+  const Tensor result = ours_alone ? gradient : gradient.clone();
+  call::cross_entropy_scale_(result, factor);
+  return result.to(dtype);
 }
 
 // ---- CPU, CUDA, Meta ----
@@ -441,12 +412,6 @@ Gradients linear_cross_entropy_backward_meta(const Tensor&, const Tensor& input,
                          std::move(ignore_index), label_smoothing, chunk_rows);
   check_call(c);
   return empty_gradients(c, output_mask, input.scalar_type());
-}
-
-Tensor linear_cross_entropy_scale_meta(const Tensor& gradient, const Tensor& factor,
-                                       ScalarType dtype) {
-  check_scale(gradient, factor, dtype);
-  return at::empty_symint(gradient.sym_sizes(), gradient.options().dtype(dtype));
 }
 
 // ---- Autograd ----
@@ -549,14 +514,6 @@ Gradients linear_cross_entropy_backward_autograd(const Tensor& grad_output, cons
       [&] { return call::linear_cross_entropy_backward(grad_output, c, output_mask); });
 }
 
-Tensor linear_cross_entropy_scale_autograd(const Tensor& gradient, const Tensor& factor,
-                                           ScalarType dtype) {
-  if (is_differentiated(gradient) || is_differentiated(factor)) {
-    return (gradient.to(factor.scalar_type()) * factor).to(dtype);
-  }
-  return below_autograd([&] { return call::linear_cross_entropy_scale(gradient, factor, dtype); });
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
@@ -580,27 +537,23 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
   m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_kernel);
   m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_kernel);
-  m.impl("linear_cross_entropy_scale", linear_cross_entropy_scale_kernel);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
 TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
   m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_kernel);
   m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_kernel);
-  m.impl("linear_cross_entropy_scale", linear_cross_entropy_scale_kernel);
 }
 #endif
 
 TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_meta);
   m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_meta);
-  m.impl("linear_cross_entropy_scale", linear_cross_entropy_scale_meta);
 }
 
 TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
   m.impl("linear_cross_entropy_forward", linear_cross_entropy_forward_autograd);
   m.impl("linear_cross_entropy_backward", linear_cross_entropy_backward_autograd);
-  m.impl("linear_cross_entropy_scale", linear_cross_entropy_scale_autograd);
 }
 
 }  // namespace warpwright
