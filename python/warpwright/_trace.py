@@ -19,6 +19,7 @@ from types import CodeType
 from typing import Any
 
 from torch import fx, nn
+from torch.autograd.function import Function, FunctionMeta
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -197,6 +198,8 @@ def _watched() -> Iterator[dict[CodeType, str]]:
     def watch(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
             executed[frame.f_code] = str(frame.f_globals.get("__name__", ""))
+        elif event == "c_call" and isinstance(getattr(argument, "__self__", None), FunctionMeta):
+            executed[Function.forward.__code__] = Function.__module__  # its apply, in C
 
     previous = sys.getprofile()
     sys.setprofile(watch)
