@@ -15,6 +15,7 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
         self.between = nn.Identity()
+        self.up, self.gelu, self.out = nn.Linear(11, 8), nn.GELU(), nn.Linear(8, 5)
         self.pool = nn.MaxPool2d(3, 2, padding=1, ceil_mode=True)
         self.rate = 0.5
         self.kept = []
@@ -50,6 +51,12 @@ def count_calls(monkeypatch):
 
         monkeypatch.setattr(warpwright.functional, name, call)
 
-    for name in ("relu", "batch_norm", "batch_norm_relu", "batch_norm_add_relu"):
+    for name in (
+        "relu",
+        "batch_norm",
+        "batch_norm_relu",
+        "batch_norm_add_relu",
+        "batch_norm_relu_max_pool2d",
+    ):
         counted(name)
     return names

@@ -42,7 +42,7 @@ def test_resnet_agrees_with_native(model, images, training, calls):
     twin = copy.deepcopy(model)
     report = swap(model, fuse=True)
     assert fused(report) == [
-        ("", "1 → 2", "BatchNormReLU2d"),
+        ("", "1 → 2 → 3", "BatchNormReLUMaxPool2d"),
         *(
             (block, chain, into)
             for block in ("4", "5", "6")
@@ -60,8 +60,13 @@ def test_resnet_agrees_with_native(model, images, training, calls):
             results.append((output, *torch.autograd.grad(output.square().mean(), inputs)))
         for mine, theirs in zip(*results, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
-        assert set(calls) == {"batch_norm", "batch_norm_relu", "batch_norm_add_relu"}
-        assert calls.count("batch_norm_relu") == 4 * (step + 1)
+        assert set(calls) == {
+            "batch_norm",
+            "batch_norm_relu",
+            "batch_norm_add_relu",
+            "batch_norm_relu_max_pool2d",
+        }
+        assert calls.count("batch_norm_relu") == 3 * (step + 1)
         assert calls.count("batch_norm_add_relu") == 3 * (step + 1)
     for mine, theirs in zip(model.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
@@ -135,13 +140,13 @@ def test_report(model):
     report = swap(model, fuse=True)
     text = str(report)
     assert "fused 7 of 7 chains" in text
-    assert "bn2 → add → relu      3  BatchNormAddReLU2d  4, 5, 6" in text
-    assert "1 → 2                 1  BatchNormReLU2d     (the model)" in text
+    assert "bn2 → add → relu      3  BatchNormAddReLU2d      4, 5, 6" in text
+    assert "1 → 2 → 3             1  BatchNormReLUMaxPool2d  (the model)" in text
     written = json.loads(report.to_json())
     assert written["fusions"][0] == {
         "block": "",
-        "chain": "1 → 2",
-        "into": "BatchNormReLU2d",
+        "chain": "1 → 2 → 3",
+        "into": "BatchNormReLUMaxPool2d",
         "reason": "",
     }
     assert "fused" not in str(swap(small_resnet()))
@@ -160,6 +165,27 @@ def methods(self, x):
 def swapped_operands(self, x):
     x = self.conv(x)
     return self.relu(x + self.between(self.bn(x)))
+
+
+def stem(self, x):
+    return self.pool(self.relu(self.bn(self.conv(x))))
+
+
+def stem_of_functions(self, x):
+    return native.max_pool2d(native.relu(self.bn(self.conv(x))), 3, (2, 1), padding=1)
+
+
+def stem_read_twice(self, x):
+    x = self.relu(self.bn(self.conv(x)))
+    return self.pool(x) + self.pool(2 * x)
+
+
+def mlp(self, x):
+    return native.silu(self.out(native.gelu(self.up(x), approximate="tanh")))
+
+
+def mlp_of_layers(self, x):
+    return torch.relu(self.out(self.gelu(self.up(x))))
 
 
 def two_norms(self, x):
@@ -189,6 +215,11 @@ def pooled_by_function(self, x):
         (methods, ["bn → relu", "bn2 → add → relu"]),
         (swapped_operands, ["bn → between → add → relu"]),
         (two_norms, ["bn → add → relu"]),
+        (stem, ["bn → relu → pool"]),
+        (stem_of_functions, ["bn → relu → max_pool2d"]),
+        (stem_read_twice, ["bn → relu"]),
+        (mlp, ["up → gelu", "out → silu"]),
+        (mlp_of_layers, ["up → gelu", "out → relu"]),
         (one_layer_twice, ["bn → relu", "bn → relu"]),
         (pooled, ["relu → pool", "relu → pool"]),
         (pooled_by_function, ["relu → max_pool2d", "relu → max_pool2d"]),

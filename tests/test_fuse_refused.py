@@ -65,6 +65,10 @@ def two_patterns(self, x):
     return self.relu(self.bn(x) + x) + self.relu(self.bn(x))
 
 
+def pooled(self, x):
+    return self.pool(self.relu(self.conv(x)))
+
+
 def writes_into_the_input(self, x):
     return self.pool(self.relu(x))
 
@@ -83,6 +87,12 @@ def hooked():
 def pool_with_indices():
     model = with_forward(lambda self, x: self.pool(self.relu(self.conv(x)))[0])
     model.pool.return_indices = True
+    return model
+
+
+def dilated_pool():
+    model = with_forward(pooled)
+    model.pool.dilation = (2, 1)
     return model
 
 
@@ -137,6 +147,7 @@ def own_pickle():
         (lambda: with_forward(in_place_between), "bn → add → relu", "mul_ works in place in"),
         (lambda: with_forward(two_patterns), "bn → relu", "bn is already a BatchNormAddReLU2d"),
         (pool_with_indices, "relu → pool", "pool returns indices"),
+        (dilated_pool, "relu → pool", "pool has dilated windows"),
         (lambda: with_forward(writes_into_the_input), "relu → pool", "relu works in place, others"),
         (lambda: with_forward(writes_into_what_is_read_again), "relu → pool", "relu works in pla"),
         (hooked, "bn → relu", "a hook on relu"),

@@ -198,6 +198,8 @@ class _Block:
         step = _Step(node, op, options)
         if op == "add":
             self._add_step(step, previous)
+        elif _is_dilated(options):
+            step.why_not = f"{_label(node)} has dilated windows"
         elif op not in self.ops:
             step.why_not = f"{op} is not in ops"
         return step
@@ -219,6 +221,8 @@ class _Block:
             step.why_not = f"{_label(node)} is called with more than its input"
         elif options.get("return_indices"):
             step.why_not = f"{_label(node)} returns indices"
+        elif _is_dilated(options):
+            step.why_not = f"{_label(node)} has dilated windows"
         elif not all(is_plain(value) for value in step.options.values()):
             step.why_not = f"{_label(node)} has options that are no plain values"
         return step
@@ -374,6 +378,11 @@ class _Block:
         }
         for path in sorted(paths - {()}):
             yield path, tuple(self.module.get_submodule(".".join(path))._modules)
+
+
+def _is_dilated(options: dict[str, Any]) -> bool:
+    """A dilated window may have no tap in the image: -inf in native, nothing in a fused op."""
+    return options.get("dilation", 1) not in (1, (1, 1), [1, 1])
 
 
 def _is_in_place(node: fx.Node) -> bool:

@@ -36,6 +36,11 @@ class Pattern:
 PATTERNS = tuple(
     pattern
     for pattern in (
+        Pattern(
+            ("batch_norm", "relu", "max_pool2d"),
+            "BatchNormReLUMaxPool2d",
+            "batch_norm_relu_max_pool2d",
+        ),
         Pattern(("batch_norm", "add", "relu"), "BatchNormAddReLU2d", "batch_norm_add_relu"),
         Pattern(("batch_norm", "relu"), "BatchNormReLU2d", "batch_norm_relu"),
         Pattern(("linear", "relu"), "LinearReLU", "linear_relu"),
@@ -87,15 +92,19 @@ NAMES = {getattr(f, "__name__", f): op for f, (op, _) in (*FUNCTIONS.items(), *M
 
 
 class _BatchNormKeeper(ours._BatchNorm):
+    extra_repr = nn.BatchNorm2d.extra_repr
+
     def forward(  # type: ignore[override]
         self, input: Tensor, *residual: Tensor, fused: dict[str, Any] | None = None
     ) -> Tensor:
         if fused is None:
             return self._normalize(input, functional="batch_norm")
-        for other in residual:
-            if fused["in_place"] and (other.dtype, other.shape) != (input.dtype, input.shape):
+        if residual:
+            (other,), in_place = residual, fused["in_place"]
+            if in_place and (other.dtype, other.shape) != (input.dtype, input.shape):
                 return F.relu(self._normalize(input, functional="batch_norm").add_(other))
-        return self._normalize(input, *residual)
+            return self._normalize(input, other)
+        return self._normalize(input, **fused)
 
 
 class _LinearKeeper(ours.Linear):
@@ -128,6 +137,7 @@ _STEPS: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "gelu": native.gelu,
     "silu": native.silu,
+    "max_pool2d": native.max_pool2d,
 }
 
 

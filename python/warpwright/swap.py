@@ -172,9 +172,9 @@ def swap(
             error rule of :mod:`warpwright.testing`: every swapped module on the inputs that it gets
             inside the model, then the model's output and gradients. If they differ, the swap is
             undone. Buffers, ``.grad`` and the random state are as before the call either way.
-        fuse: runs chains of layers as one op, BN → ReLU, BN → add → ReLU and ReLU → max pool, where
-            a forward that ``torch.fx`` can read calls them so: an ``nn.Sequential``'s, a ResNet
-            block's. One layer becomes the fused module and stays at its place; the forward of the
+        fuse: runs chains of layers as one op, BN → ReLU (→ max pool), BN → add → ReLU, ReLU → max
+            pool and Linear → ReLU, GELU or SiLU, where a forward that ``torch.fx`` can read calls
+            them so: an ``nn.Sequential``'s, a ResNet block's, a function's name in it. One layer becomes the fused module and stays at its place; the forward of the
             module that calls the chain is replaced. Should a hook be put on one of the layers
             later, or anything else change that the new forward was made from, the one before runs.
             The report says of every chain what happened.
