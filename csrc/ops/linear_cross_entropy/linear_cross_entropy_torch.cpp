@@ -204,7 +204,8 @@ struct ChunkProducts {
   const Tensor bias;
 
   void logits(const Tensor& x, Tensor z) const {
-    GemmParams p = gemm_params(as_matrix(x), weight, optional_if_defined(bias), z);
+    const Matrix rows = as_matrix(x);  // may own a copy
+    GemmParams p = gemm_params(rows, weight, optional_if_defined(bias), z);
     p.d_pitch = z.stride(0);
     runner.gemm(p);
   }
@@ -213,7 +214,8 @@ struct ChunkProducts {
   }
   // In dw's type: the operands' or the accumulator's.
   void weight_gradient(const Tensor& dz, const Tensor& x, Tensor dw, bool accumulate) const {
-    GemmParams p = gemm_params(as_matrix(dz).transposed(), as_matrix(x).transposed(), {}, dw);
+    const Matrix a = as_matrix(dz).transposed(), b = as_matrix(x).transposed();
+    GemmParams p = gemm_params(a, b, {}, dw);
     p.dtype = dtype_of(dz);
     p.accum_d = dw.scalar_type() == accum_type(dz.scalar_type());
     p.accumulate = accumulate;
