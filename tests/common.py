@@ -98,6 +98,36 @@ class Block(nn.Module):
         return self.relu(self.bn2(self.conv2(x)) + skip)
 
 
+def assert_func_transforms_agree(ours, native, bind, x):
+    """torch.func on two forms of an op over (N, C, ...); ``bind(f, running_stats)`` makes either a
+    function of x alone. ``x`` is float64."""
+    for transform in (
+        lambda f: torch.func.grad(lambda t: f(t).sin().sum()),
+        lambda f: torch.func.jacrev(f),
+        lambda f: torch.func.jacfwd(f),
+        lambda f: lambda t: torch.func.vmap(f)(torch.stack([t, t * 2])),
+        lambda f: (
+            lambda t: torch.func.vmap(torch.func.grad(lambda s: f(s).sin().sum()))(
+                torch.stack([t, t * 2])
+            )
+        ),
+        lambda f: torch.func.hessian(lambda t: f(t).pow(3).sum()),
+    ):
+        results = [transform(bind(f, (None, None)))(x) for f in (ours, native)]
+        torch.testing.assert_close(*results)
+
+    # Running statistics are updated once, also under grad and jvp.
+    for transform in (
+        lambda f: torch.func.grad(lambda t: f(t).sin().sum())(x),
+        lambda f: torch.func.jvp(f, (x,), (x * x,))[1],
+    ):
+        results = []
+        for f in (ours, native):
+            stats = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+            results.append((transform(bind(f, stats)), *stats))
+        torch.testing.assert_close(*results)
+
+
 def small_resnet(widths=(8, 16, 16)):
     blocks = [
         Block(a, b, stride)

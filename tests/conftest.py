@@ -9,6 +9,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+from common import small_resnet
+from fusion import count_calls
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -33,6 +35,23 @@ def device(request):
 @pytest.fixture(params=DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def dtype(request):
     return request.param
+
+
+@pytest.fixture
+def model(device):
+    """A small ResNet, what the tests of swap() work on."""
+    return small_resnet().to(device)
+
+
+@pytest.fixture
+def images(device):
+    return torch.randn(4, 3, 32, 32, device=device)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of our functionals, in the order in which they are called."""
+    return count_calls(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

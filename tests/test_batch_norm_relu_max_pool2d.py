@@ -3,7 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as native
-from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
+from common import (
+    assert_func_transforms_agree,
+    assert_no_leak,
+    gradcheck,
+    layouts,
+    opcheck,
+    subsets,
+)
 from native_suites import Errors
 from native_suites import compare as compare_cases
 from test_batch_norm import SHORT, compare, parameters
@@ -228,38 +235,12 @@ def test_double_backward_matches_native(device, training):
 def test_func_transforms(device):
     x = torch.randn(3, 4, 4, 4, device=device, dtype=torch.float64)
     _, _, weight, bias = parameters(4, device, torch.float64)
-
-    def bind(f):
-        return lambda t: f(t, None, None, weight, bias, True, 0.1, 1e-5, 2)
-
-    for transform in (
-        lambda f: torch.func.grad(lambda t: f(t).sin().sum()),
-        lambda f: torch.func.jacrev(f),
-        lambda f: torch.func.jacfwd(f),
-        lambda f: lambda t: torch.func.vmap(f)(torch.stack([t, t * 2])),
-        lambda f: (
-            lambda t: torch.func.vmap(torch.func.grad(lambda s: f(s).sin().sum()))(
-                torch.stack([t, t * 2])
-            )
-        ),
-        lambda f: torch.func.hessian(lambda t: f(t[:, :2].repeat(1, 2, 1, 1)).pow(3).sum()),
-    ):
-        torch.testing.assert_close(transform(bind(fused))(x), transform(bind(chain))(x))
-
-    # With running statistics: updated once, also under grad and jvp.
-    for transform in (
-        lambda f: torch.func.grad(lambda t: f(t).sin().sum())(x),
-        lambda f: torch.func.jvp(f, (x,), (x * x,))[1],
-    ):
-        results = []
-        for f in (fused, chain):
-            stats = torch.zeros(4, device=device).double(), torch.ones(4, device=device).double()
-
-            def call(t, f=f, stats=stats):
-                return f(t, *stats, weight, bias, True, 0.1, 1e-5, 2)
-
-            results.append((transform(call), *stats))
-        torch.testing.assert_close(results[0], results[1])
+    assert_func_transforms_agree(
+        fused,
+        chain,
+        lambda f, stats: lambda t: f(t, *stats, weight, bias, True, 0.1, 1e-5, 2),
+        x,
+    )
 
 
 def test_forward_ad_of_parameters(device):

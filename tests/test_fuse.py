@@ -8,29 +8,13 @@ import pickle
 import pytest
 import torch
 from common import classes, gradients, small_resnet
-from fusion import Block, count_calls, fused, left, with_forward
+from fusion import Block, fused, left, with_forward
 from torch import nn
 from torch.nn import functional as native
 
 import warpwright
 from warpwright import SwapCheckError, _blocks, _patterns, swap, swapped, unswap
 from warpwright.testing import assert_same
-
-
-@pytest.fixture
-def model(device):
-    return small_resnet().to(device)
-
-
-@pytest.fixture
-def images(device):
-    return torch.randn(4, 3, 32, 32, device=device)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return count_calls(monkeypatch)
-
 
 # ---- what it computes ----
 

@@ -4,30 +4,13 @@ import copy
 
 import pytest
 import torch
-from common import small_resnet
-from fusion import Block, count_calls, fused, left, with_forward
+from fusion import Block, fused, left, with_forward
 from torch import nn
 from torch.nn import functional as native
 from torch.utils.checkpoint import checkpoint
 
 from warpwright import swap, unswap
 from warpwright._trace import NotTraceable, trace
-
-
-@pytest.fixture
-def model(device):
-    return small_resnet().to(device)
-
-
-@pytest.fixture
-def images(device):
-    return torch.randn(4, 3, 32, 32, device=device)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return count_calls(monkeypatch)
-
 
 # ---- what is left, and why ----
 

@@ -21,16 +21,6 @@ from warpwright._precision import (
 from warpwright.testing import assert_same
 
 
-@pytest.fixture
-def model(device):
-    return small_resnet().to(device)
-
-
-@pytest.fixture
-def images(device):
-    return torch.randn(4, 3, 32, 32, device=device)
-
-
 def test_swap_and_unswap(model, images):
     before, output = classes(model), copy.deepcopy(model)(images)
     tensors = [id(t) for t in (*model.parameters(), *model.buffers())]

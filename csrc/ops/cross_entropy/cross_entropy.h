@@ -135,6 +135,22 @@ struct CrossEntropyDoubleBackwardParams : CrossEntropyProblem {
   void* grad_target;         // target_dtype, or null
 };
 
+// Calls f<T, Q, kKind>() for the kind of targets; Q, the type of probabilities, is T or Wide.
+template <class T, class Wide, class F>
+void for_target(const CrossEntropyProblem& p, F&& f) {
+  switch (p.kind) {
+    case TargetKind::kLabels:
+      return f.template operator()<T, T, TargetKind::kLabels>();
+    case TargetKind::kSmoothedLabels:
+      return f.template operator()<T, T, TargetKind::kSmoothedLabels>();
+    case TargetKind::kProbabilities:
+      if (p.target_dtype == p.dtype) {
+        return f.template operator()<T, T, TargetKind::kProbabilities>();
+      }
+      return f.template operator()<T, Wide, TargetKind::kProbabilities>();
+  }
+}
+
 // How the forward and backward kernels cut the rows up.
 struct CrossEntropyConfig {
   enum class Kernel : int8_t { kRows, kPixels };

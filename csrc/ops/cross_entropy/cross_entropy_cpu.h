@@ -181,19 +181,7 @@ void cross_entropy_backward_block_cpu(const CrossEntropyBackwardParams& p, int64
 // Calls f<T, Q, kKind>() for the problem's types; Q is the type of probabilities.
 template <class F>
 void for_problem(const CrossEntropyProblem& p, F&& f) {
-  for_cpu_dtype(p.dtype, [&]<class T>() {
-    switch (p.kind) {
-      case TargetKind::kLabels:
-        return f.template operator()<T, T, TargetKind::kLabels>();
-      case TargetKind::kSmoothedLabels:
-        return f.template operator()<T, T, TargetKind::kSmoothedLabels>();
-      case TargetKind::kProbabilities:
-        if (p.target_dtype == p.dtype) {
-          return f.template operator()<T, T, TargetKind::kProbabilities>();
-        }
-        return f.template operator()<T, CpuCompute<T>, TargetKind::kProbabilities>();
-    }
-  });
+  for_cpu_dtype(p.dtype, [&]<class T>() { for_target<T, CpuCompute<T>>(p, f); });
 }
 
 }  // namespace warpwright

@@ -415,19 +415,7 @@ __device__ __forceinline__ void write_gradients(const CrossEntropyProblem& p,
 // Calls f<T, Q, kKind>() for the problem's types; Q is the type of probabilities.
 template <class F>
 void for_cross_entropy(const CrossEntropyProblem& p, F&& f) {
-  for_dtype(p.dtype, [&]<class T>() {
-    switch (p.kind) {
-      case TargetKind::kLabels:
-        return f.template operator()<T, T, TargetKind::kLabels>();
-      case TargetKind::kSmoothedLabels:
-        return f.template operator()<T, T, TargetKind::kSmoothedLabels>();
-      case TargetKind::kProbabilities:
-        if (p.target_dtype == p.dtype) {
-          return f.template operator()<T, T, TargetKind::kProbabilities>();
-        }
-        return f.template operator()<T, Accum<T>, TargetKind::kProbabilities>();
-    }
-  });
+  for_dtype(p.dtype, [&]<class T>() { for_target<T, Accum<T>>(p, f); });
 }
 
 }  // namespace warpwright
