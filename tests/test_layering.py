@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
-MAX_LINES = 650
+MAX_LINES = 600
 # strict() and check_errors() wait for the GPU, which is what they are for.
 MAY_SYNCHRONISE = {"host/error_word.cpp"}
 

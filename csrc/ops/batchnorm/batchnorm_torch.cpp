@@ -112,12 +112,6 @@ Tensors3 batch_norm_backward_meta(const Tensor& grad_output, const Tensor& input
 
 // ---- derivatives ----
 
-// a + b, either of which may be undefined (zero).
-Tensor plus(const Tensor& a, const Tensor& b) {
-  if (!a.defined()) return b;
-  return b.defined() ? a + b : a;
-}
-
 // The quantities of one call in the type of its statistics, in differentiable tensor operations.
 // With P(v) = v - mean(v) - xhat * mean(v * xhat) in training, v in evaluation, the input gradient
 // is weight * rstd * P(grad_output); P is self-adjoint, and d xhat = rstd * P(dx).
@@ -237,10 +231,10 @@ struct BatchNormBackwardBackward {  // saved: grad_output, input, weight, mean, 
         const Tensor in_projection =
             norm.scaled(norm.rstd() * (direction * norm.average(dy * norm.xhat()) +
                                        dy * norm.average(direction * norm.xhat())));
-        for_xhat = plus(for_xhat, -in_projection);
+        for_xhat = sum_of(for_xhat, -in_projection);
         result = -norm.scaled(norm.xhat() * norm.rstd() * norm.rstd() * norm.average(projected));
       }
-      if (for_xhat.defined()) result = plus(result, norm.rstd() * norm.project(for_xhat));
+      if (for_xhat.defined()) result = sum_of(result, norm.rstd() * norm.project(for_xhat));
       if (result.defined()) for_input = result.to(input.scalar_type());
     }
     return {for_grad_output, for_input, for_weight};
@@ -267,17 +261,17 @@ Tensors3 backward_tangents(const Tensor& grad_output, const Tensor& input, const
     db_t = db;
   }
   if (w_t.defined()) {
-    dx_t = plus(dx_t, norm.per_channel(w_t) * norm.rstd() * norm.project(dy));
+    dx_t = sum_of(dx_t, norm.per_channel(w_t) * norm.rstd() * norm.project(dy));
   }
   if (x_t.defined()) {
     const Tensor direction = x_t.to(norm.type());
     const Tensor xhat_t = norm.rstd() * norm.project(direction);
-    dw_t = plus(dw_t, norm.sum(dy * xhat_t));
+    dw_t = sum_of(dw_t, norm.sum(dy * xhat_t));
     if (training) {
       const Tensor rstd_t = -norm.rstd() * norm.rstd() * norm.average(norm.xhat() * direction);
-      dx_t = plus(dx_t, norm.scaled(rstd_t * norm.project(dy) -
-                                    norm.rstd() * (xhat_t * norm.average(dy * norm.xhat()) +
-                                                   norm.xhat() * norm.average(dy * xhat_t))));
+      dx_t = sum_of(dx_t, norm.scaled(rstd_t * norm.project(dy) -
+                                      norm.rstd() * (xhat_t * norm.average(dy * norm.xhat()) +
+                                                     norm.xhat() * norm.average(dy * xhat_t))));
     }
   }
   if (dx_t.defined()) dx_t = dx_t.to(input.scalar_type());
