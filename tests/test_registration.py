@@ -163,9 +163,9 @@ def recorded(device):
         for training in (True, False):
             args = (mean, var, None, None, training)
             double_backward(warpwright.functional.batch_norm_relu, (leaf, *args), {})
-            double_backward(
-                warpwright.functional.batch_norm_relu_max_pool2d, (leaf, *args, 0.1, 1e-5, 2), {}
-            )
+            pooled = warpwright.functional.batch_norm_relu_max_pool2d
+            double_backward(pooled, (leaf, *args, 0.1, 1e-5, 2), {})
+            pooled(leaf, *args, 0.1, 1e-5, 2).sum().backward()
             double_backward(warpwright.functional.batch_norm_add_relu, (leaf, leaf, *args), {})
         rows, classes = leaf[0, 0], leaf.new_zeros(6, 7).requires_grad_()
         labels = torch.tensor([0, 5, -100, 3, 2], device=device)

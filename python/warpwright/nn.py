@@ -357,15 +357,20 @@ class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):
 
     def __init__(
         self,
-        *args: Any,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
         z_loss: float = 0.0,
         softcap: float = 0.0,
         return_lse: bool = False,
         return_argmax: bool = False,
         inplace_backward: bool = False,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss = z_loss
         self.softcap = softcap
         self.return_lse = return_lse

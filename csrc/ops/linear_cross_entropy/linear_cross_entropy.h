@@ -2,8 +2,7 @@
 // memory: rows go through in chunks, and what a chunk needs of its logits is done while they are
 // there. With gradients three products of 2 * rows * features * classes FLOPs each, as in the ops
 // apart, and one chunk of logits instead of all of them:
-//   z = x_c W^T + b      loss_c, dz = d loss / d z in z's place      dx_c = dz W      dW += dz^T
-//   x_c
+//   z = x_c W^T + b, loss_c, dz = d loss / d z in z's place, dx_c = dz W, dW += dz^T x_c
 // Bound: the tensor cores, as long as a chunk has enough rows (see choose_chunks).
 #pragma once
 

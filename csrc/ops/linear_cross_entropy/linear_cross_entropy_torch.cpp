@@ -532,8 +532,6 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "float label_smoothing, int chunk_rows, bool[3] output_mask) -> "
       "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       tags);
-  m.def("linear_cross_entropy_scale(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor",
-        tags);
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
