@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as native
-from common import gradcheck, layouts, opcheck, subsets
+from common import assert_func_transforms_agree, gradcheck, layouts, opcheck, subsets
 
 import warpwright.functional as F
 from warpwright.testing import (
@@ -298,41 +298,12 @@ def test_double_backward_matches_native(device, training):
 def test_func_transforms(device):
     x = torch.randn(3, 4, 2, 3, device=device, dtype=torch.float64)
     _, _, weight, bias = parameters(4, device, torch.float64)
-
-    def bind(f):
-        return lambda t: f(t, None, None, weight, bias, True)
-
-    for transform in (
-        lambda f: torch.func.grad(lambda t: f(t).sin().sum()),
-        lambda f: torch.func.jacrev(f),
-        lambda f: torch.func.jacfwd(f),
-        lambda f: lambda t: torch.func.vmap(f)(torch.stack([t, t * 2])),
-        lambda f: (
-            lambda t: torch.func.vmap(torch.func.grad(lambda s: f(s).sin().sum()))(
-                torch.stack([t, t * 2])
-            )
-        ),
-        lambda f: torch.func.hessian(lambda t: f(t).pow(3).sum()),
-    ):
-        torch.testing.assert_close(
-            transform(bind(F.batch_norm))(x), transform(bind(native.batch_norm))(x)
-        )
-
-    # With running statistics: updated once, also under grad and jvp.
-    for transform in (
-        lambda f: torch.func.grad(lambda t: f(t).sin().sum())(x),
-        lambda f: torch.func.jvp(f, (x,), (x * x,))[1],
-    ):
-        stats = []
-        for f in (F.batch_norm, native.batch_norm):
-            mean, var = (
-                torch.zeros(4, device=device).double(),
-                torch.ones(4, device=device).double(),
-            )
-            stats.append(
-                (transform(lambda t, f=f, m=mean, v=var: f(t, m, v, weight, bias, True)), mean, var)
-            )
-        torch.testing.assert_close(stats[0], stats[1])
+    assert_func_transforms_agree(
+        F.batch_norm,
+        native.batch_norm,
+        lambda f, stats: lambda t: f(t, *stats, weight, bias, True),
+        x,
+    )
 
 
 def test_forward_ad_of_parameters(device):
