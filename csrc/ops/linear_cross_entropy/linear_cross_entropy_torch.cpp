@@ -239,9 +239,13 @@ void with_products(const Call& c, F&& f) {
 
 // Whether the weight's gradient may add up in 16 bits: the sm_90a kernels can, from rows of x that
 // start at multiples of 16 bytes.
-bool can_add_to_narrow(const Tensor& x) {
+bool can_add_to_narrow([[maybe_unused]] const Tensor& x) {
+#ifdef WARPWRIGHT_WITH_CUDA
   return x.is_cuda() && sm90_path_available() && x.stride(1) == 1 && x.stride(0) % 8 == 0 &&
          reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+#else
+  return false;
+#endif
 }
 
 // Loss of a chunk's rows, and scale * gradient in the logits' place if wanted. `scale`: one number,
