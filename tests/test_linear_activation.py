@@ -13,7 +13,7 @@ from torch import nn
 
 import warpwright.functional as F
 import warpwright.nn as ours
-from warpwright.testing import assert_same, compare_with_native
+from warpwright.testing import assert_as_good_as_native, assert_same, compare_with_native
 
 tanh = {"approximate": "tanh"}
 # name of the op's argument -> ours, native's activation
@@ -295,10 +295,16 @@ def test_autocast(device, low, form):
     with torch.autocast(device, dtype=low):
         output, theirs = FORMS[form][0](*inputs), chain(form)(*inputs)
     assert output.dtype == theirs.dtype == low
-    torch.testing.assert_close(output, theirs, rtol=2e-2, atol=2e-2)
-    grads = torch.autograd.grad(output.sum(), inputs)
-    expected = torch.autograd.grad(theirs.sum(), inputs)
-    torch.testing.assert_close(grads, expected, rtol=2e-2, atol=1e-1)
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    exact = chain(form)(*doubles)
+    assert_as_good_as_native(output, theirs, exact)
+    grads = [
+        torch.autograd.grad(result.sum(), leaves)
+        for result, leaves in ((output, inputs), (theirs, inputs), (exact, doubles))
+    ]
+    for grad, native_grad, exact_grad in zip(*grads, strict=True):
+        # float32 copies of 16-bit values
+        assert_as_good_as_native(grad.to(low), native_grad.to(low), exact_grad)
 
 
 @ALL
