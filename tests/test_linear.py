@@ -249,7 +249,8 @@ def test_only_needed_operands_are_kept(device):
     assert_same(x.grad, weight.sum(0).expand(4, 3).contiguous())
 
 
-def test_func_transforms(device):
+def assert_func_transforms_agree(device, ours, theirs):
+    """torch.func on two functions of an input, a weight and a bias."""
     f64 = {"device": device, "dtype": torch.float64}
     x, w, b = torch.randn(3, 4, **f64), torch.randn(5, 4, **f64), torch.randn(5, **f64)
     func = torch.func
@@ -264,9 +265,14 @@ def test_func_transforms(device):
         lambda f: func.vmap(f, in_dims=(0, None, None))(x, w, b),
         lambda f: func.vmap(lambda t: func.grad(lambda u: f(t, u).pow(2).sum())(w))(x),
         lambda f: func.hessian(lambda t: f(x, t, b).pow(3).sum())(w),
+        lambda f: func.grad(lambda t: func.grad(lambda u: f(x, u, b).pow(2).sum())(t).sum())(w),
         lambda f: func.jvp(func.grad(lambda t: f(x, t, b).pow(2).sum()), (w,), (w.cos(),)),
     ):
-        torch.testing.assert_close(transform(F.linear), transform(native))
+        torch.testing.assert_close(transform(ours), transform(theirs))
+
+
+def test_func_transforms(device):
+    assert_func_transforms_agree(device, F.linear, native)
 
 
 def test_opcheck(device):

@@ -8,7 +8,7 @@ import torch.nn.functional as native
 from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
 from native_suites import Errors
 from native_suites import compare as compare_cases
-from test_linear import CUDA_SHAPES, SHAPES, operands, step
+from test_linear import CUDA_SHAPES, SHAPES, assert_func_transforms_agree, operands, step
 from torch import nn
 
 import warpwright.functional as F
@@ -238,23 +238,7 @@ def test_third_derivative(device, form):
 
 @ALL
 def test_func_transforms(device, form):
-    f64 = {"device": device, "dtype": torch.float64}
-    x, w, b = torch.randn(3, 4, **f64), torch.randn(5, 4, **f64), torch.randn(5, **f64)
-    func = torch.func
-    for transform in (
-        lambda f: func.grad(lambda *a: f(*a).sin().sum(), argnums=(0, 1, 2))(x, w, b),
-        lambda f: func.vjp(f, x, w, b)[1](torch.ones(3, 5, **f64)),
-        lambda f: func.jvp(f, (x, w, b), (x.cos(), w.cos(), b.cos())),
-        lambda f: func.jvp(lambda t: f(x, w, t), (b,), (b.cos(),)),
-        lambda f: func.jacrev(f, argnums=(0, 1, 2))(x, w, b),
-        lambda f: func.jacfwd(f, argnums=(0, 1, 2))(x, w, b),
-        lambda f: func.vmap(f, in_dims=(0, None, None))(x, w, b),
-        lambda f: func.vmap(lambda t: func.grad(lambda u: f(t, u).pow(2).sum())(w))(x),
-        lambda f: func.hessian(lambda t: f(x, t, b).pow(3).sum())(w),
-        lambda f: func.grad(lambda t: func.grad(lambda u: f(x, u, b).pow(2).sum())(t).sum())(w),
-        lambda f: func.jvp(func.grad(lambda t: f(x, t, b).pow(2).sum()), (w,), (w.cos(),)),
-    ):
-        torch.testing.assert_close(transform(FORMS[form][0]), transform(chain(form)))
+    assert_func_transforms_agree(device, FORMS[form][0], chain(form))
 
 
 @ALL

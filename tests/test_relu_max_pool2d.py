@@ -6,7 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as native
 from common import assert_no_leak, gradcheck, layouts, opcheck
-from test_max_pool2d import BAD, INF, INTEGERS, NAN, SHAPES, WINDOWS, distinct
+from test_max_pool2d import (
+    BAD,
+    INF,
+    INTEGERS,
+    NAN,
+    SHAPES,
+    WINDOWS,
+    assert_func_transforms_agree,
+    distinct,
+)
 from torch import nn
 
 import warpwright.functional as F
@@ -130,18 +139,7 @@ def test_gradients(device, window):
 
 
 def test_func_transforms(device):
-    x = torch.randn(3, 2, 6, 6, device=device, dtype=torch.float64)
-    for transform in (
-        lambda f: torch.func.grad(lambda t: f(t).sin().sum()),
-        lambda f: torch.func.jacrev(f),
-        lambda f: torch.func.jacfwd(f),
-        lambda f: torch.func.vmap(f),
-        lambda f: torch.func.vmap(torch.func.grad(lambda t: f(t).sum())),
-        lambda f: lambda t: torch.func.hessian(lambda s: f(s).pow(3).sum())(t[:1]),
-    ):
-        torch.testing.assert_close(
-            transform(lambda t: F.relu_max_pool2d(t, 2))(x), transform(lambda t: chain(t, 2))(x)
-        )
+    assert_func_transforms_agree(device, lambda t: F.relu_max_pool2d(t, 2), lambda t: chain(t, 2))
 
 
 def test_opcheck(device):
