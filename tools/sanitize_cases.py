@@ -296,41 +296,43 @@ def step(function, args, kwargs, device, dtype):
     return [t.detach().cpu().double() for t in (output, *grads) if t is not None]
 
 
-def compare(name, on_gpu, on_cpu, tolerance):
+def differences(on_gpu, on_cpu, tolerance):
+    """A line for each result that differs from the CPU's by more than the tolerance."""
     for i, (a, b) in enumerate(zip(on_gpu, on_cpu, strict=True)):
         scale = b.abs().max().item() if b.numel() else 0.0
         error = (a - b).abs().max().item() if b.numel() else 0.0
         if not error <= tolerance * max(scale, 1.0):
-            sys.exit(
-                f"{name}: result {i} differs from the CPU by {error:.3e} (largest {scale:.3e})"
-            )
+            yield f"result {i} differs from the CPU by {error:.3e} (largest {scale:.3e})"
 
 
 def main():
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    count = 0
+    count, wrong = 0, []
+
+    def check(name, function, args, kwargs, dtype, tolerance):
+        print(name, flush=True)
+        on_gpu = step(function, args, kwargs, DEVICE, dtype)
+        on_cpu = step(function, args, kwargs, "cpu", dtype)
+        for line in differences(on_gpu, on_cpu, tolerance):
+            print(f"  {line}", flush=True)
+            wrong.append(f"{name}: {line}")
+
     for op, cases in CASES.items():
         torch.manual_seed(0)
         for case, function, args, kwargs in cases():
             for dtype in DTYPES:
                 name = f"{op}-{case}-{str(dtype).removeprefix('torch.')}"
-                if wanted not in name:
-                    continue
-                print(name, flush=True)
-                on_gpu = step(function, args, kwargs, DEVICE, dtype)
-                compare(name, on_gpu, step(function, args, kwargs, "cpu", dtype), TOLERANCE[dtype])
-                count += 1
+                if wanted in name:
+                    check(name, function, args, kwargs, dtype, TOLERANCE[dtype])
+                    count += 1
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for op in ("linear", "linear_activation", "conv2d"):
         torch.manual_seed(0)
         for case, function, args, kwargs in CASES[op]():
             name = f"{op}-{case}-tf32"
             if wanted in name:
-                print(name, flush=True)
-                on_gpu = step(function, args, kwargs, DEVICE, torch.float32)
-                on_cpu = step(function, args, kwargs, "cpu", torch.float32)
-                compare(name, on_gpu, on_cpu, 2e-2)
+                check(name, function, args, kwargs, torch.float32, 2e-2)
                 count += 1
     q, k, v = (rand(1, 2, 65, 32).float().to(DEVICE).requires_grad_() for _ in range(3))
     if wanted in "attention-dropout":
@@ -350,7 +352,8 @@ def main():
         count += 1
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    print(f"{count} cases")
+    print(f"{count} cases, {len(wrong)} wrong results", *wrong, sep="\n  ")
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
