@@ -334,7 +334,8 @@ def check_dropout(entry, sample, what):
     args, kwargs = arguments(sample)
     native = entry.native.op(*args, **kwargs)
     ours = entry.ours.op(*args, **kwargs)
-    assert (ours.shape, ours.dtype, ours.stride()) == (native.shape, native.dtype, native.stride())
+    assert (ours.shape, ours.dtype) == (native.shape, native.dtype)
+    assert not entry.has_strides(ours.device.type) or ours.stride() == native.stride()
     assert torch.isfinite(ours).all(), what
     again = entry.ours.op(*args, **kwargs)
     assert_same(ours.detach(), again.detach(), f"{what}: same seed")

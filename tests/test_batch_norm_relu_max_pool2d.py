@@ -97,7 +97,8 @@ def test_bit_equal_on_integers(device, dtype, window, ceil_mode):
                 grads = torch.autograd.grad(output, leaves, cotangent)
                 results.append((output.detach() + 0.0, *(g + 0.0 for g in grads)))
             assert results[0][0].stride() == results[1][0].stride()
-            assert results[0][1].stride() == results[1][1].stride()
+            # The input's order. Native's CUDA batch norm of inference falls out of channels_last.
+            assert results[0][1].stride() == torch.empty_like(x).stride()
             assert_same(results[0][:2], results[1][:2], f"{shape} {fmt}")
             if dtype not in SHORT:  # whose sums need not fit
                 torch.testing.assert_close(results[0][2:], results[1][2:])

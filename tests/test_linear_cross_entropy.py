@@ -6,6 +6,8 @@ import itertools
 import pytest
 import torch
 from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
+from native_suites import Errors
+from native_suites import compare as compare_cases
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -75,6 +77,7 @@ def test_probabilities(device, dtype, reduction):
     x, weight, _, bias = operands(30, 24, 33, device, dtype)
     target = torch.randn(30, 33, device=device).softmax(1).to(dtype)
     weighted = class_weights(33, device, dtype)
+    errors = Errors()
     for smoothing, w, chunk in itertools.product((0.0, 0.1), (None, weighted), (None, 7)):
         kwargs = {
             "reduction": reduction,
@@ -83,7 +86,9 @@ def test_probabilities(device, dtype, reduction):
             "chunk_rows": chunk,
         }
         for q in (target, target.detach().requires_grad_()):
-            compare_with_native(F.linear_cross_entropy, chain, (x, weight, q, bias), kwargs)
+            args = (x, weight, q, bias)
+            compare_cases(F.linear_cross_entropy, chain, args, kwargs, str(kwargs), errors)
+    errors.check()
 
 
 # The last one has rows that TMA takes only because they are padded.

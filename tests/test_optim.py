@@ -12,7 +12,7 @@ from torch.testing._internal.common_optimizers import (
 )
 
 from warpwright import optim
-from warpwright.testing import assert_as_good_as_native, assert_same
+from warpwright.testing import assert_as_good_as_native, assert_same, to_double
 
 # Importing the database forbids setting backend flags (conftest.py does); allow it again.
 torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
@@ -42,12 +42,12 @@ def set_grads(params, step, dtype):
 
 
 def in_double(kwargs):
-    """Tensor hyperparameters stay what they are: their fp32 values are the hyperparameters.
+    """Tensor hyperparameters keep their fp32 values, which are the hyperparameters, in doubles.
 
     Not capturable: native then takes 1 - beta^t in fp32, whatever the parameters' type.
     """
     rest = {k: v for k, v in kwargs.items() if k not in ("foreach", "fused", "capturable")}
-    return {**rest, "foreach": False}
+    return {**to_double(rest), "foreach": False}
 
 
 def run(cls, tensors, kwargs, dtype, steps=4, cast=None):

@@ -55,8 +55,23 @@ def train(model, loss_function, data, steps, autocast=None, memory_format=None):
     return torch.stack(losses).double().cpu()
 
 
-def both(device, **options):
-    """Loss curves of native, of ours, and of native in float64, from the same start."""
+def nudged(model, seed):
+    """The model with each parameter one unit of rounding larger or smaller."""
+    signs = torch.Generator().manual_seed(seed)
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in moved.parameters():
+            sign = torch.randint(2, p.shape, generator=signs).to(p) * 2 - 1
+            p.mul_(1 + sign * torch.finfo(p.dtype).eps)
+    return moved
+
+
+def curves(device, **options):
+    """(loss curves, last parameters) of native, of ours, of native in float64, from the same start.
+
+    One relu or max pool that rounding makes decide otherwise moves the rest of a run, and whether
+    one does is luck. Native's are therefore several, from starts that differ in the last bit.
+    """
     torch.manual_seed(11)
     data = digits()
     native = small_cnn().to(device)
@@ -67,13 +82,17 @@ def both(device, **options):
     assert not [m for m in ours.modules() if type(m) in (nn.Conv2d, nn.BatchNorm2d, nn.ReLU)], (
         report
     )
-    curves = [
-        train(native, nn.functional.cross_entropy, data, STEPS, **options),
-        train(ours, F.cross_entropy, data, STEPS, **options),
-    ]
-    double = (data[0].double(), data[1])
-    curves.append(train(exact, nn.functional.cross_entropy, double, STEPS))
-    return curves, [parameters_of(model) for model in (native, ours, exact)]
+    natives = [native, *(nudged(native, seed) for seed in range(4))]
+
+    def run(model, loss_function, data=data, **options):
+        curve = train(model, loss_function, data, STEPS, **options)
+        return curve, parameters_of(model)
+
+    return (
+        [run(model, nn.functional.cross_entropy, **options) for model in natives],
+        run(ours, F.cross_entropy, **options),
+        run(exact, nn.functional.cross_entropy, (data[0].double(), data[1])),
+    )
 
 
 def parameters_of(model):
@@ -87,20 +106,23 @@ def distance(a, b):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_fp32(device, memory_format):
-    (native, ours, exact), parameters = both(device, memory_format=memory_format)
+    natives, (ours, b), (exact, e) = curves(device, memory_format=memory_format)
+    native = natives[0][0]
     assert native[-20:].mean() < 0.3 * native[:5].mean(), "the network did not learn"
-    # Rounding grows along a training run: native's own distance from float64 is the yardstick.
-    allowed = max(1e-5, 1.5 * distance(native, exact))
-    assert distance(ours, exact) <= allowed
     assert distance(ours[:20], native[:20]) <= 1e-5
-    a, b, e = parameters
-    assert (b - e).norm() <= 1.5 * (a - e).norm() + 1e-5 * e.norm()
+    # Rounding grows along a training run: native's own distance from float64 is the yardstick.
+    farthest = max(distance(curve, exact) for curve, _ in natives)
+    assert distance(ours, exact) <= max(1e-5, 1.5 * farthest)
+    farthest = max((a - e).norm() for _, a in natives)
+    assert (b - e).norm() <= 1.5 * farthest + 1e-5 * e.norm()
 
 
 def test_bf16_autocast(device):
-    (native, ours, exact), _ = both(device, autocast=torch.bfloat16)
+    natives, (ours, _), (exact, _) = curves(device, autocast=torch.bfloat16)
+    native = natives[0][0]
     assert native[-20:].mean() < 0.3 * native[:5].mean(), "the network did not learn"
-    assert distance(ours, exact) <= max(1e-3, 1.5 * distance(native, exact))
+    farthest = max(distance(curve, exact) for curve, _ in natives)
+    assert distance(ours, exact) <= max(1e-3, 1.5 * farthest)
 
 
 def test_fp64(device):

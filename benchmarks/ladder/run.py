@@ -34,8 +34,9 @@ from warpwright.bench.records import machine_header, save_records
 Extents = tuple[int, int, int]
 Call = Callable[[], object]
 DEVICE = "cuda"
-# Small ones of several tiles each way, no two extents alike, and one with a single tile of k.
-CHECKED: tuple[Extents, ...] = ((256, 512, 64), (768, 256, 320), (512, 1280, 1024))
+# Several tiles each way, no two extents alike, and one with a single tile of k. linear takes
+# its sm_90a kernel for each of them.
+CHECKED: tuple[Extents, ...] = ((2048, 4096, 64), (768, 256, 320), (512, 1280, 1024))
 PROBE: Extents = (1024, 1024, 1024)  # tells how long a call of a large shape would take
 SLOW = 4.0  # times cuBLAS's: such rungs are timed among themselves, in fewer rounds
 GUARD_ROWS = 8
