@@ -275,6 +275,26 @@ def test_check_in_low_precision(device, low):
         swap(model, check=x)
 
 
+def test_check_measures_the_models_gradients_by_natives_error():
+    """Native's bfloat16 gradients of a ResNet are off by a third; another way is seen by the output."""
+    direction = torch.randn(3, 1000)
+
+    def run(output, gradients):
+        at = lambda i, length: direction[0] + length * direction[i]  # noqa: E731
+        parts = {"loss": torch.ones(()), "output": at(1, output), "gradients": at(2, gradients)}
+        return {part: {part: value} for part, value in parts.items()} | {"buffers": {}}
+
+    exact, native, bf16 = run(0.0, 0.0), run(1e-3, 0.35), {torch.bfloat16}
+    whole, lines = _check._compare_runs(run(1e-3, -0.35), native, exact, bf16)
+    assert lines == []
+    assert 0.3 < whole["gradients_native_error"] < 0.4
+    _, lines = _check._compare_runs(run(1e-3, 2.0), native, exact, bf16)
+    assert len(lines) == 1
+    assert "gradients: relative difference" in lines[0]
+    _, lines = _check._compare_runs(run(0.5, -0.35), run(0.5, 0.35), exact, bf16)
+    assert len(lines) == 1, "a float64 run that took another way is no measure"
+
+
 def test_check_with_dropout_loss_and_keywords(device):
     class Model(nn.Module):
         def __init__(self):

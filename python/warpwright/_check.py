@@ -437,6 +437,10 @@ def _compare_runs(
     tolerance = max((MODEL_TOLERANCE[d] for d in dtypes if d in MODEL_TOLERANCE), default=5e-2)
     whole: dict[str, Any] = {"loss": _scalar(ours), "native_loss": _scalar(native)}
     lines = []
+    # A float64 run whose output is far from native's took another way (dropout's random numbers).
+    # The gradients say nothing about that: in bfloat16 native's own may be off by a third.
+    if exact is not None and _distance(native["output"], exact["output"]) >= 0.1:
+        exact = None
     for part in ("loss", "output", "gradients", "buffers"):
         present = {k for k, v in ours[part].items() if v is not None}
         expected = {k for k, v in native[part].items() if v is not None}
@@ -445,8 +449,7 @@ def _compare_runs(
             continue
         whole[part + "_distance"] = distance = _distance(ours[part], native[part])
         allowed = tolerance
-        # A float64 run that is far from native took another way (dropout's random numbers).
-        if exact is not None and _distance(native[part], exact[part]) < 0.1:
+        if exact is not None:
             whole[part + "_native_error"] = native_error = _distance(native[part], exact[part])
             whole[part + "_error"] = distance = _distance(ours[part], exact[part])
             allowed = max(tolerance, MODEL_FACTOR * native_error)
