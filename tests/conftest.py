@@ -54,6 +54,19 @@ def calls(monkeypatch):
     return count_calls(monkeypatch)
 
 
+@pytest.fixture
+def process_group(tmp_path, device):
+    """torch.distributed with this process alone."""
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{tmp_path}/store",
+        rank=0,
+        world_size=1,
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _reproducible(request):
     torch.manual_seed(0)

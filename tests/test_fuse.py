@@ -322,25 +322,17 @@ def test_functional_call(model, images):
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_wrapped_for_distribution(tmp_path, device):
-    torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{tmp_path}/store",
-        rank=0,
-        world_size=1,
-    )
-    try:
-        model = Block().to(device)
-        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-        x = torch.randn(2, 3, 8, 8, device=device)
-        wrapped(x).square().mean().backward()
-        expected = model.conv.weight.grad.clone()
-        model.zero_grad()
-        assert fused(swap(wrapped, fuse=True)) == [("module", "bn → relu", "BatchNormReLU2d")]
-        wrapped(x).square().mean().backward()
-        torch.testing.assert_close(model.conv.weight.grad, expected)
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("process_group")
+def test_wrapped_for_distribution(device):
+    model = Block().to(device)
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    x = torch.randn(2, 3, 8, 8, device=device)
+    wrapped(x).square().mean().backward()
+    expected = model.conv.weight.grad.clone()
+    model.zero_grad()
+    assert fused(swap(wrapped, fuse=True)) == [("module", "bn → relu", "BatchNormReLU2d")]
+    wrapped(x).square().mean().backward()
+    torch.testing.assert_close(model.conv.weight.grad, expected)
 
 
 def test_check(model, images):

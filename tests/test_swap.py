@@ -223,23 +223,15 @@ def test_compiled_model_sees_the_swap(device):
     assert_same(compiled(x), expected)
 
 
-def test_distributed_data_parallel(tmp_path, device):
-    torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{tmp_path}/store",
-        rank=0,
-        world_size=1,
-    )
-    try:
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device)
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        x = torch.randn(2, 4, device=device)
-        expected = gradients(model, x)
-        assert len(swap(wrapped).swapped) == 2
-        for a, b in zip(gradients(wrapped, x), expected, strict=True):
-            torch.testing.assert_close(a, b)
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.usefixtures("process_group")
+def test_distributed_data_parallel(device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    x = torch.randn(2, 4, device=device)
+    expected = gradients(model, x)
+    assert len(swap(wrapped).swapped) == 2
+    for a, b in zip(gradients(wrapped, x), expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 # ---- check= ----

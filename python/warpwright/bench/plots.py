@@ -11,7 +11,7 @@ import base64
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from . import ladder as teaching_ladder
 from .records import grouped, is_training_step
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
@@ -317,17 +318,32 @@ def ladder_steps(record: dict[str, Any]) -> dict[str, list[tuple[str, str, float
     return {name: sorted(rows, key=lambda r: -r[2]) for name, rows in found.items()}
 
 
-def ladder(record: dict[str, Any], style: Style) -> Figure:
-    """Whole training steps, from the slowest way to run them down to the fastest."""
-    ladders = ladder_steps(record)
-    heights = [len(rows) for rows in ladders.values()]
+def _panels(
+    style: Style, groups: Mapping[str, Sized], base: float, bar: float
+) -> tuple[Figure, Sequence[Axes]]:
+    """A panel of horizontal bars for each group, as high as it has bars; inches."""
+    heights = [len(rows) for rows in groups.values()]
     figure, grid = style.figure(
-        1.1 + 0.27 * sum(heights) + 0.55 * len(heights),
-        nrows=len(ladders),
+        base + bar * sum(heights) + 0.55 * len(heights),
+        nrows=len(heights),
         height_ratios=heights,
         squeeze=False,
     )
-    for axes, (name, rows) in zip(grid[:, 0], ladders.items(), strict=True):
+    return figure, grid[:, 0]
+
+
+def _name_bars(axes: Axes, names: Sequence[str]) -> None:
+    """From the top down."""
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+
+
+def ladder(record: dict[str, Any], style: Style) -> Figure:
+    """Whole training steps, from the slowest way to run them down to the fastest."""
+    ladders = ladder_steps(record)
+    figure, panels = _panels(style, ladders, 1.1, 0.27)
+    for axes, (name, rows) in zip(panels, ladders.items(), strict=True):
         slowest = rows[0][2]
         for i, (impl, _, ms) in enumerate(rows):
             axes.barh(
@@ -335,9 +351,7 @@ def ladder(record: dict[str, Any], style: Style) -> Figure:
             )
             axes.text(ms, i, f" {ms:.3g} ms · {slowest / ms:.2f}×", va="center", fontsize=8)
         names = [i if layout == "rows" else f"{i} {layout}" for i, layout, _ in rows]
-        axes.set_yticks(range(len(rows)), names, fontsize=8)
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
+        _name_bars(axes, names)
         axes.set_xlim(0, slowest * (1.55 if style.narrow else 1.25))
         axes.set_title(name, loc="left", fontsize=10)
     _footer(figure, record, style)
@@ -347,16 +361,10 @@ def ladder(record: dict[str, Any], style: Style) -> Figure:
 def rungs(record: dict[str, Any], style: Style) -> Figure:
     """The teaching ladder: each rung's rate, cuBLAS and the data sheet's peak as lines."""
     shapes = teaching_ladder.shapes(record)
-    heights = [len(rows) for rows in shapes.values()]
-    figure, grid = style.figure(
-        1.3 + 0.3 * sum(heights) + 0.55 * len(heights),
-        nrows=len(shapes),
-        height_ratios=heights,
-        squeeze=False,
-    )
+    figure, panels = _panels(style, shapes, 1.3, 0.3)
     theme = style.theme
     peak = record["peak_tflops"]
-    for axes, (case, rows) in zip(grid[:, 0], shapes.items(), strict=True):
+    for axes, (case, rows) in zip(panels, shapes.items(), strict=True):
         steps = [row for row in rows if row["impl"] != "native"]
         rates = [teaching_ladder.tflops(row) for row in steps]
         low = min(rates) / 2
@@ -380,17 +388,13 @@ def rungs(record: dict[str, Any], style: Style) -> Figure:
         for text, rate, impl in lines:
             line = colour(impl, theme) if impl else theme.muted
             axes.axvline(rate, color=line, lw=1.2, ls="--", label=f"{text} {rate:.3g} TFLOP/s")
-        axes.set_yticks(
-            range(len(steps)), [teaching_ladder.title(r["impl"]) for r in steps], fontsize=8
-        )
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
+        _name_bars(axes, [teaching_ladder.title(row["impl"]) for row in steps])
         axes.set_xscale("log")
         axes.set_xlim(low, 1.3 * max([*rates, *(rate for _, rate, _ in lines)]))
         axes.xaxis.set_major_formatter(FuncFormatter(_plain))
         axes.set_title(f"m × n × k = {case.replace('x', ' × ')}", loc="left", fontsize=10)
         axes.legend(loc="lower left", bbox_to_anchor=(0.45, 1.0), ncols=2, fontsize=8)
-    grid[-1, 0].set_xlabel("TFLOP/s, logarithmic")
+    panels[-1].set_xlabel("TFLOP/s, logarithmic")
     _footer(figure, record, style)
     return figure
 
