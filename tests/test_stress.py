@@ -1,0 +1,297 @@
+"""On a GPU: a thousand repeats beside other work, and tensors of more than 2^31 and 2^32 elements."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import warpwright.functional as F
+from warpwright import optim
+from warpwright.testing import assert_same
+
+pytestmark = pytest.mark.gpu
+LAST, FIRST = torch.channels_last, torch.contiguous_format
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def random(*shape, dtype=BF16, memory_format=FIRST):
+    x = torch.empty(shape, dtype=dtype, device="cuda", memory_format=memory_format)
+    return x.normal_().requires_grad_()
+
+
+def labels(rows, classes):
+    return torch.randint(classes, (rows,), device="cuda")
+
+
+def in_training(norm):
+    """norm(x, running_mean, running_var, weight, bias, training) as a function of (x, w, b)."""
+    return lambda x, weight, bias, *window: norm(
+        x, None, None, weight, bias, True, 0.1, 1e-5, *window
+    )
+
+
+def add_relu(x, *args):
+    return F.batch_norm_add_relu(x, x.detach() * 0.5, *args)
+
+
+NORMS = {
+    "batch_norm": in_training(F.batch_norm),
+    "batch_norm_relu": in_training(F.batch_norm_relu),
+    "batch_norm_add_relu": in_training(add_relu),
+    "batch_norm_relu_max_pool2d": functools.partial(
+        lambda x, w, b: in_training(F.batch_norm_relu_max_pool2d)(x, w, b, 3, 2, 1)
+    ),
+}
+POOLS = {
+    "max_pool2d": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "relu_max_pool2d": lambda x: F.relu_max_pool2d(x, 2),
+}
+
+
+# ---- repeats ----
+
+
+def variants():
+    """(name, make): make() gives a function and its inputs; one for each kind of kernel."""
+    vector = functools.partial(random, dtype=FP32)
+    yield "relu", lambda: (F.relu, random(1 << 20))
+    for fmt, where in ((FIRST, "nchw"), (LAST, "nhwc")):
+        for dtype in (BF16, FP32):
+            kind = f"{where}-{str(dtype).removeprefix('torch.')}"
+            for name, norm in NORMS.items():
+                for images in (4, 512):  # fits on chip, does not
+                    x = functools.partial(random, images, 64, 28, 28, dtype=dtype)
+                    yield (
+                        f"{name}-{kind}-{images}",
+                        lambda f=norm, x=x, m=fmt: (f, x(memory_format=m), vector(64), vector(64)),
+                    )
+            for name, pool in POOLS.items():
+                x = functools.partial(random, 16, 64, 28, 28, dtype=dtype, memory_format=fmt)
+                yield f"{name}-{kind}", lambda f=pool, x=x: (f, x())
+            for channels in (1, 3, 64):
+                yield (
+                    f"conv2d-{kind}-{channels}",
+                    lambda c=channels, d=dtype, m=fmt: (
+                        functools.partial(F.conv2d, padding=1),
+                        random(16, c, 28, 28, dtype=d, memory_format=m),
+                        random(32, c, 3, 3, dtype=d, memory_format=m),
+                        random(32, dtype=d),
+                    ),
+                )
+    for rows, classes in ((1024, 10), (512, 1000), (64, 50257), (32, 128256)):
+        for dtype in (BF16, FP32):
+            yield (
+                f"cross_entropy-{rows}x{classes}-{dtype}",
+                lambda n=rows, c=classes, d=dtype: (
+                    F.cross_entropy,
+                    random(n, c, dtype=d),
+                    labels(n, c),
+                ),
+            )
+    products = {"linear": F.linear, "linear_relu": F.linear_relu, "linear_gelu": F.linear_gelu}
+    for m, k, n in ((512, 3136, 128), (1000, 520, 1000), (8, 4096, 512), (384, 512, 1024)):
+        for dtype in (BF16, FP32):
+            for name, product in products.items():
+                yield (
+                    f"{name}-{m}x{k}x{n}-{dtype}",
+                    lambda f=product, s=(m, k, n), d=dtype: (
+                        f,
+                        random(s[0], s[1], dtype=d),
+                        random(s[2], s[1], dtype=d),
+                        random(s[2], dtype=d),
+                    ),
+                )
+    yield (
+        "linear_cross_entropy",
+        lambda: (F.linear_cross_entropy, random(512, 256), random(5000, 256), labels(512, 5000)),
+    )
+    for causal in (False, True):
+        yield (
+            f"attention-{causal}",
+            lambda c=causal: (
+                functools.partial(F.scaled_dot_product_attention, is_causal=c),
+                *(random(2, 4, 300, 64) for _ in range(3)),
+            ),
+        )
+
+
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in variants()])
+def test_a_thousand_repeats(make):
+    """The same bits every time, while another stream keeps the SMs busy at its own pace."""
+    function, *inputs = make()
+    leaves = [t for t in inputs if t.requires_grad]
+    cotangent = torch.randn_like(function(*inputs))
+
+    def step():
+        output = function(*inputs)
+        return [output.detach(), *torch.autograd.grad(output, leaves, cotangent)]
+
+    first = step()
+    assert not any(t.isnan().any() for t in first)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    beside, a = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda", dtype=BF16)
+    beside.wait_stream(torch.cuda.current_stream())
+    for i in range(1000):
+        with torch.cuda.stream(beside):
+            for _ in range(i % 4):
+                torch.mm(a, a)
+        for again, t in zip(step(), first, strict=True):
+            wrong += (again != t).any()
+    assert wrong.item() == 0
+
+
+# ---- many elements ----
+
+
+def large(gib):
+    """Slow, and only where the GPU's memory holds it."""
+
+    def decorate(test):
+        available = torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 2**30
+        reason = f"needs {gib} GiB of GPU memory"
+        test = pytest.mark.parametrize("elements", [2**31, 2**32], ids=["2^31", "2^32"])(test)
+        return pytest.mark.slow(pytest.mark.skipif(available < gib, reason=reason)(test))
+
+    return decorate
+
+
+def places(count, item):
+    """Slices of three items at the start, over both seams and at the end of `count` items."""
+    seams = [seam // item - 1 for seam in (2**31, 2**32)]
+    starts = {0, count - 3, *(s for s in seams if 0 < s < count - 3)}
+    return [slice(start, start + 3) for start in sorted(starts)]
+
+
+def assert_same_on_slices(function, x, *others):
+    """`others` are cut like x."""
+    y = function(x, *others)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    for at in places(len(x), x[0].numel()):
+        part = x.detach()[at].requires_grad_()
+        y_part = function(part, *(t[at] for t in others))
+        assert_same(y.detach()[at], y_part.detach(), f"output at {at}")
+        (dx_part,) = torch.autograd.grad(y_part, part, dy[at])
+        assert_same(dx[at], dx_part, f"gradient at {at}")
+
+
+@large(60)
+def test_large_relu(elements):
+    assert_same_on_slices(F.relu, random(elements // 2**20 + 3, 2**20))
+
+
+@large(80)
+@pytest.mark.parametrize("memory_format", [FIRST, LAST], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("name", POOLS)
+def test_large_max_pool2d(elements, name, memory_format):
+    count = elements // (64 * 33 * 31) + 3
+    assert_same_on_slices(POOLS[name], random(count, 64, 33, 31, memory_format=memory_format))
+
+
+@large(80)
+def test_large_cross_entropy(elements):
+    classes = 50257
+    rows = elements // classes + 3
+    loss = functools.partial(F.cross_entropy, reduction="none")
+    assert_same_on_slices(loss, random(rows, classes), labels(rows, classes))
+
+
+@large(80)
+def test_large_cross_entropy_with_its_gradient(elements):
+    classes = 128256
+    rows = elements // classes + 3
+    x, target = random(rows, classes), labels(rows, classes)
+
+    def total(x, target):
+        return F.cross_entropy(x, target, reduction="sum")
+
+    (dx,) = torch.autograd.grad(total(x, target), x)
+    for at in places(rows, classes):
+        part = x.detach()[at].requires_grad_()
+        (expected,) = torch.autograd.grad(total(part, target[at]), part)
+        assert_same(dx[at], expected, f"gradient at {at}")
+
+
+@large(120)
+@pytest.mark.parametrize("memory_format", [FIRST, LAST], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("name", NORMS)
+def test_large_batch_norm(elements, name, memory_format):
+    """Copies of one block: the statistics, and so the results, are the block's."""
+    block = random(3, 64, 33, 31, memory_format=memory_format)
+    copies = elements // block.numel() + 1
+    weight, bias = random(64, dtype=FP32), random(64, dtype=FP32)
+
+    def step(x, dy):
+        y = NORMS[name](x, weight, bias)
+        dy = torch.randn_like(y) if dy is None else dy
+        return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy)], dy
+
+    def copied(t):
+        whole = torch.empty(
+            copies * len(t), *t.shape[1:], dtype=t.dtype, device="cuda", memory_format=memory_format
+        )
+        for first in range(0, len(whole), len(t)):
+            whole[first : first + len(t)] = t
+        return whole
+
+    expected, dy = step(block, None)
+    results, _ = step(copied(block.detach()).requires_grad_(), copied(dy))
+    for result, one in zip(results[:2], expected[:2], strict=True):
+        tolerance = {"rtol": 2e-2, "atol": 2e-2 * one.abs().max().item()}
+        for at in places(len(result), block[0].numel()):
+            aligned = slice(at.start // 3 * 3, at.start // 3 * 3 + 3)
+            torch.testing.assert_close(result[aligned], one, **tolerance)
+    for result, one in zip(results[2:], expected[2:], strict=True):
+        torch.testing.assert_close(
+            result / copies, one, rtol=1e-2, atol=1e-2 * one.abs().max().item()
+        )
+
+
+@large(40)
+def test_large_linear(elements):
+    """Integers: exact in any order."""
+    features, rows = 512, elements // 512 + 3
+    integers = lambda *shape: torch.randint(-1, 2, shape, device="cuda", dtype=torch.int8)  # noqa: E731
+    x = integers(rows, features).to(BF16).requires_grad_()
+    weight = integers(40, features).to(BF16).requires_grad_()
+    y = F.linear(x, weight)
+    dy = integers(rows, 40).to(BF16)
+    dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    for at in places(rows, features):
+        assert_same(y.detach()[at], nn.functional.linear(x.detach()[at], weight.detach()))
+        assert_same(dx[at], dy[at] @ weight.detach())
+    expected = torch.zeros(40, features, dtype=torch.float64, device="cuda")
+    for i in range(0, rows, 2**20):
+        expected += (dy[i : i + 2**20].T.float() @ x.detach()[i : i + 2**20].float()).double()
+    assert_same(dw, expected.to(BF16))
+
+
+@large(100)
+@pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW])
+def test_large_step(elements, cls):
+    options = {"momentum": 0.9} if cls is optim.SGD else {}
+    parameter = torch.randn(elements + 5, device="cuda", requires_grad=True)
+    gradient = torch.randn(1_000_003, device="cuda")
+    parts = [
+        (at, parameter.detach()[at].clone().requires_grad_())
+        for at in (slice(start - 700, start + 700) for start in (2**31, 2**32))
+        if at.stop <= len(parameter)
+    ]
+    parts += [
+        (at, parameter.detach()[at].clone().requires_grad_())
+        for at in (slice(0, 1000), slice(elements - 1000, elements + 5))
+    ]
+    parameter.grad = torch.empty_like(parameter)
+    for i in range(0, len(parameter), len(gradient)):
+        piece = parameter.grad[i : i + len(gradient)]
+        piece.copy_(gradient[: len(piece)])
+    for at, part in parts:
+        part.grad = parameter.grad[at].clone()
+    for tensors in ([parameter], [part for _, part in parts]):
+        optimizer = cls(tensors, lr=0.1, **options)
+        optimizer.step()
+        optimizer.step()
+        del optimizer
+    for at, part in parts:
+        assert_same(parameter.detach()[at], part.detach(), f"{at}")
