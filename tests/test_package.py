@@ -109,7 +109,6 @@ def test_no_nvcc_is_a_cpu_only_build(tree):
     assert "FORCE_CUDA=1, but nvcc is" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_wheel(tree):
     """`pip wheel` of a CPU-only build, installed elsewhere: complete, and it runs an op.
