@@ -31,7 +31,8 @@ struct AttentionDkDvTile {
 };
 
 // The walk over `count` tiles: issue(i, stage) starts the copies of tile i, compute(i, stage) uses
-// them. With two stages the copies of tile i + 1 run during compute(i).
+// them. With two stages the copies of tile i + 1 run during compute(i), and the one barrier says
+// both that tile i is there and that nobody reads the other stage any more.
 template <int kStages, class Issue, class Compute>
 __device__ __forceinline__ void walk_tiles(int64_t count, Issue&& issue, Compute&& compute) {
   static_assert(kStages == 1 || kStages == 2, "one tile in use, at most one in flight");
@@ -39,17 +40,15 @@ __device__ __forceinline__ void walk_tiles(int64_t count, Issue&& issue, Compute
   cp_async_commit();
   for (int64_t i = 0; i < count; ++i) {
     const int stage = kStages == 2 ? static_cast<int>(i % 2) : 0;
+    cp_async_wait<0>();
+    __syncthreads();
     if constexpr (kStages == 2) {
       if (i + 1 < count) issue(i + 1, stage ^ 1);
       cp_async_commit();
-      cp_async_wait<1>();
-    } else {
-      cp_async_wait<0>();
     }
-    __syncthreads();
     compute(i, stage);
-    __syncthreads();
     if constexpr (kStages == 1) {
+      __syncthreads();
       if (i + 1 < count) issue(i + 1, 0);
       cp_async_commit();
     }
