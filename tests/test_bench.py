@@ -30,7 +30,7 @@ from warpwright.bench import (
     screen,
     steps,
 )
-from warpwright.bench.cases import FP32, ROWS, Case
+from warpwright.bench.cases import CASES, FP32, ROWS, Case
 from warpwright.bench.peers import PEERS, Missing, Peer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -496,6 +496,13 @@ def test_stale_ops(tmp_path):
     assert records.stale_ops(record, tmp_path) == {"batch_norm", "mnist_step"}
     (tmp_path / "csrc" / "device" / "new.cuh").write_text("// new\n")
     assert records.stale_ops(record, tmp_path) == {*ops}
+
+
+def test_every_op_of_the_suite_has_its_folders():
+    """An op that is made of others goes stale with them, and with no other."""
+    for op in {item.op for item in (*CASES, *optimizers.optimizer_cases("full"))}:
+        for folder in records.FOLDERS.get(op, (op,)):
+            assert (ROOT / "csrc" / "ops" / folder).is_dir(), op
 
 
 def test_csv(tmp_path):

@@ -30,20 +30,22 @@ ROW_FIELDS: tuple[str, ...] = tuple(_ROW["required"])
 ALL_ROW_FIELDS: tuple[str, ...] = tuple(_ROW["properties"])
 KEY = ("op", "case", "dtype", "layout", "pass")
 
-# Ops whose folder in csrc/ops/ has another name; steps run on all of them.
+# The folders of csrc/ops/ that an op runs on, where they are not one of its name; steps run on all.
 FOLDERS = {
-    "batch_norm": "batchnorm",
-    "batch_norm_relu": "batchnorm",
-    "batch_norm_add_relu": "batchnorm",
-    "linear_relu": "linear",
-    "linear_gelu": "linear",
-    "linear_silu": "linear",
-    "max_pool2d": "maxpool2d",
-    "relu_max_pool2d": "maxpool2d",
-    "scaled_dot_product_attention": "attention",
-    "sgd": "optim",
-    "adam": "optim",
-    "adamw": "optim",
+    "batch_norm": ("batchnorm",),
+    "batch_norm_relu": ("batchnorm",),
+    "batch_norm_add_relu": ("batchnorm",),
+    "batch_norm_relu_max_pool2d": ("batchnorm", "batchnorm_relu_maxpool2d", "maxpool2d"),
+    "linear_relu": ("linear",),
+    "linear_gelu": ("linear",),
+    "linear_silu": ("linear",),
+    "linear_cross_entropy": ("cross_entropy", "linear", "linear_cross_entropy"),
+    "max_pool2d": ("maxpool2d",),
+    "relu_max_pool2d": ("maxpool2d",),
+    "scaled_dot_product_attention": ("attention",),
+    "sgd": ("optim",),
+    "adam": ("optim",),
+    "adamw": ("optim",),
 }
 
 
@@ -134,11 +136,12 @@ def digest_of_sources(parts: Iterable[Path], root: Path) -> str:
 
 
 def op_hash(op: str, root: Path) -> str:
-    """Names the sources that the op's kernels are made of: its folder and the layers below."""
+    """Names the sources that the op's kernels are made of: its folders and the layers below."""
     csrc = root / "csrc"
-    folder = csrc / "ops" / FOLDERS.get(op, op)
-    parts = [csrc / layer for layer in ("device", "host", "tile", "torch")]
-    parts.append(folder if folder.is_dir() else csrc / "ops")
+    folders = [csrc / "ops" / folder for folder in FOLDERS.get(op, (op,))]
+    if not all(folder.is_dir() for folder in folders):
+        folders = [csrc / "ops"]  # a step of many ops
+    parts = [csrc / layer for layer in ("device", "host", "tile", "torch")] + folders
     return digest_of_sources(parts, root)
 
 
