@@ -331,12 +331,14 @@ def _attention(b: int, h: int, s: int, d: int, causal: bool, dtype: torch.dtype 
 
 def _all_cases() -> list[Case]:
     cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32)]
+    cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
     for shape in (
         (256, 64, 112, 112),
         (256, 256, 56, 56),
         (256, 512, 28, 28),
         (256, 2048, 7, 7),
         (1024, 32, 28, 28),
+        (64, 96, 55, 57),
     ):
         cases += [_batch_norm(shape, BF16, NHWC), _batch_norm(shape, FP32, NCHW)]
     for shape in ((256, 64, 112, 112), (256, 512, 28, 28), (256, 2048, 7, 7), (1024, 32, 28, 28)):
@@ -352,6 +354,8 @@ def _all_cases() -> list[Case]:
     ):
         for pool in (_max_pool2d, _relu_max_pool2d, _batch_norm_relu_max_pool2d):
             cases += [pool(shape, k, s, p, BF16, NHWC), pool(shape, k, s, p, FP32, NCHW)]
+    odd = ((64, 96, 55, 57), 3, 2, 1)
+    cases += [_max_pool2d(*odd, BF16, NHWC), _max_pool2d(*odd, FP32, NCHW)]
     cases += [
         _cross_entropy(8192, 128256, BF16),
         _cross_entropy(16384, 50257, BF16),
@@ -374,6 +378,18 @@ def _all_cases() -> list[Case]:
         _linear(512, 3136, 128, BF16),
         _linear(4096, 4096, 4096, FP32),
         _linear(512, 3136, 128, FP32),
+        _linear(4096, 4096, 4096, BF16),
+        _linear(8192, 8192, 8192, BF16),
+        _linear(8192, 4096, 14336, BF16),
+        _linear(8192, 14336, 4096, BF16),
+        _linear(1000, 1000, 1000, BF16),
+        _linear(8191, 4097, 1023, BF16),
+        _linear(16384, 768, 50257, BF16),
+        _linear(4096, 50257, 768, BF16),
+        *(_linear(m, 4096, 4096, BF16) for m in (1, 8, 32, 64, 96)),
+        _linear(64, 3136, 128, BF16),
+        _linear(128, 784, 1024, BF16),
+        _linear(64, 128, 10, BF16),
     ]
     for activation in ("relu", "gelu"):
         cases += [
