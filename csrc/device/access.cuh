@@ -33,16 +33,20 @@ __device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, con
       : "memory");
 }
 
-// To global memory, as one instruction for sure: beside an element-wise branch the compiler merges
-// the two and leaves only narrow stores.
+// To global memory, 16 bytes as one instruction for sure: beside an element-wise branch, or scalar
+// stores of a head and a tail, the compiler merges the two and leaves only narrow stores.
 template <int kSize, class T>
 __device__ __forceinline__ void store_vec_global(T* pointer, const Vec<T, kSize>& value) {
-  static_assert(sizeof(Vec<T, kSize>) == 16, "one 16-byte access");
-  const uint4 raw = *reinterpret_cast<const uint4*>(&value);
-  asm volatile(
-      "st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(__cvta_generic_to_global(pointer)),
-      "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
-      : "memory");
+  if constexpr (sizeof(value) < kVecBytes) {
+    store_vec(pointer, value);
+  } else {
+    static_assert(sizeof(value) == kVecBytes);
+    const uint4 raw = *reinterpret_cast<const uint4*>(&value);
+    asm volatile(
+        "st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(__cvta_generic_to_global(pointer)),
+        "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
+        : "memory");
+  }
 }
 
 // The same for two 32-bit elements at a multiple of 8 bytes.
