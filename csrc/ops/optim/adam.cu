@@ -1,20 +1,45 @@
 // Adam and AdamW: seven streams (eight with amsgrad's maximum twice), one square root and one
 // division an element. Bias corrections are taken in double: 1 - beta2^t in fp32 would lose five
 // digits in the first steps.
+#include "device/rcp.cuh"
 #include "ops/optim/optim_device.cuh"
 
 namespace warpwright {
 namespace {
 
-// base^n by squaring; n is a step count, exact in the type it came in.
-__device__ __forceinline__ double integer_power(double base, int64_t n) {
-  double result = 1.0;
+// a^n and b^n by squaring; n is a step count, exact in the type it came in.
+__device__ __forceinline__ void integer_powers(double& a, double& b, int64_t n) {
+  double a_squared = a, b_squared = b;
+  a = b = 1.0;
   for (; n > 0; n >>= 1) {
-    if (n & 1) result *= base;
-    base *= base;
+    if (n & 1) {
+      a *= a_squared;
+      b *= b_squared;
+    }
+    a_squared *= a_squared;
+    b_squared *= b_squared;
   }
-  return result;
 }
+
+// Root and quotient within 0.51 ulp for operands beyond 2^-100: the special function unit's guess
+// and one step of Newton's. The IEEE forms branch, which ends one element's chain before the next
+// begins.
+__device__ __forceinline__ float square_root(float x) {
+  const float inverse = rsqrtf(x);
+  const float root = x * inverse;
+  const float refined = fma(fma(-root, root, x), 0.5f * inverse, root);
+  return x == 0.0f || x == INFINITY ? x : refined;
+}
+__device__ __forceinline__ double square_root(double x) { return sqrt(x); }
+
+// For b below 2^126.
+__device__ __forceinline__ float quotient(float a, float b) {
+  const float inverse = rcp_approx(b);
+  const float guess = a * inverse;
+  const float refined = fma(fma(-b, guess, a), inverse, guess);
+  return refined == refined ? refined : guess;  // NaN: an operand or the guess is 0 or infinite
+}
+__device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 
 template <class T, class S, bool kAmsgrad>
 struct AdamRule {
@@ -39,35 +64,30 @@ struct AdamRule {
 
   template <class Entry>
   __device__ __forceinline__ static AdamRule make(const Entry& entry, const StepScalars& common,
-                                                  const Scalars& s, bool skip, bool& advance) {
+                                                  const Scalars& s, bool skip, Ticket& ticket) {
+    AdamRule rule;
     const double lr = read(common.lr), beta1 = read(s.beta1), beta2 = read(s.beta2);
-    double inv_correction1, inv_correction2_sqrt;
     if (s.counter == nullptr) {
-      inv_correction1 = entry.inv_correction[0];
-      inv_correction2_sqrt = entry.inv_correction[1];
+      rule.step_size = static_cast<Compute>(lr * entry.inv_correction[0]);
+      rule.inv_correction2_sqrt = static_cast<Compute>(entry.inv_correction[1]);
     } else {
-      __shared__ double shared_corrections[2];
-      __shared__ bool shared_last;
+      __shared__ Compute shared_scalars[2];
       if (threadIdx.x == 0) {
         const double taken = s.step_is_double ? *static_cast<const double*>(entry.step)
                                               : double{*static_cast<const float*>(entry.step)};
-        const int64_t t = llrint(taken) + 1;
-        shared_corrections[0] = 1.0 / (1.0 - integer_power(beta1, t));
-        shared_corrections[1] = 1.0 / sqrt(1.0 - integer_power(beta2, t));
-        shared_last = false;
-        if (!skip) {
-          __threadfence();  // the step is read before the ticket is drawn
-          shared_last = atomicInc(s.counter, gridDim.x - 1) == gridDim.x - 1;
-        }
+        double power1 = beta1, power2 = beta2;
+        integer_powers(power1, power2, llrint(taken) + 1);
+        shared_scalars[0] = static_cast<Compute>(lr * (1.0 / (1.0 - power1)));
+        shared_scalars[1] = static_cast<Compute>(1.0 / sqrt(1.0 - power2));
       }
       __syncthreads();
-      inv_correction1 = shared_corrections[0];
-      inv_correction2_sqrt = shared_corrections[1];
-      advance = shared_last;
+      rule.step_size = shared_scalars[0];
+      rule.inv_correction2_sqrt = shared_scalars[1];
+      // Thread 0 has used the count, so it has read it. A fence would wait for all its loads, and
+      // to look at the ticket here would keep the block waiting for another way to memory and back.
+      ticket.drawn = !skip;
+      if (!skip && threadIdx.x == 0) ticket.number = atomicInc(s.counter, gridDim.x - 1);
     }
-    AdamRule rule;
-    rule.step_size = static_cast<Compute>(lr * inv_correction1);
-    rule.inv_correction2_sqrt = static_cast<Compute>(inv_correction2_sqrt);
     rule.beta1 = static_cast<Compute>(beta1);
     rule.one_minus_beta1 = static_cast<Compute>(1.0 - beta1);
     rule.beta2 = static_cast<Compute>(beta2);
@@ -93,8 +113,8 @@ struct AdamRule {
     if constexpr (kAmsgrad) {
       v = state[2] = Max{}(v, state[2]);
     }
-    const Compute denominator = fma(sqrt(v), inv_correction2_sqrt, eps);
-    p = fma(-step_size, m / denominator, p);
+    const Compute denominator = fma(square_root(v), inv_correction2_sqrt, eps);
+    p = fma(-step_size, quotient(m, denominator), p);
   }
 
   // The launch's last block: every block has read its step and drawn its ticket.

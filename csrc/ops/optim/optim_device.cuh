@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "device/access.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
@@ -57,7 +58,7 @@ struct Pieces {
   }
   __device__ __forceinline__ void store(T* pointer) const {
 #pragma unroll
-    for (int k = 0; k < kSize / kPer; ++k) store_vec(pointer + k * kPer, piece[k]);
+    for (int k = 0; k < kSize / kPer; ++k) store_vec_global(pointer + k * kPer, piece[k]);
   }
 };
 
@@ -130,12 +131,18 @@ struct Operands {
   }
 };
 
-// The scalars of the step; for Adam with its steps on the device this is a barrier of the block,
-// and `advance` tells the launch's last block that every block has read its step.
+// Adam with its steps on the device: every block draws one when it has read its count; the last
+// says that all have.
+struct Ticket {
+  bool drawn = false;   // in every thread of the block
+  unsigned number = 0;  // thread 0's, on its way until the block has stored its results
+};
+
+// The scalars of the step; for Adam with its steps on the device this is a barrier of the block.
 template <class Rule, class Entry>
 __device__ __forceinline__ Step<Rule> prepare(const Entry& entry, const StepScalars& common,
                                               const typename Rule::Scalars& scalars,
-                                              bool& advance) {
+                                              Ticket& ticket) {
   using Compute = typename Rule::Compute;
   Step<Rule> step;
   step.skip = common.found_inf != nullptr && *common.found_inf != 0.0f;
@@ -144,7 +151,7 @@ __device__ __forceinline__ Step<Rule> prepare(const Entry& entry, const StepScal
   step.inv_scale = common.grad_scale == nullptr ? Compute(1) : Compute(1) / *common.grad_scale;
   step.factor = static_cast<Compute>(common.clip == nullptr ? 1.0 : common.clip[1]);
   if (common.maximize) step.factor = -step.factor;
-  step.rule = Rule::make(entry, common, scalars, step.skip, advance);
+  step.rule = Rule::make(entry, common, scalars, step.skip, ticket);
   return step;
 }
 
@@ -162,7 +169,7 @@ __global__ void __launch_bounds__(kOptimThreads)
   const int64_t chunk = blockIdx.x - table.first_chunk[which];
   const int64_t numel = entry.numel;
   const bool load_states = Rule::reads_states(scalars);
-  bool advance = false;
+  Ticket ticket;
 
   if (entry.head >= 0) {
     const int64_t head = entry.head;
@@ -174,7 +181,7 @@ __global__ void __launch_bounds__(kOptimThreads)
       const int64_t v = first + u * kOptimThreads;
       if (v < num_vectors) operands[u].load(entry, head + v * kSize, load_states);
     }
-    const Step<Rule> step = prepare<Rule>(entry, common, scalars, advance);
+    const Step<Rule> step = prepare<Rule>(entry, common, scalars, ticket);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t v = first + u * kOptimThreads;
@@ -194,7 +201,7 @@ __global__ void __launch_bounds__(kOptimThreads)
       }
     }
   } else {
-    const Step<Rule> step = prepare<Rule>(entry, common, scalars, advance);
+    const Step<Rule> step = prepare<Rule>(entry, common, scalars, ticket);
     const int64_t begin = chunk * (kOptimThreads * kUnroll * kSize) + threadIdx.x;
 #pragma unroll 1
     for (int round = 0; round < kSize; ++round) {
@@ -212,7 +219,12 @@ __global__ void __launch_bounds__(kOptimThreads)
       }
     }
   }
-  if (advance) Rule::advance_steps(table, scalars);
+  if (ticket.drawn) {
+    __shared__ bool shared_last;
+    if (threadIdx.x == 0) shared_last = ticket.number == gridDim.x - 1;
+    __syncthreads();
+    if (shared_last) Rule::advance_steps(table, scalars);
+  }
 }
 
 template <class Rule, class Table>

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "host/ceil_div.h"
+
 namespace warpwright {
 
 constexpr int kSmallTableBytes = 4096 - 512;  // less the scalars that travel beside it
@@ -28,19 +30,26 @@ struct ChunkTable {
 };
 
 // The entry that block `chunk` works for: the last one that begins at or before it. The table is
-// read through the constant cache, all threads of a block at the same place.
+// read through the constant cache, all threads of a block at the same place. A round reads seven
+// places at once: what a block waits for before its first load is rounds (three for 500 entries),
+// and on a cold cache each is a way to memory.
 template <class Table>
 __device__ __forceinline__ int find_entry(const Table& table, uint32_t chunk) {
-  int low = 0, high = table.count;  // first_chunk[low] <= chunk < first_chunk[high]
+  constexpr uint32_t kWays = 8;
+  const uint32_t count = table.count;
+  uint32_t low = 0, high = count;  // first_chunk[low] <= chunk < first_chunk[high]
   while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (table.first_chunk[middle] <= chunk) {
-      low = middle;
-    } else {
-      high = middle;
+    const uint32_t stride = ceil_div(high - low, kWays);
+    uint32_t next = low;
+#pragma unroll
+    for (uint32_t k = 1; k < kWays; ++k) {
+      const uint32_t place = min(low + k * stride, count);
+      if (table.first_chunk[place] <= chunk) next = place;
     }
+    low = next;
+    high = min(high, low + stride);
   }
-  return low;
+  return static_cast<int>(low);
 }
 
 // Fills tables from `count` tensors and calls launch(table) for each full one and the last.

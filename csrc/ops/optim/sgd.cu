@@ -27,7 +27,7 @@ struct SgdRule {
 
   template <class Entry>
   __device__ __forceinline__ static SgdRule make(const Entry&, const StepScalars& common,
-                                                 const Scalars& s, bool, bool&) {
+                                                 const Scalars& s, bool, Ticket&) {
     return {static_cast<Compute>(read(common.lr)),
             static_cast<Compute>(common.weight_decay),
             static_cast<Compute>(s.momentum),
