@@ -29,10 +29,11 @@ __global__ void __launch_bounds__(kCountThreads)
 
 // See cross_entropy_gradient_rows().
 template <class T, TargetKind kKind, int kVec>
-__global__ void __launch_bounds__(kCrossEntropyTeam, kCrossEntropyTeams<T>)
+__global__ void __launch_bounds__(cross_entropy_team(sizeof(T), kKind), 1)
     cross_entropy_gradient_kernel(const CrossEntropyGradientParams p,
-                                  const Smoothing<Accum<T>> smoothing, int lanes) {
-  cross_entropy_gradient_rows<T, kKind, kVec>(p, smoothing, lanes, OneBlock());
+                                  const Smoothing<Accum<T>> smoothing, int lanes, int slots,
+                                  int slot_vectors) {
+  cross_entropy_gradient_rows<T, kKind, kVec>(p, smoothing, lanes, slots, slot_vectors, OneBlock());
 }
 
 // Layout: `numel` neighbours. Grid: as many threads as are resident, in steps of kVec elements.
@@ -92,16 +93,18 @@ void launch_cross_entropy_gradient(CrossEntropyGradientParams p,
     });
     p.counted = true;
   }
+  int64_t groups = config.blocks;
   if (config.cluster > 1) {
-    launch_cross_entropy_gradient_cluster(p, config, stream);
+    groups = launch_cross_entropy_gradient_cluster(p, config, stream);
   } else {
     for_gradient(p, config, [&]<class T, TargetKind kKind, int kVec>() {
       launch(cross_entropy_gradient_kernel<T, kKind, kVec>,
              dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-             config.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), config.lanes);
+             config.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), config.lanes,
+             config.slots, config.slot_accesses);
     });
   }
-  if (config.partials != 0) launch_cross_entropy_reduce(p, config.partials, stream);
+  if (p.reduction != Reduction::kNone && groups > 1) launch_cross_entropy_reduce(p, groups, stream);
 }
 
 void launch_cross_entropy_scale(void* gradient, int64_t numel, DType dtype, const void* factor,
