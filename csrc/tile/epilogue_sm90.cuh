@@ -3,11 +3,13 @@
 // (rows that are not multiples of 16 bytes), element stores from the same buffer. fp32 D and
 // split-K parts leave the registers directly: four neighbours fill a 32-byte sector. D may add to
 // what is there.
+// Bound: with ping-pong the time of the other warpgroup's mainloop, 8000 cycles at k = 1024.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "device/access.cuh"
 #include "device/activation.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
@@ -15,18 +17,14 @@
 
 namespace warpwright {
 
-// A matrix (m, n), row-major.
-struct DestinationSm90 {
-  CUtensorMap map;  // if 16-bit, boxes of 64 x 64; valid if OutputSm90::use_tma
-  void* pointer;
-};
-
 struct OutputSm90 {
-  DestinationSm90 d;              // or its parts (splits, m, n)
-  DestinationSm90 preactivation;  // D before the activation; null pointer: not wanted
-  bool use_tma;
-  bool pairs;        // two neighbours, from an even column on, are one aligned access
-  const void* bias;  // (n) of D's type or null
+  CUtensorMap map;      // of d: boxes of 64 x 64; valid if use_tma
+  void* d;              // (m, n), row-major, or its parts (splits, m, n)
+  void* preactivation;  // like d: D before the activation; null: not wanted
+  bool use_tma;         // rows of d and preactivation start at multiples of 16 bytes
+  bool pairs;           // two neighbours, from an even column on, are one aligned access
+  const void* bias;     // (n) of D's type or null
+  bool bias_pairs;      // `pairs`, of the bias
   Activation activation;
   int64_t pitch;  // elements from a row to the next
   int m;
@@ -44,26 +42,73 @@ struct EpilogueSm90 {
   int barrier;          // a named barrier of the warpgroup's own
   uint32_t offset = 0;  // of the buffer whose turn it is
 
+  // Of a thread's columns of a tile: two neighbours of each block of 8.
+  template <int kRegs>
+  struct Bias {
+    // A word that is not taken apart before it is used: a load nobody waits for.
+    using Pair = std::conditional_t<sizeof(T) == 2, uint32_t, uint2>;
+    Pair pairs[kRegs / 4] = {};
+  };
+
+  // Before the mainloop, which hides the reads.
+  template <int kRegs>
+  __device__ __forceinline__ static Bias<kRegs> load_bias(const OutputSm90& output, int first_col) {
+    using Pair = typename Bias<kRegs>::Pair;
+    Bias<kRegs> bias;
+    if (output.bias == nullptr) return bias;
+    const int col = first_col + thread_col();
+    const T* source = static_cast<const T*>(output.bias) + col;
+    if (output.bias_pairs) {
+#pragma unroll
+      for (int i = 0; i < kRegs / 4; ++i) {
+        if (col + i * 8 < output.n) bias.pairs[i] = *reinterpret_cast<const Pair*>(source + i * 8);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRegs / 4; ++i) {
+        Vec<T, 2> pair = {convert<T>(0.0f), convert<T>(0.0f)};
+        if (col + i * 8 < output.n) pair[0] = source[i * 8];
+        if (col + i * 8 + 1 < output.n) pair[1] = source[i * 8 + 1];
+        bias.pairs[i] = reinterpret_cast<const Pair&>(pair);
+      }
+    }
+    return bias;
+  }
+
   // A warpgroup calls it for its 64 rows of kRegs * 2 columns.
   template <int kRegs>
-  __device__ __forceinline__ void store(float (&d)[kRegs], const OutputSm90& output, int64_t split,
-                                        int first_row, int first_col) {
+  __device__ __forceinline__ void store(float (&d)[kRegs], const Bias<kRegs>& bias,
+                                        const OutputSm90& output, int64_t split, int first_row,
+                                        int first_col) {
     if constexpr (sizeof(T) == 4) {
-      return store_fp32(d, output, split, first_row, first_col);
+      return store_fp32(d, bias, output, split, first_row, first_col);
     } else {
-      if (output.fp32) return store_fp32(d, output, split, first_row, first_col);
+      if (output.fp32) return store_fp32(d, bias, output, split, first_row, first_col);
       if (output.accumulate) add_old<T>(d, output, 0, first_row, first_col);
 #pragma unroll
       for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
         const int col = first_col + chunk * 64;
         if (col >= output.n) break;
         float* values = &d[chunk * 32];
-        add_bias<8>(values, output, col);
-        if (output.preactivation.pointer != nullptr) {
-          store_chunk(values, output, output.preactivation, first_row, col);
+        add_bias<8>(values, &bias.pairs[chunk * 8], output);
+        acquire_buffer(output);
+        if (output.preactivation != nullptr) {
+          // Past TMA, whose queue is full of loads: the buffer is free again at once.
+          write_buffer(values);
+          if (output.use_tma) {
+            copy_rows_wide(output, output.preactivation, first_row, col);
+          } else {
+            copy_rows(output, output.preactivation, first_row, col);
+          }
         }
         activate<false, 32>(output.activation, values);
-        store_chunk(values, output, output.d, first_row, col);
+        write_buffer(values);
+        if (output.use_tma) {
+          send_buffer(output, first_row, col);
+        } else {
+          copy_rows(output, output.d, first_row, col);
+        }
+        offset ^= kBufferBytes;
       }
     }
   }
@@ -75,86 +120,113 @@ struct EpilogueSm90 {
 
  private:
   // A thread's values: two neighbouring columns of each kBlocks blocks of 8, of two rows.
-  template <int kBlocks>
-  __device__ __forceinline__ static void add_bias(float* values, const OutputSm90& output,
-                                                  int first_col) {
+  template <int kBlocks, class Pair>
+  __device__ __forceinline__ static void add_bias(float* values, const Pair* bias,
+                                                  const OutputSm90& output) {
     if (output.bias == nullptr) return;
-    const T* bias = static_cast<const T*>(output.bias);
 #pragma unroll
-    for (int i = 0; i < kBlocks * 2; ++i) {
-      const int col = first_col + i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2;
-      const float b = col < output.n ? convert<float>(bias[col]) : 0.0f;
-      values[i / 2 * 4 + i % 2] += b;
-      values[i / 2 * 4 + i % 2 + 2] += b;
+    for (int i = 0; i < kBlocks; ++i) {
+      const auto pair = reinterpret_cast<const Vec<T, 2>&>(bias[i]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) values[i * 4 + e] += convert<float>(pair[e % 2]);
     }
   }
 
-  __device__ __forceinline__ void store_chunk(const float* d, const OutputSm90& output,
-                                              const DestinationSm90& to, int first_row,
-                                              int first_col) {
-    const int thread = static_cast<int>(threadIdx.x) % 128;
-    const int lane = thread % 32;
-    // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
-    // 8-15 of the left 8 columns, then of the right.
-    const int row = thread / 32 * 16 + lane % 16;
-    const uint32_t buffer = buffers + offset;
-    const uint32_t row_address = buffer + row * 128;
-    offset ^= kBufferBytes;
-
-    // The store of two chunks ago has read this buffer.
-    if (output.use_tma && thread == 0) tma_store_wait_read<1>();
+  // After it the buffer may be written: the TMA store of two chunks ago has read it. Without TMA a
+  // warp has its 16 rows of the buffer to itself.
+  __device__ __forceinline__ void acquire_buffer(const OutputSm90& output) const {
+    if (!output.use_tma) return;
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<1>();
     named_barrier_sync(barrier, 128);
+  }
+
+  // Of 16 bytes, with the 128-byte swizzle: an exclusive or of their number and the row's.
+  __device__ __forceinline__ uint32_t buffer_address(int row, int chunk) const {
+    return buffers + offset + row * 128 + ((chunk ^ row % 8) << 4);
+  }
+
+  // A warp's 16 rows of 64 columns.
+  __device__ __forceinline__ void write_buffer(const float* d) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
+    // 8-15 of the left 8 columns, then of the right; 32 bytes on the next four.
+    const int row = warp_row() + lane % 16;
+    const uint32_t address = buffer_address(row, lane / 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float* v = d + j * 8;
       const uint32_t packed[4] = {pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]),
                                   pack(v[6], v[7])};
-      stmatrix_x4(row_address + (((j * 2 + lane / 16) ^ (row % 8)) << 4), packed);
-    }
-    if (output.use_tma) {
-      fence_proxy_async();
-      named_barrier_sync(barrier, 128);
-      if (thread == 0) {
-        tma_store_2d(&to.map, first_col, first_row, buffer);
-        tma_store_commit();
-      }
-    } else {
-      __syncwarp();
-      copy_rows(output, to, first_row + thread / 32 * 16, first_col, buffer, thread / 32 * 16);
-      __syncwarp();
+      stmatrix_x4(address ^ (j * 32), packed);
     }
   }
 
-  // A warp's 16 rows of the buffer, element by element: 64 bytes of a row at a time.
-  __device__ __forceinline__ static void copy_rows(const OutputSm90& output,
-                                                   const DestinationSm90& to, int first_row,
-                                                   int first_col, uint32_t buffer, int buffer_row) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    uint16_t* target =
-        static_cast<uint16_t*>(to.pointer) + first_row * output.pitch + first_col + lane;
+  __device__ __forceinline__ void send_buffer(const OutputSm90& output, int first_row,
+                                              int first_col) const {
+    fence_proxy_async();
+    named_barrier_sync(barrier, 128);
+    if (threadIdx.x % 128 == 0) {
+      tma_store_2d(&output.map, first_col, first_row, buffers + offset);
+      tma_store_commit();
+    }
+  }
+
+  // A warp's 16 rows of the buffer, 16 bytes a lane: four whole rows of 128 bytes at a time.
+  __device__ __forceinline__ void copy_rows_wide(const OutputSm90& output, void* to, int first_row,
+                                                 int first_col) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int row = warp_row() + lane / 8;
+    const int col = first_col + lane % 8 * 8;
+    const int rows = output.m - first_row - row;
+    T* target = static_cast<T*>(to) + int64_t{first_row + row} * output.pitch + col;
+    __syncwarp();
+    const uint32_t address = buffer_address(row, lane % 8);
+    Vec<uint32_t, 4> values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 v = load_shared_u128((address ^ (i % 2 * 64)) + i * 512);
+      values[i] = {v.x, v.y, v.z, v.w};
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i * 4 < rows && col < output.n) {
+        store_vec_global(reinterpret_cast<uint32_t*>(target + i * 4 * output.pitch), values[i]);
+      }
+    }
+    __syncwarp();
+  }
+
+  // The same element by element: 64 bytes of a row at a time.
+  __device__ __forceinline__ void copy_rows(const OutputSm90& output, void* to, int first_row,
+                                            int first_col) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    first_row += warp_row();
+    uint16_t* target = static_cast<uint16_t*>(to) + first_row * output.pitch + first_col + lane;
     const int rows = min(16, output.m - first_row);
     const int cols = output.n - first_col - lane;
+    __syncwarp();
 #pragma unroll 4
     for (int r = 0; r < rows; ++r) {
-      const int row = buffer_row + r;
+      const int row = warp_row() + r;
 #pragma unroll
       for (int half_row = 0; half_row < 2; ++half_row) {
         const int byte = half_row * 64 + lane * 2;
-        const uint16_t value =
-            load_shared_u16(buffer + row * 128 + (((byte / 16) ^ (row % 8)) << 4) + byte % 16);
+        const uint16_t value = load_shared_u16(buffer_address(row, byte / 16) + byte % 16);
         if (half_row * 32 < cols) target[half_row * 32] = value;
       }
       target += output.pitch;
     }
+    __syncwarp();
   }
 
   template <int kRegs>
-  __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const OutputSm90& output,
-                                                    int64_t split, int first_row, int first_col) {
+  __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const Bias<kRegs>& bias,
+                                                    const OutputSm90& output, int64_t split,
+                                                    int first_row, int first_col) {
     if (output.accumulate) add_old<float>(d, output, split, first_row, first_col);
     if constexpr (sizeof(T) == 4) {  // else these are parts or sums
-      add_bias<kRegs / 4>(d, output, first_col);
-      if (output.preactivation.pointer != nullptr) {
+      add_bias<kRegs / 4>(d, bias.pairs, output);
+      if (output.preactivation != nullptr) {
         write_fp32(d, output, output.preactivation, 0, first_row, first_col);
       }
       activate<false, kRegs>(output.activation, d);
@@ -164,12 +236,11 @@ struct EpilogueSm90 {
 
   template <int kRegs>
   __device__ __forceinline__ static void write_fp32(const float (&d)[kRegs],
-                                                    const OutputSm90& output,
-                                                    const DestinationSm90& to, int64_t split,
-                                                    int first_row, int first_col) {
+                                                    const OutputSm90& output, void* to,
+                                                    int64_t split, int first_row, int first_col) {
     const int row = first_row + thread_row();
     const int col = first_col + thread_col();
-    float* target = static_cast<float*>(to.pointer) + (split * output.m + row) * output.pitch + col;
+    float* target = static_cast<float*>(to) + (split * output.m + row) * output.pitch + col;
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
       const int c = col + i * 8;
@@ -189,42 +260,53 @@ struct EpilogueSm90 {
     }
   }
 
-  // D's elements E. All reads before the stores: none waits for another.
+  // D's elements E. Reads come in batches, as many as the registers hold, and none of a batch waits
+  // for another: one after the other they would take longer than the mainloop.
   template <class E, int kRegs>
   __device__ __forceinline__ static void add_old(float (&d)[kRegs], const OutputSm90& output,
                                                  int64_t split, int first_row, int first_col) {
     const int row = first_row + thread_row();
     const int col = first_col + thread_col();
     const E* source =
-        static_cast<const E*>(output.d.pointer) + (split * output.m + row) * output.pitch + col;
+        static_cast<const E*>(output.d) + (split * output.m + row) * output.pitch + col;
+    constexpr int kPairs = kRegs / 2;  // of the rows `row` and row + 8 in turn, then 8 columns on
+    auto add = [&]<int kBatch>(auto load) {
 #pragma unroll
-    for (int i = 0; i < kRegs / 4; ++i) {
+      for (int first = 0; first < kPairs; first += kBatch) {
+        Vec<E, 2> old[kBatch];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int c = col + i * 8;
-        const bool inside = row + h * 8 < output.m;
-        const E* pointer = source + h * 8 * output.pitch + i * 8;
-        Vec<E, 2> old = {convert<E>(0.0f), convert<E>(0.0f)};
-        if (output.pairs) {
-          if (inside && c < output.n) old = load_vec<2>(pointer);
-        } else {
-          if (inside && c < output.n) old[0] = pointer[0];
-          if (inside && c + 1 < output.n) old[1] = pointer[1];
+        for (int i = 0; i < kBatch; ++i) {
+          const int h = (first + i) % 2, block = (first + i) / 2;
+          old[i] = load(source + h * 8 * output.pitch + block * 8, row + h * 8, col + block * 8);
         }
-        d[i * 4 + h * 2] += convert<float>(old[0]);
-        d[i * 4 + h * 2 + 1] += convert<float>(old[1]);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          d[(first + i) * 2] += convert<float>(old[i][0]);
+          d[(first + i) * 2 + 1] += convert<float>(old[i][1]);
+        }
       }
+    };
+    if (output.pairs && first_row + 64 <= output.m && first_col + kRegs * 2 <= output.n) {
+      add.template operator()<16>([](const E* pointer, int, int) { return load_vec<2>(pointer); });
+    } else {
+      add.template operator()<4>([&](const E* pointer, int r, int c) {
+        const E zero = convert<E>(0.0f);
+        return Vec<E, 2>{r < output.m && c < output.n ? pointer[0] : zero,
+                         r < output.m && c + 1 < output.n ? pointer[1] : zero};
+      });
     }
   }
 
   // Where the fragment of wgmma has a thread's first element among the warpgroup's 64 rows; its
   // second is the neighbour, the next two lie 8 rows below, and then 8 columns to the right.
+  __device__ __forceinline__ static int warp_row() {
+    return static_cast<int>(threadIdx.x % 128 / 32 * 16);
+  }
   __device__ __forceinline__ static int thread_row() {
-    const int thread = static_cast<int>(threadIdx.x) % 128;
-    return thread / 32 * 16 + thread % 32 / 4;
+    return warp_row() + static_cast<int>(threadIdx.x % 32 / 4);
   }
   __device__ __forceinline__ static int thread_col() {
-    return static_cast<int>(threadIdx.x) % 4 * 2;
+    return static_cast<int>(threadIdx.x % 4 * 2);
   }
 
   // v0 in the low half, at the lower address.

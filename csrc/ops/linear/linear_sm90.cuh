@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (threadIdx.x == 0) {
       prefetch_tensor_map(&p.a);
       prefetch_tensor_map(&p.b);
-      if (p.output.use_tma) prefetch_tensor_map(&p.output.d.map);
+      if (p.output.use_tma) prefetch_tensor_map(&p.output.map);
       loop.init();
     }
     if constexpr (Tile::kCluster > 1) {
@@ -92,6 +92,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           cursor.skip(k_tiles);
           continue;
         }
+        const auto bias = Store::template load_bias<Tile::kRegs>(p.output, first_n(tile));
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         loop.consume(d, k_tiles, first_row, cursor);
         if (Tile::kPingPong && p.num_blocks - block > stride) {
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         }
 #pragma unroll
         for (int i = 0; i < Tile::kBlocks; ++i) {
-          store.store(d[i], p.output, tile.split, first_m(tile) + first_row + i * 64,
+          store.store(d[i], bias, p.output, tile.split, first_m(tile) + first_row + i * 64,
                       first_n(tile));
         }
       }
@@ -151,21 +152,21 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   const bool split = splits > 1;
   output.fp32 = kTf32 || split || p.accum_d;
   output.accumulate = !split && p.accumulate;
-  output.d.pointer = split ? p.workspace : p.d;
-  output.preactivation.pointer = split ? nullptr : p.preactivation;
+  output.d = split ? p.workspace : p.d;
+  output.preactivation = split ? nullptr : p.preactivation;
   output.bias = split ? nullptr : p.bias;
+  output.bias_pairs =
+      p.n % 2 == 0 && reinterpret_cast<uintptr_t>(output.bias) % (2 * sizeof(T)) == 0;
   output.activation = split ? Activation::kNone : p.activation;
   output.m = static_cast<int>(p.m);
   output.n = static_cast<int>(p.n);
   output.pitch = split ? p.n : d_pitch(p);
-  const auto address = reinterpret_cast<uintptr_t>(output.d.pointer) |
-                       reinterpret_cast<uintptr_t>(output.preactivation.pointer);
+  const auto address =
+      reinterpret_cast<uintptr_t>(output.d) | reinterpret_cast<uintptr_t>(output.preactivation);
   output.pairs = (p.n | output.pitch) % 2 == 0 && address % (output.fp32 ? 8 : 4) == 0;
   output.use_tma = !output.fp32 && output.pitch * sizeof(T) % 16 == 0 && address % 16 == 0;
-  for (DestinationSm90* to : {&output.d, &output.preactivation}) {
-    if (output.use_tma && to->pointer != nullptr) {
-      to->map = make_tensor_map({p.dtype, false, to->pointer, p.n, p.m, output.pitch, 64, 64});
-    }
+  if (output.use_tma) {
+    output.map = make_tensor_map({p.dtype, false, output.d, p.n, p.m, output.pitch, 64, 64});
   }
 
   const int64_t clusters = std::min<int64_t>(params.grid.num_blocks(), num_sms / Tile::kCluster);
