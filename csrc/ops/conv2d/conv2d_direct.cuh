@@ -109,6 +109,59 @@ __device__ __forceinline__ void load_run(const T* from, const T* safe, int valid
   }
 }
 
+// copy_row_of_pairs() with lanes along what is dense in memory. A whole batch is loaded before its
+// first value is stored: a loop that the compiler unrolls ends in single rounds, each a way to
+// memory.
+template <bool kChannelsLast, class T, class Place>
+__device__ __forceinline__ void copy_dense_pairs(const T* source, bool row_exists, int q0, int cols,
+                                                 int channels, int pairs, const DirectShape& g,
+                                                 Place&& place) {
+  constexpr int kBatch = 8;
+  const int inners = kChannelsLast ? pairs : cols, outers = kChannelsLast ? cols : pairs;
+  const int64_t inner_pitch = kChannelsLast ? 2 : g.y_col;
+  const int64_t outer_pitch = kChannelsLast ? g.y_col : 2 * g.y_chan;
+  const int limit = row_exists ? min(channels, 2 * pairs) : 0;
+  const int log_width = min(5, 32 - __clz(inners - 1));  // lanes along `inners`
+  const int lane = threadIdx.x % 32, step = 32 >> log_width;
+  for (int inner = lane & ((1 << log_width) - 1); inner < inners; inner += 1 << log_width) {
+    T* const pixel = place(kChannelsLast ? 0 : inner);
+    for (int first = lane >> log_width; first < outers; first += step * kBatch) {
+      const T* from = source + inner * inner_pitch + first * outer_pitch;
+      Vec<T, 2> loaded[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int outer = first + i * step;
+        const int k = 2 * (kChannelsLast ? inner : outer);
+        const bool exists = kChannelsLast ? outer < outers && is_inside(q0 + outer, g.q)
+                                          : is_inside(q0 + inner, g.q);
+        loaded[i][0] = exists && k < limit ? from[0] : convert<T>(0.f);
+        loaded[i][1] = exists && k + 1 < limit ? from[g.y_chan] : convert<T>(0.f);
+        from += step * outer_pitch;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int outer = first + i * step;
+        if (outer >= outers) continue;
+        store_vec(kChannelsLast ? place(outer) + 2 * inner : pixel + 2 * outer, loaded[i]);
+      }
+    }
+  }
+}
+
+// A warp copies a row of grad_output to shared memory where vectors of channels cannot be copied:
+// columns q0 .. + cols - 1 of `pairs` pairs of channels from `source`, of which `channels` exist;
+// zeros outside of the image. place(column) is where a pixel's channels begin.
+template <class T, class Place>
+__device__ __forceinline__ void copy_row_of_pairs(const T* source, bool row_exists, int q0,
+                                                  int cols, int channels, int pairs,
+                                                  const DirectShape& g, Place&& place) {
+  if (g.channels_last) {
+    copy_dense_pairs<true>(source, row_exists, q0, cols, channels, pairs, g, place);
+  } else {
+    copy_dense_pairs<false>(source, row_exists, q0, cols, channels, pairs, g, place);
+  }
+}
+
 // As load_run, with aligned vectors where `vec` says so.
 template <int kCount, class T, class A>
 __device__ __forceinline__ void store_run(T* to, int valid, bool vec, const A (&from)[kCount]) {
@@ -120,11 +173,7 @@ __device__ __forceinline__ void store_run(T* to, int valid, bool vec, const A (&
       Vec<T, kVec> packed;
 #pragma unroll
       for (int j = 0; j < kVec; ++j) packed[j] = convert<T>(from[i + j]);
-      if constexpr (sizeof(packed) == 16) {
-        store_vec_global(to + i, packed);
-      } else {
-        store_vec(to + i, packed);
-      }
+      store_vec_global(to + i, packed);
     }
   } else {
 #pragma unroll

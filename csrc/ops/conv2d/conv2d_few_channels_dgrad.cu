@@ -17,9 +17,9 @@ struct DgradPlan {
   int tiles;
   FastDivmod tiles_w, tiles_h;  // tile -> (image, row, column)
   FastDivmod of_tile_w, of_step_w, of_channels, of_blk_w;
-  FastDivmod copies;  // of a row of grad_output: by pixel (NHWC) or channel (NCHW)
+  FastDivmod copies;  // of a pixel of grad_output, in vectors
 
-  explicit DgradPlan(const FewChannelsDgradConfig& c, const Conv2dShape& s, int channels_a_copy)
+  DgradPlan(const FewChannelsDgradConfig& c, const Conv2dShape& s)
       : blk_h(c.blk_h),
         blk_w(c.blk_w),
         columns(c.columns),
@@ -43,7 +43,7 @@ struct DgradPlan {
         of_step_w(c.step_w),
         of_channels(s.c),
         of_blk_w(c.blk_w),
-        copies(s.channels_last ? c.k_pad / channels_a_copy : c.cols) {}
+        copies(c.k_pad / (16 / dtype_size(s.dtype))) {}
 
   // Pixels a whole step apart are neighbours in shared memory: the blocks of one ldmatrix then lie
   // in eight different bank groups.
@@ -98,31 +98,26 @@ __device__ void fill_weights(T* shared, int pitch, const T* w, const DirectShape
 template <class T, bool kIsVec>
 __device__ __forceinline__ void copy_tile(T* shared, int pitch, const T* dy, const T* image, int p0,
                                           int q0, const DirectShape& g, const DgradPlan& plan) {
+  constexpr int kVec = kVecSize<T>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  constexpr int kCopy = kIsVec ? kVecSize<T> : 2;  // channels a copy
-  const int copies = plan.cols * (plan.k_pad / kCopy);
   for (int row = warp; row < plan.rows; row += warps) {
     const bool row_exists = is_inside(p0 + row, g.p);
     const T* source = image + (p0 + row) * g.y_row + q0 * g.y_col;
-    T* target = shared + row * plan.row_slots * pitch;
+    auto place = [&, first = shared + row * plan.row_slots * pitch](int col) {
+      return first + plan.slot(col) * pitch;
+    };
+    if constexpr (kIsVec) {
 #pragma unroll 4
-    for (int e = lane; e < copies; e += 32) {
-      int outer, inner;
-      plan.copies.divmod(e, outer, inner);
-      const int col = g.channels_last ? outer : inner;
-      const int k = (g.channels_last ? inner : outer) * kCopy;
-      const bool exists = row_exists && is_inside(q0 + col, g.q);
-      const T* from = source + col * g.y_col + k * g.y_chan;
-      T* to = target + plan.slot(col) * pitch + k;
-      if constexpr (kIsVec) {
-        const bool valid = exists && k < g.k;
-        cp_async<16>(smem_address(to), valid ? from : dy, valid ? 16 : 0);
-      } else {
-        Vec<T, 2> pair;
-        pair[0] = exists && k < g.k ? from[0] : convert<T>(0.f);
-        pair[1] = exists && k + 1 < g.k ? from[g.y_chan] : convert<T>(0.f);
-        store_vec(to, pair);
+      for (int e = lane; e < plan.cols * (plan.k_pad / kVec); e += 32) {
+        int col, k;
+        plan.copies.divmod(e, col, k);
+        k *= kVec;
+        const bool exists = row_exists && is_inside(q0 + col, g.q) && k < g.k;
+        cp_async<16>(smem_address(place(col) + k), exists ? source + col * g.y_col + k : dy,
+                     exists ? 16 : 0);
       }
+    } else {
+      copy_row_of_pairs(source, row_exists, q0, plan.cols, g.k, plan.k_pad / 2, g, place);
     }
   }
 }
@@ -308,8 +303,11 @@ template <class T>
 void launch_dgrad(const Conv2dBackwardParams& p, const FewChannelsDgradConfig& config,
                   cudaStream_t stream) {
   const DeviceInfo& device = current_device_info();
-  const DgradPlan plan(config, p.shape, config.wide ? kVecSize<T> : 2);
-  const int warps = std::clamp(ceil_div(config.tile_blocks(), 32), 4, kMaxThreads / 32);
+  const DgradPlan plan(config, p.shape);
+  // Element copies need every warp for their loads, though some then have no rows of D.
+  const int warps = config.wide
+                        ? std::clamp(ceil_div(config.tile_blocks(), 32), 4, kMaxThreads / 32)
+                        : kMaxThreads / 32;
   const int ctas = static_cast<int>(
       std::clamp<int64_t>(device.smem_per_block / (config.smem_bytes + 1024), 1, 4));
   const dim3 grid(static_cast<unsigned>(std::min(plan.tiles, device.num_sms * ctas)));

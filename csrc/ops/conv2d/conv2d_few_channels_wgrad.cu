@@ -17,10 +17,9 @@ struct TapsPlan {
   int tile_p, tile_runs, x_rows, x_cols;
   int tiles, pitch_k;
   FastDivmod tiles_q, tiles_p;  // tile -> (image, row, column)
-  FastDivmod copies;            // of a row of grad_output: by pixel (NHWC) or channel (NCHW)
   FastDivmod of_x_cols;
 
-  TapsPlan(const FewChannelsWgradConfig& c, const Conv2dShape& s, int channels_a_copy)
+  TapsPlan(const FewChannelsWgradConfig& c, const Conv2dShape& s)
       : chunks(c.chunks),
         parts(c.parts),
         n_blocks(c.n_blocks),
@@ -33,7 +32,6 @@ struct TapsPlan {
         pitch_k(c.pitch_k()),
         tiles_q(c.tiles_q),
         tiles_p(c.tiles_p),
-        copies(s.channels_last ? c.chunk_k() / channels_a_copy : c.tile_runs * 16),
         of_x_cols(c.x_cols) {}
 };
 
@@ -43,31 +41,24 @@ template <class T, int kChunk, bool kIsVec>
 __device__ __forceinline__ void copy_grad_output(T* shared, const T* dy, const T* image, int p0,
                                                  int q0, int first_k, const DirectShape& g,
                                                  const TapsPlan& plan) {
-  constexpr int kCopy = kIsVec ? kVecSize<T> : 2;  // channels a copy
+  constexpr int kVec = kVecSize<T>, kPitch = kChunk + 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int cols = plan.tile_runs * 16;
   for (int row = warp; row < plan.tile_p; row += kWarps) {
     const bool row_exists = p0 + row < g.p;
     const T* source = image + (p0 + row) * g.y_row + q0 * g.y_col + first_k * g.y_chan;
-    T* target = shared + row * cols * (kChunk + 8);
+    T* target = shared + row * cols * kPitch;
+    if constexpr (kIsVec) {
 #pragma unroll 4
-    for (int e = lane; e < cols * (kChunk / kCopy); e += 32) {
-      int outer, inner;
-      plan.copies.divmod(e, outer, inner);
-      const int col = g.channels_last ? outer : inner;
-      const int k = (g.channels_last ? inner : outer) * kCopy;
-      const bool exists = row_exists && q0 + col < g.q;
-      const T* from = source + col * g.y_col + k * g.y_chan;
-      T* to = target + col * (kChunk + 8) + k;
-      if constexpr (kIsVec) {
-        const bool valid = exists && first_k + k < g.k;
-        cp_async<16>(smem_address(to), valid ? from : dy, valid ? 16 : 0);
-      } else {
-        Vec<T, 2> pair;
-        pair[0] = exists && first_k + k < g.k ? from[0] : convert<T>(0.f);
-        pair[1] = exists && first_k + k + 1 < g.k ? from[g.y_chan] : convert<T>(0.f);
-        store_vec(to, pair);
+      for (int e = lane; e < cols * (kChunk / kVec); e += 32) {
+        const int col = e / (kChunk / kVec), k = e % (kChunk / kVec) * kVec;
+        const bool exists = row_exists && q0 + col < g.q && first_k + k < g.k;
+        cp_async<16>(smem_address(target + col * kPitch + k),
+                     exists ? source + col * g.y_col + k : dy, exists ? 16 : 0);
       }
+    } else {
+      copy_row_of_pairs(source, row_exists, q0, cols, g.k - first_k, kChunk / 2, g,
+                        [&](int col) { return target + col * kPitch; });
     }
   }
 }
@@ -77,22 +68,30 @@ __device__ __forceinline__ void copy_grad_output(T* shared, const T* dy, const T
 template <class T>
 __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, int w0,
                                            const DirectShape& g, const TapsPlan& plan) {
+  constexpr int kBatch = 4;  // loads before the first store
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int elements = plan.x_cols * g.c;
   for (int row = warp; row < plan.x_rows; row += kWarps) {
     const bool row_exists = is_inside(h0 + row, g.h);
     const T* source = image + (h0 + row) * g.x_row + w0 * g.x_col;
     T* target = shared + row * elements;
-#pragma unroll 4
-    for (int e = lane; e < elements; e += 32) {
-      if (g.channels_last) {
-        const bool exists = row_exists && is_inside(w0 * g.c + e, g.w * g.c);
-        target[e] = exists ? source[e] : convert<T>(0.f);
-      } else {
-        int c, col;
-        plan.of_x_cols.divmod(e, c, col);
-        const bool exists = row_exists && is_inside(w0 + col, g.w);
-        target[col * g.c + c] = exists ? source[c * g.x_chan + col] : convert<T>(0.f);
+    for (int first = lane; first < elements; first += 32 * kBatch) {
+      T loaded[kBatch];
+      int place[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int e = first + i * 32;
+        int c = 0, col = e;
+        if (!g.channels_last) plan.of_x_cols.divmod(e, c, col);
+        place[i] = g.channels_last ? e : col * g.c + c;
+        const bool exists =
+            row_exists && e < elements &&
+            (g.channels_last ? is_inside(w0 * g.c + e, g.w * g.c) : is_inside(w0 + col, g.w));
+        loaded[i] = exists ? source[c * g.x_chan + col] : convert<T>(0.f);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * 32 < elements) target[place[i]] = loaded[i];
       }
     }
   }
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
 template <class T>
 void launch_parts(const Conv2dBackwardParams& p, const FewChannelsWgradConfig& config,
                   void* workspace, cudaStream_t stream) {
-  const TapsPlan plan(config, p.shape, config.wide ? kVecSize<T> : 2);
+  const TapsPlan plan(config, p.shape);
   for_int<2, 4>(config.m_blocks, [&]<int kMBlocks>() {
     for_bool(config.wide, [&]<bool kIsVec>() {
       launch(conv2d_few_channels_wgrad_kernel<T, kMBlocks, kIsVec>,
