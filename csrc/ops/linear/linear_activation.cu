@@ -1,5 +1,6 @@
 // The gradient of an activation and the bias gradient: dy and what the forward kept are read once,
 // dz is written once, and its columns are summed on the way.
+#include "device/access.cuh"
 #include "device/activation.cuh"
 #include "ops/linear/column_sum.cuh"
 #include "ops/linear/linear_activation.h"
@@ -36,7 +37,7 @@ struct ActivationGradientColumns {
     Vec<T, kVec> result;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) result[i] = convert<T>(v[i]);
-    store_vec(dz + row * cols + col, result);
+    store_vec_global(dz + row * cols + col, result);
   }
 };
 
