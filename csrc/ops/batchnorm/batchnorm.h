@@ -101,6 +101,9 @@ struct BatchNormConfig {
 };
 
 constexpr int kRowsThreads = 512;
+// 256 bytes of a row, two lines of the cache: each block of the second pass merges splits * lanes
+// partials, a product that falls with the square of the lanes.
+constexpr int kRowsMaxLanes = 16;
 constexpr int kPlanesThreads = 256;
 constexpr int kPlanesBlocksPerSm = 3;
 constexpr int kRowsUnroll = 8;  // vectors a thread has in flight, over all operands
@@ -168,7 +171,7 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
   const int64_t vectors = e.channels / config.vec;
   // The widest group of threads whose idle part is at most a third of the channels.
   config.lanes = 1;
-  for (int lanes = 32; lanes >= 1; lanes /= 2) {
+  for (int lanes = kRowsMaxLanes; lanes >= 1; lanes /= 2) {
     const int64_t idle = ceil_div(vectors, lanes) * lanes - vectors;
     if (3 * idle <= vectors) {
       config.lanes = lanes;

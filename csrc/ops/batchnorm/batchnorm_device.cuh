@@ -23,15 +23,34 @@ __device__ __forceinline__ void write_coefficients(void* table, int64_t channels
   ((*to = values, to += channels), ...);
 }
 
+// What the second pass reads of a channel beside its sums: asked for before these are merged, so
+// that the latencies overlap.
+template <class A>
+struct ChannelInputs {
+  A weight, bias, mean, deviation;  // forward: running mean and variance, backward: mean and rstd
+};
+
 // The channel's statistics become coefficients; `leader` (one block a channel) also writes them
 // out.
 struct ForwardCoefficients {
   BatchNormParams p;
 
   template <class A>
-  __device__ __forceinline__ Coefficients<A> operator()(int64_t channel, const Partial<A>& moments,
+  __device__ __forceinline__ ChannelInputs<A> inputs(int64_t channel, bool leader) const {
+    ChannelInputs<A> in{read_channel<A>(p.weight, channel, 1), read_channel<A>(p.bias, channel, 0),
+                        0, 1};
+    if (leader || !p.training) {
+      in.mean = read_channel<A>(p.running_mean, channel, 0);
+      in.deviation = read_channel<A>(p.running_var, channel, 1);
+    }
+    return in;
+  }
+
+  template <class A>
+  __device__ __forceinline__ Coefficients<A> operator()(int64_t channel, const ChannelInputs<A>& in,
+                                                        const Partial<A>& moments,
                                                         bool leader) const {
-    A mean, variance;
+    A mean = in.mean, variance = in.deviation;
     if (p.training) {
       const A count = static_cast<A>(p.extents.count());
       mean = moments.first;
@@ -39,14 +58,9 @@ struct ForwardCoefficients {
       if (leader) {
         const A momentum = static_cast<A>(p.momentum);
         const A unbiased = moments.second / (count - 1);
-        const A old_mean = read_channel<A>(p.running_mean, channel, 0);
-        const A old_var = read_channel<A>(p.running_var, channel, 0);
-        write_channel(p.running_mean, channel, (1 - momentum) * old_mean + momentum * mean);
-        write_channel(p.running_var, channel, (1 - momentum) * old_var + momentum * unbiased);
+        write_channel(p.running_mean, channel, (1 - momentum) * in.mean + momentum * mean);
+        write_channel(p.running_var, channel, (1 - momentum) * in.deviation + momentum * unbiased);
       }
-    } else {
-      mean = read_channel<A>(p.running_mean, channel, 0);
-      variance = read_channel<A>(p.running_var, channel, 1);
     }
     // Once a channel: in double, or three roundings would go into every gradient.
     const A rstd = static_cast<A>(1.0 / sqrt(static_cast<double>(variance) + p.eps));
@@ -54,11 +68,10 @@ struct ForwardCoefficients {
       static_cast<A*>(p.mean)[channel] = mean;
       static_cast<A*>(p.rstd)[channel] = rstd;
     }
-    const A scale = rstd * read_channel<A>(p.weight, channel, 1);
-    const A bias = read_channel<A>(p.bias, channel, 0);
+    const A scale = rstd * in.weight;
     if (leader)
-      write_coefficients<A>(p.coefficients, p.extents.channels, channel, mean, scale, bias);
-    return {scale, bias, mean, 0, 0};
+      write_coefficients<A>(p.coefficients, p.extents.channels, channel, mean, scale, in.bias);
+    return {scale, in.bias, mean, 0, 0};
   }
 };
 
@@ -68,16 +81,20 @@ struct BackwardCoefficients {
   BatchNormBackwardParams p;
 
   template <class A>
-  __device__ __forceinline__ Coefficients<A> operator()(int64_t channel, const Partial<A>& sums,
-                                                        bool leader) const {
-    const A mean = static_cast<const A*>(p.mean)[channel];
-    const A rstd = static_cast<const A*>(p.rstd)[channel];
+  __device__ __forceinline__ ChannelInputs<A> inputs(int64_t channel, bool) const {
+    return {read_channel<A>(p.weight, channel, 1), read_channel<A>(p.bias, channel, 0),
+            static_cast<const A*>(p.mean)[channel], static_cast<const A*>(p.rstd)[channel]};
+  }
+
+  template <class A>
+  __device__ __forceinline__ Coefficients<A> operator()(int64_t channel, const ChannelInputs<A>& in,
+                                                        const Partial<A>& sums, bool leader) const {
+    const A mean = in.mean, rstd = in.deviation;
     if (leader) {
       write_channel(p.grad_weight, channel, sums.second * rstd);
       write_channel(p.grad_bias, channel, sums.first);
     }
-    const A scale = rstd * read_channel<A>(p.weight, channel, 1);
-    const A bias = read_channel<A>(p.bias, channel, 0);
+    const A scale = rstd * in.weight;
     A slope = 0, offset = 0;
     if (p.training) {
       const A count = static_cast<A>(p.values());
@@ -88,7 +105,7 @@ struct BackwardCoefficients {
       write_coefficients<A>(p.coefficients, p.extents.channels, channel, mean, scale, slope,
                             offset);
     }
-    return {scale, offset, slope, mean, bias};
+    return {scale, offset, slope, mean, in.bias};
   }
 };
 
@@ -98,7 +115,9 @@ struct BatchNormOutputs {
   T* gated;       // backward: dout behind the relu, the residual's gradient; null: not wanted
   uint8_t* mask;  // forward with a residual: where the output is positive or NaN
 
-  __device__ __forceinline__ bool none() const { return data == nullptr && gated == nullptr; }
+  __host__ __device__ __forceinline__ bool none() const {
+    return data == nullptr && gated == nullptr;
+  }
 };
 
 // What becomes of a vector.
@@ -204,14 +223,24 @@ typename Sums::Setup setup_of(const BatchNormBackwardParams& p) {
           p.bias};
 }
 
-// Layout names the two kernels, their shape and their block size.
+// Without an output the second pass only merges, and writes what is known of a channel.
+template <class Layout, class T, int V, class Merge, class Apply, class CoefficientsOf>
+void launch_second_pass(const BatchNormConfig& config, const BatchNormInputs<T, Apply::kInputs>& in,
+                        const BatchNormOutputs<T>& out, const typename Layout::Shape& shape,
+                        const Partial<Accum<T>>* partials, const CoefficientsOf& coefficients_of,
+                        cudaStream_t stream) {
+  const int64_t blocks = out.none() ? config.tiles : Layout::apply_blocks(shape);
+  launch(Layout::template apply<T, V, Merge, Apply, CoefficientsOf>(config.ragged),
+         dim3(static_cast<unsigned>(blocks)), dim3(Layout::kThreads), 0, stream, in, out, shape,
+         partials, coefficients_of);
+}
+
+// Layout names the two kernels, their shape, block size and grids.
 template <class Layout, bool kRelu>
 void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
                        cudaStream_t stream) {
   const typename Layout::Shape shape(p.extents, config);
   const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(Layout::kThreads);
-  // Without an output the second pass only merges and writes what is known of a channel.
-  const dim3 apply_grid(p.output != nullptr ? grid.x : static_cast<unsigned>(config.tiles));
   for_batch_norm(p.dtype, config, [&]<class T, int V>() {
     Partial<Accum<T>>* partials = nullptr;
     if (p.training) {
@@ -222,9 +251,9 @@ void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
              partials);
     }
     for_forward<T, V, kRelu>(p, [&]<class Apply>() {
-      launch(Layout::template apply<T, V, MergeMoments, Apply, ForwardCoefficients>(config.ragged),
-             apply_grid, block, 0, stream, inputs_of<T, Apply>(p.input, p.residual, nullptr),
-             outputs_of<T>(p), shape, partials, ForwardCoefficients{p});
+      launch_second_pass<Layout, T, V, MergeMoments, Apply>(
+          config, inputs_of<T, Apply>(p.input, p.residual, nullptr), outputs_of<T>(p), shape,
+          partials, ForwardCoefficients{p}, stream);
     });
   });
 }
@@ -234,9 +263,6 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& 
                        cudaStream_t stream) {
   const typename Layout::Shape shape(p.extents, config);
   const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(Layout::kThreads);
-  // Likewise without a gradient of that size.
-  const bool writes = p.grad_input != nullptr || p.grad_residual != nullptr;
-  const dim3 apply_grid(writes ? grid.x : static_cast<unsigned>(config.tiles));
   for_batch_norm(p.dtype, config, [&]<class T, int V>() {
     for_gate<kRelu>(p, [&]<Gate kGate>() {
       Partial<Accum<T>>* partials = nullptr;
@@ -249,9 +275,9 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& 
       }
       for_bool(p.training, [&]<bool kTraining>() {
         using Apply = BackwardOf<T, V, kTraining, kGate>;
-        launch(Layout::template apply<T, V, MergeSums, Apply, BackwardCoefficients>(config.ragged),
-               apply_grid, block, 0, stream, inputs_of<T, Apply>(p.grad_output, p.input, p.mask),
-               outputs_of<T>(p), shape, partials, BackwardCoefficients{p});
+        launch_second_pass<Layout, T, V, MergeSums, Apply>(
+            config, inputs_of<T, Apply>(p.grad_output, p.input, p.mask), outputs_of<T>(p), shape,
+            partials, BackwardCoefficients{p}, stream);
       });
     });
   });

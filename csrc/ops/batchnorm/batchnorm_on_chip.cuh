@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   auto read = [&](const Piece<V, kRagged>& piece, int index) {
     VectorsOf<T, V, kInputs> values;
 #pragma unroll
-    for (int i = 0; i < kInputs; ++i) values.in[i] = held[i * vectors + index];
+    for (int i = 0; i < kInputs; ++i) values.in[i] = load_packed<V>(&held[i * vectors + index][0]);
     if constexpr (Apply::kGate == Gate::kMask) values.bits = in.mask[piece.mask];
     return values;
   };
@@ -116,7 +116,10 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
     values_added += piece.count();
   });
   const Partial<A> total = block_total<kThreads>(sums, values_added, scratch);
-  if (threadIdx.x == 0) *broadcast = coefficients_of(channel, total, true);
+  if (threadIdx.x == 0) {
+    *broadcast =
+        coefficients_of(channel, coefficients_of.template inputs<A>(channel, true), total, true);
+  }
   cp_async_wait<0>();
   __syncthreads();
   const Coefficients<A> c = *broadcast;

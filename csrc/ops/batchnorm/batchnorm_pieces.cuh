@@ -37,6 +37,10 @@ struct PlanesShape {
   int64_t vectors;                             // a channel
   int64_t vectors_per_plane;
   int64_t splits, vectors_per_split;
+  // The second pass's blocks: whole planes of one channel from a group of neighbouring images, or
+  // a part of a plane that is too large for one.
+  int64_t images_per_group, vectors_per_group, vectors_per_part;
+  uint32_t parts;       // of a plane
   FastDivmod plane_of;  // used while `vectors` is below 2^31
   bool small;
 
@@ -49,9 +53,16 @@ struct PlanesShape {
         splits(config.splits) {
     vectors = e.batch * vectors_per_plane;
     vectors_per_split = ceil_div(vectors, splits);
+    constexpr int64_t kMost = kPlanesThreads * kPlanesUnroll;
+    images_per_group = std::max<int64_t>(1, kMost / vectors_per_plane);
+    vectors_per_group = images_per_group * vectors_per_plane;
+    parts = static_cast<uint32_t>(ceil_div(vectors_per_group, kMost));
+    vectors_per_part = ceil_div<int64_t>(vectors_per_group, parts);
     small = vectors < (int64_t{1} << 31);
     if (small) plane_of = FastDivmod(vectors_per_plane);
   }
+
+  int64_t groups() const { return ceil_div(batch, images_per_group); }
 
   __device__ __forceinline__ int64_t begin(int64_t split) const {
     return min(split * vectors_per_split, vectors);
@@ -100,9 +111,9 @@ struct PlanesShape {
 };
 
 // The last vector of a tensor may end behind it; no byte there is read.
-template <int V, bool kRagged, class T>
-__device__ __forceinline__ Vec<T, V> load_piece(const T* data, const Piece<V, kRagged>& piece,
-                                                int64_t elements) {
+template <bool kLastUse, int V, bool kRagged, class T>
+__device__ __forceinline__ LoadedVec<T, V> load_piece(const T* data, const Piece<V, kRagged>& piece,
+                                                      int64_t elements) {
   if constexpr (kRagged) {
     if (piece.offset + V > elements) {
       Vec<T, V> value;
@@ -110,18 +121,18 @@ __device__ __forceinline__ Vec<T, V> load_piece(const T* data, const Piece<V, kR
       for (int j = 0; j < V; ++j) {
         value[j] = piece.has(j) ? data[piece.offset + j] : convert<T>(0.0f);
       }
-      return value;
+      return reinterpret_cast<const LoadedVec<T, V>&>(value);
     }
   }
-  return load_vec<V>(data + piece.offset);
+  return load_packed<V, kLastUse>(data + piece.offset);
 }
 
-template <Gate kGate, int V, bool kRagged, class T, int kInputs>
+template <Gate kGate, bool kLastUse, int V, bool kRagged, class T, int kInputs>
 __device__ __forceinline__ void load_pieces(VectorsOf<T, V, kInputs>& to,
                                             const BatchNormInputs<T, kInputs>& in,
                                             const Piece<V, kRagged>& piece, int64_t elements) {
 #pragma unroll
-  for (int i = 0; i < kInputs; ++i) to.in[i] = load_piece(in.data[i], piece, elements);
+  for (int i = 0; i < kInputs; ++i) to.in[i] = load_piece<kLastUse>(in.data[i], piece, elements);
   if constexpr (kGate == Gate::kMask) to.bits = in.mask[piece.mask];
 }
 

@@ -2,6 +2,7 @@
 // vectors, counted over all planes (n, channel, :) in order.
 #pragma once
 
+#include "device/reduce.cuh"
 #include "ops/batchnorm/batchnorm_pieces.cuh"
 
 namespace warpwright {
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
         piece[u] = shape.template piece<V, kRagged>(vector + u * kPlanesThreads, channel);
         counts[u] = !piece[u].empty();
       }
-      if (counts[u]) load_pieces<Sums::kGate>(values[u], in, piece[u], shape.elements);
+      if (counts[u]) load_pieces<Sums::kGate, false>(values[u], in, piece[u], shape.elements);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -52,62 +53,87 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
   if (threadIdx.x == 0) partials[split * shape.channels + channel] = total;
 }
 
-// Second pass: `coefficients_of(channel, partial, leader)`, then every vector from the last to the
-// first, because L2 still holds the end.
+// What the registers hold: a thread has the merge's values beside its vectors.
+template <class T>
+constexpr int kPlanesApplyBlocksPerSm = sizeof(T) == 4 ? 4 : 3;
+
+// The partials of a channel merged, in every lane of the one warp that calls.
+template <int V, bool kRagged, class Merge, class A>
+__device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
+                                                     const PlanesShape& shape, int64_t channel) {
+  const double shift = partials[channel].first;
+  Partial<double> total{0, 0};
+#pragma unroll 1
+  for (int64_t split = threadIdx.x % kWarpSize; split < shape.splits; split += kWarpSize) {
+    const int64_t count = shape.template values_before<V, kRagged>(shape.end(split), channel) -
+                          shape.template values_before<V, kRagged>(shape.begin(split), channel);
+    Merge::add(total, partials[split * shape.channels + channel], static_cast<double>(count),
+               shift);
+  }
+  total.first = warp_reduce(total.first, Sum{});
+  total.second = warp_reduce(total.second, Sum{});
+  return Merge::template finish<A>(total, static_cast<double>(shape.batch * shape.spatial), shift);
+}
+
+// Second pass: `coefficients_of(channel, inputs, partial, leader)`, then every vector.
 // Layout: inputs and output (batch, channels, spatial); partials (splits, channels), null in
-// evaluation. At most kPlanesThreads splits.
-// Grid: as the first pass; no output needs the blocks of split 0 only.
+// evaluation.
+// Grid: many short blocks, (group of images, channel, part of a plane) from the last to the first,
+// because L2 still holds the end. A block's loads are all under way while its first warp merges
+// the channel's partials. No output needs a block a channel only.
 template <class T, int V, bool kRagged, class Merge, class Apply, class CoefficientsOf>
-__global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
+__global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
     batch_norm_apply_planes_kernel(BatchNormInputs<T, Apply::kInputs> in, BatchNormOutputs<T> out,
                                    PlanesShape shape, const Partial<Accum<T>>* partials,
                                    CoefficientsOf coefficients_of) {
   using A = Accum<T>;
-  using B = typename Merge::template Type<A>;
-  constexpr int kUnroll = kPlanesUnroll / (Apply::kWritesGated ? 2 : Apply::kInputs);
-  __shared__ B shared[3 * kPlanesThreads / 2];
+  constexpr int kUnroll = kPlanesUnroll / Apply::kInputs;
   __shared__ Coefficients<A> broadcast;
 
-  const int64_t channel = blockIdx.x % shape.channels, split = blockIdx.x / shape.channels;
-  Partial<B> partial[1] = {{0, 0}};
-  if (partials != nullptr) {
-    B count = 0;
-    if (threadIdx.x < shape.splits) {
-      partial[0] = convert_partial<B>(partials[threadIdx.x * shape.channels + channel]);
-      count = static_cast<B>(
-          shape.template values_before<V, kRagged>(shape.end(threadIdx.x), channel) -
-          shape.template values_before<V, kRagged>(shape.begin(threadIdx.x), channel));
-    }
-    block_merge<Merge, 1>(partial, count, 1, kPlanesThreads, shared);
+  int64_t channel = blockIdx.x, first = 0, end = 0;
+  bool leader = true;
+  if (!out.none()) {
+    const uint32_t block = gridDim.x - 1 - blockIdx.x, plane = block / shape.parts;
+    const uint32_t channels = static_cast<uint32_t>(shape.channels);
+    const int64_t group = plane / channels, part = block % shape.parts;
+    channel = plane % channels;
+    leader = group == 0 && part == 0;
+    first = group * shape.vectors_per_group + part * shape.vectors_per_part;
+    end = min(min(first + shape.vectors_per_part, (group + 1) * shape.vectors_per_group),
+              shape.vectors);
   }
-  if (threadIdx.x == 0)
-    broadcast = coefficients_of(channel, convert_partial<A>(partial[0]), split == 0);
-  __syncthreads();
-  if (out.none()) return;
-
-  const Coefficients<A> c = broadcast;
-  const int64_t begin = shape.begin(split), end = shape.end(split);
-  constexpr int kStep = kPlanesThreads * kUnroll;
-  for (int64_t base = begin + (ceil_div<int64_t>(end - begin, kStep) - 1) * kStep; base >= begin;
-       base -= kStep) {
-    VectorsOf<T, V, Apply::kInputs> values[kUnroll];
-    Piece<V, kRagged> piece[kUnroll];
-    bool inside[kUnroll];
+  VectorsOf<T, V, Apply::kInputs> values[kUnroll];
+  Piece<V, kRagged> piece[kUnroll];
+  bool inside[kUnroll];
+  auto load = [&](int64_t base) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t vector = base + threadIdx.x + u * kPlanesThreads;
       inside[u] = vector < end;
       if (inside[u]) {
         piece[u] = shape.template piece<V, kRagged>(vector, channel);
-        if (!piece[u].empty()) {
-          load_pieces<Apply::kGate>(values[u], in, piece[u], shape.elements);
-        }
+        if (!piece[u].empty())
+          load_pieces<Apply::kGate, true>(values[u], in, piece[u], shape.elements);
       }
     }
+  };
+  load(first);
+  if (threadIdx.x < kWarpSize) {
+    const ChannelInputs<A> inputs = coefficients_of.template inputs<A>(channel, leader);
+    Partial<A> total{0, 0};
+    if (partials != nullptr) total = merge_partials<V, kRagged, Merge>(partials, shape, channel);
+    if (threadIdx.x == 0) broadcast = coefficients_of(channel, inputs, total, leader);
+  }
+  __syncthreads();
+  const Coefficients<A> c = broadcast;
+#pragma unroll 1
+  for (int64_t base = first; base < end;) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (inside[u]) apply_piece<Apply>(out, values[u], piece[u], c);
     }
+    base += kPlanesThreads * kUnroll;
+    load(base);
   }
 }
 
@@ -115,6 +141,9 @@ struct PlanesLayout {
   using Shape = PlanesShape;
   static constexpr int kThreads = kPlanesThreads;
   static constexpr int channels_of(int) { return 1; }  // a vector of so many elements
+  static int64_t apply_blocks(const Shape& shape) {
+    return shape.groups() * shape.channels * shape.parts;
+  }
 
   template <class T, int V, class Sums>
   static auto reduce(bool ragged) {

@@ -6,7 +6,7 @@
 
 namespace warpwright {
 
-constexpr int kMaxTileChannels = 256;  // 32 lanes * 8 channels
+constexpr int kMaxTileChannels = kRowsMaxLanes * 8;
 
 struct RowsShape {
   int64_t rows, channels;
@@ -29,12 +29,12 @@ struct RowsShape {
 };
 
 // One vector of each input; a byte of the mask belongs to V neighbours.
-template <Gate kGate, class T, int V, int kInputs>
+template <Gate kGate, bool kLastUse, class T, int V, int kInputs>
 __device__ __forceinline__ void load_row(VectorsOf<T, V, kInputs>& to,
                                          const BatchNormInputs<T, kInputs>& in, int64_t offset) {
 #pragma unroll
-  for (int i = 0; i < kInputs; ++i) to.in[i] = load_vec<V>(in.data[i] + offset);
-  if constexpr (kGate == Gate::kMask) to.bits = in.mask[offset / V];
+  for (int i = 0; i < kInputs; ++i) to.in[i] = load_packed<V, kLastUse>(in.data[i] + offset);
+  if constexpr (kGate == Gate::kMask) to.bits = in.mask[static_cast<uint64_t>(offset) / V];
 }
 
 // First pass.
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_row(VectorsOf<T, V, kInputs>& to,
 // Grid: block b owns channels of tile b % tiles and rows of split b / tiles; thread t owns V
 // channels of lane t % lanes and every (kRowsThreads / lanes)-th row.
 template <class T, int V, class Sums>
-__global__ void __launch_bounds__(kRowsThreads)
+__global__ void __launch_bounds__(kRowsThreads, 1)
     batch_norm_reduce_rows_kernel(BatchNormInputs<T, Sums::kInputs> in, typename Sums::Setup setup,
                                   RowsShape shape, Partial<Accum<T>>* partials) {
   using A = Accum<T>;
@@ -79,11 +79,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   A count = 0;
   if (active && first < end) {
     count = static_cast<A>((end - 1 - first) / groups + 1);
-    if constexpr (Sums::kInputs == 1) {
-      VectorsOf<T, V, 1> values;
-      load_row<Gate::kOpen>(values, in, first * shape.channels + channel);
-      sums.start(values, WholeVector{});
-    }
+    bool started = false;
     const int64_t pitch = groups * shape.channels;
     int64_t offset = first * shape.channels + channel;
 #pragma unroll 1
@@ -91,9 +87,11 @@ __global__ void __launch_bounds__(kRowsThreads)
       VectorsOf<T, V, Sums::kInputs> values[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (u < left) load_row<Sums::kGate>(values[u], in, offset);
+        if (u < left) load_row<Sums::kGate, false>(values[u], in, offset);
         offset += pitch;
       }
+      if (!started) sums.start(values[0], WholeVector{});
+      started = true;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (u < left) sums.add(values[u], WholeVector{});
@@ -114,52 +112,91 @@ __global__ void __launch_bounds__(kRowsThreads)
 }
 
 // All partials of the tile's channels merged; thread t < lanes * V gets channel t of the tile.
-template <class Merge, int V, class A, class B>
+template <class Merge, int V, class A>
 __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
                                                      const RowsShape& shape, int64_t tile,
-                                                     B* shared) {
+                                                     double* shared) {
+  // Loads under way together: their latency is what the merge takes.
+  constexpr int kBatch = sizeof(A) == 8 ? 5 : 9;
   const int tile_channels = shape.lanes * V;
   const int groups = kRowsThreads / tile_channels;
   const int group = threadIdx.x / tile_channels;
   const int64_t channel = tile * tile_channels + threadIdx.x % tile_channels;
-  Partial<B> result[1] = {{0, 0}};
-  B count = 0;
+  Partial<double> total[1] = {{0, 0}};
+  double shift = 0;
   if (channel < shape.channels) {
-#pragma unroll 4
-    for (int64_t split = group; split < shape.splits; split += groups) {
-      const B split_count = static_cast<B>(shape.end(split) - shape.begin(split));
-      const Partial<A> partial = partials[split * shape.channels + channel];
-      Merge::merge(result[0], count, convert_partial<B>(partial), split_count);
-      count += split_count;
+    shift = partials[channel].first;
+    for (int64_t base = group; base < shape.splits; base += groups * kBatch) {
+      Partial<A> partial[kBatch];
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const int64_t split = base + u * groups;
+        if (split < shape.splits) partial[u] = partials[split * shape.channels + channel];
+      }
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const int64_t split = base + u * groups;
+        if (split >= shape.splits) break;
+        const int64_t count = shape.end(split) - shape.begin(split);
+        Merge::add(total[0], partial[u], static_cast<double>(count), shift);
+      }
     }
   }
-  block_merge<Merge, 1>(result, count, tile_channels, groups, shared);
-  return convert_partial<A>(result[0]);
+  double unused = 0;
+  block_merge<MergeSums, 1>(total, unused, tile_channels, groups, shared);
+  return Merge::template finish<A>(total[0], static_cast<double>(shape.rows), shift);
 }
 
-// Second pass: `coefficients_of(channel, partial, leader)`, then every row from the last to the
-// first, because L2 still holds the end.
+// Second pass: `coefficients_of(channel, inputs, partial, leader)`, then every row from the last to
+// the first, because L2 still holds the end; the first loads are under way during the merge.
 // Layout: inputs and output (rows, channels); partials (splits, channels), null in evaluation.
 // Grid: as the first pass; no output needs the blocks of split 0 only.
 template <class T, int V, class Merge, class Apply, class CoefficientsOf>
-__global__ void __launch_bounds__(kRowsThreads)
+__global__ void __launch_bounds__(kRowsThreads, 1)
     batch_norm_apply_rows_kernel(BatchNormInputs<T, Apply::kInputs> in, BatchNormOutputs<T> out,
                                  RowsShape shape, const Partial<Accum<T>>* partials,
                                  CoefficientsOf coefficients_of) {
   using A = Accum<T>;
   // With 8 channels a thread the coefficients take 24 registers: fewer vectors, or they spill.
   constexpr int kUnroll = (V == 8 ? 6 : kRowsUnroll) / Apply::kInputs;
-  __shared__ typename Merge::template Type<A> shared[3 * kRowsThreads / 2];
+  __shared__ double shared[3 * kRowsThreads / 2];
   constexpr bool kSign = Apply::kGate == Gate::kSign;
   __shared__ A coefficients[kSign ? 5 : Apply::kNeedsMean ? 4 : 3][kMaxTileChannels];
 
   const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
+  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
+  const int groups = kRowsThreads / shape.lanes, step = groups * kUnroll;
+  const int64_t channel = (tile * shape.lanes + lane) * V;
+  const bool active = !out.none() && channel < shape.channels;
+  const int64_t begin = shape.begin(split), end = shape.end(split);
+  const int64_t pitch = groups * shape.channels;
+  // This thread's next rows, every groups-th, that are in the split; at most a step counts.
+  auto rows_left = [&](int64_t base) {
+    return static_cast<int>(min(end - base - group, int64_t{step}));
+  };
+  VectorsOf<T, V, Apply::kInputs> values[kUnroll];
+  auto load = [&](int64_t base) {
+    if (!active || base < begin) return;
+    const int left = rows_left(base);
+    int64_t offset = (base + group) * shape.channels + channel;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (u * groups < left) load_row<Apply::kGate, true>(values[u], in, offset);
+      offset += pitch;
+    }
+  };
+  int64_t base = begin + (ceil_div<int64_t>(end - begin, step) - 1) * step;
+  load(base);
+
   const int tile_channels = shape.lanes * V;
+  const int64_t mine = tile * tile_channels + threadIdx.x;
+  const bool owns = threadIdx.x < tile_channels && mine < shape.channels;
+  ChannelInputs<A> inputs;
+  if (owns) inputs = coefficients_of.template inputs<A>(mine, split == 0);
   Partial<A> partial{0, 0};
   if (partials != nullptr) partial = merge_partials<Merge, V>(partials, shape, tile, shared);
-  if (threadIdx.x < tile_channels && tile * tile_channels + threadIdx.x < shape.channels) {
-    const Coefficients<A> c =
-        coefficients_of(tile * tile_channels + threadIdx.x, partial, split == 0);
+  if (owns) {
+    const Coefficients<A> c = coefficients_of(mine, inputs, partial, split == 0);
     coefficients[0][threadIdx.x] = c.scale;
     coefficients[1][threadIdx.x] = c.offset;
     coefficients[2][threadIdx.x] = c.shift_or_slope;
@@ -167,11 +204,8 @@ __global__ void __launch_bounds__(kRowsThreads)
     if constexpr (kSign) coefficients[4][threadIdx.x] = c.bias;
   }
   __syncthreads();
+  if (!active) return;
 
-  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
-  const int groups = kRowsThreads / shape.lanes;
-  const int64_t channel = (tile * shape.lanes + lane) * V;
-  if (out.none() || channel >= shape.channels) return;
   Coefficients<A> c[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
@@ -180,29 +214,19 @@ __global__ void __launch_bounds__(kRowsThreads)
     if constexpr (Apply::kNeedsMean) c[j].mean = coefficients[3][lane * V + j];
     if constexpr (kSign) c[j].bias = coefficients[4][lane * V + j];
   }
-  const int64_t begin = shape.begin(split), end = shape.end(split);
-  const int64_t pitch = groups * shape.channels;
-  const int step = groups * kUnroll;
 #pragma unroll 1
-  for (int64_t base = begin + (ceil_div<int64_t>(end - begin, step) - 1) * step; base >= begin;
-       base -= step) {
-    const int64_t left = ceil_div<int64_t>(end - base - group, groups);
-    const int64_t first = (base + group) * shape.channels + channel;
-    VectorsOf<T, V, Apply::kInputs> values[kUnroll];
-    int64_t offset = first;
+  while (base >= begin) {
+    const int left = rows_left(base);
+    int64_t offset = (base + group) * shape.channels + channel;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (u < left) load_row<Apply::kGate>(values[u], in, offset);
-      offset += pitch;
-    }
-    offset = first;
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (u < left) {
+      if (u * groups < left) {
         ResultsOf<T, V> result;
 #pragma unroll
         for (int j = 0; j < V; ++j) Apply::apply(c[j], values[u], j, result);
-        if constexpr (Apply::kWritesMask) out.mask[offset / V] = static_cast<uint8_t>(result.bits);
+        if constexpr (Apply::kWritesMask) {
+          out.mask[static_cast<uint64_t>(offset) / V] = static_cast<uint8_t>(result.bits);
+        }
         if constexpr (Apply::kWritesGated) {
           if (out.gated != nullptr) store_vec(out.gated + offset, result.gated);
         }
@@ -210,6 +234,8 @@ __global__ void __launch_bounds__(kRowsThreads)
       }
       offset += pitch;
     }
+    base -= step;
+    load(base);
   }
 }
 
@@ -217,6 +243,7 @@ struct RowsLayout {
   using Shape = RowsShape;
   static constexpr int kThreads = kRowsThreads;
   static constexpr int channels_of(int vec) { return vec; }  // a vector of so many elements
+  static int64_t apply_blocks(const Shape& shape) { return shape.tiles * shape.splits; }
 
   template <class T, int V, class Sums>
   static auto reduce(bool) {

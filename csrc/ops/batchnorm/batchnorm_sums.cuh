@@ -2,6 +2,8 @@
 // order.
 #pragma once
 
+#include <type_traits>
+
 #include "device/math.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
@@ -15,10 +17,36 @@ struct BatchNormInputs {
   const uint8_t* mask;  // of the relu, if the kernel takes one
 };
 
+// Eight 16-bit elements as the words that were loaded, taken apart where they are used: a compiler
+// that splits them where they are loaded, behind a condition, waits there for each load in turn.
+template <class T>
+struct PackedVec {
+  uint4 words;
+
+  __device__ __forceinline__ T operator[](int i) const {
+    const uint16_t half = static_cast<uint16_t>((&words.x)[i / 2] >> (i % 2 * 16));
+    return *reinterpret_cast<const T*>(&half);
+  }
+};
+
+template <class T, int V>
+using LoadedVec = std::conditional_t<sizeof(T) == 2 && V == 8, PackedVec<T>, Vec<T, V>>;
+
+// Last use: L2 evicts the line first, in place of what the second pass has yet to read.
+template <int V, bool kLastUse = false, class T>
+__device__ __forceinline__ LoadedVec<T, V> load_packed(const T* pointer) {
+  if constexpr (kLastUse && sizeof(LoadedVec<T, V>) == kVecBytes) {
+    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(pointer));
+    return *reinterpret_cast<const LoadedVec<T, V>*>(&words);
+  } else {
+    return *reinterpret_cast<const LoadedVec<T, V>*>(pointer);
+  }
+}
+
 // A vector of each input, and a bit an element of the relu's mask.
 template <class T, int V, int kInputs>
 struct VectorsOf {
-  Vec<T, V> in[kInputs];
+  LoadedVec<T, V> in[kInputs];
   uint32_t bits;
 };
 
@@ -48,6 +76,24 @@ struct MergeMoments {
     // In this order an empty `a` adds 0, whatever the square of the distance.
     a.second += b.second + distance * count_a * share * distance;
   }
+
+  // The partials of all splits, whose number of values is known: sums about one shift, the first
+  // partial's mean, need no division a partial and add up across threads. In double they lose at
+  // most log2(splits) + 1 of 53 bits.
+  template <class A>
+  static __device__ __forceinline__ void add(Partial<double>& total, const Partial<A>& partial,
+                                             double count, double shift) {
+    const double distance = static_cast<double>(partial.first) - shift;
+    total.first += count * distance;
+    total.second += static_cast<double>(partial.second) + count * distance * distance;
+  }
+  template <class A>
+  static __device__ __forceinline__ Partial<A> finish(const Partial<double>& total, double count,
+                                                      double shift) {
+    const double mean = total.first / count;
+    const double deviation = total.second - total.first * mean;
+    return {static_cast<A>(shift + mean), static_cast<A>(deviation < 0 ? 0 : deviation)};
+  }
 };
 
 struct MergeSums {
@@ -58,6 +104,18 @@ struct MergeSums {
   static __device__ __forceinline__ void merge(Partial<A>& a, A, const Partial<A>& b, A) {
     a.first += b.first;
     a.second += b.second;
+  }
+
+  template <class A>
+  static __device__ __forceinline__ void add(Partial<double>& total, const Partial<A>& partial,
+                                             double, double) {
+    total.first += partial.first;
+    total.second += partial.second;
+  }
+  template <class A>
+  static __device__ __forceinline__ Partial<A> finish(const Partial<double>& total, double,
+                                                      double) {
+    return {static_cast<A>(total.first), static_cast<A>(total.second)};
   }
 };
 
