@@ -37,6 +37,24 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes
   kernel<<<grid, block, static_cast<size_t>(smem_bytes), stream>>>(Params(args)...);
   cuda_check(cudaGetLastError(), "kernel launch");
 }
+
+// As launch(), right behind the kernel of `stream` that writes what this one reads: from sm_90 on,
+// blocks start in the place of those of that kernel that end (device/dependent_launch.cuh).
+template <class... Params, class... Args>
+void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream,
+                      Args&&... args) {
+  if (current_device_info().sm_arch < 90) return launch(kernel, grid, block, 0, stream, args...);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, Params(args)...), "kernel launch");
+}
 #endif
 
 }  // namespace warpwright

@@ -229,10 +229,14 @@ void launch_second_pass(const BatchNormConfig& config, const BatchNormInputs<T, 
                         const BatchNormOutputs<T>& out, const typename Layout::Shape& shape,
                         const Partial<Accum<T>>* partials, const CoefficientsOf& coefficients_of,
                         cudaStream_t stream) {
-  const int64_t blocks = out.none() ? config.tiles : Layout::apply_blocks(shape);
-  launch(Layout::template apply<T, V, Merge, Apply, CoefficientsOf>(config.ragged),
-         dim3(static_cast<unsigned>(blocks)), dim3(Layout::kThreads), 0, stream, in, out, shape,
-         partials, coefficients_of);
+  const dim3 grid(static_cast<unsigned>(out.none() ? config.tiles : Layout::apply_blocks(shape)));
+  const dim3 block(Layout::kThreads);
+  const auto kernel = Layout::template apply<T, V, Merge, Apply, CoefficientsOf>(config.ragged);
+  if (partials != nullptr) {
+    launch_dependent(kernel, grid, block, stream, in, out, shape, partials, coefficients_of);
+  } else {
+    launch(kernel, grid, block, 0, stream, in, out, shape, partials, coefficients_of);
+  }
 }
 
 // Layout names the two kernels, their shape, block size and grids.

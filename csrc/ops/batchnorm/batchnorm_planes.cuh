@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
       }
     }
   }
+  let_next_kernel_start();
   const Partial<A> total = block_total<kPlanesThreads>(sums, values_added, shared);
   if (threadIdx.x == 0) partials[split * shape.channels + channel] = total;
 }
@@ -121,6 +122,7 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
   if (threadIdx.x < kWarpSize) {
     const ChannelInputs<A> inputs = coefficients_of.template inputs<A>(channel, leader);
     Partial<A> total{0, 0};
+    wait_for_previous_kernel();
     if (partials != nullptr) total = merge_partials<V, kRagged, Merge>(partials, shape, channel);
     if (threadIdx.x == 0) broadcast = coefficients_of(channel, inputs, total, leader);
   }

@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     }
   }
 
+  let_next_kernel_start();
   Partial<B> partial[V];
   sums.finish(count, partial);
   B merged_count = count;
@@ -194,6 +195,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   ChannelInputs<A> inputs;
   if (owns) inputs = coefficients_of.template inputs<A>(mine, split == 0);
   Partial<A> partial{0, 0};
+  wait_for_previous_kernel();
   if (partials != nullptr) partial = merge_partials<Merge, V>(partials, shape, tile, shared);
   if (owns) {
     const Coefficients<A> c = coefficients_of(mine, inputs, partial, split == 0);

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"

@@ -1,0 +1,22 @@
+// A kernel that starts while the one before it in the stream ends (launch_dependent(); sm_90 and
+// later, elsewhere one follows the other whole and these do nothing).
+#pragma once
+
+namespace warpwright {
+
+// In the first kernel: the next one's blocks may take the place of those that end.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// In the second, in each block, before anything that the first has written is read and before
+// anything is written: waits until the first is over and its writes can be seen.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace warpwright
