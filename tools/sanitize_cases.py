@@ -46,21 +46,27 @@ def relu_cases():
 
 def max_pool2d_cases():
     for name, layout in FORMATS.items():
-        for kernel, stride, padding, dilation, ceil in (
-            (2, 2, 0, 1, False),
-            (3, 2, 1, 1, True),
-            ((3, 2), 1, (1, 0), 2, False),
-            (5, 3, 2, 1, False),
+        for width, kernel, stride, padding, dilation, ceil in (
+            (19, 2, 2, 0, 1, False),
+            (19, 3, 2, 1, 1, True),
+            (19, (3, 2), 1, (1, 0), 2, False),
+            (19, 5, 3, 2, 1, False),
+            # Planes whose rows start where vectors do: 16 bytes of a row a thread, or pairs.
+            (24, 2, 2, 0, 1, False),
+            (22, 2, 2, 0, 1, False),
+            (24, 3, 2, 1, 1, False),
+            (24, 3, 2, 0, 1, True),
         ):
-            x = rand(2, 9, 17, 19).contiguous(memory_format=layout)
+            x = rand(2, 9, 17, width).contiguous(memory_format=layout)
             options = {
                 "stride": stride,
                 "padding": padding,
                 "dilation": dilation,
                 "ceil_mode": ceil,
             }
-            yield f"{name}-k{kernel}", F.max_pool2d, (x, kernel), options
-            yield f"{name}-k{kernel}-relu", F.relu_max_pool2d, (x, kernel), options
+            case = f"{name}-w{width}-k{kernel}-p{padding}"
+            yield case, F.max_pool2d, (x, kernel), options
+            yield f"{case}-relu", F.relu_max_pool2d, (x, kernel), options
         indices = lambda x: F.max_pool2d_with_indices(x, 3, 2)[0]  # noqa: E731
         yield f"{name}-indices", indices, (rand(1, 5, 9, 9).contiguous(memory_format=layout),), {}
 
@@ -83,9 +89,9 @@ def batch_norm_forms(training):
 
 def batch_norm_relu_max_pool2d_cases():
     for name, layout in FORMATS.items():
-        # Channels of whole vectors and not; pairs, padded and overlapping windows, any window.
+        # Channels and rows of whole vectors and not; padded and overlapping windows, any window.
         for shape, window in itertools.product(
-            ((2, 16, 9, 12), (3, 5, 17, 18)), ((2,), (2, 2, 1), (3, 2, 1), ((3, 2), (1, 2)))
+            ((2, 16, 9, 16), (3, 5, 17, 18)), ((2,), (2, 2, 1), (3, 2, 1), ((3, 2), (1, 2)))
         ):
             c = shape[1]
             for training in (True, False):

@@ -31,8 +31,13 @@ struct NormalizedTaps {
     }
     return y;
   }
-  __device__ __forceinline__ void store_winners(int64_t offset, const Vec<T, V>& x) const {
-    store_vec(winners + offset, x);
+  template <int kSize>
+  __device__ __forceinline__ void store_winners(int64_t offset, const Vec<T, kSize>& x) const {
+    if constexpr (V == 1 && kSize > 1) {
+      store_neighbors(winners + offset, x);
+    } else {
+      store_vec(winners + offset, x);
+    }
   }
 };
 

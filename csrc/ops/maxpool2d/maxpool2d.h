@@ -77,11 +77,24 @@ struct MaxPool2dIndicesParams {
   int64_t* indices;   // same shape: h * width + w of the winner
 };
 
+// What a thread of the unrolled kernels has of a row: one output and the inputs of its window, or,
+// of one channel, neighbours.
+enum class PoolSpan {
+  kColumn,    // one output, a vector of channels
+  kPlane,     // neighbours, one access each
+  kPairs,     // one output of a 2x2 window, the two inputs above it in one access
+  kWide,      // as many outputs as 16 bytes of inputs lie above, without left padding
+  kWideLeft,  // the same with a padding of 1 left and above
+};
+constexpr bool is_wide(PoolSpan span) {
+  return span == PoolSpan::kPairs || span == PoolSpan::kWide || span == PoolSpan::kWideLeft;
+}
+
 // How the CUDA kernels run a case; a pure function of shape and alignment.
 struct MaxPool2dConfig {
   int vec;     // channels an access
   int window;  // 2 or 3: kernel 2x2 or 3x3, stride 2, dilation 1, unrolled; 0: any window
-  bool pairs;  // one channel: both taps (or inputs) of a row in one access
+  PoolSpan span;
   const char* reason;
 };
 
@@ -95,15 +108,22 @@ inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, ui
   if (stride_2 && g.kernel_h == 2 && g.kernel_w == 2) window = 2;
   if (stride_2 && g.kernel_h == 3 && g.kernel_w == 3) window = 3;
   if (g.channels % vec == 0 && addresses % 16 == 0) {
-    return {static_cast<int>(vec), window, false, "16 bytes of channels a thread"};
+    return {static_cast<int>(vec), window, PoolSpan::kColumn, "16 bytes of channels a thread"};
   }
-  // Without left padding and with an even width, each 2-wide window row starts at an even element.
-  if (window == 2 && g.channels == 1 && g.pad_w == 0 && g.width % 2 == 0 &&
-      addresses % (2 * size) == 0) {
-    return {1, window, true, "one channel: pairs of neighbours a thread"};
+  if (g.channels != 1) {
+    return {1, window, PoolSpan::kColumn, "channels or addresses are no multiple of 16 bytes"};
   }
-  if (g.channels == 1) return {1, window, false, "one channel: neighbours are coalesced"};
-  return {1, window, false, "channels or addresses are no multiple of 16 bytes"};
+  // With two inputs a column of outputs, every row of both starts where vectors do.
+  const bool halves = g.width == 2 * g.out_width;
+  if (window != 0 && halves && g.width % vec == 0 && addresses % 16 == 0) {
+    constexpr const char* reason = "one channel: 16 bytes of neighbours a thread";
+    if (g.pad_w == 0) return {1, window, PoolSpan::kWide, reason};
+    if (window == 3 && g.pad_h == 1) return {1, window, PoolSpan::kWideLeft, reason};
+  }
+  if (window == 2 && halves && g.pad_w == 0 && addresses % (2 * size) == 0) {
+    return {1, window, PoolSpan::kPairs, "one channel: pairs of neighbours a thread"};
+  }
+  return {1, window, PoolSpan::kPlane, "one channel: neighbours are coalesced"};
 }
 
 inline std::string describe(const MaxPool2dConfig& config) {

@@ -1,9 +1,8 @@
-// Backward: a thread owns a tile of the input and asks the windows that cover it whether one of its
-// elements won; sums are in ascending window order. What becomes of a sum is the caller's business
-// (Finish).
+// Backward: a thread owns a tile of the input, walks down it and asks the windows that cover it
+// whether one of its elements won; a window is loaded once a tile, some rows ahead of its use, and
+// sums are in ascending window order. What becomes of a sum is the caller's business (Finish).
 #pragma once
 
-#include "device/access.cuh"
 #include "ops/maxpool2d/maxpool2d_walk.cuh"
 
 namespace warpwright {
@@ -18,134 +17,224 @@ struct PlainFinish {
   __device__ __forceinline__ Channels channels(const PoolWalk&, const PoolItem&) const {
     return {};
   }
-  __device__ __forceinline__ T gradient(const Channels&, int, Accum<T> sum,
-                                        const Vec<T, V>&) const {
+  __device__ __forceinline__ T gradient(const Channels&, int, Accum<T> sum, T) const {
     return convert<T>(sum);
   }
 };
 
-// Two neighbours in one access for sure: as a Vec the compiler splits this store.
-template <class T>
-__device__ __forceinline__ void store_pair(T* pointer, T first, T second) {
-  const Vec<T, 2> pair{{first, second}};
-  if constexpr (sizeof(T) == 2) {
-    *reinterpret_cast<uint32_t*>(pointer) = *reinterpret_cast<const uint32_t*>(&pair);
-  } else if constexpr (sizeof(T) == 4) {
-    store_pair_global(pointer, *reinterpret_cast<const uint2*>(&pair));
-  } else {
-    store_vec_global(pointer, pair);
-  }
-}
-
 // Windows kK x kK with stride 2, dilation 1.
 // Layout: grad_output and codes (images, P, Q, C), grad_input (images, H, W, C).
-// Item: the 2 x 2 inputs (h + pad) / 2 = row, (w + pad) / 2 = column, x V channels: their windows
-// are p in {row - 1, row} (kK = 3) or {row} (kK = 2), so each code is read at most kWindows^2
-// times. Grid: block b covers items b * kPoolThreads * kUnroll + [0, kPoolThreads * kUnroll).
-template <int V, int kK, class Finish>
-constexpr int kStridedPoolBwdUnroll = V == 1 ? 4 : (kK == 2 && !Finish::kReads ? 2 : 1);
+// Item: 2 kRows x 2 kOut inputs x V channels and the windows that cover them: window a of the rows
+// covers input i of the rows at its tap i - 2a + kTapShift, likewise in the columns. The padding
+// moves the tiles by as much, so that their first window is at an even place; kWideLeft's tiles
+// start at the image's border.
+// Grid: one item a thread.
+template <class T, int kK, PoolSpan kSpan>
+struct StridedPoolBwd {
+  static constexpr bool kAligned = kSpan == PoolSpan::kWideLeft;
+  static constexpr int kOut = kPoolSpanOutputs<T, kSpan>;
+  static constexpr int kOverlap = kK == 3;  // windows more than outputs, in either direction
+  static constexpr int kLead = kAligned ? 0 : kOverlap;  // of these before the tile
+  static constexpr int kTapShift = kAligned ? 1 : 2 * kOverlap;
+  static constexpr int kRows = kK == 3 ? 4 : 2;
+  static constexpr int kWindowRows = kRows + kOverlap, kWindows = kOut + kOverlap;
+  // Rows in flight beside those in use.
+  static constexpr int kAhead = is_wide(kSpan) ? kWindowRows : 1;
+  static constexpr int kInputsAhead = is_wide(kSpan) ? 3 : 1;
 
-template <class T, int V, int kK, bool kPairs, class Finish>
-__global__ void __launch_bounds__(kPoolThreads)
-    max_pool2d_bwd_strided_kernel(const T* grad_output, const SmallCode* codes, T* grad_input,
-                                  PoolShape shape, PoolWalk walk, Finish finish) {
-  constexpr int kWindows = (kK + 1) / 2;
-  constexpr int kUnroll = kStridedPoolBwdUnroll<V, kK, Finish>;
-  const int first = blockIdx.x * (kPoolThreads * kUnroll) + threadIdx.x;
+  // The last window row that input row i asks.
+  __host__ __device__ static constexpr int last_window(int i) {
+    return (i + kTapShift) / 2 < kWindowRows ? (i + kTapShift) / 2 : kWindowRows - 1;
+  }
+};
 
-  PoolItem items[kUnroll];
-  Vec<T, V> grads[kUnroll][kWindows][kWindows];  // [a][b]: window (row - a, column - b)
-  Vec<SmallCode, V> winners[kUnroll][kWindows][kWindows];
-  Vec<T, V> inputs[kUnroll][2][2];  // if Finish reads them
+__device__ __forceinline__ float2 widen_pair(uint32_t pair, bf16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 widen_pair(uint32_t pair, half) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// Gradients and codes of a window.
+template <class T, int V, bool kPacked = sizeof(T) == 2 && V % 4 == 0>
+struct PoolWindow {
+  Vec<T, V> grads;
+  Vec<SmallCode, V> codes;
+
+  __device__ __forceinline__ void load(const T* grad, const SmallCode* code) {
+    grads = load_vec<V>(grad);
+    codes = load_vec<V>(code);
+  }
+  // sums += the gradients that `tap` won, if the window exists.
+  __device__ __forceinline__ void add(bool exists, int tap, Accum<T>* sums) const {
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    if (first + u * kPoolThreads >= walk.items) break;
-    const PoolItem item = items[u] = walk.at(first + u * kPoolThreads, V);
-    const int64_t image = item.image * shape.out_image + item.channel;
-#pragma unroll
-    for (int a = 0; a < kWindows; ++a) {
-#pragma unroll
-      for (int b = 0; b < kWindows; ++b) {
-        const int p = item.row - a, q = item.column - b;
-        if (in_range(p, shape.out_height) && in_range(q, shape.out_width)) {
-          const int64_t offset =
-              image + p * shape.out_row + static_cast<int64_t>(q) * shape.channels;
-          grads[u][a][b] = load_vec<V>(grad_output + offset);
-          winners[u][a][b] = load_vec<V>(codes + offset);
-        } else {
-#pragma unroll
-          for (int j = 0; j < V; ++j) {
-            grads[u][a][b][j] = convert<T>(0);
-            winners[u][a][b][j] = kNoTap<SmallCode>;
-          }
-        }
-      }
-    }
-    if constexpr (Finish::kReads) {
-      const int64_t own = item.image * shape.in_image + item.channel;
-      const int w = item.column * 2 - shape.pad_w;
-#pragma unroll
-      for (int dh = 0; dh < 2; ++dh) {
-        const int h = item.row * 2 - shape.pad_h + dh;
-        if (!in_range(h, shape.height)) continue;
-        const int64_t row = own + h * shape.in_row;
-        if constexpr (kPairs) {
-          const Vec<T, 2> pair = load_vec<2>(finish.input + row + w);
-          inputs[u][dh][0][0] = pair[0];
-          inputs[u][dh][1][0] = pair[1];
-        } else {
-#pragma unroll
-          for (int dw = 0; dw < 2; ++dw) {
-            if (in_range(w + dw, shape.width)) {
-              inputs[u][dh][dw] =
-                  load_vec<V>(finish.input + row + static_cast<int64_t>(w + dw) * shape.channels);
-            }
-          }
-        }
-      }
+    for (int j = 0; j < V; ++j) {
+      if (exists && codes[j] == tap) sums[j] += convert<Accum<T>>(grads[j]);
     }
   }
+};
 
+// 16-bit types two channels a register; their codes are compared as the low bytes of two halves
+// between 1 and 2. (As bytes the compiler takes a load of codes apart and puts it together again.)
+template <class T, int V>
+struct PoolWindow<T, V, true> {
+  Vec<uint32_t, V / 2> grads;
+  Vec<uint32_t, V / 4> codes;
+
+  __device__ __forceinline__ void load(const T* grad, const SmallCode* code) {
+    grads = load_vec<V / 2>(reinterpret_cast<const uint32_t*>(grad));
+    codes = load_vec<V / 4>(reinterpret_cast<const uint32_t*>(code));
+  }
+  __device__ __forceinline__ void add(bool exists, int tap, float* sums) const {
+    const uint32_t taps = exists ? 0x3c003c00u + static_cast<uint32_t>(tap) * 0x10001u : 0;
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    if (first + u * kPoolThreads >= walk.items) break;
-    const PoolItem& item = items[u];
-    const typename Finish::Channels channels = finish.channels(walk, item);
-    T* image = grad_input + item.image * shape.in_image + item.channel;
+    for (int j = 0; j < V / 2; ++j) {
+      const uint32_t pair = __byte_perm(codes[j / 2], 0x3c, j % 2 == 0 ? 0x4140 : 0x4342);
+      const uint32_t won = __heq2_mask(*reinterpret_cast<const __half2*>(&pair),
+                                       *reinterpret_cast<const __half2*>(&taps));
+      const float2 grad = widen_pair(grads[j] & won, T{});
+      sums[2 * j] += grad.x;
+      sums[2 * j + 1] += grad.y;
+    }
+  }
+};
+
+// A row of windows. One outside is loaded from the nearest place inside, and does not exist.
+template <class T, int V, class Plan>
+struct PoolWindows {
+  PoolWindow<T, V> windows[Plan::kWindows];
+  bool exists[Plan::kWindows];
+
+  __device__ __forceinline__ void load(const T* grad_row, const SmallCode* code_row, bool inside,
+                                       const PoolShape& shape, int q_begin) {
 #pragma unroll
-    for (int dh = 0; dh < 2; ++dh) {
-      const int h = item.row * 2 - shape.pad_h + dh;
-      T* row = image + h * shape.in_row;
-      Vec<T, V> result[2];
-#pragma unroll
-      for (int dw = 0; dw < 2; ++dw) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          Accum<T> sum = 0;
-#pragma unroll
-          for (int a = kWindows - 1; a >= 0; --a) {
-#pragma unroll
-            for (int b = kWindows - 1; b >= 0; --b) {
-              const int r = dh + 2 * a, s = dw + 2 * b;
-              if (r < kK && s < kK) {
-                const bool won = winners[u][a][b][j] == r * kK + s;
-                sum += won ? convert<Accum<T>>(grads[u][a][b][j]) : Accum<T>(0);
-              }
-            }
-          }
-          result[dw][j] = finish.gradient(channels, j, sum, inputs[u][dh][dw]);
-        }
-      }
-      if (!in_range(h, shape.height)) continue;
-      const int w = item.column * 2 - shape.pad_w;
-      if constexpr (kPairs) {
-        store_pair(row + w, result[0][0], result[1][0]);
+    for (int b = 0; b < Plan::kWindows; ++b) {
+      const int q = q_begin - Plan::kLead + b, near = min(max(q, 0), shape.out_width - 1);
+      windows[b].load(grad_row + near * shape.channels, code_row + near * shape.channels);
+      exists[b] = inside && q == near;
+    }
+  }
+  __device__ __forceinline__ void add(int b, int tap, Accum<T>* sums) const {
+    windows[b].add(exists[b], tap, sums);
+  }
+};
+
+// One channel: the tile's own windows in one access, all inside, and the one beside them.
+template <class T, class Plan>
+struct PoolWindowsWide {
+  static constexpr int kNeighbor = Plan::kLead > 0 ? 0 : Plan::kOut;
+  Vec<T, Plan::kOut> grads;
+  Vec<SmallCode, Plan::kOut> codes;
+  T neighbor_grad;
+  SmallCode neighbor_code;
+  bool exist, neighbor_exists;
+
+  __device__ __forceinline__ void load(const T* grad_row, const SmallCode* code_row, bool inside,
+                                       const PoolShape& shape, int q_begin) {
+    grads = load_vec<Plan::kOut>(grad_row + q_begin);
+    codes = load_vec<Plan::kOut>(code_row + q_begin);
+    exist = inside;
+    if constexpr (Plan::kOverlap > 0) {
+      const int q = q_begin - Plan::kLead + kNeighbor, near = min(max(q, 0), shape.out_width - 1);
+      neighbor_grad = grad_row[near];
+      neighbor_code = code_row[near];
+      neighbor_exists = inside && q == near;
+    }
+  }
+  __device__ __forceinline__ void add(int b, int tap, Accum<T>* sums) const {
+    if (Plan::kOverlap > 0 && b == kNeighbor) {
+      if (neighbor_exists && neighbor_code == tap) *sums += convert<Accum<T>>(neighbor_grad);
+    } else if (exist && codes[b - Plan::kLead] == tap) {
+      *sums += convert<Accum<T>>(grads[b - Plan::kLead]);
+    }
+  }
+};
+
+template <class T, int V, int kK, PoolSpan kSpan, class Finish>
+__global__ void __launch_bounds__(kPoolThreads, V > 1 && Finish::kReads ? 2 : 3)
+    max_pool2d_bwd_strided_kernel(const T* grad_output, const SmallCode* codes, T* grad_input,
+                                  PoolShape shape, PoolWalk walk, Finish finish) {
+  using Plan = StridedPoolBwd<T, kK, kSpan>;
+  constexpr bool kWide = is_wide(kSpan);
+  constexpr int kColumns = 2 * Plan::kOut, kInputRows = 2 * Plan::kRows;
+  const int index = blockIdx.x * kPoolThreads + threadIdx.x;
+  if (index >= walk.items) return;
+  const PoolItem item = walk.at(index, V);
+  const int p_begin = item.row * Plan::kRows - Plan::kLead, q_begin = item.column * Plan::kOut;
+  const int h_begin = item.row * kInputRows - (Plan::kAligned ? 0 : shape.pad_h);
+  const int w_begin = item.column * kColumns - (Plan::kAligned ? 0 : shape.pad_w);
+
+  std::conditional_t<kWide, PoolWindowsWide<T, Plan>, PoolWindows<T, V, Plan>>
+      windows[Plan::kWindowRows];
+  const int64_t out_image = item.image * shape.out_image + item.channel;
+  auto load_windows = [&](int a) {
+    const int p = p_begin + a;
+    const int64_t row = out_image + row_offset(min(max(p, 0), shape.out_height - 1), shape.out_row);
+    windows[a].load(grad_output + row, codes + row, in_range(p, shape.out_height), shape, q_begin);
+  };
+  // Inputs outside of the image are loaded from the nearest place inside, and not stored.
+  Vec<T, kWide ? kColumns : V> inputs[kInputRows][kWide ? 1 : kColumns];  // if Finish reads them
+  const int64_t in_image = item.image * shape.in_image + item.channel;
+  auto load_inputs = [&](int i) {
+    if constexpr (Finish::kReads) {
+      const int h = min(max(h_begin + i, 0), shape.height - 1);
+      const T* row = finish.input + in_image + row_offset(h, shape.in_row);
+      if constexpr (kWide) {
+        inputs[i][0] = load_vec<kColumns>(row + w_begin);
       } else {
 #pragma unroll
-        for (int dw = 0; dw < 2; ++dw) {
-          if (in_range(w + dw, shape.width)) {
-            store_vec(row + static_cast<int64_t>(w + dw) * shape.channels, result[dw]);
-          }
+        for (int x = 0; x < kColumns; ++x) {
+          const int w = min(max(w_begin + x, 0), shape.width - 1);
+          inputs[i][x] = load_vec<V>(row + w * shape.channels);
+        }
+      }
+    }
+  };
+
+#pragma unroll
+  for (int i = 0; i < Plan::kInputsAhead; ++i) load_inputs(i);
+  const typename Finish::Channels channels = finish.channels(walk, item);
+#pragma unroll
+  for (int i = 0; i < kInputRows; ++i) {
+    const int h = h_begin + i;
+    if (h >= shape.height) break;
+      // What row i needs was loaded kAhead window rows ago.
+#pragma unroll
+    for (int a = 0; a < Plan::kWindowRows; ++a) {
+      if (a <= Plan::last_window(i) + Plan::kAhead &&
+          (i == 0 || a > Plan::last_window(i - 1) + Plan::kAhead)) {
+        load_windows(a);
+      }
+    }
+    if (i + Plan::kInputsAhead < kInputRows) load_inputs(i + Plan::kInputsAhead);
+
+    Vec<T, kWide ? kColumns : V> result[kWide ? 1 : kColumns];
+#pragma unroll
+    for (int x = 0; x < kColumns; ++x) {
+      Accum<T> sums[V] = {};
+#pragma unroll
+      for (int a = 0; a < Plan::kWindowRows; ++a) {
+#pragma unroll
+        for (int b = 0; b < Plan::kWindows; ++b) {
+          const int r = i - 2 * a + Plan::kTapShift, s = x - 2 * b + Plan::kTapShift;
+          if (r >= 0 && r < kK && s >= 0 && s < kK) windows[a].add(b, r * kK + s, sums);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const int vector = kWide ? 0 : x, element = kWide ? x : j;
+        result[vector][element] = finish.gradient(channels, j, sums[j], inputs[i][vector][element]);
+      }
+    }
+    if (h < 0) continue;
+    T* row = grad_input + in_image + row_offset(h, shape.in_row);
+    if constexpr (kWide) {
+      store_neighbors(row + w_begin, result[0]);
+    } else {
+#pragma unroll
+      for (int x = 0; x < kColumns; ++x) {
+        if (in_range(w_begin + x, shape.width)) {
+          store_vec(row + (w_begin + x) * shape.channels, result[x]);
         }
       }
     }
@@ -200,7 +289,7 @@ __global__ void __launch_bounds__(kPoolThreads)
   Vec<T, V> input{}, result;
   if constexpr (Finish::kReads) input = load_vec<V>(finish.input + own);
 #pragma unroll
-  for (int j = 0; j < V; ++j) result[j] = finish.gradient(channels, j, sum[j], input);
+  for (int j = 0; j < V; ++j) result[j] = finish.gradient(channels, j, sum[j], input[j]);
   store_vec(grad_input + own, result);
 }
 
@@ -222,14 +311,15 @@ void launch_pool_bwd_any(const MaxPool2dBackwardParams& p, const Finish& finish,
   });
 }
 
-template <class T, int V, int kK, bool kPairs, class Finish>
+template <class T, int V, int kK, PoolSpan kSpan, class Finish>
 void launch_pool_bwd_strided(const MaxPool2dBackwardParams& p, const Finish& finish,
                              cudaStream_t stream) {
   const MaxPool2dGeometry& g = p.geometry;
-  for_each_walk(g, ceil_div<int64_t>(g.height + g.pad_h, 2),
-                ceil_div<int64_t>(g.width + g.pad_w, 2), V, kStridedPoolBwdUnroll<V, kK, Finish>,
+  using Plan = StridedPoolBwd<T, kK, kSpan>;
+  for_each_walk(g, ceil_div<int64_t>(g.height + (Plan::kAligned ? 0 : g.pad_h), 2 * Plan::kRows),
+                ceil_div<int64_t>(g.width + (Plan::kAligned ? 0 : g.pad_w), 2 * Plan::kOut), V, 1,
                 [&](const PoolWalk& walk, unsigned blocks) {
-                  launch(max_pool2d_bwd_strided_kernel<T, V, kK, kPairs, Finish>, dim3(blocks),
+                  launch(max_pool2d_bwd_strided_kernel<T, V, kK, kSpan, Finish>, dim3(blocks),
                          dim3(kPoolThreads), 0, stream, static_cast<const T*>(p.grad_output),
                          static_cast<const SmallCode*>(p.codes), static_cast<T*>(p.grad_input),
                          PoolShape(g), walk, finish.of_launch(walk));
@@ -243,12 +333,12 @@ void launch_pool_bwd(const MaxPool2dBackwardParams& p, uintptr_t addresses, cuda
   const MaxPool2dConfig config = choose_config(
       p.geometry, p.dtype,
       address_bits(p.grad_output) | address_bits(p.codes) | address_bits(p.grad_input) | addresses);
-  for_pool_config(p.dtype, config, [&]<class T, int V, int kWindow, bool kPairs>() {
+  for_pool_config(p.dtype, config, [&]<class T, int V, int kWindow, PoolSpan kSpan>() {
     const auto finish = finish_of.template operator()<T, V>();
     if constexpr (kWindow == 0) {
       launch_pool_bwd_any<T, V>(p, finish, stream);
     } else {
-      launch_pool_bwd_strided<T, V, kWindow, kPairs>(p, finish, stream);
+      launch_pool_bwd_strided<T, V, kWindow, kSpan>(p, finish, stream);
     }
   });
 }

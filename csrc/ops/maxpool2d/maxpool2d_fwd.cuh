@@ -1,5 +1,6 @@
-// Forward: each thread loads all taps of its tile before it compares the first one, so that many
-// bytes are in flight. What a tap counts as is the caller's business (Taps).
+// Forward: a thread walks down a tile of outputs. Every input row is loaded some rows ahead of its
+// use, and its maximum over each window's columns, taken once, counts for both windows that overlap
+// there. What a tap counts as is the caller's business (Taps).
 #pragma once
 
 #include "ops/maxpool2d/maxpool2d_walk.cuh"
@@ -19,7 +20,8 @@ struct PlainTaps {
   __device__ __forceinline__ const Vec<T, V>& value(const Channels&, const Vec<T, V>& x) const {
     return x;
   }
-  __device__ __forceinline__ void store_winners(int64_t, const Vec<T, V>&) const {}
+  template <int kSize>
+  __device__ __forceinline__ void store_winners(int64_t, const Vec<T, kSize>&) const {}
 };
 
 // Running maximum of V channels, the tap it came from, and what was loaded there before Taps made a
@@ -38,15 +40,35 @@ struct MaxTracker {
     }
     source = from;
   }
-  __device__ __forceinline__ void update(const Vec<T, V>& values, const Vec<T, V>& from, int tap) {
+  __device__ __forceinline__ void start_at(const Vec<T, V>& values, const Vec<T, V>& from,
+                                           int tap) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const Accum<T> x = convert<Accum<T>>(values[j]);
-      const bool take = x > best[j] || x != x;
-      best[j] = take ? x : best[j];
-      code[j] = take ? tap : code[j];
-      source[j] = take ? from[j] : source[j];
+      best[j] = convert<Accum<T>>(values[j]);
+      code[j] = tap;
     }
+    source = from;
+  }
+  __device__ __forceinline__ void take_greater(int j, Accum<T> x, T from, int tap) {
+    const bool take = x > best[j] || x != x;
+    best[j] = take ? x : best[j];
+    code[j] = take ? tap : code[j];
+    source[j] = take ? from : source[j];
+  }
+  __device__ __forceinline__ void update(const Vec<T, V>& values, const Vec<T, V>& from, int tap) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) take_greater(j, convert<Accum<T>>(values[j]), from[j], tap);
+  }
+  // The maximum of later taps, whose codes are `step` more than it says.
+  __device__ __forceinline__ void merge(const MaxTracker& later, int step) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      take_greater(j, later.best[j], later.source[j], later.code[j] + step);
+    }
+  }
+  __device__ __forceinline__ void shift_codes(int step) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) code[j] += step;
   }
   __device__ __forceinline__ Vec<T, V> values() const {
     Vec<T, V> result;
@@ -92,18 +114,42 @@ struct MaxTracker<T, V, true> {
     }
     source = from;
   }
-  __device__ __forceinline__ void update(const Vec<T, V>& values, const Vec<T, V>& from, int tap) {
+  __device__ __forceinline__ void start_at(const Vec<T, V>& values, const Vec<T, V>& from,
+                                           int tap) {
     const auto* words = reinterpret_cast<const uint32_t*>(&values);
-    const auto* from_words = reinterpret_cast<const uint32_t*>(&from);
-    auto* source_words = reinterpret_cast<uint32_t*>(&source);
-    const uint32_t taps = static_cast<uint32_t>(tap) * 0x10001u;
 #pragma unroll
     for (int j = 0; j < kWords; ++j) {
-      const uint32_t mask = greater_or_nan_mask(words[j], best[j], T{});
-      best[j] = (words[j] & mask) | (best[j] & ~mask);
-      code[j] = (taps & mask) | (code[j] & ~mask);
-      source_words[j] = (from_words[j] & mask) | (source_words[j] & ~mask);
+      best[j] = words[j];
+      code[j] = static_cast<uint32_t>(tap) * 0x10001u;
     }
+    source = from;
+  }
+  __device__ __forceinline__ void take_greater(int j, uint32_t x, const Vec<T, V>& from,
+                                               uint32_t taps) {
+    auto& source_word = reinterpret_cast<uint32_t*>(&source)[j];
+    const uint32_t from_word = reinterpret_cast<const uint32_t*>(&from)[j];
+    const uint32_t mask = greater_or_nan_mask(x, best[j], T{});
+    best[j] = (x & mask) | (best[j] & ~mask);
+    code[j] = (taps & mask) | (code[j] & ~mask);
+    source_word = (from_word & mask) | (source_word & ~mask);
+  }
+  __device__ __forceinline__ void update(const Vec<T, V>& values, const Vec<T, V>& from, int tap) {
+    const auto* words = reinterpret_cast<const uint32_t*>(&values);
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      take_greater(j, words[j], from, static_cast<uint32_t>(tap) * 0x10001u);
+    }
+  }
+  __device__ __forceinline__ void merge(const MaxTracker& later, int step) {
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      take_greater(j, later.best[j], later.source,
+                   later.code[j] + static_cast<uint32_t>(step) * 0x10001u);
+    }
+  }
+  __device__ __forceinline__ void shift_codes(int step) {
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) code[j] += static_cast<uint32_t>(step) * 0x10001u;
   }
   __device__ __forceinline__ Vec<T, V> values() const {
     Vec<T, V> result;
@@ -128,107 +174,172 @@ struct MaxTracker<T, V, true> {
 template <class T, int V, class Code>
 using Tracker = MaxTracker<T, V, sizeof(T) == 2 && V % 4 == 0 && sizeof(Code) == 1>;
 
-// Where to load a tap from: out of the image is -inf, or, where the tap's value is only made from
-// what is loaded, the nearest tap of the same window, which counts once.
-struct TapPlace {
-  int at;
-  bool load;
-};
-template <bool kClamp>
-__device__ __forceinline__ TapPlace place_tap(int x, int extent) {
-  if constexpr (kClamp) return {min(max(x, 0), extent - 1), true};
-  return {x, in_range(x, extent)};
-}
+// What a thread loads of an input row: the taps of its kOut windows, from w_begin on. A tap outside
+// of the image is loaded from the nearest place inside. That is a tap of the same window, and its
+// code is used: a tap that is counted twice changes nothing.
+template <class T, int V, int kK, PoolSpan kSpan, bool kWide = is_wide(kSpan)>
+struct PoolRow {
+  static constexpr int kOut = kPoolSpanOutputs<T, kSpan>;
+  static constexpr int kTaps = 2 * (kOut - 1) + kK;
+  Vec<T, V> taps[kTaps];
 
-template <class T, int V>
-__device__ __forceinline__ Vec<T, V> minus_infinity() {
-  Vec<T, V> result;
+  struct Places {
+    int right[kTaps];  // of w_begin
+    int at[kTaps];     // in the row, in elements
+    __device__ __forceinline__ Places(const PoolShape& shape, int column) {
+      const int w_begin = column * (2 * kOut) - shape.pad_w;
 #pragma unroll
-  for (int j = 0; j < V; ++j) result[j] = convert<T>(-INFINITY);
-  return result;
-}
+      for (int t = 0; t < kTaps; ++t) {
+        const int w = min(max(w_begin + t, 0), shape.width - 1);
+        right[t] = w - w_begin;
+        at[t] = w * shape.channels;
+      }
+    }
+  };
+  __device__ __forceinline__ void load(const T* row, const Places& places) {
+#pragma unroll
+    for (int t = 0; t < kTaps; ++t) taps[t] = load_vec<V>(row + places.at[t]);
+  }
+  __device__ __forceinline__ Vec<T, V> tap(int t) const { return taps[t]; }
+};
+
+// One channel, the windows' own columns in one access, all of them inside. Overlapping windows need
+// one more tap: left of these with left padding (kWideLeft), else right of them.
+template <class T, int kK, PoolSpan kSpan>
+struct PoolRow<T, 1, kK, kSpan, true> {
+  static constexpr int kOut = kPoolSpanOutputs<T, kSpan>;
+  static constexpr int kTaps = 2 * (kOut - 1) + kK;
+  static constexpr int kNeighbor = kSpan == PoolSpan::kWideLeft ? 0 : 2 * kOut;
+  static constexpr int kBody = kSpan == PoolSpan::kWideLeft ? 1 : 0;
+  Vec<T, 2 * kOut> body;
+  T neighbor;
+
+  struct Places {
+    int right[kTaps];
+    int body, neighbor;
+    __device__ __forceinline__ Places(const PoolShape& shape, int column)
+        : body(column * (2 * kOut)),
+          neighbor(min(max(body - kBody + kNeighbor, 0), shape.width - 1)) {
+#pragma unroll
+      for (int t = 0; t < kTaps; ++t) right[t] = t == kNeighbor ? neighbor - body + kBody : t;
+    }
+  };
+  __device__ __forceinline__ void load(const T* row, const Places& places) {
+    body = load_vec<2 * kOut>(row + places.body);
+    if constexpr (kK == 3) neighbor = row[places.neighbor];
+  }
+  __device__ __forceinline__ Vec<T, 1> tap(int t) const {
+    return {t == kNeighbor ? neighbor : body[t == kNeighbor ? 0 : t - kBody]};
+  }
+};
 
 // Windows kK x kK with stride 2, dilation 1.
 // Layout: input (images, H, W, C), output and codes (images, P, Q, C); codes may be null.
-// Item: kRows outputs one below another x V channels; shared input rows are loaded once.
-// Grid: block b covers items b * kPoolThreads * kUnroll + [0, kPoolThreads * kUnroll).
-template <int V, int kK>
+// Item: kRows x kOut outputs x V channels; kAhead input rows are in flight beside the one in use.
+// Grid: one item a thread.
+template <int V, int kK, PoolSpan kSpan>
 struct StridedPool {
-  static constexpr int kRows = kK == 3 && V > 1 ? 2 : 1;
-  static constexpr int kUnroll = V == 1 ? 4 : (kK == 2 ? 2 : 1);
+  static constexpr int kRows = kK == 3 ? 4 : 2;
   static constexpr int kTapRows = (kRows - 1) * 2 + kK;
+  static constexpr int kAhead = kK == 2 ? kTapRows : (V > 1 || kSpan == PoolSpan::kPlane ? 2 : 4);
 };
 
-template <class T, int V, int kK, bool kPairs, bool kCodes, class Taps>
-__global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms ? 2 : 0)
+template <class T, int V, int kK, PoolSpan kSpan, bool kCodes, class Taps>
+__global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms&& V > 1 ? 2 : 3)
     max_pool2d_fwd_strided_kernel(const T* input, T* output, SmallCode* codes, PoolShape shape,
                                   PoolWalk walk, Taps taps_of) {
-  using Plan = StridedPool<V, kK>;
-  constexpr int kUnroll = Plan::kUnroll, kRows = Plan::kRows;
-  const int first = blockIdx.x * (kPoolThreads * kUnroll) + threadIdx.x;
+  using Plan = StridedPool<V, kK, kSpan>;
+  using Row = PoolRow<T, V, kK, kSpan>;
+  constexpr int kOut = Row::kOut;
+  const int index = blockIdx.x * kPoolThreads + threadIdx.x;
+  if (index >= walk.items) return;
+  const PoolItem item = walk.at(index, V);
+  const T* image = input + item.image * shape.in_image + item.channel;
+  const int p_begin = item.row * Plan::kRows, q_begin = item.column * kOut;
+  const int h_begin = p_begin * 2 - shape.pad_h;
+  const typename Row::Places places(shape, item.column);
 
-  PoolItem items[kUnroll];
-  Vec<T, V> taps[kUnroll][Plan::kTapRows][kK];
+  Row rows[Plan::kTapRows];
+  auto row_inside = [&](int i) { return min(max(h_begin + i, 0), shape.height - 1); };
+  auto load_row = [&](int i) {
+    rows[i].load(image + row_offset(row_inside(i), shape.in_row), places);
+  };
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    if (first + u * kPoolThreads >= walk.items) break;
-    const PoolItem item = items[u] = walk.at(first + u * kPoolThreads, V);
-    const T* image = input + item.image * shape.in_image + item.channel;
-    const int h_begin = item.row * (kRows * 2) - shape.pad_h;
-    const int w_begin = item.column * 2 - shape.pad_w;
+  for (int i = 0; i < Plan::kAhead; ++i) load_row(i);
+
+  const typename Taps::Channels channels = taps_of.channels(walk, item);
+  const int64_t out_begin =
+      item.image * shape.out_image + static_cast<int64_t>(q_begin) * shape.channels + item.channel;
+  Tracker<T, V, SmallCode> windows[kOut];
+  auto store = [&](int p) {
+    const int64_t offset = out_begin + row_offset(p, shape.out_row);
+    if constexpr (is_wide(kSpan) && kOut > 1) {
+      Vec<T, kOut> values, source;
+      Vec<SmallCode, kOut> winners;
 #pragma unroll
-    for (int i = 0; i < Plan::kTapRows; ++i) {
-      const TapPlace h = place_tap<Taps::kTransforms>(h_begin + i, shape.height);
-      const T* row = image + h.at * shape.in_row;
-      if constexpr (kPairs) {
-        // No left padding and an even width: both taps are inside and share an aligned pair.
-        const Vec<T, 2> pair = h.load ? load_vec<2>(row + w_begin) : minus_infinity<T, 2>();
-        taps[u][i][0][0] = pair[0];
-        taps[u][i][1][0] = pair[1];
-      } else {
+      for (int j = 0; j < kOut; ++j) {
+        values[j] = windows[j].values()[0];
+        source[j] = windows[j].source[0];
+        winners[j] = windows[j].template codes<SmallCode>()[0];
+      }
+      store_neighbors(output + offset, values);
+      if constexpr (kCodes) {
+        store_vec(codes + offset, winners);
+        taps_of.store_winners(offset, source);
+      }
+    } else {
 #pragma unroll
-        for (int s = 0; s < kK; ++s) {
-          const TapPlace w = place_tap<Taps::kTransforms>(w_begin + s, shape.width);
-          taps[u][i][s] = h.load && w.load
-                              ? load_vec<V>(row + static_cast<int64_t>(w.at) * shape.channels)
-                              : minus_infinity<T, V>();
+      for (int j = 0; j < kOut; ++j) {
+        if (kOut > 1 && q_begin + j >= shape.out_width) break;
+        store_vec(output + offset + j, windows[j].values());
+        if constexpr (kCodes) {
+          store_vec(codes + offset + j, windows[j].template codes<SmallCode>());
+          taps_of.store_winners(offset + j, windows[j].source);
         }
       }
     }
-  }
+  };
 
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    if (first + u * kPoolThreads >= walk.items) break;
-    const PoolItem& item = items[u];
-    const typename Taps::Channels channels = taps_of.channels(walk, item);
-    const int h_begin = item.row * (kRows * 2) - shape.pad_h;
-    const int w_begin = item.column * 2 - shape.pad_w;
+  for (int i = 0; i < Plan::kTapRows; ++i) {
+    const int p = p_begin + i / 2;
+    if (i == 2 && kK == 2 && p >= shape.out_height) break;
+    if (i + Plan::kAhead < Plan::kTapRows) load_row(i + Plan::kAhead);
+    // The last row of one window is the first one of the next: it has its code in the former.
+    const bool starts = i % 2 == 0, ends = kK == 3 && starts && i > 0;
+    const int window_row = i / 2 * 2 - (ends ? 2 : 0);
+    const int row_code = (row_inside(i) - h_begin - window_row) * kK;
+    Vec<T, V> values[Row::kTaps];
 #pragma unroll
-    for (int o = 0; o < kRows; ++o) {
-      const int p = item.row * kRows + o;
-      if (p >= shape.out_height) break;
-      // A window starts inside the image or in its left or upper padding, so this tap exists.
-      const int first_r = max(0, -(h_begin + o * 2)), first_s = max(0, -w_begin);
-      Tracker<T, V, SmallCode> tracker;
-      tracker.start(Taps::kRelu, Taps::kRelu ? kNoTap<SmallCode> : first_r * kK + first_s,
-                    taps[u][o * 2][0]);
+    for (int t = 0; t < Row::kTaps; ++t) values[t] = taps_of.value(channels, rows[i].tap(t));
+    Tracker<T, V, SmallCode> maxima[kOut];
 #pragma unroll
-      for (int r = 0; r < kK; ++r) {
-        if (Taps::kTransforms && !in_range(h_begin + o * 2 + r, shape.height)) continue;
+    for (int j = 0; j < kOut; ++j) {
+      maxima[j].start_at(values[2 * j], rows[i].tap(2 * j), row_code + places.right[2 * j] - 2 * j);
 #pragma unroll
-        for (int s = 0; s < kK; ++s) {
-          if (Taps::kTransforms && !in_range(w_begin + s, shape.width)) continue;
-          const Vec<T, V>& tap = taps[u][o * 2 + r][s];
-          tracker.update(taps_of.value(channels, tap), tap, r * kK + s);
-        }
+      for (int t = 2 * j + 1; t < 2 * j + kK; ++t) {
+        maxima[j].update(values[t], rows[i].tap(t), row_code + places.right[t] - 2 * j);
       }
-      const int64_t offset = item.image * shape.out_image + p * shape.out_row +
-                             static_cast<int64_t>(item.column) * shape.channels + item.channel;
-      store_vec(output + offset, tracker.values());
-      if constexpr (kCodes) {
-        store_vec(codes + offset, tracker.template codes<SmallCode>());
-        taps_of.store_winners(offset, tracker.source);
+    }
+    if (!starts || ends) {
+#pragma unroll
+      for (int j = 0; j < kOut; ++j) windows[j].merge(maxima[j], 0);
+    }
+    if (ends || (!starts && kK == 2)) {
+      store(p - ends);
+      if (p >= shape.out_height) break;
+    }
+    if (starts) {
+      const int step = ends ? -2 * kK : 0;
+#pragma unroll
+      for (int j = 0; j < kOut; ++j) {
+        if constexpr (Taps::kRelu) {
+          windows[j].start(true, kNoTap<SmallCode>, maxima[j].source);
+          windows[j].merge(maxima[j], step);
+        } else {
+          windows[j] = maxima[j];
+          windows[j].shift_codes(step);
+        }
       }
     }
   }
@@ -308,14 +419,14 @@ void launch_pool_fwd_any(const MaxPool2dParams& p, const Taps& taps, cudaStream_
   });
 }
 
-template <class T, int V, int kK, bool kPairs, class Taps>
+template <class T, int V, int kK, PoolSpan kSpan, class Taps>
 void launch_pool_fwd_strided(const MaxPool2dParams& p, const Taps& taps, cudaStream_t stream) {
   const MaxPool2dGeometry& g = p.geometry;
-  using Plan = StridedPool<V, kK>;
   for_bool(p.codes != nullptr, [&]<bool kCodes>() {
-    for_each_walk(g, ceil_div<int64_t>(g.out_height, Plan::kRows), g.out_width, V, Plan::kUnroll,
+    for_each_walk(g, ceil_div<int64_t>(g.out_height, StridedPool<V, kK, kSpan>::kRows),
+                  ceil_div<int64_t>(g.out_width, kPoolSpanOutputs<T, kSpan>), V, 1,
                   [&](const PoolWalk& walk, unsigned blocks) {
-                    launch(max_pool2d_fwd_strided_kernel<T, V, kK, kPairs, kCodes, Taps>,
+                    launch(max_pool2d_fwd_strided_kernel<T, V, kK, kSpan, kCodes, Taps>,
                            dim3(blocks), dim3(kPoolThreads), 0, stream,
                            static_cast<const T*>(p.input), static_cast<T*>(p.output),
                            static_cast<SmallCode*>(p.codes), PoolShape(g), walk,
@@ -331,12 +442,12 @@ void launch_pool_fwd(const MaxPool2dParams& p, uintptr_t addresses, cudaStream_t
   const MaxPool2dConfig config = choose_config(
       p.geometry, p.dtype,
       address_bits(p.input) | address_bits(p.output) | address_bits(p.codes) | addresses);
-  for_pool_config(p.dtype, config, [&]<class T, int V, int kWindow, bool kPairs>() {
+  for_pool_config(p.dtype, config, [&]<class T, int V, int kWindow, PoolSpan kSpan>() {
     const auto taps = taps_of.template operator()<T, V>();
     if constexpr (kWindow == 0) {
       launch_pool_fwd_any<T, V>(p, taps, stream);
     } else {
-      launch_pool_fwd_strided<T, V, kWindow, kPairs>(p, taps, stream);
+      launch_pool_fwd_strided<T, V, kWindow, kSpan>(p, taps, stream);
     }
   });
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "device/access.cuh"
 #include "device/math.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
@@ -100,17 +101,56 @@ __device__ __forceinline__ bool in_range(int x, int extent) {
   return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
 }
 
-// Calls f<T, V, kWindow, kPairs>() for a config.
+// Outputs of a row that a thread has; twice as many inputs.
+template <class T, PoolSpan kSpan>
+constexpr int kPoolSpanOutputs =
+    kSpan == PoolSpan::kPlane                                  ? 2
+    : kSpan == PoolSpan::kWide || kSpan == PoolSpan::kWideLeft ? kVecSize<T> / 2
+                                                               : 1;
+
+// Offset of a row in its image: the product of two extents of 31 bits (see for_each_walk()).
+__device__ __forceinline__ int64_t row_offset(int row, int64_t pitch) {
+  return static_cast<int64_t>(row) * static_cast<int>(pitch);
+}
+
+// Neighbours of a row in one access for sure: as a Vec the compiler splits this store.
+template <class T, int kSize>
+__device__ __forceinline__ void store_neighbors(T* pointer, const Vec<T, kSize>& values) {
+  if constexpr (sizeof(values) == 16) {
+    store_vec_global(pointer, values);
+  } else if constexpr (sizeof(values) == 8) {
+    store_pair_global(pointer, *reinterpret_cast<const uint2*>(&values));
+  } else {
+    static_assert(sizeof(values) == 4, "an access of 4, 8 or 16 bytes");
+    store_pair_global(pointer, *reinterpret_cast<const uint32_t*>(&values));
+  }
+}
+
+// Calls f<T, V, kWindow, kSpan>() for a config.
 template <class F>
 void for_pool_config(DType dtype, const MaxPool2dConfig& config, F&& f) {
   for_dtype(dtype, [&]<class T>() {
     constexpr int kVec = kVecSize<T>;
     for_int<0, 2, 3>(config.window, [&]<int kWindow>() {
-      if (config.vec == kVec) return f.template operator()<T, kVec, kWindow, false>();
-      if constexpr (kWindow == 2) {
-        if (config.pairs) return f.template operator()<T, 1, 2, true>();
+      auto run = [&]<int V, PoolSpan kSpan>() { f.template operator()<T, V, kWindow, kSpan>(); };
+      if (config.vec == kVec) return run.template operator()<kVec, PoolSpan::kColumn>();
+      if constexpr (kWindow != 0) {
+        switch (config.span) {
+          case PoolSpan::kPlane:
+            return run.template operator()<1, PoolSpan::kPlane>();
+          case PoolSpan::kWide:
+            return run.template operator()<1, PoolSpan::kWide>();
+          case PoolSpan::kPairs:
+            if constexpr (kWindow == 2) return run.template operator()<1, PoolSpan::kPairs>();
+            break;
+          case PoolSpan::kWideLeft:
+            if constexpr (kWindow == 3) return run.template operator()<1, PoolSpan::kWideLeft>();
+            break;
+          case PoolSpan::kColumn:
+            break;
+        }
       }
-      f.template operator()<T, 1, kWindow, false>();
+      run.template operator()<1, PoolSpan::kColumn>();
     });
   });
 }
