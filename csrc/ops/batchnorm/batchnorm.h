@@ -109,7 +109,8 @@ constexpr int kPlanesBlocksPerSm = 3;
 constexpr int kRowsUnroll = 8;  // vectors a thread has in flight, over all operands
 constexpr int kPlanesUnroll = 4;
 constexpr int kOnChipMaxThreads = 512;
-constexpr int64_t kOnChipScratchBytes = 3 * kOnChipMaxThreads / 2 * 8 + 64;  // the merge's
+// The merge's, and a channel's values.
+constexpr int64_t kOnChipScratchBytes = 3 * kOnChipMaxThreads / 2 * 8 + 96;
 
 // Vectors that a plane takes up at most, wherever in its first vector it starts.
 template <class Int>

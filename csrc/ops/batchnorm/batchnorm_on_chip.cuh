@@ -12,11 +12,11 @@ namespace warpwright {
 template <int kInputs>
 constexpr int kOnChipThreads = kInputs == 1 ? 256 : kOnChipMaxThreads;
 
-// Bytes of the merge's slots and of the channel's coefficients.
+// Bytes of the merge's slots, the channel's coefficients and what they are made of.
 template <class Sums, class Apply, class A>
 constexpr int64_t kScratchBytes =
     3 * kOnChipThreads<Apply::kInputs> / 2 * sizeof(typename Sums::Merge::template Type<A>) +
-    sizeof(Coefficients<A>);
+    sizeof(Coefficients<A>) + sizeof(ChannelInputs<A>);
 
 // Calls f(piece, index in the copy) for each of this thread's vectors of a channel, the same ones
 // in the same order every time. A thread stays at one place of the planes, n from group to group:
@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   auto* held = reinterpret_cast<Vec<T, V>*>(storage);
   auto* scratch = reinterpret_cast<B*>(storage + kInputs * vectors);
   auto* broadcast = reinterpret_cast<Coefficients<A>*>(scratch + 3 * kThreads / 2);
+  auto* inputs = reinterpret_cast<ChannelInputs<A>*>(broadcast + 1);  // thread 0's
 
   auto hold = [&](int begin, int end) {
     for_pieces<kThreads, V, kRagged>(shape, channel, [&](const auto& piece, int index) {
@@ -96,6 +97,8 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   hold(0, Sums::kInputs);
   // What the statistics don't need may land while they are taken.
   if constexpr (Sums::kInputs < kInputs) hold(Sums::kInputs, kInputs);
+  // Latencies that would follow each other in one thread later, while the block waits.
+  if (threadIdx.x == 0) *inputs = coefficients_of.template inputs<A>(channel, true);
   auto read = [&](const Piece<V, kRagged>& piece, int index) {
     VectorsOf<T, V, kInputs> values;
 #pragma unroll
@@ -116,10 +119,7 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
     values_added += piece.count();
   });
   const Partial<A> total = block_total<kThreads>(sums, values_added, scratch);
-  if (threadIdx.x == 0) {
-    *broadcast =
-        coefficients_of(channel, coefficients_of.template inputs<A>(channel, true), total, true);
-  }
+  if (threadIdx.x == 0) *broadcast = coefficients_of(channel, *inputs, total, true);
   cp_async_wait<0>();
   __syncthreads();
   const Coefficients<A> c = *broadcast;
