@@ -28,9 +28,9 @@ struct NormalizedFinish {
     }
     return result;
   }
-  __device__ __forceinline__ T gradient(const Channels& c, int j, A dy, T x) const {
+  __device__ __forceinline__ T gradient(const Channels& c, int j, A dy, A x) const {
     A dx = dy * c.scale[j];
-    if constexpr (kTraining) dx += (convert<A>(x) - c.mean[j]) * c.slope[j] + c.offset[j];
+    if constexpr (kTraining) dx += (x - c.mean[j]) * c.slope[j] + c.offset[j];
     return convert<T>(dx);
   }
 };

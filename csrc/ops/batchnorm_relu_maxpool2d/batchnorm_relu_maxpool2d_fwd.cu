@@ -24,10 +24,11 @@ struct NormalizedTaps {
             table.template load<V>(2, c)};
   }
   __device__ __forceinline__ Vec<T, V> value(const Channels& c, const Vec<T, V>& x) const {
+    const Vec<A, V> wide = widen(x);
     Vec<T, V> y;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      y[j] = convert<T>(normalized(convert<A>(x[j]), c.mean[j], c.scale[j], c.bias[j]));
+      y[j] = convert<T>(normalized(wide[j], c.mean[j], c.scale[j], c.bias[j]));
     }
     return y;
   }

@@ -17,7 +17,7 @@ struct PlainFinish {
   __device__ __forceinline__ Channels channels(const PoolWalk&, const PoolItem&) const {
     return {};
   }
-  __device__ __forceinline__ T gradient(const Channels&, int, Accum<T> sum, T) const {
+  __device__ __forceinline__ T gradient(const Channels&, int, Accum<T> sum, Accum<T>) const {
     return convert<T>(sum);
   }
 };
@@ -47,13 +47,6 @@ struct StridedPoolBwd {
     return (i + kTapShift) / 2 < kWindowRows ? (i + kTapShift) / 2 : kWindowRows - 1;
   }
 };
-
-__device__ __forceinline__ float2 widen_pair(uint32_t pair, bf16) {
-  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-}
-__device__ __forceinline__ float2 widen_pair(uint32_t pair, half) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-}
 
 // Gradients and codes of a window.
 template <class T, int V, bool kPacked = sizeof(T) == 2 && V % 4 == 0>
@@ -151,7 +144,7 @@ struct PoolWindowsWide {
 };
 
 template <class T, int V, int kK, PoolSpan kSpan, class Finish>
-__global__ void __launch_bounds__(kPoolThreads, V > 1 && Finish::kReads ? 2 : 3)
+__global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Finish::kReads ? 2 : 3)
     max_pool2d_bwd_strided_kernel(const T* grad_output, const SmallCode* codes, T* grad_input,
                                   PoolShape shape, PoolWalk walk, Finish finish) {
   using Plan = StridedPoolBwd<T, kK, kSpan>;
@@ -220,10 +213,12 @@ __global__ void __launch_bounds__(kPoolThreads, V > 1 && Finish::kReads ? 2 : 3)
           if (r >= 0 && r < kK && s >= 0 && s < kK) windows[a].add(b, r * kK + s, sums);
         }
       }
+      const int vector = kWide ? 0 : x;
+      const auto wide = widen(inputs[i][vector]);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const int vector = kWide ? 0 : x, element = kWide ? x : j;
-        result[vector][element] = finish.gradient(channels, j, sums[j], inputs[i][vector][element]);
+        const int element = kWide ? x : j;
+        result[vector][element] = finish.gradient(channels, j, sums[j], wide[element]);
       }
     }
     if (h < 0) continue;
@@ -289,7 +284,9 @@ __global__ void __launch_bounds__(kPoolThreads)
   Vec<T, V> input{}, result;
   if constexpr (Finish::kReads) input = load_vec<V>(finish.input + own);
 #pragma unroll
-  for (int j = 0; j < V; ++j) result[j] = finish.gradient(channels, j, sum[j], input[j]);
+  for (int j = 0; j < V; ++j) {
+    result[j] = finish.gradient(channels, j, sum[j], convert<Accum<T>>(input[j]));
+  }
   store_vec(grad_input + own, result);
 }
 

@@ -237,18 +237,23 @@ struct PoolRow<T, 1, kK, kSpan, true> {
 // Layout: input (images, H, W, C), output and codes (images, P, Q, C); codes may be null.
 // Item: kRows x kOut outputs x V channels; kAhead input rows are in flight beside the one in use.
 // Grid: one item a thread.
-template <int V, int kK, PoolSpan kSpan>
+template <int V, int kK, PoolSpan kSpan, bool kReluAlone>
 struct StridedPool {
   static constexpr int kRows = kK == 3 ? 4 : 2;
   static constexpr int kTapRows = (kRows - 1) * 2 + kK;
-  static constexpr int kAhead = kK == 2 ? kTapRows : (V > 1 || kSpan == PoolSpan::kPlane ? 2 : 4);
+  // Behind a relu there is no register for a second one.
+  static constexpr int kAhead = kK == 2                     ? kTapRows
+                                : V > 1                     ? (kReluAlone ? 1 : 2)
+                                : kSpan == PoolSpan::kPlane ? 2
+                                                            : 4;
 };
 
 template <class T, int V, int kK, PoolSpan kSpan, bool kCodes, class Taps>
-__global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms&& V > 1 ? 2 : 3)
+__global__ void __launch_bounds__(kPoolThreads,
+                                  Taps::kTransforms && (V > 1 || sizeof(T) == 8) ? 2 : 3)
     max_pool2d_fwd_strided_kernel(const T* input, T* output, SmallCode* codes, PoolShape shape,
                                   PoolWalk walk, Taps taps_of) {
-  using Plan = StridedPool<V, kK, kSpan>;
+  using Plan = StridedPool<V, kK, kSpan, Taps::kRelu && !Taps::kTransforms>;
   using Row = PoolRow<T, V, kK, kSpan>;
   constexpr int kOut = Row::kOut;
   const int index = blockIdx.x * kPoolThreads + threadIdx.x;
@@ -423,7 +428,7 @@ template <class T, int V, int kK, PoolSpan kSpan, class Taps>
 void launch_pool_fwd_strided(const MaxPool2dParams& p, const Taps& taps, cudaStream_t stream) {
   const MaxPool2dGeometry& g = p.geometry;
   for_bool(p.codes != nullptr, [&]<bool kCodes>() {
-    for_each_walk(g, ceil_div<int64_t>(g.out_height, StridedPool<V, kK, kSpan>::kRows),
+    for_each_walk(g, ceil_div<int64_t>(g.out_height, StridedPool<V, kK, kSpan, false>::kRows),
                   ceil_div<int64_t>(g.out_width, kPoolSpanOutputs<T, kSpan>), V, 1,
                   [&](const PoolWalk& walk, unsigned blocks) {
                     launch(max_pool2d_fwd_strided_kernel<T, V, kK, kSpan, kCodes, Taps>,
