@@ -8,7 +8,7 @@ namespace {
 
 template <class T, int V, bool kTraining>
 struct NormalizedFinish {
-  static constexpr bool kReads = kTraining;
+  static constexpr bool kReads = kTraining, kIsSum = false;
   using A = Accum<T>;
   struct Channels {
     Vec<A, V> mean, scale, slope, offset;  // in evaluation scale alone

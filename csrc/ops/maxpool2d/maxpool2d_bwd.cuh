@@ -11,6 +11,7 @@ namespace warpwright {
 template <class T, int V>
 struct PlainFinish {
   static constexpr bool kReads = false;  // the pool's input, `input`
+  static constexpr bool kIsSum = true;   // the gradient is the rounded sum
   struct Channels {};                    // what it takes to know of an item's channels
 
   PlainFinish of_launch(const PoolWalk&) const { return *this; }
@@ -46,7 +47,22 @@ struct StridedPoolBwd {
   __host__ __device__ static constexpr int last_window(int i) {
     return (i + kTapShift) / 2 < kWindowRows ? (i + kTapShift) / 2 : kWindowRows - 1;
   }
+  // Window rows that cover input row i, or columns.
+  __host__ __device__ static constexpr int covering(int i) {
+    return kK == 3 && (i + kTapShift) % 2 == 0 ? 2 : 1;
+  }
 };
+
+__device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y, bf16) {
+  const __nv_bfloat162 sum = __hadd2(*reinterpret_cast<const __nv_bfloat162*>(&x),
+                                     *reinterpret_cast<const __nv_bfloat162*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&sum);
+}
+__device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y, half) {
+  const __half2 sum =
+      __hadd2(*reinterpret_cast<const __half2*>(&x), *reinterpret_cast<const __half2*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&sum);
+}
 
 // Gradients and codes of a window.
 template <class T, int V, bool kPacked = sizeof(T) == 2 && V % 4 == 0>
@@ -78,17 +94,24 @@ struct PoolWindow<T, V, true> {
     grads = load_vec<V / 2>(reinterpret_cast<const uint32_t*>(grad));
     codes = load_vec<V / 4>(reinterpret_cast<const uint32_t*>(code));
   }
-  __device__ __forceinline__ void add(bool exists, int tap, float* sums) const {
+  // Pair j of the gradients, 0 where `tap` did not win.
+  __device__ __forceinline__ uint32_t won(bool exists, int tap, int j) const {
     const uint32_t taps = exists ? 0x3c003c00u + static_cast<uint32_t>(tap) * 0x10001u : 0;
+    const uint32_t pair = __byte_perm(codes[j / 2], 0x3c, j % 2 == 0 ? 0x4140 : 0x4342);
+    return grads[j] & __heq2_mask(*reinterpret_cast<const __half2*>(&pair),
+                                  *reinterpret_cast<const __half2*>(&taps));
+  }
+  __device__ __forceinline__ void add(bool exists, int tap, float* sums) const {
 #pragma unroll
     for (int j = 0; j < V / 2; ++j) {
-      const uint32_t pair = __byte_perm(codes[j / 2], 0x3c, j % 2 == 0 ? 0x4140 : 0x4342);
-      const uint32_t won = __heq2_mask(*reinterpret_cast<const __half2*>(&pair),
-                                       *reinterpret_cast<const __half2*>(&taps));
-      const float2 grad = widen_pair(grads[j] & won, T{});
+      const float2 grad = widen_pair(won(exists, tap, j), T{});
       sums[2 * j] += grad.x;
       sums[2 * j + 1] += grad.y;
     }
+  }
+  __device__ __forceinline__ void add(bool exists, int tap, uint32_t* pairs) const {
+#pragma unroll
+    for (int j = 0; j < V / 2; ++j) pairs[j] = add_pairs(pairs[j], won(exists, tap, j), T{});
   }
 };
 
@@ -107,7 +130,8 @@ struct PoolWindows {
       exists[b] = inside && q == near;
     }
   }
-  __device__ __forceinline__ void add(int b, int tap, Accum<T>* sums) const {
+  template <class Sum>
+  __device__ __forceinline__ void add(int b, int tap, Sum* sums) const {
     windows[b].add(exists[b], tap, sums);
   }
 };
@@ -204,15 +228,27 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
     Vec<T, kWide ? kColumns : V> result[kWide ? 1 : kColumns];
 #pragma unroll
     for (int x = 0; x < kColumns; ++x) {
-      Accum<T> sums[V] = {};
+      auto add_windows = [&](auto* sums) {
 #pragma unroll
-      for (int a = 0; a < Plan::kWindowRows; ++a) {
+        for (int a = 0; a < Plan::kWindowRows; ++a) {
 #pragma unroll
-        for (int b = 0; b < Plan::kWindows; ++b) {
-          const int r = i - 2 * a + Plan::kTapShift, s = x - 2 * b + Plan::kTapShift;
-          if (r >= 0 && r < kK && s >= 0 && s < kK) windows[a].add(b, r * kK + s, sums);
+          for (int b = 0; b < Plan::kWindows; ++b) {
+            const int r = i - 2 * a + Plan::kTapShift, s = x - 2 * b + Plan::kTapShift;
+            if (r >= 0 && r < kK && s >= 0 && s < kK) windows[a].add(b, r * kK + s, sums);
+          }
+        }
+      };
+      // Two 16-bit gradients have the same sum rounded once as rounded to float before.
+      if constexpr (Finish::kIsSum && sizeof(T) == 2 && V % 4 == 0) {
+        if (Plan::covering(i) * Plan::covering(x) <= 2) {
+          alignas(16) uint32_t pairs[V / 2] = {};
+          add_windows(pairs);
+          result[x] = *reinterpret_cast<const Vec<T, V>*>(pairs);
+          continue;
         }
       }
+      Accum<T> sums[V] = {};
+      add_windows(sums);
       const int vector = kWide ? 0 : x;
       const auto wide = widen(inputs[i][vector]);
 #pragma unroll
