@@ -25,8 +25,16 @@ WINDOWS = [
     (1, 1, 0, 1),
 ]
 # (N, C, H, W): vectors of channels with and without a tail, odd and even planes, rows shorter and
-# longer than a CPU vector.
-SHAPES = [(2, 3, 9, 11), (1, 16, 8, 8), (2, 8, 14, 14), (3, 5, 7, 38), (1, 1, 5, 5), (2, 24, 7, 6)]
+# longer than a CPU vector, planes of several tiles of a GPU thread in either direction.
+SHAPES = [
+    (2, 3, 9, 11),
+    (1, 16, 8, 8),
+    (2, 8, 14, 14),
+    (3, 5, 7, 38),
+    (1, 1, 5, 5),
+    (2, 24, 7, 6),
+    (2, 3, 21, 48),
+]
 
 
 def distinct(shape, device, dtype):
