@@ -32,17 +32,11 @@ struct MatrixColumns {
   }
 };
 
-// On an SM; left to itself the compiler spills for the sake of one more.
-template <class Acc, int kVec>
-constexpr int kColumnSumCtas = sizeof(Acc) == 8 ? 2
-                               : kVec == 1      ? 4
-                                                : 3;
-
 // source: (rows, cols). sums: (splits, cols), or null: the source is walked for what it does.
 // Grid: block = (split, group of kLanes * kVec columns), columns fastest. A thread adds every
 // kRowLanes-th row of its split; the row lanes are then added in order of their number.
 template <class Out, class Acc, int kVec, int kLanes, class Source>
-__global__ void __launch_bounds__(kColumnSumThreads, kColumnSumCtas<Acc, kVec>)
+__global__ void __launch_bounds__(kColumnSumThreads)
     column_sum_kernel(Source source, int64_t rows, int64_t cols, int splits, Out* sums) {
   constexpr int kRowLanes = kColumnSumThreads / kLanes;
   constexpr int kUnroll = 4;  // independent loads of a thread

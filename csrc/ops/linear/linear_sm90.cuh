@@ -198,8 +198,7 @@ void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaSt
       if (splits_in_cluster(kTile, config.splits)) {
         using Tile = Sm90TileOf<T, kTile, cluster_split_stages(kTile), kMajorA, kMajorB>;
         return launch_gemm_split_sm90<SplitTile<Tile, cluster_split_ctas(kTile)>>(
-            p, operand_map_a<Tile>(p), operand_map_b<Tile>(p), config.splits, num_sms, kRasterRows,
-            stream);
+            p, operand_map_a<Tile>(p), operand_map_b<Tile>(p), config.splits, kRasterRows, stream);
       }
     }
     using Tile = Sm90TileOf<T, kTile, sm90_tile_shape(kTile).stages, kMajorA, kMajorB>;

@@ -3,8 +3,6 @@
 // Bound: the bytes of the operands, or the latency of a launch.
 #pragma once
 
-#include <algorithm>
-
 #include "device/sm90/arch.cuh"
 #include "device/sm90/cluster.cuh"
 #include "host/launch_cluster.h"
@@ -132,20 +130,16 @@ __global__ void __launch_bounds__(Split::kThreads, Split::kCtasPerSm)
 // a and b: the operands' tensor maps for the tile.
 template <class Split>
 void launch_gemm_split_sm90(const GemmParams& p, const CUtensorMap& a, const CUtensorMap& b,
-                            int splits, int num_sms, int raster_rows, cudaStream_t stream) {
+                            int splits, int raster_rows, cudaStream_t stream) {
   using Tile = typename Split::Tile;
   GemmSplitSm90Params params{a, b, {}, splits};
   params.grid = make_tile_grid(p.m, p.n, p.k, Tile::kBlkM, Tile::kBlkN, Tile::kBlkK);
   params.grid.group_m = std::clamp(raster_rows / Tile::kBlkM, 1, params.grid.tiles_m);
   const int64_t blocks = params.grid.num_blocks() * splits;
   if (blocks > kMaxGridX) throw std::runtime_error("warpwright: linear: more than 2^31 blocks");
-  // As long as there are SMs enough, no two CTAs share one: not even those of a cluster.
-  constexpr int kMoreThanHalf = 116 * 1024;
-  const int smem_bytes =
-      blocks <= num_sms ? std::max(Split::kSmemBytes, kMoreThanHalf) : Split::kSmemBytes;
   auto run = [&]<class Output>(const Output& output) {
     launch_clusters(gemm_split_sm90_kernel<Split, Output>, dim3(static_cast<unsigned>(blocks)),
-                    dim3(Split::kThreads), splits, smem_bytes, stream, params, output);
+                    dim3(Split::kThreads), splits, Split::kSmemBytes, stream, params, output);
   };
   if (p.accum_d) {
     run(sum_output<float>(p));
