@@ -124,14 +124,13 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
   return kShapes[static_cast<int>(tile)];
 }
 
-// On sm_90a up to 8 parts of k of a Medium or Small tile are the CTAs of a cluster, which add them
-// up themselves: no workspace, no second launch. Small: a ring that leaves room for two CTAs an SM.
+// On sm_90a up to 8 parts of k of a small tile are the CTAs of a cluster, which add them up
+// themselves: no workspace, no second launch. A ring of 96 KiB leaves room for two CTAs an SM.
 constexpr int kMaxClusterSplits = 8;
+constexpr int kClusterSplitStages = 6;
 constexpr bool splits_in_cluster(GemmTile tile, int splits) {
-  return tile != GemmTile::kLarge && splits > 1 && splits <= kMaxClusterSplits;
+  return tile == GemmTile::kSmall && splits > 1 && splits <= kMaxClusterSplits;
 }
-constexpr int cluster_split_ctas(GemmTile tile) { return tile == GemmTile::kSmall ? 2 : 1; }
-constexpr int cluster_split_stages(GemmTile tile) { return tile == GemmTile::kSmall ? 6 : 8; }
 
 // ---- choice ----
 
@@ -200,7 +199,7 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   constexpr double kFirstAndLast[] = {5500, 2750, 2000};  // filling the ring, the last store
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
-  constexpr double kClusterTileCycles[3][2] = {{}, {330, 560}, {230, 500}};
+  constexpr double kClusterTileCycles[] = {230, 500};  // one CTA an SM, two
   constexpr double kClusterStart = 1000;
   constexpr double kClusterSum = 1500;
   const Sm90TileShape shape = sm90_tile_shape(tile);
@@ -209,11 +208,10 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   const int64_t k_tiles = ceil_div(ceil_div(k * gemm_kind_size(kind), 128), splits);
   const int t = static_cast<int>(tile);
   if (splits_in_cluster(tile, splits)) {
-    const auto waves =
-        static_cast<double>(ceil_div(tiles, int64_t{cluster_split_ctas(tile)} * device.num_sms));
+    const auto pairs = static_cast<double>(ceil_div(tiles, int64_t{2} * device.num_sms));
+    const double tile_cycles = kClusterTileCycles[tiles > device.num_sms];
     return kFirstAndLast[t] + kClusterSum +
-           waves * (kClusterStart +
-                    static_cast<double>(k_tiles) * kClusterTileCycles[t][tiles > device.num_sms]);
+           pairs * (kClusterStart + static_cast<double>(k_tiles) * tile_cycles);
   }
   double cycles =
       kFirstAndLast[t] + static_cast<double>(rounds * k_tiles) * kTileCycles[t][rounds > 1];
@@ -331,9 +329,7 @@ inline std::string describe(const GemmConfig& config) {
       config.path == GemmPath::kSm90 && splits_in_cluster(config.tile, config.splits);
   if (config.path == GemmPath::kSm90) {
     Sm90TileShape shape = sm90_tile_shape(config.tile);
-    if (cluster) {
-      shape = {shape.blk_m, shape.blk_n, cluster_split_stages(config.tile), /*ping_pong=*/false};
-    }
+    if (cluster) shape = {shape.blk_m, shape.blk_n, kClusterSplitStages, /*ping_pong=*/false};
     text = std::string("sm_90a ") + (config.kind == GemmKind::kTf32 ? "TF32" : "16-bit") +
            " wgmma, tile " + std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) +
            (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) + " stages";

@@ -185,24 +185,30 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   if (split) launch_split_k_reduce<T>(p, splits, stream);
 }
 
-template <class T, GemmTile kTile, int kStages, Major kMajorA, Major kMajorB>
-using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTile).blk_n, kStages,
-                            sm90_tile_shape(kTile).ping_pong,
+template <class T, Major kMajorA, Major kMajorB>
+using SplitTileOf =
+    TileSm90<T, sm90_tile_shape(GemmTile::kSmall).blk_m, sm90_tile_shape(GemmTile::kSmall).blk_n,
+             kClusterSplitStages, /*one warpgroup a tile*/ true, /*kClusterM=*/1, /*kClusterN=*/1,
+             kMajorA, kMajorB>;
+
+template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>
+using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTile).blk_n,
+                            sm90_tile_shape(kTile).stages, sm90_tile_shape(kTile).ping_pong,
                             /*kClusterM=*/1, /*kClusterN=*/1, kMajorA, kMajorB>;
 
 template <class T>
 void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
   const int num_sms = current_device_info().num_sms;
   auto launch_tile = [&]<GemmTile kTile, Major kMajorA, Major kMajorB>() {
-    if constexpr (kTile != GemmTile::kLarge) {
+    if constexpr (kTile == GemmTile::kSmall) {
       if (splits_in_cluster(kTile, config.splits)) {
-        using Tile = Sm90TileOf<T, kTile, cluster_split_stages(kTile), kMajorA, kMajorB>;
-        return launch_gemm_split_sm90<SplitTile<Tile, cluster_split_ctas(kTile)>>(
-            p, operand_map_a<Tile>(p), operand_map_b<Tile>(p), config.splits, kRasterRows, stream);
+        using Tile = SplitTileOf<T, kMajorA, kMajorB>;
+        return launch_gemm_split_sm90<Tile>(p, operand_map_a<Tile>(p), operand_map_b<Tile>(p),
+                                            config.splits, kRasterRows, stream);
       }
     }
-    using Tile = Sm90TileOf<T, kTile, sm90_tile_shape(kTile).stages, kMajorA, kMajorB>;
-    launch_gemm_sm90_tile<Tile>(p, config.splits, num_sms, kRasterRows, stream);
+    launch_gemm_sm90_tile<Sm90TileOf<T, kTile, kMajorA, kMajorB>>(p, config.splits, num_sms,
+                                                                  kRasterRows, stream);
   };
   auto for_tile = [&]<Major kMajorA, Major kMajorB>() {
     switch (config.tile) {

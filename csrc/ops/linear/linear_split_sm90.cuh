@@ -19,30 +19,20 @@ struct GemmSplitSm90Params {
   int splits;     // CTAs of a cluster
 };
 
-template <class Tile_, int kCtasPerSm_>
-struct SplitTile {
-  using Tile = Tile_;
-  static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr int kConsumers = Tile::kPingPong ? 1 : Tile::kConsumers;  // of a tile
-  static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kSmemBytes = 1024 + MainloopSm90<Tile>::kSmemBytes;
-  static_assert(Tile::kBlocks == 1, "a warpgroup multiplies 64 rows");
-  static_assert(kCtasPerSm * (kSmemBytes + 1024) <= 228 * 1024, "that many CTAs an SM");
-};
+constexpr int kSplitThreads = 256;
 
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major in `output`.
 // Grid: a cluster for each D tile; CTA i of it multiplies the i-th part of k and stores the i-th
-// part of the tile's rows. Warpgroup 0 loads, the others multiply, all add up and store.
-template <class Split, class Output>
-__global__ void __launch_bounds__(Split::kThreads, Split::kCtasPerSm)
+// part of the tile's rows. Warpgroup 0 loads, 1 multiplies, both add up and store.
+template <class Tile, class Output>
+__global__ void __launch_bounds__(kSplitThreads, 2)
     gemm_split_sm90_kernel(const __grid_constant__ GemmSplitSm90Params p, Output output) {
   if constexpr (kHasSm90a) {
     extern __shared__ char smem[];
-    using Tile = typename Split::Tile;
     using Loop = MainloopSm90<Tile>;
     constexpr int kVec = Output::kVec;
     constexpr int kPitch = Tile::kBlkN + 4;  // of a part: floats
-    static_assert(kVec % 4 == 0, "whole 16-byte vectors");
+    static_assert(Tile::kBlocks == 1 && kVec % 4 == 0, "64 rows of whole 16-byte vectors");
     static_assert(Tile::kBlkM * kPitch * 4 <= Tile::kStages * Tile::kStageBytes, "in the ring");
     // Every CTA of the cluster rounds up alike.
     const uint32_t base = (smem_address(smem) + 1023) & ~1023u;
@@ -77,11 +67,10 @@ __global__ void __launch_bounds__(Split::kThreads, Split::kCtasPerSm)
       }
     } else {
       typename Loop::Accumulator d;
-      const int first_row = (warpgroup - 1) * 64;
-      loop.consume(d, k_end - k_begin, first_row, cursor);
-      // When all warps have multiplied every load, the ring is free for this CTA's part.
-      named_barrier_sync(/*id=*/1, 128 * Split::kConsumers);
-      const int row = first_row + thread % 128 / 32 * 16 + thread % 32 / 4;
+      loop.consume(d, k_end - k_begin, /*first_row=*/0, cursor);
+      // When all four warps have multiplied every load, the ring is free for this CTA's part.
+      named_barrier_sync(/*id=*/1, 128);
+      const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
       float* part = reinterpret_cast<float*>(smem + (base - smem_address(smem))) + row * kPitch +
                     thread % 4 * 2;
 #pragma unroll
@@ -98,7 +87,7 @@ __global__ void __launch_bounds__(Split::kThreads, Split::kCtasPerSm)
     const int end_row = (rank + 1) * Tile::kBlkM / p.splits;
 #pragma unroll 1
     for (int row = rank * Tile::kBlkM / p.splits + thread / kChunks; row < end_row;
-         row += Split::kThreads / kChunks) {
+         row += kSplitThreads / kChunks) {
       if (first_m + row >= output.rows) break;
       const uint32_t place = base + (row * kPitch + col) * 4;
       float sums[kVec] = {};
@@ -127,24 +116,26 @@ __global__ void __launch_bounds__(Split::kThreads, Split::kCtasPerSm)
   }
 }
 
-// a and b: the operands' tensor maps for the tile.
-template <class Split>
+// a and b: the operands' tensor maps for this Tile.
+template <class Tile>
 void launch_gemm_split_sm90(const GemmParams& p, const CUtensorMap& a, const CUtensorMap& b,
                             int splits, int raster_rows, cudaStream_t stream) {
-  using Tile = typename Split::Tile;
+  using T = typename Tile::Element;
+  constexpr int kSmemBytes = 1024 + MainloopSm90<Tile>::kSmemBytes;
+  static_assert(2 * (kSmemBytes + 1024) <= 228 * 1024, "two CTAs an SM");
   GemmSplitSm90Params params{a, b, {}, splits};
   params.grid = make_tile_grid(p.m, p.n, p.k, Tile::kBlkM, Tile::kBlkN, Tile::kBlkK);
   params.grid.group_m = std::clamp(raster_rows / Tile::kBlkM, 1, params.grid.tiles_m);
   const int64_t blocks = params.grid.num_blocks() * splits;
   if (blocks > kMaxGridX) throw std::runtime_error("warpwright: linear: more than 2^31 blocks");
   auto run = [&]<class Output>(const Output& output) {
-    launch_clusters(gemm_split_sm90_kernel<Split, Output>, dim3(static_cast<unsigned>(blocks)),
-                    dim3(Split::kThreads), splits, Split::kSmemBytes, stream, params, output);
+    launch_clusters(gemm_split_sm90_kernel<Tile, Output>, dim3(static_cast<unsigned>(blocks)),
+                    dim3(kSplitThreads), splits, kSmemBytes, stream, params, output);
   };
   if (p.accum_d) {
     run(sum_output<float>(p));
   } else {
-    run(activation_output<typename Tile::Element>(p));
+    run(activation_output<T>(p));
   }
 }
 
