@@ -32,14 +32,6 @@ __device__ __forceinline__ double load_cluster(uint32_t mapped, double) {
   asm volatile("ld.shared::cluster.f64 %0, [%1];\n" : "=d"(value) : "r"(mapped) : "memory");
   return value;
 }
-__device__ __forceinline__ float4 load_cluster(uint32_t mapped, float4) {
-  float4 value;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(mapped)
-               : "memory");
-  return value;
-}
 
 // "st". The other way.
 __device__ __forceinline__ void store_cluster(uint32_t mapped, float value) {

@@ -124,14 +124,6 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
   return kShapes[static_cast<int>(tile)];
 }
 
-// On sm_90a up to 8 parts of k of a small tile are the CTAs of a cluster, which add them up
-// themselves: no workspace, no second launch. A ring of 96 KiB leaves room for two CTAs an SM.
-constexpr int kMaxClusterSplits = 8;
-constexpr int kClusterSplitStages = 6;
-constexpr bool splits_in_cluster(GemmTile tile, int splits) {
-  return tile == GemmTile::kSmall && splits > 1 && splits <= kMaxClusterSplits;
-}
-
 // ---- choice ----
 
 enum class GemmPath { kPortable, kSm90 };
@@ -191,28 +183,18 @@ constexpr int kMinSplitTiles = 4;                      // of k, a part; sm_90a
 // The like for the sm_90a path, fitted to measured times; tests/test_explain.py has the race that
 // it must win. TF32 takes as long for a k tile, which has half the depth.
 //   k tile: CTAs of a single round walk along k together and meet in L2; those of several drift.
-//   split: a second launch, and the parts' way to L2 and back; or a cluster's barriers, its CTAs
-//   two on an SM. These are not fitted yet.
+//   split: a second launch, and the parts' way to L2 and back.
 inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
                                    int splits, const DeviceInfo& device) {
   constexpr double kTileCycles[3][2] = {{540, 690}, {330, 560}, {230, 300}};  // 1 round, several
   constexpr double kFirstAndLast[] = {5500, 2750, 2000};  // filling the ring, the last store
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
-  constexpr double kClusterTileCycles[] = {230, 500};  // one CTA an SM, two
-  constexpr double kClusterStart = 1000;
-  constexpr double kClusterSum = 1500;
   const Sm90TileShape shape = sm90_tile_shape(tile);
   const int64_t tiles = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
   const int64_t rounds = ceil_div(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div(ceil_div(k * gemm_kind_size(kind), 128), splits);
   const int t = static_cast<int>(tile);
-  if (splits_in_cluster(tile, splits)) {
-    const auto pairs = static_cast<double>(ceil_div(tiles, int64_t{2} * device.num_sms));
-    const double tile_cycles = kClusterTileCycles[tiles > device.num_sms];
-    return kFirstAndLast[t] + kClusterSum +
-           pairs * (kClusterStart + static_cast<double>(k_tiles) * tile_cycles);
-  }
   double cycles =
       kFirstAndLast[t] + static_cast<double>(rounds * k_tiles) * kTileCycles[t][rounds > 1];
   if (splits > 1) {
@@ -319,17 +301,13 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
 
 inline int64_t gemm_workspace_bytes(const GemmParams& p, const GemmConfig& config) {
   const int64_t accum_size = p.dtype == DType::kFloat64 ? 8 : 4;
-  if (config.path == GemmPath::kSm90 && splits_in_cluster(config.tile, config.splits)) return 0;
   return config.splits > 1 ? config.splits * p.m * p.n * accum_size : 0;
 }
 
 inline std::string describe(const GemmConfig& config) {
   std::string text;
-  const bool cluster =
-      config.path == GemmPath::kSm90 && splits_in_cluster(config.tile, config.splits);
   if (config.path == GemmPath::kSm90) {
-    Sm90TileShape shape = sm90_tile_shape(config.tile);
-    if (cluster) shape = {shape.blk_m, shape.blk_n, kClusterSplitStages, /*ping_pong=*/false};
+    const Sm90TileShape shape = sm90_tile_shape(config.tile);
     text = std::string("sm_90a ") + (config.kind == GemmKind::kTf32 ? "TF32" : "16-bit") +
            " wgmma, tile " + std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) +
            (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) + " stages";
@@ -343,7 +321,6 @@ inline std::string describe(const GemmConfig& config) {
   text += std::string(", A ") + (config.a_k_major ? "k" : "m") + "-major, B " +
           (config.b_k_major ? "k" : "n") + "-major";
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
-  if (cluster) text += " in a cluster";
   return text + " (" + config.reason + ")";
 }
 

@@ -9,7 +9,6 @@
 #include "host/tensor_map.h"
 #include "ops/linear/linear_output.cuh"
 #include "ops/linear/linear_sm90.h"
-#include "ops/linear/linear_split_sm90.cuh"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/mainloop_sm90.cuh"
 #include "tile/scheduler.cuh"
@@ -118,38 +117,29 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
 }
 
-// An operand of p as Loader reads it: `rows` of m or n.
-template <class T, class Loader>
-CUtensorMap operand_map(const GemmParams& p, Major major, const void* pointer, int64_t rows,
-                        int64_t stride_row, int64_t stride_k) {
-  constexpr bool kTf32 = sizeof(T) == 4;
-  return major == Major::kK ? make_tensor_map({p.dtype, kTf32, pointer, p.k, rows, stride_row,
-                                               Loader::kBoxInner, Loader::kBoxOuter})
-                            : make_tensor_map({p.dtype, kTf32, pointer, rows, p.k, stride_k,
-                                               Loader::kBoxInner, Loader::kBoxOuter});
-}
-template <class Tile>
-CUtensorMap operand_map_a(const GemmParams& p) {
-  return operand_map<typename Tile::Element, TmaLoaderA<Tile>>(p, Tile::kMajorA, p.a, p.m,
-                                                               p.a_stride_m, p.a_stride_k);
-}
-template <class Tile>
-CUtensorMap operand_map_b(const GemmParams& p) {
-  return operand_map<typename Tile::Element, TmaLoaderB<Tile>>(p, Tile::kMajorB, p.b, p.n,
-                                                               p.b_stride_n, p.b_stride_k);
-}
-
 // raster_rows: rows of A that the CTAs of one wave share, for the sake of L2.
 template <class Tile>
 void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int raster_rows,
                            cudaStream_t stream) {
   using T = typename Tile::Element;
+  using LoaderA = TmaLoaderA<Tile>;
+  using LoaderB = TmaLoaderB<Tile>;
+  constexpr bool kTf32 = sizeof(T) == 4;
   constexpr int kSmemBytes =
       1024 + MainloopSm90<Tile>::kSmemBytes + Tile::kConsumers * EpilogueSm90<T>::kSmemBytes;
   static_assert(kSmemBytes <= 227 * 1024, "a CTA's shared memory on sm_90");
+  auto operand_map = [&](Major major, const void* pointer, int64_t rows, int64_t stride_row,
+                         int64_t stride_k, int box_inner, int box_outer) {
+    return major == Major::kK ? make_tensor_map({p.dtype, kTf32, pointer, p.k, rows, stride_row,
+                                                 box_inner, box_outer})
+                              : make_tensor_map({p.dtype, kTf32, pointer, rows, p.k, stride_k,
+                                                 box_inner, box_outer});
+  };
   GemmSm90Params params{};
-  params.a = operand_map_a<Tile>(p);
-  params.b = operand_map_b<Tile>(p);
+  params.a = operand_map(Tile::kMajorA, p.a, p.m, p.a_stride_m, p.a_stride_k, LoaderA::kBoxInner,
+                         LoaderA::kBoxOuter);
+  params.b = operand_map(Tile::kMajorB, p.b, p.n, p.b_stride_n, p.b_stride_k, LoaderB::kBoxInner,
+                         LoaderB::kBoxOuter);
   params.grid = make_tile_grid(p.m, p.n, p.k, Tile::kBlkM * Tile::kClusterM,
                                Tile::kBlkN * Tile::kClusterN, Tile::kBlkK, splits);
   params.grid.group_m =
@@ -160,7 +150,7 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   params.num_blocks = static_cast<unsigned>(params.grid.num_blocks());
   OutputSm90& output = params.output;
   const bool split = splits > 1;
-  output.fp32 = sizeof(T) == 4 || split || p.accum_d;
+  output.fp32 = kTf32 || split || p.accum_d;
   output.accumulate = !split && p.accumulate;
   output.d = split ? p.workspace : p.d;
   output.preactivation = split ? nullptr : p.preactivation;
@@ -185,12 +175,6 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   if (split) launch_split_k_reduce<T>(p, splits, stream);
 }
 
-template <class T, Major kMajorA, Major kMajorB>
-using SplitTileOf =
-    TileSm90<T, sm90_tile_shape(GemmTile::kSmall).blk_m, sm90_tile_shape(GemmTile::kSmall).blk_n,
-             kClusterSplitStages, /*one warpgroup a tile*/ true, /*kClusterM=*/1, /*kClusterN=*/1,
-             kMajorA, kMajorB>;
-
 template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>
 using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTile).blk_n,
                             sm90_tile_shape(kTile).stages, sm90_tile_shape(kTile).ping_pong,
@@ -200,13 +184,6 @@ template <class T>
 void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
   const int num_sms = current_device_info().num_sms;
   auto launch_tile = [&]<GemmTile kTile, Major kMajorA, Major kMajorB>() {
-    if constexpr (kTile == GemmTile::kSmall) {
-      if (splits_in_cluster(kTile, config.splits)) {
-        using Tile = SplitTileOf<T, kMajorA, kMajorB>;
-        return launch_gemm_split_sm90<Tile>(p, operand_map_a<Tile>(p), operand_map_b<Tile>(p),
-                                            config.splits, kRasterRows, stream);
-      }
-    }
     launch_gemm_sm90_tile<Sm90TileOf<T, kTile, kMajorA, kMajorB>>(p, config.splits, num_sms,
                                                                   kRasterRows, stream);
   };
