@@ -1,7 +1,6 @@
 // Forward where a row's classes lie side by side: one read of the logits with an online maximum
-// and sum, kStages * kUnroll accesses in flight a thread. Reduced losses take a second, tiny launch
+// and sum, kUnroll 16-byte loads in flight a thread. Reduced losses take a second, tiny launch
 // unless one block does it all; no atomics, so the order of every sum is fixed.
-#include "device/mma_sm80.cuh"
 #include "host/launch.h"
 #include "ops/cross_entropy/cross_entropy_alignment.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
@@ -10,7 +9,6 @@ namespace warpwright {
 namespace {
 
 constexpr int kReduceThreads = 1024;
-constexpr int kStages = 4;
 
 // Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r).
 // Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
@@ -23,8 +21,6 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   using Sums = RowSums<T, kKind>;
   constexpr int kUnroll = kCrossEntropyUnroll<T, kKind, kVec>;
   constexpr int kCount = kUnroll * kVec;
-  extern __shared__ uint4 storage[];
-  auto* ring = reinterpret_cast<Vec<T, kVec>*>(storage) + threadIdx.x;
   __shared__ Acc shared_sums[kMaxCrossEntropyThreads / kWarpSize][4];
   __shared__ Acc shared_share[kMaxCrossEntropyThreads / kWarpSize];
 
@@ -51,36 +47,16 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       if (head > p.classes) head = static_cast<int>(p.classes);
     }
     if (active) vectors = (p.classes - head) / kVec;
+    Vec<T, kVec> loaded[kUnroll], next[kUnroll];
     const int64_t step = int64_t{kUnroll} * lanes;
-    // Each thread's own ring of kStages steps, so that no barrier is needed.
-    auto fetch = [&](int64_t v, int stage) {
-      Vec<T, kVec>* to = ring + stage * kUnroll * blockDim.x;
-      if constexpr (sizeof(*to) >= 4) {
+    auto fetch = [&](int64_t v, Vec<T, kVec>(&to)[kUnroll]) {
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          const int64_t at = v + int64_t{u} * lanes;
-          if (at < vectors) {
-            cp_async<sizeof(*to)>(smem_address(to + u * blockDim.x), z + head + at * kVec);
-          }
-        }
-      } else {  // too narrow for cp.async: through registers
-        constexpr int kBatch = 4;
-#pragma unroll 1
-        for (int first = 0; first < kUnroll; first += kBatch) {
-          Vec<T, kVec> early[kBatch];
-#pragma unroll
-          for (int u = 0; u < kBatch; ++u) {
-            const int64_t at = v + int64_t{first + u} * lanes;
-            if (at < vectors) early[u] = load_vec<kVec>(z + at);
-          }
-#pragma unroll
-          for (int u = 0; u < kBatch; ++u) to[(first + u) * blockDim.x] = early[u];
-        }
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t at = v + int64_t{u} * lanes;
+        if (at < vectors) to[u] = load_vec<kVec>(z + head + at * kVec);
       }
-      cp_async_commit();
     };
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) fetch(lane + stage * step, stage);
+    fetch(lane, loaded);
     const int64_t body = vectors * kVec;
     const int scalars = active ? static_cast<int>(p.classes - body) : 0;
     T scalar{};
@@ -91,13 +67,8 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     if constexpr (kKind != TargetKind::kProbabilities) {
       if (active && lane == 0) raw_label = load_raw_label(p, row);
     }
-    int stage = 0;
     for (int64_t v = lane; v < vectors; v += step) {
-      cp_async_wait<kStages - 1>();
-      const Vec<T, kVec>* from = ring + stage * kUnroll * blockDim.x;
-      Vec<T, kVec> loaded[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) loaded[u] = from[u * blockDim.x];
+      fetch(v + step, next);  // on its way while this part is summed
       Acc value[kCount], wq[kCount];
       bool present[kUnroll];
 #pragma unroll
@@ -117,8 +88,8 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
         }
       }
       sums.template add<kCount, kVec>(value, wq, present);
-      fetch(v + kStages * step, stage);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) loaded[u] = next[u];
     }
     if constexpr (kVec > 1) {
       for (int64_t i = lane; i < scalars; i += lanes) {
@@ -198,10 +169,8 @@ void launch_cross_entropy_fwd(const CrossEntropyParams& p, const CrossEntropyCon
     for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
       auto run = [&]<int kVec>() {
         launch(cross_entropy_fwd_rows_kernel<T, Q, kKind, kVec>,
-               dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-               int64_t{kStages} * kCrossEntropyUnroll<T, kKind, kVec> * config.threads *
-                   static_cast<int64_t>(sizeof(Vec<T, kVec>)),
-               stream, p, Smoothing<Accum<T>>(p), config.lanes);
+               dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads), 0, stream, p,
+               Smoothing<Accum<T>>(p), config.lanes);
       };
       if (config.vec > 1) {
         run.template operator()<kVecSize<T>>();

@@ -89,22 +89,12 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
   auto fetch = [&](int64_t row, int slot) {
     const Part part = part_of(row);
     Vector* copy = slot_of(slot);
-    if constexpr (sizeof(Vector) >= 4) {
-      for (int at = part.first + lane; at < part.last; at += lanes, copy += blockDim.x) {
-        cp_async<sizeof(Vector)>(smem_address(copy), part.z + part.head + at * kVec);
-      }
-    } else {  // too narrow for cp.async: through registers
-      constexpr int kBatch = 4;
-      for (int at = part.first + lane; at < part.last; at += kBatch * lanes) {
-        Vector early[kBatch];
-#pragma unroll
-        for (int u = 0; u < kBatch; ++u) {
-          if (at + u * lanes < part.last) early[u] = load_vec<kVec>(part.z + at + u * lanes);
-        }
-#pragma unroll
-        for (int u = 0; u < kBatch; ++u, copy += blockDim.x) {
-          if (at + u * lanes < part.last) *copy = early[u];
-        }
+    for (int at = part.first + lane; at < part.last; at += lanes, copy += blockDim.x) {
+      const T* from = part.z + part.head + at * kVec;
+      if constexpr (sizeof(Vector) >= 4) {
+        cp_async<sizeof(Vector)>(smem_address(copy), from);
+      } else {
+        *copy = load_vec<kVec>(from);
       }
     }
     cp_async_commit();
