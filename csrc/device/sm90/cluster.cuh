@@ -49,16 +49,6 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
 }
 
-// The same without a release: that is a fence of the whole GPU in each warp that arrives. A thread
-// whose writes are awaited calls fence_cluster() first.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
-}
-// "membar / fence: fence.acq_rel.cluster".
-__device__ __forceinline__ void fence_cluster() {
-  asm volatile("fence.acq_rel.cluster;\n" ::: "memory");
-}
-
 // "bar". Barrier `id` (1..15; 0 is __syncthreads) of `threads` threads, whole warps.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");

@@ -39,8 +39,7 @@ struct Cluster {
     __syncthreads();
     if (step < steps) {
       if (threadIdx.x < kWarpSize) send(merge_warps<Sums>(warp_sums), step);
-      // What the other warps read before __syncthreads() is ordered by the senders' fence.
-      cluster_arrive_relaxed();
+      cluster_arrive();
     }
     return lag_ == 1 ? sums : receive<Sums>(step);
   }
@@ -55,7 +54,6 @@ struct Cluster {
     const uint32_t mapped = map_to_cta(own, threadIdx.x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_cluster(mapped + i * sizeof(Acc), part[i]);
-    fence_cluster();
   }
 
   // The order of the ranks decides the order of the sum.
