@@ -48,20 +48,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       }
     };
     fetch(lane, false);  // before anything waits for the row's saved numbers
-    const int64_t body = vectors * kVec;
-    T scalar{};
-    if constexpr (kVec > 1) {
-      if (lane < p.classes - body) scalar = z[lane < head ? lane : lane + body];
-    }
     const RowGradient<T, kKind> gradient(p, row);
-    if constexpr (kVec > 1) {
-      for (int64_t i = lane; i < p.classes - body; i += lanes) {
-        const int64_t c = i < head ? i : i + body;
-        Vec<T, 1> value;
-        value[0] = gradient.zero ? convert<T>(Accum<T>(0)) : i == lane ? scalar : z[c];
-        write_gradients<T, Q, kKind, 1>(p, smoothing, gradient, c, value, q, dz, dq);
-      }
-    }
     for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {
       if (v != lane || gradient.zero) fetch(v, gradient.zero);
 #pragma unroll
@@ -71,6 +58,15 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
           write_gradients<T, Q, kKind, kVec>(p, smoothing, gradient, head + at * kVec, loaded[u], q,
                                              dz, dq);
         }
+      }
+    }
+    if constexpr (kVec > 1) {
+      const int64_t body = vectors * kVec;
+      for (int64_t i = lane; i < p.classes - body; i += lanes) {
+        const int64_t c = i < head ? i : i + body;
+        Vec<T, 1> value;
+        value[0] = gradient.zero ? convert<T>(Accum<T>(0)) : z[c];
+        write_gradients<T, Q, kKind, 1>(p, smoothing, gradient, c, value, q, dz, dq);
       }
     }
   }

@@ -57,12 +57,6 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       }
     };
     fetch(lane, loaded);
-    const int64_t body = vectors * kVec;
-    const int scalars = active ? static_cast<int>(p.classes - body) : 0;
-    T scalar{};
-    if constexpr (kVec > 1) {
-      if (lane < scalars) scalar = z[lane < head ? lane : lane + body];
-    }
     int64_t raw_label = p.ignore_index;  // arrives with the logits
     if constexpr (kKind != TargetKind::kProbabilities) {
       if (active && lane == 0) raw_label = load_raw_label(p, row);
@@ -92,11 +86,13 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       for (int u = 0; u < kUnroll; ++u) loaded[u] = next[u];
     }
     if constexpr (kVec > 1) {
+      const int64_t body = vectors * kVec;
+      const int64_t scalars = active ? p.classes - body : 0;
       for (int64_t i = lane; i < scalars; i += lanes) {
         const int64_t c = i < head ? i : i + body;
         Acc target = 0;
         if constexpr (kKind == TargetKind::kProbabilities) target = convert<Acc>(q[c]);
-        const Acc value[1] = {convert<Acc>(i == lane ? scalar : z[c])};
+        const Acc value[1] = {convert<Acc>(z[c])};
         const Acc wq[1] = {weighted_target<kKind>(p, smoothing, c, target)};
         const bool present[1] = {true};
         sums.template add<1, 1>(value, wq, present);
