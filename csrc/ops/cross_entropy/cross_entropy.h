@@ -239,14 +239,12 @@ constexpr int cross_entropy_team(int64_t element_size, TargetKind kind) {
   return element_size == 2 && kind == TargetKind::kSmoothedLabels ? 768 : 1024;
 }
 
-// Shared memory of a block beside the rows, the system's part included.
-constexpr int64_t kCrossEntropySpareBytes = 2816;
-
 // `clusters`: the GPU and the library have them.
 inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     const CrossEntropyGradientParams& p, const CrossEntropyAlignment& alignment,
     const DeviceInfo& device, bool clusters) {
-  constexpr int64_t kSystemBytes = 1024;  // of each block's shared memory
+  // A block's own shared memory, and what the system takes of each.
+  constexpr int64_t kSpareBytes = 2816, kSystemBytes = 1024;
   constexpr int kWarp = 32;
   const int resident = cross_entropy_team(dtype_size(p.dtype), p.kind);
   const bool reduced = p.reduction != Reduction::kNone;
@@ -263,7 +261,7 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     config.slots = slots;
     config.threads = config.lanes = threads;
     config.slot_accesses = static_cast<int>(slot_accesses);
-    const int64_t bytes = config.smem_bytes(p.dtype) + kCrossEntropySpareBytes;
+    const int64_t bytes = config.smem_bytes(p.dtype) + kSpareBytes;
     if (bytes > device.smem_per_block) return int64_t{0};
     return std::min<int64_t>(resident / threads, (device.smem_per_block + kSystemBytes) / bytes);
   };
@@ -318,24 +316,8 @@ inline CrossEntropyConfig choose_cross_entropy_fwd_config(const CrossEntropyProb
                                                           const CrossEntropyAlignment& alignment,
                                                           const DeviceInfo& device) {
   const CrossEntropyConfig config = choose_cross_entropy_config(p, alignment, device);
-  if (config.kernel != CrossEntropyConfig::Kernel::kRows || p.kind == TargetKind::kProbabilities ||
-      p.rows * p.classes == 0) {
-    return config;
-  }
-  if (config.blocks == 1 && config.lanes <= 32) {
-    // The block's latency is all of the time: as many threads as there is work and room for.
-    CrossEntropyConfig small = config;
-    small.kernel = CrossEntropyConfig::Kernel::kOnChip;
-    small.slots = 2;
-    const int64_t held = ceil_div(ceil_div(p.classes, int64_t{config.vec}), int64_t{config.lanes});
-    for (small.threads = 1024; small.threads >= 64; small.threads /= 2) {
-      small.slot_accesses = static_cast<int>(held * small.threads);
-      if (small.threads <= cross_entropy_team(dtype_size(p.dtype), p.kind) &&
-          (small.threads == 64 || small.threads < 2 * p.rows * config.lanes) &&
-          small.smem_bytes(p.dtype) + kCrossEntropySpareBytes <= device.smem_per_block) {
-        return small;
-      }
-    }
+  if (config.kernel != CrossEntropyConfig::Kernel::kRows || config.blocks == 1 ||
+      p.kind == TargetKind::kProbabilities) {
     return config;
   }
   const CrossEntropyGradientConfig on_chip = choose_cross_entropy_gradient_config(

@@ -87,15 +87,15 @@ CrossEntropyAlignment backward_alignment(const CrossEntropyBackwardParams& p) {
 }  // namespace
 
 void launch_cross_entropy_bwd(const CrossEntropyBackwardParams& p, cudaStream_t stream) {
-  CrossEntropyConfig config =
+  const CrossEntropyConfig config =
       choose_cross_entropy_config(p, backward_alignment(p), current_device_info());
   if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
     launch_cross_entropy_bwd_pixels(p, config, stream);
     return;
   }
-  // No sum over rows here: small problems use many small blocks.
-  if (config.blocks == 1 && config.lanes <= kWarpSize) config.threads = 128;
-  const int64_t blocks = ceil_div(p.rows, int64_t{config.threads / config.lanes});
+  // No sum over rows here: small problems may use many blocks.
+  const int64_t rows_per_block = config.threads / config.lanes;
+  const int64_t blocks = (p.rows + rows_per_block - 1) / rows_per_block;
   for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
     auto run = [&]<int kVec>() {
       launch(cross_entropy_bwd_rows_kernel<T, Q, kKind, kVec>, dim3(static_cast<unsigned>(blocks)),

@@ -9,7 +9,7 @@
 namespace warpwright {
 namespace {
 
-constexpr int kCountThreads = 1024, kCountUnroll = 16;
+constexpr int kCountThreads = 1024;
 constexpr int kScaleThreads = 256;
 
 // Layout: labels (rows). Grid: one block. What finish_row() would add up, before the rows are read.
@@ -18,18 +18,10 @@ __global__ void __launch_bounds__(kCountThreads)
     cross_entropy_count_kernel(const CrossEntropyProblem p, Acc* total_weight) {
   __shared__ double shared[kCountThreads / kWarpSize];
   double total = 0;
-  for (int64_t first = threadIdx.x; first < p.rows; first += kCountThreads * kCountUnroll) {
-    int64_t raw[kCountUnroll];  // all on their way before one is looked at
-#pragma unroll
-    for (int u = 0; u < kCountUnroll; ++u) {
-      const int64_t row = first + u * kCountThreads;
-      raw[u] = row < p.rows ? load_raw_label(p, row) : p.ignore_index;
-    }
-#pragma unroll
-    for (int u = 0; u < kCountUnroll; ++u) {
-      const Label label = classify_label(p, raw[u]);
-      if (label.valid) total += class_weight<Acc>(p, label.value);
-    }
+#pragma unroll 8
+  for (int64_t row = threadIdx.x; row < p.rows; row += kCountThreads) {
+    const Label label = load_label(p, row);
+    if (label.valid) total += class_weight<Acc>(p, label.value);
   }
   total = block_reduce(total, Sum{}, 0.0, shared);
   if (threadIdx.x == 0) *total_weight = static_cast<Acc>(total);
