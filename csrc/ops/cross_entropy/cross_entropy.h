@@ -153,21 +153,13 @@ void for_target(const CrossEntropyProblem& p, F&& f) {
 
 // How the forward and backward kernels cut the rows up.
 struct CrossEntropyConfig {
-  enum class Kernel : int8_t { kRows, kOnChip, kPixels };  // kOnChip: forward of labels
+  enum class Kernel : int8_t { kRows, kPixels };
   Kernel kernel;
-  int lanes;       // threads of a block that share a row: a power of two up to a warp, or the block
+  int lanes;       // kRows: threads that share a row: a power of two up to a warp, or the block
   int vec;         // elements of one memory access: 16 bytes, or one element
   int threads;     // of a block
   int64_t blocks;  // 1: the block walks all rows, and reduces them without a second launch
   const char* reason;
-  // kOnChip:
-  int slots;          // rows (of each team of threads) that a block's shared memory has room for
-  int slot_accesses;  // of a block
-  int per_sm;         // blocks that an SM has room for; no more than these run, and walk the rows
-
-  int64_t smem_bytes(DType dtype) const {
-    return int64_t{slots} * slot_accesses * vec * dtype_size(dtype);
-  }
 };
 
 constexpr int kMaxCrossEntropyThreads = 512;
@@ -227,10 +219,21 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
 
 // How the forward with gradient cuts the rows up: on chip, shared memory holds a row's logits from
 // the one read to the one write.
-struct CrossEntropyGradientConfig : CrossEntropyConfig {
-  bool on_chip;      // else a forward and a backward, one after the other
-  int cluster;       // blocks that share a row
-  int64_t partials;  // rows of CrossEntropyParams::partials that a last launch adds up; or 0
+struct CrossEntropyGradientConfig {
+  bool on_chip;  // else a forward and a backward, one after the other
+  int lanes;     // threads of a block that share a row: a power of two up to a warp, or the block
+  int cluster;   // blocks that share a row
+  int vec;       // elements of one memory access: 16 bytes, or one element
+  int slots;     // rows (of each team of threads) that a block's shared memory has room for
+  int slot_accesses;  // of a block
+  int threads;        // of a block
+  int64_t blocks;     // that the GPU runs at once, or fewer: they walk the rows
+  int64_t partials;   // rows of CrossEntropyParams::partials that a last launch adds up; or 0
+  const char* reason;
+
+  int64_t smem_bytes(DType dtype) const {
+    return int64_t{slots} * slot_accesses * vec * dtype_size(dtype);
+  }
 };
 
 // Threads of a block at the most, and of all blocks of an SM: what its registers are enough for.
@@ -301,28 +304,12 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     config.reason = config.cluster == 1 ? "a block a row" : "a cluster of blocks a row";
   }
   config.on_chip = true;
-  config.kernel = CrossEntropyConfig::Kernel::kOnChip;
-  config.per_sm = static_cast<int>(per_sm);
   const int64_t needed = std::max<int64_t>(1, ceil_div(p.rows, teams));
   const int64_t groups =
       std::min(needed, std::max<int64_t>(1, per_sm * device.num_sms / config.cluster));
   config.blocks = groups * config.cluster;
   config.partials = reduced && groups > 1 ? groups : 0;
   return config;
-}
-
-// Rows of labels that fit a block's shared memory pass through it, as with a gradient.
-inline CrossEntropyConfig choose_cross_entropy_fwd_config(const CrossEntropyProblem& p,
-                                                          const CrossEntropyAlignment& alignment,
-                                                          const DeviceInfo& device) {
-  const CrossEntropyConfig config = choose_cross_entropy_config(p, alignment, device);
-  if (config.kernel != CrossEntropyConfig::Kernel::kRows || config.blocks == 1 ||
-      p.kind == TargetKind::kProbabilities) {
-    return config;
-  }
-  const CrossEntropyGradientConfig on_chip = choose_cross_entropy_gradient_config(
-      CrossEntropyGradientParams{{p}}, alignment, device, /*clusters=*/false);
-  return on_chip.on_chip && on_chip.per_sm > 1 ? on_chip : config;
 }
 
 // Whether a training step on a GPU is faster if the forward writes the gradient. Logits that stay
@@ -342,8 +329,8 @@ inline std::string describe(const CrossEntropyGradientConfig& config) {
 }
 
 inline std::string describe(const CrossEntropyConfig& config) {
-  const char* const names[] = {"rows", "rows on chip", "pixels"};
-  return std::string(names[static_cast<int>(config.kernel)]) + ", " + std::to_string(config.lanes) +
+  const bool pixels = config.kernel == CrossEntropyConfig::Kernel::kPixels;
+  return std::string(pixels ? "pixels" : "rows") + ", " + std::to_string(config.lanes) +
          " threads a row, " + std::to_string(config.vec) + " elements an access, " +
          std::to_string(config.blocks) + " blocks of " + std::to_string(config.threads) + " (" +
          config.reason + ")";

@@ -10,7 +10,7 @@ namespace {
 // Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride.
 // Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
 // kVec > 1: a scalar head up to the row's first 16-byte boundary (the same in every operand),
-// vectors, a scalar tail. An ignored row is not read but for each thread's first accesses.
+// vectors, a scalar tail.
 template <class T, class Q, TargetKind kKind, int kVec>
 __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T>)
     cross_entropy_bwd_rows_kernel(const CrossEntropyBackwardParams p,
@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   const int rows_per_block = blockDim.x / lanes;
   for (int64_t row = int64_t{blockIdx.x} * rows_per_block + threadIdx.x / lanes; row < p.rows;
        row += int64_t{gridDim.x} * rows_per_block) {
+    const RowGradient<T, kKind> gradient(p, row);
     const int64_t out = row_offset(p.grad_layout, row);
     const T* z = static_cast<const T*>(p.input) + row_offset(p.layout, row);
     T* dz = p.grad_input == nullptr ? nullptr : static_cast<T*>(p.grad_input) + out;
@@ -38,19 +39,18 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       if (head > p.classes) head = p.classes;
     }
     const int64_t vectors = (p.classes - head) / kVec;
-    Vec<T, kVec> loaded[kUnroll];
-    auto fetch = [&](int64_t v, bool zero) {
+    for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {
+      Vec<T, kVec> loaded[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int64_t at = v + int64_t{u} * lanes;
-        if (at < vectors && !zero) loaded[u] = load_vec<kVec>(z + head + at * kVec);
-        if (zero) loaded[u] = Vec<T, kVec>{};
+        if (at < vectors && !gradient.zero) {
+          loaded[u] = load_vec<kVec>(z + head + at * kVec);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) loaded[u][j] = convert<T>(Accum<T>(0));
+        }
       }
-    };
-    fetch(lane, false);  // before anything waits for the row's saved numbers
-    const RowGradient<T, kKind> gradient(p, row);
-    for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {
-      if (v != lane || gradient.zero) fetch(v, gradient.zero);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int64_t at = v + int64_t{u} * lanes;

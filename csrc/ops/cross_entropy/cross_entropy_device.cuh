@@ -300,10 +300,6 @@ __device__ __forceinline__ void finish_block(const CrossEntropyParams& p, LossSh
 // Adds `count` partials up: the second launch of a reduced forward.
 void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream);
 
-// The kernel that holds rows in shared memory, in config's cut.
-void launch_cross_entropy_on_chip(const CrossEntropyGradientParams& p,
-                                  const CrossEntropyConfig& config, cudaStream_t stream);
-
 // The kernels where classes lie apart.
 void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyConfig& config,
                                      cudaStream_t stream);
@@ -328,22 +324,17 @@ struct RowGradient {
   // From what a forward left behind.
   template <class Params>
   __device__ __forceinline__ RowGradient(const Params& p, int64_t row) {
-    // All loads come before the first use of one.
     const Acc* stats = static_cast<const Acc*>(p.stats);
-    const Acc row_max = stats[row], row_sum = stats[p.rows + row];
-    const Acc row_mass = kKind == TargetKind::kLabels ? Acc(0) : stats[2 * p.rows + row];
-    int64_t raw_label = -1;
-    if constexpr (kKind != TargetKind::kProbabilities) raw_label = load_raw_label(p, row);
-    Acc divisor = 1, g = 1;
-    if (p.reduction == Reduction::kMean) divisor = *static_cast<const Acc*>(p.total_weight);
+    Acc g = 1;
     if (p.grad_output != nullptr) {
       g = read_either<T>(p.grad_output, p.loss_dtype,
                          p.reduction == Reduction::kNone ? row : int64_t{0});
     }
-    if (p.reduction == Reduction::kMean) g /= divisor;
+    if (p.reduction == Reduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
     Label target{-1, false, false};
-    if constexpr (kKind != TargetKind::kProbabilities) target = classify_label(p, raw_label);
-    set(p, target, row_max, row_sum, row_mass, g);
+    if constexpr (kKind != TargetKind::kProbabilities) target = load_label(p, row);
+    const Acc saved_mass = kKind == TargetKind::kLabels ? Acc(0) : stats[2 * p.rows + row];
+    set(p, target, stats[row], stats[p.rows + row], saved_mass, g);
   }
 
   // `row_mass` is W where q is not one-hot.

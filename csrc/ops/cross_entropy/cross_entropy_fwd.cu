@@ -33,8 +33,13 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     const bool active = row < p.rows;
     const T* z = static_cast<const T*>(p.input) + (active ? row_offset(p.layout, row) : 0);
     const Q* q = nullptr;
+    Acc label_logit = 0;
     if constexpr (kKind == TargetKind::kProbabilities) {
       q = static_cast<const Q*>(p.target) + (active ? row_offset(p.target_layout, row) : 0);
+    } else if (active && lane == 0) {
+      // Early: two dependent loads that the row's own hide.
+      const Label label = load_label(p, row);
+      if (label.valid) label_logit = convert<Acc>(z[label.value]);
     }
 
     Sums sums;
@@ -57,10 +62,6 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       }
     };
     fetch(lane, loaded);
-    int64_t raw_label = p.ignore_index;  // arrives with the logits
-    if constexpr (kKind != TargetKind::kProbabilities) {
-      if (active && lane == 0) raw_label = load_raw_label(p, row);
-    }
     for (int64_t v = lane; v < vectors; v += step) {
       fetch(v + step, next);  // on its way while this part is summed
       Acc value[kCount], wq[kCount];
@@ -99,25 +100,29 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       }
     }
 
-    T label_logit{};
-    Label label{-1, true, false};
-    if constexpr (kKind != TargetKind::kProbabilities) {
-      label = classify_label(p, raw_label);
-      if (active && lane == 0 && label.valid) label_logit = z[label.value];
+    for (int offset = (lanes < kWarpSize ? lanes : kWarpSize) / 2; offset > 0; offset /= 2) {
+      sums.merge(sums.from_lane(offset));
     }
-    sums = merge_lanes(sums, lanes < kWarpSize ? lanes : kWarpSize);
     if (lanes > kWarpSize) {  // the block's only row
-      const int warp = threadIdx.x / kWarpSize;
+      const int warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
       if (threadIdx.x % kWarpSize == 0) {
         sums.store(shared_sums[warp]);
       }
       __syncthreads();
-      if (warp == 0) sums = merge_warps<Sums>(shared_sums);
+      if (warp == 0) {
+        sums = Sums();
+        if (threadIdx.x < num_warps) sums.load(shared_sums[threadIdx.x]);
+        for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+          sums.merge(sums.from_lane(offset));
+        }
+      }
       __syncthreads();  // before the next row overwrites the slots
     }
     if (active && lane == 0) {
+      Label label{-1, true, false};
+      if constexpr (kKind != TargetKind::kProbabilities) label = load_label(p, row);
       const LossShare<Acc> share =
-          finish_row<T, kKind>(p, smoothing, row, label, convert<Acc>(label_logit), sums);
+          finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
       total.loss += share.loss;
       total.weight += share.weight;
     }
@@ -152,15 +157,13 @@ void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cud
 }
 
 CrossEntropyConfig cross_entropy_fwd_config(const CrossEntropyParams& p) {
-  return choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), current_device_info());
+  return choose_cross_entropy_config(p, cross_entropy_alignment(p), current_device_info());
 }
 
 void launch_cross_entropy_fwd(const CrossEntropyParams& p, const CrossEntropyConfig& config,
                               cudaStream_t stream) {
   if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
     launch_cross_entropy_fwd_pixels(p, config, stream);
-  } else if (config.kernel == CrossEntropyConfig::Kernel::kOnChip) {
-    launch_cross_entropy_on_chip(CrossEntropyGradientParams{p}, config, stream);
   } else {
     for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
       auto run = [&]<int kVec>() {

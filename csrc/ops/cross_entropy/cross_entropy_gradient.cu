@@ -76,16 +76,6 @@ CrossEntropyGradientConfig cross_entropy_gradient_config(const CrossEntropyGradi
   return config;
 }
 
-void launch_cross_entropy_on_chip(const CrossEntropyGradientParams& p,
-                                  const CrossEntropyConfig& config, cudaStream_t stream) {
-  for_gradient(p, config, [&]<class T, TargetKind kKind, int kVec>() {
-    launch(cross_entropy_gradient_kernel<T, kKind, kVec>,
-           dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-           config.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), config.lanes,
-           config.slots, config.slot_accesses);
-  });
-}
-
 void launch_cross_entropy_gradient(CrossEntropyGradientParams p,
                                    const CrossEntropyGradientConfig& config, cudaStream_t stream) {
   if (!config.on_chip) {
@@ -107,7 +97,12 @@ void launch_cross_entropy_gradient(CrossEntropyGradientParams p,
   if (config.cluster > 1) {
     groups = launch_cross_entropy_gradient_cluster(p, config, stream);
   } else {
-    launch_cross_entropy_on_chip(p, config, stream);
+    for_gradient(p, config, [&]<class T, TargetKind kKind, int kVec>() {
+      launch(cross_entropy_gradient_kernel<T, kKind, kVec>,
+             dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
+             config.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), config.lanes,
+             config.slots, config.slot_accesses);
+    });
   }
   if (p.reduction != Reduction::kNone && groups > 1) launch_cross_entropy_reduce(p, groups, stream);
 }

@@ -90,11 +90,10 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
     const Part part = part_of(row);
     Vector* copy = slot_of(slot);
     for (int at = part.first + lane; at < part.last; at += lanes, copy += blockDim.x) {
-      const T* from = part.z + part.head + at * kVec;
-      if constexpr (sizeof(Vector) >= 4) {
-        cp_async<sizeof(Vector)>(smem_address(copy), from);
+      if constexpr (kVec > 1) {
+        cp_async<16>(smem_address(copy), part.z + part.head + at * kVec);
       } else {
-        *copy = load_vec<kVec>(from);
+        *copy = load_vec<kVec>(part.z + at);
       }
     }
     cp_async_commit();
@@ -138,54 +137,40 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
         cp_async_wait<0>();
       }
       const Vector* copy = slot_of(slot);
-      Acc max = -infinity(Acc());
 #pragma unroll(Sums::kLinear ? 2 : 4)
       for (int at = part.first + lane; at < part.last; at += lanes, copy += blockDim.x) {
         const Vector value = *copy;
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) max = larger(max, convert<Acc>(value[j]));
+        for (int j = 0; j < kVec; ++j) sums.max = larger(sums.max, convert<Acc>(value[j]));
       }
-      auto scalar = [&](int i) {
-        return convert<Acc>(i == lane ? next.scalar : part.z[part.scalar_class(i)]);
-      };
-      for (int i = lane; i < part.scalars; i += lanes) max = larger(max, scalar(i));
-      // One maximum for all lanes of a warp: their sums need no factors then.
-      const int width = whole_block ? kWarpSize : lanes;
-      for (int offset = width / 2; offset > 0; offset /= 2) {
-        max = larger(max, __shfl_xor_sync(kFullMask, max, offset));
-      }
-      sums.max = max;
-      const Acc to = Sums::reference(max);
-      auto add = [&](Acc z, int c, Acc& exps) {
-        const Acc distance = z - to;
-        exps += exp_for<T>(distance);
-        if constexpr (Sums::kLinear) {
-          const Acc wq = weighted_target<kKind>(p, smoothing, c, Acc(0));
-          sums.linear += wq * distance;
-          sums.mass += wq;
-        }
-      };
+      const Acc to = Sums::reference(sums.max);
       copy = slot_of(slot);
 #pragma unroll(Sums::kLinear ? 1 : 2)
       for (int at = part.first + lane; at < part.last; at += lanes, copy += blockDim.x) {
         const Vector value = *copy;
-        Acc exps = 0;
+        Acc exps = 0, linear = 0, mass = 0;
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
-          add(convert<Acc>(value[j]), part.head + at * kVec + j, exps);
+          const Acc distance = convert<Acc>(value[j]) - to;
+          exps += exp_for<T>(distance);
+          if constexpr (Sums::kLinear) {
+            const Acc wq = weighted_target<kKind>(p, smoothing, part.head + at * kVec + j, Acc(0));
+            linear += wq * distance;
+            mass += wq;
+          }
         }
         sums.sum += exps;
+        sums.linear += linear;
+        sums.mass += mass;
       }
       for (int i = lane; i < part.scalars; i += lanes) {
-        add(scalar(i), part.scalar_class(i), sums.sum);
+        const int c = part.scalar_class(i);
+        const Acc value[1] = {convert<Acc>(i == lane ? next.scalar : part.z[c])};
+        const Acc wq[1] = {weighted_target<kKind>(p, smoothing, c, Acc(0))};
+        const bool present[1] = {true};
+        sums.template add<1, 1>(value, wq, present);
       }
-      for (int offset = width / 2; offset > 0; offset /= 2) {
-        sums.sum += __shfl_xor_sync(kFullMask, sums.sum, offset);
-        if constexpr (Sums::kLinear) {
-          sums.linear += __shfl_xor_sync(kFullMask, sums.linear, offset);
-          sums.mass += __shfl_xor_sync(kFullMask, sums.mass, offset);
-        }
-      }
+      sums = merge_lanes(sums, whole_block ? kWarpSize : lanes);
     }
     if (whole_block) {
       if (threadIdx.x % kWarpSize == 0) sums.store(shared_sums[step & 1][threadIdx.x / kWarpSize]);
@@ -244,7 +229,8 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
 
 // Calls f<T, kKind, kVec>().
 template <class F>
-void for_gradient(const CrossEntropyGradientParams& p, const CrossEntropyConfig& config, F&& f) {
+void for_gradient(const CrossEntropyGradientParams& p, const CrossEntropyGradientConfig& config,
+                  F&& f) {
   for_dtype(p.dtype, [&]<class T>() {
     for_bool(p.kind == TargetKind::kSmoothedLabels, [&]<bool kSmoothed>() {
       constexpr TargetKind kKind = kSmoothed ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
