@@ -33,14 +33,6 @@ __device__ __forceinline__ double load_cluster(uint32_t mapped, double) {
   return value;
 }
 
-// "st". The other way.
-__device__ __forceinline__ void store_cluster(uint32_t mapped, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;\n" ::"r"(mapped), "f"(value) : "memory");
-}
-__device__ __forceinline__ void store_cluster(uint32_t mapped, double value) {
-  asm volatile("st.shared::cluster.f64 [%0], %1;\n" ::"r"(mapped), "d"(value) : "memory");
-}
-
 // "barrier.cluster". Every thread of the cluster arrives and waits; warps need not be converged.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");

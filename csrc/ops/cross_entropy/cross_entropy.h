@@ -224,32 +224,27 @@ struct CrossEntropyGradientConfig {
   int lanes;     // threads of a block that share a row: a power of two up to a warp, or the block
   int cluster;   // blocks that share a row
   int vec;       // elements of one memory access: 16 bytes, or one element
-  int slots;     // rows (of each team of threads) that a block's shared memory has room for
-  int slot_accesses;  // of a block
-  int threads;        // of a block
-  int64_t blocks;     // that the GPU runs at once, or fewer: they walk the rows
-  int64_t partials;   // rows of CrossEntropyParams::partials that a last launch adds up; or 0
+  int held;      // accesses of a thread
+  int threads;   // of a block
+  int64_t blocks;
+  int64_t partials;  // rows of CrossEntropyParams::partials that a last launch adds up; or 0
   const char* reason;
 
   int64_t smem_bytes(DType dtype) const {
-    return int64_t{slots} * slot_accesses * vec * dtype_size(dtype);
+    return int64_t{threads} * held * vec * dtype_size(dtype);
   }
 };
 
-// Threads of a block at the most, and of all blocks of an SM: what its registers are enough for.
-constexpr int cross_entropy_team(int64_t element_size, TargetKind kind) {
-  if (element_size == 8) return 512;
-  return element_size == 2 && kind == TargetKind::kSmoothedLabels ? 768 : 1024;
-}
+constexpr int kCrossEntropyTeam = 256;  // threads of a block, at the most
 
 // `clusters`: the GPU and the library have them.
 inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     const CrossEntropyGradientParams& p, const CrossEntropyAlignment& alignment,
     const DeviceInfo& device, bool clusters) {
-  // A block's own shared memory, and what the system takes of each.
-  constexpr int64_t kSpareBytes = 2816, kSystemBytes = 1024;
-  constexpr int kWarp = 32;
-  const int resident = cross_entropy_team(dtype_size(p.dtype), p.kind);
+  // 32 KB a block: its loads are all in flight at once, and several blocks an SM overlap the loads
+  // of one with the stores of another.
+  constexpr int kHeld = 8, kWarp = 32;
+  constexpr int64_t kSpareBytes = 2048;  // the kernel's own shared memory
   const bool reduced = p.reduction != Reduction::kNone;
   const CrossEntropyConfig rows = choose_cross_entropy_config(p, alignment, device);
   CrossEntropyGradientConfig config{};
@@ -259,55 +254,33 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
   config.reason = "classes lie apart: forward and backward in turn";
   if (rows.kernel == CrossEntropyConfig::Kernel::kPixels) return config;
 
-  // Blocks an SM has room for, if `share` accesses of a row are one block's.
-  auto fit = [&](int slots, int threads, int64_t slot_accesses) {
-    config.slots = slots;
-    config.threads = config.lanes = threads;
-    config.slot_accesses = static_cast<int>(slot_accesses);
-    const int64_t bytes = config.smem_bytes(p.dtype) + kSpareBytes;
-    if (bytes > device.smem_per_block) return int64_t{0};
-    return std::min<int64_t>(resident / threads, (device.smem_per_block + kSystemBytes) / bytes);
-  };
   const int64_t accesses = ceil_div(std::max<int64_t>(1, p.classes), config.vec);
-  int64_t teams = 1, per_sm = 0;  // teams of threads a block; blocks an SM
-  if (constexpr int kHeld = 8; accesses <= kWarp * kHeld) {
-    int lanes = 1;
-    while (lanes * kHeld < accesses) lanes *= 2;
-    constexpr int kThreads = 256;
-    per_sm = fit(2, kThreads, kThreads * ceil_div(accesses, int64_t{lanes}));
-    config.lanes = lanes;
-    teams = kThreads / lanes;
-    config.reason = lanes == kWarp ? "a warp a row" : "short rows: several a warp";
+  if (accesses <= kWarp * kHeld) {
+    config.lanes = 1;
+    while (config.lanes * kHeld < accesses) config.lanes *= 2;
+    config.held = static_cast<int>(ceil_div(accesses, int64_t{config.lanes}));
+    config.threads = kCrossEntropyTeam;
+    config.blocks = std::max<int64_t>(1, ceil_div(p.rows, kCrossEntropyTeam / config.lanes));
+    config.reason = config.lanes == kWarp ? "a warp a row" : "short rows: several a warp";
   } else {
-    // A row's part has about four accesses a thread, and two blocks an SM work while one waits for
-    // the sum: the smallest cluster where they find room, else the largest.
-    auto threads_for = [&](int64_t share, int most) {
-      const int64_t threads = kWarp * ceil_div(share, int64_t{4} * kWarp);
-      return static_cast<int>(std::clamp<int64_t>(threads, 2 * kWarp, most));
-    };
-    const int largest = clusters ? 8 : 1;
-    for (config.cluster = 1;; config.cluster *= 2) {
-      const int64_t share = ceil_div(accesses, int64_t{config.cluster});
-      // A cluster's sums travel for a step: one row more is held.
-      const int slots = config.cluster == 1 ? 2 : 3;
-      per_sm = fit(slots, threads_for(share, resident / 2), share);
-      if (per_sm >= 2) break;
-      if (config.cluster < largest) continue;
-      per_sm = fit(slots, threads_for(share, resident), share);
-      if (per_sm == 0) per_sm = fit(1, threads_for(share, resident), share);
-      break;
-    }
-    if (per_sm == 0) {
+    const int64_t teams = ceil_div(accesses, int64_t{kCrossEntropyTeam} * kHeld);
+    if (clusters) config.cluster = static_cast<int>(std::min<int64_t>(8, teams));
+    const int64_t share = ceil_div(accesses, int64_t{config.cluster});
+    const int64_t warps = ceil_div(share, int64_t{kWarp} * kHeld);
+    config.threads = static_cast<int>(std::min<int64_t>(kCrossEntropyTeam, warps * kWarp));
+    config.lanes = config.threads = std::max(2 * kWarp, config.threads);
+    const int64_t held = ceil_div(share, int64_t{config.threads});
+    const int64_t bytes = held * config.threads * config.vec * dtype_size(p.dtype);
+    if (bytes > device.smem_per_block - kSpareBytes) {
       config.reason = "rows too long for shared memory: forward and backward in turn";
       return config;
     }
+    config.held = static_cast<int>(held);
+    config.blocks = std::max<int64_t>(1, p.rows) * config.cluster;
     config.reason = config.cluster == 1 ? "a block a row" : "a cluster of blocks a row";
   }
   config.on_chip = true;
-  const int64_t needed = std::max<int64_t>(1, ceil_div(p.rows, teams));
-  const int64_t groups =
-      std::min(needed, std::max<int64_t>(1, per_sm * device.num_sms / config.cluster));
-  config.blocks = groups * config.cluster;
+  const int64_t groups = config.blocks / config.cluster;
   config.partials = reduced && groups > 1 ? groups : 0;
   return config;
 }

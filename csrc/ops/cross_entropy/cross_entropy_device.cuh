@@ -36,9 +36,6 @@ __device__ __forceinline__ float infinity(float) { return __int_as_float(0x7f800
 __device__ __forceinline__ double infinity(double) {
   return __longlong_as_double(0x7ff0000000000000ll);
 }
-// The larger; the number if one is NaN, which the sum of the exponentials then shows.
-__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
 __device__ __forceinline__ float quiet_nan(float) { return __int_as_float(0x7fffffff); }
 __device__ __forceinline__ double quiet_nan(double) {
   return __longlong_as_double(0x7fffffffffffffffll);
@@ -76,23 +73,15 @@ struct Label {
   bool valid;  // a class; neither: bad
 };
 
-// The number at a row's place among the labels.
-__device__ __forceinline__ int64_t load_raw_label(const CrossEntropyProblem& p, int64_t row) {
-  return p.target_dtype == DType::kUInt8
-             ? static_cast<int64_t>(static_cast<const uint8_t*>(p.target)[row])
-             : static_cast<const int64_t*>(p.target)[row];
-}
-
 // The range is tested in 64 bits, and nothing is read through a bad label.
-__device__ __forceinline__ Label classify_label(const CrossEntropyProblem& p, int64_t raw) {
-  Label label;
-  label.value = raw;
-  label.ignored = raw == p.ignore_index;
-  label.valid = !label.ignored && raw >= 0 && raw < p.classes;
-  return label;
-}
 __device__ __forceinline__ Label load_label(const CrossEntropyProblem& p, int64_t row) {
-  return classify_label(p, load_raw_label(p, row));
+  Label label;
+  label.value = p.target_dtype == DType::kUInt8
+                    ? static_cast<int64_t>(static_cast<const uint8_t*>(p.target)[row])
+                    : static_cast<const int64_t*>(p.target)[row];
+  label.ignored = label.value == p.ignore_index;
+  label.valid = !label.ignored && label.value >= 0 && label.value < p.classes;
+  return label;
 }
 
 template <class Acc>
@@ -200,22 +189,6 @@ struct RowSums {
     return other;
   }
 };
-
-// The sums of `width` neighbouring lanes; every one of them gets the result.
-template <class Sums>
-__device__ __forceinline__ Sums merge_lanes(Sums sums, int width) {
-  for (int offset = width / 2; offset > 0; offset /= 2) sums.merge(sums.from_lane(offset));
-  return sums;
-}
-
-// The sums of the block's warps, which `warp_sums` has; a whole warp calls it.
-template <class Sums>
-__device__ __forceinline__ Sums merge_warps(const typename Sums::Acc (*warp_sums)[4]) {
-  const int in_warp = threadIdx.x % kWarpSize;
-  Sums sums;
-  if (in_warp < blockDim.x / kWarpSize) sums.load(warp_sums[in_warp]);
-  return merge_lanes(sums, kWarpSize);
-}
 
 // What a row adds to the reduced loss.
 template <class Acc>

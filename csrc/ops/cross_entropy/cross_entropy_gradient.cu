@@ -29,11 +29,10 @@ __global__ void __launch_bounds__(kCountThreads)
 
 // See cross_entropy_gradient_rows().
 template <class T, TargetKind kKind, int kVec>
-__global__ void __launch_bounds__(cross_entropy_team(sizeof(T), kKind), 1)
+__global__ void __launch_bounds__(kCrossEntropyTeam, kCrossEntropyTeams<T>)
     cross_entropy_gradient_kernel(const CrossEntropyGradientParams p,
-                                  const Smoothing<Accum<T>> smoothing, int lanes, int slots,
-                                  int slot_vectors) {
-  cross_entropy_gradient_rows<T, kKind, kVec>(p, smoothing, lanes, slots, slot_vectors, OneBlock());
+                                  const Smoothing<Accum<T>> smoothing, int lanes) {
+  cross_entropy_gradient_rows<T, kKind, kVec>(p, smoothing, lanes, OneBlock());
 }
 
 // Layout: `numel` neighbours. Grid: as many threads as are resident, in steps of kVec elements.
@@ -93,18 +92,16 @@ void launch_cross_entropy_gradient(CrossEntropyGradientParams p,
     });
     p.counted = true;
   }
-  int64_t groups = config.blocks;
   if (config.cluster > 1) {
-    groups = launch_cross_entropy_gradient_cluster(p, config, stream);
+    launch_cross_entropy_gradient_cluster(p, config, stream);
   } else {
     for_gradient(p, config, [&]<class T, TargetKind kKind, int kVec>() {
       launch(cross_entropy_gradient_kernel<T, kKind, kVec>,
              dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-             config.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), config.lanes,
-             config.slots, config.slot_accesses);
+             config.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), config.lanes);
     });
   }
-  if (p.reduction != Reduction::kNone && groups > 1) launch_cross_entropy_reduce(p, groups, stream);
+  if (config.partials != 0) launch_cross_entropy_reduce(p, config.partials, stream);
 }
 
 void launch_cross_entropy_scale(void* gradient, int64_t numel, DType dtype, const void* factor,
