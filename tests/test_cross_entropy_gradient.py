@@ -59,8 +59,8 @@ def test_as_forward_and_backward(device, dtype, shape):
         for a, b in zip(ours, (loss, stats, total, grad), strict=True):
             assert a.stride() == b.stride(), what
             # The order of a row's sum differs; a rounding to 16 bits may fall on the other side.
-            rtol = {2: 2**-8, 4: 1e-5, 8: 1e-12}[a.element_size()]
             info = torch.finfo(a.dtype)
+            rtol = {2: info.eps, 4: 1e-5, 8: 1e-12}[a.element_size()]
             atol = max(1e-8, info.smallest_normal * info.eps)  # float16's gradients are subnormal
             torch.testing.assert_close(
                 a, b, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, w=what: f"{w}: {m}"
