@@ -245,10 +245,11 @@ def test_large_batch_norm(elements, name, memory_format):
             wrong = (part - one).abs() > 2e-2 * (one.abs() + one.abs().max())
             # The statistics' rounding may decide a relu or a maximum otherwise.
             assert wrong.double().mean() < 1e-4, f"{wrong.sum()} elements at {at}"
+    # And with it whether an element counts: some elements' share of its channel's sum.
+    share = 0.0 if name == "batch_norm" else 5 * dy.abs().max().item()
     for result, one in zip(results[2:], expected[2:], strict=True):
-        torch.testing.assert_close(
-            result / copies, one, rtol=1e-2, atol=1e-2 * one.abs().max().item()
-        )
+        slack = 1e-2 * one.abs().max().item() + share
+        torch.testing.assert_close(result / copies, one, rtol=1e-2, atol=slack)
 
 
 @large(40)
