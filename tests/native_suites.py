@@ -182,6 +182,7 @@ class Errors:
     """
 
     SINGLE_CASE = 16.0
+    DRAWS = 8
     ENOUGH = 300
 
     def __init__(self):
@@ -190,14 +191,14 @@ class Errors:
     def judge(self, ours, native, exact, coarse, what, kind, yardstick=0.0, nudged=None):
         """`yardstick`: the size of what cancels where the result is zero or nearly so.
 
-        `nudged()`: the exact result of inputs that are off by their rounding.
+        `nudged(draw)`: the exact result of inputs that are off by their rounding, another each draw.
         """
         if native.is_complex():
             assert ours.dtype == native.dtype
             parts = lambda t: torch.view_as_real(t.resolve_conj())  # noqa: E731
             ours, native, exact = parts(ours), parts(native), parts(exact)
             coarse = None if coarse is None else parts(coarse)
-            nudged = nudged and (lambda complex_result=nudged: parts(complex_result()))
+            nudged = nudged and (lambda draw, complex_result=nudged: parts(complex_result(draw)))
         if not native.is_floating_point():
             assert_same(ours, native, what)
             return
@@ -219,8 +220,13 @@ class Errors:
         allowed = self.SINGLE_CASE * native_error + ulps
         if native.dtype in LOW_PRECISION:  # their sums are float32, and so is what cancels in them
             allowed += 4 * torch.finfo(torch.float32).eps * yardstick
-        if error > allowed and nudged:
-            allowed += self.SINGLE_CASE * max_error(nudged(), exact)
+        fixed = allowed
+        for draw in range(self.DRAWS if nudged else 0):
+            if error <= allowed:
+                break
+            # Two values that swap places (a maximum's) do so in some draws only.
+            moved = self.SINGLE_CASE * max_error(nudged(draw), exact)
+            allowed = max(allowed, fixed + moved)
         assert error <= allowed, (
             f"{what}: max error {error:.3e} against float64, allowed {allowed:.3e} "
             f"(native: {native_error:.3e})"
@@ -302,7 +308,7 @@ def compare(
     yardstick = max(sizes, default=0.0)
 
     @functools.cache
-    def nudged():
+    def nudged(draw):
         cotangents = native.cotangents and off_by_rounding(native.cotangents)
         return Run(native_function, *off_by_rounding((args, kwargs)), cotangents)
 
@@ -313,7 +319,9 @@ def compare(
             if is_missing(a, b, where):
                 continue
             values = [t.detach() for t in (a, b, e)]
-            other = (lambda k=kind, i=i: getattr(nudged(), k)[i].detach()) if amplifies else None
+            other = (
+                (lambda n, k=kind, i=i: getattr(nudged(n), k)[i].detach()) if amplifies else None
+            )
             book.judge(*values, c.detach() if coarse else None, where, kind, yardstick, other)
             if kind == "outputs":
                 assert not (strides and a.numel()) or strides_of(a) == strides_of(b), (

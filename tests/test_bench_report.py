@@ -89,6 +89,37 @@ def test_stale_rows_are_marked_and_the_check_looks_past_the_mark(tree, capsys):
     assert run(root, "--check") == 0
 
 
+def test_times_that_drifted_are_not_in_the_summary(tree):
+    root, path, record = tree
+    (ours,) = (r for r in record["rows"] if r["impl"] == "warpwright")
+    steady = [{**row, "case": "another"} for row in record["rows"]]
+    record["rows"] += steady
+    ours |= {"steady": False, "ms": 1e-3}
+    records.save_records(record, path)
+    run(root)
+    readme = (root / "README.md").read_text()
+    assert "| `relu` | fwd | 1 of 2 | **2.00×** | 2.00× | 2.00× |" in readme
+    assert report.DRIFTING_LINE in readme
+    assert "0.0010" in (root / "docs/results.md").read_text()
+    for row in steady:
+        row["steady"] = False
+    records.save_records(record, path)
+    run(root)
+    assert "| `relu` | fwd | 0 of 2 |  |" in (root / "README.md").read_text()
+
+
+def test_ops_that_the_main_record_lacks_come_from_the_others(tree):
+    root, path, record = tree
+    rows = [{**row, "op": op} for op in ("relu", "mnist_step") for row in record["rows"]]
+    other = {**record, "date": "2020-02-02", "rows": rows, "source_hash": "0" * 16}
+    records.save_records(other, path.with_name("older.json"))
+    run(root)
+    readme = (root / "README.md").read_text()
+    assert readme.count("`relu`") == 1
+    assert f"| `mnist_step`{report.STALE} | fwd |" in readme
+    assert "2020-02-02" in readme
+
+
 def test_other_numbers_fail_the_check(tree):
     root, path, record = tree
     run(root)

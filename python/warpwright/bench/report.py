@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ PICTURES = Path("docs/results")
 OVERHEAD = "overhead.json"
 STALE = "†"
 STALE_LINE = f"{STALE} measured before the op's sources last changed."
+DRIFTING_LINE = (
+    '"n of m" workloads: in the others our time or native\'s drifted during the run; the full table '
+    "has them, marked."
+)
 _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 
@@ -63,21 +68,32 @@ def _peer_ms(impls: dict[str, Row]) -> list[float]:
 
 
 def summary_table(record: Record, stale: set[str]) -> str:
-    """One line an op and pass: how many workloads, and the range of native time over ours."""
+    """One line an op and pass: how many workloads, and the range of native time over ours.
+
+    Of those whose times held still during the run: the others are in the full table only.
+    """
     groups: dict[tuple[str, str], list[dict[str, Row]]] = {}
     for key, impls in grouped(record).items():
         if {"warpwright", "native"} <= impls.keys():
             groups.setdefault((key[0], key[-1]), []).append(impls)
     others = any(len(_peer_ms(impls)) > 1 for rows in groups.values() for impls in rows)
+    drifting = False
     titles = ["op", "pass", "workloads", "native time / ours: geometric mean"]
     titles += ["slowest row", "fastest row"]
     if others:
         titles.append("fastest of all peers / ours")
     titles.append("share of the floor's speed")
     lines = [_line(titles), "|" + "---|" * len(titles)]
-    for (op, which), rows in groups.items():
+    for (op, which), every in groups.items():
+        rows = [r for r in every if _held_still(r)]
+        drifting |= len(rows) < len(every)
+        count = str(len(every)) if len(rows) == len(every) else f"{len(rows)} of {len(every)}"
+        cells = [_mark(op, stale), which, count]
+        if not rows:
+            lines.append(_line([*cells, *[""] * (len(titles) - len(cells))]))
+            continue
         ratios = [r["native"]["ms"] / r["warpwright"]["ms"] for r in rows]
-        cells = [_mark(op, stale), which, str(len(rows)), f"**{_geomean(ratios):.2f}×**"]
+        cells.append(f"**{_geomean(ratios):.2f}×**")
         cells += [f"{min(ratios):.2f}×", f"{max(ratios):.2f}×"]
         if others:
             best = [min(_peer_ms(r)) / r["warpwright"]["ms"] for r in rows]
@@ -86,7 +102,13 @@ def summary_table(record: Record, stale: set[str]) -> str:
         floors = [row["floor_ms"] / row["ms"] for row in ours if row["floor_ms"]]
         cells.append(f"{_geomean(floors):.0%}" if floors and not is_training_step(op) else "")
         lines.append(_line(cells))
+    if drifting:
+        lines += ["", DRIFTING_LINE]
     return "\n".join([*lines, *_footnotes(record, stale)])
+
+
+def _held_still(impls: dict[str, Row]) -> bool:
+    return all(impls[name].get("steady", True) for name in ("warpwright", "native"))
 
 
 def _line(cells: list[str]) -> str:
@@ -141,11 +163,23 @@ def stem(path: Path, root: Path) -> str:
     return "_".join(path.relative_to(root / RESULTS).with_suffix("").parts)
 
 
-def summary_block(record: Record, stale: set[str], name: str) -> str:
+def summary_block(
+    record: Record, stale: set[str], name: str, older: Iterable[tuple[Record, set[str]]] = ()
+) -> str:
+    """README.md's tables; of `older` records the ops that this one lacks."""
+    tables = [summary_table(record, stale)]
+    seen = {row["op"] for row in record["rows"]}
+    for other, other_stale in older:
+        rows = [row for row in other["rows"] if row["op"] not in seen]
+        if rows:
+            tables.append(
+                summary_table({**other, "rows": rows}, other_stale & {row["op"] for row in rows})
+            )
+            seen |= {row["op"] for row in rows}
     shown = picture_html(
         f"{name}_bars", "Time of every implementation against eager PyTorch", "docs/results/"
     )
-    return f"{summary_table(record, stale)}\n\n{shown}"
+    return "\n\n".join([*tables, shown])
 
 
 def render(text: str, blocks: dict[str, str]) -> str:
@@ -279,7 +313,12 @@ def run(options: argparse.Namespace) -> int:
     main = main if main in records else next(iter(records))
     readme = root / "README.md"
     blocks = {
-        "summary": summary_block(records[main], stale[main], stem(main, root)),
+        "summary": summary_block(
+            records[main],
+            stale[main],
+            stem(main, root),
+            [(r, stale[p]) for p, r in records.items() if p.parent == main.parent and p != main],
+        ),
         "full": full_table(records[main], stale[main]),
     }
     wanted = {

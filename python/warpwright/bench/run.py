@@ -287,7 +287,7 @@ class Runner:
         record["missing"] = dict(self.missing)
         record["skipped"] = skipped(cases, self.peers, self.device)
         record["failures"] = []
-        record["interrupted"] = False
+        record["interrupted"] = True  # what a run that is killed leaves behind
         columns = (
             TextColumn("{task.description:<58}"),
             BarColumn(),
@@ -313,8 +313,8 @@ class Runner:
                         save_records(record, self.autosave)
                 progress.update(task, description="which kernels ran")
                 mark_paths(record["rows"], cases, self.device)
+                record["interrupted"] = False
             except KeyboardInterrupt:
-                record["interrupted"] = True
                 self.console.print("interrupted: keeping the rows measured so far")
         record["seconds"] = round(time.monotonic() - self.start, 1)
         return record
