@@ -1,4 +1,4 @@
-"""On a GPU: a thousand repeats beside other work, and tensors of more than 2^31 and 2^32 elements."""
+"""On a GPU: CUDA graphs, a thousand repeats beside other work, and more than 2^31 and 2^32 elements."""
 
 import functools
 
@@ -116,9 +116,8 @@ def variants():
         )
 
 
-@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in variants()])
-def test_a_thousand_repeats(make):
-    """The same bits every time, while another stream keeps the SMs busy at its own pace."""
+def step_of(make):
+    """Output and gradients, as a function without arguments."""
     function, *inputs = make()
     leaves = [t for t in inputs if t.requires_grad]
     cotangent = torch.randn_like(function(*inputs))
@@ -127,6 +126,34 @@ def test_a_thousand_repeats(make):
         output = function(*inputs)
         return [output.detach(), *torch.autograd.grad(output, leaves, cotangent)]
 
+    return step
+
+
+EACH = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in variants()])
+
+
+@EACH
+def test_in_a_cuda_graph(make):
+    """Captured, forward and backward give the bits of eager calls, on every replay."""
+    step = step_of(make)
+    expected = step()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    for _ in range(3):
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert_same(results, expected)
+
+
+@EACH
+def test_a_thousand_repeats(make):
+    """The same bits every time, while another stream keeps the SMs busy at its own pace."""
+    step = step_of(make)
     first = step()
     assert not any(t.isnan().any() for t in first)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
