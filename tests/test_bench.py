@@ -36,6 +36,7 @@ from warpwright.bench.peers import PEERS, Missing, Peer
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
 FULL = next(path for path in RESULTS if path.name == "full.json")
+STEPS = next(path for path in RESULTS if path.name == "mnist_step.json")
 
 TINY = cases._relu(1 << 10, FP32)
 TINY_LINEAR = cases._linear(8, 16, 4, FP32)
@@ -634,12 +635,12 @@ def test_page_escapes_what_it_shows(tmp_path):
 
 
 def test_pictures_carry_their_origin(tmp_path):
-    record = records.load_records(FULL)
-    for draw in (plots.roofline, plots.bars, plots.ladder):
+    record, steps = records.load_records(FULL), records.load_records(STEPS)
+    for draw, drawn in ((plots.roofline, record), (plots.bars, record), (plots.ladder, steps)):
         text = plots.svg(
-            lambda style, draw=draw: draw(record, style), plots.Style(plots.DARK, True)
+            lambda style, draw=draw, drawn=drawn: draw(drawn, style), plots.Style(plots.DARK, True)
         )
-        for part in (record["gpu"], record["torch"], record["date"], record["source_hash"]):
+        for part in (drawn["gpu"], drawn["torch"], drawn["date"], drawn["source_hash"]):
             assert part in text
     again = plots.svg(lambda style: plots.bars(record, style), plots.Style())
     assert again == plots.svg(lambda style: plots.bars(record, style), plots.Style())
@@ -657,7 +658,8 @@ def test_roofline_points_lie_under_the_roof():
             assert y / (x * record["copy_tbs"]) == pytest.approx(
                 row["floor_ms"] / row["ms"], rel=0.05, abs=0.02
             )
-        assert y < 1.25 * roof
+        # What torch.compile saves for a backward may be fewer bytes than the op's own (relu's mask).
+        assert y < 1.25 * roof or impl == "compile"
 
 
 def test_relative_times():
