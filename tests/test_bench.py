@@ -658,8 +658,8 @@ def test_roofline_points_lie_under_the_roof():
             assert y / (x * record["copy_tbs"]) == pytest.approx(
                 row["floor_ms"] / row["ms"], rel=0.05, abs=0.02
             )
-        # What torch.compile saves for a backward may be fewer bytes than the op's own (relu's mask).
-        assert y < 1.25 * roof or impl == "compile"
+        # Others may move fewer bytes: torch.compile saves relu's mask for the backward.
+        assert y < 1.25 * roof or impl not in ("warpwright", "native")
 
 
 def test_relative_times():

@@ -281,6 +281,8 @@ def _conv2d(
     flops = 2.0 * n * q * out * c * k * k
     size = dtype.itemsize
     x_bytes, y_bytes, w_bytes = n * c * h * w * size, n * out * q * size, out * c * k * k * size
+    # A stride beyond the window steps over pixels. The gradient is written for all of them.
+    read_bytes = n * c * min(h * w, q * k * k) * size
 
     def make(device: str) -> Inputs:
         weight = (torch.randn(out, c, k, k, device=device) / (c * k * k) ** 0.5).to(dtype)
@@ -299,7 +301,10 @@ def _conv2d(
         layout,
         make,
         lambda F, i: F.conv2d(i["x"], i["weight"], i["bias"], s, p),
-        {"fwd": x_bytes + w_bytes + y_bytes, "bwd": 2 * x_bytes + 2 * w_bytes + y_bytes},
+        {
+            "fwd": read_bytes + w_bytes + y_bytes,
+            "bwd": read_bytes + x_bytes + 2 * w_bytes + y_bytes,
+        },
         {"fwd": flops, "bwd": 2 * flops},
         lambda i: {**i, "x": i["x"].detach()[:4].requires_grad_()},
         window=(s, p),
