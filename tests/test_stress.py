@@ -39,8 +39,8 @@ NORMS = {
     "batch_norm": in_training(F.batch_norm),
     "batch_norm_relu": in_training(F.batch_norm_relu),
     "batch_norm_add_relu": in_training(add_relu),
-    "batch_norm_relu_max_pool2d": functools.partial(
-        lambda x, w, b: in_training(F.batch_norm_relu_max_pool2d)(x, w, b, 3, 2, 1)
+    "batch_norm_relu_max_pool2d": lambda x, weight, bias: in_training(F.batch_norm_relu_max_pool2d)(
+        x, weight, bias, 3, 2, 1
     ),
 }
 POOLS = {
@@ -249,7 +249,11 @@ def test_large_batch_norm(elements, name, memory_format):
     """Copies of one block: the statistics, and so the results, are the block's."""
     block = random(3, 64, 33, 31, memory_format=memory_format)
     copies = elements // block.numel() + 1
-    weight, bias = random(64, dtype=FP32), random(64, dtype=FP32)
+    # Normalised values stay below 12: the statistics' rounding decides no relu.
+    weight = (0.5 + 0.5 * torch.rand(64, device="cuda")).requires_grad_()
+    bias = torch.full((64,), 12.0, device="cuda")
+    bias[::2] = -12
+    bias.requires_grad_()
 
     def step(x, dy):
         y = NORMS[name](x, weight, bias)
@@ -270,12 +274,11 @@ def test_large_batch_norm(elements, name, memory_format):
         for at in places(len(result), block[0].numel()):
             part = result[at.start // 3 * 3 :][:3]
             wrong = (part - one).abs() > 2e-2 * (one.abs() + one.abs().max())
-            # The statistics' rounding may decide a relu or a maximum otherwise.
-            assert wrong.double().mean() < 1e-4, f"{wrong.sum()} elements at {at}"
-    # And with it whether an element counts: some elements' share of its channel's sum.
-    share = 0.0 if name == "batch_norm" else 5 * dy.abs().max().item()
+            # It may decide between two taps of a window.
+            allowed = 1e-4 if "max_pool2d" in name else 0
+            assert wrong.double().mean() <= allowed, f"{wrong.sum()} elements at {at}"
     for result, one in zip(results[2:], expected[2:], strict=True):
-        slack = 1e-2 * one.abs().max().item() + share
+        slack = 1e-2 * one.abs().max().item()
         torch.testing.assert_close(result / copies, one, rtol=1e-2, atol=slack)
 
 

@@ -24,18 +24,39 @@ constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 const DeviceInfo& current_device_info();
 
 #ifdef __CUDACC__
-// Launches on `stream` and checks. `smem_bytes` is dynamic shared memory; above 48 KB the kernel is
-// opted in first (a driver call of about 1 us, so only then).
+// A kernel is opted in to more than 48 KB of shared memory, its static part included (a driver call
+// of about 1 us, so only for those that come near).
+template <class... Params>
+void allow_shared_memory(void (*kernel)(Params...), int64_t smem_bytes) {
+  if (smem_bytes <= 40 * 1024) return;
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(smem_bytes)),
+             "shared memory opt-in");
+}
+
+// Launches on `stream` and checks. `smem_bytes` is dynamic shared memory.
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
             cudaStream_t stream, Args&&... args) {
-  if (smem_bytes > 48 * 1024) {
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(smem_bytes)),
-               "shared memory opt-in");
-  }
+  allow_shared_memory(kernel, smem_bytes);
   kernel<<<grid, block, static_cast<size_t>(smem_bytes), stream>>>(Params(args)...);
   cuda_check(cudaGetLastError(), "kernel launch");
+}
+
+// As launch(), with what only cudaLaunchKernelEx takes.
+template <class... Params, class... Args>
+void launch_with(const cudaLaunchAttribute& attribute, void (*kernel)(Params...), dim3 grid,
+                 dim3 block, int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
+  allow_shared_memory(kernel, smem_bytes);
+  cudaLaunchAttribute attributes[] = {attribute};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, Params(args)...), "kernel launch");
 }
 
 // As launch(), right behind the kernel of `stream` that writes what this one reads: from sm_90 on,
@@ -47,13 +68,7 @@ void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStre
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, Params(args)...), "kernel launch");
+  launch_with(attribute, kernel, grid, block, 0, stream, args...);
 }
 #endif
 

@@ -11,22 +11,12 @@ template <class... Params, class... Args>
 void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
                      int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
   if (cluster == 1) return launch(kernel, grid, block, smem_bytes, stream, args...);
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(smem_bytes)),
-             "shared memory opt-in");
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
   attribute.val.clusterDim.y = 1;
   attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, Params(args)...), "kernel launch");
+  launch_with(attribute, kernel, grid, block, smem_bytes, stream, args...);
 }
 #endif
 

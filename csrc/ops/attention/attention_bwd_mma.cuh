@@ -74,7 +74,7 @@ __device__ __forceinline__ void grad_scores(const AttentionParams& p, const Atte
     for (int n = 0; n < kCols; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        s[i][n][e] = exp2_approx(fmaf(s[i][n][e], kHasExtras ? 1.f : scale_log2, -lse_of(i, n, e)));
+        s[i][n][e] = ex2_approx(fmaf(s[i][n][e], kHasExtras ? 1.f : scale_log2, -lse_of(i, n, e)));
 
   if constexpr (kHasExtras) {
     if (p.philox_state != nullptr) {

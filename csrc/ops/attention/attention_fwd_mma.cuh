@@ -50,7 +50,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float base = new_max[i][half] == -INFINITY ? 0.f : new_max[i][half] * scale;
-        const float correction = exp2_approx(row_max[i][half] * scale - base);
+        const float correction = ex2_approx(row_max[i][half] * scale - base);
         row_max[i][half] = new_max[i][half];
         row_sum[i][half] *= correction;
 #pragma unroll
@@ -71,7 +71,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           float& value = s[i][n][2 * half + x];
-          value = exp2_approx(fmaf(value, scale, -base));
+          value = ex2_approx(fmaf(value, scale, -base));
           row_sum[i][half] += value;
         }
     }

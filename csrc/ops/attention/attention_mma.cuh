@@ -4,7 +4,7 @@
 #pragma once
 
 #include "device/access.cuh"
-#include "device/exp2.cuh"
+#include "device/exp.cuh"
 #include "device/math.cuh"
 #include "device/mma_sm80.cuh"
 #include "ops/attention/attention_common.cuh"
@@ -13,7 +13,6 @@
 namespace warpwright {
 
 constexpr int kMmaThreads = 128;  // 4 warps
-constexpr float kLog2E = 1.4426950408889634f;
 
 extern __shared__ uint4 attention_smem[];
 

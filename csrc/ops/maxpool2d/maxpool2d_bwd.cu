@@ -50,7 +50,7 @@ struct WriteIndex {
 
 template <class Use>
 void launch_winner(const MaxPool2dGeometry& g, const void* codes, cudaStream_t stream, Use use) {
-  for_each_walk(g, g.out_height, g.out_width, 1, 1, [&](const PoolWalk& walk, unsigned blocks) {
+  for_each_walk(g, g.out_height, g.out_width, 1, [&](const PoolWalk& walk, unsigned blocks) {
     auto run = [&]<class Code>() {
       launch(max_pool2d_winner_kernel<Code, Use>, dim3(blocks), dim3(kPoolThreads), 0, stream,
              static_cast<const Code*>(codes), PoolShape(g), walk, use);

@@ -215,8 +215,7 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
   for (int i = 0; i < kInputRows; ++i) {
     const int h = h_begin + i;
     if (h >= shape.height) break;
-      // What row i needs was loaded kAhead window rows ago.
-#pragma unroll
+#pragma unroll  // what row i needs was loaded kAhead window rows ago
     for (int a = 0; a < Plan::kWindowRows; ++a) {
       if (a <= Plan::last_window(i) + Plan::kAhead &&
           (i == 0 || a > Plan::last_window(i - 1) + Plan::kAhead)) {
@@ -330,7 +329,7 @@ template <class T, int V, class Finish>
 void launch_pool_bwd_any(const MaxPool2dBackwardParams& p, const Finish& finish,
                          cudaStream_t stream) {
   const MaxPool2dGeometry& g = p.geometry;
-  for_each_walk(g, g.height, g.width, V, 1, [&](const PoolWalk& walk, unsigned blocks) {
+  for_each_walk(g, g.height, g.width, V, [&](const PoolWalk& walk, unsigned blocks) {
     auto run = [&]<class Code>() {
       launch(max_pool2d_bwd_any_kernel<T, V, Code, Finish>, dim3(blocks), dim3(kPoolThreads), 0,
              stream, static_cast<const T*>(p.grad_output), static_cast<const Code*>(p.codes),
@@ -350,7 +349,7 @@ void launch_pool_bwd_strided(const MaxPool2dBackwardParams& p, const Finish& fin
   const MaxPool2dGeometry& g = p.geometry;
   using Plan = StridedPoolBwd<T, kK, kSpan>;
   for_each_walk(g, ceil_div<int64_t>(g.height + (Plan::kAligned ? 0 : g.pad_h), 2 * Plan::kRows),
-                ceil_div<int64_t>(g.width + (Plan::kAligned ? 0 : g.pad_w), 2 * Plan::kOut), V, 1,
+                ceil_div<int64_t>(g.width + (Plan::kAligned ? 0 : g.pad_w), 2 * Plan::kOut), V,
                 [&](const PoolWalk& walk, unsigned blocks) {
                   launch(max_pool2d_bwd_strided_kernel<T, V, kK, kSpan, Finish>, dim3(blocks),
                          dim3(kPoolThreads), 0, stream, static_cast<const T*>(p.grad_output),

@@ -408,7 +408,7 @@ void launch_pool_fwd_any(const MaxPool2dParams& p, const Taps& taps, cudaStream_
   const auto* input = static_cast<const T*>(p.input);
   auto* output = static_cast<T*>(p.output);
   const PoolShape shape(g);
-  for_each_walk(g, g.out_height, g.out_width, V, 1, [&](const PoolWalk& walk, unsigned blocks) {
+  for_each_walk(g, g.out_height, g.out_width, V, [&](const PoolWalk& walk, unsigned blocks) {
     auto run = [&]<class Code, bool kCodes>() {
       launch(max_pool2d_fwd_any_kernel<T, V, Code, kCodes, Taps>, dim3(blocks), dim3(kPoolThreads),
              0, stream, input, output, static_cast<Code*>(p.codes), shape, walk,
@@ -429,7 +429,7 @@ void launch_pool_fwd_strided(const MaxPool2dParams& p, const Taps& taps, cudaStr
   const MaxPool2dGeometry& g = p.geometry;
   for_bool(p.codes != nullptr, [&]<bool kCodes>() {
     for_each_walk(g, ceil_div<int64_t>(g.out_height, StridedPool<V, kK, kSpan, false>::kRows),
-                  ceil_div<int64_t>(g.out_width, kPoolSpanOutputs<T, kSpan>), V, 1,
+                  ceil_div<int64_t>(g.out_width, kPoolSpanOutputs<T, kSpan>), V,
                   [&](const PoolWalk& walk, unsigned blocks) {
                     launch(max_pool2d_fwd_strided_kernel<T, V, kK, kSpan, kCodes, Taps>,
                            dim3(blocks), dim3(kPoolThreads), 0, stream,

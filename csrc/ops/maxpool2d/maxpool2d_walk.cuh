@@ -71,7 +71,7 @@ struct PoolWalk {
 // always. `launch_one(walk, blocks)`.
 template <class F>
 void for_each_walk(const MaxPool2dGeometry& g, int64_t tile_rows, int64_t tile_columns, int vec,
-                   int unroll, F&& launch_one) {
+                   F&& launch_one) {
   constexpr int64_t kMaxItems = int64_t{1} << 30;
   const int64_t vectors = g.channels / vec;
   const int64_t per_row = tile_columns * vectors;
@@ -94,7 +94,7 @@ void for_each_walk(const MaxPool2dGeometry& g, int64_t tile_rows, int64_t tile_c
     walk.first_image = begin / tile_rows;
     walk.first_row = static_cast<int>(begin % tile_rows);
     walk.items = static_cast<int>(items);
-    launch_one(walk, static_cast<unsigned>(ceil_div<int64_t>(items, kPoolThreads * unroll)));
+    launch_one(walk, static_cast<unsigned>(ceil_div<int64_t>(items, kPoolThreads)));
   }
 }
 

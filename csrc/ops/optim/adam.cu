@@ -1,7 +1,7 @@
 // Adam and AdamW: seven streams (eight with amsgrad's maximum twice), one square root and one
 // division an element. Bias corrections are taken in double: 1 - beta2^t in fp32 would lose five
 // digits in the first steps.
-#include "device/rcp.cuh"
+#include "device/special_function.cuh"
 #include "ops/optim/optim_device.cuh"
 
 namespace warpwright {
