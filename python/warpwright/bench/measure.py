@@ -22,6 +22,9 @@ PATIENCE_SECONDS = 10  # for MIN_ROUNDS; what takes longer gets three
 # First and last third of the rounds may differ by this much, or by what the clock can't resolve.
 STEADY = {"cuda": 0.03, "cpu": 0.10}
 RESOLUTION_MS = 0.002
+# No GPU's clock passes 2 GHz by much: a wait of so many cycles lasts about a millisecond or longer.
+CYCLES_PER_MS = 2_000_000
+LONGEST_LEAD_MS = 2.0
 RESAMPLES = 1000
 
 
@@ -81,12 +84,17 @@ def ratio_interval(theirs: Timing, ours: Timing) -> tuple[float, float, float]:
 
 
 class _Cuda:
-    """Events around each call. The flush evicts L2 and gives the host time to run ahead, so that a
-    short kernel is timed on the device and not on the way there."""
+    """Events around each call, L2 flushed before it.
 
-    def __init__(self) -> None:
+    With `hide_host` the device waits before each call for as long as the host needs to launch it: what
+    is timed is then the device's work and not the way there, however slow the host.
+    """
+
+    def __init__(self, hide_host: bool) -> None:
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         self.flush = torch.empty(max(4 * l2, 64 << 20), dtype=torch.int8, device="cuda")
+        self.hide_host = hide_host
+        self.host_ms: dict[str, float] = {}  # the quickest launch of each function so far
 
     def run(
         self, functions: Mapping[str, Callable[[], object]], rounds: int
@@ -97,9 +105,15 @@ class _Cuda:
                 start = torch.cuda.Event(enable_timing=True)
                 stop = torch.cuda.Event(enable_timing=True)
                 self.flush.zero_()
+                if self.hide_host and name in self.host_ms:
+                    lead = min(1.25 * self.host_ms[name], LONGEST_LEAD_MS)
+                    torch.cuda._sleep(int(lead * CYCLES_PER_MS))
                 start.record()
+                began = time.perf_counter()
                 function()
+                host_ms = (time.perf_counter() - began) * 1e3
                 stop.record()
+                self.host_ms[name] = min(host_ms, self.host_ms.get(name, host_ms))
                 events[name].append((start, stop))
         torch.cuda.synchronize()
         return {n: [a.elapsed_time(b) for a, b in pairs] for n, pairs in events.items()}
@@ -119,19 +133,25 @@ class _Cpu:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]], device: str, seconds: float = 0.25
+    functions: Mapping[str, Callable[[], object]],
+    device: str,
+    seconds: float = 0.25,
+    hide_host: bool = True,
 ) -> dict[str, Timing]:
     """Times each function; the rounds share about `seconds` of measuring time.
 
-    Where the first and the last third of the rounds disagree it is measured once more, time
-    allowing; what still disagrees is marked.
+    On a GPU the device's time, or with `hide_host=False` the time that passes, waits for the host's
+    launches included. Where the first and the last third of the rounds disagree it is measured once
+    more, time allowing; what still disagrees is marked.
     """
-    clock = _Cuda() if device == "cuda" else _Cpu()
+    clock = _Cuda(hide_host) if device == "cuda" else _Cpu()
     start = time.perf_counter()
-    warm = clock.run(functions, WARMUP_ROUNDS)
-    while time.perf_counter() - start < WARMUP_SECONDS:
-        warm = clock.run(functions, WARMUP_ROUNDS)
-    round_ms = sum(min(samples) for samples in warm.values()) + 0.05 * len(functions)
+    took: list[float] = []
+    while len(took) < WARMUP_ROUNDS or time.perf_counter() - start < WARMUP_SECONDS:
+        before = time.perf_counter()
+        clock.run(functions, rounds=1)
+        took.append(time.perf_counter() - before)
+    round_ms = 1e3 * max(min(took), 1e-6)
     fewest = MIN_ROUNDS if MIN_ROUNDS * round_ms < 1e3 * PATIENCE_SECONDS else 3
     rounds = min(MAX_ROUNDS, max(fewest, int(seconds * 1e3 / round_ms)))
     timings: dict[str, Timing] = {}

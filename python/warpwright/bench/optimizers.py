@@ -149,9 +149,7 @@ def optimizer_rows(
     steps: dict[str, Callable[[], Any]] = {
         name: case.build(module, _parameters(case, device)).step for name, module in modules.items()
     }
-    if (
-        device == "cuda"
-    ):  # the kernels' time: Python's share of a step is longer than a small model's
+    if device == "cuda":  # captured: Python takes longer for a step than a small model's kernels
         steps = {name: capture(step) for name, step in steps.items()}
     start = time.monotonic()
     timings = interleaved(steps, device, seconds)

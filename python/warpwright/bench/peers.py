@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -309,8 +308,3 @@ def prepare(peer: Peer, case: Case, inputs: Inputs, device: str) -> Implementati
     if reason is not None:
         raise Missing(reason)
     return peer.prepare(case, inputs, device)
-
-
-def can_compile() -> bool:
-    """Whether inductor has the C++ compiler that it needs; for the tests on the CPU."""
-    return sys.platform == "linux" and importlib.util.find_spec("torch._inductor") is not None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from ..testing import to_double
 from . import guards
+from .ahead import compile_ahead
 from .cases import CASES, QUICK_CASES, Case
 from .measure import interleaved, peak_mib
 from .optimizers import OptimizerCase, optimizer_cases, optimizer_rows
@@ -261,7 +264,8 @@ class Runner:
     ) -> None:
         self.device, self.console, self.seconds = device, console, seconds
         self.autosave, self.limit_s = autosave, limit_s
-        self.start = time.monotonic()
+        self.start = self.measuring_since = time.monotonic()
+        self.interrupted = False
         self.record: Row = {}
         self.suite = suite
         asked = dict.fromkeys([*peers, *(step_peers or ())])
@@ -270,8 +274,17 @@ class Runner:
         steps = peers if step_peers is None else step_peers
         self.step_peers = [n for n in steps if n not in self.missing]
 
-    def run(self, cases: Sequence[Case], workloads: Sequence[Workload | OptimizerCase] = ()) -> Row:
-        """Measures; Ctrl-C and a failing case keep the rows measured so far."""
+    def run(
+        self,
+        cases: Sequence[Case],
+        workloads: Sequence[Workload | OptimizerCase] = (),
+        again: Callable[[], tuple[Sequence[Case], Sequence[Workload | OptimizerCase]]]
+        | None = None,
+    ) -> Row:
+        """Measures; Ctrl-C and a failing case keep the rows measured so far.
+
+        `again` makes the same cases and workloads in another process: compilations are then done ahead.
+        """
         torch.backends.cudnn.benchmark = True
         for name, why in self.missing.items():
             self.console.print(f"[yellow]{name}: missing: {why}[/]")
@@ -302,10 +315,16 @@ class Runner:
         ):
             task = progress.add_task("", total=len(cases) + len(workloads))
             try:
+                if again is not None:
+                    compile_ahead(again, self.device, self.peers, self.step_peers, progress, task)
+                    progress.reset(task, total=len(cases) + len(workloads))
+                self.measuring_since = time.monotonic()
                 items: list[Item] = [*cases, *workloads]
                 for i, item in enumerate(items):
                     progress.update(task, description=f"{item.op} {item.case} {item.dtype_name}")
                     self._one(item, self._seconds_for(i, len(cases) + len(workloads)), clocks)
+                    if self.interrupted:  # and a compiler took the exception for its own
+                        raise KeyboardInterrupt
                     progress.advance(task)
                     if self.console.is_terminal:
                         live.update(Group(table_of(record["rows"], "", last=SHOWN_ROWS), progress))
@@ -319,12 +338,17 @@ class Runner:
         record["seconds"] = round(time.monotonic() - self.start, 1)
         return record
 
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """A signal's handler."""
+        self.interrupted = True
+        raise KeyboardInterrupt
+
     def _seconds_for(self, done: int, total: int) -> float:
         """Less time a row where the run would not end within its limit."""
         if self.limit_s is None or done < 3:
             return self.seconds
-        spent = time.monotonic() - self.start
-        expected = spent / done * total
+        now = time.monotonic()
+        expected = self.measuring_since - self.start + (now - self.measuring_since) / done * total
         return self.seconds if expected < self.limit_s else self.seconds / 4
 
     def _one(self, item: Item, seconds: float, clocks: guards.Clocks) -> None:
@@ -397,11 +421,12 @@ def main(options: argparse.Namespace) -> int:
         None if options.peer else DEFAULT_STEP_PEERS[device],
     )
     # A time limit from outside ends the run as Ctrl-C does.
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous = [(n, signal.signal(n, runner.interrupt)) for n in (signal.SIGINT, signal.SIGTERM)]
     try:
-        record = runner.run(cases, workloads)
+        record = runner.run(cases, workloads, functools.partial(_chosen, suite, device, options))
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous:
+            signal.signal(number, handler)
     wide = Console(width=max(console.width, 200)) if not console.is_terminal else console
     wide.print(table_of(record["rows"], f"{record['gpu']}, torch {record['torch']}"))
     for found in record["failures"]:

@@ -145,7 +145,20 @@ def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return batch()
 
 
-def capture(step: Callable[[], Any], pool: Any = None) -> Callable[[], Any]:
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph to replay. It owns none of the memory that it finds outside of its pool."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+    step: Callable[[], Any]  # owns the parameters and the pinned inputs
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.result
+
+
+def capture(step: Callable[[], Any], pool: Any = None) -> Captured:
     """The step as one CUDA graph. Its inputs are in pinned memory: loading is in the graph too.
 
     `pool` may be shared: graphs that never run at once, and of which only the parameters outlive a
@@ -160,12 +173,7 @@ def capture(step: Callable[[], Any], pool: Any = None) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         loss = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
+    return Captured(graph, loss, step)
 
 
 def step_rows(
@@ -184,7 +192,7 @@ def step_rows(
     steps: dict[str, tuple[Variant, Step]] = {}
     first: dict[str, float] = {}
     pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
-    with _tf32():
+    with tf32_allowed():
         for variant in variants(workload, peers, device):
             name = f"{variant.impl} {variant.layout}"
             try:
@@ -201,7 +209,10 @@ def step_rows(
             return []
         start = time.monotonic()
         timings = interleaved(
-            {name: step for name, (_, step) in steps.items()}, device, 2 * seconds * len(steps)
+            {name: step for name, (_, step) in steps.items()},
+            device,
+            2 * seconds * len(steps),
+            hide_host=False,
         )
         seen = clocks.since(start) if clocks else {}
         flops = count_flops(workload, state, device)
@@ -273,7 +284,7 @@ def count_flops(workload: Workload, state: dict[str, Any], device: str) -> int:
 
 
 @contextlib.contextmanager
-def _tf32() -> Iterator[None]:
+def tf32_allowed() -> Iterator[None]:
     previous = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     try:

@@ -206,7 +206,9 @@ def time_runs(workload: Workload, names: tuple[str, ...], seconds: float) -> dic
                     if run.output is None and isinstance(first, Tensor):
                         run.output = first.detach().clone()
                     samples[name].append(
-                        interleaved({"step": step}, workload.device, seconds / blocks)["step"]
+                        interleaved(
+                            {"step": step}, workload.device, seconds / blocks, hide_host=False
+                        )["step"]
                     )
             except (KeyboardInterrupt, SwapCheckError):
                 raise
