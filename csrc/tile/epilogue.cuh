@@ -15,9 +15,11 @@
 #include <cstdint>
 
 #include "device/access.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/types.cuh"
 #include "device/vec.cuh"
+#include "host/launch.h"
 #include "tile/tile_portable.cuh"
 
 namespace warpwright {
@@ -183,12 +185,13 @@ constexpr int kReduceThreads = 256;
 
 // parts: (splits, rows, cols), row-major, 16-byte aligned. Sums split 0, 1, 2, ... so that the
 // result does not depend on which CTA came first.
-// Grid: one thread for each Output::kVec columns of a row of D.
+// Grid: one thread for each Output::kVec columns of a row of D. Starts while the products end.
 template <class Acc, class Output>
 __global__ void __launch_bounds__(kReduceThreads)
     split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output) {
   constexpr int kVec = Output::kVec;
   constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
+  wait_for_previous_kernel();
   const int64_t chunks = ceil_div<int64_t>(cols, kVec);
   const int64_t chunk = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
   const int64_t row = chunk / chunks;
@@ -215,6 +218,17 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
   }
   output.store(row, col, sum);
+}
+
+// Right behind the kernel that leaves the parts.
+template <class Acc, class Output>
+void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t cols,
+                           const Output& output, cudaStream_t stream) {
+  const int64_t chunks = rows * ceil_div<int64_t>(cols, Output::kVec);
+  launch_dependent(split_k_reduce_kernel<Acc, Output>,
+                   dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
+                   dim3(kReduceThreads), stream, static_cast<const Acc*>(parts), splits, rows, cols,
+                   output);
 }
 
 }  // namespace warpwright

@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
                        MatrixOutput<typename Tile::Acc> parts) {
   extern __shared__ __align__(16) char smem[];
   using Loop = Mainloop<Tile, LoaderA, LoaderB>;
+  let_next_kernel_start();
   const TileCoord tile = tile_of_block(grid, blockIdx.x);
   const int64_t first_m = int64_t{tile.m} * Tile::kBlkM;
   const int64_t first_n = int64_t{tile.n} * Tile::kBlkN;
@@ -290,11 +291,7 @@ void launch_weight_gradient(const Conv2dBackwardParams& p, const Conv2dConfig& c
   if (config.splits > 1) {
     MatrixOutput<T> whole = output;
     whole.rows = s.k;
-    const int64_t chunks = s.k * ceil_div<int64_t>(depth, kOutVec);
-    launch(split_k_reduce_kernel<Acc, MatrixOutput<T>>,
-           dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
-           dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(p.workspace), config.splits,
-           s.k, depth, whole);
+    launch_split_k_reduce<Acc>(p.workspace, config.splits, s.k, depth, whole, stream);
   }
 }
 

@@ -122,17 +122,10 @@ SumOutput<Acc> split_output(const GemmParams& p) {
 template <class T>
 void launch_split_k_reduce(const GemmParams& p, int splits, cudaStream_t stream) {
   using Acc = Accum<T>;
-  auto reduce = [&]<class Output>(const Output& output) {
-    const int64_t chunks = p.m * ceil_div<int64_t>(p.n, Output::kVec);
-    launch(split_k_reduce_kernel<Acc, Output>,
-           dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
-           dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(p.workspace), splits, p.m, p.n,
-           output);
-  };
   if (p.accum_d) {
-    reduce(sum_output<Acc>(p));
+    launch_split_k_reduce<Acc>(p.workspace, splits, p.m, p.n, sum_output<Acc>(p), stream);
   } else {
-    reduce(activation_output<T>(p));
+    launch_split_k_reduce<Acc>(p.workspace, splits, p.m, p.n, activation_output<T>(p), stream);
   }
 }
 
