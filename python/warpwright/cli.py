@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     from . import __version__, demo
-    from .bench import overhead, report, run
+    from .bench import compare, overhead, report, run
     from .info import run as run_info
     from .profile import command as profile_command
 
@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("bench", help="every op beside native, interleaved")
     run.add_arguments(command)
     command.set_defaults(run=run.main)
+    command = commands.add_parser("compare", help="what differs between two of bench's records")
+    compare.add_arguments(command)
+    command.set_defaults(run=compare.main)
     command = commands.add_parser("overhead", help="host time of a call beside native's")
     overhead.add_arguments(command)
     command.set_defaults(run=overhead.main)

@@ -1,0 +1,88 @@
+"""`python -m warpwright compare BEFORE AFTER`: which rows of two records differ.
+
+For two runs of the same kernels that is how well the times repeat; for a kernel that was changed, what
+the change gave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .records import grouped, load_records
+
+# What a reader must know when they differ, before comparing anything.
+CONDITIONS = ("gpu", "driver", "torch", "cuda", "cudnn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", type=Path, help="a record, written by bench --json")
+    parser.add_argument("after", type=Path, help="another one")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.03, help="a larger part of the time differs"
+    )
+    parser.add_argument(
+        "--above", type=float, default=0.05, help="only rows of at least this many ms"
+    )
+    parser.add_argument("--impl", default=None, help="only this implementation's rows")
+
+
+def changes(
+    before: dict[str, Any], after: dict[str, Any], above: float, impl: str | None = None
+) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
+    """(row before, row after, after / before - 1) of the rows that both have, the slowest first."""
+    old, new = grouped(before), grouped(after)
+    pairs = [
+        (row, new[key][name])
+        for key, rows in old.items()
+        for name, row in rows.items()
+        if name in new.get(key, {}) and impl in (None, name)
+    ]
+    found = [(a, b, b["ms"] / a["ms"] - 1) for a, b in pairs if min(a["ms"], b["ms"]) >= above]
+    return sorted(found, key=lambda change: -change[2])
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the rows that differ; 1 if there are any, 2 if nothing can be compared."""
+    console = Console()
+    try:
+        before, after = load_records(options.before), load_records(options.after)
+    except (OSError, ValueError) as error:
+        console.print(f"[red]{error}[/]")
+        return 2
+    for name in CONDITIONS:
+        if before.get(name) != after.get(name):
+            console.print(f"[yellow]{name}: {before.get(name)} before, {after.get(name)} after[/]")
+    found = changes(before, after, options.above, options.impl)
+    if not found:
+        console.print(f"[red]no row of at least {options.above} ms is in both records[/]")
+        return 2
+    beyond = [change for change in found if abs(change[2]) > options.tolerance]
+    if beyond:
+        table = Table()
+        for column in ("op", "case", "dtype", "layout", "pass", "implementation"):
+            table.add_column(column)
+        for column in ("before, ms", "after, ms", "change"):
+            table.add_column(column, justify="right")
+        table.add_column("unsteady in")
+        for a, b, change in beyond:
+            unsteady = [n for n, r in (("before", a), ("after", b)) if not r.get("steady", True)]
+            table.add_row(
+                *(a[k] for k in ("op", "case", "dtype", "layout", "pass", "impl")),
+                f"{a['ms']:.4f}",
+                f"{b['ms']:.4f}",
+                f"[{'red' if change > 0 else 'green'}]{change:+.1%}[/]",
+                ", ".join(unsteady),
+            )
+        (console if console.is_terminal else Console(width=160)).print(table)
+    mean = math.exp(sum(math.log1p(change) for *_, change in found) / len(found)) - 1
+    console.print(
+        f"{len(found) - len(beyond)} of {len(found)} rows of at least {options.above} ms are within"
+        f" {options.tolerance:.0%}; geometric mean of the change {mean:+.1%}"
+    )
+    return 1 if beyond else 0

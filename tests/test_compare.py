@@ -1,0 +1,67 @@
+"""`python -m warpwright compare`: what differs between two records."""
+
+import json
+
+import pytest
+
+from warpwright import cli
+from warpwright.bench import records
+
+
+def record(**milliseconds):
+    """One row an op; every implementation's time is given as op_impl=ms."""
+    header = dict.fromkeys(records.HEADER_FIELDS, "x")
+    rows = []
+    for name, ms in milliseconds.items():
+        op, impl = name.split("_")
+        row = dict.fromkeys(records.ROW_FIELDS, "x")
+        rows.append({**row, "op": op, "impl": impl, "ms": ms, "pass": "fwd", "steady": ms < 5})
+    return {**header, "rows": rows}
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    def run(before, after, *options):
+        paths = [tmp_path / "before.json", tmp_path / "after.json"]
+        for path, content in zip(paths, (before, after), strict=True):
+            path.write_text(json.dumps(content))
+        code = cli.main(["compare", *map(str, paths), *options])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_rows_that_differ(compare):
+    before = record(relu_warpwright=1.0, relu_native=1.0, linear_warpwright=9.0, pool_native=0.01)
+    after = record(relu_warpwright=1.02, relu_native=0.9, linear_warpwright=9.9, pool_native=0.02)
+    code, text = compare(before, after)
+    assert code == 1
+    assert "+10.0%" in text
+    assert "-10.0%" in text
+    assert "before, after" in text  # unsteady in both
+    assert "+2.0%" not in text
+    assert "1 of 3 rows of at least 0.05 ms are within 3%" in text
+    assert "pool" not in text
+    code, text = compare(before, after, "--tolerance", "0.2")
+    assert code == 0
+    assert "3 of 3 rows" in text
+    code, text = compare(before, after, "--impl", "warpwright", "--above", "2")
+    assert "0 of 1 rows" in text
+
+
+def test_conditions_are_compared_too(compare):
+    before = record(relu_native=1.0)
+    code, text = compare({**before, "driver": "1.2"}, {**before, "driver": "1.3"})
+    assert code == 0
+    assert "driver: 1.2 before, 1.3 after" in text
+
+
+def test_nothing_to_compare(compare, tmp_path, capsys):
+    code, text = compare(record(relu_native=1.0), record(pool_native=1.0))
+    assert code == 2
+    assert "no row of at least 0.05 ms is in both" in text
+    code, text = compare({"rows": []}, record(relu_native=1.0))
+    assert code == 2
+    assert "is missing" in text
+    assert cli.main(["compare", str(tmp_path / "none.json"), str(tmp_path / "after.json")]) == 2
+    assert "none.json" in capsys.readouterr().out.replace("\n", "")
