@@ -1,6 +1,7 @@
 // Forward where a row's classes lie side by side: one read of the logits with an online maximum
 // and sum, kUnroll 16-byte loads in flight a thread. Reduced losses take a second, tiny launch
 // unless one block does it all; no atomics, so the order of every sum is fixed.
+#include "device/dependent_launch.cuh"
 #include "host/launch.h"
 #include "ops/cross_entropy/cross_entropy_alignment.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
@@ -24,6 +25,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   __shared__ Acc shared_sums[kMaxCrossEntropyThreads / kWarpSize][4];
   __shared__ Acc shared_share[kMaxCrossEntropyThreads / kWarpSize];
 
+  let_next_kernel_start();
   const int lane = threadIdx.x & (lanes - 1);
   const int rows_per_block = blockDim.x / lanes;
   LossShare<Acc> total;
@@ -130,11 +132,13 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   finish_block<T>(p, total, shared_share, blockIdx.x, gridDim.x);
 }
 
-// Layout: partials (num_partials, 2). Grid: one block. Sums in double, which costs nothing here.
+// Layout: partials (num_partials, 2). Grid: one block, which starts while those that leave the
+// partials end. Sums in double, which costs nothing here.
 template <class T>
 __global__ void __launch_bounds__(kReduceThreads)
     cross_entropy_reduce_kernel(const CrossEntropyParams p, int64_t num_partials) {
   __shared__ double shared[kReduceThreads / kWarpSize];
+  wait_for_previous_kernel();
   const Vec<Accum<T>, 2>* partials = static_cast<const Vec<Accum<T>, 2>*>(p.partials);
   double loss = 0, weight = 0;
 #pragma unroll 8
@@ -152,7 +156,8 @@ __global__ void __launch_bounds__(kReduceThreads)
 
 void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream) {
   for_dtype(p.dtype, [&]<class T>() {
-    launch(cross_entropy_reduce_kernel<T>, dim3(1), dim3(kReduceThreads), 0, stream, p, count);
+    launch_dependent(cross_entropy_reduce_kernel<T>, dim3(1), dim3(kReduceThreads), stream, p,
+                     count);
   });
 }
 
