@@ -15,6 +15,15 @@ __device__ __forceinline__ T* opaque(T* pointer) {
   return pointer;
 }
 
+// `value`, from which the compiler derives what it needs anew at every pass of a loop, in place of
+// keeping it all in registers.
+__device__ __forceinline__ int derive_anew(int value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 // Quotient and remainder by a divisor known at launch: one multiply-high, one shift.
 // Exact for 0 <= n < 2^31 and 1 <= divisor < 2^31 (Granlund & Montgomery, PLDI 1994, fig. 4.1).
 struct FastDivmod {

@@ -132,11 +132,12 @@ struct MainloopSm90 {
     return barriers + (Tile::kStages + stage) * 8;
   }
 
-  // One thread of the CTA; a barrier of the cluster follows.
-  __device__ __forceinline__ void init() const {
+  // One thread of the CTA; a barrier of the cluster follows. A stage is full after
+  // `producer_arrivals` and the bytes that they announced.
+  __device__ __forceinline__ void init(int producer_arrivals = 1) const {
 #pragma unroll
     for (int s = 0; s < Tile::kStages; ++s) {
-      mbarrier_init(full(s), 1);
+      mbarrier_init(full(s), producer_arrivals);
       // A stage is free when every warp that reads it or its multicast copies has said so.
       mbarrier_init(empty(s), kConsumerWarps * Tile::kCluster);
     }

@@ -84,4 +84,11 @@ __device__ __forceinline__ uint4 load_shared_u128(uint32_t shared) {
   return value;
 }
 
+// "st.shared".
+__device__ __forceinline__ void store_shared_u128(uint32_t shared, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
 }  // namespace warpwright

@@ -124,6 +124,10 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
   return kShapes[static_cast<int>(tile)];
 }
 
+// Of operands that TMA cannot address: two warpgroups bring them in, through L1, which wants the
+// shared memory that more stages would take.
+constexpr Sm90TileShape kRealignedTile = {128, 128, 4, true};
+
 // ---- choice ----
 
 enum class GemmPath { kPortable, kSm90 };
@@ -136,7 +140,10 @@ struct GemmConfig {
   bool b_k_major;
   bool a_wide;  // 16-byte accesses
   bool b_wide;
-  int splits;  // parts of k, summed in order by a second kernel
+  int splits;        // parts of k, summed in order by a second kernel
+  bool a_realigned;  // sm_90a: its rows start at no multiples of 16 bytes, so that TMA cannot load
+                     // it
+  bool b_realigned;
   const char* reason;
 };
 
@@ -185,18 +192,19 @@ constexpr int kMinSplitTiles = 4;                      // of k, a part; sm_90a
 //   k tile: CTAs of a single round walk along k together and meet in L2; those of several drift.
 //   split: a second launch, and the parts' way to L2 and back.
 inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
-                                   int splits, const DeviceInfo& device) {
+                                   int splits, bool realigned, const DeviceInfo& device) {
   constexpr double kTileCycles[3][2] = {{540, 690}, {330, 560}, {230, 300}};  // 1 round, several
+  constexpr double kRealignedCycles[2] = {900, 1150};                         // by arithmetic
   constexpr double kFirstAndLast[] = {5500, 2750, 2000};  // filling the ring, the last store
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
-  const Sm90TileShape shape = sm90_tile_shape(tile);
+  const Sm90TileShape shape = realigned ? kRealignedTile : sm90_tile_shape(tile);
   const int64_t tiles = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
   const int64_t rounds = ceil_div(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div(ceil_div(k * gemm_kind_size(kind), 128), splits);
   const int t = static_cast<int>(tile);
-  double cycles =
-      kFirstAndLast[t] + static_cast<double>(rounds * k_tiles) * kTileCycles[t][rounds > 1];
+  const double tile_cycles = (realigned ? kRealignedCycles : kTileCycles[t])[rounds > 1];
+  double cycles = kFirstAndLast[t] + static_cast<double>(rounds * k_tiles) * tile_cycles;
   if (splits > 1) {
     cycles += kSecondLaunch +
               8.0 * static_cast<double>(m) * static_cast<double>(n) * (splits + 1) / kBytesPerCycle;
@@ -209,12 +217,12 @@ inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
   constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
   if (!p.sm90) return "no sm_90a";
   if (config.kind == GemmKind::kFp32 || config.kind == GemmKind::kFp64) return "exact fp32 or fp64";
-  // TMA wants rows to start at multiples of 16 bytes, and lets them end anywhere.
   const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
   const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
-  const auto starts = reinterpret_cast<uintptr_t>(p.a) | reinterpret_cast<uintptr_t>(p.b) |
-                      static_cast<uintptr_t>((a_pitch | b_pitch) * dtype_size(p.dtype));
-  if (starts % 16 != 0) return "an operand's rows are not multiples of 16 bytes";
+  const bool realigned = config.a_realigned || config.b_realigned;
+  if (config.kind == GemmKind::kTf32 && realigned) {
+    return "an operand's rows are not multiples of 16 bytes";
+  }
   if (config.kind == GemmKind::kTf32 && !(config.a_k_major && config.b_k_major)) {
     return "wgmma reads TF32 operands along k only";
   }
@@ -243,6 +251,9 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   config.b_k_major = p.b_stride_k == 1;
   config.a_wide = config.a_k_major ? wide(p.a, p.a_stride_m, p.k) : wide(p.a, p.a_stride_k, p.m);
   config.b_wide = config.b_k_major ? wide(p.b, p.b_stride_n, p.k) : wide(p.b, p.b_stride_k, p.n);
+  // TMA wants rows to start at multiples of 16 bytes, and lets them end anywhere.
+  config.a_realigned = !wide(p.a, config.a_k_major ? p.a_stride_m : p.a_stride_k, 0);
+  config.b_realigned = !wide(p.b, config.b_k_major ? p.b_stride_n : p.b_stride_k, 0);
   config.tile = GemmTile::kSmall;
   config.splits = 1;
   const bool aligned = config.a_wide && config.b_wide;
@@ -272,7 +283,9 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   if (why_not_sm90(p, config) == nullptr) {
     GemmConfig sm90 = config;
     sm90.path = GemmPath::kSm90;
+    const bool realigned = config.a_realigned || config.b_realigned;
     for (GemmTile tile : {GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
+      if (realigned && tile != GemmTile::kLarge) continue;
       const int64_t k_tiles = (p.k * size + 127) / 128;
       for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
         if (splits > 1 && (adds_to_narrow || k_tiles < int64_t{splits} * kMinSplitTiles ||
@@ -280,7 +293,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
           break;
         }
         const double cycles =
-            estimate_sm90_cycles(config.kind, tile, p.m, p.n, p.k, splits, device);
+            estimate_sm90_cycles(config.kind, tile, p.m, p.n, p.k, splits, realigned, device);
         if (best_sm90 < 0 || cycles < best_sm90) {
           best_sm90 = cycles;
           sm90.tile = tile;
@@ -307,7 +320,8 @@ inline int64_t gemm_workspace_bytes(const GemmParams& p, const GemmConfig& confi
 inline std::string describe(const GemmConfig& config) {
   std::string text;
   if (config.path == GemmPath::kSm90) {
-    const Sm90TileShape shape = sm90_tile_shape(config.tile);
+    const bool realigned = config.a_realigned || config.b_realigned;
+    const Sm90TileShape shape = realigned ? kRealignedTile : sm90_tile_shape(config.tile);
     text = std::string("sm_90a ") + (config.kind == GemmKind::kTf32 ? "TF32" : "16-bit") +
            " wgmma, tile " + std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) +
            (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) + " stages";
@@ -320,6 +334,11 @@ inline std::string describe(const GemmConfig& config) {
   }
   text += std::string(", A ") + (config.a_k_major ? "k" : "m") + "-major, B " +
           (config.b_k_major ? "k" : "n") + "-major";
+  if (config.path == GemmPath::kSm90 && (config.a_realigned || config.b_realigned)) {
+    text += !config.b_realigned   ? ", A realigned"
+            : !config.a_realigned ? ", B realigned"
+                                  : ", both realigned";
+  }
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
   return text + " (" + config.reason + ")";
 }

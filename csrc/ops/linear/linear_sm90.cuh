@@ -11,27 +11,166 @@
 #include "ops/linear/linear_sm90.h"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/mainloop_sm90.cuh"
+#include "tile/realigning_loader_sm90.cuh"
 #include "tile/scheduler.cuh"
 
 namespace warpwright {
 
+// Loading: how the operands reach the stages, TmaOperands or RealignedOperands.
+template <class Loading>
 struct GemmSm90Params {
-  CUtensorMap a;
-  CUtensorMap b;
+  Loading operands;
   OutputSm90 output;
   TileGrid grid;        // of clusters: its tiles are kClusterM * kBlkM by kClusterN * kBlkN
   unsigned num_blocks;  // of the grid
 };
 
+// Where CTA `rank` of a cluster has its tile of D.
+template <class Tile>
+__device__ __forceinline__ int first_m(const TileCoord& tile, int rank) {
+  return (tile.m * Tile::kClusterM + rank % Tile::kClusterM) * Tile::kBlkM;
+}
+template <class Tile>
+__device__ __forceinline__ int first_n(const TileCoord& tile, int rank) {
+  return (tile.n * Tile::kClusterN + rank / Tile::kClusterM) * Tile::kBlkN;
+}
+
+// One thread of a warpgroup loads both operands.
+struct TmaOperands {
+  static constexpr int kWarpgroups = 1;
+  static constexpr int kRegisters = kProducerRegisters;  // of a thread that loads
+  static constexpr int kConsumerRegisters = warpwright::kConsumerRegisters;
+
+  CUtensorMap a;
+  CUtensorMap b;
+
+  __device__ __forceinline__ void prefetch() const {
+    prefetch_tensor_map(&a);
+    prefetch_tensor_map(&b);
+  }
+  // At each stage's barrier.
+  __device__ __forceinline__ int arrivals() const { return 1; }
+
+  template <class Tile>
+  __device__ __forceinline__ void produce(const MainloopSm90<Tile>& loop,
+                                          const GemmSm90Params<TmaOperands>& p, int /*warpgroup*/,
+                                          unsigned first, unsigned stride, int rank) const {
+    if (threadIdx.x != 0) return;
+    typename MainloopSm90<Tile>::Cursor cursor;
+    const TmaLoaderA<Tile> loader_a{&a};
+    const TmaLoaderB<Tile> loader_b{&b};
+    for (unsigned block = first; block < p.num_blocks; block += stride) {
+      const TileCoord tile = tile_of_block(p.grid, block);
+      loop.produce(loader_a, loader_b, first_m<Tile>(tile, rank), first_n<Tile>(tile, rank),
+                   tile.k_begin, tile.k_end, rank, cursor);
+    }
+  }
+};
+
+// The stages of a CTA in order, each with the first row of operand 0 (A) or 1 (B).
+template <class Tile, int kOperand>
+class StageWalk {
+ public:
+  __device__ __forceinline__ StageWalk(const TileGrid& grid, unsigned num_blocks)
+      : grid_(grid), num_blocks_(num_blocks), block_(blockIdx.x) {
+    enter();
+  }
+  __device__ __forceinline__ bool done() const { return block_ >= num_blocks_; }
+  __device__ __forceinline__ int first() const { return first_; }
+  __device__ __forceinline__ int k_tile() const { return k_tile_; }
+  __device__ __forceinline__ void next() {
+    if (++k_tile_ < k_end_) return;
+    block_ += gridDim.x;
+    if (!done()) enter();
+  }
+
+ private:
+  __device__ __forceinline__ void enter() {
+    const TileCoord tile = tile_of_block(grid_, block_);
+    first_ = kOperand == 0 ? first_m<Tile>(tile, 0) : first_n<Tile>(tile, 0);
+    k_tile_ = tile.k_begin;
+    k_end_ = tile.k_end;
+  }
+
+  const TileGrid& grid_;
+  unsigned num_blocks_;
+  unsigned block_;
+  int first_;
+  int k_tile_;
+  int k_end_;
+};
+
+// 16-bit operands at any multiple of 2 bytes: a warpgroup loads A, another B. One that TMA can load
+// comes by TMA.
+struct RealignedOperands {
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kRegisters = 80;  // 256 * 80 + 256 * 176 = 65536
+  static constexpr int kConsumerRegisters = 176;
+
+  CUtensorMap map[2];  // if not `realigned`
+  RealignedOperand operand[2];
+  bool realigned[2];
+
+  __device__ __forceinline__ void prefetch() const {
+    for (int i = 0; i < 2; ++i) {
+      if (!realigned[i]) prefetch_tensor_map(&map[i]);
+    }
+  }
+  __device__ __forceinline__ int arrivals() const { return arrivals(0) + arrivals(1); }
+
+  template <class Tile>
+  __device__ __forceinline__ void produce(const MainloopSm90<Tile>& loop,
+                                          const GemmSm90Params<RealignedOperands>& p, int warpgroup,
+                                          unsigned, unsigned, int) const {
+    if (warpgroup == 0) {
+      produce_operand<Tile, Tile::kMajorA, 0>(loop, p, 0);
+    } else {
+      produce_operand<Tile, Tile::kMajorB, 1>(loop, p, Tile::kBytesA);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int arrivals(int i) const {
+    return realigned[i] ? kRealigningWarps : 1;
+  }
+
+  // `offset`: of the operand within a stage.
+  template <class Tile, Major kMajor, int kOperand>
+  __device__ __forceinline__ void produce_operand(const MainloopSm90<Tile>& loop,
+                                                  const GemmSm90Params<RealignedOperands>& p,
+                                                  int offset) const {
+    constexpr int kRows = RealigningLoader<kMajor>::kRows;
+    static_assert(Tile::kBlkM == kRows && Tile::kBlkN == kRows && Tile::kCluster == 1);
+    StageWalk<Tile, kOperand> walk(p.grid, p.num_blocks);
+    if (realigned[kOperand]) {
+      RealigningLoader<kMajor>(operand[kOperand]).produce(loop, walk, offset);
+    } else if (threadIdx.x % 128 == 0) {
+      const TmaLoader<Tile, kMajor, kRows, 1> loader{&map[kOperand]};
+      for (typename MainloopSm90<Tile>::Cursor cursor; !walk.done(); walk.next(), cursor.next()) {
+        mbarrier_wait(loop.empty(cursor.stage), cursor.parity ^ 1);
+        const uint32_t barrier = loop.full(cursor.stage);
+        mbarrier_arrive_expect_tx(barrier, kRows * 128);
+        loader.load(loop.stages + cursor.stage * Tile::kStageBytes + offset, walk.first(),
+                    walk.k_tile(), barrier, 0);
+      }
+    }
+  }
+};
+
 enum GemmSm90Barrier { kStoreBarrier = 1, kTurnBarrier = 3 };  // of consumer 0; + 1 of consumer 1
+
+template <class Tile, class Loading>
+constexpr int gemm_sm90_threads() {
+  return 128 * (Loading::kWarpgroups + Tile::kConsumers);
+}
 
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
 // the operands' type, or with splits its fp32 parts (splits, m, n). Grid: as many clusters as fit
-// on the GPU; each takes every gridDim-th tile of tile_of_block's order. Warpgroup 0 loads, 1 and 2
-// multiply and store.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    gemm_sm90_kernel(const __grid_constant__ GemmSm90Params p) {
+// on the GPU; each takes every gridDim-th tile of tile_of_block's order. The first warpgroup or two
+// load, the last two multiply and store.
+template <class Tile, class Loading>
+__global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
+    gemm_sm90_kernel(const __grid_constant__ GemmSm90Params<Loading> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char smem[];
     using Loop = MainloopSm90<Tile>;
@@ -44,10 +183,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     const int rank = Tile::kCluster > 1 ? static_cast<int>(cluster_cta_rank()) : 0;
     if (threadIdx.x == 0) {
-      prefetch_tensor_map(&p.a);
-      prefetch_tensor_map(&p.b);
+      p.operands.prefetch();
       if (p.output.use_tma) prefetch_tensor_map(&p.output.map);
-      loop.init();
+      loop.init(p.operands.arrivals());
     }
     if constexpr (Tile::kCluster > 1) {
       cluster_arrive();
@@ -58,29 +196,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
     const unsigned first = blockIdx.x / Tile::kCluster;
     const unsigned stride = gridDim.x / Tile::kCluster;
-    typename Loop::Cursor cursor;
-    auto first_m = [&](const TileCoord& tile) {
-      return (tile.m * Tile::kClusterM + rank % Tile::kClusterM) * Tile::kBlkM;
-    };
-    auto first_n = [&](const TileCoord& tile) {
-      return (tile.n * Tile::kClusterN + rank / Tile::kClusterM) * Tile::kBlkN;
-    };
 
-    if (warpgroup == 0) {
-      setmaxnreg_dec<kProducerRegisters>();
-      if (threadIdx.x == 0) {
-        const TmaLoaderA<Tile> a{&p.a};
-        const TmaLoaderB<Tile> b{&p.b};
-        for (unsigned block = first; block < p.num_blocks; block += stride) {
-          const TileCoord tile = tile_of_block(p.grid, block);
-          loop.produce(a, b, first_m(tile), first_n(tile), tile.k_begin, tile.k_end, rank, cursor);
-        }
-      }
+    if (warpgroup < Loading::kWarpgroups) {
+      setmaxnreg_dec<Loading::kRegisters>();
+      p.operands.template produce<Tile>(loop, p, warpgroup, first, stride, rank);
     } else {
-      setmaxnreg_inc<kConsumerRegisters>();
-      const int consumer = warpgroup - 1;
+      setmaxnreg_inc<Loading::kConsumerRegisters>();
+      const int consumer = warpgroup - Loading::kWarpgroups;
       const int first_row = Tile::kPingPong ? 0 : consumer * Tile::kRows;
       Store store{buffers + consumer * Store::kSmemBytes, kStoreBarrier + consumer};
+      typename Loop::Cursor cursor;
       typename Loop::Accumulator d;
       // Ping-pong: the mainloops take turns; consumer 0 has the first.
       int turn = 0;
@@ -92,7 +217,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           cursor.skip(k_tiles);
           continue;
         }
-        const auto bias = Store::template load_bias<Tile::kRegs>(p.output, first_n(tile));
+        const auto bias =
+            Store::template load_bias<Tile::kRegs>(p.output, first_n<Tile>(tile, rank));
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         loop.consume(d, k_tiles, first_row, cursor);
         if (Tile::kPingPong && p.num_blocks - block > stride) {
@@ -100,8 +226,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         }
 #pragma unroll
         for (int i = 0; i < Tile::kBlocks; ++i) {
-          store.store(d[i], bias, p.output, tile.split, first_m(tile) + first_row + i * 64,
-                      first_n(tile));
+          store.store(d[i], bias, p.output, tile.split,
+                      first_m<Tile>(tile, rank) + first_row + i * 64, first_n<Tile>(tile, rank));
         }
       }
       store.finish();
@@ -117,29 +243,57 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
 }
 
-// raster_rows: rows of A that the CTAs of one wave share, for the sake of L2.
+// ---- launch ----
+
+template <class Loader>
+CUtensorMap operand_map(const GemmParams& p, Major major, const void* pointer, int64_t rows,
+                        int64_t stride_row, int64_t stride_k) {
+  const bool tf32 = p.dtype == DType::kFloat32;
+  return major == Major::kK ? make_tensor_map({p.dtype, tf32, pointer, p.k, rows, stride_row,
+                                               Loader::kBoxInner, Loader::kBoxOuter})
+                            : make_tensor_map({p.dtype, tf32, pointer, rows, p.k, stride_k,
+                                               Loader::kBoxInner, Loader::kBoxOuter});
+}
 template <class Tile>
-void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int raster_rows,
-                           cudaStream_t stream) {
+CUtensorMap operand_map_a(const GemmParams& p) {
+  return operand_map<TmaLoaderA<Tile>>(p, Tile::kMajorA, p.a, p.m, p.a_stride_m, p.a_stride_k);
+}
+template <class Tile>
+CUtensorMap operand_map_b(const GemmParams& p) {
+  return operand_map<TmaLoaderB<Tile>>(p, Tile::kMajorB, p.b, p.n, p.b_stride_n, p.b_stride_k);
+}
+
+inline RealignedOperand realigned_operand(Major major, const void* pointer, int64_t extent,
+                                          int64_t stride, int64_t k, int64_t stride_k) {
+  const bool along_k = major == Major::kK;
+  const int64_t rows = along_k ? extent : k;
+  const int64_t cols = along_k ? k : extent;
+  const int64_t pitch = (along_k ? stride : stride_k) * 2;
+  return {static_cast<const char*>(pointer), pitch, (rows - 1) * pitch + cols * 2,
+          static_cast<int>(rows), static_cast<int>(cols)};
+}
+template <class Tile>
+RealignedOperands realigned_operands(const GemmParams& p, const GemmConfig& config) {
+  RealignedOperands operands{};
+  operands.operand[0] = realigned_operand(Tile::kMajorA, p.a, p.m, p.a_stride_m, p.k, p.a_stride_k);
+  operands.operand[1] = realigned_operand(Tile::kMajorB, p.b, p.n, p.b_stride_n, p.k, p.b_stride_k);
+  operands.realigned[0] = config.a_realigned;
+  operands.realigned[1] = config.b_realigned;
+  if (!config.a_realigned) operands.map[0] = operand_map_a<Tile>(p);
+  if (!config.b_realigned) operands.map[1] = operand_map_b<Tile>(p);
+  return operands;
+}
+
+// raster_rows: rows of A that the CTAs of one wave share, for the sake of L2.
+template <class Tile, class Loading>
+void launch_gemm_sm90_kernel(const GemmParams& p, const Loading& operands, int splits, int num_sms,
+                             int raster_rows, cudaStream_t stream) {
   using T = typename Tile::Element;
-  using LoaderA = TmaLoaderA<Tile>;
-  using LoaderB = TmaLoaderB<Tile>;
-  constexpr bool kTf32 = sizeof(T) == 4;
   constexpr int kSmemBytes =
       1024 + MainloopSm90<Tile>::kSmemBytes + Tile::kConsumers * EpilogueSm90<T>::kSmemBytes;
   static_assert(kSmemBytes <= 227 * 1024, "a CTA's shared memory on sm_90");
-  auto operand_map = [&](Major major, const void* pointer, int64_t rows, int64_t stride_row,
-                         int64_t stride_k, int box_inner, int box_outer) {
-    return major == Major::kK ? make_tensor_map({p.dtype, kTf32, pointer, p.k, rows, stride_row,
-                                                 box_inner, box_outer})
-                              : make_tensor_map({p.dtype, kTf32, pointer, rows, p.k, stride_k,
-                                                 box_inner, box_outer});
-  };
-  GemmSm90Params params{};
-  params.a = operand_map(Tile::kMajorA, p.a, p.m, p.a_stride_m, p.a_stride_k, LoaderA::kBoxInner,
-                         LoaderA::kBoxOuter);
-  params.b = operand_map(Tile::kMajorB, p.b, p.n, p.b_stride_n, p.b_stride_k, LoaderB::kBoxInner,
-                         LoaderB::kBoxOuter);
+  GemmSm90Params<Loading> params{};
+  params.operands = operands;
   params.grid = make_tile_grid(p.m, p.n, p.k, Tile::kBlkM * Tile::kClusterM,
                                Tile::kBlkN * Tile::kClusterN, Tile::kBlkK, splits);
   params.grid.group_m =
@@ -150,7 +304,7 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   params.num_blocks = static_cast<unsigned>(params.grid.num_blocks());
   OutputSm90& output = params.output;
   const bool split = splits > 1;
-  output.fp32 = kTf32 || split || p.accum_d;
+  output.fp32 = sizeof(T) == 4 || split || p.accum_d;
   output.accumulate = !split && p.accumulate;
   output.d = split ? p.workspace : p.d;
   output.preactivation = split ? nullptr : p.preactivation;
@@ -170,15 +324,28 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   }
 
   const int64_t clusters = std::min<int64_t>(params.grid.num_blocks(), num_sms / Tile::kCluster);
-  launch_clusters(gemm_sm90_kernel<Tile>, dim3(static_cast<unsigned>(clusters * Tile::kCluster)),
-                  dim3(Tile::kThreads), Tile::kCluster, kSmemBytes, stream, params);
+  launch_clusters(
+      gemm_sm90_kernel<Tile, Loading>, dim3(static_cast<unsigned>(clusters * Tile::kCluster)),
+      dim3(gemm_sm90_threads<Tile, Loading>()), Tile::kCluster, kSmemBytes, stream, params);
   if (split) launch_split_k_reduce<T>(p, splits, stream);
+}
+
+template <class Tile>
+void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int raster_rows,
+                           cudaStream_t stream) {
+  const TmaOperands operands{operand_map_a<Tile>(p), operand_map_b<Tile>(p)};
+  launch_gemm_sm90_kernel<Tile>(p, operands, splits, num_sms, raster_rows, stream);
 }
 
 template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>
 using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTile).blk_n,
                             sm90_tile_shape(kTile).stages, sm90_tile_shape(kTile).ping_pong,
                             /*kClusterM=*/1, /*kClusterN=*/1, kMajorA, kMajorB>;
+
+template <class T, Major kMajorA, Major kMajorB>
+using RealignedTileOf = TileSm90<T, kRealignedTile.blk_m, kRealignedTile.blk_n,
+                                 kRealignedTile.stages, kRealignedTile.ping_pong, /*kClusterM=*/1,
+                                 /*kClusterN=*/1, kMajorA, kMajorB>;
 
 template <class T>
 void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
@@ -188,6 +355,13 @@ void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaSt
                                                                   kRasterRows, stream);
   };
   auto for_tile = [&]<Major kMajorA, Major kMajorB>() {
+    if constexpr (sizeof(T) == 2) {
+      if (config.a_realigned || config.b_realigned) {
+        using Tile = RealignedTileOf<T, kMajorA, kMajorB>;
+        return launch_gemm_sm90_kernel<Tile>(p, realigned_operands<Tile>(p, config), config.splits,
+                                             num_sms, kRasterRows, stream);
+      }
+    }
     switch (config.tile) {
       case GemmTile::kLarge:
         return launch_tile.template operator()<GemmTile::kLarge, kMajorA, kMajorB>();
