@@ -74,12 +74,8 @@ def test_linear_takes_wgmma_where_tma_can_read():
     for role in ("forward", "grad_input", "grad_weight"):
         assert "sm_90a 16-bit wgmma" in big[role]
     assert "A m-major, B n-major" in big["grad_weight"]
-    assert "portable" in linear_lines(4096, 4096, 4095)["forward"]
-    assert "portable" in linear_lines(4096, 4096, 4096, pad=4)["forward"]
-    assert "portable" in linear_lines(4096, 4096, 4096, address=8)["forward"]
     assert "portable" in linear_lines(4096, 4096, 4096, pad=-4096)["forward"]
     assert "wgmma" in linear_lines(4096, 50257, 768)["forward"]
-    assert "portable" in linear_lines(4096, 50257, 768)["grad_input"]
     tf32 = linear_lines(4096, 4096, 4096, "float32", tf32=True)
     assert "TF32 wgmma" in tf32["forward"]
     assert "portable TF32" in tf32["grad_input"]
@@ -87,6 +83,26 @@ def test_linear_takes_wgmma_where_tma_can_read():
     assert "portable" in linear_lines(4096, 4096, 4096, arch=80)["forward"]
     assert "portable" in linear_lines(4096, 4096, 4096, arch=100)["forward"]
     assert "portable" in linear_lines(4096, 4096, 4096, sm90=False)["forward"]
+
+
+def test_linear_realigns_what_tma_cannot_read():
+    def realigned(*sizes, **kwargs):
+        lines = linear_lines(*sizes, **kwargs)
+        roles = ("forward", "grad_input", "grad_weight")
+        return [re.search(r"(\w+) realigned|$", lines[role])[1] for role in roles]
+
+    assert realigned(8191, 1023, 4097) == ["both", "both", "both"]
+    assert realigned(4096, 4096, 4096) == [None, None, None]
+    assert realigned(4096, 4096, 4096, pad=4) == ["both", "B", "B"]
+    assert realigned(4096, 4096, 4096, address=8) == ["A", None, "B"]
+    assert realigned(4096, 50257, 768) == [None, "A", "A"]
+    assert realigned(4096, 768, 50257) == ["both", "B", "B"]
+    assert "wgmma, tile 128x128" in linear_lines(8191, 1023, 4097)["forward"]
+    # Small products and other types stay portable.
+    assert realigned(64, 10, 128) == [None, None, None]
+    for dtype, tf32 in (("float32", True), ("float32", False), ("float64", False)):
+        assert "element accesses" in linear_lines(1000, 1000, 999, dtype, tf32)["forward"]
+        assert realigned(1000, 1000, 999, dtype=dtype, tf32=tf32) == [None, None, None]
 
 
 # Of one H200, in us: (dtype, role of linear whose product it is, m, n, k of that product), the

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from common import gradcheck, layouts, opcheck, subsets
@@ -32,6 +34,12 @@ CUDA_SHAPES = [
     ((1000,), 1000, 1008),
     ((520,), 1160, 1003),
     ((200,), 2056, 264),
+    # operands that TMA cannot load: both of a product, one of them; k of one stage, of many
+    ((1023,), 1001, 515),
+    ((640,), 776, 333),
+    ((640,), 333, 776),
+    ((4100,), 9, 1030),
+    ((130,), 4099, 132),
 ]
 
 
@@ -95,9 +103,12 @@ def test_the_shapes_reach_every_tile():
             if role != "grad_bias":
                 found.add((role, text.split(" (")[0].split(", A ")[0]))
                 found.add("split-k" if "split-k" in text else "whole k")
+                found.update((role, words) for words in re.findall(r"\w+ realigned", text))
     for role in ("forward", "grad_input", "grad_weight"):
         for tile in ("128x128 ping-pong", "128x64,", "64x64 ping-pong"):
             assert any(f"wgmma, tile {tile}" in t[1] for t in found if t[0] == role), (role, tile)
+        for operand in ("both",) if role == "forward" else ("A", "B", "both"):
+            assert (role, f"{operand} realigned") in found
     assert {"split-k", "whole k"} <= found
 
 

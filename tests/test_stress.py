@@ -90,7 +90,13 @@ def variants():
                 ),
             )
     products = {"linear": F.linear, "linear_relu": F.linear_relu, "linear_gelu": F.linear_gelu}
-    for m, k, n in ((512, 3136, 128), (1000, 520, 1000), (8, 4096, 512), (384, 512, 1024)):
+    for m, k, n in (
+        (512, 3136, 128),
+        (1000, 520, 1000),
+        (8, 4096, 512),
+        (384, 512, 1024),
+        (999, 523, 1001),
+    ):
         for dtype in (BF16, FP32):
             for name, product in products.items():
                 yield (

@@ -128,17 +128,17 @@ def linear_cases():
     small = (1, 10, 84), (17, 33, 65), (129, 131, 67), (130, 10, 1027)
     # 16-bit and TF32 on sm_90a: each tile, one past its edge; the last with element stores.
     wgmma = (1288, 1160, 520), (1000, 1000, 520), (136, 264, 520), (200, 203, 520)
-    for m, n, k in (*small, *wgmma):
+    # ... with operands that TMA cannot load: both, one of the gradients'; with split k.
+    realigned = (1031, 523, 203), (1024, 523, 200), (1024, 200, 523), (264, 270, 523)
+    for m, n, k in (*small, *wgmma, *realigned):
         yield f"{m}x{n}x{k}", F.linear, (rand(m, k), rand(n, k), rand(n)), {}
-    yield (
-        "misaligned",
-        lambda x, w: F.linear(misaligned(x), misaligned(w)),
-        (
-            rand(33, 65),
-            rand(34, 65),
-        ),
-        {},
-    )
+    for m, n, k in ((33, 34, 65), (1031, 528, 264)):
+        yield (
+            f"misaligned-{m}x{n}x{k}",
+            lambda x, w: F.linear(misaligned(x), misaligned(w)),
+            (rand(m, k), rand(n, k)),
+            {},
+        )
     yield "transposed", lambda x, w: F.linear(x.t(), w.t()), (rand(65, 33), rand(65, 34)), {}
 
 

@@ -1,7 +1,7 @@
-// D = A B^T of one tile on sm_90a: a producer thread fills a ring of shared-memory stages by TMA,
-// two consumer warpgroups multiply them by wgmma; mbarriers hand the stages over. Cooperative: each
-// warpgroup owns half of the tile's rows. Ping-pong: each owns every second tile whole, so that one
-// stores while the other multiplies.
+// D = A B^T of one tile on sm_90a: a producer thread fills a ring of shared-memory stages by TMA
+// (or warpgroups do, see realigning_loader_sm90.cuh), two consumer warpgroups multiply them by
+// wgmma; mbarriers hand the stages over. Cooperative: each warpgroup owns half of the tile's rows.
+// Ping-pong: each owns every second tile whole, so that one stores while the other multiplies.
 // Bound: the tensor cores, as long as a stage's bytes come from L2 in the time its math takes: a
 // 128 x 256 tile asks 48 bytes a cycle and SM, half of B less when two CTAs share it by multicast.
 #pragma once

@@ -158,9 +158,10 @@ constexpr GemmKind gemm_kind(DType dtype, bool tf32) {
 //   latency: a k tile takes no less than a barrier, its fragment reads and one dependent chain;
 //   splits: a second launch, and the parts' way to L2 and back.
 inline double estimate_gemm_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
-                                   int splits, const DeviceInfo& device) {
+                                   int splits, bool aligned, const DeviceInfo& device) {
   constexpr double kFmaPerCycle[] = {1100, 550, 110, 50};  // of one SM
   constexpr double kEfficiency[] = {1.0, 0.9, 0.6};        // kLarge, kMedium, kSmall
+  constexpr double kElementLoads = 4;  // 16-bit operands that are read element by element
   constexpr double kTileLatency = 450;
   constexpr double kPrologue = 1500;
   constexpr double kSecondLaunch = 4000;
@@ -168,7 +169,9 @@ inline double estimate_gemm_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   const TileShape shape = tile_shape(kind, tile);
   const int64_t blocks = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
   const double k_tiles = static_cast<double>(ceil_div(ceil_div(k, shape.blk_k), splits));
-  const double tile_cycles = static_cast<double>(shape.blk_m) * shape.blk_n * shape.blk_k /
+  const bool by_elements = kind == GemmKind::k16Bit && !aligned;
+  const double tile_cycles = static_cast<double>(shape.blk_m) * shape.blk_n * shape.blk_k *
+                             (by_elements ? kElementLoads : 1) /
                              (kFmaPerCycle[static_cast<int>(kind)] *
                               kEfficiency[kind == GemmKind::kFp64 ? 0 : static_cast<int>(tile)]);
   const auto per_sm = static_cast<double>(ceil_div(blocks, device.num_sms));
@@ -270,7 +273,8 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
                          splits * p.m * p.n * (size == 8 ? 8 : 4) > kMaxSplitBytes)) {
         break;
       }
-      const double cycles = estimate_gemm_cycles(config.kind, tile, p.m, p.n, p.k, splits, device);
+      const double cycles =
+          estimate_gemm_cycles(config.kind, tile, p.m, p.n, p.k, splits, aligned, device);
       if (best < 0 || cycles < best) {
         best = cycles;
         config.tile = tile;
