@@ -18,6 +18,29 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int clust
   attribute.val.clusterDim.z = 1;
   launch_with(attribute, kernel, grid, block, smem_bytes, stream, args...);
 }
+
+// Clusters of the kernel that the GPU holds at once, at least one: the grid of a kernel that walks
+// its work.
+template <class... Params>
+int64_t resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, int64_t smem_bytes) {
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(smem_bytes)),
+             "shared memory opt-in");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  cuda_check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "cluster occupancy");
+  return clusters > 1 ? clusters : 1;
+}
 #endif
 
 }  // namespace warpwright

@@ -229,13 +229,61 @@ struct CrossEntropyGradientConfig {
   int64_t blocks;
   int64_t partials;  // rows of CrossEntropyParams::partials that a last launch adds up; or 0
   const char* reason;
+  // A ring (sm_90): each block walks rows with `slots` parts of rows in shared memory, one thread
+  // loads, and groups of `lanes` threads take the rows in turn. No ring: 0.
+  int slots;
+  int groups;
+  int64_t slot_bytes;
 
+  bool is_ring() const { return slots > 0; }
   int64_t smem_bytes(DType dtype) const {
-    return int64_t{threads} * held * vec * dtype_size(dtype);
+    return is_ring() ? slots * slot_bytes : int64_t{threads} * held * vec * dtype_size(dtype);
   }
 };
 
 constexpr int kCrossEntropyTeam = 256;  // threads of a block, at the most
+
+// Limits of the ring.
+constexpr int kRingWarps = 24;  // that sum and write; 80 registers a thread
+constexpr int kRingSlots = 48;
+constexpr int kRingCluster = 8;
+constexpr int64_t kRingOwnBytes = 7488;  // shared memory beside the slots
+
+// Cuts rows of `accesses` 16-byte accesses up for the ring, or leaves `config` as it is: where a
+// part of a row leaves no room for others, and where the groups would have few rows each.
+inline void choose_cross_entropy_ring(int64_t rows, int64_t accesses, const DeviceInfo& device,
+                                      CrossEntropyGradientConfig& config) {
+  // Half of the slots are being loaded while the groups work on the others. A vector of 16 bytes
+  // takes a thread a few dozen instructions; the sums of a row cost each warp as much as ten.
+  constexpr int64_t kWarp = 32, kHeld = 8, kSlotAlign = 128;
+  const int64_t room = device.smem_per_block - kRingOwnBytes;
+  auto slot_bytes = [&](int cluster) {
+    return ceil_div(ceil_div(accesses, int64_t{cluster}) * 16, kSlotAlign) * kSlotAlign;
+  };
+  int cluster = 1;
+  while (cluster < kRingCluster && room / slot_bytes(cluster) < 6) cluster *= 2;
+  const int64_t slots = std::min<int64_t>(kRingSlots, room / slot_bytes(cluster));
+  if (slots < 3 || accesses < kWarp * 2) return;
+  const int64_t wanted = ceil_div(ceil_div(accesses, int64_t{cluster}), kWarp * kHeld);
+  int64_t warps = 1;
+  while (warps < std::min<int64_t>(8, wanted)) warps *= 2;
+  const int64_t groups = std::min(kRingWarps / warps, slots - 1);
+  warps = kRingWarps / groups;
+  if (rows < 4 * groups * std::max(1, device.num_sms / cluster)) return;
+  config.cluster = cluster;
+  config.lanes = static_cast<int>(warps * kWarp);
+  config.groups = static_cast<int>(groups);
+  config.threads = static_cast<int>((groups * warps + 1) * kWarp);
+  config.slots = static_cast<int>(slots);
+  config.slot_bytes = slot_bytes(cluster);
+  config.blocks = std::max(1, device.num_sms / cluster) * cluster;
+  config.reason = "a ring of rows in shared memory";
+}
+
+// Where the ring's losses meet: a partial of each group of each cluster.
+constexpr int64_t ring_partials(const CrossEntropyGradientConfig& config, Reduction reduction) {
+  return reduction == Reduction::kNone ? 0 : config.blocks / config.cluster * config.groups;
+}
 
 // `clusters`: the GPU and the library have them.
 inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
@@ -282,6 +330,10 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
   config.on_chip = true;
   const int64_t groups = config.blocks / config.cluster;
   config.partials = reduced && groups > 1 ? groups : 0;
+  if (clusters && config.vec > 1 && p.dtype != DType::kFloat64) {
+    choose_cross_entropy_ring(p.rows, accesses, device, config);
+    if (config.is_ring()) config.partials = ring_partials(config, p.reduction);
+  }
   return config;
 }
 
@@ -295,6 +347,12 @@ constexpr bool gradient_in_forward_pays(int64_t rows, int64_t classes, int64_t e
 
 inline std::string describe(const CrossEntropyGradientConfig& config) {
   if (!config.on_chip) return config.reason;
+  if (config.is_ring()) {
+    return std::to_string(config.groups) + " groups of " + std::to_string(config.lanes) +
+           " threads, each on a row, in " + std::to_string(config.cluster) +
+           " blocks a row, " + std::to_string(config.slots) + " parts of rows of " +
+           std::to_string(config.slot_bytes) + " bytes a block (" + config.reason + ")";
+  }
   return std::to_string(config.lanes) + " threads of " + std::to_string(config.cluster) +
          " blocks a row, " + std::to_string(config.vec) + " elements an access, " +
          std::to_string(config.blocks) + " blocks of " + std::to_string(config.threads) + " (" +

@@ -164,6 +164,16 @@ struct RowSums {
     mass += other.mass;
   }
 
+  // Every lane gets the sums of its warp, all lanes the same bits.
+  __device__ __forceinline__ void merge_warp() {
+    rebase(warp_reduce(max, [](Acc a, Acc b) { return b > a ? b : a; }));
+    sum = warp_reduce(sum, Sum{});
+    if constexpr (kLinear) {
+      linear = warp_reduce(linear, Sum{});
+      mass = warp_reduce(mass, Sum{});
+    }
+  }
+
   // Four numbers in memory that threads share.
   __device__ __forceinline__ void store(Acc* slot) const {
     slot[0] = max;
@@ -250,6 +260,20 @@ __device__ __forceinline__ void write_reduced(const CrossEntropyParams& p, Sum l
   if (!p.counted) *total = static_cast<Accum<T>>(weight);
 }
 
+// Share `index` of `count`, summed up, to the partials, or to the end. One thread.
+template <class T>
+__device__ __forceinline__ void finish_share(const CrossEntropyParams& p,
+                                             const LossShare<Accum<T>>& share, int64_t index,
+                                             int64_t count) {
+  if (count == 1 || (p.reduction == Reduction::kNone && index == 0)) {
+    write_reduced<T>(p, share.loss, share.weight);
+  } else if (p.reduction != Reduction::kNone) {
+    Accum<T>* partials = static_cast<Accum<T>*>(p.partials) + 2 * index;
+    partials[0] = share.loss;
+    partials[1] = share.weight;
+  }
+}
+
 // Last words of a forward block: its rows' shares, in a fixed order, to partial `index` of `count`
 // or to the end. Every thread of the block calls it; `shared` holds one number a warp.
 template <class T>
@@ -260,14 +284,7 @@ __device__ __forceinline__ void finish_block(const CrossEntropyParams& p, LossSh
     share.loss = block_reduce(share.loss, Sum{}, Acc(0), shared);
     share.weight = block_reduce(share.weight, Sum{}, Acc(0), shared);
   }
-  if (threadIdx.x != 0) return;
-  if (count == 1 || (p.reduction == Reduction::kNone && index == 0)) {
-    write_reduced<T>(p, share.loss, share.weight);
-  } else if (p.reduction != Reduction::kNone) {
-    Acc* partials = static_cast<Acc*>(p.partials) + 2 * index;
-    partials[0] = share.loss;
-    partials[1] = share.weight;
-  }
+  if (threadIdx.x == 0) finish_share<T>(p, share, index, count);
 }
 
 // Adds `count` partials up: the second launch of a reduced forward.

@@ -71,6 +71,9 @@ CrossEntropyGradientConfig cross_entropy_gradient_config(const CrossEntropyGradi
   if (!config.on_chip) {
     const CrossEntropyConfig forward = cross_entropy_fwd_config(p);
     config.partials = needs_partials(p, forward) ? forward.blocks : 0;
+  } else if (config.is_ring()) {
+    config.blocks = cross_entropy_ring_clusters(p, config) * config.cluster;
+    config.partials = ring_partials(config, p.reduction);
   }
   return config;
 }
@@ -92,7 +95,9 @@ void launch_cross_entropy_gradient(CrossEntropyGradientParams p,
     });
     p.counted = true;
   }
-  if (config.cluster > 1) {
+  if (config.is_ring()) {
+    launch_cross_entropy_gradient_ring(p, config, stream);
+  } else if (config.cluster > 1) {
     launch_cross_entropy_gradient_cluster(p, config, stream);
   } else {
     for_gradient(p, config, [&]<class T, TargetKind kKind, int kVec>() {

@@ -16,11 +16,142 @@ struct OneBlock {
   __device__ __forceinline__ void leave() const {}
 };
 
+// What block `rank` of the `size` that share a row has of it: a run of the row's vectors; the first
+// block also the scalars before the first 16-byte boundary and after the last. A row in shared
+// memory fits 32 bits.
+template <int kVec>
+struct RowPart {
+  int head;         // scalars of the row before its vectors
+  int vectors;      // of the whole row
+  int first, last;  // of this block
+  int scalars;      // of this block
+
+  template <class T>
+  __device__ __forceinline__ RowPart(const T* z, int classes, int rank, int size) : head(0) {
+    if constexpr (kVec > 1) {
+      const int misaligned =
+          static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
+      head = misaligned == 0 ? 0 : kVec - misaligned;
+      if (head > classes) head = classes;
+    }
+    vectors = (classes - head) / kVec;
+    const int share = (vectors + size - 1) / size;
+    first = rank * share < vectors ? rank * share : vectors;
+    last = first + share < vectors ? first + share : vectors;
+    scalars = rank == 0 ? classes - vectors * kVec : 0;
+  }
+  __device__ __forceinline__ int scalar_class(int i) const {
+    return i < head ? i : i + vectors * kVec;
+  }
+};
+
+// A thread's vectors of a part, in shared memory: every `lanes`-th from the part's `lane`-th on,
+// in copy[0], copy[pitch], ...
+template <class T, int kVec>
+struct HeldVectors {
+  const Vec<T, kVec>* copy;
+  int pitch, lane, lanes;
+};
+
+// The sums of a thread's vectors: their maximum first, so that no exponential is wasted.
+template <class T, TargetKind kKind, int kVec>
+__device__ __forceinline__ RowSums<T, kKind> sum_vectors(const CrossEntropyProblem& p,
+                                                         const Smoothing<Accum<T>>& smoothing,
+                                                         const RowPart<kVec>& part,
+                                                         const HeldVectors<T, kVec>& held) {
+  using Acc = Accum<T>;
+  using Sums = RowSums<T, kKind>;
+  Sums sums;
+#pragma unroll 2
+  for (int i = 0, at = part.first + held.lane; at < part.last; ++i, at += held.lanes) {
+    const Vec<T, kVec> value = held.copy[i * held.pitch];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const Acc z_j = convert<Acc>(value[j]);
+      sums.max = z_j > sums.max ? z_j : sums.max;
+    }
+  }
+  const Acc to = Sums::reference(sums.max);
+#pragma unroll 2
+  for (int i = 0, at = part.first + held.lane; at < part.last; ++i, at += held.lanes) {
+    const Vec<T, kVec> value = held.copy[i * held.pitch];
+    Acc sum = 0, linear = 0, mass = 0;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const Acc distance = convert<Acc>(value[j]) - to;
+      sum += exp_for<T>(distance);
+      if constexpr (Sums::kLinear) {
+        const Acc wq = weighted_target<kKind>(p, smoothing, part.head + at * kVec + j, Acc(0));
+        linear += wq * distance;
+        mass += wq;
+      }
+    }
+    sums.sum += sum;
+    sums.linear += linear;
+    sums.mass += mass;
+  }
+  return sums;
+}
+
+template <class T, TargetKind kKind>
+__device__ __forceinline__ void add_scalar(const CrossEntropyProblem& p,
+                                           const Smoothing<Accum<T>>& smoothing, int c, T z,
+                                           RowSums<T, kKind>& sums) {
+  const Accum<T> value[1] = {convert<Accum<T>>(z)};
+  const Accum<T> wq[1] = {weighted_target<kKind>(p, smoothing, c, Accum<T>(0))};
+  const bool present[1] = {true};
+  sums.template add<1, 1>(value, wq, present);
+}
+
+// What the gradient of a row needs, from the sums of all of it.
+template <class T, TargetKind kKind>
+__device__ __forceinline__ RowGradient<T, kKind> row_gradient(
+    const CrossEntropyGradientParams& p, const Smoothing<Accum<T>>& smoothing, int64_t row,
+    const Label& label, RowSums<T, kKind> sums) {
+  using Acc = Accum<T>;
+  if constexpr (kKind == TargetKind::kSmoothedLabels) {
+    if (label.valid) sums.mass += smoothing.keep * class_weight<Acc>(p, label.value);
+  }
+  Acc g = 1;
+  if (p.grad_output != nullptr) {
+    g = static_cast<const Acc*>(p.grad_output)[p.grad_per_row ? row : int64_t{0}];
+  }
+  if (p.reduction == Reduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
+  return {p, label, sums.max, sums.sum, sums.mass, g};
+}
+
+template <class T, TargetKind kKind, int kVec>
+__device__ __forceinline__ void write_vectors(const CrossEntropyProblem& p,
+                                              const Smoothing<Accum<T>>& smoothing,
+                                              const RowGradient<T, kKind>& gradient,
+                                              const RowPart<kVec>& part,
+                                              const HeldVectors<T, kVec>& held, T* dz) {
+#pragma unroll 2
+  for (int i = 0, at = part.first + held.lane; at < part.last; ++i, at += held.lanes) {
+    Vec<T, kVec> value = held.copy[i * held.pitch];
+    if (gradient.zero) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) value[j] = convert<T>(Accum<T>(0));
+    }
+    write_gradients<T, T, kKind, kVec>(p, smoothing, gradient, part.head + at * kVec, value,
+                                       nullptr, dz, nullptr);
+  }
+}
+
+template <class T, TargetKind kKind>
+__device__ __forceinline__ void write_scalar(const CrossEntropyProblem& p,
+                                             const Smoothing<Accum<T>>& smoothing,
+                                             const RowGradient<T, kKind>& gradient, int c, T z,
+                                             T* dz) {
+  Vec<T, 1> value;
+  value[0] = gradient.zero ? convert<T>(Accum<T>(0)) : z;
+  write_gradients<T, T, kKind, 1>(p, smoothing, gradient, c, value, nullptr, dz, nullptr);
+}
+
 // Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride; the
 // gradient may lie in the logits' place. Grid: a row belongs to `lanes` threads of each of
 // team.size() neighbouring blocks; up to a warp's worth of lanes, a block has blockDim / lanes
-// rows. Block k of a team takes the k-th part of the row's vectors, thread t of it vectors t + i *
-// lanes; the first block also has what comes before the first 16-byte boundary and after the last.
+// rows.
 template <class T, TargetKind kKind, int kVec, class Team>
 __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGradientParams& p,
                                                             const Smoothing<Accum<T>>& smoothing,
@@ -43,25 +174,11 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
   const bool speaks = active && lane == 0 && team.rank() == 0;
   if (speaks && label.valid) label_logit = convert<Acc>(z[label.value]);
 
-  // A row in shared memory fits 32 bits.
-  const int classes = active ? static_cast<int>(p.classes) : 0;
-  int head = 0;
-  if constexpr (kVec > 1) {
-    const int misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
-    head = misaligned == 0 ? 0 : kVec - misaligned;
-    if (head > classes) head = classes;
-  }
-  const int vectors = (classes - head) / kVec;
-  const int share = (vectors + team.size() - 1) / team.size();
-  const int first = team.rank() * share;
-  const int last = first + share < vectors ? first + share : vectors;
-  const int scalars = team.rank() == 0 ? classes - vectors * kVec : 0;
-  auto scalar_class = [&](int i) { return i < head ? i : i + vectors * kVec; };
-
+  const RowPart<kVec> part(z, active ? static_cast<int>(p.classes) : 0, team.rank(), team.size());
   auto* copy = reinterpret_cast<Vec<T, kVec>*>(storage) + threadIdx.x;
-  for (int i = 0, at = first + lane; at < last; ++i, at += lanes) {
+  for (int i = 0, at = part.first + lane; at < part.last; ++i, at += lanes) {
     if constexpr (kVec > 1) {
-      cp_async<16>(smem_address(&copy[i * blockDim.x]), z + head + at * kVec);
+      cp_async<16>(smem_address(&copy[i * blockDim.x]), z + part.head + at * kVec);
     } else {
       copy[i * blockDim.x] = load_vec<kVec>(z + at);
     }
@@ -69,41 +186,11 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
   cp_async_commit();
   cp_async_wait<0>();
 
-  Sums sums;
-#pragma unroll 2
-  for (int i = 0, at = first + lane; at < last; ++i, at += lanes) {
-    const Vec<T, kVec> value = copy[i * blockDim.x];
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const Acc z_j = convert<Acc>(value[j]);
-      sums.max = z_j > sums.max ? z_j : sums.max;
-    }
-  }
-  const Acc to = Sums::reference(sums.max);
-#pragma unroll 2
-  for (int i = 0, at = first + lane; at < last; ++i, at += lanes) {
-    const Vec<T, kVec> value = copy[i * blockDim.x];
-    Acc part = 0, part_linear = 0, part_mass = 0;
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const Acc distance = convert<Acc>(value[j]) - to;
-      part += exp_for<T>(distance);
-      if constexpr (Sums::kLinear) {
-        const Acc wq = weighted_target<kKind>(p, smoothing, head + at * kVec + j, Acc(0));
-        part_linear += wq * distance;
-        part_mass += wq;
-      }
-    }
-    sums.sum += part;
-    sums.linear += part_linear;
-    sums.mass += part_mass;
-  }
-  for (int i = lane; i < scalars; i += lanes) {
-    const int c = scalar_class(i);
-    const Acc value[1] = {convert<Acc>(z[c])};
-    const Acc wq[1] = {weighted_target<kKind>(p, smoothing, c, Acc(0))};
-    const bool present[1] = {true};
-    sums.template add<1, 1>(value, wq, present);
+  const HeldVectors<T, kVec> held{copy, static_cast<int>(blockDim.x), lane, lanes};
+  Sums sums = sum_vectors<T, kKind>(p, smoothing, part, held);
+  for (int i = lane; i < part.scalars; i += lanes) {
+    const int c = part.scalar_class(i);
+    add_scalar(p, smoothing, c, z[c], sums);
   }
 
   for (int offset = (whole_block ? kWarpSize : lanes) / 2; offset > 0; offset /= 2) {
@@ -123,31 +210,12 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
   LossShare<Acc> total;
   if (speaks) total = finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
   if (active && p.grad_input != nullptr) {
-    if constexpr (kKind == TargetKind::kSmoothedLabels) {
-      if (label.valid) sums.mass += smoothing.keep * class_weight<Acc>(p, label.value);
-    }
-    Acc g = 1;
-    if (p.grad_output != nullptr) {
-      g = static_cast<const Acc*>(p.grad_output)[p.grad_per_row ? row : int64_t{0}];
-    }
-    if (p.reduction == Reduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
-    const RowGradient<T, kKind> gradient(p, label, sums.max, sums.sum, sums.mass, g);
+    const RowGradient<T, kKind> gradient = row_gradient(p, smoothing, row, label, sums);
     T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, row);
-#pragma unroll 2
-    for (int i = 0, at = first + lane; at < last; ++i, at += lanes) {
-      Vec<T, kVec> value = copy[i * blockDim.x];
-      if (gradient.zero) {
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) value[j] = convert<T>(Acc(0));
-      }
-      write_gradients<T, T, kKind, kVec>(p, smoothing, gradient, head + at * kVec, value, nullptr,
-                                         dz, nullptr);
-    }
-    for (int i = lane; i < scalars; i += lanes) {
-      const int c = scalar_class(i);
-      Vec<T, 1> value;
-      value[0] = gradient.zero ? convert<T>(Acc(0)) : z[c];
-      write_gradients<T, T, kKind, 1>(p, smoothing, gradient, c, value, nullptr, dz, nullptr);
+    write_vectors(p, smoothing, gradient, part, held, dz);
+    for (int i = lane; i < part.scalars; i += lanes) {
+      const int c = part.scalar_class(i);
+      write_scalar(p, smoothing, gradient, c, z[c], dz);
     }
   }
   if (team.rank() == 0) finish_block<T>(p, total, shared_share, group, gridDim.x / team.size());
@@ -177,5 +245,12 @@ void for_gradient(const CrossEntropyGradientParams& p, const CrossEntropyGradien
 void launch_cross_entropy_gradient_cluster(const CrossEntropyGradientParams& p,
                                            const CrossEntropyGradientConfig& config,
                                            cudaStream_t stream);
+
+// How many clusters of the ring's blocks the GPU holds at once.
+int64_t cross_entropy_ring_clusters(const CrossEntropyGradientParams& p,
+                                    const CrossEntropyGradientConfig& config);
+void launch_cross_entropy_gradient_ring(const CrossEntropyGradientParams& p,
+                                        const CrossEntropyGradientConfig& config,
+                                        cudaStream_t stream);
 
 }  // namespace warpwright
