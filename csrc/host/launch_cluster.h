@@ -6,31 +6,29 @@
 namespace warpwright {
 
 #ifdef __CUDACC__
-// As launch(), in clusters of `cluster` neighbouring blocks, which divides the grid.
-template <class... Params, class... Args>
-void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
-                     int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
-  if (cluster == 1) return launch(kernel, grid, block, smem_bytes, stream, args...);
+inline cudaLaunchAttribute cluster_attribute(int cluster) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
   attribute.val.clusterDim.y = 1;
   attribute.val.clusterDim.z = 1;
-  launch_with(attribute, kernel, grid, block, smem_bytes, stream, args...);
+  return attribute;
+}
+
+// As launch(), in clusters of `cluster` neighbouring blocks, which divides the grid.
+template <class... Params, class... Args>
+void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
+                     int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
+  if (cluster == 1) return launch(kernel, grid, block, smem_bytes, stream, args...);
+  launch_with(cluster_attribute(cluster), kernel, grid, block, smem_bytes, stream, args...);
 }
 
 // Clusters of the kernel that the GPU holds at once, at least one: the grid of a kernel that walks
 // its work.
 template <class... Params>
 int64_t resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, int64_t smem_bytes) {
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(smem_bytes)),
-             "shared memory opt-in");
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
+  allow_shared_memory(kernel, smem_bytes);
+  cudaLaunchAttribute attribute = cluster_attribute(cluster);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(cluster));
   config.blockDim = block;

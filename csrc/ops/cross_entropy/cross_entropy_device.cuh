@@ -364,6 +364,10 @@ struct RowGradient {
   __device__ __forceinline__ Acc operator()(Acc distance, Acc wq) const {
     return grad * (mass_by_sum * exp_for<T>(distance) - wq);
   }
+  // The same where q is one-hot and hits another class: one factor of all of them.
+  __device__ __forceinline__ Acc of_no_label(Acc distance) const {
+    return grad * mass_by_sum * exp_for<T>(distance);
+  }
   // The label's own logit.
   __device__ __forceinline__ Acc at_label(Acc z, Acc w, const Smoothing<Acc>& smoothing) const {
     return (*this)(distance(z),

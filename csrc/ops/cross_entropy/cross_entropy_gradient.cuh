@@ -53,6 +53,35 @@ struct HeldVectors {
   int pitch, lane, lanes;
 };
 
+// As one access: where the elements are used by pairs, the compiler would read a Vec by pairs.
+template <class T, int kVec>
+__device__ __forceinline__ Vec<T, kVec> load_whole(const Vec<T, kVec>* pointer) {
+  if constexpr (sizeof(*pointer) == sizeof(uint4)) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(pointer);
+    return *reinterpret_cast<const Vec<T, kVec>*>(&raw);
+  } else {
+    return *pointer;
+  }
+}
+
+// Element by element the greater one; NaN does not count. Pairs of 16-bit elements as they are.
+template <class T, int kVec>
+__device__ __forceinline__ void keep_greater(Vec<T, kVec>& most, const Vec<T, kVec>& x) {
+  if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
+    using Pair = std::conditional_t<std::is_same_v<T, half>, __half2, __nv_bfloat162>;
+    auto* pairs = reinterpret_cast<Pair*>(&most);
+#pragma unroll
+    for (int j = 0; j < kVec / 2; ++j) {
+      pairs[j] = __hmax2(pairs[j], reinterpret_cast<const Pair*>(&x)[j]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      most[j] = convert<T>(fmax(convert<Accum<T>>(most[j]), convert<Accum<T>>(x[j])));
+    }
+  }
+}
+
 // The sums of a thread's vectors: their maximum first, so that no exponential is wasted.
 template <class T, TargetKind kKind, int kVec>
 __device__ __forceinline__ RowSums<T, kKind> sum_vectors(const CrossEntropyProblem& p,
@@ -62,31 +91,40 @@ __device__ __forceinline__ RowSums<T, kKind> sum_vectors(const CrossEntropyProbl
   using Acc = Accum<T>;
   using Sums = RowSums<T, kKind>;
   Sums sums;
-#pragma unroll 2
-  for (int i = 0, at = part.first + held.lane; at < part.last; ++i, at += held.lanes) {
-    const Vec<T, kVec> value = held.copy[i * held.pitch];
+  Vec<T, kVec> most;
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const Acc z_j = convert<Acc>(value[j]);
-      sums.max = z_j > sums.max ? z_j : sums.max;
-    }
+  for (int j = 0; j < kVec; ++j) most[j] = convert<T>(sums.max);
+  const Vec<T, kVec>* copy = held.copy;
+#pragma unroll 4
+  for (int at = part.first + held.lane; at < part.last; at += held.lanes, copy += held.pitch) {
+    keep_greater(most, load_whole(copy));
   }
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) sums.max = fmax(sums.max, convert<Acc>(most[j]));
+
   const Acc to = Sums::reference(sums.max);
+  copy = held.copy;
 #pragma unroll 2
-  for (int i = 0, at = part.first + held.lane; at < part.last; ++i, at += held.lanes) {
-    const Vec<T, kVec> value = held.copy[i * held.pitch];
-    Acc sum = 0, linear = 0, mass = 0;
+  for (int at = part.first + held.lane; at < part.last; at += held.lanes, copy += held.pitch) {
+    const Vec<Acc, kVec> z = widen(load_whole(copy));
+    Acc parts[kVec];
+    Acc linear = 0, mass = 0;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      const Acc distance = convert<Acc>(value[j]) - to;
-      sum += exp_for<T>(distance);
+      const Acc distance = z[j] - to;
+      parts[j] = exp_for<T>(distance);
       if constexpr (Sums::kLinear) {
         const Acc wq = weighted_target<kKind>(p, smoothing, part.head + at * kVec + j, Acc(0));
         linear += wq * distance;
         mass += wq;
       }
     }
-    sums.sum += sum;
+#pragma unroll
+    for (int half = kVec / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int j = 0; j < half; ++j) parts[j] += parts[j + half];
+    }
+    sums.sum += parts[0];
     sums.linear += linear;
     sums.mass += mass;
   }
@@ -126,15 +164,34 @@ __device__ __forceinline__ void write_vectors(const CrossEntropyProblem& p,
                                               const RowGradient<T, kKind>& gradient,
                                               const RowPart<kVec>& part,
                                               const HeldVectors<T, kVec>& held, T* dz) {
+  using Acc = Accum<T>;
+  const Vec<T, kVec>* copy = held.copy;
+  T* place = dz + part.head + (part.first + held.lane) * kVec;
 #pragma unroll 2
-  for (int i = 0, at = part.first + held.lane; at < part.last; ++i, at += held.lanes) {
-    Vec<T, kVec> value = held.copy[i * held.pitch];
-    if (gradient.zero) {
+  for (int at = part.first + held.lane; at < part.last;
+       at += held.lanes, copy += held.pitch, place += held.lanes * kVec) {
+    Acc result[kVec] = {};
+    if (!gradient.zero) {
+      const Vec<Acc, kVec> z = widen(load_whole(copy));
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) value[j] = convert<T>(Accum<T>(0));
+      for (int j = 0; j < kVec; ++j) {
+        const Acc distance = gradient.distance(z[j]);
+        result[j] = kKind == TargetKind::kLabels
+                        ? gradient.of_no_label(distance)
+                        : gradient(distance, weighted_target<kKind>(
+                                                 p, smoothing, part.head + at * kVec + j, Acc(0)));
+      }
     }
-    write_gradients<T, T, kKind, kVec>(p, smoothing, gradient, part.head + at * kVec, value,
-                                       nullptr, dz, nullptr);
+    store_converted<kVec>(place, result);
+  }
+  // The label's own element, again, by the thread that wrote its vector.
+  const int label = static_cast<int>(gradient.label);
+  const int element = label - part.head - part.first * kVec;
+  if (element >= 0 && element < (part.last - part.first) * kVec &&
+      element / kVec % held.lanes == held.lane) {
+    const T z = held.copy[element / kVec / held.lanes * held.pitch].data[element % kVec];
+    dz[label] = convert<T>(
+        gradient.at_label(convert<Acc>(z), class_weight<Acc>(p, gradient.label), smoothing));
   }
 }
 

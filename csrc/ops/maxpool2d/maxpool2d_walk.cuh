@@ -127,32 +127,6 @@ __device__ __forceinline__ void store_neighbors(T* pointer, const Vec<T, kSize>&
   }
 }
 
-__device__ __forceinline__ float2 widen_pair(uint32_t pair, bf16) {
-  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-}
-__device__ __forceinline__ float2 widen_pair(uint32_t pair, half) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-}
-
-// 16-bit types by whole registers: an instruction less for every second element.
-template <class T, int V>
-__device__ __forceinline__ Vec<Accum<T>, V> widen(const Vec<T, V>& x) {
-  Vec<Accum<T>, V> result;
-  if constexpr (sizeof(T) == 2 && V % 2 == 0) {
-    const auto* pairs = reinterpret_cast<const uint32_t*>(&x);
-#pragma unroll
-    for (int j = 0; j < V / 2; ++j) {
-      const float2 values = widen_pair(pairs[j], T{});
-      result[2 * j] = values.x;
-      result[2 * j + 1] = values.y;
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) result[j] = convert<Accum<T>>(x[j]);
-  }
-  return result;
-}
-
 // Calls f<T, V, kWindow, kSpan>() for a config.
 template <class F>
 void for_pool_config(DType dtype, const MaxPool2dConfig& config, F&& f) {
