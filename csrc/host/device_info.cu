@@ -2,10 +2,12 @@
 #include <mutex>
 #include <vector>
 
-#include "host/launch.h"
+#include "host/launch_cluster.h"
 
 namespace warpwright {
 namespace {
+
+__global__ void empty_kernel() {}
 
 DeviceInfo read_device_info(int device) {
   auto attribute = [&](cudaDeviceAttr which) {
@@ -19,6 +21,12 @@ DeviceInfo read_device_info(int device) {
   info.num_sms = attribute(cudaDevAttrMultiProcessorCount);
   info.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   info.l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  for (int i = 0; i < 4; ++i) {
+    info.clusters[i] = info.num_sms >> i;
+    if (i > 0 && info.sm_arch >= 90) {
+      info.clusters[i] = resident_clusters(empty_kernel, dim3(32), 1 << i, info.smem_per_block);
+    }
+  }
   return info;
 }
 

@@ -36,6 +36,8 @@ struct DeviceInfo {
   int num_sms = 132;
   int64_t smem_per_block = 227 * 1024;  // bytes a block may opt in to
   int64_t l2_bytes = 50 << 20;
+  // Clusters of 1, 2, 4 and 8 blocks that the GPU holds at once if each block fills an SM.
+  int clusters[4] = {132, 66, 33, 16};
 };
 
 }  // namespace warpwright

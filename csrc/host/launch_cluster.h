@@ -23,10 +23,9 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int clust
   launch_with(cluster_attribute(cluster), kernel, grid, block, smem_bytes, stream, args...);
 }
 
-// Clusters of the kernel that the GPU holds at once, at least one: the grid of a kernel that walks
-// its work.
+// Clusters of the kernel that the GPU holds at once; 0 if it does not say.
 template <class... Params>
-int64_t resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, int64_t smem_bytes) {
+int resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, int64_t smem_bytes) {
   allow_shared_memory(kernel, smem_bytes);
   cudaLaunchAttribute attribute = cluster_attribute(cluster);
   cudaLaunchConfig_t config{};
@@ -36,8 +35,11 @@ int64_t resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, in
   config.attrs = &attribute;
   config.numAttrs = 1;
   int clusters = 0;
-  cuda_check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "cluster occupancy");
-  return clusters > 1 ? clusters : 1;
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return clusters;
 }
 #endif
 

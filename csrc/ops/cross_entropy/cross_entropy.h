@@ -244,45 +244,44 @@ struct CrossEntropyGradientConfig {
 constexpr int kCrossEntropyTeam = 256;  // threads of a block, at the most
 
 // Limits of the ring.
-constexpr int kRingWarps = 24;  // that sum and write; 80 registers a thread
+constexpr int kRingWarps = 24;  // that sum and write: 72 registers a thread
 constexpr int kRingSlots = 48;
 constexpr int kRingCluster = 8;
 constexpr int64_t kRingOwnBytes = 7488;  // shared memory beside the slots
 
 // Cuts rows of `accesses` 16-byte accesses up for the ring, or leaves `config` as it is: where a
-// part of a row leaves no room for others, and where the groups would have few rows each.
-inline void choose_cross_entropy_ring(int64_t rows, int64_t accesses, const DeviceInfo& device,
+// part of a row leaves no room for others, or the groups would have few rows each.
+inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t accesses,
+                                      const DeviceInfo& device,
                                       CrossEntropyGradientConfig& config) {
-  // Half of the slots are being loaded while the groups work on the others. A vector of 16 bytes
-  // takes a thread a few dozen instructions; the sums of a row cost each warp as much as ten.
-  constexpr int64_t kWarp = 32, kHeld = 8, kSlotAlign = 128;
+  constexpr int64_t kWarp = 32, kHeld = 8, kMaxWarps = 8, kSlotAlign = 128;
   const int64_t room = device.smem_per_block - kRingOwnBytes;
   auto slot_bytes = [&](int cluster) {
     return ceil_div(ceil_div(accesses, int64_t{cluster}) * 16, kSlotAlign) * kSlotAlign;
   };
-  int cluster = 1;
-  while (cluster < kRingCluster && room / slot_bytes(cluster) < 6) cluster *= 2;
+  // Six parts a block: three for the groups, three on their way.
+  int which = 0;
+  while (1 << which < kRingCluster && room / slot_bytes(1 << which) < 6) ++which;
+  const int cluster = 1 << which;
   const int64_t slots = std::min<int64_t>(kRingSlots, room / slot_bytes(cluster));
-  if (slots < 3 || accesses < kWarp * 2) return;
+  if (slots < 3 || accesses < 2 * kWarp) return;
+  // The meeting of a row's sums costs each warp as much as five vectors: eight a thread or more.
   const int64_t wanted = ceil_div(ceil_div(accesses, int64_t{cluster}), kWarp * kHeld);
   int64_t warps = 1;
-  while (warps < std::min<int64_t>(8, wanted)) warps *= 2;
+  while (warps < std::min(kMaxWarps, wanted)) warps *= 2;
   const int64_t groups = std::min(kRingWarps / warps, slots - 1);
   warps = kRingWarps / groups;
-  if (rows < 4 * groups * std::max(1, device.num_sms / cluster)) return;
+  const int64_t clusters = device.clusters[which];
+  if (clusters == 0 || p.rows < 4 * groups * clusters) return;
   config.cluster = cluster;
   config.lanes = static_cast<int>(warps * kWarp);
   config.groups = static_cast<int>(groups);
   config.threads = static_cast<int>((groups * warps + 1) * kWarp);
   config.slots = static_cast<int>(slots);
   config.slot_bytes = slot_bytes(cluster);
-  config.blocks = std::max(1, device.num_sms / cluster) * cluster;
+  config.blocks = clusters * cluster;
+  config.partials = p.reduction == Reduction::kNone ? 0 : clusters * groups;
   config.reason = "a ring of rows in shared memory";
-}
-
-// Where the ring's losses meet: a partial of each group of each cluster.
-constexpr int64_t ring_partials(const CrossEntropyGradientConfig& config, Reduction reduction) {
-  return reduction == Reduction::kNone ? 0 : config.blocks / config.cluster * config.groups;
 }
 
 // `clusters`: the GPU and the library have them.
@@ -331,8 +330,7 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
   const int64_t groups = config.blocks / config.cluster;
   config.partials = reduced && groups > 1 ? groups : 0;
   if (clusters && config.vec > 1 && p.dtype != DType::kFloat64) {
-    choose_cross_entropy_ring(p.rows, accesses, device, config);
-    if (config.is_ring()) config.partials = ring_partials(config, p.reduction);
+    choose_cross_entropy_ring(p, accesses, device, config);
   }
   return config;
 }
@@ -349,9 +347,9 @@ inline std::string describe(const CrossEntropyGradientConfig& config) {
   if (!config.on_chip) return config.reason;
   if (config.is_ring()) {
     return std::to_string(config.groups) + " groups of " + std::to_string(config.lanes) +
-           " threads, each on a row, in " + std::to_string(config.cluster) +
-           " blocks a row, " + std::to_string(config.slots) + " parts of rows of " +
-           std::to_string(config.slot_bytes) + " bytes a block (" + config.reason + ")";
+           " threads, each on a row, in " + std::to_string(config.cluster) + " blocks a row, " +
+           std::to_string(config.slots) + " parts of rows of " + std::to_string(config.slot_bytes) +
+           " bytes a block (" + config.reason + ")";
   }
   return std::to_string(config.lanes) + " threads of " + std::to_string(config.cluster) +
          " blocks a row, " + std::to_string(config.vec) + " elements an access, " +

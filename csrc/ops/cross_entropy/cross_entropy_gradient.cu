@@ -71,9 +71,6 @@ CrossEntropyGradientConfig cross_entropy_gradient_config(const CrossEntropyGradi
   if (!config.on_chip) {
     const CrossEntropyConfig forward = cross_entropy_fwd_config(p);
     config.partials = needs_partials(p, forward) ? forward.blocks : 0;
-  } else if (config.is_ring()) {
-    config.blocks = cross_entropy_ring_clusters(p, config) * config.cluster;
-    config.partials = ring_partials(config, p.reduction);
   }
   return config;
 }

@@ -143,9 +143,10 @@ __device__ __forceinline__ void add_scalar(const CrossEntropyProblem& p,
 
 // What the gradient of a row needs, from the sums of all of it.
 template <class T, TargetKind kKind>
-__device__ __forceinline__ RowGradient<T, kKind> row_gradient(
-    const CrossEntropyGradientParams& p, const Smoothing<Accum<T>>& smoothing, int64_t row,
-    const Label& label, RowSums<T, kKind> sums) {
+__device__ __forceinline__ RowGradient<T, kKind> row_gradient(const CrossEntropyGradientParams& p,
+                                                              const Smoothing<Accum<T>>& smoothing,
+                                                              int64_t row, const Label& label,
+                                                              RowSums<T, kKind> sums) {
   using Acc = Accum<T>;
   if constexpr (kKind == TargetKind::kSmoothedLabels) {
     if (label.valid) sums.mass += smoothing.keep * class_weight<Acc>(p, label.value);
@@ -303,9 +304,6 @@ void launch_cross_entropy_gradient_cluster(const CrossEntropyGradientParams& p,
                                            const CrossEntropyGradientConfig& config,
                                            cudaStream_t stream);
 
-// How many clusters of the ring's blocks the GPU holds at once.
-int64_t cross_entropy_ring_clusters(const CrossEntropyGradientParams& p,
-                                    const CrossEntropyGradientConfig& config);
 void launch_cross_entropy_gradient_ring(const CrossEntropyGradientParams& p,
                                         const CrossEntropyGradientConfig& config,
                                         cudaStream_t stream);

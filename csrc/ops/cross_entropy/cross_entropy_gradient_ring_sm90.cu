@@ -205,7 +205,7 @@ __global__ void __launch_bounds__((kRingWarps + 1) * kWarpSize, 1)
 
 // Calls f(kernel) with the problem's kernel.
 template <class F>
-auto for_ring(const CrossEntropyGradientParams& p, F&& f) {
+void for_ring(const CrossEntropyGradientParams& p, F&& f) {
   auto of_type = [&]<class T>() {
     return p.kind == TargetKind::kSmoothedLabels
                ? f(cross_entropy_gradient_ring_kernel<T, TargetKind::kSmoothedLabels>)
@@ -222,14 +222,6 @@ auto for_ring(const CrossEntropyGradientParams& p, F&& f) {
 }
 
 }  // namespace
-
-int64_t cross_entropy_ring_clusters(const CrossEntropyGradientParams& p,
-                                    const CrossEntropyGradientConfig& config) {
-  return for_ring(p, [&](auto kernel) {
-    return resident_clusters(kernel, dim3(config.threads), config.cluster,
-                             config.smem_bytes(p.dtype));
-  });
-}
 
 void launch_cross_entropy_gradient_ring(const CrossEntropyGradientParams& p,
                                         const CrossEntropyGradientConfig& config,
