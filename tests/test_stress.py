@@ -79,7 +79,8 @@ def variants():
                         random(32, dtype=d),
                     ),
                 )
-    for rows, classes in ((1024, 10), (512, 1000), (64, 50257), (32, 128256)):
+    sizes = ((1024, 10), (512, 1000), (64, 50257), (32, 128256), (1600, 9001), (400, 50257))
+    for rows, classes in sizes:
         for dtype in (BF16, FP32):
             yield (
                 f"cross_entropy-{rows}x{classes}-{dtype}",
@@ -244,8 +245,8 @@ def test_large_cross_entropy_with_its_gradient(elements):
         )[3]
 
     dx = gradient(x, target)
-    for at in places(rows, classes):
-        assert_same(dx[at], gradient(x[at], target[at]), f"gradient at {at}")
+    for at in places(rows, classes):  # few rows are cut up, and so added up, in another way
+        torch.testing.assert_close(dx[at], gradient(x[at], target[at]), rtol=1e-5, atol=1e-7)
 
 
 @large(120)

@@ -254,7 +254,7 @@ constexpr int64_t kRingOwnBytes = 7488;  // shared memory beside the slots
 inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t accesses,
                                       const DeviceInfo& device,
                                       CrossEntropyGradientConfig& config) {
-  constexpr int64_t kWarp = 32, kHeld = 8, kMaxWarps = 8, kSlotAlign = 128;
+  constexpr int64_t kWarp = 32, kHeld = 8, kMaxWarps = 8, kSlotAlign = 128, kMinAccesses = 224;
   const int64_t room = device.smem_per_block - kRingOwnBytes;
   auto slot_bytes = [&](int cluster) {
     return ceil_div(ceil_div(accesses, int64_t{cluster}) * 16, kSlotAlign) * kSlotAlign;
@@ -264,7 +264,7 @@ inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t acce
   while (1 << which < kRingCluster && room / slot_bytes(1 << which) < 6) ++which;
   const int cluster = 1 << which;
   const int64_t slots = std::min<int64_t>(kRingSlots, room / slot_bytes(cluster));
-  if (slots < 3 || accesses < 2 * kWarp) return;
+  if (slots < 3 || accesses < kMinAccesses) return;
   // The meeting of a row's sums costs each warp as much as five vectors: eight a thread or more.
   const int64_t wanted = ceil_div(ceil_div(accesses, int64_t{cluster}), kWarp * kHeld);
   int64_t warps = 1;

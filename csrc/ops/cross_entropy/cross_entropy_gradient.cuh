@@ -16,9 +16,9 @@ struct OneBlock {
   __device__ __forceinline__ void leave() const {}
 };
 
-// What block `rank` of the `size` that share a row has of it: a run of the row's vectors; the first
-// block also the scalars before the first 16-byte boundary and after the last. A row in shared
-// memory fits 32 bits.
+// What block `rank` of those that share a row has of it: the rank-th `share` of the row's vectors;
+// the first block also the scalars before the first 16-byte boundary and after the last. A row in
+// shared memory fits 32 bits.
 template <int kVec>
 struct RowPart {
   int head;         // scalars of the row before its vectors
@@ -27,7 +27,7 @@ struct RowPart {
   int scalars;      // of this block
 
   template <class T>
-  __device__ __forceinline__ RowPart(const T* z, int classes, int rank, int size) : head(0) {
+  __device__ __forceinline__ RowPart(const T* z, int classes, int rank, int share) : head(0) {
     if constexpr (kVec > 1) {
       const int misaligned =
           static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
@@ -35,7 +35,6 @@ struct RowPart {
       if (head > classes) head = classes;
     }
     vectors = (classes - head) / kVec;
-    const int share = (vectors + size - 1) / size;
     first = rank * share < vectors ? rank * share : vectors;
     last = first + share < vectors ? first + share : vectors;
     scalars = rank == 0 ? classes - vectors * kVec : 0;
@@ -232,7 +231,9 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
   const bool speaks = active && lane == 0 && team.rank() == 0;
   if (speaks && label.valid) label_logit = convert<Acc>(z[label.value]);
 
-  const RowPart<kVec> part(z, active ? static_cast<int>(p.classes) : 0, team.rank(), team.size());
+  const int classes = active ? static_cast<int>(p.classes) : 0;
+  const int share = (classes / kVec + team.size() - 1) / team.size();
+  const RowPart<kVec> part(z, classes, team.rank(), share);
   auto* copy = reinterpret_cast<Vec<T, kVec>*>(storage) + threadIdx.x;
   for (int i = 0, at = part.first + lane; at < part.last; ++i, at += lanes) {
     if constexpr (kVec > 1) {

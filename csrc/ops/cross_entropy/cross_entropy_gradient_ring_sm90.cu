@@ -19,8 +19,12 @@ struct Ring {
   int slots;
   int slot_bytes;
 
-  // Warps of the cluster that share a row.
-  __device__ __forceinline__ int parts() const { return cluster * warps; }
+  // A slot's worth of a row for each block: no division, and parts that start at whole lines.
+  template <class T>
+  __device__ __forceinline__ RowPart<kVecSize<T>> part(const CrossEntropyProblem& p, const T* z,
+                                                       int rank) const {
+    return {z, static_cast<int>(p.classes), rank, slot_bytes / kVecBytes};
+  }
 };
 
 // A block's shared memory beside the slots. Sums of warps have two places, taken in turn: a warp
@@ -65,7 +69,7 @@ __device__ __forceinline__ void load_rows(const CrossEntropyProblem& p, const Ri
   RingCursor at;
   for (int64_t row = rows.first; row < p.rows; row += rows.step, at.advance(1, ring)) {
     const T* z = row_start<T>(p, row);
-    const RowPart<kVec> part(z, static_cast<int>(p.classes), rank, ring.cluster);
+    const RowPart<kVec> part = ring.part(p, z, rank);
     const uint32_t full = smem_address(&shared.full[at.slot]);
     const int bytes = (part.last - part.first) * kVecBytes;
     mbarrier_wait(smem_address(&shared.empty[at.slot]), at.parity ^ 1);
@@ -81,7 +85,7 @@ __device__ __forceinline__ void load_rows(const CrossEntropyProblem& p, const Ri
 template <class Sums>
 __device__ __forceinline__ void exchange(const Ring& ring, int rank, int group, int warp,
                                          uint32_t round, RingShared& shared, Sums& sums) {
-  const int parts = ring.parts(), lane = threadIdx.x % kWarpSize;
+  const int parts = ring.cluster * ring.warps, lane = threadIdx.x % kWarpSize;
   float(*places)[4] = shared.sums[round & 1] + group * parts;
   const uint32_t barrier = smem_address(&shared.exchanged[round & 1][group]);
   if (lane < ring.cluster) {
@@ -121,7 +125,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyGradientParams& p,
   for (int64_t row = rows.first + group * rows.step; row < p.rows;
        row += ring.groups * rows.step, at.advance(ring.groups, ring), ++round) {
     const T* z = row_start<T>(p, row);
-    const RowPart<kVec> part(z, static_cast<int>(p.classes), rank, ring.cluster);
+    const RowPart<kVec> part = ring.part(p, z, rank);
     const Label label = load_label(p, row);
     float label_logit = 0;
     if (speaks && label.valid) label_logit = convert<float>(z[label.value]);
@@ -144,7 +148,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyGradientParams& p,
     // In place, the others write over the label's logit once they have these sums. The shuffle
     // needs the logit, so it has been read.
     label_logit = __shfl_sync(kFullMask, label_logit, 0);
-    if (ring.parts() > 1) exchange(ring, rank, group, warp, round, shared, sums);
+    if (ring.cluster * ring.warps > 1) exchange(ring, rank, group, warp, round, shared, sums);
 
     if (p.grad_input != nullptr) {
       const RowGradient<T, kKind> gradient = row_gradient(p, smoothing, row, label, sums);
