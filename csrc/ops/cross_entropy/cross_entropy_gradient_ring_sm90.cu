@@ -2,6 +2,7 @@
 // memory, filled by one thread's bulk copies, while groups of warps take the rows in turn. The
 // loads of some rows, the exponentials of others, a third one's meeting of sums and its stores then
 // run at the same time, where in a block a row they follow one another.
+#include "device/dependent_launch.cuh"
 #include "device/sm90/arch.cuh"
 #include "device/sm90/bulk.cuh"
 #include "device/sm90/cluster.cuh"
@@ -179,6 +180,7 @@ __global__ void __launch_bounds__((kRingWarps + 1) * kWarpSize, 1)
     cross_entropy_gradient_ring_kernel(const CrossEntropyGradientParams p,
                                        const Smoothing<float> smoothing, const Ring ring) {
   if constexpr (kHasSm90a) {
+    let_next_kernel_start();  // the sum of the losses
     constexpr int kVec = kVecSize<T>;
     extern __shared__ __align__(128) char slots[];
     __shared__ __align__(16) RingShared shared;
