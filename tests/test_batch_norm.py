@@ -34,6 +34,9 @@ SHAPES = [
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 # On a GPU: channels that a block holds, and from the last two on channels that it doesn't.
 LARGE = [(64, 40, 14, 14), (1500, 48), (3, 17, 40, 41), (20, 3, 61, 61), (15, 2, 60, 84)]
+# Rows of which the GPU keeps a part from the sums to the result: groups of channels for every other
+# SM, so that few rows are too many; float32 and, in the second, 16-bit types.
+ROWS_IN_PART = [(1700, 2880), (1700, 5760)]
 SHORT = [torch.bfloat16, torch.float16]
 
 
@@ -89,6 +92,19 @@ def test_error_rule(device, dtype, shape, training):
             lambda *a: with_running(native.batch_norm, training)(*a)[0],
             args,
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ROWS_IN_PART, ids=str)
+def test_rows_kept_in_part(dtype, shape):
+    mean, var, weight, bias = parameters(shape[1], "cuda", dtype)
+    x = (torch.randn(shape, device="cuda") * 2 + 1).to(dtype)
+    args = (x.requires_grad_(), mean, var, weight.requires_grad_(), bias.requires_grad_())
+    compare(
+        lambda *a: with_running(F.batch_norm, True)(*a)[0],
+        lambda *a: with_running(native.batch_norm, True)(*a)[0],
+        args,
+    )
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 40, 14, 14)], ids=str)

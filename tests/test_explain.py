@@ -240,6 +240,30 @@ def test_batch_norm():
     assert "rows of channels" in explain("batch_norm", x[:, :, 0, 0], None, None, **ON_GPU)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "forward", "backward"),
+    [
+        ((64, 512, 7, 7), torch.bfloat16, "all", "all"),
+        ((32, 64, 56, 56), torch.float32, "all", "some"),  # 26 MB an operand
+        ((64, 96, 55, 57), torch.bfloat16, "some", "some"),
+        ((256, 2048, 7, 7), torch.float32, "some", "none"),  # 103 MB
+        ((256, 64, 112, 112), torch.bfloat16, "none", "none"),
+        ((64, 512, 7, 7), torch.float64, "none", "none"),
+        ((64, 30, 7, 7), torch.bfloat16, "none", "none"),  # element accesses
+        ((32, 30000, 2, 2), torch.float32, "all", "all"),  # more channels than SMs at once
+    ],
+    ids=str,
+)
+def test_batch_norm_rows_kept_on_chip(shape, dtype, forward, backward):
+    x = torch.empty(shape, dtype=dtype, device="meta", memory_format=torch.channels_last)
+    text = explain("batch_norm", x, None, None, **ON_GPU)
+    kept = {"all": "read once and kept on chip", "some": "some kept on chip"}
+    lines = [line for line in text.splitlines() if "batch_norm, " in line and "split(s)" in line]
+    for line, expected in zip(lines, (forward, backward), strict=True):
+        found = [share for share, words in kept.items() if words in line]
+        assert found == ([] if expected == "none" else [expected]), line
+
+
 def test_cross_entropy():
     def text(*shape, target=None):
         x = torch.empty(shape)

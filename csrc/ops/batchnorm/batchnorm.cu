@@ -7,6 +7,7 @@ namespace {
 template <class Params>
 void launch_batch_norm(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
   for_bool(p.relu, [&]<bool kRelu>() {
+    if (config.held > 0 && launch_rows_on_chip<kRelu>(p, config, stream)) return;
     if (p.extents.rows) {
       launch_rows<kRelu>(p, config, stream);
     } else if (config.on_chip) {

@@ -2,9 +2,11 @@
 // (PyTorch's "invstd"). Training takes mean and var over all but the channel dimension and moves
 // the running statistics; evaluation takes them from the running statistics.
 // Memory-bound. Planes of a channel that fit in a block's shared memory: one launch that reads them
-// once. Else two launches each way: the first reads everything and leaves one partial result a
-// channel and split in the workspace, the second merges the partials of its channels (no third
-// launch, no counters to zero) and walks the data again from the end, where L2 still holds it.
+// once. Rows of which the SMs together can keep a good part: one launch that reads the rest again,
+// behind a barrier of the grid. Else two launches each way: the first reads everything and leaves
+// one partial result a channel and split in the workspace, the second merges the partials of its
+// channels (no third launch, no counters to zero) and walks the data again from the end, where L2
+// still holds it.
 // Bytes (E = bytes of x): on chip 2E forward and 3E backward; else forward 3E training, 2E
 // evaluation; backward 5E, or 2E evaluation with dx alone.
 //
@@ -94,6 +96,7 @@ struct BatchNormConfig {
   int vec;         // elements an access
   bool ragged;     // planes: they start and end inside vectors
   bool on_chip;    // planes: a block holds a channel
+  int held;        // rows: vectors of each operand that a thread keeps on chip; 0: two launches
   int lanes;       // rows: threads side by side along the channels
   int64_t tiles;   // rows: groups of lanes * vec channels; planes: channels
   int64_t splits;  // shares of each channel's values, one block each
@@ -104,6 +107,15 @@ constexpr int kRowsThreads = 512;
 // 256 bytes of a row, two lines of the cache: each block of the second pass merges splits * lanes
 // partials, a product that falls with the square of the lanes.
 constexpr int kRowsMaxLanes = 16;
+// On chip: the vectors of each operand under way of the rows that no place is left for.
+constexpr int rows_ring(int operands) { return operands == 1 ? 4 : 3; }
+// On chip, beside the vectors: the merges' scratch, in double for the backward and its two
+// operands, and the coefficients of a tile.
+constexpr int64_t rows_scratch_bytes(int operands) {
+  return (2 * 8 + 1) * kRowsThreads / 2 * 4 * operands + 4096;
+}
+// On chip, of a thread and step: a vector of each operand, and with two perhaps a word of the mask.
+constexpr int64_t rows_step_bytes(int operands) { return operands == 1 ? 16 : 2 * 16 + 4; }
 constexpr int kPlanesThreads = 256;
 constexpr int kPlanesBlocksPerSm = 3;
 constexpr int kRowsUnroll = 8;  // vectors a thread has in flight, over all operands
@@ -140,6 +152,52 @@ inline bool batch_norm_fits_on_chip(const BatchNormExtents& e, int vec, int oper
   return 2 * rounds * device.num_sms <= 3 * e.channels || vectors * 16 <= 65536;
 }
 
+// Rows: how the channels and the rows are shared out to the SMs.
+inline void share_rows(BatchNormConfig& config, const BatchNormExtents& e, int most_lanes,
+                       const DeviceInfo& device) {
+  const int64_t vectors = e.channels / config.vec;
+  // The widest group of threads whose idle part is at most a third of the channels.
+  config.lanes = 1;
+  for (int lanes = most_lanes; lanes >= 1; lanes /= 2) {
+    const int64_t idle = ceil_div(vectors, lanes) * lanes - vectors;
+    if (3 * idle <= vectors) {
+      config.lanes = lanes;
+      break;
+    }
+  }
+  config.tiles = ceil_div(vectors, config.lanes);
+  const int64_t row_lanes = kRowsThreads / config.lanes;
+  const int64_t wanted = device.num_sms / std::max<int64_t>(config.tiles, 1);
+  const int64_t worth = e.count() / (row_lanes * 2);
+  config.splits = std::max<int64_t>(1, std::min(wanted, worth));
+}
+
+// Rows: one launch in place of two where what the SMs can keep is at least a fifth of what they
+// read. The rest is read twice, as with two launches, but the latest of it comes from L2.
+// A block merges the partials of all splits of its tile behind the barrier, where nothing else is
+// under way: tiles that are narrow enough to leave it some eight a thread.
+inline bool batch_norm_hold_rows(BatchNormConfig& config, const BatchNormExtents& e, int operands,
+                                 const DeviceInfo& device) {
+  BatchNormConfig on_chip = config;
+  int most_lanes = kRowsMaxLanes;
+  while (most_lanes > 1 &&
+         int64_t{most_lanes} * most_lanes * config.vec * config.vec > 32 * e.channels) {
+    most_lanes /= 2;
+  }
+  share_rows(on_chip, e, most_lanes, device);
+  const int64_t groups = kRowsThreads / on_chip.lanes;
+  const int64_t steps = ceil_div(ceil_div(e.count(), on_chip.splits), groups);
+  const int64_t places = (device.smem_per_block - rows_scratch_bytes(operands)) /
+                         (kRowsThreads * rows_step_bytes(operands));
+  if (steps > 5 * places) return false;
+  on_chip.held = static_cast<int>(steps <= places ? steps : places - rows_ring(operands));
+  if (on_chip.held < 1) return false;
+  on_chip.reason = steps <= places ? "rows of channels, read once and kept on chip"
+                                   : "rows of channels, some kept on chip, the others read twice";
+  config = on_chip;
+  return true;
+}
+
 // `addresses`: bitwise or of the element pointers of the call, as integers. `operands`: tensors
 // that a block would have to hold to read them once (1 the training forward, 2 its backward), 0: no
 // need.
@@ -169,21 +227,11 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
     return config;
   }
   config.vec = aligned && e.channels % wide == 0 ? wide : 1;
-  const int64_t vectors = e.channels / config.vec;
-  // The widest group of threads whose idle part is at most a third of the channels.
-  config.lanes = 1;
-  for (int lanes = kRowsMaxLanes; lanes >= 1; lanes /= 2) {
-    const int64_t idle = ceil_div(vectors, lanes) * lanes - vectors;
-    if (3 * idle <= vectors) {
-      config.lanes = lanes;
-      break;
-    }
+  if (config.vec > 1 && operands > 0 && dtype != DType::kFloat64 &&
+      batch_norm_hold_rows(config, e, operands, device)) {
+    return config;
   }
-  config.tiles = ceil_div(vectors, config.lanes);
-  const int64_t row_lanes = kRowsThreads / config.lanes;
-  const int64_t wanted = device.num_sms / std::max<int64_t>(config.tiles, 1);
-  const int64_t worth = e.count() / (row_lanes * 2);
-  config.splits = std::max<int64_t>(1, std::min(wanted, worth));
+  share_rows(config, e, kRowsMaxLanes, device);
   config.reason = config.vec > 1 ? "rows of channels, 16-byte accesses"
                   : aligned      ? "channels are no multiple of 16 bytes: element accesses"
                                  : "rows of channels, an address is misaligned: element accesses";
@@ -200,7 +248,9 @@ inline int64_t batch_norm_workspace_bytes(const BatchNormConfig& config, int64_t
 inline std::string describe(const BatchNormConfig& config) {
   return "batch_norm, " + std::to_string(config.vec) + " element(s) an access, " +
          std::to_string(config.tiles) + " group(s) of channels in " +
-         std::to_string(config.splits) + " split(s): " + config.reason;
+         std::to_string(config.splits) + " split(s)" +
+         (config.held > 0 ? ", " + std::to_string(config.held) + " access(es) a thread kept" : "") +
+         ": " + config.reason;
 }
 
 void batch_norm_cpu(const BatchNormParams& params);

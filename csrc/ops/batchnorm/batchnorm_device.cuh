@@ -289,6 +289,9 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& 
 
 template <bool kRelu, class Params>
 void launch_rows(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
+// False, and nothing is launched, where the config's kernel can't run: two passes can.
+template <bool kRelu, class Params>
+bool launch_rows_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
 template <bool kRelu, class Params>
 void launch_planes(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
 template <bool kRelu, class Params>

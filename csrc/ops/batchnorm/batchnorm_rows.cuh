@@ -37,6 +37,30 @@ __device__ __forceinline__ void load_row(VectorsOf<T, V, kInputs>& to,
   if constexpr (kGate == Gate::kMask) to.bits = in.mask[static_cast<uint64_t>(offset) / V];
 }
 
+// What the sums need of the channels of this thread's lane. All threads of the block must call.
+template <int V, class Sums>
+__device__ __forceinline__ void prepare_sums(Sums& sums, const typename Sums::Setup& setup,
+                                             const RowsShape& shape, int64_t tile, bool active) {
+  const int lane = threadIdx.x % shape.lanes;
+  if constexpr (Sums::kGate == Gate::kSign) {
+    // Five values to load and convert a channel: once a block, not once a thread.
+    __shared__ GateCoefficients<typename Sums::A> coefficients[kMaxTileChannels];
+    const int64_t mine = tile * shape.lanes * V + threadIdx.x;
+    if (threadIdx.x < shape.lanes * V && mine < shape.channels) {
+      coefficients[threadIdx.x] = setup(mine);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (active) sums.prepare(j, coefficients[lane * V + j]);
+    }
+  } else if (active) {
+    const int64_t channel = (tile * shape.lanes + lane) * V;
+#pragma unroll
+    for (int j = 0; j < V; ++j) sums.prepare(j, setup, channel + j);
+  }
+}
+
 // First pass.
 // Layout: inputs (rows, channels); partials (splits, channels).
 // Grid: block b owns channels of tile b % tiles and rows of split b / tiles; thread t owns V
@@ -60,22 +84,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const int64_t first = shape.begin(split) + group, end = shape.end(split);
 
   Sums sums;
-  if constexpr (kSign) {
-    // Five values to load and convert a channel: once a block, not once a thread.
-    __shared__ GateCoefficients<A> coefficients[kMaxTileChannels];
-    const int64_t mine = tile * shape.lanes * V + threadIdx.x;
-    if (threadIdx.x < shape.lanes * V && mine < shape.channels) {
-      coefficients[threadIdx.x] = setup(mine);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      if (active) sums.prepare(j, coefficients[lane * V + j]);
-    }
-  } else if (active) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) sums.prepare(j, setup, channel + j);
-  }
+  prepare_sums<V>(sums, setup, shape, tile, active);
   A count = 0;
   if (active && first < end) {
     count = static_cast<A>((end - 1 - first) / groups + 1);
@@ -148,6 +157,49 @@ __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
   return Merge::template finish<A>(total[0], static_cast<double>(shape.rows), shift);
 }
 
+// The coefficients of a tile, from the threads that make one channel's each to all of the block.
+template <class Apply>
+struct TileCoefficients {
+  using A = typename Apply::A;
+  static constexpr bool kSign = Apply::kGate == Gate::kSign;
+  A values[kSign ? 5 : Apply::kNeedsMean ? 4 : 3][kMaxTileChannels];
+
+  __device__ __forceinline__ void put(const Coefficients<A>& c) {
+    values[0][threadIdx.x] = c.scale;
+    values[1][threadIdx.x] = c.offset;
+    values[2][threadIdx.x] = c.shift_or_slope;
+    if constexpr (Apply::kNeedsMean) values[3][threadIdx.x] = c.mean;
+    if constexpr (kSign) values[4][threadIdx.x] = c.bias;
+  }
+  template <int V>
+  __device__ __forceinline__ void get(Coefficients<A> (&c)[V], int lane) const {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const int i = lane * V + j;
+      c[j] = {values[0][i], values[1][i], values[2][i], 0, 0};
+      if constexpr (Apply::kNeedsMean) c[j].mean = values[3][i];
+      if constexpr (kSign) c[j].bias = values[4][i];
+    }
+  }
+};
+
+// Applies and stores one row's results.
+template <class Apply, class T, int V>
+__device__ __forceinline__ void apply_row(const BatchNormOutputs<T>& out,
+                                          const VectorsOf<T, V, Apply::kInputs>& values,
+                                          const Coefficients<Accum<T>> (&c)[V], int64_t offset) {
+  ResultsOf<T, V> result;
+#pragma unroll
+  for (int j = 0; j < V; ++j) Apply::apply(c[j], values, j, result);
+  if constexpr (Apply::kWritesMask) {
+    out.mask[static_cast<uint64_t>(offset) / V] = static_cast<uint8_t>(result.bits);
+  }
+  if constexpr (Apply::kWritesGated) {
+    if (out.gated != nullptr) store_vec(out.gated + offset, result.gated);
+  }
+  if (!Apply::kWritesGated || out.data != nullptr) store_vec(out.data + offset, result.data);
+}
+
 // Second pass: `coefficients_of(channel, inputs, partial, leader)`, then every row from the last to
 // the first, because L2 still holds the end; the first loads are under way during the merge.
 // Layout: inputs and output (rows, channels); partials (splits, channels), null in evaluation.
@@ -161,8 +213,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   // With 8 channels a thread the coefficients take 24 registers: fewer vectors, or they spill.
   constexpr int kUnroll = (V == 8 ? 6 : kRowsUnroll) / Apply::kInputs;
   __shared__ double shared[3 * kRowsThreads / 2];
-  constexpr bool kSign = Apply::kGate == Gate::kSign;
-  __shared__ A coefficients[kSign ? 5 : Apply::kNeedsMean ? 4 : 3][kMaxTileChannels];
+  __shared__ TileCoefficients<Apply> coefficients;
 
   const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
   const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
@@ -197,43 +248,19 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   Partial<A> partial{0, 0};
   wait_for_previous_kernel();
   if (partials != nullptr) partial = merge_partials<Merge, V>(partials, shape, tile, shared);
-  if (owns) {
-    const Coefficients<A> c = coefficients_of(mine, inputs, partial, split == 0);
-    coefficients[0][threadIdx.x] = c.scale;
-    coefficients[1][threadIdx.x] = c.offset;
-    coefficients[2][threadIdx.x] = c.shift_or_slope;
-    if constexpr (Apply::kNeedsMean) coefficients[3][threadIdx.x] = c.mean;
-    if constexpr (kSign) coefficients[4][threadIdx.x] = c.bias;
-  }
+  if (owns) coefficients.put(coefficients_of(mine, inputs, partial, split == 0));
   __syncthreads();
   if (!active) return;
 
   Coefficients<A> c[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    c[j] = {coefficients[0][lane * V + j], coefficients[1][lane * V + j],
-            coefficients[2][lane * V + j], 0, 0};
-    if constexpr (Apply::kNeedsMean) c[j].mean = coefficients[3][lane * V + j];
-    if constexpr (kSign) c[j].bias = coefficients[4][lane * V + j];
-  }
+  coefficients.get(c, lane);
 #pragma unroll 1
   while (base >= begin) {
     const int left = rows_left(base);
     int64_t offset = (base + group) * shape.channels + channel;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (u * groups < left) {
-        ResultsOf<T, V> result;
-#pragma unroll
-        for (int j = 0; j < V; ++j) Apply::apply(c[j], values[u], j, result);
-        if constexpr (Apply::kWritesMask) {
-          out.mask[static_cast<uint64_t>(offset) / V] = static_cast<uint8_t>(result.bits);
-        }
-        if constexpr (Apply::kWritesGated) {
-          if (out.gated != nullptr) store_vec(out.gated + offset, result.gated);
-        }
-        if (!Apply::kWritesGated || out.data != nullptr) store_vec(out.data + offset, result.data);
-      }
+      if (u * groups < left) apply_row<Apply>(out, values[u], c, offset);
       offset += pitch;
     }
     base -= step;

@@ -1,0 +1,37 @@
+// Launching a kernel whose blocks wait for each other (device/grid_barrier.cuh).
+#pragma once
+
+#include "host/launch.h"
+
+namespace warpwright {
+
+#ifdef __CUDACC__
+// As launch(), with all blocks on the GPU at once. False, and nothing is launched, where the
+// context's share of the GPU has no place for them.
+template <class... Params, class... Args>
+bool launch_cooperative(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
+                        cudaStream_t stream, Args&&... args) {
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(smem_bytes)),
+             "shared memory opt-in");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
+  if (status == cudaErrorCooperativeLaunchTooLarge) {
+    cudaGetLastError();
+    return false;
+  }
+  cuda_check(status, "kernel launch");
+  return true;
+}
+#endif
+
+}  // namespace warpwright
