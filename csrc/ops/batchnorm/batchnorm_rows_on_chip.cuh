@@ -4,6 +4,7 @@
 // the last ones of the first time stay in it.
 #pragma once
 
+#include "device/evict_first.cuh"
 #include "device/grid_barrier.cuh"
 #include "device/mma_sm80.cuh"
 #include "host/launch_cooperative.h"
@@ -74,12 +75,18 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const Storage store{storage, held, places};
   auto* scratch = static_cast<B*>(store.end());
 
-  auto copy = [&](int step, int from, int to) {
+  const uint64_t evict_first = evict_first_policy();
+  auto copy = [&](int step, int from, int to, bool last_use = false) {
     const int64_t offset = start + step * pitch;
 #pragma unroll
     for (int i = 0; i < kInputs; ++i) {
       if (i >= from && i < to) {
-        cp_async<16>(smem_address(store.vector(i, step)), in.data[i] + offset);
+        const uint32_t to_place = smem_address(store.vector(i, step));
+        if (last_use) {
+          cp_async_evict_first(to_place, in.data[i] + offset, evict_first);
+        } else {
+          cp_async<16>(to_place, in.data[i] + offset);
+        }
       }
     }
     if constexpr (kMask) {
@@ -176,14 +183,15 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   Coefficients<A> c[V];
   coefficients.get(c, lane);
   cp_async_wait<0>();
-  // Backwards: the ring still holds the last rows, L2 perhaps those before.
+  // Backwards: the ring still holds the last rows, and L2 those before, which the results drive
+  // out: what has been read for the last time goes first.
 #pragma unroll 1
   for (int step = steps - 1; step >= 0; --step) {
     VectorsOf<T, V, kInputs> all;
     cp_async_wait<kRing - 1>();
     read(all, step);
     apply_row<Apply>(out, all, c, start + step * pitch);
-    if (step - kRing >= held) copy(step - kRing, 0, kInputs);
+    if (step - kRing >= held) copy(step - kRing, 0, kInputs, true);
     cp_async_commit();
   }
 }
