@@ -18,33 +18,12 @@ constexpr int64_t kScratchBytes =
     3 * kOnChipThreads<Apply::kInputs> / 2 * sizeof(typename Sums::Merge::template Type<A>) +
     sizeof(Coefficients<A>) + sizeof(ChannelInputs<A>);
 
-// A channel is copied in parts, so that the sums of the first ones are taken while others land:
-// summed up behind the last one, with all blocks in step, memory rested meanwhile.
-constexpr int kOnChipParts = 4;
-
-// Waits for part `part` of the copies, behind which `kLater` more groups are under way.
-template <int kLater>
-__device__ __forceinline__ void wait_for_part(int part) {
-  static_assert(kOnChipParts == 4, "a case each");
-  switch (part) {
-    case 0:
-      return cp_async_wait<3 + kLater>();
-    case 1:
-      return cp_async_wait<2 + kLater>();
-    case 2:
-      return cp_async_wait<1 + kLater>();
-    default:
-      return cp_async_wait<kLater>();
-  }
-}
-
-// Calls f(piece, index in the copy) for each of this thread's vectors of a channel that are in
-// parts [first_part, last_part), the same ones every time. A thread stays at one place of the
-// planes, n from group to group: where all planes of a channel start alike, a step is an addition
-// and nothing of a piece is worked out anew.
+// Calls f(piece, index in the copy) for each of this thread's vectors of a channel, the same ones
+// in the same order every time. A thread stays at one place of the planes, n from group to group:
+// where all planes of a channel start alike, a step is an addition and nothing of a piece is worked
+// out anew.
 template <int kThreads, int V, bool kRagged, class F>
-__device__ __forceinline__ void for_pieces(const PlanesShape& shape, int64_t channel,
-                                           int first_part, int last_part, F&& f) {
+__device__ __forceinline__ void for_pieces(const PlanesShape& shape, int64_t channel, F&& f) {
   // What the registers hold.
   constexpr int kUnroll = kThreads < kOnChipMaxThreads ? 4 : V == 8 && kRagged ? 1 : 2;
   const int batch = static_cast<int>(shape.batch);
@@ -53,15 +32,13 @@ __device__ __forceinline__ void for_pieces(const PlanesShape& shape, int64_t cha
   const int group = threadIdx.x / lanes;
   if (group >= groups) return;
   const int steps = (batch - group + groups - 1) / groups;
-  const int part = (batch + groups * kOnChipParts - 1) / (groups * kOnChipParts);
-  const int first = part * first_part, last = min(part * last_part, steps);
   const int64_t image = shape.channels * shape.spatial;
   const bool alike = !kRagged || image % V == 0;
   for (int slot = threadIdx.x % lanes; slot < per_plane; slot += lanes) {
-    int n = group + first * groups, held = n * per_plane + slot;
-    Piece<V, kRagged> piece = shape.template piece_of<V, kRagged>(n, slot, channel);
+    Piece<V, kRagged> piece = shape.template piece_of<V, kRagged>(group, slot, channel);
+    int n = group, held = group * per_plane + slot;
 #pragma unroll kUnroll
-    for (int step = first; step < last; ++step) {
+    for (int step = 0; step < steps; ++step) {
       f(piece, held);
       n += groups;
       held += groups * per_plane;
@@ -80,8 +57,7 @@ __device__ __forceinline__ void for_pieces(const PlanesShape& shape, int64_t cha
 // merge needs barriers. Shared memory: vectors (Apply::kInputs, shape.vectors), then the merge's
 // scratch.
 template <class T, int V, bool kRagged, class Sums, class Apply, class CoefficientsOf>
-__global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>,
-                                  sizeof(Accum<T>) == 8 ? 1 : 1024 / kOnChipThreads<Apply::kInputs>)
+__global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T>) == 8 ? 1 : 2)
     batch_norm_on_chip_kernel(BatchNormInputs<T, Apply::kInputs> in, typename Sums::Setup setup,
                               BatchNormOutputs<T> out, PlanesShape shape,
                               CoefficientsOf coefficients_of) {
@@ -100,8 +76,8 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>,
   auto* broadcast = reinterpret_cast<Coefficients<A>*>(scratch + 3 * kThreads / 2);
   auto* inputs = reinterpret_cast<ChannelInputs<A>*>(broadcast + 1);  // thread 0's
 
-  auto hold = [&](int begin, int end, int first_part, int last_part) {
-    auto copy = [&](const auto& piece, int index) {
+  auto hold = [&](int begin, int end) {
+    for_pieces<kThreads, V, kRagged>(shape, channel, [&](const auto& piece, int index) {
       if (piece.empty()) return;
       const int64_t left = shape.elements - piece.offset;
 #pragma unroll
@@ -115,15 +91,12 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>,
           for (int j = 0; j < left; ++j) target[j] = source[j];
         }
       }
-    };
-    for_pieces<kThreads, V, kRagged>(shape, channel, first_part, last_part, copy);
+    });
     cp_async_commit();
   };
-#pragma unroll 1
-  for (int part = 0; part < kOnChipParts; ++part) hold(0, Sums::kInputs, part, part + 1);
+  hold(0, Sums::kInputs);
   // What the statistics don't need may land while they are taken.
-  constexpr bool kLater = Sums::kInputs < kInputs;
-  if constexpr (kLater) hold(Sums::kInputs, kInputs, 0, kOnChipParts);
+  if constexpr (Sums::kInputs < kInputs) hold(Sums::kInputs, kInputs);
   // Latencies that would follow each other in one thread later, while the block waits.
   if (threadIdx.x == 0) *inputs = coefficients_of.template inputs<A>(channel, true);
   auto read = [&](const Piece<V, kRagged>& piece, int index) {
@@ -137,28 +110,23 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>,
   Sums sums;
   sums.prepare(0, setup, channel);
   int values_added = 0;
-  auto add = [&](const auto& piece, int index) {
+  cp_async_wait<(Sums::kInputs < kInputs ? 1 : 0)>();
+  for_pieces<kThreads, V, kRagged>(shape, channel, [&](const auto& piece, int index) {
     if (piece.empty()) return;
     const VectorsOf<T, V, kInputs> values = read(piece, index);
     if (values_added == 0) sums.start(values, piece);
     sums.add(values, piece);
     values_added += piece.count();
-  };
-#pragma unroll 1
-  for (int part = 0; part < kOnChipParts; ++part) {
-    wait_for_part<kLater>(part);
-    for_pieces<kThreads, V, kRagged>(shape, channel, part, part + 1, add);
-  }
+  });
   const Partial<A> total = block_total<kThreads>(sums, values_added, scratch);
   if (threadIdx.x == 0) *broadcast = coefficients_of(channel, *inputs, total, true);
   cp_async_wait<0>();
   __syncthreads();
   const Coefficients<A> c = *broadcast;
 
-  auto apply = [&](const auto& piece, int index) {
+  for_pieces<kThreads, V, kRagged>(shape, channel, [&](const auto& piece, int index) {
     apply_piece<Apply>(out, read(piece, index), piece, c);
-  };
-  for_pieces<kThreads, V, kRagged>(shape, channel, 0, kOnChipParts, apply);
+  });
 }
 
 template <class T, class Sums, class Apply, class Params, class CoefficientsOf>
