@@ -205,7 +205,8 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
         config.vec > 1 ? "long rows: a block each" : "long unaligned rows: a block each";
     return config;
   }
-  if (p.rows * config.lanes <= 4 * kMaxCrossEntropyThreads) {
+  // A block that takes several turns pays each one's latency: more than a second launch costs.
+  if (p.rows * config.lanes <= kMaxCrossEntropyThreads) {
     config.threads = kMaxCrossEntropyThreads;
     config.blocks = 1;
     config.reason = "small: one block does it all, in one launch";

@@ -89,14 +89,21 @@ __device__ __forceinline__ void exchange(const Ring& ring, int rank, int group, 
   const int parts = ring.cluster * ring.warps, lane = threadIdx.x % kWarpSize;
   float(*places)[4] = shared.sums[round & 1] + group * parts;
   const uint32_t barrier = smem_address(&shared.exchanged[round & 1][group]);
-  if (lane < ring.cluster) {
-    float own[4];
-    sums.store(own);
-    store_async(map_to_cta(smem_address(places[rank * ring.warps + warp]), lane), own,
-                map_to_cta(barrier, lane));
-  }
-  if (warp == 0 && lane == 0) {
-    mbarrier_arrive_expect_tx(barrier, parts * static_cast<int>(sizeof(places[0])));
+  float* own_place = places[rank * ring.warps + warp];
+  if (ring.cluster == 1) {  // "st.async" is for clusters
+    if (lane == 0) {
+      sums.store(own_place);
+      mbarrier_arrive(barrier);
+    }
+  } else {
+    if (lane < ring.cluster) {
+      float own[4];
+      sums.store(own);
+      store_async(map_to_cta(smem_address(own_place), lane), own, map_to_cta(barrier, lane));
+    }
+    if (warp == 0 && lane == 0) {
+      mbarrier_arrive_expect_tx(barrier, parts * static_cast<int>(sizeof(places[0])));
+    }
   }
   mbarrier_wait(barrier, round >> 1 & 1);
   sums = Sums();
@@ -192,8 +199,9 @@ __global__ void __launch_bounds__((kRingWarps + 1) * kWarpSize, 1)
         mbarrier_init(smem_address(&shared.empty[i]), ring.warps);
       }
       for (int i = 0; i < ring.groups; ++i) {
-        mbarrier_init(smem_address(&shared.exchanged[0][i]), 1);
-        mbarrier_init(smem_address(&shared.exchanged[1][i]), 1);
+        const int arrivals = ring.cluster == 1 ? ring.warps : 1;
+        mbarrier_init(smem_address(&shared.exchanged[0][i]), arrivals);
+        mbarrier_init(smem_address(&shared.exchanged[1][i]), arrivals);
       }
       fence_mbarrier_init();
     }
