@@ -160,6 +160,8 @@ def test_max_pool2d_layouts():
     assert "one channel" in explain("max_pool2d", x, 2, **ON_GPU)
     assert "3x3 windows unrolled" in explain("max_pool2d", x, 3, 2, 1, **ON_GPU)
     assert "any window" in explain("max_pool2d", x, (2, 3), **ON_GPU)
+    odd = torch.randn(2, 8, 7, 7)
+    assert "an element of a row a thread" in explain("max_pool2d", odd, 3, 2, 1, **ON_GPU)
     norm = (None, None, None, None, True, 0.1, 1e-5)
     text = explain("batch_norm_relu_max_pool2d", last, *norm, 3, 2, 1, **ON_GPU)
     assert "rows of channels" in text

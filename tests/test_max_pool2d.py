@@ -25,7 +25,8 @@ WINDOWS = [
     (1, 1, 0, 1),
 ]
 # (N, C, H, W): vectors of channels with and without a tail, odd and even planes, rows shorter and
-# longer than a CPU vector, planes of several tiles of a GPU thread in either direction.
+# longer than a CPU vector, planes of several tiles of a GPU thread in either direction, and of fewer
+# windows a row than cover an input.
 SHAPES = [
     (2, 3, 9, 11),
     (1, 16, 8, 8),
@@ -34,6 +35,7 @@ SHAPES = [
     (1, 1, 5, 5),
     (2, 24, 7, 6),
     (2, 3, 21, 48),
+    (2, 5, 9, 3),
 ]
 
 

@@ -78,10 +78,10 @@ struct MaxPool2dIndicesParams {
 };
 
 // What a thread of the unrolled kernels has of a row: one output and the inputs of its window, or,
-// of one channel, neighbours.
+// of one channel, neighbours or a single element.
 enum class PoolSpan {
   kColumn,    // one output, a vector of channels
-  kPlane,     // neighbours, one access each
+  kPlane,     // one output forward, one input backward: neighbours are the next thread's
   kPairs,     // one output of a 2x2 window, the two inputs above it in one access
   kWide,      // as many outputs as 16 bytes of inputs lie above, without left padding
   kWideLeft,  // the same with a padding of 1 left and above
@@ -123,7 +123,13 @@ inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, ui
   if (window == 2 && halves && g.pad_w == 0 && addresses % (2 * size) == 0) {
     return {1, window, PoolSpan::kPairs, "one channel: pairs of neighbours a thread"};
   }
-  return {1, window, PoolSpan::kPlane, "one channel: neighbours are coalesced"};
+  // Its backward has two neighbouring windows a thread and places of 32 bits.
+  constexpr int64_t kMaxImage = int64_t{1} << 31;
+  if (window != 0 && g.out_width >= 2 && g.height * g.width < kMaxImage &&
+      g.out_height * g.out_width < kMaxImage) {
+    return {1, window, PoolSpan::kPlane, "one channel: an element of a row a thread"};
+  }
+  return {1, window, PoolSpan::kColumn, "one channel: an output and its inputs a thread"};
 }
 
 inline std::string describe(const MaxPool2dConfig& config) {

@@ -37,7 +37,7 @@ struct StridedPoolBwd {
   static constexpr int kOverlap = kK == 3;  // windows more than outputs, in either direction
   static constexpr int kLead = kAligned ? 0 : kOverlap;  // of these before the tile
   static constexpr int kTapShift = kAligned ? 1 : 2 * kOverlap;
-  static constexpr int kRows = kK == 3 ? 4 : 2;
+  static constexpr int kRows = kK == 3 || kSpan == PoolSpan::kPlane ? 4 : 2;
   static constexpr int kWindowRows = kRows + kOverlap, kWindows = kOut + kOverlap;
   // Rows in flight beside those in use.
   static constexpr int kAhead = is_wide(kSpan) ? kWindowRows : 1;
@@ -271,6 +271,83 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
   }
 }
 
+// The same of one channel, whatever the rows' addresses: neighbouring lanes have neighbouring
+// inputs, so that stores are of whole sectors. (Tiles as wide as a vector without its access, four
+// stores of every fourth element in their place, took 4.5 times the floor.) Images of less than
+// 2^31 elements keep the places in 32 bits: with an element a thread instructions are the bound.
+// Layout: as above, one channel. Item: one column of 2 kRows inputs and the windows that cover
+// them, for kK = 3 in two neighbouring columns of windows. Grid: one item a thread.
+template <class T, int kK, class Finish>
+__global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
+                                                : sizeof(T) == 8 ? 4
+                                                                 : 5)
+    max_pool2d_bwd_plane_kernel(const T* grad_output, const SmallCode* codes, T* grad_input,
+                                PoolShape shape, PoolWalk walk, Finish finish) {
+  using Plan = StridedPoolBwd<T, kK, PoolSpan::kPlane>;
+  constexpr int kInputRows = 2 * Plan::kRows;
+  const int index = blockIdx.x * kPoolThreads + threadIdx.x;
+  if (index >= walk.items) return;
+  const PoolItem item = walk.at(index, 1);
+  const int p_begin = item.row * Plan::kRows - Plan::kLead;
+  const int h_begin = item.row * kInputRows - shape.pad_h;
+  const int padded = item.column + shape.pad_w;
+  const int q_begin = min(max(padded / 2 - Plan::kLead, 0), shape.out_width - Plan::kWindows);
+  // The padding is at most half of a window: only the first row can be above the image.
+  auto clamped = [](int i, int row, int rows) { return min(i == 0 ? max(row, 0) : row, rows - 1); };
+
+  const int64_t out_image = item.image * shape.out_image, in_image = item.image * shape.in_image;
+  T grads[Plan::kWindowRows][Plan::kWindows];
+  SmallCode winners[Plan::kWindowRows][Plan::kWindows];
+#pragma unroll
+  for (int a = 0; a < Plan::kWindowRows; ++a) {
+    const int place =
+        clamped(a, p_begin + a, shape.out_height) * static_cast<int>(shape.out_row) + q_begin;
+    const T* grad = grad_output + out_image + place;
+    const SmallCode* winner = codes + out_image + place;
+#pragma unroll
+    for (int b = 0; b < Plan::kWindows; ++b) {
+      grads[a][b] = grad[b];
+      winners[a][b] = winner[b];
+    }
+  }
+  auto in_place = [&](int h) { return h * shape.width + item.column; };
+  T inputs[kInputRows] = {};
+  if constexpr (Finish::kReads) {
+#pragma unroll
+    for (int i = 0; i < kInputRows; ++i) {
+      inputs[i] = finish.input[in_image + in_place(clamped(i, h_begin + i, shape.height))];
+    }
+  }
+  const typename Finish::Channels channels = finish.channels(walk, item);
+
+  // A winner in this column has the code r * kK + (its place right of its window's begin).
+  int right[Plan::kWindows];
+#pragma unroll
+  for (int b = 0; b < Plan::kWindows; ++b) {
+    const int place = padded - 2 * (q_begin + b);
+    right[b] = in_range(place, kK) ? place : kMaxSmallTaps + 1;  // which no code reaches
+  }
+  T* const grad_image = grad_input + in_image;
+#pragma unroll
+  for (int i = 0; i < kInputRows; ++i) {
+    const int h = h_begin + i;
+    if (h >= shape.height) break;
+    Accum<T> sum = 0;
+#pragma unroll
+    for (int a = 0; a < Plan::kWindowRows; ++a) {
+      const int r = i - 2 * a + Plan::kTapShift;
+      if (r < 0 || r >= kK) continue;
+      const bool inside = in_range(p_begin + a, shape.out_height);
+#pragma unroll
+      for (int b = 0; b < Plan::kWindows; ++b) {
+        if (inside && winners[a][b] - right[b] == r * kK) sum += convert<Accum<T>>(grads[a][b]);
+      }
+    }
+    if (i == 0 && h < 0) continue;
+    grad_image[in_place(h)] = finish.gradient(channels, 0, sum, convert<Accum<T>>(inputs[i]));
+  }
+}
+
 struct Windows {
   int64_t begin, end;  // of the windows that reach a padded coordinate
 };
@@ -343,6 +420,20 @@ void launch_pool_bwd_any(const MaxPool2dBackwardParams& p, const Finish& finish,
   });
 }
 
+template <class T, int kK, class Finish>
+void launch_pool_bwd_plane(const MaxPool2dBackwardParams& p, const Finish& finish,
+                           cudaStream_t stream) {
+  const MaxPool2dGeometry& g = p.geometry;
+  constexpr int kInputRows = 2 * StridedPoolBwd<T, kK, PoolSpan::kPlane>::kRows;
+  for_each_walk(g, ceil_div<int64_t>(g.height + g.pad_h, kInputRows), g.width, 1,
+                [&](const PoolWalk& walk, unsigned blocks) {
+                  launch(max_pool2d_bwd_plane_kernel<T, kK, Finish>, dim3(blocks),
+                         dim3(kPoolThreads), 0, stream, static_cast<const T*>(p.grad_output),
+                         static_cast<const SmallCode*>(p.codes), static_cast<T*>(p.grad_input),
+                         PoolShape(g), walk, finish.of_launch(walk));
+                });
+}
+
 template <class T, int V, int kK, PoolSpan kSpan, class Finish>
 void launch_pool_bwd_strided(const MaxPool2dBackwardParams& p, const Finish& finish,
                              cudaStream_t stream) {
@@ -369,6 +460,8 @@ void launch_pool_bwd(const MaxPool2dBackwardParams& p, uintptr_t addresses, cuda
     const auto finish = finish_of.template operator()<T, V>();
     if constexpr (kWindow == 0) {
       launch_pool_bwd_any<T, V>(p, finish, stream);
+    } else if constexpr (kSpan == PoolSpan::kPlane) {
+      launch_pool_bwd_plane<T, kWindow>(p, finish, stream);
     } else {
       launch_pool_bwd_strided<T, V, kWindow, kSpan>(p, finish, stream);
     }

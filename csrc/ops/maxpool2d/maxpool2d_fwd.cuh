@@ -237,15 +237,12 @@ struct PoolRow<T, 1, kK, kSpan, true> {
 // Layout: input (images, H, W, C), output and codes (images, P, Q, C); codes may be null.
 // Item: kRows x kOut outputs x V channels; kAhead input rows are in flight beside the one in use.
 // Grid: one item a thread.
-template <int V, int kK, PoolSpan kSpan, bool kReluAlone>
+template <int V, int kK, bool kReluAlone>
 struct StridedPool {
   static constexpr int kRows = kK == 3 ? 4 : 2;
   static constexpr int kTapRows = (kRows - 1) * 2 + kK;
   // Behind a relu there is no register for a second one.
-  static constexpr int kAhead = kK == 2                     ? kTapRows
-                                : V > 1                     ? (kReluAlone ? 1 : 2)
-                                : kSpan == PoolSpan::kPlane ? 2
-                                                            : 4;
+  static constexpr int kAhead = kK == 2 ? kTapRows : V > 1 ? (kReluAlone ? 1 : 2) : 4;
 };
 
 template <class T, int V, int kK, PoolSpan kSpan, bool kCodes, class Taps>
@@ -253,7 +250,7 @@ __global__ void __launch_bounds__(kPoolThreads,
                                   Taps::kTransforms && (V > 1 || sizeof(T) == 8) ? 2 : 3)
     max_pool2d_fwd_strided_kernel(const T* input, T* output, SmallCode* codes, PoolShape shape,
                                   PoolWalk walk, Taps taps_of) {
-  using Plan = StridedPool<V, kK, kSpan, Taps::kRelu && !Taps::kTransforms>;
+  using Plan = StridedPool<V, kK, Taps::kRelu && !Taps::kTransforms>;
   using Row = PoolRow<T, V, kK, kSpan>;
   constexpr int kOut = Row::kOut;
   const int index = blockIdx.x * kPoolThreads + threadIdx.x;
@@ -428,7 +425,7 @@ template <class T, int V, int kK, PoolSpan kSpan, class Taps>
 void launch_pool_fwd_strided(const MaxPool2dParams& p, const Taps& taps, cudaStream_t stream) {
   const MaxPool2dGeometry& g = p.geometry;
   for_bool(p.codes != nullptr, [&]<bool kCodes>() {
-    for_each_walk(g, ceil_div<int64_t>(g.out_height, StridedPool<V, kK, kSpan, false>::kRows),
+    for_each_walk(g, ceil_div<int64_t>(g.out_height, StridedPool<V, kK, false>::kRows),
                   ceil_div<int64_t>(g.out_width, kPoolSpanOutputs<T, kSpan>), V,
                   [&](const PoolWalk& walk, unsigned blocks) {
                     launch(max_pool2d_fwd_strided_kernel<T, V, kK, kSpan, kCodes, Taps>,
@@ -452,7 +449,9 @@ void launch_pool_fwd(const MaxPool2dParams& p, uintptr_t addresses, cudaStream_t
     if constexpr (kWindow == 0) {
       launch_pool_fwd_any<T, V>(p, taps, stream);
     } else {
-      launch_pool_fwd_strided<T, V, kWindow, kSpan>(p, taps, stream);
+      // One output of one channel a thread, whether the next one is a neighbour's or a channel's.
+      constexpr PoolSpan kOutputs = kSpan == PoolSpan::kPlane ? PoolSpan::kColumn : kSpan;
+      launch_pool_fwd_strided<T, V, kWindow, kOutputs>(p, taps, stream);
     }
   });
 }

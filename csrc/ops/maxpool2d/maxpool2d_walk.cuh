@@ -67,8 +67,8 @@ struct PoolWalk {
   }
 };
 
-// Cuts the work into launches of at most 2^30 items (FastDivmod ends at 2^31); one launch nearly
-// always. `launch_one(walk, blocks)`.
+// Cuts the work into launches of at most 2^30 items (FastDivmod ends at 2^31), or of one row of
+// tiles; one launch nearly always. `launch_one(walk, blocks)`.
 template <class F>
 void for_each_walk(const MaxPool2dGeometry& g, int64_t tile_rows, int64_t tile_columns, int vec,
                    F&& launch_one) {
@@ -77,14 +77,14 @@ void for_each_walk(const MaxPool2dGeometry& g, int64_t tile_rows, int64_t tile_c
   const int64_t per_row = tile_columns * vectors;
   const int64_t rows = g.images * tile_rows;
   if (rows == 0 || per_row == 0) return;
-  // Of 31 bits, and so are the places of tiles that reach over the border.
-  constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 64;
-  if (per_row > kMaxItems || tile_rows > kMaxItems || g.width * g.channels > kMaxExtent ||
+  // Of 31 bits, and so are the places of tiles that reach over the border and a launch's threads.
+  constexpr int64_t kMaxExtent = (int64_t{1} << 31) - kPoolThreads;
+  if (per_row > kMaxExtent || tile_rows > kMaxItems || g.width * g.channels > kMaxExtent ||
       g.height > kMaxExtent) {
     throw std::runtime_error(
         "max_pool2d: input: the height, or a row of width * channels, exceeds 2^31 elements");
   }
-  const int64_t rows_per_launch = std::min(kMaxItems / per_row, kMaxItems);
+  const int64_t rows_per_launch = std::max<int64_t>(kMaxItems / per_row, 1);
   for (int64_t begin = 0; begin < rows; begin += rows_per_launch) {
     const int64_t items = std::min(rows_per_launch, rows - begin) * per_row;
     PoolWalk walk;
@@ -102,12 +102,10 @@ __device__ __forceinline__ bool in_range(int x, int extent) {
   return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
 }
 
-// Outputs of a row that a thread has; twice as many inputs.
+// Outputs of a row that a thread has; twice as many inputs (kPlane's backward: one).
 template <class T, PoolSpan kSpan>
 constexpr int kPoolSpanOutputs =
-    kSpan == PoolSpan::kPlane                                  ? 2
-    : kSpan == PoolSpan::kWide || kSpan == PoolSpan::kWideLeft ? kVecSize<T> / 2
-                                                               : 1;
+    kSpan == PoolSpan::kWide || kSpan == PoolSpan::kWideLeft ? kVecSize<T> / 2 : 1;
 
 // Offset of a row in its image: the product of two extents of 31 bits (see for_each_walk()).
 __device__ __forceinline__ int64_t row_offset(int row, int64_t pitch) {
