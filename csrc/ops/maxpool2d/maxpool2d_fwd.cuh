@@ -290,14 +290,10 @@ __global__ void __launch_bounds__(kPoolThreads,
         taps_of.store_winners(offset, source);
       }
     } else {
-#pragma unroll
-      for (int j = 0; j < kOut; ++j) {
-        if (kOut > 1 && q_begin + j >= shape.out_width) break;
-        store_vec(output + offset + j, windows[j].values());
-        if constexpr (kCodes) {
-          store_vec(codes + offset + j, windows[j].template codes<SmallCode>());
-          taps_of.store_winners(offset + j, windows[j].source);
-        }
+      store_vec(output + offset, windows[0].values());
+      if constexpr (kCodes) {
+        store_vec(codes + offset, windows[0].template codes<SmallCode>());
+        taps_of.store_winners(offset, windows[0].source);
       }
     }
   };
