@@ -160,6 +160,10 @@ def test_max_pool2d_layouts():
     assert "one channel" in explain("max_pool2d", x, 2, **ON_GPU)
     assert "3x3 windows unrolled" in explain("max_pool2d", x, 3, 2, 1, **ON_GPU)
     assert "any window" in explain("max_pool2d", x, (2, 3), **ON_GPU)
+    half_sectors = torch.randn(2, 8, 28, 28)
+    assert "16 bytes of neighbours a thread, by rows" in explain(
+        "max_pool2d", half_sectors, 2, **ON_GPU
+    )
     odd = torch.randn(2, 8, 7, 7)
     assert "an element of a row a thread" in explain("max_pool2d", odd, 3, 2, 1, **ON_GPU)
     norm = (None, None, None, None, True, 0.1, 1e-5)

@@ -55,6 +55,7 @@ def max_pool2d_cases():
             # Planes whose rows start where vectors do: 16 bytes of a row a thread, or pairs.
             (24, 2, 2, 0, 1, False),
             (22, 2, 2, 0, 1, False),
+            (28, 2, 2, 0, 1, False),
             (24, 3, 2, 1, 1, False),
             (24, 3, 2, 0, 1, True),
         ):

@@ -37,11 +37,13 @@ struct StridedPoolBwd {
   static constexpr int kOverlap = kK == 3;  // windows more than outputs, in either direction
   static constexpr int kLead = kAligned ? 0 : kOverlap;  // of these before the tile
   static constexpr int kTapShift = kAligned ? 1 : 2 * kOverlap;
-  static constexpr int kRows = kK == 3 || kSpan == PoolSpan::kPlane ? 4 : 2;
+  static constexpr int kRows = kSpan == PoolSpan::kWideRow            ? 1
+                               : kK == 3 || kSpan == PoolSpan::kPlane ? 4
+                                                                      : 2;
   static constexpr int kWindowRows = kRows + kOverlap, kWindows = kOut + kOverlap;
   // Rows in flight beside those in use.
   static constexpr int kAhead = is_wide(kSpan) ? kWindowRows : 1;
-  static constexpr int kInputsAhead = is_wide(kSpan) ? 3 : 1;
+  static constexpr int kInputsAhead = is_wide(kSpan) ? std::min(3, 2 * kRows) : 1;
 
   // The last window row that input row i asks.
   __host__ __device__ static constexpr int last_window(int i) {

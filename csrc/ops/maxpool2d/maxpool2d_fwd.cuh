@@ -445,8 +445,10 @@ void launch_pool_fwd(const MaxPool2dParams& p, uintptr_t addresses, cudaStream_t
     if constexpr (kWindow == 0) {
       launch_pool_fwd_any<T, V>(p, taps, stream);
     } else {
-      // One output of one channel a thread, whether the next one is a neighbour's or a channel's.
-      constexpr PoolSpan kOutputs = kSpan == PoolSpan::kPlane ? PoolSpan::kColumn : kSpan;
+      // Only the backward tells them apart.
+      constexpr PoolSpan kOutputs = kSpan == PoolSpan::kPlane     ? PoolSpan::kColumn
+                                    : kSpan == PoolSpan::kWideRow ? PoolSpan::kWide
+                                                                  : kSpan;
       launch_pool_fwd_strided<T, V, kWindow, kOutputs>(p, taps, stream);
     }
   });

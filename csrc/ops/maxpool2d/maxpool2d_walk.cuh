@@ -104,8 +104,7 @@ __device__ __forceinline__ bool in_range(int x, int extent) {
 
 // Outputs of a row that a thread has; twice as many inputs (kPlane's backward: one).
 template <class T, PoolSpan kSpan>
-constexpr int kPoolSpanOutputs =
-    kSpan == PoolSpan::kWide || kSpan == PoolSpan::kWideLeft ? kVecSize<T> / 2 : 1;
+constexpr int kPoolSpanOutputs = is_wide(kSpan) && kSpan != PoolSpan::kPairs ? kVecSize<T> / 2 : 1;
 
 // Offset of a row in its image: the product of two extents of 31 bits (see for_each_walk()).
 __device__ __forceinline__ int64_t row_offset(int row, int64_t pitch) {
@@ -141,6 +140,9 @@ void for_pool_config(DType dtype, const MaxPool2dConfig& config, F&& f) {
             return run.template operator()<1, PoolSpan::kWide>();
           case PoolSpan::kPairs:
             if constexpr (kWindow == 2) return run.template operator()<1, PoolSpan::kPairs>();
+            break;
+          case PoolSpan::kWideRow:
+            if constexpr (kWindow == 2) return run.template operator()<1, PoolSpan::kWideRow>();
             break;
           case PoolSpan::kWideLeft:
             if constexpr (kWindow == 3) return run.template operator()<1, PoolSpan::kWideLeft>();
