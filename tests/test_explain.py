@@ -105,6 +105,18 @@ def test_linear_realigns_what_tma_cannot_read():
         assert realigned(1000, 1000, 999, dtype=dtype, tf32=tf32) == [None, None, None]
 
 
+def test_linear_of_few_rows():
+    for m in (1, 2, 16):
+        assert "few rows, fp32 FMA" in linear_lines(m, 4096, 4096, "float32")["forward"]
+        assert "few rows" in linear_lines(m, 128, 784, "float32")["forward"]
+        for role in ("grad_input", "grad_weight"):  # these read the weights across
+            assert "few rows" not in linear_lines(m, 4096, 4096, "float32")[role]
+        assert "few rows" not in linear_lines(m, 4096, 4096)["forward"]
+        assert "few rows," not in linear_lines(m, 4096, 4096, "float32", tf32=True)["forward"]
+    for m, n, k in ((17, 4096, 4096), (1, 4096, 4095), (1, 16, 1 << 20)):
+        assert "few rows" not in linear_lines(m, n, k, "float32")["forward"]
+
+
 # Of one H200, in us: (dtype, role of linear whose product it is, m, n, k of that product), the
 # fastest of all tiles that were tried, and the shipped ones by (tile, splits).
 P, M, S = "128x128 ping-pong", "128x64", "64x64 ping-pong"

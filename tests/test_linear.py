@@ -29,6 +29,13 @@ CUDA_SHAPES = [
     ((512,), 3136, 128),
     ((16,), 4096, 4096),
     ((4096,), 136, 8),
+    # float32, few rows: each count of them, ragged columns, a k that not every warp takes part in
+    ((1,), 4096, 4096),
+    ((2,), 72, 40),
+    ((3,), 1032, 264),
+    ((8,), 2056, 1003),
+    ((9,), 8, 24),
+    ((1,), 16384, 8),  # too long for so few columns
     # sm_90a: ragged tiles of each size; rows of the output that TMA cannot store
     ((2000,), 520, 2056),
     ((1000,), 1000, 1008),

@@ -139,7 +139,9 @@ def linear_cases():
     wgmma = (1288, 1160, 520), (1000, 1000, 520), (136, 264, 520), (200, 203, 520)
     # ... with operands that TMA cannot load: both, one of the gradients'; with split k.
     realigned = (1031, 523, 203), (1024, 523, 200), (1024, 200, 523), (264, 270, 523)
-    for m, n, k in (*small, *wgmma, *realigned):
+    # float32: few rows, each count of them that has a kernel, few and many steps of k.
+    few_rows = (1, 17, 72), (2, 10, 1032), (3, 40, 2056), (7, 33, 520), (16, 100, 4096)
+    for m, n, k in (*small, *wgmma, *realigned, *few_rows):
         yield f"{m}x{n}x{k}", F.linear, (rand(m, k), rand(n, k), rand(n)), {}
     for m, n, k in ((33, 34, 65), (1031, 528, 264)):
         yield (

@@ -7,6 +7,7 @@ namespace warpwright {
 void launch_gemm(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
   if (p.m == 0 || p.n == 0) return;
   if (config.path == GemmPath::kSm90) return launch_gemm_sm90(p, config, stream);
+  if (config.path == GemmPath::kFewRows) return launch_gemm_few_rows(p, stream);
   if (p.accumulate && !p.accum_d) {
     throw std::logic_error("warpwright: linear: only the sm_90a kernels add to 16-bit values");
   }

@@ -130,7 +130,7 @@ constexpr Sm90TileShape kRealignedTile = {128, 128, 4, true};
 
 // ---- choice ----
 
-enum class GemmPath { kPortable, kSm90 };
+enum class GemmPath { kPortable, kSm90, kFewRows };
 
 struct GemmConfig {
   GemmKind kind;
@@ -238,6 +238,24 @@ inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
   return nullptr;
 }
 
+// The kernel for a few rows: 16 columns of D a block.
+constexpr int64_t kMaxFewRows = 16;
+constexpr int64_t kFewRowsColumns = 16;
+constexpr int kFewRowsWarps = 8;
+constexpr int kFewRowsStages = 8;
+constexpr int64_t kFewRowsSmemBytes =
+    int64_t{kFewRowsStages} * 2 * kFewRowsWarps * 32 * 16 +      // 16 bytes of two columns a thread
+    int64_t{kFewRowsWarps} * kMaxFewRows * kFewRowsColumns * 4;  // the warps' sums
+
+inline bool takes_few_rows(const GemmParams& p, const GemmConfig& config,
+                           const DeviceInfo& device) {
+  if (p.m > kMaxFewRows || config.kind != GemmKind::kFp32 || p.accumulate) return false;
+  if (!(config.a_k_major && config.b_k_major && config.a_wide && config.b_wide)) return false;
+  if (kFewRowsSmemBytes > device.smem_per_block) return false;
+  // A block walks all of k: a long one needs enough blocks, else it is split by the tiles' kernels.
+  return p.k <= 8192 || ceil_div(p.n, kFewRowsColumns) * 4 >= device.num_sms;
+}
+
 inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& device) {
   const int64_t size = dtype_size(p.dtype);
   // Length too: cp.async reads only the part of its 16 bytes that it is told to, but memcheck takes
@@ -260,6 +278,11 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   config.tile = GemmTile::kSmall;
   config.splits = 1;
   const bool aligned = config.a_wide && config.b_wide;
+  if (takes_few_rows(p, config, device)) {
+    config.path = GemmPath::kFewRows;
+    config.reason = "few rows: the bytes of the weights decide";
+    return config;
+  }
 
   double best = -1;
   for (GemmTile tile : {GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
@@ -323,7 +346,9 @@ inline int64_t gemm_workspace_bytes(const GemmParams& p, const GemmConfig& confi
 
 inline std::string describe(const GemmConfig& config) {
   std::string text;
-  if (config.path == GemmPath::kSm90) {
+  if (config.path == GemmPath::kFewRows) {
+    text = "few rows, fp32 FMA, " + std::to_string(kFewRowsColumns) + " columns a block";
+  } else if (config.path == GemmPath::kSm90) {
     const bool realigned = config.a_realigned || config.b_realigned;
     const Sm90TileShape shape = realigned ? kRealignedTile : sm90_tile_shape(config.tile);
     text = std::string("sm_90a ") + (config.kind == GemmKind::kTf32 ? "TF32" : "16-bit") +
@@ -392,6 +417,7 @@ void column_sum_cpu(const ColumnSumParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
 void launch_gemm(const GemmParams& params, const GemmConfig& config, cudaStream_t stream);
+void launch_gemm_few_rows(const GemmParams& params, cudaStream_t stream);
 void launch_column_sum(const ColumnSumParams& params, const ColumnSumConfig& config,
                        cudaStream_t stream);
 #endif
