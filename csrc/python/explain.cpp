@@ -136,9 +136,9 @@ Lines explain_linear(const std::string& dtype, bool tf32, const Operand& input,
 
 // ---- max_pool2d ----
 
-// `window`: kernel, stride, padding, dilation, each (h, w).
+// `window`: kernel, stride, padding, dilation, each (h, w); `output`: (h, w).
 Lines explain_max_pool2d(const std::string& dtype, const Operand& input, bool channels_last,
-                         const std::vector<int64_t>& window) {
+                         const std::vector<int64_t>& window, const std::vector<int64_t>& output) {
   const size_t dims = input.sizes.size();
   const int64_t batch = dims == 4 ? input.sizes[0] : 1;
   const int64_t channels = input.sizes[dims - 3];
@@ -155,6 +155,8 @@ Lines explain_max_pool2d(const std::string& dtype, const Operand& input, bool ch
   g.pad_w = window[5];
   g.dilation_h = window[6];
   g.dilation_w = window[7];
+  g.out_height = output[0];
+  g.out_width = output[1];
   const DType type = dtype_from(dtype);
   return {{"forward", describe(choose_config(g, type, static_cast<uintptr_t>(input.address)))},
           {"grad_input", describe(choose_config(g, type, 0))}};

@@ -44,7 +44,11 @@ def explain_linear_cross_entropy(
     sm90: bool,
 ) -> list[tuple[str, str]]: ...
 def explain_max_pool2d(
-    dtype: str, input: Operand, channels_last: bool, window: Sequence[int]
+    dtype: str,
+    input: Operand,
+    channels_last: bool,
+    window: Sequence[int],
+    output: Sequence[int],
 ) -> list[tuple[str, str]]: ...
 def explain_relu(dtype: str, input: Operand) -> list[tuple[str, str]]: ...
 def explain_scaled_dot_product_attention(

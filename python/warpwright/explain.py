@@ -153,13 +153,15 @@ def _mlp(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 def _max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
     channels_last = suggest_memory_format(x) == torch.channels_last
-    window = [
-        *_pair(a["kernel_size"]),
-        *_pair(a["stride"] if a["stride"] not in (None, ()) else a["kernel_size"]),
-        *_pair(a["padding"]),
-        *_pair(a["dilation"]),
-    ]
-    return _C.explain_max_pool2d(_dtype(x), _operand(x), channels_last, window)
+    stride = a["stride"] if a["stride"] not in (None, ()) else a["kernel_size"]
+    kernel, stride, pad, dilation = (
+        _pair(w) for w in (a["kernel_size"], stride, a["padding"], a["dilation"])
+    )
+    output: Tensor = torch.nn.functional.max_pool2d(
+        x.to("meta"), kernel, stride, pad, dilation, a["ceil_mode"]
+    )
+    window = [*kernel, *stride, *pad, *dilation]
+    return _C.explain_max_pool2d(_dtype(x), _operand(x), channels_last, window, output.shape[-2:])
 
 
 def _batch_norm_relu_max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
