@@ -4,7 +4,7 @@
 
 namespace warpwright {
 
-// In the first kernel: the next one's blocks may take the place of those that end.
+// In the first kernel, if the next is launched so (others need not wait): its blocks start early.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

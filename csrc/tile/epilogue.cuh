@@ -185,7 +185,7 @@ constexpr int kReduceThreads = 256;
 
 // parts: (splits, rows, cols), row-major, 16-byte aligned. Sums split 0, 1, 2, ... so that the
 // result does not depend on which CTA came first.
-// Grid: one thread for each Output::kVec columns of a row of D. Starts while the products end.
+// Grid: one thread for each Output::kVec columns of a row of D.
 template <class Acc, class Output>
 __global__ void __launch_bounds__(kReduceThreads)
     split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output) {
@@ -220,7 +220,8 @@ __global__ void __launch_bounds__(kReduceThreads)
   output.store(row, col, sum);
 }
 
-// Right behind the kernel that leaves the parts.
+// Right behind the kernel that leaves the parts, which does not let it start before its blocks end:
+// those that fill the GPU would leave it but a few SMs.
 template <class Acc, class Output>
 void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t cols,
                            const Output& output, cudaStream_t stream) {

@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
                        MatrixOutput<typename Tile::Acc> parts) {
   extern __shared__ __align__(16) char smem[];
   using Loop = Mainloop<Tile, LoaderA, LoaderB>;
-  let_next_kernel_start();
   const TileCoord tile = tile_of_block(grid, blockIdx.x);
   const int64_t first_m = int64_t{tile.m} * Tile::kBlkM;
   const int64_t first_n = int64_t{tile.n} * Tile::kBlkN;

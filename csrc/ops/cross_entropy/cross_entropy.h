@@ -260,9 +260,10 @@ inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t acce
   auto slot_bytes = [&](int cluster) {
     return ceil_div(ceil_div(accesses, int64_t{cluster}) * 16, kSlotAlign) * kSlotAlign;
   };
-  // Six parts a block: three for the groups, three on their way.
+  // Large parts, since a row costs each block that shares it the same whatever its part: three a
+  // block, two for the groups and one on its way.
   int which = 0;
-  while (1 << which < kRingCluster && room / slot_bytes(1 << which) < 6) ++which;
+  while (1 << which < kRingCluster && room / slot_bytes(1 << which) < 3) ++which;
   const int cluster = 1 << which;
   const int64_t slots = std::min<int64_t>(kRingSlots, room / slot_bytes(cluster));
   if (slots < 3 || accesses < kMinAccesses) return;

@@ -37,7 +37,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
   using LoaderB = MatrixLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>;
   using Loop = Mainloop<Tile, LoaderA, LoaderB>;
 
-  let_next_kernel_start();
   const TileCoord tile = tile_of_block(grid, blockIdx.x);
   const int64_t first_m = int64_t{tile.m} * Tile::kBlkM;
   const int64_t first_n = int64_t{tile.n} * Tile::kBlkN;

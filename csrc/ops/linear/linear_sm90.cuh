@@ -2,7 +2,6 @@
 // linear_sm90_<type>.cu instantiates launch_gemm_sm90 for one element type.
 #pragma once
 
-#include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/sm90/arch.cuh"
 #include "host/launch_cluster.h"
@@ -194,7 +193,6 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     } else {
       __syncthreads();
     }
-    let_next_kernel_start();  // the sum of split-k's parts
 
     const unsigned first = blockIdx.x / Tile::kCluster;
     const unsigned stride = gridDim.x / Tile::kCluster;
