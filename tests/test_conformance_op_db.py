@@ -223,7 +223,7 @@ def test_autocast(entry, device, dtype, low):
         peer = entry.peer(device, low)
         exact = Run(peer, *to_double((args, kwargs)))
         nudged = functools.cache(
-            lambda peer=peer, values=(args, kwargs), cotangents=exact.cotangents: Run(
+            lambda draw, peer=peer, values=(args, kwargs), cotangents=exact.cotangents: Run(
                 peer, *off_by_rounding(values), cotangents
             )
         )
@@ -236,7 +236,7 @@ def test_autocast(entry, device, dtype, low):
                 if is_missing(a, b, f"sample {i}: {kind}"):
                     continue
                 values = [t.detach() for t in (a, b, e)]
-                other = lambda k=kind, j=j, run=nudged: getattr(run(), k)[j].detach()  # noqa: E731
+                other = lambda draw, k=kind, j=j, run=nudged: getattr(run(draw), k)[j].detach()  # noqa: E731
                 errors.judge(
                     *values, None, f"sample {i}: {kind}", kind, nudged=entry.amplifies and other
                 )

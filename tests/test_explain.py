@@ -297,7 +297,7 @@ def test_cross_entropy():
     assert "32 threads of 1 blocks a row, 4 elements" in text(6000, 1000)
     assert "256 threads of 4 blocks a row, 4 elements" in text(200, 32000)
     assert "24 groups of 32 threads, each on a row, in 1 blocks" in text(65536, 1000)
-    assert "3 groups of 256 threads, each on a row, in 4 blocks" in text(8192, 32000)
+    assert "2 groups of 384 threads, each on a row, in 2 blocks" in text(8192, 32000)
     assert "too long for shared memory" in text(16, 1 << 20)
 
 

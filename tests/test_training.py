@@ -1,6 +1,7 @@
 """200 steps of a small CNN: the loss curves of ours and native lie on each other."""
 
 import copy
+from statistics import median
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def curves(device, **options):
     """(loss curves, last parameters) of native, of ours, of native in float64, from the same start.
 
     One relu or max pool that rounding makes decide otherwise moves the rest of a run, and whether
-    one does is luck. Native's are therefore several, from starts that differ in the last bit.
+    one does is luck. Native's and ours are therefore several, from starts that differ in the last bit.
     """
     torch.manual_seed(11)
     data = digits()
@@ -82,15 +83,15 @@ def curves(device, **options):
     assert not [m for m in ours.modules() if type(m) in (nn.Conv2d, nn.BatchNorm2d, nn.ReLU)], (
         report
     )
-    natives = [native, *(nudged(native, seed) for seed in range(4))]
+    starts = [[model, *(nudged(model, seed) for seed in range(4))] for model in (native, ours)]
 
     def run(model, loss_function, data=data, **options):
         curve = train(model, loss_function, data, STEPS, **options)
         return curve, parameters_of(model)
 
     return (
-        [run(model, nn.functional.cross_entropy, **options) for model in natives],
-        run(ours, F.cross_entropy, **options),
+        [run(model, nn.functional.cross_entropy, **options) for model in starts[0]],
+        [run(model, F.cross_entropy, **options) for model in starts[1]],
         run(exact, nn.functional.cross_entropy, (data[0].double(), data[1])),
     )
 
@@ -106,23 +107,23 @@ def distance(a, b):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_fp32(device, memory_format):
-    natives, (ours, b), (exact, e) = curves(device, memory_format=memory_format)
+    natives, ours, (exact, e) = curves(device, memory_format=memory_format)
     native = natives[0][0]
     assert native[-20:].mean() < 0.3 * native[:5].mean(), "the network did not learn"
-    assert distance(ours[:20], native[:20]) <= 1e-5
+    assert distance(ours[0][0][:20], native[:20]) <= 1e-5
     # Rounding grows along a training run: native's own distance from float64 is the yardstick.
     farthest = max(distance(curve, exact) for curve, _ in natives)
-    assert distance(ours, exact) <= max(1e-5, 1.5 * farthest)
+    assert median(distance(curve, exact) for curve, _ in ours) <= max(1e-5, 1.5 * farthest)
     farthest = max((a - e).norm() for _, a in natives)
-    assert (b - e).norm() <= 1.5 * farthest + 1e-5 * e.norm()
+    assert median((b - e).norm() for _, b in ours) <= 1.5 * farthest + 1e-5 * e.norm()
 
 
 def test_bf16_autocast(device):
-    natives, (ours, _), (exact, _) = curves(device, autocast=torch.bfloat16)
+    natives, ours, (exact, _) = curves(device, autocast=torch.bfloat16)
     native = natives[0][0]
     assert native[-20:].mean() < 0.3 * native[:5].mean(), "the network did not learn"
     farthest = max(distance(curve, exact) for curve, _ in natives)
-    assert distance(ours, exact) <= max(1e-3, 1.5 * farthest)
+    assert median(distance(curve, exact) for curve, _ in ours) <= max(1e-3, 1.5 * farthest)
 
 
 def test_fp64(device):
