@@ -108,14 +108,17 @@ def test_times_that_drifted_are_not_in_the_summary(tree):
     assert "| `relu` | fwd | 0 of 2 |  |" in (root / "README.md").read_text()
 
 
-def test_ops_that_the_main_record_lacks_come_from_the_others(tree):
+def test_what_was_measured_again_replaces_the_whole_suites_rows(tree):
     root, path, record = tree
-    rows = [{**row, "op": op} for op in ("relu", "mnist_step") for row in record["rows"]]
+    record["rows"] += [{**row, "op": "linear"} for row in record["rows"]]
+    records.save_records(record, path)
+    rows = [{**row, "op": op} for op in ("relu", "mnist_step") for row in record["rows"][:3]]
     other = {**record, "date": "2020-02-02", "rows": rows, "source_hash": "0" * 16}
-    records.save_records(other, path.with_name("older.json"))
+    records.save_records(other, path.with_name("later.json"))
     run(root)
     readme = (root / "README.md").read_text()
-    assert readme.count("`relu`") == 1
+    assert readme.count("`relu`") == readme.count("`linear`") == 1
+    assert readme.index("`linear`") < readme.index("`relu`")
     assert f"| `mnist_step`{report.STALE} | fwd |" in readme
     assert "2020-02-02" in readme
 

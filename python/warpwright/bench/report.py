@@ -164,18 +164,18 @@ def stem(path: Path, root: Path) -> str:
 
 
 def summary_block(
-    record: Record, stale: set[str], name: str, older: Iterable[tuple[Record, set[str]]] = ()
+    record: Record, stale: set[str], name: str, later: Iterable[tuple[Record, set[str]]] = ()
 ) -> str:
-    """README.md's tables; of `older` records the ops that this one lacks."""
-    tables = [summary_table(record, stale)]
-    seen = {row["op"] for row in record["rows"]}
-    for other, other_stale in older:
-        rows = [row for row in other["rows"] if row["op"] not in seen]
-        if rows:
-            tables.append(
-                summary_table({**other, "rows": rows}, other_stale & {row["op"] for row in rows})
-            )
-            seen |= {row["op"] for row in rows}
+    """README.md's tables: the whole suite's, without the ops that were measured again since."""
+    rest = list(record["rows"])
+    again = []
+    for other, other_stale in later:
+        ops = {row["op"] for row in other["rows"]}
+        rest = [row for row in rest if row["op"] not in ops]
+        again.append(summary_table(other, other_stale))
+    ops = {row["op"] for row in rest}
+    tables = [summary_table({**record, "rows": rest}, stale & ops)] if rest else []
+    tables += again
     shown = picture_html(
         f"{name}_bars", "Time of every implementation against eager PyTorch", "docs/results/"
     )
