@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 COLOURS = {"warpwright": "#0072B2", "native": "#E69F00"}
 MAX_MISREAD = 24
+MISREAD_COLUMNS = MAX_MISREAD // 2
 
 
 @dataclass
@@ -167,13 +168,15 @@ def draw(result: Result, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure = plt.figure(figsize=(12, 8.2), layout="constrained")
-    panels: Any = figure.subfigures(2, 1, height_ratios=[1.25, 1])
+    wrong = _misread(result)
+    rows = -(-min(max(1, len(wrong)), MAX_MISREAD) // MISREAD_COLUMNS)
+    figure = plt.figure(figsize=(12, 4.6 + 1.8 * rows), layout="constrained")
+    panels: Any = figure.subfigures(2, 1, height_ratios=[4.6, 1.8 * rows])
     top, bottom = panels
     curves, bars = top.subplots(1, 2, width_ratios=[1.15, 1])
     _draw_curves(curves, result)
     _draw_op_times(bars, result)
-    _draw_misread(bottom, result)
+    _draw_misread(bottom, result, wrong, rows)
     env = result.environment
     versions = f"warpwright {env['warpwright']}, torch {env['torch']}"
     if "cuda" in env:
@@ -191,7 +194,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _draw_curves(axes: Axes, result: Result) -> None:
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     ours, native = result.trainings
     steps = range(1, len(native.losses) + 1)
@@ -201,8 +204,9 @@ def _draw_curves(axes: Axes, result: Result) -> None:
     )
     axes.plot(steps, ours.losses, color=COLOURS["warpwright"], lw=1.2, label="warpwright")
     axes.set_yscale("log")
-    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("training step")
     axes.set_ylabel("training loss (log scale)")
     axes.set_title("Loss: same seed, same batches")
@@ -256,23 +260,23 @@ def _draw_op_times(axes: Axes, result: Result) -> None:
     axes.grid(axis="x", alpha=0.25)
 
 
-def _draw_misread(panel: Any, result: Result) -> None:
+def _misread(result: Result) -> list[int]:
+    ours, _ = result.trainings
+    assert ours.predictions is not None
+    wrong = ours.predictions != result.digits.test_labels
+    return [int(i) for i in wrong.nonzero().flatten()]
+
+
+def _draw_misread(panel: Any, result: Result, wrong: list[int], rows: int) -> None:
     ours, native = result.trainings
     labels, images = result.digits.test_labels, result.digits.test_images
     assert ours.predictions is not None
     assert native.predictions is not None
-    wrong = (ours.predictions != labels).nonzero().flatten().tolist()
     title = f"Misread by warpwright's network: {len(wrong)} of {len(labels)} held-out digits"
     if len(wrong) > MAX_MISREAD:
         title += f" (the first {MAX_MISREAD})"
     panel.suptitle(title, fontsize=12)
-    if not wrong:
-        axes = panel.subplots()
-        axes.axis("off")
-        axes.text(0.5, 0.5, "none", ha="center", fontsize=14)
-        return
-    columns = MAX_MISREAD // 2
-    grid = panel.subplots(2, columns)
+    grid = panel.subplots(rows, MISREAD_COLUMNS, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
     for axes, i in zip(grid.flat, wrong[:MAX_MISREAD], strict=False):
