@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: the same tests run on the CPU and, where there is one, on a GPU."""
 
 import os
+import re
 
 # Some virtual machines advertise AMX but do not grant it: oneDNN then fails on every 16-bit matrix
 # product ("could not create a primitive"), native's included. Its AVX512-FP16 convolution, one step
@@ -16,15 +17,28 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
+# Thousands of samples each.
+LONG = re.compile(r"test_(compare_native|noncontiguous_samples)\[max_pool2d")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU the `gpu` tests are not part of the run (deselected, not skipped)."""
-    if torch.cuda.is_available():
-        return
-    kept = [item for item in items if item.get_closest_marker("gpu") is None]
-    dropped = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+    """Without a GPU the `gpu` tests are not part of the run (deselected, not skipped).
+
+    The longest tests are spread evenly: of several processes each gets some, and none is left with
+    them when the others are done.
+    """
+    if not torch.cuda.is_available():
+        dropped = [item for item in items if item.get_closest_marker("gpu") is not None]
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+            items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    long = [item for item in items if LONG.search(item.nodeid)]
+    rest = [item for item in items if not LONG.search(item.nodeid)]
+    if long:
+        each = len(rest) // len(long)
+        for i, item in enumerate(long):
+            rest.insert(i * (each + 1), item)
+        items[:] = rest
 
 
 @pytest.fixture(params=DEVICES)
