@@ -1,11 +1,13 @@
 """Cross entropy whose forward writes the gradient, and what it can do beside native's arguments."""
 
 import itertools
+import re
 
 import pytest
 import torch
 from common import layouts, opcheck
 
+import warpwright
 import warpwright.functional as F
 from warpwright.testing import assert_as_good_as_native, assert_same
 
@@ -17,7 +19,33 @@ SHAPES = [(5,), (64, 10), (7, 33), (40, 1000), (12, 5003), (2, 21, 7, 9), (3, 1)
 # One for each way in which the kernels share a row out: lanes of a warp, a block, a cluster, none.
 WIDE_SHAPES = [(5, 1031), (9, 9001), (3, 33001), (2, 50257), (2, 128256), (2, 300007)]
 # Enough rows for the ring: with a warp a row, groups of warps, and clusters of 2 to 8 blocks.
-RING_SHAPES = [(13001, 1000), (1603, 9001), (805, 17003), (401, 50257), (203, 128256)]
+RING_SHAPES = [
+    (13001, 1000),
+    (1603, 9001),
+    (801, 25003),
+    (801, 50257),
+    (271, 128256),
+    (203, 151669),
+]
+
+
+def over(shapes):
+    """The ring is a GPU's; on the CPU its shapes would run no other code."""
+    on_gpu = [pytest.param("cuda", s, marks=pytest.mark.gpu) for s in shapes + RING_SHAPES]
+    return pytest.mark.parametrize(
+        ("device", "shape"), [*(("cpu", s) for s in shapes), *on_gpu], ids=str
+    )
+
+
+def test_the_shapes_reach_every_ring():
+    for dtype in (torch.bfloat16, torch.float32):
+        found = set()
+        for rows, classes in RING_SHAPES:
+            x = torch.empty(rows, classes, dtype=dtype, device="meta")
+            target = torch.empty(rows, dtype=torch.int64, device="meta")
+            text = warpwright.explain("cross_entropy", x, target, device="cuda")
+            found.update(re.findall(r"groups of \d+ threads, each on a row, in (\d) blocks", text))
+        assert found == {"1", "2", "4", "8"}, dtype
 
 
 def labels_for(shape, device, ignore=-100):
@@ -34,11 +62,9 @@ def forward_gradient(x, target, weight=None, reduction=1, smoothing=0.0, z_loss=
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES + WIDE_SHAPES + RING_SHAPES, ids=str)
+@over(SHAPES + WIDE_SHAPES)
 def test_as_forward_and_backward(device, dtype, shape):
     """The one op against the two that it stands for, on every layout."""
-    if shape in RING_SHAPES and device == "cpu":
-        return  # no other code than for fewer rows
     if max(shape) > 2000 and dtype == torch.float16 and device == "cpu":
         return  # the same code as bfloat16
     x = (torch.randn(shape, device=device) * 3).to(dtype)
@@ -71,10 +97,8 @@ def test_as_forward_and_backward(device, dtype, shape):
             )
 
 
-@pytest.mark.parametrize("shape", WIDE_SHAPES + RING_SHAPES, ids=str)
+@over(WIDE_SHAPES)
 def test_wide_rows_as_good_as_native(device, dtype, shape):
-    if shape in RING_SHAPES and device == "cpu":
-        return
     x = (torch.randn(shape, device=device) * 3).to(dtype)
     target = labels_for(shape, device)
     loss, _, _, grad = forward_gradient(x, target)

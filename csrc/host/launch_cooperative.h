@@ -11,9 +11,7 @@ namespace warpwright {
 template <class... Params, class... Args>
 bool launch_cooperative(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
                         cudaStream_t stream, Args&&... args) {
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(smem_bytes)),
-             "shared memory opt-in");
+  allow_shared_memory(kernel, smem_bytes);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
