@@ -43,19 +43,25 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes
   cuda_check(cudaGetLastError(), "kernel launch");
 }
 
-// As launch(), with what only cudaLaunchKernelEx takes.
-template <class... Params, class... Args>
-void launch_with(const cudaLaunchAttribute& attribute, void (*kernel)(Params...), dim3 grid,
-                 dim3 block, int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
-  allow_shared_memory(kernel, smem_bytes);
-  cudaLaunchAttribute attributes[] = {attribute};
+// What cudaLaunchKernelEx takes. `attribute` is referred to, not copied.
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t smem_bytes,
+                                        cudaStream_t stream, cudaLaunchAttribute& attribute) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
-  config.attrs = attributes;
+  config.attrs = &attribute;
   config.numAttrs = 1;
+  return config;
+}
+
+// As launch(), with what only cudaLaunchKernelEx takes.
+template <class... Params, class... Args>
+void launch_with(cudaLaunchAttribute attribute, void (*kernel)(Params...), dim3 grid, dim3 block,
+                 int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
+  allow_shared_memory(kernel, smem_bytes);
+  const cudaLaunchConfig_t config = launch_config(grid, block, smem_bytes, stream, attribute);
   cuda_check(cudaLaunchKernelEx(&config, kernel, Params(args)...), "kernel launch");
 }
 

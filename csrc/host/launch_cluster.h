@@ -28,12 +28,8 @@ template <class... Params>
 int resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, int64_t smem_bytes) {
   allow_shared_memory(kernel, smem_bytes);
   cudaLaunchAttribute attribute = cluster_attribute(cluster);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(cluster));
-  config.blockDim = block;
-  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  const cudaLaunchConfig_t config =
+      launch_config(dim3(static_cast<unsigned>(cluster)), block, smem_bytes, nullptr, attribute);
   int clusters = 0;
   if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
     cudaGetLastError();

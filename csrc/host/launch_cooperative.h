@@ -15,13 +15,7 @@ bool launch_cooperative(void (*kernel)(Params...), dim3 grid, dim3 block, int64_
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  const cudaLaunchConfig_t config = launch_config(grid, block, smem_bytes, stream, attribute);
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
     cudaGetLastError();
