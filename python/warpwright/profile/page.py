@@ -136,7 +136,7 @@ def memory_lines(report: ProfileReport, style: plots.Style) -> Figure:
             color=plots.colour({"compiled": "compile"}.get(name, name), style.theme),
             ls=dashes[name],
             lw=1.6,
-            label=f"{name}, peak {peak:.4g} MiB",
+            label=f"{name}, peak {peak:,.0f} MiB",
         )
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.5, lw=0.6)

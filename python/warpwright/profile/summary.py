@@ -138,20 +138,24 @@ def _floor(amounts: Amounts, labels: Iterable[Label], environment: Row) -> tuple
     return us, total
 
 
+def _rate(amount: Row, us: float) -> str | None:
+    if us and amount["flops"]:
+        return f"{amount['flops'] / us / 1e6:.3g} TFLOP/s"
+    if us and amount["bytes"]:
+        gbs = amount["bytes"] / us / 1e3
+        return f"{gbs:.3g} GB/s" if gbs < 999.5 else f"{gbs / 1e3:.3g} TB/s"
+    return None
+
+
 def _cells(run: Sum | None, floor_us: float, amount: Row) -> Row:
     if run is None:
         return {"ms": None, "kernels": 0, "host_ms": None, "roofline": None, "rate": None}
-    rate = None
-    if run.us and amount["flops"]:
-        rate = f"{amount['flops'] / run.us / 1e6:.3g} TFLOP/s"
-    elif run.us and amount["bytes"]:
-        rate = f"{amount['bytes'] / run.us / 1e3:.3g} GB/s"
     return {
         "ms": run.us / 1e3,
         "kernels": round(run.kernels, 2),
         "host_ms": run.host_us / 1e3,
         "roofline": floor_us / run.us if floor_us and run.us else None,
-        "rate": rate,
+        "rate": _rate(amount, run.us),
         "own_share": run.own_us / run.us if run.us else None,
     }
 
