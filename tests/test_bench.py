@@ -1,11 +1,14 @@
 """`python -m warpwright bench`: the measuring, the peers, the guards, the record and the page."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from dataclasses import replace
@@ -15,10 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from torch import nn
 
 from warpwright import _ops
 from warpwright.bench import (
+    ahead,
     cases,
     guards,
     measure,
@@ -148,6 +153,27 @@ def test_compiled_ahead(tmp_path):
     )
     assert "'compile'" in found.stdout, found.stderr
     assert "'autograd_cache_hit': 1" in found.stdout
+
+
+def _deaf_items():
+    """In a process that compiles it never returns."""
+    while multiprocessing.parent_process() is not None:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(60)
+    return [TINY], []
+
+
+def test_an_interrupt_does_not_wait_for_compilers(monkeypatch):
+    monkeypatch.setattr(ahead, "FEWEST", 1)
+    monkeypatch.setattr(ahead, "processes_for", lambda items: 2)
+    progress = Progress(disable=True)
+    task = progress.add_task("")
+    main = threading.main_thread().ident
+    timer = threading.Timer(3, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        ahead.compile_ahead(_deaf_items, "cpu", ("native", "compile"), (), progress, task)
+    timer.join()
 
 
 def test_a_swallowed_interrupt_ends_the_run():

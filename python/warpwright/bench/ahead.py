@@ -25,7 +25,7 @@ Item = Case | Workload | OptimizerCase
 MakeItems = Callable[[], tuple[Sequence[Case], Sequence[Workload | OptimizerCase]]]
 # max-autotune chooses by timing alone.
 PEER = "compile"
-FEWEST = 4  # items; below that a process takes longer to start than it saves
+FEWEST = 4  # cases; below that a process takes longer to start than it saves, but for steps
 MOST_PROCESSES = 8  # each holds one case on the device
 
 
@@ -54,7 +54,8 @@ def compile_ahead(
     items = _items(make_items)
     wanted = [i for i, item in enumerate(items) if compiles(item, device, peers, step_peers)]
     processes = processes_for(len(wanted))
-    if len(wanted) < FEWEST or processes < 2:
+    few = len(wanted) < FEWEST and not any(isinstance(items[i], Workload) for i in wanted)
+    if few or processes < 2:
         return
     progress.update(task, total=len(wanted), description=f"compiling, {processes} processes")
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin) as pool:
@@ -65,6 +66,10 @@ def compile_ahead(
                 progress.advance(task)
         except BrokenProcessPool:
             pass
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():  # deep in a compiler, for minutes
+                process.kill()
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
