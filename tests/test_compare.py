@@ -15,7 +15,8 @@ def record(**milliseconds):
     for name, ms in milliseconds.items():
         op, impl = name.split("_")
         row = dict.fromkeys(records.ROW_FIELDS, "x")
-        rows.append({**row, "op": op, "impl": impl, "ms": ms, "pass": "fwd", "steady": ms < 5})
+        row |= {"op": op, "impl": impl, "ms": ms, "pass": "fwd", "steady": ms < 5}
+        rows.append({**row, "throttled": [], "sm_mhz": None})
     return {**header, "rows": rows}
 
 
@@ -38,15 +39,25 @@ def test_rows_that_differ(compare):
     assert code == 1
     assert "+10.0%" in text
     assert "-10.0%" in text
-    assert "before, after" in text  # unsteady in both
+    assert "unsteady before and after" in text
     assert "+2.0%" not in text
-    assert "1 of 3 rows of at least 0.05 ms are within 3%" in text
+    assert "1 of 3 rows of at least 0.05 ms are within 3%, 1 of the 2 that were steady" in text
     assert "pool" not in text
     code, text = compare(before, after, "--tolerance", "0.2")
     assert code == 0
     assert "3 of 3 rows" in text
     code, text = compare(before, after, "--impl", "warpwright", "--above", "2")
     assert "0 of 1 rows" in text
+
+
+def test_the_clocks_are_named(compare):
+    before, after = record(linear_native=1.0), record(linear_native=1.1)
+    before["rows"][0] |= {"sm_mhz": 1980.0}
+    after["rows"][0] |= {"sm_mhz": 1740.0, "throttled": ["power cap"]}
+    code, text = compare(before, after)
+    assert code == 1
+    assert "power cap, 1980 -> 1740 MHz" in text
+    assert "0 of the 0 that were steady and not throttled" in text
 
 
 def test_conditions_are_compared_too(compare):

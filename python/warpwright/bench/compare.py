@@ -47,6 +47,17 @@ def changes(
     return sorted(found, key=lambda change: -change[2])
 
 
+def conditions(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """Why two times of the same kernel may differ, as far as the rows know it."""
+    unsteady = [n for n, r in (("before", a), ("after", b)) if not r.get("steady", True)]
+    found = [f"unsteady {' and '.join(unsteady)}"] if unsteady else []
+    found += dict.fromkeys([*a.get("throttled", ()), *b.get("throttled", ())])
+    clocks = a.get("sm_mhz"), b.get("sm_mhz")
+    if found and all(clocks) and clocks[0] != clocks[1]:
+        found.append(f"{clocks[0]:.0f} -> {clocks[1]:.0f} MHz")
+    return ", ".join(found)
+
+
 def main(options: argparse.Namespace) -> int:
     """Prints the rows that differ; 1 if there are any, 2 if nothing can be compared."""
     console = Console()
@@ -69,20 +80,23 @@ def main(options: argparse.Namespace) -> int:
             table.add_column(column)
         for column in ("before, ms", "after, ms", "change"):
             table.add_column(column, justify="right")
-        table.add_column("unsteady in")
+        table.add_column("conditions")
         for a, b, change in beyond:
-            unsteady = [n for n, r in (("before", a), ("after", b)) if not r.get("steady", True)]
             table.add_row(
                 *(a[k] for k in ("op", "case", "dtype", "layout", "pass", "impl")),
                 f"{a['ms']:.4f}",
                 f"{b['ms']:.4f}",
                 f"[{'red' if change > 0 else 'green'}]{change:+.1%}[/]",
-                ", ".join(unsteady),
+                conditions(a, b),
             )
         (console if console.is_terminal else Console(width=160)).print(table)
+    clean = [change for change in found if not conditions(*change[:2])]
+    within = sum(abs(change) <= options.tolerance for *_, change in clean)
     mean = math.exp(sum(math.log1p(change) for *_, change in found) / len(found)) - 1
     console.print(
         f"{len(found) - len(beyond)} of {len(found)} rows of at least {options.above} ms are within"
-        f" {options.tolerance:.0%}; geometric mean of the change {mean:+.1%}"
+        f" {options.tolerance:.0%}, {within} of the {len(clean)} that were steady and not throttled;"
+        f" geometric mean of the change {mean:+.1%}",
+        soft_wrap=True,
     )
     return 1 if beyond else 0
