@@ -3,7 +3,8 @@
 - warpwright/libwarpwright.so: kernels and operator registrations, no Python symbol in it.
 - warpwright/_C.*.so: a small pybind11 module linked to it.
 
-Environment: NO_CUDA=1 builds for the CPU only, FORCE_CUDA=1 fails if nvcc is missing,
+Environment: NO_CUDA=1 builds for the CPU only, FORCE_CUDA=1 fails if nvcc is missing, LINEINFO=1 keeps
+the kernels' source lines for profilers,
 TORCH_CUDA_ARCH_LIST chooses the GPU architectures, MAX_JOBS the parallel compile jobs.
 """
 
@@ -200,7 +201,7 @@ nvcc_flags = [
     "-O3",
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
-    "-lineinfo",
+    *(["-lineinfo"] if flag("LINEINFO") else []),
     *small_fatbin(),
 ]
 
