@@ -3,9 +3,9 @@
 - warpwright/libwarpwright.so: kernels and operator registrations, no Python symbol in it.
 - warpwright/_C.*.so: a small pybind11 module linked to it.
 
-Environment: NO_CUDA=1 builds for the CPU only, FORCE_CUDA=1 fails if nvcc is missing, LINEINFO=1 keeps
-the kernels' source lines for profilers,
-TORCH_CUDA_ARCH_LIST chooses the GPU architectures, MAX_JOBS the parallel compile jobs.
+Environment: NO_CUDA=1 builds for the CPU only, FORCE_CUDA=1 fails if nvcc is missing,
+TORCH_CUDA_ARCH_LIST chooses the GPU architectures, LINEINFO=1 keeps the kernels' source lines for
+profilers, MAX_JOBS the parallel compile jobs.
 """
 
 import hashlib

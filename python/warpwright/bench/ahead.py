@@ -25,7 +25,7 @@ Item = Case | Workload | OptimizerCase
 MakeItems = Callable[[], tuple[Sequence[Case], Sequence[Workload | OptimizerCase]]]
 # max-autotune chooses by timing alone.
 PEER = "compile"
-FEWEST = 4  # cases; below that a process takes longer to start than it saves, but for steps
+FEWEST = 4  # cases; fewer take no longer than starting a process. A training step does
 MOST_PROCESSES = 8  # each holds one case on the device
 
 
