@@ -509,6 +509,56 @@ def test_messages(device):
         F.cross_entropy(x, y, torch.ones(5, device=device, requires_grad=True))
 
 
+# Enough rows for the forward of blocks that stay: some threads of a warp a row, a warp, and rows in
+# several stages; whole vectors, and rows that start anywhere.
+STREAM_SHAPES = [(101400, 200), (101400, 201), (25400, 1000), (25400, 1001), (3301, 9001)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_shapes_reach_the_stream(dtype):
+    for rows, classes in STREAM_SHAPES:
+        x = torch.empty(rows, classes, dtype=dtype, device="meta")
+        target = torch.empty(rows, dtype=torch.int64, device="meta")
+        text = warpwright.explain("cross_entropy", x, target, device="cuda")
+        assert "stream" in text, (rows, classes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", STREAM_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_many_rows(dtype, shape):
+    x = (torch.randn(shape, device="cuda") * 3).to(dtype)
+    target = labels_for(shape, "cuda").clamp(max=shape[1] - 2)
+    weight = weights_for(shape, "cuda", dtype)
+    for z, reduction, weighted in itertools.product((x, x[1:, 1:]), REDUCTIONS, (False, True)):
+        rows, classes = z.shape
+        kwargs = {"weight": weight[:classes] if weighted else None, "reduction": reduction}
+        compare_with_native(F.cross_entropy, native, (z, target[:rows]), kwargs)
+
+    # What native has not, and rows that are not finite: against float64's, another kernel.
+    x[5, 3], x[7, -1], x[9, 0] = NAN, -INF, INF
+    for smoothing in (0.0, 0.1):
+        options = {"label_smoothing": smoothing, "z_loss": 1e-3, "return_lse": True}
+        ours = F.cross_entropy(x, target, reduction="none", **options)
+        expected = F.cross_entropy(x.double(), target, reduction="none", **options)
+        for a, b in zip(ours, expected, strict=True):
+            rtol = 2 * torch.finfo(a.dtype).eps if a.dtype == dtype != torch.float32 else 1e-5
+            torch.testing.assert_close(a, b.to(a.dtype), rtol=rtol, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int64], ids=str)
+def test_bad_label_among_many_rows(kind):
+    warpwright.check_errors()
+    x = torch.randn(101400, 200, device="cuda")
+    target = torch.randint(200, x.shape[:1], device="cuda").to(kind)
+    target[777] = 200
+    loss = F.cross_entropy(x, target, reduction="none")
+    assert loss.isnan().nonzero().flatten().tolist() == [777]
+    with pytest.raises(IndexError, match=r"cross_entropy: Target 200 .*row 777 "):
+        warpwright.check_errors()
+
+
 @pytest.mark.parametrize("label", [5, -1, -101, 2**40, -(2**63)])
 def test_bad_label_cpu(label):
     x = torch.randn(3, 5, requires_grad=True)

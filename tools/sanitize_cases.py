@@ -216,6 +216,10 @@ def cross_entropy_cases():
     for n, c in ((1600, 9001), (540, 33001)):  # the ring of rows, without and with clusters
         target = torch.randint(0, c, (n,))
         yield f"{n}x{c}-forward-gradient", grad, (rand(n, c), target), {}
+    for n, c, smoothing in ((12700, 1001, 0.0), (3201, 4096, 0.0), (3201, 4096, 0.1)):
+        options = {"label_smoothing": smoothing, "reduction": "none"}  # a stream of rows
+        target = torch.randint(0, c, (n,))
+        yield f"{n}x{c}-stream-{smoothing}", F.cross_entropy, (rand(n, c), target), options
     x, target = rand(6, 37), torch.tensor([1, -100, 5, 36, 0, 2])
     extras = {"z_loss": 0.01, "softcap": 2.0}
     yield "extras", F.cross_entropy, (x, target), extras

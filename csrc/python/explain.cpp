@@ -231,12 +231,11 @@ Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool
   }
   p.target_layout = p.layout;
   p.input = reinterpret_cast<const void*>(input.address);
-  auto line = [&](const CrossEntropyAlignment& alignment) {
-    return describe(choose_cross_entropy_config(p, alignment, device));
-  };
   const CrossEntropyAlignment both =
       row_alignment(p, {{p.input, &p.layout, p.dtype}, {nullptr, &p.layout, p.dtype}});
-  Lines lines{{"forward", line(cross_entropy_alignment(p))}, {"grad_input", line(both)}};
+  Lines lines{
+      {"forward", describe(choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), device))},
+      {"grad_input", describe(choose_cross_entropy_config(p, both, device))}};
   if (!probabilities && p.layout.is_rows() && p.dtype != DType::kFloat16 &&
       gradient_in_forward_pays(p.rows, p.classes, dtype_size(p.dtype))) {
     CrossEntropyGradientParams g{{p}};

@@ -153,14 +153,20 @@ void for_target(const CrossEntropyProblem& p, F&& f) {
 
 // How the forward and backward kernels cut the rows up.
 struct CrossEntropyConfig {
-  enum class Kernel : int8_t { kRows, kPixels };
+  enum class Kernel : int8_t { kRows, kPixels, kStream };
   Kernel kernel;
-  int lanes;       // kRows: threads that share a row: a power of two up to a warp, or the block
+  int lanes;       // threads that share a row: a power of two up to a warp, or (kRows) the block
   int vec;         // elements of one memory access: 16 bytes, or one element
   int threads;     // of a block
   int64_t blocks;  // 1: the block walks all rows, and reduces them without a second launch
   const char* reason;
+  int stages;  // kStream: of a row, each kStreamHeld accesses a thread
 };
+
+// Accesses of a thread in shared memory: two stages, one summed while the other is on its way.
+constexpr int kStreamHeld = 8, kStreamSlots = 2;
+constexpr int kStreamThreads = 768;
+constexpr int64_t kStreamThreadBytes = kStreamHeld * kStreamSlots * 16;
 
 constexpr int kMaxCrossEntropyThreads = 512;
 
@@ -216,6 +222,42 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
   config.blocks = ceil_div(p.rows, config.threads / config.lanes);
   config.reason = config.lanes == 32 ? "a warp a row" : "short rows: several a warp";
   return config;
+}
+
+// The same for the forward, which has one more kernel: a block an SM that stays, whose groups of up
+// to a warp walk rows of their own with the next accesses always on their way.
+inline CrossEntropyConfig choose_cross_entropy_fwd_config(const CrossEntropyProblem& p,
+                                                          const CrossEntropyAlignment& alignment,
+                                                          const DeviceInfo& device) {
+  constexpr int64_t kSpareBytes = 1024;  // the kernel's own shared memory
+  constexpr int kWarp = 32, kMinLanes = 4;
+  const CrossEntropyConfig rows = choose_cross_entropy_config(p, alignment, device);
+  const int wide = static_cast<int>(16 / dtype_size(p.dtype));
+  // A row's first and last access may reach beyond it. What lies there is made -inf, which the sums
+  // of a smoothed target do not take.
+  const bool whole = alignment.all_aligned && p.classes % wide == 0;
+  const bool masked = p.kind == TargetKind::kLabels && alignment.common_phase;
+  if (rows.kernel != CrossEntropyConfig::Kernel::kRows || p.dtype == DType::kFloat64 ||
+      p.kind == TargetKind::kProbabilities || !(whole || masked) || p.classes > int64_t{1} << 28) {
+    return rows;
+  }
+  CrossEntropyConfig config{};
+  config.kernel = CrossEntropyConfig::Kernel::kStream;
+  config.vec = wide;
+  const int64_t accesses =
+      ceil_div(p.classes + (alignment.all_aligned ? 0 : wide - 1), int64_t{wide});
+  config.lanes = 1;
+  while (config.lanes < kWarp && config.lanes * kStreamHeld < accesses) config.lanes *= 2;
+  config.stages = static_cast<int>(ceil_div(accesses, int64_t{config.lanes} * kStreamHeld));
+  const int64_t room = (device.smem_per_block - kSpareBytes) / kStreamThreadBytes;
+  config.threads = static_cast<int>(std::min<int64_t>(kStreamThreads, room / kWarp * kWarp));
+  config.blocks = device.num_sms;
+  config.reason = config.lanes == kWarp ? "a warp a row, one after the other"
+                                        : "short rows: several a warp, one after the other";
+  // Fewer rows would leave threads idle, or be over before the first loads have paid.
+  const int64_t groups = config.blocks * config.threads / config.lanes;
+  const bool busy = p.rows >= groups && p.rows * config.stages >= 4 * groups;
+  return config.lanes >= kMinLanes && groups > 0 && busy ? config : rows;
 }
 
 // How the forward with gradient cuts the rows up: on chip, shared memory holds a row's logits from
@@ -360,11 +402,11 @@ inline std::string describe(const CrossEntropyGradientConfig& config) {
 }
 
 inline std::string describe(const CrossEntropyConfig& config) {
-  const bool pixels = config.kernel == CrossEntropyConfig::Kernel::kPixels;
-  return std::string(pixels ? "pixels" : "rows") + ", " + std::to_string(config.lanes) +
-         " threads a row, " + std::to_string(config.vec) + " elements an access, " +
-         std::to_string(config.blocks) + " blocks of " + std::to_string(config.threads) + " (" +
-         config.reason + ")";
+  constexpr const char* kKernels[] = {"rows", "pixels", "stream"};
+  return std::string(kKernels[static_cast<int>(config.kernel)]) + ", " +
+         std::to_string(config.lanes) + " threads a row, " + std::to_string(config.vec) +
+         " elements an access, " + std::to_string(config.blocks) + " blocks of " +
+         std::to_string(config.threads) + " (" + config.reason + ")";
 }
 
 void cross_entropy_cpu(const CrossEntropyParams& params);

@@ -73,15 +73,20 @@ struct Label {
   bool valid;  // a class; neither: bad
 };
 
+__device__ __forceinline__ int64_t load_label_value(const CrossEntropyProblem& p, int64_t row) {
+  return p.target_dtype == DType::kUInt8
+             ? static_cast<int64_t>(static_cast<const uint8_t*>(p.target)[row])
+             : static_cast<const int64_t*>(p.target)[row];
+}
+
 // The range is tested in 64 bits, and nothing is read through a bad label.
+__device__ __forceinline__ Label label_of(const CrossEntropyProblem& p, int64_t value) {
+  const bool ignored = value == p.ignore_index;
+  return {value, ignored, !ignored && value >= 0 && value < p.classes};
+}
+
 __device__ __forceinline__ Label load_label(const CrossEntropyProblem& p, int64_t row) {
-  Label label;
-  label.value = p.target_dtype == DType::kUInt8
-                    ? static_cast<int64_t>(static_cast<const uint8_t*>(p.target)[row])
-                    : static_cast<const int64_t*>(p.target)[row];
-  label.ignored = label.value == p.ignore_index;
-  label.valid = !label.ignored && label.value >= 0 && label.value < p.classes;
-  return label;
+  return label_of(p, load_label_value(p, row));
 }
 
 template <class Acc>
@@ -165,12 +170,24 @@ struct RowSums {
   }
 
   // Every lane gets the sums of its warp, all lanes the same bits.
-  __device__ __forceinline__ void merge_warp() {
-    rebase(warp_reduce(max, [](Acc a, Acc b) { return b > a ? b : a; }));
-    sum = warp_reduce(sum, Sum{});
-    if constexpr (kLinear) {
-      linear = warp_reduce(linear, Sum{});
-      mass = warp_reduce(mass, Sum{});
+  __device__ __forceinline__ void merge_warp() { merge_lanes(kWarpSize); }
+
+  // The same among each `lanes` neighbours, a power of two. All lanes of the warp must call.
+  __device__ __forceinline__ void merge_lanes(int lanes) {
+    Acc greatest = max;
+#pragma unroll
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      const Acc other = __shfl_xor_sync(kFullMask, greatest, offset);
+      greatest = other > greatest ? other : greatest;
+    }
+    rebase(greatest);
+#pragma unroll
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(kFullMask, sum, offset);
+      if constexpr (kLinear) {
+        linear += __shfl_xor_sync(kFullMask, linear, offset);
+        mass += __shfl_xor_sync(kFullMask, mass, offset);
+      }
     }
   }
 
@@ -289,6 +306,10 @@ __device__ __forceinline__ void finish_block(const CrossEntropyParams& p, LossSh
 
 // Adds `count` partials up: the second launch of a reduced forward.
 void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream);
+
+// The forward by threads that stay (Kernel::kStream), without the reduction's launch.
+void launch_cross_entropy_fwd_stream(const CrossEntropyParams& p, const CrossEntropyConfig& config,
+                                     cudaStream_t stream);
 
 // The kernels where classes lie apart.
 void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyConfig& config,

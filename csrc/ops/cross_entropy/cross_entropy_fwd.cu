@@ -162,13 +162,15 @@ void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cud
 }
 
 CrossEntropyConfig cross_entropy_fwd_config(const CrossEntropyParams& p) {
-  return choose_cross_entropy_config(p, cross_entropy_alignment(p), current_device_info());
+  return choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), current_device_info());
 }
 
 void launch_cross_entropy_fwd(const CrossEntropyParams& p, const CrossEntropyConfig& config,
                               cudaStream_t stream) {
   if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
     launch_cross_entropy_fwd_pixels(p, config, stream);
+  } else if (config.kernel == CrossEntropyConfig::Kernel::kStream) {
+    launch_cross_entropy_fwd_stream(p, config, stream);
   } else {
     for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
       auto run = [&]<int kVec>() {
