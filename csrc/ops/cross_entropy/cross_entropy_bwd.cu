@@ -10,7 +10,8 @@ namespace {
 // Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride.
 // Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
 // kVec > 1: a scalar head up to the row's first 16-byte boundary (the same in every operand),
-// vectors, a scalar tail.
+// vectors, a scalar tail. Of long rows up to the gradient's first whole line: a warp's stores then
+// fill whole lines.
 template <class T, class Q, TargetKind kKind, int kVec>
 __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T>)
     cross_entropy_bwd_rows_kernel(const CrossEntropyBackwardParams p,
@@ -33,10 +34,8 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
 
     int64_t head = 0;
     if constexpr (kVec > 1) {
-      const int misaligned =
-          static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
-      head = misaligned == 0 ? 0 : kVec - misaligned;
-      if (head > p.classes) head = p.classes;
+      head = scalar_head(dz == nullptr ? z : dz, p.classes,
+                         lanes > kWarpSize ? kLineBytes : kVecBytes);
     }
     const int64_t vectors = (p.classes - head) / kVec;
     for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {

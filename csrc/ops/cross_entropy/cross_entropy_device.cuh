@@ -65,6 +65,16 @@ __device__ __forceinline__ void store_converted(T* destination, const Acc (&valu
   }
 }
 
+constexpr int kLineBytes = 128;
+
+// Elements of a row before its first multiple of `bytes`, a power of two.
+template <class T>
+__device__ __forceinline__ int scalar_head(const T* row, int64_t classes, int bytes) {
+  const int head = static_cast<int>(-reinterpret_cast<uintptr_t>(row) & (bytes - 1)) /
+                   static_cast<int>(sizeof(T));
+  return head < classes ? head : static_cast<int>(classes);
+}
+
 // ---- targets ----
 
 struct Label {

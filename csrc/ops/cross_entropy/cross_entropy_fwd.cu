@@ -47,12 +47,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     Sums sums;
     int head = 0;
     int64_t vectors = 0;
-    if constexpr (kVec > 1) {
-      const int misaligned =
-          static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
-      head = misaligned == 0 ? 0 : kVec - misaligned;
-      if (head > p.classes) head = static_cast<int>(p.classes);
-    }
+    if constexpr (kVec > 1) head = scalar_head(z, p.classes, kVecBytes);
     if (active) vectors = (p.classes - head) / kVec;
     Vec<T, kVec> loaded[kUnroll], next[kUnroll];
     const int64_t step = int64_t{kUnroll} * lanes;

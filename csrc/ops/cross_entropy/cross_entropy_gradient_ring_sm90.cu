@@ -20,11 +20,15 @@ struct Ring {
   int slots;
   int slot_bytes;
 
-  // A slot's worth of a row for each block: no division, and parts that start at whole lines.
+  // A slot's worth of a row for each block: no division, and parts that start at whole lines,
+  // which the stores then fill. Where a group has no thread for each scalar of a line and a vector,
+  // parts start at any vector.
   template <class T>
   __device__ __forceinline__ RowPart<kVecSize<T>> part(const CrossEntropyProblem& p, const T* z,
                                                        int rank) const {
-    return {z, static_cast<int>(p.classes), rank, slot_bytes / kVecBytes};
+    constexpr int kLineWarps = (kLineBytes + kVecBytes) / sizeof(T) / kWarpSize + 1;
+    return {z, static_cast<int>(p.classes), rank, slot_bytes / kVecBytes,
+            warps >= kLineWarps ? kLineBytes : kVecBytes};
   }
 };
 
@@ -137,7 +141,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyGradientParams& p,
     const Label label = load_label(p, row);
     float label_logit = 0;
     if (speaks && label.valid) label_logit = convert<float>(z[label.value]);
-    // There are fewer scalars than lanes of a warp.
+    // There are fewer scalars than threads of a group.
     const bool has_scalar = thread < part.scalars;
     const int scalar_class = part.scalar_class(thread);
     T scalar = convert<T>(0.f);

@@ -12,7 +12,7 @@ struct VectorRange {
 };
 
 // What block `rank` of those that share a row has of it: the rank-th `share` of the row's vectors;
-// the first block also the scalars before the first 16-byte boundary and after the last. A row in
+// the first block also the scalars before the first boundary and after the last vector. A row in
 // shared memory fits 32 bits.
 template <int kVec>
 struct RowPart : VectorRange {
@@ -20,14 +20,10 @@ struct RowPart : VectorRange {
   int scalars;  // of this block
 
   template <class T>
-  __device__ __forceinline__ RowPart(const T* z, int classes, int rank, int share)
+  __device__ __forceinline__ RowPart(const T* z, int classes, int rank, int share,
+                                     int boundary = kVecBytes)
       : VectorRange{0, 0, 0} {
-    if constexpr (kVec > 1) {
-      const int misaligned =
-          static_cast<int>(reinterpret_cast<uintptr_t>(z) % kVecBytes / sizeof(T));
-      head = misaligned == 0 ? 0 : kVec - misaligned;
-      if (head > classes) head = classes;
-    }
+    if constexpr (kVec > 1) head = scalar_head(z, classes, boundary);
     vectors = (classes - head) / kVec;
     first = rank * share < vectors ? rank * share : vectors;
     last = first + share < vectors ? first + share : vectors;
