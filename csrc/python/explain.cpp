@@ -235,7 +235,7 @@ Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool
       row_alignment(p, {{p.input, &p.layout, p.dtype}, {nullptr, &p.layout, p.dtype}});
   Lines lines{
       {"forward", describe(choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), device))},
-      {"grad_input", describe(choose_cross_entropy_config(p, both, device))}};
+      {"grad_input", describe(choose_cross_entropy_bwd_config(p, both, device))}};
   if (!probabilities && p.layout.is_rows() && p.dtype != DType::kFloat16 &&
       gradient_in_forward_pays(p.rows, p.classes, dtype_size(p.dtype))) {
     CrossEntropyGradientParams g{{p}};

@@ -160,7 +160,9 @@ struct CrossEntropyConfig {
   int threads;     // of a block
   int64_t blocks;  // 1: the block walks all rows, and reduces them without a second launch
   const char* reason;
-  int stages;  // kStream: of a row, each kStreamHeld accesses a thread
+  // kStream:
+  int stages;    // of a row, each kStreamHeld accesses a thread
+  int boundary;  // bytes: the first access starts at a row's last multiple of them
 };
 
 // Accesses of a thread in shared memory: two stages, one summed while the other is on its way.
@@ -224,40 +226,75 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
   return config;
 }
 
-// The same for the forward, which has one more kernel: a block an SM that stays, whose groups of up
-// to a warp walk rows of their own with the next accesses always on their way.
+// Many rows have one more kernel: a block an SM that stays, whose groups of up to a warp walk rows
+// of their own with the next accesses always on their way. Leaves `config` as it is where threads
+// would be idle, be over before the first loads have paid, or need more than `max_stages` a row.
+inline void choose_cross_entropy_stream(const CrossEntropyProblem& p, bool all_aligned,
+                                        int64_t max_stages, const DeviceInfo& device,
+                                        CrossEntropyConfig& config) {
+  constexpr int64_t kSpareBytes = 1024;  // the kernel's own shared memory
+  constexpr int kWarp = 32, kMinLanes = 4, kVecBytes = 16;
+  const int64_t size = dtype_size(p.dtype);
+  if (p.dtype == DType::kFloat64 || p.classes > int64_t{1} << 28) return;
+  auto accesses = [&](int boundary) {
+    const bool exact = all_aligned && boundary == kVecBytes;
+    return ceil_div(p.classes * size + (exact ? 0 : boundary - size), int64_t{kVecBytes});
+  };
+  CrossEntropyConfig stream{};
+  stream.kernel = CrossEntropyConfig::Kernel::kStream;
+  stream.vec = static_cast<int>(kVecBytes / size);
+  stream.lanes = 1;
+  while (stream.lanes < kWarp && stream.lanes * kStreamHeld < accesses(kVecBytes)) {
+    stream.lanes *= 2;
+  }
+  auto stages = [&](int boundary) {
+    return ceil_div(accesses(boundary), int64_t{stream.lanes} * kStreamHeld);
+  };
+  stream.stages = static_cast<int>(stages(kVecBytes));
+  // Accesses that start at whole lines, or whole sectors, unless that costs a stage. What lies
+  // before the row is of the group's first access.
+  stream.boundary = std::min(128, stream.lanes * kVecBytes);
+  while (stages(stream.boundary) > stream.stages) stream.boundary /= 2;
+  const int64_t room = (device.smem_per_block - kSpareBytes) / kStreamThreadBytes;
+  stream.threads = static_cast<int>(std::min<int64_t>(kStreamThreads, room / kWarp * kWarp));
+  stream.blocks = device.num_sms;
+  stream.reason = stream.lanes == kWarp ? "a warp a row, one after the other"
+                                        : "short rows: several a warp, one after the other";
+  const int64_t groups = stream.blocks * stream.threads / stream.lanes;
+  const bool busy = p.rows >= groups && p.rows * stream.stages >= 4 * groups;
+  if (stream.lanes >= kMinLanes && stream.stages <= max_stages && groups > 0 && busy) {
+    config = stream;
+  }
+}
+
 inline CrossEntropyConfig choose_cross_entropy_fwd_config(const CrossEntropyProblem& p,
                                                           const CrossEntropyAlignment& alignment,
                                                           const DeviceInfo& device) {
-  constexpr int64_t kSpareBytes = 1024;  // the kernel's own shared memory
-  constexpr int kWarp = 32, kMinLanes = 4;
-  const CrossEntropyConfig rows = choose_cross_entropy_config(p, alignment, device);
-  const int wide = static_cast<int>(16 / dtype_size(p.dtype));
+  CrossEntropyConfig config = choose_cross_entropy_config(p, alignment, device);
   // A row's first and last access may reach beyond it. What lies there is made -inf, which the sums
   // of a smoothed target do not take.
-  const bool whole = alignment.all_aligned && p.classes % wide == 0;
-  const bool masked = p.kind == TargetKind::kLabels && alignment.common_phase;
-  if (rows.kernel != CrossEntropyConfig::Kernel::kRows || p.dtype == DType::kFloat64 ||
-      p.kind == TargetKind::kProbabilities || !(whole || masked) || p.classes > int64_t{1} << 28) {
-    return rows;
+  const int64_t row_bytes = p.classes * dtype_size(p.dtype);
+  const bool whole = alignment.all_aligned && row_bytes % 16 == 0;
+  if (config.kernel == CrossEntropyConfig::Kernel::kRows &&
+      ((p.kind == TargetKind::kLabels && alignment.common_phase) ||
+       (p.kind == TargetKind::kSmoothedLabels && whole))) {
+    choose_cross_entropy_stream(p, alignment.all_aligned, int64_t{1} << 30, device, config);
+    if (p.kind == TargetKind::kSmoothedLabels) config.boundary = 16;
   }
-  CrossEntropyConfig config{};
-  config.kernel = CrossEntropyConfig::Kernel::kStream;
-  config.vec = wide;
-  const int64_t accesses =
-      ceil_div(p.classes + (alignment.all_aligned ? 0 : wide - 1), int64_t{wide});
-  config.lanes = 1;
-  while (config.lanes < kWarp && config.lanes * kStreamHeld < accesses) config.lanes *= 2;
-  config.stages = static_cast<int>(ceil_div(accesses, int64_t{config.lanes} * kStreamHeld));
-  const int64_t room = (device.smem_per_block - kSpareBytes) / kStreamThreadBytes;
-  config.threads = static_cast<int>(std::min<int64_t>(kStreamThreads, room / kWarp * kWarp));
-  config.blocks = device.num_sms;
-  config.reason = config.lanes == kWarp ? "a warp a row, one after the other"
-                                        : "short rows: several a warp, one after the other";
-  // Fewer rows would leave threads idle, or be over before the first loads have paid.
-  const int64_t groups = config.blocks * config.threads / config.lanes;
-  const bool busy = p.rows >= groups && p.rows * config.stages >= 4 * groups;
-  return config.lanes >= kMinLanes && groups > 0 && busy ? config : rows;
+  return config;
+}
+
+// Long rows have enough stores and loads in flight as they are.
+inline CrossEntropyConfig choose_cross_entropy_bwd_config(const CrossEntropyProblem& p,
+                                                          const CrossEntropyAlignment& alignment,
+                                                          const DeviceInfo& device) {
+  constexpr int kMaxStages = 8;
+  CrossEntropyConfig config = choose_cross_entropy_config(p, alignment, device);
+  if (config.kernel == CrossEntropyConfig::Kernel::kRows && p.kind != TargetKind::kProbabilities &&
+      alignment.common_phase) {
+    choose_cross_entropy_stream(p, alignment.all_aligned, kMaxStages, device, config);
+  }
+  return config;
 }
 
 // How the forward with gradient cuts the rows up: on chip, shared memory holds a row's logits from

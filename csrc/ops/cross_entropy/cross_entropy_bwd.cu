@@ -86,11 +86,14 @@ CrossEntropyAlignment backward_alignment(const CrossEntropyBackwardParams& p) {
 }  // namespace
 
 void launch_cross_entropy_bwd(const CrossEntropyBackwardParams& p, cudaStream_t stream) {
+  if (p.grad_input == nullptr && p.grad_target == nullptr) return;
   const CrossEntropyConfig config =
-      choose_cross_entropy_config(p, backward_alignment(p), current_device_info());
+      choose_cross_entropy_bwd_config(p, backward_alignment(p), current_device_info());
   if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
-    launch_cross_entropy_bwd_pixels(p, config, stream);
-    return;
+    return launch_cross_entropy_bwd_pixels(p, config, stream);
+  }
+  if (config.kernel == CrossEntropyConfig::Kernel::kStream) {
+    return launch_cross_entropy_bwd_stream(p, config, stream);
   }
   // No sum over rows here: small problems may use many blocks.
   const int64_t rows_per_block = config.threads / config.lanes;

@@ -317,9 +317,12 @@ __device__ __forceinline__ void finish_block(const CrossEntropyParams& p, LossSh
 // Adds `count` partials up: the second launch of a reduced forward.
 void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream);
 
-// The forward by threads that stay (Kernel::kStream), without the reduction's launch.
+// The kernels of threads that stay; the forward without the reduction's launch.
 void launch_cross_entropy_fwd_stream(const CrossEntropyParams& p, const CrossEntropyConfig& config,
                                      cudaStream_t stream);
+
+void launch_cross_entropy_bwd_stream(const CrossEntropyBackwardParams& p,
+                                     const CrossEntropyConfig& config, cudaStream_t stream);
 
 // The kernels where classes lie apart.
 void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyConfig& config,
@@ -389,6 +392,18 @@ struct RowGradient {
       mass += Acc(2) * static_cast<Acc>(p.z_loss) * (max + log(sum));
     }
     mass_by_sum = mass / sum;
+  }
+
+  // That of lane `from` of each `lanes` neighbours. All lanes of the warp must call.
+  __device__ __forceinline__ RowGradient of_lane(int from, int lanes) const {
+    RowGradient other = *this;
+    other.max = __shfl_sync(kFullMask, max, from, lanes);
+    other.sum = __shfl_sync(kFullMask, sum, from, lanes);
+    other.grad = __shfl_sync(kFullMask, grad, from, lanes);
+    other.mass_by_sum = __shfl_sync(kFullMask, mass_by_sum, from, lanes);
+    other.label = __shfl_sync(kFullMask, label, from, lanes);
+    other.zero = __shfl_sync(kFullMask, static_cast<int>(zero), from, lanes) != 0;
+    return other;
   }
 
   __device__ __forceinline__ Acc distance(Acc z) const { return z - max; }

@@ -1,65 +1,12 @@
 // Forward by blocks that stay: a group of up to a warp walks rows of its own, with the next
-// accesses, of this row or of the next, always on their way to shared memory. A thread reads only
-// what it has copied itself, so nobody waits for anybody but at the meeting of a row's sums, and
-// what a row ends with is done for a group's worth of rows at once.
-#include "device/access.cuh"
+// accesses, of this row or of the next, always on their way to shared memory. What a row ends with
+// is done for a group's worth of rows at once.
 #include "device/dependent_launch.cuh"
-#include "device/mma_sm80.cuh"
 #include "host/launch.h"
-#include "ops/cross_entropy/cross_entropy_held.cuh"
+#include "ops/cross_entropy/cross_entropy_stream.cuh"
 
 namespace warpwright {
 namespace {
-
-// A row from the 16-byte boundary at or before its first element on.
-template <class T>
-struct StreamRow {
-  const T* start;
-  int lead;  // elements before the row
-  int span;  // `lead` and the row's own; 0: no row
-
-  __device__ __forceinline__ StreamRow(const CrossEntropyProblem& p, int64_t row, bool present)
-      : start(static_cast<const T*>(p.input)), lead(0), span(0) {
-    if (present) {
-      start += row_offset(p.layout, row);
-      lead = static_cast<int>(reinterpret_cast<uintptr_t>(start) % kVecBytes / sizeof(T));
-      start -= lead;
-      span = lead + static_cast<int>(p.classes);
-    }
-  }
-};
-
-// A thread's places for a stage: place i, of vector first + i * lanes of its row, is kWarpSize
-// vectors behind place i - 1.
-template <class T>
-struct StreamStage {
-  Vec<T, kVecSize<T>>* places;
-  int first;  // vector of the row
-
-  __device__ __forceinline__ StreamStage(Vec<T, kVecSize<T>>* held, int slot, int stage, int lane,
-                                         int lanes)
-      : places(held + slot * kStreamHeld * kWarpSize), first(stage * kStreamHeld * lanes + lane) {}
-};
-
-// Sends for the part of a row. Of its last vector only what is the row's is read.
-template <class T>
-__device__ __forceinline__ void fetch(const StreamRow<T>& row, const StreamStage<T>& stage,
-                                      int lanes) {
-  constexpr int kVec = kVecSize<T>;
-  const int whole = static_cast<unsigned>(row.span) / kVec - stage.first;
-  const int rest = static_cast<unsigned>(row.span) % kVec * sizeof(T);
-  const T* source = row.start + int64_t{stage.first} * kVec;
-  const uint32_t places = smem_address(stage.places);
-#pragma unroll
-  for (int i = 0; i < kStreamHeld; ++i) {
-    cp_async_if(i * lanes < whole, places + i * kWarpSize * kVecBytes, source + i * lanes * kVec);
-  }
-  if (rest != 0 && whole >= 0 && whole < kStreamHeld * lanes && (whole & (lanes - 1)) == 0) {
-    const int place = whole >> (__ffs(lanes) - 1);
-    cp_async<kVecBytes>(places + place * kWarpSize * kVecBytes, source + whole * kVec, rest);
-  }
-  cp_async_commit();
-}
 
 // Makes all that is not the row's -inf, once the copies have landed.
 template <class T>
@@ -67,8 +14,12 @@ __device__ __forceinline__ void mask(const StreamRow<T>& row, const StreamStage<
                                      int lanes) {
   constexpr int kVec = kVecSize<T>;
   const T nothing = convert<T>(-infinity(0.f));
-  if (stage.first == 0) {
-    for (int j = 0; j < row.lead; ++j) stage.places[0].data[j] = nothing;
+  const int before = row.lead - stage.first * kVec;
+  if (before > 0) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      if (j < before) stage.places[0].data[j] = nothing;
+    }
   }
   int own = row.span - (stage.first + (kStreamHeld - 1) * lanes) * kVec;
   for (int i = kStreamHeld - 1; i >= 0 && own < kVec; --i, own += lanes * kVec) {
@@ -130,31 +81,22 @@ __device__ __forceinline__ RowSums<T, kKind> sum_stage(const CrossEntropyProblem
 }
 
 // Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r), anywhere.
-// Grid: as many blocks as SMs; `lanes` threads are a group and have a run of rows, the same number
-// each or one more. Shared memory, in vectors: (warp, slot, place, lane).
+// Grid: as many blocks as SMs; `lanes` threads are a group and have a run of rows, each of
+// `stages`.
 template <class T, TargetKind kKind>
 __global__ void __launch_bounds__(kStreamThreads, 1)
     cross_entropy_fwd_stream_kernel(const CrossEntropyParams p, const Smoothing<float> smoothing,
-                                    int lanes, int stages) {
+                                    int lanes, int stages, int boundary) {
   static_assert(kStreamSlots == 2);
   extern __shared__ uint4 storage[];
   __shared__ float shared_share[kStreamThreads / kWarpSize];
   if (gridDim.x > 1 && p.reduction != Reduction::kNone) let_next_kernel_start();
 
-  // Groups with a row more are spread over the blocks, and come first in each warp.
-  const int lane = threadIdx.x & (lanes - 1);
-  const int64_t group = int64_t{threadIdx.x / lanes} * gridDim.x + blockIdx.x;
-  const int64_t groups = int64_t{blockDim.x / lanes} * gridDim.x;
-  const int64_t each = p.rows / groups, more = p.rows % groups;
-  const int64_t first_row = group * each + (group < more ? group : more);
-  const int64_t own_rows = each + (group < more ? 1 : 0);
-  const int64_t turns = __shfl_sync(kFullMask, own_rows, 0);
-
-  auto* held = reinterpret_cast<Vec<T, kVecSize<T>>*>(storage) +
-               threadIdx.x / kWarpSize * kStreamSlots * kStreamHeld * kWarpSize +
-               threadIdx.x % kWarpSize;
+  const StreamTurns own(p.rows, lanes);
+  const int lane = own.lane;
+  auto* held = stream_places<T>(storage);
   auto label_value = [&](int64_t i) {
-    return i < own_rows ? load_label_value(p, first_row + i) : p.ignore_index;
+    return i < own.rows ? load_label_value(p, own.first_row + i) : p.ignore_index;
   };
 
   LossShare<float> total;
@@ -162,10 +104,10 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   Label label{-1, true, false};
   float label_logit = 0;
   int64_t next_label = label_value(lane);
-  StreamRow<T> coming(p, first_row, own_rows > 0);
+  StreamRow<T> coming(p, own.first_row, own.rows > 0, boundary);
   int slot = 0;
   fetch(coming, StreamStage<T>(held, slot, 0, lane, lanes), lanes);
-  for (int64_t i = 0; i < turns; ++i) {
+  for (int64_t i = 0; i < own.turns; ++i) {
     const int turn = static_cast<int>(i & (lanes - 1));
     if (turn == 0) {
       label = label_of(p, next_label);
@@ -178,7 +120,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       int next = stage + 1;
       if (next == stages) {
         next = 0;
-        coming = StreamRow<T>(p, first_row + i + 1, i + 1 < own_rows);
+        coming = StreamRow<T>(p, own.first_row + i + 1, i + 1 < own.rows, boundary);
       }
       fetch(coming, StreamStage<T>(held, slot ^ 1, next, lane, lanes), lanes);
       cp_async_wait<1>();
@@ -196,11 +138,11 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       kept = sums;
       label_logit = convert<float>(at_label);
     }
-    if (turn == lanes - 1 || i + 1 == turns) {
+    if (turn == lanes - 1 || i + 1 == own.turns) {
       const int64_t mine = i - turn + lane;
-      if (lane <= turn && mine < own_rows) {
+      if (lane <= turn && mine < own.rows) {
         const LossShare<float> share =
-            finish_row<T, kKind>(p, smoothing, first_row + mine, label, label_logit, kept);
+            finish_row<T, kKind>(p, smoothing, own.first_row + mine, label, label_logit, kept);
         total.loss += share.loss;
         total.weight += share.weight;
       }
@@ -213,26 +155,11 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
 void launch_cross_entropy_fwd_stream(const CrossEntropyParams& p, const CrossEntropyConfig& config,
                                      cudaStream_t stream) {
-  auto run = [&]<class T, TargetKind kKind>() {
+  for_stream(p, [&]<class T, TargetKind kKind>() {
     launch(cross_entropy_fwd_stream_kernel<T, kKind>, dim3(static_cast<unsigned>(config.blocks)),
            dim3(config.threads), config.threads * kStreamThreadBytes, stream, p,
-           Smoothing<float>(p), config.lanes, config.stages);
-  };
-  auto of_type = [&]<class T>() {
-    if (p.kind == TargetKind::kSmoothedLabels) {
-      run.template operator()<T, TargetKind::kSmoothedLabels>();
-    } else {
-      run.template operator()<T, TargetKind::kLabels>();
-    }
-  };
-  switch (p.dtype) {
-    case DType::kBFloat16:
-      return of_type.template operator()<bf16>();
-    case DType::kFloat16:
-      return of_type.template operator()<half>();
-    default:
-      return of_type.template operator()<float>();
-  }
+           Smoothing<float>(p), config.lanes, config.stages, config.boundary);
+  });
 }
 
 }  // namespace warpwright
