@@ -12,18 +12,24 @@
 
 namespace warpwright {
 
-// kExact: to the last bits of a float, else to those of 16-bit (and TF32) results, 2^-21.
-template <bool kExact, class Acc>
+// What the result's rounding hides: nothing, an error of 2^-21 (TF32 operands), one of 2^-13 of
+// the tails of Phi (16-bit results).
+enum class Rounding { kFull, kTf32, k16Bits };
+
+template <class T>
+constexpr Rounding kRoundingOf = sizeof(T) == 2 ? Rounding::k16Bits : Rounding::kFull;
+
+template <Rounding kRounding, class Acc>
 __device__ __forceinline__ Acc exp_within(Acc x) {
-  if constexpr (kExact) {
+  if constexpr (kRounding == Rounding::kFull) {
     return exp(x);
   } else {
     return ex2_approx(x * kLog2E);
   }
 }
-template <bool kExact, class Acc>
+template <Rounding kRounding, class Acc>
 __device__ __forceinline__ Acc divide_within(Acc a, Acc b) {
-  if constexpr (kExact) {
+  if constexpr (kRounding == Rounding::kFull) {
     return a / b;
   } else {
     return __fdividef(a, b);  // 0 for b beyond 2^126, NaN for inf / inf
@@ -31,23 +37,33 @@ __device__ __forceinline__ Acc divide_within(Acc a, Acc b) {
 }
 
 // Phi(z), the standard normal distribution. Not exact: log2 Phi(-a) is a smooth, falling function
-// of a >= 0, here its minimax polynomial on [0, 6] with the value at 0 and the fall beyond 6 kept.
-// Phi is within 2^-23, z Phi(z) within 2^-24, without a branch (erff has one for each element).
-template <bool kExact, class Acc>
+// of a >= 0, here a minimax polynomial that goes on falling, without a branch (erff has one for
+// each element). TF32: Phi is within 2^-23, z Phi(z) within 2^-24. 16 bits: Phi(-a) is within 2^-13
+// of itself, or a Phi(-a) within 2^-30.
+template <Rounding kRounding, class Acc>
 __device__ __forceinline__ Acc normal_cdf(Acc z) {
-  if constexpr (kExact) {
+  if constexpr (kRounding == Rounding::kFull) {
     constexpr Acc kRootHalf = Acc(0.70710678118654752440);
     return Acc(0.5) * erfc(-z * kRootHalf);  // 1 + erf would cancel where z is negative
   } else {
     const float a = fabsf(z);
-    float log2_tail = fmaf(-1.6708927e-6f, a, 2.5257568e-5f);
-    log2_tail = fmaf(log2_tail, a, -1.1813514e-4f);
-    log2_tail = fmaf(log2_tail, a, -3.0393573e-4f);
-    log2_tail = fmaf(log2_tail, a, 7.285519e-3f);
-    log2_tail = fmaf(log2_tail, a, -5.2652903e-2f);
-    log2_tail = fmaf(log2_tail, a, -4.591556e-1f);
-    log2_tail = fmaf(log2_tail, a, -1.1511114f);
-    log2_tail = fmaf(log2_tail, a, -1.0f);
+    float log2_tail;
+    if constexpr (kRounding == Rounding::kTf32) {
+      log2_tail = fmaf(-1.6708927e-6f, a, 2.5257568e-5f);
+      log2_tail = fmaf(log2_tail, a, -1.1813514e-4f);
+      log2_tail = fmaf(log2_tail, a, -3.0393573e-4f);
+      log2_tail = fmaf(log2_tail, a, 7.285519e-3f);
+      log2_tail = fmaf(log2_tail, a, -5.2652903e-2f);
+      log2_tail = fmaf(log2_tail, a, -4.591556e-1f);
+      log2_tail = fmaf(log2_tail, a, -1.1511114f);
+      log2_tail = fmaf(log2_tail, a, -1.0f);
+    } else {
+      log2_tail = fmaf(-2.9674276e-4f, a, 5.5864151e-3f);
+      log2_tail = fmaf(log2_tail, a, -4.7394444e-2f);
+      log2_tail = fmaf(log2_tail, a, -4.6530407e-1f);
+      log2_tail = fmaf(log2_tail, a, -1.1486071f);
+      log2_tail = fmaf(log2_tail, a, -1.0001633f);
+    }
     const float tail = ex2_approx(log2_tail);
     return z < 0.0f ? tail : 1.0f - tail;  // NaN is not below 0 and stays
   }
@@ -76,7 +92,7 @@ struct SigmoidPolynomial {
   }
 };
 
-template <bool kExact, int kCount, class Acc>
+template <Rounding kRounding, int kCount, class Acc>
 __device__ __forceinline__ void activate(Activation activation, Acc* values) {
   if (activation == Activation::kNone) return;
   if (activation == Activation::kRelu) {
@@ -87,19 +103,37 @@ __device__ __forceinline__ void activate(Activation activation, Acc* values) {
     }
   } else if (activation == Activation::kGelu) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] *= normal_cdf<kExact>(values[i]);
-  } else {
-    const SigmoidPolynomial<Acc> argument(activation);
+    for (int i = 0; i < kCount; ++i) values[i] *= normal_cdf<kRounding>(values[i]);
+  } else if (activation == Activation::kSilu) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const Acc e = exp_within<kExact>(-argument(values[i]));
-      values[i] = divide_within<kExact>(values[i], Acc(1) + e);
+      const Acc e = exp_within<kRounding>(-values[i]);
+      values[i] = divide_within<kRounding>(values[i], Acc(1) + e);
+    }
+  } else {
+    // No bound: without zeros among the constants z^2 = infinity leaves the sigmoid 0 or 1.
+    constexpr bool kFull = kRounding == Rounding::kFull;
+    constexpr SigmoidArgument kArgument = sigmoid_argument(Activation::kGeluTanh);
+    constexpr double kScale = kFull ? -1.0 : -double{kLog2E};
+    constexpr Acc kLinear = static_cast<Acc>(kScale * kArgument.linear);
+    constexpr Acc kCubic = static_cast<Acc>(kScale * kArgument.cubic);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Acc z = values[i];
+      const Acc exponent = z * (kLinear + kCubic * (z * z));
+      Acc e;
+      if constexpr (kFull) {
+        e = exp(exponent);
+      } else {
+        e = ex2_approx(exponent);
+      }
+      values[i] = divide_within<kRounding>(z, Acc(1) + e);
     }
   }
 }
 
 // gradients[i] *= the activation's derivative at kept[i]: its argument, for relu the result.
-template <bool kExact, int kCount, class Acc>
+template <Rounding kRounding, int kCount, class Acc>
 __device__ __forceinline__ void activate_backward(Activation activation, const Acc* kept,
                                                   Acc* gradients) {
   if (activation == Activation::kRelu) {
@@ -110,16 +144,16 @@ __device__ __forceinline__ void activate_backward(Activation activation, const A
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const Acc z = kept[i];
-      const Acc pdf = exp_within<kExact>(Acc(-0.5) * z * z) * kOneOverRootTwoPi;
-      gradients[i] *= normal_cdf<kExact>(z) + z * pdf;
+      const Acc pdf = exp_within<kRounding>(Acc(-0.5) * z * z) * kOneOverRootTwoPi;
+      gradients[i] *= normal_cdf<kRounding>(z) + z * pdf;
     }
   } else if (activation != Activation::kNone) {
     const SigmoidPolynomial<Acc> argument(activation);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const Acc z = kept[i];
-      const Acc e = exp_within<kExact>(-argument(z));
-      const Acc s = divide_within<kExact>(Acc(1), Acc(1) + e);
+      const Acc e = exp_within<kRounding>(-argument(z));
+      const Acc s = divide_within<kRounding>(Acc(1), Acc(1) + e);
       const Acc rest = e <= Acc(1) ? e * s : Acc(1) - s;  // 1 - s, without cancellation
       gradients[i] *= s * (Acc(1) + z * rest * argument.derivative(z));
     }

@@ -1,6 +1,7 @@
 // From a warpgroup's accumulators to memory. 16-bit D: bias, activation, one rounding, stmatrix
-// into a swizzled 64 x 64 buffer, TMA store, two buffers in turn; or, where TMA cannot address D
-// (rows that are not multiples of 16 bytes), element stores from the same buffer. fp32 D and
+// into a swizzled 64 x 64 buffer, TMA store, two buffers in turn, or one for D and one for the
+// pre-activation; where TMA cannot address D (rows that are not multiples of 16 bytes), element
+// stores from the same buffers. fp32 D and
 // split-K parts leave the registers directly: four neighbours fill a 32-byte sector. D may add to
 // what is there.
 // Bound: with ping-pong the time of the other warpgroup's mainloop, 8000 cycles at k = 1024.
@@ -18,7 +19,8 @@
 namespace warpwright {
 
 struct OutputSm90 {
-  CUtensorMap map;      // of d: boxes of 64 x 64; valid if use_tma
+  CUtensorMap map;  // of d: boxes of 64 x 64; valid if use_tma
+  CUtensorMap preactivation_map;
   void* d;              // (m, n), row-major, or its parts (splits, m, n)
   void* preactivation;  // like d: D before the activation; null: not wanted
   bool use_tma;         // rows of d and preactivation start at multiples of 16 bytes
@@ -91,24 +93,21 @@ struct EpilogueSm90 {
         if (col >= output.n) break;
         float* values = &d[chunk * 32];
         add_bias<8>(values, &bias.pairs[chunk * 8], output);
-        acquire_buffer(output);
+        acquire_buffers(output);
         if (output.preactivation != nullptr) {
-          // Past TMA, whose queue is full of loads: the buffer is free again at once.
-          write_buffer(values);
-          if (output.use_tma) {
-            copy_rows_wide(output, output.preactivation, first_row, col);
-          } else {
-            copy_rows(output, output.preactivation, first_row, col);
+          write_buffer(preactivation_buffer(), values);
+          if (!output.use_tma) {
+            copy_rows(preactivation_buffer(), output, output.preactivation, first_row, col);
           }
         }
-        activate<false, 32>(output.activation, values);
-        write_buffer(values);
+        activate<Rounding::k16Bits, 32>(output.activation, values);
+        write_buffer(buffer(), values);
         if (output.use_tma) {
-          send_buffer(output, first_row, col);
+          send_buffers(output, first_row, col);
         } else {
-          copy_rows(output, output.d, first_row, col);
+          copy_rows(buffer(), output, output.d, first_row, col);
         }
-        offset ^= kBufferBytes;
+        if (output.preactivation == nullptr) offset ^= kBufferBytes;
       }
     }
   }
@@ -132,26 +131,38 @@ struct EpilogueSm90 {
     }
   }
 
-  // After it the buffer may be written: the TMA store of two chunks ago has read it. Without TMA a
-  // warp has its 16 rows of the buffer to itself.
-  __device__ __forceinline__ void acquire_buffer(const OutputSm90& output) const {
+  // With a pre-activation D's is always the first.
+  __device__ __forceinline__ uint32_t buffer() const { return buffers + offset; }
+  __device__ __forceinline__ uint32_t preactivation_buffer() const {
+    return buffers + kBufferBytes;
+  }
+
+  // After it the chunk's buffers may be written: the TMA stores of two chunks ago, or both of the
+  // last one, have read them. Without TMA a warp has its 16 rows of the buffers to itself.
+  __device__ __forceinline__ void acquire_buffers(const OutputSm90& output) const {
     if (!output.use_tma) return;
-    if (threadIdx.x % 128 == 0) tma_store_wait_read<1>();
+    if (threadIdx.x % 128 == 0) {
+      if (output.preactivation != nullptr) {
+        tma_store_wait_read<0>();
+      } else {
+        tma_store_wait_read<1>();
+      }
+    }
     named_barrier_sync(barrier, 128);
   }
 
   // Of 16 bytes, with the 128-byte swizzle: an exclusive or of their number and the row's.
-  __device__ __forceinline__ uint32_t buffer_address(int row, int chunk) const {
-    return buffers + offset + row * 128 + ((chunk ^ row % 8) << 4);
+  __device__ __forceinline__ static uint32_t buffer_address(uint32_t buffer, int row, int chunk) {
+    return buffer + row * 128 + ((chunk ^ row % 8) << 4);
   }
 
   // A warp's 16 rows of 64 columns.
-  __device__ __forceinline__ void write_buffer(const float* d) const {
+  __device__ __forceinline__ static void write_buffer(uint32_t buffer, const float* d) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
     // 8-15 of the left 8 columns, then of the right; 32 bytes on the next four.
     const int row = warp_row() + lane % 16;
-    const uint32_t address = buffer_address(row, lane / 16);
+    const uint32_t address = buffer_address(buffer, row, lane / 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float* v = d + j * 8;
@@ -161,44 +172,23 @@ struct EpilogueSm90 {
     }
   }
 
-  __device__ __forceinline__ void send_buffer(const OutputSm90& output, int first_row,
-                                              int first_col) const {
+  // D's buffer, and the pre-activation's if it is wanted.
+  __device__ __forceinline__ void send_buffers(const OutputSm90& output, int first_row,
+                                               int first_col) const {
     fence_proxy_async();
     named_barrier_sync(barrier, 128);
     if (threadIdx.x % 128 == 0) {
-      tma_store_2d(&output.map, first_col, first_row, buffers + offset);
+      tma_store_2d(&output.map, first_col, first_row, buffer());
+      if (output.preactivation != nullptr) {
+        tma_store_2d(&output.preactivation_map, first_col, first_row, preactivation_buffer());
+      }
       tma_store_commit();
     }
   }
 
-  // A warp's 16 rows of the buffer, 16 bytes a lane: four whole rows of 128 bytes at a time.
-  __device__ __forceinline__ void copy_rows_wide(const OutputSm90& output, void* to, int first_row,
-                                                 int first_col) const {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int row = warp_row() + lane / 8;
-    const int col = first_col + lane % 8 * 8;
-    const int rows = output.m - first_row - row;
-    T* target = static_cast<T*>(to) + int64_t{first_row + row} * output.pitch + col;
-    __syncwarp();
-    const uint32_t address = buffer_address(row, lane % 8);
-    Vec<uint32_t, 4> values[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 v = load_shared_u128((address ^ (i % 2 * 64)) + i * 512);
-      values[i] = {v.x, v.y, v.z, v.w};
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i * 4 < rows && col < output.n) {
-        store_vec_global(reinterpret_cast<uint32_t*>(target + i * 4 * output.pitch), values[i]);
-      }
-    }
-    __syncwarp();
-  }
-
-  // The same element by element: 64 bytes of a row at a time.
-  __device__ __forceinline__ void copy_rows(const OutputSm90& output, void* to, int first_row,
-                                            int first_col) const {
+  // A warp's 16 rows of a buffer, element by element: 64 bytes of a row at a time.
+  __device__ __forceinline__ static void copy_rows(uint32_t buffer, const OutputSm90& output,
+                                                   void* to, int first_row, int first_col) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     first_row += warp_row();
     uint16_t* target = static_cast<uint16_t*>(to) + first_row * output.pitch + first_col + lane;
@@ -211,7 +201,7 @@ struct EpilogueSm90 {
 #pragma unroll
       for (int half_row = 0; half_row < 2; ++half_row) {
         const int byte = half_row * 64 + lane * 2;
-        const uint16_t value = load_shared_u16(buffer_address(row, byte / 16) + byte % 16);
+        const uint16_t value = load_shared_u16(buffer_address(buffer, row, byte / 16) + byte % 16);
         if (half_row * 32 < cols) target[half_row * 32] = value;
       }
       target += output.pitch;
@@ -229,7 +219,7 @@ struct EpilogueSm90 {
       if (output.preactivation != nullptr) {
         write_fp32(d, output, output.preactivation, 0, first_row, first_col);
       }
-      activate<false, kRegs>(output.activation, d);
+      activate<Rounding::kTf32, kRegs>(output.activation, d);
     }
     write_fp32(d, output, output.d, split, first_row, first_col);
   }

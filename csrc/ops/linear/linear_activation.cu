@@ -33,7 +33,8 @@ struct ActivationGradientColumns {
       v[i] = convert<Acc>(loaded.dy.data[i]);
       z[i] = convert<Acc>(loaded.kept.data[i]);
     }
-    activate_backward<(sizeof(T) > 2), kVec>(activation, z, v);
+    constexpr Rounding kRounding = sizeof(T) > 2 ? Rounding::kFull : Rounding::kTf32;
+    activate_backward<kRounding, kVec>(activation, z, v);
     Vec<T, kVec> result;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) result[i] = convert<T>(v[i]);

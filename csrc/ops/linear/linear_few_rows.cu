@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) few_rows_kernel(const FewRowsParams 
   if (p.bias != nullptr) sum[0] += p.bias[first_col + col];
   const int64_t offset = row * p.pitch + first_col + col;
   if (p.preactivation != nullptr) p.preactivation[offset] = sum[0];
-  activate<true, 1>(p.activation, sum);
+  activate<Rounding::kFull, 1>(p.activation, sum);
   p.d[offset] = sum[0];
 }
 

@@ -65,7 +65,7 @@ struct ActivationOutput : MatrixOutput<T> {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sums[i] = values[i] + this->bias[i];
       if (preactivation != nullptr) this->write(preactivation + row * this->ld, sums);
-      activate<(sizeof(T) > 2), kVec>(activation, sums);
+      activate<kRoundingOf<T>, kVec>(activation, sums);
       this->write(this->pointer + row * this->ld, sums);
     }
   };

@@ -185,6 +185,9 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     if (threadIdx.x == 0) {
       p.operands.prefetch();
       if (p.output.use_tma) prefetch_tensor_map(&p.output.map);
+      if (p.output.use_tma && p.output.preactivation != nullptr) {
+        prefetch_tensor_map(&p.output.preactivation_map);
+      }
       loop.init(p.operands.arrivals());
     }
     if constexpr (Tile::kCluster > 1) {
@@ -320,7 +323,11 @@ void launch_gemm_sm90_kernel(const GemmParams& p, const Loading& operands, int s
   output.pairs = (p.n | output.pitch) % 2 == 0 && address % (output.fp32 ? 8 : 4) == 0;
   output.use_tma = !output.fp32 && output.pitch * sizeof(T) % 16 == 0 && address % 16 == 0;
   if (output.use_tma) {
-    output.map = make_tensor_map({p.dtype, false, output.d, p.n, p.m, output.pitch, 64, 64});
+    auto map = [&](void* matrix) {
+      return make_tensor_map({p.dtype, false, matrix, p.n, p.m, output.pitch, 64, 64});
+    };
+    output.map = map(output.d);
+    if (output.preactivation != nullptr) output.preactivation_map = map(output.preactivation);
   }
 
   const int64_t clusters = std::min<int64_t>(params.grid.num_blocks(), num_sms / Tile::kCluster);
