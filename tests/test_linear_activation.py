@@ -148,6 +148,20 @@ def test_kept_preactivation(device, dtype, form):
         assert_same(z, F.linear(*inputs))
 
 
+@pytest.mark.parametrize("form", SMOOTH)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_argument(device, low, form):
+    """The kernels work these results out only as far as their rounding shows."""
+    z = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.int16).view(low)
+    z = z[z.isfinite()].reshape(-1, 64)
+    output = FORMS[form][0](z, torch.eye(64, dtype=low, device=device)).double()
+    wide = z.double()
+    exact = wide * torch.erfc(-wide * 0.5**0.5) / 2 if form == "gelu" else FORMS[form][1](wide)
+    info = torch.finfo(low)
+    ulp = info.eps * exact.abs().clamp(min=info.tiny).log2().floor().exp2()
+    assert ((output - exact).abs() <= 0.75 * ulp + 2.0**-28).all()
+
+
 @ALL
 @pytest.mark.parametrize("shape", [((2, 0), 3, 4), ((3,), 0, 4), ((3,), 4, 0), ((0,), 0, 0)])
 def test_empty(device, dtype, shape, form):

@@ -39,7 +39,7 @@ __device__ __forceinline__ Acc divide_within(Acc a, Acc b) {
 // Phi(z), the standard normal distribution. Not exact: log2 Phi(-a) is a smooth, falling function
 // of a >= 0, here a minimax polynomial that goes on falling, without a branch (erff has one for
 // each element). TF32: Phi is within 2^-23, z Phi(z) within 2^-24. 16 bits: Phi(-a) is within 2^-13
-// of itself, or a Phi(-a) within 2^-30.
+// of itself, or a Phi(-a) within 2^-29.
 template <Rounding kRounding, class Acc>
 __device__ __forceinline__ Acc normal_cdf(Acc z) {
   if constexpr (kRounding == Rounding::kFull) {

@@ -125,9 +125,9 @@ struct EpilogueSm90 {
     if (output.bias == nullptr) return;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      const auto pair = reinterpret_cast<const Vec<T, 2>&>(bias[i]);
+      const auto pair = widen(reinterpret_cast<const Vec<T, 2>&>(bias[i]));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) values[i * 4 + e] += convert<float>(pair[e % 2]);
+      for (int e = 0; e < 4; ++e) values[i * 4 + e] += pair[e % 2];
     }
   }
 
@@ -271,8 +271,9 @@ struct EpilogueSm90 {
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          d[(first + i) * 2] += convert<float>(old[i][0]);
-          d[(first + i) * 2 + 1] += convert<float>(old[i][1]);
+          const auto pair = widen(old[i]);
+          d[(first + i) * 2] += pair[0];
+          d[(first + i) * 2 + 1] += pair[1];
         }
       }
     };
