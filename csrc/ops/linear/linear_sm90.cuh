@@ -222,6 +222,8 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
         }
         const auto bias =
             Store::template load_bias<Tile::kRegs>(p.output, first_n<Tile>(tile, rank));
+        Store::template prefetch_old<Tile::kRows, Tile::kBlkN>(
+            p.output, first_m<Tile>(tile, rank) + first_row, first_n<Tile>(tile, rank));
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         loop.consume(d, k_tiles, first_row, cursor);
         if (Tile::kPingPong && p.num_blocks - block > stride) {
