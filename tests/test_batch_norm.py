@@ -20,7 +20,8 @@ from warpwright.testing import (
     max_error,
 )
 
-# 2-D to 5-D; channels and planes with and without a tail; one channel; more rows than a block.
+# 2-D to 5-D; channels and planes with and without a tail; one channel; more rows than a block; the
+# last one small planes that all start alike, whose values a GPU stores one a thread.
 SHAPES = [
     (7, 5),
     (16, 64),
@@ -30,6 +31,7 @@ SHAPES = [
     (2, 3, 4, 5, 3),
     (5, 1, 6, 6),
     (6, 8, 7, 7),
+    (21, 16, 7, 7),
 ]
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 # On a GPU: channels that a block holds, and from the last two on channels that it doesn't.

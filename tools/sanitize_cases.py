@@ -113,8 +113,15 @@ def batch_norm_relu_max_pool2d_cases():
 
 def batch_norm_cases():
     for name, layout in FORMATS.items():
-        # The last one is more than a block holds, in planes that start and end inside vectors.
-        for shape in ((3, 5, 7, 9), (2, 33, 17, 16), (65, 3, 1, 1), (20, 3, 61, 61)):
+        # Small planes that all start alike; the last one is more than a block holds, in planes that
+        # start and end inside vectors.
+        for shape in (
+            (3, 5, 7, 9),
+            (2, 33, 17, 16),
+            (65, 3, 1, 1),
+            (11, 16, 5, 5),
+            (20, 3, 61, 61),
+        ):
             x = rand(*shape).contiguous(memory_format=layout)
             c = shape[1]
             for training in (True, False):

@@ -130,6 +130,7 @@ struct ResultsOf {
 template <class T, int V, bool kAdd = false, bool kRelu = false>
 struct ForwardOf {
   using A = Accum<T>;
+  using OfOne = ForwardOf<T, 1, kAdd, kRelu>;   // for a vector of one value
   static constexpr int kInputs = kAdd ? 2 : 1;  // x, residual
   static constexpr Gate kGate = Gate::kOpen;
   static constexpr bool kWritesMask = kAdd && kRelu, kWritesGated = false;
@@ -149,6 +150,7 @@ struct ForwardOf {
 template <class T, int V, bool kTraining, Gate kGateOf = Gate::kOpen>
 struct BackwardOf {
   using A = Accum<T>;
+  using OfOne = BackwardOf<T, 1, kTraining, kGateOf>;
   static constexpr Gate kGate = kGateOf;
   static constexpr int kInputs = kTraining || kGate == Gate::kSign ? 2 : 1;  // dout, x
   static constexpr bool kWritesMask = false, kWritesGated = kGate != Gate::kOpen;

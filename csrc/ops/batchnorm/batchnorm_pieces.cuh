@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device/access.cuh"
+#include "device/reduce.cuh"
 #include "ops/batchnorm/batchnorm_device.cuh"
 
 namespace warpwright {
@@ -36,6 +37,10 @@ struct PlanesShape {
   int64_t batch, channels, spatial, elements;  // elements: of the whole tensor
   int64_t vectors;                             // a channel
   int64_t vectors_per_plane;
+  int64_t image;                    // elements of one
+  int64_t whole;                    // vectors that a plane's elements would fill,
+  int tail;                         // and the elements behind them
+  int64_t step_planes, step_slots;  // a step of kPlanesThreads vectors
   int64_t splits, vectors_per_split;
   // The second pass's blocks: whole planes of one channel from a group of neighbouring images, or
   // a part of a plane that is too large for one.
@@ -50,8 +55,13 @@ struct PlanesShape {
         spatial(e.spatial),
         elements(e.count() * e.channels),
         vectors_per_plane(batch_norm_plane_vectors(e.spatial, config.vec)),
+        image(e.channels * e.spatial),
+        whole(e.spatial / config.vec),
+        tail(static_cast<int>(e.spatial % config.vec)),
         splits(config.splits) {
     vectors = e.batch * vectors_per_plane;
+    step_planes = kPlanesThreads / vectors_per_plane;
+    step_slots = kPlanesThreads % vectors_per_plane;
     vectors_per_split = ceil_div(vectors, splits);
     constexpr int64_t kMost = kPlanesThreads * kPlanesUnroll;
     images_per_group = std::max<int64_t>(1, kMost / vectors_per_plane);
@@ -73,24 +83,37 @@ struct PlanesShape {
     return small ? plane_of.quotient(static_cast<int>(vector)) : vector / vectors_per_plane;
   }
 
-  template <int V, bool kRagged>
-  __device__ __forceinline__ Piece<V, kRagged> piece(int64_t vector, int64_t channel) const {
+  // Where a vector is: plane n, `slot` of that plane's.
+  struct Place {
+    int64_t n, slot;
+  };
+  __device__ __forceinline__ Place place(int64_t vector) const {
     const int64_t n = plane(vector);
-    return piece_of<V, kRagged>(n, vector - n * vectors_per_plane, channel);
+    return {n, vector - n * vectors_per_plane};
+  }
+  // kPlanesThreads vectors further, without a division.
+  __device__ __forceinline__ void step(Place& place) const {
+    place.n += step_planes;
+    place.slot += step_slots;
+    if (place.slot >= vectors_per_plane) {
+      place.slot -= vectors_per_plane;
+      ++place.n;
+    }
   }
 
   // Vector `slot` of plane (n, channel).
   template <int V, bool kRagged>
   __device__ __forceinline__ Piece<V, kRagged> piece_of(int64_t n, int64_t slot,
                                                         int64_t channel) const {
-    const int64_t base = (n * channels + channel) * spatial;
+    const int64_t base = n * image + channel * spatial;
     const int64_t mask = (n * channels + channel) * vectors_per_plane + slot;
     if constexpr (kRagged) {
-      const int lead = static_cast<int>(base % V);
-      const int64_t end = spatial + lead - slot * V;  // of the plane, from the vector's start
-      const uint32_t before_end = (1u << max(int64_t{0}, min(end, int64_t{V}))) - 1;
+      const int lead = static_cast<int>(static_cast<uint32_t>(base) % V);
+      // From the vector's start to the plane's end.
+      const int left =
+          slot < whole ? V : max(0, min(tail + lead - static_cast<int>(slot - whole) * V, V));
       const uint32_t before_start = slot == 0 ? (1u << lead) - 1 : 0;
-      return {base - lead + slot * V, mask, before_end & ~before_start};
+      return {base - lead + slot * V, mask, ((1u << left) - 1) & ~before_start};
     } else {
       return {{}, base + slot * V, mask};
     }
@@ -102,7 +125,7 @@ struct PlanesShape {
     const int64_t n = plane(vector);
     const int64_t in_plane = (vector - n * vectors_per_plane) * V;
     if constexpr (kRagged) {
-      const int64_t lead = (n * channels + channel) * spatial % V;
+      const int64_t lead = (n * image + channel * spatial) % V;
       return n * spatial + max(int64_t{0}, min(in_plane - lead, spatial));
     } else {
       return n * spatial + in_plane;
@@ -175,17 +198,49 @@ __device__ __forceinline__ void apply_piece(const BatchNormOutputs<T>& out,
   store_piece(out.data, piece, result.data);
 }
 
+// Merges over the first `kWidth` lanes of a warp, in lane 0. All its lanes must call.
+template <class Merge, int kWidth, class B>
+__device__ __forceinline__ void warp_merge(Partial<B>& value, B& count) {
+#pragma unroll
+  for (int offset = kWidth / 2; offset > 0; offset /= 2) {
+    const Partial<B> other{__shfl_down_sync(kFullMask, value.first, offset),
+                           __shfl_down_sync(kFullMask, value.second, offset)};
+    const B other_count = __shfl_down_sync(kFullMask, count, offset);
+    Merge::merge(value, count, other, other_count);
+    count += other_count;
+  }
+}
+
+// Values of B that block_total() shares.
+template <int kThreads>
+constexpr int kTotalShared = 3 * kThreads / kWarpSize;
+
 // The sums of a block whose threads added `values_added` values each, in thread 0. All threads must
-// call; `shared` as for block_merge.
+// call.
 template <int kThreads, class Sums, class B>
 __device__ __forceinline__ Partial<typename Sums::A> block_total(const Sums& sums, int values_added,
                                                                  B* shared) {
   using A = typename Sums::A;
-  const A count = static_cast<A>(values_added);
+  using Merge = typename Sums::Merge;
+  constexpr int kWarps = kThreads / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const A added = static_cast<A>(values_added);
   Partial<B> partial[1];
-  sums.finish(count, partial);
-  B merged_count = count;
-  block_merge<typename Sums::Merge, 1>(partial, merged_count, 1, kThreads, shared);
+  sums.finish(added, partial);
+  B count = added;
+  warp_merge<Merge, kWarpSize>(partial[0], count);
+  if (lane == 0) {
+    shared[warp] = partial[0].first;
+    shared[kWarps + warp] = partial[0].second;
+    shared[2 * kWarps + warp] = count;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const int from = lane % kWarps;
+    partial[0] = {shared[from], shared[kWarps + from]};
+    count = shared[2 * kWarps + from];
+    warp_merge<Merge, kWarps>(partial[0], count);
+  }
   return convert_partial<A>(partial[0]);
 }
 

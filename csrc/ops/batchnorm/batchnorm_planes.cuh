@@ -19,25 +19,27 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
   using A = Accum<T>;
   using B = typename Sums::Merge::template Type<A>;
   constexpr int kUnroll = kPlanesUnroll / Sums::kInputs;
-  __shared__ B shared[3 * kPlanesThreads / 2];
+  __shared__ B shared[kTotalShared<kPlanesThreads>];
 
   const int64_t channel = blockIdx.x % shape.channels, split = blockIdx.x / shape.channels;
   const int64_t end = shape.end(split);
   Sums sums;
   sums.prepare(0, setup, channel);
   int64_t values_added = 0;
-  for (int64_t vector = shape.begin(split) + threadIdx.x; vector < end;
-       vector += kPlanesThreads * kUnroll) {
+  int64_t vector = shape.begin(split) + threadIdx.x;
+  PlanesShape::Place place = shape.place(vector);
+  for (; vector < end; vector += kPlanesThreads * kUnroll) {
     VectorsOf<T, V, Sums::kInputs> values[kUnroll];
     Piece<V, kRagged> piece[kUnroll];
     bool counts[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      counts[u] = vector + u * kPlanesThreads < end;
-      if (counts[u]) {
-        piece[u] = shape.template piece<V, kRagged>(vector + u * kPlanesThreads, channel);
-        counts[u] = !piece[u].empty();
-      }
+      piece[u] = shape.template piece_of<V, kRagged>(place.n, place.slot, channel);
+      shape.step(place);
+      counts[u] = vector + u * kPlanesThreads < end && !piece[u].empty();
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
       if (counts[u]) load_pieces<Sums::kGate, false>(values[u], in, piece[u], shape.elements);
     }
 #pragma unroll
@@ -106,16 +108,18 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
   VectorsOf<T, V, Apply::kInputs> values[kUnroll];
   Piece<V, kRagged> piece[kUnroll];
   bool inside[kUnroll];
+  PlanesShape::Place place = shape.place(first + threadIdx.x);
   auto load = [&](int64_t base) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t vector = base + threadIdx.x + u * kPlanesThreads;
-      inside[u] = vector < end;
-      if (inside[u]) {
-        piece[u] = shape.template piece<V, kRagged>(vector, channel);
-        if (!piece[u].empty())
-          load_pieces<Apply::kGate, true>(values[u], in, piece[u], shape.elements);
-      }
+      inside[u] = base + threadIdx.x + u * kPlanesThreads < end;
+      piece[u] = shape.template piece_of<V, kRagged>(place.n, place.slot, channel);
+      shape.step(place);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (inside[u] && !piece[u].empty())
+        load_pieces<Apply::kGate, true>(values[u], in, piece[u], shape.elements);
     }
   };
   load(first);
