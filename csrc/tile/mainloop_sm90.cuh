@@ -17,8 +17,8 @@
 
 namespace warpwright {
 
-// A stage holds kBlkM + kBlkN rows of 128 bytes (K-major), or as many 64-wide columns of 64 rows of
-// 128 bytes (MN-major): 8192 bytes for each 64 of M or N either way.
+// A stage holds kBlkM + kBlkN rows of 128 bytes (K-major), or columns 128 bytes wide of kBlkK rows
+// (MN-major): 128 bytes for each of M or N either way.
 template <class T, int kBlkM_, int kBlkN_, int kStages_, bool kPingPong_, int kClusterM_,
           int kClusterN_, Major kMajorA_, Major kMajorB_>
 struct TileSm90 {
@@ -45,8 +45,9 @@ struct TileSm90 {
   static constexpr int kBytesB = kBlkN * 128;
   static constexpr int kStageBytes = kBytesA + kBytesB;
 
-  static_assert(sizeof(T) == 2 || (kMajorA == Major::kK && kMajorB == Major::kK),
-                "wgmma takes 32-bit operands K-major only");
+  // wgmma takes 32-bit operands K-major only: mn_major_tf32_sm90.cuh has what brings them there.
+  static constexpr bool kMnMajorTf32 = sizeof(T) == 4 && kMajorA == Major::kMN;
+  static_assert(sizeof(T) == 2 || kMnMajorTf32 || kMajorB == Major::kK, "A goes first");
   static_assert(kRows % 64 == 0 && kBlkN % 64 == 0 && kBlkN <= 256, "whole wgmma blocks");
   static_assert(kBlocks * kRegs <= 128, "accumulators beside the addresses in 232 registers");
   static_assert(kCluster == 1 || kClusterM == 1 || kClusterN == 1, "one operand is shared");
@@ -73,13 +74,13 @@ struct TmaLoader {
       copy(shared + offset * 128, k, first_row + offset, barrier);
     } else {
 #pragma unroll
-      for (int row = 0; row < kPart; row += 64) {
+      for (int row = 0; row < kPart; row += kBoxInner) {
         copy(shared + (offset + row) * 128, first_row + offset + row, k, barrier);
       }
     }
   }
 
-  static constexpr int kBoxInner = kMajor == Major::kK ? Tile::kBlkK : 64;
+  static constexpr int kBoxInner = Tile::kBlkK;  // 128 bytes of either direction
   static constexpr int kBoxOuter = kMajor == Major::kK ? kRows / kShare : Tile::kBlkK;
 
  private:
@@ -203,7 +204,6 @@ struct MainloopSm90 {
     release(previous);
   }
 
- private:
   // Each warp of a consumer, to every CTA whose copies land in this stage.
   __device__ __forceinline__ void release(int stage) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;

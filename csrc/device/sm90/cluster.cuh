@@ -75,6 +75,22 @@ __device__ __forceinline__ uint16_t load_shared_u16(uint32_t shared) {
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(value) : "r"(shared) : "memory");
   return value;
 }
+__device__ __forceinline__ uint2 load_shared_u64(uint32_t shared) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(shared)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ uint4 load_shared_u128(uint32_t shared) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(shared)
+               : "memory");
+  return value;
+}
 
 // "st.shared".
 __device__ __forceinline__ void store_shared_u128(uint32_t shared, const uint4& value) {

@@ -131,6 +131,18 @@ __device__ __forceinline__ void wgmma(float (&d)[kRegs], uint64_t a, uint64_t b,
   }
 }
 
+// The same, m64n128k8 of TF32 with A from registers, which nothing may touch before the wait:
+//   a[{0, 1}]: rows 16 w + g and 16 w + g + 8, k = t;  a[{2, 3}]: k = t + 4.
+__device__ __forceinline__ void wgmma_tf32_registers(float (&d)[64], const uint32_t (&a)[4],
+                                                     uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {" WARPWRIGHT_WGMMA_LIST_64
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"
+      : WARPWRIGHT_D64(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
 #undef WARPWRIGHT_WGMMA_TF32
 #undef WARPWRIGHT_WGMMA_16BIT
 #undef WARPWRIGHT_D128

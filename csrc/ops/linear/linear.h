@@ -128,6 +128,13 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
 // shared memory that more stages would take.
 constexpr Sm90TileShape kRealignedTile = {128, 128, 4, true};
 
+// Of TF32 whose B is n-major: the product is made as D^T = B A^T, B from registers in units of 64,
+// so that each warpgroup has a tile of its own. There is no kSmall.
+constexpr Sm90TileShape sm90_swapped_tile_shape(GemmTile tile) {
+  return tile == GemmTile::kLarge ? Sm90TileShape{128, 128, 6, true}
+                                  : Sm90TileShape{128, 64, 8, true};
+}
+
 // ---- choice ----
 
 enum class GemmPath { kPortable, kSm90, kFewRows };
@@ -146,6 +153,32 @@ struct GemmConfig {
   bool b_realigned;
   const char* reason;
 };
+
+// How the sm_90a path gets the operands to wgmma, which TMA cannot or wgmma does not read as they
+// lie.
+enum class Sm90Operands {
+  kAsTheyLie,
+  kRealigned,  // 16-bit rows that start at no multiples of 16 bytes, moved into place
+  kSwapped,    // TF32 with B n-major: D^T = B A^T, B through registers
+  kTurned,     // and A m-major: turned in shared memory
+};
+
+constexpr Sm90Operands sm90_operands(const GemmConfig& config) {
+  if (config.a_realigned || config.b_realigned) return Sm90Operands::kRealigned;
+  if (config.kind != GemmKind::kTf32 || config.b_k_major) return Sm90Operands::kAsTheyLie;
+  return config.a_k_major ? Sm90Operands::kSwapped : Sm90Operands::kTurned;
+}
+
+constexpr Sm90TileShape sm90_tile_shape(GemmTile tile, Sm90Operands operands) {
+  switch (operands) {
+    case Sm90Operands::kAsTheyLie:
+      return sm90_tile_shape(tile);
+    case Sm90Operands::kRealigned:
+      return kRealignedTile;
+    default:
+      return sm90_swapped_tile_shape(tile);
+  }
+}
 
 constexpr GemmKind gemm_kind(DType dtype, bool tf32) {
   if (dtype == DType::kFloat64) return GemmKind::kFp64;
@@ -195,18 +228,24 @@ constexpr int kMinSplitTiles = 4;                      // of k, a part; sm_90a
 //   k tile: CTAs of a single round walk along k together and meet in L2; those of several drift.
 //   split: a second launch, and the parts' way to L2 and back.
 inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
-                                   int splits, bool realigned, const DeviceInfo& device) {
+                                   int splits, Sm90Operands operands, const DeviceInfo& device) {
   constexpr double kTileCycles[3][2] = {{540, 690}, {330, 560}, {230, 300}};  // 1 round, several
-  constexpr double kRealignedCycles[2] = {900, 1150};                         // by arithmetic
+  // By arithmetic: what passes through shared memory.
+  constexpr double kRealignedCycles[2] = {900, 1150};
+  constexpr double kSwappedCycles[2][2] = {{640, 700}, {390, 560}};
+  constexpr double kTurnedCycles[2][2] = {{900, 950}, {640, 700}};
   constexpr double kFirstAndLast[] = {5500, 2750, 2000};  // filling the ring, the last store
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
-  const Sm90TileShape shape = realigned ? kRealignedTile : sm90_tile_shape(tile);
+  const Sm90TileShape shape = sm90_tile_shape(tile, operands);
   const int64_t tiles = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
   const int64_t rounds = ceil_div(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div(ceil_div(k * gemm_kind_size(kind), 128), splits);
   const int t = static_cast<int>(tile);
-  const double tile_cycles = (realigned ? kRealignedCycles : kTileCycles[t])[rounds > 1];
+  const double tile_cycles = (operands == Sm90Operands::kAsTheyLie   ? kTileCycles[t]
+                              : operands == Sm90Operands::kRealigned ? kRealignedCycles
+                              : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
+                                                                   : kTurnedCycles[t])[rounds > 1];
   double cycles = kFirstAndLast[t] + static_cast<double>(rounds * k_tiles) * tile_cycles;
   if (splits > 1) {
     cycles += kSecondLaunch +
@@ -226,8 +265,8 @@ inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
   if (config.kind == GemmKind::kTf32 && realigned) {
     return "an operand's rows are not multiples of 16 bytes";
   }
-  if (config.kind == GemmKind::kTf32 && !(config.a_k_major && config.b_k_major)) {
-    return "wgmma reads TF32 operands along k only";
+  if (config.kind == GemmKind::kTf32 && !config.a_k_major && config.b_k_major) {
+    return "wgmma reads TF32 operands along k only";  // linear of a transposed x
   }
   if (std::max({p.m, p.n, p.k}) > kMaxExtent) return "an extent over 2^30";
   if (p.k == 0) return "k is empty";
@@ -310,9 +349,11 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   if (why_not_sm90(p, config) == nullptr) {
     GemmConfig sm90 = config;
     sm90.path = GemmPath::kSm90;
-    const bool realigned = config.a_realigned || config.b_realigned;
+    const Sm90Operands operands = sm90_operands(config);
+    const bool swapped = operands == Sm90Operands::kSwapped || operands == Sm90Operands::kTurned;
     for (GemmTile tile : {GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
-      if (realigned && tile != GemmTile::kLarge) continue;
+      if (operands == Sm90Operands::kRealigned && tile != GemmTile::kLarge) continue;
+      if (swapped && tile == GemmTile::kSmall) continue;
       const int64_t k_tiles = (p.k * size + 127) / 128;
       for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
         if (splits > 1 && (adds_to_narrow || k_tiles < int64_t{splits} * kMinSplitTiles ||
@@ -320,7 +361,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
           break;
         }
         const double cycles =
-            estimate_sm90_cycles(config.kind, tile, p.m, p.n, p.k, splits, realigned, device);
+            estimate_sm90_cycles(config.kind, tile, p.m, p.n, p.k, splits, operands, device);
         if (best_sm90 < 0 || cycles < best_sm90) {
           best_sm90 = cycles;
           sm90.tile = tile;
@@ -349,8 +390,7 @@ inline std::string describe(const GemmConfig& config) {
   if (config.path == GemmPath::kFewRows) {
     text = "few rows, fp32 FMA, " + std::to_string(kFewRowsColumns) + " columns a block";
   } else if (config.path == GemmPath::kSm90) {
-    const bool realigned = config.a_realigned || config.b_realigned;
-    const Sm90TileShape shape = realigned ? kRealignedTile : sm90_tile_shape(config.tile);
+    const Sm90TileShape shape = sm90_tile_shape(config.tile, sm90_operands(config));
     text = std::string("sm_90a ") + (config.kind == GemmKind::kTf32 ? "TF32" : "16-bit") +
            " wgmma, tile " + std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) +
            (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) + " stages";
@@ -363,7 +403,10 @@ inline std::string describe(const GemmConfig& config) {
   }
   text += std::string(", A ") + (config.a_k_major ? "k" : "m") + "-major, B " +
           (config.b_k_major ? "k" : "n") + "-major";
-  if (config.path == GemmPath::kSm90 && (config.a_realigned || config.b_realigned)) {
+  const bool sm90 = config.path == GemmPath::kSm90;
+  if (sm90 && sm90_operands(config) == Sm90Operands::kSwapped) text += ", B by registers";
+  if (sm90 && sm90_operands(config) == Sm90Operands::kTurned) text += ", A turned, B by registers";
+  if (sm90 && sm90_operands(config) == Sm90Operands::kRealigned) {
     text += !config.b_realigned   ? ", A realigned"
             : !config.a_realigned ? ", B realigned"
                                   : ", both realigned";

@@ -2,6 +2,9 @@
 // linear_sm90_<type>.cu instantiates launch_gemm_sm90 for one element type.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "device/math.cuh"
 #include "device/sm90/arch.cuh"
 #include "host/launch_cluster.h"
@@ -11,12 +14,13 @@
 #include "ops/linear/linear_sm90.h"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/mainloop_sm90.cuh"
+#include "tile/mn_major_tf32_sm90.cuh"
 #include "tile/realigning_loader_sm90.cuh"
 #include "tile/scheduler.cuh"
 
 namespace warpwright {
 
-// Loading: how the operands reach the stages, TmaOperands or RealignedOperands.
+// Loading: how the operands reach the stages, TmaOperands, TurnedOperands or RealignedOperands.
 template <class Loading>
 struct GemmSm90Params {
   Loading operands;
@@ -35,6 +39,12 @@ __device__ __forceinline__ int first_n(const TileCoord& tile, int rank) {
   return (tile.n * Tile::kClusterN + rank / Tile::kClusterM) * Tile::kBlkN;
 }
 
+// The first column of the tile in D, which MN-major TF32 operands give transposed.
+template <class Tile>
+__device__ __forceinline__ int first_col(const TileCoord& tile, int rank) {
+  return Tile::kMnMajorTf32 ? first_m<Tile>(tile, rank) : first_n<Tile>(tile, rank);
+}
+
 // One thread of a warpgroup loads both operands.
 struct TmaOperands {
   static constexpr int kWarpgroups = 1;
@@ -51,10 +61,10 @@ struct TmaOperands {
   // At each stage's barrier.
   __device__ __forceinline__ int arrivals() const { return 1; }
 
-  template <class Tile>
-  __device__ __forceinline__ void produce(const MainloopSm90<Tile>& loop,
-                                          const GemmSm90Params<TmaOperands>& p, int /*warpgroup*/,
-                                          unsigned first, unsigned stride, int rank) const {
+  template <class Tile, class Params>
+  __device__ __forceinline__ void produce(const MainloopSm90<Tile>& loop, const Params& p,
+                                          int /*warpgroup*/, unsigned first, unsigned stride,
+                                          int rank) const {
     if (threadIdx.x != 0) return;
     typename MainloopSm90<Tile>::Cursor cursor;
     const TmaLoaderA<Tile> loader_a{&a};
@@ -63,6 +73,28 @@ struct TmaOperands {
       const TileCoord tile = tile_of_block(p.grid, block);
       loop.produce(loader_a, loader_b, first_m<Tile>(tile, rank), first_n<Tile>(tile, rank),
                    tile.k_begin, tile.k_end, rank, cursor);
+    }
+  }
+};
+
+// The same of MN-major TF32 operands, and a second warpgroup that turns B.
+struct TurnedOperands : TmaOperands {
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kRegisters = 64;  // 256 * 64 + 256 * 192 = 65536
+  static constexpr int kConsumerRegisters = 192;
+
+  template <class Tile, class Params>
+  __device__ __forceinline__ void produce(const MnMajorTf32Mainloop<Tile>& loop, const Params& p,
+                                          int warpgroup, unsigned first, unsigned stride,
+                                          int rank) const {
+    if (warpgroup == 0) {
+      TmaOperands::template produce<Tile>(loop, p, warpgroup, first, stride, rank);
+    } else {
+      typename MainloopSm90<Tile>::Cursor cursor;
+      for (unsigned block = first; block < p.num_blocks; block += stride) {
+        const TileCoord tile = tile_of_block(p.grid, block);
+        loop.turn(tile.k_end - tile.k_begin, cursor);
+      }
     }
   }
 };
@@ -159,13 +191,22 @@ struct RealignedOperands {
 
 enum GemmSm90Barrier { kStoreBarrier = 1, kTurnBarrier = 3 };  // of consumer 0; + 1 of consumer 1
 
+template <class Tile>
+using MainloopOf =
+    std::conditional_t<Tile::kMnMajorTf32, MnMajorTf32Mainloop<Tile>, MainloopSm90<Tile>>;
+
+template <class Tile>
+using EpilogueOf = std::conditional_t<Tile::kMnMajorTf32, TransposedEpilogue<Tile::kBlocks>,
+                                      EpilogueSm90<typename Tile::Element>>;
+
 template <class Tile, class Loading>
 constexpr int gemm_sm90_threads() {
   return 128 * (Loading::kWarpgroups + Tile::kConsumers);
 }
 
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
-// the operands' type, or with splits its fp32 parts (splits, m, n). Grid: as many clusters as fit
+// the operands' type, or with splits its fp32 parts (splits, m, n); if A is MN-major TF32, what is
+// A and m here is B and n of D's owner. Grid: as many clusters as fit
 // on the GPU; each takes every gridDim-th tile of tile_of_block's order. The first warpgroup or two
 // load, the last two multiply and store.
 template <class Tile, class Loading>
@@ -173,8 +214,8 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     gemm_sm90_kernel(const __grid_constant__ GemmSm90Params<Loading> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char smem[];
-    using Loop = MainloopSm90<Tile>;
-    using Store = EpilogueSm90<typename Tile::Element>;
+    using Loop = MainloopOf<Tile>;
+    using Store = EpilogueOf<Tile>;
     // Swizzle patterns repeat every 1024 bytes; every CTA of the cluster rounds up alike.
     const uint32_t base = (smem_address(smem) + 1023) & ~1023u;
     const uint32_t buffers = base + Tile::kStages * Tile::kStageBytes;
@@ -221,18 +262,25 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           continue;
         }
         const auto bias =
-            Store::template load_bias<Tile::kRegs>(p.output, first_n<Tile>(tile, rank));
-        Store::template prefetch_old<Tile::kRows, Tile::kBlkN>(
-            p.output, first_m<Tile>(tile, rank) + first_row, first_n<Tile>(tile, rank));
+            Store::template load_bias<Tile::kRegs>(p.output, first_col<Tile>(tile, rank));
+        if constexpr (!Tile::kMnMajorTf32) {
+          Store::template prefetch_old<Tile::kRows, Tile::kBlkN>(
+              p.output, first_m<Tile>(tile, rank) + first_row, first_n<Tile>(tile, rank));
+        }
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         loop.consume(d, k_tiles, first_row, cursor);
         if (Tile::kPingPong && p.num_blocks - block > stride) {
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
+        if constexpr (Tile::kMnMajorTf32) {
+          store.store(d, bias, p.output, tile.split, first_n<Tile>(tile, rank),
+                      first_m<Tile>(tile, rank));
+        } else {
 #pragma unroll
-        for (int i = 0; i < Tile::kBlocks; ++i) {
-          store.store(d[i], bias, p.output, tile.split,
-                      first_m<Tile>(tile, rank) + first_row + i * 64, first_n<Tile>(tile, rank));
+          for (int i = 0; i < Tile::kBlocks; ++i) {
+            store.store(d[i], bias, p.output, tile.split,
+                        first_m<Tile>(tile, rank) + first_row + i * 64, first_n<Tile>(tile, rank));
+          }
         }
       }
       store.finish();
@@ -295,12 +343,14 @@ void launch_gemm_sm90_kernel(const GemmParams& p, const Loading& operands, int s
                              int raster_rows, cudaStream_t stream) {
   using T = typename Tile::Element;
   constexpr int kSmemBytes =
-      1024 + MainloopSm90<Tile>::kSmemBytes + Tile::kConsumers * EpilogueSm90<T>::kSmemBytes;
+      1024 + MainloopOf<Tile>::kSmemBytes + Tile::kConsumers * EpilogueOf<Tile>::kSmemBytes;
   static_assert(kSmemBytes <= 227 * 1024, "a CTA's shared memory on sm_90");
   GemmSm90Params<Loading> params{};
   params.operands = operands;
-  params.grid = make_tile_grid(p.m, p.n, p.k, Tile::kBlkM * Tile::kClusterM,
-                               Tile::kBlkN * Tile::kClusterN, Tile::kBlkK, splits);
+  constexpr bool kSwapped = Tile::kMnMajorTf32;
+  params.grid =
+      make_tile_grid(kSwapped ? p.n : p.m, kSwapped ? p.m : p.n, p.k, Tile::kBlkM * Tile::kClusterM,
+                     Tile::kBlkN * Tile::kClusterN, Tile::kBlkK, splits);
   params.grid.group_m =
       std::clamp(raster_rows / (Tile::kBlkM * Tile::kClusterM), 1, params.grid.tiles_m);
   if (params.grid.num_blocks() > kMaxGridX) {
@@ -346,10 +396,33 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   launch_gemm_sm90_kernel<Tile>(p, operands, splits, num_sms, raster_rows, stream);
 }
 
+// D^T = B A^T: TF32 of which B, at least, is MN-major.
+template <class Tile>
+void launch_swapped_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int raster_rows,
+                                   cudaStream_t stream) {
+  using Loading = std::conditional_t<Tile::kMajorB == Major::kMN, TurnedOperands, TmaOperands>;
+  GemmParams swapped = p;
+  std::swap(swapped.m, swapped.n);
+  std::swap(swapped.a, swapped.b);
+  std::swap(swapped.a_stride_m, swapped.b_stride_n);
+  std::swap(swapped.a_stride_k, swapped.b_stride_k);
+  Loading operands{};
+  operands.a = operand_map_a<Tile>(swapped);
+  operands.b = operand_map_b<Tile>(swapped);
+  launch_gemm_sm90_kernel<Tile>(p, operands, splits, num_sms, raster_rows, stream);
+}
+
 template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>
 using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTile).blk_n,
                             sm90_tile_shape(kTile).stages, sm90_tile_shape(kTile).ping_pong,
                             /*kClusterM=*/1, /*kClusterN=*/1, kMajorA, kMajorB>;
+
+// kMajorA: of linear's A, which comes second here.
+template <GemmTile kTile, Major kMajorA>
+using SwappedTileOf =
+    TileSm90<float, sm90_swapped_tile_shape(kTile).blk_n, sm90_swapped_tile_shape(kTile).blk_m,
+             sm90_swapped_tile_shape(kTile).stages, sm90_swapped_tile_shape(kTile).ping_pong,
+             /*kClusterM=*/1, /*kClusterN=*/1, Major::kMN, kMajorA>;
 
 template <class T, Major kMajorA, Major kMajorB>
 using RealignedTileOf = TileSm90<T, kRealignedTile.blk_m, kRealignedTile.blk_n,
@@ -381,7 +454,16 @@ void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaSt
     }
   };
   if constexpr (sizeof(T) == 4) {
-    for_tile.template operator()<Major::kK, Major::kK>();
+    if (config.b_k_major) return for_tile.template operator()<Major::kK, Major::kK>();
+    for_bool(config.a_k_major, [&]<bool kAK>() {
+      constexpr Major kMajorA = kAK ? Major::kK : Major::kMN;
+      auto launch = [&]<GemmTile kTile>() {
+        launch_swapped_gemm_sm90_tile<SwappedTileOf<kTile, kMajorA>>(p, config.splits, num_sms,
+                                                                     kRasterRows, stream);
+      };
+      config.tile == GemmTile::kLarge ? launch.template operator()<GemmTile::kLarge>()
+                                      : launch.template operator()<GemmTile::kMedium>();
+    });
   } else {
     for_bool(config.a_k_major, [&]<bool kAK>() {
       for_bool(config.b_k_major, [&]<bool kBK>() {

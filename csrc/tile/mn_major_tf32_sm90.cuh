@@ -1,0 +1,310 @@
+// The mainloop of sm_90a for TF32 operands that are not contiguous along k, the only direction in
+// which wgmma reads 32-bit elements from shared memory. A comes to wgmma through registers, which
+// take it in any order, at the cost of the reads that wgmma would have done. B, if it is not
+// contiguous along k either, is turned where it lies, by a warpgroup of its own, between TMA and
+// the consumers. D comes out transposed and with permuted rows (FragmentRows).
+// Bound: shared memory. A k tile of 128 x 128 is 512 cycles of math, 256 of TMA's writes and 384 of
+// reads, as of K-major operands; another 256 if B is turned.
+#pragma once
+
+#include <cstdint>
+
+#include "device/activation.cuh"
+#include "device/sm90/cluster.cuh"
+#include "tile/epilogue_sm90.cuh"
+#include "tile/mainloop_sm90.cuh"
+
+namespace warpwright {
+
+// Which rows of A a thread has in its fragments, two neighbours of each block of 64 rows that wgmma
+// takes. 16 rows of a warp and a block are every second pair of 16-byte pieces of a 128-byte row of
+// shared memory: with the swizzle, 16 lanes that read 8 bytes each of 4 such rows meet all banks.
+template <int kBlocks>
+struct FragmentRows {
+  static constexpr int kBoxBytes = 32 * 128;  // of 32 rows of A, 32 k
+
+  __device__ __forceinline__ static int unit(int block) {
+    return static_cast<int>(threadIdx.x % 128 / 32) * kBlocks + block;
+  }
+  // Of 32 rows: 16-byte piece, 4 rows each.
+  __device__ __forceinline__ static int piece(int block) {
+    const int group = static_cast<int>(threadIdx.x % 32 / 4);
+    return unit(block) % 2 * 2 + group / 4 + group / 2 % 2 * 4;
+  }
+  // The first of the two rows; wgmma's row g, whose row g + 8 is the next.
+  __device__ __forceinline__ static int row(int block) {
+    return unit(block) / 2 * 32 + piece(block) * 4 + static_cast<int>(threadIdx.x / 4 % 2 * 2);
+  }
+  // Where they lie at k = lane % 4; 1024 bytes further for each 8 of k.
+  __device__ __forceinline__ static uint32_t offset(int block) {
+    const int k = static_cast<int>(threadIdx.x % 4);
+    return unit(block) / 2 * kBoxBytes + k * 128 + ((piece(block) ^ k) << 4) +
+           threadIdx.x / 4 % 2 * 8;
+  }
+};
+
+template <class Tile>
+struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
+  using Base = MainloopSm90<Tile>;
+  using Cursor = typename Base::Cursor;
+  using Accumulator = typename Base::Accumulator;
+  using Base::barriers;
+  using Base::stages;
+  using Rows = FragmentRows<Tile::kBlocks>;
+
+  static constexpr bool kTurnsB = Tile::kMajorB == Major::kMN;
+  static constexpr int kTurningWarps = Tile::kBlkN / 32;  // of a stage's B
+  static constexpr int kSmemBytes = Base::kSmemBytes + (kTurnsB ? Tile::kStages * 8 : 0);
+  static_assert(Tile::kPingPong && Tile::kCluster == 1 && Tile::kBlkN == 128);
+
+  // Behind the others: a stage whose B has been turned.
+  __device__ __forceinline__ uint32_t turned(int stage) const {
+    return barriers + (2 * Tile::kStages + stage) * 8;
+  }
+
+  // As the base's, before the fence that it ends with.
+  __device__ __forceinline__ void init(int producer_arrivals) const {
+    if constexpr (kTurnsB) {
+#pragma unroll
+      for (int s = 0; s < Tile::kStages; ++s) mbarrier_init(turned(s), kTurningWarps);
+    }
+    Base::init(producer_arrivals);
+  }
+
+  // A warpgroup turns the B of k_tiles stages: warp w the 32 x 32 elements of columns 32 w of B,
+  // whose 4096 bytes are 32 rows of k before and 32 rows of N, K-major, after. A lane moves two
+  // blocks of 4 x 4, on a diagonal of the 8 x 8 blocks with its seven neighbours, so that their
+  // 16-byte accesses meet all banks in both directions.
+  __device__ __forceinline__ void turn(int k_tiles, Cursor& cursor) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const uint32_t box = stages + Tile::kBytesA + threadIdx.x % 128 / 32 * Rows::kBoxBytes;
+    const int column = lane % 8;          // four of N
+    const int row = column ^ (lane / 8);  // four of k, of the first block; ^ 4 of the second
+#pragma unroll 1
+    for (int k = 0; k < k_tiles; ++k) {
+      mbarrier_wait(this->full(cursor.stage), cursor.parity);
+      const uint32_t shared = box + cursor.stage * Tile::kStageBytes;
+      uint4 v[2][4];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          v[b][i] = load_shared_u128(shared + at(row ^ (b * 4), column, i));
+      }
+      __syncwarp();  // every lane has read
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const uint4* w = v[b];
+        const uint32_t to = shared;
+        const int r = row ^ (b * 4);
+        store_shared_u128(to + at(column, r, 0), make_uint4(w[0].x, w[1].x, w[2].x, w[3].x));
+        store_shared_u128(to + at(column, r, 1), make_uint4(w[0].y, w[1].y, w[2].y, w[3].y));
+        store_shared_u128(to + at(column, r, 2), make_uint4(w[0].z, w[1].z, w[2].z, w[3].z));
+        store_shared_u128(to + at(column, r, 3), make_uint4(w[0].w, w[1].w, w[2].w, w[3].w));
+      }
+      // wgmma reads through the asynchronous proxy what ordinary stores wrote.
+      fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(turned(cursor.stage));
+      cursor.next();
+    }
+  }
+
+  // As the base's, in batches of half a stage: A of the next is read while one is multiplied.
+  __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int /*first_row*/,
+                                          Cursor& cursor) const {
+    Fragments even, odd;
+    int previous = 0;
+    mbarrier_wait(this->full(cursor.stage), cursor.parity);
+    load(even, cursor.stage, 0);
+#pragma unroll 1
+    for (int k = 0; k < k_tiles; ++k) {
+      const int stage = cursor.stage;
+      if constexpr (kTurnsB) mbarrier_wait(turned(stage), cursor.parity);
+      multiply(d, even, stage, 0, k > 0);
+      // The newest batch runs on; the one before has read its registers and, in the end, its stage.
+      wait_for_previous(d);
+      if (k > 0) this->release(previous);
+      load(odd, stage, 1);
+      multiply(d, odd, stage, 1, true);
+      wait_for_previous(d);
+      previous = stage;
+      cursor.next();
+      if (k + 1 < k_tiles) {
+        mbarrier_wait(this->full(cursor.stage), cursor.parity);
+        load(even, cursor.stage, 0);
+      }
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+    this->release(previous);
+  }
+
+ private:
+  using Fragments = uint32_t[2][Tile::kBlocks][4];  // of 16 k
+
+  // Of 32 rows of 128 bytes: 16-byte piece `piece` of row 4 * row4 + i.
+  __device__ __forceinline__ static uint32_t at(int row4, int piece, int i) {
+    return row4 * 512 + i * 128 + ((piece ^ (row4 % 2 * 4) ^ i) << 4);
+  }
+
+  __device__ __forceinline__ void load(Fragments& a, int stage, int half) const {
+    const uint32_t shared = stages + stage * Tile::kStageBytes + half * 2048;
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int i = 0; i < Tile::kBlocks; ++i) {
+        const uint32_t offset = Rows::offset(i);
+        const uint2 first = load_shared_u64(shared + offset + step * 1024);
+        const uint2 second = load_shared_u64(shared + (offset ^ 64) + 512 + step * 1024);
+        a[step][i][0] = first.x;
+        a[step][i][1] = first.y;
+        a[step][i][2] = second.x;
+        a[step][i][3] = second.y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(Accumulator& d, const Fragments& a, int stage, int half,
+                                           bool accumulate) const {
+    constexpr uint64_t kFields = wgmma_descriptor_fields(/*leading=*/8192, /*stride=*/1024);
+    const uint64_t b = wgmma_descriptor(kFields, stages + Tile::kBytesA) +
+                       static_cast<uint32_t>(stage) * (Tile::kStageBytes >> 4);
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int i = 0; i < Tile::kBlocks; ++i) {
+        wgmma_tf32_registers(d[i], a[step][i], b + ((half * 2 + step) * 32 >> 4),
+                             step > 0 || accumulate);
+      }
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ static void wait_for_previous(Accumulator& d) {
+    wgmma_wait<1>();
+#pragma unroll
+    for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+  }
+};
+
+// fp32 D from the accumulators of its transpose: A's rows are columns of D. Pairs of columns; a
+// warp writes two sectors of each of four rows at once.
+template <int kBlocks>
+struct TransposedEpilogue {
+  static constexpr int kSmemBytes = 0;
+
+  uint32_t buffers;  // as EpilogueSm90's, of no use here
+  int barrier;
+
+  struct Bias {
+    float2 pairs[kBlocks];
+  };
+
+  // Before the mainloop, which hides the reads. first_row, first_col: of the tile in D.
+  template <int kRegs>
+  __device__ __forceinline__ static Bias load_bias(const OutputSm90& output, int first_col) {
+    Bias bias;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      const int col = first_col + FragmentRows<kBlocks>::row(i);
+      const auto* source = static_cast<const float*>(output.bias) + col;
+      const bool wanted = output.bias != nullptr;
+      bias.pairs[i].x = wanted && col < output.n ? source[0] : 0.0f;
+      bias.pairs[i].y = wanted && col + 1 < output.n ? source[1] : 0.0f;
+    }
+    return bias;
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ static void store(float (&d)[kBlocks][kRegs], const Bias& bias,
+                                               const OutputSm90& output, int64_t split,
+                                               int first_row, int first_col) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      const int row = first_row + static_cast<int>(threadIdx.x % 4 * 2);
+      const int col = first_col + FragmentRows<kBlocks>::row(i);
+      if (col < output.n) store_block(d[i], bias.pairs[i], output, split, row, col);
+    }
+  }
+  __device__ __forceinline__ static void finish() {}
+
+ private:
+  // Pair q of a thread, d[first(q)] and d[first(q) + 2], is in row_of(q) of D after its first row.
+  __device__ __forceinline__ static constexpr int first(int q) { return q / 2 * 4 + q % 2; }
+  __device__ __forceinline__ static constexpr int row_of(int q) { return q / 2 * 8 + q % 2; }
+
+  template <int kRegs>
+  __device__ __forceinline__ static void store_block(float (&d)[kRegs], float2 bias,
+                                                     const OutputSm90& output, int64_t split,
+                                                     int row, int col) {
+    const int64_t offset = (split * output.m + row) * output.pitch + col;
+    const int rows = output.m - row;
+    const bool second = col + 1 < output.n;
+    if (output.accumulate) {
+      add_old(d, output, static_cast<const float*>(output.d) + offset, rows, second);
+    }
+    if (output.bias != nullptr) {
+#pragma unroll
+      for (int q = 0; q < kRegs / 2; ++q) {
+        d[first(q)] += bias.x;
+        d[first(q) + 2] += bias.y;
+      }
+    }
+    if (output.preactivation != nullptr) {
+      write(d, output, static_cast<float*>(output.preactivation) + offset, rows, second);
+    }
+    activate<false, kRegs>(output.activation, d);
+    write(d, output, static_cast<float*>(output.d) + offset, rows, second);
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ static void write(const float (&d)[kRegs], const OutputSm90& output,
+                                               float* target, int rows, bool second) {
+#pragma unroll
+    for (int q = 0; q < kRegs / 2; ++q) {
+      if (row_of(q) >= rows) break;
+      float* pointer = target + row_of(q) * output.pitch;
+      if (output.pairs) {
+        *reinterpret_cast<float2*>(pointer) = make_float2(d[first(q)], d[first(q) + 2]);
+      } else {
+        pointer[0] = d[first(q)];
+        if (second) pointer[1] = d[first(q) + 2];
+      }
+    }
+  }
+
+  // In batches of loads that do not wait for one another.
+  template <int kRegs>
+  __device__ __forceinline__ static void add_old(float (&d)[kRegs], const OutputSm90& output,
+                                                 const float* source, int rows, bool second) {
+    constexpr int kBatch = 8;
+#pragma unroll
+    for (int q0 = 0; q0 < kRegs / 2; q0 += kBatch) {
+      float2 old[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float* pointer = source + row_of(q0 + i) * output.pitch;
+        const bool inside = row_of(q0 + i) < rows;
+        old[i] = make_float2(0.0f, 0.0f);
+        if (output.pairs) {
+          if (inside) old[i] = *reinterpret_cast<const float2*>(pointer);
+        } else {
+          if (inside) old[i].x = pointer[0];
+          if (inside && second) old[i].y = pointer[1];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        d[first(q0 + i)] += old[i].x;
+        d[first(q0 + i) + 2] += old[i].y;
+      }
+    }
+  }
+};
+
+}  // namespace warpwright
