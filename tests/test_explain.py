@@ -69,6 +69,11 @@ def linear_lines(m, n, k, dtype="bfloat16", tf32=False, arch=90, sm90=True, pad=
     return dict(_C.explain_linear(dtype, tf32, x, w, gpu, sm90))
 
 
+def linear_lines_of_transposed_x(n):
+    x, w = _C.Operand([n, n], [1, n], 0), _C.Operand([n, n], [n, 1], 0)
+    return dict(_C.explain_linear("float32", True, x, w, _C.DeviceInfo(), True))
+
+
 def test_linear_takes_wgmma_where_tma_can_read():
     big = linear_lines(4096, 4096, 4096)
     for role in ("forward", "grad_input", "grad_weight"):
@@ -78,7 +83,13 @@ def test_linear_takes_wgmma_where_tma_can_read():
     assert "wgmma" in linear_lines(4096, 50257, 768)["forward"]
     tf32 = linear_lines(4096, 4096, 4096, "float32", tf32=True)
     assert "TF32 wgmma" in tf32["forward"]
-    assert "portable TF32" in tf32["grad_input"]
+    assert "A k-major, B n-major, B by registers" in tf32["grad_input"]
+    assert "A m-major, B n-major, A turned, B by registers" in tf32["grad_weight"]
+    assert all("TF32 wgmma, tile 128x128 ping-pong" in line for line in tf32.values())
+    # TMA wants rows of multiples of 16 bytes; a transposed x alone has no kernel there.
+    tf32 = linear_lines(4096, 4096, 4094, "float32", tf32=True)
+    assert all("portable TF32" in line for line in tf32.values())
+    assert "portable TF32" in linear_lines_of_transposed_x(4096)["forward"]
     assert "fp32 FMA" in linear_lines(4096, 4096, 4096, "float32")["forward"]
     assert "portable" in linear_lines(4096, 4096, 4096, arch=80)["forward"]
     assert "portable" in linear_lines(4096, 4096, 4096, arch=100)["forward"]
@@ -160,9 +171,13 @@ def test_linear_choice_wins_the_race(race):
 def test_linear_choices_are_legal():
     sizes = [1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384, 511, 512, 4096, 50257]
     for m, n, k in itertools.product(sizes, sizes, sizes):
-        for text in linear_lines(m, n, k).values():
+        texts = [
+            *linear_lines(m, n, k).values(),
+            *linear_lines(m, n, k, "float32", tf32=True).values(),
+        ]
+        for text in texts:
             split = re.search(r"split-k (\d+)", text)
-            assert split is None or int(split[1]) <= -(-max(m, n, k) // 64), (m, n, k, text)
+            assert split is None or int(split[1]) <= -(-max(m, n, k) // 32), (m, n, k, text)
 
 
 def test_max_pool2d_layouts():

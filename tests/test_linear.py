@@ -124,6 +124,21 @@ def test_the_shapes_reach_every_tile():
     assert {"split-k", "whole k"} <= found
 
 
+def test_the_shapes_reach_every_tf32_product():
+    found = set()
+    for batch, k, n in CUDA_SHAPES:
+        x, weight = _C.Operand([*batch, k], [k, 1], 0), _C.Operand([n, k], [k, 1], 0)
+        for role, text in _C.explain_linear("float32", True, x, weight, _C.DeviceInfo(), True):
+            tile = re.search(r"wgmma, tile (\d+x\d+)|$", text)[1]
+            found.add((role, tile, "B by registers" in text, "A turned" in text))
+            found.add((role, "split-k" in text))
+    for tile in ("128x128", "128x64"):
+        assert ("forward", tile, False, False) in found
+        assert ("grad_input", tile, True, False) in found
+        assert ("grad_weight", tile, True, True) in found
+    assert {("grad_input", True), ("grad_weight", True)} <= found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
 def test_paths_agree_and_repeat(dtype, shape, monkeypatch):
@@ -147,8 +162,24 @@ def test_tf32_integers_are_exact_on_every_tile(shape):
 
 
 @pytest.mark.gpu
-def test_layouts_of_large_operands(dtype):
+@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
+def test_tf32_paths_agree_and_repeat(shape, monkeypatch):
+    torch.backends.cuda.matmul.allow_tf32 = True  # off again before the next test: conftest.py
+    inputs = operands("cuda", torch.float32, *shape)
+    first = step(F.linear, inputs)
+    for _ in range(3):
+        assert_same(step(F.linear, inputs), first)
+    inputs = operands("cuda", torch.float32, *shape, integers=True)
+    first = step(F.linear, inputs)
+    monkeypatch.setenv("WARPWRIGHT_PATH", "portable")
+    assert_same(*map(unsigned_zeros, (step(F.linear, inputs), first)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True])
+def test_layouts_of_large_operands(dtype, tf32):
     # Column-major, strided and misaligned views of sizes that the sm_90a path takes if it can.
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     x, weight, bias = operands("cuda", dtype, (512,), 520, 264, integers=True)
     exact = [
         t.to(dtype)

@@ -35,6 +35,11 @@ def add_relu(x, *args):
     return F.batch_norm_add_relu(x, x.detach() * 0.5, *args)
 
 
+def tf32_linear():
+    torch.backends.cuda.matmul.allow_tf32 = True  # off again before the next test: conftest.py
+    return F.linear
+
+
 NORMS = {
     "batch_norm": in_training(F.batch_norm),
     "batch_norm_relu": in_training(F.batch_norm_relu),
@@ -96,6 +101,16 @@ def variants():
         yield (
             f"cross_entropy-{rows}x{classes}-each",
             lambda n=rows, c=classes, f=loss: (f, random(n, c), labels(n, c)),
+        )
+    for m, k, n in ((512, 3136, 128), (1000, 520, 1000), (2048, 1024, 2048)):
+        yield (
+            f"linear-{m}x{k}x{n}-tf32",
+            lambda s=(m, k, n): (
+                tf32_linear(),
+                random(s[0], s[1], dtype=FP32),
+                random(s[2], s[1], dtype=FP32),
+                random(s[2], dtype=FP32),
+            ),
         )
     products = {"linear": F.linear, "linear_relu": F.linear_relu, "linear_gelu": F.linear_gelu}
     for m, k, n in (

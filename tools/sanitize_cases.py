@@ -157,7 +157,9 @@ def linear_cases():
             (rand(m, k), rand(n, k)),
             {},
         )
-    yield "transposed", lambda x, w: F.linear(x.t(), w.t()), (rand(65, 33), rand(65, 34)), {}
+    transposed = lambda x, w, b: F.linear(x.t(), w.t(), b)  # noqa: E731
+    for m, n, k in ((33, 34, 65), (264, 528, 520)):  # the larger by TMA
+        yield f"transposed-{m}x{n}x{k}", transposed, (rand(k, m), rand(k, n), rand(n)), {}
 
 
 def linear_activation_cases():

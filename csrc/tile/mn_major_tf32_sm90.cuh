@@ -110,30 +110,40 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
     }
   }
 
-  // As the base's, in batches of half a stage: A of the next is read while one is multiplied.
+  // As the base's, but a step of 8 k at a time. Its A is asked for two steps ahead, behind the
+  // products of the step that begins then: it arrives while the warpgroup waits for them.
   __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int /*first_row*/,
                                           Cursor& cursor) const {
-    Fragments even, odd;
-    int previous = 0;
+    constexpr uint64_t kFields = wgmma_descriptor_fields(/*leading=*/8192, /*stride=*/1024);
+    const uint64_t b0 = wgmma_descriptor(kFields, stages + Tile::kBytesA);
+    Fragment a[4];
     mbarrier_wait(this->full(cursor.stage), cursor.parity);
-    load(even, cursor.stage, 0);
+    load(a[0], cursor.stage, 0);
+    load(a[1], cursor.stage, 1);
+    int previous = 0;
 #pragma unroll 1
     for (int k = 0; k < k_tiles; ++k) {
       const int stage = cursor.stage;
+      const uint64_t b = b0 + static_cast<uint32_t>(stage) * (Tile::kStageBytes >> 4);
       if constexpr (kTurnsB) mbarrier_wait(turned(stage), cursor.parity);
-      multiply(d, even, stage, 0, k > 0);
-      // The newest batch runs on; the one before has read its registers and, in the end, its stage.
-      wait_for_previous(d);
-      if (k > 0) this->release(previous);
-      load(odd, stage, 1);
-      multiply(d, odd, stage, 1, true);
-      wait_for_previous(d);
-      previous = stage;
       cursor.next();
-      if (k + 1 < k_tiles) {
-        mbarrier_wait(this->full(cursor.stage), cursor.parity);
-        load(even, cursor.stage, 0);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        multiply(d, a[step], b + (step * 32 >> 4), step > 0 || k > 0);
+        if (step < 2) {
+          load(a[step + 2], stage, step + 2);
+        } else if (k + 1 < k_tiles) {
+          if (step == 2) mbarrier_wait(this->full(cursor.stage), cursor.parity);
+          load(a[step - 2], cursor.stage, step - 2);
+        }
+        // The newest step runs on; the one before has read its registers, and the last one of a
+        // stage all that it reads there.
+        wgmma_wait<1>();
+#pragma unroll
+        for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+        if (step == 0 && k > 0) this->release(previous);
       }
+      previous = stage;
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -142,53 +152,37 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
   }
 
  private:
-  using Fragments = uint32_t[2][Tile::kBlocks][4];  // of 16 k
+  using Fragment = uint32_t[Tile::kBlocks][4];  // of 8 k
 
   // Of 32 rows of 128 bytes: 16-byte piece `piece` of row 4 * row4 + i.
   __device__ __forceinline__ static uint32_t at(int row4, int piece, int i) {
     return row4 * 512 + i * 128 + ((piece ^ (row4 % 2 * 4) ^ i) << 4);
   }
 
-  __device__ __forceinline__ void load(Fragments& a, int stage, int half) const {
-    const uint32_t shared = stages + stage * Tile::kStageBytes + half * 2048;
+  __device__ __forceinline__ void load(Fragment& a, int stage, int step) const {
+    const uint32_t shared = stages + stage * Tile::kStageBytes + step * 1024;
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-#pragma unroll
-      for (int i = 0; i < Tile::kBlocks; ++i) {
-        const uint32_t offset = Rows::offset(i);
-        const uint2 first = load_shared_u64(shared + offset + step * 1024);
-        const uint2 second = load_shared_u64(shared + (offset ^ 64) + 512 + step * 1024);
-        a[step][i][0] = first.x;
-        a[step][i][1] = first.y;
-        a[step][i][2] = second.x;
-        a[step][i][3] = second.y;
-      }
+    for (int i = 0; i < Tile::kBlocks; ++i) {
+      const uint32_t offset = Rows::offset(i);
+      const uint2 first = load_shared_u64(shared + offset);
+      const uint2 second = load_shared_u64(shared + (offset ^ 64) + 512);  // k + 4
+      a[i][0] = first.x;
+      a[i][1] = first.y;
+      a[i][2] = second.x;
+      a[i][3] = second.y;
     }
   }
 
-  __device__ __forceinline__ void multiply(Accumulator& d, const Fragments& a, int stage, int half,
-                                           bool accumulate) const {
-    constexpr uint64_t kFields = wgmma_descriptor_fields(/*leading=*/8192, /*stride=*/1024);
-    const uint64_t b = wgmma_descriptor(kFields, stages + Tile::kBytesA) +
-                       static_cast<uint32_t>(stage) * (Tile::kStageBytes >> 4);
+  __device__ __forceinline__ static void multiply(Accumulator& d, const Fragment& a, uint64_t b,
+                                                  bool accumulate) {
 #pragma unroll
     for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-#pragma unroll
-      for (int i = 0; i < Tile::kBlocks; ++i) {
-        wgmma_tf32_registers(d[i], a[step][i], b + ((half * 2 + step) * 32 >> 4),
-                             step > 0 || accumulate);
-      }
+    for (int i = 0; i < Tile::kBlocks; ++i) {
+      wgmma_tf32_registers(d[i], a[i], b, accumulate);
     }
     wgmma_commit();
-  }
-
-  __device__ __forceinline__ static void wait_for_previous(Accumulator& d) {
-    wgmma_wait<1>();
-#pragma unroll
-    for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
   }
 };
 

@@ -17,9 +17,10 @@ import torch
 from rich.progress import Progress, TaskID
 
 from .cases import Case
+from .measure import tf32_allowed
 from .optimizers import OptimizerCase
 from .peers import PEERS, Missing, prepare
-from .steps import Workload, build_step, tf32_allowed, variants
+from .steps import Workload, build_step, variants
 
 Item = Case | Workload | OptimizerCase
 MakeItems = Callable[[], tuple[Sequence[Case], Sequence[Workload | OptimizerCase]]]
@@ -90,12 +91,13 @@ def _begin() -> None:
 def _compile(make_items: MakeItems, index: int, device: str, step_peers: Sequence[str]) -> None:
     item = _items(make_items)[index]
     if isinstance(item, Case):
-        try:
-            implementation = prepare(PEERS[PEER], item, item.make(device), device)
-        except Missing:
-            return
-        for which in item.bytes:
-            implementation.calls[which]()
+        with tf32_allowed(item.tf32):
+            try:
+                implementation = prepare(PEERS[PEER], item, item.make(device), device)
+            except Missing:
+                return
+            for which in item.bytes:
+                implementation.calls[which]()
     elif isinstance(item, Workload):
         torch.manual_seed(0)
         state = item.model().state_dict()

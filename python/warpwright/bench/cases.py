@@ -41,6 +41,8 @@ class Case:
     # norms instead of maxima.
     kinked: bool = False
     window: tuple[int, int] | None = None  # a convolution's stride and padding
+    # torch.backends.cuda.matmul.allow_tf32 while it runs: the name says so.
+    tf32: bool = False
 
     def run(self, functional: Any, inputs: Inputs) -> Tensor:
         """`functional` is warpwright's, or torch's."""
@@ -229,6 +231,11 @@ def _linear(m: int, k: int, n: int, dtype: torch.dtype) -> Case:
     )
 
 
+def _tf32_linear(m: int, k: int, n: int) -> Case:
+    plain = _linear(m, k, n, FP32)
+    return replace(plain, case=f"{plain.case} tf32", tf32=True)
+
+
 def _linear_activation(activation: str, m: int, k: int, n: int, dtype: torch.dtype) -> Case:
     """Linear with the activation behind it; native calls one after the other."""
     plain = _linear(m, k, n, dtype)
@@ -395,6 +402,9 @@ def _all_cases() -> list[Case]:
         _linear(64, 3136, 128, BF16),
         _linear(128, 784, 1024, BF16),
         _linear(64, 128, 10, BF16),
+        _tf32_linear(4096, 4096, 4096),
+        _tf32_linear(8192, 8192, 8192),
+        _tf32_linear(4096, 3136, 128),
     ]
     for activation in ("relu", "gelu"):
         cases += [

@@ -6,9 +6,10 @@ neighbours; the median over rounds drops the odd interruption.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,20 @@ RESOLUTION_MS = 0.002
 CYCLES_PER_MS = 2_000_000
 LONGEST_LEAD_MS = 2.0
 RESAMPLES = 1000
+
+
+@contextlib.contextmanager
+def tf32_allowed(wanted: bool = True) -> Iterator[None]:
+    """Inside, float32 products may round to TF32, if that is `wanted`; else all stays as it is."""
+    if not wanted:
+        yield
+        return
+    previous = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = previous
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .measure import interleaved
+from .measure import interleaved, tf32_allowed
 
 SCHEMA: dict[str, Any] = json.loads((resources.files(__package__) / "schema.json").read_text())
 HEADER_FIELDS: tuple[str, ...] = tuple(SCHEMA["required"])
@@ -105,16 +105,20 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def ceilings(device: str) -> dict[str, float]:
-    """The two rates that no kernel can beat, measured now."""
+    """The rates that no kernel can beat, measured now; TF32's is a GPU's alone."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return {
+    found = {
         "copy_tbs": round(_copy_tbs(device), 4),
         "matmul_tflops": round(_matmul_tflops(device, dtype), 3),
     }
+    if device == "cuda":
+        with tf32_allowed():
+            found["tf32_tflops"] = round(_matmul_tflops(device, torch.float32), 3)
+    return found
 
 
 def machine_header(device: str) -> dict[str, Any]:
-    """The record of a run that has measured nothing yet but the two ceilings."""
+    """The record of a run that has measured nothing yet but the ceilings."""
     return {**environment(device), **ceilings(device), "rows": []}
 
 

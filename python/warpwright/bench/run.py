@@ -23,7 +23,7 @@ from ..testing import to_double
 from . import guards
 from .ahead import compile_ahead
 from .cases import CASES, QUICK_CASES, Case
-from .measure import interleaved, peak_mib
+from .measure import interleaved, peak_mib, tf32_allowed
 from .optimizers import OptimizerCase, optimizer_cases, optimizer_rows
 from .peers import (
     DEFAULT_PEERS,
@@ -164,9 +164,12 @@ def case_rows(
         start = time.monotonic()
         timings = interleaved(calls, device, seconds * max(1.0, len(calls) / 2))
         flops = case.flops.get(which, 0.0)
+        matmul_tflops = ceilings["matmul_tflops"]
+        if case.tf32:
+            matmul_tflops = ceilings.get("tf32_tflops", matmul_tflops)
         floor_ms = max(
             case.bytes[which] / ceilings["copy_tbs"] / 1e9,
-            flops / ceilings["matmul_tflops"] / 1e9,
+            flops / matmul_tflops / 1e9,
         )
         error_pass = "fwd" if which == "fwd" else "bwd"
         for name, timing in timings.items():
@@ -230,14 +233,15 @@ def mark_paths(rows: Iterable[Row], cases: Iterable[Case], device: str) -> None:
         wanted = [which for which in case.bytes if (*key, which) in ours]
         if not wanted:
             continue
-        implementation = prepare_ours(case, case.make(device), device)
-        for which in wanted:
-            place = (*key, which)
-            ran = guards.what_ran(implementation.calls[which], device)
-            row = ours[place]
-            row["path"] = ran.path
-            if ran.foreign and ran.path != OURS.name:
-                row["foreign_kernels"] = list(ran.foreign)
+        with tf32_allowed(case.tf32):
+            implementation = prepare_ours(case, case.make(device), device)
+            for which in wanted:
+                place = (*key, which)
+                ran = guards.what_ran(implementation.calls[which], device)
+                row = ours[place]
+                row["path"] = ran.path
+                if ran.foreign and ran.path != OURS.name:
+                    row["foreign_kernels"] = list(ran.foreign)
         del implementation
         _free(device)
 
@@ -361,9 +365,10 @@ class Runner:
             elif isinstance(item, OptimizerCase):
                 found = optimizer_rows(item, self.device, self.record, seconds, clocks)
             else:
-                found = case_rows(
-                    item, self.device, self.record, seconds, self.peers, failures, clocks
-                )
+                with tf32_allowed(item.tf32):
+                    found = case_rows(
+                        item, self.device, self.record, seconds, self.peers, failures, clocks
+                    )
             self.record["rows"] += found
         except Exception as error:  # one must not take the others with it
             failures.append(failure(item, error))

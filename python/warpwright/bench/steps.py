@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..patch import patch
 from ..swap import swap
 from .guards import Clocks, Refused
-from .measure import interleaved, peak_mib
+from .measure import interleaved, peak_mib, tf32_allowed
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]
@@ -281,16 +281,6 @@ def count_flops(workload: Workload, state: dict[str, Any], device: str) -> int:
     with FlopCounterMode(display=False) as counter:
         step()
     return int(counter.get_total_flops())
-
-
-@contextlib.contextmanager
-def tf32_allowed() -> Iterator[None]:
-    previous = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = previous
 
 
 def mnist_cnn() -> nn.Sequential:
