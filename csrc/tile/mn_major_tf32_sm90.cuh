@@ -2,9 +2,10 @@
 // which wgmma reads 32-bit elements from shared memory. A comes to wgmma through registers, which
 // take it in any order, at the cost of the reads that wgmma would have done. B, if it is not
 // contiguous along k either, is turned where it lies, by a warpgroup of its own, between TMA and
-// the consumers. D comes out transposed and with permuted rows (FragmentRows).
-// Bound: shared memory. A k tile of 128 x 128 is 512 cycles of math, 256 of TMA's writes and 384 of
-// reads, as of K-major operands; another 256 if B is turned.
+// the consumers. Rows of A come in another order than wgmma's (FragmentRows). TMA has rounded both
+// operands to TF32. linear makes D^T = B A^T of it, for it is its B that is never contiguous along
+// k. Bound: shared memory. A k tile of 128 x 128 is 512 cycles of math, 256 of TMA's writes and 384
+// of reads, as of K-major operands; another 256 if B is turned.
 #pragma once
 
 #include <cstdint>
@@ -88,19 +89,19 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 4; ++i) {
           v[b][i] = load_shared_u128(shared + at(row ^ (b * 4), column, i));
+        }
       }
       __syncwarp();  // every lane has read
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const uint4* w = v[b];
-        const uint32_t to = shared;
         const int r = row ^ (b * 4);
-        store_shared_u128(to + at(column, r, 0), make_uint4(w[0].x, w[1].x, w[2].x, w[3].x));
-        store_shared_u128(to + at(column, r, 1), make_uint4(w[0].y, w[1].y, w[2].y, w[3].y));
-        store_shared_u128(to + at(column, r, 2), make_uint4(w[0].z, w[1].z, w[2].z, w[3].z));
-        store_shared_u128(to + at(column, r, 3), make_uint4(w[0].w, w[1].w, w[2].w, w[3].w));
+        store_shared_u128(shared + at(column, r, 0), make_uint4(w[0].x, w[1].x, w[2].x, w[3].x));
+        store_shared_u128(shared + at(column, r, 1), make_uint4(w[0].y, w[1].y, w[2].y, w[3].y));
+        store_shared_u128(shared + at(column, r, 2), make_uint4(w[0].z, w[1].z, w[2].z, w[3].z));
+        store_shared_u128(shared + at(column, r, 3), make_uint4(w[0].w, w[1].w, w[2].w, w[3].w));
       }
       // wgmma reads through the asynchronous proxy what ordinary stores wrote.
       fence_proxy_async();
