@@ -56,7 +56,7 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
   static constexpr bool kTurnsB = Tile::kMajorB == Major::kMN;
   static constexpr int kTurningWarps = Tile::kBlkN / 32;  // of a stage's B
   static constexpr int kSmemBytes = Base::kSmemBytes + (kTurnsB ? Tile::kStages * 8 : 0);
-  static_assert(Tile::kPingPong && Tile::kCluster == 1 && Tile::kBlkN == 128);
+  static_assert(Tile::kCluster == 1 && Tile::kBlkN == 128);
 
   // Behind the others: a stage whose B has been turned.
   __device__ __forceinline__ uint32_t turned(int stage) const {
@@ -113,14 +113,15 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
 
   // As the base's, but a step of 8 k at a time. Its A is asked for two steps ahead, behind the
   // products of the step that begins then: it arrives while the warpgroup waits for them.
-  __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int /*first_row*/,
+  __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int first_row,
                                           Cursor& cursor) const {
     constexpr uint64_t kFields = wgmma_descriptor_fields(/*leading=*/8192, /*stride=*/1024);
     const uint64_t b0 = wgmma_descriptor(kFields, stages + Tile::kBytesA);
+    const uint32_t a0 = stages + first_row * 128;
     Fragment a[4];
     mbarrier_wait(this->full(cursor.stage), cursor.parity);
-    load(a[0], cursor.stage, 0);
-    load(a[1], cursor.stage, 1);
+    load(a[0], a0, cursor.stage, 0);
+    load(a[1], a0, cursor.stage, 1);
     int previous = 0;
 #pragma unroll 1
     for (int k = 0; k < k_tiles; ++k) {
@@ -132,10 +133,10 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
       for (int step = 0; step < 4; ++step) {
         multiply(d, a[step], b + (step * 32 >> 4), step > 0 || k > 0);
         if (step < 2) {
-          load(a[step + 2], stage, step + 2);
+          load(a[step + 2], a0, stage, step + 2);
         } else if (k + 1 < k_tiles) {
           if (step == 2) mbarrier_wait(this->full(cursor.stage), cursor.parity);
-          load(a[step - 2], cursor.stage, step - 2);
+          load(a[step - 2], a0, cursor.stage, step - 2);
         }
         // The newest step runs on; the one before has read its registers, and the last one of a
         // stage all that it reads there.
@@ -160,8 +161,8 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
     return row4 * 512 + i * 128 + ((piece ^ (row4 % 2 * 4) ^ i) << 4);
   }
 
-  __device__ __forceinline__ void load(Fragment& a, int stage, int step) const {
-    const uint32_t shared = stages + stage * Tile::kStageBytes + step * 1024;
+  __device__ __forceinline__ static void load(Fragment& a, uint32_t a0, int stage, int step) {
+    const uint32_t shared = a0 + stage * Tile::kStageBytes + step * 1024;
 #pragma unroll
     for (int i = 0; i < Tile::kBlocks; ++i) {
       const uint32_t offset = Rows::offset(i);

@@ -128,12 +128,11 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
 // shared memory that more stages would take.
 constexpr Sm90TileShape kRealignedTile = {128, 128, 4, true};
 
-// Of TF32 whose B is n-major: the product is made as D^T = B A^T, B from registers in units of 64,
-// so that each warpgroup has a tile of its own. There is no kSmall.
-constexpr Sm90TileShape sm90_swapped_tile_shape(GemmTile tile) {
-  return tile == GemmTile::kLarge ? Sm90TileShape{128, 128, 6, true}
-                                  : Sm90TileShape{128, 64, 8, true};
-}
+// Of TF32 whose B is n-major: the product is made as D^T = B A^T, B from registers in units of 64.
+// There is no kSmall. With A k-major each warpgroup has a tile of its own. Else A is turned, for
+// which shared memory has more time the more columns meet it: a 128 x 256 tile for both.
+constexpr Sm90TileShape kSwappedTiles[2] = {{128, 128, 6, true}, {128, 64, 8, true}};
+constexpr Sm90TileShape kTurnedTiles[2] = {{128, 256, 4, false}, {128, 128, 6, true}};
 
 // ---- choice ----
 
@@ -175,8 +174,10 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile, Sm90Operands operands) {
       return sm90_tile_shape(tile);
     case Sm90Operands::kRealigned:
       return kRealignedTile;
+    case Sm90Operands::kSwapped:
+      return kSwappedTiles[static_cast<int>(tile)];
     default:
-      return sm90_swapped_tile_shape(tile);
+      return kTurnedTiles[static_cast<int>(tile)];
   }
 }
 
@@ -233,7 +234,7 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   // By arithmetic: what passes through shared memory.
   constexpr double kRealignedCycles[2] = {900, 1150};
   constexpr double kSwappedCycles[2][2] = {{640, 700}, {390, 560}};
-  constexpr double kTurnedCycles[2][2] = {{900, 950}, {640, 700}};
+  constexpr double kTurnedCycles[2][2] = {{1410, 1410}, {900, 900}};
   constexpr double kFirstAndLast[] = {5500, 2750, 2000};  // filling the ring, the last store
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
@@ -246,7 +247,12 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
                               : operands == Sm90Operands::kRealigned ? kRealignedCycles
                               : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
                                                                    : kTurnedCycles[t])[rounds > 1];
-  double cycles = kFirstAndLast[t] + static_cast<double>(rounds * k_tiles) * tile_cycles;
+  // The store of a 128 x 256 tile has no other mainloop to hide in.
+  const double first_and_last =
+      operands != Sm90Operands::kTurned
+          ? kFirstAndLast[t]
+          : kFirstAndLast[0] * static_cast<double>(shape.ping_pong ? 1 : rounds);
+  double cycles = first_and_last + static_cast<double>(rounds * k_tiles) * tile_cycles;
   if (splits > 1) {
     cycles += kSecondLaunch +
               8.0 * static_cast<double>(m) * static_cast<double>(n) * (splits + 1) / kBytesPerCycle;

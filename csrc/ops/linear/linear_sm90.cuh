@@ -39,10 +39,10 @@ __device__ __forceinline__ int first_n(const TileCoord& tile, int rank) {
   return (tile.n * Tile::kClusterN + rank / Tile::kClusterM) * Tile::kBlkN;
 }
 
-// The first column of the tile in D, which MN-major TF32 operands give transposed.
+// A consumer's first column of D, which MN-major TF32 operands give transposed.
 template <class Tile>
-__device__ __forceinline__ int first_col(const TileCoord& tile, int rank) {
-  return Tile::kMnMajorTf32 ? first_m<Tile>(tile, rank) : first_n<Tile>(tile, rank);
+__device__ __forceinline__ int first_col(const TileCoord& tile, int rank, int first_row) {
+  return Tile::kMnMajorTf32 ? first_m<Tile>(tile, rank) + first_row : first_n<Tile>(tile, rank);
 }
 
 // One thread of a warpgroup loads both operands.
@@ -261,11 +261,11 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           cursor.skip(k_tiles);
           continue;
         }
-        const auto bias =
-            Store::template load_bias<Tile::kRegs>(p.output, first_col<Tile>(tile, rank));
+        const int col = first_col<Tile>(tile, rank, first_row);
+        const auto bias = Store::template load_bias<Tile::kRegs>(p.output, col);
         if constexpr (!Tile::kMnMajorTf32) {
           Store::template prefetch_old<Tile::kRows, Tile::kBlkN>(
-              p.output, first_m<Tile>(tile, rank) + first_row, first_n<Tile>(tile, rank));
+              p.output, first_m<Tile>(tile, rank) + first_row, col);
         }
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         loop.consume(d, k_tiles, first_row, cursor);
@@ -273,13 +273,12 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
         if constexpr (Tile::kMnMajorTf32) {
-          store.store(d, bias, p.output, tile.split, first_n<Tile>(tile, rank),
-                      first_m<Tile>(tile, rank));
+          store.store(d, bias, p.output, tile.split, first_n<Tile>(tile, rank), col);
         } else {
 #pragma unroll
           for (int i = 0; i < Tile::kBlocks; ++i) {
             store.store(d[i], bias, p.output, tile.split,
-                        first_m<Tile>(tile, rank) + first_row + i * 64, first_n<Tile>(tile, rank));
+                        first_m<Tile>(tile, rank) + first_row + i * 64, col);
           }
         }
       }
@@ -396,7 +395,7 @@ void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int ras
   launch_gemm_sm90_kernel<Tile>(p, operands, splits, num_sms, raster_rows, stream);
 }
 
-// D^T = B A^T: TF32 of which B, at least, is MN-major.
+// D^T = B A^T: TF32 of which B, at least, is n-major.
 template <class Tile>
 void launch_swapped_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int raster_rows,
                                    cudaStream_t stream) {
@@ -419,9 +418,12 @@ using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTi
 
 // kMajorA: of linear's A, which comes second here.
 template <GemmTile kTile, Major kMajorA>
+constexpr Sm90TileShape kSwappedShape =
+    sm90_tile_shape(kTile, kMajorA == Major::kK ? Sm90Operands::kSwapped : Sm90Operands::kTurned);
+template <GemmTile kTile, Major kMajorA>
 using SwappedTileOf =
-    TileSm90<float, sm90_swapped_tile_shape(kTile).blk_n, sm90_swapped_tile_shape(kTile).blk_m,
-             sm90_swapped_tile_shape(kTile).stages, sm90_swapped_tile_shape(kTile).ping_pong,
+    TileSm90<float, kSwappedShape<kTile, kMajorA>.blk_n, kSwappedShape<kTile, kMajorA>.blk_m,
+             kSwappedShape<kTile, kMajorA>.stages, kSwappedShape<kTile, kMajorA>.ping_pong,
              /*kClusterM=*/1, /*kClusterN=*/1, Major::kMN, kMajorA>;
 
 template <class T, Major kMajorA, Major kMajorB>
