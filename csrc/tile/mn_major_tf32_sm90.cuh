@@ -254,7 +254,7 @@ struct TransposedEpilogue {
     if (output.preactivation != nullptr) {
       write(d, output, static_cast<float*>(output.preactivation) + offset, rows, second);
     }
-    activate<false, kRegs>(output.activation, d);
+    activate<Rounding::kTf32, kRegs>(output.activation, d);
     write(d, output, static_cast<float*>(output.d) + offset, rows, second);
   }
 
