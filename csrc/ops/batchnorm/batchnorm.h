@@ -123,7 +123,7 @@ constexpr int kRowsUnroll = 8;  // vectors a thread has in flight, over all oper
 constexpr int kPlanesUnroll = 4;
 constexpr int kOnChipMaxThreads = 512;
 // The merge's, and a channel's values.
-constexpr int64_t kOnChipScratchBytes = 3 * (kOnChipMaxThreads / 32) * 8 + 96;
+constexpr int64_t kOnChipScratchBytes = kOnChipMaxThreads / 32 * 32 + 96;
 
 // Vectors that a plane takes up at most, wherever in its first vector it starts.
 template <class Int>

@@ -15,8 +15,8 @@ constexpr int kOnChipThreads = kInputs == 1 ? 256 : kOnChipMaxThreads;
 // Bytes of the merge's slots, the channel's coefficients and what they are made of.
 template <class Sums, class Apply, class A>
 constexpr int64_t kScratchBytes =
-    kTotalShared<kOnChipThreads<Apply::kInputs>> * sizeof(typename Sums::Merge::template Type<A>) +
-    sizeof(Coefficients<A>) + sizeof(ChannelInputs<A>);
+    kOnChipThreads<Apply::kInputs> / kWarpSize * sizeof(CountedPartial) + sizeof(Coefficients<A>) +
+    sizeof(ChannelInputs<A>);
 
 // How a block's threads share a channel's vectors: each has the same ones in the same order every
 // time. It stays at one place of the planes, n from group to group: where all planes of a channel
@@ -128,7 +128,6 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
                               BatchNormOutputs<T> out, PlanesShape shape,
                               CoefficientsOf coefficients_of) {
   using A = Accum<T>;
-  using B = typename Sums::Merge::template Type<A>;
   constexpr int kInputs = Apply::kInputs, kThreads = kOnChipThreads<kInputs>;
   static_assert(Sums::kInputs <= kInputs && Sums::kGate == Apply::kGate, "one copy serves both");
   static_assert(kScratchBytes<Sums, Apply, A> <= kOnChipScratchBytes,
@@ -138,8 +137,8 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   const int64_t channel = blockIdx.x;
   const int vectors = static_cast<int>(shape.vectors);
   auto* held = reinterpret_cast<Vec<T, V>*>(storage);
-  auto* scratch = reinterpret_cast<B*>(storage + kInputs * vectors);
-  auto* broadcast = reinterpret_cast<Coefficients<A>*>(scratch + kTotalShared<kThreads>);
+  auto* scratch = reinterpret_cast<CountedPartial*>(storage + kInputs * vectors);
+  auto* broadcast = reinterpret_cast<Coefficients<A>*>(scratch + kThreads / kWarpSize);
   auto* inputs = reinterpret_cast<ChannelInputs<A>*>(broadcast + 1);  // thread 0's
 
   const ChannelWalk<kThreads, V, kRagged> walk(shape, channel);

@@ -204,50 +204,49 @@ __device__ __forceinline__ void apply_piece(const BatchNormOutputs<T>& out,
   store_piece(out.data, piece, result.data);
 }
 
-// Merges over the first `kWidth` lanes of a warp, in lane 0. All its lanes must call.
-template <class Merge, int kWidth, class B>
-__device__ __forceinline__ void warp_merge(Partial<B>& value, B& count) {
+// One thread's, warp's or block's part of a channel.
+struct CountedPartial {
+  Partial<double> value;
+  double count;
+};
+
+// Merges kWidth lanes' parts; all lanes of the warp have the result. In double: the threads' means
+// may be far from zero, and rounded to float at each step of the merge they cost the mean its last
+// bits, which native's keeps.
+template <class Merge, int kWidth>
+__device__ __forceinline__ CountedPartial warp_merge(const CountedPartial& own) {
+  // The mean of some part that has values: sums about it lose little.
+  const unsigned filled = __ballot_sync(kFullMask, own.count > 0);
+  const double shift = __shfl_sync(kFullMask, own.value.first, max(__ffs(filled) - 1, 0));
+  Partial<double> total = {0, 0};
+  Merge::add(total, own.value, own.count, shift);
+  double count = own.count;
 #pragma unroll
   for (int offset = kWidth / 2; offset > 0; offset /= 2) {
-    const Partial<B> other{__shfl_down_sync(kFullMask, value.first, offset),
-                           __shfl_down_sync(kFullMask, value.second, offset)};
-    const B other_count = __shfl_down_sync(kFullMask, count, offset);
-    Merge::merge(value, count, other, other_count);
-    count += other_count;
+    total.first += __shfl_xor_sync(kFullMask, total.first, offset);
+    total.second += __shfl_xor_sync(kFullMask, total.second, offset);
+    count += __shfl_xor_sync(kFullMask, count, offset);
   }
+  if (count == 0) return {{0, 0}, 0};
+  return {Merge::template finish<double>(total, count, shift), count};
 }
 
-// Values of B that block_total() shares.
-template <int kThreads>
-constexpr int kTotalShared = 3 * kThreads / kWarpSize;
-
-// The sums of a block whose threads added `values_added` values each, in thread 0. All threads must
-// call.
-template <int kThreads, class Sums, class B>
+// The sums of a block whose threads added `values_added` values each, in all threads of the first
+// warp. All threads must call; `shared`: a part a warp.
+template <int kThreads, class Sums>
 __device__ __forceinline__ Partial<typename Sums::A> block_total(const Sums& sums, int values_added,
-                                                                 B* shared) {
+                                                                 CountedPartial* shared) {
   using A = typename Sums::A;
   using Merge = typename Sums::Merge;
   constexpr int kWarps = kThreads / kWarpSize;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const A added = static_cast<A>(values_added);
-  Partial<B> partial[1];
-  sums.finish(added, partial);
-  B count = added;
-  warp_merge<Merge, kWarpSize>(partial[0], count);
-  if (lane == 0) {
-    shared[warp] = partial[0].first;
-    shared[kWarps + warp] = partial[0].second;
-    shared[2 * kWarps + warp] = count;
-  }
+  Partial<double> partial[1];
+  sums.finish(static_cast<A>(values_added), partial);
+  CountedPartial part = warp_merge<Merge, kWarpSize>({partial[0], double(values_added)});
+  if (lane == 0) shared[warp] = part;
   __syncthreads();
-  if (warp == 0) {
-    const int from = lane % kWarps;
-    partial[0] = {shared[from], shared[kWarps + from]};
-    count = shared[2 * kWarps + from];
-    warp_merge<Merge, kWarps>(partial[0], count);
-  }
-  return convert_partial<A>(partial[0]);
+  if (warp == 0) part = warp_merge<Merge, kWarps>(shared[lane % kWarps]);
+  return convert_partial<A>(part.value);
 }
 
 }  // namespace warpwright

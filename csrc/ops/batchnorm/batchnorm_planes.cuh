@@ -17,9 +17,8 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
                                     typename Sums::Setup setup, PlanesShape shape,
                                     Partial<Accum<T>>* partials) {
   using A = Accum<T>;
-  using B = typename Sums::Merge::template Type<A>;
   constexpr int kUnroll = kPlanesUnroll / Sums::kInputs;
-  __shared__ B shared[kTotalShared<kPlanesThreads>];
+  __shared__ CountedPartial shared[kPlanesThreads / kWarpSize];
 
   const int64_t channel = blockIdx.x % shape.channels, split = blockIdx.x / shape.channels;
   const int64_t end = shape.end(split);

@@ -264,7 +264,7 @@ struct MomentsOf {
     for (int j = 0; j < kChannels; ++j) {
       const A mean = count > 0 ? sum[j] / count : A(0);
       const A deviation = square[j] - sum[j] * mean;
-      out[j] = {shift[j] + mean, deviation < 0 ? A(0) : deviation};
+      out[j] = {static_cast<B>(shift[j]) + mean, deviation < 0 ? A(0) : deviation};
     }
   }
 };

@@ -50,6 +50,7 @@ struct TmaOperands {
   static constexpr int kWarpgroups = 1;
   static constexpr int kRegisters = kProducerRegisters;  // of a thread that loads
   static constexpr int kConsumerRegisters = warpwright::kConsumerRegisters;
+  static constexpr bool kByThreads = false;  // ordinary stores write the stages that wgmma reads
 
   CUtensorMap a;
   CUtensorMap b;
@@ -138,6 +139,7 @@ struct RealignedOperands {
   static constexpr int kWarpgroups = 2;
   static constexpr int kRegisters = 80;  // 256 * 80 + 256 * 176 = 65536
   static constexpr int kConsumerRegisters = 176;
+  static constexpr bool kByThreads = true;
 
   CUtensorMap map[2];  // if not `realigned`
   RealignedOperand operand[2];
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
               p.output, first_m<Tile>(tile, rank) + first_row, col);
         }
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
-        loop.consume(d, k_tiles, first_row, cursor);
+        loop.template consume<Loading::kByThreads>(d, k_tiles, first_row, cursor);
         if (Tile::kPingPong && p.num_blocks - block > stride) {
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
