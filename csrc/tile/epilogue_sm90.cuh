@@ -77,22 +77,6 @@ struct EpilogueSm90 {
     return bias;
   }
 
-  // Before the mainloop, too: kRows x kCols old values of D on their way to L2.
-  template <int kRows, int kCols>
-  __device__ __forceinline__ static void prefetch_old(const OutputSm90& output, int first_row,
-                                                      int first_col) {
-    if (sizeof(T) == 4 || !output.accumulate || !output.use_tma || threadIdx.x % 128 != 0) return;
-#pragma unroll
-    for (int row = 0; row < kRows; row += 64) {
-#pragma unroll
-      for (int col = 0; col < kCols; col += 64) {
-        if (first_row + row < output.m && first_col + col < output.n) {
-          tma_prefetch_2d(&output.map, first_col + col, first_row + row);
-        }
-      }
-    }
-  }
-
   // A warpgroup calls it for its 64 rows of kRegs * 2 columns.
   template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], const Bias<kRegs>& bias,

@@ -38,13 +38,6 @@ __device__ __forceinline__ void tma_load_multicast_2d(uint32_t shared, const CUt
       : "memory");
 }
 
-// "cp.async.bulk.prefetch.tensor": global to L2.
-__device__ __forceinline__ void tma_prefetch_2d(const CUtensorMap* map, int c0, int c1) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];\n" ::"l"(map),
-               "r"(c0), "r"(c1)
-               : "memory");
-}
-
 // "cp.async.bulk.tensor", shared to global, in the thread's open bulk group. Shared memory that
 // was written by ordinary stores needs fence_proxy_async() of the writers and a barrier before.
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, int c0, int c1,

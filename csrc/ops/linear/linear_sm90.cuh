@@ -265,10 +265,6 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
         }
         const int col = first_col<Tile>(tile, rank, first_row);
         const auto bias = Store::template load_bias<Tile::kRegs>(p.output, col);
-        if constexpr (!Tile::kMnMajorTf32) {
-          Store::template prefetch_old<Tile::kRows, Tile::kBlkN>(
-              p.output, first_m<Tile>(tile, rank) + first_row, col);
-        }
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         loop.template consume<Loading::kByThreads>(d, k_tiles, first_row, cursor);
         if (Tile::kPingPong && p.num_blocks - block > stride) {
