@@ -100,7 +100,6 @@ struct BatchNormConfig {
   int lanes;       // rows: threads side by side along the channels
   int64_t tiles;   // rows: groups of lanes * vec channels; planes: channels
   int64_t splits;  // shares of each channel's values, one block each
-  int64_t runs;    // planes: shares that the first pass reads side by side; the others come later
   const char* reason;
 };
 
@@ -221,7 +220,6 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
                                                   : ceil_div(4 * wave, e.channels);
     const int64_t worth = config.on_chip ? 1 : vectors / (kPlanesThreads * 2);
     config.splits = std::clamp<int64_t>(std::min(wanted, worth), 1, kPlanesThreads);
-    config.runs = 2 * e.channels <= wave ? config.splits : 1;
     config.reason = config.on_chip   ? "planes, a block holds a channel and reads it once"
                     : config.ragged  ? "planes, 16-byte accesses shared with the neighbours"
                     : config.vec > 1 ? "planes, 16-byte accesses"

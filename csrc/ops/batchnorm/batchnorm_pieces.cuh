@@ -43,9 +43,7 @@ struct PlanesShape {
   int64_t step_planes, step_slots;  // a step of kPlanesThreads vectors
   int64_t splits, vectors_per_split;
   // The second pass's blocks: whole planes of one channel from a group of neighbouring images, or
-  // a part of a plane that is too large for one. Side by side from the ends of the first pass's
-  // runs, because these are what L2 still holds.
-  int64_t runs, groups_per_run;
+  // a part of a plane that is too large for one.
   int64_t images_per_group, vectors_per_group, vectors_per_part;
   uint32_t parts;       // of a plane
   FastDivmod plane_of;  // used while `vectors` is below 2^31
@@ -68,17 +66,13 @@ struct PlanesShape {
     constexpr int64_t kMost = kPlanesThreads * kPlanesUnroll;
     images_per_group = std::max<int64_t>(1, kMost / vectors_per_plane);
     vectors_per_group = images_per_group * vectors_per_plane;
-    const int64_t image_groups = ceil_div(batch, images_per_group);
-    runs = 4 * config.runs <= image_groups ? config.runs : 1;
-    groups_per_run = ceil_div(image_groups, runs);
     parts = static_cast<uint32_t>(ceil_div(vectors_per_group, kMost));
     vectors_per_part = ceil_div<int64_t>(vectors_per_group, parts);
     small = vectors < (int64_t{1} << 31);
     if (small) plane_of = FastDivmod(vectors_per_plane);
   }
 
-  // With those behind the last image that fill up the runs.
-  int64_t groups() const { return runs * groups_per_run; }
+  int64_t groups() const { return ceil_div(batch, images_per_group); }
 
   __device__ __forceinline__ int64_t begin(int64_t split) const {
     return min(split * vectors_per_split, vectors);

@@ -80,9 +80,9 @@ __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
 // Second pass: `coefficients_of(channel, inputs, partial, leader)`, then every vector.
 // Layout: inputs and output (batch, channels, spatial); partials (splits, channels), null in
 // evaluation.
-// Grid: many short blocks, (group of images in a run, run, channel, part of a plane) from the last
-// to the first, because L2 still holds the runs' ends. A block's loads are all under way while its
-// first warp merges the channel's partials. No output needs a block a channel only.
+// Grid: many short blocks, (group of images, channel, part of a plane) from the last to the first,
+// because L2 still holds the end. A block's loads are all under way while its first warp merges
+// the channel's partials. No output needs a block a channel only.
 template <class T, int V, bool kRagged, class Merge, class Apply, class CoefficientsOf>
 __global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
     batch_norm_apply_planes_kernel(BatchNormInputs<T, Apply::kInputs> in, BatchNormOutputs<T> out,
@@ -97,26 +97,23 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
   if (!out.none()) {
     const uint32_t block = gridDim.x - 1 - blockIdx.x, plane = block / shape.parts;
     const uint32_t channels = static_cast<uint32_t>(shape.channels);
-    const uint32_t place = plane / channels, runs = static_cast<uint32_t>(shape.runs);
-    const int64_t group = place % runs * shape.groups_per_run + place / runs;
-    const int64_t part = block % shape.parts;
+    const int64_t group = plane / channels, part = block % shape.parts;
     channel = plane % channels;
     leader = group == 0 && part == 0;
     first = group * shape.vectors_per_group + part * shape.vectors_per_part;
-    if (first >= shape.vectors) return;
     end = min(min(first + shape.vectors_per_part, (group + 1) * shape.vectors_per_group),
               shape.vectors);
   }
   VectorsOf<T, V, Apply::kInputs> values[kUnroll];
   Piece<V, kRagged> piece[kUnroll];
   bool inside[kUnroll];
+  PlanesShape::Place place = shape.place(first + threadIdx.x);
   auto load = [&](int64_t base) {
-    PlanesShape::Place at = shape.place(base + threadIdx.x);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       inside[u] = base + threadIdx.x + u * kPlanesThreads < end;
-      piece[u] = shape.template piece_of<V, kRagged>(at.n, at.slot, channel);
-      shape.step(at);
+      piece[u] = shape.template piece_of<V, kRagged>(place.n, place.slot, channel);
+      shape.step(place);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -135,13 +132,12 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
   __syncthreads();
   const Coefficients<A> c = broadcast;
 #pragma unroll 1
-  for (int64_t base = first;;) {
+  for (int64_t base = first; base < end;) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (inside[u]) apply_piece<Apply>(out, values[u], piece[u], c);
     }
     base += kPlanesThreads * kUnroll;
-    if (base >= end) break;
     load(base);
   }
 }
