@@ -1,7 +1,8 @@
-// Loss and gradient in one go, below autograd.
+// Loss and gradient in one go, below autograd:
+//
 //   cross_entropy_forward_gradient  what the forward gives, and d loss / d input
-//   cross_entropy_scale_            the backward of that: times the incoming gradient, unless it is
-//   1 cross_entropy_chunk_            the same over a chunk of rows, in the logits' place
+//   cross_entropy_scale_            its backward: times the incoming gradient, unless that is 1
+//   cross_entropy_chunk_            the same over a chunk of rows, in the logits' place
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tanh.h>

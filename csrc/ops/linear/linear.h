@@ -1,7 +1,10 @@
-// linear(x, W, b) = x W^T + b as three matrix products on one mainloop:
-//   fwd    y  (M, O) = x W^T + b      A = x (m, k)     B = W (n, k)        "NT" for row-major x and
-//   W dgrad  dx (M, I) = dy W           A = dy (m, k)    B = W^T (n, k)      "NN" wgrad  dW (O, I)
-//   = dy^T x         A = dy^T (m, k)  B = x^T (n, k)      "TN"
+// linear(x, W, b) = x W^T + b as three matrix products D = A B^T on one mainloop. Of row-major x
+// and W:
+//
+//   fwd    y  (M, O) = x W^T + b    A = x    (m, k)    B = W    (n, k)    "NT"
+//   dgrad  dx (M, I) = dy W         A = dy   (m, k)    B = W^T  (n, k)    "NN"
+//   wgrad  dW (O, I) = dy^T x       A = dy^T (m, k)    B = x^T  (n, k)    "TN"
+//
 // and db (O) = column sums of dy. Row- and column-major operands are read where they lie.
 // Bound: 2 M O I FLOPs each on the tensor cores, unless one extent is small.
 #pragma once
