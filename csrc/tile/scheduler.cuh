@@ -9,7 +9,8 @@
 namespace warpwright {
 
 // `batches` independent products (a convolution's groups) of tiles_m x tiles_n tiles, each cut into
-// `splits` runs of k tiles.
+// `splits` runs of k tiles. Beside the extents what a kernel divides by: plain divisions took
+// longer than the products of a tile of short k.
 struct TileGrid {
   int tiles_m = 0;
   int tiles_n = 0;
@@ -19,6 +20,11 @@ struct TileGrid {
   // Blocks that run together cover about group_m tiles down and as many rows' worth across, so
   // that their operands meet in L2.
   int group_m = 1;
+  FastDivmod by_splits;
+  FastDivmod by_tiles;            // of one split
+  FastDivmod by_group;            // tiles of group_m rows
+  FastDivmod by_group_rows;       // group_m
+  FastDivmod by_last_group_rows;  // of the last group, which may be shorter
 
   int64_t num_blocks() const { return int64_t{tiles_m} * tiles_n * splits * batches; }
 };
@@ -26,14 +32,20 @@ struct TileGrid {
 constexpr int kRasterRows = 2048;  // rows of A that one group of blocks shares
 
 inline TileGrid make_tile_grid(int64_t m, int64_t n, int64_t k, int blk_m, int blk_n, int blk_k,
-                               int splits = 1, int batches = 1) {
+                               int splits = 1, int batches = 1, int raster_rows = kRasterRows) {
   TileGrid grid;
   grid.tiles_m = static_cast<int>(ceil_div<int64_t>(m, blk_m));
   grid.tiles_n = static_cast<int>(ceil_div<int64_t>(n, blk_n));
   grid.k_tiles = static_cast<int>(ceil_div<int64_t>(k, blk_k));
   grid.splits = splits;
   grid.batches = batches;
-  grid.group_m = std::clamp(kRasterRows / blk_m, 1, std::max(1, grid.tiles_m));
+  grid.group_m = std::clamp(raster_rows / blk_m, 1, std::max(1, grid.tiles_m));
+  const int last_group_rows = grid.tiles_m % grid.group_m;
+  grid.by_splits = FastDivmod(splits);
+  grid.by_tiles = FastDivmod(std::max<int64_t>(1, int64_t{grid.tiles_m} * grid.tiles_n));
+  grid.by_group = FastDivmod(std::max<int64_t>(1, int64_t{grid.group_m} * grid.tiles_n));
+  grid.by_group_rows = FastDivmod(grid.group_m);
+  grid.by_last_group_rows = FastDivmod(last_group_rows == 0 ? grid.group_m : last_group_rows);
   return grid;
 }
 
@@ -48,23 +60,21 @@ struct TileCoord {
 
 // Order: batch, split, group of tile rows, tile column, tile row within the group.
 __device__ __forceinline__ TileCoord tile_of_block(const TileGrid& grid, unsigned block) {
-  const unsigned tiles_m = grid.tiles_m;
-  const unsigned tiles_n = grid.tiles_n;
-  const unsigned tiles = tiles_m * tiles_n;
-  const unsigned outer = block / tiles;
-  const unsigned tile = block - outer * tiles;
-  const unsigned group_tiles = grid.group_m * tiles_n;
-  const unsigned group = tile / group_tiles;
-  const unsigned in_group = tile - group * group_tiles;
-  const unsigned first_m = group * grid.group_m;
-  const unsigned rows = min(tiles_m - first_m, static_cast<unsigned>(grid.group_m));
+  int outer, tile, group, in_group;
+  grid.by_tiles.divmod(static_cast<int>(block), outer, tile);
+  grid.by_group.divmod(tile, group, in_group);
+  const int first_m = group * grid.group_m;
+  const bool last = first_m + grid.group_m >= grid.tiles_m;
   TileCoord coord;
-  coord.n = static_cast<int>(in_group / rows);
-  coord.m = static_cast<int>(first_m + in_group % rows);
-  coord.batch = static_cast<int>(outer / grid.splits);
-  coord.split = static_cast<int>(outer % grid.splits);
-  coord.k_begin = static_cast<int>(int64_t{coord.split} * grid.k_tiles / grid.splits);
-  coord.k_end = static_cast<int>(int64_t{coord.split + 1} * grid.k_tiles / grid.splits);
+  int row;
+  (last ? grid.by_last_group_rows : grid.by_group_rows).divmod(in_group, coord.n, row);
+  coord.m = first_m + row;
+  grid.by_splits.divmod(outer, coord.batch, coord.split);
+  // The first splits have a k tile more, if they can't all have as many.
+  const int fewest = grid.by_splits.quotient(grid.k_tiles);
+  const int longer = grid.k_tiles - fewest * grid.splits;
+  coord.k_begin = coord.split * fewest + min(coord.split, longer);
+  coord.k_end = coord.k_begin + fewest + (coord.split < longer ? 1 : 0);
   return coord;
 }
 

@@ -345,11 +345,9 @@ void launch_gemm_sm90_kernel(const GemmParams& p, const Loading& operands, int s
   GemmSm90Params<Loading> params{};
   params.operands = operands;
   constexpr bool kSwapped = Tile::kMnMajorTf32;
-  params.grid =
-      make_tile_grid(kSwapped ? p.n : p.m, kSwapped ? p.m : p.n, p.k, Tile::kBlkM * Tile::kClusterM,
-                     Tile::kBlkN * Tile::kClusterN, Tile::kBlkK, splits);
-  params.grid.group_m =
-      std::clamp(raster_rows / (Tile::kBlkM * Tile::kClusterM), 1, params.grid.tiles_m);
+  params.grid = make_tile_grid(kSwapped ? p.n : p.m, kSwapped ? p.m : p.n, p.k,
+                               Tile::kBlkM * Tile::kClusterM, Tile::kBlkN * Tile::kClusterN,
+                               Tile::kBlkK, splits, /*batches=*/1, raster_rows);
   if (params.grid.num_blocks() > kMaxGridX) {
     throw std::runtime_error("warpwright: linear: more than 2^31 output tiles");
   }
