@@ -93,15 +93,17 @@ struct EpilogueSm90 {
         if (col >= output.n) break;
         float* values = &d[chunk * 32];
         add_bias<8>(values, &bias.pairs[chunk * 8], output);
+        // The last chunk's stores read its buffers meanwhile.
+        const Packed before = pack(values);
+        activate<Rounding::k16Bits, 32>(output.activation, values);
         acquire_buffers(output);
         if (output.preactivation != nullptr) {
-          write_buffer(preactivation_buffer(), values);
+          write_buffer(preactivation_buffer(), before);
           if (!output.use_tma) {
             copy_rows(preactivation_buffer(), output, output.preactivation, first_row, col);
           }
         }
-        activate<Rounding::k16Bits, 32>(output.activation, values);
-        write_buffer(buffer(), values);
+        write_buffer(buffer(), pack(values));
         if (output.use_tma) {
           send_buffers(output, first_row, col);
         } else {
@@ -118,6 +120,11 @@ struct EpilogueSm90 {
   }
 
  private:
+  // A thread's 32 values of a chunk in D's type, as four stmatrix take them.
+  struct Packed {
+    uint32_t words[4][4];
+  };
+
   // A thread's values: two neighbouring columns of each kBlocks blocks of 8, of two rows.
   template <int kBlocks, class Pair>
   __device__ __forceinline__ static void add_bias(float* values, const Pair* bias,
@@ -157,19 +164,14 @@ struct EpilogueSm90 {
   }
 
   // A warp's 16 rows of 64 columns.
-  __device__ __forceinline__ static void write_buffer(uint32_t buffer, const float* d) {
+  __device__ __forceinline__ static void write_buffer(uint32_t buffer, const Packed& d) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
     // 8-15 of the left 8 columns, then of the right; 32 bytes on the next four.
     const int row = warp_row() + lane % 16;
     const uint32_t address = buffer_address(buffer, row, lane / 16);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float* v = d + j * 8;
-      const uint32_t packed[4] = {pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]),
-                                  pack(v[6], v[7])};
-      stmatrix_x4(address ^ (j * 32), packed);
-    }
+    for (int j = 0; j < 4; ++j) stmatrix_x4(address ^ (j * 32), d.words[j]);
   }
 
   // D's buffer, and the pre-activation's if it is wanted.
@@ -298,6 +300,14 @@ struct EpilogueSm90 {
   }
   __device__ __forceinline__ static int thread_col() {
     return static_cast<int>(threadIdx.x % 4 * 2);
+  }
+
+  __device__ __forceinline__ static Packed pack(const float* values) {
+    Packed packed;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      packed.words[i / 4][i % 4] = pack(values[i * 2], values[i * 2 + 1]);
+    return packed;
   }
 
   // v0 in the low half, at the lower address.
