@@ -42,6 +42,7 @@ CUDA_SHAPES = [
     ((1000,), 1000, 1008),
     ((520,), 1160, 1003),
     ((200,), 2056, 264),
+    ((4000,), 520, 136),  # clusters of two; the shapes of 1000 rows take four
     # operands that TMA cannot load: both of a product, one of them; k of one stage, of many
     ((1023,), 1001, 515),
     ((640,), 776, 333),
@@ -116,13 +117,15 @@ def test_the_shapes_reach_every_tile():
             if role != "grad_bias":
                 found.add((role, text.split(" (")[0].split(", A ")[0]))
                 found.add("split-k" if "split-k" in text else "whole k")
+                found.update((role, words) for words in re.findall(r"clusters of \d", text))
                 found.update((role, words) for words in re.findall(r"\w+ realigned", text))
     for role in ("forward", "grad_input", "grad_weight"):
         for tile in ("128x128 ping-pong", "128x64,", "64x64 ping-pong"):
             assert any(f"wgmma, tile {tile}" in t[1] for t in found if t[0] == role), (role, tile)
+        assert (role, "clusters of 4") in found
         for operand in ("both",) if role == "forward" else ("A", "B", "both"):
             assert (role, f"{operand} realigned") in found
-    assert {"split-k", "whole k"} <= found
+    assert {"split-k", "whole k", ("forward", "clusters of 2")} <= found
 
 
 def test_the_shapes_reach_every_tf32_product():

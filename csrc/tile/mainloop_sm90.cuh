@@ -3,7 +3,8 @@
 // wgmma; mbarriers hand the stages over. Cooperative: each warpgroup owns half of the tile's rows.
 // Ping-pong: each owns every second tile whole, so that one stores while the other multiplies.
 // Bound: the tensor cores, as long as a stage's bytes come from L2 in the time its math takes: a
-// 128 x 256 tile asks 48 bytes a cycle and SM, half of B less when two CTAs share it by multicast.
+// 128 x 256 tile asks 48 bytes a cycle and SM, a 128 x 64 tile 96: of A half or a quarter when the
+// CTAs of a cluster share it by multicast.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,8 @@ namespace warpwright {
 
 // A stage holds kBlkM + kBlkN rows of 128 bytes (K-major), or columns 128 bytes wide of kBlkK rows
 // (MN-major): 128 bytes for each of M or N either way.
-template <class T, int kBlkM_, int kBlkN_, int kStages_, bool kPingPong_, int kClusterM_,
-          int kClusterN_, Major kMajorA_, Major kMajorB_>
+template <class T, int kBlkM_, int kBlkN_, int kStages_, bool kPingPong_, bool kClusters_,
+          Major kMajorA_, Major kMajorB_>
 struct TileSm90 {
   using Element = T;
   static constexpr int kBlkM = kBlkM_;
@@ -28,10 +29,9 @@ struct TileSm90 {
   static constexpr int kBlkK = 128 / static_cast<int>(sizeof(T));
   static constexpr int kStages = kStages_;
   static constexpr bool kPingPong = kPingPong_;
-  // CTAs with neighbouring tiles along M load one B between them, along N one A.
-  static constexpr int kClusterM = kClusterM_;
-  static constexpr int kClusterN = kClusterN_;
-  static constexpr int kCluster = kClusterM * kClusterN;
+  // The launch may form clusters of CTAs with neighbouring tiles along N, which load one A between
+  // them.
+  static constexpr bool kClusters = kClusters_;
   static constexpr Major kMajorA = kMajorA_;
   static constexpr Major kMajorB = kMajorB_;
 
@@ -50,43 +50,51 @@ struct TileSm90 {
   static_assert(sizeof(T) == 2 || kMnMajorTf32 || kMajorB == Major::kK, "A goes first");
   static_assert(kRows % 64 == 0 && kBlkN % 64 == 0 && kBlkN <= 256, "whole wgmma blocks");
   static_assert(kBlocks * kRegs <= 128, "accumulators beside the addresses in 232 registers");
-  static_assert(kCluster == 1 || kClusterM == 1 || kClusterN == 1, "one operand is shared");
 };
 
 // Registers of a thread after the warpgroups' redistribution: 128 * 40 + 256 * 232 <= 65536.
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
-// Rows first_row .. of an operand of k-tiles, by TMA. kShare CTAs of the cluster each load their
-// part of the rows and send it to all of them.
-template <class Tile, Major kMajor, int kRows, int kShare>
+// A CTA's place in its cluster of 1, 2 or 4.
+struct ClusterPlace {
+  int ctas = 1;
+  int rank = 0;
+};
+
+// Rows first_row .. of an operand of k-tiles, by TMA. The CTAs of `share` each load a part, of the
+// rows (K-major) or of k (MN-major), and send it to all of them.
+template <class Tile, Major kMajor, int kRows>
 struct TmaLoader {
   const CUtensorMap* map;
+  ClusterPlace share = {};
 
   // Bytes that reach this CTA's `barrier`: kRows * 128, of which others may have sent a part.
-  __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile, uint32_t barrier,
-                                       int rank) const {
-    constexpr int kPart = kRows / kShare;
-    static_assert(kPart % 64 == 0, "whole swizzle patterns");
-    const int offset = kShare > 1 ? rank * kPart : 0;
+  __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
+                                       uint32_t barrier) const {
+    const int part = share.rank * box_outer(share.ctas);
     const int k = k_tile * Tile::kBlkK;
     if constexpr (kMajor == Major::kK) {
-      copy(shared + offset * 128, k, first_row + offset, barrier);
+      copy(shared + part * 128, k, first_row + part, barrier);
     } else {
 #pragma unroll
-      for (int row = 0; row < kPart; row += kBoxInner) {
-        copy(shared + (offset + row) * 128, first_row + offset + row, k, barrier);
+      for (int row = 0; row < kRows; row += kBoxInner) {
+        copy(shared + (row + part) * 128, first_row + row, k + part, barrier);
       }
     }
   }
 
   static constexpr int kBoxInner = Tile::kBlkK;  // 128 bytes of either direction
-  static constexpr int kBoxOuter = kMajor == Major::kK ? kRows / kShare : Tile::kBlkK;
+  // A multiple of 8: whole swizzle patterns.
+  __host__ __device__ static constexpr int box_outer(int ctas) {
+    return (kMajor == Major::kK ? kRows : Tile::kBlkK) / ctas;
+  }
 
  private:
   __device__ __forceinline__ void copy(uint32_t shared, int c0, int c1, uint32_t barrier) const {
-    if constexpr (kShare > 1) {
-      tma_load_multicast_2d(shared, map, c0, c1, barrier, (1u << kShare) - 1);
+    if (share.ctas > 1) {
+      tma_load_multicast_2d(shared, map, c0, c1, barrier,
+                            static_cast<uint16_t>((1u << share.ctas) - 1));
     } else {
       tma_load_2d(shared, map, c0, c1, barrier);
     }
@@ -94,9 +102,9 @@ struct TmaLoader {
 };
 
 template <class Tile>
-using TmaLoaderA = TmaLoader<Tile, Tile::kMajorA, Tile::kBlkM, Tile::kClusterN>;
+using TmaLoaderA = TmaLoader<Tile, Tile::kMajorA, Tile::kBlkM>;
 template <class Tile>
-using TmaLoaderB = TmaLoader<Tile, Tile::kMajorB, Tile::kBlkN, Tile::kClusterM>;
+using TmaLoaderB = TmaLoader<Tile, Tile::kMajorB, Tile::kBlkN>;
 
 // The stage that is next, and the parity of its round through the ring.
 template <int kStages>
@@ -127,6 +135,7 @@ struct MainloopSm90 {
 
   uint32_t stages;    // shared memory, multiple of 1024: kStages of kStageBytes
   uint32_t barriers;  // multiple of 8: kStages "full", then kStages "empty"
+  ClusterPlace cluster = {};
 
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const {
@@ -140,7 +149,7 @@ struct MainloopSm90 {
     for (int s = 0; s < Tile::kStages; ++s) {
       mbarrier_init(full(s), producer_arrivals);
       // A stage is free when every warp that reads it or its multicast copies has said so.
-      mbarrier_init(empty(s), kConsumerWarps * Tile::kCluster);
+      mbarrier_init(empty(s), kConsumerWarps * cluster.ctas);
     }
     fence_mbarrier_init();
     fence_proxy_async();
@@ -149,7 +158,7 @@ struct MainloopSm90 {
   // One thread of the CTA.
   template <class LoaderA, class LoaderB>
   __device__ __forceinline__ void produce(const LoaderA& a, const LoaderB& b, int first_m,
-                                          int first_n, int k_begin, int k_end, int rank,
+                                          int first_n, int k_begin, int k_end,
                                           Cursor& cursor) const {
 #pragma unroll 1
     for (int k = k_begin; k < k_end; ++k) {
@@ -157,8 +166,18 @@ struct MainloopSm90 {
       const uint32_t barrier = full(cursor.stage);
       const uint32_t shared = stages + cursor.stage * Tile::kStageBytes;
       mbarrier_arrive_expect_tx(barrier, Tile::kStageBytes);
-      a.load(shared, first_m, k, barrier, rank);
-      b.load(shared + Tile::kBytesA, first_n, k, barrier, rank);
+      a.load(shared, first_m, k, barrier);
+      b.load(shared + Tile::kBytesA, first_n, k, barrier);
+      cursor.next();
+    }
+  }
+
+  // The producer of a cluster, after its last stage: until all stages are free. A CTA must not end
+  // before the others have sent their last arrivals to its barriers.
+  __device__ __forceinline__ void drain(Cursor cursor) const {
+#pragma unroll 1
+    for (int s = 0; s < Tile::kStages; ++s) {
+      mbarrier_wait(empty(cursor.stage), cursor.parity ^ 1);
       cursor.next();
     }
   }
@@ -211,12 +230,11 @@ struct MainloopSm90 {
   // Each warp of a consumer, to every CTA whose copies land in this stage.
   __device__ __forceinline__ void release(int stage) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (lane < Tile::kCluster) {
-      if constexpr (Tile::kCluster == 1) {
-        mbarrier_arrive(empty(stage));
-      } else {
-        mbarrier_arrive_cluster(map_to_cta(empty(stage), lane));
-      }
+    if (lane >= cluster.ctas) return;
+    if (cluster.ctas == 1) {
+      mbarrier_arrive(empty(stage));
+    } else {
+      mbarrier_arrive_cluster(map_to_cta(empty(stage), lane));
     }
   }
 };

@@ -56,7 +56,7 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
   static constexpr bool kTurnsB = Tile::kMajorB == Major::kMN;
   static constexpr int kTurningWarps = Tile::kBlkN / 32;  // of a stage's B
   static constexpr int kSmemBytes = Base::kSmemBytes + (kTurnsB ? Tile::kStages * 8 : 0);
-  static_assert(Tile::kCluster == 1 && Tile::kBlkN == 128);
+  static_assert(!Tile::kClusters && Tile::kBlkN == 128);
 
   // Behind the others: a stage whose B has been turned.
   __device__ __forceinline__ uint32_t turned(int stage) const {

@@ -32,14 +32,14 @@ struct TileGrid {
 constexpr int kRasterRows = 2048;  // rows of A that one group of blocks shares
 
 inline TileGrid make_tile_grid(int64_t m, int64_t n, int64_t k, int blk_m, int blk_n, int blk_k,
-                               int splits = 1, int batches = 1, int raster_rows = kRasterRows) {
+                               int splits = 1, int batches = 1) {
   TileGrid grid;
   grid.tiles_m = static_cast<int>(ceil_div<int64_t>(m, blk_m));
   grid.tiles_n = static_cast<int>(ceil_div<int64_t>(n, blk_n));
   grid.k_tiles = static_cast<int>(ceil_div<int64_t>(k, blk_k));
   grid.splits = splits;
   grid.batches = batches;
-  grid.group_m = std::clamp(raster_rows / blk_m, 1, std::max(1, grid.tiles_m));
+  grid.group_m = std::clamp(kRasterRows / blk_m, 1, std::max(1, grid.tiles_m));
   const int last_group_rows = grid.tiles_m % grid.group_m;
   grid.by_splits = FastDivmod(splits);
   grid.by_tiles = FastDivmod(std::max<int64_t>(1, int64_t{grid.tiles_m} * grid.tiles_n));

@@ -37,6 +37,11 @@ __device__ __forceinline__ double load_cluster(uint32_t mapped, double) {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");
 }
+// The same without .release, which waits for all that the thread has written, as far as the GPU's
+// other SMs see it: for mbarrier inits, which fence_mbarrier_init() has made visible.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
 }

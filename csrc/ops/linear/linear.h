@@ -114,8 +114,9 @@ constexpr int64_t tile_smem_bytes(GemmKind kind, TileShape shape) {
 struct Sm90TileShape {
   int blk_m;
   int blk_n;
-  int stages;      // 192 KiB in all, 128 KiB for 64 x 64
-  bool ping_pong;  // each of the two consumer warpgroups has a tile of its own
+  int stages;             // 192 KiB in all, 128 KiB for 64 x 64
+  bool ping_pong;         // each of the two consumer warpgroups has a tile of its own
+  bool clusters = false;  // there may be some: choose_sm90_cluster()
 };
 
 // Large: one warpgroup stores while the other multiplies. Within 2 % of the fastest of all tiles
@@ -123,7 +124,7 @@ struct Sm90TileShape {
 // SMs. Medium and Small: for outputs with fewer tiles than SMs. docs/kernels.md has the race.
 constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
   constexpr Sm90TileShape kShapes[3] = {
-      {128, 128, 6, true}, {128, 64, 8, false}, {64, 64, 8, true}};
+      {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}};
   return kShapes[static_cast<int>(tile)];
 }
 
@@ -150,6 +151,7 @@ struct GemmConfig {
   bool a_wide;  // 16-byte accesses
   bool b_wide;
   int splits;        // parts of k, summed in order by a second kernel
+  int cluster;       // sm_90a: CTAs with neighbouring tiles along N, which load one A between them
   bool a_realigned;  // sm_90a: its rows start at no multiples of 16 bytes, so that TMA cannot load
                      // it
   bool b_realigned;
@@ -182,6 +184,40 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile, Sm90Operands operands) {
     default:
       return kTurnedTiles[static_cast<int>(tile)];
   }
+}
+
+inline bool rows_are_aligned(const void* pointer, int64_t pitch_bytes, uintptr_t alignment) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  return (address | static_cast<uintptr_t>(pitch_bytes)) % alignment == 0;
+}
+
+// Clusters of 1, 2 or 4 CTAs that fill an SM each.
+inline int clusters_at_once(int ctas, const DeviceInfo& device) {
+  return ctas == 1 ? device.num_sms : device.clusters[ctas / 2];
+}
+
+// CTAs of a cluster. L2 is asked twice for a 128-byte piece of a row that does not start at a
+// multiple of 128 bytes; 128 x 64 tiles then wait for L2, and the CTAs of a cluster ask once for
+// the A that they share. Where all requests are whole lines clusters gain nothing.
+inline int choose_sm90_cluster(const GemmParams& p, const GemmConfig& config,
+                               const DeviceInfo& device) {
+  constexpr int64_t kMinTiles = 8;  // of k: a ring full
+  const Sm90TileShape shape = sm90_tile_shape(config.tile, sm90_operands(config));
+  const int64_t size = dtype_size(p.dtype);
+  const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
+  const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
+  const bool lines =
+      rows_are_aligned(p.a, a_pitch * size, 128) && rows_are_aligned(p.b, b_pitch * size, 128);
+  if (!shape.clusters || lines || p.k * size < config.splits * kMinTiles * 128) return 1;
+  const int64_t tiles_m = ceil_div(p.m, shape.blk_m) * config.splits;
+  const int64_t tiles_n = ceil_div(p.n, shape.blk_n);
+  const int64_t rounds = ceil_div<int64_t>(tiles_m * tiles_n, device.num_sms);
+  for (int ctas : {4, 2}) {
+    const bool as_fast =
+        tiles_m * ceil_div(tiles_n, ctas) <= rounds * clusters_at_once(ctas, device);
+    if (tiles_n >= ctas && as_fast) return ctas;
+  }
+  return 1;
 }
 
 constexpr GemmKind gemm_kind(DType dtype, bool tf32) {
@@ -309,10 +345,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   // Length too: cp.async reads only the part of its 16 bytes that it is told to, but memcheck takes
   // a last copy that reaches past the tensor for an overrun.
   auto wide = [&](const void* pointer, int64_t pitch, int64_t length) {
-    return (reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(pitch * size) |
-            static_cast<uintptr_t>(length * size)) %
-               16 ==
-           0;
+    return rows_are_aligned(pointer, pitch * size, 16) && length * size % 16 == 0;
   };
   GemmConfig config{};
   config.kind = gemm_kind(p.dtype, p.tf32);
@@ -325,6 +358,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   config.b_realigned = !wide(p.b, config.b_k_major ? p.b_stride_n : p.b_stride_k, 0);
   config.tile = GemmTile::kSmall;
   config.splits = 1;
+  config.cluster = 1;
   const bool aligned = config.a_wide && config.b_wide;
   if (takes_few_rows(p, config, device)) {
     config.path = GemmPath::kFewRows;
@@ -378,6 +412,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
         }
       }
     }
+    sm90.cluster = choose_sm90_cluster(p, sm90, device);
     if (best_sm90 <= best || adds_to_narrow) config = sm90;
   }
   const bool by_elements = !aligned && config.path == GemmPath::kPortable;
@@ -420,6 +455,7 @@ inline std::string describe(const GemmConfig& config) {
             : !config.a_realigned ? ", B realigned"
                                   : ", both realigned";
   }
+  if (config.cluster > 1) text += ", clusters of " + std::to_string(config.cluster) + " share A";
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
   return text + " (" + config.reason + ")";
 }

@@ -25,24 +25,26 @@ template <class Loading>
 struct GemmSm90Params {
   Loading operands;
   OutputSm90 output;
-  TileGrid grid;        // of clusters: its tiles are kClusterM * kBlkM by kClusterN * kBlkN
+  TileGrid grid;        // of clusters: its tiles are kBlkM by cluster * kBlkN
   unsigned num_blocks;  // of the grid
+  int cluster;          // CTAs, if Tile::kClusters
 };
 
-// Where CTA `rank` of a cluster has its tile of D.
+// Where a CTA has its tile of D.
 template <class Tile>
-__device__ __forceinline__ int first_m(const TileCoord& tile, int rank) {
-  return (tile.m * Tile::kClusterM + rank % Tile::kClusterM) * Tile::kBlkM;
+__device__ __forceinline__ int first_m(const TileCoord& tile) {
+  return tile.m * Tile::kBlkM;
 }
 template <class Tile>
-__device__ __forceinline__ int first_n(const TileCoord& tile, int rank) {
-  return (tile.n * Tile::kClusterN + rank / Tile::kClusterM) * Tile::kBlkN;
+__device__ __forceinline__ int first_n(const TileCoord& tile, ClusterPlace cluster) {
+  return (tile.n * cluster.ctas + cluster.rank) * Tile::kBlkN;
 }
 
 // A consumer's first column of D, which MN-major TF32 operands give transposed.
 template <class Tile>
-__device__ __forceinline__ int first_col(const TileCoord& tile, int rank, int first_row) {
-  return Tile::kMnMajorTf32 ? first_m<Tile>(tile, rank) + first_row : first_n<Tile>(tile, rank);
+__device__ __forceinline__ int first_col(const TileCoord& tile, ClusterPlace cluster,
+                                         int first_row) {
+  return Tile::kMnMajorTf32 ? first_m<Tile>(tile) + first_row : first_n<Tile>(tile, cluster);
 }
 
 // One thread of a warpgroup loads both operands.
@@ -64,17 +66,18 @@ struct TmaOperands {
 
   template <class Tile, class Params>
   __device__ __forceinline__ void produce(const MainloopSm90<Tile>& loop, const Params& p,
-                                          int /*warpgroup*/, unsigned first, unsigned stride,
-                                          int rank) const {
+                                          int /*warpgroup*/, unsigned first,
+                                          unsigned stride) const {
     if (threadIdx.x != 0) return;
     typename MainloopSm90<Tile>::Cursor cursor;
-    const TmaLoaderA<Tile> loader_a{&a};
+    const TmaLoaderA<Tile> loader_a{&a, loop.cluster};
     const TmaLoaderB<Tile> loader_b{&b};
     for (unsigned block = first; block < p.num_blocks; block += stride) {
       const TileCoord tile = tile_of_block(p.grid, block);
-      loop.produce(loader_a, loader_b, first_m<Tile>(tile, rank), first_n<Tile>(tile, rank),
-                   tile.k_begin, tile.k_end, rank, cursor);
+      loop.produce(loader_a, loader_b, first_m<Tile>(tile), first_n<Tile>(tile, loop.cluster),
+                   tile.k_begin, tile.k_end, cursor);
     }
+    if (loop.cluster.ctas > 1) loop.drain(cursor);
   }
 };
 
@@ -86,10 +89,9 @@ struct TurnedOperands : TmaOperands {
 
   template <class Tile, class Params>
   __device__ __forceinline__ void produce(const MnMajorTf32Mainloop<Tile>& loop, const Params& p,
-                                          int warpgroup, unsigned first, unsigned stride,
-                                          int rank) const {
+                                          int warpgroup, unsigned first, unsigned stride) const {
     if (warpgroup == 0) {
-      TmaOperands::template produce<Tile>(loop, p, warpgroup, first, stride, rank);
+      TmaOperands::template produce<Tile>(loop, p, warpgroup, first, stride);
     } else {
       typename MainloopSm90<Tile>::Cursor cursor;
       for (unsigned block = first; block < p.num_blocks; block += stride) {
@@ -120,7 +122,7 @@ class StageWalk {
  private:
   __device__ __forceinline__ void enter() {
     const TileCoord tile = tile_of_block(grid_, block_);
-    first_ = kOperand == 0 ? first_m<Tile>(tile, 0) : first_n<Tile>(tile, 0);
+    first_ = kOperand == 0 ? first_m<Tile>(tile) : first_n<Tile>(tile, {});
     k_tile_ = tile.k_begin;
     k_end_ = tile.k_end;
   }
@@ -155,7 +157,7 @@ struct RealignedOperands {
   template <class Tile>
   __device__ __forceinline__ void produce(const MainloopSm90<Tile>& loop,
                                           const GemmSm90Params<RealignedOperands>& p, int warpgroup,
-                                          unsigned, unsigned, int) const {
+                                          unsigned, unsigned) const {
     if (warpgroup == 0) {
       produce_operand<Tile, Tile::kMajorA, 0>(loop, p, 0);
     } else {
@@ -174,18 +176,18 @@ struct RealignedOperands {
                                                   const GemmSm90Params<RealignedOperands>& p,
                                                   int offset) const {
     constexpr int kRows = RealigningLoader<kMajor>::kRows;
-    static_assert(Tile::kBlkM == kRows && Tile::kBlkN == kRows && Tile::kCluster == 1);
+    static_assert(Tile::kBlkM == kRows && Tile::kBlkN == kRows && !Tile::kClusters);
     StageWalk<Tile, kOperand> walk(p.grid, p.num_blocks);
     if (realigned[kOperand]) {
       RealigningLoader<kMajor>(operand[kOperand]).produce(loop, walk, offset);
     } else if (threadIdx.x % 128 == 0) {
-      const TmaLoader<Tile, kMajor, kRows, 1> loader{&map[kOperand]};
+      const TmaLoader<Tile, kMajor, kRows> loader{&map[kOperand]};
       for (typename MainloopSm90<Tile>::Cursor cursor; !walk.done(); walk.next(), cursor.next()) {
         mbarrier_wait(loop.empty(cursor.stage), cursor.parity ^ 1);
         const uint32_t barrier = loop.full(cursor.stage);
         mbarrier_arrive_expect_tx(barrier, kRows * 128);
         loader.load(loop.stages + cursor.stage * Tile::kStageBytes + offset, walk.first(),
-                    walk.k_tile(), barrier, 0);
+                    walk.k_tile(), barrier);
       }
     }
   }
@@ -208,9 +210,9 @@ constexpr int gemm_sm90_threads() {
 
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
 // the operands' type, or with splits its fp32 parts (splits, m, n); if A is MN-major TF32, what is
-// A and m here is B and n of D's owner. Grid: as many clusters as fit
-// on the GPU; each takes every gridDim-th tile of tile_of_block's order. The first warpgroup or two
-// load, the last two multiply and store.
+// A and m here is B and n of D's owner. Grid: as many clusters (mostly of one CTA) as fit on the
+// GPU; each takes every gridDim-th of their tiles in tile_of_block's order. The first warpgroup or
+// two load, the last two multiply and store.
 template <class Tile, class Loading>
 __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     gemm_sm90_kernel(const __grid_constant__ GemmSm90Params<Loading> p) {
@@ -221,10 +223,12 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     // Swizzle patterns repeat every 1024 bytes; every CTA of the cluster rounds up alike.
     const uint32_t base = (smem_address(smem) + 1023) & ~1023u;
     const uint32_t buffers = base + Tile::kStages * Tile::kStageBytes;
-    const Loop loop{base, buffers + Tile::kConsumers * Store::kSmemBytes};
+    const ClusterPlace cluster = Tile::kClusters
+                                     ? ClusterPlace{p.cluster, static_cast<int>(cluster_cta_rank())}
+                                     : ClusterPlace{};
+    const Loop loop{base, buffers + Tile::kConsumers * Store::kSmemBytes, cluster};
 
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
-    const int rank = Tile::kCluster > 1 ? static_cast<int>(cluster_cta_rank()) : 0;
     if (threadIdx.x == 0) {
       p.operands.prefetch();
       if (p.output.use_tma) prefetch_tensor_map(&p.output.map);
@@ -233,19 +237,19 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
       }
       loop.init(p.operands.arrivals());
     }
-    if constexpr (Tile::kCluster > 1) {
-      cluster_arrive();
+    if (cluster.ctas > 1) {
+      cluster_arrive_relaxed();
       cluster_wait();
     } else {
       __syncthreads();
     }
 
-    const unsigned first = blockIdx.x / Tile::kCluster;
-    const unsigned stride = gridDim.x / Tile::kCluster;
+    const unsigned first = blockIdx.x / static_cast<unsigned>(cluster.ctas);
+    const unsigned stride = gridDim.x / static_cast<unsigned>(cluster.ctas);
 
     if (warpgroup < Loading::kWarpgroups) {
       setmaxnreg_dec<Loading::kRegisters>();
-      p.operands.template produce<Tile>(loop, p, warpgroup, first, stride, rank);
+      p.operands.template produce<Tile>(loop, p, warpgroup, first, stride);
     } else {
       setmaxnreg_inc<Loading::kConsumerRegisters>();
       const int consumer = warpgroup - Loading::kWarpgroups;
@@ -263,7 +267,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           cursor.skip(k_tiles);
           continue;
         }
-        const int col = first_col<Tile>(tile, rank, first_row);
+        const int col = first_col<Tile>(tile, cluster, first_row);
         const auto bias = Store::template load_bias<Tile::kRegs>(p.output, col);
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         loop.template consume<Loading::kByThreads>(d, k_tiles, first_row, cursor);
@@ -271,22 +275,16 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
         if constexpr (Tile::kMnMajorTf32) {
-          store.store(d, bias, p.output, tile.split, first_n<Tile>(tile, rank), col);
+          store.store(d, bias, p.output, tile.split, first_n<Tile>(tile, cluster), col);
         } else {
 #pragma unroll
           for (int i = 0; i < Tile::kBlocks; ++i) {
-            store.store(d[i], bias, p.output, tile.split,
-                        first_m<Tile>(tile, rank) + first_row + i * 64, col);
+            store.store(d[i], bias, p.output, tile.split, first_m<Tile>(tile) + first_row + i * 64,
+                        col);
           }
         }
       }
       store.finish();
-    }
-    // A CTA stays until nobody can signal its barriers any more.
-    if constexpr (Tile::kCluster > 1) {
-      __syncwarp();
-      cluster_arrive();
-      cluster_wait();
     }
   } else {
     __trap();  // GemmParams::sm90 was set where it may not be
@@ -297,16 +295,18 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
 
 template <class Loader>
 CUtensorMap operand_map(const GemmParams& p, Major major, const void* pointer, int64_t rows,
-                        int64_t stride_row, int64_t stride_k) {
+                        int64_t stride_row, int64_t stride_k, int share = 1) {
+  const int box_outer = Loader::box_outer(share);
   const bool tf32 = p.dtype == DType::kFloat32;
   return major == Major::kK ? make_tensor_map({p.dtype, tf32, pointer, p.k, rows, stride_row,
-                                               Loader::kBoxInner, Loader::kBoxOuter})
+                                               Loader::kBoxInner, box_outer})
                             : make_tensor_map({p.dtype, tf32, pointer, rows, p.k, stride_k,
-                                               Loader::kBoxInner, Loader::kBoxOuter});
+                                               Loader::kBoxInner, box_outer});
 }
 template <class Tile>
-CUtensorMap operand_map_a(const GemmParams& p) {
-  return operand_map<TmaLoaderA<Tile>>(p, Tile::kMajorA, p.a, p.m, p.a_stride_m, p.a_stride_k);
+CUtensorMap operand_map_a(const GemmParams& p, int share = 1) {
+  return operand_map<TmaLoaderA<Tile>>(p, Tile::kMajorA, p.a, p.m, p.a_stride_m, p.a_stride_k,
+                                       share);
 }
 template <class Tile>
 CUtensorMap operand_map_b(const GemmParams& p) {
@@ -334,10 +334,9 @@ RealignedOperands realigned_operands(const GemmParams& p, const GemmConfig& conf
   return operands;
 }
 
-// raster_rows: rows of A that the CTAs of one wave share, for the sake of L2.
 template <class Tile, class Loading>
-void launch_gemm_sm90_kernel(const GemmParams& p, const Loading& operands, int splits, int num_sms,
-                             int raster_rows, cudaStream_t stream) {
+void launch_gemm_sm90_kernel(const GemmParams& p, const GemmConfig& config, const Loading& operands,
+                             cudaStream_t stream) {
   using T = typename Tile::Element;
   constexpr int kSmemBytes =
       1024 + MainloopOf<Tile>::kSmemBytes + Tile::kConsumers * EpilogueOf<Tile>::kSmemBytes;
@@ -345,15 +344,15 @@ void launch_gemm_sm90_kernel(const GemmParams& p, const Loading& operands, int s
   GemmSm90Params<Loading> params{};
   params.operands = operands;
   constexpr bool kSwapped = Tile::kMnMajorTf32;
-  params.grid = make_tile_grid(kSwapped ? p.n : p.m, kSwapped ? p.m : p.n, p.k,
-                               Tile::kBlkM * Tile::kClusterM, Tile::kBlkN * Tile::kClusterN,
-                               Tile::kBlkK, splits, /*batches=*/1, raster_rows);
+  params.cluster = Tile::kClusters ? config.cluster : 1;
+  params.grid = make_tile_grid(kSwapped ? p.n : p.m, kSwapped ? p.m : p.n, p.k, Tile::kBlkM,
+                               Tile::kBlkN * params.cluster, Tile::kBlkK, config.splits);
   if (params.grid.num_blocks() > kMaxGridX) {
     throw std::runtime_error("warpwright: linear: more than 2^31 output tiles");
   }
   params.num_blocks = static_cast<unsigned>(params.grid.num_blocks());
   OutputSm90& output = params.output;
-  const bool split = splits > 1;
+  const bool split = config.splits > 1;
   output.fp32 = sizeof(T) == 4 || split || p.accum_d;
   output.accumulate = !split && p.accumulate;
   output.d = split ? p.workspace : p.d;
@@ -377,23 +376,24 @@ void launch_gemm_sm90_kernel(const GemmParams& p, const Loading& operands, int s
     if (output.preactivation != nullptr) output.preactivation_map = map(output.preactivation);
   }
 
-  const int64_t clusters = std::min<int64_t>(params.grid.num_blocks(), num_sms / Tile::kCluster);
+  const int64_t clusters = std::min<int64_t>(
+      params.grid.num_blocks(), clusters_at_once(params.cluster, current_device_info()));
   launch_clusters(
-      gemm_sm90_kernel<Tile, Loading>, dim3(static_cast<unsigned>(clusters * Tile::kCluster)),
-      dim3(gemm_sm90_threads<Tile, Loading>()), Tile::kCluster, kSmemBytes, stream, params);
-  if (split) launch_split_k_reduce<T>(p, splits, stream);
+      gemm_sm90_kernel<Tile, Loading>, dim3(static_cast<unsigned>(clusters * params.cluster)),
+      dim3(gemm_sm90_threads<Tile, Loading>()), params.cluster, kSmemBytes, stream, params);
+  if (split) launch_split_k_reduce<T>(p, config.splits, stream);
 }
 
 template <class Tile>
-void launch_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int raster_rows,
-                           cudaStream_t stream) {
-  const TmaOperands operands{operand_map_a<Tile>(p), operand_map_b<Tile>(p)};
-  launch_gemm_sm90_kernel<Tile>(p, operands, splits, num_sms, raster_rows, stream);
+void launch_gemm_sm90_tile(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+  const int share = Tile::kClusters ? config.cluster : 1;
+  const TmaOperands operands{operand_map_a<Tile>(p, share), operand_map_b<Tile>(p)};
+  launch_gemm_sm90_kernel<Tile>(p, config, operands, stream);
 }
 
 // D^T = B A^T: TF32 of which B, at least, is n-major.
 template <class Tile>
-void launch_swapped_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms, int raster_rows,
+void launch_swapped_gemm_sm90_tile(const GemmParams& p, const GemmConfig& config,
                                    cudaStream_t stream) {
   using Loading = std::conditional_t<Tile::kMajorB == Major::kMN, TurnedOperands, TmaOperands>;
   GemmParams swapped = p;
@@ -404,13 +404,13 @@ void launch_swapped_gemm_sm90_tile(const GemmParams& p, int splits, int num_sms,
   Loading operands{};
   operands.a = operand_map_a<Tile>(swapped);
   operands.b = operand_map_b<Tile>(swapped);
-  launch_gemm_sm90_kernel<Tile>(p, operands, splits, num_sms, raster_rows, stream);
+  launch_gemm_sm90_kernel<Tile>(p, config, operands, stream);
 }
 
 template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>
 using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTile).blk_n,
                             sm90_tile_shape(kTile).stages, sm90_tile_shape(kTile).ping_pong,
-                            /*kClusterM=*/1, /*kClusterN=*/1, kMajorA, kMajorB>;
+                            sm90_tile_shape(kTile).clusters, kMajorA, kMajorB>;
 
 // kMajorA: of linear's A, which comes second here.
 template <GemmTile kTile, Major kMajorA>
@@ -420,26 +420,24 @@ template <GemmTile kTile, Major kMajorA>
 using SwappedTileOf =
     TileSm90<float, kSwappedShape<kTile, kMajorA>.blk_n, kSwappedShape<kTile, kMajorA>.blk_m,
              kSwappedShape<kTile, kMajorA>.stages, kSwappedShape<kTile, kMajorA>.ping_pong,
-             /*kClusterM=*/1, /*kClusterN=*/1, Major::kMN, kMajorA>;
+             /*kClusters=*/false, Major::kMN, kMajorA>;
 
 template <class T, Major kMajorA, Major kMajorB>
 using RealignedTileOf = TileSm90<T, kRealignedTile.blk_m, kRealignedTile.blk_n,
-                                 kRealignedTile.stages, kRealignedTile.ping_pong, /*kClusterM=*/1,
-                                 /*kClusterN=*/1, kMajorA, kMajorB>;
+                                 kRealignedTile.stages, kRealignedTile.ping_pong,
+                                 /*kClusters=*/false, kMajorA, kMajorB>;
 
 template <class T>
 void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
-  const int num_sms = current_device_info().num_sms;
   auto launch_tile = [&]<GemmTile kTile, Major kMajorA, Major kMajorB>() {
-    launch_gemm_sm90_tile<Sm90TileOf<T, kTile, kMajorA, kMajorB>>(p, config.splits, num_sms,
-                                                                  kRasterRows, stream);
+    launch_gemm_sm90_tile<Sm90TileOf<T, kTile, kMajorA, kMajorB>>(p, config, stream);
   };
   auto for_tile = [&]<Major kMajorA, Major kMajorB>() {
     if constexpr (sizeof(T) == 2) {
       if (config.a_realigned || config.b_realigned) {
         using Tile = RealignedTileOf<T, kMajorA, kMajorB>;
-        return launch_gemm_sm90_kernel<Tile>(p, realigned_operands<Tile>(p, config), config.splits,
-                                             num_sms, kRasterRows, stream);
+        return launch_gemm_sm90_kernel<Tile>(p, config, realigned_operands<Tile>(p, config),
+                                             stream);
       }
     }
     switch (config.tile) {
@@ -456,8 +454,7 @@ void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaSt
     for_bool(config.a_k_major, [&]<bool kAK>() {
       constexpr Major kMajorA = kAK ? Major::kK : Major::kMN;
       auto launch = [&]<GemmTile kTile>() {
-        launch_swapped_gemm_sm90_tile<SwappedTileOf<kTile, kMajorA>>(p, config.splits, num_sms,
-                                                                     kRasterRows, stream);
+        launch_swapped_gemm_sm90_tile<SwappedTileOf<kTile, kMajorA>>(p, config, stream);
       };
       config.tile == GemmTile::kLarge ? launch.template operator()<GemmTile::kLarge>()
                                       : launch.template operator()<GemmTile::kMedium>();
