@@ -136,6 +136,7 @@ def test_the_shapes_reach_every_tf32_product():
             tile = re.search(r"wgmma, tile (\d+x\d+)|$", text)[1]
             found.add((role, tile, "B by registers" in text, "A turned" in text))
             found.add((role, "split-k" in text))
+    assert ("forward", "128x256", False, False) in found
     for tile in ("128x128", "128x64"):
         assert ("forward", tile, False, False) in found
         assert ("grad_input", tile, True, False) in found

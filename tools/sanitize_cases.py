@@ -142,9 +142,10 @@ def batch_norm_cases():
 
 def linear_cases():
     small = (1, 10, 84), (17, 33, 65), (129, 131, 67), (130, 10, 1027)
-    # 16-bit and TF32 on sm_90a: each tile, one past its edge, clusters of 4 and 2; the last with
-    # element stores.
-    wgmma = (1288, 1160, 520), (1000, 1000, 520), (4000, 136, 520), (136, 264, 520), (200, 203, 520)
+    # 16-bit and TF32 on sm_90a: each tile, one past its edge, clusters of 4 and 2, TF32's widest;
+    # the last with element stores.
+    wgmma = (1288, 1160, 520), (1000, 1000, 520), (4000, 136, 520), (2040, 2040, 264)
+    wgmma = *wgmma, (136, 264, 520), (200, 203, 520)
     # ... with operands that TMA cannot load: both, one of the gradients'; with split k.
     realigned = (1031, 523, 203), (1024, 523, 200), (1024, 200, 523), (264, 270, 523)
     # float32: few rows, each count of them that has a kernel, few and many steps of k.

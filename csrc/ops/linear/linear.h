@@ -69,7 +69,7 @@ struct ColumnSumParams {
 // ---- tiles ----
 
 enum class GemmKind { k16Bit, kTf32, kFp32, kFp64 };
-enum class GemmTile { kLarge, kMedium, kSmall };
+enum class GemmTile { kLarge, kMedium, kSmall, kWide };  // kWide: TF32 on sm_90a
 
 struct TileShape {
   int blk_m;
@@ -122,9 +122,11 @@ struct Sm90TileShape {
 // Large: one warpgroup stores while the other multiplies. Within 2 % of the fastest of all tiles
 // (128 x 256, 256 x 128, 64 x 256, each with and without a cluster) wherever the output fills the
 // SMs. Medium and Small: for outputs with fewer tiles than SMs. docs/kernels.md has the race.
+// Wide, of TF32 only, whose k tile of 128 bytes is half as deep for the same math: three quarters
+// of Large's bytes, against a store that nothing hides.
 constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
-  constexpr Sm90TileShape kShapes[3] = {
-      {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}};
+  constexpr Sm90TileShape kShapes[4] = {
+      {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}, {128, 256, 4, false}};
   return kShapes[static_cast<int>(tile)];
 }
 
@@ -269,12 +271,13 @@ constexpr int kMinSplitTiles = 4;                      // of k, a part; sm_90a
 //   split: a second launch, and the parts' way to L2 and back.
 inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
                                    int splits, Sm90Operands operands, const DeviceInfo& device) {
-  constexpr double kTileCycles[3][2] = {{540, 690}, {330, 560}, {230, 300}};  // 1 round, several
+  // 1 round, several; kWide's by arithmetic
+  constexpr double kTileCycles[4][2] = {{540, 690}, {330, 560}, {230, 300}, {1050, 1200}};
   // By arithmetic: what passes through shared memory.
   constexpr double kRealignedCycles[2] = {900, 1150};
   constexpr double kSwappedCycles[2][2] = {{640, 700}, {390, 560}};
   constexpr double kTurnedCycles[2][2] = {{1410, 1410}, {900, 900}};
-  constexpr double kFirstAndLast[] = {5500, 2750, 2000};  // filling the ring, the last store
+  constexpr double kFirstAndLast[] = {5500, 2750, 2000, 5500};  // filling the ring, the last store
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
   const Sm90TileShape shape = sm90_tile_shape(tile, operands);
@@ -288,9 +291,9 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
                                                                    : kTurnedCycles[t])[rounds > 1];
   // The store of a 128 x 256 tile has no other mainloop to hide in.
   const double first_and_last =
-      operands != Sm90Operands::kTurned
-          ? kFirstAndLast[t]
-          : kFirstAndLast[0] * static_cast<double>(shape.ping_pong ? 1 : rounds);
+      operands == Sm90Operands::kTurned || tile == GemmTile::kWide
+          ? kFirstAndLast[0] * static_cast<double>(shape.ping_pong ? 1 : rounds)
+          : kFirstAndLast[t];
   double cycles = first_and_last + static_cast<double>(rounds * k_tiles) * tile_cycles;
   if (splits > 1) {
     cycles += kSecondLaunch +
@@ -394,7 +397,9 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
     sm90.path = GemmPath::kSm90;
     const Sm90Operands operands = sm90_operands(config);
     const bool swapped = operands == Sm90Operands::kSwapped || operands == Sm90Operands::kTurned;
-    for (GemmTile tile : {GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
+    const bool wide_tile = config.kind == GemmKind::kTf32 && operands == Sm90Operands::kAsTheyLie;
+    for (GemmTile tile : {GemmTile::kWide, GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
+      if (tile == GemmTile::kWide && !wide_tile) continue;
       if (operands == Sm90Operands::kRealigned && tile != GemmTile::kLarge) continue;
       if (swapped && tile == GemmTile::kSmall) continue;
       const int64_t k_tiles = (p.k * size + 127) / 128;
@@ -417,8 +422,9 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   }
   const bool by_elements = !aligned && config.path == GemmPath::kPortable;
   config.reason = by_elements ? "an operand's rows are not multiples of 16 bytes: element accesses"
-                  : config.splits > 1                ? "few output tiles for the SMs: k is split"
-                  : config.tile == GemmTile::kLarge  ? "enough output for the largest tile"
+                  : config.splits > 1 ? "few output tiles for the SMs: k is split"
+                  : config.tile == GemmTile::kLarge || config.tile == GemmTile::kWide
+                      ? "enough output for the largest tile"
                   : config.tile == GemmTile::kMedium ? "output too small to feed larger tiles"
                                                      : "small output: small tiles fill more SMs";
   return config;

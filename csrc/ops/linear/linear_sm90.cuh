@@ -447,6 +447,10 @@ void launch_gemm_sm90_type(const GemmParams& p, const GemmConfig& config, cudaSt
         return launch_tile.template operator()<GemmTile::kMedium, kMajorA, kMajorB>();
       case GemmTile::kSmall:
         return launch_tile.template operator()<GemmTile::kSmall, kMajorA, kMajorB>();
+      case GemmTile::kWide:
+        if constexpr (sizeof(T) == 4) {
+          return launch_tile.template operator()<GemmTile::kWide, kMajorA, kMajorB>();
+        }
     }
   };
   if constexpr (sizeof(T) == 4) {
