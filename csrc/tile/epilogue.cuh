@@ -61,6 +61,7 @@ struct Epilogue {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         read(values[i], source + (pass + i) * kRowsPerPass * kPitch);
+        if constexpr (Accumulator::kExchanged) exchange_pairs(values[i]);
       }
       if constexpr (requires { columns.add_old(int64_t{0}, values[0]); }) {
 #pragma unroll
@@ -91,6 +92,17 @@ struct Epilogue {
       return output.columns(col);
     } else {
       return PlainColumns<Output>{output, col};
+    }
+  }
+
+  template <int kVec>
+  __device__ __forceinline__ static void exchange_pairs(Acc (&values)[kVec]) {
+    static_assert(kVec % 2 == 0, "a chunk is whole pairs");
+#pragma unroll
+    for (int e = 0; e < kVec; e += 2) {
+      const Acc first = values[e];
+      values[e] = values[e + 1];
+      values[e + 1] = first;
     }
   }
 

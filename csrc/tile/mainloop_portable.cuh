@@ -3,7 +3,7 @@
 // alone (a matrix, a convolution's window, ...), where D goes the epilogue's (epilogue.cuh).
 //
 // A Loader brings the operand's tile number k_tile (k from k_tile * kBlkK on; all of the CTA's
-// rows) into a stage laid out as SmemTile<T, Loader::kMajor, kBlkMN, kBlkK>. Elements outside the
+// rows) into a stage laid out as its Smem, an SmemTile of kBlkMN x kBlkK. Elements outside the
 // operand must become zero, in both directions. All threads of the CTA call it; it keeps what it
 // likes in registers: row coordinates worked out once by its constructor, a running k position, ...
 //
@@ -33,7 +33,8 @@
 // by cp.async if `valid`, without a branch.
 //
 // An operand whose contiguous direction in memory is m (or n) takes kMajor = Major::kMN: the tile
-// is then kBlkK rows of kBlkMN elements, and ldmatrix.trans turns it.
+// is then kBlkK rows of kBlkMN elements, and ldmatrix.trans turns it. FMA tiles with kManyResults
+// want both operands so: TurningLoader (matrix_loader.cuh) turns a K-major one on its way.
 #pragma once
 
 #include "tile/tile_portable.cuh"
@@ -46,13 +47,15 @@ concept KnowsInterior = requires(Loader& loader) { loader.interior(); };
 template <class Tile, class LoaderA, class LoaderB>
 struct Mainloop {
   using T = typename Tile::Element;
-  using SmemA = SmemTile<T, LoaderA::kMajor, Tile::kBlkM, Tile::kBlkK>;
-  using SmemB = SmemTile<T, LoaderB::kMajor, Tile::kBlkN, Tile::kBlkK>;
+  using SmemA = typename LoaderA::Smem;
+  using SmemB = typename LoaderB::Smem;
   using Accumulator = std::conditional_t<Tile::kMath == MathKind::kTensorCore,
                                          TensorCoreAccumulator<Tile, SmemA, SmemB>,
                                          FmaAccumulator<Tile, SmemA, SmemB>>;
   static constexpr int kStages = Tile::kStages;
   static constexpr int kSteps = Accumulator::kSteps;
+  static constexpr int kCopySteps = Accumulator::kCopySteps;
+  static_assert(kCopySteps < kSteps, "the last step waits for the copies");
   static_assert(kSteps >= 2 && kSteps % 2 == 0, "fragments are double buffered");
   static_assert(kStages >= 3, "finish() stores one barrier before its stage is read");
   static constexpr int kStageBytes = SmemA::kBytes + SmemB::kBytes;
@@ -115,11 +118,11 @@ struct Mainloop {
           read = read + 1 == kStages ? 0 : read + 1;
         }
         if constexpr (kInterior) {
-          // Spread over the steps, so that the copies hide between the math; the last step comes
-          // after the wait that counts their group.
-          if (step + 1 < kSteps) {
-            a.issue_interior(stage_a(write), ahead, ahead < k_end, step, kSteps - 1);
-            b.issue_interior(stage_b(write), ahead, ahead < k_end, step, kSteps - 1);
+          // Where the copies hide best between the math; the last step comes after the wait that
+          // counts their group.
+          if (step < kCopySteps) {
+            a.issue_interior(stage_a(write), ahead, ahead < k_end, step, kCopySteps);
+            b.issue_interior(stage_b(write), ahead, ahead < k_end, step, kCopySteps);
           }
           if (step + 2 == kSteps) cp_async_commit();
         } else if (step == 0) {

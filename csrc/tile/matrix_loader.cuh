@@ -1,4 +1,4 @@
-// Loader (see mainloop_portable.cuh) of a strided matrix with one contiguous direction.
+// Loaders (see mainloop_portable.cuh) of a strided matrix with one contiguous direction.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,11 @@ struct MatrixOperand {
   bool wide;  // pointer and rows are multiples of 16 bytes
 };
 
+// How many of the `size` elements from here on lie inside the operand, which has `left` more.
+__device__ __forceinline__ int count_inside(int64_t left, int size) {
+  return static_cast<int>(left < size ? (left > 0 ? left : 0) : size);
+}
+
 // kNarrow also takes operands that are not `wide`, one element an access: through cp.async where an
 // element has 4 bytes or more, else through registers.
 template <class Tile, Major kMajor_, int kBlkMN, bool kNarrow>
@@ -33,14 +38,14 @@ class MatrixLoader {
       : origin_(operand.pointer + first_mn * (kMajor == Major::kK ? operand.ld : 1)),
         ld_(operand.ld),
         extent_k_(operand.extent_k),
-        extent_mn_(clamp(operand.extent_mn - first_mn, kBlkMN)),
+        extent_mn_(count_inside(operand.extent_mn - first_mn, kBlkMN)),
         wide_(operand.wide),
         interior_(origin_ + VecMap::row(0) * ld_ + VecMap::col()) {}
 
   __device__ __forceinline__ void issue(T* stage, int k_tile) {
     const int64_t k = int64_t{k_tile} * Tile::kBlkK;
     const T* source = origin_ + (kMajor == Major::kK ? k : k * ld_);
-    const int extent_k = clamp(extent_k_ - k, Tile::kBlkK);
+    const int extent_k = count_inside(extent_k_ - k, Tile::kBlkK);
     const int rows = kMajor == Major::kK ? extent_mn_ : extent_k;
     const int cols = kMajor == Major::kK ? extent_k : extent_mn_;
     if (!kNarrow || wide_) {
@@ -98,10 +103,6 @@ class MatrixLoader {
   using ElementMap = ChunkMap<Smem::kRows, Smem::kCols, 1, Tile::kThreads>;
   using VecMap = ChunkMap<Smem::kRows, Smem::kCols, kVecSize<T>, Tile::kThreads>;
 
-  __device__ static int clamp(int64_t left, int size) {
-    return static_cast<int>(left < size ? (left > 0 ? left : 0) : size);
-  }
-
   // Columns past `cols` and rows past `rows` are zero-filled and not read.
   template <int kVec>
   __device__ __forceinline__ void copy(T* stage, const T* source, int rows, int cols) const {
@@ -128,6 +129,78 @@ class MatrixLoader {
   const T* interior_;  // this thread's first element of k tile 0
   const T* cursor_;
   T staged_[kStaged ? ElementMap::kPasses : 1];
+};
+
+// A K-major matrix of 32-bit elements, wide or not, turned on its way: the stage is MN-major. A
+// copy cannot turn, so each is of one element. A warp's take 8 k of 4 rows: whole sectors of 32
+// bytes from memory, all 32 banks of shared memory (rows of k lie 4 banks apart).
+template <class Tile, int kBlkMN>
+class TurningLoader {
+  using T = typename Tile::Element;
+  static_assert(sizeof(T) == 4 && Tile::kBlkK % 8 == 0);
+
+ public:
+  static constexpr Major kMajor = Major::kMN;
+  using Smem = SmemTile<T, kMajor, kBlkMN, Tile::kBlkK, 16>;
+  static_assert(Smem::kPitch % 32 == 4, "eight rows of k start four banks apart");
+
+  __device__ TurningLoader(const MatrixOperand<T>& operand, int64_t first_mn)
+      : source_(operand.pointer + (first_mn + row()) * operand.ld + col()),
+        ld_(operand.ld),
+        extent_k_(operand.extent_k),
+        extent_mn_(count_inside(operand.extent_mn - first_mn, kBlkMN)) {}
+
+  __device__ __forceinline__ void issue(T* stage, int k_tile) {
+    const int64_t k = int64_t{k_tile} * Tile::kBlkK;
+    const int extent_k = count_inside(extent_k_ - k, Tile::kBlkK);
+    const T* source = source_ + k;
+    const uint32_t target = smem_address(stage + Smem::offset(row(), col()));
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const bool row_inside = row() + pass * kRowsPerPass < extent_mn_;
+#pragma unroll
+      for (int col8 = 0; col8 < Tile::kBlkK; col8 += 8) {
+        const bool inside = row_inside && col() + col8 < extent_k;
+        cp_async<4>(target + bytes(pass, col8), source + col8, inside ? 4 : 0);
+      }
+      source += kRowsPerPass * ld_;
+    }
+  }
+
+  __device__ __forceinline__ void finish(T*) {}
+
+  __device__ bool interior() const { return extent_mn_ == kBlkMN && extent_k_ % Tile::kBlkK == 0; }
+
+  __device__ __forceinline__ void issue_interior(T* stage, int k_tile, bool valid, int part,
+                                                 int parts) {
+    if (part == 0) cursor_ = source_ + int64_t{k_tile} * Tile::kBlkK;
+    const uint32_t target = smem_address(stage + Smem::offset(row(), col()));
+#pragma unroll
+    for (int pass = part * kPasses / parts; pass < (part + 1) * kPasses / parts; ++pass) {
+#pragma unroll
+      for (int col8 = 0; col8 < Tile::kBlkK; col8 += 8) {
+        cp_async_word_if(valid, target + bytes(pass, col8), cursor_ + col8);
+      }
+      cursor_ += kRowsPerPass * ld_;
+    }
+  }
+
+ private:
+  static constexpr int kRowsPerPass = Tile::kThreads / 8;
+  static constexpr int kPasses = kBlkMN / kRowsPerPass;
+  static_assert(kBlkMN % kRowsPerPass == 0);
+
+  __device__ static int row() { return static_cast<int>(threadIdx.x) / 8; }
+  __device__ static int col() { return static_cast<int>(threadIdx.x) % 8; }
+  static constexpr int bytes(int pass, int col8) {
+    return Smem::offset(pass * kRowsPerPass, col8) * static_cast<int>(sizeof(T));
+  }
+
+  const T* source_;  // this thread's first element of k tile 0
+  int64_t ld_;
+  int64_t extent_k_;
+  int extent_mn_;
+  const T* cursor_;
 };
 
 }  // namespace warpwright

@@ -42,12 +42,12 @@ struct Tile {
 // padding so that eight rows at the same column start in eight different 16-byte bank groups:
 // ldmatrix and 16-byte reads down a column are then free of bank conflicts. MN-major TF32 reads
 // words (k = t, mn = g), which 32 bytes of padding spread over all 32 banks.
-template <class T, Major kMajor_, int kBlkMN, int kBlkK>
+template <class T, Major kMajor_, int kBlkMN, int kBlkK,
+          int kPadBytes = kMajor_ == Major::kMN && sizeof(T) == 4 ? 32 : 16>
 struct SmemTile {
   static constexpr Major kMajor = kMajor_;
   static constexpr int kRows = kMajor == Major::kK ? kBlkMN : kBlkK;
   static constexpr int kCols = kMajor == Major::kK ? kBlkK : kBlkMN;
-  static constexpr int kPadBytes = kMajor == Major::kMN && sizeof(T) == 4 ? 32 : 16;
   static constexpr int kPitch = kCols + kPadBytes / static_cast<int>(sizeof(T));
   static constexpr int kElements = kRows * kPitch;
   static constexpr int kBytes = kElements * static_cast<int>(sizeof(T));
@@ -141,6 +141,8 @@ class TensorCoreAccumulator {
 
  public:
   static constexpr int kSteps = Tile::kBlkK / kMmaK;
+  static constexpr int kCopySteps = kSteps - 1;  // the next tile's copies are spread over so many
+  static constexpr bool kExchanged = false;      // write() leaves the columns as they are
 
   // The rectangle of D that write() fills without help from other threads: a warp's.
   struct Region {
@@ -216,6 +218,14 @@ class TensorCoreAccumulator {
   }
 };
 
+// FMA threads that hold more results than this have no registers for the fragments of several k,
+// nor for a second level of sums. Their fragments are of one k, from MN-major tiles.
+constexpr int kFewResults = 32;
+
+template <class Tile>
+constexpr bool kManyResults =
+    Tile::kMath == MathKind::kFma && Tile::kBlkM * Tile::kBlkN > kFewResults * Tile::kThreads;
+
 // FMA accumulators of one thread; a warp is 4 threads down, 8 across. Elements come by 16-byte
 // reads: of kVec consecutive k from a K-major tile, whose rows a thread takes at a stride (so that
 // neighbours read neighbouring rows), and of kVec consecutive mn from an MN-major one.
@@ -230,25 +240,32 @@ class FmaAccumulator {
   static constexpr int kVec = kVecSize<T>;
   static_assert(std::is_same_v<T, Acc>, "FMA is for float and double");
   static_assert(kM % kVec == 0 && kN % kVec == 0, "MN-major fragments are whole vectors");
-  static_assert(Tile::kBlkK % kVec == 0, "K-major fragments are whole vectors");
+  static constexpr int kDepth = kManyResults<Tile> ? 1 : kVec;  // k a fragment
+  static_assert(Tile::kBlkK % kDepth == 0, "a stage is whole k steps");
+  static_assert(kDepth == kVec || (SmemA::kMajor == Major::kMN && SmemB::kMajor == Major::kMN),
+                "K-major fragments are whole vectors");
 
   // Sums of sums: rounding errors grow with the square root of the terms added in one go, and
   // BLAS libraries split the k of small outputs. Where the registers allow, `values` gathers kRun
   // elements of k and then goes into `total`.
   static constexpr int kRun = 32;
   static constexpr int kTilesPerRun = kRun / Tile::kBlkK > 0 ? kRun / Tile::kBlkK : 1;
-  static constexpr bool kTwoLevels = kM * kN <= 32;
+  static constexpr bool kTwoLevels = !kManyResults<Tile>;
 
   Acc values[kM][kN];
   Acc total[kTwoLevels ? kM : 1][kTwoLevels ? kN : 1];
 
+  // Bits 0 and 2 of the lane go down, 1, 3 and 4 across: of the lanes i and i ^ 1 or of i and i ^ 2
+  // all read the same 16 bytes, which halves the passes of a read.
   __device__ static int thread_m() {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    return warp / Tile::kWarpsN * 4 + static_cast<int>(threadIdx.x) % kWarpSize / 8;
+    return warp / Tile::kWarpsN * 4 + ((lane & 1) | (lane >> 1 & 2));
   }
   __device__ static int thread_n() {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    return warp % Tile::kWarpsN * 8 + static_cast<int>(threadIdx.x) % 8;
+    return warp % Tile::kWarpsN * 8 + ((lane >> 1 & 1) | (lane >> 2 & 6));
   }
 
   // Row (or column) of the tile that is the i-th of `thread`, of kAcross threads side by side.
@@ -260,18 +277,18 @@ class FmaAccumulator {
 
   // Elements [i][kk] = (position(thread, i), k + kk) of an operand tile.
   template <class Smem, int kAcross, int kCount>
-  __device__ __forceinline__ static void load(T (&d)[kCount][kVec], const T* tile, int thread,
+  __device__ __forceinline__ static void load(T (&d)[kCount][kDepth], const T* tile, int thread,
                                               int k) {
     if constexpr (Smem::kMajor == Major::kK) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const auto v = load_vec<kVec>(tile + Smem::offset(position<Smem, kAcross>(thread, i), k));
 #pragma unroll
-        for (int kk = 0; kk < kVec; ++kk) d[i][kk] = v.data[kk];
+        for (int kk = 0; kk < kDepth; ++kk) d[i][kk] = v.data[kk];
       }
     } else {
 #pragma unroll
-      for (int kk = 0; kk < kVec; ++kk) {
+      for (int kk = 0; kk < kDepth; ++kk) {
 #pragma unroll
         for (int i = 0; i < kCount; i += kVec) {
           const auto v =
@@ -318,28 +335,41 @@ class FmaAccumulator {
     }
   }
 
-  static constexpr int kSteps = Tile::kBlkK / kVec;
+  // An instruction between two FMA keeps them from sharing an operand (see multiply): where that
+  // counts, the copies come in one go.
+  static constexpr int kSteps = Tile::kBlkK / kDepth;
+  static constexpr int kCopySteps = kManyResults<Tile> ? 1 : kSteps - 1;
 
   struct Fragments {
-    T a[kM][kVec];
-    T b[kN][kVec];
+    T a[kM][kDepth];
+    T b[kN][kDepth];
   };
 
   __device__ __forceinline__ void load(Fragments& fragments, const T* tile_a, const T* tile_b,
                                        int step) const {
-    load<SmemA, kThreadsM>(fragments.a, tile_a, thread_m(), step * kVec);
-    load<SmemB, kThreadsN>(fragments.b, tile_b, thread_n(), step * kVec);
+    load<SmemA, kThreadsM>(fragments.a, tile_a, thread_m(), step * kDepth);
+    load<SmemB, kThreadsN>(fragments.b, tile_b, thread_n(), step * kDepth);
   }
 
+  // To and fro across the rows: each FMA shares an operand with the one before it, which then comes
+  // from the reuse cache. The register file's two banks give one register each a cycle, enough for
+  // the other operand and the sum, not for three.
   __device__ __forceinline__ void multiply(const Fragments& fragments) {
 #pragma unroll
-    for (int kk = 0; kk < kVec; ++kk)
+    for (int kk = 0; kk < kDepth; ++kk)
 #pragma unroll
       for (int i = 0; i < kM; ++i)
 #pragma unroll
-        for (int j = 0; j < kN; ++j)
+        for (int n = 0; n < kN; ++n) {
+          const int j = i % 2 == 0 ? n : kN - 1 - n;
           values[i][j] = fma(fragments.a[i][kk], fragments.b[j][kk], values[i][j]);
+        }
   }
+
+  // write() leaves the columns 2 i and 2 i + 1 exchanged. Its stores of several columns want them
+  // in neighbouring registers, as b's are: that would put sum j into the bank of b[j], and
+  // multiply() would wait for both.
+  static constexpr bool kExchanged = kManyResults<Tile>;
 
   // Writes the CTA's D tile, row-major, to `smem`.
   template <int kPitch>
@@ -348,11 +378,12 @@ class FmaAccumulator {
     const int n = thread_n();
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
+      Acc* row = smem + position<SmemA, kThreadsM>(m, i) * kPitch;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
-        Acc value = values[i][j];
+        Acc value = values[i][kExchanged ? j ^ 1 : j];
         if constexpr (kTwoLevels) value += total[i][j];
-        smem[position<SmemA, kThreadsM>(m, i) * kPitch + position<SmemB, kThreadsN>(n, j)] = value;
+        row[position<SmemB, kThreadsN>(n, j)] = value;
       }
     }
   }

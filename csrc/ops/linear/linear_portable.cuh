@@ -23,6 +23,11 @@ struct GemmTileOf {
                     kShape.warps_n, kShape.stages, kCtas>;
 };
 
+template <class Tile, Major kMajor, int kBlkMN, bool kNarrow>
+using GemmLoader =
+    std::conditional_t<kManyResults<Tile> && kMajor == Major::kK, TurningLoader<Tile, kBlkMN>,
+                       MatrixLoader<Tile, kMajor, kBlkMN, kNarrow>>;
+
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major in `output`;
 // or, if that is null, in `sums`, with splits its parts (splits, m, n). Grid: one block a D tile
 // and split, in the order of tile_of_block.
@@ -33,8 +38,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
                 ActivationOutput<typename Tile::Element> output,
                 SumOutput<typename Tile::Acc> sums) {
   extern __shared__ __align__(16) char smem[];
-  using LoaderA = MatrixLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>;
-  using LoaderB = MatrixLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>;
+  using LoaderA = GemmLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>;
+  using LoaderB = GemmLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>;
   using Loop = Mainloop<Tile, LoaderA, LoaderB>;
 
   const TileCoord tile = tile_of_block(grid, blockIdx.x);
@@ -58,8 +63,8 @@ template <GemmKind kKind, GemmTile kTile, class T, bool kNarrow, Major kMajorA, 
 void launch_gemm_instance(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
   using Tile = typename GemmTileOf<kKind, kTile, T, kNarrow>::type;
   using Acc = typename Tile::Acc;
-  using Loop = Mainloop<Tile, MatrixLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>,
-                        MatrixLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>>;
+  using Loop = Mainloop<Tile, GemmLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>,
+                        GemmLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>>;
   constexpr int kSmemBytes = std::max(Loop::kSmemBytes, Epilogue<Tile>::kSmemBytes);
   static_assert(kSmemBytes <= tile_smem_bytes(kKind, tile_shape(kKind, kTile)),
                 "choose_gemm_config believes that the tile fits");
