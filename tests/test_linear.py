@@ -145,6 +145,19 @@ def test_the_shapes_reach_every_tf32_product():
     assert {("grad_input", True), ("grad_weight", True)} <= found
 
 
+def test_the_shapes_reach_every_float32_product():
+    found = set()
+    for batch, k, n in CUDA_SHAPES:
+        x, weight = _C.Operand([*batch, k], [k, 1], 0), _C.Operand([n, k], [k, 1], 0)
+        for role, text in _C.explain_linear("float32", False, x, weight, _C.DeviceInfo(), True):
+            tile = re.search(r"fp32 FMA, tile (\d+x\d+)|$", text)[1]
+            whole = all(extent % 128 == 0 for extent in (*batch, k, n))
+            found.add((role, tile, whole, "split-k" in text))
+    for role in ("forward", "grad_input", "grad_weight"):
+        assert {(role, "128x128", False, True), (role, "64x64", False, True)} <= found
+        assert {(role, "128x128", True, split) for split in (True, False)} & found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
 def test_paths_agree_and_repeat(dtype, shape, monkeypatch):
@@ -193,6 +206,20 @@ def test_layouts_of_large_operands(dtype, tf32):
     ]
     for _, x_view in layouts(x.detach()):
         for _, weight_view in layouts(weight.detach()):
+            views = [t.detach().requires_grad_() for t in (x_view, weight_view, bias)]
+            assert_same(step(F.linear, views), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [((2048,), 512, 2048), ((1000,), 520, 1032)], ids=str)
+def test_float32_operands_along_either_direction(shape):
+    x, weight, bias = operands("cuda", torch.float32, *shape, integers=True)
+    exact = [
+        t.float()
+        for t in step(native, [t.detach().double().requires_grad_() for t in (x, weight, bias)])
+    ]
+    for x_view in (x, x.t().contiguous().t()):
+        for weight_view in (weight, weight.t().contiguous().t()):
             views = [t.detach().requires_grad_() for t in (x_view, weight_view, bias)]
             assert_same(step(F.linear, views), exact)
 

@@ -150,7 +150,9 @@ def linear_cases():
     realigned = (1031, 523, 203), (1024, 523, 200), (1024, 200, 523), (264, 270, 523)
     # float32: few rows, each count of them that has a kernel, few and many steps of k.
     few_rows = (1, 17, 72), (2, 10, 1032), (3, 40, 2056), (7, 33, 520), (16, 100, 4096)
-    for m, n, k in (*small, *wgmma, *realigned, *few_rows):
+    # ... whole tiles of all three products; of those above, some go past the tile's edges.
+    whole = ((1024, 1024, 768),)
+    for m, n, k in (*small, *wgmma, *realigned, *few_rows, *whole):
         yield f"{m}x{n}x{k}", F.linear, (rand(m, k), rand(n, k), rand(n)), {}
     for m, n, k in ((33, 34, 65), (1031, 528, 264)):
         yield (
