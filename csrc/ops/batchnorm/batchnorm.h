@@ -118,7 +118,9 @@ constexpr int64_t rows_scratch_bytes(int operands) {
 // On chip, of a thread and step: a vector of each operand, and with two perhaps a word of the mask.
 constexpr int64_t rows_step_bytes(int operands) { return operands == 1 ? 16 : 2 * 16 + 4; }
 constexpr int kPlanesThreads = 256;
-constexpr int kPlanesBlocksPerSm = 3;
+// First pass over planes: what 64 registers hold, of double 80. Four vectors a thread and block are
+// 64 KB under way an SM.
+constexpr int planes_blocks_per_sm(int64_t element_bytes) { return element_bytes == 8 ? 3 : 4; }
 constexpr int kRowsUnroll = 8;  // vectors a thread has in flight, over all operands
 constexpr int kPlanesUnroll = 4;
 constexpr int kOnChipMaxThreads = 512;
@@ -215,10 +217,10 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
     config.lanes = 1;
     config.tiles = e.channels;
     const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, config.vec);
-    // One wave of blocks for few channels; for many, enough waves that the last one matters little.
-    const int64_t wave = int64_t{kPlanesBlocksPerSm} * device.num_sms;
-    const int64_t wanted = 2 * e.channels <= wave ? wave / std::max<int64_t>(e.channels, 1)
-                                                  : ceil_div(4 * wave, e.channels);
+    // One wave of blocks for few channels; for many, four waves of which the last is nearly full.
+    const int64_t wave = planes_blocks_per_sm(dtype_size(dtype)) * device.num_sms;
+    const int64_t channels = std::max<int64_t>(e.channels, 1);
+    const int64_t wanted = 4 * channels <= wave ? wave / channels : 4 * wave / channels;
     const int64_t worth = config.on_chip ? 1 : vectors / (kPlanesThreads * 2);
     config.splits = std::clamp<int64_t>(std::min(wanted, worth), 1, kPlanesThreads);
     config.reason = config.on_chip   ? "planes, a block holds a channel and reads it once"

@@ -12,7 +12,7 @@ namespace warpwright {
 // Grid: block b owns channel b % channels and split b / channels; neighbouring threads take
 // neighbouring vectors.
 template <class T, int V, bool kRagged, class Sums>
-__global__ void __launch_bounds__(kPlanesThreads, kPlanesBlocksPerSm)
+__global__ void __launch_bounds__(kPlanesThreads, planes_blocks_per_sm(sizeof(T)))
     batch_norm_reduce_planes_kernel(BatchNormInputs<T, Sums::kInputs> in,
                                     typename Sums::Setup setup, PlanesShape shape,
                                     Partial<Accum<T>>* partials) {
