@@ -103,6 +103,9 @@ struct CrossEntropyGradientParams : CrossEntropyParams {
   bool grad_per_row;        // grad_output has a number for every row
   RowLayout grad_layout;    // of grad_input; the same is_rows() as layout
   void* grad_input;         // (rows, classes) by grad_layout, dtype; it may be the input
+  // CUDA only, of a mean, set by the launch:
+  const void* counts;  // (num_counts) Accum, which add up to total_weight
+  int num_counts;
 };
 
 // The backward that a forward with gradient stands for.
@@ -314,11 +317,21 @@ struct CrossEntropyGradientConfig {
   int slots;
   int groups;
   int64_t slot_bytes;
+  // A stream: groups of `lanes` walk rows of kStreamHeld accesses a thread, the first of which
+  // start at a row's last multiple of `boundary` bytes. No stream: 0.
+  int boundary;
+  int counts;  // blocks that count the labels of a mean
 
   bool is_ring() const { return slots > 0; }
+  bool is_stream() const { return boundary > 0; }
   int64_t smem_bytes(DType dtype) const {
-    return is_ring() ? slots * slot_bytes : int64_t{threads} * held * vec * dtype_size(dtype);
+    return is_ring()     ? slots * slot_bytes
+           : is_stream() ? threads * kStreamThreadBytes
+                         : int64_t{threads} * held * vec * dtype_size(dtype);
   }
+  // Numbers of Accum behind CrossEntropyParams::partials: the blocks' losses, and their counts if
+  // there are several.
+  int64_t workspace() const { return 2 * partials + (counts > 1 ? counts : 0); }
 };
 
 constexpr int kCrossEntropyTeam = 256;  // threads of a block, at the most
@@ -365,6 +378,31 @@ inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t acce
   config.reason = "a ring of rows in shared memory";
 }
 
+// Rows of labels that one stage of the stream holds take that, or leave `config` as it is.
+inline void choose_cross_entropy_gradient_stream(const CrossEntropyProblem& p, bool all_aligned,
+                                                 const DeviceInfo& device,
+                                                 CrossEntropyGradientConfig& config) {
+  constexpr int64_t kLabelsOfBlock = 4096;  // four a thread, in flight together
+  CrossEntropyConfig stream{};
+  choose_cross_entropy_stream(p, all_aligned, /*max_stages=*/1, device, stream);
+  if (stream.kernel != CrossEntropyConfig::Kernel::kStream) return;
+  config = {};
+  config.on_chip = true;
+  config.cluster = 1;
+  config.lanes = stream.lanes;
+  config.vec = stream.vec;
+  config.held = kStreamHeld;
+  config.threads = stream.threads;
+  config.blocks = stream.blocks;
+  config.boundary = stream.boundary;
+  config.partials = p.reduction == Reduction::kNone || config.blocks == 1 ? 0 : config.blocks;
+  if (p.reduction == Reduction::kMean) {
+    const int64_t blocks = ceil_div(p.rows, kLabelsOfBlock);
+    config.counts = static_cast<int>(std::min<int64_t>(blocks, device.num_sms));
+  }
+  config.reason = stream.reason;
+}
+
 // `clusters`: the GPU and the library have them.
 inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     const CrossEntropyGradientParams& p, const CrossEntropyAlignment& alignment,
@@ -408,20 +446,25 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     config.reason = config.cluster == 1 ? "a block a row" : "a cluster of blocks a row";
   }
   config.on_chip = true;
+  config.counts = p.reduction == Reduction::kMean ? 1 : 0;
   const int64_t groups = config.blocks / config.cluster;
   config.partials = reduced && groups > 1 ? groups : 0;
   if (clusters && config.vec > 1 && p.dtype != DType::kFloat64) {
     choose_cross_entropy_ring(p, accesses, device, config);
+  }
+  if (p.kind == TargetKind::kLabels && alignment.common_phase) {
+    choose_cross_entropy_gradient_stream(p, alignment.all_aligned, device, config);
   }
   return config;
 }
 
 // Whether a training step on a GPU is faster if the forward writes the gradient. Logits that stay
 // in L2 until the backward are read again for less than the launch costs that counts the labels
-// first; counting many labels costs as much as a small part of short rows. (Estimates.)
+// first; one block that counts many costs as much as a small part of rows that are too short for
+// the stream. (Estimates.)
 constexpr bool gradient_in_forward_pays(int64_t rows, int64_t classes, int64_t element_size) {
   return rows * classes * element_size >= (int64_t{16} << 20) &&
-         (rows <= (int64_t{1} << 17) || classes * element_size >= 2048);
+         (rows <= (int64_t{1} << 17) || classes * element_size > 256);
 }
 
 inline std::string describe(const CrossEntropyGradientConfig& config) {

@@ -184,13 +184,21 @@ struct RowSums {
 
   // The same among each `lanes` neighbours, a power of two. All lanes of the warp must call.
   __device__ __forceinline__ void merge_lanes(int lanes) {
-    Acc greatest = max;
+    rebase(greatest_of_lanes(max, lanes));
+    add_lanes(lanes);
+  }
+
+  static __device__ __forceinline__ Acc greatest_of_lanes(Acc greatest, int lanes) {
 #pragma unroll
     for (int offset = lanes / 2; offset > 0; offset /= 2) {
       const Acc other = __shfl_xor_sync(kFullMask, greatest, offset);
       greatest = other > greatest ? other : greatest;
     }
-    rebase(greatest);
+    return greatest;
+  }
+
+  // What merge_lanes() does where all lanes have the same maximum.
+  __device__ __forceinline__ void add_lanes(int lanes) {
 #pragma unroll
     for (int offset = lanes / 2; offset > 0; offset /= 2) {
       sum += __shfl_xor_sync(kFullMask, sum, offset);

@@ -8,28 +8,6 @@
 namespace warpwright {
 namespace {
 
-// Makes all that is not the row's -inf, once the copies have landed.
-template <class T>
-__device__ __forceinline__ void mask(const StreamRow<T>& row, const StreamStage<T>& stage,
-                                     int lanes) {
-  constexpr int kVec = kVecSize<T>;
-  const T nothing = convert<T>(-infinity(0.f));
-  const int before = row.lead - stage.first * kVec;
-  if (before > 0) {
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      if (j < before) stage.places[0].data[j] = nothing;
-    }
-  }
-  int own = row.span - (stage.first + (kStreamHeld - 1) * lanes) * kVec;
-  for (int i = kStreamHeld - 1; i >= 0 && own < kVec; --i, own += lanes * kVec) {
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      if (j >= own) stage.places[i * kWarpSize].data[j] = nothing;
-    }
-  }
-}
-
 // The sums of all places.
 template <class T>
 __device__ __forceinline__ RowSums<T, TargetKind::kLabels> sum_places(

@@ -1,6 +1,7 @@
 // Loss and gradient in one go: count the labels if a mean must divide by them, rows, and the
 // blocks' losses added up. Rows that shared memory can't hold take the forward and the backward in
 // turn.
+#include "device/dependent_launch.cuh"
 #include "host/launch.h"
 #include "host/sm90.h"
 #include "ops/cross_entropy/cross_entropy_alignment.h"
@@ -12,19 +13,22 @@ namespace {
 constexpr int kCountThreads = 1024;
 constexpr int kScaleThreads = 256;
 
-// Layout: labels (rows). Grid: one block. What finish_row() would add up, before the rows are read.
+// Layout: labels (rows); counts, one a block. Grid: any, in steps. What finish_row() would add up,
+// before the rows are read.
 template <class Acc>
 __global__ void __launch_bounds__(kCountThreads)
-    cross_entropy_count_kernel(const CrossEntropyProblem p, Acc* total_weight) {
+    cross_entropy_count_kernel(const CrossEntropyProblem p, Acc* counts) {
   __shared__ double shared[kCountThreads / kWarpSize];
+  let_next_kernel_start();
   double total = 0;
+  const int64_t step = int64_t{gridDim.x} * kCountThreads;
 #pragma unroll 8
-  for (int64_t row = threadIdx.x; row < p.rows; row += kCountThreads) {
+  for (int64_t row = int64_t{blockIdx.x} * kCountThreads + threadIdx.x; row < p.rows; row += step) {
     const Label label = load_label(p, row);
     if (label.valid) total += class_weight<Acc>(p, label.value);
   }
   total = block_reduce(total, Sum{}, 0.0, shared);
-  if (threadIdx.x == 0) *total_weight = static_cast<Acc>(total);
+  if (threadIdx.x == 0) counts[blockIdx.x] = static_cast<Acc>(total);
 }
 
 // See cross_entropy_gradient_rows().
@@ -87,12 +91,18 @@ void launch_cross_entropy_gradient(CrossEntropyGradientParams p,
   if (p.reduction == Reduction::kMean && p.grad_input != nullptr) {
     for_bool(p.dtype == DType::kFloat64, [&]<bool kDouble>() {
       using Acc = std::conditional_t<kDouble, double, float>;
-      launch(cross_entropy_count_kernel<Acc>, dim3(1), dim3(kCountThreads), 0, stream, p,
-             static_cast<Acc*>(p.total_weight));
+      Acc* counts = config.counts > 1 ? static_cast<Acc*>(p.partials) + 2 * config.partials
+                                      : static_cast<Acc*>(p.total_weight);
+      launch(cross_entropy_count_kernel<Acc>, dim3(static_cast<unsigned>(config.counts)),
+             dim3(kCountThreads), 0, stream, p, counts);
+      p.counts = counts;
     });
+    p.num_counts = config.counts;
     p.counted = true;
   }
-  if (config.is_ring()) {
+  if (config.is_stream()) {
+    launch_cross_entropy_gradient_stream(p, config, stream);
+  } else if (config.is_ring()) {
     launch_cross_entropy_gradient_ring(p, config, stream);
   } else if (config.cluster > 1) {
     launch_cross_entropy_gradient_cluster(p, config, stream);

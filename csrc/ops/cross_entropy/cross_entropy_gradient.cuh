@@ -181,6 +181,11 @@ void launch_cross_entropy_gradient_cluster(const CrossEntropyGradientParams& p,
                                            const CrossEntropyGradientConfig& config,
                                            cudaStream_t stream);
 
+// Of labels, behind the kernel that has counted them for a mean.
+void launch_cross_entropy_gradient_stream(const CrossEntropyGradientParams& p,
+                                          const CrossEntropyGradientConfig& config,
+                                          cudaStream_t stream);
+
 void launch_cross_entropy_gradient_ring(const CrossEntropyGradientParams& p,
                                         const CrossEntropyGradientConfig& config,
                                         cudaStream_t stream);

@@ -34,9 +34,9 @@ void run_gradient(const Tensor& input, CrossEntropyGradientParams& p) {
   p.error = error_record(ErrorSource::kCrossEntropy);
   const CrossEntropyGradientConfig config = cross_entropy_gradient_config(p);
   Tensor partials;
-  if (config.partials != 0) {
+  if (config.workspace() != 0) {
     partials =
-        at::empty({config.partials, 2}, input.options().dtype(accum_type(input.scalar_type())));
+        at::empty({config.workspace()}, input.options().dtype(accum_type(input.scalar_type())));
     p.partials = partials.mutable_data_ptr();
   }
   launch_cross_entropy_gradient(p, config, call.stream);
