@@ -21,7 +21,6 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   const int rows_per_block = blockDim.x / lanes;
   for (int64_t row = int64_t{blockIdx.x} * rows_per_block + threadIdx.x / lanes; row < p.rows;
        row += int64_t{gridDim.x} * rows_per_block) {
-    const RowGradient<T, kKind> gradient(p, row);
     const int64_t out = row_offset(p.grad_layout, row);
     const T* z = static_cast<const T*>(p.input) + row_offset(p.layout, row);
     T* dz = p.grad_input == nullptr ? nullptr : static_cast<T*>(p.grad_input) + out;
@@ -38,20 +37,26 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
                          lanes > kWarpSize ? kLineBytes : kVecBytes);
     }
     const int64_t vectors = (p.classes - head) / kVec;
-    for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {
-      Vec<T, kVec> loaded[kUnroll];
+    Vec<T, kVec> loaded[kUnroll];
+    auto fetch = [&](int64_t v, bool wanted) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int64_t at = v + int64_t{u} * lanes;
-        if (at < vectors && !gradient.zero) {
-          loaded[u] = load_vec<kVec>(z + head + at * kVec);
-        } else {
+        if (at < vectors && wanted) loaded[u] = load_vec<kVec>(z + head + at * kVec);
+      }
+    };
+    // Short rows are on their way before it is known whether they are needed.
+    const bool early = lanes <= kWarpSize;
+    fetch(lane, early);
+    const RowGradient<T, kKind> gradient(p, row);
+    for (int64_t v = lane; v < vectors; v += int64_t{kUnroll} * lanes) {
+      if (!early || v != lane) fetch(v, !gradient.zero);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (gradient.zero) {
 #pragma unroll
           for (int j = 0; j < kVec; ++j) loaded[u][j] = convert<T>(Accum<T>(0));
         }
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
         const int64_t at = v + int64_t{u} * lanes;
         if (at < vectors) {
           write_gradients<T, Q, kKind, kVec>(p, smoothing, gradient, head + at * kVec, loaded[u], q,

@@ -35,13 +35,12 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     const bool active = row < p.rows;
     const T* z = static_cast<const T*>(p.input) + (active ? row_offset(p.layout, row) : 0);
     const Q* q = nullptr;
-    Acc label_logit = 0;
+    // Early: a load on which another depends; the row's own come between the two.
+    int64_t label_value = 0;
     if constexpr (kKind == TargetKind::kProbabilities) {
       q = static_cast<const Q*>(p.target) + (active ? row_offset(p.target_layout, row) : 0);
     } else if (active && lane == 0) {
-      // Early: two dependent loads that the row's own hide.
-      const Label label = load_label(p, row);
-      if (label.valid) label_logit = convert<Acc>(z[label.value]);
+      label_value = load_label_value(p, row);
     }
 
     Sums sums;
@@ -59,6 +58,12 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       }
     };
     fetch(lane, loaded);
+    Acc label_logit = 0;
+    if constexpr (kKind != TargetKind::kProbabilities) {
+      if (active && lane == 0 && label_of(p, label_value).valid) {
+        label_logit = convert<Acc>(z[label_value]);
+      }
+    }
     for (int64_t v = lane; v < vectors; v += step) {
       fetch(v + step, next);  // on its way while this part is summed
       Acc value[kCount], wq[kCount];
@@ -117,7 +122,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     }
     if (active && lane == 0) {
       Label label{-1, true, false};
-      if constexpr (kKind != TargetKind::kProbabilities) label = load_label(p, row);
+      if constexpr (kKind != TargetKind::kProbabilities) label = label_of(p, label_value);
       const LossShare<Acc> share =
           finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
       total.loss += share.loss;
