@@ -18,20 +18,24 @@ INF = float("inf")
 SHAPES = [(5,), (64, 10), (7, 33), (40, 1000), (12, 5003), (2, 21, 7, 9), (3, 1), (0, 4), (3, 4, 0)]
 # One for each way in which the kernels share a row out: lanes of a warp, a block, a cluster, none.
 WIDE_SHAPES = [(5, 1031), (9, 9001), (3, 33001), (2, 50257), (2, 128256), (2, 300007)]
-# Enough rows for the ring: with a warp a row, groups of warps, and clusters of 2 to 8 blocks.
+# Enough rows for the ring: with groups of warps, and clusters of 2 to 8 blocks.
 RING_SHAPES = [
-    (13001, 1000),
+    (6403, 3001),
     (1603, 9001),
     (801, 25003),
     (801, 50257),
     (271, 128256),
     (203, 151669),
 ]
+# Enough rows for the stream: 4 to 32 lanes a row in 16 bits, 8 and 32 in float32; one that is short
+# of rows for it in 16 bits.
+STREAM_SHAPES = [(101401, 201), (51001, 401), (26003, 1001), (12801, 2001), (13001, 1000)]
 
 
 def over(shapes):
-    """The ring is a GPU's; on the CPU its shapes would run no other code."""
-    on_gpu = [pytest.param("cuda", s, marks=pytest.mark.gpu) for s in shapes + RING_SHAPES]
+    """Ring and stream are a GPU's; on the CPU their shapes would run no other code."""
+    many = RING_SHAPES + STREAM_SHAPES
+    on_gpu = [pytest.param("cuda", s, marks=pytest.mark.gpu) for s in shapes + many]
     return pytest.mark.parametrize(
         ("device", "shape"), [*(("cpu", s) for s in shapes), *on_gpu], ids=str
     )
@@ -46,6 +50,21 @@ def test_the_shapes_reach_every_ring():
             text = warpwright.explain("cross_entropy", x, target, device="cuda")
             found.update(re.findall(r"groups of \d+ threads, each on a row, in (\d) blocks", text))
         assert found == {"1", "2", "4", "8"}, dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lanes"),
+    [(torch.bfloat16, {"4", "8", "16", "32"}), (torch.float32, {"8", "16", "32"})],
+)
+def test_the_shapes_reach_the_streams(dtype, lanes):
+    found = set()
+    for rows, classes in STREAM_SHAPES:
+        x = torch.empty(rows, classes, dtype=dtype, device="meta")
+        target = torch.empty(rows, dtype=torch.int64, device="meta")
+        text = warpwright.explain("cross_entropy", x, target, device="cuda")
+        line = next(line for line in text.splitlines() if "forward with grad_input" in line)
+        found.update(re.findall(r"(\d+) threads of 1 blocks a row.*one after the other", line))
+    assert found == lanes
 
 
 def labels_for(shape, device, ignore=-100):
@@ -134,6 +153,33 @@ def test_special_values(device, dtype, kind):
         torch.testing.assert_close(ours[0], loss, equal_nan=True)
         torch.testing.assert_close(ours[3], grad, equal_nan=True)
         assert torch.equal(ours[3].isnan(), grad.isnan())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_special_values_in_a_stream(dtype):
+    """Single logits and whole rows, valid, ignored, and of bad labels."""
+    shape = STREAM_SHAPES[0]
+    special = torch.tensor([-INF, INF, float("nan"), 0.0, -0.0, 6e4, -6e4], device="cuda").to(dtype)
+    x = (torch.randn(shape, device="cuda") * 3).to(dtype)
+    for step, columns in ((3, slice(7, 8)), (11, slice(None))):
+        rows = x[::step, columns]
+        rows.copy_(special[torch.arange(len(rows), device="cuda") % 7, None].expand_as(rows))
+    target = labels_for(shape, "cuda")
+    target[::1001] = shape[1]
+    for reduction in (1, 2):
+        options = (reduction, -100, 0.0)
+        ops = torch.ops.warpwright
+        forward = ops.cross_entropy_forward(x, target, None, *options, dtype)
+        one = torch.ones((), dtype=dtype, device="cuda")
+        grad, _ = ops.cross_entropy_backward(
+            one, x, target, None, *forward[1:], *options, [True, False]
+        )
+        ours = forward_gradient(x, target, None, reduction)
+        for a, b in zip(ours, (*forward, grad), strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
+    with pytest.raises(IndexError):
+        warpwright.check_errors()
 
 
 def test_all_ignored(device):

@@ -327,7 +327,10 @@ def test_cross_entropy():
     assert "forward with grad_input" not in text(8192, 1000, target=torch.empty(8192, 1000))
     assert "32 threads of 1 blocks a row, 4 elements" in text(6000, 1000)
     assert "256 threads of 4 blocks a row, 4 elements" in text(200, 32000)
-    assert "24 groups of 32 threads, each on a row, in 1 blocks" in text(65536, 1000)
+    assert "32 threads of 1 blocks a row, 4 elements an access, 132 blocks of 768" in text(
+        65536, 1000
+    )
+    assert "12 groups of 64 threads, each on a row, in 1 blocks" in text(65536, 2000)
     assert "2 groups of 384 threads, each on a row, in 2 blocks" in text(8192, 32000)
     assert "too long for shared memory" in text(16, 1 << 20)
 

@@ -102,6 +102,15 @@ def variants():
             f"cross_entropy-{rows}x{classes}-each",
             lambda n=rows, c=classes, f=loss: (f, random(n, c), labels(n, c)),
         )
+    for rows, classes, dtype in ((101400, 200, FP32), (25400, 1001, FP32), (26000, 1000, BF16)):
+        yield (  # the same with the gradient
+            f"cross_entropy-{rows}x{classes}-{dtype}",
+            lambda n=rows, c=classes, d=dtype: (
+                F.cross_entropy,
+                random(n, c, dtype=d),
+                labels(n, c),
+            ),
+        )
     for m, k, n in ((512, 3136, 128), (1000, 520, 1000), (2048, 1024, 2048)):
         yield (
             f"linear-{m}x{k}x{n}-tf32",

@@ -229,6 +229,10 @@ def cross_entropy_cases():
     for n, c in ((1600, 9001), (540, 33001)):  # the ring of rows, without and with clusters
         target = torch.randint(0, c, (n,))
         yield f"{n}x{c}-forward-gradient", grad, (rand(n, c), target), {}
+    for n, c in ((12700, 1001), (51000, 200)):  # a stream of rows
+        target = torch.randint(0, c, (n,))
+        target[::7] = -100
+        yield f"{n}x{c}-forward-gradient", grad, (rand(n, c), target), {}
     for n, c, smoothing in ((12700, 1001, 0.0), (3201, 4096, 0.0), (3201, 4096, 0.1)):
         options = {"label_smoothing": smoothing, "reduction": "none"}  # a stream of rows
         target = torch.randint(0, c, (n,))
