@@ -3,6 +3,7 @@
 // always on its way. A row is read from shared memory once: registers hold it, in float32 its
 // exponentials, from its sums to its gradient.
 #include "device/dependent_launch.cuh"
+#include "device/math.cuh"
 #include "host/launch_dependent.h"
 #include "ops/cross_entropy/cross_entropy_gradient.cuh"
 #include "ops/cross_entropy/cross_entropy_stream.cuh"
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       T* place = dz + lane * kVec;
       const int whole = row.span / kVec - lane;
 #pragma unroll
-      for (int j = 0; j < kStreamHeld; ++j, place += lanes * kVec) {
+      for (int j = 0; j < kStreamHeld; ++j, place = opaque(place + lanes * kVec)) {
         if (j * lanes < whole && (j > 0 || lane * kVec >= row.lead)) {
           store_vec_global(place, registers.gradient(j, gradient));
         }
