@@ -166,6 +166,8 @@ struct CrossEntropyConfig {
   // kStream:
   int stages;    // of a row, each kStreamHeld accesses a thread
   int boundary;  // bytes: the first access starts at a row's last multiple of them
+  // kRows:
+  bool cluster;  // the blocks are one cluster, which reduces them without a second launch
 };
 
 // Accesses of a thread in shared memory: two stages, one summed while the other is on its way.
@@ -497,7 +499,7 @@ void cross_entropy_double_backward_cpu(const CrossEntropyDoubleBackwardParams& p
 #ifdef WARPWRIGHT_WITH_CUDA
 CrossEntropyConfig cross_entropy_fwd_config(const CrossEntropyParams& params);
 inline bool needs_partials(const CrossEntropyParams& params, const CrossEntropyConfig& config) {
-  return params.reduction != Reduction::kNone && config.blocks > 1;
+  return params.reduction != Reduction::kNone && config.blocks > 1 && !config.cluster;
 }
 void launch_cross_entropy_fwd(const CrossEntropyParams& params, const CrossEntropyConfig& config,
                               cudaStream_t stream);

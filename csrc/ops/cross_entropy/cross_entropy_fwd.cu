@@ -2,7 +2,11 @@
 // and sum, kUnroll 16-byte loads in flight a thread. Reduced losses take a second, tiny launch
 // unless one block does it all; no atomics, so the order of every sum is fixed.
 #include "device/dependent_launch.cuh"
-#include "host/launch.h"
+#include "device/mma_sm80.cuh"
+#include "device/sm90/arch.cuh"
+#include "device/sm90/cluster.cuh"
+#include "host/launch_cluster.h"
+#include "host/sm90.h"
 #include "ops/cross_entropy/cross_entropy_alignment.h"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
 
@@ -10,6 +14,34 @@ namespace warpwright {
 namespace {
 
 constexpr int kReduceThreads = 1024;
+constexpr int kMaxCluster = 8;
+
+// finish_block() in a grid that is one cluster: all of it ends here.
+template <class T>
+__device__ __forceinline__ void finish_cluster(const CrossEntropyParams& p,
+                                               LossShare<Accum<T>> share, Accum<T>* shared) {
+  using Acc = Accum<T>;
+  __shared__ Acc own[2];
+  share.loss = block_reduce(share.loss, Sum{}, Acc(0), shared);
+  share.weight = block_reduce(share.weight, Sum{}, Acc(0), shared);
+  if (threadIdx.x == 0) {
+    own[0] = share.loss;
+    own[1] = share.weight;
+  }
+  cluster_arrive();
+  cluster_wait();
+  double loss = 0, weight = 0;
+  if (blockIdx.x == 0 && threadIdx.x < gridDim.x) {
+    const uint32_t block = map_to_cta(smem_address(own), threadIdx.x);
+    loss = load_cluster(block, Acc());
+    weight = load_cluster(block + sizeof(Acc), Acc());
+  }
+  cluster_arrive();  // a block's shared memory outlives the reads of it
+  cluster_wait();
+  loss = warp_reduce(loss, Sum{});
+  weight = warp_reduce(weight, Sum{});
+  if (blockIdx.x == 0 && threadIdx.x == 0) write_reduced<T>(p, loss, weight);
+}
 
 // Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r).
 // Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
@@ -17,7 +49,7 @@ constexpr int kReduceThreads = 1024;
 template <class T, class Q, TargetKind kKind, int kVec>
 __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T>)
     cross_entropy_fwd_rows_kernel(const CrossEntropyParams p, const Smoothing<Accum<T>> smoothing,
-                                  int lanes) {
+                                  int lanes, bool cluster) {
   using Acc = Accum<T>;
   using Sums = RowSums<T, kKind>;
   constexpr int kUnroll = kCrossEntropyUnroll<T, kKind, kVec>;
@@ -25,7 +57,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   __shared__ Acc shared_sums[kMaxCrossEntropyThreads / kWarpSize][4];
   __shared__ Acc shared_share[kMaxCrossEntropyThreads / kWarpSize];
 
-  if (gridDim.x > 1 && p.reduction != Reduction::kNone) let_next_kernel_start();
+  if (gridDim.x > 1 && p.reduction != Reduction::kNone && !cluster) let_next_kernel_start();
   const int lane = threadIdx.x & (lanes - 1);
   const int rows_per_block = blockDim.x / lanes;
   LossShare<Acc> total;
@@ -129,6 +161,9 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       total.weight += share.weight;
     }
   }
+  if constexpr (kHasSm90a) {
+    if (cluster) return finish_cluster<T>(p, total, shared_share);
+  }
   finish_block<T>(p, total, shared_share, blockIdx.x, gridDim.x);
 }
 
@@ -162,7 +197,13 @@ void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cud
 }
 
 CrossEntropyConfig cross_entropy_fwd_config(const CrossEntropyParams& p) {
-  return choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), current_device_info());
+  CrossEntropyConfig config =
+      choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), current_device_info());
+  // Long rows had better be spread over the GPU.
+  config.cluster = config.kernel == CrossEntropyConfig::Kernel::kRows &&
+                   config.lanes <= kWarpSize && p.reduction != Reduction::kNone &&
+                   config.blocks > 1 && config.blocks <= kMaxCluster && sm90_path_available();
+  return config;
 }
 
 void launch_cross_entropy_fwd(const CrossEntropyParams& p, const CrossEntropyConfig& config,
@@ -174,9 +215,10 @@ void launch_cross_entropy_fwd(const CrossEntropyParams& p, const CrossEntropyCon
   } else {
     for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
       auto run = [&]<int kVec>() {
-        launch(cross_entropy_fwd_rows_kernel<T, Q, kKind, kVec>,
-               dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads), 0, stream, p,
-               Smoothing<Accum<T>>(p), config.lanes);
+        launch_clusters(cross_entropy_fwd_rows_kernel<T, Q, kKind, kVec>,
+                        dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
+                        config.cluster ? static_cast<int>(config.blocks) : 1, 0, stream, p,
+                        Smoothing<Accum<T>>(p), config.lanes, config.cluster);
       };
       if (config.vec > 1) {
         run.template operator()<kVecSize<T>>();
