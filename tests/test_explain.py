@@ -146,6 +146,43 @@ def test_linear_of_few_rows():
         assert "few rows" not in linear_lines(m, n, k, "float32")["forward"]
 
 
+def test_linear_outer_product():
+    outer = "outer product of few rows, "
+    for m in (1, 8, 64, 96):
+        lines = linear_lines(m, 4096, 4096)
+        assert outer + "512x256 a block" in lines["grad_weight"]
+        assert outer not in lines["forward"] + lines["grad_input"]
+        assert outer in linear_lines(m, 4096, 4096, "float16")["grad_weight"]
+        assert outer in linear_lines(m, 4096, 4096, pad=8)["grad_weight"]
+        for others in (
+            {"dtype": "float32"},
+            {"dtype": "float32", "tf32": True},
+            {"sm90": False},
+            {"arch": 80},
+            {"pad": 4, "address": 0 if m > 1 else 8},  # one row has no pitch
+            {"address": 8},
+        ):
+            assert outer not in linear_lines(m, 4096, 4096, **others)["grad_weight"]
+    for sizes in ((97, 4096, 4096), (64, 4096, 4100), (64, 4100, 4096), (64, 128, 3136)):
+        assert outer not in linear_lines(*sizes)["grad_weight"]
+
+
+def test_linear_outer_product_fills_the_gpu():
+    sizes = [8, 64, 72, 256, 520, 1000, 1032, 2048, 4096, 5120, 11008, 14336, 50264]
+    for m, n, k in itertools.product((1, 16, 17, 96), sizes, sizes):
+        text = linear_lines(m, n, k)["grad_weight"]
+        rows = re.search(r"few rows, (\d+)x256 a block", text)
+        if rows is None:
+            assert n * k < 66 * 64 * 256
+            continue
+        groups = int(rows[1]) // 64
+        assert int(rows[1]) == groups * 64
+        assert 1 <= groups <= 8
+        # Rounds of blocks against what they would be without ends: never twice as long.
+        blocks = -(-n // int(rows[1])) * -(-k // 256)
+        assert -(-blocks // 132) * groups <= 2 * -(-(-(-n // 64) * -(-k // 256)) // 132)
+
+
 # Of one H200, in us: (dtype, role of linear whose product it is, m, n, k of that product), the
 # fastest of all tiles that were tried, and the shipped ones by (tile, splits).
 P, M, S = "128x128 ping-pong", "128x64", "64x64 ping-pong"

@@ -49,6 +49,10 @@ CUDA_SHAPES = [
     ((640,), 333, 776),
     ((4100,), 9, 1030),
     ((130,), 4099, 132),
+    # few rows, and enough of a weight that its gradient in 16 bits is an outer product
+    ((1,), 1096, 1032),
+    ((31,), 1032, 1288),
+    ((96,), 2056, 520),
 ]
 
 
@@ -126,6 +130,7 @@ def test_the_shapes_reach_every_tile():
         for operand in ("both",) if role == "forward" else ("A", "B", "both"):
             assert (role, f"{operand} realigned") in found
     assert {"split-k", "whole k", ("forward", "clusters of 2")} <= found
+    assert any("outer product" in t[1] for t in found if t[0] == "grad_weight")
 
 
 def test_the_shapes_reach_every_tf32_product():
@@ -192,6 +197,25 @@ def test_tf32_paths_agree_and_repeat(shape, monkeypatch):
     first = step(F.linear, inputs)
     monkeypatch.setenv("WARPWRIGHT_PATH", "portable")
     assert_same(*map(unsigned_zeros, (step(F.linear, inputs), first)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(1096, 1032), (4096, 600)], ids=str)
+def test_outer_product_of_every_count_of_rows(dtype, sizes):
+    in_features, out_features = sizes
+    weight = torch.zeros(out_features, in_features, dtype=dtype, device="cuda", requires_grad=True)
+    for rows in range(1, 97):
+        # Rows of x and of the cotangent that lie apart.
+        x, dy = (
+            torch.randint(-3, 4, (rows, size + 8 * (rows % 3)), device="cuda").to(dtype)[:, :size]
+            for size in sizes
+        )
+        y = F.linear(x, weight)
+        first, second = (torch.autograd.grad(y, weight, dy, retain_graph=True) for _ in range(2))
+        exact = (dy.double().t() @ x.double()).to(dtype)
+        assert_same(unsigned_zeros(first), unsigned_zeros([exact]))
+        assert_same(second, first)
 
 
 @pytest.mark.gpu

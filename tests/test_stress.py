@@ -128,6 +128,7 @@ def variants():
         (8, 4096, 512),
         (384, 512, 1024),
         (999, 523, 1001),
+        (90, 1096, 1032),
     ):
         for dtype in (BF16, FP32):
             for name, product in products.items():

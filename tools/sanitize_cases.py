@@ -152,7 +152,9 @@ def linear_cases():
     few_rows = (1, 17, 72), (2, 10, 1032), (3, 40, 2056), (7, 33, 520), (16, 100, 4096)
     # ... whole tiles of all three products; of those above, some go past the tile's edges.
     whole = ((1024, 1024, 768),)
-    for m, n, k in (*small, *wgmma, *realigned, *few_rows, *whole):
+    # 16-bit: few rows, whose gradient of the weight is an outer product.
+    outer = (1, 1032, 1096), (40, 520, 2056), (96, 1288, 1032)
+    for m, n, k in (*small, *wgmma, *realigned, *few_rows, *whole, *outer):
         yield f"{m}x{n}x{k}", F.linear, (rand(m, k), rand(n, k), rand(n)), {}
     for m, n, k in ((33, 34, 65), (1031, 528, 264)):
         yield (

@@ -114,6 +114,15 @@ struct EpilogueSm90 {
     }
   }
 
+  // The same of 64 columns, without all that comes before the rounding: D by TMA.
+  __device__ __forceinline__ void store_box(const float* d, const OutputSm90& output, int first_row,
+                                            int first_col) {
+    acquire_buffers(output);
+    write_buffer(buffer(), d);
+    send_buffers(output, first_row, first_col);
+    offset ^= kBufferBytes;
+  }
+
   // Every thread of the warpgroup, at the end of the kernel: shared memory is free afterwards.
   __device__ static void finish() {
     if constexpr (sizeof(T) == 2) tma_store_wait<0>();

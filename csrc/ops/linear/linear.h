@@ -143,7 +143,7 @@ constexpr Sm90TileShape kTurnedTiles[2] = {{128, 256, 4, false}, {128, 128, 6, t
 
 // ---- choice ----
 
-enum class GemmPath { kPortable, kSm90, kFewRows };
+enum class GemmPath { kPortable, kSm90, kFewRows, kOuterProduct };
 
 struct GemmConfig {
   GemmKind kind;
@@ -158,6 +158,7 @@ struct GemmConfig {
   bool a_realigned;  // sm_90a: its rows start at no multiples of 16 bytes, so that TMA cannot load
                      // it
   bool b_realigned;
+  int row_groups;  // kOuterProduct: a block's
   const char* reason;
 };
 
@@ -303,9 +304,10 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   return cycles;
 }
 
+constexpr int64_t kMaxSm90Extent = int64_t{1} << 30;  // tile coordinates are 32-bit
+
 // Null if the sm_90a path can take the product, else what is in the way.
 inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
-  constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
   if (!p.sm90) return "no sm_90a";
   if (config.kind == GemmKind::kFp32 || config.kind == GemmKind::kFp64) return "exact fp32 or fp64";
   const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
@@ -317,7 +319,7 @@ inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
   if (config.kind == GemmKind::kTf32 && !config.a_k_major && config.b_k_major) {
     return "wgmma reads TF32 operands along k only";  // linear of a transposed x
   }
-  if (std::max({p.m, p.n, p.k}) > kMaxExtent) return "an extent over 2^30";
+  if (std::max({p.m, p.n, p.k}) > kMaxSm90Extent) return "an extent over 2^30";
   if (p.k == 0) return "k is empty";
   // TMA knows no overlapping rows (expanded or sliding views).
   if (a_pitch < (config.a_k_major ? p.k : p.m) || b_pitch < (config.b_k_major ? p.k : p.n)) {
@@ -344,6 +346,45 @@ inline bool takes_few_rows(const GemmParams& p, const GemmConfig& config,
   return p.k <= 8192 || ceil_div(p.n, kFewRowsColumns) * 4 >= device.num_sms;
 }
 
+// The kernel for a short k with both operands contiguous across it, the weight's gradient of a few
+// rows: groups of 64 rows by 256 columns of D, a few of them a block.
+constexpr int64_t kMaxOuterProductK = 96;
+constexpr int64_t kOuterProductRows = 64;
+constexpr int64_t kOuterProductCols = 256;
+constexpr int kMaxOuterProductGroups = 8;  // whose operands fit in shared memory
+
+inline bool takes_outer_product(const GemmParams& p, const GemmConfig& config,
+                                const DeviceInfo& device) {
+  if (config.kind != GemmKind::k16Bit || config.a_k_major || config.b_k_major) return false;
+  if (!p.sm90 || p.k == 0 || p.k > kMaxOuterProductK) return false;
+  if (std::max(p.m, p.n) > kMaxSm90Extent) return false;
+  // TMA knows neither rows that overlap (a single one has no pitch) nor rows out of place.
+  if (p.k > 1 && (p.a_stride_k < p.m || p.b_stride_k < p.n)) return false;
+  if (config.a_realigned || config.b_realigned || p.accum_d || p.accumulate) return false;
+  if (p.bias != nullptr || p.preactivation != nullptr) return false;
+  if (p.activation != Activation::kNone) return false;
+  // D leaves by TMA.
+  if ((reinterpret_cast<uintptr_t>(p.d) | static_cast<uintptr_t>(d_pitch(p) * 2)) % 16 != 0) {
+    return false;
+  }
+  // The bytes of a small D are not what takes time.
+  return ceil_div(p.m, kOuterProductRows) * ceil_div(p.n, kOuterProductCols) * 2 >= device.num_sms;
+}
+
+// Rounds of blocks, each as long as its groups and the wait for its operands, about two of them.
+inline int choose_row_groups(const GemmParams& p, const DeviceInfo& device) {
+  auto cost = [&](int groups) {
+    const int64_t blocks =
+        ceil_div(p.m, groups * kOuterProductRows) * ceil_div(p.n, kOuterProductCols);
+    return ceil_div<int64_t>(blocks, device.num_sms) * (groups + 2);
+  };
+  int best = 1;
+  for (int groups = 2; groups <= kMaxOuterProductGroups; ++groups) {
+    if (cost(groups) < cost(best)) best = groups;
+  }
+  return best;
+}
+
 inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& device) {
   const int64_t size = dtype_size(p.dtype);
   // Length too: cp.async reads only the part of its 16 bytes that it is told to, but memcheck takes
@@ -367,6 +408,12 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   if (takes_few_rows(p, config, device)) {
     config.path = GemmPath::kFewRows;
     config.reason = "few rows: the bytes of the weights decide";
+    return config;
+  }
+  if (takes_outer_product(p, config, device)) {
+    config.path = GemmPath::kOuterProduct;
+    config.row_groups = choose_row_groups(p, device);
+    config.reason = "few rows: the bytes of the result decide";
     return config;
   }
 
@@ -440,6 +487,10 @@ inline std::string describe(const GemmConfig& config) {
   std::string text;
   if (config.path == GemmPath::kFewRows) {
     text = "few rows, fp32 FMA, " + std::to_string(kFewRowsColumns) + " columns a block";
+  } else if (config.path == GemmPath::kOuterProduct) {
+    text = "sm_90a 16-bit wgmma, outer product of few rows, " +
+           std::to_string(config.row_groups * kOuterProductRows) + "x" +
+           std::to_string(kOuterProductCols) + " a block";
   } else if (config.path == GemmPath::kSm90) {
     const Sm90TileShape shape = sm90_tile_shape(config.tile, sm90_operands(config));
     text = std::string("sm_90a ") + (config.kind == GemmKind::kTf32 ? "TF32" : "16-bit") +
@@ -513,6 +564,8 @@ void column_sum_cpu(const ColumnSumParams& params);
 #ifdef WARPWRIGHT_WITH_CUDA
 void launch_gemm(const GemmParams& params, const GemmConfig& config, cudaStream_t stream);
 void launch_gemm_few_rows(const GemmParams& params, cudaStream_t stream);
+void launch_gemm_outer_product(const GemmParams& params, const GemmConfig& config,
+                               cudaStream_t stream);
 void launch_column_sum(const ColumnSumParams& params, const ColumnSumConfig& config,
                        cudaStream_t stream);
 #endif
