@@ -155,17 +155,17 @@ struct MainloopSm90 {
     fence_proxy_async();
   }
 
-  // One thread of the CTA.
+  // One thread of the CTA. `bytes`: of a stage, as many as the loaders bring.
   template <class LoaderA, class LoaderB>
-  __device__ __forceinline__ void produce(const LoaderA& a, const LoaderB& b, int first_m,
-                                          int first_n, int k_begin, int k_end,
+  __device__ __forceinline__ void produce(const LoaderA& a, const LoaderB& b, int bytes,
+                                          int first_m, int first_n, int k_begin, int k_end,
                                           Cursor& cursor) const {
 #pragma unroll 1
     for (int k = k_begin; k < k_end; ++k) {
       mbarrier_wait(empty(cursor.stage), cursor.parity ^ 1);
       const uint32_t barrier = full(cursor.stage);
       const uint32_t shared = stages + cursor.stage * Tile::kStageBytes;
-      mbarrier_arrive_expect_tx(barrier, Tile::kStageBytes);
+      mbarrier_arrive_expect_tx(barrier, bytes);
       a.load(shared, first_m, k, barrier);
       b.load(shared + Tile::kBytesA, first_n, k, barrier);
       cursor.next();

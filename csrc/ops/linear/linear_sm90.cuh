@@ -56,6 +56,7 @@ struct TmaOperands {
 
   CUtensorMap a;
   CUtensorMap b;
+  int stage_bytes;  // of both boxes
 
   __device__ __forceinline__ void prefetch() const {
     prefetch_tensor_map(&a);
@@ -74,8 +75,8 @@ struct TmaOperands {
     const TmaLoaderB<Tile> loader_b{&b};
     for (unsigned block = first; block < p.num_blocks; block += stride) {
       const TileCoord tile = tile_of_block(p.grid, block);
-      loop.produce(loader_a, loader_b, first_m<Tile>(tile), first_n<Tile>(tile, loop.cluster),
-                   tile.k_begin, tile.k_end, cursor);
+      loop.produce(loader_a, loader_b, stage_bytes, first_m<Tile>(tile),
+                   first_n<Tile>(tile, loop.cluster), tile.k_begin, tile.k_end, cursor);
     }
     if (loop.cluster.ctas > 1) loop.drain(cursor);
   }
@@ -295,8 +296,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
 
 template <class Loader>
 CUtensorMap operand_map(const GemmParams& p, Major major, const void* pointer, int64_t rows,
-                        int64_t stride_row, int64_t stride_k, int share = 1) {
-  const int box_outer = Loader::box_outer(share);
+                        int64_t stride_row, int64_t stride_k, int box_outer) {
   const bool tf32 = p.dtype == DType::kFloat32;
   return major == Major::kK ? make_tensor_map({p.dtype, tf32, pointer, p.k, rows, stride_row,
                                                Loader::kBoxInner, box_outer})
@@ -304,13 +304,41 @@ CUtensorMap operand_map(const GemmParams& p, Major major, const void* pointer, i
                                                Loader::kBoxInner, box_outer});
 }
 template <class Tile>
-CUtensorMap operand_map_a(const GemmParams& p, int share = 1) {
+CUtensorMap operand_map_a(const GemmParams& p, int box_outer = TmaLoaderA<Tile>::box_outer(1)) {
   return operand_map<TmaLoaderA<Tile>>(p, Tile::kMajorA, p.a, p.m, p.a_stride_m, p.a_stride_k,
-                                       share);
+                                       box_outer);
 }
 template <class Tile>
-CUtensorMap operand_map_b(const GemmParams& p) {
-  return operand_map<TmaLoaderB<Tile>>(p, Tile::kMajorB, p.b, p.n, p.b_stride_n, p.b_stride_k);
+CUtensorMap operand_map_b(const GemmParams& p, int box_outer = TmaLoaderB<Tile>::box_outer(1)) {
+  return operand_map<TmaLoaderB<Tile>>(p, Tile::kMajorB, p.b, p.n, p.b_stride_n, p.b_stride_k,
+                                       box_outer);
+}
+
+// What lies outside of an operand TMA fills with zeros, more slowly than it loads: boxes have no
+// more rows than a K-major operand of a single tile, but for whole swizzle patterns. What the rest
+// of a stage holds reaches rows or columns of the accumulators that are outside of D.
+template <class Loader>
+int box_outer_of(Major major, int64_t rows) {
+  const int box_outer = Loader::box_outer(1);
+  return major == Major::kK
+             ? static_cast<int>(std::min<int64_t>(box_outer, ceil_div<int64_t>(rows, 8) * 8))
+             : box_outer;
+}
+
+// share: CTAs that load A together, each a part.
+template <class Tile, class Loading>
+Loading tma_operands(const GemmParams& p, int share = 1) {
+  using LoaderA = TmaLoaderA<Tile>;
+  using LoaderB = TmaLoaderB<Tile>;
+  const int box_a =
+      share > 1 ? LoaderA::box_outer(share) : box_outer_of<LoaderA>(Tile::kMajorA, p.m);
+  const int box_b = box_outer_of<LoaderB>(Tile::kMajorB, p.n);
+  Loading operands{};
+  operands.a = operand_map_a<Tile>(p, box_a);
+  operands.b = operand_map_b<Tile>(p, box_b);
+  const int missing_rows = LoaderA::box_outer(1) - box_a * share + LoaderB::box_outer(1) - box_b;
+  operands.stage_bytes = Tile::kStageBytes - missing_rows * 128;
+  return operands;
 }
 
 inline RealignedOperand realigned_operand(Major major, const void* pointer, int64_t extent,
@@ -387,8 +415,7 @@ void launch_gemm_sm90_kernel(const GemmParams& p, const GemmConfig& config, cons
 template <class Tile>
 void launch_gemm_sm90_tile(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
   const int share = Tile::kClusters ? config.cluster : 1;
-  const TmaOperands operands{operand_map_a<Tile>(p, share), operand_map_b<Tile>(p)};
-  launch_gemm_sm90_kernel<Tile>(p, config, operands, stream);
+  launch_gemm_sm90_kernel<Tile>(p, config, tma_operands<Tile, TmaOperands>(p, share), stream);
 }
 
 // D^T = B A^T: TF32 of which B, at least, is n-major.
@@ -401,10 +428,7 @@ void launch_swapped_gemm_sm90_tile(const GemmParams& p, const GemmConfig& config
   std::swap(swapped.a, swapped.b);
   std::swap(swapped.a_stride_m, swapped.b_stride_n);
   std::swap(swapped.a_stride_k, swapped.b_stride_k);
-  Loading operands{};
-  operands.a = operand_map_a<Tile>(swapped);
-  operands.b = operand_map_b<Tile>(swapped);
-  launch_gemm_sm90_kernel<Tile>(p, config, operands, stream);
+  launch_gemm_sm90_kernel<Tile>(p, config, tma_operands<Tile, Loading>(swapped), stream);
 }
 
 template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>
