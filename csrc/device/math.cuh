@@ -15,6 +15,18 @@ __device__ __forceinline__ T* opaque(T* pointer) {
   return pointer;
 }
 
+// The same of global memory, which accesses through it are still known to be of.
+template <class T>
+__device__ __forceinline__ T* opaque_global(T* pointer) {
+#ifdef __CUDA_ARCH__
+  size_t address = __cvta_generic_to_global(pointer);
+  asm("" : "+l"(address));
+  return static_cast<T*>(__cvta_global_to_generic(address));
+#else
+  return pointer;
+#endif
+}
+
 // `value`, from which the compiler derives what it needs anew at every pass of a loop, in place of
 // keeping it all in registers.
 __device__ __forceinline__ int derive_anew(int value) {

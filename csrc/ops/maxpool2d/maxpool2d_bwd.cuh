@@ -125,6 +125,8 @@ struct PoolWindows {
 
   __device__ __forceinline__ void load(const T* grad_row, const SmallCode* code_row, bool inside,
                                        const PoolShape& shape, int q_begin) {
+    grad_row = opaque_global(grad_row);
+    code_row = opaque_global(code_row);
 #pragma unroll
     for (int b = 0; b < Plan::kWindows; ++b) {
       const int q = q_begin - Plan::kLead + b, near = min(max(q, 0), shape.out_width - 1);
@@ -263,6 +265,7 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
     if constexpr (kWide) {
       store_neighbors(row + w_begin, result[0]);
     } else {
+      row = opaque_global(row);
 #pragma unroll
       for (int x = 0; x < kColumns; ++x) {
         if (in_range(w_begin + x, shape.width)) {
@@ -297,27 +300,29 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
   // The padding is at most half of a window: only the first row can be above the image.
   auto clamped = [](int i, int row, int rows) { return min(i == 0 ? max(row, 0) : row, rows - 1); };
 
-  const int64_t out_image = item.image * shape.out_image, in_image = item.image * shape.in_image;
+  const T* const grad_image = opaque_global(grad_output + item.image * shape.out_image + q_begin);
+  const SmallCode* const code_image = opaque_global(codes + item.image * shape.out_image + q_begin);
   T grads[Plan::kWindowRows][Plan::kWindows];
   SmallCode winners[Plan::kWindowRows][Plan::kWindows];
 #pragma unroll
   for (int a = 0; a < Plan::kWindowRows; ++a) {
-    const int place =
-        clamped(a, p_begin + a, shape.out_height) * static_cast<int>(shape.out_row) + q_begin;
-    const T* grad = grad_output + out_image + place;
-    const SmallCode* winner = codes + out_image + place;
+    const uint32_t place = static_cast<uint32_t>(clamped(a, p_begin + a, shape.out_height) *
+                                                 static_cast<int>(shape.out_row));
+    const T* grad = grad_image + place;
+    const SmallCode* winner = code_image + place;
 #pragma unroll
     for (int b = 0; b < Plan::kWindows; ++b) {
       grads[a][b] = grad[b];
       winners[a][b] = winner[b];
     }
   }
-  auto in_place = [&](int h) { return h * shape.width + item.column; };
+  const int64_t in_column = item.image * shape.in_image + item.column;
   T inputs[kInputRows] = {};
   if constexpr (Finish::kReads) {
+    const T* const input_column = opaque_global(finish.input + in_column);
 #pragma unroll
     for (int i = 0; i < kInputRows; ++i) {
-      inputs[i] = finish.input[in_image + in_place(clamped(i, h_begin + i, shape.height))];
+      inputs[i] = input_column[row_offset(clamped(i, h_begin + i, shape.height), shape.in_row)];
     }
   }
   const typename Finish::Channels channels = finish.channels(walk, item);
@@ -329,24 +334,24 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
     const int place = padded - 2 * (q_begin + b);
     right[b] = in_range(place, kK) ? place : kMaxSmallTaps + 1;  // which no code reaches
   }
-  T* const grad_image = grad_input + in_image;
+  const int rows = shape.height - h_begin, window_rows = shape.out_height - p_begin;
+  T* const out = grad_input + in_column + static_cast<int64_t>(h_begin) * shape.width;
 #pragma unroll
   for (int i = 0; i < kInputRows; ++i) {
-    const int h = h_begin + i;
-    if (h >= shape.height) break;
+    if (i >= rows) break;
     Accum<T> sum = 0;
 #pragma unroll
     for (int a = 0; a < Plan::kWindowRows; ++a) {
       const int r = i - 2 * a + Plan::kTapShift;
       if (r < 0 || r >= kK) continue;
-      const bool inside = in_range(p_begin + a, shape.out_height);
+      const bool inside = a < window_rows && (a > 0 || p_begin >= 0);
 #pragma unroll
       for (int b = 0; b < Plan::kWindows; ++b) {
-        if (inside && winners[a][b] - right[b] == r * kK) sum += convert<Accum<T>>(grads[a][b]);
+        if (inside && winners[a][b] == r * kK + right[b]) sum += convert<Accum<T>>(grads[a][b]);
       }
     }
-    if (i == 0 && h < 0) continue;
-    grad_image[in_place(h)] = finish.gradient(channels, 0, sum, convert<Accum<T>>(inputs[i]));
+    if (i == 0 && h_begin < 0) continue;
+    out[i * shape.width] = finish.gradient(channels, 0, sum, convert<Accum<T>>(inputs[i]));
   }
 }
 

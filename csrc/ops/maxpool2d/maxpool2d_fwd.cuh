@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kPoolThreads,
   Row rows[Plan::kTapRows];
   auto row_inside = [&](int i) { return min(max(h_begin + i, 0), shape.height - 1); };
   auto load_row = [&](int i) {
-    rows[i].load(image + row_offset(row_inside(i), shape.in_row), places);
+    rows[i].load(opaque_global(image + row_offset(row_inside(i), shape.in_row)), places);
   };
 #pragma unroll
   for (int i = 0; i < Plan::kAhead; ++i) load_row(i);

@@ -106,9 +106,10 @@ __device__ __forceinline__ bool in_range(int x, int extent) {
 template <class T, PoolSpan kSpan>
 constexpr int kPoolSpanOutputs = is_wide(kSpan) && kSpan != PoolSpan::kPairs ? kVecSize<T> / 2 : 1;
 
-// Offset of a row in its image: the product of two extents of 31 bits (see for_each_walk()).
+// Offset of a row in its image: the product of two extents of 31 bits (see for_each_walk()), which
+// without a sign are one instruction.
 __device__ __forceinline__ int64_t row_offset(int row, int64_t pitch) {
-  return static_cast<int64_t>(row) * static_cast<int>(pitch);
+  return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(pitch));
 }
 
 // Neighbours of a row in one access for sure: as a Vec the compiler splits this store.
