@@ -244,6 +244,10 @@ def test_max_pool2d_layouts():
     assert "16 bytes of neighbours a thread, by rows" in explain(
         "max_pool2d", half_sectors, 2, **ON_GPU
     )
+    left_over = torch.randn(2, 8, 27, 28)  # a row that no window covers
+    text = explain("max_pool2d", left_over, 2, **ON_GPU)
+    assert "16 bytes of neighbours a thread" in text
+    assert "by rows" not in text
     odd = torch.randn(2, 8, 7, 7)
     assert "an element of a row a thread" in explain("max_pool2d", odd, 3, 2, 1, **ON_GPU)
     norm = (None, None, None, None, True, 0.1, 1e-5)

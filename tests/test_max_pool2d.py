@@ -25,8 +25,8 @@ WINDOWS = [
     (1, 1, 0, 1),
 ]
 # (N, C, H, W): vectors of channels with and without a tail, odd and even planes, rows shorter and
-# longer than a CPU vector, planes of several tiles of a GPU thread in either direction, and of fewer
-# windows a row than cover an input.
+# longer than a CPU vector, planes of several tiles of a GPU thread in either direction, of fewer
+# windows a row than cover an input, and of rows that share sectors.
 SHAPES = [
     (2, 3, 9, 11),
     (1, 16, 8, 8),
@@ -36,6 +36,7 @@ SHAPES = [
     (2, 24, 7, 6),
     (2, 3, 21, 48),
     (2, 5, 9, 3),
+    (2, 3, 6, 28),
 ]
 
 

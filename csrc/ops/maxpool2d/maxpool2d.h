@@ -85,7 +85,7 @@ enum class PoolSpan {
   kPairs,     // one output of a 2x2 window, the two inputs above it in one access
   kWide,      // as many outputs as 16 bytes of inputs lie above, without left padding
   kWideLeft,  // the same with a padding of 1 left and above
-  kWideRow,   // kWide, backward one row of 2x2 windows: a warp's loads are one run
+  kWideRow,   // kWide of one row of 2x2 windows that tile the image: a warp's stores are one run
 };
 constexpr bool is_wide(PoolSpan span) {
   return span == PoolSpan::kPairs || span == PoolSpan::kWide || span == PoolSpan::kWideLeft ||
@@ -119,7 +119,8 @@ inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, ui
   const bool halves = g.width == 2 * g.out_width;
   if (window != 0 && halves && g.width % vec == 0 && addresses % 16 == 0) {
     constexpr const char* reason = "one channel: 16 bytes of neighbours a thread";
-    if (window == 2 && g.pad_w == 0 && g.width * size % 32 != 0) {
+    const bool tiles = window == 2 && g.pad_h == 0 && g.pad_w == 0 && g.height == 2 * g.out_height;
+    if (tiles && g.width * size % 32 != 0) {
       // Rows share sectors: the halves of one are read and written together.
       return {1, window, PoolSpan::kWideRow,
               "one channel: 16 bytes of neighbours a thread, by rows"};

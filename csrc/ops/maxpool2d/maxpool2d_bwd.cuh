@@ -37,9 +37,7 @@ struct StridedPoolBwd {
   static constexpr int kOverlap = kK == 3;  // windows more than outputs, in either direction
   static constexpr int kLead = kAligned ? 0 : kOverlap;  // of these before the tile
   static constexpr int kTapShift = kAligned ? 1 : 2 * kOverlap;
-  static constexpr int kRows = kSpan == PoolSpan::kWideRow            ? 1
-                               : kK == 3 || kSpan == PoolSpan::kPlane ? 4
-                                                                      : 2;
+  static constexpr int kRows = kK == 3 || kSpan == PoolSpan::kPlane ? 4 : 2;
   static constexpr int kWindowRows = kRows + kOverlap, kWindows = kOut + kOverlap;
   // Rows in flight beside those in use.
   static constexpr int kAhead = is_wide(kSpan) ? kWindowRows : 1;
@@ -355,6 +353,41 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
   }
 }
 
+// 2x2 windows that tile the images (kWideRow): an element has one window.
+// Layout: as above, one channel, H = 2P, W = 2Q. Item: 2 rows of 2 kOut inputs. Grid: one item a
+// thread.
+template <class T, class Finish>
+__global__ void __launch_bounds__(kPoolThreads, Finish::kReads ? 4 : 6)
+    max_pool2d_bwd_rows_kernel(const T* grad_output, const SmallCode* codes, T* grad_input,
+                               PoolShape shape, PoolWalk walk, PoolRowPlace first, Finish finish) {
+  constexpr int kK = 2, kOut = kPoolSpanOutputs<T, PoolSpan::kWideRow>;
+  const int index = blockIdx.x * kPoolThreads + threadIdx.x;
+  if (index >= walk.items) return;
+  const PoolRowPlace place = first.of_item<kOut>(shape, walk, index);
+  const Vec<T, kOut> grads = load_vec<kOut>(grad_output + place.output);
+  const Vec<SmallCode, kOut> winners = load_vec<kOut>(codes + place.output);
+  Vec<T, kK * kOut> inputs[kK];  // if Finish reads them
+  if constexpr (Finish::kReads) {
+#pragma unroll
+    for (int r = 0; r < kK; ++r) {
+      inputs[r] = load_vec<kK * kOut>(finish.input + place.input + r * shape.in_row);
+    }
+  }
+  const typename Finish::Channels channels = finish.channels(walk, walk.at(index, 1));
+#pragma unroll
+  for (int r = 0; r < kK; ++r) {
+    Vec<T, kK * kOut> result;
+    const auto wide = widen(inputs[r]);
+#pragma unroll
+    for (int x = 0; x < kK * kOut; ++x) {
+      Accum<T> sum = 0;
+      if (winners[x / kK] == r * kK + x % kK) sum += convert<Accum<T>>(grads[x / kK]);
+      result[x] = finish.gradient(channels, 0, sum, wide[x]);
+    }
+    store_neighbors(grad_input + place.input + r * shape.in_row, result);
+  }
+}
+
 struct Windows {
   int64_t begin, end;  // of the windows that reach a padded coordinate
 };
@@ -441,6 +474,19 @@ void launch_pool_bwd_plane(const MaxPool2dBackwardParams& p, const Finish& finis
                 });
 }
 
+template <class T, class Finish>
+void launch_pool_bwd_rows(const MaxPool2dBackwardParams& p, const Finish& finish,
+                          cudaStream_t stream) {
+  const MaxPool2dGeometry& g = p.geometry;
+  constexpr int kOut = kPoolSpanOutputs<T, PoolSpan::kWideRow>;
+  for_each_walk(g, g.out_height, g.out_width / kOut, 1, [&](const PoolWalk& walk, unsigned blocks) {
+    launch(max_pool2d_bwd_rows_kernel<T, Finish>, dim3(blocks), dim3(kPoolThreads), 0, stream,
+           static_cast<const T*>(p.grad_output), static_cast<const SmallCode*>(p.codes),
+           static_cast<T*>(p.grad_input), PoolShape(g), walk, PoolRowPlace::first(g, walk),
+           finish.of_launch(walk));
+  });
+}
+
 template <class T, int V, int kK, PoolSpan kSpan, class Finish>
 void launch_pool_bwd_strided(const MaxPool2dBackwardParams& p, const Finish& finish,
                              cudaStream_t stream) {
@@ -469,6 +515,8 @@ void launch_pool_bwd(const MaxPool2dBackwardParams& p, uintptr_t addresses, cuda
       launch_pool_bwd_any<T, V>(p, finish, stream);
     } else if constexpr (kSpan == PoolSpan::kPlane) {
       launch_pool_bwd_plane<T, kWindow>(p, finish, stream);
+    } else if constexpr (kSpan == PoolSpan::kWideRow) {
+      launch_pool_bwd_rows<T>(p, finish, stream);
     } else {
       launch_pool_bwd_strided<T, V, kWindow, kSpan>(p, finish, stream);
     }

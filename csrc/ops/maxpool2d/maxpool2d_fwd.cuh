@@ -3,6 +3,7 @@
 // there. What a tap counts as is the caller's business (Taps).
 #pragma once
 
+#include "ops/maxpool2d/maxpool2d_tracker.cuh"
 #include "ops/maxpool2d/maxpool2d_walk.cuh"
 
 namespace warpwright {
@@ -24,155 +25,33 @@ struct PlainTaps {
   __device__ __forceinline__ void store_winners(int64_t, const Vec<T, kSize>&) const {}
 };
 
-// Running maximum of V channels, the tap it came from, and what was loaded there before Taps made a
-// value of it (unused, that costs nothing). It starts at -inf, or at 0.
-template <class T, int V, bool kPacked>
-struct MaxTracker {
-  Accum<T> best[V];
-  int code[V];
-  Vec<T, V> source;
-
-  __device__ __forceinline__ void start(bool at_zero, int first_code, const Vec<T, V>& from) {
+// Stores one window, or the neighbours of a row, of one channel.
+template <bool kCodes, class T, int V, bool kPacked, int kOut, class Taps>
+__device__ __forceinline__ void store_windows(const MaxTracker<T, V, kPacked> (&windows)[kOut],
+                                              T* output, SmallCode* codes, int64_t offset,
+                                              const Taps& taps_of) {
+  if constexpr (kOut > 1) {
+    Vec<T, kOut> values, source;
+    Vec<SmallCode, kOut> winners;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      best[j] = at_zero ? Accum<T>(0) : Accum<T>(-INFINITY);
-      code[j] = first_code;
+    for (int j = 0; j < kOut; ++j) {
+      values[j] = windows[j].values()[0];
+      source[j] = windows[j].source[0];
+      winners[j] = windows[j].template codes<SmallCode>()[0];
     }
-    source = from;
-  }
-  __device__ __forceinline__ void start_at(const Vec<T, V>& values, const Vec<T, V>& from,
-                                           int tap) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      best[j] = convert<Accum<T>>(values[j]);
-      code[j] = tap;
+    store_neighbors(output + offset, values);
+    if constexpr (kCodes) {
+      store_vec(codes + offset, winners);
+      taps_of.store_winners(offset, source);
     }
-    source = from;
-  }
-  __device__ __forceinline__ void take_greater(int j, Accum<T> x, T from, int tap) {
-    const bool take = x > best[j] || x != x;
-    best[j] = take ? x : best[j];
-    code[j] = take ? tap : code[j];
-    source[j] = take ? from : source[j];
-  }
-  __device__ __forceinline__ void update(const Vec<T, V>& values, const Vec<T, V>& from, int tap) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) take_greater(j, convert<Accum<T>>(values[j]), from[j], tap);
-  }
-  // The maximum of later taps, whose codes are `step` more than it says.
-  __device__ __forceinline__ void merge(const MaxTracker& later, int step) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      take_greater(j, later.best[j], later.source[j], later.code[j] + step);
+  } else {
+    store_vec(output + offset, windows[0].values());
+    if constexpr (kCodes) {
+      store_vec(codes + offset, windows[0].template codes<SmallCode>());
+      taps_of.store_winners(offset, windows[0].source);
     }
   }
-  __device__ __forceinline__ void shift_codes(int step) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) code[j] += step;
-  }
-  __device__ __forceinline__ Vec<T, V> values() const {
-    Vec<T, V> result;
-#pragma unroll
-    for (int j = 0; j < V; ++j) result[j] = convert<T>(best[j]);
-    return result;
-  }
-  template <class Code>
-  __device__ __forceinline__ Vec<Code, V> codes() const {
-    Vec<Code, V> result;
-#pragma unroll
-    for (int j = 0; j < V; ++j) result[j] = static_cast<Code>(code[j]);
-    return result;
-  }
-};
-
-__device__ __forceinline__ uint32_t greater_or_nan_mask(uint32_t x, uint32_t y, bf16) {
-  const auto a = *reinterpret_cast<const __nv_bfloat162*>(&x);
-  const auto b = *reinterpret_cast<const __nv_bfloat162*>(&y);
-  return __hgt2_mask(a, b) | __hneu2_mask(a, a);
 }
-__device__ __forceinline__ uint32_t greater_or_nan_mask(uint32_t x, uint32_t y, half) {
-  const auto a = *reinterpret_cast<const __half2*>(&x);
-  const auto b = *reinterpret_cast<const __half2*>(&y);
-  return __hgt2_mask(a, b) | __hneu2_mask(a, a);
-}
-
-// 16-bit types two channels a register: half the instructions, which would otherwise be 2/3 of the
-// time of a 3x3 window. Codes take 16 bits beside their values.
-template <class T, int V>
-struct MaxTracker<T, V, true> {
-  static constexpr int kWords = V / 2;
-  uint32_t best[kWords];
-  uint32_t code[kWords];
-  Vec<T, V> source;
-
-  __device__ __forceinline__ void start(bool at_zero, int first_code, const Vec<T, V>& from) {
-    constexpr uint32_t kMinusInf = std::is_same_v<T, bf16> ? 0xff80ff80u : 0xfc00fc00u;
-#pragma unroll
-    for (int j = 0; j < kWords; ++j) {
-      best[j] = at_zero ? 0u : kMinusInf;
-      code[j] = static_cast<uint32_t>(first_code) * 0x10001u;
-    }
-    source = from;
-  }
-  __device__ __forceinline__ void start_at(const Vec<T, V>& values, const Vec<T, V>& from,
-                                           int tap) {
-    const auto* words = reinterpret_cast<const uint32_t*>(&values);
-#pragma unroll
-    for (int j = 0; j < kWords; ++j) {
-      best[j] = words[j];
-      code[j] = static_cast<uint32_t>(tap) * 0x10001u;
-    }
-    source = from;
-  }
-  __device__ __forceinline__ void take_greater(int j, uint32_t x, const Vec<T, V>& from,
-                                               uint32_t taps) {
-    auto& source_word = reinterpret_cast<uint32_t*>(&source)[j];
-    const uint32_t from_word = reinterpret_cast<const uint32_t*>(&from)[j];
-    const uint32_t mask = greater_or_nan_mask(x, best[j], T{});
-    best[j] = (x & mask) | (best[j] & ~mask);
-    code[j] = (taps & mask) | (code[j] & ~mask);
-    source_word = (from_word & mask) | (source_word & ~mask);
-  }
-  __device__ __forceinline__ void update(const Vec<T, V>& values, const Vec<T, V>& from, int tap) {
-    const auto* words = reinterpret_cast<const uint32_t*>(&values);
-#pragma unroll
-    for (int j = 0; j < kWords; ++j) {
-      take_greater(j, words[j], from, static_cast<uint32_t>(tap) * 0x10001u);
-    }
-  }
-  __device__ __forceinline__ void merge(const MaxTracker& later, int step) {
-#pragma unroll
-    for (int j = 0; j < kWords; ++j) {
-      take_greater(j, later.best[j], later.source,
-                   later.code[j] + static_cast<uint32_t>(step) * 0x10001u);
-    }
-  }
-  __device__ __forceinline__ void shift_codes(int step) {
-#pragma unroll
-    for (int j = 0; j < kWords; ++j) code[j] += static_cast<uint32_t>(step) * 0x10001u;
-  }
-  __device__ __forceinline__ Vec<T, V> values() const {
-    Vec<T, V> result;
-    auto* words = reinterpret_cast<uint32_t*>(&result);
-#pragma unroll
-    for (int j = 0; j < kWords; ++j) words[j] = best[j];
-    return result;
-  }
-  template <class Code>
-  __device__ __forceinline__ Vec<Code, V> codes() const {
-    static_assert(sizeof(Code) == 1 && V % 4 == 0, "packed codes are bytes");
-    Vec<Code, V> result;
-    auto* words = reinterpret_cast<uint32_t*>(&result);
-#pragma unroll
-    for (int j = 0; j < V / 4; ++j) {
-      words[j] = __byte_perm(code[2 * j], code[2 * j + 1], 0x6420);
-    }
-    return result;
-  }
-};
-
-template <class T, int V, class Code>
-using Tracker = MaxTracker<T, V, sizeof(T) == 2 && V % 4 == 0 && sizeof(Code) == 1>;
 
 // What a thread loads of an input row: the taps of its kOut windows, from w_begin on. A tap outside
 // of the image is loaded from the nearest place inside. That is a tap of the same window, and its
@@ -275,27 +154,7 @@ __global__ void __launch_bounds__(kPoolThreads,
   Tracker<T, V, SmallCode> windows[kOut];
   auto store = [&](int p) {
     const int64_t offset = out_begin + row_offset(p, shape.out_row);
-    if constexpr (is_wide(kSpan) && kOut > 1) {
-      Vec<T, kOut> values, source;
-      Vec<SmallCode, kOut> winners;
-#pragma unroll
-      for (int j = 0; j < kOut; ++j) {
-        values[j] = windows[j].values()[0];
-        source[j] = windows[j].source[0];
-        winners[j] = windows[j].template codes<SmallCode>()[0];
-      }
-      store_neighbors(output + offset, values);
-      if constexpr (kCodes) {
-        store_vec(codes + offset, winners);
-        taps_of.store_winners(offset, source);
-      }
-    } else {
-      store_vec(output + offset, windows[0].values());
-      if constexpr (kCodes) {
-        store_vec(codes + offset, windows[0].template codes<SmallCode>());
-        taps_of.store_winners(offset, windows[0].source);
-      }
-    }
+    store_windows<kCodes>(windows, output, codes, offset, taps_of);
   };
 
 #pragma unroll
@@ -341,6 +200,51 @@ __global__ void __launch_bounds__(kPoolThreads,
       }
     }
   }
+}
+
+// 2x2 windows that tile the images (kWideRow): places are a number's and no clamp is needed.
+// Layout: as above, one channel, H = 2P, W = 2Q. Item: kOut outputs of a row. Grid: one item a
+// thread.
+template <class T, bool kCodes, class Taps>
+__global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms ? 4 : 6)
+    max_pool2d_fwd_rows_kernel(const T* input, T* output, SmallCode* codes, PoolShape shape,
+                               PoolWalk walk, PoolRowPlace first, Taps taps_of) {
+  constexpr int kK = 2, kOut = kPoolSpanOutputs<T, PoolSpan::kWideRow>;
+  const int index = blockIdx.x * kPoolThreads + threadIdx.x;
+  if (index >= walk.items) return;
+  const PoolRowPlace place = first.of_item<kOut>(shape, walk, index);
+  Vec<T, kK * kOut> rows[kK];
+#pragma unroll
+  for (int r = 0; r < kK; ++r) {
+    rows[r] = load_vec<kK * kOut>(input + place.input + r * shape.in_row);
+  }
+  const typename Taps::Channels channels = taps_of.channels(walk, walk.at(index, 1));
+
+  Tracker<T, 1, SmallCode> windows[kOut];
+#pragma unroll
+  for (int j = 0; j < kOut; ++j) {
+#pragma unroll
+    for (int r = 0; r < kK; ++r) {
+      Tracker<T, 1, SmallCode> row;
+#pragma unroll
+      for (int s = 0; s < kK; ++s) {
+        const Vec<T, 1> tap{rows[r][kK * j + s]};
+        const Vec<T, 1> value = taps_of.value(channels, tap);
+        if (s == 0) {
+          row.start_at(value, tap, r * kK);
+        } else {
+          row.update(value, tap, r * kK + s);
+        }
+      }
+      if (r == 0 && Taps::kRelu) windows[j].start(true, kNoTap<SmallCode>, row.source);
+      if (r > 0 || Taps::kRelu) {
+        windows[j].merge(row, 0);
+      } else {
+        windows[j] = row;
+      }
+    }
+  }
+  store_windows<kCodes>(windows, output, codes, place.output, taps_of);
 }
 
 // Any window. Layout as above. Item: one output x V channels. Grid: one item a thread.
@@ -417,6 +321,21 @@ void launch_pool_fwd_any(const MaxPool2dParams& p, const Taps& taps, cudaStream_
   });
 }
 
+template <class T, class Taps>
+void launch_pool_fwd_rows(const MaxPool2dParams& p, const Taps& taps, cudaStream_t stream) {
+  const MaxPool2dGeometry& g = p.geometry;
+  constexpr int kOut = kPoolSpanOutputs<T, PoolSpan::kWideRow>;
+  for_bool(p.codes != nullptr, [&]<bool kCodes>() {
+    for_each_walk(g, g.out_height, g.out_width / kOut, 1,
+                  [&](const PoolWalk& walk, unsigned blocks) {
+                    launch(max_pool2d_fwd_rows_kernel<T, kCodes, Taps>, dim3(blocks),
+                           dim3(kPoolThreads), 0, stream, static_cast<const T*>(p.input),
+                           static_cast<T*>(p.output), static_cast<SmallCode*>(p.codes),
+                           PoolShape(g), walk, PoolRowPlace::first(g, walk), taps.of_launch(walk));
+                  });
+  });
+}
+
 template <class T, int V, int kK, PoolSpan kSpan, class Taps>
 void launch_pool_fwd_strided(const MaxPool2dParams& p, const Taps& taps, cudaStream_t stream) {
   const MaxPool2dGeometry& g = p.geometry;
@@ -444,11 +363,11 @@ void launch_pool_fwd(const MaxPool2dParams& p, uintptr_t addresses, cudaStream_t
     const auto taps = taps_of.template operator()<T, V>();
     if constexpr (kWindow == 0) {
       launch_pool_fwd_any<T, V>(p, taps, stream);
+    } else if constexpr (kSpan == PoolSpan::kWideRow) {
+      launch_pool_fwd_rows<T>(p, taps, stream);
     } else {
       // Only the backward tells them apart.
-      constexpr PoolSpan kOutputs = kSpan == PoolSpan::kPlane     ? PoolSpan::kColumn
-                                    : kSpan == PoolSpan::kWideRow ? PoolSpan::kWide
-                                                                  : kSpan;
+      constexpr PoolSpan kOutputs = kSpan == PoolSpan::kPlane ? PoolSpan::kColumn : kSpan;
       launch_pool_fwd_strided<T, V, kWindow, kOutputs>(p, taps, stream);
     }
   });

@@ -112,6 +112,26 @@ __device__ __forceinline__ int64_t row_offset(int row, int64_t pitch) {
   return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(pitch));
 }
 
+// An item of kWideRow: where its outputs are, and the upper row of inputs under them. Windows tile
+// the images there, so that rows of outputs, and pairs of rows of inputs, follow one another
+// through all images and one division places a thread.
+struct PoolRowPlace {
+  int64_t output, input;
+
+  static PoolRowPlace first(const MaxPool2dGeometry& g, const PoolWalk& walk) {
+    const int64_t row = walk.first_image * g.out_height + walk.first_row;
+    return {row * g.out_width, row * 2 * g.width};
+  }
+  // The place of a launch's item, seen from its first one.
+  template <int kOut>
+  __device__ __forceinline__ PoolRowPlace of_item(const PoolShape& shape, const PoolWalk& walk,
+                                                  int item) const {
+    const int64_t outputs = static_cast<int64_t>(item) * kOut;
+    const int64_t rows = row_offset(walk.columns.quotient(item), shape.in_row);
+    return {output + outputs, input + 2 * outputs + rows};
+  }
+};
+
 // Neighbours of a row in one access for sure: as a Vec the compiler splits this store.
 template <class T, int kSize>
 __device__ __forceinline__ void store_neighbors(T* pointer, const Vec<T, kSize>& values) {
