@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
   constexpr int kColumns = 2 * Plan::kOut, kInputRows = 2 * Plan::kRows;
   const int index = blockIdx.x * kPoolThreads + threadIdx.x;
   if (index >= walk.items) return;
-  const PoolItem item = walk.at(index, V);
+  const PoolItem item = kWide ? walk.of_channel(index) : walk.at(index, V);
   const int p_begin = item.row * Plan::kRows - Plan::kLead, q_begin = item.column * Plan::kOut;
   const int h_begin = item.row * kInputRows - (Plan::kAligned ? 0 : shape.pad_h);
   const int w_begin = item.column * kColumns - (Plan::kAligned ? 0 : shape.pad_w);
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
   constexpr int kInputRows = 2 * Plan::kRows;
   const int index = blockIdx.x * kPoolThreads + threadIdx.x;
   if (index >= walk.items) return;
-  const PoolItem item = walk.at(index, 1);
+  const PoolItem item = walk.of_channel(index);
   const int p_begin = item.row * Plan::kRows - Plan::kLead;
   const int h_begin = item.row * kInputRows - shape.pad_h;
   const int padded = item.column + shape.pad_w;
@@ -333,7 +333,8 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
     right[b] = in_range(place, kK) ? place : kMaxSmallTaps + 1;  // which no code reaches
   }
   const int rows = shape.height - h_begin, window_rows = shape.out_height - p_begin;
-  T* const out = grad_input + in_column + static_cast<int64_t>(h_begin) * shape.width;
+  T* const out =
+      opaque_global(grad_input + in_column + static_cast<int64_t>(h_begin) * shape.width);
 #pragma unroll
   for (int i = 0; i < kInputRows; ++i) {
     if (i >= rows) break;
@@ -373,7 +374,7 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads ? 4 : 6)
       inputs[r] = load_vec<kK * kOut>(finish.input + place.input + r * shape.in_row);
     }
   }
-  const typename Finish::Channels channels = finish.channels(walk, walk.at(index, 1));
+  const typename Finish::Channels channels = finish.channels(walk, walk.of_channel(index));
 #pragma unroll
   for (int r = 0; r < kK; ++r) {
     Vec<T, kK * kOut> result;

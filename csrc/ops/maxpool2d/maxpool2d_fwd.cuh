@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kPoolThreads,
   constexpr int kOut = Row::kOut;
   const int index = blockIdx.x * kPoolThreads + threadIdx.x;
   if (index >= walk.items) return;
-  const PoolItem item = walk.at(index, V);
+  const PoolItem item = is_wide(kSpan) ? walk.of_channel(index) : walk.at(index, V);
   const T* image = input + item.image * shape.in_image + item.channel;
   const int p_begin = item.row * Plan::kRows, q_begin = item.column * kOut;
   const int h_begin = p_begin * 2 - shape.pad_h;
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms ? 4 : 6)
   for (int r = 0; r < kK; ++r) {
     rows[r] = load_vec<kK * kOut>(input + place.input + r * shape.in_row);
   }
-  const typename Taps::Channels channels = taps_of.channels(walk, walk.at(index, 1));
+  const typename Taps::Channels channels = taps_of.channels(walk, walk.of_channel(index));
 
   Tracker<T, 1, SmallCode> windows[kOut];
 #pragma unroll

@@ -56,11 +56,18 @@ struct PoolWalk {
   int items;
 
   __device__ __forceinline__ PoolItem at(int item, int vec) const {
+    int tile, vector;
+    vectors.divmod(item, tile, vector);
+    PoolItem result = of_channel(tile);
+    result.channel = vector * vec;
+    return result;
+  }
+  // The same of one channel.
+  __device__ __forceinline__ PoolItem of_channel(int item) const {
     PoolItem result;
     int rest, image;
-    vectors.divmod(item, rest, result.channel);
-    result.channel *= vec;
-    columns.divmod(rest, rest, result.column);
+    result.channel = 0;
+    columns.divmod(item, rest, result.column);
     rows.divmod(rest + first_row, image, result.row);
     result.image = first_image + image;
     return result;
