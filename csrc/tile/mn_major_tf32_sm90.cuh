@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "device/activation.cuh"
+#include "device/math.cuh"
 #include "device/sm90/cluster.cuh"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/mainloop_sm90.cuh"
@@ -76,14 +77,16 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
   // whose 4096 bytes are 32 rows of k before and 32 rows of N, K-major, after. A lane moves two
   // blocks of 4 x 4, on a diagonal of the 8 x 8 blocks with its seven neighbours, so that their
   // 16-byte accesses meet all banks in both directions.
-  __device__ __forceinline__ void turn(int k_tiles, Cursor& cursor) const {
+  __device__ __forceinline__ void turn(int k_tiles) const {
+    Cursor cursor;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const uint32_t box = stages + Tile::kBytesA + threadIdx.x % 128 / 32 * Rows::kBoxBytes;
-    const int column = lane % 8;          // four of N
-    const int row = column ^ (lane / 8);  // four of k, of the first block; ^ 4 of the second
+    const int column = lane % 8;    // four of N
+    int row = column ^ (lane / 8);  // four of k, of the first block; ^ 4 of the second
 #pragma unroll 1
     for (int k = 0; k < k_tiles; ++k) {
       mbarrier_wait(this->full(cursor.stage), cursor.parity);
+      row = derive_anew(row);
       const uint32_t shared = box + cursor.stage * Tile::kStageBytes;
       uint4 v[2][4];
 #pragma unroll

@@ -20,11 +20,18 @@ struct TileGrid {
   // Blocks that run together cover about group_m tiles down and as many rows' worth across, so
   // that their operands meet in L2.
   int group_m = 1;
+  int split_k_tiles = 0;
+  int longer_splits = 0;
   FastDivmod by_splits;
   FastDivmod by_tiles;            // of one split
   FastDivmod by_group;            // tiles of group_m rows
   FastDivmod by_group_rows;       // group_m
   FastDivmod by_last_group_rows;  // of the last group, which may be shorter
+
+  // The first splits have a k tile more, if they can't all have as many.
+  __device__ __forceinline__ int first_k_tile(int split) const {
+    return split * split_k_tiles + min(split, longer_splits);
+  }
 
   int64_t num_blocks() const { return int64_t{tiles_m} * tiles_n * splits * batches; }
 };
@@ -41,6 +48,8 @@ inline TileGrid make_tile_grid(int64_t m, int64_t n, int64_t k, int blk_m, int b
   grid.batches = batches;
   grid.group_m = std::clamp(kRasterRows / blk_m, 1, std::max(1, grid.tiles_m));
   const int last_group_rows = grid.tiles_m % grid.group_m;
+  grid.split_k_tiles = grid.k_tiles / splits;
+  grid.longer_splits = grid.k_tiles % splits;
   grid.by_splits = FastDivmod(splits);
   grid.by_tiles = FastDivmod(std::max<int64_t>(1, int64_t{grid.tiles_m} * grid.tiles_n));
   grid.by_group = FastDivmod(std::max<int64_t>(1, int64_t{grid.group_m} * grid.tiles_n));
@@ -70,11 +79,8 @@ __device__ __forceinline__ TileCoord tile_of_block(const TileGrid& grid, unsigne
   (last ? grid.by_last_group_rows : grid.by_group_rows).divmod(in_group, coord.n, row);
   coord.m = first_m + row;
   grid.by_splits.divmod(outer, coord.batch, coord.split);
-  // The first splits have a k tile more, if they can't all have as many.
-  const int fewest = grid.by_splits.quotient(grid.k_tiles);
-  const int longer = grid.k_tiles - fewest * grid.splits;
-  coord.k_begin = coord.split * fewest + min(coord.split, longer);
-  coord.k_end = coord.k_begin + fewest + (coord.split < longer ? 1 : 0);
+  coord.k_begin = grid.first_k_tile(coord.split);
+  coord.k_end = grid.first_k_tile(coord.split + 1);
   return coord;
 }
 

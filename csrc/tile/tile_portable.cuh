@@ -224,7 +224,7 @@ constexpr int kFewResults = 32;
 
 template <class Tile>
 constexpr bool kManyResults =
-    Tile::kMath == MathKind::kFma && Tile::kBlkM * Tile::kBlkN > kFewResults * Tile::kThreads;
+    Tile::kMath == MathKind::kFma && Tile::kBlkM * Tile::kBlkN > kFewResults* Tile::kThreads;
 
 // FMA accumulators of one thread; a warp is 4 threads down, 8 across. Elements come by 16-byte
 // reads: of kVec consecutive k from a K-major tile, whose rows a thread takes at a stride (so that

@@ -85,8 +85,8 @@ struct TmaOperands {
 // The same of MN-major TF32 operands, and a second warpgroup that turns B.
 struct TurnedOperands : TmaOperands {
   static constexpr int kWarpgroups = 2;
-  static constexpr int kRegisters = 64;  // 256 * 64 + 256 * 192 = 65536
-  static constexpr int kConsumerRegisters = 192;
+  static constexpr int kRegisters = 56;  // 256 * 56 + 256 * 200 = 65536
+  static constexpr int kConsumerRegisters = 200;
 
   template <class Tile, class Params>
   __device__ __forceinline__ void produce(const MnMajorTf32Mainloop<Tile>& loop, const Params& p,
@@ -94,11 +94,12 @@ struct TurnedOperands : TmaOperands {
     if (warpgroup == 0) {
       TmaOperands::template produce<Tile>(loop, p, warpgroup, first, stride);
     } else {
-      typename MainloopSm90<Tile>::Cursor cursor;
+      int stages = 0;
       for (unsigned block = first; block < p.num_blocks; block += stride) {
         const TileCoord tile = tile_of_block(p.grid, block);
-        loop.turn(tile.k_end - tile.k_begin, cursor);
+        stages += tile.k_end - tile.k_begin;
       }
+      loop.turn(stages);
     }
   }
 };
@@ -229,7 +230,6 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
                                      : ClusterPlace{};
     const Loop loop{base, buffers + Tile::kConsumers * Store::kSmemBytes, cluster};
 
-    const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     if (threadIdx.x == 0) {
       p.operands.prefetch();
       if (p.output.use_tma) prefetch_tensor_map(&p.output.map);
@@ -248,6 +248,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     const unsigned first = blockIdx.x / static_cast<unsigned>(cluster.ctas);
     const unsigned stride = gridDim.x / static_cast<unsigned>(cluster.ctas);
 
+    const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     if (warpgroup < Loading::kWarpgroups) {
       setmaxnreg_dec<Loading::kRegisters>();
       p.operands.template produce<Tile>(loop, p, warpgroup, first, stride);
@@ -276,7 +277,10 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
         if constexpr (Tile::kMnMajorTf32) {
-          store.store(d, bias, p.output, tile.split, first_n<Tile>(tile, cluster), col);
+          // Anew: its mainloop has no registers for them.
+          const TileCoord at = tile_of_block(p.grid, derive_anew(static_cast<int>(block)));
+          store.store(d, bias, p.output, at.split, first_n<Tile>(at, cluster),
+                      first_col<Tile>(at, cluster, first_row));
         } else {
 #pragma unroll
           for (int i = 0; i < Tile::kBlocks; ++i) {
