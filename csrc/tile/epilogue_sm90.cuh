@@ -117,8 +117,9 @@ struct EpilogueSm90 {
   // The same of 64 columns, without all that comes before the rounding: D by TMA.
   __device__ __forceinline__ void store_box(const float* d, const OutputSm90& output, int first_row,
                                             int first_col) {
+    const Packed values = pack(d);
     acquire_buffers(output);
-    write_buffer(buffer(), d);
+    write_buffer(buffer(), values);
     send_buffers(output, first_row, first_col);
     offset ^= kBufferBytes;
   }
