@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "host/ceil_div.h"
 #include "host/launch.h"
 
 namespace warpwright {
@@ -43,7 +44,9 @@ CUtensorMap make_tensor_map(const TensorMap2d& m) {
   CUtensorMap map;
   const cuuint64_t extents[2] = {static_cast<cuuint64_t>(m.inner),
                                  static_cast<cuuint64_t>(m.outer)};
-  const cuuint64_t pitch_bytes[1] = {static_cast<cuuint64_t>(m.pitch * dtype_size(m.dtype))};
+  // That of a single row has no meaning, but is checked.
+  const int64_t pitch = m.outer == 1 ? ceil_div<int64_t>(m.inner, 8) * 8 : m.pitch;
+  const cuuint64_t pitch_bytes[1] = {static_cast<cuuint64_t>(pitch * dtype_size(m.dtype))};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(m.box_inner),
                              static_cast<cuuint32_t>(m.box_outer)};
   const cuuint32_t steps[2] = {1, 1};

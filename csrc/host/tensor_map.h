@@ -20,7 +20,7 @@ struct TensorMap2d {
   const void* pointer;  // multiple of 16
   int64_t inner;
   int64_t outer;
-  int64_t pitch;  // elements from one outer index to the next; a multiple of 16 bytes
+  int64_t pitch;  // elements from one outer index to the next; a multiple of 16 bytes; any if one
   int box_inner;  // at most 128 bytes
   int box_outer;  // at most 256
 };

@@ -304,10 +304,14 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   return cycles;
 }
 
-constexpr int64_t kMaxSm90Extent = int64_t{1} << 30;  // tile coordinates are 32-bit
+// TMA knows no overlapping rows (expanded or sliding views). A single row has no pitch.
+inline bool rows_overlap(int64_t rows, int64_t length, int64_t pitch) {
+  return rows > 1 && pitch < length;
+}
 
 // Null if the sm_90a path can take the product, else what is in the way.
 inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
+  constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
   if (!p.sm90) return "no sm_90a";
   if (config.kind == GemmKind::kFp32 || config.kind == GemmKind::kFp64) return "exact fp32 or fp64";
   const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
@@ -319,10 +323,12 @@ inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
   if (config.kind == GemmKind::kTf32 && !config.a_k_major && config.b_k_major) {
     return "wgmma reads TF32 operands along k only";  // linear of a transposed x
   }
-  if (std::max({p.m, p.n, p.k}) > kMaxSm90Extent) return "an extent over 2^30";
+  if (std::max({p.m, p.n, p.k}) > kMaxExtent) return "an extent over 2^30";
   if (p.k == 0) return "k is empty";
-  // TMA knows no overlapping rows (expanded or sliding views).
-  if (a_pitch < (config.a_k_major ? p.k : p.m) || b_pitch < (config.b_k_major ? p.k : p.n)) {
+  if (config.a_k_major ? rows_overlap(p.m, p.k, a_pitch) : rows_overlap(p.k, p.m, a_pitch)) {
+    return "rows overlap";
+  }
+  if (config.b_k_major ? rows_overlap(p.n, p.k, b_pitch) : rows_overlap(p.k, p.n, b_pitch)) {
     return "rows overlap";
   }
   return nullptr;
@@ -356,10 +362,7 @@ constexpr int kMaxOuterProductGroups = 8;  // whose operands fit in shared memor
 inline bool takes_outer_product(const GemmParams& p, const GemmConfig& config,
                                 const DeviceInfo& device) {
   if (config.kind != GemmKind::k16Bit || config.a_k_major || config.b_k_major) return false;
-  if (!p.sm90 || p.k == 0 || p.k > kMaxOuterProductK) return false;
-  if (std::max(p.m, p.n) > kMaxSm90Extent) return false;
-  // TMA knows neither rows that overlap (a single one has no pitch) nor rows out of place.
-  if (p.k > 1 && (p.a_stride_k < p.m || p.b_stride_k < p.n)) return false;
+  if (p.k > kMaxOuterProductK || why_not_sm90(p, config) != nullptr) return false;
   if (config.a_realigned || config.b_realigned || p.accum_d || p.accumulate) return false;
   if (p.bias != nullptr || p.preactivation != nullptr) return false;
   if (p.activation != Activation::kNone) return false;

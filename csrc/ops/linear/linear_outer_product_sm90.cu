@@ -115,7 +115,6 @@ template <class T>
 void launch_outer_product(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
   const int steps = static_cast<int>(ceil_div<int64_t>(p.k, 16));
   auto operand_map = [&](const void* pointer, int64_t extent, int64_t pitch) {
-    if (p.k == 1) pitch = ceil_div<int64_t>(extent, 8) * 8;  // of no meaning, but checked
     return make_tensor_map({p.dtype, false, pointer, extent, p.k, pitch, 64, steps * 16});
   };
   OuterProductParams params{};
