@@ -2,12 +2,10 @@
 // and sum, kUnroll 16-byte loads in flight a thread. Reduced losses take a second, tiny launch
 // unless one block does it all; no atomics, so the order of every sum is fixed.
 #include "device/dependent_launch.cuh"
-#include "device/mma_sm80.cuh"
-#include "device/sm90/arch.cuh"
-#include "device/sm90/cluster.cuh"
 #include "host/launch_cluster.h"
 #include "host/sm90.h"
 #include "ops/cross_entropy/cross_entropy_alignment.h"
+#include "ops/cross_entropy/cross_entropy_cluster_sm90.cuh"
 #include "ops/cross_entropy/cross_entropy_device.cuh"
 
 namespace warpwright {
@@ -15,33 +13,6 @@ namespace {
 
 constexpr int kReduceThreads = 1024;
 constexpr int kMaxCluster = 8;
-
-// finish_block() in a grid that is one cluster: all of it ends here.
-template <class T>
-__device__ __forceinline__ void finish_cluster(const CrossEntropyParams& p,
-                                               LossShare<Accum<T>> share, Accum<T>* shared) {
-  using Acc = Accum<T>;
-  __shared__ Acc own[2];
-  share.loss = block_reduce(share.loss, Sum{}, Acc(0), shared);
-  share.weight = block_reduce(share.weight, Sum{}, Acc(0), shared);
-  if (threadIdx.x == 0) {
-    own[0] = share.loss;
-    own[1] = share.weight;
-  }
-  cluster_arrive();
-  cluster_wait();
-  double loss = 0, weight = 0;
-  if (blockIdx.x == 0 && threadIdx.x < gridDim.x) {
-    const uint32_t block = map_to_cta(smem_address(own), threadIdx.x);
-    loss = load_cluster(block, Acc());
-    weight = load_cluster(block + sizeof(Acc), Acc());
-  }
-  cluster_arrive();  // a block's shared memory outlives the reads of it
-  cluster_wait();
-  loss = warp_reduce(loss, Sum{});
-  weight = warp_reduce(weight, Sum{});
-  if (blockIdx.x == 0 && threadIdx.x == 0) write_reduced<T>(p, loss, weight);
-}
 
 // Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r).
 // Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
@@ -161,9 +132,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       total.weight += share.weight;
     }
   }
-  if constexpr (kHasSm90a) {
-    if (cluster) return finish_cluster<T>(p, total, shared_share);
-  }
+  if (cluster) return finish_cluster<T>(p, total, shared_share);
   finish_block<T>(p, total, shared_share, blockIdx.x, gridDim.x);
 }
 
