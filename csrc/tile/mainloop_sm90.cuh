@@ -182,10 +182,7 @@ struct MainloopSm90 {
     }
   }
 
-  // One warpgroup; first_row: its rows within the tile. Overwrites the accumulator. kByThreads:
-  // ordinary stores wrote the stages. The fence stands here, behind the barrier, and not with the
-  // writers: it waits for all loads that its thread has under way, and they have the next stage's.
-  template <bool kByThreads>
+  // One warpgroup; first_row: its rows within the tile. Overwrites the accumulator.
   __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int first_row,
                                           Cursor& cursor) const {
     constexpr bool kTransA = Tile::kMajorA == Major::kMN;
@@ -200,7 +197,6 @@ struct MainloopSm90 {
     for (int k = 0; k < k_tiles; ++k) {
       const uint32_t offset = static_cast<uint32_t>(cursor.stage) * (Tile::kStageBytes >> 4);
       mbarrier_wait(full(cursor.stage), cursor.parity);
-      if constexpr (kByThreads) fence_proxy_async();
 #pragma unroll
       for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
       wgmma_fence();

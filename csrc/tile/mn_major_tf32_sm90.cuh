@@ -116,10 +116,8 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
 
   // As the base's, but a step of 8 k at a time. Its A is asked for two steps ahead, behind the
   // products of the step that begins then: it arrives while the warpgroup waits for them.
-  template <bool kByThreads>
   __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int first_row,
                                           Cursor& cursor) const {
-    static_assert(!kByThreads, "stages that TMA wrote, or with the writers' fence");
     constexpr uint64_t kFields = wgmma_descriptor_fields(/*leading=*/8192, /*stride=*/1024);
     const uint64_t b0 = wgmma_descriptor(kFields, stages + Tile::kBytesA);
     const uint32_t a0 = stages + first_row * 128;

@@ -3,9 +3,7 @@
 // cover each 128-byte row, shifts them into place and writes the swizzled tile that TMA would have
 // written. Bound: shared memory. A stage's 32 KiB pass it as loads, shuffles and stores besides the
 // 48 KiB that wgmma reads: 1100 cycles for 512 of math. 32 KiB in flight, half of an operand's
-// vectors being asked for again while the other half waits, cover as much latency. The fence
-// between these stores and wgmma is the consumer's, who has no loads under way that it would wait
-// for.
+// vectors being asked for again while the other half waits, cover as much latency.
 #pragma once
 
 #include <cstdint>
@@ -65,6 +63,8 @@ class RealigningLoader {
       if (more) load<0>(source);
       store<1>(shared, cols);
       if (more) load<1>(source);
+      // wgmma reads through the asynchronous proxy what ordinary stores wrote.
+      fence_proxy_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(loop.full(cursor.stage));
     }

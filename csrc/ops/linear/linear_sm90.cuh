@@ -52,7 +52,6 @@ struct TmaOperands {
   static constexpr int kWarpgroups = 1;
   static constexpr int kRegisters = kProducerRegisters;  // of a thread that loads
   static constexpr int kConsumerRegisters = warpwright::kConsumerRegisters;
-  static constexpr bool kByThreads = false;  // ordinary stores write the stages that wgmma reads
 
   CUtensorMap a;
   CUtensorMap b;
@@ -143,7 +142,6 @@ struct RealignedOperands {
   static constexpr int kWarpgroups = 2;
   static constexpr int kRegisters = 80;  // 256 * 80 + 256 * 176 = 65536
   static constexpr int kConsumerRegisters = 176;
-  static constexpr bool kByThreads = true;
 
   CUtensorMap map[2];  // if not `realigned`
   RealignedOperand operand[2];
@@ -272,7 +270,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
         const int col = first_col<Tile>(tile, cluster, first_row);
         const auto bias = Store::template load_bias<Tile::kRegs>(p.output, col);
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
-        loop.template consume<Loading::kByThreads>(d, k_tiles, first_row, cursor);
+        loop.consume(d, k_tiles, first_row, cursor);
         if (Tile::kPingPong && p.num_blocks - block > stride) {
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
