@@ -68,13 +68,15 @@ void launch_with(cudaLaunchAttribute attribute, void (*kernel)(Params...), dim3 
 // As launch(), right behind the kernel of `stream` that writes what this one reads: from sm_90 on,
 // blocks start in the place of those of that kernel that end (device/dependent_launch.cuh).
 template <class... Params, class... Args>
-void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream,
-                      Args&&... args) {
-  if (current_device_info().sm_arch < 90) return launch(kernel, grid, block, 0, stream, args...);
+void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
+                      cudaStream_t stream, Args&&... args) {
+  if (current_device_info().sm_arch < 90) {
+    return launch(kernel, grid, block, smem_bytes, stream, args...);
+  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  launch_with(attribute, kernel, grid, block, 0, stream, args...);
+  launch_with(attribute, kernel, grid, block, smem_bytes, stream, args...);
 }
 #endif
 

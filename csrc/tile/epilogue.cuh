@@ -240,8 +240,8 @@ void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t 
   const int64_t chunks = rows * ceil_div<int64_t>(cols, Output::kVec);
   launch_dependent(split_k_reduce_kernel<Acc, Output>,
                    dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
-                   dim3(kReduceThreads), stream, static_cast<const Acc*>(parts), splits, rows, cols,
-                   output);
+                   dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(parts), splits, rows,
+                   cols, output);
 }
 
 }  // namespace warpwright

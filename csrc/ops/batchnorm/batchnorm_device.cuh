@@ -235,7 +235,7 @@ void launch_second_pass(const BatchNormConfig& config, const BatchNormInputs<T, 
   const dim3 block(Layout::kThreads);
   const auto kernel = Layout::template apply<T, V, Merge, Apply, CoefficientsOf>(config.ragged);
   if (partials != nullptr) {
-    launch_dependent(kernel, grid, block, stream, in, out, shape, partials, coefficients_of);
+    launch_dependent(kernel, grid, block, 0, stream, in, out, shape, partials, coefficients_of);
   } else {
     launch(kernel, grid, block, 0, stream, in, out, shape, partials, coefficients_of);
   }

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kReduceThreads)
 
 void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream) {
   for_dtype(p.dtype, [&]<class T>() {
-    launch_dependent(cross_entropy_reduce_kernel<T>, dim3(1), dim3(kReduceThreads), stream, p,
+    launch_dependent(cross_entropy_reduce_kernel<T>, dim3(1), dim3(kReduceThreads), 0, stream, p,
                      count);
   });
 }

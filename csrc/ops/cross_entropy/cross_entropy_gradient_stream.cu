@@ -4,7 +4,7 @@
 // exponentials, from its sums to its gradient.
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
-#include "host/launch_dependent.h"
+#include "host/launch.h"
 #include "ops/cross_entropy/cross_entropy_gradient.cuh"
 #include "ops/cross_entropy/cross_entropy_stream.cuh"
 
