@@ -107,9 +107,8 @@ constexpr int kRowsThreads = 512;
 // 256 bytes of a row, two lines of the cache: each block of the second pass merges splits * lanes
 // partials, a product that falls with the square of the lanes.
 constexpr int kRowsMaxLanes = 16;
-// On chip: the vectors of each operand that the sums have under way of the rows that no place is
-// left for: 48 and 64 KB. The results begin with what is left in them: they hold rows as well.
-constexpr int rows_ring(int operands) { return operands == 1 ? 6 : 4; }
+// On chip: the vectors of each operand under way of the rows that no place is left for.
+constexpr int rows_ring(int operands) { return operands == 1 ? 4 : 3; }
 // On chip, beside the vectors: the merges' scratch, in double for the backward and its two
 // operands, and the coefficients of a tile.
 constexpr int64_t rows_scratch_bytes(int operands) {

@@ -1,7 +1,7 @@
 // Channels innermost, one launch: a block keeps the vectors of its rows in shared memory, as many
 // as there is place for, from the sums to the result; a barrier of the grid lies between. All
-// copies are asynchronous and in flight together. Rows without a place pass through a ring; its
-// last ones stay in it. The others are copied once more, each into the place of a row that is done.
+// copies are asynchronous and in flight together. Rows without a place pass through a ring, twice;
+// the last ones of the first time stay in it.
 #pragma once
 
 #include "device/evict_first.cuh"
@@ -14,8 +14,7 @@ namespace warpwright {
 
 // Shared memory: vectors (kInputs, places, kRowsThreads), each thread's own; with a mask the word
 // around the vector's byte, (places, kRowsThreads); the merges' scratch.
-// `held` places are the first rows' until the results, kRing more are for the rest, if there is
-// one.
+// `held` places are for good, kRing more for the rest, if there is one.
 template <class T, int kInputs, bool kMask>
 struct RowsStorage {
   static constexpr int V = kVecSize<T>, kRing = rows_ring(kInputs);
@@ -28,16 +27,13 @@ struct RowsStorage {
   __device__ __forceinline__ int place(int step) const {
     return step < held ? step : held + (step - held) % kRing;
   }
-  // The row that the sums leave in a place, of `steps` rows.
-  __device__ __forceinline__ int step_in(int place, int steps) const {
-    return place < held ? place : steps - 1 - (steps - 1 - place) % kRing;
+  __device__ __forceinline__ T* vector(int input, int step) const {
+    return reinterpret_cast<T*>(vectors + (input * places + place(step)) * kRowsThreads +
+                                threadIdx.x);
   }
-  __device__ __forceinline__ T* vector(int input, int place) const {
-    return reinterpret_cast<T*>(vectors + (input * places + place) * kRowsThreads + threadIdx.x);
-  }
-  __device__ __forceinline__ uint32_t* mask_word(int place) const {
+  __device__ __forceinline__ uint32_t* mask_word(int step) const {
     return reinterpret_cast<uint32_t*>(vectors + kInputs * places * kRowsThreads) +
-           place * kRowsThreads + threadIdx.x;
+           place(step) * kRowsThreads + threadIdx.x;
   }
   __device__ __forceinline__ void* end() const {
     return reinterpret_cast<char*>(vectors) + bytes(places);
@@ -64,8 +60,6 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   static_assert(Sums::kInputs <= kInputs && Sums::kGate == Apply::kGate, "one copy serves both");
   using Storage = RowsStorage<T, kInputs, kMask>;
   constexpr int kRing = Storage::kRing;
-  // Rows that the results may have under way, of `places`: 128 KB.
-  constexpr int kAhead = 16 / kInputs;
   extern __shared__ uint4 storage[];
   __shared__ TileCoefficients<Apply> coefficients;
 
@@ -82,12 +76,12 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   auto* scratch = static_cast<B*>(store.end());
 
   const uint64_t evict_first = evict_first_policy();
-  auto copy = [&](int step, int place, int from, int to, bool last_use) {
+  auto copy = [&](int step, int from, int to, bool last_use = false) {
     const int64_t offset = start + step * pitch;
 #pragma unroll
     for (int i = 0; i < kInputs; ++i) {
       if (i >= from && i < to) {
-        const uint32_t to_place = smem_address(store.vector(i, place));
+        const uint32_t to_place = smem_address(store.vector(i, step));
         if (last_use) {
           cp_async_evict_first(to_place, in.data[i] + offset, evict_first);
         } else {
@@ -98,38 +92,35 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     if constexpr (kMask) {
       const int64_t byte = static_cast<uint64_t>(offset) / V, word = byte & ~int64_t{3};
       const int64_t left = static_cast<uint64_t>(shape.rows * shape.channels) / V - word;
-      cp_async<4>(smem_address(store.mask_word(place)), in.mask + word,
+      cp_async<4>(smem_address(store.mask_word(step)), in.mask + word,
                   static_cast<int>(min(left, int64_t{4})));
     }
   };
-  auto read = [&]<int kWanted>(VectorsOf<T, V, kWanted>& values, int step, int place) {
+  auto read = [&]<int kWanted>(VectorsOf<T, V, kWanted>& values, int step) {
 #pragma unroll
-    for (int i = 0; i < kWanted; ++i) values.in[i] = load_packed<V>(store.vector(i, place));
+    for (int i = 0; i < kWanted; ++i) values.in[i] = load_packed<V>(store.vector(i, step));
     if constexpr (kMask) {
       const int byte = static_cast<int>(static_cast<uint64_t>(start + step * pitch) / V & 3);
-      values.bits = *store.mask_word(place) >> (8 * byte) & 0xff;
+      values.bits = *store.mask_word(step) >> (8 * byte) & 0xff;
     }
   };
 
-  // What stays on chip is read once: L2 is for the rows that come again, and for what others have
-  // left in it.
-  auto stays = [&](int step) { return step < held || step >= steps - kRing; };
   // In parts, so that the sums of the first ones are taken while the others land.
   constexpr int kParts = 4;
   const int part = (held + kParts - 1) / kParts;
 #pragma unroll 1
   for (int p = 0; p < kParts; ++p) {
     for (int step = p * part; step < min((p + 1) * part, kept); ++step)
-      copy(step, step, 0, Sums::kInputs, true);
+      copy(step, 0, Sums::kInputs);
     cp_async_commit();
   }
   if constexpr (kLater) {
-    for (int step = 0; step < kept; ++step) copy(step, step, Sums::kInputs, kInputs, true);
+    for (int step = 0; step < kept; ++step) copy(step, Sums::kInputs, kInputs);
     cp_async_commit();
   }
 #pragma unroll 1
   for (int step = held; step < held + kRing; ++step) {
-    if (step < steps) copy(step, step, 0, Sums::kInputs, stays(step));
+    if (step < steps) copy(step, 0, Sums::kInputs);
     cp_async_commit();
   }
 
@@ -139,7 +130,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   auto add_part = [&]<int kPart>() {
     cp_async_wait<kParts - 1 - kPart + kLater + kRing>();
     for (int step = kPart * part; step < min((kPart + 1) * part, kept); ++step) {
-      read(values, step, step);
+      read(values, step);
       if (step == 0) sums.start(values, WholeVector{});
       sums.add(values, WholeVector{});
     }
@@ -150,17 +141,15 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   add_part.template operator()<3>();
 #pragma unroll 1
   for (int step = held; step < steps; ++step) {
-    const int place = store.place(step);
     cp_async_wait<kRing - 1>();
-    read(values, step, place);
+    read(values, step);
     sums.add(values, WholeVector{});
-    const int coming = step + kRing;
-    if (coming < steps) copy(coming, place, 0, Sums::kInputs, stays(coming));
+    if (step + kRing < steps) copy(step + kRing, 0, Sums::kInputs);
     cp_async_commit();
   }
   if constexpr (kLater) {
     for (int step = max(held, steps - kRing); step < steps; ++step) {
-      copy(step, store.place(step), Sums::kInputs, kInputs, true);
+      copy(step, Sums::kInputs, kInputs);
     }
     cp_async_commit();
   }
@@ -194,24 +183,16 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   Coefficients<A> c[V];
   coefficients.get(c, lane);
   cp_async_wait<0>();
-  // Round and round the places: first the rows that are there. A row without a place follows into
-  // that of a row that is done, the last ones first, which L2 still holds and the results drive
-  // out: what has been read for the last time goes before those.
-  int place = min(steps, places) - 1, next = steps - kRing - 1, again = next;
+  // Backwards: the ring still holds the last rows, and L2 those before, which the results drive
+  // out: what has been read for the last time goes first.
 #pragma unroll 1
-  for (int done = 0; done < steps; ++done) {
-    const int step = done < places ? store.step_in(place, steps) : again--;
-    if (places >= kAhead) {
-      cp_async_wait<kAhead - 1>();
-    } else {
-      cp_async_wait<kRing - 1>();
-    }
+  for (int step = steps - 1; step >= 0; --step) {
     VectorsOf<T, V, kInputs> all;
-    read(all, step, place);
+    cp_async_wait<kRing - 1>();
+    read(all, step);
     apply_row<Apply>(out, all, c, start + step * pitch);
-    if (next >= held) copy(next--, place, 0, kInputs, true);
+    if (step - kRing >= held) copy(step - kRing, 0, kInputs, true);
     cp_async_commit();
-    place = place > 0 ? place - 1 : places - 1;
   }
 }
 
