@@ -50,10 +50,20 @@ CUtensorMap make_tensor_map(const TensorMap2d& m) {
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(m.box_inner),
                              static_cast<cuuint32_t>(m.box_outer)};
   const cuuint32_t steps[2] = {1, 1};
-  const CUresult status =
-      encode_tiled(&map, tensor_map_type(m), 2, const_cast<void*>(m.pointer), extents, pitch_bytes,
-                   box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto encode = [&] {
+    return encode_tiled(&map, tensor_map_type(m), 2, const_cast<void*>(m.pointer), extents,
+                        pitch_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    // Of CUDA this thread, autograd's perhaps, has called nothing that makes a context current.
+    int device = 0;
+    cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+    cuda_check(cudaSetDevice(device), "cudaSetDevice");
+    status = encode();
+  }
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("warpwright: cuTensorMapEncodeTiled: error " +
                              std::to_string(static_cast<int>(status)));
