@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -216,6 +218,22 @@ def test_outer_product_of_every_count_of_rows(dtype, sizes):
         exact = (dy.double().t() @ x.double()).to(dtype)
         assert_same(unsigned_zeros(first), unsigned_zeros([exact]))
         assert_same(second, first)
+
+
+@pytest.mark.gpu
+def test_backward_is_the_first_that_its_thread_asks_of_cuda():
+    # Autograd's thread has no context before, and memory from the cache makes none current.
+    code = """
+import torch, warpwright.functional as F
+torch.empty(1 << 26, device="cuda")
+x, w = (torch.ones(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+x.requires_grad_(), w.requires_grad_()
+y = F.linear(x, w)
+dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+assert (dx == 512).all() and (dw == 512).all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

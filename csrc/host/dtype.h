@@ -37,7 +37,7 @@ struct DeviceInfo {
   int64_t smem_per_block = 227 * 1024;  // bytes a block may opt in to
   int64_t l2_bytes = 50 << 20;
   // Clusters of 1, 2, 4 and 8 blocks that the GPU holds at once if each block fills an SM.
-  int clusters[4] = {132, 66, 33, 16};
+  int clusters[4] = {132, 66, 30, 15};
 };
 
 }  // namespace warpwright

@@ -335,10 +335,10 @@ class FmaAccumulator {
     }
   }
 
-  // An instruction between two FMA keeps them from sharing an operand (see multiply): where that
-  // counts, the copies come in one go.
+  // An instruction between two FMA keeps them from sharing an operand (see multiply), but copies in
+  // one go keep the shared-memory reads waiting: half of many steps.
   static constexpr int kSteps = Tile::kBlkK / kDepth;
-  static constexpr int kCopySteps = kManyResults<Tile> ? 1 : kSteps - 1;
+  static constexpr int kCopySteps = kManyResults<Tile> ? kSteps / 2 : kSteps - 1;
 
   struct Fragments {
     T a[kM][kDepth];

@@ -128,7 +128,7 @@ inline int clusters_at_once(int ctas, const DeviceInfo& device) {
 
 // CTAs of a cluster. L2 is asked twice for a 128-byte piece of a row that does not start at a
 // multiple of 128 bytes; 128 x 64 tiles then wait for L2, and the CTAs of a cluster ask once for
-// the A that they share. Where all requests are whole lines clusters gain nothing.
+// the A that they share. Where all requests are whole lines clusters gain nothing, nor in TF32.
 inline int choose_sm90_cluster(const GemmParams& p, const GemmConfig& config,
                                const DeviceInfo& device) {
   constexpr int64_t kMinTiles = 8;  // of k: a ring full
@@ -138,7 +138,9 @@ inline int choose_sm90_cluster(const GemmParams& p, const GemmConfig& config,
   const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
   const bool lines =
       rows_are_aligned(p.a, a_pitch * size, 128) && rows_are_aligned(p.b, b_pitch * size, 128);
-  if (!shape.clusters || lines || p.k * size < config.splits * kMinTiles * 128) return 1;
+  if (!shape.clusters || lines || config.kind != GemmKind::k16Bit ||
+      p.k * size < config.splits * kMinTiles * 128)
+    return 1;
   const int64_t tiles_m = ceil_div(p.m, shape.blk_m) * config.splits;
   const int64_t tiles_n = ceil_div(p.n, shape.blk_n);
   const int64_t rounds = ceil_div<int64_t>(tiles_m * tiles_n, device.num_sms);
@@ -195,34 +197,47 @@ constexpr int kMinSplitTiles = 4;                      // of k, a part; sm_90a
 
 // The like for the sm_90a path, fitted to measured times; tests/test_explain.py has the race that
 // it must win. TF32 takes as long for a k tile, which has half the depth.
-//   k tile: CTAs of a single round walk along k together and meet in L2; those of several drift.
+//   k tile: CTAs of a single round walk along k together and meet in L2; those of several drift;
+//     TMA fills rows outside of the operand more slowly than it loads;
+//   memory: the operands come from DRAM once;
 //   split: a second launch, and the parts' way to L2 and back.
 inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
                                    int splits, Sm90Operands operands, const DeviceInfo& device) {
-  // 1 round, several; kWide's by arithmetic
-  constexpr double kTileCycles[4][2] = {{540, 690}, {330, 560}, {230, 300}, {1050, 1200}};
+  // 1 round, several
+  constexpr double kTileCycles[4][2] = {{540, 690}, {330, 560}, {230, 300}, {1250, 1200}};
   // By arithmetic: what passes through shared memory.
   constexpr double kRealignedCycles[2] = {900, 1150};
   constexpr double kSwappedCycles[2][2] = {{640, 700}, {390, 560}};
   constexpr double kTurnedCycles[2][2] = {{1410, 1410}, {900, 900}};
-  constexpr double kFirstAndLast[] = {5500, 2750, 2000, 5500};  // filling the ring, the last store
+  constexpr double kFirstAndLast[] = {5500, 2750, 2000, 16000};  // filling the ring, the last store
+  constexpr double kOutsideRow = 4;
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
+  constexpr double kMemoryBytesPerCycle = 2500;
   const Sm90TileShape shape = sm90_tile_shape(tile, operands);
   const int64_t tiles = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
   const int64_t rounds = ceil_div(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div(ceil_div(k * gemm_kind_size(kind), 128), splits);
   const int t = static_cast<int>(tile);
-  const double tile_cycles = (operands == Sm90Operands::kAsTheyLie   ? kTileCycles[t]
-                              : operands == Sm90Operands::kRealigned ? kRealignedCycles
-                              : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
-                                                                   : kTurnedCycles[t])[rounds > 1];
+  double tile_cycles = (operands == Sm90Operands::kAsTheyLie   ? kTileCycles[t]
+                        : operands == Sm90Operands::kRealigned ? kRealignedCycles
+                        : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
+                                                               : kTurnedCycles[t])[rounds > 1];
+  // Boxes are no higher than a single tile's operand. Where most of them lies inside it did not
+  // matter.
+  const int64_t tiles_m = ceil_div(m, shape.blk_m);
+  const int64_t outside = tiles_m * shape.blk_m - m;
+  if (operands == Sm90Operands::kAsTheyLie && tiles_m > 1 && outside * 2 >= shape.blk_m) {
+    tile_cycles += kOutsideRow * static_cast<double>(outside);
+  }
   // The store of a 128 x 256 tile has no other mainloop to hide in.
-  const double first_and_last =
-      operands == Sm90Operands::kTurned || tile == GemmTile::kWide
-          ? kFirstAndLast[0] * static_cast<double>(shape.ping_pong ? 1 : rounds)
-          : kFirstAndLast[t];
-  double cycles = first_and_last + static_cast<double>(rounds * k_tiles) * tile_cycles;
+  const bool exposed = shape.blk_m * shape.blk_n == 128 * 256;
+  const double first_and_last = kFirstAndLast[operands == Sm90Operands::kTurned ? 0 : t] *
+                                static_cast<double>(exposed ? rounds : 1);
+  const double memory_cycles = static_cast<double>(m + n) * static_cast<double>(k) *
+                               static_cast<double>(gemm_kind_size(kind)) / kMemoryBytesPerCycle;
+  double cycles =
+      first_and_last + std::max(static_cast<double>(rounds * k_tiles) * tile_cycles, memory_cycles);
   if (splits > 1) {
     cycles += kSecondLaunch +
               8.0 * static_cast<double>(m) * static_cast<double>(n) * (splits + 1) / kBytesPerCycle;
