@@ -105,10 +105,11 @@ def test_linear_forms_clusters_where_rows_cost_l2_twice():
         found = [re.search(r"clusters of (\d) share A|$", lines[role])[1] for role in roles]
         return [None if text is None else int(text) for text in found]
 
-    assert cluster(1000, 1000, 1000) == [4, 4, 4]
+    assert cluster(760, 760, 760) == [4, 4, 4]
+    assert cluster(1000, 1000, 1000) == [2, 2, 2]  # 32 of 4 are two more than fit
     assert cluster(1024, 1024, 1024) == [None, None, None]
-    assert cluster(1024, 1024, 1024, pad=8) == [4, 4, 4]
-    assert cluster(1024, 1024, 1024, address=16) == [4, None, 4]  # x only
+    assert cluster(1024, 1024, 1024, pad=8) == [2, 2, 2]
+    assert cluster(1024, 1024, 1024, address=16) == [2, None, 2]  # x only
     assert cluster(4000, 136, 520)[0] == 2  # three tiles across
     assert cluster(4096, 4000, 4096) == [None, None, None]  # larger tiles
     assert cluster(1000, 520, 320)[0] is None  # too short

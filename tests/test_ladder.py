@@ -121,7 +121,7 @@ def test_every_rung_compiles_and_fits_an_sm():
             element = 4 if "float sA" in source.text or "float[kBlkK]" in source.text else 2
             rows = shape.blk_m + shape.blk_n
             if name == "09_cluster":
-                rows -= shape.blk_m // 2  # a block of the two has its own A
+                rows -= shape.blk_n // 2  # a block of the two has its own B
             if name == NAMES[-1]:
                 rows, blk_k = 128 + 128, 64  # of the large tile; Rung speaks of what it takes
             else:

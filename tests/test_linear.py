@@ -40,11 +40,12 @@ CUDA_SHAPES = [
     ((1,), 16384, 8),  # too long for so few columns
     # sm_90a: ragged tiles of each size; rows of the output that TMA cannot store
     ((2000,), 520, 2056),
-    ((1032,), 2048, 2040),  # the largest tile of TF32's gradient of the weight
+    ((2040,), 4096, 2040),  # the largest tile of TF32, forward and gradient of the weight
     ((1000,), 1000, 1008),
     ((520,), 1160, 1003),
     ((200,), 2056, 264),
-    ((4000,), 520, 136),  # clusters of two; the shapes of 1000 rows take four
+    ((4000,), 520, 136),  # clusters of two, as the shapes of 1000 rows
+    ((760,), 760, 760),  # ... of four
     # operands that TMA cannot load: both of a product, one of them; k of one stage, of many
     ((1023,), 1001, 515),
     ((640,), 776, 333),

@@ -111,7 +111,7 @@ def variants():
                 labels(n, c),
             ),
         )
-    for m, k, n in ((512, 3136, 128), (1000, 520, 1000), (2048, 1024, 2048)):
+    for m, k, n in ((512, 3136, 128), (760, 520, 760), (2048, 1024, 2048)):
         yield (
             f"linear-{m}x{k}x{n}-tf32",
             lambda s=(m, k, n): (
@@ -124,7 +124,7 @@ def variants():
     products = {"linear": F.linear, "linear_relu": F.linear_relu, "linear_gelu": F.linear_gelu}
     for m, k, n in (
         (512, 3136, 128),
-        (1000, 520, 1000),
+        (760, 520, 760),
         (8, 4096, 512),
         (384, 512, 1024),
         (999, 523, 1001),

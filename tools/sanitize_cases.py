@@ -146,7 +146,13 @@ def linear_cases():
     small = (1, 10, 84), (17, 33, 65), (129, 131, 67), (130, 10, 1027)
     # 16-bit and TF32 on sm_90a: each tile, one past its edge, clusters of 4 and 2, TF32's widest;
     # the last with element stores.
-    wgmma = (1288, 1160, 520), (1000, 1000, 520), (4000, 136, 520), (2040, 2040, 264)
+    wgmma = (
+        (1288, 1160, 520),
+        (760, 760, 520),
+        (1000, 1000, 520),
+        (4000, 136, 520),
+        (2040, 2040, 264),
+    )
     wgmma = *wgmma, (136, 264, 520), (200, 203, 520)
     # ... with operands that TMA cannot load: both, one of the gradients'; with split k.
     realigned = (1031, 523, 203), (1024, 523, 200), (1024, 200, 523), (264, 270, 523)

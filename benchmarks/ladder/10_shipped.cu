@@ -54,7 +54,7 @@ void launch_rung(const Gemm& g) {
     cuda_check(cudaMallocAsync(&p.workspace, workspace_bytes, g.stream), "workspace");
   }
   auto launch_tile = [&]<GemmTile kTile>() {
-    launch_gemm_sm90_tile<TileOf<kTile>>(p, config.splits, device.num_sms, kRasterRows, g.stream);
+    launch_gemm_sm90_tile<TileOf<kTile>>(p, config, g.stream);
   };
   switch (config.tile) {
     case GemmTile::kLarge:

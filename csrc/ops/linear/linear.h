@@ -223,11 +223,11 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
                         : operands == Sm90Operands::kRealigned ? kRealignedCycles
                         : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
                                                                : kTurnedCycles[t])[rounds > 1];
-  // Boxes are no higher than a single tile's operand. Where most of them lies inside it did not
-  // matter.
+  // Of two rows of tiles the second may lie mostly outside. (A single one's boxes are no higher than
+  // its operand; of many the last hardly mattered.)
   const int64_t tiles_m = ceil_div(m, shape.blk_m);
   const int64_t outside = tiles_m * shape.blk_m - m;
-  if (operands == Sm90Operands::kAsTheyLie && tiles_m > 1 && outside * 2 >= shape.blk_m) {
+  if (operands == Sm90Operands::kAsTheyLie && tiles_m == 2 && outside * 2 >= shape.blk_m) {
     tile_cycles += kOutsideRow * static_cast<double>(outside);
   }
   // The store of a 128 x 256 tile has no other mainloop to hide in.
