@@ -223,8 +223,8 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
                         : operands == Sm90Operands::kRealigned ? kRealignedCycles
                         : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
                                                                : kTurnedCycles[t])[rounds > 1];
-  // Of two rows of tiles the second may lie mostly outside. (A single one's boxes are no higher than
-  // its operand; of many the last hardly mattered.)
+  // Of two rows of tiles the second may lie mostly outside. (A single one's boxes are no higher
+  // than its operand; of many the last hardly mattered.)
   const int64_t tiles_m = ceil_div(m, shape.blk_m);
   const int64_t outside = tiles_m * shape.blk_m - m;
   if (operands == Sm90Operands::kAsTheyLie && tiles_m == 2 && outside * 2 >= shape.blk_m) {
