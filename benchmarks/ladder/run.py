@@ -36,7 +36,7 @@ Call = Callable[[], object]
 DEVICE = "cuda"
 # Several tiles each way, no two extents alike, and one with a single tile of k. linear takes
 # its sm_90a kernel for each of them.
-CHECKED: tuple[Extents, ...] = ((2048, 4096, 64), (768, 256, 320), (512, 1280, 1024))
+CHECKED: tuple[Extents, ...] = ((2048, 4096, 64), (768, 512, 320), (512, 1536, 1024))
 PROBE: Extents = (1024, 1024, 1024)  # tells how long a call of a large shape would take
 SLOW = 4.0  # times cuBLAS's: such rungs are timed among themselves, in fewer rounds
 GUARD_ROWS = 8

@@ -92,8 +92,13 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     if constexpr (kMask) {
       const int64_t byte = static_cast<uint64_t>(offset) / V, word = byte & ~int64_t{3};
       const int64_t left = static_cast<uint64_t>(shape.rows * shape.channels) / V - word;
-      cp_async<4>(smem_address(store.mask_word(step)), in.mask + word,
-                  static_cast<int>(min(left, int64_t{4})));
+      if (left >= 4) {
+        cp_async<4>(smem_address(store.mask_word(step)), in.mask + word);
+      } else {  // the mask's end: memcheck takes a copy for all of its 4 bytes
+        uint32_t bits = 0;
+        for (int i = 0; i < left; ++i) bits |= uint32_t{in.mask[word + i]} << (8 * i);
+        *store.mask_word(step) = bits;
+      }
     }
   };
   auto read = [&]<int kWanted>(VectorsOf<T, V, kWanted>& values, int step) {
