@@ -163,7 +163,15 @@ def _deaf_items():
     return [TINY], []
 
 
-def test_an_interrupt_does_not_wait_for_compilers(monkeypatch):
+@pytest.fixture
+def hears_ctrl_c():
+    """A job in the background of a shell is born deaf to it, and so are its tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_does_not_wait_for_compilers(monkeypatch, hears_ctrl_c):
     monkeypatch.setattr(ahead, "FEWEST", 1)
     monkeypatch.setattr(ahead, "processes_for", lambda items: 2)
     progress = Progress(disable=True)
