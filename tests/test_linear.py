@@ -208,17 +208,57 @@ def test_tf32_paths_agree_and_repeat(shape, monkeypatch):
 def test_outer_product_of_every_count_of_rows(dtype, sizes):
     in_features, out_features = sizes
     weight = torch.zeros(out_features, in_features, dtype=dtype, device="cuda", requires_grad=True)
+    bias = torch.zeros(out_features, dtype=dtype, device="cuda", requires_grad=True)
     for rows in range(1, 97):
         # Rows of x and of the cotangent that lie apart.
         x, dy = (
             torch.randint(-3, 4, (rows, size + 8 * (rows % 3)), device="cuda").to(dtype)[:, :size]
             for size in sizes
         )
-        y = F.linear(x, weight)
-        first, second = (torch.autograd.grad(y, weight, dy, retain_graph=True) for _ in range(2))
-        exact = (dy.double().t() @ x.double()).to(dtype)
-        assert_same(unsigned_zeros(first), unsigned_zeros([exact]))
+        y = F.linear(x, weight, bias)
+        first, second = (
+            torch.autograd.grad(y, (weight, bias), dy, retain_graph=True) for _ in range(2)
+        )
+        exact = [t.to(dtype) for t in (dy.double().t() @ x.double(), dy.double().sum(0))]
+        assert_same(unsigned_zeros(first), unsigned_zeros(exact))
         assert_same(second, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(64, 128, 10), (512, 3136, 128), (64, 4096, 512)], ids=str)
+def test_gradients_side_by_side(dtype, shape):
+    # The kernels of one backward may run at the same time, with each other and with nothing else.
+    rows, k, n = shape
+    x, weight, dy = (torch.randn(s, device="cuda").to(dtype) for s in ((rows, k), (n, k), (rows, n)))
+    backward = torch.ops.warpwright.linear_backward
+    alone = []
+    for i in range(3):
+        torch.cuda.synchronize()
+        alone.append(backward(dy, x, weight, [i == j for j in range(3)])[i])
+    torch.cuda.synchronize()
+    for _ in range(300):
+        written = dy * 1  # right before it
+        dx, dw, db = backward(written, x, weight, [True, True, True])
+        read = [t + 0 for t in (dx, dw, db)]  # right behind it
+        written.zero_()
+        assert_same(read[:2], alone[:2])
+        # With the weight's gradient on wgmma the sums come in another order than alone.
+        torch.testing.assert_close(db.float(), alone[2].float(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bias_gradient_of_many_rows(dtype):
+    rows, k, n = 65536, 256, 384
+    x = torch.randn(rows, k, device="cuda", dtype=dtype)
+    for offset in (0, 0.125):
+        dy = (torch.randn(rows, n, device="cuda") / 16 + offset).to(dtype)
+        db = torch.ops.warpwright.linear_backward(dy, x, None, [False, True, True])[2].double()
+        exact = dy.double().sum(0)
+        theirs = (dy.sum(0).double() - exact).abs().max()
+        ulp = torch.finfo(dtype).eps * exact.abs().max()
+        assert (db - exact).abs().max() <= 1.5 * theirs + ulp
 
 
 @pytest.mark.gpu

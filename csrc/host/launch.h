@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -43,40 +44,46 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes
   cuda_check(cudaGetLastError(), "kernel launch");
 }
 
-// What cudaLaunchKernelEx takes. `attribute` is referred to, not copied.
+// What cudaLaunchKernelEx takes. `attributes` are referred to, not copied.
 inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t smem_bytes,
-                                        cudaStream_t stream, cudaLaunchAttribute& attribute) {
+                                        cudaStream_t stream,
+                                        std::span<cudaLaunchAttribute> attributes) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes.data();
+  config.numAttrs = static_cast<unsigned>(attributes.size());
   return config;
 }
 
 // As launch(), with what only cudaLaunchKernelEx takes.
 template <class... Params, class... Args>
-void launch_with(cudaLaunchAttribute attribute, void (*kernel)(Params...), dim3 grid, dim3 block,
-                 int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
+void launch_with(std::span<cudaLaunchAttribute> attributes, void (*kernel)(Params...), dim3 grid,
+                 dim3 block, int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
   allow_shared_memory(kernel, smem_bytes);
-  const cudaLaunchConfig_t config = launch_config(grid, block, smem_bytes, stream, attribute);
+  const cudaLaunchConfig_t config = launch_config(grid, block, smem_bytes, stream, attributes);
   cuda_check(cudaLaunchKernelEx(&config, kernel, Params(args)...), "kernel launch");
 }
 
-// As launch(), right behind the kernel of `stream` that writes what this one reads: from sm_90 on,
-// blocks start in the place of those of that kernel that end (device/dependent_launch.cuh).
+inline cudaLaunchAttribute dependent_attribute() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// As launch(), right behind another kernel of `stream`: from sm_90 on, blocks start beside those of
+// that kernel, or in the place of those that end (device/dependent_launch.cuh).
 template <class... Params, class... Args>
 void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
                       cudaStream_t stream, Args&&... args) {
   if (current_device_info().sm_arch < 90) {
     return launch(kernel, grid, block, smem_bytes, stream, args...);
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  launch_with(attribute, kernel, grid, block, smem_bytes, stream, args...);
+  cudaLaunchAttribute attributes[] = {dependent_attribute()};
+  launch_with(attributes, kernel, grid, block, smem_bytes, stream, args...);
 }
 #endif
 

@@ -20,16 +20,27 @@ template <class... Params, class... Args>
 void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
                      int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
   if (cluster == 1) return launch(kernel, grid, block, smem_bytes, stream, args...);
-  launch_with(cluster_attribute(cluster), kernel, grid, block, smem_bytes, stream, args...);
+  cudaLaunchAttribute attributes[] = {cluster_attribute(cluster)};
+  launch_with(attributes, kernel, grid, block, smem_bytes, stream, args...);
+}
+
+// The same; `beside`: as launch_dependent() does it.
+template <class... Params, class... Args>
+void launch_beside(bool beside, void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
+                   int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
+  if (!beside) return launch_clusters(kernel, grid, block, cluster, smem_bytes, stream, args...);
+  if (cluster == 1) return launch_dependent(kernel, grid, block, smem_bytes, stream, args...);
+  cudaLaunchAttribute attributes[] = {cluster_attribute(cluster), dependent_attribute()};
+  launch_with(attributes, kernel, grid, block, smem_bytes, stream, args...);
 }
 
 // Clusters of the kernel that the GPU holds at once; 0 if it does not say.
 template <class... Params>
 int resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, int64_t smem_bytes) {
   allow_shared_memory(kernel, smem_bytes);
-  cudaLaunchAttribute attribute = cluster_attribute(cluster);
+  cudaLaunchAttribute attributes[] = {cluster_attribute(cluster)};
   const cudaLaunchConfig_t config =
-      launch_config(dim3(static_cast<unsigned>(cluster)), block, smem_bytes, nullptr, attribute);
+      launch_config(dim3(static_cast<unsigned>(cluster)), block, smem_bytes, nullptr, attributes);
   int clusters = 0;
   if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
     cudaGetLastError();

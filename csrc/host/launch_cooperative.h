@@ -12,10 +12,10 @@ template <class... Params, class... Args>
 bool launch_cooperative(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
                         cudaStream_t stream, Args&&... args) {
   allow_shared_memory(kernel, smem_bytes);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  const cudaLaunchConfig_t config = launch_config(grid, block, smem_bytes, stream, attribute);
+  cudaLaunchAttribute attributes[1] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  const cudaLaunchConfig_t config = launch_config(grid, block, smem_bytes, stream, attributes);
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
   if (status == cudaErrorCooperativeLaunchTooLarge) {
     cudaGetLastError();

@@ -115,9 +115,11 @@ Lines explain_linear(const std::string& dtype, bool tf32, const Operand& input,
   const Matrix x = as_matrix(input);
   const Matrix w = as_matrix(weight);
   const Matrix dy{x.rows, w.rows, w.rows, 1, 0};
+  auto params = [&](const Matrix& a, const Matrix& b) {
+    return gemm_params(type, tf32, sm90 && device.sm_arch == 90, a, b);
+  };
   auto line = [&](const Matrix& a, const Matrix& b) {
-    return describe(
-        choose_gemm_config(gemm_params(type, tf32, sm90 && device.sm_arch == 90, a, b), device));
+    return describe(choose_gemm_config(params(a, b), device));
   };
   ColumnSumParams sum{};
   sum.dtype = type;
@@ -126,12 +128,17 @@ Lines explain_linear(const std::string& dtype, bool tf32, const Operand& input,
   sum.stride_row = dy.stride_row;
   sum.stride_col = 1;
   const ColumnSumConfig config = choose_column_sum_config(sum, device);
-  return {{"forward", line(x, w)},
-          {"grad_input", line(dy, w.transposed())},
-          {"grad_weight", line(dy.transposed(), x.transposed())},
-          {"grad_bias", std::string("column sums, ") +
+  const std::string of_dy = std::string("column sums, ") +
                             (config.wide ? "16-byte accesses" : "element accesses") + ", rows in " +
-                            std::to_string(config.splits) + " split(s)"}};
+                            std::to_string(config.splits) + " split(s)";
+  const GemmParams dw = params(dy.transposed(), x.transposed());
+  const GemmConfig of_dw = choose_gemm_config(dw, device);
+  return {
+      {"forward", line(x, w)},
+      {"grad_input", line(dy, w.transposed())},
+      {"grad_weight", describe(of_dw)},
+      {"grad_bias",
+       can_sum_rows(dw, of_dw) ? "in grad_weight's product, dy^T times 8 columns of ones" : of_dy}};
 }
 
 // ---- max_pool2d ----

@@ -195,20 +195,37 @@ struct MatrixOutput {
 
 constexpr int kReduceThreads = 256;
 
+// A number a row beside D that was cut up with it.
+template <class Acc, class T>
+struct RowSumParts {
+  const Acc* parts = nullptr;  // (splits, rows)
+  T* sums = nullptr;           // (rows); null: there are none
+
+  __device__ __forceinline__ void add_up(int splits, int64_t rows, int64_t row) const {
+    Acc sum(0);
+#pragma unroll 4
+    for (int split = 0; split < splits; ++split) sum += parts[split * rows + row];
+    sums[row] = convert<T>(sum);
+  }
+};
+
 // parts: (splits, rows, cols), row-major, 16-byte aligned. Sums split 0, 1, 2, ... so that the
 // result does not depend on which CTA came first.
 // Grid: one thread for each Output::kVec columns of a row of D.
-template <class Acc, class Output>
+template <class Acc, class Output, class T>
 __global__ void __launch_bounds__(kReduceThreads)
-    split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output) {
+    split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output,
+                          RowSumParts<Acc, T> row_sums) {
   constexpr int kVec = Output::kVec;
   constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
   wait_for_previous_kernel();
+  let_next_kernel_start();  // one that has nothing to do with these
   const int64_t chunks = ceil_div<int64_t>(cols, kVec);
   const int64_t chunk = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
   const int64_t row = chunk / chunks;
   const int64_t col = (chunk - row * chunks) * kVec;
   if (row >= rows) return;
+  if (col == 0 && row_sums.sums != nullptr) row_sums.add_up(splits, rows, row);
   const Acc* part = parts + row * cols + col;
   Acc sum[kVec] = {};
   if (cols % kVec == 0) {
@@ -234,14 +251,15 @@ __global__ void __launch_bounds__(kReduceThreads)
 
 // Right behind the kernel that leaves the parts, which does not let it start before its blocks end:
 // those that fill the GPU would leave it but a few SMs.
-template <class Acc, class Output>
+template <class Acc, class Output, class T = Acc>
 void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t cols,
-                           const Output& output, cudaStream_t stream) {
+                           const Output& output, cudaStream_t stream,
+                           const RowSumParts<Acc, T>& row_sums = {}) {
   const int64_t chunks = rows * ceil_div<int64_t>(cols, Output::kVec);
-  launch_dependent(split_k_reduce_kernel<Acc, Output>,
+  launch_dependent(split_k_reduce_kernel<Acc, Output, T>,
                    dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
                    dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(parts), splits, rows,
-                   cols, output);
+                   cols, output, row_sums);
 }
 
 }  // namespace warpwright

@@ -14,6 +14,7 @@
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "tile/row_sums_sm90.cuh"
 #include "tile/tile_portable.cuh"
 
 namespace warpwright {
@@ -48,6 +49,8 @@ struct TileSm90 {
   // wgmma takes 32-bit operands K-major only: mn_major_tf32_sm90.cuh has what brings them there.
   static constexpr bool kMnMajorTf32 = sizeof(T) == 4 && kMajorA == Major::kMN;
   static_assert(sizeof(T) == 2 || kMnMajorTf32 || kMajorB == Major::kK, "A goes first");
+  // linear's weight gradient: A's row sums, the bias gradient, may be wanted beside D.
+  static constexpr bool kRowSums = sizeof(T) == 2 && kMajorA == Major::kMN && kMajorB == Major::kMN;
   static_assert(kRows % 64 == 0 && kBlkN % 64 == 0 && kBlkN <= 256, "whole wgmma blocks");
   static_assert(kBlocks * kRegs <= 128, "accumulators beside the addresses in 232 registers");
 };
@@ -182,9 +185,11 @@ struct MainloopSm90 {
     }
   }
 
-  // One warpgroup; first_row: its rows within the tile. Overwrites the accumulator.
+  // One warpgroup; first_row: its rows within the tile. Overwrites the accumulators, also those of
+  // `sums`, a RowSums or NoRowSums.
+  template <class Sums = NoRowSums>
   __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int first_row,
-                                          Cursor& cursor) const {
+                                          Cursor& cursor, Sums&& sums = {}) const {
     constexpr bool kTransA = Tile::kMajorA == Major::kMN;
     constexpr bool kTransB = Tile::kMajorB == Major::kMN;
     constexpr int kStepA = kTransA ? 2048 : 32;  // bytes of one wgmma's k
@@ -199,20 +204,31 @@ struct MainloopSm90 {
       mbarrier_wait(full(cursor.stage), cursor.parity);
 #pragma unroll
       for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
-      wgmma_fence();
+      sums.pin();
+      auto multiply = [&] {
+        wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
+        for (int step = 0; step < 4; ++step) {
 #pragma unroll
-        for (int i = 0; i < Tile::kBlocks; ++i) {
-          wgmma<T, kTransA, kTransB>(d[i], a0 + offset + ((step * kStepA + i * 8192) >> 4),
-                                     b0 + offset + ((step * kStepB) >> 4), step > 0 || k > 0);
+          for (int i = 0; i < Tile::kBlocks; ++i) {
+            wgmma<T, kTransA, kTransB>(d[i], a0 + offset + ((step * kStepA + i * 8192) >> 4),
+                                       b0 + offset + ((step * kStepB) >> 4), step > 0 || k > 0);
+          }
         }
+      };
+      if (sums.wanted) {
+        multiply();
+        sums.multiply(a0 + offset, k > 0);
+        wgmma_commit();
+      } else {
+        multiply();
+        wgmma_commit();
       }
-      wgmma_commit();
       // The newest batch runs on; the one before has read its stage.
       wgmma_wait<1>();
 #pragma unroll
       for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+      sums.pin();
       if (k > 0) release(previous);
       previous = cursor.stage;
       cursor.next();
@@ -220,6 +236,7 @@ struct MainloopSm90 {
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
+    sums.pin();
     release(previous);
   }
 

@@ -52,6 +52,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
 }
 
 // Operand lists of the widths in use: registers of the accumulator a thread.
+#define WARPWRIGHT_WGMMA_LIST_4 "%0, %1, %2, %3"
 #define WARPWRIGHT_WGMMA_LIST_32                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
   "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -101,21 +102,26 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
 // for warp w of the group, g = lane / 4, t = lane % 4.
 template <class T, int kTransA, int kTransB, int kRegs>
 __device__ __forceinline__ void wgmma(float (&d)[kRegs], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(kRegs == 32 || kRegs == 64 || kRegs == 128, "N = 64, 128 or 256");
   if constexpr (std::is_same_v<T, bf16>) {
-    if constexpr (kRegs == 32) {
+    if constexpr (kRegs == 4) {
+      WARPWRIGHT_WGMMA_16BIT("m64n8k16", "bf16.bf16", 4, "4", "5", "6", "7", "8");
+    } else if constexpr (kRegs == 32) {
       WARPWRIGHT_WGMMA_16BIT("m64n64k16", "bf16.bf16", 32, "32", "33", "34", "35", "36");
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_16BIT("m64n128k16", "bf16.bf16", 64, "64", "65", "66", "67", "68");
     } else {
+      static_assert(kRegs == 128, "N = 8, 64, 128 or 256");
       WARPWRIGHT_WGMMA_16BIT("m64n256k16", "bf16.bf16", 128, "128", "129", "130", "131", "132");
     }
   } else if constexpr (std::is_same_v<T, half>) {
-    if constexpr (kRegs == 32) {
+    if constexpr (kRegs == 4) {
+      WARPWRIGHT_WGMMA_16BIT("m64n8k16", "f16.f16", 4, "4", "5", "6", "7", "8");
+    } else if constexpr (kRegs == 32) {
       WARPWRIGHT_WGMMA_16BIT("m64n64k16", "f16.f16", 32, "32", "33", "34", "35", "36");
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_16BIT("m64n128k16", "f16.f16", 64, "64", "65", "66", "67", "68");
     } else {
+      static_assert(kRegs == 128, "N = 8, 64, 128 or 256");
       WARPWRIGHT_WGMMA_16BIT("m64n256k16", "f16.f16", 128, "128", "129", "130", "131", "132");
     }
   } else {
@@ -126,6 +132,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kRegs], uint64_t a, uint64_t b,
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_TF32("m64n128k8", 64, "64", "65", "66");
     } else {
+      static_assert(kRegs == 128, "N = 64, 128 or 256");
       WARPWRIGHT_WGMMA_TF32("m64n256k8", 128, "128", "129", "130");
     }
   }
@@ -153,5 +160,6 @@ __device__ __forceinline__ void wgmma_tf32_registers(float (&d)[64], const uint3
 #undef WARPWRIGHT_WGMMA_LIST_128
 #undef WARPWRIGHT_WGMMA_LIST_64
 #undef WARPWRIGHT_WGMMA_LIST_32
+#undef WARPWRIGHT_WGMMA_LIST_4
 
 }  // namespace warpwright

@@ -2,9 +2,10 @@
 // operand.
 #pragma once
 
+#include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/vec.cuh"
-#include "host/launch.h"
+#include "host/launch_cluster.h"
 #include "host/switch.h"
 #include "ops/linear/linear.h"
 
@@ -37,7 +38,8 @@ struct MatrixColumns {
 // kRowLanes-th row of its split; the row lanes are then added in order of their number.
 template <class Out, class Acc, int kVec, int kLanes, class Source>
 __global__ void __launch_bounds__(kColumnSumThreads)
-    column_sum_kernel(Source source, int64_t rows, int64_t cols, int splits, Out* sums) {
+    column_sum_kernel(Source source, int64_t rows, int64_t cols, int splits, Out* sums,
+                      bool beside_previous) {
   constexpr int kRowLanes = kColumnSumThreads / kLanes;
   constexpr int kUnroll = 4;  // independent loads of a thread
   __shared__ Acc shared[kRowLanes][kLanes * kVec];
@@ -80,6 +82,7 @@ __global__ void __launch_bounds__(kColumnSumThreads)
       for (int i = 0; i < kVec; ++i) sum[i] += v[i];
     }
   }
+  if (beside_previous) outlast_previous_kernel();
   if (sums == nullptr) return;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) shared[row_lane][lane * kVec + i] = sum[i];
@@ -101,12 +104,12 @@ void launch_column_sum_of(const ColumnSumParams& p, const ColumnSumConfig& confi
                           cudaStream_t stream, MakeSource&& make_source) {
   using Acc = Accum<T>;
   const bool split = config.splits > 1 && p.sum != nullptr;
-  auto run = [&]<class Out, int kVec, int kLanes>(auto source, int64_t rows, int splits,
-                                                  Out* sums) {
+  auto run = [&]<class Out, int kVec, int kLanes>(auto source, int64_t rows, int splits, Out* sums,
+                                                  bool beside = false) {
     const int64_t blocks = ceil_div<int64_t>(p.cols, kLanes * kVec) * splits;
-    launch(column_sum_kernel<Out, Acc, kVec, kLanes, decltype(source)>,
-           dim3(static_cast<unsigned>(blocks)), dim3(kColumnSumThreads), 0, stream, source, rows,
-           p.cols, splits, sums);
+    launch_beside(beside, column_sum_kernel<Out, Acc, kVec, kLanes, decltype(source)>,
+                  dim3(static_cast<unsigned>(blocks)), dim3(kColumnSumThreads), /*cluster=*/1, 0,
+                  stream, source, rows, p.cols, splits, sums, beside);
   };
   for_bool(config.wide, [&]<bool kWide>() {
     for_bool(config.small, [&]<bool kSmall>() {
@@ -114,11 +117,11 @@ void launch_column_sum_of(const ColumnSumParams& p, const ColumnSumConfig& confi
       constexpr int kLanes = kSmall ? 8 : 32;
       const auto source = make_source.template operator()<kVec>();
       if (split) {
-        run.template operator()<Acc, kVec, kLanes>(source, p.rows, config.splits,
-                                                   static_cast<Acc*>(p.workspace));
+        run.template operator()<Acc, kVec, kLanes>(
+            source, p.rows, config.splits, static_cast<Acc*>(p.workspace), p.beside_previous);
       } else {
         run.template operator()<T, kVec, kLanes>(source, p.rows, config.splits,
-                                                 static_cast<T*>(p.sum));
+                                                 static_cast<T*>(p.sum), p.beside_previous);
       }
     });
   });

@@ -5,7 +5,7 @@
 
 namespace warpwright {
 void launch_gemm(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
-  if (p.m == 0 || p.n == 0) return;
+  if (is_empty(p)) return;
   if (config.path == GemmPath::kSm90) return launch_gemm_sm90(p, config, stream);
   if (config.path == GemmPath::kFewRows) return launch_gemm_few_rows(p, stream);
   if (config.path == GemmPath::kOuterProduct) return launch_gemm_outer_product(p, config, stream);

@@ -24,6 +24,13 @@
 
 namespace warpwright {
 
+// Kernels of one call that have nothing to do with each other may run at the same time: the next
+// with this one, and this one with the previous.
+struct Beside {
+  bool next;
+  bool previous;
+};
+
 // D[m, n] = activation(sum over k of A[m, k] * B[n, k] + bias[n]).
 struct GemmParams {
   DType dtype;
@@ -51,7 +58,13 @@ struct GemmParams {
   bool accumulate;  // D += A B^T in place of D =; on sm_90a also in 16 bits, rounded every time
 
   int64_t d_pitch;  // elements from a row of D to the next; 0: n
+
+  void* row_sums;  // (m): sum over k of A[m, k], where can_sum_rows(); or null
+  Beside beside;
 };
+
+// Nothing is launched for it.
+inline bool is_empty(const GemmParams& p) { return p.m == 0 || p.n == 0; }
 
 inline int64_t d_pitch(const GemmParams& p) { return p.d_pitch != 0 ? p.d_pitch : p.n; }
 
@@ -65,6 +78,7 @@ struct ColumnSumParams {
   int64_t stride_col;
   void* sum;        // (cols)
   void* workspace;  // column_sum_workspace_bytes(), or null if that is 0
+  bool beside_previous;
 };
 
 // ---- choice ----
@@ -121,6 +135,15 @@ inline bool rows_are_aligned(const void* pointer, int64_t pitch_bytes, uintptr_t
   return (address | static_cast<uintptr_t>(pitch_bytes)) % alignment == 0;
 }
 
+inline bool operand_rows_are_aligned(const GemmParams& p, const GemmConfig& config,
+                                     uintptr_t alignment) {
+  const int64_t size = dtype_size(p.dtype);
+  const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
+  const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
+  return rows_are_aligned(p.a, a_pitch * size, alignment) &&
+         rows_are_aligned(p.b, b_pitch * size, alignment);
+}
+
 // Clusters of 1, 2 or 4 CTAs that fill an SM each.
 inline int clusters_at_once(int ctas, const DeviceInfo& device) {
   return ctas == 1 ? device.num_sms : device.clusters[ctas / 2];
@@ -134,12 +157,8 @@ inline int choose_sm90_cluster(const GemmParams& p, const GemmConfig& config,
   constexpr int64_t kMinTiles = 8;  // of k: a ring full
   const Sm90TileShape shape = sm90_tile_shape(config.tile, sm90_operands(config));
   const int64_t size = dtype_size(p.dtype);
-  const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
-  const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
-  const bool lines =
-      rows_are_aligned(p.a, a_pitch * size, 128) && rows_are_aligned(p.b, b_pitch * size, 128);
-  if (!shape.clusters || lines || config.kind != GemmKind::k16Bit ||
-      p.k * size < config.splits * kMinTiles * 128)
+  if (!shape.clusters || operand_rows_are_aligned(p, config, 128) ||
+      config.kind != GemmKind::k16Bit || p.k * size < config.splits * kMinTiles * 128)
     return 1;
   const int64_t tiles_m = ceil_div(p.m, shape.blk_m) * config.splits;
   const int64_t tiles_n = ceil_div(p.n, shape.blk_n);
@@ -199,10 +218,13 @@ constexpr int kMinSplitTiles = 4;                      // of k, a part; sm_90a
 // it must win. TF32 takes as long for a k tile, which has half the depth.
 //   k tile: CTAs of a single round walk along k together and meet in L2; those of several drift;
 //     TMA fills rows outside of the operand more slowly than it loads;
+//   sectors: rows that start inside of one cost L2 twice. Large tiles of several rounds pay it;
+//     medium ones share their loads in clusters;
 //   memory: the operands come from DRAM once;
 //   split: a second launch, and the parts' way to L2 and back.
 inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
-                                   int splits, Sm90Operands operands, const DeviceInfo& device) {
+                                   int splits, Sm90Operands operands, bool whole_sectors,
+                                   const DeviceInfo& device) {
   // 1 round, several
   constexpr double kTileCycles[4][2] = {{540, 690}, {330, 560}, {230, 300}, {1250, 1200}};
   // By arithmetic: what passes through shared memory.
@@ -210,6 +232,7 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   constexpr double kSwappedCycles[2][2] = {{640, 700}, {390, 560}};
   constexpr double kTurnedCycles[2][2] = {{1410, 1410}, {900, 900}};
   constexpr double kFirstAndLast[] = {5500, 2750, 2000, 16000};  // filling the ring, the last store
+  constexpr double kInsideSectors = 275;
   constexpr double kOutsideRow = 4;
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
@@ -223,6 +246,10 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
                         : operands == Sm90Operands::kRealigned ? kRealignedCycles
                         : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
                                                                : kTurnedCycles[t])[rounds > 1];
+  if (operands == Sm90Operands::kAsTheyLie && kind == GemmKind::k16Bit && !whole_sectors &&
+      tile == GemmTile::kLarge && rounds > 1) {
+    tile_cycles += kInsideSectors;
+  }
   // Of two rows of tiles the second may lie mostly outside. (A single one's boxes are no higher
   // than its operand; of many the last hardly mattered.)
   const int64_t tiles_m = ceil_div(m, shape.blk_m);
@@ -390,6 +417,7 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
     const Sm90Operands operands = sm90_operands(config);
     const bool swapped = operands == Sm90Operands::kSwapped || operands == Sm90Operands::kTurned;
     const bool wide_tile = config.kind == GemmKind::kTf32 && operands == Sm90Operands::kAsTheyLie;
+    const bool whole_sectors = operand_rows_are_aligned(p, config, 32);
     for (GemmTile tile : {GemmTile::kWide, GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
       if (tile == GemmTile::kWide && !wide_tile) continue;
       if (operands == Sm90Operands::kRealigned && tile != GemmTile::kLarge) continue;
@@ -400,8 +428,8 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
                            splits * p.m * p.n * 4 > kMaxSplitBytes)) {
           break;
         }
-        const double cycles =
-            estimate_sm90_cycles(config.kind, tile, p.m, p.n, p.k, splits, operands, device);
+        const double cycles = estimate_sm90_cycles(config.kind, tile, p.m, p.n, p.k, splits,
+                                                   operands, whole_sectors, device);
         if (best_sm90 < 0 || cycles < best_sm90) {
           best_sm90 = cycles;
           sm90.tile = tile;
@@ -424,7 +452,16 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
 
 inline int64_t gemm_workspace_bytes(const GemmParams& p, const GemmConfig& config) {
   const int64_t accum_size = p.dtype == DType::kFloat64 ? 8 : 4;
-  return config.splits > 1 ? config.splits * p.m * p.n * accum_size : 0;
+  const int64_t row = p.n + (p.row_sums != nullptr ? 1 : 0);
+  return config.splits > 1 ? config.splits * p.m * row * accum_size : 0;
+}
+
+// The weight's gradient on wgmma brings the bias's along: sums over k of A, which is dy^T. TF32
+// would round what is added up.
+inline bool can_sum_rows(const GemmParams& p, const GemmConfig& config) {
+  const bool wgmma = config.path == GemmPath::kSm90 || config.path == GemmPath::kOuterProduct;
+  return wgmma && config.kind == GemmKind::k16Bit && !config.a_k_major && !config.b_k_major &&
+         !p.accum_d && !p.accumulate && !is_empty(p);
 }
 
 inline std::string describe(const GemmConfig& config) {

@@ -5,15 +5,17 @@
 // Bound: the bytes of D.
 #include <stdexcept>
 
+#include "device/dependent_launch.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/wgmma.cuh"
-#include "host/launch.h"
+#include "host/launch_cluster.h"
 #include "host/switch.h"
 #include "host/tensor_map.h"
 #include "ops/linear/linear.h"
 #include "tile/epilogue_sm90.cuh"
+#include "tile/row_sums_sm90.cuh"
 
 namespace warpwright {
 namespace {
@@ -30,6 +32,8 @@ struct OuterProductParams {
   OutputSm90 output;  // by TMA; neither a bias nor an activation
   int groups;         // a block's
   unsigned col_blocks;
+  RowSumsOutput row_sums;
+  Beside beside;
 };
 
 // Whole steps of wgmma's 16 k; what lies beyond k reads as zero.
@@ -38,7 +42,7 @@ constexpr int box_bytes(int steps) { return steps * 16 * 128; }
 template <class T>
 constexpr int outer_product_smem_bytes(int steps) {
   return 1024 + (kColBoxes + kMaxGroups) * box_bytes(steps) +
-         kWarpgroups * EpilogueSm90<T>::kSmemBytes + kMaxGroups * 8;
+         kWarpgroups * EpilogueSm90<T>::kSmemBytes + kOnesBytes + kMaxGroups * 8;
 }
 
 // A: (m, k), contiguous along m, B: (n, k), along n, k <= kSteps * 16; D: (m, n), row-major. Grid:
@@ -55,7 +59,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t b = (smem_address(smem) + 1023) & ~1023u;
     const uint32_t a = b + kColBoxes * kBoxBytes;
     const uint32_t buffers = a + kMaxGroups * kBoxBytes;
-    const uint32_t barriers = buffers + kWarpgroups * Store::kSmemBytes;
+    const uint32_t ones = buffers + kWarpgroups * Store::kSmemBytes;
+    const uint32_t barriers = ones + kOnesBytes;
+    if (p.beside.next) let_next_kernel_start();
 
     const int first_row = static_cast<int>(blockIdx.x / p.col_blocks) * p.groups * kRows;
     const int first_col =
@@ -77,6 +83,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         tma_load_2d(a + g * kBoxBytes, &p.a, first_row + g * kRows, 0, barrier);
       }
     }
+    const bool wants_sums = p.row_sums.sums != nullptr && first_col == 0;
+    if (wants_sums && threadIdx.x < kOnesBytes / 16) write_ones<T>(ones);
     __syncthreads();
 
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
@@ -98,6 +106,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_pin(d);
+      if (wants_sums) {
+        RowSums<T, /*kBlocks=*/1, kSteps> sums(ones, true);
+        sums.pin();
+        wgmma_fence();
+        sums.multiply(a0, false);
+        wgmma_commit();
+        wgmma_wait<0>();
+        sums.pin();
+        sums.store(p.row_sums, /*split=*/0, first_row + g * kRows);
+      }
 #pragma unroll
       for (int i = 0; i < kColBoxes; ++i) {
         const int col = first_col + i * 64;
@@ -106,6 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     store.finish();
+    if (p.beside.previous) outlast_previous_kernel();
   } else {
     __trap();  // GemmParams::sm90 was set where it may not be
   }
@@ -125,14 +144,17 @@ void launch_outer_product(const GemmParams& p, const GemmConfig& config, cudaStr
   params.output.m = static_cast<int>(p.m);
   params.output.n = static_cast<int>(p.n);
   params.groups = config.row_groups;
+  params.row_sums = {p.row_sums, /*fp32=*/false, static_cast<int>(p.m)};
+  params.beside = p.beside;
   params.col_blocks = static_cast<unsigned>(ceil_div(p.n, kOuterProductCols));
   const int64_t blocks = ceil_div(p.m, params.groups * kOuterProductRows) * params.col_blocks;
   if (blocks > kMaxGridX) throw std::runtime_error("warpwright: linear: more than 2^31 blocks");
   for_int<1, 2, 3, 4, 5, 6>(steps, [&]<int kSteps>() {
     static_assert(kSteps * 16 <= kMaxOuterProductK);
     static_assert(outer_product_smem_bytes<T>(kSteps) <= 227 * 1024, "a block's, on sm_90");
-    launch(outer_product_kernel<T, kSteps>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-           outer_product_smem_bytes<T>(kSteps), stream, params);
+    launch_beside(p.beside.previous, outer_product_kernel<T, kSteps>,
+                  dim3(static_cast<unsigned>(blocks)), dim3(kThreads), /*cluster=*/1,
+                  outer_product_smem_bytes<T>(kSteps), stream, params);
   });
 }
 

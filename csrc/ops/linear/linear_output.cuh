@@ -118,6 +118,12 @@ SumOutput<Acc> split_output(const GemmParams& p) {
   return output_at<SumOutput<Acc>>(p, static_cast<Acc*>(p.workspace), p.n);
 }
 
+// Those of row_sums lie behind D's.
+template <class Acc>
+Acc* row_sum_parts(const GemmParams& p, int splits) {
+  return static_cast<Acc*>(p.workspace) + splits * p.m * p.n;
+}
+
 // D from the parts in the workspace.
 template <class T>
 void launch_split_k_reduce(const GemmParams& p, int splits, cudaStream_t stream) {
@@ -125,7 +131,9 @@ void launch_split_k_reduce(const GemmParams& p, int splits, cudaStream_t stream)
   if (p.accum_d) {
     launch_split_k_reduce<Acc>(p.workspace, splits, p.m, p.n, sum_output<Acc>(p), stream);
   } else {
-    launch_split_k_reduce<Acc>(p.workspace, splits, p.m, p.n, activation_output<T>(p), stream);
+    RowSumParts<Acc, T> row_sums{row_sum_parts<Acc>(p, splits), static_cast<T*>(p.row_sums)};
+    launch_split_k_reduce<Acc>(p.workspace, splits, p.m, p.n, activation_output<T>(p), stream,
+                               row_sums);
   }
 }
 

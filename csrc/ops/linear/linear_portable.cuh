@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/math.cuh"
-#include "host/launch.h"
+#include "host/launch_cluster.h"
 #include "ops/linear/linear.h"
 #include "ops/linear/linear_output.cuh"
 #include "tile/matrix_loader.cuh"
@@ -35,8 +35,9 @@ template <class Tile, Major kMajorA, Major kMajorB, bool kNarrow>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     gemm_kernel(TileGrid grid, MatrixOperand<typename Tile::Element> a,
                 MatrixOperand<typename Tile::Element> b,
-                ActivationOutput<typename Tile::Element> output,
-                SumOutput<typename Tile::Acc> sums) {
+                ActivationOutput<typename Tile::Element> output, SumOutput<typename Tile::Acc> sums,
+                Beside beside) {
+  if (beside.next) let_next_kernel_start();
   extern __shared__ __align__(16) char smem[];
   using LoaderA = GemmLoader<Tile, kMajorA, Tile::kBlkM, kNarrow>;
   using LoaderB = GemmLoader<Tile, kMajorB, Tile::kBlkN, kNarrow>;
@@ -57,6 +58,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     sums.pointer += tile.split * sums.rows * sums.cols;
     Epilogue<Tile>::run(accumulator, sums, first_m, first_n, smem);
   }
+  if (beside.previous) outlast_previous_kernel();
 }
 
 template <GemmKind kKind, GemmTile kTile, class T, bool kNarrow, Major kMajorA, Major kMajorB>
@@ -86,9 +88,10 @@ void launch_gemm_instance(const GemmParams& p, const GemmConfig& config, cudaStr
   SumOutput<Acc> sums{};
   if (split) sums = split_output<Acc>(p);
   if (!split && p.accum_d) sums = sum_output<Acc>(p);
-  launch(gemm_kernel<Tile, kMajorA, kMajorB, kNarrow>,
-         dim3(static_cast<unsigned>(grid.num_blocks())), dim3(Tile::kThreads), kSmemBytes, stream,
-         grid, a, b, output, sums);
+  launch_beside(p.beside.previous, gemm_kernel<Tile, kMajorA, kMajorB, kNarrow>,
+                dim3(static_cast<unsigned>(grid.num_blocks())), dim3(Tile::kThreads),
+                /*cluster=*/1, kSmemBytes, stream, grid, a, b, output, sums,
+                Beside{p.beside.next && !split, p.beside.previous});
   if (split) launch_split_k_reduce<T>(p, config.splits, stream);
 }
 

@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/sm90/arch.cuh"
 #include "host/launch_cluster.h"
@@ -25,9 +26,11 @@ template <class Loading>
 struct GemmSm90Params {
   Loading operands;
   OutputSm90 output;
-  TileGrid grid;        // of clusters: its tiles are kBlkM by cluster * kBlkN
-  unsigned num_blocks;  // of the grid
-  int cluster;          // CTAs, if Tile::kClusters
+  TileGrid grid;           // of clusters: its tiles are kBlkM by cluster * kBlkN
+  unsigned num_blocks;     // of the grid
+  int cluster;             // CTAs, if Tile::kClusters
+  RowSumsOutput row_sums;  // if Tile::kRowSums
+  Beside beside;
 };
 
 // Where a CTA has its tile of D.
@@ -226,8 +229,14 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     const ClusterPlace cluster = Tile::kClusters
                                      ? ClusterPlace{p.cluster, static_cast<int>(cluster_cta_rank())}
                                      : ClusterPlace{};
-    const Loop loop{base, buffers + Tile::kConsumers * Store::kSmemBytes, cluster};
+    const uint32_t ones = buffers + Tile::kConsumers * Store::kSmemBytes;
+    const Loop loop{base, ones + (Tile::kRowSums ? kOnesBytes : 0), cluster};
+    if (p.beside.next) let_next_kernel_start();
 
+    if constexpr (Tile::kRowSums) {
+      if (threadIdx.x < kOnesBytes / 16) write_ones<typename Tile::Element>(ones);
+      __syncthreads();
+    }
     if (threadIdx.x == 0) {
       p.operands.prefetch();
       if (p.output.use_tma) prefetch_tensor_map(&p.output.map);
@@ -270,7 +279,14 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
         const int col = first_col<Tile>(tile, cluster, first_row);
         const auto bias = Store::template load_bias<Tile::kRegs>(p.output, col);
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
-        loop.consume(d, k_tiles, first_row, cursor);
+        if constexpr (Tile::kRowSums) {
+          const bool wanted = p.row_sums.sums != nullptr && first_n<Tile>(tile, cluster) == 0;
+          RowSums<typename Tile::Element, Tile::kBlocks> sums(ones, wanted);
+          loop.consume(d, k_tiles, first_row, cursor, sums);
+          sums.store(p.row_sums, tile.split, first_m<Tile>(tile) + first_row);
+        } else {
+          loop.consume(d, k_tiles, first_row, cursor);
+        }
         if (Tile::kPingPong && p.num_blocks - block > stride) {
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
@@ -289,6 +305,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
       }
       store.finish();
     }
+    if (p.beside.previous) outlast_previous_kernel();
   } else {
     __trap();  // GemmParams::sm90 was set where it may not be
   }
@@ -368,8 +385,9 @@ template <class Tile, class Loading>
 void launch_gemm_sm90_kernel(const GemmParams& p, const GemmConfig& config, const Loading& operands,
                              cudaStream_t stream) {
   using T = typename Tile::Element;
-  constexpr int kSmemBytes =
-      1024 + MainloopOf<Tile>::kSmemBytes + Tile::kConsumers * EpilogueOf<Tile>::kSmemBytes;
+  constexpr int kSmemBytes = 1024 + MainloopOf<Tile>::kSmemBytes +
+                             Tile::kConsumers * EpilogueOf<Tile>::kSmemBytes +
+                             (Tile::kRowSums ? kOnesBytes : 0);
   static_assert(kSmemBytes <= 227 * 1024, "a CTA's shared memory on sm_90");
   GemmSm90Params<Loading> params{};
   params.operands = operands;
@@ -406,11 +424,18 @@ void launch_gemm_sm90_kernel(const GemmParams& p, const GemmConfig& config, cons
     if (output.preactivation != nullptr) output.preactivation_map = map(output.preactivation);
   }
 
+  if (p.row_sums != nullptr) {
+    params.row_sums = {split ? row_sum_parts<float>(p, config.splits) : p.row_sums, split,
+                       static_cast<int>(p.m)};
+  }
+  params.beside = {p.beside.next && !split, p.beside.previous};
+
   const int64_t clusters = std::min<int64_t>(
       params.grid.num_blocks(), clusters_at_once(params.cluster, current_device_info()));
-  launch_clusters(
-      gemm_sm90_kernel<Tile, Loading>, dim3(static_cast<unsigned>(clusters * params.cluster)),
-      dim3(gemm_sm90_threads<Tile, Loading>()), params.cluster, kSmemBytes, stream, params);
+  launch_beside(p.beside.previous, gemm_sm90_kernel<Tile, Loading>,
+                dim3(static_cast<unsigned>(clusters * params.cluster)),
+                dim3(gemm_sm90_threads<Tile, Loading>()), params.cluster, kSmemBytes, stream,
+                params);
   if (split) launch_split_k_reduce<T>(p, config.splits, stream);
 }
 

@@ -217,15 +217,30 @@ Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& 
   }
   Gradients result = empty_gradients(grad_output, input, weight, mask);
   auto& [dx, dw, db] = result;
+  // Matrices own what they had to copy.
   const Matrix dy = as_matrix(grad_output);
-  if (mask[0]) runner.gemm(gemm_params(dy, as_matrix(*weight).transposed(), {}, dx));
+  Matrix w, x;
+  LinearGradients gradients;
+  if (mask[0]) {
+    w = as_matrix(*weight).transposed();
+    gradients.input = gemm_params(dy, w, {}, dx);
+  }
   if (mask[1]) {
-    runner.gemm(gemm_params(dy.transposed(), as_matrix(*input).transposed(), {}, dw));
+    x = as_matrix(*input).transposed();
+    gradients.weight = gemm_params(dy.transposed(), x, {}, dw);
   }
   if (mask[2]) {
-    runner.column_sum(ColumnSumParams{dtype_of(db), dy.rows, dy.cols, dy.data(), dy.stride_row,
-                                      dy.stride_col, db.mutable_data_ptr(), nullptr});
+    gradients.bias = ColumnSumParams{.dtype = dtype_of(db),
+                                     .rows = dy.rows,
+                                     .cols = dy.cols,
+                                     .matrix = dy.data(),
+                                     .stride_row = dy.stride_row,
+                                     .stride_col = dy.stride_col,
+                                     .sum = db.mutable_data_ptr(),
+                                     .workspace = nullptr,
+                                     .beside_previous = false};
   }
+  runner.gradients(gradients);
   return result;
 }
 

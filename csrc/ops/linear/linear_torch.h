@@ -74,9 +74,20 @@ Matrix as_matrix(const Tensor& tensor);
 // d (rows of a, rows of b) = a b^T + bias
 GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& bias, Tensor& d);
 
+// What a linear's backward asks for; each may be missing.
+struct LinearGradients {
+  std::optional<GemmParams> input;
+  std::optional<GemmParams> weight;
+  std::optional<ColumnSumParams> bias;
+};
+
 struct LinearCpu {
   void gemm(const GemmParams& p) const { gemm_cpu(p); }
-  void column_sum(const ColumnSumParams& p) const { column_sum_cpu(p); }
+  void gradients(const LinearGradients& g) const {
+    if (g.input) gemm_cpu(*g.input);
+    if (g.weight) gemm_cpu(*g.weight);
+    if (g.bias) column_sum_cpu(*g.bias);
+  }
 };
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -91,15 +102,49 @@ struct LinearCuda {
   Tensor workspace(int64_t size) const { return size > 0 ? at::empty({size}, bytes) : Tensor(); }
 
   void gemm(GemmParams p) const {
+    const GemmConfig config = choose(p);
+    launch(p, config);
+  }
+
+  // Side by side: none reads what another writes. The weight's product brings the bias's gradient
+  // along where it can.
+  void gradients(LinearGradients g) const {
+    // Each starts beside one of these, not beside whatever came before them.
+    if (g.input && is_empty(*g.input)) g.input.reset();
+    if (g.weight && is_empty(*g.weight)) g.weight.reset();
+    GemmConfig of_input, of_weight;
+    if (g.input) of_input = choose(*g.input);
+    if (g.weight) of_weight = choose(*g.weight);
+    if (g.weight && g.bias && can_sum_rows(*g.weight, of_weight)) {
+      g.weight->row_sums = g.bias->sum;
+      g.bias.reset();
+    }
+    if (g.input) g.input->beside.next = g.weight || g.bias;
+    if (g.weight) g.weight->beside = {g.bias.has_value(), g.input.has_value()};
+    if (g.bias) g.bias->beside_previous = g.input || g.weight;
+
+    // Alive until all are launched: kernels that run at the same time share no workspace.
+    Tensor parts[2];
+    if (g.input) parts[0] = launch(*g.input, of_input);
+    if (g.weight) parts[1] = launch(*g.weight, of_weight);
+    if (g.bias) column_sum(*g.bias);
+  }
+
+ private:
+  GemmConfig choose(GemmParams& p) const {
     p.tf32 = at::globalContext().float32Precision(
                  at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
     p.sm90 = sm90_path_available();
-    const GemmConfig config = choose_gemm_config(p, current_device_info());
-    const Tensor parts = workspace(gemm_workspace_bytes(p, config));
+    return choose_gemm_config(p, current_device_info());
+  }
+  // Returns the workspace.
+  Tensor launch(GemmParams& p, const GemmConfig& config) const {
+    Tensor parts = workspace(gemm_workspace_bytes(p, config));
     if (parts.defined()) p.workspace = parts.mutable_data_ptr();
     launch_gemm(p, config, stream);
+    return parts;
   }
-  void column_sum(ColumnSumParams p) const {
+  void column_sum(ColumnSumParams& p) const {
     const ColumnSumConfig config = choose_column_sum_config(p, current_device_info());
     const Tensor parts = workspace(column_sum_workspace_bytes(p, config));
     if (parts.defined()) p.workspace = parts.mutable_data_ptr();

@@ -1,0 +1,91 @@
+// The sums over k of an operand's rows, beside the product that reads them: one more product, with
+// 8 columns of ones. linear's weight gradient, whose A is dy^T, gives the bias gradient so. Costs
+// a read of A from shared memory, in the tiles of D's first column.
+#pragma once
+
+#include <cstdint>
+
+#include "device/access.cuh"
+#include "device/sm90/tma.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "device/types.cuh"
+
+namespace warpwright {
+
+// Eight rows of 128 bytes, the same in every layout that wgmma reads.
+constexpr int kOnesBytes = 1024;
+
+// Threads 0 .. 63 of a CTA; its barrier follows. shared: a multiple of kOnesBytes.
+template <class T>
+__device__ __forceinline__ void write_ones(uint32_t shared) {
+  static_assert(sizeof(T) == 2);
+  const T one = convert<T>(1.0f);
+  const uint32_t pair = reinterpret_cast<const uint16_t&>(one) * 0x10001u;
+  store_shared_u128(shared + threadIdx.x * 16, make_uint4(pair, pair, pair, pair));
+  fence_proxy_async();
+}
+
+// Where they go: each row's sum, rounded to T, or with split-k parts (splits, m) in fp32.
+struct RowSumsOutput {
+  void* sums;  // null: not wanted
+  bool fp32;
+  int m;
+};
+
+// A warpgroup's, of kBlocks blocks of 64 rows: what MainloopSm90::consume() does with a stage of A,
+// kSteps * 16 of k, beside its own product. A is MN-major.
+template <class T, int kBlocks, int kSteps = 4>
+struct RowSums {
+  float d[kBlocks][4] = {};
+  uint64_t ones;
+  bool wanted;
+
+  __device__ __forceinline__ RowSums(uint32_t ones_shared, bool is_wanted)
+      : ones(
+            wgmma_descriptor(wgmma_descriptor_fields(/*leading=*/0, /*stride=*/1024), ones_shared)),
+        wanted(is_wanted) {}
+
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) wgmma_pin(d[i]);
+  }
+  // a: descriptor of the warpgroup's first row of a stage.
+  __device__ __forceinline__ void multiply(uint64_t a, bool accumulate) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        wgmma<T, /*kTransA=*/1, /*kTransB=*/0>(d[i], a + ((step * 2048 + i * 8192) >> 4), ones,
+                                               accumulate || step > 0);
+      }
+    }
+  }
+
+  // All columns are alike: each quad's first thread has those of two rows.
+  __device__ __forceinline__ void store(const RowSumsOutput& output, int split,
+                                        int first_row) const {
+    if (!wanted || threadIdx.x % 4 != 0) return;
+    const int row =
+        first_row + static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+#pragma unroll
+    for (int half = 0; half < 2 * kBlocks; ++half) {
+      const int r = row + half / 2 * 64 + half % 2 * 8;
+      if (r >= output.m) break;
+      const float sum = d[half / 2][half % 2 * 2];
+      if (output.fp32) {
+        static_cast<float*>(output.sums)[int64_t{split} * output.m + r] = sum;
+      } else {
+        static_cast<T*>(output.sums)[r] = convert<T>(sum);
+      }
+    }
+  }
+};
+
+// In its place where no sums are wanted.
+struct NoRowSums {
+  static constexpr bool wanted = false;
+  __device__ __forceinline__ void pin() {}
+  __device__ __forceinline__ void multiply(uint64_t, bool) {}
+};
+
+}  // namespace warpwright
