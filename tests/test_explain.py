@@ -42,7 +42,7 @@ def test_linear_tiles():
     big = first(8192, 8192, 4096)
     assert big != first(128, 128, 4096)
     with_bias = explain("linear", torch.empty(8, 16), torch.empty(4, 16), torch.empty(4), **ON_GPU)
-    assert "grad_bias  column sums" in re.sub(" +", "  ", with_bias)
+    assert re.search("grad_bias +column sums", with_bias)
     wide = torch.empty(2048, 2048, dtype=torch.bfloat16)
     text = explain("linear", wide, wide, wide[0], **ON_GPU)
     assert "in grad_weight's product" in text

@@ -230,7 +230,9 @@ def test_outer_product_of_every_count_of_rows(dtype, sizes):
 def test_gradients_side_by_side(dtype, shape):
     # The kernels of one backward may run at the same time, with each other and with nothing else.
     rows, k, n = shape
-    x, weight, dy = (torch.randn(s, device="cuda").to(dtype) for s in ((rows, k), (n, k), (rows, n)))
+    x, weight, dy = (
+        torch.randn(s, device="cuda").to(dtype) for s in ((rows, k), (n, k), (rows, n))
+    )
     backward = torch.ops.warpwright.linear_backward
     alone = []
     for i in range(3):

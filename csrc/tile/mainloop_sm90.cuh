@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "device/evict_first.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/mbarrier.cuh"
@@ -71,6 +72,7 @@ template <class Tile, Major kMajor, int kRows>
 struct TmaLoader {
   const CUtensorMap* map;
   ClusterPlace share = {};
+  uint64_t policy = usual_policy();  // of L2, for an operand that is not shared
 
   // Bytes that reach this CTA's `barrier`: kRows * 128, of which others may have sent a part.
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
@@ -99,7 +101,7 @@ struct TmaLoader {
       tma_load_multicast_2d(shared, map, c0, c1, barrier,
                             static_cast<uint16_t>((1u << share.ctas) - 1));
     } else {
-      tma_load_2d(shared, map, c0, c1, barrier);
+      tma_load_2d(shared, map, c0, c1, barrier, policy);
     }
   }
 };

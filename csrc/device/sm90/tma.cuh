@@ -26,6 +26,16 @@ __device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap* 
       : "memory");
 }
 
+// The same, .L2::cache_hint: a policy of device/evict_first.cuh.
+__device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap* map, int c0, int c1,
+                                            uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;\n" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "l"(policy)
+      : "memory");
+}
+
 // The same, .multicast::cluster: to the same place in every CTA of `cta_mask`, each counting its
 // copy on its own barrier at the place of `barrier`.
 __device__ __forceinline__ void tma_load_multicast_2d(uint32_t shared, const CUtensorMap* map,

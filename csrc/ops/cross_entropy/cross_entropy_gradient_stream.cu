@@ -4,7 +4,7 @@
 // exponentials, from its sums to its gradient.
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
-#include "host/launch.h"
+#include "host/launch_cluster.h"
 #include "ops/cross_entropy/cross_entropy_gradient.cuh"
 #include "ops/cross_entropy/cross_entropy_stream.cuh"
 
@@ -45,12 +45,7 @@ struct RowInRegisters {
         parts[j] += value;
       }
     }
-#pragma unroll
-    for (int half = kVec / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int j = 0; j < half; ++j) parts[j] += parts[j + half];
-    }
-    sums.sum = parts[0];
+    sums.sum = sum_by_halves(parts);
     sums.add_lanes(lanes);
     return sums;
   }
@@ -68,27 +63,6 @@ struct RowInRegisters {
     return result;
   }
 };
-
-// What the rows' gradients are multiplied by. Each warp adds the shares of a mean's divisor up, in
-// the same order. Waits for the kernel that has counted them.
-__device__ __forceinline__ float common_factor(const CrossEntropyGradientParams& p) {
-  wait_for_previous_kernel();
-  float factor = 1;
-  if (p.grad_output != nullptr && !p.grad_per_row) {
-    factor = *static_cast<const float*>(p.grad_output);
-  }
-  if (p.reduction == Reduction::kMean) {
-    const float* counts = static_cast<const float*>(p.counts);
-    double total = 0;
-    for (int i = threadIdx.x % kWarpSize; i < p.num_counts; i += kWarpSize) total += counts[i];
-    const float divisor = static_cast<float>(warp_reduce(total, Sum{}));
-    if (p.num_counts > 1 && blockIdx.x == 0 && threadIdx.x == 0) {
-      *static_cast<float*>(p.total_weight) = divisor;
-    }
-    factor /= divisor;
-  }
-  return factor;
-}
 
 // Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride, and
 // equally far from 16 bytes in each row; the gradient may lie in the logits' place. Grid: as many
@@ -159,10 +133,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
     if (row.span > 0 && p.grad_input != nullptr) {
       const int64_t r = own.first_row + i;
-      const float g =
-          p.grad_per_row ? static_cast<const float*>(p.grad_output)[r] * factor : factor;
       RowGradient<T, kKind> gradient(p, Label{c, c == kIgnored, c >= 0}, sums.max, sums.sum, 0.f,
-                                     g);
+                                     factor_of_row(p, r, factor));
       gradient.max = sums.max;  // of a row that is 0, too: 0 times what is finite
       T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, r) - row.lead;
       T* place = dz + lane * kVec;
@@ -210,18 +182,11 @@ void launch_cross_entropy_gradient_stream(const CrossEntropyGradientParams& p,
                                           cudaStream_t stream) {
   for_stream(p, [&]<class T, TargetKind kKind>() {
     if constexpr (kKind == TargetKind::kLabels) {
-      auto run = [&](auto&& launcher) {
-        launcher(cross_entropy_gradient_stream_kernel<T>,
-                 dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-                 config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p), config.lanes,
-                 config.boundary);
-      };
       // Logits are read before the wait: only the count may be the kernel before.
-      if (p.counted) {
-        run([](auto... args) { launch_dependent(args...); });
-      } else {
-        run([](auto... args) { launch(args...); });
-      }
+      launch_beside(p.counted, cross_entropy_gradient_stream_kernel<T>,
+                    dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
+                    /*cluster=*/1, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
+                    config.lanes, config.boundary);
     }
   });
 }

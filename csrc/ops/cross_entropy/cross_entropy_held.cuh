@@ -53,6 +53,17 @@ __device__ __forceinline__ Vec<T, kVec> load_whole(const Vec<T, kVec>* pointer) 
   }
 }
 
+// Of a power of two of numbers, in place.
+template <class Acc, int kCount>
+__device__ __forceinline__ Acc sum_by_halves(Acc (&parts)[kCount]) {
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int j = 0; j < half; ++j) parts[j] += parts[j + half];
+  }
+  return parts[0];
+}
+
 // Element by element the greater one; NaN does not count. Pairs of 16-bit elements as they are.
 template <class T, int kVec>
 __device__ __forceinline__ void keep_greater(Vec<T, kVec>& most, const Vec<T, kVec>& x) {
@@ -108,12 +119,7 @@ __device__ __forceinline__ RowSums<T, kKind> sum_vectors(const CrossEntropyProbl
         mass += wq;
       }
     }
-#pragma unroll
-    for (int half = kVec / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int j = 0; j < half; ++j) parts[j] += parts[j + half];
-    }
-    sums.sum += parts[0];
+    sums.sum += sum_by_halves(parts);
     sums.linear += linear;
     sums.mass += mass;
   }

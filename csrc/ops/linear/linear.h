@@ -218,8 +218,8 @@ constexpr int kMinSplitTiles = 4;                      // of k, a part; sm_90a
 // it must win. TF32 takes as long for a k tile, which has half the depth.
 //   k tile: CTAs of a single round walk along k together and meet in L2; those of several drift;
 //     TMA fills rows outside of the operand more slowly than it loads;
-//   sectors: rows that start inside of one cost L2 twice. Large tiles of several rounds pay it;
-//     medium ones share their loads in clusters;
+//   sectors: rows that start inside of one cost L2 twice. Tiles of several rounds pay it, but for
+//     medium ones, which share their loads in clusters;
 //   memory: the operands come from DRAM once;
 //   split: a second launch, and the parts' way to L2 and back.
 inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
@@ -232,7 +232,7 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   constexpr double kSwappedCycles[2][2] = {{640, 700}, {390, 560}};
   constexpr double kTurnedCycles[2][2] = {{1410, 1410}, {900, 900}};
   constexpr double kFirstAndLast[] = {5500, 2750, 2000, 16000};  // filling the ring, the last store
-  constexpr double kInsideSectors = 275;
+  constexpr double kInsideSectors[] = {275, 0, 200, 0};
   constexpr double kOutsideRow = 4;
   constexpr double kSecondLaunch = 2500;
   constexpr double kBytesPerCycle = 2000;
@@ -247,8 +247,8 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
                         : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
                                                                : kTurnedCycles[t])[rounds > 1];
   if (operands == Sm90Operands::kAsTheyLie && kind == GemmKind::k16Bit && !whole_sectors &&
-      tile == GemmTile::kLarge && rounds > 1) {
-    tile_cycles += kInsideSectors;
+      rounds > 1) {
+    tile_cycles += kInsideSectors[t];
   }
   // Of two rows of tiles the second may lie mostly outside. (A single one's boxes are no higher
   // than its operand; of many the last hardly mattered.)

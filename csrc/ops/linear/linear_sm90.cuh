@@ -59,6 +59,7 @@ struct TmaOperands {
   CUtensorMap a;
   CUtensorMap b;
   int stage_bytes;  // of both boxes
+  bool b_once;      // nobody will find b in L2 again
 
   __device__ __forceinline__ void prefetch() const {
     prefetch_tensor_map(&a);
@@ -74,7 +75,7 @@ struct TmaOperands {
     if (threadIdx.x != 0) return;
     typename MainloopSm90<Tile>::Cursor cursor;
     const TmaLoaderA<Tile> loader_a{&a, loop.cluster};
-    const TmaLoaderB<Tile> loader_b{&b};
+    const TmaLoaderB<Tile> loader_b{&b, {}, b_once ? evict_first_policy() : usual_policy()};
     for (unsigned block = first; block < p.num_blocks; block += stride) {
       const TileCoord tile = tile_of_block(p.grid, block);
       loop.produce(loader_a, loader_b, stage_bytes, first_m<Tile>(tile),
@@ -344,6 +345,9 @@ int box_outer_of(Major major, int64_t rows) {
              : box_outer;
 }
 
+// Weights of a few rows are read once. Smaller ones may still be there for the gradient.
+constexpr int64_t kLargeWeights = int64_t{16} << 20;
+
 // share: CTAs that load A together, each a part.
 template <class Tile, class Loading>
 Loading tma_operands(const GemmParams& p, int share = 1) {
@@ -357,6 +361,8 @@ Loading tma_operands(const GemmParams& p, int share = 1) {
   operands.b = operand_map_b<Tile>(p, box_b);
   const int missing_rows = LoaderA::box_outer(1) - box_a * share + LoaderB::box_outer(1) - box_b;
   operands.stage_bytes = Tile::kStageBytes - missing_rows * 128;
+  operands.b_once =
+      p.m <= Tile::kBlkM && p.n * p.k * sizeof(typename Tile::Element) >= kLargeWeights;
   return operands;
 }
 
