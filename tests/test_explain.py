@@ -392,6 +392,30 @@ def test_cross_entropy():
     assert "too long for shared memory" in text(16, 1 << 20)
 
 
+def test_cross_entropy_of_smoothed_labels():
+    def text(classes, **options):
+        target = torch.empty(25400, dtype=torch.int64, device="meta")
+        return explain(
+            "cross_entropy", torch.empty(25400, classes), target, **options, **ON_GPU
+        ).splitlines()
+
+    for smoothing, stream in ((0.0, [True, True, True]), (0.1, [False, True, False])):
+        lines = text(1001, label_smoothing=smoothing)[1:]
+        assert ["one after the other" in line for line in lines] == stream, lines
+    # Of whole vectors the forward takes the stream too.
+    assert "one after the other" in text(1000, label_smoothing=0.1)[1]
+
+
+def test_cross_entropy_without_clusters(monkeypatch):
+    def text():
+        target = torch.empty(8192, dtype=torch.int64, device="meta")
+        return explain("cross_entropy", torch.empty(8192, 32000, device="meta"), target, **ON_GPU)
+
+    assert "groups of" in text()
+    monkeypatch.setenv("WARPWRIGHT_PATH", "portable")
+    assert "groups of" not in text()
+
+
 def test_linear_cross_entropy():
     def text(rows, features, classes, dtype=torch.bfloat16, **kwargs):
         x = torch.empty(rows, features, dtype=dtype, device="meta")
