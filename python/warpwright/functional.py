@@ -180,9 +180,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Integer and complex types go to the native op: there is no kernel of ours for them.
 
     Args:
-        input: (*, in_features), any strides.
-        weight: (out_features, in_features) or (in_features), any strides.
-        bias: (out_features), or any shape that broadcasts to the output.
+        input: (*, in_features), any strides; float32, float64, bfloat16 or float16.
+        weight: (out_features, in_features) or (in_features), any strides, same dtype.
+        bias: (out_features), or any shape that broadcasts to the output, same dtype.
     Raises:
         RuntimeError: shapes that do not multiply, or operands of several dtypes or devices.
     """
@@ -351,8 +351,10 @@ def max_pool2d(
     Args:
         input: (N, C, H, W) or (C, H, W), contiguous or channels_last (kept in the output); float32,
             float64, bfloat16, float16, on the CPU also the integer types.
-        stride: ``kernel_size`` when omitted.
+        kernel_size: of the window, one number or (height, width), as the three behind it.
+        stride: from window to window; ``kernel_size`` when omitted.
         padding: at most half the kernel, filled with -inf.
+        dilation: from tap to tap of a window.
         ceil_mode: also windows that begin inside the image and end outside.
         return_indices: return ``(output, indices)``, int64 places in each H x W plane.
     Raises:
@@ -420,6 +422,10 @@ def batch_norm(
             float64, bfloat16, float16.
         running_mean, running_var, weight, bias: (C), each in the dtype of ``input``, or float32
             beside a 16-bit one.
+        training: take the batch's statistics.
+        momentum: share of the batch's in the running statistics; a float (the modules have native's
+            ``momentum=None``, the plain average).
+        eps: added to the variance.
     Raises:
         ValueError: one value per channel in training, an ``eps`` that native refuses (not positive;
             in newer releases 0 is one for evaluation), or only one of the running statistics.
