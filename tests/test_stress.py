@@ -12,7 +12,7 @@ from warpwright.testing import assert_same
 
 pytestmark = pytest.mark.gpu
 LAST, FIRST = torch.channels_last, torch.contiguous_format
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def random(*shape, dtype=BF16, memory_format=FIRST):
@@ -111,6 +111,36 @@ def variants():
                 labels(n, c),
             ),
         )
+    soft = functools.partial(F.cross_entropy, label_smoothing=0.1)
+    yield "cross_entropy-smoothed", lambda: (soft, random(512, 1000), labels(512, 1000))
+    yield (
+        "cross_entropy-probabilities",
+        lambda: (soft, random(512, 1000), random(512, 1000).detach().softmax(1)),
+    )
+    each = functools.partial(soft, reduction="none")
+    yield "cross_entropy-smoothed-stream", lambda: (each, random(25400, 1000), labels(25400, 1000))
+    for side in (48, 512):  # classes lie apart: a pixel a thread, 16 bytes of them
+        yield (
+            f"cross_entropy-planes-{side}",
+            lambda s=side: (
+                F.cross_entropy,
+                random(4, 19, s, s),
+                labels(4 * s * s, 19).view(4, s, s),
+            ),
+        )
+    yield (
+        "cross_entropy-float64",
+        lambda: (F.cross_entropy, random(512, 1000, dtype=FP64), labels(512, 1000)),
+    )
+    yield (
+        "linear-float64",
+        lambda: (
+            F.linear,
+            random(200, 264, dtype=FP64),
+            random(136, 264, dtype=FP64),
+            random(136, dtype=FP64),
+        ),
+    )
     for m, k, n in ((512, 3136, 128), (760, 520, 760), (2048, 1024, 2048)):
         yield (
             f"linear-{m}x{k}x{n}-tf32",
@@ -189,10 +219,8 @@ def test_in_a_cuda_graph(make):
         assert_same(results, expected)
 
 
-@EACH
-def test_a_thousand_repeats(make):
+def assert_a_thousand_repeats(step):
     """The same bits every time, while another stream keeps the SMs busy at its own pace."""
-    step = step_of(make)
     first = step()
     assert not any(t.isnan().any() for t in first)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -205,6 +233,40 @@ def test_a_thousand_repeats(make):
         for again, t in zip(step(), first, strict=True):
             wrong += (again != t).any()
     assert wrong.item() == 0
+
+
+@EACH
+def test_a_thousand_repeats(make):
+    assert_a_thousand_repeats(step_of(make))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (optim.SGD, {}),
+        (optim.SGD, {"momentum": 0.9, "nesterov": True, "max_norm": 1.0}),
+        (optim.Adam, {"eps": 0.1, "amsgrad": True, "capturable": True}),
+        (optim.AdamW, {"eps": 0.1, "fused": True, "max_norm": 1.0, "zero_grad_in_step": True}),
+        (optim.AdamW, {"eps": 0.1, "master_weights": True}),
+    ],
+    ids=lambda x: x.__name__ if isinstance(x, type) else "-".join(x),
+)
+def test_a_thousand_steps_from_one_state(cls, options, dtype):
+    sizes = (1_000_003, 4096, 5, 70_001)
+    start, gradients = ([random(n, dtype=dtype).detach() for n in sizes] for _ in range(2))
+
+    def steps():
+        params = [p.clone().requires_grad_() for p in start]
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
+        optimizer = cls(params, lr=0.1, **options)
+        optimizer.step()
+        optimizer.step()
+        state = [t for p in params for t in optimizer.state[p].values() if t is not None]
+        return [*(p.detach() for p in params), *(t for t in state if t.is_cuda)]
+
+    assert_a_thousand_repeats(steps)
 
 
 # ---- many elements ----
