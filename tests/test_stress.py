@@ -332,6 +332,15 @@ def test_large_cross_entropy(elements):
 
 
 @large(80)
+def test_large_cross_entropy_of_pixels(elements):
+    classes, side = 19, 512
+    images = elements // (classes * side * side) + 3
+    x, target = random(images, classes, side, side), labels(images * side * side, classes)
+    loss = functools.partial(F.cross_entropy, reduction="none")
+    assert_same_on_slices(loss, x, target.view(images, side, side))
+
+
+@large(80)
 def test_large_cross_entropy_with_its_gradient(elements):
     classes = 128256
     rows = elements // classes + 3
@@ -390,17 +399,22 @@ def test_large_batch_norm(elements, name, memory_format):
 
 
 @large(40)
-def test_large_linear(elements):
+@pytest.mark.parametrize("name", ["linear", "linear_relu"])
+def test_large_linear(elements, name):
     """Integers: exact in any order."""
+    relu = name == "linear_relu"
     features, rows = 512, elements // 512 + 3
     integers = lambda *shape: torch.randint(-1, 2, shape, device="cuda", dtype=torch.int8)  # noqa: E731
     x = integers(rows, features).to(BF16).requires_grad_()
     weight = integers(40, features).to(BF16).requires_grad_()
-    y = F.linear(x, weight)
+    y = getattr(F, name)(x, weight)
     dy = integers(rows, 40).to(BF16)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    if relu:
+        dy *= y.detach() > 0
     for at in places(rows, features):
-        assert_same(y.detach()[at], nn.functional.linear(x.detach()[at], weight.detach()))
+        expected = nn.functional.linear(x.detach()[at], weight.detach())
+        assert_same(y.detach()[at], expected.relu() if relu else expected)
         assert_same(dx[at], dy[at] @ weight.detach())
     expected = torch.zeros(40, features, dtype=torch.float64, device="cuda")
     for i in range(0, rows, 2**20):
