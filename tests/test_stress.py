@@ -20,6 +20,12 @@ def random(*shape, dtype=BF16, memory_format=FIRST):
     return x.normal_().requires_grad_()
 
 
+def layer(rows, in_features, out_features, dtype):
+    """A linear layer's input, weight and bias."""
+    shapes = (rows, in_features), (out_features, in_features), (out_features,)
+    return [random(*shape, dtype=dtype) for shape in shapes]
+
+
 def labels(rows, classes):
     return torch.randint(classes, (rows,), device="cuda")
 
@@ -132,24 +138,11 @@ def variants():
         "cross_entropy-float64",
         lambda: (F.cross_entropy, random(512, 1000, dtype=FP64), labels(512, 1000)),
     )
-    yield (
-        "linear-float64",
-        lambda: (
-            F.linear,
-            random(200, 264, dtype=FP64),
-            random(136, 264, dtype=FP64),
-            random(136, dtype=FP64),
-        ),
-    )
+    yield "linear-float64", lambda: (F.linear, *layer(200, 264, 136, FP64))
     for m, k, n in ((512, 3136, 128), (760, 520, 760), (2048, 1024, 2048)):
         yield (
             f"linear-{m}x{k}x{n}-tf32",
-            lambda s=(m, k, n): (
-                tf32_linear(),
-                random(s[0], s[1], dtype=FP32),
-                random(s[2], s[1], dtype=FP32),
-                random(s[2], dtype=FP32),
-            ),
+            lambda s=(m, k, n): (tf32_linear(), *layer(*s, FP32)),
         )
     products = {"linear": F.linear, "linear_relu": F.linear_relu, "linear_gelu": F.linear_gelu}
     for m, k, n in (
@@ -164,12 +157,7 @@ def variants():
             for name, product in products.items():
                 yield (
                     f"{name}-{m}x{k}x{n}-{dtype}",
-                    lambda f=product, s=(m, k, n), d=dtype: (
-                        f,
-                        random(s[0], s[1], dtype=d),
-                        random(s[2], s[1], dtype=d),
-                        random(s[2], dtype=d),
-                    ),
+                    lambda f=product, s=(m, k, n), d=dtype: (f, *layer(*s, d)),
                 )
     yield (
         "linear_cross_entropy",
