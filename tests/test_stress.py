@@ -159,6 +159,11 @@ def variants():
                     f"{name}-{m}x{k}x{n}-{dtype}",
                     lambda f=product, s=(m, k, n), d=dtype: (f, *layer(*s, d)),
                 )
+    capped = functools.partial(F.linear_cross_entropy, z_loss=0.01, softcap=2.0)
+    yield (
+        "linear_cross_entropy-extras",
+        lambda: (capped, random(512, 256), random(5000, 256), labels(512, 5000)),
+    )
     yield (
         "linear_cross_entropy",
         lambda: (F.linear_cross_entropy, random(512, 256), random(5000, 256), labels(512, 5000)),

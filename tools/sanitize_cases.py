@@ -271,6 +271,8 @@ def linear_cross_entropy_cases():
         yield f"{n}x{k}x{c}-none", function, args, {**options, "reduction": "none"}
         soft = {**options, "reduction": "sum", "label_smoothing": 0.1}
         yield f"{n}x{k}x{c}-smoothed", function, args, soft
+        extras = {**options, "z_loss": 0.01, "softcap": 2.0}
+        yield f"{n}x{k}x{c}-extras", function, args, extras
 
 
 def attention_cases():
