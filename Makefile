@@ -37,7 +37,7 @@ test-long: $(build)
 build: $(build)
 
 lint: $(VENV)/.lint-$(choice)
-	PATH=$(VENV)/bin:$$PATH; find csrc benchmarks -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' | xargs clang-format --dry-run -Werror
+	PATH=$(VENV)/bin:$$PATH; find csrc benchmarks tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' | xargs clang-format --dry-run -Werror
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy

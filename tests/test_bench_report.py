@@ -147,6 +147,27 @@ def test_an_edited_or_missing_picture_fails_the_check(tree, capsys):
     assert run(root, "--check") == 1
 
 
+def test_a_picture_of_no_record_goes(tree, capsys):
+    root, path, _ = tree
+    run(root)
+    path.rename(path.with_name("renamed.json"))
+    capsys.readouterr()
+    assert run(root, "--check") == 1
+    assert "docs/results/h200_full_bars.png: of no record\n" in capsys.readouterr().out
+    assert run(root) == 0
+    pictures = [picture.name for picture in (root / "docs/results").iterdir()]
+    assert len(pictures) == 4
+    assert all(name.startswith("h200_renamed_") for name in pictures)
+    assert run(root, "--check") == 0
+
+
+def test_every_rate_that_a_floor_is_made_of_is_named(tree):
+    root, path, record = tree
+    records.save_records({**record, "tf32_tflops": 123.4}, path)
+    run(root)
+    assert "TF32 matmul 123 TFLOP/s, measured in the same run" in (root / "README.md").read_text()
+
+
 @pytest.mark.parametrize("field", records.ROW_FIELDS)
 def test_rows_without_a_field_are_refused(tree, field):
     root, path, record = tree

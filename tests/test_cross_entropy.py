@@ -497,6 +497,8 @@ def test_messages(device):
         ValueError, match=r"Expected input batch_size \(4\) to match target batch_size \(3\)"
     ):
         F.cross_entropy(x, y[:3])
+    with pytest.raises(RuntimeError, match=r"0D or 1D target tensor expected, .*, got 2D"):
+        F.cross_entropy(x, y[:, None])
     with pytest.raises(
         RuntimeError, match="weight tensor should be defined either for all 5 classes"
     ):

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from common import gradcheck, opcheck
+from losses import EXTRAS, formula
 
 import warpwright.functional as F
 import warpwright.nn
@@ -15,32 +16,12 @@ from warpwright.testing import assert_same
 
 native = torch.nn.functional.cross_entropy
 REDUCTIONS = ["none", "mean", "sum"]
-# Softcaps of the size of the logits, so that both ends of tanh are seen.
-EXTRAS = [(0.0, 0.0), (0.05, 0.0), (0.0, 3.0), (0.05, 3.0)]
 
 
 def labels_for(shape, device):
     labels = torch.randint(shape[1], (shape[0], *shape[2:]), device=device)
     labels[1::3] = -100
     return labels
-
-
-def formula(x, target, weight=None, reduction="mean", smoothing=0.0, z_loss=0.0, softcap=0.0):
-    """The docstring's, in differentiable torch ops."""
-    s = softcap * torch.tanh(x / softcap) if softcap else x
-    lse = s.logsumexp(1)
-    loss = native(s, target, weight, reduction="none", label_smoothing=smoothing)
-    if target.is_floating_point():
-        return _reduced(loss + z_loss * lse**2, torch.ones_like(loss).sum(), reduction), lse
-    counted = target != -100
-    w = torch.ones_like(loss) if weight is None else weight[target.clamp(0)]
-    return _reduced(loss + z_loss * lse**2 * counted, (w * counted).sum(), reduction), lse
-
-
-def _reduced(loss, total, reduction):
-    if reduction == "none":
-        return loss
-    return loss.sum() / total if reduction == "mean" else loss.sum()
 
 
 @pytest.mark.parametrize(("z_loss", "softcap"), EXTRAS)

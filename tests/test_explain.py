@@ -1,5 +1,9 @@
 import itertools
+import os
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,16 +241,40 @@ def test_linear_choice_wins_the_race(race):
     assert measured[tile, int(split[1]) if split else 1] <= 1.025 * fastest
 
 
-def test_linear_choices_are_legal():
-    sizes = [1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384, 511, 512, 4096, 50257]
-    for m, n, k in itertools.product(sizes, sizes, sizes):
-        texts = [
-            *linear_lines(m, n, k).values(),
-            *linear_lines(m, n, k, "float32", tf32=True).values(),
-        ]
-        for text in texts:
-            split = re.search(r"split-k (\d+)", text)
-            assert split is None or int(split[1]) <= -(-max(m, n, k) // 32), (m, n, k, text)
+@pytest.fixture(scope="module")
+def linear_choices(tmp_path_factory):
+    """choose_gemm_config() by the million: a program of its header alone."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    program = tmp_path_factory.mktemp("linear") / "linear_choices"
+    source = Path(__file__).with_name("linear_choices.cpp")
+    include = source.parents[1] / "csrc"
+    subprocess.run(
+        [compiler, "-std=c++20", "-O2", f"-I{include}", source, "-o", program], check=True
+    )
+
+    def run(*arguments):
+        done = subprocess.run(
+            [program, *map(str, arguments)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+        return int(done.stdout.split()[0])
+
+    return run
+
+
+# Of each m, n and k: four types, four directions of the operands.
+def test_linear_choices_are_legal(linear_choices):
+    """A kernel there is, within shared memory, workspace and grid: on Hopper, and on older GPUs."""
+    assert linear_choices() == (26**3 + 2000) * 16 * 3
+    assert linear_choices(512, 11) == 47**3 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_linear_choices_are_legal_for_every_size(linear_choices):
+    assert linear_choices(512, 1) == 512**3 * 16
 
 
 def test_max_pool2d_layouts():
@@ -390,6 +418,30 @@ def test_cross_entropy():
     assert "12 groups of 64 threads, each on a row, in 1 blocks" in text(65536, 2000)
     assert "2 groups of 384 threads, each on a row, in 2 blocks" in text(8192, 32000)
     assert "too long for shared memory" in text(16, 1 << 20)
+
+
+def test_cross_entropy_of_smoothed_labels():
+    def text(classes, **options):
+        target = torch.empty(25400, dtype=torch.int64, device="meta")
+        return explain(
+            "cross_entropy", torch.empty(25400, classes), target, **options, **ON_GPU
+        ).splitlines()
+
+    for smoothing, stream in ((0.0, [True, True, True]), (0.1, [False, True, False])):
+        lines = text(1001, label_smoothing=smoothing)[1:]
+        assert ["one after the other" in line for line in lines] == stream, lines
+    # Of whole vectors the forward takes the stream too.
+    assert "one after the other" in text(1000, label_smoothing=0.1)[1]
+
+
+def test_cross_entropy_without_clusters(monkeypatch):
+    def text():
+        target = torch.empty(8192, dtype=torch.int64, device="meta")
+        return explain("cross_entropy", torch.empty(8192, 32000, device="meta"), target, **ON_GPU)
+
+    assert "groups of" in text()
+    monkeypatch.setenv("WARPWRIGHT_PATH", "portable")
+    assert "groups of" not in text()
 
 
 def test_linear_cross_entropy():

@@ -124,6 +124,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.batch_norm_relu_max_pool2d(x, x, x, None, None, False, 0.1, 1e-5, 2)
     _ops.ops.batch_norm_relu_max_pool2d_update(x, None, None, x, x, 0.1, 1e-5, 2, (), 0, 1, False)
     F.linear_cross_entropy(x, x, x)
+    _ops.ops.linear_cross_entropy_extras(x, x, x, z_loss=1.0)
     assert set(routed) == set(_fallback.NATIVE)
     routed.clear()
     assert torch.equal(F.relu(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))

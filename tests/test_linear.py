@@ -116,16 +116,22 @@ def test_integers_are_exact_on_every_tile(dtype, shape):
     assert_same(*map(unsigned_zeros, (step(F.linear, inputs), [t.to(dtype) for t in exact])))
 
 
-def test_the_shapes_reach_every_tile():
-    found = set()
+def products_of_shapes(dtype, tf32=False):
+    """(role, sizes, explain's words) of each product that CUDA_SHAPES lead to on an H100."""
     for batch, k, n in CUDA_SHAPES:
         x, weight = _C.Operand([*batch, k], [k, 1], 0), _C.Operand([n, k], [k, 1], 0)
-        for role, text in _C.explain_linear("bfloat16", False, x, weight, _C.DeviceInfo(), True):
+        for role, text in _C.explain_linear(dtype, tf32, x, weight, _C.DeviceInfo(), True):
             if role != "grad_bias":
-                found.add((role, text.split(" (")[0].split(", A ")[0]))
-                found.add("split-k" if "split-k" in text else "whole k")
-                found.update((role, words) for words in re.findall(r"clusters of \d", text))
-                found.update((role, words) for words in re.findall(r"\w+ realigned", text))
+                yield role, (*batch, k, n), text
+
+
+def test_the_shapes_reach_every_tile():
+    found = set()
+    for role, _, text in products_of_shapes("bfloat16"):
+        found.add((role, text.split(" (")[0].split(", A ")[0]))
+        found.add("split-k" if "split-k" in text else "whole k")
+        found.update((role, words) for words in re.findall(r"clusters of \d", text))
+        found.update((role, words) for words in re.findall(r"\w+ realigned", text))
     for role in ("forward", "grad_input", "grad_weight"):
         for tile in ("128x128 ping-pong", "128x64,", "64x64 ping-pong"):
             assert any(f"wgmma, tile {tile}" in t[1] for t in found if t[0] == role), (role, tile)
@@ -138,12 +144,10 @@ def test_the_shapes_reach_every_tile():
 
 def test_the_shapes_reach_every_tf32_product():
     found = set()
-    for batch, k, n in CUDA_SHAPES:
-        x, weight = _C.Operand([*batch, k], [k, 1], 0), _C.Operand([n, k], [k, 1], 0)
-        for role, text in _C.explain_linear("float32", True, x, weight, _C.DeviceInfo(), True):
-            tile = re.search(r"wgmma, tile (\d+x\d+)|$", text)[1]
-            found.add((role, tile, "B by registers" in text, "A turned" in text))
-            found.add((role, "split-k" in text))
+    for role, _, text in products_of_shapes("float32", tf32=True):
+        tile = re.search(r"wgmma, tile (\d+x\d+)|$", text)[1]
+        found.add((role, tile, "B by registers" in text, "A turned" in text))
+        found.add((role, "split-k" in text))
     assert ("forward", "128x256", False, False) in found
     for tile in ("128x128", "128x64"):
         assert ("forward", tile, False, False) in found
@@ -155,12 +159,10 @@ def test_the_shapes_reach_every_tf32_product():
 
 def test_the_shapes_reach_every_float32_product():
     found = set()
-    for batch, k, n in CUDA_SHAPES:
-        x, weight = _C.Operand([*batch, k], [k, 1], 0), _C.Operand([n, k], [k, 1], 0)
-        for role, text in _C.explain_linear("float32", False, x, weight, _C.DeviceInfo(), True):
-            tile = re.search(r"fp32 FMA, tile (\d+x\d+)|$", text)[1]
-            whole = all(extent % 128 == 0 for extent in (*batch, k, n))
-            found.add((role, tile, whole, "split-k" in text))
+    for role, sizes, text in products_of_shapes("float32"):
+        tile = re.search(r"fp32 FMA, tile (\d+x\d+)|$", text)[1]
+        whole = all(extent % 128 == 0 for extent in sizes)
+        found.add((role, tile, whole, "split-k" in text))
     for role in ("forward", "grad_input", "grad_weight"):
         assert {(role, "128x128", False, True), (role, "64x64", False, True)} <= found
         assert {(role, "128x128", True, split) for split in (True, False)} & found

@@ -179,6 +179,18 @@ def test_cumulative_average_does_not_read_the_counter(device):
     assert module.num_batches_tracked == 3
 
 
+@pytest.mark.gpu
+def test_cumulative_average_waits_for_nothing():
+    module = ours.BatchNorm2d(3, momentum=None, device="cuda")
+    x = torch.randn(4, 3, 5, 5, device="cuda")
+    module(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_functional_call(device):
     module = ours.Linear(4, 3, device=device)
     parameters = clone_inputs({n: p.detach() * 2 for n, p in module.named_parameters()})

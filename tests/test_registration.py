@@ -41,6 +41,7 @@ PUBLIC = [
     "cross_entropy",
     "cross_entropy_extras",
     "linear_cross_entropy",
+    "linear_cross_entropy_extras",
     "scaled_dot_product_attention",
 ]
 # Integers to integers: nothing to differentiate, and a tangent passes it by.
@@ -52,6 +53,7 @@ AUTOCAST = {
     "cross_entropy",
     "cross_entropy_extras",
     "linear_cross_entropy",
+    "linear_cross_entropy_extras",
     "scaled_dot_product_attention",
 }
 
@@ -177,6 +179,11 @@ def recorded(device):
             )
             loss = warpwright.functional.linear_cross_entropy(rows, classes, labels, **options)
             torch.autograd.grad(loss.sum(), (rows, classes), retain_graph=True)
+            extras = {"z_loss": 0.1, "softcap": 3.0, "return_lse": True, "return_argmax": True}
+            loss, lse, _ = warpwright.functional.linear_cross_entropy(
+                rows, classes, labels, **options, **extras
+            )
+            torch.autograd.grad(loss.sum() + lse.sum(), (rows, classes))
         # Large enough for a forward that writes the gradient on every device.
         logits = torch.randn(4096, 1031, device=device, requires_grad=True)
         many_labels = torch.randint(1031, (4096,), device=device)

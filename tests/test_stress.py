@@ -12,12 +12,18 @@ from warpwright.testing import assert_same
 
 pytestmark = pytest.mark.gpu
 LAST, FIRST = torch.channels_last, torch.contiguous_format
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def random(*shape, dtype=BF16, memory_format=FIRST):
     x = torch.empty(shape, dtype=dtype, device="cuda", memory_format=memory_format)
     return x.normal_().requires_grad_()
+
+
+def layer(rows, in_features, out_features, dtype):
+    """A linear layer's input, weight and bias."""
+    shapes = (rows, in_features), (out_features, in_features), (out_features,)
+    return [random(*shape, dtype=dtype) for shape in shapes]
 
 
 def labels(rows, classes):
@@ -111,15 +117,32 @@ def variants():
                 labels(n, c),
             ),
         )
+    soft = functools.partial(F.cross_entropy, label_smoothing=0.1)
+    yield "cross_entropy-smoothed", lambda: (soft, random(512, 1000), labels(512, 1000))
+    yield (
+        "cross_entropy-probabilities",
+        lambda: (soft, random(512, 1000), random(512, 1000).detach().softmax(1)),
+    )
+    each = functools.partial(soft, reduction="none")
+    yield "cross_entropy-smoothed-stream", lambda: (each, random(25400, 1000), labels(25400, 1000))
+    for side in (48, 512):  # classes lie apart: a pixel a thread, 16 bytes of them
+        yield (
+            f"cross_entropy-planes-{side}",
+            lambda s=side: (
+                F.cross_entropy,
+                random(4, 19, s, s),
+                labels(4 * s * s, 19).view(4, s, s),
+            ),
+        )
+    yield (
+        "cross_entropy-float64",
+        lambda: (F.cross_entropy, random(512, 1000, dtype=FP64), labels(512, 1000)),
+    )
+    yield "linear-float64", lambda: (F.linear, *layer(200, 264, 136, FP64))
     for m, k, n in ((512, 3136, 128), (760, 520, 760), (2048, 1024, 2048)):
         yield (
             f"linear-{m}x{k}x{n}-tf32",
-            lambda s=(m, k, n): (
-                tf32_linear(),
-                random(s[0], s[1], dtype=FP32),
-                random(s[2], s[1], dtype=FP32),
-                random(s[2], dtype=FP32),
-            ),
+            lambda s=(m, k, n): (tf32_linear(), *layer(*s, FP32)),
         )
     products = {"linear": F.linear, "linear_relu": F.linear_relu, "linear_gelu": F.linear_gelu}
     for m, k, n in (
@@ -134,13 +157,13 @@ def variants():
             for name, product in products.items():
                 yield (
                     f"{name}-{m}x{k}x{n}-{dtype}",
-                    lambda f=product, s=(m, k, n), d=dtype: (
-                        f,
-                        random(s[0], s[1], dtype=d),
-                        random(s[2], s[1], dtype=d),
-                        random(s[2], dtype=d),
-                    ),
+                    lambda f=product, s=(m, k, n), d=dtype: (f, *layer(*s, d)),
                 )
+    capped = functools.partial(F.linear_cross_entropy, z_loss=0.01, softcap=2.0)
+    yield (
+        "linear_cross_entropy-extras",
+        lambda: (capped, random(512, 256), random(5000, 256), labels(512, 5000)),
+    )
     yield (
         "linear_cross_entropy",
         lambda: (F.linear_cross_entropy, random(512, 256), random(5000, 256), labels(512, 5000)),
@@ -189,10 +212,8 @@ def test_in_a_cuda_graph(make):
         assert_same(results, expected)
 
 
-@EACH
-def test_a_thousand_repeats(make):
+def assert_a_thousand_repeats(step):
     """The same bits every time, while another stream keeps the SMs busy at its own pace."""
-    step = step_of(make)
     first = step()
     assert not any(t.isnan().any() for t in first)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -205,6 +226,40 @@ def test_a_thousand_repeats(make):
         for again, t in zip(step(), first, strict=True):
             wrong += (again != t).any()
     assert wrong.item() == 0
+
+
+@EACH
+def test_a_thousand_repeats(make):
+    assert_a_thousand_repeats(step_of(make))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (optim.SGD, {}),
+        (optim.SGD, {"momentum": 0.9, "nesterov": True, "max_norm": 1.0}),
+        (optim.Adam, {"eps": 0.1, "amsgrad": True, "capturable": True}),
+        (optim.AdamW, {"eps": 0.1, "fused": True, "max_norm": 1.0, "zero_grad_in_step": True}),
+        (optim.AdamW, {"eps": 0.1, "master_weights": True}),
+    ],
+    ids=lambda x: x.__name__ if isinstance(x, type) else "-".join(x),
+)
+def test_a_thousand_steps_from_one_state(cls, options, dtype):
+    sizes = (1_000_003, 4096, 5, 70_001)
+    start, gradients = ([random(n, dtype=dtype).detach() for n in sizes] for _ in range(2))
+
+    def steps():
+        params = [p.clone().requires_grad_() for p in start]
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
+        optimizer = cls(params, lr=0.1, **options)
+        optimizer.step()
+        optimizer.step()
+        state = [t for p in params for t in optimizer.state[p].values() if t is not None]
+        return [*(p.detach() for p in params), *(t for t in state if t.is_cuda)]
+
+    assert_a_thousand_repeats(steps)
 
 
 # ---- many elements ----
@@ -270,6 +325,15 @@ def test_large_cross_entropy(elements):
 
 
 @large(80)
+def test_large_cross_entropy_of_pixels(elements):
+    classes, side = 19, 512
+    images = elements // (classes * side * side) + 3
+    x, target = random(images, classes, side, side), labels(images * side * side, classes)
+    loss = functools.partial(F.cross_entropy, reduction="none")
+    assert_same_on_slices(loss, x, target.view(images, side, side))
+
+
+@large(80)
 def test_large_cross_entropy_with_its_gradient(elements):
     classes = 128256
     rows = elements // classes + 3
@@ -328,17 +392,22 @@ def test_large_batch_norm(elements, name, memory_format):
 
 
 @large(40)
-def test_large_linear(elements):
+@pytest.mark.parametrize("name", ["linear", "linear_relu"])
+def test_large_linear(elements, name):
     """Integers: exact in any order."""
+    relu = name == "linear_relu"
     features, rows = 512, elements // 512 + 3
     integers = lambda *shape: torch.randint(-1, 2, shape, device="cuda", dtype=torch.int8)  # noqa: E731
     x = integers(rows, features).to(BF16).requires_grad_()
     weight = integers(40, features).to(BF16).requires_grad_()
-    y = F.linear(x, weight)
+    y = getattr(F, name)(x, weight)
     dy = integers(rows, 40).to(BF16)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
+    if relu:
+        dy *= y.detach() > 0
     for at in places(rows, features):
-        assert_same(y.detach()[at], nn.functional.linear(x.detach()[at], weight.detach()))
+        expected = nn.functional.linear(x.detach()[at], weight.detach())
+        assert_same(y.detach()[at], expected.relu() if relu else expected)
         assert_same(dx[at], dy[at] @ weight.detach())
     expected = torch.zeros(40, features, dtype=torch.float64, device="cuda")
     for i in range(0, rows, 2**20):

@@ -6,12 +6,14 @@
 #                                    ladder (default: all)
 #
 # PYTHON chooses the interpreter, TEST_ARGS goes to pytest, BENCH_ARGS to the benchmark,
-# STEP_TIMEOUT (seconds, default 540) ends a step that hangs.
+# SANITIZE_TOOLS are compute-sanitizer's (default: memcheck; racecheck and synccheck take longer),
+# SANITIZE_CASES the part of a name that its cases must have, STEP_TIMEOUT (seconds, default 540)
+# ends a step that hangs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 if [ $# -lt 1 ]; then
-  sed -n '2,10s/^# \{0,1\}//p' "$0"
+  sed -n '2,13s/^# \{0,1\}//p' "$0"
   exit 2
 fi
 out=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -47,9 +49,12 @@ for step in "${steps[@]}"; do
       run tests "$python" -m pytest -q -m gpu ${TEST_ARGS:-} tests
       ;;
     sanitize)
-      run sanitize env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool=memcheck \
-        --error-exitcode=9 --padding=64 --kernel-name-exclude kns=nvjet \
-        "$python" tools/sanitize_cases.py
+      for tool in ${SANITIZE_TOOLS:-memcheck}; do
+        options=(--tool="$tool" --error-exitcode=9 --kernel-name-exclude kns=nvjet)
+        [ "$tool" = memcheck ] && options+=(--padding=64)
+        run "sanitize_$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer \
+          "${options[@]}" "$python" tools/sanitize_cases.py ${SANITIZE_CASES:+"$SANITIZE_CASES"}
+      done
       ;;
     models)
       run models "$python" benchmarks/models_check.py

@@ -152,8 +152,9 @@ def linear_cases():
         (1000, 1000, 520),
         (4000, 136, 520),
         (2040, 2040, 264),
+        (136, 264, 520),
+        (200, 203, 520),
     )
-    wgmma = *wgmma, (136, 264, 520), (200, 203, 520)
     # ... with operands that TMA cannot load: both, one of the gradients'; with split k.
     realigned = (1031, 523, 203), (1024, 523, 200), (1024, 200, 523), (264, 270, 523)
     # float32: few rows, each count of them that has a kernel, few and many steps of k.
@@ -270,6 +271,8 @@ def linear_cross_entropy_cases():
         yield f"{n}x{k}x{c}-none", function, args, {**options, "reduction": "none"}
         soft = {**options, "reduction": "sum", "label_smoothing": 0.1}
         yield f"{n}x{k}x{c}-smoothed", function, args, soft
+        extras = {**options, "z_loss": 0.01, "softcap": 2.0}
+        yield f"{n}x{k}x{c}-extras", function, args, extras
 
 
 def attention_cases():

@@ -222,12 +222,15 @@ Lines explain_conv2d(const std::string& dtype, bool tf32, const Operand& input,
 
 // ---- cross_entropy ----
 
+// `smoothed`: labels with label_smoothing.
 Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool probabilities,
-                            const DeviceInfo& device) {
+                            bool smoothed, const DeviceInfo& device, bool sm90) {
   const size_t dims = input.sizes.size();
   CrossEntropyProblem p{};
   p.dtype = p.target_dtype = dtype_from(dtype);
-  p.kind = probabilities ? TargetKind::kProbabilities : TargetKind::kLabels;
+  p.kind = probabilities ? TargetKind::kProbabilities
+           : smoothed    ? TargetKind::kSmoothedLabels
+                         : TargetKind::kLabels;
   p.classes = dims == 1 ? input.sizes[0] : input.sizes[1];
   p.rows = numel(input) / std::max<int64_t>(p.classes, 1);
   if (dims <= 2) {
@@ -247,9 +250,9 @@ Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool
       gradient_in_forward_pays(p.rows, p.classes, dtype_size(p.dtype))) {
     CrossEntropyGradientParams g{{p}};
     g.reduction = Reduction::kMean;
-    lines.emplace_back(
-        "forward with grad_input (a reduced loss)",
-        describe(choose_cross_entropy_gradient_config(g, both, device, device.sm_arch == 90)));
+    lines.emplace_back("forward with grad_input (a reduced loss)",
+                       describe(choose_cross_entropy_gradient_config(
+                           g, both, device, sm90 && device.sm_arch == 90)));
   }
   return lines;
 }

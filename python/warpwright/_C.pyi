@@ -29,7 +29,12 @@ def explain_conv2d(
     device: DeviceInfo,
 ) -> list[tuple[str, str]]: ...
 def explain_cross_entropy(
-    dtype: str, input: Operand, probabilities: bool, device: DeviceInfo
+    dtype: str,
+    input: Operand,
+    probabilities: bool,
+    smoothed: bool,
+    device: DeviceInfo,
+    sm90: bool,
 ) -> list[tuple[str, str]]: ...
 def explain_linear(
     dtype: str, tf32: bool, input: Operand, weight: Operand, device: DeviceInfo, sm90: bool

@@ -56,7 +56,11 @@ def _batch_norm_relu_update(input: Tensor, residual: Tensor | None, *args: Any) 
     return _relu(_batch_norm_update(input, *args)[0], residual)
 
 
-def _linear_cross_entropy(
+def _linear_cross_entropy(input: Tensor, *args: Any) -> Tensor:
+    return _linear_cross_entropy_extras(input, *args)[0]
+
+
+def _linear_cross_entropy_extras(
     input: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -66,14 +70,23 @@ def _linear_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     chunk_rows: int | None,
-) -> Tensor:
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    return_argmax: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     rows, leading = input.flatten(0, -2) if input.dim() > 1 else input[None], input.shape[:-1]
     logits = native.linear(rows, weight, bias)
     labels = target.reshape(-1) if target.shape == leading else target.reshape(logits.shape)
-    loss = torch.ops.aten.cross_entropy_loss(
-        logits, labels, class_weight, reduction, ignore_index, label_smoothing
+    loss, lse, argmax = _cross_entropy_extras(
+        *(logits, labels, class_weight, reduction, ignore_index, label_smoothing),
+        *(z_loss, softcap, return_lse, return_argmax, False),
     )
-    return loss.view(leading) if reduction == 0 else loss
+    return (
+        loss.view(leading) if reduction == 0 else loss,
+        None if lse is None else lse.view(leading),
+        None if argmax is None else argmax.view(leading),
+    )
 
 
 def _relu_max_pool2d(input: Tensor, *args: Any) -> Tensor:
@@ -156,6 +169,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "cross_entropy": torch.ops.aten.cross_entropy_loss.default,
     "cross_entropy_extras": _cross_entropy_extras,
     "linear_cross_entropy": _linear_cross_entropy,
+    "linear_cross_entropy_extras": _linear_cross_entropy_extras,
     "scaled_dot_product_attention": native.scaled_dot_product_attention,
 }
 

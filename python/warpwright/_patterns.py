@@ -33,22 +33,18 @@ class Pattern:
 
 
 # A longer chain stands before a shorter one that it begins with.
-PATTERNS = tuple(
-    pattern
-    for pattern in (
-        Pattern(
-            ("batch_norm", "relu", "max_pool2d"),
-            "BatchNormReLUMaxPool2d",
-            "batch_norm_relu_max_pool2d",
-        ),
-        Pattern(("batch_norm", "add", "relu"), "BatchNormAddReLU2d", "batch_norm_add_relu"),
-        Pattern(("batch_norm", "relu"), "BatchNormReLU2d", "batch_norm_relu"),
-        Pattern(("linear", "relu"), "LinearReLU", "linear_relu"),
-        Pattern(("linear", "gelu"), "LinearGELU", "linear_gelu"),
-        Pattern(("linear", "silu"), "LinearSiLU", "linear_silu"),
-        Pattern(("relu", "max_pool2d"), "ReLUMaxPool2d", "relu_max_pool2d", keeper=1),
-    )
-    if hasattr(ours, pattern.module)
+PATTERNS = (
+    Pattern(
+        ("batch_norm", "relu", "max_pool2d"),
+        "BatchNormReLUMaxPool2d",
+        "batch_norm_relu_max_pool2d",
+    ),
+    Pattern(("batch_norm", "add", "relu"), "BatchNormAddReLU2d", "batch_norm_add_relu"),
+    Pattern(("batch_norm", "relu"), "BatchNormReLU2d", "batch_norm_relu"),
+    Pattern(("linear", "relu"), "LinearReLU", "linear_relu"),
+    Pattern(("linear", "gelu"), "LinearGELU", "linear_gelu"),
+    Pattern(("linear", "silu"), "LinearSiLU", "linear_silu"),
+    Pattern(("relu", "max_pool2d"), "ReLUMaxPool2d", "relu_max_pool2d", keeper=1),
 )
 
 # Layers of a chain: (native, ours, op, attributes that are options of the op); "" does nothing.

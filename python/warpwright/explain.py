@@ -212,7 +212,14 @@ def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 def _cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     probabilities = a["target"].shape == a["input"].shape
-    return _C.explain_cross_entropy(_dtype(a["input"]), _operand(a["input"]), probabilities, gpu)
+    return _C.explain_cross_entropy(
+        _dtype(a["input"]),
+        _operand(a["input"]),
+        probabilities,
+        a["label_smoothing"] > 0,
+        gpu,
+        _may_take_sm90(),
+    )
 
 
 def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

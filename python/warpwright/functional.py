@@ -165,9 +165,17 @@ def cross_entropy(
     native = (input, target, weight, _Reduction.get_enum(reduction), ignore_index, label_smoothing)
     if not (z_loss or softcap or return_lse or return_argmax or inplace_backward):
         return ops.cross_entropy(*native)
-    loss, lse, argmax = ops.cross_entropy_extras(
+    results = ops.cross_entropy_extras(
         *native, z_loss, softcap, return_lse, return_argmax, inplace_backward
     )
+    return _asked_for(results, return_lse, return_argmax)
+
+
+def _asked_for(
+    results: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_argmax: bool
+) -> Any:
+    """Of (loss, lse, argmax): the loss alone, or a tuple."""
+    loss, lse, argmax = results
     if not (return_lse or return_argmax):
         return loss
     return (loss, *((lse,) if return_lse else ()), *((argmax,) if return_argmax else ()))
@@ -180,9 +188,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Integer and complex types go to the native op: there is no kernel of ours for them.
 
     Args:
-        input: (*, in_features), any strides.
-        weight: (out_features, in_features) or (in_features), any strides.
-        bias: (out_features), or any shape that broadcasts to the output.
+        input: (*, in_features), any strides; float32, float64, bfloat16 or float16.
+        weight: (out_features, in_features) or (in_features), any strides, same dtype.
+        bias: (out_features), or any shape that broadcasts to the output, same dtype.
     Raises:
         RuntimeError: shapes that do not multiply, or operands of several dtypes or devices.
     """
@@ -199,8 +207,12 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    return_argmax: bool = False,
     chunk_rows: int | None = None,
-) -> Tensor:
+) -> Any:
     """``cross_entropy(linear(input, weight, bias), target)`` that never holds the logits.
 
     The rows go through in chunks. Where a gradient will be asked for, it is computed while a chunk's
@@ -213,7 +225,8 @@ def linear_cross_entropy(
 
     Memory beyond the results: one chunk's logits and, with several chunks of 16-bit operands, a
     float32 sum of ``weight``'s gradient where that is the smaller choice
-    (``warpwright.explain("linear_cross_entropy", ...)`` tells).
+    (``warpwright.explain("linear_cross_entropy", ...)`` tells). With ``softcap`` a chunk's logits
+    stand there a few times more, in float32.
 
     Args:
         input: (*, in_features); float32, float64, bfloat16 or float16.
@@ -221,26 +234,29 @@ def linear_cross_entropy(
         target: labels (*), int64 or uint8; or probabilities (*, classes). Probabilities that
             require grad go through the ops apart: their gradient is as large as the logits.
         bias: (classes), same dtype.
-        class_weight, ignore_index, reduction, label_smoothing: as in :func:`cross_entropy`, whose
-            ``weight`` is ``class_weight`` here.
+        class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse,
+            return_argmax: as in :func:`cross_entropy`, whose ``weight`` is ``class_weight`` here.
+            lse and argmax have the shape of the labels. A gradient that comes by lse computes the
+            logits once more.
         chunk_rows: rows of ``input`` at a time; None: chosen by the sizes.
+    Returns:
+        The loss; with ``return_lse`` or ``return_argmax`` a tuple (loss, lse, argmax) of those asked
+        for.
     Raises:
         IndexError: a label outside [0, classes) on the CPU. On CUDA the row's loss and gradient
             become NaN and :func:`warpwright.check_errors` raises.
-        ValueError: a target that fits neither form, an unknown ``reduction``, ``chunk_rows`` < 1.
+        ValueError: a target that fits neither form, an unknown ``reduction``, ``chunk_rows`` < 1, a
+            negative ``z_loss`` or ``softcap``.
         RuntimeError: shapes that do not multiply, operands of several dtypes or devices.
     """
-    return ops.linear_cross_entropy(
-        input,
-        weight,
-        target,
-        bias,
-        class_weight,
-        _Reduction.get_enum(reduction),
-        ignore_index,
-        label_smoothing,
-        chunk_rows,
+    plain = (
+        *(input, weight, target, bias, class_weight, _Reduction.get_enum(reduction)),
+        *(ignore_index, label_smoothing, chunk_rows),
     )
+    if not (z_loss or softcap or return_lse or return_argmax):
+        return ops.linear_cross_entropy(*plain)
+    results = ops.linear_cross_entropy_extras(*plain, z_loss, softcap, return_lse, return_argmax)
+    return _asked_for(results, return_lse, return_argmax)
 
 
 def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -351,8 +367,10 @@ def max_pool2d(
     Args:
         input: (N, C, H, W) or (C, H, W), contiguous or channels_last (kept in the output); float32,
             float64, bfloat16, float16, on the CPU also the integer types.
-        stride: ``kernel_size`` when omitted.
+        kernel_size: of the window, one number or (height, width), as the three behind it.
+        stride: from window to window; ``kernel_size`` when omitted.
         padding: at most half the kernel, filled with -inf.
+        dilation: from tap to tap of a window.
         ceil_mode: also windows that begin inside the image and end outside.
         return_indices: return ``(output, indices)``, int64 places in each H x W plane.
     Raises:
@@ -420,6 +438,10 @@ def batch_norm(
             float64, bfloat16, float16.
         running_mean, running_var, weight, bias: (C), each in the dtype of ``input``, or float32
             beside a 16-bit one.
+        training: take the batch's statistics.
+        momentum: share of the batch's in the running statistics; a float (the modules have native's
+            ``momentum=None``, the plain average).
+        eps: added to the variance.
     Raises:
         ValueError: one value per channel in training, an ``eps`` that native refuses (not positive;
             in newer releases 0 is one for evaluation), or only one of the running statistics.

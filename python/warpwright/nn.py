@@ -413,6 +413,10 @@ class LinearCrossEntropy(_Named, nn.Linear):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
+        return_lse: bool = False,
+        return_argmax: bool = False,
         chunk_rows: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -422,9 +426,13 @@ class LinearCrossEntropy(_Named, nn.Linear):
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.softcap = softcap
+        self.return_lse = return_lse
+        self.return_argmax = return_argmax
         self.chunk_rows = chunk_rows
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
         return F.linear_cross_entropy(
             input,
             self.weight,
@@ -434,5 +442,9 @@ class LinearCrossEntropy(_Named, nn.Linear):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            return_lse=self.return_lse,
+            return_argmax=self.return_argmax,
             chunk_rows=self.chunk_rows,
         )

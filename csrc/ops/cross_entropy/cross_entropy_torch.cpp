@@ -34,6 +34,12 @@ void check_cross_entropy_dtypes(const Tensor& input, const Tensor& target) {
                               "\"cross_entropy\" not implemented for '", input.scalar_type(), "'");
 }
 
+static void check_one_target_a_row(const Tensor& target) {
+  TORCH_CHECK(target.dim() <= 1,
+              "0D or 1D target tensor expected, multi-target not supported, got ", target.dim(),
+              "D");
+}
+
 static void check_label_shape(const Tensor& input, const Tensor& target) {
   const auto sizes = input.sym_sizes();
   const auto labels = target.sym_sizes();
@@ -41,14 +47,14 @@ static void check_label_shape(const Tensor& input, const Tensor& target) {
     TORCH_CHECK_VALUE(target.dim() != 1 || labels[0] == 1,
                       "For 1D input, 1D target must have size 1, but got target size: ",
                       target.dim() == 1 ? labels[0] : c10::SymInt(0));
-    TORCH_CHECK(target.dim() <= 1, "0D or 1D target tensor expected, multi-target not supported");
+    check_one_target_a_row(target);
     return;
   }
   const c10::SymInt batch = target.dim() == 0 ? c10::SymInt(0) : labels[0];
   TORCH_CHECK_VALUE(sizes[0] == batch, "Expected input batch_size (", sizes[0],
                     ") to match target batch_size (", batch, ").");
   if (input.dim() == 2) {
-    TORCH_CHECK(target.dim() <= 1, "0D or 1D target tensor expected, multi-target not supported");
+    check_one_target_a_row(target);
   } else if (input.dim() == 4) {
     TORCH_CHECK(target.dim() == 3,
                 "only batches of spatial targets supported (3D tensors) but got targets of "

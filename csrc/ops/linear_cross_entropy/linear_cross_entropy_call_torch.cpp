@@ -4,20 +4,21 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <array>
-#include <tuple>
-
-#include "ops/cross_entropy/cross_entropy_torch.h"
-#include "torch/autograd.h"
-#include "torch/dispatch.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_torch.h"
 
 namespace warpwright {
+
+using namespace linear_cross_entropy;
+
 namespace {
 
-using at::ScalarType;
-using c10::SymInt;
-using OptionalTensor = std::optional<Tensor>;
-using Mask3 = std::array<bool, 3>;
+using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;  // loss, lse, argmax
+
+// A call as users make it: rows not folded yet, and whether lse and argmax are wanted.
+struct UserCall : Call {
+  bool wants_lse = false;
+  bool wants_argmax = false;
+};
 
 namespace call {
 
@@ -27,34 +28,33 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   return op.call(input, weight, bias);
 }
 
-Tensor cross_entropy(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
-                     int64_t reduction, SymInt ignore_index, double label_smoothing) {
+Tensor3 cross_entropy(const Tensor& logits, const Tensor& target, const UserCall& c) {
   static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, SymInt, double)>(
-          "warpwright::cross_entropy");
-  return op.call(input, target, weight, reduction, std::move(ignore_index), label_smoothing);
+      find_op<Tensor3(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, SymInt, double,
+                      double, double, bool, bool, bool)>("warpwright::cross_entropy_extras");
+  return op.call(logits, target, optional_if_defined(c.class_weight), c.loss.reduction,
+                 c.loss.ignore_index, c.loss.label_smoothing, c.loss.z_loss, c.softcap, c.wants_lse,
+                 c.wants_argmax, /*inplace_backward=*/false);
 }
 
-Tensor linear_cross_entropy_forward(const Tensor& input, const Tensor& weight,
-                                    const OptionalTensor& bias, const Tensor& target,
-                                    const OptionalTensor& class_weight, int64_t reduction,
-                                    SymInt ignore_index, double label_smoothing, int64_t chunk_rows,
-                                    ScalarType dtype) {
-  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+Tensor3 linear_cross_entropy_forward(const UserCall& c, const Tensor& input, const Tensor& target,
+                                     ScalarType dtype) {
   static const auto op =
       find_op<Results(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                      const OptionalTensor&, int64_t, SymInt, double, int64_t, ScalarType, Mask3)>(
-          "warpwright::linear_cross_entropy_forward");
-  return std::get<0>(op.call(input, weight, bias, target, class_weight, reduction,
-                             std::move(ignore_index), label_smoothing, chunk_rows, dtype,
-                             Mask3{false, false, false}));
+                      const OptionalTensor&, int64_t, SymInt, double, int64_t, ScalarType, Mask3,
+                      double, double, bool, bool)>("warpwright::linear_cross_entropy_forward");
+  const auto [loss, total_weight, dx, dw, db, lse, argmax] = op.call(
+      input, c.weight, optional_if_defined(c.bias), target, optional_if_defined(c.class_weight),
+      c.loss.reduction, c.loss.ignore_index, c.loss.label_smoothing, c.chunk_rows, dtype,
+      Mask3{false, false, false}, c.loss.z_loss, c.softcap, c.wants_lse, c.wants_argmax);
+  return {loss, lse, argmax};
 }
 
 }  // namespace call
 
-bool is_differentiated(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined() &&
-         ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));
+bool is_differentiated(const Tensor& tensor) {
+  return tensor.defined() &&
+         ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor));
 }
 
 // The sizes of labels: input's without the features.
@@ -92,102 +92,123 @@ ScalarType counted(const Tensor& tensor, bool autocast) {
   return autocast && (type == at::kHalf || type == at::kBFloat16) ? at::kFloat : type;
 }
 
-// The ops one after the other, for gradients by probabilities or class weights, which are as large
-// as the logits or come from them all.
-Tensor by_the_ops_apart(const Tensor& input, const Tensor& weight, const Tensor& target,
-                        const OptionalTensor& bias, const OptionalTensor& class_weight,
-                        int64_t reduction, SymInt ignore_index, double label_smoothing) {
-  const Tensor logits = call::linear(input, weight, bias);
-  const c10::SymDimVector leading = leading_sizes(input);
-  const SymInt rows = product(leading), classes = weight.sym_size(0);
-  const bool labels = target.dim() + 1 == input.dim();
-  const Tensor loss = call::cross_entropy(
-      logits.reshape_symint({rows, classes}),
-      labels ? target.reshape_symint({rows}) : target.reshape_symint({rows, classes}), class_weight,
-      reduction, std::move(ignore_index), label_smoothing);
-  return reduction == at::Reduction::None ? loss.reshape_symint(leading) : loss;
+// What there is of each row in the labels' shape.
+Tensor3 unfolded(const Tensor3& results, const Call& c, const c10::SymDimVector& leading) {
+  auto view = [&](const Tensor& rows) {
+    return rows.defined() ? rows.reshape_symint(leading) : rows;
+  };
+  const auto& [loss, lse, argmax] = results;
+  return {c.is_none() ? view(loss) : loss, view(lse), view(argmax)};
 }
 
-Tensor linear_cross_entropy_as(const Tensor& input, const Tensor& weight, const Tensor& target,
-                               const OptionalTensor& bias, const OptionalTensor& class_weight,
-                               int64_t reduction, SymInt ignore_index, double label_smoothing,
-                               int64_t chunk_rows, bool probabilities, bool autocast) {
-  const c10::SymDimVector leading = leading_sizes(input);
+// The ops one after the other, for gradients by probabilities or class weights, which are as large
+// as the logits or come from them all.
+Tensor3 by_the_ops_apart(const UserCall& c, bool probabilities) {
+  const Tensor logits = call::linear(c.input, c.weight, optional_if_defined(c.bias));
+  const c10::SymDimVector leading = leading_sizes(c.input);
+  const SymInt rows = product(leading), classes = c.weight.sym_size(0);
+  const Tensor target =
+      probabilities ? c.target.reshape_symint({rows, classes}) : c.target.reshape_symint({rows});
+  return unfolded(call::cross_entropy(logits.reshape_symint({rows, classes}), target, c), c,
+                  leading);
+}
+
+Tensor3 by_chunks(const UserCall& c, bool probabilities, bool autocast) {
+  const c10::SymDimVector leading = leading_sizes(c.input);
   const SymInt rows = product(leading);
-  ScalarType dtype = counted(input, autocast);
-  Tensor q = probabilities ? target.reshape_symint({rows, weight.sym_size(0)})
-                           : target.reshape_symint({rows});
+  ScalarType dtype = counted(c.input, autocast);
+  Tensor q = probabilities ? c.target.reshape_symint({rows, c.weight.sym_size(0)})
+                           : c.target.reshape_symint({rows});
   if (probabilities) {
-    dtype = c10::promoteTypes(dtype, counted(target, autocast));
-    if (class_weight.has_value() && class_weight->defined()) {
-      dtype = c10::promoteTypes(dtype, counted(*class_weight, autocast));
+    dtype = c10::promoteTypes(dtype, counted(c.target, autocast));
+    if (c.class_weight.defined()) {
+      dtype = c10::promoteTypes(dtype, counted(c.class_weight, autocast));
     }
-    if (q.scalar_type() != input.scalar_type()) q = q.to(accum_type(input.scalar_type()));
-  } else if (class_weight.has_value() && class_weight->defined()) {
-    TORCH_CHECK(counted(*class_weight, autocast) == dtype, "expected scalar type ", dtype,
-                " but found ", counted(*class_weight, autocast), " (class_weight)");
+    if (q.scalar_type() != c.input.scalar_type()) q = q.to(accum_type(c.input.scalar_type()));
+  } else if (c.class_weight.defined()) {
+    TORCH_CHECK(counted(c.class_weight, autocast) == dtype, "expected scalar type ", dtype,
+                " but found ", counted(c.class_weight, autocast), " (class_weight)");
   }
-  const Tensor loss = call::linear_cross_entropy_forward(
-      input.reshape_symint({rows, input.sym_size(-1)}), weight, bias, q, class_weight, reduction,
-      std::move(ignore_index), label_smoothing, chunk_rows, dtype);
-  return reduction == at::Reduction::None ? loss.view_symint(leading) : loss;
+  const Tensor x = c.input.reshape_symint({rows, c.input.sym_size(-1)});
+  return unfolded(call::linear_cross_entropy_forward(c, x, q, dtype), c, leading);
 }
 
 // Probabilities or class weights that are differentiated, or that make the loss float64.
-bool wants_ops_apart(const Tensor& input, const Tensor& target, const OptionalTensor& class_weight,
-                     bool probabilities) {
-  if (is_differentiated(class_weight) || is_differentiated(target)) return true;
-  auto is_double = [](const Tensor& tensor) { return tensor.scalar_type() == at::kDouble; };
-  const bool some =
-      probabilities && (is_double(target) || (class_weight.has_value() && class_weight->defined() &&
-                                              is_double(*class_weight)));
-  return (some && !is_double(input)) ||
-         (probabilities && !at::isFloatingType(target.scalar_type()));
+bool wants_ops_apart(const Call& c, bool probabilities) {
+  if (is_differentiated(c.class_weight) || is_differentiated(c.target)) return true;
+  auto is_double = [](const Tensor& tensor) {
+    return tensor.defined() && tensor.scalar_type() == at::kDouble;
+  };
+  const bool some = probabilities && (is_double(c.target) || is_double(c.class_weight));
+  return (some && !is_double(c.input)) ||
+         (probabilities && !at::isFloatingType(c.target.scalar_type()));
 }
 
-int64_t rows_of(std::optional<int64_t> chunk_rows) {
+UserCall user_call(const Tensor& input, const Tensor& weight, const Tensor& target,
+                   const OptionalTensor& bias, const OptionalTensor& class_weight,
+                   int64_t reduction, SymInt ignore_index, double label_smoothing,
+                   std::optional<int64_t> chunk_rows, double z_loss = 0, double softcap = 0,
+                   bool wants_lse = false, bool wants_argmax = false) {
   TORCH_CHECK_VALUE(!chunk_rows.has_value() || *chunk_rows >= 1,
                     "linear_cross_entropy: chunk_rows: expected at least 1, got ",
                     chunk_rows.value_or(0));
-  return chunk_rows.value_or(0);
+  TORCH_CHECK_VALUE(z_loss >= 0, "linear_cross_entropy: z_loss: expected a number of at least 0, ",
+                    "got ", z_loss);
+  TORCH_CHECK_VALUE(softcap >= 0, "linear_cross_entropy: softcap: expected a number of at least ",
+                    "0, got ", softcap);
+  const LossOptions loss{reduction, std::move(ignore_index), label_smoothing, z_loss};
+  return {Call(input, weight, bias, target, class_weight, {loss, softcap, chunk_rows.value_or(0)}),
+          wants_lse, wants_argmax};
 }
 
-Tensor linear_cross_entropy_composite(const Tensor& input, const Tensor& weight,
-                                      const Tensor& target, const OptionalTensor& bias,
-                                      const OptionalTensor& class_weight, int64_t reduction,
-                                      SymInt ignore_index, double label_smoothing,
-                                      std::optional<int64_t> chunk_rows) {
-  const int64_t chunk = rows_of(chunk_rows);
-  const bool probabilities = has_probabilities(input, weight, target);
-  if (wants_ops_apart(input, target, class_weight, probabilities)) {
-    return by_the_ops_apart(input, weight, target, bias, class_weight, reduction,
-                            std::move(ignore_index), label_smoothing);
-  }
-  return linear_cross_entropy_as(input, weight, target, bias, class_weight, reduction,
-                                 std::move(ignore_index), label_smoothing, chunk, probabilities,
-                                 /*autocast=*/false);
+Tensor3 run(const UserCall& c) {
+  const bool probabilities = has_probabilities(c.input, c.weight, c.target);
+  return wants_ops_apart(c, probabilities) ? by_the_ops_apart(c, probabilities)
+                                           : by_chunks(c, probabilities, /*autocast=*/false);
 }
 
 template <c10::DeviceType kDevice>
-Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight,
-                                     const Tensor& target, const OptionalTensor& bias,
-                                     const OptionalTensor& class_weight, int64_t reduction,
-                                     SymInt ignore_index, double label_smoothing,
-                                     std::optional<int64_t> chunk_rows) {
-  const int64_t chunk = rows_of(chunk_rows);
-  const bool probabilities = has_probabilities(input, weight, target);
-  if (wants_ops_apart(input, target, class_weight, probabilities)) {  // under their own autocast
-    return by_the_ops_apart(input, weight, target, bias, class_weight, reduction,
-                            std::move(ignore_index), label_smoothing);
+Tensor3 run_in_autocast(const UserCall& call_) {
+  UserCall c = call_;
+  const bool probabilities = has_probabilities(c.input, c.weight, c.target);
+  if (wants_ops_apart(c, probabilities)) {  // under their own autocast
+    return by_the_ops_apart(c, probabilities);
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const ScalarType type = at::autocast::get_autocast_dtype(kDevice);
-  return linear_cross_entropy_as(at::autocast::cached_cast(type, input, kDevice),
-                                 at::autocast::cached_cast(type, weight, kDevice), target,
-                                 at::autocast::cached_cast(type, bias, kDevice), class_weight,
-                                 reduction, std::move(ignore_index), label_smoothing, chunk,
-                                 probabilities, /*autocast=*/true);
+  for (Tensor* operand : {&c.input, &c.weight, &c.bias}) {
+    if (operand->defined()) *operand = at::autocast::cached_cast(type, *operand, kDevice);
+  }
+  return by_chunks(c, probabilities, /*autocast=*/true);
+}
+
+// The two ops that users call, of the same arguments but for the extras; kRun: run(), or that of a
+// device's autocast.
+template <Tensor3 (*kRun)(const UserCall&)>
+struct Entry {
+  static Tensor plain(const Tensor& input, const Tensor& weight, const Tensor& target,
+                      const OptionalTensor& bias, const OptionalTensor& class_weight,
+                      int64_t reduction, SymInt ignore_index, double label_smoothing,
+                      std::optional<int64_t> chunk_rows) {
+    return std::get<0>(kRun(user_call(input, weight, target, bias, class_weight, reduction,
+                                      std::move(ignore_index), label_smoothing, chunk_rows)));
+  }
+  static Tensor3 extras(const Tensor& input, const Tensor& weight, const Tensor& target,
+                        const OptionalTensor& bias, const OptionalTensor& class_weight,
+                        int64_t reduction, SymInt ignore_index, double label_smoothing,
+                        std::optional<int64_t> chunk_rows, double z_loss, double softcap,
+                        bool return_lse, bool return_argmax) {
+    return kRun(user_call(input, weight, target, bias, class_weight, reduction,
+                          std::move(ignore_index), label_smoothing, chunk_rows, z_loss, softcap,
+                          return_lse, return_argmax));
+  }
+};
+
+template <class Entries>
+void implement(torch::Library& m) {
+  m.impl("linear_cross_entropy", Entries::plain);
+  m.impl("linear_cross_entropy_extras", Entries::extras);
 }
 
 }  // namespace
@@ -198,18 +219,19 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "Tensor? class_weight=None, int reduction=1, SymInt ignore_index=-100, "
       "float label_smoothing=0.0, int? chunk_rows=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  m.def(
+      "linear_cross_entropy_extras(Tensor input, Tensor weight, Tensor target, Tensor? bias=None, "
+      "Tensor? class_weight=None, int reduction=1, SymInt ignore_index=-100, "
+      "float label_smoothing=0.0, int? chunk_rows=None, float z_loss=0.0, float softcap=0.0, "
+      "bool return_lse=False, bool return_argmax=False) -> "
+      "(Tensor loss, Tensor lse, Tensor argmax)",
+      {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(warpwright, CompositeImplicitAutograd, m) {
-  m.impl("linear_cross_entropy", linear_cross_entropy_composite);
-}
+TORCH_LIBRARY_IMPL(warpwright, CompositeImplicitAutograd, m) { implement<Entry<run>>(m); }
 
-TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
-  m.impl("linear_cross_entropy", linear_cross_entropy_autocast<at::kCPU>);
-}
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) { implement<Entry<run_in_autocast<at::kCPU>>>(m); }
 
-TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
-  m.impl("linear_cross_entropy", linear_cross_entropy_autocast<at::kCUDA>);
-}
+TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) { implement<Entry<run_in_autocast<at::kCUDA>>>(m); }
 
 }  // namespace warpwright

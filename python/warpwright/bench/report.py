@@ -1,7 +1,8 @@
 """Writes the results of README.md and docs/ from benchmarks/results/**.
 
-In README.md, docs/architecture.md and docs/ladder.md tables stand between `<!-- results:NAME -->` and `<!-- /results -->`; everything
-between the two lines is generated. docs/results.md is generated whole, the pictures beside it too.
+In README.md, docs/architecture.md and docs/ladder.md tables stand between `<!-- results:NAME -->`
+and `<!-- /results -->`; everything between the two lines is generated. docs/results.md is generated
+whole, and so is docs/results/: a picture there that belongs to no record is deleted.
 
 Rows of an op whose sources have changed since it was measured carry a dagger. Whether they have
 depends on the tree, not on the results, so `--check` looks past daggers.
@@ -44,10 +45,15 @@ def _geomean(values: list[float]) -> float:
 def provenance(record: Record) -> str:
     precision = "bf16" if record.get("cuda") else "fp32"
     cudnn = f", cuDNN {record['cudnn']}" if record["cudnn"] else ""
+    rates = [
+        f"copy {record['copy_tbs']:.3g} TB/s",
+        f"{precision} matmul {record['matmul_tflops']:.3g} TFLOP/s",
+    ]
+    if "tf32_tflops" in record:
+        rates.append(f"TF32 matmul {record['tf32_tflops']:.3g} TFLOP/s")
     return (
         f"{record['gpu']}, torch {record['torch']}{cudnn}, {record['date']}, "
-        f"source {record['source_hash']}; copy {record['copy_tbs']:.3g} TB/s, "
-        f"{precision} matmul {record['matmul_tflops']:.3g} TFLOP/s, both measured in the same run"
+        f"source {record['source_hash']}; {', '.join(rates)}, measured in the same run"
     )
 
 
@@ -259,6 +265,14 @@ def digest(record: Record) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _picture_name(name: str, kind: str, dark: bool) -> str:
+    return f"{name}_{kind}{'_dark' if dark else ''}.png"
+
+
+def picture_names(record: Record, name: str) -> list[str]:
+    return [_picture_name(name, kind, dark) for kind in _drawable(record) for dark in (False, True)]
+
+
 def draw_pictures(record: Record, name: str, folder: Path) -> None:
     from . import plots
 
@@ -269,11 +283,11 @@ def draw_pictures(record: Record, name: str, folder: Path) -> None:
         "rungs": plots.rungs,
     }
     for kind in _drawable(record):
-        for theme, suffix in ((plots.LIGHT, ""), (plots.DARK, "_dark")):
+        for dark in (False, True):
             plots.save_png(
                 functools.partial(functions[kind], record),
-                folder / f"{name}_{kind}{suffix}.png",
-                theme,
+                folder / _picture_name(name, kind, dark),
+                plots.DARK if dark else plots.LIGHT,
                 description=digest(record),
             )
 
@@ -281,9 +295,10 @@ def draw_pictures(record: Record, name: str, folder: Path) -> None:
 def outdated_pictures(record: Record, name: str, folder: Path) -> list[str]:
     """Files that are missing or show another record."""
     wanted = digest(record).encode()
-    names = [f"{name}_{k}{s}.png" for k in _drawable(record) for s in ("", "_dark")]
     return [
-        n for n in names if not (folder / n).is_file() or wanted not in (folder / n).read_bytes()
+        n
+        for n in picture_names(record, name)
+        if not (folder / n).is_file() or wanted not in (folder / n).read_bytes()
     ]
 
 
@@ -339,18 +354,24 @@ def run(options: argparse.Namespace) -> int:
             differing.append(str(path.relative_to(root)))
             if not options.check:
                 write(path, text)
+    of_no_record = {picture.name for picture in (root / PICTURES).glob("*.png")}
     for path, record in {**records, **ladders}.items():
         name = stem(path, root)
+        of_no_record.difference_update(picture_names(record, name))
         old = outdated_pictures(record, name, root / PICTURES)
         differing += [str(PICTURES / n) for n in old]
         if old and not options.check:
             draw_pictures(record, name, root / PICTURES)
     for name in differing:
         print(f"{name}: {'not what the results say' if options.check else 'rewritten'}")
+    for name in sorted(of_no_record):
+        print(f"{PICTURES / name}: {'of no record' if options.check else 'deleted: of no record'}")
+        if not options.check:
+            (root / PICTURES / name).unlink()
     for path, ops in stale.items():
         if ops:
             print(f"{path.relative_to(root)}: stale: {', '.join(sorted(ops))}")
     for path, record in ladders.items():
         if ladder.is_stale(record, root):
             print(f"{path.relative_to(root)}: stale")
-    return 1 if options.check and differing else 0
+    return 1 if options.check and (differing or of_no_record) else 0

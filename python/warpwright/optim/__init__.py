@@ -11,6 +11,11 @@ Keyword-only extras, none of them in `param_groups`:
 - ``state_dtype=torch.float32``: fp32 state beside bf16 and fp16 parameters.
 - ``master_weights``: an fp32 copy of bf16 and fp16 parameters (``state["master_param"]``), with
   fp32 state; the parameter is its rounding.
+
+They raise ``ValueError`` for a negative or NaN ``max_norm``, another ``state_dtype``, and beside
+``differentiable=True``; with ``max_norm`` the step raises ``NotImplementedError`` for gradients that
+torch.optim's own functions must take (sparse, of another type, on another device), and for
+parameters on several devices.
 """
 
 from .adam import Adam, AdamW

@@ -115,6 +115,11 @@ def scalar_on(value: float | Tensor, device: torch.device) -> tuple[float, Tenso
     return 0.0, value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
+def _words(tensor: Tensor) -> str:
+    name = "" if type(tensor) in PLAIN_TYPES else f"{type(tensor).__name__} of "
+    return f"{name}{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+
+
 def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device, torch.float32, non_blocking=True)
 
@@ -139,7 +144,7 @@ class FusedStep(Optimizer):
         master_weights: bool,
     ) -> None:
         if max_norm is not None and not max_norm >= 0.0:
-            raise ValueError(f"Invalid max_norm value: {max_norm}")
+            raise ValueError(f"Invalid max_norm value: {max_norm} (expected at least 0)")
         if state_dtype not in (None, torch.float32):
             raise ValueError(f"state_dtype: expected None or torch.float32, got {state_dtype}")
         wanted = max_norm is not None or zero_grad_in_step or state_dtype or master_weights
@@ -339,9 +344,12 @@ class FusedStep(Optimizer):
     def _clip(self, batches: list[Batch], grad_scale: Tensor | None) -> Tensor | None:
         if not batches:
             return None
-        if any(batch.native for batch in batches):
+        native = [batch for batch in batches if batch.native]
+        if native:
+            param, grad = native[0].params[0], native[0].grads[0]
             raise NotImplementedError(
-                "max_norm: expected dense gradients of the parameters' type on the CPU or a GPU"
+                "max_norm: expected dense gradients of the parameters' type on the CPU or a GPU, "
+                f"got {_words(grad)}, for a parameter of {_words(param)}"
             )
         devices = {batch.device for batch in batches}
         if len(devices) > 1:

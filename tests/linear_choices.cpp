@@ -1,0 +1,187 @@
+// Asks choose_gemm_config() for many products and checks that a kernel can run what it says:
+//
+//   linear_choices LAST STRIDE     extents 1, 1 + STRIDE, ... up to LAST, each with each
+//   linear_choices                 extents around the tiles' edges, and large ones at random
+//
+// Prints the number of products, or the first wrong answer and exits with 1.
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ops/linear/linear.h"
+
+using namespace warpwright;
+
+namespace {
+
+constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
+constexpr int64_t kRoundingUp = 1024;  // of the ring's address on sm_90a
+
+int64_t product_count = 0;
+
+// Of A (m, k) and B (n, k), dense, each contiguous along k or across.
+GemmParams product(DType dtype, bool tf32, bool sm90, int64_t m, int64_t n, int64_t k,
+                   bool a_k_major, bool b_k_major) {
+  GemmParams p{};
+  p.dtype = dtype;
+  p.tf32 = tf32;
+  p.sm90 = sm90;
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.a_stride_m = a_k_major ? k : 1;
+  p.a_stride_k = a_k_major ? 1 : m;
+  p.b_stride_n = b_k_major ? k : 1;
+  p.b_stride_k = b_k_major ? 1 : n;
+  return p;
+}
+
+bool fits_grid(int64_t tiles_m, int64_t tiles_n, int64_t splits) {
+  return tiles_m <= kMaxGridX && tiles_n <= kMaxGridX && tiles_m * tiles_n <= kMaxGridX / splits;
+}
+
+// Null, or what is wrong.
+const char* fault_of_portable(const GemmParams& p, const GemmConfig& c, const DeviceInfo& device) {
+  const TileShape shape = tile_shape(c.kind, c.tile);
+  if (c.tile == GemmTile::kWide || shape.ctas_per_sm == 0) return "there is no such tile";
+  if (!(c.a_wide && c.b_wide) && c.tile != GemmTile::kSmall) {
+    return "only the small tile reads element by element";
+  }
+  if (tile_smem_bytes(c.kind, shape) > device.smem_per_block) return "too much shared memory";
+  if (c.splits > 1 && ceil_div<int64_t>(p.k, shape.blk_k) < c.splits) return "a part without k";
+  if (!fits_grid(ceil_div<int64_t>(p.m, shape.blk_m), ceil_div<int64_t>(p.n, shape.blk_n),
+                 c.splits)) {
+    return "too many blocks";
+  }
+  return c.cluster == 1 ? nullptr : "clusters are of sm_90";
+}
+
+const char* fault_of_sm90(const GemmParams& p, const GemmConfig& c, const DeviceInfo& device) {
+  if (const char* why_not = why_not_sm90(p, c)) return why_not;
+  const Sm90Operands operands = sm90_operands(c);
+  const bool swapped = operands == Sm90Operands::kSwapped || operands == Sm90Operands::kTurned;
+  if (c.tile == GemmTile::kWide &&
+      (c.kind != GemmKind::kTf32 || operands != Sm90Operands::kAsTheyLie)) {
+    return "the wide tile is of TF32 along k";
+  }
+  if (swapped && c.tile != GemmTile::kLarge && c.tile != GemmTile::kMedium) {
+    return "no such tile of operands that change places";
+  }
+  if (operands == Sm90Operands::kRealigned && c.tile != GemmTile::kLarge) {
+    return "one tile realigns";
+  }
+  const Sm90TileShape shape = sm90_tile_shape(c.tile, operands);
+  const int64_t ring = int64_t{shape.stages} * (shape.blk_m + shape.blk_n) * 128;
+  if (ring + kRoundingUp > device.smem_per_block) return "too much shared memory";
+  if (c.splits > 1 && ceil_div<int64_t>(p.k * dtype_size(p.dtype), 128) < c.splits) {
+    return "a part without k";
+  }
+  const int64_t tiles_n = ceil_div<int64_t>(p.n, shape.blk_n);
+  if (c.cluster != 1 && (!shape.clusters || (c.cluster != 2 && c.cluster != 4))) {
+    return "no such cluster";
+  }
+  if (c.cluster > tiles_n) return "a CTA of the cluster has no tile";
+  return fits_grid(ceil_div<int64_t>(p.m, shape.blk_m), tiles_n, c.splits) ? nullptr
+                                                                           : "too many tiles";
+}
+
+const char* fault_of(const GemmParams& p, const GemmConfig& c, const DeviceInfo& device) {
+  if (c.kind != gemm_kind(p.dtype, p.tf32)) return "another kind";
+  if (c.splits < 1 || c.splits > kMaxSplits) return "splits";
+  if (gemm_workspace_bytes(p, c) > kMaxSplitBytes) return "too large a workspace";
+  if (c.reason == nullptr) return "no reason";
+  switch (c.path) {
+    case GemmPath::kPortable:
+      return fault_of_portable(p, c, device);
+    case GemmPath::kSm90:
+      return fault_of_sm90(p, c, device);
+    case GemmPath::kFewRows:
+      if (p.m > kMaxFewRows || c.kind != GemmKind::kFp32) return "rows or type";
+      if (!(c.a_wide && c.b_wide && c.a_k_major && c.b_k_major)) return "operands";
+      if (kFewRowsSmemBytes > device.smem_per_block) return "too much shared memory";
+      return c.splits == 1 ? nullptr : "splits";
+    case GemmPath::kOuterProduct:
+      if (p.k > kMaxOuterProductK || c.kind != GemmKind::k16Bit || !p.sm90) return "k or type";
+      if (c.row_groups < 1 || c.row_groups > kMaxOuterProductGroups) return "groups";
+      if (c.splits != 1) return "splits";
+      return fits_grid(ceil_div(p.m, c.row_groups * kOuterProductRows),
+                       ceil_div(p.n, kOuterProductCols), 1)
+                 ? nullptr
+                 : "too many blocks";
+  }
+  return "no such path";
+}
+
+// The products of one linear layer: every type, every direction, each of them on each GPU.
+void check(const std::vector<DeviceInfo>& devices, int64_t m, int64_t n, int64_t k) {
+  struct Kind {
+    DType dtype;
+    bool tf32;
+  };
+  for (const Kind kind : {Kind{DType::kBFloat16, false}, Kind{DType::kFloat32, true},
+                          Kind{DType::kFloat32, false}, Kind{DType::kFloat64, false}}) {
+    for (const int majors : {3, 1, 0, 2}) {  // forward, both gradients, a transposed x
+      for (const DeviceInfo& device : devices) {
+        const GemmParams p = product(kind.dtype, kind.tf32, device.sm_arch == 90, m, n, k,
+                                     (majors & 1) != 0, (majors & 2) != 0);
+        const GemmConfig config = choose_gemm_config(p, device);
+        ++product_count;
+        if (const char* fault = fault_of(p, config, device)) {
+          std::printf("%s%s %lld x %lld x %lld, majors %d, sm_%d: %s: %s\n", dtype_name(kind.dtype),
+                      kind.tf32 ? " (TF32)" : "", static_cast<long long>(m),
+                      static_cast<long long>(n), static_cast<long long>(k), majors, device.sm_arch,
+                      describe(config).c_str(), fault);
+          std::exit(1);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const DeviceInfo hopper;
+  if (argc == 3) {
+    const int last = std::atoi(argv[1]), stride = std::atoi(argv[2]);
+    for (int m = 1; m <= last; m += stride) {
+      for (int n = 1; n <= last; n += stride) {
+        for (int k = 1; k <= last; k += stride) check({hopper}, m, n, k);
+      }
+    }
+  } else {
+    DeviceInfo ampere;  // A100
+    ampere.sm_arch = 80;
+    ampere.num_sms = 108;
+    ampere.smem_per_block = 163 * 1024;
+    DeviceInfo small;  // a consumer's GPU: the least shared memory from 8.0 on
+    small.sm_arch = 86;
+    small.num_sms = 20;
+    small.smem_per_block = 99 * 1024;
+    const std::vector<DeviceInfo> devices = {hopper, ampere, small};
+    const std::vector<int64_t> edges = {1,   2,   7,   8,   9,   16,  17,   31,  33,
+                                        63,  64,  65,  96,  97,  127, 128,  129, 255,
+                                        256, 257, 384, 511, 512, 520, 1000, 4000};
+    for (const int64_t m : edges) {
+      for (const int64_t n : edges) {
+        for (const int64_t k : edges) check(devices, m, n, k);
+      }
+    }
+    // Extents whose logarithm is evenly spread, of at most 2^40 elements of D.
+    std::mt19937_64 random(0);
+    auto extent = [&] {
+      const int bits = static_cast<int>(random() % 24) + 9;
+      return static_cast<int64_t>(random() >> (64 - bits) | uint64_t{1} << (bits - 1));
+    };
+    for (int i = 0; i < 2000;) {
+      const int64_t m = extent(), n = extent(), k = extent();
+      if (m > (int64_t{1} << 40) / n) continue;
+      check(devices, m, n, k);
+      ++i;
+    }
+  }
+  std::printf("%lld products\n", static_cast<long long>(product_count));
+}
