@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from common import OPCHECK_TESTS
+from launches import launches
 
 import warpwright
 from warpwright import optim
@@ -328,8 +329,6 @@ def test_cuda_graph(name):
 @pytest.mark.gpu
 def test_no_sync_and_few_launches():
     """A step waits for nothing and is one launch; clipping is one more."""
-    from torch.profiler import ProfilerActivity, profile
-
     params = [torch.randn(1000 + i, device="cuda").requires_grad_() for i in range(300)]
     for name, kwargs in (
         ("SGD", {}),
@@ -340,15 +339,7 @@ def test_no_sync_and_few_launches():
         for max_norm in (None, 1.0):
             optimizer = getattr(optim, name)(params, max_norm=max_norm, **kwargs)
             set_grads(params, 0)
-            optimizer.step()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                with profile(activities=[ProfilerActivity.CUDA]) as trace:
-                    optimizer.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()
-            kernels = [e.name for e in trace.events() if e.device_type.name == "CUDA"]
+            kernels = launches(optimizer.step)
             assert len(kernels) == (1 if max_norm is None else 2), kernels
 
 

@@ -1,0 +1,82 @@
+"""Launches are what small tensors' time is made of: how many each op makes, on the GPU."""
+
+import pytest
+import torch
+from launches import launches
+
+import warpwright.functional as F
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def random(*shape, dtype=FP32):
+    return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
+
+
+def channels_last(*shape, dtype=BF16):
+    x = torch.randn(*shape, device="cuda").to(dtype, memory_format=torch.channels_last)
+    return x.requires_grad_()
+
+
+def batch_norm(x):
+    channels = x.shape[1]
+    weight, bias = (torch.ones(channels, device="cuda").requires_grad_() for _ in range(2))
+    mean, var = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
+    return (x, weight, bias), lambda: F.batch_norm(x, mean, var, weight, bias, training=True)
+
+
+def max_pool2d(x):
+    return (x,), lambda: F.max_pool2d(x, 3, 2, 1)
+
+
+def cross_entropy(x, **kwargs):
+    target = torch.randint(x.shape[1], (x.shape[0],), device="cuda")
+    return (x,), lambda: F.cross_entropy(x, target, **kwargs)
+
+
+def linear(rows, k, n, dtype=BF16):
+    x, weight, bias = (
+        random(rows, k, dtype=dtype),
+        random(n, k, dtype=dtype),
+        random(n, dtype=dtype),
+    )
+    return (x, weight, bias), lambda: F.linear(x, weight, bias)
+
+
+# (what, its inputs and call, at most so many launches forward and backward)
+CASES = {
+    "batch_norm on chip, NCHW": (lambda: batch_norm(random(64, 256, 7, 7)), 1, 1),
+    "batch_norm on chip, NHWC": (lambda: batch_norm(channels_last(64, 96, 55, 57)), 1, 1),
+    "batch_norm in two passes, NCHW": (lambda: batch_norm(random(64, 64, 112, 112)), 2, 2),
+    "batch_norm in two passes, NHWC": (
+        lambda: batch_norm(channels_last(256, 64, 112, 112)),
+        2,
+        2,
+    ),
+    "max_pool2d": (lambda: max_pool2d(random(8, 16, 28, 28)), 1, 1),
+    "cross_entropy, few rows": (lambda: cross_entropy(random(1024, 10)), 1, 1),
+    "cross_entropy, many rows": (
+        lambda: cross_entropy(random(16384, 8192, dtype=BF16)),
+        3,  # count, rows with their gradient, sum
+        1,  # which scales it unless the incoming gradient is 1
+    ),
+    "linear": (lambda: linear(2048, 2048, 2048), 1, 2),
+    "linear, a split k": (lambda: linear(512, 3136, 128), 2, 3),
+    "linear, a bias that is summed apart": (lambda: linear(64, 128, 10), 1, 3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches(name):
+    make, forward, backward = CASES[name]
+    inputs, call = make()
+    assert len(found := launches(lambda: call().detach())) <= forward, found
+    output = call()
+    grad = torch.ones_like(output)
+
+    def backwards():
+        return torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+    assert len(found := launches(backwards)) <= backward, found
