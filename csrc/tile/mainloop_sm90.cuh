@@ -49,6 +49,7 @@ struct TileSm90 {
 
   // wgmma takes 32-bit operands K-major only: mn_major_tf32_sm90.cuh has what brings them there.
   static constexpr bool kMnMajorTf32 = sizeof(T) == 4 && kMajorA == Major::kMN;
+  static constexpr bool kSplitsTf32 = false;  // float32 as two TF32 numbers: split_tf32_sm90.cuh
   static_assert(sizeof(T) == 2 || kMnMajorTf32 || kMajorB == Major::kK, "A goes first");
   // linear's weight gradient: A's row sums, the bias gradient, may be wanted beside D.
   static constexpr bool kRowSums = sizeof(T) == 2 && kMajorA == Major::kMN && kMajorB == Major::kMN;

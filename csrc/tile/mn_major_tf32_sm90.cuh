@@ -43,6 +43,52 @@ struct FragmentRows {
     return unit(block) / 2 * kBoxBytes + k * 128 + ((piece(block) ^ k) << 4) +
            threadIdx.x / 4 % 2 * 8;
   }
+  // A block's fragment of 8 k from `shared`, which is the block's offset() in them.
+  __device__ __forceinline__ static void load(uint32_t (&a)[4], uint32_t shared) {
+    const uint2 first = load_shared_u64(shared);
+    const uint2 second = load_shared_u64((shared ^ 64) + 512);  // k + 4
+    a[0] = first.x;
+    a[1] = first.y;
+    a[2] = second.x;
+    a[3] = second.y;
+  }
+};
+
+// A warp turns 32 x 32 elements where they lie: 32 rows of k before, 32 rows of N, K-major, after.
+// A lane moves two blocks of 4 x 4, on a diagonal of the 8 x 8 blocks with its seven neighbours, so
+// that their 16-byte accesses meet all banks in both directions.
+class BoxTurner {
+ public:
+  // `store` writes 16 bytes, given where and what.
+  template <class Store>
+  __device__ __forceinline__ void turn(uint32_t box, const Store& store) {
+    row_ = derive_anew(row_);
+    uint4 v[2][4];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[b][i] = load_shared_u128(box + at(row_ ^ (b * 4), column_, i));
+    }
+    __syncwarp();  // every lane has read
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const uint4* w = v[b];
+      const int r = row_ ^ (b * 4);
+      store(box + at(column_, r, 0), make_uint4(w[0].x, w[1].x, w[2].x, w[3].x));
+      store(box + at(column_, r, 1), make_uint4(w[0].y, w[1].y, w[2].y, w[3].y));
+      store(box + at(column_, r, 2), make_uint4(w[0].z, w[1].z, w[2].z, w[3].z));
+      store(box + at(column_, r, 3), make_uint4(w[0].w, w[1].w, w[2].w, w[3].w));
+    }
+  }
+
+ private:
+  // Of 32 rows of 128 bytes: 16-byte piece `piece` of row 4 * row4 + i.
+  __device__ __forceinline__ static uint32_t at(int row4, int piece, int i) {
+    return row4 * 512 + i * 128 + ((piece ^ (row4 % 2 * 4) ^ i) << 4);
+  }
+
+  int column_ = static_cast<int>(threadIdx.x % 8);              // four of N
+  int row_ = column_ ^ static_cast<int>(threadIdx.x % 32 / 8);  // four of k, of the first block
 };
 
 template <class Tile>
@@ -73,43 +119,19 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
     Base::init(producer_arrivals);
   }
 
-  // A warpgroup turns the B of k_tiles stages: warp w the 32 x 32 elements of columns 32 w of B,
-  // whose 4096 bytes are 32 rows of k before and 32 rows of N, K-major, after. A lane moves two
-  // blocks of 4 x 4, on a diagonal of the 8 x 8 blocks with its seven neighbours, so that their
-  // 16-byte accesses meet all banks in both directions.
-  __device__ __forceinline__ void turn(int k_tiles) const {
+  // A warpgroup turns the B of k_tiles stages, warp w columns 32 w of it.
+  __device__ __forceinline__ void rewrite_b(int k_tiles) const {
     Cursor cursor;
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    BoxTurner turner;
     const uint32_t box = stages + Tile::kBytesA + threadIdx.x % 128 / 32 * Rows::kBoxBytes;
-    const int column = lane % 8;    // four of N
-    int row = column ^ (lane / 8);  // four of k, of the first block; ^ 4 of the second
 #pragma unroll 1
     for (int k = 0; k < k_tiles; ++k) {
       mbarrier_wait(this->full(cursor.stage), cursor.parity);
-      row = derive_anew(row);
-      const uint32_t shared = box + cursor.stage * Tile::kStageBytes;
-      uint4 v[2][4];
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          v[b][i] = load_shared_u128(shared + at(row ^ (b * 4), column, i));
-        }
-      }
-      __syncwarp();  // every lane has read
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const uint4* w = v[b];
-        const int r = row ^ (b * 4);
-        store_shared_u128(shared + at(column, r, 0), make_uint4(w[0].x, w[1].x, w[2].x, w[3].x));
-        store_shared_u128(shared + at(column, r, 1), make_uint4(w[0].y, w[1].y, w[2].y, w[3].y));
-        store_shared_u128(shared + at(column, r, 2), make_uint4(w[0].z, w[1].z, w[2].z, w[3].z));
-        store_shared_u128(shared + at(column, r, 3), make_uint4(w[0].w, w[1].w, w[2].w, w[3].w));
-      }
+      turner.turn(box + cursor.stage * Tile::kStageBytes, store_shared_u128);
       // wgmma reads through the asynchronous proxy what ordinary stores wrote.
       fence_proxy_async();
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(turned(cursor.stage));
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(turned(cursor.stage));
       cursor.next();
     }
   }
@@ -159,23 +181,10 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
  private:
   using Fragment = uint32_t[Tile::kBlocks][4];  // of 8 k
 
-  // Of 32 rows of 128 bytes: 16-byte piece `piece` of row 4 * row4 + i.
-  __device__ __forceinline__ static uint32_t at(int row4, int piece, int i) {
-    return row4 * 512 + i * 128 + ((piece ^ (row4 % 2 * 4) ^ i) << 4);
-  }
-
   __device__ __forceinline__ static void load(Fragment& a, uint32_t a0, int stage, int step) {
     const uint32_t shared = a0 + stage * Tile::kStageBytes + step * 1024;
 #pragma unroll
-    for (int i = 0; i < Tile::kBlocks; ++i) {
-      const uint32_t offset = Rows::offset(i);
-      const uint2 first = load_shared_u64(shared + offset);
-      const uint2 second = load_shared_u64(shared + (offset ^ 64) + 512);  // k + 4
-      a[i][0] = first.x;
-      a[i][1] = first.y;
-      a[i][2] = second.x;
-      a[i][3] = second.y;
-    }
+    for (int i = 0; i < Tile::kBlocks; ++i) Rows::load(a[i], shared + Rows::offset(i));
   }
 
   __device__ __forceinline__ static void multiply(Accumulator& d, const Fragment& a, uint64_t b,

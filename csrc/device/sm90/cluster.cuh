@@ -80,6 +80,11 @@ __device__ __forceinline__ uint16_t load_shared_u16(uint32_t shared) {
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(value) : "r"(shared) : "memory");
   return value;
 }
+__device__ __forceinline__ uint32_t load_shared_u32(uint32_t shared) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(shared) : "memory");
+  return value;
+}
 __device__ __forceinline__ uint2 load_shared_u64(uint32_t shared) {
   uint2 value;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n"

@@ -34,8 +34,9 @@ struct Beside {
 // D[m, n] = activation(sum over k of A[m, k] * B[n, k] + bias[n]).
 struct GemmParams {
   DType dtype;
-  bool tf32;  // float operands may be rounded to TF32
-  bool sm90;  // the sm_90a kernels run here: sm90_path_available()
+  bool tf32;    // float operands may be rounded to TF32
+  bool tf32x3;  // else each may be the sum of two TF32 numbers
+  bool sm90;    // the sm_90a kernels run here: sm90_path_available()
   int64_t m;
   int64_t n;
   int64_t k;
@@ -109,10 +110,12 @@ enum class Sm90Operands {
   kRealigned,  // 16-bit rows that start at no multiples of 16 bytes, moved into place
   kSwapped,    // TF32 with B n-major: D^T = B A^T, B through registers
   kTurned,     // and A m-major: turned in shared memory
+  kSplit,      // float32, each the sum of two TF32 numbers
 };
 
 constexpr Sm90Operands sm90_operands(const GemmConfig& config) {
   if (config.a_realigned || config.b_realigned) return Sm90Operands::kRealigned;
+  if (config.kind == GemmKind::kFp32) return Sm90Operands::kSplit;
   if (config.kind != GemmKind::kTf32 || config.b_k_major) return Sm90Operands::kAsTheyLie;
   return config.a_k_major ? Sm90Operands::kSwapped : Sm90Operands::kTurned;
 }
@@ -123,6 +126,8 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile, Sm90Operands operands) {
       return sm90_tile_shape(tile);
     case Sm90Operands::kRealigned:
       return kRealignedTile;
+    case Sm90Operands::kSplit:
+      return kSplitTile;
     case Sm90Operands::kSwapped:
       return kSwappedTiles[static_cast<int>(tile)];
     default:
@@ -231,6 +236,7 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   constexpr double kRealignedCycles[2] = {900, 1150};
   constexpr double kSwappedCycles[2][2] = {{640, 700}, {390, 560}};
   constexpr double kTurnedCycles[2][2] = {{1410, 1410}, {900, 900}};
+  constexpr double kSplitCycles[2] = {1700, 1900};
   constexpr double kFirstAndLast[] = {5500, 2750, 2000, 16000};  // filling the ring, the last store
   constexpr double kInsideSectors[] = {275, 0, 200, 0};
   constexpr double kOutsideRow = 4;
@@ -244,6 +250,7 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   const int t = static_cast<int>(tile);
   double tile_cycles = (operands == Sm90Operands::kAsTheyLie   ? kTileCycles[t]
                         : operands == Sm90Operands::kRealigned ? kRealignedCycles
+                        : operands == Sm90Operands::kSplit     ? kSplitCycles
                         : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
                                                                : kTurnedCycles[t])[rounds > 1];
   if (operands == Sm90Operands::kAsTheyLie && kind == GemmKind::k16Bit && !whole_sectors &&
@@ -257,8 +264,8 @@ inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int6
   if (operands == Sm90Operands::kAsTheyLie && tiles_m == 2 && outside * 2 >= shape.blk_m) {
     tile_cycles += kOutsideRow * static_cast<double>(outside);
   }
-  // The store of a 128 x 256 tile has no other mainloop to hide in.
-  const bool exposed = shape.blk_m * shape.blk_n == 128 * 256;
+  // The store of a 128 x 256 tile, and of split operands, has no other mainloop to hide in.
+  const bool exposed = shape.blk_m * shape.blk_n == 128 * 256 || operands == Sm90Operands::kSplit;
   const double first_and_last = kFirstAndLast[operands == Sm90Operands::kTurned ? 0 : t] *
                                 static_cast<double>(exposed ? rounds : 1);
   const double memory_cycles = static_cast<double>(m + n) * static_cast<double>(k) *
@@ -281,14 +288,17 @@ inline bool rows_overlap(int64_t rows, int64_t length, int64_t pitch) {
 inline const char* why_not_sm90(const GemmParams& p, const GemmConfig& config) {
   constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
   if (!p.sm90) return "no sm_90a";
-  if (config.kind == GemmKind::kFp32 || config.kind == GemmKind::kFp64) return "exact fp32 or fp64";
+  if (config.kind == GemmKind::kFp64 || (config.kind == GemmKind::kFp32 && !p.tf32x3)) {
+    return "exact fp32 or fp64";
+  }
   const int64_t a_pitch = config.a_k_major ? p.a_stride_m : p.a_stride_k;
   const int64_t b_pitch = config.b_k_major ? p.b_stride_n : p.b_stride_k;
   const bool realigned = config.a_realigned || config.b_realigned;
-  if (config.kind == GemmKind::kTf32 && realigned) {
+  const bool tf32 = config.kind != GemmKind::k16Bit;
+  if (tf32 && realigned) {
     return "an operand's rows are not multiples of 16 bytes";
   }
-  if (config.kind == GemmKind::kTf32 && !config.a_k_major && config.b_k_major) {
+  if (tf32 && !config.a_k_major && config.b_k_major) {
     return "wgmma reads TF32 operands along k only";  // linear of a transposed x
   }
   if (std::max({p.m, p.n, p.k}) > kMaxExtent) return "an extent over 2^30";
@@ -420,7 +430,9 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
     const bool whole_sectors = operand_rows_are_aligned(p, config, 32);
     for (GemmTile tile : {GemmTile::kWide, GemmTile::kLarge, GemmTile::kMedium, GemmTile::kSmall}) {
       if (tile == GemmTile::kWide && !wide_tile) continue;
-      if (operands == Sm90Operands::kRealigned && tile != GemmTile::kLarge) continue;
+      const bool large_only =
+          operands == Sm90Operands::kRealigned || operands == Sm90Operands::kSplit;
+      if (large_only && tile != GemmTile::kLarge) continue;
       if (swapped && tile == GemmTile::kSmall) continue;
       const int64_t k_tiles = (p.k * size + 127) / 128;
       for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
@@ -441,6 +453,11 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
     if (best_sm90 <= best || adds_to_narrow) config = sm90;
   }
   const bool by_elements = !aligned && config.path == GemmPath::kPortable;
+  const char* why_not = why_not_sm90(p, config);
+  if (p.tf32x3 && config.kind == GemmKind::kFp32 && why_not != nullptr) {
+    config.reason = why_not;
+    return config;
+  }
   config.reason = by_elements ? "an operand's rows are not multiples of 16 bytes: element accesses"
                   : config.splits > 1 ? "few output tiles for the SMs: k is split"
                   : config.tile == GemmTile::kLarge || config.tile == GemmTile::kWide
@@ -474,8 +491,9 @@ inline std::string describe(const GemmConfig& config) {
            std::to_string(kOuterProductCols) + " a block";
   } else if (config.path == GemmPath::kSm90) {
     const Sm90TileShape shape = sm90_tile_shape(config.tile, sm90_operands(config));
-    text = std::string("sm_90a ") + (config.kind == GemmKind::kTf32 ? "TF32" : "16-bit") +
-           " wgmma, tile " + std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) +
+    constexpr const char* kKinds[] = {"16-bit", "TF32", "3xTF32"};
+    text = std::string("sm_90a ") + kKinds[static_cast<int>(config.kind)] + " wgmma, tile " +
+           std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) +
            (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) + " stages";
   } else {
     constexpr const char* kKinds[] = {"16-bit mma.sync", "TF32 mma.sync", "fp32 FMA", "fp64 FMA"};

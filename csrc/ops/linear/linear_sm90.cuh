@@ -18,6 +18,7 @@
 #include "tile/mn_major_tf32_sm90.cuh"
 #include "tile/realigning_loader_sm90.cuh"
 #include "tile/scheduler.cuh"
+#include "tile/split_tf32_sm90.cuh"
 
 namespace warpwright {
 
@@ -85,15 +86,15 @@ struct TmaOperands {
   }
 };
 
-// The same of MN-major TF32 operands, and a second warpgroup that turns B.
-struct TurnedOperands : TmaOperands {
+// The same, and a second warpgroup that rewrites B: turns it, splits it, or both.
+struct RewrittenOperands : TmaOperands {
   static constexpr int kWarpgroups = 2;
   static constexpr int kRegisters = 56;  // 256 * 56 + 256 * 200 = 65536
   static constexpr int kConsumerRegisters = 200;
 
-  template <class Tile, class Params>
-  __device__ __forceinline__ void produce(const MnMajorTf32Mainloop<Tile>& loop, const Params& p,
-                                          int warpgroup, unsigned first, unsigned stride) const {
+  template <class Tile, class Loop, class Params>
+  __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int warpgroup,
+                                          unsigned first, unsigned stride) const {
     if (warpgroup == 0) {
       TmaOperands::template produce<Tile>(loop, p, warpgroup, first, stride);
     } else {
@@ -102,8 +103,69 @@ struct TurnedOperands : TmaOperands {
         const TileCoord tile = tile_of_block(p.grid, block);
         stages += tile.k_end - tile.k_begin;
       }
-      loop.turn(stages);
+      loop.rewrite_b(stages);
     }
+  }
+};
+
+// The operands of split_tf32_sm90.cuh, in memory too: for elements of D that come out infinite or
+// NaN, as they do from any such element of an operand.
+struct SplitOperands : RewrittenOperands {
+  struct Matrix {
+    const float* pointer;
+    int64_t stride_row;
+    int64_t stride_k;
+    int rows;
+  };
+  Matrix rows;  // what `a` is of, then `b`
+  Matrix cols;
+  int k;
+
+  // A thread's accumulators, after the k tiles from k_begin to k_end. By FMA in k's order, which
+  // gives what IEEE arithmetic does.
+  template <class Tile>
+  __device__ __forceinline__ void recompute(float (&d)[Tile::kRegs], int first_row, int first_col,
+                                            int k_begin, int k_end) const {
+    using Loop = SplitTf32Mainloop<Tile>;
+    float probe = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Tile::kRegs; ++i) probe = fmaf(d[i], 0.0f, probe);
+    if (probe != 0.0f) {
+      uint64_t wanted = 0;
+#pragma unroll
+      for (int i = 0; i < Tile::kRegs; ++i) {
+        const bool inside =
+            first_row + Loop::row_of(i) < rows.rows && first_col + Loop::col_of(i) < cols.rows;
+        if (inside && d[i] * 0.0f != 0.0f) wanted |= uint64_t{1} << i;
+      }
+      while (wanted != 0) {
+        const int e = __ffsll(static_cast<int64_t>(wanted)) - 1;
+        wanted &= wanted - 1;
+        const float value = dot(first_row + Loop::row_of(e), first_col + Loop::col_of(e),
+                                k_begin * Tile::kBlkK, min(k, k_end * Tile::kBlkK));
+#pragma unroll
+        for (int i = 0; i < Tile::kRegs; ++i) d[i] = i == e ? value : d[i];
+      }
+    }
+    __syncwarp();  // wgmma wants whole warps
+  }
+
+ private:
+  // Until it is NaN, which it stays.
+  __device__ __forceinline__ float dot(int row, int col, int begin, int end) const {
+    const float* a = rows.pointer + row * rows.stride_row + begin * rows.stride_k;
+    const float* b = cols.pointer + col * cols.stride_row + begin * cols.stride_k;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int first = begin; first < end && sum == sum; first += 8) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (first + i < end) sum = fmaf(a[i * rows.stride_k], b[i * cols.stride_k], sum);
+      }
+      a += 8 * rows.stride_k;
+      b += 8 * cols.stride_k;
+    }
+    return sum;
   }
 };
 
@@ -200,8 +262,9 @@ struct RealignedOperands {
 enum GemmSm90Barrier { kStoreBarrier = 1, kTurnBarrier = 3 };  // of consumer 0; + 1 of consumer 1
 
 template <class Tile>
-using MainloopOf =
-    std::conditional_t<Tile::kMnMajorTf32, MnMajorTf32Mainloop<Tile>, MainloopSm90<Tile>>;
+using MainloopOf = std::conditional_t<
+    Tile::kSplitsTf32, SplitTf32Mainloop<Tile>,
+    std::conditional_t<Tile::kMnMajorTf32, MnMajorTf32Mainloop<Tile>, MainloopSm90<Tile>>>;
 
 template <class Tile>
 using EpilogueOf = std::conditional_t<Tile::kMnMajorTf32, TransposedEpilogue<Tile::kBlocks>,
@@ -291,6 +354,11 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
         if (Tile::kPingPong && p.num_blocks - block > stride) {
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
+        if constexpr (Tile::kSplitsTf32) {
+          const TileCoord at = tile_of_block(p.grid, derive_anew(static_cast<int>(block)));
+          p.operands.template recompute<Tile>(d[0], first_m<Tile>(at) + first_row,
+                                              first_n<Tile>(at, cluster), at.k_begin, at.k_end);
+        }
         if constexpr (Tile::kMnMajorTf32) {
           // Anew: its mainloop has no registers for them.
           const TileCoord at = tile_of_block(p.grid, derive_anew(static_cast<int>(block)));
@@ -317,7 +385,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
 template <class Loader>
 CUtensorMap operand_map(const GemmParams& p, Major major, const void* pointer, int64_t rows,
                         int64_t stride_row, int64_t stride_k, int box_outer) {
-  const bool tf32 = p.dtype == DType::kFloat32;
+  const bool tf32 = p.dtype == DType::kFloat32 && p.tf32;
   return major == Major::kK ? make_tensor_map({p.dtype, tf32, pointer, p.k, rows, stride_row,
                                                Loader::kBoxInner, box_outer})
                             : make_tensor_map({p.dtype, tf32, pointer, rows, p.k, stride_k,
@@ -360,7 +428,7 @@ Loading tma_operands(const GemmParams& p, int share = 1) {
   operands.a = operand_map_a<Tile>(p, box_a);
   operands.b = operand_map_b<Tile>(p, box_b);
   const int missing_rows = LoaderA::box_outer(1) - box_a * share + LoaderB::box_outer(1) - box_b;
-  operands.stage_bytes = Tile::kStageBytes - missing_rows * 128;
+  operands.stage_bytes = Tile::kBytesA + Tile::kBytesB - missing_rows * 128;
   operands.b_once =
       p.m <= Tile::kBlkM && p.n * p.k * sizeof(typename Tile::Element) >= kLargeWeights;
   return operands;
@@ -451,17 +519,21 @@ void launch_gemm_sm90_tile(const GemmParams& p, const GemmConfig& config, cudaSt
   launch_gemm_sm90_kernel<Tile>(p, config, tma_operands<Tile, TmaOperands>(p, share), stream);
 }
 
-// D^T = B A^T: TF32 of which B, at least, is n-major.
+// Of D^T = B A^T, for 32-bit operands of which B, at least, is n-major.
+inline GemmParams swapped_operands(GemmParams p) {
+  std::swap(p.m, p.n);
+  std::swap(p.a, p.b);
+  std::swap(p.a_stride_m, p.b_stride_n);
+  std::swap(p.a_stride_k, p.b_stride_k);
+  return p;
+}
+
 template <class Tile>
 void launch_swapped_gemm_sm90_tile(const GemmParams& p, const GemmConfig& config,
                                    cudaStream_t stream) {
-  using Loading = std::conditional_t<Tile::kMajorB == Major::kMN, TurnedOperands, TmaOperands>;
-  GemmParams swapped = p;
-  std::swap(swapped.m, swapped.n);
-  std::swap(swapped.a, swapped.b);
-  std::swap(swapped.a_stride_m, swapped.b_stride_n);
-  std::swap(swapped.a_stride_k, swapped.b_stride_k);
-  launch_gemm_sm90_kernel<Tile>(p, config, tma_operands<Tile, Loading>(swapped), stream);
+  using Loading = std::conditional_t<Tile::kMajorB == Major::kMN, RewrittenOperands, TmaOperands>;
+  launch_gemm_sm90_kernel<Tile>(p, config, tma_operands<Tile, Loading>(swapped_operands(p)),
+                                stream);
 }
 
 template <class T, GemmTile kTile, Major kMajorA, Major kMajorB>
@@ -471,8 +543,9 @@ using Sm90TileOf = TileSm90<T, sm90_tile_shape(kTile).blk_m, sm90_tile_shape(kTi
 
 // kMajorA: of linear's A, which comes second here.
 template <GemmTile kTile, Major kMajorA>
-constexpr Sm90TileShape kSwappedShape =
-    sm90_tile_shape(kTile, kMajorA == Major::kK ? Sm90Operands::kSwapped : Sm90Operands::kTurned);
+constexpr Sm90TileShape kSwappedShape = sm90_tile_shape(kTile, kMajorA == Major::kK
+                                                                   ? Sm90Operands::kSwapped
+                                                                   : Sm90Operands::kTurned);
 template <GemmTile kTile, Major kMajorA>
 using SwappedTileOf =
     TileSm90<float, kSwappedShape<kTile, kMajorA>.blk_n, kSwappedShape<kTile, kMajorA>.blk_m,

@@ -8,6 +8,7 @@ namespace warpwright {
 void launch_gemm_sm90_bf16(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
 void launch_gemm_sm90_fp16(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
 void launch_gemm_sm90_tf32(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
+void launch_gemm_sm90_tf32x3(const GemmParams& p, const GemmConfig& config, cudaStream_t stream);
 
 inline void launch_gemm_sm90(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
   switch (p.dtype) {
@@ -16,7 +17,8 @@ inline void launch_gemm_sm90(const GemmParams& p, const GemmConfig& config, cuda
     case DType::kFloat16:
       return launch_gemm_sm90_fp16(p, config, stream);
     default:
-      return launch_gemm_sm90_tf32(p, config, stream);
+      return config.kind == GemmKind::kTf32 ? launch_gemm_sm90_tf32(p, config, stream)
+                                            : launch_gemm_sm90_tf32x3(p, config, stream);
   }
 }
 

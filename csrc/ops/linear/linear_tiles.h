@@ -73,6 +73,10 @@ constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
 // shared memory that more stages would take.
 constexpr Sm90TileShape kRealignedTile = {128, 128, 4, true};
 
+// Of float32 split into TF32 numbers: both warpgroups on one tile, beside whose sums each k tile
+// has its own. Three tiles of 16 KiB a stage.
+constexpr Sm90TileShape kSplitTile = {128, 128, 4, false};
+
 // Of TF32 whose B is n-major: the product is made as D^T = B A^T, B from registers in units of 64.
 // There is no kSmall. With A k-major each warpgroup has a tile of its own. Else A is turned, for
 // which shared memory has more time the more columns meet it: a 128 x 256 tile for both.
