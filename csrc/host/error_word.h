@@ -11,11 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "host/export.h"
+
 // cudaStream_t, without the CUDA headers: the Python module is built without them.
 struct CUstream_st;
-
-// Called from the Python module, which is another shared object.
-#define WARPWRIGHT_EXPORT __attribute__((visibility("default")))
 
 namespace warpwright {
 

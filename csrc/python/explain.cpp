@@ -91,11 +91,13 @@ Matrix as_matrix(const Operand& x) {
   return m;
 }
 
-GemmParams gemm_params(DType dtype, bool tf32, bool sm90, const Matrix& a, const Matrix& b) {
+GemmParams gemm_params(DType dtype, bool tf32, bool tf32x3, bool sm90, const Matrix& a,
+                       const Matrix& b) {
   GemmParams p{};
   p.sm90 = sm90;
   p.dtype = dtype;
   p.tf32 = tf32;
+  p.tf32x3 = tf32x3;
   p.m = a.rows;
   p.n = b.rows;
   p.k = a.cols;
@@ -109,14 +111,15 @@ GemmParams gemm_params(DType dtype, bool tf32, bool sm90, const Matrix& a, const
 }
 
 // `sm90`: the library has the sm_90a kernels and they are wanted.
+// `tf32x3`: what `tf32` does not round may be split into two TF32 numbers.
 Lines explain_linear(const std::string& dtype, bool tf32, const Operand& input,
-                     const Operand& weight, const DeviceInfo& device, bool sm90) {
+                     const Operand& weight, const DeviceInfo& device, bool sm90, bool tf32x3) {
   const DType type = dtype_from(dtype);
   const Matrix x = as_matrix(input);
   const Matrix w = as_matrix(weight);
   const Matrix dy{x.rows, w.rows, w.rows, 1, 0};
   auto params = [&](const Matrix& a, const Matrix& b) {
-    return gemm_params(type, tf32, sm90 && device.sm_arch == 90, a, b);
+    return gemm_params(type, tf32, tf32x3, sm90 && device.sm_arch == 90, a, b);
   };
   auto line = [&](const Matrix& a, const Matrix& b) {
     return describe(choose_gemm_config(params(a, b), device));
@@ -261,7 +264,7 @@ Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool
 
 Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Operand& input,
                                    const Operand& weight, int64_t chunk_rows,
-                                   const DeviceInfo& device, bool sm90) {
+                                   const DeviceInfo& device, bool sm90, bool tf32x3) {
   const DType type = dtype_from(dtype);
   const Matrix w = as_matrix(weight);
   const ChunkPlan plan =
@@ -270,8 +273,8 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Op
   const int64_t pitch = logits_pitch(w.rows);
   const Matrix x{plan.rows, w.cols, w.cols, 1, 0}, dz{plan.rows, w.rows, pitch, 1, 0};
   auto line = [&](const Matrix& a, const Matrix& b) {
-    return describe(
-        choose_gemm_config(gemm_params(type, tf32, sm90 && device.sm_arch == 90, a, b), device));
+    return describe(choose_gemm_config(
+        gemm_params(type, tf32, tf32x3, sm90 && device.sm_arch == 90, a, b), device));
   };
   return {{"chunks", describe(plan)},
           {"logits", line(x, w)},
@@ -311,8 +314,11 @@ void define_explain(py::module_& m) {
   m.def("explain_conv2d", &explain_conv2d);
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_relu", &explain_relu);
-  m.def("explain_linear", &explain_linear);
-  m.def("explain_linear_cross_entropy", &explain_linear_cross_entropy);
+  m.def("explain_linear", &explain_linear, py::arg("dtype"), py::arg("tf32"), py::arg("input"),
+        py::arg("weight"), py::arg("device"), py::arg("sm90"), py::arg("tf32x3") = false);
+  m.def("explain_linear_cross_entropy", &explain_linear_cross_entropy, py::arg("dtype"),
+        py::arg("tf32"), py::arg("input"), py::arg("weight"), py::arg("chunk_rows"),
+        py::arg("device"), py::arg("sm90"), py::arg("tf32x3") = false);
   m.def("explain_max_pool2d", &explain_max_pool2d);
   m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);
 }

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "host/error_word.h"
+#include "host/float32_precision.h"
 #include "python/explain.h"
 
 namespace py = pybind11;
@@ -33,4 +34,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("error_word_devices", &warpwright::error_word_devices);
   m.def("is_strict", &warpwright::is_strict);
   m.def("set_strict", &warpwright::set_strict);
+  m.def("float32_precision", [] { return static_cast<int>(warpwright::float32_precision()); });
+  m.def("set_float32_precision", [](int level) {
+    warpwright::set_float32_precision(static_cast<warpwright::Float32Precision>(level));
+  });
 }

@@ -3,6 +3,7 @@
 from . import _ops as _ops  # loads the library before anything else
 from . import functional, nn, optim
 from ._fallback import watch_gpus as _watch_gpus
+from ._precision import get_float32_matmul_precision, set_float32_matmul_precision
 from .errors import check_errors, strict
 from .explain import explain
 from .info import info
@@ -21,11 +22,13 @@ __all__ = [
     "check_errors",
     "explain",
     "functional",
+    "get_float32_matmul_precision",
     "info",
     "nn",
     "optim",
     "patch",
     "profile",
+    "set_float32_matmul_precision",
     "strict",
     "swap",
     "swapped",

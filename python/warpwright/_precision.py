@@ -1,4 +1,4 @@
-"""The precision that PyTorch's settings allow to float32 products, and the error that goes with it."""
+"""The precision that the settings allow to float32 products, and the error that goes with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,58 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import _C
+
+# In the order of Float32Precision in csrc/host/float32_precision.h.
+LEVELS = (None, "highest", "high", "medium")
+
 aten = torch.ops.aten
 # Operators whose operands TF32 rounds, and where these stand among the arguments.
 CONVOLUTIONS = {aten.convolution: (0, 1), aten.convolution_backward: (0, 1, 2)}
 MATRIX_PRODUCTS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2)}
 
 Products = dict[Any, tuple[int, ...]]
+
+
+def set_float32_matmul_precision(precision: str | None) -> None:
+    """The precision of float32 matrix products in ``linear`` and what is built on it, on CUDA.
+
+    The levels are those of :func:`torch.set_float32_matmul_precision`. It holds for all threads of
+    the process, forward and backward, and leaves convolutions, attention, the CPU and native ops
+    as they are.
+
+    Args:
+        precision:
+            - ``"highest"``: IEEE float32 (24 bits).
+            - ``"high"``: each float32 number as the sum of two TF32 numbers, of whose products the
+              three most significant are kept: about 22 bits, added in float32. Where there is no
+              such kernel (GPUs other than Hopper, rows that do not start at multiples of 16 bytes,
+              ``WARPWRIGHT_PATH=portable``) or it would not be faster: IEEE float32.
+            - ``"medium"``: TF32 (11 bits).
+            - ``None``: what torch is set to, as native: IEEE float32 or TF32. The default.
+    Raises:
+        ValueError: another value.
+    """
+    if precision not in LEVELS:
+        wanted = ", ".join(map(repr, LEVELS[1:]))
+        raise ValueError(f"precision: expected {wanted} or None, got {precision!r}")
+    _C.set_float32_precision(LEVELS.index(precision))
+
+
+def get_float32_matmul_precision() -> str | None:
+    """What :func:`set_float32_matmul_precision` was given last; ``None``: torch's setting holds."""
+    return LEVELS[_C.float32_precision()]
+
+
+def linear_allows_tf32() -> bool:
+    """Whether our linear may round float32 operands to TF32."""
+    own = get_float32_matmul_precision()
+    return own == "medium" or (own is None and matmul_allows_tf32())
+
+
+def linear_splits_float32() -> bool:
+    """Whether our linear may take a float32 operand for the sum of two TF32 numbers."""
+    return get_float32_matmul_precision() == "high"
 
 
 def conv_allows_tf32() -> bool:

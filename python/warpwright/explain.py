@@ -13,7 +13,7 @@ from torch._prims_common import suggest_memory_format
 
 from . import _C, functional
 from ._arch import built_archs, why_no_kernel
-from ._precision import conv_allows_tf32, matmul_allows_tf32
+from ._precision import conv_allows_tf32, linear_allows_tf32, linear_splits_float32
 
 __all__ = ["explain"]
 
@@ -104,7 +104,13 @@ def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     if weight.dim() == 1:
         weight = weight[None]
     lines = _C.explain_linear(
-        _dtype(x), matmul_allows_tf32(), _operand(x), _operand(weight), gpu, _may_take_sm90()
+        _dtype(x),
+        linear_allows_tf32(),
+        _operand(x),
+        _operand(weight),
+        gpu,
+        _may_take_sm90(),
+        linear_splits_float32(),
     )
     return lines if a["bias"] is not None else lines[:-1]
 
@@ -118,12 +124,13 @@ def _linear_cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
     return _C.explain_linear_cross_entropy(
         _dtype(x),
-        matmul_allows_tf32(),
+        linear_allows_tf32(),
         _operand(x),
         _operand(a["weight"]),
         a["chunk_rows"] or 0,
         gpu,
         _may_take_sm90(),
+        linear_splits_float32(),
     )
 
 

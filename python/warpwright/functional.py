@@ -184,7 +184,9 @@ def _asked_for(
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``input @ weight.T + bias``.
 
-    float32 on CUDA follows ``torch.backends.cuda.matmul`` (``allow_tf32``, ``fp32_precision``).
+    float32 on CUDA follows ``torch.backends.cuda.matmul`` (``allow_tf32``, ``fp32_precision``),
+    unless :func:`warpwright.set_float32_matmul_precision` says otherwise: it also has a level
+    between the two, sums of two TF32 numbers.
     Integer and complex types go to the native op: there is no kernel of ours for them.
 
     Args:

@@ -9,6 +9,7 @@
 #include <optional>
 #include <tuple>
 
+#include "host/float32_precision.h"
 #include "host/sm90.h"
 #include "ops/linear/linear.h"
 #include "torch/autograd.h"
@@ -91,6 +92,24 @@ struct LinearCpu {
 };
 
 #ifdef WARPWRIGHT_WITH_CUDA
+// Which roundings of float32 operands are allowed: by our own setting, or else torch's.
+inline void allow_tf32(GemmParams& p) {
+  switch (float32_precision()) {
+    case Float32Precision::kTorch:
+      p.tf32 = at::globalContext().float32Precision(
+                   at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+      break;
+    case Float32Precision::kHighest:
+      break;
+    case Float32Precision::kHigh:
+      p.tf32x3 = true;
+      break;
+    case Float32Precision::kMedium:
+      p.tf32 = true;
+      break;
+  }
+}
+
 struct LinearCuda {
   cudaStream_t stream;
   at::TensorOptions bytes;
@@ -132,8 +151,7 @@ struct LinearCuda {
 
  private:
   GemmConfig choose(GemmParams& p) const {
-    p.tf32 = at::globalContext().float32Precision(
-                 at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+    allow_tf32(p);
     p.sm90 = sm90_path_available();
     return choose_gemm_config(p, current_device_info());
   }
