@@ -13,6 +13,8 @@ import torch
 from common import small_resnet
 from fusion import count_calls
 
+import warpwright
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -87,6 +89,7 @@ def _reproducible(request):
     # Strict fp32 unless a test asks for TF32: native's defaults differ between matmul and conv.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    warpwright.set_float32_matmul_precision(None)
     yield
     torch._dynamo.reset()
 

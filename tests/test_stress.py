@@ -1,11 +1,13 @@
 """On a GPU: CUDA graphs, a thousand repeats beside other work, and more than 2^31 and 2^32 elements."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
+import warpwright
 import warpwright.functional as F
 from warpwright import optim
 from warpwright.testing import assert_same
@@ -43,6 +45,11 @@ def add_relu(x, *args):
 
 def tf32_linear():
     torch.backends.cuda.matmul.allow_tf32 = True  # off again before the next test: conftest.py
+    return F.linear
+
+
+def split_tf32_linear():
+    warpwright.set_float32_matmul_precision("high")  # as it was before the next test
     return F.linear
 
 
@@ -139,10 +146,12 @@ def variants():
         lambda: (F.cross_entropy, random(512, 1000, dtype=FP64), labels(512, 1000)),
     )
     yield "linear-float64", lambda: (F.linear, *layer(200, 264, 136, FP64))
-    for m, k, n in ((512, 3136, 128), (760, 520, 760), (2048, 1024, 2048)):
+    sizes = (512, 3136, 128), (760, 520, 760), (2048, 1024, 2048)
+    kinds = {"tf32": tf32_linear, "3xtf32": split_tf32_linear}
+    for (m, k, n), kind in itertools.product(sizes, kinds):
         yield (
-            f"linear-{m}x{k}x{n}-tf32",
-            lambda s=(m, k, n): (tf32_linear(), *layer(*s, FP32)),
+            f"linear-{m}x{k}x{n}-{kind}",
+            lambda s=(m, k, n), make=kinds[kind]: (make(), *layer(*s, FP32)),
         )
     products = {"linear": F.linear, "linear_relu": F.linear_relu, "linear_gelu": F.linear_gelu}
     for m, k, n in (

@@ -387,6 +387,15 @@ def main():
                 if wanted in name:
                     check(name, function, args, kwargs, dtype, TOLERANCE[dtype])
                     count += 1
+    warpwright.set_float32_matmul_precision("high")
+    for op in ("linear", "linear_activation"):
+        torch.manual_seed(0)
+        for case, function, args, kwargs in CASES[op]():
+            name = f"{op}-{case}-3xtf32"
+            if wanted in name:
+                check(name, function, args, kwargs, torch.float32, TOLERANCE[torch.float32])
+                count += 1
+    warpwright.set_float32_matmul_precision(None)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for op in ("linear", "linear_activation", "conv2d"):
         torch.manual_seed(0)

@@ -91,7 +91,7 @@ def _begin() -> None:
 def _compile(make_items: MakeItems, index: int, device: str, step_peers: Sequence[str]) -> None:
     item = _items(make_items)[index]
     if isinstance(item, Case):
-        with tf32_allowed(item.tf32):
+        with item.precision():
             try:
                 implementation = prepare(PEERS[PEER], item, item.make(device), device)
             except Missing:

@@ -6,12 +6,16 @@ once; "flops" counts multiply and add as two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._precision import get_float32_matmul_precision, set_float32_matmul_precision
+from .measure import tf32_allowed
 
 Inputs = dict[str, Any]
 
@@ -43,12 +47,26 @@ class Case:
     window: tuple[int, int] | None = None  # a convolution's stride and padding
     # torch.backends.cuda.matmul.allow_tf32 while it runs: the name says so.
     tf32: bool = False
+    # warpwright.set_float32_matmul_precision("high") while it runs; native stays float32.
+    split_tf32: bool = False
 
     def run(self, functional: Any, inputs: Inputs) -> Tensor:
         """`functional` is warpwright's, or torch's."""
         if self.native is not None and functional is torch.nn.functional:
             return self.native(functional, inputs)
         return self.call(functional, inputs)
+
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        """Inside, float32 products may be rounded as the case's name says."""
+        previous = get_float32_matmul_precision()
+        if self.split_tf32:
+            set_float32_matmul_precision("high")
+        try:
+            with tf32_allowed(self.tf32):
+                yield
+        finally:
+            set_float32_matmul_precision(previous)
 
     @property
     def dtype_name(self) -> str:
@@ -236,6 +254,11 @@ def _tf32_linear(m: int, k: int, n: int) -> Case:
     return replace(plain, case=f"{plain.case} tf32", tf32=True)
 
 
+def _split_tf32_linear(m: int, k: int, n: int) -> Case:
+    plain = _linear(m, k, n, FP32)
+    return replace(plain, case=f"{plain.case} 3xtf32", split_tf32=True)
+
+
 def _linear_activation(activation: str, m: int, k: int, n: int, dtype: torch.dtype) -> Case:
     """Linear with the activation behind it; native calls one after the other."""
     plain = _linear(m, k, n, dtype)
@@ -405,6 +428,8 @@ def _all_cases() -> list[Case]:
         _tf32_linear(4096, 4096, 4096),
         _tf32_linear(8192, 8192, 8192),
         _tf32_linear(4096, 3136, 128),
+        _split_tf32_linear(4096, 4096, 4096),
+        _split_tf32_linear(4096, 3136, 128),
     ]
     for activation in ("relu", "gelu"):
         cases += [

@@ -23,7 +23,7 @@ from ..testing import to_double
 from . import guards
 from .ahead import compile_ahead
 from .cases import CASES, QUICK_CASES, Case
-from .measure import interleaved, peak_mib, tf32_allowed
+from .measure import interleaved, peak_mib
 from .optimizers import OptimizerCase, optimizer_cases, optimizer_rows
 from .peers import (
     DEFAULT_PEERS,
@@ -165,8 +165,9 @@ def case_rows(
         timings = interleaved(calls, device, seconds * max(1.0, len(calls) / 2))
         flops = case.flops.get(which, 0.0)
         matmul_tflops = ceilings["matmul_tflops"]
-        if case.tf32:
-            matmul_tflops = ceilings.get("tf32_tflops", matmul_tflops)
+        if case.tf32 or case.split_tf32:  # of the latter's products, three a product of the result
+            products = 3 if case.split_tf32 else 1
+            matmul_tflops = ceilings.get("tf32_tflops", matmul_tflops) / products
         floor_ms = max(
             case.bytes[which] / ceilings["copy_tbs"] / 1e9,
             flops / matmul_tflops / 1e9,
@@ -233,7 +234,7 @@ def mark_paths(rows: Iterable[Row], cases: Iterable[Case], device: str) -> None:
         wanted = [which for which in case.bytes if (*key, which) in ours]
         if not wanted:
             continue
-        with tf32_allowed(case.tf32):
+        with case.precision():
             implementation = prepare_ours(case, case.make(device), device)
             for which in wanted:
                 place = (*key, which)
@@ -365,7 +366,7 @@ class Runner:
             elif isinstance(item, OptimizerCase):
                 found = optimizer_rows(item, self.device, self.record, seconds, clocks)
             else:
-                with tf32_allowed(item.tf32):
+                with item.precision():
                     found = case_rows(
                         item, self.device, self.record, seconds, self.peers, failures, clocks
                     )
