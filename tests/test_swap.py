@@ -17,6 +17,8 @@ from warpwright._precision import (
     conv_allows_tf32,
     matmul_allows_tf32,
     rounded_to_tf32,
+    split_products,
+    tf32_products,
 )
 from warpwright.testing import assert_same
 
@@ -385,12 +387,13 @@ def test_check_measures_tf32_by_tf32(device, monkeypatch, name, module, shape):
     right = getattr(warpwright.functional, name)
     model, x = nn.Sequential(module).to(device), torch.randn(shape, device=device)
 
-    def check(allowed, rounded):
+    def check(allowed, rounded, split=None):
         def coarse(x, weight, *args):
             x, weight = (t + (rounded(t) - t).detach() for t in (x, weight))
             return right(x, weight, *args)
 
         monkeypatch.setattr(_check, "tf32_products", lambda device: allowed)
+        monkeypatch.setattr(_check, "split_products", lambda device: split or {})
         monkeypatch.setattr(warpwright.functional, name, coarse)
         swap(copy.deepcopy(model), check=x)
 
@@ -403,6 +406,9 @@ def test_check_measures_tf32_by_tf32(device, monkeypatch, name, module, shape):
         check({}, tf32)
     with pytest.raises(SwapCheckError, match="output: relative error"):
         check(products, lambda t: t.bfloat16().to(t.dtype))
+    check({}, lambda t: rounded_to_tf32(t.double(), 20).to(t.dtype), products)
+    with pytest.raises(SwapCheckError, match="output: relative error"):
+        check({}, tf32, products)
 
 
 @pytest.mark.gpu
@@ -429,6 +435,24 @@ def test_tf32_setting():
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     assert conv_allows_tf32()
     assert matmul_allows_tf32()
+
+
+def test_products_of_our_own_setting():
+    """What set_float32_matmul_precision allows to linear, whatever torch allows."""
+    gpu = torch.device("cuda")
+    for level, allowed, split in (
+        (None, {}, {}),
+        ("highest", {}, {}),
+        ("high", {}, MATRIX_PRODUCTS),
+        ("medium", MATRIX_PRODUCTS, {}),
+    ):
+        warpwright.set_float32_matmul_precision(level)
+        assert tf32_products(gpu) == allowed
+        assert split_products(gpu) == split
+        assert tf32_products(torch.device("cpu")) == split_products(torch.device("cpu")) == {}
+    torch.backends.cuda.matmul.allow_tf32 = True
+    warpwright.set_float32_matmul_precision("highest")
+    assert tf32_products(gpu) == {}
 
 
 def test_check_measures_a_mean_by_its_terms(device, monkeypatch):

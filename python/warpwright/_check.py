@@ -16,7 +16,8 @@ no fair measure in native's error and the result's ulp:
 
 - Where TF32 is allowed, native still runs some shapes in full float32. Native's error counts as no
   less than what TF32 itself costs: that of the same layer in float64, the operands of its products
-  rounded to TF32.
+  rounded to TF32. So where :func:`warpwright.set_float32_matmul_precision` allows it, or sums of two
+  TF32 numbers, which are measured by operands of 20 bits.
 - A running mean is a sum that cancels, often to a thousandth of its terms. Its ulp is that of the
   batch's root mean square.
 """
@@ -35,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._blocks import base_of
 from ._patterns import CHAINS
-from ._precision import Tf32Products, tf32_products
+from ._precision import Tf32Products, split_products, tf32_products
 from .swap import set_class
 from .testing import ERROR_FACTOR, to_double
 
@@ -283,7 +284,8 @@ def _compare_module(
     }
 
     devices = {t.device for t in tree_leaves((tensors, call)) if isinstance(t, Tensor)}
-    products = tf32_products(next(iter(devices))) if len(devices) == 1 else {}
+    device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+    products, split = tf32_products(device), split_products(device)
 
     def run(kind: type[nn.Module], double: bool, cotangents: list[Tensor] | None) -> Any:
         state, (args, kwargs), extra = _copied((tensors, call, plain))
@@ -321,8 +323,8 @@ def _compare_module(
     exact, _ = run(theirs, True, cotangents)
     ours, _ = run(mine, False, cotangents)
     rounded = exact
-    if products and isinstance(module, (nn.Conv2d, nn.Linear)):
-        with Tf32Products(products):
+    if (products or split) and isinstance(module, (nn.Conv2d, nn.Linear)):
+        with Tf32Products(products, split):
             rounded, _ = run(theirs, True, cotangents)
     terms = _mean_terms(module, call)
     lines = []

@@ -14,11 +14,20 @@ from . import _C
 LEVELS = (None, "highest", "high", "medium")
 
 aten = torch.ops.aten
-# Operators whose operands TF32 rounds, and where these stand among the arguments.
-CONVOLUTIONS = {aten.convolution: (0, 1), aten.convolution_backward: (0, 1, 2)}
-MATRIX_PRODUCTS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.baddbmm: (1, 2)}
-
 Products = dict[Any, tuple[int, ...]]
+# Operators whose operands TF32 rounds, and where these stand among the arguments.
+CONVOLUTIONS: Products = {aten.convolution: (0, 1), aten.convolution_backward: (0, 1, 2)}
+MATRIX_PRODUCTS: Products = {
+    aten.mm: (0, 1),
+    aten.bmm: (0, 1),
+    aten.addmm: (1, 2),
+    aten.baddbmm: (1, 2),
+}
+
+TF32_BITS = 11
+# Operands of so many bits cost what sums of two TF32 numbers may: 6e-7 of the result, twice what
+# the cut sums of tensor cores cost when emulated.
+SPLIT_BITS = 20
 
 
 def set_float32_matmul_precision(precision: str | None) -> None:
@@ -77,35 +86,45 @@ def tf32_products(device: torch.device) -> Products:
     if device.type != "cuda":
         return {}
     return (CONVOLUTIONS if conv_allows_tf32() else {}) | (
-        MATRIX_PRODUCTS if matmul_allows_tf32() else {}
+        MATRIX_PRODUCTS if linear_allows_tf32() else {}
     )
 
 
-def rounded_to_tf32(x: Tensor) -> Tensor:
-    """A float64 tensor rounded to TF32's 11 bits, to nearest."""
-    dropped = 52 - 10
+def split_products(device: torch.device) -> Products:
+    """The operators that may take float32 operands for sums of two TF32 numbers on ``device``."""
+    return MATRIX_PRODUCTS if device.type == "cuda" and linear_splits_float32() else {}
+
+
+def rounded_to_tf32(x: Tensor, kept: int = TF32_BITS) -> Tensor:
+    """A float64 tensor rounded to TF32's 11 bits, or to as many as are ``kept``, to nearest."""
+    dropped = 53 - kept
     bits = (x.detach().view(torch.int64) + (1 << (dropped - 1))) & -(1 << dropped)
     return torch.where(x.isfinite(), bits.view(torch.float64), x)
 
 
 class Tf32Products(TorchDispatchMode):
-    """Inside, float64 ``products`` round their operands to TF32: all else stays exact.
+    """Inside, float64 ``products`` round their operands to TF32, ``split`` ones to SPLIT_BITS.
+
+    All else stays exact.
 
     What comes out is what the best of all TF32 kernels would give, so its distance from the exact
     result is the error that the setting allows.
     """
 
-    def __init__(self, products: Products) -> None:
+    def __init__(self, products: Products, split: Products) -> None:
         super().__init__()
         self.products = products
+        self.split = split
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        places = self.products.get(func.overloadpacket, ())
+        kept, places = TF32_BITS, self.products.get(func.overloadpacket, ())
+        if not places:
+            kept, places = SPLIT_BITS, self.split.get(func.overloadpacket, ())
         rounded = [
-            rounded_to_tf32(a) if i in places and a.dtype == torch.float64 else a
+            rounded_to_tf32(a, kept) if i in places and a.dtype == torch.float64 else a
             for i, a in enumerate(args)
         ]
         result = func(*rounded, **kwargs)
