@@ -91,49 +91,61 @@ class BoxTurner {
   int row_ = column_ ^ static_cast<int>(threadIdx.x % 32 / 8);  // four of k, of the first block
 };
 
-template <class Tile>
-struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
+// A mainloop of which a warpgroup rewrites each stage, if kRewrites, between TMA and the consumers.
+template <class Tile, bool kRewrites>
+struct RewritingMainloop : MainloopSm90<Tile> {
   using Base = MainloopSm90<Tile>;
-  using Cursor = typename Base::Cursor;
-  using Accumulator = typename Base::Accumulator;
-  using Base::barriers;
-  using Base::stages;
-  using Rows = FragmentRows<Tile::kBlocks>;
+  static constexpr int kSmemBytes = Base::kSmemBytes + (kRewrites ? Tile::kStages * 8 : 0);
 
-  static constexpr bool kTurnsB = Tile::kMajorB == Major::kMN;
-  static constexpr int kTurningWarps = Tile::kBlkN / 32;  // of a stage's B
-  static constexpr int kSmemBytes = Base::kSmemBytes + (kTurnsB ? Tile::kStages * 8 : 0);
-  static_assert(!Tile::kClusters && Tile::kBlkN == 128);
-
-  // Behind the others: a stage whose B has been turned.
-  __device__ __forceinline__ uint32_t turned(int stage) const {
-    return barriers + (2 * Tile::kStages + stage) * 8;
+  // Behind the others: a stage that has been rewritten.
+  __device__ __forceinline__ uint32_t rewritten(int stage) const {
+    return this->barriers + (2 * Tile::kStages + stage) * 8;
   }
 
   // As the base's, before the fence that it ends with.
   __device__ __forceinline__ void init(int producer_arrivals) const {
-    if constexpr (kTurnsB) {
+    if constexpr (kRewrites) {
 #pragma unroll
-      for (int s = 0; s < Tile::kStages; ++s) mbarrier_init(turned(s), kTurningWarps);
+      for (int s = 0; s < Tile::kStages; ++s) mbarrier_init(rewritten(s), /*warps=*/4);
     }
     Base::init(producer_arrivals);
   }
 
-  // A warpgroup turns the B of k_tiles stages, warp w columns 32 w of it.
-  __device__ __forceinline__ void rewrite_b(int k_tiles) const {
-    Cursor cursor;
-    BoxTurner turner;
-    const uint32_t box = stages + Tile::kBytesA + threadIdx.x % 128 / 32 * Rows::kBoxBytes;
+ protected:
+  // The warpgroup: rewrite(address) for each of k_tiles stages.
+  template <class Rewrite>
+  __device__ __forceinline__ void rewrite_stages(int k_tiles, const Rewrite& rewrite) const {
+    typename Base::Cursor cursor;
 #pragma unroll 1
     for (int k = 0; k < k_tiles; ++k) {
       mbarrier_wait(this->full(cursor.stage), cursor.parity);
-      turner.turn(box + cursor.stage * Tile::kStageBytes, store_shared_u128);
+      rewrite(this->stages + cursor.stage * Tile::kStageBytes);
       // wgmma reads through the asynchronous proxy what ordinary stores wrote.
       fence_proxy_async();
       __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(turned(cursor.stage));
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(rewritten(cursor.stage));
       cursor.next();
     }
+  }
+};
+
+template <class Tile>
+struct MnMajorTf32Mainloop : RewritingMainloop<Tile, Tile::kMajorB == Major::kMN> {
+  using Base = RewritingMainloop<Tile, Tile::kMajorB == Major::kMN>;
+  using Cursor = typename Base::Cursor;
+  using Accumulator = typename Base::Accumulator;
+  using Base::stages;
+  using Rows = FragmentRows<Tile::kBlocks>;
+
+  static constexpr bool kTurnsB = Tile::kMajorB == Major::kMN;
+  static_assert(!Tile::kClusters && Tile::kBlkN == 128);
+
+  // A warpgroup turns the B of k_tiles stages, warp w columns 32 w of it.
+  __device__ __forceinline__ void rewrite_b(int k_tiles) const {
+    BoxTurner turner;
+    const uint32_t box = Tile::kBytesA + threadIdx.x % 128 / 32 * Rows::kBoxBytes;
+    this->rewrite_stages(k_tiles,
+                         [&](uint32_t stage) { turner.turn(stage + box, store_shared_u128); });
   }
 
   // As the base's, but a step of 8 k at a time. Its A is asked for two steps ahead, behind the
@@ -152,7 +164,7 @@ struct MnMajorTf32Mainloop : MainloopSm90<Tile> {
     for (int k = 0; k < k_tiles; ++k) {
       const int stage = cursor.stage;
       const uint64_t b = b0 + static_cast<uint32_t>(stage) * (Tile::kStageBytes >> 4);
-      if constexpr (kTurnsB) mbarrier_wait(turned(stage), cursor.parity);
+      if constexpr (kTurnsB) mbarrier_wait(this->rewritten(stage), cursor.parity);
       cursor.next();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {

@@ -48,48 +48,24 @@ __device__ __forceinline__ uint4 tf32_low(const uint4& v, const uint4& high) {
 }
 
 template <class Tile>
-struct SplitTf32Mainloop : MainloopSm90<Tile> {
-  using Base = MainloopSm90<Tile>;
+struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
+  using Base = RewritingMainloop<Tile, true>;
   using Cursor = typename Base::Cursor;
   using Accumulator = typename Base::Accumulator;
-  using Base::barriers;
   using Base::stages;
-  static constexpr int kSmemBytes = Base::kSmemBytes + Tile::kStages * 8;
-  static constexpr int kSplittingWarps = 4;
   static_assert(Tile::kBlocks == 1 && Tile::kBlkN == 128, "one wgmma of 64 x 128 a step");
-
-  // Behind the others: a stage whose B has been split.
-  __device__ __forceinline__ uint32_t split(int stage) const {
-    return barriers + (2 * Tile::kStages + stage) * 8;
-  }
-
-  // As the base's, before the fence that it ends with.
-  __device__ __forceinline__ void init(int producer_arrivals) const {
-#pragma unroll
-    for (int s = 0; s < Tile::kStages; ++s) mbarrier_init(split(s), kSplittingWarps);
-    Base::init(producer_arrivals);
-  }
 
   // A warpgroup splits the B of k_tiles stages, each warp a quarter; MN-major it turns it too.
   __device__ __forceinline__ void rewrite_b(int k_tiles) const {
-    Cursor cursor;
     BoxTurner turner;
-    const uint32_t quarter = stages + Tile::kBytesA + threadIdx.x % 128 / 32 * (Tile::kBytesB / 4);
-#pragma unroll 1
-    for (int k = 0; k < k_tiles; ++k) {
-      mbarrier_wait(this->full(cursor.stage), cursor.parity);
-      const uint32_t shared = quarter + cursor.stage * Tile::kStageBytes;
+    const uint32_t quarter = Tile::kBytesA + threadIdx.x % 128 / 32 * (Tile::kBytesB / 4);
+    this->rewrite_stages(k_tiles, [&](uint32_t stage) {
       if constexpr (Tile::kMajorB == Major::kMN) {
-        turner.turn(shared, store);
+        turner.turn(stage + quarter, store);
       } else {
-        split_in_place(shared + threadIdx.x % 32 * 16);
+        split_in_place(stage + quarter + threadIdx.x % 32 * 16);
       }
-      // wgmma reads through the asynchronous proxy what ordinary stores wrote.
-      fence_proxy_async();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(split(cursor.stage));
-      cursor.next();
-    }
+    });
   }
 
   // As the base's, a step of 8 k at a time: the next step's A is split while this one's products
@@ -111,7 +87,7 @@ struct SplitTf32Mainloop : MainloopSm90<Tile> {
     for (int k = 0; k < k_tiles; ++k) {
       const int stage = cursor.stage;
       const uint64_t b = b0 + static_cast<uint32_t>(stage) * (Tile::kStageBytes >> 4);
-      mbarrier_wait(split(stage), cursor.parity);
+      mbarrier_wait(this->rewritten(stage), cursor.parity);
       cursor.next();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
