@@ -78,7 +78,9 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   float label_logit = 0;
   int64_t next_label = label_value(lane);
   StreamRow<T> coming(p, own.first_row, own.rows > 0, boundary);
-  int slot = 0;
+  // 0, in a register of the thread's own: where the offset in shared memory is uniform, ptxas 13.0
+  // writes copies with a policy as "[R + UR0], desc[UR1]", an illegal instruction.
+  int slot = own.rows < 0;
   const PolicyCopy copy{once ? evict_first_policy() : usual_policy()};
   fetch(coming, StreamStage<T>(held, slot, 0, lane, lanes), lanes, true, copy);
   for (int64_t i = 0; i < own.turns; ++i) {
