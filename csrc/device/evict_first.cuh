@@ -13,39 +13,12 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-__device__ __forceinline__ uint64_t usual_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(policy));
-  return policy;
-}
-
 // "cp.async", 16 bytes between multiples of 16 bytes.
 __device__ __forceinline__ void cp_async_evict_first(uint32_t shared, const void* global,
                                                      uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n" ::"r"(shared),
                "l"(global), "l"(policy)
                : "memory");
-}
-
-// The same with any policy: if `condition`, as cp_async_if(); of which only the first
-// `source_bytes` are read, as cp_async().
-__device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, const void* global,
-                                            uint64_t policy) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "@p cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3;\n"
-      "}\n" ::"r"(shared),
-      "l"(global), "r"(static_cast<int>(condition)), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void cp_async_part(uint32_t shared, const void* global, int source_bytes,
-                                              uint64_t policy) {
-  asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;\n" ::"r"(shared),
-      "l"(global), "r"(source_bytes), "l"(policy)
-      : "memory");
 }
 
 }  // namespace warpwright

@@ -73,7 +73,7 @@ template <class Tile, Major kMajor, int kRows>
 struct TmaLoader {
   const CUtensorMap* map;
   ClusterPlace share = {};
-  uint64_t policy = usual_policy();  // of L2, for an operand that is not shared
+  uint64_t policy = 0;  // of L2, if it is to have one
 
   // Bytes that reach this CTA's `barrier`: kRows * 128, of which others may have sent a part.
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
@@ -101,8 +101,10 @@ struct TmaLoader {
     if (share.ctas > 1) {
       tma_load_multicast_2d(shared, map, c0, c1, barrier,
                             static_cast<uint16_t>((1u << share.ctas) - 1));
-    } else {
+    } else if (policy != 0) {  // the usual one, if named, costs large products a third
       tma_load_2d(shared, map, c0, c1, barrier, policy);
+    } else {
+      tma_load_2d(shared, map, c0, c1, barrier);
     }
   }
 };

@@ -344,13 +344,6 @@ constexpr int kRingSlots = 48;
 constexpr int kRingCluster = 8;
 constexpr int64_t kRingOwnBytes = 7488;  // shared memory beside the slots
 
-// Blocks that count the labels of a mean, for rows that add up what these leave.
-inline int choose_count_blocks(const CrossEntropyProblem& p, const DeviceInfo& device) {
-  constexpr int64_t kLabelsOfBlock = 4096;  // four a thread, in flight together
-  if (p.reduction != Reduction::kMean) return 0;
-  return static_cast<int>(std::min<int64_t>(ceil_div(p.rows, kLabelsOfBlock), device.num_sms));
-}
-
 // Cuts rows of `accesses` 16-byte accesses up for the ring, or leaves `config` as it is: where a
 // part of a row leaves no room for others, or the groups would have few rows each.
 inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t accesses,
@@ -384,7 +377,6 @@ inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t acce
   config.slot_bytes = slot_bytes(cluster);
   config.blocks = clusters * cluster;
   config.partials = p.reduction == Reduction::kNone ? 0 : clusters * groups;
-  config.counts = choose_count_blocks(p, device);
   config.reason = "a ring of rows in shared memory";
 }
 
@@ -392,6 +384,7 @@ inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t acce
 inline void choose_cross_entropy_gradient_stream(const CrossEntropyProblem& p, bool all_aligned,
                                                  const DeviceInfo& device,
                                                  CrossEntropyGradientConfig& config) {
+  constexpr int64_t kLabelsOfBlock = 4096;  // four a thread, in flight together
   CrossEntropyConfig stream{};
   choose_cross_entropy_stream(p, all_aligned, /*max_stages=*/1, device, stream);
   if (stream.kernel != CrossEntropyConfig::Kernel::kStream) return;
@@ -405,7 +398,10 @@ inline void choose_cross_entropy_gradient_stream(const CrossEntropyProblem& p, b
   config.blocks = stream.blocks;
   config.boundary = stream.boundary;
   config.partials = p.reduction == Reduction::kNone || config.blocks == 1 ? 0 : config.blocks;
-  config.counts = choose_count_blocks(p, device);
+  if (p.reduction == Reduction::kMean) {
+    const int64_t blocks = ceil_div(p.rows, kLabelsOfBlock);
+    config.counts = static_cast<int>(std::min<int64_t>(blocks, device.num_sms));
+  }
   config.reason = stream.reason;
 }
 

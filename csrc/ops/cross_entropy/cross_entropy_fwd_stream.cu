@@ -55,11 +55,11 @@ __device__ __forceinline__ RowSums<T, kKind> sum_stage(const CrossEntropyProblem
 
 // Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r), anywhere.
 // Grid: as many blocks as SMs; `lanes` threads are a group and have a run of rows, each of
-// `stages`. `once`: nobody will find the logits in L2 again.
+// `stages`.
 template <class T, TargetKind kKind>
 __global__ void __launch_bounds__(kStreamThreads, 1)
     cross_entropy_fwd_stream_kernel(const CrossEntropyParams p, const Smoothing<float> smoothing,
-                                    int lanes, int stages, int boundary, bool once) {
+                                    int lanes, int stages, int boundary) {
   static_assert(kStreamSlots == 2);
   extern __shared__ uint4 storage[];
   __shared__ float shared_share[kStreamThreads / kWarpSize];
@@ -78,11 +78,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   float label_logit = 0;
   int64_t next_label = label_value(lane);
   StreamRow<T> coming(p, own.first_row, own.rows > 0, boundary);
-  // 0, in a register of the thread's own: where the offset in shared memory is uniform, ptxas 13.0
-  // writes copies with a policy as "[R + UR0], desc[UR1]", an illegal instruction.
-  int slot = own.rows < 0;
-  const PolicyCopy copy{once ? evict_first_policy() : usual_policy()};
-  fetch(coming, StreamStage<T>(held, slot, 0, lane, lanes), lanes, true, copy);
+  int slot = 0;
+  fetch(coming, StreamStage<T>(held, slot, 0, lane, lanes), lanes);
   for (int64_t i = 0; i < own.turns; ++i) {
     const int turn = static_cast<int>(i & (lanes - 1));
     if (turn == 0) {
@@ -98,7 +95,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         next = 0;
         coming = StreamRow<T>(p, own.first_row + i + 1, i + 1 < own.rows, boundary);
       }
-      fetch(coming, StreamStage<T>(held, slot ^ 1, next, lane, lanes), lanes, true, copy);
+      fetch(coming, StreamStage<T>(held, slot ^ 1, next, lane, lanes), lanes);
       cp_async_wait<1>();
       const RowSums<T, kKind> part = sum_stage<T, kKind>(
           p, smoothing, row, StreamStage<T>(held, slot, stage, lane, lanes), lane, lanes);
@@ -131,11 +128,10 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
 void launch_cross_entropy_fwd_stream(const CrossEntropyParams& p, const CrossEntropyConfig& config,
                                      cudaStream_t stream) {
-  const bool once = p.rows * p.classes * dtype_size(p.dtype) > current_device_info().l2_bytes;
   for_stream(p, [&]<class T, TargetKind kKind>() {
     launch(cross_entropy_fwd_stream_kernel<T, kKind>, dim3(static_cast<unsigned>(config.blocks)),
            dim3(config.threads), config.threads * kStreamThreadBytes, stream, p,
-           Smoothing<float>(p), config.lanes, config.stages, config.boundary, once);
+           Smoothing<float>(p), config.lanes, config.stages, config.boundary);
   });
 }
 

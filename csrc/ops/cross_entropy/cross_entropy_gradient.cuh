@@ -2,10 +2,7 @@
 // of blocks (one, or a cluster) adds is its Team's business.
 #pragma once
 
-#include "device/dependent_launch.cuh"
-#include "device/math.cuh"
 #include "device/mma_sm80.cuh"
-#include "device/reduce.cuh"
 #include "ops/cross_entropy/cross_entropy_held.cuh"
 
 namespace warpwright {
@@ -19,43 +16,22 @@ struct OneBlock {
   __device__ __forceinline__ void leave() const {}
 };
 
-// What the rows' gradients are multiplied by. Each warp adds the shares of a mean's divisor up, in
-// the same order. Waits for the kernel that has counted them.
-__device__ __forceinline__ float common_factor(const CrossEntropyGradientParams& p) {
-  wait_for_previous_kernel();
-  float factor = 1;
-  if (p.grad_output != nullptr && !p.grad_per_row) {
-    factor = *static_cast<const float*>(p.grad_output);
-  }
-  if (p.reduction == Reduction::kMean) {
-    const float* counts = static_cast<const float*>(p.counts);
-    double total = 0;
-    for (int i = threadIdx.x % kWarpSize; i < p.num_counts; i += kWarpSize) total += counts[i];
-    const float divisor = static_cast<float>(warp_reduce(total, Sum{}));
-    if (p.num_counts > 1 && blockIdx.x == 0 && threadIdx.x == 0) {
-      *static_cast<float*>(p.total_weight) = divisor;
-    }
-    factor /= divisor;
-  }
-  return factor;
-}
-
-__device__ __forceinline__ float factor_of_row(const CrossEntropyGradientParams& p, int64_t row,
-                                               float common) {
-  return p.grad_per_row ? static_cast<const float*>(p.grad_output)[row] * common : common;
-}
-
-// What the gradient of a row needs, from the sums of all of it. `factor`: of the row.
+// What the gradient of a row needs, from the sums of all of it.
 template <class T, TargetKind kKind>
 __device__ __forceinline__ RowGradient<T, kKind> row_gradient(const CrossEntropyGradientParams& p,
                                                               const Smoothing<Accum<T>>& smoothing,
-                                                              const Label& label,
-                                                              RowSums<T, kKind> sums,
-                                                              Accum<T> factor) {
+                                                              int64_t row, const Label& label,
+                                                              RowSums<T, kKind> sums) {
+  using Acc = Accum<T>;
   if constexpr (kKind == TargetKind::kSmoothedLabels) {
-    if (label.valid) sums.mass += smoothing.keep * class_weight<Accum<T>>(p, label.value);
+    if (label.valid) sums.mass += smoothing.keep * class_weight<Acc>(p, label.value);
   }
-  return {p, label, sums.max, sums.sum, sums.mass, factor};
+  Acc g = 1;
+  if (p.grad_output != nullptr) {
+    g = static_cast<const Acc*>(p.grad_output)[p.grad_per_row ? row : int64_t{0}];
+  }
+  if (p.reduction == Reduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
+  return {p, label, sums.max, sums.sum, sums.mass, g};
 }
 
 template <class T, TargetKind kKind, int kVec>
@@ -169,12 +145,7 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
   LossShare<Acc> total;
   if (speaks) total = finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
   if (active && p.grad_input != nullptr) {
-    Acc factor = 1;
-    if (p.grad_output != nullptr) {
-      factor = static_cast<const Acc*>(p.grad_output)[p.grad_per_row ? row : int64_t{0}];
-    }
-    if (p.reduction == Reduction::kMean) factor /= *static_cast<const Acc*>(p.total_weight);
-    const RowGradient<T, kKind> gradient = row_gradient(p, smoothing, label, sums, factor);
+    const RowGradient<T, kKind> gradient = row_gradient(p, smoothing, row, label, sums);
     T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, row);
     write_vectors(p, smoothing, gradient, part, held, dz);
     for (int i = lane; i < part.scalars; i += lanes) {
@@ -210,7 +181,7 @@ void launch_cross_entropy_gradient_cluster(const CrossEntropyGradientParams& p,
                                            const CrossEntropyGradientConfig& config,
                                            cudaStream_t stream);
 
-// Both behind the kernel that has counted the labels for a mean.
+// Of labels, behind the kernel that has counted them for a mean.
 void launch_cross_entropy_gradient_stream(const CrossEntropyGradientParams& p,
                                           const CrossEntropyGradientConfig& config,
                                           cudaStream_t stream);

@@ -130,7 +130,6 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyGradientParams& p,
   const int group = threadIdx.x / kWarpSize / ring.warps;
   const int lane = threadIdx.x % kWarpSize, thread = warp * kWarpSize + lane;
   const bool speaks = thread == 0 && rank == 0;
-  const float factor = common_factor(p);
   double loss = 0, weight = 0;
   RingCursor at;
   at.advance(group, ring);
@@ -164,8 +163,7 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyGradientParams& p,
     if (ring.cluster * ring.warps > 1) exchange(ring, rank, group, warp, round, shared, sums);
 
     if (p.grad_input != nullptr) {
-      const RowGradient<T, kKind> gradient =
-          row_gradient(p, smoothing, label, sums, factor_of_row(p, row, factor));
+      const RowGradient<T, kKind> gradient = row_gradient(p, smoothing, row, label, sums);
       T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, row);
       write_vectors(p, smoothing, gradient, part, held, dz);
       if (has_scalar) write_scalar(p, smoothing, gradient, scalar_class, scalar, dz);
@@ -249,10 +247,9 @@ void launch_cross_entropy_gradient_ring(const CrossEntropyGradientParams& p,
   const Ring ring{config.cluster, config.groups, config.lanes / kWarpSize, config.slots,
                   static_cast<int>(config.slot_bytes)};
   for_ring(p, [&](auto kernel) {
-    // Logits are read before the wait: only the count may be the kernel before.
-    launch_beside(p.counted, kernel, dim3(static_cast<unsigned>(config.blocks)),
-                  dim3(config.threads), config.cluster, config.smem_bytes(p.dtype), stream, p,
-                  Smoothing<float>(p), ring);
+    launch_clusters(kernel, dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
+                    config.cluster, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
+                    ring);
   });
 }
 

@@ -64,6 +64,27 @@ struct RowInRegisters {
   }
 };
 
+// What the rows' gradients are multiplied by. Each warp adds the shares of a mean's divisor up, in
+// the same order. Waits for the kernel that has counted them.
+__device__ __forceinline__ float common_factor(const CrossEntropyGradientParams& p) {
+  wait_for_previous_kernel();
+  float factor = 1;
+  if (p.grad_output != nullptr && !p.grad_per_row) {
+    factor = *static_cast<const float*>(p.grad_output);
+  }
+  if (p.reduction == Reduction::kMean) {
+    const float* counts = static_cast<const float*>(p.counts);
+    double total = 0;
+    for (int i = threadIdx.x % kWarpSize; i < p.num_counts; i += kWarpSize) total += counts[i];
+    const float divisor = static_cast<float>(warp_reduce(total, Sum{}));
+    if (p.num_counts > 1 && blockIdx.x == 0 && threadIdx.x == 0) {
+      *static_cast<float*>(p.total_weight) = divisor;
+    }
+    factor /= divisor;
+  }
+  return factor;
+}
+
 // Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride, and
 // equally far from 16 bytes in each row; the gradient may lie in the logits' place. Grid: as many
 // blocks as SMs; `lanes` threads are a group and have a run of rows, each of one stage.
@@ -133,8 +154,10 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
 
     if (row.span > 0 && p.grad_input != nullptr) {
       const int64_t r = own.first_row + i;
+      const float g =
+          p.grad_per_row ? static_cast<const float*>(p.grad_output)[r] * factor : factor;
       RowGradient<T, kKind> gradient(p, Label{c, c == kIgnored, c >= 0}, sums.max, sums.sum, 0.f,
-                                     factor_of_row(p, r, factor));
+                                     g);
       gradient.max = sums.max;  // of a row that is 0, too: 0 times what is finite
       T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, r) - row.lead;
       T* place = dz + lane * kVec;

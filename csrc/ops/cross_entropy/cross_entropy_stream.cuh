@@ -3,7 +3,6 @@
 #pragma once
 
 #include "device/access.cuh"
-#include "device/evict_first.cuh"
 #include "device/mma_sm80.cuh"
 #include "ops/cross_entropy/cross_entropy_held.cuh"
 
@@ -66,30 +65,10 @@ struct StreamStage {
       : places(held + slot * kStreamHeld * kWarpSize), first(stage * kStreamHeld * lanes + lane) {}
 };
 
-// Copies of 16 bytes, and of a part of them: lines that L2 keeps as any other, or by a policy.
-struct UsualCopy {
-  __device__ __forceinline__ void whole_if(bool condition, uint32_t to, const void* from) const {
-    cp_async_if(condition, to, from);
-  }
-  __device__ __forceinline__ void part(uint32_t to, const void* from, int bytes) const {
-    cp_async<kVecBytes>(to, from, bytes);
-  }
-};
-struct PolicyCopy {
-  uint64_t policy;
-
-  __device__ __forceinline__ void whole_if(bool condition, uint32_t to, const void* from) const {
-    cp_async_if(condition, to, from, policy);
-  }
-  __device__ __forceinline__ void part(uint32_t to, const void* from, int bytes) const {
-    cp_async_part(to, from, bytes, policy);
-  }
-};
-
 // Sends for the part of a row, if it is to be read. Of its last vector only what is the row's is.
-template <class T, class Copy = UsualCopy>
+template <class T>
 __device__ __forceinline__ void fetch(const StreamRow<T>& row, const StreamStage<T>& stage,
-                                      int lanes, bool wanted = true, const Copy& copy = {}) {
+                                      int lanes, bool wanted = true) {
   constexpr int kVec = kVecSize<T>;
   const unsigned span = wanted ? row.span : 0;
   const int whole = static_cast<int>(span / kVec) - stage.first;
@@ -98,11 +77,11 @@ __device__ __forceinline__ void fetch(const StreamRow<T>& row, const StreamStage
   const uint32_t places = smem_address(stage.places);
 #pragma unroll
   for (int i = 0; i < kStreamHeld; ++i) {
-    copy.whole_if(i * lanes < whole, places + i * kWarpSize * kVecBytes, source + i * lanes * kVec);
+    cp_async_if(i * lanes < whole, places + i * kWarpSize * kVecBytes, source + i * lanes * kVec);
   }
   if (rest != 0 && whole >= 0 && whole < kStreamHeld * lanes && (whole & (lanes - 1)) == 0) {
     const int place = whole >> (__ffs(lanes) - 1);
-    copy.part(places + place * kWarpSize * kVecBytes, source + whole * kVec, rest);
+    cp_async<kVecBytes>(places + place * kWarpSize * kVecBytes, source + whole * kVec, rest);
   }
   cp_async_commit();
 }

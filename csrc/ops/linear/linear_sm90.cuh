@@ -76,7 +76,7 @@ struct TmaOperands {
     if (threadIdx.x != 0) return;
     typename MainloopSm90<Tile>::Cursor cursor;
     const TmaLoaderA<Tile> loader_a{&a, loop.cluster};
-    const TmaLoaderB<Tile> loader_b{&b, {}, b_once ? evict_first_policy() : usual_policy()};
+    const TmaLoaderB<Tile> loader_b{&b, {}, b_once ? evict_first_policy() : 0};
     for (unsigned block = first; block < p.num_blocks; block += stride) {
       const TileCoord tile = tile_of_block(p.grid, block);
       loop.produce(loader_a, loader_b, stage_bytes, first_m<Tile>(tile),
@@ -353,6 +353,7 @@ int box_outer_of(Major major, int64_t rows) {
 }
 
 // Weights of a few rows are read once. Smaller ones may still be there for the gradient.
+constexpr int64_t kFewRows = 64;
 constexpr int64_t kLargeWeights = int64_t{16} << 20;
 
 // share: CTAs that load A together, each a part.
@@ -369,7 +370,7 @@ Loading tma_operands(const GemmParams& p, int share = 1) {
   const int missing_rows = LoaderA::box_outer(1) - box_a * share + LoaderB::box_outer(1) - box_b;
   operands.stage_bytes = Tile::kBytesA + Tile::kBytesB - missing_rows * 128;
   operands.b_once =
-      p.m <= Tile::kBlkM && p.n * p.k * sizeof(typename Tile::Element) >= kLargeWeights;
+      p.m <= kFewRows && p.n * p.k * sizeof(typename Tile::Element) >= kLargeWeights;
   return operands;
 }
 
