@@ -118,6 +118,7 @@ def batch_norm_cases():
         # Small planes that all start alike; the last one is more than a block holds, in planes that
         # start and end inside vectors.
         for shape in (
+            (1, 2, 3, 1),
             (3, 5, 7, 9),
             (2, 33, 17, 16),
             (65, 3, 1, 1),

@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
         cp_async<16>(smem_address(&held[i * vectors + index]), in.data[i] + piece.offset);
       }
     });
-    // The tensor may end inside its last vector. A copy that is told to read a part of its 16 bytes
-    // would do, but memcheck takes it for an overrun.
-    if (kRagged && channel + 1 == shape.channels && shape.elements % V != 0) {
+    // The tensor may end inside its last vector, which tiny planes share. A copy that is told to
+    // read a part of its 16 bytes would do, but memcheck takes it for an overrun.
+    if (kRagged && (shape.channels - 1 - channel) * shape.spatial < V && shape.elements % V != 0) {
       walk.template for_each<false>([&](const auto& piece, int index) {
         const int64_t left = shape.elements - piece.offset;
         if (left >= V) return;
