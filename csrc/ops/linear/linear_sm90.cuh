@@ -369,8 +369,7 @@ Loading tma_operands(const GemmParams& p, int share = 1) {
   operands.b = operand_map_b<Tile>(p, box_b);
   const int missing_rows = LoaderA::box_outer(1) - box_a * share + LoaderB::box_outer(1) - box_b;
   operands.stage_bytes = Tile::kBytesA + Tile::kBytesB - missing_rows * 128;
-  operands.b_once =
-      p.m <= kFewRows && p.n * p.k * sizeof(typename Tile::Element) >= kLargeWeights;
+  operands.b_once = p.m <= kFewRows && p.n * p.k * sizeof(typename Tile::Element) >= kLargeWeights;
   return operands;
 }
 
