@@ -142,6 +142,11 @@ template <class... Tensors>
 bool any_tangent(const Tensors&... tensors) {
   return (has_tangent(tensors) || ...);
 }
+// In either mode.
+inline bool is_differentiated(const Tensor& tensor) {
+  return tensor.defined() &&
+         ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor));
+}
 inline Tensor tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0); }
 // The value without its tangent, for use inside a tangent formula.
 inline Tensor primal(const Tensor& tensor) {

@@ -12,6 +12,7 @@
 namespace warpwright {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 // A typed handle of "warpwright::<name>"; look it up once, in a function-local static.
 template <class Signature>

@@ -13,7 +13,6 @@
 
 namespace warpwright {
 
-using OptionalTensor = std::optional<Tensor>;
 using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
 using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;

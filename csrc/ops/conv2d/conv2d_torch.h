@@ -17,7 +17,6 @@ namespace warpwright {
 
 using c10::SymInt;
 using c10::SymIntArrayRef;
-using OptionalTensor = std::optional<Tensor>;
 using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
 using Conv2dMask = std::array<bool, 3>;  // grad_input, grad_weight, grad_bias
 

@@ -26,15 +26,6 @@ std::tuple<Tensor, Tensor, Tensor> differentiable_double_backward(
 
 namespace {
 
-using at::ScalarType;
-using c10::SymInt;
-using OptionalTensor = std::optional<Tensor>;
-using Mask2 = std::array<bool, 2>;
-using Mask3 = std::array<bool, 3>;
-using Tensor2 = std::tuple<Tensor, Tensor>;
-using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
-using Tensor4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
 // The ops through the dispatcher.
 namespace call {
 

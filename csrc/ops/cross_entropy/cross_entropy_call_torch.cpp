@@ -20,8 +20,6 @@
 
 namespace warpwright {
 
-using c10::SymInt;
-
 // The double backward in differentiable ATen ops: third and higher derivatives come from here.
 std::tuple<Tensor, Tensor, Tensor> differentiable_double_backward(
     const Tensor& v, const Tensor& u, const Tensor& grad_output, const Tensor& input,
@@ -94,10 +92,6 @@ std::tuple<Tensor, Tensor, Tensor> differentiable_double_backward(
 }
 
 namespace {
-
-using at::ScalarType;
-using OptionalTensor = std::optional<Tensor>;
-using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
 
 Tensor3 call_forward(const Tensor& input, const Tensor& target, const OptionalTensor& weight,
                      const LossOptions& options, ScalarType dtype) {

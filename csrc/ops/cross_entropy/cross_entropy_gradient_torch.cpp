@@ -21,11 +21,6 @@
 namespace warpwright {
 namespace {
 
-using at::ScalarType;
-using c10::SymInt;
-using OptionalTensor = std::optional<Tensor>;
-using Tensor4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
 // The kernels for the device of `input`.
 void run_gradient(const Tensor& input, CrossEntropyGradientParams& p) {
   if (input.is_cpu()) return cross_entropy_gradient_cpu(p);

@@ -114,14 +114,6 @@ void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor
 
 namespace {
 
-using at::ScalarType;
-using c10::SymInt;
-using OptionalTensor = std::optional<Tensor>;
-using Mask2 = std::array<bool, 2>;
-using Mask3 = std::array<bool, 3>;
-using Tensor2 = std::tuple<Tensor, Tensor>;
-using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
-
 // ---- CPU and CUDA ----
 
 template <class Run>

@@ -7,11 +7,20 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <array>
 #include <optional>
+#include <tuple>
 
 namespace warpwright {
 
+using at::ScalarType;
 using at::Tensor;
+using c10::SymInt;
+using Mask2 = std::array<bool, 2>;
+using Mask3 = std::array<bool, 3>;
+using Tensor2 = std::tuple<Tensor, Tensor>;
+using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
+using Tensor4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // What every op of the loss is told, and its nodes keep.
 struct LossOptions {

@@ -17,20 +17,6 @@ namespace {
 
 namespace call {
 
-Tensor linear(const Call& c) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&)>("warpwright::linear");
-  return op.call(c.input, c.weight, optional_if_defined(c.bias));
-}
-
-Gradients linear_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                          Mask3 output_mask) {
-  static const auto op =
-      find_op<Gradients(const Tensor&, const OptionalTensor&, const OptionalTensor&, Mask3)>(
-          "warpwright::linear_backward");
-  return op.call(grad_output, optional_if_defined(input), optional_if_defined(weight), output_mask);
-}
-
 Results linear_cross_entropy_forward(const Call& c, ScalarType dtype, Mask3 output_mask,
                                      bool return_lse, bool return_argmax) {
   static const auto op =
@@ -65,6 +51,10 @@ void cross_entropy_scale_(const Tensor& gradient, const Tensor& factor) {
 
 }  // namespace call
 
+Tensor logits_of(const Call& c) {
+  return linear_ops::linear(c.input, c.weight, optional_if_defined(c.bias));
+}
+
 // ---- the factor ----
 
 // The forward's gradient times `factor`: in its own place if nobody else can see it, and no second
@@ -84,11 +74,6 @@ Tensor scaled(const Tensor& gradient, const Tensor& factor, ScalarType dtype) {
 }
 
 // ---- Autograd ----
-
-bool is_differentiated(const Tensor& tensor) {
-  return tensor.defined() &&
-         ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor));
-}
 
 struct LinearCrossEntropyBackward {
   static constexpr const char* kName = "WarpwrightLinearCrossEntropyBackward";
@@ -153,7 +138,7 @@ Results linear_cross_entropy_forward_autograd(const Tensor& input, const Tensor&
     set_history(lse, node);
   }
   if (any_tangent(c.input, c.weight, c.bias)) {
-    const Capped z(c, call::linear(c), c.target);
+    const Capped z(c, logits_of(c), c.target);
     const ScalarType type = c.softcap == 0 ? dtype : z.logits.scalar_type();
     const auto [apart, row_stats, total] = loss_of(c, z, reduction, type);
     set_tangent(loss, tangent(apart).to(dtype));
@@ -165,7 +150,7 @@ Results linear_cross_entropy_forward_autograd(const Tensor& input, const Tensor&
 // To be differentiated: the gradients by the ops apart, logits and all.
 Gradients differentiable_backward(const Tensor& grad_output, const Tensor& grad_lse, const Call& c,
                                   Mask3 mask) {
-  const Capped z(c, call::linear(c), c.target);
+  const Capped z(c, logits_of(c), c.target);
   Capped constant = z;
   constant.logits = z.logits.detach();
   const Tensor grad = c.softcap == 0 ? grad_output : grad_output.to(z.logits.scalar_type());
@@ -173,7 +158,7 @@ Gradients differentiable_backward(const Tensor& grad_output, const Tensor& grad_
       loss_of(c, constant, c.loss.reduction, grad.scalar_type());
   Tensor dz = z.gradient(loss_gradient(c, grad, z, row_stats, total_weight, c.loss.reduction));
   if (grad_lse.defined()) dz = dz + lse_gradient(z, grad_lse);
-  return call::linear_backward(dz.to(c.input.scalar_type()), c.input, c.weight, mask);
+  return linear_ops::linear_backward(dz.to(c.input.scalar_type()), c.input, c.weight, mask);
 }
 
 Gradients linear_cross_entropy_backward_autograd(

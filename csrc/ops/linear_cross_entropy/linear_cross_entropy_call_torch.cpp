@@ -12,8 +12,6 @@ using namespace linear_cross_entropy;
 
 namespace {
 
-using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;  // loss, lse, argmax
-
 // A call as users make it: rows not folded yet, and whether lse and argmax are wanted.
 struct UserCall : Call {
   bool wants_lse = false;
@@ -21,12 +19,6 @@ struct UserCall : Call {
 };
 
 namespace call {
-
-Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&)>("warpwright::linear");
-  return op.call(input, weight, bias);
-}
 
 Tensor3 cross_entropy(const Tensor& logits, const Tensor& target, const UserCall& c) {
   static const auto op =
@@ -51,11 +43,6 @@ Tensor3 linear_cross_entropy_forward(const UserCall& c, const Tensor& input, con
 }
 
 }  // namespace call
-
-bool is_differentiated(const Tensor& tensor) {
-  return tensor.defined() &&
-         ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor));
-}
 
 // The sizes of labels: input's without the features.
 c10::SymDimVector leading_sizes(const Tensor& input) {
@@ -104,7 +91,7 @@ Tensor3 unfolded(const Tensor3& results, const Call& c, const c10::SymDimVector&
 // The ops one after the other, for gradients by probabilities or class weights, which are as large
 // as the logits or come from them all.
 Tensor3 by_the_ops_apart(const UserCall& c, bool probabilities) {
-  const Tensor logits = call::linear(c.input, c.weight, optional_if_defined(c.bias));
+  const Tensor logits = linear_ops::linear(c.input, c.weight, optional_if_defined(c.bias));
   const c10::SymDimVector leading = leading_sizes(c.input);
   const SymInt rows = product(leading), classes = c.weight.sym_size(0);
   const Tensor target =

@@ -11,18 +11,13 @@
 #include <tuple>
 
 #include "ops/cross_entropy/cross_entropy_torch.h"
+#include "ops/linear/linear_torch.h"
 #include "torch/autograd.h"
 #include "torch/dispatch.h"
 
 namespace warpwright::linear_cross_entropy {
 
-using at::ScalarType;
-using c10::SymInt;
-using OptionalTensor = std::optional<Tensor>;
-using Mask2 = std::array<bool, 2>;
-using Mask3 = std::array<bool, 3>;
-using Tensor2 = std::tuple<Tensor, Tensor>;
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight, bias
+using linear_ops::Gradients;
 // Loss, total_weight, those, lse, argmax.
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 

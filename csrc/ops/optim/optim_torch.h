@@ -13,7 +13,6 @@
 namespace warpwright {
 
 using at::TensorList;
-using OptionalTensor = std::optional<Tensor>;
 
 // A function of that signature around a generic lambda: the lists of arguments stand here once.
 template <class Signature>
