@@ -14,6 +14,7 @@
 #include "device/activation.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
+#include "device/sm90/wgmma.cuh"
 #include "device/vec.cuh"
 
 namespace warpwright {
@@ -58,7 +59,7 @@ struct EpilogueSm90 {
     using Pair = typename Bias<kRegs>::Pair;
     Bias<kRegs> bias;
     if (output.bias == nullptr) return bias;
-    const int col = first_col + thread_col();
+    const int col = first_col + accumulator_col();
     const T* source = static_cast<const T*>(output.bias) + col;
     if (output.bias_pairs) {
 #pragma unroll
@@ -178,7 +179,7 @@ struct EpilogueSm90 {
     const int lane = static_cast<int>(threadIdx.x % 32);
     // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
     // 8-15 of the left 8 columns, then of the right; 32 bytes on the next four.
-    const int row = warp_row() + lane % 16;
+    const int row = accumulator_warp_row() + lane % 16;
     const uint32_t address = buffer_address(buffer, row, lane / 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) stmatrix_x4(address ^ (j * 32), d.words[j]);
@@ -202,14 +203,14 @@ struct EpilogueSm90 {
   __device__ __forceinline__ static void copy_rows(uint32_t buffer, const OutputSm90& output,
                                                    void* to, int first_row, int first_col) {
     const int lane = static_cast<int>(threadIdx.x % 32);
-    first_row += warp_row();
+    first_row += accumulator_warp_row();
     uint16_t* target = static_cast<uint16_t*>(to) + first_row * output.pitch + first_col + lane;
     const int rows = min(16, output.m - first_row);
     const int cols = output.n - first_col - lane;
     __syncwarp();
 #pragma unroll 4
     for (int r = 0; r < rows; ++r) {
-      const int row = warp_row() + r;
+      const int row = accumulator_warp_row() + r;
 #pragma unroll
       for (int half_row = 0; half_row < 2; ++half_row) {
         const int byte = half_row * 64 + lane * 2;
@@ -240,8 +241,8 @@ struct EpilogueSm90 {
   __device__ __forceinline__ static void write_fp32(const float (&d)[kRegs],
                                                     const OutputSm90& output, void* to,
                                                     int64_t split, int first_row, int first_col) {
-    const int row = first_row + thread_row();
-    const int col = first_col + thread_col();
+    const int row = first_row + accumulator_row();
+    const int col = first_col + accumulator_col();
     float* target = static_cast<float*>(to) + (split * output.m + row) * output.pitch + col;
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
@@ -267,8 +268,8 @@ struct EpilogueSm90 {
   template <class E, int kRegs>
   __device__ __forceinline__ static void add_old(float (&d)[kRegs], const OutputSm90& output,
                                                  int64_t split, int first_row, int first_col) {
-    const int row = first_row + thread_row();
-    const int col = first_col + thread_col();
+    const int row = first_row + accumulator_row();
+    const int col = first_col + accumulator_col();
     const E* source =
         static_cast<const E*>(output.d) + (split * output.m + row) * output.pitch + col;
     constexpr int kPairs = kRegs / 2;  // of the rows `row` and row + 8 in turn, then 8 columns on
@@ -298,18 +299,6 @@ struct EpilogueSm90 {
                          r < output.m && c + 1 < output.n ? pointer[1] : zero};
       });
     }
-  }
-
-  // Where the fragment of wgmma has a thread's first element among the warpgroup's 64 rows; its
-  // second is the neighbour, the next two lie 8 rows below, and then 8 columns to the right.
-  __device__ __forceinline__ static int warp_row() {
-    return static_cast<int>(threadIdx.x % 128 / 32 * 16);
-  }
-  __device__ __forceinline__ static int thread_row() {
-    return warp_row() + static_cast<int>(threadIdx.x % 32 / 4);
-  }
-  __device__ __forceinline__ static int thread_col() {
-    return static_cast<int>(threadIdx.x % 4 * 2);
   }
 
   __device__ __forceinline__ static Packed pack(const float* values) {

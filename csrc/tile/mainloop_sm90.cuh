@@ -68,12 +68,13 @@ struct ClusterPlace {
 };
 
 // Rows first_row .. of an operand of k-tiles, by TMA. The CTAs of `share` each load a part, of the
-// rows (K-major) or of k (MN-major), and send it to all of them.
-template <class Tile, Major kMajor, int kRows>
+// rows (K-major) or of k (MN-major), and send it to all of them. kHasPolicy: with one of L2, which
+// is not shared. (To name the usual policy costs large products a third.)
+template <class Tile, Major kMajor, int kRows, bool kHasPolicy = false>
 struct TmaLoader {
   const CUtensorMap* map;
   ClusterPlace share = {};
-  uint64_t policy = 0;  // of L2, if it is to have one
+  uint64_t policy = 0;
 
   // Bytes that reach this CTA's `barrier`: kRows * 128, of which others may have sent a part.
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
@@ -98,11 +99,11 @@ struct TmaLoader {
 
  private:
   __device__ __forceinline__ void copy(uint32_t shared, int c0, int c1, uint32_t barrier) const {
-    if (share.ctas > 1) {
+    if constexpr (kHasPolicy) {
+      tma_load_2d(shared, map, c0, c1, barrier, policy);
+    } else if (share.ctas > 1) {
       tma_load_multicast_2d(shared, map, c0, c1, barrier,
                             static_cast<uint16_t>((1u << share.ctas) - 1));
-    } else if (policy != 0) {  // the usual one, if named, costs large products a third
-      tma_load_2d(shared, map, c0, c1, barrier, policy);
     } else {
       tma_load_2d(shared, map, c0, c1, barrier);
     }
@@ -111,8 +112,8 @@ struct TmaLoader {
 
 template <class Tile>
 using TmaLoaderA = TmaLoader<Tile, Tile::kMajorA, Tile::kBlkM>;
-template <class Tile>
-using TmaLoaderB = TmaLoader<Tile, Tile::kMajorB, Tile::kBlkN>;
+template <class Tile, bool kHasPolicy = false>
+using TmaLoaderB = TmaLoader<Tile, Tile::kMajorB, Tile::kBlkN, kHasPolicy>;
 
 // The stage that is next, and the parity of its round through the ring.
 template <int kStages>
@@ -221,6 +222,7 @@ struct MainloopSm90 {
           }
         }
       };
+      // Each side whole, with its commit: the compiler serialises a batch that a branch ends in.
       if (sums.wanted) {
         multiply();
         sums.multiply(a0 + offset, k > 0);

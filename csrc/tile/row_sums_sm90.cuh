@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "device/access.cuh"
+#include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "device/types.cuh"
@@ -65,8 +65,7 @@ struct RowSums {
   __device__ __forceinline__ void store(const RowSumsOutput& output, int split,
                                         int first_row) const {
     if (!wanted || threadIdx.x % 4 != 0) return;
-    const int row =
-        first_row + static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+    const int row = first_row + accumulator_row();
 #pragma unroll
     for (int half = 0; half < 2 * kBlocks; ++half) {
       const int r = row + half / 2 * 64 + half % 2 * 8;

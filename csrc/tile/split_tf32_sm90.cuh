@@ -117,11 +117,11 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
     if constexpr (kMnMajorA) {
       return Rows::row(0) + i / 2 % 2;
     } else {
-      return static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) + i / 2 % 2 * 8;
+      return accumulator_row() + i / 2 % 2 * 8;
     }
   }
   __device__ __forceinline__ static int col_of(int i) {
-    return i / 4 * 8 + static_cast<int>(threadIdx.x % 4) * 2 + i % 2;
+    return i / 4 * 8 + accumulator_col() + i % 2;
   }
 
  private:

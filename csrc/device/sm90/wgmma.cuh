@@ -150,6 +150,15 @@ __device__ __forceinline__ void wgmma_tf32_registers(float (&d)[64], const uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+// Where a thread has its first element among the 64 rows of the accumulators above.
+__device__ __forceinline__ int accumulator_warp_row() {
+  return static_cast<int>(threadIdx.x % 128 / 32 * 16);
+}
+__device__ __forceinline__ int accumulator_row() {
+  return accumulator_warp_row() + static_cast<int>(threadIdx.x % 32 / 4);
+}
+__device__ __forceinline__ int accumulator_col() { return static_cast<int>(threadIdx.x % 4 * 2); }
+
 #undef WARPWRIGHT_WGMMA_TF32
 #undef WARPWRIGHT_WGMMA_16BIT
 #undef WARPWRIGHT_D128

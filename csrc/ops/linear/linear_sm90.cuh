@@ -74,15 +74,21 @@ struct TmaOperands {
                                           int /*warpgroup*/, unsigned first,
                                           unsigned stride) const {
     if (threadIdx.x != 0) return;
-    typename MainloopSm90<Tile>::Cursor cursor;
     const TmaLoaderA<Tile> loader_a{&a, loop.cluster};
-    const TmaLoaderB<Tile> loader_b{&b, {}, b_once ? evict_first_policy() : 0};
-    for (unsigned block = first; block < p.num_blocks; block += stride) {
-      const TileCoord tile = tile_of_block(p.grid, block);
-      loop.produce(loader_a, loader_b, stage_bytes, first_m<Tile>(tile),
-                   first_n<Tile>(tile, loop.cluster), tile.k_begin, tile.k_end, cursor);
+    auto produce_tiles = [&](const auto& loader_b) {
+      typename MainloopSm90<Tile>::Cursor cursor;
+      for (unsigned block = first; block < p.num_blocks; block += stride) {
+        const TileCoord tile = tile_of_block(p.grid, block);
+        loop.produce(loader_a, loader_b, stage_bytes, first_m<Tile>(tile),
+                     first_n<Tile>(tile, loop.cluster), tile.k_begin, tile.k_end, cursor);
+      }
+      if (loop.cluster.ctas > 1) loop.drain(cursor);
+    };
+    if (b_once) {
+      produce_tiles(TmaLoaderB<Tile, /*kHasPolicy=*/true>{&b, {}, evict_first_policy()});
+    } else {
+      produce_tiles(TmaLoaderB<Tile>{&b});
     }
-    if (loop.cluster.ctas > 1) loop.drain(cursor);
   }
 };
 
