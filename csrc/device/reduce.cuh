@@ -23,6 +23,17 @@ struct Max {
   }
 };
 
+// value(kFirst) + ... of kCount values, a power of two, as a tree: the shortest chains of
+// roundings.
+template <int kCount, int kFirst = 0, class F>
+__device__ __forceinline__ auto tree_sum(const F& value) {
+  if constexpr (kCount == 1) {
+    return value(kFirst);
+  } else {
+    return tree_sum<kCount / 2, kFirst>(value) + tree_sum<kCount / 2, kFirst + kCount / 2>(value);
+  }
+}
+
 // All kWidth lanes of an aligned group get the result. All 32 lanes of the warp must call.
 template <int kWidth = kWarpSize, class T, class Op>
 __device__ __forceinline__ T warp_reduce(T value, Op op) {

@@ -4,6 +4,7 @@
 
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
+#include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "host/launch_cluster.h"
 #include "host/switch.h"
@@ -35,7 +36,7 @@ struct MatrixColumns {
 
 // source: (rows, cols). sums: (splits, cols), or null: the source is walked for what it does.
 // Grid: block = (split, group of kLanes * kVec columns), columns fastest. A thread adds every
-// kRowLanes-th row of its split; the row lanes are then added in order of their number.
+// kRowLanes-th row of its split; the row lanes are then added as a tree.
 template <class Out, class Acc, int kVec, int kLanes, class Source>
 __global__ void __launch_bounds__(kColumnSumThreads)
     column_sum_kernel(Source source, int64_t rows, int64_t cols, int splits, Out* sums,
@@ -89,12 +90,7 @@ __global__ void __launch_bounds__(kColumnSumThreads)
   __syncthreads();
   const int64_t out_col = first_col + threadIdx.x;
   if (threadIdx.x >= kLanes * kVec || out_col >= cols) return;
-  Acc total(0);
-#pragma unroll
-  for (int r = 0; r < kRowLanes; r += 4) {
-    auto value = [&](int u) { return shared[r + u][threadIdx.x]; };
-    total += (value(0) + value(1)) + (value(2) + value(3));
-  }
+  const Acc total = tree_sum<kRowLanes>([&](int r) { return shared[r][threadIdx.x]; });
   sums[split * cols + out_col] = convert<Out>(total);
 }
 

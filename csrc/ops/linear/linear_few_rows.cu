@@ -4,6 +4,7 @@
 // compiler to load late. Bound: the bytes of the weights.
 #include "device/activation.cuh"
 #include "device/mma_sm80.cuh"
+#include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
 #include "host/switch.h"
@@ -85,7 +86,7 @@ struct FewRowsSums {
 
 // a: (m, k), b: (n, k), both of whole aligned 16 bytes along k. D (m, n), m <= kRows.
 // Grid: one block for 16 columns of D. Warps take the steps of k, 64 bytes each, in turn; their
-// sums are added in order of their number.
+// sums are added as a tree.
 template <int kRows>
 __global__ void __launch_bounds__(kThreads) few_rows_kernel(const FewRowsParams p) {
   extern __shared__ uint4 ring[];  // (kStages, 2, kThreads)
@@ -132,12 +133,7 @@ __global__ void __launch_bounds__(kThreads) few_rows_kernel(const FewRowsParams 
   const int row = static_cast<int>(threadIdx.x) / kCols;
   const int col = static_cast<int>(threadIdx.x) % kCols;
   if (row >= kRows || row >= p.m || first_col + col >= p.n) return;
-  float sum[1] = {0.0f};
-#pragma unroll
-  for (int w = 0; w < kWarps; w += 4) {
-    auto value = [&](int i) { return partial[w + i][row][col]; };
-    sum[0] += (value(0) + value(1)) + (value(2) + value(3));
-  }
+  float sum[1] = {tree_sum<kWarps>([&](int w) { return partial[w][row][col]; })};
   if (p.bias != nullptr) sum[0] += p.bias[first_col + col];
   const int64_t offset = row * p.pitch + first_col + col;
   if (p.preactivation != nullptr) p.preactivation[offset] = sum[0];
