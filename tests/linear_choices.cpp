@@ -103,6 +103,10 @@ const char* fault_of(const GemmParams& p, const GemmConfig& c, const DeviceInfo&
       if (!(c.a_wide && c.b_wide && c.a_k_major && c.b_k_major)) return "operands";
       if (kFewRowsSmemBytes > device.smem_per_block) return "too much shared memory";
       return c.splits == 1 ? nullptr : "splits";
+    case GemmPath::kHead:
+      if (!is_head(p.m, p.k, p.n)) return "extents";
+      if (p.k > 1 && !(c.a_k_major && c.b_k_major)) return "operands";
+      return c.splits == 1 ? nullptr : "splits";
     case GemmPath::kOuterProduct:
       if (p.k > kMaxOuterProductK || c.kind != GemmKind::k16Bit || !p.sm90) return "k or type";
       if (c.row_groups < 1 || c.row_groups > kMaxOuterProductGroups) return "groups";

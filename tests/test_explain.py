@@ -45,7 +45,8 @@ def test_linear_tiles():
     assert "element accesses" in first(128, 128, 33)
     big = first(8192, 8192, 4096)
     assert big != first(128, 128, 4096)
-    with_bias = explain("linear", torch.empty(8, 16), torch.empty(4, 16), torch.empty(4), **ON_GPU)
+    inputs = torch.empty(8, 16), torch.empty(24, 16), torch.empty(24)
+    with_bias = explain("linear", *inputs, **ON_GPU)
     assert re.search("grad_bias +column sums", with_bias)
     wide = torch.empty(2048, 2048, dtype=torch.bfloat16)
     text = explain("linear", wide, wide, wide[0], **ON_GPU)
@@ -154,6 +155,23 @@ def test_linear_of_few_rows():
         assert "few rows," not in linear_lines(m, 4096, 4096, "float32", tf32=True)["forward"]
     for m, n, k in ((17, 4096, 4096), (1, 4096, 4095), (1, 16, 1 << 20)):
         assert "few rows" not in linear_lines(m, n, k, "float32")["forward"]
+
+
+def test_linear_head():
+    def heads(*sizes, **kwargs):
+        lines = linear_lines(*sizes, **kwargs)
+        return {role for role, text in lines.items() if "a classifier's head" in text}
+
+    gradients = {GRAD_INPUT, GRAD_WEIGHT, "grad_bias"}
+    for dtype in ("bfloat16", "float32", "float64"):
+        assert heads(64, 10, 128, dtype=dtype) == {FORWARD, *gradients}
+        assert heads(512, 16, 256, dtype=dtype) == {FORWARD, *gradients}
+        assert heads(512, 16, 257, dtype=dtype) == gradients
+        assert heads(512, 16, 1024, dtype=dtype) == gradients
+        for sizes in ((513, 16, 256), (512, 17, 256), (512, 16, 1025)):
+            assert heads(*sizes, dtype=dtype) == set()
+    assert heads(64, 10, 128, pad=3, address=2) == {FORWARD, *gradients}
+    assert "few rows" in linear_lines(16, 10, 128, "float32")[FORWARD]
 
 
 def test_linear_outer_product():

@@ -64,7 +64,8 @@ CASES = {
     ),
     "linear": (lambda: linear(2048, 2048, 2048), 1, 2),
     "linear, a split k": (lambda: linear(512, 3136, 128), 2, 3),
-    "linear, a bias that is summed apart": (lambda: linear(64, 128, 10), 1, 3),
+    "linear, a bias that is summed apart": (lambda: linear(64, 128, 20), 1, 3),
+    "linear, a classifier's head": (lambda: linear(64, 128, 10), 1, 1),
 }
 
 

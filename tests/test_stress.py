@@ -161,6 +161,7 @@ def variants():
         (384, 512, 1024),
         (999, 523, 1001),
         (90, 1096, 1032),
+        (500, 1000, 10),
     ):
         for dtype in (BF16, FP32):
             for name, product in products.items():

@@ -134,7 +134,12 @@ Lines explain_linear(const std::string& dtype, bool tf32, const Operand& input,
   const std::string of_dy = std::string("column sums, ") +
                             (config.wide ? "16-byte accesses" : "element accesses") + ", rows in " +
                             std::to_string(config.splits) + " split(s)";
+  const GemmParams dx = params(dy, w.transposed());
   const GemmParams dw = params(dy.transposed(), x.transposed());
+  if (head_gradients({dx, dw, sum})) {
+    const std::string all = "a classifier's head, FMA, one kernel for all gradients";
+    return {{"forward", line(x, w)}, {"grad_input", all}, {"grad_weight", all}, {"grad_bias", all}};
+  }
   const GemmConfig of_dw = choose_gemm_config(dw, device);
   return {
       {"forward", line(x, w)},

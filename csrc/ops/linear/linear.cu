@@ -8,6 +8,7 @@ void launch_gemm(const GemmParams& p, const GemmConfig& config, cudaStream_t str
   if (is_empty(p)) return;
   if (config.path == GemmPath::kSm90) return launch_gemm_sm90(p, config, stream);
   if (config.path == GemmPath::kFewRows) return launch_gemm_few_rows(p, stream);
+  if (config.path == GemmPath::kHead) return launch_linear_head(p, config, stream);
   if (config.path == GemmPath::kOuterProduct) return launch_gemm_outer_product(p, config, stream);
   if (p.accumulate && !p.accum_d) {
     throw std::logic_error("warpwright: linear: only the sm_90a kernels add to 16-bit values");

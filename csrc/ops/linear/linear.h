@@ -11,11 +11,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "host/activation.h"
 #include "host/ceil_div.h"
 #include "host/dtype.h"
+#include "ops/linear/linear_estimate.h"
 #include "ops/linear/linear_tiles.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -82,9 +84,16 @@ struct ColumnSumParams {
   bool beside_previous;
 };
 
+// What a linear's backward asks for; each may be missing.
+struct LinearGradients {
+  std::optional<GemmParams> input;
+  std::optional<GemmParams> weight;
+  std::optional<ColumnSumParams> bias;
+};
+
 // ---- choice ----
 
-enum class GemmPath { kPortable, kSm90, kFewRows, kOuterProduct };
+enum class GemmPath { kPortable, kSm90, kFewRows, kOuterProduct, kHead };
 
 struct GemmConfig {
   GemmKind kind;
@@ -103,36 +112,11 @@ struct GemmConfig {
   const char* reason;
 };
 
-// How the sm_90a path gets the operands to wgmma, which TMA cannot or wgmma does not read as they
-// lie.
-enum class Sm90Operands {
-  kAsTheyLie,
-  kRealigned,  // 16-bit rows that start at no multiples of 16 bytes, moved into place
-  kSwapped,    // TF32 with B n-major: D^T = B A^T, B through registers
-  kTurned,     // and A m-major: turned in shared memory
-  kSplit,      // float32, each the sum of two TF32 numbers
-};
-
 constexpr Sm90Operands sm90_operands(const GemmConfig& config) {
   if (config.a_realigned || config.b_realigned) return Sm90Operands::kRealigned;
   if (config.kind == GemmKind::kFp32) return Sm90Operands::kSplit;
   if (config.kind != GemmKind::kTf32 || config.b_k_major) return Sm90Operands::kAsTheyLie;
   return config.a_k_major ? Sm90Operands::kSwapped : Sm90Operands::kTurned;
-}
-
-constexpr Sm90TileShape sm90_tile_shape(GemmTile tile, Sm90Operands operands) {
-  switch (operands) {
-    case Sm90Operands::kAsTheyLie:
-      return sm90_tile_shape(tile);
-    case Sm90Operands::kRealigned:
-      return kRealignedTile;
-    case Sm90Operands::kSplit:
-      return kSplitTile;
-    case Sm90Operands::kSwapped:
-      return kSwappedTiles[static_cast<int>(tile)];
-    default:
-      return kTurnedTiles[static_cast<int>(tile)];
-  }
 }
 
 inline bool rows_are_aligned(const void* pointer, int64_t pitch_bytes, uintptr_t alignment) {
@@ -182,102 +166,9 @@ constexpr GemmKind gemm_kind(DType dtype, bool tf32) {
   return GemmKind::k16Bit;
 }
 
-// Estimated cycles of one choice; the constants order the candidates and need not be exact.
-//   throughput: the busiest SM works off its CTAs at the rate of its math units;
-//   latency: a k tile takes no less than a barrier, its fragment reads and one dependent chain;
-//   splits: a second launch, and the parts' way to L2 and back.
-inline double estimate_gemm_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
-                                   int splits, bool aligned, const DeviceInfo& device) {
-  constexpr double kFmaPerCycle[] = {1100, 550, 110, 50};  // of one SM
-  constexpr double kEfficiency[] = {1.0, 0.9, 0.6};        // kLarge, kMedium, kSmall
-  constexpr double kElementLoads = 4;  // 16-bit operands that are read element by element
-  constexpr double kTileLatency = 450;
-  constexpr double kPrologue = 1500;
-  constexpr double kSecondLaunch = 4000;
-  constexpr double kBytesPerCycle = 2000;
-  const TileShape shape = tile_shape(kind, tile);
-  const int64_t blocks = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
-  const double k_tiles = static_cast<double>(ceil_div(ceil_div(k, shape.blk_k), splits));
-  const bool by_elements = kind == GemmKind::k16Bit && !aligned;
-  const double tile_cycles = static_cast<double>(shape.blk_m) * shape.blk_n * shape.blk_k *
-                             (by_elements ? kElementLoads : 1) /
-                             (kFmaPerCycle[static_cast<int>(kind)] *
-                              kEfficiency[kind == GemmKind::kFp64 ? 0 : static_cast<int>(tile)]);
-  const auto per_sm = static_cast<double>(ceil_div(blocks, device.num_sms));
-  const auto waves =
-      static_cast<double>(ceil_div(blocks, int64_t{device.num_sms} * shape.ctas_per_sm));
-  double cycles =
-      std::max(per_sm * k_tiles * tile_cycles, waves * k_tiles * kTileLatency) + waves * kPrologue;
-  if (splits > 1) {
-    cycles += kSecondLaunch +
-              8.0 * static_cast<double>(m) * static_cast<double>(n) * (splits + 1) / kBytesPerCycle;
-  }
-  return cycles;
-}
-
 constexpr int kMaxSplits = 64;
 constexpr int64_t kMaxSplitBytes = int64_t{64} << 20;  // of workspace
 constexpr int kMinSplitTiles = 4;                      // of k, a part; sm_90a
-
-// The like for the sm_90a path, fitted to measured times; tests/test_explain.py has the race that
-// it must win. TF32 takes as long for a k tile, which has half the depth.
-//   k tile: CTAs of a single round walk along k together and meet in L2; those of several drift;
-//     TMA fills rows outside of the operand more slowly than it loads;
-//   sectors: rows that start inside of one cost L2 twice. Tiles of several rounds pay it, but for
-//     medium ones, which share their loads in clusters;
-//   memory: the operands come from DRAM once;
-//   split: a second launch, and the parts' way to L2 and back.
-inline double estimate_sm90_cycles(GemmKind kind, GemmTile tile, int64_t m, int64_t n, int64_t k,
-                                   int splits, Sm90Operands operands, bool whole_sectors,
-                                   const DeviceInfo& device) {
-  // 1 round, several
-  constexpr double kTileCycles[4][2] = {{540, 690}, {330, 560}, {230, 300}, {1250, 1200}};
-  // By arithmetic: what passes through shared memory.
-  constexpr double kRealignedCycles[2] = {900, 1150};
-  constexpr double kSwappedCycles[2][2] = {{640, 700}, {390, 560}};
-  constexpr double kTurnedCycles[2][2] = {{1410, 1410}, {900, 900}};
-  constexpr double kSplitCycles[2] = {1700, 1900};
-  constexpr double kFirstAndLast[] = {5500, 2750, 2000, 16000};  // filling the ring, the last store
-  constexpr double kInsideSectors[] = {275, 0, 200, 0};
-  constexpr double kOutsideRow = 4;
-  constexpr double kSecondLaunch = 2500;
-  constexpr double kBytesPerCycle = 2000;
-  constexpr double kMemoryBytesPerCycle = 2500;
-  const Sm90TileShape shape = sm90_tile_shape(tile, operands);
-  const int64_t tiles = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * splits;
-  const int64_t rounds = ceil_div(tiles, device.num_sms);
-  const int64_t k_tiles = ceil_div(ceil_div(k * gemm_kind_size(kind), 128), splits);
-  const int t = static_cast<int>(tile);
-  double tile_cycles = (operands == Sm90Operands::kAsTheyLie   ? kTileCycles[t]
-                        : operands == Sm90Operands::kRealigned ? kRealignedCycles
-                        : operands == Sm90Operands::kSplit     ? kSplitCycles
-                        : operands == Sm90Operands::kSwapped   ? kSwappedCycles[t]
-                                                               : kTurnedCycles[t])[rounds > 1];
-  if (operands == Sm90Operands::kAsTheyLie && kind == GemmKind::k16Bit && !whole_sectors &&
-      rounds > 1) {
-    tile_cycles += kInsideSectors[t];
-  }
-  // Of two rows of tiles the second may lie mostly outside. (A single one's boxes are no higher
-  // than its operand; of many the last hardly mattered.)
-  const int64_t tiles_m = ceil_div(m, shape.blk_m);
-  const int64_t outside = tiles_m * shape.blk_m - m;
-  if (operands == Sm90Operands::kAsTheyLie && tiles_m == 2 && outside * 2 >= shape.blk_m) {
-    tile_cycles += kOutsideRow * static_cast<double>(outside);
-  }
-  // The store of a 128 x 256 tile, and of split operands, has no other mainloop to hide in.
-  const bool exposed = shape.blk_m * shape.blk_n == 128 * 256 || operands == Sm90Operands::kSplit;
-  const double first_and_last = kFirstAndLast[operands == Sm90Operands::kTurned ? 0 : t] *
-                                static_cast<double>(exposed ? rounds : 1);
-  const double memory_cycles = static_cast<double>(m + n) * static_cast<double>(k) *
-                               static_cast<double>(gemm_kind_size(kind)) / kMemoryBytesPerCycle;
-  double cycles =
-      first_and_last + std::max(static_cast<double>(rounds * k_tiles) * tile_cycles, memory_cycles);
-  if (splits > 1) {
-    cycles += kSecondLaunch +
-              8.0 * static_cast<double>(m) * static_cast<double>(n) * (splits + 1) / kBytesPerCycle;
-  }
-  return cycles;
-}
 
 // TMA knows no overlapping rows (expanded or sliding views). A single row has no pitch.
 inline bool rows_overlap(int64_t rows, int64_t length, int64_t pitch) {
@@ -330,6 +221,76 @@ inline bool takes_few_rows(const GemmParams& p, const GemmConfig& config,
   return p.k <= 8192 || ceil_div(p.n, kFewRowsColumns) * 4 >= device.num_sms;
 }
 
+// The kernels of a classifier's head: a few outputs of a batch that a few blocks read.
+constexpr int64_t kMaxHeadOutputs = 16;
+constexpr int64_t kMaxHeadRows = 512;
+constexpr int64_t kMaxHeadFeatures = 1024;
+constexpr int64_t kMaxHeadForwardFeatures = 256;  // in shared memory
+
+constexpr bool is_head(int64_t rows, int64_t features, int64_t outputs) {
+  auto within = [](int64_t extent, int64_t most) { return extent > 0 && extent <= most; };
+  return within(rows, kMaxHeadRows) && within(features, kMaxHeadFeatures) &&
+         within(outputs, kMaxHeadOutputs);
+}
+
+inline bool takes_head(const GemmParams& p) {
+  const bool along_k = p.k == 1 || (p.a_stride_k == 1 && p.b_stride_k == 1);
+  return is_head(p.m, p.k, p.n) && p.k <= kMaxHeadForwardFeatures && along_k && !p.accum_d &&
+         !p.accumulate;
+}
+
+struct LinearHeadGradients {
+  DType dtype;
+  int64_t rows;
+  int64_t features;
+  int64_t outputs;
+  const void* dy;  // (rows, outputs)
+  int64_t dy_stride_row;
+  int64_t dy_stride_col;
+  const void* x;  // (rows, features), rows x_stride apart
+  int64_t x_stride;
+  const void* weight;  // (outputs, features), rows weight_stride apart
+  int64_t weight_stride;
+  void* dx;  // (rows, features); null: not wanted, like the next two
+  void* dw;  // (outputs, features)
+  void* db;  // (outputs)
+};
+
+// All gradients in one kernel, if it takes them.
+inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& g) {
+  if (!g.input && !g.weight) return std::nullopt;
+  LinearHeadGradients head{};
+  auto along_features = [](const GemmParams& p) { return p.n == 1 || p.b_stride_n == 1; };
+  if (g.input) {
+    const GemmParams& p = *g.input;
+    if (!along_features(p)) return std::nullopt;
+    head = {.dtype = p.dtype, .rows = p.m, .features = p.n, .outputs = p.k};
+    head.dy = p.a;
+    head.dy_stride_row = p.a_stride_m;
+    head.dy_stride_col = p.a_stride_k;
+    head.weight = p.b;
+    head.weight_stride = p.b_stride_k;
+    head.dx = p.d;
+  }
+  if (g.weight) {
+    const GemmParams& p = *g.weight;
+    if (!along_features(p)) return std::nullopt;
+    head.dtype = p.dtype;
+    head.rows = p.k;
+    head.features = p.n;
+    head.outputs = p.m;
+    head.dy = p.a;
+    head.dy_stride_row = p.a_stride_k;
+    head.dy_stride_col = p.a_stride_m;
+    head.x = p.b;
+    head.x_stride = p.b_stride_k;
+    head.dw = p.d;
+  }
+  if (g.bias) head.db = g.bias->sum;
+  if (!is_head(head.rows, head.features, head.outputs)) return std::nullopt;
+  return head;
+}
+
 // The kernel for a short k with both operands contiguous across it, the weight's gradient of a few
 // rows: groups of 64 rows by 256 columns of D, a few of them a block.
 constexpr int64_t kMaxOuterProductK = 96;
@@ -366,6 +327,13 @@ inline int choose_row_groups(const GemmParams& p, const DeviceInfo& device) {
   return best;
 }
 
+// Of its kind: FMA has no kLarge, float64 only kSmall.
+constexpr bool is_largest(const GemmConfig& config) {
+  if (config.tile == GemmTile::kLarge || config.tile == GemmTile::kWide) return true;
+  const auto larger = static_cast<GemmTile>(static_cast<int>(config.tile) - 1);
+  return config.path == GemmPath::kPortable && tile_shape(config.kind, larger).ctas_per_sm == 0;
+}
+
 inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& device) {
   const int64_t size = dtype_size(p.dtype);
   // Length too: cp.async reads only the part of its 16 bytes that it is told to, but memcheck takes
@@ -389,6 +357,11 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
   if (takes_few_rows(p, config, device)) {
     config.path = GemmPath::kFewRows;
     config.reason = "few rows: the bytes of the weights decide";
+    return config;
+  }
+  if (takes_head(p)) {
+    config.path = GemmPath::kHead;
+    config.reason = "so few outputs of so few rows that the launch takes longer";
     return config;
   }
   if (takes_outer_product(p, config, device)) {
@@ -459,9 +432,8 @@ inline GemmConfig choose_gemm_config(const GemmParams& p, const DeviceInfo& devi
     return config;
   }
   config.reason = by_elements ? "an operand's rows are not multiples of 16 bytes: element accesses"
-                  : config.splits > 1 ? "few output tiles for the SMs: k is split"
-                  : config.tile == GemmTile::kLarge || config.tile == GemmTile::kWide
-                      ? "enough output for the largest tile"
+                  : config.splits > 1                ? "few output tiles for the SMs: k is split"
+                  : is_largest(config)               ? "enough output for the largest tile"
                   : config.tile == GemmTile::kMedium ? "output too small to feed larger tiles"
                                                      : "small output: small tiles fill more SMs";
   return config;
@@ -485,6 +457,8 @@ inline std::string describe(const GemmConfig& config) {
   std::string text;
   if (config.path == GemmPath::kFewRows) {
     text = "few rows, fp32 FMA, " + std::to_string(kFewRowsColumns) + " columns a block";
+  } else if (config.path == GemmPath::kHead) {
+    text = "a classifier's head, FMA, a warp a row";
   } else if (config.path == GemmPath::kOuterProduct) {
     text = "sm_90a 16-bit wgmma, outer product of few rows, " +
            std::to_string(config.row_groups * kOuterProductRows) + "x" +
@@ -565,6 +539,8 @@ void launch_gemm(const GemmParams& params, const GemmConfig& config, cudaStream_
 void launch_gemm_few_rows(const GemmParams& params, cudaStream_t stream);
 void launch_gemm_outer_product(const GemmParams& params, const GemmConfig& config,
                                cudaStream_t stream);
+void launch_linear_head(const GemmParams& params, const GemmConfig& config, cudaStream_t stream);
+void launch_linear_head_gradients(const LinearHeadGradients& params, cudaStream_t stream);
 void launch_column_sum(const ColumnSumParams& params, const ColumnSumConfig& config,
                        cudaStream_t stream);
 #endif

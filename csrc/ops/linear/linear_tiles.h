@@ -83,4 +83,29 @@ constexpr Sm90TileShape kSplitTile = {128, 128, 4, false};
 constexpr Sm90TileShape kSwappedTiles[2] = {{128, 128, 6, true}, {128, 64, 8, true}};
 constexpr Sm90TileShape kTurnedTiles[2] = {{128, 256, 4, false}, {128, 128, 6, true}};
 
+// How the sm_90a path gets the operands to wgmma, which TMA cannot or wgmma does not read as they
+// lie.
+enum class Sm90Operands {
+  kAsTheyLie,
+  kRealigned,  // 16-bit rows that start at no multiples of 16 bytes, moved into place
+  kSwapped,    // TF32 with B n-major: D^T = B A^T, B through registers
+  kTurned,     // and A m-major: turned in shared memory
+  kSplit,      // float32, each the sum of two TF32 numbers
+};
+
+constexpr Sm90TileShape sm90_tile_shape(GemmTile tile, Sm90Operands operands) {
+  switch (operands) {
+    case Sm90Operands::kAsTheyLie:
+      return sm90_tile_shape(tile);
+    case Sm90Operands::kRealigned:
+      return kRealignedTile;
+    case Sm90Operands::kSplit:
+      return kSplitTile;
+    case Sm90Operands::kSwapped:
+      return kSwappedTiles[static_cast<int>(tile)];
+    default:
+      return kTurnedTiles[static_cast<int>(tile)];
+  }
+}
+
 }  // namespace warpwright

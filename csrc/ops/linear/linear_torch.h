@@ -23,8 +23,6 @@
 
 namespace warpwright {
 
-using OptionalTensor = std::optional<Tensor>;
-
 // The ops through the dispatcher.
 namespace linear_ops {
 
@@ -75,13 +73,6 @@ Matrix as_matrix(const Tensor& tensor);
 // d (rows of a, rows of b) = a b^T + bias
 GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& bias, Tensor& d);
 
-// What a linear's backward asks for; each may be missing.
-struct LinearGradients {
-  std::optional<GemmParams> input;
-  std::optional<GemmParams> weight;
-  std::optional<ColumnSumParams> bias;
-};
-
 struct LinearCpu {
   void gemm(const GemmParams& p) const { gemm_cpu(p); }
   void gradients(const LinearGradients& g) const {
@@ -128,6 +119,7 @@ struct LinearCuda {
   // Side by side: none reads what another writes. The weight's product brings the bias's gradient
   // along where it can.
   void gradients(LinearGradients g) const {
+    if (const auto head = head_gradients(g)) return launch_linear_head_gradients(*head, stream);
     // Each starts beside one of these, not beside whatever came before them.
     if (g.input && is_empty(*g.input)) g.input.reset();
     if (g.weight && is_empty(*g.weight)) g.weight.reset();
