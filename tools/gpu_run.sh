@@ -7,7 +7,7 @@
 #
 # PYTHON chooses the interpreter, TEST_ARGS goes to pytest, BENCH_ARGS to the benchmark,
 # SANITIZE_TOOLS are compute-sanitizer's (default: memcheck; racecheck and synccheck take longer),
-# SANITIZE_CASES the part of a name that its cases must have, STEP_TIMEOUT (seconds, default 540)
+# SANITIZE_CASES a regular expression that finds their cases, STEP_TIMEOUT (seconds, default 540)
 # ends a step that hangs.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -5,11 +5,13 @@
 
 Without that variable an out-of-bounds access lands in the same slab and goes unseen. Each case
 prints its name before it runs and is compared with the CPU kernel afterwards. Sizes sit one past a
-tile or vector edge, where an over-read would be. FILTER: only cases whose name contains it.
+tile or vector edge, where an over-read would be. FILTER: a regular expression, only cases in whose
+name it is found ("^linear-.*float16$").
 Without a GPU the CPU kernels run twice, which checks this file.
 """
 
 import itertools
+import re
 import sys
 
 import torch
@@ -164,7 +166,8 @@ def linear_cases():
     whole = ((1024, 1024, 768),)
     # 16-bit: few rows, whose gradient of the weight is an outer product.
     outer = (1, 1032, 1096), (40, 520, 2056), (96, 1288, 1032)
-    for m, n, k in (*small, *wgmma, *realigned, *few_rows, *whole, *outer):
+    heads = (64, 10, 128), (301, 3, 200), (512, 16, 1024)  # a classifier's
+    for m, n, k in (*small, *wgmma, *realigned, *few_rows, *whole, *outer, *heads):
         yield f"{m}x{n}x{k}", F.linear, (rand(m, k), rand(n, k), rand(n)), {}
     for m, n, k in ((33, 34, 65), (1031, 528, 264)):
         yield (
@@ -368,7 +371,7 @@ def differences(on_gpu, on_cpu, tolerance):
 
 
 def main():
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    wanted = re.compile(sys.argv[1] if len(sys.argv) > 1 else "").search
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     count, wrong = 0, []
 
@@ -385,7 +388,7 @@ def main():
         for case, function, args, kwargs in cases():
             for dtype in DTYPES:
                 name = f"{op}-{case}-{str(dtype).removeprefix('torch.')}"
-                if wanted in name:
+                if wanted(name):
                     check(name, function, args, kwargs, dtype, TOLERANCE[dtype])
                     count += 1
     warpwright.set_float32_matmul_precision("high")
@@ -393,7 +396,7 @@ def main():
         torch.manual_seed(0)
         for case, function, args, kwargs in CASES[op]():
             name = f"{op}-{case}-3xtf32"
-            if wanted in name:
+            if wanted(name):
                 check(name, function, args, kwargs, torch.float32, TOLERANCE[torch.float32])
                 count += 1
     warpwright.set_float32_matmul_precision(None)
@@ -402,15 +405,15 @@ def main():
         torch.manual_seed(0)
         for case, function, args, kwargs in CASES[op]():
             name = f"{op}-{case}-tf32"
-            if wanted in name:
+            if wanted(name):
                 check(name, function, args, kwargs, torch.float32, 2e-2)
                 count += 1
     q, k, v = (rand(1, 2, 65, 32).float().to(DEVICE).requires_grad_() for _ in range(3))
-    if wanted in "attention-dropout":
+    if wanted("attention-dropout"):
         print("attention-dropout", flush=True)
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.3).sum().backward()
         count += 1
-    if wanted in "cross_entropy-bad-label":
+    if wanted("cross_entropy-bad-label"):
         print("cross_entropy-bad-label", flush=True)
         x = rand(4, 10).float().to(DEVICE).requires_grad_()
         try:
