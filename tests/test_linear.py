@@ -60,6 +60,7 @@ CUDA_SHAPES = [
     # a classifier's head: as large as its kernels take it, one beyond each limit
     ((512,), 1024, 16),
     ((301,), 200, 3),
+    ((40,), 1, 16),  # one feature: contiguous across
     ((513,), 130, 10),
     ((512,), 130, 17),
     ((512,), 1025, 10),

@@ -286,7 +286,9 @@ void launch_linear_head(const GemmParams& g, const GemmConfig& config, cudaStrea
     const auto blocks = static_cast<unsigned>(ceil_div(p.rows, kForwardRows));
     const int64_t smem_bytes =
         int64_t{kForwardRows + p.outputs} * head_pitch<T>(p.features) * sizeof(T);
-    for_bool(config.a_wide && config.b_wide, [&]<bool kWide>() {
+    // Of a single feature the other direction may be contiguous, and wide.
+    const bool along_features = config.a_k_major && config.b_k_major;
+    for_bool(along_features && config.a_wide && config.b_wide, [&]<bool kWide>() {
       launch(head_forward_kernel<T, kWide>, dim3(blocks), dim3(kForwardThreads), smem_bytes, stream,
              p);
     });
