@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -94,6 +95,9 @@ def use_ccache() -> None:
         os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {find_nvcc()}")
 
 
+# torch calls the ninja on PATH, and without one compiles file by file: the environment's own may
+# not be there, for nothing needs to have activated it.
+os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", "")
 if WITH_CUDA:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_archs())
 os.environ.setdefault("MAX_JOBS", str(max_jobs()))
