@@ -12,6 +12,7 @@
 
 #include "device/access.cuh"
 #include "device/activation.cuh"
+#include "device/math.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
@@ -176,7 +177,8 @@ struct EpilogueSm90 {
 
   // A warp's 16 rows of 64 columns.
   __device__ __forceinline__ static void write_buffer(uint32_t buffer, const Packed& d) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    // Anew for each chunk: a register that lives through all of them is one too many.
+    const int lane = derive_anew(static_cast<int>(threadIdx.x % 32));
     // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
     // 8-15 of the left 8 columns, then of the right; 32 bytes on the next four.
     const int row = accumulator_warp_row() + lane % 16;
@@ -226,7 +228,7 @@ struct EpilogueSm90 {
   __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const Bias<kRegs>& bias,
                                                     const OutputSm90& output, int64_t split,
                                                     int first_row, int first_col) {
-    if (output.accumulate) add_old<float>(d, output, split, first_row, first_col);
+    if (output.accumulate) return add_old<float>(d, output, split, first_row, first_col);
     if constexpr (sizeof(T) == 4) {  // else these are parts or sums
       add_bias<kRegs / 4>(d, bias.pairs, output);
       if (output.preactivation != nullptr) {
@@ -263,41 +265,57 @@ struct EpilogueSm90 {
     }
   }
 
-  // D's elements E. Reads come in batches, as many as the registers hold, and none of a batch waits
-  // for another: one after the other they would take longer than the mainloop.
+  // D's elements E are added to d, and in fp32 written back at once. Reads come in batches, as many
+  // as the registers hold, and none of a batch waits for another: one after the other they would
+  // take longer than the mainloop.
   template <class E, int kRegs>
   __device__ __forceinline__ static void add_old(float (&d)[kRegs], const OutputSm90& output,
                                                  int64_t split, int first_row, int first_col) {
     const int row = first_row + accumulator_row();
     const int col = first_col + accumulator_col();
-    const E* source =
-        static_cast<const E*>(output.d) + (split * output.m + row) * output.pitch + col;
+    E* const start = static_cast<E*>(output.d) + (split * output.m + row) * output.pitch + col;
+    constexpr bool kWrite = std::is_same_v<E, float>;
     constexpr int kPairs = kRegs / 2;  // of the rows `row` and row + 8 in turn, then 8 columns on
-    auto add = [&]<int kBatch>(auto load) {
+    auto add = [&]<int kBatch>(auto load, auto write) {
 #pragma unroll
       for (int first = 0; first < kPairs; first += kBatch) {
         Vec<E, 2> old[kBatch];
+        auto at_pair = [&](int i, auto access) {
+          const int h = (first + i) % 2, block = (first + i) / 2;
+          access(start + h * 8 * output.pitch + block * 8, row + h * 8, col + block * 8);
+        };
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const int h = (first + i) % 2, block = (first + i) / 2;
-          old[i] = load(source + h * 8 * output.pitch + block * 8, row + h * 8, col + block * 8);
+          at_pair(i, [&](const E* pointer, int r, int c) { old[i] = load(pointer, r, c); });
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+          float* sum = &d[(first + i) * 2];
           const auto pair = widen(old[i]);
-          d[(first + i) * 2] += pair[0];
-          d[(first + i) * 2 + 1] += pair[1];
+          sum[0] += pair[0];
+          sum[1] += pair[1];
+          if constexpr (kWrite) {
+            at_pair(i, [&](E* pointer, int r, int c) { write(pointer, r, c, {sum[0], sum[1]}); });
+          }
         }
       }
     };
+    using Sums = Vec<E, 2>;
     if (output.pairs && first_row + 64 <= output.m && first_col + kRegs * 2 <= output.n) {
-      add.template operator()<16>([](const E* pointer, int, int) { return load_vec<2>(pointer); });
+      add.template operator()<16>(
+          [](const E* pointer, int, int) { return load_vec<2>(pointer); },
+          [](E* pointer, int, int, const Sums& sums) { store_vec(pointer, sums); });
     } else {
-      add.template operator()<4>([&](const E* pointer, int r, int c) {
-        const E zero = convert<E>(0.0f);
-        return Vec<E, 2>{r < output.m && c < output.n ? pointer[0] : zero,
-                         r < output.m && c + 1 < output.n ? pointer[1] : zero};
-      });
+      auto has = [&](int r, int c) { return r < output.m && c < output.n; };
+      add.template operator()<4>(
+          [&](const E* pointer, int r, int c) {
+            const E zero = convert<E>(0.0f);
+            return Vec<E, 2>{has(r, c) ? pointer[0] : zero, has(r, c + 1) ? pointer[1] : zero};
+          },
+          [&](E* pointer, int r, int c, const Sums& sums) {
+            if (has(r, c)) pointer[0] = sums[0];
+            if (has(r, c + 1)) pointer[1] = sums[1];
+          });
     }
   }
 

@@ -222,7 +222,8 @@ struct MainloopSm90 {
           }
         }
       };
-      // Each side whole, with its commit: the compiler serialises a batch that a branch ends in.
+      // Either side has the whole stage and its commit. Around the sums alone, ptxas would close a
+      // group before the branch, and the wait below, one group short, would wait for this stage.
       if (sums.wanted) {
         multiply();
         sums.multiply(a0 + offset, k > 0);

@@ -53,6 +53,7 @@ class RealigningLoader {
     for (bool more = true; more; cursor.next()) {
       const int cols = source.cols;
       lane_ = derive_anew(lane_);
+      group_ = derive_anew(group_);
       pitch_shift_ = derive_anew(pitch_shift_);
       walk.next();
       more = !walk.done();

@@ -261,13 +261,14 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
       __syncthreads();
     }
 
-    const unsigned first = blockIdx.x / static_cast<unsigned>(cluster.ctas);
+    // Not a variable: each side of the branch below is short of other registers.
+    auto first_block = [&] { return blockIdx.x / static_cast<unsigned>(cluster.ctas); };
     const unsigned stride = gridDim.x / static_cast<unsigned>(cluster.ctas);
 
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     if (warpgroup < Loading::kWarpgroups) {
       setmaxnreg_dec<Loading::kRegisters>();
-      p.operands.template produce<Tile>(loop, p, warpgroup, first, stride);
+      p.operands.template produce<Tile>(loop, p, warpgroup, first_block(), stride);
     } else {
       setmaxnreg_inc<Loading::kConsumerRegisters>();
       const int consumer = warpgroup - Loading::kWarpgroups;
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
       // Ping-pong: the mainloops take turns; consumer 0 has the first.
       int turn = 0;
       if (Tile::kPingPong && consumer == 1) named_barrier_arrive(kTurnBarrier, 256);
-      for (unsigned block = first; block < p.num_blocks; block += stride, turn ^= 1) {
+      for (unsigned block = first_block(); block < p.num_blocks; block += stride, turn ^= 1) {
         const TileCoord tile = tile_of_block(p.grid, block);
         const int k_tiles = tile.k_end - tile.k_begin;
         if (Tile::kPingPong && turn != consumer) {
@@ -286,7 +287,11 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           continue;
         }
         const int col = first_col<Tile>(tile, cluster, first_row);
-        const auto bias = Store::template load_bias<Tile::kRegs>(p.output, col);
+        // Before the mainloop, which hides the reads; behind it where row sums have the registers.
+        constexpr bool kBiasBehind =
+            Tile::kRowSums && Loading::kConsumerRegisters < kConsumerRegisters;
+        decltype(Store::template load_bias<Tile::kRegs>(p.output, col)) bias;
+        if constexpr (!kBiasBehind) bias = Store::template load_bias<Tile::kRegs>(p.output, col);
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         if constexpr (Tile::kRowSums) {
           const bool wanted = p.row_sums.sums != nullptr && first_n<Tile>(tile, cluster) == 0;
@@ -299,6 +304,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
         if (Tile::kPingPong && p.num_blocks - block > stride) {
           named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
         }
+        if constexpr (kBiasBehind) bias = Store::template load_bias<Tile::kRegs>(p.output, col);
         if constexpr (Tile::kSplitsTf32) {
           const TileCoord at = tile_of_block(p.grid, derive_anew(static_cast<int>(block)));
           p.operands.template recompute<Tile>(d[0], first_m<Tile>(at) + first_row,
