@@ -218,6 +218,23 @@ def test_confident_rows(device):
         torch.testing.assert_close(loss.double(), exact, rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(4000, 9), (500, 1000), (2, 21, 60, 70)], ids=str)
+def test_gradient_of_confident_labels(device, shape):
+    """p - 1 of a nearly certain label cancels: what is left is the sum's rounding."""
+    x = torch.randn(shape, device=device) * 4
+    target = x.argmax(1)
+
+    def label_gradients(loss, logits):
+        z = logits.detach().requires_grad_()
+        loss(z, target, reduction="sum").backward()
+        return z.grad.double().gather(1, target.unsqueeze(1))
+
+    exact = label_gradients(native, x.double())
+    ours = (label_gradients(F.cross_entropy, x) - exact).abs().mean()
+    theirs = (label_gradients(native, x) - exact).abs().mean()
+    assert ours <= 1.1 * theirs
+
+
 def test_large_mean(device):
     """Many rows: the sum does not drift."""
     x = torch.randn(70000, 3, device=device)

@@ -2,7 +2,9 @@
 // pixels. A row is read twice, the second time from cache. Row losses are summed in row order, so
 // the result does not depend on the number of threads. Where the gradient is wanted as well, a
 // block of rows has its backward while it is in the cache.
+#include <iterator>
 #include <memory>
+#include <numeric>
 
 #include "ops/cross_entropy/cross_entropy_cpu.h"
 
@@ -51,9 +53,14 @@ V exp_to_sum(const V& x) {
   return x.exp_u20();
 }
 
+// In double: beside a row's largest term, 1, each float addition would round off part of the rest,
+// which is all there is of the gradient of a label that is nearly certain.
 template <class V>
 auto sum_lanes(const V& value) {
-  return at::vec::vec_reduce_all<typename V::value_type>([](V a, V b) { return a + b; }, value);
+  using Compute = typename V::value_type;
+  Compute lanes[V::size()];
+  value.store(lanes);
+  return static_cast<Compute>(std::accumulate(std::begin(lanes), std::end(lanes), 0.0));
 }
 
 // Keeps NaN. Several maxima side by side hide the latency of each.
