@@ -1,4 +1,4 @@
-// cuTensorMapEncodeTiled, found through the runtime on first use.
+// cuTensorMapEncodeTiled and ...Im2col, found through the runtime on first use.
 #include "host/tensor_map.h"
 
 #include <cudaTypedefs.h>
@@ -12,36 +12,55 @@
 namespace warpwright {
 namespace {
 
-PFN_cuTensorMapEncodeTiled_v12000 find_encode_tiled() {
+template <class Function>
+Function find_driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  cuda_check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                              cudaEnableDefault, &found),
+  cuda_check(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
              "cudaGetDriverEntryPointByVersion");
   if (found != cudaDriverEntryPointSuccess || function == nullptr) {
-    throw std::runtime_error("warpwright: this driver has no cuTensorMapEncodeTiled");
+    throw std::runtime_error(std::string("warpwright: this driver has no ") + name);
   }
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  return reinterpret_cast<Function>(function);
 }
 
-CUtensorMapDataType tensor_map_type(const TensorMap2d& m) {
-  switch (m.dtype) {
+CUtensorMapDataType tensor_map_type(DType dtype, bool round_to_tf32) {
+  switch (dtype) {
     case DType::kBFloat16:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case DType::kFloat16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     case DType::kFloat32:
-      return m.round_to_tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+      return round_to_tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     default:
       throw std::logic_error("warpwright: no tensor map for this type");
   }
 }
 
+// What `encode(map)` makes.
+template <class Encode>
+CUtensorMap encoded(const char* name, const Encode& encode) {
+  CUtensorMap map;
+  CUresult status = encode(&map);
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {
+    // Of CUDA this thread, autograd's perhaps, has called nothing that makes a context current.
+    int device = 0;
+    cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+    cuda_check(cudaSetDevice(device), "cudaSetDevice");
+    status = encode(&map);
+  }
+  if (status != CUDA_SUCCESS) {
+    throw std::runtime_error(std::string("warpwright: ") + name + ": error " +
+                             std::to_string(static_cast<int>(status)));
+  }
+  return map;
+}
+
 }  // namespace
 
 CUtensorMap make_tensor_map(const TensorMap2d& m) {
-  static const PFN_cuTensorMapEncodeTiled_v12000 encode_tiled = find_encode_tiled();
-  CUtensorMap map;
+  constexpr const char* kName = "cuTensorMapEncodeTiled";
+  static const auto encode_tiled = find_driver_function<PFN_cuTensorMapEncodeTiled_v12000>(kName);
   const cuuint64_t extents[2] = {static_cast<cuuint64_t>(m.inner),
                                  static_cast<cuuint64_t>(m.outer)};
   // That of a single row has no meaning, but is checked.
@@ -50,25 +69,42 @@ CUtensorMap make_tensor_map(const TensorMap2d& m) {
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(m.box_inner),
                              static_cast<cuuint32_t>(m.box_outer)};
   const cuuint32_t steps[2] = {1, 1};
-  auto encode = [&] {
-    return encode_tiled(&map, tensor_map_type(m), 2, const_cast<void*>(m.pointer), extents,
-                        pitch_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  CUresult status = encode();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {
-    // Of CUDA this thread, autograd's perhaps, has called nothing that makes a context current.
-    int device = 0;
-    cuda_check(cudaGetDevice(&device), "cudaGetDevice");
-    cuda_check(cudaSetDevice(device), "cudaSetDevice");
-    status = encode();
+  return encoded(kName, [&](CUtensorMap* map) {
+    return encode_tiled(map, tensor_map_type(m.dtype, m.round_to_tf32), 2,
+                        const_cast<void*>(m.pointer), extents, pitch_bytes, box, steps,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
+}
+
+CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& m) {
+  constexpr const char* kName = "cuTensorMapEncodeIm2col";
+  static const auto encode_im2col = find_driver_function<PFN_cuTensorMapEncodeIm2col_v12000>(kName);
+  const auto [height, width] = m.size;
+  const cuuint64_t extents[4] = {static_cast<cuuint64_t>(m.channels),
+                                 static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(height),
+                                 static_cast<cuuint64_t>(m.batch)};
+  cuuint64_t pitch_bytes[3];
+  cuuint64_t bytes = static_cast<cuuint64_t>(dtype_size(m.dtype));
+  for (int i = 0; i < 3; ++i) pitch_bytes[i] = bytes *= extents[i];
+  // Where the filter's first tap may lie: from the padding's corner on, and as far before the
+  // image's last pixel as leaves its last tap within the padding.
+  int lower[2], upper[2];
+  for (int i = 0; i < 2; ++i) {
+    const int axis = 1 - i;  // width first
+    lower[i] = -m.padding[axis];
+    upper[i] = m.padding[axis] - (m.kernel[axis] - 1) * m.dilation[axis];
   }
-  if (status != CUDA_SUCCESS) {
-    throw std::runtime_error("warpwright: cuTensorMapEncodeTiled: error " +
-                             std::to_string(static_cast<int>(status)));
-  }
-  return map;
+  const cuuint32_t steps[4] = {1, static_cast<cuuint32_t>(m.stride[1]),
+                               static_cast<cuuint32_t>(m.stride[0]), 1};
+  return encoded(kName, [&](CUtensorMap* map) {
+    return encode_im2col(map, tensor_map_type(m.dtype, m.round_to_tf32), 4,
+                         const_cast<void*>(m.pointer), extents, pitch_bytes, lower, upper,
+                         static_cast<cuuint32_t>(m.box_channels),
+                         static_cast<cuuint32_t>(m.box_pixels), steps,
+                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
 }
 
 }  // namespace warpwright

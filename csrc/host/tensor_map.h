@@ -27,4 +27,24 @@ struct TensorMap2d {
 
 CUtensorMap make_tensor_map(const TensorMap2d& matrix);
 
+// What a convolution's filter sees of a dense NHWC image, read in boxes of box_pixels output pixels
+// by box_channels, each under one tap of the filter (tma_load_im2col_4d), in shared memory as
+// box_pixels rows of 128 bytes, swizzled as above. Pairs are (height, width).
+struct TensorMapIm2col {
+  DType dtype;
+  bool round_to_tf32;
+  const void* pointer;  // multiple of 16
+  int64_t batch;
+  int64_t size[2];   // of the image
+  int64_t channels;  // a multiple of 16 bytes
+  int kernel[2];
+  int stride[2];   // at most 8
+  int padding[2];  // at most 128; the filter's first and last tap are at most 255 pixels apart
+  int dilation[2];
+  int box_channels;  // at most 128 bytes
+  int box_pixels;    // at most 1024
+};
+
+CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& image);
+
 }  // namespace warpwright

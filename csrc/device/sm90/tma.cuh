@@ -48,6 +48,21 @@ __device__ __forceinline__ void tma_load_multicast_2d(uint32_t shared, const CUt
       : "memory");
 }
 
+// "cp.async.bulk.tensor", .im2col: of an NHWC image (TensorMapIm2col) as many pixels as its box
+// has, from the one that channel c, column w, row h and image n name, which the corners bound, on
+// along rows, then columns, then images; each under the tap of the filter that is tap_w and tap_h
+// pixels from its first. `barrier` counts the bytes of the whole box, zeros of the padding
+// included.
+__device__ __forceinline__ void tma_load_im2col_4d(uint32_t shared, const CUtensorMap* map, int c,
+                                                   int w, int h, int n, uint16_t tap_w,
+                                                   uint16_t tap_h, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};\n" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w), "h"(tap_h)
+      : "memory");
+}
+
 // "cp.async.bulk.tensor", shared to global, in the thread's open bulk group. Shared memory that
 // was written by ordinary stores needs fence_proxy_async() of the writers and a barrier before.
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, int c0, int c1,
@@ -55,6 +70,18 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, int c0, int
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];\n" ::"l"(
           map),
+      "r"(shared), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+// "cp.reduce.async.bulk.tensor", .add: the same, added to what is there. Elements are added one by
+// one, in the order in which they come: of several writers none is first, and floating-point sums
+// differ from run to run.
+__device__ __forceinline__ void tma_reduce_add_2d(const CUtensorMap* map, int c0, int c1,
+                                                  uint32_t shared) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group "
+      "[%0, {%2, %3}], [%1];\n" ::"l"(map),
       "r"(shared), "r"(c0), "r"(c1)
       : "memory");
 }
