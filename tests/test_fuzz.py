@@ -236,7 +236,9 @@ def test_conv2d(device, dtype):
 @each_dtype
 def test_batch_norm(device, dtype):
     def test(draw, errors):
-        make = Maker(draw, device, dtype, kinds=("normal", "normal", "special"))
+        # No infinity on a GPU: it makes native's running mean infinite or NaN, by its place.
+        specials = SPECIAL if device == "cpu" else (SPECIAL[0], *SPECIAL[3:])
+        make = Maker(draw, device, dtype, ("normal", "normal", "special"), specials)
         c = draw(st.sampled_from([1, 2, 3, 5, 7, 8, 16, 17, 33]))
         shape = (draw(SMALL), c, *draw(st.lists(SIDE, max_size=3)))
         # Half inputs may come with float32 parameters, as under autocast.
@@ -290,8 +292,17 @@ def test_cross_entropy(device, dtype):
     run(test)
 
 
+def is_misaligned(x):
+    return torch.is_tensor(x) and x.is_cuda and x.data_ptr() % 16 != 0
+
+
 def native_attention(*args, **kwargs):
-    """Native; by its formula where the CUDA kernel that it chose does not take the strides."""
+    """Native; by its formula where the CUDA kernel that it chose does not take the strides.
+
+    Of operands at multiples of 16 bytes: elsewhere its CUDA kernels end the process's context with
+    "misaligned address" (torch 2.11.0, float32).
+    """
+    args, kwargs = tree_map(lambda t: t.clone() if is_misaligned(t) else t, (args, kwargs))
     try:
         return NATIVE.scaled_dot_product_attention(*args, **kwargs)
     except RuntimeError:
