@@ -40,7 +40,7 @@ struct GemmParams {
 
   // For gradients that come in chunks and are rounded once, at their end. One writer an element:
   // the sums come in the order of the calls.
-  bool accum_d;     // D is of the accumulator's type: float for 16-bit operands; without a bias
+  bool accum_d;  // D is of the accumulator's type: float for 16-bit operands; without a bias
   // D += A B^T in place of D =, without a bias or an activation; on sm_90a also in 16 bits, rounded
   // every time.
   bool accumulate;
