@@ -73,7 +73,7 @@ for step in "${steps[@]}"; do
       run model "$python" -m warpwright bench --suite model --json "$out/model.json" ${BENCH_ARGS:-}
       ;;
     profile)
-      for what in resnet:resnet18 gpt2_small:training; do
+      for what in resnet:resnet18 gpt2_small:training mnist_cnn:training; do
         run "profile_${what%%:*}" "$python" -m warpwright profile \
           "benchmarks/models/${what%%:*}.py:${what##*:}" --out "$out/profile_${what%%:*}"
       done
