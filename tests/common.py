@@ -1,10 +1,18 @@
 """What several tests need: layouts, subsets of inputs, registration checks, a small ResNet."""
 
 import itertools
+import os
+import shutil
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+
+# None where the machine has none.
+NVCC = shutil.which("nvcc") or shutil.which(
+    "nvcc", path=Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+)
 
 OPCHECK_TESTS = (
     "test_schema",

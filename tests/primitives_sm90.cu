@@ -9,10 +9,10 @@
 #include <exception>
 #include <vector>
 
+#include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
-#include "device/sm90/wgmma.cuh"
 #include "host/launch.h"
 #include "host/tensor_map.h"
 
@@ -65,15 +65,14 @@ __global__ void im2col_kernel(const __grid_constant__ CUtensorMap map, Im2colCoo
   if constexpr (kHasSm90a) {
     __shared__ alignas(1024) char box[kBoxPixels * kRowBytes];
     __shared__ uint64_t barrier_storage;
-    const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier_storage));
+    const uint32_t barrier = smem_address(&barrier_storage);
     if (threadIdx.x == 0) {
       mbarrier_init(barrier, 1);
       fence_mbarrier_init();
       fence_proxy_async();
       mbarrier_arrive_expect_tx(barrier, sizeof(box));
-      tma_load_im2col_4d(static_cast<uint32_t>(__cvta_generic_to_shared(box)), &map, at.channel,
-                         at.column, at.row, at.image, static_cast<uint16_t>(at.tap_w),
-                         static_cast<uint16_t>(at.tap_h), barrier);
+      tma_load_im2col_4d(smem_address(box), &map, at.channel, at.column, at.row, at.image,
+                         static_cast<uint16_t>(at.tap_w), static_cast<uint16_t>(at.tap_h), barrier);
     }
     __syncthreads();
     mbarrier_wait(barrier, 0);
@@ -135,7 +134,8 @@ bool im2col_is_right(const Convolution& c, int first) {
     for (int channel = 0; channel < c.channels; channel += kBoxChannels) {
       int n, h, w;
       place(first, n, h, w);
-      im2col_kernel<<<1, 128>>>(map, {channel, w, h, n, tap_w, tap_h}, box.data);
+      launch(im2col_kernel, dim3(1), dim3(128), 0, nullptr, map,
+             Im2colCoordinates{channel, w, h, n, tap_w, tap_h}, box.data);
       finish();
       const std::vector<__nv_bfloat16> found = box.read();
       for (int i = 0; i < kBoxPixels * kBoxChannels; ++i) {
@@ -167,7 +167,7 @@ __global__ void reduce_add_kernel(const __grid_constant__ CUtensorMap map, int r
     fence_proxy_async();
     __syncthreads();
     if (threadIdx.x == 0) {
-      tma_reduce_add_2d(&map, col, row, static_cast<uint32_t>(__cvta_generic_to_shared(box)));
+      tma_reduce_add_2d(&map, col, row, smem_address(box));
       tma_store_commit();
       tma_store_wait<0>();
     }
@@ -182,7 +182,8 @@ bool reduce_add_is_right(int blocks) {
   const DeviceArray<float> matrix(before);
   const CUtensorMap map = make_tensor_map(
       TensorMap2d{DType::kFloat32, false, matrix.data, kCols, kRows, kCols, kBoxCols, kBoxRows});
-  reduce_add_kernel<<<blocks, 128>>>(map, kRow, kCol);
+  launch(reduce_add_kernel, dim3(static_cast<unsigned>(blocks)), dim3(128), 0, nullptr, map, kRow,
+         kCol);
   finish();
   const std::vector<float> found = matrix.read();
   for (int i = 0; i < kRows * kCols; ++i) {

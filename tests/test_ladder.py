@@ -5,14 +5,13 @@ Without a GPU the measuring code runs on the CPU with rungs made of Python.
 
 import importlib.util
 import json
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from common import NVCC
 
 from warpwright import cli
 from warpwright.bench import ladder, records, report
@@ -21,10 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "ladder"
 MAX_LINES = 125
 SMEM = 227 * 1024  # a block's, on sm_90
-HAS_NVCC = (
-    shutil.which("nvcc")
-    or Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").is_file()
-)
 
 
 def load(name):
@@ -96,7 +91,7 @@ def test_list_needs_no_gpu(monkeypatch, capsys):
 # ---- compiled ----
 
 
-@pytest.mark.skipif(not HAS_NVCC, reason="nvcc is not here")
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
 def test_every_rung_compiles_and_fits_an_sm():
     """One test, so that two test workers do not compile the same rung."""
     libraries = rungs.build(SOURCES, "90a")

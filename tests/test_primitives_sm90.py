@@ -1,17 +1,14 @@
 """Wrappers of sm_90's instructions that no kernel of the library uses: primitives_sm90.cu asks them."""
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from common import NVCC
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent / "csrc"
-CUDA_BIN = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=CUDA_BIN)
 
 
 @pytest.fixture(scope="module")
