@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 // Layout: every (rows, classes) array by p.layout. Grid: `lanes` threads (32, or 1 where rows lie
 // side by side) share a row; kThreads / lanes rows a block, the last ones maybe past the end.
 template <class T, class Q, TargetKind kKind>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     cross_entropy_double_bwd_kernel(const CrossEntropyDoubleBackwardParams p,
                                     const Smoothing<Accum<T>> smoothing, int lanes) {
   using Acc = Accum<T>;

@@ -7,11 +7,20 @@
 namespace warpwright {
 namespace {
 
+// Blocks of the forward that an SM must hold; 0: as many as ptxas thinks best, which spills in two
+// of the kernels of single pixels for one block more than this.
+template <class T, TargetKind kKind, int kPixels>
+constexpr int kPixelBlocks = [] {
+  if (kPixels == 1 && sizeof(T) == 8 && kKind == TargetKind::kLabels) return 3;
+  if (kPixels == 1 && sizeof(T) == 4 && kKind == TargetKind::kProbabilities) return 5;
+  return 0;
+}();
+
 // Layout: logits (rows, classes), neighbouring rows side by side, class stride
 // p.layout.class_stride. Grid: thread t of the grid owns rows [t * kPixels, (t + 1) * kPixels), all
 // of one image.
 template <class T, class Q, TargetKind kKind, int kPixels>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, kPixelBlocks<T, kKind, kPixels>)
     cross_entropy_fwd_pixels_kernel(const CrossEntropyParams p,
                                     const Smoothing<Accum<T>> smoothing) {
   using Acc = Accum<T>;

@@ -13,12 +13,14 @@
 namespace warpwright {
 
 // A Source has
+//   static constexpr int kMinBlocks;  // that an SM must hold; 0: as many as ptxas thinks best
 //   struct Loaded;                                                  // kVec columns of a row
 //   __device__ Loaded load(int64_t row, int64_t col) const;
 //   __device__ void values(const Loaded&, int64_t row, int64_t col, Accum<T> (&v)[kVec]) const;
 // This one is a matrix with any strides; kVec > 1 needs contiguous rows of whole, aligned vectors.
 template <class T, int kVec>
 struct MatrixColumns {
+  static constexpr int kMinBlocks = 0;
   using Loaded = Vec<T, kVec>;
   const T* matrix;
   int64_t stride_row;
@@ -38,7 +40,7 @@ struct MatrixColumns {
 // Grid: block = (split, group of kLanes * kVec columns), columns fastest. A thread adds every
 // kRowLanes-th row of its split; the row lanes are then added as a tree.
 template <class Out, class Acc, int kVec, int kLanes, class Source>
-__global__ void __launch_bounds__(kColumnSumThreads)
+__global__ void __launch_bounds__(kColumnSumThreads, Source::kMinBlocks)
     column_sum_kernel(Source source, int64_t rows, int64_t cols, int splits, Out* sums,
                       bool beside_previous) {
   constexpr int kRowLanes = kColumnSumThreads / kLanes;

@@ -11,6 +11,8 @@ namespace {
 // dz = dy * f'(kept), as column_sum_kernel sees it. kept and dz are row-major and dense.
 template <class T, int kVec>
 struct ActivationGradientColumns {
+  // For a sixth block of scalars ptxas would spill.
+  static constexpr int kMinBlocks = kVec == 1 && sizeof(T) < 8 ? 5 : 0;
   struct Loaded {
     Vec<T, kVec> dy;
     Vec<T, kVec> kept;
