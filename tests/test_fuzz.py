@@ -304,7 +304,7 @@ def native_attention(*args, **kwargs):
 
     They raise for some strides, and end the process's context for operands off 16 bytes (which get
     copies) and for a mask that alone needs a gradient: the forward saves no log-sum-exp then, the
-    backward reads one ("LSE is not correctly aligned", or an illegal memory access).
+    backward reads one (pytorch/pytorch#148476).
     """
     args, kwargs = tree_map(lambda t: t.clone() if is_misaligned(t) else t, (args, kwargs))
     mask = kwargs.get("attn_mask")
