@@ -229,7 +229,9 @@ def swapped(
 ) -> Iterator[Model]:
     """``with swapped(model):`` runs it on warpwright inside the block, native again after.
 
-    Only what the block swapped is restored: modules that were warpwright's before stay so.
+    Only what the block swapped is restored: modules that were warpwright's before stay so. A model
+    that checkpoints its activations needs the backward in the block, too: a recomputation calls the
+    layers as they are then.
     """
     plan = _plan(model, ops, filter_fn, fuse)
     if not plan.chosen:
