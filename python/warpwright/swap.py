@@ -206,17 +206,44 @@ def swap(
 def unswap(model: nn.Module) -> int:
     """Gives every warpwright module in ``model`` its exact native class back; returns how many.
 
-    A module whose forward was replaced for the fusion of its layers gets its own back.
+    A module whose forward was replaced for the fusion of its layers gets its own back. A module that
+    was parametrized after the swap stays parametrized.
+
+    Warns:
+        UserWarning: a class that something else derived from warpwright's, as ``fully_shard`` does:
+            the modules of it are left.
     """
     _check_is_module(model)
     found = 0
-    for module in model.modules():
-        kind = type(module)
+    left: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        kind = _below_parametrizations(module)
         native = NATIVE.get(kind) or base_of(kind)
         if native is not None:
-            set_class(module, native)
+            set_class_below(module, native)
             found += kind in NATIVE
+        elif isinstance(module, (*NATIVE,)):
+            left.setdefault(type(module).__name__, []).append(name or "(the model)")
+    if left:
+        listed = "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in left.items())
+        warnings.warn(
+            f"warpwright.unswap: left classes that derive from warpwright's ({listed})",
+            stacklevel=2,
+        )
     return found
+
+
+@contextlib.contextmanager
+def unswapped(model: nn.Module) -> Iterator[None]:
+    """Inside the block ``model`` is native; after it every module has the class that it came with."""
+    before = {module: type(module) for module in model.modules()}
+    unswap(model)
+    try:
+        yield
+    finally:
+        for module, kind in before.items():
+            if type(module) is not kind:
+                set_class(module, kind)
 
 
 @contextlib.contextmanager
@@ -242,8 +269,8 @@ def swapped(
         yield model
     finally:
         for module, kind in before.items():
-            if type(module) is plan.chosen[module]:
-                set_class(module, kind)
+            if _below_parametrizations(module) is plan.chosen[module]:
+                set_class_below(module, kind)
 
 
 # What swap() intends: module -> the class that it gets.
@@ -264,6 +291,21 @@ def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     # a torch.compile'd model would go on running what it was compiled for.
     vars(module)["_warpwright_class_changed"] = True
     del vars(module)["_warpwright_class_changed"]
+
+
+def _below_parametrizations(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``, or the one that ``torch.nn.utils.parametrize`` derived it from."""
+    kind = type(module)
+    return kind.__bases__[0] if nn.utils.parametrize.is_parametrized(module) else kind
+
+
+def set_class_below(module: nn.Module, kind: type[nn.Module]) -> None:
+    """:func:`set_class`; a parametrized module stays so, its class then derives from ``kind``."""
+    if nn.utils.parametrize.is_parametrized(module):
+        # A class of its own: deep copies of the module share the present one.
+        body = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
+        kind = type(f"Parametrized{kind.__name__}", (kind,), body)
+    set_class(module, kind)
 
 
 def _set_classes(chosen: Chosen) -> None:
