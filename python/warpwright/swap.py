@@ -13,12 +13,9 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 
 from . import nn as ours
@@ -28,6 +25,10 @@ from ._fuse import Fusion
 from ._fuse import plan as plan_fusions
 from ._patterns import KINDS
 from ._patterns import NATIVE as KEEPER_NATIVE
+
+if TYPE_CHECKING:  # imported when a report is printed
+    from rich.console import RenderableType
+    from rich.table import Table
 
 __all__ = ["Fusion", "SwapCheckError", "SwapEntry", "SwapReport", "swap", "swapped", "unswap"]
 
@@ -110,6 +111,9 @@ class SwapReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
         parts: list[RenderableType] = [
             Text(f"swapped {len(self.swapped)} of {len(self.entries)} modules"),
             _grouped("module", "swapped", ((e.type, e.name, "", e.reason) for e in self.entries)),
@@ -126,6 +130,8 @@ class SwapReport:
         return Group(*parts)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=120, no_color=True, force_terminal=False)
         with console.capture() as capture:
             console.print(self)
@@ -134,6 +140,9 @@ class SwapReport:
 
 def _grouped(title: str, done: str, rows: Iterable[tuple[str, str, str, str]]) -> Table:
     """A line for all (what, where, into, reason) that differ in where alone; no reason: done."""
+    from rich.table import Table
+    from rich.text import Text
+
     groups: dict[tuple[str, str, str], list[str]] = {}
     for what, where, into, reason in rows:
         groups.setdefault((what, into, reason), []).append(where or "(the model)")
