@@ -285,6 +285,34 @@ def profiled(tmp_path_factory):
     return model, optimizer, before, report, out
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_swapped_model_stays_swapped(fuse):
+    model, loss = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.CrossEntropyLoss()
+    warpwright.swap(model, fuse=fuse)
+    warpwright.swap(loss)
+    before = [type(m) for m in (*model.modules(), *loss.modules())]
+    seen = []
+    model[0].register_forward_hook(_fused_or_not(seen))
+    report = warpwright.profile(
+        model,
+        torch.randn(4, 4),
+        torch.randint(0, 4, (4,)),
+        loss=loss,
+        runs=("native", "swapped", "fused"),
+        steps=1,
+        seconds=0.01,
+    )
+    assert [type(m) for m in (*model.modules(), *loss.modules())] == before
+    assert report.swap["swapped"] == 2
+    assert nn.Linear in seen  # the native run was native
+
+
+def _fused_or_not(seen):
+    from warpwright._blocks import fits_fused
+
+    return fits_fused(lambda module, args, output: seen.append(type(module)))
+
+
 def test_the_model_is_as_before(profiled):
     model, optimizer, (state, optimizer_state), _, _ = profiled
     assert [type(m) for m in model.children()] == [

@@ -521,3 +521,56 @@ def test_training_stays_beside_native(device):
     native, mine = train(False), train(True)
     assert native[-1] < 0.3 * native[0]
     torch.testing.assert_close(mine, native, rtol=1e-3, atol=1e-4)
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+    def right_inverse(self, x):
+        return x / 2
+
+
+def parametrize_some(model):
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Twice())
+    nn.utils.parametrize.register_parametrization(model[1], "bias", Twice())
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Twice())
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("context", [False, True])
+def test_undone_after_parametrizing(fuse, context):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()).eval()
+    x = torch.randn(2, 1, 6, 6)
+    expected = model(x)
+    if context:
+        with warpwright.swapped(model, fuse=fuse):
+            parametrize_some(model)
+            twin = copy.deepcopy(model)
+    else:
+        warpwright.swap(model, fuse=fuse)
+        parametrize_some(model)
+        twin = copy.deepcopy(model)
+        assert warpwright.unswap(model) == 3
+    assert [type(m).__bases__[0] for m in model[:2]] == [nn.Conv2d, nn.BatchNorm2d]
+    assert type(model[0]).__name__ == "ParametrizedConv2d"
+    assert isinstance(twin[0], warpwright.nn.Conv2d)  # a copy is another model
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected)
+    model[0].weight = model[0].weight + 1
+    assert not torch.equal(model(x), expected)
+    for layer, name in ((model[0], "weight"), (model[1], "bias"), (model[1], "weight")):
+        nn.utils.parametrize.remove_parametrizations(layer, name)
+    assert [type(m) for m in model] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]
+
+
+def test_unswap_says_what_it_leaves():
+    class Mine(warpwright.nn.Linear):
+        pass
+
+    model = nn.Sequential(Mine(2, 2), nn.ReLU())
+    warpwright.swap(model)
+    message = r"left classes that derive from warpwright's \(Mine: 0\)"
+    with pytest.warns(UserWarning, match=message):
+        assert warpwright.unswap(model) == 1
+    assert type(model[0]) is Mine

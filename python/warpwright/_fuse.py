@@ -104,9 +104,9 @@ def plan(model: nn.Module, why_not: WhyNot, ops: Iterable[str]) -> Plan:
 def _may_have_chains(module: nn.Module) -> bool:
     """Whether it is worth running ``module``'s forward on stand-ins."""
     kind = type(module)
-    forward = getattr(kind.forward, "__module__", "") or ""
     if isinstance(module, torch.jit.ScriptModule) or base_of(kind) is not None:
         return False
+    forward = getattr(kind.forward, "__module__", "") or ""
     if forward.partition(".")[0] == "torch" and kind.forward is not nn.Sequential.forward:
         return False
     called = {KINDS[type(m)][2] for m in _called_by(module) if type(m) in KINDS}

@@ -1,7 +1,7 @@
 """What a module's forward does, as a torch.fx graph whose nodes are calls of its layers.
 
-Symbolic tracing runs ``forward`` once with stand-ins for the inputs, and whatever Python decides
-meanwhile is frozen. So everything that a graph could lose is looked for: a forward is refused with
+Symbolic tracing runs ``forward`` once with stand-ins for the inputs and the layers. Whatever Python
+decides meanwhile is frozen. So everything that a graph could lose is looked for: a forward is refused with
 the reason, or what it depended on is handed out as facts that can be compared before each call.
 """
 
@@ -14,11 +14,13 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.autograd.function import Function, FunctionMeta
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -42,12 +44,14 @@ UNSEEN_STEPS = {
     "LOAD_SPECIAL": "has a with block",
 }
 UNSEEN_MODULES = {
+    "torch._dynamo.eval_frame": "calls what torch.compile made",  # first: it calls the others
     "torch.utils.checkpoint": "checkpoints its activations",
     "torch.autograd.function": "calls an autograd.Function",
     "torch.autograd.grad_mode": "switches gradients",
     "torch.amp.autocast_mode": "switches autocast",
     "torch.utils._contextlib": "runs under another mode",
 }
+MODULE_CALL = nn.Module.__call__.__code__
 
 
 class NotTraceable(Exception):
@@ -82,6 +86,12 @@ for _function in IN_PLACE:
 
 
 class _Tracer(fx.Tracer):
+    """Traces a twin of the module; nothing outside of the twin is changed meanwhile.
+
+    ``fx.Tracer.trace`` replaces ``nn.Module.__call__`` and ``__getattr__`` for the whole process, so
+    a forward on another thread would end up in the graph, or fail.
+    """
+
     proxy_buffer_attributes = True
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -89,6 +99,88 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def trace_twin(self, twins: _Twins, inputs: list[str]) -> fx.Graph:
+        """The graph of ``twins.root``'s forward."""
+        self.root = twins.root
+        self.graph = fx.Graph(tracer_cls=type(self))
+        self.submodule_paths = {twin: name for name, twin in self.root.named_modules()}
+        self.tensor_attrs = {
+            value: ".".join(part for part in (path, name) if part)
+            for twin, path in self.submodule_paths.items()
+            for name, value in vars(twin).items()
+            if isinstance(value, Tensor)
+        }
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in inputs]
+        output = self.create_arg(type(self.root).forward(self.root, *proxies))
+        self.create_node("output", "output", (output,), {})
+        return self.graph
+
+
+class _Twins:
+    """A module and all below it once more: they share parameters and buffers with the originals.
+
+    A call of a child becomes a node of the graph, and so does a parameter that is read.
+    """
+
+    def __init__(self, module: nn.Module, tracer: _Tracer) -> None:
+        self.reads: dict[str, Any] = {}  # attributes of the root that its forward read
+        self._tracer = tracer
+        self._proxies: dict[str, Any] = {}  # of parameters and buffers, by name
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._twins: dict[nn.Module, nn.Module] = {}
+        self.root = self._fill(self._root_class(type(module)), module)
+        self.reads.clear()
+
+    def _attribute(self, base: Any, twin: Any, name: str) -> Any:
+        return self._tracer.getattr(name, base.__getattr__(twin, name), self._proxies)
+
+    def _root_class(self, base: Any) -> type[nn.Module]:
+        def getattribute(twin: Any, name: str) -> Any:
+            self.reads[name] = value = base.__getattribute__(twin, name)
+            return value
+
+        def getattr_(twin: Any, name: str) -> Any:
+            self.reads[name] = base.__getattr__(twin, name)
+            return self._attribute(base, twin, name)
+
+        return self._derived(base, __getattribute__=getattribute, __getattr__=getattr_)
+
+    def _child_class(self, base: Any) -> type[nn.Module]:
+        def call(twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._tracer.call_module(twin, twin.forward, args, kwargs)
+
+        def getattr_(twin: Any, name: str) -> Any:
+            return self._attribute(base, twin, name)
+
+        if issubclass(base, torch.jit.ScriptModule):  # its state is not in Python
+            return self._derived(nn.Module, __call__=call)
+        return self._derived(base, __call__=call, __getattr__=getattr_)
+
+    def _derived(self, base: Any, **body: Any) -> type[nn.Module]:
+        return type(base)(base.__name__, (base,), {**body, "__module__": __name__})  # type: ignore[no-any-return]
+
+    def _child(self, module: nn.Module) -> nn.Module:
+        if module not in self._twins:
+            base = type(module)
+            if base not in self._classes:
+                self._classes[base] = self._child_class(base)
+            self._twins[module] = self._fill(self._classes[base], module)
+        return self._twins[module]
+
+    def _fill(self, kind: type[nn.Module], module: nn.Module) -> nn.Module:
+        twin = object.__new__(kind)
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        # Containers are copied: what a forward puts into them is not left in the module's own.
+        vars(twin).update(
+            {
+                k: copy.copy(v) if isinstance(v, (list, dict, set)) else v
+                for k, v in vars(nn.Module() if scripted else module).items()
+            }
+        )
+        children = {} if scripted else module._modules
+        twin._modules = {n: c if c is None else self._child(c) for n, c in children.items()}
+        return twin
 
 
 class _OnlyInputs(TorchFunctionMode):
@@ -106,13 +198,22 @@ class _OnlyInputs(TorchFunctionMode):
 
 def trace(module: nn.Module) -> Traced:
     """Raises NotTraceable where the graph could miss something."""
-    reads: dict[str, Any] = {}
+    if sys.getprofile() is None:
+        return _trace(module)
+    # Somebody profiles this thread, maybe in C, which could not be switched on again from here.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_trace, module).result()
+
+
+def _trace(module: nn.Module) -> Traced:
+    tracer = _Tracer()
     with _watched() as executed:
         try:
             names = _tensor_arguments(module)
-            probe = _probe(module, names, reads)
+            twins = _Twins(module, tracer)
+            executed.clear()  # only what the forward calls counts
             with _OnlyInputs():
-                graph = _Tracer().trace(probe)
+                graph = tracer.trace_twin(twins, names)
         except NotTraceable:
             _check_modules(executed)  # the cause, where there is one, in better words
             raise
@@ -124,13 +225,13 @@ def trace(module: nn.Module) -> Traced:
             ) from error
     _check_modules(executed)
     _check_steps(executed)
-    leftovers = {key: value for key, value in vars(probe).items() if key != "_modules"}
+    leftovers = {key: value for key, value in vars(twins.root).items() if key != "_modules"}
     if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(leftovers)):
         raise NotTraceable("its forward keeps what it computes")
     for node in graph.nodes:
         if node.op == "get_attr" and not _has(module, node.target):
             raise NotTraceable("its forward makes a tensor of its own")
-    facts = tuple((name, value) for name, value in reads.items() if is_plain(value))
+    facts = tuple((name, value) for name, value in twins.reads.items() if is_plain(value))
     return Traced(graph, len(names), facts)
 
 
@@ -161,35 +262,6 @@ def _tensor_arguments(module: nn.Module) -> list[str]:
     return names
 
 
-def _probe(module: nn.Module, names: list[str], reads: dict[str, Any]) -> nn.Module:
-    """A twin that shares parameters and layers, and notes which attributes its forward reads."""
-    base: Any = type(module)
-
-    def getattribute(self: Any, name: str) -> Any:
-        reads[name] = value = base.__getattribute__(self, name)
-        return value
-
-    def getattr_(self: Any, name: str) -> Any:
-        reads[name] = value = base.__getattr__(self, name)
-        return value
-
-    arguments = ", ".join(names)
-    scope: dict[str, Any] = {"_run": base.forward, "__name__": __name__}
-    exec(f"def forward(_self, {arguments}):\n  return _run(_self, {arguments})", scope)
-    scope["forward"].__annotations__ = {}
-    body = {"__getattribute__": getattribute, "__getattr__": getattr_, "forward": scope["forward"]}
-    twin = object.__new__(type(base)(base.__name__, (base,), {**body, "__module__": __name__}))
-    # Containers are copied: what a forward puts into them is not left in the module's own.
-    vars(twin).update(
-        {
-            k: copy.copy(v) if isinstance(v, (list, dict, set)) else v
-            for k, v in vars(module).items()
-        }
-    )
-    reads.clear()
-    return twin  # type: ignore[no-any-return]
-
-
 @contextlib.contextmanager
 def _watched() -> Iterator[dict[CodeType, str]]:
     """The code that runs inside the block, with the name of its module."""
@@ -201,12 +273,11 @@ def _watched() -> Iterator[dict[CodeType, str]]:
         elif event == "c_call" and isinstance(getattr(argument, "__self__", None), FunctionMeta):
             executed[Function.forward.__code__] = Function.__module__  # its apply, in C
 
-    previous = sys.getprofile()
-    sys.setprofile(watch)
+    sys.setprofile(watch)  # this thread's alone
     try:
         yield executed
     finally:
-        sys.setprofile(previous)
+        sys.setprofile(None)
 
 
 def _check_modules(executed: dict[CodeType, str]) -> None:
@@ -214,6 +285,8 @@ def _check_modules(executed: dict[CodeType, str]) -> None:
     for where, what in UNSEEN_MODULES.items():
         if where in entered:
             raise NotTraceable(f"its forward {what}")
+    if MODULE_CALL in executed:
+        raise NotTraceable("its forward calls a module that is none of its own")
 
 
 def _check_steps(executed: dict[CodeType, str]) -> None:

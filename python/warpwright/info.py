@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from . import _C
 from ._arch import built_archs, why_no_gpu_kernel
+
+if TYPE_CHECKING:  # imported when the table is printed
+    import argparse
+
+    from rich.console import RenderableType
 
 __all__ = ["Info", "info"]
 
@@ -23,6 +24,10 @@ class Info(dict[str, Any]):
     """A dict that prints as a table."""
 
     def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table.grid(padding=(0, 2))
         for key, value in self.items():
             if key in ("gpus", "warnings"):
@@ -41,6 +46,8 @@ class Info(dict[str, Any]):
         return Group(*parts)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=140, no_color=True, force_terminal=False)
         with console.capture() as capture:
             console.print(self)
@@ -98,6 +105,8 @@ def _kernels(capability: tuple[int, int]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
     found = info()
     if arguments.json:
         print(json.dumps(found, indent=2))

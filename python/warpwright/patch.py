@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from . import functional as ours
 from ._arch import FLOATING, why_no_kernel
+from ._recompute import follow
 from .swap import check_ops
 
 __all__ = ["patch"]
@@ -86,6 +88,14 @@ COMPOSITE = {
 }
 
 
+def _entering(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return function(*args, **kwargs)
+
+    return run
+
+
 class patch(TorchFunctionMode):
     """``with patch():`` routes the functions of the seven ops to warpwright inside the block.
 
@@ -94,7 +104,8 @@ class patch(TorchFunctionMode):
     (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``) and the tensor methods. A call whose
     tensors have no kernel here (dtype, device, layout, subclass) stays native. Blocks nest; each
     holds for the thread that entered it. Backward needs no block: the graph remembers which op
-    made it.
+    made it, and ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the
+    backward runs.
 
     Args:
         ops: only these functionals, e.g. ``{"scaled_dot_product_attention"}``; None means all.
@@ -105,6 +116,8 @@ class patch(TorchFunctionMode):
     def __init__(self, ops: Iterable[str] | None = None) -> None:
         super().__init__()
         self.ops = check_ops(ops, OPS)
+        if not torch.compiler.is_compiling():  # there a checkpoint is an operator of the graph
+            follow(patch)
 
     def __torch_function__(
         self,
@@ -122,4 +135,10 @@ class patch(TorchFunctionMode):
         elif func in COMPOSITE:
             with self:
                 return COMPOSITE[func](*args, **kwargs)
+        elif func is checkpoint:
+            # Only torch.compile asks. It traces the function into a graph of its own, which may
+            # switch modes only if the graph around it did so first.
+            with self:
+                pass
+            return func(_entering(self, args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)

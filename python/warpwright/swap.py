@@ -13,12 +13,9 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 
 from . import nn as ours
@@ -28,6 +25,10 @@ from ._fuse import Fusion
 from ._fuse import plan as plan_fusions
 from ._patterns import KINDS
 from ._patterns import NATIVE as KEEPER_NATIVE
+
+if TYPE_CHECKING:  # imported when a report is printed
+    from rich.console import RenderableType
+    from rich.table import Table
 
 __all__ = ["Fusion", "SwapCheckError", "SwapEntry", "SwapReport", "swap", "swapped", "unswap"]
 
@@ -110,6 +111,9 @@ class SwapReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
         parts: list[RenderableType] = [
             Text(f"swapped {len(self.swapped)} of {len(self.entries)} modules"),
             _grouped("module", "swapped", ((e.type, e.name, "", e.reason) for e in self.entries)),
@@ -126,6 +130,8 @@ class SwapReport:
         return Group(*parts)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=120, no_color=True, force_terminal=False)
         with console.capture() as capture:
             console.print(self)
@@ -134,6 +140,9 @@ class SwapReport:
 
 def _grouped(title: str, done: str, rows: Iterable[tuple[str, str, str, str]]) -> Table:
     """A line for all (what, where, into, reason) that differ in where alone; no reason: done."""
+    from rich.table import Table
+    from rich.text import Text
+
     groups: dict[tuple[str, str, str], list[str]] = {}
     for what, where, into, reason in rows:
         groups.setdefault((what, into, reason), []).append(where or "(the model)")
@@ -206,17 +215,44 @@ def swap(
 def unswap(model: nn.Module) -> int:
     """Gives every warpwright module in ``model`` its exact native class back; returns how many.
 
-    A module whose forward was replaced for the fusion of its layers gets its own back.
+    A module whose forward was replaced for the fusion of its layers gets its own back. A module that
+    was parametrized after the swap stays parametrized.
+
+    Warns:
+        UserWarning: a class that something else derived from warpwright's, as ``fully_shard`` does:
+            the modules of it are left.
     """
     _check_is_module(model)
     found = 0
-    for module in model.modules():
-        kind = type(module)
+    left: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        kind = _below_parametrizations(module)
         native = NATIVE.get(kind) or base_of(kind)
         if native is not None:
-            set_class(module, native)
+            set_class_below(module, native)
             found += kind in NATIVE
+        elif isinstance(module, (*NATIVE,)):
+            left.setdefault(type(module).__name__, []).append(name or "(the model)")
+    if left:
+        listed = "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in left.items())
+        warnings.warn(
+            f"warpwright.unswap: left classes that derive from warpwright's ({listed})",
+            stacklevel=2,
+        )
     return found
+
+
+@contextlib.contextmanager
+def unswapped(model: nn.Module) -> Iterator[None]:
+    """Inside the block ``model`` is native; after it every module has the class that it came with."""
+    before = {module: type(module) for module in model.modules()}
+    unswap(model)
+    try:
+        yield
+    finally:
+        for module, kind in before.items():
+            if type(module) is not kind:
+                set_class(module, kind)
 
 
 @contextlib.contextmanager
@@ -229,7 +265,9 @@ def swapped(
 ) -> Iterator[Model]:
     """``with swapped(model):`` runs it on warpwright inside the block, native again after.
 
-    Only what the block swapped is restored: modules that were warpwright's before stay so.
+    Only what the block swapped is restored: modules that were warpwright's before stay so. A model
+    that checkpoints its activations needs the backward in the block, too: a recomputation calls the
+    layers as they are then.
     """
     plan = _plan(model, ops, filter_fn, fuse)
     if not plan.chosen:
@@ -240,8 +278,8 @@ def swapped(
         yield model
     finally:
         for module, kind in before.items():
-            if type(module) is plan.chosen[module]:
-                set_class(module, kind)
+            if _below_parametrizations(module) is plan.chosen[module]:
+                set_class_below(module, kind)
 
 
 # What swap() intends: module -> the class that it gets.
@@ -262,6 +300,21 @@ def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     # a torch.compile'd model would go on running what it was compiled for.
     vars(module)["_warpwright_class_changed"] = True
     del vars(module)["_warpwright_class_changed"]
+
+
+def _below_parametrizations(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``, or the one that ``torch.nn.utils.parametrize`` derived it from."""
+    kind = type(module)
+    return kind.__bases__[0] if nn.utils.parametrize.is_parametrized(module) else kind
+
+
+def set_class_below(module: nn.Module, kind: type[nn.Module]) -> None:
+    """:func:`set_class`; a parametrized module stays so, its class then derives from ``kind``."""
+    if nn.utils.parametrize.is_parametrized(module):
+        # A class of its own: deep copies of the module share the present one.
+        body = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
+        kind = type(f"Parametrized{kind.__name__}", (kind,), body)
+    set_class(module, kind)
 
 
 def _set_classes(chosen: Chosen) -> None:

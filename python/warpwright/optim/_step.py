@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from .._ops import ops
@@ -211,7 +212,7 @@ class FusedStep(Optimizer):
             return []
         return batch.values(MASTER)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # torch.compiler.disable, but imports torch._dynamo at the first call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if not (self.master_weights or self.state_dtype):
@@ -302,7 +303,7 @@ class FusedStep(Optimizer):
             return self._step_untraced(closure)
         return self._step(closure)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # torch.compiler.disable, but imports torch._dynamo at the first call
     def _step_untraced(self, closure: Callable[[], Any] | None) -> Any:
         return self._step(closure)
 

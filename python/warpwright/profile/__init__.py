@@ -32,7 +32,8 @@ def profile(
 ) -> ProfileReport:
     """Runs one training step natively, swapped, swapped and fused, and compiled, and compares.
 
-    The model, the optimizer, gradients and the random state are afterwards what they were.
+    The model, the optimizer, gradients and the random state are afterwards what they were; a model
+    that came swapped is swapped again.
 
     Args:
         model: any module, native or swapped; in training mode, or in evaluation mode for inference.
@@ -70,18 +71,19 @@ def profile(
     if folder is not None:
         from . import page  # says which package is missing before anything is measured
     where = {**environment(device), **ceilings(device)}
-    measured = running.time_runs(workload, names, seconds)
-    for run in measured.values():
-        if run.error is None:
-            running.trace_run(workload, run, folder, steps)
-    report = summarise(
-        title or type(model).__name__,
-        workload,
-        measured,
-        running.count_work(workload),
-        where,
-        *running.check_modules(workload, "fused" in names),
-    )
+    with workload.native():
+        measured = running.time_runs(workload, names, seconds)
+        for run in measured.values():
+            if run.error is None:
+                running.trace_run(workload, run, folder, steps)
+        report = summarise(
+            title or type(model).__name__,
+            workload,
+            measured,
+            running.count_work(workload),
+            where,
+            *running.check_modules(workload, "fused" in names),
+        )
     if folder is not None:
         page.write_all(report, folder)
     return report

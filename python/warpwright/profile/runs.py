@@ -24,7 +24,7 @@ from .._check import mean_square
 from ..bench.guards import quiet_profiler
 from ..bench.measure import Timing, interleaved
 from ..patch import patch
-from ..swap import SwapCheckError, SwapReport, swap, swapped, unswap
+from ..swap import SwapCheckError, SwapReport, swap, swapped, unswap, unswapped
 from . import trace
 from .ranges import Amounts, Ranges, named
 
@@ -105,6 +105,14 @@ class Workload:
         if isinstance(self.loss, nn.Module):
             found["loss"] = self.loss
         return found
+
+    @contextlib.contextmanager
+    def native(self) -> Iterator[None]:
+        """Inside the block nothing is swapped; afterwards what came swapped is so again."""
+        with contextlib.ExitStack() as stack:
+            for module in self.roots().values():
+                stack.enter_context(unswapped(module))
+            yield
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -1,0 +1,97 @@
+"""What ``import warpwright`` does to a process that has torch: nothing that is seen or slow."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+IMPORT = """
+import os, sys, threading
+import torch
+modules, environment = set(sys.modules), dict(os.environ)
+from torch import nn
+state = lambda: (
+    nn.Module.__call__, nn.Module.__getattr__, torch.utils.checkpoint.CheckpointFunction.forward,
+    torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
+    torch.backends.cuda.matmul.allow_tf32, torch.initial_seed(), threading.active_count(),
+    sys.getprofile(), sys.gettrace(), torch.cuda.is_initialized(), torch.are_deterministic_algorithms_enabled(),
+)
+seed = torch.manual_seed(0)
+before = state()
+import warpwright
+assert state() == before
+assert dict(os.environ) == environment, {k for k in os.environ if k not in environment}
+print(*sorted(set(sys.modules) - modules))
+"""
+HELP = """
+import sys
+import torch
+modules = set(sys.modules)
+from warpwright.cli import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+print("modules:", *sorted(set(sys.modules) - modules))
+"""
+# Each takes longer to import than all of warpwright, or is asked for by few callers.
+SLOW = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.onnx",
+    "sympy",
+    "matplotlib",
+    "sklearn",
+    "IPython",
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs code in a fresh interpreter whose home, caches and working directory are empty."""
+    folders = {
+        name: str(tmp_path / name.lower())
+        for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_HOME")
+    }
+    (tmp_path / "tmpdir").mkdir()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "work").mkdir()
+    made = set(tmp_path.rglob("*"))
+
+    def call(code):
+        environment = {**os.environ, **folders, "PYTHONPATH": str(ROOT / "python")}
+        del environment["TORCHINDUCTOR_CACHE_DIR"]  # torch._inductor would set it
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", code],
+            cwd=tmp_path / "work",
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert set(tmp_path.rglob("*")) == made
+        return done.stdout
+
+    return call
+
+
+def test_import_leaves_no_trace(run):
+    new = run(IMPORT).split()
+    assert "warpwright" in new
+    others = [name for name in new if name.split(".")[0] != "warpwright"]
+    # The standard library's small modules; of torch only what is loaded in microseconds.
+    assert [name for name in others if name.split(".")[0] not in sys.stdlib_module_names] == []
+    lazy = ("bench", "demo", "cli", "testing", "_check", "profile.runs", "profile.command")
+    assert [name for name in lazy if f"warpwright.{name}" in new] == []
+
+
+def test_help_is_quick(run):
+    output = run(HELP)
+    assert "usage: python -m warpwright" in output
+    new = output.split("modules:")[1].split()
+    assert [name for name in new if name in SLOW] == []
