@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 
-# A constant to Dynamo. Called by this name it costs eager mode 50 ns less than by its path.
-_compiling = torch.compiler.is_compiling
+# Together they say what torch.compiler.is_compiling() says, for 40 ns per call instead of 60.
+_dynamo, _exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
 
 
 def _pair(value: int | Sequence[int]) -> Sequence[int]:
@@ -98,12 +98,12 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """
     if inplace:
         return relu_(input)
-    return torch.relu(input) if _compiling() else ops.relu(input)
+    return torch.relu(input) if _dynamo() or _exporting() else ops.relu(input)
 
 
 def relu_(input: Tensor) -> Tensor:
     """:func:`relu` in place: overwrites ``input`` and returns it."""
-    if _compiling():
+    if _dynamo() or _exporting():
         return torch.relu_(input)
     ops.relu_(input)
     return input
@@ -333,7 +333,7 @@ def mlp(
 def _linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
-    if _compiling() and activation in ACTIVATIONS:
+    if (_dynamo() or _exporting()) and activation in ACTIVATIONS:
         return ACTIVATIONS[activation](ops.linear(input, weight, bias))
     return ops.linear_activation(input, weight, bias, activation)[0]
 
@@ -401,10 +401,8 @@ def max_pool2d(
     """
     if return_indices:
         return max_pool2d_with_indices(input, kernel_size, stride, padding, dilation, ceil_mode)
-    run = torch.max_pool2d if _compiling() else ops.max_pool2d
-    return run(
-        input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
-    )
+    run = torch.max_pool2d if _dynamo() or _exporting() else ops.max_pool2d
+    return run(input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
 
 
 def max_pool2d_with_indices(
@@ -418,10 +416,12 @@ def max_pool2d_with_indices(
 ) -> tuple[Tensor, Tensor]:
     """:func:`max_pool2d` with the places of the maxima, whatever ``return_indices`` says."""
     del return_indices
-    run = NATIVE["max_pool2d_with_indices"] if _compiling() else ops.max_pool2d_with_indices
-    return run(
-        input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
+    run = (
+        NATIVE["max_pool2d_with_indices"]
+        if _dynamo() or _exporting()
+        else ops.max_pool2d_with_indices
     )
+    return run(input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
 
 
 def relu_max_pool2d(
@@ -437,10 +437,8 @@ def relu_max_pool2d(
     For the backward one byte an output is kept: the winner's place in its window, or that no
     element was positive. A zero output is always +0. Arguments and errors are :func:`max_pool2d`'s.
     """
-    run = NATIVE["relu_max_pool2d"] if _compiling() else ops.relu_max_pool2d
-    return run(
-        input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
-    )
+    run = NATIVE["relu_max_pool2d"] if _dynamo() or _exporting() else ops.relu_max_pool2d
+    return run(input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
 
 
 def batch_norm(
@@ -476,7 +474,7 @@ def batch_norm(
     if _uses_batch_statistics(input, running_mean, running_var, training, eps):
         return ops.batch_norm(input, weight, bias, None, None, True, eps)[0]
     if not training:
-        run = NATIVE["batch_norm"] if _compiling() else ops.batch_norm
+        run = NATIVE["batch_norm"] if _dynamo() or _exporting() else ops.batch_norm
         return run(input, weight, bias, running_mean, running_var, False, eps)[0]
     return ops.batch_norm_update(input, weight, bias, running_mean, running_var, momentum, eps)[0]
 
@@ -591,10 +589,12 @@ def batch_norm_relu_max_pool2d(
             0
         ]
     if not training:
-        run = NATIVE["batch_norm_relu_max_pool2d"] if _compiling() else ops.batch_norm_relu_max_pool2d
-        return run(
-            input, weight, bias, running_mean, running_var, False, eps, *window
-        )[0]
+        run = (
+            NATIVE["batch_norm_relu_max_pool2d"]
+            if _dynamo() or _exporting()
+            else ops.batch_norm_relu_max_pool2d
+        )
+        return run(input, weight, bias, running_mean, running_var, False, eps, *window)[0]
     return ops.batch_norm_relu_max_pool2d_update(
         input, weight, bias, running_mean, running_var, momentum, eps, *window
     )[0]
@@ -614,7 +614,7 @@ def _batch_norm_relu(
     if _uses_batch_statistics(input, running_mean, running_var, training, eps):
         return ops.batch_norm_relu(input, residual, weight, bias, None, None, True, eps)[0]
     if not training:
-        run = NATIVE["batch_norm_relu"] if _compiling() else ops.batch_norm_relu
+        run = NATIVE["batch_norm_relu"] if _dynamo() or _exporting() else ops.batch_norm_relu
         return run(input, residual, weight, bias, running_mean, running_var, False, eps)[0]
     return ops.batch_norm_relu_update(
         input, residual, weight, bias, running_mean, running_var, momentum, eps
