@@ -288,18 +288,34 @@ def test_opcheck(device, form):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(device, dynamic):
-    def run(x, w, b):
-        y = F.linear_silu(F.linear_gelu(F.linear_relu(x, w, b), w.t()), w, b)
-        return F.mlp(y, w.t(), None, w, b, "gelu_tanh")
+    """The op itself compiles; the functional is our product and native's activation."""
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for m in (8, 13):
-        inputs = operands(device, torch.float32, (m,), 6, 5)
-        expected, actual = run(*inputs), compiled(*inputs)
-        assert_same(actual, expected)
-        assert_same(
-            torch.autograd.grad(actual.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)
-        )
+    def run(x, w, b, linear):
+        y = x
+        for form, weight, bias in zip(FORMS, (w, w.t()) * 2, (b, None) * 2, strict=True):
+            y = linear(y, weight, bias, form)
+        return y
+
+    def raw(x, w, b, form):
+        return torch.ops.warpwright.linear_activation(x, w, b, form)[0]
+
+    def apart(x, w, b, form):
+        return FORMS[form][1](F.linear(x, w, b))
+
+    def functional(x, w, b, form):
+        return FORMS[form][0](x, w, b)
+
+    for eager, traced in ((raw, raw), (apart, functional)):
+        torch.compiler.reset()
+        compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for m in (8, 13):
+            inputs = operands(device, torch.float32, (m,), 6, 5)
+            expected, actual = run(*inputs, eager), compiled(*inputs, traced)
+            assert_same(actual, expected)
+            assert_same(
+                torch.autograd.grad(actual.sum(), inputs),
+                torch.autograd.grad(expected.sum(), inputs),
+            )
 
 
 @ALL

@@ -135,7 +135,7 @@ def _batch_norm_relu_max_pool2d_update(input: Tensor, *args: Any) -> tuple[Tenso
     return (_relu_max_pool2d(_batch_norm_update(input, *args[:6])[0], *args[6:]),)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": native.gelu,
     "gelu_tanh": functools.partial(native.gelu, approximate="tanh"),
@@ -146,7 +146,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def _linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:
-    return (_ACTIVATIONS[activation](native.linear(input, weight, bias)),)
+    return (ACTIVATIONS[activation](native.linear(input, weight, bias)),)
 
 
 # name in `ops` -> native, called with the same arguments

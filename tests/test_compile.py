@@ -1,0 +1,201 @@
+"""torch.compile: which ops stay ours, and what Inductor makes of those that don't."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._inductor.metrics as metrics
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import warpwright
+import warpwright.functional as F
+from warpwright._ops import ops
+
+# ---- which ops are in the graph ----
+
+
+def traced_ops(function, *args):
+    """Names of our ops in the graph of ``function``; its results are compared with eager's."""
+    names = []
+
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            namespace, _, name = str(node.target).partition(".")
+            if namespace == "warpwright":
+                names.append(name.removesuffix(".default"))
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(*args), function(*args))
+    return names
+
+
+def norm(x, training=False):
+    """The arguments of a batch norm of ``x`` after the tensors."""
+    channels = x.shape[1]
+    weight = torch.linspace(-1, 1, channels, device=x.device)
+    zeros = torch.zeros(channels, device=x.device)
+    return (zeros, zeros + 2, weight, weight.cos(), training, 0.1, 1e-5)
+
+
+POOL = {"kernel_size": 3, "stride": None, "padding": 1}
+MEMORY_OPS = {
+    "relu": F.relu,
+    "relu in place": lambda x: F.relu(x.clone(), inplace=True),
+    "relu_": lambda x: F.relu_(x.clone()),
+    "max_pool2d": lambda x: F.max_pool2d(x, **POOL),
+    "indices": lambda x: F.max_pool2d(x, **POOL, return_indices=True),
+    "max_pool2d_with_indices": lambda x: F.max_pool2d_with_indices(x, **POOL),
+    "relu_max_pool2d": lambda x: F.relu_max_pool2d(x, **POOL),
+    "batch_norm": lambda x: F.batch_norm(x, *norm(x)),
+    "batch_norm_relu": lambda x: F.batch_norm_relu(x, *norm(x)),
+    "batch_norm_add_relu": lambda x: F.batch_norm_add_relu(x, x.sin(), *norm(x)),
+    "batch_norm_relu_max_pool2d": lambda x: F.batch_norm_relu_max_pool2d(x, *norm(x), 3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_OPS)
+def test_ops_that_only_move_memory_are_natives(device, name):
+    x = torch.randn(2, 4, 9, 9, device=device)
+    assert traced_ops(MEMORY_OPS[name], x) == []
+
+
+def test_an_activation_behind_a_product_is_natives(device):
+    x, w = torch.randn(3, 8, device=device), torch.randn(8, 8, device=device)
+    for function in (F.linear_relu, F.linear_gelu, F.linear_silu):
+        assert traced_ops(function, x, w) == ["linear"]
+    assert traced_ops(lambda x: F.mlp(x, w, None, w, None, "gelu_tanh"), x) == ["linear"] * 2
+
+
+def test_the_rest_stays_ours(device):
+    x = torch.randn(2, 4, 9, 9, device=device)
+    w, labels = torch.randn(9, 9, device=device), torch.arange(2, device=device)
+    called = {
+        "conv2d": lambda: F.conv2d(x, x[:, :, :3, :3]),
+        "linear": lambda: F.linear(x, w),
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(x, x, x),
+        "cross_entropy": lambda: F.cross_entropy(w[:2], labels),
+        "linear_cross_entropy": lambda: F.linear_cross_entropy(w[:2], w, labels),
+        "batch_norm_update": lambda: F.batch_norm(x, *norm(x, True)),
+        "batch_norm_relu_update": lambda: F.batch_norm_add_relu(x, x, *norm(x, True)),
+        "batch_norm_relu_max_pool2d_update": lambda: F.batch_norm_relu_max_pool2d(
+            x, *norm(x, True), 3
+        ),
+    }
+    for name, function in called.items():
+        assert traced_ops(function) == [name]
+
+
+# ---- what Inductor makes of them ----
+
+
+class ConvBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(self.bn(self.conv(x)) + x)
+
+
+class LinearBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gelu, self.dropout = nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.dropout(self.gelu(self.linear(x))) + x
+
+
+def kernels(model, x):
+    """How many kernels Inductor generates for a step of ``model``; calls of library ops don't count."""
+    torch.compiler.reset()
+    metrics.reset()
+    output = torch.compile(model, fullgraph=True)(x)
+    if output.requires_grad:
+        output.sum().backward()
+    return metrics.generated_kernel_count
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_as_many_kernels_as_natives(device, fuse):
+    """Native's convolution may add kernels of its own, which change layouts."""
+    block = ConvBlock().to(device).eval().requires_grad_(False)
+    x = torch.randn(2, 8, 12, 12, device=device).to(memory_format=torch.channels_last)
+    native = kernels(copy.deepcopy(block), x)
+    warpwright.swap(block, fuse=fuse)
+    assert kernels(block, x) == 1 <= native
+
+    block = LinearBlock().to(device)
+    x = torch.randn(4, 16, device=device, requires_grad=True)
+    native = kernels(copy.deepcopy(block), x)
+    warpwright.swap(block, fuse=fuse)
+    assert kernels(block, x) == native
+
+
+# ---- checkpoints ----
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 6)
+        self.norm, self.reentrant = nn.BatchNorm1d(7), reentrant
+
+    def inner(self, x):
+        return self.second(self.norm(self.first(x)).relu())
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant).sin()
+
+
+FIRST_CALL_IN_A_CHECKPOINT = """
+import sys
+sys.path[:0] = {path!r}
+import torch, warpwright
+from test_compile import Checkpointed
+model = Checkpointed(False)
+warpwright.swap(model)
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+compiled(torch.randn(3, 6)).sum().backward()
+"""
+
+
+def test_an_op_may_be_used_first_in_a_compiled_checkpoint():
+    """In a process of its own: Dynamo met the op as a new attribute of a module of ours."""
+    code = FIRST_CALL_IN_A_CHECKPOINT.format(path=sys.path)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def test_every_op_is_known_from_the_import():
+    registered = {
+        name.partition("::")[2]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("warpwright::")
+    }
+    assert registered == set(vars(ops))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_checkpoint(device, reentrant, dynamic):
+    model = Checkpointed(reentrant).to(device)
+    twin = copy.deepcopy(model)
+    warpwright.swap(model, fuse=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (3, 5):
+        x = torch.randn(rows, 6, device=device, requires_grad=True)
+        results = []
+        for run, network in ((compiled, model), (twin, twin)):
+            inputs = (x, *network.parameters())
+            for tensor in inputs:
+                tensor.grad = None
+            output = run(x)
+            output.sum().backward()
+            results.append((output, *(tensor.grad for tensor in inputs)))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
