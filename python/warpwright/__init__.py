@@ -7,6 +7,7 @@ from ._precision import get_float32_matmul_precision, set_float32_matmul_precisi
 from .errors import check_errors, strict
 from .explain import explain
 from .info import info
+from .integrations import register_attention
 from .patch import patch
 from .profile import profile
 from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
@@ -28,6 +29,7 @@ __all__ = [
     "optim",
     "patch",
     "profile",
+    "register_attention",
     "set_float32_matmul_precision",
     "strict",
     "swap",

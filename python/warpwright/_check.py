@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ._blocks import base_of
 from ._patterns import CHAINS
 from ._precision import Tf32Products, split_products, tf32_products
+from .integrations import Change
 from .swap import set_class
 from .testing import ERROR_FACTOR, to_double
 
@@ -61,10 +62,12 @@ def compare_model(
     inputs: Any,
     loss_fn: Loss | None,
     graphs: dict[nn.Module, fx.Graph] | None = None,
+    changes: Sequence[Change] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """The numbers, and a line for every failure. ``model`` comes back native and unchanged.
 
-    ``graphs``: the forward of every module whose layers are fused.
+    ``graphs``: the forward of every module whose layers are fused. ``changes``: those that are not
+    changes of class; the whole model's comparison covers them.
     """
     names = {module: name for name, module in model.named_modules()}
     natives = {module: type(module) for module in chosen}
@@ -87,8 +90,12 @@ def compare_model(
         try:
             for module, mine in chosen.items():
                 set_class(module, mine)
+            for change in changes:
+                change.apply()
             mine_run = _run(model, call, loss_fn)
         finally:
+            for change in changes:
+                change.undo()
             for module, kind in natives.items():
                 set_class(module, kind)
     whole, lines = _compare_runs(mine_run, native, exact, dtypes)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from . import integrations
 from . import nn as ours
 from ._arch import why_no_kernel
 from ._blocks import base_of
@@ -48,12 +49,13 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
     **KEEPER_NATIVE,
 }
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-OPS = tuple(dict.fromkeys(op for _, op in MODULES.values()))
+OPS = (*dict.fromkeys(op for _, op in MODULES.values()), "scaled_dot_product_attention")
 
 IS_OURS = "already warpwright's"
 NO_LAYER = "warpwright has no such layer"
 REPLACED = "its forward is replaced on the instance"
 FILTERED = "filter_fn said no"
+LEFT = "left"
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -80,6 +82,7 @@ class SwapEntry:
     swapped: bool
     reason: str  # why it was left; "" if swapped
     fused: str = ""  # the fused module's class, where it became one
+    note: str = ""  # how it was swapped, if not by its class alone
 
 
 @dataclass
@@ -116,14 +119,28 @@ class SwapReport:
 
         parts: list[RenderableType] = [
             Text(f"swapped {len(self.swapped)} of {len(self.entries)} modules"),
-            _grouped("module", "swapped", ((e.type, e.name, "", e.reason) for e in self.entries)),
+            _grouped(
+                "module",
+                (
+                    (e.type, e.name, "swapped" if e.swapped else LEFT, e.note or e.reason)
+                    for e in self.entries
+                ),
+            ),
         ]
         if self.fusions:
             done = sum(not f.reason for f in self.fusions)
-            rows = ((f.chain or "its chains", f.block, f.into, f.reason) for f in self.fusions)
+            rows = (
+                (
+                    f.chain or "its chains",
+                    f.block,
+                    LEFT if f.reason else f.into or "fused",
+                    f.reason,
+                )
+                for f in self.fusions
+            )
             parts += [
                 Text(f"fused {done} of {len(self.fusions)} chains"),
-                _grouped("chain", "fused", rows),
+                _grouped("chain", rows),
             ]
         if self.check is not None:
             parts.append(Text(self.check["summary"]))
@@ -138,24 +155,23 @@ class SwapReport:
         return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def _grouped(title: str, done: str, rows: Iterable[tuple[str, str, str, str]]) -> Table:
-    """A line for all (what, where, into, reason) that differ in where alone; no reason: done."""
+def _grouped(title: str, rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """A line for all (what, where, result, why) that differ in where alone."""
     from rich.table import Table
     from rich.text import Text
 
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for what, where, into, reason in rows:
-        groups.setdefault((what, into, reason), []).append(where or "(the model)")
+    for what, where, result, why in rows:
+        groups.setdefault((what, result, why), []).append(where or "(the model)")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(title, no_wrap=True)
     table.add_column("count", justify="right")
     table.add_column("result", no_wrap=True)
     table.add_column("why / where")
-    for (what, into, reason), names in groups.items():
+    for (what, result, why), names in groups.items():
         listed = ", ".join(names[:3]) + (f", … {names[-1]}" if len(names) > 3 else "")
-        result = Text("left", style="yellow") if reason else Text(into or done, style="green")
-        detail = f"{reason}: {listed}" if reason else listed
-        table.add_row(what, str(len(names)), result, Text(detail))
+        styled = Text(result, style="yellow" if result == LEFT else "green")
+        table.add_row(what, str(len(names)), styled, Text(f"{why}: {listed}" if why else listed))
     return table
 
 
@@ -197,18 +213,18 @@ def swap(
     """
     plan = _plan(model, ops, filter_fn, fuse)
     report = SwapReport(plan.entries, plan.fusions)
-    if not plan.chosen:
+    if plan.is_empty:
         warnings.warn(_nothing_to_swap(report), stacklevel=2)
         return report
-    if check is None:
-        _set_classes(plan.chosen)
-        return report
-    from ._check import compare_model
+    if check is not None:
+        from ._check import compare_model
 
-    report.check, failures = compare_model(model, plan.chosen, check, loss_fn, plan.graphs)
-    if failures:
-        raise SwapCheckError(failures)
-    _set_classes(plan.chosen)
+        report.check, failures = compare_model(
+            model, plan.chosen, check, loss_fn, plan.graphs, plan.changes
+        )
+        if failures:
+            raise SwapCheckError(failures)
+    plan.apply()
     return report
 
 
@@ -223,7 +239,7 @@ def unswap(model: nn.Module) -> int:
             the modules of it are left.
     """
     _check_is_module(model)
-    found = 0
+    found = sum(library.undo(model) for library in integrations.loaded())
     left: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         kind = _below_parametrizations(module)
@@ -270,13 +286,15 @@ def swapped(
     layers as they are then.
     """
     plan = _plan(model, ops, filter_fn, fuse)
-    if not plan.chosen:
+    if plan.is_empty:
         warnings.warn(_nothing_to_swap(SwapReport(plan.entries)), stacklevel=3)
     before = {module: type(module) for module in plan.chosen}
-    _set_classes(plan.chosen)
+    plan.apply()
     try:
         yield model
     finally:
+        for change in plan.changes:
+            change.undo()
         for module, kind in before.items():
             if _below_parametrizations(module) is plan.chosen[module]:
                 set_class_below(module, kind)
@@ -292,6 +310,17 @@ class _Plan:
     chosen: Chosen
     fusions: list[Fusion] = field(default_factory=list)
     graphs: dict[nn.Module, torch.fx.Graph] = field(default_factory=dict)
+    changes: list[integrations.Change] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chosen and not self.changes
+
+    def apply(self) -> None:
+        for module, mine in self.chosen.items():
+            set_class(module, mine)
+        for change in self.changes:
+            change.apply()
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -315,11 +344,6 @@ def set_class_below(module: nn.Module, kind: type[nn.Module]) -> None:
         body = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
         kind = type(f"Parametrized{kind.__name__}", (kind,), body)
     set_class(module, kind)
-
-
-def _set_classes(chosen: Chosen) -> None:
-    for module, mine in chosen.items():
-        set_class(module, mine)
 
 
 def _check_is_module(model: Any) -> None:
@@ -353,9 +377,12 @@ def _plan(
         reason = _why_not(module, name, op, wanted, filter_fn)
         if reason is None:
             chosen[module] = MODULES[type(module)][0]
-        entries[module] = SwapEntry(name, _type_name(module), op, reason is None, reason or "")
+        entries[module] = SwapEntry(name, type_name(module), op, reason is None, reason or "")
+    libraries = [library.plan(model, wanted, filter_fn) for library in integrations.loaded()]
+    more = [entry for library in libraries for entry in library.entries]
+    changes = [change for library in libraries for change in library.changes]
     if not fuse:
-        return _Plan([*entries.values()], chosen)
+        return _Plan([*entries.values(), *more], chosen, changes=changes)
 
     def why_not_fused(module: nn.Module) -> str | None:
         entry = entries.get(module)
@@ -382,14 +409,14 @@ def _plan(
         if kind in NATIVE:
             entry = entries[module]
             entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
-    return _Plan([*entries.values()], chosen, found.fusions, found.graphs)
+    return _Plan([*entries.values(), *more], chosen, found.fusions, found.graphs, changes)
 
 
 def _op_of(module: nn.Module) -> str | None:
     return next((op for native, (_, op) in MODULES.items() if isinstance(module, native)), None)
 
 
-def _type_name(module: nn.Module) -> str:
+def type_name(module: nn.Module) -> str:
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
     return f"nn.{kind.__name__}" if name.startswith("torch.nn.modules.") else name

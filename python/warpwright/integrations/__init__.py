@@ -1,0 +1,79 @@
+"""What :func:`warpwright.swap` does for models of other libraries, besides changing layers' classes.
+
+Each library has a module here. It imports its library, so it is itself imported only if the library
+already is: nobody else can have made one of its models. The module has two functions:
+
+- ``plan(model, wanted, filter_fn) -> Plan``: what can be done, and why not. Changes nothing.
+- ``undo(model) -> int``: undoes every change found in ``model``; returns how many layers it gave
+  back.
+
+A change belongs to instances, never to the library: other models in the process stay as they were.
+It lives in the model itself, so that it survives ``copy.deepcopy`` and pickling and ``undo`` finds it
+in the copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from ..swap import SwapEntry
+
+__all__ = ["Change", "Plan", "loaded", "register_attention"]
+
+# The module of a library whose import says that its models may exist -> the module here.
+LIBRARIES = {"transformers.modeling_utils": "transformers"}
+
+
+class Change(Protocol):
+    """A reversible change to a model that is not a change of a layer's class."""
+
+    def apply(self) -> None: ...
+
+    def undo(self) -> None: ...
+
+
+@dataclass
+class Plan:
+    """What a library's module would do to a model."""
+
+    entries: list[SwapEntry] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+
+class Integration(Protocol):
+    def plan(
+        self,
+        model: nn.Module,
+        wanted: frozenset[str],
+        filter_fn: Callable[[nn.Module, str], bool] | None,
+    ) -> Plan: ...
+
+    def undo(self, model: nn.Module) -> int: ...
+
+
+def loaded() -> Iterator[Integration]:
+    """The modules here of those libraries that are imported."""
+    for library, name in LIBRARIES.items():
+        if library in sys.modules:
+            module: Any = importlib.import_module(f".{name}", __package__)
+            yield module
+
+
+def register_attention() -> None:
+    """Makes ``attn_implementation="warpwright"`` known to transformers.
+
+    :func:`warpwright.swap` does this by itself. The call adds one name to transformers' registries of
+    attention and mask functions; no model uses it unless asked to, by :func:`warpwright.swap` or by
+    ``from_pretrained(..., attn_implementation="warpwright")``.
+
+    Raises:
+        ImportError: transformers is missing or older than 4.53.
+    """
+    importlib.import_module(".transformers", __package__).register()

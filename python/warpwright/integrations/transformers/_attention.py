@@ -1,0 +1,88 @@
+"""The attention function that transformers' models find by the name "warpwright"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import sdpa_attention
+
+from ... import functional
+from ..._arch import FLOATING, PLAIN, why_no_kernel
+
+native_attention = sdpa_attention.sdpa_attention_forward
+
+# Arguments that our op has no form of. If one is given, transformers' own function decides: it
+# raises, warns or leaves the argument out.
+NOT_OURS = ("softcap", "s_aux", "cache", "output_attentions")
+
+
+def _runs_here(query: Tensor, kwargs: dict[str, Any]) -> bool:
+    for name in NOT_OURS:
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            return False
+    if torch.compiler.is_compiling():
+        return query.dtype in FLOATING and query.device.type in ("cpu", "cuda")
+    return type(query) in PLAIN and why_no_kernel(query) is None and not torch.jit.is_tracing()
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers' function for "sdpa", but K and V are never repeated for all heads.
+
+    Args:
+        module: the attention layer; its ``is_causal`` counts if the argument is None, and its
+            ``num_key_value_groups``.
+        query: (batch, heads, queries, head size); key and value with fewer heads.
+        attention_mask: boolean or added to the scores; None, and ``is_causal`` decides.
+        position_bias: added to the scores too (T5 in transformers 5).
+    Returns:
+        (batch, queries, heads, head size), and None for the weights.
+    """
+    if not _runs_here(query, kwargs):
+        if position_bias is not None:
+            kwargs["position_bias"] = position_bias
+        output: tuple[Tensor, None] = native_attention(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+        return output
+    queries = query.shape[2]
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    # The shape first: with dynamic shapes this is symbolic, and the op wants a bool.
+    is_causal = queries > 1 and attention_mask is None and is_causal
+    if is_causal and key.shape[2] > queries:
+        # The first step of a static cache: its other slots are still empty.
+        key, value = key[:, :, :queries], value[:, :, :queries]
+        if position_bias is not None:
+            position_bias = position_bias[:, :, :, :queries]
+    if attention_mask is not None and attention_mask.ndim == 4:
+        attention_mask = attention_mask[:, :, :, : key.shape[2]]
+    if position_bias is not None:
+        attention_mask = sdpa_attention.create_position_bias_mask(
+            position_bias, attention_mask, is_causal, query, key
+        )
+        is_causal = False
+    result = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        is_causal,
+        scale=scaling,
+        enable_gqa=getattr(module, "num_key_value_groups", 1) > 1,
+    )
+    return result.transpose(1, 2).contiguous(), None

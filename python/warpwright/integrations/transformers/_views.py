@@ -1,0 +1,54 @@
+"""Views of configs, by which single layers of one model are told another attention function."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+NAME = "warpwright"
+NATIVE = "sdpa"
+
+
+class View:
+    """Mixed into the class of a view; see :func:`view_of`."""
+
+    __slots__ = ()
+    _warpwright_native: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Not further: transformers 5 makes each subclass of its configs a dataclass."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return view_of, (self._warpwright_native,)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._warpwright_native)
+
+
+@functools.cache
+def _view_class(kind: type) -> Any:
+    def implementation(self: Any) -> Any:
+        chosen = self._attn_implementation_internal
+        return NAME if chosen == NATIVE else chosen
+
+    body = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__slots__": ("_warpwright_native",),
+        "_attn_implementation": property(implementation, kind._attn_implementation.fset),  # type: ignore[attr-defined]
+    }
+    return type(kind.__name__, (View, kind), body)
+
+
+def view_of(config: Any) -> Any:
+    """A second object with the attributes of ``config``, which answers "warpwright" for "sdpa".
+
+    Both share one ``__dict__``: what is set on either is set on both, and either saves what
+    transformers chose.
+    """
+    kind = _view_class(type(config))
+    view = object.__new__(kind)
+    view.__dict__ = config.__dict__
+    view._warpwright_native = config
+    return view
