@@ -122,4 +122,8 @@ class patch(TorchFunctionMode):
         elif func in COMPOSITE:
             with self:
                 return COMPOSITE[func](*args, **kwargs)
+        elif func is Tensor.unflatten and torch.compiler.is_compiling():
+            return torch.unflatten(
+                *args, **kwargs
+            )  # the method calls super(), which can't be traced
         return func(*args, **kwargs)
