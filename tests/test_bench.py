@@ -469,7 +469,7 @@ def test_a_step_with_another_loss_is_marked(monkeypatch):
         with torch.no_grad():
             model[1].weight.mul_(3)
 
-    monkeypatch.setattr(steps, "_swap_both", wrong)
+    monkeypatch.setattr(steps, "swap_both", wrong)
     record = runner().run([], [tiny_workload()])
     row = by_impl(record)["warpwright"]
     assert not row["agrees"]

@@ -127,6 +127,7 @@ class Tagged(torch.Tensor):
     [
         lambda d: torch.ones(3, dtype=torch.int32, device=d).to_sparse(),
         lambda d: torch.ones(3, device=d).as_subclass(Tagged),
+        lambda d: torch.nested.nested_tensor([torch.ones(3, device=d)]),
     ],
 )
 def test_without_a_kernel_it_stays_native(device, calls, make):

@@ -65,6 +65,8 @@ def why_no_kernel(tensor: Tensor, any_dtype: bool = False) -> str | None:
         return f"no kernel for {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.layout != torch.strided:
         return f"no kernel for the {str(tensor.layout).removeprefix('torch.')} layout"
+    if tensor.is_nested:  # its type and layout are a plain tensor's
+        return "no kernel for nested tensors"
     if tensor.device.type in ("cpu", "meta"):
         return None
     if tensor.device.type != "cuda":

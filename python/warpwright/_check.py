@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def compare_model(
     natives = {module: type(module) for module in chosen}
     call = _as_call(inputs)
     loss_fn = loss_fn or mean_square
-    with torch.enable_grad():
+    with torch.enable_grad(), _without_attention_dropout(chosen):
         calls, dtypes = _record(model, list(chosen), call, loss_fn)
         fused = _record_fused(model, chosen, graphs or {}, calls)
         calls = {m: c for m, c in calls.items() if base_of(chosen[m]) is None}
@@ -161,6 +161,20 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in saved:
                     buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _without_attention_dropout(chosen: Iterable[nn.Module]) -> Iterator[None]:
+    """Two attentions that drop by different random numbers can't be compared."""
+    found = [m for m in chosen if isinstance(m, nn.MultiheadAttention)]
+    rates = [m.dropout for m in found]
+    for module in found:
+        module.dropout = 0.0
+    try:
+        yield
+    finally:
+        for module, rate in zip(found, rates, strict=True):
+            module.dropout = rate
 
 
 # name -> tensor; grads are None where the loss does not depend on the leaf
@@ -330,7 +344,7 @@ def _compare_module(
     exact, _ = run(theirs, True, cotangents)
     ours, _ = run(mine, False, cotangents)
     rounded = exact
-    if (products or split) and isinstance(module, (nn.Conv2d, nn.Linear)):
+    if (products or split) and isinstance(module, (nn.Conv2d, nn.Linear, nn.MultiheadAttention)):
         with Tf32Products(products, split):
             rounded, _ = run(theirs, True, cotangents)
     terms = _mean_terms(module, call)

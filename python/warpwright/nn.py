@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
+from ._multihead import multi_head_attention
 
 __all__ = [
     "MLP",
@@ -31,6 +32,7 @@ __all__ = [
     "LinearReLU",
     "LinearSiLU",
     "MaxPool2d",
+    "MultiheadAttention",
     "ReLU",
     "ReLUMaxPool2d",
 ]
@@ -294,6 +296,38 @@ class LinearSiLU(_Named, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear_silu(input, self.weight, self.bias)
+
+
+class MultiheadAttention(_Named, nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` on :func:`warpwright.functional.linear` and
+    :func:`warpwright.functional.scaled_dot_product_attention`.
+
+    Native's code runs if the weights are asked for (``need_weights=True``), with ``add_bias_kv`` or
+    ``add_zero_attn``, and for nested tensors. With ``batch_first`` the output is contiguous.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not need_weights:
+            output = multi_head_attention(
+                self, query, key, value, key_padding_mask, attn_mask, is_causal
+            )
+            if output is not None:
+                return output, None
+        return super().forward(
+            *(query, key, value, key_padding_mask, need_weights, attn_mask),
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
 
 
 class MLP(_Named, nn.Module):

@@ -141,4 +141,6 @@ class patch(TorchFunctionMode):
             with self:
                 pass
             return func(_entering(self, args[0]), *args[1:], **kwargs)
+        elif func is Tensor.unflatten and torch.compiler.is_compiling():
+            return torch.unflatten(*args, **kwargs)  # the method calls super(): not traceable
         return func(*args, **kwargs)

@@ -43,6 +43,7 @@ MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.MaxPool2d: (ours.MaxPool2d, "max_pool2d"),
     nn.Linear: (ours.Linear, "linear"),
     nn.CrossEntropyLoss: (ours.CrossEntropyLoss, "cross_entropy"),
+    nn.MultiheadAttention: (ours.MultiheadAttention, "scaled_dot_product_attention"),
 }
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {
     **{mine: native for native, (mine, _) in MODULES.items()},
@@ -188,8 +189,9 @@ def swap(
 
     Args:
         model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``,
-            ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear`` and ``nn.CrossEntropyLoss`` are swapped;
-            the report says of every other module why it was left.
+            ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``, ``nn.CrossEntropyLoss`` and
+            ``nn.MultiheadAttention`` (with its projections) are swapped; the report says of every
+            other module why it was left.
         ops: only these functionals, e.g. ``{"conv2d", "batch_norm"}``; None means all.
         filter_fn: called with (module, name); False leaves the module native.
         check: inputs for the model (a tensor, a tuple of arguments or a dict of keyword arguments).
@@ -370,13 +372,19 @@ def _plan(
     wanted = check_ops(ops, OPS)
     entries: dict[nn.Module, SwapEntry] = {}
     chosen: Chosen = {}
+    parts: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
+        if module in parts:
+            entries[module] = SwapEntry(name, _type_name(module), None, False, parts[module])
+            continue
         op = _op_of(module)
         if op is None and (type(module) in CONTAINERS or next(module.children(), None) is not None):
             continue  # its children have entries of their own
         reason = _why_not(module, name, op, wanted, filter_fn)
         if reason is None:
             chosen[module] = MODULES[type(module)][0]
+        if isinstance(module, nn.MultiheadAttention):  # it reads this child's weights itself
+            parts[module.out_proj] = f"runs as a part of {type(module).__name__}"
         entries[module] = SwapEntry(name, type_name(module), op, reason is None, reason or "")
     libraries = [library.plan(model, wanted, filter_fn) for library in integrations.loaded()]
     more = [entry for library in libraries for entry in library.entries]

@@ -37,7 +37,8 @@ def processes_for(items: int) -> int:
 def compiles(item: Item, device: str, peers: Sequence[str], step_peers: Sequence[str]) -> bool:
     if isinstance(item, Case):
         return PEER in peers and PEERS[PEER].skips(item, device) is None
-    return isinstance(item, Workload) and PEER in step_peers
+    # A separate workload's processes compile side by side themselves.
+    return isinstance(item, Workload) and PEER in step_peers and not item.separate
 
 
 def compile_ahead(

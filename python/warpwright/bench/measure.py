@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +178,17 @@ def interleaved(
         if late or rounds < MIN_ROUNDS or all(timing.steady for timing in timings.values()):
             break
     return timings
+
+
+def samples(function: Callable[[], object], device: str, rounds: int) -> list[float]:
+    """Milliseconds per call, the host's launches included."""
+    clock = _Cuda(hide_host=False) if device == "cuda" else _Cpu()
+    return clock.run({"": function}, rounds)[""]
+
+
+def pooled(taken: Sequence[float], device: str) -> Timing:
+    """The timing of samples taken over several turns; drift between turns makes it unsteady."""
+    return _summary(list(taken), STEADY[device])
 
 
 def peak_mib(function: Callable[[], object], device: str) -> float | None:

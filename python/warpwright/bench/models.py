@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -23,6 +24,22 @@ def models_folder(folder: Path | None) -> Path:
     )
 
 
+def load_file(path: Path, device: str) -> list[Workload]:
+    """The workloads of one file.
+
+    Raises:
+        ModuleNotFoundError: a package that the file needs is not installed.
+    """
+    name = f"warpwright_models_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return [dataclasses.replace(w, source=path) for w in module.workloads(device)]
+
+
 def load_workloads(folder: Path | None, device: str) -> list[Workload]:
     """Every workload of every file. A model whose package is not installed is named and left out."""
     from rich.console import Console
@@ -31,16 +48,8 @@ def load_workloads(folder: Path | None, device: str) -> list[Workload]:
     for path in sorted(models_folder(folder).glob("*.py")):
         if path.name.startswith("_"):
             continue
-        name = f"warpwright_models_{path.stem}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
+            found += load_file(path, device)
         except ModuleNotFoundError as error:
             Console().print(f"[yellow]{path.stem}: missing: {error.name} is not installed[/]")
-            continue
-        found += module.workloads(device)
     return found

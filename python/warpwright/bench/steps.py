@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,11 +40,18 @@ class Workload:
     batch: Callable[[], tuple[Tensor, ...]]  # on the host; the last one is the target
     # Takes (the loss module, the model's output, the target).
     loss: Callable[[nn.Module, Any, Tensor], Tensor] = lambda criterion, out, y: criterion(out, y)
+    # Takes (the model, maybe compiled; its inputs; the target), for a model that computes its loss.
+    call: Callable[[Any, list[Tensor], Tensor], Any] = lambda forward, inputs, y: forward(*inputs)
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(
         p, lr=0.01, fused=True
     )
     dtype: torch.dtype = torch.float32  # what autocast computes in; float32: no autocast, TF32
     layouts: tuple[str, ...] = (ROWS,)
+    # The implementations in place of the usual ones: (peers asked for, device) to variants.
+    variants: Callable[[Sequence[str], str], list[Variant]] | None = None
+    # One process per implementation, so that each row's peak memory is that implementation's alone.
+    separate: bool = False
+    source: Path | None = None  # the file that makes this workload, for another process
 
     @property
     def dtype_name(self) -> str:
@@ -64,27 +72,29 @@ class Variant:
     notes: list[str] = field(default_factory=list)
 
 
-def _swap_both(model: nn.Module, criterion: nn.Module, fuse: bool = False) -> None:
+def swap_both(model: nn.Module, criterion: nn.Module, fuse: bool = False) -> None:
     swap(model, fuse=fuse)
     swap(criterion)
 
 
-_swap_and_fuse = functools.partial(_swap_both, fuse=True)
+swap_and_fuse = functools.partial(swap_both, fuse=True)
 
 
 def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Variant]:
     """Ours first. A peer that needs one memory format only gets the better one: channels_last."""
+    if workload.variants is not None:
+        return workload.variants(peers, device)
     best = NHWC if NHWC in workload.layouts else workload.layouts[-1]
     found = []
     for layout in workload.layouts:
-        found.append(Variant("warpwright", layout, _swap_both, patched=True))
+        found.append(Variant("warpwright", layout, swap_both, patched=True))
         if layout != NHWC or "channels_last" in peers or len(workload.layouts) == 1:
             found.append(Variant("native", layout, peer="native"))
-    found.append(Variant("warpwright_fused", best, _swap_and_fuse, patched=True))
+    found.append(Variant("warpwright_fused", best, swap_and_fuse, patched=True))
     if device == "cuda" and "cudagraph" in peers:
-        found.append(Variant("warpwright_cudagraph", best, _swap_both, patched=True, captured=True))
+        found.append(Variant("warpwright_cudagraph", best, swap_both, patched=True, captured=True))
         found.append(
-            Variant("warpwright_fused_cudagraph", best, _swap_and_fuse, patched=True, captured=True)
+            Variant("warpwright_fused_cudagraph", best, swap_and_fuse, patched=True, captured=True)
         )
         found.append(Variant("cudagraph", best, captured=True, peer="cudagraph"))
     if "compile" in peers:
@@ -98,8 +108,46 @@ def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Vari
     return found
 
 
-def build_step(workload: Workload, variant: Variant, state: dict[str, Any], device: str) -> Step:
-    """A callable that does one training step and gives the loss."""
+@dataclass
+class TrainingStep:
+    """One training step per call; the call returns the loss."""
+
+    workload: Workload
+    variant: Variant
+    device: str
+    criterion: nn.Module
+    forward: Callable[..., Any]  # the model, or the model compiled
+    optimizer: torch.optim.Optimizer
+    host: tuple[Tensor, ...]
+
+    def __call__(self) -> Tensor:
+        *inputs, target = (x.to(self.device, non_blocking=True) for x in self.host)
+        self.optimizer.zero_grad()
+        amp = self.workload.dtype != torch.float32
+        cache = not self.variant.captured
+        with (
+            torch.autocast(self.device, self.workload.dtype, enabled=amp, cache_enabled=cache),
+            patch() if self.variant.patched else contextlib.nullcontext(),
+        ):
+            output = self.workload.call(self.forward, inputs, target)
+            value = self.workload.loss(self.criterion, output, target)
+        value.backward()
+        self.optimizer.step()
+        return value.detach()
+
+    def release(self) -> None:
+        """Frees what the next step makes again: the gradients and the optimizer's state."""
+        self.optimizer.zero_grad()
+        self.optimizer.state.clear()
+
+
+def build_step(
+    workload: Workload, variant: Variant, state: dict[str, Any] | None, device: str
+) -> TrainingStep:
+    """The training step of a variant, starting from the weights in `state`.
+
+    Without `state` the weights are drawn on the device from one seed.
+    """
     memory_format = torch.channels_last if variant.layout == NHWC else torch.contiguous_format
 
     def on_host(x: Tensor) -> Tensor:
@@ -107,9 +155,14 @@ def build_step(workload: Workload, variant: Variant, state: dict[str, Any], devi
         x = x.contiguous(memory_format=memory_format) if x.dim() == 4 else x
         return x.pin_memory() if device == "cuda" else x
 
-    model: Any = workload.model()
-    model.load_state_dict(copy.deepcopy(state))
-    model = model.to(device)
+    if state is None:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model: Any = workload.model()
+    else:
+        model = workload.model()
+        model.load_state_dict(copy.deepcopy(state))
+        model = model.to(device)
     if variant.layout == NHWC:
         model = model.to(memory_format=torch.channels_last)
     criterion: Any = nn.CrossEntropyLoss()
@@ -121,21 +174,7 @@ def build_step(workload: Workload, variant: Variant, state: dict[str, Any], devi
         mode = "max-autotune-no-cudagraphs" if variant.peer == "max-autotune" else None
         forward = torch.compile(model, mode=mode)
     host = tuple(on_host(x) for x in _generate(workload.batch))
-    amp = workload.dtype != torch.float32
-
-    def step() -> Tensor:
-        *inputs, target = (x.to(device, non_blocking=True) for x in host)
-        optimizer.zero_grad()
-        with (
-            torch.autocast(device, workload.dtype, enabled=amp, cache_enabled=not variant.captured),
-            patch() if variant.patched else contextlib.nullcontext(),
-        ):
-            value = workload.loss(criterion, forward(*inputs), target)
-        value.backward()
-        optimizer.step()
-        return value.detach()
-
-    return step
+    return TrainingStep(workload, variant, device, criterion, forward, optimizer, host)
 
 
 def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -187,6 +226,10 @@ def step_rows(
 ) -> list[Row]:
     """The rows of one workload, TF32 allowed for all. A variant that raises goes into `failures`."""
     failures = [] if failures is None else failures
+    if workload.separate:
+        from .separate import separate_rows  # starts processes that import this module
+
+        return separate_rows(workload, device, ceilings, seconds, peers, failures, clocks)
     torch.manual_seed(0)
     state = workload.model().state_dict()
     steps: dict[str, tuple[Variant, Step]] = {}
@@ -197,13 +240,13 @@ def step_rows(
             name = f"{variant.impl} {variant.layout}"
             try:
                 torch._dynamo.reset()
-                step = build_step(workload, variant, state, device)
-                first[name] = float(step())
-                steps[name] = variant, capture(step, pool) if variant.captured else step
+                built = build_step(workload, variant, state, device)
+                first[name] = float(built())
+                steps[name] = variant, capture(built, pool) if variant.captured else built
             except KeyboardInterrupt:
                 raise
             except Exception as error:
-                failures.append(_failure(workload, variant, error))
+                failures.append(failed(workload, variant, error))
         _refuse(workload, steps, first, failures)
         if not steps:
             return []
@@ -215,7 +258,9 @@ def step_rows(
             hide_host=False,
         )
         seen = clocks.since(start) if clocks else {}
-        flops = count_flops(workload, state, device)
+        native = build_step(workload, Variant("native", workload.layouts[0]), state, device)
+        flops = count_flops(native)
+        del native
         rows = []
         for name, (variant, step) in steps.items():
             rows.append(
@@ -254,7 +299,7 @@ def _refuse(
     for name, (variant, _) in [*steps.items()]:
         loss = first[name]
         if loss != loss or loss in (0.0, float("inf")):
-            failures.append(_failure(workload, variant, Refused(f"the first loss is {loss}")))
+            failures.append(failed(workload, variant, Refused(f"the first loss is {loss}")))
             del steps[name]
         elif native is not None:
             allowed = LOSS_TOLERANCE[workload.dtype_name] * abs(native)
@@ -262,7 +307,7 @@ def _refuse(
                 variant.notes.append(f"first loss {loss:.5f}, native's {native:.5f}")
 
 
-def _failure(workload: Workload, variant: Variant, error: BaseException) -> Row:
+def failed(workload: Workload, variant: Variant, error: BaseException) -> Row:
     return {
         "op": workload.op,
         "case": workload.case,
@@ -273,11 +318,10 @@ def _failure(workload: Workload, variant: Variant, error: BaseException) -> Row:
     }
 
 
-def count_flops(workload: Workload, state: dict[str, Any], device: str) -> int:
+def count_flops(step: Callable[[], Any]) -> int:
     """FLOPs of the matrix products, convolutions and attention of one native step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    step = build_step(workload, Variant("native", workload.layouts[0]), state, device)
     with FlopCounterMode(display=False) as counter:
         step()
     return int(counter.get_total_flops())
