@@ -375,7 +375,7 @@ def _plan(
     parts: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if module in parts:
-            entries[module] = SwapEntry(name, _type_name(module), None, False, parts[module])
+            entries[module] = SwapEntry(name, type_name(module), None, False, parts[module])
             continue
         op = _op_of(module)
         if op is None and (type(module) in CONTAINERS or next(module.children(), None) is not None):
