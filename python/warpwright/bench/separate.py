@@ -98,10 +98,13 @@ class _Worker:
     def inspect(self) -> Row:
         """How attention was called; native counts the FLOPs. After all timing: profiling is slow."""
         assert self.step is not None
-        found: Row = {"attention": attention_calls(self.step)}
-        if self.impl == "native":
-            found["flops"] = count_flops(self.step)
-        return found
+        try:
+            found: Row = {"attention": attention_calls(self.step)}
+            if self.impl == "native":
+                found["flops"] = count_flops(self.step)
+            return found
+        finally:
+            self._release()  # the next process needs the memory
 
     def _release(self) -> None:
         assert self.step is not None
