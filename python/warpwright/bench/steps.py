@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..patch import patch
 from ..swap import swap
+from .attention_calls import flop_formulas
 from .guards import Clocks, Refused
 from .measure import interleaved, peak_mib, tf32_allowed
 
@@ -322,7 +323,7 @@ def count_flops(step: Callable[[], Any]) -> int:
     """FLOPs of the matrix products, convolutions and attention of one native step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as counter:
         step()
     return int(counter.get_total_flops())
 
