@@ -170,6 +170,20 @@ def test_attention_calls(device, function):
         ] or calls[0].endswith("8x8, 4 heads of 2")
 
 
+@pytest.mark.parametrize("heads", [4, 2])
+def test_flops_of_attention(device, heads):
+    """Heads of key that are shared count as often as they are used."""
+    q = torch.randn(2, 4, 8, 16, device=device, requires_grad=True)
+    k = torch.randn(2, heads, 8, 16, device=device, requires_grad=True)
+
+    def step():
+        y = native.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        y.sum().backward()
+
+    # Two products forward and five backward; fewer backward if native keeps the scores.
+    assert steps.count_flops(step) in [n * 2 * 2 * 4 * 8 * 8 * 16 for n in (6, 7)]
+
+
 # ---------------------------------------------------------------- Hugging Face's classes
 
 

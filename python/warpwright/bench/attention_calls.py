@@ -1,11 +1,13 @@
-"""How a training step calls attention: by which op, with the causal flag or with a mask."""
+"""How a training step calls attention: by which op, with the causal flag or a mask, and its FLOPs."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from .guards import quiet_profiler
@@ -49,3 +51,33 @@ def _described(name: str, shapes: list[list[int]], values: list[Any]) -> str:
 def masked(calls: list[str]) -> bool:
     """Whether any of these calls got a mask."""
     return any(f", {MASK}" in call for call in calls)
+
+
+Shape = torch.Size
+
+
+def _forward_flops(
+    query: Shape, key: Shape, value: Shape, *rest: Any, out_shape: Any = None, **options: Any
+) -> int:
+    """Both products, the whole square also with the causal flag."""
+    *heads, rows, width = query
+    return int(2 * math.prod(heads) * rows * key[-2] * (width + value[-1]))
+
+
+def _backward_flops(
+    grad: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **options: Any
+) -> int:
+    """Five products, the scores' once more among them."""
+    return 5 * _forward_flops(query, key, value) // 2
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """For FlopCounterMode, whose own formulas refuse fewer heads of key than of query."""
+    found: dict[Any, Callable[..., int]] = {}
+    for name in OPS:
+        namespace, _, op = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), op)
+        if namespace == "aten" and not op.endswith("math"):  # that one calls products
+            found[packet] = _forward_flops
+            found[getattr(torch.ops.aten, f"{op}_backward")] = _backward_flops
+    return found

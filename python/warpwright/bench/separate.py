@@ -220,11 +220,11 @@ def separate_rows(
         _take_turns(running, failures, SHARE_OF_SECONDS * seconds)
         clock = clocks.since(start) if clocks else {}
 
-        def inspect(process: _Process) -> None:
-            process.seen = process.ask("inspect")
-
-        for process in [*running]:
-            _attempt(inspect, process, running, failures)
+        for process in running:
+            try:
+                process.seen = process.ask("inspect")
+            except RuntimeError as error:  # what was timed stays
+                failures.append(failed(workload, process.variant, error))
         patience_s = 5.0
         return _rows(workload, running, device, ceilings, clock)
     finally:
@@ -292,7 +292,7 @@ def _rows(
     flops = next((p.seen["flops"] for p in running if "flops" in p.seen), 0)
     rows = []
     for process in running:
-        impl, attention = process.variant.impl, process.seen["attention"]
+        impl, attention = process.variant.impl, process.seen.get("attention", [])
         notes = [*process.variant.notes]
         if masked(attention):
             notes.append("attention gets a mask")

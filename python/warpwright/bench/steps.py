@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..patch import patch
 from ..swap import swap
+from .attention_calls import flop_formulas
 from .guards import Clocks, Refused
 from .measure import interleaved, peak_mib, tf32_allowed
 
@@ -323,27 +323,9 @@ def count_flops(step: Callable[[], Any]) -> int:
     """FLOPs of the matrix products, convolutions and attention of one native step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter, _KeysForEveryHead():
+    with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as counter:
         step()
     return int(counter.get_total_flops())
-
-
-class _KeysForEveryHead(TorchFunctionMode):
-    """Repeats keys and values of grouped heads: torch's counter wants as many heads as queries have.
-
-    The products, and with them their FLOPs, are the same.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("enable_gqa"):
-            query, key, value, *rest = args
-            groups = query.shape[-3] // key.shape[-3]
-            args = (query, *(x.repeat_interleave(groups, dim=-3) for x in (key, value)), *rest)
-            kwargs["enable_gqa"] = False
-        return func(*args, **kwargs)
 
 
 def mnist_cnn() -> nn.Sequential:

@@ -14,11 +14,20 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from .._ops import ops
+from ._shards import (
+    PLAIN_TYPES,
+    Cuts,
+    cut_alike,
+    cuts_of,
+    is_dtensor,
+    local,
+    locals_of,
+    norm_over_ranks,
+)
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 MASTER = "master_param"
 
 
@@ -36,12 +45,20 @@ class Batch:
     def __post_init__(self) -> None:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self.has_shards = False  # some parameters are DTensors
+        self.cuts: dict[Cuts, list[int]] = {}  # the parameters that are cut alike
 
     def add(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         self.device, self.dtype = param.device, param.dtype
+        self.has_shards |= is_dtensor(param)
+        self.cuts.setdefault(cuts_of(param), []).append(len(self.params))
         self.params.append(param)
         self.grads.append(grad)
         self.states.append(state)
+
+    def operands(self, tensors: list[Tensor]) -> list[Tensor]:
+        """As the ops take them: local shards, and complex numbers as pairs."""
+        return as_real(locals_of(tensors) if self.has_shards else tensors)
 
     def values(self, name: str) -> list[Any]:
         return [state[name] for state in self.states]
@@ -50,10 +67,15 @@ class Batch:
         """Takes the gradients of this step; false if a kernel can't, or the parameters changed."""
         grads: list[Any] = [param.grad for param in self.params]
         self.grads = grads
+        if self.native or self.first_step:
+            return False
+        if self.has_shards and all(grad is not None for grad in grads):
+            pairs = [(p, g) for p, g in zip(self.params, grads, strict=True) if is_dtensor(p)]
+            if not all(cut_alike(param, grad) for param, grad in pairs):
+                return False
+            grads = locals_of(grads)
         return (
-            not self.native
-            and not self.first_step
-            and set(map(type, grads)) <= PLAIN_TYPES
+            set(map(type, grads)) <= PLAIN_TYPES
             and {grad.layout for grad in grads} == {torch.strided}
             and {grad.dtype for grad in grads} == {self.dtype}
             and {param.dtype for param in self.params} == {self.dtype}
@@ -88,6 +110,10 @@ def same_objects(a: Collection[Any], b: Collection[Any]) -> bool:
 
 def is_ours(param: Tensor, grad: Tensor) -> bool:
     """Dense tensors of the kernels' types; torch.optim's own functions take everything else."""
+    if is_dtensor(param):
+        if not cut_alike(param, grad):
+            return False
+        param, grad = local(param), local(grad)
     return (
         type(param) in PLAIN_TYPES
         and type(grad) in PLAIN_TYPES
@@ -210,7 +236,7 @@ class FusedStep(Optimizer):
     def _masters(self, batch: Batch) -> list[Tensor]:
         if not self.master_weights or batch.dtype not in SIXTEEN_BIT:
             return []
-        return batch.values(MASTER)
+        return batch.operands(batch.values(MASTER))
 
     @_disable_dynamo  # torch.compiler.disable, but imports torch._dynamo at the first call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -245,6 +271,13 @@ class FusedStep(Optimizer):
         """First step?, and what else the parameters of one call must have in common."""
         raise NotImplementedError
 
+    def _state_fits(self, param: Tensor, state: dict[str, Any]) -> bool:
+        """Whether a DTensor's state is cut into shards as the parameter is."""
+        tensors = (state.get(name) for name in (*self._state_names, MASTER))
+        return not is_dtensor(param) or all(
+            cut_alike(param, tensor) for tensor in tensors if isinstance(tensor, Tensor)
+        )
+
     def _plan(self, group: dict[str, Any]) -> Plan:
         params, grads = self._gather(group)
         has_state = self._has_state(group)
@@ -252,7 +285,11 @@ class FusedStep(Optimizer):
         for param, grad in zip(params, grads, strict=True):
             has_master = self.master_weights and param.dtype in SIXTEEN_BIT
             state = self.state[param] if has_state or has_master else {}
-            native = group["differentiable"] or not is_ours(param, grad)
+            native = (
+                group["differentiable"]
+                or not is_ours(param, grad)
+                or not self._state_fits(param, state)
+            )
             if native:
                 first_step, alike = False, grad.is_sparse
             else:
@@ -327,6 +364,8 @@ class FusedStep(Optimizer):
             else:
                 device = batch.device
                 self._update(batch, _on(grad_scale, device), _on(found_inf, device), clip)
+                if batch.has_shards:  # the ops saw the shards alone
+                    torch.autograd.graph.increment_version(batch.params)
 
     def _run_native(
         self, batch: Batch, grad_scale: Tensor | None, found_inf: Tensor | None
@@ -358,10 +397,18 @@ class FusedStep(Optimizer):
                 f"max_norm: expected all parameters on one device, got {sorted(map(str, devices))}"
             )
         (device,) = devices
-        grads = [grad for batch in batches for grad in as_real(batch.grads)]
         assert self.max_norm is not None
-        norm = ops.grad_norm(
-            grads, self._counter(device), float(self.max_norm), _on(grad_scale, device)
-        )
+        counter, scale = self._counter(device), _on(grad_scale, device)
+        alike: dict[Cuts, list[Tensor]] = {}
+        for batch in batches:
+            operands = batch.operands(batch.grads)
+            for cuts, places in batch.cuts.items():
+                alike.setdefault(cuts, []).extend(operands[i] for i in places)
+        if alike.keys() == {()}:
+            norm = ops.grad_norm(alike[()], counter, float(self.max_norm), scale)
+        else:
+            norms = [(c, ops.grad_norm(g, counter, 0.0, scale)[0]) for c, g in alike.items()]
+            total = norm_over_ranks(norms).reshape(1)
+            norm = ops.grad_norm([total], counter, float(self.max_norm), None)
         self.grad_norm = norm[0]
         return norm

@@ -10,7 +10,7 @@ from torch.optim.adam import adam as native_adam
 from torch.optim.optimizer import ParamsT, _get_capturable_supported_devices
 
 from .._ops import ops
-from ._step import Batch, FusedStep, as_real, scalar_on
+from ._step import Batch, FusedStep, scalar_on
 
 
 class _AdamStep(FusedStep):
@@ -69,11 +69,11 @@ class _AdamStep(FusedStep):
         beta1, beta1_tensor = scalar_on(group["betas"][0], betas_device)
         beta2, beta2_tensor = scalar_on(group["betas"][1], betas_device)
         ops.adam_step_(
-            as_real(batch.params),
-            as_real(batch.grads),
-            as_real(batch.values("exp_avg")),
-            as_real(batch.values("exp_avg_sq")),
-            as_real(batch.values("max_exp_avg_sq")) if group["amsgrad"] else [],
+            batch.operands(batch.params),
+            batch.operands(batch.grads),
+            batch.operands(batch.values("exp_avg")),
+            batch.operands(batch.values("exp_avg_sq")),
+            batch.operands(batch.values("max_exp_avg_sq")) if group["amsgrad"] else [],
             steps,
             self._masters(batch),
             self._counter(device),

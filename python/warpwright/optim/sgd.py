@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd as native_sgd
 
 from .._ops import ops
-from ._step import Batch, FusedStep, as_real, scalar_on
+from ._step import Batch, FusedStep, scalar_on
 
 
 class SGD(FusedStep, torch.optim.SGD):
@@ -97,9 +97,9 @@ class SGD(FusedStep, torch.optim.SGD):
             buffers = batch.values("momentum_buffer")
         lr, lr_tensor = scalar_on(group["lr"], batch.device)
         ops.sgd_step_(
-            as_real(batch.params),
-            as_real(batch.grads),
-            as_real(buffers),
+            batch.operands(batch.params),
+            batch.operands(batch.grads),
+            batch.operands(buffers),
             self._masters(batch),
             lr,
             lr_tensor,
