@@ -3,6 +3,7 @@
 from . import _ops as _ops  # loads the library before anything else
 from . import functional, nn, optim
 from ._fallback import watch_gpus as _watch_gpus
+from ._kinds import otherwise_native as _otherwise_native
 from ._precision import get_float32_matmul_precision, set_float32_matmul_precision
 from .errors import check_errors, strict
 from .explain import explain
@@ -12,6 +13,7 @@ from .patch import patch
 from .profile import profile
 from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
 
+_otherwise_native()
 _watch_gpus()
 
 __version__ = "0.1.0"

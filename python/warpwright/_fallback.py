@@ -196,7 +196,7 @@ def check_gpus() -> None:
 
 
 def _routed(name: str, without: frozenset[int]) -> Callable[..., Any]:
-    ours, theirs = getattr(torch.ops.warpwright, name).default, NATIVE[name]
+    ours, theirs = getattr(_ops.ops, name), NATIVE[name]
 
     def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.is_cuda and input.device.index in without:

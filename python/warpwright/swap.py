@@ -421,7 +421,10 @@ def _plan(
 
 
 def _op_of(module: nn.Module) -> str | None:
-    return next((op for native, (_, op) in MODULES.items() if isinstance(module, native)), None)
+    kind = type(module)
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        kind = module.cls_to_become or kind  # a lazy norm derives from another base
+    return next((op for native, (_, op) in MODULES.items() if issubclass(kind, native)), None)
 
 
 def type_name(module: nn.Module) -> str:

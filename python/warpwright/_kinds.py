@@ -1,0 +1,81 @@
+"""Native ops for kinds of tensors that no kernel of ours takes: sparse, nested, mkldnn, quantised, ...
+
+A call of ours refuses such a tensor before it computes anything: the dispatcher has no kernel for the
+tensor's key, or a check finds no strides. So a refusal is caught, and native gets the same call. The
+way of a plain tensor has one check more, of what ``__torch_function__`` would override.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+from torch.utils._pytree import tree_leaves
+
+from . import _ops
+from ._arch import why_no_kernel
+from ._fallback import NATIVE
+
+# What a tensor of another kind ends in: no kernel for its key, no such property, no such handler.
+REFUSALS = (RuntimeError, TypeError)
+PASSING_ON = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+
+
+def otherwise_native() -> None:
+    """From now on ``ops`` calls native for tensors of other kinds."""
+    for name in NATIVE:
+        setattr(_ops.ops, name, _with_native(name))
+
+
+def _with_native(name: str) -> Callable[..., Any]:
+    overload = getattr(torch.ops.warpwright, name).default
+    run = overload._op  # all that the overload's __call__ does
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function(args) and _is_overridden(args, kwargs):
+            return NATIVE[name](*args, **kwargs)
+        try:
+            return run(*args, **kwargs)
+        except REFUSALS:
+            if not _is_foreign(args, kwargs):
+                raise
+        return NATIVE[name](*args, **kwargs)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return overload(*args, **kwargs)
+
+    call._torchdynamo_inline = traced  # type: ignore[attr-defined]  # what torch.compile goes into
+    return call
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+
+def _is_overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a subclass among the arguments has a ``__torch_function__`` that may know native's."""
+    for tensor in _tensors(args, kwargs):
+        function = type(tensor).__torch_function__
+        if getattr(function, "__func__", function) not in PASSING_ON:
+            return True
+    return False
+
+
+def _is_foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    found = list(_tensors(args, kwargs))
+    if not found:
+        return False
+    mixed_meta = found[0].is_meta and not all(tensor.is_meta for tensor in found)
+    return mixed_meta or any(_is_other_kind(tensor) for tensor in found)
+
+
+def _is_other_kind(tensor: Tensor) -> bool:
+    return (
+        why_no_kernel(tensor, any_dtype=True) is not None
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_inference()
+    )
