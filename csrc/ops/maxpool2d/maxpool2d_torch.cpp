@@ -171,6 +171,9 @@ Tensor max_pool2d_autograd(const Tensor& input, IntArrayRef kernel_size, IntArra
 std::tuple<Tensor, Tensor> with_indices(const Tensor& input, IntArrayRef kernel_size,
                                         IntArrayRef stride, IntArrayRef padding,
                                         IntArrayRef dilation, bool ceil_mode) {
+  if (!fits_codes(make_pool_window(kernel_size, stride, padding, dilation), input.sym_sizes())) {
+    return at::max_pool2d_with_indices(input, kernel_size, stride, padding, dilation, ceil_mode);
+  }
   auto [output, codes] =
       call::max_pool2d_with_codes<false>(input, kernel_size, stride, padding, dilation, ceil_mode);
   return {output, call::max_pool2d_indices(codes, input.sym_sizes(),
