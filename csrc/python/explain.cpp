@@ -170,6 +170,7 @@ Lines explain_max_pool2d(const std::string& dtype, const Operand& input, bool ch
   g.pad_w = window[5];
   g.dilation_h = window[6];
   g.dilation_w = window[7];
+  g.small_codes = g.taps() <= kMaxSmallTaps;
   g.out_height = output[0];
   g.out_width = output[1];
   const DType type = dtype_from(dtype);
@@ -220,6 +221,7 @@ Lines explain_conv2d(const std::string& dtype, bool tf32, const Operand& input,
   s.dilation_h = window[4];
   s.dilation_w = window[5];
   s.groups = groups;
+  fit_windows(s);
   auto line = [&](ConvDirection direction, int64_t addresses) {
     return describe_conv2d(direction, s, static_cast<uintptr_t>(addresses), device);
   };

@@ -186,24 +186,20 @@ def _batch_norm_relu_max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x, weight = a["input"], a["weight"]
     x = x[None] if x.dim() == 3 else x
+    window = {name: a[name] for name in ("stride", "padding", "dilation", "groups")}
+    output = functional.conv2d(x.to("meta"), weight.to("meta"), None, **window)
     stride, dilation = _pair(a["stride"]), _pair(a["dilation"])
-    extents = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
     if a["padding"] == "same":  # the odd one goes after the last row
-        before = (extents[0] - 1) // 2, (extents[1] - 1) // 2
-        output = list(x.shape[2:])
+        before = tuple(d * (k - 1) // 2 for d, k in zip(dilation, weight.shape[2:], strict=True))
     else:
         before = (0, 0) if a["padding"] == "valid" else _pair(a["padding"])
-        output = [
-            (size + 2 * pad - extent) // step + 1
-            for size, pad, extent, step in zip(x.shape[2:], before, extents, stride, strict=True)
-        ]
     channels_last = torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight))
     return _C.explain_conv2d(
         _dtype(x),
         conv_allows_tf32(),
         _operand(x),
         _operand(weight),
-        output,
+        output.shape[2:],
         channels_last,
         [*stride, *before, *dilation],
         a["groups"],

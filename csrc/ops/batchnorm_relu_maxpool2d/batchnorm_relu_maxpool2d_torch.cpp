@@ -69,6 +69,7 @@ void check_images(const Tensor& input) {
 // the left and upper padding of small images.
 template <class Extent>
 void check_taps(const Extent& extent, const PoolWindow& w, int axis) {
+  if (w.dilation[axis] == 1) return;  // the padding is at most half of the window
   for (int64_t begin = -w.padding[axis]; begin < 0; begin += w.stride[axis]) {
     const int64_t first = ceil_div(-begin, w.dilation[axis]) * w.dilation[axis] + begin;
     TORCH_CHECK(first == 0 || extent > first,
@@ -98,8 +99,12 @@ void check_saved(const Tensor& grad_output, const Tensor& input, const Tensor& c
   check_pool_codes(kOp, codes, input.sym_sizes(), w);
   check_pooled_shape(kOp, "grad_output", grad_output, codes);
   check_pooled_shape(kOp, "winners", winners, codes);
-  TORCH_CHECK(winners.scalar_type() == input.scalar_type(), kOp, ": winners: expected ",
-              input.scalar_type(), ", got ", winners.scalar_type());
+  for (const auto& [name, tensor] :
+       {std::pair("grad_output", &grad_output), {"winners", &winners}}) {
+    TORCH_CHECK(tensor->scalar_type() == input.scalar_type(), kOp, ": ", name, ": expected ",
+                input.scalar_type(), ", got ", tensor->scalar_type());
+  }
+  check_same_device(codes, input, "batch_norm_relu_max_pool2d_backward: codes");
   check_vector(bias, "bias", input);
 }
 
@@ -130,6 +135,11 @@ Tensors5 pooled_forward_with(const BatchNormCall& call, const PoolWindow& w, boo
                              bool save, Statistics&& statistics, Pool&& pool) {
   const Tensor& input = call.input;
   const auto sizes = checked_sizes(input, input.sizes(), w, ceil_mode);
+  check_has_storage(input, "batch_norm_relu_max_pool2d: input");
+  check_has_storage(call.weight, "batch_norm_relu_max_pool2d: weight");
+  check_has_storage(call.bias, "batch_norm_relu_max_pool2d: bias");
+  check_has_storage(call.running_mean, "batch_norm_relu_max_pool2d: running_mean");
+  check_has_storage(call.running_var, "batch_norm_relu_max_pool2d: running_var");
   const bool channels_last = walks_channels_last(input);
   const auto format = pool_format(channels_last);
   Tensor output = at::empty(sizes, input.options(), format), codes, winners;
@@ -147,7 +157,8 @@ Tensors5 pooled_forward_with(const BatchNormCall& call, const PoolWindow& w, boo
     statistics(p);
     pool(BatchNormPoolParams{
         .pool = {.dtype = p.dtype,
-                 .geometry = pool_geometry(input.sizes(), sizes, w, channels_last),
+                 .geometry = code_geometry("batch_norm_relu_max_pool2d", input.sizes(), sizes, w,
+                                           channels_last),
                  .relu = true,
                  .input = p.input,
                  .output = output.mutable_data_ptr(),
@@ -174,6 +185,19 @@ Tensors3 pooled_backward_with(const BackwardCall& call, Sums&& sums, Pool&& pool
   const Tensor& input = call.input;
   const Tensor bias = value_or_undefined(call.bias);
   check_saved(call.grad_output, input, call.codes, call.winners, bias, call.window);
+  check_same_device(call.mean, input, "batch_norm_relu_max_pool2d_backward: mean");
+  check_same_device(call.rstd, input, "batch_norm_relu_max_pool2d_backward: rstd");
+  if (call.winners.numel() > 0) {
+    check_has_storage(call.grad_output, "batch_norm_relu_max_pool2d_backward: grad_output");
+    check_has_storage(call.winners, "batch_norm_relu_max_pool2d_backward: winners");
+    check_has_storage(call.codes, "batch_norm_relu_max_pool2d_backward: codes");
+    check_has_storage(input, "batch_norm_relu_max_pool2d_backward: input");
+    check_has_storage(call.mean, "batch_norm_relu_max_pool2d_backward: mean");
+    check_has_storage(call.rstd, "batch_norm_relu_max_pool2d_backward: rstd");
+    check_has_storage(value_or_undefined(call.weight),
+                      "batch_norm_relu_max_pool2d_backward: weight");
+    check_has_storage(bias, "batch_norm_relu_max_pool2d_backward: bias");
+  }
   const bool channels_last = walks_channels_last(input);
   const auto format = pool_format(channels_last);
   const Tensor grad = call.grad_output.contiguous(format);
@@ -203,8 +227,8 @@ Tensors3 pooled_backward_with(const BackwardCall& call, Sums&& sums, Pool&& pool
     const Tensor codes = call.codes.contiguous(format);
     pool(BatchNormPoolBackwardParams{
         .pool = {.dtype = dtype_of(input),
-                 .geometry =
-                     pool_geometry(input.sizes(), codes.sizes(), call.window, channels_last),
+                 .geometry = code_geometry("batch_norm_relu_max_pool2d_backward", input.sizes(),
+                                           codes.sizes(), call.window, channels_last),
                  .grad_output = grad.const_data_ptr(),
                  .codes = codes.const_data_ptr(),
                  .grad_input = grad_input.mutable_data_ptr()},

@@ -32,6 +32,23 @@ struct Conv2dShape {
   int64_t taps() const { return r * s; }
 };
 
+// Cuts strides and dilations to the least that give the same windows. One step of h + pad_h rows
+// leaves the image, whatever position or tap it starts from, and so does any longer step.
+inline void fit_windows(Conv2dShape& s) {
+  const int64_t past_h = std::max<int64_t>(s.h + s.pad_h, 1);
+  const int64_t past_w = std::max<int64_t>(s.w + s.pad_w, 1);
+  s.stride_h = std::min(s.stride_h, past_h);
+  s.stride_w = std::min(s.stride_w, past_w);
+  s.dilation_h = std::min(s.dilation_h, past_h);
+  s.dilation_w = std::min(s.dilation_w, past_w);
+}
+
+// Largest padded extent of an image. On the CPU rows, columns and offsets have 64 bits, and 2^48
+// elements are more than an address space. The CUDA kernels hold a row or column in 32 bits, and
+// the sum of two of them.
+constexpr int64_t kMaxPaddedCpu = int64_t{1} << 48;
+constexpr int64_t kMaxPaddedCuda = int64_t{1} << 30;
+
 struct Conv2dParams {
   Conv2dShape shape;
   const void* input;

@@ -153,7 +153,7 @@ Tensor conv2d_padding(const Tensor& input, const Tensor& weight, const OptionalT
     g.padding.clear();
     std::vector<SymInt> after;
     for (int i = 0; i < 2; ++i) {
-      const SymInt total = v.dilation[i] * (weight.sym_size(i + 2) - 1);
+      const SymInt total = checked_mul(v.dilation[i], weight.sym_size(i + 2) - 1);
       g.padding.push_back(total / 2);
       after.push_back(total - total / 2);
     }

@@ -14,9 +14,11 @@ constexpr int64_t kFewChannelsMaxTaps =
 // The kernels count runs of outputs in 32 bits; what has more is for the implicit GEMM.
 inline bool conv2d_direct_fits(const Conv2dShape& g) {
   constexpr int64_t kLimit = int64_t{1} << 30;
-  for (int64_t extent : {g.c, g.h, g.w, g.k, g.r, g.s, g.p, g.q, g.n, g.pad_h, g.pad_w, g.stride_h,
-                         g.stride_w, g.dilation_h, g.dilation_w, g.p * g.stride_h, g.q * g.stride_w,
-                         g.r * g.dilation_h, g.s * g.dilation_w}) {
+  // A tile reaches up to kOver outputs past the last one.
+  constexpr int64_t kOver = 64;
+  const int64_t down = (g.p + kOver) * g.stride_h + g.r * g.dilation_h + g.pad_h;
+  const int64_t across = (g.q + kOver) * g.stride_w + g.s * g.dilation_w + g.pad_w;
+  for (int64_t extent : {g.c, g.h, g.w, g.k, g.p, g.q, g.n, down, across}) {
     if (extent >= kLimit) return false;
   }
   const int64_t rows = std::max(g.p, g.h), runs = (std::max(g.q, g.w) + 3) / 4;

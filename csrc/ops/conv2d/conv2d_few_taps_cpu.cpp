@@ -11,10 +11,9 @@ namespace {
 
 using FloatVec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = FloatVec::size();
-constexpr int kBlockK = 6;         // NCHW forward: output channels a pass
-constexpr int kBlockVecs = 4;      // NHWC forward: vectors of output channels a pass
-constexpr int64_t kTapRun = 9;     // taps summed apart: shorter chains of roundings
-constexpr int64_t kRowBlock = 32;  // output rows a work item
+constexpr int kBlockK = 6;      // NCHW forward: output channels a pass
+constexpr int kBlockVecs = 4;   // NHWC forward: vectors of output channels a pass
+constexpr int64_t kTapRun = 9;  // taps summed apart: shorter chains of roundings
 
 // Rows of the input with its zero border, laid out so that tap t of output column q of the i-th
 // output row is at tap[t] + i * row_step + q * column_step. NCHW rows are split by column modulo
@@ -22,10 +21,10 @@ constexpr int64_t kRowBlock = 32;  // output rows a work item
 struct Border {
   explicit Border(const Conv2dShape& shape)
       : s(shape),
-        columns((s.q - 1) * s.stride_w + (s.s - 1) * s.dilation_w + 1),
+        columns(window_columns(s)),
         phase((columns + s.stride_w - 1) / s.stride_w),
         row(s.channels_last ? columns * s.c : phase * s.stride_w),
-        rows((std::min(kRowBlock, s.p) - 1) * s.stride_h + (s.r - 1) * s.dilation_h + 1),
+        rows(window_rows(s, std::min(kFewTapsRows, s.p))),
         row_step(s.stride_h * row),
         column_step(s.channels_last ? s.stride_w * s.c : 1),
         data(static_cast<size_t>(rows * row * (s.channels_last ? 1 : s.c) + kLanes)) {
@@ -224,7 +223,7 @@ void for_tap_blocks(int64_t taps, F&& f) {
   for (; t < taps; ++t) f.template operator()<1>(t);
 }
 
-int64_t image_blocks(const Conv2dShape& s) { return (s.p + kRowBlock - 1) / kRowBlock; }
+int64_t image_blocks(const Conv2dShape& s) { return (s.p + kFewTapsRows - 1) / kFewTapsRows; }
 
 }  // namespace
 
@@ -240,8 +239,8 @@ void conv2d_few_taps_cpu(const Conv2dParams& params) {
   at::parallel_for(0, s.n * blocks, 1, [&](int64_t begin, int64_t end) {
     Border x(s);
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t n = item / blocks, p0 = item % blocks * kRowBlock;
-      const int64_t rows = std::min(kRowBlock, s.p - p0);
+      const int64_t n = item / blocks, p0 = item % blocks * kFewTapsRows;
+      const int64_t rows = std::min(kFewTapsRows, s.p - p0);
       x.fill(input + n * s.c * s.h * s.w, p0);
       for (int64_t i = 0; i < rows; ++i) {
         int64_t k = 0;
@@ -285,8 +284,8 @@ void conv2d_few_taps_weight_gradient_cpu(const Conv2dBackwardParams& params) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       double* sums = partial.data() + chunk * taps * s.k;
       for (int64_t item = items * chunk / chunks; item < items * (chunk + 1) / chunks; ++item) {
-        const int64_t n = item / blocks, p0 = item % blocks * kRowBlock;
-        const int64_t rows = std::min(kRowBlock, s.p - p0);
+        const int64_t n = item / blocks, p0 = item % blocks * kFewTapsRows;
+        const int64_t rows = std::min(kFewTapsRows, s.p - p0);
         x.fill(input + n * s.c * s.h * s.w, p0);
         if (s.channels_last) {
           const float* dy = grad_output + (n * s.p + p0) * s.q * s.k;

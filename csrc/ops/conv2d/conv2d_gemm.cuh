@@ -3,6 +3,9 @@
 // contiguous direction stays the columns of D. Each conv2d_<type>.cu instantiates one element type.
 #pragma once
 
+#include <numeric>
+#include <vector>
+
 #include "host/launch.h"
 #include "ops/conv2d/conv2d.h"
 #include "ops/conv2d/conv2d_gather.cuh"
@@ -307,15 +310,31 @@ inline Phase make_phase(int64_t phase, int64_t extent, int64_t taps, int64_t str
   Phase f{};
   f.first = ((phase - pad) % stride + stride) % stride;
   f.count = f.first < extent ? (extent - f.first + stride - 1) / stride : 0;
-  f.tap_step = 1;
-  while (f.tap_step * dilation % stride != 0) ++f.tap_step;
-  while (f.first_tap < f.tap_step && f.first_tap * dilation % stride != phase) ++f.first_tap;
-  f.taps = f.first_tap < f.tap_step && f.first_tap < taps
-               ? (taps - f.first_tap + f.tap_step - 1) / f.tap_step
-               : 0;
+  f.tap_step = stride / std::gcd(stride, dilation);
+  const int64_t some_tap = std::min(f.tap_step, taps);
+  while (f.first_tap < some_tap && f.first_tap * dilation % stride != phase) ++f.first_tap;
+  f.taps = f.first_tap < some_tap ? (taps - f.first_tap + f.tap_step - 1) / f.tap_step : 0;
   f.origin = (f.first + pad - f.first_tap * dilation) / stride;
   f.tap_move = -(f.tap_step * dilation / stride);
   return f;
+}
+
+// The phases of one direction that have input rows; `with_taps`: and taps.
+inline std::vector<Phase> phases_of(int64_t extent, int64_t taps, int64_t stride, int64_t pad,
+                                    int64_t dilation, bool with_taps) {
+  std::vector<Phase> phases;
+  auto add = [&](int64_t phase) {
+    const Phase f = make_phase(phase, extent, taps, stride, pad, dilation);
+    if (f.count > 0 && (f.taps > 0 || !with_taps)) phases.push_back(f);
+  };
+  if (!with_taps) {
+    for (int64_t phase = 0; phase < stride; ++phase) add(phase);
+    return phases;
+  }
+  // Tap t is in phase t * dilation % stride, the first of its phase if t < tap_step.
+  const int64_t tap_step = stride / std::gcd(stride, dilation);
+  for (int64_t t = 0; t < std::min(taps, tap_step); ++t) add(t * dilation % stride);
+  return phases;
 }
 
 // ---- choice of instance ----
@@ -370,15 +389,22 @@ void launch_forward_of(const Conv2dParams& p, const Conv2dConfig& config, cudaSt
   });
 }
 
+// Beyond this stride most phases have no tap: the gradient is cleared and only those with taps run,
+// so that launches do not grow with the stride.
+constexpr int64_t kMaxStridePhases = 16;
+
 template <ConvKind kKind, class T>
 void launch_input_gradient_of(const Conv2dBackwardParams& p, const Conv2dConfig& config,
                               cudaStream_t stream) {
   for_slices(p.shape, [&](const Conv2dShape& s, int64_t first) {
     const Plane x = input_plane(s), y = output_plane(s);
-    for (int64_t i = 0; i < s.stride_h * s.stride_w; ++i) {
-      const Phase h = make_phase(i / s.stride_w, s.h, s.r, s.stride_h, s.pad_h, s.dilation_h);
-      const Phase w = make_phase(i % s.stride_w, s.w, s.s, s.stride_w, s.pad_w, s.dilation_w);
-      if (h.count == 0 || w.count == 0) continue;
+    const bool clear = s.stride_h > kMaxStridePhases || s.stride_w > kMaxStridePhases;
+    T* grad_input = static_cast<T*>(p.grad_input) + first * x.pitch_n();
+    if (clear) {
+      const size_t bytes = static_cast<size_t>(s.n * x.pitch_n()) * sizeof(T);
+      cuda_check(cudaMemsetAsync(grad_input, 0, bytes, stream), "conv2d: grad_input");
+    }
+    auto launch_phase = [&](const Phase& h, const Phase& w) {
       const WindowAxis window =
           window_axis(s.channels_last, s.group_k(), h.taps, w.taps, h.tap_move, w.tap_move,
                       h.tap_move * y.pitch_h(), w.tap_move * y.pitch_w(), y.pitch_c());
@@ -392,16 +418,19 @@ void launch_input_gradient_of(const Conv2dBackwardParams& p, const Conv2dConfig&
         launch_correlation<kKind, kTile, T, false, kChannelsLast, kWide, kWideWeight>(
             s, static_cast<const T*>(p.grad_output) + first * y.pitch_n(), y,
             y.pixels(h.count, w.count, 1, 1, h.origin, w.origin), window, weight, weights,
-            static_cast<T*>(p.grad_input) + first * x.pitch_n(), nullptr, x,
+            grad_input, nullptr, x,
             x.pixels(h.count, w.count, s.stride_h, s.stride_w, h.first, w.first), false, stream);
       };
       if constexpr (kKind == ConvKind::k16Bit || kKind == ConvKind::kTf32) {
         if (config.wide && !config.wide_weight) {  // images: 3 channels, but many of grad_output
-          run.template operator()<ConvTile::kNarrow, true, true, false>();
-          continue;
+          return run.template operator()<ConvTile::kNarrow, true, true, false>();
         }
       }
       for_conv_instance<kKind>(s, config, run);
+    };
+    const auto columns = phases_of(s.w, s.s, s.stride_w, s.pad_w, s.dilation_w, clear);
+    for (const Phase& h : phases_of(s.h, s.r, s.stride_h, s.pad_h, s.dilation_h, clear)) {
+      for (const Phase& w : columns) launch_phase(h, w);
     }
   });
 }

@@ -7,6 +7,7 @@
 #include "ops/conv2d/conv2d.h"
 #include "ops/conv2d/conv2d_path.h"
 #include "ops/conv2d/conv2d_torch.h"
+#include "torch/checks.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <ATen/Context.h>
@@ -38,6 +39,11 @@ void check_types(const Tensor& input, const Tensor& weight, const OptionalTensor
   }
 }
 
+template <class Int>
+Int padded_extent(const Int& extent, const Conv2dWindows<Int>& v, int axis) {
+  return checked_add(checked_add(extent, v.pad_before[axis]), v.pad_after[axis]);
+}
+
 // Sizes of the output of a batched convolution; throws where native does. `sizes` gives a tensor's
 // extents as Int.
 template <class Int, class Sizes>
@@ -54,8 +60,8 @@ std::array<Int, 4> output_sizes(const Tensor& input, const Tensor& weight,
   TORCH_CHECK(w[0] % v.groups == 0, "Given groups=", v.groups,
               ", expected weight to be divisible by ", v.groups,
               " at dimension 0, but got weight of size [", w, "] instead");
-  TORCH_CHECK(x[1] == w[1] * v.groups, "Given groups=", v.groups, ", weight of size ", w,
-              ", expected input", x, " to have ", w[1] * v.groups, " channels, but got ", x[1],
+  TORCH_CHECK(x[1] == checked_mul(w[1], v.groups), "Given groups=", v.groups, ", weight of size ",
+              w, ", expected input", x, " to have ", w[1] * v.groups, " channels, but got ", x[1],
               " channels instead");
   if (bias.has_value() && bias->defined()) {
     TORCH_CHECK(bias->dim() == 1 && sizes(*bias)[0] == w[0], "Given weight of size ", w,
@@ -66,8 +72,8 @@ std::array<Int, 4> output_sizes(const Tensor& input, const Tensor& weight,
               w[2], " x ", w[3], ")");
   Int padded[2], kernel[2];
   for (int i = 0; i < 2; ++i) {
-    padded[i] = x[i + 2] + v.pad_before[i] + v.pad_after[i];
-    kernel[i] = v.dilation[i] * (w[i + 2] - 1) + 1;
+    padded[i] = padded_extent(Int(x[i + 2]), v, i);
+    kernel[i] = checked_add(checked_mul(v.dilation[i], w[i + 2] - 1), Int(1));
   }
   TORCH_CHECK(padded[0] >= kernel[0] && padded[1] >= kernel[1],
               "Calculated padded input size per channel: (", padded[0], " x ", padded[1],
@@ -98,6 +104,14 @@ Tensor batched(const Tensor& input) { return input.dim() == 3 ? input.unsqueeze(
 
 Conv2dShape shape_of(const Tensor& input, const Tensor& weight, const std::array<int64_t, 4>& out,
                      const Conv2dWindows<int64_t>& v, at::MemoryFormat format) {
+  const int64_t limit = input.is_cuda() ? kMaxPaddedCuda : kMaxPaddedCpu;
+  for (int i = 0; i < 2; ++i) {
+    const int64_t padded = padded_extent(input.size(i + 2), v, i);
+    TORCH_CHECK(padded <= limit, "conv2d: padding: expected at most ", limit,
+                " padded rows and columns on ", input.device().type(), ", got ", padded,
+                " of an extent of ", input.size(i + 2), " with padding ", v.pad_before[i], " and ",
+                v.pad_after[i]);
+  }
   Conv2dShape shape{};
   shape.dtype = dtype_of(input);
   shape.channels_last = format == at::MemoryFormat::ChannelsLast;
@@ -117,6 +131,7 @@ Conv2dShape shape_of(const Tensor& input, const Tensor& weight, const std::array
   shape.dilation_h = v.dilation[0];
   shape.dilation_w = v.dilation[1];
   shape.groups = v.groups;
+  fit_windows(shape);
   return shape;
 }
 
@@ -134,6 +149,9 @@ Tensor conv2d_with(const Tensor& input_, const Tensor& weight, const OptionalTen
   const auto format = memory_format_of(input, weight);
   Tensor output = at::empty(sizes, input.options().memory_format(format));
   if (output.numel() != 0) {
+    check_has_storage(input, "conv2d: input");
+    check_has_storage(weight, "conv2d: weight");
+    check_has_storage(value_or_undefined(bias), "conv2d: bias");
     const Tensor x = input.contiguous(format);
     const Tensor w = weight.contiguous(format);
     const Tensor b = value_or_undefined(bias).defined() ? bias->contiguous() : Tensor();
@@ -144,7 +162,7 @@ Tensor conv2d_with(const Tensor& input_, const Tensor& weight, const OptionalTen
 }
 
 template <class Int, class Sizes>
-void check_conv2d_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+void check_conv2d_backward(const Tensor& grad_output, const Tensor& input,
                            const std::array<Int, 4>& out, Sizes&& sizes) {
   TORCH_CHECK(sizes(grad_output).equals(c10::ArrayRef<Int>(out)),
               "conv2d_backward: grad_output: expected shape ", c10::ArrayRef<Int>(out), ", got ",
@@ -152,9 +170,9 @@ void check_conv2d_backward(const Tensor& grad_output, const Tensor& input, const
   TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(),
               "conv2d_backward: grad_output: expected ", input.scalar_type(), ", got ",
               grad_output.scalar_type());
+  check_same_device(grad_output, input, "conv2d_backward: grad_output");
   TORCH_CHECK_NOT_IMPLEMENTED(is_ours(input), "conv2d_backward: input: expected float32, float64, ",
                               "bfloat16 or float16, got ", input.scalar_type());
-  (void)weight;
 }
 
 template <class Run>
@@ -166,7 +184,7 @@ Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
   const Tensor grad_output = batched(grad_output_);
   const auto v = expand_windows<int64_t>(stride, padding, dilation, groups);
   const auto sizes = output_sizes<int64_t>(input, weight, std::nullopt, v, int_sizes);
-  check_conv2d_backward<int64_t>(grad_output, input, weight, sizes, int_sizes);
+  check_conv2d_backward<int64_t>(grad_output, input, sizes, int_sizes);
   const auto format = memory_format_of(input, weight);
   const bool empty = grad_output.numel() == 0 || input.numel() == 0;
   auto make = [&](bool wanted, IntArrayRef shape, at::TensorOptions options) {
@@ -178,6 +196,9 @@ Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
   Tensor grad_weight = make(mask[1], weight.sizes(), options);
   Tensor grad_bias = make(mask[2], weight.sizes().slice(0, 1), input.options());
   if (!empty && (mask[0] || mask[1] || mask[2])) {
+    check_has_storage(grad_output, "conv2d_backward: grad_output");
+    if (mask[1]) check_has_storage(input, "conv2d_backward: input");
+    if (mask[0]) check_has_storage(weight, "conv2d_backward: weight");
     const Tensor dy = grad_output.contiguous(format);
     const Tensor x = mask[1] ? input.contiguous(format) : Tensor();
     const Tensor w = mask[0] ? weight.contiguous(format) : Tensor();
@@ -321,7 +342,7 @@ Tensors3 conv2d_backward_meta(const Tensor& grad_output_, const Tensor& input_,
   const Tensor input = batched(input_);
   const auto v = expand_windows<SymInt>(stride, padding, dilation, groups);
   const auto sizes = output_sizes<SymInt>(input, weight, std::nullopt, v, sym_sizes);
-  check_conv2d_backward<SymInt>(batched(grad_output_), input, weight, sizes, sym_sizes);
+  check_conv2d_backward<SymInt>(batched(grad_output_), input, sizes, sym_sizes);
   const auto options = input.options().memory_format(memory_format_of(input, weight));
   Tensors3 gradients;
   if (mask[0]) {

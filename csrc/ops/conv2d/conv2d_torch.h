@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "torch/autograd.h"
+#include "torch/checked_math.h"
 #include "torch/dispatch.h"
 
 namespace warpwright {
@@ -92,8 +93,13 @@ Conv2dWindows<Int> expand_windows(c10::ArrayRef<Int> stride, c10::ArrayRef<Int> 
     for (int i = 0; i < 2; ++i) v.pad_after[i] = v.pad_before[i];
   }
   v.groups = groups;
+  constexpr int64_t kMaxPadding = INT64_MAX / 2;  // native's
   for (int i = 0; i < 2; ++i) {
     TORCH_CHECK(v.pad_before[i] >= 0 && v.pad_after[i] >= 0, "negative padding is not supported");
+    for (const Int& pad : {v.pad_before[i], v.pad_after[i]}) {
+      TORCH_CHECK(!exceeds(pad, kMaxPadding), "Given padding=", pad, " at dimension ", i,
+                  ", expected padding to be at most ", kMaxPadding);
+    }
   }
   for (int i = 0; i < 2; ++i) {
     TORCH_CHECK(v.stride[i] > 0, "non-positive stride is not supported");

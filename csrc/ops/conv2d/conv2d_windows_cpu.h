@@ -118,7 +118,8 @@ struct PlaneShift {
   Span columns;        // inside; the others are zero
 
   PlaneShift(const Conv2dShape& s, PixelTile tile, int64_t r, int64_t t) {
-    const int64_t dh = r * s.dilation_h - s.pad_h;
+    // Clamped: past these no row of the tap is inside, and -dh * s.q could overflow.
+    const int64_t dh = std::clamp(r * s.dilation_h - s.pad_h, -s.p, s.h);
     columns = valid_span(s.q, s.w, 1, s.pad_w, t * s.dilation_w);
     offset = dh * s.w + t * s.dilation_w - s.pad_w;
     begin = std::clamp(-dh * s.q, tile.begin, tile.end);

@@ -2,6 +2,8 @@
 // What the backward needs is not an int64 index (8 bytes an output) but the winner's place in its
 // window: one byte for windows of up to 255 taps. The backward gathers: each input element looks at
 // the windows that cover it and is written once; no zero fill, no atomics, fixed order.
+// A code or index that a caller made up can name a tap outside of the image. The readers compare a
+// code with the taps that exist, or check the place that it names: such a code has no winner.
 // Bytes (E = input, O = output, C = codes): forward E + O + C, backward C + O + E.
 //
 // A relu before the pool is where a window's maximum starts: at 0, which no tap has won, in place
@@ -10,6 +12,7 @@
 // Both layouts are one: NCHW is NHWC with N*C images of one channel.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -30,6 +33,7 @@ struct MaxPool2dGeometry {
   int64_t stride_h, stride_w;
   int64_t pad_h, pad_w;
   int64_t dilation_h, dilation_w;
+  bool small_codes;  // SmallCode, else LargeCode: from the window as the caller gave it
 
   int64_t taps() const { return kernel_h * kernel_w; }
   int64_t out_numel() const { return images * out_height * out_width * channels; }
@@ -42,8 +46,15 @@ struct MaxPool2dGeometry {
 using SmallCode = uint8_t;  // windows of up to kMaxSmallTaps taps
 using LargeCode = int32_t;
 constexpr int64_t kMaxSmallTaps = 255;
+constexpr int64_t kMaxLargeTaps = INT32_MAX;
 template <class Code>
 constexpr Code kNoTap = static_cast<Code>(-1);
+
+// Taps of one direction that some window can have inside the image: a window begins at -pad at the
+// least.
+inline int64_t reachable_taps(int64_t kernel, int64_t extent, int64_t pad, int64_t dilation) {
+  return std::min(kernel, (extent + pad - 1) / dilation + 1);
+}
 
 struct MaxPool2dParams {
   DType dtype;
@@ -107,8 +118,8 @@ inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, ui
   const bool stride_2 =
       g.stride_h == 2 && g.stride_w == 2 && g.dilation_h == 1 && g.dilation_w == 1;
   int window = 0;
-  if (stride_2 && g.kernel_h == 2 && g.kernel_w == 2) window = 2;
-  if (stride_2 && g.kernel_h == 3 && g.kernel_w == 3) window = 3;
+  if (g.small_codes && stride_2 && g.kernel_h == 2 && g.kernel_w == 2) window = 2;
+  if (g.small_codes && stride_2 && g.kernel_h == 3 && g.kernel_w == 3) window = 3;
   if (g.channels % vec == 0 && addresses % 16 == 0) {
     return {static_cast<int>(vec), window, PoolSpan::kColumn, "16 bytes of channels a thread"};
   }

@@ -15,15 +15,20 @@ __global__ void __launch_bounds__(kPoolThreads)
   const int64_t offset = item.image * shape.out_image + item.row * shape.out_row +
                          static_cast<int64_t>(item.column) * shape.channels + item.channel;
   const Code code = codes[offset];
-  const bool exists = code != kNoTap<Code>;
   const int64_t h_begin = static_cast<int64_t>(item.row) * shape.stride_h - shape.pad_h;
   const int64_t w_begin = static_cast<int64_t>(item.column) * shape.stride_w - shape.pad_w;
-  // A window without taps gets native's index: its first coordinate that is not negative.
-  const int64_t r = exists ? code / shape.kernel_w
-                           : (h_begin < 0 ? ceil_div<int64_t>(-h_begin, shape.dilation_h) : 0);
-  const int64_t s = exists ? code % shape.kernel_w
-                           : (w_begin < 0 ? ceil_div<int64_t>(-w_begin, shape.dilation_w) : 0);
-  use(offset, item, h_begin + r * shape.dilation_h, w_begin + s * shape.dilation_w, exists);
+  int64_t h = h_begin + int64_t{code / shape.kernel_w} * shape.dilation_h;
+  int64_t w = w_begin + int64_t{code % shape.kernel_w} * shape.dilation_w;
+  // A made-up code can name a place outside of the image: nothing is read there.
+  const bool exists =
+      code != kNoTap<Code> && h >= 0 && h < shape.height && w >= 0 && w < shape.width;
+  if (!exists) {  // native's index: the window's first coordinate that is not negative
+    h = h_begin +
+        (h_begin < 0 ? ceil_div<int64_t>(-h_begin, shape.dilation_h) : 0) * shape.dilation_h;
+    w = w_begin +
+        (w_begin < 0 ? ceil_div<int64_t>(-w_begin, shape.dilation_w) : 0) * shape.dilation_w;
+  }
+  use(offset, item, h, w, exists);
 }
 
 template <class T>
@@ -55,7 +60,7 @@ void launch_winner(const MaxPool2dGeometry& g, const void* codes, cudaStream_t s
       launch(max_pool2d_winner_kernel<Code, Use>, dim3(blocks), dim3(kPoolThreads), 0, stream,
              static_cast<const Code*>(codes), PoolShape(g), walk, use);
     };
-    if (g.taps() <= kMaxSmallTaps) {
+    if (g.small_codes) {
       run.template operator()<SmallCode>();
     } else {
       run.template operator()<LargeCode>();

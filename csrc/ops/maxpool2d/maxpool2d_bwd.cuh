@@ -453,7 +453,7 @@ void launch_pool_bwd_any(const MaxPool2dBackwardParams& p, const Finish& finish,
              stream, static_cast<const T*>(p.grad_output), static_cast<const Code*>(p.codes),
              static_cast<T*>(p.grad_input), PoolShape(g), walk, finish.of_launch(walk));
     };
-    if (g.taps() <= kMaxSmallTaps) {
+    if (g.small_codes) {
       run.template operator()<SmallCode>();
     } else {
       run.template operator()<LargeCode>();

@@ -131,9 +131,11 @@ class PoolBackward {
 
   // One channel, any window: sums in a plane of the compute type that stays in cache.
   void scatter_images(int64_t begin, int64_t end) const {
-    std::vector<int64_t> step(g_.taps());
-    for (int64_t tap = 0; tap < g_.taps(); ++tap) {
-      step[tap] = tap / g_.kernel_w * g_.dilation_h * g_.width + tap % g_.kernel_w * g_.dilation_w;
+    const TapOfCode<Code> tap_of(g_);
+    std::vector<TapSpan> columns;
+    for (int64_t q = 0; q < g_.out_width; ++q) {
+      columns.push_back(
+          taps_inside(q, g_.stride_w, g_.pad_w, g_.dilation_w, g_.kernel_w, g_.width));
     }
     const int64_t plane = g_.height * g_.width;
     std::vector<Compute> sums(std::is_same_v<T, Compute> ? 0 : plane);
@@ -147,11 +149,14 @@ class PoolBackward {
       std::fill_n(sum, plane, Compute(0));
       int64_t offset = image * g_.out_height * g_.out_width;
       for (int64_t p = 0; p < g_.out_height; ++p) {
-        const int64_t row = (p * g_.stride_h - g_.pad_h) * g_.width - g_.pad_w;
+        const TapSpan rows =
+            taps_inside(p, g_.stride_h, g_.pad_h, g_.dilation_h, g_.kernel_h, g_.height);
         for (int64_t q = 0; q < g_.out_width; ++q, ++offset) {
-          const Code code = codes_[offset];
-          if (code == kNoTap<Code> || static_cast<int64_t>(code) >= g_.taps()) continue;
-          sum[row + q * g_.stride_w + step[code]] += static_cast<Compute>(grad_output_[offset]);
+          const Tap tap = tap_of(codes_[offset]);
+          if (!is_inside(tap, rows, columns[q])) continue;
+          const int64_t h = rows.begin + tap.r * g_.dilation_h;
+          sum[h * g_.width + columns[q].begin + tap.s * g_.dilation_w] +=
+              static_cast<Compute>(grad_output_[offset]);
         }
       }
       if constexpr (!std::is_same_v<T, Compute>) {

@@ -34,9 +34,11 @@ Tensor indices_with(const Tensor& codes, SymIntArrayRef input_size, const PoolWi
   const auto format = pool_format(channels_last);
   Tensor indices = at::empty(codes.sizes(), codes.options().dtype(at::kLong), format);
   if (indices.numel() > 0) {
+    check_has_storage(codes, "max_pool2d_indices: codes");
     const Tensor code = codes.contiguous(format);
     run(MaxPool2dIndicesParams{
-        pool_geometry(C10_AS_INTARRAYREF_SLOW(input_size), codes.sizes(), w, channels_last),
+        code_geometry("max_pool2d_indices", C10_AS_INTARRAYREF_SLOW(input_size), codes.sizes(), w,
+                      channels_last),
         code.const_data_ptr(), indices.mutable_data_ptr<int64_t>()});
   }
   return indices;
@@ -52,10 +54,13 @@ Tensor backward_with(const Tensor& grad_output, const Tensor& codes, SymIntArray
   const IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(input_size);
   Tensor grad_input = at::empty(sizes, grad_output.options(), format);
   if (grad_input.numel() > 0) {
+    check_has_storage(grad_output, "max_pool2d_backward: grad_output");
+    check_has_storage(codes, "max_pool2d_backward: codes");
     const Tensor grad = grad_output.contiguous(format);
     const Tensor code = codes.contiguous(format);
     run(MaxPool2dBackwardParams{
-        dtype_of(grad), pool_geometry(sizes, codes.sizes(), w, channels_last),
+        dtype_of(grad),
+        code_geometry("max_pool2d_backward", sizes, codes.sizes(), w, channels_last),
         grad.const_data_ptr(), code.const_data_ptr(), grad_input.mutable_data_ptr()});
   }
   return grad_input;
@@ -66,13 +71,17 @@ Tensor gather_with(const Tensor& source, const Tensor& codes, const PoolWindow& 
                    bool channels_last, Run&& run) {
   check_pool_codes("max_pool2d_gather", codes, source.sym_sizes(), w);
   check_pool_floating(source.scalar_type(), "max_pool2d_gather");
+  check_same_device(codes, source, "max_pool2d_gather: codes");
   const auto format = pool_format(channels_last);
   Tensor output = at::empty(codes.sizes(), source.options(), format);
   if (output.numel() > 0) {
+    check_has_storage(source, "max_pool2d_gather: source");
+    check_has_storage(codes, "max_pool2d_gather: codes");
     const Tensor from = source.contiguous(format);
     const Tensor code = codes.contiguous(format);
     run(MaxPool2dGatherParams{
-        dtype_of(from), pool_geometry(source.sizes(), codes.sizes(), w, channels_last),
+        dtype_of(from),
+        code_geometry("max_pool2d_gather", source.sizes(), codes.sizes(), w, channels_last),
         from.const_data_ptr(), code.const_data_ptr(), output.mutable_data_ptr()});
   }
   return output;
@@ -151,6 +160,7 @@ Tensor gather_meta(const Tensor& source, const Tensor& codes, IntArrayRef kernel
   check_pool_codes("max_pool2d_gather", codes, source.sym_sizes(),
                    make_pool_window(kernel_size, stride, padding, dilation));
   check_pool_floating(source.scalar_type(), "max_pool2d_gather");
+  check_same_device(codes, source, "max_pool2d_gather: codes");
   return at::empty_symint(codes.sym_sizes(), source.options(), pool_format(channels_last));
 }
 

@@ -8,6 +8,7 @@ namespace {
 template <class Code, class Use>
 void for_each_winner(const MaxPool2dGeometry& g, const void* codes, Use&& use) {
   const auto* code_of = static_cast<const Code*>(codes);
+  const TapOfCode<Code> tap_of(g);
   at::parallel_for(0, g.images * g.out_height, pool_grain(g.out_width * g.channels),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t row = begin; row < end; ++row) {
@@ -19,14 +20,13 @@ void for_each_winner(const MaxPool2dGeometry& g, const void* codes, Use&& use) {
                              taps_inside(q, g.stride_w, g.pad_w, g.dilation_w, g.kernel_w, g.width);
                          for (int64_t c = 0; c < g.channels; ++c) {
                            const int64_t offset = (row * g.out_width + q) * g.channels + c;
-                           const Code code = code_of[offset];
-                           const bool exists = code != kNoTap<Code>;
-                           // A window without taps gets native's index: its first non-negative
+                           Tap tap = tap_of(code_of[offset]);
+                           const bool exists = is_inside(tap, h, w);
+                           // A window without a winner gets native's index: its first non-negative
                            // coordinate.
-                           const int64_t r = exists ? code / g.kernel_w : h.first;
-                           const int64_t s = exists ? code % g.kernel_w : w.first;
-                           use(offset, row / g.out_height, c, h.begin + r * g.dilation_h,
-                               w.begin + s * g.dilation_w, exists);
+                           if (!exists) tap = {h.first, w.first};
+                           use(offset, row / g.out_height, c, h.begin + tap.r * g.dilation_h,
+                               w.begin + tap.s * g.dilation_w, exists);
                          }
                        }
                      }

@@ -247,6 +247,12 @@ __global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms ? 4 : 6)
   store_windows<kCodes>(windows, output, codes, place.output, taps_of);
 }
 
+// Without codes a window may have more taps than 32 bits count.
+__device__ __forceinline__ int tap_code(int r, int s, const PoolShape& shape) {
+  return static_cast<int>(static_cast<unsigned>(r) * static_cast<unsigned>(shape.kernel_w) +
+                          static_cast<unsigned>(s));
+}
+
 // Any window. Layout as above. Item: one output x V channels. Grid: one item a thread.
 template <class T, int V, class Code, bool kCodes, class Taps>
 __global__ void __launch_bounds__(kPoolThreads)
@@ -277,7 +283,7 @@ __global__ void __launch_bounds__(kPoolThreads)
     }
   }
   tracker.start(any_inside && Taps::kRelu,
-                no_winner ? static_cast<int>(kNoTap<Code>) : first_r * shape.kernel_w + first_s,
+                no_winner ? static_cast<int>(kNoTap<Code>) : tap_code(first_r, first_s, shape),
                 first_tap);
   for (int r = first_r; r < shape.kernel_h; ++r) {
     const int64_t h = h_begin + static_cast<int64_t>(r) * shape.dilation_h;
@@ -287,7 +293,7 @@ __global__ void __launch_bounds__(kPoolThreads)
       const int64_t w = w_begin + static_cast<int64_t>(s) * shape.dilation_w;
       if (w >= shape.width) break;
       const Vec<T, V> tap = load_vec<V>(row + w * shape.channels);
-      tracker.update(taps_of.value(channels, tap), tap, r * shape.kernel_w + s);
+      tracker.update(taps_of.value(channels, tap), tap, tap_code(r, s, shape));
     }
   }
   const int64_t offset = item.image * shape.out_image + item.row * shape.out_row +
@@ -313,7 +319,7 @@ void launch_pool_fwd_any(const MaxPool2dParams& p, const Taps& taps, cudaStream_
     };
     if (p.codes == nullptr) {
       run.template operator()<SmallCode, false>();
-    } else if (g.taps() <= kMaxSmallTaps) {
+    } else if (g.small_codes) {
       run.template operator()<SmallCode, true>();
     } else {
       run.template operator()<LargeCode, true>();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <limits>
 
 #include "ops/maxpool2d/maxpool2d.h"
@@ -29,6 +30,33 @@ inline TapSpan taps_inside(int64_t window, int64_t stride, int64_t pad, int64_t 
   return {first, std::max(first, end), begin};
 }
 
+// The tap that a code names; a code that names none gets one outside of every window.
+struct Tap {
+  int64_t r, s;
+};
+template <class Code>
+class TapOfCode {
+ public:
+  explicit TapOfCode(const MaxPool2dGeometry& g) : kernel_w_(g.kernel_w) {
+    if constexpr (std::is_same_v<Code, SmallCode>) {
+      for (int64_t code = 0; code < static_cast<int64_t>(taps_.size()); ++code) {
+        taps_[code] = {code / kernel_w_, code % kernel_w_};
+      }
+    }
+  }
+  Tap operator()(Code code) const {
+    if constexpr (std::is_same_v<Code, SmallCode>) return taps_[code];
+    return {code / kernel_w_, code % kernel_w_};  // a negative code: of a negative row or column
+  }
+
+ private:
+  int64_t kernel_w_;
+  std::array<Tap, std::is_same_v<Code, SmallCode> ? 256 : 0> taps_;  // divisions, done once
+};
+inline bool is_inside(const Tap& tap, const TapSpan& h, const TapSpan& w) {
+  return tap.r >= h.first && tap.r < h.end && tap.s >= w.first && tap.s < w.end;
+}
+
 // 2 x 2 windows that tile the image: even and odd neighbours of two rows.
 inline bool tiles_in_pairs(const MaxPool2dGeometry& g) {
   return g.channels == 1 && g.kernel_h == 2 && g.kernel_w == 2 && g.stride_h == 2 &&
@@ -38,7 +66,7 @@ inline bool tiles_in_pairs(const MaxPool2dGeometry& g) {
 
 template <class F>
 void for_code(const MaxPool2dGeometry& g, F&& f) {
-  if (g.taps() <= kMaxSmallTaps) {
+  if (g.small_codes) {
     f.template operator()<SmallCode>();
   } else {
     f.template operator()<LargeCode>();
@@ -123,7 +151,7 @@ class PoolForward {
 
   void run() const {
     const int64_t rows = g_.images * g_.out_height;
-    const int64_t work = g_.out_width * g_.channels * g_.taps();
+    const int64_t work = g_.out_width * g_.channels * std::min(g_.taps(), kCpuGrain);
     const bool pairs = tiles_in_pairs(g_);
     at::parallel_for(0, rows, pool_grain(work), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {

@@ -1,6 +1,10 @@
 // The forward ops on every dispatch key: max_pool2d, max_pool2d_with_codes and
 // max_pool2d_with_indices, and the first two with a relu before the pool. Which tap won, if any, is
 // in the codes, so both kinds have the same derivatives: those of maxpool2d_codes_torch.cpp.
+#include <ATen/ops/max_pool2d.h>
+#include <ATen/ops/max_pool2d_with_indices.h>
+#include <ATen/ops/relu.h>
+
 #include <tuple>
 
 #include "ops/maxpool2d/maxpool2d_torch.h"
@@ -52,10 +56,14 @@ std::tuple<Tensor, Tensor> pool_with(const Tensor& input, const PoolWindow& w, b
   Tensor codes;
   if (want_codes) codes = at::empty(sizes, input.options().dtype(pool_code_type(w)), format);
   if (output.numel() > 0) {
+    check_has_storage(input, "max_pool2d: input");
     const Tensor source = input.contiguous(format);
+    const MaxPool2dGeometry geometry =
+        want_codes ? code_geometry("max_pool2d", input.sizes(), sizes, w, channels_last)
+                   : pool_geometry(input.sizes(), sizes, w, channels_last);
     run(MaxPool2dParams{
         .dtype = dtype_of(input),
-        .geometry = pool_geometry(input.sizes(), sizes, w, channels_last),
+        .geometry = geometry,
         .relu = relu,
         .input = source.const_data_ptr(),
         .output = output.mutable_data_ptr(),
@@ -145,6 +153,11 @@ Tensor max_pool2d_autograd(const Tensor& input, IntArrayRef kernel_size, IntArra
                            IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
   const bool needs_codes =
       (at::GradMode::is_enabled() && input.requires_grad()) || has_tangent(input);
+  if (needs_codes &&
+      !fits_codes(make_pool_window(kernel_size, stride, padding, dilation), input.sym_sizes())) {
+    return at::max_pool2d(kRelu ? at::relu(input) : input, kernel_size, stride, padding, dilation,
+                          ceil_mode);
+  }
   if (needs_codes) {
     return std::get<0>(
         with_codes_autograd<kRelu>(input, kernel_size, stride, padding, dilation, ceil_mode));
@@ -158,6 +171,9 @@ Tensor max_pool2d_autograd(const Tensor& input, IntArrayRef kernel_size, IntArra
 std::tuple<Tensor, Tensor> with_indices(const Tensor& input, IntArrayRef kernel_size,
                                         IntArrayRef stride, IntArrayRef padding,
                                         IntArrayRef dilation, bool ceil_mode) {
+  if (!fits_codes(make_pool_window(kernel_size, stride, padding, dilation), input.sym_sizes())) {
+    return at::max_pool2d_with_indices(input, kernel_size, stride, padding, dilation, ceil_mode);
+  }
   auto [output, codes] =
       call::max_pool2d_with_codes<false>(input, kernel_size, stride, padding, dilation, ceil_mode);
   return {output, call::max_pool2d_indices(codes, input.sym_sizes(),

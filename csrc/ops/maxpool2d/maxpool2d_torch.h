@@ -6,11 +6,13 @@
 #include <ATen/ops/empty.h>
 
 #include <array>
-#include <limits>
+#include <climits>
 #include <vector>
 
 #include "ops/maxpool2d/maxpool2d.h"
 #include "torch/autograd.h"
+#include "torch/checked_math.h"
+#include "torch/checks.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -51,14 +53,15 @@ inline PoolWindow make_pool_window(IntArrayRef kernel_size, IntArrayRef stride, 
       int_pair_of(dilation, "dilation must be either a single int, or a tuple of two ints");
   for (const IntPair& values : {w.kernel, w.stride, w.padding, w.dilation}) {
     for (int64_t value : values) {
-      TORCH_CHECK(std::abs(value) <= std::numeric_limits<int>::max(), "integer out of range");
+      TORCH_CHECK(value >= INT_MIN && value <= INT_MAX, "integer out of range");
     }
   }
   return w;
 }
 
-// Extent is int64_t or SymInt. Rounds down also for a negative numerator (an image smaller than
-// the window); the caller then reports an output that is too small.
+// Extent is int64_t or SymInt; the window's numbers have 32 bits. Rounds down also for a negative
+// numerator (an image smaller than the window); the caller then reports an output that is too
+// small.
 template <class Extent>
 Extent pooled_extent(const Extent& extent, const PoolWindow& w, int axis, bool ceil_mode) {
   const int64_t kernel = w.kernel[axis], stride = w.stride[axis], pad = w.padding[axis],
@@ -76,7 +79,8 @@ Extent pooled_extent(const Extent& extent, const PoolWindow& w, int axis, bool c
   TORCH_CHECK(dilation > 0,
               "dilation should be greater than zero, but got dilationH: ", w.dilation[0],
               " dilationW: ", w.dilation[1]);
-  const Extent room = extent + 2 * pad - dilation * (kernel - 1) - 1 + (ceil_mode ? stride - 1 : 0);
+  const Extent room = checked_add(
+      extent, Extent(2 * pad - dilation * (kernel - 1) - 1 + (ceil_mode ? stride - 1 : 0)));
   if (room < 0) return Extent(0);
   Extent result = room / stride + 1;
   // The last window must start inside the image or its left padding.
@@ -135,11 +139,29 @@ PoolSizes<Extent> pooled_sizes(const Tensor& input, c10::ArrayRef<Extent> sizes,
   return result;
 }
 
+inline bool has_small_codes(const PoolWindow& w) {
+  return w.kernel[0] * w.kernel[1] <= kMaxSmallTaps;
+}
 inline at::ScalarType pool_code_type(const PoolWindow& w) {
-  return w.kernel[0] * w.kernel[1] <= kMaxSmallTaps ? at::kByte : at::kInt;
+  return has_small_codes(w) ? at::kByte : at::kInt;
 }
 
-// What the readers of codes have in common.
+// Does a code name each tap that a window can have inside the image? Sizes that are no numbers yet
+// count as large.
+inline bool fits_codes(const PoolWindow& w, SymIntArrayRef input_size) {
+  int64_t taps = 1;
+  for (size_t axis : {0, 1}) {
+    const size_t dim = input_size.size() + axis - 2;
+    const auto extent = dim < input_size.size() ? input_size[dim].maybe_as_int() : std::nullopt;
+    const bool valid = extent && *extent > 0 && *extent <= INT_MAX && w.dilation[axis] > 0;
+    taps *= valid ? reachable_taps(w.kernel[axis], *extent, w.padding[axis], w.dilation[axis])
+                  : w.kernel[axis];
+  }
+  return taps <= kMaxLargeTaps;
+}
+
+// What the readers of codes have in common. Codes of other sizes than the pool's output would send
+// them outside of the image.
 inline void check_pool_codes(const char* op, const Tensor& codes, SymIntArrayRef input_size,
                              const PoolWindow& w) {
   TORCH_CHECK(codes.scalar_type() == pool_code_type(w), op, ": codes: expected ", pool_code_type(w),
@@ -152,18 +174,29 @@ inline void check_pool_codes(const char* op, const Tensor& codes, SymIntArrayRef
     TORCH_CHECK(codes.sym_size(i) == input_size[i], op, ": codes: expected size ", input_size[i],
                 " in dimension ", i, ", got ", codes.sym_size(i));
   }
+  for (int axis : {0, 1}) {
+    const int64_t dim = codes.dim() + axis - 2;
+    const auto extent = input_size[dim].maybe_as_int(), got = codes.sym_size(dim).maybe_as_int();
+    if (!extent || !got) continue;
+    const int64_t rounded_down = pooled_extent(*extent, w, axis, false);
+    TORCH_CHECK(*got == rounded_down || *got == pooled_extent(*extent, w, axis, true), op,
+                ": codes: expected size ", rounded_down, " in dimension ", dim,
+                " (one more with ceil_mode) for an input of ", *extent, ", got ", *got);
+  }
 }
 inline void check_pooled_shape(const char* op, const char* name, const Tensor& tensor,
                                const Tensor& codes) {
   TORCH_CHECK(tensor.sym_sizes() == codes.sym_sizes(), op, ": ", name, ": expected shape ",
               codes.sym_sizes(), ", got ", tensor.sym_sizes());
+  TORCH_CHECK(tensor.device() == codes.device(), op, ": ", name, ": expected device ",
+              codes.device(), " as of codes, got ", tensor.device());
 }
 
 inline MaxPool2dGeometry pool_geometry(IntArrayRef input, IntArrayRef output, const PoolWindow& w,
                                        bool channels_last) {
   const size_t dims = input.size();
   for (size_t i = dims - 2; i < dims; ++i) {
-    TORCH_CHECK(input[i] <= std::numeric_limits<int>::max(), "integer out of range");
+    TORCH_CHECK(input[i] <= INT_MAX, "integer out of range");
   }
   const int64_t batch = dims == 4 ? input[0] : 1;
   MaxPool2dGeometry g;
@@ -181,8 +214,23 @@ inline MaxPool2dGeometry pool_geometry(IntArrayRef input, IntArrayRef output, co
   g.pad_w = w.padding[1];
   g.dilation_h = w.dilation[0];
   g.dilation_w = w.dilation[1];
+  g.small_codes = has_small_codes(w);
+  if (w.kernel[0] * w.kernel[1] > kMaxLargeTaps) {
+    g.kernel_h = reachable_taps(g.kernel_h, g.height, g.pad_h, g.dilation_h);
+    g.kernel_w = reachable_taps(g.kernel_w, g.width, g.pad_w, g.dilation_w);
+  }
   return g;
 }
+
+// The same for a call that writes or reads codes.
+inline MaxPool2dGeometry code_geometry(const char* op, IntArrayRef input, IntArrayRef output,
+                                       const PoolWindow& w, bool channels_last) {
+  const MaxPool2dGeometry g = pool_geometry(input, output, w, channels_last);
+  TORCH_CHECK(g.taps() <= kMaxLargeTaps, op, ": kernel_size: expected at most ", kMaxLargeTaps,
+              " elements of a window inside the padded image, got ", g.kernel_h, " x ", g.kernel_w);
+  return g;
+}
+
 // ---- derivatives ----
 
 // The ops of maxpool2d_codes_torch.cpp through the dispatcher. With S(x) = the winners of x, as
