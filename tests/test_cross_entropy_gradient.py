@@ -56,7 +56,7 @@ def test_the_shapes_reach_every_ring():
     ("dtype", "lanes"),
     [(torch.bfloat16, {"4", "8", "16", "32"}), (torch.float32, {"8", "16", "32"})],
 )
-def test_the_shapes_reach_the_streams(dtype, lanes):
+def test_the_shapes_reach_persistent_blocks(dtype, lanes):
     found = set()
     for rows, classes in STREAM_SHAPES:
         x = torch.empty(rows, classes, dtype=dtype, device="meta")

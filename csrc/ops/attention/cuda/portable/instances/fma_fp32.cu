@@ -1,0 +1,11 @@
+// The f32 instances of the FMA kernels; a file each, so that none compiles long.
+#include "ops/attention/cuda/portable/fma_backward.cuh"
+#include "ops/attention/cuda/portable/fma_forward.cuh"
+
+namespace warpwright {
+
+template void launch_attention_fwd_fma<float>(const AttentionParams&, cudaStream_t);
+template void launch_attention_bwd_fma<float>(const AttentionBackwardParams&, cudaStream_t);
+template void launch_attention_bwd_mask<float>(const AttentionBackwardParams&, cudaStream_t);
+
+}  // namespace warpwright

@@ -1,0 +1,10 @@
+// Batch norm with a relu behind it: planes of a channel, two passes.
+#include "ops/batch_norm/cuda/planes.cuh"
+
+namespace warpwright {
+
+template void launch_planes<true>(const BatchNormParams&, const BatchNormConfig&, cudaStream_t);
+template void launch_planes<true>(const BatchNormBackwardParams&, const BatchNormConfig&,
+                                  cudaStream_t);
+
+}  // namespace warpwright
