@@ -1,4 +1,4 @@
-// How the kernels of cross entropy cut the rows up, and the choice between the ways. Pure host
+// How the kernels of cross entropy divide the rows, and the choice between the ways. Pure host
 // functions, testable without a GPU.
 #pragma once
 
@@ -10,33 +10,34 @@
 
 namespace warpwright {
 
-// How the forward and backward kernels cut the rows up.
+// How the forward and backward kernels divide the rows.
 struct CrossEntropyConfig {
   enum class Kernel : int8_t { kRows, kPixels, kPersistent };
   Kernel kernel;
-  int lanes;       // threads that share a row: a power of two up to a warp, or (kRows) the block
-  int vec;         // elements of one memory access: 16 bytes, or one element
-  int threads;     // of a block
+  int lanes;       // threads per row: a power of two up to a warp, or (kRows) the block
+  int vec;         // elements per access: 16 bytes, or one element
+  int threads;     // per block
   int64_t blocks;  // 1: the block walks all rows, and reduces them without a second launch
   const char* reason;
   // kPersistent:
-  int stages;    // of a row, each kPersistentHeld accesses a thread
-  int boundary;  // bytes: the first access starts at a row's last multiple of them
+  int stages;    // per row, each of kPersistentHeld accesses per thread
+  int boundary;  // bytes: accesses start at a row's last multiple of it
   // kRows:
-  bool cluster;  // the blocks are one cluster, which reduces them without a second launch
+  bool cluster;  // the blocks form one cluster, which reduces them without a second launch
 };
 
-// Accesses of a thread in shared memory: two stages, one summed while the other is on its way.
+// Accesses per thread in shared memory: two stages, one in flight while the other is summed.
 constexpr int kPersistentHeld = 8, kPersistentSlots = 2;
 constexpr int kPersistentThreads = 768;
 constexpr int64_t kPersistentThreadBytes = kPersistentHeld * kPersistentSlots * 16;
 
 constexpr int kMaxCrossEntropyThreads = 512;
 
-// What choose_cross_entropy_config() asks about the addresses of a pass's operands.
+// Facts about the addresses of a pass's operands, for choose_cross_entropy_config().
 struct CrossEntropyAlignment {
-  bool all_aligned;   // every row (or every strip of pixels) of every operand: 16 bytes
-  bool common_phase;  // operands of one row are equally far from 16 bytes: a scalar head helps
+  bool all_aligned;   // every row (or every strip of pixels) of every operand starts at 16 bytes
+  bool common_phase;  // all operands of a row have the same offset from 16 bytes: a scalar head
+                      // helps
 };
 
 inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem& p,
@@ -49,7 +50,7 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
     config.kernel = Kernel::kPixels;
     config.lanes = 1;
     config.threads = 256;
-    // Wider accesses need fewer threads, but there must be enough of them to hide the latency.
+    // Vectorized accesses need fewer threads, but there must be enough of them to hide the latency.
     const bool many = p.rows >= int64_t{device.num_sms} * 512 * wide;
     config.vec = alignment.all_aligned && many ? wide : 1;
     config.blocks = std::max<int64_t>(1, ceil_div(p.rows, int64_t{config.threads} * config.vec));
@@ -61,7 +62,7 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
   config.kernel = Kernel::kRows;
   const bool peel = alignment.common_phase && p.classes >= 16 * wide;
   config.vec = (alignment.all_aligned && p.classes >= wide) || peel ? wide : 1;
-  // About eight accesses a thread: enough in flight, and few threads to combine.
+  // About eight accesses per thread: enough in flight, and few threads to combine.
   const int64_t accesses = ceil_div(std::max<int64_t>(1, p.classes), config.vec);
   config.lanes = 1;
   while (config.lanes < 32 && config.lanes * 8 < accesses) config.lanes *= 2;
@@ -74,7 +75,8 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
         config.vec > 1 ? "long rows: a block each" : "long unaligned rows: a block each";
     return config;
   }
-  // A block that takes several turns pays each one's latency: more than a second launch costs.
+  // A block that walks several rows pays each row's latency. More than one row costs more than a
+  // second launch.
   if (p.rows * config.lanes <= kMaxCrossEntropyThreads) {
     config.threads = kMaxCrossEntropyThreads;
     config.blocks = 1;
@@ -87,9 +89,9 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
   return config;
 }
 
-// Many rows have one more kernel: a block an SM that stays, whose groups of up to a warp walk rows
-// of their own with the next accesses always on their way. Leaves `config` as it is where threads
-// would be idle, be over before the first loads have paid, or need more than `max_stages` a row.
+// Many rows: persistent blocks, one per SM. A group of up to a warp walks its own rows, with the
+// next accesses always in flight. Leaves `config` unchanged if threads would be idle, would end
+// before the first loads have paid, or would need more than `max_stages` per row.
 inline void choose_cross_entropy_persistent(const CrossEntropyProblem& p, bool all_aligned,
                                             int64_t max_stages, const DeviceInfo& device,
                                             CrossEntropyConfig& config) {
@@ -112,8 +114,8 @@ inline void choose_cross_entropy_persistent(const CrossEntropyProblem& p, bool a
     return ceil_div(accesses(boundary), int64_t{walk.lanes} * kPersistentHeld);
   };
   walk.stages = static_cast<int>(stages(kVecBytes));
-  // Accesses that start at whole lines, or whole sectors, unless that costs a stage. What lies
-  // before the row is of the group's first access.
+  // Accesses start at whole lines or whole sectors, unless that costs a stage. The group's first
+  // access includes the elements before the row.
   walk.boundary = std::min(128, walk.lanes * kVecBytes);
   while (stages(walk.boundary) > walk.stages) walk.boundary /= 2;
   const int64_t room = (device.smem_per_block - kSpareBytes) / kPersistentThreadBytes;
@@ -132,8 +134,8 @@ inline CrossEntropyConfig choose_cross_entropy_fwd_config(const CrossEntropyProb
                                                           const CrossEntropyAlignment& alignment,
                                                           const DeviceInfo& device) {
   CrossEntropyConfig config = choose_cross_entropy_config(p, alignment, device);
-  // A row's first and last access may reach beyond it. What lies there is made -inf, which the sums
-  // of a smoothed target do not take.
+  // The first and last access of a row may reach beyond it. The kernel replaces these elements by
+  // -inf, which the sums of a smoothed target cannot take.
   const int64_t row_bytes = p.classes * dtype_size(p.dtype);
   const bool whole = alignment.all_aligned && row_bytes % 16 == 0;
   if (config.kernel == CrossEntropyConfig::Kernel::kRows &&
@@ -145,7 +147,7 @@ inline CrossEntropyConfig choose_cross_entropy_fwd_config(const CrossEntropyProb
   return config;
 }
 
-// Long rows have enough stores and loads in flight as they are.
+// Long rows have enough loads and stores in flight with a block per row.
 inline CrossEntropyConfig choose_cross_entropy_bwd_config(const CrossEntropyProblem& p,
                                                           const CrossEntropyAlignment& alignment,
                                                           const DeviceInfo& device) {

@@ -1,5 +1,5 @@
-// Cross entropy: what a call is made of (problem.h), how the kernels cut it (config.h,
-// fused_config.h), and the launches.
+// Cross entropy: the problem (problem.h), how the kernels divide it (config.h, fused_config.h), and
+// the launches.
 #pragma once
 
 #include "ops/cross_entropy/fused_config.h"
@@ -26,7 +26,7 @@ void launch_cross_entropy_bwd(const CrossEntropyBackwardParams& params, cudaStre
 CrossEntropyGradientConfig cross_entropy_gradient_config(const CrossEntropyGradientParams& params);
 void launch_cross_entropy_gradient(CrossEntropyGradientParams params,
                                    const CrossEntropyGradientConfig& config, cudaStream_t stream);
-// `factor` is of type loss_dtype (dtype or Accum): nothing is written where it is 1.
+// `factor` has type loss_dtype (dtype or Accum). If it is 1, nothing is written.
 void launch_cross_entropy_scale(void* gradient, int64_t numel, DType dtype, const void* factor,
                                 DType factor_dtype, cudaStream_t stream);
 void launch_cross_entropy_double_bwd(const CrossEntropyDoubleBackwardParams& params,

@@ -1,31 +1,31 @@
-// How the forward that also writes the gradient cuts the rows up.
+// How the forward that also writes the gradient divides the rows.
 #pragma once
 
 #include "ops/cross_entropy/config.h"
 
 namespace warpwright {
 
-// How the forward with gradient cuts the rows up: on chip, shared memory holds a row's logits from
-// the one read to the one write.
+// How the forward with gradient divides the rows. On chip: shared memory holds a row's logits
+// between their only read and the only write.
 struct CrossEntropyGradientConfig {
-  bool on_chip;  // else a forward and a backward, one after the other
-  int lanes;     // threads of a block that share a row: a power of two up to a warp, or the block
-  int cluster;   // blocks that share a row
-  int vec;       // elements of one memory access: 16 bytes, or one element
-  int held;      // accesses of a thread
-  int threads;   // of a block
+  bool on_chip;  // else a forward, then a backward
+  int lanes;     // threads of a block per row: a power of two up to a warp, or the block
+  int cluster;   // blocks per row
+  int vec;       // elements per access: 16 bytes, or one element
+  int held;      // accesses per thread
+  int threads;   // per block
   int64_t blocks;
-  int64_t partials;  // rows of CrossEntropyParams::partials that a last launch adds up; or 0
+  int64_t partials;  // rows of CrossEntropyParams::partials that a last launch adds; or 0
   const char* reason;
-  // A ring (sm_90): each block walks rows with `slots` parts of rows in shared memory, one thread
-  // loads, and groups of `lanes` threads take the rows in turn. No ring: 0.
+  // A ring (sm_90): shared memory holds `slots` parts of rows. One thread loads them, and groups of
+  // `lanes` threads take the rows in turn. 0: no ring.
   int slots;
   int groups;
   int64_t slot_bytes;
   // Persistent blocks: groups of `lanes` walk rows of kPersistentHeld accesses per thread. Accesses
   // start at a row's last multiple of `boundary` bytes. 0: other kernels.
   int boundary;
-  int counts;  // blocks that count the labels of a mean
+  int counts;  // blocks that count a mean's labels
 
   bool is_ring() const { return slots > 0; }
   bool is_persistent() const { return boundary > 0; }
@@ -34,21 +34,21 @@ struct CrossEntropyGradientConfig {
            : is_persistent() ? threads * kPersistentThreadBytes
                              : int64_t{threads} * held * vec * dtype_size(dtype);
   }
-  // Numbers of Accum behind CrossEntropyParams::partials: the blocks' losses, and their counts if
-  // there are several.
+  // How many numbers of type Accum CrossEntropyParams::partials holds: the blocks' losses, and
+  // their counts if several blocks count.
   int64_t workspace() const { return 2 * partials + (counts > 1 ? counts : 0); }
 };
 
-constexpr int kCrossEntropyTeam = 256;  // threads of a block, at the most
+constexpr int kCrossEntropyTeam = 256;  // threads per block at most
 
 // Limits of the ring.
-constexpr int kRingWarps = 24;  // that sum and write: 72 registers a thread
+constexpr int kRingWarps = 24;  // that sum and write: 72 registers per thread
 constexpr int kRingSlots = 48;
 constexpr int kRingCluster = 8;
-constexpr int64_t kRingOwnBytes = 7488;  // shared memory beside the slots
+constexpr int64_t kRingOwnBytes = 7488;  // shared memory besides the slots
 
-// Cuts rows of `accesses` 16-byte accesses up for the ring, or leaves `config` as it is: where a
-// part of a row leaves no room for others, or the groups would have few rows each.
+// Chooses the ring for rows of `accesses` 16-byte accesses. Leaves `config` unchanged if three
+// parts of rows do not fit, or if each group would have few rows.
 inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t accesses,
                                       const DeviceInfo& device,
                                       CrossEntropyGradientConfig& config) {
@@ -57,14 +57,15 @@ inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t acce
   auto slot_bytes = [&](int cluster) {
     return ceil_div(ceil_div(accesses, int64_t{cluster}) * 16, kSlotAlign) * kSlotAlign;
   };
-  // Large parts, since a row costs each block that shares it the same whatever its part: three a
-  // block, two for the groups and one on its way.
+  // Large parts: a row costs each of its blocks the same time, whatever the size of its part. Three
+  // parts per block: two for the groups and one in flight.
   int which = 0;
   while (1 << which < kRingCluster && room / slot_bytes(1 << which) < 3) ++which;
   const int cluster = 1 << which;
   const int64_t slots = std::min<int64_t>(kRingSlots, room / slot_bytes(cluster));
   if (slots < 3 || accesses < kMinAccesses) return;
-  // The meeting of a row's sums costs each warp as much as five vectors: eight a thread or more.
+  // The exchange of a row's sums costs each warp as much as five vectors: at least eight vectors
+  // per thread.
   const int64_t wanted = ceil_div(ceil_div(accesses, int64_t{cluster}), kWarp * kHeld);
   int64_t warps = 1;
   while (warps < std::min(kMaxWarps, wanted)) warps *= 2;
@@ -87,7 +88,7 @@ inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t acce
 inline void choose_cross_entropy_gradient_persistent(const CrossEntropyProblem& p, bool all_aligned,
                                                      const DeviceInfo& device,
                                                      CrossEntropyGradientConfig& config) {
-  constexpr int64_t kLabelsOfBlock = 4096;  // four a thread, in flight together
+  constexpr int64_t kLabelsOfBlock = 4096;  // four per thread, in flight together
   CrossEntropyConfig walk{};
   choose_cross_entropy_persistent(p, all_aligned, /*max_stages=*/1, device, walk);
   if (walk.kernel != CrossEntropyConfig::Kernel::kPersistent) return;
@@ -108,12 +109,12 @@ inline void choose_cross_entropy_gradient_persistent(const CrossEntropyProblem& 
   config.reason = walk.reason;
 }
 
-// `clusters`: the GPU and the library have them.
+// `clusters`: whether the GPU and the library support them.
 inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     const CrossEntropyGradientParams& p, const CrossEntropyAlignment& alignment,
     const DeviceInfo& device, bool clusters) {
-  // 32 KB a block: its loads are all in flight at once, and several blocks an SM overlap the loads
-  // of one with the stores of another.
+  // 32 KB per block: all of its loads are in flight at once, and several blocks per SM overlap
+  // loads of one with stores of another.
   constexpr int kHeld = 8, kWarp = 32;
   constexpr int64_t kSpareBytes = 2048;  // the kernel's own shared memory
   const bool reduced = p.reduction != Reduction::kNone;
@@ -163,10 +164,10 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
   return config;
 }
 
-// Whether a training step on a GPU is faster if the forward writes the gradient. Logits that stay
-// in L2 until the backward are read again for less than the launch costs that counts the labels
-// first; one block that counts many costs as much as a small part of rows that are too short for
-// the persistent kernel. (Estimates.)
+// Whether a training step on a GPU is faster if the forward writes the gradient. Small logits stay
+// in L2 until the backward; reading them again costs less than the launch that counts the labels.
+// With rows too short for the persistent kernel, one block that counts many labels costs as much as
+// a small part of the rows. (Estimates.)
 constexpr bool gradient_in_forward_pays(int64_t rows, int64_t classes, int64_t element_size) {
   return rows * classes * element_size >= (int64_t{16} << 20) &&
          (rows <= (int64_t{1} << 17) || classes * element_size > 256);

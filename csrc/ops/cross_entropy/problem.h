@@ -1,10 +1,10 @@
 // Cross entropy of logits z against labels or class probabilities, with log_softmax inside.
 //   loss_r = sum_c w_c q_c (lse - z_c) + z_loss lse^2
 //   q = smoothed target, lse = max + log(sum exp(z - max))
-// Memory-bound: the forward reads the logits once, the backward reads and writes them once. Nothing
-// of the logits' size is stored between them: a row leaves (max, sum exp(z - max)) and, where q is
-// not one-hot, its mass W = sum_c w_c q_c. They are not folded into lse: that loses the sum when
-// all logits share a large offset, and costs a rounding of the softmax otherwise.
+// Memory-bound: the forward reads the logits once, the backward reads and writes them once. Between
+// them each row keeps (max, sum exp(z - max)) and, unless q is one-hot, its mass W = sum_c w_c q_c;
+// nothing of the logits' size. Folding max and sum into lse would lose the sum if all logits share
+// a large offset, and would round the softmax once more otherwise.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,8 @@ struct RowLayout {
   int64_t inner_stride;
   int64_t class_stride;
 
-  // Classes side by side (rows); otherwise rows side by side (pixels), and nothing else.
+  // True: the classes of a row are contiguous (rows). False: pixels are contiguous (pixels). No
+  // other layout occurs.
   constexpr bool is_rows() const { return class_stride == 1; }
 };
 
@@ -40,13 +41,14 @@ struct RowLayout {
 #define WARPWRIGHT_HOST_DEVICE inline
 #endif
 
-// Where row r starts. The first `inner` rows (for a uniform row stride: all) need no division.
+// The offset of row r. The first `inner` rows (all rows, if the row stride is uniform) need no
+// division.
 WARPWRIGHT_HOST_DEVICE int64_t row_offset(const RowLayout& layout, int64_t row) {
   if (row < layout.inner) return row * layout.inner_stride;
   return row / layout.inner * layout.outer_stride + row % layout.inner * layout.inner_stride;
 }
 
-// What all passes share. "Accum" is float64 for float64 logits, else float32.
+// Shared by all passes. "Accum" is float64 for float64 logits, else float32.
 struct CrossEntropyProblem {
   DType dtype;         // of the logits
   DType target_dtype;  // int64 or uint8 labels; probabilities: dtype, or float32 for 16-bit logits
@@ -65,19 +67,18 @@ struct CrossEntropyProblem {
   const void* weight;       // (classes) Accum, or null
 };
 
-// Planes of the saved per-row numbers: max, sum exp(z - max), and, where q is not
-// one-hot, the mass W.
+// Numbers saved per row: max, sum exp(z - max), and, unless q is one-hot, the mass W.
 constexpr int64_t num_stats(TargetKind kind) { return kind == TargetKind::kLabels ? 2 : 3; }
 
 struct CrossEntropyParams : CrossEntropyProblem {
   void* loss;          // (rows) or one, loss_dtype
   void* stats;         // (num_stats, rows) Accum
-  void* total_weight;  // one Accum: what a mean divides by; 0 without a reduction
+  void* total_weight;  // one Accum: the divisor of a mean; 0 without a reduction
   void* lse;           // (rows) Accum: log sum exp; or null
   // CUDA only:
-  bool counted;    // total_weight is known before the forward (a gradient needs it), not a result
+  bool counted;    // total_weight is known before the forward (the gradient needs it), not a result
   void* partials;  // (config.blocks, 2) Accum if a second launch must reduce them, else null
-  ErrorRecord* error;  // where a bad label is reported
+  ErrorRecord* error;  // receives the report of a bad label
 };
 
 struct CrossEntropyBackwardParams : CrossEntropyProblem {
@@ -89,19 +90,18 @@ struct CrossEntropyBackwardParams : CrossEntropyProblem {
   void* grad_target;         // (rows, classes) by grad_layout, target_dtype; or null
 };
 
-// A forward that writes the gradient as well, for labels: of the reduced loss, or of every row's
-// own.
+// A forward that also writes the gradient, for labels: of the reduced loss, or of each row's loss.
 struct CrossEntropyGradientParams : CrossEntropyParams {
   const void* grad_output;  // (rows) or one, Accum: a factor of the gradient; null: 1
-  bool grad_per_row;        // grad_output has a number for every row
+  bool grad_per_row;        // grad_output has one number per row
   RowLayout grad_layout;    // of grad_input; the same is_rows() as layout
   void* grad_input;         // (rows, classes) by grad_layout, dtype; it may be the input
-  // CUDA only, of a mean, set by the launch:
-  const void* counts;  // (num_counts) Accum, which add up to total_weight
+  // CUDA only, for a mean; the launch sets them:
+  const void* counts;  // (num_counts) Accum; their sum is total_weight
   int num_counts;
 };
 
-// The backward that a forward with gradient stands for.
+// The backward that a forward with gradient replaces.
 inline CrossEntropyBackwardParams backward_of(const CrossEntropyGradientParams& p) {
   CrossEntropyBackwardParams b{static_cast<const CrossEntropyProblem&>(p)};
   b.loss_dtype = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -117,9 +117,9 @@ inline CrossEntropyBackwardParams backward_of(const CrossEntropyGradientParams& 
   return b;
 }
 
-// Derivative of <grad_input, v> + <grad_target, u> by grad_output, input and target; being a
-// symmetric Hessian's product with (v, u), it is the forward-mode derivative as well. All arrays
-// over (rows, classes) have `layout`.
+// The derivative of <grad_input, v> + <grad_target, u> by grad_output, input and target. It is the
+// product of a symmetric Hessian with (v, u), so it is the forward-mode derivative as well. All
+// (rows, classes) arrays have `layout`.
 struct CrossEntropyDoubleBackwardParams : CrossEntropyProblem {
   const void* grad_output;   // (rows) or one, loss_dtype
   const void* stats;         // (num_stats, rows) Accum
@@ -131,7 +131,7 @@ struct CrossEntropyDoubleBackwardParams : CrossEntropyProblem {
   void* grad_target;         // target_dtype, or null
 };
 
-// Calls f<T, Q, kKind>() for the kind of targets; Q, the type of probabilities, is T or Wide.
+// Calls f<T, Q, kKind>() for the kind of target. Q, the type of probabilities, is T or Wide.
 template <class T, class Wide, class F>
 void for_target(const CrossEntropyProblem& p, F&& f) {
   switch (p.kind) {

@@ -1,4 +1,4 @@
-// Where the operands of a pass start, relative to 16-byte boundaries. Host only.
+// The offsets of a pass's operands from 16-byte boundaries. Host only.
 #pragma once
 
 #include <initializer_list>
@@ -13,7 +13,7 @@ struct RowOperand {
   DType dtype;
 };
 
-// Strides that only matter from a second row (or image) on count as aligned where there is none.
+// A stride of a single row (or image) has no effect and counts as aligned.
 inline CrossEntropyAlignment row_alignment(const CrossEntropyProblem& p,
                                            std::initializer_list<RowOperand> operands) {
   CrossEntropyAlignment result{true, p.kind != TargetKind::kProbabilities};

@@ -1,5 +1,5 @@
-// The loss of a grid that is one cluster of sm_90: its blocks' sums meet in distributed shared
-// memory, in place of a second launch that reads them from memory.
+// The loss of a grid that is one cluster of sm_90. Its blocks' sums meet in distributed shared
+// memory, which saves a second launch that would read them from memory.
 #pragma once
 
 #include "device/mma_sm80.cuh"
@@ -9,7 +9,7 @@
 
 namespace warpwright {
 
-// As finish_block(), but all of the cluster's blocks end here.
+// As finish_block(), for all blocks of the cluster.
 template <class T>
 __device__ __forceinline__ void finish_cluster(const CrossEntropyParams& p,
                                                LossShare<Accum<T>> share, Accum<T>* shared) {
@@ -30,13 +30,13 @@ __device__ __forceinline__ void finish_cluster(const CrossEntropyParams& p,
       loss = load_cluster(block, Acc());
       weight = load_cluster(block + sizeof(Acc), Acc());
     }
-    cluster_arrive();  // a block's shared memory outlives the reads of it
+    cluster_arrive();  // keeps a block's shared memory alive until the others have read it
     cluster_wait();
     loss = warp_reduce(loss, Sum{});
     weight = warp_reduce(weight, Sum{});
     if (blockIdx.x == 0 && threadIdx.x == 0) write_reduced<T>(p, loss, weight);
   } else {
-    __trap();  // CrossEntropyConfig::cluster was set where it may not be
+    __trap();  // CrossEntropyConfig::cluster was set without clusters
   }
 }
 

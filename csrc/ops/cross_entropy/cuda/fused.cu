@@ -1,6 +1,6 @@
-// Loss and gradient in one go: count the labels if a mean must divide by them, rows, and the
-// blocks' losses added up. Rows that shared memory can't hold take the forward and the backward in
-// turn.
+// Loss and gradient in one pass: count the labels if a mean must divide by them, then the rows,
+// then the sum of the blocks' losses. Rows that shared memory cannot hold take the forward, then
+// the backward.
 #include "device/dependent_launch.cuh"
 #include "host/launch.h"
 #include "host/sm90.h"
@@ -13,8 +13,8 @@ namespace {
 constexpr int kCountThreads = 1024;
 constexpr int kScaleThreads = 256;
 
-// Layout: labels (rows); counts, one a block. Grid: any, in steps. What finish_row() would add up,
-// before the rows are read.
+// Layout: labels (rows); counts, one per block. Grid: any size, strided. Computes before the rows
+// are read the sum that finish_row() would add.
 template <class Acc>
 __global__ void __launch_bounds__(kCountThreads)
     cross_entropy_count_kernel(const CrossEntropyProblem p, Acc* counts) {
@@ -39,8 +39,9 @@ __global__ void __launch_bounds__(kCrossEntropyTeam, kCrossEntropyTeams<T>)
   cross_entropy_gradient_rows<T, kKind, kVec>(p, smoothing, lanes, OneBlock());
 }
 
-// Layout: `numel` neighbours. Grid: as many threads as are resident, in steps of kVec elements.
-// A factor of 1, what a loss at the end of a graph gets, costs one read of it.
+// Layout: `numel` contiguous elements. Grid: as many threads as are resident, in steps of kVec
+// elements. A factor of 1, the gradient of a loss at the end of a graph, costs one read of the
+// factor.
 template <class T, int kVec>
 __global__ void __launch_bounds__(kScaleThreads)
     cross_entropy_scale_kernel(T* data, int64_t numel, const void* factor_data, DType factor_type) {

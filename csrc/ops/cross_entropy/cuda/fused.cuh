@@ -1,5 +1,5 @@
-// Forward and gradient of a row whose logits shared memory holds: one read, one write. What a team
-// of blocks (one, or a cluster) adds is its Team's business.
+// Forward and gradient of a row whose logits shared memory holds: one read, one write. A Team is
+// the blocks that share a row (one, or a cluster); it adds their sums.
 #pragma once
 
 #include "device/mma_sm80.cuh"
@@ -7,7 +7,7 @@
 
 namespace warpwright {
 
-// A row belongs to one block.
+// One block owns a row.
 struct OneBlock {
   static __device__ __forceinline__ int rank() { return 0; }
   static __device__ __forceinline__ int size() { return 1; }
@@ -16,7 +16,7 @@ struct OneBlock {
   __device__ __forceinline__ void leave() const {}
 };
 
-// What the gradient of a row needs, from the sums of all of it.
+// The gradient's factors, from the sums of the whole row.
 template <class T, TargetKind kKind>
 __device__ __forceinline__ RowGradient<T, kKind> row_gradient(const CrossEntropyGradientParams& p,
                                                               const Smoothing<Accum<T>>& smoothing,
@@ -60,7 +60,7 @@ __device__ __forceinline__ void write_vectors(const CrossEntropyProblem& p,
     }
     store_converted<kVec>(place, result);
   }
-  // The label's own element, again, by the thread that wrote its vector.
+  // The label's own element, rewritten by the thread that wrote its vector.
   const int label = static_cast<int>(gradient.label);
   const int element = label - part.head - part.first * kVec;
   if (element >= 0 && element < (part.last - part.first) * kVec &&
@@ -81,10 +81,9 @@ __device__ __forceinline__ void write_scalar(const CrossEntropyProblem& p,
   write_gradients<T, T, kKind, 1>(p, smoothing, gradient, c, value, nullptr, dz, nullptr);
 }
 
-// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride; the
-// gradient may lie in the logits' place. Grid: a row belongs to `lanes` threads of each of
-// team.size() neighbouring blocks; up to a warp's worth of lanes, a block has blockDim / lanes
-// rows.
+// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride. The
+// gradient may overwrite the logits. Grid: `lanes` threads of each of team.size() consecutive
+// blocks own a row. With lanes up to a warp, a block has blockDim / lanes rows.
 template <class T, TargetKind kKind, int kVec, class Team>
 __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGradientParams& p,
                                                             const Smoothing<Accum<T>>& smoothing,
@@ -140,7 +139,7 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) sums.merge(sums.from_lane(offset));
   }
   team.merge(sums);
-  __syncwarp();  // the label's logit has been read: its place may be written
+  __syncwarp();  // after this, the label's logit may be overwritten
 
   LossShare<Acc> total;
   if (speaks) total = finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
@@ -157,7 +156,7 @@ __device__ __forceinline__ void cross_entropy_gradient_rows(const CrossEntropyGr
   team.leave();
 }
 
-// Blocks an SM must hold.
+// Minimum blocks per SM.
 template <class T>
 constexpr int kCrossEntropyTeams = sizeof(T) == 8 ? 2 : 4;
 
@@ -181,7 +180,7 @@ void launch_cross_entropy_gradient_cluster(const CrossEntropyGradientParams& p,
                                            const CrossEntropyGradientConfig& config,
                                            cudaStream_t stream);
 
-// Of labels, behind the kernel that has counted them for a mean.
+// For labels, after the kernel that has counted them for a mean.
 void launch_cross_entropy_gradient_persistent(const CrossEntropyGradientParams& p,
                                               const CrossEntropyGradientConfig& config,
                                               cudaStream_t stream);

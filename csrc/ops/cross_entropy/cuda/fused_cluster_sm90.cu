@@ -1,5 +1,5 @@
-// Rows that a cluster of blocks holds: each block reads and writes its part, and the parts' sums
-// meet through distributed shared memory.
+// Rows that a cluster of blocks shares: each block reads and writes its part, and distributed
+// shared memory exchanges the parts' sums.
 #include "device/sm90/arch.cuh"
 #include "device/sm90/cluster.cuh"
 #include "host/launch_cluster.h"
@@ -14,8 +14,8 @@ struct Cluster {
   __device__ __forceinline__ int rank() const { return rank_; }
   __device__ __forceinline__ int size() const { return size_; }
 
-  // Every thread has its block's sums before, the cluster's after. The order of the ranks decides
-  // the order of the sum, so all blocks have the same bits.
+  // Turns each thread's block sums into the cluster's sums. Adds in the order of the ranks, so all
+  // blocks get the same bits.
   template <class Sums>
   __device__ __forceinline__ void merge(Sums& sums) const {
     using Acc = typename Sums::Acc;
@@ -37,11 +37,11 @@ struct Cluster {
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) sums.merge(sums.from_lane(offset));
   }
 
-  // A block's shared memory must outlive the others' reads of it.
+  // Keeps a block's shared memory alive until the others have read it.
   __device__ __forceinline__ void leave() const { cluster_wait(); }
 };
 
-// See cross_entropy_gradient_rows(); `cluster` neighbouring blocks a row.
+// See cross_entropy_gradient_rows(). `cluster` consecutive blocks own a row.
 template <class T, TargetKind kKind, int kVec>
 __global__ void __launch_bounds__(kCrossEntropyTeam, kCrossEntropyTeams<T>)
     cross_entropy_gradient_cluster_kernel(const CrossEntropyGradientParams p,

@@ -1,7 +1,7 @@
-// Forward and gradient of short rows by blocks that stay: as the forward of
-// cross_entropy/cuda/persistent_forward.cu, a group of up to a warp walks rows of its own with the
-// next row always on its way. A row is read from shared memory once: registers hold it, in float32
-// its exponentials, from its sums to its gradient.
+// Forward and gradient of short rows by persistent blocks. As in persistent_forward.cu, a group of
+// up to a warp walks its own rows, with the next row always in flight. A row is read from shared
+// memory once. Registers hold it from its sums to its gradient; in float32 they hold the
+// exponentials.
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "host/launch_cluster.h"
@@ -11,7 +11,7 @@
 namespace warpwright {
 namespace {
 
-// A thread's places of its group's row.
+// A thread's vectors of its group's row.
 template <class T>
 struct RowInRegisters {
   static constexpr int kVec = kVecSize<T>;
@@ -23,7 +23,7 @@ struct RowInRegisters {
     for (int i = 0; i < kPersistentHeld; ++i) places[i] = load_whole(stage.places + i * kWarpSize);
   }
 
-  // The row's sums, all lanes the same bits.
+  // The sums of the row. All lanes get the same bits.
   __device__ __forceinline__ RowSums<T, TargetKind::kLabels> sum(int lanes) {
     using Sums = RowSums<T, TargetKind::kLabels>;
     Vec<T, kVec> most = places[0];
@@ -50,7 +50,7 @@ struct RowInRegisters {
     return sums;
   }
 
-  // The gradient of place `i`, but for the label's own element.
+  // The gradient of vector `i`, except for the label's own element.
   __device__ __forceinline__ Vec<T, kVec> gradient(
       int i, const RowGradient<T, TargetKind::kLabels>& of) const {
     const Vec<float, kVec> x = widen(places[i]);
@@ -64,8 +64,8 @@ struct RowInRegisters {
   }
 };
 
-// What the rows' gradients are multiplied by. Each warp adds the shares of a mean's divisor up, in
-// the same order. Waits for the kernel that has counted them.
+// The factor of the rows' gradients. Each warp adds the shares of a mean's divisor, in the same
+// order. Waits for the kernel that has counted them.
 __device__ __forceinline__ float common_factor(const CrossEntropyGradientParams& p) {
   wait_for_previous_kernel();
   float factor = 1;
@@ -85,9 +85,9 @@ __device__ __forceinline__ float common_factor(const CrossEntropyGradientParams&
   return factor;
 }
 
-// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride, and
-// equally far from 16 bytes in each row; the gradient may lie in the logits' place. Grid: as many
-// blocks as SMs; `lanes` threads are a group and have a run of rows, each of one stage.
+// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride and
+// the same offset from 16 bytes in each row. The gradient may overwrite the logits. Grid: one block
+// per SM. `lanes` threads form a group and own a run of rows, each of one stage.
 template <class T>
 __global__ void __launch_bounds__(kPersistentThreads, 1)
     cross_entropy_gradient_persistent_kernel(const CrossEntropyGradientParams p,
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
     RowInRegisters<T> registers(stage);
     const RowSums<T, kKind> sums = registers.sum(lanes);
 
-    // Which thread has a vector of the row, and its copy.
+    // Which thread has a vector of the row, and the thread's copy of it.
     auto has = [&](int vector) { return lane == (vector & (lanes - 1)); };
     auto copy_of = [&](int vector) -> const Vec<T, kVec>& {
       return stage.places[(vector >> (__ffs(lanes) - 1)) * kWarpSize];
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
           p.grad_per_row ? static_cast<const float*>(p.grad_output)[r] * factor : factor;
       RowGradient<T, kKind> gradient(p, Label{c, c == kIgnored, c >= 0}, sums.max, sums.sum, 0.f,
                                      g);
-      gradient.max = sums.max;  // of a row that is 0, too: 0 times what is finite
+      gradient.max = sums.max;  // for a row whose gradient is 0: 0 times a finite number
       T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, r) - row.lead;
       T* place = dz + lane * kVec;
       const int whole = row.span / kVec - lane;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
           store_vec_global(place, registers.gradient(j, gradient));
         }
       }
-      // The first and the last vector where a part of them is another row's.
+      // The first and the last vector, if they contain elements of another row.
       auto store_edge = [&](int vector) {
         if (!has(vector)) return;
         for (int j = 0; j < kVec; ++j) {
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
       };
       if (row.lead % kVec != 0) store_edge(row.lead / kVec);
       if (row.span % kVec != 0) store_edge(row.span / kVec);
-      if (has_label) {  // its own element, again
+      if (has_label) {  // rewritten: the label's own element
         dz[at_label] = convert<T>(gradient.at_label(z, class_weight<float>(p, c), smoothing));
       }
     }
@@ -205,7 +205,7 @@ void launch_cross_entropy_gradient_persistent(const CrossEntropyGradientParams& 
                                               cudaStream_t stream) {
   for_persistent(p, [&]<class T, TargetKind kKind>() {
     if constexpr (kKind == TargetKind::kLabels) {
-      // Logits are read before the wait: only the count may be the kernel before.
+      // Logits are read before the wait: only the count can come from the previous kernel.
       launch_beside(p.counted, cross_entropy_gradient_persistent_kernel<T>,
                     dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
                     /*cluster=*/1, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),

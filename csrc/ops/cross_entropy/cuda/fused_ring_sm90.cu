@@ -1,7 +1,6 @@
-// Forward and gradient by blocks that stay: a ring of rows (or a cluster's parts of rows) in shared
-// memory, filled by one thread's bulk copies, while groups of warps take the rows in turn. The
-// loads of some rows, the exponentials of others, a third one's meeting of sums and its stores then
-// run at the same time, where in a block a row they follow one another.
+// Forward and gradient by persistent blocks with a ring of rows (or a cluster's parts of rows) in
+// shared memory. One thread fills it by bulk copies, and groups of warps take the rows in turn.
+// Loads, exponentials, the exchange of sums and stores of different rows therefore overlap.
 #include "device/dependent_launch.cuh"
 #include "device/sm90/arch.cuh"
 #include "device/sm90/bulk.cuh"
@@ -14,14 +13,14 @@ namespace warpwright {
 namespace {
 
 struct Ring {
-  int cluster;  // blocks that share a row
+  int cluster;  // blocks per row
   int groups;   // that take rows in turn
-  int warps;    // of a group
+  int warps;    // per group
   int slots;
   int slot_bytes;
 
-  // A slot's worth of a row for each block: no division, and parts that start at whole lines,
-  // which the stores then fill. Where a group has no thread for each scalar of a line and a vector,
+  // The part of a row that one slot holds, for each block. No division. Parts start at whole lines,
+  // so that stores fill them. If a group has no thread for each scalar before a line and a vector,
   // parts start at any vector.
   template <class T>
   __device__ __forceinline__ RowPart<kVecSize<T>> part(const CrossEntropyProblem& p, const T* z,
@@ -32,9 +31,9 @@ struct Ring {
   }
 };
 
-// A block's shared memory beside the slots. Sums of warps have two places, taken in turn: a warp
-// sends a row's sums when it has all of the row before, whose warps have all read the one before
-// that.
+// Shared memory of a block besides the slots. Warp sums are double-buffered: a warp sends a row's
+// sums after it has all sums of the previous row, and by then all warps have read the sums of the
+// row before that.
 struct RingShared {
   float sums[2][kRingWarps * kRingCluster][4];  // by group, block of the cluster, warp of the group
   uint64_t full[kRingSlots], empty[kRingSlots];
@@ -42,7 +41,7 @@ struct RingShared {
 };
 static_assert(sizeof(RingShared) <= kRingOwnBytes);
 
-// A place in the ring; `parity` tells its rounds apart.
+// A slot of the ring. `parity` distinguishes its rounds.
 struct RingCursor {
   int slot = 0;
   uint32_t parity = 0;
@@ -56,7 +55,7 @@ struct RingCursor {
   }
 };
 
-// Rows of a cluster: first, first + step, ...
+// The rows of a cluster: first, first + step, and so on.
 struct RingRows {
   int64_t first, step;
 };
@@ -66,7 +65,7 @@ __device__ __forceinline__ const T* row_start(const CrossEntropyProblem& p, int6
   return static_cast<const T*>(p.input) + row_offset(p.layout, row);
 }
 
-// One thread: asks for the parts of all rows, each as soon as its slot is free.
+// One thread: copies the parts of all rows, each as soon as its slot is free.
 template <class T, int kVec>
 __device__ __forceinline__ void load_rows(const CrossEntropyProblem& p, const Ring& ring,
                                           const RingRows& rows, int rank, uint32_t slots,
@@ -85,8 +84,8 @@ __device__ __forceinline__ void load_rows(const CrossEntropyProblem& p, const Ri
   }
 }
 
-// Every warp of the row's group in every block of the cluster has its own sums before, the row's
-// after: each sends its sums to all blocks. Everybody adds them in the same order.
+// Turns the sums of each warp into the sums of the row, for every warp of the row's group in every
+// block of the cluster. Each warp sends its sums to all blocks, and all add them in the same order.
 template <class Sums>
 __device__ __forceinline__ void exchange(const Ring& ring, int rank, int group, int warp,
                                          uint32_t round, RingShared& shared, Sums& sums) {
@@ -94,7 +93,7 @@ __device__ __forceinline__ void exchange(const Ring& ring, int rank, int group, 
   float(*places)[4] = shared.sums[round & 1] + group * parts;
   const uint32_t barrier = smem_address(&shared.exchanged[round & 1][group]);
   float* own_place = places[rank * ring.warps + warp];
-  if (ring.cluster == 1) {  // "st.async" is for clusters
+  if (ring.cluster == 1) {  // "st.async" needs a cluster
     if (lane == 0) {
       sums.store(own_place);
       mbarrier_arrive(barrier);
@@ -141,14 +140,14 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyGradientParams& p,
     const Label label = load_label(p, row);
     float label_logit = 0;
     if (speaks && label.valid) label_logit = convert<float>(z[label.value]);
-    // There are fewer scalars than threads of a group.
+    // There are fewer scalars than threads in a group.
     const bool has_scalar = thread < part.scalars;
     const int scalar_class = part.scalar_class(thread);
     T scalar = convert<T>(0.f);
     if (has_scalar) scalar = z[scalar_class];
 
-    // Copies may land out of order: while the slot's last row, another group's, is on its way, the
-    // parity of the round before would pass for this one's.
+    // Copies may arrive out of order. While the slot's previous row, another group's, is in flight,
+    // the parity of the previous round would count as this one's.
     mbarrier_wait(smem_address(&shared.empty[at.slot]), at.parity ^ 1);
     mbarrier_wait(smem_address(&shared.full[at.slot]), at.parity);
     const HeldVectors<T, kVec> held{
@@ -157,8 +156,8 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyGradientParams& p,
     Sums sums = sum_vectors<T, kKind>(p, smoothing, part, held);
     if (has_scalar) add_scalar(p, smoothing, scalar_class, scalar, sums);
     sums.merge_warp();
-    // In place, the others write over the label's logit once they have these sums. The shuffle
-    // needs the logit, so it has been read.
+    // With the gradient in place, other threads overwrite the label's logit once they have these
+    // sums. The shuffle needs the logit, so it has been read by then.
     label_logit = __shfl_sync(kFullMask, label_logit, 0);
     if (ring.cluster * ring.warps > 1) exchange(ring, rank, group, warp, round, shared, sums);
 
@@ -183,9 +182,10 @@ __device__ __forceinline__ void finish_rows(const CrossEntropyGradientParams& p,
   }
 }
 
-// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride; the
-// gradient may lie in the logits' place. Grid: as many clusters as are resident; cluster k takes
-// rows k, k + clusters, ..., its block b the b-th part of each row's vectors. The last warp loads.
+// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride. The
+// gradient may overwrite the logits. Grid: as many clusters as are resident. Cluster k takes rows
+// k, k + clusters, and so on; its block b takes the b-th part of each row's vectors. The last warp
+// loads.
 template <class T, TargetKind kKind>
 __global__ void __launch_bounds__((kRingWarps + 1) * kWarpSize, 1)
     cross_entropy_gradient_ring_kernel(const CrossEntropyGradientParams p,
@@ -211,8 +211,8 @@ __global__ void __launch_bounds__((kRingWarps + 1) * kWarpSize, 1)
     }
     cluster_arrive();
     cluster_wait();
-    // A block may end before the others of its cluster: all that they sent it has arrived, since it
-    // waited for the sums of its last row.
+    // A block may end before the others of its cluster: it has waited for the sums of its last row,
+    // so everything sent to it has arrived.
     if (threadIdx.x / kWarpSize < ring.groups * ring.warps) {
       finish_rows<T, kKind, kVec>(p, smoothing, ring, rows, rank, slots, shared);
     } else if (threadIdx.x % kWarpSize == 0) {

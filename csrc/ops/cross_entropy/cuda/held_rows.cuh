@@ -1,19 +1,19 @@
-// Rows, or parts of rows, whose logits shared memory holds: which part, and its sums.
+// Rows, or parts of rows, in shared memory: which part a block holds, and its sums.
 #pragma once
 
 #include "ops/cross_entropy/cuda/row_math.cuh"
 
 namespace warpwright {
 
-// Vectors of a row, the first of which starts at class `head`.
+// Vectors of a row. The first vector of the row starts at class `head`.
 struct VectorRange {
   int head;
   int first, last;
 };
 
-// What block `rank` of those that share a row has of it: the rank-th `share` of the row's vectors;
-// the first block also the scalars before the first boundary and after the last vector. A row in
-// shared memory fits 32 bits.
+// The part of a row that block `rank` holds: the rank-th `share` of the row's vectors. The first
+// block also holds the scalars before the first boundary and after the last vector. Offsets in a
+// row in shared memory fit 32 bits.
 template <int kVec>
 struct RowPart : VectorRange {
   int vectors;  // of the whole row
@@ -34,15 +34,16 @@ struct RowPart : VectorRange {
   }
 };
 
-// A thread's vectors of a part, in shared memory: every `lanes`-th from the part's `lane`-th on,
-// in copy[0], copy[pitch], ...
+// A thread's vectors of a part, in shared memory: every `lanes`-th from the part's `lane`-th on, in
+// copy[0], copy[pitch], and so on.
 template <class T, int kVec>
 struct HeldVectors {
   const Vec<T, kVec>* copy;
   int pitch, lane, lanes;
 };
 
-// As one access: where the elements are used by pairs, the compiler would read a Vec by pairs.
+// Loads a vector in one access. If the code uses the elements in pairs, the compiler would load a
+// Vec in pairs.
 template <class T, int kVec>
 __device__ __forceinline__ Vec<T, kVec> load_whole(const Vec<T, kVec>* pointer) {
   if constexpr (sizeof(*pointer) == sizeof(uint4)) {
@@ -53,7 +54,7 @@ __device__ __forceinline__ Vec<T, kVec> load_whole(const Vec<T, kVec>* pointer) 
   }
 }
 
-// Of a power of two of numbers, in place.
+// Sums a power of two of numbers, in place.
 template <class Acc, int kCount>
 __device__ __forceinline__ Acc sum_by_halves(Acc (&parts)[kCount]) {
 #pragma unroll
@@ -64,7 +65,8 @@ __device__ __forceinline__ Acc sum_by_halves(Acc (&parts)[kCount]) {
   return parts[0];
 }
 
-// Element by element the greater one; NaN does not count. Pairs of 16-bit elements as they are.
+// Element by element, the greater one; NaN does not count. Pairs of 16-bit elements are compared
+// packed.
 template <class T, int kVec>
 __device__ __forceinline__ void keep_greater(Vec<T, kVec>& most, const Vec<T, kVec>& x) {
   if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
@@ -82,7 +84,8 @@ __device__ __forceinline__ void keep_greater(Vec<T, kVec>& most, const Vec<T, kV
   }
 }
 
-// The sums of a thread's vectors: their maximum first, so that no exponential is wasted.
+// The sums of a thread's vectors. The maximum comes first, so that no exponential is computed
+// twice.
 template <class T, TargetKind kKind, int kVec>
 __device__ __forceinline__ RowSums<T, kKind> sum_vectors(const CrossEntropyProblem& p,
                                                          const Smoothing<Accum<T>>& smoothing,

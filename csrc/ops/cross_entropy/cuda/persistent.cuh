@@ -1,5 +1,5 @@
-// Rows that groups of up to a warp take one after the other, behind a ring of their own in shared
-// memory: a thread reads only what it has copied itself, so nobody waits for anybody.
+// Persistent blocks: groups of up to a warp walk rows, each with its own ring in shared memory. A
+// thread reads only its own copies, so no barrier is needed.
 #pragma once
 
 #include "device/access.cuh"
@@ -8,12 +8,12 @@
 
 namespace warpwright {
 
-// Which rows a thread's group has: the same number each or one more. Groups with one more are
-// spread over the blocks, and come first in each warp.
+// The rows of a thread's group. All groups have the same number of rows, or one more. Groups with
+// one more are spread over the blocks, and come first in each warp.
 struct PersistentTurns {
   int lane;                 // of the group
   int64_t first_row, rows;  // of the group
-  int64_t turns;            // of the warp: as many as the rows of any of its groups
+  int64_t turns;            // of the warp: the largest number of rows of its groups
 
   __device__ __forceinline__ PersistentTurns(int64_t all_rows, int lanes)
       : lane(threadIdx.x & (lanes - 1)) {
@@ -26,12 +26,12 @@ struct PersistentTurns {
   }
 };
 
-// A row from the last multiple of `boundary` bytes on that is not behind its first element.
+// A row, extended left to the previous multiple of `boundary` bytes.
 template <class T>
 struct PersistentRow {
   const T* start;
   int lead;  // elements before the row
-  int span;  // `lead` and the row's own; 0: no row
+  int span;  // `lead` and the row's own elements; 0: no row
 
   __device__ __forceinline__ PersistentRow(const CrossEntropyProblem& p, int64_t row, bool present,
                                            int boundary)
@@ -46,7 +46,7 @@ struct PersistentRow {
   }
 };
 
-// A thread's part of shared memory, in vectors: (warp, slot, place, lane).
+// A thread's part of shared memory, in vectors: (warp, slot, index, lane).
 template <class T>
 __device__ __forceinline__ Vec<T, kVecSize<T>>* persistent_places(uint4* storage) {
   return reinterpret_cast<Vec<T, kVecSize<T>>*>(storage) +
@@ -54,8 +54,8 @@ __device__ __forceinline__ Vec<T, kVecSize<T>>* persistent_places(uint4* storage
          threadIdx.x % kWarpSize;
 }
 
-// A thread's places for a stage: place i, of vector first + i * lanes of its row, is kWarpSize
-// vectors behind place i - 1.
+// A thread's vectors of a stage. Entry i, for vector first + i * lanes of the row, is kWarpSize
+// vectors after entry i - 1.
 template <class T>
 struct PersistentStage {
   Vec<T, kVecSize<T>>* places;
@@ -67,7 +67,7 @@ struct PersistentStage {
         first(stage * kPersistentHeld * lanes + lane) {}
 };
 
-// Sends for the part of a row, if it is to be read. Of its last vector only what is the row's is.
+// Starts the copies of one stage. The last vector is copied only up to the row's end.
 template <class T>
 __device__ __forceinline__ void fetch(const PersistentRow<T>& row, const PersistentStage<T>& stage,
                                       int lanes, bool wanted = true) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void fetch(const PersistentRow<T>& row, const Persist
   cp_async_commit();
 }
 
-// Makes all that is not the row's -inf, once the copies have landed.
+// Replaces all elements that are not the row's by -inf, after the copies have arrived.
 template <class T>
 __device__ __forceinline__ void mask(const PersistentRow<T>& row, const PersistentStage<T>& stage,
                                      int lanes) {

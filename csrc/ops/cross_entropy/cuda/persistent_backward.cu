@@ -1,13 +1,13 @@
-// Backward by blocks that stay: as the forward of cross_entropy/cuda/persistent_forward.cu, a group
-// of up to a warp walks rows of its own with the next accesses always on their way, and writes a
-// row's gradient from what has landed. Ignored rows are written, not read.
+// Backward by persistent blocks. As in persistent_forward.cu, a group of up to a warp walks its own
+// rows with the next accesses always in flight. It writes a row's gradient from the copies. Ignored
+// rows are written, not read.
 #include "host/launch.h"
 #include "ops/cross_entropy/cuda/persistent.cuh"
 
 namespace warpwright {
 namespace {
 
-// The gradient of a thread's places of a stage; `dz` lies as `row.start`.
+// The gradient of a thread's vectors of a stage. `dz` has the alignment of `row.start`.
 template <class T, TargetKind kKind>
 __device__ __forceinline__ void write_stage(const CrossEntropyProblem& p,
                                             const Smoothing<float>& smoothing,
@@ -47,7 +47,7 @@ __device__ __forceinline__ void write_stage(const CrossEntropyProblem& p,
       }
     }
   }
-  // The label's own element, again, by the thread that wrote its vector.
+  // The label's own element, rewritten by the thread that wrote its vector.
   const int label = static_cast<int>(gradient.label);
   const int element = row.lead + label, behind = element / kVec - stage.first;
   if (label >= 0 && row.span > 0 && behind >= 0 && behind < kPersistentHeld * lanes &&
@@ -59,9 +59,9 @@ __device__ __forceinline__ void write_stage(const CrossEntropyProblem& p,
   }
 }
 
-// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride, and
-// equally far from 16 bytes in each row. Grid: as many blocks as SMs; `lanes` threads are a group
-// and have a run of rows, each of `stages`.
+// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride and
+// the same offset from 16 bytes in each row. Grid: one block per SM. `lanes` threads form a group
+// and own a run of rows, each of `stages`.
 template <class T, TargetKind kKind>
 __global__ void __launch_bounds__(kPersistentThreads, 1)
     cross_entropy_bwd_persistent_kernel(const CrossEntropyBackwardParams p,
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
   const int lane = own.lane;
   auto* held = persistent_places<T>(storage);
 
-  // Of the row that a thread looks after: its group's `lane`-th of the next `lanes`.
+  // The row whose factors this thread prepares: its group's `lane`-th of the next `lanes`.
   auto row_gradient = [&](int64_t i) {
     const int64_t row = own.first_row + i + lane;
     return RowGradient<T, kKind>(p, row < p.rows ? row : p.rows - 1);

@@ -1,6 +1,6 @@
-// Forward by blocks that stay: a group of up to a warp walks rows of its own, with the next
-// accesses, of this row or of the next, always on their way to shared memory. What a row ends with
-// is done for a group's worth of rows at once.
+// Forward by persistent blocks: a group of up to a warp walks its own rows. The next accesses, of
+// this row or the next one, are always in flight to shared memory. The last step of a row runs for
+// `lanes` rows at once.
 #include "device/dependent_launch.cuh"
 #include "host/launch.h"
 #include "ops/cross_entropy/cuda/persistent.cuh"
@@ -8,7 +8,7 @@
 namespace warpwright {
 namespace {
 
-// The sums of all places.
+// The sums of all vectors of a stage.
 template <class T>
 __device__ __forceinline__ RowSums<T, TargetKind::kLabels> sum_places(
     const Vec<T, kVecSize<T>>* places) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ RowSums<T, TargetKind::kLabels> sum_places(
   return sums;
 }
 
-// The sums of what fetch() has brought.
+// The sums of the copies that fetch() started.
 template <class T, TargetKind kKind>
 __device__ __forceinline__ RowSums<T, kKind> sum_stage(const CrossEntropyProblem& p,
                                                        const Smoothing<float>& smoothing,
@@ -45,7 +45,7 @@ __device__ __forceinline__ RowSums<T, kKind> sum_stage(const CrossEntropyProblem
   if constexpr (kKind == TargetKind::kLabels) {
     mask(row, stage, lanes);
     return sum_places<T>(stage.places);
-  } else {  // whole vectors, and only those that there are: each has a share of the target
+  } else {  // whole vectors, and only existing ones: each element has a share of the target
     const int first = stage.first - lane, vectors = row.span / kVecSize<T>;
     const VectorRange range{0, first, min(first + kPersistentHeld * lanes, vectors)};
     return sum_vectors<T, kKind>(p, smoothing, range,
@@ -53,8 +53,8 @@ __device__ __forceinline__ RowSums<T, kKind> sum_stage(const CrossEntropyProblem
   }
 }
 
-// Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r), anywhere.
-// Grid: as many blocks as SMs; `lanes` threads are a group and have a run of rows, each of
+// Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r), at any
+// alignment. Grid: one block per SM. `lanes` threads form a group and own a run of rows, each of
 // `stages`.
 template <class T, TargetKind kKind>
 __global__ void __launch_bounds__(kPersistentThreads, 1)
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
   };
 
   LossShare<float> total;
-  RowSums<T, kKind> sums, kept;  // of the group's row; of the one that this thread will finish
+  RowSums<T, kKind> sums, kept;  // of the group's row; of the row that this thread will finish
   Label label{-1, true, false};
   float label_logit = 0;
   int64_t next_label = label_value(lane);

@@ -1,14 +1,14 @@
-// Forward and backward where classes lie apart and pixels side by side (NCHW, transposed logits):
-// a thread owns one pixel or 16 bytes of them, so every access is coalesced; the classes are its
-// loop, with kUnroll of them in flight.
+// Forward and backward for strided classes and contiguous pixels (NCHW, transposed logits). A
+// thread owns one pixel or 16 bytes of pixels, so every access is coalesced. It loops over the
+// classes with kUnroll of them in flight.
 #include "host/launch.h"
 #include "ops/cross_entropy/cuda/row_math.cuh"
 
 namespace warpwright {
 namespace {
 
-// Blocks of the forward that an SM must hold; 0: as many as ptxas thinks best, which spills in two
-// of the kernels of single pixels for one block more than this.
+// Minimum blocks of the forward per SM. 0: ptxas decides. In two of the kernels for single pixels
+// it would spill to hold one block more than this.
 template <class T, TargetKind kKind, int kPixels>
 constexpr int kPixelBlocks = [] {
   if (kPixels == 1 && sizeof(T) == 8 && kKind == TargetKind::kLabels) return 3;
@@ -16,9 +16,8 @@ constexpr int kPixelBlocks = [] {
   return 0;
 }();
 
-// Layout: logits (rows, classes), neighbouring rows side by side, class stride
-// p.layout.class_stride. Grid: thread t of the grid owns rows [t * kPixels, (t + 1) * kPixels), all
-// of one image.
+// Layout: logits (rows, classes), contiguous rows, class stride p.layout.class_stride. Grid: thread
+// t owns rows [t * kPixels, (t + 1) * kPixels), all of one image.
 template <class T, class Q, TargetKind kKind, int kPixels>
 __global__ void __launch_bounds__(256, kPixelBlocks<T, kKind, kPixels>)
     cross_entropy_fwd_pixels_kernel(const CrossEntropyParams p,
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(256, kPixelBlocks<T, kKind, kPixels>)
   finish_block<T>(p, total, shared_share, blockIdx.x, gridDim.x);
 }
 
-// Layout and grid as the forward's; gradients have a layout of their own.
+// Layout and grid as in the forward. Gradients have their own layout.
 template <class T, class Q, TargetKind kKind, int kPixels>
 __global__ void __launch_bounds__(256)
     cross_entropy_bwd_pixels_kernel(const CrossEntropyBackwardParams p,

@@ -1,4 +1,4 @@
-// What the cross-entropy kernels share: the target of a row, the online sums, and gradients.
+// Shared by the cross-entropy kernels: the target of a row, the online sums, and gradients.
 #pragma once
 
 #include "device/error_word.cuh"
@@ -9,7 +9,7 @@
 
 namespace warpwright {
 
-// Factors of the smoothed target q = keep * target + spread, from the host: no division in a
+// Factors of the smoothed target q = keep * target + spread, computed on the host: no division in a
 // thread.
 template <class Acc>
 struct Smoothing {
@@ -21,14 +21,14 @@ struct Smoothing {
         spread(p.label_smoothing == 0 ? Acc(0) : static_cast<Acc>(p.label_smoothing / p.classes)) {}
 };
 
-// Accesses of one thread in flight: as many as fit the registers of 1024 threads an SM (float64:
-// 512) without spilling.
+// Accesses in flight per thread: as many as fit the registers of 1024 threads per SM (float64: 512)
+// without spilling.
 template <class T, TargetKind kKind, int kVec>
 constexpr int kCrossEntropyUnroll = [] {
   const int elements = kKind != TargetKind::kLabels ? 4 : 32 / static_cast<int>(sizeof(T));
   return kVec >= elements ? 1 : elements / kVec < 8 ? elements / kVec : 8;
 }();
-// Blocks of kMaxCrossEntropyThreads an SM must hold.
+// Minimum blocks of kMaxCrossEntropyThreads per SM.
 template <class T>
 constexpr int kCrossEntropyBlocks = sizeof(T) == 8 ? 1 : 2;
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ double quiet_nan(double) {
   return __longlong_as_double(0x7fffffffffffffffll);
 }
 
-// kCount neighbours, converted; 16-byte accesses if they are that wide.
+// Loads kCount contiguous elements and converts them, in 16-byte accesses if they fill one.
 template <int kCount, class T>
 __device__ __forceinline__ void load_converted(const T* source, Accum<T> (&out)[kCount]) {
   constexpr int kStep = kCount < kVecSize<T> ? kCount : kVecSize<T>;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_converted(T* destination, const Acc (&valu
 
 constexpr int kLineBytes = 128;
 
-// Elements of a row before its first multiple of `bytes`, a power of two.
+// How many elements of a row come before its first multiple of `bytes`, a power of two.
 template <class T>
 __device__ __forceinline__ int scalar_head(const T* row, int64_t classes, int bytes) {
   const int head = static_cast<int>(-reinterpret_cast<uintptr_t>(row) & (bytes - 1)) /
@@ -80,7 +80,7 @@ __device__ __forceinline__ int scalar_head(const T* row, int64_t classes, int by
 struct Label {
   int64_t value;
   bool ignored;
-  bool valid;  // a class; neither: bad
+  bool valid;  // a class; if neither is set, the label is bad
 };
 
 __device__ __forceinline__ int64_t load_label_value(const CrossEntropyProblem& p, int64_t row) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ int64_t load_label_value(const CrossEntropyProblem& p
              : static_cast<const int64_t*>(p.target)[row];
 }
 
-// The range is tested in 64 bits, and nothing is read through a bad label.
+// Tests the range in 64 bits. A bad label is never used as an address.
 __device__ __forceinline__ Label label_of(const CrossEntropyProblem& p, int64_t value) {
   const bool ignored = value == p.ignore_index;
   return {value, ignored, !ignored && value >= 0 && value < p.classes};
@@ -104,7 +104,7 @@ __device__ __forceinline__ Acc class_weight(const CrossEntropyProblem& p, int64_
   return p.weight == nullptr ? Acc(1) : static_cast<const Acc*>(p.weight)[c];
 }
 
-// A number whose type is T or Accum<T>, known at run time.
+// Loads a number whose type, T or Accum<T>, is known at run time.
 template <class T>
 __device__ __forceinline__ Accum<T> read_either(const void* data, DType type, int64_t i) {
   constexpr bool kLow = sizeof(T) == 2;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void write_either(void* data, DType type, int64_t i, 
 
 // ---- forward ----
 
-// Running sums of a part of a row, relative to its maximum so far (to 0 while that is -inf):
-// sum = sum exp(z - max); where q is not one-hot, linear = sum w q (z - max) and mass = sum w q.
+// Running sums of a part of a row, relative to its maximum so far (to 0 while that is -inf): sum =
+// sum exp(z - max). Unless q is one-hot: linear = sum w q (z - max) and mass = sum w q.
 template <class T, TargetKind kKind>
 struct RowSums {
   using Acc = Accum<T>;
@@ -139,12 +139,12 @@ struct RowSums {
 
   __device__ __forceinline__ void rebase(Acc new_max) {
     const Acc to = reference(new_max);
-    sum *= exp_for<T>(max - to);  // 0 from an empty part
+    sum *= exp_for<T>(max - to);  // 0 for an empty part
     if constexpr (kLinear) linear -= mass * (to - reference(max));
     max = new_max;
   }
 
-  // z[i] counts if present[i / kStep]; an absent z[i] is -inf. wq is unused for labels.
+  // z[i] counts if present[i / kStep]. An absent z[i] is -inf. Labels do not use wq.
   template <int kCount, int kStep>
   __device__ __forceinline__ void add(const Acc (&z)[kCount], const Acc (&wq)[kCount],
                                       const bool (&present)[kCount / kStep]) {
@@ -179,10 +179,10 @@ struct RowSums {
     mass += other.mass;
   }
 
-  // Every lane gets the sums of its warp, all lanes the same bits.
+  // Every lane gets the sums of its warp. All lanes get the same bits.
   __device__ __forceinline__ void merge_warp() { merge_lanes(kWarpSize); }
 
-  // The same among each `lanes` neighbours, a power of two. All lanes of the warp must call.
+  // The same for each group of `lanes` lanes, a power of two. All lanes of the warp must call.
   __device__ __forceinline__ void merge_lanes(int lanes) {
     rebase(greatest_of_lanes(max, lanes));
     add_lanes(lanes);
@@ -197,7 +197,7 @@ struct RowSums {
     return greatest;
   }
 
-  // What merge_lanes() does where all lanes have the same maximum.
+  // As merge_lanes(), if all lanes have the same maximum.
   __device__ __forceinline__ void add_lanes(int lanes) {
 #pragma unroll
     for (int offset = lanes / 2; offset > 0; offset /= 2) {
@@ -235,7 +235,7 @@ struct RowSums {
   }
 };
 
-// What a row adds to the reduced loss.
+// A row's contribution to the reduced loss.
 template <class Acc>
 struct LossShare {
   Acc loss = 0, weight = 0;
@@ -266,7 +266,7 @@ __device__ __forceinline__ LossShare<Accum<T>> finish_row(const CrossEntropyPara
     sums.mass = 0;
     if (!label.ignored) {
       report_error(p.error, row, label.value);
-      // The backward makes the gradient NaN from this.
+      // This makes the backward write NaN.
       share.loss = sums.max = quiet_nan(Acc());
     }
   }
@@ -282,7 +282,7 @@ __device__ __forceinline__ LossShare<Accum<T>> finish_row(const CrossEntropyPara
   return share;
 }
 
-// Writes the reduced loss and what a mean divides by. One thread.
+// Writes the reduced loss and the divisor of a mean. One thread.
 template <class T, class Sum>
 __device__ __forceinline__ void write_reduced(const CrossEntropyParams& p, Sum loss, Sum weight) {
   if (p.reduction == Reduction::kNone) {
@@ -295,7 +295,7 @@ __device__ __forceinline__ void write_reduced(const CrossEntropyParams& p, Sum l
   if (!p.counted) *total = static_cast<Accum<T>>(weight);
 }
 
-// Share `index` of `count`, summed up, to the partials, or to the end. One thread.
+// Writes the summed share `index` of `count` to the partials, or finishes the loss. One thread.
 template <class T>
 __device__ __forceinline__ void finish_share(const CrossEntropyParams& p,
                                              const LossShare<Accum<T>>& share, int64_t index,
@@ -309,8 +309,9 @@ __device__ __forceinline__ void finish_share(const CrossEntropyParams& p,
   }
 }
 
-// Last words of a forward block: its rows' shares, in a fixed order, to partial `index` of `count`
-// or to the end. Every thread of the block calls it; `shared` holds one number a warp.
+// The end of a forward block: adds its rows' shares in a fixed order, and writes partial `index` of
+// `count` or finishes the loss. Every thread of the block must call. `shared` holds one number per
+// warp.
 template <class T>
 __device__ __forceinline__ void finish_block(const CrossEntropyParams& p, LossShare<Accum<T>> share,
                                              Accum<T>* shared, int64_t index, int64_t count) {
@@ -322,17 +323,17 @@ __device__ __forceinline__ void finish_block(const CrossEntropyParams& p, LossSh
   if (threadIdx.x == 0) finish_share<T>(p, share, index, count);
 }
 
-// Adds `count` partials up: the second launch of a reduced forward.
+// Adds `count` partials: the second launch of a reduced forward.
 void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream);
 
-// The kernels of threads that stay; the forward without the reduction's launch.
+// The persistent kernels; the forward without the reduction's launch.
 void launch_cross_entropy_fwd_persistent(const CrossEntropyParams& p,
                                          const CrossEntropyConfig& config, cudaStream_t stream);
 
 void launch_cross_entropy_bwd_persistent(const CrossEntropyBackwardParams& p,
                                          const CrossEntropyConfig& config, cudaStream_t stream);
 
-// The kernels where classes lie apart.
+// The kernels for strided classes.
 void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyConfig& config,
                                      cudaStream_t stream);
 void launch_cross_entropy_bwd_pixels(const CrossEntropyBackwardParams& p,
@@ -340,20 +341,20 @@ void launch_cross_entropy_bwd_pixels(const CrossEntropyBackwardParams& p,
 
 // ---- backward ----
 
-// A row's gradient: grad_input = g (M p - w q) and grad_target = -g (1 - s) w log p, with
-// p = exp(z - max) / sum and M = W + 2 z_loss lse. The difference comes first: it is exactly 0
-// where it should be.
+// A row's gradient: grad_input = g (M p - w q) and grad_target = -g (1 - s) w log p, with p = exp(z
+// - max) / sum and M = W + 2 z_loss lse. The difference comes first, so that it is exactly 0 where
+// it should be.
 template <class T, TargetKind kKind>
 struct RowGradient {
   using Acc = Accum<T>;
   Acc max, sum;
-  Acc grad;         // g; 0 of an ignored row
+  Acc grad;         // g; 0 for an ignored row
   Acc mass;         // M
   Acc mass_by_sum;  // M / sum
   int64_t label = -1;
-  bool zero = false;  // all of it is 0, whatever the logits are: they need not be read
+  bool zero = false;  // the whole row is 0 for any logits: they need not be read
 
-  // From what a forward left behind.
+  // From the numbers that a forward saved.
   template <class Params>
   __device__ __forceinline__ RowGradient(const Params& p, int64_t row) {
     const Acc* stats = static_cast<const Acc*>(p.stats);
@@ -369,7 +370,7 @@ struct RowGradient {
     set(p, target, stats[row], stats[p.rows + row], saved_mass, g);
   }
 
-  // `row_mass` is W where q is not one-hot.
+  // `row_mass` is W, unless q is one-hot.
   __device__ __forceinline__ RowGradient(const CrossEntropyProblem& p, const Label& target,
                                          Acc row_max, Acc row_sum, Acc row_mass, Acc g) {
     set(p, target, row_max, row_sum, row_mass, g);
@@ -389,7 +390,7 @@ struct RowGradient {
         mass = kKind == TargetKind::kLabels ? class_weight<Acc>(p, label) : row_mass;
       } else if (target.ignored) {
         grad = 0;
-        // NaN and infinities of an ignored row come through, as in native's 0 * NaN.
+        // NaN and infinities of an ignored row propagate, as in native's 0 * NaN.
         zero = max - max == 0 && sum - sum == 0;
         if (zero) max = 0;
       } else {
@@ -402,7 +403,7 @@ struct RowGradient {
     mass_by_sum = mass / sum;
   }
 
-  // That of lane `from` of each `lanes` neighbours. All lanes of the warp must call.
+  // The gradient of lane `from` in each group of `lanes` lanes. All lanes of the warp must call.
   __device__ __forceinline__ RowGradient of_lane(int from, int lanes) const {
     RowGradient other = *this;
     other.max = __shfl_sync(kFullMask, max, from, lanes);
@@ -418,7 +419,7 @@ struct RowGradient {
   __device__ __forceinline__ Acc operator()(Acc distance, Acc wq) const {
     return grad * (mass_by_sum * exp_for<T>(distance) - wq);
   }
-  // The same where q is one-hot and hits another class: one factor of all of them.
+  // The same for a one-hot q of another class: all of them have one factor.
   __device__ __forceinline__ Acc of_no_label(Acc distance) const {
     return grad * mass_by_sum * exp_for<T>(distance);
   }
@@ -429,7 +430,7 @@ struct RowGradient {
   }
 };
 
-// w q of class c, but for the label's own share; `target` is the probability.
+// w q of class c, without the label's own share. `target` is the probability.
 template <TargetKind kKind, class Acc>
 __device__ __forceinline__ Acc weighted_target(const CrossEntropyProblem& p,
                                                const Smoothing<Acc>& smoothing, int64_t c,
@@ -487,7 +488,7 @@ __device__ __forceinline__ void write_gradients(const CrossEntropyProblem& p,
   }
 }
 
-// Calls f<T, Q, kKind>() for the problem's types; Q is the type of probabilities.
+// Calls f<T, Q, kKind>() for the problem's types. Q is the type of probabilities.
 template <class F>
 void for_cross_entropy(const CrossEntropyProblem& p, F&& f) {
   for_dtype(p.dtype, [&]<class T>() { for_target<T, Accum<T>>(p, f); });

@@ -1,5 +1,5 @@
-// Backward where a row's classes lie side by side: one read and one write of 16 bytes at a time,
-// with the softmax rebuilt from the saved max and sum. Ignored rows are written, not read.
+// Backward for contiguous classes: one 16-byte read and one write at a time, with the softmax
+// rebuilt from the saved max and sum. Ignored rows are written, not read.
 #include "host/launch.h"
 #include "ops/cross_entropy/cuda/alignment.h"
 #include "ops/cross_entropy/cuda/row_math.cuh"
@@ -7,10 +7,10 @@
 namespace warpwright {
 namespace {
 
-// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride.
-// Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
-// kVec > 1: a scalar head up to the row's first 16-byte boundary (the same in every operand),
-// vectors, a scalar tail. Of long rows up to the gradient's first whole line: a warp's stores then
+// Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride. Grid:
+// `lanes` threads share a row, blockDim / lanes rows per block, strided over the rows. kVec > 1: a
+// scalar head up to the row's first 16-byte boundary (the same in every operand), vectors, a scalar
+// tail. In long rows the head reaches to the gradient's first whole line, so that a warp's stores
 // fill whole lines.
 template <class T, class Q, TargetKind kKind, int kVec>
 __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T>)
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
         if (at < vectors && wanted) loaded[u] = load_vec<kVec>(z + head + at * kVec);
       }
     };
-    // Short rows are on their way before it is known whether they are needed.
+    // Short rows are loaded before it is known whether they are needed.
     const bool early = lanes <= kWarpSize;
     fetch(lane, early);
     const RowGradient<T, kKind> gradient(p, row);

@@ -1,6 +1,6 @@
-// Forward where a row's classes lie side by side: one read of the logits with an online maximum
-// and sum, kUnroll 16-byte loads in flight a thread. Reduced losses take a second, tiny launch
-// unless one block does it all; no atomics, so the order of every sum is fixed.
+// Forward for contiguous classes: one read of the logits with an online maximum and sum, kUnroll
+// 16-byte loads in flight per thread. Reduced losses take a second, small launch unless one block
+// does everything. No atomics, so the order of every sum is fixed.
 #include "device/dependent_launch.cuh"
 #include "host/launch_cluster.h"
 #include "host/sm90.h"
@@ -14,9 +14,9 @@ namespace {
 constexpr int kReduceThreads = 1024;
 constexpr int kMaxCluster = 8;
 
-// Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r).
-// Grid: `lanes` threads share a row, blockDim / lanes rows a block, rows beyond the grid in steps.
-// kVec > 1: a scalar head up to the first 16-byte boundary of the row, vectors, a scalar tail.
+// Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r). Grid:
+// `lanes` threads share a row, blockDim / lanes rows per block, strided over the rows. kVec > 1: a
+// scalar head up to the first 16-byte boundary of the row, vectors, a scalar tail.
 template <class T, class Q, TargetKind kKind, int kVec>
 __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T>)
     cross_entropy_fwd_rows_kernel(const CrossEntropyParams p, const Smoothing<Accum<T>> smoothing,
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     const bool active = row < p.rows;
     const T* z = static_cast<const T*>(p.input) + (active ? row_offset(p.layout, row) : 0);
     const Q* q = nullptr;
-    // Early: a load on which another depends; the row's own come between the two.
+    // Issued early: another load depends on it. The row's own loads come between the two.
     int64_t label_value = 0;
     if constexpr (kKind == TargetKind::kProbabilities) {
       q = static_cast<const Q*>(p.target) + (active ? row_offset(p.target_layout, row) : 0);
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       }
     }
     for (int64_t v = lane; v < vectors; v += step) {
-      fetch(v + step, next);  // on its way while this part is summed
+      fetch(v + step, next);  // in flight while this part is summed
       Acc value[kCount], wq[kCount];
       bool present[kUnroll];
 #pragma unroll
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   finish_block<T>(p, total, shared_share, blockIdx.x, gridDim.x);
 }
 
-// Layout: partials (num_partials, 2). Grid: one block, which starts while those that leave the
-// partials end. Sums in double, which costs nothing here.
+// Layout: partials (num_partials, 2). Grid: one block, which starts while the blocks that write the
+// partials end. Sums in double, at no cost here.
 template <class T>
 __global__ void __launch_bounds__(kReduceThreads)
     cross_entropy_reduce_kernel(const CrossEntropyParams p, int64_t num_partials) {
@@ -168,7 +168,7 @@ void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cud
 CrossEntropyConfig cross_entropy_fwd_config(const CrossEntropyParams& p) {
   CrossEntropyConfig config =
       choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), current_device_info());
-  // Long rows had better be spread over the GPU.
+  // Long rows are spread over the GPU.
   config.cluster = config.kernel == CrossEntropyConfig::Kernel::kRows &&
                    config.lanes <= kWarpSize && p.reduction != Reduction::kNone &&
                    config.blocks > 1 && config.blocks <= kMaxCluster && sm90_path_available();

@@ -1,5 +1,5 @@
-// Hessian times (v, u), for the double backward and forward-mode AD. Rarely the bottleneck: two
-// scalar passes over a row.
+// Product of the Hessian with (v, u), for the double backward and forward-mode AD. Rarely the
+// bottleneck: two scalar passes over a row.
 //   grad_grad_output = <v, M p - w q> - (1 - s) <u, w log p>      (times the mean's 1 / n)
 //   grad_input  = g (p (M (v - <p, v>) + 2 z_loss <p, v>) - (1 - s) (w u - p <w, u>))
 //   grad_target = g (1 - s) w (<p, v> - v)
@@ -11,8 +11,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Layout: every (rows, classes) array by p.layout. Grid: `lanes` threads (32, or 1 where rows lie
-// side by side) share a row; kThreads / lanes rows a block, the last ones maybe past the end.
+// Layout: every (rows, classes) array by p.layout. Grid: `lanes` threads (32, or 1 for contiguous
+// rows) share a row; kThreads / lanes rows per block. The last block may reach past the end.
 template <class T, class Q, TargetKind kKind>
 __global__ void __launch_bounds__(kThreads, 1)
     cross_entropy_double_bwd_kernel(const CrossEntropyDoubleBackwardParams p,
