@@ -1,14 +1,14 @@
 // batch_norm: y = (x - mean) * rstd * weight + bias per channel, rstd = 1 / sqrt(var + eps)
-// (PyTorch's "invstd"). Training takes mean and var over all but the channel dimension and moves
-// the running statistics; evaluation takes them from the running statistics.
-// Memory-bound. Planes of a channel that fit in a block's shared memory: one launch that reads them
-// once. Rows of which the SMs together can keep a good part: one launch that reads the rest again,
-// behind a barrier of the grid. Else two launches each way: the first reads everything and leaves
-// one partial result a channel and split in the workspace, the second merges the partials of its
-// channels (no third launch, no counters to zero) and walks the data again from the end, where L2
-// still holds it.
-// Bytes (E = bytes of x): on chip 2E forward and 3E backward; else forward 3E training, 2E
-// evaluation; backward 5E, or 2E evaluation with dx alone.
+// (PyTorch's "invstd"). Training computes mean and var over all but the channel dimension and
+// updates the running statistics. Evaluation uses the running statistics.
+// Memory-bound. If a block's shared memory holds the planes of a channel: one launch that reads
+// them once. Rows, if the SMs' shared memory holds a good part of x: one cooperative launch that
+// reads the rest again after a grid barrier. Else two launches each way. The first reads everything
+// and writes one partial result per channel and split to the workspace. The second merges the
+// partials of its channels and walks the data again from the end, which L2 still holds. No third
+// launch, no counters to zero.
+// Bytes (E = bytes of x): on chip 2E forward and 3E backward. Else forward 3E in training and 2E in
+// evaluation; backward 5E, or 2E in evaluation if only dx is wanted.
 //
 // Layouts: rows (batch * spatial, channels), channels innermost; or planes (batch, channels,
 // spatial).
@@ -27,15 +27,15 @@
 
 namespace warpwright {
 
-// A vector of one value a channel in its own type; null data: absent.
+// A vector with one value per channel, in its own type. Null data: absent.
 struct ChannelVector {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   int64_t stride = 1;  // elements
 };
 
-// What a kernel that normalises, or takes the input gradient, on its own way gets of a channel:
-// y = (x - mean) * scale + bias; dx = dy * scale + ((x - mean) * slope + offset).
+// The coefficients of a channel, for a kernel that normalises or computes the input gradient
+// itself: y = (x - mean) * scale + bias; dx = dy * scale + ((x - mean) * slope + offset).
 constexpr int kForwardCoefficients = 3;   // mean, scale, bias
 constexpr int kBackwardCoefficients = 4;  // mean, scale, slope, offset
 
@@ -43,16 +43,16 @@ struct BatchNormExtents {
   int64_t batch, channels, spatial;
   bool rows;  // (batch * spatial, channels); else (batch, channels, spatial)
 
-  constexpr int64_t count() const { return batch * spatial; }  // values a channel
+  constexpr int64_t count() const { return batch * spatial; }  // values per channel
 };
 
-// With `relu` the output is relu(y + residual). The backward takes the output's sign from `mask`,
-// or, without a residual, computes it anew: the activation is never kept.
+// With `relu` the output is relu(y + residual). The backward reads the output's sign from `mask`,
+// or recomputes it if there is no residual. The activation is never stored.
 struct BatchNormParams {
   DType dtype;
   BatchNormExtents extents;
   const void* input;
-  void* output;  // null: statistics and coefficients alone
+  void* output;  // null: only statistics and coefficients
   bool relu;
   const void* residual;  // with relu only; null: none
   void* mask;            // with a residual: batch_norm_mask_bytes()
@@ -73,7 +73,7 @@ struct BatchNormBackwardParams {
   const void* input;
   bool relu;
   const void* mask;    // with relu; null: the sign of the output is recomputed
-  ChannelVector bias;  // for that
+  ChannelVector bias;  // needed to recompute it
   ChannelVector weight;
   const void* mean;  // (channels), float, or double for a double input
   const void* rstd;  // (channels), the same
@@ -81,7 +81,7 @@ struct BatchNormBackwardParams {
   void* grad_input;     // null: not wanted
   void* grad_residual;  // grad_output where the output is positive; null: not wanted
   ChannelVector grad_weight, grad_bias;
-  int64_t count = 0;             // values behind each statistic; 0: extents.count()
+  int64_t count = 0;             // values per statistic; 0: extents.count()
   void* coefficients = nullptr;  // (kBackwardCoefficients, channels), as mean; null: not wanted
   void* workspace;
 
@@ -93,48 +93,50 @@ struct BatchNormBackwardParams {
 };
 
 struct BatchNormConfig {
-  int vec;         // elements an access
-  bool ragged;     // planes: they start and end inside vectors
-  bool on_chip;    // planes: a block holds a channel
+  int vec;         // elements per access
+  bool ragged;     // planes: whether they start and end inside vectors
+  bool on_chip;    // planes: one block holds a channel
   int held;        // rows: vectors of each operand that a thread keeps on chip; 0: two launches
-  int lanes;       // rows: threads side by side along the channels
+  int lanes;       // rows: adjacent threads along the channels
   int64_t tiles;   // rows: groups of lanes * vec channels; planes: channels
-  int64_t splits;  // shares of each channel's values, one block each
+  int64_t splits;  // parts of each channel's values, one block each
   const char* reason;
 };
 
 constexpr int kRowsThreads = 512;
-// 256 bytes of a row, two lines of the cache: each block of the second pass merges splits * lanes
+// 256 bytes of a row, two cache lines. Each block of the second pass merges splits * lanes
 // partials, a product that falls with the square of the lanes.
 constexpr int kRowsMaxLanes = 16;
-// On chip: the vectors of each operand under way of the rows that no place is left for.
+// On chip: vectors of each operand in flight, for rows that do not fit.
 constexpr int rows_ring(int operands) { return operands == 1 ? 4 : 3; }
-// On chip, beside the vectors: the merges' scratch, in double for the backward and its two
-// operands, and the coefficients of a tile.
+// On chip, besides the vectors: scratch of the merges (for the backward in double, and for two
+// operands) and a tile's coefficients.
 constexpr int64_t rows_scratch_bytes(int operands) {
   return (2 * 8 + 1) * kRowsThreads / 2 * 4 * operands + 4096;
 }
-// On chip, of a thread and step: a vector of each operand, and with two perhaps a word of the mask.
+// On chip, per thread and step: a vector of each operand, and with two operands possibly a word of
+// the mask.
 constexpr int64_t rows_step_bytes(int operands) { return operands == 1 ? 16 : 2 * 16 + 4; }
 constexpr int kPlanesThreads = 256;
-// First pass over planes: what 64 registers hold, of double 80. Four vectors a thread and block are
-// 64 KB under way an SM.
+// First pass over planes: as many as 64 registers hold (80 for double). Four vectors per thread and
+// block are 64 KB in flight per SM.
 constexpr int planes_blocks_per_sm(int64_t element_bytes) { return element_bytes == 8 ? 3 : 4; }
-constexpr int kRowsUnroll = 8;  // vectors a thread has in flight, over all operands
+constexpr int kRowsUnroll = 8;  // vectors in flight per thread, over all operands
 constexpr int kPlanesUnroll = 4;
 constexpr int kOnChipMaxThreads = 512;
-// The merge's, and a channel's values.
+// The merge's bytes, and a channel's values.
 constexpr int64_t kOnChipScratchBytes = kOnChipMaxThreads / 32 * 32 + 96;
 
-// Vectors that a plane takes up at most, wherever in its first vector it starts.
+// The most vectors that a plane can touch, at any offset in its first vector.
 template <class Int>
 constexpr Int batch_norm_plane_vectors(const Int& spatial, int vec) {
   return spatial % vec == 0 ? spatial / vec : (spatial + 2 * vec - 2) / vec;
 }
 
-// The mask has a bit an element and a byte a vector of `vec` elements. Rows: in memory order, a
-// byte an element where a vector would straddle two rows. Planes: batch_norm_plane_vectors() bytes
-// each, bit j for element j of a vector that starts at a multiple of `vec` elements of the tensor.
+// The mask has one bit per element and one byte per vector of `vec` elements. Rows: in memory
+// order; one byte per element if a vector could straddle two rows. Planes:
+// batch_norm_plane_vectors() bytes each, bit j for element j of a vector that starts at a multiple
+// of `vec` elements of the tensor.
 template <class Int>
 Int batch_norm_mask_bytes(const Int& batch, const Int& channels, const Int& spatial, bool rows,
                           int vec) {
@@ -142,9 +144,9 @@ Int batch_norm_mask_bytes(const Int& batch, const Int& channels, const Int& spat
   return channels % vec == 0 ? batch * spatial * (channels / vec) : batch * spatial * channels;
 }
 
-// Holding a channel saves a read of the operands, but channels are all that the SMs can share: the
-// fullest SM must not move more than its share of the two passes. For a short channel the launch
-// saved decides.
+// Holding a channel saves one read of the operands, but then channels are the only unit of work for
+// the SMs. The fullest SM must not move more than its share of two passes. For a short channel the
+// saved launch decides.
 inline bool batch_norm_fits_on_chip(const BatchNormExtents& e, int vec, int operands,
                                     const DeviceInfo& device) {
   const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, vec);
@@ -154,11 +156,11 @@ inline bool batch_norm_fits_on_chip(const BatchNormExtents& e, int vec, int oper
   return 2 * rounds * device.num_sms <= 3 * e.channels || vectors * 16 <= 65536;
 }
 
-// Rows: how the channels and the rows are shared out to the SMs.
+// Rows: how channels and rows are divided among the SMs.
 inline void share_rows(BatchNormConfig& config, const BatchNormExtents& e, int most_lanes,
                        const DeviceInfo& device) {
   const int64_t vectors = e.channels / config.vec;
-  // The widest group of threads whose idle part is at most a third of the channels.
+  // The widest group of threads that leaves at most a third of its lanes idle.
   config.lanes = 1;
   for (int lanes = most_lanes; lanes >= 1; lanes /= 2) {
     const int64_t idle = ceil_div(vectors, lanes) * lanes - vectors;
@@ -174,10 +176,10 @@ inline void share_rows(BatchNormConfig& config, const BatchNormExtents& e, int m
   config.splits = std::max<int64_t>(1, std::min(wanted, worth));
 }
 
-// Rows: one launch in place of two where what the SMs can keep is at least a fifth of what they
-// read. The rest is read twice, as with two launches, but the latest of it comes from L2.
-// A block merges the partials of all splits of its tile behind the barrier, where nothing else is
-// under way: tiles that are narrow enough to leave it some eight a thread.
+// Rows: one launch in place of two, if the SMs can keep at least a fifth of what they read. The
+// rest is read twice, as with two launches, but its latest part comes from L2. After the barrier a
+// block merges the partials of all splits of its tile, with nothing else in flight. Tiles are
+// therefore narrow enough for about eight partials per thread.
 inline bool batch_norm_hold_rows(BatchNormConfig& config, const BatchNormExtents& e, int operands,
                                  const DeviceInfo& device) {
   BatchNormConfig on_chip = config;
@@ -200,9 +202,9 @@ inline bool batch_norm_hold_rows(BatchNormConfig& config, const BatchNormExtents
   return true;
 }
 
-// `addresses`: bitwise or of the element pointers of the call, as integers. `operands`: tensors
-// that a block would have to hold to read them once (1 the training forward, 2 its backward), 0: no
-// need.
+// `addresses`: bitwise or of the element pointers of the call, as integers. `operands`: how many
+// tensors a block would have to hold to read them once (training forward 1, its backward 2); 0:
+// none.
 inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uintptr_t addresses,
                                      const DeviceInfo& device, int operands) {
   const int wide = static_cast<int>(16 / dtype_size(dtype));
@@ -216,7 +218,7 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
     config.lanes = 1;
     config.tiles = e.channels;
     const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, config.vec);
-    // One wave of blocks for few channels; for many, four waves of which the last is nearly full.
+    // Few channels: one wave of blocks. Many: four waves, the last one nearly full.
     const int64_t wave = planes_blocks_per_sm(dtype_size(dtype)) * device.num_sms;
     const int64_t channels = std::max<int64_t>(e.channels, 1);
     const int64_t wanted = 4 * channels <= wave ? wave / channels : 4 * wave / channels;
@@ -240,7 +242,7 @@ inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uin
   return config;
 }
 
-// Two accumulators a channel and split.
+// Two accumulators per channel and split.
 inline int64_t batch_norm_workspace_bytes(const BatchNormConfig& config, int64_t channels,
                                           DType dtype) {
   if (config.on_chip) return 0;

@@ -1,14 +1,14 @@
-// batch_norm_relu_max_pool2d: max_pool2d(relu(batch_norm(x))), of which only the pooled tensor is
-// written. Batch norm's own kernels take the statistics (its forward without an output) and leave a
-// table of coefficients; the pool's kernels make a value of each tap as they compare it.
-// What the backward gets of a window is its code and the element of x that won (`winners`): the
-// sums over dy and dy * (x - mean) are then batch norm's over grad_output and winners, a quarter of
-// x where windows do not overlap, in place of a pass over x. Where no tap was positive the window
-// keeps one of its own elements: normalised it is not positive either, so that batch norm's gate
-// stops that gradient. Then one pass gathers dy from grad_output and codes and writes dx.
-// Bytes (E = x, O = output, C = codes): forward 2E + 2O + C training, E + O evaluation without
-// gradients; backward 2O, then O + C + 2E. The chain of native ops: 6E + O and 9E + O, with
-// indices of 8 bytes an output beside them.
+// batch_norm_relu_max_pool2d: max_pool2d(relu(batch_norm(x))), which writes only the pooled tensor.
+// Batch norm's kernels compute the statistics (a forward without an output) and write a table of
+// coefficients. The pool's kernels normalise each tap as they compare it.
+// For the backward each window keeps its code and the element of x that won (`winners`). The sums
+// over dy and dy * (x - mean) are then batch norm's sums over grad_output and winners, in place of
+// a pass over x: a quarter of x if windows do not overlap. A window without a positive tap keeps
+// one of its own elements. Normalised it is not positive either, so batch norm's gate stops that
+// gradient. One more pass gathers dy from grad_output and codes and writes dx.
+// Bytes (E = x, O = output, C = codes): forward 2E + 2O + C in training, E + O in evaluation
+// without gradients; backward 2O, then O + C + 2E. The chain of native ops: 6E + O and 9E + O, plus
+// indices of 8 bytes per output.
 #pragma once
 
 #include "ops/batch_norm/batch_norm.h"
@@ -16,10 +16,10 @@
 
 namespace warpwright {
 
-// A channel of the pool's geometry is one of batch norm's, or, where an image is a plane (one
-// channel), image % channels is.
+// A channel of the pool's geometry is one of batch norm's. If an image is a plane (one channel), it
+// is image % channels.
 struct PoolCoefficients {
-  const void* table;  // as batch norm's params have it
+  const void* table;  // as in batch norm's params
   int64_t channels;
 };
 

@@ -1,5 +1,4 @@
-// Backward: the pool's kernels, whose sums become batch norm's input gradient before they are
-// stored.
+// Backward: the pool's kernels, whose sums become batch norm's input gradient before the store.
 #include "ops/batch_norm_relu_max_pool2d/batch_norm_relu_max_pool2d_channels.cuh"
 #include "ops/max_pool2d/cuda/backward.cuh"
 
@@ -11,7 +10,7 @@ struct NormalizedFinish {
   static constexpr bool kReads = kTraining, kIsSum = false;
   using A = Accum<T>;
   struct Channels {
-    Vec<A, V> mean, scale, slope, offset;  // in evaluation scale alone
+    Vec<A, V> mean, scale, slope, offset;  // in evaluation only scale
   };
   ChannelTable<A> table;
   const T* input;

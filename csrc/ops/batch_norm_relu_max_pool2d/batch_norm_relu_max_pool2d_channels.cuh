@@ -1,4 +1,4 @@
-// Which channel of batch norm an item of the pool belongs to, and its coefficients.
+// The channel of batch norm that an item of the pool belongs to, and its coefficients.
 #pragma once
 
 #include "ops/batch_norm_relu_max_pool2d/batch_norm_relu_max_pool2d.h"
@@ -19,7 +19,7 @@ struct ChannelTable {
         channels(c.channels),
         planes(g.channels != c.channels),
         per_image(c.channels) {
-    // Planes of a launch are fewer than 2^30: their number plus first_of_launch stays in 31 bits.
+    // A launch has fewer than 2^30 planes: their number plus first_of_launch fits 31 bits.
     if (channels >= (int64_t{1} << 30)) {
       throw std::runtime_error("batch_norm_relu_max_pool2d: input: more than 2^30 channels");
     }

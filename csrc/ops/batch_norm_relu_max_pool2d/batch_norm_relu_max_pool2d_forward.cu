@@ -1,5 +1,5 @@
 // Forward: the pool's kernels on taps that are normalised and rounded as batch norm's output would
-// be, so that the winners are those of the chain of single ops.
+// be, so that the same taps win as with single ops.
 #include "ops/batch_norm/cuda/sums.cuh"
 #include "ops/batch_norm_relu_max_pool2d/batch_norm_relu_max_pool2d_channels.cuh"
 #include "ops/max_pool2d/cuda/forward.cuh"

@@ -1,20 +1,20 @@
-// Second half of both passes: what it needs of a channel, what it does to an element, and the
-// launches, for both layouts.
+// Second half of both passes, for both layouts: the coefficients of a channel, their use on an
+// element, and the launches.
 #pragma once
 
 #include "ops/batch_norm/cuda/sums.cuh"
 
 namespace warpwright {
 
-// What the second pass computes with: forward (x - shift) * scale + offset, backward
-// dout * scale + ((x - mean) * slope + offset), which keeps its digits when the mean is far from 0;
-// bias with Gate::kSign, whose scale and mean are the same.
+// Coefficients of the second pass. Forward: (x - shift) * scale + offset. Backward: dout * scale +
+// ((x - mean) * slope + offset), which keeps its digits if the mean is far from 0. Gate::kSign also
+// needs bias; its scale and mean are the same.
 template <class A>
 struct Coefficients {
   A scale, offset, shift_or_slope, mean, bias;
 };
 
-// `values` of a channel into a table of so many rows of channels; null: not wanted.
+// Writes a channel's `values` to a table with one row of channels per value. Null: not wanted.
 template <class A, class... Values>
 __device__ __forceinline__ void write_coefficients(void* table, int64_t channels, int64_t channel,
                                                    Values... values) {
@@ -23,15 +23,15 @@ __device__ __forceinline__ void write_coefficients(void* table, int64_t channels
   ((*to = values, to += channels), ...);
 }
 
-// What the second pass reads of a channel beside its sums: asked for before these are merged, so
-// that the latencies overlap.
+// Values of a channel that the second pass loads besides its sums. They are loaded before the sums
+// are merged, so that the latencies overlap.
 template <class A>
 struct ChannelInputs {
-  A weight, bias, mean, deviation;  // forward: running mean and variance, backward: mean and rstd
+  A weight, bias, mean, deviation;  // forward: running mean and variance; backward: mean and rstd
 };
 
-// The channel's statistics become coefficients; `leader` (one block a channel) also writes them
-// out.
+// Turns the channel's statistics into coefficients. The `leader` (one block per channel) also
+// writes them to memory.
 struct ForwardCoefficients {
   BatchNormParams p;
 
@@ -62,7 +62,7 @@ struct ForwardCoefficients {
         write_channel(p.running_var, channel, (1 - momentum) * in.deviation + momentum * unbiased);
       }
     }
-    // Once a channel: in double, or three roundings would go into every gradient.
+    // In double, once per channel. In float, three roundings would enter every gradient.
     const A rstd = static_cast<A>(1.0 / sqrt(static_cast<double>(variance) + p.eps));
     if (leader) {
       static_cast<A*>(p.mean)[channel] = mean;
@@ -111,16 +111,16 @@ struct BackwardCoefficients {
 
 template <class T>
 struct BatchNormOutputs {
-  T* data;        // null: not wanted
-  T* gated;       // backward: dout behind the relu, the residual's gradient; null: not wanted
-  uint8_t* mask;  // forward with a residual: where the output is positive or NaN
+  T* data;   // null: not wanted
+  T* gated;  // backward: dout after the gate, which is the residual's gradient; null: not wanted
+  uint8_t* mask;  // forward with a residual: set if the output is positive or NaN
 
   __host__ __device__ __forceinline__ bool none() const {
     return data == nullptr && gated == nullptr;
   }
 };
 
-// What becomes of a vector.
+// The function that is applied to a vector.
 template <class T, int V>
 struct ResultsOf {
   Vec<T, V> data, gated;
@@ -134,7 +134,7 @@ struct ForwardOf {
   static constexpr int kInputs = kAdd ? 2 : 1;  // x, residual
   static constexpr Gate kGate = Gate::kOpen;
   static constexpr bool kWritesMask = kAdd && kRelu, kWritesGated = false;
-  static constexpr bool kNeedsMean = false;  // beside the shift
+  static constexpr bool kNeedsMean = false;  // besides the shift
 
   static __device__ __forceinline__ void apply(const Coefficients<A>& c,
                                                const VectorsOf<T, V, kInputs>& v, int j,
@@ -142,7 +142,7 @@ struct ForwardOf {
     A y = normalized(convert<A>(v.in[0][j]), c.shift_or_slope, c.scale, c.offset);
     if constexpr (kAdd) y += convert<A>(v.in[1][j]);
     if constexpr (kWritesMask) result.bits |= uint32_t{passes_relu<T>(y)} << j;
-    if constexpr (kRelu) y = y < 0 ? A(0) : y;  // NaN stays
+    if constexpr (kRelu) y = y < 0 ? A(0) : y;  // NaN remains
     result.data[j] = convert<T>(y);
   }
 };
@@ -182,7 +182,7 @@ void for_batch_norm(DType dtype, const BatchNormConfig& config, F&& f) {
   });
 }
 
-// Calls f<Apply>() for the forward's forms.
+// Calls f<Apply>() for the forward's variants.
 template <class T, int V, bool kRelu, class F>
 void for_forward(const BatchNormParams& p, F&& f) {
   if constexpr (kRelu) {
@@ -191,7 +191,7 @@ void for_forward(const BatchNormParams& p, F&& f) {
   f.template operator()<ForwardOf<T, V, false, kRelu>>();
 }
 
-// Calls f<kGate>() for the backward's forms.
+// Calls f<kGate>() for the backward's variants.
 template <bool kRelu, class F>
 void for_gate(const BatchNormBackwardParams& p, F&& f) {
   if constexpr (!kRelu) {
@@ -225,7 +225,7 @@ typename Sums::Setup setup_of(const BatchNormBackwardParams& p) {
           p.bias};
 }
 
-// Without an output the second pass only merges, and writes what is known of a channel.
+// Without an output the second pass only merges, and writes statistics and coefficients.
 template <class Layout, class T, int V, class Merge, class Apply, class CoefficientsOf>
 void launch_second_pass(const BatchNormConfig& config, const BatchNormInputs<T, Apply::kInputs>& in,
                         const BatchNormOutputs<T>& out, const typename Layout::Shape& shape,
@@ -291,7 +291,8 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& 
 
 template <bool kRelu, class Params>
 void launch_rows(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
-// False, and nothing is launched, where the config's kernel can't run: two passes can.
+// Returns false and launches nothing if the kernel of the config cannot run. The caller then runs
+// two passes.
 template <bool kRelu, class Params>
 bool launch_rows_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
 template <bool kRelu, class Params>

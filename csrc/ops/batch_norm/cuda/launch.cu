@@ -1,4 +1,4 @@
-// Which kernels a batch norm call takes.
+// Selects the kernels of a batch norm call.
 #include "ops/batch_norm/cuda/apply.cuh"
 
 namespace warpwright {

@@ -1,6 +1,6 @@
-// Where the values of one channel lie when the channels are outside the spatial dimensions, in
-// 16-byte pieces whatever the size of a plane: a ragged plane starts and ends inside vectors that
-// it shares with its neighbours; they are read whole and counted and stored in part.
+// Where the values of one channel are in memory if channels are outside the spatial dimensions. In
+// 16-byte vectors for any plane size: a ragged plane starts and ends inside vectors that it shares
+// with its neighbours. These are read whole, and counted and stored in part.
 #pragma once
 
 #include "device/access.cuh"
@@ -9,8 +9,8 @@
 
 namespace warpwright {
 
-// A vector at `offset`, of which some elements are the channel's; byte `mask` of a relu's mask is
-// theirs.
+// A vector at `offset`, some of whose elements belong to the channel, and its byte `mask` of a
+// relu's mask.
 template <int V, bool kRagged>
 struct Piece : WholeVector {
   int64_t offset, mask;
@@ -22,7 +22,7 @@ struct Piece : WholeVector {
 template <int V>
 struct Piece<V, true> {
   int64_t offset, mask;
-  uint32_t elements;  // bit j: element j is the channel's
+  uint32_t elements;  // bit j: element j belongs to the channel
 
   __device__ __forceinline__ bool empty() const { return elements == 0; }
   __device__ __forceinline__ bool whole() const { return elements == (1u << V) - 1; }
@@ -31,21 +31,21 @@ struct Piece<V, true> {
   __device__ __forceinline__ bool has(int j) const { return (elements >> j & 1) != 0; }
 };
 
-// The vectors of a channel, counted over all planes (n, channel, :) in order, `vectors_per_plane`
-// each; in ragged planes the last one may be empty.
+// The vectors of a channel, numbered over all planes (n, channel, :) in order, `vectors_per_plane`
+// each. In ragged planes the last one may be empty.
 struct PlanesShape {
   int64_t batch, channels, spatial, elements;  // elements: of the whole tensor
-  int64_t vectors;                             // a channel
+  int64_t vectors;                             // per channel
   int64_t vectors_per_plane;
-  int64_t image;                    // elements of one
+  int64_t image;                    // elements per image
   int64_t whole;                    // vectors that a plane's elements would fill,
-  int tail;                         // and the elements behind them
+  int tail;                         // and the remaining elements
   int64_t step_planes, step_slots;  // a step of kPlanesThreads vectors
   int64_t splits, vectors_per_split;
-  // The second pass's blocks: whole planes of one channel from a group of neighbouring images, or
-  // a part of a plane that is too large for one.
+  // The second pass's blocks: whole planes of one channel from a group of consecutive images, or a
+  // part of a plane that is too large for one block.
   int64_t images_per_group, vectors_per_group, vectors_per_part;
-  uint32_t parts;       // of a plane
+  uint32_t parts;       // per plane
   FastDivmod plane_of;  // used while `vectors` is below 2^31
   bool small;
 
@@ -83,7 +83,7 @@ struct PlanesShape {
     return small ? plane_of.quotient(static_cast<int>(vector)) : vector / vectors_per_plane;
   }
 
-  // Where a vector is: plane n, `slot` of that plane's.
+  // The place of a vector: plane n, and `slot` within the plane.
   struct Place {
     int64_t n, slot;
   };
@@ -133,7 +133,7 @@ struct PlanesShape {
   }
 };
 
-// The last vector of a tensor may end behind it; no byte there is read.
+// The last vector of a tensor may reach past its end. No byte there is read.
 template <bool kLastUse, int V, bool kRagged, class T>
 __device__ __forceinline__ LoadedVec<T, V> load_piece(const T* data, const Piece<V, kRagged>& piece,
                                                       int64_t elements) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void store_piece(T* data, const Piece<V, kRagged>& pi
   }
 }
 
-// Applies and stores one vector's results; an empty one has a byte of the mask all the same.
+// Applies and stores one vector's results. An empty vector still has a byte of the mask.
 template <class Apply, int V, bool kRagged, class T, class A>
 __device__ __forceinline__ void apply_piece(const BatchNormOutputs<T>& out,
                                             const VectorsOf<T, V, Apply::kInputs>& values,
@@ -198,18 +198,18 @@ __device__ __forceinline__ void apply_piece(const BatchNormOutputs<T>& out,
   store_piece(out.data, piece, result.data);
 }
 
-// One thread's, warp's or block's part of a channel.
+// The part of a channel that one thread, warp or block has seen.
 struct CountedPartial {
   Partial<double> value;
   double count;
 };
 
-// Merges kWidth lanes' parts; all lanes of the warp have the result. In double: the threads' means
-// may be far from zero, and rounded to float at each step of the merge they cost the mean its last
-// bits, which native's keeps.
+// Merges the parts of kWidth lanes. All lanes of the warp get the result. In double: threads' means
+// may be far from zero, and rounding to float at each step would cost the mean its last bits, which
+// native's mean keeps.
 template <class Merge, int kWidth>
 __device__ __forceinline__ CountedPartial warp_merge(const CountedPartial& own) {
-  // The mean of some part that has values: sums about it lose little.
+  // The mean of any part that has values: sums about it lose little.
   const unsigned filled = __ballot_sync(kFullMask, own.count > 0);
   const double shift = __shfl_sync(kFullMask, own.value.first, max(__ffs(filled) - 1, 0));
   Partial<double> total = {0, 0};
@@ -226,7 +226,7 @@ __device__ __forceinline__ CountedPartial warp_merge(const CountedPartial& own) 
 }
 
 // The sums of a block whose threads added `values_added` values each, in all threads of the first
-// warp. All threads must call; `shared`: a part a warp.
+// warp. All threads must call. `shared` has one part per warp.
 template <int kThreads, class Sums>
 __device__ __forceinline__ Partial<typename Sums::A> block_total(const Sums& sums, int values_added,
                                                                  CountedPartial* shared) {

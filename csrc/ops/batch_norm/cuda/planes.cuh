@@ -1,5 +1,5 @@
 // Channels outside the spatial dimensions, two passes: a block owns one channel and a run of its
-// vectors, counted over all planes (n, channel, :) in order.
+// vectors, numbered over all planes (n, channel, :) in order.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -9,8 +9,8 @@ namespace warpwright {
 
 // First pass.
 // Layout: inputs (batch, channels, spatial); partials (splits, channels).
-// Grid: block b owns channel b % channels and split b / channels; neighbouring threads take
-// neighbouring vectors.
+// Grid: block b owns channel b % channels and split b / channels. Adjacent threads take adjacent
+// vectors.
 template <class T, int V, bool kRagged, class Sums>
 __global__ void __launch_bounds__(kPlanesThreads, planes_blocks_per_sm(sizeof(T)))
     batch_norm_reduce_planes_kernel(BatchNormInputs<T, Sums::kInputs> in,
@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(kPlanesThreads, planes_blocks_per_sm(sizeof(T)
   if (threadIdx.x == 0) partials[split * shape.channels + channel] = total;
 }
 
-// What the registers hold: a thread has the merge's values beside its vectors.
+// Bounded by registers: a thread has the merge's values besides its vectors.
 template <class T>
 constexpr int kPlanesApplyBlocksPerSm = sizeof(T) == 4 ? 4 : 3;
 
-// The partials of a channel merged, in every lane of the one warp that calls.
+// Merges the partials of a channel. One warp calls; every lane gets the result.
 template <int V, bool kRagged, class Merge, class A>
 __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
                                                      const PlanesShape& shape, int64_t channel) {
@@ -80,9 +80,9 @@ __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
 // Second pass: `coefficients_of(channel, inputs, partial, leader)`, then every vector.
 // Layout: inputs and output (batch, channels, spatial); partials (splits, channels), null in
 // evaluation.
-// Grid: many short blocks, (group of images, channel, part of a plane) from the last to the first,
-// because L2 still holds the end. A block's loads are all under way while its first warp merges
-// the channel's partials. No output needs a block a channel only.
+// Grid: many short blocks, (group of images, channel, part of a plane), in reverse, because L2
+// still holds the end. A block's loads are in flight while its first warp merges the channel's
+// partials. Without an output, one block per channel.
 template <class T, int V, bool kRagged, class Merge, class Apply, class CoefficientsOf>
 __global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
     batch_norm_apply_planes_kernel(BatchNormInputs<T, Apply::kInputs> in, BatchNormOutputs<T> out,
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
 struct PlanesLayout {
   using Shape = PlanesShape;
   static constexpr int kThreads = kPlanesThreads;
-  static constexpr int channels_of(int) { return 1; }  // a vector of so many elements
+  static constexpr int channels_of(int) { return 1; }  // for a vector of that many elements
   static int64_t apply_blocks(const Shape& shape) {
     return shape.groups() * shape.channels * shape.parts;
   }

@@ -1,6 +1,5 @@
-// Planes of which a block's shared memory holds a whole channel: every operand is read once, by
-// asynchronous copies that are all in flight together, and statistics and result come from the
-// copy.
+// A block's shared memory holds a whole channel. Every operand is read once, by asynchronous copies
+// that are all in flight together. Statistics and result come from the copy.
 #pragma once
 
 #include "device/mma_sm80.cuh"
@@ -8,22 +7,23 @@
 
 namespace warpwright {
 
-// The more blocks an SM can hold, the fewer threads each needs.
+// The more blocks an SM holds, the fewer threads each needs.
 template <int kInputs>
 constexpr int kOnChipThreads = kInputs == 1 ? 256 : kOnChipMaxThreads;
 
-// Bytes of the merge's slots, the channel's coefficients and what they are made of.
+// Bytes of the merge's slots, the channel's coefficients and the values that these are computed
+// from.
 template <class Sums, class Apply, class A>
 constexpr int64_t kScratchBytes = kOnChipThreads<Apply::kInputs> / kWarpSize *
                                       sizeof(CountedPartial) +
                                   sizeof(Coefficients<A>) + sizeof(ChannelInputs<A>);
 
-// How a block's threads share a channel's vectors: each has the same ones in the same order every
-// time. It stays at one place of the planes, n from group to group: where all planes of a channel
-// start alike, a step is an addition and nothing of a piece is worked out anew.
+// How a block's threads divide a channel's vectors: each has the same ones in the same order every
+// time. A thread stays at one place of the planes and steps from image group to image group. If all
+// planes of a channel start alike, a step is one addition.
 template <int kThreads, int V, bool kRagged>
 struct ChannelWalk {
-  // What the registers hold.
+  // Bounded by registers.
   static constexpr int kUnroll = kThreads < kOnChipMaxThreads ? 4 : V == 8 && kRagged ? 1 : 2;
   const PlanesShape& shape;
   int64_t channel;
@@ -41,8 +41,8 @@ struct ChannelWalk {
     steps = group < groups ? (batch - group + groups - 1) / groups : 0;
   }
 
-  // Calls f(piece, index in the copy) for each of the thread's vectors; also for those of which no
-  // element is the channel's, if `kEmpty`.
+  // Calls f(piece, index in the copy) for each of the thread's vectors. With `kEmpty`, also for
+  // vectors without an element of the channel.
   template <bool kEmpty, class F>
   __device__ __forceinline__ void for_each(F&& f) const {
     const bool alike = !kRagged || shape.image % V == 0;
@@ -73,10 +73,10 @@ struct ChannelWalk {
   }
 };
 
-// Planes of a few values, most of which begin and end inside a sector: neighbouring threads write
-// neighbouring values, so that a plane's part of a sector is one write. A vector a thread, and
-// values alone where it is a neighbour's too, made some ten writes of a plane of 7 sectors.
-// False, and nothing is written, where planes are larger or do not all start alike.
+// Planes of a few values, most of which begin and end inside a sector. Adjacent threads write
+// adjacent values, so that a plane's part of a sector is one write. One vector per thread, with
+// single values in shared vectors, made about ten writes for a plane of 7 sectors. Returns false
+// and writes nothing if planes are larger or do not all start alike.
 template <class Apply, int kThreads, int V, class T, class A>
 __device__ __forceinline__ bool apply_values(const BatchNormInputs<T, Apply::kInputs>& in,
                                              const BatchNormOutputs<T>& out,
@@ -87,7 +87,7 @@ __device__ __forceinline__ bool apply_values(const BatchNormInputs<T, Apply::kIn
   const int spatial = static_cast<int>(shape.spatial), batch = static_cast<int>(shape.batch);
   const int per_plane = static_cast<int>(shape.vectors_per_plane);
   const int vectors = static_cast<int>(shape.vectors);
-  // Lane 0 is where the first value's sector starts.
+  // Lane 0 is at the start of the first value's sector.
   const int lanes = ceil_div(spatial + kSector - 1, kSector) * kSector, groups = kThreads / lanes;
   const int group = threadIdx.x / lanes, lead = static_cast<int>(channel * spatial % kSector);
   const int place = static_cast<int>(threadIdx.x) % lanes - lead;
@@ -119,9 +119,9 @@ __device__ __forceinline__ bool apply_values(const BatchNormInputs<T, Apply::kIn
 }
 
 // Layout: inputs and outputs (batch, channels, spatial).
-// Grid: block b owns channel b. A thread copies the vectors that it sums up, so that only the
-// merge needs barriers; the last of them is behind all copies. Shared memory: vectors
-// (Apply::kInputs, shape.vectors), then the merge's scratch.
+// Grid: block b owns channel b. A thread copies the vectors that it sums, so only the merge needs
+// barriers. The last of them comes after all copies. Shared memory: vectors (Apply::kInputs,
+// shape.vectors), then the merge's scratch.
 template <class T, int V, bool kRagged, class Sums, class Apply, class CoefficientsOf>
 __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T>) == 8 ? 1 : 2)
     batch_norm_on_chip_kernel(BatchNormInputs<T, Apply::kInputs> in, typename Sums::Setup setup,
@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
         cp_async<16>(smem_address(&held[i * vectors + index]), in.data[i] + piece.offset);
       }
     });
-    // The tensor may end inside its last vector, which tiny planes share. A copy that is told to
-    // read a part of its 16 bytes would do, but memcheck takes it for an overrun.
+    // The tensor may end inside its last vector, which tiny planes share. A copy that reads a part
+    // of its 16 bytes would be right, but memcheck reports it as an overrun.
     if (kRagged && (shape.channels - 1 - channel) * shape.spatial < V && shape.elements % V != 0) {
       walk.template for_each<false>([&](const auto& piece, int index) {
         const int64_t left = shape.elements - piece.offset;
@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
     cp_async_commit();
   };
   hold(0, Sums::kInputs);
-  // What the statistics don't need may land while they are taken.
+  // Operands that the statistics do not need may arrive during the sums.
   if constexpr (Sums::kInputs < kInputs) hold(Sums::kInputs, kInputs);
-  // Latencies that would follow each other in one thread later, while the block waits.
+  // Loaded now: later these latencies would be serial in one thread while the block waits.
   if (threadIdx.x == 0) *inputs = coefficients_of.template inputs<A>(channel, true);
   auto read = [&](const Piece<V, kRagged>& piece, int index) {
     VectorsOf<T, V, kInputs> values;

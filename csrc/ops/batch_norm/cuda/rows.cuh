@@ -1,5 +1,5 @@
-// Channels innermost: a block owns a tile of lanes * V neighbouring channels and a run of rows.
-// One block of 512 threads an SM: few partial results to merge, 64 KB in flight.
+// Channels innermost: a block owns a tile of lanes * V consecutive channels and a run of rows. One
+// block of 512 threads per SM: few partial results to merge, 64 KB in flight.
 #pragma once
 
 #include "ops/batch_norm/cuda/apply.cuh"
@@ -28,7 +28,7 @@ struct RowsShape {
   __device__ __forceinline__ int64_t end(int64_t split) const { return begin(split + 1); }
 };
 
-// One vector of each input; a byte of the mask belongs to V neighbours.
+// One vector of each input. A byte of the mask belongs to V consecutive elements.
 template <Gate kGate, bool kLastUse, class T, int V, int kInputs>
 __device__ __forceinline__ void load_row(VectorsOf<T, V, kInputs>& to,
                                          const BatchNormInputs<T, kInputs>& in, int64_t offset) {
@@ -37,13 +37,13 @@ __device__ __forceinline__ void load_row(VectorsOf<T, V, kInputs>& to,
   if constexpr (kGate == Gate::kMask) to.bits = in.mask[static_cast<uint64_t>(offset) / V];
 }
 
-// What the sums need of the channels of this thread's lane. All threads of the block must call.
+// Prepares the sums for the channels of this thread's lane. All threads of the block must call.
 template <int V, class Sums>
 __device__ __forceinline__ void prepare_sums(Sums& sums, const typename Sums::Setup& setup,
                                              const RowsShape& shape, int64_t tile, bool active) {
   const int lane = threadIdx.x % shape.lanes;
   if constexpr (Sums::kGate == Gate::kSign) {
-    // Five values to load and convert a channel: once a block, not once a thread.
+    // Five values to load and convert per channel: once per block, not once per thread.
     __shared__ GateCoefficients<typename Sums::A> coefficients[kMaxTileChannels];
     const int64_t mine = tile * shape.lanes * V + threadIdx.x;
     if (threadIdx.x < shape.lanes * V && mine < shape.channels) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void prepare_sums(Sums& sums, const typename Sums::Se
 
 // First pass.
 // Layout: inputs (rows, channels); partials (splits, channels).
-// Grid: block b owns channels of tile b % tiles and rows of split b / tiles; thread t owns V
+// Grid: block b owns channels of tile b % tiles and rows of split b / tiles. Thread t owns V
 // channels of lane t % lanes and every (kRowsThreads / lanes)-th row.
 template <class T, int V, class Sums>
 __global__ void __launch_bounds__(kRowsThreads, 1)
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   using A = Accum<T>;
   using B = typename Sums::Merge::template Type<A>;
   constexpr bool kSign = Sums::kGate == Gate::kSign;
-  // As below: the registers of 8 channels' coefficients.
+  // As below: bounded by the registers of 8 channels' coefficients.
   constexpr int kUnroll = (V == 8 && kSign ? 6 : kRowsUnroll) / Sums::kInputs;
   __shared__ B shared[(2 * V + 1) * kRowsThreads / 2];
 
@@ -121,12 +121,12 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   }
 }
 
-// All partials of the tile's channels merged; thread t < lanes * V gets channel t of the tile.
+// Merges all partials of the tile's channels. Thread t < lanes * V gets channel t of the tile.
 template <class Merge, int V, class A>
 __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
                                                      const RowsShape& shape, int64_t tile,
                                                      double* shared) {
-  // Loads under way together: their latency is what the merge takes.
+  // The loads are in flight together: the merge takes their latency.
   constexpr int kBatch = sizeof(A) == 8 ? 5 : 9;
   const int tile_channels = shape.lanes * V;
   const int groups = kRowsThreads / tile_channels;
@@ -157,7 +157,7 @@ __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
   return Merge::template finish<A>(total[0], static_cast<double>(shape.rows), shift);
 }
 
-// The coefficients of a tile, from the threads that make one channel's each to all of the block.
+// Hands the coefficients of a tile, one channel per thread, to all threads of the block.
 template <class Apply>
 struct TileCoefficients {
   using A = typename Apply::A;
@@ -200,17 +200,18 @@ __device__ __forceinline__ void apply_row(const BatchNormOutputs<T>& out,
   if (!Apply::kWritesGated || out.data != nullptr) store_vec(out.data + offset, result.data);
 }
 
-// Second pass: `coefficients_of(channel, inputs, partial, leader)`, then every row from the last to
-// the first, because L2 still holds the end; the first loads are under way during the merge.
+// Second pass: `coefficients_of(channel, inputs, partial, leader)`, then every row in reverse,
+// because L2 still holds the end. The first loads are in flight during the merge.
 // Layout: inputs and output (rows, channels); partials (splits, channels), null in evaluation.
-// Grid: as the first pass; no output needs the blocks of split 0 only.
+// Grid: as in the first pass. Without an output only the blocks of split 0.
 template <class T, int V, class Merge, class Apply, class CoefficientsOf>
 __global__ void __launch_bounds__(kRowsThreads, 1)
     batch_norm_apply_rows_kernel(BatchNormInputs<T, Apply::kInputs> in, BatchNormOutputs<T> out,
                                  RowsShape shape, const Partial<Accum<T>>* partials,
                                  CoefficientsOf coefficients_of) {
   using A = Accum<T>;
-  // With 8 channels a thread the coefficients take 24 registers: fewer vectors, or they spill.
+  // With 8 channels per thread the coefficients take 24 registers. Fewer vectors then, to avoid
+  // spills.
   constexpr int kUnroll = (V == 8 ? 6 : kRowsUnroll) / Apply::kInputs;
   __shared__ double shared[3 * kRowsThreads / 2];
   __shared__ TileCoefficients<Apply> coefficients;
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const bool active = !out.none() && channel < shape.channels;
   const int64_t begin = shape.begin(split), end = shape.end(split);
   const int64_t pitch = groups * shape.channels;
-  // This thread's next rows, every groups-th, that are in the split; at most a step counts.
+  // This thread's next rows (every groups-th) in the split; at most one step.
   auto rows_left = [&](int64_t base) {
     return static_cast<int>(min(end - base - group, int64_t{step}));
   };
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 struct RowsLayout {
   using Shape = RowsShape;
   static constexpr int kThreads = kRowsThreads;
-  static constexpr int channels_of(int vec) { return vec; }  // a vector of so many elements
+  static constexpr int channels_of(int vec) { return vec; }  // for a vector of that many elements
   static int64_t apply_blocks(const Shape& shape) { return shape.tiles * shape.splits; }
 
   template <class T, int V, class Sums>

@@ -1,7 +1,7 @@
-// Channels innermost, one launch: a block keeps the vectors of its rows in shared memory, as many
-// as there is place for, from the sums to the result; a barrier of the grid lies between. All
-// copies are asynchronous and in flight together. Rows without a place pass through a ring, twice;
-// the last ones of the first time stay in it.
+// Channels innermost, one launch. Between the sums and the result, shared memory keeps as many of a
+// block's vectors as fit. A grid barrier separates the two phases. All copies are asynchronous and
+// in flight together. Rows that do not fit pass twice through a small ring, the second time
+// backwards, starting with the rows still in the ring.
 #pragma once
 
 #include "device/evict_first.cuh"
@@ -12,9 +12,9 @@
 
 namespace warpwright {
 
-// Shared memory: vectors (kInputs, places, kRowsThreads), each thread's own; with a mask the word
-// around the vector's byte, (places, kRowsThreads); the merges' scratch.
-// `held` places are for good, kRing more for the rest, if there is one.
+// Shared memory: vectors (kInputs, places, kRowsThreads), private to each thread; with a mask, the
+// word around the vector's byte, (places, kRowsThreads); the merges' scratch. `held` places keep
+// their vectors. kRing more places serve the remaining rows, if there are any.
 template <class T, int kInputs, bool kMask>
 struct RowsStorage {
   static constexpr int V = kVecSize<T>, kRing = rows_ring(kInputs);
@@ -41,9 +41,9 @@ struct RowsStorage {
 };
 
 // Layout: inputs and outputs (rows, channels); partials (splits, channels).
-// Grid: at most a block an SM, all of them at once: block b owns channels of tile b % tiles and
-// rows of split b / tiles; thread t owns V channels of lane t % lanes and every (kRowsThreads /
-// lanes)-th row, one a step. It copies what it works on: only the merges need barriers.
+// Grid: at most one block per SM, all resident at once. Block b owns channels of tile b % tiles and
+// rows of split b / tiles. Thread t owns V channels of lane t % lanes and every (kRowsThreads /
+// lanes)-th row, one per step. It copies its own vectors: only the merges need barriers.
 template <class T, class Sums, class Apply, class CoefficientsOf>
 __global__ void __launch_bounds__(kRowsThreads, 1)
     batch_norm_rows_on_chip_kernel(BatchNormInputs<T, Apply::kInputs> in,
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   using B = typename Merge::template Type<A>;
   constexpr int V = kVecSize<T>, kInputs = Apply::kInputs;
   constexpr bool kMask = Apply::kGate == Gate::kMask;
-  // The residual, which the sums don't need.
+  // The residual, which the sums do not need.
   constexpr bool kLater = Sums::kInputs < kInputs;
   static_assert(Sums::kInputs <= kInputs && Sums::kGate == Apply::kGate, "one copy serves both");
   using Storage = RowsStorage<T, kInputs, kMask>;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       const int64_t left = static_cast<uint64_t>(shape.rows * shape.channels) / V - word;
       if (left >= 4) {
         cp_async<4>(smem_address(store.mask_word(step)), in.mask + word);
-      } else {  // the mask's end: memcheck takes a copy for all of its 4 bytes
+      } else {  // the end of the mask: memcheck counts a copy as 4 bytes
         uint32_t bits = 0;
         for (int i = 0; i < left; ++i) bits |= uint32_t{in.mask[word + i]} << (8 * i);
         *store.mask_word(step) = bits;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     }
   };
 
-  // In parts, so that the sums of the first ones are taken while the others land.
+  // In parts, so that the first ones are summed while the others arrive.
   constexpr int kParts = 4;
   const int part = (held + kParts - 1) / kParts;
 #pragma unroll 1
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   Coefficients<A> c[V];
   coefficients.get(c, lane);
   cp_async_wait<0>();
-  // Backwards: the ring still holds the last rows, and L2 those before, which the results drive
-  // out: what has been read for the last time goes first.
+  // Backwards: the ring still holds the last rows, and L2 the rows before them. Evict-first, so
+  // that results replace lines that have been read for the last time.
 #pragma unroll 1
   for (int step = steps - 1; step >= 0; --step) {
     VectorsOf<T, V, kInputs> all;
@@ -256,7 +256,7 @@ template <bool kRelu>
 bool launch_rows_on_chip_of(const BatchNormBackwardParams& p, const BatchNormConfig& config,
                             cudaStream_t stream) {
   bool launched = false;
-  if (reinterpret_cast<uintptr_t>(p.mask) % 4 != 0) return launched;  // its words are read
+  if (reinterpret_cast<uintptr_t>(p.mask) % 4 != 0) return launched;  // the kernel reads its words
   for_short_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
     for_gate<kRelu>(p, [&]<Gate kGate>() {

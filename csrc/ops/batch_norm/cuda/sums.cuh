@@ -1,4 +1,4 @@
-// First half of both passes: what a thread reads, sums up, and how partial results merge in a fixed
+// First half of both passes: what a thread reads and sums, and how partial results merge in a fixed
 // order.
 #pragma once
 
@@ -18,8 +18,8 @@ struct BatchNormInputs {
   const uint8_t* mask;  // of the relu, if the kernel takes one
 };
 
-// Eight 16-bit elements as the words that were loaded, taken apart where they are used: a compiler
-// that splits them where they are loaded, behind a condition, waits there for each load in turn.
+// Eight 16-bit elements, kept as the loaded words and unpacked at their use. Unpacked at the load,
+// inside a condition, each load would be waited for in turn.
 template <class T>
 struct PackedVec {
   uint4 words;
@@ -33,7 +33,7 @@ struct PackedVec {
 template <class T, int V>
 using LoadedVec = std::conditional_t<sizeof(T) == 2 && V == 8, PackedVec<T>, Vec<T, V>>;
 
-// Last use: L2 evicts the line first, in place of what the second pass has yet to read.
+// Last use: L2 evicts these lines first, and keeps lines that the second pass has yet to read.
 template <int V, bool kLastUse = false, class T>
 __device__ __forceinline__ LoadedVec<T, V> load_packed(const T* pointer) {
   if constexpr (kLastUse && sizeof(LoadedVec<T, V>) == kVecBytes) {
@@ -44,14 +44,14 @@ __device__ __forceinline__ LoadedVec<T, V> load_packed(const T* pointer) {
   }
 }
 
-// A vector of each input, and a bit an element of the relu's mask.
+// A vector of each input, and one bit per element of the relu's mask.
 template <class T, int V, int kInputs>
 struct VectorsOf {
   LoadedVec<T, V> in[kInputs];
   uint32_t bits;
 };
 
-// Which elements of a vector count: all.
+// The elements of a vector that count: all.
 struct WholeVector {
   __device__ __forceinline__ bool has(int) const { return true; }
 };
@@ -63,7 +63,7 @@ struct alignas(2 * sizeof(A)) Partial {
   A first, second;
 };
 
-// Chan, Golub & LeVeque 1979, eq. 2.1: no cancellation however far apart the means are.
+// Chan, Golub & LeVeque 1979, eq. 2.1: no cancellation, however far apart the means are.
 struct MergeMoments {
   template <class A>
   using Type = A;
@@ -74,13 +74,13 @@ struct MergeMoments {
     const A share = count_b / (count_a + count_b);
     const A distance = b.first - a.first;
     a.first += distance * share;
-    // In this order an empty `a` adds 0, whatever the square of the distance.
+    // In this order an empty `a` adds 0, for any distance of the means.
     a.second += b.second + distance * count_a * share * distance;
   }
 
-  // The partials of all splits, whose number of values is known: sums about one shift, the first
-  // partial's mean, need no division a partial and add up across threads. In double they lose at
-  // most log2(splits) + 1 of 53 bits.
+  // Merges the partials of all splits, whose numbers of values are known. Sums about one shift, the
+  // first partial's mean, need no division per partial and add across threads. In double they lose
+  // at most log2(splits) + 1 of 53 bits.
   template <class A>
   static __device__ __forceinline__ void add(Partial<double>& total, const Partial<A>& partial,
                                              double count, double shift) {
@@ -98,7 +98,8 @@ struct MergeMoments {
 };
 
 struct MergeSums {
-  // Gradients sum to much less than their parts: additions across threads in double cost nothing.
+  // The gradient sums are much smaller than their terms. Adding across threads in double costs
+  // nothing.
   template <class A>
   using Type = double;
   template <class A>
@@ -120,9 +121,9 @@ struct MergeSums {
   }
 };
 
-// Merges over `groups` (a power of two) groups of `lanes` neighbouring threads, thread = group *
-// lanes + lane; group 0 gets the result. All threads of the block must call. `shared` holds
-// (2 * V + 1) * blockDim / 2 values of B and may be reused after the next barrier.
+// Merges over `groups` (a power of two) groups of `lanes` consecutive threads, thread = group *
+// lanes + lane. Group 0 gets the result. All threads of the block must call. `shared` holds (2 * V
+// + 1) * blockDim / 2 values of B and may be reused after the next barrier.
 template <class Merge, int V, class B>
 __device__ __forceinline__ void block_merge(Partial<B> (&value)[V], B& count, int lanes, int groups,
                                             B* shared) {
@@ -193,17 +194,17 @@ __device__ __forceinline__ void write_channel(const ChannelVector& v, int64_t ch
   }
 }
 
-// The forward up to the relu. The backward that recomputes it gets the same bits.
+// The forward up to the relu. The backward recomputes it with the same bits.
 template <class A>
 __device__ __forceinline__ A normalized(A x, A mean, A scale, A bias) {
   return fma(x - mean, scale, bias);
 }
 
-// Where does the gradient pass the relu: everywhere (none was applied), where the recomputed output
-// is positive or NaN, or where the mask says so?
+// Where the gradient passes the relu: everywhere (no relu), where the recomputed output is positive
+// or NaN, or where the mask says so.
 enum class Gate { kOpen, kSign, kMask };
 
-// Native's rule, on the output as it was stored.
+// Native's rule, on the stored output.
 template <class T, class A>
 __device__ __forceinline__ bool passes_relu(A y) {
   return !(convert<A>(convert<T>(y)) <= A(0));
@@ -227,7 +228,7 @@ __device__ __forceinline__ bool is_open(const VectorsOf<T, V, kInputs>& v, int j
   }
 }
 
-// Sums shifted by the thread's own first value: as safe as Welford's update (a far-off first value
+// Sums shifted by the thread's own first value. As safe as Welford's update (a far-off first value
 // costs at most the thread's count in precision), without its division.
 template <class T, int V, int kChannels>
 struct MomentsOf {
@@ -242,7 +243,7 @@ struct MomentsOf {
   __device__ __forceinline__ void prepare(int, const Setup&, int64_t) {}
   template <int kAll, class Part>
   __device__ __forceinline__ void start(const VectorsOf<T, V, kAll>& v, const Part& part) {
-    // Downwards: the first element of each channel that counts remains.
+    // In descending order: the first element of each channel that counts remains.
 #pragma unroll
     for (int j = V - 1; j >= 0; --j) {
       if (part.has(j)) shift[j % kChannels] = convert<A>(v.in[0][j]);

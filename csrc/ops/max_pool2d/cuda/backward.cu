@@ -1,11 +1,12 @@
-// Backward of the plain pool, and the two readers of codes beside it.
+// Backward of the plain pool, and the two other readers of codes.
 #include "ops/max_pool2d/cuda/backward.cuh"
 
 namespace warpwright {
 namespace {
 
-// Reads one code per output and hands the winner's place to `use(out_offset, image, h, w, exists)`.
-// Layout: codes (images, P, Q, C). Grid: one output a thread.
+// Reads one code per output and passes the winner's place to `use(out_offset, image, h, w,
+// exists)`.
+// Layout: codes (images, P, Q, C). Grid: one output per thread.
 template <class Code, class Use>
 __global__ void __launch_bounds__(kPoolThreads)
     max_pool2d_winner_kernel(const Code* codes, PoolShape shape, PoolWalk walk, Use use) {

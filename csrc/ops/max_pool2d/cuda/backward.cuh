@@ -65,7 +65,8 @@ void launch_pool_bwd_strided(const MaxPool2dBackwardParams& p, const Finish& fin
                 });
 }
 
-// `finish_of<T, V>()` gives the Finish; `addresses`: of what it reads, as choose_config() has it.
+// `finish_of<T, V>()` returns the Finish. `addresses`: bitwise or of the pointers that it reads, as
+// for choose_config().
 template <class FinishOf>
 void launch_pool_bwd(const MaxPool2dBackwardParams& p, uintptr_t addresses, cudaStream_t stream,
                      FinishOf&& finish_of) {

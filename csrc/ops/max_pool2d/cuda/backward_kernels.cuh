@@ -7,12 +7,12 @@
 
 namespace warpwright {
 
-// Sums that are the gradient.
+// A Finish whose gradient is the sum.
 template <class T, int V>
 struct PlainFinish {
-  static constexpr bool kReads = false;  // the pool's input, `input`
+  static constexpr bool kReads = false;  // whether it reads the pool's input, `input`
   static constexpr bool kIsSum = true;   // the gradient is the rounded sum
-  struct Channels {};                    // what it takes to know of an item's channels
+  struct Channels {};                    // facts about an item's channels
 
   PlainFinish of_launch(const PoolWalk&) const { return *this; }
   __device__ __forceinline__ Channels channels(const PoolWalk&, const PoolItem&) const {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
   for (int i = 0; i < kInputRows; ++i) {
     const int h = h_begin + i;
     if (h >= shape.height) break;
-#pragma unroll  // what row i needs was loaded kAhead window rows ago
+#pragma unroll  // the windows of row i were loaded kAhead window rows ago
     for (int a = 0; a < Plan::kWindowRows; ++a) {
       if (a <= Plan::last_window(i) + Plan::kAhead &&
           (i == 0 || a > Plan::last_window(i - 1) + Plan::kAhead)) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
           }
         }
       };
-      // Two 16-bit gradients have the same sum rounded once as rounded to float before.
+      // The sum of two 16-bit gradients, rounded once, equals their sum in float, rounded.
       if constexpr (Finish::kIsSum && sizeof(T) == 2 && V % 4 == 0) {
         if (Plan::covering(i) * Plan::covering(x) <= 2) {
           alignas(16) uint32_t pairs[V / 2] = {};
@@ -128,12 +128,12 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
   }
 }
 
-// The same of one channel, whatever the rows' addresses: neighbouring lanes have neighbouring
-// inputs, so that stores are of whole sectors. (Tiles as wide as a vector without its access, four
-// stores of every fourth element in their place, took 4.5 times the floor.) Images of less than
-// 2^31 elements keep the places in 32 bits: with an element a thread instructions are the bound.
+// The same for one channel at any row address. Adjacent lanes own adjacent inputs, so that stores
+// fill whole sectors. (Tiles as wide as a vector but without vector accesses took 4.5 times the
+// floor: four stores of every fourth element.) Images of less than 2^31 elements keep offsets in 32
+// bits, because with one element per thread instructions are the bound.
 // Layout: as above, one channel. Item: one column of 2 kRows inputs and the windows that cover
-// them, for kK = 3 in two neighbouring columns of windows. Grid: one item a thread.
+// them; for kK = 3 in two adjacent columns of windows. Grid: one item per thread.
 template <class T, int kK, class Finish>
 __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
                                                 : sizeof(T) == 8 ? 4
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
   const int h_begin = item.row * kInputRows - shape.pad_h;
   const int padded = item.column + shape.pad_w;
   const int q_begin = min(max(padded / 2 - Plan::kLead, 0), shape.out_width - Plan::kWindows);
-  // The padding is at most half of a window: only the first row can be above the image.
+  // The padding is at most half of a window, so only the first row can be above the image.
   auto clamped = [](int i, int row, int rows) { return min(i == 0 ? max(row, 0) : row, rows - 1); };
 
   const T* const grad_image = opaque_global(grad_output + item.image * shape.out_image + q_begin);
@@ -179,12 +179,12 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
   }
   const typename Finish::Channels channels = finish.channels(walk, item);
 
-  // A winner in this column has the code r * kK + (its place right of its window's begin).
+  // A winner in this column has the code r * kK + (its column within the window).
   int right[Plan::kWindows];
 #pragma unroll
   for (int b = 0; b < Plan::kWindows; ++b) {
     const int place = padded - 2 * (q_begin + b);
-    right[b] = in_range(place, kK) ? place : kMaxSmallTaps + 1;  // which no code reaches
+    right[b] = in_range(place, kK) ? place : kMaxSmallTaps + 1;  // no code has this value
   }
   const int rows = shape.height - h_begin, window_rows = shape.out_height - p_begin;
   T* const out =
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads   ? 3
   }
 }
 
-// 2x2 windows that tile the images (kWideRow): an element has one window.
-// Layout: as above, one channel, H = 2P, W = 2Q. Item: 2 rows of 2 kOut inputs. Grid: one item a
+// 2x2 windows that tile the images (kWideRow): each element has one window.
+// Layout: as above, one channel, H = 2P, W = 2Q. Item: 2 rows of 2 kOut inputs. Grid: one item per
 // thread.
 template <class T, class Finish>
 __global__ void __launch_bounds__(kPoolThreads, Finish::kReads ? 4 : 6)
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kPoolThreads, Finish::kReads ? 4 : 6)
 }
 
 struct Windows {
-  int64_t begin, end;  // of the windows that reach a padded coordinate
+  int64_t begin, end;  // of the windows that contain a padded coordinate
 };
 __device__ __forceinline__ Windows covering(int64_t padded, int64_t kernel, int64_t stride,
                                             int64_t dilation, int64_t extent) {
@@ -252,7 +252,7 @@ __device__ __forceinline__ Windows covering(int64_t padded, int64_t kernel, int6
   return {padded > reach ? ceil_div(padded - reach, stride) : 0, min(padded / stride + 1, extent)};
 }
 
-// Any window. Layout as above. Item: one input x V channels. Grid: one item a thread.
+// Any window. Layout as above. Item: one input x V channels. Grid: one item per thread.
 template <class T, int V, class Code, class Finish>
 __global__ void __launch_bounds__(kPoolThreads)
     max_pool2d_bwd_any_kernel(const T* grad_output, const Code* codes, T* grad_input,

@@ -8,29 +8,28 @@ namespace warpwright {
 
 // Windows kK x kK with stride 2, dilation 1.
 // Layout: grad_output and codes (images, P, Q, C), grad_input (images, H, W, C).
-// Item: 2 kRows x 2 kOut inputs x V channels and the windows that cover them: window a of the rows
-// covers input i of the rows at its tap i - 2a + kTapShift, likewise in the columns. The padding
-// moves the tiles by as much, so that their first window is at an even place; kWideLeft's tiles
-// start at the image's border.
-// Grid: one item a thread.
+// Item: 2 kRows x 2 kOut inputs x V channels, and the windows that cover them. Window row a covers
+// input row i at its tap i - 2a + kTapShift; likewise in the columns. The padding shifts the tiles,
+// so that their first window is at an even place. Tiles of kWideLeft start at the image's border.
+// Grid: one item per thread.
 template <class T, int kK, PoolSpan kSpan>
 struct StridedPoolBwd {
   static constexpr bool kAligned = kSpan == PoolSpan::kWideLeft;
   static constexpr int kOut = kPoolSpanOutputs<T, kSpan>;
-  static constexpr int kOverlap = kK == 3;  // windows more than outputs, in either direction
-  static constexpr int kLead = kAligned ? 0 : kOverlap;  // of these before the tile
+  static constexpr int kOverlap = kK == 3;               // additional windows in either direction
+  static constexpr int kLead = kAligned ? 0 : kOverlap;  // how many of them come before the tile
   static constexpr int kTapShift = kAligned ? 1 : 2 * kOverlap;
   static constexpr int kRows = kK == 3 || kSpan == PoolSpan::kPlane ? 4 : 2;
   static constexpr int kWindowRows = kRows + kOverlap, kWindows = kOut + kOverlap;
-  // Rows in flight beside those in use.
+  // Rows in flight besides those in use.
   static constexpr int kAhead = is_wide(kSpan) ? kWindowRows : 1;
   static constexpr int kInputsAhead = is_wide(kSpan) ? std::min(3, 2 * kRows) : 1;
 
-  // The last window row that input row i asks.
+  // The last window row that covers input row i.
   __host__ __device__ static constexpr int last_window(int i) {
     return (i + kTapShift) / 2 < kWindowRows ? (i + kTapShift) / 2 : kWindowRows - 1;
   }
-  // Window rows that cover input row i, or columns.
+  // How many window rows cover input row i; the same for columns.
   __host__ __device__ static constexpr int covering(int i) {
     return kK == 3 && (i + kTapShift) % 2 == 0 ? 2 : 1;
   }
@@ -57,7 +56,7 @@ struct PoolWindow {
     grads = load_vec<V>(grad);
     codes = load_vec<V>(code);
   }
-  // sums += the gradients that `tap` won, if the window exists.
+  // sums += the gradients of the windows that `tap` won, if the window exists.
   __device__ __forceinline__ void add(bool exists, int tap, Accum<T>* sums) const {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
@@ -66,8 +65,8 @@ struct PoolWindow {
   }
 };
 
-// 16-bit types two channels a register; their codes are compared as the low bytes of two halves
-// between 1 and 2. (As bytes the compiler takes a load of codes apart and puts it together again.)
+// 16-bit types: two channels per register. Codes are compared as the low bytes of two halves
+// between 1 and 2. (Compared as bytes, the compiler splits a load of codes and joins it again.)
 template <class T, int V>
 struct PoolWindow<T, V, true> {
   Vec<uint32_t, V / 2> grads;
@@ -77,7 +76,7 @@ struct PoolWindow<T, V, true> {
     grads = load_vec<V / 2>(reinterpret_cast<const uint32_t*>(grad));
     codes = load_vec<V / 4>(reinterpret_cast<const uint32_t*>(code));
   }
-  // Pair j of the gradients, 0 where `tap` did not win.
+  // Pair j of the gradients; 0 if `tap` did not win.
   __device__ __forceinline__ uint32_t won(bool exists, int tap, int j) const {
     const uint32_t taps = exists ? 0x3c003c00u + static_cast<uint32_t>(tap) * 0x10001u : 0;
     const uint32_t pair = __byte_perm(codes[j / 2], 0x3c, j % 2 == 0 ? 0x4140 : 0x4342);
@@ -98,7 +97,7 @@ struct PoolWindow<T, V, true> {
   }
 };
 
-// A row of windows. One outside is loaded from the nearest place inside, and does not exist.
+// A row of windows. A window outside is loaded from the nearest place inside, and marked as absent.
 template <class T, int V, class Plan>
 struct PoolWindows {
   PoolWindow<T, V> windows[Plan::kWindows];
@@ -121,7 +120,7 @@ struct PoolWindows {
   }
 };
 
-// One channel: the tile's own windows in one access, all inside, and the one beside them.
+// One channel: the tile's own windows in one access, all inside, and the window next to them.
 template <class T, class Plan>
 struct PoolWindowsWide {
   static constexpr int kNeighbor = Plan::kLead > 0 ? 0 : Plan::kOut;

@@ -1,4 +1,4 @@
-// Forward of the plain taps.
+// Forward with plain taps.
 #include "ops/max_pool2d/cuda/forward.cuh"
 
 namespace warpwright {

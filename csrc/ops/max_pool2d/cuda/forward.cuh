@@ -1,6 +1,6 @@
-// Forward: a thread walks down a tile of outputs. Every input row is loaded some rows ahead of its
-// use, and its maximum over each window's columns, taken once, counts for both windows that overlap
-// there. What a tap counts as is the caller's business (Taps).
+// Forward: a thread walks down a tile of outputs. Every input row is loaded some rows before its
+// use. Its maximum over each window's columns is computed once and used by both windows that
+// overlap there. The caller's Taps turn an input into the value of a tap.
 #pragma once
 
 #include "ops/max_pool2d/cuda/tracker.cuh"
@@ -8,11 +8,11 @@
 
 namespace warpwright {
 
-// Taps that count as they are, or behind a relu.
+// Taps without a change, or after a relu.
 template <class T, int V, bool kReluOf>
 struct PlainTaps {
   static constexpr bool kRelu = kReluOf, kTransforms = false;
-  struct Channels {};  // what it takes to know of an item's channels
+  struct Channels {};  // facts about an item's channels
 
   PlainTaps of_launch(const PoolWalk&) const { return *this; }
   __device__ __forceinline__ Channels channels(const PoolWalk&, const PoolItem&) const {
@@ -25,7 +25,7 @@ struct PlainTaps {
   __device__ __forceinline__ void store_winners(int64_t, const Vec<T, kSize>&) const {}
 };
 
-// Stores one window, or the neighbours of a row, of one channel.
+// Stores one window, or the adjacent windows of a row, for one channel.
 template <bool kCodes, class T, int V, bool kPacked, int kOut, class Taps>
 __device__ __forceinline__ void store_windows(const MaxTracker<T, V, kPacked> (&windows)[kOut],
                                               T* output, SmallCode* codes, int64_t offset,
@@ -53,9 +53,9 @@ __device__ __forceinline__ void store_windows(const MaxTracker<T, V, kPacked> (&
   }
 }
 
-// What a thread loads of an input row: the taps of its kOut windows, from w_begin on. A tap outside
-// of the image is loaded from the nearest place inside. That is a tap of the same window, and its
-// code is used: a tap that is counted twice changes nothing.
+// The taps of an input row for the kOut windows of a thread, from w_begin on. A tap outside of the
+// image is loaded from the nearest place inside and has its code. That place is a tap of the same
+// window, and comparing it twice changes nothing.
 template <class T, int V, int kK, PoolSpan kSpan, bool kWide = is_wide(kSpan)>
 struct PoolRow {
   static constexpr int kOut = kPoolSpanOutputs<T, kSpan>;
@@ -63,7 +63,7 @@ struct PoolRow {
   Vec<T, V> taps[kTaps];
 
   struct Places {
-    int right[kTaps];  // of w_begin
+    int right[kTaps];  // from w_begin
     int at[kTaps];     // in the row, in elements
     __device__ __forceinline__ Places(const PoolShape& shape, int column) {
       const int w_begin = column * (2 * kOut) - shape.pad_w;
@@ -82,8 +82,8 @@ struct PoolRow {
   __device__ __forceinline__ Vec<T, V> tap(int t) const { return taps[t]; }
 };
 
-// One channel, the windows' own columns in one access, all of them inside. Overlapping windows need
-// one more tap: left of these with left padding (kWideLeft), else right of them.
+// One channel: the windows' own columns in one access, all inside. Overlapping windows need one
+// more tap: left of them with left padding (kWideLeft), else right of them.
 template <class T, int kK, PoolSpan kSpan>
 struct PoolRow<T, 1, kK, kSpan, true> {
   static constexpr int kOut = kPoolSpanOutputs<T, kSpan>;
@@ -114,13 +114,14 @@ struct PoolRow<T, 1, kK, kSpan, true> {
 
 // Windows kK x kK with stride 2, dilation 1.
 // Layout: input (images, H, W, C), output and codes (images, P, Q, C); codes may be null.
-// Item: kRows x kOut outputs x V channels; kAhead input rows are in flight beside the one in use.
-// Grid: one item a thread.
+// Item: kRows x kOut outputs x V channels, with kAhead input rows in flight besides the current
+// one.
+// Grid: one item per thread.
 template <int V, int kK, bool kReluAlone>
 struct StridedPool {
   static constexpr int kRows = kK == 3 ? 4 : 2;
   static constexpr int kTapRows = (kRows - 1) * 2 + kK;
-  // Behind a relu there is no register for a second one.
+  // After a relu there is no register for a second one.
   static constexpr int kAhead = kK == 2 ? kTapRows : V > 1 ? (kReluAlone ? 1 : 2) : 4;
 };
 
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kPoolThreads,
     const int p = p_begin + i / 2;
     if (i == 2 && kK == 2 && p >= shape.out_height) break;
     if (i + Plan::kAhead < Plan::kTapRows) load_row(i + Plan::kAhead);
-    // The last row of one window is the first one of the next: it has its code in the former.
+    // The last row of one window is the first of the next: it has its code in the previous window.
     const bool starts = i % 2 == 0, ends = kK == 3 && starts && i > 0;
     const int window_row = i / 2 * 2 - (ends ? 2 : 0);
     const int row_code = (row_inside(i) - h_begin - window_row) * kK;
@@ -202,8 +203,8 @@ __global__ void __launch_bounds__(kPoolThreads,
   }
 }
 
-// 2x2 windows that tile the images (kWideRow): places are a number's and no clamp is needed.
-// Layout: as above, one channel, H = 2P, W = 2Q. Item: kOut outputs of a row. Grid: one item a
+// 2x2 windows that tile the images (kWideRow): one number gives the place, and nothing is clamped.
+// Layout: as above, one channel, H = 2P, W = 2Q. Item: kOut outputs of a row. Grid: one item per
 // thread.
 template <class T, bool kCodes, class Taps>
 __global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms ? 4 : 6)
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kPoolThreads, Taps::kTransforms ? 4 : 6)
   store_windows<kCodes>(windows, output, codes, place.output, taps_of);
 }
 
-// Any window. Layout as above. Item: one output x V channels. Grid: one item a thread.
+// Any window. Layout as above. Item: one output x V channels. Grid: one item per thread.
 template <class T, int V, class Code, bool kCodes, class Taps>
 __global__ void __launch_bounds__(kPoolThreads)
     max_pool2d_fwd_any_kernel(const T* input, T* output, Code* codes, PoolShape shape,
@@ -352,7 +353,8 @@ void launch_pool_fwd_strided(const MaxPool2dParams& p, const Taps& taps, cudaStr
   });
 }
 
-// `taps_of<T, V>()` gives the Taps; `addresses`: of what they write, as choose_config() has it.
+// `taps_of<T, V>()` returns the Taps. `addresses`: bitwise or of the pointers that they write, as
+// for choose_config().
 template <class TapsOf>
 void launch_pool_fwd(const MaxPool2dParams& p, uintptr_t addresses, cudaStream_t stream,
                      TapsOf&& taps_of) {
@@ -366,14 +368,14 @@ void launch_pool_fwd(const MaxPool2dParams& p, uintptr_t addresses, cudaStream_t
     } else if constexpr (kSpan == PoolSpan::kWideRow) {
       launch_pool_fwd_rows<T>(p, taps, stream);
     } else {
-      // Only the backward tells them apart.
+      // Only the backward distinguishes them.
       constexpr PoolSpan kOutputs = kSpan == PoolSpan::kPlane ? PoolSpan::kColumn : kSpan;
       launch_pool_fwd_strided<T, V, kWindow, kOutputs>(p, taps, stream);
     }
   });
 }
 
-// Plain taps: a file each.
+// Plain taps: one file each.
 void launch_plain_pool_fwd(const MaxPool2dParams& p, cudaStream_t stream);
 void launch_relu_pool_fwd(const MaxPool2dParams& p, cudaStream_t stream);
 

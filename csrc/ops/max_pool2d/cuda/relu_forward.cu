@@ -1,4 +1,4 @@
-// Forward of the plain taps behind a relu.
+// Forward with taps after a relu.
 #include "ops/max_pool2d/cuda/forward.cuh"
 
 namespace warpwright {

@@ -1,5 +1,5 @@
-// The running maximum of a window and the tap it came from: NaN wins and the last one of them, else
-// the first maximum.
+// The running maximum of a window and its tap. NaN wins, and the last NaN of several; else the
+// first maximum.
 #pragma once
 
 #include "device/access.cuh"
@@ -8,8 +8,8 @@
 
 namespace warpwright {
 
-// Running maximum of V channels, the tap it came from, and what was loaded there before Taps made a
-// value of it (unused, that costs nothing). It starts at -inf, or at 0.
+// Running maximum of V channels, its tap, and the value loaded there before Taps changed it (at no
+// cost if unused). Starts at -inf, or at 0.
 template <class T, int V, bool kPacked>
 struct MaxTracker {
   Accum<T> best[V];
@@ -43,7 +43,7 @@ struct MaxTracker {
 #pragma unroll
     for (int j = 0; j < V; ++j) take_greater(j, convert<Accum<T>>(values[j]), from[j], tap);
   }
-  // The maximum of later taps, whose codes are `step` more than it says.
+  // Adds the maximum of later taps, whose codes are larger by `step`.
   __device__ __forceinline__ void merge(const MaxTracker& later, int step) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
@@ -80,8 +80,8 @@ __device__ __forceinline__ uint32_t greater_or_nan_mask(uint32_t x, uint32_t y, 
   return __hgt2_mask(a, b) | __hneu2_mask(a, a);
 }
 
-// 16-bit types two channels a register: half the instructions, which would otherwise be 2/3 of the
-// time of a 3x3 window. Codes take 16 bits beside their values.
+// 16-bit types: two channels per register. This halves the instructions, which would otherwise be
+// 2/3 of the time of a 3x3 window. Codes take 16 bits next to their values.
 template <class T, int V>
 struct MaxTracker<T, V, true> {
   static constexpr int kWords = V / 2;

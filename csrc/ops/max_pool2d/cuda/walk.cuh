@@ -1,5 +1,5 @@
-// How the pooling kernels number their work: one item is a small tile of rows x columns at one
-// vector of channels, counted channels first, then columns, then rows of all images.
+// How the pooling kernels number their work. An item is a small tile of rows x columns at one
+// vector of channels. Items are numbered channels first, then columns, then rows of all images.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct PoolShape {
   int height, width, out_height, out_width;
   int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   int channels;
-  int64_t in_row, in_image;    // elements from one row / image to the next
+  int64_t in_row, in_image;    // elements between rows / images
   int64_t out_row, out_image;  //
 
   explicit PoolShape(const MaxPool2dGeometry& g)
@@ -45,10 +45,10 @@ struct PoolShape {
 struct PoolItem {
   int64_t image;
   int row, column;  // in tiles
-  int channel;      // in elements, first of the vector
+  int channel;      // in elements, the first of the vector
 };
 
-// Items [0, items) of one launch; a launch starts at (first_image, first_row).
+// Items [0, items) of one launch, which starts at (first_image, first_row).
 struct PoolWalk {
   FastDivmod vectors, columns, rows;
   int64_t first_image;
@@ -62,7 +62,7 @@ struct PoolWalk {
     result.channel = vector * vec;
     return result;
   }
-  // The same of one channel.
+  // The same for one channel.
   __device__ __forceinline__ PoolItem of_channel(int item) const {
     PoolItem result;
     int rest, image;
@@ -74,8 +74,8 @@ struct PoolWalk {
   }
 };
 
-// Cuts the work into launches of at most 2^30 items (FastDivmod ends at 2^31), or of one row of
-// tiles; one launch nearly always. `launch_one(walk, blocks)`.
+// Divides the work into launches of at most 2^30 items (FastDivmod ends at 2^31), or of one row of
+// tiles. Nearly always one launch. Calls `launch_one(walk, blocks)`.
 template <class F>
 void for_each_walk(const MaxPool2dGeometry& g, int64_t tile_rows, int64_t tile_columns, int vec,
                    F&& launch_one) {
@@ -84,7 +84,7 @@ void for_each_walk(const MaxPool2dGeometry& g, int64_t tile_rows, int64_t tile_c
   const int64_t per_row = tile_columns * vectors;
   const int64_t rows = g.images * tile_rows;
   if (rows == 0 || per_row == 0) return;
-  // Of 31 bits, and so are the places of tiles that reach over the border and a launch's threads.
+  // Fits 31 bits, with the tiles that reach past the border and the threads of a launch.
   constexpr int64_t kMaxExtent = (int64_t{1} << 31) - kPoolThreads;
   if (per_row > kMaxExtent || tile_rows > kMaxItems || g.width * g.channels > kMaxExtent ||
       g.height > kMaxExtent) {
@@ -109,19 +109,19 @@ __device__ __forceinline__ bool in_range(int x, int extent) {
   return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
 }
 
-// Outputs of a row that a thread has; twice as many inputs (kPlane's backward: one).
+// Outputs of a row per thread, and twice as many inputs (kPlane backward: one).
 template <class T, PoolSpan kSpan>
 constexpr int kPoolSpanOutputs = is_wide(kSpan) && kSpan != PoolSpan::kPairs ? kVecSize<T> / 2 : 1;
 
-// Offset of a row in its image: the product of two extents of 31 bits (see for_each_walk()), which
-// without a sign are one instruction.
+// Offset of a row in its image: an unsigned product of two extents of 31 bits (see
+// for_each_walk()), which is one instruction.
 __device__ __forceinline__ int64_t row_offset(int row, int64_t pitch) {
   return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(row)} * static_cast<uint32_t>(pitch));
 }
 
-// An item of kWideRow: where its outputs are, and the upper row of inputs under them. Windows tile
-// the images there, so that rows of outputs, and pairs of rows of inputs, follow one another
-// through all images and one division places a thread.
+// An item of kWideRow: the offset of its outputs and of the upper row of their inputs. The windows
+// tile the images, so rows of outputs, and pairs of rows of inputs, are numbered through all
+// images. One division places a thread.
 struct PoolRowPlace {
   int64_t output, input;
 
@@ -129,7 +129,7 @@ struct PoolRowPlace {
     const int64_t row = walk.first_image * g.out_height + walk.first_row;
     return {row * g.out_width, row * 2 * g.width};
   }
-  // The place of a launch's item, seen from its first one.
+  // The place of a launch's item, relative to its first one.
   template <int kOut>
   __device__ __forceinline__ PoolRowPlace of_item(const PoolShape& shape, const PoolWalk& walk,
                                                   int item) const {
@@ -139,7 +139,7 @@ struct PoolRowPlace {
   }
 };
 
-// Neighbours of a row in one access for sure: as a Vec the compiler splits this store.
+// Stores adjacent elements in one access. The compiler would split the store of a Vec.
 template <class T, int kSize>
 __device__ __forceinline__ void store_neighbors(T* pointer, const Vec<T, kSize>& values) {
   if constexpr (sizeof(values) == 16) {

@@ -1,4 +1,4 @@
-// Batch norm: planes of a channel, two passes.
+// Instances: planes, two passes.
 #include "ops/batch_norm/cuda/planes.cuh"
 
 namespace warpwright {

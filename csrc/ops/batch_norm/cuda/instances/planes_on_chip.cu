@@ -1,4 +1,4 @@
-// Batch norm: planes of a channel that a block holds.
+// Instances: planes on chip.
 #include "ops/batch_norm/cuda/planes_on_chip.cuh"
 
 namespace warpwright {

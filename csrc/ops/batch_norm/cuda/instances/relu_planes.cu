@@ -1,4 +1,4 @@
-// Batch norm with a relu behind it: planes of a channel, two passes.
+// Instances with relu: planes, two passes.
 #include "ops/batch_norm/cuda/planes.cuh"
 
 namespace warpwright {

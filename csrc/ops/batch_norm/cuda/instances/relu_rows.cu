@@ -1,4 +1,4 @@
-// Batch norm with a relu behind it: channels innermost.
+// Instances with relu: rows, two passes.
 #include "ops/batch_norm/cuda/rows.cuh"
 
 namespace warpwright {

@@ -1,4 +1,4 @@
-// Batch norm with a relu behind it: channels innermost, one launch.
+// Instances with relu: rows on chip.
 #include "ops/batch_norm/cuda/rows_on_chip.cuh"
 
 namespace warpwright {

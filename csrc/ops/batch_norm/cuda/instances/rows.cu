@@ -1,4 +1,4 @@
-// Batch norm: channels innermost.
+// Instances: rows, two passes.
 #include "ops/batch_norm/cuda/rows.cuh"
 
 namespace warpwright {

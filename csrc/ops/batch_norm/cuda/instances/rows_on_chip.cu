@@ -1,4 +1,4 @@
-// Batch norm: channels innermost, one launch.
+// Instances: rows on chip.
 #include "ops/batch_norm/cuda/rows_on_chip.cuh"
 
 namespace warpwright {
