@@ -1,4 +1,4 @@
-// What the attention kernels of every path share: the mask, the dropout and the causal limits.
+// Shared by the attention kernels of every path: the mask, the dropout and the causal limits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace warpwright {
 
-// What the mask adds to the score of query `row` and key `col` (both inside the extents).
+// The term that the mask adds to the score of query `row` and key `col` (both inside the extents).
 template <class T>
 __device__ __forceinline__ Accum<T> mask_term(const AttentionParams& p, int64_t b, int64_t h,
                                               int64_t row, int64_t col) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ T* operand_rows(const AttentionOperand& x, int64_t b,
   return static_cast<T*>(x.data) + b * x.stride_b + h * x.stride_h + row * x.stride_s;
 }
 
-// Keys that a query before `row_end` can see.
+// How many keys a query before `row_end` can see.
 __device__ __forceinline__ int64_t visible_keys(const AttentionParams& p, int64_t row_end) {
   return p.is_causal && row_end < p.S_k ? row_end : p.S_k;
 }

@@ -1,4 +1,4 @@
-// Choice of kernel and the small kernels around the two passes: the generator's state, the rows'
+// Choice of kernel, and the small kernels around the two passes: the generator's state, the rows'
 // statistics for the backward, the dropout factors by rows.
 #include <algorithm>
 
@@ -17,9 +17,9 @@ __global__ void philox_state_kernel(PhiloxSource source, int64_t* state) {
                              : static_cast<int64_t>(source.offset);
 }
 
-// stats (2 or 3, B, H, S_q): lse * lse_unit (+inf for a hidden row, so that exp(S - it) = 0), delta
-// = rowsum(dout * out), and what rounding that lse has left. One warp a row; grid.x = (B * H * S_q)
-// / 8 warps
+// stats (2 or 3, B, H, S_q): lse * lse_unit (+inf for a hidden row, so that exp(S - lse) = 0);
+// delta = rowsum(dout * out); the rounding error of that lse. One warp per row; grid.x = (B * H *
+// S_q) / 8 warps.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     attention_row_stats_kernel(const __grid_constant__ AttentionBackwardParams p,
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// factors (B, H, rows, S_k); one thread an element, grid-stride
+// factors (B, H, rows, S_k); one thread per element, grid-stride.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     attention_dropout_kernel(const __grid_constant__ AttentionDropoutParams p, uint32_t threshold,
@@ -85,7 +85,7 @@ AttentionMmaArgs make_args(const AttentionParams& p, const AttentionConfig& conf
   return args;
 }
 
-// f<T, kHead>() for the 16-bit types and the padded head dimensions.
+// Calls f<T, kHead>() for the 16-bit types and the padded head dimensions.
 template <class F>
 void for_mma_instance(DType dtype, int head_tile, F&& f) {
   for_int<64, 128, 256>(head_tile, [&]<int kHead>() {
@@ -122,7 +122,7 @@ void launch_attention_bwd(const AttentionBackwardParams& p, cudaStream_t stream)
              dim3(static_cast<unsigned>(ceil_div(rows, int64_t(kThreads / kWarpSize)))),
              dim3(kThreads), 0, stream, p, static_cast<Accum<T>>(lse_unit));
     };
-    // The tensor-core kernels count in log2.
+    // The tensor-core kernels use log2.
     const bool any_input = p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr;
     if (config.tensor_cores && any_input) {
       write_stats(1.4426950408889634);

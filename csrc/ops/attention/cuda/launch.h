@@ -6,7 +6,7 @@
 
 namespace warpwright {
 
-// Launch-time facts of the tensor-core kernels beside AttentionParams.
+// Launch-time facts for the tensor-core kernels, besides AttentionParams.
 struct AttentionMmaArgs {
   uint32_t dropout_threshold;
   float keep_scale;

@@ -1,14 +1,14 @@
-// The backward on tensor cores (mma.sync, sm_80 and later) without a float atomic: one kernel owns
-// tiles of queries and sums dq over the keys, one owns tiles of keys and sums dk and dv over the
-// queries. Both recompute S and dP (7 products instead of 5), and so need no order between CTAs.
-// dS and P feed the next product from registers: the second kernel computes their transposes.
+// The backward on tensor cores (mma.sync, sm_80 and later) without float atomics. One kernel owns
+// tiles of queries and sums dq over the keys. The other owns tiles of keys and sums dk and dv over
+// the queries. Both recompute S and dP (7 products instead of 5), so CTAs need no order. dS and P
+// feed the next product from registers: the second kernel computes their transposes.
 #pragma once
 
 #include "ops/attention/cuda/portable/mma.cuh"
 
 namespace warpwright {
 
-// kStages: tiles of the walked operand pair in flight.
+// kStages: how many tiles of the walked operand pair are in flight.
 template <int kD_, int kTiles_, int kBlockN_, int kStages_>
 struct AttentionDqTile {
   static constexpr int kD = kD_;
@@ -27,12 +27,12 @@ struct AttentionDkDvTile {
   static constexpr int kBlockM = kBlockM_;      // queries
   static constexpr int kStages = kStages_;
   static constexpr int kTileBytes = (2 * kBlockN + 2 * kStages * kBlockM) * kD * 2;
-  static constexpr int kSmem = kTileBytes + kStages * 2 * kBlockM * 4;  // and lse, delta
+  static constexpr int kSmem = kTileBytes + kStages * 2 * kBlockM * 4;  // plus lse, delta
 };
 
-// The walk over `count` tiles: issue(i, stage) starts the copies of tile i, compute(i, stage) uses
-// them. With two stages the copies of tile i + 1 run during compute(i), and the one barrier says
-// both that tile i is there and that nobody reads the other stage any more.
+// Walks `count` tiles: issue(i, stage) starts the copies of tile i, compute(i, stage) uses them.
+// With two stages the copies of tile i + 1 run during compute(i). The one barrier guarantees that
+// tile i has arrived and that nobody reads the other stage any more.
 template <int kStages, class Issue, class Compute>
 __device__ __forceinline__ void walk_tiles(int64_t count, Issue&& issue, Compute&& compute) {
   static_assert(kStages == 1 || kStages == 2, "one tile in use, at most one in flight");
@@ -56,8 +56,9 @@ __device__ __forceinline__ void walk_tiles(int64_t count, Issue&& issue, Compute
   cp_async_wait<0>();
 }
 
-// Raw products -> P, in place: 2^(scale_log2 * s + mask - lse), and dP -> dS = P (Z dP - delta);
-// dropped elements of P become 0 afterwards. lse_of and delta_of give an element's row statistics.
+// Turns raw products into P, in place: 2^(scale_log2 * s + mask - lse), and dP into dS = P (Z dP -
+// delta). Dropped elements of P become 0 afterwards. lse_of and delta_of return the statistics of
+// an element's row.
 template <class T, bool kTransposed, bool kHasExtras, bool kWantDs, int kTiles, int kCols,
           class Lse, class Delta>
 __device__ __forceinline__ void grad_scores(const AttentionParams& p, const AttentionMmaArgs& args,
@@ -79,7 +80,7 @@ __device__ __forceinline__ void grad_scores(const AttentionParams& p, const Atte
   if constexpr (kHasExtras) {
     if (p.philox_state != nullptr) {
       const DropoutKey key = load_dropout_key(p, args.dropout_threshold);
-      // First dS with the undropped P, then P itself: dS keeps P (0 - delta) where dropped.
+      // dS comes first, from the undropped P: where P is dropped, dS is P (0 - delta). Then P.
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -121,8 +122,9 @@ __device__ __forceinline__ void fill_scale(float (&scale)[kTiles][2], double val
 }
 
 // q, dq (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), dout (B, H, S_q, D_v)
-// shared: Q, dO (kBlockM, kD), then K, V (kBlockN, kD) a stage; warp w owns rows 16 kTiles w ...
-// grid.x = (B * H, query tiles from the last, which is the longest under the causal rule)
+// shared: Q, dO (kBlockM, kD), then K, V (kBlockN, kD) per stage; warp w owns rows 16 kTiles w and
+// following
+// grid.x = (B * H, query tiles in reverse: under the causal rule the last is the longest)
 template <class T, class Tile, bool kHasExtras>
 __global__ void __launch_bounds__(kMmaThreads)
     attention_bwd_dq_mma_kernel(const __grid_constant__ AttentionBackwardParams params,
@@ -192,9 +194,10 @@ __global__ void __launch_bounds__(kMmaThreads)
 }
 
 // q (B, H, S_q, D), k, dk (B, H_kv, S_k, D), v, dv (B, H_kv, S_k, D_v), dout (B, H, S_q, D_v)
-// shared: K, V (kBlockN, kD), then Q, dO (kBlockM, kD) a stage, then lse, delta (kBlockM) a stage;
-// warp w owns keys 16 kTiles w ...; kWantDk, kWantDv: both where the registers hold both sums
-// grid.x = (B * H_kv, key tiles from the first, which is the longest under the causal rule)
+// shared: K, V (kBlockN, kD), then Q, dO (kBlockM, kD) per stage, then lse, delta (kBlockM) per
+// stage; warp w owns keys 16 kTiles w and following; kWantDk, kWantDv: both, if the registers hold
+// both sums
+// grid.x = (B * H_kv, key tiles in order: under the causal rule the first is the longest)
 template <class T, class Tile, bool kWantDk, bool kWantDv, bool kHasExtras>
 __global__ void __launch_bounds__(kMmaThreads)
     attention_bwd_dkdv_mma_kernel(const __grid_constant__ AttentionBackwardParams params,
@@ -223,7 +226,7 @@ __global__ void __launch_bounds__(kMmaThreads)
   }
   const float* stats = static_cast<const float*>(params.row_stats);
   const int64_t all_rows = p.B * p.H * p.S_q;
-  // Queries before the tile's first key do not see it. The walk goes over the group's heads too.
+  // Queries before the tile's first key do not see it. The walk includes the group's heads.
   const int64_t first_tile = p.is_causal ? min(col0, p.S_q) / kBlockM : 0;
   const int64_t row_tiles = ceil_div(p.S_q, int64_t(kBlockM)) - first_tile;
   struct Place {
@@ -270,7 +273,7 @@ __global__ void __launch_bounds__(kMmaThreads)
       clear(dp);
       multiply_rows<T, kD>(dp, smem_address(sV), warp_col, dout_base);
     }
-    // Keys past S_k have rows of their own that are not stored: only the causal rule hides here.
+    // Keys past S_k have rows of their own that are not stored, so only the causal rule hides here.
     const bool has_hidden = p.is_causal && col0 + kBlockN > row0 + 1;
     grad_scores<T, true, kHasExtras, kWantDk>(
         p, args, s, dp, b, h, col0 + warp_col, row0, has_hidden,

@@ -5,8 +5,9 @@
 
 namespace warpwright {
 
-// The rows' log-sum-exp as a sum of two (+inf and 0 for a hidden row: exp(S - inf) = 0) and delta,
-// from the workspace that attention_row_stats_kernel wrote; rows past S_q count as hidden.
+// The rows' log-sum-exp as a sum of two numbers (+inf and 0 for a hidden row: exp(S - inf) = 0),
+// and delta, from the workspace that attention_row_stats_kernel wrote. Rows past S_q count as
+// hidden.
 template <class T>
 struct FmaRowStats {
   static constexpr bool kHasRest = sizeof(AttentionLse<T>) > sizeof(Accum<T>);
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
   if (!want_dk && !want_dv) return;
   FmaOut<T> dk = {}, dv = {};
 
-  // Queries before the tile's first key do not see it; col0 is a multiple of the tile's side.
+  // Queries before the tile's first key do not see it. col0 is a multiple of the tile's side.
   const int64_t row_begin = f.is_causal ? col0 : 0;
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
     for (int64_t row = row_begin; row < f.S_q; row += Tile::kSide) {
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
   }
 }
 
-// dmask (B|1, H|1, S_q|1, S_k|1), accumulator type: the sum of dS over what the mask broadcasts
-// along, in one CTA and one order. grid.x = (B|1, H|1, query tiles|1, key tiles|1), last fastest
+// dmask (B|1, H|1, S_q|1, S_k|1), accumulator type: the sum of dS over the broadcast dimensions, in
+// one CTA and one order. grid.x = (B|1, H|1, query tiles|1, key tiles|1), last fastest
 template <class T>
 __global__ void __launch_bounds__(FmaTile<T>::kThreads)
     attention_bwd_mask_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
   const int64_t row0 = begin[2] * Tile::kSide, col0 = begin[3] * Tile::kSide;
   Acc* dmask = static_cast<Acc*>(p.dmask) + begin[0] * p.dmask_stride[0] +
                begin[1] * p.dmask_stride[1] + row0 * p.dmask_stride[2] + col0 * p.dmask_stride[3];
-  // One thread an element of dmask: a row's sum where keys broadcast, a column's where queries do.
+  // One thread per element of dmask: a row's sum if keys broadcast, a column's if queries do.
   const int out_rows = f.mask_full[2] ? Tile::kSide : 1;
   const int out_cols = f.mask_full[3] ? Tile::kSide : 1;
   for (int e = threadIdx.x; e < out_rows * out_cols; e += Tile::kThreads) {

@@ -34,14 +34,14 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
     const ScoreTile t{b, h, row0, col};
     FmaScores<T> s;
     fma_scores<T>(p, t, s, shared);
-    __syncthreads();  // the last tile's P is still being read where D = 0
+    __syncthreads();  // with D = 0, other threads still read the previous tile's P
 #pragma unroll
     for (int i = 0; i < Tile::kPer; ++i) {
       Acc tile_max = -Acc(INFINITY);
 #pragma unroll
       for (int j = 0; j < Tile::kPer; ++j) tile_max = max(tile_max, s[i][j]);
       const Acc new_max = max(row_max[i], reduce_over_tx(tile_max, Max()));
-      // A row with nothing visible yet: exp(-inf - 0) = 0, where -inf - -inf would be NaN.
+      // A row with nothing visible yet: exp(-inf - 0) = 0; -inf - -inf would be NaN.
       const Acc base = new_max == -Acc(INFINITY) ? Acc(0) : new_max;
       const Acc correction = exp_accum(row_max[i] - base);
       row_max[i] = new_max;

@@ -1,6 +1,6 @@
 // Flash attention on FMA units, for fp32, fp64 and head dimensions that no tensor-core tile holds.
 // A CTA has 16 x 16 threads; thread (ty, tx) owns rows ty + 16 i and columns tx + 16 j of each
-// tile. Depth is walked in slices of 16; an output wider than 64 columns is split over CTAs, each
+// tile. Depth is walked in slices of 16. An output wider than 64 columns is split among CTAs, each
 // of which recomputes the scores.
 #pragma once
 
@@ -15,10 +15,10 @@ namespace warpwright {
 template <class T>
 struct FmaTile {
   using Acc = Accum<T>;
-  static constexpr int kSide = sizeof(Acc) == 8 ? 32 : 64;  // queries, and keys, of a tile
-  static constexpr int kPer = kSide / 16;                   // rows, and columns, of a thread
+  static constexpr int kSide = sizeof(Acc) == 8 ? 32 : 64;  // queries, and keys, per tile
+  static constexpr int kPer = kSide / 16;                   // rows, and columns, per thread
   static constexpr int kDepth = 16;
-  static constexpr int kOut = 64;  // output columns of a CTA
+  static constexpr int kOut = 64;  // output columns per CTA
   static constexpr int kOutPer = kOut / 16;
   static constexpr int kThreads = 256;
   // Shared memory, in Acc: two depth slices, P, dS, one slice of the right operand. Odd pitches
@@ -58,7 +58,7 @@ __device__ __forceinline__ double exp_accum(double x) { return exp(x); }
 __device__ __forceinline__ float log_accum(float x) { return logf(x); }
 __device__ __forceinline__ double log_accum(double x) { return log(x); }
 
-// acc += the product over one slice.
+// acc += the product over one slice of the depth.
 template <int kDepth, int kRows, int kCols, class Acc, class LoadA, class LoadB>
 __device__ __forceinline__ void fma_slice(Acc (&acc)[kRows][kCols], LoadA&& load_a,
                                           LoadB&& load_b) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void fma_slice(Acc (&acc)[kRows][kCols], LoadA&& load
   }
 }
 
-// acc = x (x_rows, depth) y (y_rows, depth)^T; rows past the extents count as zero.
+// acc = x (x_rows, depth) y (y_rows, depth)^T. Rows past the extents count as zero.
 template <class T>
 __device__ void fma_row_products(FmaScores<T>& acc, const T* x, int64_t x_stride, int x_rows,
                                  const T* y, int64_t y_stride, int y_rows, int64_t depth,
@@ -99,7 +99,7 @@ __device__ void fma_row_products(FmaScores<T>& acc, const T* x, int64_t x_stride
           inside && r < y_rows ? convert<Acc>(y[r * y_stride + d + c]) : Acc(0);
     }
     __syncthreads();
-    // A slice is summed by itself first: one long chain of additions would lose digits, and the
+    // Each slice is summed separately first. One long chain of additions would lose digits, and the
     // softmax turns the scores' absolute error into a relative one.
     FmaScores<T> sum = {};
     fma_slice<Tile::kDepth>(
@@ -112,8 +112,8 @@ __device__ void fma_row_products(FmaScores<T>& acc, const T* x, int64_t x_stride
   }
 }
 
-// acc += w (kSide, kSide) x[:, col, col + kOut), or w^T; x has `x_rows` rows and `cols` columns.
-// `w` is visible after the barrier that this begins with.
+// acc += w (kSide, kSide) x[:, col, col + kOut), or w^T. x has `x_rows` rows and `cols` columns.
+// The function begins with a barrier that makes `w` visible.
 template <bool kTransposed, class T>
 __device__ void fma_weighted_rows(FmaOut<T>& acc, const Accum<T>* w, const T* x, int64_t x_stride,
                                   int x_rows, int64_t col, int64_t cols,
@@ -156,12 +156,12 @@ __device__ void fma_store(const FmaOut<T>& acc, T* x, int64_t x_stride, int rows
     }
 }
 
-// Where a tile of scores sits: queries from `row`, keys from `col`, of head h of batch b.
+// The place of a tile of scores: queries from `row`, keys from `col`, head h of batch b.
 struct ScoreTile {
   int64_t b, h, row, col;
 };
 
-// S of a tile: scale * q k^T + mask, -inf where hidden or outside.
+// S of a tile: scale * q k^T + mask; -inf if hidden or outside.
 template <class T>
 __device__ void fma_scores(const AttentionParams& p, const ScoreTile& t, FmaScores<T>& s,
                            const FmaShared<T>& shared) {

@@ -1,13 +1,13 @@
-// The forward on tensor cores (mma.sync, sm_80 and later), after FlashAttention-2's schedule
-// (Dao 2023): a CTA owns a tile of queries and walks the keys; K of the next tile is in flight
-// during softmax and P V, V of this tile during Q K^T; P never leaves registers.
+// The forward on tensor cores (mma.sync, sm_80 and later), after FlashAttention-2's schedule (Dao
+// 2023). A CTA owns a tile of queries and walks the keys. K of the next tile is in flight during
+// softmax and P V, V of this tile during Q K^T. P never leaves registers.
 #pragma once
 
 #include "ops/attention/cuda/portable/mma.cuh"
 
 namespace warpwright {
 
-// kTiles: 16-row tiles of a warp. Two halve the shared-memory reads of K and V a product.
+// kTiles: 16-row tiles per warp. Two halve the shared-memory reads of K and V per product.
 template <int kD_, int kTiles_, int kBlockN_>
 struct AttentionFwdTile {
   static constexpr int kD = kD_;
@@ -17,10 +17,10 @@ struct AttentionFwdTile {
   static constexpr int kSmem = (kBlockM + 2 * kBlockN) * kD * 2;
 };
 
-// One tile's step of the online softmax: s (in units of log2 once multiplied by `scale`) becomes P.
-// row_sum stays a partial sum of this thread's columns. Any base near the maximum serves, as it
-// cancels in the end: out and row_sum move to a new one only where P would pass 2^kHeadroom, which
-// few tiles do, and fp16 holds 2^15.
+// One tile's step of the online softmax: s (in units of log2 after multiplication by `scale`)
+// becomes P. row_sum is a partial sum over this thread's columns. The base cancels in the end, so
+// any base near the maximum serves. out and row_sum move to a new base only if P would exceed
+// 2^kHeadroom, which few tiles do; fp16 holds 2^15.
 template <int kTiles, int kCols, int kOutCols>
 __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
                                                float (&out)[kTiles][kOutCols][4],
@@ -37,10 +37,10 @@ __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
 #pragma unroll
       for (int n = 0; n < kCols; ++n)
         tile_max = fmaxf(tile_max, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
-      // The four lanes of a row. A NaN score is ignored here and poisons the sum below.
+      // The four lanes of a row. A NaN score is ignored here and makes the sum below NaN.
       tile_max = fmaxf(tile_max, __shfl_xor_sync(kFullMask, tile_max, 1));
       tile_max = fmaxf(tile_max, __shfl_xor_sync(kFullMask, tile_max, 2));
-      // From -inf any move; with nothing visible yet -inf - -inf is NaN, and compares false.
+      // Any base replaces -inf. With nothing visible yet, -inf - -inf is NaN, which compares false.
       moves |= (tile_max - row_max[i][half]) * scale > kHeadroom;
       new_max[i][half] = tile_max;
     }
@@ -64,7 +64,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // A row with nothing visible yet: 2^(-inf - 0) = 0, where -inf - -inf would be NaN.
+      // A row with nothing visible yet: 2^(-inf - 0) = 0; -inf - -inf would be NaN.
       const float base = row_max[i][half] == -INFINITY ? 0.f : row_max[i][half] * scale;
 #pragma unroll
       for (int n = 0; n < kCols; ++n)
@@ -78,8 +78,9 @@ __device__ __forceinline__ void online_softmax(float (&s)[kTiles][kCols][4],
 }
 
 // q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v)
-// shared: Q (kBlockM, kD), K (kBlockN, kD), V (kBlockN, kD); warp w owns rows 16 kTiles w ...
-// grid.x = (B * H, query tiles from the last, which is the longest under the causal rule)
+// shared: Q (kBlockM, kD), K (kBlockN, kD), V (kBlockN, kD); warp w owns rows 16 kTiles w and
+// following
+// grid.x = (B * H, query tiles in reverse: under the causal rule the last is the longest)
 template <class T, class Tile, bool kHasExtras>
 __global__ void __launch_bounds__(kMmaThreads)
     attention_fwd_mma_kernel(const __grid_constant__ AttentionParams p,
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kMmaThreads)
 
   for (int64_t col0 = 0; col0 < keys; col0 += kBlockN) {
     cp_async_wait<0>();
-    __syncthreads();  // K is there, and every warp is done with V
+    __syncthreads();  // K has arrived, and every warp has finished with V
     load_keys(p.v, sV, col0, p.D_v);
     float s[kTiles][kCols][4];
     clear(s);
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kMmaThreads)
     if (col0 + kBlockN > p.S_k || (p.is_causal && col0 + kBlockN > row0 + 1))
       hide<false>(p, s, row0 + warp_row, col0);
     cp_async_wait<0>();
-    __syncthreads();  // V is there, and every warp is done with K
+    __syncthreads();  // V has arrived, and every warp has finished with K
     if (col0 + kBlockN < keys) load_keys(p.k, sK, col0 + kBlockN, p.D);
 
     online_softmax(s, out, row_max, row_sum, kHasExtras ? 1.f : scale_log2);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kMmaThreads)
       const float sum = warp_reduce<4>(row_sum[i][half], Sum());
       const bool hidden = sum == 0.f;
       inverse[i][half] = hidden ? 0.f : args.keep_scale / sum;
-      if (hidden) {  // 0, whatever V holds
+      if (hidden) {  // 0 for any V
 #pragma unroll
         for (int n = 0; n < kD / 8; ++n) out[i][n][2 * half] = out[i][n][2 * half + 1] = 0.f;
       }

@@ -1,5 +1,5 @@
-// What the tensor-core attention kernels share: tiles of rows in swizzled shared memory, fragment
-// loads, the score mask. 16-bit operands, head dimensions padded with zeros to kD = 64, 128 or 256.
+// Shared by the tensor-core attention kernels: tiles of rows in swizzled shared memory, fragment
+// loads, the score mask. 16-bit operands; head dimensions padded with zeros to kD = 64, 128 or 256.
 // Fragments are those of mma.m16n8k16 (device/mma_sm80.cuh): g = lane / 4, t = lane % 4.
 #pragma once
 
@@ -16,22 +16,21 @@ constexpr int kMmaThreads = 128;  // 4 warps
 
 extern __shared__ uint4 attention_smem[];
 
-// A (rows, kD) tile of 16-bit elements. The 16-byte chunk c of row r is at chunk
-// (c & ~7) | ((c ^ r) & 7): the 8 rows that one ldmatrix phase reads lie in 8 different bank
-// groups.
+// A (rows, kD) tile of 16-bit elements. The 16-byte chunk c of row r is at chunk (c & ~7) | ((c ^
+// r) & 7). The 8 rows of one ldmatrix phase are then in 8 different bank groups.
 template <int kD>
 __device__ __forceinline__ uint32_t tile_address(uint32_t base, int row, int chunk) {
   return base + static_cast<uint32_t>(row * (kD * 2) + (((chunk & ~7) | ((chunk ^ row) & 7)) << 4));
 }
 
-// Starts the copy of kRows rows of `cols` elements; rows past `rows` and columns past `cols` become
-// zero. With 16-byte rows by cp.async, else element by element through registers. A thread keeps
-// its column, so that a row more is an addition to one pointer.
+// Starts the copy of kRows rows of `cols` elements. Rows past `rows` and columns past `cols` become
+// zero. 16-byte rows use cp.async; others go element by element through registers. A thread keeps
+// its column, so the next row is one addition to a pointer.
 template <int kRows, int kD, class T>
 __device__ __forceinline__ void load_tile(T* tile, const T* source, int64_t stride, int64_t rows,
                                           int64_t cols, bool vectorized) {
   constexpr int kChunks = kD / 8;
-  constexpr int kStep = kMmaThreads / kChunks;  // rows of a pass
+  constexpr int kStep = kMmaThreads / kChunks;  // rows per pass
   static_assert(kRows % kStep == 0, "whole passes of the CTA");
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
   const int valid = chunk * 8 < cols ? static_cast<int>(min(rows, int64_t(kRows))) : 0;
@@ -61,8 +60,8 @@ __device__ __forceinline__ void load_tile(T* tile, const T* source, int64_t stri
   }
 }
 
-// tile_address of row `row` + lane_row and chunk 2 * step + half, where `row`, a multiple of 8, and
-// `step` are known to the compiler: one of four lane addresses and an immediate.
+// tile_address of row `row` + lane_row and chunk 2 * step + half. The compiler knows `row`, a
+// multiple of 8, and `step`, so this is one of four lane addresses plus an immediate.
 template <int kD>
 __device__ __forceinline__ uint32_t fragment_address(uint32_t base, int lane_row, int half, int row,
                                                      int step) {
@@ -79,16 +78,16 @@ __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t base, int row,
   ldmatrix_x4(a, fragment_address<kD>(base, lane % 16, lane / 16, row, step));
 }
 
-// B operands of columns [row, row + 16), where a column is a row of the tile and depth runs along
-// it: b[0..1] for the first 8 columns, b[2..3] for the second.
+// B operands of columns [row, row + 16). A column is a row of the tile, and depth runs along it:
+// b[0..1] for the first 8 columns, b[2..3] for the second.
 template <int kD>
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t base, int row, int step) {
   const int lane = threadIdx.x % kWarpSize;
   ldmatrix_x4(b, fragment_address<kD>(base, lane % 8 + lane / 16 * 8, lane / 8 % 2, row, step));
 }
 
-// B operands of columns [16 * pair, 16 * pair + 16), where depth runs down the rows
-// [row, row + 16) of the tile.
+// B operands of columns [16 * pair, 16 * pair + 16). Depth runs down the rows [row, row + 16) of
+// the tile.
 template <int kD>
 __device__ __forceinline__ void load_b_trans(uint32_t (&b)[4], uint32_t base, int row, int pair) {
   const int lane = threadIdx.x % kWarpSize;
@@ -103,7 +102,7 @@ __device__ __forceinline__ void mma_pair(float (&d0)[4], float (&d1)[4], const u
 }
 
 // acc (16 kTiles rows, 8 kCols columns) += rows of x times rows of y, depth kD. The fragments of
-// the next products are loaded before the current ones multiply.
+// the next products are loaded before the current products.
 template <class T, int kD, int kTiles, int kCols>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kTiles][kCols][4], uint32_t x, int x_row,
                                               uint32_t y) {
@@ -139,8 +138,8 @@ __device__ __forceinline__ uint32_t pack_pair(float x, float y) {
   return pair.word;
 }
 
-// acc (16 kTiles rows, kD columns) += w x, where w (16 kTiles, 8 kDepth) is an accumulator and x a
-// tile of 8 kDepth rows: the accumulator fragments of two n-tiles are the A fragment of one k-step.
+// acc (16 kTiles rows, kD columns) += w x. w (16 kTiles, 8 kDepth) is an accumulator, x a tile of 8
+// kDepth rows. The accumulator fragments of two n-tiles are the A fragment of one k-step.
 template <class T, int kD, int kTiles, int kDepth>
 __device__ __forceinline__ void multiply_weighted(float (&acc)[kTiles][kD / 8][4],
                                                   const float (&w)[kTiles][kDepth][4], uint32_t x) {
@@ -180,8 +179,8 @@ __device__ __forceinline__ void clear(float (&acc)[kTiles][kCols][4]) {
       for (int e = 0; e < 4; ++e) acc[i][n][e] = 0.f;
 }
 
-// The element that acc[i][n][e] of a thread is, from the tile's first row (of this warp) and
-// column.
+// The row and column of a thread's acc[i][n][e], relative to the tile's first row (of this warp)
+// and column.
 __device__ __forceinline__ int fragment_row(int i, int e) {
   return 16 * i + threadIdx.x % kWarpSize / 4 + e / 2 * 8;
 }
@@ -189,8 +188,8 @@ __device__ __forceinline__ int fragment_col(int n, int e) {
   return 8 * n + threadIdx.x % 4 * 2 + e % 2;
 }
 
-// Scores of raw products, in units of log2: multiplied by scale * log2(e), the mask added. Rows are
-// queries, or keys where kTransposed. Nothing is read outside the extents.
+// Turns raw products into scores in units of log2: multiplies by scale * log2(e) and adds the mask.
+// Rows are queries, or keys if kTransposed. Nothing is read outside the extents.
 template <class T, bool kTransposed, int kTiles, int kCols>
 __device__ __forceinline__ void add_mask(const AttentionParams& p, float (&s)[kTiles][kCols][4],
                                          int64_t b, int64_t h, int64_t row0, int64_t col0,
@@ -209,7 +208,7 @@ __device__ __forceinline__ void add_mask(const AttentionParams& p, float (&s)[kT
       }
 }
 
-// -inf where the key is outside or hidden by the causal rule. Positions count from the fragment's
+// Sets -inf if the key is outside or hidden by the causal rule. Positions count from the fragment's
 // corner, so that 32 bits hold them.
 template <bool kTransposed, int kTiles, int kCols>
 __device__ __forceinline__ void hide(const AttentionParams& p, float (&s)[kTiles][kCols][4],
@@ -232,7 +231,7 @@ __device__ __forceinline__ void hide(const AttentionParams& p, float (&s)[kTiles
 }
 
 // Calls drop(element) for each dropped probability of the 16 x 16 square at (row0, col0) of this
-// thread: element (n, e) is acc[.][2 * pair + n][e]. One draw decides four, in either orientation.
+// thread. Element (n, e) is acc[.][2 * pair + n][e]. One draw decides four, in either orientation.
 template <bool kTransposed, class Drop>
 __device__ __forceinline__ void for_dropped(const DropoutKey& key, int64_t bh, int64_t row0,
                                             int64_t col0, Drop&& drop) {
@@ -251,7 +250,7 @@ __device__ __forceinline__ void for_dropped(const DropoutKey& key, int64_t bh, i
   }
 }
 
-// Stores rows [0, rows) and columns [0, cols) of an accumulator, scaled; `target` is the warp's
+// Stores rows [0, rows) and columns [0, cols) of an accumulator, scaled. `target` is the warp's
 // row.
 template <class T, int kTiles, int kCols>
 __device__ __forceinline__ void store_rows(const float (&acc)[kTiles][kCols][4], T* target,

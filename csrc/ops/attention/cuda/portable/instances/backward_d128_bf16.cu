@@ -1,4 +1,4 @@
-// The bf16 instances for head dimensions up to 128; a file each, so that none compiles long.
+// Instances: bf16, head dimensions up to 128.
 #include "ops/attention/cuda/portable/backward_mma.cuh"
 
 namespace warpwright {

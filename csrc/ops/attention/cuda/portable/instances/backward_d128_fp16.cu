@@ -1,4 +1,4 @@
-// The f16 instances for head dimensions up to 128; a file each, so that none compiles long.
+// Instances: fp16, head dimensions up to 128.
 #include "ops/attention/cuda/portable/backward_mma.cuh"
 
 namespace warpwright {

@@ -1,4 +1,4 @@
-// The f16 instances of the FMA kernels; a file each, so that none compiles long.
+// Instances of the FMA kernels: fp16.
 #include "ops/attention/cuda/portable/fma_backward.cuh"
 #include "ops/attention/cuda/portable/fma_forward.cuh"
 

@@ -1,4 +1,4 @@
-// The f32 instances of the FMA kernels; a file each, so that none compiles long.
+// Instances of the FMA kernels: fp32.
 #include "ops/attention/cuda/portable/fma_backward.cuh"
 #include "ops/attention/cuda/portable/fma_forward.cuh"
 

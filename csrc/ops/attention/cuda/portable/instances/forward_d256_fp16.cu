@@ -1,4 +1,4 @@
-// The f16 instances for head dimensions up to 256; a file each, so that none compiles long.
+// Instances: fp16, head dimensions up to 256.
 #include "ops/attention/cuda/portable/forward_mma.cuh"
 
 namespace warpwright {
