@@ -250,10 +250,11 @@ inline int64_t batch_norm_workspace_bytes(const BatchNormConfig& config, int64_t
 }
 
 inline std::string describe(const BatchNormConfig& config) {
-  return "batch_norm, " + std::to_string(config.vec) + " element(s) an access, " +
+  return "batch_norm, " + std::to_string(config.vec) + " element(s) per access, " +
          std::to_string(config.tiles) + " group(s) of channels in " +
          std::to_string(config.splits) + " split(s)" +
-         (config.held > 0 ? ", " + std::to_string(config.held) + " access(es) a thread kept" : "") +
+         (config.held > 0 ? ", " + std::to_string(config.held) + " access(es) per thread kept"
+                          : "") +
          ": " + config.reason;
 }
 

@@ -54,8 +54,8 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
     const bool many = p.rows >= int64_t{device.num_sms} * 512 * wide;
     config.vec = alignment.all_aligned && many ? wide : 1;
     config.blocks = std::max<int64_t>(1, ceil_div(p.rows, int64_t{config.threads} * config.vec));
-    config.reason = config.vec > 1 ? "classes lie apart: a thread takes 16 bytes of pixels"
-                                   : "classes lie apart: a thread takes a pixel";
+    config.reason = config.vec > 1 ? "strided classes: 16 bytes of pixels per thread"
+                                   : "strided classes: a pixel per thread";
     return config;
   }
 
@@ -72,7 +72,7 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
     config.lanes = config.threads;
     config.blocks = std::max<int64_t>(1, p.rows);
     config.reason =
-        config.vec > 1 ? "long rows: a block each" : "long unaligned rows: a block each";
+        config.vec > 1 ? "long rows: a block per row" : "long unaligned rows: a block per row";
     return config;
   }
   // A block that walks several rows pays each row's latency. More than one row costs more than a
@@ -85,7 +85,7 @@ inline CrossEntropyConfig choose_cross_entropy_config(const CrossEntropyProblem&
   }
   config.threads = 256;
   config.blocks = ceil_div(p.rows, config.threads / config.lanes);
-  config.reason = config.lanes == 32 ? "a warp a row" : "short rows: several a warp";
+  config.reason = config.lanes == 32 ? "a warp per row" : "short rows: several per warp";
   return config;
 }
 
@@ -121,8 +121,8 @@ inline void choose_cross_entropy_persistent(const CrossEntropyProblem& p, bool a
   const int64_t room = (device.smem_per_block - kSpareBytes) / kPersistentThreadBytes;
   walk.threads = static_cast<int>(std::min<int64_t>(kPersistentThreads, room / kWarp * kWarp));
   walk.blocks = device.num_sms;
-  walk.reason = walk.lanes == kWarp ? "a warp a row, one after the other"
-                                    : "short rows: several a warp, one after the other";
+  walk.reason = walk.lanes == kWarp ? "a warp per row, one row after the other"
+                                    : "short rows: several per warp, one row after the other";
   const int64_t groups = walk.blocks * walk.threads / walk.lanes;
   const bool busy = p.rows >= groups && p.rows * walk.stages >= 4 * groups;
   if (walk.lanes >= kMinLanes && walk.stages <= max_stages && groups > 0 && busy) {
@@ -163,8 +163,8 @@ inline CrossEntropyConfig choose_cross_entropy_bwd_config(const CrossEntropyProb
 inline std::string describe(const CrossEntropyConfig& config) {
   constexpr const char* kKernels[] = {"rows", "pixels", "persistent"};
   return std::string(kKernels[static_cast<int>(config.kernel)]) + ", " +
-         std::to_string(config.lanes) + " threads a row, " + std::to_string(config.vec) +
-         " elements an access, " + std::to_string(config.blocks) + " blocks of " +
+         std::to_string(config.lanes) + " threads per row, " + std::to_string(config.vec) +
+         " elements per access, " + std::to_string(config.blocks) + " blocks of " +
          std::to_string(config.threads) + " (" + config.reason + ")";
 }
 

@@ -123,7 +123,7 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
   config.vec = rows.vec;
   config.cluster = 1;
   config.partials = reduced && rows.blocks > 1 ? rows.blocks : 0;
-  config.reason = "classes lie apart: forward and backward in turn";
+  config.reason = "strided classes: forward, then backward";
   if (rows.kernel == CrossEntropyConfig::Kernel::kPixels) return config;
 
   const int64_t accesses = ceil_div(std::max<int64_t>(1, p.classes), config.vec);
@@ -133,7 +133,7 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     config.held = static_cast<int>(ceil_div(accesses, int64_t{config.lanes}));
     config.threads = kCrossEntropyTeam;
     config.blocks = std::max<int64_t>(1, ceil_div(p.rows, kCrossEntropyTeam / config.lanes));
-    config.reason = config.lanes == kWarp ? "a warp a row" : "short rows: several a warp";
+    config.reason = config.lanes == kWarp ? "a warp per row" : "short rows: several per warp";
   } else {
     const int64_t teams = ceil_div(accesses, int64_t{kCrossEntropyTeam} * kHeld);
     if (clusters) config.cluster = static_cast<int>(std::min<int64_t>(8, teams));
@@ -144,12 +144,12 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     const int64_t held = ceil_div(share, int64_t{config.threads});
     const int64_t bytes = held * config.threads * config.vec * dtype_size(p.dtype);
     if (bytes > device.smem_per_block - kSpareBytes) {
-      config.reason = "rows too long for shared memory: forward and backward in turn";
+      config.reason = "rows too long for shared memory: forward, then backward";
       return config;
     }
     config.held = static_cast<int>(held);
     config.blocks = std::max<int64_t>(1, p.rows) * config.cluster;
-    config.reason = config.cluster == 1 ? "a block a row" : "a cluster of blocks a row";
+    config.reason = config.cluster == 1 ? "a block per row" : "a cluster of blocks per row";
   }
   config.on_chip = true;
   config.counts = p.reduction == Reduction::kMean ? 1 : 0;
@@ -177,12 +177,12 @@ inline std::string describe(const CrossEntropyGradientConfig& config) {
   if (!config.on_chip) return config.reason;
   if (config.is_ring()) {
     return std::to_string(config.groups) + " groups of " + std::to_string(config.lanes) +
-           " threads, each on a row, in " + std::to_string(config.cluster) + " blocks a row, " +
-           std::to_string(config.slots) + " parts of rows of " + std::to_string(config.slot_bytes) +
-           " bytes a block (" + config.reason + ")";
+           " threads, each with its own row, in " + std::to_string(config.cluster) +
+           " blocks per row, " + std::to_string(config.slots) + " parts of rows of " +
+           std::to_string(config.slot_bytes) + " bytes per block (" + config.reason + ")";
   }
   return std::to_string(config.lanes) + " threads of " + std::to_string(config.cluster) +
-         " blocks a row, " + std::to_string(config.vec) + " elements an access, " +
+         " blocks per row, " + std::to_string(config.vec) + " elements per access, " +
          std::to_string(config.blocks) + " blocks of " + std::to_string(config.threads) + " (" +
          config.reason + ")";
 }
