@@ -447,9 +447,9 @@ def test_cross_entropy_of_smoothed_labels():
 
     for smoothing, stream in ((0.0, [True, True, True]), (0.1, [False, True, False])):
         lines = text(1001, label_smoothing=smoothing)[1:]
-        assert ["one after the other" in line for line in lines] == stream, lines
+        assert ["one row after the other" in line for line in lines] == stream, lines
     # Of whole vectors the forward takes the stream too.
-    assert "one after the other" in text(1000, label_smoothing=0.1)[1]
+    assert "one row after the other" in text(1000, label_smoothing=0.1)[1]
 
 
 def test_cross_entropy_without_clusters(monkeypatch):
