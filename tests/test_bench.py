@@ -596,7 +596,7 @@ def test_stale_ops(tmp_path):
         "rows": [{"op": op} for op in ops],
     }
     assert records.stale_ops(record, tmp_path) == set()
-    with (tmp_path / "csrc" / "ops" / "batchnorm" / "batchnorm.h").open("a") as file:
+    with (tmp_path / "csrc" / "ops" / "batch_norm" / "batch_norm.h").open("a") as file:
         file.write("// changed\n")
     assert records.stale_ops(record, tmp_path) == {"batch_norm", "mnist_step"}
     (tmp_path / "csrc" / "device" / "new.cuh").write_text("// new\n")

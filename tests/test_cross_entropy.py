@@ -528,23 +528,23 @@ def test_messages(device):
         F.cross_entropy(x, y, torch.ones(5, device=device, requires_grad=True))
 
 
-# Enough rows for the kernels of blocks that stay: some threads of a warp a row, a warp, and rows in
-# several stages; whole vectors, and rows that start anywhere.
-STREAM_SHAPES = [(101400, 200), (101400, 201), (25400, 1000), (25400, 1001), (3301, 9001)]
+# Enough rows for persistent blocks: a part of a warp per row, a warp, and rows in several stages;
+# whole vectors, and rows that start anywhere.
+PERSISTENT_SHAPES = [(101400, 200), (101400, 201), (25400, 1000), (25400, 1001), (3301, 9001)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_shapes_reach_the_stream(dtype):
-    for rows, classes in STREAM_SHAPES:
+def test_the_shapes_reach_persistent_blocks(dtype):
+    for rows, classes in PERSISTENT_SHAPES:
         x = torch.empty(rows, classes, dtype=dtype, device="meta")
         target = torch.empty(rows, dtype=torch.int64, device="meta")
         text = warpwright.explain("cross_entropy", x, target, device="cuda")
         both = 2 if classes * x.element_size() <= 32768 else 1  # backward: up to eight stages a row
-        assert text.count("stream") == both, text
+        assert text.count("persistent") == both, text
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", STREAM_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", PERSISTENT_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_many_rows(dtype, shape):
     x = (torch.randn(shape, device="cuda") * 3).to(dtype)

@@ -56,14 +56,14 @@ def test_the_shapes_reach_every_ring():
     ("dtype", "lanes"),
     [(torch.bfloat16, {"4", "8", "16", "32"}), (torch.float32, {"8", "16", "32"})],
 )
-def test_the_shapes_reach_the_streams(dtype, lanes):
+def test_the_shapes_reach_persistent_blocks(dtype, lanes):
     found = set()
     for rows, classes in STREAM_SHAPES:
         x = torch.empty(rows, classes, dtype=dtype, device="meta")
         target = torch.empty(rows, dtype=torch.int64, device="meta")
         text = warpwright.explain("cross_entropy", x, target, device="cuda")
         line = next(line for line in text.splitlines() if "forward with grad_input" in line)
-        found.update(re.findall(r"(\d+) threads of 1 blocks a row.*one after the other", line))
+        found.update(re.findall(r"(\d+) threads of 1 blocks per row.*one row after the other", line))
     assert found == lanes
 
 

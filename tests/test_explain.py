@@ -423,14 +423,14 @@ def test_cross_entropy():
         return explain("cross_entropy", x, target, **ON_GPU)
 
     assert "one block does it all" in text(64, 10)
-    assert "a block each" in text(4096, 32000)
+    assert "a block per row" in text(4096, 32000)
     assert "pixels" in text(4, 20, 64, 64)
     assert "rows" in text(4096, 1000, target=torch.empty(4096, 1000))
     assert "forward with grad_input" not in text(64, 10)
     assert "forward with grad_input" not in text(8192, 1000, target=torch.empty(8192, 1000))
-    assert "32 threads of 1 blocks a row, 4 elements" in text(6000, 1000)
-    assert "256 threads of 4 blocks a row, 4 elements" in text(200, 32000)
-    assert "32 threads of 1 blocks a row, 4 elements an access, 132 blocks of 768" in text(
+    assert "32 threads of 1 blocks per row, 4 elements" in text(6000, 1000)
+    assert "256 threads of 4 blocks per row, 4 elements" in text(200, 32000)
+    assert "32 threads of 1 blocks per row, 4 elements per access, 132 blocks of 768" in text(
         65536, 1000
     )
     assert "12 groups of 64 threads, each on a row, in 1 blocks" in text(65536, 2000)
@@ -447,9 +447,9 @@ def test_cross_entropy_of_smoothed_labels():
 
     for smoothing, stream in ((0.0, [True, True, True]), (0.1, [False, True, False])):
         lines = text(1001, label_smoothing=smoothing)[1:]
-        assert ["one after the other" in line for line in lines] == stream, lines
+        assert ["one row after the other" in line for line in lines] == stream, lines
     # Of whole vectors the forward takes the stream too.
-    assert "one after the other" in text(1000, label_smoothing=0.1)[1]
+    assert "one row after the other" in text(1000, label_smoothing=0.1)[1]
 
 
 def test_cross_entropy_without_clusters(monkeypatch):

@@ -1,4 +1,4 @@
-// Wide accesses that stay as written where the compiler's own would be split or branched around.
+// Vectorized accesses that the compiler neither splits nor puts behind a branch.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace warpwright {
 
-// "cp.async": 16 bytes if `condition`, else nothing at all. A predicate and no branch, so that the
-// copies of a loop are scheduled between its math. Only the first `source_bytes` are read and the
-// rest is zero.
+// "cp.async": copies 16 bytes if `condition`. A predicate, not a branch, so that the compiler can
+// schedule the copies of a loop between its math. Reads the first `source_bytes` and zero-fills the
+// rest.
 __device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, const void* global) {
   asm volatile(
       "{\n"
@@ -33,8 +33,8 @@ __device__ __forceinline__ void cp_async_if(bool condition, uint32_t shared, con
       : "memory");
 }
 
-// The same of one 32-bit word: data that changes places on its way. Through L1, since .cg takes 16
-// bytes only.
+// The same for one 32-bit word, for data that is rearranged on its way. Passes through L1, because
+// .cg takes 16 bytes only.
 __device__ __forceinline__ void cp_async_word_if(bool condition, uint32_t shared,
                                                  const void* global) {
   asm volatile(
@@ -47,8 +47,8 @@ __device__ __forceinline__ void cp_async_word_if(bool condition, uint32_t shared
       : "memory");
 }
 
-// To global memory, 16 bytes as one instruction for sure: beside an element-wise branch, or scalar
-// stores of a head and a tail, the compiler merges the two and leaves only narrow stores.
+// One 16-byte store to global memory. Next to an element-wise branch, or to scalar stores of a head
+// and a tail, the compiler would merge the stores into narrow ones.
 template <int kSize, class T>
 __device__ __forceinline__ void store_vec_global(T* pointer, const Vec<T, kSize>& value) {
   if constexpr (sizeof(value) < kVecBytes) {

@@ -1,5 +1,5 @@
-// Activations and their gradients of a few elements that a thread holds. Which one is a value of
-// the launch: the branch is the same for all threads, and one for all of the elements.
+// Activations and their gradients, for a few elements in a thread's registers. The activation is a
+// value of the launch, so all threads take the same branch, once for all of their elements.
 //   relu   max(z, 0)                     1 if z > 0 or z is NaN, else 0
 //   gelu   z Phi(z)                      Phi(z) + z phi(z)
 //   silu   z s, s = sigmoid(z)           s (1 + z (1 - s))
@@ -12,8 +12,8 @@
 
 namespace warpwright {
 
-// What the result's rounding hides: nothing, an error of 2^-21 (TF32 operands), one of 2^-13 of
-// the tails of Phi (16-bit results).
+// The error that the result's rounding hides: none, 2^-21 (TF32 operands), 2^-13 of the tails of
+// Phi (16-bit results).
 enum class Rounding { kFull, kTf32, k16Bits };
 
 template <class T>
@@ -36,15 +36,15 @@ __device__ __forceinline__ Acc divide_within(Acc a, Acc b) {
   }
 }
 
-// Phi(z), the standard normal distribution. Not exact: log2 Phi(-a) is a smooth, falling function
-// of a >= 0, here a minimax polynomial that goes on falling, without a branch (erff has one for
-// each element). TF32: Phi is within 2^-23, z Phi(z) within 2^-24. 16 bits: Phi(-a) is within 2^-13
-// of itself, or a Phi(-a) within 2^-29.
+// Phi(z), the standard normal distribution. If not exact: log2 Phi(-a) is a smooth, falling
+// function of a >= 0. A minimax polynomial that keeps falling replaces it, without a branch (erff
+// branches per element). TF32: Phi is within 2^-23, z Phi(z) within 2^-24. 16 bits: Phi(-a) is
+// within 2^-13 of itself, or a Phi(-a) within 2^-29.
 template <Rounding kRounding, class Acc>
 __device__ __forceinline__ Acc normal_cdf(Acc z) {
   if constexpr (kRounding == Rounding::kFull) {
     constexpr Acc kRootHalf = Acc(0.70710678118654752440);
-    return Acc(0.5) * erfc(-z * kRootHalf);  // 1 + erf would cancel where z is negative
+    return Acc(0.5) * erfc(-z * kRootHalf);  // 1 + erf would cancel for negative z
   } else {
     const float a = fabsf(z);
     float log2_tail;
@@ -82,7 +82,7 @@ struct SigmoidPolynomial {
     cubic = static_cast<Acc>(silu ? kSilu.cubic : kGelu.cubic);
   }
 
-  // The bound keeps 0 * infinity away; the sigmoid is 0 or 1 long before it.
+  // The bound prevents 0 * infinity. The sigmoid is 0 or 1 long before it.
   __device__ __forceinline__ Acc square(Acc z) const { return min(z * z, Acc(1e30)); }
   __device__ __forceinline__ Acc operator()(Acc z) const {
     return z * (linear + cubic * square(z));
@@ -111,7 +111,7 @@ __device__ __forceinline__ void activate(Activation activation, Acc* values) {
       values[i] = divide_within<kRounding>(values[i], Acc(1) + e);
     }
   } else {
-    // No bound: without zeros among the constants z^2 = infinity leaves the sigmoid 0 or 1.
+    // No bound needed: the constants are not zero, so z^2 = infinity gives a sigmoid of 0 or 1.
     constexpr bool kFull = kRounding == Rounding::kFull;
     constexpr SigmoidArgument kArgument = sigmoid_argument(Activation::kGeluTanh);
     constexpr double kScale = kFull ? -1.0 : -double{kLog2E};
@@ -132,7 +132,7 @@ __device__ __forceinline__ void activate(Activation activation, Acc* values) {
   }
 }
 
-// gradients[i] *= the activation's derivative at kept[i]: its argument, for relu the result.
+// gradients[i] *= derivative of the activation at kept[i]: its argument; for relu its result.
 template <Rounding kRounding, int kCount, class Acc>
 __device__ __forceinline__ void activate_backward(Activation activation, const Acc* kept,
                                                   Acc* gradients) {

@@ -5,7 +5,7 @@
 
 namespace warpwright {
 
-// One 16-byte store, so that row and value of two reports never mix; the last one stays.
+// One 16-byte store, so that row and value of two reports never mix. The last report remains.
 __device__ __forceinline__ void report_error(ErrorRecord* record, int64_t row, int64_t value) {
   longlong2 packed;
   packed.x = row + 1;

@@ -1,4 +1,4 @@
-// The exponential function at the cost that its caller's precision needs.
+// The exponential function, as precise as the caller's result type needs.
 #pragma once
 
 #include "device/special_function.cuh"
@@ -8,8 +8,8 @@ namespace warpwright {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// exp of an accumulator, as exact as results of type T can show: rounding to 16 bits hides 2^-22,
-// a float result does not. NaN stays NaN, -inf gives 0.
+// exp of an accumulator, as exact as a result of type T can show. Rounding to 16 bits hides an
+// error of 2^-22; a float result does not. NaN gives NaN, -inf gives 0.
 template <class T>
 __device__ __forceinline__ Accum<T> exp_for(Accum<T> x) {
   if constexpr (sizeof(T) == 2) {

@@ -7,15 +7,15 @@
 
 namespace warpwright {
 
-// `pointer`, of whose history the compiler knows nothing: it then steps a pointer from pass to pass
-// in place of keeping every pass's address in a register of its own.
+// Hides the pointer's origin from the compiler, which then increments one pointer instead of
+// keeping an address per iteration in registers.
 template <class T>
 __device__ __forceinline__ T* opaque(T* pointer) {
   asm("" : "+l"(pointer));
   return pointer;
 }
 
-// The same of global memory, which accesses through it are still known to be of.
+// The same for a pointer to global memory: the compiler still emits global accesses.
 template <class T>
 __device__ __forceinline__ T* opaque_global(T* pointer) {
 #ifdef __CUDA_ARCH__
@@ -27,8 +27,8 @@ __device__ __forceinline__ T* opaque_global(T* pointer) {
 #endif
 }
 
-// `value`, from which the compiler derives what it needs anew at every pass of a loop, in place of
-// keeping it all in registers.
+// Hides the value's origin from the compiler, which then recomputes expressions of it in each
+// iteration instead of keeping their results in registers.
 __device__ __forceinline__ int derive_anew(int value) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+r"(value));

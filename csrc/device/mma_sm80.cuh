@@ -1,4 +1,4 @@
-// cp.async, ldmatrix and mma.sync: one PTX instruction a wrapper (sm_80 and later).
+// cp.async, ldmatrix and mma.sync: one PTX instruction per wrapper (sm_80 and later).
 // The section of the PTX ISA manual is named above each. All lanes of the warp call ldmatrix_* and
 // mma_* together. In the fragment comments g = lane / 4 and t = lane % 4.
 #pragma once
@@ -9,20 +9,20 @@
 
 namespace warpwright {
 
-// A shared-memory pointer as the 32-bit address that the instructions below take.
+// The 32-bit shared-memory address that the instructions below take.
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// "Data Movement and Conversion Instructions: cp.async". Copies kBytes to shared
-// memory, of which only the first `source_bytes` are read and the rest is zero: 0 makes a pure zero
-// fill that never touches `global`. Both addresses are multiples of kBytes.
+// "Data Movement and Conversion Instructions: cp.async". Writes kBytes to shared memory: the first
+// `source_bytes` from `global`, zeros for the rest. 0 source bytes never touch `global`. Both
+// addresses are multiples of kBytes.
 template <int kBytes>
 __device__ __forceinline__ void cp_async(uint32_t shared, const void* global,
                                          int source_bytes = kBytes) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async moves 4, 8 or 16 bytes");
   if constexpr (kBytes == 16) {
-    // .cg: tiles are read once by a CTA, so they need no place in L1.
+    // .cg bypasses L1: a CTA reads each tile once.
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared),
                  "l"(global), "r"(source_bytes)
                  : "memory");
@@ -38,8 +38,8 @@ __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
 
-// "cp.async.wait_group": all but this thread's kPending newest groups have landed.
-// Other threads see them only after a barrier.
+// "cp.async.wait_group": waits until all but this thread's kPending newest groups have arrived.
+// Other threads see the data only after a barrier.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");

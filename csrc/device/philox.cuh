@@ -37,12 +37,12 @@ WARPWRIGHT_HOST_DEVICE Random4 philox4x32(uint32_t key0, uint32_t key1, uint32_t
   return {{c0, c1, c2, c3}};
 }
 
-// What a call's dropout needs: `threshold` = dropout_p * 2^32, saturated.
+// The dropout parameters of a call: `threshold` = dropout_p * 2^32, saturated.
 struct DropoutKey {
   uint32_t key0, key1, offset;
   uint32_t threshold;
 
-  // The tag keeps this stream apart from other users of the same generator seed.
+  // The tag separates this random stream from other users of the same generator seed.
   WARPWRIGHT_HOST_DEVICE DropoutKey(uint64_t seed, uint64_t call_offset, uint32_t threshold_)
       : key0(static_cast<uint32_t>(seed) ^ 0x61747465u),
         key1(static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(call_offset >> 32)),
@@ -63,7 +63,7 @@ struct DropoutKey {
   }
 };
 
-// For code that handles single elements: draws four and uses one.
+// For code that handles single elements: draws four decisions and uses one.
 WARPWRIGHT_HOST_DEVICE bool dropout_keeps(const DropoutKey& key, int64_t bh, int64_t row,
                                           int64_t col) {
   return key.keeps(key.draw(bh, row, col), static_cast<int>(row % 16 / 8),
@@ -75,7 +75,7 @@ inline uint32_t dropout_threshold(double p) {
   return scaled >= 4294967295.0 ? 0xffffffffu : static_cast<uint32_t>(scaled);
 }
 
-// At p = 1 everything is dropped: the factor of what the threshold let through is 0, not infinity.
+// At p = 1 everything is dropped: the factor is 0, not infinity.
 inline double dropout_keep_scale(double p) { return p < 1.0 ? 1.0 / (1.0 - p) : 0.0; }
 
 }  // namespace warpwright

@@ -23,8 +23,8 @@ struct Max {
   }
 };
 
-// value(kFirst) + ... of kCount values, a power of two, as a tree: the shortest chains of
-// roundings.
+// The sum of kCount values from value(kFirst) on, kCount a power of two, as a tree: this gives the
+// shortest chains of roundings.
 template <int kCount, int kFirst = 0, class F>
 __device__ __forceinline__ auto tree_sum(const F& value) {
   if constexpr (kCount == 1) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ auto tree_sum(const F& value) {
   }
 }
 
-// All kWidth lanes of an aligned group get the result. All 32 lanes of the warp must call.
+// All kWidth lanes of an aligned group get the result. All 32 lanes of the warp must call it.
 template <int kWidth = kWarpSize, class T, class Op>
 __device__ __forceinline__ T warp_reduce(T value, Op op) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// What the special function unit computes in one instruction (PTX ISA, "Floating Point
-// Instructions"). Results below the smallest normal number become 0; NaN stays.
+// Instructions of the special-function unit (PTX ISA, "Floating Point Instructions"). Results below
+// the smallest normal number become 0. NaN gives NaN.
 #pragma once
 
 namespace warpwright {
@@ -11,8 +11,8 @@ __device__ __forceinline__ float ex2_approx(float x) {
   return result;
 }
 
-// "rcp": 1 / x to one ulp; 0 and what is below the smallest normal number give infinity of that
-// sign, infinity and |x| > 2^126 give 0.
+// "rcp": 1 / x to one ulp. 0 and subnormal numbers give infinity with their sign; infinity and
+// |x| > 2^126 give 0.
 __device__ __forceinline__ float rcp_approx(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -36,7 +36,7 @@ __host__ __device__ __forceinline__ To convert(From x) {
   } else if constexpr (std::is_same_v<From, half>) {
     return static_cast<To>(__half2float(x));
   } else if constexpr (std::is_same_v<To, bf16>) {
-    // One rounding also from fp64: its own conversion, not double -> float -> bf16.
+    // fp64 rounds once: a direct conversion, not double -> float -> bf16.
     if constexpr (std::is_same_v<From, double>)
       return __double2bfloat16(x);
     else

@@ -1,4 +1,4 @@
-// Vectors of elements that move as one 2..16-byte memory access.
+// Vectors of elements that one access of 2 to 16 bytes moves.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace warpwright {
 
-constexpr int kVecBytes = 16;  // widest global access of one thread
+constexpr int kVecBytes = 16;  // the largest global access of a thread
 
 // `alignas` makes a load or store of the whole struct one instruction; the caller guarantees that
 // the address is a multiple of sizeof(Vec).
@@ -39,7 +39,7 @@ __device__ __forceinline__ float2 widen_pair(uint32_t pair, half) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// 16-bit types by whole registers: an instruction less for every second element.
+// 16-bit types are converted by whole registers: one instruction less per two elements.
 template <class T, int V>
 __device__ __forceinline__ Vec<Accum<T>, V> widen(const Vec<T, V>& x) {
   Vec<Accum<T>, V> result;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void store_vec_streaming(T* pointer, const Vec<T, kSi
   __stcs(reinterpret_cast<uint4*>(pointer), *reinterpret_cast<const uint4*>(&value));
 }
 
-// Host: may every row of these operands be walked in 16-byte steps? `addresses` and row pitches in
-// bytes are or-ed into one word by the caller.
+// Host: whether every row of these operands can be walked in 16-byte steps. The caller combines
+// `addresses` and row pitches in bytes into one word by bitwise or.
 inline bool is_vec_aligned(uintptr_t or_of_addresses_and_pitches) {
   return or_of_addresses_and_pitches % kVecBytes == 0;
 }

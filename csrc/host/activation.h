@@ -1,4 +1,4 @@
-// The functions that a layer may apply to its sums, by name and by what their gradient needs.
+// The activations that a layer may apply, by name, and the value that each gradient needs.
 #pragma once
 
 #include <cstdint>

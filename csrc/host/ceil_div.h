@@ -1,4 +1,4 @@
-// The one rounding division of host and device code.
+// Division that rounds up, for host and device code.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// What the current GPU is, read from the driver once per device.
+// Facts of the current GPU, read from the driver once per device.
 #include <mutex>
 #include <vector>
 

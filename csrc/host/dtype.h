@@ -1,4 +1,4 @@
-// Element types and devices as the torch-free layers know them.
+// Element types and devices of the layers that see no torch.
 #pragma once
 
 #include <cstdint>
@@ -29,14 +29,14 @@ constexpr const char* dtype_name(DType dtype) {
   return kNames[static_cast<int>(dtype)];
 }
 
-// What choose_config() may know of the GPU; filled once per device from cudaDeviceProp, or by hand
-// in a test that has no GPU.
+// The facts of a GPU that a choice of kernel may use. Read once per device from cudaDeviceProp, or
+// filled in by a test without a GPU.
 struct DeviceInfo {
   int sm_arch = 90;  // 10 * major + minor
   int num_sms = 132;
   int64_t smem_per_block = 227 * 1024;  // bytes a block may opt in to
   int64_t l2_bytes = 50 << 20;
-  // Clusters of 1, 2, 4 and 8 blocks that the GPU holds at once if each block fills an SM.
+  // How many clusters of 1, 2, 4 and 8 blocks the GPU holds at once if each block fills an SM.
   int clusters[4] = {132, 66, 30, 15};
 };
 

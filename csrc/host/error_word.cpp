@@ -1,4 +1,4 @@
-// The word through which a kernel reports bad data: pinned memory that the host only reads later.
+// The error word: pinned memory to which a kernel reports bad data, and which the host reads later.
 #include "host/error_word.h"
 
 #include <array>
@@ -26,7 +26,7 @@ std::string message(ErrorSource source, const ErrorRecord& record) {
 }
 
 std::atomic<bool> strict{false};
-// Bit i: device i was handed the word.
+// Bit i: device i has the word's address.
 std::atomic<uint64_t> devices{0};
 std::atomic<ErrorRecord*> word{nullptr};  // kSources records, for the life of the process
 std::mutex take_mutex;
@@ -38,7 +38,7 @@ std::optional<std::string> take_error() {
   if (records == nullptr) return std::nullopt;
   const std::lock_guard<std::mutex> lock(take_mutex);
   for (int source = 0; source < kSources; ++source) {
-    // The device writes behind the compiler's back.
+    // The device writes this memory; the compiler does not know.
     volatile ErrorRecord* record = records + source;
     const ErrorRecord seen{record->row_plus_one, record->value};
     if (seen.row_plus_one == 0) continue;

@@ -1,4 +1,4 @@
-// For functions that the Python module, another shared object, calls.
+// Exports functions to the Python module, which is another shared object.
 #pragma once
 
 #define WARPWRIGHT_EXPORT __attribute__((visibility("default")))

@@ -1,5 +1,5 @@
-// warpwright.set_float32_matmul_precision(): what linear's float32 products may be rounded to on
-// CUDA. For all threads of the process.
+// warpwright.set_float32_matmul_precision(): how linear's float32 products are computed on CUDA.
+// One setting for all threads of the process.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@ namespace warpwright {
 
 // The order is that of LEVELS in python/warpwright/_precision.py.
 enum class Float32Precision : int8_t {
-  kTorch,    // as torch's own setting says, which is IEEE float32 or TF32
+  kTorch,    // torch's own setting: IEEE float32 or TF32
   kHighest,  // IEEE float32
-  kHigh,     // each operand the sum of two TF32 numbers, where there is such a kernel; else IEEE
+  kHigh,     // sums of two TF32 numbers if there is such a kernel, else IEEE float32
   kMedium,   // TF32
 };
 

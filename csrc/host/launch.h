@@ -14,19 +14,19 @@ namespace warpwright {
 
 inline void cuda_check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // a non-sticky error must not surface in somebody else's next call
+  cudaGetLastError();  // clears a non-sticky error, so that no later call reports it
   throw std::runtime_error(std::string("warpwright: ") + what + ": " + cudaGetErrorString(status));
 }
 
-// Largest grid.x; data extents go there and nowhere else (grid.y and grid.z end at 65535).
+// The largest grid.x. Only grid.x takes data extents, because grid.y and grid.z end at 65535.
 constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 
-// The GPU that is current; read once per device, safe to call from several threads.
+// The current GPU. Read once per device; safe to call from several threads.
 const DeviceInfo& current_device_info();
 
 #ifdef __CUDACC__
-// A kernel is opted in to more than 48 KB of shared memory, its static part included (a driver call
-// of about 1 us, so only for those that come near).
+// Lets a kernel use more than 48 KB of shared memory, static memory included. A driver call of
+// about 1 us, so only for kernels that come near the limit.
 template <class... Params>
 void allow_shared_memory(void (*kernel)(Params...), int64_t smem_bytes) {
   if (smem_bytes <= 40 * 1024) return;
@@ -44,7 +44,7 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes
   cuda_check(cudaGetLastError(), "kernel launch");
 }
 
-// What cudaLaunchKernelEx takes. `attributes` are referred to, not copied.
+// The configuration of cudaLaunchKernelEx. Keeps a pointer to `attributes`, no copy.
 inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t smem_bytes,
                                         cudaStream_t stream,
                                         std::span<cudaLaunchAttribute> attributes) {
@@ -58,7 +58,7 @@ inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t smem_byte
   return config;
 }
 
-// As launch(), with what only cudaLaunchKernelEx takes.
+// As launch(), with launch attributes.
 template <class... Params, class... Args>
 void launch_with(std::span<cudaLaunchAttribute> attributes, void (*kernel)(Params...), dim3 grid,
                  dim3 block, int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
@@ -74,8 +74,8 @@ inline cudaLaunchAttribute dependent_attribute() {
   return attribute;
 }
 
-// As launch(), right behind another kernel of `stream`: from sm_90 on, blocks start beside those of
-// that kernel, or in the place of those that end (device/dependent_launch.cuh).
+// As launch(), as a programmatic dependent launch: from sm_90 on, blocks start while the previous
+// kernel of `stream` still runs (device/dependent_launch.cuh).
 template <class... Params, class... Args>
 void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
                       cudaStream_t stream, Args&&... args) {

@@ -15,7 +15,7 @@ inline cudaLaunchAttribute cluster_attribute(int cluster) {
   return attribute;
 }
 
-// As launch(), in clusters of `cluster` neighbouring blocks, which divides the grid.
+// As launch(), in clusters of `cluster` consecutive blocks; `cluster` divides the grid.
 template <class... Params, class... Args>
 void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
                      int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
@@ -34,7 +34,7 @@ void launch_beside(bool beside, void (*kernel)(Params...), dim3 grid, dim3 block
   launch_with(attributes, kernel, grid, block, smem_bytes, stream, args...);
 }
 
-// Clusters of the kernel that the GPU holds at once; 0 if it does not say.
+// How many clusters of the kernel the GPU holds at once; 0 if unknown.
 template <class... Params>
 int resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, int64_t smem_bytes) {
   allow_shared_memory(kernel, smem_bytes);

@@ -1,4 +1,4 @@
-// The answer for each device, found once.
+// Answers once per device.
 #include "host/sm90.h"
 
 #include <cstdlib>
@@ -10,7 +10,7 @@
 namespace warpwright {
 namespace {
 
-// Never launched: its launch bound tells which architecture's code the driver picked for this GPU.
+// Never launched: its launch bound tells which architecture's code the driver loaded for this GPU.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int kProbeThreads = 256;
 #else

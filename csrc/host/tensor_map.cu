@@ -1,4 +1,4 @@
-// cuTensorMapEncodeTiled and ...Im2col, found through the runtime on first use.
+// cuTensorMapEncodeTiled and ...Im2col, looked up through the runtime at first use.
 #include "host/tensor_map.h"
 
 #include <cudaTypedefs.h>
@@ -37,13 +37,13 @@ CUtensorMapDataType tensor_map_type(DType dtype, bool round_to_tf32) {
   }
 }
 
-// What `encode(map)` makes.
+// The map that `encode(map)` fills.
 template <class Encode>
 CUtensorMap encoded(const char* name, const Encode& encode) {
   CUtensorMap map;
   CUresult status = encode(&map);
   if (status == CUDA_ERROR_INVALID_CONTEXT) {
-    // Of CUDA this thread, autograd's perhaps, has called nothing that makes a context current.
+    // This thread (autograd's, for example) has made no CUDA call that sets a context.
     int device = 0;
     cuda_check(cudaGetDevice(&device), "cudaGetDevice");
     cuda_check(cudaSetDevice(device), "cudaSetDevice");
@@ -63,7 +63,7 @@ CUtensorMap make_tensor_map(const TensorMap2d& m) {
   static const auto encode_tiled = find_driver_function<PFN_cuTensorMapEncodeTiled_v12000>(kName);
   const cuuint64_t extents[2] = {static_cast<cuuint64_t>(m.inner),
                                  static_cast<cuuint64_t>(m.outer)};
-  // That of a single row has no meaning, but is checked.
+  // The pitch of a single row has no meaning, but the driver checks it.
   const int64_t pitch = m.outer == 1 ? ceil_div<int64_t>(m.inner, 8) * 8 : m.pitch;
   const cuuint64_t pitch_bytes[1] = {static_cast<cuuint64_t>(pitch * dtype_size(m.dtype))};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(m.box_inner),
@@ -87,8 +87,8 @@ CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& m) {
   cuuint64_t pitch_bytes[3];
   cuuint64_t bytes = static_cast<cuuint64_t>(dtype_size(m.dtype));
   for (int i = 0; i < 3; ++i) pitch_bytes[i] = bytes *= extents[i];
-  // Where the filter's first tap may lie: from the padding's corner on, and as far before the
-  // image's last pixel as leaves its last tap within the padding.
+  // Bounds of the filter's first tap: from the corner of the padding to the last place that keeps
+  // the filter's last tap within the padding.
   int lower[2], upper[2];
   for (int i = 0; i < 2; ++i) {
     const int axis = 1 - i;  // width first

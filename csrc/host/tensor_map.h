@@ -1,5 +1,5 @@
-// TMA descriptors, built on the host in about a microsecond and handed to kernels by value. The
-// driver's function comes through the runtime, so that the library does not link to libcuda.
+// TMA descriptors. The host builds one in about a microsecond and passes it to the kernel by value.
+// The runtime looks up the driver's function, so that the library does not link to libcuda.
 #pragma once
 
 #include <cuda.h>
@@ -12,24 +12,24 @@
 namespace warpwright {
 
 // A matrix whose inner direction is contiguous, read or written in boxes of box_inner x box_outer
-// elements that lie in shared memory as box_outer rows of 128 bytes, swizzled: the 16-byte piece c
-// of row r is at place c ^ (r % 8). Extents below 2^31.
+// elements. In shared memory a box is box_outer rows of 128 bytes, swizzled: the 16-byte chunk c of
+// row r is at chunk c ^ (r % 8). Extents are below 2^31.
 struct TensorMap2d {
   DType dtype;
-  bool round_to_tf32;   // float elements are rounded to TF32 (nearest) on their way in
+  bool round_to_tf32;   // loads round float elements to TF32 (nearest)
   const void* pointer;  // multiple of 16
   int64_t inner;
   int64_t outer;
-  int64_t pitch;  // elements from one outer index to the next; a multiple of 16 bytes; any if one
+  int64_t pitch;  // elements between outer indices; a multiple of 16 bytes unless outer is 1
   int box_inner;  // at most 128 bytes
   int box_outer;  // at most 256
 };
 
 CUtensorMap make_tensor_map(const TensorMap2d& matrix);
 
-// What a convolution's filter sees of a dense NHWC image, read in boxes of box_pixels output pixels
-// by box_channels, each under one tap of the filter (tma_load_im2col_4d), in shared memory as
-// box_pixels rows of 128 bytes, swizzled as above. Pairs are (height, width).
+// The im2col view of a dense NHWC image: boxes of box_pixels output pixels by box_channels, at one
+// filter tap (tma_load_im2col_4d). In shared memory a box is box_pixels rows of 128 bytes, swizzled
+// as above. Pairs are (height, width).
 struct TensorMapIm2col {
   DType dtype;
   bool round_to_tf32;

@@ -16,13 +16,13 @@
 #include <vector>
 
 #include "ops/attention/attention.h"
-#include "ops/batchnorm/batchnorm.h"
+#include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/conv2d_path.h"
 #include "ops/cross_entropy/cross_entropy.h"
-#include "ops/cross_entropy/cross_entropy_alignment.h"
+#include "ops/cross_entropy/cuda/alignment.h"
 #include "ops/linear/linear.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
-#include "ops/maxpool2d/maxpool2d.h"
+#include "ops/max_pool2d/max_pool2d.h"
 #include "ops/relu/relu.h"
 
 namespace py = pybind11;

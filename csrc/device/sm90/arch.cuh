@@ -1,11 +1,11 @@
-// Which of the architectures a kernel is compiled for has wgmma and setmaxnreg: sm_90a alone, by
-// name, and no later one.
+// Whether the architecture that a kernel is compiled for has wgmma and setmaxnreg. Only sm_90a has
+// them, and no later architecture.
 #pragma once
 
 namespace warpwright {
 
 // A kernel whose body is `if constexpr (kHasSm90a)` compiles for every architecture. On the host
-// the value says nothing: ask sm90_path_available().
+// the value has no meaning; use sm90_path_available() there.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool kHasSm90a = true;
 #else

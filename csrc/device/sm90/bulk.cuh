@@ -1,6 +1,6 @@
-// Asynchronous moves without a tensor map, counted in bytes by an mbarrier: neighbours from global
-// to shared memory, and a few registers to another CTA of the cluster. One PTX instruction a
-// wrapper; the section of the PTX ISA manual is named above each.
+// Asynchronous copies without a tensor map, whose bytes an mbarrier counts: contiguous bytes from
+// global to shared memory, and a few registers to another CTA of the cluster. One PTX instruction
+// per wrapper; its section of the PTX ISA manual is named above.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       : "memory");
 }
 
-// "st.async". 16 bytes to a CTA of the cluster, counted by a barrier of the same CTA (both
-// addresses from map_to_cta). Waiting at CTA scope is enough to read them: a wait at cluster scope
-// adds no more than the invalidation of L1, where shared memory is not.
+// "st.async". Stores 16 bytes to a CTA of the cluster; a barrier of the same CTA counts them (both
+// addresses from map_to_cta). A wait at CTA scope is enough to read them. A wait at cluster scope
+// would only invalidate L1 as well, which does not hold shared memory.
 __device__ __forceinline__ void store_async(uint32_t mapped, const float (&value)[4],
                                             uint32_t mapped_barrier) {
   asm volatile(

@@ -1,6 +1,6 @@
 // Clusters, named barriers, register redistribution, and moves between registers and shared memory
-// that tiles need on sm_90. One PTX instruction a wrapper; the section of the PTX ISA manual is
-// named above each.
+// that tiles need on sm_90. One PTX instruction per wrapper; its section of the PTX ISA manual is
+// named above.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,15 @@ __device__ __forceinline__ uint32_t cluster_cta_rank() {
   return rank;
 }
 
-// "mapa". This CTA's shared-memory address as the same place in CTA `rank` of the cluster.
+// "mapa". Maps a shared-memory address of this CTA to the same address in CTA `rank` of the
+// cluster.
 __device__ __forceinline__ uint32_t map_to_cta(uint32_t shared, uint32_t rank) {
   uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(mapped) : "r"(shared), "r"(rank));
   return mapped;
 }
 
-// "ld". A number in any CTA of the cluster (an address from map_to_cta).
+// "ld". Loads a number from any CTA of the cluster (an address from map_to_cta).
 __device__ __forceinline__ float load_cluster(uint32_t mapped, float) {
   float value;
   asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(value) : "r"(mapped) : "memory");
@@ -37,8 +38,8 @@ __device__ __forceinline__ double load_cluster(uint32_t mapped, double) {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");
 }
-// The same without .release, which waits for all that the thread has written, as far as the GPU's
-// other SMs see it: for mbarrier inits, which fence_mbarrier_init() has made visible.
+// The same without .release, which would wait until other SMs see all of the thread's writes. For
+// mbarrier inits, which fence_mbarrier_init() makes visible.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
 }
@@ -46,7 +47,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
 }
 
-// "bar". Barrier `id` (1..15; 0 is __syncthreads) of `threads` threads, whole warps.
+// "bar". Barrier `id` (1..15; 0 is __syncthreads) for `threads` threads, in whole warps.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
@@ -55,7 +56,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// "setmaxnreg". All warps of the warpgroup; the block's registers were capped at launch.
+// "setmaxnreg". All warps of the warpgroup must call it. The launch has capped the block's
+// registers.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
@@ -66,7 +68,7 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 }
 
 // "stmatrix". Lane l gives the address of the 16-byte row l % 8 of the 8x8 matrix (of 16-bit
-// elements) l / 8; d[i] is the pair at row l / 4, columns 2 (l % 4) and one more, of matrix i.
+// elements) l / 8; d[i] is the pair at row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1, of matrix i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t row_address, const uint32_t (&d)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(row_address),

@@ -1,10 +1,9 @@
 // mbarrier: barriers in shared memory that count arrivals and the bytes of asynchronous copies.
-// One PTX instruction a wrapper; the section of the PTX ISA manual is named above each.
+// One PTX instruction per wrapper; its section of the PTX ISA manual is named above.
 //
-// A barrier completes its phase when as many arrivals as it was initialised for have come and
-// every expected byte has landed; it then starts the next phase by itself. A waiter names the
-// phase by its parity: 0 for the first, 1 for the second, ... On a fresh barrier parity 1 counts
-// as complete.
+// A barrier completes its phase after the initialised number of arrivals and after every expected
+// byte. It then starts the next phase by itself. A waiter names the phase by its parity: 0 for the
+// first, 1 for the second, and so on. On a fresh barrier parity 1 counts as complete.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +16,12 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
                : "memory");
 }
 
-// "membar / fence: fence.mbarrier_init". Makes the inits of this thread visible to the cluster.
+// "membar / fence: fence.mbarrier_init". Makes this thread's inits visible to the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
 
-// "mbarrier.arrive.expect_tx". One arrival, and `bytes` more to wait for in this phase.
+// "mbarrier.arrive.expect_tx". One arrival, and `bytes` more bytes to wait for in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -33,9 +32,9 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// "mbarrier.arrive", on a barrier of any CTA of the cluster (an address from map_to_cta). Releases
-// at CTA scope only: with .cluster a fence of the whole GPU comes before every arrival. That is
-// enough where the arrival follows reads by wgmma, which are over when wgmma_wait returns.
+// "mbarrier.arrive" on a barrier of any CTA of the cluster (an address from map_to_cta). Releases
+// at CTA scope only: .cluster would put a GPU-wide fence before every arrival. CTA scope is enough
+// after reads by wgmma, which have ended when wgmma_wait returns.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t cluster_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(cluster_barrier) : "memory");
 }

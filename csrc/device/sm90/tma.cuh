@@ -1,7 +1,7 @@
 // TMA: copies of whole tiles between global and shared memory, described by a tensor map that the
-// host built (host/tensor_map.h). One thread issues; one PTX instruction a wrapper, with its
-// section of the PTX ISA manual. Coordinates are in elements, innermost first; what lies outside
-// of the tensor reads as zero and is not written.
+// host built (host/tensor_map.h). One thread issues a copy. One PTX instruction per wrapper; its
+// section of the PTX ISA manual is named above. Coordinates are in elements, innermost first.
+// Elements outside of the tensor read as zero and are not written.
 #pragma once
 
 #include <cuda.h>
@@ -15,8 +15,8 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
 
-// "cp.async.bulk.tensor", global to shared. The bytes of the whole box, zeros included, are counted
-// by `barrier` of this CTA.
+// "cp.async.bulk.tensor", global to shared. `barrier` of this CTA counts the bytes of the whole
+// box, zeros included.
 __device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap* map, int c0, int c1,
                                             uint32_t barrier) {
   asm volatile(
@@ -36,8 +36,8 @@ __device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap* 
       : "memory");
 }
 
-// The same, .multicast::cluster: to the same place in every CTA of `cta_mask`, each counting its
-// copy on its own barrier at the place of `barrier`.
+// The same, .multicast::cluster: to the same address in every CTA of `cta_mask`. Each CTA counts
+// its copy on its own barrier at the address of `barrier`.
 __device__ __forceinline__ void tma_load_multicast_2d(uint32_t shared, const CUtensorMap* map,
                                                       int c0, int c1, uint32_t barrier,
                                                       uint16_t cta_mask) {
@@ -48,11 +48,10 @@ __device__ __forceinline__ void tma_load_multicast_2d(uint32_t shared, const CUt
       : "memory");
 }
 
-// "cp.async.bulk.tensor", .im2col: of an NHWC image (TensorMapIm2col) as many pixels as its box
-// has, from the one that channel c, column w, row h and image n name, which the corners bound, on
-// along rows, then columns, then images; each under the tap of the filter that is tap_w and tap_h
-// pixels from its first. `barrier` counts the bytes of the whole box, zeros of the padding
-// included.
+// "cp.async.bulk.tensor", .im2col: loads a box of pixels of an NHWC image (TensorMapIm2col), each
+// at the filter tap (tap_h, tap_w). (c, w, h, n) names the first pixel, within the map's corners.
+// The following pixels run along the row, then down the rows, then through the images. `barrier`
+// counts the bytes of the whole box, zeros of the padding included.
 __device__ __forceinline__ void tma_load_im2col_4d(uint32_t shared, const CUtensorMap* map, int c,
                                                    int w, int h, int n, uint16_t tap_w,
                                                    uint16_t tap_h, uint32_t barrier) {
@@ -63,8 +62,8 @@ __device__ __forceinline__ void tma_load_im2col_4d(uint32_t shared, const CUtens
       : "memory");
 }
 
-// "cp.async.bulk.tensor", shared to global, in the thread's open bulk group. Shared memory that
-// was written by ordinary stores needs fence_proxy_async() of the writers and a barrier before.
+// "cp.async.bulk.tensor", shared to global, in the thread's open bulk group. After ordinary stores
+// to the shared memory, the writers must call fence_proxy_async() and meet at a barrier first.
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, int c0, int c1,
                                              uint32_t shared) {
   asm volatile(
@@ -74,9 +73,8 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, int c0, int
       : "memory");
 }
 
-// "cp.reduce.async.bulk.tensor", .add: the same, added to what is there. Elements are added one by
-// one, in the order in which they come: of several writers none is first, and floating-point sums
-// differ from run to run.
+// "cp.reduce.async.bulk.tensor", .add: the same, but adds to the values in memory. Several writers
+// add in no fixed order, so their floating-point sums differ from run to run.
 __device__ __forceinline__ void tma_reduce_add_2d(const CUtensorMap* map, int c0, int c1,
                                                   uint32_t shared) {
   asm volatile(
@@ -91,20 +89,20 @@ __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
 }
 
-// "cp.async.bulk.wait_group", .read: all but the thread's kPending newest groups have read their
-// shared memory.
+// "cp.async.bulk.wait_group", .read: waits until all but the thread's kPending newest groups have
+// read their shared memory.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
-// ... and have written global memory.
+// The same, until they have written global memory.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
 // "membar / fence: fence.proxy.async". Orders this thread's ordinary accesses to shared memory
-// with later ones of TMA and wgmma.
+// before later accesses by TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }

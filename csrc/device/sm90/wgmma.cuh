@@ -2,8 +2,8 @@
 // The section of the PTX ISA manual, "Asynchronous Warpgroup Level Matrix Instructions", is named
 // above each wrapper.
 //
-// Order of a batch: wgmma_fence(), products, wgmma_commit(), wgmma_wait<n>(). Between the first
-// product and the wait nothing touches the accumulators, or ptxas serialises ("C7510").
+// Order of a batch: wgmma_fence(), products, wgmma_commit(), wgmma_wait<n>(). Nothing may touch the
+// accumulators between the first product and the wait, or ptxas serialises the products ("C7510").
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace warpwright {
 
-// "wgmma.fence": registers written before are ready for the products that follow.
+// "wgmma.fence": registers written before it are ready for the following products.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 }
@@ -21,13 +21,13 @@ __device__ __forceinline__ void wgmma_fence() {
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
-// "wgmma.wait_group": all but the kPending newest groups are complete.
+// "wgmma.wait_group": waits until all but the kPending newest groups are complete.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving its own accesses to `d` past this point.
+// Prevents the compiler from moving accesses to `d` past this point.
 template <int kRegs>
 __device__ __forceinline__ void wgmma_pin(float (&d)[kRegs]) {
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
   return fields | (shared & 0x3FFFF) >> 4;
 }
 
-// Operand lists of the widths in use: registers of the accumulator a thread.
+// Operand lists for the widths in use. The number is the accumulator registers per thread.
 #define WARPWRIGHT_WGMMA_LIST_4 "%0, %1, %2, %3"
 #define WARPWRIGHT_WGMMA_LIST_32                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
 #define WARPWRIGHT_D64(i) WARPWRIGHT_D32(i), WARPWRIGHT_D32(i + 32)
 #define WARPWRIGHT_D128(i) WARPWRIGHT_D64(i), WARPWRIGHT_D64(i + 64)
 
-// scale-d false ignores what the accumulators held; both imm-scale are 1.
+// scale-d false ignores the old accumulators; both imm-scale are 1.
 #define WARPWRIGHT_WGMMA_16BIT(shape, types, regs, a_, b_, p_, ta_, tb_)                         \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" p_                                           \
                ", 0;\n"                                                                          \
@@ -138,7 +138,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kRegs], uint64_t a, uint64_t b,
   }
 }
 
-// The same, m64n128k8 of TF32 with A from registers, which nothing may touch before the wait:
+// The same, m64n128k8 of TF32 with A from registers. Nothing may touch these before the wait:
 //   a[{0, 1}]: rows 16 w + g and 16 w + g + 8, k = t;  a[{2, 3}]: k = t + 4.
 __device__ __forceinline__ void wgmma_tf32_registers(float (&d)[64], const uint32_t (&a)[4],
                                                      uint64_t b, bool accumulate) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void wgmma_tf32_registers(float (&d)[64], const uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Where a thread has its first element among the 64 rows of the accumulators above.
+// The first row of a thread among the 64 rows of the accumulators above.
 __device__ __forceinline__ int accumulator_warp_row() {
   return static_cast<int>(threadIdx.x % 128 / 32 * 16);
 }

@@ -25,8 +25,8 @@ struct AttentionOperand {
   int64_t stride_b = 0, stride_h = 0, stride_s = 0;
 };
 
-// The rows' log-sum-exp as the forward leaves it. Its rounding is an error that all probabilities
-// of the row share in the backward: float32 data would lose a digit to it, 16-bit data none.
+// The type of the rows' log-sum-exp. All probabilities of a row share its rounding error in the
+// backward. float32 data would lose a digit to a float32 value; 16-bit data loses none.
 template <class T>
 using AttentionLse = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -39,7 +39,7 @@ enum class MaskType : int8_t {
 
 struct AttentionParams {
   DType dtype;
-  int64_t B, H, H_kv;  // H is a multiple of H_kv; head h attends to head h / (H / H_kv) of k and v
+  int64_t B, H, H_kv;  // H is a multiple of H_kv; head h uses head h / (H / H_kv) of k and v
   int64_t S_q, S_k, D, D_v;
   double scale;
   bool is_causal;  // key j is visible to query i if j <= i (aligned at the top left)
@@ -50,8 +50,8 @@ struct AttentionParams {
 
   MaskType mask_type = MaskType::kNone;
   const void* mask = nullptr;
-  int64_t mask_stride[4] = {0, 0, 0, 0};  // over (B, H, S_q, S_k); 0 where the mask broadcasts
-  bool mask_full[4] = {};                 // which of the four extents the mask has (dmask only)
+  int64_t mask_stride[4] = {0, 0, 0, 0};  // over (B, H, S_q, S_k); 0 if the mask broadcasts
+  bool mask_full[4] = {};                 // which of the four extents the mask has (only for dmask)
 
   double dropout_p = 0;
   const int64_t* philox_state = nullptr;  // (2): seed, offset; null without dropout
@@ -63,13 +63,13 @@ struct AttentionParams {
 struct AttentionBackwardParams {
   AttentionParams fwd;
   AttentionOperand dout;  // (B, H, S_q, D_v)
-  // Workspace on CUDA, accumulator type: (2, B, H, S_q), (3, B, H, S_q) for float32.
+  // Workspace on CUDA, accumulator type: (2, B, H, S_q); (3, B, H, S_q) for float32.
   void* row_stats = nullptr;
   AttentionOperand dq;                     // (B, H, S_q, D), null if not wanted
   AttentionOperand dk;                     // (B, H_kv, S_k, D), null if not wanted
   AttentionOperand dv;                     // (B, H_kv, S_k, D_v), null if not wanted
   void* dmask = nullptr;                   // accumulator type, null if not wanted
-  int64_t dmask_stride[4] = {0, 0, 0, 0};  // 0 where the mask broadcasts: the sum goes there
+  int64_t dmask_stride[4] = {0, 0, 0, 0};  // 0 if the mask broadcasts: the sum goes there
 };
 
 // Rows [row_begin, row_begin + rows) of the dropout factors: 0 or 1 / (1 - dropout_p).
@@ -83,7 +83,7 @@ struct AttentionDropoutParams {
 
 struct AttentionConfig {
   bool tensor_cores;  // else FMA
-  int head_tile;      // 64, 128 or 256: what D and D_v are padded to (tensor cores only)
+  int head_tile;      // 64, 128 or 256: D and D_v are padded to it (tensor cores only)
   bool has_extras;    // the instance with mask, dropout or an unusual scale
   const char* reason;
 };
@@ -95,7 +95,8 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   if (device.sm_arch < 80) return {false, 0, true, "FMA: mma.sync of 16-bit types needs sm_80"};
   if (widest > 256) return {false, 0, true, "FMA: a head dimension above 256 fits no tile"};
   if (p.D == 0 || p.D_v == 0) return {false, 0, true, "FMA: an empty head dimension"};
-  // 2^(scale * s - scale * max) needs a positive scale, or the maximum would be the minimum.
+  // 2^(scale * s - scale * max) needs a positive scale: a negative one would turn the maximum into
+  // the minimum.
   const float scale = static_cast<float>(p.scale);
   const bool foldable = scale > 0 && scale < 1e30f;
   const bool extras = p.mask_type != MaskType::kNone || p.dropout_p > 0 || !foldable;
@@ -118,8 +119,8 @@ void attention_bwd_cpu(const AttentionBackwardParams& params);
 void attention_dropout_cpu(const AttentionDropoutParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// The generator's state as at::PhiloxCudaState holds it: under graph capture seed and offset are
-// known on the device only.
+// The generator's state, as in at::PhiloxCudaState: during graph capture only the device knows seed
+// and offset.
 struct PhiloxSource {
   bool captured;
   uint64_t seed, offset;
@@ -127,7 +128,7 @@ struct PhiloxSource {
   uint32_t offset_in_graph;
 };
 
-// Resolves it into `philox_state` (2): seed, offset.
+// Writes seed and offset to `philox_state` (2).
 void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream);
 void launch_attention_fwd(const AttentionParams& params, cudaStream_t stream);
 void launch_attention_bwd(const AttentionBackwardParams& params, cudaStream_t stream);

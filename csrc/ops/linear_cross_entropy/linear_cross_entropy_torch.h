@@ -10,7 +10,7 @@
 #include <optional>
 #include <tuple>
 
-#include "ops/cross_entropy/cross_entropy_torch.h"
+#include "ops/cross_entropy/torch/common.h"
 #include "ops/linear/linear_torch.h"
 #include "torch/autograd.h"
 #include "torch/dispatch.h"

@@ -1,13 +1,13 @@
-// Adam and AdamW: seven streams (eight with amsgrad's maximum twice), one square root and one
-// division an element. Bias corrections are taken in double: 1 - beta2^t in fp32 would lose five
-// digits in the first steps.
+// Adam and AdamW: seven streams of memory (amsgrad's maximum adds two), one square root and one
+// division per element. Bias corrections are computed in double: in fp32, 1 - beta2^t would lose
+// five digits in the first steps.
 #include "device/special_function.cuh"
 #include "ops/optim/optim_device.cuh"
 
 namespace warpwright {
 namespace {
 
-// a^n and b^n by squaring; n is a step count, exact in the type it came in.
+// a^n and b^n by squaring. n is a step count, exact in its original type.
 __device__ __forceinline__ void integer_powers(double& a, double& b, int64_t n) {
   double a_squared = a, b_squared = b;
   a = b = 1.0;
@@ -21,9 +21,8 @@ __device__ __forceinline__ void integer_powers(double& a, double& b, int64_t n) 
   }
 }
 
-// Root and quotient within 0.51 ulp for operands beyond 2^-100: the special function unit's guess
-// and one step of Newton's. The IEEE forms branch, which ends one element's chain before the next
-// begins.
+// Root and quotient within 0.51 ulp for operands above 2^-100: the hardware's estimate and one
+// Newton step. The IEEE forms branch, which ends one element's chain before the next begins.
 __device__ __forceinline__ float square_root(float x) {
   const float inverse = rsqrtf(x);
   const float root = x * inverse;
@@ -37,7 +36,7 @@ __device__ __forceinline__ float quotient(float a, float b) {
   const float inverse = rcp_approx(b);
   const float guess = a * inverse;
   const float refined = fma(fma(-b, guess, a), inverse, guess);
-  return refined == refined ? refined : guess;  // NaN: an operand or the guess is 0 or infinite
+  return refined == refined ? refined : guess;  // NaN: an operand or the estimate is 0 or infinite
 }
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 
@@ -47,12 +46,13 @@ struct AdamRule {
   using State = S;
   using Compute = Accum<T>;
   static constexpr int kStates = kAmsgrad ? 3 : 2;
-  static constexpr int kUnroll = sizeof(T) == 4 ? 2 : 1;  // 16-byte loads of each operand a thread
+  static constexpr int kUnroll =
+      sizeof(T) == 4 ? 2 : 1;  // 16-byte loads of each operand per thread
 
   struct Scalars {
     Hyper beta1, beta2;
     double eps;
-    unsigned* counter;  // null: steps on the host
+    unsigned* counter;  // null: step counts on the host
     bool decoupled_weight_decay, step_is_double;
   };
 
@@ -83,8 +83,8 @@ struct AdamRule {
       __syncthreads();
       rule.step_size = shared_scalars[0];
       rule.inv_correction2_sqrt = shared_scalars[1];
-      // Thread 0 has used the count, so it has read it. A fence would wait for all its loads, and
-      // to look at the ticket here would keep the block waiting for another way to memory and back.
+      // Thread 0 has used the count, so it has read it. A fence would wait for all its loads.
+      // Reading the ticket here would make the block wait for another round trip to memory.
       ticket.drawn = !skip;
       if (!skip && threadIdx.x == 0) ticket.number = atomicInc(s.counter, gridDim.x - 1);
     }
@@ -100,10 +100,10 @@ struct AdamRule {
   }
 
   __device__ __forceinline__ void operator()(Compute& p, Compute g, Compute* state) const {
-    // The multiply-adds are written out, so that every instantiation rounds alike.
+    // The multiply-adds are explicit, so that every instantiation rounds alike.
     p *= decay;
     if (weight_decay != 0) g = fma(weight_decay, p, g);
-    // torch.lerp's two forms: exact at either end.
+    // torch.lerp's two forms, exact at either end.
     const Compute difference = g - state[0];
     const Compute m = one_minus_beta1 < Compute(0.5) ? fma(one_minus_beta1, difference, state[0])
                                                      : fma(-beta1, difference, g);

@@ -1,6 +1,6 @@
-// Global norm of all gradients and the factor that clips it: each block sums the squares of one
-// chunk, the last block to finish adds the partial sums in a fixed order. No host in between, no
-// float atomics: which block is last changes nothing.
+// Global norm of all gradients, and the factor that clips it. Each block sums the squares of one
+// chunk. The block that finishes last adds the partial sums in a fixed order. No host in between,
+// no float atomics: the result does not depend on which block is last.
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
@@ -28,7 +28,7 @@ struct NormScalars {
   unsigned first_block, num_blocks;  // of this launch among all; of all launches
 };
 
-// Squares of one chunk, as seen by one thread. fp32 for up to kUnroll vectors; double from there.
+// The squares of one chunk, in one thread. fp32 for up to kUnroll vectors, then double.
 template <class T>
 __device__ __forceinline__ double sum_squares(const NormEntry& entry, int64_t chunk) {
   constexpr int kSize = kVecSize<T>;
@@ -63,8 +63,9 @@ __device__ __forceinline__ double sum_squares(const NormEntry& entry, int64_t ch
 }
 
 // Layout: table.entry[t] is one gradient, dense, of any of the four types.
-// Grid: block b sums chunk b - first_chunk[t] of gradient t into partials[first_block + b]; the
-// block that draws the last ticket of all launches adds partials 0, 1, ... and writes the result.
+// Grid: block b sums chunk b - first_chunk[t] of gradient t into partials[first_block + b]. The
+// block that draws the last ticket of all launches adds partials 0, 1, and so on, and writes the
+// result.
 template <class Table>
 __global__ void __launch_bounds__(kOptimThreads)
     grad_norm_kernel(const __grid_constant__ Table table,
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kOptimThreads)
   sum = block_reduce(sum, Sum{}, 0.0, shared_sums);
   if (threadIdx.x == 0) {
     scalars.partials[scalars.first_block + blockIdx.x] = sum;
-    __threadfence();  // the partial sum is seen before the ticket
+    __threadfence();  // the partial sum is visible before the ticket
     const unsigned last = scalars.num_blocks - 1;
     shared_last = atomicInc(scalars.counter, last) == last;  // wraps to zero for the next step
   }
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kOptimThreads)
     if (scalars.grad_scale != nullptr) norm /= *scalars.grad_scale;
     const double factor = scalars.max_norm / (norm + 1e-6);
     scalars.result[0] = norm;
-    scalars.result[1] = factor >= 1.0 ? 1.0 : factor;  // NaN stays
+    scalars.result[1] = factor >= 1.0 ? 1.0 : factor;  // NaN remains
   }
 }
 

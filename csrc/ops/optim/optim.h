@@ -1,9 +1,9 @@
-// One optimizer step for a whole list of parameters: SGD and Adam/AdamW, with unscaling of the
-// gradients, clipping by their global norm and zeroing folded in.
-// Memory-bound. Bytes a step (E = bytes of the parameters, all fp32): SGD 3E, with momentum 5E,
+// One optimizer step for a list of parameters: SGD and Adam/AdamW, with unscaling of the gradients,
+// clipping by their global norm, and zeroing.
+// Memory-bound. Bytes per step (E = bytes of the parameters, all fp32): SGD 3E, with momentum 5E,
 // AdamW 7E; + E if the gradients are written too (unscaled or zeroed), + E for the norm's own read.
-// A step is one launch for hundreds of tensors: the table of pointers travels as the kernel's
-// argument, because the gradients' addresses change every step.
+// A step is one launch for hundreds of tensors. The table of pointers is a kernel argument, because
+// the gradients' addresses change at every step.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,19 @@ namespace warpwright {
 
 constexpr int kMaxOptimStates = 3;
 
-// A parameter and what belongs to it: `numel` elements each, in one dense memory order.
+// A parameter with its gradient and states: `numel` elements each, in one dense memory order.
 struct StepTensor {
   int64_t numel = 0;
   void* param = nullptr;              // StepParams::dtype
   void* grad = nullptr;               // StepParams::dtype
   void* state[kMaxOptimStates] = {};  // StepParams::state_dtype
-  float* master = nullptr;            // null, or the fp32 value of which `param` is a copy
+  float* master = nullptr;            // null, or the fp32 value that `param` is a copy of
   void* step = nullptr;               // Adam, steps on the device: one value; else null and
   double inv_correction1 = 1;         // 1 / (1 - beta1^t)
   double inv_correction2_sqrt = 1;    // 1 / sqrt(1 - beta2^t)
 };
 
-// A hyperparameter; on the device if `pointer` is not null.
+// A hyperparameter. On the device if `pointer` is not null.
 struct Hyper {
   double value;
   const void* pointer = nullptr;
@@ -39,14 +39,14 @@ struct Hyper {
 
 struct StepParams {
   DType dtype;
-  DType state_dtype;  // of the states: `dtype`, or kFloat32 beside 16-bit parameters
+  DType state_dtype;  // of the states: `dtype`, or kFloat32 for 16-bit parameters
   const StepTensor* tensors;
   int64_t num_tensors;
   Hyper lr;
   double weight_decay;
   bool maximize;
-  bool zero_grad;           // leave zeros in the gradients
-  const float* grad_scale;  // null, or what the gradients are divided by (and written back)
+  bool zero_grad;           // whether the gradients end as zeros
+  const float* grad_scale;  // null, or the divisor of the gradients (which are written back)
   const float* found_inf;   // null, or non-zero: skip the step
   const double* clip;       // null, or grad_norm's result (norm, factor)
 };
@@ -54,7 +54,7 @@ struct StepParams {
 struct SgdParams : StepParams {  // state[0]: momentum buffer, if momentum != 0
   double momentum, dampening;
   bool nesterov;
-  bool first_step;  // the buffers hold nothing yet
+  bool first_step;  // the buffers are uninitialised
 };
 
 struct AdamParams : StepParams {  // state: exp_avg, exp_avg_sq, and max_exp_avg_sq with amsgrad
@@ -62,8 +62,8 @@ struct AdamParams : StepParams {  // state: exp_avg, exp_avg_sq, and max_exp_avg
   double eps;
   bool amsgrad;
   bool decoupled_weight_decay;  // AdamW
-  bool step_is_double;          // the device's steps are double, else float
-  unsigned* counter;            // CUDA with steps on the device: one zero, zero again afterwards
+  bool step_is_double;          // whether the device's step counts are double; else float
+  unsigned* counter;  // CUDA with step counts on the device: one zero, zero again afterwards
 };
 
 struct GradNormTensor {
@@ -76,15 +76,15 @@ struct GradNormParams {
   const GradNormTensor* tensors;
   int64_t num_tensors;
   double max_norm;
-  const float* grad_scale;  // null, or what the gradients are divided by
+  const float* grad_scale;  // null, or the divisor of the gradients
   double* result;           // (2): norm; factor = min(1, max_norm / (norm + 1e-6))
-  double* partials;         // CUDA: room for grad_norm_workspace()
+  double* partials;         // CUDA: grad_norm_workspace() numbers
   unsigned* counter;        // CUDA: one zero, zero again afterwards
 };
 
-// Elements before the first place where every operand of `t` is at a multiple of 16 bytes; -1 if
-// there is none. A view with an odd offset beside fresh state has none, and goes one element a
-// load.
+// How many elements of `t` come before the first place where every operand is at a multiple of 16
+// bytes; -1 if there is none. A view at an odd offset with freshly allocated state has none, and
+// loads single elements.
 inline int vector_head(const StepTensor& t, DType dtype, DType state_dtype) {
   auto aligned = [](const void* pointer, int64_t bytes) {
     return (reinterpret_cast<uintptr_t>(pointer) + static_cast<uintptr_t>(bytes)) % 16 == 0;
@@ -102,17 +102,17 @@ inline int vector_head(const StepTensor& t, DType dtype, DType state_dtype) {
 
 constexpr int kOptimThreads = 256;
 
-// Blocks a tensor takes: `unroll` vectors of `vec` elements a thread; scalar tensors as many
-// elements a block. The head and the tail (shorter than a vector) go to the first block.
+// Blocks per tensor: `unroll` vectors of `vec` elements per thread; scalar tensors have as many
+// elements per block. The first block also takes head and tail (each shorter than a vector).
 inline int64_t count_chunks(int64_t numel, int head, int vec, int unroll) {
   const int64_t vectors = head < 0 ? (numel + vec - 1) / vec : (numel - head) / vec;
   const int64_t chunks = (vectors + int64_t{kOptimThreads} * unroll - 1) / (kOptimThreads * unroll);
   return chunks > 0 ? chunks : 1;
 }
 
-constexpr int kGradNormUnroll = 4;  // 16-byte loads a thread
+constexpr int kGradNormUnroll = 4;  // 16-byte loads per thread
 
-// Elements of a gradient before its first 16-byte boundary.
+// How many elements of a gradient come before its first 16-byte boundary.
 inline int grad_norm_head(const GradNormTensor& t) {
   const int64_t size = dtype_size(t.dtype);
   const int64_t misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.grad) % 16);
@@ -125,7 +125,7 @@ inline int64_t grad_norm_chunks(const GradNormTensor& t) {
   return count_chunks(t.numel, grad_norm_head(t), vec, kGradNormUnroll);
 }
 
-// Partial sums that a norm over these tensors needs room for: one a block.
+// How many partial sums a norm over these tensors needs: one per block.
 inline int64_t grad_norm_workspace(const GradNormTensor* tensors, int64_t num_tensors) {
   int64_t chunks = 0;
   for (int64_t i = 0; i < num_tensors; ++i) chunks += grad_norm_chunks(tensors[i]);

@@ -1,5 +1,5 @@
-// The same rules on the CPU: chunks of all tensors over the threads, a few dozen elements at a time
-// in local arrays that the compiler keeps in vector registers. 16-bit types compute in float.
+// The same rules on the CPU: threads take chunks of all tensors, a few dozen elements at a time, in
+// local arrays that the compiler keeps in vector registers. 16-bit types compute in float.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -11,10 +11,10 @@
 namespace warpwright {
 namespace {
 
-constexpr int64_t kChunk = 8192;  // elements a task
-constexpr int kBlock = 64;        // elements a block of local arrays
+constexpr int64_t kChunk = 8192;  // elements per task
+constexpr int kBlock = 64;        // elements per block of local arrays
 
-// body(tensor index, first element, past the last) for pieces of every tensor, in parallel.
+// Calls body(tensor index, first element, end) for pieces of every tensor, in parallel.
 template <class NumelOf, class Body>
 void parallel_over_tensors(int64_t count, NumelOf&& numel_of, Body&& body) {
   std::vector<int64_t> first_chunk(count + 1, 0);
@@ -23,7 +23,7 @@ void parallel_over_tensors(int64_t count, NumelOf&& numel_of, Body&& body) {
     numel += numel_of(i);
     first_chunk[i + 1] = first_chunk[i] + (numel_of(i) + kChunk - 1) / kChunk;
   }
-  // Many small tensors have many chunks, and not one of them is worth waking a thread.
+  // Many small tensors have many chunks, none of which is worth waking a thread.
   const int64_t chunks = first_chunk[count];
   const int64_t grain = numel == 0 ? 1 : (kCpuGrain * chunks + numel - 1) / numel;
   at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
@@ -41,7 +41,7 @@ void parallel_over_tensors(int64_t count, NumelOf&& numel_of, Body&& body) {
   });
 }
 
-// `count` neighbours into a local array; the rest of the array is zero.
+// Loads `count` consecutive elements into a local array. The rest of the array is zero.
 template <class T, class Compute>
 inline void load_block(Compute* block, const T* source, int count) {
   static_assert(std::is_same_v<Compute, CpuCompute<T>>);
@@ -144,7 +144,7 @@ struct AdamRule {
     Compute* denominator = g;
     for (int i = 0; i < kBlock; ++i) {
       const Compute difference = g[i] - m[i];
-      // torch.lerp's two forms: exact at either end.
+      // torch.lerp's two forms, exact at either end.
       m[i] =
           one_minus_beta1 < half ? m[i] + one_minus_beta1 * difference : g[i] - beta1 * difference;
       v[i] = beta2 * v[i] + one_minus_beta2 * g[i] * g[i];
@@ -163,7 +163,7 @@ struct AdamRule {
   }
 };
 
-// What the gradients are multiplied by before they are stored, and after.
+// The factors of the gradients before and after they are stored.
 template <class Compute>
 struct Factors {
   Compute inv_scale, factor;
@@ -265,7 +265,7 @@ void sgd_step_cpu(const SgdParams& params) { step_cpu<SgdRule>(params); }
 void adam_step_cpu(const AdamParams& params) { step_cpu<AdamRule>(params); }
 
 void grad_norm_cpu(const GradNormParams& p) {
-  // One partial sum a chunk, added in order: the same bits for any number of threads.
+  // One partial sum per chunk, added in order: the same bits for any number of threads.
   std::vector<int64_t> first_partial(p.num_tensors + 1, 0);
   for (int64_t i = 0; i < p.num_tensors; ++i) {
     first_partial[i + 1] = first_partial[i] + (p.tensors[i].numel + kChunk - 1) / kChunk;
@@ -286,7 +286,7 @@ void grad_norm_cpu(const GradNormParams& p) {
   if (p.grad_scale != nullptr) norm /= *p.grad_scale;
   const double factor = p.max_norm / (norm + 1e-6);
   p.result[0] = norm;
-  p.result[1] = factor >= 1.0 ? 1.0 : factor;  // NaN stays
+  p.result[1] = factor >= 1.0 ? 1.0 : factor;  // NaN remains
 }
 
 }  // namespace warpwright

@@ -1,6 +1,7 @@
 // The walk that all optimizers share: a block finds its tensor and chunk in the table, issues all
-// its loads, works out the step's scalars while they are under way, applies the rule and stores.
-// Many short blocks, as for relu's backward: kUnroll 16-byte loads of each operand a thread.
+// its loads, computes the step's scalars while the loads are in flight, applies the rule and
+// stores. Many short blocks, as in relu's backward, with kUnroll 16-byte loads of each operand per
+// thread.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +20,13 @@ struct StepEntry {
   T* param;
   T* grad;
   S* state[kStates > 0 ? kStates : 1];
-  float* master;  // used where S is not T
+  float* master;  // used if S is not T
   int64_t numel;
   union {
-    double inv_correction[2];  // steps on the host: of beta1, and the root of beta2's
-    void* step;                // steps on the device
+    double inv_correction[2];  // step counts on the host: of beta1, and the root of beta2's
+    void* step;                // step counts on the device
   };
-  int32_t head;  // elements before the first vector; -1: one element an access
+  int32_t head;  // elements before the first vector; -1: one element per access
 };
 
 struct StepScalars {
@@ -44,7 +45,7 @@ __device__ __forceinline__ double read(const Hyper& hyper) {
                          : double{*static_cast<const float*>(hyper.pointer)};
 }
 
-// kSize neighbours of one operand, in accesses of at most 16 bytes.
+// kSize consecutive elements of one operand, in accesses of at most 16 bytes.
 template <class T, int kSize>
 struct Pieces {
   static constexpr int kPer = std::min(kSize, kVecSize<T>);
@@ -62,17 +63,17 @@ struct Pieces {
   }
 };
 
-// What every element of the launch shares: the rule's own scalars and the gradient's factors.
+// Shared by every element of the launch: the rule's own scalars and the gradient's factors.
 template <class Rule>
 struct Step {
   using Compute = typename Rule::Compute;
   Rule rule;
   Compute inv_scale;  // undoes the loss scale; the gradient is stored after it
-  Compute factor;     // clipping, and -1 to maximize
+  Compute factor;     // clipping, and -1 to maximise
   bool skip, zero_grad, store_grad;
 };
 
-// kSize neighbours of all operands of one parameter.
+// kSize consecutive elements of all operands of one parameter.
 template <class Rule, int kSize>
 struct Operands {
   using T = typename Rule::Param;
@@ -131,14 +132,14 @@ struct Operands {
   }
 };
 
-// Adam with its steps on the device: every block draws one when it has read its count; the last
-// says that all have.
+// The ticket of Adam with step counts on the device. Every block draws one after it has read its
+// count. The last one means that all blocks have.
 struct Ticket {
   bool drawn = false;   // in every thread of the block
-  unsigned number = 0;  // thread 0's, on its way until the block has stored its results
+  unsigned number = 0;  // thread 0's; in flight until the block has stored its results
 };
 
-// The scalars of the step; for Adam with its steps on the device this is a barrier of the block.
+// The scalars of the step. For Adam with step counts on the device this is a barrier of the block.
 template <class Rule, class Entry>
 __device__ __forceinline__ Step<Rule> prepare(const Entry& entry, const StepScalars& common,
                                               const typename Rule::Scalars& scalars,
@@ -156,8 +157,8 @@ __device__ __forceinline__ Step<Rule> prepare(const Entry& entry, const StepScal
 }
 
 // Layout: table.entry[t] is one parameter; its operands are dense arrays walked in the same order.
-// Grid: block b has chunk b - first_chunk[t] of parameter t: kOptimThreads * kUnroll vectors of
-// kSize elements, neighbouring threads neighbouring vectors; the first chunk also head and tail.
+// Grid: block b owns chunk b - first_chunk[t] of parameter t: kOptimThreads * kUnroll vectors of
+// kSize elements, adjacent threads adjacent vectors. The first chunk also has head and tail.
 template <class Rule, class Table>
 __global__ void __launch_bounds__(kOptimThreads)
     step_kernel(const __grid_constant__ Table table, const __grid_constant__ StepScalars common,
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kOptimThreads)
       if (v < num_vectors) operands[u].update_and_store(entry, head + v * kSize, step);
     }
     if (chunk == 0) {
-      // Both shorter than a vector: thread i has element i of the head and of the tail.
+      // Both are shorter than a vector: thread i has element i of the head and of the tail.
       const int64_t tail = head + num_vectors * kSize + threadIdx.x;
       const int64_t ends[2] = {threadIdx.x < head ? int64_t{threadIdx.x} : numel, tail};
 #pragma unroll
@@ -273,7 +274,8 @@ void launch_step(const StepParams& p, const typename Rule::Scalars& scalars, cud
   }
 }
 
-// Calls f<T, S>() for the types of parameters and states: equal, or fp32 beside 16-bit parameters.
+// Calls f<T, S>() for the types of parameters and states: equal, or fp32 states for 16-bit
+// parameters.
 template <class F>
 void for_step_dtypes(DType dtype, DType state_dtype, F&& f) {
   for_dtype(dtype, [&]<class T>() {

@@ -1,6 +1,6 @@
-// The list of tensors as a kernel argument, and which tensor and chunk a block has.
-// Since CUDA 12.1 an argument may have 32764 bytes (4 KB before): some 500 parameters of AdamW in
-// one launch. Short lists take a 4 KB table, because every launch copies all of it.
+// The list of tensors as a kernel argument, and the tensor and chunk of a block. Since CUDA 12.1 an
+// argument may have 32764 bytes (4 KB before): about 500 parameters of AdamW in one launch. Short
+// lists take a 4 KB table, because every launch copies all of it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace warpwright {
 
-constexpr int kSmallTableBytes = 4096 - 512;  // less the scalars that travel beside it
+constexpr int kSmallTableBytes = 4096 - 512;  // less the scalars in the same argument list
 #if CUDART_VERSION >= 12010
 constexpr int kLargeTableBytes = 32764 - 512;
 #else
@@ -29,10 +29,10 @@ struct ChunkTable {
   Entry entry[kCapacity];
 };
 
-// The entry that block `chunk` works for: the last one that begins at or before it. The table is
-// read through the constant cache, all threads of a block at the same place. A round reads seven
-// places at once: what a block waits for before its first load is rounds (three for 500 entries),
-// and on a cold cache each is a way to memory.
+// The entry that block `chunk` works on: the last one that begins at or before it. All threads of a
+// block read the same place of the table, through the constant cache. A round reads seven places at
+// once, because the rounds delay the block's first load (three for 500 entries), and with a cold
+// cache each is a round trip to memory.
 template <class Table>
 __device__ __forceinline__ int find_entry(const Table& table, uint32_t chunk) {
   constexpr uint32_t kWays = 8;
@@ -53,7 +53,7 @@ __device__ __forceinline__ int find_entry(const Table& table, uint32_t chunk) {
 }
 
 // Fills tables from `count` tensors and calls launch(table) for each full one and the last.
-// make_entry(i) gives the entry, chunks_of(i) its blocks (at least one).
+// make_entry(i) returns the entry, chunks_of(i) its blocks (at least one).
 template <class Table, class MakeEntry, class ChunksOf, class Launch>
 void for_each_table(int64_t count, MakeEntry&& make_entry, ChunksOf&& chunks_of, Launch&& launch) {
   constexpr int64_t kMaxChunks = (int64_t{1} << 31) - 1;

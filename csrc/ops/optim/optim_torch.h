@@ -1,5 +1,4 @@
-// What the *_torch.cpp of the optimizers share: checks, and kernels without their list of
-// arguments.
+// Shared by the *_torch.cpp of the optimizers: checks, and kernels without their list of arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +13,7 @@ namespace warpwright {
 
 using at::TensorList;
 
-// A function of that signature around a generic lambda: the lists of arguments stand here once.
+// Wraps a generic lambda in a function of that signature. The lists of arguments are written once.
 template <class Signature>
 struct Kernel;
 template <class Result, class... Args>
@@ -80,7 +79,7 @@ void bump_versions(const Lists&... lists) {
   (bump(lists), ...);
 }
 
-// ---- tensors as the kernels see them ----
+// ---- tensors in the form that the kernels take ----
 
 inline const float* float_pointer(const OptionalTensor& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr<float>() : nullptr;

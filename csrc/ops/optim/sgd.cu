@@ -1,4 +1,5 @@
-// SGD, with momentum or without. Three or five streams and a handful of instructions an element.
+// SGD, with momentum or without. Three or five streams of memory and a few instructions per
+// element.
 #include "ops/optim/optim_device.cuh"
 
 namespace warpwright {
@@ -10,7 +11,7 @@ struct SgdRule {
   using State = S;
   using Compute = Accum<T>;
   static constexpr int kStates = kMomentum ? 1 : 0;
-  // 16-byte loads of each operand a thread; 16-bit types need twice the registers a byte.
+  // 16-byte loads of each operand per thread. 16-bit types need twice the registers per byte.
   static constexpr bool kMixed = !std::is_same_v<T, S>;
   static constexpr int kUnroll = kMixed ? 1 : !kMomentum ? 4 : sizeof(T) == 2 ? 1 : 2;
 
@@ -22,7 +23,7 @@ struct SgdRule {
   Compute lr, weight_decay, momentum, keep;
   bool nesterov, first_step;
 
-  // The first step's buffers are unset memory.
+  // The first step's buffers are uninitialised memory.
   __device__ static bool reads_states(const Scalars& s) { return kMomentum && !s.first_step; }
 
   template <class Entry>

@@ -1,5 +1,5 @@
-// relu(x) = max(x, 0), keeping NaN. Memory-bound: 2E bytes forward, 3E backward (E = bytes of x),
-// the backward reading the saved output, as native does.
+// relu(x) = max(x, 0); NaN remains. Memory-bound: 2E bytes forward, 3E backward (E = bytes of x).
+// The backward reads the saved output, as native does.
 #pragma once
 
 #include <cstdint>
@@ -28,12 +28,12 @@ struct ReluBackwardParams {
 };
 
 struct ReluConfig {
-  bool vectorized;  // 16-byte accesses after a scalar head; else one element an access
+  bool vectorized;  // 16-byte accesses after a scalar head; else one element per access
   int64_t head;     // elements before the first 16-byte boundary
   const char* reason;
 };
 
-// All operands sit at `misalignment[i]` bytes past a 16-byte boundary.
+// `misalignment[i]`: bytes of operand i past a 16-byte boundary.
 inline ReluConfig choose_relu_config(DType dtype, int64_t numel, const int64_t* misalignment,
                                      int operands) {
   for (int i = 1; i < operands; ++i) {

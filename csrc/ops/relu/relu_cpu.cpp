@@ -1,4 +1,4 @@
-// Plain loops that the compiler vectorises; the work is memory traffic.
+// Plain loops that the compiler vectorises. Memory traffic is the bound.
 #include "ops/relu/relu.h"
 #include "torch/cpu.h"
 
@@ -12,7 +12,7 @@ void relu_cpu(const ReluParams& p) {
       using Compute = CpuCompute<T>;
       for (int64_t i = begin; i < end; ++i) {
         const Compute x = input[i];
-        // "x < 0" is false for NaN and for -0.0: both stay, as in the native CPU kernel.
+        // "x < 0" is false for NaN and for -0.0: both remain, as in the native CPU kernel.
         output[i] = static_cast<T>(x < Compute(0) ? Compute(0) : x);
       }
     });

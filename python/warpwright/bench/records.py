@@ -32,16 +32,14 @@ KEY = ("op", "case", "dtype", "layout", "pass")
 
 # The folders of csrc/ops/ that an op runs on, where they are not one of its name; steps run on all.
 FOLDERS = {
-    "batch_norm": ("batchnorm",),
-    "batch_norm_relu": ("batchnorm",),
-    "batch_norm_add_relu": ("batchnorm",),
-    "batch_norm_relu_max_pool2d": ("batchnorm", "batchnorm_relu_maxpool2d", "maxpool2d"),
+    "batch_norm_relu": ("batch_norm",),
+    "batch_norm_add_relu": ("batch_norm",),
+    "batch_norm_relu_max_pool2d": ("batch_norm", "batch_norm_relu_max_pool2d", "max_pool2d"),
     "linear_relu": ("linear",),
     "linear_gelu": ("linear",),
     "linear_silu": ("linear",),
     "linear_cross_entropy": ("cross_entropy", "linear", "linear_cross_entropy"),
-    "max_pool2d": ("maxpool2d",),
-    "relu_max_pool2d": ("maxpool2d",),
+    "relu_max_pool2d": ("max_pool2d",),
     "scaled_dot_product_attention": ("attention",),
     "sgd": ("optim",),
     "adam": ("optim",),

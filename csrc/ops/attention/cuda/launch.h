@@ -1,0 +1,36 @@
+// The launchers that launch.cu calls. Each has a file per head dimension or type in instances/, so
+// that no translation unit compiles long.
+#pragma once
+
+#include "ops/attention/attention.h"
+
+namespace warpwright {
+
+// Launch-time facts for the tensor-core kernels, besides AttentionParams.
+struct AttentionMmaArgs {
+  uint32_t dropout_threshold;
+  float keep_scale;
+  bool has_extras;   // a mask, dropout, or a scale that cannot be folded into the exponent
+  bool vectorized;   // every input row is 16-byte aligned and D, D_v are multiples of 8
+  bool pair_stores;  // every output row is 4-byte aligned and D, D_v are even
+};
+
+template <class T>
+void launch_attention_fwd_fma(const AttentionParams& params, cudaStream_t stream);
+template <class T>
+void launch_attention_bwd_fma(const AttentionBackwardParams& params, cudaStream_t stream);
+template <class T>
+void launch_attention_bwd_mask(const AttentionBackwardParams& params, cudaStream_t stream);
+
+// kHead: 64, 128 or 256, the padded head dimension.
+template <class T, int kHead>
+void launch_attention_fwd_mma(const AttentionParams& params, const AttentionMmaArgs& args,
+                              cudaStream_t stream);
+template <class T, int kHead>
+void launch_attention_bwd_dq_mma(const AttentionBackwardParams& params,
+                                 const AttentionMmaArgs& args, cudaStream_t stream);
+template <class T, int kHead>
+void launch_attention_bwd_dkdv_mma(const AttentionBackwardParams& params,
+                                   const AttentionMmaArgs& args, cudaStream_t stream);
+
+}  // namespace warpwright

@@ -1,0 +1,91 @@
+// Forward on FMA units: scores, online softmax and weighted values of a tile of queries.
+#pragma once
+
+#include "ops/attention/cuda/portable/fma_tile.cuh"
+
+namespace warpwright {
+
+// q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v)
+// grid.x = (B * H, query tiles, column chunks of out), the last fastest; causal: longest tile first
+template <class T>
+__global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
+    attention_fwd_fma_kernel(const __grid_constant__ AttentionParams p, uint32_t threshold,
+                             Accum<T> keep_scale) {
+  using Tile = FmaTile<T>;
+  using Acc = Accum<T>;
+  const FmaShared<T> shared(attention_smem);
+  const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
+  const int64_t chunks = max(int64_t(1), ceil_div(p.D_v, int64_t(Tile::kOut)));
+  const int64_t tiles = ceil_div(p.S_q, int64_t(Tile::kSide));
+  const int64_t chunk = blockIdx.x % chunks, bh = blockIdx.x / chunks / tiles;
+  const int64_t b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
+  const int64_t row0 = (tiles - 1 - blockIdx.x / chunks % tiles) * Tile::kSide;
+  const int rows = static_cast<int>(min(int64_t(Tile::kSide), p.S_q - row0));
+  const bool dropout = p.philox_state != nullptr;
+  const DropoutKey key = dropout ? load_dropout_key(p, threshold) : DropoutKey(0, 0, 0);
+
+  Acc row_max[Tile::kPer], row_sum[Tile::kPer];
+  FmaOut<T> out = {};
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) row_max[i] = -Acc(INFINITY), row_sum[i] = 0;
+
+  const int64_t keys = visible_keys(p, row0 + rows);
+  for (int64_t col = 0; col < keys; col += Tile::kSide) {
+    const ScoreTile t{b, h, row0, col};
+    FmaScores<T> s;
+    fma_scores<T>(p, t, s, shared);
+    __syncthreads();  // with D = 0, other threads still read the previous tile's P
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; ++i) {
+      Acc tile_max = -Acc(INFINITY);
+#pragma unroll
+      for (int j = 0; j < Tile::kPer; ++j) tile_max = max(tile_max, s[i][j]);
+      const Acc new_max = max(row_max[i], reduce_over_tx(tile_max, Max()));
+      // A row with nothing visible yet: exp(-inf - 0) = 0; -inf - -inf would be NaN.
+      const Acc base = new_max == -Acc(INFINITY) ? Acc(0) : new_max;
+      const Acc correction = exp_accum(row_max[i] - base);
+      row_max[i] = new_max;
+      row_sum[i] *= correction;
+#pragma unroll
+      for (int j = 0; j < Tile::kOutPer; ++j) out[i][j] *= correction;
+#pragma unroll
+      for (int j = 0; j < Tile::kPer; ++j) {
+        Acc value = exp_accum(s[i][j] - base);
+        row_sum[i] += value;
+        if (dropout) value *= fma_dropout_factor<T>(p, key, keep_scale, t, i, j);
+        shared.p[(ty + 16 * i) * Tile::kScorePitch + tx + 16 * j] = value;
+      }
+    }
+    fma_weighted_rows<false, T>(out, shared.p, operand_rows<T>(p.v, b, h_kv, col), p.v.stride_s,
+                                static_cast<int>(min(int64_t(Tile::kSide), p.S_k - col)),
+                                chunk * Tile::kOut, p.D_v, shared);
+  }
+
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    const Acc sum = reduce_over_tx(row_sum[i], Sum());
+    const int row = ty + 16 * i;
+    const bool hidden = sum == Acc(0);
+#pragma unroll
+    for (int j = 0; j < Tile::kOutPer; ++j) out[i][j] = hidden ? Acc(0) : out[i][j] / sum;
+    if (chunk == 0 && tx == 0 && row < rows) {
+      using Lse = AttentionLse<T>;
+      static_cast<Lse*>(p.lse)[bh * p.S_q + row0 + row] =
+          hidden ? -Lse(INFINITY) : Lse(row_max[i]) + log_accum(Lse(sum));
+    }
+  }
+  fma_store<T>(out, operand_rows<T>(p.out, b, h, row0), p.out.stride_s, rows, chunk * Tile::kOut,
+               p.D_v, Acc(1));
+}
+
+template <class T>
+void launch_attention_fwd_fma(const AttentionParams& p, cudaStream_t stream) {
+  using Tile = FmaTile<T>;
+  const int64_t ctas = p.B * p.H * ceil_div(p.S_q, int64_t(Tile::kSide)) *
+                       std::max(int64_t(1), ceil_div(p.D_v, int64_t(Tile::kOut)));
+  launch(attention_fwd_fma_kernel<T>, dim3(static_cast<unsigned>(ctas)), dim3(Tile::kThreads),
+         Tile::kSmem, stream, p, dropout_threshold(p.dropout_p),
+         static_cast<Accum<T>>(dropout_keep_scale(p.dropout_p)));
+}
+
+}  // namespace warpwright

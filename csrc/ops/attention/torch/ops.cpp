@@ -1,0 +1,414 @@
+// attention and attention_backward on (B, H, S, D) operands, and attention_dropout_factors, the
+// dropout that a call drew, by rows, for the second derivative: from tensors to the kernels.
+// Autograd is in attention/torch/autograd.cpp, the user's op in attention/torch/call.cpp.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+
+#include <array>
+#include <cmath>
+
+#include "ops/attention/attention.h"
+#include "ops/attention/torch/common.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+
+// ---- checks and output shape ----
+
+void check_attention_operands(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const Tensor& attn_mask, double dropout_p) {
+  TORCH_CHECK(
+      query.scalar_type() == key.scalar_type() && query.scalar_type() == value.scalar_type(),
+      "Expected query, key, and value to have the same dtype, but got query.dtype: ", query.dtype(),
+      " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(), " instead.");
+  TORCH_CHECK(query.device() == key.device() && query.device() == value.device(),
+              "Expected query, key, and value to have the same device type, but got query.device: ",
+              query.device(), " key.device: ", key.device(), " and value.device: ", value.device(),
+              " instead.");
+  TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
+              "Expected query, key, and value to all be  at least 2 dimensional, but got "
+              "query.dim: ",
+              query.dim(), " key.dim: ", key.dim(), " and value.dim: ", value.dim(), " instead.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !query.is_complex(),
+      "scaled_dot_product_attention: query: not implemented for complex dtypes, got ",
+      query.dtype());
+  TORCH_CHECK(is_floating(query.scalar_type()),
+              "scaled_dot_product_attention: query: expected scalar type Float, Double, BFloat16 "
+              "or Half but found ",
+              query.scalar_type());
+  TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1,
+              "dropout probability has to be between 0 and 1, but got ", dropout_p);
+  TORCH_CHECK(key.sym_size(-1) == query.sym_size(-1),
+              "scaled_dot_product_attention: key: Expected size for first two dimensions of key to "
+              "be: [",
+              key.sym_size(-2), ", ", query.sym_size(-1), "] (query's last) but got: [",
+              key.sym_size(-2), ", ", key.sym_size(-1), "].");
+  TORCH_CHECK(value.sym_size(-2) == key.sym_size(-2),
+              "scaled_dot_product_attention: value: Expected size for first two dimensions of "
+              "value to be: [",
+              key.sym_size(-2), ", ", value.sym_size(-1), "] (key's length) but got: [",
+              value.sym_size(-2), ", ", value.sym_size(-1), "].");
+  if (!attn_mask.defined()) return;
+  TORCH_CHECK(attn_mask.scalar_type() == at::kBool || attn_mask.scalar_type() == at::kFloat ||
+                  attn_mask.scalar_type() == query.scalar_type(),
+              "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+              "attn_mask.dtype: ",
+              attn_mask.dtype(), " and  query.dtype: ", query.dtype(), " instead.");
+  TORCH_CHECK(attn_mask.device() == query.device(),
+              "scaled_dot_product_attention: attn_mask: expected device ", query.device(),
+              " as query, got ", attn_mask.device());
+}
+
+namespace {
+
+at::ScalarType accum_type(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// AttentionLse
+at::ScalarType lse_type(const Tensor& tensor) {
+  const bool wide = tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kFloat;
+  return wide ? at::kDouble : at::kFloat;
+}
+
+// In the memory order of `like`, but rows (the last dimension) are contiguous.
+Tensor empty_rows_like(const Tensor& like) {
+  if (like.sym_stride(3) == 1) return at::empty_like(like);
+  return at::empty_like(like, at::MemoryFormat::Contiguous);
+}
+
+// As native's fused kernels: the memory order of query, where the shapes agree.
+Tensor empty_out(const Tensor& query, const Tensor& value) {
+  if (query.sym_size(3) == value.sym_size(3)) return empty_rows_like(query);
+  return at::empty_symint(
+      {query.sym_size(0), query.sym_size(1), query.sym_size(2), value.sym_size(3)},
+      query.options());
+}
+
+Tensors3 empty_results(const Tensor& query, const Tensor& value, double dropout_p) {
+  return {empty_out(query, value),
+          at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)},
+                           query.options().dtype(lse_type(query))),
+          at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong))};
+}
+
+// The operands of attention and attention_backward.
+void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                     const Tensor& attn_mask, double dropout_p) {
+  check_attention_operands(query, key, value, attn_mask, dropout_p);
+  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
+              "attention: expected query, key and value of 4 dimensions (B, H, S, D), got ",
+              query.dim(), ", ", key.dim(), " and ", value.dim());
+  TORCH_CHECK(key.sym_size(0) == query.sym_size(0) && value.sym_size(0) == query.sym_size(0) &&
+                  key.sym_size(1) == value.sym_size(1),
+              "attention: expected one batch size, and as many heads in value as in key, got "
+              "query ",
+              query.sym_sizes(), ", key ", key.sym_sizes(), ", value ", value.sym_sizes());
+  TORCH_CHECK(key.sym_size(1) == query.sym_size(1) ||
+                  (key.sym_size(1) != 0 && query.sym_size(1) % key.sym_size(1) == 0),
+              "attention: Number of heads in key and value must divide the number of heads in "
+              "query, got ",
+              key.sym_size(1), " and ", query.sym_size(1));
+  if (!attn_mask.defined()) return;
+  const c10::SymInt extent[4] = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
+                                 key.sym_size(2)};
+  bool matches = attn_mask.dim() == 4;
+  for (int i = 0; i < 4 && matches; ++i)
+    matches = attn_mask.sym_size(i) == 1 || attn_mask.sym_size(i) == extent[i];
+  TORCH_CHECK(matches,
+              "attention: attn_mask: expected 4 dimensions that broadcast to (B, H, S_q, S_k) = (",
+              extent[0], ", ", extent[1], ", ", extent[2], ", ", extent[3], "), got ",
+              attn_mask.sym_sizes());
+}
+
+void check_backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse,
+                    const Tensor& philox_state, double dropout_p) {
+  TORCH_CHECK(
+      grad_out.sym_sizes() == out.sym_sizes() && grad_out.scalar_type() == out.scalar_type(),
+      "attention_backward: grad_out: expected ", out.dtype(), " of shape ", out.sym_sizes(),
+      ", got ", grad_out.dtype(), " of shape ", grad_out.sym_sizes());
+  TORCH_CHECK(lse.dim() == 3 && lse.scalar_type() == lse_type(out),
+              "attention_backward: lse: expected ", lse_type(out), " of 3 dimensions, got ",
+              lse.scalar_type(), " of ", lse.dim());
+  TORCH_CHECK(philox_state.sym_numel() == (dropout_p > 0 ? 2 : 0),
+              "attention_backward: philox_state: expected ", dropout_p > 0 ? 2 : 0,
+              " elements, got ", philox_state.sym_numel());
+}
+
+// ---- CPU and CUDA ----
+
+// The kernels walk rows of stride 1 that do not overlap; native copies others as well.
+Tensor with_dense_rows(const Tensor& tensor) {
+  const bool dense_row = tensor.size(3) <= 1 || tensor.stride(3) == 1;
+  const bool disjoint = tensor.size(2) <= 1 || tensor.stride(2) >= tensor.size(3);
+  return dense_row && disjoint ? tensor : tensor.contiguous();
+}
+
+AttentionOperand operand(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1),
+          tensor.stride(2)};
+}
+
+AttentionParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
+                            const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                            const AttentionAttributes& a) {
+  AttentionParams p{};
+  p.dtype = dtype_of(q);
+  p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
+  p.S_q = q.size(2), p.S_k = k.size(2), p.D = q.size(3), p.D_v = v.size(3);
+  // Over no features the scores are 0, not 0 * infinity.
+  p.scale = a.scale.value_or(p.D == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(p.D)));
+  p.is_causal = a.is_causal;
+  p.q = operand(q), p.k = operand(k), p.v = operand(v), p.out = operand(out);
+  p.lse = const_cast<void*>(lse.const_data_ptr());
+  if (mask.defined()) {
+    p.mask_type = mask.scalar_type() == at::kBool         ? MaskType::kBool
+                  : mask.scalar_type() == q.scalar_type() ? MaskType::kElement
+                                                          : MaskType::kFloat32;
+    p.mask = mask.const_data_ptr();
+    for (int i = 0; i < 4; ++i) {
+      p.mask_full[i] = mask.size(i) != 1;
+      p.mask_stride[i] = p.mask_full[i] ? mask.stride(i) : 0;
+    }
+  }
+  p.dropout_p = a.dropout_p;
+  if (a.dropout_p > 0) p.philox_state = philox_state.const_data_ptr<int64_t>();
+  return p;
+}
+
+template <class Draw, class Run>
+Tensors3 attention_with(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const OptionalTensor& attn_mask, const AttentionAttributes& a, Draw&& draw,
+                        Run&& run) {
+  const Tensor mask = value_or_undefined(attn_mask);
+  check_attention(query, key, value, mask, a.dropout_p);
+  Tensors3 results = empty_results(query, value, a.dropout_p);
+  auto& [out, lse, philox_state] = results;
+  if (a.dropout_p > 0) draw(philox_state);
+  if (lse.numel() == 0) return results;
+  const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
+  run(make_params(q, k, v, mask, out, lse, philox_state, a));
+  return results;
+}
+
+template <class Run>
+Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                 const Tensor& value, const OptionalTensor& attn_mask,
+                                 const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                                 const AttentionAttributes& a, std::array<bool, 4> output_mask,
+                                 Run&& run) {
+  const Tensor mask = value_or_undefined(attn_mask);
+  check_attention(query, key, value, mask, a.dropout_p);
+  check_backward(grad_out, out, lse, philox_state, a.dropout_p);
+  const bool any_score = out.numel() != 0 && key.size(2) != 0;
+  auto grad_of = [&](bool wanted, const Tensor& input) {
+    if (!wanted) return Tensor();
+    Tensor grad = empty_rows_like(input);
+    return any_score ? grad : grad.zero_();
+  };
+  Tensor dq = grad_of(output_mask[0], query), dk = grad_of(output_mask[1], key),
+         dv = grad_of(output_mask[2], value), dmask;
+  const bool want_mask = output_mask[3] && mask.defined() && is_floating(mask.scalar_type());
+  if (want_mask) dmask = at::zeros(mask.sizes(), mask.options().dtype(accum_type(query)));
+  if (any_score && (dq.defined() || dk.defined() || dv.defined() || dmask.defined())) {
+    const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
+    const Tensor dout = with_dense_rows(grad_out), o = with_dense_rows(out);
+    const Tensor rows = lse.contiguous();
+    Tensor row_stats;
+    if (rows.is_cuda()) {
+      const at::ScalarType accum = accum_type(query);
+      const int64_t stats = rows.scalar_type() == accum ? 2 : 3;
+      row_stats = at::empty({stats, rows.numel()}, rows.options().dtype(accum));
+    }
+    AttentionBackwardParams p{};
+    p.fwd = make_params(q, k, v, mask, o, rows, philox_state, a);
+    p.dout = operand(dout);
+    if (row_stats.defined()) p.row_stats = row_stats.mutable_data_ptr();
+    p.dq = operand(dq), p.dk = operand(dk), p.dv = operand(dv);
+    if (want_mask) {
+      p.dmask = dmask.mutable_data_ptr();
+      for (int i = 0; i < 4; ++i) p.dmask_stride[i] = p.fwd.mask_full[i] ? dmask.stride(i) : 0;
+    }
+    run(p);
+  }
+  if (want_mask) dmask = dmask.to(mask.scalar_type());
+  return {dq, dk, dv, dmask};
+}
+
+template <class Run>
+Tensor dropout_factors_with(const Tensor& philox_state, at::ScalarType dtype, double dropout_p,
+                            int64_t B, int64_t H, int64_t row_begin, int64_t rows, int64_t S_k,
+                            Run&& run) {
+  TORCH_CHECK(philox_state.numel() == 2,
+              "attention_dropout_factors: philox_state: expected 2 "
+              "elements, got ",
+              philox_state.numel());
+  const Tensor factors = at::empty({B, H, rows, S_k}, philox_state.options().dtype(dtype));
+  if (factors.numel() == 0) return factors;
+  run(AttentionDropoutParams{dtype_of(factors), B, H, rows, row_begin, S_k, dropout_p,
+                             philox_state.const_data_ptr<int64_t>(), factors.mutable_data_ptr()});
+  return factors;
+}
+
+Tensors3 attention_cpu_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                              std::optional<double> scale) {
+  auto draw = [](const Tensor& philox_state) {
+    auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
+        std::nullopt, at::detail::getDefaultCPUGenerator());
+    const std::lock_guard<std::mutex> lock(generator->mutex_);
+    int64_t* state = philox_state.mutable_data_ptr<int64_t>();
+    state[0] = static_cast<int64_t>(generator->random64());
+    state[1] = 0;
+  };
+  return attention_with(query, key, value, attn_mask, {dropout_p, is_causal, scale}, draw,
+                        attention_fwd_cpu);
+}
+
+Tensors4 attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& query,
+                                       const Tensor& key, const Tensor& value,
+                                       const OptionalTensor& attn_mask, const Tensor& out,
+                                       const Tensor& lse, const Tensor& philox_state,
+                                       double dropout_p, bool is_causal,
+                                       std::optional<double> scale,
+                                       std::array<bool, 4> output_mask) {
+  return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state,
+                                 {dropout_p, is_causal, scale}, output_mask, attention_bwd_cpu);
+}
+
+Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dtype,
+                                  double dropout_p, int64_t B, int64_t H, int64_t row_begin,
+                                  int64_t rows, int64_t S_k) {
+  return dropout_factors_with(philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k,
+                              attention_dropout_cpu);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                               std::optional<double> scale) {
+  const CudaCall call(query);
+  auto draw = [&](const Tensor& philox_state) {
+    auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
+        std::nullopt, at::cuda::detail::getDefaultCUDAGenerator());
+    const std::lock_guard<std::mutex> lock(generator->mutex_);
+    // One counter step of the generator is one call: the position in S is the rest of the counter.
+    const at::PhiloxCudaState state = generator->philox_cuda_state(/*increment=*/4);
+    PhiloxSource source{};
+    source.captured = state.captured_;
+    if (state.captured_) {
+      source.seed_pointer = state.seed_.ptr;
+      source.offset_pointer = state.offset_.ptr;
+      source.offset_in_graph = state.offset_intragraph_;
+    } else {
+      source.seed = state.seed_.val;
+      source.offset = state.offset_.val;
+    }
+    launch_philox_state(source, philox_state.mutable_data_ptr<int64_t>(), call.stream);
+  };
+  return attention_with(query, key, value, attn_mask, {dropout_p, is_causal, scale}, draw,
+                        [&](const AttentionParams& p) { launch_attention_fwd(p, call.stream); });
+}
+
+Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query,
+                                        const Tensor& key, const Tensor& value,
+                                        const OptionalTensor& attn_mask, const Tensor& out,
+                                        const Tensor& lse, const Tensor& philox_state,
+                                        double dropout_p, bool is_causal,
+                                        std::optional<double> scale,
+                                        std::array<bool, 4> output_mask) {
+  const CudaCall call(query);
+  return attention_backward_with(
+      grad_out, query, key, value, attn_mask, out, lse, philox_state, {dropout_p, is_causal, scale},
+      output_mask, [&](const AttentionBackwardParams& p) { launch_attention_bwd(p, call.stream); });
+}
+
+Tensor dropout_factors_cuda_kernel(const Tensor& philox_state, at::ScalarType dtype,
+                                   double dropout_p, int64_t B, int64_t H, int64_t row_begin,
+                                   int64_t rows, int64_t S_k) {
+  const CudaCall call(philox_state);
+  return dropout_factors_with(
+      philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k,
+      [&](const AttentionDropoutParams& p) { launch_attention_dropout(p, call.stream); });
+}
+#endif
+
+// ---- Meta ----
+
+Tensors3 attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const OptionalTensor& attn_mask, double dropout_p, bool,
+                        std::optional<double>) {
+  check_attention(query, key, value, value_or_undefined(attn_mask), dropout_p);
+  return empty_results(query, value, dropout_p);
+}
+
+Tensors4 attention_backward_meta(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                 const Tensor& value, const OptionalTensor& attn_mask,
+                                 const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                                 double dropout_p, bool, std::optional<double>,
+                                 std::array<bool, 4> output_mask) {
+  const Tensor mask = value_or_undefined(attn_mask);
+  check_attention(query, key, value, mask, dropout_p);
+  check_backward(grad_out, out, lse, philox_state, dropout_p);
+  auto grad_of = [](bool wanted, const Tensor& input) {
+    return wanted ? empty_rows_like(input) : Tensor();
+  };
+  const bool want_mask = output_mask[3] && mask.defined() && is_floating(mask.scalar_type());
+  return {grad_of(output_mask[0], query), grad_of(output_mask[1], key),
+          grad_of(output_mask[2], value),
+          want_mask ? at::empty_symint(mask.sym_sizes(), mask.options()) : Tensor()};
+}
+
+Tensor dropout_factors_meta(const Tensor& philox_state, at::ScalarType dtype, double, int64_t B,
+                            int64_t H, int64_t, int64_t rows, int64_t S_k) {
+  return at::empty({B, H, rows, S_k}, philox_state.options().dtype(dtype));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+      "bool is_causal, float? scale) -> (Tensor out, Tensor lse, Tensor philox_state)",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.def(
+      "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask, Tensor out, Tensor lse, Tensor philox_state, float dropout_p, "
+      "bool is_causal, float? scale, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "attention_dropout_factors(Tensor philox_state, ScalarType dtype, float dropout_p, int B, "
+      "int H, int row_begin, int rows, int S_k) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("attention", attention_cpu_kernel);
+  m.impl("attention_backward", attention_backward_cpu_kernel);
+  m.impl("attention_dropout_factors", dropout_factors_cpu_kernel);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("attention", attention_cuda_kernel);
+  m.impl("attention_backward", attention_backward_cuda_kernel);
+  m.impl("attention_dropout_factors", dropout_factors_cuda_kernel);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("attention", attention_meta);
+  m.impl("attention_backward", attention_backward_meta);
+  m.impl("attention_dropout_factors", dropout_factors_meta);
+}
+
+}  // namespace warpwright

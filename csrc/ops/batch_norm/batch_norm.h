@@ -1,0 +1,271 @@
+// batch_norm: y = (x - mean) * rstd * weight + bias per channel, rstd = 1 / sqrt(var + eps)
+// (PyTorch's "invstd"). Training computes mean and var over all but the channel dimension and
+// updates the running statistics. Evaluation uses the running statistics.
+// Memory-bound. If a block's shared memory holds the planes of a channel: one launch that reads
+// them once. Rows, if the SMs' shared memory holds a good part of x: one cooperative launch that
+// reads the rest again after a grid barrier. Else two launches each way. The first reads everything
+// and writes one partial result per channel and split to the workspace. The second merges the
+// partials of its channels and walks the data again from the end, which L2 still holds. No third
+// launch, no counters to zero.
+// Bytes (E = bytes of x): on chip 2E forward and 3E backward. Else forward 3E in training and 2E in
+// evaluation; backward 5E, or 2E in evaluation if only dx is wanted.
+//
+// Layouts: rows (batch * spatial, channels), channels innermost; or planes (batch, channels,
+// spatial).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "host/ceil_div.h"
+#include "host/dtype.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace warpwright {
+
+// A vector with one value per channel, in its own type. Null data: absent.
+struct ChannelVector {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t stride = 1;  // elements
+};
+
+// The coefficients of a channel, for a kernel that normalises or computes the input gradient
+// itself: y = (x - mean) * scale + bias; dx = dy * scale + ((x - mean) * slope + offset).
+constexpr int kForwardCoefficients = 3;   // mean, scale, bias
+constexpr int kBackwardCoefficients = 4;  // mean, scale, slope, offset
+
+struct BatchNormExtents {
+  int64_t batch, channels, spatial;
+  bool rows;  // (batch * spatial, channels); else (batch, channels, spatial)
+
+  constexpr int64_t count() const { return batch * spatial; }  // values per channel
+};
+
+// With `relu` the output is relu(y + residual). The backward reads the output's sign from `mask`,
+// or recomputes it if there is no residual. The activation is never stored.
+struct BatchNormParams {
+  DType dtype;
+  BatchNormExtents extents;
+  const void* input;
+  void* output;  // null: only statistics and coefficients
+  bool relu;
+  const void* residual;  // with relu only; null: none
+  void* mask;            // with a residual: batch_norm_mask_bytes()
+  ChannelVector weight, bias;
+  ChannelVector running_mean, running_var;  // read in evaluation, updated in training if present
+  bool training;
+  double momentum, eps;
+  void* mean;                    // (channels), float, or double for a double input
+  void* rstd;                    // (channels), the same
+  void* coefficients = nullptr;  // (kForwardCoefficients, channels), the same; null: not wanted
+  void* workspace;               // batch_norm_workspace_bytes(); null if that is 0
+};
+
+struct BatchNormBackwardParams {
+  DType dtype;
+  BatchNormExtents extents;
+  const void* grad_output;
+  const void* input;
+  bool relu;
+  const void* mask;    // with relu; null: the sign of the output is recomputed
+  ChannelVector bias;  // needed to recompute it
+  ChannelVector weight;
+  const void* mean;  // (channels), float, or double for a double input
+  const void* rstd;  // (channels), the same
+  bool training;
+  void* grad_input;     // null: not wanted
+  void* grad_residual;  // grad_output where the output is positive; null: not wanted
+  ChannelVector grad_weight, grad_bias;
+  int64_t count = 0;             // values per statistic; 0: extents.count()
+  void* coefficients = nullptr;  // (kBackwardCoefficients, channels), as mean; null: not wanted
+  void* workspace;
+
+  constexpr int64_t values() const { return count > 0 ? count : extents.count(); }
+  constexpr bool needs_sums() const {
+    return (training && (grad_input != nullptr || coefficients != nullptr)) ||
+           grad_weight.data != nullptr || grad_bias.data != nullptr;
+  }
+};
+
+struct BatchNormConfig {
+  int vec;         // elements per access
+  bool ragged;     // planes: whether they start and end inside vectors
+  bool on_chip;    // planes: one block holds a channel
+  int held;        // rows: vectors of each operand that a thread keeps on chip; 0: two launches
+  int lanes;       // rows: adjacent threads along the channels
+  int64_t tiles;   // rows: groups of lanes * vec channels; planes: channels
+  int64_t splits;  // parts of each channel's values, one block each
+  const char* reason;
+};
+
+constexpr int kRowsThreads = 512;
+// 256 bytes of a row, two cache lines. Each block of the second pass merges splits * lanes
+// partials, a product that falls with the square of the lanes.
+constexpr int kRowsMaxLanes = 16;
+// On chip: vectors of each operand in flight, for rows that do not fit.
+constexpr int rows_ring(int operands) { return operands == 1 ? 4 : 3; }
+// On chip, besides the vectors: scratch of the merges (for the backward in double, and for two
+// operands) and a tile's coefficients.
+constexpr int64_t rows_scratch_bytes(int operands) {
+  return (2 * 8 + 1) * kRowsThreads / 2 * 4 * operands + 4096;
+}
+// On chip, per thread and step: a vector of each operand, and with two operands possibly a word of
+// the mask.
+constexpr int64_t rows_step_bytes(int operands) { return operands == 1 ? 16 : 2 * 16 + 4; }
+constexpr int kPlanesThreads = 256;
+// First pass over planes: as many as 64 registers hold (80 for double). Four vectors per thread and
+// block are 64 KB in flight per SM.
+constexpr int planes_blocks_per_sm(int64_t element_bytes) { return element_bytes == 8 ? 3 : 4; }
+constexpr int kRowsUnroll = 8;  // vectors in flight per thread, over all operands
+constexpr int kPlanesUnroll = 4;
+constexpr int kOnChipMaxThreads = 512;
+// The merge's bytes, and a channel's values.
+constexpr int64_t kOnChipScratchBytes = kOnChipMaxThreads / 32 * 32 + 96;
+
+// The most vectors that a plane can touch, at any offset in its first vector.
+template <class Int>
+constexpr Int batch_norm_plane_vectors(const Int& spatial, int vec) {
+  return spatial % vec == 0 ? spatial / vec : (spatial + 2 * vec - 2) / vec;
+}
+
+// The mask has one bit per element and one byte per vector of `vec` elements. Rows: in memory
+// order; one byte per element if a vector could straddle two rows. Planes:
+// batch_norm_plane_vectors() bytes each, bit j for element j of a vector that starts at a multiple
+// of `vec` elements of the tensor.
+template <class Int>
+Int batch_norm_mask_bytes(const Int& batch, const Int& channels, const Int& spatial, bool rows,
+                          int vec) {
+  if (!rows) return batch * channels * batch_norm_plane_vectors(spatial, vec);
+  return channels % vec == 0 ? batch * spatial * (channels / vec) : batch * spatial * channels;
+}
+
+// Holding a channel saves one read of the operands, but then channels are the only unit of work for
+// the SMs. The fullest SM must not move more than its share of two passes. For a short channel the
+// saved launch decides.
+inline bool batch_norm_fits_on_chip(const BatchNormExtents& e, int vec, int operands,
+                                    const DeviceInfo& device) {
+  const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, vec);
+  const int64_t limit = (device.smem_per_block - kOnChipScratchBytes) / (operands * 16);
+  if (vectors > limit) return false;
+  const int64_t rounds = ceil_div(e.channels, device.num_sms);
+  return 2 * rounds * device.num_sms <= 3 * e.channels || vectors * 16 <= 65536;
+}
+
+// Rows: how channels and rows are divided among the SMs.
+inline void share_rows(BatchNormConfig& config, const BatchNormExtents& e, int most_lanes,
+                       const DeviceInfo& device) {
+  const int64_t vectors = e.channels / config.vec;
+  // The widest group of threads that leaves at most a third of its lanes idle.
+  config.lanes = 1;
+  for (int lanes = most_lanes; lanes >= 1; lanes /= 2) {
+    const int64_t idle = ceil_div(vectors, lanes) * lanes - vectors;
+    if (3 * idle <= vectors) {
+      config.lanes = lanes;
+      break;
+    }
+  }
+  config.tiles = ceil_div(vectors, config.lanes);
+  const int64_t row_lanes = kRowsThreads / config.lanes;
+  const int64_t wanted = device.num_sms / std::max<int64_t>(config.tiles, 1);
+  const int64_t worth = e.count() / (row_lanes * 2);
+  config.splits = std::max<int64_t>(1, std::min(wanted, worth));
+}
+
+// Rows: one launch in place of two, if the SMs can keep at least a fifth of what they read. The
+// rest is read twice, as with two launches, but its latest part comes from L2. After the barrier a
+// block merges the partials of all splits of its tile, with nothing else in flight. Tiles are
+// therefore narrow enough for about eight partials per thread.
+inline bool batch_norm_hold_rows(BatchNormConfig& config, const BatchNormExtents& e, int operands,
+                                 const DeviceInfo& device) {
+  BatchNormConfig on_chip = config;
+  int most_lanes = kRowsMaxLanes;
+  while (most_lanes > 1 &&
+         int64_t{most_lanes} * most_lanes * config.vec * config.vec > 32 * e.channels) {
+    most_lanes /= 2;
+  }
+  share_rows(on_chip, e, most_lanes, device);
+  const int64_t groups = kRowsThreads / on_chip.lanes;
+  const int64_t steps = ceil_div(ceil_div(e.count(), on_chip.splits), groups);
+  const int64_t places = (device.smem_per_block - rows_scratch_bytes(operands)) /
+                         (kRowsThreads * rows_step_bytes(operands));
+  if (steps > 5 * places) return false;
+  on_chip.held = static_cast<int>(steps <= places ? steps : places - rows_ring(operands));
+  if (on_chip.held < 1) return false;
+  on_chip.reason = steps <= places ? "rows of channels, read once and kept on chip"
+                                   : "rows of channels, some kept on chip, the others read twice";
+  config = on_chip;
+  return true;
+}
+
+// `addresses`: bitwise or of the element pointers of the call, as integers. `operands`: how many
+// tensors a block would have to hold to read them once (training forward 1, its backward 2); 0:
+// none.
+inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uintptr_t addresses,
+                                     const DeviceInfo& device, int operands) {
+  const int wide = static_cast<int>(16 / dtype_size(dtype));
+  const bool aligned = addresses % 16 == 0;
+  BatchNormConfig config{};
+  if (!e.rows) {
+    config.vec = aligned ? wide : 1;
+    config.ragged = e.spatial % config.vec != 0;
+    config.on_chip =
+        config.vec > 1 && operands > 0 && batch_norm_fits_on_chip(e, config.vec, operands, device);
+    config.lanes = 1;
+    config.tiles = e.channels;
+    const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, config.vec);
+    // Few channels: one wave of blocks. Many: four waves, the last one nearly full.
+    const int64_t wave = planes_blocks_per_sm(dtype_size(dtype)) * device.num_sms;
+    const int64_t channels = std::max<int64_t>(e.channels, 1);
+    const int64_t wanted = 4 * channels <= wave ? wave / channels : 4 * wave / channels;
+    const int64_t worth = config.on_chip ? 1 : vectors / (kPlanesThreads * 2);
+    config.splits = std::clamp<int64_t>(std::min(wanted, worth), 1, kPlanesThreads);
+    config.reason = config.on_chip   ? "planes, a block holds a channel and reads it once"
+                    : config.ragged  ? "planes, 16-byte accesses shared with the neighbours"
+                    : config.vec > 1 ? "planes, 16-byte accesses"
+                                     : "planes, an address is misaligned: element accesses";
+    return config;
+  }
+  config.vec = aligned && e.channels % wide == 0 ? wide : 1;
+  if (config.vec > 1 && operands > 0 && dtype != DType::kFloat64 &&
+      batch_norm_hold_rows(config, e, operands, device)) {
+    return config;
+  }
+  share_rows(config, e, kRowsMaxLanes, device);
+  config.reason = config.vec > 1 ? "rows of channels, 16-byte accesses"
+                  : aligned      ? "channels are no multiple of 16 bytes: element accesses"
+                                 : "rows of channels, an address is misaligned: element accesses";
+  return config;
+}
+
+// Two accumulators per channel and split.
+inline int64_t batch_norm_workspace_bytes(const BatchNormConfig& config, int64_t channels,
+                                          DType dtype) {
+  if (config.on_chip) return 0;
+  return config.splits * channels * 2 * (dtype == DType::kFloat64 ? 8 : 4);
+}
+
+inline std::string describe(const BatchNormConfig& config) {
+  return "batch_norm, " + std::to_string(config.vec) + " element(s) per access, " +
+         std::to_string(config.tiles) + " group(s) of channels in " +
+         std::to_string(config.splits) + " split(s)" +
+         (config.held > 0 ? ", " + std::to_string(config.held) + " access(es) per thread kept"
+                          : "") +
+         ": " + config.reason;
+}
+
+void batch_norm_cpu(const BatchNormParams& params);
+void batch_norm_backward_cpu(const BatchNormBackwardParams& params);
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_batch_norm_fwd(const BatchNormParams& params, const BatchNormConfig& config,
+                           cudaStream_t stream);
+void launch_batch_norm_bwd(const BatchNormBackwardParams& params, const BatchNormConfig& config,
+                           cudaStream_t stream);
+#endif
+
+}  // namespace warpwright

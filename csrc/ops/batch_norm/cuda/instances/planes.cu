@@ -1,0 +1,10 @@
+// Instances: planes, two passes.
+#include "ops/batch_norm/cuda/planes.cuh"
+
+namespace warpwright {
+
+template void launch_planes<false>(const BatchNormParams&, const BatchNormConfig&, cudaStream_t);
+template void launch_planes<false>(const BatchNormBackwardParams&, const BatchNormConfig&,
+                                   cudaStream_t);
+
+}  // namespace warpwright

@@ -1,0 +1,33 @@
+// Selects the kernels of a batch norm call.
+#include "ops/batch_norm/cuda/apply.cuh"
+
+namespace warpwright {
+namespace {
+
+template <class Params>
+void launch_batch_norm(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
+  for_bool(p.relu, [&]<bool kRelu>() {
+    if (config.held > 0 && launch_rows_on_chip<kRelu>(p, config, stream)) return;
+    if (p.extents.rows) {
+      launch_rows<kRelu>(p, config, stream);
+    } else if (config.on_chip) {
+      launch_on_chip<kRelu>(p, config, stream);
+    } else {
+      launch_planes<kRelu>(p, config, stream);
+    }
+  });
+}
+
+}  // namespace
+
+void launch_batch_norm_fwd(const BatchNormParams& p, const BatchNormConfig& config,
+                           cudaStream_t stream) {
+  launch_batch_norm(p, config, stream);
+}
+
+void launch_batch_norm_bwd(const BatchNormBackwardParams& p, const BatchNormConfig& config,
+                           cudaStream_t stream) {
+  launch_batch_norm(p, config, stream);
+}
+
+}  // namespace warpwright

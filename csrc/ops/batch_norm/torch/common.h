@@ -1,0 +1,396 @@
+// What the *_torch.cpp of batch norm and of its forms with a relu share: checks, layout, and a call
+// from tensors to the kernels' parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <array>
+#include <tuple>
+
+#include "ops/batch_norm/batch_norm.h"
+#include "torch/autograd.h"
+#include "torch/dispatch.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+
+using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
+using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+inline c10::SymInt channels_of(const Tensor& input) {
+  return input.dim() >= 2 ? input.sym_size(1) : c10::SymInt(0);
+}
+
+// Contiguous wins where both hold, as in native's output.
+inline at::MemoryFormat output_format(const Tensor& input) {
+  return input.is_contiguous() ? at::MemoryFormat::Contiguous : input.suggest_memory_format();
+}
+
+inline at::ScalarType stats_type(const Tensor& input) {
+  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline void check_input(const Tensor& input) {
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(input.scalar_type()),
+                              "\"batch_norm\" not implemented for '", input.scalar_type(), "'");
+}
+
+// One value a channel, in the input's type or in float beside a 16-bit input.
+inline void check_vector(const Tensor& vector, const char* name, const Tensor& input) {
+  if (!vector.defined()) return;
+  TORCH_CHECK(vector.sym_numel() == channels_of(input), name, " should contain ",
+              channels_of(input), " elements not ", vector.sym_numel());
+  TORCH_CHECK(vector.device() == input.device(),
+              "batch_norm: Expected all tensors to be on the same device, but input is on ",
+              input.device(), " and ", name, " is on ", vector.device());
+  const auto type = vector.scalar_type(), input_type = input.scalar_type();
+  if (type == input_type) return;
+  const bool input_is_short = input_type == at::kHalf || input_type == at::kBFloat16;
+  const char* device = input.is_cuda() ? "CUDA" : "CPU";
+  TORCH_CHECK(type == at::kFloat, "mixed dtype (", device,
+              "): expect parameter to have scalar type of Float, but ", name, " has ", type);
+  TORCH_CHECK(input_is_short, "mixed dtype (", device,
+              "): all inputs must share same datatype, but input has ", input_type, " and ", name,
+              " has ", type);
+}
+
+inline void check_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                          const Tensor& running_mean, const Tensor& running_var, bool training) {
+  check_input(input);
+  if (!training) {
+    TORCH_CHECK(running_mean.defined(), "running_mean must be defined in evaluation mode");
+    TORCH_CHECK(running_var.defined(), "running_var must be defined in evaluation mode");
+  }
+  check_vector(running_mean, "running_mean", input);
+  check_vector(running_var, "running_var", input);
+  check_vector(weight, "weight", input);
+  check_vector(bias, "bias", input);
+  TORCH_CHECK(input.dim() >= 2 || input.sym_numel() == 0,
+              "batch_norm: input: expected at least 2 dimensions, got ", input.dim());
+}
+
+inline void check_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                           const Tensor& mean, const Tensor& rstd) {
+  check_input(input);
+  TORCH_CHECK(grad_output.sym_sizes() == input.sym_sizes(),
+              "batch_norm_backward: grad_output: expected shape ", input.sym_sizes(), ", got ",
+              grad_output.sym_sizes());
+  TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(),
+              "batch_norm_backward: grad_output: expected ", input.scalar_type(), ", got ",
+              grad_output.scalar_type());
+  check_vector(weight, "weight", input);
+  for (const Tensor* stat : {&mean, &rstd}) {
+    TORCH_CHECK(stat->scalar_type() == stats_type(input) && stat->sym_numel() == channels_of(input),
+                "batch_norm_backward: mean and rstd: expected ", channels_of(input), " values of ",
+                stats_type(input), ", got ", stat->sym_numel(), " of ", stat->scalar_type());
+  }
+}
+
+inline BatchNormExtents extents_of(const Tensor& input, at::MemoryFormat format) {
+  BatchNormExtents e;
+  e.batch = input.size(0);
+  e.channels = input.size(1);
+  e.spatial = input.numel() / std::max<int64_t>(e.batch * e.channels, 1);
+  e.rows = e.spatial == 1 || format != at::MemoryFormat::Contiguous;
+  return e;
+}
+
+// Empty for an undefined tensor. A vector of more than one dimension must be contiguous.
+inline ChannelVector channel_vector(const Tensor& tensor, bool writable) {
+  if (!tensor.defined()) return {};
+  TORCH_CHECK(tensor.dim() <= 1 || tensor.is_contiguous(),
+              "batch_norm: a parameter of several dimensions must be contiguous");
+  ChannelVector vector;
+  vector.data = writable ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+  vector.dtype = dtype_of(tensor);
+  vector.stride = tensor.dim() == 1 ? tensor.stride(0) : 1;
+  return vector;
+}
+
+inline void check_constant(const Tensor& tensor, const char* name) {
+  TORCH_CHECK(!at::GradMode::is_enabled() || !tensor.defined() || !tensor.requires_grad(),
+              "The function 'batch_norm' is not differentiable with respect to argument '", name,
+              "'. This input cannot have requires_grad True.");
+}
+
+// ---- batch norm's ops through the dispatcher ----
+
+inline Tensors3 call_batch_norm(const Tensor& input, const OptionalTensor& weight,
+                                const OptionalTensor& bias, const OptionalTensor& running_mean,
+                                const OptionalTensor& running_var, bool training, double eps) {
+  static const auto op =
+      find_op<Tensors3(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                       const OptionalTensor&, const OptionalTensor&, bool, double)>(
+          "warpwright::batch_norm");
+  return op.call(input, weight, bias, running_mean, running_var, training, eps);
+}
+
+inline Tensors3 call_batch_norm_backward(const Tensor& grad_output, const Tensor& input,
+                                         const OptionalTensor& weight, const Tensor& mean,
+                                         const Tensor& rstd, bool training,
+                                         std::array<bool, 3> output_mask) {
+  static const auto op = find_op<Tensors3(const Tensor&, const Tensor&, const OptionalTensor&,
+                                          const Tensor&, const Tensor&, bool, std::array<bool, 3>)>(
+      "warpwright::batch_norm_backward");
+  return op.call(grad_output, input, weight, mean, rstd, training, output_mask);
+}
+
+// ---- the relu's mask ----
+
+// Bytes, also of a call whose sizes are symbols.
+template <class Int>
+Int mask_bytes(c10::ArrayRef<Int> sizes, at::MemoryFormat format, int64_t element_size) {
+  if (sizes.size() < 2) return 0;
+  Int spatial = 1;
+  for (size_t i = 2; i < sizes.size(); ++i) spatial = spatial * sizes[i];
+  const bool rows = format != at::MemoryFormat::Contiguous || spatial == 1;
+  return batch_norm_mask_bytes(sizes[0], sizes[1], spatial, rows,
+                               static_cast<int>(16 / element_size));
+}
+
+// As the kernels walk it. Vectors of a mask lie at multiples of 16 bytes: with one, the rare view
+// that starts elsewhere is copied.
+inline Tensor dense(const Tensor& tensor, at::MemoryFormat format, bool aligned) {
+  Tensor result = tensor.contiguous(format);
+  if (!aligned || reinterpret_cast<uintptr_t>(result.const_data_ptr()) % 16 == 0) return result;
+  return result.clone();
+}
+
+// ---- calls ----
+
+struct BatchNormCall {
+  const Tensor& input;
+  Tensor weight, bias, running_mean, running_var;
+  bool training, update;
+  double momentum, eps;
+  bool relu = false;
+  Tensor residual = {};
+  bool statistics_only = false;  // no output, no mask
+};
+
+inline BatchNormCall batch_norm_call(const Tensor& input, const OptionalTensor& weight,
+                                     const OptionalTensor& bias, const OptionalTensor& running_mean,
+                                     const OptionalTensor& running_var, bool training, double eps) {
+  return {.input = input,
+          .weight = value_or_undefined(weight),
+          .bias = value_or_undefined(bias),
+          .running_mean = value_or_undefined(running_mean),
+          .running_var = value_or_undefined(running_var),
+          .training = training,
+          .update = false,
+          .momentum = 0,
+          .eps = eps};
+}
+inline BatchNormCall batch_norm_update_call(const Tensor& input, const OptionalTensor& weight,
+                                            const OptionalTensor& bias, const Tensor& running_mean,
+                                            const Tensor& running_var, double momentum,
+                                            double eps) {
+  return {.input = input,
+          .weight = value_or_undefined(weight),
+          .bias = value_or_undefined(bias),
+          .running_mean = running_mean,
+          .running_var = running_var,
+          .training = true,
+          .update = true,
+          .momentum = momentum,
+          .eps = eps};
+}
+
+// The output, mean, rstd and, with a relu, its mask (empty without a residual).
+template <class Run>
+Tensors4 forward_with(const BatchNormCall& call, Run&& run) {
+  const Tensor& input = call.input;
+  check_forward(input, call.weight, call.bias, call.running_mean, call.running_var, call.training);
+  const auto format = output_format(input);
+  const auto options = input.options().dtype(stats_type(input));
+  Tensor output, mask;
+  if (!call.statistics_only) output = at::empty(input.sizes(), input.options(), format);
+  if (call.relu && !call.statistics_only) {
+    const bool added = call.residual.defined();
+    mask = at::empty({added ? mask_bytes(input.sizes(), format, input.element_size()) : 0},
+                     input.options().dtype(at::kByte));
+  }
+  if (input.numel() == 0) {
+    const int64_t channels = channels_of(input).expect_int();
+    if (mask.defined()) mask.zero_();
+    return {output, at::zeros({channels}, options), at::zeros({channels}, options), mask};
+  }
+  Tensor mean = at::empty({input.size(1)}, options), rstd = at::empty({input.size(1)}, options);
+  const bool masked = call.residual.defined();
+  const Tensor source = dense(input, format, masked);
+  const Tensor residual = masked ? dense(call.residual, format, true) : Tensor();
+  BatchNormParams p;
+  p.dtype = dtype_of(input);
+  p.extents = extents_of(input, format);
+  p.input = source.const_data_ptr();
+  p.output = call.statistics_only ? nullptr : output.mutable_data_ptr();
+  p.relu = call.relu;
+  p.residual = masked ? residual.const_data_ptr() : nullptr;
+  p.mask = masked ? mask.mutable_data_ptr() : nullptr;
+  p.weight = channel_vector(call.weight, false);
+  p.bias = channel_vector(call.bias, false);
+  if (call.update || !call.training) {
+    p.running_mean = channel_vector(call.running_mean, call.update);
+    p.running_var = channel_vector(call.running_var, call.update);
+  }
+  p.training = call.training;
+  p.momentum = call.momentum;
+  p.eps = call.eps;
+  p.mean = mean.mutable_data_ptr();
+  p.rstd = rstd.mutable_data_ptr();
+  p.workspace = nullptr;
+  run(p);
+  return {output, mean, rstd, mask};
+}
+
+struct BatchNormBackwardCall {
+  const Tensor &grad_output, &input;
+  Tensor weight;
+  const Tensor &mean, &rstd;
+  bool training;
+  std::array<bool, 4> output_mask;  // input, weight, bias, residual
+  bool relu = false;
+  Tensor bias = {}, mask = {};
+  // Where input and grad_output are the winners and outputs of a pool: the values behind each
+  // statistic, and where the coefficients of its input gradient go (null: not wanted).
+  int64_t count = 0;
+  void* coefficients = nullptr;
+};
+
+template <class Run>
+Tensors4 backward_with(const BatchNormBackwardCall& call, Run&& run) {
+  const Tensor& input = call.input;
+  check_backward(call.grad_output, input, call.weight, call.mean, call.rstd);
+  const auto& wanted = call.output_mask;
+  const auto format = output_format(input);
+  Tensor grad_input, grad_weight, grad_bias, grad_residual;
+  auto full = [&] {
+    return at::empty(input.sizes(), input.options(), input.suggest_memory_format());
+  };
+  if (wanted[0]) grad_input = full();
+  if (wanted[3]) grad_residual = full();
+  // Without a weight there is no type to follow; autograd casts to the bias's.
+  const auto options = call.weight.defined() ? call.weight.options() : call.mean.options();
+  const int64_t channels = channels_of(input).expect_int();
+  const bool empty = input.numel() == 0;
+  auto vector = [&] {
+    return empty ? at::zeros({channels}, options) : at::empty({channels}, options);
+  };
+  if (wanted[1]) grad_weight = vector();
+  if (wanted[2]) grad_bias = vector();
+  if (empty || !(wanted[0] || wanted[1] || wanted[2] || wanted[3] || call.coefficients)) {
+    return {grad_input, grad_weight, grad_bias, grad_residual};
+  }
+  const bool masked = call.mask.defined() && call.mask.numel() > 0;
+  const Tensor dy = dense(call.grad_output, format, masked), x = dense(input, format, masked);
+  const Tensor means = call.mean.contiguous(), rstds = call.rstd.contiguous();
+  const Tensor mask = masked ? call.mask.contiguous() : Tensor();
+  BatchNormBackwardParams p;
+  p.dtype = dtype_of(input);
+  p.extents = extents_of(input, format);
+  p.grad_output = dy.const_data_ptr();
+  p.input = x.const_data_ptr();
+  p.relu = call.relu;
+  p.mask = masked ? mask.const_data_ptr() : nullptr;
+  p.bias = channel_vector(call.bias, false);
+  p.weight = channel_vector(call.weight, false);
+  p.mean = means.const_data_ptr();
+  p.rstd = rstds.const_data_ptr();
+  p.training = call.training;
+  p.grad_input = wanted[0] ? grad_input.mutable_data_ptr() : nullptr;
+  p.grad_residual = wanted[3] ? grad_residual.mutable_data_ptr() : nullptr;
+  p.grad_weight = channel_vector(grad_weight, true);
+  p.grad_bias = channel_vector(grad_bias, true);
+  p.count = call.count;
+  p.coefficients = call.coefficients;
+  p.workspace = nullptr;
+  run(p);
+  return {grad_input, grad_weight, grad_bias, grad_residual};
+}
+
+inline Tensors4 forward_cpu(const BatchNormCall& call) {
+  return forward_with(call, batch_norm_cpu);
+}
+inline Tensors4 backward_cpu(const BatchNormBackwardCall& call) {
+  return backward_with(call, batch_norm_backward_cpu);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+inline uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+inline Tensor workspace_for(const BatchNormConfig& config, int64_t channels, const Tensor& like) {
+  return at::empty({batch_norm_workspace_bytes(config, channels, dtype_of(like))},
+                   like.options().dtype(at::kByte));
+}
+
+// The kernels of a call whose tensors are like `like`.
+inline void run_forward_cuda(BatchNormParams& p, const Tensor& like, cudaStream_t stream) {
+  const int operands = p.residual != nullptr ? 2 : 1;
+  const BatchNormConfig config = choose_config(
+      p.extents, p.dtype, address_of(p.input) | address_of(p.output) | address_of(p.residual),
+      current_device_info(), p.training && p.output != nullptr ? operands : 0);
+  Tensor workspace;
+  if (p.training) {
+    workspace = workspace_for(config, p.extents.channels, like);
+    p.workspace = workspace.mutable_data_ptr();
+  }
+  launch_batch_norm_fwd(p, config, stream);
+}
+
+inline void run_backward_cuda(BatchNormBackwardParams& p, const Tensor& like, cudaStream_t stream) {
+  const BatchNormConfig config =
+      choose_config(p.extents, p.dtype,
+                    address_of(p.grad_output) | address_of(p.input) | address_of(p.grad_input) |
+                        address_of(p.grad_residual),
+                    current_device_info(), p.training && p.grad_input != nullptr ? 2 : 0);
+  const Tensor workspace = workspace_for(config, p.extents.channels, like);
+  p.workspace = workspace.mutable_data_ptr();
+  launch_batch_norm_bwd(p, config, stream);
+}
+
+inline Tensors4 forward_cuda(const BatchNormCall& call) {
+  const CudaCall cuda(call.input);
+  return forward_with(call,
+                      [&](BatchNormParams& p) { run_forward_cuda(p, call.input, cuda.stream); });
+}
+
+inline Tensors4 backward_cuda(const BatchNormBackwardCall& call) {
+  const CudaCall cuda(call.input);
+  return backward_with(
+      call, [&](BatchNormBackwardParams& p) { run_backward_cuda(p, call.input, cuda.stream); });
+}
+#endif
+
+// ---- Meta ----
+
+inline Tensors4 forward_meta(const Tensor& input, const Tensor& residual = {}) {
+  const auto format = output_format(input);
+  const auto options = input.options().dtype(stats_type(input));
+  const c10::SymInt bytes =
+      residual.defined() ? mask_bytes(input.sym_sizes(), format, input.element_size()) : 0;
+  return {at::empty_symint(input.sym_sizes(), input.options(), format),
+          at::empty_symint({channels_of(input)}, options),
+          at::empty_symint({channels_of(input)}, options),
+          at::empty_symint({bytes}, input.options().dtype(at::kByte))};
+}
+
+inline Tensors4 backward_meta(const Tensor& input, const Tensor& weight, const Tensor& mean,
+                              const std::array<bool, 4>& wanted) {
+  const auto options = weight.defined() ? weight.options() : mean.options();
+  auto full = [&](bool want) {
+    return want
+               ? at::empty_symint(input.sym_sizes(), input.options(), input.suggest_memory_format())
+               : Tensor();
+  };
+  auto vector = [&](bool want) {
+    return want ? at::empty_symint({channels_of(input)}, options) : Tensor();
+  };
+  return {full(wanted[0]), vector(wanted[1]), vector(wanted[2]), full(wanted[3])};
+}
+
+}  // namespace warpwright

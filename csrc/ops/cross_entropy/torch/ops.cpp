@@ -1,0 +1,488 @@
+// The ops behind cross_entropy (cross_entropy/torch/call.cpp) on every dispatch key.
+//   cross_entropy_forward          one read of the logits -> (loss, row_stats, total_weight)
+//   cross_entropy_backward         gradient by input and by probabilities
+//   cross_entropy_backward_        gradient by input, in its place
+//   cross_entropy_lse              log sum exp of the rows, of which the forward knows max and sum
+//   cross_entropy_double_backward  Hessian times (v, u): the derivative of the backward, and every
+//                                  forward-mode derivative, since the Hessian is symmetric
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <array>
+#include <tuple>
+
+#include "ops/cross_entropy/torch/operands.h"
+#include "torch/autograd.h"
+#include "torch/dispatch.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+
+// ---- checks ----
+
+void check_cross_entropy_dtypes(const Tensor& input, const Tensor& target) {
+  if (is_probabilities(input, target)) {
+    TORCH_CHECK(at::isFloatingType(target.scalar_type()),
+                "Expected floating point type for target with class probabilities, got ",
+                target.scalar_type());
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(input.scalar_type()),
+                              "\"cross_entropy\" not implemented for '", input.scalar_type(), "'");
+}
+
+static void check_one_target_a_row(const Tensor& target) {
+  TORCH_CHECK(target.dim() <= 1,
+              "0D or 1D target tensor expected, multi-target not supported, got ", target.dim(),
+              "D");
+}
+
+static void check_label_shape(const Tensor& input, const Tensor& target) {
+  const auto sizes = input.sym_sizes();
+  const auto labels = target.sym_sizes();
+  if (input.dim() == 1) {
+    TORCH_CHECK_VALUE(target.dim() != 1 || labels[0] == 1,
+                      "For 1D input, 1D target must have size 1, but got target size: ",
+                      target.dim() == 1 ? labels[0] : c10::SymInt(0));
+    check_one_target_a_row(target);
+    return;
+  }
+  const c10::SymInt batch = target.dim() == 0 ? c10::SymInt(0) : labels[0];
+  TORCH_CHECK_VALUE(sizes[0] == batch, "Expected input batch_size (", sizes[0],
+                    ") to match target batch_size (", batch, ").");
+  if (input.dim() == 2) {
+    check_one_target_a_row(target);
+  } else if (input.dim() == 4) {
+    TORCH_CHECK(target.dim() == 3,
+                "only batches of spatial targets supported (3D tensors) but got targets of "
+                "dimension: ",
+                target.dim());
+    TORCH_CHECK(labels[1] == sizes[2] && labels[2] == sizes[3], "size mismatch (got input: ", sizes,
+                " , target: ", labels);
+  } else {
+    c10::SmallVector<c10::SymInt, 6> expected{sizes[0]};
+    expected.append(sizes.begin() + 2, sizes.end());
+    TORCH_CHECK(labels == c10::SymIntArrayRef(expected), "Expected target size ",
+                c10::SymIntArrayRef(expected), ", got ", labels);
+  }
+}
+
+void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
+                         const LossOptions& options) {
+  const auto& [reduction, ignore_index, label_smoothing, z_loss, inplace] = options;
+  check_cross_entropy_dtypes(input, target);
+  TORCH_CHECK_INDEX(input.dim() > 0, "Dimension specified as 1 but tensor has no dimensions");
+  TORCH_CHECK(!(label_smoothing > 1),
+              "label_smoothing must be between 0.0 and 1.0. Got: ", label_smoothing);
+  TORCH_CHECK_VALUE(reduction >= 0 && reduction <= 2, reduction,
+                    " is not a valid value for reduction");
+  TORCH_CHECK(target.device() == input.device(),
+              "Expected all tensors to be on the same device, but target is on ", target.device(),
+              " and input is on ", input.device());
+  if (is_probabilities(input, target)) {
+    TORCH_CHECK(ignore_index < 0, "ignore_index is not supported for floating point target");
+    TORCH_CHECK_NOT_IMPLEMENTED(is_floating(target.scalar_type()),
+                                "\"cross_entropy\" not implemented for probabilities of type '",
+                                target.scalar_type(), "'");
+  } else {
+    check_label_shape(input, target);
+    const bool takes_bytes = input.dim() <= 2;
+    const bool is_label =
+        target.scalar_type() == at::kLong || (takes_bytes && target.scalar_type() == at::kByte);
+    // Both of native's messages: newer releases have the second.
+    const auto message = "expected scalar type Long but found ";
+    const auto hint = takes_bytes ? " (expected target dtype to be Long or Byte)" : "";
+    // Native's CUDA kernels for at most 2 dimensions have no code for other types of labels; its
+    // other kernels have the wrong pointer.
+    if (input.is_cuda() && input.dim() <= 2) {
+      TORCH_CHECK_NOT_IMPLEMENTED(is_label, message, target.scalar_type(), hint);
+    }
+    TORCH_CHECK(is_label, message, target.scalar_type(), hint);
+  }
+  if (!weight.defined()) return;
+  const c10::SymInt classes = input.sym_size(class_dim(input));
+  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == classes,
+              "cross_entropy: weight tensor should be defined either for all ", classes,
+              " classes or no classes but got weight tensor of shape: ", weight.sym_sizes());
+  TORCH_CHECK(weight.device() == input.device(),
+              "Expected all tensors to be on the same device, but weight is on ", weight.device(),
+              " and input is on ", input.device());
+}
+
+namespace {
+
+// ---- CPU and CUDA ----
+
+template <class Run>
+Tensor3 cross_entropy_forward_with(const Tensor& input, const Tensor& target,
+                                   const OptionalTensor& weight, const LossOptions& options,
+                                   ScalarType dtype, Run&& run) {
+  check_cross_entropy(input, target, value_or_undefined(weight), options);
+  check_kernel_dtypes(input, target, dtype);
+  const TargetKind kind = kind_of(input, target, options.label_smoothing);
+  Tensor3 outputs = empty_outputs<int64_t>(input, kind, options.reduction, dtype);
+  Operands operands(input, target, weight);
+  operands.arrange(kind == TargetKind::kProbabilities, Tensor());
+  CrossEntropyParams p{operands.problem(kind, options, dtype)};
+  p.loss = std::get<0>(outputs).mutable_data_ptr();
+  p.stats = std::get<1>(outputs).mutable_data_ptr();
+  p.total_weight = std::get<2>(outputs).mutable_data_ptr();
+  run(p);
+  return outputs;
+}
+
+void check_inplace_logits(const Tensor& input, const Tensor& target) {
+  TORCH_CHECK(!is_probabilities(input, target) && is_walkable_in_place(input),
+              "cross_entropy_backward_: input: expected dense logits of labels, got strides ",
+              input.sym_strides());
+}
+
+// log sum exp of every row, as the forward found it.
+Tensor lse_of(const Tensor& input, const Tensor& row_stats) {
+  return row_stats.select(0, 0) + row_stats.select(0, 1).log();
+}
+
+// What the derivative ops check about the forward's results.
+void check_saved(const Tensor& input, const Tensor& target, const Tensor& weight,
+                 const Tensor& grad_output, const Tensor& row_stats, const Tensor& total_weight,
+                 const LossOptions& options) {
+  check_cross_entropy(input, target, weight, options);
+  check_kernel_dtypes(input, target, grad_output.scalar_type());
+  const ScalarType accum = accum_type(input.scalar_type());
+  const TargetKind kind = kind_of(input, target, options.label_smoothing);
+  const SymInt classes = input.sym_size(class_dim(input));
+  const SymInt rows =
+      classes == 0 ? row_stats.sym_numel() / num_stats(kind) : input.sym_numel() / classes;
+  TORCH_CHECK(row_stats.scalar_type() == accum && row_stats.is_contiguous() &&
+                  row_stats.sym_numel() == rows * num_stats(kind),
+              "cross_entropy_backward: row_stats: expected the forward's, got ",
+              row_stats.scalar_type(), " ", row_stats.sym_sizes());
+  TORCH_CHECK(total_weight.scalar_type() == accum && total_weight.sym_numel() == 1,
+              "cross_entropy_backward: total_weight: expected the forward's, got ",
+              total_weight.scalar_type(), " ", total_weight.sym_sizes());
+  TORCH_CHECK(
+      grad_output.sym_numel() == (options.reduction == at::Reduction::None ? rows : SymInt(1)),
+      "cross_entropy_backward: grad_output: expected the loss's shape, got ",
+      grad_output.sym_sizes());
+}
+
+CrossEntropyBackwardParams backward_params(const Operands& operands, TargetKind kind,
+                                           const Tensor& dloss, const Tensor& row_stats,
+                                           const Tensor& total_weight, const LossOptions& options) {
+  CrossEntropyBackwardParams p{operands.problem(kind, options, dloss.scalar_type())};
+  p.grad_output = dloss.const_data_ptr();
+  p.stats = row_stats.const_data_ptr();
+  p.total_weight = total_weight.const_data_ptr();
+  return p;
+}
+
+template <class Run>
+Tensor2 cross_entropy_backward_with(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& target, const OptionalTensor& weight,
+                                    const Tensor& row_stats, const Tensor& total_weight,
+                                    const LossOptions& options, Mask2 output_mask, Run&& run) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              options);
+  const TargetKind kind = kind_of(input, target, options.label_smoothing);
+  const bool probabilities = kind == TargetKind::kProbabilities;
+  const Tensor grad_input = empty_gradient<int64_t>(input, input.scalar_type());
+  Tensor grad_target;
+  if (output_mask[1] && probabilities) {
+    grad_target = empty_gradient<int64_t>(input, target.scalar_type());
+  }
+  Operands operands(input, target, weight);
+  operands.arrange(probabilities, grad_input);
+  const Tensor dloss = grad_output.contiguous();
+  auto p = backward_params(operands, kind, dloss, row_stats, total_weight, options);
+  p.grad_layout = *find_layout(grad_input);
+  p.grad_input = output_mask[0] ? grad_input.mutable_data_ptr() : nullptr;
+  p.grad_target = grad_target.defined() ? grad_target.mutable_data_ptr() : nullptr;
+  if (input.numel() != 0 && (p.grad_input != nullptr || p.grad_target != nullptr)) run(p);
+  return {output_mask[0] ? grad_input : Tensor(), grad_target};
+}
+
+// Where a kernel reads an element of the logits, it is the one that writes it.
+template <class Run>
+void cross_entropy_backward_inplace_with(const Tensor& grad_output, const Tensor& input,
+                                         const Tensor& target, const OptionalTensor& weight,
+                                         const Tensor& row_stats, const Tensor& total_weight,
+                                         const LossOptions& options, Run&& run) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              options);
+  check_inplace_logits(input, target);
+  Operands operands(input, target, weight);
+  operands.arrange(/*probabilities=*/false, input);
+  const Tensor dloss = grad_output.contiguous();
+  auto p = backward_params(operands, kind_of(input, target, options.label_smoothing), dloss,
+                           row_stats, total_weight, options);
+  p.grad_layout = p.layout;
+  p.grad_input = input.mutable_data_ptr();
+  if (input.numel() != 0) run(p);
+}
+
+template <class Run>
+Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const OptionalTensor& u,
+                                           const Tensor& grad_output, const Tensor& input,
+                                           const Tensor& target, const OptionalTensor& weight,
+                                           const Tensor& row_stats, const Tensor& total_weight,
+                                           const LossOptions& options, Mask3 output_mask,
+                                           Run&& run) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              options);
+  const TargetKind kind = kind_of(input, target, options.label_smoothing);
+  const bool probabilities = kind == TargetKind::kProbabilities;
+  const Tensor grad_input = empty_gradient<int64_t>(input, input.scalar_type());
+  Operands operands(input, target, weight);
+  operands.input = in_order_of(input, grad_input);
+  operands.target = probabilities ? in_order_of(target, grad_input) : target.contiguous();
+  auto arranged = [&](const OptionalTensor& tensor, const Tensor& like, const char* name) {
+    if (!tensor.has_value() || !tensor->defined()) return Tensor();
+    TORCH_CHECK(tensor->sizes() == like.sizes(), "cross_entropy_double_backward: ", name,
+                ": expected shape ", like.sizes(), ", got ", tensor->sizes());
+    return in_order_of(tensor->to(like.scalar_type()), grad_input);
+  };
+  const Tensor v_arranged = arranged(v, input, "grad_grad_input");
+  const Tensor u_arranged = probabilities ? arranged(u, target, "grad_grad_target") : Tensor();
+  const Tensor dloss = grad_output.contiguous();
+  const bool want_target = output_mask[2] && probabilities;
+  const Tensor grad_target =
+      want_target ? empty_gradient<int64_t>(input, target.scalar_type()) : Tensor();
+  const Tensor per_row = output_mask[0] ? at::empty_like(row_stats.select(0, 0)) : Tensor();
+
+  CrossEntropyDoubleBackwardParams p{operands.problem(kind, options, grad_output.scalar_type())};
+  p.grad_output = dloss.const_data_ptr();
+  p.stats = row_stats.const_data_ptr();
+  p.total_weight = total_weight.const_data_ptr();
+  p.v = v_arranged.defined() ? v_arranged.const_data_ptr() : nullptr;
+  p.u = u_arranged.defined() ? u_arranged.const_data_ptr() : nullptr;
+  p.grad_grad_output = per_row.defined() ? per_row.mutable_data_ptr() : nullptr;
+  p.grad_input = output_mask[1] ? grad_input.mutable_data_ptr() : nullptr;
+  p.grad_target = want_target ? grad_target.mutable_data_ptr() : nullptr;
+  if (p.rows != 0) run(p);
+
+  Tensor grad_grad_output = per_row;
+  if (output_mask[0]) {
+    if (options.reduction != at::Reduction::None) grad_grad_output = per_row.sum();
+    grad_grad_output = grad_grad_output.to(grad_output.scalar_type());
+  }
+  return {grad_grad_output, output_mask[1] ? grad_input : Tensor(), grad_target};
+}
+
+Tensor3 cross_entropy_forward_cpu(const Tensor& input, const Tensor& target,
+                                  const OptionalTensor& weight, int64_t reduction,
+                                  int64_t ignore_index, double label_smoothing, ScalarType dtype,
+                                  double z_loss, bool) {
+  return cross_entropy_forward_with(input, target, weight,
+                                    {reduction, ignore_index, label_smoothing, z_loss}, dtype,
+                                    cross_entropy_cpu);
+}
+
+Tensor2 cross_entropy_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
+                                          const Tensor& target, const OptionalTensor& weight,
+                                          const Tensor& row_stats, const Tensor& total_weight,
+                                          int64_t reduction, int64_t ignore_index,
+                                          double label_smoothing, Mask2 output_mask,
+                                          double z_loss) {
+  return cross_entropy_backward_with(grad_output, input, target, weight, row_stats, total_weight,
+                                     {reduction, ignore_index, label_smoothing, z_loss},
+                                     output_mask, cross_entropy_backward_cpu);
+}
+
+void cross_entropy_backward_inplace_cpu(const Tensor& grad_output, const Tensor& input,
+                                        const Tensor& target, const OptionalTensor& weight,
+                                        const Tensor& row_stats, const Tensor& total_weight,
+                                        int64_t reduction, int64_t ignore_index,
+                                        double label_smoothing, double z_loss) {
+  cross_entropy_backward_inplace_with(grad_output, input, target, weight, row_stats, total_weight,
+                                      {reduction, ignore_index, label_smoothing, z_loss},
+                                      cross_entropy_backward_cpu);
+}
+
+Tensor3 cross_entropy_double_backward_cpu_kernel(const OptionalTensor& v, const OptionalTensor& u,
+                                                 const Tensor& grad_output, const Tensor& input,
+                                                 const Tensor& target, const OptionalTensor& weight,
+                                                 const Tensor& row_stats,
+                                                 const Tensor& total_weight, int64_t reduction,
+                                                 int64_t ignore_index, double label_smoothing,
+                                                 Mask3 output_mask, double z_loss) {
+  return cross_entropy_double_backward_with(v, u, grad_output, input, target, weight, row_stats,
+                                            total_weight,
+                                            {reduction, ignore_index, label_smoothing, z_loss},
+                                            output_mask, cross_entropy_double_backward_cpu);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+Tensor3 cross_entropy_forward_cuda(const Tensor& input, const Tensor& target,
+                                   const OptionalTensor& weight, int64_t reduction,
+                                   int64_t ignore_index, double label_smoothing, ScalarType dtype,
+                                   double z_loss, bool) {
+  const CudaCall call(input);
+  return cross_entropy_forward_with(
+      input, target, weight, {reduction, ignore_index, label_smoothing, z_loss}, dtype,
+      [&](CrossEntropyParams& p) {
+        const bool has_labels = p.kind != TargetKind::kProbabilities;
+        p.error = has_labels ? error_record(ErrorSource::kCrossEntropy) : nullptr;
+        const CrossEntropyConfig config = cross_entropy_fwd_config(p);
+        Tensor partials;
+        if (needs_partials(p, config)) {
+          const auto options = input.options().dtype(accum_type(input.scalar_type()));
+          partials = at::empty({config.blocks, 2}, options);
+          p.partials = partials.mutable_data_ptr();
+        }
+        launch_cross_entropy_fwd(p, config, call.stream);
+        if (!has_labels) return;
+        const auto error = check_strict(call.stream);
+        TORCH_CHECK_INDEX(!error.has_value(), error.value_or(""));
+      });
+}
+
+Tensor2 cross_entropy_backward_cuda(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& target, const OptionalTensor& weight,
+                                    const Tensor& row_stats, const Tensor& total_weight,
+                                    int64_t reduction, int64_t ignore_index, double label_smoothing,
+                                    Mask2 output_mask, double z_loss) {
+  const CudaCall call(input);
+  return cross_entropy_backward_with(
+      grad_output, input, target, weight, row_stats, total_weight,
+      {reduction, ignore_index, label_smoothing, z_loss}, output_mask,
+      [&](const CrossEntropyBackwardParams& p) { launch_cross_entropy_bwd(p, call.stream); });
+}
+
+void cross_entropy_backward_inplace_cuda(const Tensor& grad_output, const Tensor& input,
+                                         const Tensor& target, const OptionalTensor& weight,
+                                         const Tensor& row_stats, const Tensor& total_weight,
+                                         int64_t reduction, int64_t ignore_index,
+                                         double label_smoothing, double z_loss) {
+  const CudaCall call(input);
+  cross_entropy_backward_inplace_with(
+      grad_output, input, target, weight, row_stats, total_weight,
+      {reduction, ignore_index, label_smoothing, z_loss},
+      [&](const CrossEntropyBackwardParams& p) { launch_cross_entropy_bwd(p, call.stream); });
+}
+
+Tensor3 cross_entropy_double_backward_cuda(const OptionalTensor& v, const OptionalTensor& u,
+                                           const Tensor& grad_output, const Tensor& input,
+                                           const Tensor& target, const OptionalTensor& weight,
+                                           const Tensor& row_stats, const Tensor& total_weight,
+                                           int64_t reduction, int64_t ignore_index,
+                                           double label_smoothing, Mask3 output_mask,
+                                           double z_loss) {
+  const CudaCall call(input);
+  return cross_entropy_double_backward_with(
+      v, u, grad_output, input, target, weight, row_stats, total_weight,
+      {reduction, ignore_index, label_smoothing, z_loss}, output_mask,
+      [&](const CrossEntropyDoubleBackwardParams& p) {
+        launch_cross_entropy_double_bwd(p, call.stream);
+      });
+}
+#endif
+
+// ---- Meta ----
+
+Tensor3 cross_entropy_forward_meta(const Tensor& input, const Tensor& target,
+                                   const OptionalTensor& weight, int64_t reduction,
+                                   SymInt ignore_index, double label_smoothing, ScalarType dtype,
+                                   double z_loss, bool) {
+  check_cross_entropy(input, target, value_or_undefined(weight),
+                      {reduction, ignore_index, label_smoothing, z_loss});
+  check_kernel_dtypes(input, target, dtype);
+  return empty_outputs<SymInt>(input, kind_of(input, target, label_smoothing), reduction, dtype);
+}
+
+Tensor2 cross_entropy_backward_meta(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& target, const OptionalTensor& weight,
+                                    const Tensor& row_stats, const Tensor& total_weight,
+                                    int64_t reduction, SymInt ignore_index, double label_smoothing,
+                                    Mask2 output_mask, double z_loss) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              {reduction, ignore_index, label_smoothing, z_loss});
+  const bool want_target = output_mask[1] && is_probabilities(input, target);
+  return {output_mask[0] ? empty_gradient<SymInt>(input, input.scalar_type()) : Tensor(),
+          want_target ? empty_gradient<SymInt>(input, target.scalar_type()) : Tensor()};
+}
+
+void cross_entropy_backward_inplace_meta(const Tensor& grad_output, const Tensor& input,
+                                         const Tensor& target, const OptionalTensor& weight,
+                                         const Tensor& row_stats, const Tensor& total_weight,
+                                         int64_t reduction, SymInt ignore_index,
+                                         double label_smoothing, double z_loss) {
+  check_saved(input, target, value_or_undefined(weight), grad_output, row_stats, total_weight,
+              {reduction, std::move(ignore_index), label_smoothing, z_loss});
+  check_inplace_logits(input, target);
+}
+
+Tensor3 cross_entropy_double_backward_meta(const OptionalTensor& v, const OptionalTensor& u,
+                                           const Tensor& grad_output, const Tensor& input,
+                                           const Tensor& target, const OptionalTensor& weight,
+                                           const Tensor& row_stats, const Tensor& total_weight,
+                                           int64_t reduction, SymInt ignore_index,
+                                           double label_smoothing, Mask3 output_mask,
+                                           double z_loss) {
+  const auto [grad_input, grad_target] = cross_entropy_backward_meta(
+      grad_output, input, target, weight, row_stats, total_weight, reduction, ignore_index,
+      label_smoothing, {output_mask[1], output_mask[2]}, z_loss);
+  return {output_mask[0] ? at::empty_like(grad_output, at::MemoryFormat::Contiguous) : Tensor(),
+          grad_input, grad_target};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int reduction, "
+      "SymInt ignore_index, float label_smoothing, ScalarType dtype, float z_loss=0.0, "
+      "bool inplace_backward=False) -> "
+      "(Tensor loss, Tensor row_stats, Tensor total_weight)",
+      tags);
+  m.def(
+      "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+      "Tensor row_stats, Tensor total_weight, int reduction, SymInt ignore_index, "
+      "float label_smoothing, bool[2] output_mask, float z_loss=0.0) -> (Tensor grad_input, Tensor "
+      "grad_target)",
+      tags);
+  m.def(
+      "cross_entropy_backward_(Tensor grad_output, Tensor(a!) input, Tensor target, "
+      "Tensor? weight, Tensor row_stats, Tensor total_weight, int reduction, SymInt ignore_index, "
+      "float label_smoothing, float z_loss=0.0) -> ()",
+      tags);
+  m.def("cross_entropy_lse(Tensor input, Tensor row_stats) -> Tensor", tags);
+  m.def(
+      "cross_entropy_double_backward(Tensor? grad_grad_input, Tensor? grad_grad_target, "
+      "Tensor grad_output, Tensor input, Tensor target, Tensor? weight, Tensor row_stats, "
+      "Tensor total_weight, int reduction, SymInt ignore_index, float label_smoothing, "
+      "bool[3] output_mask, float z_loss=0.0) -> "
+      "(Tensor grad_grad_output, Tensor grad_input, Tensor grad_target)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("cross_entropy_forward", cross_entropy_forward_cpu);
+  m.impl("cross_entropy_backward", cross_entropy_backward_cpu_kernel);
+  m.impl("cross_entropy_backward_", cross_entropy_backward_inplace_cpu);
+  m.impl("cross_entropy_lse", lse_of);
+  m.impl("cross_entropy_double_backward", cross_entropy_double_backward_cpu_kernel);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("cross_entropy_forward", cross_entropy_forward_cuda);
+  m.impl("cross_entropy_backward", cross_entropy_backward_cuda);
+  m.impl("cross_entropy_backward_", cross_entropy_backward_inplace_cuda);
+  m.impl("cross_entropy_lse", lse_of);
+  m.impl("cross_entropy_double_backward", cross_entropy_double_backward_cuda);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("cross_entropy_forward", cross_entropy_forward_meta);
+  m.impl("cross_entropy_backward", cross_entropy_backward_meta);
+  m.impl("cross_entropy_backward_", cross_entropy_backward_inplace_meta);
+  m.impl("cross_entropy_lse", lse_of);
+  m.impl("cross_entropy_double_backward", cross_entropy_double_backward_meta);
+}
+
+}  // namespace warpwright

@@ -1,0 +1,213 @@
+// The backward's CPU loops: channels side by side gather from the windows that cover a pixel; one
+// channel scatters into a plane that stays in cache.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "ops/max_pool2d/cpu/forward.h"
+
+namespace warpwright {
+
+// For each coordinate of an axis the windows that reach it, in ascending order.
+struct WindowReach {
+  int64_t window, tap;
+};
+struct ReachTable {
+  std::vector<WindowReach> entries;
+  std::vector<int64_t> begin;  // of coordinate i; one more at the end
+
+  ReachTable(int64_t extent, int64_t windows, int64_t kernel, int64_t stride, int64_t pad,
+             int64_t dilation) {
+    begin.reserve(extent + 1);
+    for (int64_t i = 0; i < extent; ++i) {
+      begin.push_back(static_cast<int64_t>(entries.size()));
+      const int64_t reach = (kernel - 1) * dilation;
+      const int64_t first = i + pad > reach ? (i + pad - reach + stride - 1) / stride : 0;
+      for (int64_t window = first; window < windows && window * stride <= i + pad; ++window) {
+        const int64_t distance = i + pad - window * stride;
+        if (distance % dilation == 0) entries.push_back({window, distance / dilation});
+      }
+    }
+    begin.push_back(static_cast<int64_t>(entries.size()));
+  }
+};
+
+// What becomes of a gradient that is complete and still in cache: it stays as it is.
+struct PlainFinish {
+  void rows(int64_t, int64_t) const {}   // of elements [begin, end), channels innermost
+  void plane(int64_t, int64_t) const {}  // of image `image`, one channel, of so many elements
+};
+
+template <class T, class Code, class Finish>
+class PoolBackward {
+ public:
+  PoolBackward(const MaxPool2dBackwardParams& p, const Finish& finish)
+      : g_(p.geometry),
+        finish_(finish),
+        grad_output_(static_cast<const T*>(p.grad_output)),
+        codes_(static_cast<const Code*>(p.codes)),
+        grad_input_(static_cast<T*>(p.grad_input)) {}
+
+  void run() const {
+    if (g_.channels > 1) return gather_channels();
+    const bool pairs = tiles_in_pairs(g_);
+    const int64_t plane = g_.height * g_.width;
+    at::parallel_for(0, g_.images, pool_grain(plane), [&](int64_t begin, int64_t end) {
+      if (pairs) {
+        for (int64_t image = begin; image < end; ++image) {
+          spread_pairs(image, end);
+          finish_.plane(image, plane);
+        }
+      } else {
+        scatter_images(begin, end);
+      }
+    });
+  }
+
+ private:
+  using Compute = CpuCompute<T>;
+
+  void gather_channels() const {
+    const ReachTable down(g_.height, g_.out_height, g_.kernel_h, g_.stride_h, g_.pad_h,
+                          g_.dilation_h);
+    const ReachTable right(g_.width, g_.out_width, g_.kernel_w, g_.stride_w, g_.pad_w,
+                           g_.dilation_w);
+    const int64_t C = g_.channels;
+    at::parallel_for(
+        0, g_.images * g_.height, pool_grain(g_.width * C * 4), [&](int64_t begin, int64_t end) {
+          std::vector<Source> sources;
+          for (int64_t row = begin; row < end; ++row) {
+            const int64_t image = row / g_.height, h = row % g_.height;
+            for (int64_t w = 0; w < g_.width; ++w) {
+              sources.clear();
+              for (int64_t i = down.begin[h]; i < down.begin[h + 1]; ++i) {
+                const WindowReach& y = down.entries[i];
+                const int64_t out_row = (image * g_.out_height + y.window) * g_.out_width;
+                for (int64_t j = right.begin[w]; j < right.begin[w + 1]; ++j) {
+                  const WindowReach& x = right.entries[j];
+                  sources.push_back({(out_row + x.window) * C, y.tap * g_.kernel_w + x.tap});
+                }
+              }
+              T* target = grad_input_ + (row * g_.width + w) * C;
+              if (sources.size() == 1) {
+                pixel_from(sources.data(), 1, target);
+              } else {
+                pixel_from(sources.data(), static_cast<int64_t>(sources.size()), target);
+              }
+            }
+            finish_.rows(row * g_.width * C, (row + 1) * g_.width * C);
+          }
+        });
+  }
+
+  // A window over the pixel at hand: where its outputs begin, and the pixel's tap in it.
+  struct Source {
+    int64_t offset, tap;
+  };
+
+  // Inlined twice: with one window (no overlap) the loop over windows folds away.
+  __attribute__((always_inline)) inline void pixel_from(const Source* sources, int64_t count,
+                                                        T* target) const {
+    int64_t c = 0;
+    for (; c + kLanes<T> <= g_.channels; c += kLanes<T>) {
+      Values<T> sum{};
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t offset = sources[i].offset + c;
+        const Mask<T> won = load_code_lanes<T>(codes_ + offset) == code_lanes<T>(sources[i].tap);
+        sum += won ? load_lanes(grad_output_ + offset) : Values<T>{};
+      }
+      store_lanes(target + c, sum);
+    }
+    for (; c < g_.channels; ++c) {
+      Compute sum = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t offset = sources[i].offset + c;
+        if (codes_[offset] == static_cast<Code>(sources[i].tap)) sum += grad_output_[offset];
+      }
+      target[c] = static_cast<T>(sum);
+    }
+  }
+
+  // One channel, any window: sums in a plane of the compute type that stays in cache.
+  void scatter_images(int64_t begin, int64_t end) const {
+    const TapOfCode<Code> tap_of(g_);
+    std::vector<TapSpan> columns;
+    for (int64_t q = 0; q < g_.out_width; ++q) {
+      columns.push_back(
+          taps_inside(q, g_.stride_w, g_.pad_w, g_.dilation_w, g_.kernel_w, g_.width));
+    }
+    const int64_t plane = g_.height * g_.width;
+    std::vector<Compute> sums(std::is_same_v<T, Compute> ? 0 : plane);
+    for (int64_t image = begin; image < end; ++image) {
+      Compute* sum;
+      if constexpr (std::is_same_v<T, Compute>) {
+        sum = grad_input_ + image * plane;
+      } else {
+        sum = sums.data();
+      }
+      std::fill_n(sum, plane, Compute(0));
+      int64_t offset = image * g_.out_height * g_.out_width;
+      for (int64_t p = 0; p < g_.out_height; ++p) {
+        const TapSpan rows =
+            taps_inside(p, g_.stride_h, g_.pad_h, g_.dilation_h, g_.kernel_h, g_.height);
+        for (int64_t q = 0; q < g_.out_width; ++q, ++offset) {
+          const Tap tap = tap_of(codes_[offset]);
+          if (!is_inside(tap, rows, columns[q])) continue;
+          const int64_t h = rows.begin + tap.r * g_.dilation_h;
+          sum[h * g_.width + columns[q].begin + tap.s * g_.dilation_w] +=
+              static_cast<Compute>(grad_output_[offset]);
+        }
+      }
+      if constexpr (!std::is_same_v<T, Compute>) {
+        T* target = grad_input_ + image * plane;
+        for (int64_t i = 0; i < plane; ++i) target[i] = static_cast<T>(sum[i]);
+      }
+      finish_.plane(image, plane);
+    }
+  }
+
+  // One channel, 2 x 2 windows: each output row makes two input rows. Vectors run over into the
+  // following rows, which are written later; so the upper row is finished before the lower one.
+  void spread_pairs(int64_t image, int64_t end_image) const {
+    const int64_t plane = g_.height * g_.width;
+    T* end = grad_input_ + end_image * plane;
+    const int64_t out_end = g_.images * g_.out_height * g_.out_width;
+    for (int64_t p = 0; p < g_.out_height; ++p) {
+      const int64_t out_row = (image * g_.out_height + p) * g_.out_width;
+      for (int64_t r = 0; r < 2; ++r) {
+        T* row = grad_input_ + image * plane + (2 * p + r) * g_.width;
+        for (int64_t q = 0; q < g_.out_width;) {
+          const int64_t offset = out_row + q;
+          if (row + 2 * (q + kLanes<T>) <= end && offset + kLanes<T> <= out_end) {
+            const Mask<T> code = load_code_lanes<T>(codes_ + offset);
+            const Values<T> grad = load_lanes(grad_output_ + offset);
+            const Values<T> zero{};
+            // 0 + x, as a sum would: it makes -0.0 a +0.0.
+            store_even_odd<T>(row + 2 * q, (code == code_lanes<T>(2 * r)) ? grad + zero : zero,
+                              (code == code_lanes<T>(2 * r + 1)) ? grad + zero : zero);
+            q += kLanes<T>;
+          } else {
+            for (int64_t s = 0; s < 2; ++s) {
+              const bool won = codes_[offset] == static_cast<Code>(2 * r + s);
+              row[2 * q + s] =
+                  static_cast<T>(Compute(0) + (won ? Compute(grad_output_[offset]) : Compute(0)));
+            }
+            ++q;
+          }
+        }
+        std::fill(row + 2 * g_.out_width, row + g_.width, T(0));
+      }
+    }
+    std::fill(grad_input_ + image * plane + 2 * g_.out_height * g_.width,
+              grad_input_ + (image + 1) * plane, T(0));
+  }
+
+  MaxPool2dGeometry g_;
+  Finish finish_;
+  const T* grad_output_;
+  const Code* codes_;
+  T* grad_input_;
+};
+
+}  // namespace warpwright
