@@ -112,10 +112,14 @@ inline ChannelVector channel_vector(const Tensor& tensor, bool writable) {
   return vector;
 }
 
-inline void check_constant(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(!at::GradMode::is_enabled() || !tensor.defined() || !tensor.requires_grad(),
-              "The function 'batch_norm' is not differentiable with respect to argument '", name,
-              "'. This input cannot have requires_grad True.");
+// The output of evaluation depends on the running statistics, that of training does not.
+inline void check_running_statistics(const Tensor& running_mean, const Tensor& running_var,
+                                     bool training) {
+  check_no_gradient(running_mean, "batch_norm", "running_mean");
+  check_no_gradient(running_var, "batch_norm", "running_var");
+  if (training) return;
+  check_no_tangent(running_mean, "batch_norm", "running_mean and running_var");
+  check_no_tangent(running_var, "batch_norm", "running_mean and running_var");
 }
 
 // ---- batch norm's ops through the dispatcher ----

@@ -1,6 +1,6 @@
 // relu, relu_ and relu_backward on every dispatch key.
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "ops/relu/relu.h"
 #include "torch/autograd.h"
@@ -140,24 +140,24 @@ struct ReluBackward {
   }
 };
 
-// relu_backward is linear in grad_output and constant in output almost everywhere.
+// relu_backward is linear in grad_output and constant in output almost everywhere. The zero for
+// output leads on to the tensors that output comes from, as in native.
 struct ReluBackwardBackward {
   static constexpr const char* kName = "WarpwrightReluBackwardBackward";
   struct Attributes {};
   static variable_list backward(const Attributes&, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    return {needs[0] ? call::relu_backward(grads[0], saved[0]) : Tensor(), Tensor()};
+    return {needs[0] ? call::relu_backward(grads[0], saved[0]) : Tensor(),
+            needs[1] ? at::zeros_like(saved[0]) : Tensor()};
   }
 };
 
 Tensor relu_autograd(const Tensor& input) {
   auto node = make_node<ReluBackward>({}, input);
   Tensor output = below_autograd([&] { return call::relu(input); });
-  if (node) {
-    set_history(output, node);
-    node->save_output(output);
-  }
+  if (node) set_history(output, node);
   if (has_tangent(input)) set_tangent(output, call::relu_backward(tangent(input), primal(output)));
+  if (node) node->save_output(output);  // with its tangent
   return output;
 }
 
@@ -185,6 +185,8 @@ Tensor relu_backward_autograd(const Tensor& grad_output, const Tensor& output) {
   }
   if (has_tangent(grad_output)) {
     set_tangent(grad_input, call::relu_backward(tangent(grad_output), primal(output)));
+  } else if (has_tangent(output)) {
+    set_tangent(grad_input, at::zeros_like(grad_input));
   }
   return grad_input;
 }
