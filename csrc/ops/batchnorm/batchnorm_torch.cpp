@@ -122,7 +122,10 @@ class Normalized {
       : training_(training), type_(mean.scalar_type()), dims_(input.dim()) {
     const Tensor x = input.to(type_);
     weight_ = weight.defined() ? per_channel(weight) : Tensor();
-    if (training && at::GradMode::is_enabled() && input.requires_grad()) {
+    // An outer level of torch.func may differentiate by x, though this level does not.
+    constexpr c10::DispatchKeySet kNested(
+        {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+    if (training && (needs_gradient(input) || input.key_set().has_any(kNested))) {
       // For one more derivative: the saved values, as functions of x.
       const Tensor center = average(x);
       const Tensor variance = average((x - center) * (x - center));
