@@ -123,7 +123,9 @@ def test_other_errors_pass(device):
     """An error of the operator itself is the same object, with its traceback."""
     with pytest.raises(RuntimeError, match="negative padding") as caught:
         F.conv2d(
-            torch.randn(1, 2, 4, 4, device=device), torch.randn(2, 2, 3, 3, device=device), padding=-1
+            torch.randn(1, 2, 4, 4, device=device),
+            torch.randn(2, 2, 3, 3, device=device),
+            padding=-1,
         )
     assert any(entry.name == "conv2d" for entry in caught.traceback)
 

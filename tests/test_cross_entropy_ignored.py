@@ -11,7 +11,17 @@ import warpwright.functional as F
 
 native = torch.nn.functional
 
-SHAPES = [(5,), (1,), (3, 5), (3, 1), (0, 5), (2, 5, 3), (2, 5, 2, 2), (2, 1, 2, 2), (2, 5, 2, 1, 2)]
+SHAPES = [
+    (5,),
+    (1,),
+    (3, 5),
+    (3, 1),
+    (0, 5),
+    (2, 5, 3),
+    (2, 5, 2, 2),
+    (2, 1, 2, 2),
+    (2, 5, 2, 1, 2),
+]
 IGNORED = ["all", "some", "none"]
 WEIGHTS = [None, "positive", "zero"]
 

@@ -144,9 +144,7 @@ CASES = {
 }
 for training in (False, True):
     mode = "train" if training else "eval"
-    CASES[f"batch_norm_{mode}"] = norm_case(
-        lambda *a: F.batch_norm(*a[:6]), lambda y: y, training
-    )
+    CASES[f"batch_norm_{mode}"] = norm_case(lambda *a: F.batch_norm(*a[:6]), lambda y: y, training)
     CASES[f"batch_norm_relu_{mode}"] = norm_case(
         lambda *a: F.batch_norm_relu(*a[:6]), native.relu, training
     )

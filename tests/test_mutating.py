@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import warpwright
 import warpwright.functional as F
@@ -62,6 +63,43 @@ def test_relu_in_transforms(device):
     assert torch.equal(gradient, (x > 0).float() + (x > 1))
     _, tangent = torch.func.jvp(f, (x,), (x,))
     assert torch.equal(tangent, expected + (x > 1))
+
+
+def test_vmap_over_running_statistics(device):
+    """An ensemble in training: each member has its own."""
+    x, residual = torch.randn(2, 3, 4, 5, 4, 4, device=device)
+
+    def pooled(x, r, m, v):
+        return F.batch_norm_relu_max_pool2d(x, m, v, None, None, True, 0.1, 1e-5, 2)
+
+    for ours, theirs in (
+        (
+            lambda x, r, m, v: F.batch_norm(x, m, v, training=True),
+            lambda x, r, m, v: native.batch_norm(x, m, v, training=True),
+        ),
+        (
+            lambda x, r, m, v: F.batch_norm_add_relu(x, r, m, v, training=True),
+            lambda x, r, m, v: native.relu(native.batch_norm(x, m, v, training=True) + r),
+        ),
+        (
+            pooled,
+            lambda x, r, m, v: native.max_pool2d(
+                native.relu(native.batch_norm(x, m, v, training=True)), 2
+            ),
+        ),
+    ):
+        results = []
+        for f in (ours, theirs):
+            stats = torch.zeros(3, 5, device=device), torch.ones(5, 3, device=device)
+            y = torch.vmap(f, in_dims=(0, 0, 0, 1))(x, residual, *stats)
+            gradient = torch.vmap(
+                torch.func.grad(lambda *a, f=f: f(*a).square().sum()), in_dims=(0, 0, 0, 1)
+            )(x, residual, *stats)
+            results.append((y, gradient, *stats))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        shared = torch.zeros(5, device=device), torch.ones(5, device=device)
+        with pytest.raises(RuntimeError, match="got a batched tensor as input while"):
+            torch.vmap(lambda x, r, f=ours: f(x, r, *shared))(x, residual)  # noqa: B023
 
 
 def test_functionalized_input(device):
@@ -183,13 +221,11 @@ def test_tangents_of_constants(device):
     ):
         stats = torch.zeros(3, device=device), torch.ones(3, device=device)
         for which in range(2):
-            tangents = [torch.zeros_like(s) for s in stats]
-            with pytest.raises(RuntimeError, match="cannot have forward grad defined"):
-                torch.func.jvp(
-                    lambda s, w=which, f=function: f(*stats[:w], s, *stats[w + 1 :]),
-                    (stats[which],),
-                    (tangents[which],),
-                )
+            with forward_ad.dual_level():
+                moved = list(stats)
+                moved[which] = forward_ad.make_dual(stats[which], torch.ones_like(stats[which]))
+                with pytest.raises(RuntimeError, match="cannot have forward grad defined"):
+                    function(*moved)
             moved = list(stats)
             moved[which] = stats[which].clone().requires_grad_()
             with pytest.raises(RuntimeError, match="not differentiable with respect to"):
@@ -201,7 +237,7 @@ def test_native_on_tangents_of_statistics(device):
     x = torch.randn(4, 3, device=device)
     mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
     for f in (F.batch_norm, native.batch_norm):
-        with pytest.raises(RuntimeError, match="running_mean and running_var.* forward grad"):
+        with pytest.raises(RuntimeError, match=r"running_mean and running_var.* forward grad"):
             torch.func.jvp(lambda x, m, f=f: f(x, m, var), (x, mean), (x, mean))
         _, tangent = torch.func.jvp(
             lambda x, m, f=f: f(x, m.clone(), var.clone(), training=True), (x, mean), (x, mean)
@@ -242,11 +278,7 @@ def test_constants_of_backward_ops(device):
             recorded[i] = argument.clone().requires_grad_()
             with pytest.raises(RuntimeError, match="not differentiable with respect to"):
                 function(*recorded)
-            with (
-                torch.autograd.forward_ad.dual_level(),
-                pytest.raises(RuntimeError, match="cannot have forward grad defined"),
-            ):
-                recorded[i] = torch.autograd.forward_ad.make_dual(
-                    argument, torch.ones_like(argument)
-                )
-                function(*recorded)
+            with forward_ad.dual_level():
+                recorded[i] = forward_ad.make_dual(argument, torch.ones_like(argument))
+                with pytest.raises(RuntimeError, match="cannot have forward grad defined"):
+                    function(*recorded)

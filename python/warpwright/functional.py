@@ -701,7 +701,7 @@ def batch_norm_relu_max_pool2d(
 
 def _fused_norm(
     name: str,
-    operands: tuple[Tensor | None, ...],
+    operands: tuple[Any, ...],
     running_mean: Tensor | None,
     running_var: Tensor | None,
     training: bool,

@@ -62,8 +62,8 @@ inline void check_vector(const Tensor& vector, const char* name, const Tensor& i
 
 inline void check_statistics(const Tensor& vector, const char* name, const Tensor& input) {
   check_vector(vector, name, input);
-  TORCH_CHECK(!vector.defined() || vector.dim() == 1 || input.sym_numel() == 0, "batch_norm: ",
-              name, ": expected 1 dimension, got ", vector.dim());
+  TORCH_CHECK(!vector.defined() || vector.dim() == 1 || input.sym_numel() == 0,
+              "batch_norm: ", name, ": expected 1 dimension, got ", vector.dim());
 }
 
 inline void check_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,

@@ -342,8 +342,7 @@ Tensors5 forward_autograd(const BatchNormCall& c, const PoolWindow& w, bool save
     set_history(output, node);
   }
   if (direction.defined()) {
-    const Tensor passed =
-        call_max_pool2d_gather(direction, codes, w, walks_channels_last(c.input));
+    const Tensor passed = call_max_pool2d_gather(direction, codes, w, walks_channels_last(c.input));
     set_tangent(output, tangent_with_zero_terms(passed, c.input, c.weight, c.bias));
   }
   return results;

@@ -278,7 +278,8 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
   if (output_mask[0]) {
     if (options.reduction != at::Reduction::None) grad_grad_output = per_row.sum();
     // Once, after the sum: a mean over no rows is 0 / 0, as in native.
-    if (options.reduction == at::Reduction::Mean) grad_grad_output = grad_grad_output / total_weight;
+    if (options.reduction == at::Reduction::Mean)
+      grad_grad_output = grad_grad_output / total_weight;
     grad_grad_output = grad_grad_output.to(grad_output.scalar_type());
   }
   return {grad_grad_output, output_mask[1] ? grad_input : Tensor(), grad_target};

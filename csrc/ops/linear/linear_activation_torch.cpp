@@ -281,10 +281,9 @@ TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const 
           std::get<0>(call::linear_activation_backward(tangent(grad_output), z, activation, false));
     }
     if (has_tangent(kept)) {
-      direction = sum_of(direction, f == Activation::kRelu
-                                        ? at::zeros_like(dz)
-                                        : primal(grad_output) * tangent(kept) *
-                                              second_derivative(z, f));
+      direction = sum_of(direction, f == Activation::kRelu ? at::zeros_like(dz)
+                                                           : primal(grad_output) * tangent(kept) *
+                                                                 second_derivative(z, f));
     }
     set_tangent(dz, direction);
     if (db.defined()) {

@@ -347,9 +347,8 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight,
     set_history(output, node);
   }
   if (any_tangent(input, weight, bias)) {
-    const Tensor direction =
-        sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
-                       tangent_or_none(weight), tangent_or_none(bias), output);
+    const Tensor direction = sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
+                                            tangent_or_none(weight), tangent_or_none(bias), output);
     set_tangent(output, tangent_with_zero_terms(direction, input, weight));
   }
   return output;

@@ -1,5 +1,6 @@
 // relu, relu_ and relu_backward on every dispatch key.
 #include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -131,6 +132,25 @@ Tensor relu_backward_meta(const Tensor& grad_output, const Tensor& output) {
   return empty_output(output);
 }
 
+// ---- vmap ----
+
+// Elementwise: of all samples at once.
+Tensor relu_batched(const Tensor& input) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  const auto* batched = at::functorch::maybeGetBatchedImpl(input);
+  if (batched == nullptr) return call::relu(input);
+  return at::functorch::makeBatched(call::relu(batched->value()), batched->bdim(),
+                                    batched->level());
+}
+Tensor& relu_inplace_batched(Tensor& input) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  const auto* batched = at::functorch::maybeGetBatchedImpl(input);
+  if (batched == nullptr) return call::relu_(input);
+  Tensor samples = batched->value();
+  call::relu_(samples);
+  return input;
+}
+
 // ---- Functionalize ----
 
 // As the code that PyTorch generates for its own in-place ops: relu, whose result takes the place
@@ -236,6 +256,11 @@ TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("relu", relu_meta);
   m.impl("relu_", relu_inplace_meta);
   m.impl("relu_backward", relu_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, FuncTorchBatched, m) {
+  m.impl("relu", relu_batched);
+  m.impl("relu_", relu_inplace_batched);
 }
 
 TORCH_LIBRARY_IMPL(warpwright, Functionalize, m) { m.impl("relu_", relu_inplace_functionalize); }
