@@ -18,9 +18,12 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/alias.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/input_metadata.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 // torch >= 2.12 keeps nodes in c10::intrusive_ptr and declares them in a header of their own.
@@ -64,8 +67,112 @@ inline Tensor sum_of(const Tensor& a, const Tensor& b) {
   return b.defined() ? a + b : a;
 }
 
+// Runs `f` with the autograd keys excluded: dispatcher calls inside reach CPU, CUDA or Meta.
+template <class F>
+auto below_autograd(F&& f) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return f();
+}
+
+// Forward-mode AD at the current level (PyTorch has one: 0).
+inline bool has_tangent(const Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+template <class... Tensors>
+bool any_tangent(const Tensors&... tensors) {
+  return (has_tangent(tensors) || ...);
+}
+inline Tensor tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0); }
+// The value without its tangent, for use inside a tangent formula.
+inline Tensor primal(const Tensor& tensor) {
+  return has_tangent(tensor) ? tensor._fw_primal(/*level=*/0) : tensor;
+}
+inline void set_tangent(const Tensor& output, const Tensor& output_tangent) {
+  output._set_fw_grad(output_tangent, /*level=*/0, /*is_inplace_op=*/false);
+}
+
+// In reverse mode.
+inline bool needs_gradient(const Tensor& tensor) {
+  return at::GradMode::is_enabled() && tensor.defined() && tensor.requires_grad();
+}
+// In either mode.
+inline bool is_differentiated(const Tensor& tensor) {
+  return needs_gradient(tensor) || has_tangent(tensor);
+}
+
+// Of an argument without a derivative, which would be lost silently.
+inline void check_no_gradient(const Tensor& tensor, const char* op, const char* name) {
+  TORCH_CHECK(!needs_gradient(tensor), "The function '", op,
+              "' is not differentiable with respect to argument '", name,
+              "'. This input cannot have requires_grad True.");
+}
+inline void check_no_tangent(const Tensor& tensor, const char* op, const char* name) {
+  TORCH_CHECK(!has_tangent(tensor), op, " is not differentiable wrt ", name,
+              ", it cannot have forward grad defined");
+}
+inline void check_constant(const Tensor& tensor, const char* op, const char* name) {
+  check_no_gradient(tensor, op, name);
+  check_no_tangent(tensor, op, name);
+}
+
+// ---- derivatives that are zero ----
+
+Tensor with_zero_terms(const Tensor& value, torch::autograd::edge_list edges);
+
+// The identity of its first input; the tensors that the other edges lead to get zeros.
+class ZeroTerms final : public torch::autograd::Node {
+ public:
+  variable_list apply(variable_list&& grads) override {
+    variable_list results(num_outputs());
+    if (!grads[0].defined()) return results;
+    results[0] = grads[0];
+    const torch::autograd::edge_list edges(next_edges().begin() + 1, next_edges().end());
+    for (size_t i = 1; i < results.size(); ++i) {
+      if (!task_should_compute_output(i)) continue;
+      const torch::autograd::Edge edge = next_edge(i);
+      results[i] =
+          with_zero_terms(edge.function->input_metadata(edge.input_nr).zeros_like(), edges);
+    }
+    return results;
+  }
+  std::string name() const override { return "WarpwrightZeroTerms"; }
+};
+
+// `value` as a function of the tensors that `edges` lead to, too, with derivative zero. Native's
+// formulas compute such zeros; without the edges a second derivative would be an error ("not used
+// in the graph") where native's is zero.
+inline Tensor with_zero_terms(const Tensor& value, torch::autograd::edge_list edges) {
+  bool any = false;
+  for (const auto& edge : edges) any |= edge.is_valid();
+  if (!any || !value.defined() || !at::GradMode::is_enabled()) return value;
+  auto node = new_node<ZeroTerms>();
+  const bool has_history = value.requires_grad();
+  edges.insert(edges.begin(),
+               has_history ? torch::autograd::impl::gradient_edge(value) : torch::autograd::Edge());
+  node->set_next_edges(std::move(edges));
+  // Another tensor, because `value` keeps the history it has.
+  const Tensor result = below_autograd([&] { return at::alias(value); });
+  set_history(result, node);
+  if (has_tangent(value)) set_tangent(result, tangent(value));
+  return result;
+}
+
+// For a tangent, which is computed from the values of `inputs`.
+template <class... Inputs>
+Tensor tangent_with_zero_terms(const Tensor& tangent, const Inputs&... inputs) {
+  if (!(needs_gradient(inputs) || ...)) return tangent;
+  return with_zero_terms(tangent, torch::autograd::collect_next_edges(inputs...));
+}
+
+// ---- nodes ----
+
 // Which of the node's inputs the running backward pass wants; index = position in make_node(...).
 using NeedsGrad = std::vector<bool>;
+
+// A Spec with `static constexpr bool kPiecewiseLinear = true`: its gradients depend on the inputs,
+// with derivative zero almost everywhere.
+template <class Spec>
+concept PiecewiseLinear = Spec::kPiecewiseLinear;
 
 template <class Spec>
 class OpNode final : public torch::autograd::Node {
@@ -98,7 +205,11 @@ class OpNode final : public torch::autograd::Node {
     }
     NeedsGrad needs(num_outputs());
     for (size_t i = 0; i < needs.size(); ++i) needs[i] = task_should_compute_output(i);
-    return Spec::backward(attributes, tensors, grads, needs);
+    variable_list results = Spec::backward(attributes, tensors, grads, needs);
+    if constexpr (PiecewiseLinear<Spec>) {
+      for (Tensor& result : results) result = with_zero_terms(result, next_edges());
+    }
+    return results;
   }
 
   void release_variables() override {
@@ -125,35 +236,6 @@ auto make_node(typename Spec::Attributes attributes, const Inputs&... inputs) {
   node->attributes = std::move(attributes);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
   return node;
-}
-
-// Runs `f` with the autograd keys excluded: dispatcher calls inside reach CPU, CUDA or Meta.
-template <class F>
-auto below_autograd(F&& f) {
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return f();
-}
-
-// Forward-mode AD at the current level (PyTorch has one: 0).
-inline bool has_tangent(const Tensor& tensor) {
-  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
-}
-template <class... Tensors>
-bool any_tangent(const Tensors&... tensors) {
-  return (has_tangent(tensors) || ...);
-}
-// In either mode.
-inline bool is_differentiated(const Tensor& tensor) {
-  return tensor.defined() &&
-         ((at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor));
-}
-inline Tensor tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0); }
-// The value without its tangent, for use inside a tangent formula.
-inline Tensor primal(const Tensor& tensor) {
-  return has_tangent(tensor) ? tensor._fw_primal(/*level=*/0) : tensor;
-}
-inline void set_tangent(const Tensor& output, const Tensor& output_tangent) {
-  output._set_fw_grad(output_tangent, /*level=*/0, /*is_inplace_op=*/false);
 }
 
 }  // namespace warpwright

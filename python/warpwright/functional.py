@@ -1,9 +1,4 @@
-"""Drop-in versions of `torch.nn.functional`: same names, arguments, defaults and errors.
-
-While `torch.compile` or `torch.export` traces, native's op takes the place of every op that only
-moves memory (relu, pooling, batch norm in evaluation, the activation behind a linear layer): Inductor
-fuses it with its neighbours, which it can't do with an op of ours.
-"""
+"""Drop-in versions of `torch.nn.functional`: same names, arguments, defaults and errors."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
+from . import _arguments
 from ._fallback import ACTIVATIONS, NATIVE
 from ._ops import ops
 
@@ -39,12 +35,22 @@ __all__ = [
 ]
 
 
-# Together they say what torch.compiler.is_compiling() says, for 40 ns per call instead of 60.
+# Together they say what torch.compiler.is_compiling() says, for 40 ns per call instead of 60. While
+# compiling, native's op takes the place of ours that only move memory: Inductor fuses those.
 _dynamo, _exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
 
+# In the functions below a comparison of classes passes the usual arguments on; others go to
+# `_arguments`, which knows native's rules, and so does what the operators raise.
 
-def _pair(value: int | Sequence[int]) -> Sequence[int]:
-    return value if isinstance(value, (tuple, list)) else (value, value)  # type: ignore[return-value]
+
+def _pair(function: str, name: str, value: int | Sequence[int]) -> Sequence[int]:
+    if value.__class__ is int:
+        return (value, value)  # type: ignore[return-value]
+    if value.__class__ is tuple and len(value) == 2:  # type: ignore[arg-type]
+        first, last = value  # type: ignore[misc]
+        if first.__class__ is last.__class__ is int:
+            return value  # type: ignore[return-value]
+    return _arguments.integers(function, name, value)
 
 
 def conv2d(
@@ -74,16 +80,23 @@ def conv2d(
         RuntimeError: as native, on a wrong rank, dtype, device or channel count, a non-positive
             stride, dilation or groups, negative padding, or a kernel larger than the padded input.
     """
-    stride, dilation = _pair(stride), _pair(dilation)
-    if isinstance(padding, str):
-        return ops.conv2d_padding(input, weight, bias, stride, padding, dilation, groups)
-    padding = _pair(padding)
-    if len(padding) > 2:  # the operator takes four: the uneven padding of "same"
-        raise RuntimeError(
-            "expected padding to be a single integer value or a list of 2 values to match the "
-            f"convolution dimensions, but got padding={list(padding)}"
-        )
-    return ops.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    stride = _pair("conv2d", "stride", stride)
+    dilation = _pair("conv2d", "dilation", dilation)
+    if groups.__class__ is not int:
+        groups = _arguments.integer("conv2d", "groups", groups)
+    try:
+        if isinstance(padding, str):
+            return ops.conv2d_padding(input, weight, bias, stride, padding, dilation, groups)
+        padding = _pair("conv2d", "padding", padding)
+        if len(padding) > 2:  # the operator takes four: the uneven padding of "same"
+            raise RuntimeError(
+                "expected padding to be a single integer value or a list of 2 values to match the "
+                f"convolution dimensions, but got {len(padding)} values"
+            )
+        return ops.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    except RuntimeError as error:
+        operands = {"input": input, "weight": weight}
+        raise _arguments.error(error, "conv2d", operands, {"bias": bias}) from None
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -98,15 +111,22 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """
     if inplace:
         return relu_(input)
-    return torch.relu(input) if _dynamo() or _exporting() else ops.relu(input)
+    if _dynamo() or _exporting():
+        return torch.relu(input)
+    try:
+        return ops.relu(input)
+    except RuntimeError as error:
+        raise _arguments.error(error, "relu", {"input": input}, {}) from None
 
 
 def relu_(input: Tensor) -> Tensor:
     """:func:`relu` in place: overwrites ``input`` and returns it."""
     if _dynamo() or _exporting():
         return torch.relu_(input)
-    ops.relu_(input)
-    return input
+    try:
+        return ops.relu_(input)
+    except RuntimeError as error:
+        raise _arguments.error(error, "relu_", {"input": input}, {}) from None
 
 
 def cross_entropy(
@@ -174,13 +194,27 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
-    native = (input, target, weight, _Reduction.get_enum(reduction), ignore_index, label_smoothing)
-    if not (z_loss or softcap or return_lse or return_argmax or inplace_backward):
-        return ops.cross_entropy(*native)
-    results = ops.cross_entropy_extras(
-        *native, z_loss, softcap, return_lse, return_argmax, inplace_backward
-    )
+    if ignore_index.__class__ is not int:
+        ignore_index = _arguments.integer("cross_entropy", "ignore_index", ignore_index)
+    if label_smoothing.__class__ is not float:
+        label_smoothing = _arguments.real("cross_entropy", "label_smoothing", label_smoothing)
+    native = (input, target, weight, _reduction(reduction), ignore_index, label_smoothing)
+    try:
+        if not (z_loss or softcap or return_lse or return_argmax or inplace_backward):
+            return ops.cross_entropy(*native)
+        results = ops.cross_entropy_extras(
+            *native, z_loss, softcap, return_lse, return_argmax, inplace_backward
+        )
+    except RuntimeError as error:
+        operands = {"input": input, "target": target}
+        raise _arguments.error(error, "cross_entropy", operands, {"weight": weight}) from None
     return _asked_for(results, return_lse, return_argmax)
+
+
+def _reduction(reduction: str) -> int:
+    if not isinstance(reduction, str):  # native prints it, however long it is
+        raise ValueError(f"reduction: expected a string, got {type(reduction).__name__}")
+    return _Reduction.get_enum(reduction)
 
 
 def _asked_for(
@@ -208,7 +242,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         RuntimeError: shapes that do not multiply, or operands of several dtypes or devices.
     """
-    return ops.linear(input, weight, bias)
+    try:
+        return ops.linear(input, weight, bias)
+    except RuntimeError as error:
+        operands = {"input": input, "weight": weight}
+        raise _arguments.error(error, "linear", operands, {"bias": bias}) from None
 
 
 def linear_cross_entropy(
@@ -263,13 +301,26 @@ def linear_cross_entropy(
             negative ``z_loss`` or ``softcap``.
         RuntimeError: shapes that do not multiply, operands of several dtypes or devices.
     """
+    if ignore_index.__class__ is not int:
+        ignore_index = _arguments.integer("linear_cross_entropy", "ignore_index", ignore_index)
+    if label_smoothing.__class__ is not float:
+        label_smoothing = _arguments.real(
+            "linear_cross_entropy", "label_smoothing", label_smoothing
+        )
     plain = (
-        *(input, weight, target, bias, class_weight, _Reduction.get_enum(reduction)),
+        *(input, weight, target, bias, class_weight, _reduction(reduction)),
         *(ignore_index, label_smoothing, chunk_rows),
     )
-    if not (z_loss or softcap or return_lse or return_argmax):
-        return ops.linear_cross_entropy(*plain)
-    results = ops.linear_cross_entropy_extras(*plain, z_loss, softcap, return_lse, return_argmax)
+    try:
+        if not (z_loss or softcap or return_lse or return_argmax):
+            return ops.linear_cross_entropy(*plain)
+        results = ops.linear_cross_entropy_extras(
+            *plain, z_loss, softcap, return_lse, return_argmax
+        )
+    except RuntimeError as error:
+        operands = {"input": input, "weight": weight, "target": target}
+        optional = {"bias": bias, "class_weight": class_weight}
+        raise _arguments.error(error, "linear_cross_entropy", operands, optional) from None
     return _asked_for(results, return_lse, return_argmax)
 
 
@@ -279,7 +330,7 @@ def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     The backward reads the signs of the output, which is kept as native's relu keeps it: changing it
     in place before the backward is an error. Arguments and errors are :func:`linear`'s.
     """
-    return _linear_activation(input, weight, bias, "relu")
+    return _linear_activation("linear_relu", input, weight, bias, "relu")
 
 
 def linear_gelu(
@@ -299,12 +350,12 @@ def linear_gelu(
         RuntimeError: another ``approximate``; else as :func:`linear`.
         NotImplementedError: a type that native's gelu does not take.
     """
-    return _linear_activation(input, weight, bias, _gelu(approximate))
+    return _linear_activation("linear_gelu", input, weight, bias, _gelu(approximate))
 
 
 def linear_silu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``silu(linear(input, weight, bias))`` in one op: see :func:`linear_gelu`."""
-    return _linear_activation(input, weight, bias, "silu")
+    return _linear_activation("linear_silu", input, weight, bias, "silu")
 
 
 def mlp(
@@ -327,15 +378,20 @@ def mlp(
     Raises:
         RuntimeError: another activation; else as :func:`linear`.
     """
-    return linear(_linear_activation(input, weight1, bias1, activation), weight2, bias2)
+    hidden = _linear_activation("mlp", input, weight1, bias1, activation)
+    return linear(hidden, weight2, bias2)
 
 
 def _linear_activation(
-    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    function: str, input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
     if (_dynamo() or _exporting()) and activation in ACTIVATIONS:
         return ACTIVATIONS[activation](ops.linear(input, weight, bias))
-    return ops.linear_activation(input, weight, bias, activation)[0]
+    try:
+        return ops.linear_activation(input, weight, bias, activation)[0]
+    except RuntimeError as error:
+        operands = {"input": input, "weight": weight}
+        raise _arguments.error(error, function, operands, {"bias": bias}) from None
 
 
 def _gelu(approximate: str) -> str:
@@ -370,9 +426,22 @@ def scaled_dot_product_attention(
             ``dropout_p`` outside [0, 1].
         NotImplementedError: complex inputs.
     """
-    return ops.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    function = "scaled_dot_product_attention"
+    if dropout_p.__class__ is not float:
+        dropout_p = _arguments.real(function, "dropout_p", dropout_p)
+    if is_causal.__class__ is not bool:
+        is_causal = _arguments.flag(function, "is_causal", is_causal)
+    if scale is not None and scale.__class__ is not float:
+        scale = _arguments.real(function, "scale", scale)
+    if enable_gqa.__class__ is not bool:
+        enable_gqa = _arguments.flag(function, "enable_gqa", enable_gqa)
+    try:
+        return ops.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    except RuntimeError as error:
+        operands = {"query": query, "key": key, "value": value}
+        raise _arguments.error(error, function, operands, {"attn_mask": attn_mask}) from None
 
 
 def max_pool2d(
@@ -401,8 +470,34 @@ def max_pool2d(
     """
     if return_indices:
         return max_pool2d_with_indices(input, kernel_size, stride, padding, dilation, ceil_mode)
+    if (
+        not (kernel_size.__class__ is padding.__class__ is dilation.__class__ is int)
+        or not (stride is None or stride.__class__ is int)
+        or ceil_mode.__class__ is not bool
+    ):
+        kernel_size, stride, padding, dilation, ceil_mode = _window(
+            "max_pool2d", kernel_size, stride, padding, dilation, ceil_mode
+        )
     run = torch.max_pool2d if _dynamo() or _exporting() else ops.max_pool2d
-    return run(input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
+    try:
+        return run(
+            input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode
+        )
+    except RuntimeError as error:
+        raise _arguments.error(error, "max_pool2d", {"input": input}, {}) from None
+
+
+def _window(
+    function: str, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: Any
+) -> tuple[Any, ...]:
+    """The arguments of pooling as the operators take them."""
+    return (
+        _pair(function, "kernel_size", kernel_size),
+        () if stride is None else _pair(function, "stride", stride),
+        _pair(function, "padding", padding),
+        _pair(function, "dilation", dilation),
+        _arguments.flag(function, "ceil_mode", ceil_mode),
+    )
 
 
 def max_pool2d_with_indices(
@@ -416,12 +511,13 @@ def max_pool2d_with_indices(
 ) -> tuple[Tensor, Tensor]:
     """:func:`max_pool2d` with the places of the maxima, whatever ``return_indices`` says."""
     del return_indices
-    run = (
-        NATIVE["max_pool2d_with_indices"]
-        if _dynamo() or _exporting()
-        else ops.max_pool2d_with_indices
-    )
-    return run(input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
+    name = "max_pool2d_with_indices"
+    window = _window(name, kernel_size, stride, padding, dilation, ceil_mode)
+    run = NATIVE[name] if _dynamo() or _exporting() else ops.max_pool2d_with_indices
+    try:
+        return run(input, *window)
+    except RuntimeError as error:
+        raise _arguments.error(error, name, {"input": input}, {}) from None
 
 
 def relu_max_pool2d(
@@ -437,8 +533,12 @@ def relu_max_pool2d(
     For the backward one byte an output is kept: the winner's place in its window, or that no
     element was positive. A zero output is always +0. Arguments and errors are :func:`max_pool2d`'s.
     """
+    window = _window("relu_max_pool2d", kernel_size, stride, padding, dilation, ceil_mode)
     run = NATIVE["relu_max_pool2d"] if _dynamo() or _exporting() else ops.relu_max_pool2d
-    return run(input, kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
+    try:
+        return run(input, *window)
+    except RuntimeError as error:
+        raise _arguments.error(error, "relu_max_pool2d", {"input": input}, {}) from None
 
 
 def batch_norm(
@@ -471,12 +571,31 @@ def batch_norm(
         RuntimeError: no running statistics in evaluation, or sizes or dtypes that don't fit.
         NotImplementedError: integer or complex ``input``.
     """
-    if _uses_batch_statistics(input, running_mean, running_var, training, eps):
-        return ops.batch_norm(input, weight, bias, None, None, True, eps)[0]
-    if not training:
-        run = NATIVE["batch_norm"] if _dynamo() or _exporting() else ops.batch_norm
-        return run(input, weight, bias, running_mean, running_var, False, eps)[0]
-    return ops.batch_norm_update(input, weight, bias, running_mean, running_var, momentum, eps)[0]
+    if training.__class__ is not bool or not (momentum.__class__ is eps.__class__ is float):
+        training, momentum, eps = _norm_options("batch_norm", training, momentum, eps)
+    try:
+        if _uses_batch_statistics(input, running_mean, running_var, training, eps):
+            return ops.batch_norm(input, weight, bias, None, None, True, eps)[0]
+        if not training:
+            run = NATIVE["batch_norm"] if _dynamo() or _exporting() else ops.batch_norm
+            return run(input, weight, bias, running_mean, running_var, False, eps)[0]
+        return ops.batch_norm_update(input, weight, bias, running_mean, running_var, momentum, eps)[
+            0
+        ]
+    except RuntimeError as error:
+        optional = {"running_mean": running_mean, "running_var": running_var}
+        optional |= {"weight": weight, "bias": bias}
+        raise _arguments.error(error, "batch_norm", {"input": input}, optional) from None
+
+
+def _norm_options(
+    function: str, training: Any, momentum: Any, eps: Any
+) -> tuple[bool, float, float]:
+    return (
+        _arguments.flag(function, "training", training),
+        _arguments.real(function, "momentum", momentum),
+        _arguments.real(function, "eps", eps),
+    )
 
 
 def _uses_batch_statistics(
@@ -493,6 +612,8 @@ def _uses_batch_statistics(
     if not training:
         return False
     if input.numel() == (input.size(1) if input.dim() > 1 else 1) > 0:
+        if input.dim() == 0:
+            raise IndexError("batch_norm: input: expected at least 2 dimensions, got 0")
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.size()}"
         )
@@ -516,8 +637,9 @@ def batch_norm_relu(
     The backward computes the sign of the output anew from ``input``: nothing of the output's size
     is kept. Arguments and errors are :func:`batch_norm`'s.
     """
-    return _batch_norm_relu(
-        input, None, running_mean, running_var, weight, bias, training, momentum, eps
+    return _fused_norm(
+        "batch_norm_relu",
+        *((input, None, weight, bias), running_mean, running_var, training, momentum, eps),
     )
 
 
@@ -548,8 +670,9 @@ def batch_norm_add_relu(
             batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
             + residual
         )
-    return _batch_norm_relu(
-        input, residual, running_mean, running_var, weight, bias, training, momentum, eps
+    return _fused_norm(
+        "batch_norm_relu",
+        *((input, residual, weight, bias), running_mean, running_var, training, momentum, eps),
     )
 
 
@@ -583,39 +706,37 @@ def batch_norm_relu_max_pool2d(
         RuntimeError: also another number of dimensions, or a window whose taps (with dilation) are
             all in the padding.
     """
-    window = (kernel_size, () if stride is None else stride, padding, dilation, ceil_mode)
-    if _uses_batch_statistics(input, running_mean, running_var, training, eps):
-        return ops.batch_norm_relu_max_pool2d(input, weight, bias, None, None, True, eps, *window)[
-            0
-        ]
-    if not training:
-        run = (
-            NATIVE["batch_norm_relu_max_pool2d"]
-            if _dynamo() or _exporting()
-            else ops.batch_norm_relu_max_pool2d
-        )
-        return run(input, weight, bias, running_mean, running_var, False, eps, *window)[0]
-    return ops.batch_norm_relu_max_pool2d_update(
-        input, weight, bias, running_mean, running_var, momentum, eps, *window
-    )[0]
+    name = "batch_norm_relu_max_pool2d"
+    return _fused_norm(
+        name,
+        *((input, weight, bias), running_mean, running_var, training, momentum, eps),
+        *_window(name, kernel_size, stride, padding, dilation, ceil_mode),
+    )
 
 
-def _batch_norm_relu(
-    input: Tensor,
-    residual: Tensor | None,
+def _fused_norm(
+    name: str,
+    operands: tuple[Any, ...],
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
+    *window: Any,
 ) -> Tensor:
-    if _uses_batch_statistics(input, running_mean, running_var, training, eps):
-        return ops.batch_norm_relu(input, residual, weight, bias, None, None, True, eps)[0]
-    if not training:
-        run = NATIVE["batch_norm_relu"] if _dynamo() or _exporting() else ops.batch_norm_relu
-        return run(input, residual, weight, bias, running_mean, running_var, False, eps)[0]
-    return ops.batch_norm_relu_update(
-        input, residual, weight, bias, running_mean, running_var, momentum, eps
-    )[0]
+    """The operator `name`, or the one that moves the running statistics."""
+    training, momentum, eps = _norm_options(name, training, momentum, eps)
+    input = operands[0]
+    try:
+        if _uses_batch_statistics(input, running_mean, running_var, training, eps):
+            return getattr(ops, name)(*operands, None, None, True, eps, *window)[0]
+        if not training:
+            stats = running_mean, running_var
+            run = NATIVE[name] if _dynamo() or _exporting() else getattr(ops, name)
+            return run(*operands, *stats, False, eps, *window)[0]
+        update = getattr(ops, name + "_update")
+        return update(*operands, running_mean, running_var, momentum, eps, *window)[0]
+    except RuntimeError as error:
+        optional = {"running_mean": running_mean, "running_var": running_var}
+        optional |= {"weight": operands[-2], "bias": operands[-1]}
+        raise _arguments.error(error, name, {"input": input}, optional) from None

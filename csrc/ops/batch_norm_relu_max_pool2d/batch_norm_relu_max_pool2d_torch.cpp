@@ -327,6 +327,7 @@ Tensors3 pooled_backward_meta(const BackwardCall& call) {
 
 struct BatchNormReluMaxPool2dBackward {  // saved: input, codes, winners, weight, bias, mean, rstd
   static constexpr const char* kName = "WarpwrightBatchNormReluMaxPool2DBackward";
+  static constexpr bool kPiecewiseLinear = true;
   struct Attributes {
     PoolWindow window;
     bool training;
@@ -345,8 +346,7 @@ struct BatchNormReluMaxPool2dBackward {  // saved: input, codes, winners, weight
 template <class Forward>
 Tensors5 forward_autograd(const BatchNormCall& c, const PoolWindow& w, bool save,
                           Forward&& forward) {
-  check_constant(c.running_mean, "running_mean");
-  check_constant(c.running_var, "running_var");
+  check_running_statistics(c.running_mean, c.running_var, c.training);
   check_images(c.input);
   auto node = make_node<BatchNormReluMaxPool2dBackward>({w, c.training}, c.input, c.weight, c.bias);
   // Before a training step moves the running statistics.
@@ -366,7 +366,8 @@ Tensors5 forward_autograd(const BatchNormCall& c, const PoolWindow& w, bool save
     set_history(output, node);
   }
   if (direction.defined()) {
-    set_tangent(output, call_max_pool2d_gather(direction, codes, w, walks_channels_last(c.input)));
+    const Tensor passed = call_max_pool2d_gather(direction, codes, w, walks_channels_last(c.input));
+    set_tangent(output, tangent_with_zero_terms(passed, c.input, c.weight, c.bias));
   }
   return results;
 }
@@ -409,14 +410,14 @@ Tensors3 batch_norm_relu_max_pool2d_backward_autograd(
     const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
     const Tensor& rstd, bool training, IntArrayRef kernel_size, IntArrayRef stride,
     IntArrayRef padding, IntArrayRef dilation, Mask3 output_mask) {
+  constexpr const char* kOp = "batch_norm_relu_max_pool2d_backward";
   const PoolWindow w = make_pool_window(kernel_size, stride, padding, dilation);
-  check_constant(mean, "mean");
-  check_constant(rstd, "rstd");
+  check_constant(mean, kOp, "mean");
+  check_constant(rstd, kOp, "rstd");
+  check_constant(winners, kOp, "winners");
   const Tensor weight_value = value_or_undefined(weight);
-  const bool needs_gradient =
-      at::GradMode::is_enabled() && (grad_output.requires_grad() || input.requires_grad() ||
-                                     (weight_value.defined() && weight_value.requires_grad()));
-  if (!needs_gradient && !any_tangent(grad_output, input, weight_value)) {
+  if (!is_differentiated(grad_output) && !is_differentiated(input) &&
+      !is_differentiated(weight_value)) {
     return below_autograd([&] {
       return call::batch_norm_relu_max_pool2d_backward(grad_output, input, codes, winners, weight,
                                                        bias, mean, rstd, training, w, output_mask);

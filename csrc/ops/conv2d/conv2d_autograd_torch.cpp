@@ -90,7 +90,7 @@ Tensor conv2d_autograd(const Tensor& input, const Tensor& weight, const Optional
       b = Tensor();
     }
     if (b.defined()) result = b.view({-1, 1, 1}).expand_symint(output.sym_sizes()).contiguous();
-    set_tangent(output, result);
+    set_tangent(output, tangent_with_zero_terms(result, input, weight));
   }
   return output;
 }

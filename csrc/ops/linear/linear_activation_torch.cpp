@@ -6,6 +6,7 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <string_view>
 #include <utility>
@@ -232,7 +233,7 @@ Tensor second_derivative(const Tensor& value, Activation activation) {
   return is_short ? result.to(value.scalar_type()) : result;
 }
 
-struct LinearActivationBackwardBackward {  // saved: grad_output, kept
+struct LinearActivationBackwardBackward {  // saved: grad_output (not of a relu), kept
   static constexpr const char* kName = "WarpwrightLinearActivationBackwardBackward";
   struct Attributes {
     Activation activation;
@@ -249,7 +250,11 @@ struct LinearActivationBackwardBackward {  // saved: grad_output, kept
       result[0] = std::get<0>(call::linear_activation_backward(
           gradient_of_dz, kept, activation_name(a.activation), /*bias_gradient=*/false));
     }
-    if (needs[1]) result[1] = gradient_of_dz * dy * second_derivative(kept, a.activation);
+    if (needs[1]) {
+      result[1] = a.activation == Activation::kRelu  // constant almost everywhere
+                      ? at::zeros_like(kept)
+                      : gradient_of_dz * dy * second_derivative(kept, a.activation);
+    }
     return result;
   }
 };
@@ -257,29 +262,28 @@ struct LinearActivationBackwardBackward {  // saved: grad_output, kept
 TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const Tensor& kept,
                                                std::string_view activation, bool bias_gradient) {
   const Activation f = find_activation(activation);
-  const bool constant = f == Activation::kRelu;  // the derivative, almost everywhere
-  auto node =
-      make_node<LinearActivationBackwardBackward>({f}, grad_output, constant ? Tensor() : kept);
+  auto node = make_node<LinearActivationBackwardBackward>({f}, grad_output, kept);
   TensorPair gradients = below_autograd([&] {
     return call::linear_activation_backward(grad_output, kept, activation, bias_gradient);
   });
   auto& [dz, db] = gradients;
   if (node) {
-    node->save(constant ? Tensor() : grad_output);
+    node->save(f == Activation::kRelu ? Tensor() : grad_output);
     node->save(kept);
     set_history(dz, node);
     if (db.defined()) set_history(db, node);
   }
-  const Tensor dy_tangent = tangent_or_none(grad_output);
-  const Tensor kept_tangent = constant ? Tensor() : tangent_or_none(kept);
-  if (dy_tangent.defined() || kept_tangent.defined()) {
+  if (any_tangent(grad_output, kept)) {
     const Tensor z = primal(kept);
     Tensor direction;
-    if (dy_tangent.defined()) {
-      direction = std::get<0>(call::linear_activation_backward(dy_tangent, z, activation, false));
+    if (has_tangent(grad_output)) {
+      direction =
+          std::get<0>(call::linear_activation_backward(tangent(grad_output), z, activation, false));
     }
-    if (kept_tangent.defined()) {
-      direction = sum_of(direction, primal(grad_output) * kept_tangent * second_derivative(z, f));
+    if (has_tangent(kept)) {
+      direction = sum_of(direction, f == Activation::kRelu ? at::zeros_like(dz)
+                                                           : primal(grad_output) * tangent(kept) *
+                                                                 second_derivative(z, f));
     }
     set_tangent(dz, direction);
     if (db.defined()) {
@@ -327,14 +331,6 @@ TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
   });
   auto& [output, z] = outputs;
   const bool has_z = keep || needs_z;
-  if (forward_ad) {
-    const Tensor direction = sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
-                                            tangent_or_none(weight), tangent_or_none(bias), output);
-    const Tensor& kept = f == Activation::kRelu ? output : z;
-    set_tangent(output, std::get<0>(call::linear_activation_backward(direction, kept, activation,
-                                                                     /*bias_gradient=*/false)));
-    if (has_z) set_tangent(z, direction);
-  }
   if (node) {
     // A frozen operand needs no gradient, hence its partner is not kept alive for it.
     auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
@@ -342,8 +338,19 @@ TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
     node->save(requires_grad(input) ? weight : Tensor());
     set_history(output, node);
     if (has_z) set_history(z, node);
-    node->save_output(f == Activation::kRelu ? output : z);
   }
+  if (forward_ad) {
+    // After set_history: the derivative of the activation is a function of what was kept.
+    const Tensor direction = tangent_with_zero_terms(
+        sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
+                       tangent_or_none(weight), tangent_or_none(bias), output),
+        input, weight);
+    const Tensor& kept = f == Activation::kRelu ? output : z;
+    set_tangent(output, std::get<0>(call::linear_activation_backward(
+                            direction, primal(kept), activation, /*bias_gradient=*/false)));
+    if (has_z) set_tangent(z, direction);
+  }
+  if (node) node->save_output(f == Activation::kRelu ? output : z);  // with its tangent
   if (!keep) z = nothing_like(output);
   return outputs;
 }

@@ -34,10 +34,17 @@ c10::SymDimVector with_last_size(const Tensor& tensor, const c10::SymInt& last) 
   return result;
 }
 
+// Native adds the bias to a product by itself if the input does not fold into a matrix; the bias is
+// then cast to the product's type.
+static bool native_adds_bias(const Tensor& input, const Tensor& bias) {
+  return bias.scalar_type() != input.scalar_type() && input.dim() > 2 && !input.is_contiguous();
+}
+
 bool is_plain_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   return input.dim() >= 1 && weight.dim() == 2 &&
          (!bias.has_value() || !bias->defined() ||
-          (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0)));
+          (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) &&
+           !native_adds_bias(input, *bias)));
 }
 
 Tensor linear_composed(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -47,6 +54,7 @@ Tensor linear_composed(const Tensor& input, const Tensor& weight, const Optional
   TORCH_CHECK(weight.dim() <= 2, "linear: weight: t() expects a tensor with <= 2 dimensions, got ",
               weight.dim(), "D");
   const bool has_bias = bias.has_value() && bias->defined();
+  if (has_bias && native_adds_bias(input, *bias)) return at::linear(input, weight, bias);
   if (weight.dim() == 1) {
     TORCH_CHECK(!has_bias, "linear: weight: mat2 must be a matrix when there is a bias, got 1-D");
     return linear_ops::linear(input, weight.unsqueeze(0), {}).squeeze(-1);
@@ -339,8 +347,9 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight,
     set_history(output, node);
   }
   if (any_tangent(input, weight, bias)) {
-    set_tangent(output, sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
-                                       tangent_or_none(weight), tangent_or_none(bias), output));
+    const Tensor direction = sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
+                                            tangent_or_none(weight), tangent_or_none(bias), output);
+    set_tangent(output, tangent_with_zero_terms(direction, input, weight));
   }
   return output;
 }

@@ -119,6 +119,8 @@ Results linear_cross_entropy_forward_autograd(const Tensor& input, const Tensor&
   const Call c(
       input, weight, bias, target, class_weight,
       {{reduction, std::move(ignore_index), label_smoothing, z_loss}, softcap, chunk_rows});
+  check_constant(c.class_weight, "linear_cross_entropy_forward", "class_weight");
+  check_constant(c.target, "linear_cross_entropy_forward", "target");
   auto node = make_node<LinearCrossEntropyBackward>(c, c.input, c.weight, c.bias);
   if (node && !c.is_none()) {
     auto wants = [](const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); };
@@ -169,6 +171,8 @@ Gradients linear_cross_entropy_backward_autograd(
   const Call c(
       input, weight, bias, target, class_weight,
       {{reduction, std::move(ignore_index), label_smoothing, z_loss}, softcap, chunk_rows});
+  check_constant(c.class_weight, "linear_cross_entropy_backward", "class_weight");
+  check_constant(c.target, "linear_cross_entropy_backward", "target");
   const Tensor by_lse = value_or_undefined(grad_lse);
   for (const Tensor* tensor : {&grad_output, &by_lse, &c.input, &c.weight, &c.bias}) {
     if (is_differentiated(*tensor)) {

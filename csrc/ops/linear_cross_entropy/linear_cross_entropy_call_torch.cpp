@@ -89,9 +89,10 @@ Tensor3 unfolded(const Tensor3& results, const Call& c, const c10::SymDimVector&
 }
 
 // The ops one after the other, for gradients by probabilities or class weights, which are as large
-// as the logits or come from them all.
+// as the logits or come from them all, and for an input without rows.
 Tensor3 by_the_ops_apart(const UserCall& c, bool probabilities) {
   const Tensor logits = linear_ops::linear(c.input, c.weight, optional_if_defined(c.bias));
+  if (c.input.dim() == 1) return call::cross_entropy(logits, c.target, c);
   const c10::SymDimVector leading = leading_sizes(c.input);
   const SymInt rows = product(leading), classes = c.weight.sym_size(0);
   const Tensor target =
@@ -120,8 +121,10 @@ Tensor3 by_chunks(const UserCall& c, bool probabilities, bool autocast) {
   return unfolded(call::linear_cross_entropy_forward(c, x, q, dtype), c, leading);
 }
 
-// Probabilities or class weights that are differentiated, or that make the loss float64.
+// Probabilities or class weights that are differentiated, or that make the loss float64; and one
+// unbatched row, whose mean has rules of its own (settle_unbatched_mean).
 bool wants_ops_apart(const Call& c, bool probabilities) {
+  if (c.input.dim() == 1) return true;
   if (is_differentiated(c.class_weight) || is_differentiated(c.target)) return true;
   auto is_double = [](const Tensor& tensor) {
     return tensor.defined() && tensor.scalar_type() == at::kDouble;

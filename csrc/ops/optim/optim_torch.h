@@ -57,11 +57,14 @@ inline const Tensor& first_of(const char* op, const char* name, TensorList list)
 
 template <class... Lists>
 void check_not_recorded(const char* op, const Lists&... lists) {
-  if (!at::GradMode::is_enabled()) return;
   auto check = [&](TensorList list) {
     for (const Tensor& tensor : list) {
-      torch::autograd::check_inplace(tensor, tensor.requires_grad());
-      TORCH_CHECK(!tensor.requires_grad(), op,
+      TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op,
+                  ": Inplace update to inference tensor outside InferenceMode is not allowed.");
+      if (at::GradMode::is_enabled()) {
+        torch::autograd::check_inplace(tensor, tensor.requires_grad());
+      }
+      TORCH_CHECK(!is_differentiated(tensor), op,
                   ": expected torch.no_grad(), or tensors that require no gradient: it is not "
                   "differentiable");
     }

@@ -1,6 +1,8 @@
 // relu, relu_ and relu_backward on every dispatch key.
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "ops/relu/relu.h"
 #include "torch/autograd.h"
@@ -21,9 +23,9 @@ Tensor relu(const Tensor& input) {
   return op.call(input);
 }
 
-void relu_(Tensor input) {
-  static const auto op = find_op<void(Tensor)>("warpwright::relu_");
-  op.call(std::move(input));
+Tensor& relu_(Tensor& input) {
+  static const auto op = find_op<Tensor&(Tensor&)>("warpwright::relu_");
+  return op.call(input);
 }
 
 Tensor relu_backward(const Tensor& grad_output, const Tensor& output) {
@@ -75,13 +77,11 @@ Tensor relu_with(const Tensor& input, Run&& run) {
 }
 
 template <class Run>
-void relu_inplace_with(Tensor input, Run&& run) {
+Tensor& relu_inplace_with(Tensor& input, Run&& run) {
   check_relu(input);
-  if (!input.is_non_overlapping_and_dense()) {
-    input.copy_(call::relu(input));
-    return;
-  }
+  if (!input.is_non_overlapping_and_dense()) return input.copy_(call::relu(input));
   run(ReluParams{dtype_of(input), input.numel(), input.const_data_ptr(), input.mutable_data_ptr()});
+  return input;
 }
 
 template <class Run>
@@ -96,7 +96,7 @@ Tensor relu_backward_with(const Tensor& grad_output, const Tensor& output, Run&&
 }
 
 Tensor relu_cpu_kernel(const Tensor& input) { return relu_with(input, relu_cpu); }
-void relu_inplace_cpu_kernel(Tensor input) { relu_inplace_with(std::move(input), relu_cpu); }
+Tensor& relu_inplace_cpu_kernel(Tensor& input) { return relu_inplace_with(input, relu_cpu); }
 Tensor relu_backward_cpu_kernel(const Tensor& grad_output, const Tensor& output) {
   return relu_backward_with(grad_output, output, relu_backward_cpu);
 }
@@ -106,9 +106,9 @@ Tensor relu_cuda_kernel(const Tensor& input) {
   const CudaCall call(input);
   return relu_with(input, [&](const ReluParams& p) { launch_relu_fwd(p, call.stream); });
 }
-void relu_inplace_cuda_kernel(Tensor input) {
+Tensor& relu_inplace_cuda_kernel(Tensor& input) {
   const CudaCall call(input);
-  relu_inplace_with(input, [&](const ReluParams& p) { launch_relu_fwd(p, call.stream); });
+  return relu_inplace_with(input, [&](const ReluParams& p) { launch_relu_fwd(p, call.stream); });
 }
 Tensor relu_backward_cuda_kernel(const Tensor& grad_output, const Tensor& output) {
   const CudaCall call(output);
@@ -123,10 +123,48 @@ Tensor relu_meta(const Tensor& input) {
   check_relu(input);
   return empty_output(input);
 }
-void relu_inplace_meta(Tensor input) { check_relu(input); }
+Tensor& relu_inplace_meta(Tensor& input) {
+  check_relu(input);
+  return input;
+}
 Tensor relu_backward_meta(const Tensor& grad_output, const Tensor& output) {
   check_relu_backward(grad_output, output);
   return empty_output(output);
+}
+
+// ---- vmap ----
+
+// Elementwise: of all samples at once.
+Tensor relu_batched(const Tensor& input) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  const auto* batched = at::functorch::maybeGetBatchedImpl(input);
+  if (batched == nullptr) return call::relu(input);
+  return at::functorch::makeBatched(call::relu(batched->value()), batched->bdim(),
+                                    batched->level());
+}
+Tensor& relu_inplace_batched(Tensor& input) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  const auto* batched = at::functorch::maybeGetBatchedImpl(input);
+  if (batched == nullptr) return call::relu_(input);
+  Tensor samples = batched->value();
+  call::relu_(samples);
+  return input;
+}
+
+// ---- Functionalize ----
+
+// As the code that PyTorch generates for its own in-place ops: relu, whose result takes the place
+// of the value.
+Tensor& relu_inplace_functionalize(Tensor& input) {
+  namespace functional = at::functionalization::impl;
+  const bool is_functional = functional::isFunctionalTensor(input);
+  const at::AutoDispatchSkipFunctionalize guard;
+  if (!is_functional) return call::relu_(input);
+  functional::sync(input);
+  functional::replace_(input, call::relu(functional::from_functional_tensor(input)));
+  functional::commit_update(input);
+  functional::sync(input);
+  return input;
 }
 
 // ---- Autograd ----
@@ -140,28 +178,28 @@ struct ReluBackward {
   }
 };
 
-// relu_backward is linear in grad_output and constant in output almost everywhere.
+// relu_backward is linear in grad_output and constant in output almost everywhere. The zero for
+// output leads on to the tensors that output comes from, as in native.
 struct ReluBackwardBackward {
   static constexpr const char* kName = "WarpwrightReluBackwardBackward";
   struct Attributes {};
   static variable_list backward(const Attributes&, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    return {needs[0] ? call::relu_backward(grads[0], saved[0]) : Tensor(), Tensor()};
+    return {needs[0] ? call::relu_backward(grads[0], saved[0]) : Tensor(),
+            needs[1] ? at::zeros_like(saved[0]) : Tensor()};
   }
 };
 
 Tensor relu_autograd(const Tensor& input) {
   auto node = make_node<ReluBackward>({}, input);
   Tensor output = below_autograd([&] { return call::relu(input); });
-  if (node) {
-    set_history(output, node);
-    node->save_output(output);
-  }
+  if (node) set_history(output, node);
   if (has_tangent(input)) set_tangent(output, call::relu_backward(tangent(input), primal(output)));
+  if (node) node->save_output(output);  // with its tangent
   return output;
 }
 
-void relu_inplace_autograd(Tensor input) {
+Tensor& relu_inplace_autograd(Tensor& input) {
   auto node = make_node<ReluBackward>({}, input);
   torch::autograd::check_inplace(input, /*requires_grad=*/static_cast<bool>(node));
   const bool forward_ad = has_tangent(input);
@@ -174,6 +212,7 @@ void relu_inplace_autograd(Tensor input) {
   }
   // A tangent that exists already must be changed in place too.
   if (forward_ad) input_tangent.copy_(call::relu_backward(input_tangent, primal(input)));
+  return input;
 }
 
 Tensor relu_backward_autograd(const Tensor& grad_output, const Tensor& output) {
@@ -185,6 +224,8 @@ Tensor relu_backward_autograd(const Tensor& grad_output, const Tensor& output) {
   }
   if (has_tangent(grad_output)) {
     set_tangent(grad_input, call::relu_backward(tangent(grad_output), primal(output)));
+  } else if (has_tangent(output)) {
+    set_tangent(grad_input, at::zeros_like(grad_input));
   }
   return grad_input;
 }
@@ -193,7 +234,7 @@ Tensor relu_backward_autograd(const Tensor& grad_output, const Tensor& output) {
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.def("relu(Tensor input) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("relu_(Tensor(a!) input) -> ()", {at::Tag::pt2_compliant_tag});
+  m.def("relu_(Tensor(a!) input) -> Tensor(a!)", {at::Tag::pt2_compliant_tag});
   m.def("relu_backward(Tensor grad_output, Tensor output) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
@@ -216,6 +257,13 @@ TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("relu_", relu_inplace_meta);
   m.impl("relu_backward", relu_backward_meta);
 }
+
+TORCH_LIBRARY_IMPL(warpwright, FuncTorchBatched, m) {
+  m.impl("relu", relu_batched);
+  m.impl("relu_", relu_inplace_batched);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Functionalize, m) { m.impl("relu_", relu_inplace_functionalize); }
 
 TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
   m.impl("relu", relu_autograd);

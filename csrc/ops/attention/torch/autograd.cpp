@@ -53,6 +53,9 @@ struct AttentionBackwardBackward {
     auto result = second_order(saved[0], {saved[1], saved[2], saved[3], saved[4]}, saved[5],
                                saved[6], a, grads);
     variable_list out(result.begin(), result.end());
+    // The output is linear in value: it meets itself in no second derivative.
+    const bool moves_scores = grads[0].defined() || grads[1].defined() || grads[3].defined();
+    if (!moves_scores) out[3] = Tensor();
     for (size_t i = 0; i < out.size(); ++i) {
       if (!needs[i]) out[i] = Tensor();
     }
@@ -91,6 +94,7 @@ Tensors4 attention_backward_autograd(const Tensor& grad_out, const Tensor& query
                                      std::optional<double> scale, std::array<bool, 4> output_mask) {
   const AttentionAttributes a{dropout_p, is_causal, scale};
   const Tensor mask = value_or_undefined(attn_mask);
+  check_constant(lse, "attention_backward", "lse");
   auto node = make_node<AttentionBackwardBackward>(a, grad_out, query, key, value, mask);
   auto backward = [&](const Tensor& dout, const variable_list& x, const Tensor& o) {
     return call::attention_backward(dout, x[0], x[1], x[2], optional_if_defined(x[3]), o, lse,

@@ -50,6 +50,7 @@ inline void check_vector(const Tensor& vector, const char* name, const Tensor& i
               input.device(), " and ", name, " is on ", vector.device());
   const auto type = vector.scalar_type(), input_type = input.scalar_type();
   if (type == input_type) return;
+  if (at::isFloatingType(type) && input.sym_numel() == 0) return;  // nothing is read, as in native
   const bool input_is_short = input_type == at::kHalf || input_type == at::kBFloat16;
   const char* device = input.is_cuda() ? "CUDA" : "CPU";
   TORCH_CHECK(type == at::kFloat, "mixed dtype (", device,
@@ -59,6 +60,12 @@ inline void check_vector(const Tensor& vector, const char* name, const Tensor& i
               " has ", type);
 }
 
+inline void check_statistics(const Tensor& vector, const char* name, const Tensor& input) {
+  check_vector(vector, name, input);
+  TORCH_CHECK(!vector.defined() || vector.dim() == 1 || input.sym_numel() == 0,
+              "batch_norm: ", name, ": expected 1 dimension, got ", vector.dim());
+}
+
 inline void check_forward(const Tensor& input, const Tensor& weight, const Tensor& bias,
                           const Tensor& running_mean, const Tensor& running_var, bool training) {
   check_input(input);
@@ -66,8 +73,8 @@ inline void check_forward(const Tensor& input, const Tensor& weight, const Tenso
     TORCH_CHECK(running_mean.defined(), "running_mean must be defined in evaluation mode");
     TORCH_CHECK(running_var.defined(), "running_var must be defined in evaluation mode");
   }
-  check_vector(running_mean, "running_mean", input);
-  check_vector(running_var, "running_var", input);
+  check_statistics(running_mean, "running_mean", input);
+  check_statistics(running_var, "running_var", input);
   check_vector(weight, "weight", input);
   check_vector(bias, "bias", input);
   TORCH_CHECK(input.dim() >= 2 || input.sym_numel() == 0,
@@ -112,10 +119,14 @@ inline ChannelVector channel_vector(const Tensor& tensor, bool writable) {
   return vector;
 }
 
-inline void check_constant(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(!at::GradMode::is_enabled() || !tensor.defined() || !tensor.requires_grad(),
-              "The function 'batch_norm' is not differentiable with respect to argument '", name,
-              "'. This input cannot have requires_grad True.");
+// The output of evaluation depends on the running statistics, that of training does not.
+inline void check_running_statistics(const Tensor& running_mean, const Tensor& running_var,
+                                     bool training) {
+  check_no_gradient(running_mean, "batch_norm", "running_mean");
+  check_no_gradient(running_var, "batch_norm", "running_var");
+  if (training) return;
+  check_no_tangent(running_mean, "batch_norm", "running_mean and running_var");
+  check_no_tangent(running_var, "batch_norm", "running_mean and running_var");
 }
 
 // ---- batch norm's ops through the dispatcher ----

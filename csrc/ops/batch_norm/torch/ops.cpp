@@ -122,7 +122,10 @@ class Normalized {
       : training_(training), type_(mean.scalar_type()), dims_(input.dim()) {
     const Tensor x = input.to(type_);
     weight_ = weight.defined() ? per_channel(weight) : Tensor();
-    if (training && at::GradMode::is_enabled() && input.requires_grad()) {
+    // An outer level of torch.func may differentiate by x, though this level does not.
+    constexpr c10::DispatchKeySet kNested(
+        {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+    if (training && (needs_gradient(input) || input.key_set().has_any(kNested))) {
       // For one more derivative: the saved values, as functions of x.
       const Tensor center = average(x);
       const Tensor variance = average((x - center) * (x - center));
@@ -285,8 +288,7 @@ template <class Forward>
 Tensors3 forward_autograd(const Tensor& input, const Tensor& weight, const Tensor& bias,
                           const Tensor& running_mean, const Tensor& running_var, bool training,
                           Forward&& forward) {
-  check_constant(running_mean, "running_mean");
-  check_constant(running_var, "running_var");
+  check_running_statistics(running_mean, running_var, training);
   auto node = make_node<BatchNormBackward>({training}, input, weight, bias);
   auto [output, mean, rstd] = below_autograd(forward);
   if (node) {
@@ -300,9 +302,10 @@ Tensors3 forward_autograd(const Tensor& input, const Tensor& weight, const Tenso
     auto tangent_or_undefined = [](const Tensor& t) {
       return has_tangent(t) ? tangent(t) : Tensor();
     };
-    set_tangent(output, along(tangent_or_undefined(input), tangent_or_undefined(weight),
-                              tangent_or_undefined(bias), primal(input),
-                              weight.defined() ? primal(weight) : weight, mean, rstd, training));
+    const Tensor direction =
+        along(tangent_or_undefined(input), tangent_or_undefined(weight), tangent_or_undefined(bias),
+              primal(input), weight.defined() ? primal(weight) : weight, mean, rstd, training);
+    set_tangent(output, tangent_with_zero_terms(direction, input, weight));
   }
   return {output, mean, rstd};
 }
@@ -336,8 +339,8 @@ Tensors3 batch_norm_backward_autograd(const Tensor& grad_output, const Tensor& i
                                       const OptionalTensor& weight, const Tensor& mean,
                                       const Tensor& rstd, bool training, Mask3 output_mask) {
   const Tensor weight_value = value_or_undefined(weight);
-  check_constant(mean, "mean");
-  check_constant(rstd, "rstd");
+  check_constant(mean, "batch_norm_backward", "mean");
+  check_constant(rstd, "batch_norm_backward", "rstd");
   auto node = make_node<BatchNormBackwardBackward>({training}, grad_output, input, weight_value);
   auto grads = below_autograd([&] {
     return call_batch_norm_backward(grad_output, input, weight, mean, rstd, training, output_mask);

@@ -199,6 +199,7 @@ Tensors4 batch_norm_relu_backward_meta(const Tensor& grad_output, const Tensor& 
 
 struct BatchNormReluBackward {  // saved: input, weight, bias, mean, rstd, mask
   static constexpr const char* kName = "WarpwrightBatchNormReluBackward";
+  static constexpr bool kPiecewiseLinear = true;
   struct Attributes {
     bool training;
   };
@@ -230,8 +231,7 @@ void save_gate(Node& node, const Tensor& input, const Tensor& weight, const Tens
 
 template <class Forward>
 Tensors4 forward_autograd(const BatchNormCall& c, Forward&& forward) {
-  check_constant(c.running_mean, "running_mean");
-  check_constant(c.running_var, "running_var");
+  check_running_statistics(c.running_mean, c.running_var, c.training);
   auto node = make_node<BatchNormReluBackward>({c.training}, c.input, c.weight, c.bias, c.residual);
   // Before a training step moves the running statistics.
   Tensor direction;
@@ -252,7 +252,8 @@ Tensors4 forward_autograd(const BatchNormCall& c, Forward&& forward) {
     direction = direction.defined() ? direction + tangent(c.residual) : tangent(c.residual);
   }
   if (direction.defined()) {
-    set_tangent(output, at::threshold_backward(direction, primal(output), 0));
+    const Tensor passed = at::threshold_backward(direction, primal(output), 0);
+    set_tangent(output, tangent_with_zero_terms(passed, c.input, c.weight, c.bias, c.residual));
   }
   return results;
 }
@@ -288,20 +289,16 @@ Tensors4 batch_norm_relu_backward_autograd(const Tensor& grad_output, const Tens
                                            const Tensor& mean, const Tensor& rstd,
                                            const Tensor& mask, bool training, Mask4 output_mask) {
   const Tensor weight_value = value_or_undefined(weight);
-  check_constant(mean, "mean");
-  check_constant(rstd, "rstd");
+  check_constant(mean, "batch_norm_relu_backward", "mean");
+  check_constant(rstd, "batch_norm_relu_backward", "rstd");
   auto below = [&](Mask4 wanted) {
     return below_autograd([&] {
       return call::batch_norm_relu_backward(grad_output, input, weight, bias, mean, rstd, mask,
                                             training, wanted);
     });
   };
-  auto needs_gradient = [](const Tensor& t) {
-    return at::GradMode::is_enabled() && t.defined() && t.requires_grad();
-  };
-  const bool through_dout = needs_gradient(grad_output) || has_tangent(grad_output);
-  const bool through_norm =
-      needs_gradient(input) || needs_gradient(weight_value) || any_tangent(input, weight_value);
+  const bool through_dout = is_differentiated(grad_output);
+  const bool through_norm = is_differentiated(input) || is_differentiated(weight_value);
   const bool norm_wanted = output_mask[0] || output_mask[1] || output_mask[2];
   if (!through_dout && !(through_norm && norm_wanted)) return below(output_mask);
 

@@ -182,7 +182,7 @@ void backward(const CrossEntropyBackwardParams& p) {
 // ---- double backward ----
 
 // Per row, with <a, b> = sum_c a_c b_c:
-//   grad_grad_output = <v, M p - w q> - (1 - s) <u, w (z - lse)>           (times the mean's 1 / n)
+//   grad_grad_output = <v, M p - w q> - (1 - s) <u, w (z - lse)>   (the caller divides for a mean)
 //   grad_input  = g p (M (v - <p, v>) + 2 z_loss <p, v>) - g (1 - s) (w u - p <w, u>)
 //   grad_target = g (1 - s) w (<p, v> - v)
 template <class T, class Q, TargetKind kKind>
@@ -193,9 +193,6 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
   if (kHasLabels) check_labels(view);
   const Compute* stats = static_cast<const Compute*>(p.stats);
   const Compute twice_z = static_cast<Compute>(2 * p.z_loss);
-  const Compute mean_scale = p.reduction == Reduction::kMean
-                                 ? 1 / *static_cast<const Compute*>(p.total_weight)
-                                 : Compute(1);
   at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t start = row_offset(p.layout, row);
@@ -233,7 +230,7 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
       }
       if (p.grad_grad_output != nullptr) {
         const Compute total = row_mass * pv - wqv - view.keep * wu_log_p;
-        static_cast<Compute*>(p.grad_grad_output)[row] = ignored ? Compute(0) : total * mean_scale;
+        static_cast<Compute*>(p.grad_grad_output)[row] = ignored ? Compute(0) : total;
       }
       const Compute grad = ignored ? Compute(0) : row_grad(view, p, row);
       for (int64_t c = 0; c < p.classes; ++c) {

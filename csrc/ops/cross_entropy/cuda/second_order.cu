@@ -1,6 +1,6 @@
 // Product of the Hessian with (v, u), for the double backward and forward-mode AD. Rarely the
 // bottleneck: two scalar passes over a row.
-//   grad_grad_output = <v, M p - w q> - (1 - s) <u, w log p>      (times the mean's 1 / n)
+//   grad_grad_output = <v, M p - w q> - (1 - s) <u, w log p>      (the caller divides for a mean)
 //   grad_input  = g (p (M (v - <p, v>) + 2 z_loss <p, v>) - (1 - s) (w u - p <w, u>))
 //   grad_target = g (1 - s) w (<p, v> - v)
 #include "host/launch.h"
@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (p.grad_grad_output != nullptr && lane == 0) {
     Acc sum = gradient.mass * pv - wqv - smoothing.keep * wu_log_p;
-    if (p.reduction == Reduction::kMean) sum /= *static_cast<const Acc*>(p.total_weight);
     // An ignored row has no label and no mass, but smoothing's share is in wqv.
     const bool ignored = kHasLabels && gradient.label < 0;
     static_cast<Acc*>(p.grad_grad_output)[row] = ignored ? gradient.grad : sum;

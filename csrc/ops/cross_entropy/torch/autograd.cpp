@@ -105,6 +105,14 @@ Tensor if_probabilities(const Tensor& input, const Tensor& target) {
   return is_probabilities(input, target) ? target : Tensor();
 }
 
+// What the derivatives take as given.
+void check_constants(const char* op, const OptionalTensor& weight, const Tensor& row_stats = {},
+                     const Tensor& total_weight = {}) {
+  check_constant(value_or_undefined(weight), op, "weight");
+  check_constant(row_stats, op, "row_stats");
+  check_constant(total_weight, op, "total_weight");
+}
+
 OptionalTensor optional_tangent(const Tensor& tensor) {
   return has_tangent(tensor) ? OptionalTensor(tangent(tensor)) : std::nullopt;
 }
@@ -181,9 +189,12 @@ struct CrossEntropyBackwardBackward {
   // saved: grad_output, input, target, weight, row_stats, total_weight
   static variable_list backward(const Attributes& options, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
+    // The loss is linear in probabilities: they meet themselves in no second derivative.
+    const bool by_target = needs[2] && grads[0].defined();
     auto [grad_grad_output, grad_input, grad_target] = call::cross_entropy_double_backward(
         optional_if_defined(grads[0]), optional_if_defined(grads[1]), saved[0], saved[1], saved[2],
-        optional_if_defined(saved[3]), saved[4], saved[5], options, {needs[0], needs[1], needs[2]});
+        optional_if_defined(saved[3]), saved[4], saved[5], options,
+        {needs[0], needs[1], by_target});
     return {grad_grad_output, grad_input, grad_target};
   }
 };
@@ -194,6 +205,7 @@ Tensor3 cross_entropy_forward_autograd(const Tensor& input, const Tensor& target
                                        ScalarType dtype, double z_loss, bool inplace_backward) {
   const LossOptions options{reduction, std::move(ignore_index), label_smoothing, z_loss,
                             inplace_backward};
+  check_constants("cross_entropy_forward", weight);
   const Tensor q = if_probabilities(input, target);
   auto node = make_node<CrossEntropyBackward>(options, input, q);
   Tensor gradient;
@@ -230,17 +242,12 @@ void write_in_place(const char* op, const Tensor& target, const variable_list& o
                     Run&& run) {
   torch::autograd::check_inplace(target, target.requires_grad());
   for (const Tensor& tensor : operands) {
-    TORCH_CHECK(!at::GradMode::is_enabled() || !tensor.requires_grad(), op,
+    TORCH_CHECK(!is_differentiated(tensor), op,
                 ": expected torch.no_grad(), or tensors that require no gradient: it is not "
                 "differentiable");
   }
   below_autograd(run);
-  if (!target.is_inference()) torch::autograd::impl::bump_version(target);
-}
-
-Tensor sum_defined(const Tensor& a, const Tensor& b) {
-  if (!a.defined() || !b.defined()) return a.defined() ? a : b;
-  return a + b;
+  torch::autograd::impl::bump_version(target);
 }
 
 Tensor2 cross_entropy_backward_autograd(const Tensor& grad_output, const Tensor& input,
@@ -249,6 +256,7 @@ Tensor2 cross_entropy_backward_autograd(const Tensor& grad_output, const Tensor&
                                         int64_t reduction, SymInt ignore_index,
                                         double label_smoothing, Mask2 output_mask, double z_loss) {
   const LossOptions options{reduction, std::move(ignore_index), label_smoothing, z_loss};
+  check_constants("cross_entropy_backward", weight, row_stats, total_weight);
   const Tensor q = if_probabilities(input, target);
   auto node = make_node<CrossEntropyBackwardBackward>(options, grad_output, input, q);
   auto run = [&](const Tensor& dloss, const Tensor& z, const Tensor& labels) {
@@ -277,8 +285,8 @@ Tensor2 cross_entropy_backward_autograd(const Tensor& grad_output, const Tensor&
           optional_tangent(input), optional_tangent(q), primal(grad_output), primal(input),
           primal(target), weight, row_stats, total_weight, options,
           {false, output_mask[0], output_mask[1]});
-      input_tangent = sum_defined(input_tangent, by_input);
-      target_tangent = sum_defined(target_tangent, by_target);
+      input_tangent = sum_of(input_tangent, by_input);
+      target_tangent = sum_of(target_tangent, by_target);
     }
     if (grad_input.defined()) set_tangent(grad_input, input_tangent);
     if (grad_target.defined()) set_tangent(grad_target, target_tangent);
@@ -302,6 +310,7 @@ struct CrossEntropyLseBackward {
 
 // The chain rule is ATen's, in every order: it is wanted rarely.
 Tensor cross_entropy_lse_autograd(const Tensor& input, const Tensor& row_stats) {
+  check_constant(row_stats, "cross_entropy_lse", "row_stats");
   auto node = make_node<CrossEntropyLseBackward>({}, input);
   Tensor lse = below_autograd([&] { return call::cross_entropy_lse(input, row_stats); });
   if (node) {
@@ -336,10 +345,11 @@ Tensor3 cross_entropy_double_backward_autograd(const OptionalTensor& v, const Op
                                                double label_smoothing, Mask3 output_mask,
                                                double z_loss) {
   const LossOptions options{reduction, std::move(ignore_index), label_smoothing, z_loss};
+  check_constants("cross_entropy_double_backward", weight, row_stats, total_weight);
   const Tensor v_tensor = value_or_undefined(v), u_tensor = value_or_undefined(u);
-  bool differentiable = any_tangent(v_tensor, u_tensor, grad_output, input, target);
-  for (const Tensor& tensor : {v_tensor, u_tensor, grad_output, input, target}) {
-    differentiable |= at::GradMode::is_enabled() && tensor.defined() && tensor.requires_grad();
+  bool differentiable = false;
+  for (const Tensor* tensor : {&v_tensor, &u_tensor, &grad_output, &input, &target}) {
+    differentiable |= is_differentiated(*tensor);
   }
   if (differentiable) {
     return differentiable_double_backward(v_tensor, u_tensor, grad_output, input, target,
@@ -358,7 +368,8 @@ Tensor4 cross_entropy_forward_gradient_autograd(const Tensor& input, const Tenso
                                                 SymInt ignore_index, double label_smoothing,
                                                 ScalarType dtype, double z_loss) {
   const LossOptions options{reduction, std::move(ignore_index), label_smoothing, z_loss};
-  if ((at::GradMode::is_enabled() && input.requires_grad()) || any_tangent(input)) {
+  check_constants("cross_entropy_forward_gradient", weight);
+  if (is_differentiated(input)) {
     const auto [loss, row_stats, total_weight] =
         call::cross_entropy_forward(input, target, weight, options, dtype);
     const Tensor one = at::ones_like(loss.detach());

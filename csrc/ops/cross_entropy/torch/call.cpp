@@ -60,13 +60,14 @@ std::tuple<Tensor, Tensor, Tensor> differentiable_double_backward(
     if (valid.defined()) z_mass = z_mass * valid;
     mass = mass + z_mass * at::logsumexp(input.to(accum), {dim}, /*keepdim=*/true);
   }
-  const Tensor scale =
-      reduction == at::Reduction::Mean ? total_weight.reciprocal() : at::ones_like(total_weight);
+  const bool is_mean = reduction == at::Reduction::Mean;
   Tensor grad = grad_output.to(accum);
   if (reduction == at::Reduction::None) {
     grad = input.dim() == 1 ? grad.reshape({1}) : grad.unsqueeze(dim);
   }
-  grad = grad * scale;
+  if (is_mean) grad = grad / total_weight;
+  // An ignored row has no gradient, even if a mean divides by 0.
+  if (valid.defined()) grad = grad.masked_fill(valid.logical_not(), 0);
 
   const Tensor v_or_zero = v.defined() ? v.to(accum) : at::zeros_like(log_p);
   const Tensor wu = w * (u.defined() && probabilities ? u.to(accum) : at::zeros_like(log_p));
@@ -76,7 +77,8 @@ std::tuple<Tensor, Tensor, Tensor> differentiable_double_backward(
   if (output_mask[0]) {
     const Tensor per_row =
         (mass * pv).squeeze(dim) - (wq * v_or_zero).sum(dim) - keep * (wu * log_p).sum(dim);
-    grad_grad_output = (reduction == at::Reduction::None ? per_row : per_row.sum()) * scale;
+    grad_grad_output = reduction == at::Reduction::None ? per_row : per_row.sum();
+    if (is_mean) grad_grad_output = grad_grad_output / total_weight;
     grad_grad_output = grad_grad_output.to(grad_output.scalar_type()).view_as(grad_output);
   }
   if (output_mask[1]) {

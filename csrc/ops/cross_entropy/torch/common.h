@@ -59,6 +59,12 @@ void check_cross_entropy_dtypes(const Tensor& input, const Tensor& target);
 void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
                          const LossOptions& options);
 
+// On CUDA native's mean of one unbatched, ignored label is 0, not the NaN of 0 / 0 (but with label
+// smoothing NaN; on the CPU always). Then the loss becomes 0 and total_weight 1, so that all
+// derivatives are 0 as well.
+void settle_unbatched_mean(const Tensor& input, const Tensor& target, const LossOptions& options,
+                           const Tensor& loss, const Tensor& total_weight);
+
 inline int64_t class_dim(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
 
 // Class probabilities have the shape of the logits; everything else is labels.

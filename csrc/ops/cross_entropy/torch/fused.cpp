@@ -68,6 +68,7 @@ Tensor4 forward_gradient(const Tensor& input, const Tensor& target, const Option
   p.grad_layout = *find_layout(grad_input);
   p.grad_input = grad_input.mutable_data_ptr();
   run_gradient(input, p);
+  settle_unbatched_mean(input, target, options, loss, total_weight);
   return {loss, row_stats, total_weight, grad_input};
 }
 

@@ -112,6 +112,17 @@ void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor
               " and input is on ", input.device());
 }
 
+void settle_unbatched_mean(const Tensor& input, const Tensor& target, const LossOptions& options,
+                           const Tensor& loss, const Tensor& total_weight) {
+  if (!input.is_cuda() || input.dim() != 1 || options.reduction != at::Reduction::Mean ||
+      options.label_smoothing > 0 || is_probabilities(input, target)) {
+    return;
+  }
+  const Tensor ignored = target.reshape({}).eq(options.ignore_index.expect_int());
+  Tensor(loss).masked_fill_(ignored, 0);
+  Tensor(total_weight).masked_fill_(ignored, 1);
+}
+
 namespace {
 
 // ---- CPU and CUDA ----
@@ -266,6 +277,9 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
   Tensor grad_grad_output = per_row;
   if (output_mask[0]) {
     if (options.reduction != at::Reduction::None) grad_grad_output = per_row.sum();
+    // Once, after the sum: a mean over no rows is 0 / 0, as in native.
+    if (options.reduction == at::Reduction::Mean)
+      grad_grad_output = grad_grad_output / total_weight;
     grad_grad_output = grad_grad_output.to(grad_output.scalar_type());
   }
   return {grad_grad_output, output_mask[1] ? grad_input : Tensor(), grad_target};
@@ -320,16 +334,16 @@ Tensor3 cross_entropy_forward_cuda(const Tensor& input, const Tensor& target,
                                    int64_t ignore_index, double label_smoothing, ScalarType dtype,
                                    double z_loss, bool) {
   const CudaCall call(input);
-  return cross_entropy_forward_with(
-      input, target, weight, {reduction, ignore_index, label_smoothing, z_loss}, dtype,
-      [&](CrossEntropyParams& p) {
+  const LossOptions options{reduction, ignore_index, label_smoothing, z_loss};
+  Tensor3 outputs =
+      cross_entropy_forward_with(input, target, weight, options, dtype, [&](CrossEntropyParams& p) {
         const bool has_labels = p.kind != TargetKind::kProbabilities;
         p.error = has_labels ? error_record(ErrorSource::kCrossEntropy) : nullptr;
         const CrossEntropyConfig config = cross_entropy_fwd_config(p);
         Tensor partials;
         if (needs_partials(p, config)) {
-          const auto options = input.options().dtype(accum_type(input.scalar_type()));
-          partials = at::empty({config.blocks, 2}, options);
+          const auto accum = input.options().dtype(accum_type(input.scalar_type()));
+          partials = at::empty({config.blocks, 2}, accum);
           p.partials = partials.mutable_data_ptr();
         }
         launch_cross_entropy_fwd(p, config, call.stream);
@@ -337,6 +351,8 @@ Tensor3 cross_entropy_forward_cuda(const Tensor& input, const Tensor& target,
         const auto error = check_strict(call.stream);
         TORCH_CHECK_INDEX(!error.has_value(), error.value_or(""));
       });
+  settle_unbatched_mean(input, target, options, std::get<0>(outputs), std::get<2>(outputs));
+  return outputs;
 }
 
 Tensor2 cross_entropy_backward_cuda(const Tensor& grad_output, const Tensor& input,

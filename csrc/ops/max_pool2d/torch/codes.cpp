@@ -176,6 +176,10 @@ struct MaxPool2dBackwardBackward {  // saved: codes
   }
 };
 
+struct MaxPool2dGatherBackward : MaxPool2dScatter {
+  static constexpr const char* kName = "WarpwrightMaxPool2DGatherBackward";
+};
+
 Tensor backward_autograd(const Tensor& grad_output, const Tensor& codes, SymIntArrayRef input_size,
                          IntArrayRef kernel_size, IntArrayRef stride, IntArrayRef padding,
                          IntArrayRef dilation, bool channels_last) {
@@ -198,7 +202,8 @@ Tensor gather_autograd(const Tensor& source, const Tensor& codes, IntArrayRef ke
                        IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
                        bool channels_last) {
   const PoolWindow w = make_pool_window(kernel_size, stride, padding, dilation);
-  auto node = make_node<MaxPool2dBackward>({w, source.sym_sizes().vec(), channels_last}, source);
+  auto node =
+      make_node<MaxPool2dGatherBackward>({w, source.sym_sizes().vec(), channels_last}, source);
   auto apply = [&](const Tensor& from) {
     return call_max_pool2d_gather(from, codes, w, channels_last);
   };

@@ -240,8 +240,7 @@ Tensor call_max_pool2d_backward(const Tensor& grad_output, const Tensor& codes,
 Tensor call_max_pool2d_gather(const Tensor& source, const Tensor& codes, const PoolWindow& w,
                               bool channels_last);
 
-struct MaxPool2dBackward {  // saved: codes
-  static constexpr const char* kName = "WarpwrightMaxPool2DBackward";
+struct MaxPool2dScatter {  // saved: codes
   struct Attributes {
     PoolWindow window;
     std::vector<SymInt> input_size;
@@ -252,6 +251,11 @@ struct MaxPool2dBackward {  // saved: codes
     if (!needs[0]) return {Tensor()};
     return {call_max_pool2d_backward(grads[0], saved[0], a.input_size, a.window, a.channels_last)};
   }
+};
+
+struct MaxPool2dBackward : MaxPool2dScatter {
+  static constexpr const char* kName = "WarpwrightMaxPool2DBackward";
+  static constexpr bool kPiecewiseLinear = true;
 };
 
 }  // namespace warpwright

@@ -143,7 +143,8 @@ std::tuple<Tensor, Tensor> with_codes_autograd(const Tensor& input, IntArrayRef 
     set_history(output, node);
   }
   if (has_tangent(input)) {
-    set_tangent(output, call_max_pool2d_gather(tangent(input), codes, w, channels_last));
+    const Tensor passed = call_max_pool2d_gather(tangent(input), codes, w, channels_last);
+    set_tangent(output, kRelu ? tangent_with_zero_terms(passed, input) : passed);
   }
   return {output, codes};
 }

@@ -1,0 +1,106 @@
+"""Arguments of another type than a signature names: native's conversions and native's errors.
+
+The functionals come here only with such arguments, or after an error.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+# Of the dispatcher; it goes on with the whole value.
+_SCHEMA_ERROR = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)'")
+_INT64 = range(-(2**63), 2**63)
+
+
+def _refuse(function: str, name: str, expected: str, value: Any) -> NoReturn:
+    raise TypeError(
+        f"{function}(): argument '{name}' must be {expected}, not {type(value).__name__}"
+    )
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Numbers of a traced program, which have no value yet."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return True
+    return hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor)
+
+
+def integer(function: str, name: str, value: Any) -> Any:
+    """Python's and NumPy's integers and tensors of one integer; never a bool."""
+    if _is_symbolic(value):
+        return value
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_floating_point() or value.is_complex():
+            _refuse(function, name, "int", value)
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        _refuse(function, name, "int", value)
+    if int(value) not in _INT64:
+        raise ValueError(f"{function}(): argument '{name}': Overflow when unpacking long long")
+    return operator.index(value)
+
+
+def integers(function: str, name: str, value: Any) -> Sequence[int]:
+    """One integer for both dimensions, or a list or tuple, as it is."""
+    if _is_symbolic(value):
+        return value
+    if not isinstance(value, (tuple, list)):
+        one = integer(function, name, value)
+        return (one, one)
+    if len(value) > 4:  # the operators print what they get
+        raise RuntimeError(
+            f"{function}(): expected {name} to be a single integer value or a list of 2 values, "
+            f"but got {len(value)}"
+        )
+    if value and isinstance(value[0], bool):  # native looks at the first alone
+        _refuse(function, name, "tuple of ints", value[0])
+    return [int(v) if v is True or v is False else integer(function, name, v) for v in value]
+
+
+def real(function: str, name: str, value: Any) -> Any:
+    """Python's and NumPy's real numbers and 0-d tensors outside of the graph."""
+    if _is_symbolic(value):
+        return value
+    if isinstance(value, Tensor):
+        if value.dim() != 0 or value.requires_grad or value.is_complex():
+            _refuse(function, name, "float", value)
+    elif not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool", "bool_"):
+        _refuse(function, name, "float", value)
+    return float(value)
+
+
+def flag(function: str, name: str, value: Any) -> Any:
+    """A bool of Python."""
+    if not isinstance(value, bool) and not _is_symbolic(value):
+        _refuse(function, name, "bool", value)
+    return value
+
+
+def error(
+    raised: RuntimeError, function: str, tensors: dict[str, Any], optional: dict[str, Any]
+) -> Exception:
+    """What native raises in place of `raised`: TypeError if an argument is no tensor.
+
+    The operators take None for any tensor and find no data later, and of other types the
+    dispatcher raises RuntimeError with the whole value in its message.
+    """
+    for name, value in (tensors | optional).items():
+        missing = value is None and name in tensors
+        if missing or not (value is None or isinstance(value, Tensor) or _is_symbolic(value)):
+            return TypeError(
+                f"{function}(): argument '{name}' must be Tensor, not {type(value).__name__}"
+            )
+    found = _SCHEMA_ERROR.search(str(raised))
+    if found is None:
+        return raised
+    expected, name = found.groups()
+    if "int" in expected:  # other types than int have been refused before the call
+        return ValueError(f"{function}(): argument '{name}': Overflow when unpacking long long")
+    return TypeError(f"{function}(): argument '{name}' must be {expected}")

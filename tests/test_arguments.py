@@ -1,0 +1,194 @@
+"""Arguments of other types than the signatures name: native's answers and native's errors."""
+
+import numpy as np
+import pytest
+import torch
+
+import warpwright.functional as F
+
+native = torch.nn.functional
+
+
+def make_calls(device):
+    """Functions and arguments that they accept; each test changes one of them."""
+
+    def t(*shape):
+        return torch.randn(shape, device=device)
+
+    image, square = t(2, 4, 6, 6), t(1, 2, 4, 8)
+    mean, var = torch.zeros(4, device=device), torch.ones(4, device=device)
+    norm = {"running_mean": mean, "running_var": var, "weight": t(4), "bias": t(4)}
+    norm |= {"momentum": 0.1, "eps": 1e-5}
+    window = {"kernel_size": 2, "stride": 2, "padding": 0, "dilation": 1, "ceil_mode": False}
+    labels = torch.randint(5, (6,), device=device)
+    return [
+        ("relu", {"input": image}),
+        ("conv2d", {"input": image, "weight": t(8, 4, 3, 3), "bias": t(8)}
+            | {"stride": 1, "padding": 1, "dilation": 1, "groups": 1}),
+        ("linear", {"input": t(6, 5), "weight": t(3, 5), "bias": t(3)}),
+        ("max_pool2d", {"input": image} | window),
+        ("max_pool2d_with_indices", {"input": image} | window),
+        ("batch_norm", {"input": image, "training": False} | norm),
+        ("batch_norm", {"input": image, "training": True} | norm),
+        ("cross_entropy", {"input": t(6, 5), "target": labels, "weight": t(5).abs()}
+            | {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}),
+        ("scaled_dot_product_attention", {"query": square, "key": square, "value": square}
+            | {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+            | {"enable_gqa": False}),
+    ]  # fmt: skip
+
+
+LONG = [1] * 1000
+ODD = [
+    *(None, True, False, 0, 1, -1, 2, 1.0, 1.5, "a", b"x", 1 + 2j, {}, object(), lambda: 1),
+    *((), (1,), (1, 1), (1, 2), (True, 1), (True, True), (1.0, 1.0), (1, 1.5), ("a", 1)),
+    *((None, 1), (1, 1, 1), [], [1], [2, 2], [1, True], LONG, range(2), torch.Size([1, 1])),
+    *(2**63, 2**70),
+    *(np.int64(1), np.int32(2), np.float32(1.0), np.float64(1e-5), np.bool_(True)),
+    *((np.int64(1), np.int64(2)), [np.int64(2)], (np.float32(1), 1)),
+    *(np.array([1, 2]), np.array([1.5])),
+    *(torch.tensor(1), torch.tensor([2]), torch.tensor(1, dtype=torch.int32), torch.tensor(1.5)),
+    *(torch.tensor(0.1, requires_grad=True), torch.tensor([1, 2]), torch.tensor(True)),
+    *((torch.tensor(1), torch.tensor(2)), [torch.tensor(2)], (torch.tensor([1]), 1)),
+    *(torch.device("cpu"), torch.float32, slice(1)),
+]
+
+
+def is_left_out(name, argument, usual, value):
+    """Tensors for tensors, which the tests of each op have, and accidents of native's Python."""
+    is_array = isinstance(value, (np.ndarray, np.generic))
+    if isinstance(usual, torch.Tensor) or argument == "attn_mask":
+        # Native asks an array for size(), which is a number there.
+        return isinstance(value, torch.Tensor) or (is_array and name == "batch_norm")
+    if argument in ("training", "eps"):  # asked for its truth, compared with 0
+        return is_array or isinstance(value, torch.Tensor)
+    return argument == "padding" and isinstance(value, bytes)  # read as a string
+
+
+def outcome(function, kwargs):
+    try:
+        return function(**kwargs), None
+    except Exception as error:  # of any type: which one is what the test asks
+        return None, error
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_other_types(device, index):
+    """Every argument of every function by values of other types: native's type of error, or its
+    result, and a short message."""
+    name, kwargs = make_calls(device)[index]
+    ours, theirs = getattr(F, name), getattr(native, name)
+    for argument, usual in kwargs.items():
+        for value in ODD:
+            if is_left_out(name, argument, usual, value):
+                continue
+            call = {
+                k: v.clone() if isinstance(v, torch.Tensor) and not v.requires_grad else v
+                for k, v in (kwargs | {argument: value}).items()
+            }
+            expected, raised = outcome(theirs, call)
+            result, error = outcome(ours, call)
+            what = f"{name}({argument}={value!r:.60}): {raised!r:.200} / {error!r:.200}"
+            if "INTERNAL ASSERT" in str(raised):
+                continue
+            assert type(error) is type(raised), what
+            if error is not None:
+                assert len(str(error)) < 600, what
+                continue
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_errors_name_the_argument(device):
+    x = torch.randn(2, 4, 6, 6, device=device)
+    for run, argument in (
+        (lambda: F.relu(None), "'input'"),
+        (lambda: F.conv2d(x, [1] * 1000), "'weight'"),
+        (lambda: F.conv2d(x, x, stride=True), "'stride'"),
+        (lambda: F.linear(x, None), "'weight'"),
+        (lambda: F.linear_gelu(x, x, "bias"), "'bias'"),
+        (lambda: F.mlp(x, None, None, x), "'weight'"),
+        (lambda: F.max_pool2d(x, (2.0, 2)), "'kernel_size'"),
+        (lambda: F.relu_max_pool2d(x, 2, ceil_mode=1), "'ceil_mode'"),
+        (lambda: F.batch_norm(x, None, None, training=1), "'training'"),
+        (lambda: F.batch_norm_relu(x, None, None, momentum="a"), "'momentum'"),
+        (lambda: F.linear_cross_entropy(x, x, None), "'target'"),
+        (lambda: F.cross_entropy(x, x, ignore_index=1.0), "'ignore_index'"),
+        (lambda: F.scaled_dot_product_attention(x, x, x, enable_gqa=1), "'enable_gqa'"),
+    ):
+        with pytest.raises(TypeError, match=argument):
+            run()
+
+
+def test_other_errors_pass(device):
+    """An error of the operator itself is the same object, with its traceback."""
+    with pytest.raises(RuntimeError, match="negative padding") as caught:
+        F.conv2d(
+            torch.randn(1, 2, 4, 4, device=device),
+            torch.randn(2, 2, 3, 3, device=device),
+            padding=-1,
+        )
+    assert any(entry.name == "conv2d" for entry in caught.traceback)
+
+
+def test_index_like_integers_in_pooling(device):
+    x = torch.randn(2, 3, 8, 8, device=device)
+    expected = native.max_pool2d(x, 3, 2, 1)
+    for kernel, stride, padding in (
+        (np.int64(3), np.int32(2), np.uint8(1)),
+        (torch.tensor(3), torch.tensor([2]), torch.tensor(1, dtype=torch.int8)),
+        ((np.int64(3), torch.tensor(3)), [2, np.int64(2)], torch.Size([1, 1])),
+    ):
+        assert torch.equal(F.max_pool2d(x, kernel, stride, padding), expected)
+        result = F.max_pool2d(x, kernel, stride, padding, return_indices=True)
+        assert torch.equal(result[0], expected)
+        relu = F.relu_max_pool2d(x, kernel, stride, padding)
+        assert torch.equal(relu, native.relu(expected))
+
+
+def test_statistics_of_two_dimensions(device):
+    x = torch.randn(2, 4, 3, 3, device=device)
+    for shape in ((4, 1), (1, 4), (2, 2)):
+        for training in (False, True):
+            stats = [torch.zeros(4, device=device), torch.ones(4, device=device)]
+            for which in range(2):
+                bad = list(stats)
+                bad[which] = bad[which].reshape(shape)
+                with pytest.raises(RuntimeError, match="expected 1 dimension"):
+                    F.batch_norm(x, *bad, training=training)
+                with pytest.raises(RuntimeError, match="expected 1 dimension"):
+                    F.batch_norm_relu(x, *bad, training=training)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_empty_batch_of_another_type(device, training):
+    """Nothing is read, so parameters of any floating type will do."""
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        results = []
+        for f in (F.batch_norm, native.batch_norm):
+            x = torch.empty(0, 3, 2, device=device, dtype=dtype, requires_grad=True)
+            weight = torch.ones(3, device=device, requires_grad=True)
+            bias = torch.ones(3, device=device, requires_grad=True)
+            mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
+            y = f(x, mean, var, weight, bias, training)
+            y.sum().backward()
+            results.append((y.detach(), x.grad, weight.grad, bias.grad, mean, var))
+        torch.testing.assert_close(*results)
+
+
+def test_linear_bias_of_another_type(device):
+    """Native adds it to the product where the input does not fold into a matrix."""
+    x = torch.randn(3, 2, 4, device=device).transpose(0, 1).requires_grad_()
+    weight = torch.randn(5, 4, device=device, requires_grad=True)
+    bias = torch.randn(5, device=device, dtype=torch.float64, requires_grad=True)
+    results = []
+    for f in (F.linear, native.linear):
+        y = f(x, weight, bias)
+        results.append((y.detach(), *torch.autograd.grad(y.sum(), (x, weight, bias))))
+    torch.testing.assert_close(*results)
+    one = torch.randn(1, 4, device=device)
+    torch.testing.assert_close(F.linear(x, one, bias[:1]), native.linear(x, one, bias[:1]))
+    for f in (F.linear, native.linear):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            f(x[0], weight, bias)
+    wide = torch.nn.functional.relu(native.linear(x, weight, bias))
+    torch.testing.assert_close(F.linear_relu(x, weight, bias), wide)
