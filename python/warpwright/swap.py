@@ -190,8 +190,9 @@ def swap(
     Args:
         model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``,
             ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``, ``nn.CrossEntropyLoss`` and
-            ``nn.MultiheadAttention`` (with its projections) are swapped; the report says of every
-            other module why it was left.
+            ``nn.MultiheadAttention`` (with its projections) are swapped, and the attention of
+            transformers' models (docs/integrations.md). The report says of every other module why
+            it was left.
         ops: only these functionals, e.g. ``{"conv2d", "batch_norm"}``; None means all.
         filter_fn: called with (module, name); False leaves the module native.
         check: inputs for the model (a tensor, a tuple of arguments or a dict of keyword arguments).

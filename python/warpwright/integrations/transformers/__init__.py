@@ -113,7 +113,7 @@ def plan(model: nn.Module, wanted: frozenset[str], filter_fn: Filter | None) -> 
         config = _config(module)
         if not (id(config) in views or _asks_for_ours(config)) or not makes_masks(type(module)):
             continue
-        flags[id(config)] = flags.get(id(config), False) or counts_positions(type(module))
+        flags[id(config)] = flags.get(id(config), False) or counts_positions(module)
         if not has_hooks(module):
             change.makers.append(module)
         if id(config) in views and not isinstance(vars(module)["config"], View):

@@ -66,7 +66,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 def add_hooks(module: nn.Module) -> None:
     """Functions of this file, so that copies and pickles of the module keep them."""
-    if counts_positions(type(module)):
+    if counts_positions(module):
         module.register_forward_pre_hook(_enter, with_kwargs=True)
     else:
         module.register_forward_pre_hook(_enter_unproven)
@@ -121,10 +121,12 @@ def _needs_no_mask(
             return False
         q_length = cache_position.shape[0]
     from_start = kv_length == q_length and kv_offset == 0 and q_offset == 0
-    if local_size is not None and (
-        kv_length > local_size or (kv_length == local_size and not from_start)
-    ):
-        return False
+    if local_size is not None:
+        # All keys within one window or chunk. With the last key of a window the first may fall out.
+        if kv_length > local_size or kv_offset != 0:
+            return False
+        if kv_length == local_size and not from_start:
+            return False
     if allow_is_causal_skip:
         return from_start or q_length == 1
     # Refused because of an overlay. It is the one for packed sequences if the innermost module that

@@ -14,6 +14,7 @@ import sys
 import textwrap
 from types import CodeType
 
+from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
 OP = "scaled_dot_product_attention"
@@ -21,7 +22,7 @@ OP = "scaled_dot_product_attention"
 _BY_NAME = re.compile(r"config\._attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
 # What else can make a causal mask more than causal, or demand that it is built.
 _OVERLAYS = re.compile(
-    r"\b(or_mask_function|and_mask_function|block_sequence_ids|allow_is_\w+_skip|indexed_attention)\b"
+    r"(or_mask_function|and_mask_function|block_sequence_ids|allow_is_\w+_skip|indexed_attention)"
 )
 _SHAPING = {"arange", "unsqueeze", "expand", "view", "repeat", "to", "size", "get_seq_length"}
 # Their classes say nothing of one model.
@@ -77,18 +78,70 @@ def _is_mask_function(thing: object) -> bool:
     return getattr(thing, "__module__", None) == masking_utils.__name__ and callable(thing)
 
 
-@functools.cache
-def counts_positions(kind: type) -> bool:
-    """Whether position ids that the forward of ``kind`` makes itself always count up by 1.
+def counts_positions(module: nn.Module) -> bool:
+    """Whether a plain call of ``module``, which makes masks, makes causal masks and nothing more.
 
-    By its source: each assignment to a name that ends in ``position_ids`` is ``arange`` or
-    ``cache_position``, shifted by a number and reshaped. And whether the files of its classes
-    mention no overlay but that of packed sequences.
+    Plain: the caller gives no position ids. Those that the forward then makes must count up by 1,
+    and the code may lay nothing over the masks, unless in a branch that ``module``'s config closes.
     """
+    options = _options_with_overlays(type(module))
+    if options is None or not _forward_counts(type(module)):
+        return False
+    config = vars(module).get("config")
+    return not any(getattr(config, name, True) for name in options)
+
+
+@functools.cache
+def _options_with_overlays(kind: type) -> frozenset[str] | None:
+    """The options ``X`` with ``if self.config.X:`` around overlays; None if others are mentioned."""
+    options: set[str] = set()
     for base in _bases(kind):
-        file = _source(sys.modules[base.__module__])
-        if file is None or _OVERLAYS.search(file):
-            return False
+        source = _source(base)
+        if source is None:
+            return None
+        names = vars(sys.modules[base.__module__])
+        for word in set(re.findall(r"\w+", source)):
+            function = names.get(word)
+            if inspect.isfunction(function) and function.__module__.startswith(
+                (base.__module__, "transformers.models.")
+            ):
+                called = _source(function)
+                if called is None or _OVERLAYS.search(called):
+                    return None
+        visitor = _Overlays()
+        visitor.visit(ast.parse(textwrap.dedent(source)))
+        if visitor.elsewhere:
+            return None
+        options |= visitor.options
+    return frozenset(options)
+
+
+class _Overlays(ast.NodeVisitor):
+    def __init__(self) -> None:
+        self.options: set[str] = set()
+        self.elsewhere = False
+
+    def visit_If(self, node: ast.If) -> None:
+        option = re.fullmatch(r"self\.config\.(\w+)", ast.unparse(node.test))
+        if option is None:
+            self.generic_visit(node)
+            return
+        if any(_OVERLAYS.search(ast.unparse(statement)) for statement in node.body):
+            self.options.add(option[1])
+        for statement in node.orelse:
+            self.visit(statement)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        named = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+        if any(_OVERLAYS.fullmatch(name) for name in named):
+            self.elsewhere = True
+        super().generic_visit(node)
+
+
+@functools.cache
+def _forward_counts(kind: type) -> bool:
+    """By the source of the forward: each assignment to a name that ends in ``position_ids`` is
+    None, ``arange`` or ``cache_position``, shifted by a number and reshaped."""
     source = _source(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]
     if source is None:
         return False
@@ -113,14 +166,17 @@ def _is_position_ids(target: ast.expr) -> bool:
 
 def _counts(value: ast.expr) -> bool:
     """``torch.arange(...) + offset``, ``cache_position.unsqueeze(0)``, ``position_ids[0]`` ..."""
+    if isinstance(value, ast.Constant) and value.value is None:
+        return True
     for node in ast.walk(value):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             if name not in _SHAPING:
                 return False
-        elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Add):
-            return False
-        elif isinstance(node, (ast.BoolOp, ast.Lambda, ast.NamedExpr)):
+        elif isinstance(node, ast.BinOp):
+            if not isinstance(node.op, ast.Add):
+                return False
+        elif isinstance(node, (ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr)):
             return False
     text = ast.unparse(value)
     return "arange(" in text or "cache_position" in text or text.startswith("position_ids")

@@ -22,6 +22,12 @@ class View:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return view_of, (self._warpwright_native,)
 
+    def __eq__(self, other: object) -> bool:
+        native = other._warpwright_native if isinstance(other, View) else other
+        return bool(self._warpwright_native == native)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __copy__(self) -> Any:
         return copy.copy(self._warpwright_native)
 
