@@ -14,7 +14,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -29,7 +29,7 @@ UNSEEN_NAMES = {
     *("isinstance", "issubclass", "type", "hasattr", "callable", "is_tensor", "vars"),
     *("is_grad_enabled", "set_grad_enabled", "is_inference_mode_enabled"),
     *("is_autocast_enabled", "is_compiling", "random", "numpy", "np", "time", "environ"),
-    *("exec", "eval", "print"),
+    *("exec", "eval", "print", "locals"),
 }
 UNSEEN_STEPS = {
     "STORE_ATTR": "sets an attribute",
@@ -40,6 +40,9 @@ UNSEEN_STEPS = {
     "SETUP_WITH": "has a with block",
     "BEFORE_WITH": "has a with block",
     "LOAD_SPECIAL": "has a with block",
+    "MATCH_CLASS": "matches a pattern",
+    "MATCH_MAPPING": "matches a pattern",
+    "MATCH_SEQUENCE": "matches a pattern",
 }
 UNSEEN_MODULES = {
     "torch.utils.checkpoint": "checkpoints its activations",
@@ -54,10 +57,50 @@ class NotTraceable(Exception):
     """The reason in words, to be read after the module's name."""
 
 
+class _StandIn:
+    def __repr__(self) -> str:
+        return "a stand-in"
+
+
+STAND_IN: Any = _StandIn()
+REST = "_warpwright_rest"  # stands for all further keyword arguments of a call
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a forward is called with: values, or stand-ins that become inputs of the graph."""
+
+    parameters: tuple[inspect.Parameter, ...]
+    values: tuple[tuple[str, Any], ...]  # by name
+    rest: bool = False  # also with further keyword arguments
+
+    def having(self, values: dict[str, Any]) -> Call:
+        return replace(
+            self, values=tuple((name, values.get(name, value)) for name, value in self.values)
+        )
+
+    def arguments(self, inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Of the call, with ``inputs`` (one for each parameter, one for the rest) as stand-ins."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        kinds = {p.name: p.kind for p in self.parameters}
+        for (name, value), stand_in in zip(self.values, inputs, strict=False):
+            given = stand_in if value is STAND_IN else value
+            if kinds[name] is inspect.Parameter.KEYWORD_ONLY:
+                kwargs[name] = given
+            else:
+                args.append(given)
+        if self.rest:
+            kwargs[REST] = inputs[-1]
+        return args, kwargs
+
+
 @dataclass(frozen=True)
 class Traced:
-    graph: fx.Graph
-    arity: int  # how many positional tensors the graph takes; further arguments had their defaults
+    graph: (
+        fx.Graph
+    )  # an input for each of the call's values, also for constants, and one for the rest
+    call: Call
     facts: tuple[tuple[str, Any], ...]  # plain attributes of the module that its forward read
 
 
@@ -104,13 +147,17 @@ class _OnlyInputs(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def trace(module: nn.Module) -> Traced:
-    """Raises NotTraceable where the graph could miss something."""
+def trace(module: nn.Module, call: Call | None = None) -> Traced:
+    """The graph of ``call``, by default with the required arguments alone.
+
+    Raises NotTraceable where the graph could miss something.
+    """
     reads: dict[str, Any] = {}
-    with _watched() as executed:
+    saw_rest: set[CodeType] = set()
+    with _watched(saw_rest) as executed:
         try:
-            names = _tensor_arguments(module)
-            probe = _probe(module, names, reads)
+            call = call or default_call(module)
+            probe = _probe(module, call, reads)
             with _OnlyInputs():
                 graph = _Tracer().trace(probe)
         except NotTraceable:
@@ -124,6 +171,8 @@ def trace(module: nn.Module) -> Traced:
             ) from error
     _check_modules(executed)
     _check_steps(executed)
+    if call.rest:
+        _check_rest(module, executed, saw_rest)
     leftovers = {key: value for key, value in vars(probe).items() if key != "_modules"}
     if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(leftovers)):
         raise NotTraceable("its forward keeps what it computes")
@@ -131,7 +180,7 @@ def trace(module: nn.Module) -> Traced:
         if node.op == "get_attr" and not _has(module, node.target):
             raise NotTraceable("its forward makes a tensor of its own")
     facts = tuple((name, value) for name, value in reads.items() if is_plain(value))
-    return Traced(graph, len(names), facts)
+    return Traced(graph, call, facts)
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -148,20 +197,23 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN
 
 
-def _tensor_arguments(module: nn.Module) -> list[str]:
-    """The names of forward's required arguments."""
-    names = []
-    for p in inspect.signature(module.forward).parameters.values():
-        if p.kind is p.VAR_POSITIONAL or (p.kind is p.KEYWORD_ONLY and p.default is p.empty):
+def default_call(module: nn.Module) -> Call:
+    """Stand-ins for forward's required arguments, the defaults for the others."""
+    parameters = tuple(inspect.signature(module.forward).parameters.values())
+    for p in parameters:
+        if p.kind is p.VAR_POSITIONAL:
             raise NotTraceable(f"its forward takes {p}")
-        if p.kind is not p.VAR_KEYWORD and p.default is p.empty:
-            names.append(p.name)
-    if not names:
+    values = tuple(
+        (p.name, STAND_IN if p.default is p.empty else p.default)
+        for p in parameters
+        if p.kind is not p.VAR_KEYWORD
+    )
+    if not values:
         raise NotTraceable("its forward takes no input")
-    return names
+    return Call(parameters, values)
 
 
-def _probe(module: nn.Module, names: list[str], reads: dict[str, Any]) -> nn.Module:
+def _probe(module: nn.Module, call: Call, reads: dict[str, Any]) -> nn.Module:
     """A twin that shares parameters and layers, and notes which attributes its forward reads."""
     base: Any = type(module)
 
@@ -173,10 +225,13 @@ def _probe(module: nn.Module, names: list[str], reads: dict[str, Any]) -> nn.Mod
         reads[name] = value = base.__getattr__(self, name)
         return value
 
-    arguments = ", ".join(names)
-    scope: dict[str, Any] = {"_run": base.forward, "__name__": __name__}
+    def run(twin: Any, *inputs: Any) -> Any:
+        args, kwargs = call.arguments(list(inputs))
+        return base.forward(twin, *args, **kwargs)
+
+    arguments = ", ".join([*(name for name, _ in call.values), REST])
+    scope: dict[str, Any] = {"_run": run, "__name__": __name__}
     exec(f"def forward(_self, {arguments}):\n  return _run(_self, {arguments})", scope)
-    scope["forward"].__annotations__ = {}
     body = {"__getattribute__": getattribute, "__getattr__": getattr_, "forward": scope["forward"]}
     twin = object.__new__(type(base)(base.__name__, (base,), {**body, "__module__": __name__}))
     # Containers are copied: what a forward puts into them is not left in the module's own.
@@ -191,13 +246,19 @@ def _probe(module: nn.Module, names: list[str], reads: dict[str, Any]) -> nn.Mod
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[dict[CodeType, str]]:
-    """The code that runs inside the block, with the name of its module."""
+def _watched(saw_rest: set[CodeType]) -> Iterator[dict[CodeType, str]]:
+    """The code that runs inside the block, with the name of its module.
+
+    ``saw_rest`` becomes that of it which got REST among its further keyword arguments.
+    """
     executed: dict[CodeType, str] = {}
 
     def watch(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
             executed[frame.f_code] = str(frame.f_globals.get("__name__", ""))
+            rest = _rest_name(frame.f_code)
+            if rest is not None and REST in (frame.f_locals.get(rest) or ()):
+                saw_rest.add(frame.f_code)
         elif event == "c_call" and isinstance(getattr(argument, "__self__", None), FunctionMeta):
             executed[Function.forward.__code__] = Function.__module__  # its apply, in C
 
@@ -232,3 +293,37 @@ def _check_steps(executed: dict[CodeType, str]) -> None:
             if step.argval == "training" and step.opname == "LOAD_ATTR" and owner != "self":
                 raise NotTraceable(f"{code.co_name} asks for another module's training")
             owner = step.argval
+
+
+def _rest_name(code: CodeType) -> str | None:
+    """The name of the argument that takes the further keyword arguments."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return None
+    named = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    return code.co_varnames[named]
+
+
+def _check_rest(module: nn.Module, executed: dict[CodeType, str], saw: set[CodeType]) -> None:
+    """Refuses a forward that does more with its ``**kwargs`` than to give all of them to a layer.
+
+    A stand-in can't show which of them a function would take by name, or look up.
+    """
+    forward: Any = type(module).forward
+    of_forward = set()
+    while forward is not None:  # it and its decorators
+        of_forward.add(getattr(forward, "__code__", None))
+        forward = getattr(forward, "__wrapped__", None)
+    for code in saw:
+        top = executed[code].partition(".")[0]
+        if top != "torch" and executed[code] != __name__ and code not in of_forward:
+            raise NotTraceable(f"{code.co_name} gets the keyword arguments of the forward")
+    for code in of_forward & set(executed):
+        name = _rest_name(code)
+        steps = list(dis.get_instructions(code))
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            if name is None or name not in loaded:
+                continue
+            gives_all = following is not None and following.opname == "DICT_MERGE"
+            if not (step.opname.startswith("LOAD_FAST") and loaded[-1] == name and gives_all):
+                raise NotTraceable(f"{code.co_name} looks into its keyword arguments")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from . import nn as ours
 from ._arch import why_no_kernel
 from ._blocks import base_of
-from ._fuse import Fusion
+from ._fuse import Fusion, Graphs
 from ._fuse import plan as plan_fusions
 from ._patterns import KINDS
 from ._patterns import NATIVE as KEEPER_NATIVE
@@ -253,7 +253,7 @@ class _Plan:
     entries: list[SwapEntry]
     chosen: Chosen
     fusions: list[Fusion] = field(default_factory=list)
-    graphs: dict[nn.Module, torch.fx.Graph] = field(default_factory=dict)
+    graphs: Graphs = field(default_factory=dict)
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
