@@ -341,5 +341,5 @@ def test_many_arguments_that_decide(device):
     model, x = with_forward(forward).to(device), torch.randn(2, 3, 8, 8, device=device)
     twin = copy.deepcopy(model)
     swap(model, fuse=True)
-    for kwargs in ({}, {"a": x}, {"a": x, "d": x}, {n: x for n in "abcd"}):
+    for kwargs in ({}, {"a": x}, {"a": x, "d": x}, dict.fromkeys("abcd", x)):
         torch.testing.assert_close(model(x, **kwargs), twin(x, **kwargs))

@@ -86,12 +86,11 @@ class _Search:
                 if traced is None or twin is None:
                     continue
                 with_input = traced if value is STAND_IN else twin
-                if (value is STAND_IN or other is STAND_IN) and is_handed_on(
-                    with_input.graph, name
-                ):
-                    if same_but_for(name, traced, twin):
-                        states[name] = [STAND_IN]
-                        break
+                is_pair = value is STAND_IN or other is STAND_IN
+                handed_on = is_pair and is_handed_on(with_input.graph, name)
+                if handed_on and same_but_for(name, traced, twin):
+                    states[name] = [STAND_IN]
+                    break
                 states[name].append(other)
         return states
 
