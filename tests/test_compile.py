@@ -1,13 +1,16 @@
 """torch.compile: which ops stay ours, and what Inductor makes of those that don't."""
 
 import copy
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch._inductor.metrics as metrics
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import warpwright
@@ -88,6 +91,52 @@ def test_the_rest_stays_ours(device):
     }
     for name, function in called.items():
         assert traced_ops(function) == [name]
+
+
+RAW = {
+    "relu": lambda x: ops.relu(x.sin()).cos(),
+    "relu_": lambda x: (y := x.sin(), ops.relu_(y))[0].cos(),
+    "max_pool2d": lambda x: ops.max_pool2d(x.detach(), [2]),
+    "relu_max_pool2d": lambda x: ops.relu_max_pool2d(x.detach(), [2]),
+    "batch_norm": lambda x: ops.batch_norm(x, None, None, ONES / 4, ONES, False, 1e-5)[0],
+}
+ONES = torch.ones(4)
+
+
+def ahead_of_time_ops(function, *args):
+    """Names of our ops in the graphs, forward and backward, that Inductor would get."""
+    names = set()
+
+    def compiler(graph, inputs):
+        text = " ".join(f"{node.target} {node.args}" for node in graph.graph.nodes)
+        names.update(re.findall(r"warpwright\.(\w+)", text))
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    results = []
+    for run in (torch.compile(function, backend=backend, fullgraph=True), function):
+        output = run(*args)
+        leaves = [arg for arg in args if output.requires_grad and arg.requires_grad]
+        results.append((output, torch.autograd.grad(output.sum(), leaves) if leaves else ()))
+    torch.testing.assert_close(*results)
+    return names
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_raw_ops_that_only_move_memory_are_atens(name):
+    """With their gradients: of relu's the backward, of a batch norm's only ours sums once."""
+    x = torch.randn(2, 4, 6, 6, requires_grad=True)
+    assert ahead_of_time_ops(RAW[name], x) <= {"batch_norm_backward"}
+    assert ahead_of_time_ops(RAW[name], x.detach()) == set()
+
+
+def test_other_raw_ops_stay(device):
+    x = torch.randn(2, 4, 6, 6, device=device)
+    w = torch.randn(6, 6, device=device, requires_grad=True)
+    products = lambda x, w: ops.linear_activation(ops.linear(x, w), w, None, "relu")[0]  # noqa: E731
+    left = {"linear", "linear_activation", "linear_backward", "linear_activation_backward"}
+    assert ahead_of_time_ops(products, x, w) == left
 
 
 # ---- what Inductor makes of them ----

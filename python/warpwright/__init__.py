@@ -1,5 +1,6 @@
 """warpwright: the layers of a neural network as hand-written C++/CUDA kernels for PyTorch."""
 
+from . import _decompose as _decompose  # registers what torch.export asks for
 from . import _ops as _ops  # loads the library before anything else
 from . import functional, nn, optim
 from ._fallback import watch_gpus as _watch_gpus

@@ -11,6 +11,7 @@ import functools
 import importlib
 import linecache
 import operator
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,12 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from ._forms import binder
+from ._trace import REST
+
 Path = tuple[str, ...]
 _MISSING = object()
+_NOTHING: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,36 @@ class Layer:
 class Recipe:
     source: str  # of the function `forward`
     imports: tuple[tuple[str, str, str], ...]  # (name in the source, module, name in the module)
-    arity: int  # how many tensors it takes
+    # Of the block's arguments, by their places in the signature: those that are tensors, tensors or
+    # tuples of them, and constants. The others may be anything.
+    tensors: tuple[int, ...]
+    sequences: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+    takes_rest: bool  # further keyword arguments, all handed on
     facts: tuple[tuple[str, Any], ...]  # attributes of the block that its forward decided by
     layers: tuple[Layer, ...]
     containers: tuple[tuple[Path, tuple[str, ...]], ...]  # names of the children of each
 
-    def holds(self, block: nn.Module, args: tuple[Any, ...]) -> bool:
-        if len(args) != self.arity:
+    def takes(self, values: tuple[Any, ...], rest: dict[str, Any]) -> bool:
+        """Whether it is made for these arguments."""
+        if rest and not self.takes_rest:
             return False
-        for arg in args:
-            if not isinstance(arg, Tensor):
+        for i in self.tensors:
+            if not isinstance(values[i], Tensor):
                 return False
+        for i in self.sequences:
+            value = values[i]
+            if isinstance(value, Tensor):
+                continue
+            if type(value) not in (tuple, list) or not all(isinstance(v, Tensor) for v in value):
+                return False
+        for i, constant in self.constants:
+            if type(values[i]) is not type(constant) or values[i] != constant:
+                return False
+        return True
+
+    def holds(self, block: nn.Module) -> bool:
+        """Whether the block is as it was."""
         for name, value in self.facts:
             now = getattr(block, name, _MISSING)
             if type(now) is not type(value) or now != value:
@@ -109,36 +133,41 @@ def _namespace(recipe: Recipe) -> dict[str, Any]:
 def source_of(graph: fx.Graph) -> tuple[str, tuple[tuple[str, str, str], ...]]:
     """The source of ``graph`` as a function of ``self`` and its inputs, and what it imports."""
     code = graph.python_code("self")
+    # fx has no node for `**`: all further keyword arguments go as one of this name.
+    source = re.sub(rf"\b{REST} = {REST}(?=[,)])", f"**{REST}", code.src)
     imports = [
         (name, *importable(value))
         for name, value in code.globals.items()
         if name not in fx.graph._custom_builtins
     ]
-    return code.src.strip() + "\n", tuple(imports)
+    return source.strip() + "\n", tuple(imports)
 
 
-_classes: dict[tuple[type[nn.Module], Recipe], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], tuple[Recipe, ...]], type[nn.Module]] = {}
 
 
-def block_class(base: Any, recipe: Recipe) -> type[nn.Module]:
-    """``base`` with the recipe's forward; the same class for the same recipe."""
-    if (base, recipe) in _classes:
-        return _classes[base, recipe]
+def block_class(base: Any, recipes: tuple[Recipe, ...]) -> type[nn.Module]:
+    """``base`` with the forwards of the recipes; the same class for the same recipes."""
+    if (base, recipes) in _classes:
+        return _classes[base, recipes]
     name = f"<warpwright: fused forward {len(_classes)} of {base.__name__}>"
-    scope = _namespace(recipe)
-    exec(compile(recipe.source, name, "exec"), scope)
-    linecache.cache[name] = (len(recipe.source), None, recipe.source.splitlines(True), name)
-    run: Any = scope["forward"]
+    runs = [(recipe, _function(recipe, f"{name[:-1]}, {i}>")) for i, recipe in enumerate(recipes)]
+    bind, arity = binder(base)
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or not recipe.holds(self, args):
-            return base.forward(self, *args, **kwargs)
-        return run(self, *args)
+        if kwargs or len(args) != arity:
+            values, rest = bind(self, *args, **kwargs)
+        else:
+            values, rest = args, _NOTHING
+        for recipe, run in runs:
+            if recipe.takes(values, rest) and recipe.holds(self):
+                return run(self, *values, rest)
+        return base.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         parts: Any = object.__reduce_ex__(self, max(2, protocol))  # how to make it, of what, state
-        return (_empty, (base, recipe), *parts[2:])
+        return (_empty, (base, recipes), *parts[2:])
 
     body = {
         "__module__": base.__module__,
@@ -149,12 +178,19 @@ def block_class(base: Any, recipe: Recipe) -> type[nn.Module]:
         "forward": forward,
     }
     made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
-    _classes[base, recipe] = made
+    _classes[base, recipes] = made
     return made
 
 
-def _empty(base: type[nn.Module], recipe: Recipe) -> nn.Module:
-    kind = block_class(base, recipe)
+def _function(recipe: Recipe, name: str) -> Callable[..., Any]:
+    scope = _namespace(recipe)
+    exec(compile(recipe.source, name, "exec"), scope)
+    linecache.cache[name] = (len(recipe.source), None, recipe.source.splitlines(True), name)
+    return scope["forward"]  # type: ignore[no-any-return]
+
+
+def _empty(base: type[nn.Module], recipes: tuple[Recipe, ...]) -> nn.Module:
+    kind = block_class(base, recipes)
     return kind.__new__(kind)
 
 

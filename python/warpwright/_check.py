@@ -35,8 +35,11 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ._blocks import base_of
+from ._forms import binder
+from ._fuse import Graphs
 from ._patterns import CHAINS
 from ._precision import Tf32Products, split_products, tf32_products
+from ._trace import REST
 from .integrations import Change
 from .swap import set_class
 from .testing import ERROR_FACTOR, to_double
@@ -61,7 +64,7 @@ def compare_model(
     chosen: dict[nn.Module, type[nn.Module]],
     inputs: Any,
     loss_fn: Loss | None,
-    graphs: dict[nn.Module, fx.Graph] | None = None,
+    graphs: Graphs | None = None,
     changes: Sequence[Change] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """The numbers, and a line for every failure. ``model`` comes back native and unchanged.
@@ -252,13 +255,16 @@ class _FusedCalls(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if "fused" in kwargs:
             self.calls.setdefault(self.fetch_attr(target), _copied((args, kwargs)))
+        if REST in kwargs:
+            kwargs = {**kwargs, **kwargs[REST]}
+            del kwargs[REST]
         return super().call_module(target, args, kwargs)
 
 
 def _record_fused(
     model: nn.Module,
     chosen: dict[nn.Module, type[nn.Module]],
-    graphs: dict[nn.Module, fx.Graph],
+    blocks: Graphs,
     calls: dict[nn.Module, Call],
 ) -> dict[nn.Module, Call]:
     """The inputs of every fused module, by what the model gave to the block that calls it."""
@@ -268,13 +274,17 @@ def _record_fused(
     try:
         for module, chain in keepers:
             set_class(module, chain)
-        for block, graph in graphs.items():
-            args, kwargs = calls.get(block, ((), {"": None}))
-            if kwargs or len(args) != sum(node.op == "placeholder" for node in graph.nodes):
-                continue  # not reached, or by a call that the new forward does not take
+        for block, graphs in blocks.items():
+            if block not in calls:
+                continue
+            args, kwargs = calls[block]
+            values, rest = binder(type(block))[0](block, *args, **kwargs)
+            graph = next((graph for recipe, graph in graphs if recipe.takes(values, rest)), None)
+            if graph is None:
+                continue  # a call that the new forward does not take
             with _unchanged(model):
                 run = _FusedCalls(block, graph)
-                run.run(*_copied(args))
+                run.run(*_copied((*values, rest)))
             found.update(run.calls)
     finally:
         for module, kind in natives:

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from . import functional as F
 from ._blocks import Layer, Recipe, base_of, block_class, is_hooked, source_of, why_no_block
+from ._forms import Form, forms, kind_of
 from ._patterns import (
     FUNCTIONS,
     KEEPERS,
@@ -31,7 +32,7 @@ from ._patterns import (
     PATTERNS,
     Pattern,
 )
-from ._trace import IN_PLACE, NotTraceable, is_plain, trace
+from ._trace import IN_PLACE, REST, STAND_IN, NotTraceable, is_plain
 
 LONGEST = max(len(pattern.ops) for pattern in PATTERNS)
 
@@ -46,12 +47,16 @@ class Fusion:
     reason: str  # why it was left; "" if fused
 
 
+# Of each block the graphs that its new forward has, fused.
+Graphs = dict[nn.Module, list[tuple[Recipe, fx.Graph]]]
+
+
 @dataclass
 class Plan:
     fusions: list[Fusion] = field(default_factory=list)
     classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # keepers and blocks
     absorbed: dict[nn.Module, str] = field(default_factory=dict)  # layers into which fused module
-    graphs: dict[nn.Module, fx.Graph] = field(default_factory=dict)  # of each block, fused
+    graphs: Graphs = field(default_factory=dict)
 
 
 @dataclass
@@ -95,10 +100,48 @@ def plan(model: nn.Module, why_not: WhyNot, ops: Iterable[str]) -> Plan:
             reason = why_no_block(module)
             if reason is not None:
                 raise NotTraceable(reason)
-            _Block(name, module, why_not, {*ops, *ONLY_FUSED}, result).fuse()
+            _fuse_module(name, module, why_not, {*ops, *ONLY_FUSED}, result)
         except NotTraceable as error:
             result.fusions.append(Fusion(name, "", "", str(error)))
     return result
+
+
+def _fuse_module(
+    name: str, module: nn.Module, why_not: WhyNot, ops: set[str], result: Plan
+) -> None:
+    """Fuses all graphs of ``module``'s forward; a layer becomes the same fused module in each."""
+    classes: dict[nn.Module, type[nn.Module]] = {}
+    absorbed: dict[nn.Module, str] = {}
+    fusions: list[Fusion] = []
+    graphs = []
+    for form in forms(module):
+        block = _Block(name, module, why_not, ops, form, {**result.classes, **classes})
+        block.fuse()
+        _add_fusions(fusions, block.fusions)
+        if block.replaced:
+            graphs.append((block.recipe(), block.graph))
+            classes.update(block.classes)
+            absorbed.update(block.absorbed)
+    if graphs:
+        try:
+            classes[module] = block_class(type(module), tuple(recipe for recipe, _ in graphs))
+        except Exception as error:  # a metaclass, ...
+            raise NotTraceable(f"its forward can't be written anew: {error}") from error
+        result.classes.update(classes)
+        result.absorbed.update(absorbed)
+        result.graphs[module] = graphs
+    result.fusions += fusions
+
+
+def _add_fusions(known: list[Fusion], found: list[Fusion]) -> None:
+    """Those of one more graph. A chain that is fused in one graph counts as fused."""
+    places = {fusion.chain: i for i, fusion in enumerate(known)}
+    for fusion in found:
+        i = places.get(fusion.chain)
+        if i is None:
+            known.append(fusion)
+        elif known[i].reason:
+            known[i] = fusion
 
 
 def _may_have_chains(module: nn.Module) -> bool:
@@ -131,15 +174,21 @@ def _names_in(kind: type) -> set[str]:
 
 
 class _Block:
-    """One module's forward: its graph, and what is fused in it."""
+    """One graph of a module's forward, and what is fused in it."""
 
     def __init__(
-        self, name: str, module: nn.Module, why_not: WhyNot, ops: set[str], result: Plan
+        self,
+        name: str,
+        module: nn.Module,
+        why_not: WhyNot,
+        ops: set[str],
+        form: Form,
+        known: dict[nn.Module, type[nn.Module]],
     ) -> None:
-        self.name, self.module, self.result = name, module, result
+        self.name, self.module, self.known = name, module, known
         self.why_not, self.ops = why_not, ops
-        self.traced = trace(module)
-        self.graph = self.traced.graph
+        self.form = form
+        self.graph = form.traced.graph
         self.layers: dict[str, Layer] = {}  # that the new forward calls differently, by path
         self.replaced: set[fx.Node] = set()
         self.classes: dict[nn.Module, type[nn.Module]] = {}
@@ -158,19 +207,13 @@ class _Block:
                 chain = " → ".join(_label(s.node) if s.layer else s.op for s in steps)
                 into = pattern.module if pattern is not None and not reason else ""
                 self.fusions.append(Fusion(self.name, chain, into, reason))
-        if self.replaced:
-            self.classes[self.module] = self._class()  # raises before anything is in the plan
-            self.result.classes.update(self.classes)
-            self.result.absorbed.update(self.absorbed)
-            self.result.graphs[self.module] = self.graph
-        self.result.fusions += self.fusions
 
     def _fuse_chain(self, pattern: Pattern, steps: list[_Step]) -> str:
         """The reason if it can't be."""
         keeper = [step for step in steps if step.op][pattern.keeper]
         layer, kind = keeper.layer, KEEPERS[pattern]
         if layer is not None:
-            known = {**self.result.classes, **self.classes}.get(layer, type(layer))
+            known = {**self.known, **self.classes}.get(layer, type(layer))
             if known in NATIVE and known is not kind:
                 return f"{_label(keeper.node)} is already a {known.__name__}"
             self.classes[layer] = kind
@@ -350,20 +393,33 @@ class _Block:
                 constants = () if step is keeper else tuple(step.options.items())
                 self.layers[path] = Layer(tuple(path.split(".")), kinds, constants)
 
-    def _class(self) -> type[nn.Module]:
+    def recipe(self) -> Recipe:
+        call, free = self.form.traced.call, self.form.free
+        kinds = [
+            kind_of(self.graph, name) if value is STAND_IN else "constant"
+            for name, value in call.values
+        ]
         try:
             source, imports = source_of(self.graph)
-            recipe = Recipe(
-                source,
-                imports,
-                self.traced.arity,
-                self.traced.facts,
-                tuple(self.layers.values()),
-                tuple(self._containers()),
-            )
-            return block_class(type(self.module), recipe)
-        except Exception as error:  # a metaclass, a function without a name, ...
+        except Exception as error:  # a function without a name, ...
             raise NotTraceable(f"its forward can't be written anew: {error}") from error
+        return Recipe(
+            source,
+            imports,
+            tensors=tuple(i for i, kind in enumerate(kinds) if kind == "tensor"),
+            sequences=tuple(
+                i
+                for i, (name, _) in enumerate(call.values)
+                if kinds[i] == "tensors" or (kinds[i] == "any" and name not in free)
+            ),
+            constants=tuple(
+                (i, value) for i, (_, value) in enumerate(call.values) if kinds[i] == "constant"
+            ),
+            takes_rest=REST in free,
+            facts=self.form.traced.facts,
+            layers=tuple(self.layers.values()),
+            containers=tuple(self._containers()),
+        )
 
     def _containers(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Lists of layers that the forward went through: their lengths are in the graph."""

@@ -15,7 +15,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -31,7 +31,7 @@ UNSEEN_NAMES = {
     *("isinstance", "issubclass", "type", "hasattr", "callable", "is_tensor", "vars"),
     *("is_grad_enabled", "set_grad_enabled", "is_inference_mode_enabled"),
     *("is_autocast_enabled", "is_compiling", "random", "numpy", "np", "time", "environ"),
-    *("exec", "eval", "print"),
+    *("exec", "eval", "print", "locals"),
 }
 UNSEEN_STEPS = {
     "STORE_ATTR": "sets an attribute",
@@ -42,6 +42,9 @@ UNSEEN_STEPS = {
     "SETUP_WITH": "has a with block",
     "BEFORE_WITH": "has a with block",
     "LOAD_SPECIAL": "has a with block",
+    "MATCH_CLASS": "matches a pattern",
+    "MATCH_MAPPING": "matches a pattern",
+    "MATCH_SEQUENCE": "matches a pattern",
 }
 UNSEEN_MODULES = {
     "torch._dynamo.eval_frame": "calls what torch.compile made",  # first: it calls the others
@@ -58,10 +61,50 @@ class NotTraceable(Exception):
     """The reason in words, to be read after the module's name."""
 
 
+class _StandIn:
+    def __repr__(self) -> str:
+        return "a stand-in"
+
+
+STAND_IN: Any = _StandIn()
+REST = "_warpwright_rest"  # stands for all further keyword arguments of a call
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a forward is called with: values, or stand-ins that become inputs of the graph."""
+
+    parameters: tuple[inspect.Parameter, ...]
+    values: tuple[tuple[str, Any], ...]  # by name
+    rest: bool = False  # also with further keyword arguments
+
+    def having(self, values: dict[str, Any]) -> Call:
+        return replace(
+            self, values=tuple((name, values.get(name, value)) for name, value in self.values)
+        )
+
+    def arguments(self, inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Of the call, with ``inputs`` (one for each parameter, one for the rest) as stand-ins."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        kinds = {p.name: p.kind for p in self.parameters}
+        for (name, value), stand_in in zip(self.values, inputs, strict=False):
+            given = stand_in if value is STAND_IN else value
+            if kinds[name] is inspect.Parameter.KEYWORD_ONLY:
+                kwargs[name] = given
+            else:
+                args.append(given)
+        if self.rest:
+            kwargs[REST] = inputs[-1]
+        return args, kwargs
+
+
 @dataclass(frozen=True)
 class Traced:
-    graph: fx.Graph
-    arity: int  # how many positional tensors the graph takes; further arguments had their defaults
+    graph: (
+        fx.Graph
+    )  # an input for each of the call's values, also for constants, and one for the rest
+    call: Call
     facts: tuple[tuple[str, Any], ...]  # plain attributes of the module that its forward read
 
 
@@ -100,8 +143,8 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def trace_twin(self, twins: _Twins, inputs: list[str]) -> fx.Graph:
-        """The graph of ``twins.root``'s forward."""
+    def trace_twin(self, twins: _Twins, call: Call) -> fx.Graph:
+        """The graph of ``twins.root``'s forward, called by ``call``."""
         self.root = twins.root
         self.graph = fx.Graph(tracer_cls=type(self))
         self.submodule_paths = {twin: name for name, twin in self.root.named_modules()}
@@ -111,8 +154,9 @@ class _Tracer(fx.Tracer):
             for name, value in vars(twin).items()
             if isinstance(value, Tensor)
         }
-        proxies = [self.create_proxy("placeholder", name, (), {}) for name in inputs]
-        output = self.create_arg(type(self.root).forward(self.root, *proxies))
+        names = [*(name for name, _ in call.values), REST]
+        args, kwargs = call.arguments([self.create_proxy("placeholder", n, (), {}) for n in names])
+        output = self.create_arg(type(self.root).forward(self.root, *args, **kwargs))
         self.create_node("output", "output", (output,), {})
         return self.graph
 
@@ -196,24 +240,29 @@ class _OnlyInputs(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def trace(module: nn.Module) -> Traced:
-    """Raises NotTraceable where the graph could miss something."""
+def trace(module: nn.Module, call: Call | None = None) -> Traced:
+    """The graph of ``call``, by default with the required arguments alone.
+
+    Raises NotTraceable where the graph could miss something.
+    """
     if sys.getprofile() is None:
-        return _trace(module)
+        return _trace(module, call)
     # Somebody profiles this thread, maybe in C, which could not be switched on again from here.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_trace, module).result()
+        return pool.submit(_trace, module, call).result()
 
 
-def _trace(module: nn.Module) -> Traced:
+def _trace(module: nn.Module, call: Call | None) -> Traced:
     tracer = _Tracer()
-    with _watched() as executed:
+    saw_rest: set[CodeType] = set()
+    with _watched(saw_rest) as executed:
         try:
-            names = _tensor_arguments(module)
+            call = call or default_call(module)
             twins = _Twins(module, tracer)
             executed.clear()  # only what the forward calls counts
+            saw_rest.clear()
             with _OnlyInputs():
-                graph = tracer.trace_twin(twins, names)
+                graph = tracer.trace_twin(twins, call)
         except NotTraceable:
             _check_modules(executed)  # the cause, where there is one, in better words
             raise
@@ -225,6 +274,8 @@ def _trace(module: nn.Module) -> Traced:
             ) from error
     _check_modules(executed)
     _check_steps(executed)
+    if call.rest:
+        _check_rest(module, executed, saw_rest)
     leftovers = {key: value for key, value in vars(twins.root).items() if key != "_modules"}
     if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(leftovers)):
         raise NotTraceable("its forward keeps what it computes")
@@ -232,7 +283,7 @@ def _trace(module: nn.Module) -> Traced:
         if node.op == "get_attr" and not _has(module, node.target):
             raise NotTraceable("its forward makes a tensor of its own")
     facts = tuple((name, value) for name, value in twins.reads.items() if is_plain(value))
-    return Traced(graph, len(names), facts)
+    return Traced(graph, call, facts)
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -249,27 +300,36 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN
 
 
-def _tensor_arguments(module: nn.Module) -> list[str]:
-    """The names of forward's required arguments."""
-    names = []
-    for p in inspect.signature(module.forward).parameters.values():
-        if p.kind is p.VAR_POSITIONAL or (p.kind is p.KEYWORD_ONLY and p.default is p.empty):
+def default_call(module: nn.Module) -> Call:
+    """Stand-ins for forward's required arguments, the defaults for the others."""
+    parameters = tuple(inspect.signature(module.forward).parameters.values())
+    for p in parameters:
+        if p.kind is p.VAR_POSITIONAL:
             raise NotTraceable(f"its forward takes {p}")
-        if p.kind is not p.VAR_KEYWORD and p.default is p.empty:
-            names.append(p.name)
-    if not names:
+    values = tuple(
+        (p.name, STAND_IN if p.default is p.empty else p.default)
+        for p in parameters
+        if p.kind is not p.VAR_KEYWORD
+    )
+    if not values:
         raise NotTraceable("its forward takes no input")
-    return names
+    return Call(parameters, values)
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[dict[CodeType, str]]:
-    """The code that runs inside the block, with the name of its module."""
+def _watched(saw_rest: set[CodeType]) -> Iterator[dict[CodeType, str]]:
+    """The code that runs inside the block, with the name of its module.
+
+    ``saw_rest`` becomes that of it which got REST among its further keyword arguments.
+    """
     executed: dict[CodeType, str] = {}
 
     def watch(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
             executed[frame.f_code] = str(frame.f_globals.get("__name__", ""))
+            rest = _rest_name(frame.f_code)
+            if rest is not None and REST in (frame.f_locals.get(rest) or ()):
+                saw_rest.add(frame.f_code)
         elif event == "c_call" and isinstance(getattr(argument, "__self__", None), FunctionMeta):
             executed[Function.forward.__code__] = Function.__module__  # its apply, in C
 
@@ -305,3 +365,37 @@ def _check_steps(executed: dict[CodeType, str]) -> None:
             if step.argval == "training" and step.opname == "LOAD_ATTR" and owner != "self":
                 raise NotTraceable(f"{code.co_name} asks for another module's training")
             owner = step.argval
+
+
+def _rest_name(code: CodeType) -> str | None:
+    """The name of the argument that takes the further keyword arguments."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return None
+    named = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    return code.co_varnames[named]
+
+
+def _check_rest(module: nn.Module, executed: dict[CodeType, str], saw: set[CodeType]) -> None:
+    """Refuses a forward that does more with its ``**kwargs`` than to give all of them to a layer.
+
+    A stand-in can't show which of them a function would take by name, or look up.
+    """
+    forward: Any = type(module).forward
+    of_forward = set()
+    while forward is not None:  # it and its decorators
+        of_forward.add(getattr(forward, "__code__", None))
+        forward = getattr(forward, "__wrapped__", None)
+    for code in saw:
+        top = executed[code].partition(".")[0]
+        if top != "torch" and executed[code] != __name__ and code not in of_forward:
+            raise NotTraceable(f"{code.co_name} gets the keyword arguments of the forward")
+    for code in of_forward & set(executed):
+        name = _rest_name(code)
+        steps = list(dis.get_instructions(code))
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            if name is None or name not in loaded:
+                continue
+            gives_all = following is not None and following.opname == "DICT_MERGE"
+            if not (step.opname.startswith("LOAD_FAST") and loaded[-1] == name and gives_all):
+                raise NotTraceable(f"{code.co_name} looks into its keyword arguments")

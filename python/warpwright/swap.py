@@ -22,7 +22,7 @@ from . import integrations
 from . import nn as ours
 from ._arch import why_no_kernel
 from ._blocks import base_of
-from ._fuse import Fusion
+from ._fuse import Fusion, Graphs
 from ._fuse import plan as plan_fusions
 from ._patterns import KINDS
 from ._patterns import NATIVE as KEEPER_NATIVE
@@ -312,7 +312,7 @@ class _Plan:
     entries: list[SwapEntry]
     chosen: Chosen
     fusions: list[Fusion] = field(default_factory=list)
-    graphs: dict[nn.Module, torch.fx.Graph] = field(default_factory=dict)
+    graphs: Graphs = field(default_factory=dict)
     changes: list[integrations.Change] = field(default_factory=list)
 
     @property

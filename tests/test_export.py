@@ -1,0 +1,296 @@
+"""torch.export, its decompositions to ATen, and ONNX."""
+
+import copy
+import itertools
+import re
+
+import pytest
+import torch
+from common import small_resnet
+from torch import nn
+
+import warpwright
+import warpwright.functional as F
+from warpwright._decompose import ATEN, COMPOSED, DECOMPOSITIONS
+from warpwright._ops import ops
+
+# ---- each decomposition computes what its op does ----
+
+# Ops that no exported forward contains: steps of optimizers, parts of the composed ops, and what
+# only a second derivative or dropout asks for.
+WITHOUT = {
+    *("adam_step_", "sgd_step_", "grad_norm"),
+    *("attention", "attention_backward", "attention_dropout_factors", "attention_second_order"),
+    *("cross_entropy_forward", "cross_entropy_backward", "cross_entropy_backward_"),
+    *("cross_entropy_lse", "cross_entropy_double_backward"),
+    *("cross_entropy_forward_gradient", "cross_entropy_scale_"),
+    *("linear_cross_entropy_forward", "linear_cross_entropy_backward"),
+}
+
+
+def test_every_op_has_one():
+    assert {*ATEN, *COMPOSED} == {*vars(ops)} - WITHOUT
+
+
+def same(name, *args):
+    """The results of op ``name`` and of its decomposition, which they must be."""
+    op, function = getattr(ops, name), ATEN[name]
+    expected, actual = op(*args), function(*args)
+    several = isinstance(expected, tuple)
+    for mine, theirs in zip(*((r if several else (r,)) for r in (actual, expected)), strict=True):
+        if theirs is None:
+            assert mine is None
+            continue
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    return expected
+
+
+def flags(count):
+    return [list(choice) for choice in itertools.product([False, True], repeat=count)]
+
+
+def test_elementwise_ops(device):
+    x = torch.randn(3, 5, device=device)
+    y = same("relu", x)
+    same("relu_backward", x.cos(), y)
+    same("relu_backward", x.cos(), torch.relu(x - x[0, 0]))
+    mine, theirs = x.clone(), x.clone()
+    ops.relu_(mine), ATEN["relu_"](theirs)
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_products(device):
+    x, w = torch.randn(2, 3, 5, device=device), torch.randn(4, 5, device=device)
+    b, dy = w[:, 0].clone(), torch.randn(2, 3, 4, device=device)
+    for bias in (None, b):
+        same("linear", x, w, bias)
+    same("linear", x, w[0], None)
+    for mask in flags(3):
+        same("linear_backward", dy, x, w, mask)
+        same("linear_backward", dy[0, 0], x[0, 0], w, mask)
+    same("linear_backward", dy, None, w, [True, False, False])
+    for form in ("relu", "gelu", "gelu_tanh", "silu"):
+        for keep in (False, True):
+            same("linear_activation", x, w, b, form, keep)
+        kept = ops.linear_activation(x, w, b, form, form != "relu")[form != "relu"]
+        for bias_gradient in (False, True):
+            same("linear_activation_backward", dy, kept, form, bias_gradient)
+            same("linear_activation_backward", dy[0, 0], kept[0, 0], form, bias_gradient)
+
+
+def test_conv2d(device):
+    x, w = torch.randn(2, 4, 9, 8, device=device), torch.randn(6, 2, 3, 2, device=device)
+    for image in (x, x[0], x.to(memory_format=torch.channels_last)):
+        geometry = ([2, 1], [1, 0], [1, 2], 2)
+        y = same("conv2d", image, w, w[:, 0, 0, 0].clone(), *geometry)
+        for mask in flags(3):
+            same("conv2d_backward", y.cos(), image, w, *geometry, mask)
+
+
+SHAPES = [(4, 8, 3, 3), (2, 4, 5, 6), (3, 6), (2, 5, 4), (2, 16, 2, 2), (2, 3, 1, 1)]
+
+
+def norms(device, shape, dtype):
+    x = torch.randn(shape, device=device, dtype=dtype)
+    channels = shape[1]
+    parameters = torch.float64 if dtype == torch.float64 else torch.float32
+    w, b = torch.randn(2, channels, device=device, dtype=parameters)
+    running = [b * 0.1, w * w + 0.5]
+    yield x, w, b, running
+    yield x, None, None, running
+    if len(shape) == 4:
+        yield x.to(memory_format=torch.channels_last), w, b, running
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_batch_norms(device, shape, dtype):
+    for x, w, b, running in norms(device, shape, dtype):
+        for training, residual in itertools.product((False, True), (False, True)):
+            stats = (None, None) if training else running
+            dy = torch.randn_like(x)
+            if dtype == torch.bfloat16:  # rounded alike, and away from the relu's edge
+                continue
+            _, mean, rstd = same("batch_norm", x, w, b, *stats, training, 1e-5)
+            for mask in flags(3):
+                same("batch_norm_backward", dy, x, w, mean, rstd, training, mask)
+            other = torch.randn_like(x) if residual else None
+            bits = same("batch_norm_relu", x, other, w, b, *stats, training, 1e-5)[-1]
+            for mask in flags(4):
+                arguments = (dy, x, w, b, mean, rstd, bits, training, mask)
+                same("batch_norm_relu_backward", *arguments)
+        for name, extra in (("batch_norm", ()), ("batch_norm_relu", (torch.randn_like(x),))):
+            results = []
+            for function in (getattr(ops, f"{name}_update"), ATEN[f"{name}_update"]):
+                stats = [r.clone() for r in running]
+                output = function(x, *extra, w, b, *stats, 0.3, 1e-5)
+                results.append((*output[:3], *stats))
+            tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+WINDOWS = [
+    (([3, 3], [2, 2], [1, 1], [1, 1]), False),
+    (([2], [], [0], [1]), False),
+    (([3, 2], [2, 3], [1, 0], [2, 1]), True),
+    (([16, 17], [1, 1], [8, 8], [1, 1]), False),  # codes of 32 bits
+]
+
+
+@pytest.mark.parametrize(("window", "ceil_mode"), WINDOWS, ids=str)
+def test_pools(device, window, ceil_mode):
+    images = torch.randn(2, 3, 11, 12, device=device)
+    for x in (images, images[0], images.to(memory_format=torch.channels_last)):
+        last = x.dim() == 4 and not x.is_contiguous()
+        for name in ("max_pool2d", "relu_max_pool2d"):
+            y = same(name, x, *window, ceil_mode)
+            _, codes = same(f"{name}_with_codes", x, *window, ceil_mode)
+            dy = torch.randn_like(y)
+            same("max_pool2d_backward", dy, codes, list(x.shape), *window, last)
+            same("max_pool2d_gather", x, codes, *window, last)
+        _, codes = ops.max_pool2d_with_codes(x, *window, ceil_mode)
+        same("max_pool2d_indices", codes, list(x.shape), *window, last)
+
+
+def test_batch_norm_relu_max_pool2d(device):
+    for x, w, b, running in norms(device, (2, 4, 9, 8), torch.float32):
+        window = ([3, 3], [2, 2], [1, 1], [1, 1])
+        for training, save in itertools.product((False, True), (False, True)):
+            stats = (None, None) if training else running
+            arguments = (x, w, b, *stats, training, 1e-5, *window, True, save)
+            y, mean, rstd, codes, winners = ops.batch_norm_relu_max_pool2d(*arguments)
+            *found, gathered = ATEN["batch_norm_relu_max_pool2d"](*arguments)
+            torch.testing.assert_close(found, [y, mean, rstd, codes])
+            won = codes != 255  # else the element counts for nothing
+            torch.testing.assert_close(gathered[won], winners[won])
+            if not save:
+                continue
+            dy = torch.randn_like(y)
+            for mask in flags(3):
+                arguments = (dy, x, codes, winners, w, b, mean, rstd, training, *window, mask)
+                same("batch_norm_relu_max_pool2d_backward", *arguments)
+        results = []
+        for table in (vars(ops), ATEN):
+            stats = [r.clone() for r in running]
+            arguments = (x, w, b, *stats, 0.3, 1e-5, *window, False, False)
+            results.append((*table["batch_norm_relu_max_pool2d_update"](*arguments)[:3], *stats))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+# ---- exported programs ----
+
+
+def ours_in(program):
+    """Our ops, also those that write to arguments: they are arguments of auto_functionalized."""
+    text = " ".join(f"{node.target} {node.args}" for node in program.graph.nodes)
+    return set(re.findall(r"warpwright\.(\w+)", text))
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = small_resnet()
+        self.gelu, self.out = nn.GELU(), nn.Linear(10, 10)
+
+    def forward(self, images, labels):
+        logits = self.out(self.gelu(self.net(images)))
+        heads = logits.view(1, -1, 2, 5)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+        extras = F.linear_cross_entropy(
+            logits, self.out.weight, labels, softcap=5.0, return_lse=True, return_argmax=True
+        )
+        return mixed, loss, F.linear_cross_entropy(logits, self.out.weight, labels), *extras
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_decompositions_of_a_program(device, training, fuse, strict):
+    model = Everything().to(device).train(training)
+    inputs = torch.randn(3, 3, 32, 32, device=device), torch.arange(3, device=device)
+    warpwright.swap(model, fuse=fuse)
+    batch = torch.export.Dim("batch", min=2, max=8)
+    shapes = {"images": {0: batch}, "labels": {0: batch}}
+    program = torch.export.export(model, inputs, dynamic_shapes=shapes, strict=strict)
+    assert {"conv2d", "linear", "cross_entropy", "scaled_dot_product_attention"} <= ours_in(program)
+    assert not {"relu", "max_pool2d", "batch_norm"} & ours_in(program)
+    decomposed = program.run_decompositions()
+    assert not ours_in(decomposed)
+    images, labels = (torch.cat([t, t[:2]]) for t in inputs)
+    expected = copy.deepcopy(model)(images, labels)
+    for runs in (program, decomposed):
+        actual = runs.module()(images, labels)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_table_without_an_op_keeps_it(device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)).to(device)
+    warpwright.swap(model)
+    program = torch.export.export(model, (torch.randn(3, 4, device=device),))
+    table = torch.export.default_decompositions()
+    del table[ops.linear]
+    assert ours_in(program.run_decompositions(table)) == {"linear"}
+    assert {"linear", "batch_norm_update"} <= ours_in(program.run_decompositions({}))
+    assert not ours_in(program.run_decompositions())
+
+
+def test_raw_ops_decompose(device):
+    """What functional does not write while exporting, a program may still contain."""
+
+    class Raw(nn.Module):
+        def forward(self, x, w):
+            ones = x.new_ones(4)
+            y = ops.batch_norm(ops.relu(x), ones, ones, ones, ones, False, 1e-5)[0]
+            ops.relu_(y)
+            z = ops.linear_activation(ops.relu_max_pool2d(y, [2]).flatten(1), w, None, "gelu")[0]
+            return ops.max_pool2d_with_indices(y, [2]), ops.conv2d_padding(y, y[:, :, :2, :2]), z
+
+    inputs = torch.randn(3, 4, 6, 6, device=device), torch.randn(5, 36, device=device)
+    program = torch.export.export(Raw(), inputs)
+    assert len(ours_in(program)) == 7
+    decomposed = program.run_decompositions()
+    assert not ours_in(decomposed)
+    torch.testing.assert_close(decomposed.module()(*inputs), Raw()(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_the_registrations_are_back_after_it(device):
+    model = nn.Sequential(nn.Linear(4, 4)).to(device)
+    warpwright.swap(model)
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    torch.export.export(model, (x,)).run_decompositions()
+    for op, decomposition in DECOMPOSITIONS.items():
+        assert op.py_kernels == {torch._C.DispatchKey.CompositeImplicitAutograd: decomposition}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(model(x).sum(), x)
+    )
+
+
+# ---- ONNX ----
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_onnx(fuse):
+    """ONNX's own evaluator runs the program; it has no kernels for 16 bits or GPUs."""
+    import onnx
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.gelu, self.out = small_resnet(), nn.GELU(), nn.Linear(10, 6)
+
+        def forward(self, images):
+            x = self.out(self.gelu(self.net(images))).view(1, -1, 2, 3)
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model = Model().eval()
+    warpwright.swap(model, fuse=fuse)
+    images = torch.randn(2, 3, 16, 16)
+    program = torch.onnx.export(model, (images,), dynamo=True, verbose=False)
+    assert {node.domain for node in program.model_proto.graph.node} == {""}
+    run = onnx.reference.ReferenceEvaluator(program.model_proto).run
+    name = program.model_proto.graph.input[0].name
+    (found,) = run(None, {name: images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(images), rtol=1e-3, atol=1e-4)
