@@ -189,14 +189,22 @@ class Worker {
     return true;
   }
 
+  // Whether `sum`, of a row's probabilities over `keys` keys, misses 1 by no more than lse's
+  // rounding and the sums' of both passes. If it misses more, lse and out are of a softmax over
+  // more keys.
+  static bool is_whole_row(C sum, AttentionLse<T> lse, int64_t keys) {
+    const C ulps = std::abs(static_cast<C>(lse)) + 32 + static_cast<C>(keys / 1024);
+    return std::abs(sum - 1) <= ulps * std::numeric_limits<C>::epsilon();
+  }
+
   // `p` comes in as S and leaves as P; `ds` leaves as dS. With `dv`, dv += A^T dout on the way.
   void grad_scores(const Tile& t, const AttentionLse<T>* lse, const C* delta, Matrix<C> dout,
                    Matrix<C> v, Matrix<C> dv, std::vector<C>& p, std::vector<C>& ds) {
     const int64_t size = t.rows * t.cols;
     ds.resize(size);
-    // The rounding of lse is a common factor of its row; a row in one tile can divide it out.
-    const bool normalize = sizeof(AttentionLse<T>) == sizeof(C) && t.col == 0 &&
-                           t.cols == visible_keys(t.row + t.rows);
+    // The rounding of lse is a common factor of its row; a whole row in one tile divides it out.
+    const bool one_tile = sizeof(AttentionLse<T>) == sizeof(C) && t.col == 0 &&
+                          t.cols == visible_keys(t.row + t.rows);
     for (int64_t i = 0; i < t.rows; ++i) {
       C* row = p.data() + i * t.cols;
       if (lse[i] == -std::numeric_limits<AttentionLse<T>>::infinity()) {
@@ -205,10 +213,10 @@ class Worker {
         const C rounded = static_cast<C>(lse[i]);
         const Vec row_lse(rounded), rest(static_cast<C>(lse[i] - rounded));
         at::vec::map([=](Vec x) { return (x - row_lse - rest).exp(); }, row, row, t.cols);
-        if (normalize) {
-          const Vec sum(at::vec::reduce_all<C>([](Vec x, Vec y) { return x + y; }, row, t.cols));
-          at::vec::map([=](Vec x) { return x / sum; }, row, row, t.cols);
-        }
+        if (!one_tile) continue;
+        const C sum = at::vec::reduce_all<C>([](Vec x, Vec y) { return x + y; }, row, t.cols);
+        if (!is_whole_row(sum, lse[i], t.cols)) continue;
+        at::vec::map([=](Vec x) { return x / Vec(sum); }, row, row, t.cols);
       }
     }
     const bool dropout = dropout_factors(t, factors_);
@@ -305,8 +313,8 @@ struct BackwardBuffers {
   std::vector<C> q, k, v, dout, out, p, ds, dq, dk, dv, delta;
 };
 
-// delta = rowsum(dout * out). A 16-bit out has lost what a sum of dS over a row must cancel to, so
-// there the same sum is taken as rowsum(P * dP), at the cost of one more walk over the keys.
+// delta = rowsum(dout * out). A 16-bit out has lost what a sum of dS over a row must cancel to: if
+// this call's keys are the whole row, delta is rowsum(P * dP) instead, for one more walk over them.
 template <class T>
 void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile& rows_tile,
                 Matrix<CpuCompute<T>> q, Matrix<CpuCompute<T>> dout, const AttentionLse<T>* lse,
@@ -314,15 +322,17 @@ void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile&
   using C = CpuCompute<T>;
   Tile t = rows_tile;
   const int64_t D_v = p.fwd.D_v, h_kv = worker.kv_head(t.h);
-  std::vector<double> sums(t.rows, 0.0);
-  if constexpr (std::is_same_v<T, C>) {
-    const auto out = worker.load(p.fwd.out, t.b, t.h, t.row, t.rows, D_v, buffers.out);
-    for (int64_t i = 0; i < t.rows; ++i) {
-      for (int64_t d = 0; d < D_v; ++d)
-        sums[i] += double(dout.data[i * dout.pitch + d]) * out.data[i * out.pitch + d];
-    }
-  } else {
+  const auto out = worker.load(p.fwd.out, t.b, t.h, t.row, t.rows, D_v, buffers.out);
+  buffers.delta.resize(t.rows);
+  for (int64_t i = 0; i < t.rows; ++i) {
+    double sum = 0;
+    for (int64_t d = 0; d < D_v; ++d)
+      sum += double(dout.data[i * dout.pitch + d]) * out.data[i * out.pitch + d];
+    buffers.delta[i] = static_cast<C>(sum);
+  }
+  if constexpr (!std::is_same_v<T, C>) {
     const std::vector<C> zero(t.rows, C(0));
+    std::vector<double> probability(t.rows, 0.0), delta(t.rows, 0.0);
     const int64_t keys = worker.visible_keys(t.row + t.rows);
     for (t.col = 0; t.col < keys; t.col += kBlockK) {
       t.cols = std::min(kBlockK, keys - t.col);
@@ -332,11 +342,17 @@ void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile&
                          worker.load(p.fwd.v, t.b, h_kv, t.col, t.cols, D_v, buffers.v),
                          {nullptr, 0}, buffers.p, buffers.ds);
       for (int64_t i = 0; i < t.rows; ++i) {
-        for (int64_t j = 0; j < t.cols; ++j) sums[i] += buffers.ds[i * t.cols + j];
+        for (int64_t j = 0; j < t.cols; ++j) {
+          probability[i] += buffers.p[i * t.cols + j];
+          delta[i] += buffers.ds[i * t.cols + j];
+        }
       }
     }
+    for (int64_t i = 0; i < t.rows; ++i) {
+      if (worker.is_whole_row(static_cast<C>(probability[i]), lse[i], keys))
+        buffers.delta[i] = static_cast<C>(delta[i]);
+    }
   }
-  buffers.delta.assign(sums.begin(), sums.end());
 }
 
 // dq, dk and dv of the query heads that share key head (b, h_kv).

@@ -4,6 +4,7 @@
 
 #include "ops/relu/relu.h"
 #include "torch/autograd.h"
+#include "torch/check_argument.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -47,12 +48,8 @@ void check_relu(const Tensor& input) {
 }
 
 void check_relu_backward(const Tensor& grad_output, const Tensor& output) {
-  TORCH_CHECK(grad_output.sym_sizes() == output.sym_sizes(),
-              "relu_backward: grad_output: expected shape ", output.sym_sizes(), ", got ",
-              grad_output.sym_sizes());
-  TORCH_CHECK(grad_output.scalar_type() == output.scalar_type(),
-              "relu_backward: grad_output: expected ", output.scalar_type(), ", got ",
-              grad_output.scalar_type());
+  check_argument(grad_output, "relu_backward: grad_output", output.sym_sizes(),
+                 output.scalar_type(), output);
   check_relu(output);
 }
 
@@ -67,6 +64,7 @@ Tensor in_order_of(const Tensor& tensor, const Tensor& like) {
 template <class Run>
 Tensor relu_with(const Tensor& input, Run&& run) {
   check_relu(input);
+  check_has_storage(input, "relu: input");
   Tensor output = empty_output(input);
   const Tensor source = in_order_of(input, output);
   run(ReluParams{dtype_of(input), input.numel(), source.const_data_ptr(),
@@ -77,6 +75,7 @@ Tensor relu_with(const Tensor& input, Run&& run) {
 template <class Run>
 void relu_inplace_with(Tensor input, Run&& run) {
   check_relu(input);
+  check_has_storage(input, "relu_: input");
   if (!input.is_non_overlapping_and_dense()) {
     input.copy_(call::relu(input));
     return;
@@ -87,6 +86,8 @@ void relu_inplace_with(Tensor input, Run&& run) {
 template <class Run>
 Tensor relu_backward_with(const Tensor& grad_output, const Tensor& output, Run&& run) {
   check_relu_backward(grad_output, output);
+  check_has_storage(grad_output, "relu_backward: grad_output");
+  check_has_storage(output, "relu_backward: output");
   Tensor grad_input = empty_output(output);
   const Tensor dy = in_order_of(grad_output, grad_input);
   const Tensor y = in_order_of(output, grad_input);
