@@ -264,6 +264,8 @@ def child(campaign, pipe):
             say(i=i, result="none", message="")
             continue
         say(i=i, call=f"{name}({tree_map(describe, args)}, {tree_map(describe, kwargs)})")
+        if i == campaign.fatal:
+            os.abort()
         result, message = run(function, args, kwargs)
         if any(fault in message for fault in CUDA_FAULT):
             say(i=i, fault=message)
@@ -284,6 +286,7 @@ class Campaign:
     only: str = ""  # regular expression of names
     native: bool = False  # native's functions
     limit_memory: bool = True  # not under AddressSanitizer, which maps terabytes
+    fatal: int = -1  # this call aborts: the test of the harness
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """Attention over parts of the keys, merged: each part's backward gets the merged out and lse, as in ring
 attention. Its probabilities are those of the larger softmax, and the parts' gradients add up."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -61,8 +63,8 @@ def assert_as_exact_as_native(q, k, v, mask, cuts):
     exact = whole(native, q, k, v, mask, grad_out, torch.float64)
     eps = torch.finfo(q.dtype).eps * (256 if q.dtype == torch.float64 else 1)
     names = ("out", "query", "key", "value", "mask")
-    rows = zip(names, (ours[0], *ours[1]), (theirs[0], *theirs[1]), (exact[0], *exact[1]))
-    for name, x, y, e in rows:
+    columns = [(out, *gradients) for out, gradients in (ours, theirs, exact)]
+    for name, x, y, e in zip(names, *columns, strict=False):  # a mask of booleans has no gradient
         error, native_error = ((t.double() - e).norm() / e.norm() for t in (x, y))
         assert error <= ERROR_FACTOR * native_error + eps, (name, float(error), float(native_error))
 
@@ -83,7 +85,7 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_parts(device, dtype, name):
     S_k, ends = CUTS[name]
-    cuts = [slice(a, b) for a, b in zip(ends, ends[1:])]
+    cuts = [slice(a, b) for a, b in pairwise(ends)]
     assert_as_exact_as_native(*make(device, dtype, 150, S_k), None, cuts)
 
 

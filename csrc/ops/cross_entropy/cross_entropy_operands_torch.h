@@ -7,7 +7,7 @@
 
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cross_entropy_torch.h"
-#include "torch/checks.h"
+#include "torch/check_argument.h"
 #include "torch/dispatch.h"
 
 namespace warpwright {
@@ -62,6 +62,12 @@ inline void check_kernel_dtypes(const Tensor& input, const Tensor& target,
   const at::ScalarType q = target.scalar_type();
   TORCH_CHECK(q == type || q == accum, "cross_entropy: target: expected probabilities of type ",
               type, " or ", accum, ", got ", q);
+}
+
+// A direction of the double backward; undefined: zero.
+inline void check_direction(const OptionalTensor& tensor, const Tensor& like, const char* name) {
+  if (!tensor.has_value() || !tensor->defined()) return;
+  check_argument(*tensor, name, like.sym_sizes(), tensor->scalar_type(), like);
 }
 
 // Whether one walk goes over both. Strips of pixels stay inside an image of either.

@@ -14,7 +14,6 @@
 
 #include "ops/cross_entropy/cross_entropy_operands_torch.h"
 #include "torch/autograd.h"
-#include "torch/check_argument.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -167,11 +166,6 @@ void check_saved(const Tensor& input, const Tensor& target, const Tensor& weight
 
 constexpr const char* kGradGradInput = "cross_entropy_double_backward: grad_grad_input";
 constexpr const char* kGradGradTarget = "cross_entropy_double_backward: grad_grad_target";
-
-void check_direction(const OptionalTensor& tensor, const Tensor& like, const char* name) {
-  if (!tensor.has_value() || !tensor->defined()) return;
-  check_argument(*tensor, name, like.sym_sizes(), tensor->scalar_type(), like);
-}
 
 template <class Params>
 void set_saved(Params& p, const Tensor& dloss, const Tensor& row_stats,
