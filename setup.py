@@ -5,7 +5,8 @@
 
 Environment: NO_CUDA=1 builds for the CPU only, FORCE_CUDA=1 fails if nvcc is missing,
 TORCH_CUDA_ARCH_LIST chooses the GPU architectures, LINEINFO=1 keeps the kernels' source lines for
-profilers, MAX_JOBS the parallel compile jobs.
+profilers, SANITIZE=1 builds the CPU code with AddressSanitizer and UBSan (CONTRIBUTING.md has the
+calls), MAX_JOBS the parallel compile jobs.
 """
 
 import hashlib
@@ -200,6 +201,14 @@ cxx_flags = [
     "-Wno-unknown-pragmas",
     *cpu_flags,
 ]
+SANITIZE = flag("SANITIZE")
+# Python's own flags define signed overflow (-fwrapv), which hides it. vptr wants torch's type
+# information, which is hidden.
+sanitizer_flags = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"] if SANITIZE else []
+if SANITIZE:
+    cxx_flags = [f for f in cxx_flags if f not in ("-O3", "-g0")]
+    cxx_flags += ["-O1", "-g1", "-fno-wrapv", "-fno-omit-frame-pointer", *sanitizer_flags]
+    cxx_flags += ["-fno-sanitize-recover=undefined"]
 nvcc_flags = [
     "-std=c++20",
     "-O3",
@@ -211,7 +220,12 @@ nvcc_flags = [
 
 common = {
     "name": LIBRARY,
-    "extra_link_args": ["-fopenmp", "-s", *shared_libstdcxx()],
+    "extra_link_args": [
+        "-fopenmp",
+        *([] if SANITIZE else ["-s"]),
+        *sanitizer_flags,
+        *shared_libstdcxx(),
+    ],
     "include_dirs": [str(ROOT / "csrc")],
     "define_macros": defines,
     "py_limited_api": True,  # keeps torch_python, and with it every Python symbol, out

@@ -105,11 +105,10 @@ TensorPair linear_activation_with(const Tensor& input, const Tensor& weight,
                                   const OptionalTensor& bias, Activation activation, bool keep,
                                   const Runner& runner) {
   check_linear(input, weight, bias);
+  const OptionalTensor dense_bias = linear_operands(input, weight, bias);
   TensorPair outputs = empty_outputs(input, weight, keep);
   auto& [output, preactivation] = outputs;
   const Matrix x = as_matrix(input), w = as_matrix(weight);  // they own what they had to copy
-  OptionalTensor dense_bias = bias;
-  if (bias.has_value() && bias->defined()) dense_bias = bias->contiguous();
   GemmParams p = gemm_params(x, w, dense_bias, output);
   p.activation = activation;
   p.preactivation = keep ? preactivation.mutable_data_ptr() : nullptr;
@@ -122,6 +121,8 @@ TensorPair linear_activation_backward_with(const Tensor& grad_output, const Tens
                                            Activation activation, bool bias_gradient,
                                            const Runner& runner) {
   check_linear_activation_backward(grad_output, kept);
+  check_has_storage(grad_output, "linear_activation_backward: grad_output");
+  check_has_storage(kept, "linear_activation_backward: kept");
   TensorPair gradients = empty_gradients(kept, bias_gradient);
   auto& [dz, db] = gradients;
   const int64_t cols = kept.size(-1);

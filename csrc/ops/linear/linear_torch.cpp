@@ -54,6 +54,7 @@ Tensor linear_composed(const Tensor& input, const Tensor& weight, const Optional
   TORCH_CHECK(weight.dim() <= 2, "linear: weight: t() expects a tensor with <= 2 dimensions, got ",
               weight.dim(), "D");
   const bool has_bias = bias.has_value() && bias->defined();
+  if (has_bias) check_plain_storage(*bias, "linear: bias");
   if (has_bias && native_adds_bias(input, *bias)) return at::linear(input, weight, bias);
   if (weight.dim() == 1) {
     TORCH_CHECK(!has_bias, "linear: weight: mat2 must be a matrix when there is a bias, got 1-D");
@@ -85,6 +86,15 @@ void check_linear(const Tensor& input, const Tensor& weight, const OptionalTenso
               input.dim() == 1 ? c10::SymInt(1)
                                : input.sym_numel() / (features == 0 ? c10::SymInt(1) : features),
               "x", features, " and ", weight.sym_size(1), "x", weight.sym_size(0), ")");
+}
+
+OptionalTensor linear_operands(const Tensor& input, const Tensor& weight,
+                               const OptionalTensor& bias) {
+  check_has_storage(input, "linear: input");
+  check_has_storage(weight, "linear: weight");
+  if (!bias.has_value() || !bias->defined()) return bias;
+  check_has_storage(*bias, "linear: bias");
+  return bias->contiguous();
 }
 
 Matrix as_matrix(const Tensor& tensor) {
@@ -191,9 +201,8 @@ Tensor linear_with(const Tensor& input, const Tensor& weight, const OptionalTens
   check_linear(input, weight, bias);
   // Integers and complex numbers have no kernel of ours.
   if (!is_floating(input.scalar_type())) return at::linear(input, weight, bias);
+  const OptionalTensor dense_bias = linear_operands(input, weight, bias);
   Tensor output = empty_of(with_last_size(input, weight.sym_size(0)), input);
-  OptionalTensor dense_bias = bias;
-  if (bias.has_value() && bias->defined()) dense_bias = bias->contiguous();
   runner.gemm(gemm_params(as_matrix(input), as_matrix(weight), dense_bias, output));
   return output;
 }
@@ -223,6 +232,9 @@ Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& 
   if (!is_floating(grad_output.scalar_type())) {
     return native_linear_backward(grad_output, input, weight, mask);
   }
+  check_has_storage(grad_output, "linear_backward: grad_output");
+  if (mask[0]) check_has_storage(*weight, "linear_backward: weight");
+  if (mask[1]) check_has_storage(*input, "linear_backward: input");
   Gradients result = empty_gradients(grad_output, input, weight, mask);
   auto& [dx, dw, db] = result;
   // Matrices own what they had to copy.

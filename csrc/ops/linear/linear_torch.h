@@ -13,6 +13,7 @@
 #include "host/sm90.h"
 #include "ops/linear/linear.h"
 #include "torch/autograd.h"
+#include "torch/check_argument.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -66,6 +67,10 @@ struct Matrix {
   const void* data() const { return owner.const_data_ptr(); }
   Matrix transposed() const { return {owner, cols, rows, stride_col, stride_row}; }
 };
+
+// Checks that the operands of a linear op are in memory; returns a contiguous bias.
+OptionalTensor linear_operands(const Tensor& input, const Tensor& weight,
+                               const OptionalTensor& bias);
 
 // Copies only if neither direction is contiguous, or the leading dimensions do not fold.
 Matrix as_matrix(const Tensor& tensor);

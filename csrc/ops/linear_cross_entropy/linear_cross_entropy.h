@@ -51,7 +51,7 @@ inline ChunkPlan choose_chunks(DType dtype, int64_t rows, int64_t features, int6
   ChunkPlan plan{};
   plan.wide_sum = true;
   if (wanted_rows > 0) {
-    plan.rows = wanted_rows;
+    plan.rows = std::min(wanted_rows, std::max<int64_t>(1, rows));
     plan.reason = "as asked";
   } else {
     const int64_t fitting = kChunkBytes / row_bytes / kChunkTile * kChunkTile;

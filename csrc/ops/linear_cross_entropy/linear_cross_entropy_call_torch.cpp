@@ -146,6 +146,11 @@ UserCall user_call(const Tensor& input, const Tensor& weight, const Tensor& targ
                     "got ", z_loss);
   TORCH_CHECK_VALUE(softcap >= 0, "linear_cross_entropy: softcap: expected a number of at least ",
                     "0, got ", softcap);
+  check_plain_storage(input, "linear_cross_entropy: input");
+  check_plain_storage(weight, "linear_cross_entropy: weight");
+  check_plain_storage(target, "linear_cross_entropy: target");
+  check_plain_storage(value_or_undefined(bias), "linear_cross_entropy: bias");
+  check_plain_storage(value_or_undefined(class_weight), "linear_cross_entropy: class_weight");
   const LossOptions loss{reduction, std::move(ignore_index), label_smoothing, z_loss};
   return {Call(input, weight, bias, target, class_weight, {loss, softcap, chunk_rows.value_or(0)}),
           wants_lse, wants_argmax};

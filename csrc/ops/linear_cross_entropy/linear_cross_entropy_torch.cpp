@@ -43,7 +43,7 @@ Gradients empty_gradients(const Call& c, Mask3 mask, ScalarType sum_type) {
 
 // ---- checks ----
 
-void check_call(const Call& c) {
+void check_call(const Call& c, Mask3 mask) {
   TORCH_CHECK(c.input.dim() == 2 && c.weight.dim() == 2,
               "linear_cross_entropy: expected matrices as input and weight, got ",
               c.input.sym_sizes(), " and ", c.weight.sym_sizes());
@@ -69,12 +69,32 @@ void check_call(const Call& c) {
                 "linear_cross_entropy: class_weight: expected (", classes, "), got ",
                 c.class_weight.sym_sizes());
   }
+  TORCH_CHECK(!mask[2] || c.bias.defined(),
+              "linear_cross_entropy: output_mask: expected a bias, whose gradient is wanted");
   TORCH_CHECK_VALUE(c.chunk_rows >= 0,
                     "linear_cross_entropy: chunk_rows: expected at least 1, got ", c.chunk_rows);
   // cross_entropy's own checks want logits: one element, seen as all of them.
   const Tensor logits =
       at::empty({1, 1}, c.input.options()).expand_symint({c.input.sym_size(0), classes});
   check_cross_entropy(logits, c.target, c.class_weight, c.loss);
+}
+
+void check_row_gradients(const Call& c, const Tensor& grad_output, const Tensor& grad_lse) {
+  const SymInt rows[] = {c.input.sym_size(0)};
+  check_argument(grad_output, "linear_cross_entropy_backward: grad_output",
+                 c.is_none() ? c10::SymIntArrayRef(rows) : c10::SymIntArrayRef(),
+                 grad_output.scalar_type(), c.input);
+  if (!grad_lse.defined()) return;
+  check_argument(grad_lse, "linear_cross_entropy_backward: grad_lse", rows, grad_lse.scalar_type(),
+                 c.input);
+}
+
+void check_storage(const Call& c) {
+  check_has_storage(c.input, "linear_cross_entropy: input");
+  check_has_storage(c.weight, "linear_cross_entropy: weight");
+  check_has_storage(c.bias, "linear_cross_entropy: bias");
+  check_has_storage(c.target, "linear_cross_entropy: target");
+  check_has_storage(c.class_weight, "linear_cross_entropy: class_weight");
 }
 
 // ---- chunks ----
@@ -244,7 +264,8 @@ Gradients run_chunks(const Call& c, const Factors& factors, Mask3 mask, ScalarTy
 }
 
 Results forward(const Call& c, ScalarType dtype, Mask3 mask, bool wants_lse, bool wants_argmax) {
-  check_call(c);
+  check_call(c, mask);
+  check_storage(c);
   TORCH_CHECK(!c.is_none() || (!mask[0] && !mask[1] && !mask[2]),
               "linear_cross_entropy_forward: output_mask: the gradients of reduction 'none' are "
               "linear_cross_entropy_backward's");
@@ -265,7 +286,11 @@ Results forward(const Call& c, ScalarType dtype, Mask3 mask, bool wants_lse, boo
 }
 
 Gradients backward(const Tensor& grad_output, const Tensor& grad_lse, const Call& c, Mask3 mask) {
-  check_call(c);
+  check_call(c, mask);
+  check_row_gradients(c, grad_output, grad_lse);
+  check_storage(c);
+  check_has_storage(grad_output, "linear_cross_entropy_backward: grad_output");
+  check_has_storage(grad_lse, "linear_cross_entropy_backward: grad_lse");
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const ScalarType type = c.input.scalar_type();
   Tensor scale = grad_output.to(accum_type(type));
@@ -309,7 +334,7 @@ Results linear_cross_entropy_forward_meta(const Tensor& input, const Tensor& wei
   const Call c(
       input, weight, bias, target, class_weight,
       {{reduction, std::move(ignore_index), label_smoothing, z_loss}, softcap, chunk_rows});
-  check_call(c);
+  check_call(c, output_mask);
   const ScalarType type = input.scalar_type();
   const auto [dx, dw, db] = empty_gradients(c, output_mask, stored_type(type));
   const auto rows = RowResults::empty(c, return_lse, return_argmax);
@@ -324,17 +349,18 @@ Results linear_cross_entropy_forward_meta(const Tensor& input, const Tensor& wei
           rows.argmax};
 }
 
-Gradients linear_cross_entropy_backward_meta(const Tensor&, const Tensor& input,
+Gradients linear_cross_entropy_backward_meta(const Tensor& grad_output, const Tensor& input,
                                              const Tensor& weight, const OptionalTensor& bias,
                                              const Tensor& target,
                                              const OptionalTensor& class_weight, int64_t reduction,
                                              SymInt ignore_index, double label_smoothing,
                                              int64_t chunk_rows, Mask3 output_mask, double z_loss,
-                                             double softcap, const OptionalTensor&) {
+                                             double softcap, const OptionalTensor& grad_lse) {
   const Call c(
       input, weight, bias, target, class_weight,
       {{reduction, std::move(ignore_index), label_smoothing, z_loss}, softcap, chunk_rows});
-  check_call(c);
+  check_call(c, output_mask);
+  check_row_gradients(c, grad_output, value_or_undefined(grad_lse));
   return empty_gradients(c, output_mask, input.scalar_type());
 }
 

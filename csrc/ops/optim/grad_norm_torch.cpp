@@ -49,6 +49,7 @@ Tensor grad_norm_with(TensorList grads, TensorList counter, double max_norm,
   std::vector<Tensor> copies;
   tensors.reserve(grads.size());
   for (const Tensor& grad : grads) {
+    check_has_storage(grad, "grad_norm: grads");
     Tensor dense = grad;
     if (!grad.is_non_overlapping_and_dense()) copies.push_back(dense = grad.contiguous());
     tensors.push_back({dense.numel(), dense.const_data_ptr(), dtype_of(dense)});
@@ -57,14 +58,14 @@ Tensor grad_norm_with(TensorList grads, TensorList counter, double max_norm,
   GradNormParams p{tensors.data(),
                    static_cast<int64_t>(tensors.size()),
                    max_norm,
-                   float_pointer(grad_scale),
+                   float_pointer(grad_scale, "grad_norm: grad_scale"),
                    result.mutable_data_ptr<double>(),
                    nullptr,
                    nullptr};
   if (result.is_cuda()) {
     partials = at::empty({grad_norm_workspace(p.tensors, p.num_tensors)}, result.options());
     p.partials = partials.mutable_data_ptr<double>();
-    p.counter = static_cast<unsigned*>(counter[0].mutable_data_ptr());
+    p.counter = counter_pointer(counter[0]);
   }
   run(p);
   return result;

@@ -156,12 +156,13 @@ class StepTensors {
       if (!params[i].is_non_overlapping_and_dense()) orders_[i] = at::empty_like(params[i]);
     }
     params_ = params;
-    add(params, true, [](StepTensor& t, void* data) { t.param = data; });
+    add("params", params, true, [](StepTensor& t, void* data) { t.param = data; });
   }
 
   template <class Set>
-  void add(TensorList list, bool written, Set&& set) {
+  void add(const char* name, TensorList list, bool written, Set&& set) {
     for (size_t i = 0; i < list.size(); ++i) {
+      check_has_storage(list[i], name);
       const Tensor& order = orders_[i].defined() ? orders_[i] : params_[i];
       Tensor tensor = list[i];
       if (tensor.numel() != 0 && !same_order(tensor, order)) {
@@ -185,9 +186,9 @@ class StepTensors {
   std::vector<std::pair<Tensor, Tensor>> copies_;
 };
 
-Hyper hyper_of(double value, const OptionalTensor& tensor) {
+Hyper hyper_of(double value, const OptionalTensor& tensor, const char* name) {
   if (!tensor.has_value()) return {value};
-  return {value, tensor->const_data_ptr(), tensor->scalar_type() == at::kDouble};
+  return {value, pointer_of(tensor, name), tensor->scalar_type() == at::kDouble};
 }
 
 DType state_dtype_of(TensorList params, TensorList states, TensorList masters) {
@@ -204,13 +205,19 @@ StepParams common_params(TensorList params, TensorList states, TensorList master
           state_dtype_of(params, states, masters),
           step.tensors.data(),
           static_cast<int64_t>(step.tensors.size()),
-          hyper_of(lr, lr_tensor),
+          hyper_of(lr, lr_tensor, "lr_tensor"),
           weight_decay,
           maximize,
           zero_grad,
-          float_pointer(grad_scale),
-          float_pointer(found_inf),
-          clip.has_value() ? clip->const_data_ptr<double>() : nullptr};
+          float_pointer(grad_scale, "grad_scale"),
+          float_pointer(found_inf, "found_inf"),
+          static_cast<const double*>(pointer_of(clip, "clip"))};
+}
+
+double host_value(const Hyper& hyper) {
+  if (hyper.pointer == nullptr) return hyper.value;
+  return hyper.is_double ? *static_cast<const double*>(hyper.pointer)
+                         : *static_cast<const float*>(hyper.pointer);
 }
 
 // Advances steps on the host and takes the bias corrections from them, in double.
@@ -251,11 +258,13 @@ void sgd_step_with(TensorList params, TensorList grads, TensorList buffers, Tens
   check_common("sgd_step_", params, lr_tensor, grad_scale, found_inf, clip);
   StepTensors step(params);
   const bool grads_written = zero_grad || grad_scale.has_value();
-  step.add(grads, grads_written, [](StepTensor& t, void* data) { t.grad = data; });
+  step.add("grads", grads, grads_written, [](StepTensor& t, void* data) { t.grad = data; });
   if (momentum != 0) {
-    step.add(buffers, true, [](StepTensor& t, void* data) { t.state[0] = data; });
+    step.add("momentum_buffers", buffers, true,
+             [](StepTensor& t, void* data) { t.state[0] = data; });
   }
-  step.add(masters, true, [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
+  step.add("masters", masters, true,
+           [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
   SgdParams p{
       common_params(params, momentum != 0 ? buffers : TensorList(), masters, step, lr, lr_tensor,
                     weight_decay, maximize, zero_grad, grad_scale, found_inf, clip),
@@ -283,35 +292,33 @@ void adam_step_with(TensorList params, TensorList grads, TensorList exp_avgs,
 
   StepTensors step(params);
   const bool grads_written = zero_grad || grad_scale.has_value();
-  step.add(grads, grads_written, [](StepTensor& t, void* data) { t.grad = data; });
-  step.add(exp_avgs, true, [](StepTensor& t, void* data) { t.state[0] = data; });
-  step.add(exp_avg_sqs, true, [](StepTensor& t, void* data) { t.state[1] = data; });
-  step.add(max_exp_avg_sqs, true, [](StepTensor& t, void* data) { t.state[2] = data; });
-  step.add(masters, true, [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
+  step.add("grads", grads, grads_written, [](StepTensor& t, void* data) { t.grad = data; });
+  step.add("exp_avgs", exp_avgs, true, [](StepTensor& t, void* data) { t.state[0] = data; });
+  step.add("exp_avg_sqs", exp_avg_sqs, true, [](StepTensor& t, void* data) { t.state[1] = data; });
+  step.add("max_exp_avg_sqs", max_exp_avg_sqs, true,
+           [](StepTensor& t, void* data) { t.state[2] = data; });
+  step.add("masters", masters, true,
+           [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
+  for (const Tensor& taken : steps) check_has_storage(taken, "state_steps");
   const bool device_steps = device.is_cuda() && steps[0].is_cuda();
+  AdamParams p{common_params(params, exp_avgs, masters, step, lr, lr_tensor, weight_decay, maximize,
+                             zero_grad, grad_scale, found_inf, clip),
+               hyper_of(beta1, beta1_tensor, "beta1_tensor"),
+               hyper_of(beta2, beta2_tensor, "beta2_tensor"),
+               eps,
+               !max_exp_avg_sqs.empty(),
+               decoupled_weight_decay,
+               steps[0].scalar_type() == at::kDouble,
+               device_steps ? counter_pointer(counter[0]) : nullptr};
   if (device_steps) {
     for (size_t i = 0; i < steps.size(); ++i) step.tensors[i].step = steps[i].mutable_data_ptr();
   } else {
     TORCH_CHECK(device.is_cpu() || (!beta1_tensor.has_value() && !beta2_tensor.has_value()), op,
                 ": state_steps: expected steps on ", device,
                 " (capturable=True) beside betas on that device, got cpu");
-    auto value = [](double beta, const OptionalTensor& tensor) {
-      if (!tensor.has_value()) return beta;
-      return tensor->scalar_type() == at::kDouble ? *tensor->const_data_ptr<double>()
-                                                  : *tensor->const_data_ptr<float>();
-    };
-    advance_host_steps(steps, value(beta1, beta1_tensor), value(beta2, beta2_tensor), found_inf,
-                       step.tensors);
+    // Last of what may raise: steps that have advanced belong to a step that was taken.
+    advance_host_steps(steps, host_value(p.beta1), host_value(p.beta2), found_inf, step.tensors);
   }
-  AdamParams p{common_params(params, exp_avgs, masters, step, lr, lr_tensor, weight_decay, maximize,
-                             zero_grad, grad_scale, found_inf, clip),
-               hyper_of(beta1, beta1_tensor),
-               hyper_of(beta2, beta2_tensor),
-               eps,
-               !max_exp_avg_sqs.empty(),
-               decoupled_weight_decay,
-               steps[0].scalar_type() == at::kDouble,
-               device_steps ? static_cast<unsigned*>(counter[0].mutable_data_ptr()) : nullptr};
   run(p);
   step.finish();
 }

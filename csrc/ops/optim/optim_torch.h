@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "torch/autograd.h"
+#include "torch/checks.h"
 #include "torch/dispatch.h"
 
 namespace warpwright {
@@ -32,6 +33,8 @@ inline void check_scalar(const char* op, const char* name, const OptionalTensor&
   if (!tensor.has_value()) return;
   TORCH_CHECK(tensor->sym_numel() == numel, op, ": ", name, ": expected ", numel,
               " element(s), got ", tensor->sym_numel());
+  TORCH_CHECK(numel == 1 || tensor->is_contiguous(), op, ": ", name,
+              ": expected a contiguous tensor, got strides ", tensor->sym_strides());
   TORCH_CHECK(tensor->device() == device, op, ": ", name, ": expected device ", device, ", got ",
               tensor->device());
   bool found = false;
@@ -84,8 +87,20 @@ void bump_versions(const Lists&... lists) {
 
 // ---- tensors in the form that the kernels take ----
 
-inline const float* float_pointer(const OptionalTensor& tensor) {
-  return tensor.has_value() ? tensor->const_data_ptr<float>() : nullptr;
+// `name` is "op: argument".
+inline const void* pointer_of(const OptionalTensor& tensor, const char* name) {
+  if (!tensor.has_value()) return nullptr;
+  check_has_storage(*tensor, name);
+  return tensor->const_data_ptr();
+}
+
+inline const float* float_pointer(const OptionalTensor& tensor, const char* name) {
+  return static_cast<const float*>(pointer_of(tensor, name));
+}
+
+inline unsigned* counter_pointer(const Tensor& counter) {
+  check_has_storage(counter, "counter");
+  return static_cast<unsigned*>(counter.mutable_data_ptr());
 }
 
 }  // namespace warpwright

@@ -6,6 +6,7 @@
 
 #include "ops/relu/relu.h"
 #include "torch/autograd.h"
+#include "torch/check_argument.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -49,12 +50,8 @@ void check_relu(const Tensor& input) {
 }
 
 void check_relu_backward(const Tensor& grad_output, const Tensor& output) {
-  TORCH_CHECK(grad_output.sym_sizes() == output.sym_sizes(),
-              "relu_backward: grad_output: expected shape ", output.sym_sizes(), ", got ",
-              grad_output.sym_sizes());
-  TORCH_CHECK(grad_output.scalar_type() == output.scalar_type(),
-              "relu_backward: grad_output: expected ", output.scalar_type(), ", got ",
-              grad_output.scalar_type());
+  check_argument(grad_output, "relu_backward: grad_output", output.sym_sizes(),
+                 output.scalar_type(), output);
   check_relu(output);
 }
 
@@ -69,6 +66,7 @@ Tensor in_order_of(const Tensor& tensor, const Tensor& like) {
 template <class Run>
 Tensor relu_with(const Tensor& input, Run&& run) {
   check_relu(input);
+  check_has_storage(input, "relu: input");
   Tensor output = empty_output(input);
   const Tensor source = in_order_of(input, output);
   run(ReluParams{dtype_of(input), input.numel(), source.const_data_ptr(),
@@ -79,6 +77,7 @@ Tensor relu_with(const Tensor& input, Run&& run) {
 template <class Run>
 Tensor& relu_inplace_with(Tensor& input, Run&& run) {
   check_relu(input);
+  check_has_storage(input, "relu_: input");
   if (!input.is_non_overlapping_and_dense()) return input.copy_(call::relu(input));
   run(ReluParams{dtype_of(input), input.numel(), input.const_data_ptr(), input.mutable_data_ptr()});
   return input;
@@ -87,6 +86,8 @@ Tensor& relu_inplace_with(Tensor& input, Run&& run) {
 template <class Run>
 Tensor relu_backward_with(const Tensor& grad_output, const Tensor& output, Run&& run) {
   check_relu_backward(grad_output, output);
+  check_has_storage(grad_output, "relu_backward: grad_output");
+  check_has_storage(output, "relu_backward: output");
   Tensor grad_input = empty_output(output);
   const Tensor dy = in_order_of(grad_output, grad_input);
   const Tensor y = in_order_of(output, grad_input);

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "ops/attention/torch/common.h"
+#include "torch/check_argument.h"
 
 namespace warpwright {
 namespace {
@@ -67,6 +68,10 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
                                     bool is_causal, std::optional<double> scale, bool enable_gqa) {
   Tensor mask = value_or_undefined(attn_mask);
   check_attention_operands(query, key, value, mask, dropout_p);
+  check_plain_storage(query, "scaled_dot_product_attention: query");
+  check_plain_storage(key, "scaled_dot_product_attention: key");
+  check_plain_storage(value, "scaled_dot_product_attention: value");
+  check_plain_storage(mask, "scaled_dot_product_attention: attn_mask");
   const AttentionAttributes attributes{dropout_p, is_causal, scale};
 
   c10::SymInt heads, kv_heads;

@@ -27,6 +27,9 @@ struct AttentionAttributes {
 // Types, devices and the extents that must meet, at any rank; attention/torch/ops.cpp.
 void check_attention_operands(const Tensor& query, const Tensor& key, const Tensor& value,
                               const Tensor& attn_mask, double dropout_p);
+// The operands of attention and attention_backward, (B, H, S, D); attention_torch.cpp.
+void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                     const Tensor& attn_mask, double dropout_p);
 
 // The ops through the dispatcher. Called qualified: at:: has functions of the same names.
 namespace call {

@@ -11,6 +11,7 @@
 
 #include "ops/attention/attention.h"
 #include "ops/attention/torch/common.h"
+#include "torch/check_argument.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -79,9 +80,13 @@ at::ScalarType lse_type(const Tensor& tensor) {
   return wide ? at::kDouble : at::kFloat;
 }
 
-// In the memory order of `like`, but rows (the last dimension) are contiguous.
+// Dense, in the memory order of `like` if its rows (the last dimension) are innermost. Where
+// strides of `like` are equal or 0, empty_like may put another dimension innermost.
 Tensor empty_rows_like(const Tensor& like) {
-  if (like.sym_stride(3) == 1) return at::empty_like(like);
+  if (like.sym_stride(3) == 1) {
+    const Tensor result = at::empty_like(like);
+    if (result.sym_stride(3) == 1) return result;
+  }
   return at::empty_like(like, at::MemoryFormat::Contiguous);
 }
 
@@ -100,7 +105,8 @@ Tensors3 empty_results(const Tensor& query, const Tensor& value, double dropout_
           at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong))};
 }
 
-// The operands of attention and attention_backward.
+}  // namespace
+
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                      const Tensor& attn_mask, double dropout_p) {
   check_attention_operands(query, key, value, attn_mask, dropout_p);
@@ -129,18 +135,39 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
               attn_mask.sym_sizes());
 }
 
-void check_backward(const Tensor& grad_out, const Tensor& out, const Tensor& lse,
-                    const Tensor& philox_state, double dropout_p) {
-  TORCH_CHECK(
-      grad_out.sym_sizes() == out.sym_sizes() && grad_out.scalar_type() == out.scalar_type(),
-      "attention_backward: grad_out: expected ", out.dtype(), " of shape ", out.sym_sizes(),
-      ", got ", grad_out.dtype(), " of shape ", grad_out.sym_sizes());
-  TORCH_CHECK(lse.dim() == 3 && lse.scalar_type() == lse_type(out),
-              "attention_backward: lse: expected ", lse_type(out), " of 3 dimensions, got ",
-              lse.scalar_type(), " of ", lse.dim());
-  TORCH_CHECK(philox_state.sym_numel() == (dropout_p > 0 ? 2 : 0),
-              "attention_backward: philox_state: expected ", dropout_p > 0 ? 2 : 0,
-              " elements, got ", philox_state.sym_numel());
+namespace {
+
+// A saved result may be any tensor here, so what the kernels take from query is checked.
+void check_backward(const Tensor& query, const Tensor& value, const Tensor& grad_out,
+                    const Tensor& out, const Tensor& lse, const Tensor& philox_state,
+                    double dropout_p) {
+  const c10::SymInt sizes[] = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
+                               value.sym_size(3)};
+  const c10::SymInt numbers[] = {dropout_p > 0 ? 2 : 0};
+  const auto type = query.scalar_type();
+  check_argument(out, "attention_backward: out", sizes, type, query);
+  check_argument(grad_out, "attention_backward: grad_out", sizes, type, query);
+  check_argument(lse, "attention_backward: lse", c10::SymIntArrayRef(sizes, 3), lse_type(query),
+                 query);
+  check_argument(philox_state, "attention_backward: philox_state", numbers, at::kLong, query);
+  check_contiguous(philox_state, "attention_backward: philox_state");
+}
+
+void check_dropout_factors(const Tensor& philox_state, at::ScalarType dtype, double dropout_p,
+                           int64_t B, int64_t H, int64_t row_begin, int64_t rows, int64_t S_k) {
+  const char* name = "attention_dropout_factors: philox_state";
+  const c10::SymInt two[] = {2};
+  check_argument(philox_state, name, two, at::kLong, philox_state);
+  check_contiguous(philox_state, name);
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble,
+              "attention_dropout_factors: dtype: expected Float or Double, got ", dtype);
+  TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1,
+              "attention_dropout_factors: dropout_p: expected 0 to 1, got ", dropout_p);
+  constexpr int64_t kMaxRow = int64_t{1} << 48;  // sums of rows stay in 64 bits
+  TORCH_CHECK(B >= 0 && H >= 0 && rows >= 0 && S_k >= 0 && row_begin >= 0 && row_begin <= kMaxRow,
+              "attention_dropout_factors: B, H, rows, S_k, row_begin: expected numbers of at least "
+              "0, row_begin at most ",
+              kMaxRow, ", got ", B, ", ", H, ", ", rows, ", ", S_k, ", ", row_begin);
 }
 
 // ---- CPU and CUDA ----
@@ -191,6 +218,10 @@ Tensors3 attention_with(const Tensor& query, const Tensor& key, const Tensor& va
                         Run&& run) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, a.dropout_p);
+  check_has_storage(query, "attention: query");
+  check_has_storage(key, "attention: key");
+  check_has_storage(value, "attention: value");
+  check_has_storage(mask, "attention: attn_mask");
   Tensors3 results = empty_results(query, value, a.dropout_p);
   auto& [out, lse, philox_state] = results;
   if (a.dropout_p > 0) draw(philox_state);
@@ -208,7 +239,15 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
                                  Run&& run) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, a.dropout_p);
-  check_backward(grad_out, out, lse, philox_state, a.dropout_p);
+  check_backward(query, value, grad_out, out, lse, philox_state, a.dropout_p);
+  check_has_storage(grad_out, "attention_backward: grad_out");
+  check_has_storage(query, "attention_backward: query");
+  check_has_storage(key, "attention_backward: key");
+  check_has_storage(value, "attention_backward: value");
+  check_has_storage(mask, "attention_backward: attn_mask");
+  check_has_storage(out, "attention_backward: out");
+  check_has_storage(lse, "attention_backward: lse");
+  check_has_storage(philox_state, "attention_backward: philox_state");
   const bool any_score = out.numel() != 0 && key.size(2) != 0;
   auto grad_of = [&](bool wanted, const Tensor& input) {
     if (!wanted) return Tensor();
@@ -248,10 +287,8 @@ template <class Run>
 Tensor dropout_factors_with(const Tensor& philox_state, at::ScalarType dtype, double dropout_p,
                             int64_t B, int64_t H, int64_t row_begin, int64_t rows, int64_t S_k,
                             Run&& run) {
-  TORCH_CHECK(philox_state.numel() == 2,
-              "attention_dropout_factors: philox_state: expected 2 "
-              "elements, got ",
-              philox_state.numel());
+  check_dropout_factors(philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k);
+  check_has_storage(philox_state, "attention_dropout_factors: philox_state");
   const Tensor factors = at::empty({B, H, rows, S_k}, philox_state.options().dtype(dtype));
   if (factors.numel() == 0) return factors;
   run(AttentionDropoutParams{dtype_of(factors), B, H, rows, row_begin, S_k, dropout_p,
@@ -358,7 +395,7 @@ Tensors4 attention_backward_meta(const Tensor& grad_out, const Tensor& query, co
                                  std::array<bool, 4> output_mask) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, dropout_p);
-  check_backward(grad_out, out, lse, philox_state, dropout_p);
+  check_backward(query, value, grad_out, out, lse, philox_state, dropout_p);
   auto grad_of = [](bool wanted, const Tensor& input) {
     return wanted ? empty_rows_like(input) : Tensor();
   };
@@ -368,8 +405,9 @@ Tensors4 attention_backward_meta(const Tensor& grad_out, const Tensor& query, co
           want_mask ? at::empty_symint(mask.sym_sizes(), mask.options()) : Tensor()};
 }
 
-Tensor dropout_factors_meta(const Tensor& philox_state, at::ScalarType dtype, double, int64_t B,
-                            int64_t H, int64_t, int64_t rows, int64_t S_k) {
+Tensor dropout_factors_meta(const Tensor& philox_state, at::ScalarType dtype, double dropout_p,
+                            int64_t B, int64_t H, int64_t row_begin, int64_t rows, int64_t S_k) {
+  check_dropout_factors(philox_state, dtype, dropout_p, B, H, row_begin, rows, S_k);
   return at::empty({B, H, rows, S_k}, philox_state.options().dtype(dtype));
 }
 

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "ops/attention/torch/common.h"
+#include "torch/check_argument.h"
 
 namespace warpwright {
 namespace {
@@ -51,6 +52,15 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
                                 std::optional<double> scale_or_default,
                                 const OptionalTensor& t_query, const OptionalTensor& t_key,
                                 const OptionalTensor& t_value, const OptionalTensor& t_mask) {
+  const Tensor mask = value_or_undefined(attn_mask);
+  check_attention(query, key, value, mask, dropout_p);
+  const char* name = "attention_second_order: an operand or a tangent";
+  for (const Tensor* t : {&query, &key, &value, &mask, &out, &philox_state}) {
+    check_plain_storage(*t, name);
+  }
+  for (const OptionalTensor* t : {&grad_out, &t_query, &t_key, &t_value, &t_mask}) {
+    check_plain_storage(value_or_undefined(*t), name);
+  }
   const auto accum = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   auto extent = [](const Tensor& t, int64_t dim) {
     return t.sym_size(dim).guard_int(__FILE__, __LINE__);
@@ -73,7 +83,6 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
                dout_all = wide(grad_out), tm_all = wide(t_mask);
   const Tensor k = all_heads(wide(key)), tk = all_heads(wide(t_key));
   const Tensor v = all_heads(wide(value)), tv = all_heads(wide(t_value));
-  const Tensor mask = value_or_undefined(attn_mask);
   const bool want_mask = mask.defined() && is_floating(mask.scalar_type());
 
   std::vector<Tensor> d_out, d_query, d_mask;

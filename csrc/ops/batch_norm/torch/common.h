@@ -11,6 +11,7 @@
 
 #include "ops/batch_norm/batch_norm.h"
 #include "torch/autograd.h"
+#include "torch/check_argument.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -84,18 +85,14 @@ inline void check_forward(const Tensor& input, const Tensor& weight, const Tenso
 inline void check_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
                            const Tensor& mean, const Tensor& rstd) {
   check_input(input);
-  TORCH_CHECK(grad_output.sym_sizes() == input.sym_sizes(),
-              "batch_norm_backward: grad_output: expected shape ", input.sym_sizes(), ", got ",
-              grad_output.sym_sizes());
-  TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(),
-              "batch_norm_backward: grad_output: expected ", input.scalar_type(), ", got ",
-              grad_output.scalar_type());
+  TORCH_CHECK(input.dim() >= 2 || input.sym_numel() == 0,
+              "batch_norm_backward: input: expected at least 2 dimensions, got ", input.dim());
+  check_argument(grad_output, "batch_norm_backward: grad_output", input.sym_sizes(),
+                 input.scalar_type(), input);
   check_vector(weight, "weight", input);
-  for (const Tensor* stat : {&mean, &rstd}) {
-    TORCH_CHECK(stat->scalar_type() == stats_type(input) && stat->sym_numel() == channels_of(input),
-                "batch_norm_backward: mean and rstd: expected ", channels_of(input), " values of ",
-                stats_type(input), ", got ", stat->sym_numel(), " of ", stat->scalar_type());
-  }
+  const c10::SymInt channels[] = {channels_of(input)};
+  check_argument(mean, "batch_norm_backward: mean", channels, stats_type(input), input);
+  check_argument(rstd, "batch_norm_backward: rstd", channels, stats_type(input), input);
 }
 
 inline BatchNormExtents extents_of(const Tensor& input, at::MemoryFormat format) {
@@ -108,10 +105,11 @@ inline BatchNormExtents extents_of(const Tensor& input, at::MemoryFormat format)
 }
 
 // Empty for an undefined tensor. A vector of more than one dimension must be contiguous.
-inline ChannelVector channel_vector(const Tensor& tensor, bool writable) {
+// `name` is "op: argument".
+inline ChannelVector channel_vector(const Tensor& tensor, const char* name, bool writable) {
   if (!tensor.defined()) return {};
-  TORCH_CHECK(tensor.dim() <= 1 || tensor.is_contiguous(),
-              "batch_norm: a parameter of several dimensions must be contiguous");
+  if (tensor.dim() > 1) check_contiguous(tensor, name);
+  check_has_storage(tensor, name);
   ChannelVector vector;
   vector.data = writable ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
   vector.dtype = dtype_of(tensor);
@@ -217,6 +215,8 @@ template <class Run>
 Tensors4 forward_with(const BatchNormCall& call, Run&& run) {
   const Tensor& input = call.input;
   check_forward(input, call.weight, call.bias, call.running_mean, call.running_var, call.training);
+  check_has_storage(input, "batch_norm: input");
+  check_has_storage(call.residual, "batch_norm_add_relu: residual");
   const auto format = output_format(input);
   const auto options = input.options().dtype(stats_type(input));
   Tensor output, mask;
@@ -243,11 +243,11 @@ Tensors4 forward_with(const BatchNormCall& call, Run&& run) {
   p.relu = call.relu;
   p.residual = masked ? residual.const_data_ptr() : nullptr;
   p.mask = masked ? mask.mutable_data_ptr() : nullptr;
-  p.weight = channel_vector(call.weight, false);
-  p.bias = channel_vector(call.bias, false);
+  p.weight = channel_vector(call.weight, "batch_norm: weight", false);
+  p.bias = channel_vector(call.bias, "batch_norm: bias", false);
   if (call.update || !call.training) {
-    p.running_mean = channel_vector(call.running_mean, call.update);
-    p.running_var = channel_vector(call.running_var, call.update);
+    p.running_mean = channel_vector(call.running_mean, "batch_norm: running_mean", call.update);
+    p.running_var = channel_vector(call.running_var, "batch_norm: running_var", call.update);
   }
   p.training = call.training;
   p.momentum = call.momentum;
@@ -277,6 +277,11 @@ template <class Run>
 Tensors4 backward_with(const BatchNormBackwardCall& call, Run&& run) {
   const Tensor& input = call.input;
   check_backward(call.grad_output, input, call.weight, call.mean, call.rstd);
+  check_has_storage(call.grad_output, "batch_norm_backward: grad_output");
+  check_has_storage(input, "batch_norm_backward: input");
+  check_has_storage(call.mean, "batch_norm_backward: mean");
+  check_has_storage(call.rstd, "batch_norm_backward: rstd");
+  check_has_storage(call.mask, "batch_norm_relu_backward: mask");
   const auto& wanted = call.output_mask;
   const auto format = output_format(input);
   Tensor grad_input, grad_weight, grad_bias, grad_residual;
@@ -308,15 +313,15 @@ Tensors4 backward_with(const BatchNormBackwardCall& call, Run&& run) {
   p.input = x.const_data_ptr();
   p.relu = call.relu;
   p.mask = masked ? mask.const_data_ptr() : nullptr;
-  p.bias = channel_vector(call.bias, false);
-  p.weight = channel_vector(call.weight, false);
+  p.bias = channel_vector(call.bias, "batch_norm_backward: bias", false);
+  p.weight = channel_vector(call.weight, "batch_norm_backward: weight", false);
   p.mean = means.const_data_ptr();
   p.rstd = rstds.const_data_ptr();
   p.training = call.training;
   p.grad_input = wanted[0] ? grad_input.mutable_data_ptr() : nullptr;
   p.grad_residual = wanted[3] ? grad_residual.mutable_data_ptr() : nullptr;
-  p.grad_weight = channel_vector(grad_weight, true);
-  p.grad_bias = channel_vector(grad_bias, true);
+  p.grad_weight = channel_vector(grad_weight, "grad_weight", true);
+  p.grad_bias = channel_vector(grad_bias, "grad_bias", true);
   p.count = call.count;
   p.coefficients = call.coefficients;
   p.workspace = nullptr;

@@ -69,6 +69,7 @@ void check_residual(const Tensor& input, const Tensor& residual) {
 
 void check_gate(const Tensor& input, const Tensor& bias, const Tensor& mask) {
   check_vector(bias, "bias", input);
+  check_same_device(mask, input, "batch_norm_relu_backward: mask");
   TORCH_CHECK(mask.scalar_type() == at::kByte && mask.dim() == 1,
               "batch_norm_relu_backward: mask: expected 1 dimension of Byte, got ", mask.dim(),
               " of ", mask.scalar_type());

@@ -16,6 +16,7 @@
 
 #include "ops/cross_entropy/torch/common.h"
 #include "torch/autograd.h"
+#include "torch/check_argument.h"
 #include "torch/dispatch.h"
 
 namespace warpwright {
@@ -125,6 +126,9 @@ Tensor3 cross_entropy_as(const Tensor& input, const Tensor& target, const Option
                          const LossOptions& options, bool autocast, const Extras& extras) {
   check_cross_entropy_dtypes(input, target);
   const Tensor weight = value_or_undefined(weight_);
+  check_plain_storage(input, "cross_entropy: input");
+  check_plain_storage(target, "cross_entropy: target");
+  check_plain_storage(weight, "cross_entropy: weight");
   auto counted = [&](const Tensor& tensor) {
     const ScalarType type = tensor.scalar_type();
     return autocast && (type == at::kHalf || type == at::kBFloat16) ? at::kFloat : type;

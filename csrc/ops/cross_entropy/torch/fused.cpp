@@ -73,9 +73,14 @@ Tensor4 forward_gradient(const Tensor& input, const Tensor& target, const Option
 }
 
 void check_scale(const Tensor& gradient, const Tensor& factor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(gradient.scalar_type()),
+                              "cross_entropy_scale_: gradient: expected a floating-point type of "
+                              "at most 64 bits, got ",
+                              gradient.scalar_type());
   TORCH_CHECK(gradient.is_non_overlapping_and_dense(),
               "cross_entropy_scale_: gradient: expected a dense tensor, got strides ",
-              gradient.strides());
+              gradient.sym_strides());
+  check_same_device(factor, gradient, "cross_entropy_scale_: factor");
   TORCH_CHECK(factor.sym_numel() == 1, "cross_entropy_scale_: factor: expected one number, got ",
               factor.sym_sizes());
   TORCH_CHECK(factor.scalar_type() == gradient.scalar_type() ||
@@ -84,8 +89,14 @@ void check_scale(const Tensor& gradient, const Tensor& factor) {
               accum_type(gradient.scalar_type()), ", got ", factor.scalar_type());
 }
 
+void check_scale_storage(const Tensor& gradient, const Tensor& factor) {
+  check_has_storage(gradient, "cross_entropy_scale_: gradient");
+  check_has_storage(factor, "cross_entropy_scale_: factor");
+}
+
 void scale_cpu(const Tensor& gradient, const Tensor& factor) {
   check_scale(gradient, factor);
+  check_scale_storage(gradient, factor);
   const double value = *factor.to(at::kDouble).const_data_ptr<double>();
   if (value != 1) Tensor(gradient).mul_(factor.reshape({}));
 }
@@ -93,6 +104,7 @@ void scale_cpu(const Tensor& gradient, const Tensor& factor) {
 #ifdef WARPWRIGHT_WITH_CUDA
 void scale_cuda(const Tensor& gradient, const Tensor& factor) {
   check_scale(gradient, factor);
+  check_scale_storage(gradient, factor);
   const CudaCall call(gradient);
   launch_cross_entropy_scale(gradient.mutable_data_ptr(), gradient.numel(), dtype_of(gradient),
                              factor.const_data_ptr(), dtype_of(factor), call.stream);

@@ -7,6 +7,7 @@
 
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/torch/common.h"
+#include "torch/check_argument.h"
 #include "torch/dispatch.h"
 
 namespace warpwright {
@@ -20,16 +21,23 @@ inline TargetKind kind_of(const Tensor& input, const Tensor& target, double labe
   return smoothed ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
 }
 
+// Of row_stats; from the second on, the labels' sizes.
+template <class Int>
+c10::SmallVector<Int, 6> stats_sizes(const Tensor& input, TargetKind kind) {
+  const auto sizes = sizes_of(input, Int());
+  c10::SmallVector<Int, 6> result{Int(num_stats(kind))};
+  for (int64_t d = 0; d < input.dim(); ++d) {
+    if (d != class_dim(input)) result.push_back(sizes[d]);
+  }
+  return result;
+}
+
 // (loss, row_stats, total_weight); a row's index is the flat index of its label.
 template <class Int>
 std::tuple<Tensor, Tensor, Tensor> empty_outputs(const Tensor& input, TargetKind kind,
                                                  int64_t reduction, at::ScalarType dtype) {
-  const auto sizes = sizes_of(input, Int());
-  c10::SmallVector<Int, 6> stats_sizes{Int(num_stats(kind))};
-  for (int64_t d = 0; d < input.dim(); ++d) {
-    if (d != class_dim(input)) stats_sizes.push_back(sizes[d]);
-  }
-  const c10::ArrayRef<Int> all(stats_sizes);
+  const auto sizes = stats_sizes<Int>(input, kind);
+  const c10::ArrayRef<Int> all(sizes);
   const auto options = input.options().dtype(accum_type(input.scalar_type()));
   return {empty_of(reduction == at::Reduction::None ? all.slice(1) : c10::ArrayRef<Int>(),
                    input.options().dtype(dtype)),
@@ -56,25 +64,39 @@ inline void check_kernel_dtypes(const Tensor& input, const Tensor& target,
               type, " or ", accum, ", got ", q);
 }
 
+// A direction of the double backward; undefined: zero.
+inline void check_direction(const OptionalTensor& tensor, const Tensor& like, const char* name) {
+  if (!tensor.has_value() || !tensor->defined()) return;
+  check_argument(*tensor, name, like.sym_sizes(), tensor->scalar_type(), like);
+}
+
+// Whether one walk goes over both. Strips of pixels stay inside an image of either.
+inline bool walks_like(const std::optional<RowLayout>& layout, const RowLayout& other) {
+  return layout && layout->is_rows() == other.is_rows() &&
+         (layout->is_rows() || layout->inner == other.inner);
+}
+
 // The operands in a form the kernels take, kept alive while a kernel is set up.
 struct Operands {
   Tensor input, target, weight;
 
   Operands(const Tensor& input_, const Tensor& target_, const std::optional<Tensor>& weight_)
       : input(input_), target(target_) {
+    check_has_storage(input, "cross_entropy: input");
+    check_has_storage(target, "cross_entropy: target");
     if (weight_.has_value() && weight_->defined()) {
+      check_has_storage(*weight_, "cross_entropy: weight");
       weight = weight_->to(accum_type(input.scalar_type())).contiguous();
     }
   }
 
-  // Logits and probabilities that share is_rows(); `like` (if defined) prescribes it.
+  // Logits and probabilities that one walk goes over; `like` (if defined) prescribes it.
   void arrange(bool probabilities, const Tensor& like) {
     if (!probabilities) target = target.contiguous();
     auto layout = find_layout(input);
     auto target_layout = probabilities ? find_layout(target) : layout;
     const auto wanted = like.defined() ? find_layout(like) : layout;
-    const bool fits = layout && target_layout && layout->is_rows() == wanted->is_rows() &&
-                      target_layout->is_rows() == wanted->is_rows();
+    const bool fits = wanted && walks_like(layout, *wanted) && walks_like(target_layout, *wanted);
     if (fits) return;
     const Tensor order =
         like.defined() ? like : empty_gradient<int64_t>(input, input.scalar_type());

@@ -153,6 +153,7 @@ void check_inplace_logits(const Tensor& input, const Tensor& target) {
 
 // log sum exp of every row, as the forward found it.
 Tensor lse_of(const Tensor& input, const Tensor& row_stats) {
+  if (!row_stats.is_meta()) check_has_storage(row_stats, "cross_entropy_lse: row_stats");
   return row_stats.select(0, 0) + row_stats.select(0, 1).log();
 }
 
@@ -164,29 +165,35 @@ void check_saved(const Tensor& input, const Tensor& target, const Tensor& weight
   check_kernel_dtypes(input, target, grad_output.scalar_type());
   const ScalarType accum = accum_type(input.scalar_type());
   const TargetKind kind = kind_of(input, target, options.label_smoothing);
-  const SymInt classes = input.sym_size(class_dim(input));
-  const SymInt rows =
-      classes == 0 ? row_stats.sym_numel() / num_stats(kind) : input.sym_numel() / classes;
-  TORCH_CHECK(row_stats.scalar_type() == accum && row_stats.is_contiguous() &&
-                  row_stats.sym_numel() == rows * num_stats(kind),
-              "cross_entropy_backward: row_stats: expected the forward's, got ",
-              row_stats.scalar_type(), " ", row_stats.sym_sizes());
-  TORCH_CHECK(total_weight.scalar_type() == accum && total_weight.sym_numel() == 1,
-              "cross_entropy_backward: total_weight: expected the forward's, got ",
-              total_weight.scalar_type(), " ", total_weight.sym_sizes());
-  TORCH_CHECK(
-      grad_output.sym_numel() == (options.reduction == at::Reduction::None ? rows : SymInt(1)),
-      "cross_entropy_backward: grad_output: expected the loss's shape, got ",
-      grad_output.sym_sizes());
+  const auto sizes = stats_sizes<SymInt>(input, kind);
+  const c10::SymIntArrayRef rows = c10::SymIntArrayRef(sizes).slice(1);
+  check_argument(row_stats, "cross_entropy_backward: row_stats", sizes, accum, input);
+  check_contiguous(row_stats, "cross_entropy_backward: row_stats");
+  check_argument(total_weight, "cross_entropy_backward: total_weight", {}, accum, input);
+  check_argument(grad_output, "cross_entropy_backward: grad_output",
+                 options.reduction == at::Reduction::None ? rows : c10::SymIntArrayRef(),
+                 grad_output.scalar_type(), input);
+}
+
+constexpr const char* kGradGradInput = "cross_entropy_double_backward: grad_grad_input";
+constexpr const char* kGradGradTarget = "cross_entropy_double_backward: grad_grad_target";
+
+template <class Params>
+void set_saved(Params& p, const Tensor& dloss, const Tensor& row_stats,
+               const Tensor& total_weight) {
+  check_has_storage(dloss, "cross_entropy_backward: grad_output");
+  check_has_storage(row_stats, "cross_entropy_backward: row_stats");
+  check_has_storage(total_weight, "cross_entropy_backward: total_weight");
+  p.grad_output = dloss.const_data_ptr();
+  p.stats = row_stats.const_data_ptr();
+  p.total_weight = total_weight.const_data_ptr();
 }
 
 CrossEntropyBackwardParams backward_params(const Operands& operands, TargetKind kind,
                                            const Tensor& dloss, const Tensor& row_stats,
                                            const Tensor& total_weight, const LossOptions& options) {
   CrossEntropyBackwardParams p{operands.problem(kind, options, dloss.scalar_type())};
-  p.grad_output = dloss.const_data_ptr();
-  p.stats = row_stats.const_data_ptr();
-  p.total_weight = total_weight.const_data_ptr();
+  set_saved(p, dloss, row_stats, total_weight);
   return p;
 }
 
@@ -249,14 +256,15 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
   Operands operands(input, target, weight);
   operands.input = in_order_of(input, grad_input);
   operands.target = probabilities ? in_order_of(target, grad_input) : target.contiguous();
+  check_direction(v, input, kGradGradInput);
+  if (probabilities) check_direction(u, target, kGradGradTarget);
   auto arranged = [&](const OptionalTensor& tensor, const Tensor& like, const char* name) {
     if (!tensor.has_value() || !tensor->defined()) return Tensor();
-    TORCH_CHECK(tensor->sizes() == like.sizes(), "cross_entropy_double_backward: ", name,
-                ": expected shape ", like.sizes(), ", got ", tensor->sizes());
+    check_has_storage(*tensor, name);
     return in_order_of(tensor->to(like.scalar_type()), grad_input);
   };
-  const Tensor v_arranged = arranged(v, input, "grad_grad_input");
-  const Tensor u_arranged = probabilities ? arranged(u, target, "grad_grad_target") : Tensor();
+  const Tensor v_arranged = arranged(v, input, kGradGradInput);
+  const Tensor u_arranged = probabilities ? arranged(u, target, kGradGradTarget) : Tensor();
   const Tensor dloss = grad_output.contiguous();
   const bool want_target = output_mask[2] && probabilities;
   const Tensor grad_target =
@@ -264,9 +272,7 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
   const Tensor per_row = output_mask[0] ? at::empty_like(row_stats.select(0, 0)) : Tensor();
 
   CrossEntropyDoubleBackwardParams p{operands.problem(kind, options, grad_output.scalar_type())};
-  p.grad_output = dloss.const_data_ptr();
-  p.stats = row_stats.const_data_ptr();
-  p.total_weight = total_weight.const_data_ptr();
+  set_saved(p, dloss, row_stats, total_weight);
   p.v = v_arranged.defined() ? v_arranged.const_data_ptr() : nullptr;
   p.u = u_arranged.defined() ? u_arranged.const_data_ptr() : nullptr;
   p.grad_grad_output = per_row.defined() ? per_row.mutable_data_ptr() : nullptr;
@@ -440,6 +446,8 @@ Tensor3 cross_entropy_double_backward_meta(const OptionalTensor& v, const Option
   const auto [grad_input, grad_target] = cross_entropy_backward_meta(
       grad_output, input, target, weight, row_stats, total_weight, reduction, ignore_index,
       label_smoothing, {output_mask[1], output_mask[2]}, z_loss);
+  check_direction(v, input, kGradGradInput);
+  if (is_probabilities(input, target)) check_direction(u, target, kGradGradTarget);
   return {output_mask[0] ? at::empty_like(grad_output, at::MemoryFormat::Contiguous) : Tensor(),
           grad_input, grad_target};
 }

@@ -1,0 +1,258 @@
+// What the passes of flash attention on the CPU share: the matrix products, which go through
+// at::addmm on tiles that stay in L2, and one thread's loads and recomputations. 16-bit inputs are
+// widened tile by tile: P, dS and all sums are float (double for double).
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "device/philox.cuh"
+#include "ops/attention/attention.h"
+#include "torch/cpu.h"
+
+namespace warpwright::attention {
+
+// Multiples of 16, the side of a dropout draw's square.
+constexpr int64_t kBlockQ = 128;
+constexpr int64_t kBlockK = 512;
+
+// Row-major, possibly read as its transpose.
+template <class C>
+struct Matrix {
+  C* data;
+  int64_t pitch;
+  bool transposed = false;
+  Matrix t() const { return {data, pitch, !transposed}; }
+  int64_t row_stride() const { return transposed ? 1 : pitch; }
+  int64_t col_stride() const { return transposed ? pitch : 1; }
+};
+
+// out (M, N) = alpha * a (M, K) b (K, N) [+ out].
+template <class C>
+void multiply(Matrix<C> out, Matrix<C> a, Matrix<C> b, int64_t M, int64_t N, int64_t K, C alpha,
+              bool accumulate) {
+  constexpr int64_t kDispatchPays = 16384;  // multiply-adds worth the ~5 us of an ATen call
+  if (M == 0 || N == 0) return;
+  if (M * N * K > kDispatchPays) {
+    const auto options = at::TensorOptions(c10::CppTypeToScalarType<C>::value);
+    auto view = [&](Matrix<C> m, int64_t rows, int64_t cols) {
+      return at::from_blob(m.data, {rows, cols}, {m.row_stride(), m.col_stride()}, options);
+    };
+    at::Tensor result = view(out, M, N);
+    at::addmm_out(result, result, view(a, M, K), view(b, K, N), accumulate ? 1 : 0, alpha);
+    return;
+  }
+  for (int64_t i = 0; i < M; ++i) {
+    C* out_row = out.data + i * out.pitch;
+    const C* a_row = a.data + i * a.row_stride();
+    if (!accumulate) std::fill_n(out_row, N, C(0));
+    if (b.transposed) {
+      for (int64_t j = 0; j < N; ++j) {
+        const C* b_col = b.data + j * b.pitch;
+        C sum = 0;
+        for (int64_t k = 0; k < K; ++k) sum += a_row[k * a.col_stride()] * b_col[k];
+        out_row[j] += alpha * sum;
+      }
+    } else {
+      for (int64_t k = 0; k < K; ++k) {
+        const C factor = alpha * a_row[k * a.col_stride()];
+        const C* b_row = b.data + k * b.pitch;
+        for (int64_t j = 0; j < N; ++j) out_row[j] += factor * b_row[j];
+      }
+    }
+  }
+}
+
+// A tile of probabilities: rows [row, row + rows) x keys [col, col + cols) of head (b, h).
+struct Tile {
+  int64_t b, h, row, rows, col, cols;
+};
+
+template <class C>
+void fill_dropout_factors(const DropoutKey& key, C scale, int64_t bh, int64_t row, int64_t rows,
+                          int64_t col, int64_t cols, C* factors) {
+  auto set = [&](int64_t i, int64_t j, bool keep) {
+    if (i >= row && i < row + rows && j >= col && j < col + cols)
+      factors[(i - row) * cols + (j - col)] = keep ? scale : C(0);
+  };
+  for (int64_t i = row / 16 * 16; i < row + rows; i += (i % 8 == 7) ? 9 : 1) {
+    for (int64_t j = col / 16 * 16; j < col + cols; j += (j % 8 == 7) ? 9 : 1) {
+      const Random4 random = key.draw(bh, i, j);
+      set(i, j, key.keeps(random, 0, 0));
+      set(i, j + 8, key.keeps(random, 0, 1));
+      set(i + 8, j, key.keeps(random, 1, 0));
+      set(i + 8, j + 8, key.keeps(random, 1, 1));
+    }
+  }
+}
+
+inline DropoutKey dropout_key(const int64_t* philox_state, double p) {
+  return DropoutKey(static_cast<uint64_t>(philox_state[0]), static_cast<uint64_t>(philox_state[1]),
+                    dropout_threshold(p));
+}
+
+// One thread's view of a call: tile loads and the recomputation of S, P and dS.
+template <class T>
+class Worker {
+ public:
+  using C = CpuCompute<T>;
+  using Vec = at::vec::Vectorized<C>;
+
+  explicit Worker(const AttentionParams& p) : p_(p), group_(p.H / p.H_kv) {}
+
+  int64_t kv_head(int64_t h) const { return h / group_; }
+  // Keys that rows before `row_end` can see.
+  int64_t visible_keys(int64_t row_end) const {
+    return p_.is_causal ? std::min(p_.S_k, row_end) : p_.S_k;
+  }
+
+  // `rows` rows of an operand as C, widened into `buffer` if they are not C already.
+  Matrix<C> load(const AttentionOperand& x, int64_t b, int64_t h, int64_t row, int64_t rows,
+                 int64_t cols, std::vector<C>& buffer) const {
+    T* source = static_cast<T*>(x.data) + b * x.stride_b + h * x.stride_h + row * x.stride_s;
+    if constexpr (std::is_same_v<T, C>) {
+      return {source, std::max(x.stride_s, std::max<int64_t>(cols, 1))};
+    } else {
+      buffer.resize(rows * cols);
+      for (int64_t i = 0; i < rows; ++i)
+        at::vec::convert<T, C>(source + i * x.stride_s, buffer.data() + i * cols, cols);
+      return {buffer.data(), std::max<int64_t>(cols, 1)};
+    }
+  }
+
+  void store(const AttentionOperand& x, int64_t b, int64_t h, int64_t row, int64_t rows,
+             int64_t cols, const C* source) const {
+    T* target = static_cast<T*>(x.data) + b * x.stride_b + h * x.stride_h + row * x.stride_s;
+    for (int64_t i = 0; i < rows; ++i) {
+      if constexpr (std::is_same_v<T, C>)
+        std::copy_n(source + i * cols, cols, target + i * x.stride_s);
+      else
+        at::vec::convert<C, T>(source + i * cols, target + i * x.stride_s, cols);
+    }
+  }
+
+  // S = scale * q k^T + mask, -inf where the causal rule hides the key.
+  void scores(const Tile& t, Matrix<C> q, Matrix<C> k, std::vector<C>& s) const {
+    s.resize(t.rows * t.cols);
+    multiply<C>({s.data(), t.cols}, q, k.t(), t.rows, t.cols, p_.D, static_cast<C>(p_.scale),
+                /*accumulate=*/false);
+    constexpr C kHidden = -std::numeric_limits<C>::infinity();
+    const int64_t* stride = p_.mask_stride;
+    const int64_t corner =
+        t.b * stride[0] + t.h * stride[1] + t.row * stride[2] + t.col * stride[3];
+    auto add_mask = [&]<class M>(const M* mask) {
+      for (int64_t i = 0; i < t.rows; ++i) {
+        const M* mask_row = mask + corner + i * stride[2];
+        C* row = s.data() + i * t.cols;
+        for (int64_t j = 0; j < t.cols; ++j) {
+          if constexpr (std::is_same_v<M, bool>)
+            row[j] += mask_row[j * stride[3]] ? C(0) : kHidden;
+          else
+            row[j] += static_cast<C>(mask_row[j * stride[3]]);
+        }
+      }
+    };
+    switch (p_.mask_type) {
+      case MaskType::kNone:
+        break;
+      case MaskType::kBool:
+        add_mask(static_cast<const bool*>(p_.mask));
+        break;
+      case MaskType::kFloat32:
+        add_mask(static_cast<const float*>(p_.mask));
+        break;
+      case MaskType::kElement:
+        add_mask(static_cast<const T*>(p_.mask));
+        break;
+    }
+    if (!p_.is_causal) return;
+    for (int64_t i = 0; i < t.rows; ++i) {
+      const int64_t visible = std::clamp<int64_t>(t.row + i + 1 - t.col, 0, t.cols);
+      std::fill(s.data() + i * t.cols + visible, s.data() + (i + 1) * t.cols, kHidden);
+    }
+  }
+
+  // The dropout factors of a tile; false without dropout.
+  bool dropout_factors(const Tile& t, std::vector<C>& factors) const {
+    if (p_.philox_state == nullptr) return false;
+    factors.resize(t.rows * t.cols);
+    fill_dropout_factors(dropout_key(p_.philox_state, p_.dropout_p),
+                         static_cast<C>(dropout_keep_scale(p_.dropout_p)), t.b * p_.H + t.h, t.row,
+                         t.rows, t.col, t.cols, factors.data());
+    return true;
+  }
+
+  // Whether `sum`, of a row's probabilities over `keys` keys, misses 1 by no more than lse's
+  // rounding and the sums' of both passes. If it misses more, lse and out are of a softmax over
+  // more keys.
+  static bool is_whole_row(C sum, AttentionLse<T> lse, int64_t keys) {
+    const C ulps = std::abs(static_cast<C>(lse)) + 32 + static_cast<C>(keys / 1024);
+    return std::abs(sum - 1) <= ulps * std::numeric_limits<C>::epsilon();
+  }
+
+  // `p` comes in as S and leaves as P; `ds` leaves as dS. With `dv`, dv += A^T dout on the way.
+  void grad_scores(const Tile& t, const AttentionLse<T>* lse, const C* delta, Matrix<C> dout,
+                   Matrix<C> v, Matrix<C> dv, std::vector<C>& p, std::vector<C>& ds) {
+    const int64_t size = t.rows * t.cols;
+    ds.resize(size);
+    // The rounding of lse is a common factor of its row; a whole row in one tile divides it out.
+    const bool one_tile = sizeof(AttentionLse<T>) == sizeof(C) && t.col == 0 &&
+                          t.cols == visible_keys(t.row + t.rows);
+    for (int64_t i = 0; i < t.rows; ++i) {
+      C* row = p.data() + i * t.cols;
+      if (lse[i] == -std::numeric_limits<AttentionLse<T>>::infinity()) {
+        std::fill_n(row, t.cols, C(0));
+      } else {
+        const C rounded = static_cast<C>(lse[i]);
+        const Vec row_lse(rounded), rest(static_cast<C>(lse[i] - rounded));
+        at::vec::map([=](Vec x) { return (x - row_lse - rest).exp(); }, row, row, t.cols);
+        if (!one_tile) continue;
+        const C sum = at::vec::reduce_all<C>([](Vec x, Vec y) { return x + y; }, row, t.cols);
+        if (!is_whole_row(sum, lse[i], t.cols)) continue;
+        at::vec::map([=](Vec x) { return x / Vec(sum); }, row, row, t.cols);
+      }
+    }
+    const bool dropout = dropout_factors(t, factors_);
+    if (dv.data != nullptr) {
+      if (dropout) {
+        for (int64_t e = 0; e < size; ++e) ds[e] = p[e] * factors_[e];
+      }
+      const Matrix<C> a{dropout ? ds.data() : p.data(), t.cols};
+      multiply<C>(dv, a.t(), dout, t.cols, p_.D_v, t.rows, C(1), /*accumulate=*/true);
+    }
+    multiply<C>({ds.data(), t.cols}, dout, v.t(), t.rows, t.cols, p_.D_v, C(1),
+                /*accumulate=*/false);
+    if (dropout) {
+      for (int64_t e = 0; e < size; ++e) ds[e] *= factors_[e];
+    }
+    for (int64_t i = 0; i < t.rows; ++i) {
+      for (int64_t j = 0; j < t.cols; ++j) {
+        const int64_t e = i * t.cols + j;
+        ds[e] = p[e] * (ds[e] - delta[i]);
+      }
+    }
+  }
+
+ private:
+  const AttentionParams& p_;
+  int64_t group_;
+  std::vector<C> factors_;
+};
+
+template <class Run>
+void parallel_tasks(int64_t tasks, Run&& run) {
+  at::parallel_for(0, tasks, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+    at::AutoDispatchBelowADInplaceOrView guard;  // a pool thread starts without the caller's guards
+    run(begin, end);
+  });
+}
+
+}  // namespace warpwright::attention

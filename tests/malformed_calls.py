@@ -1,0 +1,225 @@
+"""The valid calls that malformed.py spoils: of the public functions, and of the raw ops as the library
+itself makes them."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def describe(leaf):
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    strides = tuple(leaf.stride()) if leaf.layout == torch.strided else leaf.layout
+    storage = leaf.untyped_storage().nbytes() if leaf.layout == torch.strided else None
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return f"{dtype}{list(leaf.shape)} strides {strides} bytes {storage} {leaf.device}"
+
+
+def tensors(device, seed):
+    """t(*sizes) makes the tensors of one call."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = [torch.float32, torch.float64, torch.bfloat16, torch.float16][seed % 7 % 4]
+
+    def t(*sizes, grad=False):
+        x = torch.randn(sizes, generator=generator).to(device, dtype)
+        return x.requires_grad_() if grad else x
+
+    return t
+
+
+def labels(device, classes, *sizes):
+    return torch.arange(torch.Size(sizes).numel(), device=device).reshape(sizes) % classes
+
+
+def public_calls(device, seed, grad=True):
+    """name -> (args, kwargs) of the functions in torch.nn.functional's style."""
+    t = tensors(device, seed)
+
+    def g(*sizes):
+        return t(*sizes, grad=grad)
+
+    pool = {"kernel_size": 2, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False}
+    norm = {"training": True, "momentum": 0.1, "eps": 1e-5}
+    x4, stats = (2, 3, 6, 5), lambda: (t(3), t(3).abs() + 0.5)
+    extras = {"z_loss": 0.1, "softcap": 5.0, "return_lse": True, "return_argmax": True}
+    loss = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.1}
+    return {
+        "relu": ([g(*x4)], {"inplace": False}),
+        "relu_": ([t(*x4)], {}),
+        "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
+        "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),
+        "linear_gelu": ([g(4, 5), g(6, 5), g(6)], {"approximate": "tanh"}),
+        "linear_silu": ([g(4, 5), g(6, 5), g(6)], {}),
+        "conv2d": ([g(*x4), g(4, 3, 3, 2), g(4)], {"stride": 1, "padding": 1, "dilation": 1}),
+        "max_pool2d": ([g(*x4)], pool),
+        "max_pool2d_with_indices": ([g(*x4)], pool),
+        "relu_max_pool2d": ([g(*x4)], pool),
+        "batch_norm": ([g(*x4), *stats(), g(3), g(3)], norm),
+        "batch_norm_relu": ([g(*x4), *stats(), g(3), g(3)], norm),
+        "batch_norm_add_relu": ([g(*x4), g(*x4), *stats(), g(3), g(3)], norm),
+        "batch_norm_relu_max_pool2d": ([g(*x4), *stats(), g(3), g(3)], {**norm, **pool}),
+        "cross_entropy": ([g(4, 7), labels(device, 7, 4), t(7).abs()], loss),
+        "linear_cross_entropy": (
+            [g(4, 5), g(7, 5), labels(device, 7, 4), g(7)],
+            {**loss, "chunk_rows": 2, **(extras if seed % 3 == 0 else {})},
+        ),
+        "scaled_dot_product_attention": (
+            [g(2, 4, 5, 8), g(2, 2, 7, 8), g(2, 2, 7, 8), t(5, 7)],
+            {"dropout_p": 0.0, "is_causal": False, "scale": 0.3, "enable_gqa": True},
+        ),
+    }
+
+
+class Recorder(TorchDispatchMode):
+    """The calls of raw ops, by name: the arguments as they come, a few calls an op."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "warpwright":
+            calls = self.calls.setdefault(function._schema.name.split("::")[1], [])
+            key = repr(tree_map(describe, (args, kwargs)))
+            if len(calls) < 8 and all(key != other for other, *_ in calls):
+                full = [a.default_value for a in function._schema.arguments[len(args) :]]
+                names = [a.name for a in function._schema.arguments[len(args) :]]
+                rest = [kwargs.get(n, d) for n, d in zip(names, full, strict=True)]
+                calls.append((key, tree_map(keep, [*args, *rest])))
+        return function(*args, **kwargs)
+
+
+def keep(leaf):
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def differentiate(function, args, kwargs, twice):
+    outputs = [o for o in tree_leaves(function(*args, **kwargs)) if o.requires_grad]
+    leaves = [a for a in tree_leaves((args, kwargs)) if getattr(a, "requires_grad", False)]
+    cotangents = [torch.randn_like(o, requires_grad=twice) for o in outputs]
+    firsts = torch.autograd.grad(outputs, leaves, cotangents, create_graph=twice)
+    seconds = [f for f in firsts if f.requires_grad]
+    if seconds:
+        directions = [f.detach() for f in seconds]
+        torch.autograd.grad(seconds, leaves + cotangents, directions, allow_unused=True)
+
+
+def record_optimizers(device):
+    from warpwright import optim
+
+    for make in (
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
+    ):
+        params = [torch.nn.Parameter(torch.randn(s, device=device)) for s in ((3, 4), (5,))]
+        optimizer = make(params)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+
+
+def record_functions(device):
+    from warpwright import functional
+
+    for seed in range(4):
+        for name, (args, kwargs) in public_calls(device, seed).items():
+            function = getattr(functional, name)
+            if name == "relu_":
+                function(*args)
+                continue
+            for twice in (False, True):
+                differentiate(function, args, kwargs, twice)
+            with torch.no_grad():
+                function(*args, **kwargs)
+            if "training" in kwargs:
+                differentiate(function, args, {**kwargs, "training": False}, False)
+    t = tensors(device, 0)
+    q, k = t(1, 2, 5, 8, grad=True), t(1, 2, 7, 8, grad=True)
+    attention = functional.scaled_dot_product_attention
+    differentiate(attention, [q, k, k], {"dropout_p": 0.5}, True)
+    x, w = t(64, 5, grad=True), t(7, 5, grad=True)
+    label = labels(device, 7, 64)
+    for reduction in ("none", "mean"):
+        kwargs = {"reduction": reduction, "return_lse": True}
+        differentiate(functional.cross_entropy, [t(64, 7, grad=True), label], kwargs, True)
+        differentiate(functional.linear_cross_entropy, [x, w, label], kwargs, True)
+    differentiate(functional.cross_entropy, [t(64, 7, grad=True), t(64, 7).softmax(1)], {}, True)
+
+
+def record_raw(device):
+    """What only some sizes lead the library to."""
+    ops, t = torch.ops.warpwright, tensors(device, 0)
+    logits, label = t(64, 7), labels(device, 7, 64)
+    options = (1, -100, 0.0)
+    loss, stats, total = ops.cross_entropy_forward(logits, label, None, *options, logits.dtype)
+    one = torch.ones_like(loss)
+    ops.cross_entropy_backward_(one, logits.clone(), label, None, stats, total, *options)
+    gradient = ops.cross_entropy_forward_gradient(logits, label, None, *options, logits.dtype)[3]
+    ops.cross_entropy_scale_(gradient, one)
+    counter = [torch.zeros(1, dtype=torch.int32, device=device)] if device == "cuda" else []
+    ops.grad_norm([t(3, 4), t(5)], counter, 1.0, None)
+
+
+def composite_calls(device):
+    """Of ops that are gone before a mode sees them."""
+    ops, t = torch.ops.warpwright, tensors(device, 0)
+    q, k = t(1, 2, 5, 8), t(1, 2, 7, 8)
+    out, _, state = ops.attention(q, k, k, None, 0.5, False, None)
+    x, w, label = t(4, 5), t(7, 5), labels(device, 7, 4)
+    loss = (1, -100, 0.1)
+    calls = {
+        "attention_second_order": [out, q, k, k, None, out, state, 0.5, False, None, q, k, k, None],
+        "conv2d_padding": [t(2, 3, 6, 5), t(4, 3, 3, 2), t(4), [1, 1], "same", [1, 1], 1],
+        "cross_entropy": [t(4, 7), label, None, *loss],
+        "cross_entropy_extras": [t(4, 7), label, None, *loss, 0.1, 5.0, True, True, False],
+        "linear_cross_entropy": [x, w, label, None, None, *loss, 2],
+        "linear_cross_entropy_extras": [x, w, label, t(7), None, *loss, 2, 0.1, 5.0, True, True],
+        "max_pool2d_with_indices": [t(2, 3, 6, 5), [2, 2], [2, 2], [1, 1], [1, 1], False],
+        "scaled_dot_product_attention": [q, k, k, t(5, 7), 0.0, False],
+    }
+    return {name: [tree_map(keep, args)] for name, args in calls.items()}
+
+
+def raw_calls(device):
+    """op name -> calls (lists of every argument) that the library itself makes."""
+    torch.manual_seed(0)
+    with Recorder() as recorder:
+        record_functions(device)
+        record_optimizers(device)
+        with torch.no_grad():
+            record_raw(device)
+    calls = {name: [args for _, args in kept] for name, kept in recorder.calls.items()}
+    return dict(sorted((calls | composite_calls(device)).items()))
+
+
+def native_functions():
+    from torch.nn import functional as native
+
+    def fused_linear(activation):
+        return lambda x, w, b=None, **options: activation(native.linear(x, w, b), **options)
+
+    def norm_add_relu(x, residual, *args, **kwargs):
+        return native.relu(native.batch_norm(x, *args, **kwargs) + residual)
+
+    def norm_pool(x, *args, training, momentum, eps, **pool):
+        norm = native.batch_norm(x, *args, training=training, momentum=momentum, eps=eps)
+        return native.max_pool2d(native.relu(norm), **pool)
+
+    return {
+        **{
+            name: getattr(native, name)
+            for name in (
+                *("relu", "relu_", "linear", "conv2d", "max_pool2d", "max_pool2d_with_indices"),
+                *("batch_norm", "cross_entropy", "scaled_dot_product_attention"),
+            )
+        },
+        "linear_relu": fused_linear(native.relu),
+        "linear_gelu": fused_linear(native.gelu),
+        "linear_silu": fused_linear(native.silu),
+        "relu_max_pool2d": lambda x, **pool: native.max_pool2d(native.relu(x), **pool),
+        "batch_norm_relu": lambda *a, **k: native.relu(native.batch_norm(*a, **k)),
+        "batch_norm_add_relu": norm_add_relu,
+        "batch_norm_relu_max_pool2d": norm_pool,
+    }

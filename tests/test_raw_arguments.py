@@ -1,0 +1,202 @@
+"""The raw ops check what would make them touch memory that is not their argument's."""
+
+import pytest
+import torch
+from malformed_calls import keep, raw_calls
+from torch.utils._pytree import tree_map
+
+import warpwright
+
+OPS = sorted(
+    name.removeprefix("warpwright::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("warpwright::")
+)
+GONE = r"data is not allocated|setStorage: sizes"  # the second: of a view, by ATen
+HELD = {}  # by device
+
+
+def calls_of(device, op):
+    if device not in HELD:
+        HELD[device] = raw_calls(device)
+    return [tree_map(keep, call) for call in HELD[device][op]]
+
+
+def overload(op):
+    return getattr(torch.ops.warpwright, op).default
+
+
+def names_of(op):
+    return [argument.name for argument in overload(op)._schema.arguments]
+
+
+def test_every_op_has_calls():
+    assert sorted(raw_calls("cpu")) == OPS
+
+
+# ---- storage ----
+
+NOT_READ = {("cross_entropy_lse", "input")}
+WINDOW_OPS = tuple(op for op in OPS if "conv2d" in op or "max_pool2d" in op)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in WINDOW_OPS])
+@pytest.mark.parametrize("kept", [0, 0.5], ids=["freed", "cut"])
+def test_storage_that_is_gone(device, op, kept):
+    """Native's error for freed storage; the same where a part is left, which native would overrun."""
+    for call in calls_of(device, op):
+        for i, value in enumerate(call):
+            tensor = value[-1] if isinstance(value, list) and value else value
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
+                continue
+            if (op, names_of(op)[i]) in NOT_READ:
+                continue
+            args = tree_map(keep, call)
+            tensor = args[i][-1] if isinstance(args[i], list) else args[i]
+            storage = tensor.untyped_storage()
+            storage.resize_(int(storage.nbytes() * kept))
+            with pytest.raises(RuntimeError, match=GONE):
+                overload(op)(*args)
+
+
+# ---- sizes, types, devices, memory order ----
+
+
+def meta(x):
+    return x.to("meta")
+
+
+def one_more(x):
+    return torch.cat([x.reshape(-1), x.reshape(-1)[:1]])
+
+
+def flat(x):
+    return x.reshape(-1)
+
+
+def double(x):
+    return x.to(torch.float32 if x.dtype == torch.float64 else torch.float64)
+
+
+def integers(x):
+    return x.to(torch.int64)
+
+
+def repeated(x):
+    """The right sizes over one element."""
+    return (
+        x.reshape(-1)[:1].expand(x.numel()).reshape(x.shape)
+        if x.dim() == 0
+        else x.as_strided(x.shape, [0] * x.dim())
+    )
+
+
+SHAPE = "expected shape"
+TYPE = r"expected \S*(Float|Double|BFloat16|Half|Long|Int)"
+DEVICE = "expected device|same device|one .* on"
+
+CASES = [
+    *(("attention_backward", name, one_more, SHAPE) for name in ("grad_out", "out", "lse")),
+    *(("attention_backward", name, double, TYPE) for name in ("grad_out", "out", "lse")),
+    *(("attention_backward", name, meta, DEVICE) for name in ("grad_out", "out", "lse")),
+    ("attention_backward", "lse", lambda x: x[..., :1], SHAPE),
+    ("attention_backward", "philox_state", lambda x: x.int(), TYPE),
+    ("attention_backward", "philox_state", one_more, SHAPE),
+    ("attention_dropout_factors", "philox_state", repeated, "expected a contiguous tensor"),
+    ("attention_dropout_factors", "philox_state", double, TYPE),
+    ("attention_dropout_factors", "dtype", lambda _: torch.int64, "dtype: expected"),
+    ("attention_dropout_factors", "rows", lambda _: -1, "at least 0"),
+    ("attention_dropout_factors", "row_begin", lambda _: 2**63 - 1, "at most"),
+    ("attention_dropout_factors", "dropout_p", lambda _: float("nan"), "expected 0 to 1"),
+    ("attention_second_order", "key", lambda x: x[:, :0], "heads in value as in key"),
+    ("relu_backward", "grad_output", one_more, SHAPE),
+    ("relu_backward", "grad_output", double, TYPE),
+    ("relu_backward", "grad_output", meta, DEVICE),
+    *(("batch_norm_backward", name, one_more, SHAPE) for name in ("grad_output", "mean", "rstd")),
+    *(("batch_norm_backward", name, meta, DEVICE) for name in ("grad_output", "mean", "rstd")),
+    ("batch_norm_backward", "input", lambda x: x.reshape(-1)[:3], "at least 2 dimensions"),
+    *(("batch_norm_relu_backward", name, one_more, SHAPE) for name in ("mean", "rstd")),
+    ("batch_norm_relu_backward", "mask", lambda x: x.new_zeros(x.numel() + 1), "mask: expected"),
+    ("batch_norm_relu_backward", "mask", integers, "mask: expected"),
+    ("batch_norm_relu_backward", "mask", meta, DEVICE),
+    *(
+        ("cross_entropy_backward", name, change, message)
+        for name in ("row_stats", "total_weight")
+        for change, message in ((one_more, SHAPE), (integers, TYPE), (meta, DEVICE))
+    ),
+    ("cross_entropy_backward", "grad_output", one_more, SHAPE),
+    ("cross_entropy_backward", "grad_output", meta, DEVICE),
+    ("cross_entropy_backward", "row_stats", flat, SHAPE),
+    ("cross_entropy_double_backward", "row_stats", flat, SHAPE),
+    ("cross_entropy_double_backward", "row_stats", repeated, "expected a contiguous tensor"),
+    ("cross_entropy_double_backward", "grad_grad_input", one_more, SHAPE),
+    ("cross_entropy_double_backward", "grad_grad_input", meta, DEVICE),
+    ("cross_entropy_scale_", "gradient", integers, "expected a floating-point type"),
+    ("cross_entropy_scale_", "factor", meta, DEVICE),
+    ("cross_entropy_scale_", "factor", one_more, "expected one number"),
+    ("linear_backward", "grad_output", one_more, "expected"),
+    ("linear_activation_backward", "kept", one_more, SHAPE),
+    ("linear_activation_backward", "kept", meta, DEVICE),
+    ("linear_cross_entropy_backward", "grad_output", one_more, SHAPE),
+    ("linear_cross_entropy_backward", "grad_output", meta, DEVICE),
+    ("linear_cross_entropy_backward", "grad_lse", one_more, SHAPE),
+    ("linear_cross_entropy_backward", "bias", lambda _: None, "output_mask: expected a bias"),
+    ("grad_norm", "grad_scale", lambda _: torch.ones(2), "grad_scale: expected 1 element"),
+    *(
+        ("sgd_step_", "clip", change, "clip: expected")
+        for change in (
+            lambda _: torch.ones(3, dtype=torch.float64),
+            lambda _: torch.ones(1, dtype=torch.float64).expand(2),
+            lambda _: torch.ones(2),
+        )
+    ),
+    ("adam_step_", "state_steps", lambda x: [torch.zeros(2), *x[1:]], "state_steps"),
+    ("adam_step_", "exp_avgs", lambda x: [x[0][:-1], *x[1:]], SHAPE),
+    ("adam_step_", "exp_avgs", lambda x: x[:-1], "expected 2 tensors"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "change", "message"),
+    CASES,
+    ids=[f"{c[0]}-{c[1]}-{i}" for i, c in enumerate(CASES)],
+)
+def test_argument(device, op, name, change, message):
+    i = names_of(op).index(name)
+    tried = 0
+    for args in calls_of(device, op):
+        if isinstance(args[i], torch.Tensor) and args[i].numel() == 0:
+            continue
+        if args[i] is None and name in ("grad_grad_input", "grad_lse"):
+            continue
+        if name == "bias" and not args[names_of(op).index("output_mask")][2]:
+            continue
+        tried += 1
+        with torch.device(device):
+            args[i] = change(args[i])
+        with pytest.raises((RuntimeError, NotImplementedError), match=message):
+            overload(op)(*args)
+    assert tried
+
+
+def test_chunk_rows_of_any_size(device):
+    x, w = torch.randn(4, 5, device=device), torch.randn(7, 5, device=device)
+    target = torch.arange(4, device=device)
+    expected = warpwright.functional.linear_cross_entropy(x, w, target)
+    for rows in (4, 5, 2**62, 2**63 - 1):
+        torch.testing.assert_close(
+            warpwright.functional.linear_cross_entropy(x, w, target, chunk_rows=rows), expected
+        )
+
+
+def test_a_refused_step_advances_nothing(device):
+    """Adam's step counts live on the host: an error leaves them as they were."""
+    names = names_of("adam_step_")
+    (args,) = calls_of(device, "adam_step_")
+    steps, place = args[names.index("state_steps")], names.index("clip")
+    before = [step.clone() for step in steps]
+    args[place] = torch.ones(2, dtype=torch.float64, device=device)
+    args[place].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="data is not allocated"):
+        overload("adam_step_")(*args)
+    torch.testing.assert_close(steps, before)
