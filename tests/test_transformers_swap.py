@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from hf import OP, VERSION, attention_entries, count_native, make, padding, swapped_copy, tokens
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import warpwright
-from warpwright import swap, swapped, unswap
+from warpwright import integrations, swap, swapped, unswap
 from warpwright.integrations.transformers import _masks
 from warpwright.integrations.transformers._views import View
 from warpwright.testing import assert_same
@@ -76,6 +76,30 @@ def test_the_config_is_shared():
     assert type(model.model.config).__name__ == "LlamaConfig"
     assert isinstance(model.model.config, LlamaConfig)
     assert model.model.config == model.config
+
+
+def test_a_model_made_from_a_view(monkeypatch):
+    model = make("llama")
+    swap(model)
+    made = LlamaModel(model.model.config)
+    assert isinstance(made.config, View)
+    assert model.config._attn_implementation == "sdpa"
+    unswap(model)
+    native = count_native(monkeypatch)
+    model(tokens())
+    assert len(native) == 2
+    unswap(made)
+    assert made.config is model.config
+
+
+def test_a_transformers_without_masks_of_its_own(monkeypatch):
+    """Before 4.53: its models' linear layers are swapped, as any model's."""
+    model = make("llama")
+    needed = ("transformers.modeling_utils", "transformers.not_there")
+    monkeypatch.setitem(integrations.LIBRARIES, "transformers", needed)
+    report = swap(model)
+    assert len(report.swapped) == 15
+    assert attention_entries(report) == []
 
 
 def test_set_attn_implementation_on_a_swapped_model(monkeypatch):

@@ -31,7 +31,8 @@ _COMMON = {*PreTrainedModel.__mro__}
 _COMMON_FILES = {"builtins", "transformers.generation.utils"}
 
 
-def class_of(module: nn.Module) -> type[Any]:
+def class_of(module: nn.Module) -> Any:
+    """Its type; mypy takes a ``type`` for unhashable."""
     return type(module)
 
 
