@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -34,12 +35,17 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+import warpwright
 from warpwright.testing import assert_as_good_as_native
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 VOCABULARY = 64
 LENGTH = 12
 OP = "scaled_dot_product_attention"
+
+# What attention is called with: (it has a mask, it is causal).
+PLAIN = (False, True)
+MASKED = (True, False)
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES = {
@@ -127,6 +133,13 @@ MODELS = {**DECODERS, **OTHERS}
 # Attention that transformers does not look up in its registry, or that ours cannot compute.
 LEFT = {"gemma2"} | ({"bert", "t5"} if VERSION < (5, 0) else set())
 
+# Tracing takes seconds for each model.
+TRACED = [
+    pytest.param(name, marks=() if name in ("llama", "gemma3", "gpt2") else pytest.mark.slow)
+    for name in DECODERS
+    if name not in LEFT
+]
+
 
 def make(name, device="cpu"):
     return MODELS[name]().to(device).train()
@@ -148,6 +161,17 @@ def packed(device="cpu"):
     """Position ids of two sequences in each row."""
     ids = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])
     return ids.expand(2, -1).to(device)
+
+
+def without_a_loss(name):
+    """transformers' losses log, which fullgraph=True refuses."""
+    inputs = training_inputs(name)
+    labels = inputs.pop("labels")
+    if name in ("t5", "whisper"):
+        inputs["decoder_input_ids"] = labels
+    if name not in ("vit", "bert"):
+        inputs["use_cache"] = False  # with checkpoints transformers logs that it does so
+    return inputs
 
 
 def training_inputs(name, device="cpu"):
@@ -210,7 +234,8 @@ class Graphs:
             )
             for module in self.graphs
             for node in module.graph.nodes
-            if node.op == "call_function" and node.target is getattr(torch.ops.warpwright, OP).default
+            if node.op == "call_function"
+            and node.target is getattr(torch.ops.warpwright, OP).default
         ]
 
 
@@ -225,3 +250,13 @@ def count_native(monkeypatch):
 
     monkeypatch.setattr(nn.functional, OP, counted)
     return calls
+
+
+def swapped_copy(model, **kwargs):
+    """A swapped deep copy, and the report."""
+    mine = copy.deepcopy(model)
+    return mine, warpwright.swap(mine, **kwargs)
+
+
+def attention_entries(report):
+    return [e for e in report.entries if e.op == OP]

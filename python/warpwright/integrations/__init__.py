@@ -15,6 +15,7 @@ in the copy.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Change", "Plan", "loaded", "register_attention"]
 
-# The module of a library whose import says that its models may exist -> the module here.
-LIBRARIES = {"transformers.modeling_utils": "transformers"}
+# The module here -> the module of its library whose import says that there may be models of it, and
+# one that only versions have that we know (transformers: 4.53 or newer).
+LIBRARIES = {"transformers": ("transformers.modeling_utils", "transformers.masking_utils")}
 
 
 class Change(Protocol):
@@ -60,8 +62,8 @@ class Integration(Protocol):
 
 def loaded() -> Iterator[Integration]:
     """The modules here of those libraries that are imported."""
-    for library, name in LIBRARIES.items():
-        if library in sys.modules:
+    for name, (models, needed) in LIBRARIES.items():
+        if models in sys.modules and importlib.util.find_spec(needed) is not None:
             module: Any = importlib.import_module(f".{name}", __package__)
             yield module
 

@@ -27,7 +27,15 @@ except ImportError as error:
     ) from error
 from ._attention import attention
 from ._masks import add_hooks, has_hooks, mask, remove_hooks
-from ._sources import OP, asks_for_sdpa, attends, attends_itself, counts_positions, makes_masks
+from ._sources import (
+    OP,
+    asks_for_sdpa,
+    attends,
+    attends_itself,
+    class_of,
+    counts_positions,
+    makes_masks,
+)
 from ._views import NAME, NATIVE, View, view_of
 
 __all__ = ["NAME", "OP", "plan", "register", "undo"]
@@ -111,7 +119,7 @@ def plan(model: nn.Module, wanted: frozenset[str], filter_fn: Filter | None) -> 
     flags: dict[int, bool] = {}  # by the id of the config: whether a causal mask stays a flag
     for _, module in modules:
         config = _config(module)
-        if not (id(config) in views or _asks_for_ours(config)) or not makes_masks(type(module)):
+        if not (id(config) in views or _asks_for_ours(config)) or not makes_masks(class_of(module)):
             continue
         flags[id(config)] = flags.get(id(config), False) or counts_positions(module)
         if not has_hooks(module):
@@ -166,7 +174,7 @@ def _why_not(
         return f"its attention is {chosen!r}, expected 'sdpa'"
     if getattr(module, "attn_logit_softcapping", None) is not None:
         return "it caps its scores, which warpwright's attention cannot"
-    if asks_for_sdpa(type(module)):
+    if asks_for_sdpa(class_of(module)):
         return "its code asks for 'sdpa' by name"
     for key, parameter in module.named_parameters():
         why = why_no_kernel(parameter, any_dtype=True) if type(parameter) in PLAIN else None

@@ -25,7 +25,7 @@ def _runs_here(query: Tensor, kwargs: dict[str, Any]) -> bool:
             return False
     if torch.compiler.is_compiling():
         return query.dtype in FLOATING and query.device.type in ("cpu", "cuda")
-    return type(query) in PLAIN and why_no_kernel(query) is None and not torch.jit.is_tracing()
+    return type(query) in PLAIN and why_no_kernel(query) is None and not torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def attention(

@@ -112,7 +112,7 @@ def _needs_no_mask(
     The arguments are those of transformers' mask functions. ``allow_is_causal_skip`` says that
     ``mask_function`` is causal within ``local_size`` keys and nothing more.
     """
-    if attention_mask is not None or isinstance(q_offset, Tensor) or torch.jit.is_tracing():
+    if attention_mask is not None or isinstance(q_offset, Tensor) or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
     if allow_is_bidirectional_skip:
         return local_size is None or kv_length < local_size

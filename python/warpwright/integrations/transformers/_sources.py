@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from types import CodeType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
@@ -28,6 +29,11 @@ _SHAPING = {"arange", "unsqueeze", "expand", "view", "repeat", "to", "size", "ge
 # Their classes say nothing of one model.
 _COMMON = {*PreTrainedModel.__mro__}
 _COMMON_FILES = {"builtins", "transformers.generation.utils"}
+
+
+def class_of(module: nn.Module) -> Any:
+    """Its type; mypy takes a ``type`` for unhashable."""
+    return type(module)
 
 
 def _bases(kind: type) -> list[type]:
@@ -84,8 +90,9 @@ def counts_positions(module: nn.Module) -> bool:
     Plain: the caller gives no position ids. Those that the forward then makes must count up by 1,
     and the code may lay nothing over the masks, unless in a branch that ``module``'s config closes.
     """
-    options = _options_with_overlays(type(module))
-    if options is None or not _forward_counts(type(module)):
+    kind = class_of(module)
+    options = _options_with_overlays(kind)
+    if options is None or not _forward_counts(kind):
         return False
     config = vars(module).get("config")
     return not any(getattr(config, name, True) for name in options)

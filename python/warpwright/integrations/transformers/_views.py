@@ -22,6 +22,12 @@ class View:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return view_of, (self._warpwright_native,)
 
+    def __setattr__(self, key: str, value: Any) -> None:
+        # A model made from a view writes what it read there; the config keeps transformers' choice.
+        if key == "_attn_implementation_internal" and value == NAME:
+            value = NATIVE
+        super().__setattr__(key, value)
+
     def __eq__(self, other: object) -> bool:
         native = other._warpwright_native if isinstance(other, View) else other
         return bool(self._warpwright_native == native)
@@ -53,7 +59,8 @@ def view_of(config: Any) -> Any:
     Both share one ``__dict__``: what is set on either is set on both, and either saves what
     transformers chose.
     """
-    kind = _view_class(type(config))
+    native: Any = type(config)
+    kind = _view_class(native)
     view = object.__new__(kind)
     view.__dict__ = config.__dict__
     view._warpwright_native = config
