@@ -1,5 +1,5 @@
 // Backward of flash attention on the CPU: one task per head of keys, and per tile of the mask.
-#include "ops/attention/attention_cpu.h"
+#include "ops/attention/cpu/common.h"
 
 namespace warpwright {
 

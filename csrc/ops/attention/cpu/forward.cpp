@@ -1,5 +1,5 @@
 // Forward of flash attention on the CPU, one task per tile of queries, and the dropout factors.
-#include "ops/attention/attention_cpu.h"
+#include "ops/attention/cpu/common.h"
 
 namespace warpwright {
 
