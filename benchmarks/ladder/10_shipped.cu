@@ -1,10 +1,10 @@
-// Shipped: linear's own kernel, ops/linear/linear_sm90.cuh, launched as the op does.
+// Shipped: linear's own kernel, gemm/kernel_sm90.cuh, launched as the op does.
 // Why: ping-pong. Each consumer warpgroup has a tile of its own, and while one stores, by way of
 // shared memory and TMA, the other multiplies. Tiles that run together lie close together, for L2,
 // and choose_gemm_config picks tile and split by the shape.
 // Bound: the tensor cores; on a large product, the power that they may draw.
 #include "ladder.cuh"
-#include "ops/linear/linear_sm90.cuh"
+#include "gemm/kernel_sm90.cuh"
 
 namespace ladder {
 namespace {

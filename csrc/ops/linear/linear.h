@@ -12,9 +12,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ops/linear/linear_config.h"
+#include "gemm/gemm.h"
 #include "ops/linear/linear_head.h"
-#include "ops/linear/linear_params.h"
+#include "gemm/params.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>

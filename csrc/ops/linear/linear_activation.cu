@@ -2,7 +2,7 @@
 // dz is written once, and its columns are summed on the way.
 #include "device/access.cuh"
 #include "device/activation.cuh"
-#include "ops/linear/column_sum.cuh"
+#include "gemm/column_sum.cuh"
 #include "ops/linear/linear_activation.h"
 
 namespace warpwright {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "ops/linear/linear_params.h"
+#include "gemm/params.h"
 
 namespace warpwright {
 

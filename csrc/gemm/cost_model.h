@@ -7,7 +7,7 @@
 
 #include "host/ceil_div.h"
 #include "host/dtype.h"
-#include "ops/linear/linear_tiles.h"
+#include "gemm/tiles.h"
 
 namespace warpwright {
 

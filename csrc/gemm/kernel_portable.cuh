@@ -5,7 +5,7 @@
 #include "device/math.cuh"
 #include "host/launch_cluster.h"
 #include "ops/linear/linear.h"
-#include "ops/linear/linear_output.cuh"
+#include "gemm/output.cuh"
 #include "tile/matrix_loader.cuh"
 #include "tile/scheduler.cuh"
 

@@ -1,5 +1,5 @@
 // The matrix products of float32 as sums of two TF32 numbers on sm_90a.
-#include "ops/linear/linear_sm90.cuh"
+#include "gemm/kernel_sm90.cuh"
 
 namespace warpwright {
 

@@ -6,10 +6,10 @@
 #include <string>
 
 #include "host/ceil_div.h"
-#include "ops/linear/linear_estimate.h"
+#include "gemm/cost_model.h"
 #include "ops/linear/linear_head.h"
-#include "ops/linear/linear_params.h"
-#include "ops/linear/linear_tiles.h"
+#include "gemm/params.h"
+#include "gemm/tiles.h"
 
 namespace warpwright {
 

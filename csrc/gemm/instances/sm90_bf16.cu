@@ -1,6 +1,6 @@
 // The matrix products of bfloat16 on sm_90a; a file of its own so that the types compile in
 // parallel.
-#include "ops/linear/linear_sm90.cuh"
+#include "gemm/kernel_sm90.cuh"
 
 namespace warpwright {
 

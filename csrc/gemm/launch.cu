@@ -1,7 +1,7 @@
 // Dispatch of the matrix products by element type, and the bias gradient: the column sums of dy.
-#include "ops/linear/column_sum.cuh"
-#include "ops/linear/linear_portable.cuh"
-#include "ops/linear/linear_sm90.h"
+#include "gemm/column_sum.cuh"
+#include "gemm/kernel_portable.cuh"
+#include "gemm/instances/sm90.h"
 
 namespace warpwright {
 void launch_gemm(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {

@@ -1,6 +1,6 @@
 // The matrix products of float32 rounded to TF32; a file of its own so that the types compile in
 // parallel.
-#include "ops/linear/linear_portable.cuh"
+#include "gemm/kernel_portable.cuh"
 
 namespace warpwright {
 

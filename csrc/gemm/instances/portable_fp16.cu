@@ -1,5 +1,5 @@
 // The matrix products of float16; a file of its own so that the types compile in parallel.
-#include "ops/linear/linear_portable.cuh"
+#include "gemm/kernel_portable.cuh"
 
 namespace warpwright {
 
