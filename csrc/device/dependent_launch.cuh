@@ -1,10 +1,10 @@
-// A kernel that starts before the one before it in the stream ends (launch_dependent(); sm_90 and
-// later, elsewhere one follows the other whole and these do nothing).
+// A kernel that starts before the previous one in the stream ends (launch_dependent(); sm_90 and
+// later. On older GPUs one follows the other and these functions do nothing).
 #pragma once
 
 namespace warpwright {
 
-// In the first kernel, if the next is launched so (others need not wait): its blocks start early.
+// In the first kernel, if the next is launched by launch_dependent(): its blocks may start early.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -19,9 +19,9 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// In its place in a second kernel that has nothing to do with the first, and runs beside it, at the
-// end: a thread of one block stays until the first is over, for whoever comes next waits for the
-// second alone.
+// For a second kernel independent of the first: call last, in place of wait_for_previous_kernel().
+// One thread stays until the first kernel is over, because a third kernel waits for the second
+// alone.
 __device__ __forceinline__ void outlast_previous_kernel() {
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) wait_for_previous_kernel();
 }

@@ -1,24 +1,42 @@
-// Column sums in a fixed order of a matrix that is read, or made, on the way: one read of each
+// Column sums in a fixed order of a matrix that is read, or computed, by a Source: one read of each
 // operand.
+//
+// A Source has
+//   static constexpr int kMinBlocks;  // that an SM must hold; 0: ptxas decides
+//   struct Loaded;                                                  // kVec columns of a row
+//   __device__ Loaded load(int64_t row, int64_t col) const;
+//   __device__ void values(const Loaded&, int64_t row, int64_t col, Acc (&v)[kVec]) const;
+// load() of several rows comes before their values(), so that the reads overlap. For example the
+// sums of a product of two dense matrices, element by element:
+//
+//   template <class T, int kVec>
+//   struct ProductColumns {
+//     static constexpr int kMinBlocks = 0;
+//     struct Loaded { Vec<T, kVec> a, b; };
+//     const T *a, *b;
+//     int64_t cols;
+//     __device__ Loaded load(int64_t row, int64_t col) const {
+//       return {load_vec<kVec>(a + row * cols + col), load_vec<kVec>(b + row * cols + col)};
+//     }
+//     __device__ void values(const Loaded& x, int64_t, int64_t, Accum<T> (&v)[kVec]) const {
+//       for (int i = 0; i < kVec; ++i) v[i] = convert<Accum<T>>(x.a[i]) *
+//       convert<Accum<T>>(x.b[i]);
+//     }
+//   };
 #pragma once
 
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
+#include "gemm/column_sum.h"
 #include "host/launch_cluster.h"
 #include "host/switch.h"
-#include "ops/linear/linear.h"
 
 namespace warpwright {
 
-// A Source has
-//   static constexpr int kMinBlocks;  // that an SM must hold; 0: as many as ptxas thinks best
-//   struct Loaded;                                                  // kVec columns of a row
-//   __device__ Loaded load(int64_t row, int64_t col) const;
-//   __device__ void values(const Loaded&, int64_t row, int64_t col, Accum<T> (&v)[kVec]) const;
-// This one is a matrix with any strides; kVec > 1 needs contiguous rows of whole, aligned vectors.
-template <class T, int kVec>
+// A matrix with any strides; kVec > 1 needs contiguous rows of whole, aligned vectors.
+template <class T, int kVec, class Acc = Accum<T>>
 struct MatrixColumns {
   static constexpr int kMinBlocks = 0;
   using Loaded = Vec<T, kVec>;
@@ -30,19 +48,19 @@ struct MatrixColumns {
     return load_vec<kVec>(matrix + row * stride_row + col * stride_col);
   }
   __device__ __forceinline__ void values(const Loaded& loaded, int64_t, int64_t,
-                                         Accum<T> (&v)[kVec]) const {
+                                         Acc (&v)[kVec]) const {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) v[i] = convert<Accum<T>>(loaded.data[i]);
+    for (int i = 0; i < kVec; ++i) v[i] = convert<Acc>(loaded.data[i]);
   }
 };
 
-// source: (rows, cols). sums: (splits, cols), or null: the source is walked for what it does.
+// source: (rows, cols). sums: (splits, cols), or null: the source is read for its side effects.
 // Grid: block = (split, group of kLanes * kVec columns), columns fastest. A thread adds every
 // kRowLanes-th row of its split; the row lanes are then added as a tree.
 template <class Out, class Acc, int kVec, int kLanes, class Source>
 __global__ void __launch_bounds__(kColumnSumThreads, Source::kMinBlocks)
     column_sum_kernel(Source source, int64_t rows, int64_t cols, int splits, Out* sums,
-                      bool beside_previous) {
+                      bool overlaps_previous) {
   constexpr int kRowLanes = kColumnSumThreads / kLanes;
   constexpr int kUnroll = 4;  // independent loads of a thread
   __shared__ Acc shared[kRowLanes][kLanes * kVec];
@@ -85,7 +103,7 @@ __global__ void __launch_bounds__(kColumnSumThreads, Source::kMinBlocks)
       for (int i = 0; i < kVec; ++i) sum[i] += v[i];
     }
   }
-  if (beside_previous) outlast_previous_kernel();
+  if (overlaps_previous) outlast_previous_kernel();
   if (sums == nullptr) return;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) shared[row_lane][lane * kVec + i] = sum[i];
@@ -96,36 +114,45 @@ __global__ void __launch_bounds__(kColumnSumThreads, Source::kMinBlocks)
   sums[split * cols + out_col] = convert<Out>(total);
 }
 
+template <class Out, class Acc, int kVec, int kLanes, class Source>
+void launch_column_sum_kernel(const Source& source, int64_t rows, int64_t cols, int splits,
+                              Out* sums, bool overlap, cudaStream_t stream) {
+  const int64_t blocks = ceil_div<int64_t>(cols, kLanes * kVec) * splits;
+  launch_overlapping(overlap, column_sum_kernel<Out, Acc, kVec, kLanes, Source>,
+                     dim3(static_cast<unsigned>(blocks)), dim3(kColumnSumThreads), /*cluster=*/1, 0,
+                     stream, source, rows, cols, splits, sums, overlap);
+}
+
+// parts: (count, cols), dense.
+template <class T, class Acc>
+void launch_part_sums(const Acc* parts, int count, int64_t cols, T* sums, cudaStream_t stream) {
+  launch_column_sum_kernel<T, Acc, 1, 32>(MatrixColumns<Acc, 1>{parts, cols, 1}, count, cols,
+                                          /*splits=*/1, sums, /*overlap=*/false, stream);
+}
+
 // make_source.operator()<kVec>() gives the Source for that width. A null p.sum: no sums.
-template <class T, class MakeSource>
-void launch_column_sum_of(const ColumnSumParams& p, const ColumnSumConfig& config,
+template <class T, class Acc = Accum<T>, class MakeSource>
+void launch_column_sum_of(const ColumnSumParams& p, const ColumnSumPlan& plan, void* workspace,
                           cudaStream_t stream, MakeSource&& make_source) {
-  using Acc = Accum<T>;
-  const bool split = config.splits > 1 && p.sum != nullptr;
-  auto run = [&]<class Out, int kVec, int kLanes>(auto source, int64_t rows, int splits, Out* sums,
-                                                  bool beside = false) {
-    const int64_t blocks = ceil_div<int64_t>(p.cols, kLanes * kVec) * splits;
-    launch_beside(beside, column_sum_kernel<Out, Acc, kVec, kLanes, decltype(source)>,
-                  dim3(static_cast<unsigned>(blocks)), dim3(kColumnSumThreads), /*cluster=*/1, 0,
-                  stream, source, rows, p.cols, splits, sums, beside);
-  };
-  for_bool(config.wide, [&]<bool kWide>() {
-    for_bool(config.small, [&]<bool kSmall>() {
-      constexpr int kVec = kWide ? kVecSize<T> : 1;
-      constexpr int kLanes = kSmall ? 8 : 32;
+  const bool split = plan.splits > 1 && p.sum != nullptr;
+  for_bool(plan.vectorized, [&]<bool kVectorized>() {
+    for_int<8, 32>(plan.lanes, [&]<int kLanes>() {
+      constexpr int kVec = kVectorized ? kVecSize<T> : 1;
       const auto source = make_source.template operator()<kVec>();
       if (split) {
-        run.template operator()<Acc, kVec, kLanes>(
-            source, p.rows, config.splits, static_cast<Acc*>(p.workspace), p.beside_previous);
+        launch_column_sum_kernel<Acc, Acc, kVec, kLanes>(source, p.rows, p.cols, plan.splits,
+                                                         static_cast<Acc*>(workspace),
+                                                         p.overlaps_previous, stream);
       } else {
-        run.template operator()<T, kVec, kLanes>(source, p.rows, config.splits,
-                                                 static_cast<T*>(p.sum), p.beside_previous);
+        launch_column_sum_kernel<T, Acc, kVec, kLanes>(source, p.rows, p.cols, plan.splits,
+                                                       static_cast<T*>(p.sum), p.overlaps_previous,
+                                                       stream);
       }
     });
   });
   if (split) {
-    const MatrixColumns<Acc, 1> parts{static_cast<const Acc*>(p.workspace), p.cols, 1};
-    run.template operator()<T, 1, 32>(parts, config.splits, 1, static_cast<T*>(p.sum));
+    launch_part_sums(static_cast<const Acc*>(workspace), plan.splits, p.cols,
+                     static_cast<T*>(p.sum), stream);
   }
 }
 

@@ -1,13 +1,34 @@
-// The output tiles of linear's matrix products, one table for mma.sync and FMA, one for wgmma.
+// The output tiles of a matrix product: one table for the portable path (mma.sync and FMA), one for
+// the sm_90a path (wgmma). A tile is named by its extents, rows x columns of D.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "host/dtype.h"
+
 namespace warpwright {
 
 enum class GemmKind { k16Bit, kTf32, kFp32, kFp64 };
-enum class GemmTile { kLarge, kMedium, kSmall, kWide };  // kWide: TF32 on sm_90a
+
+constexpr GemmKind gemm_kind(DType dtype, bool tf32) {
+  if (dtype == DType::kFloat64) return GemmKind::kFp64;
+  if (dtype == DType::kFloat32) return tf32 ? GemmKind::kTf32 : GemmKind::kFp32;
+  return GemmKind::k16Bit;
+}
+
+constexpr int64_t gemm_kind_size(GemmKind kind) {
+  return kind == GemmKind::k16Bit ? 2 : kind == GemmKind::kFp64 ? 8 : 4;
+}
+
+constexpr bool uses_tensor_cores(GemmKind kind) {
+  return kind == GemmKind::k16Bit || kind == GemmKind::kTf32;
+}
+
+enum class GemmTile { k128x256, k128x128, k128x64, k64x64, k64x64Gathered, k64x64Elements };
+constexpr int kGemmTiles = 6;
+
+// ---- portable ----
 
 struct TileShape {
   int blk_m;
@@ -19,25 +40,34 @@ struct TileShape {
   int ctas_per_sm;  // that the registers must leave room for; 0: this kind has no such tile
 };
 
-// Tensor cores: warps of 64 x 64 read shared memory least for their math (16 FMA a byte; mma.sync
-// starves below ~10). Large: least L2 traffic, all registers of an SM. Medium: the same warps with
-// half the CTA, for outputs that Large cuts too coarsely. Small: fills the GPU when the output is
-// small, and the only one that reads unaligned operands. k depth is 128 bytes: whole cache lines.
-// FMA: 8 x 8 results a thread where D is large, else 8 x 4. 16 x 8 are 4 % faster on some large
-// products, but half as many threads, which where they are one CTA an SM take 1.6 times as long.
-constexpr TileShape tile_shape(GemmKind kind, GemmTile tile) {
-  constexpr TileShape kShapes[4][3] = {
-      // kLarge                     kMedium                      kSmall
-      {{128, 256, 64, 2, 4, 3, 1}, {128, 128, 64, 2, 2, 3, 2}, {64, 64, 64, 2, 2, 4, 3}},
-      {{128, 256, 32, 2, 4, 3, 1}, {128, 128, 32, 2, 2, 3, 2}, {64, 64, 32, 2, 2, 4, 3}},
-      {{}, {128, 128, 16, 4, 2, 4, 2}, {64, 64, 16, 2, 2, 4, 2}},
-      {{}, {}, {64, 64, 16, 2, 2, 3, 2}},
+// Tensor cores: warps of 64 x 64 read the fewest bytes of shared memory for their math (16 FMA per
+// byte; mma.sync starves below about 10). 128x256: least L2 traffic, all registers of an SM.
+// 128x128: the same warps in half the CTA, for outputs that 128x256 cuts too coarsely. 64x64: fills
+// the GPU if the output is small; of a matrix's tiles the only one that reads element by element.
+// A stage's k is 128 bytes: whole cache lines.
+// Operands that are gathered (conv2d) have 128x128, 128x64 for at most 64 columns, and
+// k64x64Gathered by 16-byte accesses. k64x64Elements takes any operand: its loaders hold
+// coordinates and, at 16 bits, a tile's elements in registers.
+// FMA: 8 x 8 results per thread if D is large, else 8 x 4. 16 x 8 are 4 % faster on some large
+// products, but have half the threads: with one CTA per SM they take 1.6 times as long.
+constexpr TileShape portable_tile(GemmKind kind, GemmTile tile) {
+  constexpr TileShape kShapes[4][kGemmTiles] = {
+      {{128, 256, 64, 2, 4, 3, 1},
+       {128, 128, 64, 2, 2, 3, 2},
+       {128, 64, 64, 2, 2, 3, 2},
+       {64, 64, 64, 2, 2, 4, 3},
+       {64, 64, 64, 2, 2, 3, 3},
+       {64, 64, 32, 2, 2, 3, 2}},
+      {{128, 256, 32, 2, 4, 3, 1},
+       {128, 128, 32, 2, 2, 3, 2},
+       {128, 64, 32, 2, 2, 3, 2},
+       {64, 64, 32, 2, 2, 4, 3},
+       {64, 64, 32, 2, 2, 3, 3},
+       {64, 64, 32, 2, 2, 3, 2}},
+      {{}, {128, 128, 16, 4, 2, 4, 2}, {}, {64, 64, 16, 2, 2, 4, 2}, {}, {64, 64, 16, 2, 2, 3, 2}},
+      {{}, {}, {}, {64, 64, 16, 2, 2, 3, 2}, {}, {64, 64, 16, 2, 2, 3, 2}},
   };
   return kShapes[static_cast<int>(kind)][static_cast<int>(tile)];
-}
-
-constexpr int64_t gemm_kind_size(GemmKind kind) {
-  return kind == GemmKind::k16Bit ? 2 : kind == GemmKind::kFp64 ? 8 : 4;
 }
 
 // Shared memory of a tile: the stages (each row padded by 16 bytes) or the epilogue's D tile.
@@ -49,63 +79,53 @@ constexpr int64_t tile_smem_bytes(GemmKind kind, TileShape shape) {
   return std::max(stages, epilogue);
 }
 
-// The same on sm_90a: TMA and wgmma. A CTA has the SM to itself, k depth is 128 bytes.
+// ---- sm_90a ----
+
+// How operands reach wgmma when TMA cannot load them or wgmma cannot read their layout.
+enum class Sm90Loading {
+  kTma,         // as they lie
+  kRealigned,   // 16-bit rows that do not start at multiples of 16 bytes, shifted on their way
+  kSwapped,     // TF32 with B n-major: D^T = B A^T, B through registers
+  kTransposed,  // the same with A m-major, which is transposed in shared memory
+  kSplit,       // float32, each number the sum of two TF32 numbers
+};
+
 struct Sm90TileShape {
   int blk_m;
   int blk_n;
-  int stages;             // 192 KiB in all, 128 KiB for 64 x 64
+  int stages;             // 0: this loading has no such tile
   bool ping_pong;         // each of the two consumer warpgroups has a tile of its own
-  bool clusters = false;  // there may be some: choose_sm90_cluster()
+  bool clusters = false;  // may run in clusters: choose_sm90_cluster()
 };
 
-// Large: one warpgroup stores while the other multiplies. Within 2 % of the fastest of all tiles
-// (128 x 256, 256 x 128, 64 x 256, each with and without a cluster) wherever the output fills the
-// SMs. Medium and Small: for outputs with fewer tiles than SMs. docs/kernels.md has the race.
-// Wide, of TF32 only, whose k tile of 128 bytes is half as deep for the same math: three quarters
-// of Large's bytes, against a store that nothing hides.
-constexpr Sm90TileShape sm90_tile_shape(GemmTile tile) {
-  constexpr Sm90TileShape kShapes[4] = {
-      {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}, {128, 256, 4, false}};
-  return kShapes[static_cast<int>(tile)];
+// A CTA has the SM to itself, a stage's k is 128 bytes. docs/kernels.md has the measurements.
+// kTma: 128x128 in ping-pong (one warpgroup stores while the other multiplies) is within 2 % of the
+// fastest tile if the output fills the SMs. 128x64 and 64x64: for outputs with fewer tiles than
+// SMs. 128x256, for TF32 only, whose k tile of 128 bytes is half as deep for the same math: three
+// quarters of the bytes of 128x128, against a store that nothing hides.
+// kRealigned: two warpgroups load through L1, which wants the shared memory of more stages.
+// kSwapped: each warpgroup has a tile of its own; B comes from registers in units of 64 rows.
+// kTransposed: 128x256 for both warpgroups; the more columns meet A, the more time shared memory
+// has to transpose it.
+// kSplit: both warpgroups on one tile, since each k tile has sums next to the tile's. Three tiles
+// of 16 KiB per stage.
+constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
+  constexpr Sm90TileShape kShapes[5][4] = {
+      {{128, 256, 4, false}, {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}},
+      {{}, {128, 128, 4, true}, {}, {}},
+      {{}, {128, 128, 6, true}, {128, 64, 8, true}, {}},
+      {{128, 256, 4, false}, {128, 128, 6, true}, {}, {}},
+      {{}, {128, 128, 4, false}, {}, {}},
+  };
+  const int t = static_cast<int>(tile);
+  return t < 4 ? kShapes[static_cast<int>(loading)][t] : Sm90TileShape{};
 }
 
-// Of operands that TMA cannot address: two warpgroups bring them in, through L1, which wants the
-// shared memory that more stages would take.
-constexpr Sm90TileShape kRealignedTile = {128, 128, 4, true};
-
-// Of float32 split into TF32 numbers: both warpgroups on one tile, beside whose sums each k tile
-// has its own. Three tiles of 16 KiB a stage.
-constexpr Sm90TileShape kSplitTile = {128, 128, 4, false};
-
-// Of TF32 whose B is n-major: the product is made as D^T = B A^T, B from registers in units of 64.
-// There is no kSmall. With A k-major each warpgroup has a tile of its own. Else A is turned, for
-// which shared memory has more time the more columns meet it: a 128 x 256 tile for both.
-constexpr Sm90TileShape kSwappedTiles[2] = {{128, 128, 6, true}, {128, 64, 8, true}};
-constexpr Sm90TileShape kTurnedTiles[2] = {{128, 256, 4, false}, {128, 128, 6, true}};
-
-// How the sm_90a path gets the operands to wgmma, which TMA cannot or wgmma does not read as they
-// lie.
-enum class Sm90Operands {
-  kAsTheyLie,
-  kRealigned,  // 16-bit rows that start at no multiples of 16 bytes, moved into place
-  kSwapped,    // TF32 with B n-major: D^T = B A^T, B through registers
-  kTurned,     // and A m-major: turned in shared memory
-  kSplit,      // float32, each the sum of two TF32 numbers
-};
-
-constexpr Sm90TileShape sm90_tile_shape(GemmTile tile, Sm90Operands operands) {
-  switch (operands) {
-    case Sm90Operands::kAsTheyLie:
-      return sm90_tile_shape(tile);
-    case Sm90Operands::kRealigned:
-      return kRealignedTile;
-    case Sm90Operands::kSplit:
-      return kSplitTile;
-    case Sm90Operands::kSwapped:
-      return kSwappedTiles[static_cast<int>(tile)];
-    default:
-      return kTurnedTiles[static_cast<int>(tile)];
+constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile) {
+  if (loading == Sm90Loading::kTma && tile == GemmTile::k128x256 && kind != GemmKind::kTf32) {
+    return false;
   }
+  return sm90_tile(loading, tile).stages > 0;
 }
 
 }  // namespace warpwright

@@ -1,10 +1,9 @@
-// The matrix products of float64; a file of its own so that the types compile in parallel.
-#include "gemm/kernel_portable.cuh"
+// The portable kernels of float64.
+#include "gemm/portable.cuh"
 
 namespace warpwright {
 
-void launch_gemm_fp64(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
-  launch_gemm_portable<GemmKind::kFp64, double>(p, config, stream);
-}
+template void launch_gemm_portable<GemmKind::kFp64, double>(const GemmParams&, const GemmPlan&,
+                                                            void*, cudaStream_t);
 
 }  // namespace warpwright

@@ -1,22 +1,13 @@
-// The convolution products of strict float32; a file of its own so that the types compile in
-// parallel.
+// The implicit GEMM of float32.
 #include "ops/conv2d/conv2d_gemm.cuh"
 
 namespace warpwright {
 
-void launch_conv2d_forward_fp32(const Conv2dParams& p, const Conv2dConfig& config,
-                                cudaStream_t stream) {
-  launch_forward_of<ConvKind::kFp32, float>(p, config, stream);
-}
-
-void launch_conv2d_input_gradient_fp32(const Conv2dBackwardParams& p, const Conv2dConfig& config,
-                                       cudaStream_t stream) {
-  launch_input_gradient_of<ConvKind::kFp32, float>(p, config, stream);
-}
-
-void launch_conv2d_weight_gradient_fp32(const Conv2dBackwardParams& p, const Conv2dConfig& config,
-                                        cudaStream_t stream) {
-  launch_weight_gradient_of<ConvKind::kFp32, float>(p, config, stream);
-}
+template void launch_implicit_gemm_fprop<GemmKind::kFp32, float>(const Conv2dParams&,
+                                                                 const Conv2dConfig&, cudaStream_t);
+template void launch_implicit_gemm_dgrad<GemmKind::kFp32, float>(const Conv2dBackwardParams&,
+                                                                 const Conv2dConfig&, cudaStream_t);
+template void launch_implicit_gemm_wgrad<GemmKind::kFp32, float>(const Conv2dBackwardParams&,
+                                                                 const Conv2dConfig&, cudaStream_t);
 
 }  // namespace warpwright
