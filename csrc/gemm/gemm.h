@@ -68,7 +68,7 @@ constexpr int64_t kFewRowsColumns = 16;  // of D, a block's
 constexpr int kFewRowsWarps = 8;
 constexpr int kFewRowsStages = 8;
 constexpr int64_t kFewRowsSmemBytes =
-    int64_t{kFewRowsStages} * 2 * kFewRowsWarps * 32 * 16 +      // 16 bytes of two columns a thread
+    int64_t{kFewRowsStages} * 2 * kFewRowsWarps * 32 * 16 +      // 2 columns, 16 bytes per thread
     int64_t{kFewRowsWarps} * kMaxFewRows * kFewRowsColumns * 4;  // the warps' sums
 
 inline bool takes_few_rows(const GemmParams& p, const DeviceInfo& device) {

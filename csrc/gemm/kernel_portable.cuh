@@ -7,14 +7,17 @@
 // entry. For example D = A B^T + residual:
 //
 //   template <class T>
-//   struct AddResidual : MatrixOutput<T> {
-//     using MatrixOutput<T>::kVec;
+//   struct AddResidual {
+//     static constexpr int kVec = MatrixOutput<T>::kVec;
+//     MatrixOutput<T> d;
 //     const T* residual;  // laid out like D
-//     __device__ void store(int64_t row, int64_t col, Accum<T> (&values)[kVec]) const {
-//       for (int i = 0; i < kVec; ++i)
-//         if (row < this->rows && col + i < this->cols)
-//           values[i] += convert<Accum<T>>(residual[row * this->ld + col + i]);
-//       MatrixOutput<T>::store(row, col, values);
+//     __device__ void store(int64_t row, int64_t col, const Accum<T> (&values)[kVec]) const {
+//       Accum<T> sums[kVec];
+//       for (int i = 0; i < kVec; ++i) {
+//         const bool inside = row < d.rows && col + i < d.cols;
+//         sums[i] = values[i] + (inside ? convert<Accum<T>>(residual[row * d.ld + col + i]) : 0);
+//       }
+//       d.store(row, col, sums);
 //     }
 //   };
 //   template <class Tile, class LoaderA, class LoaderB>

@@ -5,20 +5,19 @@
 //   static constexpr int kSmemBytes;  // a warpgroup's, at a multiple of 1024
 //   Store{shared, barrier};           // its shared memory and a named barrier
 //   template <int kRegs> auto load_bias(const Output&, int col) const;   // before the mainloop
-//   void store(float (&d)[kRegs], const Bias&, const Output&, int split, int row, int col);
+//   void store(float (&d)[kRegs], const Bias&, const Output&, int64_t split, int row, int col);
 //   void finish();                    // its stores have read shared memory
 // store() gets 64 rows of D from `row` and kRegs * 2 columns from `col` in wgmma's order
 // (accumulator_row(), accumulator_col()). A fused epilogue is a Store that changes the accumulators
-// on their way. For example D = min(A B^T + bias, 6):
+// on their way. For example D = min(A B^T, 6) + bias:
 //
 //   template <class T>
 //   struct ClampingEpilogue : EpilogueSm90<T> {
 //     template <int kRegs, class Bias>
-//     __device__ void store(float (&d)[kRegs], const Bias& bias, const OutputSm90& output, int
-//     split,
-//                           int row, int col) {
-//       for (int i = 0; i < kRegs; ++i) d[i] = fminf(d[i] + bias_of(bias, i), 6.0f);
-//       EpilogueSm90<T>::store(d, {}, output, split, row, col);
+//     __device__ void store(float (&d)[kRegs], const Bias& bias, const OutputSm90& output,
+//                           int64_t split, int row, int col) {
+//       for (int i = 0; i < kRegs; ++i) d[i] = fminf(d[i], 6.0f);
+//       EpilogueSm90<T>::store(d, bias, output, split, row, col);
 //     }
 //   };
 //   gemm_sm90_kernel<Tile, TmaOperands, ClampingEpilogue<T>>

@@ -4,7 +4,7 @@
 //   static constexpr int kRegisters;          // of a thread that loads
 //   static constexpr int kConsumerRegisters;  // of a thread that multiplies; all fit 65536
 //   __device__ void prefetch() const;         // of tensor maps, by one thread
-//   __device__ int arrivals() const;          // at each stage's barrier; the bytes of TMA besides
+//   __device__ int arrivals() const;          // at each stage's barrier, not counting TMA's bytes
 //   template <class Tile, class Loop, class Params>
 //   __device__ void produce(const Loop&, const Params&, int warpgroup, unsigned first,
 //                           unsigned stride) const;
@@ -130,8 +130,8 @@ struct SplitOperands : RewrittenOperands {
     int64_t stride_k;
     int rows;
   };
-  Matrix rows;  // of which `a` is the map, and `b` of cols
-  Matrix cols;
+  Matrix rows;  // `a` is its map
+  Matrix cols;  // `b` is its map
   int k;
 
   // A thread's accumulators, after the k tiles from k_begin to k_end. FMA in k's order gives the
