@@ -1,11 +1,13 @@
-// Asks choose_gemm_config() for many products and checks that a kernel can run what it says:
+// Asks choose_linear() for many products and checks that a kernel can run the plan:
 //
 //   linear_choices LAST STRIDE     extents 1, 1 + STRIDE, ... up to LAST, each with each
 //   linear_choices                 extents around the tiles' edges, and large ones at random
+//   linear_choices print           the latter, one line per plan, to compare two builds
 //
 // Prints the number of products, or the first wrong answer and exits with 1.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <initializer_list>
 #include <random>
 #include <string>
@@ -21,21 +23,19 @@ constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 constexpr int64_t kRoundingUp = 1024;  // of the ring's address on sm_90a
 
 int64_t product_count = 0;
+bool prints = false;
 
 // Of A (m, k) and B (n, k), dense, each contiguous along k or across.
 GemmParams product(DType dtype, bool tf32, bool sm90, int64_t m, int64_t n, int64_t k,
                    bool a_k_major, bool b_k_major) {
   GemmParams p{};
-  p.dtype = dtype;
   p.tf32 = tf32;
   p.sm90 = sm90;
   p.m = m;
   p.n = n;
   p.k = k;
-  p.a_stride_m = a_k_major ? k : 1;
-  p.a_stride_k = a_k_major ? 1 : m;
-  p.b_stride_n = b_k_major ? k : 1;
-  p.b_stride_k = b_k_major ? 1 : n;
+  p.a = make_operand(nullptr, dtype, a_k_major ? k : 1, a_k_major ? 1 : m);
+  p.b = make_operand(nullptr, dtype, b_k_major ? k : 1, b_k_major ? 1 : n);
   return p;
 }
 
@@ -43,12 +43,13 @@ bool fits_grid(int64_t tiles_m, int64_t tiles_n, int64_t splits) {
   return tiles_m <= kMaxGridX && tiles_n <= kMaxGridX && tiles_m * tiles_n <= kMaxGridX / splits;
 }
 
-// Null, or what is wrong.
-const char* fault_of_portable(const GemmParams& p, const GemmConfig& c, const DeviceInfo& device) {
-  const TileShape shape = tile_shape(c.kind, c.tile);
-  if (c.tile == GemmTile::kWide || shape.ctas_per_sm == 0) return "there is no such tile";
-  if (!(c.a_wide && c.b_wide) && c.tile != GemmTile::kSmall) {
-    return "only the small tile reads element by element";
+// Null, or the fault.
+const char* fault_of_portable(const GemmParams& p, const GemmPlan& c, const DeviceInfo& device) {
+  const TileShape shape = portable_tile(c.kind, c.tile);
+  if (shape.ctas_per_sm == 0) return "there is no such tile";
+  if (c.tile != GemmTile::k64x64) {
+    if (!(c.a_vectorized && c.b_vectorized)) return "only the small tile reads element by element";
+    if (c.tile != GemmTile::k128x256 && c.tile != GemmTile::k128x128) return "a gather's tile";
   }
   if (tile_smem_bytes(c.kind, shape) > device.smem_per_block) return "too much shared memory";
   if (c.splits > 1 && ceil_div<int64_t>(p.k, shape.blk_k) < c.splits) return "a part without k";
@@ -59,24 +60,14 @@ const char* fault_of_portable(const GemmParams& p, const GemmConfig& c, const De
   return c.cluster == 1 ? nullptr : "clusters are of sm_90";
 }
 
-const char* fault_of_sm90(const GemmParams& p, const GemmConfig& c, const DeviceInfo& device) {
-  if (const char* why_not = why_not_sm90(p, c)) return why_not;
-  const Sm90Operands operands = sm90_operands(c);
-  const bool swapped = operands == Sm90Operands::kSwapped || operands == Sm90Operands::kTurned;
-  if (c.tile == GemmTile::kWide &&
-      (c.kind != GemmKind::kTf32 || operands != Sm90Operands::kAsTheyLie)) {
-    return "the wide tile is of TF32 along k";
-  }
-  if (swapped && c.tile != GemmTile::kLarge && c.tile != GemmTile::kMedium) {
-    return "no such tile of operands that change places";
-  }
-  if (operands == Sm90Operands::kRealigned && c.tile != GemmTile::kLarge) {
-    return "one tile realigns";
-  }
-  const Sm90TileShape shape = sm90_tile_shape(c.tile, operands);
+const char* fault_of_sm90(const GemmParams& p, const GemmPlan& c, const DeviceInfo& device) {
+  if (const char* why_not = why_not_sm90(p)) return why_not;
+  if (c.loading != sm90_loading(p)) return "another loading";
+  if (!has_sm90_tile(c.kind, c.loading, c.tile)) return "no such tile of this loading";
+  const Sm90TileShape shape = sm90_tile(c.loading, c.tile);
   const int64_t ring = int64_t{shape.stages} * (shape.blk_m + shape.blk_n) * 128;
   if (ring + kRoundingUp > device.smem_per_block) return "too much shared memory";
-  if (c.splits > 1 && ceil_div<int64_t>(p.k * dtype_size(p.dtype), 128) < c.splits) {
+  if (c.splits > 1 && ceil_div<int64_t>(p.k * dtype_size(p.dtype()), 128) < c.splits) {
     return "a part without k";
   }
   const int64_t tiles_n = ceil_div<int64_t>(p.n, shape.blk_n);
@@ -88,26 +79,23 @@ const char* fault_of_sm90(const GemmParams& p, const GemmConfig& c, const Device
                                                                            : "too many tiles";
 }
 
-const char* fault_of(const GemmParams& p, const GemmConfig& c, const DeviceInfo& device) {
-  if (c.kind != gemm_kind(p.dtype, p.tf32)) return "another kind";
+const char* fault_of_gemm(const GemmParams& p, const GemmPlan& c, const DeviceInfo& device) {
+  if (c.kind != gemm_kind(p)) return "another kind";
   if (c.splits < 1 || c.splits > kMaxSplits) return "splits";
-  if (gemm_workspace_bytes(p, c) > kMaxSplitBytes) return "too large a workspace";
+  if (c.workspace_bytes > kMaxSplitBytes) return "too large a workspace";
   if (c.reason == nullptr) return "no reason";
-  switch (c.path) {
-    case GemmPath::kPortable:
+  switch (c.variant) {
+    case GemmVariant::kPortable:
       return fault_of_portable(p, c, device);
-    case GemmPath::kSm90:
+    case GemmVariant::kSm90:
       return fault_of_sm90(p, c, device);
-    case GemmPath::kFewRows:
+    case GemmVariant::kFewRows:
       if (p.m > kMaxFewRows || c.kind != GemmKind::kFp32) return "rows or type";
-      if (!(c.a_wide && c.b_wide && c.a_k_major && c.b_k_major)) return "operands";
+      if (!(c.a_vectorized && c.b_vectorized)) return "operands";
+      if (p.a.major != Major::kK || p.b.major != Major::kK) return "majors";
       if (kFewRowsSmemBytes > device.smem_per_block) return "too much shared memory";
       return c.splits == 1 ? nullptr : "splits";
-    case GemmPath::kHead:
-      if (!is_head(p.m, p.k, p.n)) return "extents";
-      if (p.k > 1 && !(c.a_k_major && c.b_k_major)) return "operands";
-      return c.splits == 1 ? nullptr : "splits";
-    case GemmPath::kOuterProduct:
+    case GemmVariant::kOuterProduct:
       if (p.k > kMaxOuterProductK || c.kind != GemmKind::k16Bit || !p.sm90) return "k or type";
       if (c.row_groups < 1 || c.row_groups > kMaxOuterProductGroups) return "groups";
       if (c.splits != 1) return "splits";
@@ -116,10 +104,16 @@ const char* fault_of(const GemmParams& p, const GemmConfig& c, const DeviceInfo&
                  ? nullptr
                  : "too many blocks";
   }
-  return "no such path";
+  return "no such variant";
 }
 
-// The products of one linear layer: every type, every direction, each of them on each GPU.
+const char* fault_of(const GemmParams& p, const LinearPlan& plan, const DeviceInfo& device) {
+  if (!plan.head) return fault_of_gemm(p, plan.gemm, device);
+  if (!is_head(p.m, p.k, p.n)) return "extents";
+  if (p.k > 1 && !(p.a.major == Major::kK && p.b.major == Major::kK)) return "operands";
+  return plan.workspace_bytes() == 0 ? nullptr : "workspace";
+}
+
 void check(const std::vector<DeviceInfo>& devices, int64_t m, int64_t n, int64_t k) {
   struct Kind {
     DType dtype;
@@ -131,13 +125,19 @@ void check(const std::vector<DeviceInfo>& devices, int64_t m, int64_t n, int64_t
       for (const DeviceInfo& device : devices) {
         const GemmParams p = product(kind.dtype, kind.tf32, device.sm_arch == 90, m, n, k,
                                      (majors & 1) != 0, (majors & 2) != 0);
-        const GemmConfig config = choose_gemm_config(p, device);
+        const LinearPlan plan = choose_linear(p, device);
         ++product_count;
-        if (const char* fault = fault_of(p, config, device)) {
+        if (prints) {
+          std::printf("%s %lld x %lld x %lld, sm_%d: %s, %lld bytes\n", dtype_name(kind.dtype),
+                      static_cast<long long>(m), static_cast<long long>(n),
+                      static_cast<long long>(k), device.sm_arch, describe(p, plan).c_str(),
+                      static_cast<long long>(plan.workspace_bytes()));
+        }
+        if (const char* fault = fault_of(p, plan, device)) {
           std::printf("%s%s %lld x %lld x %lld, majors %d, sm_%d: %s: %s\n", dtype_name(kind.dtype),
                       kind.tf32 ? " (TF32)" : "", static_cast<long long>(m),
                       static_cast<long long>(n), static_cast<long long>(k), majors, device.sm_arch,
-                      describe(config).c_str(), fault);
+                      describe(p, plan).c_str(), fault);
           std::exit(1);
         }
       }
@@ -149,6 +149,7 @@ void check(const std::vector<DeviceInfo>& devices, int64_t m, int64_t n, int64_t
 
 int main(int argc, char** argv) {
   const DeviceInfo hopper;
+  prints = argc == 2 && std::strcmp(argv[1], "print") == 0;
   if (argc == 3) {
     const int last = std::atoi(argv[1]), stride = std::atoi(argv[2]);
     for (int m = 1; m <= last; m += stride) {

@@ -95,7 +95,7 @@ def test_linear_takes_wgmma_where_tma_can_read():
     assert "TF32 wgmma, tile 128x256," in tf32["forward"]
     assert "A k-major, B n-major, B by registers" in tf32["grad_input"]
     assert "TF32 wgmma, tile 128x128 ping-pong" in tf32["grad_input"]
-    assert "A m-major, B n-major, A turned, B by registers" in tf32["grad_weight"]
+    assert "A m-major, B n-major, A transposed, B by registers" in tf32["grad_weight"]
     assert "TF32 wgmma, tile 128x256," in tf32["grad_weight"]
     # TMA wants rows of multiples of 16 bytes; a transposed x alone has no kernel there.
     tf32 = linear_lines(4096, 4096, 4094, "float32", tf32=True)
@@ -261,7 +261,7 @@ def test_linear_choice_wins_the_race(race):
 
 @pytest.fixture(scope="module")
 def linear_choices(tmp_path_factory):
-    """choose_gemm_config() by the million: a program of its header alone."""
+    """choose_linear() by the million: a program of its header alone."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("needs a C++ compiler")

@@ -71,7 +71,7 @@ def test_links_of_the_text_lead_somewhere():
 
 
 def test_the_last_rung_includes_the_shipped_kernel():
-    assert '#include "ops/linear/linear_sm90.cuh"' in SOURCES[-1].text
+    assert '#include "gemm/kernel_sm90.cuh"' in SOURCES[-1].text
     assert "__global__" not in SOURCES[-1].text
 
 
@@ -284,7 +284,7 @@ def row(impl, ms, case="1000x1000x1000", native_ms=2.0):
 @pytest.fixture
 def tree(tmp_path):
     """A repository with one small ladder, and one other record, which the command wants."""
-    for folder in ("csrc/ops/linear", "csrc/device", "benchmarks/ladder", "python", "docs"):
+    for folder in ("csrc/gemm", "csrc/ops/linear", "csrc/device", "benchmarks/ladder", "python", "docs"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("a\n")
     (tmp_path / "csrc/ops/linear/linear.cu").write_text("// linear\n")

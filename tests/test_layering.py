@@ -10,6 +10,12 @@ CSRC = ROOT / "csrc"
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
 MAX_LINES = 555
 COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels
+# A product's tile is multiplied by gemm/'s kernels, whoever brings the operands.
+MAINLOOP = re.compile(r"\bMainloop(Sm90)?\b|tile/mainloop_sm90")
+# Folders whose kernels are instantiated in instances/, one file per element type.
+WITH_INSTANCES = {"gemm", "ops/conv2d", "ops/linear"}
+INSTANCE = re.compile(r"^\s*template (?!<)", re.M)
+MAX_FUNCTION_LINES = {"gemm": 100}  # by layer
 # strict() and check_errors() wait for the GPU, which is what they are for.
 MAY_SYNCHRONISE = {"host/error_word.cpp"}
 
@@ -18,8 +24,9 @@ ALLOWED = {
     "host": {"host"},
     "device": {"device", "host"},
     "tile": {"tile", "device", "host"},
-    "ops": {"ops", "tile", "device", "host"},
-    "torch": {"torch", "ops", "tile", "device", "host"},
+    "gemm": {"gemm", "tile", "device", "host"},
+    "ops": {"ops", "gemm", "tile", "device", "host"},
+    "torch": {"torch", "ops", "gemm", "tile", "device", "host"},
     "python": {"python", "ops", "host"},
 }
 TORCH_HEADER = re.compile(r"^(ATen|c10|torch|caffe2)/")
@@ -46,6 +53,19 @@ def may_see_torch(path):
     if path.parts[0] == "torch" or path.parts[2:3] in (("torch",), ("cpu",)):
         return True
     return path.name.endswith(("_torch.cpp", "_torch.h", "_cpu.cpp", "_cpu.h"))
+
+
+def function_lengths(code):
+    """(first line, number of lines) of each function at namespace level, as clang-format has them."""
+    lines = code.splitlines()
+    for last, line in enumerate(lines):
+        if line != "}":
+            continue
+        body = next((i for i in range(last - 1, -1, -1) if not lines[i].startswith((" ", "#"))), 0)
+        first = body
+        while first > 0 and lines[first - 1].startswith(("template", " ", "__global__")):
+            first -= 1
+        yield lines[first].strip(), last - first + 1
 
 
 def faults(path, text):
@@ -80,10 +100,17 @@ def faults(path, text):
         yield f"synchronises: {SYNC.search(code).group(0)}"
     if FLOAT_ATOMIC.search(code):
         yield f"uses {FLOAT_ATOMIC.search(code).group(0)}: results would depend on the order"
-    if layer in ("ops", "tile") and re.search(r"__CUDA_ARCH__", code):
+    if layer in ("ops", "gemm", "tile") and re.search(r"__CUDA_ARCH__", code):
         yield "tests __CUDA_ARCH__: two files side by side instead"
-    if layer == "ops" and re.search(r"\bcudaMalloc|\bcudaFree", code):
+    if layer in ("ops", "gemm") and re.search(r"\bcudaMalloc|\bcudaFree", code):
         yield "allocates outside torch's allocator"
+    if layer == "ops" and MAINLOOP.search(code):
+        yield "uses a mainloop: its kernel's body is gemm/'s, a loader is enough"
+    if INSTANCE.search(code) and path.parent.as_posix() in WITH_INSTANCES:
+        yield "instantiates a template: that belongs into instances/"
+    for line, length in function_lengths(code):
+        if length > MAX_FUNCTION_LINES.get(layer, length):
+            yield f"has a function of {length} lines: {line}"
     if re.search(r"\b(TODO|FIXME|XXX)\b", text):
         yield "has a TODO"
     if text.count("\n") > MAX_LINES:
@@ -104,6 +131,20 @@ def test_sources_follow_the_layers():
     [
         ("device/x.cuh", '#include "tile/epilogue.cuh"', "must not see tile/"),
         ("tile/x.cuh", '#include "ops/relu/relu.h"', "must not see ops/"),
+        ("tile/x.cuh", '#include "gemm/gemm.h"', "must not see gemm/"),
+        ("device/x.cuh", '#include "gemm/tiles.h"', "must not see gemm/"),
+        ("host/x.h", '#include "gemm/tiles.h"', "must not see gemm/"),
+        ("gemm/x.cuh", '#include "ops/linear/linear.h"', "must not see ops/"),
+        ("gemm/x.cuh", '#include "torch/cuda.h"', "torch glue"),
+        ("gemm/x.cu", "#include <ATen/core/Tensor.h>", "torch header"),
+        ("gemm/x.cu", "cudaMalloc(&p, 1);", "outside torch's allocator"),
+        ("gemm/x.cuh", "#if __CUDA_ARCH__ >= 900", "side by side"),
+        ("gemm/x.cuh", "void f() {\n" + "  g();\n" * 100 + "}", "a function of 102 lines"),
+        ("gemm/kernel.cuh", '#include "device/sm90/tma.cuh"', "only files named _sm90"),
+        ("gemm/launch.cu", "template void f<int>(int);", "instances/"),
+        ("ops/conv2d/x.cu", "template void f<int>(int);", "instances/"),
+        ("ops/conv2d/x.cuh", "using Loop = Mainloop<Tile, A, B>;", "gemm/'s"),
+        ("ops/conv2d/x_sm90.cuh", '#include "tile/mainloop_sm90.cuh"', "gemm/'s"),
         ("host/x.h", '#include "device/vec.cuh"', "must not see device/"),
         ("ops/relu/relu.cu", "#include <ATen/core/Tensor.h>", "torch header"),
         ("ops/relu/relu.h", "#include <c10/util/Half.h>", "torch header"),

@@ -154,7 +154,7 @@ def test_the_shapes_reach_every_tf32_product():
     found = set()
     for role, _, text in products_of_shapes("float32", tf32=True):
         tile = re.search(r"wgmma, tile (\d+x\d+)|$", text)[1]
-        found.add((role, tile, "B by registers" in text, "A turned" in text))
+        found.add((role, tile, "B by registers" in text, "A transposed" in text))
         found.add((role, "split-k" in text))
     assert ("forward", "128x256", False, False) in found
     for tile in ("128x128", "128x64"):

@@ -1,32 +1,28 @@
-// Shipped: linear's own kernel, ops/linear/linear_sm90.cuh, launched as the op does.
+// Shipped: the library's own kernel, gemm/kernel_sm90.cuh, launched as linear does.
 // Why: ping-pong. Each consumer warpgroup has a tile of its own, and while one stores, by way of
 // shared memory and TMA, the other multiplies. Tiles that run together lie close together, for L2,
-// and choose_gemm_config picks tile and split by the shape.
+// and choose_gemm picks tile and split by the shape.
 // Bound: the tensor cores; on a large product, the power that they may draw.
+#include "gemm/kernel_sm90.cuh"
+#include "gemm/sm90.cuh"
 #include "ladder.cuh"
-#include "ops/linear/linear_sm90.cuh"
 
 namespace ladder {
 namespace {
 
-using namespace warpwright;  // GemmParams, choose_gemm_config, launch_gemm_sm90_tile
+using namespace warpwright;  // GemmParams, choose_gemm, launch_sm90_tile
 
 template <GemmTile kTile>
-using TileOf = Sm90TileOf<bf16, kTile, Major::kK, Major::kK>;
+using TileOf = typename Sm90TileOf<bf16, Sm90Loading::kTma, kTile, Major::kK, Major::kK>::type;
 
 GemmParams params_of(const Gemm& g) {
   GemmParams p{};
-  p.dtype = DType::kBFloat16;
   p.sm90 = true;
   p.m = g.m;
   p.n = g.n;
   p.k = g.k;
-  p.a = g.a;
-  p.a_stride_m = g.k;
-  p.a_stride_k = 1;
-  p.b = g.b;
-  p.b_stride_n = g.k;
-  p.b_stride_k = 1;
+  p.a = make_operand(g.a, DType::kBFloat16, g.k, 1);
+  p.b = make_operand(g.b, DType::kBFloat16, g.k, 1);
   p.d = g.d;
   return p;
 }
@@ -35,7 +31,7 @@ GemmParams params_of(const Gemm& g) {
 
 // It takes ragged tiles, as long as rows are multiples of 16 bytes. Stages and shared memory are
 // the large tile's.
-using Large = TileOf<GemmTile::kLarge>;
+using Large = TileOf<GemmTile::k128x128>;
 const Rung kRung = {
     1,
     8,
@@ -45,29 +41,30 @@ const Rung kRung = {
     1024 + MainloopSm90<Large>::kSmemBytes + Large::kConsumers* EpilogueSm90<bf16>::kSmemBytes};
 
 void launch_rung(const Gemm& g) {
-  GemmParams p = params_of(g);
-  const DeviceInfo& device = current_device_info();
-  const GemmConfig config = choose_gemm_config(p, device);
-  if (config.path != GemmPath::kSm90) throw std::runtime_error("the op takes " + describe(config));
-  const int64_t workspace_bytes = gemm_workspace_bytes(p, config);
-  if (workspace_bytes > 0) {
-    cuda_check(cudaMallocAsync(&p.workspace, workspace_bytes, g.stream), "workspace");
+  const GemmParams p = params_of(g);
+  const GemmPlan plan = choose_gemm(p, current_device_info());
+  if (plan.variant != GemmVariant::kSm90) {
+    throw std::runtime_error("the op takes " + describe(p, plan));
+  }
+  void* workspace = nullptr;
+  if (plan.workspace_bytes > 0) {
+    cuda_check(cudaMallocAsync(&workspace, plan.workspace_bytes, g.stream), "workspace");
   }
   auto launch_tile = [&]<GemmTile kTile>() {
-    launch_gemm_sm90_tile<TileOf<kTile>>(p, config, g.stream);
+    launch_sm90_tile<Sm90Loading::kTma, TileOf<kTile>>(p, plan, workspace, g.stream);
   };
-  switch (config.tile) {
-    case GemmTile::kLarge:
-      launch_tile.template operator()<GemmTile::kLarge>();
+  switch (plan.tile) {
+    case GemmTile::k128x128:
+      launch_tile.template operator()<GemmTile::k128x128>();
       break;
-    case GemmTile::kMedium:
-      launch_tile.template operator()<GemmTile::kMedium>();
+    case GemmTile::k128x64:
+      launch_tile.template operator()<GemmTile::k128x64>();
       break;
-    case GemmTile::kSmall:
-      launch_tile.template operator()<GemmTile::kSmall>();
+    default:
+      launch_tile.template operator()<GemmTile::k64x64>();
       break;
   }
-  if (workspace_bytes > 0) cuda_check(cudaFreeAsync(p.workspace, g.stream), "workspace");
+  if (plan.workspace_bytes > 0) cuda_check(cudaFreeAsync(workspace, g.stream), "workspace");
 }
 
 }  // namespace ladder

@@ -24,11 +24,11 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int clust
   launch_with(attributes, kernel, grid, block, smem_bytes, stream, args...);
 }
 
-// The same; `beside`: as launch_dependent() does it.
+// The same; `overlap`: the kernel may start before the previous one ends, as launch_dependent()'s.
 template <class... Params, class... Args>
-void launch_beside(bool beside, void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
-                   int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
-  if (!beside) return launch_clusters(kernel, grid, block, cluster, smem_bytes, stream, args...);
+void launch_overlapping(bool overlap, void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
+                        int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
+  if (!overlap) return launch_clusters(kernel, grid, block, cluster, smem_bytes, stream, args...);
   if (cluster == 1) return launch_dependent(kernel, grid, block, smem_bytes, stream, args...);
   cudaLaunchAttribute attributes[] = {cluster_attribute(cluster), dependent_attribute()};
   launch_with(attributes, kernel, grid, block, smem_bytes, stream, args...);

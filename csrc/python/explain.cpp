@@ -1,5 +1,5 @@
-// Asks the ops' choose_config() and describe(): pure host functions, so that a machine without a
-// GPU can ask about one, too. Of the ops' headers only that half is wanted here, hence no CUDA.
+// Asks the ops' choose_…() and describe(): pure host functions, so that a machine without a GPU can
+// ask about one. This file takes only that half of the ops' headers, hence no CUDA.
 #ifdef WARPWRIGHT_WITH_CUDA
 #undef WARPWRIGHT_WITH_CUDA
 #endif
@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -33,10 +34,10 @@ namespace {
 // (kernel's role, description) pairs in the order of the launches.
 using Lines = std::vector<std::pair<std::string, std::string>>;
 
-struct Operand {
+struct TensorLayout {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
-  int64_t address;  // of the first element; 0 where there is no memory yet: freshly allocated
+  int64_t address;  // of the first element; 0 if there is no memory yet: freshly allocated
 };
 
 DType dtype_from(const std::string& name) {
@@ -46,7 +47,7 @@ DType dtype_from(const std::string& name) {
   throw std::invalid_argument("explain: dtype: expected one with a kernel, got " + name);
 }
 
-int64_t numel(const Operand& x) {
+int64_t numel(const TensorLayout& x) {
   int64_t n = 1;
   for (const int64_t size : x.sizes) n *= size;
   return n;
@@ -54,7 +55,7 @@ int64_t numel(const Operand& x) {
 
 // ---- relu ----
 
-Lines explain_relu(const std::string& dtype, const Operand& input) {
+Lines explain_relu(const std::string& dtype, const TensorLayout& input) {
   auto line = [&](int64_t address, int operands) {
     const int64_t misalignment[] = {0, address % 16, 0};
     const ReluConfig config =
@@ -66,93 +67,89 @@ Lines explain_relu(const std::string& dtype, const Operand& input) {
 
 // ---- linear ----
 
-// A matrix as linear_torch.cpp sees it: leading dimensions folded, one direction contiguous.
+// Leading dimensions folded, one direction contiguous.
 struct Matrix {
   int64_t rows, cols, stride_row, stride_col, address;
   Matrix transposed() const { return {cols, rows, stride_col, stride_row, address}; }
 };
 
-Matrix as_matrix(const Operand& x) {
+Matrix as_matrix(const TensorLayout& x) {
   const size_t dims = x.sizes.size();
   Matrix m{1, x.sizes[dims - 1], 0, 1, x.address};
   for (size_t d = 0; d + 1 < dims; ++d) m.rows *= x.sizes[d];
-  m.stride_row = m.cols;
-  if (dims == 2) {
-    m.stride_row = x.strides[0];
-    m.stride_col = x.strides[1];
-  }
-  if (m.cols <= 1) {
-    m.stride_col = m.stride_row == 1 ? 0 : 1;
-  } else if (m.rows <= 1) {
-    m.stride_row = m.stride_col == 1 ? 0 : 1;
-  } else if (m.stride_row != 1 && m.stride_col != 1) {
-    m = {m.rows, m.cols, m.cols, 1, 0};  // copied
-  }
+  const MatrixStrides folded =
+      dims == 2 ? MatrixStrides{x.strides[0], x.strides[1]} : MatrixStrides{m.cols, 1};
+  const auto strides = matrix_strides(m.rows, m.cols, folded);
+  if (!strides) return {m.rows, m.cols, m.cols, 1, 0};  // copied
+  m.stride_row = strides->row;
+  m.stride_col = strides->col;
   return m;
 }
 
-GemmParams gemm_params(DType dtype, bool tf32, bool tf32x3, bool sm90, const Matrix& a,
-                       const Matrix& b) {
+// Of which kernels the products may take.
+struct Allowed {
+  bool tf32;
+  bool tf32x3;  // what `tf32` does not round may be split into two TF32 numbers
+  bool sm90;    // the library has the sm_90a kernels and they are wanted
+};
+
+GemmParams gemm_params(DType dtype, const Allowed& allowed, const Matrix& a, const Matrix& b) {
+  auto operand = [&](const Matrix& m) {
+    return make_operand(reinterpret_cast<const void*>(m.address), dtype, m.stride_row,
+                        m.stride_col);
+  };
   GemmParams p{};
-  p.sm90 = sm90;
-  p.dtype = dtype;
-  p.tf32 = tf32;
-  p.tf32x3 = tf32x3;
   p.m = a.rows;
   p.n = b.rows;
   p.k = a.cols;
-  p.a = reinterpret_cast<const void*>(a.address);
-  p.a_stride_m = a.stride_row;
-  p.a_stride_k = a.stride_col;
-  p.b = reinterpret_cast<const void*>(b.address);
-  p.b_stride_n = b.stride_row;
-  p.b_stride_k = b.stride_col;
+  p.a = operand(a);
+  p.b = operand(b);
+  p.tf32 = allowed.tf32;
+  p.tf32x3 = allowed.tf32x3;
+  p.sm90 = allowed.sm90;
   return p;
 }
 
-// `sm90`: the library has the sm_90a kernels and they are wanted.
-// `tf32x3`: what `tf32` does not round may be split into two TF32 numbers.
-Lines explain_linear(const std::string& dtype, bool tf32, const Operand& input,
-                     const Operand& weight, const DeviceInfo& device, bool sm90, bool tf32x3) {
+std::string describe_product(const GemmParams& p, const DeviceInfo& device) {
+  return describe(p, choose_linear(p, device));
+}
+
+Lines explain_linear(const std::string& dtype, bool tf32, const TensorLayout& input,
+                     const TensorLayout& weight, const DeviceInfo& device, bool sm90, bool tf32x3) {
   const DType type = dtype_from(dtype);
+  const Allowed allowed{tf32, tf32x3, sm90 && device.sm_arch == 90};
   const Matrix x = as_matrix(input);
   const Matrix w = as_matrix(weight);
   const Matrix dy{x.rows, w.rows, w.rows, 1, 0};
-  auto params = [&](const Matrix& a, const Matrix& b) {
-    return gemm_params(type, tf32, tf32x3, sm90 && device.sm_arch == 90, a, b);
-  };
-  auto line = [&](const Matrix& a, const Matrix& b) {
-    return describe(choose_gemm_config(params(a, b), device));
-  };
   ColumnSumParams sum{};
   sum.dtype = type;
   sum.rows = dy.rows;
   sum.cols = dy.cols;
   sum.stride_row = dy.stride_row;
   sum.stride_col = 1;
-  const ColumnSumConfig config = choose_column_sum_config(sum, device);
-  const std::string of_dy = std::string("column sums, ") +
-                            (config.wide ? "16-byte accesses" : "element accesses") + ", rows in " +
-                            std::to_string(config.splits) + " split(s)";
-  const GemmParams dx = params(dy, w.transposed());
-  const GemmParams dw = params(dy.transposed(), x.transposed());
-  if (head_gradients({dx, dw, sum})) {
+  sum.sum = &sum;  // any address: the gradient is wanted
+  const LinearGradients gradients{gemm_params(type, allowed, dy, w.transposed()),
+                                  gemm_params(type, allowed, dy.transposed(), x.transposed()), sum};
+  const LinearGradientsPlan plan = choose_linear_gradients(gradients, device);
+  const std::string forward = describe_product(gemm_params(type, allowed, x, w), device);
+  if (plan.head) {
     const std::string all = "a classifier's head, FMA, one kernel for all gradients";
-    return {{"forward", line(x, w)}, {"grad_input", all}, {"grad_weight", all}, {"grad_bias", all}};
+    return {{"forward", forward}, {"grad_input", all}, {"grad_weight", all}, {"grad_bias", all}};
   }
-  const GemmConfig of_dw = choose_gemm_config(dw, device);
-  return {
-      {"forward", line(x, w)},
-      {"grad_input", line(dy, w.transposed())},
-      {"grad_weight", describe(of_dw)},
-      {"grad_bias",
-       can_sum_rows(dw, of_dw) ? "in grad_weight's product, dy^T times 8 columns of ones" : of_dy}};
+  auto line = [&](const GemmParams& p, const std::optional<LinearPlan>& chosen) {
+    return chosen ? describe(p, *chosen) : describe_product(p, device);
+  };
+  return {{"forward", forward},
+          {"grad_input", line(*gradients.input, plan.input)},
+          {"grad_weight", line(*gradients.weight, plan.weight)},
+          {"grad_bias", plan.bias ? describe(*plan.bias)
+                                  : "in grad_weight's product, dy^T times 8 columns of ones"}};
 }
 
 // ---- max_pool2d ----
 
 // `window`: kernel, stride, padding, dilation, each (h, w); `output`: (h, w).
-Lines explain_max_pool2d(const std::string& dtype, const Operand& input, bool channels_last,
+Lines explain_max_pool2d(const std::string& dtype, const TensorLayout& input, bool channels_last,
                          const std::vector<int64_t>& window, const std::vector<int64_t>& output) {
   const size_t dims = input.sizes.size();
   const int64_t batch = dims == 4 ? input.sizes[0] : 1;
@@ -181,8 +178,8 @@ Lines explain_max_pool2d(const std::string& dtype, const Operand& input, bool ch
 // ---- batch_norm ----
 
 // `operands`: tensors that the training forward reads.
-Lines explain_batch_norm(const std::string& dtype, const Operand& input, bool rows, int operands,
-                         const DeviceInfo& device) {
+Lines explain_batch_norm(const std::string& dtype, const TensorLayout& input, bool rows,
+                         int operands, const DeviceInfo& device) {
   BatchNormExtents e{};
   e.batch = input.sizes[0];
   e.channels = input.sizes[1];
@@ -198,9 +195,10 @@ Lines explain_batch_norm(const std::string& dtype, const Operand& input, bool ro
 // ---- conv2d ----
 
 // `window`: stride, padding before the first row and column, dilation, each (h, w).
-Lines explain_conv2d(const std::string& dtype, bool tf32, const Operand& input,
-                     const Operand& weight, const std::vector<int64_t>& output, bool channels_last,
-                     const std::vector<int64_t>& window, int64_t groups, const DeviceInfo& device) {
+Lines explain_conv2d(const std::string& dtype, bool tf32, const TensorLayout& input,
+                     const TensorLayout& weight, const std::vector<int64_t>& output,
+                     bool channels_last, const std::vector<int64_t>& window, int64_t groups,
+                     const DeviceInfo& device) {
   Conv2dShape s{};
   s.dtype = dtype_from(dtype);
   s.channels_last = channels_last;
@@ -233,7 +231,7 @@ Lines explain_conv2d(const std::string& dtype, bool tf32, const Operand& input,
 // ---- cross_entropy ----
 
 // `smoothed`: labels with label_smoothing.
-Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool probabilities,
+Lines explain_cross_entropy(const std::string& dtype, const TensorLayout& input, bool probabilities,
                             bool smoothed, const DeviceInfo& device, bool sm90) {
   const size_t dims = input.sizes.size();
   CrossEntropyProblem p{};
@@ -269,8 +267,8 @@ Lines explain_cross_entropy(const std::string& dtype, const Operand& input, bool
 
 // ---- linear_cross_entropy ----
 
-Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Operand& input,
-                                   const Operand& weight, int64_t chunk_rows,
+Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const TensorLayout& input,
+                                   const TensorLayout& weight, int64_t chunk_rows,
                                    const DeviceInfo& device, bool sm90, bool tf32x3) {
   const DType type = dtype_from(dtype);
   const Matrix w = as_matrix(weight);
@@ -279,9 +277,9 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Op
                     sm90 && device.sm_arch == 90 && w.cols % 8 == 0);
   const int64_t pitch = logits_pitch(w.rows);
   const Matrix x{plan.rows, w.cols, w.cols, 1, 0}, dz{plan.rows, w.rows, pitch, 1, 0};
+  const Allowed allowed{tf32, tf32x3, sm90 && device.sm_arch == 90};
   auto line = [&](const Matrix& a, const Matrix& b) {
-    return describe(choose_gemm_config(
-        gemm_params(type, tf32, tf32x3, sm90 && device.sm_arch == 90, a, b), device));
+    return describe_product(gemm_params(type, allowed, a, b), device);
   };
   return {{"chunks", describe(plan)},
           {"logits", line(x, w)},
@@ -291,8 +289,8 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Op
 
 // ---- scaled_dot_product_attention ----
 
-Lines explain_scaled_dot_product_attention(const std::string& dtype, const Operand& query,
-                                           const Operand& value, double scale, bool mask,
+Lines explain_scaled_dot_product_attention(const std::string& dtype, const TensorLayout& query,
+                                           const TensorLayout& value, double scale, bool mask,
                                            bool dropout, const DeviceInfo& device) {
   AttentionParams p{};
   p.dtype = dtype_from(dtype);
@@ -308,7 +306,7 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Opera
 }  // namespace
 
 void define_explain(py::module_& m) {
-  py::class_<Operand>(m, "Operand")
+  py::class_<TensorLayout>(m, "Operand")
       .def(py::init<std::vector<int64_t>, std::vector<int64_t>, int64_t>(), py::arg("sizes"),
            py::arg("strides"), py::arg("address"));
   py::class_<DeviceInfo>(m, "DeviceInfo")

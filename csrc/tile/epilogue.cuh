@@ -1,15 +1,26 @@
-// From accumulators to memory: the D tile goes through shared memory so that every thread leaves
-// with kVec consecutive columns of one row, which an Output stores as it likes (bias, conversion,
-// bounds, any address). Split-K parts are summed here too, in a fixed order.
+// From accumulators to memory: the D tile goes through shared memory, so that every thread gets
+// kVec consecutive columns of one row, and an Output stores them (bias, conversion, bounds, any
+// address). Split-K parts are summed here too, in a fixed order.
 //
 // An Output has
-//   static constexpr int kVec;                             // columns a call
+//   static constexpr int kVec;                             // columns per call
 //   __device__ void store(int64_t row, int64_t col, const Acc (&values)[kVec]) const;
-// and is called for rows and columns beyond D as well: bounds are its business. It may also have
+// and is called for rows and columns out of D too: it checks bounds. It may also have
 //   __device__ auto columns(int64_t col) const;            // with store(row, values)
-// for what the rows of a column share; a thread asks once for all of its rows. And these may have
+// which a thread calls once and keeps for all of its rows. The result may have
 //   __device__ void add_old(int64_t row, Acc (&values)[kVec]) const;
-// for what D already holds; it comes before the stores of several rows, so that the reads overlap.
+// which adds the values that D holds. It runs before the stores of several rows, so that the reads
+// overlap. For example an Output that doubles every value of a row-major float D (m, n):
+//
+//   struct DoubledOutput {
+//     static constexpr int kVec = 4;
+//     float* d;
+//     int64_t m, n;
+//     __device__ void store(int64_t row, int64_t col, const float (&values)[kVec]) const {
+//       for (int i = 0; i < kVec; ++i)
+//         if (row < m && col + i < n) d[row * n + col + i] = 2 * values[i];
+//     }
+//   };
 #pragma once
 
 #include <cstdint>
@@ -131,8 +142,8 @@ struct Epilogue {
   }
 };
 
-// Row-major D of `rows` x `cols`, `ld` elements a row, plus `bias[col]` if there is one, rounded
-// once. `wide`: every row starts at a multiple of 16 bytes.
+// Row-major D of `rows` x `cols`, `ld` elements per row, plus `bias[col]` if there is one, rounded
+// once. `vectorized`: every row starts at a multiple of 16 bytes.
 template <class T>
 struct MatrixOutput {
   using Acc = Accum<T>;
@@ -142,7 +153,7 @@ struct MatrixOutput {
   int64_t rows;
   int64_t cols;
   int64_t ld;
-  bool wide;
+  bool vectorized;
 
   // Columns col .. col + kVec - 1 with their bias.
   struct Columns {
@@ -150,7 +161,7 @@ struct MatrixOutput {
     int64_t rows;
     int64_t ld;
     int count;  // of columns within D
-    bool wide;
+    bool vectorized;
     Acc bias[kVec];
 
     __device__ __forceinline__ void store(int64_t row, const Acc (&values)[kVec]) const {
@@ -165,7 +176,7 @@ struct MatrixOutput {
       Vec<T, kVec> result;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) result[i] = convert<T>(values[i]);
-      if (wide) {
+      if (vectorized) {
         store_vec_global(target, result);
       } else {
 #pragma unroll
@@ -180,7 +191,7 @@ struct MatrixOutput {
     Columns result{pointer + col, rows, ld};
     const int64_t left = cols - col;
     result.count = static_cast<int>(left < kVec ? (left > 0 ? left : 0) : kVec);
-    result.wide = wide && result.count == kVec;
+    result.vectorized = vectorized && result.count == kVec;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       result.bias[i] = bias != nullptr && i < result.count ? convert<Acc>(bias[col + i]) : Acc(0);
@@ -195,7 +206,7 @@ struct MatrixOutput {
 
 constexpr int kReduceThreads = 256;
 
-// A number a row beside D that was cut up with it.
+// One number per row, whose parts were split with those of D.
 template <class Acc, class T>
 struct RowSumParts {
   const Acc* parts = nullptr;  // (splits, rows)
@@ -219,7 +230,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   constexpr int kVec = Output::kVec;
   constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
   wait_for_previous_kernel();
-  let_next_kernel_start();  // one that has nothing to do with these
+  let_next_kernel_start();  // an independent one
   const int64_t chunks = ceil_div<int64_t>(cols, kVec);
   const int64_t chunk = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
   const int64_t row = chunk / chunks;
@@ -249,8 +260,8 @@ __global__ void __launch_bounds__(kReduceThreads)
   output.store(row, col, sum);
 }
 
-// Right behind the kernel that leaves the parts, which does not let it start before its blocks end:
-// those that fill the GPU would leave it but a few SMs.
+// Launched after the kernel that leaves the parts, which lets it start only as its blocks end:
+// earlier ones would hold the SMs that the kernel's other blocks need.
 template <class Acc, class Output, class T = Acc>
 void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t cols,
                            const Output& output, cudaStream_t stream,

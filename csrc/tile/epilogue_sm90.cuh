@@ -1,10 +1,9 @@
 // From a warpgroup's accumulators to memory. 16-bit D: bias, activation, one rounding, stmatrix
-// into a swizzled 64 x 64 buffer, TMA store, two buffers in turn, or one for D and one for the
-// pre-activation; where TMA cannot address D (rows that are not multiples of 16 bytes), element
-// stores from the same buffers. fp32 D and
-// split-K parts leave the registers directly: four neighbours fill a 32-byte sector. D may add to
-// what is there.
-// Bound: with ping-pong the time of the other warpgroup's mainloop, 8000 cycles at k = 1024.
+// into a swizzled 64 x 64 buffer, TMA store. Two buffers alternate, or one is for D and one for the
+// pre-activation. If TMA cannot address D (rows that are not multiples of 16 bytes), element stores
+// read the same buffers. fp32 D and split-K parts leave the registers directly: four neighbours
+// fill a 32-byte sector. D may be added to. Bound: with ping-pong the time of the other warpgroup's
+// mainloop, 8000 cycles at k = 1024.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +32,18 @@ struct OutputSm90 {
   int64_t pitch;  // elements from a row to the next
   int m;
   int n;
-  bool fp32;        // of operands of 16 bits, too
+  bool fp32;        // D is, of 16-bit operands too
   bool accumulate;  // D += the product
+
+  __device__ __forceinline__ void prefetch() const {
+    if (use_tma) prefetch_tensor_map(&map);
+    if (use_tma && preactivation != nullptr) prefetch_tensor_map(&preactivation_map);
+  }
 };
 
 template <class T>
 struct EpilogueSm90 {
+  using Output = OutputSm90;
   static constexpr int kBufferBytes = 64 * 128;
   static constexpr int kSmemBytes = sizeof(T) == 2 ? 2 * kBufferBytes : 0;  // a warpgroup's
 
@@ -177,7 +182,7 @@ struct EpilogueSm90 {
 
   // A warp's 16 rows of 64 columns.
   __device__ __forceinline__ static void write_buffer(uint32_t buffer, const Packed& d) {
-    // Anew for each chunk: a register that lives through all of them is one too many.
+    // Recomputed per chunk: a register that lives through all chunks is one too many.
     const int lane = derive_anew(static_cast<int>(threadIdx.x % 32));
     // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
     // 8-15 of the left 8 columns, then of the right; 32 bytes on the next four.

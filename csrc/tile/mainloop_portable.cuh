@@ -33,8 +33,9 @@
 // by cp.async if `valid`, without a branch.
 //
 // An operand whose contiguous direction in memory is m (or n) takes kMajor = Major::kMN: the tile
-// is then kBlkK rows of kBlkMN elements, and ldmatrix.trans turns it. FMA tiles with kManyResults
-// want both operands so: TurningLoader (matrix_loader.cuh) turns a K-major one on its way.
+// is then kBlkK rows of kBlkMN elements, and ldmatrix.trans transposes it. FMA tiles with
+// kManyResults want both operands so: TransposingLoader (matrix_loader.cuh) makes one from a
+// K-major operand.
 #pragma once
 
 #include "tile/tile_portable.cuh"

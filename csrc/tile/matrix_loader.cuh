@@ -16,7 +16,7 @@ struct MatrixOperand {
   int64_t ld;
   int64_t extent_mn;
   int64_t extent_k;
-  bool wide;  // pointer and rows are multiples of 16 bytes
+  bool vectorized;  // pointer and rows are multiples of 16 bytes
 };
 
 // How many of the `size` elements from here on lie inside the operand, which has `left` more.
@@ -24,22 +24,23 @@ __device__ __forceinline__ int count_inside(int64_t left, int size) {
   return static_cast<int>(left < size ? (left > 0 ? left : 0) : size);
 }
 
-// kNarrow also takes operands that are not `wide`, one element an access: through cp.async where an
-// element has 4 bytes or more, else through registers.
-template <class Tile, Major kMajor_, int kBlkMN, bool kNarrow>
+// kByElements also takes operands that are not `vectorized`, one element per access: by cp.async if
+// an element has 4 bytes or more, else through registers.
+template <class Tile, Major kMajor_, int kBlkMN, bool kByElements>
 class MatrixLoader {
   using T = typename Tile::Element;
 
  public:
   static constexpr Major kMajor = kMajor_;
   using Smem = SmemTile<T, kMajor, kBlkMN, Tile::kBlkK>;
+  using Operand = MatrixOperand<T>;
 
-  __device__ MatrixLoader(const MatrixOperand<T>& operand, int64_t first_mn)
+  __device__ MatrixLoader(const Operand& operand, int64_t first_mn, int /*batch*/ = 0)
       : origin_(operand.pointer + first_mn * (kMajor == Major::kK ? operand.ld : 1)),
         ld_(operand.ld),
         extent_k_(operand.extent_k),
         extent_mn_(count_inside(operand.extent_mn - first_mn, kBlkMN)),
-        wide_(operand.wide),
+        vectorized_(operand.vectorized),
         interior_(origin_ + VecMap::row(0) * ld_ + VecMap::col()) {}
 
   __device__ __forceinline__ void issue(T* stage, int k_tile) {
@@ -48,7 +49,7 @@ class MatrixLoader {
     const int extent_k = count_inside(extent_k_ - k, Tile::kBlkK);
     const int rows = kMajor == Major::kK ? extent_mn_ : extent_k;
     const int cols = kMajor == Major::kK ? extent_k : extent_mn_;
-    if (!kNarrow || wide_) {
+    if (!kByElements || vectorized_) {
       copy<kVecSize<T>>(stage, source, rows, cols);
     } else if constexpr (sizeof(T) >= 4) {
       copy<1>(stage, source, rows, cols);
@@ -65,7 +66,7 @@ class MatrixLoader {
 
   __device__ __forceinline__ void finish(T* stage) {
     if constexpr (kStaged) {
-      if (wide_) return;
+      if (vectorized_) return;
 #pragma unroll
       for (int pass = 0; pass < ElementMap::kPasses; ++pass) {
         stage[ElementMap::row(pass) * Smem::kPitch + ElementMap::col()] = staged_[pass];
@@ -75,14 +76,14 @@ class MatrixLoader {
 
   // All of the CTA's tiles lie inside the operand: copies need no bounds.
   __device__ bool interior() const
-    requires(!kNarrow)
+    requires(!kByElements)
   {
-    return wide_ && extent_mn_ == kBlkMN && extent_k_ % Tile::kBlkK == 0;
+    return vectorized_ && extent_mn_ == kBlkMN && extent_k_ % Tile::kBlkK == 0;
   }
 
   __device__ __forceinline__ void issue_interior(T* stage, int k_tile, bool valid, int part,
                                                  int parts)
-    requires(!kNarrow)
+    requires(!kByElements)
   {
     if (part == 0) {
       const int64_t k = int64_t{k_tile} * Tile::kBlkK;
@@ -99,7 +100,7 @@ class MatrixLoader {
   }
 
  private:
-  static constexpr bool kStaged = kNarrow && sizeof(T) < 4;
+  static constexpr bool kStaged = kByElements && sizeof(T) < 4;
   using ElementMap = ChunkMap<Smem::kRows, Smem::kCols, 1, Tile::kThreads>;
   using VecMap = ChunkMap<Smem::kRows, Smem::kCols, kVecSize<T>, Tile::kThreads>;
 
@@ -112,7 +113,7 @@ class MatrixLoader {
     const int bytes = max(0, min(cols - col, kVec)) * kSize;
     const uint32_t target = smem_address(stage + Map::row(0) * Smem::kPitch + col);
     source += Map::row(0) * ld_ + col;
-    // Not unrolled further: the addresses of eight passes would not fit beside the accumulators.
+    // Not unrolled further: registers do not hold the addresses of eight passes and the sums.
 #pragma unroll 4
     for (int pass = 0; pass < Map::kPasses; ++pass) {
       cp_async<kVec * kSize>(target + pass * Map::kRowsPerPass * Smem::kPitch * kSize, source,
@@ -125,26 +126,27 @@ class MatrixLoader {
   int64_t ld_;
   int64_t extent_k_;
   int extent_mn_;
-  bool wide_;
+  bool vectorized_;
   const T* interior_;  // this thread's first element of k tile 0
   const T* cursor_;
   T staged_[kStaged ? ElementMap::kPasses : 1];
 };
 
-// A K-major matrix of 32-bit elements, wide or not, turned on its way: the stage is MN-major. A
-// copy cannot turn, so each is of one element. A warp's take 8 k of 4 rows: whole sectors of 32
-// bytes from memory, all 32 banks of shared memory (rows of k lie 4 banks apart).
+// Transposes a K-major matrix of 32-bit elements, aligned or not, on its way: the stage is
+// MN-major. A copy cannot transpose, so each has one element. A warp copies 8 k of 4 rows: whole
+// sectors of 32 bytes from memory, all 32 banks of shared memory (rows of k lie 4 banks apart).
 template <class Tile, int kBlkMN>
-class TurningLoader {
+class TransposingLoader {
   using T = typename Tile::Element;
   static_assert(sizeof(T) == 4 && Tile::kBlkK % 8 == 0);
 
  public:
   static constexpr Major kMajor = Major::kMN;
   using Smem = SmemTile<T, kMajor, kBlkMN, Tile::kBlkK, 16>;
+  using Operand = MatrixOperand<T>;
   static_assert(Smem::kPitch % 32 == 4, "eight rows of k start four banks apart");
 
-  __device__ TurningLoader(const MatrixOperand<T>& operand, int64_t first_mn)
+  __device__ TransposingLoader(const Operand& operand, int64_t first_mn, int /*batch*/ = 0)
       : source_(operand.pointer + (first_mn + row()) * operand.ld + col()),
         ld_(operand.ld),
         extent_k_(operand.extent_k),

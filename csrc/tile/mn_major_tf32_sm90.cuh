@@ -1,11 +1,11 @@
 // The mainloop of sm_90a for TF32 operands that are not contiguous along k, the only direction in
 // which wgmma reads 32-bit elements from shared memory. A comes to wgmma through registers, which
 // take it in any order, at the cost of the reads that wgmma would have done. B, if it is not
-// contiguous along k either, is turned where it lies, by a warpgroup of its own, between TMA and
+// contiguous along k either, is transposed in place by a warpgroup of its own, between TMA and
 // the consumers. Rows of A come in another order than wgmma's (FragmentRows). TMA has rounded both
 // operands to TF32. linear makes D^T = B A^T of it, for it is its B that is never contiguous along
 // k. Bound: shared memory. A k tile of 128 x 128 is 512 cycles of math, 256 of TMA's writes and 384
-// of reads, as of K-major operands; another 256 if B is turned.
+// of reads, as of K-major operands; another 256 if B is transposed.
 #pragma once
 
 #include <cstdint>
@@ -54,14 +54,14 @@ struct FragmentRows {
   }
 };
 
-// A warp turns 32 x 32 elements where they lie: 32 rows of k before, 32 rows of N, K-major, after.
+// A warp transposes 32 x 32 elements in place: 32 rows of k before, 32 rows of N, K-major, after.
 // A lane moves two blocks of 4 x 4, on a diagonal of the 8 x 8 blocks with its seven neighbours, so
 // that their 16-byte accesses meet all banks in both directions.
-class BoxTurner {
+class BoxTransposer {
  public:
   // `store` writes 16 bytes, given where and what.
   template <class Store>
-  __device__ __forceinline__ void turn(uint32_t box, const Store& store) {
+  __device__ __forceinline__ void transpose(uint32_t box, const Store& store) {
     row_ = derive_anew(row_);
     uint4 v[2][4];
 #pragma unroll
@@ -140,12 +140,12 @@ struct MnMajorTf32Mainloop : RewritingMainloop<Tile, Tile::kMajorB == Major::kMN
   static constexpr bool kTurnsB = Tile::kMajorB == Major::kMN;
   static_assert(!Tile::kClusters && Tile::kBlkN == 128);
 
-  // A warpgroup turns the B of k_tiles stages, warp w columns 32 w of it.
+  // A warpgroup transposes the B of k_tiles stages, warp w its columns from 32 w on.
   __device__ __forceinline__ void rewrite_b(int k_tiles) const {
-    BoxTurner turner;
+    BoxTransposer transposer;
     const uint32_t box = Tile::kBytesA + threadIdx.x % 128 / 32 * Rows::kBoxBytes;
-    this->rewrite_stages(k_tiles,
-                         [&](uint32_t stage) { turner.turn(stage + box, store_shared_u128); });
+    this->rewrite_stages(
+        k_tiles, [&](uint32_t stage) { transposer.transpose(stage + box, store_shared_u128); });
   }
 
   // As the base's, but a step of 8 k at a time. Its A is asked for two steps ahead, behind the
@@ -216,6 +216,7 @@ struct MnMajorTf32Mainloop : RewritingMainloop<Tile, Tile::kMajorB == Major::kMN
 // warp writes two sectors of each of four rows at once.
 template <int kBlocks>
 struct TransposedEpilogue {
+  using Output = OutputSm90;
   static constexpr int kSmemBytes = 0;
 
   uint32_t buffers;  // as EpilogueSm90's, of no use here

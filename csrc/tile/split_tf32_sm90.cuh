@@ -55,13 +55,14 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
   using Base::stages;
   static_assert(Tile::kBlocks == 1 && Tile::kBlkN == 128, "one wgmma of 64 x 128 a step");
 
-  // A warpgroup splits the B of k_tiles stages, each warp a quarter; MN-major it turns it too.
+  // A warpgroup splits the B of k_tiles stages, each warp a quarter; an MN-major B it transposes
+  // too.
   __device__ __forceinline__ void rewrite_b(int k_tiles) const {
-    BoxTurner turner;
+    BoxTransposer transposer;
     const uint32_t quarter = Tile::kBytesA + threadIdx.x % 128 / 32 * (Tile::kBytesB / 4);
     this->rewrite_stages(k_tiles, [&](uint32_t stage) {
       if constexpr (Tile::kMajorB == Major::kMN) {
-        turner.turn(stage + quarter, store);
+        transposer.transpose(stage + quarter, store);
       } else {
         split_in_place(stage + quarter + threadIdx.x % 32 * 16);
       }

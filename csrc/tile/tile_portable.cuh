@@ -9,11 +9,9 @@
 #include "device/reduce.cuh"
 #include "device/types.cuh"
 #include "device/vec.cuh"
+#include "tile/major.h"
 
 namespace warpwright {
-
-// Which index of an operand is contiguous: k, or the row index of the output side (m of A, n of B).
-enum class Major { kK, kMN };
 
 // kTensorCore: bf16 and fp16 by m16n8k16, float rounded to TF32 by m16n8k8.
 // kFma: float and double without rounding of the operands.

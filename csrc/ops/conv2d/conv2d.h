@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 
+#include "gemm/gemm.h"
 #include "host/ceil_div.h"
 #include "host/dtype.h"
 
@@ -57,7 +58,7 @@ struct Conv2dParams {
   void* output;
 };
 
-// A null gradient is not wanted. `input` and `weight` may be null where no wanted one reads them.
+// A null gradient is not wanted. `input` and `weight` may be null if no wanted gradient reads them.
 struct Conv2dBackwardParams {
   Conv2dShape shape;
   const void* grad_output;
@@ -72,47 +73,17 @@ struct Conv2dBackwardParams {
 // ---- GPU: choice of kernel ----
 
 enum class ConvDirection { kForward, kInputGradient, kWeightGradient };
-enum class ConvKind { k16Bit, kTf32, kFp32, kFp64 };
-enum class ConvTile { kWide, kNarrow, kSmall, kElement };
-
-struct ConvTileShape {
-  int blk_m, blk_n, blk_k, warps_m, warps_n, stages, ctas_per_sm;
-};
-
-// kWide, kNarrow (for at most 64 columns) and kSmall need 16-byte accesses. kElement takes
-// anything: its loaders hold coordinates and, at 16 bits, a tile's elements in registers.
-constexpr ConvTileShape conv_tile_shape(ConvKind kind, ConvTile tile) {
-  constexpr ConvTileShape kFma = {64, 64, 16, 2, 2, 3, 2};
-  constexpr ConvTileShape kShapes[4][4] = {
-      // kWide                       kNarrow                     kSmall
-      {{128, 128, 64, 2, 2, 3, 2},
-       {128, 64, 64, 2, 2, 3, 2},
-       {64, 64, 64, 2, 2, 3, 3},
-       {64, 64, 32, 2, 2, 3, 2}},
-      {{128, 128, 32, 2, 2, 3, 2},
-       {128, 64, 32, 2, 2, 3, 2},
-       {64, 64, 32, 2, 2, 3, 3},
-       {64, 64, 32, 2, 2, 3, 2}},
-      {kFma, kFma, kFma, kFma},
-      {kFma, kFma, kFma, kFma},
-  };
-  return kShapes[static_cast<int>(kind)][static_cast<int>(tile)];
-}
 
 struct Conv2dConfig {
-  ConvKind kind;
-  ConvTile tile;
-  bool wide;         // 16-byte gathers along the channels (NHWC)
-  bool wide_weight;  // of the weights, too
-  int splits;        // weight gradient: runs of pixels, summed in order by a second kernel
+  GemmKind kind;
+  GemmTile tile;           // k128x128, k128x64, k64x64Gathered or k64x64Elements
+  bool vectorized;         // 16-byte gathers along the channels (NHWC)
+  bool vectorized_weight;  // of the weights too
+  int splits;              // weight gradient: runs of pixels, summed in order by a second kernel
   const char* reason;
 };
 
-constexpr ConvKind conv_kind(const Conv2dShape& s) {
-  if (s.dtype == DType::kFloat64) return ConvKind::kFp64;
-  if (s.dtype == DType::kFloat32) return s.allow_tf32 ? ConvKind::kTf32 : ConvKind::kFp32;
-  return ConvKind::k16Bit;
-}
+inline GemmKind gemm_kind(const Conv2dShape& s) { return gemm_kind(s.dtype, s.allow_tf32); }
 
 // Do pixels of one tile fit 16-bit rows and columns and a 32-bit offset from each other?
 constexpr bool fits_compact_coords(const Conv2dShape& s) {
@@ -125,90 +96,90 @@ constexpr bool fits_compact_coords(const Conv2dShape& s) {
          spans(s.h * s.w / (s.stride_h * s.stride_w), s.k * s.p * s.q);
 }
 
-// Estimated cycles of `blocks` CTAs of `k_tiles` each: whole waves, at the rate of an SM's math.
-// The constants order the candidates and need not be exact.
-inline double estimate_conv2d_cycles(ConvKind kind, ConvTile tile, int64_t blocks, int64_t k_tiles,
-                                     const DeviceInfo& device) {
-  constexpr double kFmaPerCycle[] = {1000, 500, 100, 40};  // of one SM
-  constexpr double kEfficiency[] = {1.0, 0.65, 0.6, 0.4};  // kWide, kNarrow, kSmall, kElement
-  constexpr double kPrologue = 2000;
-  const ConvTileShape shape = conv_tile_shape(kind, tile);
-  const int64_t wave = int64_t{device.num_sms} * shape.ctas_per_sm;
-  const double tile_cycles =
-      static_cast<double>(shape.ctas_per_sm) * shape.blk_m * shape.blk_n * shape.blk_k /
-      (kFmaPerCycle[static_cast<int>(kind)] * kEfficiency[static_cast<int>(tile)]);
-  return static_cast<double>(ceil_div(blocks, wave)) *
-         (static_cast<double>(k_tiles) * tile_cycles + kPrologue);
+// FMA has one tile; the tile that tensor cores would take rates its gathers (gather_rates).
+inline TileShape conv2d_tile(GemmKind kind, GemmTile tile) {
+  return portable_tile(kind, uses_tensor_cores(kind) ? tile : GemmTile::k64x64Elements);
+}
+
+// Estimated cycles of the groups' products (m, n, k), and of the sum of their parts of
+// `part_bytes` each.
+inline double estimate_conv2d(const Conv2dShape& s, GemmTile tile, int64_t m, int64_t n, int64_t k,
+                              int splits, double part_bytes, const DeviceInfo& device) {
+  const GemmKind kind = gemm_kind(s);
+  const TileShape shape = conv2d_tile(kind, tile);
+  const PortableRates rates = gather_rates(kind, tile);
+  const int64_t blocks = ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * s.groups * splits;
+  return estimate_portable_cycles(shape, blocks, ceil_div(ceil_div(k, shape.blk_k), splits), rates,
+                                  device) +
+         estimate_split_cycles(splits, 2.0 * splits * part_bytes, rates);
+}
+
+// Parts of the weight gradient that fill whole waves, stay within 64 MiB and have work for their
+// ring.
+inline int choose_conv2d_splits(const Conv2dShape& s, GemmTile tile, const DeviceInfo& device) {
+  constexpr int64_t kMostSplits = 264;
+  const TileShape shape = conv2d_tile(gemm_kind(s), tile);
+  const int64_t depth = s.group_c() * s.taps();
+  const int64_t pixels = s.n * s.p * s.q;
+  const int64_t bytes = s.k * depth * (s.dtype == DType::kFloat64 ? 8 : 4);
+  const int64_t most = std::clamp<int64_t>(
+      std::min(ceil_div(pixels, shape.blk_k) / 8, kMaxSplitBytes / std::max<int64_t>(bytes, 1)), 1,
+      kMostSplits);
+  const int64_t tiles =
+      ceil_div(s.group_k(), shape.blk_m) * ceil_div(depth, shape.blk_n) * s.groups;
+  double best = -1;
+  int best_splits = 1;
+  for (int64_t waves = 0; waves <= 8; ++waves) {
+    const int64_t blocks = waves * device.num_sms * shape.ctas_per_sm;
+    const int splits =
+        static_cast<int>(std::clamp<int64_t>(blocks / std::max<int64_t>(tiles, 1), 1, most));
+    const double total = estimate_conv2d(s, tile, s.group_k(), depth, pixels, splits,
+                                         static_cast<double>(bytes), device);
+    if (best < 0 || total < best) {
+      best = total;
+      best_splits = splits;
+    }
+  }
+  return best_splits;
 }
 
 // `addresses`: the operands' addresses or-ed together.
 inline Conv2dConfig choose_conv2d_config(ConvDirection direction, const Conv2dShape& s,
                                          uintptr_t addresses, const DeviceInfo& device) {
   Conv2dConfig config{};
-  config.kind = conv_kind(s);
-  config.tile = ConvTile::kElement;
+  config.kind = gemm_kind(s);
+  config.tile = GemmTile::k64x64Elements;
   config.splits = 1;
   const int64_t vec = 16 / dtype_size(s.dtype);
   // Which channels the accesses run along: of the input forward, of grad_output and the weight for
   // the input gradient, of both for the weight gradient.
   const bool whole_c = s.group_c() % vec == 0, whole_k = s.group_k() % vec == 0;
-  config.wide = s.channels_last && addresses % 16 == 0 && fits_compact_coords(s) &&
-                (direction == ConvDirection::kForward || whole_k) &&
-                (direction == ConvDirection::kInputGradient || whole_c);
-  config.wide_weight = config.wide && whole_c;
-  config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"
+  config.vectorized = s.channels_last && addresses % 16 == 0 && fits_compact_coords(s) &&
+                      (direction == ConvDirection::kForward || whole_k) &&
+                      (direction == ConvDirection::kInputGradient || whole_c);
+  config.vectorized_weight = config.vectorized && whole_c;
+  config.reason = config.vectorized ? "NHWC with whole 16-byte vectors of channels"
                   : s.channels_last ? "channels are not whole 16-byte vectors: element gathers"
                                     : "NCHW: element gathers along the rows of the image";
   const int64_t depth = s.group_c() * s.taps();
-  const int64_t pixels = s.n * s.p * s.q;
-  auto cycles = [&](ConvTile tile, int64_t m, int64_t n, int64_t k, int splits) {
-    const ConvTileShape shape = conv_tile_shape(config.kind, tile);
-    return estimate_conv2d_cycles(
-        config.kind, tile, ceil_div(m, shape.blk_m) * ceil_div(n, shape.blk_n) * s.groups * splits,
-        ceil_div(ceil_div(k, shape.blk_k), splits), device);
-  };
-
-  if (direction != ConvDirection::kWeightGradient) {
-    if (!config.wide) return config;
+  if (direction == ConvDirection::kWeightGradient) {
+    if (config.vectorized) {
+      // A 128-row tile would be half empty.
+      const bool small = s.group_k() <= 64 || depth <= 64;
+      config.tile = small ? GemmTile::k64x64Gathered : GemmTile::k128x128;
+    }
+    config.splits = choose_conv2d_splits(s, config.tile, device);
+  } else if (config.vectorized) {
     const bool forward = direction == ConvDirection::kForward;
-    const int64_t m = forward ? pixels : s.n * s.h * s.w;
+    const int64_t m = forward ? s.n * s.p * s.q : s.n * s.h * s.w;
     const int64_t n = forward ? s.group_k() : s.group_c();
     const int64_t k = forward ? depth : s.group_k() * s.taps();
-    config.tile = config.wide_weight && cycles(ConvTile::kWide, m, n, k, 1) <
-                                            cycles(ConvTile::kNarrow, m, n, k, 1)
-                      ? ConvTile::kWide
-                      : ConvTile::kNarrow;
-    return config;
+    auto cycles = [&](GemmTile tile) { return estimate_conv2d(s, tile, m, n, k, 1, 0, device); };
+    config.tile = config.vectorized_weight && cycles(GemmTile::k128x128) < cycles(GemmTile::k128x64)
+                      ? GemmTile::k128x128
+                      : GemmTile::k128x64;
   }
-  if (config.wide) {
-    // A 128-row tile would be half empty.
-    config.tile = s.group_k() <= 64 || depth <= 64 ? ConvTile::kSmall : ConvTile::kWide;
-  }
-  // Parts that fill whole waves, stay within 64 MiB and have work for their ring.
-  constexpr double kBytesPerCycle = 2000;
-  constexpr int64_t kMaxSplits = 264, kMaxBytes = int64_t{64} << 20;
-  const ConvTileShape shape = conv_tile_shape(config.kind, config.tile);
-  const int64_t bytes = s.k * depth * (s.dtype == DType::kFloat64 ? 8 : 4);
-  const int64_t most = std::clamp<int64_t>(
-      std::min(ceil_div(pixels, shape.blk_k) / 8, kMaxBytes / std::max<int64_t>(bytes, 1)), 1,
-      kMaxSplits);
-  const int64_t tiles =
-      ceil_div(s.group_k(), shape.blk_m) * ceil_div(depth, shape.blk_n) * s.groups;
-  double best = -1;
-  for (int64_t waves = 0; waves <= 8; ++waves) {
-    const int64_t blocks = waves * device.num_sms * shape.ctas_per_sm;
-    const int splits =
-        static_cast<int>(std::clamp<int64_t>(blocks / std::max<int64_t>(tiles, 1), 1, most));
-    const double total =
-        cycles(config.tile, s.group_k(), depth, pixels, splits) +
-        (splits > 1
-             ? 4000 + 2.0 * splits * static_cast<double>(bytes) / kBytesPerCycle + 40.0 * splits
-             : 0);
-    if (best < 0 || total < best) {
-      best = total;
-      config.splits = splits;
-    }
-  }
+  if (!uses_tensor_cores(config.kind)) config.tile = GemmTile::k64x64Elements;
   return config;
 }
 
@@ -218,12 +189,7 @@ inline int64_t conv2d_workspace_bytes(const Conv2dShape& s, const Conv2dConfig& 
 }
 
 inline std::string describe(const Conv2dConfig& config) {
-  constexpr const char* kKinds[] = {"16-bit mma.sync", "TF32 mma.sync", "fp32 FMA", "fp64 FMA"};
-  const ConvTileShape shape = conv_tile_shape(config.kind, config.tile);
-  std::string text = std::string("portable implicit GEMM, ") +
-                     kKinds[static_cast<int>(config.kind)] + ", tile " +
-                     std::to_string(shape.blk_m) + "x" + std::to_string(shape.blk_n) + "x" +
-                     std::to_string(shape.blk_k);
+  std::string text = "portable implicit GEMM, " + describe_portable_tile(config.kind, config.tile);
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
   return text + " (" + config.reason + ")";
 }

@@ -59,10 +59,10 @@ inline FewChannelsDgradConfig choose_few_channels_dgrad_config(const Conv2dShape
                                                                const DeviceInfo& device) {
   using namespace few_channels_dgrad;
   FewChannelsDgradConfig config;
-  const ConvKind kind = conv_kind(s);
+  const GemmKind kind = gemm_kind(s);
   if (s.c * s.h * s.w * s.k == 0) return config;
   const int64_t limit = int64_t{kMaxColumns} / s.c;
-  if ((kind != ConvKind::k16Bit && kind != ConvKind::kTf32) || !conv2d_few_channels_supported(s) ||
+  if ((kind != GemmKind::k16Bit && kind != GemmKind::kTf32) || !conv2d_few_channels_supported(s) ||
       s.k > 1024 || s.stride_h > limit || s.stride_w > limit || s.stride_h * s.stride_w > limit) {
     return config;
   }
@@ -116,7 +116,7 @@ inline FewChannelsDgradConfig choose_few_channels_dgrad_config(const Conv2dShape
     more += 1 + more / 16;
   }
   config.supported = s.n * config.tiles_h * config.tiles_w < (int64_t{1} << 31);
-  config.tf32 = kind == ConvKind::kTf32;
+  config.tf32 = kind == GemmKind::kTf32;
   config.wide = s.channels_last && s.k % vec == 0 && addresses % 16 == 0;
   config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"
                   : s.channels_last ? "channels are not whole 16-byte vectors: element accesses"

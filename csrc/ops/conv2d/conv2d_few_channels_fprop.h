@@ -28,7 +28,7 @@ inline FewChannelsFpropConfig choose_few_channels_fprop_config(const Conv2dShape
   FewChannelsFpropConfig config;
   // With fewer products an output the FMA kernel is bound by the output's bytes, too.
   constexpr int64_t kMinTaps = 32, kSize = 2;
-  if (conv_kind(s) != ConvKind::k16Bit || !s.channels_last || !conv2d_few_channels_supported(s) ||
+  if (gemm_kind(s) != GemmKind::k16Bit || !s.channels_last || !conv2d_few_channels_supported(s) ||
       s.c * s.taps() <= kMinTaps || s.dilation_w != 1 || s.w * s.c >= int64_t{1} << 30 ||
       s.k * s.p * s.q == 0) {
     return config;

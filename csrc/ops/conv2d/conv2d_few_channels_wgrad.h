@@ -36,7 +36,7 @@ inline FewChannelsWgradConfig choose_few_channels_wgrad_config(const Conv2dShape
                                                                const DeviceInfo& device) {
   using namespace few_channels_wgrad;
   FewChannelsWgradConfig config;
-  if (conv_kind(s) != ConvKind::k16Bit || !conv2d_few_channels_supported(s) ||
+  if (gemm_kind(s) != GemmKind::k16Bit || !conv2d_few_channels_supported(s) ||
       s.w * s.c >= int64_t{1} << 30 || s.k * s.p * s.q == 0) {
     return config;
   }

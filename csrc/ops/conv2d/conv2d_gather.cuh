@@ -1,8 +1,8 @@
-// The implicit-GEMM operands of conv2d: loaders (see mainloop_portable.cuh) that compute where an
-// element of the window matrix lies instead of reading a copy of it, and the output that does the
-// same for D. One of an operand's two indices is a pixel (n, row, column), the other an offset
-// within its window; the element is at pixel.offset + window.offset, and zero where the source has
-// no such row or column.
+// The implicit-GEMM operands of conv2d: loaders (see mainloop_portable.cuh) that compute the
+// address of each element of the window matrix instead of reading a copy of it, and the Output that
+// does the same for D. One of an operand's two indices is a pixel (n, row, column), the other an
+// offset within its window. The element is at pixel.offset + window.offset, and zero if the source
+// has no such row or column.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Coord {
   int h;
   int w;
 };
-constexpr int kOutside = -(1 << 30);  // twice that is outside of every extent, too
+constexpr int kOutside = -(1 << 30);  // twice that is outside of every extent too
 
 // Index -> (n, row, column) of a grid of pixels, column fastest.
 struct PixelAxis {
@@ -76,7 +76,7 @@ struct WindowAxis {
   }
 };
 
-// The same of the weights, which have no place in an image.
+// The same for the weights, which have no row and column of an image.
 struct WeightAxis : WindowAxis {
   __device__ __forceinline__ Coord at(int64_t index) const {
     const Coord c = WindowAxis::at(index);
@@ -136,8 +136,8 @@ struct GatherOperand {
   }
 };
 
-// Loads chunks along the contiguous direction of the tile. kVec elements an access: a 16-byte
-// cp.async, or 1, of which a thread then does a run of four (16-bit elements through registers).
+// Loads chunks along the contiguous direction of the tile, kVec elements per access: a 16-byte
+// cp.async, or one element, of which a thread loads four in a row (16-bit ones through registers).
 template <class Tile, Major kMajor_, int kBlkMN, int kVec, class MnAxis, class KAxis>
 class GatherLoader {
   using T = typename Tile::Element;
@@ -212,7 +212,7 @@ class GatherLoader {
     }
   }
 
-  // 16-byte copies zero what lies outside: every tile takes the path without branches.
+  // 16-byte copies zero elements out of bounds: every tile takes the path without branches.
   __device__ static constexpr bool interior()
     requires(kVec > 1)
   {
@@ -254,8 +254,8 @@ class GatherLoader {
   }
   __device__ Moving fixed(int i) const { return fixed_[i]; }
 
-  // The rows that a warp copies in all passes are few: each lane works out one, and the others get
-  // it by shuffles. Coordinates cost divisions, and there would be one a pass and thread.
+  // A warp copies few rows in all passes: each lane computes one, and the others get it by
+  // shuffles. Coordinates cost divisions, else one per pass and thread.
   struct WarpRows {
     static constexpr int kPerPass =
         kWarpSize > Map::kChunksPerRow ? kWarpSize / Map::kChunksPerRow : 1;
@@ -282,8 +282,8 @@ class GatherLoader {
   T staged_[kStaged ? Map::kPasses * kRun : 1];
 };
 
-// D on a grid of pixels of an NHWC (rows of D are pixels) or NCHW tensor (columns are), plus a bias
-// per channel, rounded once.
+// D on a grid of pixels of an NHWC tensor (rows of D are pixels) or an NCHW tensor (columns are),
+// plus a bias per channel, rounded once.
 template <class T, bool kPixelRows>
 struct PixelOutput {
   using Acc = Accum<T>;
@@ -293,7 +293,7 @@ struct PixelOutput {
   PixelAxis pixels;
   int64_t channels;
   int64_t pitch_c;
-  bool wide;  // kVec elements of a row of D lie together, 16-byte aligned
+  bool vectorized;  // kVec elements of a row of D lie together, 16-byte aligned
 
   __device__ void select_group(int group) {
     pointer += group * channels * pitch_c;
@@ -313,7 +313,7 @@ struct PixelOutput {
       result[i] = convert<T>(value);
     }
     T* target = pointer + channel * pitch_c;
-    if (wide && left >= kVec) {
+    if (vectorized && left >= kVec) {
       Vec<T, kVec> v;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) v[i] = result[i];

@@ -1,5 +1,4 @@
-// linear(x, W, b) = x W^T + b as three matrix products D = A B^T on one mainloop. Of row-major x
-// and W:
+// linear(x, W, b) = x W^T + b as three matrix products D = A B^T (gemm/). With row-major x and W:
 //
 //   fwd    y  (M, O) = x W^T + b    A = x    (m, k)    B = W    (n, k)    "NT"
 //   dgrad  dx (M, I) = dy W         A = dy   (m, k)    B = W^T  (n, k)    "NN"
@@ -11,10 +10,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
+#include <string>
 
-#include "ops/linear/linear_config.h"
+#include "gemm/column_sum.h"
+#include "gemm/gemm.h"
 #include "ops/linear/linear_head.h"
-#include "ops/linear/linear_params.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -22,42 +23,118 @@
 
 namespace warpwright {
 
-// ---- column sum ----
-
-struct ColumnSumConfig {
-  bool wide;   // 16-byte accesses along a row
-  bool small;  // 8 threads across instead of 32
-  int splits;  // runs of rows, summed in order by a second kernel
+struct MatrixStrides {
+  int64_t row;
+  int64_t col;
 };
 
-constexpr int kColumnSumThreads = 256;
-
-inline int column_sum_cols(const ColumnSumConfig& config, DType dtype) {
-  return static_cast<int>((config.small ? 8 : 32) * (config.wide ? 16 / dtype_size(dtype) : 1));
+// The strides as Operand takes them, one of which is 1; none if neither direction is contiguous, so
+// that the matrix must be copied. A direction of one element has stride 0, which fits every
+// alignment.
+inline std::optional<MatrixStrides> matrix_strides(int64_t rows, int64_t cols,
+                                                   MatrixStrides strides) {
+  if (cols <= 1) return MatrixStrides{strides.row, strides.row == 1 ? 0 : 1};
+  if (rows <= 1) return MatrixStrides{strides.col == 1 ? 0 : 1, strides.col};
+  if (strides.row != 1 && strides.col != 1) return std::nullopt;
+  return strides;
 }
 
-// other_addresses: or-ed, of row-major dense matrices that are walked along with it.
-inline ColumnSumConfig choose_column_sum_config(const ColumnSumParams& p, const DeviceInfo& device,
-                                                uintptr_t other_addresses = 0,
-                                                int ctas_per_sm = 2) {
-  ColumnSumConfig config{};
-  const int64_t size = dtype_size(p.dtype);
-  config.wide = p.stride_col == 1 && p.stride_row * size % 16 == 0 && p.cols * size % 16 == 0 &&
-                (reinterpret_cast<uintptr_t>(p.matrix) | other_addresses) % 16 == 0;
-  config.small = p.cols <= 8 * (config.wide ? 16 / size : 1) * 2;
-  const int64_t cols = column_sum_cols(config, p.dtype);
-  const int64_t blocks = ceil_div(p.cols, cols);
-  // A few CTAs an SM hide the latency, as long as each thread still has 8 rows to keep in flight.
-  const int64_t rows_at_once = kColumnSumThreads / (config.small ? 8 : 32);
-  const int64_t wanted =
-      std::max<int64_t>(1, ctas_per_sm * device.num_sms / std::max<int64_t>(1, blocks));
-  config.splits = static_cast<int>(std::clamp<int64_t>(p.rows / (8 * rows_at_once), 1, wanted));
-  return config;
+// ---- forward, or a single product ----
+
+struct LinearPlan {
+  bool head;  // linear_head.cu, else `gemm`
+  GemmPlan gemm;
+
+  int64_t workspace_bytes() const { return head ? 0 : gemm.workspace_bytes; }
+};
+
+inline LinearPlan choose_linear(const GemmParams& p, const DeviceInfo& device) {
+  if (takes_head(p) && !takes_few_rows(p, device)) return {.head = true, .gemm = {}};
+  return {.head = false, .gemm = choose_gemm(p, device)};
 }
 
-inline int64_t column_sum_workspace_bytes(const ColumnSumParams& p, const ColumnSumConfig& config) {
-  const int64_t accum_size = p.dtype == DType::kFloat64 ? 8 : 4;
-  return config.splits > 1 ? config.splits * p.cols * accum_size : 0;
+inline std::string describe(const GemmParams& p, const LinearPlan& plan) {
+  if (!plan.head) return describe(p, plan.gemm);
+  return "a classifier's head, FMA, a warp a row" + describe_majors(p) +
+         " (so few outputs of so few rows that the launch takes longer)";
+}
+
+// ---- gradients ----
+
+// What a backward asks for; each may be missing.
+struct LinearGradients {
+  std::optional<GemmParams> input;
+  std::optional<GemmParams> weight;
+  std::optional<ColumnSumParams> bias;
+};
+
+// All gradients in the head's one kernel, if it takes them. Both products have dy as A and the
+// features as n.
+inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& g) {
+  if (!g.input && !g.weight) return std::nullopt;
+  LinearHeadGradients head{};
+  if (g.weight) {
+    const GemmParams& p = *g.weight;
+    if (p.n != 1 && p.b.stride_mn != 1) return std::nullopt;
+    head = {.dtype = p.dtype(),
+            .rows = p.k,
+            .features = p.n,
+            .outputs = p.m,
+            .dy = p.a.data,
+            .dy_stride_row = p.a.stride_k,
+            .dy_stride_col = p.a.stride_mn,
+            .x = p.b.data,
+            .x_stride = p.b.stride_k,
+            .dw = p.d};
+  }
+  if (g.input) {
+    const GemmParams& p = *g.input;
+    if (p.n != 1 && p.b.stride_mn != 1) return std::nullopt;
+    head.dtype = p.dtype();
+    head.rows = p.m;
+    head.features = p.n;
+    head.outputs = p.k;
+    head.dy = p.a.data;
+    head.dy_stride_row = p.a.stride_mn;
+    head.dy_stride_col = p.a.stride_k;
+    head.weight = p.b.data;
+    head.weight_stride = p.b.stride_k;
+    head.dx = p.d;
+  }
+  if (g.bias) head.db = g.bias->sum;
+  if (!is_head(head.rows, head.features, head.outputs)) return std::nullopt;
+  return head;
+}
+
+struct LinearGradientsPlan {
+  bool head;                        // one kernel for all (linear_head.cu)
+  std::optional<LinearPlan> input;  // none: not wanted, or empty
+  std::optional<LinearPlan> weight;
+  std::optional<ColumnSumPlan> bias;  // none: not wanted, or summed by the weight's product
+
+  // The kernels may run at the same time, so that each has its own part of the workspace.
+  static int64_t whole(int64_t bytes) { return ceil_div(bytes, int64_t{256}) * 256; }
+  int64_t input_bytes() const { return input ? whole(input->workspace_bytes()) : 0; }
+  int64_t weight_bytes() const { return weight ? whole(weight->workspace_bytes()) : 0; }
+  int64_t workspace_bytes() const {
+    return input_bytes() + weight_bytes() + (bias ? bias->workspace_bytes : 0);
+  }
+};
+
+inline LinearGradientsPlan choose_linear_gradients(const LinearGradients& g,
+                                                   const DeviceInfo& device) {
+  LinearGradientsPlan plan{};
+  plan.head = head_gradients(g).has_value();
+  if (plan.head) return plan;
+  if (g.input && !is_empty(*g.input)) plan.input = choose_linear(*g.input, device);
+  if (g.weight && !is_empty(*g.weight)) {
+    GemmParams weight = *g.weight;
+    weight.row_sums = g.bias ? g.bias->sum : nullptr;
+    plan.weight = choose_linear(weight, device);
+  }
+  const bool summed = plan.weight && !plan.weight->head && plan.weight->gemm.sums_rows;
+  if (g.bias && !summed) plan.bias = choose_column_sum(*g.bias, device);
+  return plan;
 }
 
 // ---- entries ----
@@ -66,14 +143,11 @@ void gemm_cpu(const GemmParams& params);
 void column_sum_cpu(const ColumnSumParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_gemm(const GemmParams& params, const GemmConfig& config, cudaStream_t stream);
-void launch_gemm_few_rows(const GemmParams& params, cudaStream_t stream);
-void launch_gemm_outer_product(const GemmParams& params, const GemmConfig& config,
-                               cudaStream_t stream);
-void launch_linear_head(const GemmParams& params, const GemmConfig& config, cudaStream_t stream);
-void launch_linear_head_gradients(const LinearHeadGradients& params, cudaStream_t stream);
-void launch_column_sum(const ColumnSumParams& params, const ColumnSumConfig& config,
-                       cudaStream_t stream);
+// A workspace is aligned to 256 bytes, or null if the plan needs none.
+void launch_linear(const GemmParams& params, const LinearPlan& plan, void* workspace,
+                   cudaStream_t stream);
+void launch_linear_gradients(LinearGradients gradients, const LinearGradientsPlan& plan,
+                             void* workspace, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

@@ -2,7 +2,7 @@
 // dz is written once, and its columns are summed on the way.
 #include "device/access.cuh"
 #include "device/activation.cuh"
-#include "ops/linear/column_sum.cuh"
+#include "gemm/column_sum.cuh"
 #include "ops/linear/linear_activation.h"
 
 namespace warpwright {
@@ -46,12 +46,12 @@ struct ActivationGradientColumns {
 
 }  // namespace
 
-void launch_activation_backward(const ActivationBackwardParams& p, const ColumnSumConfig& config,
-                                cudaStream_t stream) {
+void launch_activation_backward(const ActivationBackwardParams& p, const ColumnSumPlan& plan,
+                                void* workspace, cudaStream_t stream) {
   const ColumnSumParams& s = p.column_sum;
   if (s.cols == 0 || (s.rows == 0 && s.sum == nullptr)) return;
   for_dtype(s.dtype, [&]<class T>() {
-    launch_column_sum_of<T>(s, config, stream, [&]<int kVec>() {
+    launch_column_sum_of<T>(s, plan, workspace, stream, [&]<int kVec>() {
       return ActivationGradientColumns<T, kVec>{
           {static_cast<const T*>(s.matrix), s.stride_row, s.stride_col},
           static_cast<const T*>(p.kept),

@@ -1,9 +1,9 @@
-// linear_activation(x, W, b) = f(x W^T + b), the activation f in the matrix product's epilogue: no
-// pass of its own over y. What the backward keeps: of relu y, whose sign says all; of the others
-// z = x W^T + b, which the epilogue writes beside y only if a gradient will be asked for.
-// Backward: dz = dy * f'(z) and its column sums, the bias gradient, in one pass: bound by memory,
-// 3E bytes (E = bytes of y). The products of linear's backward follow; they read dz twice, so that
-// f' in their loaders would be worked out twice, from two operands.
+// linear_activation(x, W, b) = f(x W^T + b), with the activation f in the matrix product's
+// epilogue: no pass of its own over y. The backward keeps y of relu, whose sign is enough, and z =
+// x W^T + b of the others, which the epilogue writes too if a gradient will be asked for. Backward:
+// dz = dy * f'(z) and its column sums, the bias gradient, in one pass: bound by memory, 3E bytes (E
+// = bytes of y). The products of linear's backward follow. They read dz twice, so that their
+// loaders would compute f' twice, from two operands.
 #pragma once
 
 #include "ops/linear/linear.h"
@@ -26,20 +26,20 @@ struct ActivationBackwardParams {
   void* grad_preactivation;  // (rows, cols), row-major, dense: dz
 };
 
-inline ColumnSumConfig choose_activation_backward_config(const ActivationBackwardParams& p,
-                                                         const DeviceInfo& device) {
-  return choose_column_sum_config(
-      p.column_sum, device,
-      reinterpret_cast<uintptr_t>(p.kept) | reinterpret_cast<uintptr_t>(p.grad_preactivation),
-      /*ctas_per_sm=*/4);
+inline ColumnSumPlan choose_activation_backward(const ActivationBackwardParams& p,
+                                                const DeviceInfo& device) {
+  return choose_column_sum(p.column_sum, device,
+                           {.other_addresses = reinterpret_cast<uintptr_t>(p.kept) |
+                                               reinterpret_cast<uintptr_t>(p.grad_preactivation),
+                            .ctas_per_sm = 4});
 }
 
 void activation_forward_cpu(const ActivationForwardParams& params);
 void activation_backward_cpu(const ActivationBackwardParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_activation_backward(const ActivationBackwardParams& params,
-                                const ColumnSumConfig& config, cudaStream_t stream);
+void launch_activation_backward(const ActivationBackwardParams& params, const ColumnSumPlan& plan,
+                                void* workspace, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

@@ -129,17 +129,17 @@ TensorPair linear_activation_backward_with(const Tensor& grad_output, const Tens
   const int64_t rows = cols == 0 ? 0 : kept.numel() / cols;
   const Tensor dense = kept.contiguous();
   const Tensor dy = grad_output.reshape({rows, cols});
-  runner.activation_backward({.column_sum = {.dtype = dtype_of(kept),
-                                             .rows = rows,
-                                             .cols = cols,
-                                             .matrix = dy.const_data_ptr(),
-                                             .stride_row = dy.stride(0),
-                                             .stride_col = dy.stride(1),
-                                             .sum = bias_gradient ? db.mutable_data_ptr() : nullptr,
-                                             .workspace = nullptr},
-                              .activation = activation,
-                              .kept = dense.const_data_ptr(),
-                              .grad_preactivation = dz.mutable_data_ptr()});
+  runner.activation_backward(
+      {.column_sum = {.dtype = dtype_of(kept),
+                      .rows = rows,
+                      .cols = cols,
+                      .matrix = dy.const_data_ptr(),
+                      .stride_row = dy.stride(0),
+                      .stride_col = dy.stride(1),
+                      .sum = bias_gradient ? db.mutable_data_ptr() : nullptr},
+       .activation = activation,
+       .kept = dense.const_data_ptr(),
+       .grad_preactivation = dz.mutable_data_ptr()});
   return gradients;
 }
 
@@ -166,11 +166,10 @@ TensorPair linear_activation_backward_cpu_kernel(const Tensor& grad_output, cons
 struct ActivationCuda : LinearCuda {
   using LinearCuda::LinearCuda;
 
-  void activation_backward(ActivationBackwardParams p) const {
-    const ColumnSumConfig config = choose_activation_backward_config(p, current_device_info());
-    const Tensor parts = workspace(column_sum_workspace_bytes(p.column_sum, config));
-    if (parts.defined()) p.column_sum.workspace = parts.mutable_data_ptr();
-    launch_activation_backward(p, config, stream);
+  void activation_backward(const ActivationBackwardParams& p) const {
+    const ColumnSumPlan plan = choose_activation_backward(p, current_device_info());
+    const Tensor parts = workspace(plan.workspace_bytes);
+    launch_activation_backward(p, plan, data(parts), stream);
   }
 };
 

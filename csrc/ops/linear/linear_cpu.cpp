@@ -26,10 +26,11 @@ at::Tensor over(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides
 
 void gemm_cpu(const GemmParams& p) {
   if (p.m == 0 || p.n == 0) return;
-  const at::Tensor a = over(p.a, {p.m, p.k}, {p.a_stride_m, p.a_stride_k}, p.dtype);
-  const at::Tensor b = over(p.b, {p.k, p.n}, {p.b_stride_k, p.b_stride_n}, p.dtype);
+  const DType dtype = p.dtype();
+  const at::Tensor a = over(p.a.data, {p.m, p.k}, {p.a.stride_mn, p.a.stride_k}, dtype);
+  const at::Tensor b = over(p.b.data, {p.k, p.n}, {p.b.stride_k, p.b.stride_mn}, dtype);
   if (p.accum_d) {
-    const DType type = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    const DType type = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     at::Tensor sum = over(p.d, {p.m, p.n}, {d_pitch(p), 1}, type);
     const at::Tensor wide_a = a.to(sum.scalar_type()), wide_b = b.to(sum.scalar_type());
     if (p.accumulate) {
@@ -40,14 +41,14 @@ void gemm_cpu(const GemmParams& p) {
     return;
   }
   void* sums = p.preactivation != nullptr ? p.preactivation : p.d;
-  at::Tensor d = over(sums, {p.m, p.n}, {d_pitch(p), 1}, p.dtype);
+  at::Tensor d = over(sums, {p.m, p.n}, {d_pitch(p), 1}, dtype);
   if (p.bias != nullptr) {
-    at::addmm_out(d, over(p.bias, {p.n}, {1}, p.dtype), a, b);
+    at::addmm_out(d, over(p.bias, {p.n}, {1}, dtype), a, b);
   } else {
     at::mm_out(d, a, b);
   }
   if (p.activation != Activation::kNone) {
-    activation_forward_cpu({p.dtype, p.activation, p.m * p.n, sums, p.d});
+    activation_forward_cpu({dtype, p.activation, p.m * p.n, sums, p.d});
   }
 }
 

@@ -44,21 +44,21 @@ __host__ __device__ constexpr int head_pitch(int features) {
 }
 
 // `count` rows of a matrix to shared memory, with zeros behind their features and for rows that are
-// not there. kWide: 16 bytes at a time, for which cp_async_wait() and a barrier follow, else a
-// barrier.
-template <bool kWide, class T>
+// not there. kVectorized: by 16-byte copies, after which cp_async_wait() and a barrier follow, else
+// a barrier.
+template <bool kVectorized, class T>
 __device__ __forceinline__ void read_rows(const T* matrix, int64_t stride, int rows, int count,
                                           int features, T* shared) {
-  constexpr int kVec = kWide ? kVecSize<T> : 1;
+  constexpr int kVec = kVectorized ? kVecSize<T> : 1;
   const int pitch = head_pitch<T>(features);
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) / 32; row < count; row += kForwardThreads / 32) {
-#pragma unroll(kWide ? 1 : 4)
+#pragma unroll(kVectorized ? 1 : 4)
     for (int f = lane * kVec; f < pitch; f += 32 * kVec) {
       const bool valid = row < rows && f < features;
       const T* source = valid ? matrix + row * stride + f : matrix;
-      if constexpr (kWide) {
+      if constexpr (kVectorized) {
         cp_async<16>(smem_address(shared + row * pitch + f), source, valid ? 16 : 0);
       } else {
         shared[row * pitch + f] = valid ? *source : convert<T>(0.0f);
@@ -68,8 +68,8 @@ __device__ __forceinline__ void read_rows(const T* matrix, int64_t stride, int r
 }
 
 // Grid: blocks of 8 rows, a warp a row, two lanes an output, which take 16 bytes of the features in
-// turn; kWide: these are whole and aligned.
-template <class T, bool kWide>
+// turn; kVectorized: these are whole and aligned.
+template <class T, bool kVectorized>
 __global__ void __launch_bounds__(kForwardThreads) head_forward_kernel(const HeadForward<T> p) {
   using Acc = Accum<T>;
   constexpr int kVec = kVecSize<T>;
@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(kForwardThreads) head_forward_kernel(const Hea
   const int row = first_row + static_cast<int>(threadIdx.x) / 32;
   const int o = static_cast<int>(threadIdx.x) % 32 / 2;
   const bool valid = row < p.rows && o < p.outputs;
-  read_rows<kWide>(p.x + first_row * p.x_stride, p.x_stride, p.rows - first_row, kForwardRows,
-                   p.features, xs);
-  read_rows<kWide>(p.weight, p.weight_stride, p.outputs, p.outputs, p.features, weights);
+  read_rows<kVectorized>(p.x + first_row * p.x_stride, p.x_stride, p.rows - first_row, kForwardRows,
+                         p.features, xs);
+  read_rows<kVectorized>(p.weight, p.weight_stride, p.outputs, p.outputs, p.features, weights);
   Acc bias(0);
   if (p.bias != nullptr && valid) bias = convert<Acc>(p.bias[o]);
-  if constexpr (kWide) {
+  if constexpr (kVectorized) {
     cp_async_commit();
     cp_async_wait<0>();
   }
@@ -269,15 +269,15 @@ __global__ void __launch_bounds__(kThreads) head_backward_kernel(const HeadBackw
 
 }  // namespace
 
-void launch_linear_head(const GemmParams& g, const GemmConfig& config, cudaStream_t stream) {
-  for_dtype(g.dtype, [&]<class T>() {
-    const HeadForward<T> p{static_cast<const T*>(g.a),
-                           static_cast<const T*>(g.b),
+void launch_linear_head(const GemmParams& g, cudaStream_t stream) {
+  for_dtype(g.dtype(), [&]<class T>() {
+    const HeadForward<T> p{static_cast<const T*>(g.a.data),
+                           static_cast<const T*>(g.b.data),
                            static_cast<const T*>(g.bias),
                            static_cast<T*>(g.d),
                            static_cast<T*>(g.preactivation),
-                           g.a_stride_m,
-                           g.b_stride_n,
+                           g.a.stride_mn,
+                           g.b.stride_mn,
                            d_pitch(g),
                            static_cast<int>(g.m),
                            static_cast<int>(g.k),
@@ -286,11 +286,12 @@ void launch_linear_head(const GemmParams& g, const GemmConfig& config, cudaStrea
     const auto blocks = static_cast<unsigned>(ceil_div(p.rows, kForwardRows));
     const int64_t smem_bytes =
         int64_t{kForwardRows + p.outputs} * head_pitch<T>(p.features) * sizeof(T);
-    // Of a single feature the other direction may be contiguous, and wide.
-    const bool along_features = config.a_k_major && config.b_k_major;
-    for_bool(along_features && config.a_wide && config.b_wide, [&]<bool kWide>() {
-      launch(head_forward_kernel<T, kWide>, dim3(blocks), dim3(kForwardThreads), smem_bytes, stream,
-             p);
+    // A single feature may be contiguous, and aligned, in the other direction.
+    const bool along_features = g.a.major == Major::kK && g.b.major == Major::kK;
+    const bool vectorized = is_vectorized(g.a, g.m, g.k) && is_vectorized(g.b, g.n, g.k);
+    for_bool(along_features && vectorized, [&]<bool kVectorized>() {
+      launch(head_forward_kernel<T, kVectorized>, dim3(blocks), dim3(kForwardThreads), smem_bytes,
+             stream, p);
     });
   });
 }

@@ -1,11 +1,14 @@
-// What the kernels of a classifier's head take (linear_head.cu): a few outputs of a batch that a
-// few blocks read, one launch forward and one for all gradients.
+// The kernels of a classifier's head (linear_head.cu): a few outputs of a batch that a few blocks
+// read, one launch forward and one for all gradients.
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
-#include "ops/linear/linear_params.h"
+#include "gemm/params.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
 
 namespace warpwright {
 
@@ -21,7 +24,7 @@ constexpr bool is_head(int64_t rows, int64_t features, int64_t outputs) {
 }
 
 inline bool takes_head(const GemmParams& p) {
-  const bool along_k = p.k == 1 || (p.a_stride_k == 1 && p.b_stride_k == 1);
+  const bool along_k = p.k == 1 || (p.a.major == Major::kK && p.b.major == Major::kK);
   return is_head(p.m, p.k, p.n) && p.k <= kMaxHeadForwardFeatures && along_k && !p.accum_d &&
          !p.accumulate;
 }
@@ -43,39 +46,9 @@ struct LinearHeadGradients {
   void* db;  // (outputs)
 };
 
-// All gradients in one kernel, if it takes them. Both products have dy as A and the features as n.
-inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& g) {
-  if (!g.input && !g.weight) return std::nullopt;
-  auto along_features = [](const GemmParams& p) { return p.n == 1 || p.b_stride_n == 1; };
-  auto of_dy = [](const GemmParams& p, int64_t rows, int64_t outputs, int64_t stride_row,
-                  int64_t stride_col) {
-    return LinearHeadGradients{.dtype = p.dtype,
-                               .rows = rows,
-                               .features = p.n,
-                               .outputs = outputs,
-                               .dy = p.a,
-                               .dy_stride_row = stride_row,
-                               .dy_stride_col = stride_col};
-  };
-  LinearHeadGradients head =
-      g.input
-          ? of_dy(*g.input, g.input->m, g.input->k, g.input->a_stride_m, g.input->a_stride_k)
-          : of_dy(*g.weight, g.weight->k, g.weight->m, g.weight->a_stride_k, g.weight->a_stride_m);
-  if (g.input) {
-    if (!along_features(*g.input)) return std::nullopt;
-    head.weight = g.input->b;
-    head.weight_stride = g.input->b_stride_k;
-    head.dx = g.input->d;
-  }
-  if (g.weight) {
-    if (!along_features(*g.weight)) return std::nullopt;
-    head.x = g.weight->b;
-    head.x_stride = g.weight->b_stride_k;
-    head.dw = g.weight->d;
-  }
-  if (g.bias) head.db = g.bias->sum;
-  if (!is_head(head.rows, head.features, head.outputs)) return std::nullopt;
-  return head;
-}
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_linear_head(const GemmParams& params, cudaStream_t stream);
+void launch_linear_head_gradients(const LinearHeadGradients& params, cudaStream_t stream);
+#endif
 
 }  // namespace warpwright

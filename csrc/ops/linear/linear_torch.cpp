@@ -110,31 +110,21 @@ Matrix as_matrix(const Tensor& tensor) {
     m.stride_row = m.owner.stride(0);
     m.stride_col = m.owner.stride(1);
   }
-  // A direction of one element has no stride worth keeping: 0 leaves every alignment possible.
-  if (m.cols <= 1) {
-    m.stride_col = m.stride_row == 1 ? 0 : 1;
-  } else if (m.rows <= 1) {
-    m.stride_row = m.stride_col == 1 ? 0 : 1;
-  } else if (m.stride_row != 1 && m.stride_col != 1) {
-    m.owner = m.owner.contiguous();
-    m.stride_row = m.cols;
-    m.stride_col = 1;
-  }
+  const auto strides = matrix_strides(m.rows, m.cols, {m.stride_row, m.stride_col});
+  if (!strides) m.owner = m.owner.contiguous();
+  m.stride_row = strides ? strides->row : m.cols;
+  m.stride_col = strides ? strides->col : 1;
   return m;
 }
 
 GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& bias, Tensor& d) {
   GemmParams p{};
-  p.dtype = dtype_of(d);
+  const DType dtype = dtype_of(a.owner);
   p.m = a.rows;
   p.n = b.rows;
   p.k = a.cols;
-  p.a = a.data();
-  p.a_stride_m = a.stride_row;
-  p.a_stride_k = a.stride_col;
-  p.b = b.data();
-  p.b_stride_n = b.stride_row;
-  p.b_stride_k = b.stride_col;
+  p.a = make_operand(a.data(), dtype, a.stride_row, a.stride_col);
+  p.b = make_operand(b.data(), dtype, b.stride_row, b.stride_col);
   p.bias = bias.has_value() && bias->defined() ? bias->const_data_ptr() : nullptr;
   p.d = d.mutable_data_ptr();
   return p;
@@ -256,9 +246,7 @@ Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& 
                                      .matrix = dy.data(),
                                      .stride_row = dy.stride_row,
                                      .stride_col = dy.stride_col,
-                                     .sum = db.mutable_data_ptr(),
-                                     .workspace = nullptr,
-                                     .beside_previous = false};
+                                     .sum = db.mutable_data_ptr()};
   }
   runner.gradients(gradients);
   return result;

@@ -115,55 +115,31 @@ struct LinearCuda {
 
   // Freed on return: the caching allocator gives it to later work of this stream only.
   Tensor workspace(int64_t size) const { return size > 0 ? at::empty({size}, bytes) : Tensor(); }
-
-  void gemm(GemmParams p) const {
-    const GemmConfig config = choose(p);
-    launch(p, config);
+  static void* data(const Tensor& parts) {
+    return parts.defined() ? parts.mutable_data_ptr() : nullptr;
   }
 
-  // Side by side: none reads what another writes. The weight's product brings the bias's gradient
-  // along where it can.
-  void gradients(LinearGradients g) const {
-    if (const auto head = head_gradients(g)) return launch_linear_head_gradients(*head, stream);
-    // Each starts beside one of these, not beside whatever came before them.
-    if (g.input && is_empty(*g.input)) g.input.reset();
-    if (g.weight && is_empty(*g.weight)) g.weight.reset();
-    GemmConfig of_input, of_weight;
-    if (g.input) of_input = choose(*g.input);
-    if (g.weight) of_weight = choose(*g.weight);
-    if (g.weight && g.bias && can_sum_rows(*g.weight, of_weight)) {
-      g.weight->row_sums = g.bias->sum;
-      g.bias.reset();
-    }
-    if (g.input) g.input->beside.next = g.weight || g.bias;
-    if (g.weight) g.weight->beside = {g.bias.has_value(), g.input.has_value()};
-    if (g.bias) g.bias->beside_previous = g.input || g.weight;
+  void gemm(GemmParams p) const {
+    allow_kernels(p);
+    const LinearPlan plan = choose_linear(p, current_device_info());
+    const Tensor parts = workspace(plan.workspace_bytes());
+    launch_linear(p, plan, data(parts), stream);
+  }
 
-    // Alive until all are launched: kernels that run at the same time share no workspace.
-    Tensor parts[2];
-    if (g.input) parts[0] = launch(*g.input, of_input);
-    if (g.weight) parts[1] = launch(*g.weight, of_weight);
-    if (g.bias) column_sum(*g.bias);
+  void gradients(LinearGradients g) const {
+    if (!head_gradients(g)) {
+      if (g.input) allow_kernels(*g.input);
+      if (g.weight) allow_kernels(*g.weight);
+    }
+    const LinearGradientsPlan plan = choose_linear_gradients(g, current_device_info());
+    const Tensor parts = workspace(plan.workspace_bytes());
+    launch_linear_gradients(g, plan, data(parts), stream);
   }
 
  private:
-  GemmConfig choose(GemmParams& p) const {
+  static void allow_kernels(GemmParams& p) {
     allow_tf32(p);
     p.sm90 = sm90_path_available();
-    return choose_gemm_config(p, current_device_info());
-  }
-  // Returns the workspace.
-  Tensor launch(GemmParams& p, const GemmConfig& config) const {
-    Tensor parts = workspace(gemm_workspace_bytes(p, config));
-    if (parts.defined()) p.workspace = parts.mutable_data_ptr();
-    launch_gemm(p, config, stream);
-    return parts;
-  }
-  void column_sum(ColumnSumParams& p) const {
-    const ColumnSumConfig config = choose_column_sum_config(p, current_device_info());
-    const Tensor parts = workspace(column_sum_workspace_bytes(p, config));
-    if (parts.defined()) p.workspace = parts.mutable_data_ptr();
-    launch_column_sum(p, config, stream);
   }
 };
 #endif

@@ -133,7 +133,6 @@ struct ChunkProducts {
   void weight_gradient(const Tensor& dz, const Tensor& x, Tensor dw, bool accumulate) const {
     const Matrix a = as_matrix(dz).transposed(), b = as_matrix(x).transposed();
     GemmParams p = gemm_params(a, b, {}, dw);
-    p.dtype = dtype_of(dz);
     p.accum_d = dw.scalar_type() == accum_type(dz.scalar_type());
     p.accumulate = accumulate;
     runner.gemm(p);

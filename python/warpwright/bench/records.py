@@ -46,6 +46,9 @@ FOLDERS = {
     "adamw": ("optim",),
 }
 
+# Of csrc/ops/: the folders whose kernels stand on csrc/gemm/.
+ON_GEMM = frozenset({"conv2d", "linear"})
+
 
 def _driver() -> str:
     try:
@@ -140,11 +143,15 @@ def digest_of_sources(parts: Iterable[Path], root: Path) -> str:
 def op_hash(op: str, root: Path) -> str:
     """Names the sources that the op's kernels are made of: its folders and the layers below."""
     csrc = root / "csrc"
-    folders = [csrc / "ops" / folder for folder in FOLDERS.get(op, (op,))]
-    if not all(folder.is_dir() for folder in folders):
-        folders = [csrc / "ops"]  # a step of many ops
-    parts = [csrc / layer for layer in ("device", "host", "tile", "torch")] + folders
-    return digest_of_sources(parts, root)
+    names = FOLDERS.get(op, (op,))
+    folders = [csrc / "ops" / name for name in names]
+    is_step = not all(folder.is_dir() for folder in folders)  # of many ops
+    if is_step:
+        folders = [csrc / "ops"]
+    layers = ["device", "host", "tile", "torch"]
+    if is_step or ON_GEMM.intersection(names):
+        layers.append("gemm")
+    return digest_of_sources([csrc / layer for layer in layers] + folders, root)
 
 
 def source_hash(root: Path) -> str:

@@ -281,7 +281,9 @@ struct PlaneSum {
   Stat tail = 0;
 
   void add(int group, const typename Vector<T, true>::W& value) { lanes[group] += value; }
-  void add(int, Stat value) requires(!std::is_same_v<typename Vector<T, true>::W, Stat>) {
+  void add(int, Stat value)
+    requires(!std::is_same_v<typename Vector<T, true>::W, Stat>)
+  {
     tail += value;
   }
   Stat total() const {

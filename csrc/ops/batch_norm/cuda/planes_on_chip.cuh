@@ -14,9 +14,9 @@ constexpr int kOnChipThreads = kInputs == 1 ? 256 : kOnChipMaxThreads;
 // Bytes of the merge's slots, the channel's coefficients and the values that these are computed
 // from.
 template <class Sums, class Apply, class A>
-constexpr int64_t kScratchBytes = kOnChipThreads<Apply::kInputs> / kWarpSize *
-                                      sizeof(CountedPartial) +
-                                  sizeof(Coefficients<A>) + sizeof(ChannelInputs<A>);
+constexpr int64_t kScratchBytes =
+    kOnChipThreads<Apply::kInputs> / kWarpSize * sizeof(CountedPartial) + sizeof(Coefficients<A>) +
+    sizeof(ChannelInputs<A>);
 
 // How a block's threads divide a channel's vectors: each has the same ones in the same order every
 // time. A thread stays at one place of the planes and steps from image group to image group. If all

@@ -206,10 +206,10 @@ void launch_cross_entropy_gradient_persistent(const CrossEntropyGradientParams& 
   for_persistent(p, [&]<class T, TargetKind kKind>() {
     if constexpr (kKind == TargetKind::kLabels) {
       // Logits are read before the wait: only the count can come from the previous kernel.
-      launch_beside(p.counted, cross_entropy_gradient_persistent_kernel<T>,
-                    dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-                    /*cluster=*/1, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
-                    config.lanes, config.boundary);
+      launch_overlapping(p.counted, cross_entropy_gradient_persistent_kernel<T>,
+                         dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
+                         /*cluster=*/1, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
+                         config.lanes, config.boundary);
     }
   });
 }

@@ -107,8 +107,7 @@ __global__ void __launch_bounds__(256)
       RowGradient<T, kKind> pixel[kPixels];
     };
     return Strip{{RowGradient<T, kKind>(p, row + kPixel)...}};
-  }
-  (std::make_integer_sequence<int, kPixels>());
+  }(std::make_integer_sequence<int, kPixels>());
 
   for (int64_t c = 0; c < p.classes; c += kUnroll) {
     Vec<T, kPixels> loaded[kUnroll];

@@ -1,15 +1,14 @@
-// Where the D of a matrix product goes, as tile/epilogue.cuh asks for it.
+// The Outputs (tile/epilogue.cuh) of a product of two matrices.
 #pragma once
 
 #include "device/activation.cuh"
+#include "gemm/gemm.h"
 #include "host/launch.h"
-#include "ops/linear/linear.h"
 #include "tile/epilogue.cuh"
 
 namespace warpwright {
 
-// D in the accumulator's type: the parts of a split product, or a sum that goes on over several
-// calls.
+// D in the accumulator's type: the parts of a split product, or a sum over several calls.
 template <class Acc>
 struct SumOutput : MatrixOutput<Acc> {
   using Base = MatrixOutput<Acc>;
@@ -22,7 +21,7 @@ struct SumOutput : MatrixOutput<Acc> {
     __device__ __forceinline__ void add_old(int64_t row, Acc (&values)[kVec]) const {
       if (!accumulate || row >= this->rows) return;
       const Acc* source = this->pointer + row * this->ld;
-      if (this->wide) {
+      if (this->vectorized) {
         const auto old = load_vec<kVec>(source);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[i] += old.data[i];
@@ -46,7 +45,7 @@ struct SumOutput : MatrixOutput<Acc> {
   }
 };
 
-// D after an activation, and before it beside it if somebody will ask.
+// D after an activation, and D before it if wanted.
 template <class T>
 struct ActivationOutput : MatrixOutput<T> {
   using Base = MatrixOutput<T>;
@@ -80,7 +79,7 @@ struct ActivationOutput : MatrixOutput<T> {
   }
 };
 
-// ---- those of a product ----
+// ---- of a product ----
 
 template <class Output, class T>
 Output output_at(const GemmParams& p, T* pointer, int64_t pitch) {
@@ -89,8 +88,9 @@ Output output_at(const GemmParams& p, T* pointer, int64_t pitch) {
   output.rows = p.m;
   output.cols = p.n;
   output.ld = pitch;
-  output.wide = is_vec_aligned(reinterpret_cast<uintptr_t>(pointer) |
-                               static_cast<uintptr_t>(pitch * static_cast<int64_t>(sizeof(T))));
+  output.vectorized =
+      is_vec_aligned(reinterpret_cast<uintptr_t>(pointer) |
+                     static_cast<uintptr_t>(pitch * static_cast<int64_t>(sizeof(T))));
   return output;
 }
 
@@ -100,7 +100,8 @@ ActivationOutput<T> activation_output(const GemmParams& p) {
   output.bias = static_cast<const T*>(p.bias);
   output.activation = p.activation;
   output.preactivation = static_cast<T*>(p.preactivation);
-  output.wide = output.wide && is_vec_aligned(reinterpret_cast<uintptr_t>(p.preactivation));
+  output.vectorized =
+      output.vectorized && is_vec_aligned(reinterpret_cast<uintptr_t>(p.preactivation));
   return output;
 }
 
@@ -112,27 +113,29 @@ SumOutput<Acc> sum_output(const GemmParams& p) {
   return output;
 }
 
-// The first of the parts, whose pitch is m * n.
+// The first of the parts.
 template <class Acc>
-SumOutput<Acc> split_output(const GemmParams& p) {
-  return output_at<SumOutput<Acc>>(p, static_cast<Acc*>(p.workspace), p.n);
+SumOutput<Acc> part_output(const GemmParams& p, void* workspace) {
+  return output_at<SumOutput<Acc>>(p, static_cast<Acc*>(workspace), p.n);
 }
 
-// Those of row_sums lie behind D's.
+// Parts of row_sums follow those of D, whose pitch is m * n.
 template <class Acc>
-Acc* row_sum_parts(const GemmParams& p, int splits) {
-  return static_cast<Acc*>(p.workspace) + splits * p.m * p.n;
+Acc* row_sum_parts(const GemmParams& p, int splits, void* workspace) {
+  return static_cast<Acc*>(workspace) + splits * p.m * p.n;
 }
 
 // D from the parts in the workspace.
 template <class T>
-void launch_split_k_reduce(const GemmParams& p, int splits, cudaStream_t stream) {
+void launch_split_k_reduce(const GemmParams& p, const GemmPlan& plan, void* workspace,
+                           cudaStream_t stream) {
   using Acc = Accum<T>;
   if (p.accum_d) {
-    launch_split_k_reduce<Acc>(p.workspace, splits, p.m, p.n, sum_output<Acc>(p), stream);
+    launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, sum_output<Acc>(p), stream);
   } else {
-    RowSumParts<Acc, T> row_sums{row_sum_parts<Acc>(p, splits), static_cast<T*>(p.row_sums)};
-    launch_split_k_reduce<Acc>(p.workspace, splits, p.m, p.n, activation_output<T>(p), stream,
+    const RowSumParts<Acc, T> row_sums{row_sum_parts<Acc>(p, plan.splits, workspace),
+                                       plan.sums_rows ? static_cast<T*>(p.row_sums) : nullptr};
+    launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, activation_output<T>(p), stream,
                                row_sums);
   }
 }

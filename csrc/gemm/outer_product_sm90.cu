@@ -1,8 +1,8 @@
 // The product of two operands with a short k, contiguous along m and n: the weight's gradient of a
-// few rows. They are tiny beside D, but the mainloop's tiles read them again and again, as many
-// bytes from L2 as D has. Here a block asks at its start for all that its large piece of D needs,
-// keeps it in shared memory and waits for nothing but its own stores from then on.
-// Bound: the bytes of D.
+// few rows. The operands are much smaller than D, but the mainloop's tiles would read as many bytes
+// of them from L2 as D has. Here a block loads all operands of its large piece of D at its start
+// and keeps them in shared memory; from then on it waits for its own stores alone. Bound: the bytes
+// of D.
 #include <stdexcept>
 
 #include "device/dependent_launch.cuh"
@@ -10,10 +10,10 @@
 #include "device/sm90/arch.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "gemm/launch.h"
 #include "host/launch_cluster.h"
 #include "host/switch.h"
 #include "host/tensor_map.h"
-#include "ops/linear/linear.h"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/row_sums_sm90.cuh"
 
@@ -33,10 +33,10 @@ struct OuterProductParams {
   int groups;         // a block's
   unsigned col_blocks;
   RowSumsOutput row_sums;
-  Beside beside;
+  Overlap overlap;
 };
 
-// Whole steps of wgmma's 16 k; what lies beyond k reads as zero.
+// Whole steps of wgmma's 16 k; elements beyond k read as zero.
 constexpr int box_bytes(int steps) { return steps * 16 * 128; }
 
 template <class T>
@@ -46,8 +46,8 @@ constexpr int outer_product_smem_bytes(int steps) {
 }
 
 // A: (m, k), contiguous along m, B: (n, k), along n, k <= kSteps * 16; D: (m, n), row-major. Grid:
-// one block for p.groups * 64 rows by 256 columns of D, column blocks first. The warpgroups take
-// the groups of rows in turn: one stores while the other multiplies.
+// one block per p.groups * 64 rows by 256 columns of D, column blocks first. The warpgroups
+// alternate over the groups of rows: one stores while the other multiplies.
 template <class T, int kSteps>
 __global__ void __launch_bounds__(kThreads, 1)
     outer_product_kernel(const __grid_constant__ OuterProductParams p) {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t buffers = a + kMaxGroups * kBoxBytes;
     const uint32_t ones = buffers + kWarpgroups * Store::kSmemBytes;
     const uint32_t barriers = ones + kOnesBytes;
-    if (p.beside.next) let_next_kernel_start();
+    if (p.overlap.next) let_next_kernel_start();
 
     const int first_row = static_cast<int>(blockIdx.x / p.col_blocks) * p.groups * kRows;
     const int first_col =
@@ -124,45 +124,47 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     store.finish();
-    if (p.beside.previous) outlast_previous_kernel();
+    if (p.overlap.previous) outlast_previous_kernel();
   } else {
     __trap();  // GemmParams::sm90 was set where it may not be
   }
 }
 
 template <class T>
-void launch_outer_product(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
+void launch_outer_product(const GemmParams& p, const GemmPlan& plan, cudaStream_t stream) {
   const int steps = static_cast<int>(ceil_div<int64_t>(p.k, 16));
-  auto operand_map = [&](const void* pointer, int64_t extent, int64_t pitch) {
-    return make_tensor_map({p.dtype, false, pointer, extent, p.k, pitch, 64, steps * 16});
+  auto operand_map = [&](const Operand& operand, int64_t extent) {
+    return make_tensor_map(
+        {p.dtype(), false, operand.data, extent, p.k, operand.stride_k, 64, steps * 16});
   };
   OuterProductParams params{};
-  params.a = operand_map(p.a, p.m, p.a_stride_k);
-  params.b = operand_map(p.b, p.n, p.b_stride_k);
-  params.output.map = make_tensor_map({p.dtype, false, p.d, p.n, p.m, d_pitch(p), 64, kRows});
+  params.a = operand_map(p.a, p.m);
+  params.b = operand_map(p.b, p.n);
+  params.output.map = make_tensor_map({p.dtype(), false, p.d, p.n, p.m, d_pitch(p), 64, kRows});
   params.output.use_tma = true;
   params.output.m = static_cast<int>(p.m);
   params.output.n = static_cast<int>(p.n);
-  params.groups = config.row_groups;
-  params.row_sums = {p.row_sums, /*fp32=*/false, static_cast<int>(p.m)};
-  params.beside = p.beside;
+  params.groups = plan.row_groups;
+  params.row_sums = {plan.sums_rows ? p.row_sums : nullptr, /*fp32=*/false, static_cast<int>(p.m)};
+  params.overlap = p.overlap;
   params.col_blocks = static_cast<unsigned>(ceil_div(p.n, kOuterProductCols));
   const int64_t blocks = ceil_div(p.m, params.groups * kOuterProductRows) * params.col_blocks;
-  if (blocks > kMaxGridX) throw std::runtime_error("warpwright: linear: more than 2^31 blocks");
+  if (blocks > kMaxGridX)
+    throw std::runtime_error("warpwright: matrix product: more than 2^31 blocks");
   for_int<1, 2, 3, 4, 5, 6>(steps, [&]<int kSteps>() {
     static_assert(kSteps * 16 <= kMaxOuterProductK);
     static_assert(outer_product_smem_bytes<T>(kSteps) <= 227 * 1024, "a block's, on sm_90");
-    launch_beside(p.beside.previous, outer_product_kernel<T, kSteps>,
-                  dim3(static_cast<unsigned>(blocks)), dim3(kThreads), /*cluster=*/1,
-                  outer_product_smem_bytes<T>(kSteps), stream, params);
+    launch_overlapping(p.overlap.previous, outer_product_kernel<T, kSteps>,
+                       dim3(static_cast<unsigned>(blocks)), dim3(kThreads), /*cluster=*/1,
+                       outer_product_smem_bytes<T>(kSteps), stream, params);
   });
 }
 
 }  // namespace
 
-void launch_gemm_outer_product(const GemmParams& p, const GemmConfig& config, cudaStream_t stream) {
-  p.dtype == DType::kBFloat16 ? launch_outer_product<bf16>(p, config, stream)
-                              : launch_outer_product<half>(p, config, stream);
+void launch_gemm_outer_product(const GemmParams& p, const GemmPlan& plan, cudaStream_t stream) {
+  p.dtype() == DType::kBFloat16 ? launch_outer_product<bf16>(p, plan, stream)
+                                : launch_outer_product<half>(p, plan, stream);
 }
 
 }  // namespace warpwright

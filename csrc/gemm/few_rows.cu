@@ -1,14 +1,14 @@
-// The product of a few float rows with a matrix of weights, in exact float: every weight is read
+// The product of a few float rows with a matrix of weights, in exact float. Each weight is read
 // once, by the thread that multiplies it, 16 bytes at a time; no thread waits for another before
-// the end. Shared memory is no more than room for the bytes in flight: registers would tempt the
-// compiler to load late. Bound: the bytes of the weights.
+// the end. Loads in flight go to shared memory, because the compiler delays loads to registers
+// until their use. Bound: the bytes of the weights.
 #include "device/activation.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
+#include "gemm/launch.h"
 #include "host/launch.h"
 #include "host/switch.h"
-#include "ops/linear/linear.h"
 
 namespace warpwright {
 namespace {
@@ -85,8 +85,8 @@ struct FewRowsSums {
 };
 
 // a: (m, k), b: (n, k), both of whole aligned 16 bytes along k. D (m, n), m <= kRows.
-// Grid: one block for 16 columns of D. Warps take the steps of k, 64 bytes each, in turn; their
-// sums are added as a tree.
+// Grid: one block per 16 columns of D. Step s of k, 64 bytes, belongs to warp s % kWarps; the
+// warps' sums are added as a tree.
 template <int kRows>
 __global__ void __launch_bounds__(kThreads) few_rows_kernel(const FewRowsParams p) {
   extern __shared__ uint4 ring[];  // (kStages, 2, kThreads)
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kThreads) few_rows_kernel(const FewRowsParams 
 }  // namespace
 
 void launch_gemm_few_rows(const GemmParams& p, cudaStream_t stream) {
-  const FewRowsParams params{static_cast<const float*>(p.a),
-                             static_cast<const float*>(p.b),
-                             p.a_stride_m,
-                             p.b_stride_n,
+  const FewRowsParams params{static_cast<const float*>(p.a.data),
+                             static_cast<const float*>(p.b.data),
+                             p.a.stride_mn,
+                             p.b.stride_mn,
                              p.k,
                              p.n,
                              d_pitch(p),

@@ -1,0 +1,154 @@
+// What a tile and a split of k cost, in cycles. The constants order the candidates and need not be
+// exact.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "gemm/tiles.h"
+#include "host/ceil_div.h"
+
+namespace warpwright {
+
+// Parts of a split k go to L2 and back.
+constexpr double kPartBytesPerCycle = 2000;
+
+// ---- portable ----
+
+// What the estimate knows of a tile and of the loaders that feed it.
+struct PortableRates {
+  double fma_per_cycle;  // of one SM
+  double tile_latency;   // least cycles per k tile: a barrier, fragment reads, a dependent chain
+  double prologue;       // per wave
+  bool whole_waves;      // a wave takes as long as a full one
+  double second_launch;  // of a split k
+  double split;          // per part
+};
+
+// Operands that are matrices. `vectorized`: both by 16-byte accesses.
+inline PortableRates matrix_rates(GemmKind kind, GemmTile tile, bool vectorized) {
+  constexpr double kFmaPerCycle[] = {1100, 550, 110, 50};
+  constexpr double kElementLoads = 4;  // times slower, 16-bit elements
+  const double efficiency = kind == GemmKind::kFp64      ? 1.0
+                            : tile == GemmTile::k128x256 ? 1.0
+                            : tile == GemmTile::k128x128 ? 0.9
+                                                         : 0.6;
+  const double slowdown = kind == GemmKind::k16Bit && !vectorized ? kElementLoads : 1;
+  return {.fma_per_cycle = kFmaPerCycle[static_cast<int>(kind)] * efficiency / slowdown,
+          .tile_latency = 450,
+          .prologue = 1500,
+          .whole_waves = false,
+          .second_launch = 4000,
+          .split = 0};
+}
+
+// Operands that are gathered. FMA has one tile; where it reads whole vectors its gathers keep up
+// with the tile that tensor cores would take, `tile`.
+inline PortableRates gather_rates(GemmKind kind, GemmTile tile) {
+  constexpr double kFmaPerCycle[] = {1000, 500, 100, 40};
+  const double efficiency = tile == GemmTile::k128x128         ? 1.0
+                            : tile == GemmTile::k128x64        ? 0.65
+                            : tile == GemmTile::k64x64Gathered ? 0.6
+                                                               : 0.4;
+  return {.fma_per_cycle = kFmaPerCycle[static_cast<int>(kind)] * efficiency,
+          .tile_latency = 0,
+          .prologue = 2000,
+          .whole_waves = true,
+          .second_launch = 4000,
+          .split = 40};
+}
+
+// `blocks` CTAs of `k_tiles` each: the busiest SM works off its CTAs at the rate of its math, but
+// no wave of CTAs is faster than the latency of its k tiles.
+inline double estimate_portable_cycles(const TileShape& shape, int64_t blocks, int64_t k_tiles,
+                                       const PortableRates& rates, const DeviceInfo& device) {
+  const auto waves =
+      static_cast<double>(ceil_div(blocks, int64_t{device.num_sms} * shape.ctas_per_sm));
+  const double busiest = rates.whole_waves
+                             ? waves * shape.ctas_per_sm
+                             : static_cast<double>(ceil_div(blocks, int64_t{device.num_sms}));
+  const auto tiles = static_cast<double>(k_tiles);
+  const double tile_cycles =
+      static_cast<double>(shape.blk_m) * shape.blk_n * shape.blk_k / rates.fma_per_cycle;
+  return std::max(busiest * tiles * tile_cycles, waves * tiles * rates.tile_latency) +
+         waves * rates.prologue;
+}
+
+// `bytes`: written and read of all parts.
+inline double estimate_split_cycles(int splits, double bytes, const PortableRates& rates) {
+  if (splits == 1) return 0;
+  return rates.second_launch + bytes / kPartBytesPerCycle + rates.split * splits;
+}
+
+// ---- sm_90a ----
+
+struct Sm90Product {
+  GemmKind kind;
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  Sm90Loading loading;
+  bool whole_sectors;  // rows start at multiples of 32 bytes
+};
+
+// Of one k tile. One round: the CTAs walk along k together and meet in L2; those of several rounds
+// drift apart. TMA zero-fills rows out of bounds more slowly than it loads. Rows that start inside
+// a sector cost L2 twice, which tiles of several rounds pay, except for 128x64, whose clusters
+// share their loads. TF32 takes as long per k tile, which has half the depth.
+inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t rounds) {
+  // By loading and tile, for one round and for several. Those of kTma are fitted to measured times;
+  // the others are arithmetic of the bytes that pass through shared memory.
+  constexpr double kTileCycles[5][4][2] = {
+      {{1250, 1200}, {540, 690}, {330, 560}, {230, 300}},
+      {{}, {900, 1150}},
+      {{}, {640, 700}, {390, 560}},
+      {{1410, 1410}, {900, 900}},
+      {{}, {1700, 1900}},
+  };
+  constexpr double kInsideSectors[] = {0, 275, 0, 200};
+  constexpr double kOutsideRow = 4;
+  const int t = static_cast<int>(tile);
+  double cycles = kTileCycles[static_cast<int>(p.loading)][t][rounds > 1];
+  if (p.loading != Sm90Loading::kTma) return cycles;
+  if (p.kind == GemmKind::k16Bit && !p.whole_sectors && rounds > 1) cycles += kInsideSectors[t];
+  // The second of two rows of tiles may lie mostly out of bounds. (The boxes of a single row are no
+  // higher than the operand; of many rows the last hardly mattered.)
+  const int64_t blk_m = sm90_tile(p.loading, tile).blk_m;
+  const int64_t outside = ceil_div(p.m, blk_m) * blk_m - p.m;
+  if (ceil_div(p.m, blk_m) == 2 && outside * 2 >= blk_m) {
+    cycles += kOutsideRow * static_cast<double>(outside);
+  }
+  return cycles;
+}
+
+// tests/test_explain.py has the measured race that this estimate must win. The operands come from
+// memory once.
+inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int splits,
+                                   const DeviceInfo& device) {
+  constexpr double kFirstAndLast[] = {16000, 5500, 2750, 2000};  // filling the ring, the last store
+  constexpr double kFirstAndLastTransposed = 5500;
+  constexpr double kSecondLaunch = 2500;
+  constexpr double kMemoryBytesPerCycle = 2500;
+  const Sm90TileShape shape = sm90_tile(p.loading, tile);
+  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
+  const int64_t rounds = ceil_div(tiles, device.num_sms);
+  const int64_t k_tiles = ceil_div(ceil_div(p.k * gemm_kind_size(p.kind), 128), splits);
+  const double tile_cycles = sm90_tile_cycles(p, tile, rounds);
+  // No other mainloop hides the store of a 128 x 256 tile or of split operands.
+  const bool exposed = tile == GemmTile::k128x256 || p.loading == Sm90Loading::kSplit;
+  const double first_and_last =
+      (p.loading == Sm90Loading::kTransposed ? kFirstAndLastTransposed
+                                             : kFirstAndLast[static_cast<int>(tile)]) *
+      static_cast<double>(exposed ? rounds : 1);
+  const double memory_cycles = static_cast<double>(p.m + p.n) * static_cast<double>(p.k) *
+                               static_cast<double>(gemm_kind_size(p.kind)) / kMemoryBytesPerCycle;
+  double cycles =
+      first_and_last + std::max(static_cast<double>(rounds * k_tiles) * tile_cycles, memory_cycles);
+  if (splits > 1) {
+    cycles += kSecondLaunch + 8.0 * static_cast<double>(p.m) * static_cast<double>(p.n) *
+                                  (splits + 1) / kPartBytesPerCycle;
+  }
+  return cycles;
+}
+
+}  // namespace warpwright

@@ -1,0 +1,396 @@
+// The matrix product: which kernel takes it, with which tile, splits and clusters, and why.
+//
+//   const GemmPlan plan = choose_gemm(params, device);              // pure; describe() prints it
+//   ... plan.workspace_bytes ...
+//   launch_gemm(params, plan, workspace, stream);                   // the one switch
+//
+// The kernels, from the general one:
+//   portable (kernel_portable.cuh)   any operands, mma.sync or FMA. Loaders and a destination of D
+//                                    are its extension points.
+//   sm_90a (kernel_sm90.cuh)         TMA and wgmma. Its extension point is the Loading.
+//   few rows (few_rows.cu)           float32 by FMA, bound by the bytes of B
+//   outer product (outer_product_sm90.cu)   a short k, bound by the bytes of D
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "gemm/cost_model.h"
+#include "gemm/params.h"
+#include "gemm/tiles.h"
+#include "host/ceil_div.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace warpwright {
+
+enum class GemmVariant { kPortable, kSm90, kFewRows, kOuterProduct };
+
+struct GemmPlan {
+  GemmVariant variant;
+  GemmKind kind;
+  GemmTile tile;
+  bool a_vectorized;  // by 16-byte accesses: aligned rows of whole 16 bytes
+  bool b_vectorized;
+  int splits;           // parts of k, summed in order by a second kernel
+  Sm90Loading loading;  // kSm90
+  int cluster;          // kSm90: CTAs with neighbouring tiles along N, which load one A together
+  int row_groups;       // kOuterProduct: of a block
+  bool sums_rows;       // the kernel writes GemmParams::row_sums
+  int64_t workspace_bytes;
+  const char* reason;
+};
+
+inline GemmKind gemm_kind(const GemmParams& p) { return gemm_kind(p.dtype(), p.tf32); }
+
+// The length counts too: cp.async reads only the bytes that it is told to, but memcheck reports a
+// last copy that reaches past the tensor.
+inline bool is_vectorized(const Operand& operand, int64_t extent_mn, int64_t k) {
+  const int64_t length = operand.major == Major::kK ? k : extent_mn;
+  return operand.aligned && length * dtype_size(operand.dtype) % 16 == 0;
+}
+
+constexpr int kMaxSplits = 64;
+constexpr int64_t kMaxSplitBytes = int64_t{64} << 20;  // of workspace
+
+// Bytes of one part of a split product.
+inline int64_t part_bytes(const GemmParams& p) {
+  return p.m * p.n * (p.dtype() == DType::kFloat64 ? 8 : 4);
+}
+
+// ---- few rows ----
+
+constexpr int64_t kMaxFewRows = 16;
+constexpr int64_t kFewRowsColumns = 16;  // of D, a block's
+constexpr int kFewRowsWarps = 8;
+constexpr int kFewRowsStages = 8;
+constexpr int64_t kFewRowsSmemBytes =
+    int64_t{kFewRowsStages} * 2 * kFewRowsWarps * 32 * 16 +      // 2 columns, 16 bytes per thread
+    int64_t{kFewRowsWarps} * kMaxFewRows * kFewRowsColumns * 4;  // the warps' sums
+
+inline bool takes_few_rows(const GemmParams& p, const DeviceInfo& device) {
+  if (p.m > kMaxFewRows || gemm_kind(p) != GemmKind::kFp32 || p.accumulate) return false;
+  if (p.a.major != Major::kK || p.b.major != Major::kK) return false;
+  if (!is_vectorized(p.a, p.m, p.k) || !is_vectorized(p.b, p.n, p.k)) return false;
+  if (kFewRowsSmemBytes > device.smem_per_block) return false;
+  // A block walks all of k: a long one needs enough blocks, else it is split by the tiles' kernels.
+  return p.k <= 8192 || ceil_div(p.n, kFewRowsColumns) * 4 >= device.num_sms;
+}
+
+// ---- sm_90a ----
+
+constexpr int kMinSplitTiles = 4;  // of k, per part
+
+// TMA knows no overlapping rows (expanded or sliding views). A single row has no pitch.
+inline bool rows_overlap(const Operand& operand, int64_t extent_mn, int64_t k) {
+  const bool along_k = operand.major == Major::kK;
+  return (along_k ? extent_mn : k) > 1 && operand.pitch() < (along_k ? k : extent_mn);
+}
+
+// Null if the sm_90a kernels can take the product, else the reason why not.
+inline const char* why_not_sm90(const GemmParams& p) {
+  constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
+  const GemmKind kind = gemm_kind(p);
+  if (!p.sm90) return "no sm_90a";
+  if (kind == GemmKind::kFp64 || (kind == GemmKind::kFp32 && !p.tf32x3)) {
+    return "exact fp32 or fp64";
+  }
+  const bool is_16bit = kind == GemmKind::k16Bit;
+  if (!is_16bit && !(p.a.aligned && p.b.aligned)) {
+    return "an operand's rows are not multiples of 16 bytes";
+  }
+  if (!is_16bit && p.a.major == Major::kMN && p.b.major == Major::kK) {
+    return "wgmma reads TF32 operands along k only";  // linear of a transposed x
+  }
+  if (std::max({p.m, p.n, p.k}) > kMaxExtent) return "an extent over 2^30";
+  if (p.k == 0) return "k is empty";
+  if (rows_overlap(p.a, p.m, p.k) || rows_overlap(p.b, p.n, p.k)) return "rows overlap";
+  return nullptr;
+}
+
+inline Sm90Loading sm90_loading(const GemmParams& p) {
+  const GemmKind kind = gemm_kind(p);
+  if (!p.a.aligned || !p.b.aligned) return Sm90Loading::kRealigned;
+  if (kind == GemmKind::kFp32) return Sm90Loading::kSplit;
+  if (kind != GemmKind::kTf32 || p.b.major == Major::kK) return Sm90Loading::kTma;
+  return p.a.major == Major::kK ? Sm90Loading::kSwapped : Sm90Loading::kTransposed;
+}
+
+// Clusters of 1, 2 or 4 CTAs that fill an SM each.
+inline int clusters_at_once(int ctas, const DeviceInfo& device) {
+  return ctas == 1 ? device.num_sms : device.clusters[ctas / 2];
+}
+
+// CTAs of a cluster. L2 is asked twice for a 128-byte piece of a row that does not start at a
+// multiple of 128 bytes; 128x64 tiles then wait for L2, and the CTAs of a cluster ask once for the
+// A that they share. Clusters gain nothing if all requests are whole lines, nor in TF32.
+inline int choose_sm90_cluster(const GemmParams& p, const GemmPlan& plan,
+                               const DeviceInfo& device) {
+  constexpr int64_t kMinTiles = 8;  // of k: the ring filled once
+  const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);
+  const int64_t row_bytes = p.k * dtype_size(p.dtype());
+  if (!shape.clusters || plan.kind != GemmKind::k16Bit ||
+      (p.a.rows_start_at(128) && p.b.rows_start_at(128)) ||
+      row_bytes < plan.splits * kMinTiles * 128) {
+    return 1;
+  }
+  const int64_t tiles_m = ceil_div(p.m, shape.blk_m) * plan.splits;
+  const int64_t tiles_n = ceil_div(p.n, shape.blk_n);
+  const int64_t rounds = ceil_div<int64_t>(tiles_m * tiles_n, device.num_sms);
+  for (int ctas : {4, 2}) {
+    const bool as_fast =
+        tiles_m * ceil_div(tiles_n, ctas) <= rounds * clusters_at_once(ctas, device);
+    if (tiles_n >= ctas && as_fast) return ctas;
+  }
+  return 1;
+}
+
+// ---- outer product ----
+
+// The kernel for a short k with both operands contiguous across it, the weight's gradient of a few
+// rows: groups of 64 rows by 256 columns of D, up to 8 of them per block.
+constexpr int64_t kMaxOuterProductK = 96;
+constexpr int64_t kOuterProductRows = 64;
+constexpr int64_t kOuterProductCols = 256;
+constexpr int kMaxOuterProductGroups = 8;  // whose operands fit in shared memory
+
+inline bool takes_outer_product(const GemmParams& p, const DeviceInfo& device) {
+  if (gemm_kind(p) != GemmKind::k16Bit) return false;
+  if (p.a.major == Major::kK || p.b.major == Major::kK) return false;
+  if (p.k > kMaxOuterProductK || why_not_sm90(p) != nullptr) return false;
+  if (!p.a.aligned || !p.b.aligned || p.accum_d || p.accumulate) return false;
+  if (p.bias != nullptr || p.preactivation != nullptr) return false;
+  if (p.activation != Activation::kNone) return false;
+  if (!rows_are_aligned(p.d, d_pitch(p) * 2, 16)) return false;  // D leaves by TMA
+  // The bytes of a small D do not decide.
+  return ceil_div(p.m, kOuterProductRows) * ceil_div(p.n, kOuterProductCols) * 2 >= device.num_sms;
+}
+
+// Rounds of blocks, each as long as its groups and the wait for its operands, about two of them.
+inline int choose_row_groups(const GemmParams& p, const DeviceInfo& device) {
+  auto cost = [&](int groups) {
+    const int64_t blocks =
+        ceil_div(p.m, groups * kOuterProductRows) * ceil_div(p.n, kOuterProductCols);
+    return ceil_div<int64_t>(blocks, device.num_sms) * (groups + 2);
+  };
+  int best = 1;
+  for (int groups = 2; groups <= kMaxOuterProductGroups; ++groups) {
+    if (cost(groups) < cost(best)) best = groups;
+  }
+  return best;
+}
+
+// ---- choice ----
+
+// Both set the fastest tile and split of their path and return its estimate, negative if the path
+// has no tile.
+inline double choose_portable_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
+  const bool vectorized = plan.a_vectorized && plan.b_vectorized;
+  double best = -1;
+  for (GemmTile tile : {GemmTile::k128x256, GemmTile::k128x128, GemmTile::k64x64}) {
+    const TileShape shape = portable_tile(plan.kind, tile);
+    if (shape.ctas_per_sm == 0 || (!vectorized && tile != GemmTile::k64x64)) continue;
+    if (tile_smem_bytes(plan.kind, shape) > device.smem_per_block) continue;
+    const PortableRates rates = matrix_rates(plan.kind, tile, vectorized);
+    const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);
+    const int64_t k_tiles = ceil_div(p.k, shape.blk_k);
+    for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+      // Fewer k tiles per CTA than the ring has stages never pays.
+      if (splits > 1 &&
+          (k_tiles < int64_t{splits} * shape.stages || splits * part_bytes(p) > kMaxSplitBytes)) {
+        break;
+      }
+      const double moved = 8.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * (splits + 1);
+      const double cycles = estimate_portable_cycles(shape, tiles * splits,
+                                                     ceil_div(k_tiles, splits), rates, device) +
+                            estimate_split_cycles(splits, moved, rates);
+      if (best < 0 || cycles < best) {
+        best = cycles;
+        plan.tile = tile;
+        plan.splits = splits;
+      }
+    }
+  }
+  return best;
+}
+
+inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
+  const Sm90Product product{.kind = plan.kind,
+                            .m = p.m,
+                            .n = p.n,
+                            .k = p.k,
+                            .loading = plan.loading,
+                            .whole_sectors = p.a.rows_start_at(32) && p.b.rows_start_at(32)};
+  const bool adds_to_narrow = p.accumulate && !p.accum_d;
+  const int64_t k_tiles = ceil_div(p.k * dtype_size(p.dtype()), 128);
+  double best = -1;
+  for (GemmTile tile :
+       {GemmTile::k128x256, GemmTile::k128x128, GemmTile::k128x64, GemmTile::k64x64}) {
+    if (!has_sm90_tile(plan.kind, plan.loading, tile)) continue;
+    for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+      if (splits > 1 && (adds_to_narrow || k_tiles < int64_t{splits} * kMinSplitTiles ||
+                         splits * part_bytes(p) > kMaxSplitBytes)) {
+        break;
+      }
+      const double cycles = estimate_sm90_cycles(product, tile, splits, device);
+      if (best < 0 || cycles < best) {
+        best = cycles;
+        plan.tile = tile;
+        plan.splits = splits;
+      }
+    }
+  }
+  return best;
+}
+
+// Why the tile and the split: by the size of the tile among those of its path.
+inline const char* tile_reason(const GemmParams& p, const GemmPlan& plan) {
+  const bool portable = plan.variant == GemmVariant::kPortable;
+  if (portable && !(plan.a_vectorized && plan.b_vectorized)) {
+    return "an operand's rows are not multiples of 16 bytes: element accesses";
+  }
+  if (plan.splits > 1) return "few output tiles for the SMs: k is split";
+  const bool has_larger =
+      portable ? portable_tile(plan.kind, plan.tile == GemmTile::k64x64 ? GemmTile::k128x128
+                                                                        : GemmTile::k128x256)
+                         .ctas_per_sm > 0
+               : plan.loading == Sm90Loading::kTransposed;
+  switch (plan.tile) {
+    case GemmTile::k128x256:
+      return "enough output for the largest tile";
+    case GemmTile::k128x128:
+      return has_larger ? "output too small to feed larger tiles"
+                        : "enough output for the largest tile";
+    case GemmTile::k128x64:
+      return "output too small to feed larger tiles";
+    default:
+      return portable && !has_larger ? "enough output for the largest tile"
+                                     : "small output: small tiles fill more SMs";
+  }
+}
+
+inline void choose_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
+  const double portable = choose_portable_tile(p, device, plan);
+  const char* why_not = why_not_sm90(p);
+  if (why_not == nullptr) {
+    GemmPlan sm90 = plan;
+    sm90.variant = GemmVariant::kSm90;
+    sm90.loading = sm90_loading(p);
+    const double cycles = choose_sm90_tile(p, device, sm90);
+    sm90.cluster = choose_sm90_cluster(p, sm90, device);
+    const bool adds_to_narrow = p.accumulate && !p.accum_d;
+    if (cycles <= portable || adds_to_narrow) plan = sm90;
+  }
+  const bool wanted_sm90 = p.tf32x3 && plan.kind == GemmKind::kFp32 && why_not != nullptr;
+  plan.reason = wanted_sm90 ? why_not : tile_reason(p, plan);
+}
+
+// The weight's gradient on wgmma brings the bias's along: sums over k of A, which is dy^T. TF32
+// would round the summands.
+inline bool can_sum_rows(const GemmParams& p, const GemmPlan& plan) {
+  const bool wgmma =
+      plan.variant == GemmVariant::kSm90 || plan.variant == GemmVariant::kOuterProduct;
+  return wgmma && plan.kind == GemmKind::k16Bit && p.a.major == Major::kMN &&
+         p.b.major == Major::kMN && !p.accum_d && !p.accumulate && !is_empty(p);
+}
+
+inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
+  GemmPlan plan{};
+  plan.kind = gemm_kind(p);
+  plan.tile = GemmTile::k64x64;
+  plan.a_vectorized = is_vectorized(p.a, p.m, p.k);
+  plan.b_vectorized = is_vectorized(p.b, p.n, p.k);
+  plan.splits = 1;
+  plan.cluster = 1;
+  if (takes_few_rows(p, device)) {
+    plan.variant = GemmVariant::kFewRows;
+    plan.reason = "few rows: the bytes of the weights decide";
+  } else if (takes_outer_product(p, device)) {
+    plan.variant = GemmVariant::kOuterProduct;
+    plan.row_groups = choose_row_groups(p, device);
+    plan.reason = "few rows: the bytes of the result decide";
+  } else {
+    choose_tile(p, device, plan);
+  }
+  plan.sums_rows = p.row_sums != nullptr && can_sum_rows(p, plan);
+  if (plan.splits > 1) {
+    plan.workspace_bytes = plan.splits * (part_bytes(p) + (plan.sums_rows ? p.m * 4 : 0));
+  }
+  return plan;
+}
+
+// ---- words ----
+
+inline std::string extents(int rows, int cols) {
+  return std::to_string(rows) + "x" + std::to_string(cols);
+}
+
+inline std::string describe_portable_tile(GemmKind kind, GemmTile tile) {
+  constexpr const char* kKinds[] = {"16-bit mma.sync", "TF32 mma.sync", "fp32 FMA", "fp64 FMA"};
+  const TileShape shape = portable_tile(kind, tile);
+  return std::string(kKinds[static_cast<int>(kind)]) + ", tile " +
+         extents(shape.blk_m, shape.blk_n) + "x" + std::to_string(shape.blk_k);
+}
+
+inline std::string describe_majors(const GemmParams& p) {
+  return std::string(", A ") + (p.a.major == Major::kK ? "k" : "m") + "-major, B " +
+         (p.b.major == Major::kK ? "k" : "n") + "-major";
+}
+
+inline std::string describe_sm90_tile(const GemmPlan& plan) {
+  constexpr const char* kKinds[] = {"16-bit", "TF32", "3xTF32"};
+  const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);
+  return std::string("sm_90a ") + kKinds[static_cast<int>(plan.kind)] + " wgmma, tile " +
+         extents(shape.blk_m, shape.blk_n) + (shape.ping_pong ? " ping-pong, " : ", ") +
+         std::to_string(shape.stages) + " stages";
+}
+
+inline std::string describe_sm90_loading(const GemmParams& p, Sm90Loading loading) {
+  switch (loading) {
+    case Sm90Loading::kSwapped:
+      return ", B by registers";
+    case Sm90Loading::kTransposed:
+      return ", A transposed, B by registers";
+    case Sm90Loading::kRealigned:
+      return p.b.aligned ? ", A realigned" : p.a.aligned ? ", B realigned" : ", both realigned";
+    default:
+      return "";
+  }
+}
+
+inline std::string describe(const GemmParams& p, const GemmPlan& plan) {
+  std::string text;
+  switch (plan.variant) {
+    case GemmVariant::kFewRows:
+      text = "few rows, fp32 FMA, " + std::to_string(kFewRowsColumns) + " columns a block";
+      break;
+    case GemmVariant::kOuterProduct:
+      text = "sm_90a 16-bit wgmma, outer product of few rows, " +
+             extents(plan.row_groups * static_cast<int>(kOuterProductRows),
+                     static_cast<int>(kOuterProductCols)) +
+             " a block";
+      break;
+    case GemmVariant::kSm90:
+      text = describe_sm90_tile(plan);
+      break;
+    case GemmVariant::kPortable:
+      text = "portable " + describe_portable_tile(plan.kind, plan.tile);
+      break;
+  }
+  text += describe_majors(p);
+  if (plan.variant == GemmVariant::kSm90) text += describe_sm90_loading(p, plan.loading);
+  if (plan.cluster > 1) text += ", clusters of " + std::to_string(plan.cluster) + " share A";
+  if (plan.splits > 1) text += ", split-k " + std::to_string(plan.splits);
+  return text + " (" + plan.reason + ")";
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+// `workspace`: plan.workspace_bytes, aligned to 16 bytes; null if that is 0.
+void launch_gemm(const GemmParams& params, const GemmPlan& plan, void* workspace,
+                 cudaStream_t stream);
+#endif
+
+}  // namespace warpwright

@@ -1,0 +1,131 @@
+// The output tiles of a matrix product: one table for the portable path (mma.sync and FMA), one for
+// the sm_90a path (wgmma). A tile is named by its extents, rows x columns of D.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "host/dtype.h"
+
+namespace warpwright {
+
+enum class GemmKind { k16Bit, kTf32, kFp32, kFp64 };
+
+constexpr GemmKind gemm_kind(DType dtype, bool tf32) {
+  if (dtype == DType::kFloat64) return GemmKind::kFp64;
+  if (dtype == DType::kFloat32) return tf32 ? GemmKind::kTf32 : GemmKind::kFp32;
+  return GemmKind::k16Bit;
+}
+
+constexpr int64_t gemm_kind_size(GemmKind kind) {
+  return kind == GemmKind::k16Bit ? 2 : kind == GemmKind::kFp64 ? 8 : 4;
+}
+
+constexpr bool uses_tensor_cores(GemmKind kind) {
+  return kind == GemmKind::k16Bit || kind == GemmKind::kTf32;
+}
+
+enum class GemmTile { k128x256, k128x128, k128x64, k64x64, k64x64Gathered, k64x64Elements };
+constexpr int kGemmTiles = 6;
+
+// ---- portable ----
+
+struct TileShape {
+  int blk_m;
+  int blk_n;
+  int blk_k;
+  int warps_m;
+  int warps_n;
+  int stages;
+  int ctas_per_sm;  // that the registers must leave room for; 0: this kind has no such tile
+};
+
+// Tensor cores: warps of 64 x 64 read the fewest bytes of shared memory for their math (16 FMA per
+// byte; mma.sync starves below about 10). 128x256: least L2 traffic, all registers of an SM.
+// 128x128: the same warps in half the CTA, for outputs that 128x256 cuts too coarsely. 64x64: fills
+// the GPU if the output is small; of a matrix's tiles the only one that reads element by element.
+// A stage's k is 128 bytes: whole cache lines.
+// Operands that are gathered (conv2d) have 128x128, 128x64 for at most 64 columns, and
+// k64x64Gathered by 16-byte accesses. k64x64Elements takes any operand: its loaders hold
+// coordinates and, at 16 bits, a tile's elements in registers.
+// FMA: 8 x 8 results per thread if D is large, else 8 x 4. 16 x 8 are 4 % faster on some large
+// products, but have half the threads: with one CTA per SM they take 1.6 times as long.
+constexpr TileShape portable_tile(GemmKind kind, GemmTile tile) {
+  constexpr TileShape kShapes[4][kGemmTiles] = {
+      {{128, 256, 64, 2, 4, 3, 1},
+       {128, 128, 64, 2, 2, 3, 2},
+       {128, 64, 64, 2, 2, 3, 2},
+       {64, 64, 64, 2, 2, 4, 3},
+       {64, 64, 64, 2, 2, 3, 3},
+       {64, 64, 32, 2, 2, 3, 2}},
+      {{128, 256, 32, 2, 4, 3, 1},
+       {128, 128, 32, 2, 2, 3, 2},
+       {128, 64, 32, 2, 2, 3, 2},
+       {64, 64, 32, 2, 2, 4, 3},
+       {64, 64, 32, 2, 2, 3, 3},
+       {64, 64, 32, 2, 2, 3, 2}},
+      {{}, {128, 128, 16, 4, 2, 4, 2}, {}, {64, 64, 16, 2, 2, 4, 2}, {}, {64, 64, 16, 2, 2, 3, 2}},
+      {{}, {}, {}, {64, 64, 16, 2, 2, 3, 2}, {}, {64, 64, 16, 2, 2, 3, 2}},
+  };
+  return kShapes[static_cast<int>(kind)][static_cast<int>(tile)];
+}
+
+// Shared memory of a tile: the stages (each row padded by 16 bytes) or the epilogue's D tile.
+constexpr int64_t tile_smem_bytes(GemmKind kind, TileShape shape) {
+  const int64_t stages = int64_t{shape.stages} * (shape.blk_m + shape.blk_n) *
+                         (shape.blk_k * gemm_kind_size(kind) + 16);
+  const int64_t epilogue =
+      int64_t{shape.blk_m} * (shape.blk_n + 8) * (kind == GemmKind::kFp64 ? 8 : 4);
+  return std::max(stages, epilogue);
+}
+
+// ---- sm_90a ----
+
+// How operands reach wgmma when TMA cannot load them or wgmma cannot read their layout.
+enum class Sm90Loading {
+  kTma,         // as they lie
+  kRealigned,   // 16-bit rows that do not start at multiples of 16 bytes, shifted on their way
+  kSwapped,     // TF32 with B n-major: D^T = B A^T, B through registers
+  kTransposed,  // the same with A m-major, which is transposed in shared memory
+  kSplit,       // float32, each number the sum of two TF32 numbers
+};
+
+struct Sm90TileShape {
+  int blk_m;
+  int blk_n;
+  int stages;             // 0: this loading has no such tile
+  bool ping_pong;         // each of the two consumer warpgroups has a tile of its own
+  bool clusters = false;  // may run in clusters: choose_sm90_cluster()
+};
+
+// A CTA has the SM to itself, a stage's k is 128 bytes. docs/kernels.md has the measurements.
+// kTma: 128x128 in ping-pong (one warpgroup stores while the other multiplies) is within 2 % of the
+// fastest tile if the output fills the SMs. 128x64 and 64x64: for outputs with fewer tiles than
+// SMs. 128x256, for TF32 only, whose k tile of 128 bytes is half as deep for the same math: three
+// quarters of the bytes of 128x128, against a store that nothing hides.
+// kRealigned: two warpgroups load through L1, which wants the shared memory of more stages.
+// kSwapped: each warpgroup has a tile of its own; B comes from registers in units of 64 rows.
+// kTransposed: 128x256 for both warpgroups; the more columns meet A, the more time shared memory
+// has to transpose it.
+// kSplit: both warpgroups on one tile, since each k tile has sums next to the tile's. Three tiles
+// of 16 KiB per stage.
+constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
+  constexpr Sm90TileShape kShapes[5][4] = {
+      {{128, 256, 4, false}, {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}},
+      {{}, {128, 128, 4, true}, {}, {}},
+      {{}, {128, 128, 6, true}, {128, 64, 8, true}, {}},
+      {{128, 256, 4, false}, {128, 128, 6, true}, {}, {}},
+      {{}, {128, 128, 4, false}, {}, {}},
+  };
+  const int t = static_cast<int>(tile);
+  return t < 4 ? kShapes[static_cast<int>(loading)][t] : Sm90TileShape{};
+}
+
+constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile) {
+  if (loading == Sm90Loading::kTma && tile == GemmTile::k128x256 && kind != GemmKind::kTf32) {
+    return false;
+  }
+  return sm90_tile(loading, tile).stages > 0;
+}
+
+}  // namespace warpwright

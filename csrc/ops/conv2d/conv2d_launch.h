@@ -1,0 +1,19 @@
+// The launchers of the implicit GEMM, instantiated in instances/, one element type per file, so
+// that they compile in parallel.
+#pragma once
+
+#include "ops/conv2d/conv2d.h"
+
+namespace warpwright {
+
+template <GemmKind kKind, class T>
+void launch_implicit_gemm_fprop(const Conv2dParams& params, const Conv2dConfig& config,
+                                cudaStream_t stream);
+template <GemmKind kKind, class T>
+void launch_implicit_gemm_dgrad(const Conv2dBackwardParams& params, const Conv2dConfig& config,
+                                cudaStream_t stream);
+template <GemmKind kKind, class T>
+void launch_implicit_gemm_wgrad(const Conv2dBackwardParams& params, const Conv2dConfig& config,
+                                cudaStream_t stream);
+
+}  // namespace warpwright
