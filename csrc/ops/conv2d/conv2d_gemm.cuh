@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gemm/kernel_portable.cuh"
+#include "host/launch.h"
 #include "host/switch.h"
 #include "ops/conv2d/conv2d.h"
 #include "ops/conv2d/conv2d_geometry.cuh"

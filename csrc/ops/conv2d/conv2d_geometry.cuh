@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
+#include <vector>
 
 #include "ops/conv2d/conv2d.h"
 #include "ops/conv2d/conv2d_gather.cuh"
