@@ -60,8 +60,6 @@ struct AttentionParams {
   void* lse = nullptr;   // (B, H, S_q), natural log, AttentionLse; -inf for a masked-out row
 };
 
-// out and lse may be those of a softmax over more keys than k has, as ring attention passes them:
-// the probabilities of a row then sum to less than 1, and delta belongs to the whole row.
 struct AttentionBackwardParams {
   AttentionParams fwd;
   AttentionOperand dout;  // (B, H, S_q, D_v)

@@ -137,7 +137,9 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
 
 namespace {
 
-// A saved result may be any tensor here, so what the kernels take from query is checked.
+// A saved result may be any tensor here, so what the kernels take from query is checked. out and
+// lse may be those of a softmax over more keys than `key` has, as ring attention passes them: a
+// row's probabilities then sum to less than 1.
 void check_backward(const Tensor& query, const Tensor& value, const Tensor& grad_out,
                     const Tensor& out, const Tensor& lse, const Tensor& philox_state,
                     double dropout_p) {
