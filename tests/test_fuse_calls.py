@@ -1,11 +1,12 @@
 """swap(fuse=True): blocks that are called with keywords, None, flags, tuples and further arguments."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
-from fusion import fused, with_forward
+from fusion import Block, fused, with_forward
 from torch import nn
 
 import warpwright
@@ -343,3 +344,64 @@ def test_many_arguments_that_decide(device):
     swap(model, fuse=True)
     for kwargs in ({}, {"a": x}, {"a": x, "d": x}, dict.fromkeys("abcd", x)):
         torch.testing.assert_close(model(x, **kwargs), twin(x, **kwargs))
+
+
+# ---- decorated forwards ----
+
+
+def renames(old, new):
+    """As libraries rename an argument: the old name still works, and is taken note of."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def renamed(*args, **kwargs):
+            if old in kwargs:
+                kwargs[new] = kwargs.pop(old)
+                args[0].kept.append(old)
+            return function(*args, **kwargs)
+
+        return renamed
+
+    return decorate
+
+
+class Wrapping(Block):
+    """Its subclasses' forwards are decorated when the class is made."""
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        if "forward" in vars(cls):
+            cls.forward = counts(cls.forward)
+
+
+def counts(function):
+    @functools.wraps(function)
+    def counted(self, *args, **kwargs):
+        self.count = getattr(self, "count", 0) + 1
+        return function(self, *args, **kwargs)
+
+    return counted
+
+
+class Decorated(Wrapping):
+    @renames("attention", "mask")
+    def forward(self, x, mask=None):
+        return self.relu(self.bn(self.conv(x))), self.between(mask)
+
+
+def test_decorators_stay_in_place(device, calls):
+    model, x = Decorated().to(device), torch.randn(2, 3, 8, 8, device=device)
+    twin = copy.deepcopy(model)
+    assert fused(swap(model, fuse=True))
+    for kwargs in ({}, {"mask": x}, {"attention": x}):
+        calls.clear()
+        results = [network(x, **kwargs) for network in (model, twin)]
+        torch.testing.assert_close(*results)
+        assert "batch_norm_relu" in calls
+        assert (model.kept, model.count) == (twin.kept, twin.count)
+    assert model.kept == ["attention"]
+    again = pickle.loads(pickle.dumps(model))
+    calls.clear()
+    again(x, attention=x)
+    assert "batch_norm_relu" in calls
+    assert again.count == model.count + 1

@@ -1,7 +1,7 @@
 """warpwright: the layers of a neural network as hand-written C++/CUDA kernels for PyTorch."""
 
 from . import _decompose as _decompose  # registers what torch.export asks for
-from . import _ops as _ops  # loads the library before anything else
+from . import _ops as _ops  # loads the library, as soon as anything asks for an op
 from . import functional, nn, optim
 from ._fallback import watch_gpus as _watch_gpus
 from ._kinds import otherwise_native as _otherwise_native

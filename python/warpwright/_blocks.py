@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ._forms import binder
-from ._trace import REST
+from ._trace import REST, decorated, undecorated
 
 Path = tuple[str, ...]
 _MISSING = object()
@@ -153,8 +153,9 @@ def block_class(base: Any, recipes: tuple[Recipe, ...]) -> type[nn.Module]:
     name = f"<warpwright: fused forward {len(_classes)} of {base.__name__}>"
     runs = [(recipe, _function(recipe, f"{name[:-1]}, {i}>")) for i, recipe in enumerate(recipes)]
     bind, arity = binder(base)
+    original, decorators = undecorated(base)
 
-    @functools.wraps(base.forward)
+    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != arity:
             values, rest = bind(self, *args, **kwargs)
@@ -163,7 +164,7 @@ def block_class(base: Any, recipes: tuple[Recipe, ...]) -> type[nn.Module]:
         for recipe, run in runs:
             if recipe.takes(values, rest) and recipe.holds(self):
                 return run(self, *values, rest)
-        return base.forward(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         parts: Any = object.__reduce_ex__(self, max(2, protocol))  # how to make it, of what, state
@@ -175,9 +176,10 @@ def block_class(base: Any, recipes: tuple[Recipe, ...]) -> type[nn.Module]:
         "__doc__": base.__doc__,
         "__reduce_ex__": reduce,
         "_warpwright_base": base,
-        "forward": forward,
     }
     made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
+    # Not in the body: a base may decorate the forwards of its subclasses once more.
+    made.forward = decorated(forward, decorators)  # type: ignore[attr-defined]
     _classes[base, recipes] = made
     return made
 

@@ -8,7 +8,7 @@ that calls `torch.ops.warpwright` itself. Each function takes its op's arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -280,10 +280,17 @@ def _relu_pool_with_codes(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _indices(
-    codes: Tensor, size: list[int], kernel: Any, stride: Any, padding: Any, dilation: Any, _: bool
+    codes: Tensor,
+    size: Sequence[int],
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    channels_last: bool,
 ) -> Tensor:
     window = (kernel, stride, padding, dilation)
-    (_, columns), _, _, (down, across) = _window(window)
+    columns = _window(window)[0][1]
+    down, across = _window(window)[3]
     row, column = _grid(codes, window)
     tap = torch.where(_no_tap(codes), 0, codes).to(torch.int64)
     return (row + tap // columns * down) * size[-1] + column + tap % columns * across
@@ -306,12 +313,11 @@ def _batch_norm_relu_pool(
     input: Tensor, normalized: tuple[Tensor, Tensor, Tensor], window: tuple[Any, ...], save: bool
 ) -> tuple[Tensor, ...]:
     output, mean, rstd = normalized
-    *window_, ceil_mode = window
-    maxima, places = _pool_with_codes(output, *window_, ceil_mode)
+    maxima, places = _pool_with_codes(output, *window)
     codes = _unless_positive(maxima, places)
     if not save:
         return torch.relu(maxima), mean, rstd, codes.new_empty(0), input.new_empty(0)
-    return torch.relu(maxima), mean, rstd, codes, _pool_gather(input, places, *window_, False)
+    return torch.relu(maxima), mean, rstd, codes, _pool_gather(input, places, *window[:4], False)
 
 
 def _batch_norm_relu_max_pool2d(input: Tensor, *args: Any) -> tuple[Tensor, ...]:

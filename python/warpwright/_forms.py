@@ -16,7 +16,17 @@ from typing import Any
 
 from torch import fx, nn
 
-from ._trace import REST, STAND_IN, Call, NotTraceable, Traced, default_call, is_plain, trace
+from ._trace import (
+    REST,
+    STAND_IN,
+    Call,
+    NotTraceable,
+    Traced,
+    default_call,
+    is_plain,
+    trace,
+    undecorated,
+)
 
 MOST = 8  # graphs per forward
 
@@ -187,12 +197,12 @@ def is_handed_on(graph: fx.Graph, name: str) -> bool:
 
 
 def binder(base: type[nn.Module]) -> tuple[Bind, int]:
-    """A function of ``forward``'s signature; and how many arguments a call by position has if the
+    """A function of the signature of ``base``'s forward; and how many arguments a call by position has if the
     function has nothing to do.
 
     It returns the arguments in the order of the signature, and the further keyword arguments.
     """
-    forward: Any = base.forward
+    forward: Any = undecorated(base)[0]
     names, shown, defaults = [], [], {}
     rest = "{}"
     keyword_only = False

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dis
+import functools
 import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -156,7 +157,8 @@ class _Tracer(fx.Tracer):
         }
         names = [*(name for name, _ in call.values), REST]
         args, kwargs = call.arguments([self.create_proxy("placeholder", n, (), {}) for n in names])
-        output = self.create_arg(type(self.root).forward(self.root, *args, **kwargs))
+        forward, _ = undecorated(type(self.root))
+        output = self.create_arg(forward(self.root, *args, **kwargs))
         self.create_node("output", "output", (output,), {})
         return self.graph
 
@@ -300,9 +302,58 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN
 
 
+def undecorated(kind: type[nn.Module]) -> tuple[Any, list[FunctionType]]:
+    """The forward of ``kind`` without its decorators, and these, the outermost first.
+
+    A decorator is a function around ``__wrapped__``, which it has in its closure. It decides by what
+    it sees at each call, and a trace does not go through it. Those of torch switch modes: they stay.
+    """
+    forward: Any = kind.forward
+    decorators = []
+    while isinstance(forward, FunctionType) and not _is_torchs(forward):
+        inner = getattr(forward, "__wrapped__", None)
+        if inner is None or not any(_holds(cell, inner) for cell in forward.__closure__ or ()):
+            break
+        decorators.append(forward)
+        forward = inner
+    return forward, decorators
+
+
+def decorated(forward: Any, decorators: list[FunctionType]) -> Any:
+    """``forward`` inside copies of what ``undecorated`` found around another one."""
+    for decorator in reversed(decorators):
+        inner = decorator.__wrapped__  # type: ignore[attr-defined]
+        closure = tuple(
+            CellType(forward) if _holds(cell, inner) else cell
+            for cell in decorator.__closure__ or ()
+        )
+        copied = FunctionType(
+            decorator.__code__,
+            decorator.__globals__,
+            decorator.__name__,
+            decorator.__defaults__,
+            closure,
+        )
+        copied.__kwdefaults__ = decorator.__kwdefaults__
+        forward = functools.update_wrapper(copied, forward)
+    return forward
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # empty
+        return False
+
+
 def default_call(module: nn.Module) -> Call:
     """Stand-ins for forward's required arguments, the defaults for the others."""
-    parameters = tuple(inspect.signature(module.forward).parameters.values())
+    signature = inspect.signature(undecorated(type(module))[0])
+    parameters = tuple(signature.parameters.values())[1:]
     for p in parameters:
         if p.kind is p.VAR_POSITIONAL:
             raise NotTraceable(f"its forward takes {p}")
@@ -380,10 +431,11 @@ def _check_rest(module: nn.Module, executed: dict[CodeType, str], saw: set[CodeT
 
     A stand-in can't show which of them a function would take by name, or look up.
     """
-    forward: Any = type(module).forward
-    of_forward = set()
+    forward: Any = undecorated(type(module))[0]
+    of_forward: set[CodeType] = set()
     while forward is not None:  # it and its decorators
-        of_forward.add(getattr(forward, "__code__", None))
+        if hasattr(forward, "__code__"):
+            of_forward.add(forward.__code__)
         forward = getattr(forward, "__wrapped__", None)
     for code in saw:
         top = executed[code].partition(".")[0]
