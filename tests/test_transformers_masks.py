@@ -130,7 +130,7 @@ def test_overlays_by_the_source():
     model.config.use_bidirectional_attention = True
     assert not _sources.counts_positions(model)
     assert _sources._options_with_overlays(LlamaModel) == set()
-    assert _sources._options_with_overlays(transformers.PaliGemmaModel) is None
+    assert _sources._options_with_overlays(transformers.Gemma3Model) is None
 
 
 @pytest.mark.parametrize(
