@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn.modules import module as global_hooks
+
+from ._tools import refuse_scripting
 
 Path = tuple[str, ...]
 _MISSING = object()
@@ -47,7 +50,7 @@ class Recipe:
     containers: tuple[tuple[Path, tuple[str, ...]], ...]  # names of the children of each
 
     def holds(self, block: nn.Module, args: tuple[Any, ...]) -> bool:
-        if len(args) != self.arity:
+        if len(args) != self.arity or _all_layers_are_watched():
             return False
         for arg in args:
             if not isinstance(arg, Tensor):
@@ -86,6 +89,16 @@ def is_hooked(layer: nn.Module) -> bool:
                 if not getattr(hook, "_fits_fused", False):
                     return True
     return False
+
+
+def _all_layers_are_watched() -> bool:
+    """Whether a hook is on every module of the process: a fused chain would hide layers from it."""
+    return bool(
+        global_hooks._global_forward_hooks
+        or global_hooks._global_forward_pre_hooks
+        or global_hooks._global_backward_hooks
+        or global_hooks._global_backward_pre_hooks
+    )
 
 
 def importable(function: Any) -> tuple[str, str]:
@@ -145,6 +158,7 @@ def block_class(base: Any, recipe: Recipe) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": reduce,
+        "__prepare_scriptable__": refuse_scripting,
         "_warpwright_base": base,
         "forward": forward,
     }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
+from ._tools import Layer
 
 __all__ = [
     "MLP",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 
-class _Named:
+class _Named(Layer):
     def _get_name(self) -> str:
         return f"warpwright.{type(self).__name__}"
 
