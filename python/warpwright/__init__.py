@@ -4,6 +4,7 @@ from . import _decompose as _decompose  # registers what torch.export asks for
 from . import _ops as _ops  # loads the library, as soon as anything asks for an op
 from . import functional, nn, optim
 from ._fallback import watch_gpus as _watch_gpus
+from ._flops import watch_flop_counter as _watch_flop_counter
 from ._kinds import otherwise_native as _otherwise_native
 from ._precision import get_float32_matmul_precision, set_float32_matmul_precision
 from .errors import check_errors, strict
@@ -15,6 +16,7 @@ from .profile import profile
 from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
 
 _otherwise_native()
+_watch_flop_counter()
 _watch_gpus()
 
 __version__ = "0.1.0"

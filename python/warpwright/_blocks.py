@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn.modules import module as global_hooks
 
 from ._forms import binder
+from ._tools import refuse_scripting
 from ._trace import REST, decorated, undecorated
 
 Path = tuple[str, ...]
@@ -76,6 +78,8 @@ class Recipe:
 
     def holds(self, block: nn.Module) -> bool:
         """Whether the block is as it was."""
+        if _all_layers_are_watched():
+            return False
         for name, value in self.facts:
             now = getattr(block, name, _MISSING)
             if type(now) is not type(value) or now != value:
@@ -110,6 +114,16 @@ def is_hooked(layer: nn.Module) -> bool:
                 if not getattr(hook, "_fits_fused", False):
                     return True
     return False
+
+
+def _all_layers_are_watched() -> bool:
+    """Whether a hook is on every module of the process: a fused chain would hide layers from it."""
+    return bool(
+        global_hooks._global_forward_hooks
+        or global_hooks._global_forward_pre_hooks
+        or global_hooks._global_backward_hooks
+        or global_hooks._global_backward_pre_hooks
+    )
 
 
 def importable(function: Any) -> tuple[str, str]:
@@ -175,6 +189,7 @@ def block_class(base: Any, recipes: tuple[Recipe, ...]) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": reduce,
+        "__prepare_scriptable__": refuse_scripting,
         "_warpwright_base": base,
     }
     made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))

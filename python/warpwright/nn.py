@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import functional as F
 from ._multihead import multi_head_attention
+from ._tools import Layer
 
 __all__ = [
     "MLP",
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-class _Named:
+class _Named(Layer):
     def _get_name(self) -> str:
         return f"warpwright.{type(self).__name__}"
 
