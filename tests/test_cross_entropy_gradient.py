@@ -63,7 +63,9 @@ def test_the_shapes_reach_persistent_blocks(dtype, lanes):
         target = torch.empty(rows, dtype=torch.int64, device="meta")
         text = warpwright.explain("cross_entropy", x, target, device="cuda")
         line = next(line for line in text.splitlines() if "forward with grad_input" in line)
-        found.update(re.findall(r"(\d+) threads of 1 blocks per row.*one row after the other", line))
+        found.update(
+            re.findall(r"(\d+) threads of 1 blocks per row.*one row after the other", line)
+        )
     assert found == lanes
 
 

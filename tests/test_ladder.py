@@ -284,7 +284,14 @@ def row(impl, ms, case="1000x1000x1000", native_ms=2.0):
 @pytest.fixture
 def tree(tmp_path):
     """A repository with one small ladder, and one other record, which the command wants."""
-    for folder in ("csrc/gemm", "csrc/ops/linear", "csrc/device", "benchmarks/ladder", "python", "docs"):
+    for folder in (
+        "csrc/gemm",
+        "csrc/ops/linear",
+        "csrc/device",
+        "benchmarks/ladder",
+        "python",
+        "docs",
+    ):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("a\n")
     (tmp_path / "csrc/ops/linear/linear.cu").write_text("// linear\n")

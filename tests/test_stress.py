@@ -131,7 +131,10 @@ def variants():
         lambda: (soft, random(512, 1000), random(512, 1000).detach().softmax(1)),
     )
     each = functools.partial(soft, reduction="none")
-    yield "cross_entropy-smoothed-persistent", lambda: (each, random(25400, 1000), labels(25400, 1000))
+    yield (
+        "cross_entropy-smoothed-persistent",
+        lambda: (each, random(25400, 1000), labels(25400, 1000)),
+    )
     for side in (48, 512):  # classes lie apart: a pixel a thread, 16 bytes of them
         yield (
             f"cross_entropy-planes-{side}",
