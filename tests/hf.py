@@ -17,6 +17,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -81,6 +83,16 @@ GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 DECODERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "llama4": lambda: Llama4ForCausalLM(
+        Llama4TextConfig(
+            **GROUPED,
+            head_dim=8,
+            intermediate_size_mlp=48,
+            num_local_experts=2,
+            attention_chunk_size=WINDOW,
+            layer_types=["chunked_attention", "full_attention"],
+        )
+    ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=WINDOW)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),

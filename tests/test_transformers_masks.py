@@ -28,7 +28,7 @@ from warpwright import swap
 from warpwright.integrations.transformers import _masks, _sources
 
 # Full attention gets the flag; a window shorter than the text needs its mask.
-WINDOWED = {"mistral": [MASKED, MASKED], "gemma3": [MASKED, PLAIN]}
+WINDOWED = {"mistral": [MASKED, MASKED], "gemma3": [MASKED, PLAIN], "llama4": [MASKED, PLAIN]}
 
 
 def attention_calls(model, **kwargs):

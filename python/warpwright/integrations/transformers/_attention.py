@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.integrations import sdpa_attention
 
 from ... import functional
-from ..._arch import FLOATING, PLAIN, why_no_kernel
+from ..._arch import FLOATING, why_no_kernel
 
 native_attention = sdpa_attention.sdpa_attention_forward
 
@@ -25,7 +25,7 @@ def _runs_here(query: Tensor, kwargs: dict[str, Any]) -> bool:
             return False
     if torch.compiler.is_compiling():
         return query.dtype in FLOATING and query.device.type in ("cpu", "cuda")
-    return type(query) in PLAIN and why_no_kernel(query) is None and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return why_no_kernel(query) is None and not torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def attention(
