@@ -159,6 +159,7 @@ def trace(module: nn.Module, call: Call | None = None) -> Traced:
         try:
             call = call or default_call(module)
             probe = _probe(module, call, reads)
+            executed.clear()  # only what the forward calls counts
             with _OnlyInputs():
                 graph = _Tracer().trace(probe)
         except NotTraceable:
@@ -282,8 +283,10 @@ def _probe(module: nn.Module, call: Call, reads: dict[str, Any]) -> nn.Module:
     arguments = ", ".join([*(name for name, _ in call.values), REST])
     scope: dict[str, Any] = {"_run": run, "__name__": __name__}
     exec(f"def forward(_self, {arguments}):\n  return _run(_self, {arguments})", scope)
-    body = {"__getattribute__": getattribute, "__getattr__": getattr_, "forward": scope["forward"]}
-    twin = object.__new__(type(base)(base.__name__, (base,), {**body, "__module__": __name__}))
+    body = {"__getattribute__": getattribute, "__getattr__": getattr_, "__module__": __name__}
+    kind = type(base)(base.__name__, (base,), body)
+    kind.forward = scope["forward"]  # not in the body: a base may decorate it
+    twin = object.__new__(kind)
     # Containers are copied: what a forward puts into them is not left in the module's own.
     vars(twin).update(
         {
