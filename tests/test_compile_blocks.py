@@ -151,7 +151,10 @@ class Gpt2Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.c_attn, self.c_proj = TransposedLinear(WIDTH, 3 * WIDTH), TransposedLinear(WIDTH, WIDTH)
+        self.c_attn, self.c_proj = (
+            TransposedLinear(WIDTH, 3 * WIDTH),
+            TransposedLinear(WIDTH, WIDTH),
+        )
         self.c_fc, self.c_out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.act, self.dropout = nn.GELU(approximate="tanh"), nn.Dropout(0.0)
 
