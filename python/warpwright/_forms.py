@@ -89,11 +89,16 @@ class _Search:
     def _states(self, call: Call) -> dict[str, list[Any]]:
         """What each argument can be, as far as it decides."""
         states: dict[str, list[Any]] = {}
+        traced = self.trace(call)
+        assert traced is not None
+        required = {name for name, value in self.plain.values if value is STAND_IN}
         for name, value in call.values:
             states[name] = [value]
+            if name in required and not is_handed_on(traced.graph, name):
+                continue  # the forward computes with it: a tensor
             for other in self._others(name, value):
-                traced, twin = self.trace(call), self.trace(call.having({name: other}))
-                if traced is None or twin is None:
+                twin = self.trace(call.having({name: other}))
+                if twin is None:
                     continue
                 with_input = traced if value is STAND_IN else twin
                 is_pair = value is STAND_IN or other is STAND_IN

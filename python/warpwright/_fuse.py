@@ -140,7 +140,7 @@ def _add_fusions(known: list[Fusion], found: list[Fusion]) -> None:
         i = places.get(fusion.chain)
         if i is None:
             known.append(fusion)
-        elif known[i].reason:
+        elif not fusion.reason:
             known[i] = fusion
 
 
