@@ -152,7 +152,10 @@ def assert_compiles_with_running_stats(step, leaves, fmt, dynamic):
                 (output, *stats, *torch.autograd.grad(output.square().sum(), (x, *leaves)))
             )
         assert results[0][0].stride() == results[1][0].stride()
-        torch.testing.assert_close(results[1], results[0])
+        # Evaluation is native's while compiling: sums of other orders, so relative to the largest.
+        for eager, mine in zip(*results, strict=True):
+            atol = 1e-5 * max(1.0, float(eager.detach().abs().max()))
+            torch.testing.assert_close(mine, eager, rtol=1.3e-6, atol=atol)
 
 
 def small_resnet(widths=(8, 16, 16)):

@@ -204,14 +204,17 @@ def test_compile(device, dynamic):
         graphs.append(graph.code)
         return graph
 
-    compiled = torch.compile(
-        lambda x: native.relu(x - 0.5) * 2, fullgraph=True, dynamic=dynamic, backend=backend
-    )
-    x = torch.randn(7, device=device)
-    expected = native.relu(x - 0.5) * 2
+    weight = torch.randint(-4, 4, (5, 7), device=device).float()
+
+    def f(x):  # small integers: the same bits in any order
+        return native.linear(native.relu(x - 1), weight) * 2
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend=backend)
+    x = torch.randint(-4, 4, (3, 7), device=device).float()
+    expected = f(x)
     with patch():
         assert_same(compiled(x), expected)
-    assert "warpwright.relu" in graphs[0]
+    assert "warpwright.linear" in graphs[0]
     assert_same(compiled(x), expected)  # outside: compiled again
     assert "warpwright" not in graphs[1]
     with torch.autocast(device, torch.bfloat16), patch():

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from warpwright import patch
 from warpwright.testing import assert_same
 
-OPS = ("relu", "linear", "scaled_dot_product_attention")
-
 
 def heads(x, w):
     """Ops whose nodes save other tensors than native's."""
@@ -228,8 +226,8 @@ def test_compiled(device, reentrant, around):
         actual = compiled(x, w)
     assert len(graphs) == 1
     assert "tag_activation_checkpoint" in graphs[0]
-    for name in OPS:
-        assert f"warpwright.{name}" in graphs[0]
+    assert "warpwright.linear" in graphs[0]
+    assert "warpwright.scaled_dot_product_attention" in graphs[0]
     assert_same(actual, expected)
     for mine, theirs in zip(torch.autograd.grad(actual.sum(), (x, w)), wanted, strict=True):
         assert_same(mine, theirs)

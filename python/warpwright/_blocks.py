@@ -17,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.fx import _symbolic_trace as fx_tracing
 from torch.nn.modules import module as global_hooks
 
 from ._forms import binder
@@ -117,7 +119,9 @@ def is_hooked(layer: nn.Module) -> bool:
 
 
 def _all_layers_are_watched() -> bool:
-    """Whether a hook is on every module of the process: a fused chain would hide layers from it."""
+    """Whether somebody wants to see every layer: a hook on all modules, or torch.fx."""
+    if fx_tracing._is_fx_tracing_flag and not torch.compiler.is_compiling():
+        return True
     return bool(
         global_hooks._global_forward_hooks
         or global_hooks._global_forward_pre_hooks

@@ -8,6 +8,7 @@ that calls `torch.ops.warpwright` itself. Each function takes its op's arguments
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -432,6 +433,18 @@ def _is_chosen(op: Any) -> bool:
     return _is_listed(op) and op.py_kernels[KEY] is DECOMPOSITIONS[op]
 
 
+def _leave_inductors_table() -> None:
+    """Takes our ops out of Inductor's table of decompositions.
+
+    When Inductor is imported it copies every op that export can decompose into that table. An op in
+    it that reaches the lowering ends the compilation. Every trace passes here before the lowering.
+    """
+    inductor = sys.modules.get("torch._inductor.decomposition")
+    if inductor is not None:
+        for op in DECOMPOSITIONS:
+            inductor.decompositions.pop(op, None)
+
+
 def _register(name: str, function: Callable[..., Any]) -> None:
     op = getattr(ops, name)
     function = _complete(op, function)
@@ -450,6 +463,7 @@ def _register(name: str, function: Callable[..., Any]) -> None:
 
     @op.py_impl(FunctionalTensorMode)  # type: ignore[untyped-decorator]
     def rule(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        _leave_inductors_table()
         if not (_is_chosen(listed) or _moves_memory_only(name, args)):
             return mode.__torch_dispatch__(op, (), args, kwargs)
         with mode:

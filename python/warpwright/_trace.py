@@ -48,8 +48,9 @@ UNSEEN_STEPS = {
     "MATCH_SEQUENCE": "matches a pattern",
 }
 UNSEEN_MODULES = {
-    "torch._dynamo.eval_frame": "calls what torch.compile made",  # first: it calls the others
+    # In this order: a checkpoint calls Dynamo's module, and that one the others.
     "torch.utils.checkpoint": "checkpoints its activations",
+    "torch._dynamo.eval_frame": "calls what torch.compile made",
     "torch.autograd.function": "calls an autograd.Function",
     "torch.autograd.grad_mode": "switches gradients",
     "torch.amp.autocast_mode": "switches autocast",
