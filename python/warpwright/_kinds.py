@@ -77,5 +77,6 @@ def _is_other_kind(tensor: Tensor) -> bool:
         why_no_kernel(tensor, any_dtype=True) is not None
         or tensor.is_nested
         or tensor.is_quantized
+        or tensor.is_complex()
         or tensor.is_inference()
     )

@@ -300,6 +300,7 @@ void adam_step_with(TensorList params, TensorList grads, TensorList exp_avgs,
   step.add("masters", masters, true,
            [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
   for (const Tensor& taken : steps) check_has_storage(taken, "state_steps");
+  for (const Tensor& taken : counter) check_has_storage(taken, "counter");
   const bool device_steps = device.is_cuda() && steps[0].is_cuda();
   AdamParams p{common_params(params, exp_avgs, masters, step, lr, lr_tensor, weight_decay, maximize,
                              zero_grad, grad_scale, found_inf, clip),
