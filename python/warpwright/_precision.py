@@ -72,8 +72,12 @@ def linear_splits_float32() -> bool:
 
 
 def conv_allows_tf32() -> bool:
-    """``torch.backends.cudnn.allow_tf32``, which raises once the newer setting was used."""
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    """``torch.backends.cudnn.allow_tf32``, which raises once the newer setting was used.
+
+    It speaks for cuDNN: with ``torch.backends.cudnn.enabled`` off, native computes IEEE float32.
+    """
+    cudnn: Any = torch.backends.cudnn
+    return cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
 
 
 def matmul_allows_tf32() -> bool:

@@ -230,8 +230,12 @@ uintptr_t addresses(Pointers... pointers) {
   return (reinterpret_cast<uintptr_t>(pointers) | ...);
 }
 
-// float32 on tensor cores as native: torch.backends.cudnn.conv.fp32_precision or allow_tf32.
-bool allow_tf32() { return at::globalContext().allowTF32CuDNN(at::Float32Op::CONV); }
+// float32 on tensor cores as native: torch.backends.cudnn.conv.fp32_precision or allow_tf32 speak
+// for cuDNN, and without it (torch.backends.cudnn.enabled) native computes IEEE float32.
+bool allow_tf32() {
+  const at::Context& context = at::globalContext();
+  return context.userEnabledCuDNN() && context.allowTF32CuDNN(at::Float32Op::CONV);
+}
 
 Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
