@@ -399,13 +399,12 @@ COMPOSED: dict[str, Callable[..., Any]] = {
 }
 
 
-TRAINING = {"batch_norm": 5, "batch_norm_relu": 6, "batch_norm_relu_max_pool2d": 5}  # its place
 
 
 def _moves_memory_only(name: str, args: tuple[Any, ...]) -> bool:
     """Whether Inductor's form of the call, fused with its neighbours, is as good as ours."""
-    if name in TRAINING:
-        return not args[TRAINING[name]]
+    if name == "batch_norm":
+        return not args[5]  # training
     return name in ("relu", "relu_", "relu_backward", "max_pool2d", "relu_max_pool2d")
 
 

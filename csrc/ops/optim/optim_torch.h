@@ -62,8 +62,6 @@ template <class... Lists>
 void check_not_recorded(const char* op, const Lists&... lists) {
   auto check = [&](TensorList list) {
     for (const Tensor& tensor : list) {
-      TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op,
-                  ": Inplace update to inference tensor outside InferenceMode is not allowed.");
       if (at::GradMode::is_enabled()) {
         torch::autograd::check_inplace(tensor, tensor.requires_grad());
       }
