@@ -48,7 +48,9 @@ def test_the_shapes_reach_every_ring():
             x = torch.empty(rows, classes, dtype=dtype, device="meta")
             target = torch.empty(rows, dtype=torch.int64, device="meta")
             text = warpwright.explain("cross_entropy", x, target, device="cuda")
-            found.update(re.findall(r"groups of \d+ threads, each with its own row, in (\d) blocks", text))
+            found.update(
+                re.findall(r"groups of \d+ threads, each with its own row, in (\d) blocks", text)
+            )
         assert found == {"1", "2", "4", "8"}, dtype
 
 

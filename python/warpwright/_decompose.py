@@ -399,8 +399,6 @@ COMPOSED: dict[str, Callable[..., Any]] = {
 }
 
 
-
-
 def _moves_memory_only(name: str, args: tuple[Any, ...]) -> bool:
     """Whether Inductor's form of the call, fused with its neighbours, is as good as ours."""
     if name == "batch_norm":

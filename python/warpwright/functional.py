@@ -91,7 +91,7 @@ def conv2d(
         if len(padding) > 2:  # the operator takes four: the uneven padding of "same"
             raise RuntimeError(
                 "expected padding to be a single integer value or a list of 2 values to match the "
-                f"convolution dimensions, but got {len(padding)} values"
+                f"convolution dimensions, but got padding={list(padding)}"
             )
         return ops.conv2d(input, weight, bias, stride, padding, dilation, groups)
     except RuntimeError as error:
