@@ -62,8 +62,11 @@ def is_left_out(name, argument, usual, value):
         return isinstance(value, torch.Tensor) or (is_array and name == "batch_norm")
     if argument in ("training", "eps"):  # asked for its truth, compared with 0
         return is_array or isinstance(value, torch.Tensor)
-    if argument == "dropout_p":  # native's CUDA kernels divide by 1 - dropout_p
-        return isinstance(value, (int, float, np.number, np.bool_, torch.Tensor)) and value == 1
+    if argument == "dropout_p":  # native's CUDA kernels divide by 1 - dropout_p, and take -1
+        try:
+            return abs(float(value)) == 1
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            return False
     return argument == "padding" and isinstance(value, bytes)  # read as a string
 
 

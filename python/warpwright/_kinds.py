@@ -69,7 +69,8 @@ def _is_foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not found:
         return False
     mixed_meta = found[0].is_meta and not all(tensor.is_meta for tensor in found)
-    return mixed_meta or any(_is_other_kind(tensor) for tensor in found)
+    mixed_complex = not found[0].is_complex() and any(tensor.is_complex() for tensor in found)
+    return mixed_meta or mixed_complex or any(_is_other_kind(tensor) for tensor in found)
 
 
 def _is_other_kind(tensor: Tensor) -> bool:
@@ -77,6 +78,5 @@ def _is_other_kind(tensor: Tensor) -> bool:
         why_no_kernel(tensor, any_dtype=True) is not None
         or tensor.is_nested
         or tensor.is_quantized
-        or tensor.is_complex()
         or tensor.is_inference()
     )
