@@ -98,7 +98,7 @@ struct Sm90TileShape {
   bool clusters = false;  // may run in clusters: choose_sm90_cluster()
 };
 
-// A CTA has the SM to itself, a stage's k is 128 bytes. docs/kernels.md has the measurements.
+// A CTA has the SM to itself, a stage's k is 128 bytes. docs/kernels/linear.md has the race.
 // kTma: 128x128 in ping-pong (one warpgroup stores while the other multiplies) is within 2 % of the
 // fastest tile if the output fills the SMs. 128x64 and 64x64: for outputs with fewer tiles than
 // SMs. 128x256, for TF32 only, whose k tile of 128 bytes is half as deep for the same math: three
