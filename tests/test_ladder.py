@@ -286,7 +286,7 @@ def tree(tmp_path):
     """A repository with one small ladder, and one other record, which the command wants."""
     for folder in (
         "csrc/gemm",
-        "csrc/ops/linear",
+        "csrc/ops/linear/cuda",
         "csrc/device",
         "benchmarks/ladder",
         "python",
@@ -294,7 +294,7 @@ def tree(tmp_path):
     ):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("a\n")
-    (tmp_path / "csrc/ops/linear/linear.cu").write_text("// linear\n")
+    (tmp_path / "csrc/ops/linear/cuda/launch.cu").write_text("// linear\n")
     (tmp_path / "benchmarks/ladder/01_naive.cu").write_text("// naive\n")
     (tmp_path / "docs/ladder.md").write_text("a\n<!-- results:ladder -->\n<!-- /results -->\nb\n")
     full = json.loads((ROOT / "benchmarks/results/h200/full.json").read_text())
@@ -364,7 +364,9 @@ def test_other_numbers_fail_the_check(tree):
     assert command(tree, "--check") == 1
 
 
-@pytest.mark.parametrize("changed", ["csrc/ops/linear/linear.cu", "benchmarks/ladder/01_naive.cu"])
+@pytest.mark.parametrize(
+    "changed", ["csrc/ops/linear/cuda/launch.cu", "benchmarks/ladder/01_naive.cu"]
+)
 def test_a_changed_rung_is_stale(tree, changed, capsys):
     save(tree, [row("01_naive", 3.0), row("native", 2.0)])
     assert command(tree) == 0

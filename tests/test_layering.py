@@ -12,23 +12,31 @@ MAX_LINES = 555
 COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels
 # A product's tile is multiplied by gemm/'s kernels, whoever brings the operands.
 MAINLOOP = re.compile(r"\bMainloop(Sm90)?\b|tile/mainloop_sm90")
-# Folders whose kernels are instantiated in instances/, one file per element type.
-WITH_INSTANCES = {"gemm", "ops/conv2d", "ops/linear"}
 INSTANCE = re.compile(r"^\s*template (?!<)", re.M)
 MAX_FUNCTION_LINES = {"gemm": 100}  # by layer
 # strict() and check_errors() wait for the GPU, which is what they are for.
 MAY_SYNCHRONISE = {"host/error_word.cpp"}
 
-# Which folders a folder may include from; host/ is for the host side of every layer.
+# Which folders a folder may include from, itself and common/ apart.
 ALLOWED = {
-    "host": {"host"},
-    "device": {"device", "host"},
-    "tile": {"tile", "device", "host"},
-    "gemm": {"gemm", "tile", "device", "host"},
-    "ops": {"ops", "gemm", "tile", "device", "host"},
-    "torch": {"torch", "ops", "gemm", "tile", "device", "host"},
-    "python": {"python", "ops", "host"},
+    "common": set(),
+    "host": set(),
+    "device": set(),
+    "tile": {"device"},
+    "gemm": {"tile", "device", "host"},
+    "cpu": set(),
+    "torch": {"host"},
+    "python": {"ops", "host"},
 }
+# Which shared folders a room of an op may include from; None: the headers at the op's top.
+ROOMS = {
+    None: {"gemm", "host"},
+    "torch": {"torch", "host"},
+    "cpu": {"cpu"},
+    "cuda": {"gemm", "tile", "device", "host"},
+}
+# The rooms that a room may include, of its own op or of another.
+SEES_ROOMS = {"torch": {"torch"}, "cpu": {"cpu"}, "cuda": {"cuda"}, None: {None, "cuda"}}
 TORCH_HEADER = re.compile(r"^(ATen|c10|torch|caffe2)/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 SYNC = re.compile(r"\bcuda(Device|Stream|Event)Synchronize\b|\bcudaMemcpy\(|\.item\s*<|\.item\(\)")
@@ -48,11 +56,39 @@ def code_of(text):
     return re.sub(r"//[^\n]*", "", text)
 
 
+def room_of(path):
+    """Of a file of an op: torch, cpu, cuda, or None for the op's headers. A flat op has suffixes."""
+    if path.parts[0] != "ops":
+        return None
+    if len(path.parts) > 3:
+        return path.parts[2]
+    if path.name.endswith(("_torch.cpp", "_torch.h")):
+        return "torch"
+    if path.name.endswith(("_cpu.cpp", "_cpu.h")):
+        return "cpu"
+    return "cuda" if path.suffix in {".cu", ".cuh"} else None
+
+
 def may_see_torch(path):
-    """csrc/torch/, the rooms torch/ and cpu/ of an op, and in a flat op the files named so."""
-    if path.parts[0] == "torch" or path.parts[2:3] in (("torch",), ("cpu",)):
-        return True
-    return path.name.endswith(("_torch.cpp", "_torch.h", "_cpu.cpp", "_cpu.h"))
+    """csrc/torch/, csrc/cpu/ and the rooms of these names."""
+    return path.parts[0] in ("torch", "cpu") or room_of(path) in ("torch", "cpu")
+
+
+def include_faults(path, header):
+    """Every rule that `path` breaks by including our `header`."""
+    layer, target = path.parts[0], header.split("/")[0]
+    room, shown = room_of(path), room_of(Path(header))
+    allowed = {"common", layer} | (ROOMS[room] if layer == "ops" else ALLOWED[layer])
+    if may_see_torch(Path(header)) and not may_see_torch(path):
+        yield f"includes {header}: kernels must not see torch glue"
+    elif target not in allowed:
+        yield f"includes {header}: {room or layer}/ must not see {target}/"
+    elif target == "ops" and layer == "ops" and shown and shown not in SEES_ROOMS[room]:
+        yield f"includes {header}: {room or 'an op header'} must not see the room {shown}/"
+    elif target == "ops" and layer == "python" and len(Path(header).parts) > 3:
+        yield f"includes {header}: python/ sees the headers of ops, not their rooms"
+    if header.endswith(".cuh") and path.suffix in {".h", ".cpp"}:
+        yield f"includes {header}: only nvcc reads .cuh"
 
 
 def function_lengths(code):
@@ -73,21 +109,14 @@ def faults(path, text):
     code = code_of(text)
     layer = path.parts[0]
     for bracket, header in INCLUDE.findall(code):
-        ours = bracket == '"' or (CSRC / header).exists()
-        if ours and header.split("/")[0] == "torch":
-            if not may_see_torch(path):
-                yield f"includes {header}: torch glue is for *_torch.cpp and *_cpu.cpp"
-        elif ours and may_see_torch(Path(header)) and not may_see_torch(path):
-            yield f"includes {header}: kernels must not see torch glue"
-        elif ours:
-            target = header.split("/")[0]
-            allowed = ALLOWED[layer] | (ALLOWED["torch"] if may_see_torch(path) else set())
-            if target not in allowed:
-                yield f"includes {header}: {layer}/ must not see {target}/"
+        if bracket == '"' or (CSRC / header).exists():
+            yield from include_faults(path, header)
         elif TORCH_HEADER.match(header) and not may_see_torch(path):
             yield f"includes the torch header {header}"
         if header in ("torch/extension.h", "torch/torch.h", "Python.h", "ATen/ATen.h"):
             yield f"includes {header}: tens of seconds a file, or a Python symbol"
+    if layer == "common" and re.search(r"__(global|shared)__|cuda_runtime", code):
+        yield "has CUDA code: common/ compiles without nvcc"
     if re.search(r"\basm\b", code) and layer != "device":
         yield "has inline PTX: that belongs into device/"
     if SM90_PTX.search(code) and path.parts[:2] != ("device", "sm90"):
@@ -106,7 +135,7 @@ def faults(path, text):
         yield "allocates outside torch's allocator"
     if layer == "ops" and MAINLOOP.search(code):
         yield "uses a mainloop: its kernel's body is gemm/'s, a loader is enough"
-    if INSTANCE.search(code) and path.parent.as_posix() in WITH_INSTANCES:
+    if INSTANCE.search(code) and path.parent.name != "instances":
         yield "instantiates a template: that belongs into instances/"
     for line, length in function_lengths(code):
         if length > MAX_FUNCTION_LINES.get(layer, length):
@@ -134,6 +163,24 @@ def test_sources_follow_the_layers():
         ("tile/x.cuh", '#include "gemm/gemm.h"', "must not see gemm/"),
         ("device/x.cuh", '#include "gemm/tiles.h"', "must not see gemm/"),
         ("host/x.h", '#include "gemm/tiles.h"', "must not see gemm/"),
+        ("host/x.h", '#include "torch/cuda.h"', "torch glue"),
+        ("common/x.h", '#include "host/launch.h"', "must not see host/"),
+        ("common/x.h", "#include <cuda_runtime.h>", "without nvcc"),
+        ("device/x.cuh", '#include "host/launch.h"', "must not see host/"),
+        ("tile/x.cuh", '#include "host/launch.h"', "must not see host/"),
+        ("torch/x.h", '#include "ops/relu/relu.h"', "must not see ops/"),
+        ("cpu/x.h", '#include "torch/checks.h"', "must not see torch/"),
+        ("python/x.cpp", '#include "ops/a/cuda/launch.h"', "not their rooms"),
+        ("python/x.cpp", '#include "gemm/gemm.h"', "must not see gemm/"),
+        ("ops/a/torch/ops.cpp", '#include "device/vec.cuh"', "must not see device/"),
+        ("ops/a/torch/ops.cpp", '#include "ops/a/cuda/rows.cuh"', "must not see the room cuda/"),
+        ("ops/a/torch/ops.cpp", '#include "ops/a/cpu/rows.h"', "must not see the room cpu/"),
+        ("ops/a/cpu/rows.cpp", '#include "torch/checks.h"', "must not see torch/"),
+        ("ops/a/cpu/rows.cpp", '#include "ops/a/torch/common.h"', "must not see the room torch/"),
+        ("ops/a/a_cpu.cpp", '#include "gemm/gemm.h"', "must not see gemm/"),
+        ("ops/a/cuda/rows.cu", '#include "cpu/lanes.h"', "torch glue"),
+        ("ops/a/a.h", '#include "torch/checks.h"', "torch glue"),
+        ("ops/a/a.h", '#include "ops/a/cuda/rows.cuh"', "only nvcc"),
         ("gemm/x.cuh", '#include "ops/linear/linear.h"', "must not see ops/"),
         ("gemm/x.cuh", '#include "torch/cuda.h"', "torch glue"),
         ("gemm/x.cu", "#include <ATen/core/Tensor.h>", "torch header"),
@@ -142,7 +189,7 @@ def test_sources_follow_the_layers():
         ("gemm/x.cuh", "void f() {\n" + "  g();\n" * 100 + "}", "a function of 102 lines"),
         ("gemm/kernel.cuh", '#include "device/sm90/tma.cuh"', "only files named _sm90"),
         ("gemm/launch.cu", "template void f<int>(int);", "instances/"),
-        ("ops/conv2d/x.cu", "template void f<int>(int);", "instances/"),
+        ("ops/conv2d/cuda/x.cu", "template void f<int>(int);", "instances/"),
         ("ops/conv2d/x.cuh", "using Loop = Mainloop<Tile, A, B>;", "gemm/'s"),
         ("ops/conv2d/x_sm90.cuh", '#include "tile/mainloop_sm90.cuh"', "gemm/'s"),
         ("host/x.h", '#include "device/vec.cuh"', "must not see device/"),

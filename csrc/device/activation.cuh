@@ -3,12 +3,12 @@
 //   relu   max(z, 0)                     1 if z > 0 or z is NaN, else 0
 //   gelu   z Phi(z)                      Phi(z) + z phi(z)
 //   silu   z s, s = sigmoid(z)           s (1 + z (1 - s))
-//   tanh form of gelu: sigmoid_argument() in host/activation.h
+//   tanh form of gelu: sigmoid_argument() in common/activation.h
 #pragma once
 
+#include "common/activation.h"
 #include "device/exp.cuh"
 #include "device/types.cuh"
-#include "host/activation.h"
 
 namespace warpwright {
 

@@ -1,7 +1,7 @@
-// The device's side of host/error_word.h.
+// How a kernel writes the record of common/error_record.h.
 #pragma once
 
-#include "host/error_word.h"
+#include "common/error_record.h"
 
 namespace warpwright {
 

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "host/dtype.h"
-#include "host/switch.h"
+#include "common/dtype.h"
+#include "common/switch.h"
 
 namespace warpwright {
 

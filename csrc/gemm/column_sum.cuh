@@ -25,13 +25,13 @@
 //   };
 #pragma once
 
+#include "common/switch.h"
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "gemm/column_sum.h"
 #include "host/launch_cluster.h"
-#include "host/switch.h"
 
 namespace warpwright {
 

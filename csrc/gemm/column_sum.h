@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <string>
 
+#include "common/ceil_div.h"
+#include "common/dtype.h"
 #include "gemm/params.h"
-#include "host/ceil_div.h"
-#include "host/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>

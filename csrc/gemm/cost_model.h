@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/ceil_div.h"
 #include "gemm/tiles.h"
-#include "host/ceil_div.h"
 
 namespace warpwright {
 

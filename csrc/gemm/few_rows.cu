@@ -2,13 +2,13 @@
 // once, by the thread that multiplies it, 16 bytes at a time; no thread waits for another before
 // the end. Loads in flight go to shared memory, because the compiler delays loads to registers
 // until their use. Bound: the bytes of the weights.
+#include "common/switch.h"
 #include "device/activation.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "gemm/launch.h"
 #include "host/launch.h"
-#include "host/switch.h"
 
 namespace warpwright {
 namespace {

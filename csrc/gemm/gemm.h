@@ -16,10 +16,10 @@
 #include <cstdint>
 #include <string>
 
+#include "common/ceil_div.h"
 #include "gemm/cost_model.h"
 #include "gemm/params.h"
 #include "gemm/tiles.h"
-#include "host/ceil_div.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>

@@ -5,6 +5,7 @@
 // of D.
 #include <stdexcept>
 
+#include "common/switch.h"
 #include "device/dependent_launch.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
@@ -12,7 +13,6 @@
 #include "device/sm90/wgmma.cuh"
 #include "gemm/launch.h"
 #include "host/launch_cluster.h"
-#include "host/switch.h"
 #include "host/tensor_map.h"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/row_sums_sm90.cuh"

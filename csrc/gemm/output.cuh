@@ -3,6 +3,7 @@
 
 #include "device/activation.cuh"
 #include "gemm/gemm.h"
+#include "gemm/split_k_reduce.cuh"
 #include "host/launch.h"
 #include "tile/epilogue.cuh"
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "host/activation.h"
-#include "host/dtype.h"
+#include "common/activation.h"
+#include "common/dtype.h"
 #include "tile/major.h"
 
 namespace warpwright {

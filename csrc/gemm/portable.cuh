@@ -2,11 +2,11 @@
 // instances/ holds one element type.
 #pragma once
 
+#include "common/switch.h"
 #include "device/dependent_launch.cuh"
 #include "gemm/kernel_portable.cuh"
 #include "gemm/launch.h"
 #include "gemm/output.cuh"
-#include "host/switch.h"
 #include "tile/matrix_loader.cuh"
 
 namespace warpwright {

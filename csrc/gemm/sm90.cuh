@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "common/switch.h"
 #include "gemm/kernel_sm90.cuh"
 #include "gemm/launch.h"
 #include "gemm/operands_sm90.cuh"
 #include "gemm/output.cuh"
 #include "host/launch_cluster.h"
-#include "host/switch.h"
 #include "host/tensor_map.h"
 
 namespace warpwright {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "host/dtype.h"
+#include "common/dtype.h"
 
 namespace warpwright {
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "common/error_record.h"
 #include "host/export.h"
 
 // cudaStream_t, without the CUDA headers: the Python module is built without them.
@@ -20,11 +21,6 @@ namespace warpwright {
 
 // Ops that check their data on the device. The value is the op's index in the error word.
 enum class ErrorSource : int8_t { kCrossEntropy, kCount };
-
-struct alignas(16) ErrorRecord {
-  int64_t row_plus_one;  // 0: no error
-  int64_t value;
-};
 
 // Returns the oldest unread error as a sentence that names op, row and value, and clears it. Does
 // not wait for the device: running kernels may report later.

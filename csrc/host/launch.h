@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "host/dtype.h"
+#include "common/dtype.h"
 
 namespace warpwright {
 

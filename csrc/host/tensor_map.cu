@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "host/ceil_div.h"
+#include "common/ceil_div.h"
 #include "host/launch.h"
 
 namespace warpwright {

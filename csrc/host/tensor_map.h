@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "host/dtype.h"
+#include "common/dtype.h"
 
 namespace warpwright {
 

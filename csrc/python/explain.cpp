@@ -18,9 +18,9 @@
 
 #include "ops/attention/attention.h"
 #include "ops/batch_norm/batch_norm.h"
-#include "ops/conv2d/conv2d_path.h"
+#include "ops/conv2d/path.h"
+#include "ops/cross_entropy/alignment.h"
 #include "ops/cross_entropy/cross_entropy.h"
-#include "ops/cross_entropy/cuda/alignment.h"
 #include "ops/linear/linear.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "ops/max_pool2d/max_pool2d.h"

@@ -1,6 +1,6 @@
 // From accumulators to memory: the D tile goes through shared memory, so that every thread gets
 // kVec consecutive columns of one row, and an Output stores them (bias, conversion, bounds, any
-// address). Split-K parts are summed here too, in a fixed order.
+// address).
 //
 // An Output has
 //   static constexpr int kVec;                             // columns per call
@@ -26,11 +26,9 @@
 #include <cstdint>
 
 #include "device/access.cuh"
-#include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/types.cuh"
 #include "device/vec.cuh"
-#include "host/launch.h"
 #include "tile/tile_portable.cuh"
 
 namespace warpwright {
@@ -203,74 +201,5 @@ struct MatrixOutput {
     columns(col).store(row, values);
   }
 };
-
-constexpr int kReduceThreads = 256;
-
-// One number per row, whose parts were split with those of D.
-template <class Acc, class T>
-struct RowSumParts {
-  const Acc* parts = nullptr;  // (splits, rows)
-  T* sums = nullptr;           // (rows); null: there are none
-
-  __device__ __forceinline__ void add_up(int splits, int64_t rows, int64_t row) const {
-    Acc sum(0);
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) sum += parts[split * rows + row];
-    sums[row] = convert<T>(sum);
-  }
-};
-
-// parts: (splits, rows, cols), row-major, 16-byte aligned. Sums split 0, 1, 2, ... so that the
-// result does not depend on which CTA came first.
-// Grid: one thread for each Output::kVec columns of a row of D.
-template <class Acc, class Output, class T>
-__global__ void __launch_bounds__(kReduceThreads)
-    split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output,
-                          RowSumParts<Acc, T> row_sums) {
-  constexpr int kVec = Output::kVec;
-  constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
-  wait_for_previous_kernel();
-  let_next_kernel_start();  // an independent one
-  const int64_t chunks = ceil_div<int64_t>(cols, kVec);
-  const int64_t chunk = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
-  const int64_t row = chunk / chunks;
-  const int64_t col = (chunk - row * chunks) * kVec;
-  if (row >= rows) return;
-  if (col == 0 && row_sums.sums != nullptr) row_sums.add_up(splits, rows, row);
-  const Acc* part = parts + row * cols + col;
-  Acc sum[kVec] = {};
-  if (cols % kVec == 0) {
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) {
-#pragma unroll
-      for (int i = 0; i < kVec; i += kRead) {
-        const auto v = load_vec<kRead>(part + split * rows * cols + i);
-#pragma unroll
-        for (int e = 0; e < kRead; ++e) sum[i + e] += v.data[e];
-      }
-    }
-  } else {
-    for (int split = 0; split < splits; ++split) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (col + i < cols) sum[i] += part[split * rows * cols + i];
-      }
-    }
-  }
-  output.store(row, col, sum);
-}
-
-// Launched after the kernel that leaves the parts, which lets it start only as its blocks end:
-// earlier ones would hold the SMs that the kernel's other blocks need.
-template <class Acc, class Output, class T = Acc>
-void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t cols,
-                           const Output& output, cudaStream_t stream,
-                           const RowSumParts<Acc, T>& row_sums = {}) {
-  const int64_t chunks = rows * ceil_div<int64_t>(cols, Output::kVec);
-  launch_dependent(split_k_reduce_kernel<Acc, Output, T>,
-                   dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
-                   dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(parts), splits, rows,
-                   cols, output, row_sums);
-}
 
 }  // namespace warpwright

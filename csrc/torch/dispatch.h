@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "host/dtype.h"
+#include "common/dtype.h"
 
 namespace warpwright {
 

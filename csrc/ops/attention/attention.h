@@ -10,7 +10,7 @@
 #include <string>
 #include <type_traits>
 
-#include "host/dtype.h"
+#include "common/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>

@@ -18,8 +18,8 @@
 #include <cstdint>
 #include <string>
 
-#include "host/ceil_div.h"
-#include "host/dtype.h"
+#include "common/ceil_div.h"
+#include "common/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "host/ceil_div.h"
+#include "common/ceil_div.h"
 #include "ops/cross_entropy/problem.h"
 
 namespace warpwright {

@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#include "host/dtype.h"
-#include "host/error_word.h"
+#include "common/dtype.h"
+#include "common/error_record.h"
 
 namespace warpwright {
 

@@ -15,7 +15,7 @@
 
 #include "gemm/column_sum.h"
 #include "gemm/gemm.h"
-#include "ops/linear/linear_head.h"
+#include "ops/linear/head.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -42,7 +42,7 @@ inline std::optional<MatrixStrides> matrix_strides(int64_t rows, int64_t cols,
 // ---- forward, or a single product ----
 
 struct LinearPlan {
-  bool head;  // linear_head.cu, else `gemm`
+  bool head;  // cuda/head.cu, else `gemm`
   GemmPlan gemm;
 
   int64_t workspace_bytes() const { return head ? 0 : gemm.workspace_bytes; }
@@ -107,7 +107,7 @@ inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& 
 }
 
 struct LinearGradientsPlan {
-  bool head;                        // one kernel for all (linear_head.cu)
+  bool head;                        // one kernel for all (cuda/head.cu)
   std::optional<LinearPlan> input;  // none: not wanted, or empty
   std::optional<LinearPlan> weight;
   std::optional<ColumnSumPlan> bias;  // none: not wanted, or summed by the weight's product

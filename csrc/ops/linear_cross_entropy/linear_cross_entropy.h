@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <string>
 
-#include "host/ceil_div.h"
-#include "host/dtype.h"
+#include "common/ceil_div.h"
+#include "common/dtype.h"
 
 namespace warpwright {
 

@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <string>
 
-#include "host/dtype.h"
+#include "common/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>

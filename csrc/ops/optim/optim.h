@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "host/dtype.h"
+#include "common/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>

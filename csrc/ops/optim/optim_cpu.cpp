@@ -4,9 +4,9 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/lanes.h"
+#include "cpu/types.h"
 #include "ops/optim/optim.h"
-#include "torch/cpu.h"
-#include "torch/cpu_lanes.h"
 
 namespace warpwright {
 namespace {

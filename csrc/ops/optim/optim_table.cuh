@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "host/ceil_div.h"
+#include "common/ceil_div.h"
 
 namespace warpwright {
 

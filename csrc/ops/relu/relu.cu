@@ -2,9 +2,9 @@
 // docs/kernels/relu.md has the race.
 #include <algorithm>
 
+#include "common/ceil_div.h"
 #include "device/access.cuh"
 #include "device/vec.cuh"
-#include "host/ceil_div.h"
 #include "host/launch.h"
 #include "ops/relu/relu.h"
 

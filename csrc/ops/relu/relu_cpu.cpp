@@ -1,6 +1,6 @@
 // Plain loops that the compiler vectorises. Memory traffic is the bound.
+#include "cpu/types.h"
 #include "ops/relu/relu.h"
-#include "torch/cpu.h"
 
 namespace warpwright {
 

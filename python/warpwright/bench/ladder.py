@@ -32,7 +32,10 @@ def peak_tflops(gpu: str) -> float | None:
 
 def sources_hash(root: Path) -> str:
     """Names everything that the rungs are made of."""
-    layers = [root / "csrc" / layer for layer in ("device", "host", "tile", "gemm", "ops/linear")]
+    layers = [
+        root / "csrc" / layer
+        for layer in ("common", "device", "host", "tile", "gemm", "ops/linear")
+    ]
     return digest_of_sources([*layers, root / "benchmarks" / "ladder"], root)
 
 

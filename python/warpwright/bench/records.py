@@ -148,7 +148,7 @@ def op_hash(op: str, root: Path) -> str:
     is_step = not all(folder.is_dir() for folder in folders)  # of many ops
     if is_step:
         folders = [csrc / "ops"]
-    layers = ["device", "host", "tile", "torch"]
+    layers = ["common", "cpu", "device", "host", "tile", "torch"]
     if is_step or ON_GEMM.intersection(names):
         layers.append("gemm")
     return digest_of_sources([csrc / layer for layer in layers] + folders, root)

@@ -14,9 +14,9 @@
 #include <limits>
 #include <vector>
 
-#include "device/philox.cuh"
+#include "common/philox.h"
+#include "cpu/types.h"
 #include "ops/attention/attention.h"
-#include "torch/cpu.h"
 
 namespace warpwright::attention {
 

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "device/philox.cuh"
+#include "common/philox.h"
 #include "device/reduce.cuh"
 #include "device/types.cuh"
 #include "host/launch.h"

@@ -1,4 +1,4 @@
-// What the *_torch.cpp of attention share: the arguments that its ops take, and the ops through the
+// Shared by the files of torch/: the arguments that attention's ops take, and the ops through the
 // dispatcher.
 #pragma once
 
@@ -27,7 +27,7 @@ struct AttentionAttributes {
 // Types, devices and the extents that must meet, at any rank; attention/torch/ops.cpp.
 void check_attention_operands(const Tensor& query, const Tensor& key, const Tensor& value,
                               const Tensor& attn_mask, double dropout_p);
-// The operands of attention and attention_backward, (B, H, S, D); attention_torch.cpp.
+// The operands of attention and attention_backward, (B, H, S, D); ops.cpp.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                      const Tensor& attn_mask, double dropout_p);
 

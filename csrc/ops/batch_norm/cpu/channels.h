@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
+#include "cpu/lanes.h"
 #include "ops/batch_norm/batch_norm.h"
-#include "torch/cpu_lanes.h"
 
 namespace warpwright {
 

@@ -1,4 +1,4 @@
-// What the *_torch.cpp of batch norm and of its forms with a relu share: checks, layout, and a call
+// Shared by the files of torch/ (batch norm and its forms with a ReLU): checks, layout, and a call
 // from tensors to the kernels' parameters.
 #pragma once
 

@@ -10,8 +10,8 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu/types.h"
 #include "ops/cross_entropy/cross_entropy.h"
-#include "torch/cpu.h"
 
 namespace warpwright {
 

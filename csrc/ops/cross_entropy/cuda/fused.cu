@@ -4,7 +4,7 @@
 #include "device/dependent_launch.cuh"
 #include "host/launch.h"
 #include "host/sm90.h"
-#include "ops/cross_entropy/cuda/alignment.h"
+#include "ops/cross_entropy/alignment.h"
 #include "ops/cross_entropy/cuda/fused.cuh"
 
 namespace warpwright {

@@ -1,7 +1,7 @@
 // Backward for contiguous classes: one 16-byte read and one write at a time, with the softmax
 // rebuilt from the saved max and sum. Ignored rows are written, not read.
 #include "host/launch.h"
-#include "ops/cross_entropy/cuda/alignment.h"
+#include "ops/cross_entropy/alignment.h"
 #include "ops/cross_entropy/cuda/row_math.cuh"
 
 namespace warpwright {

@@ -4,7 +4,7 @@
 #include "device/dependent_launch.cuh"
 #include "host/launch_cluster.h"
 #include "host/sm90.h"
-#include "ops/cross_entropy/cuda/alignment.h"
+#include "ops/cross_entropy/alignment.h"
 #include "ops/cross_entropy/cuda/cluster_loss_sm90.cuh"
 #include "ops/cross_entropy/cuda/row_math.cuh"
 

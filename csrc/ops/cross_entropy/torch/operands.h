@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 
+#include "host/error_word.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/torch/common.h"
 #include "torch/check_argument.h"

@@ -6,8 +6,8 @@
 #include <array>
 #include <limits>
 
+#include "cpu/lanes.h"
 #include "ops/max_pool2d/max_pool2d.h"
-#include "torch/cpu_lanes.h"
 
 namespace warpwright {
 

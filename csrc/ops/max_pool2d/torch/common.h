@@ -1,4 +1,4 @@
-// What the *_torch.cpp of max pooling and of its fused forms share: the window, output shapes,
+// Shared by the files of torch/ (max pooling and its fused forms): the window, output shapes,
 // checks, and the two linear ops that every derivative ends in.
 #pragma once
 

@@ -1,0 +1,297 @@
+// Forward: the weights of a few dozen outputs stay in shared memory (3 x 3 and one input channel:
+// in registers) while a CTA walks neighbouring runs of pixels, so the input's rows come from L1 and
+// the traffic is the output's. FMAs in the accumulator's type.
+#include "ops/conv2d/cuda/direct/direct.cuh"
+
+namespace warpwright {
+namespace {
+
+struct FpropPlan {
+  int groups;      // of kRunK channels, side by side in a CTA: 1, 2, 4 or 8
+  int chunks;      // CTAs that share a pixel
+  int slots;       // runs of pixels a CTA has at once
+  int part_units;  // units of a CTA
+  bool vec_y, flip;
+};
+
+// Threads of a CTA and CTAs of an SM for kernels that are large in registers or not.
+constexpr int fprop_threads(bool is_large) { return is_large ? 128 : 256; }
+constexpr int fprop_ctas(bool is_large, bool is_double) {
+  return is_large ? (is_double ? 2 : 3) : (is_double ? 1 : 2);
+}
+
+// Channel `v` of a thread's kRunK, counted in the chunk: neighbouring threads are 16 bytes apart.
+template <class T>
+__device__ __forceinline__ int local_channel(int groups, int group, int v) {
+  constexpr int kRun = kVecSize<T> < kRunK ? kVecSize<T> : kRunK;
+  return (v / kRun) * (groups * kRun) + group * kRun + v % kRun;
+}
+
+// kS > 0: a row of kS taps, dilation 1, stride kStride; else any window, tap by tap.
+// kWeightsInRegisters: group_c = 1 and R = S = 3.
+// Layout: x (N, H, W, C) or (N, C, H, W), w (K, R, S, group_c) or (K, group_c, R, S), y as x.
+// kIsVec: x in vectors (depthwise, NHWC).
+// Shared: weights and bias (taps + 1, kRunK / 4, groups, 4): a warp's 16-byte reads are neighbours.
+// Grid: CTA b has chunk b % chunks and units (b / chunks) * part_units + [0, part_units).
+template <class T, int kS, int kStride, bool kDepthwise, bool kIsVec, bool kWeightsInRegisters>
+__global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegisters),
+                                  fprop_ctas(kDepthwise || kWeightsInRegisters, sizeof(T) == 8))
+    conv2d_direct_fprop_kernel(const T* x, const T* w, const T* bias, T* y, DirectShape g,
+                               FpropPlan plan) {
+  using A = Accum<T>;
+  constexpr int kThreads = fprop_threads(kDepthwise || kWeightsInRegisters);
+  constexpr int kAccVec = kVecSize<A>;
+  constexpr int kXs = kDepthwise ? kRunK : 1;  // inputs of one pixel and tap
+  extern __shared__ __align__(16) unsigned char shared[];
+  A* sW = reinterpret_cast<A*>(shared);
+  const int chunk_channels = plan.groups * kRunK;
+  const int chunk = blockIdx.x % plan.chunks;
+  const int first_k = chunk * chunk_channels;
+  const int window = g.r * g.s;
+  const int taps = g.group_c * window;
+
+  for (int e = threadIdx.x; e < (taps + 1) * chunk_channels; e += kThreads) {
+    const int tap = e / chunk_channels, place = e % chunk_channels;
+    const int quarter = place / (plan.groups * kAccVec);
+    const int rest = place % (plan.groups * kAccVec);
+    const int v = quarter * kAccVec + rest % kAccVec;
+    const int k = first_k + local_channel<T>(plan.groups, rest / kAccVec, v);
+    const int c = tap / window, rs = plan.flip ? window - 1 - tap % window : tap % window;
+    if (k >= g.k) {
+      sW[e] = A(0);
+    } else if (tap == taps) {
+      sW[e] = bias != nullptr ? convert<A>(bias[k]) : A(0);
+    } else {
+      sW[e] = convert<A>(w[int64_t{k} * taps + c * g.w_chan + rs * g.w_tap]);
+    }
+  }
+  __syncthreads();
+
+  // NHWC: neighbouring threads have neighbouring channels; NCHW: neighbouring pixels.
+  const int warp = threadIdx.x / 32;
+  const int group = g.channels_last ? threadIdx.x % plan.groups : warp % plan.groups;
+  const int slot =
+      g.channels_last ? threadIdx.x / plan.groups : (warp / plan.groups) * 32 + threadIdx.x % 32;
+  const A* my_weights = sW + group * kAccVec;
+  auto load_weights = [&](int tap, A(&to)[kRunK]) {
+#pragma unroll
+    for (int v = 0; v < kRunK; v += kAccVec) {
+      const Vec<A, kAccVec> part =
+          load_vec<kAccVec>(my_weights + tap * chunk_channels + v * plan.groups);
+#pragma unroll
+      for (int i = 0; i < kAccVec; ++i) to[v + i] = part[i];
+    }
+  };
+  A rW[kWeightsInRegisters ? 9 : 1][kRunK];
+  if constexpr (kWeightsInRegisters) {
+#pragma unroll
+    for (int tap = 0; tap < 9; ++tap) load_weights(tap, rW[tap]);
+  }
+  constexpr int kRun = kVecSize<T> < kRunK ? kVecSize<T> : kRunK;
+  const int k_of_group = first_k + group * kRun;  // of v = 0
+  const int run_pitch = plan.groups * kRun;       // from v = 0 to v = kRun
+
+  // One input pixel: one channel, or those of the thread's outputs.
+  auto load_x = [&](const T* pixel, bool exists, A(&to)[kXs]) {
+    if constexpr (!kDepthwise) {
+      to[0] = exists ? convert<A>(*pixel) : A(0);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kRunK; v += kRun) {
+        const int k = k_of_group + (v / kRun) * run_pitch;
+        if constexpr (kIsVec) {
+          A run[kRun];
+          load_run<kRun, true>(pixel + k, x, exists ? g.k - k : 0, run);
+#pragma unroll
+          for (int i = 0; i < kRun; ++i) to[v + i] = run[i];
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRun; ++i) {
+            to[v + i] = exists && k + i < g.k
+                            ? convert<A>(pixel[((k + i) / g.multiplier) * g.x_chan])
+                            : A(0);
+          }
+        }
+      }
+    }
+  };
+
+  // One channel's columns are neighbours: known here, they are one address and its offsets.
+  const int64_t x_col = kWeightsInRegisters ? 1 : g.x_col;
+  const int begin = (blockIdx.x / plan.chunks) * plan.part_units;
+  const int end = min(begin + plan.part_units, g.units);
+  for (int index = begin + slot; index < end; index += plan.slots) {
+    const DirectUnit unit = direct_unit(g, index, kRunQ);
+    A acc[kRunQ][kRunK] = {};
+    T* out = y + unit.image * g.y_image + unit.p * g.y_row + unit.q * g.y_col;
+    const int h0 = unit.p * g.stride_h - g.pad_h;
+    const int w0 = unit.q * g.stride_w - g.pad_w;
+    const T* image = x + unit.image * g.x_image + w0 * x_col;
+
+    auto add_row = [&](const T* row, bool row_exists, int tap) {
+      if constexpr (kS > 0 && kDepthwise) {
+        // Column by column: an input is a vector here, and a row of them would not fit.
+        A weights[kS][kRunK];
+#pragma unroll
+        for (int s = 0; s < kS; ++s) load_weights(tap + s, weights[s]);
+#pragma unroll
+        for (int i = 0; i < (kRunQ - 1) * kStride + kS; ++i) {
+          A rX[kXs];
+          load_x(row + i * x_col, row_exists && is_inside(w0 + i, g.w), rX);
+#pragma unroll
+          for (int s = 0; s < kS; ++s) {
+            const int j = (i - s) / kStride;
+            if (i < s || (i - s) % kStride != 0 || j >= kRunQ) continue;
+#pragma unroll
+            for (int v = 0; v < kRunK; ++v) acc[j][v] += rX[v] * weights[s][v];
+          }
+        }
+      } else if constexpr (kS > 0) {
+        constexpr int kWindow = (kRunQ - 1) * kStride + kS;
+        A rX[kWindow][kXs];
+#pragma unroll
+        for (int i = 0; i < kWindow; ++i) {
+          load_x(row + i * x_col, row_exists && is_inside(w0 + i, g.w), rX[i]);
+        }
+#pragma unroll
+        for (int s = 0; s < kS; ++s) {
+          A weights[kRunK];
+          if constexpr (!kWeightsInRegisters) load_weights(tap + s, weights);
+#pragma unroll
+          for (int j = 0; j < kRunQ; ++j) {
+#pragma unroll
+            for (int v = 0; v < kRunK; ++v) {
+              const A weight = kWeightsInRegisters ? rW[tap + s][v] : weights[v];
+              acc[j][v] += rX[j * kStride + s][0] * weight;
+            }
+          }
+        }
+      } else {
+        for (int s = 0; s < g.s; ++s) {
+          A weights[kRunK];
+          load_weights(tap + s, weights);
+#pragma unroll
+          for (int j = 0; j < kRunQ; ++j) {
+            const int column = j * g.stride_w + s * g.dilation_w;
+            A rX[kXs];
+            load_x(row + column * x_col, row_exists && is_inside(w0 + column, g.w), rX);
+#pragma unroll
+            for (int v = 0; v < kRunK; ++v) acc[j][v] += rX[kDepthwise ? v : 0] * weights[v];
+          }
+        }
+      }
+    };
+    if constexpr (kWeightsInRegisters) {
+      const T* row = image + h0 * g.x_row;
+#pragma unroll
+      for (int r = 0; r < 3; ++r) {
+        add_row(row, is_inside(h0 + r * g.dilation_h, g.h), r * 3);
+        row += g.dilation_h * g.x_row;
+      }
+    } else {
+      for (int c = 0; c < g.group_c; ++c) {
+#pragma unroll 1
+        for (int r = 0; r < g.r; ++r) {
+          const int h = h0 + r * g.dilation_h;
+          add_row(image + c * g.x_chan + h * g.x_row, is_inside(h, g.h), (c * g.r + r) * g.s);
+        }
+      }
+    }
+
+    A rBias[kRunK];
+    load_weights(taps, rBias);
+#pragma unroll
+    for (int j = 0; j < kRunQ; ++j) {
+#pragma unroll
+      for (int v = 0; v < kRunK; ++v) acc[j][v] += rBias[v];
+    }
+    if (g.channels_last) {
+#pragma unroll
+      for (int j = 0; j < kRunQ; ++j) {
+        if (unit.q + j >= g.q) break;
+#pragma unroll
+        for (int v = 0; v < kRunK; v += kRun) {
+          const int k = k_of_group + (v / kRun) * run_pitch;
+          A run[kRun];
+#pragma unroll
+          for (int i = 0; i < kRun; ++i) run[i] = acc[j][v + i];
+          store_run<kRun>(out + j * g.y_col + k, g.k - k, plan.vec_y, run);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kRunK; ++v) {
+        const int k = k_of_group + (v / kRun) * run_pitch + v % kRun;
+        if (k >= g.k) continue;
+        A run[kRunQ];
+#pragma unroll
+        for (int j = 0; j < kRunQ; ++j) run[j] = acc[j][v];
+        store_run<kRunQ>(out + k * g.y_chan, g.q - unit.q, plan.vec_y, run);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void launch_conv2d_direct_fprop(DType dtype, const DirectShape& g, bool depthwise, bool flip,
+                                const void* x, const void* w, const void* bias, void* y,
+                                cudaStream_t stream) {
+  if (g.units == 0 || g.k == 0) return;
+  FpropPlan plan{};
+  plan.flip = flip;
+  const int run = static_cast<int>(std::min<int64_t>(kRunK, 16 / dtype_size(dtype)));
+  const uintptr_t addresses = address_of(y) | (depthwise ? address_of(x) : 0);
+  plan.vec_y = g.channels_last ? runs_are_vectors(dtype, g.k, run, addresses)
+                               : runs_are_vectors(dtype, g.q, kRunQ, address_of(y));
+  const bool is_vec =
+      depthwise && g.channels_last && g.multiplier == 1 && plan.vec_y && int64_t{g.h} * g.w > 0;
+  const bool dense = g.dilation_w == 1;
+  const bool three = dense && g.s == 3 && g.stride_w == 1;
+  const bool in_registers =
+      three && !depthwise && g.r == 3 && g.group_c == 1 && dtype != DType::kFloat64;
+  const bool is_large = depthwise || in_registers;
+  const int threads = fprop_threads(is_large);
+  // The widest chunk with the fewest idle groups; NCHW needs a warp for each group.
+  const int groups = ceil_div(g.k, kRunK);
+  plan.groups = g.channels_last ? 8 : threads / 32;
+  for (int candidate : {4, 2, 1}) {
+    if (ceil_div(groups, candidate) * candidate < ceil_div(groups, plan.groups) * plan.groups) {
+      plan.groups = candidate;
+    }
+  }
+  plan.chunks = ceil_div(groups, plan.groups);
+  plan.slots = threads / plan.groups;
+  // As many CTAs as stay resident; more chunks than that are CTAs of their own.
+  const int ctas = current_device_info().num_sms * fprop_ctas(is_large, dtype == DType::kFloat64);
+  const int parts = std::clamp(ctas / plan.chunks, 1, ceil_div(g.units, plan.slots));
+  plan.part_units = ceil_div(ceil_div(g.units, parts), plan.slots) * plan.slots;
+  const int64_t blocks = int64_t{ceil_div(g.units, plan.part_units)} * plan.chunks;
+
+  for_dtype(dtype, [&]<class T>() {
+    auto run_kernel =
+        [&]<int kS, int kStride, bool kDepthwise, bool kIsVec, bool kWeightsInRegisters>() {
+          const int64_t smem = int64_t{g.taps() + 1} * plan.groups * kRunK * sizeof(Accum<T>);
+          launch(
+              conv2d_direct_fprop_kernel<T, kS, kStride, kDepthwise, kIsVec, kWeightsInRegisters>,
+              dim3(static_cast<unsigned>(blocks)), dim3(threads), smem, stream,
+              static_cast<const T*>(x), static_cast<const T*>(w), static_cast<const T*>(bias),
+              static_cast<T*>(y), g, plan);
+        };
+    if (depthwise) {
+      if (!is_vec) return run_kernel.template operator()<0, 0, true, false, false>();
+      return three ? run_kernel.template operator()<3, 1, true, true, false>()
+                   : run_kernel.template operator()<0, 0, true, true, false>();
+    }
+    if constexpr (sizeof(T) <= 4) {
+      if (in_registers) return run_kernel.template operator()<3, 1, false, false, true>();
+      if (dense && g.s == 7 && g.stride_w == 2) {
+        return run_kernel.template operator()<7, 2, false, false, false>();
+      }
+    }
+    return three ? run_kernel.template operator()<3, 1, false, false, false>()
+                 : run_kernel.template operator()<0, 0, false, false, false>();
+  });
+}
+
+}  // namespace warpwright

@@ -1,0 +1,208 @@
+// Forward with few input channels on tensor cores (fprop.h): the weights stay
+// in shared memory while a CTA walks tiles; a pair of A is one 4-byte read of the tile's input at
+// the pixel's place plus the tap's offset. No im2col anywhere; bound by the output's bytes.
+#include "device/mma_sm80.cuh"
+#include "ops/conv2d/cuda/direct/direct.cuh"
+#include "ops/conv2d/cuda/few_channels/fprop.h"
+
+namespace warpwright {
+namespace {
+
+constexpr int kWarps = 8;
+
+// The configuration as the kernel holds it.
+struct FpropTilePlan {
+  int chunks, row_taps, taps, tile_p, tile_runs, x_rows, x_pitch, tiles;
+  bool wide;
+  FastDivmod tiles_q, tiles_p;  // tile -> (image, row, column)
+
+  FpropTilePlan(const FewChannelsFpropConfig& c, const Conv2dShape& s)
+      : chunks(c.chunks),
+        row_taps(c.row_taps),
+        taps(c.taps),
+        tile_p(c.tile_p),
+        tile_runs(c.tile_runs),
+        x_rows(c.x_rows),
+        x_pitch(c.x_pitch),
+        tiles(static_cast<int>(s.n * c.tiles_p * c.tiles_q)),
+        wide(c.wide),
+        tiles_q(c.tiles_q),
+        tiles_p(c.tiles_p) {}
+};
+
+// Two taps that lie together: where, from the pixel's place, and which of the two exist.
+struct TapPair {
+  int offset;
+  uint32_t mask;
+};
+
+// Layout: x (N, H, W, C), w (K, R, S, C), y (N, P, Q, K). Tap r * row_taps + j of the product is
+// element j of row r of the window, which starts at the pixel's first column.
+// Shared: weights (8 * kNBlocks, taps + 8), TapPairs (taps / 2), input (x_rows, x_pitch).
+// A warp has 32 pixels at once: two runs of 16 neighbours.
+// Grid: CTA b has chunk b % chunks of the channels and tiles b / chunks, + gridDim.x / chunks, ...
+template <class T, int kNBlocks, bool kPaired>
+__global__ void __launch_bounds__(kWarps * 32, 2)
+    conv2d_few_channels_fprop_kernel(const T* x, const T* w, const T* bias, T* y,
+                                     const __grid_constant__ DirectShape g,
+                                     const __grid_constant__ FpropTilePlan plan) {
+  constexpr int kChunk = kNBlocks * 8;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int weight_pitch = plan.taps + 8;
+  T* sW = reinterpret_cast<T*>(shared);
+  TapPair* pairs = reinterpret_cast<TapPair*>(sW + kChunk * weight_pitch);
+  T* sX = reinterpret_cast<T*>(pairs + plan.taps / 2);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first_k = blockIdx.x % plan.chunks * kChunk;
+  const int row_elements = g.s * g.c;
+
+  for (int k = warp; k < kChunk; k += kWarps) {
+    const T* source = w + int64_t{first_k + k} * g.r * row_elements;
+    for (int tap = lane; tap < weight_pitch; tap += 32) {
+      const int r = tap / plan.row_taps, j = tap % plan.row_taps;
+      const bool exists = first_k + k < g.k && r < g.r && j < row_elements;
+      sW[k * weight_pitch + tap] = exists ? source[r * row_elements + j] : convert<T>(0.f);
+    }
+  }
+  for (int i = threadIdx.x; i < plan.taps / 2; i += kWarps * 32) {
+    const int r = 2 * i / plan.row_taps, j = 2 * i % plan.row_taps;
+    // Zero times what is no tap's element would be NaN, were that infinite.
+    pairs[i] = r < g.r ? TapPair{r * g.dilation_h * plan.x_pitch + j,
+                                 j + 1 < row_elements ? 0xffffffffu : 0xffffu}
+                       : TapPair{0, 0};
+  }
+
+  // B's ldmatrix row of this lane: 8 channels, the next 8 taps, then the next 8 channels.
+  const uint32_t base_b =
+      smem_address(sW + (lane / 16 * 8 + lane % 8) * weight_pitch + lane / 8 % 2 * 8);
+  const uint16_t* bits_x = reinterpret_cast<const uint16_t*>(sX);
+  const int pixel_pitch = g.stride_w * g.c;
+  const int elements = plan.x_pitch;
+  const int cols = plan.tile_runs * 16;
+
+  const int step = gridDim.x / plan.chunks;
+  for (int tile = blockIdx.x / plan.chunks; tile < plan.tiles; tile += step) {
+    int rest, image, tile_row, tile_col;
+    plan.tiles_q.divmod(tile, rest, tile_col);
+    plan.tiles_p.divmod(rest, image, tile_row);
+    const int p0 = tile_row * plan.tile_p, q0 = tile_col * cols;
+    const int h0 = p0 * g.stride_h - g.pad_h, w0 = q0 * g.stride_w - g.pad_w;
+    __syncthreads();  // the tile before has been read
+    for (int row = warp; row < plan.x_rows; row += kWarps) {
+      const bool row_exists = is_inside(h0 + row, g.h);
+      const T* source = x + image * g.x_image + (h0 + row) * g.x_row + w0 * g.x_col;
+#pragma unroll 4
+      for (int e = lane; e < elements; e += 32) {
+        const bool exists = row_exists && is_inside(w0 * g.c + e, g.w * g.c);
+        sX[row * elements + e] = exists ? source[e] : convert<T>(0.f);
+      }
+    }
+    __syncthreads();
+
+    const int rows = min(plan.tile_p, g.p - p0);
+    const int runs = rows * plan.tile_runs;
+    for (int first_run = warp * 2; first_run < runs; first_run += kWarps * 2) {
+      // Of the two runs: row and first column in the tile, and this lane's pixels lane / 4 and + 8.
+      int run_row[2], run_col[2];
+      const uint16_t* place[2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int run = min(first_run + m, runs - 1);
+        run_row[m] = plan.tile_runs == 1 ? run : run / 2;
+        run_col[m] = plan.tile_runs == 1 ? 0 : run % 2 * 16;
+        place[m] =
+            bits_x + run_row[m] * g.stride_h * plan.x_pitch + (run_col[m] + lane / 4) * pixel_pitch;
+      }
+      float acc[2][kNBlocks][4] = {};
+#pragma unroll 1
+      for (int tap = 0; tap < plan.taps; tap += 16) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int half_step = 0; half_step < 2; ++half_step) {
+          const TapPair pair = pairs[tap / 2 + half_step * 4 + lane % 4];
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+#pragma unroll
+            for (int half_run = 0; half_run < 2; ++half_run) {
+              const uint16_t* from = place[m] + half_run * 8 * pixel_pitch + pair.offset;
+              uint32_t both;
+              if constexpr (kPaired) {
+                both = *reinterpret_cast<const uint32_t*>(from);
+              } else {
+                both = from[0] | uint32_t{from[1]} << 16;
+              }
+              a[m][half_step * 2 + half_run] = both & pair.mask;
+            }
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kNBlocks; n += 2) {
+          uint32_t d[4];
+          ldmatrix_x4(d, base_b + (n * 8 * weight_pitch + tap) * 2);
+          const uint32_t b[2][2] = {{d[0], d[1]}, {d[2], d[3]}};
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            mma_m16n8k16(acc[m][n], a[m], b[0], T{});
+            mma_m16n8k16(acc[m][n + 1], a[m], b[1], T{});
+          }
+        }
+      }
+
+#pragma unroll
+      for (int n = 0; n < kNBlocks; ++n) {
+        const int k = first_k + n * 8 + lane % 4 * 2;
+        float rBias[2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (bias != nullptr && k + i < g.k) rBias[i] = convert<float>(bias[k + i]);
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+          for (int half_run = 0; half_run < 2; ++half_run) {
+            const int q = q0 + run_col[m] + half_run * 8 + lane / 4;
+            if (first_run + m >= runs || q >= g.q || k >= g.k) continue;
+            T* to = y + image * g.y_image + (p0 + run_row[m]) * g.y_row + q * g.y_col + k;
+            Vec<T, 2> pair;
+            pair[0] = convert<T>(acc[m][n][half_run * 2] + rBias[0]);
+            pair[1] = convert<T>(acc[m][n][half_run * 2 + 1] + rBias[1]);
+            if (plan.wide) {
+              store_pair_global(to, *reinterpret_cast<const uint32_t*>(&pair));
+            } else {
+              to[0] = pair[0];
+              if (k + 1 < g.k) to[1] = pair[1];
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+void launch_fprop(const Conv2dParams& p, const FewChannelsFpropConfig& config,
+                  cudaStream_t stream) {
+  const FpropTilePlan plan(config, p.shape);
+  const DeviceInfo& device = current_device_info();
+  const int64_t most = std::max<int64_t>(1, int64_t{device.num_sms} * 2 / config.chunks);
+  const int64_t blocks = std::min<int64_t>(plan.tiles, most) * config.chunks;
+  for_int<4, 8>(config.n_blocks, [&]<int kNBlocks>() {
+    for_bool(config.paired, [&]<bool kPaired>() {
+      launch(conv2d_few_channels_fprop_kernel<T, kNBlocks, kPaired>,
+             dim3(static_cast<unsigned>(blocks)), dim3(kWarps * 32), config.smem_bytes, stream,
+             static_cast<const T*>(p.input), static_cast<const T*>(p.weight),
+             static_cast<const T*>(p.bias), static_cast<T*>(p.output), DirectShape(p.shape, kRunQ),
+             plan);
+    });
+  });
+}
+
+}  // namespace
+
+void launch_conv2d_few_channels_fprop(const Conv2dParams& p, const FewChannelsFpropConfig& config,
+                                      cudaStream_t stream) {
+  if (p.shape.dtype == DType::kBFloat16) return launch_fprop<bf16>(p, config, stream);
+  launch_fprop<half>(p, config, stream);
+}
+
+}  // namespace warpwright

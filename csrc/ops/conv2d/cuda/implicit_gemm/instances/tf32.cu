@@ -1,0 +1,13 @@
+// The implicit GEMM of float32 rounded to TF32.
+#include "ops/conv2d/cuda/implicit_gemm/products.cuh"
+
+namespace warpwright {
+
+template void launch_implicit_gemm_fprop<GemmKind::kTf32, float>(const Conv2dParams&,
+                                                                 const Conv2dConfig&, cudaStream_t);
+template void launch_implicit_gemm_dgrad<GemmKind::kTf32, float>(const Conv2dBackwardParams&,
+                                                                 const Conv2dConfig&, cudaStream_t);
+template void launch_implicit_gemm_wgrad<GemmKind::kTf32, float>(const Conv2dBackwardParams&,
+                                                                 const Conv2dConfig&, cudaStream_t);
+
+}  // namespace warpwright

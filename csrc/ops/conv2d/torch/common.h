@@ -1,0 +1,116 @@
+// Shared by the files of torch/: stride, padding and dilation as the ops take them and as the
+// kernels do, and the ops through the dispatcher.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "torch/autograd.h"
+#include "torch/checked_math.h"
+#include "torch/dispatch.h"
+
+namespace warpwright {
+
+using c10::SymInt;
+using c10::SymIntArrayRef;
+using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
+using Conv2dMask = std::array<bool, 3>;  // grad_input, grad_weight, grad_bias
+
+// Arguments after the tensors. `padding` is (h, w), or (top, left, bottom, right) for the uneven
+// padding of 'same' with an even kernel.
+struct Conv2dGeometry {
+  std::vector<SymInt> stride, padding, dilation;
+  SymInt groups;
+};
+
+// The ops through the dispatcher. Called qualified: at::conv2d would be found beside ours by ADL.
+namespace call {
+
+inline Tensor conv2d(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                     const Conv2dGeometry& g) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, SymIntArrayRef,
+                     SymIntArrayRef, SymIntArrayRef, SymInt)>("warpwright::conv2d");
+  return op.call(input, weight, optional_if_defined(bias), g.stride, g.padding, g.dilation,
+                 g.groups);
+}
+
+inline Tensors3 conv2d_backward(const Tensor& grad_output, const Tensor& input,
+                                const Tensor& weight, const Conv2dGeometry& g, Conv2dMask mask) {
+  static const auto op =
+      find_op<Tensors3(const Tensor&, const Tensor&, const Tensor&, SymIntArrayRef, SymIntArrayRef,
+                       SymIntArrayRef, SymInt, Conv2dMask)>("warpwright::conv2d_backward");
+  return op.call(grad_output, input, weight, g.stride, g.padding, g.dilation, g.groups, mask);
+}
+
+inline Tensor input_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                             const Conv2dGeometry& g) {
+  return std::get<0>(conv2d_backward(grad_output, input, weight, g, {true, false, false}));
+}
+
+inline Tensor weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                              const Conv2dGeometry& g) {
+  return std::get<1>(conv2d_backward(grad_output, input, weight, g, {false, true, false}));
+}
+
+}  // namespace call
+
+template <class Int>
+struct Conv2dWindows {
+  Int stride[2], pad_before[2], pad_after[2], dilation[2], groups;
+};
+
+// One value stands for both dimensions.
+template <class Int>
+void expand_pair(const char* name, c10::ArrayRef<Int> values, Int (&pair)[2]) {
+  TORCH_CHECK(values.size() == 1 || values.size() == 2, "expected ", name,
+              " to be a single integer value or a list of 2 values to match the convolution "
+              "dimensions, but got ",
+              name, "=", values);
+  pair[0] = values[0];
+  pair[1] = values[values.size() - 1];
+}
+
+template <class Int>
+Conv2dWindows<Int> expand_windows(c10::ArrayRef<Int> stride, c10::ArrayRef<Int> padding,
+                                  c10::ArrayRef<Int> dilation, Int groups) {
+  Conv2dWindows<Int> v;
+  TORCH_CHECK(groups > 0, "non-positive groups is not supported");
+  expand_pair("stride", stride, v.stride);
+  expand_pair("dilation", dilation, v.dilation);
+  if (padding.size() == 4) {
+    for (int i = 0; i < 2; ++i) {
+      v.pad_before[i] = padding[i];
+      v.pad_after[i] = padding[i + 2];
+    }
+  } else {
+    expand_pair("padding", padding, v.pad_before);
+    for (int i = 0; i < 2; ++i) v.pad_after[i] = v.pad_before[i];
+  }
+  v.groups = groups;
+  constexpr int64_t kMaxPadding = INT64_MAX / 2;  // native's
+  for (int i = 0; i < 2; ++i) {
+    TORCH_CHECK(v.pad_before[i] >= 0 && v.pad_after[i] >= 0, "negative padding is not supported");
+    for (const Int& pad : {v.pad_before[i], v.pad_after[i]}) {
+      TORCH_CHECK(!exceeds(pad, kMaxPadding), "Given padding=", pad, " at dimension ", i,
+                  ", expected padding to be at most ", kMaxPadding);
+    }
+  }
+  for (int i = 0; i < 2; ++i) {
+    TORCH_CHECK(v.stride[i] > 0, "non-positive stride is not supported");
+  }
+  for (int i = 0; i < 2; ++i) {
+    TORCH_CHECK(v.dilation[i] > 0, "dilation should be greater than zero");
+  }
+  return v;
+}
+
+// What none of our kernels takes goes to native as a whole: integers (CPU only there), complex.
+inline bool is_ours(const Tensor& input) { return is_floating(input.scalar_type()); }
+
+}  // namespace warpwright

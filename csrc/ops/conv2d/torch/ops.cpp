@@ -1,0 +1,394 @@
+// conv2d and conv2d_backward from tensors to the kernels: checks, CPU, CUDA and Meta.
+// autograd.cpp has what stands above: Autograd, padding in words, Autocast.
+#include <ATen/ops/conv2d.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "ops/conv2d/conv2d.h"
+#include "ops/conv2d/path.h"
+#include "ops/conv2d/torch/common.h"
+#include "torch/checks.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <ATen/Context.h>
+
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+namespace {
+
+using at::IntArrayRef;
+
+// ---- checks and output shape: in native's order and words ----
+
+void check_types(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK(input.dim() == 3 || input.dim() == 4,
+              "Expected 3D (unbatched) or 4D (batched) input to conv2d, but got input of size: ",
+              input.sym_sizes());
+  const bool biased = bias.has_value() && bias->defined();
+  TORCH_CHECK(!biased || bias->dtype() == input.dtype(), "Input type (", input.dtype().name(),
+              ") and bias type (", biased ? bias->dtype().name() : "", ") should be the same");
+  TORCH_CHECK(weight.dim() >= 3, "weight should have at least three dimensions");
+  TORCH_CHECK(weight.scalar_type() == input.scalar_type(), "Input type (", input.toString(),
+              ") and weight type (", weight.toString(), ") should be the same");
+  for (const Tensor* other : {&weight, biased ? &*bias : &weight}) {
+    TORCH_CHECK(other->device() == input.device(),
+                "Expected all tensors to be on the same device, ",
+                "but found at least two devices, ", input.device(), " and ", other->device(), "!");
+  }
+}
+
+template <class Int>
+Int padded_extent(const Int& extent, const Conv2dWindows<Int>& v, int axis) {
+  return checked_add(checked_add(extent, v.pad_before[axis]), v.pad_after[axis]);
+}
+
+// Sizes of the output of a batched convolution; throws where native does. `sizes` gives a tensor's
+// extents as Int.
+template <class Int, class Sizes>
+std::array<Int, 4> output_sizes(const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& bias, const Conv2dWindows<Int>& v,
+                                Sizes&& sizes) {
+  const auto x = sizes(input);
+  const auto w = sizes(weight);
+  TORCH_CHECK(w.size() == 4, "expected stride to be a single integer value or a list of ",
+              w.size() - 2, " values to match the convolution dimensions, but got stride=[",
+              v.stride[0], ", ", v.stride[1], "]");
+  TORCH_CHECK(w[0] >= v.groups, "Given groups=", v.groups, ", expected weight to be at least ",
+              v.groups, " at dimension 0, but got weight of size ", w, " instead");
+  TORCH_CHECK(w[0] % v.groups == 0, "Given groups=", v.groups,
+              ", expected weight to be divisible by ", v.groups,
+              " at dimension 0, but got weight of size [", w, "] instead");
+  TORCH_CHECK(x[1] == checked_mul(w[1], v.groups), "Given groups=", v.groups, ", weight of size ",
+              w, ", expected input", x, " to have ", w[1] * v.groups, " channels, but got ", x[1],
+              " channels instead");
+  if (bias.has_value() && bias->defined()) {
+    TORCH_CHECK(bias->dim() == 1 && sizes(*bias)[0] == w[0], "Given weight of size ", w,
+                ", expected bias to be 1-dimensional with ", w[0],
+                " elements, but got bias of size ", sizes(*bias), " instead");
+  }
+  TORCH_CHECK(w[2] > 0 && w[3] > 0, "weight: expected a kernel of at least one element, got (",
+              w[2], " x ", w[3], ")");
+  Int padded[2], kernel[2];
+  for (int i = 0; i < 2; ++i) {
+    padded[i] = padded_extent(Int(x[i + 2]), v, i);
+    kernel[i] = checked_add(checked_mul(v.dilation[i], w[i + 2] - 1), Int(1));
+  }
+  TORCH_CHECK(padded[0] >= kernel[0] && padded[1] >= kernel[1],
+              "Calculated padded input size per channel: (", padded[0], " x ", padded[1],
+              "). Kernel size: (", kernel[0], " x ", kernel[1],
+              "). Kernel size can't be greater than actual input size");
+  if (x[0] != 0 && x[1] != 0) {
+    TORCH_CHECK(x[2] != 0 && x[3] != 0,
+                "Only zero batch or zero channel inputs are supported, but got input shape: ", x);
+  }
+  // Native's rule: without input channels there are no output channels either.
+  return {x[0], x[1] == 0 ? Int(0) : w[0], (padded[0] - kernel[0]) / v.stride[0] + 1,
+          (padded[1] - kernel[1]) / v.stride[1] + 1};
+}
+
+const auto int_sizes = [](const Tensor& tensor) { return tensor.sizes(); };
+const auto sym_sizes = [](const Tensor& tensor) { return tensor.sym_sizes(); };
+
+// Native's rule: channels_last as soon as the input or the weight is.
+at::MemoryFormat memory_format_of(const Tensor& input, const Tensor& weight) {
+  const bool last = input.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
+                    weight.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+  return last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+}
+
+Tensor batched(const Tensor& input) { return input.dim() == 3 ? input.unsqueeze(0) : input; }
+
+// ---- CPU and CUDA ----
+
+Conv2dShape shape_of(const Tensor& input, const Tensor& weight, const std::array<int64_t, 4>& out,
+                     const Conv2dWindows<int64_t>& v, at::MemoryFormat format) {
+  const int64_t limit = input.is_cuda() ? kMaxPaddedCuda : kMaxPaddedCpu;
+  for (int i = 0; i < 2; ++i) {
+    const int64_t padded = padded_extent(input.size(i + 2), v, i);
+    TORCH_CHECK(padded <= limit, "conv2d: padding: expected at most ", limit,
+                " padded rows and columns on ", input.device().type(), ", got ", padded,
+                " of an extent of ", input.size(i + 2), " with padding ", v.pad_before[i], " and ",
+                v.pad_after[i]);
+  }
+  Conv2dShape shape{};
+  shape.dtype = dtype_of(input);
+  shape.channels_last = format == at::MemoryFormat::ChannelsLast;
+  shape.n = input.size(0);
+  shape.c = input.size(1);
+  shape.h = input.size(2);
+  shape.w = input.size(3);
+  shape.k = weight.size(0);
+  shape.r = weight.size(2);
+  shape.s = weight.size(3);
+  shape.p = out[2];
+  shape.q = out[3];
+  shape.stride_h = v.stride[0];
+  shape.stride_w = v.stride[1];
+  shape.pad_h = v.pad_before[0];
+  shape.pad_w = v.pad_before[1];
+  shape.dilation_h = v.dilation[0];
+  shape.dilation_w = v.dilation[1];
+  shape.groups = v.groups;
+  fit_windows(shape);
+  return shape;
+}
+
+template <class Run>
+Tensor conv2d_with(const Tensor& input_, const Tensor& weight, const OptionalTensor& bias,
+                   IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
+                   Run&& run) {
+  check_types(input_, weight, bias);
+  if (!is_ours(input_)) {
+    return at::conv2d(input_, weight, bias, stride, padding, dilation, groups);
+  }
+  const Tensor input = batched(input_);
+  const auto v = expand_windows<int64_t>(stride, padding, dilation, groups);
+  const auto sizes = output_sizes<int64_t>(input, weight, bias, v, int_sizes);
+  const auto format = memory_format_of(input, weight);
+  Tensor output = at::empty(sizes, input.options().memory_format(format));
+  if (output.numel() != 0) {
+    check_has_storage(input, "conv2d: input");
+    check_has_storage(weight, "conv2d: weight");
+    check_has_storage(value_or_undefined(bias), "conv2d: bias");
+    const Tensor x = input.contiguous(format);
+    const Tensor w = weight.contiguous(format);
+    const Tensor b = value_or_undefined(bias).defined() ? bias->contiguous() : Tensor();
+    run(Conv2dParams{shape_of(x, w, sizes, v, format), x.const_data_ptr(), w.const_data_ptr(),
+                     b.defined() ? b.const_data_ptr() : nullptr, output.mutable_data_ptr()});
+  }
+  return input_.dim() == 3 ? output.squeeze(0) : output;
+}
+
+template <class Int, class Sizes>
+void check_conv2d_backward(const Tensor& grad_output, const Tensor& input,
+                           const std::array<Int, 4>& out, Sizes&& sizes) {
+  TORCH_CHECK(sizes(grad_output).equals(c10::ArrayRef<Int>(out)),
+              "conv2d_backward: grad_output: expected shape ", c10::ArrayRef<Int>(out), ", got ",
+              sizes(grad_output));
+  TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(),
+              "conv2d_backward: grad_output: expected ", input.scalar_type(), ", got ",
+              grad_output.scalar_type());
+  check_same_device(grad_output, input, "conv2d_backward: grad_output");
+  TORCH_CHECK_NOT_IMPLEMENTED(is_ours(input), "conv2d_backward: input: expected float32, float64, ",
+                              "bfloat16 or float16, got ", input.scalar_type());
+}
+
+template <class Run>
+Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
+                              const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                              IntArrayRef dilation, int64_t groups, Conv2dMask mask, Run&& run) {
+  check_types(input_, weight, std::nullopt);
+  const Tensor input = batched(input_);
+  const Tensor grad_output = batched(grad_output_);
+  const auto v = expand_windows<int64_t>(stride, padding, dilation, groups);
+  const auto sizes = output_sizes<int64_t>(input, weight, std::nullopt, v, int_sizes);
+  check_conv2d_backward<int64_t>(grad_output, input, sizes, int_sizes);
+  const auto format = memory_format_of(input, weight);
+  const bool empty = grad_output.numel() == 0 || input.numel() == 0;
+  auto make = [&](bool wanted, IntArrayRef shape, at::TensorOptions options) {
+    if (!wanted) return Tensor();
+    return empty ? at::zeros(shape, options) : at::empty(shape, options);
+  };
+  const auto options = input.options().memory_format(format);
+  Tensor grad_input = make(mask[0], input.sizes(), options);
+  Tensor grad_weight = make(mask[1], weight.sizes(), options);
+  Tensor grad_bias = make(mask[2], weight.sizes().slice(0, 1), input.options());
+  if (!empty && (mask[0] || mask[1] || mask[2])) {
+    check_has_storage(grad_output, "conv2d_backward: grad_output");
+    if (mask[1]) check_has_storage(input, "conv2d_backward: input");
+    if (mask[0]) check_has_storage(weight, "conv2d_backward: weight");
+    const Tensor dy = grad_output.contiguous(format);
+    const Tensor x = mask[1] ? input.contiguous(format) : Tensor();
+    const Tensor w = mask[0] ? weight.contiguous(format) : Tensor();
+    auto in = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
+    auto out = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
+    run(Conv2dBackwardParams{shape_of(input, weight, sizes, v, format), dy.const_data_ptr(), in(x),
+                             in(w), out(grad_input), out(grad_weight), out(grad_bias)});
+  }
+  if (mask[0] && input_.dim() == 3) grad_input = grad_input.squeeze(0);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+Tensor conv2d_cpu_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                         IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                         int64_t groups) {
+  return conv2d_with(input, weight, bias, stride, padding, dilation, groups, conv2d_cpu);
+}
+Tensors3 conv2d_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                    IntArrayRef dilation, int64_t groups, Conv2dMask mask) {
+  return conv2d_backward_with(grad_output, input, weight, stride, padding, dilation, groups, mask,
+                              conv2d_backward_cpu);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+// Or-ed together: all of them are aligned where the sum is.
+template <class... Pointers>
+uintptr_t addresses(Pointers... pointers) {
+  return (reinterpret_cast<uintptr_t>(pointers) | ...);
+}
+
+// float32 on tensor cores as native: torch.backends.cudnn.conv.fp32_precision or allow_tf32 speak
+// for cuDNN, and without it (torch.backends.cudnn.enabled) native computes IEEE float32.
+bool allow_tf32() {
+  const at::Context& context = at::globalContext();
+  return context.userEnabledCuDNN() && context.allowTF32CuDNN(at::Float32Op::CONV);
+}
+
+Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                          int64_t groups) {
+  const CudaCall call(input);
+  return conv2d_with(input, weight, bias, stride, padding, dilation, groups, [&](Conv2dParams p) {
+    p.shape.allow_tf32 = allow_tf32();
+    const DeviceInfo& device = current_device_info();
+    const uintptr_t all = addresses(p.input, p.weight, p.output);
+    switch (choose_conv2d_path(ConvDirection::kForward, p.shape, all, device)) {
+      case Conv2dPath::kFewChannels:
+        return launch_conv2d_few_channels_fwd(p, call.stream);
+      case Conv2dPath::kDepthwise:
+        return launch_conv2d_depthwise_fwd(p, call.stream);
+      case Conv2dPath::kImplicitGemm:
+        return launch_conv2d_forward(
+            p, choose_conv2d_config(ConvDirection::kForward, p.shape, all, device), call.stream);
+    }
+  });
+}
+
+// Freed on return of the op: the caching allocator gives it to later work of this stream only.
+struct Workspace {
+  Tensor bytes;
+  Workspace(int64_t size, const Tensor& like)
+      : bytes(size > 0 ? at::empty({size}, like.options().dtype(at::kByte)) : Tensor()) {}
+  void* data() const { return bytes.defined() ? bytes.mutable_data_ptr() : nullptr; }
+};
+
+void input_gradient_cuda(const Conv2dBackwardParams& p, cudaStream_t stream) {
+  const DeviceInfo& device = current_device_info();
+  const uintptr_t all = addresses(p.grad_output, p.weight, p.grad_input);
+  switch (choose_conv2d_path(ConvDirection::kInputGradient, p.shape, all, device)) {
+    case Conv2dPath::kFewChannels:
+      return launch_conv2d_few_channels_dgrad(
+          p, choose_few_channels_dgrad_config(p.shape, all, device), stream);
+    case Conv2dPath::kDepthwise:
+      return launch_conv2d_depthwise_dgrad(p, stream);
+    case Conv2dPath::kImplicitGemm:
+      return launch_conv2d_input_gradient(
+          p, choose_conv2d_config(ConvDirection::kInputGradient, p.shape, all, device), stream);
+  }
+}
+
+// The weight's and, where they are one kernel, the bias's; returns whether it was.
+bool weight_gradient_cuda(Conv2dBackwardParams p, const Tensor& like, cudaStream_t stream) {
+  const DeviceInfo& device = current_device_info();
+  const uintptr_t all = addresses(p.grad_output, p.input, p.grad_weight);
+  const Conv2dPath path = choose_conv2d_path(ConvDirection::kWeightGradient, p.shape, all, device);
+  if (path == Conv2dPath::kFewChannels) {
+    const Workspace parts(conv2d_few_channels_wgrad_workspace_bytes(p.shape, device), like);
+    launch_conv2d_few_channels_wgrad(p, parts.data(), stream);
+    return true;
+  }
+  if (path == Conv2dPath::kDepthwise) {
+    const Workspace parts(conv2d_depthwise_wgrad_workspace_bytes(p.shape, device), like);
+    launch_conv2d_depthwise_wgrad(p, parts.data(), stream);
+    return true;
+  }
+  const Conv2dConfig config =
+      choose_conv2d_config(ConvDirection::kWeightGradient, p.shape, all, device);
+  const Workspace parts(conv2d_workspace_bytes(p.shape, config), like);
+  p.workspace = parts.data();
+  launch_conv2d_weight_gradient(p, config, stream);
+  return false;
+}
+
+Tensors3 conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
+                                     const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+                                     IntArrayRef dilation, int64_t groups, Conv2dMask mask) {
+  const CudaCall call(input);
+  const auto run = [&](Conv2dBackwardParams p) {
+    p.shape.allow_tf32 = allow_tf32();
+    if (p.grad_input != nullptr) input_gradient_cuda(p, call.stream);
+    const bool with_bias = p.grad_weight != nullptr && weight_gradient_cuda(p, input, call.stream);
+    if (p.grad_bias != nullptr && !with_bias) {
+      const Workspace parts(conv2d_bias_grad_workspace_bytes(p.shape, current_device_info()),
+                            input);
+      launch_conv2d_bias_grad(p, parts.data(), call.stream);
+    }
+  };
+  return conv2d_backward_with(grad_output, input, weight, stride, padding, dilation, groups, mask,
+                              run);
+}
+#endif
+
+// ---- Meta ----
+
+Tensor conv2d_meta(const Tensor& input_, const Tensor& weight, const OptionalTensor& bias,
+                   SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                   SymInt groups) {
+  check_types(input_, weight, bias);
+  if (!is_ours(input_)) {
+    return at::conv2d_symint(input_, weight, bias, stride, padding, dilation, groups);
+  }
+  const Tensor input = batched(input_);
+  const auto v = expand_windows<SymInt>(stride, padding, dilation, groups);
+  const auto sizes = output_sizes<SymInt>(input, weight, bias, v, sym_sizes);
+  Tensor output =
+      at::empty_symint(sizes, input.options().memory_format(memory_format_of(input, weight)));
+  return input_.dim() == 3 ? output.squeeze(0) : output;
+}
+
+Tensors3 conv2d_backward_meta(const Tensor& grad_output_, const Tensor& input_,
+                              const Tensor& weight, SymIntArrayRef stride, SymIntArrayRef padding,
+                              SymIntArrayRef dilation, SymInt groups, Conv2dMask mask) {
+  check_types(input_, weight, std::nullopt);
+  const Tensor input = batched(input_);
+  const auto v = expand_windows<SymInt>(stride, padding, dilation, groups);
+  const auto sizes = output_sizes<SymInt>(input, weight, std::nullopt, v, sym_sizes);
+  check_conv2d_backward<SymInt>(batched(grad_output_), input, sizes, sym_sizes);
+  const auto options = input.options().memory_format(memory_format_of(input, weight));
+  Tensors3 gradients;
+  if (mask[0]) {
+    const Tensor grad_input = at::empty_symint(input.sym_sizes(), options);
+    std::get<0>(gradients) = input_.dim() == 3 ? grad_input.squeeze(0) : grad_input;
+  }
+  if (mask[1]) std::get<1>(gradients) = at::empty_symint(weight.sym_sizes(), options);
+  if (mask[2]) {
+    std::get<2>(gradients) = at::empty_symint({weight.sym_size(0)}, input.options());
+  }
+  return gradients;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  m.def(
+      "conv2d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, "
+      "SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, "
+      "SymInt[2] padding, SymInt[2] dilation, SymInt groups, bool[3] output_mask) -> "
+      "(Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("conv2d", conv2d_cpu_kernel);
+  m.impl("conv2d_backward", conv2d_backward_cpu_kernel);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("conv2d", conv2d_cuda_kernel);
+  m.impl("conv2d_backward", conv2d_backward_cuda_kernel);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("conv2d", conv2d_meta);
+  m.impl("conv2d_backward", conv2d_backward_meta);
+}
+
+}  // namespace warpwright

@@ -1,0 +1,213 @@
+// Activations behind ATen's matrix product, and their gradients with the bias gradient's column
+// sums in the same pass. Bound by memory but for the error function.
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/types.h"
+#include "ops/linear/activation.h"
+
+namespace warpwright {
+namespace {
+
+template <class T>
+using Vector = at::vec::Vectorized<T>;
+
+// f(p, z, sigmoid(p)) needs p(z) and its derivative: common/activation.h.
+template <class Acc>
+struct SigmoidPolynomial {
+  Vector<Acc> linear;
+  Vector<Acc> cubic;
+
+  explicit SigmoidPolynomial(Activation activation)
+      : linear(static_cast<Acc>(sigmoid_argument(activation).linear)),
+        cubic(static_cast<Acc>(sigmoid_argument(activation).cubic)) {}
+
+  // The bound keeps 0 * infinity away; the sigmoid is 0 or 1 long before it.
+  static Vector<Acc> square(Vector<Acc> z) { return at::vec::minimum(z * z, Vector<Acc>(1e30)); }
+  Vector<Acc> exp_of_minus(Vector<Acc> z) const {
+    return (z * (linear + cubic * square(z))).neg().exp();
+  }
+  Vector<Acc> derivative(Vector<Acc> z) const {
+    return linear + Vector<Acc>(3) * cubic * square(z);
+  }
+};
+
+constexpr double kRootHalf = 0.70710678118654752440;
+// Phi(z), the standard normal distribution; 1 + erf would cancel where z is negative.
+template <class V>
+V normal_cdf(V z) {
+  using Acc = typename V::value_type;
+  return V(Acc(0.5)) * (z * V(static_cast<Acc>(-kRootHalf))).erfc();
+}
+
+constexpr double kOneOverRootTwoPi = 0.39894228040143267794;
+
+// Calls f with a function of vectors of Acc: z -> the activation.
+template <class Acc, class F>
+void for_activation(Activation activation, F&& f) {
+  using V = Vector<Acc>;
+  const V one(1);
+  switch (activation) {
+    case Activation::kNone:
+      return f([](V z) { return z; });
+    case Activation::kRelu:
+      // "z < 0" is false for NaN and for -0.0: both stay, as in the native CPU kernel.
+      return f([](V z) { return V::blendv(z, V(0), z < V(0)); });
+    case Activation::kGelu:
+      return f([](V z) { return z * normal_cdf(z); });
+    case Activation::kGeluTanh:
+    case Activation::kSilu: {
+      const SigmoidPolynomial<Acc> argument(activation);
+      return f([=](V z) { return z / (one + argument.exp_of_minus(z)); });
+    }
+  }
+}
+
+// The same for (dy, kept) -> dz.
+template <class Acc, class F>
+void for_activation_gradient(Activation activation, F&& f) {
+  using V = Vector<Acc>;
+  const V one(1), minus_half(-0.5);
+  const V density(static_cast<Acc>(kOneOverRootTwoPi));
+  switch (activation) {
+    case Activation::kNone:
+      return f([](V dy, V) { return dy; });
+    case Activation::kRelu:
+      return f([](V dy, V y) { return V::blendv(dy, V(0), y <= V(0)); });
+    case Activation::kGelu:
+      return f([=](V dy, V z) {
+        return dy * (normal_cdf(z) + z * density * (minus_half * z * z).exp());
+      });
+    case Activation::kGeluTanh:
+    case Activation::kSilu: {
+      const SigmoidPolynomial<Acc> argument(activation);
+      return f([=](V dy, V z) {
+        const V e = argument.exp_of_minus(z), s = one / (one + e);
+        const V rest = V::blendv(one - s, e * s, e <= one);  // 1 - s, without cancellation
+        return dy * (s * (one + z * rest * argument.derivative(z)));
+      });
+    }
+  }
+}
+
+// Vector<T>::size() elements in their compute type: one vector, of 16-bit elements two.
+template <class T>
+struct Elements {
+  using Acc = CpuCompute<T>;
+  static constexpr int kParts = sizeof(T) == 2 ? 2 : 1;
+  static constexpr int64_t kCount = Vector<T>::size();
+  Vector<Acc> part[kParts];
+
+  static Elements load(const T* source, int64_t count) {
+    Elements result;
+    const auto raw = count == kCount ? Vector<T>::loadu(source) : Vector<T>::loadu(source, count);
+    if constexpr (kParts == 2) {
+      std::tie(result.part[0], result.part[1]) = at::vec::convert_to_float<T>(raw);
+    } else {
+      result.part[0] = raw;
+    }
+    return result;
+  }
+  void store(T* target, int64_t count) const {
+    Vector<T> raw;
+    if constexpr (kParts == 2) {
+      raw = at::vec::convert_from_float<T>(part[0], part[1]);
+    } else {
+      raw = part[0];
+    }
+    raw.store(target, static_cast<int>(count));
+  }
+};
+
+// sums[0, count) += values; in double, which costs nothing beside the memory's time.
+template <class T>
+void add_to(double* sums, const Elements<T>& values, int64_t count) {
+  using V = Vector<CpuCompute<T>>;
+  CpuCompute<T> stored[Elements<T>::kCount];
+  for (int i = 0; i < Elements<T>::kParts; ++i) values.part[i].store(stored + i * V::size());
+  for (int64_t i = 0; i < count; ++i) sums[i] += stored[i];
+}
+
+// One row: dz from dy and what was kept, and dz added to the column sums.
+template <class T, class Gradient>
+void backward_row(const Gradient& gradient, const T* dy, int64_t stride, const T* kept, T* dz,
+                  int64_t cols, double* sums) {
+  using E = Elements<T>;
+  for (int64_t col = 0; col < cols; col += E::kCount) {
+    const int64_t count = std::min(E::kCount, cols - col);
+    E g;
+    if (stride == 1) {
+      g = E::load(dy + col, count);
+    } else {
+      T gathered[E::kCount] = {};
+      for (int64_t i = 0; i < count; ++i) gathered[i] = dy[(col + i) * stride];
+      g = E::load(gathered, E::kCount);
+    }
+    const E k = E::load(kept + col, count);
+    for (int i = 0; i < E::kParts; ++i) g.part[i] = gradient(g.part[i], k.part[i]);
+    g.store(dz + col, count);
+    add_to<T>(sums + col, g, count);
+  }
+}
+
+// Rows are shared out over a number of runs that does not depend on the threads: the same bits on
+// any number of them.
+int64_t row_runs(int64_t rows, int64_t cols) {
+  return std::clamp<int64_t>(rows * cols / kCpuGrain, 1,
+                             std::min<int64_t>(64, std::max<int64_t>(rows, 1)));
+}
+
+}  // namespace
+
+void activation_forward_cpu(const ActivationForwardParams& p) {
+  for_cpu_dtype(p.dtype, [&]<class T>() {
+    using E = Elements<T>;
+    const T* input = static_cast<const T*>(p.input);
+    T* output = static_cast<T*>(p.output);
+    for_activation<CpuCompute<T>>(p.activation, [&](auto&& activation) {
+      at::parallel_for(0, p.numel, kCpuGrain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += E::kCount) {
+          const int64_t count = std::min(E::kCount, end - i);
+          E z = E::load(input + i, count);
+          for (auto& part : z.part) part = activation(part);
+          z.store(output + i, count);
+        }
+      });
+    });
+  });
+}
+
+void activation_backward_cpu(const ActivationBackwardParams& p) {
+  const ColumnSumParams& s = p.column_sum;
+  const int64_t rows = s.rows, cols = s.cols;
+  for_cpu_dtype(s.dtype, [&]<class T>() {
+    using Acc = CpuCompute<T>;
+    const T* dy = static_cast<const T*>(s.matrix);
+    const T* kept = static_cast<const T*>(p.kept);
+    T* dz = static_cast<T*>(p.grad_preactivation);
+    const int64_t runs = row_runs(rows, cols);
+    std::vector<double> sums(static_cast<size_t>(runs * cols));
+    for_activation_gradient<Acc>(p.activation, [&](auto&& gradient) {
+      at::parallel_for(0, runs, 1, [&](int64_t first, int64_t last) {
+        for (int64_t run = first; run < last; ++run) {
+          for (int64_t row = run * rows / runs; row < (run + 1) * rows / runs; ++row) {
+            backward_row<T>(gradient, dy + row * s.stride_row, s.stride_col, kept + row * cols,
+                            dz + row * cols, cols, sums.data() + run * cols);
+          }
+        }
+      });
+    });
+    if (s.sum == nullptr) return;
+    T* sum = static_cast<T*>(s.sum);
+    for (int64_t col = 0; col < cols; ++col) {
+      double total = 0;
+      for (int64_t run = 0; run < runs; ++run) total += sums[static_cast<size_t>(run * cols + col)];
+      sum[col] = static_cast<T>(static_cast<Acc>(total));
+    }
+  });
+}
+
+}  // namespace warpwright

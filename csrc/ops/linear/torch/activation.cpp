@@ -1,0 +1,414 @@
+// linear_activation and linear_activation_backward on every dispatch key. The backward is the
+// gradient of the activation alone, with the bias gradient in the same pass; the rest is linear's.
+#include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <string_view>
+#include <utility>
+
+#include "ops/linear/activation.h"
+#include "ops/linear/torch/common.h"
+
+namespace warpwright {
+namespace {
+
+using TensorPair = std::tuple<Tensor, Tensor>;
+
+namespace call {
+
+TensorPair linear_activation(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             std::string_view activation, bool keep) {
+  static const auto op =
+      find_op<TensorPair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                         bool)>("warpwright::linear_activation");
+  return op.call(input, weight, bias, activation, keep);
+}
+
+TensorPair linear_activation_backward(const Tensor& grad_output, const Tensor& kept,
+                                      std::string_view activation, bool bias_gradient) {
+  static const auto op = find_op<TensorPair(const Tensor&, const Tensor&, std::string_view, bool)>(
+      "warpwright::linear_activation_backward");
+  return op.call(grad_output, kept, activation, bias_gradient);
+}
+
+}  // namespace call
+
+// ---- output shape and checks ----
+
+Activation find_activation(std::string_view name) {
+  for (const Activation activation :
+       {Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
+    if (name == activation_name(activation)) return activation;
+  }
+  TORCH_CHECK(false, "linear_activation: activation: expected relu, gelu, gelu_tanh or silu, got ",
+              name);
+}
+
+// What the kernels take; the rest goes through linear and the native activation.
+bool is_fused(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  return is_plain_linear(input, weight, bias) && is_floating(input.scalar_type());
+}
+
+Tensor native_activation(const Tensor& z, Activation activation) {
+  switch (activation) {
+    case Activation::kRelu:
+      return at::relu(z);
+    case Activation::kGelu:
+      return at::gelu(z, "none");
+    case Activation::kGeluTanh:
+      return at::gelu(z, "tanh");
+    default:
+      return at::silu(z);
+  }
+}
+
+Tensor nothing_like(const Tensor& tensor) { return empty_of({0}, tensor); }
+
+TensorPair linear_activation_composed(const Tensor& input, const Tensor& weight,
+                                      const OptionalTensor& bias, Activation activation,
+                                      bool keep) {
+  const Tensor z = linear_ops::linear(input, weight, bias);
+  return {native_activation(z, activation), keep ? z : nothing_like(z)};
+}
+
+void check_linear_activation_backward(const Tensor& grad_output, const Tensor& kept) {
+  TORCH_CHECK(grad_output.dim() >= 1,
+              "linear_activation_backward: grad_output: expected at least 1D, got 0D");
+  TORCH_CHECK(grad_output.sym_sizes() == kept.sym_sizes(),
+              "linear_activation_backward: kept: expected shape ", grad_output.sym_sizes(),
+              ", got ", kept.sym_sizes());
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(kept.scalar_type()),
+                              "\"linear_activation_backward\" not implemented for '",
+                              kept.scalar_type(), "'");
+  check_same_type(grad_output, kept, "linear_activation_backward", "kept");
+}
+
+// Results of the forward (output, pre-activation) and of the backward (dz, bias gradient).
+TensorPair empty_outputs(const Tensor& input, const Tensor& weight, bool keep) {
+  const auto sizes = with_last_size(input, weight.sym_size(0));
+  return {empty_of(sizes, input), keep ? empty_of(sizes, input) : nothing_like(input)};
+}
+TensorPair empty_gradients(const Tensor& kept, bool bias_gradient) {
+  return {empty_of(kept.sym_sizes(), kept),
+          bias_gradient ? empty_of({kept.sym_size(-1)}, kept) : Tensor()};
+}
+
+// ---- CPU and CUDA ----
+
+template <class Runner>
+TensorPair linear_activation_with(const Tensor& input, const Tensor& weight,
+                                  const OptionalTensor& bias, Activation activation, bool keep,
+                                  const Runner& runner) {
+  check_linear(input, weight, bias);
+  const OptionalTensor dense_bias = linear_operands(input, weight, bias);
+  TensorPair outputs = empty_outputs(input, weight, keep);
+  auto& [output, preactivation] = outputs;
+  const Matrix x = as_matrix(input), w = as_matrix(weight);  // they own what they had to copy
+  GemmParams p = gemm_params(x, w, dense_bias, output);
+  p.activation = activation;
+  p.preactivation = keep ? preactivation.mutable_data_ptr() : nullptr;
+  runner.gemm(p);
+  return outputs;
+}
+
+template <class Runner>
+TensorPair linear_activation_backward_with(const Tensor& grad_output, const Tensor& kept,
+                                           Activation activation, bool bias_gradient,
+                                           const Runner& runner) {
+  check_linear_activation_backward(grad_output, kept);
+  check_has_storage(grad_output, "linear_activation_backward: grad_output");
+  check_has_storage(kept, "linear_activation_backward: kept");
+  TensorPair gradients = empty_gradients(kept, bias_gradient);
+  auto& [dz, db] = gradients;
+  const int64_t cols = kept.size(-1);
+  const int64_t rows = cols == 0 ? 0 : kept.numel() / cols;
+  const Tensor dense = kept.contiguous();
+  const Tensor dy = grad_output.reshape({rows, cols});
+  runner.activation_backward(
+      {.column_sum = {.dtype = dtype_of(kept),
+                      .rows = rows,
+                      .cols = cols,
+                      .matrix = dy.const_data_ptr(),
+                      .stride_row = dy.stride(0),
+                      .stride_col = dy.stride(1),
+                      .sum = bias_gradient ? db.mutable_data_ptr() : nullptr},
+       .activation = activation,
+       .kept = dense.const_data_ptr(),
+       .grad_preactivation = dz.mutable_data_ptr()});
+  return gradients;
+}
+
+struct ActivationCpu : LinearCpu {
+  void activation_backward(const ActivationBackwardParams& p) const { activation_backward_cpu(p); }
+};
+
+TensorPair linear_activation_cpu_kernel(const Tensor& input, const Tensor& weight,
+                                        const OptionalTensor& bias, std::string_view activation,
+                                        bool keep) {
+  const Activation f = find_activation(activation);
+  if (!is_fused(input, weight, bias)) {
+    return linear_activation_composed(input, weight, bias, f, keep);
+  }
+  return linear_activation_with(input, weight, bias, f, keep, ActivationCpu{});
+}
+TensorPair linear_activation_backward_cpu_kernel(const Tensor& grad_output, const Tensor& kept,
+                                                 std::string_view activation, bool bias_gradient) {
+  return linear_activation_backward_with(grad_output, kept, find_activation(activation),
+                                         bias_gradient, ActivationCpu{});
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+struct ActivationCuda : LinearCuda {
+  using LinearCuda::LinearCuda;
+
+  void activation_backward(const ActivationBackwardParams& p) const {
+    const ColumnSumPlan plan = choose_activation_backward(p, current_device_info());
+    const Tensor parts = workspace(plan.workspace_bytes);
+    launch_activation_backward(p, plan, data(parts), stream);
+  }
+};
+
+TensorPair linear_activation_cuda_kernel(const Tensor& input, const Tensor& weight,
+                                         const OptionalTensor& bias, std::string_view activation,
+                                         bool keep) {
+  const Activation f = find_activation(activation);
+  if (!is_fused(input, weight, bias)) {
+    return linear_activation_composed(input, weight, bias, f, keep);
+  }
+  const CudaCall call(input);
+  return linear_activation_with(input, weight, bias, f, keep, ActivationCuda(call, input));
+}
+TensorPair linear_activation_backward_cuda_kernel(const Tensor& grad_output, const Tensor& kept,
+                                                  std::string_view activation, bool bias_gradient) {
+  check_linear_activation_backward(grad_output, kept);
+  const CudaCall call(kept);
+  return linear_activation_backward_with(grad_output, kept, find_activation(activation),
+                                         bias_gradient, ActivationCuda(call, kept));
+}
+#endif
+
+// ---- Meta ----
+
+TensorPair linear_activation_meta(const Tensor& input, const Tensor& weight,
+                                  const OptionalTensor& bias, std::string_view activation,
+                                  bool keep) {
+  const Activation f = find_activation(activation);
+  if (!is_fused(input, weight, bias)) {
+    return linear_activation_composed(input, weight, bias, f, keep);
+  }
+  check_linear(input, weight, bias);
+  return empty_outputs(input, weight, keep);
+}
+TensorPair linear_activation_backward_meta(const Tensor& grad_output, const Tensor& kept,
+                                           std::string_view activation, bool bias_gradient) {
+  find_activation(activation);
+  check_linear_activation_backward(grad_output, kept);
+  return empty_gradients(kept, bias_gradient);
+}
+
+// ---- Autograd ----
+
+// f''(z); relu's is 0. 16-bit values are taken in float.
+Tensor second_derivative(const Tensor& value, Activation activation) {
+  const bool is_short = value.element_size() == 2;
+  const Tensor z = is_short ? value.to(at::kFloat) : value;
+  Tensor result;
+  if (activation == Activation::kGelu) {
+    // phi(z) (2 - z^2)
+    constexpr double kOneOverRootTwoPi = 0.39894228040143267794;
+    result = (z * z * -0.5).exp() * kOneOverRootTwoPi * (2 - z * z);
+  } else {
+    // z s(p): 2 s' p' + z (s'' p'^2 + s' p''), with s' = s (1 - s) and s'' = s' (1 - 2 s)
+    const SigmoidArgument argument = sigmoid_argument(activation);
+    const Tensor s = (z * (z * z * argument.cubic + argument.linear)).sigmoid();
+    const Tensor s1 = s * (1 - s);
+    const Tensor p1 = z * z * (3 * argument.cubic) + argument.linear;
+    result = s1 * (p1 * 2 + z * (p1 * p1 * (1 - s * 2) + z * (6 * argument.cubic)));
+  }
+  return is_short ? result.to(value.scalar_type()) : result;
+}
+
+struct LinearActivationBackwardBackward {  // saved: grad_output (not of a relu), kept
+  static constexpr const char* kName = "WarpwrightLinearActivationBackwardBackward";
+  struct Attributes {
+    Activation activation;
+  };
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    const Tensor &dy = saved[0], &kept = saved[1];
+    const Tensor gradient_of_db = grads.size() > 1 ? grads[1] : Tensor();  // with a bias
+    const Tensor gradient_of_dz =
+        sum_of(grads[0], gradient_of_db.defined() ? gradient_of_db.expand_symint(kept.sym_sizes())
+                                                  : Tensor());
+    variable_list result(2);
+    if (needs[0]) {
+      result[0] = std::get<0>(call::linear_activation_backward(
+          gradient_of_dz, kept, activation_name(a.activation), /*bias_gradient=*/false));
+    }
+    if (needs[1]) {
+      result[1] = a.activation == Activation::kRelu  // constant almost everywhere
+                      ? at::zeros_like(kept)
+                      : gradient_of_dz * dy * second_derivative(kept, a.activation);
+    }
+    return result;
+  }
+};
+
+TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const Tensor& kept,
+                                               std::string_view activation, bool bias_gradient) {
+  const Activation f = find_activation(activation);
+  auto node = make_node<LinearActivationBackwardBackward>({f}, grad_output, kept);
+  TensorPair gradients = below_autograd([&] {
+    return call::linear_activation_backward(grad_output, kept, activation, bias_gradient);
+  });
+  auto& [dz, db] = gradients;
+  if (node) {
+    node->save(f == Activation::kRelu ? Tensor() : grad_output);
+    node->save(kept);
+    set_history(dz, node);
+    if (db.defined()) set_history(db, node);
+  }
+  if (any_tangent(grad_output, kept)) {
+    const Tensor z = primal(kept);
+    Tensor direction;
+    if (has_tangent(grad_output)) {
+      direction =
+          std::get<0>(call::linear_activation_backward(tangent(grad_output), z, activation, false));
+    }
+    if (has_tangent(kept)) {
+      direction = sum_of(direction, f == Activation::kRelu ? at::zeros_like(dz)
+                                                           : primal(grad_output) * tangent(kept) *
+                                                                 second_derivative(z, f));
+    }
+    set_tangent(dz, direction);
+    if (db.defined()) {
+      set_tangent(db, direction.reshape_symint({-1, kept.sym_size(-1)}).sum(0));
+    }
+  }
+  return gradients;
+}
+
+struct LinearActivationBackward {  // saved: input, weight, kept
+  static constexpr const char* kName = "WarpwrightLinearActivationBackward";
+  struct Attributes {
+    Activation activation;
+  };
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    // Of the output and, where it is an output too, of the pre-activation.
+    const Tensor& dy = grads[0];
+    const Tensor direct = grads.size() > 1 ? grads[1] : Tensor();
+    Tensor dz, db;
+    if (dy.defined()) {
+      std::tie(dz, db) = call::linear_activation_backward(
+          dy, saved[2], activation_name(a.activation), needs[2] && !direct.defined());
+    }
+    auto [dx, dw, whole_db] = linear_ops::linear_backward(
+        sum_of(dz, direct), optional_if_defined(saved[0]), optional_if_defined(saved[1]),
+        {needs[0], needs[1], needs[2] && !db.defined()});
+    return {dx, dw, db.defined() ? db : whole_db};
+  }
+};
+
+TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
+                                      const OptionalTensor& optional_bias,
+                                      std::string_view activation, bool keep) {
+  const Activation f = find_activation(activation);
+  if (!is_fused(input, weight, optional_bias)) {
+    return linear_activation_composed(input, weight, optional_bias, f, keep);
+  }
+  const Tensor bias = value_or_undefined(optional_bias);
+  auto node = make_node<LinearActivationBackward>({f}, input, weight, bias);
+  const bool forward_ad = any_tangent(input, weight, bias);
+  const bool needs_z = f != Activation::kRelu && (node || forward_ad);
+  TensorPair outputs = below_autograd([&] {
+    return call::linear_activation(input, weight, optional_bias, activation, keep || needs_z);
+  });
+  auto& [output, z] = outputs;
+  const bool has_z = keep || needs_z;
+  if (node) {
+    // A frozen operand needs no gradient, hence its partner is not kept alive for it.
+    auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
+    node->save(requires_grad(weight) ? input : Tensor());
+    node->save(requires_grad(input) ? weight : Tensor());
+    set_history(output, node);
+    if (has_z) set_history(z, node);
+  }
+  if (forward_ad) {
+    // After set_history: the derivative of the activation is a function of what was kept.
+    const Tensor direction = tangent_with_zero_terms(
+        sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
+                       tangent_or_none(weight), tangent_or_none(bias), output),
+        input, weight);
+    const Tensor& kept = f == Activation::kRelu ? output : z;
+    set_tangent(output, std::get<0>(call::linear_activation_backward(
+                            direction, primal(kept), activation, /*bias_gradient=*/false)));
+    if (has_z) set_tangent(z, direction);
+  }
+  if (node) node->save_output(f == Activation::kRelu ? output : z);  // with its tangent
+  if (!keep) z = nothing_like(output);
+  return outputs;
+}
+
+// ---- Autocast: to the low-precision type, as native linear ----
+
+template <c10::DeviceType kDevice>
+TensorPair linear_activation_autocast(const Tensor& input, const Tensor& weight,
+                                      const OptionalTensor& bias, std::string_view activation,
+                                      bool keep) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
+  return call::linear_activation(at::autocast::cached_cast(type, input, kDevice),
+                                 at::autocast::cached_cast(type, weight, kDevice),
+                                 at::autocast::cached_cast(type, bias, kDevice), activation, keep);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  m.def(
+      "linear_activation(Tensor input, Tensor weight, Tensor? bias, str activation, "
+      "bool keep_preactivation=False) -> (Tensor output, Tensor preactivation)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "linear_activation_backward(Tensor grad_output, Tensor kept, str activation, "
+      "bool bias_gradient) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("linear_activation", linear_activation_cpu_kernel);
+  m.impl("linear_activation_backward", linear_activation_backward_cpu_kernel);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("linear_activation", linear_activation_cuda_kernel);
+  m.impl("linear_activation_backward", linear_activation_backward_cuda_kernel);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("linear_activation", linear_activation_meta);
+  m.impl("linear_activation_backward", linear_activation_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("linear_activation", linear_activation_autograd);
+  m.impl("linear_activation_backward", linear_activation_backward_autograd);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
+  m.impl("linear_activation", linear_activation_autocast<at::kCPU>);
+}
+TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
+  m.impl("linear_activation", linear_activation_autocast<at::kCUDA>);
+}
+
+}  // namespace warpwright

@@ -1,0 +1,441 @@
+// linear and linear_backward on every dispatch key.
+#include "ops/linear/torch/common.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+
+namespace warpwright {
+
+namespace linear_ops {
+
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&)>("warpwright::linear");
+  return op.call(input, weight, bias);
+}
+
+Gradients linear_backward(const Tensor& grad_output, const OptionalTensor& input,
+                          const OptionalTensor& weight, std::array<bool, 3> output_mask) {
+  static const auto op =
+      find_op<Gradients(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                        std::array<bool, 3>)>("warpwright::linear_backward");
+  return op.call(grad_output, input, weight, output_mask);
+}
+
+}  // namespace linear_ops
+
+// ---- output shape and checks ----
+
+c10::SymDimVector with_last_size(const Tensor& tensor, const c10::SymInt& last) {
+  const auto sizes = tensor.sym_sizes();
+  c10::SymDimVector result(sizes.begin(), sizes.end());
+  result.back() = last;
+  return result;
+}
+
+// Native adds the bias to a product by itself if the input does not fold into a matrix; the bias is
+// then cast to the product's type.
+static bool native_adds_bias(const Tensor& input, const Tensor& bias) {
+  return bias.scalar_type() != input.scalar_type() && input.dim() > 2 && !input.is_contiguous();
+}
+
+bool is_plain_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  return input.dim() >= 1 && weight.dim() == 2 &&
+         (!bias.has_value() || !bias->defined() ||
+          (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) &&
+           !native_adds_bias(input, *bias)));
+}
+
+Tensor linear_composed(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK(input.dim() >= 1 && weight.dim() >= 1,
+              "linear: both arguments to linear need to be at least 1D, but they are ", input.dim(),
+              "D and ", weight.dim(), "D");
+  TORCH_CHECK(weight.dim() <= 2, "linear: weight: t() expects a tensor with <= 2 dimensions, got ",
+              weight.dim(), "D");
+  const bool has_bias = bias.has_value() && bias->defined();
+  if (has_bias) check_plain_storage(*bias, "linear: bias");
+  if (has_bias && native_adds_bias(input, *bias)) return at::linear(input, weight, bias);
+  if (weight.dim() == 1) {
+    TORCH_CHECK(!has_bias, "linear: weight: mat2 must be a matrix when there is a bias, got 1-D");
+    return linear_ops::linear(input, weight.unsqueeze(0), {}).squeeze(-1);
+  }
+  if (bias->sym_numel() == 1 && bias->dim() <= 1) {
+    return linear_ops::linear(input, weight,
+                              bias->reshape({1}).expand_symint({weight.sym_size(0)}));
+  }
+  const Tensor output = linear_ops::linear(input, weight, {});
+  return output.add(bias->expand_symint(output.sym_sizes()));
+}
+
+void check_same_type(const Tensor& input, const Tensor& other, const char* op, const char* name) {
+  TORCH_CHECK(input.scalar_type() == other.scalar_type(), op, ": ", name,
+              ": expected the same dtype as the other operands, but got ", input.scalar_type(),
+              " and ", other.scalar_type());
+  TORCH_CHECK(input.device() == other.device(), op, ": ", name,
+              ": Expected all tensors to be on the same device, but got ", other.device(),
+              " beside ", input.device());
+}
+
+void check_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  check_same_type(input, weight, "linear", "weight");
+  if (bias.has_value() && bias->defined()) check_same_type(input, *bias, "linear", "bias");
+  const auto features = input.sym_size(-1);
+  TORCH_CHECK(features == weight.sym_size(1), "linear: input: expected ", weight.sym_size(1),
+              " features, got ", features, ": mat1 and mat2 shapes cannot be multiplied (",
+              input.dim() == 1 ? c10::SymInt(1)
+                               : input.sym_numel() / (features == 0 ? c10::SymInt(1) : features),
+              "x", features, " and ", weight.sym_size(1), "x", weight.sym_size(0), ")");
+}
+
+OptionalTensor linear_operands(const Tensor& input, const Tensor& weight,
+                               const OptionalTensor& bias) {
+  check_has_storage(input, "linear: input");
+  check_has_storage(weight, "linear: weight");
+  if (!bias.has_value() || !bias->defined()) return bias;
+  check_has_storage(*bias, "linear: bias");
+  return bias->contiguous();
+}
+
+Matrix as_matrix(const Tensor& tensor) {
+  Matrix m{tensor, 1, tensor.size(-1), 0, 1};
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) m.rows *= tensor.size(d);
+  if (tensor.dim() == 2) {
+    m.stride_row = tensor.stride(0);
+    m.stride_col = tensor.stride(1);
+  } else if (tensor.is_contiguous()) {
+    m.stride_row = m.cols;
+  } else {
+    m.owner = tensor.reshape({m.rows, m.cols});
+    m.stride_row = m.owner.stride(0);
+    m.stride_col = m.owner.stride(1);
+  }
+  const auto strides = matrix_strides(m.rows, m.cols, {m.stride_row, m.stride_col});
+  if (!strides) m.owner = m.owner.contiguous();
+  m.stride_row = strides ? strides->row : m.cols;
+  m.stride_col = strides ? strides->col : 1;
+  return m;
+}
+
+GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& bias, Tensor& d) {
+  GemmParams p{};
+  const DType dtype = dtype_of(a.owner);
+  p.m = a.rows;
+  p.n = b.rows;
+  p.k = a.cols;
+  p.a = make_operand(a.data(), dtype, a.stride_row, a.stride_col);
+  p.b = make_operand(b.data(), dtype, b.stride_row, b.stride_col);
+  p.bias = bias.has_value() && bias->defined() ? bias->const_data_ptr() : nullptr;
+  p.d = d.mutable_data_ptr();
+  return p;
+}
+
+Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,
+                      const Tensor& weight2, const Tensor& bias, const Tensor& like) {
+  const bool first = x.defined() && weight.defined();
+  const bool second = x2.defined() && weight2.defined();
+  const OptionalTensor b = optional_if_defined(bias);
+  if (first && second) {
+    return linear_ops::linear(x, weight, b).add(linear_ops::linear(x2, weight2, {}));
+  }
+  if (first) return linear_ops::linear(x, weight, b);
+  if (second) return linear_ops::linear(x2, weight2, b);
+  return bias.defined() ? bias.expand_symint(like.sym_sizes()) : Tensor();
+}
+
+namespace {
+
+using linear_ops::Gradients;
+using OutputMask = std::array<bool, 3>;
+
+void check_linear_backward(const Tensor& grad_output, const OptionalTensor& input,
+                           const OptionalTensor& weight, OutputMask mask) {
+  TORCH_CHECK(grad_output.dim() >= 1, "linear_backward: grad_output: expected at least 1D, got 0D");
+  if (mask[0]) {
+    TORCH_CHECK(weight.has_value() && weight->dim() == 2,
+                "linear_backward: weight: expected a matrix for the gradient of input");
+    check_same_type(grad_output, *weight, "linear_backward", "weight");
+    TORCH_CHECK(weight->sym_size(0) == grad_output.sym_size(-1),
+                "linear_backward: weight: expected ", grad_output.sym_size(-1), " rows, got ",
+                weight->sym_size(0));
+  }
+  if (mask[1]) {
+    TORCH_CHECK(input.has_value() && input->dim() == grad_output.dim(),
+                "linear_backward: input: expected as many dimensions as grad_output has");
+    check_same_type(grad_output, *input, "linear_backward", "input");
+    TORCH_CHECK(with_last_size(*input, 0) == with_last_size(grad_output, 0),
+                "linear_backward: input: expected leading sizes of ", grad_output.sym_sizes(),
+                ", got ", input->sym_sizes());
+  }
+}
+
+Gradients empty_gradients(const Tensor& grad_output, const OptionalTensor& input,
+                          const OptionalTensor& weight, OutputMask mask) {
+  Gradients result;
+  if (mask[0]) {
+    std::get<0>(result) = empty_of(with_last_size(grad_output, weight->sym_size(1)), grad_output);
+  }
+  if (mask[1]) {
+    std::get<1>(result) = empty_of({grad_output.sym_size(-1), input->sym_size(-1)}, grad_output);
+  }
+  if (mask[2]) std::get<2>(result) = empty_of({grad_output.sym_size(-1)}, grad_output);
+  return result;
+}
+
+// ---- CPU and CUDA ----
+
+template <class Runner>
+Tensor linear_with(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   const Runner& runner) {
+  if (!is_plain_linear(input, weight, bias)) return linear_composed(input, weight, bias);
+  check_linear(input, weight, bias);
+  // Integers and complex numbers have no kernel of ours.
+  if (!is_floating(input.scalar_type())) return at::linear(input, weight, bias);
+  const OptionalTensor dense_bias = linear_operands(input, weight, bias);
+  Tensor output = empty_of(with_last_size(input, weight.sym_size(0)), input);
+  runner.gemm(gemm_params(as_matrix(input), as_matrix(weight), dense_bias, output));
+  return output;
+}
+
+Gradients native_linear_backward(const Tensor& grad_output, const OptionalTensor& input,
+                                 const OptionalTensor& weight, OutputMask mask) {
+  const Matrix dy = as_matrix(grad_output);
+  const Tensor dy_matrix = grad_output.reshape({dy.rows, dy.cols});
+  Gradients result;
+  if (mask[0]) {
+    std::get<0>(result) = at::mm(dy_matrix, weight->conj())
+                              .view_symint(with_last_size(grad_output, weight->sym_size(1)));
+  }
+  if (mask[1]) {
+    const Tensor x = input->reshape({dy.rows, input->size(-1)});
+    std::get<1>(result) = at::mm(dy_matrix.t(), x.conj());
+  }
+  if (mask[2]) std::get<2>(result) = dy_matrix.sum(0, /*keepdim=*/false, grad_output.scalar_type());
+  return result;
+}
+
+template <class Runner>
+Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& input,
+                               const OptionalTensor& weight, OutputMask mask,
+                               const Runner& runner) {
+  check_linear_backward(grad_output, input, weight, mask);
+  if (!is_floating(grad_output.scalar_type())) {
+    return native_linear_backward(grad_output, input, weight, mask);
+  }
+  check_has_storage(grad_output, "linear_backward: grad_output");
+  if (mask[0]) check_has_storage(*weight, "linear_backward: weight");
+  if (mask[1]) check_has_storage(*input, "linear_backward: input");
+  Gradients result = empty_gradients(grad_output, input, weight, mask);
+  auto& [dx, dw, db] = result;
+  // Matrices own what they had to copy.
+  const Matrix dy = as_matrix(grad_output);
+  Matrix w, x;
+  LinearGradients gradients;
+  if (mask[0]) {
+    w = as_matrix(*weight).transposed();
+    gradients.input = gemm_params(dy, w, {}, dx);
+  }
+  if (mask[1]) {
+    x = as_matrix(*input).transposed();
+    gradients.weight = gemm_params(dy.transposed(), x, {}, dw);
+  }
+  if (mask[2]) {
+    gradients.bias = ColumnSumParams{.dtype = dtype_of(db),
+                                     .rows = dy.rows,
+                                     .cols = dy.cols,
+                                     .matrix = dy.data(),
+                                     .stride_row = dy.stride_row,
+                                     .stride_col = dy.stride_col,
+                                     .sum = db.mutable_data_ptr()};
+  }
+  runner.gradients(gradients);
+  return result;
+}
+
+Tensor linear_cpu_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  return linear_with(input, weight, bias, LinearCpu{});
+}
+Gradients linear_backward_cpu_kernel(const Tensor& grad_output, const OptionalTensor& input,
+                                     const OptionalTensor& weight, OutputMask mask) {
+  return linear_backward_with(grad_output, input, weight, mask, LinearCpu{});
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+Tensor linear_cuda_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  check_same_type(input, weight, "linear", "weight");
+  const CudaCall call(input);
+  return linear_with(input, weight, bias, LinearCuda(call, input));
+}
+Gradients linear_backward_cuda_kernel(const Tensor& grad_output, const OptionalTensor& input,
+                                      const OptionalTensor& weight, OutputMask mask) {
+  check_linear_backward(grad_output, input, weight, mask);
+  const CudaCall call(grad_output);
+  return linear_backward_with(grad_output, input, weight, mask, LinearCuda(call, grad_output));
+}
+#endif
+
+// ---- Meta ----
+
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  if (!is_plain_linear(input, weight, bias)) return linear_composed(input, weight, bias);
+  check_linear(input, weight, bias);
+  return empty_of(with_last_size(input, weight.sym_size(0)), input);
+}
+Gradients linear_backward_meta(const Tensor& grad_output, const OptionalTensor& input,
+                               const OptionalTensor& weight, OutputMask mask) {
+  check_linear_backward(grad_output, input, weight, mask);
+  return empty_gradients(grad_output, input, weight, mask);
+}
+
+// ---- Autograd ----
+
+Tensor input_gradient(const Tensor& grad_output, const Tensor& weight) {
+  if (!grad_output.defined() || !weight.defined()) return {};
+  return std::get<0>(linear_ops::linear_backward(grad_output, {}, weight, {true, false, false}));
+}
+Tensor weight_gradient(const Tensor& grad_output, const Tensor& input) {
+  if (!grad_output.defined() || !input.defined()) return {};
+  return std::get<1>(linear_ops::linear_backward(grad_output, input, {}, {false, true, false}));
+}
+Tensor bias_gradient(const Tensor& grad_output) {
+  if (!grad_output.defined()) return {};
+  return std::get<2>(linear_ops::linear_backward(grad_output, {}, {}, {false, false, true}));
+}
+
+struct LinearBackward {
+  static constexpr const char* kName = "WarpwrightLinearBackward";
+  struct Attributes {};
+  static variable_list backward(const Attributes&, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    auto [dx, dw, db] =
+        linear_ops::linear_backward(grads[0], optional_if_defined(saved[0]),
+                                    optional_if_defined(saved[1]), {needs[0], needs[1], needs[2]});
+    return {dx, dw, db};
+  }
+};
+
+// dx = dy W, dW = dy^T x, db = sum of dy: each is linear in both of its factors.
+struct LinearBackwardBackward {
+  static constexpr const char* kName = "WarpwrightLinearBackwardBackward";
+  struct Attributes {};
+  static variable_list backward(const Attributes&, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    const Tensor &dy = saved[0], &x = saved[1], &weight = saved[2];
+    const Tensor &ddx = grads[0], &ddw = grads[1], &ddb = grads[2];
+    variable_list result(3);
+    if (needs[0]) result[0] = sum_of_linears(ddx, weight, x, ddw, ddb, dy);
+    if (needs[1]) result[1] = input_gradient(dy, ddw);
+    if (needs[2]) result[2] = weight_gradient(dy, ddx);
+    return result;
+  }
+};
+
+bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+
+Tensor linear_autograd(const Tensor& input, const Tensor& weight,
+                       const OptionalTensor& optional_bias) {
+  if (!is_plain_linear(input, weight, optional_bias)) {
+    return linear_composed(input, weight, optional_bias);
+  }
+  const Tensor bias = value_or_undefined(optional_bias);
+  auto node = make_node<LinearBackward>({}, input, weight, bias);
+  Tensor output = below_autograd([&] { return linear_ops::linear(input, weight, optional_bias); });
+  if (node) {
+    // A frozen operand needs no gradient, hence its partner is not kept alive for it.
+    node->save(requires_grad(weight) ? input : Tensor());
+    node->save(requires_grad(input) ? weight : Tensor());
+    set_history(output, node);
+  }
+  if (any_tangent(input, weight, bias)) {
+    const Tensor direction = sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
+                                            tangent_or_none(weight), tangent_or_none(bias), output);
+    set_tangent(output, tangent_with_zero_terms(direction, input, weight));
+  }
+  return output;
+}
+
+Gradients linear_backward_autograd(const Tensor& grad_output, const OptionalTensor& optional_input,
+                                   const OptionalTensor& optional_weight, OutputMask mask) {
+  const Tensor input = value_or_undefined(optional_input);
+  const Tensor weight = value_or_undefined(optional_weight);
+  auto node = make_node<LinearBackwardBackward>({}, grad_output, input, weight);
+  Gradients result = below_autograd([&] {
+    return linear_ops::linear_backward(grad_output, optional_input, optional_weight, mask);
+  });
+  auto& [dx, dw, db] = result;
+  if (node) {
+    node->save(grad_output);
+    node->save(input);
+    node->save(weight);
+    set_history(dx, node);
+    set_history(dw, node);
+    set_history(db, node);
+  }
+  if (any_tangent(grad_output, input, weight)) {
+    const Tensor dy = primal(grad_output);
+    const Tensor dy_tangent = tangent_or_none(grad_output);
+    auto set = [](const Tensor& value, const Tensor& value_tangent) {
+      if (value_tangent.defined()) set_tangent(value, value_tangent);
+    };
+    if (mask[0]) {
+      set(dx, sum_of(input_gradient(dy_tangent, primal(weight)),
+                     input_gradient(dy, tangent_or_none(weight))));
+    }
+    if (mask[1]) {
+      set(dw, sum_of(weight_gradient(dy_tangent, primal(input)),
+                     weight_gradient(dy, tangent_or_none(input))));
+    }
+    if (mask[2]) set(db, bias_gradient(dy_tangent));
+  }
+  return result;
+}
+
+// ---- Autocast: to the low-precision type, as native linear ----
+
+template <c10::DeviceType kDevice>
+Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
+  return linear_ops::linear(at::autocast::cached_cast(type, input, kDevice),
+                            at::autocast::cached_cast(type, weight, kDevice),
+                            at::autocast::cached_cast(type, bias, kDevice));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, bool[3] output_mask)"
+      " -> (Tensor, Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("linear", linear_cpu_kernel);
+  m.impl("linear_backward", linear_backward_cpu_kernel);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("linear", linear_cuda_kernel);
+  m.impl("linear_backward", linear_backward_cuda_kernel);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("linear", linear_meta);
+  m.impl("linear_backward", linear_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("linear", linear_autograd);
+  m.impl("linear_backward", linear_backward_autograd);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) { m.impl("linear", linear_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) { m.impl("linear", linear_autocast<at::kCUDA>); }
+
+}  // namespace warpwright
