@@ -77,6 +77,26 @@ CUtensorMap make_tensor_map(const TensorMap2d& m) {
   });
 }
 
+CUtensorMap make_rows_tensor_map(const TensorMapRows& t) {
+  constexpr const char* kName = "cuTensorMapEncodeTiled";
+  static const auto encode_tiled = find_driver_function<PFN_cuTensorMapEncodeTiled_v12000>(kName);
+  cuuint64_t extents[4] = {static_cast<cuuint64_t>(t.cols)}, stride_bytes[3];
+  for (int i = 0; i < 3; ++i) {
+    extents[i + 1] = static_cast<cuuint64_t>(t.extent[i]);
+    // The stride of a single index has no meaning, but the driver checks it.
+    const int64_t stride = t.extent[i] == 1 ? 64 : t.stride[i];
+    stride_bytes[i] = static_cast<cuuint64_t>(stride * dtype_size(t.dtype));
+  }
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(t.box_rows), 1, 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  return encoded(kName, [&](CUtensorMap* map) {
+    return encode_tiled(map, tensor_map_type(t.dtype, false), 4, const_cast<void*>(t.pointer),
+                        extents, stride_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
+}
+
 CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& m) {
   constexpr const char* kName = "cuTensorMapEncodeIm2col";
   static const auto encode_im2col = find_driver_function<PFN_cuTensorMapEncodeIm2col_v12000>(kName);

@@ -27,6 +27,21 @@ struct TensorMap2d {
 
 CUtensorMap make_tensor_map(const TensorMap2d& matrix);
 
+// A tensor of rows, read or written in boxes of box_rows rows of one (batch, head) by 64 columns.
+// In shared memory a box lies as TensorMap2d's does. Rows and columns outside of the extents read as
+// zero and are not written.
+struct TensorMapRows {
+  DType dtype;          // of 16 bits
+  const void* pointer;  // multiple of 16
+  int64_t cols;         // contiguous
+  // Of rows, heads and batches. Strides are in elements, multiples of 8 unless the extent is 1.
+  int64_t extent[3];
+  int64_t stride[3];
+  int box_rows;  // at most 256
+};
+
+CUtensorMap make_rows_tensor_map(const TensorMapRows& tensor);
+
 // The im2col view of a dense NHWC image: boxes of box_pixels output pixels by box_channels, at one
 // filter tap (tma_load_im2col_4d). In shared memory a box is box_pixels rows of 128 bytes, swizzled
 // as above. Pairs are (height, width).

@@ -289,18 +289,37 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Te
 
 // ---- scaled_dot_product_attention ----
 
+// As the op folds it to (B, H, S, D). Other ranks than 4 are taken as contiguous.
+AttentionOperand attention_operand(const TensorLayout& x) {
+  const size_t dims = x.sizes.size();
+  const int64_t cols = x.sizes[dims - 1], rows = x.sizes[dims - 2];
+  const bool as_it_lies = dims == 4 && x.strides[3] == 1;
+  AttentionOperand operand{reinterpret_cast<void*>(x.address), rows * cols, rows * cols, cols};
+  if (as_it_lies) operand = {operand.data, x.strides[0], x.strides[1], x.strides[2]};
+  return operand;
+}
+
 Lines explain_scaled_dot_product_attention(const std::string& dtype, const TensorLayout& query,
-                                           const TensorLayout& value, double scale, bool mask,
-                                           bool dropout, const DeviceInfo& device) {
-  AttentionParams p{};
+                                           const TensorLayout& key, const TensorLayout& value,
+                                           double scale, bool mask, bool dropout,
+                                           const DeviceInfo& device, bool sm90) {
+  auto extent = [](const TensorLayout& x, size_t from_end) {
+    return x.sizes.size() >= from_end ? x.sizes[x.sizes.size() - from_end] : 1;
+  };
+  AttentionBackwardParams backward{};
+  AttentionParams& p = backward.fwd;
   p.dtype = dtype_from(dtype);
-  p.D = query.sizes.back();
-  p.D_v = value.sizes.back();
+  p.H = extent(query, 3), p.H_kv = extent(key, 3);
+  p.S_q = extent(query, 2), p.S_k = extent(key, 2);
+  p.D = extent(query, 1), p.D_v = extent(value, 1);
+  p.B = numel(query) / std::max<int64_t>(1, p.H * p.S_q * p.D);
+  p.q = attention_operand(query), p.k = attention_operand(key), p.v = attention_operand(value);
   p.scale = scale;
   p.mask_type = mask ? MaskType::kElement : MaskType::kNone;
   p.dropout_p = dropout ? 0.5 : 0;
-  const std::string text = describe(choose_attention_config(p, device));
-  return {{"forward", text}, {"backward", text}};
+  const bool available = sm90 && device.sm_arch == 90;
+  return {{"forward", describe(choose_attention_config(p, device, available))},
+          {"backward", describe(choose_attention_backward_config(backward, device, available))}};
 }
 
 }  // namespace

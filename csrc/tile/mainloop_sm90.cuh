@@ -16,6 +16,7 @@
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "tile/row_sums_sm90.cuh"
+#include "tile/stage_ring_sm90.cuh"
 #include "tile/tile_portable.cuh"
 
 namespace warpwright {
@@ -114,25 +115,6 @@ template <class Tile>
 using TmaLoaderA = TmaLoader<Tile, Tile::kMajorA, Tile::kBlkM>;
 template <class Tile, bool kHasPolicy = false>
 using TmaLoaderB = TmaLoader<Tile, Tile::kMajorB, Tile::kBlkN, kHasPolicy>;
-
-// The stage that is next, and the parity of its round through the ring.
-template <int kStages>
-struct StageCursor {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void skip(int stages) {
-    const int target = stage + stages;
-    parity ^= static_cast<uint32_t>(target / kStages) & 1;
-    stage = target % kStages;
-  }
-};
 
 template <class Tile>
 struct MainloopSm90 {

@@ -66,11 +66,13 @@ def explain_relu(dtype: str, input: Operand) -> list[tuple[str, str]]: ...
 def explain_scaled_dot_product_attention(
     dtype: str,
     query: Operand,
+    key: Operand,
     value: Operand,
     scale: float,
     mask: bool,
     dropout: bool,
     device: DeviceInfo,
+    sm90: bool,
 ) -> list[tuple[str, str]]: ...
 def take_error() -> str | None: ...
 def error_word_devices() -> list[int]: ...

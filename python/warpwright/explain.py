@@ -231,11 +231,13 @@ def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_scaled_dot_product_attention(
         _dtype(query),
         _operand(query),
+        _operand(a["key"]),
         _operand(a["value"]),
         scale,
         a["attn_mask"] is not None,
         a["dropout_p"] > 0,
         gpu,
+        _may_take_sm90(),
     )
 
 

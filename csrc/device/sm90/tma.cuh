@@ -26,6 +26,16 @@ __device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap* 
       : "memory");
 }
 
+// The same of a four-dimensional tensor.
+__device__ __forceinline__ void tma_load_4d(uint32_t shared, const CUtensorMap* map, int c0, int c1,
+                                            int c2, int c3, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 // The same, .L2::cache_hint: a policy of device/evict_first.cuh.
 __device__ __forceinline__ void tma_load_2d(uint32_t shared, const CUtensorMap* map, int c0, int c1,
                                             uint32_t barrier, uint64_t policy) {
@@ -70,6 +80,16 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, int c0, int
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];\n" ::"l"(
           map),
       "r"(shared), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+// The same of a four-dimensional tensor.
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, int c0, int c1, int c2, int c3,
+                                             uint32_t shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+      "[%1];\n" ::"l"(map),
+      "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 

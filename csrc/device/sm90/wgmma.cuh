@@ -56,6 +56,11 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
 #define WARPWRIGHT_WGMMA_LIST_32                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
   "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WARPWRIGHT_WGMMA_LIST_48 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+  "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
+  "%44, %45, %46, %47"
 #define WARPWRIGHT_WGMMA_LIST_64                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
   "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
@@ -75,6 +80,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
 #define WARPWRIGHT_D16(i) \
   WARPWRIGHT_D4(i), WARPWRIGHT_D4(i + 4), WARPWRIGHT_D4(i + 8), WARPWRIGHT_D4(i + 12)
 #define WARPWRIGHT_D32(i) WARPWRIGHT_D16(i), WARPWRIGHT_D16(i + 16)
+#define WARPWRIGHT_D48(i) WARPWRIGHT_D32(i), WARPWRIGHT_D16(i + 32)
 #define WARPWRIGHT_D64(i) WARPWRIGHT_D32(i), WARPWRIGHT_D32(i + 32)
 #define WARPWRIGHT_D128(i) WARPWRIGHT_D64(i), WARPWRIGHT_D64(i + 64)
 
@@ -107,10 +113,12 @@ __device__ __forceinline__ void wgmma(float (&d)[kRegs], uint64_t a, uint64_t b,
       WARPWRIGHT_WGMMA_16BIT("m64n8k16", "bf16.bf16", 4, "4", "5", "6", "7", "8");
     } else if constexpr (kRegs == 32) {
       WARPWRIGHT_WGMMA_16BIT("m64n64k16", "bf16.bf16", 32, "32", "33", "34", "35", "36");
+    } else if constexpr (kRegs == 48) {
+      WARPWRIGHT_WGMMA_16BIT("m64n96k16", "bf16.bf16", 48, "48", "49", "50", "51", "52");
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_16BIT("m64n128k16", "bf16.bf16", 64, "64", "65", "66", "67", "68");
     } else {
-      static_assert(kRegs == 128, "N = 8, 64, 128 or 256");
+      static_assert(kRegs == 128, "N = 8, 64, 96, 128 or 256");
       WARPWRIGHT_WGMMA_16BIT("m64n256k16", "bf16.bf16", 128, "128", "129", "130", "131", "132");
     }
   } else if constexpr (std::is_same_v<T, half>) {
@@ -118,10 +126,12 @@ __device__ __forceinline__ void wgmma(float (&d)[kRegs], uint64_t a, uint64_t b,
       WARPWRIGHT_WGMMA_16BIT("m64n8k16", "f16.f16", 4, "4", "5", "6", "7", "8");
     } else if constexpr (kRegs == 32) {
       WARPWRIGHT_WGMMA_16BIT("m64n64k16", "f16.f16", 32, "32", "33", "34", "35", "36");
+    } else if constexpr (kRegs == 48) {
+      WARPWRIGHT_WGMMA_16BIT("m64n96k16", "f16.f16", 48, "48", "49", "50", "51", "52");
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_16BIT("m64n128k16", "f16.f16", 64, "64", "65", "66", "67", "68");
     } else {
-      static_assert(kRegs == 128, "N = 8, 64, 128 or 256");
+      static_assert(kRegs == 128, "N = 8, 64, 96, 128 or 256");
       WARPWRIGHT_WGMMA_16BIT("m64n256k16", "f16.f16", 128, "128", "129", "130", "131", "132");
     }
   } else {
@@ -150,6 +160,43 @@ __device__ __forceinline__ void wgmma_tf32_registers(float (&d)[64], const uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+// The same, m64nNk16 of bf16 and fp16 with A from registers (B MN-major if kTransB). Nothing may
+// touch these before the wait: a[{0, 1}]: rows 16 w + g and 16 w + g + 8, k = 2t and 2t + 1;
+// a[{2, 3}]: k = 2t + 8 and 2t + 9. Two blocks of 8 accumulator columns are one such A.
+#define WARPWRIGHT_WGMMA_RS(shape, types, regs, a0, a1, a2, a3, b_, p_, tb_)                      \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" p_                                            \
+               ", 0;\n"                                                                           \
+               "wgmma.mma_async.sync.aligned." shape ".f32." types                                \
+               " {" WARPWRIGHT_WGMMA_LIST_##regs "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_  \
+               ", p, 1, 1, %" tb_ ";\n}\n"                                                        \
+               : WARPWRIGHT_D##regs(0)                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                              \
+                 "r"(static_cast<int>(accumulate)), "n"(kTransB))
+template <class T, int kTransB, int kRegs>
+__device__ __forceinline__ void wgmma_registers(float (&d)[kRegs], const uint32_t (&a)[4],
+                                                uint64_t b, bool accumulate) {
+  static_assert(kRegs == 32 || kRegs == 64 || kRegs == 128, "N = 64, 128 or 256");
+  if constexpr (std::is_same_v<T, bf16>) {
+    if constexpr (kRegs == 32) {
+      WARPWRIGHT_WGMMA_RS("m64n64k16", "bf16.bf16", 32, "32", "33", "34", "35", "36", "37", "38");
+    } else if constexpr (kRegs == 64) {
+      WARPWRIGHT_WGMMA_RS("m64n128k16", "bf16.bf16", 64, "64", "65", "66", "67", "68", "69", "70");
+    } else if constexpr (kRegs == 128) {
+      WARPWRIGHT_WGMMA_RS("m64n256k16", "bf16.bf16", 128, "128", "129", "130", "131", "132", "133", "134");
+    }
+  } else {
+    static_assert(std::is_same_v<T, half>, "16-bit operands");
+    if constexpr (kRegs == 32) {
+      WARPWRIGHT_WGMMA_RS("m64n64k16", "f16.f16", 32, "32", "33", "34", "35", "36", "37", "38");
+    } else if constexpr (kRegs == 64) {
+      WARPWRIGHT_WGMMA_RS("m64n128k16", "f16.f16", 64, "64", "65", "66", "67", "68", "69", "70");
+    } else if constexpr (kRegs == 128) {
+      WARPWRIGHT_WGMMA_RS("m64n256k16", "f16.f16", 128, "128", "129", "130", "131", "132", "133", "134");
+    }
+  }
+}
+#undef WARPWRIGHT_WGMMA_RS
+
 // The first row of a thread among the 64 rows of the accumulators above.
 __device__ __forceinline__ int accumulator_warp_row() {
   return static_cast<int>(threadIdx.x % 128 / 32 * 16);
@@ -163,11 +210,13 @@ __device__ __forceinline__ int accumulator_col() { return static_cast<int>(threa
 #undef WARPWRIGHT_WGMMA_16BIT
 #undef WARPWRIGHT_D128
 #undef WARPWRIGHT_D64
+#undef WARPWRIGHT_D48
 #undef WARPWRIGHT_D32
 #undef WARPWRIGHT_D16
 #undef WARPWRIGHT_D4
 #undef WARPWRIGHT_WGMMA_LIST_128
 #undef WARPWRIGHT_WGMMA_LIST_64
+#undef WARPWRIGHT_WGMMA_LIST_48
 #undef WARPWRIGHT_WGMMA_LIST_32
 #undef WARPWRIGHT_WGMMA_LIST_4
 

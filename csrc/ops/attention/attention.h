@@ -10,6 +10,7 @@
 #include <string>
 #include <type_traits>
 
+#include "common/ceil_div.h"
 #include "common/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -63,7 +64,7 @@ struct AttentionParams {
 struct AttentionBackwardParams {
   AttentionParams fwd;
   AttentionOperand dout;  // (B, H, S_q, D_v)
-  // Workspace on CUDA, accumulator type: (2, B, H, S_q); (3, B, H, S_q) for float32.
+  // On CUDA, of attention_row_stats_bytes(): 2 or 3 statistics of each row, accumulator type.
   void* row_stats = nullptr;
   AttentionOperand dq;                     // (B, H, S_q, D), null if not wanted
   AttentionOperand dk;                     // (B, H_kv, S_k, D), null if not wanted
@@ -81,34 +82,101 @@ struct AttentionDropoutParams {
   void* factors;                // (B, H, rows, S_k)
 };
 
+enum class AttentionPath {
+  kFma,   // any type and head dimension
+  kMma,   // mma.sync, sm_80 and later
+  kSm90,  // wgmma and TMA
+};
+
 struct AttentionConfig {
-  bool tensor_cores;  // else FMA
-  int head_tile;      // 64, 128 or 256: D and D_v are padded to it (tensor cores only)
-  bool has_extras;    // the instance with mask, dropout or an unusual scale
+  AttentionPath path;
+  int head_tile;    // 64, 128 or 256: D and D_v are padded to it (not kFma)
+  bool has_extras;  // the instance with mask, dropout or an unusual scale (kMma)
   const char* reason;
 };
 
-inline AttentionConfig choose_attention_config(const AttentionParams& p, const DeviceInfo& device) {
+// What TMA asks of an operand's rows (16-bit elements): aligned to 16 bytes, and no index of an
+// extent above 1 repeats another's elements.
+inline bool fits_tensor_map(const AttentionOperand& x, int64_t B, int64_t H, int64_t S) {
+  constexpr int64_t kMaxStride = int64_t{1} << 38;  // elements; 40 bits of bytes
+  auto fits = [](int64_t extent, int64_t stride) {
+    return extent == 1 || (stride > 0 && stride % 8 == 0 && stride < kMaxStride);
+  };
+  if (x.data == nullptr) return true;  // not wanted
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && fits(B, x.stride_b) &&
+         fits(H, x.stride_h) && fits(S, x.stride_s);
+}
+
+// Without the operands of the backward, whose gradients are dense.
+inline AttentionConfig choose_attention_config(const AttentionParams& p, const DeviceInfo& device,
+                                               bool sm90) {
+  using enum AttentionPath;
   const int64_t widest = p.D > p.D_v ? p.D : p.D_v;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16)
-    return {false, 0, true, "FMA: fp32 and fp64 keep their precision"};
-  if (device.sm_arch < 80) return {false, 0, true, "FMA: mma.sync of 16-bit types needs sm_80"};
-  if (widest > 256) return {false, 0, true, "FMA: a head dimension above 256 fits no tile"};
-  if (p.D == 0 || p.D_v == 0) return {false, 0, true, "FMA: an empty head dimension"};
+    return {kFma, 0, true, "FMA: fp32 and fp64 keep their precision"};
+  if (device.sm_arch < 80) return {kFma, 0, true, "FMA: mma.sync of 16-bit types needs sm_80"};
+  if (widest > 256) return {kFma, 0, true, "FMA: a head dimension above 256 fits no tile"};
+  if (p.D == 0 || p.D_v == 0) return {kFma, 0, true, "FMA: an empty head dimension"};
   // 2^(scale * s - scale * max) needs a positive scale: a negative one would turn the maximum into
   // the minimum.
   const float scale = static_cast<float>(p.scale);
   const bool foldable = scale > 0 && scale < 1e30f;
   const bool extras = p.mask_type != MaskType::kNone || p.dropout_p > 0 || !foldable;
   const int head_tile = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
-  return {
-      true, head_tile, extras,
-      extras ? "mma.sync: with mask, dropout or an unusual scale" : "mma.sync: plain or causal"};
+  if (extras) return {kMma, head_tile, true, "mma.sync: with mask, dropout or an unusual scale"};
+  if (!sm90) return {kMma, head_tile, false, "mma.sync: plain or causal"};
+  constexpr int64_t kMaxLength = int64_t{1} << 30, kMaxTiles = int64_t{1} << 30;
+  const bool aligned = p.D % 8 == 0 && p.D_v % 8 == 0 && fits_tensor_map(p.q, p.B, p.H, p.S_q) &&
+                       fits_tensor_map(p.k, p.B, p.H_kv, p.S_k) &&
+                       fits_tensor_map(p.v, p.B, p.H_kv, p.S_k) &&
+                       fits_tensor_map(p.out, p.B, p.H, p.S_q);
+  if (!aligned) return {kMma, head_tile, false, "mma.sync: TMA needs rows at multiples of 16 bytes"};
+  if (p.S_q > kMaxLength || p.S_k > kMaxLength ||
+      p.B * p.H * (ceil_div(p.S_q, int64_t{64}) + ceil_div(p.S_k, int64_t{64})) > kMaxTiles)
+    return {kMma, head_tile, false, "mma.sync: tiles are counted in 32 bits"};
+  return {kSm90, head_tile, false, "wgmma: plain or causal"};
 }
 
+// The backward's. The forward may have taken another path.
+inline AttentionConfig choose_attention_backward_config(const AttentionBackwardParams& p,
+                                                        const DeviceInfo& device, bool sm90) {
+  AttentionConfig config = choose_attention_config(p.fwd, device, sm90);
+  if (config.path != AttentionPath::kSm90) return config;
+  if (config.head_tile > 128)
+    return {AttentionPath::kMma, config.head_tile, false, "mma.sync: head dimension above 128"};
+  const AttentionParams& f = p.fwd;
+  const bool aligned = fits_tensor_map(p.dout, f.B, f.H, f.S_q) &&
+                       fits_tensor_map(p.dq, f.B, f.H, f.S_q) &&
+                       fits_tensor_map(p.dk, f.B, f.H_kv, f.S_k) &&
+                       fits_tensor_map(p.dv, f.B, f.H_kv, f.S_k);
+  if (!aligned)
+    return {AttentionPath::kMma, config.head_tile, false,
+            "mma.sync: TMA needs rows at multiples of 16 bytes"};
+  return config;
+}
+
+// Rows per head of the statistics on sm_90a, whole blocks of 64 queries.
+inline int64_t attention_padded_rows(const AttentionParams& p) {
+  return ceil_div(p.S_q, int64_t{64}) * 64;
+}
+
+// Bytes that the backward's statistics take on `path`: lse and delta, padded on sm_90a; float32
+// adds the rounding error of lse.
+inline int64_t attention_row_stats_bytes(const AttentionParams& p, AttentionPath path) {
+  if (path == AttentionPath::kSm90) return 2 * p.B * p.H * attention_padded_rows(p) * 4;
+  const int64_t rows = p.B * p.H * p.S_q;
+  if (p.dtype == DType::kFloat64) return 2 * rows * 8;
+  return (p.dtype == DType::kFloat32 ? 3 : 2) * rows * 4;
+}
+
+// Counters of tiles that CTAs have taken, ints, on sm_90a: the forward's, or dq's and that of dk and
+// dv. Only the causal rule needs them.
+constexpr int kAttentionTileCounters = 2;
+
 inline std::string describe(const AttentionConfig& config) {
-  std::string text = "portable flash attention, ";
-  if (config.tensor_cores) {
+  std::string text = config.path == AttentionPath::kSm90 ? "flash attention for sm_90a, "
+                                                         : "portable flash attention, ";
+  if (config.path != AttentionPath::kFma) {
     text += "head dimensions padded to " + std::to_string(config.head_tile) + ", ";
   }
   return text + config.reason;
@@ -130,8 +198,11 @@ struct PhiloxSource {
 
 // Writes seed and offset to `philox_state` (2).
 void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream);
-void launch_attention_fwd(const AttentionParams& params, cudaStream_t stream);
-void launch_attention_bwd(const AttentionBackwardParams& params, cudaStream_t stream);
+// tile_counters: kAttentionTileCounters ints on the device if the path is kSm90 and causal.
+void launch_attention_fwd(const AttentionParams& params, const AttentionConfig& config,
+                          int* tile_counters, cudaStream_t stream);
+void launch_attention_bwd(const AttentionBackwardParams& params, const AttentionConfig& config,
+                          int* tile_counters, cudaStream_t stream);
 void launch_attention_dropout(const AttentionDropoutParams& params, cudaStream_t stream);
 #endif
 

@@ -5,6 +5,7 @@
 #include "device/math.cuh"
 #include "ops/attention/cuda/common.cuh"
 #include "ops/attention/cuda/launch.h"
+#include "ops/attention/cuda/sm90/launch.h"
 
 namespace warpwright {
 namespace {
@@ -102,19 +103,33 @@ void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cuda
   launch(philox_state_kernel, dim3(1), dim3(1), 0, stream, source, philox_state);
 }
 
-void launch_attention_fwd(const AttentionParams& p, cudaStream_t stream) {
-  const AttentionConfig config = choose_attention_config(p, current_device_info());
-  if (!config.tensor_cores)
-    return for_dtype(p.dtype, [&]<class T>() { launch_attention_fwd_fma<T>(p, stream); });
-  const AttentionMmaArgs args = make_args(p, config, {p.q, p.k, p.v}, {p.out});
-  for_mma_instance(p.dtype, config.head_tile, [&]<class T, int kHead>() {
-    launch_attention_fwd_mma<T, kHead>(p, args, stream);
-  });
+void launch_attention_fwd(const AttentionParams& p, const AttentionConfig& config,
+                          int* tile_counters, cudaStream_t stream) {
+  switch (config.path) {
+    case AttentionPath::kFma:
+      return for_dtype(p.dtype, [&]<class T>() { launch_attention_fwd_fma<T>(p, stream); });
+    case AttentionPath::kMma: {
+      const AttentionMmaArgs args = make_args(p, config, {p.q, p.k, p.v}, {p.out});
+      return for_mma_instance(p.dtype, config.head_tile, [&]<class T, int kHead>() {
+        launch_attention_fwd_mma<T, kHead>(p, args, stream);
+      });
+    }
+    case AttentionPath::kSm90:
+      return for_mma_instance(p.dtype, config.head_tile, [&]<class T, int kHead>() {
+        launch_attention_fwd_sm90<T, kHead>(p, tile_counters, stream);
+      });
+  }
 }
 
-void launch_attention_bwd(const AttentionBackwardParams& p, cudaStream_t stream) {
+void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionConfig& config,
+                          int* tile_counters, cudaStream_t stream) {
   const AttentionParams& f = p.fwd;
-  const AttentionConfig config = choose_attention_config(f, current_device_info());
+  if (config.path == AttentionPath::kSm90) {
+    return for_mma_instance(f.dtype, config.head_tile, [&]<class T, int kHead>() {
+      if constexpr (kHead <= 128) launch_attention_bwd_sm90<T, kHead>(p, tile_counters, stream);
+    });
+  }
+  const bool tensor_cores = config.path == AttentionPath::kMma;
   const int64_t rows = f.B * f.H * f.S_q;
   for_dtype(f.dtype, [&]<class T>() {
     auto write_stats = [&](double lse_unit) {
@@ -124,7 +139,7 @@ void launch_attention_bwd(const AttentionBackwardParams& p, cudaStream_t stream)
     };
     // The tensor-core kernels use log2.
     const bool any_input = p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr;
-    if (config.tensor_cores && any_input) {
+    if (tensor_cores && any_input) {
       write_stats(1.4426950408889634);
       const AttentionMmaArgs args =
           make_args(f, config, {f.q, f.k, f.v, p.dout}, {p.dq, p.dk, p.dv});
@@ -134,8 +149,8 @@ void launch_attention_bwd(const AttentionBackwardParams& p, cudaStream_t stream)
           launch_attention_bwd_dkdv_mma<Element, kHead>(p, args, stream);
       });
     }
-    if (!config.tensor_cores || p.dmask != nullptr) write_stats(1.0);
-    if (!config.tensor_cores) launch_attention_bwd_fma<T>(p, stream);
+    if (!tensor_cores || p.dmask != nullptr) write_stats(1.0);
+    if (!tensor_cores) launch_attention_bwd_fma<T>(p, stream);
     if (p.dmask != nullptr) launch_attention_bwd_mask<T>(p, stream);
   });
 }

@@ -16,6 +16,8 @@
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 
+#include "host/launch.h"
+#include "host/sm90.h"
 #include "torch/cuda.h"
 #endif
 
@@ -264,16 +266,9 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
     const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
     const Tensor dout = with_dense_rows(grad_out), o = with_dense_rows(out);
     const Tensor rows = lse.contiguous();
-    Tensor row_stats;
-    if (rows.is_cuda()) {
-      const at::ScalarType accum = accum_type(query);
-      const int64_t stats = rows.scalar_type() == accum ? 2 : 3;
-      row_stats = at::empty({stats, rows.numel()}, rows.options().dtype(accum));
-    }
     AttentionBackwardParams p{};
     p.fwd = make_params(q, k, v, mask, o, rows, philox_state, a);
     p.dout = operand(dout);
-    if (row_stats.defined()) p.row_stats = row_stats.mutable_data_ptr();
     p.dq = operand(dq), p.dk = operand(dk), p.dv = operand(dv);
     if (want_mask) {
       p.dmask = dmask.mutable_data_ptr();
@@ -332,6 +327,15 @@ Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dty
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
+// Undefined if the kernels need none.
+Tensor tile_counters(const AttentionConfig& config, const AttentionParams& p, const Tensor& like) {
+  if (config.path != AttentionPath::kSm90 || !p.is_causal) return {};
+  return at::empty({kAttentionTileCounters}, like.options().dtype(at::kInt));
+}
+int* int_data(const Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr<int>() : nullptr;
+}
+
 Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
                                std::optional<double> scale) {
@@ -355,7 +359,12 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
     launch_philox_state(source, philox_state.mutable_data_ptr<int64_t>(), call.stream);
   };
   return attention_with(query, key, value, attn_mask, {dropout_p, is_causal, scale}, draw,
-                        [&](const AttentionParams& p) { launch_attention_fwd(p, call.stream); });
+                        [&](const AttentionParams& p) {
+                          const AttentionConfig config = choose_attention_config(
+                              p, current_device_info(), sm90_path_available());
+                          const Tensor counters = tile_counters(config, p, query);
+                          launch_attention_fwd(p, config, int_data(counters), call.stream);
+                        });
 }
 
 Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query,
@@ -368,7 +377,15 @@ Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& qu
   const CudaCall call(query);
   return attention_backward_with(
       grad_out, query, key, value, attn_mask, out, lse, philox_state, {dropout_p, is_causal, scale},
-      output_mask, [&](const AttentionBackwardParams& p) { launch_attention_bwd(p, call.stream); });
+      output_mask, [&](AttentionBackwardParams& p) {
+        const AttentionConfig config =
+            choose_attention_backward_config(p, current_device_info(), sm90_path_available());
+        const Tensor stats = at::empty({attention_row_stats_bytes(p.fwd, config.path)},
+                                       query.options().dtype(at::kByte));
+        p.row_stats = stats.mutable_data_ptr();
+        const Tensor counters = tile_counters(config, p.fwd, query);
+        launch_attention_bwd(p, config, int_data(counters), call.stream);
+      });
 }
 
 Tensor dropout_factors_cuda_kernel(const Tensor& philox_state, at::ScalarType dtype,

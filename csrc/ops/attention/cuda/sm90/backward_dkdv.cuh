@@ -1,0 +1,318 @@
+// dk and dv on sm_90a: dV = P^T dO, dK = scale * dS^T Q with dS = P (dP - delta), dP = dO V^T. A CTA
+// is persistent and owns 128 keys at a time, two consumer warpgroups 64 each; K and V stay, Q, dO
+// and the rows' statistics walk past, for every query head of the group in turn. Scores are computed
+// transposed (keys are rows), so that P^T and dS^T leave their registers as A operands: nothing is
+// written to shared memory, and sums are in the order of heads and queries, without atomics.
+//
+// Bound: four products, of which two are computed a second time in the kernel of dq. At d = 64 the
+// products of S^T and dP^T read shared memory for as long as they multiply.
+#pragma once
+
+#include "device/dependent_launch.cuh"
+#include "device/mma_sm80.cuh"
+#include "device/sm90/arch.cuh"
+#include "device/sm90/bulk.cuh"
+#include "ops/attention/cuda/sm90/launch.h"
+#include "ops/attention/cuda/sm90/tile.cuh"
+#include "ops/attention/cuda/sm90/tile_queue.cuh"
+
+namespace warpwright {
+
+// kHead: D and D_v are padded to it. kStages: of Q and dO. kBuffers: of K and V.
+template <int kHead_, int kStages_, int kBuffers_>
+struct DkdvTileSm90 {
+  static constexpr int kHead = kHead_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kBuffers = kBuffers_;
+  static constexpr bool kOverlaps = kHead == 64;  // dS^T Q and the next step's products
+  static constexpr int kConsumers = 2;
+  static constexpr int kBlockM = 64;               // queries per step
+  static constexpr int kBlockN = 64 * kConsumers;  // keys
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  static constexpr int kChunks = kHead / 64;
+  static constexpr int kKBytes = kBlockN * kHead * 2;      // of K and of V
+  static constexpr int kBlockBytes = kBlockM * kHead * 2;  // of Q and of dO
+  static constexpr int kStatsBytes = kBlockM * 4;          // of lse and of delta
+  static constexpr int kK = 0;
+  static constexpr int kV = kK + kBuffers * kKBytes;
+  static constexpr int kQ = kV + kBuffers * kKBytes;
+  static constexpr int kDout = kQ + kStages * kBlockBytes;
+  static constexpr int kLse = kDout + kStages * kBlockBytes;
+  static constexpr int kDelta = kLse + kStages * kStatsBytes;
+  static constexpr int kBarriers = kDelta + kStages * kStatsBytes;
+  static constexpr int kSmemBytes = kBarriers + 2 * StageRing<kStages>::kBarrierBytes +
+                                    StageRing<kBuffers>::kBarrierBytes + TileQueue::kSmemBytes +
+                                    1024;  // to align the base
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+template <class T, class Tile>
+struct DkdvSm90 {
+  using Ring = StageRing<Tile::kStages>;
+  using KRing = StageRing<Tile::kBuffers>;
+  static constexpr int kScoreRegs = Tile::kBlockM / 2, kGradRegs = Tile::kHead / 2;
+  enum Barrier { kStoreBarrierOfConsumer = 1 };
+
+  const AttentionDkdvSm90Params& p;
+  uint32_t shared;
+  KRing k_ring;          // K and V of a tile
+  Ring q_ring, do_ring;  // Q and lse; dO and delta
+  TileQueue queue;
+
+  __device__ __forceinline__ DkdvSm90(const AttentionDkdvSm90Params& params, uint32_t base)
+      : p(params),
+        shared(base),
+        k_ring{base + Tile::kBarriers},
+        q_ring{k_ring.barriers + KRing::kBarrierBytes},
+        do_ring{q_ring.barriers + Ring::kBarrierBytes},
+        queue{do_ring.barriers + Ring::kBarrierBytes} {}
+
+  __device__ __forceinline__ void init() const {
+    prefetch_tensor_map(&p.q);
+    prefetch_tensor_map(&p.k);
+    prefetch_tensor_map(&p.v);
+    prefetch_tensor_map(&p.dout);
+    prefetch_tensor_map(&p.dk);
+    prefetch_tensor_map(&p.dv);
+    k_ring.init(Tile::kConsumers);
+    q_ring.init(4 * Tile::kConsumers);
+    do_ring.init(4 * Tile::kConsumers);
+    queue.init(4 * Tile::kConsumers);
+    fence_mbarrier_init();
+  }
+
+  struct Work {
+    int col0, head, b, h_kv;
+    int first_block, blocks;  // of queries that see a key of the tile
+  };
+  __device__ __forceinline__ Work work(int tile) const {
+    Work w;
+    const TileSchedule::Tile at = p.schedule.tile(tile);
+    w.col0 = at.rows * Tile::kBlockN;
+    w.head = at.head;
+    p.schedule.by_H.divmod(at.head, w.b, w.h_kv);
+    w.first_block = p.is_causal ? w.col0 / Tile::kBlockM : 0;
+    w.blocks = max(0, (p.S_q + Tile::kBlockM - 1) / Tile::kBlockM - w.first_block);
+    return w;
+  }
+
+  // One thread.
+  __device__ __forceinline__ void load() {
+    typename KRing::Cursor k_at;
+    typename Ring::Cursor at;  // of Q and dO
+    int tile = static_cast<int>(blockIdx.x);
+    while (tile < p.schedule.num_tiles) {
+      queue.push(tile);
+      const int next = queue.next(p.schedule, tile);
+      const Work w = work(tile);
+      k_ring.wait_empty(k_at);
+      k_ring.expect(k_at, 2 * Tile::kKBytes);
+      load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kK + k_at.stage * Tile::kKBytes,
+                                                  &p.k, w.col0, w.h_kv, w.b,
+                                                  k_ring.full(k_at.stage));
+      load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kV + k_at.stage * Tile::kKBytes,
+                                                  &p.v, w.col0, w.h_kv, w.b,
+                                                  k_ring.full(k_at.stage));
+      k_at.next();
+#pragma unroll 1
+      for (int member = 0; member < p.group; ++member) {
+        const int h = w.h_kv * p.group + member;
+        const int64_t stats = (int64_t{w.head} * p.group + member) * p.padded_rows;
+#pragma unroll 1
+        for (int block = 0; block < w.blocks; ++block) {
+          const int row0 = (w.first_block + block) * Tile::kBlockM;
+          const int offset = at.stage * Tile::kBlockBytes, row = at.stage * Tile::kStatsBytes;
+          q_ring.wait_empty(at);
+          q_ring.expect(at, Tile::kBlockBytes + Tile::kStatsBytes);
+          load_row_tile<Tile::kChunks, Tile::kBlockM>(shared + Tile::kQ + offset, &p.q, row0, h,
+                                                      w.b, q_ring.full(at.stage));
+          bulk_load(shared + Tile::kLse + row, p.lse_log2 + stats + row0, Tile::kStatsBytes,
+                    q_ring.full(at.stage));
+          do_ring.wait_empty(at);
+          do_ring.expect(at, Tile::kBlockBytes + Tile::kStatsBytes);
+          load_row_tile<Tile::kChunks, Tile::kBlockM>(shared + Tile::kDout + offset, &p.dout, row0,
+                                                      h, w.b, do_ring.full(at.stage));
+          bulk_load(shared + Tile::kDelta + row, p.delta + stats + row0, Tile::kStatsBytes,
+                    do_ring.full(at.stage));
+          at.next();
+        }
+      }
+      tile = next;
+    }
+    queue.push(tile);
+  }
+
+  // A warpgroup.
+  __device__ __forceinline__ void differentiate(int consumer) {
+    typename KRing::Cursor k_at;
+    typename Ring::Cursor at;
+    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+      const Work w = work(tile);
+      const int col0 = w.col0 + consumer * 64;
+      const uint32_t k_rows = shared + Tile::kK + k_at.stage * Tile::kKBytes + consumer * 8192;
+      const uint32_t v_rows = shared + Tile::kV + k_at.stage * Tile::kKBytes + consumer * 8192;
+      float s[kScoreRegs], dp[kScoreRegs], dk[kGradRegs], dv[kGradRegs];
+      RegisterOperand<kScoreRegs / 8> probabilities, ds;
+      const uint64_t k = row_tile<Tile::kBlockN>(k_rows), v = row_tile<Tile::kBlockN>(v_rows);
+      clear_accumulator(dk);
+      clear_accumulator(dv);
+      k_ring.wait_full(k_at);
+
+      const int steps = w.blocks * p.group;
+      typename Ring::Cursor previous;
+      int block = 0;  // of this query head
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        const int row0 = (w.first_block + block) * Tile::kBlockM;
+        if (++block == w.blocks) block = 0;
+        const uint32_t offset = at.stage * Tile::kBlockBytes;
+        const uint64_t q = row_tile<Tile::kBlockM>(shared + Tile::kQ + offset);
+        const uint64_t dout = row_tile<Tile::kBlockM>(shared + Tile::kDout + offset);
+        q_ring.wait_full(at);
+        wgmma_pin(s);
+        wgmma_fence();
+        multiply_rows_sm90<T, Tile::kHead, Tile::kBlockN, Tile::kBlockM>(s, k, q);
+        wgmma_commit();
+        do_ring.wait_full(at);
+        wgmma_pin(dp);
+        wgmma_fence();
+        multiply_rows_sm90<T, Tile::kHead, Tile::kBlockN, Tile::kBlockM>(dp, v, dout);
+        wgmma_commit();
+        wgmma_wait<1>();  // S^T, and dS^T Q of the step before
+        wgmma_pin(s);
+        pin(ds);
+        if (step > 0) q_ring.release(previous);
+        previous = at;
+
+        hide(s, col0, row0);
+        const uint32_t lse = shared + Tile::kLse + at.stage * Tile::kStatsBytes;
+#pragma unroll
+        for (int i = 0; i < kScoreRegs; i += 4) {
+          const float2 of = load_pair(lse, i);
+          s[i] = ex2_approx(fmaf(s[i], p.scale_log2, -of.x));
+          s[i + 1] = ex2_approx(fmaf(s[i + 1], p.scale_log2, -of.y));
+          s[i + 2] = ex2_approx(fmaf(s[i + 2], p.scale_log2, -of.x));
+          s[i + 3] = ex2_approx(fmaf(s[i + 3], p.scale_log2, -of.y));
+        }
+        round_to_operand<T>(probabilities, s);
+        wgmma_pin(dv);
+        pin(probabilities);
+        wgmma_fence();
+        multiply_held<T>(dv, probabilities, dout, true);
+        wgmma_commit();
+        wgmma_wait<1>();  // dP^T
+        wgmma_pin(dp);
+        const uint32_t delta = shared + Tile::kDelta + at.stage * Tile::kStatsBytes;
+#pragma unroll
+        for (int i = 0; i < kScoreRegs; i += 4) {
+          const float2 of = load_pair(delta, i);
+          s[i] *= dp[i] - of.x;
+          s[i + 1] *= dp[i + 1] - of.y;
+          s[i + 2] *= dp[i + 2] - of.x;
+          s[i + 3] *= dp[i + 3] - of.y;
+        }
+        round_to_operand<T>(ds, s);
+        wgmma_pin(dk);
+        pin(ds);
+        wgmma_fence();
+        multiply_held<T>(dk, ds, q, true);
+        wgmma_commit();
+        // P^T dO, whose A operand leaves its registers to the next step. At d = 128 there are none
+        // left for dS beside the next step's scores.
+        wgmma_wait<Tile::kOverlaps ? 1 : 0>();
+        wgmma_pin(dv);
+        pin(probabilities);
+        if constexpr (!Tile::kOverlaps) {
+          wgmma_pin(dk);
+          pin(ds);
+        }
+        do_ring.release(at);
+        at.next();
+      }
+      wgmma_wait<0>();
+      wgmma_pin(dk);
+      pin(ds);
+      if (steps > 0) q_ring.release(previous);
+      const float factors[2] = {p.scale, p.scale};
+      scale_rows(dk, factors);
+      store(dk, dv, k_rows, v_rows, w, col0, consumer);
+      if (threadIdx.x % 128 == 0) {
+        tma_store_wait_read<0>();
+        mbarrier_arrive(k_ring.empty(k_at.stage));
+      }
+      k_at.next();
+    }
+    tma_store_wait<0>();
+  }
+
+  // Of the two columns of accumulator block i / 4.
+  __device__ __forceinline__ static float2 load_pair(uint32_t row, int i) {
+    const uint2 pair = load_shared_u64(row + (i / 4 * 8 + accumulator_col()) * 4);
+    return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
+  }
+
+  // The causal rule; rows past S_q are hidden by their lse, and keys past S_k are not stored.
+  __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int col0, int row0) const {
+    if (!p.is_causal || row0 >= col0 + accumulator_warp_row() + 15) return;
+    const int first = col0 + accumulator_row() - row0 - accumulator_col();
+#pragma unroll
+    for (int i = 0; i < kScoreRegs; ++i)
+      if (i / 4 * 8 + i % 2 < first + i / 2 % 2 * 8) s[i] = -INFINITY;
+  }
+
+  // The warpgroup's 64 rows of both, through the places of its rows of K and V.
+  __device__ __forceinline__ void store(const float (&dk)[kGradRegs], const float (&dv)[kGradRegs],
+                                        uint32_t k_rows, uint32_t v_rows, const Work& w, int col0,
+                                        int consumer) const {
+    const int barrier = kStoreBarrierOfConsumer + consumer;
+    named_barrier_sync(barrier, 128);  // every warp has finished with K and V
+    write_row_tile<T, Tile::kBlockN>(k_rows, dk);
+    write_row_tile<T, Tile::kBlockN>(v_rows, dv);
+    fence_proxy_async();
+    named_barrier_sync(barrier, 128);
+    if (threadIdx.x % 128 != 0) return;
+    if (p.want_dk)
+      store_row_tile<Tile::kChunks, Tile::kBlockN>(&p.dk, k_rows, col0, p.S_k, p.D, w.h_kv, w.b);
+    if (p.want_dv)
+      store_row_tile<Tile::kChunks, Tile::kBlockN>(&p.dv, v_rows, col0, p.S_k, p.D_v, w.h_kv, w.b);
+    tma_store_commit();
+  }
+};
+
+// k, dk (B, H_kv, S_k, D), v, dv (B, H_kv, S_k, D_v), q (B, H, S_q, D), dout (B, H, S_q, D_v).
+// grid.x = as many CTAs as run at once, or one per tile.
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    attention_dkdv_sm90_kernel(const __grid_constant__ AttentionDkdvSm90Params p, bool after_dq) {
+  if constexpr (kHasSm90a) {
+    extern __shared__ char attention_sm90_smem[];
+    const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;
+    DkdvSm90<T, Tile> kernel(p, base);
+    if (threadIdx.x == 0) kernel.init();
+    __syncthreads();
+    // The kernel of dq let this one start when it had waited for the statistics itself.
+    if (!after_dq) wait_for_previous_kernel();
+    if (threadIdx.x / 128 == 0) {
+      setmaxnreg_dec<Tile::kProducerRegisters>();
+      if (threadIdx.x == 0) kernel.load();
+    } else {
+      setmaxnreg_inc<Tile::kConsumerRegisters>();
+      kernel.differentiate(__shfl_sync(kFullMask, static_cast<int>(threadIdx.x / 128), 0) - 1);
+    }
+    if (after_dq) outlast_previous_kernel();
+  }
+}
+
+// After the kernel of the statistics, which cleared `counter`, and that of dq if it is wanted.
+template <class T, class Tile>
+void launch_dkdv(const AttentionBackwardParams& p, int* counter, cudaStream_t stream) {
+  const TileGridOfHeads grid = tiles_of_keys(p.fwd, Tile::kBlockN, counter);
+  launch_dependent(attention_dkdv_sm90_kernel<T, Tile>, dim3(static_cast<unsigned>(grid.ctas)),
+                   dim3(Tile::kThreads), Tile::kSmemBytes, stream,
+                   make_dkdv_params<Tile>(p, grid.schedule), p.dq.data != nullptr);
+}
+
+}  // namespace warpwright

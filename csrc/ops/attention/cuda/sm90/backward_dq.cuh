@@ -1,0 +1,267 @@
+// dq on sm_90a: dQ = scale * dS K with dS = P (dP - delta), P = 2^(scale S - lse), dP = dO V^T. A
+// CTA is persistent and owns 128 queries at a time, two consumer warpgroups 64 each; Q and dO stay
+// in shared memory, K and V walk past. dS leaves the registers of S and dP as the A operand of dS K,
+// so nothing is written to shared memory. Sums are in the order of the keys: no atomics.
+//
+// Bound: three products of which one is computed a second time in the kernel of dk and dv. A
+// consumer's exponentials run under the other's products.
+#pragma once
+
+#include "device/dependent_launch.cuh"
+#include "device/mma_sm80.cuh"
+#include "device/sm90/arch.cuh"
+#include "ops/attention/cuda/sm90/launch.h"
+#include "ops/attention/cuda/sm90/tile.cuh"
+#include "ops/attention/cuda/sm90/tile_queue.cuh"
+
+namespace warpwright {
+
+// kHead: D and D_v are padded to it. kBlockN: keys per block. kBuffers: of Q and dO.
+template <int kHead_, int kBlockN_, int kStages_, int kBuffers_>
+struct DqTileSm90 {
+  static constexpr int kHead = kHead_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kBuffers = kBuffers_;
+  static constexpr int kConsumers = 2;
+  static constexpr int kBlockM = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  static constexpr int kChunks = kHead / 64;
+  static constexpr int kQBytes = kBlockM * kHead * 2;      // of Q and of dO
+  static constexpr int kBlockBytes = kBlockN * kHead * 2;  // of K and of V
+  static constexpr int kQ = 0;
+  static constexpr int kDout = kQ + kBuffers * kQBytes;
+  static constexpr int kK = kDout + kBuffers * kQBytes;
+  static constexpr int kV = kK + kStages * kBlockBytes;
+  static constexpr int kBarriers = kV + kStages * kBlockBytes;
+  static constexpr int kSmemBytes = kBarriers + 2 * StageRing<kStages>::kBarrierBytes +
+                                    StageRing<kBuffers>::kBarrierBytes + TileQueue::kSmemBytes +
+                                    1024;  // to align the base
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+template <class T, class Tile>
+struct DqSm90 {
+  using Ring = StageRing<Tile::kStages>;
+  using QRing = StageRing<Tile::kBuffers>;
+  static constexpr int kScoreRegs = Tile::kBlockN / 2, kGradRegs = Tile::kHead / 2;
+  enum Barrier { kStoreBarrierOfConsumer = 1 };
+
+  const AttentionDqSm90Params& p;
+  uint32_t shared;
+  QRing q_ring;  // Q and dO of a tile
+  Ring k_ring, v_ring;
+  TileQueue queue;
+
+  __device__ __forceinline__ DqSm90(const AttentionDqSm90Params& params, uint32_t base)
+      : p(params),
+        shared(base),
+        q_ring{base + Tile::kBarriers},
+        k_ring{q_ring.barriers + QRing::kBarrierBytes},
+        v_ring{k_ring.barriers + Ring::kBarrierBytes},
+        queue{v_ring.barriers + Ring::kBarrierBytes} {}
+
+  __device__ __forceinline__ void init() const {
+    prefetch_tensor_map(&p.q);
+    prefetch_tensor_map(&p.k);
+    prefetch_tensor_map(&p.v);
+    prefetch_tensor_map(&p.dout);
+    prefetch_tensor_map(&p.dq);
+    q_ring.init(Tile::kConsumers);
+    k_ring.init(4 * Tile::kConsumers);
+    v_ring.init(4 * Tile::kConsumers);
+    queue.init(4 * Tile::kConsumers);
+    fence_mbarrier_init();
+  }
+
+  struct Work {
+    int row0, head, b, h, blocks;
+  };
+  __device__ __forceinline__ Work work(int tile) const {
+    Work w;
+    const TileSchedule::Tile at = p.schedule.tile(tile);
+    w.row0 = at.rows * Tile::kBlockM;
+    w.head = at.head;
+    p.schedule.by_H.divmod(at.head, w.b, w.h);
+    const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
+    w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
+    return w;
+  }
+
+  // One thread.
+  __device__ __forceinline__ void load() {
+    typename QRing::Cursor q_at;
+    typename Ring::Cursor at;  // of K and V
+    int tile = static_cast<int>(blockIdx.x);
+    while (tile < p.schedule.num_tiles) {
+      queue.push(tile);
+      const int next = queue.next(p.schedule, tile);
+      const Work w = work(tile);
+      const int h_kv = p.schedule.by_group.quotient(w.h);
+      q_ring.wait_empty(q_at);
+      q_ring.expect(q_at, 2 * Tile::kQBytes);
+      const uint32_t q = shared + Tile::kQ + q_at.stage * Tile::kQBytes;
+      const uint32_t dout = shared + Tile::kDout + q_at.stage * Tile::kQBytes;
+      load_row_tile<Tile::kChunks, Tile::kBlockM>(q, &p.q, w.row0, w.h, w.b,
+                                                  q_ring.full(q_at.stage));
+      load_row_tile<Tile::kChunks, Tile::kBlockM>(dout, &p.dout, w.row0, w.h, w.b,
+                                                  q_ring.full(q_at.stage));
+      q_at.next();
+#pragma unroll 1
+      for (int block = 0; block < w.blocks; ++block) {
+        const int col0 = block * Tile::kBlockN, offset = at.stage * Tile::kBlockBytes;
+        k_ring.wait_empty(at);
+        k_ring.expect(at, Tile::kBlockBytes);
+        load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kK + offset, &p.k, col0, h_kv,
+                                                    w.b, k_ring.full(at.stage));
+        v_ring.wait_empty(at);
+        v_ring.expect(at, Tile::kBlockBytes);
+        load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kV + offset, &p.v, col0, h_kv,
+                                                    w.b, v_ring.full(at.stage));
+        at.next();
+      }
+      tile = next;
+    }
+    queue.push(tile);
+  }
+
+  // A warpgroup.
+  __device__ __forceinline__ void differentiate(int consumer) {
+    typename QRing::Cursor q_at;
+    typename Ring::Cursor at;
+    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+      const Work w = work(tile);
+      const int row0 = w.row0 + consumer * 64;
+      float lse[2], delta[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row0 + accumulator_row() + 8 * half;
+        const int64_t index = int64_t{w.head} * p.padded_rows + row;
+        lse[half] = row < p.S_q ? p.lse_log2[index] : INFINITY;
+        delta[half] = row < p.S_q ? p.delta[index] : 0.f;
+      }
+      const uint32_t q_rows =
+          shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192;
+      const uint64_t q = row_tile<Tile::kBlockM>(q_rows);
+      const uint64_t dout = row_tile<Tile::kBlockM>(shared + Tile::kDout +
+                                                    q_at.stage * Tile::kQBytes + consumer * 8192);
+      float s[kScoreRegs], dp[kScoreRegs], dq[kGradRegs];
+      RegisterOperand<kScoreRegs / 8> ds;
+      typename Ring::Cursor previous;
+      q_ring.wait_full(q_at);
+#pragma unroll 1
+      for (int block = 0; block < w.blocks; ++block) {
+        const uint32_t offset = at.stage * Tile::kBlockBytes;
+        const uint64_t k = row_tile<Tile::kBlockN>(shared + Tile::kK + offset);
+        const uint64_t v = row_tile<Tile::kBlockN>(shared + Tile::kV + offset);
+        k_ring.wait_full(at);
+        wgmma_pin(s);
+        wgmma_fence();
+        multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, q, k);
+        wgmma_commit();
+        v_ring.wait_full(at);
+        wgmma_pin(dp);
+        wgmma_fence();
+        multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(dp, dout, v);
+        wgmma_commit();
+        wgmma_wait<1>();  // S, and dS K of the block before
+        wgmma_pin(s);
+        pin(ds);
+        if (block > 0) k_ring.release(previous);
+        previous = at;
+
+        hide(s, row0, block * Tile::kBlockN);
+#pragma unroll
+        for (int i = 0; i < kScoreRegs; ++i)
+          s[i] = ex2_approx(fmaf(s[i], p.scale_log2, -lse[i / 2 % 2]));
+        wgmma_wait<0>();
+        wgmma_pin(dp);
+        v_ring.release(at);
+#pragma unroll
+        for (int i = 0; i < kScoreRegs; ++i) s[i] *= dp[i] - delta[i / 2 % 2];
+        round_to_operand<T>(ds, s);
+
+        wgmma_pin(dq);
+        pin(ds);
+        wgmma_fence();
+        multiply_held<T>(dq, ds, k, block > 0);
+        wgmma_commit();
+        at.next();
+      }
+      wgmma_wait<0>();
+      wgmma_pin(dq);
+      pin(ds);
+      k_ring.release(previous);
+
+      const float factors[2] = {p.scale, p.scale};
+      scale_rows(dq, factors);
+      store(dq, q_rows, w, row0, consumer);
+      if (threadIdx.x % 128 == 0) {
+        tma_store_wait_read<0>();
+        mbarrier_arrive(q_ring.empty(q_at.stage));
+      }
+      q_at.next();
+    }
+    tma_store_wait<0>();
+  }
+
+  __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int row0, int col0) const {
+    if (col0 + Tile::kBlockN <= p.S_k &&
+        !(p.is_causal && col0 + Tile::kBlockN - 1 > row0 + accumulator_warp_row()))
+      return;
+    const int row = row0 + accumulator_row() - col0, last = p.S_k - 1 - col0;
+    const int limit[2] = {p.is_causal ? min(row, last) : last,
+                          p.is_causal ? min(row + 8, last) : last};
+    hide_columns(s, limit);
+  }
+
+  // The warpgroup's 64 rows, through the place of its rows of Q.
+  __device__ __forceinline__ void store(const float (&dq)[kGradRegs], uint32_t buffer,
+                                        const Work& w, int row0, int consumer) const {
+    const int barrier = kStoreBarrierOfConsumer + consumer;
+    named_barrier_sync(barrier, 128);  // every warp has finished with Q
+    write_row_tile<T, Tile::kBlockM>(buffer, dq);
+    fence_proxy_async();
+    named_barrier_sync(barrier, 128);
+    if (threadIdx.x % 128 != 0) return;
+    store_row_tile<Tile::kChunks, Tile::kBlockM>(&p.dq, buffer, row0, p.S_q, p.D, w.h, w.b);
+    tma_store_commit();
+  }
+};
+
+// q, dq (B, H, S_q, D), dout (B, H, S_q, D_v), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v).
+// grid.x = as many CTAs as run at once, or one per tile.
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    attention_dq_sm90_kernel(const __grid_constant__ AttentionDqSm90Params p) {
+  if constexpr (kHasSm90a) {
+    extern __shared__ char attention_sm90_smem[];
+    const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;
+    DqSm90<T, Tile> kernel(p, base);
+    if (threadIdx.x == 0) kernel.init();
+    __syncthreads();
+    wait_for_previous_kernel();  // the statistics
+    let_next_kernel_start();     // dk and dv need the statistics, too, but not dq
+    if (threadIdx.x / 128 == 0) {
+      setmaxnreg_dec<Tile::kProducerRegisters>();
+      if (threadIdx.x == 0) kernel.load();
+    } else {
+      setmaxnreg_inc<Tile::kConsumerRegisters>();
+      kernel.differentiate(__shfl_sync(kFullMask, static_cast<int>(threadIdx.x / 128), 0) - 1);
+    }
+  }
+}
+
+// After the kernel of the statistics, which cleared `counter`.
+template <class T, class Tile>
+void launch_dq(const AttentionBackwardParams& p, int* counter, cudaStream_t stream) {
+  const TileGridOfHeads grid = tiles_of_queries(p.fwd, Tile::kBlockM, counter);
+  launch_dependent(attention_dq_sm90_kernel<T, Tile>, dim3(static_cast<unsigned>(grid.ctas)),
+                   dim3(Tile::kThreads), Tile::kSmemBytes, stream,
+                   make_dq_params<Tile>(p, grid.schedule));
+}
+
+}  // namespace warpwright

@@ -1,0 +1,310 @@
+// The forward on sm_90a, after FlashAttention-3's schedule (Shah et al. 2024). A CTA is persistent.
+// One thread loads tiles by TMA. Two or three consumer warpgroups own 64 queries each and walk the
+// keys from the last visible block to the first:
+//   - S of the next block is issued before P V of this one, and softmax runs while P V does;
+//   - consumers take turns to issue, so that one's softmax runs under the other's products;
+//   - Q of the next tile is loaded, and O of the last tile stored, while this tile is computed.
+// P stays in registers as the A operand of P V.
+//
+// Bound: at d = 64 the exponentials, which take as long as the products; at d = 128 half as long,
+// and the order of issue decides; at d = 256 the shared-memory reads of K and V.
+#pragma once
+
+#include "device/mma_sm80.cuh"
+#include "device/sm90/arch.cuh"
+#include "ops/attention/cuda/sm90/launch.h"
+#include "ops/attention/cuda/sm90/tile.cuh"
+#include "ops/attention/cuda/sm90/tile_queue.cuh"
+
+namespace warpwright {
+
+// kHead: D and D_v are padded to it. kBlockN: keys per block. kTurns: consumers take turns.
+template <int kHead_, int kBlockN_, int kConsumers_, bool kTurns_>
+struct ForwardTileSm90 {
+  static constexpr int kHead = kHead_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kConsumers = kConsumers_;
+  static constexpr bool kTurns = kTurns_;
+  static constexpr int kBlockM = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  // setmaxnreg: at most 65536 registers in all.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+
+  static constexpr int kStages = 2;
+  static constexpr int kChunks = kHead / 64;
+  static constexpr int kRowBytes = kHead * 2;
+  static constexpr int kQBytes = kBlockM * kRowBytes;
+  static constexpr int kBlockBytes = kBlockN * kRowBytes;  // of K and of V
+  // Two buffers for Q and one for O, or one for both.
+  static constexpr bool kOwnOutput = 3 * kQBytes + 2 * kStages * kBlockBytes <= 226 * 1024;
+  static constexpr int kQBuffers = kOwnOutput ? 2 : 1;
+
+  static constexpr int kQ = 0;
+  static constexpr int kK = kQ + kQBuffers * kQBytes;
+  static constexpr int kV = kK + kStages * kBlockBytes;
+  static constexpr int kOutput = kOwnOutput ? kV + kStages * kBlockBytes : kQ;
+  static constexpr int kBarriers = kV + kStages * kBlockBytes + (kOwnOutput ? kQBytes : 0);
+  static constexpr int kSmemBytes = kBarriers + 2 * StageRing<kStages>::kBarrierBytes +
+                                    StageRing<kQBuffers>::kBarrierBytes + TileQueue::kSmemBytes +
+                                    1024;  // to align the base
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+enum ForwardBarrierSm90 { kTurnBarrierOfConsumer = 1, kOutputBarrierOfConsumer = 4 };
+
+template <class T, class Tile>
+struct ForwardSm90 {
+  using Ring = StageRing<Tile::kStages>;
+  using QRing = StageRing<Tile::kQBuffers>;
+  static constexpr int kScoreRegs = Tile::kBlockN / 2, kOutRegs = Tile::kHead / 2;
+
+  const AttentionForwardSm90Params& p;
+  uint32_t shared;
+  QRing q_ring;
+  Ring k_ring, v_ring;
+  TileQueue queue;
+
+  __device__ __forceinline__ ForwardSm90(const AttentionForwardSm90Params& params, uint32_t base)
+      : p(params),
+        shared(base),
+        q_ring{base + Tile::kBarriers},
+        k_ring{q_ring.barriers + QRing::kBarrierBytes},
+        v_ring{k_ring.barriers + Ring::kBarrierBytes},
+        queue{v_ring.barriers + Ring::kBarrierBytes} {}
+
+  __device__ __forceinline__ void init() const {
+    q_ring.init(Tile::kOwnOutput ? 4 * Tile::kConsumers : Tile::kConsumers);
+    k_ring.init(4 * Tile::kConsumers);
+    v_ring.init(4 * Tile::kConsumers);
+    queue.init(4 * Tile::kConsumers);
+    fence_mbarrier_init();
+  }
+
+  struct Work {
+    int row0, head, b, h, blocks;
+  };
+  __device__ __forceinline__ Work work(int tile) const {
+    Work w;
+    const TileSchedule::Tile at = p.schedule.tile(tile);
+    w.row0 = at.rows * Tile::kBlockM;
+    w.head = at.head;
+    p.schedule.by_H.divmod(at.head, w.b, w.h);
+    const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
+    w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
+    return w;
+  }
+
+  // One thread.
+  __device__ __forceinline__ void load() {
+    typename QRing::Cursor q_at;
+    typename Ring::Cursor k_at, v_at;
+    int tile = static_cast<int>(blockIdx.x);
+    while (tile < p.schedule.num_tiles) {
+      queue.push(tile);
+      const int next = queue.next(p.schedule, tile);
+      const Work w = work(tile);
+      const int h_kv = p.schedule.by_group.quotient(w.h);
+      q_ring.wait_empty(q_at);
+      q_ring.expect(q_at, Tile::kQBytes);
+      load_row_tile<Tile::kChunks, Tile::kBlockM>(shared + Tile::kQ + q_at.stage * Tile::kQBytes,
+                                                  &p.q, w.row0, w.h, w.b, q_ring.full(q_at.stage));
+      q_at.next();
+      auto load_block = [&](const Ring& ring, typename Ring::Cursor& at, int base,
+                            const CUtensorMap* map, int block) {
+        ring.wait_empty(at);
+        ring.expect(at, Tile::kBlockBytes);
+        load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + base + at.stage * Tile::kBlockBytes,
+                                                    map, block * Tile::kBlockN, h_kv, w.b,
+                                                    ring.full(at.stage));
+        at.next();
+      };
+      load_block(k_ring, k_at, Tile::kK, &p.k, w.blocks - 1);
+#pragma unroll 1
+      for (int block = w.blocks - 1; block > 0; --block) {
+        load_block(k_ring, k_at, Tile::kK, &p.k, block - 1);
+        load_block(v_ring, v_at, Tile::kV, &p.v, block);
+      }
+      load_block(v_ring, v_at, Tile::kV, &p.v, 0);
+      tile = next;
+    }
+    queue.push(tile);
+  }
+
+  // A warpgroup.
+  __device__ __forceinline__ void attend(int consumer) {
+    typename QRing::Cursor q_at;
+    typename Ring::Cursor k_at, v_at;
+    const float scale = p.scale_log2;
+    const int turn = kTurnBarrierOfConsumer + consumer;
+    const int next_turn = kTurnBarrierOfConsumer + (consumer + 1) % Tile::kConsumers;
+    if (Tile::kTurns && consumer == Tile::kConsumers - 1) named_barrier_arrive(next_turn, 256);
+
+    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+      const Work w = work(tile);
+      const int row0 = w.row0 + consumer * 64;
+      const uint64_t q = row_tile<Tile::kBlockM>(shared + Tile::kQ + q_at.stage * Tile::kQBytes +
+                                                 consumer * 8192);
+      auto k_tile = [&] {
+        return row_tile<Tile::kBlockN>(shared + Tile::kK + k_at.stage * Tile::kBlockBytes);
+      };
+      auto v_tile = [&] {
+        return row_tile<Tile::kBlockN>(shared + Tile::kV + v_at.stage * Tile::kBlockBytes);
+      };
+      float s[kScoreRegs], out[kOutRegs];
+      RegisterOperand<kScoreRegs / 8> probabilities;
+      OnlineSoftmax softmax;
+      float correction[2] = {1.f, 1.f};
+      auto hide = [&](int block) {
+        const int col0 = block * Tile::kBlockN;
+        if (col0 + Tile::kBlockN <= p.S_k &&
+            !(p.is_causal && col0 + Tile::kBlockN - 1 > row0 + accumulator_warp_row()))
+          return;
+        const int row = row0 + accumulator_row() - col0, last = p.S_k - 1 - col0;
+        const int limit[2] = {p.is_causal ? min(row, last) : last,
+                              p.is_causal ? min(row + 8, last) : last};
+        hide_columns(s, limit);
+      };
+
+      q_ring.wait_full(q_at);
+      k_ring.wait_full(k_at);
+      wgmma_pin(s);
+      wgmma_fence();
+      multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, q, k_tile());
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      k_ring.release(k_at);
+      k_at.next();
+      hide(w.blocks - 1);
+      softmax.step(s, scale, correction);
+      round_to_operand<T>(probabilities, s);
+
+#pragma unroll 1
+      for (int block = w.blocks - 2; block >= 0; --block) {
+        k_ring.wait_full(k_at);
+        if constexpr (Tile::kTurns) named_barrier_sync(turn, 256);
+        wgmma_pin(s);
+        wgmma_fence();
+        multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, q, k_tile());
+        wgmma_commit();
+        v_ring.wait_full(v_at);
+        wgmma_pin(out);
+        pin(probabilities);
+        wgmma_fence();
+        multiply_held<T>(out, probabilities, v_tile(), block < w.blocks - 2);
+        wgmma_commit();
+        if constexpr (Tile::kTurns) named_barrier_arrive(next_turn, 256);
+        wgmma_wait<1>();
+        wgmma_pin(s);
+        k_ring.release(k_at);
+        k_at.next();
+        hide(block);
+        const bool moves = softmax.step(s, scale, correction);
+        wgmma_wait<0>();
+        wgmma_pin(out);
+        pin(probabilities);
+        v_ring.release(v_at);
+        v_at.next();
+        if (moves) scale_rows(out, correction);
+        round_to_operand<T>(probabilities, s);
+      }
+      if constexpr (Tile::kOwnOutput) q_ring.release(q_at);
+      v_ring.wait_full(v_at);
+      wgmma_pin(out);
+      pin(probabilities);
+      wgmma_fence();
+      multiply_held<T>(out, probabilities, v_tile(), w.blocks > 1);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(out);
+      v_ring.release(v_at);
+      v_at.next();
+      store(out, softmax, w, row0, consumer, q_at);
+      q_at.next();
+    }
+    // The last consumer's arrival is left over.
+    if (Tile::kTurns && consumer == 0) named_barrier_sync(turn, 256);
+    tma_store_wait<0>();
+  }
+
+  // O / l and the log-sum-exp of the warpgroup's 64 rows.
+  __device__ __forceinline__ void store(float (&out)[kOutRegs], const OnlineSoftmax& softmax,
+                                        const Work& w, int row0, int consumer,
+                                        const typename QRing::Cursor& q_at) const {
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = warp_reduce<4>(softmax.sum[half], Sum());
+      const bool hidden = sum == 0.f;
+      inverse[half] = hidden ? 0.f : 1.f / sum;
+      const int row = row0 + accumulator_row() + 8 * half;
+      if (threadIdx.x % 4 == 0 && row < p.S_q)
+        p.lse[int64_t{w.head} * p.S_q + row] =
+            hidden ? -INFINITY : softmax.max[half] * p.scale_log2 / kLog2E + logf(sum);
+    }
+    scale_rows(out, inverse);
+    const int barrier = kOutputBarrierOfConsumer + consumer;
+    const uint32_t buffer = shared + Tile::kOutput + consumer * 8192;
+    if constexpr (Tile::kOwnOutput) {
+      if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+      named_barrier_sync(barrier, 128);
+    } else {
+      named_barrier_sync(barrier, 128);  // Q's rows are read
+    }
+    write_row_tile<T, Tile::kBlockM>(buffer, out);
+    fence_proxy_async();
+    named_barrier_sync(barrier, 128);
+    if (threadIdx.x % 128 != 0) return;
+    store_row_tile<Tile::kChunks, Tile::kBlockM>(&p.out, buffer, row0, p.S_q, p.D_v, w.h, w.b);
+    tma_store_commit();
+    if constexpr (!Tile::kOwnOutput) {
+      tma_store_wait_read<0>();
+      mbarrier_arrive(q_ring.empty(q_at.stage));
+    }
+  }
+};
+
+// q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v), lse
+// (B, H, S_q). grid.x = as many CTAs as run at once, or one per tile.
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    attention_forward_sm90_kernel(const __grid_constant__ AttentionForwardSm90Params p) {
+  if constexpr (kHasSm90a) {
+    extern __shared__ char attention_sm90_smem[];
+    const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;
+    ForwardSm90<T, Tile> kernel(p, base);
+    if (threadIdx.x == 0) {
+      prefetch_tensor_map(&p.q);
+      prefetch_tensor_map(&p.k);
+      prefetch_tensor_map(&p.v);
+      prefetch_tensor_map(&p.out);
+      kernel.init();
+    }
+    __syncthreads();
+    const int warpgroup = __shfl_sync(kFullMask, static_cast<int>(threadIdx.x / 128), 0);
+    if (warpgroup == 0) {
+      setmaxnreg_dec<Tile::kProducerRegisters>();
+      if (threadIdx.x == 0) kernel.load();
+    } else {
+      setmaxnreg_inc<Tile::kConsumerRegisters>();
+      kernel.attend(warpgroup - 1);
+    }
+  }
+}
+
+template <class T, class Tile>
+void launch_forward(const AttentionParams& p, int* tile_counters, cudaStream_t stream) {
+  const TileGridOfHeads grid = tiles_of_queries(p, Tile::kBlockM, tile_counters);
+  const AttentionForwardSm90Params params = make_forward_params<Tile>(p, grid.schedule);
+  const auto kernel = attention_forward_sm90_kernel<T, Tile>;
+  const dim3 ctas(static_cast<unsigned>(grid.ctas)), threads(Tile::kThreads);
+  if (grid.schedule.counter == nullptr) {
+    launch(kernel, ctas, threads, Tile::kSmemBytes, stream, params);
+  } else {
+    launch_clear_tile_counters(tile_counters, stream);
+    launch_dependent(kernel, ctas, threads, Tile::kSmemBytes, stream, params);
+  }
+}
+
+}  // namespace warpwright

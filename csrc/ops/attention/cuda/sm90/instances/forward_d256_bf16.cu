@@ -1,0 +1,12 @@
+// Instances: bf16, head dimensions up to 256.
+#include "ops/attention/cuda/sm90/forward.cuh"
+
+namespace warpwright {
+
+template <>
+void launch_attention_fwd_sm90<bf16, 256>(const AttentionParams& p, int* tile_counters,
+                                         cudaStream_t stream) {
+  launch_forward<bf16, ForwardTileSm90<256, 64, 2, false>>(p, tile_counters, stream);
+}
+
+}  // namespace warpwright

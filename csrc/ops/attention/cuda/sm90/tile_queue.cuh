@@ -1,0 +1,52 @@
+// How the numbers of tiles reach the warpgroups of a persistent CTA: the producer thread takes the
+// next tile and passes its number on through two slots of shared memory.
+#pragma once
+
+#include "device/dependent_launch.cuh"
+#include "ops/attention/cuda/sm90/schedule.cuh"
+#include "tile/stage_ring_sm90.cuh"
+
+namespace warpwright {
+
+struct TileQueue {
+  static constexpr int kSlots = 2;
+  static constexpr int kSmemBytes = StageRing<kSlots>::kBarrierBytes + 8 * kSlots;
+
+  uint32_t shared;  // kSmemBytes, a multiple of 8
+  StageRing<kSlots>::Cursor at = {};
+  bool started = false;
+
+  __device__ __forceinline__ StageRing<kSlots> ring() const { return {shared}; }
+  __device__ __forceinline__ void init(int consumer_warps) const { ring().init(consumer_warps); }
+
+  // The producer: passes `tile` on.
+  __device__ __forceinline__ void push(int tile) {
+    ring().wait_empty(at);
+    asm volatile("st.shared.s32 [%0], %1;\n" ::"r"(slot()), "r"(tile) : "memory");
+    mbarrier_arrive(ring().full(at.stage));
+    at.next();
+  }
+  // The producer: the tile after `tile`.
+  __device__ __forceinline__ int next(const TileSchedule& schedule, int tile) {
+    if (schedule.counter == nullptr) return tile + static_cast<int>(gridDim.x);
+    if (!started) wait_for_previous_kernel();  // it clears the counter
+    started = true;
+    return static_cast<int>(gridDim.x) + atomicAdd(schedule.counter, 1);
+  }
+  // A consumer warp.
+  __device__ __forceinline__ int pop() {
+    ring().wait_full(at);
+    const int tile = static_cast<int>(load_shared_u32(slot()));
+    __syncwarp();
+    ring().release(at);
+    at.next();
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t slot() const {
+    return shared + StageRing<kSlots>::kBarrierBytes + at.stage * 8;
+  }
+};
+
+}  // namespace warpwright
