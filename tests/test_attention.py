@@ -69,10 +69,12 @@ def qkv(device, dtype, B=2, H=4, S_q=5, S_k=7, D=8, D_v=None, H_kv=None):
     )
 
 
-# One key, one query, tails of every tile side (16, 64, 128, 512), both orders of S_q and S_k.
+# One key, one query, tails of every tile side (16, 64, 96, 128, 192, 512), both orders of S_q and S_k.
 LENGTHS = [(1, 1), (1, 9), (9, 1), (3, 17), (64, 64), (65, 130), (129, 63), (200, 600), (600, 200)]
+LENGTHS += [(192, 96), (193, 97), (383, 385)]
 # Odd sizes below, at and above the padded 64/128/256, and one that no tile holds.
 HEAD_DIMS = [(1, 1), (7, 7), (64, 64), (72, 40), (40, 72), (128, 128), (130, 130), (320, 320)]
+HEAD_DIMS += [(192, 128), (256, 256)]
 
 
 @pytest.mark.parametrize(("S_q", "S_k"), LENGTHS)
@@ -315,6 +317,45 @@ def test_repeatable(device, dtype):
     first = run()
     for _ in range(5):
         assert_same(run(), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_more_tiles_than_ctas(D, is_causal):
+    """Persistent kernels take several tiles per CTA, under the causal rule in a changing order."""
+    q, k, v = qkv("cuda", torch.bfloat16, 3, 24, 1000, 900, D, H_kv=8)
+    compare((q, k, v), is_causal=is_causal, enable_gqa=True)
+
+    def run():
+        out = ours(q, k, v, is_causal=is_causal, enable_gqa=True)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    first = run()
+    for _ in range(20):
+        assert_same(run(), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needs", subsets(3), ids=lambda n: "".join("01"[b] for b in n))
+def test_some_gradients_of_16_bits(needs):
+    """Each kernel of the backward runs alone, too."""
+    inputs = [
+        x.detach().requires_grad_(n)
+        for x, n in zip(qkv("cuda", torch.float16, 1, 4, 300, 200, 64, H_kv=2), needs, strict=True)
+    ]
+    compare(inputs, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.gpu
+def test_infinite_key_that_nobody_sees():
+    q, k, v = qkv("cuda", torch.bfloat16, 1, 2, 70, 100, 64)
+    k.data[:, :, 90, 3] = float("inf")
+    grads = torch.autograd.grad(ours(q, k, v, is_causal=True).square().sum(), (q, k, v))
+    for grad in grads[1:]:  # that of q has 0 times infinity, in native, too
+        assert grad.isfinite().all()
+    assert not grads[1][:, :, 70:].any()
+    assert not grads[2][:, :, 70:].any()
 
 
 def seeded(seed, function):

@@ -514,6 +514,31 @@ def test_attention():
     assert "with mask" in text(torch.bfloat16, 64, attn_mask=torch.ones(128, 128))
 
 
+def test_attention_on_sm90():
+    def lines(q, k=None, **kwargs):
+        k = q if k is None else k
+        text = explain("scaled_dot_product_attention", q, k, k, **kwargs, **ON_GPU)
+        forward = next(line for line in text.splitlines() if "forward" in line)
+        backward = next(line for line in text.splitlines() if "backward" in line)
+        return forward, backward
+
+    x = torch.empty(2, 100, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert all("sm_90a" in line and "wgmma" in line for line in lines(x))
+    forward, backward = lines(torch.empty(2, 4, 100, 256, dtype=torch.float16))
+    assert "sm_90a" in forward
+    assert "head dimension above 128" in backward
+    for y in (
+        x[..., :20],
+        x[..., 1:33],
+        torch.empty(2, 4, 100, 68, dtype=torch.bfloat16)[..., :64],
+    ):
+        assert all("TMA needs rows" in line for line in lines(y))
+    broadcast = torch.empty(2, 1, 100, 64, dtype=torch.bfloat16).expand(2, 4, 100, 64)
+    assert all("TMA needs rows" in line for line in lines(x, broadcast))
+    assert all("no keys" in line for line in lines(x, x[:, :, :0]))
+    assert all("dropout" in line for line in lines(x, dropout_p=0.1))
+
+
 def test_on_the_cpu():
     x = torch.randn(2, 3, 4, 4)
     for call in (

@@ -105,6 +105,9 @@ __device__ __forceinline__ uint4 load_shared_u128(uint32_t shared) {
 }
 
 // "st.shared".
+__device__ __forceinline__ void store_shared_u32(uint32_t shared, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(shared), "r"(value) : "memory");
+}
 __device__ __forceinline__ void store_shared_u128(uint32_t shared, const uint4& value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)

@@ -34,6 +34,15 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kRegs]) {
   for (int i = 0; i < kRegs; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The same for an A operand in registers.
+template <int kSteps>
+__device__ __forceinline__ void wgmma_pin(uint32_t (&a)[kSteps][4]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[step][i])::"memory");
+}
+
 // "Matrix Descriptor Format". Bits 0-13: start address / 16; 16-29: leading dimension byte offset
 // / 16; 32-45: stride dimension byte offset / 16; 49-51: base offset, 0 because the swizzle's
 // 1024-byte patterns are aligned to 1024 bytes; 62-63: swizzle, 1 = 128 bytes.
@@ -56,7 +65,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
 #define WARPWRIGHT_WGMMA_LIST_32                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
   "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WARPWRIGHT_WGMMA_LIST_48 \
+#define WARPWRIGHT_WGMMA_LIST_48                                           \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
   "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
@@ -161,16 +170,16 @@ __device__ __forceinline__ void wgmma_tf32_registers(float (&d)[64], const uint3
 }
 
 // The same, m64nNk16 of bf16 and fp16 with A from registers (B MN-major if kTransB). Nothing may
-// touch these before the wait: a[{0, 1}]: rows 16 w + g and 16 w + g + 8, k = 2t and 2t + 1;
-// a[{2, 3}]: k = 2t + 8 and 2t + 9. Two blocks of 8 accumulator columns are one such A.
-#define WARPWRIGHT_WGMMA_RS(shape, types, regs, a0, a1, a2, a3, b_, p_, tb_)                      \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" p_                                            \
-               ", 0;\n"                                                                           \
-               "wgmma.mma_async.sync.aligned." shape ".f32." types                                \
-               " {" WARPWRIGHT_WGMMA_LIST_##regs "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_  \
-               ", p, 1, 1, %" tb_ ";\n}\n"                                                        \
-               : WARPWRIGHT_D##regs(0)                                                            \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                              \
+// touch these before the wait (wgmma_pin): a[{0, 1}]: rows 16 w + g and 16 w + g + 8, k = 2t and 2t
+// + 1; a[{2, 3}]: k = 2t + 8 and 2t + 9. Two blocks of 8 accumulator columns are one such A.
+#define WARPWRIGHT_WGMMA_RS(shape, types, regs, a0, a1, a2, a3, b_, p_, tb_)                     \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" p_                                           \
+               ", 0;\n"                                                                          \
+               "wgmma.mma_async.sync.aligned." shape ".f32." types                               \
+               " {" WARPWRIGHT_WGMMA_LIST_##regs "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_ \
+                                                 ", p, 1, 1, %" tb_ ";\n}\n"                     \
+               : WARPWRIGHT_D##regs(0)                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                             \
                  "r"(static_cast<int>(accumulate)), "n"(kTransB))
 template <class T, int kTransB, int kRegs>
 __device__ __forceinline__ void wgmma_registers(float (&d)[kRegs], const uint32_t (&a)[4],
@@ -182,7 +191,8 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kRegs], const uint32_
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_RS("m64n128k16", "bf16.bf16", 64, "64", "65", "66", "67", "68", "69", "70");
     } else if constexpr (kRegs == 128) {
-      WARPWRIGHT_WGMMA_RS("m64n256k16", "bf16.bf16", 128, "128", "129", "130", "131", "132", "133", "134");
+      WARPWRIGHT_WGMMA_RS("m64n256k16", "bf16.bf16", 128, "128", "129", "130", "131", "132", "133",
+                          "134");
     }
   } else {
     static_assert(std::is_same_v<T, half>, "16-bit operands");
@@ -191,7 +201,8 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kRegs], const uint32_
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_RS("m64n128k16", "f16.f16", 64, "64", "65", "66", "67", "68", "69", "70");
     } else if constexpr (kRegs == 128) {
-      WARPWRIGHT_WGMMA_RS("m64n256k16", "f16.f16", 128, "128", "129", "130", "131", "132", "133", "134");
+      WARPWRIGHT_WGMMA_RS("m64n256k16", "f16.f16", 128, "128", "129", "130", "131", "132", "133",
+                          "134");
     }
   }
 }

@@ -130,7 +130,9 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
                        fits_tensor_map(p.k, p.B, p.H_kv, p.S_k) &&
                        fits_tensor_map(p.v, p.B, p.H_kv, p.S_k) &&
                        fits_tensor_map(p.out, p.B, p.H, p.S_q);
-  if (!aligned) return {kMma, head_tile, false, "mma.sync: TMA needs rows at multiples of 16 bytes"};
+  if (!aligned)
+    return {kMma, head_tile, false, "mma.sync: TMA needs rows at multiples of 16 bytes"};
+  if (p.S_k == 0) return {kMma, head_tile, false, "mma.sync: no keys"};
   if (p.S_q > kMaxLength || p.S_k > kMaxLength ||
       p.B * p.H * (ceil_div(p.S_q, int64_t{64}) + ceil_div(p.S_k, int64_t{64})) > kMaxTiles)
     return {kMma, head_tile, false, "mma.sync: tiles are counted in 32 bits"};
@@ -145,10 +147,9 @@ inline AttentionConfig choose_attention_backward_config(const AttentionBackwardP
   if (config.head_tile > 128)
     return {AttentionPath::kMma, config.head_tile, false, "mma.sync: head dimension above 128"};
   const AttentionParams& f = p.fwd;
-  const bool aligned = fits_tensor_map(p.dout, f.B, f.H, f.S_q) &&
-                       fits_tensor_map(p.dq, f.B, f.H, f.S_q) &&
-                       fits_tensor_map(p.dk, f.B, f.H_kv, f.S_k) &&
-                       fits_tensor_map(p.dv, f.B, f.H_kv, f.S_k);
+  const bool aligned =
+      fits_tensor_map(p.dout, f.B, f.H, f.S_q) && fits_tensor_map(p.dq, f.B, f.H, f.S_q) &&
+      fits_tensor_map(p.dk, f.B, f.H_kv, f.S_k) && fits_tensor_map(p.dv, f.B, f.H_kv, f.S_k);
   if (!aligned)
     return {AttentionPath::kMma, config.head_tile, false,
             "mma.sync: TMA needs rows at multiples of 16 bytes"};
@@ -169,8 +170,8 @@ inline int64_t attention_row_stats_bytes(const AttentionParams& p, AttentionPath
   return (p.dtype == DType::kFloat32 ? 3 : 2) * rows * 4;
 }
 
-// Counters of tiles that CTAs have taken, ints, on sm_90a: the forward's, or dq's and that of dk and
-// dv. Only the causal rule needs them.
+// Counters of tiles that CTAs have taken, ints, on sm_90a: the forward's, or dq's and that of dk
+// and dv. Only the causal rule needs them.
 constexpr int kAttentionTileCounters = 2;
 
 inline std::string describe(const AttentionConfig& config) {

@@ -5,7 +5,7 @@
 #include "device/math.cuh"
 #include "ops/attention/cuda/common.cuh"
 #include "ops/attention/cuda/launch.h"
-#include "ops/attention/cuda/sm90/launch.h"
+#include "ops/attention/cuda/sm90/launch.cuh"
 
 namespace warpwright {
 namespace {

@@ -1,8 +1,9 @@
-// dk and dv on sm_90a: dV = P^T dO, dK = scale * dS^T Q with dS = P (dP - delta), dP = dO V^T. A CTA
-// is persistent and owns 128 keys at a time, two consumer warpgroups 64 each; K and V stay, Q, dO
-// and the rows' statistics walk past, for every query head of the group in turn. Scores are computed
-// transposed (keys are rows), so that P^T and dS^T leave their registers as A operands: nothing is
-// written to shared memory, and sums are in the order of heads and queries, without atomics.
+// dk and dv on sm_90a: dV = P^T dO, dK = scale * dS^T Q with dS = P (dP - delta), dP = dO V^T. A
+// CTA is persistent and owns 128 keys at a time, two consumer warpgroups 64 each; K and V stay, Q,
+// dO and the rows' statistics walk past, for every query head of the group in turn. Scores are
+// computed transposed (keys are rows), so that P^T and dS^T leave their registers as A operands:
+// nothing is written to shared memory, and sums are in the order of heads and queries, without
+// atomics.
 //
 // Bound: four products, of which two are computed a second time in the kernel of dq. At d = 64 the
 // products of S^T and dP^T read shared memory for as long as they multiply.
@@ -12,7 +13,7 @@
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
 #include "device/sm90/bulk.cuh"
-#include "ops/attention/cuda/sm90/launch.h"
+#include "ops/attention/cuda/sm90/launch.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
 #include "ops/attention/cuda/sm90/tile_queue.cuh"
 
@@ -183,7 +184,7 @@ struct DkdvSm90 {
         wgmma_commit();
         wgmma_wait<1>();  // S^T, and dS^T Q of the step before
         wgmma_pin(s);
-        pin(ds);
+        wgmma_pin(ds);
         if (step > 0) q_ring.release(previous);
         previous = at;
 
@@ -199,7 +200,7 @@ struct DkdvSm90 {
         }
         round_to_operand<T>(probabilities, s);
         wgmma_pin(dv);
-        pin(probabilities);
+        wgmma_pin(probabilities);
         wgmma_fence();
         multiply_held<T>(dv, probabilities, dout, true);
         wgmma_commit();
@@ -216,7 +217,7 @@ struct DkdvSm90 {
         }
         round_to_operand<T>(ds, s);
         wgmma_pin(dk);
-        pin(ds);
+        wgmma_pin(ds);
         wgmma_fence();
         multiply_held<T>(dk, ds, q, true);
         wgmma_commit();
@@ -224,17 +225,17 @@ struct DkdvSm90 {
         // left for dS beside the next step's scores.
         wgmma_wait<Tile::kOverlaps ? 1 : 0>();
         wgmma_pin(dv);
-        pin(probabilities);
+        wgmma_pin(probabilities);
         if constexpr (!Tile::kOverlaps) {
           wgmma_pin(dk);
-          pin(ds);
+          wgmma_pin(ds);
         }
         do_ring.release(at);
         at.next();
       }
       wgmma_wait<0>();
       wgmma_pin(dk);
-      pin(ds);
+      wgmma_pin(ds);
       if (steps > 0) q_ring.release(previous);
       const float factors[2] = {p.scale, p.scale};
       scale_rows(dk, factors);
@@ -254,13 +255,19 @@ struct DkdvSm90 {
     return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
   }
 
-  // The causal rule; rows past S_q are hidden by their lse, and keys past S_k are not stored.
+  // The causal rule, and queries past S_q, whose scores with an infinite key would be NaN. Keys
+  // past S_k are not stored.
   __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int col0, int row0) const {
-    if (!p.is_causal || row0 >= col0 + accumulator_warp_row() + 15) return;
-    const int first = col0 + accumulator_row() - row0 - accumulator_col();
+    const bool below_diagonal = !p.is_causal || row0 >= col0 + accumulator_warp_row() + 15;
+    if (below_diagonal && row0 + Tile::kBlockM <= p.S_q) return;
+    const int query = row0 + accumulator_col();
+    const int last = p.S_q - 1 - query;
+    const int first = p.is_causal ? col0 + accumulator_row() - query : -Tile::kBlockM;
 #pragma unroll
-    for (int i = 0; i < kScoreRegs; ++i)
-      if (i / 4 * 8 + i % 2 < first + i / 2 % 2 * 8) s[i] = -INFINITY;
+    for (int i = 0; i < kScoreRegs; ++i) {
+      const int col = i / 4 * 8 + i % 2;
+      if (col > last || col < first + i / 2 % 2 * 8) s[i] = -INFINITY;
+    }
   }
 
   // The warpgroup's 64 rows of both, through the places of its rows of K and V.

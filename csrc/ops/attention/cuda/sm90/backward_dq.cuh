@@ -1,7 +1,7 @@
 // dq on sm_90a: dQ = scale * dS K with dS = P (dP - delta), P = 2^(scale S - lse), dP = dO V^T. A
 // CTA is persistent and owns 128 queries at a time, two consumer warpgroups 64 each; Q and dO stay
-// in shared memory, K and V walk past. dS leaves the registers of S and dP as the A operand of dS K,
-// so nothing is written to shared memory. Sums are in the order of the keys: no atomics.
+// in shared memory, K and V walk past. dS leaves the registers of S and dP as the A operand of dS
+// K, so nothing is written to shared memory. Sums are in the order of the keys: no atomics.
 //
 // Bound: three products of which one is computed a second time in the kernel of dk and dv. A
 // consumer's exponentials run under the other's products.
@@ -10,7 +10,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
-#include "ops/attention/cuda/sm90/launch.h"
+#include "ops/attention/cuda/sm90/launch.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
 #include "ops/attention/cuda/sm90/tile_queue.cuh"
 
@@ -143,8 +143,7 @@ struct DqSm90 {
         lse[half] = row < p.S_q ? p.lse_log2[index] : INFINITY;
         delta[half] = row < p.S_q ? p.delta[index] : 0.f;
       }
-      const uint32_t q_rows =
-          shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192;
+      const uint32_t q_rows = shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192;
       const uint64_t q = row_tile<Tile::kBlockM>(q_rows);
       const uint64_t dout = row_tile<Tile::kBlockM>(shared + Tile::kDout +
                                                     q_at.stage * Tile::kQBytes + consumer * 8192);
@@ -169,7 +168,7 @@ struct DqSm90 {
         wgmma_commit();
         wgmma_wait<1>();  // S, and dS K of the block before
         wgmma_pin(s);
-        pin(ds);
+        wgmma_pin(ds);
         if (block > 0) k_ring.release(previous);
         previous = at;
 
@@ -185,7 +184,7 @@ struct DqSm90 {
         round_to_operand<T>(ds, s);
 
         wgmma_pin(dq);
-        pin(ds);
+        wgmma_pin(ds);
         wgmma_fence();
         multiply_held<T>(dq, ds, k, block > 0);
         wgmma_commit();
@@ -193,7 +192,7 @@ struct DqSm90 {
       }
       wgmma_wait<0>();
       wgmma_pin(dq);
-      pin(ds);
+      wgmma_pin(ds);
       k_ring.release(previous);
 
       const float factors[2] = {p.scale, p.scale};

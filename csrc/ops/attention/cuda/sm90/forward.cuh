@@ -12,7 +12,7 @@
 
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
-#include "ops/attention/cuda/sm90/launch.h"
+#include "ops/attention/cuda/sm90/launch.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
 #include "ops/attention/cuda/sm90/tile_queue.cuh"
 
@@ -143,8 +143,8 @@ struct ForwardSm90 {
     for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
       const Work w = work(tile);
       const int row0 = w.row0 + consumer * 64;
-      const uint64_t q = row_tile<Tile::kBlockM>(shared + Tile::kQ + q_at.stage * Tile::kQBytes +
-                                                 consumer * 8192);
+      const uint64_t q =
+          row_tile<Tile::kBlockM>(shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192);
       auto k_tile = [&] {
         return row_tile<Tile::kBlockN>(shared + Tile::kK + k_at.stage * Tile::kBlockBytes);
       };
@@ -190,7 +190,7 @@ struct ForwardSm90 {
         wgmma_commit();
         v_ring.wait_full(v_at);
         wgmma_pin(out);
-        pin(probabilities);
+        wgmma_pin(probabilities);
         wgmma_fence();
         multiply_held<T>(out, probabilities, v_tile(), block < w.blocks - 2);
         wgmma_commit();
@@ -203,7 +203,7 @@ struct ForwardSm90 {
         const bool moves = softmax.step(s, scale, correction);
         wgmma_wait<0>();
         wgmma_pin(out);
-        pin(probabilities);
+        wgmma_pin(probabilities);
         v_ring.release(v_at);
         v_at.next();
         if (moves) scale_rows(out, correction);
@@ -212,7 +212,7 @@ struct ForwardSm90 {
       if constexpr (Tile::kOwnOutput) q_ring.release(q_at);
       v_ring.wait_full(v_at);
       wgmma_pin(out);
-      pin(probabilities);
+      wgmma_pin(probabilities);
       wgmma_fence();
       multiply_held<T>(out, probabilities, v_tile(), w.blocks > 1);
       wgmma_commit();

@@ -4,7 +4,7 @@
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "ops/attention/cuda/common.cuh"
-#include "ops/attention/cuda/sm90/launch.h"
+#include "ops/attention/cuda/sm90/launch.cuh"
 
 namespace warpwright {
 namespace {
@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0.f;
   if (inside && col < f.D_v) {
     const int64_t b = bh / f.H, h = bh % f.H;
-    const auto x = *reinterpret_cast<const Vec<T, 8>*>(operand_rows<const T>(p.dout, b, h, s) + col);
+    const auto x =
+        *reinterpret_cast<const Vec<T, 8>*>(operand_rows<const T>(p.dout, b, h, s) + col);
     const auto y = *reinterpret_cast<const Vec<T, 8>*>(operand_rows<const T>(f.out, b, h, s) + col);
     sum = tree_sum<8>([&](int i) { return convert<float>(x[i]) * convert<float>(y[i]); });
   }

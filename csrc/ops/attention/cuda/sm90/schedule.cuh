@@ -17,12 +17,13 @@
 namespace warpwright {
 
 struct TileSchedule {
-  int num_tiles = 0;   // of all heads
-  int rows_tiles = 0;  // per head
-  int section = 1;     // heads per section
-  int last_section_tile = 0;  // the first tile of the last section, which may have fewer heads
+  int num_tiles = 0;            // of all heads
+  int rows_tiles = 0;           // per head
+  int section = 1;              // heads per section
+  int last_section_tile = 0;    // the first tile of the last section, which may have fewer heads
   bool longest_is_last = true;  // the last rows of a head have the most work, else the first rows
-  int* counter = nullptr;  // tiles taken beyond the first of each CTA; null: every gridDim.x-th tile
+  int* counter =
+      nullptr;            // tiles taken beyond the first of each CTA; null: every gridDim.x-th tile
   FastDivmod by_section;  // section * rows_tiles
   FastDivmod by_heads;    // section
   FastDivmod by_last_heads;

@@ -57,15 +57,6 @@ __device__ __forceinline__ void multiply_held(float (&d)[kRegs], const RegisterO
   }
 }
 
-// The A operand's registers stay as they are up to this point.
-template <int kSteps>
-__device__ __forceinline__ void pin(RegisterOperand<kSteps>& a) {
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[step][i])::"memory");
-}
-
 __device__ __forceinline__ uint32_t pack_pair_sm90(float x, float y, bf16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
   return reinterpret_cast<const uint32_t&>(pair);

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "device/sm90/cluster.cuh"
+#include "device/ticket.cuh"
 #include "ops/attention/cuda/sm90/schedule.cuh"
 #include "tile/stage_ring_sm90.cuh"
 
@@ -22,7 +24,7 @@ struct TileQueue {
   // The producer: passes `tile` on.
   __device__ __forceinline__ void push(int tile) {
     ring().wait_empty(at);
-    asm volatile("st.shared.s32 [%0], %1;\n" ::"r"(slot()), "r"(tile) : "memory");
+    store_shared_u32(slot(), static_cast<uint32_t>(tile));
     mbarrier_arrive(ring().full(at.stage));
     at.next();
   }
@@ -31,7 +33,7 @@ struct TileQueue {
     if (schedule.counter == nullptr) return tile + static_cast<int>(gridDim.x);
     if (!started) wait_for_previous_kernel();  // it clears the counter
     started = true;
-    return static_cast<int>(gridDim.x) + atomicAdd(schedule.counter, 1);
+    return static_cast<int>(gridDim.x) + take_ticket(schedule.counter);
   }
   // A consumer warp.
   __device__ __forceinline__ int pop() {

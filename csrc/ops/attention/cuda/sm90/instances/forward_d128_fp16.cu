@@ -5,7 +5,7 @@ namespace warpwright {
 
 template <>
 void launch_attention_fwd_sm90<half, 128>(const AttentionParams& p, int* tile_counters,
-                                         cudaStream_t stream) {
+                                          cudaStream_t stream) {
   launch_forward<half, ForwardTileSm90<128, 128, 2, true>>(p, tile_counters, stream);
 }
 

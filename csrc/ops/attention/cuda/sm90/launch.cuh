@@ -1,5 +1,5 @@
-// The launchers of attention's kernels for sm_90a, a file per head dimension and type in instances/,
-// and what they make their parameters from.
+// The launchers of attention's kernels for sm_90a, a file per head dimension and type in
+// instances/, and what they make their parameters from.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include "host/launch.h"
 #include "host/tensor_map.h"
 #include "ops/attention/attention.h"
-#include "ops/attention/cuda/sm90/params.h"
+#include "ops/attention/cuda/sm90/params.cuh"
 
 namespace warpwright {
 
@@ -60,10 +60,9 @@ inline TileGridOfHeads tiles_of_keys(const AttentionParams& p, int tile_rows, in
   const DeviceInfo& device = current_device_info();
   TileGridOfHeads grid;
   const int64_t group = p.H / p.H_kv;
-  grid.schedule =
-      make_tile_schedule(p.B * p.H_kv, p.H_kv, 1, ceil_div(p.S_k, int64_t{tile_rows}),
-                         group * p.S_q * (p.D + p.D_v) * 2, device.l2_bytes,
-                         /*longest_is_last=*/false);
+  grid.schedule = make_tile_schedule(p.B * p.H_kv, p.H_kv, 1, ceil_div(p.S_k, int64_t{tile_rows}),
+                                     group * p.S_q * (p.D + p.D_v) * 2, device.l2_bytes,
+                                     /*longest_is_last=*/false);
   grid.ctas = std::min(grid.schedule.num_tiles, device.num_sms);
   if (p.is_causal && grid.ctas < grid.schedule.num_tiles) grid.schedule.counter = counter;
   return grid;

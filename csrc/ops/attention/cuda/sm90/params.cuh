@@ -1,5 +1,5 @@
-// Parameters of attention's kernels for sm_90a. A tensor map reads or writes rows of one head: boxes
-// of (64 columns, rows, 1, 1) of (D, S, H, B).
+// Parameters of attention's kernels for sm_90a. A tensor map reads or writes rows of one head:
+// boxes of (64 columns, rows, 1, 1) of (D, S, H, B).
 #pragma once
 
 #include <cuda.h>
@@ -18,7 +18,8 @@ struct AttentionForwardSm90Params {
 };
 
 // What both kernels of the backward read. The statistics have padded_rows per head, a multiple of
-// 64: lse * log2(e), +inf for hidden rows and past S_q, so that P = 0 there; delta = rowsum(dO * O).
+// 64: lse * log2(e), +inf for hidden rows and past S_q, so that P = 0 there; delta = rowsum(dO *
+// O).
 struct AttentionBackwardSm90Params {
   CUtensorMap q, k, v, dout;
   const float* lse_log2;
