@@ -1,0 +1,34 @@
+"""Drop-in versions of `torch.nn.functional`: same names, arguments, defaults and errors."""
+
+from ._activation import relu, relu_
+from ._attention import scaled_dot_product_attention
+from ._conv import conv2d
+from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
+from ._loss import cross_entropy, linear_cross_entropy
+from ._norm import batch_norm, batch_norm_add_relu, batch_norm_relu, batch_norm_relu_max_pool2d
+from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
+
+__all__ = [
+    "batch_norm",
+    "batch_norm_add_relu",
+    "batch_norm_relu",
+    "batch_norm_relu_max_pool2d",
+    "conv2d",
+    "cross_entropy",
+    "linear",
+    "linear_cross_entropy",
+    "linear_gelu",
+    "linear_relu",
+    "linear_silu",
+    "max_pool2d",
+    "max_pool2d_with_indices",
+    "mlp",
+    "relu",
+    "relu_",
+    "relu_max_pool2d",
+    "scaled_dot_product_attention",
+]
+
+# Pickles and generated forwards import a function by this module, not by the file that defines it.
+for _name in __all__:
+    globals()[_name].__module__ = __name__

@@ -1,0 +1,41 @@
+"""What several functionals share.
+
+A comparison of classes passes the usual arguments on. Others go to `_arguments`, which has native's
+rules. So does every error that an operator raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _arguments
+
+# Together they say what torch.compiler.is_compiling() says, in 40 ns per call instead of 60. While
+# compiling, native's op replaces an op of ours that only moves memory: Inductor fuses it.
+dynamo, exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
+
+
+def pair(function: str, name: str, value: int | Sequence[int]) -> Sequence[int]:
+    if value.__class__ is int:
+        return (value, value)  # type: ignore[return-value]
+    if value.__class__ is tuple and len(value) == 2:  # type: ignore[arg-type]
+        first, last = value  # type: ignore[misc]
+        if first.__class__ is last.__class__ is int:
+            return value  # type: ignore[return-value]
+    return _arguments.integers(function, name, value)
+
+
+def pool_window(
+    function: str, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: Any
+) -> tuple[Any, ...]:
+    """The arguments of pooling as the operators take them."""
+    return (
+        pair(function, "kernel_size", kernel_size),
+        () if stride is None else pair(function, "stride", stride),
+        pair(function, "padding", padding),
+        pair(function, "dilation", dilation),
+        _arguments.flag(function, "ceil_mode", ceil_mode),
+    )

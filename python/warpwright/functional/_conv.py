@@ -1,0 +1,57 @@
+"""Convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .. import _arguments
+from .._ops import ops
+from ._common import pair
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """2-D convolution (cross-correlation) of a batch of images.
+
+    The output is channels_last if ``input`` or ``weight`` is. float32, float64, bfloat16 and
+    float16 run on our kernels (float32 on CUDA follows ``torch.backends.cudnn.allow_tf32``);
+    integer and complex tensors go to native.
+
+    Args:
+        input: ``(N, C, H, W)`` or ``(C, H, W)``, any strides.
+        weight: ``(K, C / groups, R, S)``, same dtype.
+        bias: ``(K,)`` or None.
+        stride, dilation: one number, or one for each dimension.
+        padding: likewise, or ``"valid"`` (none) or ``"same"`` (output as large as the input; an odd
+            amount puts the extra row and column at the end; needs stride 1).
+        groups: C and K are cut in so many parts, convolved apart.
+    Raises:
+        RuntimeError: as native, on a wrong rank, dtype, device or channel count, a non-positive
+            stride, dilation or groups, negative padding, or a kernel larger than the padded input.
+    """
+    stride = pair("conv2d", "stride", stride)
+    dilation = pair("conv2d", "dilation", dilation)
+    if groups.__class__ is not int:
+        groups = _arguments.integer("conv2d", "groups", groups)
+    try:
+        if isinstance(padding, str):
+            return ops.conv2d_padding(input, weight, bias, stride, padding, dilation, groups)
+        padding = pair("conv2d", "padding", padding)
+        if len(padding) > 2:  # the operator takes four: the uneven padding of "same"
+            raise RuntimeError(
+                "expected padding to be a single integer value or a list of 2 values to match the "
+                f"convolution dimensions, but got padding={list(padding)}"
+            )
+        return ops.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    except RuntimeError as error:
+        operands = {"input": input, "weight": weight}
+        raise _arguments.error(error, "conv2d", operands, {"bias": bias}) from None

@@ -1,0 +1,108 @@
+"""Linear layers, alone and with an activation in the epilogue."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import _arguments
+from .._fallback import ACTIVATIONS
+from .._ops import ops
+from ._common import dynamo, exporting
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``input @ weight.T + bias``.
+
+    float32 on CUDA follows ``torch.backends.cuda.matmul`` (``allow_tf32``, ``fp32_precision``),
+    unless :func:`warpwright.set_float32_matmul_precision` says otherwise: it also has a level
+    between the two, sums of two TF32 numbers.
+    Integer and complex types go to the native op: there is no kernel of ours for them.
+
+    Args:
+        input: (*, in_features), any strides; float32, float64, bfloat16 or float16.
+        weight: (out_features, in_features) or (in_features), any strides, same dtype.
+        bias: (out_features), or any shape that broadcasts to the output, same dtype.
+    Raises:
+        RuntimeError: shapes that do not multiply, or operands of several dtypes or devices.
+    """
+    try:
+        return ops.linear(input, weight, bias)
+    except RuntimeError as error:
+        operands = {"input": input, "weight": weight}
+        raise _arguments.error(error, "linear", operands, {"bias": bias}) from None
+
+
+def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``relu(linear(input, weight, bias))`` in one op, without the pre-activation in memory.
+
+    The backward reads the signs of the output, which is kept as native's relu keeps it: changing it
+    in place before the backward is an error. Arguments and errors are :func:`linear`'s.
+    """
+    return _linear_activation("linear_relu", input, weight, bias, "relu")
+
+
+def linear_gelu(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
+) -> Tensor:
+    """``gelu(linear(input, weight, bias), approximate)`` in one op.
+
+    The pre-activation is written only where a gradient is needed. 16-bit types round once: the
+    activation sees the sum as it was accumulated, in float32.
+
+    Args:
+        approximate: ``"none"``, ``z * Phi(z)``, or ``"tanh"``; as for ``torch.nn.functional.gelu``.
+
+    The other arguments are :func:`linear`'s.
+
+    Raises:
+        RuntimeError: another ``approximate``; else as :func:`linear`.
+        NotImplementedError: a type that native's gelu does not take.
+    """
+    return _linear_activation("linear_gelu", input, weight, bias, _gelu(approximate))
+
+
+def linear_silu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``silu(linear(input, weight, bias))`` in one op: see :func:`linear_gelu`."""
+    return _linear_activation("linear_silu", input, weight, bias, "silu")
+
+
+def mlp(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None = None,
+    activation: str = "gelu",
+) -> Tensor:
+    """``linear(activation(linear(input, weight1, bias1)), weight2, bias2)`` in two ops.
+
+    Args:
+        input: (*, in_features).
+        weight1: (hidden_features, in_features).
+        bias1: (hidden_features) or None.
+        weight2: (out_features, hidden_features).
+        bias2: (out_features) or None.
+        activation: ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
+    Raises:
+        RuntimeError: another activation; else as :func:`linear`.
+    """
+    hidden = _linear_activation("mlp", input, weight1, bias1, activation)
+    return linear(hidden, weight2, bias2)
+
+
+def _linear_activation(
+    function: str, input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    if (dynamo() or exporting()) and activation in ACTIVATIONS:
+        return ACTIVATIONS[activation](ops.linear(input, weight, bias))
+    try:
+        return ops.linear_activation(input, weight, bias, activation)[0]
+    except RuntimeError as error:
+        operands = {"input": input, "weight": weight}
+        raise _arguments.error(error, function, operands, {"bias": bias}) from None
+
+
+def _gelu(approximate: str) -> str:
+    if approximate not in ("none", "tanh"):
+        raise RuntimeError("approximate argument must be either none or tanh.")
+    return "gelu" if approximate == "none" else "gelu_tanh"

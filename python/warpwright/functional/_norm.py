@@ -1,0 +1,215 @@
+"""Batch norm, alone and with the layers that follow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _arguments
+from .._fallback import NATIVE
+from .._ops import ops
+from ._activation import relu
+from ._common import dynamo, exporting, pool_window
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``(input - mean) / sqrt(var + eps) * weight + bias`` for each channel (dimension 1).
+
+    In training mean and variance are the batch's, and the running statistics, if given, move
+    towards them by ``momentum`` (with the unbiased variance); else they are the running statistics.
+
+    Args:
+        input: (N, C) or (N, C, *), contiguous or channels_last (kept in the output); float32,
+            float64, bfloat16, float16.
+        running_mean, running_var, weight, bias: (C), each in the dtype of ``input``, or float32
+            beside a 16-bit one.
+        training: take the batch's statistics.
+        momentum: share of the batch's in the running statistics; a float (the modules have native's
+            ``momentum=None``, the plain average).
+        eps: added to the variance.
+    Raises:
+        ValueError: one value per channel in training, an ``eps`` that native refuses (not positive;
+            in newer releases 0 is one for evaluation), or only one of the running statistics.
+        RuntimeError: no running statistics in evaluation, or sizes or dtypes that don't fit.
+        NotImplementedError: integer or complex ``input``.
+    """
+    if training.__class__ is not bool or not (momentum.__class__ is eps.__class__ is float):
+        training, momentum, eps = _norm_options("batch_norm", training, momentum, eps)
+    try:
+        if _uses_batch_statistics(input, running_mean, running_var, training, eps):
+            return ops.batch_norm(input, weight, bias, None, None, True, eps)[0]
+        if not training:
+            run = NATIVE["batch_norm"] if dynamo() or exporting() else ops.batch_norm
+            return run(input, weight, bias, running_mean, running_var, False, eps)[0]
+        return ops.batch_norm_update(input, weight, bias, running_mean, running_var, momentum, eps)[
+            0
+        ]
+    except RuntimeError as error:
+        optional = {"running_mean": running_mean, "running_var": running_var}
+        optional |= {"weight": weight, "bias": bias}
+        raise _arguments.error(error, "batch_norm", {"input": input}, optional) from None
+
+
+def batch_norm_relu(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``relu(batch_norm(input, ...))`` in one op, without the normalised tensor in between.
+
+    The backward computes the sign of the output anew from ``input``: nothing of the output's size
+    is kept. Arguments and errors are :func:`batch_norm`'s.
+    """
+    return _fused_norm(
+        "batch_norm_relu",
+        *((input, None, weight, bias), running_mean, running_var, training, momentum, eps),
+    )
+
+
+def batch_norm_add_relu(
+    input: Tensor,
+    residual: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``relu(batch_norm(input, ...) + residual)`` in one op: the end of a residual block.
+
+    The sum is rounded once. For the backward one or a few bits an element are kept (a byte for 16
+    bytes of ``input``), nothing of the output's size.
+
+    Args:
+        residual: a tensor of the shape and dtype of ``input``, in any layout. With another shape
+            or dtype the chain of single ops runs, which broadcasts and promotes.
+
+    The other arguments and the errors are :func:`batch_norm`'s.
+    """
+    if residual.shape != input.shape or residual.dtype != input.dtype:
+        return relu(
+            batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+            + residual
+        )
+    return _fused_norm(
+        "batch_norm_relu",
+        *((input, residual, weight, bias), running_mean, running_var, training, momentum, eps),
+    )
+
+
+def batch_norm_relu_max_pool2d(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    kernel_size: int | tuple[int, int],
+    stride: int | tuple[int, int] | None = None,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """``max_pool2d(relu(batch_norm(input, ...)), ...)`` in one op: only the pooled tensor is written.
+
+    For the backward each output keeps the place of its winner (a byte) and the element of ``input``
+    that won; nothing of the input's size but the input.
+
+    Args:
+        input: (N, C, H, W), contiguous or channels_last (kept in the output); float32, float64,
+            bfloat16, float16.
+
+    The other arguments and the errors are :func:`batch_norm`'s and :func:`max_pool2d`'s.
+
+    Raises:
+        RuntimeError: also another number of dimensions, or a window whose taps (with dilation) are
+            all in the padding.
+    """
+    name = "batch_norm_relu_max_pool2d"
+    return _fused_norm(
+        name,
+        *((input, weight, bias), running_mean, running_var, training, momentum, eps),
+        *pool_window(name, kernel_size, stride, padding, dilation, ceil_mode),
+    )
+
+
+def _norm_options(
+    function: str, training: Any, momentum: Any, eps: Any
+) -> tuple[bool, float, float]:
+    return (
+        _arguments.flag(function, "training", training),
+        _arguments.real(function, "momentum", momentum),
+        _arguments.real(function, "eps", eps),
+    )
+
+
+def _uses_batch_statistics(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+) -> bool:
+    """Training without running statistics; raises what native's Python raises."""
+    if eps <= 0.0:  # native's rule, in its words: newer releases take 0 in evaluation
+        one = torch.ones(1)
+        torch.nn.functional.batch_norm(torch.ones(2, 1), one, one, training=training, eps=eps)
+    if not training:
+        return False
+    if input.numel() == (input.size(1) if input.dim() > 1 else 1) > 0:
+        if input.dim() == 0:
+            raise IndexError("batch_norm: input: expected at least 2 dimensions, got 0")
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.size()}"
+        )
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+    return running_mean is None
+
+
+def _fused_norm(
+    name: str,
+    operands: tuple[Any, ...],
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *window: Any,
+) -> Tensor:
+    """The operator `name`, or the one that moves the running statistics."""
+    training, momentum, eps = _norm_options(name, training, momentum, eps)
+    input = operands[0]
+    try:
+        if _uses_batch_statistics(input, running_mean, running_var, training, eps):
+            return getattr(ops, name)(*operands, None, None, True, eps, *window)[0]
+        if not training:
+            stats = running_mean, running_var
+            run = NATIVE[name] if dynamo() or exporting() else getattr(ops, name)
+            return run(*operands, *stats, False, eps, *window)[0]
+        update = getattr(ops, name + "_update")
+        return update(*operands, running_mean, running_var, momentum, eps, *window)[0]
+    except RuntimeError as error:
+        optional = {"running_mean": running_mean, "running_var": running_var}
+        optional |= {"weight": operands[-2], "bias": operands[-1]}
+        raise _arguments.error(error, name, {"input": input}, optional) from None
