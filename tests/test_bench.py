@@ -37,7 +37,8 @@ from warpwright.bench import (
     steps,
 )
 from warpwright.bench.cases import CASES, FP32, ROWS, Case
-from warpwright.bench.peers import PEERS, Missing, Peer
+from warpwright.bench.implementation import Missing
+from warpwright.bench.peers import PEERS, Peer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))

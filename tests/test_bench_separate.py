@@ -125,7 +125,7 @@ def test_an_interrupt_ends_the_processes(tiny):
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            steps.step_rows(
+            separate.workload_rows(
                 workload, "cpu", {"matmul_tflops": 1.0}, 0.01, ("native", "compile"), []
             )
     finally:
@@ -140,7 +140,7 @@ def test_a_workload_without_a_file_is_refused(tiny):
 
     (workload,) = load_file(tiny, "cpu")
     with pytest.raises(ValueError, match="source: expected the file"):
-        steps.step_rows(replace(workload, source=None), "cpu", {}, 0.01)
+        separate.workload_rows(replace(workload, source=None), "cpu", {}, 0.01)
 
 
 # ---------------------------------------------------------------- how attention is called

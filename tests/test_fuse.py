@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as native
 
 import warpwright
-from warpwright import SwapCheckError, _blocks, _patterns, swap, swapped, unswap
+from warpwright import SwapCheckError, swap, swapped, unswap
+from warpwright.swap import blocks, patterns
 from warpwright.testing import assert_same
 
 # ---- what it computes ----
@@ -261,7 +262,7 @@ def test_deepcopy_and_pickle(model, images):
     torch.save(model, saved)
     saved.seek(0)
     pickled = pickle.dumps(model)
-    _blocks._classes.clear()  # as in another process
+    blocks._classes.clear()  # as in another process
     for twin in (
         copy.deepcopy(model),
         pickle.loads(pickled),
@@ -274,6 +275,21 @@ def test_deepcopy_and_pickle(model, images):
         unswap(twin)
         assert classes(twin) == classes(small_resnet())
     assert isinstance(model[4].bn1, warpwright.nn.BatchNormReLU2d)
+
+
+def test_pickles_of_former_releases(model, images):
+    """They name modules that are elsewhere now."""
+    report = swap(model, fuse=True)
+    model.eval()
+    text = pickle.dumps((model, report), protocol=2)
+    for name in ("blocks", "fuse", "patterns"):
+        now = f"cwarpwright.swap.{name}\n".encode()
+        assert now in text
+        text = text.replace(now, f"cwarpwright._{name}\n".encode())
+    twin, twins_report = pickle.loads(text)
+    assert_same(twin(images), model(images))
+    assert classes(twin) == classes(model)
+    assert twins_report == report
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -380,10 +396,10 @@ def test_meta_device():
 
 
 def test_patterns_have_their_modules():
-    for pattern in _patterns.PATTERNS:
-        keeper = _patterns.KEEPERS[pattern]
+    for pattern in patterns.PATTERNS:
+        keeper = patterns.KEEPERS[pattern]
         assert issubclass(keeper, getattr(warpwright.nn, pattern.module))
-        assert issubclass(keeper, _patterns.NATIVE[keeper])
+        assert issubclass(keeper, patterns.NATIVE[keeper])
         assert hasattr(warpwright.functional, pattern.functional)
         assert pickle.loads(pickle.dumps(keeper)) is keeper
 
@@ -407,13 +423,13 @@ def test_profile_of_the_fused_run(model, images):
 
 def test_torchvision_resnet(device):
     models = pytest.importorskip("torchvision").models
-    for build, blocks, chains in ((models.resnet18, 8, 17), (models.resnet50, 16, 49)):
+    for build, count, chains in ((models.resnet18, 8, 17), (models.resnet50, 16, 49)):
         model = build(num_classes=7).to(device)
         twin = copy.deepcopy(model).double().eval()
         report = swap(model, fuse=True)
         assert not left(report)
         assert len(fused(report)) == chains
-        assert sum(f.into == "BatchNormAddReLU2d" for f in report.fusions) == blocks
+        assert sum(f.into == "BatchNormAddReLU2d" for f in report.fusions) == count
         x = torch.randn(2, 3, 32, 32, device=device)
         model.double().eval()
         torch.testing.assert_close(model(x.double()), twin(x.double()))

@@ -11,7 +11,7 @@ from torch import nn
 
 import warpwright
 from warpwright import swap
-from warpwright._trace import NotTraceable, trace
+from warpwright.swap.trace import NotTraceable, trace
 
 # ---- a decoder layer, as transformers writes and calls them ----
 

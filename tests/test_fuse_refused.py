@@ -10,7 +10,7 @@ from torch.nn import functional as native
 from torch.utils.checkpoint import checkpoint
 
 from warpwright import swap, unswap
-from warpwright._trace import NotTraceable, trace
+from warpwright.swap.trace import NotTraceable, trace
 
 # ---- what is left, and why ----
 

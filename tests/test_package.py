@@ -126,7 +126,13 @@ def test_wheel(tree):
     assert result.returncode == 0, result.stderr[-3000:]
     (wheel,) = (tree / "w").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    for needed in ("libwarpwright.so", "py.typed", "_C.pyi", "_built_for.txt", "functional/__init__.py"):
+    for needed in (
+        "libwarpwright.so",
+        "py.typed",
+        "_C.pyi",
+        "_built_for.txt",
+        "functional/__init__.py",
+    ):
         assert f"warpwright/{needed}" in names, needed
     assert any(n.endswith("LICENSE") for n in names)
     assert not [n for n in names if n.startswith(("csrc", "tests"))]

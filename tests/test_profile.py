@@ -308,7 +308,7 @@ def test_a_swapped_model_stays_swapped(fuse):
 
 
 def _fused_or_not(seen):
-    from warpwright._blocks import fits_fused
+    from warpwright.swap.blocks import fits_fused
 
     return fits_fused(lambda module, args, output: seen.append(type(module)))
 

@@ -10,7 +10,7 @@ from common import classes, gradients, small_resnet
 from torch import nn
 
 import warpwright
-from warpwright import SwapCheckError, _check, swap, swapped, unswap
+from warpwright import SwapCheckError, swap, swapped, unswap
 from warpwright._precision import (
     CONVOLUTIONS,
     MATRIX_PRODUCTS,
@@ -20,6 +20,8 @@ from warpwright._precision import (
     split_products,
     tf32_products,
 )
+from warpwright.swap import check as swap_check
+from warpwright.swap import judge
 from warpwright.testing import assert_same
 
 
@@ -285,13 +287,13 @@ def test_check_measures_the_models_gradients_by_natives_error():
         return {part: {part: value} for part, value in parts.items()} | {"buffers": {}}
 
     exact, native, bf16 = run(0.0, 0.0), run(1e-3, 0.35), {torch.bfloat16}
-    whole, lines = _check._compare_runs(run(1e-3, -0.35), native, exact, bf16)
+    whole, lines = judge.compare_runs(run(1e-3, -0.35), native, exact, bf16)
     assert lines == []
     assert 0.3 < whole["gradients_native_error"] < 0.4
-    _, lines = _check._compare_runs(run(1e-3, 2.0), native, exact, bf16)
+    _, lines = judge.compare_runs(run(1e-3, 2.0), native, exact, bf16)
     assert len(lines) == 1
     assert "gradients: relative difference" in lines[0]
-    _, lines = _check._compare_runs(run(0.5, -0.35), run(0.5, 0.35), exact, bf16)
+    _, lines = judge.compare_runs(run(0.5, -0.35), run(0.5, 0.35), exact, bf16)
     assert len(lines) == 1, "a float64 run that took another way is no measure"
 
 
@@ -398,8 +400,8 @@ def test_check_measures_tf32_by_tf32(device, monkeypatch, name, module, shape):
             x, weight = (t + (rounded(t) - t).detach() for t in (x, weight))
             return right(x, weight, *args)
 
-        monkeypatch.setattr(_check, "tf32_products", lambda device: allowed)
-        monkeypatch.setattr(_check, "split_products", lambda device: split or {})
+        monkeypatch.setattr(swap_check, "tf32_products", lambda device: allowed)
+        monkeypatch.setattr(swap_check, "split_products", lambda device: split or {})
         monkeypatch.setattr(warpwright.functional, name, coarse)
         swap(copy.deepcopy(model), check=x)
 

@@ -7,6 +7,7 @@ from ._fallback import watch_gpus as _watch_gpus
 from ._flops import watch_flop_counter as _watch_flop_counter
 from ._kinds import otherwise_native as _otherwise_native
 from ._precision import get_float32_matmul_precision, set_float32_matmul_precision
+from ._version import __version__
 from .errors import check_errors, strict
 from .explain import explain
 from .info import info
@@ -18,8 +19,6 @@ from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
 _otherwise_native()
 _watch_flop_counter()
 _watch_gpus()
-
-__version__ = "0.1.0"
 
 __all__ = [
     "SwapCheckError",

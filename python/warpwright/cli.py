@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from . import __version__, demo
+    from . import demo
+    from ._version import __version__
     from .bench import compare, overhead, report, run
     from .info import run as run_info
     from .profile import command as profile_command

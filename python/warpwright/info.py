@@ -11,6 +11,7 @@ import torch
 
 from . import _C
 from ._arch import built_archs, why_no_gpu_kernel
+from ._version import __version__
 
 if TYPE_CHECKING:  # imported when the table is printed
     import argparse
@@ -56,7 +57,6 @@ class Info(dict[str, Any]):
 
 def info() -> Info:
     """Versions, what is built, which GPUs there are and what each will run."""
-    from . import __version__
 
     built = _C.build_info()
     warnings: list[str] = []

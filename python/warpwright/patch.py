@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from . import functional as ours
 from ._arch import FLOATING, why_no_kernel
 from ._recompute import follow
-from .swap import check_ops
+from .swap.classes import check_ops
 
 __all__ = ["patch"]
 

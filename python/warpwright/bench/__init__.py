@@ -1,8 +1,9 @@
 """Side-by-side measurement of warpwright and its peers; `python -m warpwright bench`."""
 
 from .cases import CASES, Case
+from .implementation import Implementation
 from .measure import Timing, interleaved, ratio_interval
-from .peers import PEERS, Implementation, Peer
+from .peers import PEERS, Peer
 from .records import load_records, machine_header, save_records
 from .steps import Workload
 

@@ -17,9 +17,10 @@ import torch
 from rich.progress import Progress, TaskID
 
 from .cases import Case
+from .implementation import Missing
 from .measure import tf32_allowed
 from .optimizers import OptimizerCase
-from .peers import PEERS, Missing, prepare
+from .peers import PEERS, prepare
 from .steps import Workload, build_step, variants
 
 Item = Case | Workload | OptimizerCase

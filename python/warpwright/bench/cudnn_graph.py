@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cases import Case, Inputs
-from .peers import Implementation
+from .implementation import Implementation
 
 MAX_PLANS = 10
 MAX_SECONDS = 2.5  # for trying the plans of one graph

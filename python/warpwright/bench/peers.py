@@ -2,7 +2,7 @@
 
 A peer turns (case, inputs) into an :class:`Implementation`: one callable for each pass, and the
 results of one forward and backward for the comparison. A peer that can't run here says why
-(:class:`Missing`); one that raises is reported as failed, with its error.
+(:class:`.implementation.Missing`); one that raises is reported as failed, with its error.
 """
 
 from __future__ import annotations
@@ -18,21 +18,9 @@ from torch import Tensor
 
 from .. import functional as ours_functional
 from .cases import NCHW, Case, Inputs
+from .implementation import Implementation, Missing
 
-Call = Callable[[], object]
 native = torch.nn.functional
-
-
-class Missing(Exception):
-    """The peer can't run on this machine, or has nothing for this case; the message says why."""
-
-
-@dataclass
-class Implementation:
-    """`calls` has a callable a pass; `results(cotangent)` gives the output and the gradients."""
-
-    calls: dict[str, Call]
-    results: Callable[[Tensor], tuple[Tensor, list[Tensor | None]]]
 
 
 Prepare = Callable[[Case, Inputs, str], Implementation]

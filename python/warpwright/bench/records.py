@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._version import __version__
 from .measure import interleaved, tf32_allowed
 
 SCHEMA: dict[str, Any] = json.loads((resources.files(__package__) / "schema.json").read_text())
@@ -87,8 +88,6 @@ def machine_name(device: str) -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Where and with what something is measured."""
-    from .. import __version__
-
     return {
         "schema": 1,
         "device": device,

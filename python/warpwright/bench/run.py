@@ -23,6 +23,7 @@ from ..testing import to_double
 from . import guards
 from .ahead import compile_ahead
 from .cases import CASES, QUICK_CASES, Case
+from .implementation import Implementation, Missing
 from .measure import interleaved, peak_mib
 from .optimizers import OptimizerCase, optimizer_cases, optimizer_rows
 from .peers import (
@@ -30,8 +31,6 @@ from .peers import (
     DEFAULT_STEP_PEERS,
     OURS,
     PEERS,
-    Implementation,
-    Missing,
     leaves_of,
     parse_peers,
     prepare,
@@ -45,7 +44,8 @@ from .records import (
     source_root,
 )
 from .screen import table_of
-from .steps import Workload, mnist_workloads, step_rows
+from .separate import workload_rows
+from .steps import Workload, mnist_workloads
 
 Row = dict[str, Any]
 Item = Case | Workload | OptimizerCase
@@ -360,7 +360,7 @@ class Runner:
         failures = self.record["failures"]
         try:
             if isinstance(item, Workload):
-                found = step_rows(
+                found = workload_rows(
                     item, self.device, self.record, seconds, self.step_peers, failures, clocks
                 )
             elif isinstance(item, OptimizerCase):

@@ -24,6 +24,7 @@ import torch
 from .attention_calls import attention_calls, masked
 from .guards import Clocks, Refused
 from .measure import Timing, pooled, samples, tf32_allowed
+from .models import load_file
 from .steps import (
     LOSS_TOLERANCE,
     TrainingStep,
@@ -33,6 +34,8 @@ from .steps import (
     capture,
     count_flops,
     failed,
+    row_of,
+    step_rows,
     variants,
 )
 
@@ -51,8 +54,6 @@ class _Worker:
     """In a process of its own: one implementation, and the commands that it answers."""
 
     def __init__(self, source: Path, place: tuple[str, str, str], impl: str, device: str) -> None:
-        from .models import load_file
-
         op, case, dtype = place
         (self.workload,) = (
             w
@@ -188,6 +189,21 @@ def preparing_at_once(device: str) -> int:
     return max(1, by_cores)
 
 
+def workload_rows(
+    workload: Workload,
+    device: str,
+    ceilings: dict[str, Any],
+    seconds: float,
+    peers: Sequence[str] = ("native",),
+    failures: list[Row] | None = None,
+    clocks: Clocks | None = None,
+) -> list[Row]:
+    """The rows of one workload, in this process or in one process per implementation."""
+    rows = separate_rows if workload.separate else step_rows
+    found = [] if failures is None else failures
+    return rows(workload, device, ceilings, seconds, peers, found, clocks)
+
+
 def separate_rows(
     workload: Workload,
     device: str,
@@ -292,27 +308,15 @@ def _rows(
     flops = next((p.seen["flops"] for p in running if "flops" in p.seen), 0)
     rows = []
     for process in running:
-        impl, attention = process.variant.impl, process.seen.get("attention", [])
+        attention = process.seen.get("attention", [])
         notes = [*process.variant.notes]
         if masked(attention):
             notes.append("attention gets a mask")
-        ours = timings.get("warpwright")
+        timing, ours = timings[process.variant.impl], timings.get("warpwright")
+        peak = process.peak
         rows.append(
             {
-                "op": workload.op,
-                "case": workload.case,
-                "dtype": workload.dtype_name,
-                "layout": process.variant.layout,
-                "pass": "step",
-                "impl": impl,
-                **timings[impl].fields(ours, impl == "warpwright"),
-                "bytes": 0,
-                "flops": flops,
-                "floor_ms": round(flops / ceilings["matmul_tflops"] / 1e9, 5),
-                "peak_mib": process.peak,
-                "err": None,
-                "err_native": None,
-                "agrees": not process.variant.notes,
+                **row_of(workload, process.variant, timing, ours, flops, ceilings, peak),
                 "losses": process.first["losses"],
                 "first_s": process.first["first_s"],
                 "attention": attention,

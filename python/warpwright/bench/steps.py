@@ -22,7 +22,7 @@ from ..patch import patch
 from ..swap import swap
 from .attention_calls import flop_formulas
 from .guards import Clocks, Refused
-from .measure import interleaved, peak_mib, tf32_allowed
+from .measure import Timing, interleaved, peak_mib, tf32_allowed
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]
@@ -227,10 +227,6 @@ def step_rows(
 ) -> list[Row]:
     """The rows of one workload, TF32 allowed for all. A variant that raises goes into `failures`."""
     failures = [] if failures is None else failures
-    if workload.separate:
-        from .separate import separate_rows  # starts processes that import this module
-
-        return separate_rows(workload, device, ceilings, seconds, peers, failures, clocks)
     torch.manual_seed(0)
     state = workload.model().state_dict()
     steps: dict[str, tuple[Variant, Step]] = {}
@@ -264,29 +260,40 @@ def step_rows(
         del native
         rows = []
         for name, (variant, step) in steps.items():
-            rows.append(
-                {
-                    "op": workload.op,
-                    "case": workload.case,
-                    "dtype": workload.dtype_name,
-                    "layout": variant.layout,
-                    "pass": "step",
-                    "impl": variant.impl,
-                    **timings[name].fields(
-                        timings.get(f"warpwright {variant.layout}"), variant.impl == "warpwright"
-                    ),
-                    "bytes": 0,
-                    "flops": flops,
-                    "floor_ms": round(flops / ceilings["matmul_tflops"] / 1e9, 5),
-                    "peak_mib": None if variant.captured else peak_mib(step, device),
-                    "err": None,
-                    "err_native": None,
-                    "agrees": not variant.notes,
-                    **seen,
-                    **({"notes": variant.notes} if variant.notes else {}),
-                }
-            )
+            ours = timings.get(f"warpwright {variant.layout}")
+            peak = None if variant.captured else peak_mib(step, device)
+            row = row_of(workload, variant, timings[name], ours, flops, ceilings, peak)
+            notes = {"notes": variant.notes} if variant.notes else {}
+            rows.append({**row, **seen, **notes})
     return rows
+
+
+def row_of(
+    workload: Workload,
+    variant: Variant,
+    timing: Timing,
+    ours: Timing | None,
+    flops: int,
+    ceilings: dict[str, Any],
+    peak: float | None,
+) -> Row:
+    """The record of one implementation; `ours` is warpwright's timing, `peak` in MiB."""
+    return {
+        "op": workload.op,
+        "case": workload.case,
+        "dtype": workload.dtype_name,
+        "layout": variant.layout,
+        "pass": "step",
+        "impl": variant.impl,
+        **timing.fields(ours, variant.impl == "warpwright"),
+        "bytes": 0,
+        "flops": flops,
+        "floor_ms": round(flops / ceilings["matmul_tflops"] / 1e9, 5),
+        "peak_mib": peak,
+        "err": None,
+        "err_native": None,
+        "agrees": not variant.notes,
+    }
 
 
 def _refuse(

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from .._version import __version__
 from .data import Digits
 from .op_times import Times
 from .train import PHASES, Training
@@ -46,7 +47,6 @@ class Result:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    from .. import __version__
 
     info: dict[str, Any] = {
         "device": device_name(device),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 if TYPE_CHECKING:
-    from ..swap import SwapEntry
+    from ..swap.report import SwapEntry
 
 __all__ = ["Change", "Plan", "loaded", "register_attention"]
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import record_function
 
-from .._blocks import fits_fused
 from ..patch import ROUTES
-from ..swap import MODULES
+from ..swap.blocks import fits_fused
+from ..swap.classes import MODULES
 from .trace import Label, module_range, op_range
 
 

@@ -20,11 +20,11 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 from torch.utils._pytree import tree_map
 
-from .._check import mean_square
 from ..bench.guards import quiet_profiler
 from ..bench.measure import Timing, interleaved
 from ..patch import patch
 from ..swap import SwapCheckError, SwapReport, swap, swapped, unswap, unswapped
+from ..swap.check import mean_square
 from . import trace
 from .ranges import Amounts, Ranges, named
 

@@ -15,7 +15,9 @@ import transformers
 from torch import nn
 
 from ..._arch import PLAIN, why_no_kernel
-from ...swap import FILTERED, IS_OURS, REPLACED, Filter, SwapEntry, type_name
+from ...swap.classes import type_name
+from ...swap.plan import Filter
+from ...swap.report import FILTERED, IS_OURS, REPLACED, SwapEntry
 from .. import Plan
 
 try:

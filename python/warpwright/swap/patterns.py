@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import functional as F
-from . import nn as ours
+from .. import functional as F
+from .. import nn as ours
 
 native = nn.functional
 POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")

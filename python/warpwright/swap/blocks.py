@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace as fx_tracing
 from torch.nn.modules import module as global_hooks
 
-from ._forms import binder
-from ._tools import refuse_scripting
-from ._trace import REST, decorated, undecorated
+from .._tools import refuse_scripting
+from .forms import binder
+from .trace import REST, decorated, undecorated
 
 Path = tuple[str, ...]
 _MISSING = object()

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ._trace import (
+from .trace import (
     REST,
     STAND_IN,
     Call,

@@ -1,9 +1,9 @@
 """Finds chains of layers that one op of ours computes: what ``swap(fuse=True)`` does.
 
-A chain is found on the graph of the forward that calls its layers (``_trace``), not by the order of
+A chain is found on the graph of the forward that calls its layers (``trace``), not by the order of
 registration: a ReLU may be called several times, or be a function. Then one of its layers, the keeper,
-becomes the fused module (``_patterns``), and the forward a generated one that asks the keeper for the
-fused op and leaves the other calls out (``_blocks``). Parameters, buffers, the names in
+becomes the fused module (``patterns``), and the forward a generated one that asks the keeper for the
+fused op and leaves the other calls out (``blocks``). Parameters, buffers, the names in
 ``state_dict`` and all modules stay at their places.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from . import functional as F
-from ._blocks import Layer, Recipe, base_of, block_class, is_hooked, source_of, why_no_block
-from ._forms import Form, forms, kind_of
-from ._patterns import (
+from .. import functional as F
+from .blocks import Layer, Recipe, base_of, block_class, is_hooked, source_of, why_no_block
+from .forms import Form, forms, kind_of
+from .patterns import (
     FUNCTIONS,
     KEEPERS,
     KINDS,
@@ -32,7 +32,7 @@ from ._patterns import (
     PATTERNS,
     Pattern,
 )
-from ._trace import IN_PLACE, REST, STAND_IN, NotTraceable, is_plain
+from .trace import IN_PLACE, REST, STAND_IN, NotTraceable, is_plain
 
 LONGEST = max(len(pattern.ops) for pattern in PATTERNS)
 

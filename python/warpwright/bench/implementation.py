@@ -1,0 +1,22 @@
+"""What a peer makes of a case: callables to time, and results to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Call = Callable[[], object]
+
+
+class Missing(Exception):
+    """The peer can't run on this machine, or has nothing for this case; the message says why."""
+
+
+@dataclass
+class Implementation:
+    """`calls` has a callable a pass; `results(cotangent)` gives the output and the gradients."""
+
+    calls: dict[str, Call]
+    results: Callable[[Tensor], tuple[Tensor, list[Tensor | None]]]

@@ -1,0 +1,25 @@
+"""Runs an existing model on warpwright: in place, reversible, with a report and a check."""
+
+import sys
+
+from . import blocks, fuse, patterns
+from .classes import OPS
+from .fuse import Fusion
+from .model import swap, swapped, unswap, unswapped
+from .report import SwapCheckError, SwapEntry, SwapReport
+
+# Pickles of fused models and of reports that were made before this package existed name these modules.
+for _former, _module in (("_blocks", blocks), ("_fuse", fuse), ("_patterns", patterns)):
+    sys.modules[f"warpwright.{_former}"] = _module
+
+__all__ = [
+    "OPS",
+    "Fusion",
+    "SwapCheckError",
+    "SwapEntry",
+    "SwapReport",
+    "swap",
+    "swapped",
+    "unswap",
+    "unswapped",
+]

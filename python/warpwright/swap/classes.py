@@ -1,0 +1,73 @@
+"""Which class a layer has natively and on warpwright, and how an instance changes from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from .. import nn as ours
+from .patterns import NATIVE as KEEPER_NATIVE
+
+# native type -> (ours, the functional it runs on)
+MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
+    nn.Conv2d: (ours.Conv2d, "conv2d"),
+    nn.BatchNorm1d: (ours.BatchNorm1d, "batch_norm"),
+    nn.BatchNorm2d: (ours.BatchNorm2d, "batch_norm"),
+    nn.BatchNorm3d: (ours.BatchNorm3d, "batch_norm"),
+    nn.ReLU: (ours.ReLU, "relu"),
+    nn.MaxPool2d: (ours.MaxPool2d, "max_pool2d"),
+    nn.Linear: (ours.Linear, "linear"),
+    nn.CrossEntropyLoss: (ours.CrossEntropyLoss, "cross_entropy"),
+    nn.MultiheadAttention: (ours.MultiheadAttention, "scaled_dot_product_attention"),
+}
+
+NATIVE: dict[type[nn.Module], type[nn.Module]] = {
+    **{mine: native for native, (mine, _) in MODULES.items()},
+    **KEEPER_NATIVE,
+}
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+OPS = (*dict.fromkeys(op for _, op in MODULES.values()), "scaled_dot_product_attention")
+
+
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
+    # Compiled code skips its guard on the type while the module's dict is untouched: touch it, or
+    # a torch.compile'd model would go on running what it was compiled for.
+    vars(module)["_warpwright_class_changed"] = True
+    del vars(module)["_warpwright_class_changed"]
+
+
+def below_parametrizations(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``, or the one that ``torch.nn.utils.parametrize`` derived it from."""
+    kind = type(module)
+    return kind.__bases__[0] if nn.utils.parametrize.is_parametrized(module) else kind
+
+
+def set_class_below(module: nn.Module, kind: type[nn.Module]) -> None:
+    """:func:`set_class`; a parametrized module stays so, its class then derives from ``kind``."""
+    if nn.utils.parametrize.is_parametrized(module):
+        # A class of its own: deep copies of the module share the present one.
+        body = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
+        kind = type(f"Parametrized{kind.__name__}", (kind,), body)
+    set_class(module, kind)
+
+
+def check_ops(ops: Iterable[str] | None, known: Iterable[str]) -> frozenset[str]:
+    """``ops`` as a set, every name of it known."""
+    known = tuple(known)
+    if ops is None:
+        return frozenset(known)
+    wanted = [ops] if isinstance(ops, str) else list(ops)
+    for op in wanted:
+        if op not in known:
+            raise ValueError(f"ops: expected names out of {', '.join(known)}; got {op!r}")
+    return frozenset(wanted)
+
+
+def type_name(module: nn.Module) -> str:
+    kind = type(module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return f"nn.{kind.__name__}" if name.startswith("torch.nn.modules.") else name

@@ -1,0 +1,150 @@
+"""What a swap would change in a model, and why it leaves the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import integrations
+from .._arch import why_no_kernel
+from .classes import CONTAINERS, MODULES, NATIVE, OPS, check_ops, set_class, type_name
+from .fuse import Fusion, Graphs
+from .fuse import plan as plan_fusions
+from .patterns import KINDS
+from .report import FILTERED, IS_OURS, NO_LAYER, REPLACED, SwapEntry
+
+Filter = Callable[[nn.Module, str], bool]
+
+# What swap() intends: module -> the class that it gets.
+Chosen = dict[nn.Module, type[nn.Module]]
+
+
+@dataclass
+class Plan:
+    entries: list[SwapEntry]
+    chosen: Chosen
+    fusions: list[Fusion] = field(default_factory=list)
+    graphs: Graphs = field(default_factory=dict)
+    changes: list[integrations.Change] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chosen and not self.changes
+
+    def apply(self) -> None:
+        for module, mine in self.chosen.items():
+            set_class(module, mine)
+        for change in self.changes:
+            change.apply()
+
+
+def plan_swap(
+    model: nn.Module, ops: Iterable[str] | None, filter_fn: Filter | None, fuse: bool
+) -> Plan:
+    check_is_module(model)
+    wanted = check_ops(ops, OPS)
+    entries: dict[nn.Module, SwapEntry] = {}
+    chosen: Chosen = {}
+    parts: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        if module in parts:
+            entries[module] = SwapEntry(name, type_name(module), None, False, parts[module])
+            continue
+        op = _op_of(module)
+        if op is None and (type(module) in CONTAINERS or next(module.children(), None) is not None):
+            continue  # its children have entries of their own
+        reason = _why_not(module, name, op, wanted, filter_fn)
+        if reason is None:
+            chosen[module] = MODULES[type(module)][0]
+        if isinstance(module, nn.MultiheadAttention):  # it reads this child's weights itself
+            parts[module.out_proj] = f"runs as a part of {type(module).__name__}"
+        entries[module] = SwapEntry(name, type_name(module), op, reason is None, reason or "")
+    libraries = [library.plan(model, wanted, filter_fn) for library in integrations.loaded()]
+    more = [entry for library in libraries for entry in library.entries]
+    changes = [change for library in libraries for change in library.changes]
+    if not fuse:
+        return Plan([*entries.values(), *more], chosen, changes=changes)
+
+    def why_not_fused(module: nn.Module) -> str | None:
+        entry = entries.get(module)
+        if entry is None:
+            return "not a layer"
+        if entry.reason not in (IS_OURS, NO_LAYER):
+            return entry.reason or None
+        if "forward" in vars(module):
+            return REPLACED
+        if entry.reason == NO_LAYER and type(module) not in KINDS:
+            return entry.reason
+        if entry.op is not None and entry.op not in wanted:
+            return f"{entry.op} is not in ops"
+        if filter_fn is not None and not filter_fn(module, entry.name):
+            return FILTERED
+        return None
+
+    found = plan_fusions(model, why_not_fused, wanted)
+    for module, into in found.absorbed.items():
+        if entries[module].reason == NO_LAYER:
+            entries[module] = replace(entries[module], reason=f"runs as a part of {into}")
+    for module, kind in found.classes.items():
+        chosen[module] = kind
+        if kind in NATIVE:
+            entry = entries[module]
+            entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
+    return Plan([*entries.values(), *more], chosen, found.fusions, found.graphs, changes)
+
+
+def check_is_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def _op_of(module: nn.Module) -> str | None:
+    kind = type(module)
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        kind = module.cls_to_become or kind  # a lazy norm derives from another base
+    return next((op for native, (_, op) in MODULES.items() if issubclass(kind, native)), None)
+
+
+def _why_not(
+    module: nn.Module,
+    name: str,
+    op: str | None,
+    wanted: frozenset[str],
+    filter_fn: Filter | None,
+) -> str | None:
+    """The first reason to leave ``module`` native; None if it is to be swapped."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript module, its class is compiled in"
+    if op is None:
+        return NO_LAYER
+    if type(module) in NATIVE:
+        return IS_OURS
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return "lazy, not initialised: swap after the first forward"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "parametrized, which makes it a subclass: swap before parametrizing"
+    if type(module) not in MODULES:
+        return f"a subclass of nn.{_native_base(module).__name__}, which may compute something else"
+    if "forward" in vars(module):
+        return REPLACED
+    if op not in wanted:
+        return f"{op} is not in ops"
+    for key, tensor in (
+        *module.named_parameters(recurse=False),
+        *module.named_buffers(recurse=False),
+    ):
+        if tensor.is_floating_point() or tensor.is_complex():
+            why = why_no_kernel(tensor)
+            if why is not None:
+                return f"{key}: {why}"
+    if filter_fn is not None and not filter_fn(module, name):
+        return FILTERED
+    return None
+
+
+def _native_base(module: nn.Module) -> type[nn.Module]:
+    return next(native for native in MODULES if isinstance(module, native))

@@ -1,0 +1,144 @@
+"""What :func:`warpwright.swap` says of every module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .fuse import Fusion
+
+if TYPE_CHECKING:  # imported when a report is printed
+    from rich.console import RenderableType
+    from rich.table import Table
+
+IS_OURS = "already warpwright's"
+NO_LAYER = "warpwright has no such layer"
+REPLACED = "its forward is replaced on the instance"
+FILTERED = "filter_fn said no"
+LEFT = "left"
+
+
+class SwapCheckError(AssertionError):
+    """``swap(check=...)`` found a difference, and the model is native again.
+
+    ``.lines`` has the numbers.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(
+            "warpwright and native differ; the swap is undone:\n  " + "\n  ".join(lines)
+        )
+        self.lines = lines
+
+
+@dataclass(frozen=True)
+class SwapEntry:
+    name: str  # as in model.named_modules(); "" is the model itself
+    type: str  # class before the swap
+    op: str | None  # the functional, where the class is or derives from one we have
+    swapped: bool
+    reason: str  # why it was left; "" if swapped
+    fused: str = ""  # the fused module's class, where it became one
+    note: str = ""  # how it was swapped, if not by its class alone
+
+
+@dataclass
+class SwapReport:
+    """What :func:`swap` did to every module that computes something itself."""
+
+    entries: list[SwapEntry] = field(default_factory=list)
+    fusions: list[Fusion] = field(default_factory=list)  # with fuse=True: every chain found
+    check: dict[str, Any] | None = None  # the numbers of check=, see warpwright.swap.check
+
+    @property
+    def swapped(self) -> list[SwapEntry]:
+        return [e for e in self.entries if e.swapped]
+
+    @property
+    def left(self) -> list[SwapEntry]:
+        return [e for e in self.entries if not e.swapped]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "swapped": len(self.swapped),
+            "left": len(self.left),
+            "entries": [asdict(e) for e in self.entries],
+            "fusions": [asdict(f) for f in self.fusions],
+            "check": self.check,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[RenderableType] = [
+            Text(f"swapped {len(self.swapped)} of {len(self.entries)} modules"),
+            _grouped(
+                "module",
+                (
+                    (e.type, e.name, "swapped" if e.swapped else LEFT, e.note or e.reason)
+                    for e in self.entries
+                ),
+            ),
+        ]
+        if self.fusions:
+            done = sum(not f.reason for f in self.fusions)
+            rows = (
+                (
+                    f.chain or "its chains",
+                    f.block,
+                    LEFT if f.reason else f.into or "fused",
+                    f.reason,
+                )
+                for f in self.fusions
+            )
+            parts += [
+                Text(f"fused {done} of {len(self.fusions)} chains"),
+                _grouped("chain", rows),
+            ]
+        if self.check is not None:
+            parts.append(Text(self.check["summary"]))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=120, no_color=True, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def _grouped(title: str, rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """A line for all (what, where, result, why) that differ in where alone."""
+    from rich.table import Table
+    from rich.text import Text
+
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for what, where, result, why in rows:
+        groups.setdefault((what, result, why), []).append(where or "(the model)")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(title, no_wrap=True)
+    table.add_column("count", justify="right")
+    table.add_column("result", no_wrap=True)
+    table.add_column("why / where")
+    for (what, result, why), names in groups.items():
+        listed = ", ".join(names[:3]) + (f", … {names[-1]}" if len(names) > 3 else "")
+        styled = Text(result, style="yellow" if result == LEFT else "green")
+        table.add_row(what, str(len(names)), styled, Text(f"{why}: {listed}" if why else listed))
+    return table
+
+
+def nothing_to_swap(report: SwapReport) -> str:
+    if not report.entries:
+        return "warpwright.swap: nothing to swap: the model has no layers"
+    counts: dict[str, int] = {}
+    for e in report.left:
+        counts[f"{e.type}: {e.reason}"] = counts.get(f"{e.type}: {e.reason}", 0) + 1
+    listed = "; ".join(f"{n} x {what}" for what, n in list(counts.items())[:5])
+    return f"warpwright.swap: nothing to swap ({listed})"
