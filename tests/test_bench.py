@@ -607,7 +607,7 @@ def test_stale_ops(tmp_path):
 def test_every_op_of_the_suite_has_its_folders():
     """An op that is made of others goes stale with them, and with no other."""
     for op in {item.op for item in (*CASES, *optimizers.optimizer_cases("full"))}:
-        for folder in records.FOLDERS.get(op, (op,)):
+        for folder in records.folders_of(op):
             assert (ROOT / "csrc" / "ops" / folder).is_dir(), op
 
 

@@ -11,8 +11,12 @@ from torch import nn
 
 import warpwright
 import warpwright.functional as F
-from warpwright._decompose import ATEN, COMPOSED, DECOMPOSITIONS
+from warpwright._catalog import OPERATORS
+from warpwright._decompose import DECOMPOSITIONS
 from warpwright._ops import ops
+
+ATEN = {o.name: o.aten for o in OPERATORS.values() if o.aten and not o.composed}
+COMPOSED = {o.name: o.aten for o in OPERATORS.values() if o.aten and o.composed}
 
 # ---- each decomposition computes what its op does ----
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import warpwright
 from warpwright._C import build_info
+from warpwright._catalog import OPERATORS
 
 PACKAGE = Path(warpwright.__file__).parent
 LIBRARY = PACKAGE / "libwarpwright.so"
@@ -25,37 +26,6 @@ OPS = sorted(
     for name in torch._C._dispatch_get_all_op_names()
     if name.startswith("warpwright::")
 )
-# What a user calls; the list of ATen's autocast policies decides which cast.
-PUBLIC = [
-    "conv2d",
-    "batch_norm",
-    "batch_norm_relu",
-    "batch_norm_relu_max_pool2d",
-    "relu",
-    "relu_",
-    "max_pool2d",
-    "max_pool2d_with_indices",
-    "relu_max_pool2d",
-    "linear",
-    "linear_activation",
-    "cross_entropy",
-    "cross_entropy_extras",
-    "linear_cross_entropy",
-    "linear_cross_entropy_extras",
-    "scaled_dot_product_attention",
-]
-# Integers to integers: nothing to differentiate, and a tangent passes it by.
-NOT_DIFFERENTIABLE = {"max_pool2d_indices"}
-AUTOCAST = {
-    "conv2d",
-    "linear",
-    "linear_activation",
-    "cross_entropy",
-    "cross_entropy_extras",
-    "linear_cross_entropy",
-    "linear_cross_entropy_extras",
-    "scaled_dot_product_attention",
-}
 
 
 def has(op, key):
@@ -70,19 +40,15 @@ def overload(op):
     return getattr(torch.ops.warpwright, op).default
 
 
-@pytest.mark.parametrize("op", PUBLIC)
-def test_public_ops_are_there(op):
-    assert op in OPS
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_keys(op):
     """CPU, CUDA if built, Meta and Autograd, all in C++; or a composite of such ops."""
+    assert is_composite(op) == OPERATORS[op].composed
     if is_composite(op):
         assert not any(has(op, key) for key in ("CPU", "CUDA", "Meta", "Autograd"))
         return
     expected = {"CPU", "Meta"} | ({"CUDA"} if build_info()["with_cuda"] else set())
-    if op not in NOT_DIFFERENTIABLE:
+    if OPERATORS[op].differentiable:
         expected.add("Autograd")
     present = {key for key in ("CPU", "CUDA", "Meta", "Autograd") if has(op, key)}
     assert present == expected, f"{op}: registered for {sorted(present)}"
@@ -91,7 +57,7 @@ def test_keys(op):
 @pytest.mark.parametrize("op", OPS)
 def test_autocast_keys(op):
     for key in ("AutocastCPU", "AutocastCUDA"):
-        assert has(op, key) == (op in AUTOCAST), f"{op}: {key}"
+        assert has(op, key) == OPERATORS[op].autocast, f"{op}: {key}"
 
 
 @pytest.mark.parametrize("op", OPS)

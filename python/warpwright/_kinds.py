@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import _ops
 from ._arch import why_no_kernel
-from ._fallback import NATIVE
+from ._catalog import NATIVE
 
 # What a tensor of another kind ends in: no kernel for its key, no such property, no such handler.
 REFUSALS = (RuntimeError, TypeError)

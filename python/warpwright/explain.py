@@ -13,6 +13,7 @@ from torch._prims_common import suggest_memory_format
 
 from . import _C, functional
 from ._arch import built_archs, why_no_kernel
+from ._catalog import FUNCTIONALS, VARIANTS
 from ._precision import conv_allows_tf32, linear_allows_tf32, linear_splits_float32
 
 __all__ = ["explain"]
@@ -42,7 +43,7 @@ def explain(
         TypeError: arguments that the function does not take.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
-    name = {"relu_": "relu", "max_pool2d_with_indices": "max_pool2d"}.get(name, name)
+    name = VARIANTS.get(name, name)
     if name not in EXPLAINERS:
         raise ValueError(f"op: expected one of {', '.join(EXPLAINERS)}; got {name!r}")
     bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
@@ -53,11 +54,13 @@ def explain(
         raise TypeError(f"{name}: expected a tensor first, got {type(main).__name__}")
     where = torch.device(device) if device is not None else main.device
     title = f"{name}, {_dtype(main)} {tuple(main.shape)} on {where}"
-    reason = why_no_kernel(main, any_dtype=name in ("relu", "max_pool2d", "relu_max_pool2d"))
+    reason = why_no_kernel(main, any_dtype=FUNCTIONALS[name].integers)
     if reason is not None:
         return f"{title}\n  native torch: {reason}"
     if where.type == "cpu":
-        lines = [("forward, backward", f"{CPU[name]}, {torch.get_num_threads()} threads")]
+        lines = [
+            ("forward, backward", f"{FUNCTIONALS[name].cpu}, {torch.get_num_threads()} threads")
+        ]
     elif where.type == "cuda":
         gpu, note = _gpu(where)
         title += note
@@ -242,39 +245,5 @@ def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 
 EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
-    "conv2d": _conv2d,
-    "batch_norm": _batch_norm,
-    "batch_norm_relu": _batch_norm,
-    "batch_norm_add_relu": _batch_norm,
-    "batch_norm_relu_max_pool2d": _batch_norm_relu_max_pool2d,
-    "relu": _relu,
-    "max_pool2d": _max_pool2d,
-    "relu_max_pool2d": _max_pool2d,
-    "linear": _linear,
-    "linear_relu": _linear_activation,
-    "linear_gelu": _linear_activation,
-    "linear_silu": _linear_activation,
-    "mlp": _mlp,
-    "cross_entropy": _cross_entropy,
-    "linear_cross_entropy": _linear_cross_entropy,
-    "scaled_dot_product_attention": _attention,
-}
-
-CPU = {
-    "conv2d": "implicit GEMM by tiles on ATen's matrix products; direct loops for few taps",
-    "batch_norm": "vectorised loops; a block's mean, then its deviations, merged in double",
-    "batch_norm_relu": "batch norm's loops; the backward masks grad_output first",
-    "batch_norm_add_relu": "batch norm's loops; the backward masks grad_output first",
-    "batch_norm_relu_max_pool2d": "batch norm's statistics, then max pooling's loops over rows",
-    "cross_entropy": "one pass a row, vectorised",
-    "scaled_dot_product_attention": "flash attention by tiles on ATen's matrix products",
-    "relu": "vectorised loops",
-    "linear": "matrix products of ATen (MKL or oneDNN)",
-    "linear_cross_entropy": "linear and cross_entropy over chunks of rows",
-    "linear_relu": "linear's matrix products, then one vectorised pass",
-    "linear_gelu": "linear's matrix products, then one vectorised pass",
-    "linear_silu": "linear's matrix products, then one vectorised pass",
-    "mlp": "linear's matrix products, one vectorised pass between them",
-    "max_pool2d": "vectorised loops over rows, one byte a window for the backward",
-    "relu_max_pool2d": "vectorised loops over rows, one byte a window for the backward",
+    name: globals()[f"_{op.explain}"] for name, op in FUNCTIONALS.items()
 }

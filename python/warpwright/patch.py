@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import functional as ours
 from ._arch import FLOATING, why_no_kernel
+from ._catalog import OPS
 from ._recompute import follow
 from .swap.classes import check_ops
 
@@ -28,34 +29,19 @@ native = torch.nn.functional
 
 # native function -> (op, name of the first argument, name in warpwright.functional)
 ROUTES: dict[Any, tuple[str, str, str]] = {
-    native.relu: ("relu", "input", "relu"),
-    torch.relu: ("relu", "input", "relu"),
-    Tensor.relu: ("relu", "self", "relu"),
-    torch.relu_: ("relu", "input", "relu_"),
-    Tensor.relu_: ("relu", "self", "relu_"),
-    native.conv2d: ("conv2d", "input", "conv2d"),
-    native.batch_norm: ("batch_norm", "input", "batch_norm"),
-    native.max_pool2d: ("max_pool2d", "input", "max_pool2d"),
-    torch.max_pool2d: ("max_pool2d", "input", "max_pool2d"),
-    native.max_pool2d_with_indices: ("max_pool2d", "input", "max_pool2d_with_indices"),
-    native.linear: ("linear", "input", "linear"),
-    native.cross_entropy: ("cross_entropy", "input", "cross_entropy"),
-    native.scaled_dot_product_attention: (
-        "scaled_dot_product_attention",
-        "query",
-        "scaled_dot_product_attention",
-    ),
+    route.function: (op.name, route.first, route.ours or op.name)
+    for op in OPS.values()
+    for route in op.routes
 }
-OPS = tuple(dict.fromkeys(op for op, _, _ in ROUTES.values()))
+ROUTED = tuple(op.name for op in OPS.values() if op.routes)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-TAKES_INTEGERS = ("relu", "max_pool2d")
 
 
 def _has_kernel(op: str, first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     main = args[0] if args else kwargs.get(first)
     if not isinstance(main, Tensor):
         return False
-    if main.dtype not in FLOATING and not (op in TAKES_INTEGERS and main.dtype in INTEGERS):
+    if main.dtype not in FLOATING and not (OPS[op].integers and main.dtype in INTEGERS):
         return False
     if torch.compiler.is_compiling():
         return True
@@ -115,7 +101,7 @@ class patch(TorchFunctionMode):
 
     def __init__(self, ops: Iterable[str] | None = None) -> None:
         super().__init__()
-        self.ops = check_ops(ops, OPS)
+        self.ops = check_ops(ops, ROUTED)
         if not torch.compiler.is_compiling():  # there a checkpoint is an operator of the graph
             follow(patch)
 

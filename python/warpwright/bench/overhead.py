@@ -20,6 +20,8 @@ from rich.markdown import Markdown
 from torch import Tensor
 
 from .. import _C, functional
+from .._catalog import OPS
+from .._op import Op
 from .measure import peak_mib
 from .records import machine_header, save_records
 
@@ -33,38 +35,15 @@ IMPLEMENTATIONS = {"warpwright": functional, "native": torch.nn.functional}
 
 
 def calls(device: str) -> dict[str, tuple[str, Call, list[Tensor]]]:
-    """op -> (shape, call, leaves that want a gradient)."""
+    """op -> (shape, call, leaves that want a gradient), by the catalog's examples."""
 
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, requires_grad=True)
+    def prepared(op: Op) -> tuple[str, Call, list[Tensor]]:
+        assert op.example is not None
+        shape, args, kwargs = op.example(device)
+        leaves = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+        return shape, lambda f: getattr(f, op.name)(*args, **kwargs), leaves
 
-    x, w, b = leaf(4, 8), leaf(8, 8), leaf(8)
-    image, kernel, bias = leaf(1, 4, 6, 6), leaf(4, 4, 3, 3), leaf(4)
-    gamma, beta = leaf(4), leaf(4)
-    mean, var = torch.zeros(4, device=device), torch.ones(4, device=device)
-    labels = torch.tensor([0, 1, 2, 3], device=device)
-    q, k, v = leaf(1, 1, 8, 16), leaf(1, 1, 8, 16), leaf(1, 1, 8, 16)
-    return {
-        "relu": ("4x8", lambda f: f.relu(x), [x]),
-        "linear": ("4x8 -> 8", lambda f: f.linear(x, w, b), [x, w, b]),
-        "conv2d": (
-            "1x4x6x6 -> 4, 3x3",
-            lambda f: f.conv2d(image, kernel, bias, padding=1),
-            [image, kernel, bias],
-        ),
-        "batch_norm": (
-            "1x4x6x6",
-            lambda f: f.batch_norm(image, mean, var, gamma, beta, True),
-            [image, gamma, beta],
-        ),
-        "max_pool2d": ("1x4x6x6, 2", lambda f: f.max_pool2d(image, 2), [image]),
-        "cross_entropy": ("4x8", lambda f: f.cross_entropy(x, labels), [x]),
-        "scaled_dot_product_attention": (
-            "1x1x8x16",
-            lambda f: f.scaled_dot_product_attention(q, k, v),
-            [q, k, v],
-        ),
-    }
+    return {name: prepared(op) for name, op in OPS.items() if op.example is not None}
 
 
 def microseconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -28,6 +28,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from .._catalog import OPS
 from . import ladder as teaching_ladder
 from .records import grouped, is_training_step
 
@@ -103,15 +104,6 @@ OP_COLOURS = (
     "#A6761D",
     "#882255",
 )
-# Operations for each element moved, for ops whose FLOPs bound nothing: places them on the x axis.
-NOMINAL_OPERATIONS = {
-    "relu": 0.5,
-    "max_pool2d": 1.0,
-    "batch_norm": 3.0,
-    "cross_entropy": 4.0,
-    "sgd": 1.0,
-    "adamw": 2.0,
-}
 
 
 def colour(impl: str, theme: Theme) -> str:
@@ -175,8 +167,9 @@ def operations(row: Row) -> float:
     """FLOPs, or the nominal number for an op that is all traffic."""
     if row["flops"]:
         return float(row["flops"])
+    nominal = OPS[row["op"]].operations if row["op"] in OPS else 1.0
     size = {"float64": 8, "float32": 4}.get(row["dtype"], 2)
-    return NOMINAL_OPERATIONS.get(row["op"], 1.0) * row["bytes"] / size
+    return nominal * row["bytes"] / size
 
 
 def roofline_points(record: dict[str, Any]) -> list[tuple[str, str, float, float]]:

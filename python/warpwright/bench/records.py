@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from .._catalog import OPS
 from .._version import __version__
 from .measure import interleaved, tf32_allowed
 
@@ -31,24 +32,9 @@ ROW_FIELDS: tuple[str, ...] = tuple(_ROW["required"])
 ALL_ROW_FIELDS: tuple[str, ...] = tuple(_ROW["properties"])
 KEY = ("op", "case", "dtype", "layout", "pass")
 
-# The folders of csrc/ops/ that an op runs on, where they are not one of its name; steps run on all.
-FOLDERS = {
-    "batch_norm_relu": ("batch_norm",),
-    "batch_norm_add_relu": ("batch_norm",),
-    "batch_norm_relu_max_pool2d": ("batch_norm", "batch_norm_relu_max_pool2d", "max_pool2d"),
-    "linear_relu": ("linear",),
-    "linear_gelu": ("linear",),
-    "linear_silu": ("linear",),
-    "linear_cross_entropy": ("cross_entropy", "linear", "linear_cross_entropy"),
-    "relu_max_pool2d": ("max_pool2d",),
-    "scaled_dot_product_attention": ("attention",),
-    "sgd": ("optim",),
-    "adam": ("optim",),
-    "adamw": ("optim",),
-}
-
-# Of csrc/ops/: the folders whose kernels stand on csrc/gemm/.
-ON_GEMM = frozenset({"conv2d", "linear"})
+# The folders of csrc/ that are no layer below every op.
+ABOVE_OR_BESIDE = ("gemm", "ops", "python")
+SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
 
 
 def _driver() -> str:
@@ -133,22 +119,33 @@ def digest_of_sources(parts: Iterable[Path], root: Path) -> str:
     digest = hashlib.sha256()
     for part in parts:
         for path in sorted(part.rglob("*")):
-            if path.suffix in {".h", ".cuh", ".cu", ".cpp"}:
+            if path.suffix in SUFFIXES:
                 digest.update(path.relative_to(root).as_posix().encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
+def folders_of(op: str) -> tuple[str, ...]:
+    """The folders of csrc/ops/ that its kernels are in; of a training step one that is not there."""
+    return OPS[op].sources if op in OPS else (op,)
+
+
+def _includes_gemm(folder: Path) -> bool:
+    """Whether a kernel of the folder stands on csrc/gemm/."""
+    files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+    return any('#include "gemm/' in path.read_text() for path in files)
+
+
 def op_hash(op: str, root: Path) -> str:
     """Names the sources that the op's kernels are made of: its folders and the layers below."""
     csrc = root / "csrc"
-    names = FOLDERS.get(op, (op,))
+    names = folders_of(op)
     folders = [csrc / "ops" / name for name in names]
     is_step = not all(folder.is_dir() for folder in folders)  # of many ops
     if is_step:
         folders = [csrc / "ops"]
-    layers = ["common", "cpu", "device", "host", "tile", "torch"]
-    if is_step or ON_GEMM.intersection(names):
+    layers = sorted(path.name for path in csrc.iterdir() if path.name not in ABOVE_OR_BESIDE)
+    if is_step or any(map(_includes_gemm, folders)):
         layers.append("gemm")
     return digest_of_sources([csrc / layer for layer in layers] + folders, root)
 
@@ -158,7 +155,7 @@ def source_hash(root: Path) -> str:
     digest = hashlib.sha256()
     for folder in ("csrc", "python"):
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix in {".h", ".cuh", ".cu", ".cpp", ".py"} and path.name != "_version.py":
+            if path.suffix in {*SUFFIXES, ".py"} and path.name != "_version.py":
                 digest.update(path.relative_to(root).as_posix().encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

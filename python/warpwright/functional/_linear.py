@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _arguments
-from .._fallback import ACTIVATIONS
+from .._native import ACTIVATIONS
 from .._ops import ops
 from ._common import dynamo, exporting
 

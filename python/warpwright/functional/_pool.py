@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _arguments
-from .._fallback import NATIVE
+from .._catalog import NATIVE
 from .._ops import ops
 from ._common import dynamo, exporting, pool_window
 

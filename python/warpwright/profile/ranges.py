@@ -7,8 +7,7 @@ by a TorchFunctionMode. The least bytes and FLOPs of the ops that we know come f
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import record_function
 
+from .._catalog import OPS
+from .._work import Work
 from ..patch import ROUTES
 from ..swap.blocks import fits_fused
 from ..swap.classes import MODULES
@@ -152,82 +153,7 @@ class Ranges(TorchFunctionMode):
             self.amounts.setdefault(Label(op, path, direction), Amount()).add(moved, flops)
 
 
-Both = tuple[tuple[float, float], tuple[float, float]]
-
-
-def _computed_in(x: Tensor) -> int:
-    """Bytes an element that a matrix op reads under autocast."""
-    kind = x.device.type
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind).itemsize
-    return x.dtype.itemsize
-
-
-def work_of(op: str, x: Tensor, y: Tensor, arguments: dict[str, Any]) -> Both | None:
-    """((bytes, FLOPs) forward, the same backward); None for an op that we know no least for."""
-    count = _WORK.get(op)
+def work_of(op: str, x: Tensor, y: Tensor, arguments: dict[str, Any]) -> Work | None:
+    """What the call needs at least; None for an op that we know no least for."""
+    count = OPS[op].work if op in OPS else None
     return None if count is None else count(x, y, arguments)
-
-
-def _matrix(x: Tensor, y: Tensor, weight: Tensor, terms: int) -> Both:
-    size = _computed_in(x)
-    flops = 2.0 * y.numel() * terms
-    forward = size * (x.numel() + weight.numel() + y.numel())
-    # The backward reads both operands and dy, and writes dx and dw, each where it is wanted.
-    gradients = int(x.requires_grad) + int(weight.requires_grad)
-    backward = size * (
-        y.numel()
-        + (x.numel() if weight.requires_grad else 0)
-        + (weight.numel() if x.requires_grad else 0)
-        + (x.numel() if x.requires_grad else 0)
-        + (weight.numel() if weight.requires_grad else 0)
-    )
-    return (forward, flops), (backward, gradients * flops)
-
-
-def _linear(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both | None:
-    return None if a["weight"] is None else _matrix(x, y, a["weight"], x.shape[-1])
-
-
-def _conv2d(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both | None:
-    weight = a["weight"]
-    return None if weight is None else _matrix(x, y, weight, math.prod(weight.shape[1:]))
-
-
-def _traffic(forward: float, backward: float) -> Callable[..., Both]:
-    """Multiples of the input's bytes."""
-
-    def count(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both:
-        e = x.numel() * x.dtype.itemsize
-        return (forward * e, 0.0), (backward * e, 0.0)
-
-    return count
-
-
-def _max_pool2d(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both:
-    # One byte of window code an output is the least that the backward can do with.
-    moved = x.numel() * x.dtype.itemsize + y.numel() * (y.dtype.itemsize + 1)
-    return (moved, 0.0), (moved, 0.0)
-
-
-def _attention(x: Tensor, y: Tensor, a: dict[str, Any]) -> Both:
-    args, kwargs = a["args"], a["kwargs"]
-    key = kwargs.get("key", args[1] if len(args) > 1 else x)
-    causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
-    size = _computed_in(x)
-    heads = math.prod(x.shape[:-2])
-    products = 2.0 * heads * x.shape[-2] * key.shape[-2] * (x.shape[-1] + y.shape[-1])
-    products *= 0.5 if causal else 1.0
-    forward = size * (x.numel() + 2 * key.numel() + y.numel())
-    return (forward, products), (2.0 * forward, 2.5 * products)
-
-
-_WORK: dict[str, Callable[[Tensor, Tensor, dict[str, Any]], Both | None]] = {
-    "linear": _linear,
-    "conv2d": _conv2d,
-    "relu": _traffic(2, 3),
-    "batch_norm": _traffic(2, 3),
-    "cross_entropy": _traffic(1, 2),
-    "max_pool2d": _max_pool2d,
-    "scaled_dot_product_attention": _attention,
-}

@@ -6,22 +6,16 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from .. import _catalog
 from .. import nn as ours
 from .patterns import NATIVE as KEEPER_NATIVE
 
 # native type -> (ours, the functional it runs on)
 MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
-    nn.Conv2d: (ours.Conv2d, "conv2d"),
-    nn.BatchNorm1d: (ours.BatchNorm1d, "batch_norm"),
-    nn.BatchNorm2d: (ours.BatchNorm2d, "batch_norm"),
-    nn.BatchNorm3d: (ours.BatchNorm3d, "batch_norm"),
-    nn.ReLU: (ours.ReLU, "relu"),
-    nn.MaxPool2d: (ours.MaxPool2d, "max_pool2d"),
-    nn.Linear: (ours.Linear, "linear"),
-    nn.CrossEntropyLoss: (ours.CrossEntropyLoss, "cross_entropy"),
-    nn.MultiheadAttention: (ours.MultiheadAttention, "scaled_dot_product_attention"),
+    theirs: (getattr(ours, name), op.name)
+    for op in _catalog.OPS.values()
+    for theirs, name in op.modules
 }
-
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {
     **{mine: native for native, (mine, _) in MODULES.items()},
     **KEEPER_NATIVE,
@@ -29,7 +23,7 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-OPS = (*dict.fromkeys(op for _, op in MODULES.values()), "scaled_dot_product_attention")
+OPS = tuple(op.name for op in _catalog.OPS.values() if op.modules)
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from .. import nn as ours
+from .._catalog import OPS
 
 native = nn.functional
 POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
@@ -33,18 +34,10 @@ class Pattern:
 
 
 # A longer chain stands before a shorter one that it begins with.
-PATTERNS = (
-    Pattern(
-        ("batch_norm", "relu", "max_pool2d"),
-        "BatchNormReLUMaxPool2d",
-        "batch_norm_relu_max_pool2d",
-    ),
-    Pattern(("batch_norm", "add", "relu"), "BatchNormAddReLU2d", "batch_norm_add_relu"),
-    Pattern(("batch_norm", "relu"), "BatchNormReLU2d", "batch_norm_relu"),
-    Pattern(("linear", "relu"), "LinearReLU", "linear_relu"),
-    Pattern(("linear", "gelu"), "LinearGELU", "linear_gelu"),
-    Pattern(("linear", "silu"), "LinearSiLU", "linear_silu"),
-    Pattern(("relu", "max_pool2d"), "ReLUMaxPool2d", "relu_max_pool2d", keeper=1),
+PATTERNS = tuple(
+    Pattern(op.chain.ops, op.chain.module, op.name, op.chain.keeper)
+    for op in sorted(OPS.values(), key=lambda op: -len(op.chain.ops) if op.chain else 0)
+    if op.chain
 )
 
 # Layers of a chain: (native, ours, op, attributes that are options of the op); "" does nothing.

@@ -1,0 +1,381 @@
+"""Every op, and all that the rest of the package knows about it: the one table that others derive from.
+
+`OPS` has a record per function of :mod:`warpwright.functional` and per optimizer. `OPERATORS` has the
+operators of ``torch.ops.warpwright`` that they are made of. Nothing here imports a module of ours
+that reads the table; layers and explaining functions are therefore named, not imported.
+tests/test_catalog.py holds the table against the C++ sources, the library and the rest of the
+package: an entry that is missing on either side fails there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _aten, _native, _work
+from ._op import Chain, Example, Function, Op, Operator, Route
+
+native = nn.functional
+
+
+def _always(args: tuple[Any, ...]) -> bool:
+    return True
+
+
+def _in_evaluation(args: tuple[Any, ...]) -> bool:
+    """Batch norm's sixth argument is ``training``."""
+    return not args[5]
+
+
+def _leaf(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, requires_grad=True)
+
+
+def _relu_example(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8),), {}
+
+
+def _linear_example(device: str) -> Example:
+    return "4x8 -> 8", (_leaf(device, 4, 8), _leaf(device, 8, 8), _leaf(device, 8)), {}
+
+
+def _conv2d_example(device: str) -> Example:
+    operands = (_leaf(device, 1, 4, 6, 6), _leaf(device, 4, 4, 3, 3), _leaf(device, 4))
+    return "1x4x6x6 -> 4, 3x3", operands, {"padding": 1}
+
+
+def _batch_norm_example(device: str) -> Example:
+    statistics = torch.zeros(4, device=device), torch.ones(4, device=device)
+    affine = _leaf(device, 4), _leaf(device, 4)
+    return "1x4x6x6", (_leaf(device, 1, 4, 6, 6), *statistics, *affine, True), {}
+
+
+def _max_pool2d_example(device: str) -> Example:
+    return "1x4x6x6, 2", (_leaf(device, 1, 4, 6, 6), 2), {}
+
+
+def _cross_entropy_example(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8), torch.tensor([0, 1, 2, 3], device=device)), {}
+
+
+def _attention_example(device: str) -> Example:
+    return "1x1x8x16", tuple(_leaf(device, 1, 1, 8, 16) for _ in range(3)), {}
+
+
+LINEAR = (
+    Operator("linear", native.linear, native.linear, autocast=True, flops=_work.linear_flops),
+    Operator("linear_backward", aten=_aten.linear_backward, flops=_work.linear_backward_flops),
+)
+LINEAR_ACTIVATION = (
+    Operator(
+        "linear_activation",
+        _native.linear_activation,
+        _aten.linear_activation,
+        autocast=True,
+        flops=_work.linear_flops,
+    ),
+    Operator("linear_activation_backward", aten=_aten.linear_activation_backward),
+    *LINEAR,
+)
+BATCH_NORM_RELU = (
+    Operator("batch_norm_relu", _native.batch_norm_relu, _aten.batch_norm_relu),
+    Operator(
+        "batch_norm_relu_update", _native.batch_norm_relu_update, _aten.batch_norm_relu_update
+    ),
+    Operator("batch_norm_relu_backward", aten=_aten.batch_norm_relu_backward),
+)
+CROSS_ENTROPY = (
+    Operator(
+        "cross_entropy",
+        torch.ops.aten.cross_entropy_loss.default,
+        torch.ops.aten.cross_entropy_loss.default,
+        composed=True,
+        autocast=True,
+    ),
+    Operator(
+        "cross_entropy_extras",
+        _native.cross_entropy_extras,
+        _native.cross_entropy_extras,
+        composed=True,
+        autocast=True,
+    ),
+    Operator("cross_entropy_forward"),
+    Operator("cross_entropy_forward_gradient"),
+    Operator("cross_entropy_lse"),
+    Operator("cross_entropy_scale_"),
+    Operator("cross_entropy_backward"),
+    Operator("cross_entropy_backward_"),
+    Operator("cross_entropy_double_backward"),
+)
+MAX_POOL2D = (
+    Operator("max_pool2d", torch.max_pool2d, torch.max_pool2d, is_fused_by_inductor=_always),
+    Operator(
+        "max_pool2d_with_indices",
+        torch.ops.aten.max_pool2d_with_indices.default,
+        torch.ops.aten.max_pool2d_with_indices.default,
+        composed=True,
+    ),
+    Operator("max_pool2d_with_codes", aten=_aten.max_pool2d_with_codes),
+    Operator("max_pool2d_indices", aten=_aten.max_pool2d_indices, differentiable=False),
+    Operator("max_pool2d_backward", aten=_aten.max_pool2d_backward),
+    Operator("max_pool2d_gather", aten=_aten.max_pool2d_gather),
+)
+GRAD_NORM = Operator("grad_norm")
+SGD = (Operator("sgd_step_"), GRAD_NORM)
+ADAM = (Operator("adam_step_"), GRAD_NORM)
+
+_RECORDS = (
+    Op(
+        "relu",
+        (
+            Operator("relu", torch.relu, torch.relu, is_fused_by_inductor=_always),
+            Operator("relu_", torch.relu_, torch.relu_, is_fused_by_inductor=_always),
+            Operator("relu_backward", aten=_aten.relu_backward, is_fused_by_inductor=_always),
+        ),
+        modules=((nn.ReLU, "ReLU"),),
+        routes=(
+            Route(native.relu),
+            Route(torch.relu),
+            Route(Tensor.relu, first="self"),
+            Route(torch.relu_, "relu_"),
+            Route(Tensor.relu_, "relu_", first="self"),
+        ),
+        integers=True,
+        work=_work.traffic_of_call(2, 3),
+        explain="relu",
+        cpu="vectorised loops",
+        example=_relu_example,
+        operations=0.5,
+    ),
+    Op(
+        "linear",
+        LINEAR,
+        modules=((nn.Linear, "Linear"),),
+        routes=(Route(native.linear),),
+        work=_work.linear_of_call,
+        explain="linear",
+        cpu="matrix products of ATen (MKL or oneDNN)",
+        example=_linear_example,
+    ),
+    *(
+        Op(
+            f"linear_{activation}",
+            LINEAR_ACTIVATION,
+            chain=Chain(("linear", activation), module),
+            explain="linear_activation",
+            cpu="linear's matrix products, then one vectorised pass",
+            folders=("linear",),
+        )
+        for activation, module in (
+            ("relu", "LinearReLU"),
+            ("gelu", "LinearGELU"),
+            ("silu", "LinearSiLU"),
+        )
+    ),
+    Op(
+        "mlp",
+        LINEAR_ACTIVATION,
+        layer="MLP",
+        explain="mlp",
+        cpu="linear's matrix products, one vectorised pass between them",
+        folders=("linear",),
+    ),
+    Op(
+        "conv2d",
+        (
+            Operator("conv2d", torch.conv2d, torch.conv2d, autocast=True, flops=_work.conv2d_flops),
+            Operator("conv2d_padding", torch.conv2d, torch.conv2d, composed=True),
+            Operator(
+                "conv2d_backward", aten=_aten.conv2d_backward, flops=_work.conv2d_backward_flops
+            ),
+        ),
+        modules=((nn.Conv2d, "Conv2d"),),
+        routes=(Route(native.conv2d),),
+        work=_work.conv2d_of_call,
+        explain="conv2d",
+        cpu="implicit GEMM by tiles on ATen's matrix products; direct loops for few taps",
+        example=_conv2d_example,
+    ),
+    Op(
+        "batch_norm",
+        (
+            Operator(
+                "batch_norm",
+                _native.batch_norm,
+                _aten.batch_norm,
+                is_fused_by_inductor=_in_evaluation,
+            ),
+            Operator("batch_norm_update", _native.batch_norm_update, _aten.batch_norm_update),
+            Operator("batch_norm_backward", aten=_aten.batch_norm_backward),
+        ),
+        modules=(
+            (nn.BatchNorm1d, "BatchNorm1d"),
+            (nn.BatchNorm2d, "BatchNorm2d"),
+            (nn.BatchNorm3d, "BatchNorm3d"),
+        ),
+        routes=(Route(native.batch_norm),),
+        work=_work.traffic_of_call(2, 3),
+        explain="batch_norm",
+        cpu="vectorised loops; a block's mean, then its deviations, merged in double",
+        example=_batch_norm_example,
+        operations=3.0,
+    ),
+    Op(
+        "batch_norm_relu",
+        BATCH_NORM_RELU,
+        chain=Chain(("batch_norm", "relu"), "BatchNormReLU2d"),
+        explain="batch_norm",
+        cpu="batch norm's loops; the backward masks grad_output first",
+        folders=("batch_norm",),
+    ),
+    Op(
+        "batch_norm_add_relu",
+        BATCH_NORM_RELU,
+        chain=Chain(("batch_norm", "add", "relu"), "BatchNormAddReLU2d"),
+        explain="batch_norm",
+        cpu="batch norm's loops; the backward masks grad_output first",
+        folders=("batch_norm",),
+    ),
+    Op(
+        "batch_norm_relu_max_pool2d",
+        (
+            Operator(
+                "batch_norm_relu_max_pool2d",
+                _native.batch_norm_relu_max_pool2d,
+                _aten.batch_norm_relu_max_pool2d,
+            ),
+            Operator(
+                "batch_norm_relu_max_pool2d_update",
+                _native.batch_norm_relu_max_pool2d_update,
+                _aten.batch_norm_relu_max_pool2d_update,
+            ),
+            Operator(
+                "batch_norm_relu_max_pool2d_backward",
+                aten=_aten.batch_norm_relu_max_pool2d_backward,
+            ),
+        ),
+        chain=Chain(("batch_norm", "relu", "max_pool2d"), "BatchNormReLUMaxPool2d"),
+        explain="batch_norm_relu_max_pool2d",
+        cpu="batch norm's statistics, then max pooling's loops over rows",
+        folders=("batch_norm", "batch_norm_relu_max_pool2d", "max_pool2d"),
+    ),
+    Op(
+        "max_pool2d",
+        MAX_POOL2D,
+        modules=((nn.MaxPool2d, "MaxPool2d"),),
+        routes=(
+            Route(native.max_pool2d),
+            Route(torch.max_pool2d),
+            Route(native.max_pool2d_with_indices, "max_pool2d_with_indices"),
+        ),
+        integers=True,
+        work=_work.pooling_of_call,
+        explain="max_pool2d",
+        cpu="vectorised loops over rows, one byte a window for the backward",
+        example=_max_pool2d_example,
+    ),
+    Op(
+        "relu_max_pool2d",
+        (
+            Operator(
+                "relu_max_pool2d",
+                _native.relu_max_pool2d,
+                _native.relu_max_pool2d,
+                is_fused_by_inductor=_always,
+            ),
+            Operator("relu_max_pool2d_with_codes", aten=_aten.relu_max_pool2d_with_codes),
+        ),
+        chain=Chain(("relu", "max_pool2d"), "ReLUMaxPool2d", keeper=1),
+        integers=True,
+        explain="max_pool2d",
+        cpu="vectorised loops over rows, one byte a window for the backward",
+        folders=("max_pool2d",),
+    ),
+    Op(
+        "cross_entropy",
+        CROSS_ENTROPY,
+        modules=((nn.CrossEntropyLoss, "CrossEntropyLoss"),),
+        routes=(Route(native.cross_entropy),),
+        work=_work.traffic_of_call(1, 2),
+        explain="cross_entropy",
+        cpu="one pass a row, vectorised",
+        example=_cross_entropy_example,
+        operations=4.0,
+    ),
+    Op(
+        "linear_cross_entropy",
+        (
+            Operator(
+                "linear_cross_entropy",
+                _native.linear_cross_entropy,
+                _native.linear_cross_entropy,
+                composed=True,
+                autocast=True,
+            ),
+            Operator(
+                "linear_cross_entropy_extras",
+                _native.linear_cross_entropy_extras,
+                _native.linear_cross_entropy_extras,
+                composed=True,
+                autocast=True,
+            ),
+            Operator("linear_cross_entropy_forward", flops=_work.linear_cross_entropy_flops),
+            Operator(
+                "linear_cross_entropy_backward",
+                flops=_work.linear_cross_entropy_backward_flops,
+            ),
+        ),
+        layer="LinearCrossEntropy",
+        explain="linear_cross_entropy",
+        cpu="linear and cross_entropy over chunks of rows",
+        folders=("cross_entropy", "linear", "linear_cross_entropy"),
+    ),
+    Op(
+        "scaled_dot_product_attention",
+        (
+            Operator(
+                "scaled_dot_product_attention",
+                native.scaled_dot_product_attention,
+                native.scaled_dot_product_attention,
+                composed=True,
+                autocast=True,
+            ),
+            Operator("attention", flops=_work.attention_flops),
+            Operator("attention_backward", flops=_work.attention_backward_flops),
+            Operator("attention_dropout_factors"),
+            Operator("attention_second_order", composed=True),
+        ),
+        modules=((nn.MultiheadAttention, "MultiheadAttention"),),
+        routes=(Route(native.scaled_dot_product_attention, first="query"),),
+        work=_work.attention_of_call,
+        explain="attention",
+        cpu="flash attention by tiles on ATen's matrix products",
+        example=_attention_example,
+        folders=("attention",),
+    ),
+    Op("sgd", SGD, folders=("optim",), is_optimizer=True),
+    Op("adam", ADAM, folders=("optim",), is_optimizer=True),
+    Op(
+        "adamw",
+        ADAM,
+        operations=2.0,
+        folders=("optim",),
+        is_optimizer=True,
+    ),
+)
+
+OPS: dict[str, Op] = {op.name: op for op in _RECORDS}
+FUNCTIONALS: dict[str, Op] = {name: op for name, op in OPS.items() if not op.is_optimizer}
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator for op in _RECORDS for operator in op.operators
+}
+# Names that native's functions have besides the op's: relu_ -> relu.
+VARIANTS: dict[str, str] = {
+    route.ours: op.name for op in _RECORDS for route in op.routes if route.ours
+}
+# The operators that a user's call names: what runs in their place where no kernel of ours does.
+NATIVE: dict[str, Function] = {
+    name: operator.native for name, operator in OPERATORS.items() if operator.native is not None
+}

@@ -1,0 +1,145 @@
+"""Our operators in terms of native's functions: what runs where no kernel of ours does.
+
+Each function takes the arguments of its operator. Results that only a backward of ours reads are
+left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+native = torch.nn.functional
+
+
+def batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+) -> tuple[Tensor]:
+    return (native.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps),)
+
+
+def batch_norm_update(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor]:
+    return (native.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps),)
+
+
+def _added_relu(normalized: Tensor, residual: Tensor | None) -> tuple[Tensor]:
+    return (torch.relu(normalized if residual is None else normalized + residual),)
+
+
+def batch_norm_relu(input: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor]:
+    return _added_relu(batch_norm(input, *args)[0], residual)
+
+
+def batch_norm_relu_update(input: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor]:
+    return _added_relu(batch_norm_update(input, *args)[0], residual)
+
+
+def linear_cross_entropy(input: Tensor, *args: Any) -> Tensor:
+    return linear_cross_entropy_extras(input, *args)[0]
+
+
+def linear_cross_entropy_extras(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk_rows: int | None,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    return_argmax: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    rows, leading = input.flatten(0, -2) if input.dim() > 1 else input[None], input.shape[:-1]
+    logits = native.linear(rows, weight, bias)
+    labels = target.reshape(-1) if target.shape == leading else target.reshape(logits.shape)
+    loss, lse, argmax = cross_entropy_extras(
+        *(logits, labels, class_weight, reduction, ignore_index, label_smoothing),
+        *(z_loss, softcap, return_lse, return_argmax, False),
+    )
+    return (
+        loss.view(leading) if reduction == 0 else loss,
+        None if lse is None else lse.view(leading),
+        None if argmax is None else argmax.view(leading),
+    )
+
+
+def relu_max_pool2d(input: Tensor, *args: Any) -> Tensor:
+    return torch.max_pool2d(torch.relu(input), *args)
+
+
+def cross_entropy_extras(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    return_lse: bool,
+    return_argmax: bool,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dim = min(1, input.dim() - 1)
+    accum = torch.promote_types(input.dtype, torch.float32)
+    logits = softcap * torch.tanh(input.to(accum) / softcap) if softcap else input
+    options = (reduction, ignore_index, label_smoothing)
+    loss = torch.ops.aten.cross_entropy_loss(logits, target, weight, *options)
+    lse = logits.to(accum).logsumexp(dim)
+    if z_loss:
+        labels = target.shape != input.shape
+        counted = target != ignore_index if labels else torch.ones_like(lse, dtype=torch.bool)
+        extra = z_loss * lse.square() * counted.reshape(lse.shape)
+        if reduction != 0:
+            extra = extra.sum()
+        if reduction == 1:
+            flat = target.clamp(0, input.shape[dim] - 1)
+            weights = counted if weight is None or not labels else weight[flat] * counted
+            extra = extra / weights.sum()
+        loss = loss + extra
+    argmax = input.argmax(dim) if return_argmax else None
+    return loss.to(input.dtype), lse if return_lse else None, argmax
+
+
+def batch_norm_relu_max_pool2d(input: Tensor, *args: Any) -> tuple[Tensor]:
+    return (relu_max_pool2d(batch_norm(input, *args[:6])[0], *args[6:]),)
+
+
+def batch_norm_relu_max_pool2d_update(input: Tensor, *args: Any) -> tuple[Tensor]:
+    return (relu_max_pool2d(batch_norm_update(input, *args[:6])[0], *args[6:]),)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": native.gelu,
+    "gelu_tanh": functools.partial(native.gelu, approximate="tanh"),
+    "silu": native.silu,
+}
+
+
+def linear_activation(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor]:
+    return (ACTIVATIONS[activation](native.linear(input, weight, bias)),)

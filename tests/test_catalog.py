@@ -1,0 +1,212 @@
+"""The catalog of ops, held against everything that cannot derive from it: C++, stubs, cases, tests."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from malformed_calls import public_calls
+from native_suites import OURS
+
+import warpwright
+from warpwright import _catalog, explain, functional, nn, optim
+from warpwright._catalog import FUNCTIONALS, NATIVE, OPERATORS, OPS, VARIANTS
+from warpwright._ops import ops
+from warpwright.bench import overhead, plots, records
+from warpwright.bench.cases import CASES
+from warpwright.bench.optimizers import optimizer_cases
+from warpwright.bench.peers import COMPILE_CALLS_NATIVE, CUDNN_OPS
+from warpwright.explain import EXPLAINERS
+from warpwright.patch import ROUTED
+from warpwright.profile import ranges
+from warpwright.swap import OPS as SWAPPED
+from warpwright.swap import patterns
+from warpwright.swap.classes import MODULES
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+DEFINITION = re.compile(r'm\.(?:def\(\s*"(\w+)\(|impl\("(\w+)")')
+COMPOSED = {"mlp"}  # of two ops, each of which is measured and tested alone
+MEASURED_AS = {"adam": "adamw"}  # the same kernel
+NATIVE_HAS = [op for op in FUNCTIONALS.values() if op.routes]
+
+
+# ---- a record is whole ----
+
+
+def gaps(op):
+    """What a record lacks."""
+    if op.is_optimizer:
+        return [] if op.operators else ["operators"]
+    needed = {"operators", "explain", "cpu"}
+    needed |= {"modules", "work", "example"} if op.routes else set()
+    found = sorted(name for name in needed if not getattr(op, name))
+    if not (op.modules or op.layer or op.chain):
+        found.append("modules, layer or chain")
+    return found
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_records_are_whole(name):
+    assert not gaps(OPS[name])
+
+
+@pytest.mark.parametrize(
+    ("op", "field"),
+    [
+        ("relu", "operators"),
+        ("relu", "modules"),
+        ("linear", "work"),
+        ("conv2d", "example"),
+        ("mlp", "explain"),
+        ("linear_relu", "cpu"),
+        ("linear_relu", "chain"),
+        ("mlp", "layer"),
+        ("sgd", "operators"),
+    ],
+)
+def test_a_gap_is_found(op, field):
+    empty = None if field in ("work", "example", "chain") else type(getattr(OPS[op], field))()
+    assert any(field in gap for gap in gaps(dataclasses.replace(OPS[op], **{field: empty})))
+
+
+def test_names_are_unique():
+    assert len(OPS) == len(_catalog._RECORDS)
+    listed = [operator for op in OPS.values() for operator in op.operators]
+    assert all(OPERATORS[operator.name] is operator for operator in listed)
+
+
+# ---- C++ ----
+
+
+def defined_operators(text):
+    """Its definitions and its kernels: a loop may define two operators at once."""
+    return {name for names in DEFINITION.findall(text) for name in names if name}
+
+
+def test_operators_are_those_of_the_library():
+    sources = [path.read_text() for path in sorted(CSRC.rglob("*.cpp"))]
+    fragments = [text for text in sources if "TORCH_LIBRARY_FRAGMENT(warpwright" in text]
+    assert set().union(*map(defined_operators, fragments)) == set(OPERATORS)
+    assert set(vars(ops)) == set(OPERATORS)
+
+
+def test_definitions_are_found():
+    text = 'm.def("a(Tensor x) -> Tensor");\n  m.def(\n      "b_(Tensor(a!) x) -> ()", tags);'
+    text += 'm.impl("c", c_kernel);'
+    assert defined_operators(text) == {"a", "b_", "c"}
+
+
+def test_folders_are_those_of_the_library():
+    assert {folder for op in OPS.values() for folder in op.sources} == {
+        path.name for path in (CSRC / "ops").iterdir() if path.is_dir()
+    }
+    for name in OPS:
+        assert records.folders_of(name) == OPS[name].sources
+
+
+def test_explain_is_the_same_in_cpp_stub_and_python():
+    in_cpp = set(re.findall(r'm\.def\("(explain_\w+)"', (CSRC / "python/explain.cpp").read_text()))
+    package = Path(warpwright.__file__).parent
+    in_stub = set(re.findall(r"def (explain_\w+)\(", (package / "_C.pyi").read_text()))
+    asked = {
+        node.attr
+        for node in ast.walk(ast.parse((package / "explain.py").read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("explain_")
+    }
+    assert in_cpp == in_stub == asked
+
+
+# ---- Python ----
+
+
+def test_every_functional_has_a_record():
+    assert set(functional.__all__) == {*FUNCTIONALS, *VARIANTS}
+    assert all(getattr(functional, name).__module__ == functional.__name__ for name in FUNCTIONALS)
+
+
+def test_every_layer_has_a_record():
+    ours = {name for op in OPS.values() for _, name in op.modules}
+    ours |= {op.layer for op in OPS.values() if op.layer}
+    ours |= {op.chain.module for op in OPS.values() if op.chain}
+    assert set(nn.__all__) == ours
+
+
+def test_every_optimizer_has_a_record():
+    assert {name.lower() for name in optim.__all__} == {
+        name for name, op in OPS.items() if op.is_optimizer
+    }
+
+
+def test_tables_derive():
+    native_has = [op.name for op in NATIVE_HAS]
+    assert list(ROUTED) == native_has
+    assert list(SWAPPED) == native_has
+    assert {op for _, op in MODULES.values()} == set(native_has)
+    assert list(overhead.calls("cpu")) == native_has
+    assert set(EXPLAINERS) == set(FUNCTIONALS)
+    assert {p.functional for p in patterns.PATTERNS} == {n for n, op in OPS.items() if op.chain}
+    layers = {op for _, _, op, _ in patterns.LAYERS} | {"add"}
+    assert {op for pattern in patterns.PATTERNS for op in pattern.ops} <= layers
+    assert set(CUDNN_OPS) | set(COMPILE_CALLS_NATIVE) <= set(FUNCTIONALS)
+
+
+def test_longer_chains_come_first():
+    lengths = [len(pattern.ops) for pattern in patterns.PATTERNS]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("op", NATIVE_HAS, ids=lambda op: op.name)
+def test_example(op, device):
+    """It runs, natively and on ours, through each route that takes it; its work is known."""
+    shape, args, kwargs = op.example(device)
+    assert shape
+    expected = getattr(torch.nn.functional, op.name)(*args, **kwargs)
+    result = getattr(functional, op.name)(*args, **kwargs)
+    torch.testing.assert_close(result, expected, rtol=2e-3, atol=2e-3)
+    assert op.name in explain(op.name, *args, **kwargs)
+    a = {"args": args, "kwargs": kwargs, "weight": args[1] if len(args) > 1 else None}
+    work = ranges.work_of(op.name, args[0], result, a)
+    assert work.forward.bytes > 0
+    assert work.backward.bytes > 0
+    assert (work.forward.flops > 0) == any(operator.flops for operator in op.operators)
+    row = {"op": op.name, "flops": work.forward.flops, "bytes": work.forward.bytes}
+    assert plots.operations({**row, "dtype": "float32"}) > 0
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_fallback_takes_the_arguments(name):
+    """By position, as many as the operator's schema requires, or any."""
+    schema = getattr(torch.ops.warpwright, name).default._schema
+    code = getattr(NATIVE[name], "__code__", None)
+    if code is not None and code.co_filename.endswith("_native.py"):
+        required = [a for a in schema.arguments if not a.kwarg_only and not a.has_default_value()]
+        takes_more = code.co_flags & 0x04
+        assert takes_more or code.co_argcount >= len(required)
+
+
+# ---- what is written by hand for each op ----
+
+
+def test_every_op_is_measured():
+    measured = {case.op for case in (*CASES, *optimizer_cases("full"))}
+    assert measured | COMPOSED | {*MEASURED_AS} == {*OPS}
+    assert {*MEASURED_AS.values()} <= measured
+
+
+def test_every_op_is_tested():
+    assert {*public_calls("cpu", 0)} == {*FUNCTIONALS, *VARIANTS} - COMPOSED
+    ours = {getattr(f, "__name__", "") for f in OURS.values()} | {"scaled_dot_product_attention"}
+    assert {op.name for op in NATIVE_HAS} <= ours
+    called = (ROOT / "tools" / "sanitize_cases.py").read_text()
+    for name in {*FUNCTIONALS} - COMPOSED:
+        family = name.rpartition("_")[0] + "_{"  # f"linear_{activation}"
+        assert f"F.{name}" in called or family in called, f"tools/sanitize_cases.py: {name}"
+
+
+def test_every_folder_has_its_page():
+    pages = {path.stem for path in (ROOT / "docs" / "kernels").glob("*.md")}
+    for op in OPS.values():
+        assert {op.name, *op.sources} & pages, op.name
