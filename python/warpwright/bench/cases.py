@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _work
 from .._precision import get_float32_matmul_precision, set_float32_matmul_precision
 from .measure import tf32_allowed
 
@@ -89,7 +90,7 @@ def _relu(numel: int, dtype: torch.dtype) -> Case:
         ROWS,
         lambda device: {"x": _randn((numel,), dtype, device)},
         lambda F, i: F.relu(i["x"]),
-        {"fwd": 2 * e, "bwd": 3 * e},
+        _work.traffic(e, 2, 3).of("bytes"),
     )
 
 
@@ -115,7 +116,7 @@ def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case
         layout,
         make,
         call,
-        {"fwd": 2 * e, "bwd": 3 * e},
+        _work.traffic(e, 2, 3).of("bytes"),
     )
 
 
@@ -157,9 +158,7 @@ def _max_pool2d(
 ) -> Case:
     n, c, h, w = shape
     outputs = n * c * ((h + 2 * p - k) // s + 1) * ((w + 2 * p - k) // s + 1)
-    e = n * c * h * w * dtype.itemsize
-    # One byte of window code an output is the least that the backward can do with.
-    traffic = e + outputs * (dtype.itemsize + 1)
+    work = _work.pooling(n * c * h * w, outputs, dtype.itemsize)
     return Case(
         "max_pool2d",
         f"{'x'.join(map(str, shape))} k{k}s{s}",
@@ -167,7 +166,7 @@ def _max_pool2d(
         layout,
         lambda device: {"x": _randn(shape, dtype, device, layout)},
         lambda F, i: F.max_pool2d(i["x"], k, s, p),
-        {"fwd": traffic, "bwd": traffic},
+        work.of("bytes"),
     )
 
 
@@ -222,13 +221,12 @@ def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Case:
         ROWS,
         make,
         lambda F, i: F.cross_entropy(i["x"], i["target"]),
-        {"fwd": e, "bwd": 2 * e, "fwd+bwd": 2 * e},
+        {**_work.traffic(e, 1, 2).of("bytes"), "fwd+bwd": 2 * e},
     )
 
 
 def _linear(m: int, k: int, n: int, dtype: torch.dtype) -> Case:
-    size = dtype.itemsize
-    flops = 2.0 * m * n * k
+    work = _work.product(m * k, n * k, m * n, 2.0 * m * n * k, dtype.itemsize)
 
     def make(device: str) -> Inputs:
         return {
@@ -244,8 +242,8 @@ def _linear(m: int, k: int, n: int, dtype: torch.dtype) -> Case:
         ROWS,
         make,
         lambda F, i: F.linear(i["x"], i["weight"], i["bias"]),
-        {"fwd": size * (m * k + n * k + m * n), "bwd": size * (2 * m * k + 2 * n * k + m * n)},
-        {"fwd": flops, "bwd": 2 * flops},
+        work.of("bytes"),
+        work.of("flops"),
     )
 
 
@@ -309,10 +307,10 @@ def _conv2d(
     n, c, h, w = shape
     q = ((h + 2 * p - k) // s + 1) * ((w + 2 * p - k) // s + 1)
     flops = 2.0 * n * q * out * c * k * k
-    size = dtype.itemsize
-    x_bytes, y_bytes, w_bytes = n * c * h * w * size, n * out * q * size, out * c * k * k * size
     # A stride beyond the window steps over pixels. The gradient is written for all of them.
-    read_bytes = n * c * min(h * w, q * k * k) * size
+    read = n * c * min(h * w, q * k * k)
+    weights = out * c * k * k
+    work = _work.product(n * c * h * w, weights, n * out * q, flops, dtype.itemsize, read=read)
 
     def make(device: str) -> Inputs:
         weight = (torch.randn(out, c, k, k, device=device) / (c * k * k) ** 0.5).to(dtype)
@@ -331,11 +329,8 @@ def _conv2d(
         layout,
         make,
         lambda F, i: F.conv2d(i["x"], i["weight"], i["bias"], s, p),
-        {
-            "fwd": read_bytes + w_bytes + y_bytes,
-            "bwd": read_bytes + x_bytes + 2 * w_bytes + y_bytes,
-        },
-        {"fwd": flops, "bwd": 2 * flops},
+        work.of("bytes"),
+        work.of("flops"),
         lambda i: {**i, "x": i["x"].detach()[:4].requires_grad_()},
         window=(s, p),
     )
@@ -343,7 +338,8 @@ def _conv2d(
 
 def _attention(b: int, h: int, s: int, d: int, causal: bool, dtype: torch.dtype = BF16) -> Case:
     flops = 4.0 * b * h * s * s * d * (0.5 if causal else 1.0)
-    e = b * h * s * d * dtype.itemsize
+    n = b * h * s * d
+    work = _work.attention(n, n, n, flops, dtype.itemsize)
 
     def make(device: str) -> Inputs:
         return {name: _randn((b, h, s, d), dtype, device) for name in ("q", "k", "v")}
@@ -358,8 +354,8 @@ def _attention(b: int, h: int, s: int, d: int, causal: bool, dtype: torch.dtype 
         ROWS,
         make,
         lambda F, i: F.scaled_dot_product_attention(i["q"], i["k"], i["v"], is_causal=causal),
-        {"fwd": 4 * e, "bwd": 8 * e},
-        {"fwd": flops, "bwd": 2.5 * flops},
+        work.of("bytes"),
+        work.of("flops"),
         first_head,
     )
 
