@@ -128,61 +128,6 @@ ADAM = (Operator("adam_step_"), GRAD_NORM)
 
 _RECORDS = (
     Op(
-        "relu",
-        (
-            Operator("relu", torch.relu, torch.relu, is_fused_by_inductor=_always),
-            Operator("relu_", torch.relu_, torch.relu_, is_fused_by_inductor=_always),
-            Operator("relu_backward", aten=_aten.relu_backward, is_fused_by_inductor=_always),
-        ),
-        modules=((nn.ReLU, "ReLU"),),
-        routes=(
-            Route(native.relu),
-            Route(torch.relu),
-            Route(Tensor.relu, first="self"),
-            Route(torch.relu_, "relu_"),
-            Route(Tensor.relu_, "relu_", first="self"),
-        ),
-        integers=True,
-        work=_work.traffic_of_call(2, 3),
-        explain="relu",
-        cpu="vectorised loops",
-        example=_relu_example,
-        operations=0.5,
-    ),
-    Op(
-        "linear",
-        LINEAR,
-        modules=((nn.Linear, "Linear"),),
-        routes=(Route(native.linear),),
-        work=_work.linear_of_call,
-        explain="linear",
-        cpu="matrix products of ATen (MKL or oneDNN)",
-        example=_linear_example,
-    ),
-    *(
-        Op(
-            f"linear_{activation}",
-            LINEAR_ACTIVATION,
-            chain=Chain(("linear", activation), module),
-            explain="linear_activation",
-            cpu="linear's matrix products, then one vectorised pass",
-            folders=("linear",),
-        )
-        for activation, module in (
-            ("relu", "LinearReLU"),
-            ("gelu", "LinearGELU"),
-            ("silu", "LinearSiLU"),
-        )
-    ),
-    Op(
-        "mlp",
-        LINEAR_ACTIVATION,
-        layer="MLP",
-        explain="mlp",
-        cpu="linear's matrix products, one vectorised pass between them",
-        folders=("linear",),
-    ),
-    Op(
         "conv2d",
         (
             Operator("conv2d", torch.conv2d, torch.conv2d, autocast=True, flops=_work.conv2d_flops),
@@ -262,6 +207,28 @@ _RECORDS = (
         folders=("batch_norm", "batch_norm_relu_max_pool2d", "max_pool2d"),
     ),
     Op(
+        "relu",
+        (
+            Operator("relu", torch.relu, torch.relu, is_fused_by_inductor=_always),
+            Operator("relu_", torch.relu_, torch.relu_, is_fused_by_inductor=_always),
+            Operator("relu_backward", aten=_aten.relu_backward, is_fused_by_inductor=_always),
+        ),
+        modules=((nn.ReLU, "ReLU"),),
+        routes=(
+            Route(native.relu),
+            Route(torch.relu),
+            Route(Tensor.relu, first="self"),
+            Route(torch.relu_, "relu_"),
+            Route(Tensor.relu_, "relu_", first="self"),
+        ),
+        integers=True,
+        work=_work.traffic_of_call(2, 3),
+        explain="relu",
+        cpu="vectorised loops",
+        example=_relu_example,
+        operations=0.5,
+    ),
+    Op(
         "max_pool2d",
         MAX_POOL2D,
         modules=((nn.MaxPool2d, "MaxPool2d"),),
@@ -292,6 +259,39 @@ _RECORDS = (
         explain="max_pool2d",
         cpu="vectorised loops over rows, one byte a window for the backward",
         folders=("max_pool2d",),
+    ),
+    Op(
+        "linear",
+        LINEAR,
+        modules=((nn.Linear, "Linear"),),
+        routes=(Route(native.linear),),
+        work=_work.linear_of_call,
+        explain="linear",
+        cpu="matrix products of ATen (MKL or oneDNN)",
+        example=_linear_example,
+    ),
+    *(
+        Op(
+            f"linear_{activation}",
+            LINEAR_ACTIVATION,
+            chain=Chain(("linear", activation), module),
+            explain="linear_activation",
+            cpu="linear's matrix products, then one vectorised pass",
+            folders=("linear",),
+        )
+        for activation, module in (
+            ("relu", "LinearReLU"),
+            ("gelu", "LinearGELU"),
+            ("silu", "LinearSiLU"),
+        )
+    ),
+    Op(
+        "mlp",
+        LINEAR_ACTIVATION,
+        layer="MLP",
+        explain="mlp",
+        cpu="linear's matrix products, one vectorised pass between them",
+        folders=("linear",),
     ),
     Op(
         "cross_entropy",
