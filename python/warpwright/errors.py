@@ -1,7 +1,7 @@
-"""Bad data that a CUDA kernel met: asked for, not waited for.
+"""Invalid data that a CUDA kernel found, reported on request.
 
-A label out of range on the GPU makes its row's loss and gradient NaN and leaves a note in host
-memory; the process, the stream and every other row go on. On the CPU the call itself raises.
+A label out of range on the GPU makes its row's loss and gradient NaN, and the kernel writes a note
+into host memory. The process, the stream and all other rows continue. On the CPU the call raises.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["check_errors", "strict"]
 
 
 def check_errors() -> None:
-    """Waits for the GPUs and raises for bad data met since the last check.
+    """Waits for the GPUs and raises if a kernel found invalid data since the last check.
 
-    Does nothing where no kernel could have met any (no GPU, or none used yet), nor while a CUDA
-    graph is being captured, when waiting is not possible.
+    Does nothing if no kernel can have found any (no GPU, or none used yet). Does nothing during the
+    capture of a CUDA graph, which does not allow waiting.
 
     Raises:
-        IndexError: names the op, the row and the value; the note is cleared. Of several bad rows it
-            names one.
+        IndexError: names the op, the row and the value, for one of the invalid rows. The note is
+            cleared.
     """
     devices = _C.error_word_devices()
     if not devices or torch.cuda.is_current_stream_capturing():
@@ -34,10 +34,13 @@ def check_errors() -> None:
 
 
 class strict:
-    """Makes every call that can meet bad data check at once: it waits for the GPU, and raises.
+    """Makes every call that can find invalid data wait for the GPU and raise.
 
-    ``warpwright.strict()`` switches it on, ``strict(False)`` off; ``with strict():`` does it for a
-    block and restores what was. For all threads of the process.
+    ``warpwright.strict()`` switches this on, ``strict(False)`` off. ``with strict():`` switches it on
+    for a block and then restores the previous setting. It holds for all threads of the process.
+
+    Args:
+        enabled: whether calls check.
     """
 
     def __init__(self, enabled: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Which kernel and tile a call would take, and why: the answer of the op's own choice function."""
+"""Which kernel and tile a call would take, and why. The op's own choice function answers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ def explain(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> str:
-    """Text on which kernels ``op`` and its backward would run for these arguments, and why.
+    """Says which kernels ``op`` and its backward would run for these arguments, and why.
 
-    Nothing is run. The answer comes from the function that chooses at every call, so it also
-    depends on alignment and strides, which real tensors have and meta tensors only partly.
+    Runs nothing. The function that chooses at every call answers, so the text depends on alignment
+    and strides too. Meta tensors have no alignment: they count as freshly allocated.
 
     Args:
         op: a name in :mod:`warpwright.functional`, or the function (ours or native's).
         args, kwargs: as for the function.
-        device: ask as if the tensors lay there: ``"cuda"`` explains the GPU kernels for tensors
-            of any device, and without a GPU assumes one of 132 SMs of sm_90.
+        device: answer as if the tensors were on this device. ``"cuda"`` explains the GPU kernels for
+            tensors of any device; without a GPU it assumes an sm_90 with 132 SMs.
+    Returns:
+        A line for the call, then a line per kernel: its role, what it takes, and why.
     Raises:
-        ValueError: an unknown op.
-        TypeError: arguments that the function does not take.
+        ValueError: the op is unknown.
+        TypeError: the function does not take these arguments, or the first one is no tensor.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
     name = VARIANTS.get(name, name)
@@ -88,7 +90,7 @@ def _gpu(device: torch.device) -> tuple[_C.DeviceInfo, str]:
 
 
 def _operand(tensor: Tensor) -> _C.Operand:
-    # A tensor of another device stands for one that starts where allocations start.
+    # A tensor of another device counts as one that starts where allocations start.
     address = tensor.data_ptr() if tensor.is_cuda else 0
     return _C.Operand(tensor.shape, tensor.stride(), address)
 
@@ -192,7 +194,7 @@ def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     window = {name: a[name] for name in ("stride", "padding", "dilation", "groups")}
     output = functional.conv2d(x.to("meta"), weight.to("meta"), None, **window)
     stride, dilation = _pair(a["stride"]), _pair(a["dilation"])
-    if a["padding"] == "same":  # the odd one goes after the last row
+    if a["padding"] == "same":  # an odd row goes after the last one
         before = tuple(d * (k - 1) // 2 for d, k in zip(dilation, weight.shape[2:], strict=True))
     else:
         before = (0, 0) if a["padding"] == "valid" else _pair(a["padding"])

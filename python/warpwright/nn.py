@@ -1,8 +1,8 @@
 """Drop-in modules: each subclasses ``torch.nn.X`` and overrides only ``forward``.
 
-Constructor, parameters, buffers, ``state_dict`` and pickling are native's, so changing a native
-instance's ``__class__`` to the one here (what :func:`warpwright.swap` does) is enough. ``repr``
-prints ``warpwright.Conv2d(...)``: a printed model shows what runs.
+Constructor, parameters, buffers, ``state_dict`` and pickling are native's. :func:`warpwright.swap`
+therefore only changes the ``__class__`` of a native instance. ``repr`` prints
+``warpwright.Conv2d(...)``, so that a printed model shows what runs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
         return self._normalize(input)
 
     def _normalize(self, *tensors: Tensor, functional: str | None = None, **options: Any) -> Tensor:
-        """``functional`` in the place of the class's own; ``options`` are its further keywords."""
+        """Calls ``functional``, by default the class's own, with ``options`` as further keywords."""
         function = getattr(F, functional or self._functional)
         self._check_input_dim(tensors[0])
         tracks = self.training and self.track_running_stats
@@ -99,9 +99,9 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
     ) -> Tensor:
         """Running statistics as plain averages over the batches: a step of 1/num_batches_tracked.
 
-        Native reads the counter on the host. Here it stays on the device, so nothing waits for the
-        GPU and nothing breaks a graph: batch norm with momentum 1 leaves the batch's statistics in
-        scratch buffers, which are then averaged in.
+        Native reads the counter on the host. Here it stays on the device: nothing waits for the GPU
+        or breaks a graph. Batch norm with momentum 1 writes the batch's statistics into scratch
+        buffers, which then enter the averages.
         """
         assert self.num_batches_tracked is not None
         running = [r for r in (self.running_mean, self.running_var) if r is not None]
@@ -138,7 +138,7 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 
 
 class BatchNormReLU2d(_BatchNorm, nn.BatchNorm2d):
-    """``torch.nn.BatchNorm2d`` and the ReLU behind it, as one op.
+    """``torch.nn.BatchNorm2d`` and the ReLU after it, as one op.
 
     Parameters, buffers and ``state_dict`` are those of ``nn.BatchNorm2d``; see
     :func:`warpwright.functional.batch_norm_relu`.
@@ -148,7 +148,7 @@ class BatchNormReLU2d(_BatchNorm, nn.BatchNorm2d):
 
 
 class BatchNormAddReLU2d(_BatchNorm, nn.BatchNorm2d):
-    """``torch.nn.BatchNorm2d``, the addition of a residual and the ReLU behind it, as one op.
+    """``torch.nn.BatchNorm2d``, the addition of a residual and the ReLU after it, as one op.
 
     Called with two tensors: ``module(input, residual)``. Parameters, buffers and ``state_dict`` are
     those of ``nn.BatchNorm2d``; see :func:`warpwright.functional.batch_norm_add_relu`.
@@ -161,7 +161,7 @@ class BatchNormAddReLU2d(_BatchNorm, nn.BatchNorm2d):
 
 
 class BatchNormReLUMaxPool2d(_BatchNorm, nn.BatchNorm2d):
-    """``torch.nn.BatchNorm2d``, the ReLU and the ``torch.nn.MaxPool2d`` behind it, as one op.
+    """``torch.nn.BatchNorm2d``, the ReLU and the ``torch.nn.MaxPool2d`` after it, as one op.
 
     The arguments are those of ``nn.MaxPool2d`` after the number of features, then those of
     ``nn.BatchNorm2d``, by name. Parameters, buffers and ``state_dict`` are those of
@@ -233,7 +233,7 @@ class MaxPool2d(_Named, nn.MaxPool2d):
 
 
 class ReLUMaxPool2d(_Named, nn.MaxPool2d):
-    """A ReLU and the ``torch.nn.MaxPool2d`` behind it, as one op.
+    """A ReLU and the ``torch.nn.MaxPool2d`` after it, as one op.
 
     Constructor and attributes are those of ``nn.MaxPool2d``, without indices; see
     :func:`warpwright.functional.relu_max_pool2d`.
@@ -255,7 +255,7 @@ class Linear(_Named, nn.Linear):
 
 
 class LinearReLU(_Named, nn.Linear):
-    """``torch.nn.Linear`` and the ReLU behind it, as one op.
+    """``torch.nn.Linear`` and the ReLU after it, as one op.
 
     Parameters and ``state_dict`` are those of ``nn.Linear``; see
     :func:`warpwright.functional.linear_relu`.
@@ -266,7 +266,7 @@ class LinearReLU(_Named, nn.Linear):
 
 
 class LinearGELU(_Named, nn.Linear):
-    """``torch.nn.Linear`` and the GELU behind it, as one op.
+    """``torch.nn.Linear`` and the GELU after it, as one op.
 
     Parameters and ``state_dict`` are those of ``nn.Linear``; see
     :func:`warpwright.functional.linear_gelu`.
@@ -289,7 +289,7 @@ class LinearGELU(_Named, nn.Linear):
 
 
 class LinearSiLU(_Named, nn.Linear):
-    """``torch.nn.Linear`` and the SiLU behind it, as one op.
+    """``torch.nn.Linear`` and the SiLU after it, as one op.
 
     Parameters and ``state_dict`` are those of ``nn.Linear``; see
     :func:`warpwright.functional.linear_silu`.
@@ -380,8 +380,8 @@ class MLP(_Named, nn.Module):
 class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` on :func:`warpwright.functional.cross_entropy`.
 
-    The keyword arguments beside native's are that function's; they are class attributes until the
-    constructor sets them, so that a swapped module has none.
+    The extra keyword arguments are that function's. They are class attributes until the constructor
+    sets them, so a swapped module has none of its own.
     """
 
     z_loss: float = 0.0
@@ -429,7 +429,7 @@ class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):
 
 
 class LinearCrossEntropy(_Named, nn.Linear):
-    """A linear layer and its cross entropy in one: ``forward(input, target)`` is the loss.
+    """A linear layer and its cross entropy as one op: ``forward(input, target)`` is the loss.
 
     ``weight`` and ``bias`` are ``torch.nn.Linear``'s, by name, shape and initial values; the other
     arguments are :func:`warpwright.functional.linear_cross_entropy`'s. ``class_weight`` is a

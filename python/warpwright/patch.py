@@ -1,8 +1,8 @@
 """Routes calls of ``torch.nn.functional`` to warpwright inside a block.
 
-For models that call functions rather than modules: ``F.relu(x)``, ``x.relu()``,
-``F.scaled_dot_product_attention(q, k, v)``. Modules that are not swapped are covered too, because
-their ``forward`` calls the same functions. What has no kernel of ours stays native, untouched.
+For models that call functions: ``F.relu(x)``, ``x.relu()``,
+``F.scaled_dot_product_attention(q, k, v)``. A module that is not swapped is routed too, because its
+``forward`` calls the same functions. A call that has no kernel of ours stays native.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def _has_kernel(op: str, first: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _without_overrides(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of torch.nn.functional, not asking whether a mode wants to override it.
+    """A copy of ``function``, of torch.nn.functional, that asks no mode whether to override it.
 
-    A mode is off while it handles a call, so what a function written in Python calls in turn would
-    pass it by; with the mode switched on again, the function would ask the mode about itself for
-    ever. A copy of the function that doesn't ask can run under the mode.
+    A mode is off while it handles a call, so it misses the functions that a Python function calls in
+    turn. With the mode on again, the function would ask the mode about itself without end. The copy
+    can run under the mode.
     """
     assert isinstance(function, types.FunctionType)
     names = {**function.__globals__, "has_torch_function": lambda relevant: False}
@@ -87,11 +87,11 @@ class patch(TorchFunctionMode):
 
     Covers ``torch.nn.functional``'s ``relu``, ``conv2d``, ``batch_norm``, ``max_pool2d``,
     ``linear``, ``cross_entropy`` and ``scaled_dot_product_attention``, their twins in ``torch``
-    (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``) and the tensor methods. A call whose
-    tensors have no kernel here (dtype, device, layout, subclass) stays native. Blocks nest; each
-    holds for the thread that entered it. Backward needs no block: the graph remembers which op
-    made it, and ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the
-    backward runs.
+    (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``) and the tensor methods. A call stays
+    native if its tensors have no kernel here (dtype, device, layout, subclass). Blocks nest; each
+    holds for the thread that entered it. The backward needs no block: the graph knows its ops, and
+    ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the backward
+    runs.
 
     Args:
         ops: only these functionals, e.g. ``{"scaled_dot_product_attention"}``; None means all.

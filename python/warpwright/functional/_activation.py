@@ -1,4 +1,4 @@
-"""relu."""
+"""Activations."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     Args:
         input: any shape and strides; float32, float64, bfloat16, float16 or an integer type.
         inplace: overwrite ``input`` and return it.
+    Returns:
+        The shape, dtype and strides of ``input``; a non-dense input gives a dense output.
     Raises:
         RuntimeError: boolean ``input``, or ``inplace`` on a leaf that requires grad.
         NotImplementedError: complex ``input``.

@@ -20,18 +20,23 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """softmax(scale * query key^T + mask) value, without the score matrix in memory.
 
+    The algorithm is FlashAttention's (arXiv 2205.14135).
+
     Args:
         query: (..., H, L, E); float32, float64, bfloat16 or float16.
         key: (..., H, S, E). value: (..., H, S, E_v). Leading dimensions broadcast.
         attn_mask: broadcasts to (..., H, L, S); bool (False hides) or added to the scores. It may
-            require grad. A row that is hidden entirely gives 0, and so do its gradients.
-        dropout_p: probability of dropping a weight, always applied (as in native).
-        is_causal: hide key j from query i where j > i; together with ``attn_mask``, both hide.
-        scale: default 1 / sqrt(E).
-        enable_gqa: the heads of key and value divide those of query and are shared by groups.
+            require grad. If a row hides every key, its output and its gradients are 0.
+        dropout_p: probability of dropping a weight, in [0, 1]; always applied, as in native.
+        is_causal: hide key j from query i if j > i. With ``attn_mask``, both hide.
+        scale: factor of the scores; 1 / sqrt(E) if None.
+        enable_gqa: the number of key and value heads divides that of the query; groups of query
+            heads share a key head.
+    Returns:
+        (..., H, L, E_v) in the dtype of ``query``.
     Raises:
-        RuntimeError: mixed dtypes or devices, shapes that do not fit, a mask of another dtype,
-            ``dropout_p`` outside [0, 1].
+        RuntimeError: dtypes or devices differ, shapes do not fit, the mask has another dtype, or
+            ``dropout_p`` is outside [0, 1].
         NotImplementedError: complex inputs.
     """
     function = "scaled_dot_product_attention"

@@ -23,17 +23,20 @@ def conv2d(
     """2-D convolution (cross-correlation) of a batch of images.
 
     The output is channels_last if ``input`` or ``weight`` is. float32, float64, bfloat16 and
-    float16 run on our kernels (float32 on CUDA follows ``torch.backends.cudnn.allow_tf32``);
-    integer and complex tensors go to native.
+    float16 run on our kernels. float32 on CUDA follows ``torch.backends.cudnn.allow_tf32``. Native
+    computes integer and complex tensors.
 
     Args:
         input: ``(N, C, H, W)`` or ``(C, H, W)``, any strides.
         weight: ``(K, C / groups, R, S)``, same dtype.
         bias: ``(K,)`` or None.
-        stride, dilation: one number, or one for each dimension.
-        padding: likewise, or ``"valid"`` (none) or ``"same"`` (output as large as the input; an odd
-            amount puts the extra row and column at the end; needs stride 1).
-        groups: C and K are cut in so many parts, convolved apart.
+        stride, dilation: one number, or one per dimension, in pixels.
+        padding: one number, or one per dimension, in pixels; or ``"valid"`` (none); or ``"same"``
+            (the output is as large as the input; an odd amount adds the extra row and column at
+            the end; stride must be 1).
+        groups: number of groups that divide C and K; each group is convolved on its own.
+    Returns:
+        ``(N, K, P, Q)``, or ``(K, P, Q)`` for an unbatched input, in the dtype of ``input``.
     Raises:
         RuntimeError: as native, on a wrong rank, dtype, device or channel count, a non-positive
             stride, dilation or groups, negative padding, or a kernel larger than the padded input.

@@ -14,16 +14,17 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``input @ weight.T + bias``.
 
     float32 on CUDA follows ``torch.backends.cuda.matmul`` (``allow_tf32``, ``fp32_precision``),
-    unless :func:`warpwright.set_float32_matmul_precision` says otherwise: it also has a level
-    between the two, sums of two TF32 numbers.
-    Integer and complex types go to the native op: there is no kernel of ours for them.
+    unless :func:`warpwright.set_float32_matmul_precision` says otherwise. That function also has a
+    level between the two: sums of two TF32 numbers. Native computes integer and complex tensors.
 
     Args:
         input: (*, in_features), any strides; float32, float64, bfloat16 or float16.
         weight: (out_features, in_features) or (in_features), any strides, same dtype.
         bias: (out_features), or any shape that broadcasts to the output, same dtype.
+    Returns:
+        (*, out_features); (*) if ``weight`` has one dimension.
     Raises:
-        RuntimeError: shapes that do not multiply, or operands of several dtypes or devices.
+        RuntimeError: the shapes do not multiply, or the operands' dtypes or devices differ.
     """
     try:
         return ops.linear(input, weight, bias)
@@ -35,8 +36,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``relu(linear(input, weight, bias))`` in one op, without the pre-activation in memory.
 
-    The backward reads the signs of the output, which is kept as native's relu keeps it: changing it
-    in place before the backward is an error. Arguments and errors are :func:`linear`'s.
+    The backward reads the signs of the saved output, as native's relu does: autograd raises if the
+    output is changed in place before the backward. Arguments and errors are :func:`linear`'s.
     """
     return _linear_activation("linear_relu", input, weight, bias, "relu")
 
@@ -46,8 +47,8 @@ def linear_gelu(
 ) -> Tensor:
     """``gelu(linear(input, weight, bias), approximate)`` in one op.
 
-    The pre-activation is written only where a gradient is needed. 16-bit types round once: the
-    activation sees the sum as it was accumulated, in float32.
+    The op writes the pre-activation only if a gradient is needed. 16-bit types are rounded once: the
+    activation reads the float32 sum.
 
     Args:
         approximate: ``"none"``, ``z * Phi(z)``, or ``"tanh"``; as for ``torch.nn.functional.gelu``.
@@ -55,8 +56,8 @@ def linear_gelu(
     The other arguments are :func:`linear`'s.
 
     Raises:
-        RuntimeError: another ``approximate``; else as :func:`linear`.
-        NotImplementedError: a type that native's gelu does not take.
+        RuntimeError: another ``approximate``; otherwise as :func:`linear`.
+        NotImplementedError: a dtype that native's gelu does not take.
     """
     return _linear_activation("linear_gelu", input, weight, bias, _gelu(approximate))
 
@@ -84,7 +85,7 @@ def mlp(
         bias2: (out_features) or None.
         activation: ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
     Raises:
-        RuntimeError: another activation; else as :func:`linear`.
+        RuntimeError: another activation; otherwise as :func:`linear`.
     """
     hidden = _linear_activation("mlp", input, weight1, bias1, activation)
     return linear(hidden, weight2, bias2)

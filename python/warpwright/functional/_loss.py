@@ -35,43 +35,44 @@ def cross_entropy(
         lse = log(sum(exp(s)))
         loss = sum(w * q * (lse - s)) + z_loss * lse**2
 
-    and the reduction is native's. Where a gradient will be asked for and the loss is reduced, the
-    forward writes it along with the loss (on CUDA from 16 MiB of logits on; not in float16, whose
-    gradients need the scale of the loss before they are rounded): the backward multiplies it by the
-    gradient of the loss in its place, and only if that is not 1. With ``retain_graph`` or
-    ``create_graph`` the backward works it out anew.
+    The reduction is native's.
+
+    If the loss is reduced and ``input`` requires grad, the forward also computes the gradient. (On
+    CUDA: from 16 MiB of logits. Not in float16: its gradients need the loss scale before they are
+    rounded.) The backward then scales that gradient in place, unless the gradient of the loss is 1.
+    With ``retain_graph`` or ``create_graph`` the backward computes the gradient again.
 
     Args:
         input: logits, ``(C)``, ``(N, C)`` or ``(N, C, d1, ..., dk)``; float32, float64, bfloat16 or
-            float16; any strides, contiguous and channels_last read in place.
-        target: labels ``()``, ``(N)`` or ``(N, d1, ..., dk)``, int64 (uint8 too without ``d1``); or
+            float16; any strides. Contiguous and channels_last tensors are read without a copy.
+        target: labels ``()``, ``(N)`` or ``(N, d1, ..., dk)``, int64 (or uint8 without ``d1``); or
             probabilities with the shape of ``input``, which may require grad.
-        weight: ``(C)``, a factor for each class.
+        weight: ``(C)``, one factor per class.
         size_average: deprecated, see ``reduction``.
-        ignore_index: a label whose rows count for nothing; it need not be a class.
+        ignore_index: rows with this label have no loss and no gradient; it need not be a class.
         reduce: deprecated, see ``reduction``.
-        reduction: ``"none"``, ``"mean"`` (by the weights of the labels; by rows for probabilities)
-            or ``"sum"``.
+        reduction: ``"none"``, ``"mean"`` (labels: divided by the sum of their weights;
+            probabilities: divided by the number of rows) or ``"sum"``.
         label_smoothing: share of the uniform distribution in the target, in [0, 1].
-        z_loss: coefficient of ``lse**2``, added to the loss of every row that is not ignored (PaLM,
-            arXiv 2204.02311, section 5); a mean divides it by what it divides the loss by.
+        z_loss: coefficient of ``lse**2``, added to the loss of each row that is not ignored (PaLM,
+            arXiv 2204.02311, section 5). A mean divides it by the same number as the loss.
         softcap: bound of the logits' absolute values (Gemma 2, arXiv 2408.00118, section 2); 0:
             none.
-        return_lse: also return ``lse`` of every row, ignored ones too, with the shape of the labels;
+        return_lse: also return ``lse`` of each row, ignored rows too, with the shape of the labels;
             float64 for float64 logits, else float32. It is differentiable.
-        return_argmax: also return the class with the largest logit of every row, int64.
-        inplace_backward: the backward of labels may write the gradient over the logits, which then
-            hold it: no memory for a gradient of their size. Only in a backward that frees the graph,
-            and if the logits are dense and no leaf; autograd raises if another op saved them and has
-            yet to use them.
+        return_argmax: also return the class with the largest logit of each row, int64.
+        inplace_backward: allow the backward to overwrite the logits with their gradient, which
+            saves one buffer of their size. It does so for labels, if the backward frees the graph
+            and the logits are dense and no leaf. Autograd raises if another op saved the logits and
+            has not used them yet.
     Returns:
-        The loss; with ``return_lse`` or ``return_argmax`` a tuple (loss, lse, argmax) of those asked
-        for.
+        The loss. With ``return_lse`` or ``return_argmax``: a tuple of the loss and the requested
+        ones of lse and argmax, in this order.
     Raises:
         IndexError: a label outside [0, C) on the CPU. On CUDA the row's loss and gradient become
             NaN and :func:`warpwright.check_errors` raises.
-        ValueError: sizes that don't match, an unknown ``reduction``, a negative ``z_loss`` or
-            ``softcap``.
+        ValueError: sizes do not match, ``reduction`` is unknown, or ``z_loss`` or ``softcap`` is
+            negative.
         RuntimeError: other dtypes of ``target`` or ``weight``, wrong ranks.
     """
     if size_average is not None or reduce is not None:
@@ -109,41 +110,41 @@ def linear_cross_entropy(
     return_argmax: bool = False,
     chunk_rows: int | None = None,
 ) -> Any:
-    """``cross_entropy(linear(input, weight, bias), target)`` that never holds the logits.
+    """``cross_entropy(linear(input, weight, bias), target)`` without all logits in memory.
 
-    The rows go through in chunks. Where a gradient will be asked for, it is computed while a chunk's
-    logits are there: with d the gradient of the loss by the logits z, ``d = softmax(z) - onehot`` in
-    the simplest case, ``dinput = d W`` and ``dweight = sum of d^T input`` over the chunks, so that
-    the backward only multiplies them by the gradient of the loss, if that is not 1. Reduction
-    ``"none"`` computes the logits once more in its backward, and so does a second derivative, which
-    holds them all. Gradients are not divided by their mean before the backward in float16, where
-    they would vanish: ``GradScaler`` works as it does with the ops apart.
+    The op processes the rows in chunks. If an operand requires grad, it computes the gradients while
+    a chunk's logits are in memory. With d the gradient of the loss by the logits z (in the simplest
+    case ``d = softmax(z) - onehot``), ``dinput = d W`` and ``dweight`` is the sum of ``d^T input``
+    over the chunks. The backward then only scales them, unless the gradient of the loss is 1.
 
-    Memory beyond the results: one chunk's logits and, with several chunks of 16-bit operands, a
-    float32 sum of ``weight``'s gradient where that is the smaller choice
-    (``warpwright.explain("linear_cross_entropy", ...)`` tells). With ``softcap`` a chunk's logits
-    stand there a few times more, in float32.
+    Two backwards compute the logits again: that of reduction ``"none"``, and a second derivative,
+    which holds all of them. In float16 a mean divides the gradients in the backward, not before:
+    they would underflow. ``GradScaler`` therefore works as with the two ops.
+
+    Memory beyond the results: the logits of one chunk. Several chunks of 16-bit operands may also
+    need a float32 sum of ``weight``'s gradient (``warpwright.explain("linear_cross_entropy", ...)``
+    tells). With ``softcap``, several float32 copies of a chunk's logits exist at once.
 
     Args:
         input: (*, in_features); float32, float64, bfloat16 or float16.
         weight: (classes, in_features), same dtype.
-        target: labels (*), int64 or uint8; or probabilities (*, classes). Probabilities that
-            require grad go through the ops apart: their gradient is as large as the logits.
+        target: labels (*), int64 or uint8; or probabilities (*, classes). If probabilities require
+            grad, the two ops run one after the other: the gradient is as large as the logits.
         bias: (classes), same dtype.
         class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse,
             return_argmax: as in :func:`cross_entropy`, whose ``weight`` is ``class_weight`` here.
-            lse and argmax have the shape of the labels. A gradient that comes by lse computes the
-            logits once more.
-        chunk_rows: rows of ``input`` at a time; None: chosen by the sizes.
+            lse and argmax have the shape of the labels. A gradient through lse computes the logits
+            again.
+        chunk_rows: rows of ``input`` per chunk; None: chosen by the sizes.
     Returns:
-        The loss; with ``return_lse`` or ``return_argmax`` a tuple (loss, lse, argmax) of those asked
-        for.
+        The loss. With ``return_lse`` or ``return_argmax``: a tuple of the loss and the requested
+        ones of lse and argmax, in this order.
     Raises:
         IndexError: a label outside [0, classes) on the CPU. On CUDA the row's loss and gradient
             become NaN and :func:`warpwright.check_errors` raises.
-        ValueError: a target that fits neither form, an unknown ``reduction``, ``chunk_rows`` < 1, a
-            negative ``z_loss`` or ``softcap``.
-        RuntimeError: shapes that do not multiply, operands of several dtypes or devices.
+        ValueError: ``target`` has neither form, ``reduction`` is unknown, ``chunk_rows`` < 1, or
+            ``z_loss`` or ``softcap`` is negative.
+        RuntimeError: the shapes do not multiply, or the operands' dtypes or devices differ.
     """
     if ignore_index.__class__ is not int:
         ignore_index = _arguments.integer("linear_cross_entropy", "ignore_index", ignore_index)
@@ -177,7 +178,7 @@ def _reduction(reduction: str) -> int:
 def _asked_for(
     results: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_argmax: bool
 ) -> Any:
-    """Of (loss, lse, argmax): the loss alone, or a tuple."""
+    """The loss, or a tuple of it and the requested ones of lse and argmax."""
     loss, lse, argmax = results
     if not (return_lse or return_argmax):
         return loss

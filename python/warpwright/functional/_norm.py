@@ -24,24 +24,27 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``(input - mean) / sqrt(var + eps) * weight + bias`` for each channel (dimension 1).
+    """``(input - mean) / sqrt(var + eps) * weight + bias`` per channel, which is dimension 1.
 
-    In training mean and variance are the batch's, and the running statistics, if given, move
-    towards them by ``momentum`` (with the unbiased variance); else they are the running statistics.
+    The formula is that of arXiv 1502.03167. In training, mean and variance are the batch's. The
+    running statistics, if given, then move towards them by ``momentum`` (with the unbiased
+    variance). In evaluation, mean and variance are the running statistics.
 
     Args:
         input: (N, C) or (N, C, *), contiguous or channels_last (kept in the output); float32,
             float64, bfloat16, float16.
-        running_mean, running_var, weight, bias: (C), each in the dtype of ``input``, or float32
-            beside a 16-bit one.
-        training: take the batch's statistics.
-        momentum: share of the batch's in the running statistics; a float (the modules have native's
-            ``momentum=None``, the plain average).
+        running_mean, running_var, weight, bias: (C), each in the dtype of ``input``, or float32 for
+            a 16-bit ``input``.
+        training: normalise by the batch's statistics.
+        momentum: weight of the batch in the running statistics. The modules also take native's
+            ``momentum=None``, the plain average.
         eps: added to the variance.
+    Returns:
+        The shape, dtype and layout of ``input``.
     Raises:
-        ValueError: one value per channel in training, an ``eps`` that native refuses (not positive;
-            in newer releases 0 is one for evaluation), or only one of the running statistics.
-        RuntimeError: no running statistics in evaluation, or sizes or dtypes that don't fit.
+        ValueError: training with one value per channel; an ``eps`` that native refuses; or only one
+            of the running statistics.
+        RuntimeError: no running statistics in evaluation, or sizes or dtypes do not fit.
         NotImplementedError: integer or complex ``input``.
     """
     if training.__class__ is not bool or not (momentum.__class__ is eps.__class__ is float):
@@ -71,10 +74,10 @@ def batch_norm_relu(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``relu(batch_norm(input, ...))`` in one op, without the normalised tensor in between.
+    """``relu(batch_norm(input, ...))`` in one op, without the intermediate tensor.
 
-    The backward computes the sign of the output anew from ``input``: nothing of the output's size
-    is kept. Arguments and errors are :func:`batch_norm`'s.
+    The backward recomputes the sign of the output from ``input``, so the forward keeps nothing of
+    the output's size. Arguments and errors are :func:`batch_norm`'s.
     """
     return _fused_norm(
         "batch_norm_relu",
@@ -95,12 +98,12 @@ def batch_norm_add_relu(
 ) -> Tensor:
     """``relu(batch_norm(input, ...) + residual)`` in one op: the end of a residual block.
 
-    The sum is rounded once. For the backward one or a few bits an element are kept (a byte for 16
-    bytes of ``input``), nothing of the output's size.
+    The sum is rounded once. For the backward the forward keeps one byte per 16 bytes of ``input``,
+    and nothing of the output's size.
 
     Args:
-        residual: a tensor of the shape and dtype of ``input``, in any layout. With another shape
-            or dtype the chain of single ops runs, which broadcasts and promotes.
+        residual: a tensor of the shape and dtype of ``input``, in any layout. With another shape or
+            dtype the single ops run, which broadcast and promote.
 
     The other arguments and the errors are :func:`batch_norm`'s.
     """
@@ -130,10 +133,10 @@ def batch_norm_relu_max_pool2d(
     dilation: int | tuple[int, int] = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """``max_pool2d(relu(batch_norm(input, ...)), ...)`` in one op: only the pooled tensor is written.
+    """``max_pool2d(relu(batch_norm(input, ...)), ...)`` in one op, which writes the pooled tensor only.
 
-    For the backward each output keeps the place of its winner (a byte) and the element of ``input``
-    that won; nothing of the input's size but the input.
+    For the backward the forward keeps, per output, the position of the maximum (one byte) and its
+    element of ``input``. Of the input's size it keeps the input alone.
 
     Args:
         input: (N, C, H, W), contiguous or channels_last (kept in the output); float32, float64,
@@ -142,8 +145,8 @@ def batch_norm_relu_max_pool2d(
     The other arguments and the errors are :func:`batch_norm`'s and :func:`max_pool2d`'s.
 
     Raises:
-        RuntimeError: also another number of dimensions, or a window whose taps (with dilation) are
-            all in the padding.
+        RuntimeError: also if ``input`` has another number of dimensions, or if all taps of a
+            dilated window are in the padding.
     """
     name = "batch_norm_relu_max_pool2d"
     return _fused_norm(
@@ -170,8 +173,8 @@ def _uses_batch_statistics(
     training: bool,
     eps: float,
 ) -> bool:
-    """Training without running statistics; raises what native's Python raises."""
-    if eps <= 0.0:  # native's rule, in its words: newer releases take 0 in evaluation
+    """Whether it trains without running statistics. Raises the errors of native's Python."""
+    if eps <= 0.0:  # native decides and raises: newer releases take 0 in evaluation
         one = torch.ones(1)
         torch.nn.functional.batch_norm(torch.ones(2, 1), one, one, training=training, eps=eps)
     if not training:
@@ -197,7 +200,7 @@ def _fused_norm(
     eps: float,
     *window: Any,
 ) -> Tensor:
-    """The operator `name`, or the one that moves the running statistics."""
+    """Calls the operator `name`, or the one that also updates the running statistics."""
     training, momentum, eps = _norm_options(name, training, momentum, eps)
     input = operands[0]
     try:

@@ -1,4 +1,4 @@
-"""Max pooling, alone and with the relu before it."""
+"""Max pooling, alone and after a relu."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ def max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Maximum over windows; NaN stays NaN, the first of equal maxima gets the gradient.
+    """Maximum over windows. NaN stays NaN. The first of equal maxima gets the gradient.
 
     Args:
         input: (N, C, H, W) or (C, H, W), contiguous or channels_last (kept in the output); float32,
             float64, bfloat16, float16, on the CPU also the integer types.
-        kernel_size: of the window, one number or (height, width), as the three behind it.
-        stride: from window to window; ``kernel_size`` when omitted.
+        kernel_size: of the window, in pixels: one number or (height, width). The next three
+            arguments have the same forms.
+        stride: from window to window; ``kernel_size`` if None.
         padding: at most half the kernel, filled with -inf.
         dilation: from tap to tap of a window.
-        ceil_mode: also windows that begin inside the image and end outside.
-        return_indices: return ``(output, indices)``, int64 places in each H x W plane.
+        ceil_mode: include windows that begin inside the image and end outside.
+        return_indices: return ``(output, indices)``; an index is the int64 position of the maximum
+            in its H x W plane.
+    Returns:
+        (N, C, P, Q) or (C, P, Q), in the dtype of ``input``.
     Raises:
-        RuntimeError: a window that doesn't fit these rules, or another number of dimensions.
+        RuntimeError: the window breaks these rules, or ``input`` has another number of dimensions.
         NotImplementedError: a dtype without a kernel.
     """
     if return_indices:
@@ -63,7 +67,7 @@ def max_pool2d_with_indices(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`max_pool2d` with the places of the maxima, whatever ``return_indices`` says."""
+    """:func:`max_pool2d` with the positions of the maxima, whatever ``return_indices`` says."""
     del return_indices
     name = "max_pool2d_with_indices"
     window = pool_window(name, kernel_size, stride, padding, dilation, ceil_mode)
@@ -82,10 +86,11 @@ def relu_max_pool2d(
     dilation: int | tuple[int, int] = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """``max_pool2d(relu(input), ...)`` in one op, without the tensor in between.
+    """``max_pool2d(relu(input), ...)`` in one op, without the intermediate tensor.
 
-    For the backward one byte an output is kept: the winner's place in its window, or that no
-    element was positive. A zero output is always +0. Arguments and errors are :func:`max_pool2d`'s.
+    The forward keeps one byte per output for the backward: the position of the maximum in its
+    window, or that no element was positive. A zero output is always +0. Arguments and errors are
+    :func:`max_pool2d`'s.
     """
     window = pool_window("relu_max_pool2d", kernel_size, stride, padding, dilation, ceil_mode)
     run = NATIVE["relu_max_pool2d"] if dynamo() or exporting() else ops.relu_max_pool2d

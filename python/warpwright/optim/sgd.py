@@ -14,7 +14,7 @@ from ._step import Batch, FusedStep, scalar_on
 
 
 class SGD(FusedStep, torch.optim.SGD):
-    """`torch.optim.SGD`, one pass over memory; the extras are those of `warpwright.optim`."""
+    """`torch.optim.SGD` in one pass over memory. :mod:`warpwright.optim` describes the extras."""
 
     _state_names = ("momentum_buffer",)
 

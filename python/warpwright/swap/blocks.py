@@ -1,8 +1,8 @@
-"""A module whose forward is a generated function, as long as what it was made from still holds.
+"""A module whose forward is a generated function, while the facts hold that it was made from.
 
-The class of the module becomes a subclass with another ``forward``. Before each call it compares
-what the function was made from: inputs, attributes that the forward read, layers, their types and
-hooks. If anything differs, the original forward runs, and the layers are called one by one.
+The module's class becomes a subclass with another ``forward``. Before each call, that forward
+compares the facts: inputs, attributes that the original read, layers, their types and hooks. If any
+differs, the original forward runs and calls the layers one by one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOTHING: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that the generated function calls in another way, or not at all."""
+    """A layer that the generated function calls differently, or not at all."""
 
     path: Path
     kinds: tuple[type[nn.Module], ...]  # what it may be
@@ -50,8 +50,8 @@ class Layer:
 class Recipe:
     source: str  # of the function `forward`
     imports: tuple[tuple[str, str, str], ...]  # (name in the source, module, name in the module)
-    # Of the block's arguments, by their places in the signature: those that are tensors, tensors or
-    # tuples of them, and constants. The others may be anything.
+    # Indices of the block's arguments, in the signature's order: tensors; tensors or tuples of them;
+    # and constants. Other arguments may have any value.
     tensors: tuple[int, ...]
     sequences: tuple[int, ...]
     constants: tuple[tuple[int, Any], ...]
@@ -61,7 +61,7 @@ class Recipe:
     containers: tuple[tuple[Path, tuple[str, ...]], ...]  # names of the children of each
 
     def takes(self, values: tuple[Any, ...], rest: dict[str, Any]) -> bool:
-        """Whether it is made for these arguments."""
+        """Whether the function fits these arguments."""
         if rest and not self.takes_rest:
             return False
         for i in self.tensors:
@@ -79,7 +79,7 @@ class Recipe:
         return True
 
     def holds(self, block: nn.Module) -> bool:
-        """Whether the block is as it was."""
+        """Whether the block is unchanged."""
         if _all_layers_are_watched():
             return False
         for name, value in self.facts:
@@ -101,13 +101,13 @@ def at(block: nn.Module, path: Path) -> nn.Module | None:
 
 
 def fits_fused(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a hook that needs no layer's own output: it may see that of a fused layer."""
+    """Marks a hook that accepts a fused layer's output instead of the layer's own."""
     hook._fits_fused = True  # type: ignore[attr-defined]
     return hook
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """Whether somebody waits for this layer's own inputs, output or gradients."""
+    """Whether a hook reads this layer's own inputs, output or gradients."""
     if layer._backward_hooks or layer._backward_pre_hooks:
         return True
     for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
@@ -119,7 +119,7 @@ def is_hooked(layer: nn.Module) -> bool:
 
 
 def _all_layers_are_watched() -> bool:
-    """Whether somebody wants to see every layer: a hook on all modules, or torch.fx."""
+    """Whether a hook on all modules, or torch.fx, watches every layer."""
     if fx_tracing._is_fx_tracing_flag and not torch.compiler.is_compiling():
         return True
     return bool(
@@ -131,7 +131,7 @@ def _all_layers_are_watched() -> bool:
 
 
 def importable(function: Any) -> tuple[str, str]:
-    """Where ``function`` can be imported from, as (module, name)."""
+    """(module, name) to import ``function`` by. Raises ValueError if there is none."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     try:
         if operator.attrgetter(str(name))(importlib.import_module(str(module))) is function:
@@ -151,7 +151,7 @@ def _namespace(recipe: Recipe) -> dict[str, Any]:
 def source_of(graph: fx.Graph) -> tuple[str, tuple[tuple[str, str, str], ...]]:
     """The source of ``graph`` as a function of ``self`` and its inputs, and what it imports."""
     code = graph.python_code("self")
-    # fx has no node for `**`: all further keyword arguments go as one of this name.
+    # fx has no node for `**`: one argument of this name stands for all further keyword arguments.
     source = re.sub(rf"\b{REST} = {REST}(?=[,)])", f"**{REST}", code.src)
     imports = [
         (name, *importable(value))
@@ -197,7 +197,7 @@ def block_class(base: Any, recipes: tuple[Recipe, ...]) -> type[nn.Module]:
         "_warpwright_base": base,
     }
     made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
-    # Not in the body: a base may decorate the forwards of its subclasses once more.
+    # Not in the body: a base class may decorate the forwards of its subclasses again.
     made.forward = decorated(forward, decorators)  # type: ignore[attr-defined]
     _classes[base, recipes] = made
     return made
@@ -216,12 +216,12 @@ def _empty(base: type[nn.Module], recipes: tuple[Recipe, ...]) -> nn.Module:
 
 
 def base_of(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class that a generated one stands for; None for any other."""
+    """The class that a generated class extends; None for any other class."""
     return vars(kind).get("_warpwright_base")
 
 
 def why_no_block(module: nn.Module) -> str | None:
-    """Why the class of ``module`` can't be replaced by one with another forward."""
+    """Why ``module`` cannot get a class with another forward; None if it can."""
     kind = type(module)
     if "forward" in vars(module):
         return "its forward is replaced on the instance"

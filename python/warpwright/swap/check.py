@@ -1,14 +1,14 @@
-"""The ``check=`` of :func:`warpwright.swap`: is the swapped model as good as the native one?
+"""The ``check=`` of :func:`warpwright.swap`: is the swapped model as accurate as the native one?
 
-Two comparisons, because one alone is blind:
+It makes two comparisons:
 
-- Every swapped module on the inputs it gets inside the model, with a random cotangent: output,
-  gradients and updated buffers by the error rule. Nothing accumulates over layers, so this is
-  strict, and a failure names the layer. A fused module is compared with the native chain; behind
-  a ReLU gradients jump as said below, so that theirs are held to the whole model's bound.
-- The whole model, forward and backward. Rounding may flip a ReLU or the choice of a max pool
-  somewhere, which moves gradients in a jump, so the bound here is loose; it catches what happens
-  between modules (aliasing, hooks, modes).
+- Each swapped module, on its inputs inside the model and with a random cotangent: output, gradients
+  and updated buffers by the error rule. Errors do not accumulate over layers, so the bound is strict,
+  and a failure names the layer. A fused module is compared with the native chain. Its gradients may
+  jump (see below), so they have the whole model's bound.
+- The whole model, forward and backward. Rounding may flip a ReLU or the choice of a max pool, and
+  gradients then jump. So the bound is loose. This comparison finds faults between modules: aliasing,
+  hooks, modes.
 
 ``judge`` has the bounds.
 """
@@ -47,10 +47,11 @@ def compare_model(
     graphs: Graphs | None = None,
     changes: Sequence[Change] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """The numbers, and a line for every failure. ``model`` comes back native and unchanged.
+    """The numbers, and a line per failure. Leaves ``model`` native and unchanged.
 
-    ``graphs``: the forward of every module whose layers are fused. ``changes``: those that are not
-    changes of class; the whole model's comparison covers them.
+    Args:
+        graphs: the new forwards of the modules whose layers are fused.
+        changes: changes other than of a class; the whole model's comparison covers them.
     """
     names = {module: name for name, module in model.named_modules()}
     natives = {module: type(module) for module in chosen}
@@ -97,7 +98,7 @@ def compare_model(
 
 
 def mean_square(output: Any) -> Tensor:
-    """The default loss: the mean squares of all floating outputs, summed."""
+    """The default loss: the sum over all floating outputs of their mean squares."""
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
     if not leaves:
         raise TypeError(
@@ -131,7 +132,7 @@ def _copied(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Buffers and the random state are afterwards what they were."""
+    """Restores buffers and the random state after the block."""
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -148,7 +149,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_attention_dropout(chosen: Iterable[nn.Module]) -> Iterator[None]:
-    """Two attentions that drop by different random numbers can't be compared."""
+    """Sets dropout to 0: attentions with different random numbers cannot be compared."""
     found = [m for m in chosen if isinstance(m, nn.MultiheadAttention)]
     rates = [m.dropout for m in found]
     for module in found:
@@ -183,24 +184,22 @@ def _run(model: nn.Module, call: Call, loss_fn: Loss) -> Run:
 
 
 def _run_double(model: nn.Module, call: Call, loss_fn: Loss) -> Run | None:
-    """The native model in float64; None where the model can't be copied or run so."""
+    """The native model in float64; None if the model cannot be copied or run in float64."""
     try:
         return _run(copy.deepcopy(model).double(), to_double(call), loss_fn)
-    except (
-        Exception
-    ):  # whatever a foreign model raises in float64, native itself is the oracle then
+    except Exception:  # a foreign model may raise anything in float64; native is then the oracle
         return None
 
 
 def _record(
     model: nn.Module, modules: list[nn.Module], call: Call, loss_fn: Loss
 ) -> tuple[dict[nn.Module, Call], set[torch.dtype]]:
-    """The arguments of each module's first call inside the model, and the dtypes it gave out."""
+    """The arguments of each module's first call inside the model, and the dtypes of all outputs."""
     calls: dict[nn.Module, Call] = {}
     dtypes: set[torch.dtype] = set()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        # Copies: an in-place ReLU behind this module would change what it saved.
+        # Copies: an in-place ReLU after this module would change its saved inputs.
         if module not in calls:
             calls[module] = _copied((args, kwargs))
 
@@ -222,7 +221,7 @@ def _record(
 
 
 class _FusedCalls(fx.Interpreter):
-    """Runs a fused graph on native chains, and keeps the inputs of each."""
+    """Runs a fused graph on native chains and keeps the inputs of each chain."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
         super().__init__(module, graph=graph)  # type: ignore[arg-type]
@@ -243,7 +242,7 @@ def _record_fused(
     blocks: Graphs,
     calls: dict[nn.Module, Call],
 ) -> dict[nn.Module, Call]:
-    """The inputs of every fused module, by what the model gave to the block that calls it."""
+    """The inputs of each fused module, from the recorded call of its block."""
     found: dict[nn.Module, Call] = {}
     keepers = [(module, CHAINS[kind]) for module, kind in chosen.items() if kind in CHAINS]
     natives = [(module, type(module)) for module, _ in keepers]
@@ -257,7 +256,7 @@ def _record_fused(
             values, rest = binder(type(block))[0](block, *args, **kwargs)
             graph = next((graph for recipe, graph in graphs if recipe.takes(values, rest)), None)
             if graph is None:
-                continue  # a call that the new forward does not take
+                continue  # the new forward does not take this call
             with _unchanged(model):
                 run = _FusedCalls(block, graph)
                 run.run(*_copied((*values, rest)))
@@ -283,7 +282,7 @@ def _bare(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 def _compare_module(
     module: nn.Module, theirs: type[nn.Module], mine: type[nn.Module], call: Call
 ) -> tuple[dict[str, Any], list[str]]:
-    # Old-style weight_norm and pruning put the weight there as a plain attribute, with a history.
+    # Old-style weight_norm and pruning set the weight as a plain attribute with a history.
     plain = {k: v.detach() for k, v in vars(module).items() if isinstance(v, Tensor)}
     tensors = {
         **{n: p.detach().requires_grad_(p.requires_grad) for n, p in module.named_parameters()},

@@ -1,4 +1,4 @@
-"""Which class a layer has natively and on warpwright, and how an instance changes from one to the other."""
+"""A layer's native class and ours, and how an instance changes from one to the other."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OPS = tuple(op.name for op in _catalog.OPS.values() if op.modules)
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
-    # Compiled code skips its guard on the type while the module's dict is untouched: touch it, or
-    # a torch.compile'd model would go on running what it was compiled for.
+    # Compiled code skips its guard on the type while the module's dict is unchanged. So the dict is
+    # changed, or a compiled model would keep running the former class.
     vars(module)["_warpwright_class_changed"] = True
     del vars(module)["_warpwright_class_changed"]
 
@@ -50,7 +50,7 @@ def set_class_below(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def check_ops(ops: Iterable[str] | None, known: Iterable[str]) -> frozenset[str]:
-    """``ops`` as a set, every name of it known."""
+    """``ops`` as a set; None means all. Raises ValueError for a name that is not ``known``."""
     known = tuple(known)
     if ops is None:
         return frozenset(known)

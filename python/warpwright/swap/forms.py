@@ -1,9 +1,9 @@
-"""The ways in which a module's forward is called, and a graph for each.
+"""The ways to call a module's forward, and a graph for each.
 
-A graph holds for the calls in which Python decides alike. Many arguments decide nothing: a forward
-hands them on to a layer. Such an argument is found by two traces, one with a stand-in for it and one
-with its default: if the graphs differ in that argument alone, one graph holds for any value of it.
-An argument that decides has a graph for its default and one for tensors, a flag one for each value.
+A graph holds for all calls in which Python takes the same decisions. Many arguments decide nothing:
+the forward passes them on to a layer. Two traces find such an argument, one with a stand-in and one
+with its default. If the graphs differ in that argument alone, one graph holds for all its values. An
+argument that decides gets one graph for its default and one for tensors; a flag gets one per value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Form:
 
 
 def forms(module: nn.Module) -> list[Form]:
-    """At least one; raises NotTraceable with the reason that the plainest call has."""
+    """At least one form. Raises NotTraceable with the reason of the plainest call."""
     try:
         search = _Search(module)
     except (TypeError, ValueError) as error:  # a forward that is no Python function
@@ -53,7 +53,7 @@ class _Search:
         self.found: dict[Any, Traced | NotTraceable] = {}
 
     def forms(self) -> list[Form]:
-        """The graphs of all combinations of what the deciding arguments can be."""
+        """The graphs of all combinations of the deciding arguments' states."""
         call = next(filter(self.trace, self._starts()), None)
         if call is None:
             error = self.found[_key(self.plain)]
@@ -77,7 +77,7 @@ class _Search:
         return found if isinstance(found, Traced) else None
 
     def _starts(self) -> Iterator[Call]:
-        """Calls to begin with: stand-ins for all arguments, then for fewer."""
+        """Calls to start from: stand-ins for all arguments, then for fewer."""
         takes_rest = any(p.kind is p.VAR_KEYWORD for p in self.plain.parameters)
         everything = {p.name: STAND_IN for p in self.plain.parameters}
         unset = {name: STAND_IN for name, value in self.plain.values if value is None}
@@ -87,7 +87,7 @@ class _Search:
             yield replace(self.plain, rest=rest)
 
     def _states(self, call: Call) -> dict[str, list[Any]]:
-        """What each argument can be, as far as it decides."""
+        """The states of each argument that lead to different graphs."""
         states: dict[str, list[Any]] = {}
         traced = self.trace(call)
         assert traced is not None
@@ -125,7 +125,7 @@ class _Search:
         return frozenset(free)
 
     def _others(self, name: str, value: Any) -> list[Any]:
-        """What else to try for an argument."""
+        """Other values to try for an argument."""
         default = dict(self.plain.values)[name]
         if default is STAND_IN:
             default = None
@@ -136,12 +136,12 @@ class _Search:
 
 
 def _key(call: Call) -> Any:
-    """Of the call, whose values may have no hash; they live as long as the module's class."""
+    """Identifies the call. Its values may have no hash; they live as long as the module's class."""
     return tuple(id(value) for _, value in call.values), call.rest
 
 
 def same_but_for(name: str, one: Traced, other: Traced) -> bool:
-    """Whether two graphs differ in the argument ``name`` alone: a stand-in in one, a constant in
+    """Whether two graphs differ only in the argument ``name``, a stand-in in one and a constant in
     the other."""
     nodes = [
         [node for node in traced.graph.nodes if node.op != "placeholder"] for traced in (one, other)
@@ -180,9 +180,9 @@ def same_but_for(name: str, one: Traced, other: Traced) -> bool:
 
 
 def kind_of(graph: fx.Graph, name: str) -> str:
-    """What the argument has to be, by its uses: "any", "tensor", or a tensor or tuple of "tensors".
+    """The kind that the argument's uses require: "any", "tensor", or "tensors" (one or a tuple).
 
-    A layer that is called as it was takes what it took before; a fused op takes tensors.
+    A layer that is called as before takes anything; a fused op takes tensors.
     """
     (node,) = (n for n in graph.nodes if n.op == "placeholder" and n.target == name)
     kinds = set()
@@ -202,10 +202,10 @@ def is_handed_on(graph: fx.Graph, name: str) -> bool:
 
 
 def binder(base: type[nn.Module]) -> tuple[Bind, int]:
-    """A function of the signature of ``base``'s forward; and how many arguments a call by position has if the
-    function has nothing to do.
+    """A function with the signature of ``base``'s forward, and the number of positional arguments.
 
-    It returns the arguments in the order of the signature, and the further keyword arguments.
+    The function returns the arguments in the signature's order, and the further keyword arguments. A
+    call with that many positional arguments, and no others, does not need it. -1: every call does.
     """
     forward: Any = undecorated(base)[0]
     names, shown, defaults = [], [], {}

@@ -1,10 +1,10 @@
-"""Finds chains of layers that one op of ours computes: what ``swap(fuse=True)`` does.
+"""Finds chains of layers that one op of ours computes, for ``swap(fuse=True)``.
 
-A chain is found on the graph of the forward that calls its layers (``trace``), not by the order of
-registration: a ReLU may be called several times, or be a function. Then one of its layers, the keeper,
-becomes the fused module (``patterns``), and the forward a generated one that asks the keeper for the
-fused op and leaves the other calls out (``blocks``). Parameters, buffers, the names in
-``state_dict`` and all modules stay at their places.
+The search reads the graph of the forward that calls the layers (``trace``), not the order of
+registration: a ReLU may be called several times, or be a function. One layer of the chain, the
+keeper, becomes the fused module (``patterns``). The calling module gets a generated forward
+(``blocks``), which asks the keeper for the fused op and omits the other calls. Parameters, buffers,
+the names in ``state_dict`` and all modules keep their places.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ LONGEST = max(len(pattern.ops) for pattern in PATTERNS)
 
 @dataclass(frozen=True)
 class Fusion:
-    """One chain of one forward: what became of it."""
+    """One chain of one forward, and what the swap did with it."""
 
     block: str  # the module whose forward calls the chain, as in named_modules(); "" is the model
-    chain: str  # "bn1 → relu"; "" if the forward could not be read
+    chain: str  # "bn1 → relu"; "" if the forward cannot be read
     into: str  # the fused module's class; "" if it was left
     reason: str  # why it was left; "" if fused
 
 
-# Of each block the graphs that its new forward has, fused.
+# The fused graphs of each block's new forward.
 Graphs = dict[nn.Module, list[tuple[Recipe, fx.Graph]]]
 
 
@@ -61,7 +61,7 @@ class Plan:
 
 @dataclass
 class _Step:
-    """A node that is an op of a chain."""
+    """A node of the graph that is an op of a chain."""
 
     node: fx.Node
     op: str
@@ -77,7 +77,7 @@ class _Step:
 
     @property
     def passed(self) -> list[str]:
-        """Options that the fused op takes, too."""
+        """Options that the fused op takes too."""
         known = set(OPTIONS.get(self.op, ())) - {"return_indices"}
         return [name for name in self.options if name in known]
 
@@ -86,10 +86,10 @@ WhyNot = Callable[[nn.Module], "str | None"]
 
 
 def plan(model: nn.Module, why_not: WhyNot, ops: Iterable[str]) -> Plan:
-    """What to fuse in ``model``; nothing is changed.
+    """What to fuse in ``model``. Changes nothing.
 
     Args:
-        why_not: the reason to leave a layer alone, or None.
+        why_not: returns the reason to leave a layer native, or None.
         ops: the functionals that may be replaced.
     """
     result = Plan()
@@ -109,7 +109,7 @@ def plan(model: nn.Module, why_not: WhyNot, ops: Iterable[str]) -> Plan:
 def _fuse_module(
     name: str, module: nn.Module, why_not: WhyNot, ops: set[str], result: Plan
 ) -> None:
-    """Fuses all graphs of ``module``'s forward; a layer becomes the same fused module in each."""
+    """Fuses all graphs of ``module``'s forward. A layer becomes the same fused module in each."""
     classes: dict[nn.Module, type[nn.Module]] = {}
     absorbed: dict[nn.Module, str] = {}
     fusions: list[Fusion] = []
@@ -126,7 +126,7 @@ def _fuse_module(
         try:
             classes[module] = block_class(type(module), tuple(recipe for recipe, _ in graphs))
         except Exception as error:  # a metaclass, ...
-            raise NotTraceable(f"its forward can't be written anew: {error}") from error
+            raise NotTraceable(f"its forward can't be rewritten: {error}") from error
         result.classes.update(classes)
         result.absorbed.update(absorbed)
         result.graphs[module] = graphs
@@ -134,7 +134,7 @@ def _fuse_module(
 
 
 def _add_fusions(known: list[Fusion], found: list[Fusion]) -> None:
-    """Those of one more graph. A chain that is fused in one graph counts as fused."""
+    """Adds the chains of one more graph. A chain that is fused in one graph counts as fused."""
     places = {fusion.chain: i for i, fusion in enumerate(known)}
     for fusion in found:
         i = places.get(fusion.chain)
@@ -145,7 +145,7 @@ def _add_fusions(known: list[Fusion], found: list[Fusion]) -> None:
 
 
 def _may_have_chains(module: nn.Module) -> bool:
-    """Whether it is worth running ``module``'s forward on stand-ins."""
+    """Whether ``module``'s forward may contain a chain, so that a trace can pay."""
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule) or base_of(kind) is not None:
         return False
@@ -158,7 +158,7 @@ def _may_have_chains(module: nn.Module) -> bool:
 
 
 def _called_by(module: nn.Module) -> Iterator[nn.Module]:
-    """The children, those of lists and dicts among them: these have no forward of their own."""
+    """The children, including those of lists and dicts, which have no forward."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called_by(child)
@@ -174,7 +174,7 @@ def _names_in(kind: type) -> set[str]:
 
 
 class _Block:
-    """One graph of a module's forward, and what is fused in it."""
+    """One graph of a module's forward, and the chains fused in it."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Block:
                 self.fusions.append(Fusion(self.name, chain, into, reason))
 
     def _fuse_chain(self, pattern: Pattern, steps: list[_Step]) -> str:
-        """The reason if it can't be."""
+        """Fuses the chain, or returns the reason why not."""
         keeper = [step for step in steps if step.op][pattern.keeper]
         layer, kind = keeper.layer, KEEPERS[pattern]
         if layer is not None:
@@ -223,7 +223,7 @@ class _Block:
         self._replace(pattern, steps, keeper)
         return ""
 
-    # What a node is.
+    # ---- what a node is ----
 
     def _step(self, node: fx.Node, previous: fx.Node | None) -> _Step | None:
         """``node`` as an op on ``previous``, or on any tensor; None for another op."""
@@ -282,10 +282,10 @@ class _Block:
         else:
             step.residual = residual
 
-    # What is fused.
+    # ---- what is fused ----
 
     def _match(self, head: _Step) -> tuple[Pattern | None, list[_Step], str]:
-        """The longest pattern at ``head``; else how near a chain comes to one, and what it lacks."""
+        """The longest pattern at ``head``. If there is none: the nearest chain, and what it lacks."""
         steps, why = self._follow(head)
         real = [step for step in steps if step.op]
         patterns = [p for p in PATTERNS if p.ops[0] == head.op]
@@ -305,7 +305,7 @@ class _Block:
         return None, *self._near_miss(steps, patterns, why)
 
     def _follow(self, head: _Step) -> tuple[list[_Step], str]:
-        """The ops behind ``head``, each the only consumer of the one before."""
+        """The ops from ``head`` on, each the only consumer of the previous one."""
         steps, real, node = [head], 1, head.node
         while real < LONGEST:
             if len(node.users) != 1:
@@ -323,14 +323,14 @@ class _Block:
     def _near_miss(
         self, steps: list[_Step], patterns: list[Pattern], why: str
     ) -> tuple[list[_Step], str]:
-        """The chain that would be one if it were not for ``why``; none if it is nowhere near."""
+        """The chain that only ``why`` prevents; none if no pattern has begun."""
         last = steps[-1].node
         done = tuple(step.op for step in steps if step.op)
         begun = [p for p in patterns if p.ops[: len(done)] == done and len(p.ops) > len(done)]
         if not begun or not why:
             return [], ""
         following = list(last.users)
-        if len(following) == 1:  # something else; is what we look for behind it?
+        if len(following) == 1:  # another op; the wanted one may follow it
             following = list(following[0].users)
         wanted = {p.ops[len(done)] for p in begun} - {"add"}
         for node in following:
@@ -340,7 +340,7 @@ class _Block:
         return [], ""
 
     def _why_not_moved(self, chain: list[_Step]) -> str:
-        """Who else could tell that the head is computed later, at the last op, or not in place."""
+        """Who else would notice that the head is computed later, at the last op, or not in place."""
         head = chain[0].node
         members, node = {step.node for step in chain}, head
         while node is not chain[-1].node:
@@ -354,7 +354,7 @@ class _Block:
         return ""
 
     def _is_alone(self, node: fx.Node) -> bool:
-        """Whether nothing else holds ``node``'s memory, and only one op reads it."""
+        """Whether no other tensor shares ``node``'s memory, and only one op reads it."""
         if node.op != "call_module" or len(node.users) != 1:
             return False
         return isinstance(self.module.get_submodule(str(node.target)), MAKES_NEW)
@@ -402,7 +402,7 @@ class _Block:
         try:
             source, imports = source_of(self.graph)
         except Exception as error:  # a function without a name, ...
-            raise NotTraceable(f"its forward can't be written anew: {error}") from error
+            raise NotTraceable(f"its forward can't be rewritten: {error}") from error
         return Recipe(
             source,
             imports,
@@ -422,7 +422,7 @@ class _Block:
         )
 
     def _containers(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Lists of layers that the forward went through: their lengths are in the graph."""
+        """Lists of layers that the forward iterates: their lengths are frozen in the graph."""
         if isinstance(self.module, nn.Sequential):
             yield (), tuple(self.module._modules)
         paths = {
@@ -437,7 +437,7 @@ class _Block:
 
 
 def _is_dilated(options: dict[str, Any]) -> bool:
-    """A dilated window may have no tap in the image: -inf in native, nothing in a fused op."""
+    """A dilated window may have no tap in the image: native gives -inf, a fused op has no result."""
     return options.get("dilation", 1) not in (1, (1, 1), [1, 1])
 
 

@@ -1,13 +1,12 @@
-"""When results count as good as native's.
+"""The error rule of ``check=``: when a result is as accurate as native's.
 
-Errors are L2 norms against a float64 copy, ours at most 1.5 x native's (+ 1 ulp), and maxima, ours
-at most 4 x native's (+ 4 ulp): over a whole model's layers some maximum is unlucky. Two cases have
-no fair measure in native's error and the result's ulp:
+Errors are measured against a float64 copy. The L2 norm of ours may be 1.5 x native's (+ 1 ulp), the
+maximum 4 x native's (+ 4 ulp): over a model's many layers, some maximum is unlucky. In two cases
+native's error and the result's ulp are no fair bound:
 
-- Where TF32 is allowed, native still runs some shapes in full float32. Native's error counts as no
-  less than what TF32 itself costs: that of the same layer in float64, the operands of its products
-  rounded to TF32. So where :func:`warpwright.set_float32_matmul_precision` allows it, or sums of two
-  TF32 numbers, which are measured by operands of 20 bits.
+- TF32 is allowed, but native runs some shapes in full float32. Native's error then counts as at least
+  TF32's: that of the same layer in float64 with the operands of its products rounded to TF32. Sums of
+  two TF32 numbers are measured the same way, with operands of 20 bits.
 - A running mean is a sum that cancels, often to a thousandth of its terms. Its ulp is that of the
   batch's root mean square.
 """
@@ -39,7 +38,7 @@ Run = dict[str, dict[str, Tensor | None]]
 
 
 def _norms(value: Tensor, exact: Tensor) -> tuple[float, float]:
-    """L2 norm and maximum of value - exact, where exact is finite."""
+    """L2 norm and maximum of value - exact, over the finite elements of exact."""
     difference = (value.double() - exact.double())[torch.isfinite(exact)]
     if difference.numel() == 0:
         return 0.0, 0.0
@@ -47,7 +46,7 @@ def _norms(value: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def mean_terms(module: nn.Module, call: Call) -> Tensor | None:
-    """What a batch norm's running mean adds up: each channel's root mean square, times momentum."""
+    """The size of a running mean's terms: each channel's root mean square times momentum."""
     if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
         return None
     args, kwargs = call
@@ -66,10 +65,12 @@ def judge(
     terms: Tensor | None,
     jumps: bool,
 ) -> tuple[str, float, float]:
-    """What is wrong with ``ours`` ("" if nothing), its relative L2 error and native's.
+    """The fault of ``ours`` ("" if none), its relative L2 error and native's.
 
-    ``allowed``: a result whose error is fair in any case. ``terms``: what a sum adds up. ``jumps``:
-    rounding may decide otherwise in front of this gradient.
+    Args:
+        allowed: a result whose error is fair in any case.
+        terms: the terms of a sum that cancels.
+        jumps: rounding may change a decision that this gradient depends on.
     """
     if ours.shape != native.shape or ours.dtype != native.dtype:
         return (
@@ -86,7 +87,7 @@ def judge(
     (our_l2, our_max), (native_l2, native_max) = _norms(ours, exact), _norms(native, exact)
     fair_l2, fair_max = _norms(allowed, exact)
     fair_l2, fair_max = max(native_l2, fair_l2), max(native_max, fair_max)
-    # In float64 the oracle is native itself: allow what a long sum in another order differs by.
+    # In float64 the oracle is native itself: allow the difference of a long sum in another order.
     ulp = torch.finfo(ours.dtype).eps * (1024 if ours.dtype == torch.float64 else 1)
     relative = 1 / scale_l2 if scale_l2 > 0 else 1.0
     numbers = (our_l2 * relative, native_l2 * relative)
@@ -112,7 +113,7 @@ def judge(
 
 
 def _distance(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> float:
-    """Relative L2 distance of two sets of tensors, each taken as one vector."""
+    """Relative L2 distance of two sets of tensors, each as one vector."""
     square = norm = 0.0
     for key, other in b.items():
         value = a[key]
@@ -130,8 +131,8 @@ def compare_runs(
     tolerance = max((MODEL_TOLERANCE[d] for d in dtypes if d in MODEL_TOLERANCE), default=5e-2)
     whole: dict[str, Any] = {"loss": _scalar(ours), "native_loss": _scalar(native)}
     lines = []
-    # A float64 run whose output is far from native's took another way (dropout's random numbers).
-    # The gradients say nothing about that: in bfloat16 native's own may be off by a third.
+    # A float64 run whose output is far from native's took another path (random numbers of dropout).
+    # Gradients cannot tell: in bfloat16 native's own may be off by a third.
     if exact is not None and _distance(native["output"], exact["output"]) >= 0.1:
         exact = None
     for part in ("loss", "output", "gradients", "buffers"):

@@ -1,9 +1,9 @@
 """Runs an existing model on warpwright: in place, reversible, with a report and a check.
 
-A module is swapped by changing its ``__class__`` from the exact native type to the subclass in
-:mod:`warpwright.nn`. Nothing is copied or rebuilt: parameters, buffers, hooks, optimizers that hold
-the parameters, DDP wrappers, shared modules and ``state_dict`` keys all stay what they were. With
-``fuse=True`` chains of layers run as one op; :mod:`warpwright.swap.fuse` has how.
+A swap changes the ``__class__`` of a module from the exact native type to the subclass in
+:mod:`warpwright.nn`. It copies and rebuilds nothing: parameters, buffers, hooks, optimizers, DDP
+wrappers, shared modules and ``state_dict`` keys stay as they are. With ``fuse=True`` chains of layers
+run as one op; :mod:`warpwright.swap.fuse` explains how.
 """
 
 from __future__ import annotations
@@ -39,26 +39,29 @@ def swap(
         model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``,
             ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``, ``nn.CrossEntropyLoss`` and
             ``nn.MultiheadAttention`` (with its projections) are swapped, and the attention of
-            transformers' models (docs/integrations.md). The report says of every other module why
+            transformers' models (docs/integrations.md). For every other module the report says why
             it was left.
         ops: only these functionals, e.g. ``{"conv2d", "batch_norm"}``; None means all.
         filter_fn: called with (module, name); False leaves the module native.
-        check: inputs for the model (a tensor, a tuple of arguments or a dict of keyword arguments).
-            Runs native and swapped, forward and backward, from the same state, and compares by the
-            error rule of :mod:`warpwright.testing`: every swapped module on the inputs that it gets
-            inside the model, then the model's output and gradients. If they differ, the swap is
-            undone. Buffers, ``.grad`` and the random state are as before the call either way.
-        fuse: runs chains of layers as one op, BN → ReLU (→ max pool), BN → add → ReLU, ReLU → max
-            pool and Linear → ReLU, GELU or SiLU, where a forward that ``torch.fx`` can read calls
-            them so: an ``nn.Sequential``'s, a ResNet block's, a function's name in it. One layer becomes the fused module and stays at its place; the forward of the
-            module that calls the chain is replaced. Should a hook be put on one of the layers
-            later, or anything else change that the new forward was made from, the one before runs.
-            The report says of every chain what happened.
+        check: inputs for the model: a tensor, a tuple of arguments or a dict of keyword arguments.
+            The native and the swapped model run forward and backward from the same state and are
+            compared by the error rule of :mod:`warpwright.testing`. First each swapped module, on
+            its inputs inside the model; then the model's output and gradients. A difference undoes
+            the swap. The call restores buffers, ``.grad`` and the random state.
+        fuse: run chains of layers as one op: BN → ReLU (→ max pool), BN → add → ReLU, ReLU → max
+            pool, and Linear → ReLU, GELU or SiLU. ``torch.fx`` must be able to read the forward that
+            calls them, such as that of an ``nn.Sequential`` or a ResNet block. One layer becomes the
+            fused module and keeps its place; the calling module gets a generated forward. If
+            anything changes that this forward was made from, such as a new hook on a layer, the
+            original forward runs. The report names every chain and its result.
         loss_fn: turns the model's output into the scalar that ``check`` differentiates; by default
             the mean square of all floating outputs.
+    Returns:
+        An entry per module and, with ``fuse``, per chain.
     Raises:
         SwapCheckError: ``check`` found a difference; carries the numbers.
-        TypeError, ValueError: ``model`` is not a module; an unknown name in ``ops``.
+        TypeError: ``model`` is no module.
+        ValueError: ``ops`` has an unknown name.
     Warns:
         UserWarning: nothing was swapped; says why.
     """
@@ -80,14 +83,18 @@ def swap(
 
 
 def unswap(model: nn.Module) -> int:
-    """Gives every warpwright module in ``model`` its exact native class back; returns how many.
+    """Gives every warpwright module in ``model`` its exact native class back.
 
-    A module whose forward was replaced for the fusion of its layers gets its own back. A module that
-    was parametrized after the swap stays parametrized.
+    A module with a generated forward gets its own forward back. A module that was parametrized after
+    the swap stays parametrized.
 
+    Returns:
+        How many layers were swapped back.
+    Raises:
+        TypeError: ``model`` is no module.
     Warns:
-        UserWarning: a class that something else derived from warpwright's, as ``fully_shard`` does:
-            the modules of it are left.
+        UserWarning: modules were left whose class something else derived from warpwright's, as
+            ``fully_shard`` does.
     """
     check_is_module(model)
     found = sum(library.undo(model) for library in integrations.loaded())
@@ -111,7 +118,7 @@ def unswap(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def unswapped(model: nn.Module) -> Iterator[None]:
-    """Inside the block ``model`` is native; after it every module has the class that it came with."""
+    """Inside the block ``model`` is native; afterwards every module has its previous class."""
     before = {module: type(module) for module in model.modules()}
     unswap(model)
     try:
@@ -130,11 +137,12 @@ def swapped(
     *,
     fuse: bool = False,
 ) -> Iterator[Model]:
-    """``with swapped(model):`` runs it on warpwright inside the block, native again after.
+    """``with swapped(model):`` runs the model on warpwright inside the block and natively afterwards.
 
-    Only what the block swapped is restored: modules that were warpwright's before stay so. A model
-    that checkpoints its activations needs the backward in the block, too: a recomputation calls the
-    layers as they are then.
+    The block restores only the modules that it swapped. If the model checkpoints its activations,
+    the backward must run inside the block too: a recomputation calls the layers as they are then.
+
+    The arguments and errors are :func:`swap`'s.
     """
     plan = plan_swap(model, ops, filter_fn, fuse)
     if plan.is_empty:

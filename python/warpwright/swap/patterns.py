@@ -1,8 +1,8 @@
-"""The chains of ops that one op of ours computes, and the modules that stand for them in a model.
+"""The chains of ops that one op of ours computes, and their modules in a model.
 
-A *keeper* is the layer of a chain that becomes the fused module, by a change of its class: the one
-with the parameters. It computes the fused op where a forward asks for it with ``fused=``, the options
-of the other layers, and is a plain layer for any other caller.
+A *keeper* is the layer of a chain that becomes the fused module by a change of its class: the one
+with the parameters. It computes the fused op if a forward passes ``fused=``, the options of the other
+layers. For any other caller it is a plain layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_ind
 
 @dataclass(frozen=True)
 class Pattern:
-    """A chain of ops, and the module and the functional of ours that compute it at once."""
+    """A chain of ops, and our module and functional that compute it as one op."""
 
     ops: tuple[str, ...]
     module: str
@@ -33,14 +33,14 @@ class Pattern:
     keeper: int = 0  # which of the ops' layers becomes that module
 
 
-# A longer chain stands before a shorter one that it begins with.
+# A longer chain precedes a shorter one that it begins with.
 PATTERNS = tuple(
     Pattern(op.chain.ops, op.chain.module, op.name, op.chain.keeper)
     for op in sorted(OPS.values(), key=lambda op: -len(op.chain.ops) if op.chain else 0)
     if op.chain
 )
 
-# Layers of a chain: (native, ours, op, attributes that are options of the op); "" does nothing.
+# Layers of a chain: (native, ours, op, attributes that are options of the op). "" is no op.
 LAYERS: tuple[tuple[type[nn.Module], type[nn.Module], str, tuple[str, ...]], ...] = (
     (nn.BatchNorm2d, ours.BatchNorm2d, "batch_norm", ()),
     (nn.Linear, ours.Linear, "linear", ()),
@@ -73,7 +73,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "add": ("add", ("other", "alpha")),
     "add_": ("add", ("other", "alpha")),
 }
-MAKES_NEW = (nn.Conv2d, nn.Linear, nn.BatchNorm2d)  # their outputs are nobody else's memory
+MAKES_NEW = (nn.Conv2d, nn.Linear, nn.BatchNorm2d)  # no other tensor shares their outputs' memory
 NAMES = {getattr(f, "__name__", f): op for f, (op, _) in (*FUNCTIONS.items(), *METHODS.items())}
 
 
@@ -131,7 +131,7 @@ _STEPS: dict[str, Callable[..., Tensor]] = {
 
 
 class _Chain:
-    """The native chain in the place of a keeper: what a fused op is compared with."""
+    """The native chain as one module, with which ``check=`` compares the fused op."""
 
     _pattern: ClassVar[Pattern]
 
@@ -148,7 +148,7 @@ class _Chain:
 
 
 def _make_keepers() -> Iterator[tuple[Pattern, type[nn.Module], type[nn.Module], type[nn.Module]]]:
-    """Of each pattern the layer's native class, the keeper (a fused module), the native chain."""
+    """Per pattern: the layer's native class, the keeper (a fused module) and the native chain."""
     for pattern in PATTERNS:
         op, name = pattern.ops[pattern.keeper], pattern.module
         theirs = next(layer[0] for layer in LAYERS if layer[2] == op)

@@ -1,4 +1,4 @@
-"""What :func:`warpwright.swap` says of every module."""
+"""The report of :func:`warpwright.swap`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SwapEntry:
 
 @dataclass
 class SwapReport:
-    """What :func:`swap` did to every module that computes something itself."""
+    """What :func:`swap` did to each module that computes something itself."""
 
     entries: list[SwapEntry] = field(default_factory=list)
     fusions: list[Fusion] = field(default_factory=list)  # with fuse=True: every chain found
@@ -115,7 +115,7 @@ class SwapReport:
 
 
 def _grouped(title: str, rows: Iterable[tuple[str, str, str, str]]) -> Table:
-    """A line for all (what, where, result, why) that differ in where alone."""
+    """A table with one line for all (what, where, result, why) that differ in ``where`` alone."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,8 +1,9 @@
-"""What a module's forward does, as a torch.fx graph whose nodes are calls of its layers.
+"""A module's forward as a torch.fx graph whose nodes are calls of its layers.
 
-Symbolic tracing runs ``forward`` once with stand-ins for the inputs and the layers. Whatever Python
-decides meanwhile is frozen. So everything that a graph could lose is looked for: a forward is refused with
-the reason, or what it depended on is handed out as facts that can be compared before each call.
+Symbolic tracing runs ``forward`` once with stand-ins for the inputs and the layers. The graph freezes
+every decision that Python makes in this run. So the tracer looks for everything that a graph could
+lose. It refuses such a forward with the reason, or returns the facts that the forward depended on,
+which a caller can compare before each call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 PLAIN = (bool, int, float, str, type(None))
-# What decides by kinds, by global state or by chance, or has an effect beside the result.
+# Names of functions that decide by type, by global state or by chance, or that have side effects.
 UNSEEN_NAMES = {
     *("isinstance", "issubclass", "type", "hasattr", "callable", "is_tensor", "vars"),
     *("is_grad_enabled", "set_grad_enabled", "is_inference_mode_enabled"),
@@ -48,7 +49,7 @@ UNSEEN_STEPS = {
     "MATCH_SEQUENCE": "matches a pattern",
 }
 UNSEEN_MODULES = {
-    # In this order: a checkpoint calls Dynamo's module, and that one the others.
+    # In this order: a checkpoint calls Dynamo's module, which calls the others.
     "torch.utils.checkpoint": "checkpoints its activations",
     "torch._dynamo.eval_frame": "calls what torch.compile made",
     "torch.autograd.function": "calls an autograd.Function",
@@ -60,7 +61,7 @@ MODULE_CALL = nn.Module.__call__.__code__
 
 
 class NotTraceable(Exception):
-    """The reason in words, to be read after the module's name."""
+    """The message is the reason, as a sentence about the module's forward."""
 
 
 class _StandIn:
@@ -74,7 +75,7 @@ REST = "_warpwright_rest"  # stands for all further keyword arguments of a call
 
 @dataclass(frozen=True)
 class Call:
-    """What a forward is called with: values, or stand-ins that become inputs of the graph."""
+    """The arguments of a forward: values, or stand-ins that become inputs of the graph."""
 
     parameters: tuple[inspect.Parameter, ...]
     values: tuple[tuple[str, Any], ...]  # by name
@@ -86,7 +87,8 @@ class Call:
         )
 
     def arguments(self, inputs: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Of the call, with ``inputs`` (one for each parameter, one for the rest) as stand-ins."""
+        """Positional and keyword arguments; ``inputs`` (one per parameter, one for the rest) are the
+        stand-ins."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         kinds = {p.name: p.kind for p in self.parameters}
@@ -111,7 +113,7 @@ class Traced:
 
 
 class _Proxy(fx.Proxy):
-    """Records ``x += y`` as what it is; fx alone takes it for ``x = x + y``."""
+    """Records ``x += y`` as an in-place operator; fx records ``x = x + y``."""
 
 
 def _recorded(function: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -131,10 +133,10 @@ for _function in IN_PLACE:
 
 
 class _Tracer(fx.Tracer):
-    """Traces a twin of the module; nothing outside of the twin is changed meanwhile.
+    """Traces a twin of the module and changes nothing outside of the twin.
 
-    ``fx.Tracer.trace`` replaces ``nn.Module.__call__`` and ``__getattr__`` for the whole process, so
-    a forward on another thread would end up in the graph, or fail.
+    ``fx.Tracer.trace`` replaces ``nn.Module.__call__`` and ``__getattr__`` for the whole process: a
+    forward on another thread would enter the graph, or fail.
     """
 
     proxy_buffer_attributes = True
@@ -165,9 +167,9 @@ class _Tracer(fx.Tracer):
 
 
 class _Twins:
-    """A module and all below it once more: they share parameters and buffers with the originals.
+    """Twins of a module and of all modules below it, which share the originals' parameters and buffers.
 
-    A call of a child becomes a node of the graph, and so does a parameter that is read.
+    A call of a child becomes a node of the graph, and so does a parameter that the forward reads.
     """
 
     def __init__(self, module: nn.Module, tracer: _Tracer) -> None:
@@ -218,7 +220,7 @@ class _Twins:
     def _fill(self, kind: type[nn.Module], module: nn.Module) -> nn.Module:
         twin = object.__new__(kind)
         scripted = isinstance(module, torch.jit.ScriptModule)
-        # Containers are copied: what a forward puts into them is not left in the module's own.
+        # Containers are copied, so that a traced forward does not change the module's own.
         vars(twin).update(
             {
                 k: copy.copy(v) if isinstance(v, (list, dict, set)) else v
@@ -231,7 +233,7 @@ class _Twins:
 
 
 class _OnlyInputs(TorchFunctionMode):
-    """Refuses what is computed from no input: fx would do it once and keep the result."""
+    """Refuses a computation without an input: fx would run it once and keep the result."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -244,13 +246,13 @@ class _OnlyInputs(TorchFunctionMode):
 
 
 def trace(module: nn.Module, call: Call | None = None) -> Traced:
-    """The graph of ``call``, by default with the required arguments alone.
+    """The graph of ``call``, by default with the required arguments only.
 
-    Raises NotTraceable where the graph could miss something.
+    Raises NotTraceable if the graph could miss something.
     """
     if sys.getprofile() is None:
         return _trace(module, call)
-    # Somebody profiles this thread, maybe in C, which could not be switched on again from here.
+    # A profiler watches this thread. It may be written in C, and Python could not restore it.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_trace, module, call).result()
 
@@ -262,14 +264,14 @@ def _trace(module: nn.Module, call: Call | None) -> Traced:
         try:
             call = call or default_call(module)
             twins = _Twins(module, tracer)
-            executed.clear()  # only what the forward calls counts
+            executed.clear()  # only calls of the forward count
             saw_rest.clear()
             with _OnlyInputs():
                 graph = tracer.trace_twin(twins, call)
         except NotTraceable:
-            _check_modules(executed)  # the cause, where there is one, in better words
+            _check_modules(executed)  # raises with a better reason, if it has one
             raise
-        except Exception as error:  # whatever a foreign forward raises on stand-ins
+        except Exception as error:  # a foreign forward may raise anything on stand-ins
             _check_modules(executed)
             first = (str(error).splitlines() or [""])[0]
             raise NotTraceable(
@@ -304,10 +306,10 @@ def is_plain(value: Any) -> bool:
 
 
 def undecorated(kind: type[nn.Module]) -> tuple[Any, list[FunctionType]]:
-    """The forward of ``kind`` without its decorators, and these, the outermost first.
+    """The forward of ``kind`` without its decorators, and the decorators, the outermost first.
 
-    A decorator is a function around ``__wrapped__``, which it has in its closure. It decides by what
-    it sees at each call, and a trace does not go through it. Those of torch switch modes: they stay.
+    A decorator is a function with ``__wrapped__`` in its closure. It decides at each call, and a trace
+    does not go through it. torch's own decorators switch modes: they stay part of the forward.
     """
     forward: Any = kind.forward
     decorators = []
@@ -321,7 +323,7 @@ def undecorated(kind: type[nn.Module]) -> tuple[Any, list[FunctionType]]:
 
 
 def decorated(forward: Any, decorators: list[FunctionType]) -> Any:
-    """``forward`` inside copies of what ``undecorated`` found around another one."""
+    """``forward`` inside copies of the decorators that ``undecorated`` found."""
     for decorator in reversed(decorators):
         inner = decorator.__wrapped__  # type: ignore[attr-defined]
         closure = tuple(
@@ -370,9 +372,9 @@ def default_call(module: nn.Module) -> Call:
 
 @contextlib.contextmanager
 def _watched(saw_rest: set[CodeType]) -> Iterator[dict[CodeType, str]]:
-    """The code that runs inside the block, with the name of its module.
+    """Collects the code that runs inside the block, with its module's name.
 
-    ``saw_rest`` becomes that of it which got REST among its further keyword arguments.
+    ``saw_rest`` collects the code that received REST among its further keyword arguments.
     """
     executed: dict[CodeType, str] = {}
 
@@ -402,7 +404,7 @@ def _check_modules(executed: dict[CodeType, str]) -> None:
 
 
 def _check_steps(executed: dict[CodeType, str]) -> None:
-    """Refuses code of the model whose effect or decision a graph does not show."""
+    """Refuses a model's code whose effects or decisions a graph does not show."""
     for code, where in executed.items():
         top = where.partition(".")[0]
         if top == "torch" or top in sys.stdlib_module_names or where == __name__:
@@ -428,9 +430,9 @@ def _rest_name(code: CodeType) -> str | None:
 
 
 def _check_rest(module: nn.Module, executed: dict[CodeType, str], saw: set[CodeType]) -> None:
-    """Refuses a forward that does more with its ``**kwargs`` than to give all of them to a layer.
+    """Refuses a forward that does more with its ``**kwargs`` than pass all of them to a layer.
 
-    A stand-in can't show which of them a function would take by name, or look up.
+    A stand-in cannot show which of them a function takes by name or looks up.
     """
     forward: Any = undecorated(type(module))[0]
     of_forward: set[CodeType] = set()
