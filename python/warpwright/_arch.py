@@ -1,4 +1,4 @@
-"""Which tensors and which GPUs have a kernel in this build."""
+"""Which tensors and GPUs have a kernel in this build."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def built_archs() -> tuple[str, ...]:
 def arch_runs(built: str, capability: tuple[int, int]) -> bool:
     """Whether code built for ``built`` runs on a GPU of ``capability``.
 
-    Binary code runs on the same major and no older minor, "a" code on that very architecture, PTX
-    on everything from there on. A name that is not understood ("Hopper") counts as running.
+    Binary code runs on the same major and no older minor, "a" code on that architecture only, PTX on
+    that one and all newer ones. An unknown name ("Hopper") counts as running.
     """
     match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", built)
     if match is None:

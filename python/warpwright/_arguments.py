@@ -1,6 +1,6 @@
-"""Arguments of another type than a signature names: native's conversions and native's errors.
+"""Native's conversions and errors for arguments whose type differs from the signature.
 
-The functionals come here only with such arguments, or after an error.
+The functionals call these functions only for such arguments, or after an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-# Of the dispatcher; it goes on with the whole value.
+# The dispatcher's message; the whole value follows.
 _SCHEMA_ERROR = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)'")
 _INT64 = range(-(2**63), 2**63)
 
@@ -26,14 +26,14 @@ def _refuse(function: str, name: str, expected: str, value: Any) -> NoReturn:
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Numbers of a traced program, which have no value yet."""
+    """Whether it is a number of a traced program, which has no value yet."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return True
     return hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor)
 
 
 def integer(function: str, name: str, value: Any) -> Any:
-    """Python's and NumPy's integers and tensors of one integer; never a bool."""
+    """Accepts integers of Python and NumPy and tensors of one integer, but no bool."""
     if _is_symbolic(value):
         return value
     if isinstance(value, Tensor):
@@ -48,24 +48,24 @@ def integer(function: str, name: str, value: Any) -> Any:
 
 
 def integers(function: str, name: str, value: Any) -> Sequence[int]:
-    """One integer for both dimensions, or a list or tuple, as it is."""
+    """Accepts one integer for both dimensions, or a list or tuple."""
     if _is_symbolic(value):
         return value
     if not isinstance(value, (tuple, list)):
         one = integer(function, name, value)
         return (one, one)
-    if len(value) > 4:  # the operators print what they get
+    if len(value) > 4:  # the operators print the whole value
         raise RuntimeError(
             f"{function}(): expected {name} to be a single integer value or a list of 2 values, "
             f"but got {len(value)}"
         )
-    if value and isinstance(value[0], bool):  # native looks at the first alone
+    if value and isinstance(value[0], bool):  # native checks the first element only
         _refuse(function, name, "tuple of ints", value[0])
     return [int(v) if v is True or v is False else integer(function, name, v) for v in value]
 
 
 def real(function: str, name: str, value: Any) -> Any:
-    """Python's and NumPy's real numbers and 0-d tensors outside of the graph."""
+    """Accepts real numbers of Python and NumPy, and 0-d tensors that require no grad."""
     if _is_symbolic(value):
         return value
     if isinstance(value, Tensor):
@@ -77,7 +77,7 @@ def real(function: str, name: str, value: Any) -> Any:
 
 
 def flag(function: str, name: str, value: Any) -> Any:
-    """A bool of Python."""
+    """Accepts Python's bool only."""
     if not isinstance(value, bool) and not _is_symbolic(value):
         _refuse(function, name, "bool", value)
     return value
@@ -86,10 +86,10 @@ def flag(function: str, name: str, value: Any) -> Any:
 def error(
     raised: RuntimeError, function: str, tensors: dict[str, Any], optional: dict[str, Any]
 ) -> Exception:
-    """What native raises in place of `raised`: TypeError if an argument is no tensor.
+    """Native's error for `raised`: TypeError if an argument is no tensor.
 
-    The operators take None for any tensor and find no data later, and of other types the
-    dispatcher raises RuntimeError with the whole value in its message.
+    The operators accept None for any tensor and fail later. For other types the dispatcher raises
+    RuntimeError with the whole value in its message.
     """
     for name, value in (tensors | optional).items():
         missing = value is None and name in tensors

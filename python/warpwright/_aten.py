@@ -87,7 +87,7 @@ def _per_channel(vector: Tensor | None, like: Tensor) -> Any:
 def _statistics(
     input: Tensor, mean: Tensor | None, var: Tensor | None, training: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal deviation, of the batch or the running ones, as our ops keep them."""
+    """Mean and reciprocal deviation as our ops keep them, of the batch or the running statistics."""
     accum = torch.promote_types(input.dtype, torch.float32)
     if training or mean is None or var is None:
         dims = [0, *range(2, input.dim())]
@@ -140,9 +140,9 @@ def batch_norm_backward(
 
 
 def _mask_places(output: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Of each element of ``output``, in memory order, its byte in the mask and its bit; the bytes.
+    """The byte and the bit of each element of ``output``, in memory order; and the number of bytes.
 
-    The layout is batchnorm.h's: a bit per element, a byte per 16 bytes of ``output``.
+    The mask's layout is batch_norm.h's: a bit per element, a byte per 16 bytes of ``output``.
     """
     vec = 16 // output.element_size()
     batch, channels = output.shape[:2]
@@ -235,7 +235,7 @@ def _window(window: tuple[Any, ...]) -> tuple[list[int], ...]:
 
 
 def _grid(codes: Tensor, window: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Row and column of the first tap of each output's window, as columns and rows that broadcast."""
+    """Row and column of the first tap of each output's window, as tensors that broadcast."""
     _, stride, padding, _ = _window(window)
     rows = torch.arange(codes.shape[-2], device=codes.device) * stride[0] - padding[0]
     columns = torch.arange(codes.shape[-1], device=codes.device) * stride[1] - padding[1]
@@ -264,7 +264,7 @@ def max_pool2d_with_codes(
 
 
 def _unless_positive(maxima: Tensor, codes: Tensor) -> Tensor:
-    """Codes behind a relu: of a window without a positive tap no one has won."""
+    """Codes after a relu: a window without a positive tap has no maximum."""
     none = torch.full_like(codes, 255 if codes.dtype == torch.uint8 else -1)
     return torch.where(maxima <= 0, none, codes)
 

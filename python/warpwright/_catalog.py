@@ -375,7 +375,7 @@ OPERATORS: dict[str, Operator] = {
 VARIANTS: dict[str, str] = {
     route.ours: op.name for op in _RECORDS for route in op.routes if route.ours
 }
-# The operators that a user's call names: what runs in their place where no kernel of ours does.
+# The operators that users call, and what runs if no kernel of ours can.
 NATIVE: dict[str, Function] = {
     name: operator.native for name, operator in OPERATORS.items() if operator.native is not None
 }

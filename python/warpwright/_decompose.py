@@ -1,9 +1,9 @@
-"""Our ops in terms of ATen's, for exported programs and for what Inductor fuses.
+"""Registers our operators' decompositions into ATen's, for exported and compiled programs.
 
-`torch.export` keeps our ops in the program, and `run_decompositions()` replaces them by these
-functions: ONNX and other backends then see ATen alone. While compiling, the ops that only move
-memory are replaced too: a compiled backward of an eager forward may hold some, and so may a model
-that calls `torch.ops.warpwright` itself. Each function takes its op's arguments and gives its results.
+`torch.export` keeps our operators in the program. `run_decompositions()` replaces them by the
+catalog's functions, so that ONNX and other backends see ATen only. A compilation also replaces the
+operators that only move memory, which Inductor fuses. They come from a compiled backward of an eager
+forward, or from a model that calls `torch.ops.warpwright` itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def _is_listed(op: Any) -> bool:
-    """Whether run_decompositions() runs and knows ``op``: then its Autograd kernels are replaced."""
+    """Whether run_decompositions() runs and has ``op``: it then replaces the Autograd kernels."""
     return torch._C.DispatchKey.AutogradCPU in op.py_kernels
 
 
 def _complete(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of the op's positional arguments, of which a dispatch leaves defaults out."""
+    """``function`` with the op's defaults, which a dispatch leaves out of the positional arguments."""
     arguments = [a for a in op._schema.arguments if not a.kwarg_only]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -40,15 +40,15 @@ def _complete(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_chosen(op: Any) -> bool:
-    """Whether the table that it runs with has ``op``, which it then decomposes."""
+    """Whether run_decompositions() has ``op`` in its table, so that it decomposes it."""
     return _is_listed(op) and op.py_kernels[KEY] is DECOMPOSITIONS[op]
 
 
 def _leave_inductors_table() -> None:
     """Takes our ops out of Inductor's table of decompositions.
 
-    When Inductor is imported it copies every op that export can decompose into that table. An op in
-    it that reaches the lowering ends the compilation. Every trace passes here before the lowering.
+    Inductor's import copies every op that export can decompose into that table. If an op of the table
+    reaches the lowering, the compilation fails. Every trace passes here before the lowering.
     """
     inductor = sys.modules.get("torch._inductor.decomposition")
     if inductor is not None:
@@ -59,14 +59,14 @@ def _leave_inductors_table() -> None:
 def _register(operator: Operator, function: Callable[..., Any]) -> None:
     op = getattr(ops, operator.name)
     function = _complete(op, function)
-    # What the user's table says of an op that writes to its arguments, it says by relu's entry:
-    # torch.export lists functional ops alone.
+    # torch.export lists functional ops only. relu's entry in the user's table decides for ops that
+    # write to their arguments.
     listed = ops.relu if op._schema.is_mutable else op
 
     @op.py_impl(KEY)  # type: ignore[untyped-decorator]
     def decomposition(*args: Any, **kwargs: Any) -> Any:
-        # Fake tensors ask, too; the op's own Meta kernel is for them. DTensor asks with plain
-        # meta tensors how placements go through.
+        # Fake tensors ask too, but use the op's Meta kernel. DTensor asks with plain meta tensors
+        # how placements propagate.
         asked = _is_chosen(listed) if op._schema.is_mutable else _is_listed(op)
         if asked or any(type(a) is Tensor and a.is_meta for a in args):
             return function(*args, **kwargs)

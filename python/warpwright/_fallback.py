@@ -1,7 +1,7 @@
-"""Native ops in place of ours on a GPU that this build has no kernel for.
+"""Native ops instead of ours on a GPU that this build has no kernel for.
 
-Looked at when CUDA starts, not at import: the import makes no CUDA call, so a process may still
-fork after it. Where every GPU has its kernels nothing is put in the way of a call.
+The GPUs are checked when CUDA starts, not at import: the import makes no CUDA call, so a process may
+still fork afterwards. If every GPU has kernels, calls stay direct.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ._catalog import NATIVE
 
 
 def watch_gpus() -> None:
-    """Looks at the GPUs as soon as this process uses CUDA."""
+    """Checks the GPUs as soon as this process uses CUDA."""
     torch.cuda._lazy_call(check_gpus)
 
 
 def check_gpus() -> None:
-    """Routes the ops past GPUs without a kernel, and says so once."""
+    """Routes calls on GPUs without a kernel to native, and warns once."""
     reasons = {i: why_no_gpu_kernel(i) for i in range(torch.cuda.device_count())}
     without = frozenset(i for i, reason in reasons.items() if reason is not None)
     if not without:

@@ -1,8 +1,8 @@
 """Native ops for kinds of tensors that no kernel of ours takes: sparse, nested, mkldnn, quantised, ...
 
-A call of ours refuses such a tensor before it computes anything: the dispatcher has no kernel for the
-tensor's key, or a check finds no strides. So a refusal is caught, and native gets the same call. The
-way of a plain tensor has one check more, of what ``__torch_function__`` would override.
+Our operators refuse such a tensor before they compute anything: the dispatcher has no kernel for the
+tensor's key, or a check finds no strides. The wrapper here catches the refusal and calls native. For
+a plain tensor it adds one check: whether ``__torch_function__`` would override the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import _ops
 from ._arch import why_no_kernel
 from ._catalog import NATIVE
 
-# What a tensor of another kind ends in: no kernel for its key, no such property, no such handler.
+# How an operator refuses another kind of tensor: no kernel for its key, no such property or handler.
 REFUSALS = (RuntimeError, TypeError)
 PASSING_ON = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
@@ -32,7 +32,7 @@ def otherwise_native() -> None:
 
 def _with_native(name: str) -> Callable[..., Any]:
     overload = getattr(torch.ops.warpwright, name).default
-    run = overload._op  # all that the overload's __call__ does
+    run = overload._op  # the overload's __call__ does nothing else
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) and _is_overridden(args, kwargs):
@@ -47,7 +47,7 @@ def _with_native(name: str) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         return overload(*args, **kwargs)
 
-    call._torchdynamo_inline = traced  # type: ignore[attr-defined]  # what torch.compile goes into
+    call._torchdynamo_inline = traced  # type: ignore[attr-defined]  # torch.compile traces this
     return call
 
 
@@ -56,7 +56,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 
 def _is_overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a subclass among the arguments has a ``__torch_function__`` that may know native's."""
+    """Whether an argument's class has a ``__torch_function__`` that may override native's function."""
     for tensor in _tensors(args, kwargs):
         function = type(tensor).__torch_function__
         if getattr(function, "__func__", function) not in PASSING_ON:

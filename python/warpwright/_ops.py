@@ -1,4 +1,4 @@
-"""Loads the library; the only place that does. `ops.relu` is the operator overload itself."""
+"""Loads the library, as the only module. `ops.relu` is the operator overload itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _version_pair(version: str) -> tuple[str, ...]:
 
 
 def _built_for() -> str | None:
-    """The torch version stamped beside the library; read before the library is loaded."""
+    """The torch version in the file next to the library; read before the library is loaded."""
     stamp = _LIBRARY.with_name("_built_for.txt")
     return stamp.read_text().strip() if stamp.exists() else None
 
@@ -55,10 +55,10 @@ _load()
 
 
 class _Ops:
-    """`torch.ops.warpwright.<name>.default` of every op (0.1 us cheaper per call).
+    """`torch.ops.warpwright.<name>.default` of every operator, 0.1 us cheaper per call.
 
-    All of them are stored at import. Dynamo forbids storing one on first use inside a region that
-    it traces as a function without side effects, a checkpoint for example.
+    The import stores all of them. Dynamo forbids storing one at its first use in a region that must
+    have no side effects, such as a checkpoint.
     """
 
     def __init__(self) -> None:

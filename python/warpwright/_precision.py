@@ -1,4 +1,4 @@
-"""The precision that the settings allow to float32 products, and the error that goes with it."""
+"""The precision that the settings allow for float32 products, and its error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = (None, "highest", "high", "medium")
 
 aten = torch.ops.aten
 Products = dict[Any, tuple[int, ...]]
-# Operators whose operands TF32 rounds, and where these stand among the arguments.
+# Operators whose operands TF32 rounds, with the operands' positions among the arguments.
 CONVOLUTIONS: Products = {aten.convolution: (0, 1), aten.convolution_backward: (0, 1, 2)}
 MATRIX_PRODUCTS: Products = {
     aten.mm: (0, 1),
@@ -25,29 +25,29 @@ MATRIX_PRODUCTS: Products = {
 }
 
 TF32_BITS = 11
-# Operands of so many bits cost what sums of two TF32 numbers may: 6e-7 of the result, twice what
-# the cut sums of tensor cores cost when emulated.
+# Operands of 20 bits have the error that sums of two TF32 numbers may have: 6e-7 of the result, twice
+# the emulated error of the tensor cores' truncated sums.
 SPLIT_BITS = 20
 
 
 def set_float32_matmul_precision(precision: str | None) -> None:
     """The precision of float32 matrix products in ``linear`` and what is built on it, on CUDA.
 
-    The levels are those of :func:`torch.set_float32_matmul_precision`. It holds for all threads of
-    the process, forward and backward, and leaves convolutions, attention, the CPU and native ops
-    as they are.
+    The levels are those of :func:`torch.set_float32_matmul_precision`. The setting holds for all
+    threads of the process, forward and backward. It does not affect convolutions, attention, the CPU
+    and native ops.
 
     Args:
         precision:
             - ``"highest"``: IEEE float32 (24 bits).
-            - ``"high"``: each float32 number as the sum of two TF32 numbers, of whose products the
-              three most significant are kept: about 22 bits, added in float32. Where there is no
+            - ``"high"``: each float32 number as the sum of two TF32 numbers. The three most
+              significant products are added in float32: about 22 bits. IEEE float32 if there is no
               such kernel (GPUs other than Hopper, rows that do not start at multiples of 16 bytes,
-              ``WARPWRIGHT_PATH=portable``) or it would not be faster: IEEE float32.
+              ``WARPWRIGHT_PATH=portable``) or if it would not be faster.
             - ``"medium"``: TF32 (11 bits).
-            - ``None``: what torch is set to, as native: IEEE float32 or TF32. The default.
+            - ``None``: torch's setting, as native: IEEE float32 or TF32. The default.
     Raises:
-        ValueError: another value.
+        ValueError: any other value.
     """
     if precision not in LEVELS:
         wanted = ", ".join(map(repr, LEVELS[1:]))
@@ -56,7 +56,7 @@ def set_float32_matmul_precision(precision: str | None) -> None:
 
 
 def get_float32_matmul_precision() -> str | None:
-    """What :func:`set_float32_matmul_precision` was given last; ``None``: torch's setting holds."""
+    """The last value of :func:`set_float32_matmul_precision`; ``None``: torch's setting holds."""
     return LEVELS[_C.float32_precision()]
 
 
@@ -67,21 +67,21 @@ def linear_allows_tf32() -> bool:
 
 
 def linear_splits_float32() -> bool:
-    """Whether our linear may take a float32 operand for the sum of two TF32 numbers."""
+    """Whether our linear may represent a float32 operand as the sum of two TF32 numbers."""
     return get_float32_matmul_precision() == "high"
 
 
 def conv_allows_tf32() -> bool:
-    """``torch.backends.cudnn.allow_tf32``, which raises once the newer setting was used.
+    """As ``torch.backends.cudnn.allow_tf32``, which raises once the newer setting was used.
 
-    It speaks for cuDNN: with ``torch.backends.cudnn.enabled`` off, native computes IEEE float32.
+    The setting is cuDNN's: with ``torch.backends.cudnn.enabled`` off, native computes IEEE float32.
     """
     cudnn: Any = torch.backends.cudnn
     return cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
 
 
 def matmul_allows_tf32() -> bool:
-    """``torch.backends.cuda.matmul.allow_tf32``, which raises once the newer setting was used."""
+    """As ``torch.backends.cuda.matmul.allow_tf32``, which raises once the newer setting was used."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -95,12 +95,12 @@ def tf32_products(device: torch.device) -> Products:
 
 
 def split_products(device: torch.device) -> Products:
-    """The operators that may take float32 operands for sums of two TF32 numbers on ``device``."""
+    """The operators that may represent float32 operands as sums of two TF32 numbers on ``device``."""
     return MATRIX_PRODUCTS if device.type == "cuda" and linear_splits_float32() else {}
 
 
 def rounded_to_tf32(x: Tensor, kept: int = TF32_BITS) -> Tensor:
-    """A float64 tensor rounded to TF32's 11 bits, or to as many as are ``kept``, to nearest."""
+    """A float64 tensor rounded to nearest, to TF32's 11 bits or to ``kept`` bits."""
     dropped = 53 - kept
     bits = (x.detach().view(torch.int64) + (1 << (dropped - 1))) & -(1 << dropped)
     return torch.where(x.isfinite(), bits.view(torch.float64), x)
@@ -109,10 +109,8 @@ def rounded_to_tf32(x: Tensor, kept: int = TF32_BITS) -> Tensor:
 class Tf32Products(TorchDispatchMode):
     """Inside, float64 ``products`` round their operands to TF32, ``split`` ones to SPLIT_BITS.
 
-    All else stays exact.
-
-    What comes out is what the best of all TF32 kernels would give, so its distance from the exact
-    result is the error that the setting allows.
+    Everything else stays exact. The result is that of a perfect TF32 kernel, so its distance from the
+    exact result is the error that the setting allows.
     """
 
     def __init__(self, products: Products, split: Products) -> None:

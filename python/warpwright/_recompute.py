@@ -1,9 +1,9 @@
-"""``torch.utils.checkpoint`` recomputes under the ``patch()`` blocks that its forward ran under.
+"""Makes ``torch.utils.checkpoint`` recompute under the ``patch()`` blocks of its forward.
 
 A recomputation runs in the backward: after the block, on another thread, or inside ``Tensor.backward``,
-which a function mode handles with itself switched off. Checkpoints keep random state, autocast and the
-default device for it, but no function modes. So a checkpoint's function is wrapped when the checkpoint
-is made: it keeps the patches that are active then, and runs under exactly these.
+which a function mode handles while it is switched off. Checkpoints restore random state, autocast and
+the default device, but no function modes. So each checkpoint's function is wrapped when the checkpoint
+is made. The wrapper records the active patches and runs the function under exactly these.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _followed: set[type[TorchFunctionMode]] = set()
 def follow(kind: type[TorchFunctionMode]) -> None:
     """From now on a checkpoint keeps the modes of type ``kind`` that are active when it is made.
 
-    Both of torch's implementations are extended at the class that every checkpoint goes through.
-    Where no such mode is active nothing changes, so other threads do not notice.
+    Extends both of torch's implementations, at the class that every checkpoint uses. Checkpoints
+    without such a mode work as before, so other threads do not notice.
     """
     with _lock:
         if kind in _followed:

@@ -1,4 +1,4 @@
-"""What tools that look into models find in our layers: torch.fx, torch.jit.script, torch.ao.quantization."""
+"""How our layers look to tools that inspect models: torch.fx, torch.jit.script, torch.ao.quantization."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ WAY_OUT = "call warpwright.unswap(model) first"
 
 
 class LayerType(type):
-    """The class of our layers' classes: their instances count as leaves for ``torch.fx``.
+    """The metaclass of our layers, which makes their instances leaves for ``torch.fx``.
 
-    fx, and tools built on it, do not look into a module whose ``__module__`` starts with "torch.nn".
-    So an instance says so, while the class itself has its own module, by which pickles find it.
+    fx does not enter a module whose ``__module__`` starts with "torch.nn". So an instance reports such
+    a name. The class itself reports its own module, by which pickles find it.
     """
 
     def __new__(
@@ -33,7 +33,7 @@ class LayerType(type):
         type.__setattr__(cls, "_own_module", name)
 
     def __repr__(cls) -> str:
-        """Tools that want exact classes print those that they got."""
+        """Tools that require exact classes print the class that they got."""
         if cls.__module__.partition(".")[0] != __package__:
             return super().__repr__()
         return f"<class '{cls.__module__}.{cls.__qualname__}', which warpwright.unswap undoes>"

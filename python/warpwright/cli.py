@@ -29,17 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_arguments(command)
     command.set_defaults(run=demo.run)
-    command = commands.add_parser("bench", help="every op beside native, interleaved")
+    command = commands.add_parser("bench", help="every op compared with native, interleaved")
     run.add_arguments(command)
     command.set_defaults(run=run.main)
     command = commands.add_parser("compare", help="what differs between two of bench's records")
     compare.add_arguments(command)
     command.set_defaults(run=compare.main)
-    command = commands.add_parser("overhead", help="host time of a call beside native's")
+    command = commands.add_parser("overhead", help="host time of a call, ours and native's")
     overhead.add_arguments(command)
     command.set_defaults(run=overhead.main)
     command = commands.add_parser(
-        "profile", help="a model's step by op: native beside warpwright, as a page"
+        "profile", help="a model's step by op: native and warpwright, as a page"
     )
     profile_command.add_arguments(command)
     command.set_defaults(run=profile_command.main)

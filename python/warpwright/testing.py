@@ -1,7 +1,7 @@
-"""How we judge a result: error against float64, not worse than native's own.
+"""The error rule: error against float64, not worse than native's.
 
 The rule (docs/numerics.md): max|ours - exact| <= 1.5 * max|native - exact| + 1 ulp of max|exact| in
-the output's dtype, NaN and infinities at the same places, same dtype and shape.
+the output's dtype; NaN and infinities at the same positions; same dtype and shape.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 def to_double(value: Any) -> Any:
     """Floating and complex tensors of a nested structure as detached, contiguous 64-bit copies.
 
-    Contiguous, because native is the oracle and its CUDA batch norm loses the update of running
-    statistics that are not.
+    Contiguous, because native is the oracle, and its CUDA batch norm loses the update of running
+    statistics that are not contiguous.
     """
 
     def convert(leaf: Any) -> Any:

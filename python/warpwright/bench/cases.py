@@ -1,4 +1,4 @@
-"""What is measured: shapes from real models, with the fewest bytes and FLOPs each pass needs.
+"""The measured cases: shapes from real models, with the fewest bytes and FLOPs of each pass.
 
 E below is the bytes of the activation tensor. "bytes" counts every input once and every output
 once; "flops" counts multiply and add as two.
@@ -39,11 +39,11 @@ class Case:
     # The part of the inputs that float64 can afford; None: all of it. Its results must be the
     # leading corner of the whole results, where the gradient that comes in is zero outside.
     sample: Callable[[Inputs], Inputs] | None = None
-    # What native torch calls in its place, for an op that native does not have.
+    # Native's calls for an op that native does not have.
     native: Callable[[Any, Inputs], Tensor] | None = None
 
-    # A rounding may decide a ReLU inside otherwise, which moves a gradient in a jump: errors are L2
-    # norms instead of maxima.
+    # Rounding may flip a ReLU inside the op, and a gradient then jumps: errors are L2 norms instead of
+    # maxima.
     kinked: bool = False
     window: tuple[int, int] | None = None  # a convolution's stride and padding
     # torch.backends.cuda.matmul.allow_tf32 while it runs: the name says so.
@@ -121,7 +121,7 @@ def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case
 
 
 def _batch_norm_relu(shape: tuple[int, ...], dtype: torch.dtype, layout: str, add: bool) -> Case:
-    """Batch norm with the relu, and the addition, behind it; native calls one after the other."""
+    """Batch norm, maybe an addition, and a relu. Native calls one after the other."""
     plain = _batch_norm(shape, dtype, layout)
     e = torch.Size(shape).numel() * dtype.itemsize
 
@@ -173,7 +173,7 @@ def _max_pool2d(
 def _relu_max_pool2d(
     shape: tuple[int, ...], k: int, s: int, p: int, dtype: torch.dtype, layout: str
 ) -> Case:
-    """Max pooling behind a relu, which moves no byte more; native calls one after the other."""
+    """Max pooling after a relu, with the same bytes as pooling. Native calls one after the other."""
     plain = _max_pool2d(shape, k, s, p, dtype, layout)
     return replace(
         plain,
@@ -186,7 +186,7 @@ def _relu_max_pool2d(
 def _batch_norm_relu_max_pool2d(
     shape: tuple[int, ...], k: int, s: int, p: int, dtype: torch.dtype, layout: str
 ) -> Case:
-    """A stem: batch norm, the relu and the pool behind it; native calls one after the other."""
+    """A stem: batch norm, relu and max pooling. Native calls one after the other."""
     norm, pool = _batch_norm(shape, dtype, layout), _max_pool2d(shape, k, s, p, dtype, layout)
     e = torch.Size(shape).numel() * dtype.itemsize
 
@@ -258,7 +258,7 @@ def _split_tf32_linear(m: int, k: int, n: int) -> Case:
 
 
 def _linear_activation(activation: str, m: int, k: int, n: int, dtype: torch.dtype) -> Case:
-    """Linear with the activation behind it; native calls one after the other."""
+    """Linear and an activation. Native calls one after the other."""
     plain = _linear(m, k, n, dtype)
     op = f"linear_{activation}"
     e = m * n * dtype.itemsize  # of gelu and silu the pre-activation is kept, of relu the output

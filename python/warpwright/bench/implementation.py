@@ -1,4 +1,4 @@
-"""What a peer makes of a case: callables to time, and results to compare."""
+"""A peer's form of a case: callables to time, and results to compare."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Call = Callable[[], object]
 
 
 class Missing(Exception):
-    """The peer can't run on this machine, or has nothing for this case; the message says why."""
+    """The peer cannot run on this machine or does not have this case. The message says why."""
 
 
 @dataclass
 class Implementation:
-    """`calls` has a callable a pass; `results(cotangent)` gives the output and the gradients."""
+    """`calls` has a callable per pass; `results(cotangent)` gives the output and the gradients."""
 
     calls: dict[str, Call]
     results: Callable[[Tensor], tuple[Tensor, list[Tensor | None]]]

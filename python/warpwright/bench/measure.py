@@ -89,7 +89,7 @@ def _summary(samples: list[float], tolerance: float) -> Timing:
 
 
 def ratio_interval(theirs: Timing, ours: Timing) -> tuple[float, float, float]:
-    """theirs.ms / ours.ms with its 95 % interval: whole rounds drawn again, both medians anew."""
+    """theirs.ms / ours.ms with its 95 % interval, by a bootstrap over whole rounds."""
     a, b = torch.tensor([theirs.samples, ours.samples], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(a), (RESAMPLES, len(a)), generator=generator)

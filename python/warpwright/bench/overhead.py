@@ -1,7 +1,7 @@
-"""What a call costs before any kernel matters: host time on tensors of a few elements.
+"""Host time of a call, on tensors of a few elements.
 
 On CUDA nothing waits for the GPU: the time is that of Python, the dispatcher, autograd and the
-launches. ``fwd`` records no graph; ``fwd+bwd`` records it, walks it and makes every gradient.
+launches. ``fwd`` records no graph; ``fwd+bwd`` records it, walks it and computes every gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def calls(device: str) -> dict[str, tuple[str, Call, list[Tensor]]]:
 
 
 def microseconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Microseconds a call, one figure a round, the functions taking turns."""
+    """Microseconds per call, one figure per round. The functions take turns."""
     on_gpu = torch.cuda.is_available()
     samples: dict[str, list[float]] = {name: [] for name in functions}
     gc.collect()
@@ -112,7 +112,7 @@ def overhead_rows(device: str, rounds: int) -> list[Row]:
 
 
 def table(record: Row) -> str:
-    """One line an op: microseconds, ours and native's, for each device and pass."""
+    """One line per op: microseconds, ours and native's, per device and pass."""
     found = {
         (row["op"], "CUDA" if "CUDA" in row["case"] else "CPU", row["pass"], row["impl"]): row["ms"]
         for row in record["rows"]
@@ -152,7 +152,7 @@ def main(options: argparse.Namespace) -> int:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     record = machine_header(devices[-1])
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a pool of threads has nothing to do here, but costs time to ask
+    torch.set_num_threads(1)  # a thread pool has no work here, but asking it takes time
     try:
         for device in devices:
             record["rows"] += overhead_rows(device, options.rounds)

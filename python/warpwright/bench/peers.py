@@ -1,4 +1,4 @@
-"""Who is measured beside us: every peer prepared the way its best user would prepare it.
+"""The peers that are measured with us, each prepared as its best user would prepare it.
 
 A peer turns (case, inputs) into an :class:`Implementation`: one callable for each pass, and the
 results of one forward and backward for the comparison. A peer that can't run here says why

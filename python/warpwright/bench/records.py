@@ -1,6 +1,6 @@
-"""The record format: one JSON file a suite and GPU, every figure in the docs comes from one.
+"""The record format: one JSON file per suite and GPU, the source of every figure in the docs.
 
-schema.json is its definition; what it requires is checked whenever a record is read or written.
+schema.json defines it. Every read and write of a record checks the required fields.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def machine_name(device: str) -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Where and with what something is measured."""
+    """The machine and the versions of a measurement."""
     return {
         "schema": 1,
         "device": device,
@@ -91,7 +91,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def ceilings(device: str) -> dict[str, float]:
-    """The rates that no kernel can beat, measured now; TF32's is a GPU's alone."""
+    """The rates that no kernel can beat, measured now; TF32's on a GPU only."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     found = {
         "copy_tbs": round(_copy_tbs(device), 4),
@@ -104,7 +104,7 @@ def ceilings(device: str) -> dict[str, float]:
 
 
 def machine_header(device: str) -> dict[str, Any]:
-    """The record of a run that has measured nothing yet but the ceilings."""
+    """The record of a run that has only measured the ceilings."""
     return {**environment(device), **ceilings(device), "rows": []}
 
 
@@ -115,7 +115,7 @@ def source_root() -> Path | None:
 
 
 def digest_of_sources(parts: Iterable[Path], root: Path) -> str:
-    """Names the C++ and CUDA files in `parts`, by path and content."""
+    """Identifies the C++ and CUDA files in `parts` by path and content."""
     digest = hashlib.sha256()
     for part in parts:
         for path in sorted(part.rglob("*")):
@@ -126,7 +126,7 @@ def digest_of_sources(parts: Iterable[Path], root: Path) -> str:
 
 
 def folders_of(op: str) -> tuple[str, ...]:
-    """The folders of csrc/ops/ that its kernels are in; of a training step one that is not there."""
+    """The folders of csrc/ops/ with the op's kernels; for a training step one that does not exist."""
     return OPS[op].sources if op in OPS else (op,)
 
 
@@ -137,7 +137,7 @@ def _includes_gemm(folder: Path) -> bool:
 
 
 def op_hash(op: str, root: Path) -> str:
-    """Names the sources that the op's kernels are made of: its folders and the layers below."""
+    """Identifies the sources of the op's kernels: its folders and the layers below."""
     csrc = root / "csrc"
     names = folders_of(op)
     folders = [csrc / "ops" / name for name in names]

@@ -209,7 +209,7 @@ def failure(case: Item, error: BaseException, impl: str | None = None) -> Row:
 
 
 def skipped(cases: Sequence[Case], peers: Sequence[str], device: str) -> dict[str, dict[str, str]]:
-    """{peer: {op: why}} for ops of which it takes part in no case."""
+    """{peer: {op: why}} for ops of whose cases it skips all."""
     found: dict[str, dict[str, str]] = {}
     for name in peers:
         for op in dict.fromkeys(case.op for case in cases):
@@ -305,7 +305,7 @@ class Runner:
         record["missing"] = dict(self.missing)
         record["skipped"] = skipped(cases, self.peers, self.device)
         record["failures"] = []
-        record["interrupted"] = True  # what a run that is killed leaves behind
+        record["interrupted"] = True  # as it is in the record of a killed run
         columns = (
             TextColumn("{task.description:<58}"),
             BarColumn(),

@@ -1,9 +1,9 @@
 """A training step measured with one process per implementation, so that peak memory means something.
 
-All processes live through the whole workload. They prepare side by side, a few at a time, because
+All processes live for the whole workload. They prepare in parallel, a few at a time, because
 compiling takes longer than measuring. Then they are timed in turns, one at a time, in both
-directions: a drift of the clocks hits all of them and shows as an unsteady row. Between its turns a
-process keeps the weights alone.
+directions: a drift of the clocks affects all of them and shows as an unsteady row. Between its turns
+a process keeps only the weights.
 """
 
 from __future__ import annotations

@@ -201,8 +201,8 @@ class Captured:
 def capture(step: Callable[[], Any], pool: Any = None) -> Captured:
     """The step as one CUDA graph. Its inputs are in pinned memory: loading is in the graph too.
 
-    `pool` may be shared: graphs that never run at once, and of which only the parameters outlive a
-    replay, can have their activations in the same memory.
+    `pool` may be shared by graphs that never run at the same time: only parameters outlive a replay,
+    so their activations can use the same memory.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

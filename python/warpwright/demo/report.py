@@ -1,4 +1,4 @@
-"""What the demo shows and leaves behind: a table, a picture and a JSON file."""
+"""The results of the demo: a table, a picture and a JSON file."""
 
 from __future__ import annotations
 

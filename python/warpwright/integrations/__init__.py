@@ -1,15 +1,14 @@
-"""What :func:`warpwright.swap` does for models of other libraries, besides changing layers' classes.
+"""Changes of :func:`warpwright.swap` to models of other libraries, besides layers' classes.
 
-Each library has a module here. It imports its library, so it is itself imported only if the library
-already is: nobody else can have made one of its models. The module has two functions:
+Each library has a module here, which imports the library. It is therefore imported only if the
+library already is; otherwise no model can be of that library. The module has two functions:
 
-- ``plan(model, wanted, filter_fn) -> Plan``: what can be done, and why not. Changes nothing.
-- ``undo(model) -> int``: undoes every change found in ``model``; returns how many layers it gave
-  back.
+- ``plan(model, wanted, filter_fn) -> Plan``: which changes are possible, and why others are not.
+  Changes nothing.
+- ``undo(model) -> int``: undoes every change found in ``model``; returns the number of layers.
 
-A change belongs to instances, never to the library: other models in the process stay as they were.
-It lives in the model itself, so that it survives ``copy.deepcopy`` and pickling and ``undo`` finds it
-in the copy.
+A change is to instances, never to the library, so other models in the process do not change. The
+model itself holds it: it survives ``copy.deepcopy`` and pickling, and ``undo`` finds it in the copy.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Integration(Protocol):
 
 
 def loaded() -> Iterator[Integration]:
-    """The modules here of those libraries that are imported."""
+    """The modules here whose library is imported."""
     for name, (models, needed) in LIBRARIES.items():
         if models in sys.modules and importlib.util.find_spec(needed) is not None:
             module: Any = importlib.import_module(f".{name}", __package__)

@@ -217,7 +217,7 @@ class FusedStep(Optimizer):
             counters[device] = zero
         return [counters[device]]
 
-    # ---- fp32 state beside 16-bit parameters ----
+    # ---- float32 state of 16-bit parameters ----
 
     def _wants_fp32_state(self, param: Tensor) -> bool:
         return param.dtype in SIXTEEN_BIT and (

@@ -1,4 +1,4 @@
-"""A model's training step, op by op: native beside warpwright and torch.compile."""
+"""A model's training step, op by op: native compared with warpwright and torch.compile."""
 
 from __future__ import annotations
 
@@ -30,32 +30,33 @@ def profile(
     seconds: float = 1.0,
     title: str | None = None,
 ) -> ProfileReport:
-    """Runs one training step natively, swapped, swapped and fused, and compiled, and compares.
+    """Runs one training step natively, swapped, swapped and fused, and compiled, and compares them.
 
-    The model, the optimizer, gradients and the random state are afterwards what they were; a model
-    that came swapped is swapped again.
+    Afterwards the model, the optimizer, gradients and the random state are restored. A model that was
+    swapped is swapped again.
 
     Args:
         model: any module, native or swapped; in training mode, or in evaluation mode for inference.
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
-        target: what ``loss`` compares the output with.
-        step: ``step(model)`` does a whole step itself; then ``target``, ``loss`` and ``optimizer``
-            only serve the comparison and the restoring.
-        loss: ``loss(output, target)``; cross-entropy where only a target is given, the mean square
-            of the output where neither is.
-        optimizer: steps after each backward, if given.
+        target: the second argument of ``loss``.
+        step: ``step(model)`` runs a whole step; ``target``, ``loss`` and ``optimizer`` then only
+            serve the comparison and the restoring.
+        loss: ``loss(output, target)``; by default cross entropy with a target, and the mean square
+            of the output without one.
+        optimizer: if given, steps after each backward.
         autocast: the dtype of autocast; None leaves it off.
-        runs: out of ``native``, ``swapped``, ``fused``, ``compiled``; the default leaves
+        runs: any of ``native``, ``swapped``, ``fused``, ``compiled``; the default leaves
             ``compiled`` out on the CPU.
         out: a folder for the page (report.html), pictures, CSV, JSON and Chrome traces. Needs
             ``warpwright[bench]``.
-        steps: how many steps are traced.
-        seconds: timing of each run takes about this long.
+        steps: number of traced steps.
+        seconds: approximate measuring time per run.
+        title: of the page.
     Returns:
         The numbers; ``print`` shows a summary.
     Raises:
-        ValueError: an unknown name in ``runs``.
-        TypeError: ``model`` is not a module.
+        ValueError: ``runs`` has an unknown name.
+        TypeError: ``model`` is no module.
     """
     from ..bench.records import ceilings, environment
     from . import runs as running

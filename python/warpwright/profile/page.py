@@ -1,4 +1,4 @@
-"""What a profile leaves behind: one self-contained page, pictures, CSV and JSON."""
+"""The files of a profile: one self-contained page, pictures, CSV and JSON."""
 
 from __future__ import annotations
 

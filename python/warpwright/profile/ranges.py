@@ -1,7 +1,7 @@
-"""Names every op of a running model: profiler ranges with NVTX mirrors, and the work each one is.
+"""Names every op of a running model by profiler ranges and NVTX ranges, and counts its work.
 
-Modules are named by hooks, functions called outside of a layer of their own (`F.relu` in a forward)
-by a TorchFunctionMode. The least bytes and FLOPs of the ops that we know come from the shapes seen.
+Hooks name the modules. A TorchFunctionMode names functions that a forward calls outside of a layer,
+such as `F.relu`. The catalog's formulas give the fewest bytes and FLOPs from the shapes of the call.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ KINDS: tuple[tuple[type[nn.Module], str], ...] = tuple(
 
 
 def op_of(module: nn.Module) -> str:
-    """The functional that a layer runs on, else its class's name."""
+    """The functional that a layer runs on; for other layers the class's name."""
     return next((op for kind, op in KINDS if isinstance(module, kind)), type(module).__name__)
 
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """A profiler range, and an NVTX range of the same name where there is a GPU."""
+    """A profiler range and, with a GPU, an NVTX range of the same name."""
     nvtx = torch.cuda.is_available()
     if nvtx:
         torch.cuda.nvtx.range_push(name)
@@ -154,6 +154,6 @@ class Ranges(TorchFunctionMode):
 
 
 def work_of(op: str, x: Tensor, y: Tensor, arguments: dict[str, Any]) -> Work | None:
-    """What the call needs at least; None for an op that we know no least for."""
+    """The fewest bytes and FLOPs of the call; None if the catalog has no formula."""
     count = OPS[op].work if op in OPS else None
     return None if count is None else count(x, y, arguments)
