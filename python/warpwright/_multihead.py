@@ -1,4 +1,4 @@
-"""``torch.nn.MultiheadAttention`` without weights to return, on our linear and our attention.
+"""``torch.nn.MultiheadAttention`` on our linear and attention, for calls that return no weights.
 
 Native's rules for masks hold. ``is_causal`` says that ``attn_mask`` is the causal mask: without a
 padding mask, the mask is dropped and the flag is kept. With one, native adds both masks up to one
@@ -25,9 +25,8 @@ def multi_head_attention(
 ) -> Tensor | None:
     """The output of ``module``, called with ``need_weights=False``.
 
-    None if the call is native's to take: keys of the module's own (``add_bias_kv``,
-    ``add_zero_attn``), nested tensors and other subclasses, masks of two types, and every call that
-    native refuses.
+    None if native must take the call: the module adds keys (``add_bias_kv``, ``add_zero_attn``), a
+    tensor is nested or of another subclass, the masks have two dtypes, or native refuses the call.
     """
     if not _is_ours(module, query, key, value, key_padding_mask, attn_mask, is_causal):
         return None
@@ -96,7 +95,7 @@ def _is_mask(mask: Tensor) -> bool:
 
 
 def _unsqueezed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With a batch of one; the same tensor stays the same."""
+    """The inputs with a batch of one; the same tensor stays the same."""
     q = query.unsqueeze(0)
     k = q if key is query else key.unsqueeze(0)
     return q, k, k if value is key else value.unsqueeze(0)
@@ -133,7 +132,7 @@ def _attend(
 def _merged(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, size: tuple[int, int, int, int]
 ) -> Tensor | None:
-    """One mask for attention, in which True means visible; native's True means hidden."""
+    """One mask for attention. In it True means visible; in native's masks it means hidden."""
     batch, heads, length, keys = size
     mask = attn_mask
     if mask is not None and mask.dim() == 3:
@@ -150,7 +149,7 @@ def _merged(
 def _projected(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equal inputs are projected by one product, as in native."""
+    """Projects query, key and value. Equal inputs share one product, as in native."""
     width, bias = module.embed_dim, module.in_proj_bias
     if not module._qkv_same_embed_dim:
         biases = (None, None, None) if bias is None else bias.chunk(3)

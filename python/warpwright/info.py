@@ -1,4 +1,4 @@
-"""What was built, and what this machine will run of it."""
+"""The build's properties, and which of its kernels run on this machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Info(dict[str, Any]):
 
 
 def info() -> Info:
-    """Versions, what is built, which GPUs there are and what each will run."""
+    """Versions, the build's properties, and the code that each GPU will run."""
 
     built = _C.build_info()
     warnings: list[str] = []

@@ -1,4 +1,4 @@
-"""Compiles for the peers that compile, in processes side by side, before anything is timed.
+"""Compiles for the peers that compile, in parallel processes, before anything is timed.
 
 Inductor keeps its code on disk, where the process that measures finds it: one after the other, the
 full suite's compilations would take longer than its measurements. The choices that inductor makes by
@@ -38,7 +38,7 @@ def processes_for(items: int) -> int:
 def compiles(item: Item, device: str, peers: Sequence[str], step_peers: Sequence[str]) -> bool:
     if isinstance(item, Case):
         return PEER in peers and PEERS[PEER].skips(item, device) is None
-    # A separate workload's processes compile side by side themselves.
+    # A separate workload's processes already compile in parallel.
     return isinstance(item, Workload) and PEER in step_peers and not item.separate
 
 

@@ -59,7 +59,7 @@ Shape = torch.Size
 def _forward_flops(
     query: Shape, key: Shape, value: Shape, *rest: Any, out_shape: Any = None, **options: Any
 ) -> int:
-    """Both products, the whole square also with the causal flag."""
+    """Both products; the whole square, even with the causal flag."""
     *heads, rows, width = query
     return int(2 * math.prod(heads) * rows * key[-2] * (width + value[-1]))
 
@@ -67,7 +67,7 @@ def _forward_flops(
 def _backward_flops(
     grad: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **options: Any
 ) -> int:
-    """Five products, the scores' once more among them."""
+    """Five products; one computes the scores again."""
     return 5 * _forward_flops(query, key, value) // 2
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .records import grouped, load_records
 
-# What a reader must know when they differ, before comparing anything.
+# Header fields whose differences a reader must know before comparing.
 CONDITIONS = ("gpu", "driver", "torch", "cuda", "cudnn")
 
 
@@ -48,7 +48,7 @@ def changes(
 
 
 def conditions(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """Why two times of the same kernel may differ, as far as the rows know it."""
+    """Reasons in the rows why two times of the same kernel may differ."""
     unsteady = [n for n, r in (("before", a), ("after", b)) if not r.get("steady", True)]
     found = [f"unsteady {' and '.join(unsteady)}"] if unsteady else []
     found += dict.fromkeys([*a.get("throttled", ()), *b.get("throttled", ())])

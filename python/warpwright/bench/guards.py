@@ -1,4 +1,4 @@
-"""Against fooling ourselves: constant data, results that differ, clocks, kernels that never ran."""
+"""Checks of a measurement: random data, agreeing results, clocks, and kernels that really ran."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 from ..testing import max_error
 from .cases import Inputs
 
-# Two results may differ by what another order of the sums costs in the dtype, and by ours or native's
-# error against float64, with slack: the errors may have been measured on a part of the data. No
-# error is believed to be larger than the cap.
+# Two results may differ by the effect of another summation order in the dtype, and by our or native's
+# error against float64. The slack is for errors measured on a part of the data. An error counts for
+# no more than the cap.
 SLACK = 4.0
 ORDER = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 CAP = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-# Of nvidia-smi's clock event reasons, those that mean "slower than this GPU can".
+# nvidia-smi's clock event reasons that mean "slower than this GPU can run".
 THROTTLE_REASONS = {
     0x0000000000000004: "power cap",
     0x0000000000000008: "hardware slowdown",
@@ -35,11 +35,11 @@ THROTTLE_REASONS = {
 
 
 class Refused(ValueError):
-    """These numbers would mean nothing; the message says why."""
+    """The numbers would be meaningless. The message says why."""
 
 
 def refuse_constant(inputs: Inputs) -> None:
-    """Random data only: zeros cost a GPU less power, so that it runs faster than it would."""
+    """Refuses constant data: zeros need less power, so a GPU runs faster than on real data."""
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1:
             low, high = torch.aminmax(x.detach())
@@ -48,7 +48,7 @@ def refuse_constant(inputs: Inputs) -> None:
 
 
 def refuse_empty_results(values: Iterable[Tensor | None]) -> None:
-    """A result that is all zero or not finite was not computed from such data."""
+    """Refuses results that are all zero or not finite: they do not come from such data."""
     for i, x in enumerate(values):
         if x is None or not x.numel():
             continue
@@ -73,7 +73,7 @@ def corner(value: Tensor, shape: torch.Size) -> Tensor:
 
 
 def disagreement(ours: Tensor, theirs: Tensor, error: float, l2: bool = False) -> str | None:
-    """Why the two results can't both be right; None if they can. `error`: ours' or native's."""
+    """Why the two results cannot both be right; None if they can. `error`: ours or native's."""
     found = relative(ours.double(), theirs, l2)
     dtype = theirs.dtype
     allowed = SLACK * (min(error, CAP[dtype]) + torch.finfo(dtype).eps) + ORDER[dtype]
@@ -83,7 +83,7 @@ def disagreement(ours: Tensor, theirs: Tensor, error: float, l2: bool = False) -
 
 
 class Clocks:
-    """Samples of SM clock and throttle reasons while a GPU works; empty where nvidia-smi is not."""
+    """Samples of SM clock and throttle reasons while a GPU works; empty without nvidia-smi."""
 
     FIELDS = "clocks.sm,clocks_event_reasons.active,power.draw,temperature.gpu"
 
@@ -129,7 +129,7 @@ class Clocks:
         if not found:
             return {"sm_mhz": None, "throttled": []}
         clocks = sorted(s[1] for s in found)
-        # A reason that shows up in a single sample of many is a transition, not a state.
+        # A reason in few samples is a transition, not a state.
         reasons = [
             name
             for bit, name in THROTTLE_REASONS.items()
@@ -165,7 +165,7 @@ OWN_KERNEL, OWN_OP = "warpwright::", "warpwright::"
 
 @dataclass(frozen=True)
 class Ran:
-    """What a call really ran: the share of its time in kernels of ours, and the others by name."""
+    """The kernels of a call: the share of its time in ours, and the names of the others."""
 
     own_share: float
     foreign: tuple[str, ...]
@@ -180,7 +180,7 @@ class Ran:
 
 
 def what_ran(call: Callable[[], object], device: str) -> Ran:
-    """Profiles one call. On the CPU every op of ours is one kernel, so the share is 0 or 1."""
+    """Profiles one call. On the CPU an op of ours counts as one kernel: the share is 0 or 1."""
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -203,7 +203,7 @@ def what_ran(call: Callable[[], object], device: str) -> Ran:
 
 @contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Without a GPU the profiler would print, as an error, that it found none."""
+    """Without a GPU, hides the profiler's error message that it found none."""
     if not torch.cuda.is_available():
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     yield

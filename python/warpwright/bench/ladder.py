@@ -1,4 +1,4 @@
-"""The teaching ladder's results: docs/ladder.md's table, and what its record means.
+"""The teaching ladder's results: docs/ladder.md's table and its record.
 
 benchmarks/ladder/run.py measures: one row a rung (`impl` is the name of its file) and one of cuBLAS
 through torch (`native`). `native_ms` is cuBLAS's median in the very rounds that the row was measured
@@ -31,7 +31,7 @@ def peak_tflops(gpu: str) -> float | None:
 
 
 def sources_hash(root: Path) -> str:
-    """Names everything that the rungs are made of."""
+    """Identifies the sources of the rungs."""
     layers = [
         root / "csrc" / layer
         for layer in ("common", "device", "host", "tile", "gemm", "ops/linear")
@@ -71,7 +71,7 @@ def title(impl: str) -> str:
 
 
 def table(rows: list[Row], peak: float | None) -> str:
-    """One line a rung of one shape."""
+    """One line per rung of one shape."""
     titles = ["rung", "ms", "TFLOP/s", "% of cuBLAS", "% of peak", "faster than the rung before"]
     lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
     before: Row | None = None

@@ -55,7 +55,7 @@ class Timing:
     steady: bool = True
 
     def fields(self, ours: Timing | None, is_ours: bool) -> dict[str, Any]:
-        """As a row of a record has them; the ratio is this time over `ours`."""
+        """The fields of a record's row. The ratio is this time over `ours`."""
         found: dict[str, Any] = {
             "ms": round(self.ms, 5),
             "ms_lo": round(self.ms_lo, 5),
@@ -101,8 +101,8 @@ def ratio_interval(theirs: Timing, ours: Timing) -> tuple[float, float, float]:
 class _Cuda:
     """Events around each call, L2 flushed before it.
 
-    With `hide_host` the device waits before each call for as long as the host needs to launch it: what
-    is timed is then the device's work and not the way there, however slow the host.
+    With `hide_host` the device waits before each call while the host launches it. The time is then the
+    device's work only, however slow the host is.
     """
 
     def __init__(self, hide_host: bool) -> None:
@@ -155,9 +155,9 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Times each function; the rounds share about `seconds` of measuring time.
 
-    On a GPU the device's time, or with `hide_host=False` the time that passes, waits for the host's
-    launches included. Where the first and the last third of the rounds disagree it is measured once
-    more, time allowing; what still disagrees is marked.
+    On a GPU it is the device's time; with `hide_host=False` it includes waits for the host's launches.
+    If the first and the last third of the rounds disagree, they are measured again, if time allows.
+    A function that still disagrees is marked as unsteady.
     """
     clock = _Cuda(hide_host) if device == "cuda" else _Cpu()
     start = time.perf_counter()
@@ -192,7 +192,7 @@ def pooled(taken: Sequence[float], device: str) -> Timing:
 
 
 def peak_mib(function: Callable[[], object], device: str) -> float | None:
-    """Memory that a call needs above what is allocated before it; None on the CPU."""
+    """MiB that a call allocates at its peak, above the previous allocations; None on the CPU."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()

@@ -60,7 +60,7 @@ class OptimizerCase:
     case: str
     shapes: Shapes
     build: Callable[[Any, list[Tensor]], torch.optim.Optimizer]
-    states: int  # tensors of state a parameter
+    states: int  # tensors of state per parameter
     dtype: torch.dtype = torch.float32
 
     @property
@@ -78,7 +78,7 @@ def available() -> bool:
 
 
 def optimizer_cases(suite: str) -> list[OptimizerCase]:
-    """None where this build has no optimizers."""
+    """None if this build has no optimizers."""
     if not available():
         return []
     models = {"resnet50 25.6M in 161": resnet50_shapes(), "gpt2 124M in 148": gpt2_shapes()}

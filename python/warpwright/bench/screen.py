@@ -1,4 +1,4 @@
-"""What `bench` shows on the terminal: one line a case and pass."""
+"""The terminal output of `bench`: one line per case and pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OURS = "warpwright"
 
 
 def notes_of(row: Row) -> list[str]:
-    """Everything a reader of the row must know."""
+    """The notes that a reader of the row needs."""
     found = list(row.get("notes", []))
     if row.get("path", OURS) != OURS:
         found.append(f"ran: {row['path']}")
@@ -25,7 +25,7 @@ def notes_of(row: Row) -> list[str]:
 
 
 def table_of(rows: Sequence[Row], title: str, last: int | None = None) -> Table:
-    """One line a (case, pass): ours, native, the fastest other peer, our share of the floor."""
+    """One line per (case, pass): ours, native, the fastest other peer, our share of the floor."""
     table = Table(title=title)
     for column in ("op", "case", "dtype", "layout", "pass"):
         table.add_column(column)

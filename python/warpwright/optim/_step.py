@@ -1,4 +1,4 @@
-"""What the optimizers share: which tensors a kernel can take, and the extras' bookkeeping."""
+"""The optimizers' common part: which tensors a kernel can take, and the state of the extras."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Batch:
 
 @dataclass
 class Plan:
-    """The batches of a group, reused while the group stays what it was: per parameter a step then
-    costs a look at its gradient and state, and no decision."""
+    """The batches of a group, reused while the group does not change. A step then only reads each
+    parameter's gradient and state, and decides nothing."""
 
     group: dict[str, Any]
     params: list[Tensor]
@@ -126,14 +126,14 @@ def is_ours(param: Tensor, grad: Tensor) -> bool:
 
 
 def as_real(tensors: list[Tensor]) -> list[Tensor]:
-    """Complex tensors as pairs of reals: every rule here is elementwise in real and imaginary."""
+    """Complex tensors as pairs of reals: every update is elementwise in real and imaginary parts."""
     if not tensors or not tensors[0].is_complex():
         return tensors
     return [torch.view_as_real(t.resolve_conj()) for t in tensors]
 
 
 def scalar_on(value: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
-    """A hyperparameter for an op: as a float, or as a tensor on the GPU, which nobody waits for."""
+    """A hyperparameter for an op: a float, or a tensor on the GPU, so that the host does not wait."""
     if not isinstance(value, Tensor):
         return value, None
     if device.type == "cpu" or value.device.type == "cpu":
@@ -193,25 +193,25 @@ class FusedStep(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler hands its scale and verdict to the step instead of waiting for the GPU."""
+        """Whether GradScaler passes scale and found_inf to the step instead of waiting for the GPU."""
         return all(self._scales_in_step(group) for group in self.param_groups)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        """torch.optim's constructors set it for fused=True; the answer here covers that."""
+        """Ignores the constructors of torch.optim, which set it for fused=True."""
 
     def _scales_in_step(self, group: dict[str, Any]) -> bool:
         return not group["differentiable"]
 
     def _counter(self, device: torch.device) -> list[Tensor]:
-        """The zero by which a launch's last block knows itself; every launch leaves it zero."""
+        """A zero counter by which a launch finds its last block. Every launch resets it to zero."""
         if device.type != "cuda":
             return []
         counters = self.__dict__.setdefault("_counters", {})
         if device not in counters:
             zero = torch.zeros((), dtype=torch.int32, device=device)
             if torch.cuda.is_current_stream_capturing():
-                # Zeroed by each replay only: the graph's own.
+                # Only replays set it to zero, so it belongs to the graph.
                 self.__dict__.setdefault("_captured_counters", []).append(zero)
                 return [zero]
             counters[device] = zero
@@ -243,7 +243,7 @@ class FusedStep(Optimizer):
         super().load_state_dict(state_dict)
         if not (self.master_weights or self.state_dtype):
             return
-        # torch.optim casts all state to the parameters' types: the fp32 values once more.
+        # torch.optim casts all state to the parameters' dtypes; here the float32 values are restored.
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(saved, own, strict=True):
@@ -264,15 +264,15 @@ class FusedStep(Optimizer):
         return True
 
     def _flags(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        """What of a group decides how its parameters go into calls."""
+        """The options of a group that decide how its parameters are batched."""
         raise NotImplementedError
 
     def _key(self, group: dict[str, Any], state: dict[str, Any]) -> tuple[bool, Any]:
-        """First step?, and what else the parameters of one call must have in common."""
+        """(whether it is the first step, other properties that the parameters of one call share)."""
         raise NotImplementedError
 
     def _state_fits(self, param: Tensor, state: dict[str, Any]) -> bool:
-        """Whether a DTensor's state is cut into shards as the parameter is."""
+        """Whether a DTensor's state has the same shards as the parameter."""
         tensors = (state.get(name) for name in (*self._state_names, MASTER))
         return not is_dtensor(param) or all(
             cut_alike(param, tensor) for tensor in tensors if isinstance(tensor, Tensor)
@@ -304,7 +304,7 @@ class FusedStep(Optimizer):
 
     def _batches(self) -> list[Batch]:
         plans: list[Plan] = self.__dict__.get("_plans", [])
-        # The state's dictionaries themselves: loading or resetting state makes new ones.
+        # Compares the dictionaries' identities: loading or resetting state makes new ones.
         same = (
             len(plans) == len(self.param_groups)
             and same_objects(self.state.values(), self._planned_states)
@@ -335,7 +335,7 @@ class FusedStep(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step; `closure` reevaluates the model and returns the loss."""
-        # In a compiled region: one break of the graph, and the kernels as in eager mode.
+        # A compiled region gets one graph break and runs the kernels as in eager mode.
         if torch.compiler.is_compiling():
             return self._step_untraced(closure)
         return self._step(closure)
@@ -364,13 +364,13 @@ class FusedStep(Optimizer):
             else:
                 device = batch.device
                 self._update(batch, _on(grad_scale, device), _on(found_inf, device), clip)
-                if batch.has_shards:  # the ops saw the shards alone
+                if batch.has_shards:  # the ops wrote the shards only
                     torch.autograd.graph.increment_version(batch.params)
 
     def _run_native(
         self, batch: Batch, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        # torch.optim's functions know neither the scale nor the verdict: this waits for the GPU.
+        # torch.optim's functions take neither the scale nor found_inf: this waits for the GPU.
         skip = found_inf is not None and bool(found_inf)
         if grad_scale is not None and not skip:
             for grad in batch.grads:

@@ -1,8 +1,7 @@
 """Runs one training step natively, swapped, swapped and fused, and compiled; times and profiles it.
 
-Every run starts from the same parameters, buffers, optimizer state and random state, and leaves them
-as they were. The step is timed without profiler and ranges, the runs taking turns; the trace comes
-after.
+Every run starts from the same parameters, buffers, optimizer state and random state, and restores
+them. The step is timed without profiler and ranges, and the runs take turns. The traces come last.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CHECK_BATCH = 4
 
 @dataclass
 class Workload:
-    """What the user gave: a model and how a step of it goes."""
+    """The user's model and step."""
 
     model: nn.Module
     inputs: Any
@@ -61,7 +60,7 @@ class Workload:
         return self.target is not None or self.loss is not None or self.model.training
 
     def run(self, model: Any) -> Any:
-        """One step with `model` in the place of the user's."""
+        """One step with `model` instead of the user's."""
         if self.step is not None:
             return self.step(model)
         if not self.trains:
@@ -108,7 +107,7 @@ class Workload:
 
     @contextlib.contextmanager
     def native(self) -> Iterator[None]:
-        """Inside the block nothing is swapped; afterwards what came swapped is so again."""
+        """Inside the block nothing is swapped; afterwards swapped modules are swapped again."""
         with contextlib.ExitStack() as stack:
             for module in self.roots().values():
                 stack.enter_context(unswapped(module))
@@ -116,7 +115,7 @@ class Workload:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Parameters, buffers, gradients, optimizer and random state are afterwards as before."""
+        """Restores parameters, buffers, gradients, optimizer and random state after the block."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         saved = [t.detach().clone() for t in tensors]
         grads = [(p, p.grad) for p in self.model.parameters()]
@@ -158,7 +157,7 @@ def default_runs(device: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def prepared(workload: Workload, name: str) -> Iterator[Any]:
-    """The model in the state that the run needs; native again afterwards."""
+    """Puts the model into the state that the run needs, and back to native after the block."""
     if name == "native":
         yield workload.model
         return
@@ -178,7 +177,7 @@ def prepared(workload: Workload, name: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _no_warnings() -> Iterator[None]:
-    """A model without a layer that we have is fine here: patch() covers what it calls."""
+    """Hides the warning of a model without a layer to swap: patch() routes its functions."""
     import warnings
 
     with warnings.catch_warnings():
@@ -195,10 +194,10 @@ def _callable(workload: Workload, model: Any, name: str) -> Callable[[], Any]:
 
 
 def time_runs(workload: Workload, names: tuple[str, ...], seconds: float) -> dict[str, Run]:
-    """Times all runs, taking turns: each call prepares its own state of the one model.
+    """Times all runs in turns. Each turn prepares its own state of the one model.
 
-    Changing a module's class back and forth costs microseconds a layer, outside of the clock only if
-    a run has the model for itself: so turns are blocks of a few steps.
+    Changing the classes takes microseconds per layer. So a turn is a block of several steps, and the
+    change is outside of the measured time.
     """
     runs = {name: Run(name) for name in names}
     samples: dict[str, list[Timing]] = {name: [] for name in names}
@@ -237,7 +236,7 @@ def _merged(timings: list[Timing]) -> Timing:
 
 
 def trace_run(workload: Workload, run: Run, folder: Path | None, steps: int) -> None:
-    """The trace of a few steps with every op named, and one more for the memory."""
+    """Traces a few steps with named ops, and one more step for the memory."""
     activities = [ProfilerActivity.CPU]
     on_gpu = workload.device == "cuda"
     if on_gpu:
@@ -254,7 +253,7 @@ def trace_run(workload: Workload, run: Run, folder: Path | None, steps: int) -> 
         step = _callable(workload, model, run.name)
 
         def one() -> None:
-            # Ranges go innermost: they see a call before patch() takes it.
+            # Ranges are innermost: they see a call before patch() routes it.
             nothing = contextlib.nullcontext()
             routed = patch() if run.name in ("swapped", "fused") else nothing
             ranges = nothing if run.name == "compiled" else Ranges(workload.roots())
@@ -281,7 +280,7 @@ def trace_run(workload: Workload, run: Run, folder: Path | None, steps: int) -> 
         profiler.export_chrome_trace(str(memory_place))
         run.memory = trace.join(trace.load(memory_place)).memory
         if not on_gpu and run.memory:
-            # The CPU's count starts anywhere: what was allocated before is not known to it.
+            # The CPU's count has an arbitrary start: it does not know earlier allocations.
             least = min(b for _, b, _ in run.memory)
             run.memory = [(t, b - least, label) for t, b, label in run.memory]
         if on_gpu:
@@ -304,7 +303,7 @@ def trace_step(on_gpu: bool) -> Iterator[None]:
 
 
 def count_work(workload: Workload) -> Amounts:
-    """Bytes and FLOPs of every op that we know, from one native step."""
+    """Bytes and FLOPs of every op in the catalog, from one native step."""
     with workload.unchanged(), Ranges(workload.roots(), count=True) as ranges:
         workload.run(workload.model)
     return ranges.amounts
@@ -313,7 +312,7 @@ def count_work(workload: Workload) -> Amounts:
 def check_modules(
     workload: Workload, fuse: bool
 ) -> tuple[SwapReport, dict[str, dict[str, float]], list[str]]:
-    """swap(check=) on a few samples: the report, {module: errors}, and what failed."""
+    """swap(check=) on a few samples: the report, {module: errors}, and the failures."""
 
     def part(x: Any) -> Any:
         return x[:CHECK_BATCH] if isinstance(x, Tensor) and x.dim() > 0 else x

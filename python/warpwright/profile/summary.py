@@ -1,4 +1,4 @@
-"""What the traces add up to: per op and per module, and what bounds the step."""
+"""Sums of the traces per op and per module, and the bound of the step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .runs import Run, Workload
 from .trace import Joined, Label
 
 Row = dict[str, Any]
-OURS = ("fused", "swapped")  # the one that a claim is about: fused where there is such a run
+OURS = ("fused", "swapped")  # the first of these that ran is compared with native
 
 
 @dataclass
 class ProfileReport:
-    """The numbers of a profile; `str()` is a short text, `to_dict()` all of it."""
+    """The numbers of a profile: `str()` is a short text, `to_dict()` has all of them."""
 
     title: str
     environment: dict[str, Any]  # as a benchmark record's header, with the two ceilings
@@ -86,7 +86,7 @@ class ProfileReport:
 
 @dataclass
 class Sum:
-    """Work of one label or of several: per step."""
+    """Work per step, of one label or several."""
 
     us: float = 0.0
     kernels: float = 0.0
@@ -127,7 +127,7 @@ def _grouped(
 
 
 def _floor(amounts: Amounts, labels: Iterable[Label], environment: Row) -> tuple[float, Row]:
-    """(least microseconds, bytes and FLOPs) of the work of these labels."""
+    """(fewest microseconds, bytes and FLOPs) of the work of these labels."""
     us, total = 0.0, {"bytes": 0.0, "flops": 0.0}
     for label in labels:
         amount = amounts.get(label)
@@ -168,7 +168,7 @@ def _rows(
     environment: Row,
     peaks: dict[str, dict[Label, int]],
 ) -> list[Row]:
-    """One row a key, with the cells of every run that has joined ops; slowest native first."""
+    """One row per key, with the cells of each run that has joined ops. The slowest comes first."""
     groups = {name: _grouped(labels, key) for name, labels in sums.items()}
     keys = dict.fromkeys(k for g in groups.values() for k in g)
     rows: list[Row] = []
@@ -211,11 +211,11 @@ def _peaks(run: Run) -> dict[Label, int]:
 def bound_of(
     run: Run, sums: dict[Label, Sum], amounts: Amounts, environment: Row
 ) -> dict[str, float]:
-    """Shares of the step: nothing running, ops that memory bounds, that compute bounds, others."""
+    """Shares of the step: idle device, memory-bound ops, compute-bound ops, and other ops."""
     assert run.joined is not None
     assert run.timing is not None
     busy = run.joined.busy_us / max(len(run.joined.steps), 1)
-    # The profiler slows the host, not the GPU: the step's own time is the one without it.
+    # The profiler slows the host, not the GPU: the step's time is measured without it.
     wall = max(run.timing.ms * 1e3, busy if run.joined.device == "cuda" else 0.0)
     if run.joined.device == "cpu":
         wall = max(wall, busy)
@@ -286,7 +286,7 @@ def summarise(
 ) -> ProfileReport:
     good = {name: run for name, run in runs.items() if run.error is None and run.joined}
     sums = {name: by_label(run.joined) for name, run in good.items() if run.joined}
-    # Inside a compiled region there are no ranges: its kernels belong to no single op.
+    # A compiled region has no ranges: its kernels belong to no single op.
     opened = {name: s for name, s in sums.items() if name != "compiled"}
     peaks = {name: _peaks(run) for name, run in good.items()}
     ops = _rows(op_key, ("op",), opened, amounts, environment, peaks)

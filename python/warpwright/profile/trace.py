@@ -1,11 +1,11 @@
-"""From a Chrome trace to "this kernel belongs to that op of that module".
+"""Attributes the kernels of a Chrome trace to ops and modules.
 
-A kernel is launched by a runtime call (same correlation id). The call stands inside ranges on its
-thread: ours, which name op and module, or the autograd engine's, whose sequence number leads to the
-forward op that made the node and so to the range of the forward. On a CPU the ops themselves are the
-work: each one's own time, without what it calls.
+A runtime call with the same correlation id launches a kernel. The call is inside ranges of its
+thread. Our ranges name op and module. The autograd engine's ranges have a sequence number, which leads
+to the forward op that made the node, and so to the forward's range. On a CPU the ops themselves are
+the work: the time of each, without that of the ops it calls.
 
-Everything that ran gets a label; what no range claims is shown under the name of the outermost op.
+Every kernel gets a label. One outside of all ranges gets the name of the outermost op.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def join(events: Iterable[Event]) -> Joined:
 def _memory(
     events: Iterable[Event], threads: dict[Any, list[Span]], labels: _Labels, in_step: Any
 ) -> list[tuple[float, int, Label]]:
-    """What was allocated after each allocation, on the GPU if there is one, with its label."""
+    """The allocated bytes after each allocation, on the GPU if there is one, with its label."""
     found = [e for e in events if e.get("name") == "[memory]" and in_step(float(e["ts"]))]
     on_gpu = [e for e in found if e["args"].get("Device Type") == 1]
     starts = {thread: [s.start for s in spans] for thread, spans in threads.items()}

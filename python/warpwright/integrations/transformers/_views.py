@@ -1,4 +1,4 @@
-"""Views of configs, by which single layers of one model are told another attention function."""
+"""Views of configs, which select another attention function for single layers of a model."""
 
 from __future__ import annotations
 
