@@ -18,6 +18,7 @@ from warpwright.bench import overhead, plots, records
 from warpwright.bench.cases import CASES
 from warpwright.bench.optimizers import optimizer_cases
 from warpwright.bench.peers import COMPILE_CALLS_NATIVE, CUDNN_OPS
+from warpwright.demo import op_times
 from warpwright.explain import EXPLAINERS
 from warpwright.patch import ROUTED
 from warpwright.profile import ranges
@@ -151,6 +152,11 @@ def test_tables_derive():
     layers = {op for _, _, op, _ in patterns.LAYERS} | {"add"}
     assert {op for pattern in patterns.PATTERNS for op in pattern.ops} <= layers
     assert set(CUDNN_OPS) | set(COMPILE_CALLS_NATIVE) <= set(FUNCTIONALS)
+
+
+def test_the_demos_ops_are_the_catalogs():
+    for name, (layer, _) in op_times.OPS.items():
+        assert layer in [theirs for theirs, _ in FUNCTIONALS[name].modules], name
 
 
 def test_longer_chains_come_first():

@@ -1,4 +1,4 @@
-"""cuDNN's graph API through nvidia-cudnn-frontend: the peer that native PyTorch could be.
+"""A peer that calls cuDNN's graph API through nvidia-cudnn-frontend.
 
 Every graph is built with all plans that cuDNN's heuristic ranks, up to a limit; the fastest one by
 our own clock runs. float32 follows `torch.backends.cudnn.allow_tf32`, as everywhere.
@@ -78,7 +78,7 @@ class Graph:
             try:
                 run = self._plan(index)
                 ms = _quick_ms(run)
-            except Exception as error:  # a plan that can't be built is none
+            except Exception as error:  # a plan that cannot be built is left out
                 errors.append(f"plan {index}: {error}")
                 continue
             if ms < best_ms:
@@ -117,7 +117,7 @@ def _sequence(*calls: Callable[[], object]) -> Callable[[], None]:
 
 
 def prepare_conv2d(case: Case, inputs: Inputs) -> Implementation:
-    """fprop with its bias, dgrad, wgrad; the bias gradient is a sum of torch's."""
+    """fprop with its bias, dgrad and wgrad. torch sums the bias gradient."""
     x, weight, bias = (inputs[name].detach() for name in ("x", "weight", "bias"))
     y = case.run(torch.nn.functional, {**inputs, "x": x, "weight": weight, "bias": bias})
     dy, dx, dw = torch.randn_like(y), torch.empty_like(x), torch.empty_like(weight)

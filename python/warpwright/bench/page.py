@@ -38,7 +38,7 @@ def figure(draw: plots.Draw, alt: str, caption: str) -> dict[str, Any]:
 
 
 def cards(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """One an op and pass: geometric mean of native / ours, and of floor / ours."""
+    """One per op and pass: geometric mean of native / ours, and of floor / ours."""
     groups: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
     for key, impls in grouped(record).items():
         if {"warpwright", "native"} <= impls.keys():

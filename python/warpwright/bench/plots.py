@@ -77,7 +77,7 @@ LOOKS = {
     "cudnn-graph": ("#CC79A7", "#CC79A7", "X"),
     "liger": ("#D55E00", "#FF7F2A", "*"),
 }
-# Variants of an implementation keep its hue and get a hatch, of lines: dots are 150 KB of an SVG.
+# Variants of an implementation keep its hue and get a hatch of lines (dots take 150 KB of SVG).
 BASE = {
     "warpwright_cudagraph": "warpwright",
     "warpwright_fused": "warpwright",
@@ -93,7 +93,7 @@ HATCHES = {
     "compile_cudagraph": "///",
     "fused": "\\\\\\",
 }
-# One colour an op, for pictures in which the op is what differs.
+# One colour per op, for pictures that compare ops.
 OP_COLOURS = (
     "#0072B2",
     "#E69F00",
@@ -164,7 +164,7 @@ def _plain(value: float, _: Any) -> str:
 
 
 def operations(row: Row) -> float:
-    """FLOPs, or the nominal number for an op that is all traffic."""
+    """FLOPs, or the catalog's nominal operations for an op without products."""
     if row["flops"]:
         return float(row["flops"])
     nominal = OPS[row["op"]].operations if row["op"] in OPS else 1.0
@@ -173,7 +173,7 @@ def operations(row: Row) -> float:
 
 
 def roofline_points(record: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(op, impl, FLOPs a byte, TFLOP/s) of every row that has bytes."""
+    """(op, impl, FLOPs per byte, TFLOP/s) of every row that has bytes."""
     return [
         (row["op"], row["impl"], operations(row) / row["bytes"], operations(row) / row["ms"] / 1e9)
         for row in record["rows"]
@@ -182,7 +182,7 @@ def roofline_points(record: dict[str, Any]) -> list[tuple[str, str, float, float
 
 
 def roofline(record: dict[str, Any], style: Style, impls: Sequence[str] = ()) -> Figure:
-    """Every row: intensity against what was achieved, under the two measured roofs."""
+    """Intensity and achieved rate of every row, below the two measured roofs."""
     points = [p for p in roofline_points(record) if not impls or p[1] in impls]
     theme = style.theme
     figure, axes = style.figure(4.6 if style.narrow else 5.4)
@@ -245,7 +245,7 @@ def _geomean(values: Sequence[float]) -> float:
 
 
 def relative_times(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """{(op, pass): {impl: geometric mean of its time over native's, where both were measured}}."""
+    """{(op, pass): {impl: geometric mean of its time over native's, over cases with both}}."""
     ratios: dict[tuple[str, str], dict[str, list[float]]] = {}
     for key, impls in grouped(record).items():
         if "native" not in impls or is_training_step(key[0]):
@@ -257,7 +257,7 @@ def relative_times(record: dict[str, Any]) -> dict[tuple[str, str], dict[str, fl
 
 
 def bars(record: dict[str, Any], style: Style) -> Figure:
-    """Each op and pass: time of every implementation as a share of native's."""
+    """Per op and pass: the time of every implementation as a share of native's."""
     groups = relative_times(record)
     measured = {i for v in groups.values() for i in v}
     impls = [i for i in LOOKS if i in measured] + sorted(measured - LOOKS.keys())
@@ -314,7 +314,7 @@ def ladder_steps(record: dict[str, Any]) -> dict[str, list[tuple[str, str, float
 def _panels(
     style: Style, groups: Mapping[str, Sized], base: float, bar: float
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A panel of horizontal bars for each group, as high as it has bars; inches."""
+    """A panel of horizontal bars per group, with a height in inches for its number of bars."""
     heights = [len(rows) for rows in groups.values()]
     figure, grid = style.figure(
         base + bar * sum(heights) + 0.55 * len(heights),
@@ -326,14 +326,14 @@ def _panels(
 
 
 def _name_bars(axes: Axes, names: Sequence[str]) -> None:
-    """From the top down."""
+    """Bars from top to bottom."""
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
 
 
 def ladder(record: dict[str, Any], style: Style) -> Figure:
-    """Whole training steps, from the slowest way to run them down to the fastest."""
+    """Whole training steps, from the slowest implementation to the fastest."""
     ladders = ladder_steps(record)
     figure, panels = _panels(style, ladders, 1.1, 0.27)
     for axes, (name, rows) in zip(panels, ladders.items(), strict=True):
@@ -364,7 +364,7 @@ def rungs(record: dict[str, Any], style: Style) -> Figure:
         axes.barh(range(len(steps)), rates, 0.8, color=colour("warpwright", theme), linewidth=0)
         for i, (row, rate) in enumerate(zip(steps, rates, strict=True)):
             share = teaching_ladder.percent(teaching_ladder.share_of_cublas(row))
-            # Inside where it fits: the long bars end at the lines.
+            # Inside the bar if it fits: long bars end at the lines.
             inside = rate > 8 * low
             axes.text(
                 rate / 1.06 if inside else rate * 1.06,

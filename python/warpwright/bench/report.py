@@ -69,14 +69,14 @@ def _footnotes(record: Record, stale: set[str]) -> list[str]:
 
 
 def _peer_ms(impls: dict[str, Row]) -> list[float]:
-    """Times of everything that is not ours."""
+    """Times of all implementations but ours."""
     return [row["ms"] for name, row in impls.items() if not name.startswith("warpwright")]
 
 
 def summary_table(record: Record, stale: set[str]) -> str:
-    """One line an op and pass: how many workloads, and the range of native time over ours.
+    """One line per op and pass: the number of workloads, and the range of native time over ours.
 
-    Of those whose times held still during the run: the others are in the full table only.
+    Counts workloads with steady times only; the full table has the others.
     """
     groups: dict[tuple[str, str], list[dict[str, Row]]] = {}
     for key, impls in grouped(record).items():
@@ -172,7 +172,7 @@ def stem(path: Path, root: Path) -> str:
 def summary_block(
     record: Record, stale: set[str], name: str, later: Iterable[tuple[Record, set[str]]] = ()
 ) -> str:
-    """README.md's tables: the whole suite's, without the ops that were measured again since."""
+    """README.md's tables: the whole suite's, without ops that have a newer record."""
     rest = list(record["rows"])
     again = []
     for other, other_stale in later:
@@ -189,12 +189,12 @@ def summary_block(
 
 
 def render(text: str, blocks: dict[str, str]) -> str:
-    """`text` with each results block replaced; an unknown name raises KeyError."""
+    """`text` with all results blocks replaced. Raises KeyError for an unknown name."""
     return _BLOCK.sub(lambda m: f"{m[1]}{blocks[m[2]]}\n{m[3]}", text)
 
 
 def results_page(records: dict[Path, Record], stale: dict[Path, set[str]], root: Path) -> str:
-    """docs/results.md, whole."""
+    """The text of docs/results.md."""
     lines = [
         "# Results",
         "",
@@ -228,7 +228,7 @@ def results_page(records: dict[Path, Record], stale: dict[Path, set[str]], root:
 
 
 def ladder_block(records: dict[Path, Record], root: Path) -> str:
-    """What docs/ladder.md shows: each machine's tables and picture."""
+    """docs/ladder.md's blocks: each machine's tables and picture."""
     parts = []
     for path, record in records.items():
         parts.append(picture_html(f"{stem(path, root)}_rungs", PICTURE_TEXT["rungs"], "results/"))
@@ -261,7 +261,7 @@ def _drawable(record: Record) -> list[str]:
 
 
 def digest(record: Record) -> str:
-    """Names a record's content; a picture carries that of the record that it shows."""
+    """Identifies a record's content. A picture contains the digest of its record."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -293,7 +293,7 @@ def draw_pictures(record: Record, name: str, folder: Path) -> None:
 
 
 def outdated_pictures(record: Record, name: str, folder: Path) -> list[str]:
-    """Files that are missing or show another record."""
+    """Pictures that are missing or show another record."""
     wanted = digest(record).encode()
     return [
         n
@@ -313,10 +313,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rewrites the documents, or with --check says which ones are not what the results say."""
+    """Rewrites the documents. With --check: names those that differ from the results."""
     root: Path = options.root
     found = {path: load_records(path) for path in sorted((root / RESULTS).rglob("*.json"))}
-    # What a call costs on the host has a table of its own, and so has the ladder.
+    # The host time of calls and the ladder have tables of their own.
     host = [record for path, record in found.items() if path.name == OVERHEAD]
     ladders = {path: record for path, record in found.items() if path.name == ladder.RESULT}
     records = {p: r for p, r in found.items() if p.name not in (OVERHEAD, ladder.RESULT)}

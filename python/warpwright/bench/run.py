@@ -1,4 +1,4 @@
-"""Runs cases with ours and the peers interleaved; what was measured is kept whatever happens."""
+"""Runs cases with ours and the peers interleaved. An interrupted or failed run keeps its rows."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ SHOWN_ROWS = 12  # in the live table
 
 
 def _exact(case: Case, sample: dict[str, Any]) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Output, gradients and their cotangent in float64, on the part of the data it can afford."""
+    """Output, gradients and their cotangent in float64, on the case's sample of the data."""
     inputs = to_double(sample)
-    # cuDNN's search would try every slow float64 algorithm, for a result that is needed once.
+    # cuDNN's search would try every slow float64 algorithm for one result.
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
         output = case.run(torch.nn.functional, inputs)
@@ -73,7 +73,7 @@ def _results(
     implementations: dict[str, Implementation],
     failed: Callable[[str, Exception], None],
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, list[str]]]]:
-    """Errors against float64, {impl: {"fwd": e, "bwd": e}}, and what is wrong with an impl's result.
+    """Errors against float64, {impl: {"fwd": e, "bwd": e}}, and the faults of an impl's result.
 
     An implementation that raises here is reported and leaves.
     """
@@ -83,7 +83,7 @@ def _results(
     notes: dict[str, dict[str, list[str]]] = {}
     ours: tuple[Tensor, list[Tensor]] | None = None
     cotangent: Tensor | None = None
-    # Ours and native first: the others are held against both.
+    # Ours and native first: the others are compared with both.
     for name in dict.fromkeys([OURS.name, "native", *implementations]):
         try:
             if cotangent is None:
@@ -165,7 +165,7 @@ def case_rows(
         timings = interleaved(calls, device, seconds * max(1.0, len(calls) / 2))
         flops = case.flops.get(which, 0.0)
         matmul_tflops = ceilings["matmul_tflops"]
-        if case.tf32 or case.split_tf32:  # of the latter's products, three a product of the result
+        if case.tf32 or case.split_tf32:  # split_tf32 takes three products per product
             products = 3 if case.split_tf32 else 1
             matmul_tflops = ceilings.get("tf32_tflops", matmul_tflops) / products
         floor_ms = max(
@@ -220,9 +220,9 @@ def skipped(cases: Sequence[Case], peers: Sequence[str], device: str) -> dict[st
 
 
 def mark_paths(rows: Iterable[Row], cases: Iterable[Case], device: str) -> None:
-    """Looks which kernels each case of ours runs, and says so in its rows.
+    """Finds the kernels that each case of ours runs, and writes them into its rows.
 
-    After all timing: once the profiler has been on, launches can cost more.
+    Runs after all timing: launches can take longer once the profiler was on.
     """
     ours = {
         (r["op"], r["case"], r["dtype"], r["layout"], r["pass"]): r
@@ -254,7 +254,7 @@ def _free(device: str) -> None:
 
 
 class Runner:
-    """One run of a suite: its record, and the screen."""
+    """One run of a suite, with its record and terminal output."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class Runner:
         again: Callable[[], tuple[Sequence[Case], Sequence[Workload | OptimizerCase]]]
         | None = None,
     ) -> Row:
-        """Measures; Ctrl-C and a failing case keep the rows measured so far.
+        """Measures. After Ctrl-C or a failing case the record keeps the rows measured so far.
 
         `again` makes the same cases and workloads in another process: compilations are then done ahead.
         """
@@ -328,7 +328,7 @@ class Runner:
                 for i, item in enumerate(items):
                     progress.update(task, description=f"{item.op} {item.case} {item.dtype_name}")
                     self._one(item, self._seconds_for(i, len(cases) + len(workloads)), clocks)
-                    if self.interrupted:  # and a compiler took the exception for its own
+                    if self.interrupted:  # a compiler caught the exception
                         raise KeyboardInterrupt
                     progress.advance(task)
                     if self.console.is_terminal:
@@ -344,12 +344,12 @@ class Runner:
         return record
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """A signal's handler."""
+        """Handles a signal."""
         self.interrupted = True
         raise KeyboardInterrupt
 
     def _seconds_for(self, done: int, total: int) -> float:
-        """Less time a row where the run would not end within its limit."""
+        """The measuring time per row: less if the run would exceed its limit."""
         if self.limit_s is None or done < 3:
             return self.seconds
         now = time.monotonic()
@@ -371,7 +371,7 @@ class Runner:
                         item, self.device, self.record, seconds, self.peers, failures, clocks
                     )
             self.record["rows"] += found
-        except Exception as error:  # one must not take the others with it
+        except Exception as error:  # the other items still run
             failures.append(failure(item, error))
         _free(self.device)
 
@@ -414,7 +414,7 @@ def main(options: argparse.Namespace) -> int:
         console.print(f"[red]{error}[/]")
         return 2
     if options.html is not None:
-        from . import page  # says which package is missing before anything is measured
+        from . import page  # raises before the measurement if a package is missing
     limit = options.limit if options.limit is not None else LIMITS[suite]
     runner = Runner(
         device,

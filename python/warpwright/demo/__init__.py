@@ -1,4 +1,4 @@
-"""``python -m warpwright demo``: a small network learns to read digits, twice, side by side."""
+"""``python -m warpwright demo``: two small networks learn to read digits, ours and native's."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from .._precision import conv_allows_tf32, matmul_allows_tf32
 from . import data, op_times, report
 from .train import LIBRARIES, Training, native_step_ms, train_side_by_side
 
-# How far the loss curves may part, relative to (loss + 1). The two add in different orders, so they
-# differ by rounding from the first step on; a ReLU or a max pool that flips on such a difference
-# makes it jump. Native against itself in the other memory format parts by up to 7e-4 in the same
-# 130 steps of fp32. TF32 rounds to 11 bits instead of 24.
-# The bound is about ten times that.
+# How much the loss curves may differ, relative to (loss + 1). The two sum in different orders, so they
+# differ by rounding from the first step. A ReLU or a max pool may flip, and the difference then jumps.
+# Native differs from itself in the other memory format by up to 7e-4 in the same 130 float32 steps.
+# TF32 rounds to 11 bits instead of 24. The bound is about ten times the difference.
 CURVE_TOLERANCE = {"fp32": 0.01, "tf32": 0.05}
 EMBEDDED_EPOCHS = 12
 FILE_EPOCHS = 2
@@ -74,7 +73,8 @@ def _positive(kind: type) -> type:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: learnt, and the curves agree; 1: not; 2: bad data or device; 130: interrupted."""
+    """Returns 0 if it learnt and the curves agree, 1 if not, 2 for bad data or device, 130 if
+    interrupted."""
     console = Console()
     try:
         device = choose_device(arguments.device)
@@ -135,7 +135,7 @@ def prepare(
     epochs: int,
     console: Console,
 ) -> report.Result:
-    """Both networks, from the same seed, in the memory format that suits native best."""
+    """Both networks from the same seed, in native's fastest memory format."""
     formats = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
     chosen = {None: None, False: "nchw", True: "channels_last"}[arguments.channels_last]
     if arguments.model == "mlp":

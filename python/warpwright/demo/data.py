@@ -18,7 +18,7 @@ IMAGES_MAGIC, LABELS_MAGIC = 0x803, 0x801
 
 
 class DataError(Exception):
-    """A data file is missing or wrong; the message names it, what was found and what expected."""
+    """A data file is missing or wrong. The message names the file, what it has and what it should have."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _find(folder: Path, stem: str, kind: str) -> Path:
 
 
 def read_idx(path: Path, magic: int) -> np.ndarray:
-    """An IDX file of bytes: big-endian magic number, one 32-bit extent a dimension, the data."""
+    """An IDX file of bytes: big-endian magic number, one 32-bit extent per dimension, the data."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         try:

@@ -24,13 +24,13 @@ OPS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
 FORWARD = "demo forward: "
 NODE = "autograd::engine::evaluate_function: "
 
-Times = dict[str, dict[str, float]]  # op -> {"forward": ms a step, "backward": ms a step}
+Times = dict[str, dict[str, float]]  # op -> {"forward": ms per step, "backward": ms per step}
 
 
 def measure(
     trainings: list[Training], images: Tensor, labels: Tensor, batch: int, rounds: int = 5
 ) -> dict[str, Times]:
-    """Median time of each op over rounds of a few steps, the libraries taking turns.
+    """Median time of each op over rounds of a few steps. The libraries take turns.
 
     On the GPU it is the kernels' time, else the CPU's. The networks are trained on by these steps:
     call it when the training is over.
@@ -63,20 +63,20 @@ def _measure_once(
         if training.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         elif not torch.cuda.is_available():
-            # The profiler would print as an error that it found no GPU.
+            # Without a GPU the profiler would print an error.
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         saved = len(training.losses)
         training.step(images, labels, rows)  # warm up, with the hooks
         with profile(activities=activities, acc_events=True) as profiler:
             for _ in range(steps):
                 training.step(images, labels, rows)
-        # They are not part of the training that is reported.
+        # They do not belong to the reported training.
         del training.losses[saved:], training.times[saved:]
 
     times: Times = {}
     for event in profiler.key_averages():
         if event.device_type.name != "CPU":
-            continue  # the same ranges again, as the GPU saw them
+            continue  # the same ranges, on the GPU's time line
         place = _place(event.key)
         if place is None:
             continue

@@ -30,7 +30,7 @@ MISREAD_COLUMNS = MAX_MISREAD // 2
 
 @dataclass
 class Result:
-    """Everything that the outputs are made from."""
+    """The data of all outputs."""
 
     config: dict[str, Any]
     environment: dict[str, Any]
@@ -76,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 def compare_curves(ours: list[float], native: list[float], relative: float) -> dict[str, Any]:
-    """Largest |ours - native| as a share of what is allowed: ``relative`` of (loss + 1)."""
+    """Largest |ours - native| as a share of the bound, ``relative`` x (loss + 1)."""
     worst, where = 0.0, 0
     for i, (a, b) in enumerate(zip(ours, native, strict=False)):
         share = abs(a - b) / (relative * (abs(b) + 1))
@@ -198,7 +198,7 @@ def _draw_curves(axes: Axes, result: Result) -> None:
 
     ours, native = result.trainings
     steps = range(1, len(native.losses) + 1)
-    # Ours is drawn thin over native's broad line: where they agree both are seen.
+    # Ours is a thin line over native's broad one, so that both show where they agree.
     axes.plot(
         steps, native.losses, color=COLOURS["native"], lw=4.5, alpha=0.75, label="native torch"
     )

@@ -27,7 +27,7 @@ LIBRARIES: dict[str, ModuleType] = {"warpwright": warpwright.nn, "native": torch
 
 
 def build(model: str, lib: ModuleType) -> nn.Sequential:
-    """The network out of ``lib``'s layers: ``torch.nn`` or ``warpwright.nn``."""
+    """The network of ``lib``'s layers: ``torch.nn`` or ``warpwright.nn``."""
     if model == "mlp":
         layers = OrderedDict(
             flatten=nn.Flatten(),
@@ -54,7 +54,7 @@ def build(model: str, lib: ModuleType) -> nn.Sequential:
 
 
 class Clock:
-    """Marks the ends of a step's phases: on the GPU by events in the stream, else by the CPU."""
+    """Marks the ends of a step's phases: by events in the stream on a GPU, else by the CPU's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -69,7 +69,7 @@ class Clock:
             self.marks.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Of each phase between two marks; waits for the GPU."""
+        """Milliseconds of each phase between two marks. Waits for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         marks, self.marks = self.marks, []
@@ -83,7 +83,7 @@ class Clock:
 
 @dataclass
 class Training:
-    """One library's network, its optimizer and what was measured."""
+    """One library's network, its optimizer and its measurements."""
 
     library: str
     device: torch.device
@@ -92,7 +92,7 @@ class Training:
     criterion: nn.Module
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)
-    times: list[list[float]] = field(default_factory=list)  # ms of each phase, a row a step
+    times: list[list[float]] = field(default_factory=list)  # ms of each phase, one row per step
     accuracy: float = float("nan")
     test_loss: float = float("nan")
     predictions: Tensor | None = None
@@ -159,7 +159,7 @@ class Training:
 
 
 def batches(count: int, size: int, epochs: int, seed: int) -> Iterator[Tensor]:
-    """Rows of each batch; every epoch in another order, the last incomplete batch left out."""
+    """Rows of each batch, in another order per epoch, without the last incomplete batch."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         order = torch.randperm(count, generator=generator)
@@ -177,7 +177,7 @@ def train_side_by_side(
     """``progress(training, steps done, loss)`` is called after each step of each."""
     images, labels = digits.train_images, digits.train_labels
     for i, rows in enumerate(batches(len(images), batch, epochs, seed)):
-        # Who goes first finds colder caches: take turns.
+        # The first to run has colder caches, so the libraries alternate.
         for training in trainings if i % 2 == 0 else reversed(trainings):
             progress(training, i + 1, training.step(images, labels, rows))
     for training in trainings:
@@ -187,7 +187,7 @@ def train_side_by_side(
 def native_step_ms(
     model: str, digits: Digits, batch: int, device: torch.device, memory_format: torch.memory_format
 ) -> float:
-    """Native's median step in this memory format, for choosing the better one."""
+    """Native's median step in this memory format, for the choice of the faster one."""
     trial = Training.start("native", model, 0.01, 0, device, memory_format)
     for i, rows in enumerate(batches(len(digits.train_images), batch, 8, 0)):
         if i == 12:
