@@ -3,6 +3,7 @@
 from . import _decompose as _decompose  # registers what torch.export asks for
 from . import _ops as _ops  # loads the library, as soon as anything asks for an op
 from . import functional, nn, optim
+from ._batching import register_batching_rules as _register_batching_rules
 from ._fallback import watch_gpus as _watch_gpus
 from ._flops import watch_flop_counter as _watch_flop_counter
 from ._kinds import otherwise_native as _otherwise_native
@@ -16,6 +17,7 @@ from .patch import patch
 from .profile import profile
 from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
 
+_register_batching_rules()
 _otherwise_native()
 _watch_flop_counter()
 _watch_gpus()

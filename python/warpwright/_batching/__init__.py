@@ -1,0 +1,113 @@
+"""Batching rules: ``torch.vmap`` over our operators is one call of the same operators.
+
+A rule gets the operator's arguments, with the batch dimension of each in ``dims`` (None: not batched),
+and returns the results with theirs. The batch is folded into a dimension that the kernel treats as
+independent:
+
+==================  ============================================================================
+linear              rows; batched weights: ATen's batched matrix product
+convolution         N; batched weights, and their gradient per sample: groups
+batch norm          N if only the input is batched and the statistics are given, else channels
+pooling             N
+cross-entropy       rows, without a reduction; the reduction per sample follows
+attention           B
+==================  ============================================================================
+
+Operators that write into an argument have their rules in csrc/torch/batching.cpp. A call that no rule
+folds (see `one_by_one`) runs once per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._ops import ops
+from . import _attention, _losses, _norm_and_pool, _products
+from ._fold import Dims, Rule, one_by_one
+
+
+def loop(op: Any) -> Rule:
+    def rule(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
+        return one_by_one(op, info.batch_size, dims, args)
+
+    return rule
+
+
+def composed(op: Any) -> Callable[..., Any]:
+    """The operators that `op` is composed of, in C++, which have rules."""
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return run
+
+
+RULES: dict[str, Rule] = {
+    "relu_backward": _norm_and_pool.relu_backward,
+    "linear": _products.linear,
+    "linear_backward": _products.linear_backward,
+    "linear_activation": _products.linear_activation,
+    "linear_activation_backward": _products.linear_activation_backward,
+    "conv2d": _products.conv2d,
+    "conv2d_backward": _products.conv2d_backward,
+    "batch_norm": _norm_and_pool.batch_norm,
+    "batch_norm_backward": _norm_and_pool.batch_norm_backward,
+    "max_pool2d": _norm_and_pool.pool(ops.max_pool2d),
+    "max_pool2d_with_codes": _norm_and_pool.pool(ops.max_pool2d_with_codes),
+    "relu_max_pool2d": _norm_and_pool.pool(ops.relu_max_pool2d),
+    "relu_max_pool2d_with_codes": _norm_and_pool.pool(ops.relu_max_pool2d_with_codes),
+    "max_pool2d_backward": _norm_and_pool.max_pool2d_backward,
+    "max_pool2d_indices": _norm_and_pool.max_pool2d_indices,
+    "max_pool2d_gather": _norm_and_pool.max_pool2d_gather,
+    "cross_entropy_forward": _losses.cross_entropy_forward,
+    "cross_entropy_forward_gradient": _losses.cross_entropy_forward_gradient,
+    "cross_entropy_backward": _losses.cross_entropy_backward,
+    "cross_entropy_lse": _losses.cross_entropy_lse,
+    "cross_entropy_double_backward": _losses.cross_entropy_double_backward,
+    "attention": _attention.attention,
+    "attention_backward": _attention.attention_backward,
+}
+# Fused operators whose gate mask has the layout of the whole tensor, and losses by chunks of logits.
+LOOPS = (
+    "batch_norm_relu",
+    "batch_norm_relu_backward",
+    "batch_norm_relu_max_pool2d",
+    "batch_norm_relu_max_pool2d_backward",
+    "linear_cross_entropy_forward",
+    "linear_cross_entropy_backward",
+)
+COMPOSED = (
+    "conv2d_padding",
+    "max_pool2d_with_indices",
+    "cross_entropy",
+    "cross_entropy_extras",
+    "linear_cross_entropy",
+    "linear_cross_entropy_extras",
+    "scaled_dot_product_attention",
+    "attention_second_order",
+)
+
+_library = torch.library.Library("warpwright", "FRAGMENT")
+
+
+def _with_defaults(rule: Rule, op: Any) -> Rule:
+    """The dispatcher leaves out trailing arguments that have their default."""
+    defaults = [argument.default_value for argument in op._schema.arguments]
+
+    def complete(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        missing = defaults[len(args) :]
+        return rule(info, (*dims, *(None for _ in missing)), *args, *missing)
+
+    return complete
+
+
+def register_batching_rules() -> None:
+    """Registers every rule; `_ops` has loaded the operators."""
+    for name, rule in (RULES | {name: loop(getattr(ops, name)) for name in LOOPS}).items():
+        complete = _with_defaults(rule, getattr(ops, name))
+        torch.library.register_vmap(f"warpwright::{name}", complete, lib=_library)
+    for name in COMPOSED:
+        _library.impl(name, composed(getattr(ops, name)), "FuncTorchBatched", with_keyset=True)

@@ -1,0 +1,125 @@
+"""Rules of linear and conv2d."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._ops import ops
+from ._fold import Dims, front, images, into, one_by_one, out_of, per_sample, results
+
+
+def linear(info: Any, dims: Dims, x: Tensor, weight: Tensor, bias: Any) -> tuple[Tensor, int]:
+    samples = info.batch_size
+    x = front(x, dims[0], samples)
+    if dims[1] is None and (bias is None or dims[2] is None):
+        return ops.linear(x, weight, bias), 0
+    if dims[1] is None:
+        y = ops.linear(x, weight)
+    else:
+        rows = x.reshape(samples, -1, x.shape[-1])
+        y = torch.bmm(rows, front(weight, dims[1], samples).mT).view(*x.shape[:-1], -1)
+    if bias is None:
+        return y, 0
+    bias = front(bias, dims[2], samples)
+    return y + bias.view(samples, *[1] * (y.dim() - 2), -1), 0
+
+
+def linear_backward(
+    info: Any, dims: Dims, grad: Tensor, x: Any, weight: Any, mask: Sequence[bool]
+) -> tuple[Any, Any]:
+    samples = info.batch_size
+    grad = front(grad, dims[0], samples)
+    rows = grad.reshape(samples, -1, grad.shape[-1])
+    grads: list[Tensor | None] = [None, None, None]
+    if mask[0] and dims[2] is None:
+        grads[0] = ops.linear_backward(grad, None, weight, [True, False, False])[0]
+    elif mask[0]:
+        product = torch.bmm(rows, front(weight, dims[2], samples))
+        grads[0] = product.view(*grad.shape[:-1], -1)
+    if mask[1]:
+        inputs = front(x, dims[1], samples).reshape(samples, rows.shape[1], -1)
+        grads[1] = torch.bmm(rows.mT, inputs)
+    if mask[2]:
+        grads[2] = rows.sum(1)
+    return results(*((g, None if g is None else 0) for g in grads))
+
+
+def linear_activation(
+    info: Any, dims: Dims, x: Tensor, weight: Tensor, bias: Any, *rest: Any
+) -> tuple[Any, Any]:
+    samples = info.batch_size
+    if dims[1] is not None or (bias is not None and dims[2] is not None):
+        return one_by_one(ops.linear_activation, samples, dims, (x, weight, bias, *rest))
+    y, before = ops.linear_activation(front(x, dims[0], samples), weight, bias, *rest)
+    return results((y, 0), (before, 0 if before.numel() or not y.numel() else None))
+
+
+def linear_activation_backward(
+    info: Any, dims: Dims, grad: Tensor, kept: Tensor, activation: str, bias_gradient: bool
+) -> tuple[Any, Any]:
+    samples = info.batch_size
+    rows = front(grad, dims[0], samples), front(kept, dims[1], samples)
+    dz, _ = ops.linear_activation_backward(*rows, activation, False)
+    bias = dz.reshape(samples, -1, dz.shape[-1]).sum(1) if bias_gradient else None
+    return results((dz, 0), (bias, None if bias is None else 0))
+
+
+def conv2d(
+    info: Any, dims: Dims, x: Tensor, weight: Tensor, bias: Any, *windows: Any
+) -> tuple[Tensor, int]:
+    samples, *window, groups = info.batch_size, *windows
+    channels = x.dim() - (3 if dims[0] is None else 4)  # a sample's dimension of channels
+    if dims[1] is None and (bias is None or dims[2] is None):
+        y = ops.conv2d(images(x, dims[0], samples), weight, bias, *window, groups)
+        return per_sample(y, channels == 0, samples), 0
+    if dims[1] is None:
+        y, _ = conv2d(info, (*dims[:2], None), x, weight, None, *windows)
+        bias = front(bias, dims[2], samples)[..., None, None]
+        return y + (bias if channels == 0 else bias.unsqueeze(1)), 0
+    y = ops.conv2d(
+        into(x, dims[0], samples, channels),
+        into(weight, dims[1], samples, 0),
+        into(bias, dims[2], samples, 0),
+        *window,
+        groups * samples,
+    )
+    return y.unflatten(channels, (samples, -1)), channels
+
+
+def conv2d_backward(
+    info: Any, dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Any, Any]:
+    samples, *window, groups, mask = info.batch_size, *rest
+    channels = grad.dim() - (3 if dims[0] is None else 4)
+    grads: list[tuple[Tensor | None, int | None]] = [(None, None)] * 3
+    if mask[2]:
+        bias = front(grad, dims[0], samples).sum(((1,) if channels == 1 else ()) + (-2, -1))
+        grads[2] = bias, 0
+    shared = mask[0] and dims[2] is None  # the input's gradient needs no groups
+    if shared:
+        grad_input = ops.conv2d_backward(
+            images(grad, dims[0], samples),
+            images(x, dims[1], samples),
+            weight,
+            *window,
+            groups,
+            [True, False, False],
+        )[0]
+        grads[0] = per_sample(grad_input, channels == 0, samples), 0
+    if mask[1] or (mask[0] and not shared):
+        grad_input, grad_weight, _ = ops.conv2d_backward(
+            into(grad, dims[0], samples, channels),
+            into(x, dims[1], samples, channels),
+            into(weight, dims[2], samples, 0),
+            *window,
+            groups * samples,
+            [mask[0] and not shared, mask[1], False],
+        )
+        grads[1] = out_of(grad_weight, samples, 0)
+        if not shared:
+            grads[0] = out_of(grad_input, samples, channels)
+    return results(*grads)

@@ -1,0 +1,224 @@
+"""torch.vmap over every operator: the results of a loop over samples, without PyTorch's warning."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+import warpwright
+import warpwright.functional as F
+from warpwright._catalog import OPERATORS
+
+DIMS = [(0, None, None), (0, 0, 0), (None, 0, 0), (1, None, 0), (None, 2, None), (None, None, 1)]
+# Operators that have no rule: they update parameters or buffers of a whole step, or are drawn from
+# once by others.
+UNBATCHED = {
+    "adam_step_",
+    "attention_dropout_factors",
+    "cross_entropy_backward_",
+    "cross_entropy_scale_",
+    "grad_norm",
+    "sgd_step_",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(capfd):
+    """PyTorch's loop warns from C++."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    assert "batching rule" not in capfd.readouterr().err
+
+
+def loop(function, dims, *args):
+    samples = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    results = [
+        function(*(x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)))
+        for i in range(samples)
+    ]
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results)
+    return tuple(torch.stack(r) for r in zip(*results, strict=True))
+
+
+def check(function, dims, *args, wanted=None):
+    """Forward, backward and double backward, by the `wanted` arguments or all that are floating."""
+    wanted = wanted or tuple(i for i, x in enumerate(args) if x.is_floating_point())
+    first = grad(lambda *a: function(*a).sin().sum(), argnums=wanted)
+    second = grad(lambda *a: sum(g.cos().sum() for g in first(*a)), argnums=wanted)
+    for f in (function, first, second):
+        expected = loop(f, dims, *args)
+        torch.testing.assert_close(vmap(f, dims)(*args), expected, equal_nan=True)
+
+
+def randn(device, *shape):
+    return torch.randn(shape, dtype=torch.float64, device=device)
+
+
+def operands(device, dims, *shapes, samples=3):
+    """Tensors of these shapes, with the batch dimension inserted at `dims`."""
+    for shape, d in zip(shapes, dims, strict=True):
+        yield randn(device, *(shape if d is None else (*shape[:d], samples, *shape[d:])))
+
+
+def test_every_operator_has_a_rule():
+    missing = {
+        name
+        for name in OPERATORS
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"warpwright::{name}", "FuncTorchBatched"
+        )
+    }
+    assert missing == UNBATCHED
+
+
+def test_relu(device):
+    check(F.relu, (1,), randn(device, 4, 5))
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
+def test_linear(device, dims, rows):
+    if dims[0] == 1 and not rows:
+        dims = (0, *dims[1:])
+    check(F.linear, dims, *operands(device, dims, (*rows, 6), (2, 6), (2,)))
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (0, 0, 0)])
+@pytest.mark.parametrize("function", [F.linear_relu, F.linear_gelu, F.linear_silu])
+def test_linear_activation(device, dims, function):
+    check(function, dims, *operands(device, dims, (3, 6), (2, 6), (2,)))
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("images", [(), (2,)])
+def test_conv2d(device, dims, images):
+    def function(x, w, b):
+        return F.conv2d(x, w, b, stride=2, padding=1, groups=2)
+
+    check(function, dims, *operands(device, dims, (*images, 4, 6, 7), (6, 2, 3, 3), (6,)))
+
+
+def test_conv2d_same(device):
+    args = operands(device, (0, None), (2, 4, 6, 6), (5, 4, 3, 3))
+    check(lambda x, w: F.conv2d(x, w, padding="same"), (0, None), *args)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dims", DIMS[:4])
+def test_batch_norm(device, dims, training):
+    statistics = (None, None) if training else (randn(device, 4), randn(device, 4).square() + 0.1)
+
+    def function(x, w, b):
+        return F.batch_norm(x, *statistics, w, b, training=training)
+
+    for shape in ((3, 4, 5, 2), (3, 4)):
+        check(function, dims, *operands(device, dims, shape, (4,), (4,)))
+
+
+def test_batch_norm_relu(device):
+    def function(x, w, b):
+        return F.batch_norm_relu(x, None, None, w, b, training=True)
+
+    check(function, (0, None, None), *operands(device, (0, None, None), (3, 4, 5, 2), (4,), (4,)))
+
+
+@pytest.mark.parametrize("images", [(), (2,)])
+@pytest.mark.parametrize("pool", [F.max_pool2d, F.relu_max_pool2d])
+def test_pooling(device, images, pool):
+    for dims in ((0,), (1,)):
+        check(lambda x: pool(x, 3, 2, 1), dims, *operands(device, dims, (*images, 4, 6, 6)))
+    # Samples in channels_last
+    last = randn(device, 3, *images, 6, 6, 4).movedim(-1, -3)
+    check(lambda x: pool(x, 2), (0,), last)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy(device, reduction, smoothing, weighted):
+    weight = randn(device, 6).abs() if weighted else None
+
+    def function(x, t):
+        return F.cross_entropy(x, t, weight, reduction=reduction, label_smoothing=smoothing)
+
+    def labels(*shape):
+        return torch.randint(0, 6, shape, device=device)
+
+    ignoring = labels(3, 4)
+    ignoring[1, 2] = -100
+    check(function, (0, 0), randn(device, 3, 4, 6), ignoring)
+    check(function, (1, None), randn(device, 4, 3, 6), labels(4))
+    check(function, (0, 0), randn(device, 3, 6), labels(3))
+    check(function, (0, None), randn(device, 3, 2, 6, 5), labels(2, 5))
+    check(function, (0, 0), randn(device, 3, 4, 6), randn(device, 3, 4, 6).softmax(-1))
+
+
+def test_losses_sample_by_sample(device):
+    x, t = randn(device, 3, 4, 6), torch.randint(0, 6, (3, 4), device=device)
+    weight = randn(device, 3, 6).abs()
+    check(F.cross_entropy, (0, 0, 0), x, t, weight, wanted=(0,))
+    check(lambda x, t: F.cross_entropy(x, t, z_loss=0.1), (0, 0), x, t)
+    check(F.linear_cross_entropy, (0, None, 0), x, randn(device, 6, 6), t)
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, 0), (None, 1, None), (2, 2, 1)])
+@pytest.mark.parametrize("mask", [None, (5, 6), (1, 5, 6), (2, 1, 5, 6)])
+@pytest.mark.parametrize("mask_dim", [None, 0])
+def test_attention(device, dims, mask, mask_dim):
+    qkv = list(operands(device, dims, (2, 4, 5, 8), (2, 4, 6, 8), (2, 4, 6, 3)))
+    if mask is None:
+        check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), dims, *qkv)
+    else:
+        masks = operands(device, (mask_dim,), mask)
+        check(F.scaled_dot_product_attention, (*dims, mask_dim), *qkv, *masks)
+
+
+def test_dropout(device):
+    q = randn(device, 2, 4, 8).expand(3, 2, 4, 8)
+
+    def run(q):
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+    for function in (run, grad(lambda q: run(q).sum())):
+        with pytest.raises(RuntimeError, match="randomness error mode"):
+            vmap(function)(q)
+        y = vmap(function, randomness="same")(q)
+        assert torch.equal(y[0], y[1])
+        y = vmap(function, randomness="different")(q)
+        assert not torch.equal(y[0], y[1])
+
+
+def test_nested(device):
+    x, w = randn(device, 2, 3, 4, 6), randn(device, 2, 5, 6)
+    actual = vmap(vmap(F.linear, (0, None)))(x, w)
+    torch.testing.assert_close(actual, torch.einsum("abcd,aed->abce", x, w))
+
+
+def test_per_sample_gradients_of_a_cnn(device):
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    ).to(device, torch.float64)
+    ours = copy.deepcopy(model)
+    assert warpwright.swap(ours)
+    x, t = randn(device, 8, 1, 8, 8), torch.randint(0, 10, (8,), device=device)
+
+    def gradients(model, cross_entropy):
+        def loss(parameters, x, t):
+            logits = functional_call(model, parameters, (x.unsqueeze(0),))
+            return cross_entropy(logits, t.unsqueeze(0))
+
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        return vmap(grad(loss), (None, 0, 0))(parameters, x, t)
+
+    expected = gradients(model, nn.functional.cross_entropy)
+    torch.testing.assert_close(gradients(ours, F.cross_entropy), expected)
