@@ -314,6 +314,8 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   p.D = extent(query, 1), p.D_v = extent(value, 1);
   p.B = numel(query) / std::max<int64_t>(1, p.H * p.S_q * p.D);
   p.q = attention_operand(query), p.k = attention_operand(key), p.v = attention_operand(value);
+  // Results of the op's own are dense.
+  p.out = backward.dout = {nullptr, p.H * p.S_q * p.D_v, p.S_q * p.D_v, p.D_v};
   p.scale = scale;
   p.mask_type = mask ? MaskType::kElement : MaskType::kNone;
   p.dropout_p = dropout ? 0.5 : 0;

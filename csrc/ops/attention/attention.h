@@ -102,7 +102,6 @@ inline bool fits_tensor_map(const AttentionOperand& x, int64_t B, int64_t H, int
   auto fits = [](int64_t extent, int64_t stride) {
     return extent == 1 || (stride > 0 && stride % 8 == 0 && stride < kMaxStride);
   };
-  if (x.data == nullptr) return true;  // not wanted
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && fits(B, x.stride_b) &&
          fits(H, x.stride_h) && fits(S, x.stride_s);
 }
