@@ -93,6 +93,22 @@ def test_backward_without_graph(device, dtype, ignored):
             compare(*[[None, *g, None, None, None] for g in grads], (shape, smoothing))
 
 
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_factor_that_is_not_finite(device, dtype, factor, reduction):
+    """An overflow further on leaves the gradients of ignored rows at zero."""
+    x, target, weight = inputs((6, 5), "some", "positive", dtype, device)
+    ignored = target == -100
+    assert ignored.any()
+    assert not ignored.all()
+    for smoothing in (0.0, 0.1):
+        for f in (F.cross_entropy, native.cross_entropy):
+            loss = f(x, target, weight, reduction=reduction, label_smoothing=smoothing)
+            (gradient,) = torch.autograd.grad(loss * factor, x)
+            assert not gradient[ignored].any(), (f, smoothing)
+            assert not gradient[~ignored].isfinite().any(), (f, smoothing)
+
+
 def test_third_derivative_of_ignored_rows(device):
     """A mean divides by 0; the gradients by the logits are zeros all the same."""
     x, target, _ = inputs((3, 5), "all", None, torch.float64, device)

@@ -41,13 +41,17 @@ __global__ void __launch_bounds__(kCrossEntropyTeam, kCrossEntropyTeams<T>)
 
 // Layout: `numel` contiguous elements. Grid: as many threads as are resident, in steps of kVec
 // elements. A factor of 1, the gradient of a loss at the end of a graph, costs one read of the
-// factor.
+// factor. Zeros stay zero, so that a factor of infinity or NaN does not reach ignored rows.
 template <class T, int kVec>
 __global__ void __launch_bounds__(kScaleThreads)
     cross_entropy_scale_kernel(T* data, int64_t numel, const void* factor_data, DType factor_type) {
   using Acc = Accum<T>;
   const Acc factor = read_either<T>(factor_data, factor_type, 0);
   if (factor == Acc(1)) return;
+  auto scaled = [factor](T element) {
+    const Acc value = convert<Acc>(element);
+    return value == Acc(0) ? element : convert<T>(value * factor);
+  };
   const int64_t start = int64_t{blockIdx.x} * kScaleThreads + threadIdx.x;
   const int64_t step = int64_t{gridDim.x} * kScaleThreads;
   const int64_t vectors = numel / kVec;
@@ -55,11 +59,11 @@ __global__ void __launch_bounds__(kScaleThreads)
   for (int64_t v = start; v < vectors; v += step) {
     Vec<T, kVec> value = load_vec<kVec>(data + v * kVec);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) value[j] = convert<T>(convert<Acc>(value[j]) * factor);
+    for (int j = 0; j < kVec; ++j) value[j] = scaled(value[j]);
     store_vec(data + v * kVec, value);
   }
   for (int64_t i = vectors * kVec + start; i < numel; i += step) {
-    data[i] = convert<T>(convert<Acc>(data[i]) * factor);
+    data[i] = scaled(data[i]);
   }
 }
 

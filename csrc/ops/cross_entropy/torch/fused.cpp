@@ -6,8 +6,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tanh.h>
+#include <ATen/ops/where.h>
 
 #include <array>
+#include <cmath>
 #include <tuple>
 
 #include "ops/cross_entropy/torch/operands.h"
@@ -98,7 +100,12 @@ void scale_cpu(const Tensor& gradient, const Tensor& factor) {
   check_scale(gradient, factor);
   check_scale_storage(gradient, factor);
   const double value = *factor.to(at::kDouble).const_data_ptr<double>();
-  if (value != 1) Tensor(gradient).mul_(factor.reshape({}));
+  if (value == 1) return;
+  if (std::isfinite(value)) {
+    Tensor(gradient).mul_(factor.reshape({}));
+  } else {  // ignored rows are zero and stay so
+    Tensor(gradient).mul_(at::where(gradient == 0, 1, factor.reshape({})).to(gradient.dtype()));
+  }
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
