@@ -113,6 +113,36 @@ def test_functionalized_input(device):
     assert torch.equal(x[1:], expected[1:])
 
 
+@pytest.mark.parametrize("fused", ["", "relu", "add_relu", "relu_max_pool2d"])
+def test_functionalized_statistics(device, fused):
+    """PyTorch functionalizes no custom op that writes to one argument and returns another."""
+    x, residual = torch.randn(2, 4, 3, 6, 6, device=device)
+    extra = ((residual,) if fused == "add_relu" else ()), ((2,) if "pool" in fused else ())
+
+    def ours(x, mean, var):
+        f = getattr(F, f"batch_norm_{fused}" if fused else "batch_norm")
+        return f(x, *extra[0], mean, var, None, None, True, 0.1, 1e-5, *extra[1])
+
+    def theirs(x, mean, var):
+        y = native.batch_norm(x, mean, var, None, None, True)
+        y = native.relu(y + residual if extra[0] else y) if fused else y
+        return native.max_pool2d(y, 2) if extra[1] else y
+
+    gradient = torch.func.grad(lambda *a: torch.func.functionalize(ours)(*a).square().sum())
+    inner = torch.func.functionalize(torch.func.grad(lambda *a: ours(*a).square().sum()))
+    expected = torch.func.grad(lambda *a: theirs(*a).square().sum())
+    for run, reference in (
+        (torch.func.functionalize(ours), theirs),
+        (gradient, expected),
+        (inner, expected),
+    ):
+        results = []
+        for f in (run, reference):
+            stats = torch.zeros(3, device=device), torch.ones(3, device=device)
+            results.append((f(x, *stats), *stats))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def test_version_in_inference_mode(device):
     """A tensor that a graph needs is known to have changed."""
     x = torch.randn(3, device=device, requires_grad=True)

@@ -21,6 +21,7 @@ from ._catalog import NATIVE
 
 # How an operator refuses another kind of tensor: no kernel for its key, no such property or handler.
 REFUSALS = (RuntimeError, TypeError)
+functorch: Any = torch._C._functorch
 PASSING_ON = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
@@ -79,4 +80,17 @@ def _is_other_kind(tensor: Tensor) -> bool:
         or tensor.is_nested
         or tensor.is_quantized
         or tensor.is_inference()
+        or _is_functionalized(tensor)
     )
+
+
+def _is_functionalized(tensor: Tensor) -> bool:
+    """Whether ``torch.func.functionalize`` holds the tensor, below other transforms too.
+
+    PyTorch refuses to functionalize a custom op that writes to an argument and returns something else.
+    """
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._is_functional_tensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return torch._is_functional_tensor(tensor)
