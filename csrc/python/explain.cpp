@@ -18,6 +18,7 @@
 
 #include "ops/attention/attention.h"
 #include "ops/batch_norm/batch_norm.h"
+#include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/path.h"
 #include "ops/cross_entropy/alignment.h"
 #include "ops/cross_entropy/cross_entropy.h"
@@ -195,14 +196,12 @@ Lines explain_batch_norm(const std::string& dtype, const TensorLayout& input, bo
 // ---- conv2d ----
 
 // `window`: stride, padding before the first row and column, dilation, each (h, w).
-Lines explain_conv2d(const std::string& dtype, bool tf32, const TensorLayout& input,
-                     const TensorLayout& weight, const std::vector<int64_t>& output,
-                     bool channels_last, const std::vector<int64_t>& window, int64_t groups,
-                     const DeviceInfo& device) {
+Conv2dShape conv2d_shape(const std::string& dtype, const TensorLayout& input,
+                         const TensorLayout& weight, const std::vector<int64_t>& output,
+                         bool channels_last, const std::vector<int64_t>& window, int64_t groups) {
   Conv2dShape s{};
   s.dtype = dtype_from(dtype);
   s.channels_last = channels_last;
-  s.allow_tf32 = tf32;
   s.n = input.sizes[0];
   s.c = input.sizes[1];
   s.h = input.sizes[2];
@@ -220,12 +219,34 @@ Lines explain_conv2d(const std::string& dtype, bool tf32, const TensorLayout& in
   s.dilation_w = window[5];
   s.groups = groups;
   fit_windows(s);
+  return s;
+}
+
+Lines explain_conv2d(const std::string& dtype, bool tf32, const TensorLayout& input,
+                     const TensorLayout& weight, const std::vector<int64_t>& output,
+                     bool channels_last, const std::vector<int64_t>& window, int64_t groups,
+                     const DeviceInfo& device) {
+  Conv2dShape s = conv2d_shape(dtype, input, weight, output, channels_last, window, groups);
+  s.allow_tf32 = tf32;
   auto line = [&](ConvDirection direction, int64_t addresses) {
     return describe_conv2d(direction, s, static_cast<uintptr_t>(addresses), device);
   };
   return {{"forward", line(ConvDirection::kForward, input.address | weight.address)},
           {"grad_input", line(ConvDirection::kInputGradient, weight.address)},
           {"grad_weight", line(ConvDirection::kWeightGradient, input.address)}};
+}
+
+Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,
+                         const TensorLayout& weight, const std::vector<int64_t>& output,
+                         bool channels_last, const std::vector<int64_t>& window, int64_t groups,
+                         bool onednn, bool avx512) {
+  const Conv2dShape s = conv2d_shape(dtype, input, weight, output, channels_last, window, groups);
+  auto line = [&](ConvDirection direction) {
+    return describe(choose_conv2d_cpu_path(direction, s, {onednn, avx512}));
+  };
+  return {{"forward", line(ConvDirection::kForward)},
+          {"grad_input", line(ConvDirection::kInputGradient)},
+          {"grad_weight", line(ConvDirection::kWeightGradient)}};
 }
 
 // ---- cross_entropy ----
@@ -338,6 +359,7 @@ void define_explain(py::module_& m) {
       .def_readwrite("l2_bytes", &DeviceInfo::l2_bytes);
   m.def("explain_batch_norm", &explain_batch_norm);
   m.def("explain_conv2d", &explain_conv2d);
+  m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_relu", &explain_relu);
   m.def("explain_linear", &explain_linear, py::arg("dtype"), py::arg("tf32"), py::arg("input"),

@@ -28,6 +28,17 @@ def explain_conv2d(
     groups: int,
     device: DeviceInfo,
 ) -> list[tuple[str, str]]: ...
+def explain_conv2d_cpu(
+    dtype: str,
+    input: Operand,
+    weight: Operand,
+    output: Sequence[int],
+    channels_last: bool,
+    window: Sequence[int],
+    groups: int,
+    onednn: bool,
+    avx512: bool,
+) -> list[tuple[str, str]]: ...
 def explain_cross_entropy(
     dtype: str,
     input: Operand,

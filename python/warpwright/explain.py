@@ -59,7 +59,9 @@ def explain(
     reason = why_no_kernel(main, any_dtype=FUNCTIONALS[name].integers)
     if reason is not None:
         return f"{title}\n  native torch: {reason}"
-    if where.type == "cpu":
+    if where.type == "cpu" and name == "conv2d":
+        lines = _conv2d_cpu(arguments)
+    elif where.type == "cpu":
         lines = [
             ("forward, backward", f"{FUNCTIONALS[name].cpu}, {torch.get_num_threads()} threads")
         ]
@@ -188,7 +190,8 @@ def _batch_norm_relu_max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     ]
 
 
-def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+def _conv2d_shape(a: Arguments) -> tuple[Any, ...]:
+    """Operands, output size, layout, window and groups, as the explainers of conv2d take them."""
     x, weight = a["input"], a["weight"]
     x = x[None] if x.dim() == 3 else x
     window = {name: a[name] for name in ("stride", "padding", "dilation", "groups")}
@@ -199,17 +202,27 @@ def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     else:
         before = (0, 0) if a["padding"] == "valid" else _pair(a["padding"])
     channels_last = torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight))
-    return _C.explain_conv2d(
-        _dtype(x),
-        conv_allows_tf32(),
+    return (
         _operand(x),
         _operand(weight),
         output.shape[2:],
         channels_last,
         [*stride, *before, *dilation],
         a["groups"],
-        gpu,
     )
+
+
+def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _C.explain_conv2d(_dtype(a["input"]), conv_allows_tf32(), *_conv2d_shape(a), gpu)
+
+
+def _conv2d_cpu(a: Arguments) -> Lines:
+    mkldnn: Any = torch.backends.mkldnn
+    onednn = mkldnn.is_available() and mkldnn.enabled
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    lines = _C.explain_conv2d_cpu(_dtype(a["input"]), *_conv2d_shape(a), onednn, avx512)
+    threads = f", {torch.get_num_threads()} threads"
+    return [(role, text + threads) for role, text in lines]
 
 
 def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

@@ -31,6 +31,9 @@ struct Matrix {
   int64_t rows, cols, row_stride, col_stride;
 
   Matrix transposed() const { return {data, cols, rows, col_stride, row_stride}; }
+  Matrix columns(int64_t first, int64_t count) const {
+    return {data + first * col_stride, rows, count, row_stride, col_stride};
+  }
   at::Tensor tensor() const {
     return at::from_blob(const_cast<T*>(data), {rows, cols}, {row_stride, col_stride},
                          at::TensorOptions(c10::CppTypeToScalarType<T>::value));
@@ -42,6 +45,38 @@ template <class T>
 void gemm(const Matrix<T>& a, const Matrix<T>& b, const Matrix<T>& result, bool accumulate) {
   at::Tensor out = result.tensor();
   at::addmm_out(out, out, a.tensor(), b.tensor(), /*beta=*/accumulate ? 1 : 0, /*alpha=*/1);
+}
+
+// The same with the contraction cut into runs, because rounding errors grow with the length of a
+// chain of additions. A BLAS adds the terms of a thin product one after the other, and with beta =
+// 1 onto the result itself. So the runs of a thin product are shorter and have a matrix of their
+// own.
+template <class T>
+void gemm_in_runs(const Matrix<T>& a, const Matrix<T>& b, const Matrix<T>& result,
+                  bool accumulate) {
+  constexpr int64_t kThin = 32;
+  const bool thin = std::min(result.rows, result.cols) <= kThin;
+  const int64_t longest = thin ? 64 : 256;
+  const int64_t runs = std::max<int64_t>((a.cols + longest - 1) / longest, 1);
+  if (runs == 1) return gemm(a, b, result, accumulate);
+  const Matrix<T> b_rows = b.transposed();
+  Buffer<T> storage(thin ? result.rows * result.cols : 0);
+  const Matrix<T> part{storage.get(), result.rows, result.cols, result.cols, 1};
+  for (int64_t run = 0; run < runs; ++run) {
+    const int64_t first = a.cols * run / runs, count = a.cols * (run + 1) / runs - first;
+    const Matrix<T> a_run = a.columns(first, count);
+    const Matrix<T> b_run = b_rows.columns(first, count).transposed();
+    const bool add = accumulate || run > 0;
+    if (!thin || !add) {
+      gemm(a_run, b_run, result, add);
+      continue;
+    }
+    gemm(a_run, b_run, part, false);
+    for (int64_t i = 0; i < result.rows; ++i) {
+      T* row = const_cast<T*>(result.data) + i * result.row_stride;
+      for (int64_t j = 0; j < result.cols; ++j) row[j] += storage.get()[i * result.cols + j];
+    }
+  }
 }
 
 int64_t tile_pixels(const Conv2dShape& s, int64_t element_size) {
@@ -122,11 +157,11 @@ void forward(const Conv2dParams& params) {
       if (s.channels_last) {
         gather_nhwc(s, input, group, tile, windows.get());
         const Matrix<C> x{windows.get(), tile.size(), depth, depth, 1};
-        gemm(x, w.transposed(), y, bias != nullptr);
+        gemm_in_runs(x, w.transposed(), y, bias != nullptr);
       } else {
         gather_nchw(s, input + (n * s.c + group * s.group_c()) * s.h * s.w, tile, windows.get());
         const Matrix<C> x{windows.get(), depth, tile.size(), tile.size(), 1};
-        gemm(w, x, y, bias != nullptr);
+        gemm_in_runs(w, x, y, bias != nullptr);
       }
       if constexpr (!std::is_same_v<T, C>) {
         for (int64_t i = 0; i < rows; ++i) {
@@ -217,10 +252,10 @@ void input_gradient(const Conv2dBackwardParams& params) {
         const Matrix<C> grads{dy_data, rows, cols, dy_pitch, 1};
         const Matrix<C> w{weight + group * gk * depth, gk, depth, depth, 1};
         if (s.channels_last) {
-          gemm(grads, w, {windows.get(), rows, depth, depth, 1}, false);
+          gemm_in_runs(grads, w, {windows.get(), rows, depth, depth, 1}, false);
           scatter_nhwc(s, windows.get(), tile, h0, h1, pitch, grad);
         } else {
-          gemm(w.transposed(), grads, {windows.get(), depth, cols, cols, 1}, false);
+          gemm_in_runs(w.transposed(), grads, {windows.get(), depth, cols, cols, 1}, false);
           scatter_nchw(s, windows.get(), tile, h0, h1, grad);
         }
       }

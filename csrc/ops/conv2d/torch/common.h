@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "ops/conv2d/conv2d.h"
 #include "torch/autograd.h"
 #include "torch/checked_math.h"
 #include "torch/dispatch.h"
@@ -109,6 +110,14 @@ Conv2dWindows<Int> expand_windows(c10::ArrayRef<Int> stride, c10::ArrayRef<Int> 
   }
   return v;
 }
+
+// conv2d_onednn_torch.cpp: the output, or the gradients of input and weight, if native's kernels
+// are to compute them; undefined otherwise.
+Tensor conv2d_onednn(const Conv2dShape& shape, const Tensor& input, const Tensor& weight,
+                     const OptionalTensor& bias);
+std::array<Tensor, 2> conv2d_backward_onednn(const Conv2dShape& shape, const Tensor& grad_output,
+                                             const Tensor& input, const Tensor& weight,
+                                             const Conv2dMask& mask);
 
 // What none of our kernels takes goes to native as a whole: integers (CPU only there), complex.
 inline bool is_ours(const Tensor& input) { return is_floating(input.scalar_type()); }

@@ -147,16 +147,24 @@ Tensor conv2d_with(const Tensor& input_, const Tensor& weight, const OptionalTen
   const auto v = expand_windows<int64_t>(stride, padding, dilation, groups);
   const auto sizes = output_sizes<int64_t>(input, weight, bias, v, int_sizes);
   const auto format = memory_format_of(input, weight);
-  Tensor output = at::empty(sizes, input.options().memory_format(format));
-  if (output.numel() != 0) {
+  const auto options = input.options().memory_format(format);
+  Tensor output;
+  if (c10::multiply_integers(sizes) == 0) {
+    output = at::empty(sizes, options);
+  } else {
     check_has_storage(input, "conv2d: input");
     check_has_storage(weight, "conv2d: weight");
     check_has_storage(value_or_undefined(bias), "conv2d: bias");
-    const Tensor x = input.contiguous(format);
-    const Tensor w = weight.contiguous(format);
-    const Tensor b = value_or_undefined(bias).defined() ? bias->contiguous() : Tensor();
-    run(Conv2dParams{shape_of(x, w, sizes, v, format), x.const_data_ptr(), w.const_data_ptr(),
-                     b.defined() ? b.const_data_ptr() : nullptr, output.mutable_data_ptr()});
+    const Conv2dShape shape = shape_of(input, weight, sizes, v, format);
+    if (input.is_cpu()) output = conv2d_onednn(shape, input, weight, bias);
+    if (!output.defined()) {
+      output = at::empty(sizes, options);
+      const Tensor x = input.contiguous(format);
+      const Tensor w = weight.contiguous(format);
+      const Tensor b = value_or_undefined(bias).defined() ? bias->contiguous() : Tensor();
+      run(Conv2dParams{shape, x.const_data_ptr(), w.const_data_ptr(),
+                       b.defined() ? b.const_data_ptr() : nullptr, output.mutable_data_ptr()});
+    }
   }
   return input_.dim() == 3 ? output.squeeze(0) : output;
 }
@@ -187,6 +195,18 @@ Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
   check_conv2d_backward<int64_t>(grad_output, input, sizes, int_sizes);
   const auto format = memory_format_of(input, weight);
   const bool empty = grad_output.numel() == 0 || input.numel() == 0;
+  const bool wanted = mask[0] || mask[1] || mask[2];
+  Conv2dShape shape{};
+  std::array<Tensor, 2> native;
+  if (!empty && wanted) {
+    check_has_storage(grad_output, "conv2d_backward: grad_output");
+    if (mask[1]) check_has_storage(input, "conv2d_backward: input");
+    if (mask[0]) check_has_storage(weight, "conv2d_backward: weight");
+    shape = shape_of(input, weight, sizes, v, format);
+    if (input.is_cpu()) native = conv2d_backward_onednn(shape, grad_output, input, weight, mask);
+  }
+  mask[0] &= !native[0].defined();
+  mask[1] &= !native[1].defined();
   auto make = [&](bool wanted, IntArrayRef shape, at::TensorOptions options) {
     if (!wanted) return Tensor();
     return empty ? at::zeros(shape, options) : at::empty(shape, options);
@@ -196,18 +216,17 @@ Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
   Tensor grad_weight = make(mask[1], weight.sizes(), options);
   Tensor grad_bias = make(mask[2], weight.sizes().slice(0, 1), input.options());
   if (!empty && (mask[0] || mask[1] || mask[2])) {
-    check_has_storage(grad_output, "conv2d_backward: grad_output");
-    if (mask[1]) check_has_storage(input, "conv2d_backward: input");
-    if (mask[0]) check_has_storage(weight, "conv2d_backward: weight");
     const Tensor dy = grad_output.contiguous(format);
     const Tensor x = mask[1] ? input.contiguous(format) : Tensor();
     const Tensor w = mask[0] ? weight.contiguous(format) : Tensor();
     auto in = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
     auto out = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
-    run(Conv2dBackwardParams{shape_of(input, weight, sizes, v, format), dy.const_data_ptr(), in(x),
-                             in(w), out(grad_input), out(grad_weight), out(grad_bias)});
+    run(Conv2dBackwardParams{shape, dy.const_data_ptr(), in(x), in(w), out(grad_input),
+                             out(grad_weight), out(grad_bias)});
   }
-  if (mask[0] && input_.dim() == 3) grad_input = grad_input.squeeze(0);
+  if (native[0].defined()) grad_input = native[0];
+  if (native[1].defined()) grad_weight = native[1];
+  if (grad_input.defined() && input_.dim() == 3) grad_input = grad_input.squeeze(0);
   return {grad_input, grad_weight, grad_bias};
 }
 

@@ -1,0 +1,219 @@
+"""Speed of each op on the CPU as a ratio to native torch, forward and backward, in both layouts.
+
+    python benchmarks/cpu_speed.py [--only REGEX] [--threads 1 2] [--json OUT]
+
+Both implementations run in turn on the same tensors. The ratio is native's shortest time over ours, so
+that other work on the machine disturbs it little; above 1 ours is faster. The exit status is 1 if a
+ratio is below 0.95 or the geometric mean is below 1.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import warpwright
+import warpwright.functional as ours
+
+native = torch.nn.functional
+LEAST, MEAN = 0.95, 1.1
+LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+
+# n, c, h, w, k, (r, s), stride, padding, groups
+CONVOLUTIONS = {
+    "MNIST first": (64, 1, 28, 28, 32, (3, 3), 1, 1, 1),
+    "MNIST second": (64, 32, 14, 14, 64, (3, 3), 1, 1, 1),
+    "one channel 5x5": (64, 1, 28, 28, 8, (5, 5), 1, 2, 1),
+    "ResNet stem": (1, 3, 224, 224, 64, (7, 7), 2, 3, 1),
+    "ResNet 56": (1, 64, 56, 56, 64, (3, 3), 1, 1, 1),
+    "ResNet 28 strided": (2, 128, 28, 28, 256, (3, 3), 2, 1, 1),
+    "ResNet 14 one tap": (2, 256, 14, 14, 1024, (1, 1), 1, 0, 1),
+    "ResNet 28 one tap strided": (2, 256, 28, 28, 512, (1, 1), 2, 0, 1),
+    "ResNet 3x3 images": (2, 512, 3, 3, 512, (3, 3), 1, 1, 1),
+    "one pixel": (2, 512, 1, 1, 512, (3, 3), 1, 1, 1),
+    "small": (1, 8, 8, 8, 8, (3, 3), 1, 1, 1),
+    "grouped": (1, 128, 28, 28, 128, (3, 3), 1, 1, 32),
+    "depthwise 3x3": (1, 32, 112, 112, 32, (3, 3), 1, 1, 32),
+    "depthwise 3x3 strided": (1, 96, 56, 56, 96, (3, 3), 2, 1, 96),
+    "depthwise 5x5": (1, 120, 28, 28, 120, (5, 5), 1, 2, 120),
+    "depthwise 7x7": (1, 96, 56, 56, 96, (7, 7), 1, 3, 96),
+    "depthwise 3x3, 7 x 7 pixels": (8, 960, 7, 7, 960, (3, 3), 1, 1, 960),
+    "depthwise 1x17": (1, 3, 512, 512, 3, (1, 17), 1, (0, 8), 3),
+    "depthwise multiplier 2": (1, 32, 56, 56, 64, (3, 3), 1, 1, 32),
+}
+IMAGES = {
+    "MNIST": (64, 32, 14, 14),
+    "MNIST after the convolution": (64, 64, 28, 28),
+    "ResNet": (2, 64, 56, 56),
+    "small": (2, 16, 8, 8),
+}
+
+
+@dataclass
+class Case:
+    op: str
+    shape: str
+    layout: str
+    run: Callable[[Any], Tensor]  # with `ours` or `native`
+    inputs: list[Tensor]
+
+
+@dataclass
+class Result:
+    op: str
+    shape: str
+    layout: str
+    direction: str
+    threads: int
+    ours_us: float
+    native_us: float
+
+    @property
+    def ratio(self) -> float:
+        return self.native_us / self.ours_us
+
+
+def convolutions() -> Iterator[Case]:
+    for name, (n, c, h, w, k, taps, stride, padding, groups) in CONVOLUTIONS.items():
+        for layout, memory in LAYOUTS.items():
+            x = torch.randn(n, c, h, w).to(memory_format=memory)
+            weight = torch.randn(k, c // groups, *taps).to(memory_format=memory)
+            args = (torch.randn(k), stride, padding, 1, groups)
+
+            def run(f: Any, x: Tensor = x, weight: Tensor = weight, args: Any = args) -> Tensor:
+                return f.conv2d(x, weight, *args)
+
+            yield Case("conv2d", name, layout, run, [x, weight, args[0]])
+
+
+def images() -> Iterator[Case]:
+    for name, size in IMAGES.items():
+        for layout, memory in LAYOUTS.items():
+            x = torch.randn(size).to(memory_format=memory)
+            scale, shift, mean, var = (torch.rand(size[1]) + 0.5 for _ in range(4))
+            yield Case("relu", name, layout, lambda f, x=x: f.relu(x), [x])
+            yield Case("max_pool2d", name, layout, lambda f, x=x: f.max_pool2d(x, 2), [x])
+            pool = (3, 2, 1)
+            yield Case("max_pool2d 3x3", name, layout, lambda f, x=x: f.max_pool2d(x, *pool), [x])
+
+            def norm(training: bool, x: Tensor, *rest: Tensor) -> Callable[[Any], Tensor]:
+                scale, shift, mean, var = rest
+                return lambda f: f.batch_norm(x, mean, var, scale, shift, training)
+
+            for training, op in ((True, "batch_norm"), (False, "batch_norm, evaluation")):
+                run = norm(training, x, scale, shift, mean, var)
+                yield Case(op, name, layout, run, [x, scale, shift])
+
+
+def matrices() -> Iterator[Case]:
+    for m, k, n in ((64, 3136, 128), (64, 128, 10), (256, 512, 512), (1, 512, 512)):
+        x, w, b = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+        yield Case("linear", f"{m}x{k}x{n}", "rows", lambda f, a=(x, w, b): f.linear(*a), [x, w, b])
+    for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
+        x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
+        yield Case(
+            "cross_entropy",
+            f"{rows}x{classes}",
+            "rows",
+            lambda f, a=(x, target): f.cross_entropy(*a),
+            [x],
+        )
+    for heads, length, width in ((8, 128, 64), (4, 512, 64)):
+        q, k, v = (torch.randn(2, heads, length, width) for _ in range(3))
+        yield Case(
+            "scaled_dot_product_attention",
+            f"2x{heads}x{length}x{width}",
+            "rows",
+            lambda f, a=(q, k, v): f.scaled_dot_product_attention(*a),
+            [q, k, v],
+        )
+
+
+def shortest(runs: list[Callable[[], object]], seconds: float) -> list[float]:
+    """Microseconds of each, measured in turn, in batches of about a millisecond."""
+    counts, best = [], []
+    for run in runs:
+        run()
+        start = time.perf_counter()
+        run()
+        run()
+        once = (time.perf_counter() - start) / 2
+        counts.append(max(1, int(1e-3 / max(once, 1e-7))))
+        best.append(math.inf)
+    end, rounds = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or rounds < 7:
+        rounds += 1
+        for i, run in enumerate(runs):
+            start = time.perf_counter()
+            for _ in range(counts[i]):
+                run()
+            best[i] = min(best[i], (time.perf_counter() - start) / counts[i] * 1e6)
+    return best
+
+
+def measure(case: Case, threads: int, seconds: float) -> Iterator[Result]:
+    torch.set_num_threads(threads)
+    with torch.no_grad():
+        times = shortest([lambda f=f: case.run(f) for f in (ours, native)], seconds)  # type: ignore[misc]
+    yield Result(case.op, case.shape, case.layout, "forward", threads, *times)
+
+    for tensor in case.inputs:
+        tensor.requires_grad_()
+    outputs = [case.run(f) for f in (ours, native)]
+    cotangent = torch.randn_like(outputs[0])
+
+    def backward(output: Tensor) -> object:
+        return torch.autograd.grad(output, case.inputs, cotangent, retain_graph=True)
+
+    times = shortest([lambda y=y: backward(y) for y in outputs], seconds)  # type: ignore[misc]
+    for tensor in case.inputs:
+        tensor.requires_grad_(False)
+    yield Result(case.op, case.shape, case.layout, "backward", threads, *times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="regular expression of 'op shape layout'")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement, at least")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, "
+          f"library {warpwright.__version__}")  # fmt: skip
+    results = []
+    for case in (*convolutions(), *images(), *matrices()):
+        if not re.search(options.only, f"{case.op} {case.shape} {case.layout}"):
+            continue
+        for threads in options.threads:
+            for result in measure(case, threads, options.seconds):
+                results.append(result)
+                mark = "  <--" if result.ratio < LEAST else ""
+                print(
+                    f"{result.op:28} {result.shape:28} {result.layout} {result.direction:8} "
+                    f"{result.threads} threads {result.ours_us:10.1f} us, native "
+                    f"{result.native_us:10.1f} us: {result.ratio:5.2f}{mark}",
+                    flush=True,
+                )
+    ratios = [result.ratio for result in results]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    slow = sum(ratio < LEAST for ratio in ratios)
+    print(f"{len(ratios)} ratios: geometric mean {mean:.2f}, least {min(ratios):.2f}, "
+          f"{slow} below {LEAST}")  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    return int(slow > 0 or mean < MEAN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

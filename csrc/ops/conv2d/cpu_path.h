@@ -1,0 +1,104 @@
+// Which kernels a convolution takes on the CPU, by its shape and the CPU's features. Never by
+// timing: the bits of a result must not depend on the load.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "ops/conv2d/conv2d.h"
+
+namespace warpwright {
+
+// What the choice knows of the machine and of torch's settings.
+struct Conv2dCpu {
+  bool onednn;  // built into torch and not turned off (torch.backends.mkldnn.enabled)
+  bool avx512;
+};
+
+enum class Conv2dCpuPath { kOneDnn, kFewTaps, kDepthwise, kGemm };
+
+// Input columns that the windows of one output row span, and rows that `positions` rows of windows
+// do: the zero-padded image.
+inline int64_t window_columns(const Conv2dShape& s) {
+  return (s.q - 1) * s.stride_w + (s.s - 1) * s.dilation_w + 1;
+}
+inline int64_t window_rows(const Conv2dShape& s, int64_t positions) {
+  return (positions - 1) * s.stride_h + (s.r - 1) * s.dilation_h + 1;
+}
+
+// Few taps (C * R * S <= kFewTaps, one group, 32-bit float): too thin for a GEMM. The kernels copy
+// a block of the padded image, so the padding must not be most of it.
+constexpr int64_t kFewTaps = 32;
+constexpr int64_t kFewTapsRows = 32;  // output rows of a block
+inline bool has_few_taps(const Conv2dShape& s) {
+  if (s.dtype != DType::kFloat32 || s.groups != 1 || s.c * s.taps() > kFewTaps) return false;
+  const double copied = static_cast<double>(window_columns(s) + s.stride_w) *
+                        static_cast<double>(window_rows(s, std::min(kFewTapsRows, s.p))) *
+                        static_cast<double>(s.c);
+  constexpr double kSmall = 65536;
+  return copied <= kSmall + 4.0 * static_cast<double>(s.c * s.h * s.w);
+}
+
+// One input channel a group.
+inline bool is_depthwise(const Conv2dShape& s) { return s.groups > 1 && s.groups == s.c; }
+
+// oneDNN pads all sides alike, so its output must have the size that this gives.
+inline bool has_even_padding(const Conv2dShape& s) {
+  auto positions = [](int64_t extent, int64_t pad, int64_t taps, int64_t dilation, int64_t stride) {
+    return (extent + 2 * pad - (taps - 1) * dilation - 1) / stride + 1;
+  };
+  return positions(s.h, s.pad_h, s.r, s.dilation_h, s.stride_h) == s.p &&
+         positions(s.w, s.pad_w, s.s, s.dilation_w, s.stride_w) == s.q;
+}
+
+// float32 products whose kernels in oneDNN are the faster ones, as measured on CPUs with AVX2 and
+// AVX-512 (docs/kernels.md). Ours are ahead if oneDNN has only its reference kernel for the shape,
+// or copies more than it computes.
+inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, const Conv2dCpu& cpu) {
+  constexpr int64_t kBlock = 8;  // channels that its kernels for AVX2 work on at once
+  const bool forward = direction == ConvDirection::kForward;
+  if (is_depthwise(s)) {
+    if (s.c < kBlock && !s.channels_last) return false;
+    const bool long_rows = std::max(s.r, s.s) > 3;
+    return direction != ConvDirection::kWeightGradient || !long_rows || s.c < kBlock;
+  }
+  if (direction == ConvDirection::kInputGradient) {
+    const bool strided_taps = s.taps() == 1 && s.stride_h * s.stride_w > 1;
+    if (strided_taps || (s.groups == 1 && s.c < kBlock)) return false;
+  }
+  if (has_few_taps(s) && s.c == 1 && !s.channels_last && (forward || !cpu.avx512)) return false;
+  // It copies the weights into blocks, which a few pixels do not repay. NCHW weights are copied
+  // by ours, too.
+  constexpr int64_t kFewPixels = 128;
+  return !s.channels_last || s.n * s.p * s.q > kFewPixels;
+}
+
+inline Conv2dCpuPath choose_conv2d_cpu_path(ConvDirection direction, const Conv2dShape& s,
+                                            const Conv2dCpu& cpu) {
+  // Less is over before oneDNN has looked up its kernel.
+  constexpr double kMinProducts = 1 << 18;
+  const double products =
+      static_cast<double>(s.n * s.p * s.q) * static_cast<double>(s.k * s.group_c() * s.taps());
+  if (cpu.onednn && s.dtype == DType::kFloat32 && products >= kMinProducts && has_even_padding(s) &&
+      onednn_is_faster(direction, s, cpu)) {
+    return Conv2dCpuPath::kOneDnn;
+  }
+  if (is_depthwise(s)) return Conv2dCpuPath::kDepthwise;
+  const bool few = has_few_taps(s) && direction != ConvDirection::kInputGradient;
+  return few ? Conv2dCpuPath::kFewTaps : Conv2dCpuPath::kGemm;
+}
+
+inline std::string describe(Conv2dCpuPath path) {
+  switch (path) {
+    case Conv2dCpuPath::kOneDnn:
+      return "native's kernel (oneDNN)";
+    case Conv2dCpuPath::kFewTaps:
+      return "direct loops, few taps";
+    case Conv2dCpuPath::kDepthwise:
+      return "direct loops, one input channel per output";
+    default:
+      return "implicit GEMM by tiles on ATen's matrix products";
+  }
+}
+
+}  // namespace warpwright
