@@ -51,26 +51,31 @@ inline bool has_even_padding(const Conv2dShape& s) {
          positions(s.w, s.pad_w, s.s, s.dilation_w, s.stride_w) == s.q;
 }
 
-// float32 products whose kernels in oneDNN are the faster ones, as measured on CPUs with AVX2 and
-// AVX-512 (docs/kernels.md). Ours are ahead if oneDNN has only its reference kernel for the shape,
-// or copies more than it computes.
+// float32 products whose kernels in oneDNN are the faster ones, as benchmarks/cpu_speed.py measured
+// them. Ours are ahead if oneDNN has only its reference kernel for the shape, or copies more than
+// it computes.
 inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, const Conv2dCpu& cpu) {
   constexpr int64_t kBlock = 8;  // channels that its kernels for AVX2 work on at once
   const bool forward = direction == ConvDirection::kForward;
+  const bool of_weight = direction == ConvDirection::kWeightGradient;
+  // NCHW groups are copied into blocks of channels, several times as wide as a small group.
+  const bool one_to_one = s.groups == s.c && s.groups == s.k;
+  if (s.groups > 1 && !one_to_one && !s.channels_last) return false;
   if (is_depthwise(s)) {
     if (s.c < kBlock && !s.channels_last) return false;
     const bool long_rows = std::max(s.r, s.s) > 3;
-    return direction != ConvDirection::kWeightGradient || !long_rows || s.c < kBlock;
+    return !of_weight || !long_rows || s.c < kBlock;
   }
   if (direction == ConvDirection::kInputGradient) {
     const bool strided_taps = s.taps() == 1 && s.stride_h * s.stride_w > 1;
     if (strided_taps || (s.groups == 1 && s.c < kBlock)) return false;
   }
   if (has_few_taps(s) && s.c == 1 && !s.channels_last && (forward || !cpu.avx512)) return false;
-  // It copies the weights into blocks, which a few pixels do not repay. NCHW weights are copied
-  // by ours, too.
-  constexpr int64_t kFewPixels = 128;
-  return !s.channels_last || s.n * s.p * s.q > kFewPixels;
+  // It copies NHWC weights into blocks, which a few pixels do not repay. Ours adds a gradient of
+  // the weights in double, which a large one does not repay.
+  constexpr int64_t kFewPixels = 32, kLargeWeights = 1 << 18;
+  const bool few_pixels = s.channels_last && s.n * s.p * s.q <= kFewPixels;
+  return !few_pixels || (of_weight && s.k * s.group_c() * s.taps() > kLargeWeights);
 }
 
 inline Conv2dCpuPath choose_conv2d_cpu_path(ConvDirection direction, const Conv2dShape& s,

@@ -12,6 +12,8 @@ namespace warpwright {
 void conv2d_few_taps_cpu(const Conv2dParams& params);
 void conv2d_few_taps_weight_gradient_cpu(const Conv2dBackwardParams& params);
 
+void conv2d_bias_gradient_cpu(const Conv2dBackwardParams& params);
+
 void conv2d_depthwise_cpu(const Conv2dParams& params);
 void conv2d_depthwise_input_gradient_cpu(const Conv2dBackwardParams& params);
 void conv2d_depthwise_weight_gradient_cpu(const Conv2dBackwardParams& params);

@@ -268,47 +268,18 @@ void input_gradient(const Conv2dBackwardParams& params) {
   });
 }
 
-// ---- weight and bias gradient ----
-
-// sums[k] += sum over the tile: runs of kRun in float, runs together in double.
-template <class T, class C>
-void add_bias_gradient(const T* dy, int64_t rows, int64_t cols, int64_t pitch, bool channels_last,
-                       C* scratch, double* sums) {
-  if (channels_last) {
-    constexpr int64_t kRun = 8;
-    for (int64_t first = 0; first < rows; first += kRun) {
-      std::fill_n(scratch, cols, C(0));
-      for (int64_t i = first; i < std::min(rows, first + kRun); ++i) {
-        for (int64_t j = 0; j < cols; ++j) scratch[j] += static_cast<C>(dy[i * pitch + j]);
-      }
-      for (int64_t j = 0; j < cols; ++j) sums[j] += static_cast<double>(scratch[j]);
-    }
-    return;
-  }
-  constexpr int64_t kRun = 128;
-  for (int64_t i = 0; i < rows; ++i) {
-    const T* row = dy + i * pitch;
-    for (int64_t first = 0; first < cols; first += kRun) {
-      const int64_t last = std::min(cols, first + kRun);
-      C sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t j = first; j < last; ++j) sum += static_cast<C>(row[j]);
-      sums[i] += static_cast<double>(sum);
-    }
-  }
-}
+// ---- weight gradient ----
 
 // Each chunk of pixels has a partial sum of its own; partials are added in order. A run of tiles
 // sums in the GEMM, runs together in double.
 template <class T>
-void weight_gradient(const Conv2dBackwardParams& params, bool want_weight) {
+void weight_gradient(const Conv2dBackwardParams& params) {
   using C = CpuCompute<T>;
   constexpr bool kWide = !std::is_same_v<T, C>;
   const Conv2dShape& s = params.shape;
   const T* grad_output = static_cast<const T*>(params.grad_output);
   const T* input = static_cast<const T*>(params.input);
-  T* grad_weight = want_weight ? static_cast<T*>(params.grad_weight) : nullptr;
-  T* grad_bias = static_cast<T*>(params.grad_bias);
+  T* grad_weight = static_cast<T*>(params.grad_weight);
   const int64_t gc = s.group_c(), gk = s.group_k(), depth = gc * s.taps();
   const int64_t image = s.p * s.q;
   const int64_t span = s.channels_last ? s.n * image : image;
@@ -321,17 +292,16 @@ void weight_gradient(const Conv2dBackwardParams& params, bool want_weight) {
   const int64_t chunks = std::min({tiles, (threads + s.groups - 1) / s.groups, affordable});
   // Adding a small result to the partial after each tile is cheap; a large one leaves the cache.
   const int64_t run_pixels = gk * depth <= 65536 ? 512 : 2048;
-  std::vector<double> partial(want_weight ? static_cast<size_t>(chunks * s.k * depth) : 0, 0.0);
-  std::vector<double> partial_bias(grad_bias != nullptr ? chunks * s.k : 0, 0.0);
+  std::vector<double> partial(static_cast<size_t>(chunks * s.k * depth), 0.0);
 
   at::parallel_for(0, chunks * s.groups, 1, [&](int64_t begin, int64_t end) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    Buffer<C> windows(want_weight ? pixels * depth : 0);
-    Buffer<C> run_sums(want_weight ? gk * depth : 0);
-    Buffer<C> wide_dy(kWide ? pixels * gk : gk);  // also the bias gradient's scratch
+    Buffer<C> windows(pixels * depth);
+    Buffer<C> run_sums(gk * depth);
+    Buffer<C> wide_dy(kWide ? pixels * gk : 0);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t chunk = item / s.groups, group = item % s.groups;
-      double* sums = partial.data() + (want_weight ? (chunk * s.k + group * gk) * depth : 0);
+      double* sums = partial.data() + (chunk * s.k + group * gk) * depth;
       const Matrix<C> dw{run_sums.get(), gk, depth, depth, 1};
       int64_t in_run = 0;
       const int64_t last_tile = tiles * (chunk + 1) / chunks;
@@ -344,11 +314,6 @@ void weight_gradient(const Conv2dBackwardParams& params, bool want_weight) {
         int64_t dy_pitch = s.channels_last ? s.k : image;
         const int64_t rows = s.channels_last ? tile.size() : gk;
         const int64_t cols = s.channels_last ? gk : tile.size();
-        if (grad_bias != nullptr) {
-          add_bias_gradient(dy, rows, cols, dy_pitch, s.channels_last, wide_dy.get(),
-                            partial_bias.data() + chunk * s.k + group * gk);
-        }
-        if (!want_weight) continue;
         const C* dy_data;
         if constexpr (kWide) {
           for (int64_t i = 0; i < rows; ++i) {
@@ -377,15 +342,11 @@ void weight_gradient(const Conv2dBackwardParams& params, bool want_weight) {
       }
     }
   });
-  auto reduce = [&](T* target, const double* source, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      double sum = source[i];
-      for (int64_t chunk = 1; chunk < chunks; ++chunk) sum += source[chunk * count + i];
-      target[i] = static_cast<T>(sum);
-    }
-  };
-  if (want_weight) reduce(grad_weight, partial.data(), s.k * depth);
-  if (grad_bias != nullptr) reduce(grad_bias, partial_bias.data(), s.k);
+  for (int64_t i = 0; i < s.k * depth; ++i) {
+    double sum = partial[i];
+    for (int64_t chunk = 1; chunk < chunks; ++chunk) sum += partial[chunk * s.k * depth + i];
+    grad_weight[i] = static_cast<T>(sum);
+  }
 }
 
 }  // namespace
@@ -398,21 +359,24 @@ void conv2d_cpu(const Conv2dParams& params) {
 
 void conv2d_backward_cpu(const Conv2dBackwardParams& params) {
   const Conv2dShape& s = params.shape;
-  for_cpu_dtype(s.dtype, [&]<class T>() {
-    bool want_weight = params.grad_weight != nullptr;
-    if (is_depthwise(s)) {
-      if (params.grad_input != nullptr) conv2d_depthwise_input_gradient_cpu(params);
-      if (want_weight) conv2d_depthwise_weight_gradient_cpu(params);
-      want_weight = false;
+  const bool depthwise = is_depthwise(s);
+  if (params.grad_input != nullptr) {
+    if (depthwise) {
+      conv2d_depthwise_input_gradient_cpu(params);
     } else {
-      if (params.grad_input != nullptr) input_gradient<T>(params);
-      if (want_weight && has_few_taps(s)) {
-        conv2d_few_taps_weight_gradient_cpu(params);
-        want_weight = false;
-      }
+      for_cpu_dtype(s.dtype, [&]<class T>() { input_gradient<T>(params); });
     }
-    if (want_weight || params.grad_bias != nullptr) weight_gradient<T>(params, want_weight);
-  });
+  }
+  if (params.grad_weight != nullptr) {
+    if (depthwise) {
+      conv2d_depthwise_weight_gradient_cpu(params);
+    } else if (has_few_taps(s)) {
+      conv2d_few_taps_weight_gradient_cpu(params);
+    } else {
+      for_cpu_dtype(s.dtype, [&]<class T>() { weight_gradient<T>(params); });
+    }
+  }
+  if (params.grad_bias != nullptr) conv2d_bias_gradient_cpu(params);
 }
 
 }  // namespace warpwright
