@@ -202,3 +202,34 @@ def test_linear_bias_of_another_type(device):
             f(x[0], weight, bias)
     wide = torch.nn.functional.relu(native.linear(x, weight, bias))
     torch.testing.assert_close(F.linear_relu(x, weight, bias), wide)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            lambda x: F.linear_gelu(x, x, approximate=1),
+            lambda x: native.gelu(native.linear(x, x), approximate=1),
+        ),
+        (
+            lambda x: F.linear_gelu(x, x, approximate="x"),
+            lambda x: native.gelu(native.linear(x, x), approximate="x"),
+        ),
+        (
+            lambda x: F.linear_gelu([], x, approximate="x"),
+            lambda x: native.gelu(native.linear([], x), approximate="x"),
+        ),
+        (
+            lambda x: F.cross_entropy(x, x, ignore_index=[1], reduction="x"),
+            lambda x: native.cross_entropy(x, x, ignore_index=[1], reduction="x"),
+        ),
+    ],
+    ids=["type of approximate", "approximate", "input and approximate", "reduction and index"],
+)
+def test_first_fault_is_natives(device, ours, theirs):
+    x = torch.randn(3, 3, device=device)
+    with pytest.raises((TypeError, RuntimeError, ValueError)) as expected:
+        theirs(x)
+    with pytest.raises(expected.type) as raised:
+        ours(x)
+    assert raised.type is expected.type

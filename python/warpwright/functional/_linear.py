@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import _arguments
@@ -42,6 +43,9 @@ def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return _linear_activation("linear_relu", input, weight, bias, "relu")
 
 
+GELU = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`
+
+
 def linear_gelu(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, approximate: str = "none"
 ) -> Tensor:
@@ -57,9 +61,12 @@ def linear_gelu(
 
     Raises:
         RuntimeError: another ``approximate``; otherwise as :func:`linear`.
+        TypeError: ``approximate`` is no string.
         NotImplementedError: a dtype that native's gelu does not take.
     """
-    return _linear_activation("linear_gelu", input, weight, bias, _gelu(approximate))
+    if not isinstance(approximate, str) or approximate not in GELU:  # native finds the first fault
+        return torch.nn.functional.gelu(linear(input, weight, bias), approximate=approximate)
+    return _linear_activation("linear_gelu", input, weight, bias, GELU[approximate])
 
 
 def linear_silu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,9 +108,3 @@ def _linear_activation(
     except RuntimeError as error:
         operands = {"input": input, "weight": weight}
         raise _arguments.error(error, function, operands, {"bias": bias}) from None
-
-
-def _gelu(approximate: str) -> str:
-    if approximate not in ("none", "tanh"):
-        raise RuntimeError("approximate argument must be either none or tanh.")
-    return "gelu" if approximate == "none" else "gelu_tanh"

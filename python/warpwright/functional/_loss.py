@@ -77,11 +77,12 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
+    code = _reduction(reduction)  # first, as native
     if ignore_index.__class__ is not int:
         ignore_index = _arguments.integer("cross_entropy", "ignore_index", ignore_index)
     if label_smoothing.__class__ is not float:
         label_smoothing = _arguments.real("cross_entropy", "label_smoothing", label_smoothing)
-    native = (input, target, weight, _reduction(reduction), ignore_index, label_smoothing)
+    native = (input, target, weight, code, ignore_index, label_smoothing)
     try:
         if not (z_loss or softcap or return_lse or return_argmax or inplace_backward):
             return ops.cross_entropy(*native)
