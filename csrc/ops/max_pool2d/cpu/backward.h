@@ -137,6 +137,13 @@ class PoolBackward {
       columns.push_back(
           taps_inside(q, g_.stride_w, g_.pad_w, g_.dilation_w, g_.kernel_w, g_.width));
     }
+    // Windows [inside_begin, inside_end) of a row have all their columns in the image.
+    auto is_whole = [&](const TapSpan& c) { return c.first == 0 && c.end == g_.kernel_w; };
+    const auto first = std::find_if(columns.begin(), columns.end(), is_whole);
+    const int64_t inside_begin = first - columns.begin();
+    const int64_t inside_end = std::find_if_not(first, columns.end(), is_whole) - columns.begin();
+    const std::vector<int64_t> places = places_of_codes();
+
     const int64_t plane = g_.height * g_.width;
     std::vector<Compute> sums(std::is_same_v<T, Compute> ? 0 : plane);
     for (int64_t image = begin; image < end; ++image) {
@@ -151,19 +158,52 @@ class PoolBackward {
       for (int64_t p = 0; p < g_.out_height; ++p) {
         const TapSpan rows =
             taps_inside(p, g_.stride_h, g_.pad_h, g_.dilation_h, g_.kernel_h, g_.height);
-        for (int64_t q = 0; q < g_.out_width; ++q, ++offset) {
-          const Tap tap = tap_of(codes_[offset]);
-          if (!is_inside(tap, rows, columns[q])) continue;
-          const int64_t h = rows.begin + tap.r * g_.dilation_h;
-          sum[h * g_.width + columns[q].begin + tap.s * g_.dilation_w] +=
-              static_cast<Compute>(grad_output_[offset]);
+        auto scatter = [&](int64_t begin_q, int64_t end_q) {
+          for (int64_t q = begin_q; q < end_q; ++q) {
+            const Tap tap = tap_of(codes_[offset + q]);
+            if (!is_inside(tap, rows, columns[q])) continue;
+            const int64_t h = rows.begin + tap.r * g_.dilation_h;
+            sum[h * g_.width + columns[q].begin + tap.s * g_.dilation_w] +=
+                static_cast<Compute>(grad_output_[offset + q]);
+          }
+        };
+        if (places.empty() || rows.first != 0 || rows.end != g_.kernel_h) {
+          scatter(0, g_.out_width);
+        } else {
+          scatter(0, inside_begin);
+          scatter_whole(offset, inside_begin, inside_end, places.data(),
+                        rows.begin * g_.width - g_.pad_w, sum);
+          scatter(inside_end, g_.out_width);
         }
+        offset += g_.out_width;
       }
       if constexpr (!std::is_same_v<T, Compute>) {
         T* target = grad_input_ + image * plane;
         for (int64_t i = 0; i < plane; ++i) target[i] = static_cast<T>(sum[i]);
       }
       finish_.plane(image, plane);
+    }
+  }
+
+  // Distance of each code's tap from tap (0, 0) in the plane, -1 if the code names none. None for
+  // large codes.
+  std::vector<int64_t> places_of_codes() const {
+    if (!std::is_same_v<Code, SmallCode>) return {};
+    std::vector<int64_t> places(256, -1);
+    for (int64_t code = 0; code < std::min<int64_t>(g_.kernel_h * g_.kernel_w, 256); ++code) {
+      places[code] =
+          code / g_.kernel_w * g_.dilation_h * g_.width + code % g_.kernel_w * g_.dilation_w;
+    }
+    return places;
+  }
+
+  // Windows of one row that lie in the plane as a whole. `origin`: of tap (0, 0) of window 0.
+  void scatter_whole(int64_t offset, int64_t begin, int64_t end, const int64_t* places,
+                     int64_t origin, Compute* sum) const {
+    for (int64_t q = begin; q < end; ++q) {
+      const int64_t place = places[codes_[offset + q]];
+      if (place < 0) continue;
+      sum[origin + q * g_.stride_w + place] += static_cast<Compute>(grad_output_[offset + q]);
     }
   }
 
