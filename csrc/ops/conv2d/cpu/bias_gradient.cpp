@@ -3,7 +3,7 @@
 // cut by the shape alone, so the bits do not depend on the number of threads.
 #include <vector>
 
-#include "ops/conv2d/conv2d_cpu.h"
+#include "ops/conv2d/cpu/common.h"
 
 namespace warpwright {
 namespace {

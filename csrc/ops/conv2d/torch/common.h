@@ -111,7 +111,7 @@ Conv2dWindows<Int> expand_windows(c10::ArrayRef<Int> stride, c10::ArrayRef<Int> 
   return v;
 }
 
-// conv2d_onednn_torch.cpp: the output, or the gradients of input and weight, if native's kernels
+// onednn.cpp: the output, or the gradients of input and weight, if native's kernels
 // are to compute them; undefined otherwise.
 Tensor conv2d_onednn(const Conv2dShape& shape, const Tensor& input, const Tensor& weight,
                      const OptionalTensor& bias);
