@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -190,7 +190,9 @@ def _batch_norm_relu_max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     ]
 
 
-def _conv2d_shape(a: Arguments) -> tuple[Any, ...]:
+def _conv2d_shape(
+    a: Arguments,
+) -> tuple[_C.Operand, _C.Operand, Sequence[int], bool, list[int], int]:
     """Operands, output size, layout, window and groups, as the explainers of conv2d take them."""
     x, weight = a["input"], a["weight"]
     x = x[None] if x.dim() == 3 else x
