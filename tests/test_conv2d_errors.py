@@ -210,3 +210,11 @@ def test_onednns_outputs_are_laid_out_as_ours(fmt, shape, stride, padding):
     for result, reference in zip(results, expected, strict=True):
         assert result.stride() == reference.stride()
         torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [2**31, 2**31 - 1, 2**20])
+def test_output_beyond_memory(padding):
+    """More pixels than an integer holds: an error, before anything counts them."""
+    x, weight = torch.randn(2, 3, 6, 5), torch.randn(4, 3, 3, 2)
+    with pytest.raises(RuntimeError, match="overflow|allocate|memory|at most"):
+        F.conv2d(x, weight, None, 1, padding)

@@ -39,6 +39,11 @@ inline bool has_few_taps(const Conv2dShape& s) {
   return copied <= kSmall + 4.0 * static_cast<double>(s.c * s.h * s.w);
 }
 
+// Pixels of the output. In double: it may be more than fits the memory, or an integer.
+inline double output_pixels(const Conv2dShape& s) {
+  return static_cast<double>(s.n) * static_cast<double>(s.p) * static_cast<double>(s.q);
+}
+
 // One input channel a group.
 inline bool is_depthwise(const Conv2dShape& s) { return s.groups > 1 && s.groups == s.c; }
 
@@ -73,8 +78,9 @@ inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, cons
   if (has_few_taps(s) && s.c == 1 && !s.channels_last && (forward || !cpu.avx512)) return false;
   // It copies NHWC weights into blocks, which a few pixels do not repay. Ours adds a gradient of
   // the weights in double, which a large one does not repay.
-  constexpr int64_t kFewPixels = 32, kLargeWeights = 1 << 18;
-  const bool few_pixels = s.channels_last && s.n * s.p * s.q <= kFewPixels;
+  constexpr double kFewPixels = 32;
+  constexpr int64_t kLargeWeights = 1 << 18;
+  const bool few_pixels = s.channels_last && output_pixels(s) <= kFewPixels;
   return !few_pixels || (of_weight && s.k * s.group_c() * s.taps() > kLargeWeights);
 }
 
@@ -82,8 +88,7 @@ inline Conv2dCpuPath choose_conv2d_cpu_path(ConvDirection direction, const Conv2
                                             const Conv2dCpu& cpu) {
   // Less is over before oneDNN has looked up its kernel.
   constexpr double kMinProducts = 1 << 18;
-  const double products =
-      static_cast<double>(s.n * s.p * s.q) * static_cast<double>(s.k * s.group_c() * s.taps());
+  const double products = output_pixels(s) * static_cast<double>(s.k * s.group_c() * s.taps());
   if (cpu.onednn && s.dtype == DType::kFloat32 && products >= kMinProducts && has_even_padding(s) &&
       onednn_is_faster(direction, s, cpu)) {
     return Conv2dCpuPath::kOneDnn;

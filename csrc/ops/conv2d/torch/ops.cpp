@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "ops/conv2d/conv2d.h"
 #include "ops/conv2d/path.h"
 #include "ops/conv2d/torch/common.h"
@@ -149,7 +151,7 @@ Tensor conv2d_with(const Tensor& input_, const Tensor& weight, const OptionalTen
   const auto format = memory_format_of(input, weight);
   const auto options = input.options().memory_format(format);
   Tensor output;
-  if (c10::multiply_integers(sizes) == 0) {
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
     output = at::empty(sizes, options);
   } else {
     check_has_storage(input, "conv2d: input");
