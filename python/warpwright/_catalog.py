@@ -140,7 +140,7 @@ _RECORDS = (
         routes=(Route(native.conv2d),),
         work=_work.conv2d_of_call,
         explain="conv2d",
-        cpu="implicit GEMM by tiles on ATen's matrix products; direct loops for few taps",
+        cpu="native's oneDNN kernels or our own, by the shape",
         example=_conv2d_example,
     ),
     Op(
