@@ -216,5 +216,5 @@ def test_onednns_outputs_are_laid_out_as_ours(fmt, shape, stride, padding):
 def test_output_beyond_memory(padding):
     """More pixels than an integer holds: an error, before anything counts them."""
     x, weight = torch.randn(2, 3, 6, 5), torch.randn(4, 3, 3, 2)
-    with pytest.raises(RuntimeError, match="overflow|allocate|memory|at most"):
+    with pytest.raises(RuntimeError, match=r"overflow|allocate|memory|at most"):
         F.conv2d(x, weight, None, 1, padding)
