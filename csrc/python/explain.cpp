@@ -19,7 +19,7 @@
 #include "ops/attention/attention.h"
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
-#include "ops/conv2d/path.h"
+#include "ops/conv2d/plan.h"
 #include "ops/cross_entropy/alignment.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/linear/linear.h"
@@ -228,12 +228,10 @@ Lines explain_conv2d(const std::string& dtype, bool tf32, const TensorLayout& in
                      const DeviceInfo& device) {
   Conv2dShape s = conv2d_shape(dtype, input, weight, output, channels_last, window, groups);
   s.allow_tf32 = tf32;
-  auto line = [&](ConvDirection direction, int64_t addresses) {
-    return describe_conv2d(direction, s, static_cast<uintptr_t>(addresses), device);
-  };
-  return {{"forward", line(ConvDirection::kForward, input.address | weight.address)},
-          {"grad_input", line(ConvDirection::kInputGradient, weight.address)},
-          {"grad_weight", line(ConvDirection::kWeightGradient, input.address)}};
+  const auto x = static_cast<uintptr_t>(input.address), w = static_cast<uintptr_t>(weight.address);
+  return {{"forward", describe(choose_conv2d_fprop(s, {.x = x, .w = w, .y = 0}, device))},
+          {"grad_input", describe(choose_conv2d_dgrad(s, {.x = 0, .w = w, .y = 0}, device))},
+          {"grad_weight", describe(choose_conv2d_wgrad(s, {.x = x, .w = 0, .y = 0}, device))}};
 }
 
 Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,
@@ -244,9 +242,9 @@ Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,
   auto line = [&](ConvDirection direction) {
     return describe(choose_conv2d_cpu_path(direction, s, {onednn, avx512}));
   };
-  return {{"forward", line(ConvDirection::kForward)},
-          {"grad_input", line(ConvDirection::kInputGradient)},
-          {"grad_weight", line(ConvDirection::kWeightGradient)}};
+  return {{"forward", line(ConvDirection::kFprop)},
+          {"grad_input", line(ConvDirection::kDgrad)},
+          {"grad_weight", line(ConvDirection::kWgrad)}};
 }
 
 // ---- cross_entropy ----

@@ -61,8 +61,8 @@ inline bool has_even_padding(const Conv2dShape& s) {
 // it computes.
 inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, const Conv2dCpu& cpu) {
   constexpr int64_t kBlock = 8;  // channels that its kernels for AVX2 work on at once
-  const bool forward = direction == ConvDirection::kForward;
-  const bool of_weight = direction == ConvDirection::kWeightGradient;
+  const bool forward = direction == ConvDirection::kFprop;
+  const bool of_weight = direction == ConvDirection::kWgrad;
   // NCHW groups are copied into blocks of channels, several times as wide as a small group.
   const bool one_to_one = s.groups == s.c && s.groups == s.k;
   if (s.groups > 1 && !one_to_one && !s.channels_last) return false;
@@ -71,7 +71,7 @@ inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, cons
     const bool long_rows = std::max(s.r, s.s) > 3;
     return !of_weight || !long_rows || s.c < kBlock;
   }
-  if (direction == ConvDirection::kInputGradient) {
+  if (direction == ConvDirection::kDgrad) {
     const bool strided_taps = s.taps() == 1 && s.stride_h * s.stride_w > 1;
     if (strided_taps || (s.groups == 1 && s.c < kBlock)) return false;
   }
@@ -94,7 +94,7 @@ inline Conv2dCpuPath choose_conv2d_cpu_path(ConvDirection direction, const Conv2
     return Conv2dCpuPath::kOneDnn;
   }
   if (is_depthwise(s)) return Conv2dCpuPath::kDepthwise;
-  const bool few = has_few_taps(s) && direction != ConvDirection::kInputGradient;
+  const bool few = has_few_taps(s) && direction != ConvDirection::kDgrad;
   return few ? Conv2dCpuPath::kFewTaps : Conv2dCpuPath::kGemm;
 }
 

@@ -54,7 +54,7 @@ Tensor with_strides_of(Tensor result, bool channels_last) {
 
 Tensor conv2d_onednn(const Conv2dShape& s, const Tensor& input, const Tensor& weight,
                      const OptionalTensor& bias) {
-  if (!takes_onednn(ConvDirection::kForward, s)) return Tensor();
+  if (!takes_onednn(ConvDirection::kFprop, s)) return Tensor();
   const BelowAutocast guard;
   const NativeWindow w(s);
   return with_strides_of(at::convolution(input, weight, bias, w.stride, w.padding, w.dilation,
@@ -65,8 +65,8 @@ Tensor conv2d_onednn(const Conv2dShape& s, const Tensor& input, const Tensor& we
 std::array<Tensor, 2> conv2d_backward_onednn(const Conv2dShape& s, const Tensor& grad_output,
                                              const Tensor& input, const Tensor& weight,
                                              const Conv2dMask& mask) {
-  const bool dx = mask[0] && takes_onednn(ConvDirection::kInputGradient, s);
-  const bool dw = mask[1] && takes_onednn(ConvDirection::kWeightGradient, s);
+  const bool dx = mask[0] && takes_onednn(ConvDirection::kDgrad, s);
+  const bool dw = mask[1] && takes_onednn(ConvDirection::kWgrad, s);
   if (!dx && !dw) return {};
   const BelowAutocast guard;
   const NativeWindow w(s);

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "ops/conv2d/conv2d.h"
-#include "ops/conv2d/path.h"
+#include "ops/conv2d/plan.h"
 #include "ops/conv2d/torch/common.h"
 #include "torch/checks.h"
 
@@ -245,12 +245,6 @@ Tensors3 conv2d_backward_cpu_kernel(const Tensor& grad_output, const Tensor& inp
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// Or-ed together: all of them are aligned where the sum is.
-template <class... Pointers>
-uintptr_t addresses(Pointers... pointers) {
-  return (reinterpret_cast<uintptr_t>(pointers) | ...);
-}
-
 // float32 on tensor cores as native: torch.backends.cudnn.conv.fp32_precision or allow_tf32 speak
 // for cuDNN, and without it (torch.backends.cudnn.enabled) native computes IEEE float32.
 bool allow_tf32() {
@@ -264,17 +258,7 @@ Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const Optio
   const CudaCall call(input);
   return conv2d_with(input, weight, bias, stride, padding, dilation, groups, [&](Conv2dParams p) {
     p.shape.allow_tf32 = allow_tf32();
-    const DeviceInfo& device = current_device_info();
-    const uintptr_t all = addresses(p.input, p.weight, p.output);
-    switch (choose_conv2d_path(ConvDirection::kForward, p.shape, all, device)) {
-      case Conv2dPath::kFewChannels:
-        return launch_conv2d_few_channels_fwd(p, call.stream);
-      case Conv2dPath::kDepthwise:
-        return launch_conv2d_depthwise_fwd(p, call.stream);
-      case Conv2dPath::kImplicitGemm:
-        return launch_conv2d_forward(
-            p, choose_conv2d_config(ConvDirection::kForward, p.shape, all, device), call.stream);
-    }
+    launch_conv2d(p, choose_conv2d(p, current_device_info()), call.stream);
   });
 }
 
@@ -286,57 +270,15 @@ struct Workspace {
   void* data() const { return bytes.defined() ? bytes.mutable_data_ptr() : nullptr; }
 };
 
-void input_gradient_cuda(const Conv2dBackwardParams& p, cudaStream_t stream) {
-  const DeviceInfo& device = current_device_info();
-  const uintptr_t all = addresses(p.grad_output, p.weight, p.grad_input);
-  switch (choose_conv2d_path(ConvDirection::kInputGradient, p.shape, all, device)) {
-    case Conv2dPath::kFewChannels:
-      return launch_conv2d_few_channels_dgrad(
-          p, choose_few_channels_dgrad_config(p.shape, all, device), stream);
-    case Conv2dPath::kDepthwise:
-      return launch_conv2d_depthwise_dgrad(p, stream);
-    case Conv2dPath::kImplicitGemm:
-      return launch_conv2d_input_gradient(
-          p, choose_conv2d_config(ConvDirection::kInputGradient, p.shape, all, device), stream);
-  }
-}
-
-// The weight's and, where they are one kernel, the bias's; returns whether it was.
-bool weight_gradient_cuda(Conv2dBackwardParams p, const Tensor& like, cudaStream_t stream) {
-  const DeviceInfo& device = current_device_info();
-  const uintptr_t all = addresses(p.grad_output, p.input, p.grad_weight);
-  const Conv2dPath path = choose_conv2d_path(ConvDirection::kWeightGradient, p.shape, all, device);
-  if (path == Conv2dPath::kFewChannels) {
-    const Workspace parts(conv2d_few_channels_wgrad_workspace_bytes(p.shape, device), like);
-    launch_conv2d_few_channels_wgrad(p, parts.data(), stream);
-    return true;
-  }
-  if (path == Conv2dPath::kDepthwise) {
-    const Workspace parts(conv2d_depthwise_wgrad_workspace_bytes(p.shape, device), like);
-    launch_conv2d_depthwise_wgrad(p, parts.data(), stream);
-    return true;
-  }
-  const Conv2dConfig config =
-      choose_conv2d_config(ConvDirection::kWeightGradient, p.shape, all, device);
-  const Workspace parts(conv2d_workspace_bytes(p.shape, config), like);
-  p.workspace = parts.data();
-  launch_conv2d_weight_gradient(p, config, stream);
-  return false;
-}
-
 Tensors3 conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
                                      const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
                                      IntArrayRef dilation, int64_t groups, Conv2dMask mask) {
   const CudaCall call(input);
   const auto run = [&](Conv2dBackwardParams p) {
     p.shape.allow_tf32 = allow_tf32();
-    if (p.grad_input != nullptr) input_gradient_cuda(p, call.stream);
-    const bool with_bias = p.grad_weight != nullptr && weight_gradient_cuda(p, input, call.stream);
-    if (p.grad_bias != nullptr && !with_bias) {
-      const Workspace parts(conv2d_bias_grad_workspace_bytes(p.shape, current_device_info()),
-                            input);
-      launch_conv2d_bias_grad(p, parts.data(), call.stream);
-    }
+    const Conv2dBackwardPlan plan = choose_conv2d_backward(p, current_device_info());
+    const Workspace workspace(plan.workspace_bytes(), input);
+    launch_conv2d_backward(p, plan, workspace.data(), call.stream);
   };
   return conv2d_backward_with(grad_output, input, weight, stride, padding, dilation, groups, mask,
                               run);

@@ -1,12 +1,16 @@
-// Depthwise, NCHW, windows of 3 x 3 without dilation: a thread has a tile of one plane, so that an
-// input row serves all the outputs it reaches. Anything else is for the direct kernels.
+// Depthwise, NCHW, windows of 3 x 3 without dilation: a thread has a tile of one plane, so that
+// each input row is loaded once for all outputs that it contributes to. The direct kernels take the
+// rest.
+#include "common/switch.h"
 #include "device/reduce.cuh"
-#include "ops/conv2d/cuda/depthwise/nchw.cuh"
+#include "ops/conv2d/cuda/depthwise/depthwise.h"
+#include "ops/conv2d/cuda/direct/direct.cuh"
+#include "ops/conv2d/cuda/direct/wgrad.h"
 
 namespace warpwright {
 namespace {
 
-constexpr int kTileRows = 4;
+constexpr int kTileRows = kDepthwiseTileRows;
 constexpr int kWgradThreads = 128;
 constexpr int kValues = 10;  // nine taps and the bias
 
@@ -133,19 +137,6 @@ __global__ void __launch_bounds__(kWgradThreads)
   partials[(int64_t{part} * kValues + threadIdx.x) * g.k + k] = sum;
 }
 
-bool is_three(const Conv2dShape& g) {
-  return !g.channels_last && g.r == 3 && g.s == 3 && g.dilation_h == 1 && g.dilation_w == 1 &&
-         g.stride_h == g.stride_w && g.stride_w <= 2 && g.h * g.w > 0;
-}
-
-bool rows_are_vectors(const Conv2dShape& g, const void* x) {
-  return g.stride_w == 1 && g.pad_w == 1 && runs_are_vectors(g.dtype, g.w, kRunQ, address_of(x));
-}
-
-int64_t fprop_items(const Conv2dShape& g) {
-  return g.n * g.k * ceil_div<int64_t>(g.p, kTileRows) * ceil_div<int64_t>(g.q, kRunQ);
-}
-
 template <class F>
 void for_stride(int64_t stride, bool is_vec, F&& f) {
   if (stride == 2) return f.template operator()<2, false>();
@@ -154,50 +145,38 @@ void for_stride(int64_t stride, bool is_vec, F&& f) {
 
 }  // namespace
 
-bool conv2d_depthwise_nchw_fprop_supported(const Conv2dShape& g) {
-  return is_three(g) && fprop_items(g) < (int64_t{1} << 30);
-}
-
-void launch_conv2d_depthwise_nchw_fprop(const Conv2dShape& g, bool flip, const void* x,
-                                        const void* w, const void* bias, void* y,
-                                        cudaStream_t stream) {
-  const int64_t items = fprop_items(g);
-  if (items == 0) return;
-  const bool vec_y = runs_are_vectors(g.dtype, g.q, kRunQ, address_of(y));
-  for_dtype(g.dtype, [&]<class T>() {
-    for_stride(g.stride_w, rows_are_vectors(g, x), [&]<int kStride, bool kIsVec>() {
+void launch_depthwise_nchw_fprop(const Conv2dParams& p, const DepthwiseNchwFpropConfig& config,
+                                 cudaStream_t stream) {
+  if (config.tiles == 0) return;
+  const Conv2dShape& s = p.shape;
+  for_dtype(s.dtype, [&]<class T>() {
+    for_stride(s.stride_w, config.vectorized_x, [&]<int kStride, bool kIsVec>() {
       launch(conv2d_depthwise_nchw_fprop_kernel<T, kStride, kIsVec>,
-             dim3(static_cast<unsigned>(ceil_div<int64_t>(items, kDirectThreads))),
-             dim3(kDirectThreads), 0, stream, static_cast<const T*>(x), static_cast<const T*>(w),
-             static_cast<const T*>(bias), static_cast<T*>(y), DirectShape(g, kRunQ),
-             FastDivmod(ceil_div<int64_t>(g.p, kTileRows)), FastDivmod(g.k),
-             static_cast<int>(items), flip, vec_y);
+             dim3(static_cast<unsigned>(ceil_div<int64_t>(config.tiles, kDirectThreads))),
+             dim3(kDirectThreads), 0, stream, static_cast<const T*>(p.input),
+             static_cast<const T*>(p.weight), static_cast<const T*>(p.bias),
+             static_cast<T*>(p.output), DirectShape(s, kRunQ),
+             FastDivmod(ceil_div<int64_t>(s.p, kTileRows)), FastDivmod(s.k),
+             static_cast<int>(config.tiles), config.flip, config.vectorized_y);
     });
   });
 }
 
-bool conv2d_depthwise_nchw_wgrad_supported(const Conv2dShape& g) { return is_three(g); }
-
-int conv2d_depthwise_nchw_wgrad_parts(const Conv2dShape& g, const DeviceInfo& device) {
-  return static_cast<int>(
-      std::clamp<int64_t>(int64_t{device.num_sms} * 16 / g.k, 1, std::max<int64_t>(1, g.n)));
-}
-
-void launch_conv2d_depthwise_nchw_wgrad(const Conv2dBackwardParams& p, int parts, void* partials,
-                                        cudaStream_t stream) {
-  const Conv2dShape& g = p.shape;
-  const int images = static_cast<int>(g.n);
-  const bool dy_in_vectors = runs_are_vectors(g.dtype, g.q, kRunQ, address_of(p.grad_output));
-  for_dtype(g.dtype, [&]<class T>() {
-    for_stride(g.stride_w, dy_in_vectors && rows_are_vectors(g, p.input),
-               [&]<int kStride, bool kIsVec>() {
-                 launch(conv2d_depthwise_nchw_wgrad_kernel<T, kStride, kIsVec>,
-                        dim3(static_cast<unsigned>(g.k * parts)), dim3(kWgradThreads), 0, stream,
-                        static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
-                        static_cast<Accum<T>*>(partials), DirectShape(g, kRunQ), images,
-                        ceil_div(images, parts));
-               });
+void launch_depthwise_nchw_wgrad(const Conv2dBackwardParams& p,
+                                 const DepthwiseNchwWgradConfig& config, void* workspace,
+                                 cudaStream_t stream) {
+  const Conv2dShape& s = p.shape;
+  const int images = static_cast<int>(s.n);
+  for_dtype(s.dtype, [&]<class T>() {
+    for_stride(s.stride_w, config.vectorized, [&]<int kStride, bool kIsVec>() {
+      launch(conv2d_depthwise_nchw_wgrad_kernel<T, kStride, kIsVec>,
+             dim3(static_cast<unsigned>(s.k * config.parts)), dim3(kWgradThreads), 0, stream,
+             static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
+             static_cast<Accum<T>*>(workspace), DirectShape(s, kRunQ), images,
+             ceil_div(images, config.parts));
+    });
   });
+  launch_direct_wgrad_sum(p, config.parts, static_cast<int>(s.k), workspace, stream);
 }
 
 }  // namespace warpwright

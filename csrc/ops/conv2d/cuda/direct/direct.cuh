@@ -1,5 +1,4 @@
-// What the direct kernels share. A unit of work is kRunQ neighbouring outputs of one row; a thread
-// has kRunK output channels of it, and the products of one input element serve all its outputs.
+// Shared by the direct kernels: their shape in 32 bits, units of work, and accesses of runs.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +12,6 @@
 namespace warpwright {
 
 constexpr int kDirectThreads = 256;
-constexpr int kRunK = 8;
-constexpr int kRunQ = 4;
 
 // A call as the kernels hold it: 32-bit extents, pitches in elements. The weight's taps are
 // numbered (c * R + r) * S + s here, whatever its layout.
@@ -182,30 +179,5 @@ __device__ __forceinline__ void store_run(T* to, int valid, bool vec, const A (&
     }
   }
 }
-
-// May runs of `run` elements of rows `extent` long move as vectors?
-inline bool runs_are_vectors(DType dtype, int64_t extent, int run, uintptr_t addresses) {
-  const int64_t bytes = std::min<int64_t>(16, run * dtype_size(dtype));
-  return extent * dtype_size(dtype) % bytes == 0 && addresses % bytes == 0;
-}
-
-inline uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
-
-// ---- the two kernels, each in a file of its own ----
-
-// `flip`: the weight of tap (r, s) is read at (R-1-r, S-1-s), which makes a forward of an input
-// gradient with stride 1.
-void launch_conv2d_direct_fprop(DType dtype, const DirectShape& shape, bool depthwise, bool flip,
-                                const void* x, const void* w, const void* bias, void* y,
-                                cudaStream_t stream);
-
-int64_t conv2d_direct_wgrad_workspace_bytes(const Conv2dShape& shape, bool depthwise,
-                                            const DeviceInfo& device);
-void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& params, bool depthwise, void* workspace,
-                                cudaStream_t stream);
-// Adds `partials` (parts, taps + 1, pitch_k) in order; the last tap is the bias.
-void launch_conv2d_direct_wgrad_sum(const Conv2dBackwardParams& params, const DirectShape& shape,
-                                    int parts, int pitch_k, const void* partials,
-                                    cudaStream_t stream);
 
 }  // namespace warpwright

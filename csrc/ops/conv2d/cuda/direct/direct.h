@@ -1,20 +1,28 @@
-// Direct convolutions, for the shapes that are bound by memory and not by FLOPs: few input channels
-// (group_c * R * S products an output) and depthwise (group_c == 1). Every tensor is read or
-// written where it lies; nothing is unfolded. Weight gradients are two launches: partial sums of
-// runs of pixels into `workspace`, then their sum in a fixed order.
+// Which shapes the direct kernels take: those bound by memory and not by FLOPs, with few input
+// channels (group_c * R * S products per output) or depthwise (group_c == 1). Every tensor is read
+// or written in place; nothing is unfolded.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
+#include "common/ceil_div.h"
 #include "ops/conv2d/conv2d.h"
 
 namespace warpwright {
 
-constexpr int64_t kFewChannelsMaxTaps =
-    160;  // the weights of 64 outputs fit 48 KB of shared memory
+// A unit of work is kRunQ neighbouring outputs of one row; a thread has kRunK output channels of
+// it.
+constexpr int kRunK = 8;
+constexpr int kRunQ = 4;
 
-// The kernels count runs of outputs in 32 bits; what has more is for the implicit GEMM.
+// The weights of 64 outputs fit 48 KB of shared memory.
+constexpr int64_t kFewChannelsMaxTaps = 160;
+
+// The kernels count runs of outputs in 32 bits; the implicit GEMM takes larger shapes.
 inline bool conv2d_direct_fits(const Conv2dShape& g) {
   constexpr int64_t kLimit = int64_t{1} << 30;
-  // A tile reaches up to kOver outputs past the last one.
+  // A tile extends up to kOver outputs past the last one.
   constexpr int64_t kOver = 64;
   const int64_t down = (g.p + kOver) * g.stride_h + g.r * g.dilation_h + g.pad_h;
   const int64_t across = (g.q + kOver) * g.stride_w + g.s * g.dilation_w + g.pad_w;
@@ -26,14 +34,19 @@ inline bool conv2d_direct_fits(const Conv2dShape& g) {
          static_cast<double>(kLimit);
 }
 
-// Few input channels, one group: forward and weight (+ bias) gradient.
+// Units of work of all outputs.
+inline int direct_units(const Conv2dShape& g) {
+  return static_cast<int>(g.n * g.p * ceil_div<int64_t>(g.q, kRunQ));
+}
+
+// Few input channels, one group.
 inline bool conv2d_few_channels_supported(const Conv2dShape& g) {
   return g.groups == 1 && g.c <= 4 && g.c * g.taps() <= kFewChannelsMaxTaps &&
          conv2d_direct_fits(g);
 }
 
-// What a CTA of the tensor-core kernels has at once: rows of whole runs of 16 output pixels, about
-// 256 pixels in tiles of even height.
+// The tile of a CTA of the tensor-core kernels: rows of whole runs of 16 output pixels, about 256
+// pixels, in tiles of equal height.
 struct PixelTiles {
   int64_t rows, runs;        // of a tile
   int64_t count_p, count_q;  // tiles of an image
@@ -54,41 +67,27 @@ struct PixelTiles {
   }
 };
 
-// The FMA weight gradient re-reads grad_output for every few taps: beyond one 5 x 5 window the
-// implicit GEMM's tensor cores are ahead (7 x 7 and 3 channels: by far).
+// The FMA weight gradient rereads grad_output for every few taps. Beyond one 5 x 5 window the
+// implicit GEMM is faster, and much faster for 7 x 7 and 3 channels.
 inline bool conv2d_few_channels_wgrad_supported(const Conv2dShape& g) {
   constexpr int64_t kMaxTaps = 32;
   return conv2d_few_channels_supported(g) && g.c * g.taps() <= kMaxTaps;
 }
 
-// Depthwise with any multiplier k / c: all three directions.
+// Depthwise with any multiplier k / c, in all three directions.
 inline bool conv2d_depthwise_supported(const Conv2dShape& g) {
   return g.groups > 1 && g.groups == g.c && g.taps() <= kFewChannelsMaxTaps &&
          conv2d_direct_fits(g);
 }
 
-int64_t conv2d_few_channels_wgrad_workspace_bytes(const Conv2dShape& shape,
-                                                  const DeviceInfo& device);
-int64_t conv2d_depthwise_wgrad_workspace_bytes(const Conv2dShape& shape, const DeviceInfo& device);
-int64_t conv2d_bias_grad_workspace_bytes(const Conv2dShape& shape, const DeviceInfo& device);
+inline uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
-#ifdef WARPWRIGHT_WITH_CUDA
-// A `workspace` is 16-byte aligned and as long as ..._workspace_bytes(shape,
-// current_device_info()); the parameters' own workspace pointer is not looked at.
-void launch_conv2d_few_channels_fwd(const Conv2dParams& params, cudaStream_t stream);
-// Writes grad_weight and, if it is not null, grad_bias.
-void launch_conv2d_few_channels_wgrad(const Conv2dBackwardParams& params, void* workspace,
-                                      cudaStream_t stream);
+// Whether runs of `run` elements in rows of `extent` elements can be accessed as vectors.
+inline bool runs_are_vectors(DType dtype, int64_t extent, int run, uintptr_t addresses) {
+  const int64_t bytes = std::min<int64_t>(16, run * dtype_size(dtype));
+  return extent * dtype_size(dtype) % bytes == 0 && addresses % bytes == 0;
+}
 
-void launch_conv2d_depthwise_fwd(const Conv2dParams& params, cudaStream_t stream);
-void launch_conv2d_depthwise_dgrad(const Conv2dBackwardParams& params, cudaStream_t stream);
-// Writes grad_weight and, if it is not null, grad_bias.
-void launch_conv2d_depthwise_wgrad(const Conv2dBackwardParams& params, void* workspace,
-                                   cudaStream_t stream);
-
-// Sums of grad_output over n, p, q into grad_bias.
-void launch_conv2d_bias_grad(const Conv2dBackwardParams& params, void* workspace,
-                             cudaStream_t stream);
-#endif
+constexpr int64_t accum_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 
 }  // namespace warpwright

@@ -1,24 +1,12 @@
 // Forward: the weights of a few dozen outputs stay in shared memory (3 x 3 and one input channel:
 // in registers) while a CTA walks neighbouring runs of pixels, so the input's rows come from L1 and
 // the traffic is the output's. FMAs in the accumulator's type.
+#include "common/switch.h"
 #include "ops/conv2d/cuda/direct/direct.cuh"
+#include "ops/conv2d/cuda/direct/fprop.h"
 
 namespace warpwright {
 namespace {
-
-struct FpropPlan {
-  int groups;      // of kRunK channels, side by side in a CTA: 1, 2, 4 or 8
-  int chunks;      // CTAs that share a pixel
-  int slots;       // runs of pixels a CTA has at once
-  int part_units;  // units of a CTA
-  bool vec_y, flip;
-};
-
-// Threads of a CTA and CTAs of an SM for kernels that are large in registers or not.
-constexpr int fprop_threads(bool is_large) { return is_large ? 128 : 256; }
-constexpr int fprop_ctas(bool is_large, bool is_double) {
-  return is_large ? (is_double ? 2 : 3) : (is_double ? 1 : 2);
-}
 
 // Channel `v` of a thread's kRunK, counted in the chunk: neighbouring threads are 16 bytes apart.
 template <class T>
@@ -34,29 +22,30 @@ __device__ __forceinline__ int local_channel(int groups, int group, int v) {
 // Shared: weights and bias (taps + 1, kRunK / 4, groups, 4): a warp's 16-byte reads are neighbours.
 // Grid: CTA b has chunk b % chunks and units (b / chunks) * part_units + [0, part_units).
 template <class T, int kS, int kStride, bool kDepthwise, bool kIsVec, bool kWeightsInRegisters>
-__global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegisters),
-                                  fprop_ctas(kDepthwise || kWeightsInRegisters, sizeof(T) == 8))
+__global__ void __launch_bounds__(direct_fprop_threads(kDepthwise || kWeightsInRegisters),
+                                  direct_fprop_ctas(kDepthwise || kWeightsInRegisters,
+                                                    sizeof(T) == 8))
     conv2d_direct_fprop_kernel(const T* x, const T* w, const T* bias, T* y, DirectShape g,
-                               FpropPlan plan) {
+                               DirectFpropWalk walk) {
   using A = Accum<T>;
-  constexpr int kThreads = fprop_threads(kDepthwise || kWeightsInRegisters);
+  constexpr int kThreads = direct_fprop_threads(kDepthwise || kWeightsInRegisters);
   constexpr int kAccVec = kVecSize<A>;
   constexpr int kXs = kDepthwise ? kRunK : 1;  // inputs of one pixel and tap
   extern __shared__ __align__(16) unsigned char shared[];
   A* sW = reinterpret_cast<A*>(shared);
-  const int chunk_channels = plan.groups * kRunK;
-  const int chunk = blockIdx.x % plan.chunks;
+  const int chunk_channels = walk.groups * kRunK;
+  const int chunk = blockIdx.x % walk.chunks;
   const int first_k = chunk * chunk_channels;
   const int window = g.r * g.s;
   const int taps = g.group_c * window;
 
   for (int e = threadIdx.x; e < (taps + 1) * chunk_channels; e += kThreads) {
     const int tap = e / chunk_channels, place = e % chunk_channels;
-    const int quarter = place / (plan.groups * kAccVec);
-    const int rest = place % (plan.groups * kAccVec);
+    const int quarter = place / (walk.groups * kAccVec);
+    const int rest = place % (walk.groups * kAccVec);
     const int v = quarter * kAccVec + rest % kAccVec;
-    const int k = first_k + local_channel<T>(plan.groups, rest / kAccVec, v);
-    const int c = tap / window, rs = plan.flip ? window - 1 - tap % window : tap % window;
+    const int k = first_k + local_channel<T>(walk.groups, rest / kAccVec, v);
+    const int c = tap / window, rs = walk.flip ? window - 1 - tap % window : tap % window;
     if (k >= g.k) {
       sW[e] = A(0);
     } else if (tap == taps) {
@@ -69,15 +58,15 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
 
   // NHWC: neighbouring threads have neighbouring channels; NCHW: neighbouring pixels.
   const int warp = threadIdx.x / 32;
-  const int group = g.channels_last ? threadIdx.x % plan.groups : warp % plan.groups;
+  const int group = g.channels_last ? threadIdx.x % walk.groups : warp % walk.groups;
   const int slot =
-      g.channels_last ? threadIdx.x / plan.groups : (warp / plan.groups) * 32 + threadIdx.x % 32;
+      g.channels_last ? threadIdx.x / walk.groups : (warp / walk.groups) * 32 + threadIdx.x % 32;
   const A* my_weights = sW + group * kAccVec;
   auto load_weights = [&](int tap, A(&to)[kRunK]) {
 #pragma unroll
     for (int v = 0; v < kRunK; v += kAccVec) {
       const Vec<A, kAccVec> part =
-          load_vec<kAccVec>(my_weights + tap * chunk_channels + v * plan.groups);
+          load_vec<kAccVec>(my_weights + tap * chunk_channels + v * walk.groups);
 #pragma unroll
       for (int i = 0; i < kAccVec; ++i) to[v + i] = part[i];
     }
@@ -89,7 +78,7 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
   }
   constexpr int kRun = kVecSize<T> < kRunK ? kVecSize<T> : kRunK;
   const int k_of_group = first_k + group * kRun;  // of v = 0
-  const int run_pitch = plan.groups * kRun;       // from v = 0 to v = kRun
+  const int run_pitch = walk.groups * kRun;       // from v = 0 to v = kRun
 
   // One input pixel: one channel, or those of the thread's outputs.
   auto load_x = [&](const T* pixel, bool exists, A(&to)[kXs]) {
@@ -118,9 +107,9 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
 
   // One channel's columns are neighbours: known here, they are one address and its offsets.
   const int64_t x_col = kWeightsInRegisters ? 1 : g.x_col;
-  const int begin = (blockIdx.x / plan.chunks) * plan.part_units;
-  const int end = min(begin + plan.part_units, g.units);
-  for (int index = begin + slot; index < end; index += plan.slots) {
+  const int begin = (blockIdx.x / walk.chunks) * walk.part_units;
+  const int end = min(begin + walk.part_units, g.units);
+  for (int index = begin + slot; index < end; index += walk.slots) {
     const DirectUnit unit = direct_unit(g, index, kRunQ);
     A acc[kRunQ][kRunK] = {};
     T* out = y + unit.image * g.y_image + unit.p * g.y_row + unit.q * g.y_col;
@@ -215,7 +204,7 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
           A run[kRun];
 #pragma unroll
           for (int i = 0; i < kRun; ++i) run[i] = acc[j][v + i];
-          store_run<kRun>(out + j * g.y_col + k, g.k - k, plan.vec_y, run);
+          store_run<kRun>(out + j * g.y_col + k, g.k - k, walk.vec_y, run);
         }
       }
     } else {
@@ -226,7 +215,7 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
         A run[kRunQ];
 #pragma unroll
         for (int j = 0; j < kRunQ; ++j) run[j] = acc[j][v];
-        store_run<kRunQ>(out + k * g.y_chan, g.q - unit.q, plan.vec_y, run);
+        store_run<kRunQ>(out + k * g.y_chan, g.q - unit.q, walk.vec_y, run);
       }
     }
   }
@@ -234,63 +223,32 @@ __global__ void __launch_bounds__(fprop_threads(kDepthwise || kWeightsInRegister
 
 }  // namespace
 
-void launch_conv2d_direct_fprop(DType dtype, const DirectShape& g, bool depthwise, bool flip,
-                                const void* x, const void* w, const void* bias, void* y,
-                                cudaStream_t stream) {
-  if (g.units == 0 || g.k == 0) return;
-  FpropPlan plan{};
-  plan.flip = flip;
-  const int run = static_cast<int>(std::min<int64_t>(kRunK, 16 / dtype_size(dtype)));
-  const uintptr_t addresses = address_of(y) | (depthwise ? address_of(x) : 0);
-  plan.vec_y = g.channels_last ? runs_are_vectors(dtype, g.k, run, addresses)
-                               : runs_are_vectors(dtype, g.q, kRunQ, address_of(y));
-  const bool is_vec =
-      depthwise && g.channels_last && g.multiplier == 1 && plan.vec_y && int64_t{g.h} * g.w > 0;
-  const bool dense = g.dilation_w == 1;
-  const bool three = dense && g.s == 3 && g.stride_w == 1;
-  const bool in_registers =
-      three && !depthwise && g.r == 3 && g.group_c == 1 && dtype != DType::kFloat64;
-  const bool is_large = depthwise || in_registers;
-  const int threads = fprop_threads(is_large);
-  // The widest chunk with the fewest idle groups; NCHW needs a warp for each group.
-  const int groups = ceil_div(g.k, kRunK);
-  plan.groups = g.channels_last ? 8 : threads / 32;
-  for (int candidate : {4, 2, 1}) {
-    if (ceil_div(groups, candidate) * candidate < ceil_div(groups, plan.groups) * plan.groups) {
-      plan.groups = candidate;
-    }
-  }
-  plan.chunks = ceil_div(groups, plan.groups);
-  plan.slots = threads / plan.groups;
-  // As many CTAs as stay resident; more chunks than that are CTAs of their own.
-  const int ctas = current_device_info().num_sms * fprop_ctas(is_large, dtype == DType::kFloat64);
-  const int parts = std::clamp(ctas / plan.chunks, 1, ceil_div(g.units, plan.slots));
-  plan.part_units = ceil_div(ceil_div(g.units, parts), plan.slots) * plan.slots;
-  const int64_t blocks = int64_t{ceil_div(g.units, plan.part_units)} * plan.chunks;
-
-  for_dtype(dtype, [&]<class T>() {
-    auto run_kernel =
-        [&]<int kS, int kStride, bool kDepthwise, bool kIsVec, bool kWeightsInRegisters>() {
-          const int64_t smem = int64_t{g.taps() + 1} * plan.groups * kRunK * sizeof(Accum<T>);
-          launch(
-              conv2d_direct_fprop_kernel<T, kS, kStride, kDepthwise, kIsVec, kWeightsInRegisters>,
-              dim3(static_cast<unsigned>(blocks)), dim3(threads), smem, stream,
-              static_cast<const T*>(x), static_cast<const T*>(w), static_cast<const T*>(bias),
-              static_cast<T*>(y), g, plan);
-        };
-    if (depthwise) {
-      if (!is_vec) return run_kernel.template operator()<0, 0, true, false, false>();
-      return three ? run_kernel.template operator()<3, 1, true, true, false>()
-                   : run_kernel.template operator()<0, 0, true, true, false>();
+void launch_direct_fprop(const Conv2dParams& p, const DirectFpropConfig& config,
+                         cudaStream_t stream) {
+  if (config.blocks == 0) return;
+  const DirectShape g(p.shape, kRunQ);
+  for_dtype(p.shape.dtype, [&]<class T>() {
+    auto run = [&]<int kS, int kStride, bool kDepthwise, bool kIsVec, bool kWeightsInRegisters>() {
+      const int64_t smem = int64_t{g.taps() + 1} * config.walk.groups * kRunK * sizeof(Accum<T>);
+      launch(conv2d_direct_fprop_kernel<T, kS, kStride, kDepthwise, kIsVec, kWeightsInRegisters>,
+             dim3(static_cast<unsigned>(config.blocks)),
+             dim3(direct_fprop_threads(config.is_large())), smem, stream,
+             static_cast<const T*>(p.input), static_cast<const T*>(p.weight),
+             static_cast<const T*>(p.bias), static_cast<T*>(p.output), g, config.walk);
+    };
+    if (config.depthwise) {
+      if (!config.vectorized_x) return run.template operator()<0, 0, true, false, false>();
+      return config.row_taps == 3 ? run.template operator()<3, 1, true, true, false>()
+                                  : run.template operator()<0, 0, true, true, false>();
     }
     if constexpr (sizeof(T) <= 4) {
-      if (in_registers) return run_kernel.template operator()<3, 1, false, false, true>();
-      if (dense && g.s == 7 && g.stride_w == 2) {
-        return run_kernel.template operator()<7, 2, false, false, false>();
+      if (config.weights_in_registers) {
+        return run.template operator()<3, 1, false, false, true>();
       }
+      if (config.row_taps == 7) return run.template operator()<7, 2, false, false, false>();
     }
-    return three ? run_kernel.template operator()<3, 1, false, false, false>()
-                 : run_kernel.template operator()<0, 0, false, false, false>();
+    return config.row_taps == 3 ? run.template operator()<3, 1, false, false, false>()
+                                : run.template operator()<0, 0, false, false, false>();
   });
 }
 

@@ -2,33 +2,16 @@
 // so grad_output is read once (few taps) and the input's rows come from L1. CTAs leave partial sums
 // in the workspace, which a second kernel adds in order. The bias gradient is one more tap, whose
 // input is 1.
-#include "ops/conv2d/cuda/depthwise/nchw.cuh"
+#include "common/switch.h"
+#include "ops/conv2d/cuda/direct/direct.cuh"
+#include "ops/conv2d/cuda/direct/wgrad.h"
 
 namespace warpwright {
 namespace {
 
-// A tile is kRunK outputs x kR * kS taps of one input channel. Tile t has outputs
-// (t % k_tiles) * kRunK and the taps of t / k_tiles, which counts channels first.
-struct WgradPlan {
-  int k_tiles, tiles;
-  int cta_tiles, chunks;  // tiles of a CTA; CTAs that share a pixel
-  int slices;             // runs of pixels a CTA has at once
-  int parts, part_units;  // partial sums; units of each
-  int smem_pitch;         // elements, from one value of all threads to the next
-  bool has_bias;
-
-  __host__ __device__ int64_t part_elements(int taps) const {
-    return int64_t{taps + 1} * k_tiles * kRunK;
-  }
-};
-
 // Taps whose sums over the slices go through shared memory together.
 template <class A>
 constexpr int kRoundTaps = sizeof(A) == 8 ? 1 : 3;
-
-// Threads of a CTA with kR x kS taps a thread, and CTAs of an SM, so that no register is spilled.
-constexpr int wgrad_threads(int r) { return r == 3 ? 128 : 256; }
-constexpr int wgrad_ctas(int r, bool is_double) { return is_double ? 1 : r == 3 ? 3 : 2; }
 
 // `count` values, `step` apart, in eight interleaved runs and those in pairs: one long chain would
 // round at the size of the whole sum each time.
@@ -56,9 +39,9 @@ __device__ __forceinline__ A sum_in_runs(const A* values, int count, int step) {
 // partials (parts, taps + 1, k_tiles * kRunK).
 // Grid: CTA b has chunk b % chunks of the tiles and part b / chunks of the pixels.
 template <class T, int kR, int kS, int kStride, bool kDepthwise, bool kIsVec>
-__global__ void __launch_bounds__(wgrad_threads(kR), wgrad_ctas(kR, sizeof(T) == 8))
+__global__ void __launch_bounds__(direct_wgrad_threads(kR), direct_wgrad_ctas(kR, sizeof(T) == 8))
     conv2d_direct_wgrad_kernel(const T* x, const T* dy, Accum<T>* partials, DirectShape g,
-                               WgradPlan plan) {
+                               DirectWgradWalk walk) {
   using A = Accum<T>;
   constexpr int kTaps = kR * kS;
   constexpr int kWindow = (kRunQ - 1) * kStride + kS;
@@ -68,17 +51,17 @@ __global__ void __launch_bounds__(wgrad_threads(kR), wgrad_ctas(kR, sizeof(T) ==
 
   // NHWC: neighbouring threads have neighbouring channels; NCHW: neighbouring pixels.
   const int tid = threadIdx.x;
-  const int local_tile = g.channels_last ? tid % plan.cta_tiles : tid / plan.slices;
-  const int slice = g.channels_last ? tid / plan.cta_tiles : tid % plan.slices;
-  const int chunk = blockIdx.x % plan.chunks, part = blockIdx.x / plan.chunks;
-  const int tile = chunk * plan.cta_tiles + local_tile;
-  const int k = (tile % plan.k_tiles) * kRunK;
-  const int tap_tile = tile / plan.k_tiles;
+  const int local_tile = g.channels_last ? tid % walk.cta_tiles : tid / walk.slices;
+  const int slice = g.channels_last ? tid / walk.cta_tiles : tid % walk.slices;
+  const int chunk = blockIdx.x % walk.chunks, part = blockIdx.x / walk.chunks;
+  const int tile = chunk * walk.cta_tiles + local_tile;
+  const int k = (tile % walk.k_tiles) * kRunK;
+  const int tap_tile = tile / walk.k_tiles;
   const int c = tap_tile % g.group_c;
   const int first_tap = tap_tile / g.group_c * kTaps;  // of the window
   const int r0 = first_tap / g.s, s0 = first_tap % g.s;
-  const bool is_active = local_tile < plan.cta_tiles && slice < plan.slices && tile < plan.tiles;
-  const bool adds_bias = plan.has_bias && tap_tile == 0;
+  const bool is_active = local_tile < walk.cta_tiles && slice < walk.slices && tile < walk.tiles;
+  const bool adds_bias = walk.has_bias && tap_tile == 0;
 
   auto load_x = [&](const T* pixel, bool exists, A(&to)[kXs]) {
     if constexpr (!kDepthwise) {
@@ -95,8 +78,8 @@ __global__ void __launch_bounds__(wgrad_threads(kR), wgrad_ctas(kR, sizeof(T) ==
   };
 
   A acc[kTaps + 1][kRunK] = {};  // the last is the bias
-  const int end = is_active ? min((part + 1) * plan.part_units, g.units) : 0;
-  for (int index = part * plan.part_units + slice; index < end; index += plan.slices) {
+  const int end = is_active ? min((part + 1) * walk.part_units, g.units) : 0;
+  for (int index = part * walk.part_units + slice; index < end; index += walk.slices) {
     const DirectUnit unit = direct_unit(g, index, kRunQ);
     const int run = min(g.q - unit.q, kRunQ);
     A rDy[kRunQ][kRunK];
@@ -170,9 +153,9 @@ __global__ void __launch_bounds__(wgrad_threads(kR), wgrad_ctas(kR, sizeof(T) ==
   }
 
   // Sum over the slices, a round of taps at a time, and leave it in the part's place.
-  const int pitch_k = plan.k_tiles * kRunK;
+  const int pitch_k = walk.k_tiles * kRunK;
   const int window = g.r * g.s;
-  A* to = partials + int64_t{part} * plan.part_elements(g.group_c * window);
+  A* to = partials + int64_t{part} * int64_t{g.group_c * window + 1} * pitch_k;
   constexpr int kRound = kRoundTaps<A>;
 #pragma unroll
   for (int begin = 0; begin <= kTaps; begin += kRound) {
@@ -180,22 +163,22 @@ __global__ void __launch_bounds__(wgrad_threads(kR), wgrad_ctas(kR, sizeof(T) ==
 #pragma unroll
     for (int i = 0; i < kRound * kRunK; ++i) {
       const int tap = begin + i / kRunK;
-      if (tap <= kTaps) sums[i * plan.smem_pitch + tid] = acc[tap][i % kRunK];
+      if (tap <= kTaps) sums[i * walk.smem_pitch + tid] = acc[tap][i % kRunK];
     }
     __syncthreads();
-    for (int e = tid; e < kRound * kRunK * plan.cta_tiles; e += blockDim.x) {
-      const int e_tile = e % plan.cta_tiles, value = e / plan.cta_tiles;
-      const int t = chunk * plan.cta_tiles + e_tile;
+    for (int e = tid; e < kRound * kRunK * walk.cta_tiles; e += blockDim.x) {
+      const int e_tile = e % walk.cta_tiles, value = e / walk.cta_tiles;
+      const int t = chunk * walk.cta_tiles + e_tile;
       const int tap = begin + value / kRunK;
-      const int group = t / plan.k_tiles;
-      if (t >= plan.tiles || tap > kTaps || (tap == kTaps && group != 0)) continue;
+      const int group = t / walk.k_tiles;
+      if (t >= walk.tiles || tap > kTaps || (tap == kTaps && group != 0)) continue;
       const A* column =
-          sums + value * plan.smem_pitch + (g.channels_last ? e_tile : e_tile * plan.slices);
-      const int step = g.channels_last ? plan.cta_tiles : 1;
-      const A sum = sum_in_runs(column, plan.slices, step);
+          sums + value * walk.smem_pitch + (g.channels_last ? e_tile : e_tile * walk.slices);
+      const int step = g.channels_last ? walk.cta_tiles : 1;
+      const A sum = sum_in_runs(column, walk.slices, step);
       const int place = tap == kTaps ? g.group_c * window
                                      : group % g.group_c * window + group / g.group_c * kTaps + tap;
-      to[int64_t{place} * pitch_k + (t % plan.k_tiles) * kRunK + value % kRunK] = sum;
+      to[int64_t{place} * pitch_k + (t % walk.k_tiles) * kRunK + value % kRunK] = sum;
     }
   }
 }
@@ -236,41 +219,11 @@ __global__ void __launch_bounds__(kReduceOutputs* kReduceLanes)
   }
 }
 
-// Taps a thread: all of 3 x 3, or a row of 5, or a row of 3 (depthwise), or one.
-struct TapTile {
-  int r, s;
-};
-
-TapTile tap_tile(const Conv2dShape& g, bool depthwise, bool is_vec) {
-  if (g.dilation_w != 1 || g.dtype == DType::kFloat64) return {1, 1};
-  if (depthwise) return is_vec && g.s == 3 && g.stride_w <= 2 ? TapTile{1, 3} : TapTile{1, 1};
-  if (g.r == 3 && g.s == 3 && g.stride_w == 1) return {3, 3};
-  if (g.s == 5 && g.stride_w == 1) return {1, 5};
-  return {1, 1};
-}
-
-WgradPlan plan_wgrad(const Conv2dShape& g, bool depthwise, bool is_vec, const DeviceInfo& device) {
-  const TapTile taps = tap_tile(g, depthwise, is_vec);
-  WgradPlan plan{};
-  plan.k_tiles = static_cast<int>(ceil_div<int64_t>(g.k, kRunK));
-  plan.tiles = static_cast<int>(plan.k_tiles * g.group_c() * g.taps() / (taps.r * taps.s));
-  const int threads = wgrad_threads(taps.r);
-  // NCHW needs a warp along the pixels for each tile.
-  plan.cta_tiles = std::min(plan.tiles, g.channels_last ? threads : threads / 32);
-  plan.chunks = ceil_div(plan.tiles, plan.cta_tiles);
-  plan.slices = threads / plan.cta_tiles;
-  const int units = static_cast<int>(g.n * g.p * ceil_div<int64_t>(g.q, kRunQ));
-  const int ctas = device.num_sms * wgrad_ctas(taps.r, g.dtype == DType::kFloat64);
-  plan.parts = std::clamp(ctas / plan.chunks, 1, std::max(1, ceil_div(units, plan.slices)));
-  plan.part_units = ceil_div(ceil_div(units, plan.parts), plan.slices) * plan.slices;
-  plan.smem_pitch = threads + (g.channels_last ? plan.cta_tiles % 32 : 1);
-  return plan;
-}
-
 }  // namespace
 
-void launch_conv2d_direct_wgrad_sum(const Conv2dBackwardParams& p, const DirectShape& g, int parts,
-                                    int pitch_k, const void* partials, cudaStream_t stream) {
+void launch_direct_wgrad_sum(const Conv2dBackwardParams& p, int parts, int pitch_k,
+                             const void* partials, cudaStream_t stream) {
+  const DirectShape g(p.shape, kRunQ);
   const int64_t blocks = ceil_div<int64_t>(int64_t{g.taps() + 1} * pitch_k, kReduceOutputs);
   for_dtype(p.shape.dtype, [&]<class T>() {
     launch(conv2d_direct_wgrad_sum_kernel<T>, dim3(static_cast<unsigned>(blocks)),
@@ -279,66 +232,36 @@ void launch_conv2d_direct_wgrad_sum(const Conv2dBackwardParams& p, const DirectS
   });
 }
 
-int64_t conv2d_direct_wgrad_workspace_bytes(const Conv2dShape& g, bool depthwise,
-                                            const DeviceInfo& device) {
-  if (g.k == 0 || g.group_c() * g.taps() == 0) return 0;
-  if (depthwise && conv2d_depthwise_nchw_wgrad_supported(g)) {
-    return conv2d_depthwise_nchw_wgrad_parts(g, device) * int64_t{10} * g.k *
-           (g.dtype == DType::kFloat64 ? 8 : 4);
-  }
-  // Sized before it is known where the tensors lie.
-  const int64_t parts = std::max(plan_wgrad(g, depthwise, false, device).parts,
-                                 plan_wgrad(g, depthwise, true, device).parts);
-  const WgradPlan plan = plan_wgrad(g, depthwise, false, device);
-  return parts * plan.part_elements(static_cast<int>(g.group_c() * g.taps())) *
-         (g.dtype == DType::kFloat64 ? 8 : 4);
-}
-
-void launch_conv2d_direct_wgrad(const Conv2dBackwardParams& p, bool depthwise, void* workspace,
-                                cudaStream_t stream) {
+void launch_direct_wgrad(const Conv2dBackwardParams& p, const DirectWgradConfig& config,
+                         void* workspace, cudaStream_t stream) {
   const DirectShape g(p.shape, kRunQ);
-  if (g.k == 0 || g.taps() == 0) return;
-  const DType dtype = p.shape.dtype;
-  if (depthwise && conv2d_depthwise_nchw_wgrad_supported(p.shape)) {
-    const int parts = conv2d_depthwise_nchw_wgrad_parts(p.shape, current_device_info());
-    launch_conv2d_depthwise_nchw_wgrad(p, parts, workspace, stream);
-    return launch_conv2d_direct_wgrad_sum(p, g, parts, g.k, workspace, stream);
-  }
-  const bool dy_in_vectors = g.channels_last
-                                 ? runs_are_vectors(dtype, g.k, kRunK, address_of(p.grad_output))
-                                 : runs_are_vectors(dtype, g.q, kRunQ, address_of(p.grad_output));
-  const bool is_vec =
-      dy_in_vectors &&
-      (!depthwise || (g.channels_last && g.multiplier == 1 && p.shape.h * p.shape.w > 0 &&
-                      runs_are_vectors(dtype, g.k, kRunK, address_of(p.input))));
-  WgradPlan plan = plan_wgrad(p.shape, depthwise, is_vec, current_device_info());
-  plan.has_bias = p.grad_bias != nullptr;
-  const TapTile taps = tap_tile(p.shape, depthwise, is_vec);
-  for_dtype(dtype, [&]<class T>() {
+  DirectWgradWalk walk = config.walk;
+  walk.has_bias = p.grad_bias != nullptr;
+  for_dtype(p.shape.dtype, [&]<class T>() {
     using A = Accum<T>;
-    auto run_kernel = [&]<int kR, int kS, int kStride, bool kDepthwise, bool kIsVec>() {
-      const int64_t smem = int64_t{kRoundTaps<A>} * kRunK * plan.smem_pitch * sizeof(A);
+    auto run = [&]<int kR, int kS, int kStride, bool kDepthwise, bool kIsVec>() {
+      const int64_t smem = int64_t{kRoundTaps<A>} * kRunK * walk.smem_pitch * sizeof(A);
       launch(conv2d_direct_wgrad_kernel<T, kR, kS, kStride, kDepthwise, kIsVec>,
-             dim3(static_cast<unsigned>(plan.parts * plan.chunks)), dim3(wgrad_threads(kR)), smem,
-             stream, static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
-             static_cast<A*>(workspace), g, plan);
+             dim3(static_cast<unsigned>(walk.parts * walk.chunks)), dim3(direct_wgrad_threads(kR)),
+             smem, stream, static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
+             static_cast<A*>(workspace), g, walk);
     };
-    for_bool(is_vec, [&]<bool kIsVec>() {
+    for_bool(config.vectorized, [&]<bool kIsVec>() {
       if constexpr (sizeof(T) <= 4) {
         if constexpr (kIsVec) {
-          if (depthwise && taps.s == 3) {
-            return g.stride_w == 1 ? run_kernel.template operator()<1, 3, 1, true, true>()
-                                   : run_kernel.template operator()<1, 3, 2, true, true>();
+          if (config.depthwise && config.tap_cols == 3) {
+            return g.stride_w == 1 ? run.template operator()<1, 3, 1, true, true>()
+                                   : run.template operator()<1, 3, 2, true, true>();
           }
         }
-        if (taps.s == 3) return run_kernel.template operator()<3, 3, 1, false, kIsVec>();
-        if (taps.s == 5) return run_kernel.template operator()<1, 5, 1, false, kIsVec>();
+        if (config.tap_cols == 3) return run.template operator()<3, 3, 1, false, kIsVec>();
+        if (config.tap_cols == 5) return run.template operator()<1, 5, 1, false, kIsVec>();
       }
-      return depthwise ? run_kernel.template operator()<1, 1, 1, true, kIsVec>()
-                       : run_kernel.template operator()<1, 1, 1, false, kIsVec>();
+      return config.depthwise ? run.template operator()<1, 1, 1, true, kIsVec>()
+                              : run.template operator()<1, 1, 1, false, kIsVec>();
     });
   });
-  launch_conv2d_direct_wgrad_sum(p, g, plan.parts, plan.k_tiles * kRunK, workspace, stream);
+  launch_direct_wgrad_sum(p, walk.parts, config.pitch_k(), workspace, stream);
 }
 
 }  // namespace warpwright

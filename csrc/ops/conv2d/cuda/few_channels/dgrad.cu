@@ -305,13 +305,13 @@ void launch_dgrad(const Conv2dBackwardParams& p, const FewChannelsDgradConfig& c
   const DeviceInfo& device = current_device_info();
   const DgradPlan plan(config, p.shape);
   // Element copies need every warp for their loads, though some then have no rows of D.
-  const int warps = config.wide
+  const int warps = config.vectorized
                         ? std::clamp(ceil_div(config.tile_blocks(), 32), 4, kMaxThreads / 32)
                         : kMaxThreads / 32;
   const int ctas = static_cast<int>(
       std::clamp<int64_t>(device.smem_per_block / (config.smem_bytes + 1024), 1, 4));
   const dim3 grid(static_cast<unsigned>(std::min(plan.tiles, device.num_sms * ctas)));
-  for_bool(config.wide, [&]<bool kIsVec>() {
+  for_bool(config.vectorized, [&]<bool kIsVec>() {
     for_bool(config.columns > 8, [&]<bool kIsFull>() {
       launch(conv2d_few_channels_dgrad_kernel < T, kIsFull ? 16 : 8, kIsVec >, grid,
              dim3(warps * 32), config.smem_bytes, stream, static_cast<const T*>(p.grad_output),
@@ -323,8 +323,8 @@ void launch_dgrad(const Conv2dBackwardParams& p, const FewChannelsDgradConfig& c
 
 }  // namespace
 
-void launch_conv2d_few_channels_dgrad(const Conv2dBackwardParams& p,
-                                      const FewChannelsDgradConfig& config, cudaStream_t stream) {
+void launch_few_channels_dgrad(const Conv2dBackwardParams& p, const FewChannelsDgradConfig& config,
+                               cudaStream_t stream) {
   if (p.shape.dtype == DType::kBFloat16) return launch_dgrad<bf16>(p, config, stream);
   if (p.shape.dtype == DType::kFloat16) return launch_dgrad<half>(p, config, stream);
   launch_dgrad<float>(p, config, stream);

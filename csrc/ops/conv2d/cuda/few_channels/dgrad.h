@@ -5,20 +5,22 @@
 // zero).
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "ops/conv2d/cuda/direct/direct.h"
 
 namespace warpwright {
 
 struct FewChannelsDgradConfig {
-  bool supported = false;
   bool tf32 = false;
-  bool wide = false;       // grad_output in 16-byte vectors of channels
-  int blk_h, blk_w;        // input pixels of a row of D
-  int columns;             // blk_h * blk_w * channels
-  int step_h, step_w;      // grad_output pixels from one block to the next
-  int first_h, first_w;    // grad_output pixel at the window's origin of block 0
-  int window_h, window_w;  // grad_output pixels that a block sees
-  int tile_h, tile_w;      // blocks of a CTA's tile
+  bool vectorized = false;  // grad_output in 16-byte vectors of channels
+  int blk_h, blk_w;         // input pixels of a row of D
+  int columns;              // blk_h * blk_w * channels
+  int step_h, step_w;       // grad_output pixels from one block to the next
+  int first_h, first_w;     // grad_output pixel at the window's origin of block 0
+  int window_h, window_w;   // grad_output pixels that a block sees
+  int tile_h, tile_w;       // blocks of a CTA's tile
   int64_t tiles_h, tiles_w;
   int rows, cols;    // grad_output pixels that a tile sees
   int column_slots;  // places of a row in shared memory: a multiple of step_w
@@ -53,18 +55,16 @@ inline Window window_of(int64_t blk, int64_t stride, int64_t pad, int64_t dilati
 
 }  // namespace few_channels_dgrad
 
-// `addresses`: the operands' addresses or-ed together.
-inline FewChannelsDgradConfig choose_few_channels_dgrad_config(const Conv2dShape& s,
-                                                               uintptr_t addresses,
-                                                               const DeviceInfo& device) {
+inline std::optional<FewChannelsDgradConfig> choose_few_channels_dgrad(
+    const Conv2dShape& s, const Conv2dAddresses& addresses, const DeviceInfo& device) {
   using namespace few_channels_dgrad;
   FewChannelsDgradConfig config;
   const GemmKind kind = gemm_kind(s);
-  if (s.c * s.h * s.w * s.k == 0) return config;
+  if (s.c * s.h * s.w * s.k == 0) return std::nullopt;
   const int64_t limit = int64_t{kMaxColumns} / s.c;
   if ((kind != GemmKind::k16Bit && kind != GemmKind::kTf32) || !conv2d_few_channels_supported(s) ||
       s.k > 1024 || s.stride_h > limit || s.stride_w > limit || s.stride_h * s.stride_w > limit) {
-    return config;
+    return std::nullopt;
   }
   const int64_t size = dtype_size(s.dtype), vec = 16 / size;
   int64_t blk_h = s.stride_h, blk_w = s.stride_w;
@@ -111,14 +111,14 @@ inline FewChannelsDgradConfig choose_few_channels_dgrad_config(const Conv2dShape
       break;
     }
     // Less than a warp's rows: the window is too large for this.
-    if (tile_h * tile_w <= 16) return config;
+    if (tile_h * tile_w <= 16) return std::nullopt;
     int64_t& more = tile_h * blk_h > tile_w * blk_w ? tiles_h : tiles_w;
     more += 1 + more / 16;
   }
-  config.supported = s.n * config.tiles_h * config.tiles_w < (int64_t{1} << 31);
+  if (s.n * config.tiles_h * config.tiles_w >= (int64_t{1} << 31)) return std::nullopt;
   config.tf32 = kind == GemmKind::kTf32;
-  config.wide = s.channels_last && s.k % vec == 0 && addresses % 16 == 0;
-  config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"
+  config.vectorized = s.channels_last && s.k % vec == 0 && addresses.are_multiples_of(16);
+  config.reason = config.vectorized ? "NHWC with whole 16-byte vectors of channels"
                   : s.channels_last ? "channels are not whole 16-byte vectors: element accesses"
                                     : "NCHW: element accesses along the rows of the image";
   return config;
@@ -133,8 +133,8 @@ inline std::string describe(const FewChannelsDgradConfig& config) {
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_conv2d_few_channels_dgrad(const Conv2dBackwardParams& params,
-                                      const FewChannelsDgradConfig& config, cudaStream_t stream);
+void launch_few_channels_dgrad(const Conv2dBackwardParams& params,
+                               const FewChannelsDgradConfig& config, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

@@ -13,7 +13,7 @@ constexpr int kWarps = 8;
 // The configuration as the kernel holds it.
 struct FpropTilePlan {
   int chunks, row_taps, taps, tile_p, tile_runs, x_rows, x_pitch, tiles;
-  bool wide;
+  bool paired_outputs;
   FastDivmod tiles_q, tiles_p;  // tile -> (image, row, column)
 
   FpropTilePlan(const FewChannelsFpropConfig& c, const Conv2dShape& s)
@@ -25,7 +25,7 @@ struct FpropTilePlan {
         x_rows(c.x_rows),
         x_pitch(c.x_pitch),
         tiles(static_cast<int>(s.n * c.tiles_p * c.tiles_q)),
-        wide(c.wide),
+        paired_outputs(c.paired_outputs),
         tiles_q(c.tiles_q),
         tiles_p(c.tiles_p) {}
 };
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
             Vec<T, 2> pair;
             pair[0] = convert<T>(acc[m][n][half_run * 2] + rBias[0]);
             pair[1] = convert<T>(acc[m][n][half_run * 2 + 1] + rBias[1]);
-            if (plan.wide) {
+            if (plan.paired_outputs) {
               store_pair_global(to, *reinterpret_cast<const uint32_t*>(&pair));
             } else {
               to[0] = pair[0];
@@ -199,8 +199,8 @@ void launch_fprop(const Conv2dParams& p, const FewChannelsFpropConfig& config,
 
 }  // namespace
 
-void launch_conv2d_few_channels_fprop(const Conv2dParams& p, const FewChannelsFpropConfig& config,
-                                      cudaStream_t stream) {
+void launch_few_channels_fprop(const Conv2dParams& p, const FewChannelsFpropConfig& config,
+                               cudaStream_t stream) {
   if (p.shape.dtype == DType::kBFloat16) return launch_fprop<bf16>(p, config, stream);
   launch_fprop<half>(p, config, stream);
 }

@@ -3,17 +3,19 @@
 // elements come in pairs, which lie together in a row of the image.
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "ops/conv2d/cuda/direct/direct.h"
 
 namespace warpwright {
 
 struct FewChannelsFpropConfig {
-  bool supported = false;
-  bool paired = false;    // pairs of elements are 4-byte aligned in shared memory
-  bool wide = false;      // pairs of outputs are 4-byte aligned
-  int n_blocks, chunks;   // of 8 output channels: of a CTA, and CTAs that share a pixel
-  int row_taps, taps;     // of a row of the window, even; of all rows, whole steps of 16
-  int tile_p, tile_runs;  // output rows and runs of 16 pixels that a CTA has at once
+  bool paired = false;          // pairs of elements are 4-byte aligned in shared memory
+  bool paired_outputs = false;  // pairs of outputs are 4-byte aligned
+  int n_blocks, chunks;         // of 8 output channels: of a CTA, and CTAs that share a pixel
+  int row_taps, taps;           // of a row of the window, even; of all rows, whole steps of 16
+  int tile_p, tile_runs;        // output rows and runs of 16 pixels that a CTA has at once
   int64_t tiles_p, tiles_q;
   int x_rows, x_pitch;  // input rows that a tile sees, their elements
   int64_t smem_bytes;
@@ -21,17 +23,15 @@ struct FewChannelsFpropConfig {
   int chunk_k() const { return n_blocks * 8; }
 };
 
-// `addresses`: the output's.
-inline FewChannelsFpropConfig choose_few_channels_fprop_config(const Conv2dShape& s,
-                                                               uintptr_t addresses,
-                                                               const DeviceInfo& device) {
+inline std::optional<FewChannelsFpropConfig> choose_few_channels_fprop(
+    const Conv2dShape& s, const Conv2dAddresses& addresses, const DeviceInfo& device) {
   FewChannelsFpropConfig config;
   // With fewer products an output the FMA kernel is bound by the output's bytes, too.
   constexpr int64_t kMinTaps = 32, kSize = 2;
   if (gemm_kind(s) != GemmKind::k16Bit || !s.channels_last || !conv2d_few_channels_supported(s) ||
       s.c * s.taps() <= kMinTaps || s.dilation_w != 1 || s.w * s.c >= int64_t{1} << 30 ||
       s.k * s.p * s.q == 0) {
-    return config;
+    return std::nullopt;
   }
   config.n_blocks = s.k <= 32 ? 4 : 8;
   config.chunks = static_cast<int>(ceil_div(s.k, config.chunk_k()));
@@ -41,10 +41,10 @@ inline FewChannelsFpropConfig choose_few_channels_fprop_config(const Conv2dShape
   const int64_t x_rows = tiles.input_rows, x_cols = tiles.input_cols(s);
   // An odd row's last pair reads one element more.
   const int64_t x_pitch = ceil_div(x_cols * s.c + 1, 2) * 2;
-  if (x_rows > 4096 || x_pitch > 4096) return config;
+  if (x_rows > 4096 || x_pitch > 4096) return std::nullopt;
   config.smem_bytes = config.chunk_k() * (config.taps + 8) * kSize + config.taps / 2 * 8 +
                       ceil_div(x_rows * x_pitch * kSize, 16) * 16;
-  if (config.smem_bytes > device.smem_per_block / 2 - 1024) return config;
+  if (config.smem_bytes > device.smem_per_block / 2 - 1024) return std::nullopt;
   config.tile_p = static_cast<int>(tiles.rows);
   config.tile_runs = static_cast<int>(tiles.runs);
   config.tiles_p = tiles.count_p;
@@ -52,8 +52,8 @@ inline FewChannelsFpropConfig choose_few_channels_fprop_config(const Conv2dShape
   config.x_rows = static_cast<int>(x_rows);
   config.x_pitch = static_cast<int>(x_pitch);
   config.paired = s.stride_w * s.c % 2 == 0;
-  config.wide = s.k % 2 == 0 && addresses % 4 == 0;
-  config.supported = s.n * config.tiles_p * config.tiles_q < (int64_t{1} << 31);
+  config.paired_outputs = s.k % 2 == 0 && addresses.y % 4 == 0;
+  if (s.n * config.tiles_p * config.tiles_q >= (int64_t{1} << 31)) return std::nullopt;
   return config;
 }
 
@@ -65,8 +65,8 @@ inline std::string describe(const FewChannelsFpropConfig& config) {
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_conv2d_few_channels_fprop(const Conv2dParams& params,
-                                      const FewChannelsFpropConfig& config, cudaStream_t stream);
+void launch_few_channels_fprop(const Conv2dParams& params, const FewChannelsFpropConfig& config,
+                               cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

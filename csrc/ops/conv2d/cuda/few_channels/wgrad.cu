@@ -1,8 +1,10 @@
 // Weight gradient with few input channels on tensor cores (wgrad.h): the tile's
 // grad_output and input are copied to shared memory once; A comes from the first by ldmatrix.trans,
 // an element (pixel, tap) of B from the second at the pixel's place plus the tap's offset.
+#include "common/switch.h"
 #include "device/mma_sm80.cuh"
 #include "ops/conv2d/cuda/direct/direct.cuh"
+#include "ops/conv2d/cuda/direct/wgrad.h"
 #include "ops/conv2d/cuda/few_channels/wgrad.h"
 
 namespace warpwright {
@@ -219,7 +221,7 @@ void launch_parts(const Conv2dBackwardParams& p, const FewChannelsWgradConfig& c
                   void* workspace, cudaStream_t stream) {
   const TapsPlan plan(config, p.shape);
   for_int<2, 4>(config.m_blocks, [&]<int kMBlocks>() {
-    for_bool(config.wide, [&]<bool kIsVec>() {
+    for_bool(config.vectorized, [&]<bool kIsVec>() {
       launch(conv2d_few_channels_wgrad_kernel<T, kMBlocks, kIsVec>,
              dim3(static_cast<unsigned>(config.parts * config.chunks)), dim3(kWarps * 32),
              config.smem_bytes, stream, static_cast<const T*>(p.input),
@@ -231,11 +233,14 @@ void launch_parts(const Conv2dBackwardParams& p, const FewChannelsWgradConfig& c
 
 }  // namespace
 
-void launch_conv2d_few_channels_wgrad_parts(const Conv2dBackwardParams& p,
-                                            const FewChannelsWgradConfig& config, void* workspace,
-                                            cudaStream_t stream) {
-  if (p.shape.dtype == DType::kBFloat16) return launch_parts<bf16>(p, config, workspace, stream);
-  launch_parts<half>(p, config, workspace, stream);
+void launch_few_channels_wgrad(const Conv2dBackwardParams& p, const FewChannelsWgradConfig& config,
+                               void* workspace, cudaStream_t stream) {
+  if (p.shape.dtype == DType::kBFloat16) {
+    launch_parts<bf16>(p, config, workspace, stream);
+  } else {
+    launch_parts<half>(p, config, workspace, stream);
+  }
+  launch_direct_wgrad_sum(p, config.parts, config.pitch_k(), workspace, stream);
 }
 
 }  // namespace warpwright

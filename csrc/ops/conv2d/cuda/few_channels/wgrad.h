@@ -3,17 +3,19 @@
 // neighbouring pixels of a row at a time.
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "ops/conv2d/cuda/direct/direct.h"
 
 namespace warpwright {
 
 struct FewChannelsWgradConfig {
-  bool supported = false;
-  bool wide = false;      // grad_output in 16-byte vectors of channels
-  int m_blocks, chunks;   // of 16 output channels: of a CTA, and CTAs that share a pixel
-  int n_blocks;           // of 8 taps
-  int warps_n;            // warps that share a pixel
-  int tile_p, tile_runs;  // output rows and runs of 16 pixels that a CTA has at once
+  bool vectorized = false;  // grad_output in 16-byte vectors of channels
+  int m_blocks, chunks;     // of 16 output channels: of a CTA, and CTAs that share a pixel
+  int n_blocks;             // of 8 taps
+  int warps_n;              // warps that share a pixel
+  int tile_p, tile_runs;    // output rows and runs of 16 pixels that a CTA has at once
   int64_t tiles_p, tiles_q;
   int x_rows, x_cols;  // input pixels that a tile sees
   int64_t smem_bytes;
@@ -30,15 +32,13 @@ constexpr int kWarps = 8, kWarpBlocks = 3;  // columns of a warp: 8 * kWarpBlock
 
 }  // namespace few_channels_wgrad
 
-// `addresses`: grad_output's.
-inline FewChannelsWgradConfig choose_few_channels_wgrad_config(const Conv2dShape& s,
-                                                               uintptr_t addresses,
-                                                               const DeviceInfo& device) {
+inline std::optional<FewChannelsWgradConfig> choose_few_channels_wgrad(
+    const Conv2dShape& s, const Conv2dAddresses& addresses, const DeviceInfo& device) {
   using namespace few_channels_wgrad;
   FewChannelsWgradConfig config;
   if (gemm_kind(s) != GemmKind::k16Bit || !conv2d_few_channels_supported(s) ||
       s.w * s.c >= int64_t{1} << 30 || s.k * s.p * s.q == 0) {
-    return config;
+    return std::nullopt;
   }
   constexpr int64_t kSize = 2;
   config.m_blocks = s.k <= 32 ? 2 : 4;
@@ -51,10 +51,10 @@ inline FewChannelsWgradConfig choose_few_channels_wgrad_config(const Conv2dShape
   const int64_t dy_bytes = tiles.rows * tiles.runs * 16 * (config.chunk_k() + 8) * kSize;
   const int64_t sums_bytes = int64_t{kWarps} * config.m_blocks * kWarpBlocks * 128 * 4;
   // Large dilations are the implicit GEMM's.
-  if (x_rows > 4096 || x_cols > 4096) return config;
+  if (x_rows > 4096 || x_cols > 4096) return std::nullopt;
   config.smem_bytes =
       std::max(sums_bytes, dy_bytes + ceil_div(x_rows * x_cols * s.c * kSize, 16) * 16);
-  if (config.smem_bytes > device.smem_per_block / 2 - 1024) return config;
+  if (config.smem_bytes > device.smem_per_block / 2 - 1024) return std::nullopt;
   config.tile_p = static_cast<int>(tiles.rows);
   config.tile_runs = static_cast<int>(tiles.runs);
   config.tiles_p = tiles.count_p;
@@ -64,9 +64,9 @@ inline FewChannelsWgradConfig choose_few_channels_wgrad_config(const Conv2dShape
   const int64_t all_tiles = s.n * config.tiles_p * config.tiles_q;
   config.parts = static_cast<int>(std::clamp<int64_t>(int64_t{device.num_sms} * 2 / config.chunks,
                                                       1, std::max<int64_t>(all_tiles, 1)));
-  config.supported = all_tiles < (int64_t{1} << 31);
-  config.wide = s.channels_last && s.k % 8 == 0 && addresses % 16 == 0;
-  config.reason = config.wide       ? "NHWC with whole 16-byte vectors of channels"
+  if (all_tiles >= (int64_t{1} << 31)) return std::nullopt;
+  config.vectorized = s.channels_last && s.k % 8 == 0 && addresses.y % 16 == 0;
+  config.reason = config.vectorized ? "NHWC with whole 16-byte vectors of channels"
                   : s.channels_last ? "channels are not whole 16-byte vectors: element accesses"
                                     : "NCHW: element accesses along the rows of the image";
   return config;
@@ -79,16 +79,15 @@ inline std::string describe(const FewChannelsWgradConfig& config) {
          std::to_string(config.parts) + " parts (" + config.reason + ")";
 }
 
-inline int64_t few_channels_wgrad_workspace_bytes(const Conv2dShape& s,
-                                                  const FewChannelsWgradConfig& config) {
+inline int64_t workspace_bytes(const Conv2dShape& s, const FewChannelsWgradConfig& config) {
   return int64_t{config.parts} * (s.c * s.taps() + 1) * config.pitch_k() * 4;
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// Partial sums of weight and bias into `workspace`, in the layout of the direct kernels'.
-void launch_conv2d_few_channels_wgrad_parts(const Conv2dBackwardParams& params,
-                                            const FewChannelsWgradConfig& config, void* workspace,
-                                            cudaStream_t stream);
+// Writes grad_weight and, if it is not null, grad_bias.
+void launch_few_channels_wgrad(const Conv2dBackwardParams& params,
+                               const FewChannelsWgradConfig& config, void* workspace,
+                               cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

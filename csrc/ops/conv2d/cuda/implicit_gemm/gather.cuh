@@ -95,7 +95,7 @@ struct LinearAxis {
 };
 
 // The same near an origin of the tile: the host checks that the sum of two halves fits
-// (fits_compact_coords in conv2d.h).
+// (fits_compact_coords in config.h).
 struct NearCoord {
   int offset;
   int h;

@@ -2,18 +2,21 @@
 // that they compile in parallel.
 #pragma once
 
-#include "ops/conv2d/conv2d.h"
+#include <cuda_runtime.h>
+
+#include "ops/conv2d/cuda/implicit_gemm/config.h"
 
 namespace warpwright {
 
 template <GemmKind kKind, class T>
-void launch_implicit_gemm_fprop(const Conv2dParams& params, const Conv2dConfig& config,
+void launch_implicit_gemm_fprop(const Conv2dParams& params, const ImplicitGemmConfig& config,
                                 cudaStream_t stream);
 template <GemmKind kKind, class T>
-void launch_implicit_gemm_dgrad(const Conv2dBackwardParams& params, const Conv2dConfig& config,
-                                cudaStream_t stream);
+void launch_implicit_gemm_dgrad(const Conv2dBackwardParams& params,
+                                const ImplicitGemmConfig& config, cudaStream_t stream);
 template <GemmKind kKind, class T>
-void launch_implicit_gemm_wgrad(const Conv2dBackwardParams& params, const Conv2dConfig& config,
+void launch_implicit_gemm_wgrad(const Conv2dBackwardParams& params,
+                                const ImplicitGemmConfig& config, void* workspace,
                                 cudaStream_t stream);
 
 }  // namespace warpwright

@@ -142,7 +142,7 @@ void launch_correlation(const Correlation<typename Tile::Element>& c,
 
 // Calls f.operator()<tile, channels_last, vectorized>().
 template <GemmKind kKind, class F>
-void for_conv_instance(const Conv2dShape& s, const Conv2dConfig& config, F&& f) {
+void for_conv_instance(const Conv2dShape& s, const ImplicitGemmConfig& config, F&& f) {
   if (!s.channels_last) return f.template operator()<GemmTile::k64x64Elements, false, false>();
   if constexpr (uses_tensor_cores(kKind)) {
     if (config.vectorized && config.tile == GemmTile::k128x128) {
@@ -154,7 +154,7 @@ void for_conv_instance(const Conv2dShape& s, const Conv2dConfig& config, F&& f) 
 }
 
 template <GemmKind kKind, class T>
-void launch_implicit_gemm_fprop(const Conv2dParams& p, const Conv2dConfig& config,
+void launch_implicit_gemm_fprop(const Conv2dParams& p, const ImplicitGemmConfig& config,
                                 cudaStream_t stream) {
   for_slices(p.shape, [&](const Conv2dShape& s, int64_t first) {
     const Plane x = input_plane(s), y = output_plane(s);
@@ -182,7 +182,7 @@ void launch_implicit_gemm_fprop(const Conv2dParams& p, const Conv2dConfig& confi
 
 // One phase of the input gradient.
 template <GemmKind kKind, class T>
-void launch_dgrad_phase(const Conv2dBackwardParams& p, const Conv2dConfig& config,
+void launch_dgrad_phase(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
                         const Conv2dShape& s, int64_t first_image, const Phase& h, const Phase& w,
                         cudaStream_t stream) {
   const Plane x = input_plane(s), y = output_plane(s);
@@ -225,7 +225,7 @@ void launch_dgrad_phase(const Conv2dBackwardParams& p, const Conv2dConfig& confi
 constexpr int64_t kMaxStridePhases = 16;
 
 template <GemmKind kKind, class T>
-void launch_implicit_gemm_dgrad(const Conv2dBackwardParams& p, const Conv2dConfig& config,
+void launch_implicit_gemm_dgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
                                 cudaStream_t stream) {
   for_slices(p.shape, [&](const Conv2dShape& s, int64_t first) {
     const bool clear = s.stride_h > kMaxStridePhases || s.stride_w > kMaxStridePhases;
@@ -248,8 +248,8 @@ void launch_implicit_gemm_dgrad(const Conv2dBackwardParams& p, const Conv2dConfi
 // ---- wgrad ----
 
 template <GemmKind kKind, GemmTile kTile, class T, bool kChannelsLast, bool kVectorized>
-void launch_wgrad_instance(const Conv2dBackwardParams& p, const Conv2dConfig& config,
-                           cudaStream_t stream) {
+void launch_wgrad_instance(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
+                           void* workspace, cudaStream_t stream) {
   using Tile = typename PortableTileOf<kKind, kTile, T>::type;
   const Conv2dShape& s = p.shape;
   const Plane x = input_plane(s), y = output_plane(s);
@@ -279,7 +279,7 @@ void launch_wgrad_instance(const Conv2dBackwardParams& p, const Conv2dConfig& co
     const bool aligned =
         rows_are_aligned(dy, s.k * kSize, 16) && rows_are_aligned(nullptr, s.group_k() * kSize, 16);
     const typename LoaderY::Operand a{{dy, s.k, s.group_k(), pixels, aligned}, s.group_k()};
-    launch_group_products<Tile, LoaderY, LoaderX>(extents, a, b, output, p.workspace, stream);
+    launch_group_products<Tile, LoaderY, LoaderX>(extents, a, b, output, workspace, stream);
   } else {
     using LoaderY = GatherLoader<Tile, Major::kK, Tile::kBlkM, 1, LinearAxis, PixelAxis>;
     const typename LoaderY::Operand a{dy,
@@ -288,31 +288,31 @@ void launch_wgrad_instance(const Conv2dBackwardParams& p, const Conv2dConfig& co
                                       y.all_pixels(),
                                       static_cast<int>(s.p),
                                       static_cast<int>(s.q)};
-    launch_group_products<Tile, LoaderY, LoaderX>(extents, a, b, output, p.workspace, stream);
+    launch_group_products<Tile, LoaderY, LoaderX>(extents, a, b, output, workspace, stream);
   }
   if (config.splits > 1) {
     MatrixOutput<T> whole = output;
     whole.rows = s.k;
-    launch_split_k_reduce<typename Tile::Acc>(p.workspace, config.splits, s.k, depth, whole,
-                                              stream);
+    launch_split_k_reduce<typename Tile::Acc>(workspace, config.splits, s.k, depth, whole, stream);
   }
 }
 
 template <GemmKind kKind, class T>
-void launch_implicit_gemm_wgrad(const Conv2dBackwardParams& p, const Conv2dConfig& config,
-                                cudaStream_t stream) {
+void launch_implicit_gemm_wgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
+                                void* workspace, cudaStream_t stream) {
   if constexpr (uses_tensor_cores(kKind)) {
     if (config.vectorized && config.tile == GemmTile::k64x64Gathered) {
-      return launch_wgrad_instance<kKind, GemmTile::k64x64Gathered, T, true, true>(p, config,
-                                                                                   stream);
+      return launch_wgrad_instance<kKind, GemmTile::k64x64Gathered, T, true, true>(
+          p, config, workspace, stream);
     }
     if (config.vectorized) {
-      return launch_wgrad_instance<kKind, GemmTile::k128x128, T, true, true>(p, config, stream);
+      return launch_wgrad_instance<kKind, GemmTile::k128x128, T, true, true>(p, config, workspace,
+                                                                             stream);
     }
   }
   for_bool(p.shape.channels_last, [&]<bool kChannelsLast>() {
-    launch_wgrad_instance<kKind, GemmTile::k64x64Elements, T, kChannelsLast, false>(p, config,
-                                                                                    stream);
+    launch_wgrad_instance<kKind, GemmTile::k64x64Elements, T, kChannelsLast, false>(
+        p, config, workspace, stream);
   });
 }
 

@@ -4,10 +4,13 @@
 namespace warpwright {
 
 template void launch_implicit_gemm_fprop<GemmKind::k16Bit, bf16>(const Conv2dParams&,
-                                                                 const Conv2dConfig&, cudaStream_t);
+                                                                 const ImplicitGemmConfig&,
+                                                                 cudaStream_t);
 template void launch_implicit_gemm_dgrad<GemmKind::k16Bit, bf16>(const Conv2dBackwardParams&,
-                                                                 const Conv2dConfig&, cudaStream_t);
+                                                                 const ImplicitGemmConfig&,
+                                                                 cudaStream_t);
 template void launch_implicit_gemm_wgrad<GemmKind::k16Bit, bf16>(const Conv2dBackwardParams&,
-                                                                 const Conv2dConfig&, cudaStream_t);
+                                                                 const ImplicitGemmConfig&, void*,
+                                                                 cudaStream_t);
 
 }  // namespace warpwright

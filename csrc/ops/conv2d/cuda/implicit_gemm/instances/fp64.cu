@@ -4,13 +4,13 @@
 namespace warpwright {
 
 template void launch_implicit_gemm_fprop<GemmKind::kFp64, double>(const Conv2dParams&,
-                                                                  const Conv2dConfig&,
+                                                                  const ImplicitGemmConfig&,
                                                                   cudaStream_t);
 template void launch_implicit_gemm_dgrad<GemmKind::kFp64, double>(const Conv2dBackwardParams&,
-                                                                  const Conv2dConfig&,
+                                                                  const ImplicitGemmConfig&,
                                                                   cudaStream_t);
 template void launch_implicit_gemm_wgrad<GemmKind::kFp64, double>(const Conv2dBackwardParams&,
-                                                                  const Conv2dConfig&,
+                                                                  const ImplicitGemmConfig&, void*,
                                                                   cudaStream_t);
 
 }  // namespace warpwright
