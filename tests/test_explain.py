@@ -303,15 +303,15 @@ def test_max_pool2d_layouts():
     assert "3x3 windows unrolled" in explain("max_pool2d", x, 3, 2, 1, **ON_GPU)
     assert "any window" in explain("max_pool2d", x, (2, 3), **ON_GPU)
     half_sectors = torch.randn(2, 8, 28, 28)
-    assert "16 bytes of neighbours a thread, by rows" in explain(
+    assert "16 bytes of neighbours per thread, by rows" in explain(
         "max_pool2d", half_sectors, 2, **ON_GPU
     )
     left_over = torch.randn(2, 8, 27, 28)  # a row that no window covers
     text = explain("max_pool2d", left_over, 2, **ON_GPU)
-    assert "16 bytes of neighbours a thread" in text
+    assert "16 bytes of neighbours per thread" in text
     assert "by rows" not in text
     odd = torch.randn(2, 8, 7, 7)
-    assert "an element of a row a thread" in explain("max_pool2d", odd, 3, 2, 1, **ON_GPU)
+    assert "an element of a row per thread" in explain("max_pool2d", odd, 3, 2, 1, **ON_GPU)
     norm = (None, None, None, None, True, 0.1, 1e-5)
     text = explain("batch_norm_relu_max_pool2d", last, *norm, 3, 2, 1, **ON_GPU)
     assert "rows of channels" in text

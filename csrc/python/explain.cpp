@@ -20,7 +20,6 @@
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
-#include "ops/cross_entropy/alignment.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/linear/linear.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
@@ -57,13 +56,15 @@ int64_t numel(const TensorLayout& x) {
 // ---- relu ----
 
 Lines explain_relu(const std::string& dtype, const TensorLayout& input) {
-  auto line = [&](int64_t address, int operands) {
-    const int64_t misalignment[] = {0, address % 16, 0};
-    const ReluConfig config =
-        choose_relu_config(dtype_from(dtype), numel(input), misalignment, operands);
-    return std::string(config.vectorized ? "" : "element accesses: ") + config.reason;
-  };
-  return {{"forward", line(input.address, 2)}, {"grad_input", line(0, 3)}};
+  ReluParams forward{};
+  forward.dtype = dtype_from(dtype);
+  forward.numel = numel(input);
+  forward.input = reinterpret_cast<const void*>(input.address);
+  ReluBackwardParams backward{};
+  backward.dtype = forward.dtype;
+  backward.numel = forward.numel;
+  return {{"forward", describe(choose_relu(forward))},
+          {"grad_input", describe(choose_relu_backward(backward))}};
 }
 
 // ---- linear ----
@@ -172,8 +173,8 @@ Lines explain_max_pool2d(const std::string& dtype, const TensorLayout& input, bo
   g.out_height = output[0];
   g.out_width = output[1];
   const DType type = dtype_from(dtype);
-  return {{"forward", describe(choose_config(g, type, static_cast<uintptr_t>(input.address)))},
-          {"grad_input", describe(choose_config(g, type, 0))}};
+  return {{"forward", describe(choose_max_pool2d(g, type, static_cast<uintptr_t>(input.address)))},
+          {"grad_input", describe(choose_max_pool2d(g, type, 0))}};
 }
 
 // ---- batch_norm ----
@@ -268,18 +269,21 @@ Lines explain_cross_entropy(const std::string& dtype, const TensorLayout& input,
   }
   p.target_layout = p.layout;
   p.input = reinterpret_cast<const void*>(input.address);
-  const CrossEntropyAlignment both =
-      row_alignment(p, {{p.input, &p.layout, p.dtype}, {nullptr, &p.layout, p.dtype}});
-  Lines lines{
-      {"forward", describe(choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), device))},
-      {"grad_input", describe(choose_cross_entropy_bwd_config(p, both, device))}};
+  const bool clusters = sm90 && device.sm_arch == 90;
+  alignas(16) char wanted = 0;  // the address of a gradient that is asked for
+  CrossEntropyBackwardParams backward{p};
+  backward.grad_layout = p.layout;
+  backward.grad_input = &wanted;
+  Lines lines{{"forward", describe(choose_cross_entropy({p}, device, clusters))},
+              {"grad_input", describe(choose_cross_entropy_backward(backward, device))}};
   if (!probabilities && p.layout.is_rows() && p.dtype != DType::kFloat16 &&
       gradient_in_forward_pays(p.rows, p.classes, dtype_size(p.dtype))) {
     CrossEntropyGradientParams g{{p}};
     g.reduction = Reduction::kMean;
+    g.grad_layout = p.layout;
+    g.grad_input = &wanted;
     lines.emplace_back("forward with grad_input (a reduced loss)",
-                       describe(choose_cross_entropy_gradient_config(
-                           g, both, device, sm90 && device.sm_arch == 90)));
+                       describe(choose_cross_entropy_fused(g, device, clusters)));
   }
   return lines;
 }

@@ -1,4 +1,4 @@
-// explain(): what each op's choose_config() answers for given operands, as text.
+// explain(): the plan that each op's choose_…() makes for given operands, as text.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -36,12 +36,21 @@ struct BatchNormPoolBackwardParams {
   const void* input;          // x, read in training
 };
 
+inline MaxPool2dPlan choose_batch_norm_pool(const BatchNormPoolParams& p) {
+  return choose_max_pool2d(p.pool, address_bits(p.winners));
+}
+inline MaxPool2dPlan choose_batch_norm_pool_backward(const BatchNormPoolBackwardParams& p) {
+  return choose_max_pool2d_backward(p.pool, address_bits(p.input));
+}
+
 void batch_norm_pool_cpu(const BatchNormPoolParams& params);
 void batch_norm_pool_backward_cpu(const BatchNormPoolBackwardParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_batch_norm_pool_fwd(const BatchNormPoolParams& params, cudaStream_t stream);
-void launch_batch_norm_pool_bwd(const BatchNormPoolBackwardParams& params, cudaStream_t stream);
+void launch_batch_norm_pool(const BatchNormPoolParams& params, const MaxPool2dPlan& plan,
+                            cudaStream_t stream);
+void launch_batch_norm_pool_backward(const BatchNormPoolBackwardParams& params,
+                                     const MaxPool2dPlan& plan, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

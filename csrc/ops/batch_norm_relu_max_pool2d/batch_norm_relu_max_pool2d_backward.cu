@@ -36,9 +36,10 @@ struct NormalizedFinish {
 
 }  // namespace
 
-void launch_batch_norm_pool_bwd(const BatchNormPoolBackwardParams& p, cudaStream_t stream) {
+void launch_batch_norm_pool_backward(const BatchNormPoolBackwardParams& p,
+                                     const MaxPool2dPlan& plan, cudaStream_t stream) {
   for_bool(p.training, [&]<bool kTraining>() {
-    launch_pool_bwd(p.pool, address_bits(p.input), stream, [&]<class T, int V>() {
+    launch_pool_bwd(p.pool, plan, stream, [&]<class T, int V>() {
       return NormalizedFinish<T, V, kTraining>{ChannelTable<Accum<T>>(p.gradient, p.pool.geometry),
                                                static_cast<const T*>(p.input)};
     });

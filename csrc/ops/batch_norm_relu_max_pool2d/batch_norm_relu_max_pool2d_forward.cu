@@ -44,8 +44,9 @@ struct NormalizedTaps {
 
 }  // namespace
 
-void launch_batch_norm_pool_fwd(const BatchNormPoolParams& p, cudaStream_t stream) {
-  launch_pool_fwd(p.pool, address_bits(p.winners), stream, [&]<class T, int V>() {
+void launch_batch_norm_pool(const BatchNormPoolParams& p, const MaxPool2dPlan& plan,
+                            cudaStream_t stream) {
+  launch_pool_fwd(p.pool, plan, stream, [&]<class T, int V>() {
     return NormalizedTaps<T, V>{ChannelTable<Accum<T>>(p.normalization, p.pool.geometry),
                                 static_cast<T*>(p.winners)};
   });

@@ -255,13 +255,17 @@ Tensors5 pooled_forward_cuda(const BatchNormCall& call, const PoolWindow& w, boo
   return pooled_forward_with(
       call, w, ceil_mode, save,
       [&](BatchNormParams& p) { run_forward_cuda(p, call.input, cuda.stream); },
-      [&](const BatchNormPoolParams& p) { launch_batch_norm_pool_fwd(p, cuda.stream); });
+      [&](const BatchNormPoolParams& p) {
+        launch_batch_norm_pool(p, choose_batch_norm_pool(p), cuda.stream);
+      });
 }
 Tensors3 pooled_backward_cuda(const BackwardCall& call) {
   const CudaCall cuda(call.input);
   return pooled_backward_with(
       call, [&](BatchNormBackwardParams& p) { run_backward_cuda(p, call.input, cuda.stream); },
-      [&](const BatchNormPoolBackwardParams& p) { launch_batch_norm_pool_bwd(p, cuda.stream); });
+      [&](const BatchNormPoolBackwardParams& p) {
+        launch_batch_norm_pool_backward(p, choose_batch_norm_pool_backward(p), cuda.stream);
+      });
 }
 #endif
 

@@ -104,7 +104,7 @@ constexpr bool is_wide(PoolSpan span) {
 }
 
 // How the CUDA kernels run a case; a pure function of shape and alignment.
-struct MaxPool2dConfig {
+struct MaxPool2dPlan {
   int vec;     // channels an access
   int window;  // 2 or 3: kernel 2x2 or 3x3, stride 2, dilation 1, unrolled; 0: any window
   PoolSpan span;
@@ -112,7 +112,8 @@ struct MaxPool2dConfig {
 };
 
 // `addresses`: bitwise or of every element pointer of the call, as integers.
-inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, uintptr_t addresses) {
+inline MaxPool2dPlan choose_max_pool2d(const MaxPool2dGeometry& g, DType dtype,
+                                       uintptr_t addresses) {
   const int64_t size = dtype_size(dtype);
   const int64_t vec = 16 / size;
   const bool stride_2 =
@@ -121,7 +122,7 @@ inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, ui
   if (g.small_codes && stride_2 && g.kernel_h == 2 && g.kernel_w == 2) window = 2;
   if (g.small_codes && stride_2 && g.kernel_h == 3 && g.kernel_w == 3) window = 3;
   if (g.channels % vec == 0 && addresses % 16 == 0) {
-    return {static_cast<int>(vec), window, PoolSpan::kColumn, "16 bytes of channels a thread"};
+    return {static_cast<int>(vec), window, PoolSpan::kColumn, "16 bytes of channels per thread"};
   }
   if (g.channels != 1) {
     return {1, window, PoolSpan::kColumn, "channels or addresses are no multiple of 16 bytes"};
@@ -129,34 +130,49 @@ inline MaxPool2dConfig choose_config(const MaxPool2dGeometry& g, DType dtype, ui
   // With two inputs a column of outputs, every row of both starts where vectors do.
   const bool halves = g.width == 2 * g.out_width;
   if (window != 0 && halves && g.width % vec == 0 && addresses % 16 == 0) {
-    constexpr const char* reason = "one channel: 16 bytes of neighbours a thread";
+    constexpr const char* reason = "one channel: 16 bytes of neighbours per thread";
     const bool tiles = window == 2 && g.pad_h == 0 && g.pad_w == 0 && g.height == 2 * g.out_height;
     if (tiles && g.width * size % 32 != 0) {
       // Rows share sectors: the halves of one are read and written together.
       return {1, window, PoolSpan::kWideRow,
-              "one channel: 16 bytes of neighbours a thread, by rows"};
+              "one channel: 16 bytes of neighbours per thread, by rows"};
     }
     if (g.pad_w == 0) return {1, window, PoolSpan::kWide, reason};
     if (window == 3 && g.pad_h == 1) return {1, window, PoolSpan::kWideLeft, reason};
   }
   if (window == 2 && halves && g.pad_w == 0 && addresses % (2 * size) == 0) {
-    return {1, window, PoolSpan::kPairs, "one channel: pairs of neighbours a thread"};
+    return {1, window, PoolSpan::kPairs, "one channel: pairs of neighbours per thread"};
   }
   // Its backward has two neighbouring windows a thread and places of 32 bits.
   constexpr int64_t kMaxImage = int64_t{1} << 31;
   if (window != 0 && g.out_width >= 2 && g.height * g.width < kMaxImage &&
       g.out_height * g.out_width < kMaxImage) {
-    return {1, window, PoolSpan::kPlane, "one channel: an element of a row a thread"};
+    return {1, window, PoolSpan::kPlane, "one channel: an element of a row per thread"};
   }
-  return {1, window, PoolSpan::kColumn, "one channel: an output and its inputs a thread"};
+  return {1, window, PoolSpan::kColumn, "one channel: an output and its inputs per thread"};
 }
 
-inline std::string describe(const MaxPool2dConfig& config) {
-  const char* window = config.window == 2   ? "2x2 windows unrolled"
-                       : config.window == 3 ? "3x3 windows unrolled"
-                                            : "any window";
-  return "max_pool2d, " + std::to_string(config.vec) + " channel(s) an access, " + window + ": " +
-         config.reason;
+inline std::string describe(const MaxPool2dPlan& plan) {
+  const char* window = plan.window == 2   ? "2x2 windows unrolled"
+                       : plan.window == 3 ? "3x3 windows unrolled"
+                                          : "any window";
+  return "max_pool2d, " + std::to_string(plan.vec) + " channel(s) per access, " + window + ": " +
+         plan.reason;
+}
+
+inline uintptr_t address_bits(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+// `more`: bitwise or of the pointers that a fused form also accesses.
+inline MaxPool2dPlan choose_max_pool2d(const MaxPool2dParams& p, uintptr_t more = 0) {
+  return choose_max_pool2d(
+      p.geometry, p.dtype,
+      address_bits(p.input) | address_bits(p.output) | address_bits(p.codes) | more);
+}
+inline MaxPool2dPlan choose_max_pool2d_backward(const MaxPool2dBackwardParams& p,
+                                                uintptr_t more = 0) {
+  return choose_max_pool2d(
+      p.geometry, p.dtype,
+      address_bits(p.grad_output) | address_bits(p.codes) | address_bits(p.grad_input) | more);
 }
 
 void max_pool2d_cpu(const MaxPool2dParams& params);
@@ -165,8 +181,10 @@ void max_pool2d_gather_cpu(const MaxPool2dGatherParams& params);
 void max_pool2d_indices_cpu(const MaxPool2dIndicesParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_max_pool2d_fwd(const MaxPool2dParams& params, cudaStream_t stream);
-void launch_max_pool2d_bwd(const MaxPool2dBackwardParams& params, cudaStream_t stream);
+void launch_max_pool2d(const MaxPool2dParams& params, const MaxPool2dPlan& plan,
+                       cudaStream_t stream);
+void launch_max_pool2d_backward(const MaxPool2dBackwardParams& params, const MaxPool2dPlan& plan,
+                                cudaStream_t stream);
 void launch_max_pool2d_gather(const MaxPool2dGatherParams& params, cudaStream_t stream);
 void launch_max_pool2d_indices(const MaxPool2dIndicesParams& params, cudaStream_t stream);
 #endif

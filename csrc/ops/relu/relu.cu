@@ -86,24 +86,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Op, class... Inputs>
-void launch_elementwise(Op op, DType dtype, int64_t numel, cudaStream_t stream, void* output,
-                        const Inputs*... inputs) {
+void launch_elementwise(Op op, DType dtype, int64_t numel, const ReluPlan& plan,
+                        cudaStream_t stream, void* output, const Inputs*... inputs) {
   if (numel == 0) return;
-  auto misalignment_of = [](const void* pointer) {
-    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(pointer) % kVecBytes);
-  };
-  const int64_t misalignment[] = {misalignment_of(output), misalignment_of(inputs)...};
-  const ReluConfig config =
-      choose_relu_config(dtype, numel, misalignment, 1 + static_cast<int>(sizeof...(inputs)));
   for_any_dtype(dtype, [&]<class T>() {
     auto run = [&]<int kSize>() {
-      const int64_t vectors = (numel - config.head) / kSize;
+      const int64_t vectors = (numel - plan.head) / kSize;
       const int64_t blocks = std::max<int64_t>(1, ceil_div<int64_t>(vectors, kThreads));
       launch(elementwise_kernel<T, kSize, Op>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-             0, stream, op, numel, config.head, static_cast<T*>(output),
+             0, stream, op, numel, plan.head, static_cast<T*>(output),
              Operands<T, Op::kInputs>{{static_cast<const T*>(inputs)...}});
     };
-    if (config.vectorized) {
+    if (plan.vectorized) {
       run.template operator()<kVecSize<T>>();
     } else {
       run.template operator()<1>();
@@ -113,12 +107,13 @@ void launch_elementwise(Op op, DType dtype, int64_t numel, cudaStream_t stream, 
 
 }  // namespace
 
-void launch_relu_fwd(const ReluParams& p, cudaStream_t stream) {
-  launch_elementwise(ReluFwd{}, p.dtype, p.numel, stream, p.output, p.input);
+void launch_relu(const ReluParams& p, const ReluPlan& plan, cudaStream_t stream) {
+  launch_elementwise(ReluFwd{}, p.dtype, p.numel, plan, stream, p.output, p.input);
 }
 
-void launch_relu_bwd(const ReluBackwardParams& p, cudaStream_t stream) {
-  launch_elementwise(ReluBwd{}, p.dtype, p.numel, stream, p.grad_input, p.grad_output, p.output);
+void launch_relu_backward(const ReluBackwardParams& p, const ReluPlan& plan, cudaStream_t stream) {
+  launch_elementwise(ReluBwd{}, p.dtype, p.numel, plan, stream, p.grad_input, p.grad_output,
+                     p.output);
 }
 
 }  // namespace warpwright

@@ -105,16 +105,19 @@ Tensor relu_backward_cpu_kernel(const Tensor& grad_output, const Tensor& output)
 #ifdef WARPWRIGHT_WITH_CUDA
 Tensor relu_cuda_kernel(const Tensor& input) {
   const CudaCall call(input);
-  return relu_with(input, [&](const ReluParams& p) { launch_relu_fwd(p, call.stream); });
+  return relu_with(input,
+                   [&](const ReluParams& p) { launch_relu(p, choose_relu(p), call.stream); });
 }
 Tensor& relu_inplace_cuda_kernel(Tensor& input) {
   const CudaCall call(input);
-  return relu_inplace_with(input, [&](const ReluParams& p) { launch_relu_fwd(p, call.stream); });
+  return relu_inplace_with(
+      input, [&](const ReluParams& p) { launch_relu(p, choose_relu(p), call.stream); });
 }
 Tensor relu_backward_cuda_kernel(const Tensor& grad_output, const Tensor& output) {
   const CudaCall call(output);
-  return relu_backward_with(grad_output, output,
-                            [&](const ReluBackwardParams& p) { launch_relu_bwd(p, call.stream); });
+  return relu_backward_with(grad_output, output, [&](const ReluBackwardParams& p) {
+    launch_relu_backward(p, choose_relu_backward(p), call.stream);
+  });
 }
 #endif
 

@@ -4,7 +4,7 @@
 #include "device/dependent_launch.cuh"
 #include "host/launch.h"
 #include "host/sm90.h"
-#include "ops/cross_entropy/alignment.h"
+#include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cuda/fused.cuh"
 
 namespace warpwright {
@@ -69,27 +69,13 @@ __global__ void __launch_bounds__(kScaleThreads)
 
 }  // namespace
 
-CrossEntropyGradientConfig cross_entropy_gradient_config(const CrossEntropyGradientParams& p) {
-  const RowOperand input{p.input, &p.layout, p.dtype};
-  const RowOperand grad{p.grad_input, &p.grad_layout, p.dtype};
-  const CrossEntropyAlignment alignment =
-      p.grad_input == nullptr ? row_alignment(p, {input}) : row_alignment(p, {input, grad});
-  const DeviceInfo& device = current_device_info();
-  CrossEntropyGradientConfig config =
-      choose_cross_entropy_gradient_config(p, alignment, device, sm90_path_available());
+void launch_cross_entropy_fused(CrossEntropyGradientParams p, const CrossEntropyFusedPlan& plan,
+                                cudaStream_t stream) {
+  const CrossEntropyGradientConfig& config = plan.fused;
   if (!config.on_chip) {
-    const CrossEntropyConfig forward = cross_entropy_fwd_config(p);
-    config.partials = needs_partials(p, forward) ? forward.blocks : 0;
-  }
-  return config;
-}
-
-void launch_cross_entropy_gradient(CrossEntropyGradientParams p,
-                                   const CrossEntropyGradientConfig& config, cudaStream_t stream) {
-  if (!config.on_chip) {
-    launch_cross_entropy_fwd(p, cross_entropy_fwd_config(p), stream);
+    launch_cross_entropy(p, plan.forward, stream);
     if (p.grad_input != nullptr && p.rows * p.classes != 0) {
-      launch_cross_entropy_bwd(backward_of(p), stream);
+      launch_cross_entropy_backward(backward_of(p), plan.backward, stream);
     }
     return;
   }

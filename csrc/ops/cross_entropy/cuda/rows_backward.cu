@@ -1,7 +1,7 @@
 // Backward for contiguous classes: one 16-byte read and one write at a time, with the softmax
 // rebuilt from the saved max and sum. Ignored rows are written, not read.
 #include "host/launch.h"
-#include "ops/cross_entropy/alignment.h"
+#include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cuda/row_math.cuh"
 
 namespace warpwright {
@@ -76,24 +76,11 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   }
 }
 
-CrossEntropyAlignment backward_alignment(const CrossEntropyBackwardParams& p) {
-  const RowOperand input{p.input, &p.layout, p.dtype};
-  const RowOperand grad{p.grad_input == nullptr ? p.input : p.grad_input,
-                        p.grad_input == nullptr ? &p.layout : &p.grad_layout, p.dtype};
-  if (p.kind != TargetKind::kProbabilities) return row_alignment(p, {input, grad});
-  const RowOperand target{p.target, &p.target_layout, p.target_dtype};
-  const RowOperand grad_target{p.grad_target == nullptr ? p.target : p.grad_target,
-                               p.grad_target == nullptr ? &p.target_layout : &p.grad_layout,
-                               p.target_dtype};
-  return row_alignment(p, {input, grad, target, grad_target});
-}
-
 }  // namespace
 
-void launch_cross_entropy_bwd(const CrossEntropyBackwardParams& p, cudaStream_t stream) {
+void launch_cross_entropy_backward(const CrossEntropyBackwardParams& p,
+                                   const CrossEntropyConfig& config, cudaStream_t stream) {
   if (p.grad_input == nullptr && p.grad_target == nullptr) return;
-  const CrossEntropyConfig config =
-      choose_cross_entropy_bwd_config(p, backward_alignment(p), current_device_info());
   if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
     return launch_cross_entropy_bwd_pixels(p, config, stream);
   }

@@ -4,7 +4,7 @@
 #include "device/dependent_launch.cuh"
 #include "host/launch_cluster.h"
 #include "host/sm90.h"
-#include "ops/cross_entropy/alignment.h"
+#include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cuda/cluster_loss_sm90.cuh"
 #include "ops/cross_entropy/cuda/row_math.cuh"
 
@@ -12,7 +12,6 @@ namespace warpwright {
 namespace {
 
 constexpr int kReduceThreads = 1024;
-constexpr int kMaxCluster = 8;
 
 // Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r). Grid:
 // `lanes` threads share a row, blockDim / lanes rows per block, strided over the rows. kVec > 1: a
@@ -165,18 +164,8 @@ void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cud
   });
 }
 
-CrossEntropyConfig cross_entropy_fwd_config(const CrossEntropyParams& p) {
-  CrossEntropyConfig config =
-      choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), current_device_info());
-  // Long rows are spread over the GPU.
-  config.cluster = config.kernel == CrossEntropyConfig::Kernel::kRows &&
-                   config.lanes <= kWarpSize && p.reduction != Reduction::kNone &&
-                   config.blocks > 1 && config.blocks <= kMaxCluster && sm90_path_available();
-  return config;
-}
-
-void launch_cross_entropy_fwd(const CrossEntropyParams& p, const CrossEntropyConfig& config,
-                              cudaStream_t stream) {
+void launch_cross_entropy(const CrossEntropyParams& p, const CrossEntropyConfig& config,
+                          cudaStream_t stream) {
   if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
     launch_cross_entropy_fwd_pixels(p, config, stream);
   } else if (config.kernel == CrossEntropyConfig::Kernel::kPersistent) {

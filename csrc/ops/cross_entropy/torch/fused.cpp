@@ -17,6 +17,8 @@
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
+#include "host/launch.h"
+#include "host/sm90.h"
 #include "torch/cuda.h"
 #endif
 
@@ -29,14 +31,15 @@ void run_gradient(const Tensor& input, CrossEntropyGradientParams& p) {
 #ifdef WARPWRIGHT_WITH_CUDA
   const CudaCall call(input);
   p.error = error_record(ErrorSource::kCrossEntropy);
-  const CrossEntropyGradientConfig config = cross_entropy_gradient_config(p);
+  const CrossEntropyFusedPlan plan =
+      choose_cross_entropy_fused(p, current_device_info(), sm90_path_available());
   Tensor partials;
-  if (config.workspace() != 0) {
+  if (plan.workspace() != 0) {
     partials =
-        at::empty({config.workspace()}, input.options().dtype(accum_type(input.scalar_type())));
+        at::empty({plan.workspace()}, input.options().dtype(accum_type(input.scalar_type())));
     p.partials = partials.mutable_data_ptr();
   }
-  launch_cross_entropy_gradient(p, config, call.stream);
+  launch_cross_entropy_fused(p, plan, call.stream);
   const auto error = check_strict(call.stream);
   TORCH_CHECK_INDEX(!error.has_value(), error.value_or(""));
 #endif

@@ -71,8 +71,9 @@ void launch_winner(const MaxPool2dGeometry& g, const void* codes, cudaStream_t s
 
 }  // namespace
 
-void launch_max_pool2d_bwd(const MaxPool2dBackwardParams& p, cudaStream_t stream) {
-  launch_pool_bwd(p, 0, stream, [&]<class T, int V>() { return PlainFinish<T, V>{}; });
+void launch_max_pool2d_backward(const MaxPool2dBackwardParams& p, const MaxPool2dPlan& plan,
+                                cudaStream_t stream) {
+  launch_pool_bwd(p, plan, stream, [&]<class T, int V>() { return PlainFinish<T, V>{}; });
 }
 
 void launch_max_pool2d_gather(const MaxPool2dGatherParams& p, cudaStream_t stream) {

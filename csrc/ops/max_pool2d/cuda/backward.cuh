@@ -65,15 +65,11 @@ void launch_pool_bwd_strided(const MaxPool2dBackwardParams& p, const Finish& fin
                 });
 }
 
-// `finish_of<T, V>()` returns the Finish. `addresses`: bitwise or of the pointers that it reads, as
-// for choose_config().
+// `finish_of<T, V>()` returns the Finish.
 template <class FinishOf>
-void launch_pool_bwd(const MaxPool2dBackwardParams& p, uintptr_t addresses, cudaStream_t stream,
-                     FinishOf&& finish_of) {
-  const MaxPool2dConfig config = choose_config(
-      p.geometry, p.dtype,
-      address_bits(p.grad_output) | address_bits(p.codes) | address_bits(p.grad_input) | addresses);
-  for_pool_config(p.dtype, config, [&]<class T, int V, int kWindow, PoolSpan kSpan>() {
+void launch_pool_bwd(const MaxPool2dBackwardParams& p, const MaxPool2dPlan& plan,
+                     cudaStream_t stream, FinishOf&& finish_of) {
+  for_pool_plan(p.dtype, plan, [&]<class T, int V, int kWindow, PoolSpan kSpan>() {
     const auto finish = finish_of.template operator()<T, V>();
     if constexpr (kWindow == 0) {
       launch_pool_bwd_any<T, V>(p, finish, stream);

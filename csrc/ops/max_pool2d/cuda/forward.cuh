@@ -359,15 +359,11 @@ void launch_pool_fwd_strided(const MaxPool2dParams& p, const Taps& taps, cudaStr
   });
 }
 
-// `taps_of<T, V>()` returns the Taps. `addresses`: bitwise or of the pointers that they write, as
-// for choose_config().
+// `taps_of<T, V>()` returns the Taps.
 template <class TapsOf>
-void launch_pool_fwd(const MaxPool2dParams& p, uintptr_t addresses, cudaStream_t stream,
+void launch_pool_fwd(const MaxPool2dParams& p, const MaxPool2dPlan& plan, cudaStream_t stream,
                      TapsOf&& taps_of) {
-  const MaxPool2dConfig config = choose_config(
-      p.geometry, p.dtype,
-      address_bits(p.input) | address_bits(p.output) | address_bits(p.codes) | addresses);
-  for_pool_config(p.dtype, config, [&]<class T, int V, int kWindow, PoolSpan kSpan>() {
+  for_pool_plan(p.dtype, plan, [&]<class T, int V, int kWindow, PoolSpan kSpan>() {
     const auto taps = taps_of.template operator()<T, V>();
     if constexpr (kWindow == 0) {
       launch_pool_fwd_any<T, V>(p, taps, stream);
@@ -382,7 +378,8 @@ void launch_pool_fwd(const MaxPool2dParams& p, uintptr_t addresses, cudaStream_t
 }
 
 // Plain taps: one file each.
-void launch_plain_pool_fwd(const MaxPool2dParams& p, cudaStream_t stream);
-void launch_relu_pool_fwd(const MaxPool2dParams& p, cudaStream_t stream);
+void launch_plain_pool_fwd(const MaxPool2dParams& p, const MaxPool2dPlan& plan,
+                           cudaStream_t stream);
+void launch_relu_pool_fwd(const MaxPool2dParams& p, const MaxPool2dPlan& plan, cudaStream_t stream);
 
 }  // namespace warpwright

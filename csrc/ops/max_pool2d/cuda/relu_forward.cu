@@ -3,8 +3,9 @@
 
 namespace warpwright {
 
-void launch_relu_pool_fwd(const MaxPool2dParams& p, cudaStream_t stream) {
-  launch_pool_fwd(p, 0, stream, [&]<class T, int V>() { return PlainTaps<T, V, true>{}; });
+void launch_relu_pool_fwd(const MaxPool2dParams& p, const MaxPool2dPlan& plan,
+                          cudaStream_t stream) {
+  launch_pool_fwd(p, plan, stream, [&]<class T, int V>() { return PlainTaps<T, V, true>{}; });
 }
 
 }  // namespace warpwright

@@ -152,16 +152,16 @@ __device__ __forceinline__ void store_neighbors(T* pointer, const Vec<T, kSize>&
   }
 }
 
-// Calls f<T, V, kWindow, kSpan>() for a config.
+// Calls f<T, V, kWindow, kSpan>() for a plan.
 template <class F>
-void for_pool_config(DType dtype, const MaxPool2dConfig& config, F&& f) {
+void for_pool_plan(DType dtype, const MaxPool2dPlan& plan, F&& f) {
   for_dtype(dtype, [&]<class T>() {
     constexpr int kVec = kVecSize<T>;
-    for_int<0, 2, 3>(config.window, [&]<int kWindow>() {
+    for_int<0, 2, 3>(plan.window, [&]<int kWindow>() {
       auto run = [&]<int V, PoolSpan kSpan>() { f.template operator()<T, V, kWindow, kSpan>(); };
-      if (config.vec == kVec) return run.template operator()<kVec, PoolSpan::kColumn>();
+      if (plan.vec == kVec) return run.template operator()<kVec, PoolSpan::kColumn>();
       if constexpr (kWindow != 0) {
-        switch (config.span) {
+        switch (plan.span) {
           case PoolSpan::kPlane:
             return run.template operator()<1, PoolSpan::kPlane>();
           case PoolSpan::kWide:
@@ -183,7 +183,5 @@ void for_pool_config(DType dtype, const MaxPool2dConfig& config, F&& f) {
     });
   });
 }
-
-inline uintptr_t address_bits(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
 }  // namespace warpwright

@@ -120,10 +120,11 @@ Tensor backward_cuda_kernel(const Tensor& grad_output, const Tensor& codes,
                             SymIntArrayRef input_size, IntArrayRef kernel_size, IntArrayRef stride,
                             IntArrayRef padding, IntArrayRef dilation, bool channels_last) {
   const CudaCall call(grad_output);
-  return backward_with(
-      grad_output, codes, input_size, make_pool_window(kernel_size, stride, padding, dilation),
-      channels_last,
-      [&](const MaxPool2dBackwardParams& p) { launch_max_pool2d_bwd(p, call.stream); });
+  return backward_with(grad_output, codes, input_size,
+                       make_pool_window(kernel_size, stride, padding, dilation), channels_last,
+                       [&](const MaxPool2dBackwardParams& p) {
+                         launch_max_pool2d_backward(p, choose_max_pool2d_backward(p), call.stream);
+                       });
 }
 Tensor gather_cuda_kernel(const Tensor& source, const Tensor& codes, IntArrayRef kernel_size,
                           IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,

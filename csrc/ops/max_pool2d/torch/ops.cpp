@@ -93,9 +93,9 @@ Tensor max_pool2d_cuda_kernel(const Tensor& input, IntArrayRef kernel_size, IntA
                               IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
   check_pool_floating(input.scalar_type(), "max_pool2d");
   const CudaCall call(input);
-  return std::get<0>(
-      pool_with(input, make_pool_window(kernel_size, stride, padding, dilation), ceil_mode, kRelu,
-                false, [&](const MaxPool2dParams& p) { launch_max_pool2d_fwd(p, call.stream); }));
+  return std::get<0>(pool_with(
+      input, make_pool_window(kernel_size, stride, padding, dilation), ceil_mode, kRelu, false,
+      [&](const MaxPool2dParams& p) { launch_max_pool2d(p, choose_max_pool2d(p), call.stream); }));
 }
 template <bool kRelu>
 std::tuple<Tensor, Tensor> with_codes_cuda_kernel(const Tensor& input, IntArrayRef kernel_size,
@@ -103,9 +103,9 @@ std::tuple<Tensor, Tensor> with_codes_cuda_kernel(const Tensor& input, IntArrayR
                                                   IntArrayRef dilation, bool ceil_mode) {
   check_pool_floating(input.scalar_type(), "max_pool2d");
   const CudaCall call(input);
-  return pool_with(input, make_pool_window(kernel_size, stride, padding, dilation), ceil_mode,
-                   kRelu, true,
-                   [&](const MaxPool2dParams& p) { launch_max_pool2d_fwd(p, call.stream); });
+  return pool_with(
+      input, make_pool_window(kernel_size, stride, padding, dilation), ceil_mode, kRelu, true,
+      [&](const MaxPool2dParams& p) { launch_max_pool2d(p, choose_max_pool2d(p), call.stream); });
 }
 #endif
 
