@@ -8,12 +8,26 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
-MAX_LINES = 555
+MAX_LINES = 500
 COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels
 # A product's tile is multiplied by gemm/'s kernels, whoever brings the operands.
 MAINLOOP = re.compile(r"\bMainloop(Sm90)?\b|tile/mainloop_sm90")
 INSTANCE = re.compile(r"^\s*template (?!<)", re.M)
-MAX_FUNCTION_LINES = {"gemm": 100}  # by layer
+MAX_FUNCTION_LINES = 100
+# Files whose longest function is still longer. They may not grow, and no file may join them.
+LONGER_FUNCTIONS = {
+    "ops/attention/cuda/portable/backward_mma.cuh": 102,
+    "ops/attention/torch/second_order.cpp": 121,
+    "ops/batch_norm/cuda/rows_on_chip.cuh": 156,
+    "ops/conv2d/cuda/direct/fprop.cu": 199,
+    "ops/conv2d/cuda/direct/wgrad.cu": 144,
+    "ops/conv2d/cuda/few_channels/dgrad.cu": 119,
+    "ops/conv2d/cuda/few_channels/fprop.cu": 137,
+    "ops/conv2d/cuda/few_channels/wgrad.cu": 112,
+    "ops/cross_entropy/cuda/fused_persistent.cu": 109,
+    "ops/cross_entropy/cuda/rows_forward.cu": 118,
+    "ops/max_pool2d/cuda/backward_kernels.cuh": 104,
+}
 # strict() and check_errors() wait for the GPU, which is what they are for.
 MAY_SYNCHRONISE = {"host/error_word.cpp"}
 
@@ -97,7 +111,8 @@ def function_lengths(code):
     for last, line in enumerate(lines):
         if line != "}":
             continue
-        body = next((i for i in range(last - 1, -1, -1) if not lines[i].startswith((" ", "#"))), 0)
+        above = range(last - 1, -1, -1)
+        body = next((i for i in above if lines[i] and not lines[i].startswith((" ", "#"))), 0)
         first = body
         while first > 0 and lines[first - 1].startswith(("template", " ", "__global__")):
             first -= 1
@@ -138,7 +153,7 @@ def faults(path, text):
     if INSTANCE.search(code) and path.parent.name != "instances":
         yield "instantiates a template: that belongs into instances/"
     for line, length in function_lengths(code):
-        if length > MAX_FUNCTION_LINES.get(layer, length):
+        if length > LONGER_FUNCTIONS.get(path.as_posix(), MAX_FUNCTION_LINES):
             yield f"has a function of {length} lines: {line}"
     if re.search(r"\b(TODO|FIXME|XXX)\b", text):
         yield "has a TODO"
@@ -187,6 +202,7 @@ def test_sources_follow_the_layers():
         ("gemm/x.cu", "cudaMalloc(&p, 1);", "outside torch's allocator"),
         ("gemm/x.cuh", "#if __CUDA_ARCH__ >= 900", "side by side"),
         ("gemm/x.cuh", "void f() {\n" + "  g();\n" * 100 + "}", "a function of 102 lines"),
+        ("ops/a/a.cu", "void f() {\n" + "  g();\n\n" * 50 + "}", "a function of 102 lines"),
         ("gemm/kernel.cuh", '#include "device/sm90/tma.cuh"', "only files named _sm90"),
         ("gemm/launch.cu", "template void f<int>(int);", "instances/"),
         ("ops/conv2d/cuda/x.cu", "template void f<int>(int);", "instances/"),
