@@ -17,6 +17,9 @@
 
 namespace warpwright {
 
+// y, the gradient of x, and the gradient of w.
+enum class ConvDirection { kFprop, kDgrad, kWgrad };
+
 struct Conv2dShape {
   DType dtype;
   bool channels_last;

@@ -12,8 +12,6 @@
 
 namespace warpwright {
 
-enum class ConvDirection { kFprop, kDgrad, kWgrad };
-
 struct ImplicitGemmConfig {
   GemmKind kind;
   GemmTile tile;           // k128x128, k128x64, k64x64Gathered or k64x64Elements
