@@ -36,8 +36,15 @@ struct DeviceInfo {
   int num_sms = 132;
   int64_t smem_per_block = 227 * 1024;  // bytes a block may opt in to
   int64_t l2_bytes = 50 << 20;
+  int clock_khz = 1980000;         // of the SMs, at most
+  int memory_clock_khz = 2619000;  // two transfers per cycle
+  int memory_bus_bits = 5120;
   // How many clusters of 1, 2, 4 and 8 blocks the GPU holds at once if each block fills an SM.
   int clusters[4] = {132, 66, 30, 15};
+
+  double memory_bytes_per_second() const { return memory_clock_khz * 2e3 * (memory_bus_bits / 8); }
+  // What memory delivers in one cycle of the SMs.
+  double memory_bytes_per_cycle() const { return memory_bytes_per_second() / (clock_khz * 1e3); }
 };
 
 }  // namespace warpwright

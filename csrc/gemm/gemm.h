@@ -20,6 +20,7 @@
 #include "gemm/cost_model.h"
 #include "gemm/params.h"
 #include "gemm/tiles.h"
+#include "gemm/traffic.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -320,6 +321,18 @@ inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
     plan.workspace_bytes = plan.splits * (part_bytes(p) + (plan.sums_rows ? p.m * 4 : 0));
   }
   return plan;
+}
+
+// What the sm_90a kernel of a plan moves.
+inline Sm90Traffic planned_traffic(const GemmParams& p, const GemmPlan& plan,
+                                   const DeviceInfo& device) {
+  const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);
+  const Sm90Cut cut{.blk_m = shape.blk_m,
+                    .blk_n = shape.blk_n,
+                    .splits = plan.splits,
+                    .raster_rows = kRasterRows,
+                    .sharing = plan.cluster};
+  return sm90_traffic(p.m, p.n, p.k, dtype_size(p.dtype()), cut, device);
 }
 
 // ---- words ----

@@ -21,6 +21,9 @@ DeviceInfo read_device_info(int device) {
   info.num_sms = attribute(cudaDevAttrMultiProcessorCount);
   info.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   info.l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  info.clock_khz = attribute(cudaDevAttrClockRate);
+  info.memory_clock_khz = attribute(cudaDevAttrMemoryClockRate);
+  info.memory_bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth);
   for (int i = 0; i < 4; ++i) {
     info.clusters[i] = info.num_sms >> i;
     if (i > 0 && info.sm_arch >= 90) {

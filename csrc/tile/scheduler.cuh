@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "device/math.cuh"
+#include "tile/raster.h"
 
 namespace warpwright {
 
@@ -35,8 +36,6 @@ struct TileGrid {
 
   int64_t num_blocks() const { return int64_t{tiles_m} * tiles_n * splits * batches; }
 };
-
-constexpr int kRasterRows = 2048;  // rows of A that one group of blocks shares
 
 inline TileGrid make_tile_grid(int64_t m, int64_t n, int64_t k, int blk_m, int blk_n, int blk_k,
                                int splits = 1, int batches = 1) {
