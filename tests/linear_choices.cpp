@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "host/named_devices.h"
 #include "ops/linear/linear.h"
 
 using namespace warpwright;
@@ -166,7 +167,13 @@ int main(int argc, char** argv) {
     small.sm_arch = 86;
     small.num_sms = 20;
     small.smem_per_block = 99 * 1024;
-    const std::vector<DeviceInfo> devices = {hopper, ampere, small};
+    DeviceInfo cut_down;  // a Hopper with fewer SMs
+    cut_down.num_sms = 78;
+    cut_down.clusters[0] = 78;
+    cut_down.clusters[1] = 39;
+    cut_down.clusters[2] = 18;
+    std::vector<DeviceInfo> devices = {ampere, small, cut_down};
+    for (const NamedDevice& device : kNamedDevices) devices.push_back(device.info);
     const std::vector<int64_t> edges = {1,   2,   7,   8,   9,   16,  17,   31,  33,
                                         63,  64,  65,  96,  97,  127, 128,  129, 255,
                                         256, 257, 384, 511, 512, 520, 1000, 4000};

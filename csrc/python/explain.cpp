@@ -8,7 +8,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -16,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/named_devices.h"
 #include "ops/attention/attention.h"
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
@@ -146,6 +149,43 @@ Lines explain_linear(const std::string& dtype, bool tf32, const TensorLayout& in
           {"grad_weight", line(*gradients.weight, plan.weight)},
           {"grad_bias", plan.bias ? describe(*plan.bias)
                                   : "in grad_weight's product, dy^T times 8 columns of ones"}};
+}
+
+using Bytes = std::map<std::string, double>;
+
+Bytes bytes_of(const Sm90Traffic& traffic) {
+  return {{"l2", traffic.l2_bytes},
+          {"dram_read", traffic.dram_read},
+          {"dram_written", traffic.dram_written}};
+}
+
+// Of D (m, n) = A (m, k) B^T (n, k) in elements of `size` bytes. sharing: CTAs that load one A.
+Bytes gemm_traffic(const std::array<int64_t, 3>& mnk, int64_t size,
+                   const std::array<int64_t, 2>& tile, const DeviceInfo& device, int64_t splits,
+                   int64_t sharing) {
+  const Sm90Cut cut{.blk_m = tile[0], .blk_n = tile[1], .splits = splits, .sharing = sharing};
+  return bytes_of(sm90_traffic(mnk[0], mnk[1], mnk[2], size, cut, device));
+}
+
+// Of linear's products on sm_90a tiles, by role.
+std::map<std::string, Bytes> linear_traffic(const std::string& dtype, const TensorLayout& input,
+                                            const TensorLayout& weight, const DeviceInfo& device) {
+  const DType type = dtype_from(dtype);
+  const Allowed allowed{true, false, device.sm_arch == 90};
+  const Matrix x = as_matrix(input);
+  const Matrix w = as_matrix(weight);
+  const Matrix dy{x.rows, w.rows, w.rows, 1, 0};
+  const std::pair<const char*, GemmParams> products[] = {
+      {"forward", gemm_params(type, allowed, x, w)},
+      {"grad_input", gemm_params(type, allowed, dy, w.transposed())},
+      {"grad_weight", gemm_params(type, allowed, dy.transposed(), x.transposed())}};
+  std::map<std::string, Bytes> roles;
+  for (const auto& [role, p] : products) {
+    const LinearPlan plan = choose_linear(p, device);
+    if (plan.head || plan.gemm.variant != GemmVariant::kSm90) continue;
+    roles[role] = bytes_of(planned_traffic(p, plan.gemm, device));
+  }
+  return roles;
 }
 
 // ---- max_pool2d ----
@@ -358,7 +398,15 @@ void define_explain(py::module_& m) {
       .def_readwrite("sm_arch", &DeviceInfo::sm_arch)
       .def_readwrite("num_sms", &DeviceInfo::num_sms)
       .def_readwrite("smem_per_block", &DeviceInfo::smem_per_block)
-      .def_readwrite("l2_bytes", &DeviceInfo::l2_bytes);
+      .def_readwrite("l2_bytes", &DeviceInfo::l2_bytes)
+      .def_readwrite("clock_khz", &DeviceInfo::clock_khz)
+      .def_readwrite("memory_clock_khz", &DeviceInfo::memory_clock_khz)
+      .def_readwrite("memory_bus_bits", &DeviceInfo::memory_bus_bits);
+  m.def("named_devices", [] {
+    std::map<std::string, DeviceInfo> devices;
+    for (const NamedDevice& device : kNamedDevices) devices[device.name] = device.info;
+    return devices;
+  });
   m.def("explain_batch_norm", &explain_batch_norm);
   m.def("explain_conv2d", &explain_conv2d);
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
@@ -369,6 +417,9 @@ void define_explain(py::module_& m) {
   m.def("explain_linear_cross_entropy", &explain_linear_cross_entropy, py::arg("dtype"),
         py::arg("tf32"), py::arg("input"), py::arg("weight"), py::arg("chunk_rows"),
         py::arg("device"), py::arg("sm90"), py::arg("tf32x3") = false);
+  m.def("gemm_traffic", &gemm_traffic, py::arg("mnk"), py::arg("size"), py::arg("tile"),
+        py::arg("device"), py::arg("splits") = 1, py::arg("sharing") = 1);
+  m.def("linear_traffic", &linear_traffic);
   m.def("explain_max_pool2d", &explain_max_pool2d);
   m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);
 }

@@ -11,7 +11,12 @@ class DeviceInfo:
     num_sms: int
     smem_per_block: int
     l2_bytes: int
+    clock_khz: int
+    memory_clock_khz: int
+    memory_bus_bits: int
     def __init__(self) -> None: ...
+
+def named_devices() -> dict[str, DeviceInfo]: ...
 
 # Each line is (the kernel's role, what it takes and why).
 def explain_batch_norm(
@@ -56,6 +61,18 @@ def explain_linear(
     sm90: bool,
     tf32x3: bool = False,
 ) -> list[tuple[str, str]]: ...
+# Predicted bytes: from L2 to the SMs ("l2"), "dram_read" and "dram_written".
+def gemm_traffic(
+    mnk: Sequence[int],
+    size: int,
+    tile: Sequence[int],
+    device: DeviceInfo,
+    splits: int = 1,
+    sharing: int = 1,
+) -> dict[str, float]: ...
+def linear_traffic(
+    dtype: str, input: Operand, weight: Operand, device: DeviceInfo
+) -> dict[str, dict[str, float]]: ...
 def explain_linear_cross_entropy(
     dtype: str,
     tf32: bool,

@@ -37,7 +37,8 @@ def explain(
         op: a name in :mod:`warpwright.functional`, or the function (ours or native's).
         args, kwargs: as for the function.
         device: answer as if the tensors were on this device. ``"cuda"`` explains the GPU kernels for
-            tensors of any device; without a GPU it assumes an sm_90 with 132 SMs.
+            tensors of any device; without a GPU it assumes an sm_90 with 132 SMs. ``"h100"``,
+            ``"h200"``, ``"h100-pcie"`` and ``"gh200"`` explain them for that GPU.
     Returns:
         A line for the call, then a line per kernel: its role, what it takes, and why.
     Raises:
@@ -54,8 +55,9 @@ def explain(
     main = next(iter(arguments.values()))
     if not isinstance(main, Tensor):
         raise TypeError(f"{name}: expected a tensor first, got {type(main).__name__}")
-    where = torch.device(device) if device is not None else main.device
-    title = f"{name}, {_dtype(main)} {tuple(main.shape)} on {where}"
+    named = _C.named_devices().get(device) if isinstance(device, str) else None
+    where = torch.device("cuda" if named else device) if device is not None else main.device
+    title = f"{name}, {_dtype(main)} {tuple(main.shape)} on {device if named else where}"
     reason = why_no_kernel(main, any_dtype=FUNCTIONALS[name].integers)
     if reason is not None:
         return f"{title}\n  native torch: {reason}"
@@ -66,7 +68,7 @@ def explain(
             ("forward, backward", f"{FUNCTIONALS[name].cpu}, {torch.get_num_threads()} threads")
         ]
     elif where.type == "cuda":
-        gpu, note = _gpu(where)
+        gpu, note = (named, f" ({named.num_sms} SMs)") if named else current_gpu(where)
         title += note
         lines = EXPLAINERS[name](arguments, gpu)
     else:
@@ -79,7 +81,7 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _gpu(device: torch.device) -> tuple[_C.DeviceInfo, str]:
+def current_gpu(device: torch.device) -> tuple[_C.DeviceInfo, str]:
     info = _C.DeviceInfo()
     if not torch.cuda.is_available():
         return info, f" (none here: assuming sm_{info.sm_arch} with {info.num_sms} SMs)"
@@ -88,6 +90,10 @@ def _gpu(device: torch.device) -> tuple[_C.DeviceInfo, str]:
     info.num_sms = properties.multi_processor_count
     info.smem_per_block = properties.shared_memory_per_block_optin
     info.l2_bytes = properties.L2_cache_size
+    # Some versions of torch do not have all of these.
+    info.clock_khz = getattr(properties, "clock_rate", info.clock_khz)
+    info.memory_clock_khz = getattr(properties, "memory_clock_rate", info.memory_clock_khz)
+    info.memory_bus_bits = getattr(properties, "memory_bus_width", info.memory_bus_bits)
     return info, f" ({properties.name}, sm_{info.sm_arch})"
 
 
