@@ -189,3 +189,35 @@ def test_source_hash_is_setup_pys(monkeypatch):
     names = {"ROOT": ROOT}
     exec("import hashlib\n" + source[start : source.index("\n\n\n", start)], names)
     assert names["source_hash"]() == records.source_hash(ROOT)
+
+
+def test_two_gpus_stand_side_by_side(tree):
+    root, path, record = tree
+    run(root)
+    assert "on each GPU" not in (root / "README.md").read_text()
+    rows = [
+        row("relu", "warpwright", 3.0),
+        row("relu", "native", 9.0),
+        row("linear", "warpwright", 1.0),  # not measured on the first
+        row("linear", "native", 1.0),
+    ]
+    other = {**record, "gpu": "Another GPU", "rows": rows}
+    records.save_records(other, path.parents[1] / "another/full.json")
+    again = {**other, "rows": [row("relu", "warpwright", 2.0), row("relu", "native", 3.0)]}
+    records.save_records(again, path.parents[1] / "another/again.json")
+    run(root)
+    readme = (root / "README.md").read_text()
+    assert f"| op | pass | workloads | Another GPU | {record['gpu']} |" in readme
+    assert "| `relu` | fwd | 1 | 1.50× | 2.00× |" in readme
+    assert "| `linear` | fwd" not in readme.split("\n\n", 3)[1]
+    assert run(root, "--check") == 0
+
+
+def test_a_drifting_row_is_in_no_column(tree):
+    root, path, record = tree
+    other = {**record, "gpu": "Another GPU", "rows": [dict(r) for r in record["rows"]]}
+    other["rows"][0]["steady"] = False
+    records.save_records(other, path.parents[1] / "another/full.json")
+    run(root)
+    readme = (root / "README.md").read_text()
+    assert "| `relu` | fwd | 1 | 2.00× | 2.00× |" not in readme

@@ -76,3 +76,22 @@ def test_nothing_to_compare(compare, tmp_path, capsys):
     assert "is missing" in text
     assert cli.main(["compare", str(tmp_path / "none.json"), str(tmp_path / "after.json")]) == 2
     assert "none.json" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_two_gpus_are_compared_by_their_ratios_to_native(compare):
+    before = record(relu_warpwright=1.0, relu_native=2.0, linear_warpwright=1.0, linear_native=1.1)
+    after = record(relu_warpwright=2.0, relu_native=4.0, linear_warpwright=2.0, linear_native=1.76)
+    code, text = compare({**before, "gpu": "A"}, {**after, "gpu": "B"})
+    assert code == 1
+    assert "native's time over the implementation's is compared" in text
+    assert "1.10" in text
+    assert "0.88" in text
+    assert "+25.0%" in text
+    assert "1 of 2 rows" in text  # native's own rows are no ratio
+    code, text = compare({**before, "gpu": "A"}, {**before, "gpu": "B"})
+    assert code == 0
+    assert "2 of 2 rows" in text
+    code, _ = compare(
+        {**record(relu_native=1.0), "gpu": "A"}, {**record(relu_native=1.0), "gpu": "B"}
+    )
+    assert code == 2

@@ -61,6 +61,7 @@ def explain_linear(
     sm90: bool,
     tf32x3: bool = False,
 ) -> list[tuple[str, str]]: ...
+
 # Predicted bytes: from L2 to the SMs ("l2"), "dram_read" and "dram_written".
 def gemm_traffic(
     mnk: Sequence[int],

@@ -1,7 +1,8 @@
 """`python -m warpwright compare BEFORE AFTER`: which rows of two records differ.
 
 For two runs of the same kernels that is how well the times repeat; for a kernel that was changed, what
-the change gave.
+the change gave. For records of two GPUs it compares native's time over each implementation's own, since
+the times themselves differ by the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .records import grouped, load_records
+from .machines import native_ratio
+from .records import KEY, grouped, load_records
 
 # Header fields whose differences a reader must know before comparing.
 CONDITIONS = ("gpu", "driver", "torch", "cuda", "cudnn")
@@ -47,6 +49,22 @@ def changes(
     return sorted(found, key=lambda change: -change[2])
 
 
+def ratio_changes(
+    before: dict[str, Any], after: dict[str, Any], above: float, impl: str | None = None
+) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
+    """As changes(), of the ratio to native: positive if `after`'s ratio is lower, hence slower."""
+    old, new = grouped(before), grouped(after)
+    found = []
+    for a, b, _ in changes(before, after, above, impl):
+        key = tuple(a[k] for k in KEY)
+        ratios = native_ratio(old[key], a["impl"]), native_ratio(new[key], b["impl"])
+        if a["impl"] != "native" and ratios[0] is not None and ratios[1] is not None:
+            found.append(
+                (a | {"ratio": ratios[0]}, b | {"ratio": ratios[1]}, ratios[0] / ratios[1] - 1)
+            )
+    return sorted(found, key=lambda change: -change[2])
+
+
 def conditions(a: dict[str, Any], b: dict[str, Any]) -> str:
     """Reasons in the rows why two times of the same kernel may differ."""
     unsteady = [n for n, r in (("before", a), ("after", b)) if not r.get("steady", True)]
@@ -69,23 +87,31 @@ def main(options: argparse.Namespace) -> int:
     for name in CONDITIONS:
         if before.get(name) != after.get(name):
             console.print(f"[yellow]{name}: {before.get(name)} before, {after.get(name)} after[/]")
-    found = changes(before, after, options.above, options.impl)
+    two_gpus = before["gpu"] != after["gpu"]
+    compared = ratio_changes if two_gpus else changes
+    found = compared(before, after, options.above, options.impl)
     if not found:
         console.print(f"[red]no row of at least {options.above} ms is in both records[/]")
         return 2
+    if two_gpus:
+        console.print(
+            "two GPUs: native's time over the implementation's is compared, not the times"
+        )
     beyond = [change for change in found if abs(change[2]) > options.tolerance]
     if beyond:
         table = Table()
         for column in ("op", "case", "dtype", "layout", "pass", "implementation"):
             table.add_column(column)
-        for column in ("before, ms", "after, ms", "change"):
+        unit, shown = ("native / it", "ratio") if two_gpus else ("ms", "ms")
+        digits = 2 if two_gpus else 4
+        for column in (f"before, {unit}", f"after, {unit}", "change"):
             table.add_column(column, justify="right")
         table.add_column("conditions")
         for a, b, change in beyond:
             table.add_row(
                 *(a[k] for k in ("op", "case", "dtype", "layout", "pass", "impl")),
-                f"{a['ms']:.4f}",
-                f"{b['ms']:.4f}",
+                f"{a[shown]:.{digits}f}",
+                f"{b[shown]:.{digits}f}",
                 f"[{'red' if change > 0 else 'green'}]{change:+.1%}[/]",
                 conditions(a, b),
             )

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import ladder, overhead
+from . import ladder, machines, overhead
 from .records import grouped, is_training_step, load_records, stale_ops, write
 
 Row = dict[str, Any]
@@ -188,6 +188,24 @@ def summary_block(
     return "\n\n".join([*tables, shown])
 
 
+def machines_block(records: dict[Path, Record]) -> str:
+    """README.md's columns of several GPUs; empty with one."""
+    folders: dict[Path, list[Record]] = {}
+    for path, record in records.items():
+        if record["device"] == "cuda":
+            whole_first = 0 if path.name == MAIN.name else len(folders.get(path.parent, ()))
+            folders.setdefault(path.parent, []).insert(whole_first, record)
+    if len(folders) < 2:
+        return ""
+    rows = {
+        found[0]["gpu"]: machines.newest_rows(found[0], found[1:]) for found in folders.values()
+    }
+    return (
+        "Native time over ours on each GPU, against its own native: the geometric mean of the workloads "
+        f"that all of them measured.\n\n{machines.machines_table(rows)}"
+    )
+
+
 def render(text: str, blocks: dict[str, str]) -> str:
     """`text` with all results blocks replaced. Raises KeyError for an unknown name."""
     return _BLOCK.sub(lambda m: f"{m[1]}{blocks[m[2]]}\n{m[3]}", text)
@@ -327,13 +345,10 @@ def run(options: argparse.Namespace) -> int:
     main = root / RESULTS / MAIN
     main = main if main in records else next(iter(records))
     readme = root / "README.md"
+    later = [(r, stale[p]) for p, r in records.items() if p.parent == main.parent and p != main]
+    summary = summary_block(records[main], stale[main], stem(main, root), later)
     blocks = {
-        "summary": summary_block(
-            records[main],
-            stale[main],
-            stem(main, root),
-            [(r, stale[p]) for p, r in records.items() if p.parent == main.parent and p != main],
-        ),
+        "summary": "\n\n".join(filter(None, (machines_block(records), summary))),
         "full": full_table(records[main], stale[main]),
     }
     wanted = {
