@@ -22,13 +22,17 @@ base := $(VENV)/.base-$(choice)
 build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(NO_CUDA) $(FORCE_CUDA) $(LINEINFO) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 sources := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py')
 
-.PHONY: demo test test-long lint build clean
+.PHONY: demo test test-gpu test-long lint build clean
 
 demo: $(build)
 	$(python) -m warpwright demo --out demo-out $(DEMO_ARGS)
 
 test: $(build)
 	$(python) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS) tests
+
+# The GPU's tests alone, in as many workers as the cores and the GPU's memory allow.
+test-gpu: $(build)
+	$(python) -m pytest -n auto --dist worksteal -m 'gpu and not slow' $(PYTEST_ARGS) tests
 
 # Everything: the slow tests, and 2,000 random cases an op.
 test-long: $(build)

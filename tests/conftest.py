@@ -8,6 +8,7 @@ import re
 # below, reads outside a strided weight and may kill the process. Read when oneDNN is first used.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import gpu_sharing
 import pytest
 import torch
 from common import small_resnet
@@ -34,6 +35,11 @@ def pytest_collection_modifyitems(config, items):
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    available = gpu_sharing.gpu_gib()
+    for item in items:
+        why_not = gpu_sharing.why_too_small(gpu_sharing.needed_gib(item), available)
+        if why_not is not None:
+            item.add_marker(pytest.mark.skip(reason=why_not))
     long = [item for item in items if LONG.search(item.nodeid)]
     rest = [item for item in items if not LONG.search(item.nodeid)]
     if long:
@@ -92,6 +98,24 @@ def _reproducible(request):
     warpwright.set_float32_matmul_precision(None)
     yield
     torch._dynamo.reset()
+
+
+TURNS = gpu_sharing.turns_of_this_run()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Workers of one run share the GPU; a `gpu_memory` test has it alone."""
+    if TURNS is None or item.get_closest_marker("gpu") is None:
+        return (yield)
+    with gpu_sharing.shared_gpu(TURNS, gpu_sharing.needed_gib(item)):
+        return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """For `-n auto`."""
+    return gpu_sharing.worker_count(len(os.sched_getaffinity(0)), gpu_sharing.gpu_gib())
 
 
 def pytest_configure(config):

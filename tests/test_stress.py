@@ -279,13 +279,11 @@ def test_a_thousand_steps_from_one_state(cls, options, dtype):
 
 
 def large(gib):
-    """Slow, and only where the GPU's memory holds it."""
+    """Slow, and only if the GPU's memory holds it."""
 
     def decorate(test):
-        available = torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 2**30
-        reason = f"needs {gib} GiB of GPU memory"
         test = pytest.mark.parametrize("elements", [2**31, 2**32], ids=["2^31", "2^32"])(test)
-        return pytest.mark.slow(pytest.mark.skipif(available < gib, reason=reason)(test))
+        return pytest.mark.slow(pytest.mark.gpu_memory(gib)(test))
 
     return decorate
 

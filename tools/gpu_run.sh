@@ -5,7 +5,8 @@
 #   tools/gpu_run.sh OUT_DIR [STEP ...]      steps: tests sanitize models demo bench model profile
 #                                    ladder (default: all)
 #
-# PYTHON chooses the interpreter, TEST_ARGS goes to pytest, BENCH_ARGS to the benchmark,
+# PYTHON chooses the interpreter, TEST_WORKERS the tests' processes (default: as many as cores and
+# GPU memory allow; 0: one, without workers), TEST_ARGS goes to pytest, BENCH_ARGS to the benchmark,
 # SANITIZE_TOOLS are compute-sanitizer's (default: memcheck; racecheck and synccheck take longer),
 # SANITIZE_CASES a regular expression that finds their cases, STEP_TIMEOUT (seconds, default 540)
 # ends a step that hangs.
@@ -46,7 +47,8 @@ for step in "${steps[@]}"; do
   case $step in
     tests)
       # shellcheck disable=SC2086
-      run tests "$python" -m pytest -q -m gpu ${TEST_ARGS:-} tests
+      run tests "$python" -m pytest -q -n "${TEST_WORKERS:-auto}" --dist worksteal -m gpu \
+        ${TEST_ARGS:-} tests
       ;;
     sanitize)
       for tool in ${SANITIZE_TOOLS:-memcheck}; do
