@@ -354,6 +354,24 @@ def explain_conv_fp32(tf32):
     return explain("conv2d", torch.empty(2, 16, 8, 8), torch.empty(4, 16, 3, 3), **ON_GPU)
 
 
+def test_conv2d_of_one_tap():
+    """A matrix product of the pixels, where the sm_90a kernels take it."""
+
+    def lines(x, w, **kwargs):
+        return explain("conv2d", x, w, **kwargs, **ON_GPU).splitlines()[1:]
+
+    x = last_w(torch.empty(64, 64, 28, 28, dtype=torch.bfloat16))
+    w = last_w(torch.empty(256, 64, 1, 1, dtype=torch.bfloat16))
+    assert all("matrix product: sm_90a" in line for line in lines(x, w))
+    assert "A m-major, B n-major" in lines(x, w)[2]
+    nchw = x.contiguous(), w.contiguous()
+    strided, padded, grouped = {"stride": 2}, {"padding": 1}, {"groups": 2}
+    for args, kwargs in ((nchw, {}), ((x, w), strided), ((x, w), padded)):
+        assert not any("matrix product" in line for line in lines(*args, **kwargs))
+    assert not any("matrix product" in line for line in lines(x, w[:, :32], **grouped))
+    assert not any("matrix product" in line for line in lines(x.double(), w.double()))
+
+
 def test_conv2d_direct_kernels():
     def lines(x, w, **kwargs):
         x, w = x.contiguous(memory_format=torch.channels_last), last_w(w)

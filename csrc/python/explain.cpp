@@ -266,13 +266,15 @@ Conv2dShape conv2d_shape(const std::string& dtype, const TensorLayout& input,
 Lines explain_conv2d(const std::string& dtype, bool tf32, const TensorLayout& input,
                      const TensorLayout& weight, const std::vector<int64_t>& output,
                      bool channels_last, const std::vector<int64_t>& window, int64_t groups,
-                     const DeviceInfo& device) {
+                     const DeviceInfo& device, bool sm90) {
   Conv2dShape s = conv2d_shape(dtype, input, weight, output, channels_last, window, groups);
   s.allow_tf32 = tf32;
+  s.sm90 = sm90 && device.sm_arch == 90;
   const auto x = static_cast<uintptr_t>(input.address), w = static_cast<uintptr_t>(weight.address);
-  return {{"forward", describe(choose_conv2d_fprop(s, {.x = x, .w = w, .y = 0}, device))},
-          {"grad_input", describe(choose_conv2d_dgrad(s, {.x = 0, .w = w, .y = 0}, device))},
-          {"grad_weight", describe(choose_conv2d_wgrad(s, {.x = x, .w = 0, .y = 0}, device))}};
+  return {
+      {"forward", describe(choose_conv2d_fprop(s, {.x = x, .w = w, .y = 0}, device))},
+      {"grad_input", describe(choose_conv2d_dgrad(s, {.x = 0, .w = w, .y = 0}, device))},
+      {"grad_weight", describe(choose_conv2d_wgrad(s, {.x = x, .w = 0, .y = 0}, nullptr, device))}};
 }
 
 Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,

@@ -32,6 +32,7 @@ def explain_conv2d(
     window: Sequence[int],
     groups: int,
     device: DeviceInfo,
+    sm90: bool,
 ) -> list[tuple[str, str]]: ...
 def explain_conv2d_cpu(
     dtype: str,

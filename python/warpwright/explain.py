@@ -221,7 +221,9 @@ def _conv2d_shape(
 
 
 def _conv2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    return _C.explain_conv2d(_dtype(a["input"]), conv_allows_tf32(), *_conv2d_shape(a), gpu)
+    shape = _conv2d_shape(a)
+    tf32, sm90 = conv_allows_tf32(), _may_take_sm90()
+    return _C.explain_conv2d(_dtype(a["input"]), tf32, *shape, gpu, sm90)
 
 
 def _conv2d_cpu(a: Arguments) -> Lines:

@@ -146,9 +146,12 @@ inline AttentionConfig choose_attention_backward_config(const AttentionBackwardP
   if (config.head_tile > 128)
     return {AttentionPath::kMma, config.head_tile, false, "mma.sync: head dimension above 128"};
   const AttentionParams& f = p.fwd;
-  const bool aligned =
-      fits_tensor_map(p.dout, f.B, f.H, f.S_q) && fits_tensor_map(p.dq, f.B, f.H, f.S_q) &&
-      fits_tensor_map(p.dk, f.B, f.H_kv, f.S_k) && fits_tensor_map(p.dv, f.B, f.H_kv, f.S_k);
+  auto gradient_fits = [&](const AttentionOperand& x, int64_t H, int64_t S) {
+    return x.data == nullptr || fits_tensor_map(x, f.B, H, S);
+  };
+  const bool aligned = fits_tensor_map(p.dout, f.B, f.H, f.S_q) &&
+                       gradient_fits(p.dq, f.H, f.S_q) && gradient_fits(p.dk, f.H_kv, f.S_k) &&
+                       gradient_fits(p.dv, f.H_kv, f.S_k);
   if (!aligned)
     return {AttentionPath::kMma, config.head_tile, false,
             "mma.sync: TMA needs rows at multiples of 16 bytes"};

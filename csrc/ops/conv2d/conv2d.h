@@ -23,6 +23,7 @@ enum class ConvDirection { kFprop, kDgrad, kWgrad };
 struct Conv2dShape {
   DType dtype;
   bool channels_last;
+  bool sm90;                                                         // its kernels run here
   bool allow_tf32;                                                   // fp32 on tensor cores
   int64_t n, c, h, w;                                                // input
   int64_t k, r, s;                                                   // weight: k x c/groups x r x s

@@ -14,24 +14,31 @@
 #include "ops/conv2d/cuda/few_channels/fprop.h"
 #include "ops/conv2d/cuda/few_channels/wgrad.h"
 #include "ops/conv2d/cuda/implicit_gemm/config.h"
+#include "ops/conv2d/cuda/matrix_product.h"
 
 namespace warpwright {
 
-using Conv2dFpropPlan = std::variant<ImplicitGemmConfig, FewChannelsFpropConfig, DirectFpropConfig,
-                                     DepthwiseNchwFpropConfig>;
+using Conv2dFpropPlan =
+    std::variant<ImplicitGemmConfig, MatrixProductConfig, FewChannelsFpropConfig, DirectFpropConfig,
+                 DepthwiseNchwFpropConfig>;
 
 // Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
-using Conv2dDgradPlan = std::variant<ImplicitGemmConfig, FewChannelsDgradConfig, DirectFpropConfig,
-                                     DepthwiseNchwFpropConfig, DepthwiseDgradConfig>;
+using Conv2dDgradPlan =
+    std::variant<ImplicitGemmConfig, MatrixProductConfig, FewChannelsDgradConfig, DirectFpropConfig,
+                 DepthwiseNchwFpropConfig, DepthwiseDgradConfig>;
 
 struct Conv2dWgradPlan {
-  std::variant<ImplicitGemmConfig, FewChannelsWgradConfig, DirectWgradConfig,
+  std::variant<ImplicitGemmConfig, MatrixProductConfig, FewChannelsWgradConfig, DirectWgradConfig,
                DepthwiseNchwWgradConfig>
       kernel;
   int64_t workspace_bytes;
 
-  // All kernels but the implicit GEMM sum the bias gradient too.
-  bool sums_bias() const { return !std::holds_alternative<ImplicitGemmConfig>(kernel); }
+  // All kernels but the implicit GEMM sum the bias gradient too, the matrix product most often.
+  bool sums_bias() const {
+    if (const auto* product = std::get_if<MatrixProductConfig>(&kernel))
+      return product->plan.sums_rows;
+    return !std::holds_alternative<ImplicitGemmConfig>(kernel);
+  }
 };
 
 struct Conv2dBiasGradPlan {
@@ -60,6 +67,8 @@ inline Conv2dFpropPlan choose_conv2d_fprop(const Conv2dShape& s, const Conv2dAdd
   if (conv2d_depthwise_supported(s)) {
     return choose_depthwise_fprop<Conv2dFpropPlan>(s, /*flip=*/false, addresses, device);
   }
+  const auto product = choose_matrix_product(ConvDirection::kFprop, s, addresses, nullptr, device);
+  if (product) return *product;
   return choose_implicit_gemm(ConvDirection::kFprop, s, addresses, device);
 }
 
@@ -71,11 +80,14 @@ inline Conv2dDgradPlan choose_conv2d_dgrad(const Conv2dShape& s, const Conv2dAdd
     return choose_depthwise_fprop<Conv2dDgradPlan>(flipped_shape(s), /*flip=*/true,
                                                    {addresses.y, addresses.w, addresses.x}, device);
   }
+  const auto product = choose_matrix_product(ConvDirection::kDgrad, s, addresses, nullptr, device);
+  if (product) return *product;
   return choose_implicit_gemm(ConvDirection::kDgrad, s, addresses, device);
 }
 
+// grad_bias: null if it is not wanted.
 inline Conv2dWgradPlan choose_conv2d_wgrad(const Conv2dShape& s, const Conv2dAddresses& addresses,
-                                           const DeviceInfo& device) {
+                                           void* grad_bias, const DeviceInfo& device) {
   auto plan = [&](const auto& config) {
     return Conv2dWgradPlan{config, workspace_bytes(s, config)};
   };
@@ -87,6 +99,9 @@ inline Conv2dWgradPlan choose_conv2d_wgrad(const Conv2dShape& s, const Conv2dAdd
     if (is_depthwise_nchw_3x3(s)) return plan(choose_depthwise_nchw_wgrad(s, addresses, device));
     return plan(choose_direct_wgrad(s, /*depthwise=*/true, addresses, device));
   }
+  const auto product =
+      choose_matrix_product(ConvDirection::kWgrad, s, addresses, grad_bias, device);
+  if (product) return plan(*product);
   return plan(choose_implicit_gemm(ConvDirection::kWgrad, s, addresses, device));
 }
 
@@ -123,8 +138,8 @@ inline Conv2dBackwardPlan choose_conv2d_backward(const Conv2dBackwardParams& p,
         choose_conv2d_dgrad(p.shape, {address_of(p.grad_input), address_of(p.weight), dy}, device);
   }
   if (p.grad_weight != nullptr) {
-    plan.weight =
-        choose_conv2d_wgrad(p.shape, {address_of(p.input), address_of(p.grad_weight), dy}, device);
+    plan.weight = choose_conv2d_wgrad(p.shape, {address_of(p.input), address_of(p.grad_weight), dy},
+                                      p.grad_bias, device);
   }
   if (p.grad_bias != nullptr && !(plan.weight && plan.weight->sums_bias())) {
     plan.bias = choose_conv2d_bias_grad(p.shape, p.grad_output, device);

@@ -13,6 +13,11 @@ void run(const Conv2dParams& p, const ImplicitGemmConfig& config, cudaStream_t s
     launch_implicit_gemm_fprop<kKind, T>(p, config, stream);
   });
 }
+void run(const Conv2dParams& p, const MatrixProductConfig& config, cudaStream_t stream) {
+  GemmParams product = config.product;
+  product.bias = p.bias;
+  launch_gemm(product, config.plan, nullptr, stream);
+}
 void run(const Conv2dParams& p, const FewChannelsFpropConfig& config, cudaStream_t stream) {
   launch_few_channels_fprop(p, config, stream);
 }
@@ -40,6 +45,10 @@ void run_dgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
     launch_implicit_gemm_dgrad<kKind, T>(p, config, stream);
   });
 }
+void run_dgrad(const Conv2dBackwardParams&, const MatrixProductConfig& config,
+               cudaStream_t stream) {
+  launch_gemm(config.product, config.plan, nullptr, stream);
+}
 void run_dgrad(const Conv2dBackwardParams& p, const FewChannelsDgradConfig& config,
                cudaStream_t stream) {
   launch_few_channels_dgrad(p, config, stream);
@@ -63,6 +72,10 @@ void run_wgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config, 
   for_gemm_kind(config.kind, p.shape.dtype, [&]<GemmKind kKind, class T>() {
     launch_implicit_gemm_wgrad<kKind, T>(p, config, workspace, stream);
   });
+}
+void run_wgrad(const Conv2dBackwardParams&, const MatrixProductConfig& config, void* workspace,
+               cudaStream_t stream) {
+  launch_gemm(config.product, config.plan, workspace, stream);
 }
 void run_wgrad(const Conv2dBackwardParams& p, const FewChannelsWgradConfig& config, void* workspace,
                cudaStream_t stream) {

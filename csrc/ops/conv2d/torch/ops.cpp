@@ -14,6 +14,7 @@
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <ATen/Context.h>
 
+#include "host/sm90.h"
 #include "torch/cuda.h"
 #endif
 
@@ -258,6 +259,7 @@ Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const Optio
   const CudaCall call(input);
   return conv2d_with(input, weight, bias, stride, padding, dilation, groups, [&](Conv2dParams p) {
     p.shape.allow_tf32 = allow_tf32();
+    p.shape.sm90 = sm90_path_available();
     launch_conv2d(p, choose_conv2d(p, current_device_info()), call.stream);
   });
 }
@@ -276,6 +278,7 @@ Tensors3 conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& in
   const CudaCall call(input);
   const auto run = [&](Conv2dBackwardParams p) {
     p.shape.allow_tf32 = allow_tf32();
+    p.shape.sm90 = sm90_path_available();
     const Conv2dBackwardPlan plan = choose_conv2d_backward(p, current_device_info());
     const Workspace workspace(plan.workspace_bytes(), input);
     launch_conv2d_backward(p, plan, workspace.data(), call.stream);
