@@ -32,7 +32,7 @@ def operands(device, shape, fmt=torch.contiguous_format):
 @pytest.fixture
 def ieee(device):
     """cuDNN, where there is one, without TF32."""
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
 
@@ -122,7 +122,7 @@ def test_resnext_grouped(device, ieee, fmt, channels, image, stride):
 @pytest.mark.parametrize("batch", [64, 256])
 def test_resnext_weight_gradient_of_many_pixels(fmt, batch):
     """A sum over up to 800,000 pixels, which a kernel must not add in one chain."""
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         x, weight, _ = operands("cuda", (batch, 128, 56, 128, 3, 32), fmt)
         compare_with_native(
             lambda w: F.conv2d(x.detach(), w, None, 1, 1, 1, 32),
@@ -143,7 +143,8 @@ def test_tf32_is_cudnns(fmt, groups):
     with torch.backends.cudnn.flags(enabled=False, allow_tf32=True):
         compare_with_native(
             lambda *a: F.conv2d(*a, 1, 1, 1, groups),
-            lambda *a: native(*a, 1, 1, 1, groups),
+            # Native without cuDNN loses the memory format of its operands.
+            lambda *a: native(*a, 1, 1, 1, groups).contiguous(memory_format=fmt),
             (x, weight, bias),
         )
 
