@@ -361,6 +361,18 @@ def test_errors_are_of_the_sampled_corner():
         assert 0 < row["err"] < 1e-5
 
 
+def test_gradients_of_a_convolution_without_bias_are_passes():
+    conv = cases._conv2d((6, 3, 8, 8), 5, 3, 1, 1, FP32, cases.NCHW, bias=False)
+    record = runner().run([conv])
+    assert not record["failures"]
+    rows = {r["pass"]: r for r in record["rows"] if r["impl"] == "warpwright"}
+    assert list(rows) == ["fwd", "dgrad", "wgrad"]
+    assert {r["flops"] for r in rows.values()} == {2 * 6 * 5 * 8 * 8 * 3 * 3 * 3}
+    x, y, w = 6 * 3 * 8 * 8, 6 * 5 * 8 * 8, 5 * 3 * 3 * 3
+    assert {r["bytes"] for r in rows.values()} == {4 * (x + y + w)}
+    assert all(r["agrees"] and r["err"] < 1e-5 for r in rows.values())
+
+
 @pytest.mark.parametrize("add", [False, True])
 def test_fused_batch_norm_is_held_against_the_native_chain(add):
     case = cases._batch_norm_relu((4, 8, 6, 6), FP32, cases.NHWC, add)

@@ -302,15 +302,36 @@ def _linear_cross_entropy(rows: int, features: int, classes: int, dtype: torch.d
 
 
 def _conv2d(
-    shape: tuple[int, ...], out: int, k: int, s: int, p: int, dtype: torch.dtype, layout: str
+    shape: tuple[int, ...],
+    out: int,
+    k: int,
+    s: int,
+    p: int,
+    dtype: torch.dtype,
+    layout: str,
+    bias: bool = True,
 ) -> Case:
+    """Without a bias each gradient is a pass of its own."""
     n, c, h, w = shape
     q = ((h + 2 * p - k) // s + 1) * ((w + 2 * p - k) // s + 1)
     flops = 2.0 * n * q * out * c * k * k
     # A stride beyond the window steps over pixels. The gradient is written for all of them.
     read = n * c * min(h * w, q * k * k)
     weights = out * c * k * k
-    work = _work.product(n * c * h * w, weights, n * out * q, flops, dtype.itemsize, read=read)
+
+    def work(input_grad: bool = True, weight_grad: bool = True) -> _work.Work:
+        elements = n * c * h * w, weights, n * out * q
+        wanted = input_grad, weight_grad
+        return _work.product(*elements, flops, dtype.itemsize, read=read, wanted=wanted)
+
+    def of_passes(what: str) -> dict[str, float]:
+        if bias:
+            return work().of(what)
+        return {
+            "fwd": work().of(what)["fwd"],
+            "dgrad": work(weight_grad=False).of(what)["bwd"],
+            "wgrad": work(input_grad=False).of(what)["bwd"],
+        }
 
     def make(device: str) -> Inputs:
         weight = (torch.randn(out, c, k, k, device=device) / (c * k * k) ** 0.5).to(dtype)
@@ -319,21 +340,56 @@ def _conv2d(
         return {
             "x": _randn(shape, dtype, device, layout),
             "weight": weight.requires_grad_(),
-            "bias": _randn((out,), dtype, device),
+            "bias": _randn((out,), dtype, device) if bias else None,
         }
 
     return Case(
         "conv2d",
-        f"{'x'.join(map(str, shape))}->{out} k{k}s{s}",
+        f"{'x'.join(map(str, shape))}->{out} k{k}s{s}{'' if bias else ' no bias'}",
         dtype,
         layout,
         make,
         lambda F, i: F.conv2d(i["x"], i["weight"], i["bias"], s, p),
-        work.of("bytes"),
-        work.of("flops"),
+        of_passes("bytes"),
+        of_passes("flops"),
         lambda i: {**i, "x": i["x"].detach()[:4].requires_grad_()},
         window=(s, p),
     )
+
+
+# The distinct convolutions of ResNet-50: channels, image, channels out, taps, stride.
+RESNET50_LAYERS = [
+    (3, 224, 64, 7, 2),
+    (64, 56, 64, 1, 1),
+    (256, 56, 64, 1, 1),
+    (64, 56, 64, 3, 1),
+    (64, 56, 256, 1, 1),
+    (256, 56, 128, 1, 1),
+    (128, 56, 128, 3, 2),
+    (256, 56, 512, 1, 2),
+    (128, 28, 512, 1, 1),
+    (512, 28, 128, 1, 1),
+    (128, 28, 128, 3, 1),
+    (512, 28, 256, 1, 1),
+    (256, 28, 256, 3, 2),
+    (512, 28, 1024, 1, 2),
+    (256, 14, 1024, 1, 1),
+    (1024, 14, 256, 1, 1),
+    (256, 14, 256, 3, 1),
+    (1024, 14, 512, 1, 1),
+    (512, 14, 512, 3, 2),
+    (1024, 14, 2048, 1, 2),
+    (512, 7, 2048, 1, 1),
+    (2048, 7, 512, 1, 1),
+    (512, 7, 512, 3, 1),
+]
+
+
+def _resnet50_layers(batch: int, dtype: torch.dtype, layout: str) -> list[Case]:
+    return [
+        _conv2d((batch, c, image, image), out, k, s, k // 2, dtype, layout, bias=False)
+        for c, image, out, k, s in RESNET50_LAYERS
+    ]
 
 
 def _attention(b: int, h: int, s: int, d: int, causal: bool, dtype: torch.dtype = BF16) -> Case:
@@ -453,6 +509,7 @@ def _all_cases() -> list[Case]:
         _conv2d((1024, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),
         _conv2d((1024, 32, 14, 14), 64, 3, 1, 1, BF16, NHWC),
         _conv2d((1024, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
+        *_resnet50_layers(256, BF16, NHWC),
     ]
     for d, h in ((64, 32), (128, 16), (256, 8)):
         for b, s in ((32, 512), (8, 2048), (1, 16384)):

@@ -117,8 +117,9 @@ def _sequence(*calls: Callable[[], object]) -> Callable[[], None]:
 
 
 def prepare_conv2d(case: Case, inputs: Inputs) -> Implementation:
-    """fprop with its bias, dgrad and wgrad. torch sums the bias gradient."""
-    x, weight, bias = (inputs[name].detach() for name in ("x", "weight", "bias"))
+    """fprop with its bias if it has one, dgrad and wgrad. torch sums the bias gradient."""
+    x, weight = inputs["x"].detach(), inputs["weight"].detach()
+    bias = None if inputs["bias"] is None else inputs["bias"].detach()
     y = case.run(torch.nn.functional, {**inputs, "x": x, "weight": weight, "bias": bias})
     dy, dx, dw = torch.randn_like(y), torch.empty_like(x), torch.empty_like(weight)
     assert case.window is not None
@@ -129,24 +130,33 @@ def prepare_conv2d(case: Case, inputs: Inputs) -> Implementation:
     product = forward.graph.conv_fprop(
         image=forward.input(x), weight=forward.input(weight), **window
     )
-    bias_rows = bias.view(1, -1, 1, 1).contiguous(memory_format=torch.channels_last)
-    forward.output(forward.graph.bias(input=product, bias=forward.input(bias_rows)), y)
+    if bias is not None:
+        bias_rows = bias.view(1, -1, 1, 1).contiguous(memory_format=torch.channels_last)
+        product = forward.graph.bias(input=product, bias=forward.input(bias_rows))
+    forward.output(product, y)
     dgrad = Graph(case.dtype)
     dgrad.output(
         dgrad.graph.conv_dgrad(loss=dgrad.input(dy), filter=dgrad.input(weight), **window), dx
     )
     wgrad = Graph(case.dtype)
     wgrad.output(wgrad.graph.conv_wgrad(image=wgrad.input(x), loss=wgrad.input(dy), **window), dw)
-    fwd = forward.build()
-    bwd = _sequence(dgrad.build(), wgrad.build(), lambda: dy.sum((0, 2, 3)))
+
+    def bias_grads() -> list[Tensor | None]:
+        return [] if bias is None else [dy.sum((0, 2, 3))]
+
+    fwd, of_input, of_weight = forward.build(), dgrad.build(), wgrad.build()
+    bwd = _sequence(of_input, of_weight, bias_grads)
 
     def results(incoming: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         dy.copy_(incoming)
         fwd()
         bwd()
-        return y.clone(), [dx.clone(), dw.clone(), dy.sum((0, 2, 3))]
+        return y.clone(), [dx.clone(), dw.clone(), *bias_grads()]
 
-    return Implementation({"fwd": fwd, "bwd": bwd, "fwd+bwd": _sequence(fwd, bwd)}, results)
+    calls = {"dgrad": of_input, "wgrad": of_weight}
+    return Implementation(
+        {"fwd": fwd, "bwd": bwd, "fwd+bwd": _sequence(fwd, bwd), **calls}, results
+    )
 
 
 def prepare_batch_norm(case: Case, inputs: Inputs) -> Implementation:

@@ -53,6 +53,10 @@ class Peer:
             return ""
 
 
+# Passes that compute one gradient, and the input that it belongs to.
+GRADIENTS = {"dgrad": "x", "wgrad": "weight"}
+
+
 def leaves_of(inputs: Inputs) -> list[Tensor]:
     return [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
 
@@ -71,6 +75,9 @@ def _autograd(function: Callable[[Inputs], Tensor], inputs: Inputs) -> Implement
     output = function(inputs)
     cotangent = _cotangent(output)
 
+    def gradients_of(tensors: list[Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(output, tensors, cotangent, retain_graph=True)
+
     def forward() -> Tensor:
         with torch.set_grad_enabled(output.dim() > 0):
             return function(inputs)
@@ -83,8 +90,11 @@ def _autograd(function: Callable[[Inputs], Tensor], inputs: Inputs) -> Implement
     return Implementation(
         {
             "fwd": forward,
-            "bwd": lambda: torch.autograd.grad(output, leaves, cotangent, retain_graph=True),
+            "bwd": gradients_of(leaves),
             "fwd+bwd": lambda: torch.autograd.grad(function(inputs), leaves, cotangent),
+            **{
+                which: gradients_of([inputs[of]]) for which, of in GRADIENTS.items() if of in inputs
+            },
         },
         results,
     )
