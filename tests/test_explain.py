@@ -39,7 +39,8 @@ def test_linear_tiles():
         )
         return next(line for line in text.splitlines() if "forward" in line)
 
-    assert "wgmma, tile 128x128 ping-pong" in first(4096, 4096, 4096)
+    assert "wgmma, tile 128x256" in first(4096, 4096, 4096)
+    assert "wgmma, tile 128x128 ping-pong" in first(8192, 8192, 8192)
     assert "fp64 FMA" in first(4096, 4096, 4096, torch.float64)
     assert "split-k" in first(64, 64, 16384)
     assert "element accesses" in first(128, 128, 33)
@@ -211,25 +212,36 @@ def test_linear_outer_product_fills_the_gpu():
         assert -(-blocks // 132) * groups <= 2 * -(-(-(-n // 64) * -(-k // 256)) // 132)
 
 
-# Of one H200, in us: (dtype, role of linear whose product it is, m, n, k of that product), the
-# fastest of all tiles that were tried, and the shipped ones by (tile, splits).
+# Of one H200 and one H100, in us: (dtype, role of linear whose product it is, m, n, k of that
+# product), the fastest of all tiles that were tried, and the shipped ones by (tile, splits).
 P, M, S, W = "128x128 ping-pong", "128x64", "64x64 ping-pong", "128x256"
 BF16, TF32 = "bfloat16", "float32"
 FORWARD, GRAD_INPUT, GRAD_WEIGHT = "forward", "grad_input", "grad_weight"
 RACE = [
-    (BF16, FORWARD, 4096, 4096, 4096, 200.4, {(P, 1): 200.4, (M, 1): 328.2, (S, 1): 382.8}),
-    (BF16, GRAD_INPUT, 4096, 4096, 4096, 200.3, {(P, 1): 200.3, (M, 1): 324.6, (S, 1): 370.9}),
+    (BF16, FORWARD, 4096, 4096, 4096, 176.7, {(P, 1): 182.7, (W, 1): 176.7}),
+    (BF16, GRAD_INPUT, 4096, 4096, 4096, 188.0, {(P, 1): 189.4, (W, 1): 188.0}),
+    (BF16, FORWARD, 16384, 4096, 1024, 182.0, {(P, 1): 184.5, (W, 1): 201.2}),
+    (BF16, GRAD_INPUT, 16384, 1024, 4096, 191.4, {(P, 1): 191.4, (W, 1): 194.4}),
+    (BF16, FORWARD, 65536, 1024, 1024, 187.2, {(P, 1): 189.6, (W, 1): 205.5}),
+    (BF16, GRAD_INPUT, 65536, 1024, 1024, 189.0, {(P, 1): 191.7, (W, 1): 207.5}),
+    (BF16, FORWARD, 8192, 14336, 4096, 1350.9, {(P, 1): 1354.2, (W, 1): 1441.5}),
+    (BF16, GRAD_INPUT, 8192, 4096, 14336, 1409.1, {(P, 1): 1410.3, (W, 1): 1422.1}),
+    (BF16, FORWARD, 8192, 8192, 8192, 1547.1, {(P, 1): 1582.1, (W, 1): 1606.3}),
+    (BF16, GRAD_INPUT, 8192, 8192, 8192, 1585.7, {(P, 1): 1611.5, (W, 1): 1638.4}),
+    (BF16, FORWARD, 16384, 3072, 768, 130.2, {(P, 1): 130.2, (W, 1): 158.0}),
+    (BF16, GRAD_INPUT, 16384, 768, 3072, 112.6, {(P, 1): 113.2, (W, 1): 112.7}),
+    (BF16, FORWARD, 8192, 4096, 4096, 365.8, {(P, 1): 368.9, (W, 1): 374.4}),
+    (BF16, GRAD_INPUT, 8192, 4096, 4096, 384.4, {(P, 1): 386.2, (W, 1): 392.4}),
+    (BF16, FORWARD, 2048, 2048, 2048, 31.0, {(P, 1): 31.1, (W, 1): 36.6}),
+    (BF16, GRAD_INPUT, 2048, 2048, 2048, 29.7, {(P, 1): 30.1, (W, 1): 35.5}),
+    (BF16, FORWARD, 16384, 768, 3072, 104.3, {(P, 1): 104.4, (W, 1): 105.3}),
+    (BF16, GRAD_INPUT, 16384, 3072, 768, 106.9, {(P, 1): 107.5, (W, 1): 120.2}),
+    (BF16, FORWARD, 8192, 4096, 14336, 1392.0, {(P, 1): 1411.4, (W, 1): 1394.9}),
+    (BF16, GRAD_INPUT, 8192, 14336, 4096, 1357.0, {(P, 1): 1364.1, (W, 1): 1427.4}),
+    (BF16, FORWARD, 8192, 1024, 1024, 35.0, {(P, 1): 35.0, (W, 1): 37.6}),
     (BF16, GRAD_WEIGHT, 4096, 4096, 4096, 202.1, {(P, 1): 202.1, (M, 1): 334.8, (S, 1): 382.5}),
-    (BF16, FORWARD, 8192, 14336, 4096, 1375.0, {(P, 1): 1375.0, (M, 1): 2448.6, (S, 1): 3006.2}),
-    (BF16, GRAD_INPUT, 8192, 4096, 14336, 1400.8, {(P, 1): 1425.6, (M, 1): 2880.0, (S, 1): 2967.4}),
     (BF16, GRAD_WEIGHT, 14336, 4096, 8192, 1427.8, {(P, 1): 1427.8, (M, 1): 2567.0}),
-    (BF16, FORWARD, 8192, 4096, 14336, 1421.3, {(P, 1): 1422.3, (M, 1): 2814.0, (S, 1): 3044.2}),
-    (BF16, FORWARD, 2048, 2048, 2048, 31.8, {(P, 1): 31.8, (M, 1): 42.1, (S, 1): 51.3}),
-    (BF16, GRAD_INPUT, 2048, 2048, 2048, 25.9, {(P, 1): 26.0, (M, 1): 38.4, (S, 1): 45.1}),
     (BF16, GRAD_WEIGHT, 2048, 2048, 2048, 24.9, {(P, 1): 24.9, (M, 1): 38.0, (S, 1): 44.4}),
-    (BF16, FORWARD, 8192, 4096, 4096, 408.4, {(P, 1): 409.4, (M, 1): 702.7, (S, 1): 846.5}),
-    (BF16, FORWARD, 8192, 8192, 8192, 1611.5, {(P, 1): 1618.7, (M, 1): 3234.1, (S, 1): 3641.6}),
-    (BF16, FORWARD, 16384, 4096, 1024, 207.3, {(P, 1): 209.8, (M, 1): 356.6, (S, 1): 407.9}),
     (BF16, FORWARD, 1024, 1024, 1024, 7.6, {(M, 1): 7.6, (S, 1): 9.2, (P, 1): 10.8}),
     (BF16, GRAD_WEIGHT, 1024, 1024, 16384, 53.0, {(M, 1): 53.0, (P, 1): 78.2, (P, 4): 58.8}),
     (BF16, FORWARD, 1000, 1000, 1000, 8.8, {(M, 1): 8.8, (P, 1): 10.7}),
@@ -247,8 +259,31 @@ RACE = [
     (TF32, FORWARD, 8192, 4096, 1024, 211.5, {(P, 1): 211.5, (W, 1): 215.6}),
 ]
 
+RACE_H100 = [
+    (BF16, FORWARD, 4096, 4096, 4096, 174.1, {(P, 1): 185.6, (W, 1): 174.1}),
+    (BF16, GRAD_INPUT, 4096, 4096, 4096, 175.8, {(P, 1): 184.4, (W, 1): 175.8}),
+    (BF16, FORWARD, 16384, 4096, 1024, 180.4, {(P, 1): 180.4, (W, 1): 198.6}),
+    (BF16, GRAD_INPUT, 16384, 1024, 4096, 180.9, {(P, 1): 209.2, (W, 1): 180.9}),
+    (BF16, GRAD_INPUT, 65536, 1024, 1024, 184.0, {(P, 1): 186.5, (W, 1): 201.6}),
+    (BF16, FORWARD, 8192, 14336, 4096, 1345.4, {(P, 1): 1366.9, (W, 1): 1415.7}),
+    (BF16, GRAD_INPUT, 8192, 4096, 14336, 1370.4, {(P, 1): 1394.4, (W, 1): 1378.3}),
+    (BF16, GRAD_INPUT, 8192, 8192, 8192, 1565.4, {(P, 1): 1594.2, (W, 1): 1620.6}),
+    (BF16, FORWARD, 16384, 3072, 768, 116.0, {(P, 1): 116.5, (W, 1): 136.5}),
+    (BF16, GRAD_INPUT, 16384, 768, 3072, 107.6, {(P, 1): 107.6, (W, 1): 108.0}),
+    (BF16, FORWARD, 8192, 4096, 4096, 371.4, {(P, 1): 373.5, (W, 1): 371.4}),
+    (BF16, GRAD_INPUT, 8192, 4096, 4096, 370.6, {(P, 1): 377.5, (W, 1): 379.6}),
+    (BF16, FORWARD, 2048, 2048, 2048, 32.5, {(P, 1): 32.5, (W, 1): 36.8}),
+    (BF16, GRAD_INPUT, 2048, 2048, 2048, 31.8, {(P, 1): 31.8, (W, 1): 34.9}),
+    (BF16, FORWARD, 16384, 768, 3072, 106.2, {(P, 1): 121.4, (W, 1): 106.2}),
+    (BF16, GRAD_INPUT, 16384, 3072, 768, 105.2, {(P, 1): 105.2, (W, 1): 118.4}),
+    (BF16, FORWARD, 8192, 4096, 14336, 1350.8, {(P, 1): 1355.7, (W, 1): 1363.9}),
+    (BF16, GRAD_INPUT, 8192, 14336, 4096, 1362.4, {(P, 1): 1376.2, (W, 1): 1423.9}),
+    (BF16, FORWARD, 8192, 1024, 1024, 32.1, {(P, 1): 32.1, (W, 1): 34.5}),
+    (BF16, GRAD_INPUT, 8192, 1024, 1024, 29.5, {(P, 1): 29.5, (W, 1): 30.9}),
+]
 
-@pytest.mark.parametrize("race", RACE, ids=lambda r: "-".join(map(str, r[:5])))
+
+@pytest.mark.parametrize("race", RACE + RACE_H100, ids=lambda r: "-".join(map(str, r[:5])))
 def test_linear_choice_wins_the_race(race):
     dtype, role, m, n, k, fastest, measured = race
     # The product of each role, in sizes of the forward: y = x W^T, dx = dy W, dW = dy^T x.

@@ -91,6 +91,11 @@ struct Sm90Product {
   bool whole_sectors;  // rows start at multiples of 32 bytes
 };
 
+inline bool is_wide_16bit(const Sm90Product& p, GemmTile tile) {
+  return p.kind == GemmKind::k16Bit && p.loading == Sm90Loading::kTma &&
+         tile == GemmTile::k128x256;
+}
+
 // Of one k tile. One round: the CTAs walk along k together and meet in L2; those of several rounds
 // drift apart. TMA zero-fills rows out of bounds more slowly than it loads. Rows that start inside
 // a sector cost L2 twice, which tiles of several rounds pay, except for 128x64, whose clusters
@@ -107,6 +112,14 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   };
   constexpr double kInsideSectors[] = {0, 275, 0, 200};
   constexpr double kOutsideRow = 4;
+  // 128x256 of 16 bits gains where L2 limits 128x128. In more rounds than these power does.
+  constexpr double kWide16Bit = 1270, kWide16BitOtherwise = 1400;
+  constexpr int64_t kWideRounds = 4;
+  if (is_wide_16bit(p, tile)) {
+    const double inside_sectors = p.whole_sectors ? 0 : 2 * kInsideSectors[1];
+    return inside_sectors +
+           (rounds > 1 && rounds <= kWideRounds ? kWide16Bit : kWide16BitOtherwise);
+  }
   const int t = static_cast<int>(tile);
   double cycles = kTileCycles[static_cast<int>(p.loading)][t][rounds > 1];
   if (p.loading != Sm90Loading::kTma) return cycles;
@@ -126,7 +139,7 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
 inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int splits,
                                    const DeviceInfo& device) {
   constexpr double kFirstAndLast[] = {16000, 5500, 2750, 2000};  // filling the ring, the last store
-  constexpr double kFirstAndLastTransposed = 5500;
+  constexpr double kFirstAndLastTransposed = 5500, kFirstAndLastWide16Bit = 5500;
   constexpr double kSecondLaunch = 2500;
   constexpr double kMemoryBytesPerCycle = 2500;
   const Sm90TileShape shape = sm90_tile(p.loading, tile);
@@ -138,6 +151,7 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
   const bool exposed = tile == GemmTile::k128x256 || p.loading == Sm90Loading::kSplit;
   const double first_and_last =
       (p.loading == Sm90Loading::kTransposed ? kFirstAndLastTransposed
+       : is_wide_16bit(p, tile)              ? kFirstAndLastWide16Bit
                                              : kFirstAndLast[static_cast<int>(tile)]) *
       static_cast<double>(exposed ? rounds : 1);
   const double memory_cycles = static_cast<double>(p.m + p.n) * static_cast<double>(p.k) *

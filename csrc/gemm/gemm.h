@@ -230,7 +230,7 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
   double best = -1;
   for (GemmTile tile :
        {GemmTile::k128x256, GemmTile::k128x128, GemmTile::k128x64, GemmTile::k64x64}) {
-    if (!has_sm90_tile(plan.kind, plan.loading, tile)) continue;
+    if (!has_sm90_tile(plan.kind, plan.loading, tile, p.a.major)) continue;
     for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
       if (splits > 1 && (adds_to_narrow || k_tiles < int64_t{splits} * kMinSplitTiles ||
                          splits * part_bytes(p) > kMaxSplitBytes)) {
@@ -261,7 +261,9 @@ inline const char* tile_reason(const GemmParams& p, const GemmPlan& plan) {
                : plan.loading == Sm90Loading::kTransposed;
   switch (plan.tile) {
     case GemmTile::k128x256:
-      return "enough output for the largest tile";
+      return !portable && plan.kind == GemmKind::k16Bit
+                 ? "few rounds of a long k: the tile that reads least from L2"
+                 : "enough output for the largest tile";
     case GemmTile::k128x128:
       return has_larger ? "output too small to feed larger tiles"
                         : "enough output for the largest tile";

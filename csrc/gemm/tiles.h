@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "tile/major.h"
 
 namespace warpwright {
 
@@ -100,9 +101,10 @@ struct Sm90TileShape {
 
 // A CTA has the SM to itself, a stage's k is 128 bytes. docs/kernels/linear.md has the race.
 // kTma: 128x128 in ping-pong (one warpgroup stores while the other multiplies) is within 2 % of the
-// fastest tile if the output fills the SMs. 128x64 and 64x64: for outputs with fewer tiles than
-// SMs. 128x256, for TF32 only, whose k tile of 128 bytes is half as deep for the same math: three
-// quarters of the bytes of 128x128, against a store that nothing hides.
+// fastest tile if the output fills the SMs often. 128x64 and 64x64: for outputs with fewer tiles
+// than SMs. 128x256: three quarters of the bytes of 128x128 from L2, against a store that nothing
+// hides. For TF32, whose k tile of 128 bytes is half as deep for the same math, and for 16 bits with
+// a long k and few rounds, A k-major.
 // kRealigned: two warpgroups load through L1, which wants the shared memory of more stages.
 // kSwapped: each warpgroup has a tile of its own; B comes from registers in units of 64 rows.
 // kTransposed: 128x256 for both warpgroups; the more columns meet A, the more time shared memory
@@ -121,8 +123,9 @@ constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
   return t < 4 ? kShapes[static_cast<int>(loading)][t] : Sm90TileShape{};
 }
 
-constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile) {
-  if (loading == Sm90Loading::kTma && tile == GemmTile::k128x256 && kind != GemmKind::kTf32) {
+constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile, Major major_a) {
+  if (loading == Sm90Loading::kTma && tile == GemmTile::k128x256 && kind == GemmKind::k16Bit &&
+      major_a == Major::kMN) {
     return false;
   }
   return sm90_tile(loading, tile).stages > 0;

@@ -160,10 +160,15 @@ Bytes bytes_of(const Sm90Traffic& traffic) {
 }
 
 // Of D (m, n) = A (m, k) B^T (n, k) in elements of `size` bytes. sharing: CTAs that load one A.
+// raster_rows: of A, that one group of tiles shares.
 Bytes gemm_traffic(const std::array<int64_t, 3>& mnk, int64_t size,
                    const std::array<int64_t, 2>& tile, const DeviceInfo& device, int64_t splits,
-                   int64_t sharing) {
-  const Sm90Cut cut{.blk_m = tile[0], .blk_n = tile[1], .splits = splits, .sharing = sharing};
+                   int64_t sharing, int64_t raster_rows) {
+  const Sm90Cut cut{.blk_m = tile[0],
+                    .blk_n = tile[1],
+                    .splits = splits,
+                    .raster_rows = raster_rows,
+                    .sharing = sharing};
   return bytes_of(sm90_traffic(mnk[0], mnk[1], mnk[2], size, cut, device));
 }
 
@@ -420,7 +425,8 @@ void define_explain(py::module_& m) {
         py::arg("tf32"), py::arg("input"), py::arg("weight"), py::arg("chunk_rows"),
         py::arg("device"), py::arg("sm90"), py::arg("tf32x3") = false);
   m.def("gemm_traffic", &gemm_traffic, py::arg("mnk"), py::arg("size"), py::arg("tile"),
-        py::arg("device"), py::arg("splits") = 1, py::arg("sharing") = 1);
+        py::arg("device"), py::arg("splits") = 1, py::arg("sharing") = 1,
+        py::arg("raster_rows") = int64_t{kRasterRows});
   m.def("linear_traffic", &linear_traffic);
   m.def("explain_max_pool2d", &explain_max_pool2d);
   m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);

@@ -3,6 +3,8 @@
 
 namespace warpwright {
 
-constexpr int kRasterRows = 2048;  // rows of A that one group of blocks shares
+// Rows of A that one group of blocks shares. More of them read fewer bytes from memory, but on an
+// H100 large products then take up to 20 % longer (docs/kernels/linear.md).
+constexpr int kRasterRows = 512;
 
 }  // namespace warpwright

@@ -71,6 +71,7 @@ def gemm_traffic(
     device: DeviceInfo,
     splits: int = 1,
     sharing: int = 1,
+    raster_rows: int = ...,
 ) -> dict[str, float]: ...
 def linear_traffic(
     dtype: str, input: Operand, weight: Operand, device: DeviceInfo
