@@ -117,10 +117,9 @@ bool im2col_is_right(const Convolution& c, int first) {
                                              .batch = c.batch,
                                              .size = {c.height, c.width},
                                              .channels = c.channels,
-                                             .kernel = {c.kernel[0], c.kernel[1]},
+                                             .windows = {c.out(0), c.out(1)},
                                              .stride = {c.stride[0], c.stride[1]},
                                              .padding = {c.padding[0], c.padding[1]},
-                                             .dilation = {c.dilation[0], c.dilation[1]},
                                              .box_channels = kBoxChannels,
                                              .box_pixels = kBoxPixels});
   // Where the filter's first tap lies, of an output pixel.

@@ -60,17 +60,18 @@ OutputSm90 sm90_output(const GemmParams& p, const GemmPlan& plan, void* workspac
   return output;
 }
 
-template <class Tile, class Loading>
-void launch_sm90_kernel(const GemmParams& p, const GemmPlan& plan, const Loading& operands,
-                        void* workspace, cudaStream_t stream) {
-  using T = typename Tile::Element;
+// The product alone, without the sum of the parts of a split k.
+template <class Tile, class Store, class Loading>
+void launch_sm90_product(const GemmParams& p, const GemmPlan& plan, const Loading& operands,
+                         const typename Store::Output& output, void* workspace,
+                         cudaStream_t stream) {
   constexpr int kSmemBytes = 1024 + MainloopOf<Tile>::kSmemBytes +
-                             Tile::kConsumers * EpilogueOf<Tile>::kSmemBytes +
+                             Tile::kConsumers * Store::kSmemBytes +
                              (Tile::kRowSums ? kOnesBytes : 0);
   static_assert(kSmemBytes <= 227 * 1024, "a CTA's shared memory on sm_90");
   constexpr bool kSwaps = Tile::kMnMajorTf32;
   const bool split = plan.splits > 1;
-  GemmSm90Params<Loading> params{};
+  GemmSm90Params<Loading, typename Store::Output> params{};
   params.operands = operands;
   params.cluster = Tile::kClusters ? plan.cluster : 1;
   params.grid = make_tile_grid(kSwaps ? p.n : p.m, kSwaps ? p.m : p.n, p.k, Tile::kBlkM,
@@ -79,7 +80,7 @@ void launch_sm90_kernel(const GemmParams& p, const GemmPlan& plan, const Loading
     throw std::runtime_error("warpwright: matrix product: more than 2^31 output tiles");
   }
   params.num_blocks = static_cast<unsigned>(params.grid.num_blocks());
-  params.output = sm90_output<T>(p, plan, workspace);
+  params.output = output;
   if (plan.sums_rows) {
     void* parts = row_sum_parts<float>(p, plan.splits, workspace);
     params.row_sums = {split ? parts : p.row_sums, split, static_cast<int>(p.m)};
@@ -88,11 +89,19 @@ void launch_sm90_kernel(const GemmParams& p, const GemmPlan& plan, const Loading
 
   const int64_t clusters = std::min<int64_t>(
       params.grid.num_blocks(), clusters_at_once(params.cluster, current_device_info()));
-  launch_overlapping(p.overlap.previous, gemm_sm90_kernel<Tile, Loading>,
+  launch_overlapping(p.overlap.previous, gemm_sm90_kernel<Tile, Loading, Store>,
                      dim3(static_cast<unsigned>(clusters * params.cluster)),
                      dim3(gemm_sm90_threads<Tile, Loading>()), params.cluster, kSmemBytes, stream,
                      params);
-  if (split) launch_split_k_reduce<T>(p, plan, workspace, stream);
+}
+
+template <class Tile, class Loading>
+void launch_sm90_kernel(const GemmParams& p, const GemmPlan& plan, const Loading& operands,
+                        void* workspace, cudaStream_t stream) {
+  using T = typename Tile::Element;
+  launch_sm90_product<Tile, EpilogueOf<Tile>>(p, plan, operands, sm90_output<T>(p, plan, workspace),
+                                              workspace, stream);
+  if (plan.splits > 1) launch_split_k_reduce<T>(p, plan, workspace, stream);
 }
 
 template <Sm90Loading kLoading, class Tile>

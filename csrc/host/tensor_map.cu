@@ -107,13 +107,13 @@ CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& m) {
   cuuint64_t pitch_bytes[3];
   cuuint64_t bytes = static_cast<cuuint64_t>(dtype_size(m.dtype));
   for (int i = 0; i < 3; ++i) pitch_bytes[i] = bytes *= extents[i];
-  // Bounds of the filter's first tap: from the corner of the padding to the last place that keeps
-  // the filter's last tap within the padding.
+  // Bounds of a window's first tap: from the corner of the padding to the last window's.
   int lower[2], upper[2];
   for (int i = 0; i < 2; ++i) {
     const int axis = 1 - i;  // width first
     lower[i] = -m.padding[axis];
-    upper[i] = m.padding[axis] - (m.kernel[axis] - 1) * m.dilation[axis];
+    const int64_t last = lower[i] + (m.windows[axis] - 1) * m.stride[axis];
+    upper[i] = static_cast<int>(last - (m.size[axis] - 1));
   }
   const cuuint32_t steps[4] = {1, static_cast<cuuint32_t>(m.stride[1]),
                                static_cast<cuuint32_t>(m.stride[0]), 1};

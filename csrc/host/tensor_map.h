@@ -50,14 +50,13 @@ struct TensorMapIm2col {
   bool round_to_tf32;
   const void* pointer;  // multiple of 16
   int64_t batch;
-  int64_t size[2];   // of the image
-  int64_t channels;  // a multiple of 16 bytes
-  int kernel[2];
-  int stride[2];   // at most 8
-  int padding[2];  // at most 128; the filter's first and last tap are at most 255 pixels apart
-  int dilation[2];
-  int box_channels;  // at most 128 bytes
-  int box_pixels;    // at most 1024
+  int64_t size[2];     // of the image
+  int64_t channels;    // a multiple of 16 bytes
+  int64_t windows[2];  // per image
+  int stride[2];       // from one window to the next, at most 8
+  int padding[2];      // before the image, at most 128, maybe negative
+  int box_channels;    // at most 128 bytes
+  int box_pixels;      // at most 1024
 };
 
 CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& image);

@@ -136,7 +136,7 @@ struct EpilogueSm90 {
     if constexpr (sizeof(T) == 2) tma_store_wait<0>();
   }
 
- private:
+ protected:
   // A thread's 32 values of a chunk in D's type, as four stmatrix take them.
   struct Packed {
     uint32_t words[4][4];

@@ -15,21 +15,22 @@
 #include "ops/conv2d/cuda/few_channels/wgrad.h"
 #include "ops/conv2d/cuda/implicit_gemm/config.h"
 #include "ops/conv2d/cuda/matrix_product.h"
+#include "ops/conv2d/cuda/sm90/config.h"
 
 namespace warpwright {
 
 using Conv2dFpropPlan =
-    std::variant<ImplicitGemmConfig, MatrixProductConfig, FewChannelsFpropConfig, DirectFpropConfig,
-                 DepthwiseNchwFpropConfig>;
+    std::variant<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, FewChannelsFpropConfig,
+                 DirectFpropConfig, DepthwiseNchwFpropConfig>;
 
 // Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
 using Conv2dDgradPlan =
-    std::variant<ImplicitGemmConfig, MatrixProductConfig, FewChannelsDgradConfig, DirectFpropConfig,
-                 DepthwiseNchwFpropConfig, DepthwiseDgradConfig>;
+    std::variant<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, FewChannelsDgradConfig,
+                 DirectFpropConfig, DepthwiseNchwFpropConfig, DepthwiseDgradConfig>;
 
 struct Conv2dWgradPlan {
-  std::variant<ImplicitGemmConfig, MatrixProductConfig, FewChannelsWgradConfig, DirectWgradConfig,
-               DepthwiseNchwWgradConfig>
+  std::variant<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, FewChannelsWgradConfig,
+               DirectWgradConfig, DepthwiseNchwWgradConfig>
       kernel;
   int64_t workspace_bytes;
 
@@ -37,6 +38,7 @@ struct Conv2dWgradPlan {
   bool sums_bias() const {
     if (const auto* product = std::get_if<MatrixProductConfig>(&kernel))
       return product->plan.sums_rows;
+    if (const auto* windows = std::get_if<TmaIm2colConfig>(&kernel)) return windows->sums_bias;
     return !std::holds_alternative<ImplicitGemmConfig>(kernel);
   }
 };
@@ -56,6 +58,23 @@ Plan choose_depthwise_fprop(const Conv2dShape& s, bool flip, const Conv2dAddress
   return choose_direct_fprop(s, /*depthwise=*/true, flip, addresses, device);
 }
 
+// A product of windows that no kernel of its own takes: sm_90a, or portable with the reason why.
+// `sums`: wgrad's bias gradient, null if it is not wanted.
+inline std::variant<ImplicitGemmConfig, TmaIm2colConfig> choose_window_product(
+    ConvDirection direction, const Conv2dShape& s, const Conv2dAddresses& addresses,
+    const void* sums, const DeviceInfo& device) {
+  ImplicitGemmConfig portable = choose_implicit_gemm(direction, s, addresses, device);
+  const char* why_not = why_not_tma_im2col(direction, s, addresses);
+  if (why_not == nullptr) {
+    const double cycles = estimate_implicit_gemm(direction, s, portable, device);
+    const auto config = choose_tma_im2col(direction, s, addresses, sums, cycles, device);
+    if (config) return *config;
+  } else if (s.sm90 && portable.vectorized && dtype_size(s.dtype) == 2) {
+    portable.reason = why_not;
+  }
+  return portable;
+}
+
 // One input channel is both few channels and depthwise: the few-channel kernels load an input once
 // for a run of outputs.
 inline Conv2dFpropPlan choose_conv2d_fprop(const Conv2dShape& s, const Conv2dAddresses& addresses,
@@ -69,7 +88,8 @@ inline Conv2dFpropPlan choose_conv2d_fprop(const Conv2dShape& s, const Conv2dAdd
   }
   const auto product = choose_matrix_product(ConvDirection::kFprop, s, addresses, nullptr, device);
   if (product) return *product;
-  return choose_implicit_gemm(ConvDirection::kFprop, s, addresses, device);
+  return std::visit([](const auto& config) { return Conv2dFpropPlan(config); },
+                    choose_window_product(ConvDirection::kFprop, s, addresses, nullptr, device));
 }
 
 inline Conv2dDgradPlan choose_conv2d_dgrad(const Conv2dShape& s, const Conv2dAddresses& addresses,
@@ -82,7 +102,8 @@ inline Conv2dDgradPlan choose_conv2d_dgrad(const Conv2dShape& s, const Conv2dAdd
   }
   const auto product = choose_matrix_product(ConvDirection::kDgrad, s, addresses, nullptr, device);
   if (product) return *product;
-  return choose_implicit_gemm(ConvDirection::kDgrad, s, addresses, device);
+  return std::visit([](const auto& config) { return Conv2dDgradPlan(config); },
+                    choose_window_product(ConvDirection::kDgrad, s, addresses, nullptr, device));
 }
 
 // grad_bias: null if it is not wanted.
@@ -102,7 +123,8 @@ inline Conv2dWgradPlan choose_conv2d_wgrad(const Conv2dShape& s, const Conv2dAdd
   const auto product =
       choose_matrix_product(ConvDirection::kWgrad, s, addresses, grad_bias, device);
   if (product) return plan(*product);
-  return plan(choose_implicit_gemm(ConvDirection::kWgrad, s, addresses, device));
+  return std::visit(plan,
+                    choose_window_product(ConvDirection::kWgrad, s, addresses, grad_bias, device));
 }
 
 inline Conv2dBiasGradPlan choose_conv2d_bias_grad(const Conv2dShape& s, const void* grad_output,

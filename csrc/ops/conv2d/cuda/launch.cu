@@ -1,10 +1,17 @@
 // The one switch from a convolution's plan to the launchers.
 #include "gemm/kinds.cuh"
 #include "ops/conv2d/cuda/implicit_gemm/launch.h"
+#include "ops/conv2d/cuda/sm90/launch.h"
 #include "ops/conv2d/plan.h"
 
 namespace warpwright {
 namespace {
+
+// Calls f.operator()<T>() with the element type of sm_90a convolutions.
+template <class F>
+void for_16bit_type(DType dtype, F&& f) {
+  dtype == DType::kBFloat16 ? f.template operator()<bf16>() : f.template operator()<half>();
+}
 
 // ---- fprop ----
 
@@ -12,6 +19,9 @@ void run(const Conv2dParams& p, const ImplicitGemmConfig& config, cudaStream_t s
   for_gemm_kind(config.kind, p.shape.dtype, [&]<GemmKind kKind, class T>() {
     launch_implicit_gemm_fprop<kKind, T>(p, config, stream);
   });
+}
+void run(const Conv2dParams& p, const TmaIm2colConfig& config, cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_fprop<T>(p, config, stream); });
 }
 void run(const Conv2dParams& p, const MatrixProductConfig& config, cudaStream_t stream) {
   GemmParams product = config.product;
@@ -45,6 +55,9 @@ void run_dgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
     launch_implicit_gemm_dgrad<kKind, T>(p, config, stream);
   });
 }
+void run_dgrad(const Conv2dBackwardParams& p, const TmaIm2colConfig& config, cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_dgrad<T>(p, config, stream); });
+}
 void run_dgrad(const Conv2dBackwardParams&, const MatrixProductConfig& config,
                cudaStream_t stream) {
   launch_gemm(config.product, config.plan, nullptr, stream);
@@ -72,6 +85,11 @@ void run_wgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config, 
   for_gemm_kind(config.kind, p.shape.dtype, [&]<GemmKind kKind, class T>() {
     launch_implicit_gemm_wgrad<kKind, T>(p, config, workspace, stream);
   });
+}
+void run_wgrad(const Conv2dBackwardParams& p, const TmaIm2colConfig& config, void* workspace,
+               cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype,
+                 [&]<class T>() { launch_tma_im2col_wgrad<T>(p, config, workspace, stream); });
 }
 void run_wgrad(const Conv2dBackwardParams&, const MatrixProductConfig& config, void* workspace,
                cudaStream_t stream) {

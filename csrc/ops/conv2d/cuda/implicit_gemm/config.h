@@ -51,6 +51,23 @@ inline double estimate_implicit_gemm(const Conv2dShape& s, GemmTile tile, int64_
          estimate_split_cycles(splits, 2.0 * splits * part_bytes, rates);
 }
 
+// D (m, n) = A B^T over k, of one group.
+struct ImplicitGemmExtents {
+  int64_t m, n, k;
+};
+
+inline ImplicitGemmExtents implicit_gemm_extents(ConvDirection direction, const Conv2dShape& s) {
+  const int64_t depth = s.group_c() * s.taps(), outputs = s.n * s.p * s.q;
+  switch (direction) {
+    case ConvDirection::kFprop:
+      return {outputs, s.group_k(), depth};
+    case ConvDirection::kDgrad:
+      return {s.n * s.h * s.w, s.group_c(), s.group_k() * s.taps()};
+    default:
+      return {s.group_k(), depth, outputs};
+  }
+}
+
 // Parts of the weight gradient that fill whole waves, stay within 64 MiB and have enough k tiles to
 // fill their ring.
 inline int choose_wgrad_splits(const Conv2dShape& s, GemmTile tile, const DeviceInfo& device) {
@@ -106,12 +123,9 @@ inline ImplicitGemmConfig choose_implicit_gemm(ConvDirection direction, const Co
     }
     config.splits = choose_wgrad_splits(s, config.tile, device);
   } else if (config.vectorized) {
-    const bool fprop = direction == ConvDirection::kFprop;
-    const int64_t m = fprop ? s.n * s.p * s.q : s.n * s.h * s.w;
-    const int64_t n = fprop ? s.group_k() : s.group_c();
-    const int64_t k = fprop ? depth : s.group_k() * s.taps();
+    const ImplicitGemmExtents extents = implicit_gemm_extents(direction, s);
     auto cycles = [&](GemmTile tile) {
-      return estimate_implicit_gemm(s, tile, m, n, k, 1, 0, device);
+      return estimate_implicit_gemm(s, tile, extents.m, extents.n, extents.k, 1, 0, device);
     };
     config.tile = config.vectorized_weight && cycles(GemmTile::k128x128) < cycles(GemmTile::k128x64)
                       ? GemmTile::k128x128
@@ -124,6 +138,15 @@ inline ImplicitGemmConfig choose_implicit_gemm(ConvDirection direction, const Co
 inline int64_t workspace_bytes(const Conv2dShape& s, const ImplicitGemmConfig& config) {
   if (config.splits <= 1) return 0;
   return config.splits * s.k * s.group_c() * s.taps() * (s.dtype == DType::kFloat64 ? 8 : 4);
+}
+
+// Cycles of a choice, for comparison with another kernel's.
+inline double estimate_implicit_gemm(ConvDirection direction, const Conv2dShape& s,
+                                     const ImplicitGemmConfig& config, const DeviceInfo& device) {
+  const auto [m, n, k] = implicit_gemm_extents(direction, s);
+  return estimate_implicit_gemm(s, config.tile, m, n, k, config.splits,
+                                static_cast<double>(workspace_bytes(s, config)) / config.splits,
+                                device);
 }
 
 inline std::string describe(const ImplicitGemmConfig& config) {

@@ -1,0 +1,265 @@
+// A convolution on sm_90a: images channels last and 16-bit, windows by TMA's im2col mode, products
+// by wgmma. operands.cuh has the three products. Its tile and split are chosen by an estimate of
+// cycles, as the matrix product's are.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+#include <string>
+
+#include "common/ceil_div.h"
+#include "gemm/gemm.h"
+#include "ops/conv2d/conv2d.h"
+
+namespace warpwright {
+
+// Named by its extents, rows x columns of D.
+enum class TmaIm2colTile { k256x128, k128x256, k128x128, k128x64, k64x128 };
+constexpr int kTmaIm2colTiles = 5;
+
+struct TmaIm2colConfig {
+  ConvDirection direction;
+  TmaIm2colTile tile;
+  int splits;      // wgrad: runs of pixels, summed in order by a second kernel
+  bool sums_bias;  // wgrad: the kernel writes the bias gradient too
+  int64_t workspace_bytes;
+  const char* reason;
+};
+
+// As linear's, except for 256x128 and 128x256: 16-bit windows come from L2, and these tiles ask it
+// for the fewest bytes.
+constexpr Sm90TileShape tma_im2col_tile(TmaIm2colTile tile) {
+  constexpr Sm90TileShape kShapes[kTmaIm2colTiles] = {{256, 128, 4, false},
+                                                      {128, 256, 4, false},
+                                                      {128, 128, 6, true},
+                                                      {128, 64, 8, true},
+                                                      {64, 128, 8, true}};
+  return kShapes[static_cast<int>(tile)];
+}
+
+// fprop and dgrad have many rows and few columns, wgrad the reverse.
+constexpr bool has_tma_im2col_tile(ConvDirection direction, TmaIm2colTile tile) {
+  const Sm90TileShape shape = tma_im2col_tile(tile);
+  return shape.blk_m == shape.blk_n ||
+         (shape.blk_m < shape.blk_n) == (direction == ConvDirection::kWgrad);
+}
+
+// ---- the product ----
+
+constexpr int64_t kConvChunk = 64;  // channels of a k tile, 128 bytes
+
+// The windows along one axis of an image: of x, or of dy for dgrad.
+struct WindowAxis {
+  int64_t size;     // of the image
+  int64_t windows;  // per image
+  int64_t stride;
+  int64_t pad;  // before the image, maybe negative
+  int64_t taps;
+  int64_t dilation;
+  int64_t first_tap = 0;  // of the filter: the windows' first
+  int64_t tap_step = 1;   // of the filter, from one of the windows' taps to the next
+
+  // TMA's corners of a box and its offsets of a tap have 8 bits.
+  bool fits_tma() const {
+    const int64_t upper = (windows - 1) * stride - pad - (size - 1);
+    return stride <= 8 && (taps - 1) * dilation <= 255 && pad >= -127 && pad <= 128 &&
+           upper >= -128 && upper <= 127;
+  }
+};
+using WindowAxes = std::array<WindowAxis, 2>;  // height, width
+
+inline WindowAxes window_axes(const Conv2dShape& s) {
+  return {{{s.h, s.p, s.stride_h, s.pad_h, s.r, s.dilation_h},
+           {s.w, s.q, s.stride_w, s.pad_w, s.s, s.dilation_w}}};
+}
+
+// dgrad's windows of dy for the rows (or columns) phase, phase + stride, ... of dx; `x` are the
+// windows of x. They have stride 1 and, in reverse, the taps that reach these rows.
+inline WindowAxis dgrad_axis(const WindowAxis& x, int64_t phase) {
+  const int64_t rows = ceil_div(std::max<int64_t>(0, x.size - phase), x.stride);
+  const int64_t tap_step = x.stride / std::gcd(x.stride, x.dilation);
+  for (int64_t first = 0; first < std::min(x.taps, x.stride); ++first) {
+    // Row `phase` is under tap `first` of this window of x, if that is a whole number.
+    const int64_t distance = phase + x.pad - first * x.dilation;
+    if (distance % x.stride != 0) continue;
+    const int64_t taps = (x.taps - 1 - first) / tap_step + 1;
+    const int64_t dilation = x.dilation * tap_step / x.stride;
+    return {.size = x.windows,
+            .windows = rows,
+            .stride = 1,
+            .pad = (taps - 1) * dilation - distance / x.stride,
+            .taps = taps,
+            .dilation = dilation,
+            .first_tap = first + (taps - 1) * tap_step,
+            .tap_step = -tap_step};
+  }
+  return {.size = x.windows, .windows = rows, .stride = 1, .pad = 0, .taps = 0, .dilation = 1};
+}
+
+// One launch of the kernel: D (m, n) = A B^T. k tiles are whole chunks of channels under a tap, or
+// for wgrad runs of pixels. dgrad: D is the rows phase_h, phase_h + stride_h, ... of dx, and the
+// same of its columns.
+struct ConvPart {
+  WindowAxes windows;
+  int64_t m, n, k_tiles;
+  int64_t phase_h = 0, phase_w = 0;
+};
+
+// Calls f(part) for each launch of a direction: one, or as many as dgrad has phases. Phases that no
+// tap reaches are zero and have none.
+template <class F>
+void for_each_part(ConvDirection direction, const Conv2dShape& s, F&& f) {
+  const WindowAxes windows = window_axes(s);
+  const int64_t outputs = s.n * s.p * s.q;
+  if (direction == ConvDirection::kFprop) {
+    return f(ConvPart{windows, outputs, s.k, s.taps() * ceil_div(s.group_c(), kConvChunk)});
+  }
+  if (direction == ConvDirection::kWgrad) {
+    return f(ConvPart{windows, s.k, s.taps() * s.group_c(), ceil_div(outputs, kConvChunk)});
+  }
+  for (int64_t h = 0; h < s.stride_h; ++h) {
+    for (int64_t w = 0; w < s.stride_w; ++w) {
+      const WindowAxes dy{dgrad_axis(windows[0], h), dgrad_axis(windows[1], w)};
+      const int64_t rows = s.n * dy[0].windows * dy[1].windows;
+      const int64_t taps = dy[0].taps * dy[1].taps;
+      const int64_t k_tiles = taps * ceil_div(s.group_k(), kConvChunk);
+      if (rows > 0 && taps > 0) f(ConvPart{dy, rows, s.c, k_tiles, h, w});
+    }
+  }
+}
+
+// ---- choice ----
+
+constexpr int64_t kMaxDgradPhases = 4;  // launches
+
+// Null if these kernels can take the direction, else the reason why not.
+inline const char* why_not_tma_im2col(ConvDirection direction, const Conv2dShape& s,
+                                      const Conv2dAddresses& addresses) {
+  constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
+  const bool dgrad = direction == ConvDirection::kDgrad;
+  if (!s.sm90) return "no sm_90a";
+  if (dtype_size(s.dtype) != 2) return "no 16-bit type";
+  if (!s.channels_last) return "NCHW";
+  if (!addresses.are_multiples_of(16)) return "an address is no multiple of 16 bytes";
+  if (s.c % 8 != 0 || (direction != ConvDirection::kFprop && s.k % 8 != 0)) {
+    return "channels are not whole 16-byte vectors";
+  }
+  if (dgrad && s.stride_h * s.stride_w > kMaxDgradPhases) {
+    return "the input gradient of strides over 2x2";
+  }
+  if (direction == ConvDirection::kWgrad && s.group_c() % kConvChunk != 0) {
+    return "input channels are no multiple of 64";
+  }
+  if (s.groups > 1 && (dgrad ? s.group_k() : s.group_c()) % kConvChunk != 0) {
+    return "channels of a group are no multiple of 64";
+  }
+  const char* why_not = "no window reaches the image";
+  bool fits = true;
+  for_each_part(direction, s, [&](const ConvPart& part) {
+    fits = fits && part.windows[0].fits_tma() && part.windows[1].fits_tma();
+    const bool small = std::max({part.m, part.n, part.k_tiles * kConvChunk}) <= kMaxExtent;
+    why_not = !fits    ? "stride, padding or dilation over TMA's limits"
+              : !small ? "an extent over 2^30"
+                       : nullptr;
+  });
+  return why_not;
+}
+
+// A tile lies within one group.
+inline bool divides_groups(ConvDirection direction, const Conv2dShape& s,
+                           const Sm90TileShape& shape) {
+  if (s.groups == 1) return true;
+  return direction == ConvDirection::kFprop   ? s.group_k() % shape.blk_n == 0
+         : direction == ConvDirection::kDgrad ? s.group_c() % shape.blk_n == 0
+                                              : s.group_k() % shape.blk_m == 0;
+}
+
+inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int splits,
+                                   const DeviceInfo& device) {
+  // Fitted to measured times: of a k tile in one round of tiles and in several, and of filling the
+  // ring and the last store. No other mainloop hides the stores of the largest tiles.
+  constexpr double kTileCycles[kTmaIm2colTiles][2] = {
+      {1200, 1200}, {1130, 1130}, {650, 670}, {330, 550}, {620, 560}};
+  constexpr double kFirstAndLast[kTmaIm2colTiles] = {4000, 4000, 5500, 2750, 2750};
+  constexpr double kSecondLaunch = 2500;
+  const Sm90TileShape shape = tma_im2col_tile(tile);
+  const int t = static_cast<int>(tile);
+  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
+  const int64_t rounds = ceil_div<int64_t>(tiles, device.num_sms);
+  const int64_t k_tiles = ceil_div<int64_t>(p.k_tiles, splits);
+  double cycles = static_cast<double>(rounds * k_tiles) * kTileCycles[t][rounds > 1] +
+                  kFirstAndLast[t] * static_cast<double>(shape.ping_pong ? 1 : rounds);
+  if (splits > 1) {
+    cycles += kSecondLaunch + 8.0 * static_cast<double>(p.m) * static_cast<double>(p.n) *
+                                  (splits + 1) / kPartBytesPerCycle;
+  }
+  return cycles;
+}
+
+constexpr int64_t kMaxTmaIm2colWorkspace = int64_t{32} << 20;
+
+// Sets the fastest tile and split; returns their estimate, negative if no tile fits the groups.
+inline double choose_tma_im2col_tile(const Conv2dShape& s, const DeviceInfo& device,
+                                     TmaIm2colConfig& config) {
+  const bool wgrad = config.direction == ConvDirection::kWgrad;
+  const int64_t part_bytes = s.k * (s.taps() * s.group_c() + (config.sums_bias ? 1 : 0)) * 4;
+  double best = -1;
+  for (int t = 0; t < kTmaIm2colTiles; ++t) {
+    const auto tile = static_cast<TmaIm2colTile>(t);
+    const Sm90TileShape shape = tma_im2col_tile(tile);
+    if (!has_tma_im2col_tile(config.direction, tile)) continue;
+    if (!divides_groups(config.direction, s, shape)) continue;
+    // wgrad: splits that fill whole rounds.
+    for (int rounds = 0; rounds <= (wgrad ? 4 : 0); ++rounds) {
+      double cycles = 0;
+      int splits = 1;
+      for_each_part(config.direction, s, [&](const ConvPart& part) {
+        const int64_t tiles = ceil_div(part.m, shape.blk_m) * ceil_div(part.n, shape.blk_n);
+        const int64_t most = std::max<int64_t>(
+            1, std::min(part.k_tiles / kMinSplitTiles, kMaxTmaIm2colWorkspace / part_bytes));
+        splits = static_cast<int>(std::clamp<int64_t>(rounds * device.num_sms / tiles, 1, most));
+        cycles += estimate_part_cycles(part, tile, splits, device);
+      });
+      if (best >= 0 && cycles >= best) continue;
+      best = cycles;
+      config.tile = tile;
+      config.splits = splits;
+      config.workspace_bytes = splits > 1 ? splits * part_bytes : 0;
+    }
+  }
+  return best;
+}
+
+// None: another kernel takes it. `sums`: wgrad's bias gradient, null if it is not wanted.
+// `other_cycles`: the estimate of the kernel that would take it instead.
+inline std::optional<TmaIm2colConfig> choose_tma_im2col(ConvDirection direction,
+                                                        const Conv2dShape& s,
+                                                        const Conv2dAddresses& addresses,
+                                                        const void* sums, double other_cycles,
+                                                        const DeviceInfo& device) {
+  if (why_not_tma_im2col(direction, s, addresses) != nullptr) return std::nullopt;
+  TmaIm2colConfig config{.direction = direction, .sums_bias = sums != nullptr};
+  const double cycles = choose_tma_im2col_tile(s, device, config);
+  if (cycles < 0 || cycles > other_cycles) return std::nullopt;
+  config.reason = config.splits > 1 ? "few output tiles for the SMs: pixels are split"
+                                    : "the fastest tile by its estimate";
+  return config;
+}
+
+inline int64_t workspace_bytes(const Conv2dShape&, const TmaIm2colConfig& config) {
+  return config.workspace_bytes;
+}
+
+inline std::string describe(const TmaIm2colConfig& config) {
+  const Sm90TileShape shape = tma_im2col_tile(config.tile);
+  std::string text = "sm_90a 16-bit wgmma, windows by TMA, tile " +
+                     extents(shape.blk_m, shape.blk_n) + (shape.ping_pong ? " ping-pong, " : ", ") +
+                     std::to_string(shape.stages) + " stages";
+  if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
+  return text + " (" + config.reason + ")";
+}
+
+}  // namespace warpwright

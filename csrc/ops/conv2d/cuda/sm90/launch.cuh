@@ -1,0 +1,205 @@
+// From a convolution to the sm_90a matrix product: tensor maps, geometry and the product's extents.
+#pragma once
+
+#include "host/tensor_map.h"
+#include "ops/conv2d/cuda/sm90/launch.h"
+#include "ops/conv2d/cuda/sm90/operands.cuh"
+#include "ops/conv2d/cuda/sm90/phase_epilogue.cuh"
+
+namespace warpwright {
+
+// The image whose windows are read: x, or dy for dgrad.
+struct WindowImage {
+  const void* pixels;
+  int64_t batch;
+  int64_t channels;
+  WindowAxes axes;
+};
+
+inline CUtensorMap windows_map(DType dtype, const WindowImage& image, int box_pixels) {
+  const auto& [height, width] = image.axes;
+  TensorMapIm2col map{};
+  map.dtype = dtype;
+  map.pointer = image.pixels;
+  map.batch = image.batch;
+  map.channels = image.channels;
+  map.size[0] = height.size, map.size[1] = width.size;
+  map.windows[0] = height.windows, map.windows[1] = width.windows;
+  map.stride[0] = static_cast<int>(height.stride), map.stride[1] = static_cast<int>(width.stride);
+  map.padding[0] = static_cast<int>(height.pad), map.padding[1] = static_cast<int>(width.pad);
+  map.box_channels = kConvChunk;
+  map.box_pixels = box_pixels;
+  return make_im2col_tensor_map(map);
+}
+
+// Boxes of 64 channels by box_rows filters of one tap.
+inline CUtensorMap weight_map(const Conv2dShape& s, const void* weight, int box_rows) {
+  TensorMapRows map{};
+  map.dtype = s.dtype;
+  map.pointer = weight;
+  map.cols = s.group_c();
+  map.extent[0] = s.k, map.extent[1] = s.taps(), map.extent[2] = 1;
+  map.stride[0] = s.taps() * s.group_c(), map.stride[1] = s.group_c();
+  map.box_rows = box_rows;
+  return make_rows_tensor_map(map);
+}
+
+// `group`: columns of D per group, or rows for wgrad.
+template <class Operands>
+void set_geometry(Operands& operands, const Conv2dShape& s, const WindowImage& image,
+                  int64_t group) {
+  const auto& [height, width] = image.axes;
+  const int64_t group_channels = image.channels / s.groups;
+  const int64_t chunks = ceil_div(group_channels, kConvChunk);
+  operands.windows = {.by_q = FastDivmod(width.windows),
+                      .by_pq = FastDivmod(height.windows * width.windows),
+                      .stride_h = static_cast<int>(height.stride),
+                      .stride_w = static_cast<int>(width.stride),
+                      .pad_h = static_cast<int>(height.pad),
+                      .pad_w = static_cast<int>(width.pad)};
+  operands.taps = {.by_chunks = FastDivmod(chunks),
+                   .by_s = FastDivmod(width.taps),
+                   .chunks = static_cast<int>(height.taps * width.taps * chunks),
+                   .dilation_h = static_cast<int>(height.dilation),
+                   .dilation_w = static_cast<int>(width.dilation),
+                   .first_tap = static_cast<int>(height.first_tap * s.s + width.first_tap),
+                   .row_step = static_cast<int>(height.tap_step * s.s),
+                   .col_step = static_cast<int>(width.tap_step)};
+  operands.by_group = FastDivmod(group);
+  operands.group_channels = static_cast<int>(group_channels);
+}
+
+// Extents and result of the product, for the launch of the sm_90a kernel.
+inline GemmParams conv_product(const Conv2dShape& s, int64_t m, int64_t n, int64_t k, void* d) {
+  GemmParams p{};
+  p.m = m, p.n = n, p.k = k;
+  p.a.dtype = p.b.dtype = s.dtype;
+  p.d = d;
+  p.sm90 = true;
+  return p;
+}
+
+inline GemmPlan conv_product_plan(const TmaIm2colConfig& config) {
+  GemmPlan plan{};
+  plan.variant = GemmVariant::kSm90;
+  plan.splits = config.splits;
+  plan.cluster = 1;
+  plan.sums_rows = config.sums_bias;
+  return plan;
+}
+
+// Calls launch.operator()<Tile>() with the tile of the config.
+template <ConvDirection kDirection, class T, class Launch>
+void for_tma_im2col_tile(const TmaIm2colConfig& config, Launch&& launch) {
+  constexpr Major kMajorA = kDirection == ConvDirection::kWgrad ? Major::kMN : Major::kK;
+  constexpr Major kMajorB = kDirection == ConvDirection::kFprop ? Major::kK : Major::kMN;
+  auto launches = [&]<TmaIm2colTile kTile>() {
+    if constexpr (has_tma_im2col_tile(kDirection, kTile)) {
+      if (config.tile != kTile) return false;
+      constexpr Sm90TileShape kShape = tma_im2col_tile(kTile);
+      launch.template operator()<TileSm90<T, kShape.blk_m, kShape.blk_n, kShape.stages,
+                                          kShape.ping_pong, false, kMajorA, kMajorB>>();
+      return true;
+    } else {
+      return false;
+    }
+  };
+  using enum TmaIm2colTile;
+  const bool found =
+      launches.template operator()<k256x128>() || launches.template operator()<k128x256>() ||
+      launches.template operator()<k128x128>() || launches.template operator()<k128x64>() ||
+      launches.template operator()<k64x128>();
+  if (!found) throw std::logic_error("warpwright: conv2d: the plan names no sm_90a tile");
+}
+
+// Calls launch(operands, product) for each part of fprop or dgrad.
+template <class Tile, class Launch>
+void for_each_window_product(ConvDirection direction, const Conv2dShape& s, const void* pixels,
+                             const void* weight, void* d, Launch&& launch) {
+  const bool fprop = direction == ConvDirection::kFprop;
+  for_each_part(direction, s, [&](const ConvPart& part) {
+    const WindowImage image{pixels, s.n, fprop ? s.c : s.k, part.windows};
+    WindowOperands operands{};
+    operands.a = windows_map(s.dtype, image, Tile::kBlkM);
+    operands.b = weight_map(s, weight, fprop ? Tile::kBlkN : kConvChunk);
+    set_geometry(operands, s, image, fprop ? s.group_k() : s.group_c());
+    launch(operands, part, conv_product(s, part.m, part.n, part.k_tiles * kConvChunk, d));
+  });
+}
+
+template <class T>
+void launch_tma_im2col_fprop(const Conv2dParams& params, const TmaIm2colConfig& config,
+                             cudaStream_t stream) {
+  for_tma_im2col_tile<ConvDirection::kFprop, T>(config, [&]<class Tile>() {
+    for_each_window_product<Tile>(
+        config.direction, params.shape, params.input, params.weight, params.output,
+        [&](const WindowOperands& operands, const ConvPart&, GemmParams product) {
+          product.bias = params.bias;
+          launch_sm90_kernel<Tile>(product, conv_product_plan(config), operands, nullptr, stream);
+        });
+  });
+}
+
+// Of dx, whose strides apart from the phases' are those of a dense NHWC image.
+template <class T>
+PhaseOutput phase_output(const Conv2dShape& s, const ConvPart& part, void* dx) {
+  const int64_t pitch = s.w * s.c;
+  return {.d = static_cast<T*>(dx) + part.phase_h * pitch + part.phase_w * s.c,
+          .m = static_cast<int>(part.m),
+          .n = static_cast<int>(part.n),
+          .by_w = FastDivmod(part.windows[1].windows),
+          .by_hw = FastDivmod(part.windows[0].windows * part.windows[1].windows),
+          .stride_n = s.h * pitch,
+          .stride_h = s.stride_h * pitch,
+          .stride_w = s.stride_w * s.c};
+}
+
+template <class T>
+void launch_tma_im2col_dgrad(const Conv2dBackwardParams& params, const TmaIm2colConfig& config,
+                             cudaStream_t stream) {
+  const Conv2dShape& s = params.shape;
+  const int64_t phases = s.stride_h * s.stride_w;
+  int64_t parts = 0;
+  for_each_part(config.direction, s, [&](const ConvPart&) { ++parts; });
+  if (parts < phases) {
+    cuda_check(cudaMemsetAsync(params.grad_input, 0,
+                               static_cast<size_t>(s.n * s.h * s.w * s.c) * sizeof(T), stream),
+               "cudaMemsetAsync");
+  }
+  for_tma_im2col_tile<ConvDirection::kDgrad, T>(config, [&]<class Tile>() {
+    const GemmPlan plan = conv_product_plan(config);
+    int64_t launched = 0;
+    for_each_window_product<Tile>(
+        config.direction, s, params.grad_output, params.weight, params.grad_input,
+        [&](const WindowOperands& operands, const ConvPart& part, GemmParams product) {
+          if (phases == 1) {
+            return launch_sm90_kernel<Tile>(product, plan, operands, nullptr, stream);
+          }
+          product.overlap = {.next = launched + 1 < parts, .previous = launched > 0};
+          ++launched;
+          launch_sm90_product<Tile, PhaseEpilogue<T>>(product, plan, operands,
+                                                      phase_output<T>(s, part, params.grad_input),
+                                                      nullptr, stream);
+        });
+  });
+}
+
+template <class T>
+void launch_tma_im2col_wgrad(const Conv2dBackwardParams& params, const TmaIm2colConfig& config,
+                             void* workspace, cudaStream_t stream) {
+  const Conv2dShape& s = params.shape;
+  const WindowImage image{params.input, s.n, s.c, window_axes(s)};
+  GemmParams product =
+      conv_product(s, s.k, s.taps() * s.group_c(), s.n * s.p * s.q, params.grad_weight);
+  product.a = make_operand(params.grad_output, s.dtype, 1, s.k);
+  product.row_sums = params.grad_bias;
+  for_tma_im2col_tile<ConvDirection::kWgrad, T>(config, [&]<class Tile>() {
+    WindowColumnOperands operands{};
+    operands.a = operand_map_a<Tile>(product);
+    operands.b = windows_map(s.dtype, image, kConvChunk);
+    set_geometry(operands, s, image, s.group_k());
+    launch_sm90_kernel<Tile>(product, conv_product_plan(config), operands, workspace, stream);
+  });
+}
+
+}  // namespace warpwright
