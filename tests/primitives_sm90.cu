@@ -1,5 +1,5 @@
-// The wrappers of csrc/device/sm90/ and the tensor maps that no kernel of the library uses yet,
-// each beside what it should do, element by element: TMA's im2col load and its reduce-add.
+// Wrappers of csrc/device/sm90/ and tensor maps, each compared with what it should do, element by
+// element: TMA's im2col load, which convolutions use, and its reduce-add, which no kernel uses yet.
 //
 // Prints what it has checked, or the first difference and exits with 1.
 #include <cuda_bf16.h>

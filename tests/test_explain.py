@@ -372,8 +372,11 @@ def test_conv2d():
         "grad_input",
         "grad_weight",
     ]
-    assert "NHWC with whole 16-byte vectors" in text
-    assert explain("conv2d", x, last_w(w), padding="same", **ON_GPU).count("NHWC") == 3
+    assert text.count("sm_90a 16-bit wgmma, windows by TMA") == 3
+    text = explain("conv2d", last.float(), w.float(), padding=1, **ON_GPU)
+    assert text.count("NHWC with whole 16-byte vectors") == 3
+    filters = last_w(w.float())
+    assert explain("conv2d", x.float(), filters, padding="same", **ON_GPU).count("NHWC") == 3
     assert "grad_weight" in explain("conv2d", x[0], w, padding="same", **ON_GPU)
     assert "NCHW" in explain("conv2d", x, w, stride=2, padding="valid", **ON_GPU)
     assert "TF32" in explain_conv_fp32(True)

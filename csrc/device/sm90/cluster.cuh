@@ -76,6 +76,15 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t row_address, const uint32_t
       : "memory");
 }
 
+// The same, ".trans": d[i] is the pair at columns 2 (l % 4) and 2 (l % 4) + 1 as rows, l / 4 as the
+// column.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t row_address, const uint32_t (&d)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(row_address),
+      "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+      : "memory");
+}
+
 // "ld.shared".
 __device__ __forceinline__ uint16_t load_shared_u16(uint32_t shared) {
   uint16_t value;

@@ -75,6 +75,14 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
   "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
   "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WARPWRIGHT_WGMMA_LIST_96                                           \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+  "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, " \
+  "%58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, " \
+  "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
+  "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define WARPWRIGHT_WGMMA_LIST_128                                                    \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
   "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
@@ -91,6 +99,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint64_t fields, uint32_t s
 #define WARPWRIGHT_D32(i) WARPWRIGHT_D16(i), WARPWRIGHT_D16(i + 16)
 #define WARPWRIGHT_D48(i) WARPWRIGHT_D32(i), WARPWRIGHT_D16(i + 32)
 #define WARPWRIGHT_D64(i) WARPWRIGHT_D32(i), WARPWRIGHT_D32(i + 32)
+#define WARPWRIGHT_D96(i) WARPWRIGHT_D64(i), WARPWRIGHT_D32(i + 64)
 #define WARPWRIGHT_D128(i) WARPWRIGHT_D64(i), WARPWRIGHT_D64(i + 64)
 
 // scale-d false ignores the old accumulators; both imm-scale are 1.
@@ -126,8 +135,10 @@ __device__ __forceinline__ void wgmma(float (&d)[kRegs], uint64_t a, uint64_t b,
       WARPWRIGHT_WGMMA_16BIT("m64n96k16", "bf16.bf16", 48, "48", "49", "50", "51", "52");
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_16BIT("m64n128k16", "bf16.bf16", 64, "64", "65", "66", "67", "68");
+    } else if constexpr (kRegs == 96) {
+      WARPWRIGHT_WGMMA_16BIT("m64n192k16", "bf16.bf16", 96, "96", "97", "98", "99", "100");
     } else {
-      static_assert(kRegs == 128, "N = 8, 64, 96, 128 or 256");
+      static_assert(kRegs == 128, "N = 8, 64, 96, 128, 192 or 256");
       WARPWRIGHT_WGMMA_16BIT("m64n256k16", "bf16.bf16", 128, "128", "129", "130", "131", "132");
     }
   } else if constexpr (std::is_same_v<T, half>) {
@@ -139,8 +150,10 @@ __device__ __forceinline__ void wgmma(float (&d)[kRegs], uint64_t a, uint64_t b,
       WARPWRIGHT_WGMMA_16BIT("m64n96k16", "f16.f16", 48, "48", "49", "50", "51", "52");
     } else if constexpr (kRegs == 64) {
       WARPWRIGHT_WGMMA_16BIT("m64n128k16", "f16.f16", 64, "64", "65", "66", "67", "68");
+    } else if constexpr (kRegs == 96) {
+      WARPWRIGHT_WGMMA_16BIT("m64n192k16", "f16.f16", 96, "96", "97", "98", "99", "100");
     } else {
-      static_assert(kRegs == 128, "N = 8, 64, 96, 128 or 256");
+      static_assert(kRegs == 128, "N = 8, 64, 96, 128, 192 or 256");
       WARPWRIGHT_WGMMA_16BIT("m64n256k16", "f16.f16", 128, "128", "129", "130", "131", "132");
     }
   } else {
@@ -220,12 +233,14 @@ __device__ __forceinline__ int accumulator_col() { return static_cast<int>(threa
 #undef WARPWRIGHT_WGMMA_TF32
 #undef WARPWRIGHT_WGMMA_16BIT
 #undef WARPWRIGHT_D128
+#undef WARPWRIGHT_D96
 #undef WARPWRIGHT_D64
 #undef WARPWRIGHT_D48
 #undef WARPWRIGHT_D32
 #undef WARPWRIGHT_D16
 #undef WARPWRIGHT_D4
 #undef WARPWRIGHT_WGMMA_LIST_128
+#undef WARPWRIGHT_WGMMA_LIST_96
 #undef WARPWRIGHT_WGMMA_LIST_64
 #undef WARPWRIGHT_WGMMA_LIST_48
 #undef WARPWRIGHT_WGMMA_LIST_32

@@ -16,9 +16,10 @@
 
 namespace warpwright {
 
-// Named by its extents, rows x columns of D.
-enum class TmaIm2colTile { k256x128, k128x256, k128x128, k128x64, k64x128 };
-constexpr int kTmaIm2colTiles = 5;
+// Named by its extents, rows x columns of D. kTransposed: 64 channels x 256 pixels of D's
+// transpose.
+enum class TmaIm2colTile { k256x128, k128x256, k128x128, k128x64, k64x192, k64x128, kTransposed };
+constexpr int kTmaIm2colTiles = 7;
 
 struct TmaIm2colConfig {
   ConvDirection direction;
@@ -29,22 +30,18 @@ struct TmaIm2colConfig {
   const char* reason;
 };
 
-// As linear's, except for 256x128 and 128x256: 16-bit windows come from L2, and these tiles ask it
-// for the fewest bytes.
 constexpr Sm90TileShape tma_im2col_tile(TmaIm2colTile tile) {
-  constexpr Sm90TileShape kShapes[kTmaIm2colTiles] = {{256, 128, 4, false},
-                                                      {128, 256, 4, false},
-                                                      {128, 128, 6, true},
-                                                      {128, 64, 8, true},
-                                                      {64, 128, 8, true}};
+  constexpr Sm90TileShape kShapes[kTmaIm2colTiles] = {
+      {256, 128, 4, false}, {128, 256, 4, false}, {128, 128, 6, true}, {128, 64, 8, true},
+      {64, 192, 6, true},   {64, 128, 8, true},   {64, 256, 4, true}};
   return kShapes[static_cast<int>(tile)];
 }
 
 // fprop and dgrad have many rows and few columns, wgrad the reverse.
 constexpr bool has_tma_im2col_tile(ConvDirection direction, TmaIm2colTile tile) {
   const Sm90TileShape shape = tma_im2col_tile(tile);
-  return shape.blk_m == shape.blk_n ||
-         (shape.blk_m < shape.blk_n) == (direction == ConvDirection::kWgrad);
+  const bool wide = shape.blk_m < shape.blk_n && tile != TmaIm2colTile::kTransposed;
+  return tile == TmaIm2colTile::k128x128 || wide == (direction == ConvDirection::kWgrad);
 }
 
 // ---- the product ----
@@ -168,13 +165,21 @@ inline const char* why_not_tma_im2col(ConvDirection direction, const Conv2dShape
   return why_not;
 }
 
-// A tile lies within one group.
-inline bool divides_groups(ConvDirection direction, const Conv2dShape& s,
-                           const Sm90TileShape& shape) {
+inline bool takes_tile(ConvDirection direction, const Conv2dShape& s, TmaIm2colTile tile) {
+  if (!has_tma_im2col_tile(direction, tile)) return false;
+  const Sm90TileShape shape = tma_im2col_tile(tile);
+  const bool dgrad = direction == ConvDirection::kDgrad;
+  if (tile == TmaIm2colTile::kTransposed) {
+    // D leaves by TMA, and whole.
+    const int64_t columns = dgrad ? s.c : s.k;
+    const bool phases = dgrad && s.stride_h * s.stride_w > 1;
+    return !phases && columns % 8 == 0 && columns / s.groups % shape.blk_m == 0;
+  }
+  // A tile lies within one group.
   if (s.groups == 1) return true;
-  return direction == ConvDirection::kFprop   ? s.group_k() % shape.blk_n == 0
-         : direction == ConvDirection::kDgrad ? s.group_c() % shape.blk_n == 0
-                                              : s.group_k() % shape.blk_m == 0;
+  return direction == ConvDirection::kFprop ? s.group_k() % shape.blk_n == 0
+         : dgrad                            ? s.group_c() % shape.blk_n == 0
+                                            : s.group_k() % shape.blk_m == 0;
 }
 
 inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int splits,
@@ -182,12 +187,14 @@ inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int sp
   // Fitted to measured times: of a k tile in one round of tiles and in several, and of filling the
   // ring and the last store. No other mainloop hides the stores of the largest tiles.
   constexpr double kTileCycles[kTmaIm2colTiles][2] = {
-      {1200, 1200}, {1130, 1130}, {650, 670}, {330, 550}, {620, 560}};
-  constexpr double kFirstAndLast[kTmaIm2colTiles] = {4000, 4000, 5500, 2750, 2750};
+      {1200, 1200}, {1130, 1130}, {650, 670}, {330, 550}, {700, 700}, {620, 560}, {700, 850}};
+  constexpr double kFirstAndLast[kTmaIm2colTiles] = {4000, 4000, 5500, 2750, 4000, 2750, 5500};
   constexpr double kSecondLaunch = 2500;
   const Sm90TileShape shape = tma_im2col_tile(tile);
   const int t = static_cast<int>(tile);
-  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
+  const bool transposed = tile == TmaIm2colTile::kTransposed;
+  const int64_t tiles = ceil_div(transposed ? p.n : p.m, shape.blk_m) *
+                        ceil_div(transposed ? p.m : p.n, shape.blk_n) * splits;
   const int64_t rounds = ceil_div<int64_t>(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div<int64_t>(p.k_tiles, splits);
   double cycles = static_cast<double>(rounds * k_tiles) * kTileCycles[t][rounds > 1] +
@@ -210,8 +217,7 @@ inline double choose_tma_im2col_tile(const Conv2dShape& s, const DeviceInfo& dev
   for (int t = 0; t < kTmaIm2colTiles; ++t) {
     const auto tile = static_cast<TmaIm2colTile>(t);
     const Sm90TileShape shape = tma_im2col_tile(tile);
-    if (!has_tma_im2col_tile(config.direction, tile)) continue;
-    if (!divides_groups(config.direction, s, shape)) continue;
+    if (!takes_tile(config.direction, s, tile)) continue;
     // wgrad: splits that fill whole rounds.
     for (int rounds = 0; rounds <= (wgrad ? 4 : 0); ++rounds) {
       double cycles = 0;
@@ -245,7 +251,7 @@ inline std::optional<TmaIm2colConfig> choose_tma_im2col(ConvDirection direction,
   const double cycles = choose_tma_im2col_tile(s, device, config);
   if (cycles < 0 || cycles > other_cycles) return std::nullopt;
   config.reason = config.splits > 1 ? "few output tiles for the SMs: pixels are split"
-                                    : "the fastest tile by its estimate";
+                                    : "16-bit NHWC with whole 16-byte vectors of channels";
   return config;
 }
 
@@ -255,9 +261,11 @@ inline int64_t workspace_bytes(const Conv2dShape&, const TmaIm2colConfig& config
 
 inline std::string describe(const TmaIm2colConfig& config) {
   const Sm90TileShape shape = tma_im2col_tile(config.tile);
-  std::string text = "sm_90a 16-bit wgmma, windows by TMA, tile " +
-                     extents(shape.blk_m, shape.blk_n) + (shape.ping_pong ? " ping-pong, " : ", ") +
-                     std::to_string(shape.stages) + " stages";
+  std::string text = "sm_90a 16-bit wgmma, windows by TMA, " +
+                     std::string(config.tile == TmaIm2colTile::kTransposed ? "transposed " : "") +
+                     "tile " + extents(shape.blk_m, shape.blk_n) +
+                     (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) +
+                     " stages";
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
   return text + " (" + config.reason + ")";
 }

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "host/tensor_map.h"
+#include "ops/conv2d/cuda/sm90/epilogues.cuh"
 #include "ops/conv2d/cuda/sm90/launch.h"
 #include "ops/conv2d/cuda/sm90/operands.cuh"
-#include "ops/conv2d/cuda/sm90/phase_epilogue.cuh"
 
 namespace warpwright {
 
@@ -88,17 +88,20 @@ inline GemmPlan conv_product_plan(const TmaIm2colConfig& config) {
   return plan;
 }
 
-// Calls launch.operator()<Tile>() with the tile of the config.
+// Calls launch.operator()<kTile, Tile>() with the tile of the config.
 template <ConvDirection kDirection, class T, class Launch>
 void for_tma_im2col_tile(const TmaIm2colConfig& config, Launch&& launch) {
-  constexpr Major kMajorA = kDirection == ConvDirection::kWgrad ? Major::kMN : Major::kK;
-  constexpr Major kMajorB = kDirection == ConvDirection::kFprop ? Major::kK : Major::kMN;
+  constexpr bool kWgrad = kDirection == ConvDirection::kWgrad;
+  constexpr Major kWeights = kDirection == ConvDirection::kFprop ? Major::kK : Major::kMN;
+  constexpr Major kWindows = kWgrad ? Major::kMN : Major::kK;
   auto launches = [&]<TmaIm2colTile kTile>() {
     if constexpr (has_tma_im2col_tile(kDirection, kTile)) {
       if (config.tile != kTile) return false;
+      constexpr bool kTransposed = kTile == TmaIm2colTile::kTransposed;
       constexpr Sm90TileShape kShape = tma_im2col_tile(kTile);
-      launch.template operator()<TileSm90<T, kShape.blk_m, kShape.blk_n, kShape.stages,
-                                          kShape.ping_pong, false, kMajorA, kMajorB>>();
+      using Tile = TileSm90<T, kShape.blk_m, kShape.blk_n, kShape.stages, kShape.ping_pong, false,
+                            kTransposed ? kWeights : kWindows, kTransposed ? kWindows : kWeights>;
+      launch.template operator()<kTile, Tile>();
       return true;
     } else {
       return false;
@@ -108,35 +111,68 @@ void for_tma_im2col_tile(const TmaIm2colConfig& config, Launch&& launch) {
   const bool found =
       launches.template operator()<k256x128>() || launches.template operator()<k128x256>() ||
       launches.template operator()<k128x128>() || launches.template operator()<k128x64>() ||
-      launches.template operator()<k64x128>();
+      launches.template operator()<k64x192>() || launches.template operator()<k64x128>() ||
+      launches.template operator()<kTransposed>();
   if (!found) throw std::logic_error("warpwright: conv2d: the plan names no sm_90a tile");
 }
 
-// Calls launch(operands, product) for each part of fprop or dgrad.
-template <class Tile, class Launch>
-void for_each_window_product(ConvDirection direction, const Conv2dShape& s, const void* pixels,
-                             const void* weight, void* d, Launch&& launch) {
-  const bool fprop = direction == ConvDirection::kFprop;
-  for_each_part(direction, s, [&](const ConvPart& part) {
-    const WindowImage image{pixels, s.n, fprop ? s.c : s.k, part.windows};
-    WindowOperands operands{};
-    operands.a = windows_map(s.dtype, image, Tile::kBlkM);
-    operands.b = weight_map(s, weight, fprop ? Tile::kBlkN : kConvChunk);
-    set_geometry(operands, s, image, fprop ? s.group_k() : s.group_c());
-    launch(operands, part, conv_product(s, part.m, part.n, part.k_tiles * kConvChunk, d));
-  });
-}
+// A part of fprop or dgrad: D (pixels, channels) from windows of `pixels`.
+struct WindowProduct {
+  const Conv2dShape& shape;
+  ConvPart part;
+  ConvDirection direction;
+  const void* pixels;
+  const void* weight;
+  GemmParams product;
+
+  // A and B are the windows and the weights or, transposed, the reverse.
+  template <class Operands>
+  Operands operands(int window_rows, int weight_rows) const {
+    const bool fprop = direction == ConvDirection::kFprop;
+    const WindowImage image{pixels, shape.n, fprop ? shape.c : shape.k, part.windows};
+    const CUtensorMap windows = windows_map(shape.dtype, image, window_rows);
+    const CUtensorMap weights = weight_map(shape, weight, fprop ? weight_rows : kConvChunk);
+    constexpr bool kSwapped = std::is_same_v<Operands, SwappedWindowOperands>;
+    Operands operands{};
+    operands.a = kSwapped ? weights : windows;
+    operands.b = kSwapped ? windows : weights;
+    set_geometry(operands, shape, image, fprop ? shape.group_k() : shape.group_c());
+    return operands;
+  }
+
+  // D of dense rows.
+  template <TmaIm2colTile kTile, class Tile>
+  void launch(const GemmPlan& plan, cudaStream_t stream) const {
+    using T = typename Tile::Element;
+    if constexpr (kTile == TmaIm2colTile::kTransposed) {
+      GemmParams transposed = product;
+      std::swap(transposed.m, transposed.n);
+      launch_sm90_product<Tile, TransposedEpilogue16Bit<T>>(
+          transposed, plan, operands<SwappedWindowOperands>(Tile::kBlkN, Tile::kBlkM),
+          sm90_output<T>(product, plan, nullptr), nullptr, stream);
+    } else {
+      launch_sm90_kernel<Tile>(product, plan, operands<WindowOperands>(Tile::kBlkM, Tile::kBlkN),
+                               nullptr, stream);
+    }
+  }
+};
 
 template <class T>
 void launch_tma_im2col_fprop(const Conv2dParams& params, const TmaIm2colConfig& config,
                              cudaStream_t stream) {
-  for_tma_im2col_tile<ConvDirection::kFprop, T>(config, [&]<class Tile>() {
-    for_each_window_product<Tile>(
-        config.direction, params.shape, params.input, params.weight, params.output,
-        [&](const WindowOperands& operands, const ConvPart&, GemmParams product) {
-          product.bias = params.bias;
-          launch_sm90_kernel<Tile>(product, conv_product_plan(config), operands, nullptr, stream);
-        });
+  const Conv2dShape& s = params.shape;
+  for_tma_im2col_tile<ConvDirection::kFprop, T>(config, [&]<TmaIm2colTile kTile, class Tile>() {
+    for_each_part(config.direction, s, [&](const ConvPart& part) {
+      WindowProduct windows{
+          s,
+          part,
+          config.direction,
+          params.input,
+          params.weight,
+          conv_product(s, part.m, part.n, part.k_tiles * kConvChunk, params.output)};
+      windows.product.bias = params.bias;
+      windows.template launch<kTile, Tile>(conv_product_plan(config), stream);
+    });
   });
 }
 
@@ -166,21 +202,29 @@ void launch_tma_im2col_dgrad(const Conv2dBackwardParams& params, const TmaIm2col
                                static_cast<size_t>(s.n * s.h * s.w * s.c) * sizeof(T), stream),
                "cudaMemsetAsync");
   }
-  for_tma_im2col_tile<ConvDirection::kDgrad, T>(config, [&]<class Tile>() {
+  for_tma_im2col_tile<ConvDirection::kDgrad, T>(config, [&]<TmaIm2colTile kTile, class Tile>() {
     const GemmPlan plan = conv_product_plan(config);
     int64_t launched = 0;
-    for_each_window_product<Tile>(
-        config.direction, s, params.grad_output, params.weight, params.grad_input,
-        [&](const WindowOperands& operands, const ConvPart& part, GemmParams product) {
-          if (phases == 1) {
-            return launch_sm90_kernel<Tile>(product, plan, operands, nullptr, stream);
-          }
-          product.overlap = {.next = launched + 1 < parts, .previous = launched > 0};
+    for_each_part(config.direction, s, [&](const ConvPart& part) {
+      WindowProduct windows{
+          s,
+          part,
+          config.direction,
+          params.grad_output,
+          params.weight,
+          conv_product(s, part.m, part.n, part.k_tiles * kConvChunk, params.grad_input)};
+      if constexpr (kTile != TmaIm2colTile::kTransposed) {
+        if (phases > 1) {
+          windows.product.overlap = {.next = launched + 1 < parts, .previous = launched > 0};
           ++launched;
-          launch_sm90_product<Tile, PhaseEpilogue<T>>(product, plan, operands,
-                                                      phase_output<T>(s, part, params.grad_input),
-                                                      nullptr, stream);
-        });
+          return launch_sm90_product<Tile, PhaseEpilogue<T>>(
+              windows.product, plan,
+              windows.template operands<WindowOperands>(Tile::kBlkM, Tile::kBlkN),
+              phase_output<T>(s, part, params.grad_input), nullptr, stream);
+        }
+      }
+      windows.template launch<kTile, Tile>(plan, stream);
+    });
   });
 }
 
@@ -193,7 +237,7 @@ void launch_tma_im2col_wgrad(const Conv2dBackwardParams& params, const TmaIm2col
       conv_product(s, s.k, s.taps() * s.group_c(), s.n * s.p * s.q, params.grad_weight);
   product.a = make_operand(params.grad_output, s.dtype, 1, s.k);
   product.row_sums = params.grad_bias;
-  for_tma_im2col_tile<ConvDirection::kWgrad, T>(config, [&]<class Tile>() {
+  for_tma_im2col_tile<ConvDirection::kWgrad, T>(config, [&]<TmaIm2colTile, class Tile>() {
     WindowColumnOperands operands{};
     operands.a = operand_map_a<Tile>(product);
     operands.b = windows_map(s.dtype, image, kConvChunk);

@@ -145,12 +145,11 @@ struct ConvOperandsSm90 {
  protected:
   // One thread. load_tile(row, col, produce) makes the loaders of the tile of D at (row, col) and
   // calls produce(loader of A, its first row, loader of B, its first row).
-  template <class Tile, class Params, class LoadTile>
-  __device__ __forceinline__ void produce_tiles(const MainloopSm90<Tile>& loop, const Params& p,
-                                                unsigned first, unsigned stride,
-                                                const LoadTile& load_tile) const {
+  template <class Tile, class Loop, class Params, class LoadTile>
+  __device__ __forceinline__ void produce_tiles(const Loop& loop, const Params& p, unsigned first,
+                                                unsigned stride, const LoadTile& load_tile) const {
     if (threadIdx.x != 0) return;
-    typename MainloopSm90<Tile>::Cursor cursor;
+    typename Loop::Cursor cursor;
     for (unsigned block = first; block < p.num_blocks; block += stride) {
       const TileCoord tile = tile_of_block(p.grid, block);
       load_tile(first_m<Tile>(tile), first_n<Tile>(tile, {}),
@@ -164,9 +163,9 @@ struct ConvOperandsSm90 {
 
 // fprop with K-major weights, dgrad with MN-major ones.
 struct WindowOperands : ConvOperandsSm90 {
-  template <class Tile, class Params>
-  __device__ __forceinline__ void produce(const MainloopSm90<Tile>& loop, const Params& p, int,
-                                          unsigned first, unsigned stride) const {
+  template <class Tile, class Loop, class Params>
+  __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int, unsigned first,
+                                          unsigned stride) const {
     constexpr bool kFprop = Tile::kMajorB == Major::kK;
     produce_tiles<Tile>(loop, p, first, stride, [&](int row, int col, const auto& load) {
       int group, col_in_group;
@@ -179,11 +178,27 @@ struct WindowOperands : ConvOperandsSm90 {
   }
 };
 
+// The same products with D transposed: A are the weights, B the windows.
+struct SwappedWindowOperands : ConvOperandsSm90 {
+  template <class Tile, class Loop, class Params>
+  __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int, unsigned first,
+                                          unsigned stride) const {
+    constexpr bool kFprop = Tile::kMajorA == Major::kK;
+    produce_tiles<Tile>(loop, p, first, stride, [&](int row, int col, const auto& load) {
+      int group, row_in_group;
+      by_group.divmod(row, group, row_in_group);
+      const int channel = group * group_channels;
+      load(WeightLoader<Tile::kMajorA, Tile::kBlkM>{&a, taps, channel}, kFprop ? row : row_in_group,
+           WindowLoader<Tile::kBlkN>{&b, taps, windows.place(col), channel}, col);
+    });
+  }
+};
+
 // wgrad.
 struct WindowColumnOperands : ConvOperandsSm90 {
-  template <class Tile, class Params>
-  __device__ __forceinline__ void produce(const MainloopSm90<Tile>& loop, const Params& p, int,
-                                          unsigned first, unsigned stride) const {
+  template <class Tile, class Loop, class Params>
+  __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int, unsigned first,
+                                          unsigned stride) const {
     produce_tiles<Tile>(loop, p, first, stride, [&](int row, int col, const auto& load) {
       const int channel = by_group.quotient(row) * group_channels;
       load(TmaLoaderA<Tile>{&a}, row, WindowColumnLoader<Tile::kBlkN>{&b, taps, windows, channel},

@@ -1,0 +1,126 @@
+// Stores (gemm/kernel_sm90.cuh) of 16-bit D that are not rows of D as they come: the phases of
+// dgrad and D from its transpose. Both round once.
+#pragma once
+
+#include "device/math.cuh"
+#include "device/vec.cuh"
+#include "tile/epilogue_sm90.cuh"
+
+namespace warpwright {
+
+// ---- a phase of dgrad: rows of D are every stride-th row and column of dx ----
+
+struct PhaseOutput {
+  void* d;  // the first pixel of the phase
+  int m, n;
+  FastDivmod by_w, by_hw;                // pixels of the phase, per row and per image
+  int64_t stride_n, stride_h, stride_w;  // elements from one pixel of the phase to the next
+
+  __device__ __forceinline__ void prefetch() const {}
+
+  __device__ __forceinline__ int64_t offset(int row) const {
+    int image, in_image, h, w;
+    by_hw.divmod(row, image, in_image);
+    by_w.divmod(in_image, h, w);
+    return image * stride_n + h * stride_h + w * stride_w;
+  }
+};
+
+// By stmatrix into a swizzled buffer, of which a warp has 16 rows to itself, and from there whole
+// rows of 128 bytes to their places.
+template <class T>
+struct PhaseEpilogue : EpilogueSm90<T> {
+  using Output = PhaseOutput;
+  using Base = EpilogueSm90<T>;
+
+  struct NoBias {};
+  template <int kRegs>
+  __device__ __forceinline__ static NoBias load_bias(const PhaseOutput&, int) {
+    return {};
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const PhaseOutput& output,
+                                        int64_t, int first_row, int first_col) {
+    constexpr int kPasses = 4;  // of 4 rows, 8 lanes each
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int row = accumulator_warp_row() + lane / 8;
+    T* targets[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int r = first_row + row + i * 4;
+      targets[i] = r < output.m ? static_cast<T*>(output.d) + output.offset(r) : nullptr;
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
+      const int col = first_col + chunk * 64 + lane % 8 * 8;
+      Base::write_buffer(this->buffer(), Base::pack(&d[chunk * 32]));
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const uint4 values =
+            load_shared_u128(Base::buffer_address(this->buffer(), row + i * 4, lane % 8));
+        if (targets[i] != nullptr && col < output.n) {
+          *reinterpret_cast<uint4*>(targets[i] + col) = values;
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  __device__ static void finish() {}
+};
+
+// ---- D from the accumulators of its transpose ----
+
+// A warpgroup's rows are 64 columns of D (channels), its columns are rows of D (pixels). stmatrix
+// transposes 8x8 matrices on their way into the buffer; D leaves by TMA.
+template <class T>
+struct TransposedEpilogue16Bit : EpilogueSm90<T> {
+  using Base = EpilogueSm90<T>;
+
+  struct NoBias {};  // the kernel offers the first column alone
+  template <int kRegs>
+  __device__ __forceinline__ static NoBias load_bias(const OutputSm90&, int) {
+    return {};
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const OutputSm90& output,
+                                        int64_t, int first_channel, int first_pixel) {
+    float bias[2] = {};  // of the thread's channels, 8 apart
+    if (output.bias != nullptr) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int channel = first_channel + accumulator_row() + h * 8;
+        if (channel < output.n)
+          bias[h] = convert<float>(static_cast<const T*>(output.bias)[channel]);
+      }
+    }
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    // The lane's pixel and 16 bytes of channels among four 8x8 matrices: 8 pixels by 16 channels,
+    // and the next 8 pixels.
+    const int pixel = lane / 16 * 8 + lane % 8;
+    const int channels = accumulator_warp_row() / 8 + lane / 8 % 2;
+#pragma unroll
+    for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
+      if (first_pixel + chunk * 64 >= output.m) break;
+      this->acquire_buffers(output);
+      const uint32_t address = Base::buffer_address(this->buffer(), pixel, channels);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &d[chunk * 32 + j * 8 + i * 2];
+          words[i] = Base::pack(pair[0] + bias[i % 2], pair[1] + bias[i % 2]);
+        }
+        stmatrix_x4_trans(address + j * 16 * 128, words);
+      }
+      this->send_buffers(output, first_pixel + chunk * 64, first_channel);
+      this->offset ^= Base::kBufferBytes;
+    }
+  }
+};
+
+}  // namespace warpwright
