@@ -187,9 +187,9 @@ inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int sp
   // Fitted to measured times: of a k tile in one round of tiles and in several, and of filling the
   // ring and the last store. No other mainloop hides the stores of the largest tiles.
   constexpr double kTileCycles[kTmaIm2colTiles][2] = {
-      {1200, 1200}, {1130, 1130}, {650, 670}, {330, 550}, {700, 700}, {620, 560}, {700, 850}};
+      {1200, 1200}, {1150, 1150}, {650, 670}, {330, 550}, {700, 700}, {620, 560}, {640, 700}};
   constexpr double kFirstAndLast[kTmaIm2colTiles] = {4000, 4000, 5500, 2750, 4000, 2750, 5500};
-  constexpr double kSecondLaunch = 2500;
+  constexpr double kSecondLaunch = 2500, kSplit = 200;
   const Sm90TileShape shape = tma_im2col_tile(tile);
   const int t = static_cast<int>(tile);
   const bool transposed = tile == TmaIm2colTile::kTransposed;
@@ -200,8 +200,9 @@ inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int sp
   double cycles = static_cast<double>(rounds * k_tiles) * kTileCycles[t][rounds > 1] +
                   kFirstAndLast[t] * static_cast<double>(shape.ping_pong ? 1 : rounds);
   if (splits > 1) {
-    cycles += kSecondLaunch + 8.0 * static_cast<double>(p.m) * static_cast<double>(p.n) *
-                                  (splits + 1) / kPartBytesPerCycle;
+    cycles += kSecondLaunch + kSplit * splits +
+              8.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * (splits + 1) /
+                  kPartBytesPerCycle;
   }
   return cycles;
 }
