@@ -567,7 +567,8 @@ def test_attention():
     assert "padded to 256" in text(torch.float16, 200)
     assert "FMA" in text(torch.float32, 64)
     assert "FMA" in text(torch.bfloat16, 512)
-    assert "with mask" in text(torch.bfloat16, 64, attn_mask=torch.ones(128, 128))
+    assert "mask hides" in text(torch.bfloat16, 64, attn_mask=torch.ones(128, 128))
+    assert "dropout" in text(torch.bfloat16, 64, attn_mask=torch.ones(128, 128), dropout_p=0.1)
 
 
 def test_attention_on_sm90():

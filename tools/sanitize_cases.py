@@ -291,6 +291,8 @@ def attention_cases():
             yield f"d{d}-{v}-causal", F.scaled_dot_product_attention, args, {"is_causal": True}
         else:
             yield f"d{d}-{v}-mask", F.scaled_dot_product_attention, (*args, rand(67, 131)), {}
+            visible = rand(67, 131) > 0
+            yield f"d{d}-{v}-visible", F.scaled_dot_product_attention, (*args, visible), {}
     grouped = (rand(1, 6, 33, 16), rand(1, 2, 65, 16), rand(1, 2, 65, 16))
     yield "gqa", F.scaled_dot_product_attention, grouped, {"enable_gqa": True}
 

@@ -20,6 +20,7 @@
 
 #include "host/named_devices.h"
 #include "ops/attention/attention.h"
+#include "ops/attention/mask_tiles.h"
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
@@ -369,9 +370,24 @@ AttentionOperand attention_operand(const TensorLayout& x) {
   return operand;
 }
 
+// Strides over (B, H, S_q, S_k), 0 where the mask broadcasts.
+void set_attention_mask(AttentionParams& p, const std::string& dtype, const TensorLayout& mask) {
+  p.mask_type = dtype == "bool"                ? MaskType::kBool
+                : dtype_from(dtype) == p.dtype ? MaskType::kElement
+                                               : MaskType::kFloat32;
+  p.mask = reinterpret_cast<const void*>(mask.address);
+  const size_t dims = std::min<size_t>(mask.sizes.size(), 4), skipped = mask.sizes.size() - dims;
+  for (size_t i = 0; i < dims; ++i) {
+    const size_t to = 4 - dims + i;
+    p.mask_full[to] = mask.sizes[skipped + i] != 1;
+    p.mask_stride[to] = p.mask_full[to] ? mask.strides[skipped + i] : 0;
+  }
+}
+
 Lines explain_scaled_dot_product_attention(const std::string& dtype, const TensorLayout& query,
                                            const TensorLayout& key, const TensorLayout& value,
-                                           double scale, bool mask, bool dropout,
+                                           double scale, const std::string& mask_dtype,
+                                           const TensorLayout& mask, bool dropout,
                                            const DeviceInfo& device, bool sm90) {
   auto extent = [](const TensorLayout& x, size_t from_end) {
     return x.sizes.size() >= from_end ? x.sizes[x.sizes.size() - from_end] : 1;
@@ -387,11 +403,17 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   // Results of the op's own are dense.
   p.out = backward.dout = {nullptr, p.H * p.S_q * p.D_v, p.S_q * p.D_v, p.D_v};
   p.scale = scale;
-  p.mask_type = mask ? MaskType::kElement : MaskType::kNone;
+  if (!mask_dtype.empty()) set_attention_mask(p, mask_dtype, mask);
   p.dropout_p = dropout ? 0.5 : 0;
   const bool available = sm90 && device.sm_arch == 90;
-  return {{"forward", describe(choose_attention_config(p, device, available))},
-          {"backward", describe(choose_attention_backward_config(backward, device, available))}};
+  const AttentionConfig forward = choose_attention_config(p, device, available);
+  Lines lines;
+  if (!mask_dtype.empty() && forward.path == AttentionPath::kSm90)
+    lines.push_back({"mask", describe(attention_mask_tiles(p, /*backward=*/false))});
+  lines.push_back({"forward", describe(forward)});
+  lines.push_back(
+      {"backward", describe(choose_attention_backward_config(backward, device, available))});
+  return lines;
 }
 
 }  // namespace

@@ -254,7 +254,7 @@ def _cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 
 def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    query = a["query"]
+    query, mask = a["query"], a["attn_mask"]
     scale = a["scale"] if a["scale"] is not None else max(query.shape[-1], 1) ** -0.5
     return _C.explain_scaled_dot_product_attention(
         _dtype(query),
@@ -262,7 +262,8 @@ def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
         _operand(a["key"]),
         _operand(a["value"]),
         scale,
-        a["attn_mask"] is not None,
+        "" if mask is None else _dtype(mask),
+        _operand(query if mask is None else mask),
         a["dropout_p"] > 0,
         gpu,
         _may_take_sm90(),

@@ -91,7 +91,7 @@ enum class AttentionPath {
 struct AttentionConfig {
   AttentionPath path;
   int head_tile;    // 64, 128 or 256: D and D_v are padded to it (not kFma)
-  bool has_extras;  // the instance with mask, dropout or an unusual scale (kMma)
+  bool has_extras;  // the instance with mask (kSm90), or mask, dropout or unusual scale (kMma)
   const char* reason;
 };
 
@@ -120,22 +120,31 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   // the minimum.
   const float scale = static_cast<float>(p.scale);
   const bool foldable = scale > 0 && scale < 1e30f;
-  const bool extras = p.mask_type != MaskType::kNone || p.dropout_p > 0 || !foldable;
+  const bool masked = p.mask_type != MaskType::kNone;
   const int head_tile = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
-  if (extras) return {kMma, head_tile, true, "mma.sync: with mask, dropout or an unusual scale"};
-  if (!sm90) return {kMma, head_tile, false, "mma.sync: plain or causal"};
+  if (p.dropout_p > 0 || !foldable)
+    return {kMma, head_tile, true, "mma.sync: with dropout or an unusual scale"};
+  if (!sm90)
+    return {kMma, head_tile, masked, masked ? "mma.sync: with mask" : "mma.sync: plain or causal"};
   constexpr int64_t kMaxLength = int64_t{1} << 30, kMaxTiles = int64_t{1} << 30;
   const bool aligned = p.D % 8 == 0 && p.D_v % 8 == 0 && fits_tensor_map(p.q, p.B, p.H, p.S_q) &&
                        fits_tensor_map(p.k, p.B, p.H_kv, p.S_k) &&
                        fits_tensor_map(p.v, p.B, p.H_kv, p.S_k) &&
                        fits_tensor_map(p.out, p.B, p.H, p.S_q);
   if (!aligned)
-    return {kMma, head_tile, false, "mma.sync: TMA needs rows at multiples of 16 bytes"};
-  if (p.S_k == 0) return {kMma, head_tile, false, "mma.sync: no keys"};
+    return {kMma, head_tile, masked, "mma.sync: TMA needs rows at multiples of 16 bytes"};
+  if (p.S_k == 0) return {kMma, head_tile, masked, "mma.sync: no keys"};
+  // Classifying and listing take 6 us, as long as the portable kernel takes in all.
+  if (masked && p.S_q * p.S_k <= 64 * 64)
+    return {kMma, head_tile, masked, "mma.sync: a mask of few elements"};
+  // The bits of its tiles would take S_q * S_k / 8 bytes.
+  if (masked && p.S_k > 1 && p.mask_stride[3] == 0)
+    return {kMma, head_tile, masked, "mma.sync: the mask broadcasts over the keys"};
   if (p.S_q > kMaxLength || p.S_k > kMaxLength ||
       p.B * p.H * (ceil_div(p.S_q, int64_t{64}) + ceil_div(p.S_k, int64_t{64})) > kMaxTiles)
-    return {kMma, head_tile, false, "mma.sync: tiles are counted in 32 bits"};
-  return {kSm90, head_tile, false, "wgmma: plain or causal"};
+    return {kMma, head_tile, masked, "mma.sync: tiles are counted in 32 bits"};
+  return {kSm90, head_tile, masked,
+          masked ? "wgmma: blocks that the mask hides are skipped" : "wgmma: plain or causal"};
 }
 
 // The backward's. The forward may have taken another path.
@@ -144,7 +153,8 @@ inline AttentionConfig choose_attention_backward_config(const AttentionBackwardP
   AttentionConfig config = choose_attention_config(p.fwd, device, sm90);
   if (config.path != AttentionPath::kSm90) return config;
   if (config.head_tile > 128)
-    return {AttentionPath::kMma, config.head_tile, false, "mma.sync: head dimension above 128"};
+    return {AttentionPath::kMma, config.head_tile, config.has_extras,
+            "mma.sync: head dimension above 128"};
   const AttentionParams& f = p.fwd;
   auto gradient_fits = [&](const AttentionOperand& x, int64_t H, int64_t S) {
     return x.data == nullptr || fits_tensor_map(x, f.B, H, S);
@@ -153,7 +163,7 @@ inline AttentionConfig choose_attention_backward_config(const AttentionBackwardP
                        gradient_fits(p.dq, f.H, f.S_q) && gradient_fits(p.dk, f.H_kv, f.S_k) &&
                        gradient_fits(p.dv, f.H_kv, f.S_k);
   if (!aligned)
-    return {AttentionPath::kMma, config.head_tile, false,
+    return {AttentionPath::kMma, config.head_tile, config.has_extras,
             "mma.sync: TMA needs rows at multiples of 16 bytes"};
   return config;
 }
@@ -173,8 +183,17 @@ inline int64_t attention_row_stats_bytes(const AttentionParams& p, AttentionPath
 }
 
 // Counters of tiles that CTAs have taken, ints, on sm_90a: the forward's, or dq's and that of dk
-// and dv. Only the causal rule needs them.
+// and dv. Tiles take different times under the causal rule and with a mask.
 constexpr int kAttentionTileCounters = 2;
+inline bool needs_tile_counters(const AttentionParams& p) {
+  return p.is_causal || p.mask_type != MaskType::kNone;
+}
+
+// What the kernels of the sm_90a path need besides their operands, on the device.
+struct AttentionWorkspace {
+  int* tile_counters = nullptr;  // kAttentionTileCounters, if needs_tile_counters()
+  void* mask = nullptr;          // AttentionMaskTiles::bytes, with a mask
+};
 
 inline std::string describe(const AttentionConfig& config) {
   std::string text = config.path == AttentionPath::kSm90 ? "flash attention for sm_90a, "
@@ -201,11 +220,10 @@ struct PhiloxSource {
 
 // Writes seed and offset to `philox_state` (2).
 void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream);
-// tile_counters: kAttentionTileCounters ints on the device if the path is kSm90 and causal.
 void launch_attention_fwd(const AttentionParams& params, const AttentionConfig& config,
-                          int* tile_counters, cudaStream_t stream);
+                          const AttentionWorkspace& workspace, cudaStream_t stream);
 void launch_attention_bwd(const AttentionBackwardParams& params, const AttentionConfig& config,
-                          int* tile_counters, cudaStream_t stream);
+                          const AttentionWorkspace& workspace, cudaStream_t stream);
 void launch_attention_dropout(const AttentionDropoutParams& params, cudaStream_t stream);
 #endif
 

@@ -104,7 +104,7 @@ void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cuda
 }
 
 void launch_attention_fwd(const AttentionParams& p, const AttentionConfig& config,
-                          int* tile_counters, cudaStream_t stream) {
+                          const AttentionWorkspace& workspace, cudaStream_t stream) {
   switch (config.path) {
     case AttentionPath::kFma:
       return for_dtype(p.dtype, [&]<class T>() { launch_attention_fwd_fma<T>(p, stream); });
@@ -116,20 +116,23 @@ void launch_attention_fwd(const AttentionParams& p, const AttentionConfig& confi
     }
     case AttentionPath::kSm90:
       return for_mma_instance(p.dtype, config.head_tile, [&]<class T, int kHead>() {
-        launch_attention_fwd_sm90<T, kHead>(p, tile_counters, stream);
+        launch_attention_fwd_sm90<T, kHead>(p, workspace, stream);
       });
   }
 }
 
 void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionConfig& config,
-                          int* tile_counters, cudaStream_t stream) {
+                          const AttentionWorkspace& workspace, cudaStream_t stream) {
   const AttentionParams& f = p.fwd;
-  if (config.path == AttentionPath::kSm90) {
-    return for_mma_instance(f.dtype, config.head_tile, [&]<class T, int kHead>() {
-      if constexpr (kHead <= 128) launch_attention_bwd_sm90<T, kHead>(p, tile_counters, stream);
+  const bool any_input = p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr;
+  const bool sm90 = config.path == AttentionPath::kSm90;
+  if (sm90 && any_input) {
+    for_mma_instance(f.dtype, config.head_tile, [&]<class T, int kHead>() {
+      if constexpr (kHead <= 128) launch_attention_bwd_sm90<T, kHead>(p, workspace, stream);
     });
   }
-  const bool tensor_cores = config.path == AttentionPath::kMma;
+  if (sm90 && p.dmask == nullptr) return;
+  const bool tensor_cores = config.path != AttentionPath::kFma;
   const int64_t rows = f.B * f.H * f.S_q;
   for_dtype(f.dtype, [&]<class T>() {
     auto write_stats = [&](double lse_unit) {
@@ -138,8 +141,7 @@ void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionConfi
              dim3(kThreads), 0, stream, p, static_cast<Accum<T>>(lse_unit));
     };
     // The tensor-core kernels use log2.
-    const bool any_input = p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr;
-    if (tensor_cores && any_input) {
+    if (config.path == AttentionPath::kMma && any_input) {
       write_stats(1.4426950408889634);
       const AttentionMmaArgs args =
           make_args(f, config, {f.q, f.k, f.v, p.dout}, {p.dq, p.dk, p.dv});
@@ -149,6 +151,7 @@ void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionConfi
           launch_attention_bwd_dkdv_mma<Element, kHead>(p, args, stream);
       });
     }
+    // The gradient of the mask uses the natural logarithm, in the same memory.
     if (!tensor_cores || p.dmask != nullptr) write_stats(1.0);
     if (!tensor_cores) launch_attention_bwd_fma<T>(p, stream);
     if (p.dmask != nullptr) launch_attention_bwd_mask<T>(p, stream);

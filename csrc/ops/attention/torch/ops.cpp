@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "ops/attention/attention.h"
+#include "ops/attention/mask_tiles.h"
 #include "ops/attention/torch/common.h"
 #include "torch/check_argument.h"
 
@@ -327,14 +328,24 @@ Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dty
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// Undefined if the kernels need none.
-Tensor tile_counters(const AttentionConfig& config, const AttentionParams& p, const Tensor& like) {
-  if (config.path != AttentionPath::kSm90 || !p.is_causal) return {};
-  return at::empty({kAttentionTileCounters}, like.options().dtype(at::kInt));
-}
-int* int_data(const Tensor& tensor) {
-  return tensor.defined() ? tensor.mutable_data_ptr<int>() : nullptr;
-}
+// The memory behind an AttentionWorkspace. Tensors are undefined if the kernels need none.
+struct WorkspaceTensors {
+  Tensor tile_counters, mask;
+
+  WorkspaceTensors(const AttentionConfig& config, const AttentionParams& p, bool backward,
+                   const Tensor& like) {
+    if (config.path != AttentionPath::kSm90) return;
+    const auto bytes = like.options().dtype(at::kByte);
+    if (needs_tile_counters(p))
+      tile_counters = at::empty({kAttentionTileCounters}, bytes.dtype(at::kInt));
+    if (p.mask_type != MaskType::kNone)
+      mask = at::empty({attention_mask_tiles(p, backward).bytes}, bytes);
+  }
+  AttentionWorkspace get() const {
+    return {tile_counters.defined() ? tile_counters.mutable_data_ptr<int>() : nullptr,
+            mask.defined() ? mask.mutable_data_ptr() : nullptr};
+  }
+};
 
 Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
@@ -362,8 +373,8 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
                         [&](const AttentionParams& p) {
                           const AttentionConfig config = choose_attention_config(
                               p, current_device_info(), sm90_path_available());
-                          const Tensor counters = tile_counters(config, p, query);
-                          launch_attention_fwd(p, config, int_data(counters), call.stream);
+                          const WorkspaceTensors workspace(config, p, false, query);
+                          launch_attention_fwd(p, config, workspace.get(), call.stream);
                         });
 }
 
@@ -383,8 +394,8 @@ Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& qu
         const Tensor stats = at::empty({attention_row_stats_bytes(p.fwd, config.path)},
                                        query.options().dtype(at::kByte));
         p.row_stats = stats.mutable_data_ptr();
-        const Tensor counters = tile_counters(config, p.fwd, query);
-        launch_attention_bwd(p, config, int_data(counters), call.stream);
+        const WorkspaceTensors workspace(config, p.fwd, true, query);
+        launch_attention_bwd(p, config, workspace.get(), call.stream);
       });
 }
 

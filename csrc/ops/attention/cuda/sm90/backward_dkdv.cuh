@@ -14,14 +14,17 @@
 #include "device/sm90/arch.cuh"
 #include "device/sm90/bulk.cuh"
 #include "ops/attention/cuda/sm90/launch.cuh"
+#include "ops/attention/cuda/sm90/mask.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
 #include "ops/attention/cuda/sm90/tile_queue.cuh"
 
 namespace warpwright {
 
 // kHead: D and D_v are padded to it. kStages: of Q and dO. kBuffers: of K and V.
-template <int kHead_, int kStages_, int kBuffers_>
+template <int kHead_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNone>
 struct DkdvTileSm90 {
+  static constexpr MaskUse kMask = kMask_;
+  static constexpr bool kMasked = kMask != MaskUse::kNone;
   static constexpr int kHead = kHead_;
   static constexpr int kStages = kStages_;
   static constexpr int kBuffers = kBuffers_;
@@ -57,13 +60,16 @@ struct DkdvSm90 {
   static constexpr int kScoreRegs = Tile::kBlockM / 2, kGradRegs = Tile::kHead / 2;
   enum Barrier { kStoreBarrierOfConsumer = 1 };
 
-  const AttentionDkdvSm90Params& p;
+  using Params = MaskedParams<AttentionDkdvSm90Params, Tile::kMask>;
+  using Mask = ScoreMask<Tile::kMask, T, Tile::kBlockM, /*kByKey=*/true>;
+
+  const Params& p;
   uint32_t shared;
   KRing k_ring;          // K and V of a tile
   Ring q_ring, do_ring;  // Q and lse; dO and delta
   TileQueue queue;
 
-  __device__ __forceinline__ DkdvSm90(const AttentionDkdvSm90Params& params, uint32_t base)
+  __device__ __forceinline__ DkdvSm90(const Params& params, uint32_t base)
       : p(params),
         shared(base),
         k_ring{base + Tile::kBarriers},
@@ -87,17 +93,40 @@ struct DkdvSm90 {
 
   struct Work {
     int col0, head, b, h_kv;
-    int first_block, blocks;  // of queries that see a key of the tile
+    int first_block, blocks;  // of queries that see a key of the tile, without a mask
+    int tile;                 // its number in the head
   };
   __device__ __forceinline__ Work work(int tile) const {
     Work w;
     const TileSchedule::Tile at = p.schedule.tile(tile);
     w.col0 = at.rows * Tile::kBlockN;
+    w.tile = at.rows;
     w.head = at.head;
     p.schedule.by_H.divmod(at.head, w.b, w.h_kv);
     w.first_block = p.is_causal ? w.col0 / Tile::kBlockM : 0;
     w.blocks = max(0, (p.S_q + Tile::kBlockM - 1) / Tile::kBlockM - w.first_block);
     return w;
+  }
+
+  // The blocks of queries of one head of the group.
+  struct Blocks {
+    int plane, count;
+    MaskedBlocks<Tile::kMask> visible;
+  };
+  __device__ __forceinline__ Blocks blocks_of(const Work& w, int member) const {
+    if constexpr (Tile::kMasked) {
+      const int plane = mask_plane(p.mask, w.b, w.h_kv * p.group + member);
+      return {plane, mask_count(p.mask, plane, w.tile), {mask_list(p.mask, plane, w.tile)}};
+    } else {
+      return {0, w.blocks, {}};
+    }
+  }
+  // Of all heads of the group.
+  __device__ __forceinline__ int steps_of(const Work& w) const {
+    if constexpr (!Tile::kMasked) return w.blocks * p.group;
+    int steps = 0;
+    for (int member = 0; member < p.group; ++member) steps += blocks_of(w, member).count;
+    return steps;
   }
 
   // One thread.
@@ -122,9 +151,11 @@ struct DkdvSm90 {
       for (int member = 0; member < p.group; ++member) {
         const int h = w.h_kv * p.group + member;
         const int64_t stats = (int64_t{w.head} * p.group + member) * p.padded_rows;
+        const Blocks blocks = blocks_of(w, member);
 #pragma unroll 1
-        for (int block = 0; block < w.blocks; ++block) {
-          const int row0 = (w.first_block + block) * Tile::kBlockM;
+        for (int block = 0; block < blocks.count; ++block) {
+          const int row0 =
+              (Tile::kMasked ? blocks.visible.block(block) : w.first_block + block) * Tile::kBlockM;
           const int offset = at.stage * Tile::kBlockBytes, row = at.stage * Tile::kStatsBytes;
           q_ring.wait_empty(at);
           q_ring.expect(at, Tile::kBlockBytes + Tile::kStatsBytes);
@@ -162,13 +193,12 @@ struct DkdvSm90 {
       clear_accumulator(dv);
       k_ring.wait_full(k_at);
 
-      const int steps = w.blocks * p.group;
+      const int steps = steps_of(w);
       typename Ring::Cursor previous;
-      int block = 0;  // of this query head
+      Walk walk = start(w, col0, consumer);
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
-        const int row0 = (w.first_block + block) * Tile::kBlockM;
-        if (++block == w.blocks) block = 0;
+        const int row0 = next_row(walk, w);
         const uint32_t offset = at.stage * Tile::kBlockBytes;
         const uint64_t q = row_tile<Tile::kBlockM>(shared + Tile::kQ + offset);
         const uint64_t dout = row_tile<Tile::kBlockM>(shared + Tile::kDout + offset);
@@ -182,21 +212,26 @@ struct DkdvSm90 {
         wgmma_fence();
         multiply_rows_sm90<T, Tile::kHead, Tile::kBlockN, Tile::kBlockM>(dp, v, dout);
         wgmma_commit();
+        if constexpr (Tile::kMasked) walk.mask.fetch(walk.entry);
         wgmma_wait<1>();  // S^T, and dS^T Q of the step before
         wgmma_pin(s);
         wgmma_pin(ds);
         if (step > 0) q_ring.release(previous);
         previous = at;
 
+        float scale = p.scale_log2;
+        if constexpr (Tile::kMasked) {
+          if (walk.mask.apply(s, scale)) scale = 1.f;
+        }
         hide(s, col0, row0);
         const uint32_t lse = shared + Tile::kLse + at.stage * Tile::kStatsBytes;
 #pragma unroll
         for (int i = 0; i < kScoreRegs; i += 4) {
           const float2 of = load_pair(lse, i);
-          s[i] = ex2_approx(fmaf(s[i], p.scale_log2, -of.x));
-          s[i + 1] = ex2_approx(fmaf(s[i + 1], p.scale_log2, -of.y));
-          s[i + 2] = ex2_approx(fmaf(s[i + 2], p.scale_log2, -of.x));
-          s[i + 3] = ex2_approx(fmaf(s[i + 3], p.scale_log2, -of.y));
+          s[i] = ex2_approx(fmaf(s[i], scale, -of.x));
+          s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -of.y));
+          s[i + 2] = ex2_approx(fmaf(s[i + 2], scale, -of.x));
+          s[i + 3] = ex2_approx(fmaf(s[i + 3], scale, -of.y));
         }
         round_to_operand<T>(probabilities, s);
         wgmma_pin(dv);
@@ -249,6 +284,40 @@ struct DkdvSm90 {
     tma_store_wait<0>();
   }
 
+  // A consumer's place among the blocks of the group's heads.
+  struct Walk {
+    int member = 0, block = 0;
+    Blocks blocks;
+    uint32_t entry;
+    Mask mask;
+  };
+  __device__ __forceinline__ Walk start(const Work& w, int col0, int consumer) const {
+    if constexpr (Tile::kMasked) {
+      const Blocks blocks = blocks_of(w, 0);
+      const int h = w.h_kv * p.group;
+      return {0, 0, blocks, 0, {p.mask, p.S_q, p.S_k, blocks.plane, w.b, h, col0, consumer}};
+    } else {
+      return {};
+    }
+  }
+  // The first query of the next block.
+  __device__ __forceinline__ int next_row(Walk& walk, const Work& w) const {
+    if constexpr (Tile::kMasked) {
+      while (walk.block == walk.blocks.count) {
+        walk.blocks = blocks_of(w, ++walk.member);
+        walk.block = 0;
+        walk.mask.plane = walk.blocks.plane;
+        ++walk.mask.h;
+      }
+      walk.entry = walk.blocks.visible.entry(walk.block++);
+      return static_cast<int>(walk.entry >> kMaskEntryShift) * Tile::kBlockM;
+    } else {
+      const int row = (w.first_block + walk.block) * Tile::kBlockM;
+      if (++walk.block == w.blocks) walk.block = 0;
+      return row;
+    }
+  }
+
   // Of the two columns of accumulator block i / 4.
   __device__ __forceinline__ static float2 load_pair(uint32_t row, int i) {
     const uint2 pair = load_shared_u64(row + (i / 4 * 8 + accumulator_col()) * 4);
@@ -292,8 +361,8 @@ struct DkdvSm90 {
 // k, dk (B, H_kv, S_k, D), v, dv (B, H_kv, S_k, D_v), q (B, H, S_q, D), dout (B, H, S_q, D_v).
 // grid.x = as many CTAs as run at once, or one per tile.
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    attention_dkdv_sm90_kernel(const __grid_constant__ AttentionDkdvSm90Params p, bool after_dq) {
+__global__ void __launch_bounds__(Tile::kThreads, 1) attention_dkdv_sm90_kernel(
+    const __grid_constant__ MaskedParams<AttentionDkdvSm90Params, Tile::kMask> p, bool after_dq) {
   if constexpr (kHasSm90a) {
     extern __shared__ char attention_sm90_smem[];
     const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;
@@ -313,13 +382,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
 }
 
-// After the kernel of the statistics, which cleared `counter`, and that of dq if it is wanted.
+// After the kernel of the statistics, which cleared the counters, and that of dq if it is wanted.
 template <class T, class Tile>
-void launch_dkdv(const AttentionBackwardParams& p, int* counter, cudaStream_t stream) {
+void launch_dkdv(const AttentionBackwardParams& p, const AttentionWorkspace& workspace,
+                 cudaStream_t stream) {
+  int* counter = workspace.tile_counters == nullptr ? nullptr : workspace.tile_counters + 1;
   const TileGridOfHeads grid = tiles_of_keys(p.fwd, Tile::kBlockN, counter);
   launch_dependent(attention_dkdv_sm90_kernel<T, Tile>, dim3(static_cast<unsigned>(grid.ctas)),
                    dim3(Tile::kThreads), Tile::kSmemBytes, stream,
-                   make_dkdv_params<Tile>(p, grid.schedule), p.dq.data != nullptr);
+                   make_dkdv_params<Tile>(p, grid.schedule, workspace), p.dq.data != nullptr);
 }
 
 }  // namespace warpwright

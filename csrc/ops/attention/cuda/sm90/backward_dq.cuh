@@ -11,14 +11,17 @@
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
 #include "ops/attention/cuda/sm90/launch.cuh"
+#include "ops/attention/cuda/sm90/mask.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
 #include "ops/attention/cuda/sm90/tile_queue.cuh"
 
 namespace warpwright {
 
 // kHead: D and D_v are padded to it. kBlockN: keys per block. kBuffers: of Q and dO.
-template <int kHead_, int kBlockN_, int kStages_, int kBuffers_>
+template <int kHead_, int kBlockN_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNone>
 struct DqTileSm90 {
+  static constexpr MaskUse kMask = kMask_;
+  static constexpr bool kMasked = kMask != MaskUse::kNone;
   static constexpr int kHead = kHead_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;
@@ -50,13 +53,16 @@ struct DqSm90 {
   static constexpr int kScoreRegs = Tile::kBlockN / 2, kGradRegs = Tile::kHead / 2;
   enum Barrier { kStoreBarrierOfConsumer = 1 };
 
-  const AttentionDqSm90Params& p;
+  using Params = MaskedParams<AttentionDqSm90Params, Tile::kMask>;
+  using Mask = ScoreMask<Tile::kMask, T, Tile::kBlockN, /*kByKey=*/false>;
+
+  const Params& p;
   uint32_t shared;
   QRing q_ring;  // Q and dO of a tile
   Ring k_ring, v_ring;
   TileQueue queue;
 
-  __device__ __forceinline__ DqSm90(const AttentionDqSm90Params& params, uint32_t base)
+  __device__ __forceinline__ DqSm90(const Params& params, uint32_t base)
       : p(params),
         shared(base),
         q_ring{base + Tile::kBarriers},
@@ -79,6 +85,7 @@ struct DqSm90 {
 
   struct Work {
     int row0, head, b, h, blocks;
+    MaskedBlocks<Tile::kMask> visible;
   };
   __device__ __forceinline__ Work work(int tile) const {
     Work w;
@@ -86,8 +93,14 @@ struct DqSm90 {
     w.row0 = at.rows * Tile::kBlockM;
     w.head = at.head;
     p.schedule.by_H.divmod(at.head, w.b, w.h);
-    const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
-    w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
+    if constexpr (Tile::kMasked) {
+      const int plane = mask_plane(p.mask, w.b, w.h);
+      w.visible.list = mask_list(p.mask, plane, at.rows);
+      w.blocks = mask_count(p.mask, plane, at.rows);
+    } else {
+      const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
+      w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
+    }
     return w;
   }
 
@@ -112,7 +125,8 @@ struct DqSm90 {
       q_at.next();
 #pragma unroll 1
       for (int block = 0; block < w.blocks; ++block) {
-        const int col0 = block * Tile::kBlockN, offset = at.stage * Tile::kBlockBytes;
+        const int col0 = w.visible.block(block) * Tile::kBlockN,
+                  offset = at.stage * Tile::kBlockBytes;
         k_ring.wait_empty(at);
         k_ring.expect(at, Tile::kBlockBytes);
         load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kK + offset, &p.k, col0, h_kv,
@@ -150,6 +164,8 @@ struct DqSm90 {
       float s[kScoreRegs], dp[kScoreRegs], dq[kGradRegs];
       RegisterOperand<kScoreRegs / 8> ds;
       typename Ring::Cursor previous;
+      Mask mask = mask_of(w, row0, consumer);
+      if (Tile::kMasked && w.blocks == 0) clear_accumulator(dq);
       q_ring.wait_full(q_at);
 #pragma unroll 1
       for (int block = 0; block < w.blocks; ++block) {
@@ -166,16 +182,22 @@ struct DqSm90 {
         wgmma_fence();
         multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(dp, dout, v);
         wgmma_commit();
+        if constexpr (Tile::kMasked) mask.fetch(w.visible.entry(block));
         wgmma_wait<1>();  // S, and dS K of the block before
         wgmma_pin(s);
         wgmma_pin(ds);
         if (block > 0) k_ring.release(previous);
         previous = at;
 
-        hide(s, row0, block * Tile::kBlockN);
+        int col0 = block * Tile::kBlockN;
+        float scale = p.scale_log2;
+        if constexpr (Tile::kMasked) {
+          col0 = mask.col0;
+          if (mask.apply(s, scale)) scale = 1.f;
+        }
+        hide(s, row0, col0);
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i)
-          s[i] = ex2_approx(fmaf(s[i], p.scale_log2, -lse[i / 2 % 2]));
+        for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -lse[i / 2 % 2]));
         wgmma_wait<0>();
         wgmma_pin(dp);
         v_ring.release(at);
@@ -193,7 +215,7 @@ struct DqSm90 {
       wgmma_wait<0>();
       wgmma_pin(dq);
       wgmma_pin(ds);
-      k_ring.release(previous);
+      if (!Tile::kMasked || w.blocks > 0) k_ring.release(previous);
 
       const float factors[2] = {p.scale, p.scale};
       scale_rows(dq, factors);
@@ -205,6 +227,13 @@ struct DqSm90 {
       q_at.next();
     }
     tma_store_wait<0>();
+  }
+
+  __device__ __forceinline__ Mask mask_of(const Work& w, int row0, int consumer) const {
+    if constexpr (Tile::kMasked)
+      return {p.mask, p.S_q, p.S_k, mask_plane(p.mask, w.b, w.h), w.b, w.h, row0, consumer};
+    else
+      return {};
   }
 
   __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int row0, int col0) const {
@@ -234,8 +263,8 @@ struct DqSm90 {
 // q, dq (B, H, S_q, D), dout (B, H, S_q, D_v), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v).
 // grid.x = as many CTAs as run at once, or one per tile.
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    attention_dq_sm90_kernel(const __grid_constant__ AttentionDqSm90Params p) {
+__global__ void __launch_bounds__(Tile::kThreads, 1) attention_dq_sm90_kernel(
+    const __grid_constant__ MaskedParams<AttentionDqSm90Params, Tile::kMask> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char attention_sm90_smem[];
     const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;
@@ -254,13 +283,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
 }
 
-// After the kernel of the statistics, which cleared `counter`.
+// After the kernel of the statistics, which cleared the counters.
 template <class T, class Tile>
-void launch_dq(const AttentionBackwardParams& p, int* counter, cudaStream_t stream) {
-  const TileGridOfHeads grid = tiles_of_queries(p.fwd, Tile::kBlockM, counter);
+void launch_dq(const AttentionBackwardParams& p, const AttentionWorkspace& workspace,
+               cudaStream_t stream) {
+  const TileGridOfHeads grid = tiles_of_queries(p.fwd, Tile::kBlockM, workspace.tile_counters);
   launch_dependent(attention_dq_sm90_kernel<T, Tile>, dim3(static_cast<unsigned>(grid.ctas)),
                    dim3(Tile::kThreads), Tile::kSmemBytes, stream,
-                   make_dq_params<Tile>(p, grid.schedule));
+                   make_dq_params<Tile>(p, grid.schedule, workspace));
 }
 
 }  // namespace warpwright

@@ -13,14 +13,17 @@
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
 #include "ops/attention/cuda/sm90/launch.cuh"
+#include "ops/attention/cuda/sm90/mask.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
 #include "ops/attention/cuda/sm90/tile_queue.cuh"
 
 namespace warpwright {
 
 // kHead: D and D_v are padded to it. kBlockN: keys per block. kTurns: consumers take turns.
-template <int kHead_, int kBlockN_, int kConsumers_, bool kTurns_>
+template <int kHead_, int kBlockN_, int kConsumers_, bool kTurns_, MaskUse kMask_ = MaskUse::kNone>
 struct ForwardTileSm90 {
+  static constexpr MaskUse kMask = kMask_;
+  static constexpr bool kMasked = kMask != MaskUse::kNone;
   static constexpr int kHead = kHead_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kConsumers = kConsumers_;
@@ -59,13 +62,16 @@ struct ForwardSm90 {
   using QRing = StageRing<Tile::kQBuffers>;
   static constexpr int kScoreRegs = Tile::kBlockN / 2, kOutRegs = Tile::kHead / 2;
 
-  const AttentionForwardSm90Params& p;
+  using Params = MaskedParams<AttentionForwardSm90Params, Tile::kMask>;
+  using Mask = ScoreMask<Tile::kMask, T, Tile::kBlockN, /*kByKey=*/false>;
+
+  const Params& p;
   uint32_t shared;
   QRing q_ring;
   Ring k_ring, v_ring;
   TileQueue queue;
 
-  __device__ __forceinline__ ForwardSm90(const AttentionForwardSm90Params& params, uint32_t base)
+  __device__ __forceinline__ ForwardSm90(const Params& params, uint32_t base)
       : p(params),
         shared(base),
         q_ring{base + Tile::kBarriers},
@@ -83,6 +89,7 @@ struct ForwardSm90 {
 
   struct Work {
     int row0, head, b, h, blocks;
+    MaskedBlocks<Tile::kMask> visible;
   };
   __device__ __forceinline__ Work work(int tile) const {
     Work w;
@@ -90,8 +97,14 @@ struct ForwardSm90 {
     w.row0 = at.rows * Tile::kBlockM;
     w.head = at.head;
     p.schedule.by_H.divmod(at.head, w.b, w.h);
-    const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
-    w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
+    if constexpr (Tile::kMasked) {
+      const int plane = mask_plane(p.mask, w.b, w.h);
+      w.visible.list = mask_list(p.mask, plane, at.rows);
+      w.blocks = mask_count(p.mask, plane, at.rows);
+    } else {
+      const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
+      w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
+    }
     return w;
   }
 
@@ -119,13 +132,15 @@ struct ForwardSm90 {
                                                     ring.full(at.stage));
         at.next();
       };
-      load_block(k_ring, k_at, Tile::kK, &p.k, w.blocks - 1);
+      if (!Tile::kMasked || w.blocks > 0) {
+        load_block(k_ring, k_at, Tile::kK, &p.k, w.visible.block(w.blocks - 1));
 #pragma unroll 1
-      for (int block = w.blocks - 1; block > 0; --block) {
-        load_block(k_ring, k_at, Tile::kK, &p.k, block - 1);
-        load_block(v_ring, v_at, Tile::kV, &p.v, block);
+        for (int i = w.blocks - 1; i > 0; --i) {
+          load_block(k_ring, k_at, Tile::kK, &p.k, w.visible.block(i - 1));
+          load_block(v_ring, v_at, Tile::kV, &p.v, w.visible.block(i));
+        }
+        load_block(v_ring, v_at, Tile::kV, &p.v, w.visible.block(0));
       }
-      load_block(v_ring, v_at, Tile::kV, &p.v, 0);
       tile = next;
     }
     queue.push(tile);
@@ -135,7 +150,7 @@ struct ForwardSm90 {
   __device__ __forceinline__ void attend(int consumer) {
     typename QRing::Cursor q_at;
     typename Ring::Cursor k_at, v_at;
-    const float scale = p.scale_log2;
+    const float scale = softmax_scale();
     const int turn = kTurnBarrierOfConsumer + consumer;
     const int next_turn = kTurnBarrierOfConsumer + (consumer + 1) % Tile::kConsumers;
     if (Tile::kTurns && consumer == Tile::kConsumers - 1) named_barrier_arrive(next_turn, 256);
@@ -155,8 +170,10 @@ struct ForwardSm90 {
       RegisterOperand<kScoreRegs / 8> probabilities;
       OnlineSoftmax softmax;
       float correction[2] = {1.f, 1.f};
+      Mask mask = mask_of(w, row0, consumer);
       auto hide = [&](int block) {
-        const int col0 = block * Tile::kBlockN;
+        int col0 = block * Tile::kBlockN;
+        if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
         if (col0 + Tile::kBlockN <= p.S_k &&
             !(p.is_causal && col0 + Tile::kBlockN - 1 > row0 + accumulator_warp_row()))
           return;
@@ -167,11 +184,19 @@ struct ForwardSm90 {
       };
 
       q_ring.wait_full(q_at);
+      if (Tile::kMasked && w.blocks == 0) {
+        if constexpr (Tile::kOwnOutput) q_ring.release(q_at);
+        clear_accumulator(out);
+        store(out, softmax, w, row0, consumer, q_at);
+        q_at.next();
+        continue;
+      }
       k_ring.wait_full(k_at);
       wgmma_pin(s);
       wgmma_fence();
       multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, q, k_tile());
       wgmma_commit();
+      if constexpr (Tile::kMasked) mask.fetch(w.visible.entry(w.blocks - 1));
       wgmma_wait<0>();
       wgmma_pin(s);
       k_ring.release(k_at);
@@ -195,6 +220,7 @@ struct ForwardSm90 {
         multiply_held<T>(out, probabilities, v_tile(), block < w.blocks - 2);
         wgmma_commit();
         if constexpr (Tile::kTurns) named_barrier_arrive(next_turn, 256);
+        if constexpr (Tile::kMasked) mask.fetch(w.visible.entry(block));
         wgmma_wait<1>();
         wgmma_pin(s);
         k_ring.release(k_at);
@@ -228,6 +254,29 @@ struct ForwardSm90 {
     tma_store_wait<0>();
   }
 
+  // Scores in units of log2 are multiplied by this. A mask with values is added before, so that all
+  // scores are multiplied by scale_log2 first.
+  __device__ __forceinline__ float softmax_scale() const {
+    return Tile::kMask == MaskUse::kValues ? 1.f : p.scale_log2;
+  }
+
+  __device__ __forceinline__ Mask mask_of(const Work& w, int row0, int consumer) const {
+    if constexpr (Tile::kMasked)
+      return {p.mask, p.S_q, p.S_k, mask_plane(p.mask, w.b, w.h), w.b, w.h, row0, consumer};
+    else
+      return {};
+  }
+
+  // Applies the mask; returns the block's first key.
+  __device__ __forceinline__ int apply_mask(float (&s)[kScoreRegs], const Mask& mask) const {
+    const bool scaled = mask.apply(s, p.scale_log2);
+    if (Tile::kMask == MaskUse::kValues && !scaled) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) s[i] *= p.scale_log2;
+    }
+    return mask.col0;
+  }
+
   // O / l and the log-sum-exp of the warpgroup's 64 rows.
   __device__ __forceinline__ void store(float (&out)[kOutRegs], const OnlineSoftmax& softmax,
                                         const Work& w, int row0, int consumer,
@@ -241,9 +290,10 @@ struct ForwardSm90 {
       const int row = row0 + accumulator_row() + 8 * half;
       if (threadIdx.x % 4 == 0 && row < p.S_q)
         p.lse[int64_t{w.head} * p.S_q + row] =
-            hidden ? -INFINITY : softmax.max[half] * p.scale_log2 / kLog2E + logf(sum);
+            hidden ? -INFINITY : softmax.max[half] * softmax_scale() / kLog2E + logf(sum);
     }
     scale_rows(out, inverse);
+    if constexpr (Tile::kMasked) clear_hidden_rows(out, inverse);
     const int barrier = kOutputBarrierOfConsumer + consumer;
     const uint32_t buffer = shared + Tile::kOutput + consumer * 8192;
     if constexpr (Tile::kOwnOutput) {
@@ -268,8 +318,8 @@ struct ForwardSm90 {
 // q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v), lse
 // (B, H, S_q). grid.x = as many CTAs as run at once, or one per tile.
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    attention_forward_sm90_kernel(const __grid_constant__ AttentionForwardSm90Params p) {
+__global__ void __launch_bounds__(Tile::kThreads, 1) attention_forward_sm90_kernel(
+    const __grid_constant__ MaskedParams<AttentionForwardSm90Params, Tile::kMask> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char attention_sm90_smem[];
     const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;
@@ -282,6 +332,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       kernel.init();
     }
     __syncthreads();
+    if constexpr (Tile::kMasked) wait_for_previous_kernel();  // it lists the visible blocks
     const int warpgroup = __shfl_sync(kFullMask, static_cast<int>(threadIdx.x / 128), 0);
     if (warpgroup == 0) {
       setmaxnreg_dec<Tile::kProducerRegisters>();
@@ -294,15 +345,19 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 
 template <class T, class Tile>
-void launch_forward(const AttentionParams& p, int* tile_counters, cudaStream_t stream) {
-  const TileGridOfHeads grid = tiles_of_queries(p, Tile::kBlockM, tile_counters);
-  const AttentionForwardSm90Params params = make_forward_params<Tile>(p, grid.schedule);
+void launch_forward(const AttentionParams& p, const AttentionWorkspace& workspace,
+                    cudaStream_t stream) {
+  const TileGridOfHeads grid = tiles_of_queries(p, Tile::kBlockM, workspace.tile_counters);
+  const auto params = make_forward_params<Tile>(p, grid.schedule, workspace);
   const auto kernel = attention_forward_sm90_kernel<T, Tile>;
   const dim3 ctas(static_cast<unsigned>(grid.ctas)), threads(Tile::kThreads);
-  if (grid.schedule.counter == nullptr) {
+  if constexpr (Tile::kMasked) {
+    launch_mask_tiles(p, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/false, workspace, stream);
+    launch_dependent(kernel, ctas, threads, Tile::kSmemBytes, stream, params);
+  } else if (grid.schedule.counter == nullptr) {
     launch(kernel, ctas, threads, Tile::kSmemBytes, stream, params);
   } else {
-    launch_clear_tile_counters(tile_counters, stream);
+    launch_clear_tile_counters(workspace.tile_counters, stream);
     launch_dependent(kernel, ctas, threads, Tile::kSmemBytes, stream, params);
   }
 }

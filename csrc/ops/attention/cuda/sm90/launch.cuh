@@ -8,17 +8,17 @@
 #include "host/tensor_map.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/cuda/sm90/params.cuh"
+#include "ops/attention/mask_tiles.h"
 
 namespace warpwright {
 
 // kHead: 64, 128 or 256, the padded head dimension; of the backward 64 or 128.
-// tile_counters: AttentionWorkspace's.
 template <class T, int kHead>
-void launch_attention_fwd_sm90(const AttentionParams& params, int* tile_counters,
+void launch_attention_fwd_sm90(const AttentionParams& params, const AttentionWorkspace& workspace,
                                cudaStream_t stream);
 template <class T, int kHead>
-void launch_attention_bwd_sm90(const AttentionBackwardParams& params, int* tile_counters,
-                               cudaStream_t stream);
+void launch_attention_bwd_sm90(const AttentionBackwardParams& params,
+                               const AttentionWorkspace& workspace, cudaStream_t stream);
 
 // Clears the counters.
 void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
@@ -26,6 +26,28 @@ void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
 // them. Clears the counters, too.
 void launch_attention_row_stats_sm90(const AttentionBackwardParams& params, int* tile_counters,
                                      cudaStream_t stream);
+
+// Calls f<kMask>() for what the instance must do with the mask.
+template <class F>
+void for_mask_use(const AttentionParams& p, F&& f) {
+  switch (p.mask_type) {
+    case MaskType::kNone:
+      return f.template operator()<MaskUse::kNone>();
+    case MaskType::kBool:
+      return f.template operator()<MaskUse::kBits>();
+    default:
+      return f.template operator()<MaskUse::kValues>();
+  }
+}
+
+// Tiles of queries: 64 per consumer warpgroup, blocks of block_keys.
+struct MaskQueryTiles {
+  int consumers, block_keys;
+};
+// Fills the mask's part of the workspace (ops/attention/mask_tiles.h) for kernels with these tiles,
+// and in the backward for tiles of 128 keys. Clears the counters, too.
+void launch_mask_tiles(const AttentionParams& params, const MaskQueryTiles& queries, bool backward,
+                       const AttentionWorkspace& workspace, cudaStream_t stream);
 
 // Rows of `x` (B, H, S, D) in boxes of box_rows.
 inline CUtensorMap rows_map(const AttentionParams& p, const AttentionOperand& x, int64_t H,
@@ -41,7 +63,7 @@ inline CUtensorMap rows_map(const AttentionParams& p, const AttentionOperand& x,
 }
 
 // Tiles of tile_rows queries, or keys of dk and dv, and the CTAs that take them. Under the causal
-// rule tiles take different times, so CTAs ask the counter for them.
+// rule and with a mask tiles take different times, so CTAs ask the counter for them.
 struct TileGridOfHeads {
   TileSchedule schedule;
   int ctas;
@@ -53,7 +75,8 @@ inline TileGridOfHeads tiles_of_queries(const AttentionParams& p, int tile_rows,
       make_tile_schedule(p.B * p.H, p.H, p.H / p.H_kv, ceil_div(p.S_q, int64_t{tile_rows}),
                          p.S_k * (p.D + p.D_v) * 2, device.l2_bytes, /*longest_is_last=*/true);
   grid.ctas = std::min(grid.schedule.num_tiles, device.num_sms);
-  if (p.is_causal && grid.ctas < grid.schedule.num_tiles) grid.schedule.counter = counter;
+  if (needs_tile_counters(p) && grid.ctas < grid.schedule.num_tiles)
+    grid.schedule.counter = counter;
   return grid;
 }
 inline TileGridOfHeads tiles_of_keys(const AttentionParams& p, int tile_rows, int* counter) {
@@ -64,7 +87,8 @@ inline TileGridOfHeads tiles_of_keys(const AttentionParams& p, int tile_rows, in
                                      group * p.S_q * (p.D + p.D_v) * 2, device.l2_bytes,
                                      /*longest_is_last=*/false);
   grid.ctas = std::min(grid.schedule.num_tiles, device.num_sms);
-  if (p.is_causal && grid.ctas < grid.schedule.num_tiles) grid.schedule.counter = counter;
+  if (needs_tile_counters(p) && grid.ctas < grid.schedule.num_tiles)
+    grid.schedule.counter = counter;
   return grid;
 }
 
@@ -72,10 +96,62 @@ inline float attention_scale_log2(const AttentionParams& p) {
   return static_cast<float>(p.scale) * 1.44269504088896340736f;
 }
 
+// The mask itself, and planes.
+inline AttentionMaskSm90 make_mask(const AttentionParams& p, const AttentionMaskTiles& t) {
+  AttentionMaskSm90 m{};
+  m.plane_stride_b = static_cast<int>(t.plane_stride_b);
+  m.plane_stride_h = static_cast<int>(t.plane_stride_h);
+  m.values = p.mask;
+  m.is_fp32 = p.mask_type == MaskType::kFloat32;
+  std::copy(p.mask_stride, p.mask_stride + 4, m.stride);
+  auto pairs = [&](int dim) {
+    bool aligned = p.mask_stride[dim] == 1 &&
+                   reinterpret_cast<uintptr_t>(p.mask) % (2 * mask_element_bytes(p)) == 0;
+    for (int other = 0; other < 4; ++other)
+      if (other != dim) aligned &= p.mask_stride[other] % 2 == 0;
+    return aligned;
+  };
+  m.query_pairs = pairs(2);
+  m.key_pairs = pairs(3);
+  return m;
+}
+// For tiles of queries.
+inline AttentionMaskSm90 mask_of_queries(const AttentionParams& p, const MaskQueryTiles& queries,
+                                         bool backward, const AttentionWorkspace& workspace) {
+  const AttentionMaskTiles t = attention_mask_tiles(p, backward);
+  const char* base = static_cast<const char*>(workspace.mask);
+  AttentionMaskSm90 m = make_mask(p, t);
+  m.list = reinterpret_cast<const uint32_t*>(base + t.query_list);
+  m.counts = reinterpret_cast<const int*>(base + t.query_counts);
+  m.tiles = static_cast<int>(ceil_div(p.S_q, int64_t{64} * queries.consumers));
+  m.entries = static_cast<int>(ceil_div(p.S_k, int64_t{queries.block_keys}));
+  m.bits = reinterpret_cast<const uint32_t*>(base + t.bits);
+  m.bits_plane = t.row_tiles * kMaskCellRows * t.words;
+  m.bits_stride = t.rows_repeat ? 0 : t.words;
+  return m;
+}
+// For tiles of 128 keys and blocks of 64 queries.
+inline AttentionMaskSm90 mask_of_keys(const AttentionParams& p,
+                                      const AttentionWorkspace& workspace) {
+  const AttentionMaskTiles t = attention_mask_tiles(p, /*backward=*/true);
+  const char* base = static_cast<const char*>(workspace.mask);
+  AttentionMaskSm90 m = make_mask(p, t);
+  m.list = reinterpret_cast<const uint32_t*>(base + t.key_list);
+  m.counts = reinterpret_cast<const int*>(base + t.key_counts);
+  m.tiles = static_cast<int>(ceil_div(p.S_k, int64_t{128}));
+  m.entries = static_cast<int>(ceil_div(p.S_q, int64_t{64}));
+  m.bits = reinterpret_cast<const uint32_t*>(base + t.bits_by_key);
+  m.bits_plane = t.row_tiles * kMaskCellRows * t.words;
+  m.bits_stride = t.rows_repeat ? 0 : kMaskCellRows * t.words;
+  return m;
+}
+
 template <class Tile>
-AttentionForwardSm90Params make_forward_params(const AttentionParams& p,
-                                               const TileSchedule& schedule) {
-  AttentionForwardSm90Params f{};
+auto make_forward_params(const AttentionParams& p, const TileSchedule& schedule,
+                         const AttentionWorkspace& workspace) {
+  MaskedParams<AttentionForwardSm90Params, Tile::kMask> f{};
+  if constexpr (Tile::kMasked)
+    f.mask = mask_of_queries(p, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/false, workspace);
   f.q = rows_map(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
   f.k = rows_map(p, p.k, p.H_kv, p.S_k, p.D, Tile::kBlockN);
   f.v = rows_map(p, p.v, p.H_kv, p.S_k, p.D_v, Tile::kBlockN);
@@ -113,18 +189,24 @@ Params make_backward_params(const AttentionBackwardParams& b, const TileSchedule
 }
 
 template <class Tile>
-AttentionDqSm90Params make_dq_params(const AttentionBackwardParams& b,
-                                     const TileSchedule& schedule) {
-  auto f = make_backward_params<Tile, AttentionDqSm90Params>(b, schedule);
+auto make_dq_params(const AttentionBackwardParams& b, const TileSchedule& schedule,
+                    const AttentionWorkspace& workspace) {
+  using Params = MaskedParams<AttentionDqSm90Params, Tile::kMask>;
+  auto f = make_backward_params<Tile, Params>(b, schedule);
+  if constexpr (Tile::kMasked)
+    f.mask =
+        mask_of_queries(b.fwd, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/true, workspace);
   f.dq = rows_map(b.fwd, b.dq, b.fwd.H, b.fwd.S_q, b.fwd.D, 64);
   return f;
 }
 
 template <class Tile>
-AttentionDkdvSm90Params make_dkdv_params(const AttentionBackwardParams& b,
-                                         const TileSchedule& schedule) {
+auto make_dkdv_params(const AttentionBackwardParams& b, const TileSchedule& schedule,
+                      const AttentionWorkspace& workspace) {
   const AttentionParams& p = b.fwd;
-  auto f = make_backward_params<Tile, AttentionDkdvSm90Params>(b, schedule);
+  using Params = MaskedParams<AttentionDkdvSm90Params, Tile::kMask>;
+  auto f = make_backward_params<Tile, Params>(b, schedule);
+  if constexpr (Tile::kMasked) f.mask = mask_of_keys(p, workspace);
   f.want_dk = b.dk.data != nullptr;
   f.want_dv = b.dv.data != nullptr;
   if (f.want_dk) f.dk = rows_map(p, b.dk, p.H_kv, p.S_k, p.D, 64);

@@ -4,9 +4,37 @@
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "ops/attention/cuda/sm90/schedule.cuh"
 
 namespace warpwright {
+
+// What a kernel does with a dense mask: kBits knows hidden and visible elements only.
+enum class MaskUse { kNone, kBits, kValues };
+
+// A dense mask, of one kernel; ops/attention/mask_tiles.h has the layouts.
+struct AttentionMaskSm90 {
+  const uint32_t* list;  // (planes, tiles, entries): ascending blocks of each tile
+  const int* counts;     // (planes, tiles)
+  int tiles, entries;
+  int plane_stride_b, plane_stride_h;
+  const uint32_t* bits;  // of rows of queries, or by key
+  int64_t bits_plane,
+      bits_stride;     // words per plane; per row, or by key per 64 queries; 0: repeats
+  const void* values;  // the mask itself, float32 or of the operands' type
+  int64_t stride[4];   // over (B, H, S_q, S_k)
+  bool is_fp32;
+  bool key_pairs, query_pairs;  // neighbouring keys, or queries, are aligned pairs in memory
+};
+
+// Parameters of the instance that takes a mask.
+template <class Params>
+struct WithMask : Params {
+  AttentionMaskSm90 mask;
+};
+template <class Params, MaskUse kUse>
+using MaskedParams = std::conditional_t<kUse == MaskUse::kNone, Params, WithMask<Params>>;
 
 struct AttentionForwardSm90Params {
   CUtensorMap q, k, v, out;

@@ -145,6 +145,14 @@ __device__ __forceinline__ void scale_rows(float (&d)[kRegs], const float (&fact
   for (int i = 0; i < kRegs; ++i) d[i] *= factor[i / 2 % 2];
 }
 
+// Rows whose factor is 0 become 0, whatever they hold.
+template <int kRegs>
+__device__ __forceinline__ void clear_hidden_rows(float (&d)[kRegs], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kRegs; ++i)
+    if (factor[i / 2 % 2] == 0.f) d[i] = 0.f;
+}
+
 // Hides what lies past a limit: `limit[half]` is the last visible column of the thread's two rows,
 // counted from the tile's first.
 template <int kRegs>

@@ -5,12 +5,18 @@
 namespace warpwright {
 
 template <>
-void launch_attention_bwd_sm90<bf16, 128>(const AttentionBackwardParams& p, int* tile_counters,
+void launch_attention_bwd_sm90<bf16, 128>(const AttentionBackwardParams& p,
+                                          const AttentionWorkspace& workspace,
                                           cudaStream_t stream) {
-  launch_attention_row_stats_sm90(p, tile_counters, stream);
-  if (p.dq.data != nullptr) launch_dq<bf16, DqTileSm90<128, 96, 2, 2>>(p, tile_counters, stream);
-  if (p.dk.data != nullptr || p.dv.data != nullptr)
-    launch_dkdv<bf16, DkdvTileSm90<128, 2, 2>>(p, tile_counters + 1, stream);
+  for_mask_use(p.fwd, [&]<MaskUse kMask>() {
+    using Dq = DqTileSm90<128, 96, 2, 2, kMask>;
+    if constexpr (Dq::kMasked)
+      launch_mask_tiles(p.fwd, {Dq::kConsumers, Dq::kBlockN}, /*backward=*/true, workspace, stream);
+    launch_attention_row_stats_sm90(p, workspace.tile_counters, stream);
+    if (p.dq.data != nullptr) launch_dq<bf16, Dq>(p, workspace, stream);
+    if (p.dk.data != nullptr || p.dv.data != nullptr)
+      launch_dkdv<bf16, DkdvTileSm90<128, 2, 2, kMask>>(p, workspace, stream);
+  });
 }
 
 }  // namespace warpwright

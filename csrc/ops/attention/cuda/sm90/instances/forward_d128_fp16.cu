@@ -4,9 +4,12 @@
 namespace warpwright {
 
 template <>
-void launch_attention_fwd_sm90<half, 128>(const AttentionParams& p, int* tile_counters,
+void launch_attention_fwd_sm90<half, 128>(const AttentionParams& p,
+                                          const AttentionWorkspace& workspace,
                                           cudaStream_t stream) {
-  launch_forward<half, ForwardTileSm90<128, 128, 2, true>>(p, tile_counters, stream);
+  for_mask_use(p, [&]<MaskUse kMask>() {
+    launch_forward<half, ForwardTileSm90<128, 128, 2, true, kMask>>(p, workspace, stream);
+  });
 }
 
 }  // namespace warpwright

@@ -4,9 +4,12 @@
 namespace warpwright {
 
 template <>
-void launch_attention_fwd_sm90<bf16, 256>(const AttentionParams& p, int* tile_counters,
+void launch_attention_fwd_sm90<bf16, 256>(const AttentionParams& p,
+                                          const AttentionWorkspace& workspace,
                                           cudaStream_t stream) {
-  launch_forward<bf16, ForwardTileSm90<256, 64, 2, false>>(p, tile_counters, stream);
+  for_mask_use(p, [&]<MaskUse kMask>() {
+    launch_forward<bf16, ForwardTileSm90<256, 64, 2, false, kMask>>(p, workspace, stream);
+  });
 }
 
 }  // namespace warpwright
