@@ -192,7 +192,6 @@ struct DkdvSm90 {
       clear_accumulator(dk);
       clear_accumulator(dv);
       k_ring.wait_full(k_at);
-
       const int steps = steps_of(w);
       typename Ring::Cursor previous;
       Walk walk = start(w, col0, consumer);
@@ -218,11 +217,7 @@ struct DkdvSm90 {
         wgmma_pin(ds);
         if (step > 0) q_ring.release(previous);
         previous = at;
-
-        float scale = p.scale_log2;
-        if constexpr (Tile::kMasked) {
-          if (walk.mask.apply(s, scale)) scale = 1.f;
-        }
+        const float scale = apply_mask(s, walk.mask);
         hide(s, col0, row0);
         const uint32_t lse = shared + Tile::kLse + at.stage * Tile::kStatsBytes;
 #pragma unroll
@@ -316,6 +311,14 @@ struct DkdvSm90 {
       if (++walk.block == w.blocks) walk.block = 0;
       return row;
     }
+  }
+
+  // Returns what the scores are still to be multiplied by.
+  __device__ __forceinline__ float apply_mask(float (&s)[kScoreRegs], const Mask& mask) const {
+    if constexpr (Tile::kMasked) {
+      if (mask.apply(s, p.scale_log2)) return 1.f;
+    }
+    return p.scale_log2;
   }
 
   // Of the two columns of accumulator block i / 4.

@@ -174,13 +174,7 @@ struct ForwardSm90 {
       auto hide = [&](int block) {
         int col0 = block * Tile::kBlockN;
         if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
-        if (col0 + Tile::kBlockN <= p.S_k &&
-            !(p.is_causal && col0 + Tile::kBlockN - 1 > row0 + accumulator_warp_row()))
-          return;
-        const int row = row0 + accumulator_row() - col0, last = p.S_k - 1 - col0;
-        const int limit[2] = {p.is_causal ? min(row, last) : last,
-                              p.is_causal ? min(row + 8, last) : last};
-        hide_columns(s, limit);
+        hide_ends(s, row0, col0);
       };
 
       q_ring.wait_full(q_at);
@@ -265,6 +259,17 @@ struct ForwardSm90 {
       return {p.mask, p.S_q, p.S_k, mask_plane(p.mask, w.b, w.h), w.b, w.h, row0, consumer};
     else
       return {};
+  }
+
+  // The causal rule, and keys past S_k.
+  __device__ __forceinline__ void hide_ends(float (&s)[kScoreRegs], int row0, int col0) const {
+    if (col0 + Tile::kBlockN <= p.S_k &&
+        !(p.is_causal && col0 + Tile::kBlockN - 1 > row0 + accumulator_warp_row()))
+      return;
+    const int row = row0 + accumulator_row() - col0, last = p.S_k - 1 - col0;
+    const int limit[2] = {p.is_causal ? min(row, last) : last,
+                          p.is_causal ? min(row + 8, last) : last};
+    hide_columns(s, limit);
   }
 
   // Applies the mask; returns the block's first key.
