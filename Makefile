@@ -1,4 +1,4 @@
-# From a bare clone: `make demo`, `make test`. Needs Python >= 3.10 and g++; nvcc adds the GPU kernels.
+# From a bare clone: `make demo`, `make test`. Needs Python >= 3.10 and g++ >= 11; nvcc adds the GPU kernels.
 #
 #   make TORCH=torch==2.15.0 test       another torch
 #   make NO_CUDA=1 test                 CPU kernels only, though nvcc is there
@@ -24,7 +24,14 @@ sources := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h'
 
 .PHONY: demo test test-gpu test-long lint build clean
 
-demo: $(build)
+# Compiles what this machine can run: without a GPU the CPU kernels alone, unless all are compiled already.
+demo:
+	@if [ -n '$(NO_CUDA)$(FORCE_CUDA)' ] || [ -e '$(build)' ] || nvidia-smi -L >/dev/null 2>&1; then \
+	  $(MAKE) --no-print-directory build; \
+	else \
+	  echo 'make demo: no GPU here, so only the CPU kernels are compiled (`make build` compiles all)'; \
+	  $(MAKE) --no-print-directory NO_CUDA=1 build; \
+	fi
 	$(python) -m warpwright demo --out demo-out $(DEMO_ARGS)
 
 test: $(build)
