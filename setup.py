@@ -3,28 +3,45 @@
 - warpwright/libwarpwright.so: kernels and operator registrations, no Python symbol in it.
 - warpwright/_C.*.so: a small pybind11 module linked to it.
 
-Environment: NO_CUDA=1 builds for the CPU only, FORCE_CUDA=1 fails if nvcc is missing,
-TORCH_CUDA_ARCH_LIST chooses the GPU architectures, LINEINFO=1 keeps the kernels' source lines for
-profilers, SANITIZE=1 builds the CPU code with AddressSanitizer and UBSan (CONTRIBUTING.md has the
-calls), MAX_JOBS the parallel compile jobs.
+Environment:
+
+- NO_CUDA=1 builds for the CPU only, FORCE_CUDA=1 fails if nvcc is missing.
+- TORCH_CUDA_ARCH_LIST chooses the GPU architectures, MAX_JOBS the parallel compile jobs.
+- LINEINFO=1 keeps the kernels' source lines for profilers.
+- SANITIZE=1 builds the CPU code with AddressSanitizer and UBSan (CONTRIBUTING.md has the calls).
+- WARPWRIGHT_REUSE_LIBRARY=1 keeps the libwarpwright.so in python/warpwright/ and builds _C alone.
+- WARPWRIGHT_LOCAL_VERSION=torch2.11.cu130 adds a local version label. The names of a release's wheels
+  then differ by torch and CUDA version.
 """
 
 import hashlib
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-import torch
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+try:
+    import torch
+except ImportError as error:
+    sys.exit(
+        f"setup.py: torch is needed to build warpwright ({error}). Run `pip install 'torch>=2.11'` first, "
+        "or leave out --no-build-isolation."
+    )
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "python" / "warpwright"
 LIBRARY = "warpwright.libwarpwright"
-STAMP = "_built_for.txt"  # the torch version, beside the library
+STAMP = "_built_for.txt"  # the torch version, next to the library
+OLDEST_GCC = 11  # the oldest that all sources compile with
+OLDEST_NVCC = 12  # the oldest that knows C++20
 # Newer GPUs run the portable kernels from the PTX.
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
 GIB_PER_JOB = 3.0  # nvcc on the largest attention file
@@ -44,20 +61,23 @@ def find_nvcc() -> str | None:
     return next((c for c in candidates if c and os.access(c, os.X_OK)), None)
 
 
-def want_cuda() -> bool:
+def why_no_cuda() -> str | None:
+    """Why this build has no CUDA kernels; None if it has."""
+    forced = flag("FORCE_CUDA")
     if flag("NO_CUDA"):
-        return False
-    nvcc = find_nvcc()
-    if flag("FORCE_CUDA"):
-        if nvcc is None:
-            sys.exit("setup.py: FORCE_CUDA=1, but nvcc is neither on PATH nor under CUDA_HOME")
-        if torch.version.cuda is None:
-            sys.exit("setup.py: FORCE_CUDA=1, but the installed torch is a CPU-only build")
-        return True
-    return nvcc is not None and torch.version.cuda is not None
+        return "NO_CUDA=1"
+    why = None
+    if find_nvcc() is None:
+        why = "nvcc is neither on PATH nor under CUDA_HOME"
+    elif torch.version.cuda is None:
+        why = "the installed torch is a CPU-only build"
+    if why is not None and forced:
+        sys.exit(f"setup.py: FORCE_CUDA=1, but {why}")
+    return why
 
 
-WITH_CUDA = want_cuda()
+WHY_NO_CUDA = why_no_cuda()
+WITH_CUDA = WHY_NO_CUDA is None
 if WITH_CUDA:
     nvcc = find_nvcc()
     assert nvcc is not None
@@ -82,22 +102,27 @@ def max_jobs() -> int:
 def use_ccache() -> None:
     """torch's build rules take the compilers from CXX and PYTORCH_NVCC.
 
-    CXX must be one word that looks like g++, so ccache goes in as a link of that name.
+    CXX must be one word that looks like g++, so ccache goes in as a link of that name. A path with a
+    space is not one word: there the link that Linux distributions install serves.
     """
     ccache = shutil.which("ccache")
     if ccache is None or "CXX" in os.environ:
         return
-    link = ROOT / "build" / "ccache" / "g++"
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.exists():
-        link.symlink_to(ccache)
-    os.environ["CXX"] = str(link)
+    if " " in str(ROOT):
+        links = [f"/usr/{lib}/ccache/g++" for lib in ("lib", "lib64")]
+        os.environ["CXX"] = next((link for link in links if os.access(link, os.X_OK)), "g++")
+    else:
+        link = ROOT / "build" / "ccache" / "g++"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.symlink_to(ccache)
+        os.environ["CXX"] = str(link)
     if WITH_CUDA:
         os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {find_nvcc()}")
 
 
-# torch calls the ninja on PATH, and without one compiles file by file: the environment's own may
-# not be there, for nothing needs to have activated it.
+# torch calls the ninja on PATH, and without one it compiles file by file. The environment's own ninja
+# is not on PATH if the environment is not activated.
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", "")
 if WITH_CUDA:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_archs())
@@ -106,7 +131,7 @@ use_ccache()
 if WITH_CUDA:
     print(f"warpwright: CUDA on, architectures {os.environ['TORCH_CUDA_ARCH_LIST']}")
 else:
-    print("warpwright: CUDA off (CPU kernels only)")
+    print(f"warpwright: CUDA off (CPU kernels only): {WHY_NO_CUDA}")
 print(f"warpwright: MAX_JOBS={os.environ['MAX_JOBS']}")
 
 # cpp_extension reads CUDA_HOME when it is imported.
@@ -133,6 +158,58 @@ def sources(*suffixes: str) -> list[str]:
     return sorted(found)
 
 
+def compiler_macros(compiler: str) -> dict[str, str]:
+    """The macros that ``compiler`` predefines for C++20."""
+    command = [*shlex.split(compiler), "-std=c++20", "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        sys.exit(
+            f"setup.py: the compiler {compiler!r} was not found. Install g++ {OLDEST_GCC} or newer "
+            "(Debian, Ubuntu: `apt-get install g++`), or name one with CXX."
+        )
+    if done.returncode != 0:
+        sys.exit(
+            f"setup.py: the compiler {compiler!r} does not accept -std=c++20. warpwright needs g++ "
+            f"{OLDEST_GCC} or newer; name one with CXX."
+        )
+    words = (line.split(maxsplit=2) for line in done.stdout.splitlines())
+    return {word[1]: word[2] if len(word) > 2 else "" for word in words}
+
+
+def check_compilers() -> None:
+    """Ends the build with one sentence if a compiler is missing or too old."""
+    compiler = os.environ.get("CXX", "g++")
+    macros = compiler_macros(compiler)
+    if "__clang__" not in macros and int(macros.get("__GNUC__", OLDEST_GCC)) < OLDEST_GCC:
+        version = ".".join(macros.get(f"__GNUC{part}__", "0") for part in ("", "_MINOR"))
+        sys.exit(
+            f"setup.py: the compiler {compiler!r} is g++ {version}, expected g++ {OLDEST_GCC} or newer; "
+            "name one with CXX."
+        )
+    if not WITH_CUDA:
+        return
+    usage = subprocess.run([str(find_nvcc()), "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", usage)
+    if found is None:
+        return
+    release, wanted = f"{found[1]}.{found[2]}", str(torch.version.cuda)
+    if int(found[1]) < OLDEST_NVCC or found[1] != wanted.split(".")[0]:
+        sys.exit(
+            f"setup.py: {find_nvcc()} is CUDA {release}, but torch {torch.__version__} was built with CUDA "
+            f"{wanted}. Set CUDA_HOME to a CUDA {wanted.split('.')[0]} toolkit, or NO_CUDA=1 for the CPU "
+            "kernels only."
+        )
+
+
+class BuildPython(build_py):
+    def run(self) -> None:
+        # A wheel takes all that lies in the build folder, also what an earlier build left there.
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "warpwright", ignore_errors=True)
+        super().run()
+
+
 class Build(BuildExtension):
     def get_ext_filename(self, fullname: str) -> str:
         # A plain shared library: no Python tag, because there is no Python in it.
@@ -141,10 +218,13 @@ class Build(BuildExtension):
         return super().get_ext_filename(fullname)
 
     def build_extensions(self) -> None:
-        if REUSE_LIBRARY:
-            library = PACKAGE / "libwarpwright.so"
-        else:
-            library = Path(self.get_ext_fullpath(LIBRARY)).resolve()
+        check_compilers()
+        built = Path(self.build_lib).resolve() / "warpwright"
+        library = built / "libwarpwright.so"
+        if REUSE_LIBRARY:  # a wheel is made of what lies in the build folder
+            built.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(PACKAGE / library.name, library)
+            shutil.copy2(PACKAGE / STAMP, built / STAMP)
         for extension in self.extensions:
             if extension.name == "warpwright._C":
                 extension.library_dirs.append(str(library.parent))
@@ -154,7 +234,7 @@ class Build(BuildExtension):
         super().build_extensions()
         # Read before the library is loaded, so that another torch gets a sentence, not a symbol.
         if not REUSE_LIBRARY:
-            library.with_name(STAMP).write_text(torch.__version__ + "\n")
+            (built / STAMP).write_text(torch.__version__ + "\n")
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
@@ -173,14 +253,15 @@ def small_fatbin() -> list[str]:
 def shared_libstdcxx() -> list[str]:
     """The C++ runtime that torch has loaded, to be linked before the compiler's own.
 
-    Some toolchains link a static copy. Beside torch's runtime it shares half of its tables with it:
-    printing a number, as most error messages do, then crashes.
+    Some toolchains link a static copy. It would share half of its tables with torch's runtime, and
+    printing a number, as most error messages do, would crash.
     """
     try:
-        maps = Path("/proc/self/maps").read_text().split()
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux
         return []
-    return sorted({word for word in maps if Path(word).name.startswith("libstdc++.so.6")})[:1]
+    paths = {line.split(maxsplit=5)[-1] for line in lines}  # the last column may have spaces
+    return sorted(path for path in paths if Path(path).name.startswith("libstdc++.so.6"))[:1]
 
 
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -262,12 +343,55 @@ def python_module() -> Extension:
     )
 
 
-# A library built elsewhere for the same torch (it has no Python in it) needs only its _C beside it.
+def torch_minor(version: str) -> list[str]:
+    return version.strip().split("+")[0].split(".")[:2]
+
+
+def check_reused_library() -> None:
+    """Ends the build if there is no library to reuse, or one for another torch."""
+    for name in ("libwarpwright.so", STAMP):
+        if not (PACKAGE / name).exists():
+            sys.exit(f"setup.py: WARPWRIGHT_REUSE_LIBRARY=1, but {PACKAGE / name} is missing")
+    built_for = (PACKAGE / STAMP).read_text().strip()
+    if torch_minor(built_for) != torch_minor(torch.__version__):
+        sys.exit(
+            f"setup.py: WARPWRIGHT_REUSE_LIBRARY=1, but {PACKAGE}/libwarpwright.so was built for torch "
+            f"{built_for}, and this build has torch {torch.__version__}"
+        )
+
+
+def version() -> str:
+    """The version in _version.py, with the local label of a release's wheels."""
+    text = (PACKAGE / "_version.py").read_text()
+    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    assert found is not None
+    label = os.environ.get("WARPWRIGHT_LOCAL_VERSION", "")
+    return found[1] + (f"+{label}" if label else "")
+
+
+def requirements() -> list[str]:
+    """A binary needs the torch minor that it was built for; the sources build with any from 2.11."""
+    if "sdist" in sys.argv:
+        return ["torch>=2.11", "rich>=13"]
+    major, minor = torch_minor(torch.__version__)
+    # A nightly build or NVIDIA's is 2.12.0a0, which is older than 2.12.
+    least = f"{major}.{minor}" + (
+        ".0a0" if re.search(r"\d(a|b|rc)\d|dev", torch.__version__) else ""
+    )
+    return [f"torch>={least},<{major}.{int(minor) + 1}", "rich>=13"]
+
+
+# A library built elsewhere for the same torch has no Python in it: only _C is missing.
 REUSE_LIBRARY = flag("WARPWRIGHT_REUSE_LIBRARY")
-if REUSE_LIBRARY and not (PACKAGE / "libwarpwright.so").exists():
-    sys.exit(f"setup.py: WARPWRIGHT_REUSE_LIBRARY=1, but {PACKAGE}/libwarpwright.so is missing")
+if REUSE_LIBRARY:
+    check_reused_library()
 
 setup(
+    version=version(),
+    install_requires=requirements(),
     ext_modules=[python_module()] if REUSE_LIBRARY else [library, python_module()],
-    cmdclass={"build_ext": Build.with_options(no_python_abi_suffix=False)},
+    cmdclass={
+        "build_ext": Build.with_options(no_python_abi_suffix=False),
+        "build_py": BuildPython,
+    },
 )

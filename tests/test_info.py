@@ -168,6 +168,9 @@ def test_import_makes_no_cuda_call():
     assert done.stdout == "fine\n", done.stderr
 
 
+TORCH = torch.__version__.split("+")[0]
+
+
 @pytest.fixture
 def copied_package(tmp_path):
     """The package without its library: what the import finds when something is wrong with it."""
@@ -193,6 +196,17 @@ def test_import_with_another_torch(copied_package):
     assert f"warpwright was built for torch 2.9.1+cu128, but torch {torch.__version__}" in last
     assert "Rebuild it: `pip install" in last
     assert "undefined symbol" not in done.stderr
+
+
+def test_import_of_a_library_that_does_not_load(copied_package):
+    (copied_package / "libwarpwright.so").write_bytes(b"no library")
+    (copied_package / "_built_for.txt").write_text(f"{TORCH}+cu999\n")
+    done = python("import warpwright", PYTHONPATH=str(copied_package.parent))
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"ImportError: warpwright was built for torch {TORCH}+cu999, and its library"
+    )
+    assert f"does not load with the installed torch {torch.__version__}: " in last
 
 
 def test_import_on_a_cpu_without_avx2():

@@ -40,7 +40,13 @@ def _load() -> None:
             "warpwright's CPU kernels need a CPU with AVX2; torch finds "
             f"{torch.backends.cpu.get_cpu_capability()} here."
         )
-    torch.ops.load_library(str(_LIBRARY))
+    try:
+        torch.ops.load_library(str(_LIBRARY))
+    except OSError as error:
+        raise ImportError(
+            f"warpwright was built for torch {built_for}, and its library does not load with the installed "
+            f"torch {torch.__version__}: {error}"
+        ) from error
 
 
 def cpu_without_avx2() -> bool:
