@@ -1,0 +1,51 @@
+"""Each program in examples/ runs on a CPU as its page says, and ends with what it promises."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+
+# A part of what each prints last, and what it needs besides the test extra.
+PROGRAMS = {
+    "train_digits": (r"epoch 8: last loss [\d.]+, 9[5-9]\.\d% of the test right", ()),
+    "language_model": (r"step 200: loss 2\.\d+", ()),
+    "finetune_resnet": (r"epoch 3: mean loss [\d.]+, [6-9]\d\.\d% of the images", ("torchvision",)),
+    "huggingface_trainer": (r"after 20 … 27 the model says 28", ("accelerate",)),
+    "lightning_callback": (r"swapped 2 of 3[\s\S]+last loss [\d.]+", ("lightning",)),
+    "check_your_function": (r"the wrong one is found: [\s\S]+the same bits", ()),
+}
+QUICK = {"check_your_function", "train_digits"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PROGRAMS],
+)
+def test_example(name, tmp_path):
+    ends_with, needs = PROGRAMS[name]
+    for package in needs:
+        pytest.importorskip(package)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(ends_with, done.stdout), done.stdout
+
+
+def test_every_example_is_listed_and_tested():
+    files = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert files == set(PROGRAMS)
+    page = (EXAMPLES / "README.md").read_text()
+    assert set(re.findall(r"\]\((\w+)\.py\)", page)) == files
