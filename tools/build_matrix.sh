@@ -44,6 +44,9 @@ new_env() {
   else
     echo "$base_site" > "$site/shared.pth"
   fi
+  # pip unpacks and builds in TMPDIR.
+  export TMPDIR="${1%/env}/tmp"
+  mkdir -p "$TMPDIR"
   "$1/bin/pip" -q install 'setuptools>=77,<82' wheel ninja 'pybind11>=2.13' build
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .machines import native_ratio
 from .records import KEY, grouped, load_records
@@ -82,11 +83,13 @@ def main(options: argparse.Namespace) -> int:
     try:
         before, after = load_records(options.before), load_records(options.after)
     except (OSError, ValueError) as error:
-        console.print(f"[red]{error}[/]")
+        console.print(Text(str(error), style="red"), soft_wrap=True)
         return 2
     for name in CONDITIONS:
         if before.get(name) != after.get(name):
-            console.print(f"[yellow]{name}: {before.get(name)} before, {after.get(name)} after[/]")
+            console.print(
+                Text(f"{name}: {before.get(name)} before, {after.get(name)} after", style="yellow")
+            )
     two_gpus = before["gpu"] != after["gpu"]
     compared = ratio_changes if two_gpus else changes
     found = compared(before, after, options.above, options.impl)
@@ -109,7 +112,7 @@ def main(options: argparse.Namespace) -> int:
         table.add_column("conditions")
         for a, b, change in beyond:
             table.add_row(
-                *(a[k] for k in ("op", "case", "dtype", "layout", "pass", "impl")),
+                *(Text(a[k]) for k in ("op", "case", "dtype", "layout", "pass", "impl")),
                 f"{a[shown]:.{digits}f}",
                 f"{b[shown]:.{digits}f}",
                 f"[{'red' if change > 0 else 'green'}]{change:+.1%}[/]",

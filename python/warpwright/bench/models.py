@@ -43,6 +43,7 @@ def load_file(path: Path, device: str) -> list[Workload]:
 def load_workloads(folder: Path | None, device: str) -> list[Workload]:
     """Every workload of every file. A model whose package is not installed is named and left out."""
     from rich.console import Console
+    from rich.text import Text
 
     found: list[Workload] = []
     for path in sorted(models_folder(folder).glob("*.py")):
@@ -51,5 +52,6 @@ def load_workloads(folder: Path | None, device: str) -> list[Workload]:
         try:
             found += load_file(path, device)
         except ModuleNotFoundError as error:
-            Console().print(f"[yellow]{path.stem}: missing: {error.name} is not installed[/]")
+            words = f"{path.stem}: missing: {error.name} is not installed"
+            Console().print(Text(words, style="yellow"))
     return found

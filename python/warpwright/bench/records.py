@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -175,6 +176,8 @@ def validate(record: dict[str, Any], name: str = "record") -> None:
     for field in HEADER_FIELDS:
         if field not in record:
             raise ValueError(f"{name}: field {field!r} is missing")
+    if not isinstance(record["rows"], list):
+        raise ValueError(f"{name}: rows: expected a list, got {type(record['rows']).__name__}")
     for i, row in enumerate(record["rows"]):
         for field in ROW_FIELDS:
             if field not in row:
@@ -190,7 +193,17 @@ def save_records(record: dict[str, Any], path: Path) -> None:
 
 
 def load_records(path: Path) -> dict[str, Any]:
-    record = json.loads(path.read_text())
+    """Raises ValueError if the file holds no record."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # neither JSON nor text
+        raise ValueError(f"{path}: expected a record of bench --json: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{path}: expected a record of bench --json, got a JSON {type(record).__name__}"
+        )
     validate(record, str(path))
     return record
 
@@ -203,6 +216,18 @@ def save_csv(record: dict[str, Any], path: Path) -> None:
         flat = {k: "; ".join(v) if isinstance(v, list) else v for k, v in row.items()}
         writer.writerow(flat)
     write(path, text.getvalue())
+
+
+def require_writable(path: Path) -> None:
+    """Raises ValueError if the file can't be written, so that no measurement is made in vain."""
+    if path.is_dir():
+        raise ValueError(f"{path}: expected a file to write, got a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path}: can't be written: {error.strerror}") from error
 
 
 def write(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from torch import Tensor
 
 from ..testing import to_double
@@ -39,6 +40,7 @@ from .peers import (
 from .records import (
     machine_header,
     op_hash,
+    require_writable,
     save_csv,
     save_records,
     source_root,
@@ -292,7 +294,7 @@ class Runner:
         """
         torch.backends.cudnn.benchmark = True
         for name, why in self.missing.items():
-            self.console.print(f"[yellow]{name}: missing: {why}[/]")
+            self.console.print(Text(f"{name}: missing: {why}", style="yellow"))
         self.record = record = machine_header(self.device)
         root = source_root()
         if root is not None:
@@ -410,8 +412,11 @@ def main(options: argparse.Namespace) -> int:
             else DEFAULT_PEERS[suite, device]
         )
         cases, workloads = _chosen(suite, device, options)
-    except (ValueError, FileNotFoundError) as error:
-        console.print(f"[red]{error}[/]")
+        for path in (options.json, options.csv, options.html):
+            if path is not None:
+                require_writable(path)
+    except (ValueError, OSError) as error:
+        console.print(Text(str(error), style="red"), soft_wrap=True)
         return 2
     if options.html is not None:
         from . import page  # raises before the measurement if a package is missing
@@ -437,7 +442,7 @@ def main(options: argparse.Namespace) -> int:
     wide.print(table_of(record["rows"], f"{record['gpu']}, torch {record['torch']}"))
     for found in record["failures"]:
         where = " ".join(str(found.get(k, "")) for k in ("op", "case", "impl"))
-        console.print(f"[red]failed: {where}: {found['error']}[/]", soft_wrap=True)
+        console.print(Text(f"failed: {where}: {found['error']}", style="red"), soft_wrap=True)
     if options.json:
         save_records(record, options.json)
     if options.csv:

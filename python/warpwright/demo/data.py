@@ -15,6 +15,7 @@ from torch import Tensor
 SIDE = 28
 CLASSES = 10
 IMAGES_MAGIC, LABELS_MAGIC = 0x803, 0x801
+MAX_BYTES = 2**30  # of one file; MNIST's largest has 47 million
 
 
 class DataError(Exception):
@@ -95,14 +96,18 @@ def _find(folder: Path, stem: str, kind: str) -> Path:
 
 def read_idx(path: Path, magic: int) -> np.ndarray:
     """An IDX file of bytes: big-endian magic number, one 32-bit extent per dimension, the data."""
-    data = path.read_bytes()
-    if path.suffix == ".gz":
+    if path.suffix != ".gz":
+        data = path.read_bytes()
+    else:
         try:
-            data = gzip.decompress(data)
+            with gzip.open(path) as packed:  # a small file can hold more than the memory does
+                data = packed.read(MAX_BYTES + 1)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(
                 f"{path}: expected a complete gzip file, found a broken one ({error})"
             ) from error
+    if len(data) > MAX_BYTES:
+        raise DataError(f"{path}: expected at most {MAX_BYTES:,} bytes, found more")
     found = int.from_bytes(data[:4], "big")
     if len(data) < 4 or found != magic:
         what = f"0x{found:08x}" if len(data) >= 4 else f"{len(data)} bytes"

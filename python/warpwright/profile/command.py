@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor, nn
 
+from ..bench.records import require_writable
 from . import profile
 from .runs import RUNS
 
@@ -64,23 +66,37 @@ def load(what: str) -> Any:
     place, _, name = what.rpartition(":")
     if not place or not name:
         raise ValueError(f"expected SCRIPT_OR_MODULE:FACTORY, got {what!r}")
-    if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise ValueError(f"{place}: no such file")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        sys.path.insert(0, str(path.parent.resolve()))
-        spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, str(Path.cwd()))
-        module = importlib.import_module(place)
+    try:
+        module = _module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{place}.".startswith(f"{error.name}."):
+            raise ValueError(f"{place}: no such module, neither here nor installed") from error
+        raise ValueError(f"{place} imports {error.name}, which is not installed") from error
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from error
     if not hasattr(module, name):
         raise ValueError(f"{place} has no {name!r}")
-    return getattr(module, name)
+    factory = getattr(module, name)
+    if not callable(factory):
+        raise ValueError(f"{what}: expected a function, got {type(factory).__name__}")
+    return factory
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
+    path = Path(place)
+    if not path.is_file():
+        raise ValueError(f"{place}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
 
 
 def tensor_of(spec: str, device: str) -> Tensor:
@@ -107,6 +123,10 @@ def arguments_of(factory: Any, options: argparse.Namespace, device: str) -> dict
         given[name] = _value(value)
     if "device" in inspect.signature(factory).parameters:
         given.setdefault("device", device)
+    try:
+        inspect.signature(factory).bind(**given)
+    except TypeError as error:
+        raise ValueError(f"{options.what}: {error}; --arg NAME=VALUE gives arguments") from error
     made = factory(**given)
     if isinstance(made, nn.Module):
         found: dict[str, Any] = {"model": made}
@@ -146,6 +166,7 @@ def main(options: argparse.Namespace) -> int:
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
     try:
+        require_writable(options.out / "report.html")
         arguments = arguments_of(load(options.what), options, device)
         with console.status("profiling"):
             report = profile(
@@ -157,7 +178,7 @@ def main(options: argparse.Namespace) -> int:
                 title=type(arguments["model"]).__name__,
             )
     except ValueError as error:
-        console.print(f"[red]{error}[/]", markup=True, soft_wrap=True)
+        console.print(Text(str(error), style="red"), soft_wrap=True)
         return 2
     print(report)
     print(f"  {options.out / 'report.html'}")
