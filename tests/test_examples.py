@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -49,3 +51,16 @@ def test_every_example_is_listed_and_tested():
     assert files == set(PROGRAMS)
     page = (EXAMPLES / "README.md").read_text()
     assert set(re.findall(r"\]\((\w+)\.py\)", page)) == files
+
+
+def test_readme():
+    """README's program runs as it stands, on a model of its own."""
+    (program,) = re.findall(r"```python\n([\s\S]*?)```", (ROOT / "README.md").read_text())
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)]
+    names = {"model": nn.Sequential(*layers), "x": torch.randn(2, 3, 8, 8)}
+    names["target"] = torch.tensor([1, 2])
+    before = layers[0].weight.detach().clone()
+    exec(program, names)
+    assert len(names["report"].swapped) == 4
+    assert type(names["model"][0]) is nn.Conv2d
+    assert not torch.equal(layers[0].weight, before)
