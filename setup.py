@@ -204,7 +204,7 @@ def check_compilers() -> None:
 
 class BuildPython(build_py):
     def run(self) -> None:
-        # A wheel takes all that lies in the build folder, also what an earlier build left there.
+        # A wheel takes all files in the build folder, also those that an earlier build left there.
         if not self.editable_mode:
             shutil.rmtree(Path(self.build_lib) / "warpwright", ignore_errors=True)
         super().run()
@@ -221,7 +221,7 @@ class Build(BuildExtension):
         check_compilers()
         built = Path(self.build_lib).resolve() / "warpwright"
         library = built / "libwarpwright.so"
-        if REUSE_LIBRARY:  # a wheel is made of what lies in the build folder
+        if REUSE_LIBRARY:  # a wheel takes its files from the build folder
             built.mkdir(parents=True, exist_ok=True)
             shutil.copy2(PACKAGE / library.name, library)
             shutil.copy2(PACKAGE / STAMP, built / STAMP)

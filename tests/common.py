@@ -138,7 +138,7 @@ def assert_func_transforms_agree(ours, native, bind, x):
 
 def assert_compiles_with_running_stats(step, leaves, fmt, dynamic):
     """``step(x, running_mean, running_var)`` on 4 channels, compiled and not, at several sizes;
-    ``leaves`` are what it has gradients for beside x."""
+    ``leaves`` are the tensors, next to x, that it has gradients for."""
     kind = {"device": leaves[0].device, "dtype": leaves[0].dtype}
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for n, h in ((2, 12), (3, 17), (4, 7)):

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: the same tests run on the CPU and, where there is one, on a GPU."""
+"""Fixtures shared by all tests: the same tests run on the CPU and, if there is one, on a GPU."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""cross_entropy with its keyword arguments beside native's, by its formula."""
+"""cross_entropy with native's arguments and its own keyword arguments, by its formula."""
 
 import torch
 

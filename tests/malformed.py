@@ -234,7 +234,7 @@ class Calls:
 
 
 def run(function, args, kwargs):
-    """The name of what the call raised, or "ok"; its backward too where there is one."""
+    """The name of what the call raised, or "ok"; also of its backward, if it has one."""
     try:
         results = tree_leaves(function(*args, **kwargs))
         results = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]

@@ -174,8 +174,8 @@ def is_missing(ours, native, what):
 class Errors:
     """The error rule over many small cases: typically no more than 1.5 x native's error.
 
-    On a handful of elements the error of either side is luck of the roundings, so one case alone is
-    held to 16 x, and all together to 1.5 x: in the geometric mean of the ratios, and in the 95th
+    On few elements the error of either side is luck. One case alone is therefore held to 16 x, and
+    all together to 1.5 x: in the geometric mean of the ratios, and in the 95th
     percentile where there are enough cases to have one. In float64 there is no finer oracle:
     native's float32 error on the same input, scaled by the ratio of the roundings, says how much
     the case amplifies; the oracle's own error of that size is allowed too.
@@ -248,7 +248,7 @@ class Errors:
 
 
 def to_single(value):
-    """Floating float64 leaves as float32; None where there is no float64 in `value`."""
+    """Floating float64 leaves as float32; None if `value` has no float64."""
     if not any(
         isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves(value)
     ):
@@ -295,7 +295,7 @@ def compare(
 
     `errors` collects over many cases; without it the full rule is applied to this one.
     `amplifies`: the op can turn the rounding of its inputs into any error (a variance of two close
-    values), so a case whose exact result moves as much when they do is not ours to answer for.
+    values). A case does not count if rounding the inputs moves the exact result as much.
     """
     strides = strides and strides_are_defined((args, kwargs))
     book = errors or Errors()

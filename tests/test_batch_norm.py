@@ -21,7 +21,7 @@ from warpwright.testing import (
 )
 
 # 2-D to 5-D; channels and planes with and without a tail; one channel; more rows than a block; the
-# last one small planes that all start alike, whose values a GPU stores one a thread.
+# last one small planes that all start alike, whose values a GPU stores one per thread.
 SHAPES = [
     (7, 5),
     (2, 5, 3),  # two channels end in the last vector of 16-bit elements
@@ -37,7 +37,7 @@ SHAPES = [
 DOUBLE = {"rtol": 1e-10, "atol": 1e-10}
 # On a GPU: channels that a block holds, and from the last two on channels that it doesn't.
 LARGE = [(64, 40, 14, 14), (1500, 48), (3, 17, 40, 41), (20, 3, 61, 61), (15, 2, 60, 84)]
-# Rows of which the GPU keeps a part from the sums to the result: groups of channels for every other
+# Rows. The GPU keeps a part of them on chip from the sums to the result: groups of channels for every other
 # SM, so that few rows are too many; float32 and, in the second, 16-bit types.
 ROWS_IN_PART = [(1700, 2880), (1700, 5760)]
 SHORT = [torch.bfloat16, torch.float16]
@@ -66,7 +66,7 @@ def compare(ours, reference, args):
 
 
 def with_running(function, training):
-    """Takes and returns the running statistics beside the output, on copies of its own."""
+    """Takes the running statistics, and returns updated copies of them with the output."""
 
     def call(x, mean, var, weight, bias, **kwargs):
         mean, var = mean.clone(), var.clone()

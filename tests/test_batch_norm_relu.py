@@ -21,7 +21,7 @@ import warpwright.functional as F
 import warpwright.nn as ours
 from warpwright.testing import assert_as_good_as_native, assert_same
 
-# Planes shorter than a 16-byte vector, and one element more than a vector, beside the shared ones.
+# Besides the shared shapes: planes shorter than a 16-byte vector, and one element longer.
 SMALL = [(5, 6, 1, 3), (3, 16, 2, 1), (4, 3, 3, 3), (2, 8, 5, 1)]
 BOTH = pytest.mark.parametrize("add", [False, True], ids=["relu", "add_relu"])
 TRAINING = pytest.mark.parametrize("training", [True, False])
@@ -101,7 +101,7 @@ def test_residual_layouts(device, dtype, training):
                 grads = torch.autograd.grad(output, leaves, cotangent, retain_graph=True)
                 reference = torch.autograd.grad(expected, leaves, cotangent, retain_graph=True)
                 if dtype in SHORT:
-                    # The chain rounds twice: where its sum is 0 it may lose an element's gradient.
+                    # The chain rounds twice. If its sum is 0, it may lose an element's gradient.
                     same = (output > 0) == (expected > 0)
                     assert same.float().mean() > 0.97
                     assert torch.equal(grads[1][same], reference[1][same]), name
@@ -390,8 +390,8 @@ def test_results_are_freed(device, add):
 
 
 def test_keeps_no_activation(device):
-    """Beside the input and the parameters the graph holds vectors of a value a channel, and with a
-    residual a byte for 16 bytes of input."""
+    """The graph holds the input, the parameters and vectors of one value per channel. With a
+    residual it also holds one byte per 16 bytes of input."""
     x = torch.randn(8, 16, 12, 12, device=device, requires_grad=True)
     for residual, bytes_of_mask in ((None, 0), (torch.randn_like(x), x.numel() * 4 // 16)):
         kept = []

@@ -29,7 +29,7 @@ from warpwright.swap.classes import MODULES
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 DEFINITION = re.compile(r'm\.(?:def\(\s*"(\w+)\(|impl\("(\w+)")')
-COMPOSED = {"mlp"}  # of two ops, each of which is measured and tested alone
+COMPOSED = {"mlp"}  # two ops, measured and tested on their own
 MEASURED_AS = {"adam": "adamw"}  # the same kernel
 NATIVE_HAS = [op for op in FUNCTIONALS.values() if op.routes]
 

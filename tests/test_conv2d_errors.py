@@ -31,7 +31,7 @@ def operands(device, shape, fmt=torch.contiguous_format):
 
 @pytest.fixture
 def ieee(device):
-    """cuDNN, where there is one, without TF32."""
+    """cuDNN, if there is one, without TF32."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 

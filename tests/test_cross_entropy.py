@@ -160,7 +160,7 @@ def test_byte_labels(device):
 
 @pytest.mark.parametrize("kind", ["labels", "smoothed", "probabilities"])
 def test_special_values(device, kind, dtype):
-    """-inf, +inf and NaN logits at the label and beside it, in the rows and the pixels kernels."""
+    """-inf, +inf and NaN logits at the label and at other classes, in the rows and the pixels kernels."""
     special = [-INF, INF, NAN, 0.0, 1e30, -1e30]
     if kind != "smoothed" and dtype in (torch.float32, torch.float64):
         special.append(3.4e38)  # native overflows in its unscaled sum over the classes
@@ -220,7 +220,7 @@ def test_confident_rows(device):
 
 @pytest.mark.parametrize("shape", [(4000, 9), (500, 1000), (2, 21, 60, 70)], ids=str)
 def test_gradient_of_confident_labels(device, shape):
-    """p - 1 of a nearly certain label cancels: what is left is the sum's rounding."""
+    """p - 1 of a nearly certain label cancels: only the sum's rounding is left."""
     x = torch.randn(shape, device=device) * 4
     target = x.argmax(1)
 
@@ -539,7 +539,9 @@ def test_the_shapes_reach_persistent_blocks(dtype):
         x = torch.empty(rows, classes, dtype=dtype, device="meta")
         target = torch.empty(rows, dtype=torch.int64, device="meta")
         text = warpwright.explain("cross_entropy", x, target, device="cuda")
-        both = 2 if classes * x.element_size() <= 32768 else 1  # backward: up to eight stages a row
+        both = (
+            2 if classes * x.element_size() <= 32768 else 1
+        )  # backward: up to eight stages per row
         assert text.count("persistent") == both, text
 
 

@@ -1,4 +1,4 @@
-"""Cross entropy's keyword arguments beside native's, each against its formula in float64."""
+"""Cross entropy's own keyword arguments, which native lacks, each against its formula in float64."""
 
 import copy
 import itertools
@@ -72,7 +72,7 @@ def test_against_formula(device, dtype, shape, z_loss, softcap):
 @pytest.mark.parametrize(("z_loss", "softcap"), EXTRAS[1:])
 @pytest.mark.parametrize("soft", [False, True])
 def test_gradients(device, soft, z_loss, softcap, reduction):
-    """gradcheck and gradgradcheck, of the loss and of lse beside it."""
+    """gradcheck and gradgradcheck, of the loss and of lse."""
     x = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([1, -100, 3], device=device)
     if soft:

@@ -1,4 +1,4 @@
-"""Cross entropy whose forward writes the gradient, and what it can do beside native's arguments."""
+"""Cross entropy whose forward writes the gradient, also with arguments that native lacks."""
 
 import itertools
 import re
@@ -114,8 +114,8 @@ def test_as_forward_and_backward(device, dtype, shape):
             # The order of a row's sum differs; a rounding to 16 bits may fall on the other side.
             info = torch.finfo(a.dtype)
             rtol = {2: info.eps, 4: 1e-5, 8: 1e-12}[a.element_size()]
-            # A label's own element is p - 1, of which p's last bits are all that remains if p is
-            # near 1; float16's gradients are subnormal.
+            # A label's own element is p - 1. If p is near 1, only p's last bits remain of it.
+            # float16's gradients are subnormal.
             cancelled = torch.finfo(torch.float32).eps * (
                 1 if reduction == 2 else 1 / max(1, target.numel())
             )
@@ -313,7 +313,7 @@ def test_backward_twice(case):
 
 
 def test_node_called_by_hand(case):
-    """Outside of a backward pass nobody says that this is the last one."""
+    """Outside of a backward pass nothing says that this is the last one."""
     x, target, gradient = case
     node = F.cross_entropy(x, target).grad_fn
     one = torch.ones((), device=x.device)

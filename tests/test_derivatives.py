@@ -186,7 +186,7 @@ def weighted_sum(tensors, generator):
 
 
 def outcome(run, *args):
-    """What `run` gives, or None where it raises."""
+    """What `run` returns, or None if it raises."""
     try:
         return run(*args)
     except (RuntimeError, NotImplementedError):

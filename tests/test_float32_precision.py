@@ -214,7 +214,7 @@ def with_specials(tensor, values):
 def test_infinities_and_nan(shape, where):
     x, weight, bias = operands("cuda", torch.float32, *shape)
     cotangent = torch.randn(shape[0][0], shape[2], device="cuda")
-    if where == "huge":  # alone: beside an infinity the order decides whether their sum is NaN
+    if where == "huge":  # alone: with an infinity, the order decides whether their sum is NaN
         x = with_specials(x, HUGE).requires_grad_()
     else:
         cotangent = with_specials(cotangent, SPECIALS)

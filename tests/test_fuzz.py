@@ -300,7 +300,7 @@ def is_misaligned(x):
 
 
 def native_attention(*args, **kwargs):
-    """Native; by its formula where its CUDA kernels (torch 2.11.0) do not take the call.
+    """Native; by its formula if its CUDA kernels (torch 2.11.0) do not take the call.
 
     They raise for some strides, and end the process's context for operands off 16 bytes (which get
     copies) and for a mask that alone needs a gradient: the forward saves no log-sum-exp then, the
@@ -322,7 +322,7 @@ def test_scaled_dot_product_attention(device, dtype):
 
     def test(draw, errors):
         # No NaN: a row of NaN scores is NaN here, native's CPU kernel makes it zero. Only in q and
-        # without gradients: what is masked is left out here, where native may have 0 * inf.
+        # without gradients: ours leaves masked keys out, and native may have 0 * inf for them.
         kinds = ("normal", "normal", "normal", "special")
         make = Maker(draw, device, dtype, kinds, specials=SPECIAL[1:])
         finite = {"special": False, "grad": make.kind != "special"}

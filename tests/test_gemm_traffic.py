@@ -1,4 +1,4 @@
-"""The bytes that the cost model predicts, beside those that Nsight Compute counted."""
+"""The bytes that the cost model predicts, and those that Nsight Compute counted."""
 
 import os
 import subprocess

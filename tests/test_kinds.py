@@ -153,7 +153,7 @@ def arguments(name, kind, places, requires_grad, device):
 
 
 def outcome(function, args):
-    """What comes out: of which kind and with which values, and the gradients; or the error's type."""
+    """The result's kind and values, and the gradients; or the error's type."""
     try:
         result = function(*args)
         results = result if isinstance(result, tuple) else (result,)

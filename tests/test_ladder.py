@@ -248,7 +248,7 @@ def test_measured_rows_are_a_record(cpu, monkeypatch, tmp_path):
         assert row["bytes"] == 2 * (32 * 64 + 48 * 64 + 32 * 48)
         assert row["native_ms"] > 0
         assert row["err"] <= 2 * row["err_native"]
-    # The second and third rung are slow and fast beside 1 ms of native's, so timed apart.
+    # Native takes 1 ms. The second rung is slow and the third fast, so they are timed apart.
     assert rows[1]["native_ms"] == rows[2]["ms"]
     assert rows[2]["native_ms"] == rows[2]["ms"]
     path = tmp_path / "ladder.json"
@@ -327,7 +327,7 @@ def test_not_yet_measured(tree):
 
 
 def test_table_and_picture(tree):
-    # In any order; cuBLAS took 2 ms beside the fast rungs and 2.5 ms beside the slow one.
+    # In any order; cuBLAS took 2 ms when timed with the fast rungs, and 2.5 ms with the slow one.
     rows = [row("native", 2.0), row("10_shipped", 1.6), row("02_coalesced", 25.0, native_ms=2.5)]
     rows.append(row("10_shipped", 4.0, case="500x2000x1000"))
     save(tree, rows)

@@ -274,7 +274,7 @@ def test_gradients_side_by_side(dtype, shape):
     for _ in range(300):
         written = dy * 1  # right before it
         together = backward(written, x, weight, [True, True, True])
-        read = [t + 0 for t in together]  # right behind it
+        read = [t + 0 for t in together]  # right after it
         written.zero_()
         assert_same(read, alone)
 

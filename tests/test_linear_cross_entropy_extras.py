@@ -128,7 +128,7 @@ def test_defaults_are_the_plain_op(device, dtype):
 @pytest.mark.parametrize(("z_loss", "softcap"), EXTRAS)
 @pytest.mark.parametrize("soft", [False, True])
 def test_gradcheck(device, soft, z_loss, softcap, reduction):
-    """Of the loss and of lse beside it, first and second order, forward and backward."""
+    """Of the loss and of lse, first and second order, forward and backward."""
     x, weight, target, bias = operands(5, 3, 4, device, torch.float64)
     if soft:
         target = torch.rand(5, 4, device=device, dtype=torch.float64)

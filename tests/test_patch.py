@@ -41,7 +41,7 @@ def calls(monkeypatch):
 
 
 IMAGE, HEADS = (2, 3, 6, 6), (1, 2, 5, 8)
-# what runs, on an input of which shape, which functional of ours it must reach
+# the call, its input's shape, the functional of ours that it must reach
 ROUTED = [
     (native.relu, IMAGE, "relu"),
     (lambda x: native.relu(x.clone(), inplace=True), IMAGE, "relu"),

@@ -249,7 +249,7 @@ def test_op_names():
 
 
 class Net(nn.Module):
-    """Layers, a function without a layer, and a layer that nobody swaps."""
+    """Layers, a function without a layer, and a layer that swap leaves alone."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""On a GPU: CUDA graphs, a thousand repeats beside other work, and more than 2^31 and 2^32 elements."""
+"""On a GPU: CUDA graphs, a thousand repeats next to other work, and more than 2^31 and 2^32 elements."""
 
 import functools
 import itertools
@@ -135,7 +135,7 @@ def variants():
         "cross_entropy-smoothed-persistent",
         lambda: (each, random(25400, 1000), labels(25400, 1000)),
     )
-    for side in (48, 512):  # classes lie apart: a pixel a thread, 16 bytes of them
+    for side in (48, 512):  # classes are strided: one pixel per thread, and 16 bytes per thread
         yield (
             f"cross_entropy-planes-{side}",
             lambda s=side: (

@@ -391,7 +391,7 @@ def test_check_finds_wrong_statistics(model, images, monkeypatch):
     ],
 )
 def test_check_measures_tf32_by_tf32(device, monkeypatch, name, module, shape):
-    """Where TF32 is allowed, its rounding passes beside a native that kept float32; no other."""
+    """If TF32 is allowed, its rounding passes even if native kept float32; no other rounding does."""
     right = getattr(warpwright.functional, name)
     model, x = nn.Sequential(module).to(device), torch.randn(shape, device=device)
 

@@ -1,4 +1,4 @@
-"""Bytes that linear's products move: the cost model's prediction beside Nsight Compute's count.
+"""Bytes that linear's products move: the cost model's prediction next to Nsight Compute's count.
 
     python tools/gemm_traffic.py            # all shapes; needs a GPU and ncu
     python tools/gemm_traffic.py --predict h100   # the prediction alone, without a GPU

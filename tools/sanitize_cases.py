@@ -54,7 +54,7 @@ def max_pool2d_cases():
             (19, (3, 2), 1, (1, 0), 2, False),
             (19, 5, 3, 2, 1, False),
             (3, 3, 2, 0, 1, False),
-            # Planes whose rows start where vectors do: 16 bytes of a row a thread, or pairs.
+            # Planes whose rows start where vectors do: 16 bytes of a row per thread, or pairs.
             (24, 2, 2, 0, 1, False),
             (22, 2, 2, 0, 1, False),
             (28, 2, 2, 0, 1, False),

@@ -1,13 +1,13 @@
-"""Changes of :func:`warpwright.swap` to models of other libraries, besides layers' classes.
+"""What :func:`warpwright.swap` changes in models of other libraries, apart from layers' classes.
 
-Each library has a module here, which imports the library. It is therefore imported only if the
-library already is; otherwise no model can be of that library. The module has two functions:
+Each library has a module here, which imports the library. It is imported only if the library
+already is; otherwise no model can be of that library. The module has two functions:
 
 - ``plan(model, wanted, filter_fn) -> Plan``: which changes are possible, and why others are not.
   Changes nothing.
 - ``undo(model) -> int``: undoes every change found in ``model``; returns the number of layers.
 
-A change is to instances, never to the library, so other models in the process do not change. The
+A change concerns instances, never the library, so other models in the process stay as they are. The
 model itself holds it: it survives ``copy.deepcopy`` and pickling, and ``undo`` finds it in the copy.
 """
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Change", "Plan", "loaded", "register_attention"]
 
-# The module here -> the module of its library whose import says that there may be models of it, and
-# one that only versions have that we know (transformers: 4.53 or newer).
+# The module here -> two modules of its library. The import of the first means that there may be
+# models of the library. Only supported versions have the second (transformers: 4.53 or newer).
 LIBRARIES = {"transformers": ("transformers.modeling_utils", "transformers.masking_utils")}
 
 
@@ -71,7 +71,7 @@ def register_attention() -> None:
     """Makes ``attn_implementation="warpwright"`` known to transformers.
 
     :func:`warpwright.swap` does this by itself. The call adds one name to transformers' registries of
-    attention and mask functions; no model uses it unless asked to, by :func:`warpwright.swap` or by
+    attention and mask functions. A model uses it only if it is asked to, by :func:`warpwright.swap` or by
     ``from_pretrained(..., attn_implementation="warpwright")``.
 
     Raises:

@@ -1,9 +1,9 @@
 """transformers' models: attention on warpwright's kernel, and causal attention as a flag.
 
-transformers looks an attention function up by ``config._attn_implementation``, and a mask function
+transformers looks up an attention function by ``config._attn_implementation``, and a mask function
 by the same name. :func:`register` adds ours, as "warpwright". A swapped attention layer gets a view
-of its config that answers "warpwright" if the config answers "sdpa" (``_views.py``). The config
-itself, which other models may share and which is saved, keeps what it holds.
+of its config that answers "warpwright" if the config answers "sdpa" (``_views.py``). Other
+models may share the config itself, and it is saved, so it keeps what it holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention function that transformers' models find by the name "warpwright"."""
+"""The attention function that transformers' models look up as "warpwright"."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..._arch import FLOATING, why_no_kernel
 
 native_attention = sdpa_attention.sdpa_attention_forward
 
-# Arguments that our op has no form of. If one is given, transformers' own function decides: it
-# raises, warns or leaves the argument out.
+# Arguments that our op does not have. If one is given, transformers' own function runs: it raises,
+# warns or ignores the argument.
 NOT_OURS = ("softcap", "s_aux", "cache", "output_attentions")
 
 
@@ -43,10 +43,10 @@ def attention(
     """As transformers' function for "sdpa", but K and V are never repeated for all heads.
 
     Args:
-        module: the attention layer; its ``is_causal`` counts if the argument is None, and its
-            ``num_key_value_groups``.
-        query: (batch, heads, queries, head size); key and value with fewer heads.
-        attention_mask: boolean or added to the scores; None, and ``is_causal`` decides.
+        module: the attention layer. Its ``num_key_value_groups`` is read, and its ``is_causal`` if
+            the argument is None.
+        query: (batch, heads, queries, head size); key and value may have fewer heads.
+        attention_mask: boolean, or added to the scores. If it is None, ``is_causal`` decides.
         position_bias: added to the scores too (T5 in transformers 5).
     Returns:
         (batch, queries, heads, head size), and None for the weights.

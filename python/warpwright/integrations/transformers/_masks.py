@@ -1,14 +1,14 @@
-"""The mask function of the name "warpwright", and the hooks that prove a call to be causal.
+"""The mask function named "warpwright", and the hooks that prove that a call is causal.
 
 transformers' mask functions return None if ``is_causal`` alone can tell attention the mask. While a
-graph is traced or captured they cannot read values, so they build the mask: dense,
-(batch, 1, queries, keys), and K and V are then repeated for all heads. :func:`_needs_no_mask`
-returns None as well whenever the arguments alone say enough.
+graph is traced or captured they cannot read values. They then build a dense mask,
+(batch, 1, queries, keys), and K and V are repeated for all heads. For our mask function,
+:func:`_needs_no_mask` decides by the arguments alone.
 
 One case needs a proof from outside. Position ids may pack several sequences into one row. Without a
-cache the mask function therefore gets an overlay that separates them, even if the model has just
-counted the positions itself. The hooks note whether the caller of the module that makes the masks
-gave any. In all other cases the mask is the one that transformers builds.
+cache the mask function therefore gets an overlay that separates them, even if the model counted
+the positions itself. The hooks note whether the caller of the module that makes the masks gave
+position ids. In all other cases transformers builds the mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ native_mask = masking_utils.sdpa_mask
 
 
 class _Proofs(threading.local):
-    """Per thread: (a module that makes masks, whether its call is proven, the same of the outer)."""
+    """A stack per thread: (a module that makes masks, whether its call is proven, the rest)."""
 
     def __init__(self) -> None:
         self.top: tuple[nn.Module, bool, Any] | None = None
@@ -65,7 +65,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def add_hooks(module: nn.Module) -> None:
-    """Functions of this file, so that copies and pickles of the module keep them."""
+    """The hooks are functions of this file, so that copies and pickles of the module keep them."""
     if counts_positions(module):
         module.register_forward_pre_hook(_enter, with_kwargs=True)
     else:
@@ -78,7 +78,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Found by the functions: a copy of a module has no handle."""
+    """Finds the hooks by their functions, because a copy of a module has no handles."""
     for hooks, marks in (
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
         (
@@ -122,15 +122,15 @@ def _needs_no_mask(
         q_length = cache_position.shape[0]
     from_start = kv_length == q_length and kv_offset == 0 and q_offset == 0
     if local_size is not None:
-        # All keys within one window or chunk. With the last key of a window the first may fall out.
+        # All keys must be within one window or chunk. A window's last key may push out its first.
         if kv_length > local_size or kv_offset != 0:
             return False
         if kv_length == local_size and not from_start:
             return False
     if allow_is_causal_skip:
         return from_start or q_length == 1
-    # Refused because of an overlay. It is the one for packed sequences if the innermost module that
-    # makes masks can have no other (counts_positions), and then the proof is that none are packed.
+    # Refused because of an overlay. If the innermost module that makes masks can have no other
+    # (counts_positions), it is the overlay for packed sequences, and the proof says: none are packed.
     top = _proofs.top
     return from_start and top is not None and top[1] and mask_function.__code__ is _OVERLAID
 

@@ -1,7 +1,7 @@
 """What the source of a class says about its attention and its masks.
 
-transformers has no flags for these facts. Where a source is missing or not understood, the answer is
-the one that leaves the class to transformers.
+transformers has no flags for these facts. If a source is missing or not understood, the answer
+leaves the class to transformers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from transformers import PreTrainedModel, masking_utils
 OP = "scaled_dot_product_attention"
 
 _BY_NAME = re.compile(r"config\._attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
-# What else can make a causal mask more than causal, or demand that it is built.
+# Other names that can restrict a causal mask further, or demand that it is built.
 _OVERLAYS = re.compile(
     r"(or_mask_function|and_mask_function|block_sequence_ids|allow_is_\w+_skip|indexed_attention)"
 )
 _SHAPING = {"arange", "unsqueeze", "expand", "view", "repeat", "to", "size", "get_seq_length"}
-# Their classes say nothing of one model.
+# These classes are common to all models.
 _COMMON = {*PreTrainedModel.__mro__}
 _COMMON_FILES = {"builtins", "transformers.generation.utils"}
 
@@ -87,8 +87,8 @@ def _is_mask_function(thing: object) -> bool:
 def counts_positions(module: nn.Module) -> bool:
     """Whether a plain call of ``module``, which makes masks, makes causal masks and nothing more.
 
-    Plain: the caller gives no position ids. Those that the forward then makes must count up by 1,
-    and the code may lay nothing over the masks, unless in a branch that ``module``'s config closes.
+    Plain: the caller gives no position ids. The forward then makes its own, which must count up
+    by 1. The code may add no overlay to the masks, except in branches that the config switches off.
     """
     kind = class_of(module)
     options = _options_with_overlays(kind)
@@ -100,7 +100,7 @@ def counts_positions(module: nn.Module) -> bool:
 
 @functools.cache
 def _options_with_overlays(kind: type) -> frozenset[str] | None:
-    """The options ``X`` with ``if self.config.X:`` around overlays; None if others are mentioned."""
+    """The options ``X`` of ``if self.config.X:`` around overlays; None if other code has overlays."""
     options: set[str] = set()
     for base in _bases(kind):
         source = _source(base)

@@ -17,13 +17,13 @@ class View:
     _warpwright_native: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Not further: transformers 5 makes each subclass of its configs a dataclass."""
+        """Stops here, because transformers 5 makes each subclass of its configs a dataclass."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return view_of, (self._warpwright_native,)
 
     def __setattr__(self, key: str, value: Any) -> None:
-        # A model made from a view writes what it read there; the config keeps transformers' choice.
+        # A model made from a view writes back what it read; the config keeps transformers' choice.
         if key == "_attn_implementation_internal" and value == NAME:
             value = NATIVE
         super().__setattr__(key, value)
