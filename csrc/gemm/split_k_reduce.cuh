@@ -28,8 +28,8 @@ struct RowSumParts {
   }
 };
 
-// How many parts there are of D's columns around (row, col): all of them everywhere. Another
-// PartCount may say less, of any tile of at least Output::kVec columns.
+// A PartCount gives the number of parts at (row, col) of D. It is constant over each aligned group
+// of Output::kVec columns. This one: all parts everywhere.
 struct AllParts {
   int splits;
   __device__ __forceinline__ int operator()(int64_t, int64_t) const { return splits; }

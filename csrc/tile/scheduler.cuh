@@ -92,10 +92,10 @@ __device__ __forceinline__ int tile_number(const TileGrid& grid, int tile_m, int
   return first_m * grid.tiles_n + tile_n * rows + (tile_m - first_m);
 }
 
-// Stream-K: the k tiles of all tiles in a row, cut into one run per CTA. Runs are of equal length,
-// at most one k tile apart, and no longer than a tile, so that a CTA has parts of one tile or two:
-// those are blocks `cta` and `ctas + cta`, of which the second may be empty. TileCoord::split
-// counts the parts of a tile in k's order.
+// Stream-K: the k tiles of all tiles form one sequence, which is cut into one run per CTA. The
+// lengths of runs differ by one at most. No run is longer than a tile, so that a CTA has parts of
+// one or two tiles: blocks `cta` and `ctas + cta`. The second block may be empty. TileCoord::split
+// numbers the parts of a tile in the order of k.
 struct StreamKGrid {
   static constexpr bool kHasEmptyBlocks = true;
 
@@ -112,7 +112,7 @@ struct StreamKGrid {
   __device__ __forceinline__ int first_of_run(int cta) const {
     return cta * run + min(cta, longer_runs);
   }
-  // Whose run has this one of all tiles' k tiles.
+  // The CTA whose run has this k tile of the sequence.
   __device__ __forceinline__ int cta_of(int k_tile) const {
     const int rest = k_tile - longer_runs * (run + 1);
     return rest < 0 ? by_longer_run.quotient(k_tile) : longer_runs + by_run.quotient(rest);

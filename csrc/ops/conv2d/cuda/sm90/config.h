@@ -1,6 +1,6 @@
-// A convolution on sm_90a: images channels last and 16-bit, windows by TMA's im2col mode, products
-// by wgmma. operands.cuh has the three products. Its tile and split are chosen by an estimate of
-// cycles, as the matrix product's are.
+// A convolution on sm_90a: 16-bit channels-last images, windows by TMA's im2col mode, products by
+// wgmma (operands.cuh). An estimate of cycles chooses the tile and the split, as for the matrix
+// product.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace warpwright {
 
-// Named by its extents, rows x columns of D. kTransposed: 64 channels x 256 pixels of D's
-// transpose.
+// The name gives rows x columns of D. kTransposed: D's transpose, 64 channels x 256 pixels, which
+// reads fewer bytes of shared memory per product than 128x64.
 enum class TmaIm2colTile { k256x128, k128x256, k128x128, k128x64, k64x192, k64x128, kTransposed };
 constexpr int kTmaIm2colTiles = 7;
 
@@ -57,8 +57,8 @@ struct WindowAxis {
   int64_t pad;  // before the image, maybe negative
   int64_t taps;
   int64_t dilation;
-  int64_t first_tap = 0;  // of the filter: the windows' first
-  int64_t tap_step = 1;   // of the filter, from one of the windows' taps to the next
+  int64_t first_tap = 0;  // the filter's tap that meets the first tap of a window
+  int64_t tap_step = 1;   // in the filter, for one tap further in the window
 
   // TMA's corners of a box and its offsets of a tap have 8 bits.
   bool fits_tma() const {
@@ -210,11 +210,11 @@ inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int sp
 
 constexpr int64_t kMaxTmaIm2colWorkspace = int64_t{32} << 20;
 
-// Stream-K (tile/scheduler.cuh) of wgrad: its tile, whose warpgroups have one tile together.
+// wgrad by stream-K (tile/scheduler.cuh) has one tile, which both warpgroups share.
 constexpr TmaIm2colTile kStreamKTile = TmaIm2colTile::k128x256;
 
 struct StreamKCost {
-  int parts;  // of a tile, at most; 0: it does not pay
+  int parts;  // the most of any tile; 0: stream-K cannot cut the product
   double cycles;
 };
 
@@ -275,8 +275,8 @@ inline double choose_tma_im2col_tile(const Conv2dShape& s, const DeviceInfo& dev
   return best;
 }
 
-// None: another kernel takes it. `sums`: wgrad's bias gradient, null if it is not wanted.
-// `other_cycles`: the estimate of the kernel that would take it instead.
+// None: another kernel takes it, whose estimate is `other_cycles`. `sums`: wgrad's bias gradient,
+// null if it is not wanted.
 inline std::optional<TmaIm2colConfig> choose_tma_im2col(ConvDirection direction,
                                                         const Conv2dShape& s,
                                                         const Conv2dAddresses& addresses,
