@@ -1,0 +1,220 @@
+// layer_norm: y = (x - mean) * rstd * weight + bias over the last dimensions, with
+// rstd = 1 / sqrt(var + eps). rms_norm is the same with mean = 0: rstd = 1 / sqrt(mean(x^2) + eps).
+// Memory-bound. A group of threads holds a row in registers: one read and one write forward. The
+// backward reads x and dy once and writes dx. Persistent blocks add up the gradients of weight and
+// bias in registers meanwhile; a small second kernel adds the blocks' partial sums in order. Rows
+// too long for registers are read again, and then the sums over rows take kernels of their own.
+// Bytes (E = bytes of x): 2E forward, 3E backward. Long rows: up to 4E and 5E + 3E, mostly from L2.
+//
+// Layout: x and dy (rows, cols), column stride 1, any row stride; y and dx dense.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "common/ceil_div.h"
+#include "common/dtype.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace warpwright {
+
+// One value per column, dense. Null data: absent. The type is the input's or float32.
+struct NormVector {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
+struct LayerNormParams {
+  DType dtype;
+  bool centered;  // layer_norm; else rms_norm
+  int64_t rows, cols;
+  const void* input;
+  int64_t input_stride;  // elements between rows
+  void* output;
+  NormVector weight, bias;  // rms_norm has no bias
+  double eps;
+  void* mean;  // (rows), float, or double for a double input; null: not centered
+  void* rstd;  // (rows), the same
+};
+
+struct LayerNormBackwardParams {
+  DType dtype;
+  bool centered;
+  int64_t rows, cols;
+  const void* grad_output;
+  int64_t grad_stride;
+  const void* input;
+  int64_t input_stride;
+  NormVector weight;
+  const void* mean;  // as the forward's
+  const void* rstd;
+  void* grad_input;                   // null: not wanted
+  NormVector grad_weight, grad_bias;  // null data: not wanted
+
+  constexpr bool needs_sums() const {
+    return grad_weight.data != nullptr || grad_bias.data != nullptr;
+  }
+};
+
+// ---- forward ----
+
+struct LayerNormPlan {
+  bool held;       // a group holds a row; else a block reads its row three times
+  int vec;         // elements per access
+  int vectors;     // per thread
+  int lanes;       // threads of a group
+  int threads;     // of a block
+  int64_t blocks;  // a block has threads / lanes rows
+  const char* reason;
+};
+
+constexpr int kNormThreads = 128;         // of a block that has several rows
+constexpr int kNormMaxThreads = 1024;     // of a block that has one
+constexpr int kNormMaxVectors = 8;        // per thread
+constexpr int kNormElementVectors = 8;    // the same, for accesses of one element
+constexpr int kNormLoopThreads = 512;     // of a block that reads its row three times
+constexpr int kNormBackwardThreads = 512;  // at most
+
+// Threads of a group with `held` vectors each, whatever the result's size.
+constexpr int64_t norm_lanes(int64_t vectors, int held) {
+  const int64_t lanes = ceil_div(vectors, held);
+  if (lanes > 32) return ceil_div(lanes, 32) * 32;
+  int64_t power = 1;
+  while (power < lanes) power *= 2;
+  return power;
+}
+
+// `addresses`: bitwise or of the element pointers and row pitches in bytes, as integers.
+inline LayerNormPlan choose_layer_norm(const LayerNormParams& p, uintptr_t addresses) {
+  LayerNormPlan plan{};
+  const int wide = static_cast<int>(16 / dtype_size(p.dtype));
+  const bool aligned = addresses % 16 == 0 && p.cols % wide == 0;
+  plan.vec = aligned ? wide : 1;
+  const int64_t vectors = p.cols / plan.vec;
+  const int most = aligned ? kNormMaxVectors : kNormElementVectors;
+  if (vectors > int64_t{most} * kNormMaxThreads) {
+    plan.threads = plan.lanes = kNormLoopThreads;
+    plan.vectors = 1;
+    plan.blocks = p.rows;
+    plan.reason = "rows longer than a block's registers, read three times";
+    return plan;
+  }
+  plan.held = true;
+  // Up to four vectors per thread keep enough bytes in flight and leave room for many blocks.
+  int held = aligned ? 1 : kNormElementVectors;
+  if (aligned) {
+    while (held < 4 && vectors > 32 * held) held *= 2;
+    if (norm_lanes(vectors, held) > kNormMaxThreads) held = kNormMaxVectors;
+  }
+  plan.vectors = held;
+  plan.lanes = static_cast<int>(norm_lanes(vectors, held));
+  plan.threads = plan.lanes > 32 ? plan.lanes : kNormThreads;
+  plan.blocks = ceil_div(p.rows, int64_t{plan.threads / plan.lanes});
+  plan.reason = !aligned           ? "a row or address is no multiple of 16 bytes: element accesses"
+                : plan.lanes <= 32 ? "rows held by up to a warp, 16-byte accesses"
+                                   : "a row held by a block, 16-byte accesses";
+  return plan;
+}
+
+inline std::string describe(const LayerNormPlan& plan) {
+  return std::to_string(plan.blocks) + " block(s) of " + std::to_string(plan.threads) +
+         " threads, " + std::to_string(plan.lanes) + " per row, " + std::to_string(plan.vectors) +
+         " access(es) of " + std::to_string(plan.vec) + " element(s) each: " + plan.reason;
+}
+
+// ---- backward ----
+
+struct LayerNormBackwardPlan {
+  bool held;       // persistent groups; else a kernel per gradient
+  int vec;         // elements per access
+  int vectors;     // per thread and operand
+  int lanes;       // threads of a group
+  int threads;     // of a block
+  int64_t blocks;  // persistent: each writes a row of partial sums
+  int splits;      // not held: runs of rows that are summed apart
+  const char* reason;
+
+  // Sums of weight and bias; element: an accumulator of the input's type.
+  int64_t workspace_bytes(const LayerNormBackwardParams& p) const {
+    if (!p.needs_sums()) return 0;
+    const int64_t element = p.dtype == DType::kFloat64 ? 8 : 4;
+    return (held ? blocks : splits) * p.cols * 2 * element;
+  }
+};
+
+// At most, per thread and operand. Two sums per column of a thread (one without a mean) and two
+// operands must fit 128 registers.
+constexpr int norm_backward_vectors(int64_t element_size, bool centered) {
+  return element_size == 8 && centered ? 2 : 4;
+}
+
+constexpr int kNormSumLanes = 32;  // columns of a block that adds up partial sums
+
+inline LayerNormBackwardPlan choose_layer_norm_backward(const LayerNormBackwardParams& p,
+                                                        uintptr_t addresses,
+                                                        const DeviceInfo& device) {
+  LayerNormBackwardPlan plan{};
+  const int wide = static_cast<int>(16 / dtype_size(p.dtype));
+  const bool aligned = addresses % 16 == 0 && p.cols % wide == 0;
+  plan.vec = aligned ? wide : 1;
+  plan.splits = 1;
+  const int64_t vectors = p.cols / plan.vec;
+  const int most = norm_backward_vectors(dtype_size(p.dtype), p.centered);
+  if (!aligned || vectors > int64_t{most} * kNormBackwardThreads) {
+    plan.threads = plan.lanes = kNormLoopThreads;
+    plan.vectors = 1;
+    plan.blocks = p.rows;
+    const int64_t tiles = ceil_div(p.cols, int64_t{kNormSumLanes});
+    plan.splits = static_cast<int>(std::clamp<int64_t>(
+        p.rows / 64, 1, std::max<int64_t>(1, 8 * device.num_sms / std::max<int64_t>(tiles, 1))));
+    plan.reason = aligned ? "rows longer than a block's registers: a kernel per gradient"
+                          : "a row or address is no multiple of 16 bytes: a kernel per gradient";
+    return plan;
+  }
+  plan.held = true;
+  int held = vectors > 32 ? 2 : 1;
+  while (held < most && norm_lanes(vectors, held) > kNormBackwardThreads) held *= 2;
+  plan.vectors = held;
+  plan.lanes = static_cast<int>(norm_lanes(vectors, held));
+  // Whole groups; few rows leave no group without one.
+  const int64_t groups = std::max<int64_t>(1, kNormBackwardThreads / plan.lanes);
+  plan.threads = static_cast<int>(groups * plan.lanes);
+  plan.blocks = std::clamp<int64_t>(ceil_div(p.rows, groups), 1, device.num_sms);
+  plan.reason = "persistent blocks, rows in a ring, sums of weight and bias in registers";
+  return plan;
+}
+
+inline std::string describe(const LayerNormBackwardPlan& plan) {
+  return std::to_string(plan.blocks) + " block(s) of " + std::to_string(plan.threads) +
+         " threads, " + std::to_string(plan.lanes) + " per row, " + std::to_string(plan.vectors) +
+         " access(es) of " + std::to_string(plan.vec) + " element(s) per operand: " + plan.reason;
+}
+
+// Bitwise or of the call's element pointers and row pitches, in bytes.
+inline uintptr_t norm_addresses(const LayerNormParams& p) {
+  auto bits = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+  return bits(p.input) | bits(p.output) | bits(p.weight.data) | bits(p.bias.data) |
+         static_cast<uintptr_t>(p.input_stride * dtype_size(p.dtype));
+}
+inline uintptr_t norm_addresses(const LayerNormBackwardParams& p) {
+  auto bits = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+  return bits(p.grad_output) | bits(p.input) | bits(p.grad_input) | bits(p.weight.data) |
+         static_cast<uintptr_t>((p.grad_stride | p.input_stride) * dtype_size(p.dtype));
+}
+
+void layer_norm_cpu(const LayerNormParams& params);
+void layer_norm_backward_cpu(const LayerNormBackwardParams& params);
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_layer_norm(const LayerNormParams& params, const LayerNormPlan& plan,
+                       cudaStream_t stream);
+void launch_layer_norm_backward(const LayerNormBackwardParams& params,
+                                const LayerNormBackwardPlan& plan, void* workspace,
+                                cudaStream_t stream);
+#endif
+
+}  // namespace warpwright
