@@ -58,6 +58,8 @@ def public_calls(device, seed, grad=True):
         "batch_norm_relu": ([g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_add_relu": ([g(*x4), g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_relu_max_pool2d": ([g(*x4), *stats(), g(3), g(3)], {**norm, **pool}),
+        "layer_norm": ([g(2, 4, 6), (4, 6), g(4, 6), g(4, 6)], {"eps": 1e-5}),
+        "rms_norm": ([g(2, 4, 6), (6,), g(6)], {"eps": 1e-5}),
         "cross_entropy": ([g(4, 7), labels(device, 7, 4), t(7).abs()], loss),
         "linear_cross_entropy": (
             [g(4, 5), g(7, 5), labels(device, 7, 4), g(7)],

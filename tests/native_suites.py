@@ -43,6 +43,8 @@ OURS = {
     ("max_pool2d_with_indices_backward", ""): max_pool2d_backward,
     ("nn.functional.batch_norm", ""): F.batch_norm,
     ("nn.functional.batch_norm", "without_cudnn"): F.batch_norm,
+    ("nn.functional.layer_norm", ""): F.layer_norm,
+    ("nn.functional.rms_norm", ""): F.rms_norm,
     ("nn.functional.cross_entropy", ""): F.cross_entropy,
     ("nn.functional.linear", ""): F.linear,
     ("nn.functional.conv2d", ""): F.conv2d,

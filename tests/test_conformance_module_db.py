@@ -21,6 +21,8 @@ from warpwright.testing import assert_same
 OURS = {
     torch.nn.Conv2d: wnn.Conv2d,
     torch.nn.BatchNorm2d: wnn.BatchNorm2d,
+    torch.nn.LayerNorm: wnn.LayerNorm,
+    torch.nn.RMSNorm: wnn.RMSNorm,
     torch.nn.ReLU: wnn.ReLU,
     torch.nn.MaxPool2d: wnn.MaxPool2d,
     torch.nn.Linear: wnn.Linear,

@@ -25,6 +25,7 @@
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
 #include "ops/cross_entropy/cross_entropy.h"
+#include "ops/layer_norm/layer_norm.h"
 #include "ops/linear/linear.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "ops/max_pool2d/max_pool2d.h"
@@ -240,6 +241,36 @@ Lines explain_batch_norm(const std::string& dtype, const TensorLayout& input, bo
   return {{"forward", text(operands)}, {"backward", text(2)}};
 }
 
+// ---- layer_norm, rms_norm ----
+
+Lines explain_layer_norm(const std::string& dtype, bool centered, const TensorLayout& input,
+                         int64_t normalized_dims, const DeviceInfo& device) {
+  LayerNormParams forward{};
+  forward.dtype = dtype_from(dtype);
+  forward.centered = centered;
+  forward.rows = forward.cols = 1;
+  const auto leading = static_cast<int64_t>(input.sizes.size()) - normalized_dims;
+  for (int64_t d = 0; d < static_cast<int64_t>(input.sizes.size()); ++d) {
+    (d < leading ? forward.rows : forward.cols) *= input.sizes[static_cast<size_t>(d)];
+  }
+  forward.input = reinterpret_cast<const void*>(input.address);
+  // A row view that is copied starts where allocations start.
+  forward.input_stride = leading == 1 && normalized_dims == 1 && input.strides[1] == 1
+                             ? input.strides[0]
+                             : forward.cols;
+  LayerNormBackwardParams backward{};
+  backward.dtype = forward.dtype;
+  backward.centered = centered;
+  backward.rows = forward.rows;
+  backward.cols = forward.cols;
+  backward.input = forward.input;
+  backward.input_stride = forward.input_stride;
+  backward.grad_stride = forward.cols;
+  return {{"forward", describe(choose_layer_norm(forward, norm_addresses(forward)))},
+          {"backward",
+           describe(choose_layer_norm_backward(backward, norm_addresses(backward), device))}};
+}
+
 // ---- conv2d ----
 
 // `window`: stride, padding before the first row and column, dilation, each (h, w).
@@ -437,6 +468,7 @@ void define_explain(py::module_& m) {
     return devices;
   });
   m.def("explain_batch_norm", &explain_batch_norm);
+  m.def("explain_layer_norm", &explain_layer_norm);
   m.def("explain_conv2d", &explain_conv2d);
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
   m.def("explain_cross_entropy", &explain_cross_entropy);

@@ -22,6 +22,9 @@ def named_devices() -> dict[str, DeviceInfo]: ...
 def explain_batch_norm(
     dtype: str, input: Operand, rows: bool, operands: int, device: DeviceInfo
 ) -> list[tuple[str, str]]: ...
+def explain_layer_norm(
+    dtype: str, centered: bool, input: Operand, normalized_dims: int, device: DeviceInfo
+) -> list[tuple[str, str]]: ...
 def explain_conv2d(
     dtype: str,
     tf32: bool,

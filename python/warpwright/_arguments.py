@@ -64,6 +64,22 @@ def integers(function: str, name: str, value: Any) -> Sequence[int]:
     return [int(v) if v is True or v is False else integer(function, name, v) for v in value]
 
 
+def sizes(function: str, name: str, value: Any) -> Sequence[int]:
+    """Accepts a list or tuple of integers, torch.Size too."""
+    if _is_symbolic(value):
+        return value
+    if not isinstance(value, (tuple, list)):
+        _refuse(function, name, "tuple of ints", value)
+    for place, size in enumerate(value):
+        whole = _is_symbolic(size) or isinstance(size, (numbers.Integral, Tensor))
+        if isinstance(size, bool) or not whole:
+            raise TypeError(
+                f"{function}(): argument '{name}' must be tuple of ints, but found element of type "
+                f"{type(size).__name__} at pos {place}"
+            )
+    return [integer(function, name, size) for size in value]
+
+
 def real(function: str, name: str, value: Any) -> Any:
     """Accepts real numbers of Python and NumPy, and 0-d tensors that require no grad."""
     if _is_symbolic(value):

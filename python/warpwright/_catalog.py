@@ -52,6 +52,14 @@ def _batch_norm_example(device: str) -> Example:
     return "1x4x6x6", (_leaf(device, 1, 4, 6, 6), *statistics, *affine, True), {}
 
 
+def _layer_norm_example(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8), (8,), _leaf(device, 8), _leaf(device, 8)), {}
+
+
+def _rms_norm_example(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8), (8,), _leaf(device, 8)), {}
+
+
 def _max_pool2d_example(device: str) -> Example:
     return "1x4x6x6, 2", (_leaf(device, 1, 4, 6, 6), 2), {}
 
@@ -205,6 +213,35 @@ _RECORDS = (
         explain="batch_norm_relu_max_pool2d",
         cpu="batch norm's statistics, then max pooling's loops over rows",
         folders=("batch_norm", "batch_norm_relu_max_pool2d", "max_pool2d"),
+    ),
+    Op(
+        "layer_norm",
+        (
+            Operator("layer_norm", _native.layer_norm, _aten.layer_norm, autocast=True),
+            Operator("layer_norm_backward", aten=_aten.layer_norm_backward),
+        ),
+        modules=((nn.LayerNorm, "LayerNorm"),),
+        routes=(Route(native.layer_norm),),
+        work=_work.traffic_of_call(2, 3),
+        explain="layer_norm",
+        cpu="vectorised loops over rows; each row's mean, then its deviations",
+        example=_layer_norm_example,
+        operations=3.0,
+    ),
+    Op(
+        "rms_norm",
+        (
+            Operator("rms_norm", _native.rms_norm, _aten.rms_norm),
+            Operator("rms_norm_backward", aten=_aten.rms_norm_backward),
+        ),
+        modules=((nn.RMSNorm, "RMSNorm"),),
+        routes=(Route(native.rms_norm), Route(torch.rms_norm)),
+        work=_work.traffic_of_call(2, 3),
+        explain="rms_norm",
+        cpu="vectorised loops over rows",
+        example=_rms_norm_example,
+        operations=3.0,
+        folders=("layer_norm",),
     ),
     Op(
         "relu",

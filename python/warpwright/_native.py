@@ -40,6 +40,18 @@ def batch_norm_update(
     return (native.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps),)
 
 
+def layer_norm(
+    input: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor]:
+    return (native.layer_norm(input, shape, weight, bias, eps),)
+
+
+def rms_norm(
+    input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor]:
+    return (native.rms_norm(input, shape, weight, eps),)
+
+
 def _added_relu(normalized: Tensor, residual: Tensor | None) -> tuple[Tensor]:
     return (torch.relu(normalized if residual is None else normalized + residual),)
 

@@ -241,6 +241,19 @@ def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_batch_norm(_dtype(x), _operand(x), rows, 1 + ("residual" in a), gpu)
 
 
+def _layer_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _row_norm(a, gpu, centered=True)
+
+
+def _rms_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _row_norm(a, gpu, centered=False)
+
+
+def _row_norm(a: Arguments, gpu: _C.DeviceInfo, centered: bool) -> Lines:
+    x = a["input"]
+    return _C.explain_layer_norm(_dtype(x), centered, _operand(x), len(a["normalized_shape"]), gpu)
+
+
 def _cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     probabilities = a["target"].shape == a["input"].shape
     return _C.explain_cross_entropy(

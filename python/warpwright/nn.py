@@ -27,6 +27,7 @@ __all__ = [
     "BatchNormReLUMaxPool2d",
     "Conv2d",
     "CrossEntropyLoss",
+    "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
     "LinearGELU",
@@ -34,6 +35,7 @@ __all__ = [
     "LinearSiLU",
     "MaxPool2d",
     "MultiheadAttention",
+    "RMSNorm",
     "ReLU",
     "ReLUMaxPool2d",
 ]
@@ -208,6 +210,20 @@ class BatchNormReLUMaxPool2d(_BatchNorm, nn.BatchNorm2d):
     def extra_repr(self) -> str:
         window = ", ".join(f"{name}={value}" for name, value in self._window().items())
         return f"{super().extra_repr()}, {window}"
+
+
+class LayerNorm(_Named, nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on :func:`warpwright.functional.layer_norm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(_Named, nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on :func:`warpwright.functional.rms_norm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
 
 
 class ReLU(_Named, nn.ReLU):

@@ -7,6 +7,7 @@ independent:
 ==================  ============================================================================
 linear              rows; batched weights: ATen's batched matrix product
 convolution         N; batched weights, and their gradient per sample: groups
+layer and RMS norm  rows; gradients of the weight per sample: ATen's sums
 batch norm          N if only the input is batched and the statistics are given, else channels
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from .._ops import ops
-from . import _attention, _losses, _norm_and_pool, _products
+from . import _attention, _losses, _norm_and_pool, _products, _row_norms
 from ._fold import Dims, Rule, one_by_one
 
 
@@ -55,6 +56,10 @@ RULES: dict[str, Rule] = {
     "conv2d_backward": _products.conv2d_backward,
     "batch_norm": _norm_and_pool.batch_norm,
     "batch_norm_backward": _norm_and_pool.batch_norm_backward,
+    "layer_norm": _row_norms.layer_norm,
+    "layer_norm_backward": _row_norms.layer_norm_backward,
+    "rms_norm": _row_norms.rms_norm,
+    "rms_norm_backward": _row_norms.rms_norm_backward,
     "max_pool2d": _norm_and_pool.pool(ops.max_pool2d),
     "max_pool2d_with_codes": _norm_and_pool.pool(ops.max_pool2d_with_codes),
     "relu_max_pool2d": _norm_and_pool.pool(ops.relu_max_pool2d),

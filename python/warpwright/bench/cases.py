@@ -120,6 +120,22 @@ def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case
     )
 
 
+def _row_norm(op: str, rows: int, cols: int, dtype: torch.dtype) -> Case:
+    """layer_norm or rms_norm, weights in the input's type as in a model that was cast."""
+    e = rows * cols * dtype.itemsize
+    vectors = ("weight", "bias") if op == "layer_norm" else ("weight",)
+
+    def make(device: str) -> Inputs:
+        factors = {name: _randn((cols,), dtype, device).requires_grad_() for name in vectors}
+        return {"x": _randn((rows, cols), dtype, device), **factors}
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        return getattr(F, op)(i["x"], (cols,), *(i[name] for name in vectors))
+
+    work = _work.traffic(e, 2, 3)
+    return Case(op, f"{rows}x{cols}", dtype, ROWS, make, call, work.of("bytes"))
+
+
 def _batch_norm_relu(shape: tuple[int, ...], dtype: torch.dtype, layout: str, add: bool) -> Case:
     """Batch norm, maybe an addition, and a relu. Native calls one after the other."""
     plain = _batch_norm(shape, dtype, layout)
@@ -416,6 +432,18 @@ def _attention(b: int, h: int, s: int, d: int, causal: bool, dtype: torch.dtype 
     )
 
 
+# GPT-2, a language model of 1024 columns, Llama's, and one of the widest; heads of 128 last.
+ROW_NORMS = (
+    (16384, 768),
+    (65536, 1024),
+    (8192, 2048),
+    (32768, 4096),
+    (16384, 8192),
+    (16384, 16384),
+    (1048576, 128),
+)
+
+
 def _all_cases() -> list[Case]:
     cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32)]
     cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
@@ -428,6 +456,9 @@ def _all_cases() -> list[Case]:
         (64, 96, 55, 57),
     ):
         cases += [_batch_norm(shape, BF16, NHWC), _batch_norm(shape, FP32, NCHW)]
+    for op in ("layer_norm", "rms_norm"):
+        cases += [_row_norm(op, *shape, BF16) for shape in ROW_NORMS]
+        cases += [_row_norm(op, 16384, 768, FP32), _row_norm(op, 8192, 4096, FP32)]
     for shape in ((256, 64, 112, 112), (256, 512, 28, 28), (256, 2048, 7, 7), (1024, 32, 28, 28)):
         for add in (False, True):
             cases += [
@@ -524,6 +555,8 @@ QUICK_CASES = [
     _relu(1 << 22, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
+    _row_norm("layer_norm", 2048, 768, FP32),
+    _row_norm("rms_norm", 2048, 768, FP32),
     _batch_norm_relu((64, 32, 28, 28), FP32, NHWC, False),
     _batch_norm_relu((64, 32, 28, 28), FP32, NCHW, True),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),

@@ -5,7 +5,14 @@ from ._attention import scaled_dot_product_attention
 from ._conv import conv2d
 from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
 from ._loss import cross_entropy, linear_cross_entropy
-from ._norm import batch_norm, batch_norm_add_relu, batch_norm_relu, batch_norm_relu_max_pool2d
+from ._norm import (
+    batch_norm,
+    batch_norm_add_relu,
+    batch_norm_relu,
+    batch_norm_relu_max_pool2d,
+    layer_norm,
+    rms_norm,
+)
 from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
 
 __all__ = [
@@ -15,6 +22,7 @@ __all__ = [
     "batch_norm_relu_max_pool2d",
     "conv2d",
     "cross_entropy",
+    "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_gelu",
@@ -26,6 +34,7 @@ __all__ = [
     "relu",
     "relu_",
     "relu_max_pool2d",
+    "rms_norm",
     "scaled_dot_product_attention",
 ]
 

@@ -28,6 +28,13 @@ def pair(function: str, name: str, value: int | Sequence[int]) -> Sequence[int]:
     return _arguments.integers(function, name, value)
 
 
+def is_sizes(value: Any) -> bool:
+    """Whether it is a list or tuple of integers of Python's own type."""
+    return (value.__class__ is tuple or value.__class__ is list) and all(
+        size.__class__ is int for size in value
+    )
+
+
 def pool_window(
     function: str, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: Any
 ) -> tuple[Any, ...]:
