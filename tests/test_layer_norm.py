@@ -105,7 +105,9 @@ def test_views_of_rows(device, dtype, name):
         compare(name, (view.detach().requires_grad_(), *args[1:]), (64,))
     weight = torch.randn(65, device=device).to(dtype)[1:]
     x = wide[0, :, :64].contiguous()
-    assert_same(on(F, name, (64,))(x, weight), on(F, name, (64,))(x, weight.clone()))
+    found = [on(F, name, (64,))(x, w) for w in (weight, weight.clone())]
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
 @both
@@ -187,19 +189,22 @@ def test_far_from_zero(device, name):
 @both
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite(device, dtype, name, value):
-    """They stay in their row, and in their column of the gradients of the vectors."""
+    """They stay in their row, and in their column of the gradients of the vectors.
+
+    Native's fused rms_norm loses some of them on a GPU, so the formula on the CPU is the reference.
+    """
     for cols in (40, 41):
         x = torch.randn(12, cols, device=device).to(dtype)
         x[3, 7] = value
         dy = torch.randn_like(x)
         given = vectors(name, (cols,), device, dtype)
         found = []
-        for namespace in (F, native):
-            args = leaves((x, *given))
+        for namespace, where in ((F, device), (native, "cpu")):
+            args = leaves([t.to(where) for t in (x, *given)])
             y = on(namespace, name, (cols,))(*args)
-            found.append((y, *torch.autograd.grad(y, args, dy)))
+            found.append((y, *torch.autograd.grad(y, args, dy.to(where))))
         for ours, theirs in zip(*found, strict=True):
-            assert torch.equal(torch.isfinite(ours), torch.isfinite(theirs))
+            assert torch.equal(torch.isfinite(ours).cpu(), torch.isfinite(theirs))
 
 
 @both

@@ -145,6 +145,19 @@ def batch_norm_cases():
     yield "rows", lambda x: F.batch_norm(x, None, None, training=True), (rand(67, 13),), {}
 
 
+def row_norm_cases():
+    """Groups below a warp, of a warp, of several; element accesses; rows that no group holds."""
+    for rows, cols in ((67, 24), (3, 5), (300, 96), (140, 1032), (9, 1001), (5, 16384), (2, 66000)):
+        for shape in ((cols,), (2, cols)) if cols == 24 else ((cols,),):
+            x = rand(rows, *shape)
+            name = f"{rows}x{cols}-{len(shape)}"
+            layer = lambda x, w, b, s=shape: F.layer_norm(x, s, w, b)  # noqa: E731
+            rms = lambda x, w, s=shape: F.rms_norm(x, s, w)  # noqa: E731
+            yield f"layer-{name}", layer, (x, rand(*shape), rand(*shape)), {}
+            yield f"rms-{name}", rms, (x, rand(*shape)), {}
+    yield "views", lambda x: F.rms_norm(x[:, 3:43], (40,)), (rand(9, 50),), {}
+
+
 def linear_cases():
     small = (1, 10, 84), (17, 33, 65), (129, 131, 67), (130, 10, 1027)
     # 16-bit and TF32 on sm_90a: each tile, one past its edge, clusters of 4 and 2, TF32's widest;
@@ -340,6 +353,7 @@ CASES = {
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,
+    "row_norm": row_norm_cases,
     "linear": linear_cases,
     "linear_activation": linear_activation_cases,
     "conv2d": conv2d_cases,

@@ -36,6 +36,10 @@ __device__ __forceinline__ int derive_anew(int value) {
   return value;
 }
 
+// A product that is rounded before it is added to anything: the compiler does not contract it.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 // Quotient and remainder by a divisor known at launch: one multiply-high, one shift.
 // Exact for 0 <= n < 2^31 and 1 <= divisor < 2^31 (Granlund & Montgomery, PLDI 1994, fig. 4.1).
 struct FastDivmod {

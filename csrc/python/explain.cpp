@@ -266,7 +266,7 @@ Lines explain_layer_norm(const std::string& dtype, bool centered, const TensorLa
   backward.input = forward.input;
   backward.input_stride = forward.input_stride;
   backward.grad_stride = forward.cols;
-  return {{"forward", describe(choose_layer_norm(forward, norm_addresses(forward)))},
+  return {{"forward", describe(choose_layer_norm(forward, norm_addresses(forward), device))},
           {"backward",
            describe(choose_layer_norm_backward(backward, norm_addresses(backward), device))}};
 }

@@ -62,22 +62,28 @@ struct LayerNormBackwardParams {
 
 // ---- forward ----
 
+enum class NormForm {
+  kPersistent,  // blocks stay; their groups walk rows through a ring
+  kHeld,        // a group holds its row in registers
+  kLooped,      // a block reads its row again
+};
+
 struct LayerNormPlan {
-  bool held;       // a group holds a row; else a block reads its row three times
+  NormForm form;
   int vec;         // elements per access
   int vectors;     // per thread
   int lanes;       // threads of a group
   int threads;     // of a block
-  int64_t blocks;  // a block has threads / lanes rows
+  int64_t blocks;
   const char* reason;
 };
 
-constexpr int kNormThreads = 128;         // of a block that has several rows
+constexpr int kNormThreads = 256;         // of a block that has several rows
 constexpr int kNormMaxThreads = 1024;     // of a block that has one
 constexpr int kNormMaxVectors = 8;        // per thread
 constexpr int kNormElementVectors = 8;    // the same, for accesses of one element
 constexpr int kNormLoopThreads = 512;     // of a block that reads its row three times
-constexpr int kNormBackwardThreads = 512;  // at most
+constexpr int kNormPersistentThreads = 512;  // of a block that stays, at most
 
 // Threads of a group with `held` vectors each, whatever the result's size.
 constexpr int64_t norm_lanes(int64_t vectors, int held) {
@@ -88,8 +94,23 @@ constexpr int64_t norm_lanes(int64_t vectors, int held) {
   return power;
 }
 
+// How persistent blocks share the rows: whole groups, and no more than keep all SMs at work.
+struct NormGroups {
+  int threads;
+  int64_t blocks;
+
+  NormGroups(int64_t rows, int lanes, const DeviceInfo& device) {
+    const int64_t most = std::max<int64_t>(1, kNormPersistentThreads / lanes);
+    int64_t groups = std::clamp<int64_t>(ceil_div(rows, int64_t{device.num_sms}), 1, most);
+    while (groups * lanes % 32 != 0) ++groups;  // whole warps
+    threads = static_cast<int>(groups * lanes);
+    blocks = std::clamp<int64_t>(ceil_div(rows, groups), 1, device.num_sms);
+  }
+};
+
 // `addresses`: bitwise or of the element pointers and row pitches in bytes, as integers.
-inline LayerNormPlan choose_layer_norm(const LayerNormParams& p, uintptr_t addresses) {
+inline LayerNormPlan choose_layer_norm(const LayerNormParams& p, uintptr_t addresses,
+                                       const DeviceInfo& device) {
   LayerNormPlan plan{};
   const int wide = static_cast<int>(16 / dtype_size(p.dtype));
   const bool aligned = addresses % 16 == 0 && p.cols % wide == 0;
@@ -97,26 +118,30 @@ inline LayerNormPlan choose_layer_norm(const LayerNormParams& p, uintptr_t addre
   const int64_t vectors = p.cols / plan.vec;
   const int most = aligned ? kNormMaxVectors : kNormElementVectors;
   if (vectors > int64_t{most} * kNormMaxThreads) {
+    plan.form = NormForm::kLooped;
     plan.threads = plan.lanes = kNormLoopThreads;
     plan.vectors = 1;
     plan.blocks = p.rows;
     plan.reason = "rows longer than a block's registers, read three times";
     return plan;
   }
-  plan.held = true;
-  // Up to four vectors per thread keep enough bytes in flight and leave room for many blocks.
-  int held = aligned ? 1 : kNormElementVectors;
-  if (aligned) {
-    while (held < 4 && vectors > 32 * held) held *= 2;
-    if (norm_lanes(vectors, held) > kNormMaxThreads) held = kNormMaxVectors;
+  if (aligned && vectors <= 2 * kNormPersistentThreads) {
+    plan.form = NormForm::kPersistent;
+    plan.vectors = vectors > 1 ? 2 : 1;
+    plan.lanes = static_cast<int>(norm_lanes(vectors, plan.vectors));
+    const NormGroups groups(p.rows, plan.lanes, device);
+    plan.threads = groups.threads;
+    plan.blocks = groups.blocks;
+    plan.reason = "persistent blocks, rows in a ring, 16-byte accesses";
+    return plan;
   }
-  plan.vectors = held;
-  plan.lanes = static_cast<int>(norm_lanes(vectors, held));
-  plan.threads = plan.lanes > 32 ? plan.lanes : kNormThreads;
+  plan.form = NormForm::kHeld;
+  plan.vectors = most;
+  plan.lanes = static_cast<int>(norm_lanes(vectors, most));
+  plan.threads = std::max(plan.lanes, kNormThreads);
   plan.blocks = ceil_div(p.rows, int64_t{plan.threads / plan.lanes});
-  plan.reason = !aligned           ? "a row or address is no multiple of 16 bytes: element accesses"
-                : plan.lanes <= 32 ? "rows held by up to a warp, 16-byte accesses"
-                                   : "a row held by a block, 16-byte accesses";
+  plan.reason = aligned ? "a row held by a block, 16-byte accesses"
+                        : "a row or address is no multiple of 16 bytes: element accesses";
   return plan;
 }
 
@@ -164,7 +189,7 @@ inline LayerNormBackwardPlan choose_layer_norm_backward(const LayerNormBackwardP
   plan.splits = 1;
   const int64_t vectors = p.cols / plan.vec;
   const int most = norm_backward_vectors(dtype_size(p.dtype), p.centered);
-  if (!aligned || vectors > int64_t{most} * kNormBackwardThreads) {
+  if (!aligned || vectors > int64_t{most} * kNormPersistentThreads) {
     plan.threads = plan.lanes = kNormLoopThreads;
     plan.vectors = 1;
     plan.blocks = p.rows;
@@ -176,14 +201,13 @@ inline LayerNormBackwardPlan choose_layer_norm_backward(const LayerNormBackwardP
     return plan;
   }
   plan.held = true;
-  int held = vectors > 32 ? 2 : 1;
-  while (held < most && norm_lanes(vectors, held) > kNormBackwardThreads) held *= 2;
+  int held = vectors > 1 ? 2 : 1;
+  while (held < most && norm_lanes(vectors, held) > kNormPersistentThreads) held *= 2;
   plan.vectors = held;
   plan.lanes = static_cast<int>(norm_lanes(vectors, held));
-  // Whole groups; few rows leave no group without one.
-  const int64_t groups = std::max<int64_t>(1, kNormBackwardThreads / plan.lanes);
-  plan.threads = static_cast<int>(groups * plan.lanes);
-  plan.blocks = std::clamp<int64_t>(ceil_div(p.rows, groups), 1, device.num_sms);
+  const NormGroups groups(p.rows, plan.lanes, device);
+  plan.threads = groups.threads;
+  plan.blocks = groups.blocks;
   plan.reason = "persistent blocks, rows in a ring, sums of weight and bias in registers";
   return plan;
 }

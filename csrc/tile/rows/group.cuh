@@ -47,12 +47,21 @@ class RowMeeting {
         lane_(static_cast<int>(threadIdx.x) % kWarpSize),
         warp_(group.lane / kWarpSize),
         warps_(group.warps()),
+        width_(1),
         lanes_(group.lanes),
         barrier_(1 + group.index),
-        alone_(group.count == 1) {}
+        alone_(group.count == 1) {
+    while (width_ < warps_) width_ *= 2;
+  }
 
-  // The numbers that warp `lane` of the group brought; zeros for lanes without a warp. The first
-  // lane of each warp brings `own`.
+  // Lanes that stand for the group's warps after exchange(): a power of two. The warp's other lanes
+  // repeat them.
+  __device__ __forceinline__ int width() const { return width_; }
+  // The warp that this lane stands for; may be one that the group does not have.
+  __device__ __forceinline__ int stands_for() const { return lane_ & (width_ - 1); }
+
+  // The numbers that warp stands_for() brought; zeros if there is none. The first lane of each warp
+  // brings `own`.
   __device__ __forceinline__ void exchange(Acc (&own)[kCount]) {
     Acc* buffer = storage_ + phase_ * kMaxRowWarps * kCount;
     phase_ ^= 1;
@@ -66,7 +75,9 @@ class RowMeeting {
       group_barrier_sync(barrier_, lanes_);
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) own[i] = lane_ < warps_ ? buffer[lane_ * kCount + i] : Acc(0);
+    for (int i = 0; i < kCount; ++i) {
+      own[i] = stands_for() < warps_ ? buffer[stands_for() * kCount + i] : Acc(0);
+    }
   }
 
   // Every thread gets the sums over its group, in the same bits.
@@ -77,12 +88,12 @@ class RowMeeting {
     if (warps_ <= 1) return;
     exchange(values);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = sum_of_lanes(values[i], kWarpSize);
+    for (int i = 0; i < kCount; ++i) values[i] = sum_of_lanes(values[i], width_);
   }
 
  private:
   Acc* storage_;
-  int lane_, warp_, warps_, lanes_, barrier_;
+  int lane_, warp_, warps_, width_, lanes_, barrier_;
   bool alone_;
   int phase_ = 0;
 };

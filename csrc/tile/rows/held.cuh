@@ -17,9 +17,10 @@ struct HeldColumns {
   __device__ __forceinline__ bool has(int i) const { return lane + i * lanes < vectors; }
   __device__ __forceinline__ int first(int i) const { return (lane + i * lanes) * kVec; }
 
-  // Elements that warp `warp` of the group holds.
+  // Elements that warp `warp` of the group holds; 0 if the group has no such warp.
   template <int kHeld>
   __device__ __forceinline__ int of_warp(int warp) const {
+    if (warp * kWarpSize >= lanes) return 0;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {

@@ -51,21 +51,17 @@ __device__ __forceinline__ RowMoments<Accum<T>> row_moments(
   own.squares = sum_of_lanes(squares, width);
   if (!shared) return own;
   if constexpr (kCentered) {
-    // From here on a lane stands for the warp of its number.
     Acc brought[2] = {own.mean, own.squares};
     meeting.exchange(brought);
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    const Acc weight = static_cast<Acc>(columns.template of_warp<kHeld>(lane));
-    const Acc all = static_cast<Acc>(cols);
-    const bool real = lane * kWarpSize < columns.lanes;
-    const Acc mean = sum_of_lanes(real ? weight / all * brought[0] : Acc(0), kWarpSize);
+    const Acc weight = static_cast<Acc>(columns.template of_warp<kHeld>(meeting.stands_for()));
+    const Acc mean = sum_of_lanes(weight * brought[0], meeting.width()) / static_cast<Acc>(cols);
     const Acc distance = brought[0] - mean;
-    const Acc part = real ? brought[1] + weight * distance * distance : Acc(0);
-    return {mean, sum_of_lanes(part, kWarpSize)};
+    const Acc part = weight > Acc(0) ? brought[1] + weight * distance * distance : Acc(0);
+    return {mean, sum_of_lanes(part, meeting.width())};
   } else {
     Acc brought[1] = {own.squares};
     meeting.exchange(brought);
-    return {0, sum_of_lanes(brought[0], kWarpSize)};
+    return {0, sum_of_lanes(brought[0], meeting.width())};
   }
 }
 

@@ -9,11 +9,10 @@
 namespace warpwright {
 
 // Rows in flight per thread: up to 192 KB for two operands and 512 threads.
-template <int kHeld>
-constexpr int kRowStages = kHeld == 1 ? 8 : kHeld == 2 ? 6 : 3;
+constexpr int row_stages(int held) { return held == 1 ? 8 : held == 2 ? 6 : 3; }
 
-constexpr int64_t row_ring_bytes(int threads, int operands, int held, int stages) {
-  return int64_t{threads} * operands * held * stages * kVecBytes;
+constexpr int64_t row_ring_bytes(int threads, int operands, int held) {
+  return int64_t{threads} * operands * held * row_stages(held) * kVecBytes;
 }
 
 // Slots of 16 bytes: (stage, operand, vector, thread of the block).
@@ -21,10 +20,11 @@ template <class T, int kOperands, int kHeld>
 class RowRing {
  public:
   static constexpr int kVec = kVecSize<T>;
-  static constexpr int kStages = kRowStages<kHeld>;
+  static constexpr int kStages = row_stages(kHeld);
 
   __device__ __forceinline__ RowRing(uint4* storage, const HeldColumns<kVec>& columns)
       : slots_(storage + threadIdx.x), pitch_(static_cast<int>(blockDim.x)), columns_(columns) {
+    if (columns.has(kHeld - 1)) return;  // no absent vector
 #pragma unroll 1
     for (int i = 0; i < kStages * kOperands * kHeld; ++i) slots_[i * pitch_] = uint4{};
   }

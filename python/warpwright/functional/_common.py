@@ -30,9 +30,11 @@ def pair(function: str, name: str, value: int | Sequence[int]) -> Sequence[int]:
 
 def is_sizes(value: Any) -> bool:
     """Whether it is a list or tuple of integers of Python's own type."""
-    return (value.__class__ is tuple or value.__class__ is list) and all(
-        size.__class__ is int for size in value
-    )
+    if value.__class__ is not tuple and value.__class__ is not list:
+        return False
+    if len(value) == 1:  # as usual, and four times faster than the loop
+        return value[0].__class__ is int
+    return all(size.__class__ is int for size in value)
 
 
 def pool_window(

@@ -84,7 +84,7 @@ def rms_norm(
     try:
         return ops.rms_norm(input, normalized_shape, weight, eps)[0]
     except RuntimeError as error:
-        if isinstance(error, NotImplementedError) and input.is_complex():
+        if isinstance(error, NotImplementedError) and getattr(input, "is_complex", bool)():
             return NATIVE["rms_norm"](input, normalized_shape, weight, eps)[0]
         optional = {"weight": weight}
         raise _arguments.error(error, "rms_norm", {"input": input}, optional) from None

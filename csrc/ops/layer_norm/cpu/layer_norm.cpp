@@ -16,23 +16,44 @@ namespace {
 constexpr int64_t kBlockColumns = 2048;  // summed in the compute type
 constexpr int64_t kBlockRows = 64;       // the same, for sums over rows
 
-// The columns' factors in the compute type; empty: absent.
+// The columns' factors in the compute type; null: absent.
 template <class T>
-std::vector<CpuCompute<T>> converted(const NormVector& vector, int64_t cols) {
-  std::vector<CpuCompute<T>> result;
-  if (vector.data == nullptr) return result;
-  result.resize(static_cast<size_t>(cols));
-  for_cpu_dtype(vector.dtype, [&]<class P>() {
-    const auto* source = static_cast<const P*>(vector.data);
-    for (int64_t c = 0; c < cols; ++c) {
-      result[static_cast<size_t>(c)] = static_cast<CpuCompute<T>>(source[c]);
-    }
-  });
-  return result;
+class Factors {
+ public:
+  using Compute = CpuCompute<T>;
+  Factors(const NormVector& vector, int64_t cols) {
+    if (vector.data == nullptr) return;
+    for_cpu_dtype(vector.dtype, [&]<class P>() {
+      const auto* source = static_cast<const P*>(vector.data);
+      if constexpr (std::is_same_v<P, Compute>) {
+        data_ = source;
+      } else {
+        converted_.resize(static_cast<size_t>(cols));
+        for (int64_t c = 0; c < cols; ++c) {
+          converted_[static_cast<size_t>(c)] = static_cast<Compute>(source[c]);
+        }
+        data_ = converted_.data();
+      }
+    });
+  }
+  const Compute* data() const { return data_; }
+
+ private:
+  std::vector<Compute> converted_;
+  const Compute* data_ = nullptr;
+};
+
+// Keeps the compiler from contracting a product into an addition: dx is a difference of nearly equal
+// numbers in short rows, and both must be rounded alike.
+template <class V>
+V rounded(V product) {
+#ifdef __AVX2__
+  asm("" : "+x"(product));
+#endif
+  return product;
 }
 
-// Calls f<Access>(column) for all vectors of a row, in blocks; after(sums) adds up a block. `f` gets
-// kSums sums to add to, a tuple for each of the vectors at hand.
+// kSums sums along a row. f<Access>(column, terms) writes the terms of a vector, or of an element.
 template <class T, int kSums, class F>
 std::array<double, kSums> row_sums(int64_t cols, F&& f) {
   std::array<double, kSums> total{};
@@ -62,6 +83,38 @@ std::array<double, kSums> row_sums(int64_t cols, F&& f) {
   return total;
 }
 
+struct Moments {
+  double mean, square;  // the mean of (x - mean)^2
+};
+
+// In one pass over the row, relative to the mean of its first elements. If that is too far off the
+// mean, the difference of the sums loses digits, and a second pass takes the deviations.
+template <class T, bool kCentered>
+Moments row_moments(const T* x, int64_t cols) {
+  using Compute = CpuCompute<T>;
+  const auto count = static_cast<double>(cols);
+  auto squares_about = [&](Compute center) {
+    const auto sums = row_sums<T, 1>(cols, [&]<class Access>(int64_t c, auto& add) {
+      const auto d = Access::load(x + c) - center;
+      add[0] = d * d;
+    });
+    return sums[0] / count;
+  };
+  if constexpr (!kCentered) return {0, squares_about(0)};
+  const double pilot = cols < kLanes<T> ? static_cast<double>(x[0])
+                                        : Vector<T, false>::total(load_lanes(x)) / kLanes<T>;
+  const auto center = static_cast<Compute>(pilot);
+  const auto sums = row_sums<T, 2>(cols, [&]<class Access>(int64_t c, auto& add) {
+    const auto d = Access::load(x + c) - center;
+    add[0] = d;
+    add[1] = d * d;
+  });
+  const double shift = sums[0] / count, square = sums[1] / count - shift * shift;
+  const double mean = static_cast<double>(center) + shift;
+  if (square > 4 * shift * shift) return {mean, square};
+  return {mean, squares_about(static_cast<Compute>(mean))};
+}
+
 template <class T, bool kCentered>
 void forward_rows(const LayerNormParams& p, const CpuCompute<T>* weight, const CpuCompute<T>* bias,
                   int64_t first, int64_t last) {
@@ -71,19 +124,9 @@ void forward_rows(const LayerNormParams& p, const CpuCompute<T>* weight, const C
   for (int64_t row = first; row < last; ++row) {
     const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
     T* y = static_cast<T*>(p.output) + row * p.cols;
-    Compute mean = 0;
-    if constexpr (kCentered) {
-      const auto sums = row_sums<T, 1>(p.cols, [&]<class Access>(int64_t c, auto& add) {
-        add[0] = Access::load(x + c);
-      });
-      mean = static_cast<Compute>(sums[0] / static_cast<double>(p.cols));
-    }
-    const auto squares = row_sums<T, 1>(p.cols, [&]<class Access>(int64_t c, auto& add) {
-      const auto d = Access::load(x + c) - mean;
-      add[0] = d * d;
-    });
-    const Compute rstd =
-        static_cast<Compute>(1 / std::sqrt(squares[0] / static_cast<double>(p.cols) + p.eps));
+    const Moments moments = row_moments<T, kCentered>(x, p.cols);
+    const auto mean = static_cast<Compute>(moments.mean);
+    const auto rstd = static_cast<Compute>(1 / std::sqrt(moments.square + p.eps));
     if (means != nullptr) means[row] = mean;
     rstds[row] = rstd;
     auto write = [&]<bool kWeight, bool kBias>() {
@@ -114,8 +157,8 @@ class ColumnSums {
   Compute* near(int which) { return near_.data() + which * cols_; }
   const double* far(int which) const { return far_.data() + which * cols_; }
 
-  void finish_row() {
-    if (++rows_ == kBlockRows) flush();
+  void finish_rows(int count) {
+    if ((rows_ += count) >= kBlockRows) flush();
   }
   void flush() {
     for (size_t i = 0; i < near_.size(); ++i) {
@@ -131,49 +174,70 @@ class ColumnSums {
   int64_t cols_, rows_ = 0;
 };
 
-template <class T, bool kCentered, bool kSums, bool kWeight>
+// kRows neighbouring rows at once: the sums of their columns are loaded and stored once.
+template <class T, bool kCentered, bool kSums, bool kWeight, int kRows>
 void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight,
-                   ColumnSums<T>& sums, int64_t first, int64_t last) {
+                   ColumnSums<T>& sums, int64_t first) {
   using Compute = CpuCompute<T>;
-  const auto* means = static_cast<const Compute*>(p.mean);
-  const auto* rstds = static_cast<const Compute*>(p.rstd);
-  for (int64_t row = first; row < last; ++row) {
-    const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
-    const T* dy = static_cast<const T*>(p.grad_output) + row * p.grad_stride;
-    const Compute mean = kCentered ? means[row] : Compute(0), rstd = rstds[row];
-    auto* by_weight = kSums ? sums.near(0) : nullptr;
-    auto* by_bias = kSums ? sums.near(1) : nullptr;
-    const auto along = row_sums<T, 2>(p.cols, [&]<class Access>(int64_t c, auto& add) {
-      const auto xhat = (Access::load(x + c) - mean) * rstd;
-      const auto grad = Access::load(dy + c);
+  const T *x[kRows], *dy[kRows];
+  Compute mean[kRows], rstd[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t row = first + r;
+    x[r] = static_cast<const T*>(p.input) + row * p.input_stride;
+    dy[r] = static_cast<const T*>(p.grad_output) + row * p.grad_stride;
+    mean[r] = kCentered ? static_cast<const Compute*>(p.mean)[row] : Compute(0);
+    rstd[r] = static_cast<const Compute*>(p.rstd)[row];
+  }
+  auto* by_weight = kSums ? sums.near(0) : nullptr;
+  auto* by_bias = kSums ? sums.near(1) : nullptr;
+  const auto along = row_sums<T, 2 * kRows>(p.cols, [&]<class Access>(int64_t c, auto& add) {
+    typename Access::V of_weight{}, of_bias{};
+    for (int r = 0; r < kRows; ++r) {
+      const auto xhat = (Access::load(x[r] + c) - mean[r]) * rstd[r];
+      auto g = Access::load(dy[r] + c);
       if constexpr (kSums) {
-        auto add_to = [&](Compute* target, auto value) {
-          value = value + Access::load_compute(target + c);
-          std::memcpy(target + c, &value, sizeof(value));
-        };
-        add_to(by_weight, grad * xhat);
-        if constexpr (kCentered) add_to(by_bias, grad);
+        of_weight += g * xhat;
+        of_bias += g;
       }
-      auto g = grad;
-      if constexpr (kWeight) g = g * Access::load_compute(weight + c);
-      add[0] = g * xhat;
-      if constexpr (kCentered) add[1] = g;
-    });
-    if constexpr (kSums) sums.finish_row();
-    if (p.grad_input == nullptr) continue;
-    const auto slope = static_cast<Compute>(along[0] / static_cast<double>(p.cols));
-    const auto shift = static_cast<Compute>(along[1] / static_cast<double>(p.cols));
-    T* dx = static_cast<T*>(p.grad_input) + row * p.cols;
+      if constexpr (kWeight) g = rounded(g * Access::load_compute(weight + c));
+      add[2 * r] = g * xhat;
+      if constexpr (kCentered) add[2 * r + 1] = g;
+    }
+    if constexpr (kSums) {
+      auto add_to = [&](Compute* target, auto value) {
+        value = value + Access::load_compute(target + c);
+        std::memcpy(target + c, &value, sizeof(value));
+      };
+      add_to(by_weight, of_weight);
+      if constexpr (kCentered) add_to(by_bias, of_bias);
+    }
+  });
+  if constexpr (kSums) sums.finish_rows(kRows);
+  if (p.grad_input == nullptr) return;
+  for (int r = 0; r < kRows; ++r) {
+    const auto slope = static_cast<Compute>(along[2 * r] / static_cast<double>(p.cols));
+    const auto shift = static_cast<Compute>(along[2 * r + 1] / static_cast<double>(p.cols));
+    T* dx = static_cast<T*>(p.grad_input) + (first + r) * p.cols;
     for_runs<T, false>(p.cols, [&]<class Access, int kCount>(int64_t at) {
       for (int i = 0; i < kCount; ++i) {
         const int64_t c = at + i * Access::kCount;
-        auto g = Access::load(dy + c);
-        if constexpr (kWeight) g = g * Access::load_compute(weight + c);
-        const auto xhat = (Access::load(x + c) - mean) * rstd;
-        Access::store(dx + c, (g - shift - xhat * slope) * rstd);
+        auto g = Access::load(dy[r] + c);
+        if constexpr (kWeight) g = rounded(g * Access::load_compute(weight + c));
+        const auto xhat = (Access::load(x[r] + c) - mean[r]) * rstd[r];
+        Access::store(dx + c, (g - shift - xhat * slope) * rstd[r]);
       }
     });
   }
+}
+
+template <class T, bool kCentered, bool kSums, bool kWeight>
+void backward_run(const LayerNormBackwardParams& p, const CpuCompute<T>* weight,
+                  ColumnSums<T>& sums, int64_t first, int64_t last) {
+  int64_t row = first;
+  for (; kSums && row + 2 <= last; row += 2) {
+    backward_rows<T, kCentered, kSums, kWeight, 2>(p, weight, sums, row);
+  }
+  for (; row < last; ++row) backward_rows<T, kCentered, kSums, kWeight, 1>(p, weight, sums, row);
 }
 
 void write_sums(const NormVector& target, const std::vector<double>& sums) {
@@ -187,7 +251,7 @@ void write_sums(const NormVector& target, const std::vector<double>& sums) {
 
 template <class T, bool kCentered>
 void backward(const LayerNormBackwardParams& p) {
-  const auto weight = converted<T>(p.weight, p.cols);
+  const Factors<T> weight(p.weight, p.cols);
   const bool wanted = p.needs_sums();
   // Without sums the rows are independent; with them each thread has one run of rows.
   const int64_t parts =
@@ -200,10 +264,9 @@ void backward(const LayerNormBackwardParams& p) {
     for (int64_t part = begin; part < end; ++part) {
       auto& own = sums[static_cast<size_t>(wanted ? part : 0)];
       for_bool(wanted, [&]<bool kSums>() {
-        for_bool(!weight.empty(), [&]<bool kWeight>() {
-          backward_rows<T, kCentered, kSums, kWeight>(p, weight.data(), own,
-                                                      part * p.rows / parts,
-                                                      (part + 1) * p.rows / parts);
+        for_bool(weight.data() != nullptr, [&]<bool kWeight>() {
+          backward_run<T, kCentered, kSums, kWeight>(p, weight.data(), own, part * p.rows / parts,
+                                                     (part + 1) * p.rows / parts);
         });
       });
       if (wanted) own.flush();
@@ -222,11 +285,10 @@ void backward(const LayerNormBackwardParams& p) {
 
 void layer_norm_cpu(const LayerNormParams& p) {
   for_cpu_dtype(p.dtype, [&]<class T>() {
-    const auto weight = converted<T>(p.weight, p.cols), bias = converted<T>(p.bias, p.cols);
-    auto pointer = [](const auto& v) { return v.empty() ? nullptr : v.data(); };
+    const Factors<T> weight(p.weight, p.cols), bias(p.bias, p.cols);
     for_bool(p.centered, [&]<bool kCentered>() {
       at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
-        forward_rows<T, kCentered>(p, pointer(weight), pointer(bias), begin, end);
+        forward_rows<T, kCentered>(p, weight.data(), bias.data(), begin, end);
       });
     });
   });

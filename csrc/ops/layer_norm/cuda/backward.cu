@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kNormLoopThreads)
         const auto weight =
             load_either<T, kVec>(p.weight.data, p.weight.dtype == DType::kFloat32, c);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) grad[j] *= weight[j];
+        for (int j = 0; j < kVec; ++j) grad[j] = rounded_product(grad[j], weight[j]);
       }
       f(c, xhat, grad);
     }

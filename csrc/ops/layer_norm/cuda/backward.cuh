@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "device/math.cuh"
 #include "host/launch.h"
 #include "ops/layer_norm/layer_norm.h"
 #include "tile/rows/ring.cuh"
@@ -91,7 +92,7 @@ __device__ __forceinline__ void write_partials(const NormSums<T, kHeld, kCentere
 // Layout: x, dy (rows, cols), any row strides; dx dense; partials (2, blocks, cols). Grid: blocks
 // that stay; group g of block b has the rows b * groups + g, + gridDim * groups, and so on.
 template <class T, int kHeld, bool kCentered>
-__global__ void __launch_bounds__(kNormBackwardThreads, 1)
+__global__ void __launch_bounds__(kNormPersistentThreads, 1)
     layer_norm_bwd_kernel(const LayerNormBackwardParams p, int lanes, Accum<T>* partials) {
   using Acc = Accum<T>;
   constexpr int kVec = kVecSize<T>, kCount = kCentered ? 2 : 1;
@@ -103,7 +104,6 @@ __global__ void __launch_bounds__(kNormBackwardThreads, 1)
   Meeting meeting(group, meeting_storage);
   constexpr int kStages = RowRing<T, 2, kHeld>::kStages;
   RowRing<T, 2, kHeld> ring(ring_storage, columns);
-  const NormWeights<T, kHeld, kCentered> weights(p, columns);
   NormSums<T, kHeld, kCentered> sums;
 
   const int64_t step = int64_t{gridDim.x} * group.count;
@@ -120,6 +120,7 @@ __global__ void __launch_bounds__(kNormBackwardThreads, 1)
             [&](const auto& operands, bool present) { ring.copy(stage, operands, present); });
   }
 
+  const NormWeights<T, kHeld, kCentered> weights(p, columns);
   const auto* means = static_cast<const Acc*>(p.mean);
   const auto* rstds = static_cast<const Acc*>(p.rstd);
   // Loaded one row ahead.
@@ -145,7 +146,8 @@ __global__ void __launch_bounds__(kNormBackwardThreads, 1)
       Acc products[kVec], grads[kVec];
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        const Acc xhat = (x[j] - mean) * rstd, g = dy[j] * w[j];
+        // In short rows dx is a difference of nearly equal numbers, both rounded alike.
+        const Acc xhat = (x[j] - mean) * rstd, g = rounded_product(dy[j], w[j]);
         sums.of[0][i][j] += dy[j] * xhat;
         if constexpr (kCentered) sums.of[1][i][j] += dy[j];
         products[j] = g * xhat;
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(kNormBackwardThreads, 1)
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
           const Acc xhat = (x[j] - mean) * rstd;
-          result[j] = rstd * (dy[j] * w[j] - shift - xhat * slope);
+          result[j] = rstd * (rounded_product(dy[j], w[j]) - shift - xhat * slope);
         }
         store_vec_global(dx + columns.first(i), narrow<T>(result));
       }
@@ -191,7 +193,7 @@ void launch_layer_norm_bwd_held(const LayerNormBackwardParams& p, const LayerNor
       throw std::logic_error("layer_norm_backward: no kernel for so many vectors per thread");
     } else {
       launch(layer_norm_bwd_kernel<T, kHeld, kCentered>, dim3(static_cast<unsigned>(plan.blocks)),
-             dim3(plan.threads), row_ring_bytes(plan.threads, 2, kHeld, kRowStages<kHeld>), stream,
+             dim3(plan.threads), row_ring_bytes(plan.threads, 2, kHeld), stream,
              p, plan.lanes, partials);
     }
   });

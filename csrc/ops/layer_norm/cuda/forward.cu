@@ -1,7 +1,9 @@
-// Forward: a group of threads holds its row, or a block reads its row three times.
+// Forward: persistent groups of threads walk rows, a block holds its rows, or it reads a row three
+// times.
 #include "host/launch.h"
 #include "ops/layer_norm/layer_norm.h"
 #include "tile/rows/moments.cuh"
+#include "tile/rows/ring.cuh"
 
 namespace warpwright {
 namespace {
@@ -23,26 +25,101 @@ __device__ __forceinline__ void save_statistics(const LayerNormParams& p, int64_
   static_cast<Acc*>(p.rstd)[row] = rstd;
 }
 
+// The factors and summands of kVec columns.
 template <class T, int kVec>
-__device__ __forceinline__ Vec<T, kVec> normalize(const LayerNormParams& p,
-                                                  const Vec<T, kVec>& input, Accum<T> mean,
-                                                  Accum<T> rstd, int64_t column) {
+struct Affine {
   using Acc = Accum<T>;
-  Vec<Acc, kVec> y = widen(input);
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) y[j] = (y[j] - mean) * rstd;
-  if (p.weight.data != nullptr) {
-    const auto weight =
-        load_either<T, kVec>(p.weight.data, p.weight.dtype == DType::kFloat32, column);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) y[j] *= weight[j];
+  Vec<Acc, kVec> weight, bias;
+
+  // Columns that are not there: any values.
+  __device__ __forceinline__ void load(const LayerNormParams& p, int64_t column, bool present) {
+    if (present && p.weight.data != nullptr) {
+      weight = load_either<T, kVec>(p.weight.data, p.weight.dtype == DType::kFloat32, column);
+    } else {
+      fill(weight, Acc(1));
+    }
+    if (present && p.bias.data != nullptr) {
+      bias = load_either<T, kVec>(p.bias.data, p.bias.dtype == DType::kFloat32, column);
+    } else {
+      fill(bias, Acc(0));
+    }
   }
-  if (p.bias.data != nullptr) {
-    const auto bias = load_either<T, kVec>(p.bias.data, p.bias.dtype == DType::kFloat32, column);
+  template <bool kCentered>
+  __device__ __forceinline__ Vec<T, kVec> apply(const Vec<T, kVec>& input, Acc mean,
+                                                Acc rstd) const {
+    Vec<Acc, kVec> y = widen(input);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) y[j] += bias[j];
+    for (int j = 0; j < kVec; ++j) {
+      if constexpr (kCentered) {
+        y[j] = (y[j] - mean) * rstd * weight[j] + bias[j];
+      } else {
+        y[j] = y[j] * rstd * weight[j];
+      }
+    }
+    return narrow<T>(y);
   }
-  return narrow<T>(y);
+
+ private:
+  static __device__ __forceinline__ void fill(Vec<Acc, kVec>& values, Acc value) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) values[j] = value;
+  }
+};
+
+template <class Acc>
+__device__ __forceinline__ Acc rstd_of(const LayerNormParams& p, Acc squares) {
+  return reciprocal_root(squares / static_cast<Acc>(p.cols) + static_cast<Acc>(p.eps));
+}
+
+// Layout: x (rows, cols), row stride p.input_stride; y dense. Grid: blocks that stay; group g of
+// block b has the rows b * groups + g, + gridDim * groups, and so on.
+template <class T, int kHeld, bool kCentered>
+__global__ void __launch_bounds__(kNormPersistentThreads, 1)
+    layer_norm_persistent_kernel(const LayerNormParams p, int lanes) {
+  using Acc = Accum<T>;
+  constexpr int kVec = kVecSize<T>;
+  using Ring = RowRing<T, 1, kHeld>;
+  using Meeting = MomentsMeeting<kCentered, Acc>;
+  extern __shared__ uint4 ring_storage[];
+  __shared__ Acc meeting_storage[Meeting::kSlots];
+  const RowGroup group(lanes);
+  const HeldColumns<kVec> columns(group, static_cast<int>(p.cols));
+  Meeting meeting(group, meeting_storage);
+  Ring ring(ring_storage, columns);
+
+  const int64_t step = int64_t{gridDim.x} * group.count;
+  const int64_t turns = ceil_div(p.rows - int64_t{blockIdx.x} * group.count, step);
+  int64_t row = int64_t{blockIdx.x} * group.count + group.index;
+  auto copy = [&](int stage, int64_t r) {
+    const T* const operands[1] = {static_cast<const T*>(p.input) + r * p.input_stride};
+    ring.copy(stage, operands, r < p.rows);
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < Ring::kStages; ++stage) copy(stage, row + stage * step);
+  Affine<T, kVec> affine[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) affine[i].load(p, columns.first(i), columns.has(i));
+
+  for (int64_t turn = 0; turn < turns; ++turn, row += step) {
+    ring.wait();
+    Vec<T, kVec> x[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) x[i] = ring.read(0, i);
+    const T* const next[1] = {static_cast<const T*>(p.input) +
+                              (row + Ring::kStages * step) * p.input_stride};
+    ring.replace(next, row + Ring::kStages * step < p.rows);
+    const auto moments = row_moments<kCentered>(x, columns, static_cast<int>(p.cols), meeting);
+    const Acc rstd = rstd_of(p, moments.squares);
+    if (row >= p.rows) continue;
+    if (columns.lane == 0) save_statistics(p, row, moments.mean, rstd);
+    T* y = static_cast<T*>(p.output) + row * p.cols;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (!columns.has(i)) continue;
+      store_vec_global(y + columns.first(i),
+                       affine[i].template apply<kCentered>(x[i], moments.mean, rstd));
+    }
+  }
 }
 
 // Layout: x (rows, cols), row stride p.input_stride; y dense. Grid: a block has blockDim / lanes
@@ -61,10 +138,8 @@ __global__ void __launch_bounds__(kNormMaxThreads)
 
   Vec<T, kVec> x[kHeld];
   load_held(static_cast<const T*>(p.input) + row * p.input_stride, columns, present, x);
-  const auto moments =
-      row_moments<kCentered>(x, columns, static_cast<int>(p.cols), meeting);
-  const Acc rstd = reciprocal_root(moments.squares / static_cast<Acc>(p.cols) +
-                                   static_cast<Acc>(p.eps));
+  const auto moments = row_moments<kCentered>(x, columns, static_cast<int>(p.cols), meeting);
+  const Acc rstd = rstd_of(p, moments.squares);
   if (!present) return;
   if (columns.lane == 0) save_statistics(p, row, moments.mean, rstd);
   T* y = static_cast<T*>(p.output) + row * p.cols;
@@ -72,7 +147,9 @@ __global__ void __launch_bounds__(kNormMaxThreads)
   for (int i = 0; i < kHeld; ++i) {
     if (!columns.has(i)) continue;
     const int column = columns.first(i);
-    store_vec_global(y + column, normalize<T, kVec>(p, x[i], moments.mean, rstd, column));
+    Affine<T, kVec> affine;
+    affine.load(p, column, true);
+    store_vec_global(y + column, affine.template apply<kCentered>(x[i], moments.mean, rstd));
   }
 }
 
@@ -105,12 +182,22 @@ __global__ void __launch_bounds__(kNormLoopThreads)
     squares += tree_sum<kVec>([&](int j) { return (values[j] - mean) * (values[j] - mean); });
   });
   squares = block_reduce(squares, Sum{}, Acc(0), shared);
-  const Acc rstd =
-      reciprocal_root(squares / static_cast<Acc>(p.cols) + static_cast<Acc>(p.eps));
+  const Acc rstd = rstd_of(p, squares);
   if (threadIdx.x == 0) save_statistics(p, row, mean, rstd);
   T* y = static_cast<T*>(p.output) + row * p.cols;
   for_vectors<kVec>(x, p.cols, [&](int64_t column, const Vec<T, kVec>& v) {
-    store_vec(y + column, normalize<T, kVec>(p, v, mean, rstd, column));
+    Affine<T, kVec> affine;
+    affine.load(p, column, true);
+    store_vec(y + column, affine.template apply<kCentered>(v, mean, rstd));
+  });
+}
+
+template <class T, bool kCentered>
+void launch_persistent(const LayerNormParams& p, const LayerNormPlan& plan, cudaStream_t stream) {
+  for_int<1, 2, 4>(plan.vectors, [&]<int kHeld>() {
+    launch(layer_norm_persistent_kernel<T, kHeld, kCentered>,
+           dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+           row_ring_bytes(plan.threads, 1, kHeld), stream, p, plan.lanes);
   });
 }
 
@@ -134,7 +221,10 @@ void launch_layer_norm(const LayerNormParams& p, const LayerNormPlan& plan, cuda
     for_bool(p.centered, [&]<bool kCentered>() {
       for_bool(plan.vec > 1, [&]<bool kVectorized>() {
         constexpr int kVec = kVectorized ? kVecSize<T> : 1;
-        if (plan.held) return launch_held<T, kVec, kCentered>(p, plan, stream);
+        if (plan.form == NormForm::kPersistent) {
+          return launch_persistent<T, kCentered>(p, plan, stream);
+        }
+        if (plan.form == NormForm::kHeld) return launch_held<T, kVec, kCentered>(p, plan, stream);
         launch(layer_norm_looped_kernel<T, kVec, kCentered>,
                dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), 0, stream, p);
       });

@@ -300,7 +300,7 @@ Tensors3 backward_with(const LayerNormBackwardCall& call, Run&& run) {
 inline uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
 inline void run_forward_cuda(const LayerNormParams& p, cudaStream_t stream) {
-  launch_layer_norm(p, choose_layer_norm(p, norm_addresses(p)), stream);
+  launch_layer_norm(p, choose_layer_norm(p, norm_addresses(p), current_device_info()), stream);
 }
 
 inline void run_backward_cuda(const LayerNormBackwardParams& p, const Tensor& like,
