@@ -121,6 +121,14 @@ def matrices() -> Iterator[Case]:
     for m, k, n in ((64, 3136, 128), (64, 128, 10), (256, 512, 512), (1, 512, 512)):
         x, w, b = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
         yield Case("linear", f"{m}x{k}x{n}", "rows", lambda f, a=(x, w, b): f.linear(*a), [x, w, b])
+    for rows, cols in ((64, 128), (2048, 768), (512, 4096)):
+        x, w, b = torch.randn(rows, cols), torch.randn(cols), torch.randn(cols)
+        for op, vectors in (("layer_norm", (w, b)), ("rms_norm", (w,))):
+
+            def row_norm(f: Any, op: str = op, x: Tensor = x, v: tuple[Tensor, ...] = vectors) -> Tensor:
+                return getattr(f, op)(x, v[0].shape, *v)
+
+            yield Case(op, f"{rows}x{cols}", "rows", row_norm, [x, *vectors])
     for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
         x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
         yield Case(

@@ -212,6 +212,10 @@ class Errors:
         finite = exact[torch.isfinite(exact)]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
         eps = torch.finfo(ours.dtype).eps
+        # A zero of ours where the oracle has only its own rounding, as native's gradients of a row of one
+        # element have, enlarged by 1 / sqrt(eps).
+        if ours.dtype == torch.float64 and not ours.any() and scale <= 2**16 * eps * yardstick:
+            return
         error, native_error = max_error(ours, exact), max_error(native, exact)
         ulps = 16 * eps * yardstick if scale == 0.0 else eps * scale
         if ours.dtype == torch.float64:

@@ -83,6 +83,8 @@ def test_the_rest_stays_ours(device):
         "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(x, x, x),
         "cross_entropy": lambda: F.cross_entropy(w[:2], labels),
         "linear_cross_entropy": lambda: F.linear_cross_entropy(w[:2], w, labels),
+        "layer_norm": lambda: F.layer_norm(x, (9,), w[0], w[1]),
+        "rms_norm": lambda: F.rms_norm(x, (9,), w[0]),
         "batch_norm_update": lambda: F.batch_norm(x, *norm(x, True)),
         "batch_norm_relu_update": lambda: F.batch_norm_add_relu(x, x, *norm(x, True)),
         "batch_norm_relu_max_pool2d_update": lambda: F.batch_norm_relu_max_pool2d(

@@ -92,6 +92,21 @@ def test_conv2d(device):
             same("conv2d_backward", y.cos(), image, w, *geometry, mask)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_row_norms(device, dtype):
+    x = torch.randn(3, 4, 6, device=device, dtype=dtype)
+    w, b = torch.randn(2, 4, 6, device=device, dtype=dtype)
+    dy = torch.randn_like(x)
+    for shape, vectors in (([6], (w[0], b[0])), ([4, 6], (w, b)), ([6], (None, None))):
+        _, mean, rstd = same("layer_norm", x, shape, *vectors, 1e-5)
+        for mask in flags(3):
+            same("layer_norm_backward", dy, x, shape, vectors[0], mean, rstd, mask)
+        for eps in (None, 1e-3):
+            _, rstd = same("rms_norm", x, shape, vectors[0], eps)
+        for mask in flags(2):
+            same("rms_norm_backward", dy, x, shape, vectors[0], rstd, mask)
+
+
 SHAPES = [(4, 8, 3, 3), (2, 4, 5, 6), (3, 6), (2, 5, 4), (2, 16, 2, 2), (2, 3, 1, 1)]
 
 

@@ -31,6 +31,11 @@ def max_pool2d(x):
     return (x,), lambda: F.max_pool2d(x, 3, 2, 1)
 
 
+def row_norm(function, x, vectors):
+    given = [torch.randn_like(x[0]).requires_grad_() for _ in range(vectors)]
+    return (x, *given), lambda: function(x, x.shape[-1:], *given)
+
+
 def cross_entropy(x, **kwargs):
     target = torch.randint(x.shape[1], (x.shape[0],), device="cuda")
     return (x,), lambda: F.cross_entropy(x, target, **kwargs)
@@ -62,6 +67,9 @@ CASES = {
         3,  # count, rows with their gradient, sum
         1,  # which scales it unless the incoming gradient is 1
     ),
+    "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
+    "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),
+    "rms_norm, long rows": (lambda: row_norm(F.rms_norm, random(8, 70000), 1), 1, 3),
     "linear": (lambda: linear(2048, 2048, 2048), 1, 2),
     "linear, a split k": (lambda: linear(512, 3136, 128), 2, 3),
     "linear, a bias that is summed apart": (lambda: linear(64, 128, 20), 1, 3),

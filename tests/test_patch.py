@@ -29,11 +29,13 @@ def calls(monkeypatch):
         "batch_norm",
         "conv2d",
         "cross_entropy",
+        "layer_norm",
         "linear",
         "max_pool2d",
         "max_pool2d_with_indices",
         "relu",
         "relu_",
+        "rms_norm",
         "scaled_dot_product_attention",
     ):
         spy(name)
@@ -56,6 +58,9 @@ ROUTED = [
     (lambda x: native.max_pool2d(x, 2), IMAGE, "max_pool2d"),
     (lambda x: torch.max_pool2d(x, 3, stride=1), IMAGE, "max_pool2d"),
     (lambda x: native.max_pool2d(x, 2, return_indices=True)[0], IMAGE, "max_pool2d_with_indices"),
+    (lambda x: native.layer_norm(x, (6,)), IMAGE, "layer_norm"),
+    (lambda x: native.rms_norm(x, [6], eps=1e-5), IMAGE, "rms_norm"),
+    (lambda x: torch.rms_norm(x, (6, 6)), IMAGE, "rms_norm"),
     (lambda x: native.linear(x, x[0, 0]), IMAGE, "linear"),
     (
         lambda x: native.cross_entropy(x, torch.zeros(2, 6, 6, dtype=torch.int64, device=x.device)),
