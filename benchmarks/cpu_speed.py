@@ -125,7 +125,9 @@ def matrices() -> Iterator[Case]:
         x, w, b = torch.randn(rows, cols), torch.randn(cols), torch.randn(cols)
         for op, vectors in (("layer_norm", (w, b)), ("rms_norm", (w,))):
 
-            def row_norm(f: Any, op: str = op, x: Tensor = x, v: tuple[Tensor, ...] = vectors) -> Tensor:
+            def row_norm(
+                f: Any, op: str = op, x: Tensor = x, v: tuple[Tensor, ...] = vectors
+            ) -> Tensor:
                 return getattr(f, op)(x, v[0].shape, *v)
 
             yield Case(op, f"{rows}x{cols}", "rows", row_norm, [x, *vectors])

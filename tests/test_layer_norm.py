@@ -98,7 +98,13 @@ def test_large(dtype, name, shape, dims):
 def test_views_of_rows(device, dtype, name):
     """Rows a constant step apart are read where they lie; what starts inside a vector, too."""
     wide = torch.randn(6, 5, 200, device=device).to(dtype)
-    views = [wide[:, :, :64], wide[:, 1, :64], wide[:, :, 8:72], wide[:, :, 3:67], wide[::2, :, :64]]
+    views = [
+        wide[:, :, :64],
+        wide[:, 1, :64],
+        wide[:, :, 8:72],
+        wide[:, :, 3:67],
+        wide[::2, :, :64],
+    ]
     views += [wide.transpose(0, 1)[:, :, :64], wide[0, 0, :64], wide[:, :1, :64].expand(6, 4, 64)]
     for view in views:
         args = leaves((view, *vectors(name, (64,), device, dtype)))
@@ -209,7 +215,9 @@ def test_non_finite(device, dtype, name, value):
 
 @both
 @pytest.mark.parametrize(
-    ("shape", "dims"), [((0, 8), 1), ((3, 0), 1), ((2, 0, 3), 2), ((2, 0, 3), 1), ((0,), 1)], ids=str
+    ("shape", "dims"),
+    [((0, 8), 1), ((3, 0), 1), ((2, 0, 3), 2), ((2, 0, 3), 1), ((0,), 1)],
+    ids=str,
 )
 def test_empty(device, dtype, name, shape, dims):
     normalized = shape[-dims:]
@@ -228,9 +236,7 @@ def test_gradients(device, name):
     x = torch.randn(2, 3, 4, dtype=torch.float64, device=device)
     given = vectors(name, (3, 4), device, torch.float64)
     for needs in subsets(1 + len(given)):
-        args = [
-            t.clone().requires_grad_(bool(n)) for t, n in zip((x, *given), needs, strict=True)
-        ]
+        args = [t.clone().requires_grad_(bool(n)) for t, n in zip((x, *given), needs, strict=True)]
         gradcheck(on(F, name, (3, 4)), tuple(args))
     gradcheck(on(F, name, (4,)), (x.clone().requires_grad_(),))
 
@@ -259,7 +265,9 @@ def test_double_backward_matches_native(device, name):
         torch.manual_seed(1)
         directions = [torch.randn_like(g) for g in firsts]
         seconds = torch.autograd.grad(firsts, (*args, dy), directions, allow_unused=True)
-        assert [s is None for s in seconds] == [len(args) == 3 and i == 2 for i in range(len(seconds))]
+        assert [s is None for s in seconds] == [
+            len(args) == 3 and i == 2 for i in range(len(seconds))
+        ]
         found.append([s for s in seconds if s is not None])
     torch.testing.assert_close(*found, rtol=2e-4, atol=2e-4)
 
@@ -323,7 +331,9 @@ def test_compile(device, name, dynamic):
 
 @both
 def test_deterministic(device, name):
-    args = leaves((torch.randn(700, 520, device=device), *vectors(name, (520,), device, torch.float32)))
+    args = leaves(
+        (torch.randn(700, 520, device=device), *vectors(name, (520,), device, torch.float32))
+    )
     dy = torch.randn_like(args[0])
 
     def run():
@@ -366,7 +376,11 @@ BAD = [
     (lambda f: f(torch.zeros(3, 8), (8,), 3), TypeError, "'weight'.* must be Tensor, not int"),
     (lambda f: f(None, (8,)), TypeError, "'input'.* must be Tensor, not NoneType"),
     (lambda f: f(torch.zeros(3, 8), (8,), eps="a"), TypeError, "'eps'"),
-    (lambda f: f(torch.zeros(3, 8).long(), (8,)), NotImplementedError, "not implemented for 'Long'"),
+    (
+        lambda f: f(torch.zeros(3, 8).long(), (8,)),
+        NotImplementedError,
+        "not implemented for 'Long'",
+    ),
     (
         lambda f: f(torch.zeros(3, 8), (2, 3, 8)),
         (RuntimeError, ValueError),
@@ -376,7 +390,9 @@ BAD = [
 
 
 @both
-@pytest.mark.parametrize(("call", "kind", "message"), BAD, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("call", "kind", "message"), BAD, ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_bad_input(name, call, kind, message):
     raised = []
     for namespace in (F, native):
@@ -416,5 +432,5 @@ def test_bad_backward(device):
         ops.layer_norm_backward(x[:2], x, [8], None, stats, stats, [True] * 3)
     with pytest.raises(RuntimeError, match="mean: expected shape"):
         ops.layer_norm_backward(x, x, [8], None, stats[:2], stats, [True] * 3)
-    with pytest.raises(RuntimeError, match="rstd: expected .*Float"):
+    with pytest.raises(RuntimeError, match=r"rstd: expected .*Float"):
         ops.rms_norm_backward(x, x, [8], None, stats.double(), [True] * 2)

@@ -70,19 +70,19 @@ enum class NormForm {
 
 struct LayerNormPlan {
   NormForm form;
-  int vec;         // elements per access
-  int vectors;     // per thread
-  int lanes;       // threads of a group
-  int threads;     // of a block
+  int vec;      // elements per access
+  int vectors;  // per thread
+  int lanes;    // threads of a group
+  int threads;  // of a block
   int64_t blocks;
   const char* reason;
 };
 
-constexpr int kNormThreads = 256;         // of a block that has several rows
-constexpr int kNormMaxThreads = 1024;     // of a block that has one
-constexpr int kNormMaxVectors = 8;        // per thread
-constexpr int kNormElementVectors = 8;    // the same, for accesses of one element
-constexpr int kNormLoopThreads = 512;     // of a block that reads its row three times
+constexpr int kNormThreads = 256;            // of a block that has several rows
+constexpr int kNormMaxThreads = 1024;        // of a block that has one
+constexpr int kNormMaxVectors = 8;           // per thread
+constexpr int kNormElementVectors = 8;       // the same, for accesses of one element
+constexpr int kNormLoopThreads = 512;        // of a block that reads its row three times
 constexpr int kNormPersistentThreads = 512;  // of a block that stays, at most
 
 // Threads of a group with `held` vectors each, whatever the result's size.

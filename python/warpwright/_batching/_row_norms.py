@@ -27,7 +27,13 @@ def _columns(v: Tensor, dim: int | None, samples: int, like: Tensor) -> Tensor:
 
 
 def _affine(
-    info: Any, dims: Dims, op: Any, x: Tensor, shape: Sequence[int], vectors: Sequence[Any], eps: Any
+    info: Any,
+    dims: Dims,
+    op: Any,
+    x: Tensor,
+    shape: Sequence[int],
+    vectors: Sequence[Any],
+    eps: Any,
 ) -> tuple[Any, Any]:
     """The operator on all samples; weight and bias of each sample follow it."""
     samples = info.batch_size

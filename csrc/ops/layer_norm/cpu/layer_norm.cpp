@@ -43,8 +43,8 @@ class Factors {
   const Compute* data_ = nullptr;
 };
 
-// Keeps the compiler from contracting a product into an addition: dx is a difference of nearly equal
-// numbers in short rows, and both must be rounded alike.
+// Keeps the compiler from contracting a product into an addition: dx is a difference of nearly
+// equal numbers in short rows, and both must be rounded alike.
 template <class V>
 V rounded(V product) {
 #ifdef __AVX2__

@@ -74,8 +74,7 @@ __device__ __forceinline__ Acc sum_of_rows(Acc value, Acc (&shared)[kSumRows][kN
 // columns fastest. A thread adds every kSumRows-th row of its split.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads)
-    layer_norm_column_sums_kernel(const LayerNormBackwardParams p, int splits,
-                                  Accum<T>* partials) {
+    layer_norm_column_sums_kernel(const LayerNormBackwardParams p, int splits, Accum<T>* partials) {
   using Acc = Accum<T>;
   __shared__ Acc shared[kSumRows][kNormSumLanes];
   const int64_t tiles = ceil_div<int64_t>(p.cols, kNormSumLanes);

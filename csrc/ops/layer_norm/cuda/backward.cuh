@@ -1,5 +1,6 @@
-// Backward by persistent blocks: rows of x and dy pass through a ring; a group computes dx and keeps
-// the sums of weight and bias for its columns in registers. A second kernel adds the partial sums.
+// Backward by persistent blocks: rows of x and dy pass through a ring; a group computes dx and
+// keeps the sums of weight and bias for its columns in registers. A second kernel adds the partial
+// sums.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -193,8 +194,8 @@ void launch_layer_norm_bwd_held(const LayerNormBackwardParams& p, const LayerNor
       throw std::logic_error("layer_norm_backward: no kernel for so many vectors per thread");
     } else {
       launch(layer_norm_bwd_kernel<T, kHeld, kCentered>, dim3(static_cast<unsigned>(plan.blocks)),
-             dim3(plan.threads), row_ring_bytes(plan.threads, 2, kHeld), stream,
-             p, plan.lanes, partials);
+             dim3(plan.threads), row_ring_bytes(plan.threads, 2, kHeld), stream, p, plan.lanes,
+             partials);
     }
   });
 }

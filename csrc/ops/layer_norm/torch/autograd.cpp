@@ -53,8 +53,8 @@ class Normalized {
     if (v.defined()) result = scaled(rstd_ * project(v.to(type_)));
     if (v_weight.defined()) result = sum_of(result, xhat_ * v_weight.to(type_));
     if (v_bias.defined()) {
-      result = result.defined() ? result + v_bias.to(type_)
-                                : at::zeros_like(xhat_) + v_bias.to(type_);
+      result =
+          result.defined() ? result + v_bias.to(type_) : at::zeros_like(xhat_) + v_bias.to(type_);
     }
     return result;
   }
@@ -86,9 +86,8 @@ struct LayerNormBackward {  // saved: input, weight, mean, rstd
   using Attributes = NormAttributes;
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    auto [dx, dw, db] =
-        call_backward(grads[0], saved[0], a.shape, optional_if_defined(saved[1]), saved[2],
-                      saved[3], {needs[0], needs[1], needs[2]});
+    auto [dx, dw, db] = call_backward(grads[0], saved[0], a.shape, optional_if_defined(saved[1]),
+                                      saved[2], saved[3], {needs[0], needs[1], needs[2]});
     return {dx, dw, db};
   }
 };
@@ -113,20 +112,17 @@ struct LayerNormBackwardBackward {  // saved: grad_output, input, weight, mean, 
     const Tensor dy = grad_output.to(norm.type());
     const Tensor direction = in_type_of(v, norm.rstd());
     if (needs[2] && direction.defined()) {
-      for_weight =
-          in_type_of(norm.sum(norm.rstd() * norm.project(direction) * dy), weight);
+      for_weight = in_type_of(norm.sum(norm.rstd() * norm.project(direction) * dy), weight);
     }
     if (!needs[1]) return {for_grad_output, for_input, for_weight};
     // Through xhat in dweight, through xhat in P, and through rstd.
     Tensor for_xhat = v_weight.defined() ? dy * v_weight.to(norm.type()) : Tensor(), result;
     if (direction.defined()) {
       const Tensor g = norm.scaled(dy);
-      const Tensor in_projection =
-          norm.rstd() * (direction * norm.average(g * norm.xhat()) +
-                         g * norm.average(direction * norm.xhat()));
+      const Tensor in_projection = norm.rstd() * (direction * norm.average(g * norm.xhat()) +
+                                                  g * norm.average(direction * norm.xhat()));
       for_xhat = sum_of(for_xhat, -in_projection);
-      result = -norm.xhat() * norm.rstd() * norm.rstd() *
-               norm.average(direction * norm.project(g));
+      result = -norm.xhat() * norm.rstd() * norm.rstd() * norm.average(direction * norm.project(g));
     }
     if (for_xhat.defined()) result = sum_of(result, norm.rstd() * norm.project(for_xhat));
     return {for_grad_output, in_type_of(result, input), for_weight};
@@ -159,9 +155,9 @@ Tensors3 backward_tangents(const Tensor& grad_output, const Tensor& input, SymIn
     const Tensor xhat_t = norm.rstd() * norm.project(x_t);
     dw_t = sum_of(dw_t, norm.sum(dy * xhat_t));
     const Tensor rstd_t = -norm.rstd() * norm.rstd() * norm.average(norm.xhat() * x_t);
-    dx_t = sum_of(dx_t, rstd_t * norm.project(g) -
-                            norm.rstd() * (xhat_t * norm.average(g * norm.xhat()) +
-                                           norm.xhat() * norm.average(g * xhat_t)));
+    dx_t = sum_of(
+        dx_t, rstd_t * norm.project(g) - norm.rstd() * (xhat_t * norm.average(g * norm.xhat()) +
+                                                        norm.xhat() * norm.average(g * xhat_t)));
   }
   const Tensor& like = weight.defined() ? weight : rstd;
   return {in_type_of(dx_t, input), in_type_of(dw_t, like), in_type_of(db_t, like)};
@@ -184,15 +180,13 @@ Tensors3 forward_autograd(const Tensor& input, SymIntArrayRef shape, const Tenso
     const Normalized norm(primal(input), shape, w, mean, rstd);
     const Tensor direction = norm.along(tangent_or_undefined(input), tangent_or_undefined(weight),
                                         tangent_or_undefined(bias));
-    set_tangent(output,
-                tangent_with_zero_terms(in_type_of(direction, input), input, weight));
+    set_tangent(output, tangent_with_zero_terms(in_type_of(direction, input), input, weight));
   }
   return {output, mean, rstd};
 }
 
 Tensors3 layer_norm_autograd(const Tensor& input, SymIntArrayRef shape,
-                             const OptionalTensor& weight, const OptionalTensor& bias,
-                             double eps) {
+                             const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   return forward_autograd<LayerNormBackward>(
       input, shape, value_or_undefined(weight), value_or_undefined(bias),
       [&] { return call_layer_norm(input, shape, weight, bias, eps); });
@@ -200,8 +194,8 @@ Tensors3 layer_norm_autograd(const Tensor& input, SymIntArrayRef shape,
 
 Tensors2 rms_norm_autograd(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
                            std::optional<double> eps) {
-  auto [output, mean, rstd] = forward_autograd<RmsNormBackward>(
-      input, shape, value_or_undefined(weight), Tensor(), [&] {
+  auto [output, mean, rstd] =
+      forward_autograd<RmsNormBackward>(input, shape, value_or_undefined(weight), Tensor(), [&] {
         auto [y, r] = call_rms_norm(input, shape, weight, eps);
         return Tensors3{y, Tensor(), r};
       });

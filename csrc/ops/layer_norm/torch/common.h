@@ -72,7 +72,8 @@ inline void check_normalized_shape(const Tensor& input, SymIntArrayRef shape, bo
   const int64_t dims = static_cast<int64_t>(shape.size());
   TORCH_CHECK_VALUE(centered || input.dim() >= dims, "Input tensor must have at least ", dims,
                     " dimensions, but got ", input.dim());
-  if (input.dim() >= dims && input.sym_sizes().slice(static_cast<size_t>(input.dim() - dims)) == shape) {
+  if (input.dim() >= dims &&
+      input.sym_sizes().slice(static_cast<size_t>(input.dim() - dims)) == shape) {
     return;
   }
   std::ostringstream message;
@@ -113,7 +114,8 @@ inline void check_forward(const LayerNormCall& call) {
   check_normalized_shape(call.input, call.shape, call.centered);
   check_norm_input(call.input, call.centered);
   check_vector_types(call);
-  check_same_device(call.weight, call.input, call.centered ? "layer_norm: weight" : "rms_norm: weight");
+  check_same_device(call.weight, call.input,
+                    call.centered ? "layer_norm: weight" : "rms_norm: weight");
   check_same_device(call.bias, call.input, "layer_norm: bias");
   TORCH_CHECK_NOT_IMPLEMENTED(!call.weight.defined() || !call.weight.is_complex(),
                               "rms_norm: weight: expected a real type, got ",
@@ -307,8 +309,7 @@ inline void run_backward_cuda(const LayerNormBackwardParams& p, const Tensor& li
                               cudaStream_t stream) {
   const LayerNormBackwardPlan plan =
       choose_layer_norm_backward(p, norm_addresses(p), current_device_info());
-  const Tensor workspace =
-      at::empty({plan.workspace_bytes(p)}, like.options().dtype(at::kByte));
+  const Tensor workspace = at::empty({plan.workspace_bytes(p)}, like.options().dtype(at::kByte));
   launch_layer_norm_backward(p, plan, workspace.mutable_data_ptr(), stream);
 }
 #endif
@@ -330,8 +331,9 @@ inline Tensors3 backward_meta(const LayerNormBackwardCall& call) {
   auto vector = [&](bool wanted) {
     return wanted ? at::empty_symint(call.shape, gradient_options(call)) : Tensor();
   };
-  return {call.wanted[0] ? at::empty_symint(call.input.sym_sizes(), call.input.options()) : Tensor(),
-          vector(call.wanted[1]), vector(call.wanted[2])};
+  return {
+      call.wanted[0] ? at::empty_symint(call.input.sym_sizes(), call.input.options()) : Tensor(),
+      vector(call.wanted[1]), vector(call.wanted[2])};
 }
 
 // ---- the ops through the dispatcher ----

@@ -27,8 +27,14 @@ LayerNormBackwardCall layer_norm_backward_call(const Tensor& grad_output, const 
 LayerNormBackwardCall rms_norm_backward_call(const Tensor& grad_output, const Tensor& input,
                                              SymIntArrayRef shape, const OptionalTensor& weight,
                                              const Tensor& rstd, Mask2 wanted) {
-  return {grad_output, input, shape, value_or_undefined(weight), Tensor(),
-          rstd,        {wanted[0], wanted[1], false}, false};
+  return {grad_output,
+          input,
+          shape,
+          value_or_undefined(weight),
+          Tensor(),
+          rstd,
+          {wanted[0], wanted[1], false},
+          false};
 }
 
 Tensors2 first_and_last(Tensors3&& results) {
@@ -69,8 +75,7 @@ Tensors2 rms_norm_backward_cpu_kernel(const Tensor& grad_output, const Tensor& i
 #ifdef WARPWRIGHT_WITH_CUDA
 Tensors3 forward_cuda(const LayerNormCall& call) {
   const CudaCall cuda(call.input);
-  return forward_with(call,
-                      [&](const LayerNormParams& p) { run_forward_cuda(p, cuda.stream); });
+  return forward_with(call, [&](const LayerNormParams& p) { run_forward_cuda(p, cuda.stream); });
 }
 Tensors3 backward_cuda(const LayerNormBackwardCall& call) {
   const CudaCall cuda(call.input);
@@ -128,8 +133,7 @@ Tensors2 rms_norm_backward_meta(const Tensor& grad_output, const Tensor& input,
 // ---- Autocast: layer_norm in float32 on a GPU, as native's ----
 
 Tensors3 layer_norm_autocast(const Tensor& input, SymIntArrayRef shape,
-                             const OptionalTensor& weight, const OptionalTensor& bias,
-                             double eps) {
+                             const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   auto cast = [](const auto& value) { return at::autocast::cached_cast(at::kFloat, value); };
   return call_layer_norm(cast(input), shape, cast(weight), cast(bias), eps);
