@@ -86,7 +86,16 @@ def test_import_leaves_no_trace(run):
     others = [name for name in new if name.split(".")[0] != "warpwright"]
     # The standard library's small modules; of torch only what is loaded in microseconds.
     assert [name for name in others if name.split(".")[0] not in sys.stdlib_module_names] == []
-    lazy = ("bench", "demo", "cli", "testing", "swap.check", "profile.runs", "profile.command")
+    lazy = (
+        "bench",
+        "demo",
+        "cli",
+        "doctor",
+        "testing",
+        "swap.check",
+        "profile.runs",
+        "profile.command",
+    )
     assert [name for name in lazy if f"warpwright.{name}" in new] == []
 
 

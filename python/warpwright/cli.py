@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from . import demo
+    from . import demo, doctor
     from ._version import __version__
     from .bench import compare, overhead, report, run
     from .info import run as run_info
@@ -22,6 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("info", help="what was built, and what this machine will run")
     command.add_argument("--json", action="store_true", help="as JSON")
     command.set_defaults(run=run_info)
+    command = commands.add_parser(
+        "doctor", help="tests each op here against native torch, says what runs, and advises"
+    )
+    doctor.add_arguments(command)
+    command.set_defaults(run=doctor.run)
     command = commands.add_parser(
         "demo",
         help="trains a digit reader on warpwright and on native torch, side by side",

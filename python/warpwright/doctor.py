@@ -1,0 +1,126 @@
+"""``python -m warpwright doctor``: what runs on this machine, a test against native torch, and advice."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.nn import functional as native
+
+from . import functional as ours
+from ._arch import built_archs, why_no_gpu_kernel
+from .explain import explain
+from .info import info
+from .testing import compare_with_native
+
+__all__ = ["advice", "calls", "check", "run"]
+
+Call = tuple[list[Tensor], dict[str, Any]]
+
+
+def calls(device: str) -> dict[str, Call]:
+    """A small call of each op that native has too: its tensors and its other arguments."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    running = [torch.zeros(8, device=device), torch.ones(8, device=device)]
+    labels = torch.arange(16, device=device) % 10
+    return {
+        "relu": ([random(64, 256)], {}),
+        "conv2d": ([random(4, 8, 16, 16), random(16, 8, 3, 3), random(16)], {"padding": 1}),
+        "batch_norm": ([random(4, 8, 16, 16), *running, random(8), random(8)], {}),
+        "max_pool2d": ([random(4, 8, 16, 16)], {"kernel_size": 2}),
+        "linear": ([random(64, 128), random(96, 128), random(96)], {}),
+        "cross_entropy": ([random(16, 10), labels], {}),
+        "scaled_dot_product_attention": ([random(2, 4, 32, 16) for _ in range(3)], {}),
+    }
+
+
+def check(op: str, call: Call) -> str | None:
+    """Why the op's result or gradients are worse than native's; None if they are not."""
+    try:
+        compare_with_native(getattr(ours, op), getattr(native, op), *call)
+    except Exception as error:  # a kernel that cannot run at all is a finding too
+        return str(error) or type(error).__name__
+    return None
+
+
+def advice() -> list[str]:
+    """Sentences about what keeps this machine from its fastest kernels."""
+    found = list(info()["warnings"])
+    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+        found.append("this machine has an NVIDIA GPU, but the installed torch is a CPU-only build")
+    if (
+        torch.version.cuda is not None
+        and shutil.which("nvidia-smi")
+        and not torch.cuda.is_available()
+    ):
+        found.append("torch finds no GPU though there is a driver: see `nvidia-smi`")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        capability = torch.cuda.get_device_capability(index)
+        hopper = any(arch.startswith("9.0a") for arch in built_archs())
+        if capability == (9, 0) and not hopper and why_no_gpu_kernel(index) is None:
+            found.append("build with TORCH_CUDA_ARCH_LIST=9.0a for the kernels of Hopper")
+    if os.environ.get("WARPWRIGHT_PATH"):
+        found.append(
+            f"WARPWRIGHT_PATH={os.environ['WARPWRIGHT_PATH']} restricts the choice of kernels"
+        )
+    if torch.get_num_threads() == 1 and (os.cpu_count() or 1) > 1:
+        found.append(f"torch uses 1 thread of {os.cpu_count()} cores (OMP_NUM_THREADS)")
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: both, if there is a GPU"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0 if every op agrees with native, 1 if not, 2 if the device is not there."""
+    console = Console(highlight=False)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        console.print("--device: got cuda, but torch finds no CUDA device")
+        return 2
+    console.print(info())
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    table, failures, start = Table(), 0, time.perf_counter()
+    for column in ("op", "device", "compared with native", "what runs"):
+        table.add_column(column)
+    for device in [options.device] if options.device else devices:
+        for op, call in _strictly(functools.partial(calls, device)).items():
+            why = _strictly(functools.partial(check, op, call))
+            failures += why is not None
+            role_and_path = explain(op, *call[0], **call[1]).splitlines()[1]
+            path = role_and_path.split("  ")[-1].strip()
+            verdict = Text("agrees", "green") if why is None else Text(f"differs: {why}", "red")
+            table.add_row(op, device, verdict, Text(path))
+    console.print(table)
+    words = f"{failures} of {table.row_count} checks failed" if failures else "all checks passed"
+    console.print(f"{words} in {time.perf_counter() - start:.1f} s")
+    for sentence in advice():
+        console.print(Text(f"advice: {sentence}", "yellow"), soft_wrap=True)
+    return 1 if failures else 0
+
+
+def _strictly(function: Callable[[], Any]) -> Any:
+    """Runs it from a fixed seed and without TF32, and restores both."""
+    switches = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return function()
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = switches
