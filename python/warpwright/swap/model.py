@@ -32,6 +32,7 @@ def swap(
     *,
     fuse: bool = False,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    dry_run: bool = False,
 ) -> SwapReport:
     """Runs ``model``'s layers on warpwright's kernels, in place.
 
@@ -56,17 +57,24 @@ def swap(
             original forward runs. The report names every chain and its result.
         loss_fn: turns the model's output into the scalar that ``check`` differentiates; by default
             the mean square of all floating outputs.
+        dry_run: change nothing; the report says what would be swapped. Not with ``check``.
     Returns:
         An entry per module and, with ``fuse``, per chain.
     Raises:
         SwapCheckError: ``check`` found a difference; carries the numbers.
         TypeError: ``model`` is no module.
-        ValueError: ``ops`` has an unknown name.
+        ValueError: ``ops`` has an unknown name, or ``dry_run`` comes with ``check``.
     Warns:
         UserWarning: nothing was swapped; says why.
     """
+    if dry_run and check is not None:
+        raise ValueError(
+            "dry_run: expected False together with check, which swaps the model; got True"
+        )
     plan = plan_swap(model, ops, filter_fn, fuse)
-    report = SwapReport(plan.entries, plan.fusions)
+    report = SwapReport(plan.entries, plan.fusions, dry_run=dry_run)
+    if dry_run:
+        return report
     if plan.is_empty:
         warnings.warn(nothing_to_swap(report), stacklevel=2)
         return report

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .fuse import Fusion
@@ -51,6 +52,7 @@ class SwapReport:
     entries: list[SwapEntry] = field(default_factory=list)
     fusions: list[Fusion] = field(default_factory=list)  # with fuse=True: every chain found
     check: dict[str, Any] | None = None  # the numbers of check=, see warpwright.swap.check
+    dry_run: bool = False  # nothing was changed: the entries say what would be
 
     @property
     def swapped(self) -> list[SwapEntry]:
@@ -67,43 +69,67 @@ class SwapReport:
             "entries": [asdict(e) for e in self.entries],
             "fusions": [asdict(f) for f in self.fusions],
             "check": self.check,
+            "dry_run": self.dry_run,
         }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
+    def _tables(self) -> Iterator[tuple[str, str, list[Line]]]:
+        """A sentence, the first column's title and the lines, for modules and for chains."""
+        swapped = "would be swapped" if self.dry_run else "swapped"
+        yield (
+            f"{'would swap' if self.dry_run else 'swapped'} {len(self.swapped)} of {len(self.entries)} "
+            "modules",
+            "module",
+            _grouped(
+                (e.type, e.name, swapped if e.swapped else LEFT, e.note or e.reason)
+                for e in self.entries
+            ),
+        )
+        if self.fusions:
+            done = sum(not f.reason for f in self.fusions)
+            yield (
+                f"{'would fuse' if self.dry_run else 'fused'} {done} of {len(self.fusions)} chains",
+                "chain",
+                _grouped(
+                    (
+                        f.chain or "its chains",
+                        f.block,
+                        LEFT if f.reason else f.into or "fused",
+                        f.reason,
+                    )
+                    for f in self.fusions
+                ),
+            )
+
     def __rich__(self) -> RenderableType:
         from rich.console import Group
         from rich.text import Text
 
-        parts: list[RenderableType] = [
-            Text(f"swapped {len(self.swapped)} of {len(self.entries)} modules"),
-            _grouped(
-                "module",
-                (
-                    (e.type, e.name, "swapped" if e.swapped else LEFT, e.note or e.reason)
-                    for e in self.entries
-                ),
-            ),
-        ]
-        if self.fusions:
-            done = sum(not f.reason for f in self.fusions)
-            rows = (
-                (
-                    f.chain or "its chains",
-                    f.block,
-                    LEFT if f.reason else f.into or "fused",
-                    f.reason,
-                )
-                for f in self.fusions
-            )
-            parts += [
-                Text(f"fused {done} of {len(self.fusions)} chains"),
-                _grouped("chain", rows),
-            ]
+        parts: list[RenderableType] = []
+        for sentence, title, lines in self._tables():
+            parts += [Text(sentence), _table(title, lines)]
         if self.check is not None:
             parts.append(Text(self.check["summary"]))
         return Group(*parts)
+
+    def to_html(self) -> str:
+        """The printed report as tables; names are escaped."""
+        parts = []
+        for sentence, title, lines in self._tables():
+            rows = "".join(
+                "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
+                for line in lines
+            )
+            heads = "".join(f"<th>{h}</th>" for h in (title, "count", "result", "why / where"))
+            parts.append(f"<p>{escape(sentence)}</p><table><tr>{heads}</tr>{rows}</table>")
+        if self.check is not None:
+            parts.append(f"<p>{escape(self.check['summary'])}</p>")
+        return "".join(parts)
+
+    def _repr_html_(self) -> str:  # for notebooks
+        return self.to_html()
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -114,23 +140,34 @@ class SwapReport:
         return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
-def _grouped(title: str, rows: Iterable[tuple[str, str, str, str]]) -> Table:
-    """A table with one line for all (what, where, result, why) that differ in ``where`` alone."""
-    from rich.table import Table
-    from rich.text import Text
+Line = tuple[str, str, str, str]
 
+
+def _grouped(rows: Iterable[Line]) -> list[Line]:
+    """Merges all (what, where, result, why) that differ in ``where`` alone: (what, count, result, why
+    and where)."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for what, where, result, why in rows:
         groups.setdefault((what, result, why), []).append(where or "(the model)")
+    lines = []
+    for (what, result, why), names in groups.items():
+        listed = ", ".join(names[:3]) + (f", … {names[-1]}" if len(names) > 3 else "")
+        lines.append((what, str(len(names)), result, f"{why}: {listed}" if why else listed))
+    return lines
+
+
+def _table(title: str, lines: list[Line]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(title, no_wrap=True)
     table.add_column("count", justify="right")
     table.add_column("result", no_wrap=True)
     table.add_column("why / where")
-    for (what, result, why), names in groups.items():
-        listed = ", ".join(names[:3]) + (f", … {names[-1]}" if len(names) > 3 else "")
+    for what, count, result, why in lines:
         styled = Text(result, style="yellow" if result == LEFT else "green")
-        table.add_row(what, str(len(names)), styled, Text(f"{why}: {listed}" if why else listed))
+        table.add_row(Text(what), count, styled, Text(why))
     return table
 
 

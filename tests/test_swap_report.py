@@ -1,0 +1,63 @@
+"""swap's report: a dry run, HTML for notebooks, and names that look like markup."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import warpwright
+from warpwright import swap
+
+
+def block():
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2), nn.Tanh())
+
+
+def test_dry_run_changes_nothing():
+    model = block()
+    report = swap(model, fuse=True, dry_run=True)
+    assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Linear, nn.Tanh]
+    assert type(model) is nn.Sequential
+    text = str(report)
+    assert "would swap 2 of 4 modules" in text
+    assert "would fuse 1 of 1 chains" in text
+    assert report.to_dict()["dry_run"] is True
+    done = swap(copy.deepcopy(model), fuse=True)
+    assert done.entries == report.entries
+    assert done.fusions == report.fusions
+    assert done.to_dict()["dry_run"] is False
+
+
+def test_dry_run_and_check():
+    with pytest.raises(ValueError, match="dry_run: expected False together with check"):
+        swap(block(), check=torch.randn(2, 4), dry_run=True)
+
+
+def test_dry_run_of_nothing_is_quiet(recwarn):
+    assert swap(nn.Sequential(nn.Tanh()), dry_run=True).swapped == []
+    assert not recwarn.list
+
+
+def test_html():
+    report = swap(block(), fuse=True)
+    html = report.to_html()
+    assert html == report._repr_html_()
+    assert "<p>swapped 2 of 4 modules</p>" in html
+    assert "<td>nn.Linear</td><td>2</td><td>swapped</td><td>0, 2</td>" in html
+    assert "<p>fused 1 of 1 chains</p>" in html
+
+
+class Odd(nn.Tanh):
+    pass
+
+
+def test_names_are_shown_as_they_are():
+    Odd.__module__ = "[bold]<b>"
+    model = nn.ModuleDict({"[red]a[/nothing]<i>": nn.Linear(2, 2), "x": Odd()})
+    report = warpwright.swap(model)
+    assert "[red]a[/nothing]<i>" in str(report)
+    assert "[bold]<b>.Odd" in str(report)
+    html = report.to_html()
+    assert "[red]a[/nothing]&lt;i&gt;" in html
+    assert "<b>" not in html
