@@ -22,7 +22,7 @@ base := $(VENV)/.base-$(choice)
 build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(NO_CUDA) $(FORCE_CUDA) $(LINEINFO) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 sources := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py')
 
-.PHONY: demo test test-gpu test-long lint build clean
+.PHONY: demo test test-gpu test-long lint build docs clean
 
 # Compiles what this machine can run: without a GPU the CPU kernels alone, unless all are compiled already.
 demo:
@@ -47,6 +47,10 @@ test-long: $(build)
 
 build: $(build)
 
+# The site from docs/ and the docstrings, in build/docs/index.html. A warning, such as a dead link, is an error.
+docs: $(VENV)/.docs-$(choice)
+	$(python) -m sphinx -q -W --keep-going -b html docs build/docs
+
 lint: $(VENV)/.lint-$(choice)
 	PATH=$(VENV)/bin:$$PATH; find csrc benchmarks tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' | xargs clang-format --dry-run -Werror
 	$(python) -m ruff check .
@@ -56,12 +60,16 @@ lint: $(VENV)/.lint-$(choice)
 $(base):
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	$(pip) '$(TORCH)' 'setuptools>=77,<82' wheel ninja 'pybind11>=2.13' numpy
-	rm -f $(VENV)/.base-* $(VENV)/.build-* $(VENV)/.lint-*
+	rm -f $(VENV)/.base-* $(VENV)/.build-* $(VENV)/.lint-* $(VENV)/.docs-*
 	touch $@
 
 $(build): $(base) pyproject.toml setup.py $(sources)
 	$(pip) --no-build-isolation -e '.[demo,test]'
 	rm -f $(VENV)/.build-*
+	touch $@
+
+$(VENV)/.docs-$(choice): $(build) pyproject.toml
+	$(pip) $$($(python) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@
 
 $(VENV)/.lint-$(choice): $(base) pyproject.toml

@@ -1,7 +1,7 @@
 """The error rule: error against float64, not worse than native's.
 
-The rule (docs/numerics.md): max|ours - exact| <= 1.5 * max|native - exact| + 1 ulp of max|exact| in
-the output's dtype; NaN and infinities at the same positions; same dtype and shape.
+The rule (docs/numerics.md): ``max|ours - exact| <= 1.5 * max|native - exact| + 1 ulp of max|exact|``
+in the output's dtype; NaN and infinities at the same positions; same dtype and shape.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def strides_are_defined(inputs: Any) -> bool:
 
 
 def max_error(value: Tensor, exact: Tensor) -> float:
-    """Largest |value - exact| over the finite elements of ``exact``; 0 for an empty tensor."""
+    """Largest ``|value - exact|`` over the finite elements of ``exact``; 0 for an empty tensor."""
     difference = (value.detach().double() - exact.detach().double())[torch.isfinite(exact)]
     return float(difference.abs().max()) if difference.numel() else 0.0
 

@@ -19,11 +19,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     level between the two: sums of two TF32 numbers. Native computes integer and complex tensors.
 
     Args:
-        input: (*, in_features), any strides; float32, float64, bfloat16 or float16.
+        input: (..., in_features), any strides; float32, float64, bfloat16 or float16.
         weight: (out_features, in_features) or (in_features), any strides, same dtype.
         bias: (out_features), or any shape that broadcasts to the output, same dtype.
     Returns:
-        (*, out_features); (*) if ``weight`` has one dimension.
+        (..., out_features); (...) if ``weight`` has one dimension.
     Raises:
         RuntimeError: the shapes do not multiply, or the operands' dtypes or devices differ.
     """
@@ -85,7 +85,7 @@ def mlp(
     """``linear(activation(linear(input, weight1, bias1)), weight2, bias2)`` in two ops.
 
     Args:
-        input: (*, in_features).
+        input: (..., in_features).
         weight1: (hidden_features, in_features).
         bias1: (hidden_features) or None.
         weight2: (out_features, hidden_features).

@@ -127,15 +127,15 @@ def linear_cross_entropy(
     tells). With ``softcap``, several float32 copies of a chunk's logits exist at once.
 
     Args:
-        input: (*, in_features); float32, float64, bfloat16 or float16.
+        input: (..., in_features); float32, float64, bfloat16 or float16.
         weight: (classes, in_features), same dtype.
-        target: labels (*), int64 or uint8; or probabilities (*, classes). If probabilities require
+        target: labels (...), int64 or uint8; or probabilities (..., classes). If probabilities require
             grad, the two ops run one after the other: the gradient is as large as the logits.
         bias: (classes), same dtype.
-        class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse,
-            return_argmax: as in :func:`cross_entropy`, whose ``weight`` is ``class_weight`` here.
-            lse and argmax have the shape of the labels. A gradient through lse computes the logits
-            again.
+        class_weight: ``weight`` of :func:`cross_entropy`.
+        ignore_index, reduction, label_smoothing, z_loss, softcap: as in :func:`cross_entropy`.
+        return_lse, return_argmax: the same; lse and argmax have the shape of the labels. A gradient
+            through lse computes the logits again.
         chunk_rows: rows of ``input`` per chunk; None: chosen by the sizes.
     Returns:
         The loss. With ``return_lse`` or ``return_argmax``: a tuple of the loss and the requested

@@ -107,7 +107,7 @@ def batch_norm(
     variance). In evaluation, mean and variance are the running statistics.
 
     Args:
-        input: (N, C) or (N, C, *), contiguous or channels_last (kept in the output); float32,
+        input: (N, C) or (N, C, ...), contiguous or channels_last (kept in the output); float32,
             float64, bfloat16, float16.
         running_mean, running_var, weight, bias: (C), each in the dtype of ``input``, or float32 for
             a 16-bit ``input``.
