@@ -5,6 +5,7 @@ import gzip
 import pytest
 
 from warpwright import cli
+from warpwright.bench.records import as_cells
 from warpwright.demo import data
 
 MODEL = "import torch\ndef build(): return torch.nn.Linear(3, 3)\nnumber = 3\n"
@@ -59,3 +60,9 @@ def test_a_gzip_file_that_unpacks_to_too_much(tmp_path, monkeypatch):
     bomb.write_bytes(gzip.compress(bytes(2**24)))
     with pytest.raises(data.DataError, match=r"expected at most 1,048,576 bytes, found more"):
         data.read_idx(bomb, data.IMAGES_MAGIC)
+
+
+def test_cells_are_no_formulas():
+    row = {"module": "=HYPERLINK(0)", "op": "relu", "ms": -1.5, "none": None, "why": "@x", "": ""}
+    expected = {**row, "module": "'=HYPERLINK(0)", "why": "'@x"}
+    assert as_cells(row) == expected

@@ -29,6 +29,7 @@ from .measure import interleaved, tf32_allowed
 SCHEMA: dict[str, Any] = json.loads((resources.files(__package__) / "schema.json").read_text())
 HEADER_FIELDS: tuple[str, ...] = tuple(SCHEMA["required"])
 _ROW = SCHEMA["properties"]["rows"]["items"]
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a spreadsheet's formulas start
 ROW_FIELDS: tuple[str, ...] = tuple(_ROW["required"])
 ALL_ROW_FIELDS: tuple[str, ...] = tuple(_ROW["properties"])
 KEY = ("op", "case", "dtype", "layout", "pass")
@@ -208,13 +209,21 @@ def load_records(path: Path) -> dict[str, Any]:
     return record
 
 
+def as_cells(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for a CSV file: text that a spreadsheet would run as a formula gets a quote in front."""
+    return {
+        key: f"'{value}" if isinstance(value, str) and value[:1] in FORMULA else value
+        for key, value in row.items()
+    }
+
+
 def save_csv(record: dict[str, Any], path: Path) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, ALL_ROW_FIELDS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in record["rows"]:
         flat = {k: "; ".join(v) if isinstance(v, list) else v for k, v in row.items()}
-        writer.writerow(flat)
+        writer.writerow(as_cells(flat))
     write(path, text.getvalue())
 
 

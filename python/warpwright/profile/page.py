@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..bench import plots
 from ..bench.page import environment as templates
 from ..bench.page import figure
-from ..bench.records import write
+from ..bench.records import as_cells, write
 from .summary import ProfileReport, describe_bound
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def _csv(rows: list[Row], names: list[str]) -> str:
     columns = list(dict.fromkeys(k for row in flat for k in row))
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flat)
+    writer.writerows(map(as_cells, flat))
     return text.getvalue()
 
 
