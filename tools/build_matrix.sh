@@ -101,7 +101,8 @@ row_reuse() {
     return 1
   fi
   "${wheel[@]}" -w "$work/first" . || return
-  unzip -oj "$work"/first/*.whl warpwright/libwarpwright.so warpwright/_built_for.txt -d python/warpwright || return
+  "$env/bin/python" -m zipfile -e "$work"/first/*.whl "$work/unpacked" || return
+  cp "$work/unpacked/warpwright/libwarpwright.so" "$work/unpacked/warpwright/_built_for.txt" python/warpwright/ || return
   WARPWRIGHT_REUSE_LIBRARY=1 "${wheel[@]}" -w "$work/second" . \
     && "$env/bin/python" "${install[@]}" "$work"/second/*.whl && check
 }

@@ -35,7 +35,9 @@ for python in "$@"; do
   WARPWRIGHT_LOCAL_VERSION="$label" FORCE_CUDA=$((1 - ${NO_CUDA:-0})) \
     "$env/bin/pip" wheel --no-deps --no-build-isolation -w "$work/wheel" .
   # The next Python reuses this one's library.
-  unzip -oj "$work/wheel"/*.whl warpwright/libwarpwright.so warpwright/_built_for.txt -d python/warpwright
+  rm -rf "$work/unpacked"
+  "$env/bin/python" -m zipfile -e "$work/wheel"/*.whl "$work/unpacked"
+  cp "$work/unpacked/warpwright/libwarpwright.so" "$work/unpacked/warpwright/_built_for.txt" python/warpwright/
   export WARPWRIGHT_REUSE_LIBRARY=1
   PATH="$env/bin:$PATH" tools/repair_wheel.sh "$out" "$work/wheel"/*.whl
 done

@@ -14,7 +14,7 @@ for wheel in "$@"; do
 done
 # auditwheel puts a library that it did not leave out into warpwright.libs/.
 for wheel in "$out"/*.whl; do
-  if unzip -l "$wheel" | grep -q 'warpwright\.libs/'; then
+  if python3 -m zipfile -l "$wheel" | grep -q 'warpwright\.libs/'; then
     echo "$0: $wheel brings along a library that torch has" >&2
     exit 1
   fi
