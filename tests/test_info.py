@@ -123,6 +123,8 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.batch_norm_relu_update(x, None, None, None, x, x, 0.1, 1e-5)
     F.batch_norm_relu_max_pool2d(x, x, x, None, None, False, 0.1, 1e-5, 2)
     _ops.ops.batch_norm_relu_max_pool2d_update(x, None, None, x, x, 0.1, 1e-5, 2, (), 0, 1, False)
+    F.layer_norm(x, (2,))
+    F.rms_norm(x, (2,))
     F.linear_cross_entropy(x, x, x)
     _ops.ops.linear_cross_entropy_extras(x, x, x, z_loss=1.0)
     assert set(routed) == set(_fallback.NATIVE)

@@ -130,7 +130,8 @@ Tensors2 rms_norm_backward_meta(const Tensor& grad_output, const Tensor& input,
       backward_meta(rms_norm_backward_call(grad_output, input, shape, weight, rstd, wanted)));
 }
 
-// ---- Autocast: layer_norm in float32 on a GPU, as native's ----
+// ---- Autocast: layer_norm in float32 on a GPU, in the types that come on the CPU, as native's
+// ----
 
 Tensors3 layer_norm_autocast(const Tensor& input, SymIntArrayRef shape,
                              const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
@@ -184,6 +185,9 @@ TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("rms_norm_backward", rms_norm_backward_meta);
 }
 
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
+  m.impl("layer_norm", torch::CppFunction::makeFallthrough());
+}
 TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) { m.impl("layer_norm", layer_norm_autocast); }
 
 }  // namespace warpwright
