@@ -28,7 +28,7 @@ def test_a_wrong_result_is_found(monkeypatch, capsys):
     monkeypatch.setattr(doctor.ours, "relu", lambda x: torch.relu(x) * 1.0001)
     assert cli.main(["doctor", "--device", "cpu"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 of 7 checks failed" in printed
+    assert f"1 of {len(doctor.calls('cpu'))} checks failed" in printed
 
 
 def test_an_op_that_raises_is_a_finding(monkeypatch):

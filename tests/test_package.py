@@ -278,7 +278,7 @@ def test_wheel(tree):
         NO_CUDA="1",
         LDFLAGS="-static-libstdc++",
     )
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     (wheel,) = (tree / "w").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     for needed in (

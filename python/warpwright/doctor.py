@@ -40,6 +40,8 @@ def calls(device: str) -> dict[str, Call]:
         "relu": ([random(64, 256)], {}),
         "conv2d": ([random(4, 8, 16, 16), random(16, 8, 3, 3), random(16)], {"padding": 1}),
         "batch_norm": ([random(4, 8, 16, 16), *running, random(8), random(8)], {}),
+        "layer_norm": ([random(32, 64)], {"normalized_shape": [64], "weight": random(64)}),
+        "rms_norm": ([random(32, 64)], {"normalized_shape": [64], "weight": random(64)}),
         "max_pool2d": ([random(4, 8, 16, 16)], {"kernel_size": 2}),
         "linear": ([random(64, 128), random(96, 128), random(96)], {}),
         "cross_entropy": ([random(16, 10), labels], {}),

@@ -356,7 +356,7 @@ class MLP(_Named, nn.Module):
         activation: ``"relu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
         bias: both layers have one.
 
-    Shape: (*, in_features) to (*, out_features). The layers are ``fc1`` and ``fc2``.
+    Shape: (..., in_features) to (..., out_features). The layers are ``fc1`` and ``fc2``.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ def layer_norm(
     gradients in one pass over ``input`` and the incoming gradient.
 
     Args:
-        input: (*, *normalized_shape), any strides; float32, float64, bfloat16, float16.
+        input: ``(..., *normalized_shape)``, any strides; float32, float64, bfloat16, float16.
         normalized_shape: the sizes of the last dimensions, as a list or tuple.
         weight, bias: ``normalized_shape``, both in the dtype of ``input``, or both float32 for a
             16-bit ``input``.
@@ -63,7 +63,7 @@ def rms_norm(
     float64) and rounded once. The backward gives both gradients in one pass.
 
     Args:
-        input: (*, *normalized_shape), any strides; float32, float64, bfloat16, float16. Native
+        input: ``(..., *normalized_shape)``, any strides; float32, float64, bfloat16, float16. Native
             computes complex tensors.
         normalized_shape: the sizes of the last dimensions, as a list or tuple.
         weight: ``normalized_shape``, in any real dtype.
