@@ -36,9 +36,10 @@ from warpwright.bench import (
     screen,
     steps,
 )
-from warpwright.bench.cases import CASES, FP32, ROWS, Case
+from warpwright.bench.cases import FP32, ROWS, Case
 from warpwright.bench.implementation import Missing
 from warpwright.bench.peers import PEERS, Peer
+from warpwright.bench.shapes import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))

@@ -15,9 +15,9 @@ from warpwright import _catalog, explain, functional, nn, optim
 from warpwright._catalog import FUNCTIONALS, NATIVE, OPERATORS, OPS, VARIANTS
 from warpwright._ops import ops
 from warpwright.bench import overhead, plots, records
-from warpwright.bench.cases import CASES
 from warpwright.bench.optimizers import optimizer_cases
 from warpwright.bench.peers import COMPILE_CALLS_NATIVE, CUDNN_OPS
+from warpwright.bench.shapes import CASES
 from warpwright.demo import op_times
 from warpwright.explain import EXPLAINERS
 from warpwright.patch import ROUTED

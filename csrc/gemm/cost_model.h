@@ -92,8 +92,7 @@ struct Sm90Product {
 };
 
 inline bool is_wide_16bit(const Sm90Product& p, GemmTile tile) {
-  return p.kind == GemmKind::k16Bit && p.loading == Sm90Loading::kTma &&
-         tile == GemmTile::k128x256;
+  return p.kind == GemmKind::k16Bit && p.loading == Sm90Loading::kTma && tile == GemmTile::k128x256;
 }
 
 // Of one k tile. One round: the CTAs walk along k together and meet in L2; those of several rounds
@@ -149,11 +148,10 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
   const double tile_cycles = sm90_tile_cycles(p, tile, rounds);
   // No other mainloop hides the store of a 128 x 256 tile or of split operands.
   const bool exposed = tile == GemmTile::k128x256 || p.loading == Sm90Loading::kSplit;
-  const double first_and_last =
-      (p.loading == Sm90Loading::kTransposed ? kFirstAndLastTransposed
-       : is_wide_16bit(p, tile)              ? kFirstAndLastWide16Bit
-                                             : kFirstAndLast[static_cast<int>(tile)]) *
-      static_cast<double>(exposed ? rounds : 1);
+  double first_and_last = kFirstAndLast[static_cast<int>(tile)];
+  if (p.loading == Sm90Loading::kTransposed) first_and_last = kFirstAndLastTransposed;
+  if (is_wide_16bit(p, tile)) first_and_last = kFirstAndLastWide16Bit;
+  if (exposed) first_and_last *= static_cast<double>(rounds);
   const double memory_cycles = static_cast<double>(p.m + p.n) * static_cast<double>(p.k) *
                                static_cast<double>(gemm_kind_size(p.kind)) / kMemoryBytesPerCycle;
   double cycles =

@@ -103,12 +103,14 @@ struct Sm90TileShape {
 // kTma: 128x128 in ping-pong (one warpgroup stores while the other multiplies) is within 2 % of the
 // fastest tile if the output fills the SMs often. 128x64 and 64x64: for outputs with fewer tiles
 // than SMs. 128x256: three quarters of the bytes of 128x128 from L2, against a store that nothing
-// hides. For TF32, whose k tile of 128 bytes is half as deep for the same math, and for 16 bits
-// with a long k and few rounds, A k-major. kRealigned: two warpgroups load through L1, which wants
-// the shared memory of more stages. kSwapped: each warpgroup has a tile of its own; B comes from
-// registers in units of 64 rows. kTransposed: 128x256 for both warpgroups; the more columns meet A,
-// the more time shared memory has to transpose it. kSplit: both warpgroups on one tile, since each
-// k tile has sums next to the tile's. Three tiles of 16 KiB per stage.
+// hides. For TF32, whose k tile of 128 bytes is half as deep for the same math; for 16 bits with
+// a long k and few rounds, A k-major.
+// kRealigned: two warpgroups load through L1, which wants the shared memory of more stages.
+// kSwapped: each warpgroup has a tile of its own; B comes from registers in units of 64 rows.
+// kTransposed: 128x256 for both warpgroups; the more columns meet A, the more time shared memory
+// has to transpose it.
+// kSplit: both warpgroups on one tile, since each k tile has sums next to the tile's. Three tiles
+// of 16 KiB per stage.
 constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
   constexpr Sm90TileShape kShapes[5][4] = {
       {{128, 256, 4, false}, {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}},

@@ -1,10 +1,11 @@
 """Side-by-side measurement of warpwright and its peers; `python -m warpwright bench`."""
 
-from .cases import CASES, Case
+from .cases import Case
 from .implementation import Implementation
 from .measure import Timing, interleaved, ratio_interval
 from .peers import PEERS, Peer
 from .records import load_records, machine_header, save_records
+from .shapes import CASES
 from .steps import Workload
 
 __all__ = [

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..testing import to_double
 from . import guards
 from .ahead import compile_ahead
-from .cases import CASES, QUICK_CASES, Case
+from .cases import Case
 from .implementation import Implementation, Missing
 from .measure import interleaved, peak_mib
 from .optimizers import OptimizerCase, optimizer_cases, optimizer_rows
@@ -47,6 +47,7 @@ from .records import (
 )
 from .screen import table_of
 from .separate import workload_rows
+from .shapes import CASES, QUICK_CASES
 from .steps import Workload, mnist_workloads
 
 Row = dict[str, Any]

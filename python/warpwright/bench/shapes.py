@@ -1,0 +1,206 @@
+"""The measured cases: shapes from real models."""
+
+from __future__ import annotations
+
+import torch
+
+from .cases import (
+    BF16,
+    FP32,
+    NCHW,
+    NHWC,
+    Case,
+    _attention,
+    _batch_norm,
+    _batch_norm_relu,
+    _batch_norm_relu_max_pool2d,
+    _conv2d,
+    _cross_entropy,
+    _linear,
+    _linear_activation,
+    _linear_cross_entropy,
+    _max_pool2d,
+    _relu,
+    _relu_max_pool2d,
+    _row_norm,
+    _split_tf32_linear,
+    _tf32_linear,
+)
+
+# The distinct convolutions of ResNet-50: channels, image, channels out, taps, stride.
+RESNET50_LAYERS = [
+    (3, 224, 64, 7, 2),
+    (64, 56, 64, 1, 1),
+    (256, 56, 64, 1, 1),
+    (64, 56, 64, 3, 1),
+    (64, 56, 256, 1, 1),
+    (256, 56, 128, 1, 1),
+    (128, 56, 128, 3, 2),
+    (256, 56, 512, 1, 2),
+    (128, 28, 512, 1, 1),
+    (512, 28, 128, 1, 1),
+    (128, 28, 128, 3, 1),
+    (512, 28, 256, 1, 1),
+    (256, 28, 256, 3, 2),
+    (512, 28, 1024, 1, 2),
+    (256, 14, 1024, 1, 1),
+    (1024, 14, 256, 1, 1),
+    (256, 14, 256, 3, 1),
+    (1024, 14, 512, 1, 1),
+    (512, 14, 512, 3, 2),
+    (1024, 14, 2048, 1, 2),
+    (512, 7, 2048, 1, 1),
+    (2048, 7, 512, 1, 1),
+    (512, 7, 512, 3, 1),
+]
+
+
+def _resnet50_layers(batch: int, dtype: torch.dtype, layout: str) -> list[Case]:
+    return [
+        _conv2d((batch, c, image, image), out, k, s, k // 2, dtype, layout, bias=False)
+        for c, image, out, k, s in RESNET50_LAYERS
+    ]
+
+
+# GPT-2, a language model of 1024 columns, Llama's, and one of the widest; heads of 128 last.
+ROW_NORMS = (
+    (16384, 768),
+    (65536, 1024),
+    (8192, 2048),
+    (32768, 4096),
+    (16384, 8192),
+    (16384, 16384),
+    (1048576, 128),
+)
+
+
+def _all_cases() -> list[Case]:
+    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32)]
+    cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
+    for shape in (
+        (256, 64, 112, 112),
+        (256, 256, 56, 56),
+        (256, 512, 28, 28),
+        (256, 2048, 7, 7),
+        (1024, 32, 28, 28),
+        (64, 96, 55, 57),
+    ):
+        cases += [_batch_norm(shape, BF16, NHWC), _batch_norm(shape, FP32, NCHW)]
+    for op in ("layer_norm", "rms_norm"):
+        cases += [_row_norm(op, *shape, BF16) for shape in ROW_NORMS]
+        cases += [_row_norm(op, 16384, 768, FP32), _row_norm(op, 8192, 4096, FP32)]
+    for shape in ((256, 64, 112, 112), (256, 512, 28, 28), (256, 2048, 7, 7), (1024, 32, 28, 28)):
+        for add in (False, True):
+            cases += [
+                _batch_norm_relu(shape, BF16, NHWC, add),
+                _batch_norm_relu(shape, FP32, NCHW, add),
+            ]
+    for shape, k, s, p in (
+        ((256, 64, 112, 112), 3, 2, 1),
+        ((1024, 32, 28, 28), 2, 2, 0),
+        ((256, 256, 56, 56), 2, 2, 0),
+    ):
+        for pool in (_max_pool2d, _relu_max_pool2d, _batch_norm_relu_max_pool2d):
+            cases += [pool(shape, k, s, p, BF16, NHWC), pool(shape, k, s, p, FP32, NCHW)]
+    odd = ((64, 96, 55, 57), 3, 2, 1)
+    cases += [_max_pool2d(*odd, BF16, NHWC), _max_pool2d(*odd, FP32, NCHW)]
+    cases += [
+        _cross_entropy(8192, 128256, BF16),
+        _cross_entropy(16384, 50257, BF16),
+        _cross_entropy(8192, 32000, FP32),
+        _cross_entropy(65536, 1000, FP32),
+        _cross_entropy(1024, 10, FP32),
+        _cross_entropy(4096, 256000, BF16),
+        _cross_entropy(4096, 151669, BF16),
+        _cross_entropy(16384, 8192, BF16),
+        _cross_entropy(8192, 50257, FP32),
+        _cross_entropy(262144, 100, FP32),
+        _cross_entropy(32768, 1000, BF16),
+    ]
+    cases += [
+        _linear(8192, 4096, 4096, BF16),
+        _linear(8192, 4096, 16384, BF16),
+        _linear(16384, 1024, 4096, BF16),
+        _linear(65536, 1024, 1024, BF16),
+        _linear(2048, 2048, 2048, BF16),
+        _linear(512, 3136, 128, BF16),
+        _linear(4096, 4096, 4096, FP32),
+        _linear(512, 3136, 128, FP32),
+        _linear(4096, 4096, 4096, BF16),
+        _linear(8192, 8192, 8192, BF16),
+        _linear(8192, 4096, 14336, BF16),
+        _linear(8192, 14336, 4096, BF16),
+        _linear(1000, 1000, 1000, BF16),
+        _linear(8191, 4097, 1023, BF16),
+        _linear(16384, 768, 50257, BF16),
+        _linear(4096, 50257, 768, BF16),
+        *(_linear(m, 4096, 4096, BF16) for m in (1, 8, 32, 64, 96)),
+        _linear(64, 3136, 128, BF16),
+        _linear(128, 784, 1024, BF16),
+        _linear(64, 128, 10, BF16),
+        _tf32_linear(4096, 4096, 4096),
+        _tf32_linear(8192, 8192, 8192),
+        _tf32_linear(4096, 3136, 128),
+        _split_tf32_linear(4096, 4096, 4096),
+        _split_tf32_linear(4096, 3136, 128),
+    ]
+    for activation in ("relu", "gelu"):
+        cases += [
+            _linear_activation(activation, 8192, 4096, 4096, BF16),
+            _linear_activation(activation, 16384, 1024, 4096, BF16),
+            _linear_activation(activation, 65536, 1024, 1024, BF16),
+            _linear_activation(activation, 512, 3136, 128, FP32),
+        ]
+    cases.append(_linear_activation("silu", 16384, 1024, 4096, BF16))
+    cases += [
+        _linear_cross_entropy(8192, 4096, 128256, BF16),
+        _linear_cross_entropy(16384, 768, 50257, BF16),
+    ]
+    cases += [
+        _conv2d((256, 3, 224, 224), 64, 7, 2, 3, BF16, NHWC),
+        _conv2d((256, 64, 56, 56), 64, 1, 1, 0, BF16, NHWC),
+        _conv2d((256, 64, 56, 56), 64, 3, 1, 1, BF16, NHWC),
+        _conv2d((256, 64, 56, 56), 256, 1, 1, 0, BF16, NHWC),
+        _conv2d((256, 128, 56, 56), 128, 3, 2, 1, BF16, NHWC),
+        _conv2d((256, 128, 28, 28), 128, 3, 1, 1, BF16, NHWC),
+        _conv2d((256, 256, 56, 56), 512, 1, 2, 0, BF16, NHWC),
+        _conv2d((256, 256, 14, 14), 256, 3, 1, 1, BF16, NHWC),
+        _conv2d((256, 512, 7, 7), 512, 3, 1, 1, BF16, NHWC),
+        _conv2d((1024, 1, 28, 28), 32, 3, 1, 1, BF16, NHWC),
+        _conv2d((1024, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),
+        _conv2d((1024, 32, 14, 14), 64, 3, 1, 1, BF16, NHWC),
+        _conv2d((1024, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
+        *_resnet50_layers(256, BF16, NHWC),
+    ]
+    for d, h in ((64, 32), (128, 16), (256, 8)):
+        for b, s in ((32, 512), (8, 2048), (1, 16384)):
+            cases += [_attention(b, h, s, d, causal) for causal in (False, True)]
+    return cases
+
+
+CASES = _all_cases()
+
+# Small enough for two CPU cores and for a look at a new machine.
+QUICK_CASES = [
+    _relu(1 << 22, FP32),
+    _batch_norm((64, 32, 28, 28), FP32, NCHW),
+    _batch_norm((64, 32, 28, 28), FP32, NHWC),
+    _row_norm("layer_norm", 2048, 768, FP32),
+    _row_norm("rms_norm", 2048, 768, FP32),
+    _batch_norm_relu((64, 32, 28, 28), FP32, NHWC, False),
+    _batch_norm_relu((64, 32, 28, 28), FP32, NCHW, True),
+    _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
+    _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),
+    _relu_max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),
+    _batch_norm_relu_max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
+    _cross_entropy(1024, 1000, FP32),
+    _linear(256, 3136, 128, FP32),
+    _linear_activation("relu", 256, 3136, 128, FP32),
+    _linear_activation("gelu", 256, 768, 3072, FP32),
+    _linear_cross_entropy(512, 64, 1000, FP32),
+    _conv2d((64, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),
+    _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
+    _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NHWC),
+    _attention(2, 4, 512, 64, False, FP32),
+    _attention(2, 4, 512, 64, True, FP32),
+]
