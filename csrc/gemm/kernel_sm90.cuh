@@ -35,11 +35,11 @@
 
 namespace warpwright {
 
-template <class Loading, class Output = OutputSm90, class Grid = TileGrid>
+template <class Loading, class Output = OutputSm90>
 struct GemmSm90Params {
   Loading operands;
   Output output;
-  Grid grid;               // of clusters: its tiles are kBlkM by cluster * kBlkN
+  TileGrid grid;           // of clusters: its tiles are kBlkM by cluster * kBlkN
   unsigned num_blocks;     // of the grid
   int cluster;             // CTAs, if Tile::kClusters
   RowSumsOutput row_sums;  // if Tile::kRowSums
@@ -87,11 +87,10 @@ __device__ __forceinline__ void set_up(const Loop& loop, const Params& p, uint32
 // bits, A and m are B and n of GemmParams. Grid: as many clusters (mostly of one CTA) as fit on the
 // GPU; each takes every gridDim-th of their tiles in tile_of_block's order. The first warpgroup or
 // two load, the last two multiply and store.
-template <class Tile, class Loading, class Store = EpilogueOf<Tile>, class Grid = TileGrid>
-__global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1) gemm_sm90_kernel(
-    const __grid_constant__ GemmSm90Params<Loading, typename Store::Output, Grid> p) {
+template <class Tile, class Loading, class Store = EpilogueOf<Tile>>
+__global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
+    gemm_sm90_kernel(const __grid_constant__ GemmSm90Params<Loading, typename Store::Output> p) {
   if constexpr (kHasSm90a) {
-    static_assert(!(Grid::kHasEmptyBlocks && Tile::kPingPong), "an empty block would take a turn");
     extern __shared__ char smem[];
     using Loop = MainloopOf<Tile>;
     // Swizzle patterns repeat every 1024 bytes; every CTA of the cluster rounds up alike.
@@ -127,7 +126,6 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1) gemm_
       for (unsigned block = first_block(); block < p.num_blocks; block += stride, turn ^= 1) {
         const TileCoord tile = tile_of_block(p.grid, block);
         const int k_tiles = tile.k_end - tile.k_begin;
-        if (Grid::kHasEmptyBlocks && k_tiles == 0) continue;
         if (Tile::kPingPong && turn != consumer) {
           cursor.skip(k_tiles);
           continue;

@@ -127,24 +127,18 @@ Acc* row_sum_parts(const GemmParams& p, int splits, void* workspace) {
 }
 
 // D from the parts in the workspace.
-template <class T, class PartCount>
-void launch_split_k_reduce(const GemmParams& p, const GemmPlan& plan, void* workspace,
-                           cudaStream_t stream, const PartCount& part_count) {
-  using Acc = Accum<T>;
-  if (p.accum_d) {
-    launch_split_k_reduce<Acc>(workspace, part_count, p.m, p.n, sum_output<Acc>(p), stream);
-  } else {
-    const RowSumParts<Acc, T> row_sums{row_sum_parts<Acc>(p, plan.splits, workspace),
-                                       plan.sums_rows ? static_cast<T*>(p.row_sums) : nullptr};
-    launch_split_k_reduce<Acc>(workspace, part_count, p.m, p.n, activation_output<T>(p), stream,
-                               row_sums);
-  }
-}
-
 template <class T>
 void launch_split_k_reduce(const GemmParams& p, const GemmPlan& plan, void* workspace,
                            cudaStream_t stream) {
-  launch_split_k_reduce<T>(p, plan, workspace, stream, AllParts{plan.splits});
+  using Acc = Accum<T>;
+  if (p.accum_d) {
+    launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, sum_output<Acc>(p), stream);
+  } else {
+    const RowSumParts<Acc, T> row_sums{row_sum_parts<Acc>(p, plan.splits, workspace),
+                                       plan.sums_rows ? static_cast<T*>(p.row_sums) : nullptr};
+    launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, activation_output<T>(p), stream,
+                               row_sums);
+  }
 }
 
 }  // namespace warpwright

@@ -61,23 +61,25 @@ OutputSm90 sm90_output(const GemmParams& p, const GemmPlan& plan, void* workspac
 }
 
 // The product alone, without the sum of the parts of a split k.
-template <class Tile, class Store, class Grid, class Loading>
-void launch_sm90_grid(const GemmParams& p, const GemmPlan& plan, const Loading& operands,
-                      const typename Store::Output& output, const Grid& grid, void* workspace,
-                      cudaStream_t stream) {
+template <class Tile, class Store, class Loading>
+void launch_sm90_product(const GemmParams& p, const GemmPlan& plan, const Loading& operands,
+                         const typename Store::Output& output, void* workspace,
+                         cudaStream_t stream) {
   constexpr int kSmemBytes = 1024 + MainloopOf<Tile>::kSmemBytes +
                              Tile::kConsumers * Store::kSmemBytes +
                              (Tile::kRowSums ? kOnesBytes : 0);
   static_assert(kSmemBytes <= 227 * 1024, "a CTA's shared memory on sm_90");
-  if (grid.num_blocks() > kMaxGridX) {
-    throw std::runtime_error("warpwright: matrix product: more than 2^31 output tiles");
-  }
+  constexpr bool kSwaps = Tile::kMnMajorTf32;
   const bool split = plan.splits > 1;
-  GemmSm90Params<Loading, typename Store::Output, Grid> params{};
+  GemmSm90Params<Loading, typename Store::Output> params{};
   params.operands = operands;
   params.cluster = Tile::kClusters ? plan.cluster : 1;
-  params.grid = grid;
-  params.num_blocks = static_cast<unsigned>(grid.num_blocks());
+  params.grid = make_tile_grid(kSwaps ? p.n : p.m, kSwaps ? p.m : p.n, p.k, Tile::kBlkM,
+                               Tile::kBlkN * params.cluster, Tile::kBlkK, plan.splits);
+  if (params.grid.num_blocks() > kMaxGridX) {
+    throw std::runtime_error("warpwright: matrix product: more than 2^31 output tiles");
+  }
+  params.num_blocks = static_cast<unsigned>(params.grid.num_blocks());
   params.output = output;
   if (plan.sums_rows) {
     void* parts = row_sum_parts<float>(p, plan.splits, workspace);
@@ -85,23 +87,12 @@ void launch_sm90_grid(const GemmParams& p, const GemmPlan& plan, const Loading& 
   }
   params.overlap = {p.overlap.next && !split, p.overlap.previous};
 
-  const int64_t clusters =
-      std::min<int64_t>(grid.num_blocks(), clusters_at_once(params.cluster, current_device_info()));
-  launch_overlapping(p.overlap.previous, gemm_sm90_kernel<Tile, Loading, Store, Grid>,
+  const int64_t clusters = std::min<int64_t>(
+      params.grid.num_blocks(), clusters_at_once(params.cluster, current_device_info()));
+  launch_overlapping(p.overlap.previous, gemm_sm90_kernel<Tile, Loading, Store>,
                      dim3(static_cast<unsigned>(clusters * params.cluster)),
                      dim3(gemm_sm90_threads<Tile, Loading>()), params.cluster, kSmemBytes, stream,
                      params);
-}
-
-template <class Tile, class Store, class Loading>
-void launch_sm90_product(const GemmParams& p, const GemmPlan& plan, const Loading& operands,
-                         const typename Store::Output& output, void* workspace,
-                         cudaStream_t stream) {
-  constexpr bool kSwaps = Tile::kMnMajorTf32;
-  const int cluster = Tile::kClusters ? plan.cluster : 1;
-  const TileGrid grid = make_tile_grid(kSwaps ? p.n : p.m, kSwaps ? p.m : p.n, p.k, Tile::kBlkM,
-                                       Tile::kBlkN * cluster, Tile::kBlkK, plan.splits);
-  launch_sm90_grid<Tile, Store>(p, plan, operands, output, grid, workspace, stream);
 }
 
 template <class Tile, class Loading>
@@ -111,31 +102,6 @@ void launch_sm90_kernel(const GemmParams& p, const GemmPlan& plan, const Loading
   launch_sm90_product<Tile, EpilogueOf<Tile>>(p, plan, operands, sm90_output<T>(p, plan, workspace),
                                               workspace, stream);
   if (plan.splits > 1) launch_split_k_reduce<T>(p, plan, workspace, stream);
-}
-
-// The parts of a tile in a stream-K grid, for the sum.
-struct StreamKParts {
-  StreamKGrid grid;
-  FastDivmod by_blk_m, by_blk_n;
-
-  __device__ __forceinline__ int operator()(int64_t row, int64_t col) const {
-    return grid.parts_of(tile_number(grid.tiles, by_blk_m.quotient(static_cast<int>(row)),
-                                     by_blk_n.quotient(static_cast<int>(col))));
-  }
-};
-
-// Stream-K on all SMs; plan.splits: at least the parts of any tile, more than one.
-template <class Tile, class Loading>
-void launch_sm90_stream_k(const GemmParams& p, const GemmPlan& plan, const Loading& operands,
-                          void* workspace, cudaStream_t stream) {
-  using T = typename Tile::Element;
-  const StreamKGrid grid =
-      make_stream_k_grid(make_tile_grid(p.m, p.n, p.k, Tile::kBlkM, Tile::kBlkN, Tile::kBlkK),
-                         current_device_info().num_sms);
-  launch_sm90_grid<Tile, EpilogueOf<Tile>>(p, plan, operands, sm90_output<T>(p, plan, workspace),
-                                           grid, workspace, stream);
-  const StreamKParts parts{grid, FastDivmod(Tile::kBlkM), FastDivmod(Tile::kBlkN)};
-  launch_split_k_reduce<T>(p, plan, workspace, stream, parts);
 }
 
 template <Sm90Loading kLoading, class Tile>

@@ -28,20 +28,13 @@ struct RowSumParts {
   }
 };
 
-// A PartCount gives the number of parts at (row, col) of D. It is constant over each aligned group
-// of Output::kVec columns. This one: all parts everywhere.
-struct AllParts {
-  int splits;
-  __device__ __forceinline__ int operator()(int64_t, int64_t) const { return splits; }
-};
-
 // parts: (splits, rows, cols), row-major, 16-byte aligned. Sums split 0, 1, 2, ... so that the
 // result does not depend on which CTA came first.
 // Grid: one thread for each Output::kVec columns of a row of D.
-template <class Acc, class Output, class T, class PartCount>
+template <class Acc, class Output, class T>
 __global__ void __launch_bounds__(kReduceThreads)
-    split_k_reduce_kernel(const Acc* parts, PartCount part_count, int64_t rows, int64_t cols,
-                          Output output, RowSumParts<Acc, T> row_sums) {
+    split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output,
+                          RowSumParts<Acc, T> row_sums) {
   constexpr int kVec = Output::kVec;
   constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
   wait_for_previous_kernel();
@@ -51,7 +44,6 @@ __global__ void __launch_bounds__(kReduceThreads)
   const int64_t row = chunk / chunks;
   const int64_t col = (chunk - row * chunks) * kVec;
   if (row >= rows) return;
-  const int splits = part_count(row, col);
   if (col == 0 && row_sums.sums != nullptr) row_sums.add_up(splits, rows, row);
   const Acc* part = parts + row * cols + col;
   Acc sum[kVec] = {};
@@ -78,15 +70,15 @@ __global__ void __launch_bounds__(kReduceThreads)
 
 // Launched after the kernel that leaves the parts, which lets it start only as its blocks end:
 // earlier ones would hold the SMs that the kernel's other blocks need.
-template <class Acc, class Output, class T = Acc, class PartCount>
-void launch_split_k_reduce(const void* parts, const PartCount& part_count, int64_t rows,
-                           int64_t cols, const Output& output, cudaStream_t stream,
+template <class Acc, class Output, class T = Acc>
+void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t cols,
+                           const Output& output, cudaStream_t stream,
                            const RowSumParts<Acc, T>& row_sums = {}) {
   const int64_t chunks = rows * ceil_div<int64_t>(cols, Output::kVec);
-  launch_dependent(split_k_reduce_kernel<Acc, Output, T, PartCount>,
+  launch_dependent(split_k_reduce_kernel<Acc, Output, T>,
                    dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
-                   dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(parts), part_count,
-                   rows, cols, output, row_sums);
+                   dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(parts), splits, rows,
+                   cols, output, row_sums);
 }
 
 }  // namespace warpwright

@@ -293,8 +293,7 @@ void launch_wgrad_instance(const Conv2dBackwardParams& p, const ImplicitGemmConf
   if (config.splits > 1) {
     MatrixOutput<T> whole = output;
     whole.rows = s.k;
-    launch_split_k_reduce<typename Tile::Acc>(workspace, AllParts{config.splits}, s.k, depth, whole,
-                                              stream);
+    launch_split_k_reduce<typename Tile::Acc>(workspace, config.splits, s.k, depth, whole, stream);
   }
 }
 

@@ -24,8 +24,7 @@ constexpr int kTmaIm2colTiles = 7;
 struct TmaIm2colConfig {
   ConvDirection direction;
   TmaIm2colTile tile;
-  int splits;      // wgrad: parts of the pixels, summed in order by a second kernel
-  bool stream_k;   // wgrad: one run of k tiles per SM; `splits` is the most parts of a tile
+  int splits;      // wgrad: runs of pixels, summed in order by a second kernel
   bool sums_bias;  // wgrad: the kernel writes the bias gradient too
   int64_t workspace_bytes;
   const char* reason;
@@ -210,29 +209,6 @@ inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int sp
 
 constexpr int64_t kMaxTmaIm2colWorkspace = int64_t{32} << 20;
 
-// wgrad by stream-K (tile/scheduler.cuh) has one tile, which both warpgroups share.
-constexpr TmaIm2colTile kStreamKTile = TmaIm2colTile::k128x256;
-
-struct StreamKCost {
-  int parts;  // the most of any tile; 0: stream-K cannot cut the product
-  double cycles;
-};
-
-inline StreamKCost estimate_stream_k(const ConvPart& p, const DeviceInfo& device) {
-  constexpr double kTileCycles = 1150, kSecondLaunch = 2500, kSplit = 200, kStore = 4000;
-  const Sm90TileShape shape = tma_im2col_tile(kStreamKTile);
-  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);
-  const int64_t run = tiles * p.k_tiles / device.num_sms;
-  if (tiles > device.num_sms || tiles * p.k_tiles >= int64_t{1} << 31) return {};
-  if (run < kMinSplitTiles || run + 1 > p.k_tiles) return {};
-  const int64_t parts = ceil_div(p.k_tiles - 1, run) + 1;
-  const double stored =
-      4.0 * shape.blk_m * shape.blk_n * static_cast<double>(tiles + device.num_sms);
-  const double cycles = static_cast<double>(run + 1) * kTileCycles + 2 * kStore + kSecondLaunch +
-                        kSplit * static_cast<double>(parts) + 2 * stored / kPartBytesPerCycle;
-  return {static_cast<int>(parts), cycles};
-}
-
 // Sets the fastest tile and split; returns their estimate, negative if no tile fits the groups.
 inline double choose_tma_im2col_tile(const Conv2dShape& s, const DeviceInfo& device,
                                      TmaIm2colConfig& config) {
@@ -261,22 +237,11 @@ inline double choose_tma_im2col_tile(const Conv2dShape& s, const DeviceInfo& dev
       config.workspace_bytes = splits > 1 ? splits * part_bytes : 0;
     }
   }
-  if (!wgrad || !takes_tile(config.direction, s, kStreamKTile)) return best;
-  for_each_part(config.direction, s, [&](const ConvPart& part) {
-    const StreamKCost cost = estimate_stream_k(part, device);
-    if (cost.parts < 2 || cost.parts * part_bytes > kMaxTmaIm2colWorkspace) return;
-    if (cost.cycles >= best) return;
-    best = cost.cycles;
-    config.tile = kStreamKTile;
-    config.splits = cost.parts;
-    config.stream_k = true;
-    config.workspace_bytes = cost.parts * part_bytes;
-  });
   return best;
 }
 
-// None: another kernel takes it, whose estimate is `other_cycles`. `sums`: wgrad's bias gradient,
-// null if it is not wanted.
+// None: another kernel takes it. `sums`: wgrad's bias gradient, null if it is not wanted.
+// `other_cycles`: the estimate of the kernel that would take it instead.
 inline std::optional<TmaIm2colConfig> choose_tma_im2col(ConvDirection direction,
                                                         const Conv2dShape& s,
                                                         const Conv2dAddresses& addresses,
@@ -302,11 +267,7 @@ inline std::string describe(const TmaIm2colConfig& config) {
                      "tile " + extents(shape.blk_m, shape.blk_n) +
                      (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) +
                      " stages";
-  if (config.stream_k) {
-    text += ", stream-k";
-  } else if (config.splits > 1) {
-    text += ", split-k " + std::to_string(config.splits);
-  }
+  if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
   return text + " (" + config.reason + ")";
 }
 

@@ -237,18 +237,12 @@ void launch_tma_im2col_wgrad(const Conv2dBackwardParams& params, const TmaIm2col
       conv_product(s, s.k, s.taps() * s.group_c(), s.n * s.p * s.q, params.grad_weight);
   product.a = make_operand(params.grad_output, s.dtype, 1, s.k);
   product.row_sums = params.grad_bias;
-  for_tma_im2col_tile<ConvDirection::kWgrad, T>(config, [&]<TmaIm2colTile kTile, class Tile>() {
-    const GemmPlan plan = conv_product_plan(config);
+  for_tma_im2col_tile<ConvDirection::kWgrad, T>(config, [&]<TmaIm2colTile, class Tile>() {
     WindowColumnOperands operands{};
     operands.a = operand_map_a<Tile>(product);
     operands.b = windows_map(s.dtype, image, kConvChunk);
     set_geometry(operands, s, image, s.group_k());
-    if constexpr (kTile == kStreamKTile) {
-      if (config.stream_k) {
-        return launch_sm90_stream_k<Tile>(product, plan, operands, workspace, stream);
-      }
-    }
-    launch_sm90_kernel<Tile>(product, plan, operands, workspace, stream);
+    launch_sm90_kernel<Tile>(product, conv_product_plan(config), operands, workspace, stream);
   });
 }
 
