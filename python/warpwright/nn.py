@@ -113,11 +113,7 @@ class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
             *tensors,
             None if self.running_mean is None else next(scratch),
             None if self.running_var is None else next(scratch),
-            self.weight,
-            self.bias,
-            True,
-            1.0,
-            self.eps,
+            *(self.weight, self.bias, True, 1.0, self.eps),
             **options,
         )
         step = self.num_batches_tracked.double().reciprocal()

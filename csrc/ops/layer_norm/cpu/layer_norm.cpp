@@ -47,10 +47,11 @@ class Factors {
 // equal numbers in short rows, and both must be rounded alike.
 template <class V>
 V rounded(V product) {
-#ifdef __AVX2__
-  asm("" : "+x"(product));
-#endif
+#if __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(product);
+#else
   return product;
+#endif
 }
 
 // kSums sums along a row. f<Access>(column, terms) writes the terms of a vector, or of an element.
