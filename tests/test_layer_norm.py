@@ -1,10 +1,13 @@
 """layer_norm and rms_norm: one family of kernels, the same tests."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as native
 from common import gradcheck, layouts, opcheck, subsets
 
+import warpwright
 import warpwright.functional as F
 from warpwright.testing import (
     assert_as_good_as_native,
@@ -24,6 +27,7 @@ SHAPES = [
     ((33, 64), 1),
     ((5, 2, 96), 1),
     ((300, 768), 1),
+    ((21, 701), 1),
     ((9, 1001), 1),
     ((19, 1024), 1),
     ((3, 4099), 1),
@@ -38,6 +42,7 @@ LARGE = [
     ((400, 5120), 1),
     ((300, 8192), 1),
     ((270, 16384), 1),
+    ((50, 9000), 1),
     ((12, 32768), 1),
     ((5, 65536), 1),
     ((3, 70008), 1),
@@ -92,6 +97,35 @@ def test_large(dtype, name, shape, dims):
     normalized = shape[-dims:]
     x = (torch.randn(shape, device="cuda") * 2 + 1).to(dtype)
     compare(name, leaves((x, *vectors(name, normalized, "cuda", dtype))), normalized)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *SHORT], ids=str)
+def test_plans(name, dtype):
+    """Blocks have whole warps and whole groups, and a group has a place for each column."""
+    pattern = (
+        r"(\d+) block\(s\) of (\d+) threads, (\d+) per row, (\d+) access\(es\) of (\d+) element"
+    )
+    sizes = [*range(1, 1200, 7), *range(1200, 70000, 1111), *(8 * n for n in range(1, 9000, 173))]
+    for cols in sizes:
+        for rows in (1, 5, 1000):
+            x = torch.empty(rows, cols, dtype=dtype, device="meta")
+            lines = warpwright.explain(name, x, (cols,), device="cuda").splitlines()[1:]
+            assert len(lines) == 2
+            for line in lines:
+                blocks, threads, lanes, vectors, vec = map(int, re.search(pattern, line).groups())
+                assert threads % lanes == 0, line
+                assert threads % 32 == 0, line
+                assert threads <= 1024, line
+                assert cols % vec == 0, line
+                if "read three times" in line or "a kernel per gradient" in line:
+                    assert blocks == rows, line
+                    continue
+                assert lanes * vectors * vec >= cols, line
+                groups = threads // lanes
+                assert (blocks - 1) * groups < rows, line
+                if "persistent" not in line:
+                    assert blocks * groups >= rows, line
 
 
 @both

@@ -138,7 +138,7 @@ inline LayerNormPlan choose_layer_norm(const LayerNormParams& p, uintptr_t addre
   plan.form = NormForm::kHeld;
   plan.vectors = most;
   plan.lanes = static_cast<int>(norm_lanes(vectors, most));
-  plan.threads = std::max(plan.lanes, kNormThreads);
+  plan.threads = std::max(1, kNormThreads / plan.lanes) * plan.lanes;  // whole groups
   plan.blocks = ceil_div(p.rows, int64_t{plan.threads / plan.lanes});
   plan.reason = aligned ? "a row held by a block, 16-byte accesses"
                         : "a row or address is no multiple of 16 bytes: element accesses";
