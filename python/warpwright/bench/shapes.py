@@ -74,6 +74,14 @@ ROW_NORMS = (
 )
 
 
+def _row_norms() -> list[Case]:
+    cases = []
+    for op in ("layer_norm", "rms_norm"):
+        cases += [_row_norm(op, *shape, BF16) for shape in ROW_NORMS]
+        cases += [_row_norm(op, 16384, 768, FP32), _row_norm(op, 8192, 4096, FP32)]
+    return cases
+
+
 def _all_cases() -> list[Case]:
     cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32)]
     cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
@@ -86,9 +94,7 @@ def _all_cases() -> list[Case]:
         (64, 96, 55, 57),
     ):
         cases += [_batch_norm(shape, BF16, NHWC), _batch_norm(shape, FP32, NCHW)]
-    for op in ("layer_norm", "rms_norm"):
-        cases += [_row_norm(op, *shape, BF16) for shape in ROW_NORMS]
-        cases += [_row_norm(op, 16384, 768, FP32), _row_norm(op, 8192, 4096, FP32)]
+    cases += _row_norms()
     for shape in ((256, 64, 112, 112), (256, 512, 28, 28), (256, 2048, 7, 7), (1024, 32, 28, 28)):
         for add in (False, True):
             cases += [
