@@ -118,9 +118,20 @@ def test_what_was_measured_again_replaces_the_whole_suites_rows(tree):
     run(root)
     readme = (root / "README.md").read_text()
     assert readme.count("`relu`") == readme.count("`linear`") == 1
-    assert readme.index("`linear`") < readme.index("`relu`")
-    assert f"| `mnist_step`{report.STALE} | fwd |" in readme
+    assert f"| `mnist_step`{report.STALE} | 8 | rows | 4 | 1 (compile) | 2 |" in readme
     assert "2020-02-02" in readme
+
+
+def test_an_op_comes_from_its_newest_record(tree):
+    root, path, record = tree
+    for name, date, ms in (("a", "2026-01-03", 8.0), ("b", "2026-01-02", 16.0)):
+        rows = [{**r, "ms": ms} if r["impl"] == "native" else r for r in record["rows"]]
+        records.save_records({**record, "date": date, "rows": rows}, path.with_name(f"{name}.json"))
+    run(root)
+    readme = (root / "README.md").read_text()
+    assert "| `relu` | fwd | 1 | **4.00×** |" in readme
+    assert "a.json" in readme
+    assert "b.json" not in readme
 
 
 def test_other_numbers_fail_the_check(tree):

@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,11 @@ def _peer_ms(impls: dict[str, Row]) -> list[float]:
 
 
 def summary_table(record: Record, stale: set[str]) -> str:
+    """One record's :func:`op_lines` and where they come from."""
+    return "\n".join([*op_lines(record, stale), *_footnotes(record, stale)])
+
+
+def op_lines(record: Record, stale: set[str]) -> list[str]:
     """One line per op and pass: the number of workloads, and the range of native time over ours.
 
     Counts workloads with steady times only; the full table has the others.
@@ -110,7 +114,39 @@ def summary_table(record: Record, stale: set[str]) -> str:
         lines.append(_line(cells))
     if drifting:
         lines += ["", DRIFTING_LINE]
-    return "\n".join([*lines, *_footnotes(record, stale)])
+    return lines
+
+
+def step_lines(record: Record, stale: set[str]) -> list[str]:
+    """One line per training step and layout: native, its fastest other form, ours."""
+    titles = ["training step, ms", "workload", "layout", "native", "fastest other peer"]
+    titles += ["ours, swapped", "ours at its fastest", "fastest of all peers / ours at its fastest"]
+    lines = [_line(titles), "|" + "---|" * len(titles)]
+    for (op, case, _, layout, _), impls in grouped(record).items():
+        ours = {n: r["ms"] for n, r in impls.items() if n.startswith("warpwright")}
+        peers = {n: r["ms"] for n, r in impls.items() if n not in ours}
+        if not ours or not peers:
+            continue
+        others = {n: ms for n, ms in peers.items() if n != "native"}
+        cells = [_mark(op, stale), case, layout]
+        cells.append(_ms(peers["native"]) if "native" in peers else "")
+        cells.append(_fastest(others))
+        cells.append(_ms(ours["warpwright"]) if "warpwright" in ours else "")
+        cells.append(_fastest(ours))
+        cells.append(f"**{min(peers.values()) / min(ours.values()):.2f}×**")
+        lines.append(_line(cells))
+    return lines
+
+
+def _fastest(ms: dict[str, float]) -> str:
+    if not ms:
+        return ""
+    name = min(ms, key=lambda n: ms[n])
+    return f"{_ms(ms[name])} ({name.removeprefix('warpwright_')})"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
 
 
 def _held_still(impls: dict[str, Row]) -> bool:
@@ -169,22 +205,42 @@ def stem(path: Path, root: Path) -> str:
     return "_".join(path.relative_to(root / RESULTS).with_suffix("").parts)
 
 
-def summary_block(
-    record: Record, stale: set[str], name: str, later: Iterable[tuple[Record, set[str]]] = ()
-) -> str:
-    """README.md's tables: the whole suite's, without ops that have a newer record."""
-    rest = list(record["rows"])
-    again = []
-    for other, other_stale in later:
-        ops = {row["op"] for row in other["rows"]}
-        rest = [row for row in rest if row["op"] not in ops]
-        again.append(summary_table(other, other_stale))
-    ops = {row["op"] for row in rest}
-    tables = [summary_table({**record, "rows": rest}, stale & ops)] if rest else []
-    tables += again
-    shown = picture_html(
-        f"{name}_bars", "Time of every implementation against eager PyTorch", "docs/results/"
+def newest_by_op(main: Path, records: dict[Path, Record]) -> list[tuple[Path, Record]]:
+    """The records of main's folder with the ops alone that no newer one has, main's ops first.
+
+    Any other record counts as newer than the whole suite's.
+    """
+    paths = sorted(
+        (p for p in records if p.parent == main.parent),
+        key=lambda p: (p != main, records[p]["date"], p.name),
     )
+    owner = {row["op"]: path for path in paths for row in records[path]["rows"]}
+    parts = []
+    for path in paths:
+        rows = [row for row in records[path]["rows"] if owner[row["op"]] == path]
+        if rows:
+            parts.append((path, {**records[path], "rows": rows}))
+    return parts
+
+
+def summary_block(
+    main: Path, records: dict[Path, Record], stale: dict[Path, set[str]], root: Path
+) -> str:
+    """README.md's tables of one GPU: ops, then training steps, each from its newest record."""
+    parts = newest_by_op(main, records)
+    marked = {row["op"] for path, part in parts for row in part["rows"] if row["op"] in stale[path]}
+    rows = [row for _, part in parts for row in part["rows"]]
+    tables = []
+    for lines, wanted in ((op_lines, False), (step_lines, True)):
+        chosen = [row for row in rows if is_training_step(row["op"]) == wanted]
+        if chosen:
+            tables.append("\n".join(lines({"rows": chosen}, marked)))
+    notes = [f"- {provenance(part)} (`{path.relative_to(root)}`)." for path, part in parts]
+    tables.append("\n".join(notes))
+    if marked:
+        tables.append(STALE_LINE)
+    name = f"{stem(main, root)}_bars"
+    shown = picture_html(name, PICTURE_TEXT["bars"], "docs/results/")
     return "\n\n".join([*tables, shown])
 
 
@@ -345,8 +401,7 @@ def run(options: argparse.Namespace) -> int:
     main = root / RESULTS / MAIN
     main = main if main in records else next(iter(records))
     readme = root / "README.md"
-    later = [(r, stale[p]) for p, r in records.items() if p.parent == main.parent and p != main]
-    summary = summary_block(records[main], stale[main], stem(main, root), later)
+    summary = summary_block(main, records, stale, root)
     blocks = {
         "summary": "\n\n".join(filter(None, (machines_block(records), summary))),
         "full": full_table(records[main], stale[main]),
