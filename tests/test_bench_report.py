@@ -167,8 +167,8 @@ def test_a_picture_of_no_record_goes(tree, capsys):
     assert "docs/results/h200_full_bars.png: of no record\n" in capsys.readouterr().out
     assert run(root) == 0
     pictures = [picture.name for picture in (root / "docs/results").iterdir()]
-    assert len(pictures) == 4
-    assert all(name.startswith("h200_renamed_") for name in pictures)
+    assert len(pictures) == 6
+    assert all(name.startswith(("h200_renamed_", "h200_newest_")) for name in pictures)
     assert run(root, "--check") == 0
 
 

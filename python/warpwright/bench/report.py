@@ -26,6 +26,7 @@ Row = dict[str, Any]
 Record = dict[str, Any]
 RESULTS = Path("benchmarks/results")
 MAIN = Path("h200/full.json")  # what README.md shows
+NEWEST = "newest"  # no file: the newest rows of the folder of MAIN
 PICTURES = Path("docs/results")
 OVERHEAD = "overhead.json"
 STALE = "†"
@@ -223,6 +224,20 @@ def newest_by_op(main: Path, records: dict[Path, Record]) -> list[tuple[Path, Re
     return parts
 
 
+def newest_record(main: Path, records: dict[Path, Record]) -> Record:
+    """Main's record with the newest rows of each op, for README.md's picture."""
+    parts = [record for _, record in newest_by_op(main, records)]
+    dates = sorted({record["date"] for record in parts})
+    sources = {record["source_hash"] for record in parts}
+    return {
+        **records[main],
+        "suite": NEWEST,
+        "rows": [row for record in parts for row in record["rows"]],
+        "date": " to ".join(dict.fromkeys([dates[0], dates[-1]])),
+        "source_hash": sources.pop() if len(sources) == 1 else "of each record",
+    }
+
+
 def summary_block(
     main: Path, records: dict[Path, Record], stale: dict[Path, set[str]], root: Path
 ) -> str:
@@ -239,7 +254,7 @@ def summary_block(
     tables.append("\n".join(notes))
     if marked:
         tables.append(STALE_LINE)
-    name = f"{stem(main, root)}_bars"
+    name = f"{stem(main.with_stem(NEWEST), root)}_bars"
     shown = picture_html(name, PICTURE_TEXT["bars"], "docs/results/")
     return "\n\n".join([*tables, shown])
 
@@ -329,6 +344,8 @@ PICTURE_TEXT = {
 def _drawable(record: Record) -> list[str]:
     if record.get("suite") == ladder.SUITE:
         return ["rungs"]
+    if record.get("suite") == NEWEST:
+        return ["bars"]
     steps = [r for r in record["rows"] if is_training_step(r["op"])]
     single = len(steps) < len(record["rows"])
     return [*(("bars", "roofline") if single else ()), *(("ladder",) if steps else ())]
@@ -425,7 +442,8 @@ def run(options: argparse.Namespace) -> int:
             if not options.check:
                 write(path, text)
     of_no_record = {picture.name for picture in (root / PICTURES).glob("*.png")}
-    for path, record in {**records, **ladders}.items():
+    newest = {main.with_stem(NEWEST): newest_record(main, records)}
+    for path, record in {**records, **ladders, **newest}.items():
         name = stem(path, root)
         of_no_record.difference_update(picture_names(record, name))
         old = outdated_pictures(record, name, root / PICTURES)
