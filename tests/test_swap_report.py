@@ -8,6 +8,7 @@ from torch import nn
 
 import warpwright
 from warpwright import swap
+from warpwright.swap.advice import layout_advice
 
 
 def block():
@@ -46,6 +47,20 @@ def test_html():
     assert "<p>swapped 2 of 4 modules</p>" in html
     assert "<td>nn.Linear</td><td>2</td><td>swapped</td><td>0, 2</td>" in html
     assert "<p>fused 1 of 1 chains</p>" in html
+
+
+def test_advice_on_the_memory_format():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 1))
+    (sentence,) = layout_advice(model, on_hopper=lambda weight: True)
+    assert sentence.startswith("NCHW weights: 1 of the convolutions")
+    assert layout_advice(model) == []  # the model is on the CPU
+    report = swap(model, dry_run=True)
+    assert report.advice == report.to_dict()["advice"] == []
+    report.advice.append(sentence)
+    assert sentence.split(": ")[0] in " ".join(str(report).split())
+    assert f"<p>{sentence}</p>" in report.to_html()
+    last = model.to(memory_format=torch.channels_last)
+    assert layout_advice(last, on_hopper=lambda weight: True) == []
 
 
 class Odd(nn.Tanh):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .. import integrations
+from .advice import layout_advice
 from .blocks import base_of
 from .classes import NATIVE, below_parametrizations, set_class, set_class_below
 from .plan import Filter, check_is_module, plan_swap
@@ -38,10 +39,10 @@ def swap(
 
     Args:
         model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``,
-            ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``, ``nn.CrossEntropyLoss`` and
-            ``nn.MultiheadAttention`` (with its projections) are swapped, and the attention of
-            transformers' models (docs/integrations.md). For every other module the report says why
-            it was left.
+            ``nn.LayerNorm``, ``nn.RMSNorm``, ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``,
+            ``nn.CrossEntropyLoss`` and ``nn.MultiheadAttention`` (with its projections) are swapped,
+            and the attention of transformers' models (docs/integrations.md). For every other module
+            the report says why it was left.
         ops: only these functionals, e.g. ``{"conv2d", "batch_norm"}``; None means all.
         filter_fn: called with (module, name); False leaves the module native.
         check: inputs for the model: a tensor, a tuple of arguments or a dict of keyword arguments.
@@ -59,7 +60,7 @@ def swap(
             the mean square of all floating outputs.
         dry_run: change nothing; the report says what would be swapped. Not with ``check``.
     Returns:
-        An entry per module and, with ``fuse``, per chain.
+        An entry per module and, with ``fuse``, per chain; and advice on the memory format.
     Raises:
         SwapCheckError: ``check`` found a difference; carries the numbers.
         TypeError: ``model`` is no module.
@@ -72,7 +73,8 @@ def swap(
             "dry_run: expected False together with check, which swaps the model; got True"
         )
     plan = plan_swap(model, ops, filter_fn, fuse)
-    report = SwapReport(plan.entries, plan.fusions, dry_run=dry_run)
+    advice = layout_advice(model)
+    report = SwapReport(plan.entries, plan.fusions, dry_run=dry_run, advice=advice)
     if dry_run:
         return report
     if plan.is_empty:

@@ -53,6 +53,7 @@ class SwapReport:
     fusions: list[Fusion] = field(default_factory=list)  # with fuse=True: every chain found
     check: dict[str, Any] | None = None  # the numbers of check=, see warpwright.swap.check
     dry_run: bool = False  # nothing was changed: the entries say what would be
+    advice: list[str] = field(default_factory=list)  # what would make the model faster
 
     @property
     def swapped(self) -> list[SwapEntry]:
@@ -70,6 +71,7 @@ class SwapReport:
             "fusions": [asdict(f) for f in self.fusions],
             "check": self.check,
             "dry_run": self.dry_run,
+            "advice": self.advice,
         }
 
     def to_json(self) -> str:
@@ -112,6 +114,7 @@ class SwapReport:
             parts += [Text(sentence), _table(title, lines)]
         if self.check is not None:
             parts.append(Text(self.check["summary"]))
+        parts += [Text(sentence) for sentence in self.advice]
         return Group(*parts)
 
     def to_html(self) -> str:
@@ -126,6 +129,7 @@ class SwapReport:
             parts.append(f"<p>{escape(sentence)}</p><table><tr>{heads}</tr>{rows}</table>")
         if self.check is not None:
             parts.append(f"<p>{escape(self.check['summary'])}</p>")
+        parts += [f"<p>{escape(sentence)}</p>" for sentence in self.advice]
         return "".join(parts)
 
     def _repr_html_(self) -> str:  # for notebooks

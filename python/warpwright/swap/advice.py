@@ -1,0 +1,36 @@
+"""What would make a swapped model faster, for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+
+def _on_hopper(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.get_device_capability(weight.device) == (9, 0)
+
+
+def layout_advice(model: nn.Module, on_hopper: Callable[[Tensor], bool] = _on_hopper) -> list[str]:
+    """A sentence if convolutions stay off the kernels for Hopper because of their memory format.
+
+    Convolutions of one tap lie alike in both formats; of the others the weight shows the model's.
+    """
+    found = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.Conv2d)
+        and not is_lazy(m.weight)
+        and m.weight.shape[1] % 8 == 0
+        and m.kernel_size != (1, 1)
+        and not m.weight.is_contiguous(memory_format=torch.channels_last)
+        and on_hopper(m.weight)
+    ]
+    if not found:
+        return []
+    return [
+        f"NCHW weights: {len(found)} of the convolutions. The 16-bit kernels for Hopper take channels_last: "
+        "model.to(memory_format=torch.channels_last), and the same for the images."
+    ]
