@@ -226,7 +226,7 @@ def newest_by_op(main: Path, records: dict[Path, Record]) -> list[tuple[Path, Re
 
 def newest_record(main: Path, records: dict[Path, Record]) -> Record:
     """Main's record with the newest rows of each op, for README.md's picture."""
-    parts = [record for _, record in newest_by_op(main, records)]
+    parts = [record for _, record in newest_by_op(main, records)] or [records[main]]
     dates = sorted({record["date"] for record in parts})
     sources = {record["source_hash"] for record in parts}
     return {
