@@ -1,9 +1,11 @@
-// Clusters, named barriers, register redistribution, and moves between registers and shared memory
+// Clusters, register redistribution, and moves between registers and shared memory
 // that tiles need on sm_90. One PTX instruction per wrapper; its section of the PTX ISA manual is
 // named above.
 #pragma once
 
 #include <cstdint>
+
+#include "device/named_barrier.cuh"
 
 namespace warpwright {
 
@@ -45,15 +47,6 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory");
-}
-
-// "bar". Barrier `id` (1..15; 0 is __syncthreads) for `threads` threads, in whole warps.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-// Arrives without waiting.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // "setmaxnreg". All warps of the warpgroup must call it. The launch has capped the block's

@@ -1,7 +1,7 @@
 // Groups of threads that own a row together, and their sums in a fixed order.
 #pragma once
 
-#include "device/group_barrier.cuh"
+#include "device/named_barrier.cuh"
 #include "device/reduce.cuh"
 
 namespace warpwright {
@@ -72,7 +72,7 @@ class RowMeeting {
     if (alone_) {
       __syncthreads();
     } else {
-      group_barrier_sync(barrier_, lanes_);
+      named_barrier_sync(barrier_, lanes_);
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -195,7 +195,7 @@ struct DqSm90 {
           col0 = mask.col0;
           if (mask.apply(s, scale)) scale = 1.f;
         }
-        hide(s, row0, col0);
+        hide_ends(s, row0, col0, p.S_k, p.is_causal);
 #pragma unroll
         for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -lse[i / 2 % 2]));
         wgmma_wait<0>();
@@ -234,16 +234,6 @@ struct DqSm90 {
       return {p.mask, p.S_q, p.S_k, mask_plane(p.mask, w.b, w.h), w.b, w.h, row0, consumer};
     else
       return {};
-  }
-
-  __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int row0, int col0) const {
-    if (col0 + Tile::kBlockN <= p.S_k &&
-        !(p.is_causal && col0 + Tile::kBlockN - 1 > row0 + accumulator_warp_row()))
-      return;
-    const int row = row0 + accumulator_row() - col0, last = p.S_k - 1 - col0;
-    const int limit[2] = {p.is_causal ? min(row, last) : last,
-                          p.is_causal ? min(row + 8, last) : last};
-    hide_columns(s, limit);
   }
 
   // The warpgroup's 64 rows, through the place of its rows of Q.

@@ -174,7 +174,7 @@ struct ForwardSm90 {
       auto hide = [&](int block) {
         int col0 = block * Tile::kBlockN;
         if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
-        hide_ends(s, row0, col0);
+        hide_ends(s, row0, col0, p.S_k, p.is_causal);
       };
 
       q_ring.wait_full(q_at);
@@ -259,17 +259,6 @@ struct ForwardSm90 {
       return {p.mask, p.S_q, p.S_k, mask_plane(p.mask, w.b, w.h), w.b, w.h, row0, consumer};
     else
       return {};
-  }
-
-  // The causal rule, and keys past S_k.
-  __device__ __forceinline__ void hide_ends(float (&s)[kScoreRegs], int row0, int col0) const {
-    if (col0 + Tile::kBlockN <= p.S_k &&
-        !(p.is_causal && col0 + Tile::kBlockN - 1 > row0 + accumulator_warp_row()))
-      return;
-    const int row = row0 + accumulator_row() - col0, last = p.S_k - 1 - col0;
-    const int limit[2] = {p.is_causal ? min(row, last) : last,
-                          p.is_causal ? min(row + 8, last) : last};
-    hide_columns(s, limit);
   }
 
   // Applies the mask; returns the block's first key.
@@ -365,6 +354,26 @@ void launch_forward(const AttentionParams& p, const AttentionWorkspace& workspac
     launch_clear_tile_counters(workspace.tile_counters, stream);
     launch_dependent(kernel, ctas, threads, Tile::kSmemBytes, stream, params);
   }
+}
+
+template <class T, int kHead>
+void launch_attention_fwd_sm90(const AttentionParams& p, const AttentionWorkspace& workspace,
+                               cudaStream_t stream) {
+  for_mask_use(p, [&]<MaskUse kMask>() {
+    if constexpr (kHead == 64) {
+      // Tiles of 192 queries read K and V less often. Few rows fill tiles of 128 better, and values
+      // of a mask need the registers of two consumers.
+      if constexpr (kMask != MaskUse::kValues) {
+        if (p.S_q >= 2048)
+          return launch_forward<T, ForwardTileSm90<64, 128, 3, true, kMask>>(p, workspace, stream);
+      }
+      launch_forward<T, ForwardTileSm90<64, 128, 2, true, kMask>>(p, workspace, stream);
+    } else if constexpr (kHead == 128) {
+      launch_forward<T, ForwardTileSm90<128, 128, 2, true, kMask>>(p, workspace, stream);
+    } else {
+      launch_forward<T, ForwardTileSm90<256, 64, 2, false, kMask>>(p, workspace, stream);
+    }
+  });
 }
 
 }  // namespace warpwright

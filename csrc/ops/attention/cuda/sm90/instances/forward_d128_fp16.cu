@@ -3,13 +3,7 @@
 
 namespace warpwright {
 
-template <>
-void launch_attention_fwd_sm90<half, 128>(const AttentionParams& p,
-                                          const AttentionWorkspace& workspace,
-                                          cudaStream_t stream) {
-  for_mask_use(p, [&]<MaskUse kMask>() {
-    launch_forward<half, ForwardTileSm90<128, 128, 2, true, kMask>>(p, workspace, stream);
-  });
-}
+template void launch_attention_fwd_sm90<half, 128>(const AttentionParams&,
+                                                   const AttentionWorkspace&, cudaStream_t);
 
 }  // namespace warpwright

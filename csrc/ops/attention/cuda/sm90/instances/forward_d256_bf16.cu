@@ -3,13 +3,7 @@
 
 namespace warpwright {
 
-template <>
-void launch_attention_fwd_sm90<bf16, 256>(const AttentionParams& p,
-                                          const AttentionWorkspace& workspace,
-                                          cudaStream_t stream) {
-  for_mask_use(p, [&]<MaskUse kMask>() {
-    launch_forward<bf16, ForwardTileSm90<256, 64, 2, false, kMask>>(p, workspace, stream);
-  });
-}
+template void launch_attention_fwd_sm90<bf16, 256>(const AttentionParams&,
+                                                   const AttentionWorkspace&, cudaStream_t);
 
 }  // namespace warpwright
