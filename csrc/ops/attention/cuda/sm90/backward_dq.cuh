@@ -195,7 +195,7 @@ struct DqSm90 {
           col0 = mask.col0;
           if (mask.apply(s, scale)) scale = 1.f;
         }
-        hide_ends(s, row0, col0, p.S_k, p.is_causal);
+        hide_ends(s, row0, col0, p);
 #pragma unroll
         for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -lse[i / 2 % 2]));
         wgmma_wait<0>();

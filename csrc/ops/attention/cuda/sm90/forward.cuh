@@ -174,7 +174,7 @@ struct ForwardSm90 {
       auto hide = [&](int block) {
         int col0 = block * Tile::kBlockN;
         if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
-        hide_ends(s, row0, col0, p.S_k, p.is_causal);
+        hide_ends(s, row0, col0, p);
       };
 
       q_ring.wait_full(q_at);

@@ -163,16 +163,16 @@ __device__ __forceinline__ void hide_columns(float (&s)[kRegs], const int (&limi
     if (i / 4 * 8 + i % 2 > first[i / 2 % 2]) s[i] = -INFINITY;
 }
 
-// Hides keys past S_k and, under the causal rule, past the query: of a warpgroup's 64 queries from
-// row0 on and the keys from col0 on.
-template <int kRegs>
-__device__ __forceinline__ void hide_ends(float (&s)[kRegs], int row0, int col0, int S_k,
-                                          bool is_causal) {
+// Hides keys past p.S_k and, under the causal rule, past the query: of a warpgroup's 64 queries
+// from row0 on and the keys from col0 on.
+template <class Params, int kRegs>
+__device__ __forceinline__ void hide_ends(float (&s)[kRegs], int row0, int col0, const Params& p) {
   constexpr int kKeys = kRegs * 2;
-  if (col0 + kKeys <= S_k && !(is_causal && col0 + kKeys - 1 > row0 + accumulator_warp_row()))
+  if (col0 + kKeys <= p.S_k && !(p.is_causal && col0 + kKeys - 1 > row0 + accumulator_warp_row()))
     return;
-  const int row = row0 + accumulator_row() - col0, last = S_k - 1 - col0;
-  const int limit[2] = {is_causal ? min(row, last) : last, is_causal ? min(row + 8, last) : last};
+  const int row = row0 + accumulator_row() - col0, last = p.S_k - 1 - col0;
+  const int limit[2] = {p.is_causal ? min(row, last) : last,
+                        p.is_causal ? min(row + 8, last) : last};
   hide_columns(s, limit);
 }
 
