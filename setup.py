@@ -202,12 +202,26 @@ def check_compilers() -> None:
         )
 
 
+# What a package with ops of its own includes (examples/custom_op). They need no symbol of ours.
+PUBLIC_HEADERS = (
+    *("common/ceil_div.h", "common/dtype.h", "common/switch.h", "cpu/types.h", "device/types.cuh"),
+    *("device/vec.cuh", "host/launch.h", "torch/autograd.h", "torch/check_argument.h"),
+    *("torch/checks.h", "torch/cuda.h", "torch/dispatch.h"),
+)
+
+
 class BuildPython(build_py):
     def run(self) -> None:
+        if self.editable_mode:  # warpwright.get_include() is csrc/ then
+            return super().run()
         # A wheel takes all files in the build folder, also those that an earlier build left there.
-        if not self.editable_mode:
-            shutil.rmtree(Path(self.build_lib) / "warpwright", ignore_errors=True)
+        package = Path(self.build_lib) / "warpwright"
+        shutil.rmtree(package, ignore_errors=True)
         super().run()
+        for header in PUBLIC_HEADERS:
+            target = package / "include" / header
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / "csrc" / header, target)
 
 
 class Build(BuildExtension):

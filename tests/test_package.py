@@ -287,6 +287,7 @@ def test_wheel(tree):
         "_C.pyi",
         "_built_for.txt",
         "functional/__init__.py",
+        "include/torch/autograd.h",
     ):
         assert f"warpwright/{needed}" in names, needed
     assert any(n.endswith("LICENSE") for n in names)

@@ -6,6 +6,7 @@ from . import functional, nn, optim
 from ._batching import register_batching_rules as _register_batching_rules
 from ._fallback import watch_gpus as _watch_gpus
 from ._flops import watch_flop_counter as _watch_flop_counter
+from ._include import get_include
 from ._kinds import otherwise_native as _otherwise_native
 from ._precision import get_float32_matmul_precision, set_float32_matmul_precision
 from ._version import __version__
@@ -30,6 +31,7 @@ __all__ = [
     "explain",
     "functional",
     "get_float32_matmul_precision",
+    "get_include",
     "info",
     "nn",
     "optim",
