@@ -20,9 +20,11 @@ PROGRAMS = {
     "finetune_resnet": (r"epoch 3: mean loss [\d.]+, [6-9]\d\.\d% of the images", ("torchvision",)),
     "huggingface_trainer": (r"after 20 … 27 the model says 28", ("accelerate",)),
     "lightning_callback": (r"swapped 2 of 3[\s\S]+last loss [\d.]+", ("lightning",)),
+    "micro_autograd": (r"ops: .* gradients within \d\.\de-1[5-9] of the tensors'", ()),
+    "replace_layers": (r"mlp, batch 64[\s\S]+cnn, batch 64[\s\S]+\+ fusion .*\n$", ()),
     "check_your_function": (r"the wrong one is found: [\s\S]+the same bits", ()),
 }
-QUICK = {"check_your_function", "train_digits"}
+QUICK = {"check_your_function", "micro_autograd", "train_digits"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,362 @@
+"""Checks the exercises in docs/learn/exercises/.
+
+    python docs/learn/check.py                  # how far you are
+    python docs/learn/check.py welford          # one exercise: right, or what is wrong with it
+
+Needs torch, numpy and warpwright, and no GPU. The exit code is 0 if every exercise asked for is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import math
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from warpwright import _work
+
+HERE = Path(__file__).resolve().parent
+Check = Callable[[ModuleType], None]
+CHECKS: dict[str, list[Check]] = {}
+
+
+def checks(exercise: str) -> Callable[[Check], Check]:
+    def add(check: Check) -> Check:
+        CHECKS.setdefault(exercise, []).append(check)
+        return check
+
+    return add
+
+
+def expect(call: str, got: Any, wanted: Any) -> None:
+    assert got == wanted, f"{call} is {got}, expected {wanted}"
+
+
+def float32s(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
+# ---- bytes_and_flops: the library's own formulas ----
+
+
+@checks("bytes_and_flops")
+def elementwise(answer: ModuleType) -> None:
+    for numel, itemsize in ((1, 4), (1000, 2), (12_345, 8)):
+        work = _work.traffic(numel * itemsize, 2, 3)
+        wanted = (work.forward.bytes, work.backward.bytes)
+        expect(f"relu({numel}, {itemsize})", answer.relu(numel, itemsize), wanted)
+
+
+@checks("bytes_and_flops")
+def products(answer: ModuleType) -> None:
+    for rows, k, n, itemsize in ((1, 1, 1, 4), (64, 784, 1024, 4), (4096, 4096, 14336, 2)):
+        work = _work.product(rows * k, n * k, rows * n, 2 * rows * k * n, itemsize)
+        of = f"({rows}, {k}, {n}, {itemsize})"
+        expect(f"linear{of}", answer.linear(rows, k, n, itemsize), tuple(work.forward))
+        expect(
+            f"linear_backward{of}",
+            answer.linear_backward(rows, k, n, itemsize),
+            tuple(work.backward),
+        )
+
+
+@checks("bytes_and_flops")
+def convolution(answer: ModuleType) -> None:
+    for n, c, h, w, k, r in ((1, 1, 1, 1, 1, 1), (64, 32, 14, 14, 64, 3), (8, 3, 224, 200, 16, 7)):
+        flops = 2 * n * k * h * w * c * r * r
+        work = _work.product(n * c * h * w, k * c * r * r, n * k * h * w, flops, 2)
+        got = answer.conv2d(n, c, h, w, k, r, 2)
+        expect(f"conv2d({n}, {c}, {h}, {w}, {k}, {r}, 2)", got, tuple(work.forward))
+
+
+# ---- roofline ----
+
+RATES = ((4.25, 700.0), (3.35, 494.5), (0.02, 1.5))  # TB/s and TFLOP/s, round numbers
+
+
+@checks("roofline")
+def floor(answer: ModuleType) -> None:
+    for copy, matmul in RATES:
+        for nbytes, flops in ((2**30, 0.0), (1e6, 1e12), (3e9, 2e12)):
+            seconds = max(nbytes / (copy * 1e12), flops / (matmul * 1e12))
+            of = f"({nbytes:g}, {flops:g}, {copy}, {matmul})"
+            got = answer.floor_ms(nbytes, flops, copy, matmul)
+            assert math.isclose(got, seconds * 1e3), f"floor_ms{of} is {got}, not the least time"
+            wanted = "memory" if seconds == nbytes / (copy * 1e12) else "compute"
+            expect(f"bound{of}", answer.bound(nbytes, flops, copy, matmul), wanted)
+
+
+@checks("roofline")
+def meeting_point(answer: ModuleType) -> None:
+    for (copy, matmul), itemsize in itertools.product(RATES, (1, 2, 4)):
+        n = answer.where_they_meet(itemsize, copy, matmul)
+        in_bytes, in_flops = 3 * n * n * itemsize / copy, 2 * n**3 / matmul
+        assert n > 0, f"where_they_meet is {n}, expected a positive number"
+        assert math.isclose(in_bytes, in_flops), (
+            f"where_they_meet({itemsize}, {copy}, {matmul}) is {n:g}: the bytes take "
+            f"{in_bytes / in_flops:.3g} times as long as the FLOPs"
+        )
+
+
+# ---- memory_access: by simulation ----
+
+
+@checks("memory_access")
+def sectors(answer: ModuleType) -> None:
+    for itemsize in (1, 2, 4, 8, 16):
+        for first, stride in itertools.product((0, 1, 3), (0, 1, 2, 3, 8, 33)):
+            first, stride = first * itemsize, stride * itemsize
+            read = {first + lane * stride + i for lane in range(32) for i in range(itemsize)}
+            wanted = len({byte // 32 for byte in read})
+            got = answer.sectors(first, stride, itemsize)
+            expect(f"sectors({first}, {stride}, {itemsize})", got, wanted)
+
+
+def passes(words: list[int]) -> int:
+    banks: dict[int, set[int]] = {}
+    for word in words:
+        banks.setdefault(word % 32, set()).add(word)
+    return max(len(different) for different in banks.values())
+
+
+@checks("memory_access")
+def banks(answer: ModuleType) -> None:
+    for stride in range(70):
+        wanted = passes([lane * stride for lane in range(32)])
+        expect(f"conflict_degree({stride})", answer.conflict_degree(stride), wanted)
+    for columns in range(1, 70):
+        free = (p for p in itertools.count(columns) if passes([i * p for i in range(32)]) == 1)
+        expect(f"pitch({columns})", answer.pitch(columns), next(free))
+
+
+# ---- online_softmax ----
+
+ROWS = (
+    [0.0],
+    [1.0, 2.0, 3.0],
+    [1000.0, 1001.0, 999.0, -1000.0],
+    [-math.inf, 2.0, -math.inf, 1.0, -math.inf],
+    [-1e4, -1e4, -1e4],
+    [random.Random(0).gauss(0, 30) for _ in range(100)],
+)
+
+
+@checks("online_softmax")
+def rows(answer: ModuleType) -> None:
+    for row, block in itertools.product(ROWS, (1, 2, 3, 64)):
+        state = answer.EMPTY
+        for start in range(0, len(row), block):
+            state = answer.merge(state, answer.state_of(row[start : start + block]))
+        exact = torch.tensor(row, dtype=torch.float64).softmax(0)
+        assert all(map(math.isfinite, state)), f"the state of {row[:5]} is {state}: not finite"
+        got = torch.tensor([math.exp(x - state[0]) / state[1] for x in row], dtype=torch.float64)
+        error = float((got - exact).abs().max())
+        assert error < 1e-12, f"{row[:5]} in blocks of {block}: the softmax is off by {error:.1e}"
+
+
+@checks("online_softmax")
+def masked_row(answer: ModuleType) -> None:
+    masked = answer.state_of([-math.inf, -math.inf])
+    expect("state_of([-inf, -inf])", masked, answer.EMPTY)
+    expect("merge of two empty states", answer.merge(answer.EMPTY, masked), answer.EMPTY)
+
+
+# ---- welford ----
+
+
+@checks("welford")
+def moments(answer: ModuleType) -> None:
+    for mean, count in ((0.0, 1), (0.0, 1000), (1e4, 1000)):
+        x = float32s(1, count) + np.float32(mean)
+        state = answer.EMPTY
+        for value in x:
+            state = answer.push(state, value)
+        compare(state, x, f"push of {count} elements with mean {mean:g}")
+        assert all(isinstance(v, np.float32) for v in state[1:]), "push: expected float32 numbers"
+
+
+@checks("welford")
+def parts(answer: ModuleType) -> None:
+    x = float32s(2, 900) + np.float32(1e4)
+    for cuts in ((0, 900), (1, 900), (450, 900), (7, 300, 301, 900), (0, 0, 900)):
+        state, start = answer.EMPTY, 0
+        for end in cuts:
+            part = answer.EMPTY
+            for value in x[start:end]:
+                part = answer.push(part, value)
+            state, start = answer.merge(state, part), end
+        compare(state, x, f"merge of parts that end at {cuts}")
+    empty = answer.merge(answer.EMPTY, answer.EMPTY)
+    assert tuple(map(float, empty)) == (0, 0, 0), f"merge of two empty states is {empty}"
+
+
+def compare(state: Any, x: np.ndarray, what: str) -> None:
+    count, mean, m2 = state
+    exact = x.astype(np.float64)
+    expect(f"{what}: count", count, len(x))
+    off = abs(float(mean) - exact.mean()) / max(1.0, abs(exact.mean()))
+    assert off < 1e-6, f"{what}: the mean is {mean}, expected {exact.mean():.8g}"
+    wanted = float(((exact - exact.mean()) ** 2).sum())
+    assert abs(float(m2) - wanted) <= 2e-3 * wanted, f"{what}: m2 is {m2}, expected {wanted:.6g}"
+
+
+# ---- reduction_order ----
+
+
+@checks("reduction_order")
+def bits(answer: ModuleType) -> None:
+    for n, threads in ((8, 8), (64, 8), (4096, 256), (96, 1)):
+        x = float32s(n, n)
+        held = [list(x[t::threads]) for t in range(threads)]
+        sums = [left_fold(values) for values in held]
+        while len(sums) > 1:
+            half = len(sums) // 2
+            sums = [sums[t] + sums[t + half] for t in range(half)]
+        got = answer.block_sum(x.copy(), threads)
+        call = f"block_sum of {n} numbers by {threads} threads"
+        assert isinstance(got, np.float32), f"{call}: expected a float32, got {type(got).__name__}"
+        assert got == sums[0], f"{call} is {got!r}, expected {sums[0]!r}: the order differs"
+
+
+def left_fold(values: Any) -> np.float32:
+    values = iter(values)
+    result = next(values)
+    for value in values:
+        result = result + value
+    return result
+
+
+@checks("reduction_order")
+def rounding(answer: ModuleType) -> None:
+    for n, threads in ((8, 8), (64, 8), (4096, 256), (96, 1)):
+        chain = n // threads - 1  # of every thread; then one more per halving
+        while threads > 2 ** (chain - n // threads + 1):
+            chain += 1
+        expect(f"longest_chain({n}, {threads})", answer.longest_chain(n, threads), chain)
+    a, b, c = map(np.float32, answer.not_associative())
+    with np.errstate(all="ignore"):
+        left, right = (a + b) + c, a + (b + c)
+    assert np.isfinite([left, right]).all(), f"not_associative: {left} and {right} are not finite"
+    assert left != right, f"not_associative: both orders of {a}, {b}, {c} give {left}"
+
+
+# ---- look_back ----
+
+
+@checks("look_back")
+def same_bits(answer: ModuleType) -> None:
+    sums = list(float32s(3, 40) * np.float32(100))
+    folds = list(itertools.accumulate(sums))  # from left to right
+    rng = random.Random(0)
+    for tile in (0, 1, 2, 17, 40):
+        wanted = folds[tile - 1] if tile else np.float32(0)
+        everyone = range(tile)
+        for published in ([], everyone, everyone[:1], *(rng.sample(everyone, tile // 3),) * 2):
+            known = {t: folds[t] for t in published}
+            nearest = max(known, default=-1)
+            readable = [np.float32("nan") if t <= nearest else s for t, s in enumerate(sums[:tile])]
+            got = answer.exclusive_prefix(tile, readable, known)
+            seen = f"exclusive_prefix of tile {tile}, prefixes of {sorted(known)} published,"
+            assert not np.isnan(got), f"{seen} reads a sum from before the nearest prefix"
+            assert got == wanted, f"{seen} is {got!r}, expected the bits of {wanted!r}"
+
+
+@checks("look_back")
+def bytes_of_a_scan(answer: ModuleType) -> None:
+    # Sums of tiles are too few to count. Each pass over the data reads it, and may write it.
+    moves = [("read", "write", "read", "write"), ("read", "read", "write"), ("read", "write")]
+    for (way, times), steps in zip(answer.traffic().items(), moves, strict=True):
+        assert times == len(steps), f"traffic of '{way}' is {times}, which is not what it moves"
+
+
+# ---- vjp: autograd in float64 ----
+
+
+def assert_gradient(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.shape == wanted.shape, (
+        f"{name}: shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
+    )
+    error = float((got - wanted).abs().max())
+    assert error < 1e-11, f"{name}: off by {error:.2e} at most"
+
+
+@checks("vjp")
+def of_rows(answer: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((5,), (4, 7), (2, 3, 1)):
+        x, dy = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
+        x.requires_grad_()
+        y = x.softmax(-1)
+        (wanted,) = torch.autograd.grad(y, x, dy)
+        assert_gradient(f"softmax of {shape}", answer.softmax(y.detach(), dy), wanted)
+        (wanted,) = torch.autograd.grad(torch.rms_norm(x, shape[-1:], eps=1e-3), x, dy)
+        assert_gradient(f"rms_norm of {shape}", answer.rms_norm(x.detach(), dy, 1e-3), wanted)
+
+
+@checks("vjp")
+def of_broadcast(answer: ModuleType) -> None:
+    x = torch.arange(24.0, dtype=torch.float64).reshape(2, 3, 4)
+    for shape in ((2, 3, 4), (4,), (3, 1), (1, 3, 4), (1,), ()):
+        b = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        (wanted,) = torch.autograd.grad(x + b, b, x)
+        assert_gradient(f"broadcast from {shape}", answer.broadcast(x, shape), wanted)
+
+
+# ---- the command ----
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"exercise_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def result_of(path: Path) -> str:
+    """``"right"``, or what is missing or wrong."""
+    try:
+        answer = load(path)
+        for check in CHECKS[path.stem]:
+            check(answer)
+    except NotImplementedError as gap:
+        traceback = gap.__traceback__
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        where = traceback.tb_frame.f_code.co_name if traceback is not None else "?"
+        return f"to do: {where}"
+    except AssertionError as wrong:
+        return f"wrong: {wrong}"
+    except Exception as error:  # whatever a first attempt does
+        return f"wrong: {type(error).__name__}: {error}"
+    return "right"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("exercise", nargs="*", help=", ".join(CHECKS))
+    parser.add_argument("--folder", type=Path, default=HERE / "exercises", help="of the answers")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.exercise if name not in CHECKS]
+    if unknown:
+        parser.error(f"exercise: expected some of {', '.join(CHECKS)}, got {', '.join(unknown)}")
+    results = {
+        name: result_of(options.folder / f"{name}.py") for name in options.exercise or CHECKS
+    }
+    for name, result in results.items():
+        print(f"{name:16} {result}")
+    return 0 if set(results.values()) == {"right"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
