@@ -202,7 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=[*NETWORKS, "both"], default="both")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--layer", metavar="NAME=FILE.py:CLASS", help="a layer of your own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
