@@ -52,7 +52,7 @@ docs: $(VENV)/.docs-$(choice)
 	$(python) -m sphinx -q -W --keep-going -b html docs build/docs
 
 lint: $(VENV)/.lint-$(choice)
-	PATH=$(VENV)/bin:$$PATH; find csrc benchmarks examples tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' | xargs clang-format --dry-run -Werror
+	PATH=$(VENV)/bin:$$PATH; find csrc benchmarks docs examples tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' | xargs clang-format --dry-run -Werror
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy

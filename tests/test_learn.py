@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import NVCC
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARN = ROOT / "docs" / "learn"
@@ -31,7 +32,9 @@ def load(path):
     return module
 
 
+sys.path.insert(0, str(LEARN))  # check.py imports its neighbour
 check = load(LEARN / "check.py")
+kernels = check.check_kernels
 each_exercise = pytest.mark.parametrize("name", check.CHECKS)
 
 
@@ -42,7 +45,9 @@ def test_every_exercise_has_a_check_a_solution_and_a_line_on_the_page():
     page = (LEARN / "index.md").read_text()
     for folder in ("exercises", "solutions"):
         assert {path.stem for path in (LEARN / folder).glob("*.py")} == set(check.CHECKS)
+        assert {path.stem for path in (LEARN / folder).glob("*.cu")} == set(kernels.KERNELS)
     assert set(re.findall(r"\]\(exercises/(\w+)\.py\)", page)) == set(check.CHECKS)
+    assert set(re.findall(r"\]\(exercises/(\w+)\.cu\)", page)) == set(kernels.KERNELS)
 
 
 def functions(module):
@@ -147,7 +152,7 @@ def test_the_roofline_of_the_record():
 
 
 def test_the_command(capsys, tmp_path):
-    assert check.main(["--folder", str(LEARN / "solutions")]) == 0
+    assert check.main([*check.CHECKS, "--folder", str(LEARN / "solutions")]) == 0
     assert capsys.readouterr().out.count(" right\n") == len(check.CHECKS)
     assert check.main(["welford"]) == 1
     assert re.fullmatch(r"welford +to do: push\n", capsys.readouterr().out)
@@ -156,6 +161,136 @@ def test_the_command(capsys, tmp_path):
     assert "expected some of bytes_and_flops, " in capsys.readouterr().err
     assert check.main(["vjp", "--folder", str(tmp_path)]) == 1
     assert "FileNotFoundError" in capsys.readouterr().out
+
+
+# ---- exercises that are CUDA kernels ----
+
+
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_a_kernels_solution_is_right_and_its_gap_is_named(name):
+    assert kernels.result_of(LEARN / "solutions" / f"{name}.cu") == "right"
+    gap = LEARN / "exercises" / f"{name}.cu"
+    assert "  GAP();\n" in gap.read_text()
+    if name == "scan":  # one is enough: each costs a compiler's run
+        assert kernels.result_of(gap) == "to do: scan"
+    runs = [(LEARN / folder / gap.name).read_text().split('extern "C"') for folder in FOLDERS]
+    assert runs[0][1] == runs[1][1]  # the same contract
+    assert all(first.startswith("// ") for first, _ in runs)
+
+
+FOLDERS = ("exercises", "solutions")
+SHOWN = "x of 3 x 31: y[0, 2] is 10.0, expected 9"  # on the page
+WRONG_KERNELS = [
+    ("row_sum", "  sums[t] = sum;\n  __syncthreads();\n", "  sums[t] = sum;\n", "barrier|y\\[0"),
+    (
+        "row_sum",
+        "if (t < offset) sums[t] += sums[t + offset];\n    __syncthreads();",
+        "if (t < offset) {\n sums[t] += sums[t + offset];\n __syncthreads(); }",
+        r"deadlock: thread 0 waits at __syncthreads, thread \d+ has returned",
+    ),
+    ("row_sum", "i < columns", "i <= columns", r"y\[\d\] is .*, expected"),
+    (
+        "warp_sum",
+        "if (t < 32)",
+        "if (t < kWarps)",
+        "deadlock: thread 0 waits for its warp, thread 4 has returned",
+    ),
+    ("transpose", "  __syncthreads();\n", "", r"barrier|y\[\d+, \d+\] is"),
+    ("transpose", "columns + column + lane]", "columns + lane]", r"x of 1 x 70: y\[32, 0\] is"),
+    ("transpose", "column + i < columns && ", "", "outside of y|SIG|y\\["),
+    ("scan", "    __syncthreads();  // all have read\n", "", re.escape(SHOWN)),
+    ("softmax", "if (m == -INFINITY) return {m, 0};", "", "is nan, expected"),
+    ("softmax", "State other", "Stat other", "it does not compile: .*Stat"),
+]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "says"), WRONG_KERNELS, ids=str)
+def test_a_wrong_kernel_is_refused_and_says_why(name, right, wrong, says, tmp_path):
+    text = (LEARN / "solutions" / f"{name}.cu").read_text()
+    assert text.count(right) == 1
+    (tmp_path / f"{name}.cu").write_text(
+        text.replace(right, wrong).replace('"../simt.h"', '"simt.h"')
+    )
+    result = kernels.result_of(tmp_path / f"{name}.cu")
+    assert result.startswith("wrong: ")
+    assert re.search(says, result), result
+
+
+def test_the_page_shows_what_the_check_says():
+    assert f"wrong: {SHOWN}\n" in (LEARN / "index.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda y, order: y + (order > 1), "another order of the threads gives other results"),
+        (lambda y, order: y * float("nan"), r"y\[0, 0\] is nan, expected"),
+    ],
+)
+def test_what_differs_between_orders_or_was_not_written_is_found(spoil, says):
+    scan = kernels.KERNELS["scan"]
+
+    def run(x, whole, order):
+        whole[kernels.GUARD : -kernels.GUARD] = spoil(scan.reference(x), order).ravel()
+
+    with pytest.raises(AssertionError, match=says):
+        kernels.check(scan, run)
+
+
+def test_a_write_outside_of_the_result_is_found():
+    def run(x, whole, order):
+        whole[kernels.GUARD : -kernels.GUARD + 1] = 0
+
+    with pytest.raises(AssertionError, match="it writes outside of y"):
+        kernels.check(kernels.KERNELS["scan"], run)
+
+
+def test_a_kernel_that_does_not_end_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "SECONDS", 4)
+    text = (LEARN / "solutions" / "scan.cu").read_text()
+    (tmp_path / "scan.cu").write_text(text.replace("d *= 2", "d *= 1").replace("../", ""))
+    assert kernels.result_of(tmp_path / "scan.cu") == "wrong: it does not end within 4 s"
+
+
+def nvcc(source, target, *flags):
+    done = subprocess.run(
+        [NVCC, "-std=c++20", "-O3", *flags, str(source), "-o", str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_kernels_are_cuda(name, tmp_path):
+    """nvcc takes the solutions as they are, and spills nothing."""
+    source = LEARN / "solutions" / f"{name}.cu"
+    said = nvcc(source, tmp_path / "out.cubin", "-cubin", "-arch=sm_90a", "-Xptxas=-v")
+    assert "warning" not in said, said
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spills
+    assert set(spills) == {("0", "0")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_kernels_are_right_on_a_gpu(name, tmp_path):
+    library = tmp_path / "out.so"
+    nvcc(LEARN / "solutions" / f"{name}.cu", library, "-shared", "-Xcompiler=-fPIC", "-arch=native")
+    function = kernels.function_of(library)
+
+    def run(x, whole, order):
+        on_gpu = torch.from_numpy(whole).cuda()
+        x = torch.from_numpy(x).cuda()
+        said = function(x.data_ptr(), on_gpu[kernels.GUARD :].data_ptr(), *x.shape, order)
+        torch.cuda.synchronize()
+        whole[:] = on_gpu.cpu().numpy()
+        return said.decode() if said is not None else None
+
+    kernels.check(kernels.KERNELS[name], run)
 
 
 # ---- pages ----

@@ -3,7 +3,7 @@
     python docs/learn/check.py                  # how far you are
     python docs/learn/check.py welford          # one exercise: right, or what is wrong with it
 
-Needs torch, numpy and warpwright, and no GPU. The exit code is 0 if every exercise asked for is right.
+Needs torch, numpy and warpwright, for the kernels g++, and no GPU. The exit code is 0 if every exercise asked for is right.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import check_kernels
 import numpy as np
 import torch
 
@@ -325,6 +326,8 @@ def load(path: Path) -> ModuleType:
 
 def result_of(path: Path) -> str:
     """``"right"``, or what is missing or wrong."""
+    if path.stem in check_kernels.KERNELS:
+        return check_kernels.result_of(path.with_suffix(".cu"))
     try:
         answer = load(path)
         for check in CHECKS[path.stem]:
@@ -343,16 +346,15 @@ def result_of(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    names = [*CHECKS, *check_kernels.KERNELS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("exercise", nargs="*", help=", ".join(CHECKS))
+    parser.add_argument("exercise", nargs="*", help=", ".join(names))
     parser.add_argument("--folder", type=Path, default=HERE / "exercises", help="of the answers")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.exercise if name not in CHECKS]
+    unknown = [name for name in options.exercise if name not in names]
     if unknown:
-        parser.error(f"exercise: expected some of {', '.join(CHECKS)}, got {', '.join(unknown)}")
-    results = {
-        name: result_of(options.folder / f"{name}.py") for name in options.exercise or CHECKS
-    }
+        parser.error(f"exercise: expected some of {', '.join(names)}, got {', '.join(unknown)}")
+    results = {name: result_of(options.folder / f"{name}.py") for name in options.exercise or names}
     for name, result in results.items():
         print(f"{name:16} {result}")
     return 0 if set(results.values()) == {"right"} else 1
