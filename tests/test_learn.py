@@ -199,6 +199,9 @@ WRONG_KERNELS = [
     ("transpose", "columns + column + lane]", "columns + lane]", r"x of 1 x 70: y\[32, 0\] is"),
     ("transpose", "column + i < columns && ", "", "outside of y|SIG|y\\["),
     ("scan", "    __syncthreads();  // all have read\n", "", re.escape(SHOWN)),
+    ("gram", "    __syncthreads();  // the tiles are whole\n", "", r"barrier|y\[\d+, \d+\] is"),
+    ("gram", "    __syncthreads();  // nobody", "    // nobody", r"barrier|y\[\d+, \d+\] is"),
+    ("variance", "if (count == 0) return {0, 0, 0};", "", "nan, expected"),
     ("softmax", "if (m == -INFINITY) return {m, 0};", "", "is nan, expected"),
     ("softmax", "State other", "Stat other", "it does not compile: .*Stat"),
 ]

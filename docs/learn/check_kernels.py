@@ -39,6 +39,12 @@ def scores(rows: int, columns: int) -> np.ndarray:
     return x
 
 
+def far_from_zero(rows: int, columns: int) -> np.ndarray:
+    """Where the mean of squares minus the square of the mean fails in float32."""
+    x = np.random.default_rng(columns).standard_normal((rows, columns)) + 1e4
+    return x.astype(np.float32)
+
+
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
@@ -59,6 +65,8 @@ KERNELS = {
     "row_sum": Kernel(lambda x: x.sum(1), _ROWS),
     "warp_sum": Kernel(lambda x: x.sum(1), _ROWS),
     "transpose": Kernel(lambda x: x.T, tuple((r, c) for r in (1, 31, 32, 33) for c in (1, 32, 70))),
+    "gram": Kernel(lambda x: x @ x.T, ((1, 1), (5, 7), (16, 16), (17, 33), (40, 20))),
+    "variance": Kernel(lambda x: x.var(1), make=far_from_zero, tolerance=2e-3),
     "scan": Kernel(lambda x: x.cumsum(1)),
     "softmax": Kernel(softmax, make=scores, tolerance=1e-6),
 }
