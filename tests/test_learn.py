@@ -35,6 +35,7 @@ def load(path):
 sys.path.insert(0, str(LEARN))  # check.py imports its neighbour
 check = load(LEARN / "check.py")
 kernels = check.check_kernels
+timing = load(LEARN / "time_kernels.py")
 each_exercise = pytest.mark.parametrize("name", check.CHECKS)
 
 
@@ -280,20 +281,23 @@ def test_kernels_are_cuda(name, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", kernels.KERNELS)
-def test_kernels_are_right_on_a_gpu(name, tmp_path):
-    library = tmp_path / "out.so"
-    nvcc(LEARN / "solutions" / f"{name}.cu", library, "-shared", "-Xcompiler=-fPIC", "-arch=native")
-    function = kernels.function_of(library)
+def test_kernels_are_right_and_timed_on_a_gpu(name, capsys):
+    assert timing.main([str(LEARN / "solutions" / f"{name}.cu")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{name}, x of ")
+    assert [line.split()[0] for line in lines[1:]] == ["yours", "torch", "copy"]
 
-    def run(x, whole, order):
-        on_gpu = torch.from_numpy(whole).cuda()
-        x = torch.from_numpy(x).cuda()
-        said = function(x.data_ptr(), on_gpu[kernels.GUARD :].data_ptr(), *x.shape, order)
-        torch.cuda.synchronize()
-        whole[:] = on_gpu.cpu().numpy()
-        return said.decode() if said is not None else None
 
-    kernels.check(kernels.KERNELS[name], run)
+def test_every_kernel_can_be_timed(capsys, monkeypatch):
+    """torch's op computes what the exercise does. Without a GPU the command says so."""
+    assert set(timing.NATIVE) == set(kernels.KERNELS)
+    for name, (native, _) in timing.NATIVE.items():
+        x = kernels.KERNELS[name].make(5, 40)
+        exact = kernels.KERNELS[name].reference(x.astype(np.float64))
+        np.testing.assert_allclose(native(torch.from_numpy(x)).numpy(), exact, rtol=1e-4, atol=1e-3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert timing.main(["scan.cu"]) == 2
+    assert "no GPU here" in capsys.readouterr().out
 
 
 # ---- pages ----
