@@ -15,9 +15,7 @@ __device__ State merge(State a, State b) {
 
 // x (rows, columns), y (rows): the mean square distance from the row's mean. Grid: block r has row
 // r, 32 threads. One read of x.
-__global__ void variance(const float* x, float* y, int columns) {
-  GAP();
-}
+__global__ void variance(const float* x, float* y, int columns) { GAP(); }
 
 // y = the variances of x's rows; null, or what went wrong. On a GPU both pointers are to its
 // memory.
