@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/philox.h"
+#include "cpu/exp.h"
 #include "cpu/types.h"
 #include "ops/attention/attention.h"
 
@@ -23,6 +24,33 @@ namespace warpwright::attention {
 // Multiples of 16, the side of a dropout draw's square.
 constexpr int64_t kBlockQ = 128;
 constexpr int64_t kBlockK = 512;
+
+// Independent partial results, so that one addition or comparison does not wait for the last.
+constexpr int kChains = 4;
+
+// values = exp(values - shift - rest); returns their sum.
+template <class C>
+C exp_and_sum(C* values, int64_t count, C shift, C rest) {
+  using Vec = at::vec::Vectorized<C>;
+  const Vec shifts(shift), rests(rest);
+  Vec chains[kChains] = {Vec(0), Vec(0), Vec(0), Vec(0)};
+  int64_t i = 0;
+  for (; i + kChains * Vec::size() <= count; i += kChains * Vec::size()) {
+    for (int c = 0; c < kChains; ++c) {
+      const Vec e = exp_of(Vec::loadu(values + i + c * Vec::size()) - shifts - rests);
+      e.store(values + i + c * Vec::size());
+      chains[c] += e;
+    }
+  }
+  C tail_sum = 0;
+  for (; i < count; i += Vec::size()) {
+    const int64_t tail = std::min<int64_t>(Vec::size(), count - i);
+    exp_of(Vec::loadu(values + i, tail) - shifts - rests).store(values + i, static_cast<int>(tail));
+    for (int64_t j = i; j < i + tail; ++j) tail_sum += values[j];
+  }
+  const Vec all = (chains[0] + chains[1]) + (chains[2] + chains[3]);
+  return at::vec::vec_reduce_all<C>([](Vec x, Vec y) { return x + y; }, all) + tail_sum;
+}
 
 // Row-major, possibly read as its transpose.
 template <class C>
@@ -212,11 +240,8 @@ class Worker {
         std::fill_n(row, t.cols, C(0));
       } else {
         const C rounded = static_cast<C>(lse[i]);
-        const Vec row_lse(rounded), rest(static_cast<C>(lse[i] - rounded));
-        at::vec::map([=](Vec x) { return (x - row_lse - rest).exp(); }, row, row, t.cols);
-        if (!one_tile) continue;
-        const C sum = at::vec::reduce_all<C>([](Vec x, Vec y) { return x + y; }, row, t.cols);
-        if (!is_whole_row(sum, lse[i], t.cols)) continue;
+        const C sum = exp_and_sum(row, t.cols, rounded, static_cast<C>(lse[i] - rounded));
+        if (!one_tile || !is_whole_row(sum, lse[i], t.cols)) continue;
         at::vec::map([=](Vec x) { return x / Vec(sum); }, row, row, t.cols);
       }
     }

@@ -7,11 +7,32 @@ using namespace attention;
 
 namespace {
 
+// NaN if one of the values is NaN, as at::vec::maximum.
+template <class C>
+C largest(const C* values, int64_t count) {
+  using Vec = at::vec::Vectorized<C>;
+  constexpr int64_t kStep = kChains * Vec::size();
+  C result = -std::numeric_limits<C>::infinity();
+  int64_t i = 0;
+  if (count >= kStep) {
+    Vec chains[kChains];
+    for (int c = 0; c < kChains; ++c) chains[c] = Vec::loadu(values + c * Vec::size());
+    for (i = kStep; i + kStep <= count; i += kStep) {
+      for (int c = 0; c < kChains; ++c)
+        chains[c] = at::vec::maximum(chains[c], Vec::loadu(values + i + c * Vec::size()));
+    }
+    const Vec all = at::vec::maximum(at::vec::maximum(chains[0], chains[1]),
+                                     at::vec::maximum(chains[2], chains[3]));
+    result = at::vec::vec_reduce_all<C>([](Vec x, Vec y) { return at::vec::maximum(x, y); }, all);
+  }
+  for (; i < count; ++i) result = values[i] <= result || result != result ? result : values[i];
+  return result;
+}
+
 template <class T>
 void attention_fwd_tile(const AttentionParams& p, Worker<T>& worker, int64_t b, int64_t h,
                         int64_t row, std::vector<CpuCompute<T>> (&buffers)[6]) {
   using C = CpuCompute<T>;
-  using Vec = at::vec::Vectorized<C>;
   auto& [q_buffer, k_buffer, v_buffer, s, acc, factors] = buffers;
   constexpr C kHidden = -std::numeric_limits<C>::infinity();
   const int64_t rows = std::min(kBlockQ, p.S_q - row);
@@ -28,16 +49,14 @@ void attention_fwd_tile(const AttentionParams& p, Worker<T>& worker, int64_t b, 
     worker.scores(t, q, worker.load(p.k, b, h_kv, col, t.cols, p.D, k_buffer), s);
     for (int64_t i = 0; i < rows; ++i) {
       C* s_row = s.data() + i * t.cols;
-      const C tile_max = at::vec::reduce_all<C>([](Vec x, Vec y) { return at::vec::maximum(x, y); },
-                                                s_row, t.cols);
+      const C tile_max = largest(s_row, t.cols);
       // Keeps NaN: the comparison is false for it on either side.
       const C new_max = row_max[i] >= tile_max ? row_max[i] : tile_max;
       if (new_max == kHidden) {
         std::fill_n(s_row, t.cols, C(0));
         continue;
       }
-      at::vec::map([=](Vec x) { return (x - Vec(new_max)).exp(); }, s_row, s_row, t.cols);
-      const C sum = at::vec::reduce_all<C>([](Vec x, Vec y) { return x + y; }, s_row, t.cols);
+      const C sum = exp_and_sum(s_row, t.cols, new_max, C(0));
       const C correction = std::exp(row_max[i] - new_max);
       row_sum[i] = row_sum[i] * correction + sum;
       row_max[i] = new_max;

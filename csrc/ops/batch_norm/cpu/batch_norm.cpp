@@ -136,6 +136,26 @@ void sum_rows(int64_t begin, int64_t end, std::array<Stat*, kSums> result, Add&&
   }
 }
 
+// Calls f<Access, kRows>(row, channel) for vectors of channels in kRows neighbouring rows, which
+// share the channels' coefficients.
+template <class T, bool kDouble, class F>
+void for_row_runs(const RowBlocks& split, F&& f) {
+  auto rows_at = [&]<int kRows>(int64_t row) {
+    for_runs<T, kDouble>(split.channels, [&]<class Access, int kGroup>(int64_t c) {
+      for (int g = 0; g < kGroup; ++g) {
+        f.template operator()<Access, kRows>(row, c + g * Access::kCount);
+      }
+    });
+  };
+  split.parallel([&](int64_t block) {
+    constexpr int kRows = 4;
+    int64_t row = split.begin(block);
+    const int64_t end = split.end(block);
+    for (; row + kRows <= end; row += kRows) rows_at.template operator()<kRows>(row);
+    for (; row < end; ++row) rows_at.template operator()<1>(row);
+  });
+}
+
 template <class T, bool kDouble>
 void forward_rows(const BatchNormParams& p) {
   using Compute = CpuCompute<T>;
@@ -185,23 +205,15 @@ void forward_rows(const BatchNormParams& p) {
     }
   });
   if (output == nullptr) return;
-  split.parallel([&](int64_t block) {
-    for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
-      typename Access::V scale[kGroup], offset[kGroup], mean[kGroup];
-      for (int i = 0; i < kGroup; ++i) {
-        scale[i] = Access::load_compute(&k.scale[c + i * Access::kCount]);
-        offset[i] = Access::load_compute(&k.offset[c + i * Access::kCount]);
-        mean[i] = Access::load_compute(&k.mean[c + i * Access::kCount]);
-      }
-      for (int64_t row = split.begin(block); row < split.end(block); ++row) {
-        for (int i = 0; i < kGroup; ++i) {
-          const int64_t at = row * C + c + i * Access::kCount;
-          auto y = normalized(Access::load(input + at), mean[i], scale[i], offset[i]);
-          if (residual != nullptr) y += Access::load(residual + at);
-          Access::store(output + at, p.relu ? relu_of(y) : y);
-        }
-      }
-    });
+  for_row_runs<T, kDouble>(split, [&]<class Access, int kRows>(int64_t row, int64_t c) {
+    const auto scale = Access::load_compute(&k.scale[c]), mean = Access::load_compute(&k.mean[c]);
+    const auto offset = Access::load_compute(&k.offset[c]);
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = (row + r) * C + c;
+      auto y = normalized(Access::load(input + at), mean, scale, offset);
+      if (residual != nullptr) y += Access::load(residual + at);
+      Access::store(output + at, p.relu ? relu_of(y) : y);
+    }
   });
 }
 
@@ -251,45 +263,36 @@ void backward_rows(const BatchNormBackwardParams& p) {
     }
   });
   if (grad_input == nullptr) return;
-  split.parallel([&](int64_t block) {
-    for_runs<T, kDouble>(C, [&]<class Access, int kGroup>(int64_t c) {
-      typename Access::V scale[kGroup], offset[kGroup], mean[kGroup], slope[kGroup];
-      for (int i = 0; i < kGroup; ++i) {
-        scale[i] = Access::load_compute(&k.scale[c + i * Access::kCount]);
-        offset[i] = Access::load_compute(&k.offset[c + i * Access::kCount]);
-        mean[i] = Access::load_compute(&k.mean[c + i * Access::kCount]);
-        slope[i] = Access::load_compute(&k.slope[c + i * Access::kCount]);
-      }
-      for (int64_t row = split.begin(block); row < split.end(block); ++row) {
-        for (int i = 0; i < kGroup; ++i) {
-          const int64_t at = row * C + c + i * Access::kCount;
-          auto dx = Access::load(grad_output + at) * scale[i];
-          if (p.training) dx += (Access::load(input + at) - mean[i]) * slope[i] + offset[i];
-          Access::store(grad_input + at, dx);
-        }
-      }
-    });
+  for_row_runs<T, kDouble>(split, [&]<class Access, int kRows>(int64_t row, int64_t c) {
+    const auto scale = Access::load_compute(&k.scale[c]), mean = Access::load_compute(&k.mean[c]);
+    const auto slope = Access::load_compute(&k.slope[c]);
+    const auto offset = Access::load_compute(&k.offset[c]);
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = (row + r) * C + c;
+      auto dx = Access::load(grad_output + at) * scale;
+      if (p.training) dx += (Access::load(input + at) - mean) * slope + offset;
+      Access::store(grad_input + at, dx);
+    }
   });
 }
 
 // ---- planes: one thread finishes a channel, whose planes are in cache the second time ----
 
-// Four independent vector sums and one of the tail.
-template <class T>
+// Four independent vector sums, in double (kDouble) or in the compute type, and one of the tail.
+template <class T, bool kDouble>
 struct PlaneSum {
-  typename Vector<T, true>::W lanes[4] = {};
+  using Lanes = Vector<T, kDouble>;
+  typename Lanes::W lanes[4] = {};
   Stat tail = 0;
 
-  void add(int group, const typename Vector<T, true>::W& value) { lanes[group] += value; }
-  void add(int, Stat value)
-    requires(!std::is_same_v<typename Vector<T, true>::W, Stat>)
-  {
-    tail += value;
-  }
-  Stat total() const {
-    return tail + Vector<T, true>::total((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
-  }
+  void add(int group, const typename Lanes::W& value) { lanes[group] += value; }
+  void add(int, Stat value) { tail += value; }
+  Stat total() const { return tail + Lanes::total((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])); }
 };
+
+// The backward adds up to so many elements of a plane in the compute type, 32 in each lane of the
+// four vectors.
+constexpr int64_t kRun = 1024;
 
 template <class T>
 void forward_planes(const BatchNormParams& p) {
@@ -304,7 +307,7 @@ void forward_planes(const BatchNormParams& p) {
       if (p.training) {
         for (int64_t n = 0; n < e.batch; ++n) {
           const T* plane = static_cast<const T*>(p.input) + (n * C + c) * S;
-          PlaneSum<T> sum, square;
+          PlaneSum<T, true> sum, square;
           for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
             for (int g = 0; g < kGroup; ++g) {
               sum.add(g, Access::load_wide(plane + i + g * Access::kCount));
@@ -357,21 +360,23 @@ void backward_planes(const BatchNormBackwardParams& p) {
     for (int64_t c = first; c < last; ++c) {
       double sum = 0, product = 0;
       if (need_sums) {
-        const Stat mean = static_cast<const Compute*>(p.mean)[c];
+        const Compute mean = static_cast<const Compute*>(p.mean)[c];
         for (int64_t n = 0; n < e.batch; ++n) {
           const T* x = static_cast<const T*>(p.input) + (n * C + c) * S;
           const T* dy = static_cast<const T*>(p.grad_output) + (n * C + c) * S;
-          PlaneSum<T> plane_sum, plane_product;
-          for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t i) {
-            for (int g = 0; g < kGroup; ++g) {
-              const int64_t at = i + g * Access::kCount;
-              const auto grad = Access::load_wide(dy + at);
-              plane_sum.add(g, grad);
-              plane_product.add(g, grad * (Access::load_wide(x + at) - mean));
-            }
-          });
-          sum += plane_sum.total();
-          product += plane_product.total();
+          for (int64_t begin = 0; begin < S; begin += kRun) {
+            PlaneSum<T, false> run_sum, run_product;
+            for_runs<T, false>(std::min(kRun, S - begin), [&]<class Access, int kGroup>(int64_t i) {
+              for (int g = 0; g < kGroup; ++g) {
+                const int64_t at = begin + i + g * Access::kCount;
+                const auto grad = Access::load(dy + at);
+                run_sum.add(g, grad);
+                run_product.add(g, grad * (Access::load(x + at) - mean));
+              }
+            });
+            sum += run_sum.total();
+            product += run_product.total();
+          }
         }
       }
       finish_backward(p, c, sum, product, k);

@@ -87,10 +87,12 @@ struct Vector {
     }
   }
   static Stat total(const W& value) {
-    Stat lanes[kCount], result = 0;
+    Stat lanes[kCount];
     store_stat(lanes, value);
-    for (int i = 0; i < kCount; ++i) result += lanes[i];
-    return result;
+    if constexpr (kCount == 8) {
+      for (int i = 0; i < 4; ++i) lanes[i] += lanes[i + 4];
+    }
+    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
   }
 
  private:

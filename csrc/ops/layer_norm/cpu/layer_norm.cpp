@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kBlockColumns = 2048;  // summed in the compute type
 constexpr int64_t kBlockRows = 64;       // the same, for sums over rows
+constexpr int64_t kMostParts = 32;       // of the rows, each with sums of its own
 
 // The columns' factors in the compute type; null: absent.
 template <class T>
@@ -254,10 +255,12 @@ template <class T, bool kCentered>
 void backward(const LayerNormBackwardParams& p) {
   const Factors<T> weight(p.weight, p.cols);
   const bool wanted = p.needs_sums();
-  // Without sums the rows are independent; with them each thread has one run of rows.
+  // Without sums the rows are independent. With them a part has one run of rows, and the number of
+  // parts does not depend on the threads: the same bits on any number of them.
   const int64_t parts =
-      std::clamp<int64_t>(ceil_div(p.rows, grain(p.cols)), 1,
-                          wanted ? at::get_num_threads() : std::max<int64_t>(1, p.rows));
+      wanted
+          ? std::clamp<int64_t>(ceil_div(p.rows, 4 * grain(p.cols)), 1, kMostParts)
+          : std::clamp<int64_t>(ceil_div(p.rows, grain(p.cols)), 1, std::max<int64_t>(1, p.rows));
   std::vector<ColumnSums<T>> sums;
   sums.reserve(static_cast<size_t>(wanted ? parts : 1));
   for (int64_t i = 0; i < (wanted ? parts : 1); ++i) sums.emplace_back(wanted, p.cols);

@@ -2,6 +2,7 @@
 #include "ops/linear/torch/common.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 
@@ -252,8 +253,18 @@ Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& 
   return result;
 }
 
+// ATen's product takes the tensors themselves: pointers and strides would have to become tensors
+// again, half of the time of a small product.
 Tensor linear_cpu_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return linear_with(input, weight, bias, LinearCpu{});
+  if (!is_plain_linear(input, weight, bias)) return linear_composed(input, weight, bias);
+  check_linear(input, weight, bias);
+  if (!is_floating(input.scalar_type())) return at::linear(input, weight, bias);
+  linear_operands(input, weight, bias);
+  const bool has_bias = bias.has_value() && bias->defined();
+  const bool is_matrix = input.dim() == 2;
+  const Tensor rows = is_matrix ? input : input.reshape({as_matrix(input).rows, input.size(-1)});
+  Tensor output = has_bias ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
+  return is_matrix ? output : output.view_symint(with_last_size(input, weight.sym_size(0)));
 }
 Gradients linear_backward_cpu_kernel(const Tensor& grad_output, const OptionalTensor& input,
                                      const OptionalTensor& weight, OutputMask mask) {

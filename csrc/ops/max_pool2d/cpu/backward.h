@@ -132,10 +132,14 @@ class PoolBackward {
   // One channel, any window: sums in a plane of the compute type that stays in cache.
   void scatter_images(int64_t begin, int64_t end) const {
     const TapOfCode<Code> tap_of(g_);
-    std::vector<TapSpan> columns;
+    std::vector<TapSpan> columns, rows_of;
     for (int64_t q = 0; q < g_.out_width; ++q) {
       columns.push_back(
           taps_inside(q, g_.stride_w, g_.pad_w, g_.dilation_w, g_.kernel_w, g_.width));
+    }
+    for (int64_t p = 0; p < g_.out_height; ++p) {
+      rows_of.push_back(
+          taps_inside(p, g_.stride_h, g_.pad_h, g_.dilation_h, g_.kernel_h, g_.height));
     }
     // Windows [inside_begin, inside_end) of a row have all their columns in the image.
     auto is_whole = [&](const TapSpan& c) { return c.first == 0 && c.end == g_.kernel_w; };
@@ -156,8 +160,7 @@ class PoolBackward {
       std::fill_n(sum, plane, Compute(0));
       int64_t offset = image * g_.out_height * g_.out_width;
       for (int64_t p = 0; p < g_.out_height; ++p) {
-        const TapSpan rows =
-            taps_inside(p, g_.stride_h, g_.pad_h, g_.dilation_h, g_.kernel_h, g_.height);
+        const TapSpan& rows = rows_of[p];
         auto scatter = [&](int64_t begin_q, int64_t end_q) {
           for (int64_t q = begin_q; q < end_q; ++q) {
             const Tap tap = tap_of(codes_[offset + q]);
