@@ -37,8 +37,10 @@ run() {
   local name=$1
   shift
   echo "== $name"
-  timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
+  # At an interrupt pytest still prints which tests failed and why.
+  timeout --signal=INT --kill-after=20 "$limit" "$@" >"$out/$name.log" 2>&1
   local rc=$?
+  [ $rc -eq 0 ] || grep -E 'FAILED|^ERROR' "$out/$name.log" | sort -u | head -40
   tail -25 "$out/$name.log"
   [ $rc -eq 0 ] || failed+=("$name (exit $rc)")
 }
@@ -47,7 +49,8 @@ for step in "${steps[@]}"; do
   case $step in
     tests)
       # shellcheck disable=SC2086
-      run tests "$python" -m pytest -q -n "${TEST_WORKERS:-auto}" --dist worksteal -m gpu \
+      run tests "$python" -m pytest -v --tb=short -n "${TEST_WORKERS:-auto}" \
+        --dist worksteal -m gpu \
         ${TEST_ARGS:-} tests
       ;;
     sanitize)
