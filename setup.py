@@ -44,6 +44,7 @@ OLDEST_GCC = 11  # the oldest that all sources compile with
 OLDEST_NVCC = 12  # the oldest that knows C++20
 # Newer GPUs run the portable kernels from the PTX.
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
+EVERYWHERE = ["click>=8.1", "rich>=13"]  # what the package needs besides torch
 GIB_PER_JOB = 3.0  # nvcc on the largest attention file
 
 
@@ -386,13 +387,13 @@ def version() -> str:
 def requirements() -> list[str]:
     """A binary needs the torch minor that it was built for; the sources build with any from 2.11."""
     if "sdist" in sys.argv:
-        return ["torch>=2.11", "rich>=13"]
+        return ["torch>=2.11", *EVERYWHERE]
     major, minor = torch_minor(torch.__version__)
     # A nightly build or NVIDIA's is 2.12.0a0, which is older than 2.12.
     least = f"{major}.{minor}" + (
         ".0a0" if re.search(r"\d(a|b|rc)\d|dev", torch.__version__) else ""
     )
-    return [f"torch>={least},<{major}.{int(minor) + 1}", "rich>=13"]
+    return [f"torch>={least},<{major}.{int(minor) + 1}", *EVERYWHERE]
 
 
 # A library built elsewhere for the same torch has no Python in it: only _C is missing.

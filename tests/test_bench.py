@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import ArgumentParser
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
+import warpwright_cli
 from warpwright import _ops
 from warpwright.bench import (
     ahead,
@@ -137,16 +137,15 @@ def test_a_known_time_is_measured_as_such(monkeypatch):
 
 COMPILED_AHEAD = """
 import functools
-from argparse import ArgumentParser
+from types import SimpleNamespace
 from warpwright.bench import ahead, records, run
 import torch
 from rich.console import Console
 
 ahead.FEWEST, ahead.processes_for = 1, lambda items: 2
 records.ceilings = lambda device: {"copy_tbs": 0.01, "matmul_tflops": 0.1}
-parser = ArgumentParser()
-run.add_arguments(parser)
-again = functools.partial(run._chosen, "quick", "cpu", parser.parse_args(["relu"]))
+options = SimpleNamespace(op=["relu"], dtype=None)
+again = functools.partial(run._chosen, "quick", "cpu", options)
 runner = run.Runner("cpu", ("native", "compile"), Console(quiet=True), 0.001)
 record = runner.run(*again(), again)
 print({row["impl"] for row in record["rows"]}, dict(torch._dynamo.utils.counters["aot_autograd"]))
@@ -639,9 +638,7 @@ def test_csv(tmp_path):
 
 
 def command(*arguments):
-    parser = ArgumentParser()
-    run.add_arguments(parser)
-    return run.main(parser.parse_args([str(a) for a in arguments]))
+    return warpwright_cli.main(["bench", *map(str, arguments)])
 
 
 def test_command_writes_all_three(tmp_path, capsys):
@@ -787,7 +784,5 @@ def test_relative_times():
 
 def test_pictures_are_optional():
     """What measures does not need what draws."""
-    code = (
-        "import sys, warpwright.cli, warpwright.bench.run; assert 'matplotlib' not in sys.modules"
-    )
+    code = "import sys, warpwright.bench.run; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from warpwright import cli
+import warpwright_cli
 from warpwright.bench import records, report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,7 +14,7 @@ FULL = ROOT / "benchmarks" / "results" / "h200" / "full.json"
 
 
 def run(root, *options):
-    return cli.main(["report", "--root", str(root), *options])
+    return warpwright_cli.main(["report", "--root", str(root), *options])
 
 
 def test_documents_are_what_the_command_generates(capsys):

@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from warpwright import cli
+import warpwright_cli
 from warpwright.bench.records import as_cells
 from warpwright.demo import data
 
@@ -48,7 +48,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("command", MISTAKES)
 def test_mistakes(folder, capsys, command):
-    assert cli.main(command.split()) == 2
+    assert warpwright_cli.main(command.split()) == 2
     printed = capsys.readouterr()
     assert MISTAKES[command] in (printed.out + printed.err).replace("\n", " ")
     assert "Traceback" not in printed.err

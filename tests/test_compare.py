@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from warpwright import cli
+import warpwright_cli
 from warpwright.bench import records
 
 
@@ -26,7 +26,7 @@ def compare(tmp_path, capsys):
         paths = [tmp_path / "before.json", tmp_path / "after.json"]
         for path, content in zip(paths, (before, after), strict=True):
             path.write_text(json.dumps(content))
-        code = cli.main(["compare", *map(str, paths), *options])
+        code = warpwright_cli.main(["compare", *map(str, paths), *options])
         return code, capsys.readouterr().out
 
     return run
@@ -74,7 +74,10 @@ def test_nothing_to_compare(compare, tmp_path, capsys):
     code, text = compare({"rows": []}, record(relu_native=1.0))
     assert code == 2
     assert "is missing" in text
-    assert cli.main(["compare", str(tmp_path / "none.json"), str(tmp_path / "after.json")]) == 2
+    assert (
+        warpwright_cli.main(["compare", str(tmp_path / "none.json"), str(tmp_path / "after.json")])
+        == 2
+    )
     assert "none.json" in capsys.readouterr().out.replace("\n", "")
 
 

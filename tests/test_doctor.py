@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import warpwright
-from warpwright import cli, doctor
+import warpwright_cli
+from warpwright import doctor
 from warpwright._catalog import OPS
 
 
 def test_it_passes(capsys):
     state = torch.get_rng_state(), torch.backends.cudnn.allow_tf32
-    assert cli.main(["doctor", "--device", "cpu"]) == 0
+    assert warpwright_cli.main(["doctor", "--device", "cpu"]) == 0
     assert torch.equal(torch.get_rng_state(), state[0])
     assert torch.backends.cudnn.allow_tf32 == state[1]
     printed = capsys.readouterr().out
@@ -20,13 +21,13 @@ def test_it_passes(capsys):
 
 @pytest.mark.gpu
 def test_it_passes_on_a_gpu(capsys):
-    assert cli.main(["doctor", "--device", "cuda"]) == 0
+    assert warpwright_cli.main(["doctor", "--device", "cuda"]) == 0
     assert "all checks passed" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_found(monkeypatch, capsys):
     monkeypatch.setattr(doctor.ours, "relu", lambda x: torch.relu(x) * 1.0001)
-    assert cli.main(["doctor", "--device", "cpu"]) == 1
+    assert warpwright_cli.main(["doctor", "--device", "cpu"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert f"1 of {len(doctor.calls('cpu'))} checks failed" in printed
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from common import NVCC
 
-from warpwright import cli
+import warpwright_cli
 from warpwright.bench import ladder, records, report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -312,7 +312,7 @@ def save(root, rows, **changes):
 
 
 def command(root, *options):
-    return cli.main(["report", "--root", str(root), *options])
+    return warpwright_cli.main(["report", "--root", str(root), *options])
 
 
 def test_not_yet_measured(tree):

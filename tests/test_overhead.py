@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
-from warpwright import cli
+import warpwright_cli
 from warpwright.bench import overhead, records
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     path = tmp_path_factory.mktemp("overhead") / "overhead.json"
-    assert cli.main(["overhead", "--rounds", "3", "--json", str(path)]) == 0
+    assert warpwright_cli.main(["overhead", "--rounds", "3", "--json", str(path)]) == 0
     return records.load_records(path)
 
 
@@ -43,12 +43,12 @@ def test_table_in_its_document(record, tmp_path, capsys):
     results.mkdir(parents=True)
     report = ["report", "--root", str(tmp_path)]
     (results / "full.json").write_text(json.dumps({**record, "rows": []}))
-    cli.main(report)
+    warpwright_cli.main(report)
     assert "old" in document.read_text()
     (results / "overhead.json").write_text(json.dumps(record))
-    assert cli.main([*report, "--check"]) == 1
-    assert cli.main(report) == 0
-    assert cli.main([*report, "--check"]) == 0
+    assert warpwright_cli.main([*report, "--check"]) == 1
+    assert warpwright_cli.main(report) == 0
+    assert warpwright_cli.main([*report, "--check"]) == 0
     text = document.read_text()
     assert text.startswith("a\n<!-- results:overhead -->\n| op | CPU, forward")
     assert text.count("\n| `") == len(overhead.calls("cpu"))

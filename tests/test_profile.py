@@ -4,7 +4,6 @@ import copy
 import json
 import subprocess
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import warpwright
+import warpwright_cli
 from warpwright.bench import records
 from warpwright.profile import command, page, runs, summary, trace
 from warpwright.profile.ranges import Amount, Ranges, op_of
@@ -448,9 +448,7 @@ def script(tmp_path):
 
 
 def run_command(*arguments):
-    parser = ArgumentParser()
-    command.add_arguments(parser)
-    return command.main(parser.parse_args([str(a) for a in arguments]))
+    return warpwright_cli.main(["profile", *map(str, arguments)])
 
 
 def test_command(script, tmp_path, capsys):

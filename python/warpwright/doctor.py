@@ -1,13 +1,13 @@
-"""``python -m warpwright doctor``: what runs on this machine, a test against native torch, and advice."""
+"""``warpwright doctor``: what runs on this machine, a test against native torch, and advice."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import shutil
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,13 +83,7 @@ def advice() -> list[str]:
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: both, if there is a GPU"
-    )
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: SimpleNamespace) -> int:
     """Returns 0 if every op agrees with native, 1 if not, 2 if the device is not there."""
     console = Console(highlight=False)
     if options.device == "cuda" and not torch.cuda.is_available():

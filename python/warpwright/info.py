@@ -14,7 +14,7 @@ from ._arch import built_archs, why_no_gpu_kernel
 from ._version import __version__
 
 if TYPE_CHECKING:  # imported when the table is printed
-    import argparse
+    from types import SimpleNamespace
 
     from rich.console import RenderableType
 
@@ -104,7 +104,7 @@ def _kernels(capability: tuple[int, int]) -> str:
     return f"{portable}; linear on sm_90a's (TMA, wgmma)"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     from rich.console import Console
 
     found = info()

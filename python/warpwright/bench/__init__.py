@@ -1,4 +1,4 @@
-"""Side-by-side measurement of warpwright and its peers; `python -m warpwright bench`."""
+"""Side-by-side measurement of warpwright and its peers; `warpwright bench`."""
 
 from .cases import Case
 from .implementation import Implementation

@@ -1,4 +1,4 @@
-"""`python -m warpwright compare BEFORE AFTER`: which rows of two records differ.
+"""`warpwright compare BEFORE AFTER`: which rows of two records differ.
 
 For two runs of the same kernels that is how well the times repeat; for a kernel that was changed, what
 the change gave. For records of two GPUs it compares native's time over each implementation's own, since
@@ -7,9 +7,8 @@ the times themselves differ by the GPU.
 
 from __future__ import annotations
 
-import argparse
 import math
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -21,18 +20,6 @@ from .records import KEY, grouped, load_records
 
 # Header fields whose differences a reader must know before comparing.
 CONDITIONS = ("gpu", "driver", "torch", "cuda", "cudnn")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, help="a record, written by bench --json")
-    parser.add_argument("after", type=Path, help="another one")
-    parser.add_argument(
-        "--tolerance", type=float, default=0.03, help="a larger part of the time differs"
-    )
-    parser.add_argument(
-        "--above", type=float, default=0.05, help="only rows of at least this many ms"
-    )
-    parser.add_argument("--impl", default=None, help="only this implementation's rows")
 
 
 def changes(
@@ -77,7 +64,7 @@ def conditions(a: dict[str, Any], b: dict[str, Any]) -> str:
     return ", ".join(found)
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: SimpleNamespace) -> int:
     """Prints the rows that differ; 1 if there are any, 2 if nothing can be compared."""
     console = Console()
     try:

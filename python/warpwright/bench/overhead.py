@@ -6,12 +6,11 @@ launches. ``fwd`` records no graph; ``fwd+bwd`` records it, walks it and compute
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -142,13 +141,8 @@ def table(record: Row) -> str:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", type=Path, default=None, help="write the record here")
-
-
-def main(options: argparse.Namespace) -> int:
-    """`python -m warpwright overhead`: both devices, the table, the record."""
+def main(options: SimpleNamespace) -> int:
+    """`warpwright overhead`: both devices, the table, the record."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     record = machine_header(devices[-1])
     threads = torch.get_num_threads()

@@ -10,13 +10,13 @@ depends on the tree, not on the results, so `--check` looks past daggers.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from . import ladder, machines, overhead
@@ -398,12 +398,7 @@ def _without_stale(text: str) -> str:
     return re.sub(r", \*\*stale\*\*[^)]*\)", ")", text)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", type=Path, default=Path("."), help="the repository")
-    parser.add_argument("--check", action="store_true", help="only say what is out of date")
-
-
-def run(options: argparse.Namespace) -> int:
+def run(options: SimpleNamespace) -> int:
     """Rewrites the documents. With --check: names those that differ from the results."""
     root: Path = options.root
     found = {path: load_records(path) for path in sorted((root / RESULTS).rglob("*.json"))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -10,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -379,28 +378,12 @@ class Runner:
         _free(self.device)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", nargs="*", help="only these ops (default: all)")
-    parser.add_argument("--suite", choices=SUITES, default=None)
-    parser.add_argument(
-        "--peer", default=None, help=f"comma-separated, out of {', '.join(PEERS)}; or 'all'"
-    )
-    parser.add_argument("--dtype", default=None, help="comma-separated, e.g. bfloat16,float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--seconds", type=float, default=None, help="measuring time a row")
-    parser.add_argument("--limit", type=float, default=None, help="aim at this many minutes")
-    parser.add_argument("--models", type=Path, default=None, help="folder of --suite model")
-    parser.add_argument("--json", type=Path, default=None, help="write the record here")
-    parser.add_argument("--csv", type=Path, default=None, help="write the rows here")
-    parser.add_argument("--html", type=Path, default=None, help="write the page here")
-
-
 LIMITS = {"quick": 2.5, "full": 8.5, "model": 15.0}  # minutes
 SECONDS = {("quick", "cpu"): 0.2}
 
 
-def main(options: argparse.Namespace) -> int:
-    """`python -m warpwright bench`: measures, prints the table, writes record, CSV and page."""
+def main(options: SimpleNamespace) -> int:
+    """`warpwright bench`: measures, prints the table, writes record, CSV and page."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     suite = options.suite or ("full" if device == "cuda" else "quick")
     console = Console()
@@ -456,7 +439,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _chosen(
-    suite: str, device: str, options: argparse.Namespace
+    suite: str, device: str, options: SimpleNamespace
 ) -> tuple[list[Case], list[Workload | OptimizerCase]]:
     if suite == "model":
         from .models import load_workloads

@@ -1,10 +1,9 @@
-"""``python -m warpwright demo``: two small networks learn to read digits, ours and native's."""
+"""``warpwright demo``: two small networks learn to read digits, ours and native's."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from rich.console import Console
@@ -30,49 +29,7 @@ EMBEDDED_EPOCHS = 12
 FILE_EPOCHS = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=["cnn", "mlp"], default="cnn")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="folder with the four IDX files of MNIST or FashionMNIST, plain or .gz "
-        "(default: scikit-learn's digits)",
-    )
-    parser.add_argument(
-        "--epochs", type=_positive(int), help="default: 12 for the embedded digits, 2 for files"
-    )
-    parser.add_argument("--batch", type=_positive(int), help="default: 64, mlp 32")
-    parser.add_argument("--lr", type=_positive(float), default=0.01)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR")
-    parser.add_argument(
-        "--channels-last",
-        action=argparse.BooleanOptionalAction,
-        help="memory format of both networks (default: what is faster for native here)",
-    )
-    parser.add_argument(
-        "--min-accuracy",
-        type=float,
-        default=0.95,
-        metavar="SHARE",
-        help="of held-out images read right, for exit code 0 (default: 0.95)",
-    )
-
-
-def _positive(kind: type) -> type:
-    def convert(text: str) -> object:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-        return value
-
-    convert.__name__ = kind.__name__  # argparse names it in its message
-    return convert  # type: ignore[return-value]
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Returns 0 if it learnt and the curves agree, 1 if not, 2 for bad data or device, 130 if
     interrupted."""
     console = Console()
@@ -128,7 +85,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def prepare(
-    arguments: argparse.Namespace,
+    arguments: SimpleNamespace,
     device: torch.device,
     digits: data.Digits,
     batch: int,
@@ -201,7 +158,7 @@ def train(result: report.Result, epochs: int, seed: int, console: Console) -> No
     )
 
 
-def finish(result: report.Result, arguments: argparse.Namespace, console: Console) -> int:
+def finish(result: report.Result, arguments: SimpleNamespace, console: Console) -> int:
     ours, native = result.trainings
     result.curve = report.compare_curves(
         ours.losses, native.losses, CURVE_TOLERANCE[result.config["precision"]]

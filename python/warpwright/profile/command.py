@@ -1,13 +1,13 @@
-"""``python -m warpwright profile``: a user's model from a script or a module."""
+"""``warpwright profile``: a user's model from a script or a module."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import inspect
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..bench.records import require_writable
 from . import profile
-from .runs import RUNS
 
 DTYPES = {
     "float32": torch.float32,
@@ -28,37 +27,6 @@ DTYPES = {
     "int32": torch.int32,
 }
 SPEC = "SHAPE[:DTYPE[:HIGH]], e.g. 8x3x224x224, 8x1024:int64:50257"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what",
-        metavar="SCRIPT_OR_MODULE:FACTORY",
-        help="a function that returns a model; or (model, inputs[, target]); or a dict with model, "
-        "inputs, target, loss, optimizer, autocast, step",
-    )
-    parser.add_argument("--input", action="append", default=[], metavar="SPEC", help=SPEC)
-    parser.add_argument("--target", default=None, metavar="SPEC", help=SPEC)
-    parser.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="keyword argument for the factory",
-    )
-    parser.add_argument("--autocast", choices=("bfloat16", "float16"), default=None)
-    parser.add_argument("--runs", default=None, help=f"comma-separated, out of {', '.join(RUNS)}")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--steps", type=int, default=5, help="steps in each trace")
-    parser.add_argument("--seconds", type=float, default=1.0, help="timing of each run")
-    parser.add_argument("--out", type=Path, default=Path("profile-out"), help="folder to write")
-    parser.add_argument(
-        "--fail-below",
-        type=float,
-        default=None,
-        metavar="SPEEDUP",
-        help="exit 1 if native's step over ours is below this",
-    )
 
 
 def load(what: str) -> Any:
@@ -113,7 +81,7 @@ def tensor_of(spec: str, device: str) -> Tensor:
         raise ValueError(f"{spec!r}: expected {SPEC}, dtype out of {', '.join(DTYPES)}") from error
 
 
-def arguments_of(factory: Any, options: argparse.Namespace, device: str) -> dict[str, Any]:
+def arguments_of(factory: Any, options: SimpleNamespace, device: str) -> dict[str, Any]:
     """Calls the factory, and makes of its answer the arguments of `warpwright.profile`."""
     given: dict[str, Any] = {}
     for text in options.arg:
@@ -160,7 +128,7 @@ def _value(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: SimpleNamespace) -> int:
     console = Console()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True
