@@ -3,12 +3,22 @@
 import gzip
 
 import pytest
+import torch
 
 import warpwright_cli
 from warpwright.bench.records import as_cells
 from warpwright.demo import data
 
-MODEL = "import torch\ndef build(): return torch.nn.Linear(3, 3)\nnumber = 3\n"
+MODEL = """
+import torch
+from torch import nn
+def build(): return nn.Linear(3, 3)
+def raises(): raise KeyError("weights")
+def deep(): return nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 2))
+def more(): return {"model": nn.Linear(3, 3), "inputs": torch.ones(2, 3), "labels": 1}
+def none(): return {"inputs": torch.ones(2, 3)}
+number = 3
+"""
 
 
 @pytest.fixture
@@ -17,6 +27,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "broken.py").write_text("def build(:\n")
     (tmp_path / "needs.py").write_text("import no_such_package\n")
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(1)\n")
+    (tmp_path / "raises.py").write_text("def f():\n    1 / 0\nf()\n")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "no.json").write_text("x")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
@@ -34,6 +46,15 @@ MISTAKES = {
     "profile model.py:number": "model.py:number: expected a function, got int",
     "profile model.py:build --arg a=3": "model.py:build: got an unexpected keyword argument 'a'",
     "profile model.py:build --input 2x3 --out file/x": "file/x/report.html: can't be written",
+    "profile ends.py:build": "ends.py ends the process when it is imported; put its main part under",
+    "profile raises.py:build": "raises.py raises ZeroDivisionError: division by zero (raises.py:2)",
+    "profile model.py:raises": "model.py:raises raises KeyError: 'weights' (model.py:5)",
+    "profile model.py:none": "the dict's model: expected a torch.nn.Module, got NoneType",
+    "profile model.py:more": "autocast, step; got labels too",
+    "profile model.py:deep --input 2x3": "shapes cannot be multiplied (2x4 and 5x2), in 1 (Linear)",
+    "profile model.py:build --input 2x3 --target 2x3:int64:3": "RuntimeError: Expected floating point",
+    "profile model.py:build --input 2x3 --runs foo": "runs: expected names out of native, swapped",
+    "overhead --rounds 2 --json file/x.json": "file/x.json: can't be written",
     "compare none.json list.json": "none.json: no such file",
     "compare list.json list.json": "list.json: expected a record of bench --json, got a JSON list",
     "compare no.json no.json": "no.json: expected a record of bench --json: Expecting value",
@@ -52,6 +73,13 @@ def test_mistakes(folder, capsys, command):
     printed = capsys.readouterr()
     assert MISTAKES[command] in (printed.out + printed.err).replace("\n", " ")
     assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize("command", ["profile model.py:build --device cuda", "bench --device cuda"])
+def test_a_device_that_is_not_there(folder, monkeypatch, capsys, command):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert warpwright_cli.main(command.split()) == 2
+    assert "--device: got cuda, but torch finds no CUDA device" in capsys.readouterr().out
 
 
 def test_a_gzip_file_that_unpacks_to_too_much(tmp_path, monkeypatch):

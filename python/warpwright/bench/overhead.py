@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from .. import _C, functional
 from .._catalog import OPS
 from .._op import Op
 from .measure import peak_mib
-from .records import machine_header, save_records
+from .records import machine_header, require_writable, save_records
 
 Row = dict[str, Any]
 Call = Callable[[Any], Tensor]  # takes the module of functions: ours or native's
@@ -143,6 +144,12 @@ def table(record: Row) -> str:
 
 def main(options: SimpleNamespace) -> int:
     """`warpwright overhead`: both devices, the table, the record."""
+    if options.json:
+        try:
+            require_writable(options.json)
+        except ValueError as error:
+            print(f"overhead: {error}", file=sys.stderr)
+            return 2
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     record = machine_header(devices[-1])
     threads = torch.get_num_threads()

@@ -239,6 +239,12 @@ def require_writable(path: Path) -> None:
         raise ValueError(f"{path}: can't be written: {error.strerror}") from error
 
 
+def require_device(device: str) -> None:
+    """Raises ValueError if torch cannot use the device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: got cuda, but torch finds no CUDA device")
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".part")

@@ -39,6 +39,7 @@ from .peers import (
 from .records import (
     machine_header,
     op_hash,
+    require_device,
     require_writable,
     save_csv,
     save_records,
@@ -388,6 +389,7 @@ def main(options: SimpleNamespace) -> int:
     suite = options.suite or ("full" if device == "cuda" else "quick")
     console = Console()
     try:
+        require_device(device)
         peers = (
             tuple(PEERS)
             if options.peer == "all"

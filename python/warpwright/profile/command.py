@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
-from ..bench.records import require_writable
+from ..bench.records import require_device, require_writable
 from . import profile
+from .mistakes import require_step, sentence
 
 DTYPES = {
     "float32": torch.float32,
@@ -34,6 +35,8 @@ def load(what: str) -> Any:
     place, _, name = what.rpartition(":")
     if not place or not name:
         raise ValueError(f"expected SCRIPT_OR_MODULE:FACTORY, got {what!r}")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ValueError(f"{place}: no such file")
     try:
         module = _module(place)
     except ModuleNotFoundError as error:
@@ -42,6 +45,13 @@ def load(what: str) -> Any:
         raise ValueError(f"{place} imports {error.name}, which is not installed") from error
     except SyntaxError as error:
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+    except SystemExit as error:
+        raise ValueError(
+            f"{place} ends the process when it is imported; put its main part under "
+            "`if __name__ == '__main__':`"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{place} raises {sentence(error)}") from error
     if not hasattr(module, name):
         raise ValueError(f"{place} has no {name!r}")
     factory = getattr(module, name)
@@ -55,8 +65,6 @@ def _module(place: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(place)
     path = Path(place)
-    if not path.is_file():
-        raise ValueError(f"{place}: no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -95,11 +103,19 @@ def arguments_of(factory: Any, options: SimpleNamespace, device: str) -> dict[st
         inspect.signature(factory).bind(**given)
     except TypeError as error:
         raise ValueError(f"{options.what}: {error}; --arg NAME=VALUE gives arguments") from error
-    made = factory(**given)
+    try:
+        made = factory(**given)
+    except Exception as error:
+        raise ValueError(f"{options.what} raises {sentence(error)}") from error
     if isinstance(made, nn.Module):
         found: dict[str, Any] = {"model": made}
     elif isinstance(made, dict):
         found = dict(made)
+        if not isinstance(found.get("model"), nn.Module):
+            raise ValueError(
+                f"{options.what}: the dict's model: expected a torch.nn.Module, got "
+                f"{type(found.get('model')).__name__}"
+            )
     elif isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
         found = dict(zip(("model", "inputs", "target"), made, strict=False))
     else:
@@ -134,8 +150,10 @@ def main(options: SimpleNamespace) -> int:
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
     try:
+        require_device(device)
         require_writable(options.out / "report.html")
         arguments = arguments_of(load(options.what), options, device)
+        require_step(options.what, arguments)
         with console.status("profiling"):
             report = profile(
                 **arguments,
