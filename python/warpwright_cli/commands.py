@@ -142,7 +142,10 @@ def bench(options: SimpleNamespace) -> int:
 
 
 @command(
-    "Show what differs between two records of bench.",
+    """Show what differs between two records of bench, or two profiles.
+
+    BEFORE and AFTER are files of bench --json, or the report.json of two profiles.
+    """,
     click.argument("before", type=FILE),
     click.argument("after", type=FILE),
     click.option(
@@ -153,7 +156,8 @@ def bench(options: SimpleNamespace) -> int:
         "--above", type=float, default=0.05, show_default=True,
         help="Only rows of at least this many ms.",
     ),
-    click.option("--impl", help="Only this implementation's rows."),
+    click.option("--impl", help="Only this implementation's rows; for records of bench."),
+    click.option("--html", type=FILE, help="Write a page here; for profiles."),
 )  # fmt: skip
 def compare(options: SimpleNamespace) -> int:
     from warpwright.bench.compare import main

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..profile import compare as profile
 from .machines import native_ratio
 from .records import KEY, grouped, load_records
 
@@ -67,7 +68,21 @@ def conditions(a: dict[str, Any], b: dict[str, Any]) -> str:
 def main(options: SimpleNamespace) -> int:
     """Prints the rows that differ; 1 if there are any, 2 if nothing can be compared."""
     console = Console()
+    profiles = [profile.load(path) for path in (options.before, options.after)]
+    if profiles.count(None) == 1:
+        path = (options.before, options.after)[profiles.index(None)]
+        console.print(
+            Text(f"{path}: expected the report.json of a profile, as the other file", "red"),
+            soft_wrap=True,
+        )
+        return 2
+    if profiles[0] is not None and profiles[1] is not None:
+        return profile.compare(
+            profiles[0], profiles[1], options.tolerance, options.above, options.html, console
+        )
     try:
+        if options.html is not None:
+            raise ValueError("--html: expected two report.json of profile, got records of bench")
         before, after = load_records(options.before), load_records(options.after)
     except (OSError, ValueError) as error:
         console.print(Text(str(error), style="red"), soft_wrap=True)

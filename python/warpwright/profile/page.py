@@ -7,10 +7,13 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bench import charts as live
 from ..bench import plots
 from ..bench.page import environment as templates
 from ..bench.page import figure
 from ..bench.records import as_cells, write
+from . import charts
+from .advice import advice
 from .summary import ProfileReport, describe_bound
 
 if TYPE_CHECKING:
@@ -41,14 +44,23 @@ def _top_ops(report: ProfileReport) -> list[Row]:
 
 
 def waterfall_steps(report: ProfileReport) -> tuple[float, list[tuple[str, float]], float]:
-    """Native's step, what each op adds or takes away (ms), and our step; they add up."""
+    """Native's step, what each op adds or takes away (ms), and our step; they add up.
+
+    The profiler slows a CPU: if a run's ops take longer than its step, their times are scaled to it.
+    """
     ours, native = report.ours, report.run("native")
     assert ours is not None
     assert native is not None
-    changes = [
-        (row["op"], (row[ours["name"]]["ms"] or 0.0) - (row["native"]["ms"] or 0.0))
-        for row in _top_ops(report)
-    ]
+    rows = _top_ops(report)
+    scale = {}
+    for run in (ours, native):
+        total = sum(row[run["name"]]["ms"] or 0.0 for row in rows)
+        scale[run["name"]] = min(1.0, run["ms"] / total) if total else 1.0
+
+    def part(row: Row, run: Row) -> float:
+        return float((row[run["name"]]["ms"] or 0.0) * scale[run["name"]])
+
+    changes = [(row["op"], part(row, ours) - part(row, native)) for row in rows]
     idle = (ours["ms"] - native["ms"]) - sum(change for _, change in changes)
     small = [c for c in changes if abs(c[1]) < SMALL * native["ms"]]
     if len(small) > 1:
@@ -219,8 +231,29 @@ def pictures(report: ProfileReport) -> dict[str, tuple[plots.Draw, str, str]]:
     return found
 
 
+FLAME = (
+    "Time by module, each level inside of the one above, one flame per run",
+    "Time by module, a flame per run on one scale: blue modules are faster than native, orange ones slower. "
+    "Times are the profiler's, which slows a CPU. Point at a bar for its numbers; drag to move, Shift and the wheel to zoom.",
+)
+
+
+def live_charts(report: ProfileReport) -> dict[str, live.Chart]:
+    """The charts that answer to the pointer, by name."""
+    where = "GPU" if report.environment["device"] == "cuda" else "CPU"
+    found = (charts.flame(report, _names(report), where), charts.memory(report))
+    return {chart.name: chart for chart in found if chart is not None}
+
+
 def render(report: ProfileReport) -> str:
-    figures = [figure(*picture) for picture in pictures(report).values()]
+    moving = live_charts(report)
+    figures = []
+    if "flame" in moving:
+        alt, caption = FLAME
+        html = moving["flame"].picture(alt)
+        figures.append({"html": html, "caption": caption, "chart": "flame"})
+    for name, picture in pictures(report).items():
+        figures.append(figure(*picture) | {"chart": name if name in moving else ""})
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in report.swap["entries"]:
         if not entry["swapped"]:
@@ -242,6 +275,9 @@ def render(report: ProfileReport) -> str:
             names=_names(report),
             ours=report.ours,
             figures=figures,
+            charts=list(moving.values()),
+            library=live.library() if moving else "",
+            advice=advice(report),
             bound=describe_bound(report.bound),
             reasons=[(kind, why, names) for (kind, why), names in reasons.items()],
             fused=sum(not fusion["reason"] for fusion in fusions),
@@ -275,5 +311,9 @@ def write_all(report: ProfileReport, folder: Path) -> None:
     for name, (draw, _, _) in drawn.items():
         plots.save_png(draw, folder / f"{name}.png")
         plots.save_png(draw, folder / f"{name}_dark.png", plots.DARK)
+    for name, chart in live_charts(report).items():
+        if name not in drawn:
+            chart.save_png(folder / f"{name}.png")
+            chart.save_png(folder / f"{name}_dark.png", plots.DARK)
     write(folder / "report.html", render(report))
     report.files = sorted(p.name for p in folder.iterdir())

@@ -1,0 +1,191 @@
+"""A profile's page: the flame, the advice, the comparison, and nothing from the network."""
+
+import json
+import re
+
+import pytest
+
+import warpwright_cli
+from warpwright.profile import advice, charts, compare, page, summary
+
+RUNS = ("native", "swapped", "fused")
+# module, op, ms of each run
+TIMES = [
+    ("stem", "conv2d", (2.0, 1.0, 1.0)),
+    ("block.<b>", "linear", (4.0, 6.0, 6.0)),
+    ("block.norm", "batch_norm", (3.0, 1.0, 2.0)),
+    ("block.act", "relu", (1.0, 1.0, None)),
+    ("", "add", (0.5, 0.5, 0.5)),
+]
+
+
+def cells(ms):
+    empty = {"kernels": 1, "host_ms": ms, "roofline": None, "rate": None, "peak_mib": None}
+    return {"ms": ms, **empty}
+
+
+def entry(name, reason=""):
+    kind = {"name": name, "type": "nn.Linear", "op": "linear", "swapped": not reason}
+    return {**kind, "reason": reason, "fused": "", "note": ""}
+
+
+def run(name, ms, steady=True):
+    times = {"ms": ms, "ms_lo": ms, "ms_hi": ms, "rounds": 9, "steady": steady}
+    found = {"name": name, "error": None, **times, "work_ms": ms, "sum_of_ops_ms": ms}
+    return {**found, "kernels": 9, "peak_mib": 5.0, "speedup": None, "trace": None}
+
+
+def row(keys, ms):
+    amounts = {"calls": 1.0, "bytes": 0, "flops": 0, "floor_ms": 0.0, "speedup": None}
+    return {**keys, **amounts, "error": None, "native_error": None} | {
+        name: cells(value) for name, value in zip(RUNS, ms, strict=True)
+    }
+
+
+@pytest.fixture
+def report():
+    modules = [
+        row({"module": m, "op": op}, ms) | {"swap": "swapped" if m else None} for m, op, ms in TIMES
+    ]
+    versions = {"torch": "2.11.0", "source_hash": "0" * 16, "date": "2026-01-01"}
+    rates = {"copy_tbs": 0.01, "matmul_tflops": 0.1}
+    entries = [entry(name) for name in ("stem", "block.<b>", "block.norm", "block.act")]
+    return summary.ProfileReport(
+        title="Net</script>",
+        environment={"device": "cuda", "gpu": "some GPU", **versions, **rates},
+        runs=[run("native", 11.0), run("swapped", 10.0), run("fused", 12.0)],
+        ops=[row({"op": op}, ms) for _, op, ms in TIMES],
+        modules=modules,
+        kernels=[],
+        swap={
+            "swapped": 4,
+            "left": 0,
+            "entries": entries,
+            "fusions": [],
+            "check": None,
+            "dry_run": False,
+            "advice": ["use channels_last"],
+        },
+        check_failures=[],
+        bound={"launch": 0.5, "memory": 0.2, "compute": 0.2, "other": 0.1},
+        memory={"native": [(0.0, 1.0), (2.0, 3.0)]},
+        speedup=0.9,
+        speedup_lo=0.8,
+        speedup_hi=1.1,
+    )
+
+
+def test_flame(report):
+    """Children lie inside of their parent, and the whole is the sum."""
+    values = charts.flame_values(report, [*RUNS])
+    for name in RUNS:
+        bars = {v["name"]: v for v in values if v["run"] == name and v["label"] != "add"}
+        root = next(
+            v for v in values if v["run"] == name and v["start"] == 0 and name in v["label"]
+        )
+        of_run = [ms[RUNS.index(name)] or 0 for *_, ms in TIMES]
+        assert root["end"] == pytest.approx(sum(of_run))
+        block = bars["block"]
+        for child in ("block.<b>", "block.norm"):
+            assert block["start"] <= bars[child]["start"] <= bars[child]["end"] <= block["end"]
+            assert bars[child]["top"] == block["top"] + 1
+        # The model's order, not the times'.
+        assert bars["block.<b>"]["end"] <= bars["block.norm"]["start"]
+        assert bars["block.<b>"]["kind"] == "slower than native"
+        assert bars["block.norm"]["kind"] == "faster than native"
+    assert not [v for v in values if v["run"] == "fused" and v["name"].startswith("block.act")]
+
+
+def test_advice(report):
+    found = {a.why.split(" ")[0]: a for a in advice.advice(report)}
+    assert found["Leave"].ms == pytest.approx(-2.0)
+    # The code runs, and names the module exactly.
+    scope = {"model": None, "warpwright": type("W", (), {"swap": staticmethod(lambda *a, **k: k)})}
+    leave = found["Leave"].code.replace("warpwright.swap", "given = warpwright.swap")
+    exec(leave, scope)
+    assert scope["given"]["filter_fn"](None, "block.<b>") is False
+    assert scope["given"]["filter_fn"](None, "stem") is True
+    assert found["Here"].code == "warpwright.swap(model)"
+    assert found["Here"].ms == pytest.approx(-2.0)
+    assert 'mode="reduce-overhead"' in found["The"].code
+    assert found["use"].code == "model.to(memory_format=torch.channels_last)"
+
+
+def test_no_advice_from_unsteady_runs(report):
+    for each in report.runs:
+        each["steady"] = False
+    assert [a.why for a in advice.advice(report) if a.ms is not None] == []
+
+
+def test_page(report):
+    text = page.render(report)
+    assert "<h1>Net&lt;/script&gt;: warpwright beside native" in text
+    assert "and native do not differ clearly" in text  # the interval holds 1
+    # Data inside of <script> cannot end it.
+    data = re.search(r'<script type="application/json" id="flame">(.*?)</script>', text, re.S)[1]
+    assert "<" not in data
+    assert json.loads(data)["values"][0]["name"] == "Net</script>"
+    own = re.sub(r'<script type="module">.*</script>', "", text, flags=re.S)
+    assert not re.search(r"""(src|href)=["']?https?:""", own)
+    assert own.count('<table class="stack sortable">') >= 2
+
+
+@pytest.mark.parametrize(("lo", "hi", "says"), [(1.2, 1.4, "is faster"), (0.5, 0.9, "is slower")])
+def test_headline(report, monkeypatch, lo, hi, says):
+    monkeypatch.setattr(page, "pictures", lambda report: {})
+    monkeypatch.setattr(page, "live_charts", lambda report: {})
+    report.speedup_lo, report.speedup_hi = lo, hi
+    assert f"fused {says} than native" in page.render(report)
+
+
+def test_waterfall_stays_inside_of_the_step(report):
+    """Op times of a profiler that slows the CPU are scaled to the step."""
+    for each in report.ops:
+        for name in RUNS:
+            each[name]["ms"] = (each[name]["ms"] or 0.0) * 10
+    start, steps, end = page.waterfall_steps(report)
+    assert start + sum(change for _, change in steps) == pytest.approx(end)
+    at = start
+    for _, change in steps:
+        at += change
+        assert -1e-6 <= at <= max(start, end) + 1e-6
+
+
+def write(report, path, scale=1.0):
+    found = report.to_dict()
+    for each in found["modules"]:
+        for name in RUNS:
+            if each["op"] == "conv2d":
+                each[name] = cells(each[name]["ms"] * scale)
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+def test_compare(report, tmp_path, capsys):
+    paths = [write(report, tmp_path / "a.json"), write(report, tmp_path / "b.json", 1.5)]
+    html = tmp_path / "c.html"
+    assert warpwright_cli.main(["compare", *paths, "--html", str(html)]) == 1
+    printed = capsys.readouterr().out
+    assert "+50.0%" in printed
+    assert "3 of 4 modules" in printed
+    assert "block.&lt;b&gt;" in html.read_text()
+    assert warpwright_cli.main(["compare", paths[0], paths[0]]) == 0
+    assert warpwright_cli.main(["compare", paths[0], paths[0], "--above", "99"]) == 2
+
+
+def test_modules_that_are_missing(report):
+    before, after = report.to_dict(), json.loads(json.dumps(report.to_dict()))
+    after["modules"] = after["modules"][1:]
+    rows = compare.changes(before, after, 0.05)
+    (gone,) = (r for r in rows if r["module"] == "stem")
+    assert (gone["before"], gone["after"]) == (1.0, 0.0)
+    (new,) = (r for r in compare.changes(after, before, 0.05) if r["module"] == "stem")
+    assert compare.relative(new) == "new"
+
+
+def test_a_record_and_a_profile(report, tmp_path, capsys):
+    path = write(report, tmp_path / "a.json")
+    other = tmp_path / "record.json"
+    other.write_text("[]")
+    assert warpwright_cli.main(["compare", path, str(other)]) == 2
+    assert "record.json: expected the report.json of a profile" in capsys.readouterr().out
