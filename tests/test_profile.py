@@ -190,10 +190,10 @@ ENVIRONMENT = {"copy_tbs": 1.0, "matmul_tflops": 100.0}
 
 
 def test_floors_and_bounds():
-    assert Amount(2e6, 0).floor_us(1.0, 100.0) == 2.0
-    assert Amount(0, 3e8).floor_us(1.0, 100.0) == 3.0
-    assert Amount(2e6, 1e8).bound(1.0, 100.0) == "memory"
-    assert Amount(2e6, 3e8).bound(1.0, 100.0) == "compute"
+    assert Amount(2e6, 0).floor_us(ENVIRONMENT) == 2.0
+    assert Amount(0, 3e8).floor_us(ENVIRONMENT) == 3.0
+    assert Amount(2e6, 1e8).bound(ENVIRONMENT) == "memory"
+    assert Amount(2e6, 3e8).bound(ENVIRONMENT) == "compute"
 
 
 def test_what_bounds_the_step():

@@ -6,7 +6,10 @@ import re
 import pytest
 
 import warpwright_cli
+from warpwright.bench import records
 from warpwright.profile import advice, charts, compare, page, summary
+from warpwright.profile.ranges import Amount
+from warpwright.profile.trace import Label
 
 RUNS = ("native", "swapped", "fused")
 # module, op, ms of each run
@@ -189,3 +192,29 @@ def test_a_record_and_a_profile(report, tmp_path, capsys):
     other.write_text("[]")
     assert warpwright_cli.main(["compare", path, str(other)]) == 2
     assert "record.json: expected the report.json of a profile" in capsys.readouterr().out
+
+
+def test_a_cpu_row_is_not_above_its_floor():
+    """The rate is that of data in the same caches, and no measured time is below the floor."""
+    rates = {"4096": 0.2, "65536": 0.5, "1048576": 0.1}
+    ceilings = {"copy_tbs": 0.01, "matmul_tflops": 0.1, "cached_tbs": rates}
+    assert records.memory_tbs(ceilings, 100_000) == 0.5
+    assert records.memory_tbs(ceilings, 500) == 0.2
+    assert records.memory_tbs(ceilings, 1e9) == 0.1
+    assert records.memory_tbs({"copy_tbs": 0.01}, 1e9) == 0.01
+    calls = Amount()
+    for _ in range(3):
+        calls.add(2e5, 0)
+    assert calls.floor_us(ceilings) == pytest.approx(6e5 / 0.5e6)
+    label = Label("relu", "act", "forward")
+    sums = {name: {label: summary.Sum(us=us)} for name, us in (("native", 0.9), ("swapped", 0.6))}
+    environment = {**ceilings, "device": "cpu"}
+    peaks = {"native": {}, "swapped": {}}
+    (found,) = summary._rows(summary.op_key, ("op",), sums, {label: calls}, environment, peaks)
+    assert found["swapped"]["roofline"] == 1.0
+    assert found["native"]["roofline"] == pytest.approx(0.6 / 0.9)
+
+
+def test_measured_ceilings():
+    tbs = records._cached_tbs(2**14)
+    assert 0 < tbs < 50

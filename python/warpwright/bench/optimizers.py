@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import guards
 from .measure import interleaved, peak_mib
 from .peers import OURS
+from .records import memory_tbs
 from .steps import capture
 
 Row = dict[str, Any]
@@ -164,7 +165,7 @@ def optimizer_rows(
             **timing.fields(timings[OURS.name], name == OURS.name),
             "bytes": case.bytes,
             "flops": 0,
-            "floor_ms": round(case.bytes / ceilings["copy_tbs"] / 1e9, 5),
+            "floor_ms": round(case.bytes / memory_tbs(ceilings, case.bytes) / 1e9, 5),
             "peak_mib": peak_mib(steps[name], device),
             "err": errors[name],
             "err_native": errors["native"],

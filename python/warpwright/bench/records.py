@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,45 @@ def _copy_tbs(device: str) -> float:
     return 2 * source.numel() * source.itemsize / ms / 1e9
 
 
+# Bytes read plus written: from a part of the first cache to far beyond the last one.
+CACHE_SIZES = tuple(2**power for power in range(12, 29, 2))
+
+
+def _cached_tbs(size: int) -> float:
+    """The fastest of a copy, a sum and a fill on the CPU that move `size` bytes, in TB/s.
+
+    The data is as warm as a repeated call leaves it, which is how ops are measured.
+    """
+    source, target = (torch.zeros(size // 8) for _ in range(2))
+    whole = torch.zeros(size // 4)
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(source),
+        "sum": whole.sum,
+        "fill": lambda: whole.fill_(1.0),
+    }
+    timings = interleaved(calls, "cpu", seconds=0.05)
+    return size / min(timing.ms for timing in timings.values()) / 1e9
+
+
+def memory_tbs(ceilings: Mapping[str, Any], size: float) -> float:
+    """The rate at which this machine can move `size` bytes, in TB/s.
+
+    On a CPU it depends on the caches that hold them: the faster of the two measured sizes around it.
+    """
+    rates = {int(k): v for k, v in ceilings.get("cached_tbs", {}).items()}
+    if not rates:
+        return float(ceilings["copy_tbs"])
+    below = max((s for s in rates if s <= size), default=min(rates))
+    above = min((s for s in rates if s >= size), default=max(rates))
+    return float(max(rates[below], rates[above]))
+
+
+def matmul_tflops(ceilings: Mapping[str, Any], dtype_name: str) -> float:
+    """The measured rate of matrix products; a CPU has one of its own for 16-bit numbers."""
+    key = "half_tflops" if dtype_name in ("bfloat16", "float16") else "matmul_tflops"
+    return float(ceilings.get(key, ceilings["matmul_tflops"]))
+
+
 def _matmul_tflops(device: str, dtype: torch.dtype) -> float:
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
@@ -92,16 +131,24 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def ceilings(device: str) -> dict[str, float]:
-    """The rates that no kernel can beat, measured now; TF32's on a GPU only."""
+def ceilings(device: str) -> dict[str, Any]:
+    """The rates that no kernel can beat, measured now.
+
+    A GPU has TF32's too, a CPU those of 16-bit products and of data that its caches hold.
+    """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    found = {
+    found: dict[str, Any] = {
         "copy_tbs": round(_copy_tbs(device), 4),
         "matmul_tflops": round(_matmul_tflops(device, dtype), 3),
     }
     if device == "cuda":
         with tf32_allowed():
             found["tf32_tflops"] = round(_matmul_tflops(device, torch.float32), 3)
+    else:
+        found["half_tflops"] = max(
+            found["matmul_tflops"], round(_matmul_tflops(device, torch.bfloat16), 3)
+        )
+        found["cached_tbs"] = {str(size): round(_cached_tbs(size), 5) for size in CACHE_SIZES}
     return found
 
 

@@ -38,6 +38,8 @@ from .peers import (
 )
 from .records import (
     machine_header,
+    matmul_tflops,
+    memory_tbs,
     op_hash,
     require_device,
     require_writable,
@@ -167,14 +169,14 @@ def case_rows(
         start = time.monotonic()
         timings = interleaved(calls, device, seconds * max(1.0, len(calls) / 2))
         flops = case.flops.get(which, 0.0)
-        matmul_tflops = ceilings["matmul_tflops"]
+        tflops = matmul_tflops(ceilings, case.dtype_name)
         if case.tf32 or case.split_tf32:  # split_tf32 takes three products per product
             products = 3 if case.split_tf32 else 1
-            matmul_tflops = ceilings.get("tf32_tflops", matmul_tflops) / products
-        floor_ms = max(
-            case.bytes[which] / ceilings["copy_tbs"] / 1e9,
-            flops / matmul_tflops / 1e9,
-        )
+            tflops = ceilings.get("tf32_tflops", tflops) / products
+        moved = case.bytes[which]
+        floor_ms = max(moved / memory_tbs(ceilings, moved) / 1e9, flops / tflops / 1e9)
+        if device == "cpu":  # what one of them reached, the machine can reach
+            floor_ms = min(floor_ms, *(timing.ms for timing in timings.values()))
         error_pass = "fwd" if which == "fwd" else "bwd"
         for name, timing in timings.items():
             wrong = notes.get(name, {}).get(error_pass, [])

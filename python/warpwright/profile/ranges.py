@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from .._catalog import OPS
 from .._work import Work
+from ..bench.records import memory_tbs
 from ..patch import ROUTES
 from ..swap.blocks import fits_fused
 from ..swap.classes import MODULES
@@ -30,17 +31,24 @@ class Amount:
 
     bytes: float = 0.0
     flops: float = 0.0
+    calls: int = 0
 
     def add(self, moved: float, flops: float) -> None:
+        self.calls += 1
         self.bytes += moved
         self.flops += flops
 
-    def floor_us(self, copy_tbs: float, matmul_tflops: float) -> float:
-        return max(self.bytes / copy_tbs / 1e6, self.flops / matmul_tflops / 1e6)
+    def _times(self, ceilings: Mapping[str, Any]) -> tuple[float, float]:
+        """Microseconds that the bytes and the FLOPs take at the measured rates."""
+        rate = memory_tbs(ceilings, self.bytes / max(self.calls, 1))
+        return self.bytes / rate / 1e6, self.flops / ceilings["matmul_tflops"] / 1e6
 
-    def bound(self, copy_tbs: float, matmul_tflops: float) -> str:
-        memory = self.bytes / copy_tbs >= self.flops / matmul_tflops
-        return "memory" if memory else "compute"
+    def floor_us(self, ceilings: Mapping[str, Any]) -> float:
+        return max(self._times(ceilings))
+
+    def bound(self, ceilings: Mapping[str, Any]) -> str:
+        moving, computing = self._times(ceilings)
+        return "memory" if moving >= computing else "compute"
 
 
 Amounts = dict[Label, Amount]

@@ -132,7 +132,7 @@ def _floor(amounts: Amounts, labels: Iterable[Label], environment: Row) -> tuple
     for label in labels:
         amount = amounts.get(label)
         if amount is not None:
-            us += amount.floor_us(environment["copy_tbs"], environment["matmul_tflops"])
+            us += amount.floor_us(environment)
             total["bytes"] += amount.bytes
             total["flops"] += amount.flops
     return us, total
@@ -174,6 +174,9 @@ def _rows(
     rows: list[Row] = []
     for k in keys:
         floor_us, amount = _floor(amounts, (x for x in amounts if key(x) == k), environment)
+        if environment.get("device") == "cpu":  # what one run reached, the machine can reach
+            reached = [g[k].us for g in groups.values() if k in g and g[k].us]
+            floor_us = min([floor_us, *reached])
         row: Row = dict(zip(names, k, strict=True))
         row["calls"] = round(max((g[k].calls for g in groups.values() if k in g), default=0), 2)
         row |= {name: int(value) for name, value in amount.items()}
@@ -223,11 +226,7 @@ def bound_of(
     total = sum(s.us for s in sums.values()) or 1.0
     for label, value in sums.items():
         amount = amounts.get(label)
-        kind = (
-            "other"
-            if amount is None
-            else amount.bound(environment["copy_tbs"], environment["matmul_tflops"])
-        )
+        kind = "other" if amount is None else amount.bound(environment)
         shares[kind] += value.us / total * min(1.0, busy / wall)
     return shares
 
