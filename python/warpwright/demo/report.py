@@ -125,15 +125,35 @@ def table(result: Result) -> Table:
 
 
 def op_table(result: Result) -> Table:
-    shown = Table(title="Time of each op, ms a step (forward + backward)", title_justify="left")
+    """Each op inside of the step, and at the end the step of the table above it.
+
+    The profiler slows each op a little, above all on a CPU. So the rest of the step is what the whole
+    step takes beyond the ops' sum, and it is left out if the ops alone took longer under the profiler.
+    """
+    shown = Table(
+        title="Each op inside of the step, by the profiler, ms a step (forward + backward)",
+        title_justify="left",
+    )
     shown.add_column("")
     for training in result.trainings:
         shown.add_column(training.library, justify="right")
     shown.add_column("native / ours", justify="right")
     mine, native = result.op_times["warpwright"], result.op_times["native"]
+
+    def add(name: str, a: float, b: float, style: str | None = None) -> None:
+        shown.add_row(name, f"{a:.3f}", f"{b:.3f}", f"{b / a:.2f}x" if a > 0 else "", style=style)
+
     for op, row in mine.items():
-        a, b = sum(row.values()), sum(native[op].values())
-        shown.add_row(op, f"{a:.3f}", f"{b:.3f}", f"{b / a:.2f}x" if a > 0 else "")
+        add(op, sum(row.values()), sum(native[op].values()))
+    shown.add_section()
+    sums = [sum(sum(row.values()) for row in ops.values()) for ops in (mine, native)]
+    times = {t.library: t.phase_ms()["step"] for t in result.trainings}
+    steps = [times["warpwright"], times["native"]]
+    add("sum of the ops", sums[0], sums[1])
+    rest = [step - total for step, total in zip(steps, sums, strict=True)]
+    if min(rest) >= 0:
+        add("rest: update, launches, Python", rest[0], rest[1])
+    add("whole step, without the profiler", steps[0], steps[1], "bold")
     return shown
 
 
@@ -254,7 +274,7 @@ def _draw_op_times(axes: Axes, result: Result) -> None:
     axes.set_xlabel(f"{where} time, ms a step")
     step = {t.library: t.phase_ms()["step"] for t in result.trainings}
     axes.set_title(
-        f"Time of each op; whole step {step['warpwright']:.3g} ms, native {step['native']:.3g} ms"
+        f"Each op inside of the step; whole step {step['warpwright']:.3g} ms, native {step['native']:.3g} ms"
     )
     axes.legend(loc="lower right", fontsize=8)
     axes.grid(axis="x", alpha=0.25)
