@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+#: How much larger than native's error ours may be.
 ERROR_FACTOR = 1.5
+#: Nearby inputs whose mean errors decide if a result exceeds the bound.
 DRAWS = 32
 
 __all__ = [
