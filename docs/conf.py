@@ -1,8 +1,12 @@
 """Sphinx: `make docs` builds the site from these pages and from the docstrings."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
+from urllib.parse import unquote
+
+from sphinx.errors import ExtensionError
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
@@ -21,6 +25,7 @@ extensions = [
 source_suffix = {".md": "markdown"}
 html_theme = "furo"  # light and dark, and readable without JavaScript
 html_copy_source = False
+html_favicon = "favicon.svg"
 html_title = f"warpwright {release}"
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
@@ -45,5 +50,34 @@ def add_sources(app, docname, source):
             source[0] += f"\n## {name}\n\n{what}.\n\n{code}\n"
 
 
+def help_keyboards(app, pagename, templatename, context, doctree):
+    """Blocks that scroll can be reached by the keyboard, and the menu's headings have a level."""
+    for name in ("body", "furo_navigation_tree"):
+        if isinstance(context.get(name), str):
+            text = re.sub(r"<pre(?! tabindex)", '<pre tabindex="0"', context[name])
+            text = re.sub(
+                r'<div class="table-wrapper', '<div tabindex="0" class="table-wrapper', text
+            )
+            context[name] = text.replace(' role="heading">', ' role="heading" aria-level="2">')
+
+
+def finish(app, exception):
+    """Copies the pictures that pages name in HTML, and fails on a local link without a target."""
+    if exception is not None or app.builder.name != "html":
+        return
+    out = Path(app.outdir)
+    shutil.copytree(ROOT / "docs" / "results", out / "results", dirs_exist_ok=True)
+    dead = set()
+    for page in out.rglob("*.html"):
+        text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(), flags=re.S)
+        for link in re.findall(r'\b(?:src|srcset|href)="([^"#?]+)', text):
+            if not re.match(r"[a-z+]+:|//", link) and not (page.parent / unquote(link)).exists():
+                dead.add(f"{page.relative_to(out)}: {link}")
+    if dead:
+        raise ExtensionError("dead links:\n" + "\n".join(sorted(dead)))
+
+
 def setup(app):
+    app.connect("build-finished", finish)
     app.connect("source-read", add_sources)
+    app.connect("html-page-context", help_keyboards, priority=900)  # after the theme's
