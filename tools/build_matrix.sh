@@ -123,7 +123,7 @@ for python in $PYTHONS; do
   if [ -z "${SITE:-}" ]; then
     base="$OUT/torch-$name"
     [ -x "$base/bin/python" ] || "$python" -m venv "$base"
-    "$base/bin/pip" -q install "$TORCH" numpy 'rich>=13' || exit 1
+    "$base/bin/pip" -q install "$TORCH" numpy 'click>=8.1' 'rich>=13' || exit 1
     base_site=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   fi
   for row in "${rows[@]}"; do

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import warpwright
+import warpwright_cli
 
 
 def small_cnn() -> nn.Module:
@@ -48,6 +49,9 @@ def main() -> int:
         "--cpu-only", action="store_true", help="fail if the build has CUDA kernels"
     )
     options = parser.parse_args()
+    if warpwright_cli.main(["--version"]) != 0:
+        print("the command does not run", file=sys.stderr)
+        return 1
     built = warpwright.info()
     print(Path(warpwright.__file__).parent)
     print(built)
