@@ -76,3 +76,11 @@ def test_names_are_shown_as_they_are():
     html = report.to_html()
     assert "[red]a[/nothing]&lt;i&gt;" in html
     assert "<b>" not in html
+
+
+def test_long_names_are_folded_and_not_cut():
+    name = "a_very_long_name_of_a_block_" * 6
+    model = nn.ModuleDict({name: nn.Sequential(nn.GELU(), nn.Linear(2, 2))})
+    text = "".join(str(swap(model, dry_run=True)).split())
+    assert f"{name}.0" in text
+    assert f"{name}.1" in text

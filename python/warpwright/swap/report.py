@@ -168,7 +168,7 @@ def _table(title: str, lines: list[Line]) -> Table:
     table.add_column(title, no_wrap=True)
     table.add_column("count", justify="right")
     table.add_column("result", no_wrap=True)
-    table.add_column("why / where")
+    table.add_column("why / where", overflow="fold")  # long names are whole
     for what, count, result, why in lines:
         styled = Text(result, style="yellow" if result == LEFT else "green")
         table.add_row(Text(what), count, styled, Text(why))
