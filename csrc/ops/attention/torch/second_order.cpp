@@ -1,5 +1,5 @@
-// attention_second_order: the linear map behind double backward and forward-mode AD, in ATen ops
-// over blocks of query rows, so that memory is O(B * H * S_k) a row block and never S_q x S_k.
+// attention_second_order: the linear map of double backward and forward-mode AD, in ATen ops over
+// blocks of query rows. Memory is O(B * H * S_k) per row of a block, never S_q x S_k.
 // With tangents tq, tk, tv, tm of query, key, value and mask, and Z the dropout factors:
 //   G = scale * (tq k^T + q tk^T) + tm       the tangent of the scores
 //   gamma = rowsum(P * G), A = P * Z
@@ -9,10 +9,10 @@
 //   tau = rowsum(P * T) = rowsum(dout * X) - 2 * gamma * delta,  U = P * (T - tau)
 //   d dq = scale * (U k + dS tk), d dk = scale * (U^T q + dS^T tq), d dmask = U
 //   d dv = (A * (G - gamma))^T dout
-// Read with tq.. as tangents, these are the tangents of attention_backward's results (dout held);
-// read with tq.. as cotangents of dq.., they are the gradients of grad_out, query, key, value and
-// mask: the map is its own transpose. Everything is recomputed from differentiable values, so the
-// third derivative is autograd's.
+// If tq.. are tangents, the results are the tangents of attention_backward's results (dout held).
+// If tq.. are cotangents of dq.., the results are the gradients of grad_out, query, key, value and
+// mask: the map is its own transpose. Everything is recomputed from differentiable values, so
+// autograd can differentiate it a third time.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -39,11 +39,110 @@ Tensor safe_softmax(const Tensor& scores) {
   return at::softmax(scores.masked_fill(hidden, 0), -1).masked_fill(hidden, 0);
 }
 
-// Rows of queries a block may have, so that its scores stay near 4 M elements.
+// The most rows of queries per block that keep its scores near 4 M elements.
 int64_t block_rows(int64_t scores_per_row, int64_t S_q) {
   constexpr int64_t kScores = int64_t{1} << 22;
   return std::min(S_q, std::max<int64_t>(16, kScores / std::max<int64_t>(1, scores_per_row)));
 }
+
+int64_t extent(const Tensor& t, int64_t dim) {
+  return t.sym_size(dim).guard_int(__FILE__, __LINE__);
+}
+
+// Rows begin .. begin + rows - 1 of the queries' dimension.
+struct Block {
+  int64_t begin, rows;
+
+  Tensor of(const Tensor& t) const { return t.defined() ? t.narrow(2, begin, rows) : t; }
+  // Of a mask, which may broadcast over the rows.
+  Tensor of_mask(const Tensor& t) const { return t.defined() && extent(t, 2) == 1 ? t : of(t); }
+};
+
+// Results of the blocks, in order.
+struct BlockSums {
+  std::vector<Tensor> out, query, mask;  // one entry per block
+  Tensor key, value, broadcast_mask;     // sums over the blocks
+};
+
+// The operands, in the type of the sums and with all heads.
+struct SecondOrder {
+  Tensor q, k, v, mask, out, dout, tq, tk, tv, tm, philox_state;
+  double scale, dropout_p;
+  bool is_causal, want_mask;
+
+  // P, from the recomputed scores.
+  Tensor probabilities(const Block& block) const {
+    constexpr double kHidden = -std::numeric_limits<double>::infinity();
+    Tensor scores = at::matmul(block.of(q), k.mT()) * scale;
+    if (mask.defined()) {
+      const Tensor m = block.of_mask(mask);
+      scores = mask.scalar_type() == at::kBool ? scores.masked_fill(m.logical_not(), kHidden)
+                                               : scores + m.to(q.scalar_type());
+    }
+    if (is_causal) {
+      const auto options = q.options().dtype(at::kLong);
+      const Tensor rows = at::arange(block.begin, block.begin + block.rows, options);
+      scores = scores.masked_fill(at::arange(extent(k, 2), options) > rows.unsqueeze(1), kHidden);
+    }
+    return safe_softmax(scores);
+  }
+
+  // G. Zeros like P if no operand of the scores has a tangent.
+  Tensor tangent_of_scores(const Block& block, const Tensor& P) const {
+    Tensor G;
+    if (tq.defined()) G = at::matmul(block.of(tq), k.mT());
+    if (tk.defined()) G = sum_of(G, at::matmul(block.of(q), tk.mT()));
+    if (G.defined()) G = G * scale;
+    if (tm.defined()) G = sum_of(G, block.of_mask(tm));
+    return G.defined() ? G : at::zeros_like(P);
+  }
+
+  // Z, or undefined without dropout.
+  Tensor dropout_factors(const Block& block) const {
+    if (dropout_p == 0) return {};
+    return call::attention_dropout_factors(philox_state, q.scalar_type(), dropout_p, extent(q, 0),
+                                           extent(q, 1), block.begin, block.rows, extent(k, 2));
+  }
+
+  void add_mask(const Tensor& U, const Block& block, BlockSums& to) const {
+    const bool row_broadcast = extent(mask, 2) == 1;
+    auto sizes = mask.sym_sizes().vec();
+    if (!row_broadcast) sizes[2] = block.rows;
+    const Tensor reduced = U.sum_to_size_symint(sizes);
+    if (row_broadcast) {
+      to.broadcast_mask = sum_of(to.broadcast_mask, reduced);
+    } else {
+      to.mask.push_back(reduced);
+    }
+  }
+
+  void add_block(const Block& block, BlockSums& to) const {
+    const Tensor P = probabilities(block), Z = dropout_factors(block);
+    auto dropped = [&](const Tensor& t) { return Z.defined() ? t * Z : t; };
+    const Tensor A = dropped(P), G = tangent_of_scores(block, P), o = block.of(out);
+    const Tensor gamma = (P * G).sum(-1, /*keepdim=*/true);
+    Tensor X = at::matmul(A * G, v);
+    if (tv.defined()) X = X + at::matmul(A, tv);
+    to.out.push_back(X - gamma * o);
+    if (!dout.defined()) return;
+
+    const Tensor d_o = block.of(dout);
+    const Tensor dP = dropped(at::matmul(d_o, v.mT()));
+    const Tensor delta = (d_o * o).sum(-1, /*keepdim=*/true);
+    const Tensor dS = P * (dP - delta);
+    Tensor T = dP * (G - gamma) - delta * G;
+    if (tv.defined()) T = T + dropped(at::matmul(d_o, tv.mT()));
+    const Tensor tau = (d_o * X).sum(-1, /*keepdim=*/true) - 2 * gamma * delta;
+    const Tensor U = P * (T - tau);
+    Tensor dq = at::matmul(U, k), dk = at::matmul(U.mT(), block.of(q));
+    if (tk.defined()) dq = dq + at::matmul(dS, tk);
+    if (tq.defined()) dk = dk + at::matmul(dS.mT(), block.of(tq));
+    to.query.push_back(dq * scale);
+    to.key = sum_of(to.key, dk * scale);
+    to.value = sum_of(to.value, at::matmul((A * (G - gamma)).mT(), d_o));
+    if (want_mask) add_mask(U, block, to);
+  }
+};
 
 Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
                                 const Tensor& key, const Tensor& value,
@@ -62,14 +161,9 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
     check_plain_storage(value_or_undefined(*t), name);
   }
   const auto accum = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  auto extent = [](const Tensor& t, int64_t dim) {
-    return t.sym_size(dim).guard_int(__FILE__, __LINE__);
-  };
   const int64_t B = extent(query, 0), H = extent(query, 1), S_q = extent(query, 2),
                 D = extent(query, 3), H_kv = extent(key, 1), S_k = extent(key, 2);
-  const double scale = scale_or_default.value_or(D == 0 ? 1.0 : 1.0 / std::sqrt(double(D)));
-
-  auto wide = [&](const OptionalTensor& t) { return t.has_value() ? t->to(accum) : Tensor(); };
+  auto converted = [&](const OptionalTensor& t) { return t.has_value() ? t->to(accum) : Tensor(); };
   auto all_heads = [&](const Tensor& t) {
     if (!t.defined() || H == H_kv) return t;
     const int64_t d = extent(t, 3);
@@ -79,90 +173,38 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
     if (!t.defined() || H == H_kv) return t;
     return t.reshape({B, H_kv, H / H_kv, S_k, extent(t, 3)}).sum(2);
   };
-  const Tensor q_all = wide(query), tq_all = wide(t_query), out_all = wide(out),
-               dout_all = wide(grad_out), tm_all = wide(t_mask);
-  const Tensor k = all_heads(wide(key)), tk = all_heads(wide(t_key));
-  const Tensor v = all_heads(wide(value)), tv = all_heads(wide(t_value));
-  const bool want_mask = mask.defined() && is_floating(mask.scalar_type());
-
-  std::vector<Tensor> d_out, d_query, d_mask;
-  Tensor d_key, d_value, d_mask_sum;
+  const SecondOrder second{
+      .q = converted(query),
+      .k = all_heads(converted(key)),
+      .v = all_heads(converted(value)),
+      .mask = mask,
+      .out = converted(out),
+      .dout = converted(grad_out),
+      .tq = converted(t_query),
+      .tk = all_heads(converted(t_key)),
+      .tv = all_heads(converted(t_value)),
+      .tm = converted(t_mask),
+      .philox_state = philox_state,
+      .scale = scale_or_default.value_or(D == 0 ? 1.0 : 1.0 / std::sqrt(double(D))),
+      .dropout_p = dropout_p,
+      .is_causal = is_causal,
+      .want_mask = mask.defined() && is_floating(mask.scalar_type())};
+  BlockSums sums;
   const int64_t step = std::max<int64_t>(1, block_rows(B * H * S_k, S_q));
   for (int64_t begin = 0; begin < S_q || begin == 0; begin += step) {
-    const int64_t rows = std::min(step, S_q - begin);
-    auto block = [&](const Tensor& t) {
-      return t.defined() && extent(t, 2) != 1 ? t.narrow(2, begin, rows) : t;
-    };
-    auto rows_of = [&](const Tensor& t) { return t.defined() ? t.narrow(2, begin, rows) : t; };
-    const Tensor q = rows_of(q_all), tq = rows_of(tq_all), o = rows_of(out_all),
-                 dout = rows_of(dout_all);
-
-    Tensor scores = at::matmul(q, k.mT()) * scale;
-    if (mask.defined()) {
-      const Tensor m = block(mask);
-      scores = mask.scalar_type() == at::kBool
-                   ? scores.masked_fill(m.logical_not(), -std::numeric_limits<double>::infinity())
-                   : scores + m.to(accum);
-    }
-    if (is_causal) {
-      const auto options = query.options().dtype(at::kLong);
-      const Tensor hidden =
-          at::arange(S_k, options) > at::arange(begin, begin + rows, options).unsqueeze(1);
-      scores = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
-    }
-    const Tensor P = safe_softmax(scores);
-    const Tensor Z = dropout_p > 0 ? call::attention_dropout_factors(philox_state, accum, dropout_p,
-                                                                     B, H, begin, rows, S_k)
-                                   : Tensor();
-    auto dropped = [&](const Tensor& t) { return Z.defined() ? t * Z : t; };
-    const Tensor A = dropped(P);
-
-    Tensor G;
-    if (tq.defined()) G = at::matmul(tq, k.mT());
-    if (tk.defined()) G = sum_of(G, at::matmul(q, tk.mT()));
-    if (G.defined()) G = G * scale;
-    if (tm_all.defined()) G = sum_of(G, block(tm_all));
-    if (!G.defined()) G = at::zeros_like(P);
-    const Tensor gamma = (P * G).sum(-1, /*keepdim=*/true);
-    Tensor X = at::matmul(A * G, v);
-    if (tv.defined()) X = X + at::matmul(A, tv);
-    d_out.push_back(X - gamma * o);
-    if (!dout.defined()) continue;
-
-    const Tensor dP = dropped(at::matmul(dout, v.mT()));
-    const Tensor delta = (dout * o).sum(-1, /*keepdim=*/true);
-    const Tensor dS = P * (dP - delta);
-    Tensor T = dP * (G - gamma) - delta * G;
-    if (tv.defined()) T = T + dropped(at::matmul(dout, tv.mT()));
-    const Tensor tau = (dout * X).sum(-1, /*keepdim=*/true) - 2 * gamma * delta;
-    const Tensor U = P * (T - tau);
-    Tensor dq = at::matmul(U, k), dk = at::matmul(U.mT(), q);
-    if (tk.defined()) dq = dq + at::matmul(dS, tk);
-    if (tq.defined()) dk = dk + at::matmul(dS.mT(), tq);
-    d_query.push_back(dq * scale);
-    d_key = sum_of(d_key, dk * scale);
-    d_value = sum_of(d_value, at::matmul((A * (G - gamma)).mT(), dout));
-    if (want_mask) {
-      const bool row_broadcast = extent(mask, 2) == 1;
-      auto sizes = mask.sym_sizes().vec();
-      if (!row_broadcast) sizes[2] = rows;
-      const Tensor reduced = U.sum_to_size_symint(sizes);
-      if (row_broadcast)
-        d_mask_sum = sum_of(d_mask_sum, reduced);
-      else
-        d_mask.push_back(reduced);
-    }
+    second.add_block({begin, std::min(step, S_q - begin)}, sums);
   }
 
   Tensors5 results;
-  std::get<0>(results) = at::cat(d_out, 2).to(out.scalar_type());
-  if (!dout_all.defined()) return results;
-  std::get<1>(results) = at::cat(d_query, 2).to(query.scalar_type());
-  std::get<2>(results) = kv_heads(d_key).to(key.scalar_type());
-  std::get<3>(results) = kv_heads(d_value).to(value.scalar_type());
-  if (want_mask) {
-    std::get<4>(results) =
-        (d_mask_sum.defined() ? d_mask_sum : at::cat(d_mask, 2)).to(mask.scalar_type());
+  std::get<0>(results) = at::cat(sums.out, 2).to(out.scalar_type());
+  if (!second.dout.defined()) return results;
+  std::get<1>(results) = at::cat(sums.query, 2).to(query.scalar_type());
+  std::get<2>(results) = kv_heads(sums.key).to(key.scalar_type());
+  std::get<3>(results) = kv_heads(sums.value).to(value.scalar_type());
+  if (second.want_mask) {
+    const Tensor d_mask =
+        sums.broadcast_mask.defined() ? sums.broadcast_mask : at::cat(sums.mask, 2);
+    std::get<4>(results) = d_mask.to(mask.scalar_type());
   }
   return results;
 }

@@ -40,43 +40,27 @@ struct RowsStorage {
   }
 };
 
-// Layout: inputs and outputs (rows, channels); partials (splits, channels).
-// Grid: at most one block per SM, all resident at once. Block b owns channels of tile b % tiles and
-// rows of split b / tiles. Thread t owns V channels of lane t % lanes and every (kRowsThreads /
-// lanes)-th row, one per step. It copies its own vectors: only the merges need barriers.
-template <class T, class Sums, class Apply, class CoefficientsOf>
-__global__ void __launch_bounds__(kRowsThreads, 1)
-    batch_norm_rows_on_chip_kernel(BatchNormInputs<T, Apply::kInputs> in,
-                                   typename Sums::Setup setup, BatchNormOutputs<T> out,
-                                   RowsShape shape, int held, int places,
-                                   Partial<Accum<T>>* partials, CoefficientsOf coefficients_of) {
-  using A = Accum<T>;
-  using Merge = typename Sums::Merge;
-  using B = typename Merge::template Type<A>;
-  constexpr int V = kVecSize<T>, kInputs = Apply::kInputs;
-  constexpr bool kMask = Apply::kGate == Gate::kMask;
-  // The residual, which the sums do not need.
-  constexpr bool kLater = Sums::kInputs < kInputs;
+// A thread's rows: step s is row first + s * groups, `pitch` elements after the step before. The
+// first `held` steps keep their vectors in shared memory; the others pass through the ring.
+template <class T, class Sums, class Apply>
+struct RowsOnChip {
+  static constexpr int V = kVecSize<T>, kInputs = Apply::kInputs;
+  static constexpr bool kMask = Apply::kGate == Gate::kMask;
+  // Whether an input (the residual) is not needed for the sums.
+  static constexpr bool kLater = Sums::kInputs < kInputs;
   static_assert(Sums::kInputs <= kInputs && Sums::kGate == Apply::kGate, "one copy serves both");
   using Storage = RowsStorage<T, kInputs, kMask>;
-  constexpr int kRing = Storage::kRing;
-  extern __shared__ uint4 storage[];
-  __shared__ TileCoefficients<Apply> coefficients;
+  static constexpr int kRing = Storage::kRing;
+  static constexpr int kParts = 4;
 
-  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
-  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
-  const int groups = kRowsThreads / shape.lanes;
-  const int64_t channel = (tile * shape.lanes + lane) * V;
-  const bool active = channel < shape.channels;
-  const int64_t first = shape.begin(split) + group, end = shape.end(split);
-  const int steps = active && first < end ? static_cast<int>((end - 1 - first) / groups) + 1 : 0;
-  const int kept = min(steps, held);
-  const int64_t start = first * shape.channels + channel, pitch = groups * shape.channels;
-  const Storage store{storage, held, places};
-  auto* scratch = static_cast<B*>(store.end());
+  const BatchNormInputs<T, kInputs>& in;
+  Storage store;
+  int held, steps, kept;  // kept: of the held steps, those that exist
+  int64_t start, pitch, elements;
+  uint64_t evict_first;
 
-  const uint64_t evict_first = evict_first_policy();
-  auto copy = [&](int step, int from, int to, bool last_use = false) {
+  // Starts the copies of inputs from .. to - 1 of one step, and of the mask.
+  __device__ __forceinline__ void copy(int step, int from, int to, bool last_use = false) const {
     const int64_t offset = start + step * pitch;
 #pragma unroll
     for (int i = 0; i < kInputs; ++i) {
@@ -91,7 +75,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     }
     if constexpr (kMask) {
       const int64_t byte = static_cast<uint64_t>(offset) / V, word = byte & ~int64_t{3};
-      const int64_t left = static_cast<uint64_t>(shape.rows * shape.channels) / V - word;
+      const int64_t left = static_cast<uint64_t>(elements) / V - word;
       if (left >= 4) {
         cp_async<4>(smem_address(store.mask_word(step)), in.mask + word);
       } else {  // the end of the mask: memcheck counts a copy as 4 bytes
@@ -100,64 +84,133 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
         *store.mask_word(step) = bits;
       }
     }
-  };
-  auto read = [&]<int kWanted>(VectorsOf<T, V, kWanted>& values, int step) {
+  }
+
+  template <int kWanted>
+  __device__ __forceinline__ void read(VectorsOf<T, V, kWanted>& values, int step) const {
 #pragma unroll
     for (int i = 0; i < kWanted; ++i) values.in[i] = load_packed<V>(store.vector(i, step));
     if constexpr (kMask) {
       const int byte = static_cast<int>(static_cast<uint64_t>(start + step * pitch) / V & 3);
       values.bits = *store.mask_word(step) >> (8 * byte) & 0xff;
     }
-  };
-
-  // In parts, so that the first ones are summed while the others arrive.
-  constexpr int kParts = 4;
-  const int part = (held + kParts - 1) / kParts;
-#pragma unroll 1
-  for (int p = 0; p < kParts; ++p) {
-    for (int step = p * part; step < min((p + 1) * part, kept); ++step)
-      copy(step, 0, Sums::kInputs);
-    cp_async_commit();
-  }
-  if constexpr (kLater) {
-    for (int step = 0; step < kept; ++step) copy(step, Sums::kInputs, kInputs);
-    cp_async_commit();
-  }
-#pragma unroll 1
-  for (int step = held; step < held + kRing; ++step) {
-    if (step < steps) copy(step, 0, Sums::kInputs);
-    cp_async_commit();
   }
 
-  Sums sums;
-  prepare_sums<V>(sums, setup, shape, tile, active);
-  VectorsOf<T, V, Sums::kInputs> values;
-  auto add_part = [&]<int kPart>() {
+  __device__ __forceinline__ int part() const { return (held + kParts - 1) / kParts; }
+
+  // Starts the copies of all held steps and of a ring's worth of the others. The held ones come in
+  // parts, so that the first parts are summed while the others arrive.
+  __device__ __forceinline__ void start_copies() const {
+    const int part = this->part();
+#pragma unroll 1
+    for (int p = 0; p < kParts; ++p) {
+      for (int step = p * part; step < min((p + 1) * part, kept); ++step)
+        copy(step, 0, Sums::kInputs);
+      cp_async_commit();
+    }
+    if constexpr (kLater) {
+      for (int step = 0; step < kept; ++step) copy(step, Sums::kInputs, kInputs);
+      cp_async_commit();
+    }
+#pragma unroll 1
+    for (int step = held; step < held + kRing; ++step) {
+      if (step < steps) copy(step, 0, Sums::kInputs);
+      cp_async_commit();
+    }
+  }
+
+  template <int kPart>
+  __device__ __forceinline__ void add_part(Sums& sums,
+                                           VectorsOf<T, V, Sums::kInputs>& values) const {
+    const int part = this->part();
     cp_async_wait<kParts - 1 - kPart + kLater + kRing>();
     for (int step = kPart * part; step < min((kPart + 1) * part, kept); ++step) {
       read(values, step);
       if (step == 0) sums.start(values, WholeVector{});
       sums.add(values, WholeVector{});
     }
-  };
-  add_part.template operator()<0>();
-  add_part.template operator()<1>();
-  add_part.template operator()<2>();
-  add_part.template operator()<3>();
+  }
+
+  // Sums all steps as they arrive. The ring ends with its last steps complete for apply().
+  __device__ __forceinline__ void add_all(Sums& sums) const {
+    VectorsOf<T, V, Sums::kInputs> values;
+    add_part<0>(sums, values);
+    add_part<1>(sums, values);
+    add_part<2>(sums, values);
+    add_part<3>(sums, values);
 #pragma unroll 1
-  for (int step = held; step < steps; ++step) {
-    cp_async_wait<kRing - 1>();
-    read(values, step);
-    sums.add(values, WholeVector{});
-    if (step + kRing < steps) copy(step + kRing, 0, Sums::kInputs);
-    cp_async_commit();
-  }
-  if constexpr (kLater) {
-    for (int step = max(held, steps - kRing); step < steps; ++step) {
-      copy(step, Sums::kInputs, kInputs);
+    for (int step = held; step < steps; ++step) {
+      cp_async_wait<kRing - 1>();
+      read(values, step);
+      sums.add(values, WholeVector{});
+      if (step + kRing < steps) copy(step + kRing, 0, Sums::kInputs);
+      cp_async_commit();
     }
-    cp_async_commit();
+    if constexpr (kLater) {
+      for (int step = max(held, steps - kRing); step < steps; ++step) {
+        copy(step, Sums::kInputs, kInputs);
+      }
+      cp_async_commit();
+    }
   }
+
+  // Backwards: the ring still holds the last rows, and L2 the rows before them. Evict-first, so
+  // that results replace lines that have been read for the last time.
+  __device__ __forceinline__ void apply(const BatchNormOutputs<T>& out,
+                                        const Coefficients<Accum<T>> (&c)[V]) const {
+    cp_async_wait<0>();
+#pragma unroll 1
+    for (int step = steps - 1; step >= 0; --step) {
+      VectorsOf<T, V, kInputs> all;
+      cp_async_wait<kRing - 1>();
+      read(all, step);
+      apply_row<Apply>(out, all, c, start + step * pitch);
+      if (step - kRing >= held) copy(step - kRing, 0, kInputs, true);
+      cp_async_commit();
+    }
+  }
+};
+
+// Layout: inputs and outputs (rows, channels); partials (splits, channels).
+// Grid: at most one block per SM, all resident at once. Block b owns channels of tile b % tiles and
+// rows of split b / tiles. Thread t owns V channels of lane t % lanes and every (kRowsThreads /
+// lanes)-th row, one per step. It copies its own vectors: only the merges need barriers.
+template <class T, class Sums, class Apply, class CoefficientsOf>
+__global__ void __launch_bounds__(kRowsThreads, 1)
+    batch_norm_rows_on_chip_kernel(BatchNormInputs<T, Apply::kInputs> in,
+                                   typename Sums::Setup setup, BatchNormOutputs<T> out,
+                                   RowsShape shape, int held, int places,
+                                   Partial<Accum<T>>* partials, CoefficientsOf coefficients_of) {
+  using A = Accum<T>;
+  using Merge = typename Sums::Merge;
+  using B = typename Merge::template Type<A>;
+  using Rows = RowsOnChip<T, Sums, Apply>;
+  constexpr int V = Rows::V;
+  extern __shared__ uint4 storage[];
+  __shared__ TileCoefficients<Apply> coefficients;
+
+  const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
+  const int lane = threadIdx.x % shape.lanes, group = threadIdx.x / shape.lanes;
+  const int groups = kRowsThreads / shape.lanes;
+  const int64_t channel = (tile * shape.lanes + lane) * V;
+  const bool active = channel < shape.channels;
+  const int64_t first = shape.begin(split) + group, end = shape.end(split);
+  const int steps = active && first < end ? static_cast<int>((end - 1 - first) / groups) + 1 : 0;
+  const Rows rows{in,
+                  {storage, held, places},
+                  held,
+                  steps,
+                  min(steps, held),
+                  first * shape.channels + channel,
+                  groups * shape.channels,
+                  shape.rows * shape.channels,
+                  evict_first_policy()};
+  auto* scratch = static_cast<B*>(rows.store.end());
+
+  rows.start_copies();
+  Sums sums;
+  prepare_sums<V>(sums, setup, shape, tile, active);
+  rows.add_all(sums);
 
   const int64_t mine = tile * shape.lanes * V + threadIdx.x;
   const bool owns = threadIdx.x < shape.lanes * V && mine < shape.channels;
@@ -187,18 +240,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 
   Coefficients<A> c[V];
   coefficients.get(c, lane);
-  cp_async_wait<0>();
-  // Backwards: the ring still holds the last rows, and L2 the rows before them. Evict-first, so
-  // that results replace lines that have been read for the last time.
-#pragma unroll 1
-  for (int step = steps - 1; step >= 0; --step) {
-    VectorsOf<T, V, kInputs> all;
-    cp_async_wait<kRing - 1>();
-    read(all, step);
-    apply_row<Apply>(out, all, c, start + step * pitch);
-    if (step - kRing >= held) copy(step - kRing, 0, kInputs, true);
-    cp_async_commit();
-  }
+  rows.apply(out, c);
 }
 
 template <class T, class Sums, class Apply, class Params, class CoefficientsOf>

@@ -85,6 +85,48 @@ __device__ __forceinline__ float common_factor(const CrossEntropyGradientParams&
   return factor;
 }
 
+// Where a row's vectors are: which lane has one, and that lane's copy of it.
+template <class T>
+struct RowPlaces {
+  const PersistentStage<T>& stage;
+  int lane, lanes;
+
+  __device__ __forceinline__ bool has(int vector) const { return lane == (vector & (lanes - 1)); }
+  __device__ __forceinline__ const Vec<T, kVecSize<T>>& operator[](int vector) const {
+    return stage.places[(vector >> (__ffs(lanes) - 1)) * kWarpSize];
+  }
+};
+
+// Stores a lane's part of a row's gradient, except for the label's own element. `dz` is the row's
+// first vector.
+template <class T>
+__device__ __forceinline__ void store_gradient(
+    T* dz, const RowInRegisters<T>& registers, const RowPlaces<T>& places,
+    const PersistentRow<T>& row, const RowGradient<T, TargetKind::kLabels>& gradient) {
+  constexpr int kVec = kVecSize<T>;
+  const int lane = places.lane, lanes = places.lanes;
+  T* place = dz + lane * kVec;
+  const int whole = row.span / kVec - lane;
+#pragma unroll
+  for (int j = 0; j < kPersistentHeld; ++j, place = opaque(place + lanes * kVec)) {
+    if (j * lanes < whole && (j > 0 || lane * kVec >= row.lead)) {
+      store_vec_global(place, registers.gradient(j, gradient));
+    }
+  }
+  // The first and the last vector, if they contain elements of another row.
+  auto store_edge = [&](int vector) {
+    if (!places.has(vector)) return;
+    for (int j = 0; j < kVec; ++j) {
+      const int element = vector * kVec + j;
+      if (element < row.lead || element >= row.span) continue;
+      const float distance = gradient.distance(convert<float>(places[vector].data[j]));
+      dz[element] = convert<T>(gradient.of_no_label(distance));
+    }
+  };
+  if (row.lead % kVec != 0) store_edge(row.lead / kVec);
+  if (row.span % kVec != 0) store_edge(row.span / kVec);
+}
+
 // Layout: logits and gradients (rows, classes), class stride 1, each with its own row stride and
 // the same offset from 16 bytes in each row. The gradient may overwrite the logits. Grid: one block
 // per SM. `lanes` threads form a group and own a run of rows, each of one stage.
@@ -135,17 +177,13 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
     RowInRegisters<T> registers(stage);
     const RowSums<T, kKind> sums = registers.sum(lanes);
 
-    // Which thread has a vector of the row, and the thread's copy of it.
-    auto has = [&](int vector) { return lane == (vector & (lanes - 1)); };
-    auto copy_of = [&](int vector) -> const Vec<T, kVec>& {
-      return stage.places[(vector >> (__ffs(lanes) - 1)) * kWarpSize];
-    };
+    const RowPlaces<T> places{stage, lane, lanes};
     const int code = label.valid ? static_cast<int>(label.value) : label.ignored ? kIgnored : kBad;
     const int c = __shfl_sync(kFullMask, code, turn, lanes);
     const int at_label = row.lead + c, label_vector = at_label / kVec;
-    const bool has_label = c >= 0 && has(label_vector);
+    const bool has_label = c >= 0 && places.has(label_vector);
     float z = 0;
-    if (has_label) z = convert<float>(copy_of(label_vector).data[at_label % kVec]);
+    if (has_label) z = convert<float>(places[label_vector].data[at_label % kVec]);
     const float row_logit = __shfl_sync(kFullMask, z, label_vector & (lanes - 1), lanes);
     if (lane == turn) {
       kept = sums;
@@ -160,26 +198,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
                                      g);
       gradient.max = sums.max;  // for a row whose gradient is 0: 0 times a finite number
       T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, r) - row.lead;
-      T* place = dz + lane * kVec;
-      const int whole = row.span / kVec - lane;
-#pragma unroll
-      for (int j = 0; j < kPersistentHeld; ++j, place = opaque(place + lanes * kVec)) {
-        if (j * lanes < whole && (j > 0 || lane * kVec >= row.lead)) {
-          store_vec_global(place, registers.gradient(j, gradient));
-        }
-      }
-      // The first and the last vector, if they contain elements of another row.
-      auto store_edge = [&](int vector) {
-        if (!has(vector)) return;
-        for (int j = 0; j < kVec; ++j) {
-          const int element = vector * kVec + j;
-          if (element < row.lead || element >= row.span) continue;
-          const float distance = gradient.distance(convert<float>(copy_of(vector).data[j]));
-          dz[element] = convert<T>(gradient.of_no_label(distance));
-        }
-      };
-      if (row.lead % kVec != 0) store_edge(row.lead / kVec);
-      if (row.span % kVec != 0) store_edge(row.span / kVec);
+      store_gradient(dz, registers, places, row, gradient);
       if (has_label) {  // rewritten: the label's own element
         dz[at_label] = convert<T>(gradient.at_label(z, class_weight<float>(p, c), smoothing));
       }

@@ -13,6 +13,43 @@ namespace {
 
 constexpr int kReduceThreads = 1024;
 
+// Adds class `c` of a row's head or tail.
+template <TargetKind kKind, class T, class Q, class Sums>
+__device__ __forceinline__ void add_scalar(Sums& sums, const CrossEntropyParams& p,
+                                           const Smoothing<Accum<T>>& smoothing, const T* z,
+                                           const Q* q, int64_t c) {
+  using Acc = Accum<T>;
+  Acc target = 0;
+  if constexpr (kKind == TargetKind::kProbabilities) target = convert<Acc>(q[c]);
+  const Acc value[1] = {convert<Acc>(z[c])};
+  const Acc wq[1] = {weighted_target<kKind>(p, smoothing, c, target)};
+  const bool present[1] = {true};
+  sums.template add<1, 1>(value, wq, present);
+}
+
+// Merges the sums of the `lanes` threads that share a row into those of its lane 0. `shared` has a
+// slot per warp, for rows of a whole block.
+template <class Sums, class Acc>
+__device__ __forceinline__ void merge_group(Sums& sums, int lanes, Acc (*shared)[4]) {
+  for (int offset = (lanes < kWarpSize ? lanes : kWarpSize) / 2; offset > 0; offset /= 2) {
+    sums.merge(sums.from_lane(offset));
+  }
+  if (lanes <= kWarpSize) return;
+  const int warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
+  if (threadIdx.x % kWarpSize == 0) {
+    sums.store(shared[warp]);
+  }
+  __syncthreads();
+  if (warp == 0) {
+    sums = Sums();
+    if (threadIdx.x < num_warps) sums.load(shared[threadIdx.x]);
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      sums.merge(sums.from_lane(offset));
+    }
+  }
+  __syncthreads();  // before the next row overwrites the slots
+}
+
 // Layout: logits (rows, classes), class stride 1; row r starts at row_offset(layout, r). Grid:
 // `lanes` threads share a row, blockDim / lanes rows per block, strided over the rows. kVec > 1: a
 // scalar head up to the first 16-byte boundary of the row, vectors, a scalar tail.
@@ -94,34 +131,11 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
       const int64_t body = vectors * kVec;
       const int64_t scalars = active ? p.classes - body : 0;
       for (int64_t i = lane; i < scalars; i += lanes) {
-        const int64_t c = i < head ? i : i + body;
-        Acc target = 0;
-        if constexpr (kKind == TargetKind::kProbabilities) target = convert<Acc>(q[c]);
-        const Acc value[1] = {convert<Acc>(z[c])};
-        const Acc wq[1] = {weighted_target<kKind>(p, smoothing, c, target)};
-        const bool present[1] = {true};
-        sums.template add<1, 1>(value, wq, present);
+        add_scalar<kKind>(sums, p, smoothing, z, q, i < head ? i : i + body);
       }
     }
 
-    for (int offset = (lanes < kWarpSize ? lanes : kWarpSize) / 2; offset > 0; offset /= 2) {
-      sums.merge(sums.from_lane(offset));
-    }
-    if (lanes > kWarpSize) {  // the block's only row
-      const int warp = threadIdx.x / kWarpSize, num_warps = blockDim.x / kWarpSize;
-      if (threadIdx.x % kWarpSize == 0) {
-        sums.store(shared_sums[warp]);
-      }
-      __syncthreads();
-      if (warp == 0) {
-        sums = Sums();
-        if (threadIdx.x < num_warps) sums.load(shared_sums[threadIdx.x]);
-        for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-          sums.merge(sums.from_lane(offset));
-        }
-      }
-      __syncthreads();  // before the next row overwrites the slots
-    }
+    merge_group(sums, lanes, shared_sums);
     if (active && lane == 0) {
       Label label{-1, true, false};
       if constexpr (kKind != TargetKind::kProbabilities) label = label_of(p, label_value);

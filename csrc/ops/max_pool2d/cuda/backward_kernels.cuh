@@ -23,6 +23,20 @@ struct PlainFinish {
   }
 };
 
+// Adds to `sums` what the windows that cover the tile's input (i, x) pass on to it.
+template <class Plan, int kK, class Windows, class Sum>
+__device__ __forceinline__ void add_windows(const Windows (&windows)[Plan::kWindowRows], int i,
+                                            int x, Sum* sums) {
+#pragma unroll
+  for (int a = 0; a < Plan::kWindowRows; ++a) {
+#pragma unroll
+    for (int b = 0; b < Plan::kWindows; ++b) {
+      const int r = i - 2 * a + Plan::kTapShift, s = x - 2 * b + Plan::kTapShift;
+      if (r >= 0 && r < kK && s >= 0 && s < kK) windows[a].add(b, r * kK + s, sums);
+    }
+  }
+}
+
 template <class T, int V, int kK, PoolSpan kSpan, class Finish>
 __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Finish::kReads ? 2 : 3)
     max_pool2d_bwd_strided_kernel(const T* grad_output, const SmallCode* codes, T* grad_input,
@@ -83,27 +97,17 @@ __global__ void __launch_bounds__(kPoolThreads, (V > 1 || sizeof(T) == 8) && Fin
     Vec<T, kWide ? kColumns : V> result[kWide ? 1 : kColumns];
 #pragma unroll
     for (int x = 0; x < kColumns; ++x) {
-      auto add_windows = [&](auto* sums) {
-#pragma unroll
-        for (int a = 0; a < Plan::kWindowRows; ++a) {
-#pragma unroll
-          for (int b = 0; b < Plan::kWindows; ++b) {
-            const int r = i - 2 * a + Plan::kTapShift, s = x - 2 * b + Plan::kTapShift;
-            if (r >= 0 && r < kK && s >= 0 && s < kK) windows[a].add(b, r * kK + s, sums);
-          }
-        }
-      };
       // The sum of two 16-bit gradients, rounded once, equals their sum in float, rounded.
       if constexpr (Finish::kIsSum && sizeof(T) == 2 && V % 4 == 0) {
         if (Plan::covering(i) * Plan::covering(x) <= 2) {
           alignas(16) uint32_t pairs[V / 2] = {};
-          add_windows(pairs);
+          add_windows<Plan, kK>(windows, i, x, pairs);
           result[x] = *reinterpret_cast<const Vec<T, V>*>(pairs);
           continue;
         }
       }
       Accum<T> sums[V] = {};
-      add_windows(sums);
+      add_windows<Plan, kK>(windows, i, x, sums);
       const int vector = kWide ? 0 : x;
       const auto wide = widen(inputs[i][vector]);
 #pragma unroll

@@ -32,7 +32,7 @@ struct AttentionDkDvTile {
 
 // Walks `count` tiles: issue(i, stage) starts the copies of tile i, compute(i, stage) uses them.
 // With two stages the copies of tile i + 1 run during compute(i). The one barrier guarantees that
-// tile i has arrived and that nobody reads the other stage any more.
+// tile i has arrived and that no thread still reads the other stage.
 template <int kStages, class Issue, class Compute>
 __device__ __forceinline__ void walk_tiles(int64_t count, Issue&& issue, Compute&& compute) {
   static_assert(kStages == 1 || kStages == 2, "one tile in use, at most one in flight");
@@ -193,6 +193,11 @@ __global__ void __launch_bounds__(kMmaThreads)
              rows - warp_row, p.D, scale, args.pair_stores);
 }
 
+// A tile of queries: its head and first row.
+struct QueryTile {
+  int64_t h, row;
+};
+
 // q (B, H, S_q, D), k, dk (B, H_kv, S_k, D), v, dv (B, H_kv, S_k, D_v), dout (B, H, S_q, D_v)
 // shared: K, V (kBlockN, kD), then Q, dO (kBlockM, kD) per stage, then lse, delta (kBlockM) per
 // stage; warp w owns keys 16 kTiles w and following; kWantDk, kWantDv: both, if the registers hold
@@ -229,15 +234,12 @@ __global__ void __launch_bounds__(kMmaThreads)
   // Queries before the tile's first key do not see it. The walk includes the group's heads.
   const int64_t first_tile = p.is_causal ? min(col0, p.S_q) / kBlockM : 0;
   const int64_t row_tiles = ceil_div(p.S_q, int64_t(kBlockM)) - first_tile;
-  struct Place {
-    int64_t h, row;
+  const QueryTile start{h_kv * group, first_tile * kBlockM};
+  auto step = [&](QueryTile& tile) {
+    tile.row += kBlockM;
+    if (tile.row >= p.S_q) tile = {tile.h + 1, start.row};
   };
-  const Place start{h_kv * group, first_tile * kBlockM};
-  auto step = [&](Place& place) {
-    place.row += kBlockM;
-    if (place.row >= p.S_q) place = {place.h + 1, start.row};
-  };
-  Place issued = start, computed = start;
+  QueryTile issued = start, computed = start;
 
   float dk[kTiles][kWantDk ? kD / 8 : 1][4], dv[kTiles][kWantDv ? kD / 8 : 1][4];
   clear(dk);
@@ -273,7 +275,7 @@ __global__ void __launch_bounds__(kMmaThreads)
       clear(dp);
       multiply_rows<T, kD>(dp, smem_address(sV), warp_col, dout_base);
     }
-    // Keys past S_k have rows of their own that are not stored, so only the causal rule hides here.
+    // Keys past S_k only change rows that are not stored, so only the causal rule hides here.
     const bool has_hidden = p.is_causal && col0 + kBlockN > row0 + 1;
     grad_scores<T, true, kHasExtras, kWantDk>(
         p, args, s, dp, b, h, col0 + warp_col, row0, has_hidden,

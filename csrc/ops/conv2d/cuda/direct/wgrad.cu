@@ -33,6 +33,64 @@ __device__ __forceinline__ A sum_in_runs(const A* values, int count, int step) {
   return runs[0];
 }
 
+// A thread's kRunQ outputs of kRunK channels from k on, of which `run` outputs exist; zeros else.
+template <bool kIsVec, class T, class A>
+__device__ __forceinline__ void load_dy(const T* dy, const DirectUnit& unit, int k, int run,
+                                        const DirectShape& g, A (&to)[kRunQ][kRunK]) {
+  const T* from = dy + unit.image * g.y_image + unit.p * g.y_row + unit.q * g.y_col + k * g.y_chan;
+  if (g.channels_last) {
+#pragma unroll
+    for (int j = 0; j < kRunQ; ++j) {
+      load_run<kRunK, kIsVec>(from + j * g.y_col, dy, j < run ? g.k - k : 0, to[j]);
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < kRunK; ++v) {
+      A row[kRunQ];
+      load_run<kRunQ, kIsVec>(from + v * g.y_chan, dy, k + v < g.k ? run : 0, row);
+#pragma unroll
+      for (int j = 0; j < kRunQ; ++j) to[j][v] = row[j];
+    }
+  }
+}
+
+// Sums acc over the slices, a round of taps at a time, and stores the sums in the part's place.
+// `sums`: shared memory (kRoundTaps * kRunK, smem_pitch).
+template <int kTaps, class A>
+__device__ __forceinline__ void leave_sums(const A (&acc)[kTaps + 1][kRunK], const DirectShape& g,
+                                           const DirectWgradWalk& walk, int chunk, int part,
+                                           A* sums, A* partials) {
+  const int tid = threadIdx.x;
+  const int pitch_k = walk.k_tiles * kRunK;
+  const int window = g.r * g.s;
+  A* to = partials + int64_t{part} * int64_t{g.group_c * window + 1} * pitch_k;
+  constexpr int kRound = kRoundTaps<A>;
+#pragma unroll
+  for (int begin = 0; begin <= kTaps; begin += kRound) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kRound * kRunK; ++i) {
+      const int tap = begin + i / kRunK;
+      if (tap <= kTaps) sums[i * walk.smem_pitch + tid] = acc[tap][i % kRunK];
+    }
+    __syncthreads();
+    for (int e = tid; e < kRound * kRunK * walk.cta_tiles; e += blockDim.x) {
+      const int e_tile = e % walk.cta_tiles, value = e / walk.cta_tiles;
+      const int t = chunk * walk.cta_tiles + e_tile;
+      const int tap = begin + value / kRunK;
+      const int group = t / walk.k_tiles;
+      if (t >= walk.tiles || tap > kTaps || (tap == kTaps && group != 0)) continue;
+      const A* column =
+          sums + value * walk.smem_pitch + (g.channels_last ? e_tile : e_tile * walk.slices);
+      const int step = g.channels_last ? walk.cta_tiles : 1;
+      const A sum = sum_in_runs(column, walk.slices, step);
+      const int place = tap == kTaps ? g.group_c * window
+                                     : group % g.group_c * window + group / g.group_c * kTaps + tap;
+      to[int64_t{place} * pitch_k + (t % walk.k_tiles) * kRunK + value % kRunK] = sum;
+    }
+  }
+}
+
 // kIsVec: dy, and x if kDepthwise (then NHWC), in vectors.
 // kR x kS taps a thread with dilation 1 along the row and stride kStride; kR = kS = 1: any window.
 // Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q),
@@ -47,7 +105,6 @@ __global__ void __launch_bounds__(direct_wgrad_threads(kR), direct_wgrad_ctas(kR
   constexpr int kWindow = (kRunQ - 1) * kStride + kS;
   constexpr int kXs = kDepthwise ? kRunK : 1;
   extern __shared__ __align__(16) unsigned char shared[];
-  A* sums = reinterpret_cast<A*>(shared);  // (kRoundTaps * kRunK, smem_pitch)
 
   // NHWC: neighbouring threads have neighbouring channels; NCHW: neighbouring pixels.
   const int tid = threadIdx.x;
@@ -83,22 +140,7 @@ __global__ void __launch_bounds__(direct_wgrad_threads(kR), direct_wgrad_ctas(kR
     const DirectUnit unit = direct_unit(g, index, kRunQ);
     const int run = min(g.q - unit.q, kRunQ);
     A rDy[kRunQ][kRunK];
-    const T* from =
-        dy + unit.image * g.y_image + unit.p * g.y_row + unit.q * g.y_col + k * g.y_chan;
-    if (g.channels_last) {
-#pragma unroll
-      for (int j = 0; j < kRunQ; ++j) {
-        load_run<kRunK, kIsVec>(from + j * g.y_col, dy, j < run ? g.k - k : 0, rDy[j]);
-      }
-    } else {
-#pragma unroll
-      for (int v = 0; v < kRunK; ++v) {
-        A row[kRunQ];
-        load_run<kRunQ, kIsVec>(from + v * g.y_chan, dy, k + v < g.k ? run : 0, row);
-#pragma unroll
-        for (int j = 0; j < kRunQ; ++j) rDy[j][v] = row[j];
-      }
-    }
+    load_dy<kIsVec>(dy, unit, k, run, g, rDy);
     const int w0 = unit.q * g.stride_w - g.pad_w + s0 * g.dilation_w;
     const T* image = x + unit.image * g.x_image + c * g.x_chan + w0 * g.x_col;
     auto load_pixel = [&](int r, int i, A(&to)[kXs]) {
@@ -152,35 +194,7 @@ __global__ void __launch_bounds__(direct_wgrad_threads(kR), direct_wgrad_ctas(kR
     }
   }
 
-  // Sum over the slices, a round of taps at a time, and leave it in the part's place.
-  const int pitch_k = walk.k_tiles * kRunK;
-  const int window = g.r * g.s;
-  A* to = partials + int64_t{part} * int64_t{g.group_c * window + 1} * pitch_k;
-  constexpr int kRound = kRoundTaps<A>;
-#pragma unroll
-  for (int begin = 0; begin <= kTaps; begin += kRound) {
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kRound * kRunK; ++i) {
-      const int tap = begin + i / kRunK;
-      if (tap <= kTaps) sums[i * walk.smem_pitch + tid] = acc[tap][i % kRunK];
-    }
-    __syncthreads();
-    for (int e = tid; e < kRound * kRunK * walk.cta_tiles; e += blockDim.x) {
-      const int e_tile = e % walk.cta_tiles, value = e / walk.cta_tiles;
-      const int t = chunk * walk.cta_tiles + e_tile;
-      const int tap = begin + value / kRunK;
-      const int group = t / walk.k_tiles;
-      if (t >= walk.tiles || tap > kTaps || (tap == kTaps && group != 0)) continue;
-      const A* column =
-          sums + value * walk.smem_pitch + (g.channels_last ? e_tile : e_tile * walk.slices);
-      const int step = g.channels_last ? walk.cta_tiles : 1;
-      const A sum = sum_in_runs(column, walk.slices, step);
-      const int place = tap == kTaps ? g.group_c * window
-                                     : group % g.group_c * window + group / g.group_c * kTaps + tap;
-      to[int64_t{place} * pitch_k + (t % walk.k_tiles) * kRunK + value % kRunK] = sum;
-    }
-  }
+  leave_sums<kTaps>(acc, g, walk, chunk, part, reinterpret_cast<A*>(shared), partials);
 }
 
 constexpr int kReduceOutputs = 32, kReduceLanes = 16;

@@ -174,6 +174,54 @@ __device__ __forceinline__ void multiply(float (&acc)[2][kColumns / 8][4], uint3
   }
 }
 
+// Stores a warp's 32 rows of D from `first_m` on. Values that are NaN are computed again by their
+// own taps.
+template <class T, int kBlocks>
+__device__ __forceinline__ void store_tile(const float (&acc)[2][kBlocks][4], const T* dy_image,
+                                           const T* w, T* dx_image, int first_m, int tile_row,
+                                           int tile_col, const DirectShape& g,
+                                           const DgradPlan& plan) {
+  const int lane = threadIdx.x % 32;
+  // Value `r` of m16n8 block (i, n) is dx_image[c, h, col], if that exists.
+  auto locate = [&](int i, int n, int r, int& h, int& col, int& c) {
+    const int m = first_m + i * 16 + r / 2 * 8 + lane / 4;
+    const int at = n * 8 + lane % 4 * 2 + r % 2;
+    int block_h, block_w, pixel, pixel_h, pixel_w;
+    plan.of_tile_w.divmod(m, block_h, block_w);
+    plan.of_channels.divmod(at, pixel, c);
+    plan.of_blk_w.divmod(pixel, pixel_h, pixel_w);
+    h = (tile_row * plan.tile_h + block_h) * plan.blk_h + pixel_h;
+    col = (tile_col * plan.tile_w + block_w) * plan.blk_w + pixel_w;
+    return block_h < plan.tile_h && at < plan.columns && h < g.h && col < g.w;
+  };
+  bool has_nan = false;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        int h, col, c;
+        const bool exists = locate(i, n, r, h, col, c);
+        has_nan |= acc[i][n][r] != acc[i][n][r];
+        if (exists) {
+          dx_image[h * g.x_row + col * g.x_col + c * g.x_chan] = convert<T>(acc[i][n][r]);
+        }
+      }
+    }
+  }
+  if (has_nan) {
+#pragma unroll 1
+    for (int e = 0; e < kBlocks * 8; ++e) {
+      int h, col, c;
+      if (!locate(e / (kBlocks * 4), e / 4 % kBlocks, e % 4, h, col, c)) continue;
+      T& value = dx_image[h * g.x_row + col * g.x_col + c * g.x_chan];
+      const float written = convert<float>(value);
+      if (written != written) value = convert<T>(gradient_of(dy_image, w, g, h, col, c));
+    }
+  }
+}
+
 // Layout: dy (N, P, Q, K) or (N, K, P, Q), w (K, R, S, C) or (K, C, R, S), dx as dy. A is
 // (blocks of a tile, window x k_pad), B (columns, window x k_pad), a warp has 32 rows of D.
 // Shared: weights (kColumns, window x k_pad + 16 bytes), then grad_output (rows, row_slots,
@@ -257,45 +305,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       }
     }
 
-    // Value `r` of m16n8 block (i, n) is dx[image, c, h, col], if that exists.
-    auto locate = [&](int i, int n, int r, int& h, int& col, int& c) {
-      const int m = first_m + i * 16 + r / 2 * 8 + lane / 4;
-      const int at = n * 8 + lane % 4 * 2 + r % 2;
-      int block_h, block_w, pixel, pixel_h, pixel_w;
-      plan.of_tile_w.divmod(m, block_h, block_w);
-      plan.of_channels.divmod(at, pixel, c);
-      plan.of_blk_w.divmod(pixel, pixel_h, pixel_w);
-      h = (tile_row * plan.tile_h + block_h) * plan.blk_h + pixel_h;
-      col = (tile_col * plan.tile_w + block_w) * plan.blk_w + pixel_w;
-      return block_h < plan.tile_h && at < plan.columns && h < g.h && col < g.w;
-    };
-    T* dx_image = dx + image * g.x_image;
-    bool has_nan = false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          int h, col, c;
-          const bool exists = locate(i, n, r, h, col, c);
-          has_nan |= acc[i][n][r] != acc[i][n][r];
-          if (exists) {
-            dx_image[h * g.x_row + col * g.x_col + c * g.x_chan] = convert<T>(acc[i][n][r]);
-          }
-        }
-      }
-    }
-    if (has_nan) {
-#pragma unroll 1
-      for (int e = 0; e < kColumns; ++e) {
-        int h, col, c;
-        if (!locate(e / (kColumns / 2), e / 4 % (kColumns / 8), e % 4, h, col, c)) continue;
-        T& value = dx_image[h * g.x_row + col * g.x_col + c * g.x_chan];
-        const float written = convert<float>(value);
-        if (written != written) value = convert<T>(gradient_of(dy_image, w, g, h, col, c));
-      }
-    }
+    store_tile(acc, dy_image, w, dx + image * g.x_image, first_m, tile_row, tile_col, g, plan);
   }
 }
 

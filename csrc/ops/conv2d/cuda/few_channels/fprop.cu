@@ -36,6 +36,89 @@ struct TapPair {
   uint32_t mask;
 };
 
+// Weights of channels first_k .. first_k + kChunk - 1 to `shared` (kChunk, taps + 8), zeros where
+// no tap is; and the pairs of taps.
+template <int kChunk, class T>
+__device__ __forceinline__ void stage_weights(T* shared, TapPair* pairs, const T* w, int first_k,
+                                              const DirectShape& g, const FpropTilePlan& plan) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int weight_pitch = plan.taps + 8, row_elements = g.s * g.c;
+  for (int k = warp; k < kChunk; k += kWarps) {
+    const T* source = w + int64_t{first_k + k} * g.r * row_elements;
+    for (int tap = lane; tap < weight_pitch; tap += 32) {
+      const int r = tap / plan.row_taps, j = tap % plan.row_taps;
+      const bool exists = first_k + k < g.k && r < g.r && j < row_elements;
+      shared[k * weight_pitch + tap] = exists ? source[r * row_elements + j] : convert<T>(0.f);
+    }
+  }
+  for (int i = threadIdx.x; i < plan.taps / 2; i += kWarps * 32) {
+    const int r = 2 * i / plan.row_taps, j = 2 * i % plan.row_taps;
+    // Elements of no tap are masked: an infinite one times the weight 0 would be NaN.
+    pairs[i] = r < g.r ? TapPair{r * g.dilation_h * plan.x_pitch + j,
+                                 j + 1 < row_elements ? 0xffffffffu : 0xffffu}
+                       : TapPair{0, 0};
+  }
+}
+
+// Input rows h0 .. h0 + x_rows - 1 from column w0 on, of one image, to `shared` (x_rows, x_pitch);
+// zeros outside of the image.
+template <class T>
+__device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, int w0,
+                                           const DirectShape& g, const FpropTilePlan& plan) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int row = warp; row < plan.x_rows; row += kWarps) {
+    const bool row_exists = is_inside(h0 + row, g.h);
+    const T* source = image + (h0 + row) * g.x_row + w0 * g.x_col;
+#pragma unroll 4
+    for (int e = lane; e < plan.x_pitch; e += 32) {
+      const bool exists = row_exists && is_inside(w0 * g.c + e, g.w * g.c);
+      shared[row * plan.x_pitch + e] = exists ? source[e] : convert<T>(0.f);
+    }
+  }
+}
+
+// Products of a warp's two runs with all taps. `place[m]`: the lane's first pixel of run m in the
+// tile; `base_b`: its ldmatrix row of the weights.
+template <class T, bool kPaired, int kNBlocks>
+__device__ __forceinline__ void multiply(float (&acc)[2][kNBlocks][4],
+                                         const uint16_t* const (&place)[2], const TapPair* pairs,
+                                         uint32_t base_b, int taps, int pixel_pitch) {
+  const int lane = threadIdx.x % 32, weight_pitch = taps + 8;
+#pragma unroll 1
+  for (int tap = 0; tap < taps; tap += 16) {
+    uint32_t a[2][4];
+#pragma unroll
+    for (int half_step = 0; half_step < 2; ++half_step) {
+      const TapPair pair = pairs[tap / 2 + half_step * 4 + lane % 4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int half_run = 0; half_run < 2; ++half_run) {
+          const uint16_t* from = place[m] + half_run * 8 * pixel_pitch + pair.offset;
+          uint32_t both;
+          if constexpr (kPaired) {
+            both = *reinterpret_cast<const uint32_t*>(from);
+          } else {
+            both = from[0] | uint32_t{from[1]} << 16;
+          }
+          a[m][half_step * 2 + half_run] = both & pair.mask;
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kNBlocks; n += 2) {
+      uint32_t d[4];
+      ldmatrix_x4(d, base_b + (n * 8 * weight_pitch + tap) * 2);
+      const uint32_t b[2][2] = {{d[0], d[1]}, {d[2], d[3]}};
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        mma_m16n8k16(acc[m][n], a[m], b[0], T{});
+        mma_m16n8k16(acc[m][n + 1], a[m], b[1], T{});
+      }
+    }
+  }
+}
+
 // Layout: x (N, H, W, C), w (K, R, S, C), y (N, P, Q, K). Tap r * row_taps + j of the product is
 // element j of row r of the window, which starts at the pixel's first column.
 // Shared: weights (8 * kNBlocks, taps + 8), TapPairs (taps / 2), input (x_rows, x_pitch).
@@ -54,30 +137,14 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   T* sX = reinterpret_cast<T*>(pairs + plan.taps / 2);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_k = blockIdx.x % plan.chunks * kChunk;
-  const int row_elements = g.s * g.c;
 
-  for (int k = warp; k < kChunk; k += kWarps) {
-    const T* source = w + int64_t{first_k + k} * g.r * row_elements;
-    for (int tap = lane; tap < weight_pitch; tap += 32) {
-      const int r = tap / plan.row_taps, j = tap % plan.row_taps;
-      const bool exists = first_k + k < g.k && r < g.r && j < row_elements;
-      sW[k * weight_pitch + tap] = exists ? source[r * row_elements + j] : convert<T>(0.f);
-    }
-  }
-  for (int i = threadIdx.x; i < plan.taps / 2; i += kWarps * 32) {
-    const int r = 2 * i / plan.row_taps, j = 2 * i % plan.row_taps;
-    // Zero times what is no tap's element would be NaN, were that infinite.
-    pairs[i] = r < g.r ? TapPair{r * g.dilation_h * plan.x_pitch + j,
-                                 j + 1 < row_elements ? 0xffffffffu : 0xffffu}
-                       : TapPair{0, 0};
-  }
+  stage_weights<kChunk>(sW, pairs, w, first_k, g, plan);
 
   // B's ldmatrix row of this lane: 8 channels, the next 8 taps, then the next 8 channels.
   const uint32_t base_b =
       smem_address(sW + (lane / 16 * 8 + lane % 8) * weight_pitch + lane / 8 % 2 * 8);
   const uint16_t* bits_x = reinterpret_cast<const uint16_t*>(sX);
   const int pixel_pitch = g.stride_w * g.c;
-  const int elements = plan.x_pitch;
   const int cols = plan.tile_runs * 16;
 
   const int step = gridDim.x / plan.chunks;
@@ -88,15 +155,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     const int p0 = tile_row * plan.tile_p, q0 = tile_col * cols;
     const int h0 = p0 * g.stride_h - g.pad_h, w0 = q0 * g.stride_w - g.pad_w;
     __syncthreads();  // the tile before has been read
-    for (int row = warp; row < plan.x_rows; row += kWarps) {
-      const bool row_exists = is_inside(h0 + row, g.h);
-      const T* source = x + image * g.x_image + (h0 + row) * g.x_row + w0 * g.x_col;
-#pragma unroll 4
-      for (int e = lane; e < elements; e += 32) {
-        const bool exists = row_exists && is_inside(w0 * g.c + e, g.w * g.c);
-        sX[row * elements + e] = exists ? source[e] : convert<T>(0.f);
-      }
-    }
+    copy_input(sX, x + image * g.x_image, h0, w0, g, plan);
     __syncthreads();
 
     const int rows = min(plan.tile_p, g.p - p0);
@@ -114,39 +173,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
             bits_x + run_row[m] * g.stride_h * plan.x_pitch + (run_col[m] + lane / 4) * pixel_pitch;
       }
       float acc[2][kNBlocks][4] = {};
-#pragma unroll 1
-      for (int tap = 0; tap < plan.taps; tap += 16) {
-        uint32_t a[2][4];
-#pragma unroll
-        for (int half_step = 0; half_step < 2; ++half_step) {
-          const TapPair pair = pairs[tap / 2 + half_step * 4 + lane % 4];
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-#pragma unroll
-            for (int half_run = 0; half_run < 2; ++half_run) {
-              const uint16_t* from = place[m] + half_run * 8 * pixel_pitch + pair.offset;
-              uint32_t both;
-              if constexpr (kPaired) {
-                both = *reinterpret_cast<const uint32_t*>(from);
-              } else {
-                both = from[0] | uint32_t{from[1]} << 16;
-              }
-              a[m][half_step * 2 + half_run] = both & pair.mask;
-            }
-          }
-        }
-#pragma unroll
-        for (int n = 0; n < kNBlocks; n += 2) {
-          uint32_t d[4];
-          ldmatrix_x4(d, base_b + (n * 8 * weight_pitch + tap) * 2);
-          const uint32_t b[2][2] = {{d[0], d[1]}, {d[2], d[3]}};
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            mma_m16n8k16(acc[m][n], a[m], b[0], T{});
-            mma_m16n8k16(acc[m][n + 1], a[m], b[1], T{});
-          }
-        }
-      }
+      multiply<T, kPaired>(acc, place, pairs, base_b, plan.taps, pixel_pitch);
 
 #pragma unroll
       for (int n = 0; n < kNBlocks; ++n) {

@@ -99,6 +99,31 @@ __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, in
   }
 }
 
+// B's columns of this lane, from the first pixel of a run in the tile: the offset of the column's
+// tap for the lane's first pixel, 2 * (lane % 4).
+__device__ __forceinline__ void locate_columns(int (&from_x)[kWarpBlocks], int warp_n, int taps,
+                                               const DirectShape& g, const TapsPlan& plan) {
+  const int lane = threadIdx.x % 32;
+  const int x_pitch = plan.x_cols * g.c, pixel_pitch = g.stride_w * g.c;
+#pragma unroll
+  for (int i = 0; i < kWarpBlocks; ++i) {
+    const int n = (warp_n + i * plan.warps_n) * 8 + lane / 4;
+    const int r = n / (g.s * g.c), s = n / g.c % g.s;
+    from_x[i] = n < taps ? r * g.dilation_h * x_pitch + s * g.dilation_w * g.c + n % g.c : 0;
+    from_x[i] += lane % 4 * 2 * pixel_pitch;
+  }
+}
+
+// Masks for this lane's pairs of pixels: the first `left` of a run exist. Past a row's end dy is
+// zero, but an infinite x would make the product NaN.
+__device__ __forceinline__ void mask_pixels(uint32_t (&mask)[2], int left) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int pixel = threadIdx.x % 4 * 2 + i * 8;
+    mask[i] = (pixel < left ? 0xffffu : 0u) | (pixel + 1 < left ? 0xffff0000u : 0u);
+  }
+}
+
 // Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q), partials (parts, taps +
 // 1, pitch_k), taps numbered (c * R + r) * S + s. Columns of D are (r * S + s) * C + c.
 // Warp w has the n8 blocks w % warps_n + i * warps_n and every (8 / warps_n)-th run of pixels.
@@ -126,15 +151,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   // every other 8 lanes.
   const uint32_t base_a =
       smem_address(sDy + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8);
-  // B's column of this lane, for its first pixel, 2 * (lane % 4).
   int from_x[kWarpBlocks];
-#pragma unroll
-  for (int i = 0; i < kWarpBlocks; ++i) {
-    const int n = (warp_n + i * plan.warps_n) * 8 + lane / 4;
-    const int r = n / (g.s * g.c), s = n / g.c % g.s;
-    from_x[i] = n < taps ? r * g.dilation_h * x_pitch + s * g.dilation_w * g.c + n % g.c : 0;
-    from_x[i] += lane % 4 * 2 * pixel_pitch;
-  }
+  locate_columns(from_x, warp_n, taps, g, plan);
   const T one = convert<T>(1.f);
   const uint32_t ones = uint32_t{*reinterpret_cast<const uint16_t*>(&one)} * 0x10001u;
 
@@ -164,13 +182,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
       for (int m = 0; m < kMBlocks; ++m) {
         ldmatrix_x4_trans(a[m], base_a + ((row * cols + first) * kPitch + m * 16) * 2);
       }
-      // Past the row's end dy is zero, but an infinite x would make it NaN.
       uint32_t mask[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int pixel = lane % 4 * 2 + i * 8;
-        mask[i] = (pixel < left ? 0xffffu : 0u) | (pixel + 1 < left ? 0xffff0000u : 0u);
-      }
+      mask_pixels(mask, left);
       const uint16_t* pixels = bits_x + row * g.stride_h * x_pitch + first * pixel_pitch;
 #pragma unroll
       for (int i = 0; i < kWarpBlocks; ++i) {
