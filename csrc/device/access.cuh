@@ -1,4 +1,4 @@
-// Vectorized accesses that the compiler neither splits nor puts behind a branch.
+// Vectorized accesses that the compiler neither splits nor moves into a branch.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-// Column sums in a fixed order of a matrix that is read, or computed, by a Source: one read of each
-// operand.
+// Column sums, in a fixed order, of a matrix that a Source reads or computes. Bound: one read of
+// each operand.
 //
 // A Source has
-//   static constexpr int kMinBlocks;  // that an SM must hold; 0: ptxas decides
+//   static constexpr int kMinBlocks;  // resident blocks per SM; 0: ptxas decides
 //   struct Loaded;                                                  // kVec columns of a row
 //   __device__ Loaded load(int64_t row, int64_t col) const;
 //   __device__ void values(const Loaded&, int64_t row, int64_t col, Acc (&v)[kVec]) const;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kColumnSumThreads, Source::kMinBlocks)
     column_sum_kernel(Source source, int64_t rows, int64_t cols, int splits, Out* sums,
                       bool overlaps_previous) {
   constexpr int kRowLanes = kColumnSumThreads / kLanes;
-  constexpr int kUnroll = 4;  // independent loads of a thread
+  constexpr int kUnroll = 4;  // independent loads per thread
   __shared__ Acc shared[kRowLanes][kLanes * kVec];
 
   const int64_t col_blocks = ceil_div<int64_t>(cols, kLanes * kVec);

@@ -1,4 +1,4 @@
-// Column sums of a matrix in a fixed order: what is asked for, and in how many parts.
+// Column sums of a matrix in a fixed order: parameters, and the number of parts.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +37,10 @@ struct ColumnSumPlan {
 constexpr int kColumnSumThreads = 256;
 
 struct ColumnSumOptions {
-  uintptr_t other_addresses = 0;  // or-ed, of row-major dense matrices that are read or written too
+  uintptr_t other_addresses =
+      0;  // or-ed addresses of row-major dense matrices that are read or written too
   int ctas_per_sm = 2;
-  int64_t accum_size = 0;  // bytes of a part's element; 0: of the dtype's accumulator
+  int64_t accum_size = 0;  // bytes per element of a part; 0: the dtype's accumulator
 };
 
 inline ColumnSumPlan choose_column_sum(const ColumnSumParams& p, const DeviceInfo& device,

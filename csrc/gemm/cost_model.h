@@ -1,5 +1,5 @@
-// What a tile and a split of k cost, in cycles. The constants order the candidates and need not be
-// exact.
+// The estimated cost of a tile and of a split of k, in cycles. The constants need only order the
+// candidates correctly.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ constexpr double kPartBytesPerCycle = 2000;
 
 // ---- portable ----
 
-// What the estimate knows of a tile and of the loaders that feed it.
+// The facts about a tile, and about the loaders that feed it, that the estimate uses.
 struct PortableRates {
   double fma_per_cycle;  // of one SM
   double tile_latency;   // least cycles per k tile: a barrier, fragment reads, a dependent chain
@@ -28,7 +28,7 @@ struct PortableRates {
 // Operands that are matrices. `vectorized`: both by 16-byte accesses.
 inline PortableRates matrix_rates(GemmKind kind, GemmTile tile, bool vectorized) {
   constexpr double kFmaPerCycle[] = {1100, 550, 110, 50};
-  constexpr double kElementLoads = 4;  // times slower, 16-bit elements
+  constexpr double kElementLoads = 4;  // times slower, for 16-bit elements
   const double efficiency = kind == GemmKind::kFp64      ? 1.0
                             : tile == GemmTile::k128x256 ? 1.0
                             : tile == GemmTile::k128x128 ? 0.9
@@ -42,8 +42,8 @@ inline PortableRates matrix_rates(GemmKind kind, GemmTile tile, bool vectorized)
           .split = 0};
 }
 
-// Operands that are gathered. FMA has one tile; where it reads whole vectors its gathers keep up
-// with the tile that tensor cores would take, `tile`.
+// Operands that are gathered. FMA has one tile. If it reads whole vectors, its gathers are as fast
+// as the tile that tensor cores would take, `tile`.
 inline PortableRates gather_rates(GemmKind kind, GemmTile tile) {
   constexpr double kFmaPerCycle[] = {1000, 500, 100, 40};
   const double efficiency = tile == GemmTile::k128x128         ? 1.0
@@ -58,8 +58,8 @@ inline PortableRates gather_rates(GemmKind kind, GemmTile tile) {
           .split = 40};
 }
 
-// `blocks` CTAs of `k_tiles` each: the busiest SM works off its CTAs at the rate of its math, but
-// no wave of CTAs is faster than the latency of its k tiles.
+// `blocks` CTAs of `k_tiles` each. The busiest SM computes its CTAs at the rate of its math. No
+// wave of CTAs is faster than the latency of its k tiles.
 inline double estimate_portable_cycles(const TileShape& shape, int64_t blocks, int64_t k_tiles,
                                        const PortableRates& rates, const DeviceInfo& device) {
   const auto waves =
@@ -74,7 +74,7 @@ inline double estimate_portable_cycles(const TileShape& shape, int64_t blocks, i
          waves * rates.prologue;
 }
 
-// `bytes`: written and read of all parts.
+// `bytes`: written and read, of all parts.
 inline double estimate_split_cycles(int splits, double bytes, const PortableRates& rates) {
   if (splits == 1) return 0;
   return rates.second_launch + bytes / kPartBytesPerCycle + rates.split * splits;
@@ -95,13 +95,13 @@ inline bool is_wide_16bit(const Sm90Product& p, GemmTile tile) {
   return p.kind == GemmKind::k16Bit && p.loading == Sm90Loading::kTma && tile == GemmTile::k128x256;
 }
 
-// Of one k tile. One round: the CTAs walk along k together and meet in L2; those of several rounds
-// drift apart. TMA zero-fills rows out of bounds more slowly than it loads. Rows that start inside
-// a sector cost L2 twice, which tiles of several rounds pay, except for 128x64, whose clusters
-// share their loads. TF32 takes as long per k tile, which has half the depth.
+// Cycles of one k tile. In one round, the CTAs walk along k together and share L2 lines; in several
+// rounds they drift apart. TMA zero-fills rows out of bounds more slowly than it loads. Rows that
+// start inside a sector cost L2 twice. Tiles of several rounds pay for that, except 128x64, whose
+// clusters share their loads. TF32 takes as long per k tile, which has half the depth.
 inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t rounds) {
-  // By loading and tile, for one round and for several. Those of kTma are fitted to measured times;
-  // the others are arithmetic of the bytes that pass through shared memory.
+  // By loading and tile, for one round and for several. The values of kTma are fitted to measured
+  // times; the others are computed from the bytes that pass through shared memory.
   constexpr double kTileCycles[5][4][2] = {
       {{1250, 1200}, {540, 690}, {330, 560}, {230, 300}},
       {{}, {900, 1150}},
@@ -111,7 +111,7 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   };
   constexpr double kInsideSectors[] = {0, 275, 0, 200};
   constexpr double kOutsideRow = 4;
-  // 128x256 of 16 bits gains where L2 limits 128x128. In more rounds than these power does.
+  // 128x256 of 16 bits is faster if L2 limits 128x128. Over more rounds, power limits it.
   constexpr double kWide16Bit = 1270, kWide16BitOtherwise = 1400;
   constexpr int64_t kWideRounds = 4;
   if (is_wide_16bit(p, tile)) {
@@ -123,8 +123,8 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   double cycles = kTileCycles[static_cast<int>(p.loading)][t][rounds > 1];
   if (p.loading != Sm90Loading::kTma) return cycles;
   if (p.kind == GemmKind::k16Bit && !p.whole_sectors && rounds > 1) cycles += kInsideSectors[t];
-  // The second of two rows of tiles may lie mostly out of bounds. (The boxes of a single row are no
-  // higher than the operand; of many rows the last hardly mattered.)
+  // The second of two rows of tiles may be mostly out of bounds. (The box of a single row of tiles
+  // is no higher than the operand. Of many rows, the last hardly mattered.)
   const int64_t blk_m = sm90_tile(p.loading, tile).blk_m;
   const int64_t outside = ceil_div(p.m, blk_m) * blk_m - p.m;
   if (ceil_div(p.m, blk_m) == 2 && outside * 2 >= blk_m) {
@@ -133,8 +133,8 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   return cycles;
 }
 
-// tests/test_explain.py has the measured race that this estimate must win. The operands come from
-// memory once.
+// tests/test_explain.py has the measured times of all tiles, which this estimate must rank. The
+// operands come from memory once.
 inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int splits,
                                    const DeviceInfo& device) {
   constexpr double kFirstAndLast[] = {16000, 5500, 2750, 2000};  // filling the ring, the last store
@@ -146,7 +146,7 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
   const int64_t rounds = ceil_div(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div(ceil_div(p.k * gemm_kind_size(p.kind), 128), splits);
   const double tile_cycles = sm90_tile_cycles(p, tile, rounds);
-  // No other mainloop hides the store of a 128 x 256 tile or of split operands.
+  // No other mainloop overlaps the store of a 128 x 256 tile or of split operands.
   const bool exposed = tile == GemmTile::k128x256 || p.loading == Sm90Loading::kSplit;
   double first_and_last = kFirstAndLast[static_cast<int>(tile)];
   if (p.loading == Sm90Loading::kTransposed) first_and_last = kFirstAndLastTransposed;

@@ -1,7 +1,7 @@
 // The product of a few float rows with a matrix of weights, in exact float. Each weight is read
-// once, by the thread that multiplies it, 16 bytes at a time; no thread waits for another before
-// the end. Loads in flight go to shared memory, because the compiler delays loads to registers
-// until their use. Bound: the bytes of the weights.
+// once, by the thread that multiplies it, 16 bytes at a time. Threads do not wait for each other
+// before the end. Loads go to shared memory, because the compiler delays loads to registers until
+// their use. Bound: the bytes of the weights.
 #include "common/switch.h"
 #include "device/activation.cuh"
 #include "device/mma_sm80.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kWarps = kFewRowsWarps;
 constexpr int kThreads = kWarps * 32;
-constexpr int kCols = kFewRowsColumns;  // of D, a block's
+constexpr int kCols = kFewRowsColumns;  // columns of D per block
 constexpr int kStages = kFewRowsStages;
 constexpr int kRingBytes = kStages * 2 * kThreads * 16;
 
@@ -34,8 +34,8 @@ struct FewRowsParams {
   Activation activation;
 };
 
-// The sums of one warp over its part of k: lane (g, t) = (lane / 4, lane % 4) multiplies columns g
-// and g + 8 with every row, at the t-th 4 elements of the 16 that a step takes.
+// The sums of one warp over its part of k. Lane (g, t) = (lane / 4, lane % 4) multiplies columns g
+// and g + 8 with every row. Of the 16 elements of a step it takes the t-th four.
 template <int kRows>
 struct FewRowsSums {
   float sums[2][kRows] = {};
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) few_rows_kernel(const FewRowsParams 
   const int64_t cols[2] = {first_col + lane / 4, first_col + lane / 4 + 8};
   const float* const b[2] = {p.b + cols[0] * p.stride_b, p.b + cols[1] * p.stride_b};
 
-  constexpr int kStep = 16;  // elements of k that a warp takes at a time
+  constexpr int kStep = 16;  // elements of k per warp and step
   const int64_t first_k = int64_t{warp} * kStep + lane % 4 * 4;
   const int64_t steps = ceil_div<int64_t>(p.k, kWarps * kStep);
   auto k_of = [&](int64_t step) { return step * (kWarps * kStep) + first_k; };

@@ -38,8 +38,8 @@ struct GemmPlan {
   bool b_vectorized;
   int splits;           // parts of k, summed in order by a second kernel
   Sm90Loading loading;  // kSm90
-  int cluster;          // kSm90: CTAs with neighbouring tiles along N, which load one A together
-  int row_groups;       // kOuterProduct: of a block
+  int cluster;          // kSm90: CTAs with neighbouring tiles along N, which share their loads of A
+  int row_groups;       // kOuterProduct: groups per block
   bool sums_rows;       // the kernel writes GemmParams::row_sums
   int64_t workspace_bytes;
   const char* reason;
@@ -47,7 +47,7 @@ struct GemmPlan {
 
 inline GemmKind gemm_kind(const GemmParams& p) { return gemm_kind(p.dtype(), p.tf32); }
 
-// The length counts too: cp.async reads only the bytes that it is told to, but memcheck reports a
+// The length counts too. cp.async reads only the bytes that it is told to, but memcheck reports a
 // last copy that reaches past the tensor.
 inline bool is_vectorized(const Operand& operand, int64_t extent_mn, int64_t k) {
   const int64_t length = operand.major == Major::kK ? k : extent_mn;
@@ -65,7 +65,7 @@ inline int64_t part_bytes(const GemmParams& p) {
 // ---- few rows ----
 
 constexpr int64_t kMaxFewRows = 16;
-constexpr int64_t kFewRowsColumns = 16;  // of D, a block's
+constexpr int64_t kFewRowsColumns = 16;  // columns of D per block
 constexpr int kFewRowsWarps = 8;
 constexpr int kFewRowsStages = 8;
 constexpr int64_t kFewRowsSmemBytes =
@@ -77,7 +77,7 @@ inline bool takes_few_rows(const GemmParams& p, const DeviceInfo& device) {
   if (p.a.major != Major::kK || p.b.major != Major::kK) return false;
   if (!is_vectorized(p.a, p.m, p.k) || !is_vectorized(p.b, p.n, p.k)) return false;
   if (kFewRowsSmemBytes > device.smem_per_block) return false;
-  // A block walks all of k: a long one needs enough blocks, else it is split by the tiles' kernels.
+  // Each block walks all of k. A long k needs enough blocks; otherwise the tiled kernels split it.
   return p.k <= 8192 || ceil_div(p.n, kFewRowsColumns) * 4 >= device.num_sms;
 }
 
@@ -85,7 +85,7 @@ inline bool takes_few_rows(const GemmParams& p, const DeviceInfo& device) {
 
 constexpr int kMinSplitTiles = 4;  // of k, per part
 
-// TMA knows no overlapping rows (expanded or sliding views). A single row has no pitch.
+// TMA cannot describe overlapping rows (expanded or sliding views). A single row has no pitch.
 inline bool rows_overlap(const Operand& operand, int64_t extent_mn, int64_t k) {
   const bool along_k = operand.major == Major::kK;
   return (along_k ? extent_mn : k) > 1 && operand.pitch() < (along_k ? k : extent_mn);
@@ -120,17 +120,17 @@ inline Sm90Loading sm90_loading(const GemmParams& p) {
   return p.a.major == Major::kK ? Sm90Loading::kSwapped : Sm90Loading::kTransposed;
 }
 
-// Clusters of 1, 2 or 4 CTAs that fill an SM each.
+// Resident clusters of 1, 2 or 4 CTAs, if each CTA fills an SM.
 inline int clusters_at_once(int ctas, const DeviceInfo& device) {
   return ctas == 1 ? device.num_sms : device.clusters[ctas / 2];
 }
 
-// CTAs of a cluster. L2 is asked twice for a 128-byte piece of a row that does not start at a
-// multiple of 128 bytes; 128x64 tiles then wait for L2, and the CTAs of a cluster ask once for the
-// A that they share. Clusters gain nothing if all requests are whole lines, nor in TF32.
+// CTAs per cluster. A 128-byte piece of a row that does not start at a multiple of 128 bytes takes
+// two requests to L2. 128x64 tiles then wait for L2; the CTAs of a cluster request their shared A
+// once. If all requests are whole lines, and in TF32, clusters gain nothing.
 inline int choose_sm90_cluster(const GemmParams& p, const GemmPlan& plan,
                                const DeviceInfo& device) {
-  constexpr int64_t kMinTiles = 8;  // of k: the ring filled once
+  constexpr int64_t kMinTiles = 8;  // of k; the ring is filled once
   const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);
   const int64_t row_bytes = p.k * dtype_size(p.dtype());
   if (!shape.clusters || plan.kind != GemmKind::k16Bit ||
@@ -151,8 +151,8 @@ inline int choose_sm90_cluster(const GemmParams& p, const GemmPlan& plan,
 
 // ---- outer product ----
 
-// The kernel for a short k with both operands contiguous across it, the weight's gradient of a few
-// rows: groups of 64 rows by 256 columns of D, up to 8 of them per block.
+// The kernel for a short k with both operands contiguous across it: a weight's gradient from few
+// rows. A block has up to 8 groups of 64 rows by 256 columns of D.
 constexpr int64_t kMaxOuterProductK = 96;
 constexpr int64_t kOuterProductRows = 64;
 constexpr int64_t kOuterProductCols = 256;
@@ -166,11 +166,12 @@ inline bool takes_outer_product(const GemmParams& p, const DeviceInfo& device) {
   if (p.bias != nullptr || p.preactivation != nullptr) return false;
   if (p.activation != Activation::kNone) return false;
   if (!rows_are_aligned(p.d, d_pitch(p) * 2, 16)) return false;  // D leaves by TMA
-  // The bytes of a small D do not decide.
+  // If D is small, its bytes are not the bound.
   return ceil_div(p.m, kOuterProductRows) * ceil_div(p.n, kOuterProductCols) * 2 >= device.num_sms;
 }
 
-// Rounds of blocks, each as long as its groups and the wait for its operands, about two of them.
+// The estimate counts rounds of blocks. A round lasts as long as its groups and the wait for its
+// operands, which is about two groups.
 inline int choose_row_groups(const GemmParams& p, const DeviceInfo& device) {
   auto cost = [&](int groups) {
     const int64_t blocks =
@@ -247,7 +248,7 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
   return best;
 }
 
-// Why the tile and the split: by the size of the tile among those of its path.
+// The reason for the tile and the split: how the tile's size compares with others of its path.
 inline const char* tile_reason(const GemmParams& p, const GemmPlan& plan) {
   const bool portable = plan.variant == GemmVariant::kPortable;
   if (portable && !(plan.a_vectorized && plan.b_vectorized)) {
@@ -291,8 +292,8 @@ inline void choose_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan&
   plan.reason = wanted_sm90 ? why_not : tile_reason(p, plan);
 }
 
-// The weight's gradient on wgmma brings the bias's along: sums over k of A, which is dy^T. TF32
-// would round the summands.
+// The weight's gradient on wgmma can compute the bias gradient too: sums over k of A, which is
+// dy^T. TF32 would round the summands.
 inline bool can_sum_rows(const GemmParams& p, const GemmPlan& plan) {
   const bool wgmma =
       plan.variant == GemmVariant::kSm90 || plan.variant == GemmVariant::kOuterProduct;
@@ -325,7 +326,7 @@ inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
   return plan;
 }
 
-// What the sm_90a kernel of a plan moves.
+// The bytes that the sm_90a kernel of a plan moves.
 inline Sm90Traffic planned_traffic(const GemmParams& p, const GemmPlan& plan,
                                    const DeviceInfo& device) {
   const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);

@@ -1,10 +1,10 @@
-// The body of every matrix product on the portable mainloop. Its extension points are the loaders,
-// which bring the operands (contract and example: tile/mainloop_portable.cuh), and the Outputs,
-// which take the tile of D (contract and example: tile/epilogue.cuh).
+// The body of every matrix product on the portable mainloop. It has two extension points. Loaders
+// bring the operands (contract and example: tile/mainloop_portable.cuh). Outputs take the tile of D
+// (contract and example: tile/epilogue.cuh).
 //
 // A loader is made from (its Operand, first row of the CTA's tile, batch). A kernel is an entry of
-// a few lines that says which Output takes the tile, so that a fused epilogue is an Output and an
-// entry. For example D = A B^T + residual:
+// a few lines that names the Output. A fused epilogue is therefore an Output and an entry. For
+// example D = A B^T + residual:
 //
 //   template <class T>
 //   struct AddResidual {

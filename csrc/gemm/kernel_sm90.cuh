@@ -1,15 +1,15 @@
-// The matrix product on the sm_90a mainloop: a persistent kernel. Its extension points are the
-// Loading, which brings the operands (contract and example: operands_sm90.cuh), and the Store,
-// which takes a warpgroup's accumulators to D. A Store has
+// The matrix product on the sm_90a mainloop: a persistent kernel with two extension points. The
+// Loading brings the operands (contract and example: operands_sm90.cuh). The Store takes a
+// warpgroup's accumulators to D. A Store has
 //   using Output = ...;               // the kernel's parameter, with prefetch() of its tensor maps
-//   static constexpr int kSmemBytes;  // a warpgroup's, at a multiple of 1024
+//   static constexpr int kSmemBytes;  // per warpgroup, at a multiple of 1024
 //   Store{shared, barrier};           // its shared memory and a named barrier
 //   template <int kRegs> auto load_bias(const Output&, int col) const;   // before the mainloop
 //   void store(float (&d)[kRegs], const Bias&, const Output&, int64_t split, int row, int col);
 //   void finish();                    // its stores have read shared memory
-// store() gets 64 rows of D from `row` and kRegs * 2 columns from `col` in wgmma's order
+// store() gets 64 rows of D from `row` and kRegs * 2 columns from `col`, in wgmma's order
 // (accumulator_row(), accumulator_col()). A fused epilogue is a Store that changes the accumulators
-// on their way. For example D = min(A B^T, 6) + bias:
+// before it stores them. For example D = min(A B^T, 6) + bias:
 //
 //   template <class T>
 //   struct ClampingEpilogue : EpilogueSm90<T> {
@@ -62,7 +62,7 @@ constexpr int gemm_sm90_threads() {
   return 128 * (Loading::kWarpgroups + Tile::kConsumers);
 }
 
-// All threads of the CTA, before the first stage; a barrier of the cluster is included.
+// All threads of the CTA call it before the first stage. It includes a barrier of the cluster.
 template <class Tile, class Loop, class Params>
 __device__ __forceinline__ void set_up(const Loop& loop, const Params& p, uint32_t ones) {
   if constexpr (Tile::kRowSums) {
@@ -83,17 +83,18 @@ __device__ __forceinline__ void set_up(const Loop& loop, const Params& p, uint32
 }
 
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
-// the operands' type, or with splits its fp32 parts (splits, m, n). If A is MN-major and has 32
-// bits, A and m are B and n of GemmParams. Grid: as many clusters (mostly of one CTA) as fit on the
-// GPU; each takes every gridDim-th of their tiles in tile_of_block's order. The first warpgroup or
-// two load, the last two multiply and store.
+// the operands' type. With splits D is its fp32 parts (splits, m, n). If A is MN-major and has 32
+// bits, A and m are B and n of GemmParams.
+// Grid: as many clusters (mostly of one CTA) as fit on the GPU. Each takes every gridDim-th of
+// their tiles in tile_of_block's order. The first one or two warpgroups load; the last two multiply
+// and store.
 template <class Tile, class Loading, class Store = EpilogueOf<Tile>>
 __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     gemm_sm90_kernel(const __grid_constant__ GemmSm90Params<Loading, typename Store::Output> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char smem[];
     using Loop = MainloopOf<Tile>;
-    // Swizzle patterns repeat every 1024 bytes; every CTA of the cluster rounds up alike.
+    // Swizzle patterns repeat every 1024 bytes. Every CTA of the cluster rounds up alike.
     const uint32_t base = (smem_address(smem) + 1023) & ~1023u;
     const uint32_t buffers = base + Tile::kStages * Tile::kStageBytes;
     const ClusterPlace cluster = Tile::kClusters
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
 
     set_up<Tile>(loop, p, ones);
 
-    // Not a variable: each side of the branch below needs the register.
+    // A function, not a variable: each side of the branch below needs the register.
     auto first_block = [&] { return blockIdx.x / static_cast<unsigned>(cluster.ctas); };
     const unsigned stride = gridDim.x / static_cast<unsigned>(cluster.ctas);
 
@@ -131,8 +132,8 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           continue;
         }
         const int col = first_col<Tile>(tile, cluster, first_row);
-        // Read before the mainloop, which hides the latency, or after it if row sums take the
-        // registers.
+        // Read before the mainloop, which hides the latency. If row sums take the registers, it is
+        // read after the mainloop.
         constexpr bool kLateBias =
             Tile::kRowSums && Loading::kConsumerRegisters < kConsumerRegisters;
         decltype(Store::template load_bias<Tile::kRegs>(p.output, col)) bias;
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     }
     if (p.overlap.previous) outlast_previous_kernel();
   } else {
-    __trap();  // GemmParams::sm90 was set where it may not be
+    __trap();  // GemmParams::sm90 was set on a GPU without these kernels
   }
 }
 

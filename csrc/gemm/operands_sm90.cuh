@@ -1,16 +1,16 @@
 // How operands reach the stages of the sm_90a kernel: its Loadings. A Loading is a kernel parameter
 // (tensor maps, pointers and numbers) and has
 //   static constexpr int kWarpgroups;         // that load
-//   static constexpr int kRegisters;          // of a thread that loads
-//   static constexpr int kConsumerRegisters;  // of a thread that multiplies; all fit 65536
+//   static constexpr int kRegisters;          // per loading thread
+//   static constexpr int kConsumerRegisters;  // per multiplying thread; all fit 65536
 //   __device__ void prefetch() const;         // of tensor maps, by one thread
 //   __device__ int arrivals() const;          // at each stage's barrier, not counting TMA's bytes
 //   template <class Tile, class Loop, class Params>
 //   __device__ void produce(const Loop&, const Params&, int warpgroup, unsigned first,
 //                           unsigned stride) const;
-// produce() is called by each loading warpgroup. It fills the stages of the CTA's tiles, which are
-// blocks first, first + stride, ... < Params::num_blocks of Params::grid, in order. For example a
-// convolution's windows by TMA's im2col mode, with weights as TmaOperands loads them:
+// Each loading warpgroup calls produce(). It fills the stages of the CTA's tiles in order: blocks
+// first, first + stride, ... < Params::num_blocks of Params::grid. For example a convolution's
+// windows by TMA's im2col mode, with weights as TmaOperands loads them:
 //
 //   struct Im2colOperands : TmaOperands {  // `a` is an im2col map of the image
 //     template <class Tile, class Loop, class Params>
@@ -52,14 +52,14 @@ __device__ __forceinline__ int first_n(const TileCoord& tile, ClusterPlace clust
   return (tile.n * cluster.ctas + cluster.rank) * Tile::kBlkN;
 }
 
-// A consumer's first column of D; of MN-major TF32 operands the product is D^T.
+// A consumer's first column of D. For MN-major TF32 operands the product is D^T.
 template <class Tile>
 __device__ __forceinline__ int first_col(const TileCoord& tile, ClusterPlace cluster,
                                          int first_row) {
   return Tile::kMnMajorTf32 ? first_m<Tile>(tile) + first_row : first_n<Tile>(tile, cluster);
 }
 
-// By TMA: one thread of a warpgroup loads both operands.
+// Operands by TMA: one thread of a warpgroup loads both.
 struct TmaOperands {
   static constexpr int kWarpgroups = 1;
   static constexpr int kRegisters = kProducerRegisters;  // of a thread that loads
@@ -99,7 +99,7 @@ struct TmaOperands {
   }
 };
 
-// The same, and a second warpgroup that rewrites B in place: transposes it, splits it, or both.
+// The same, with a second warpgroup that rewrites B in place: it transposes B, splits it, or both.
 struct RewrittenOperands : TmaOperands {
   static constexpr int kWarpgroups = 2;
   static constexpr int kRegisters = 56;  // 256 * 56 + 256 * 200 = 65536
@@ -121,8 +121,8 @@ struct RewrittenOperands : TmaOperands {
   }
 };
 
-// float32 as sums of two TF32 numbers (tile/split_tf32_sm90.cuh). Elements of D that come out
-// infinite or NaN, as they do from any such element of an operand, are computed again from memory.
+// float32 as sums of two TF32 numbers (tile/split_tf32_sm90.cuh). An infinite or NaN element makes
+// every D that it reaches infinite or NaN. Such elements of D are recomputed from memory.
 struct SplitOperands : RewrittenOperands {
   struct Matrix {
     const float* pointer;
@@ -134,8 +134,8 @@ struct SplitOperands : RewrittenOperands {
   Matrix cols;  // `b` is its map
   int k;
 
-  // A thread's accumulators, after the k tiles from k_begin to k_end. FMA in k's order gives the
-  // result of IEEE arithmetic.
+  // Recomputes a thread's accumulators after the k tiles from k_begin to k_end. FMA in the order of
+  // k gives the result of IEEE arithmetic.
   template <class Tile>
   __device__ __forceinline__ void recompute(float (&d)[Tile::kRegs], int first_row, int first_col,
                                             int k_begin, int k_end) const {
@@ -160,11 +160,11 @@ struct SplitOperands : RewrittenOperands {
         for (int i = 0; i < Tile::kRegs; ++i) d[i] = i == e ? value : d[i];
       }
     }
-    __syncwarp();  // wgmma wants whole warps
+    __syncwarp();  // wgmma needs converged warps
   }
 
  private:
-  // Until it is NaN, which it stays.
+  // Stops at NaN, which never changes again.
   __device__ __forceinline__ float dot(int row, int col, int begin, int end) const {
     const float* a = rows.pointer + row * rows.stride_row + begin * rows.stride_k;
     const float* b = cols.pointer + col * cols.stride_row + begin * cols.stride_k;
@@ -182,7 +182,7 @@ struct SplitOperands : RewrittenOperands {
   }
 };
 
-// The stages of a CTA in order, each with the first row of operand 0 (A) or 1 (B).
+// Walks the stages of a CTA in order, each with the first row of operand 0 (A) or 1 (B).
 template <class Tile, int kOperand>
 class StageWalk {
  public:
@@ -215,8 +215,8 @@ class StageWalk {
   int k_end_;
 };
 
-// 16-bit operands at any multiple of 2 bytes: one warpgroup loads A, another B. An operand that TMA
-// can load comes by TMA.
+// 16-bit operands at any multiple of 2 bytes. One warpgroup loads A, another B. TMA still loads an
+// operand that it can address.
 struct RealignedOperands {
   static constexpr int kWarpgroups = 2;
   static constexpr int kRegisters = 80;  // 256 * 80 + 256 * 176 = 65536
@@ -290,9 +290,9 @@ CUtensorMap operand_map_b(const GemmParams& p, int box_outer = TmaLoaderB<Tile>:
   return operand_map<TmaLoaderB<Tile>>(p, Tile::kMajorB, p.b, p.n, box_outer);
 }
 
-// TMA zero-fills rows out of bounds more slowly than it loads, so the box is cut to the rows of a
-// K-major operand, rounded up to 8 (one swizzle pattern). The rest of a stage reaches only rows or
-// columns of the accumulators that are out of D.
+// TMA zero-fills rows out of bounds more slowly than it loads. The box is therefore cut to the rows
+// of a K-major operand, rounded up to 8 (one swizzle pattern). The rest of a stage only reaches
+// accumulators of rows or columns outside of D.
 template <class Loader>
 int box_outer_of(Major major, int64_t rows) {
   const int box_outer = Loader::box_outer(1);
@@ -301,8 +301,8 @@ int box_outer_of(Major major, int64_t rows) {
              : box_outer;
 }
 
-// A product of so few rows reads its weights once. Smaller weights may still be in L2 for the
-// gradient.
+// A product of at most this many rows reads its weights once. Smaller weights may still be in L2
+// for the gradient.
 constexpr int64_t kReadOnceRows = 64;
 constexpr int64_t kReadOnceBytes = int64_t{16} << 20;
 
@@ -344,7 +344,7 @@ RealignedOperands realigned_operands(const GemmParams& p) {
   return operands;
 }
 
-// The product is D^T = B A^T if MN-major operands have 32 bits.
+// The product becomes D^T = B A^T if MN-major operands have 32 bits.
 inline GemmParams swapped_operands(GemmParams p) {
   std::swap(p.m, p.n);
   std::swap(p.a, p.b);

@@ -1,8 +1,8 @@
 // The product of two operands with a short k, contiguous along m and n: the weight's gradient of a
 // few rows. The operands are much smaller than D, but the mainloop's tiles would read as many bytes
 // of them from L2 as D has. Here a block loads all operands of its large piece of D at its start
-// and keeps them in shared memory; from then on it waits for its own stores alone. Bound: the bytes
-// of D.
+// and keeps them in shared memory. After that it waits only for its own stores. Bound: the bytes of
+// D.
 #include <stdexcept>
 
 #include "common/switch.h"
@@ -22,15 +22,15 @@ namespace {
 
 constexpr int kWarpgroups = 2;
 constexpr int kThreads = kWarpgroups * 128;
-constexpr int kRows = kOuterProductRows;            // of D, a product's
-constexpr int kColBoxes = kOuterProductCols / 64;   // of 128 bytes a row
+constexpr int kRows = kOuterProductRows;            // rows of D per product
+constexpr int kColBoxes = kOuterProductCols / 64;   // of 128 bytes per row
 constexpr int kMaxGroups = kMaxOuterProductGroups;  // of kRows
 
 struct OuterProductParams {
   CUtensorMap a;  // boxes of 64 columns, all k
   CUtensorMap b;
   OutputSm90 output;  // by TMA; neither a bias nor an activation
-  int groups;         // a block's
+  int groups;         // per block
   unsigned col_blocks;
   RowSumsOutput row_sums;
   Overlap overlap;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         static_cast<int>(blockIdx.x % p.col_blocks) * static_cast<int>(kOuterProductCols);
     const int groups = min(p.groups, (p.output.m - first_row + kRows - 1) / kRows);
 
-    // A barrier for each group's A; B comes with the first.
+    // A barrier per group of A. B arrives with the first group.
     if (threadIdx.x == 0) {
       prefetch_tensor_map(&p.output.map);
       for (int g = 0; g < groups; ++g) mbarrier_init(barriers + g * 8, 1);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     store.finish();
     if (p.overlap.previous) outlast_previous_kernel();
   } else {
-    __trap();  // GemmParams::sm90 was set where it may not be
+    __trap();  // GemmParams::sm90 was set on a GPU without these kernels
   }
 }
 

@@ -106,7 +106,7 @@ ActivationOutput<T> activation_output(const GemmParams& p) {
   return output;
 }
 
-// With accum_d.
+// For accum_d.
 template <class Acc>
 SumOutput<Acc> sum_output(const GemmParams& p) {
   auto output = output_at<SumOutput<Acc>>(p, static_cast<Acc*>(p.d), d_pitch(p));
@@ -114,7 +114,7 @@ SumOutput<Acc> sum_output(const GemmParams& p) {
   return output;
 }
 
-// The first of the parts.
+// The first part.
 template <class Acc>
 SumOutput<Acc> part_output(const GemmParams& p, void* workspace) {
   return output_at<SumOutput<Acc>>(p, static_cast<Acc*>(workspace), p.n);

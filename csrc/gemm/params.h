@@ -1,4 +1,4 @@
-// What a matrix product is asked for: D (m, n) = A (m, k) B^T (n, k) + bias.
+// The parameters of a matrix product: D (m, n) = A (m, k) B^T (n, k) + bias.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Operand {
   int64_t stride_mn;
   int64_t stride_k;
   Major major;   // the contiguous direction; its lines are called rows
-  bool aligned;  // rows start at multiples of 16 bytes, which TMA needs
+  bool aligned;  // rows start at multiples of 16 bytes, as TMA needs
 
   // Elements from one row to the next.
   int64_t pitch() const { return major == Major::kK ? stride_mn : stride_k; }
@@ -60,8 +60,8 @@ struct GemmParams {
   Activation activation;
   void* preactivation;  // laid out like d: D before the activation; or null. D is dense then
 
-  // For gradients that come in chunks and are rounded once, at the end. Each element has one
-  // writer, so that the order of the calls is the order of the sum.
+  // For gradients that arrive in chunks and are rounded once, at the end. Each element has one
+  // writer, so the order of the calls is the order of the sum.
   bool accum_d;     // D has the accumulator's type (float for 16-bit operands), without a bias
   bool accumulate;  // D += A B^T, without bias and activation. 16-bit D: sm_90a only, each call
                     // rounds

@@ -23,8 +23,8 @@ MatrixOperand<T> matrix_operand(const Operand& operand, int64_t extent_mn, int64
           kMajor == Major::kK ? operand.stride_mn : operand.stride_k, extent_mn, k, vectorized};
 }
 
-// A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major in `output`;
-// or, if that has no pointer, in `sums`, with splits its parts (splits, m, n).
+// A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major in `output`.
+// If `output` has no pointer, D goes to `sums`, with splits its parts (splits, m, n).
 template <class Tile, class LoaderA, class LoaderB>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     gemm_portable_kernel(TileGrid grid, typename LoaderA::Operand a, typename LoaderB::Operand b,
@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
 template <GemmKind kKind, GemmTile kTile, class T, bool kByElements, Major kMajorA, Major kMajorB>
 void launch_portable_instance(const GemmParams& p, const GemmPlan& plan, void* workspace,
                               cudaStream_t stream) {
-  // 16-bit loaders of elements hold a whole tile's in registers: room for two CTAs per SM.
+  // 16-bit loaders of elements hold a whole tile in registers, which leaves room for two CTAs per
+  // SM.
   constexpr int kCtas = kByElements && sizeof(T) == 2 ? 2 : portable_tile(kKind, kTile).ctas_per_sm;
   using Tile = typename PortableTileOf<kKind, kTile, T, kCtas>::type;
   using LoaderA = GemmLoader<Tile, kMajorA, Tile::kBlkM, kByElements>;

@@ -14,7 +14,7 @@ namespace warpwright {
 
 constexpr int kReduceThreads = 256;
 
-// One number per row, whose parts were split with those of D.
+// One number per row, split into the same parts as D.
 template <class Acc, class T>
 struct RowSumParts {
   const Acc* parts = nullptr;  // (splits, rows)
@@ -28,9 +28,9 @@ struct RowSumParts {
   }
 };
 
-// parts: (splits, rows, cols), row-major, 16-byte aligned. Sums split 0, 1, 2, ... so that the
-// result does not depend on which CTA came first.
-// Grid: one thread for each Output::kVec columns of a row of D.
+// parts: (splits, rows, cols), row-major, 16-byte aligned. Sums splits 0, 1, 2, ... in order, so
+// that the result does not depend on which CTA came first. Grid: one thread per Output::kVec
+// columns of a row of D.
 template <class Acc, class Output, class T>
 __global__ void __launch_bounds__(kReduceThreads)
     split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output,
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kReduceThreads)
   output.store(row, col, sum);
 }
 
-// Launched after the kernel that leaves the parts, which lets it start only as its blocks end:
-// earlier ones would hold the SMs that the kernel's other blocks need.
+// Launched after the kernel that writes the parts. That kernel lets it start only as its blocks
+// end: if started earlier, it would hold SMs that the kernel's remaining blocks need.
 template <class Acc, class Output, class T = Acc>
 void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t cols,
                            const Output& output, cudaStream_t stream,

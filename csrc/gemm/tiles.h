@@ -41,11 +41,12 @@ struct TileShape {
   int ctas_per_sm;  // that the registers must leave room for; 0: this kind has no such tile
 };
 
-// Tensor cores: warps of 64 x 64 read the fewest bytes of shared memory for their math (16 FMA per
-// byte; mma.sync starves below about 10). 128x256: least L2 traffic, all registers of an SM.
-// 128x128: the same warps in half the CTA, for outputs that 128x256 cuts too coarsely. 64x64: fills
-// the GPU if the output is small; of a matrix's tiles the only one that reads element by element.
-// A stage's k is 128 bytes: whole cache lines.
+// Tensor cores: warps of 64 x 64 read the fewest bytes of shared memory per FLOP (16 FMA per byte;
+// mma.sync starves below about 10). A stage's k is 128 bytes: whole cache lines.
+//   128x256  least L2 traffic; all registers of an SM
+//   128x128  the same warps in half the CTA, for outputs that 128x256 cuts too coarsely
+//   64x64    fills the GPU if the output is small; of a matrix's tiles, the only one that can read
+//            element by element
 // Operands that are gathered (conv2d) have 128x128, 128x64 for at most 64 columns, and
 // k64x64Gathered by 16-byte accesses. k64x64Elements takes any operand: its loaders hold
 // coordinates and, at 16 bits, a tile's elements in registers.
@@ -84,7 +85,7 @@ constexpr int64_t tile_smem_bytes(GemmKind kind, TileShape shape) {
 
 // How operands reach wgmma when TMA cannot load them or wgmma cannot read their layout.
 enum class Sm90Loading {
-  kTma,         // as they lie
+  kTma,         // directly
   kRealigned,   // 16-bit rows that do not start at multiples of 16 bytes, shifted on their way
   kSwapped,     // TF32 with B n-major: D^T = B A^T, B through registers
   kTransposed,  // the same with A m-major, which is transposed in shared memory
@@ -99,18 +100,17 @@ struct Sm90TileShape {
   bool clusters = false;  // may run in clusters: choose_sm90_cluster()
 };
 
-// A CTA has the SM to itself, a stage's k is 128 bytes. docs/kernels/linear.md has the race.
+// A CTA has the SM to itself, and a stage's k is 128 bytes. docs/kernels/linear.md has the measured
+// times.
 // kTma: 128x128 in ping-pong (one warpgroup stores while the other multiplies) is within 2 % of the
-// fastest tile if the output fills the SMs often. 128x64 and 64x64: for outputs with fewer tiles
-// than SMs. 128x256: three quarters of the bytes of 128x128 from L2, against a store that nothing
-// hides. For TF32, whose k tile of 128 bytes is half as deep for the same math; for 16 bits with
-// a long k and few rounds, A k-major.
-// kRealigned: two warpgroups load through L1, which wants the shared memory of more stages.
-// kSwapped: each warpgroup has a tile of its own; B comes from registers in units of 64 rows.
-// kTransposed: 128x256 for both warpgroups; the more columns meet A, the more time shared memory
-// has to transpose it.
-// kSplit: both warpgroups on one tile, since each k tile has sums next to the tile's. Three tiles
-// of 16 KiB per stage.
+// fastest tile if the output fills the SMs often. 128x64 and 64x64 are for outputs with fewer tiles
+// than SMs. 128x256 reads three quarters of the bytes of 128x128 from L2, but nothing overlaps its
+// store. It is for TF32, whose k tile of 128 bytes is half as deep for the same math. At 16 bits it
+// is for a K-major A with a long k and few rounds. kRealigned: two warpgroups load through L1,
+// which needs the shared memory of more stages. kSwapped: each warpgroup has a tile of its own; B
+// comes from registers in units of 64 rows. kTransposed: both warpgroups share 128x256. More
+// columns per A leave shared memory more time to transpose A. kSplit: both warpgroups share one
+// tile, since each k tile has sums next to the tile's. Three tiles of 16 KiB per stage.
 constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
   constexpr Sm90TileShape kShapes[5][4] = {
       {{128, 256, 4, false}, {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}},

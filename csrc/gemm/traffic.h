@@ -19,7 +19,7 @@ struct Sm90Cut {
   int64_t blk_n;
   int64_t splits = 1;
   int64_t raster_rows = kRasterRows;  // of A, that one group of tiles shares
-  int64_t sharing = 1;                // CTAs of a cluster, which load one A together
+  int64_t sharing = 1;                // CTAs of a cluster, which share their loads of A
 };
 
 struct Sm90Traffic {
@@ -30,8 +30,9 @@ struct Sm90Traffic {
   double dram_seconds;  // of both, at the memory's full rate
 };
 
-// Which strips L2 still holds: a strip is one tile's rows of A or columns of B, over one part of k.
-// The rounds read strips in the order of the tiles; L2 drops the least recently read.
+// Models which strips L2 still holds. A strip is one tile's rows of A or columns of B, over one
+// part of k. The rounds read strips in the order of the tiles; L2 drops the least recently read
+// strip.
 class StripCache {
  public:
   StripCache(int64_t strips, double capacity)
@@ -47,8 +48,8 @@ class StripCache {
     return kept ? 0 : bytes;
   }
 
-  // SMs walk along k together. A round of more bytes than L2 leaves none of a strip's first k
-  // tiles, with which the next round begins.
+  // SMs walk along k together. A round of more bytes than L2 evicts the strips' first k tiles, with
+  // which the next round begins.
   void end_round() {
     if (end_ - round_begin_ > capacity_) end_ += capacity_;
     round_begin_ = end_ + 1;
@@ -63,9 +64,9 @@ class StripCache {
   double end_ = 0;
 };
 
-// Bytes of A and B from memory: all SMs take neighbouring tiles at a time, in the order of
-// tile_of_block() (tile/scheduler.cuh). SMs are attached to one half of L2 each, and both halves
-// keep a copy of what both read, so that half of L2 counts.
+// Bytes of A and B read from memory. All SMs take neighbouring tiles at a time, in the order of
+// tile_of_block() (tile/scheduler.cuh). Each SM is attached to one half of L2. Both halves keep a
+// copy of what both read, so the capacity is half of L2.
 inline double sm90_operand_reads(int64_t m, int64_t n, double row_bytes, const Sm90Cut& cut,
                                  const DeviceInfo& device) {
   const int64_t tiles_m = ceil_div(m, cut.blk_m);

@@ -1,11 +1,11 @@
-// From accumulators to memory: the D tile goes through shared memory, so that every thread gets
-// kVec consecutive columns of one row, and an Output stores them (bias, conversion, bounds, any
-// address).
+// From accumulators to memory. The D tile goes through shared memory, so that each thread gets kVec
+// consecutive columns of one row. An Output stores them; it owns bias, conversion, bounds and
+// address.
 //
 // An Output has
 //   static constexpr int kVec;                             // columns per call
 //   __device__ void store(int64_t row, int64_t col, const Acc (&values)[kVec]) const;
-// and is called for rows and columns out of D too: it checks bounds. It may also have
+// store() is also called for rows and columns outside of D, so it checks bounds. It may also have
 //   __device__ auto columns(int64_t col) const;            // with store(row, values)
 // which a thread calls once and keeps for all of its rows. The result may have
 //   __device__ void add_old(int64_t row, Acc (&values)[kVec]) const;
@@ -39,11 +39,13 @@ struct Epilogue {
   static constexpr int kPitch = Tile::kBlkN + 8;
   static constexpr int kSmemBytes = Tile::kBlkM * kPitch * static_cast<int>(sizeof(Acc));
 
-  // All threads call it, after the mainloop; `smem` may be the mainloop's (no sync needed before).
+  // All threads call it after the mainloop. `smem` may be the mainloop's; no barrier is needed
+  // before.
   template <class Accumulator, class Output>
   __device__ static void run(const Accumulator& accumulator, const Output& output,
                              int64_t first_row, int64_t first_col, char* smem) {
-    // The threads that own a rectangle of D (a warp, or all) leave on their own.
+    // The threads that own a rectangle of D (one warp, or all threads) need no barrier with the
+    // others.
     using Region = typename Accumulator::Region;
     constexpr int kVec = Output::kVec;
     constexpr int kChunks = Region::kCols / kVec;
@@ -119,8 +121,8 @@ struct Epilogue {
   __device__ __forceinline__ static void read(Acc (&values)[kVec], const Acc* source) {
     constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
     if constexpr (kVec == 8 && sizeof(Acc) == 4) {
-      // Eight neighbours read 16 of each 32 bytes at a time: four take the first half, four the
-      // second, and no two share a bank.
+      // Eight neighbours read 16 of every 32 bytes at a time. Four take the first half and four the
+      // second, so no two share a bank.
       const bool second_first = threadIdx.x / 4 % 2 == 1;
       const auto u = load_vec<4>(source + (second_first ? 4 : 0));
       const auto v = load_vec<4>(source + (second_first ? 0 : 4));

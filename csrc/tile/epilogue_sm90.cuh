@@ -1,9 +1,10 @@
-// From a warpgroup's accumulators to memory. 16-bit D: bias, activation, one rounding, stmatrix
-// into a swizzled 64 x 64 buffer, TMA store. Two buffers alternate, or one is for D and one for the
-// pre-activation. If TMA cannot address D (rows that are not multiples of 16 bytes), element stores
-// read the same buffers. fp32 D and split-K parts leave the registers directly: four neighbours
-// fill a 32-byte sector. D may be added to. Bound: with ping-pong the time of the other warpgroup's
-// mainloop, 8000 cycles at k = 1024.
+// From a warpgroup's accumulators to memory. A 16-bit D passes through bias, activation, one
+// rounding, stmatrix into a swizzled 64 x 64 buffer, and a TMA store. Two buffers alternate, or one
+// is for D and one for the pre-activation. If TMA cannot address D (rows that are not multiples of
+// 16 bytes), element stores read the same buffers.
+// A fp32 D and split-K parts leave the registers directly: four neighbouring lanes fill a 32-byte
+// sector. The product may be added to D. Bound: in ping-pong, the other warpgroup's mainloop, 8000
+// cycles at k = 1024.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +26,14 @@ struct OutputSm90 {
   void* d;              // (m, n), row-major, or its parts (splits, m, n)
   void* preactivation;  // like d: D before the activation; null: not wanted
   bool use_tma;         // rows of d and preactivation start at multiples of 16 bytes
-  bool pairs;           // two neighbours, from an even column on, are one aligned access
+  bool pairs;           // two neighbours from an even column on are one aligned access
   const void* bias;     // (n) of D's type or null
-  bool bias_pairs;      // `pairs`, of the bias
+  bool bias_pairs;      // the same of the bias
   Activation activation;
   int64_t pitch;  // elements from a row to the next
   int m;
   int n;
-  bool fp32;        // D is, of 16-bit operands too
+  bool fp32;        // D is fp32, even if the operands have 16 bits
   bool accumulate;  // D += the product
 
   __device__ __forceinline__ void prefetch() const {
@@ -45,21 +46,21 @@ template <class T>
 struct EpilogueSm90 {
   using Output = OutputSm90;
   static constexpr int kBufferBytes = 64 * 128;
-  static constexpr int kSmemBytes = sizeof(T) == 2 ? 2 * kBufferBytes : 0;  // a warpgroup's
+  static constexpr int kSmemBytes = sizeof(T) == 2 ? 2 * kBufferBytes : 0;  // of a warpgroup
 
   uint32_t buffers;     // kSmemBytes at a multiple of 1024
-  int barrier;          // a named barrier of the warpgroup's own
-  uint32_t offset = 0;  // of the buffer whose turn it is
+  int barrier;          // a named barrier that only this warpgroup uses
+  uint32_t offset = 0;  // of the buffer that is next
 
-  // Of a thread's columns of a tile: two neighbours of each block of 8.
+  // The bias of a thread's columns of a tile: two neighbours of each block of 8.
   template <int kRegs>
   struct Bias {
-    // A word that is not taken apart before it is used: a load nobody waits for.
+    // Kept as one word until its use, so that no instruction waits for the load.
     using Pair = std::conditional_t<sizeof(T) == 2, uint32_t, uint2>;
     Pair pairs[kRegs / 4] = {};
   };
 
-  // Before the mainloop, which hides the reads.
+  // Called before the mainloop, which hides the reads.
   template <int kRegs>
   __device__ __forceinline__ static Bias<kRegs> load_bias(const OutputSm90& output, int first_col) {
     using Pair = typename Bias<kRegs>::Pair;
@@ -100,7 +101,7 @@ struct EpilogueSm90 {
         if (col >= output.n) break;
         float* values = &d[chunk * 32];
         add_bias<8>(values, &bias.pairs[chunk * 8], output);
-        // The last chunk's stores read its buffers meanwhile.
+        // Overlaps with the last chunk's stores, which still read the buffers.
         const Packed before = pack(values);
         activate<Rounding::k16Bits, 32>(output.activation, values);
         acquire_buffers(output);
@@ -121,7 +122,7 @@ struct EpilogueSm90 {
     }
   }
 
-  // The same of 64 columns, without all that comes before the rounding: D by TMA.
+  // Stores 64 columns without bias and activation: D by TMA.
   __device__ __forceinline__ void store_box(const float* d, const OutputSm90& output, int first_row,
                                             int first_col) {
     const Packed values = pack(d);
@@ -131,13 +132,14 @@ struct EpilogueSm90 {
     offset ^= kBufferBytes;
   }
 
-  // Every thread of the warpgroup, at the end of the kernel: shared memory is free afterwards.
+  // Every thread of the warpgroup calls it at the end of the kernel. Shared memory is free
+  // afterwards.
   __device__ static void finish() {
     if constexpr (sizeof(T) == 2) tma_store_wait<0>();
   }
 
  protected:
-  // A thread's 32 values of a chunk in D's type, as four stmatrix take them.
+  // A thread's 32 values of a chunk in D's type, in the order of four stmatrix.
   struct Packed {
     uint32_t words[4][4];
   };
@@ -155,14 +157,15 @@ struct EpilogueSm90 {
     }
   }
 
-  // With a pre-activation D's is always the first.
+  // If there is a pre-activation, D always has the first buffer.
   __device__ __forceinline__ uint32_t buffer() const { return buffers + offset; }
   __device__ __forceinline__ uint32_t preactivation_buffer() const {
     return buffers + kBufferBytes;
   }
 
-  // After it the chunk's buffers may be written: the TMA stores of two chunks ago, or both of the
-  // last one, have read them. Without TMA a warp has its 16 rows of the buffers to itself.
+  // Returns when the chunk's buffers may be written: the TMA stores that used them have read them.
+  // These are the stores of two chunks ago, or with a pre-activation both of the last chunk.
+  // Without TMA each warp owns its 16 rows of the buffers.
   __device__ __forceinline__ void acquire_buffers(const OutputSm90& output) const {
     if (!output.use_tma) return;
     if (threadIdx.x % 128 == 0) {
@@ -175,24 +178,25 @@ struct EpilogueSm90 {
     named_barrier_sync(barrier, 128);
   }
 
-  // Of 16 bytes, with the 128-byte swizzle: an exclusive or of their number and the row's.
+  // The address of a 16-byte piece with the 128-byte swizzle: its number and the row's, combined by
+  // exclusive or.
   __device__ __forceinline__ static uint32_t buffer_address(uint32_t buffer, int row, int chunk) {
     return buffer + row * 128 + ((chunk ^ row % 8) << 4);
   }
 
-  // A warp's 16 rows of 64 columns.
+  // Writes a warp's 16 rows of 64 columns.
   __device__ __forceinline__ static void write_buffer(uint32_t buffer, const Packed& d) {
-    // Recomputed per chunk: a register that lives through all chunks is one too many.
+    // Recomputed per chunk: keeping it through all chunks takes one register too many.
     const int lane = derive_anew(static_cast<int>(threadIdx.x % 32));
-    // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and
-    // 8-15 of the left 8 columns, then of the right; 32 bytes on the next four.
+    // The lane's row and 16-byte column among the four 8x8 matrices of one stmatrix: rows 0-7 and
+    // 8-15 of the left 8 columns, then of the right. The next stmatrix is 32 bytes further.
     const int row = accumulator_warp_row() + lane % 16;
     const uint32_t address = buffer_address(buffer, row, lane / 16);
 #pragma unroll
     for (int j = 0; j < 4; ++j) stmatrix_x4(address ^ (j * 32), d.words[j]);
   }
 
-  // D's buffer, and the pre-activation's if it is wanted.
+  // Sends D's buffer, and the pre-activation's if it is wanted.
   __device__ __forceinline__ void send_buffers(const OutputSm90& output, int first_row,
                                                int first_col) const {
     fence_proxy_async();
@@ -206,7 +210,7 @@ struct EpilogueSm90 {
     }
   }
 
-  // A warp's 16 rows of a buffer, element by element: 64 bytes of a row at a time.
+  // Copies a warp's 16 rows of a buffer element by element, 64 bytes of a row at a time.
   __device__ __forceinline__ static void copy_rows(uint32_t buffer, const OutputSm90& output,
                                                    void* to, int first_row, int first_col) {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -270,9 +274,9 @@ struct EpilogueSm90 {
     }
   }
 
-  // D's elements E are added to d, and in fp32 written back at once. Reads come in batches, as many
-  // as the registers hold, and none of a batch waits for another: one after the other they would
-  // take longer than the mainloop.
+  // Adds to the elements E of d; in fp32 it also writes them back. Reads come in batches as large
+  // as the registers hold, and no read of a batch waits for another. One after the other, they
+  // would take longer than the mainloop.
   template <class E, int kRegs>
   __device__ __forceinline__ static void add_old(float (&d)[kRegs], const OutputSm90& output,
                                                  int64_t split, int first_row, int first_col) {
@@ -332,7 +336,7 @@ struct EpilogueSm90 {
     return packed;
   }
 
-  // v0 in the low half, at the lower address.
+  // v0 goes into the low half, at the lower address.
   __device__ __forceinline__ static uint32_t pack(float v0, float v1) {
     if constexpr (std::is_same_v<T, bf16>) {
       const __nv_bfloat162 pair = __floats2bfloat162_rn(v0, v1);

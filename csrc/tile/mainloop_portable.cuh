@@ -1,11 +1,11 @@
-// One CTA's D[m, n] = sum over k of A[m, k] * B[n, k]: a ring of cp.async stages feeding the
-// register accumulators of tile_portable.cuh. Where the operands come from is the loaders' business
-// alone (a matrix, a convolution's window, ...), where D goes the epilogue's (epilogue.cuh).
+// One CTA's D[m, n] = sum over k of A[m, k] * B[n, k]: a ring of cp.async stages feeds the register
+// accumulators of tile_portable.cuh. The loaders know where the operands come from (a matrix, a
+// convolution's window, ...). The epilogue knows where D goes (epilogue.cuh).
 //
 // A Loader brings the operand's tile number k_tile (k from k_tile * kBlkK on; all of the CTA's
-// rows) into a stage laid out as its Smem, an SmemTile of kBlkMN x kBlkK. Elements outside the
-// operand must become zero, in both directions. All threads of the CTA call it; it keeps what it
-// likes in registers: row coordinates worked out once by its constructor, a running k position, ...
+// rows) into a stage laid out as its Smem, an SmemTile of kBlkMN x kBlkK. Elements outside of the
+// operand must become zero, in both directions. All threads of the CTA call it. It may keep state
+// in registers, for example row coordinates from its constructor or a running k position.
 //
 //   template <class Tile> struct RowGather {              // K-major A whose row m is row index[m]
 //     using T = typename Tile::Element;
@@ -23,19 +23,19 @@
 //     __device__ void finish(T* stage) {}
 //   };
 //
-// `finish` gets the same stage after the running tile's math: a loader whose data is too narrow for
-// cp.async reads it to registers in `issue` and stores it there, its latency hidden by the math.
-// cp.async and plain stores may be mixed freely; the mainloop commits, waits and synchronises.
-// A loader may also offer bool interior(), the same for the whole CTA: its tiles need no bounds. If
-// both operands' are, the mainloop calls
+// `finish` gets the same stage after the math of the current tile. A loader whose elements are too
+// narrow for cp.async loads them to registers in `issue` and stores them in `finish`; the math
+// hides the latency. cp.async and plain stores may be mixed: the mainloop commits, waits and
+// synchronises. A loader may also offer bool interior(), which has one value for the whole CTA: its
+// tiles need no bounds. If both loaders' are interior, the mainloop calls
 //     void issue_interior(T* stage, int k_tile, bool valid, int part, int parts);
-// for part 0 .. parts - 1 of each tile in place of the two above: it copies that part of the tile
+// for part 0 .. parts - 1 of each tile in place of the two above. It copies that part of the tile
 // by cp.async if `valid`, without a branch.
 //
-// An operand whose contiguous direction in memory is m (or n) takes kMajor = Major::kMN: the tile
-// is then kBlkK rows of kBlkMN elements, and ldmatrix.trans transposes it. FMA tiles with
-// kManyResults want both operands so: TransposingLoader (matrix_loader.cuh) makes one from a
-// K-major operand.
+// An operand whose contiguous direction in memory is m (or n) takes kMajor = Major::kMN. Its tile
+// is kBlkK rows of kBlkMN elements, which ldmatrix.trans transposes. FMA tiles with kManyResults
+// need both operands in this form; TransposingLoader (matrix_loader.cuh) makes it from a K-major
+// operand.
 #pragma once
 
 #include "tile/tile_portable.cuh"
@@ -63,8 +63,8 @@ struct Mainloop {
   static constexpr int kSmemBytes = kStages * kStageBytes;
   static_assert(SmemA::kBytes % 16 == 0 && kStageBytes % 16 == 0, "stages start at 16 bytes");
 
-  // Adds tiles k_begin .. k_end - 1 (none is fine) to `accumulator`. `smem` holds kSmemBytes,
-  // 16-byte aligned; on return some threads may still be reading it.
+  // Adds tiles k_begin .. k_end - 1 (may be none) to `accumulator`. `smem` holds kSmemBytes,
+  // 16-byte aligned. On return some threads may still be reading it.
   __device__ static void run(Accumulator& accumulator, LoaderA& a, LoaderB& b, int k_begin,
                              int k_end, char* smem) {
     if constexpr (KnowsInterior<LoaderA> && KnowsInterior<LoaderB>) {
@@ -99,8 +99,8 @@ struct Mainloop {
       cp_async_commit();  // also when empty: the wait below counts groups
     }
 
-    // The fragments of step s + 1 load under the math of step s, across the stage boundary too: the
-    // wait and the barrier for the next stage come before the last step's math, not after it.
+    // The fragments of step s + 1 load during the math of step s, also across two stages. The wait
+    // and the barrier for the next stage therefore come before the last step's math.
     int read = 0;
     int write = kStages - 1;
     typename Accumulator::Fragments fragments[2];
@@ -113,21 +113,20 @@ struct Mainloop {
       for (int step = 0; step < kSteps; ++step) {
         if (step + 1 == kSteps) {
           cp_async_wait<kStages - 2>();
-          // Tile k_tile + 1 is now visible to all, and all hold the last fragments of k_tile: its
-          // stage is the one that the next round fills.
+          // Tile k_tile + 1 is now visible to all threads. All threads hold the last fragments of
+          // k_tile, so the next round may fill its stage.
           __syncthreads();
           read = read + 1 == kStages ? 0 : read + 1;
         }
         if constexpr (kInterior) {
-          // Where the copies hide best between the math; the last step comes after the wait that
-          // counts their group.
+          // Copies are spread over the steps before the last, whose wait counts their group.
           if (step < kCopySteps) {
             a.issue_interior(stage_a(write), ahead, ahead < k_end, step, kCopySteps);
             b.issue_interior(stage_b(write), ahead, ahead < k_end, step, kCopySteps);
           }
           if (step + 2 == kSteps) cp_async_commit();
         } else if (step == 0) {
-          // Before the next fragments load: their registers hold the copies' addresses until then.
+          // Before the next fragments load: until then their registers hold the copies' addresses.
           if (ahead < k_end) {
             a.issue(stage_a(write), ahead);
             b.issue(stage_b(write), ahead);

@@ -1,10 +1,11 @@
-// D = A B^T of one tile on sm_90a: a producer thread fills a ring of shared-memory stages by TMA
-// (or warpgroups do, see realigning_loader_sm90.cuh), two consumer warpgroups multiply them by
-// wgmma; mbarriers hand the stages over. Cooperative: each warpgroup owns half of the tile's rows.
-// Ping-pong: each owns every second tile whole, so that one stores while the other multiplies.
-// Bound: the tensor cores, as long as a stage's bytes come from L2 in the time its math takes: a
-// 128 x 256 tile asks 48 bytes a cycle and SM, a 128 x 64 tile 96: of A half or a quarter when the
-// CTAs of a cluster share it by multicast.
+// D = A B^T of one tile on sm_90a. A producer thread fills a ring of shared-memory stages by TMA;
+// with realigning_loader_sm90.cuh warpgroups fill it. Two consumer warpgroups multiply the stages
+// by wgmma. mbarriers hand the stages over.
+// Cooperative: each consumer owns half of the tile's rows. Ping-pong: each owns every second tile,
+// so that one stores while the other multiplies.
+// Bound: the tensor cores, if a stage's bytes arrive from L2 in the time of its math. A 128 x 256
+// tile needs 48 bytes per cycle and SM, a 128 x 64 tile 96. Multicast within a cluster of 2 or 4
+// CTAs divides A's part by that number.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,7 @@
 namespace warpwright {
 
 // A stage holds kBlkM + kBlkN rows of 128 bytes (K-major), or columns 128 bytes wide of kBlkK rows
-// (MN-major): 128 bytes for each of M or N either way.
+// (MN-major). Either way M and N take 128 bytes per element.
 template <class T, int kBlkM_, int kBlkN_, int kStages_, bool kPingPong_, bool kClusters_,
           Major kMajorA_, Major kMajorB_>
 struct TileSm90 {
@@ -32,52 +33,54 @@ struct TileSm90 {
   static constexpr int kBlkK = 128 / static_cast<int>(sizeof(T));
   static constexpr int kStages = kStages_;
   static constexpr bool kPingPong = kPingPong_;
-  // The launch may form clusters of CTAs with neighbouring tiles along N, which load one A between
-  // them.
+  // The launch may form clusters of CTAs with neighbouring tiles along N. Such a cluster loads A
+  // once.
   static constexpr bool kClusters = kClusters_;
   static constexpr Major kMajorA = kMajorA_;
   static constexpr Major kMajorB = kMajorB_;
 
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kRows = kPingPong ? kBlkM : kBlkM / kConsumers;  // of D, a warpgroup's
-  static constexpr int kBlocks = kRows / 64;                            // of 64 rows, a wgmma's
-  static constexpr int kRegs = kBlkN / 2;                               // a block's, a thread
+  static constexpr int kRows = kPingPong ? kBlkM : kBlkM / kConsumers;  // rows of D of a warpgroup
+  static constexpr int kBlocks = kRows / 64;  // of 64 rows, those of one wgmma
+  static constexpr int kRegs = kBlkN / 2;     // of a block, per thread
 
   static constexpr int kBytesA = kBlkM * 128;
   static constexpr int kBytesB = kBlkN * 128;
   static constexpr int kStageBytes = kBytesA + kBytesB;
 
-  // wgmma takes 32-bit operands K-major only: mn_major_tf32_sm90.cuh has what brings them there.
+  // wgmma reads 32-bit operands in shared memory along k only. mn_major_tf32_sm90.cuh transposes
+  // the others.
   static constexpr bool kMnMajorTf32 = sizeof(T) == 4 && kMajorA == Major::kMN;
   static constexpr bool kSplitsTf32 = false;  // float32 as two TF32 numbers: split_tf32_sm90.cuh
   static_assert(sizeof(T) == 2 || kMnMajorTf32 || kMajorB == Major::kK, "A goes first");
-  // linear's weight gradient: A's row sums, the bias gradient, may be wanted beside D.
+  // linear's weight gradient may want the row sums of A, which are the bias gradient.
   static constexpr bool kRowSums = sizeof(T) == 2 && kMajorA == Major::kMN && kMajorB == Major::kMN;
   static_assert(kRows % 64 == 0 && kBlkN % 64 == 0 && kBlkN <= 256, "whole wgmma blocks");
   static_assert(kBlocks * kRegs <= 128, "accumulators beside the addresses in 232 registers");
 };
 
-// Registers of a thread after the warpgroups' redistribution: 128 * 40 + 256 * 232 <= 65536.
+// Registers per thread after setmaxnreg: 128 * 40 + 256 * 232 <= 65536.
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
-// A CTA's place in its cluster of 1, 2 or 4.
+// A CTA's rank in its cluster of 1, 2 or 4.
 struct ClusterPlace {
   int ctas = 1;
   int rank = 0;
 };
 
-// Rows first_row .. of an operand of k-tiles, by TMA. The CTAs of `share` each load a part, of the
-// rows (K-major) or of k (MN-major), and send it to all of them. kHasPolicy: with one of L2, which
-// is not shared. (To name the usual policy costs large products a third.)
+// Loads rows first_row .. of an operand, one k tile at a time, by TMA. The CTAs of `share` each
+// load a part of the rows (K-major) or of k (MN-major) and multicast it. kHasPolicy: with an L2
+// policy, for operands that are not shared. (Naming the default policy made large products a third
+// slower.)
 template <class Tile, Major kMajor, int kRows, bool kHasPolicy = false>
 struct TmaLoader {
   const CUtensorMap* map;
   ClusterPlace share = {};
   uint64_t policy = 0;
 
-  // Bytes that reach this CTA's `barrier`: kRows * 128, of which others may have sent a part.
+  // kRows * 128 bytes reach this CTA's `barrier`, of which other CTAs may have sent a part.
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
                                        uint32_t barrier) const {
     const int part = share.rank * box_outer(share.ctas);
@@ -92,7 +95,7 @@ struct TmaLoader {
     }
   }
 
-  static constexpr int kBoxInner = Tile::kBlkK;  // 128 bytes of either direction
+  static constexpr int kBoxInner = Tile::kBlkK;  // 128 bytes in either direction
   // A multiple of 8: whole swizzle patterns.
   __host__ __device__ static constexpr int box_outer(int ctas) {
     return (kMajor == Major::kK ? kRows : Tile::kBlkK) / ctas;
@@ -133,20 +136,20 @@ struct MainloopSm90 {
     return barriers + (Tile::kStages + stage) * 8;
   }
 
-  // One thread of the CTA; a barrier of the cluster follows. A stage is full after
-  // `producer_arrivals` and the bytes that they announced.
+  // One thread of the CTA calls it; a barrier of the cluster follows. A stage is full after
+  // `producer_arrivals` arrivals and the bytes that they announced.
   __device__ __forceinline__ void init(int producer_arrivals = 1) const {
 #pragma unroll
     for (int s = 0; s < Tile::kStages; ++s) {
       mbarrier_init(full(s), producer_arrivals);
-      // A stage is free when every warp that reads it or its multicast copies has said so.
+      // A stage is free when every warp that reads it or its multicast copies has released it.
       mbarrier_init(empty(s), kConsumerWarps * cluster.ctas);
     }
     fence_mbarrier_init();
     fence_proxy_async();
   }
 
-  // One thread of the CTA. `bytes`: of a stage, as many as the loaders bring.
+  // One thread of the CTA calls it. `bytes`: what the loaders bring per stage.
   template <class LoaderA, class LoaderB>
   __device__ __forceinline__ void produce(const LoaderA& a, const LoaderB& b, int bytes,
                                           int first_m, int first_n, int k_begin, int k_end,
@@ -163,8 +166,8 @@ struct MainloopSm90 {
     }
   }
 
-  // The producer of a cluster, after its last stage: until all stages are free. A CTA must not end
-  // before the others have sent their last arrivals to its barriers.
+  // The producer of a cluster calls it after its last stage; it waits until all stages are free. A
+  // CTA must not end before the others have sent their last arrivals to its barriers.
   __device__ __forceinline__ void drain(Cursor cursor) const {
 #pragma unroll 1
     for (int s = 0; s < Tile::kStages; ++s) {
@@ -173,14 +176,14 @@ struct MainloopSm90 {
     }
   }
 
-  // One warpgroup; first_row: its rows within the tile. Overwrites the accumulators, also those of
-  // `sums`, a RowSums or NoRowSums.
+  // One warpgroup calls it; first_row: its rows within the tile. Overwrites the accumulators, and
+  // those of `sums`, a RowSums or NoRowSums.
   template <class Sums = NoRowSums>
   __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int first_row,
                                           Cursor& cursor, Sums&& sums = {}) const {
     constexpr bool kTransA = Tile::kMajorA == Major::kMN;
     constexpr bool kTransB = Tile::kMajorB == Major::kMN;
-    constexpr int kStepA = kTransA ? 2048 : 32;  // bytes of one wgmma's k
+    constexpr int kStepA = kTransA ? 2048 : 32;  // bytes per wgmma along k
     constexpr int kStepB = kTransB ? 2048 : 32;
     constexpr uint64_t kFields = wgmma_descriptor_fields(/*leading=*/8192, /*stride=*/1024);
     const uint64_t a0 = wgmma_descriptor(kFields, stages + first_row * 128);
@@ -204,8 +207,9 @@ struct MainloopSm90 {
           }
         }
       };
-      // Either side has the whole stage and its commit. Around the sums alone, ptxas would close a
-      // group before the branch, and the wait below, one group short, would wait for this stage.
+      // Each branch has the whole stage and its own commit. With a branch around the sums alone,
+      // ptxas would close a group before it. The wait below, one group short, would then wait for
+      // this stage.
       if (sums.wanted) {
         multiply();
         sums.multiply(a0 + offset, k > 0);
@@ -214,7 +218,7 @@ struct MainloopSm90 {
         multiply();
         wgmma_commit();
       }
-      // The newest batch runs on; the one before has read its stage.
+      // The newest batch still runs; the one before has read its stage.
       wgmma_wait<1>();
 #pragma unroll
       for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
@@ -230,7 +234,7 @@ struct MainloopSm90 {
     release(previous);
   }
 
-  // Each warp of a consumer, to every CTA whose copies land in this stage.
+  // Each consumer warp calls it; it arrives at every CTA whose copies land in this stage.
   __device__ __forceinline__ void release(int stage) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if (lane >= cluster.ctas) return;

@@ -19,7 +19,7 @@ struct MatrixOperand {
   bool vectorized;  // pointer and rows are multiples of 16 bytes
 };
 
-// How many of the `size` elements from here on lie inside the operand, which has `left` more.
+// How many of the next `size` elements lie inside the operand, which has `left` more.
 __device__ __forceinline__ int count_inside(int64_t left, int size) {
   return static_cast<int>(left < size ? (left > 0 ? left : 0) : size);
 }
@@ -74,7 +74,7 @@ class MatrixLoader {
     }
   }
 
-  // All of the CTA's tiles lie inside the operand: copies need no bounds.
+  // Whether all of the CTA's tiles lie inside the operand, so that copies need no bounds.
   __device__ bool interior() const
     requires(!kByElements)
   {
@@ -113,7 +113,7 @@ class MatrixLoader {
     const int bytes = max(0, min(cols - col, kVec)) * kSize;
     const uint32_t target = smem_address(stage + Map::row(0) * Smem::kPitch + col);
     source += Map::row(0) * ld_ + col;
-    // Not unrolled further: registers do not hold the addresses of eight passes and the sums.
+    // Not unrolled further: the registers do not hold eight passes' addresses and the sums.
 #pragma unroll 4
     for (int pass = 0; pass < Map::kPasses; ++pass) {
       cp_async<kVec * kSize>(target + pass * Map::kRowsPerPass * Smem::kPitch * kSize, source,
@@ -132,9 +132,9 @@ class MatrixLoader {
   T staged_[kStaged ? ElementMap::kPasses : 1];
 };
 
-// Transposes a K-major matrix of 32-bit elements, aligned or not, on its way: the stage is
-// MN-major. A copy cannot transpose, so each has one element. A warp copies 8 k of 4 rows: whole
-// sectors of 32 bytes from memory, all 32 banks of shared memory (rows of k lie 4 banks apart).
+// Transposes a K-major matrix of 32-bit elements, aligned or not, while loading: the stage is
+// MN-major. cp.async cannot transpose, so each copy has one element. A warp copies 8 k of 4 rows:
+// whole 32-byte sectors of memory, and all 32 banks of shared memory (rows of k are 4 banks apart).
 template <class Tile, int kBlkMN>
 class TransposingLoader {
   using T = typename Tile::Element;

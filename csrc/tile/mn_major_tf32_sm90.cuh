@@ -1,11 +1,11 @@
-// The mainloop of sm_90a for TF32 operands that are not contiguous along k, the only direction in
-// which wgmma reads 32-bit elements from shared memory. A comes to wgmma through registers, which
-// take it in any order, at the cost of the reads that wgmma would have done. B, if it is not
-// contiguous along k either, is transposed in place by a warpgroup of its own, between TMA and
-// the consumers. Rows of A come in another order than wgmma's (FragmentRows). TMA has rounded both
-// operands to TF32. linear makes D^T = B A^T of it, for it is its B that is never contiguous along
-// k. Bound: shared memory. A k tile of 128 x 128 is 512 cycles of math, 256 of TMA's writes and 384
-// of reads, as of K-major operands; another 256 if B is transposed.
+// The sm_90a mainloop for TF32 operands that are not contiguous along k. wgmma reads 32-bit
+// elements of shared memory along k only, but takes A from registers in any order. Loading these
+// registers costs the reads that wgmma would have done. A B that is not contiguous along k is
+// transposed in place, between TMA and the consumers, by a separate warpgroup.
+// The rows of A come in an order other than wgmma's (FragmentRows). TMA has rounded both operands
+// to TF32. linear computes D^T = B A^T with it, because its B is never contiguous along k.
+// Bound: shared memory. A k tile of 128 x 128 takes 512 cycles of math, 256 of TMA's writes and 384
+// of reads, as with K-major operands. Transposing B takes another 256.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,10 @@
 
 namespace warpwright {
 
-// Which rows of A a thread has in its fragments, two neighbours of each block of 64 rows that wgmma
-// takes. 16 rows of a warp and a block are every second pair of 16-byte pieces of a 128-byte row of
-// shared memory: with the swizzle, 16 lanes that read 8 bytes each of 4 such rows meet all banks.
+// Which rows of A a thread has in its fragments: two neighbours of each block of 64 rows that wgmma
+// takes. The 16 rows of one warp and block are every second pair of 16-byte pieces of a 128-byte
+// row of shared memory. With the swizzle, 16 lanes that read 8 bytes each of 4 such rows use all
+// banks.
 template <int kBlocks>
 struct FragmentRows {
   static constexpr int kBoxBytes = 32 * 128;  // of 32 rows of A, 32 k
@@ -28,22 +29,22 @@ struct FragmentRows {
   __device__ __forceinline__ static int unit(int block) {
     return static_cast<int>(threadIdx.x % 128 / 32) * kBlocks + block;
   }
-  // Of 32 rows: 16-byte piece, 4 rows each.
+  // The 16-byte piece of 32 rows, with 4 rows in each.
   __device__ __forceinline__ static int piece(int block) {
     const int group = static_cast<int>(threadIdx.x % 32 / 4);
     return unit(block) % 2 * 2 + group / 4 + group / 2 % 2 * 4;
   }
-  // The first of the two rows; wgmma's row g, whose row g + 8 is the next.
+  // The first of the two rows: wgmma's row g. The next one is wgmma's row g + 8.
   __device__ __forceinline__ static int row(int block) {
     return unit(block) / 2 * 32 + piece(block) * 4 + static_cast<int>(threadIdx.x / 4 % 2 * 2);
   }
-  // Where they lie at k = lane % 4; 1024 bytes further for each 8 of k.
+  // Where they are at k = lane % 4. Each 8 of k are 1024 bytes further.
   __device__ __forceinline__ static uint32_t offset(int block) {
     const int k = static_cast<int>(threadIdx.x % 4);
     return unit(block) / 2 * kBoxBytes + k * 128 + ((piece(block) ^ k) << 4) +
            threadIdx.x / 4 % 2 * 8;
   }
-  // A block's fragment of 8 k from `shared`, which is the block's offset() in them.
+  // Loads a block's fragment of 8 k. `shared` includes the block's offset().
   __device__ __forceinline__ static void load(uint32_t (&a)[4], uint32_t shared) {
     const uint2 first = load_shared_u64(shared);
     const uint2 second = load_shared_u64((shared ^ 64) + 512);  // k + 4
@@ -54,12 +55,12 @@ struct FragmentRows {
   }
 };
 
-// A warp transposes 32 x 32 elements in place: 32 rows of k before, 32 rows of N, K-major, after.
-// A lane moves two blocks of 4 x 4, on a diagonal of the 8 x 8 blocks with its seven neighbours, so
-// that their 16-byte accesses meet all banks in both directions.
+// A warp transposes 32 x 32 elements in place: from 32 rows of k to 32 rows of N, K-major. A lane
+// moves two blocks of 4 x 4. They lie on a diagonal of 8 x 8 blocks with those of its seven
+// neighbours. Their 16-byte accesses then use all banks in both directions.
 class BoxTransposer {
  public:
-  // `store` writes 16 bytes, given where and what.
+  // `store(address, value)` writes 16 bytes.
   template <class Store>
   __device__ __forceinline__ void transpose(uint32_t box, const Store& store) {
     row_ = derive_anew(row_);
@@ -82,27 +83,28 @@ class BoxTransposer {
   }
 
  private:
-  // Of 32 rows of 128 bytes: 16-byte piece `piece` of row 4 * row4 + i.
+  // In 32 rows of 128 bytes: 16-byte piece `piece` of row 4 * row4 + i.
   __device__ __forceinline__ static uint32_t at(int row4, int piece, int i) {
     return row4 * 512 + i * 128 + ((piece ^ (row4 % 2 * 4) ^ i) << 4);
   }
 
-  int column_ = static_cast<int>(threadIdx.x % 8);              // four of N
-  int row_ = column_ ^ static_cast<int>(threadIdx.x % 32 / 8);  // four of k, of the first block
+  int column_ = static_cast<int>(threadIdx.x % 8);  // four columns of N
+  int row_ =
+      column_ ^ static_cast<int>(threadIdx.x % 32 / 8);  // four rows of k, of the first block
 };
 
-// A mainloop of which a warpgroup rewrites each stage, if kRewrites, between TMA and the consumers.
+// A mainloop in which, if kRewrites, a warpgroup rewrites each stage between TMA and the consumers.
 template <class Tile, bool kRewrites>
 struct RewritingMainloop : MainloopSm90<Tile> {
   using Base = MainloopSm90<Tile>;
   static constexpr int kSmemBytes = Base::kSmemBytes + (kRewrites ? Tile::kStages * 8 : 0);
 
-  // Behind the others: a stage that has been rewritten.
+  // The barrier of a rewritten stage, stored after those of the base class.
   __device__ __forceinline__ uint32_t rewritten(int stage) const {
     return this->barriers + (2 * Tile::kStages + stage) * 8;
   }
 
-  // As the base's, before the fence that it ends with.
+  // As in the base class, but before the fence that ends it.
   __device__ __forceinline__ void init(int producer_arrivals) const {
     if constexpr (kRewrites) {
 #pragma unroll
@@ -112,7 +114,7 @@ struct RewritingMainloop : MainloopSm90<Tile> {
   }
 
  protected:
-  // The warpgroup: rewrite(address) for each of k_tiles stages.
+  // The rewriting warpgroup: calls rewrite(address) for each of k_tiles stages.
   template <class Rewrite>
   __device__ __forceinline__ void rewrite_stages(int k_tiles, const Rewrite& rewrite) const {
     typename Base::Cursor cursor;
@@ -120,7 +122,7 @@ struct RewritingMainloop : MainloopSm90<Tile> {
     for (int k = 0; k < k_tiles; ++k) {
       mbarrier_wait(this->full(cursor.stage), cursor.parity);
       rewrite(this->stages + cursor.stage * Tile::kStageBytes);
-      // wgmma reads through the asynchronous proxy what ordinary stores wrote.
+      // wgmma reads these ordinary stores through the asynchronous proxy.
       fence_proxy_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(rewritten(cursor.stage));
@@ -140,7 +142,7 @@ struct MnMajorTf32Mainloop : RewritingMainloop<Tile, Tile::kMajorB == Major::kMN
   static constexpr bool kTurnsB = Tile::kMajorB == Major::kMN;
   static_assert(!Tile::kClusters && Tile::kBlkN == 128);
 
-  // A warpgroup transposes the B of k_tiles stages, warp w its columns from 32 w on.
+  // A warpgroup transposes the B of k_tiles stages. Warp w has columns 32 w .. 32 w + 31.
   __device__ __forceinline__ void rewrite_b(int k_tiles) const {
     BoxTransposer transposer;
     const uint32_t box = Tile::kBytesA + threadIdx.x % 128 / 32 * Rows::kBoxBytes;
@@ -148,8 +150,8 @@ struct MnMajorTf32Mainloop : RewritingMainloop<Tile, Tile::kMajorB == Major::kMN
         k_tiles, [&](uint32_t stage) { transposer.transpose(stage + box, store_shared_u128); });
   }
 
-  // As the base's, but a step of 8 k at a time. Its A is asked for two steps ahead, behind the
-  // products of the step that begins then: it arrives while the warpgroup waits for them.
+  // As in the base class, but in steps of 8 k. Loads of A start two steps ahead, after the products
+  // of the step that begins then. They arrive while the warpgroup waits for those products.
   __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int first_row,
                                           Cursor& cursor) const {
     constexpr uint64_t kFields = wgmma_descriptor_fields(/*leading=*/8192, /*stride=*/1024);
@@ -175,8 +177,8 @@ struct MnMajorTf32Mainloop : RewritingMainloop<Tile, Tile::kMajorB == Major::kMN
           if (step == 2) mbarrier_wait(this->full(cursor.stage), cursor.parity);
           load(a[step - 2], a0, cursor.stage, step - 2);
         }
-        // The newest step runs on; the one before has read its registers, and the last one of a
-        // stage all that it reads there.
+        // The newest step still runs. The one before has read its registers; the last one of a
+        // stage has also read the stage.
         wgmma_wait<1>();
 #pragma unroll
         for (int i = 0; i < Tile::kBlocks; ++i) wgmma_pin(d[i]);
@@ -212,21 +214,21 @@ struct MnMajorTf32Mainloop : RewritingMainloop<Tile, Tile::kMajorB == Major::kMN
   }
 };
 
-// fp32 D from the accumulators of its transpose: A's rows are columns of D. Pairs of columns; a
-// warp writes two sectors of each of four rows at once.
+// Stores fp32 D from the accumulators of its transpose: A's rows are columns of D. Stores are pairs
+// of columns; a warp writes two sectors of each of four rows at once.
 template <int kBlocks>
 struct TransposedEpilogue {
   using Output = OutputSm90;
   static constexpr int kSmemBytes = 0;
 
-  uint32_t buffers;  // as EpilogueSm90's, of no use here
+  uint32_t buffers;  // as EpilogueSm90's; not used here
   int barrier;
 
   struct Bias {
     float2 pairs[kBlocks];
   };
 
-  // Before the mainloop, which hides the reads. first_row, first_col: of the tile in D.
+  // Called before the mainloop, which hides the reads. first_row, first_col: of the tile in D.
   template <int kRegs>
   __device__ __forceinline__ static Bias load_bias(const OutputSm90& output, int first_col) {
     Bias bias;
@@ -255,7 +257,8 @@ struct TransposedEpilogue {
   __device__ __forceinline__ static void finish() {}
 
  private:
-  // Pair q of a thread, d[first(q)] and d[first(q) + 2], is in row_of(q) of D after its first row.
+  // Pair q of a thread, d[first(q)] and d[first(q) + 2], belongs to row row_of(q) of D, counted
+  // from its first row.
   __device__ __forceinline__ static constexpr int first(int q) { return q / 2 * 4 + q % 2; }
   __device__ __forceinline__ static constexpr int row_of(int q) { return q / 2 * 8 + q % 2; }
 

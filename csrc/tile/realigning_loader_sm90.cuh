@@ -1,9 +1,10 @@
-// An operand of 16-bit elements that TMA cannot address (its rows start at no multiples of 16
-// bytes) into the ring of mainloop_sm90.cuh: a warpgroup reads the aligned 16-byte vectors that
-// cover each 128-byte row, shifts them into place and writes the swizzled tile that TMA would have
-// written. Bound: shared memory. A stage's 32 KiB pass it as loads, shuffles and stores besides the
-// 48 KiB that wgmma reads: 1100 cycles for 512 of math. 32 KiB in flight, half of an operand's
-// vectors being asked for again while the other half waits, cover as much latency.
+// Loads 16-bit operands that TMA cannot address, because their rows do not start at multiples of 16
+// bytes, into the ring of mainloop_sm90.cuh. A warpgroup reads the aligned 16-byte vectors that
+// cover each 128-byte row and shifts them into place. It writes the swizzled tile that TMA would
+// have written.
+// Bound: shared memory. A stage's 32 KiB pass through it as loads, shuffles and stores, next to the
+// 48 KiB that wgmma reads: 1100 cycles for 512 of math. Half of an operand's vectors are requested
+// while the other half waits. These 32 KiB in flight cover the latency.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +16,21 @@
 
 namespace warpwright {
 
-// Rows are contiguous: K-major those of M or N, MN-major those of k.
+// Rows are contiguous: of M or N if K-major, of k if MN-major.
 struct RealignedOperand {
   const char* pointer;
-  int64_t pitch;  // bytes from a row to the next
-  int64_t bytes;  // from the first element to the end of the last
+  int64_t pitch;  // bytes from one row to the next
+  int64_t bytes;  // bytes from the first element to the end of the last
   int rows;
   int cols;
 };
 
-constexpr int kRealigningWarps = 4;  // that fill an operand; each arrives once a stage
+constexpr int kRealigningWarps = 4;  // per operand; each arrives once per stage
 
-// The 128 threads of a warpgroup fill 128 rows of 128 bytes of shared memory: K-major 128 rows of
-// the operand, MN-major 64 of its rows, the left half and then the right. Eight lanes make up row
-// 8 * group + i, i = 0..7, whose place in its pattern of 8 is i for all threads: so are its swizzle
-// and, in every tile, the distance from a multiple of 16 bytes.
+// The 128 threads of a warpgroup fill 128 rows of 128 bytes of shared memory. K-major: these are
+// 128 rows of the operand. MN-major: these are 64 of its rows, first the left half of each, then
+// the right. Eight lanes fill row 8 * group + i, i = 0..7, which is row i of its swizzle pattern
+// for all threads. The swizzle and the shift of row i are therefore the same in every tile.
 template <Major kMajor>
 class RealigningLoader {
  public:
@@ -64,7 +65,7 @@ class RealigningLoader {
       if (more) load<0>(source);
       store<1>(shared, cols);
       if (more) load<1>(source);
-      // wgmma reads through the asynchronous proxy what ordinary stores wrote.
+      // wgmma reads these ordinary stores through the asynchronous proxy.
       fence_proxy_async();
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(loop.full(cursor.stage));
@@ -72,18 +73,18 @@ class RealigningLoader {
   }
 
  private:
-  // What this thread reads of a stage.
+  // What this thread reads for one stage.
   struct Source {
     const char* row;  // the first byte of its group's row 0
-    int rows;         // of the operand from there on
+    int rows;         // of the operand, from this row on
     int cols;
-    bool interior;  // every vector around this stage lies inside the operand
+    bool interior;  // every vector around this stage is inside the operand
   };
 
   __device__ __forceinline__ Source at(int first, int k_tile) const {
     const int k = k_tile * kCols;
     const bool head = first == 0 && k == 0 && shift_ != 0;
-    // A row's last vector ends less than 8 elements past it.
+    // A row's last vector ends less than 8 elements after the row.
     if constexpr (kMajor == Major::kK) {
       const int row = first + group_ * 8;
       const int cols = operand_.cols - k;
@@ -100,8 +101,9 @@ class RealigningLoader {
 
   // Elements from a multiple of 16 bytes to the start of row i.
   __device__ __forceinline__ int shift(int i) const { return (shift_ + i * pitch_shift_) & 7; }
-  // Which of row i's eight 16-byte chunks is this lane's. It starts in the vector of that number
-  // and ends in the next; vector 8 of row i is lane i's, which nobody asks for vector 0.
+  // Which of row i's eight 16-byte chunks this lane owns. The chunk starts in the vector of the
+  // same number and ends in the next, which the next lane has loaded. Lane i passes on vector 8 of
+  // row i, because no chunk ends in its vector 0.
   __device__ __forceinline__ int chunk(int i) const { return (lane_ - i) & 7; }
 
   __device__ __forceinline__ const char* vector(const Source& source, int i, int number) const {
@@ -109,7 +111,7 @@ class RealigningLoader {
     return reinterpret_cast<const char*>(row & ~uintptr_t{15}) + number * 16;
   }
 
-  // Asks for rows 4 * kHalf .. + 3.
+  // Requests rows 4 * kHalf .. 4 * kHalf + 3.
   template <int kHalf>
   __device__ __forceinline__ void load(const Source& source) {
     const bool has_last = lane_ / 4 == kHalf && shift(lane_) != 0;
@@ -126,7 +128,7 @@ class RealigningLoader {
     }
   }
 
-  // A vector of row i, without a byte from outside of the operand.
+  // A vector of row i, without reading a byte outside of the operand.
   __device__ __forceinline__ uint4 bounded(const Source& source, int i, int number) const {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (i >= source.rows || number * 8 - shift(i) >= source.cols) return v;
@@ -148,7 +150,7 @@ class RealigningLoader {
     return v;
   }
 
-  // Writes them. `cols`: of their stage; past the end of k there are zeros.
+  // Writes those rows. `cols`: columns of the stage; those past the end of k become zeros.
   template <int kHalf>
   __device__ __forceinline__ void store(uint32_t shared, int cols) const {
 #pragma unroll
@@ -202,7 +204,7 @@ class RealigningLoader {
   int lane_;
   int group_;
   uint4 vectors_[8];
-  uint4 last_[2] = {};  // vector 8 of row `lane_`, in the half that the row is of
+  uint4 last_[2] = {};  // vector 8 of row `lane_`, in the half that holds the row
 };
 
 }  // namespace warpwright

@@ -1,6 +1,6 @@
-// The sums over k of an operand's rows, beside the product that reads them: one more product, with
-// 8 columns of ones. linear's weight gradient, whose A is dy^T, gives the bias gradient so. Costs
-// a read of A from shared memory, in the tiles of D's first column.
+// Sums over k of an operand's rows, computed next to the product that reads them, as one more
+// product with 8 columns of ones. linear's weight gradient, whose A is dy^T, gets the bias gradient
+// this way. Costs one read of A from shared memory, in the tiles of D's first column.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace warpwright {
 // Eight rows of 128 bytes, the same in every layout that wgmma reads.
 constexpr int kOnesBytes = 1024;
 
-// Threads 0 .. 63 of a CTA; its barrier follows. shared: a multiple of kOnesBytes.
+// Threads 0 .. 63 of a CTA call it; its barrier follows. shared: a multiple of kOnesBytes.
 template <class T>
 __device__ __forceinline__ void write_ones(uint32_t shared) {
   static_assert(sizeof(T) == 2);
@@ -25,15 +25,15 @@ __device__ __forceinline__ void write_ones(uint32_t shared) {
   fence_proxy_async();
 }
 
-// Where they go: each row's sum, rounded to T, or with split-k parts (splits, m) in fp32.
+// Where the sums go: each row's sum, rounded to T, or for a split k the parts (splits, m) in fp32.
 struct RowSumsOutput {
   void* sums;  // null: not wanted
   bool fp32;
   int m;
 };
 
-// A warpgroup's, of kBlocks blocks of 64 rows: what MainloopSm90::consume() does with a stage of A,
-// kSteps * 16 of k, beside its own product. A is MN-major.
+// The row sums of a warpgroup with kBlocks blocks of 64 rows. MainloopSm90::consume() calls
+// multiply() per stage of A, kSteps * 16 of k, next to its own product. A is MN-major.
 template <class T, int kBlocks, int kSteps = 4>
 struct RowSums {
   float d[kBlocks][4] = {};
@@ -61,7 +61,7 @@ struct RowSums {
     }
   }
 
-  // All columns are alike: each quad's first thread has those of two rows.
+  // All columns are equal: the first thread of each quad has the sums of two rows.
   __device__ __forceinline__ void store(const RowSumsOutput& output, int split,
                                         int first_row) const {
     if (!wanted || threadIdx.x % 4 != 0) return;
@@ -80,7 +80,7 @@ struct RowSums {
   }
 };
 
-// In its place where no sums are wanted.
+// Used if no sums are wanted.
 struct NoRowSums {
   static constexpr bool wanted = false;
   __device__ __forceinline__ void pin() {}

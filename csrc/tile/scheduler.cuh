@@ -10,16 +10,16 @@
 namespace warpwright {
 
 // `batches` independent products (a convolution's groups) of tiles_m x tiles_n tiles, each cut into
-// `splits` runs of k tiles. Beside the extents what a kernel divides by: plain divisions took
-// longer than the products of a tile of short k.
+// `splits` runs of k tiles. Divisors are stored as FastDivmod: plain divisions took longer than the
+// products of a tile with short k.
 struct TileGrid {
   int tiles_m = 0;
   int tiles_n = 0;
   int k_tiles = 0;
   int splits = 1;
   int batches = 1;
-  // Blocks that run together cover about group_m tiles down and as many rows' worth across, so
-  // that their operands meet in L2.
+  // Blocks that run together cover about group_m tiles down and as many rows' worth across, so that
+  // they share operands in L2.
   int group_m = 1;
   int split_k_tiles = 0;
   int longer_splits = 0;
@@ -29,7 +29,7 @@ struct TileGrid {
   FastDivmod by_group_rows;       // group_m
   FastDivmod by_last_group_rows;  // of the last group, which may be shorter
 
-  // The first splits have a k tile more, if they can't all have as many.
+  // The first splits have one k tile more if k_tiles is not a multiple of the splits.
   __device__ __forceinline__ int first_k_tile(int split) const {
     return split * split_k_tiles + min(split, longer_splits);
   }

@@ -1,17 +1,16 @@
 // float32 products on the TF32 tensor cores of sm_90a, nearly as exact as by FMA ("3xTF32"). An
-// element is the sum of two TF32 numbers, high (rounded to nearest) and low (the rest, exact, cut
-// to TF32), and a b = a_low b_high + a_high b_low + a_high b_high: what is left out is 2^-22 of it.
-// TMA brings plain float32. A is split in registers, from which wgmma takes it; B must lie in
-// shared memory, so that a warpgroup of its own rewrites it between TMA and the consumers: high in
-// its place, low in a third tile of the stage. Either operand may be MN-major, as in
-// mn_major_tf32_sm90.cuh.
-//   The tensor cores cut a sum where an addition in float32 would round it, always towards zero. A
-// chain of thousands of them drifts, so each k tile has a sum of its own (12 additions), to which
-// that of the tiles before is added in float32.
-//   An infinite or NaN element leaves a low part of NaN, and the D that it reaches is not finite
-// whatever it should be: the kernel computes such elements of D again, by FMA.
-// Bound: a k tile of 128 x 128 x 32 is 1536 cycles of math, and as many of shared memory, at 128
-// bytes each: TMA 256, reads of A 128, splitting B 128 + 256, wgmma's reads of B 768.
+// element is the sum of two TF32 numbers: high (rounded to nearest) and low (the exact rest,
+// truncated to TF32). a b = a_low b_high + a_high b_low + a_high b_high omits 2^-22 of the product.
+// TMA loads plain float32. A is split in registers, from which wgmma takes it. B must be in shared
+// memory, so a separate warpgroup rewrites it between TMA and the consumers: high in place, low in
+// a third tile of the stage. Either operand may be MN-major, as in mn_major_tf32_sm90.cuh.
+// The tensor cores truncate each sum, where a float32 addition would round. A chain of thousands of
+// sums drifts towards zero. Each k tile therefore has its own sum (12 additions), which a float32
+// addition adds to the total.
+// An infinite or NaN element has a NaN low part, so the elements of D that it reaches are not
+// finite. The kernel recomputes such elements of D by FMA.
+// Bound: a k tile of 128 x 128 x 32 takes 1536 cycles of math, and as many of shared memory at 128
+// bytes per cycle. TMA takes 256, reads of A 128, splitting B 128 + 256, wgmma's reads of B 768.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +21,7 @@
 
 namespace warpwright {
 
-// The two warpgroups have 64 rows each. A stage: A, B and the low part of B.
+// Each warpgroup has 64 rows. A stage: A, B and the low part of B.
 template <int kStages_, Major kMajorA_, Major kMajorB_>
 struct SplitTf32Tile : TileSm90<float, 128, 128, kStages_, /*kPingPong=*/false, /*kClusters=*/false,
                                 kMajorA_, kMajorB_> {
@@ -31,8 +30,9 @@ struct SplitTf32Tile : TileSm90<float, 128, 128, kStages_, /*kPingPong=*/false, 
   static constexpr int kStageBytes = Base::kBytesA + 2 * Base::kBytesB;
 };
 
-// high + low = the number, but for the last bit or two of low. Neither relies on wgmma to ignore
-// the 13 bits that TF32 does not have. A NaN's low is a NaN, its high may be anything.
+// high + low = the number, except for the last one or two bits of low. Both have zeros in the 13
+// bits that TF32 lacks, because wgmma may not ignore them. The low part of a NaN is NaN; its high
+// part may be any number.
 __device__ __forceinline__ uint32_t tf32_high(uint32_t bits) {
   return (bits + 0x1000) & 0xFFFFE000;
 }
@@ -55,8 +55,8 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
   using Base::stages;
   static_assert(Tile::kBlocks == 1 && Tile::kBlkN == 128, "one wgmma of 64 x 128 a step");
 
-  // A warpgroup splits the B of k_tiles stages, each warp a quarter; an MN-major B it transposes
-  // too.
+  // A warpgroup splits the B of k_tiles stages, one quarter per warp. It also transposes an
+  // MN-major B.
   __device__ __forceinline__ void rewrite_b(int k_tiles) const {
     BoxTransposer transposer;
     const uint32_t quarter = Tile::kBytesA + threadIdx.x % 128 / 32 * (Tile::kBytesB / 4);
@@ -69,7 +69,7 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
     });
   }
 
-  // As the base's, a step of 8 k at a time: the next step's A is split while this one's products
+  // As in the base class, in steps of 8 k: the next step's A is split while this step's products
   // run.
   __device__ __forceinline__ void consume(Accumulator& d, int k_tiles, int first_row,
                                           Cursor& cursor) const {
@@ -100,7 +100,7 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
           mbarrier_wait(this->full(cursor.stage), cursor.parity);
           load(raw, a0, cursor.stage, 0);
         }
-        // The newest step runs on; the one before has read its registers.
+        // The newest step still runs; the one before has read its registers.
         wgmma_wait<1>();
         wgmma_pin(sum);
         if (more) a[(step + 1) % 2].split(raw);
@@ -113,7 +113,7 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
     }
   }
 
-  // Of the warpgroup's rows, that of a thread's accumulator i, and its column.
+  // The row, among the warpgroup's, and the column of a thread's accumulator i.
   __device__ __forceinline__ static int row_of(int i) {
     if constexpr (kMnMajorA) {
       return Rows::row(0) + i / 2 % 2;
@@ -148,7 +148,7 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
     store_shared_u128(shared + Tile::kBytesB, tf32_low(v, high));
   }
 
-  // A quarter of B, of which this lane has every 32nd piece of 16 bytes.
+  // Splits a quarter of B. This lane has every 32nd piece of 16 bytes.
   __device__ __forceinline__ static void split_in_place(uint32_t shared) {
     constexpr int kPieces = Tile::kBytesB / 4 / 512;
     uint4 v[kPieces];
@@ -158,8 +158,8 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
     for (int i = 0; i < kPieces; ++i) store(shared + i * 512, v[i]);
   }
 
-  // Where this thread's part of A lies at step 0. K-major: row 16 w + g of wgmma's fragment, whose
-  // 16-byte piece c is at place c ^ g: 8 rows of 4 neighbours each meet all banks.
+  // The address of this thread's part of A at step 0. K-major: row 16 w + g of wgmma's fragment.
+  // Its 16-byte piece c is at place c ^ g, so 8 rows of 4 neighbours each use all banks.
   __device__ __forceinline__ static uint32_t fragment_offset() {
     if constexpr (kMnMajorA) {
       return Rows::offset(0);
@@ -175,7 +175,7 @@ struct SplitTf32Mainloop : RewritingMainloop<Tile, true> {
     } else {
       const uint32_t first = shared ^ (step * 32);
       a[0] = load_shared_u32(first);
-      a[1] = load_shared_u32(first + 1024);  // 8 rows on
+      a[1] = load_shared_u32(first + 1024);  // 8 rows further
       a[2] = load_shared_u32(first ^ 16);    // k + 4
       a[3] = load_shared_u32((first ^ 16) + 1024);
     }

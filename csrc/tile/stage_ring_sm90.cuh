@@ -8,7 +8,7 @@
 
 namespace warpwright {
 
-// The stage that is next, and the parity of its round through the ring.
+// The next stage, and the parity of its round through the ring.
 template <int kStages>
 struct StageCursor {
   int stage = 0;
@@ -27,7 +27,7 @@ struct StageCursor {
   }
 };
 
-// Each side keeps a cursor of its own. Example, with copies of `bytes` per stage:
+// Producer and consumers keep a cursor each. Example, with copies of `bytes` per stage:
 //   producer: wait_empty(cursor); expect(cursor, bytes); tma_load(…, full(cursor.stage)); next()
 //   consumer: wait_full(cursor); read; release(cursor), once per warp; next()
 template <int kStages>
@@ -42,7 +42,7 @@ struct StageRing {
     return barriers + (kStages + stage) * 8;
   }
 
-  // One thread of the CTA; fence_mbarrier_init() and a barrier of the CTA follow.
+  // One thread of the CTA calls it; fence_mbarrier_init() and a barrier of the CTA follow.
   __device__ __forceinline__ void init(int releases) const {
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
@@ -60,8 +60,8 @@ struct StageRing {
   __device__ __forceinline__ void wait_full(const Cursor& at) const {
     mbarrier_wait(full(at.stage), at.parity);
   }
-  // Every lane of the warp has finished with the stage: lanes that read it themselves (not by
-  // wgmma) call __syncwarp() first.
+  // Called when every lane of the warp has finished with the stage. Lanes that read it by ordinary
+  // loads (not by wgmma) call __syncwarp() first.
   __device__ __forceinline__ void release(const Cursor& at) const {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(at.stage));
   }

@@ -36,10 +36,10 @@ struct Tile {
   static_assert(kStages >= 2, "one stage is read while the others fill");
 };
 
-// One operand tile in shared memory: kRows rows of kCols contiguous elements, each row followed by
-// padding so that eight rows at the same column start in eight different 16-byte bank groups:
-// ldmatrix and 16-byte reads down a column are then free of bank conflicts. MN-major TF32 reads
-// words (k = t, mn = g), which 32 bytes of padding spread over all 32 banks.
+// One operand tile in shared memory: kRows rows of kCols contiguous elements, each followed by
+// padding. Eight rows at the same column then start in eight different 16-byte bank groups, so
+// ldmatrix and 16-byte reads down a column have no bank conflicts. MN-major TF32 reads words (k =
+// t, mn = g), which 32 bytes of padding spread over all 32 banks.
 template <class T, Major kMajor_, int kBlkMN, int kBlkK,
           int kPadBytes = kMajor_ == Major::kMN && sizeof(T) == 4 ? 32 : 16>
 struct SmemTile {
@@ -56,8 +56,8 @@ struct SmemTile {
   }
 };
 
-// Who copies what of a kRows x kCols tile: thread -> one column chunk of kVec elements, and a row
-// per pass. Neighbouring threads take neighbouring chunks, so that accesses coalesce.
+// Which elements of a kRows x kCols tile a thread copies: one column chunk of kVec elements, one
+// row per pass. Neighbouring threads take neighbouring chunks, so that accesses coalesce.
 template <int kRows, int kCols, int kVec, int kThreads>
 struct ChunkMap {
   static constexpr int kChunksPerRow = kCols / kVec;
@@ -89,7 +89,7 @@ class TensorCoreAccumulator {
   float values[kMBlocks][kNBlocks][4];
 
   // This lane's part of four 8 x kChunk matrices that cover 16 (mn) x kMmaK (k). The registers of A
-  // go through mn first, those of B through k first.
+  // advance along mn first, those of B along k first.
   template <class Smem, bool kIsA>
   struct Operand {
     static constexpr Major kMajor = Smem::kMajor;
@@ -139,10 +139,10 @@ class TensorCoreAccumulator {
 
  public:
   static constexpr int kSteps = Tile::kBlkK / kMmaK;
-  static constexpr int kCopySteps = kSteps - 1;  // the next tile's copies are spread over so many
-  static constexpr bool kExchanged = false;      // write() leaves the columns as they are
+  static constexpr int kCopySteps = kSteps - 1;  // over which the next tile's copies are spread
+  static constexpr bool kExchanged = false;  // write() leaves the columns as they are
 
-  // The rectangle of D that write() fills without help from other threads: a warp's.
+  // The rectangle of D that write() fills without other threads: a warp's.
   struct Region {
     static constexpr int kRows = kWarpM;
     static constexpr int kCols = kWarpN;
@@ -164,7 +164,7 @@ class TensorCoreAccumulator {
   // The operands of one k step in registers.
   struct Fragments {
     uint32_t a[kMBlocks][4];
-    uint32_t b[kNBlocks / 2][4];  // two n8 blocks a load
+    uint32_t b[kNBlocks / 2][4];  // two n8 blocks per load
   };
 
   __device__ __forceinline__ void load(Fragments& fragments, const T* tile_a, const T* tile_b,
@@ -195,7 +195,7 @@ class TensorCoreAccumulator {
 
   __device__ void end_tile(int) {}
 
-  // Writes the CTA's D tile, row-major, to `smem`; kPitch = 8 (mod 32) words spreads the pairs of a
+  // Writes the CTA's D tile, row-major, to `smem`. kPitch = 8 (mod 32) words spreads the pairs of a
   // half warp over all banks.
   template <int kPitch>
   __device__ void write(float* smem) const {
@@ -216,17 +216,17 @@ class TensorCoreAccumulator {
   }
 };
 
-// FMA threads that hold more results than this have no registers for the fragments of several k,
-// nor for a second level of sums. Their fragments are of one k, from MN-major tiles.
+// FMA threads that hold more results than this have no registers for fragments of several k, nor
+// for a second level of sums. Their fragments have one k, from MN-major tiles.
 constexpr int kFewResults = 32;
 
 template <class Tile>
 constexpr bool kManyResults =
     Tile::kMath == MathKind::kFma && Tile::kBlkM * Tile::kBlkN > kFewResults* Tile::kThreads;
 
-// FMA accumulators of one thread; a warp is 4 threads down, 8 across. Elements come by 16-byte
-// reads: of kVec consecutive k from a K-major tile, whose rows a thread takes at a stride (so that
-// neighbours read neighbouring rows), and of kVec consecutive mn from an MN-major one.
+// FMA accumulators of one thread; a warp is 4 threads down and 8 across. Elements come by 16-byte
+// reads. From a K-major tile a read has kVec consecutive k, and a thread's rows are apart, so that
+// neighbours read neighbouring rows. From an MN-major tile it has kVec consecutive mn.
 template <class Tile, class SmemA, class SmemB>
 class FmaAccumulator {
   using T = typename Tile::Element;
@@ -238,14 +238,14 @@ class FmaAccumulator {
   static constexpr int kVec = kVecSize<T>;
   static_assert(std::is_same_v<T, Acc>, "FMA is for float and double");
   static_assert(kM % kVec == 0 && kN % kVec == 0, "MN-major fragments are whole vectors");
-  static constexpr int kDepth = kManyResults<Tile> ? 1 : kVec;  // k a fragment
+  static constexpr int kDepth = kManyResults<Tile> ? 1 : kVec;  // k per fragment
   static_assert(Tile::kBlkK % kDepth == 0, "a stage is whole k steps");
   static_assert(kDepth == kVec || (SmemA::kMajor == Major::kMN && SmemB::kMajor == Major::kMN),
                 "K-major fragments are whole vectors");
 
-  // Sums of sums: rounding errors grow with the square root of the terms added in one go, and
-  // BLAS libraries split the k of small outputs. Where the registers allow, `values` gathers kRun
-  // elements of k and then goes into `total`.
+  // Sums of sums: rounding errors grow with the square root of the number of terms in one chain.
+  // BLAS libraries split the k of small outputs for the same reason. If the registers allow,
+  // `values` gathers kRun elements of k and is then added to `total`.
   static constexpr int kRun = 32;
   static constexpr int kTilesPerRun = kRun / Tile::kBlkK > 0 ? kRun / Tile::kBlkK : 1;
   static constexpr bool kTwoLevels = !kManyResults<Tile>;
@@ -253,8 +253,8 @@ class FmaAccumulator {
   Acc values[kM][kN];
   Acc total[kTwoLevels ? kM : 1][kTwoLevels ? kN : 1];
 
-  // Bits 0 and 2 of the lane go down, 1, 3 and 4 across: of the lanes i and i ^ 1 or of i and i ^ 2
-  // all read the same 16 bytes, which halves the passes of a read.
+  // Bits 0 and 2 of the lane select the row, bits 1, 3 and 4 the column. In each pair of lanes i
+  // and i ^ 1, or i and i ^ 2, both read the same 16 bytes. That halves the passes of a read.
   __device__ static int thread_m() {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -266,7 +266,7 @@ class FmaAccumulator {
     return warp % Tile::kWarpsN * 8 + ((lane >> 1 & 1) | (lane >> 2 & 6));
   }
 
-  // Row (or column) of the tile that is the i-th of `thread`, of kAcross threads side by side.
+  // The i-th row (or column) of `thread` in the tile, with kAcross threads next to each other.
   template <class Smem, int kAcross>
   __device__ static int position(int thread, int i) {
     if constexpr (Smem::kMajor == Major::kK) return thread + i * kAcross;
@@ -299,7 +299,7 @@ class FmaAccumulator {
   }
 
  public:
-  // As above; a warp's elements lie apart, so the whole CTA it is.
+  // As above. A warp's elements are scattered, so the region is the whole CTA.
   struct Region {
     static constexpr int kRows = Tile::kBlkM;
     static constexpr int kCols = Tile::kBlkN;
@@ -333,8 +333,8 @@ class FmaAccumulator {
     }
   }
 
-  // An instruction between two FMA keeps them from sharing an operand (see multiply), but copies in
-  // one go keep the shared-memory reads waiting: half of many steps.
+  // An instruction between two FMAs prevents them from sharing an operand (see multiply). Copies in
+  // one batch delay the shared-memory reads. So half of many steps have copies.
   static constexpr int kSteps = Tile::kBlkK / kDepth;
   static constexpr int kCopySteps = kManyResults<Tile> ? kSteps / 2 : kSteps - 1;
 
@@ -349,9 +349,9 @@ class FmaAccumulator {
     load<SmemB, kThreadsN>(fragments.b, tile_b, thread_n(), step * kDepth);
   }
 
-  // To and fro across the rows: each FMA shares an operand with the one before it, which then comes
-  // from the reuse cache. The register file's two banks give one register each a cycle, enough for
-  // the other operand and the sum, not for three.
+  // Back and forth across the rows: each FMA shares an operand with the one before, which then
+  // comes from the reuse cache. Each of the register file's two banks delivers one register per
+  // cycle: enough for the other operand and the sum, not for three.
   __device__ __forceinline__ void multiply(const Fragments& fragments) {
 #pragma unroll
     for (int kk = 0; kk < kDepth; ++kk)
@@ -364,8 +364,8 @@ class FmaAccumulator {
         }
   }
 
-  // write() leaves the columns 2 i and 2 i + 1 exchanged. Its stores of several columns want them
-  // in neighbouring registers, as b's are: that would put sum j into the bank of b[j], and
+  // write() leaves the columns 2 i and 2 i + 1 exchanged. Its stores of several columns need them
+  // in neighbouring registers, like those of b. Sum j would then be in the bank of b[j], and
   // multiply() would wait for both.
   static constexpr bool kExchanged = kManyResults<Tile>;
 

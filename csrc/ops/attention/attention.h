@@ -1,6 +1,6 @@
-// Scaled dot-product attention by the flash algorithm: out = softmax(scale * q k^T + mask) v with
-// an online softmax over tiles of keys, so that no S_q x S_k matrix is ever in memory; forward and
-// backward. The backward recomputes the probabilities from `lse` and adds in a fixed order.
+// Scaled dot-product attention by the flash algorithm: out = softmax(scale * q k^T + mask) v. The
+// softmax is online over tiles of keys, so no S_q x S_k matrix is ever in memory. The backward
+// recomputes the probabilities from `lse` and adds in a fixed order.
 //   S = scale * q k^T + mask, P = exp(S - lse), A = dropout(P), out = A v
 //   dA = dout v^T, dS = P * (dropout(dA) - delta), delta = rowsum(dout * out)
 //   dv = A^T dout, dq = scale * dS k, dk = scale * dS^T q, dmask = dS
@@ -26,8 +26,8 @@ struct AttentionOperand {
   int64_t stride_b = 0, stride_h = 0, stride_s = 0;
 };
 
-// The type of the rows' log-sum-exp. All probabilities of a row share its rounding error in the
-// backward. float32 data would lose a digit to a float32 value; 16-bit data loses none.
+// The type of the rows' log-sum-exp. In the backward all probabilities of a row share its rounding
+// error. A float32 value would cost float32 data a digit; it costs 16-bit data nothing.
 template <class T>
 using AttentionLse = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -70,7 +70,7 @@ struct AttentionBackwardParams {
   AttentionOperand dk;                     // (B, H_kv, S_k, D), null if not wanted
   AttentionOperand dv;                     // (B, H_kv, S_k, D_v), null if not wanted
   void* dmask = nullptr;                   // accumulator type, null if not wanted
-  int64_t dmask_stride[4] = {0, 0, 0, 0};  // 0 if the mask broadcasts: the sum goes there
+  int64_t dmask_stride[4] = {0, 0, 0, 0};  // 0 if the mask broadcasts: the gradient is summed there
 };
 
 // Rows [row_begin, row_begin + rows) of the dropout factors: 0 or 1 / (1 - dropout_p).
@@ -95,8 +95,8 @@ struct AttentionConfig {
   const char* reason;
 };
 
-// What TMA asks of an operand's rows (16-bit elements): aligned to 16 bytes, and no index of an
-// extent above 1 repeats another's elements.
+// TMA's conditions on an operand's rows (16-bit elements): aligned to 16 bytes, and indices of an
+// extent above 1 do not share elements.
 inline bool fits_tensor_map(const AttentionOperand& x, int64_t B, int64_t H, int64_t S) {
   constexpr int64_t kMaxStride = int64_t{1} << 38;  // elements; 40 bits of bytes
   auto fits = [](int64_t extent, int64_t stride) {
@@ -106,7 +106,7 @@ inline bool fits_tensor_map(const AttentionOperand& x, int64_t B, int64_t H, int
          fits(H, x.stride_h) && fits(S, x.stride_s);
 }
 
-// Without the operands of the backward, whose gradients are dense.
+// Does not check the operands of the backward, whose gradients are dense.
 inline AttentionConfig choose_attention_config(const AttentionParams& p, const DeviceInfo& device,
                                                bool sm90) {
   using enum AttentionPath;
@@ -134,10 +134,10 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   if (!aligned)
     return {kMma, head_tile, masked, "mma.sync: TMA needs rows at multiples of 16 bytes"};
   if (p.S_k == 0) return {kMma, head_tile, masked, "mma.sync: no keys"};
-  // Classifying and listing take 6 us, as long as the portable kernel takes in all.
+  // Classifying and listing take 6 us, as long as the whole portable kernel.
   if (masked && p.S_q * p.S_k <= 64 * 64)
     return {kMma, head_tile, masked, "mma.sync: a mask of few elements"};
-  // The bits of its tiles would take S_q * S_k / 8 bytes.
+  // Its tiles' bits would take S_q * S_k / 8 bytes.
   if (masked && p.S_k > 1 && p.mask_stride[3] == 0)
     return {kMma, head_tile, masked, "mma.sync: the mask broadcasts over the keys"};
   if (p.S_q > kMaxLength || p.S_k > kMaxLength ||
@@ -147,7 +147,7 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
           masked ? "wgmma: blocks that the mask hides are skipped" : "wgmma: plain or causal"};
 }
 
-// The backward's. The forward may have taken another path.
+// The configuration of the backward. The forward may have taken another path.
 inline AttentionConfig choose_attention_backward_config(const AttentionBackwardParams& p,
                                                         const DeviceInfo& device, bool sm90) {
   AttentionConfig config = choose_attention_config(p.fwd, device, sm90);
@@ -182,14 +182,14 @@ inline int64_t attention_row_stats_bytes(const AttentionParams& p, AttentionPath
   return (p.dtype == DType::kFloat32 ? 3 : 2) * rows * 4;
 }
 
-// Counters of tiles that CTAs have taken, ints, on sm_90a: the forward's, or dq's and that of dk
-// and dv. Tiles take different times under the causal rule and with a mask.
+// Number of ints on sm_90a that count the tiles CTAs have taken: one for the forward, or one for dq
+// and one for dk and dv. Tiles take different times under the causal rule and with a mask.
 constexpr int kAttentionTileCounters = 2;
 inline bool needs_tile_counters(const AttentionParams& p) {
   return p.is_causal || p.mask_type != MaskType::kNone;
 }
 
-// What the kernels of the sm_90a path need besides their operands, on the device.
+// What the sm_90a kernels need on the device besides their operands.
 struct AttentionWorkspace {
   int* tile_counters = nullptr;  // kAttentionTileCounters, if needs_tile_counters()
   void* mask = nullptr;          // AttentionMaskTiles::bytes, with a mask
@@ -209,7 +209,7 @@ void attention_bwd_cpu(const AttentionBackwardParams& params);
 void attention_dropout_cpu(const AttentionDropoutParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// The generator's state, as in at::PhiloxCudaState: during graph capture only the device knows seed
+// The generator's state, as in at::PhiloxCudaState. During graph capture only the device knows seed
 // and offset.
 struct PhiloxSource {
   bool captured;

@@ -1,7 +1,7 @@
 // How a dense mask reaches the sm_90a kernels. One kernel reads the mask once and sorts its cells
-// of 64 queries by 32 keys into four classes; a second kernel lists, for each tile of an attention
-// kernel, the blocks in which anything is visible. Attention then walks the list: hidden blocks
-// cost nothing, visible ones are computed as without a mask.
+// of 64 queries by 32 keys into four classes. A second kernel lists, for each tile of an attention
+// kernel, the blocks that contain a visible element. Attention then walks the list. Hidden blocks
+// cost nothing, and visible ones are computed as without a mask.
 //
 // A cell whose elements are all hidden or unchanged is described by one bit per element, so a
 // boolean mask is never read again. Other cells (a bias) are read from the mask itself.
@@ -64,7 +64,7 @@ inline AttentionMaskTiles attention_mask_tiles(const AttentionParams& p, bool ba
   t.rows_repeat = p.mask_stride[2] == 0;
   t.row_tiles = t.rows_repeat ? 1 : ceil_div(p.S_q, int64_t{kMaskCellRows});
   t.words = ceil_div(p.S_k, int64_t{4 * kMaskCellCols}) * 4;
-  // A bias that no head shares is as large as the scores. To read it once more would take as long
+  // A bias that no heads share is as large as the scores. Reading it once more would take as long
   // as half of the products.
   t.is_classified = p.mask_type == MaskType::kBool || 2 * t.planes <= p.B * p.H || t.rows_repeat;
 

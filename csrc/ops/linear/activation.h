@@ -1,9 +1,9 @@
 // linear_activation(x, W, b) = f(x W^T + b), with the activation f in the matrix product's
-// epilogue: no pass of its own over y. The backward keeps y of relu, whose sign is enough, and z =
-// x W^T + b of the others, which the epilogue writes too if a gradient will be asked for. Backward:
-// dz = dy * f'(z) and its column sums, the bias gradient, in one pass: bound by memory, 3E bytes (E
-// = bytes of y). The products of linear's backward follow. They read dz twice, so that their
-// loaders would compute f' twice, from two operands.
+// epilogue, which saves a pass over y. For relu the backward keeps y, whose sign is enough. For the
+// others it keeps z = x W^T + b, which the epilogue also writes if a gradient will be needed.
+// Backward: one pass computes dz = dy * f'(z) and its column sums, the bias gradient. Bound by
+// memory, 3E bytes (E = bytes of y). The products of linear's backward follow. They read dz twice;
+// with f' in their loaders they would compute it twice, from two operands.
 #pragma once
 
 #include "ops/linear/linear.h"
@@ -19,7 +19,8 @@ struct ActivationForwardParams {
 };
 
 struct ActivationBackwardParams {
-  // Of dz; its matrix, with any strides, is dy. A null `sum`: no bias gradient.
+  // The column sums of dz. The matrix in it, with any strides, is dy. A null `sum`: no bias
+  // gradient.
   ColumnSumParams column_sum;
   Activation activation;
   const void* kept;          // (rows, cols), row-major, dense: z, of relu y

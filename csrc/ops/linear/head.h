@@ -1,5 +1,5 @@
-// The kernels of a classifier's head (cuda/head.cu): a few outputs of a batch that a few blocks
-// read, one launch forward and one for all gradients.
+// The kernels of a classifier's head (cuda/head.cu): few outputs, and a batch that a few blocks
+// read. One launch forward, and one for all gradients.
 #pragma once
 
 #include <cstdint>

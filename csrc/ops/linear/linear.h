@@ -4,7 +4,7 @@
 //   dgrad  dx (M, I) = dy W         A = dy   (m, k)    B = W^T  (n, k)    "NN"
 //   wgrad  dW (O, I) = dy^T x       A = dy^T (m, k)    B = x^T  (n, k)    "TN"
 //
-// and db (O) = column sums of dy. Row- and column-major operands are read where they lie.
+// and db (O) = column sums of dy. Row- and column-major operands are read without a copy.
 // Bound: 2 M O I FLOPs each on the tensor cores, unless one extent is small.
 #pragma once
 
@@ -28,8 +28,8 @@ struct MatrixStrides {
   int64_t col;
 };
 
-// The strides as Operand takes them, one of which is 1; none if neither direction is contiguous, so
-// that the matrix must be copied. A direction of one element has stride 0, which fits every
+// The strides as Operand takes them, one of which is 1. None if neither direction is contiguous;
+// the matrix must then be copied. A direction of one element gets stride 0, which fits every
 // alignment.
 inline std::optional<MatrixStrides> matrix_strides(int64_t rows, int64_t cols,
                                                    MatrixStrides strides) {
@@ -61,14 +61,14 @@ inline std::string describe(const GemmParams& p, const LinearPlan& plan) {
 
 // ---- gradients ----
 
-// What a backward asks for; each may be missing.
+// The gradients that a backward wants; each may be missing.
 struct LinearGradients {
   std::optional<GemmParams> input;
   std::optional<GemmParams> weight;
   std::optional<ColumnSumParams> bias;
 };
 
-// All gradients in the head's one kernel, if it takes them. Both products have dy as A and the
+// All gradients by the head's one kernel, if it supports them. Both products have dy as A and the
 // features as n.
 inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& g) {
   if (!g.input && !g.weight) return std::nullopt;
@@ -112,7 +112,7 @@ struct LinearGradientsPlan {
   std::optional<LinearPlan> weight;
   std::optional<ColumnSumPlan> bias;  // none: not wanted, or summed by the weight's product
 
-  // The kernels may run at the same time, so that each has its own part of the workspace.
+  // The kernels may run at the same time, so each has its own part of the workspace.
   static int64_t whole(int64_t bytes) { return ceil_div(bytes, int64_t{256}) * 256; }
   int64_t input_bytes() const { return input ? whole(input->workspace_bytes()) : 0; }
   int64_t weight_bytes() const { return weight ? whole(weight->workspace_bytes()) : 0; }

@@ -54,14 +54,14 @@ class RowMeeting {
     while (width_ < warps_) width_ *= 2;
   }
 
-  // Lanes that stand for the group's warps after exchange(): a power of two. The warp's other lanes
-  // repeat them.
+  // How many lanes represent the group's warps after exchange(): a power of two. The warp's other
+  // lanes repeat them.
   __device__ __forceinline__ int width() const { return width_; }
-  // The warp that this lane stands for; may be one that the group does not have.
+  // The warp that this lane represents. The group may not have a warp of that number.
   __device__ __forceinline__ int stands_for() const { return lane_ & (width_ - 1); }
 
-  // The numbers that warp stands_for() brought; zeros if there is none. The first lane of each warp
-  // brings `own`.
+  // Returns in `own` the numbers of warp stands_for(), or zeros if there is none. The first lane of
+  // each warp provides `own`.
   __device__ __forceinline__ void exchange(Acc (&own)[kCount]) {
     Acc* buffer = storage_ + phase_ * kMaxRowWarps * kCount;
     phase_ ^= 1;

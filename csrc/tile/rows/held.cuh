@@ -1,4 +1,4 @@
-// A row in the registers of its group: which vectors a thread holds, loads and stores.
+// A row in the registers of its group: which vectors each thread holds, and their loads and stores.
 #pragma once
 
 #include "device/access.cuh"

@@ -1,6 +1,5 @@
-// Mean and squared deviations of a row in registers: exact in one read, as each warp takes its
-// deviations from its own mean, and the warps' results are merged by the formula of Chan et al.
-// (1979).
+// Mean and squared deviations of a row in registers, exact in one read. Each warp takes deviations
+// from its own mean, and the formula of Chan et al. (1979) merges the warps' results.
 #pragma once
 
 #include "tile/rows/held.cuh"
@@ -13,7 +12,7 @@ struct RowMoments {
   Acc squares;  // sum of (x - mean)^2; not centered: of x^2
 };
 
-// The meeting of row_moments().
+// The exchange among warps in row_moments().
 template <bool kCentered, class Acc>
 using MomentsMeeting = RowMeeting<Acc, kCentered ? 2 : 1>;
 

@@ -51,7 +51,7 @@ class RowRing {
     const uint4 raw = slots_[((oldest_ * kOperands + operand) * kHeld + i) * pitch_];
     return *reinterpret_cast<const Vec<T, kVec>*>(&raw);
   }
-  // The next row in place of the oldest one, which the thread has read for the last time.
+  // Loads the next row into the slot of the oldest one, which the thread no longer reads.
   __device__ __forceinline__ void replace(const T* const (&rows)[kOperands], bool present) {
     copy(oldest_, rows, present);
     oldest_ = oldest_ + 1 == kStages ? 0 : oldest_ + 1;

@@ -12,8 +12,9 @@ struct BackwardBuffers {
   std::vector<C> q, k, v, dout, out, p, ds, dq, dk, dv, delta;
 };
 
-// delta = rowsum(dout * out). A 16-bit out has lost what a sum of dS over a row must cancel to: if
-// this call's keys are the whole row, delta is rowsum(P * dP) instead, for one more walk over them.
+// delta = rowsum(dout * out). The rounding of a 16-bit out is too coarse for dS to sum to 0 over a
+// row. If this call's keys are the whole row, delta is rowsum(P * dP) instead, from one more walk
+// over them.
 template <class T>
 void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile& rows_tile,
                 Matrix<CpuCompute<T>> q, Matrix<CpuCompute<T>> dout, const AttentionLse<T>* lse,
@@ -99,7 +100,7 @@ void attention_bwd_head(const AttentionBackwardParams& p, Worker<T>& worker, int
   if (want_dv) worker.store(p.dv, b, h_kv, 0, f.S_k, f.D_v, buffers.dv.data());
 }
 
-// dmask += dS, a tile's sum over what the mask broadcasts along taken first, in double.
+// dmask += dS. The sum of a tile over the broadcast dimensions is computed first, in double.
 template <class C>
 void add_to_mask(const AttentionBackwardParams& p, const Tile& t, const std::vector<C>& ds) {
   const int64_t* stride = p.dmask_stride;
@@ -117,8 +118,8 @@ void add_to_mask(const AttentionBackwardParams& p, const Tile& t, const std::vec
   }
 }
 
-// The part of dmask that one (batch, head, query tile) of the mask receives: the sum of dS over
-// whatever the mask broadcasts along, always in the same order.
+// The part of dmask that belongs to one (batch, head, query tile) of the mask: the sum of dS over
+// the broadcast dimensions, always in the same order.
 template <class T>
 void attention_bwd_mask_tile(const AttentionBackwardParams& p, Worker<T>& worker, int64_t mask_b,
                              int64_t mask_h, int64_t mask_row,

@@ -1,5 +1,5 @@
-// What the passes of flash attention on the CPU share: the matrix products, which go through
-// at::addmm on tiles that stay in L2, and one thread's loads and recomputations. 16-bit inputs are
+// Shared by the passes of flash attention on the CPU: the matrix products, and one thread's loads
+// and recomputations. The products call at::addmm on tiles that stay in L2. 16-bit inputs are
 // widened tile by tile: P, dS and all sums are float (double for double).
 #pragma once
 
@@ -142,7 +142,7 @@ class Worker {
     return p_.is_causal ? std::min(p_.S_k, row_end) : p_.S_k;
   }
 
-  // `rows` rows of an operand as C, widened into `buffer` if they are not C already.
+  // `rows` rows of an operand as C. `buffer` holds them if they must be widened.
   Matrix<C> load(const AttentionOperand& x, int64_t b, int64_t h, int64_t row, int64_t rows,
                  int64_t cols, std::vector<C>& buffer) const {
     T* source = static_cast<T*>(x.data) + b * x.stride_b + h * x.stride_h + row * x.stride_s;
@@ -218,20 +218,21 @@ class Worker {
     return true;
   }
 
-  // Whether `sum`, of a row's probabilities over `keys` keys, misses 1 by no more than lse's
-  // rounding and the sums' of both passes. If it misses more, lse and out are of a softmax over
-  // more keys.
+  // Whether `sum`, of a row's probabilities over `keys` keys, differs from 1 by no more than the
+  // rounding of lse and of both passes' sums. If it differs more, lse and out belong to a softmax
+  // over more keys.
   static bool is_whole_row(C sum, AttentionLse<T> lse, int64_t keys) {
     const C ulps = std::abs(static_cast<C>(lse)) + 32 + static_cast<C>(keys / 1024);
     return std::abs(sum - 1) <= ulps * std::numeric_limits<C>::epsilon();
   }
 
-  // `p` comes in as S and leaves as P; `ds` leaves as dS. With `dv`, dv += A^T dout on the way.
+  // `p` enters as S and leaves as P; `ds` leaves as dS. If `dv` is given, dv += A^T dout.
   void grad_scores(const Tile& t, const AttentionLse<T>* lse, const C* delta, Matrix<C> dout,
                    Matrix<C> v, Matrix<C> dv, std::vector<C>& p, std::vector<C>& ds) {
     const int64_t size = t.rows * t.cols;
     ds.resize(size);
-    // The rounding of lse is a common factor of its row; a whole row in one tile divides it out.
+    // The rounding error of lse is a common factor of its row. If one tile has the whole row, it is
+    // divided out.
     const bool one_tile = sizeof(AttentionLse<T>) == sizeof(C) && t.col == 0 &&
                           t.cols == visible_keys(t.row + t.rows);
     for (int64_t i = 0; i < t.rows; ++i) {

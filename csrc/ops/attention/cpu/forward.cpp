@@ -84,8 +84,8 @@ void attention_fwd_tile(const AttentionParams& p, Worker<T>& worker, int64_t b, 
   worker.store(p.out, b, h, row, rows, p.D_v, acc.data());
 }
 
-// Tasks i and n - 1 - i of a causal head cost the same together: neighbours in this order balance
-// the contiguous ranges that parallel_for hands out.
+// Tasks i and n - 1 - i of a causal head have a constant total cost. Making them neighbours
+// balances the contiguous ranges that parallel_for assigns.
 int64_t balanced(int64_t i, int64_t n) { return i % 2 == 0 ? i / 2 : n - 1 - i / 2; }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Choice of kernel, and the small kernels around the two passes: the generator's state, the rows'
-// statistics for the backward, the dropout factors by rows.
+// The switch to the kernels, and the small kernels around the two passes: the generator's state,
+// the rows' statistics for the backward, the dropout factors by rows.
 #include <algorithm>
 
 #include "device/math.cuh"

@@ -1,12 +1,12 @@
 // The launchers that launch.cu calls. Each has a file per head dimension or type in instances/, so
-// that no translation unit compiles long.
+// that no file compiles long.
 #pragma once
 
 #include "ops/attention/attention.h"
 
 namespace warpwright {
 
-// Launch-time facts for the tensor-core kernels, besides AttentionParams.
+// Facts about a launch that the tensor-core kernels need besides AttentionParams.
 struct AttentionMmaArgs {
   uint32_t dropout_threshold;
   float keep_scale;

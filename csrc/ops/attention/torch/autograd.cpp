@@ -1,5 +1,5 @@
-// Autograd of attention and attention_backward. attention/torch/second_order.cpp has the formula
-// behind double backward and forward-mode AD.
+// Autograd of attention and attention_backward. attention/torch/second_order.cpp has the formula of
+// double backward and forward-mode AD.
 #include "ops/attention/torch/common.h"
 
 namespace warpwright {
@@ -53,7 +53,7 @@ struct AttentionBackwardBackward {
     auto result = second_order(saved[0], {saved[1], saved[2], saved[3], saved[4]}, saved[5],
                                saved[6], a, grads);
     variable_list out(result.begin(), result.end());
-    // The output is linear in value: it meets itself in no second derivative.
+    // The output is linear in value, so no second derivative contains value twice.
     const bool moves_scores = grads[0].defined() || grads[1].defined() || grads[3].defined();
     if (!moves_scores) out[3] = Tensor();
     for (size_t i = 0; i < out.size(); ++i) {

@@ -29,8 +29,8 @@ c10::SymInt heads_of(const Tensor& tensor) {
   return tensor.dim() >= 3 ? tensor.sym_size(-3) : c10::SymInt(1);
 }
 
-// (B1, B2, ..., H, S, D) with `batch` = (B1, B2, ...) -> (B1 * B2 * ..., H, S, D), a view if it
-// can.
+// (B1, B2, ..., H, S, D) with `batch` = (B1, B2, ...) -> (B1 * B2 * ..., H, S, D), as a view if
+// possible.
 Tensor to_four_dims(const Tensor& tensor, const SymSizes& batch, const c10::SymInt& heads) {
   const Tensor expanded =
       tensor.expand_symint(concat(batch, {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
@@ -40,7 +40,8 @@ Tensor to_four_dims(const Tensor& tensor, const SymSizes& batch, const c10::SymI
       concat({c10::multiply_integers(batch)}, {heads, tensor.sym_size(-2), tensor.sym_size(-1)}));
 }
 
-// Native's message where the mask does not broadcast to the scores, then (B|1, H|1, S_q|1, S_k|1).
+// Raises native's message if the mask does not broadcast to the scores. Returns the mask as (B|1,
+// H|1, S_q|1, S_k|1).
 Tensor mask_to_four_dims(const Tensor& attn_mask, const SymSizes& scores, const SymSizes& batch) {
   const SymSizes broadcast = at::infer_size_symint(scores, attn_mask.sym_sizes());
   TORCH_CHECK(c10::SymIntArrayRef(broadcast) == c10::SymIntArrayRef(scores), "output with shape ",
@@ -55,7 +56,7 @@ Tensor mask_to_four_dims(const Tensor& attn_mask, const SymSizes& scores, const 
   return to_four_dims(mask, batch, mask.sym_size(-3));
 }
 
-// Head h of query meets head h / repeat: as native's repeat_interleave.
+// Query head h uses head h / repeat, as with native's repeat_interleave.
 Tensor repeat_heads(const Tensor& tensor, const c10::SymInt& heads) {
   const c10::SymInt repeat = heads / tensor.sym_size(1);
   const auto b = tensor.sym_size(0), h = tensor.sym_size(1);
@@ -104,7 +105,7 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
     heads = lead.empty() ? c10::SymInt(1) : lead.back();
     if (!lead.empty()) lead.pop_back();
     batch = std::move(lead);
-    // One shared head of keys and values stays one: no copy a query head.
+    // One shared head of keys and values stays one head: no copy per query head.
     kv_heads = heads_of(key) == 1 && heads_of(value) == 1 ? c10::SymInt(1) : heads;
     q = to_four_dims(q, batch, heads);
     k = to_four_dims(k, batch, kv_heads);

@@ -24,10 +24,10 @@ struct AttentionAttributes {
   std::optional<double> scale;
 };
 
-// Types, devices and the extents that must meet, at any rank; attention/torch/ops.cpp.
+// Checks types, devices and matching extents, at any rank; defined in ops.cpp.
 void check_attention_operands(const Tensor& query, const Tensor& key, const Tensor& value,
                               const Tensor& attn_mask, double dropout_p);
-// The operands of attention and attention_backward, (B, H, S, D); ops.cpp.
+// Checks the operands of attention and attention_backward, (B, H, S, D); defined in ops.cpp.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                      const Tensor& attn_mask, double dropout_p);
 

@@ -93,7 +93,7 @@ Tensor empty_rows_like(const Tensor& like) {
   return at::empty_like(like, at::MemoryFormat::Contiguous);
 }
 
-// As native's fused kernels: the memory order of query, where the shapes agree.
+// Has the memory order of query if the shapes agree, like native's fused kernels.
 Tensor empty_out(const Tensor& query, const Tensor& value) {
   if (query.sym_size(3) == value.sym_size(3)) return empty_rows_like(query);
   return at::empty_symint(
@@ -140,8 +140,8 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
 
 namespace {
 
-// A saved result may be any tensor here, so what the kernels take from query is checked. out and
-// lse may be those of a softmax over more keys than `key` has, as ring attention passes them: a
+// A saved result may be any tensor here, so its properties are checked, not assumed from query. out
+// and lse may belong to a softmax over more keys than `key` has, as ring attention passes them. A
 // row's probabilities then sum to less than 1.
 void check_backward(const Tensor& query, const Tensor& value, const Tensor& grad_out,
                     const Tensor& out, const Tensor& lse, const Tensor& philox_state,
@@ -177,7 +177,7 @@ void check_dropout_factors(const Tensor& philox_state, at::ScalarType dtype, dou
 
 // ---- CPU and CUDA ----
 
-// The kernels walk rows of stride 1 that do not overlap; native copies others as well.
+// The kernels need rows of stride 1 that do not overlap. Native copies other operands too.
 Tensor with_dense_rows(const Tensor& tensor) {
   const bool dense_row = tensor.size(3) <= 1 || tensor.stride(3) == 1;
   const bool disjoint = tensor.size(2) <= 1 || tensor.stride(2) >= tensor.size(3);
@@ -197,7 +197,7 @@ AttentionParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, c
   p.dtype = dtype_of(q);
   p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
   p.S_q = q.size(2), p.S_k = k.size(2), p.D = q.size(3), p.D_v = v.size(3);
-  // Over no features the scores are 0, not 0 * infinity.
+  // Without features the scores are 0, not 0 * infinity.
   p.scale = a.scale.value_or(p.D == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(p.D)));
   p.is_causal = a.is_causal;
   p.q = operand(q), p.k = operand(k), p.v = operand(v), p.out = operand(out);
@@ -328,7 +328,7 @@ Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dty
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// The memory behind an AttentionWorkspace. Tensors are undefined if the kernels need none.
+// Owns the memory of an AttentionWorkspace. Tensors are undefined if the kernels need none.
 struct WorkspaceTensors {
   Tensor tile_counters, mask;
 
@@ -355,7 +355,8 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
     auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
         std::nullopt, at::cuda::detail::getDefaultCUDAGenerator());
     const std::lock_guard<std::mutex> lock(generator->mutex_);
-    // One counter step of the generator is one call: the position in S is the rest of the counter.
+    // One call takes one counter step of the generator. The position in S is the rest of the
+    // counter.
     const at::PhiloxCudaState state = generator->philox_cuda_state(/*increment=*/4);
     PhiloxSource source{};
     source.captured = state.captured_;

@@ -1,5 +1,5 @@
-// Activations behind ATen's matrix product, and their gradients with the bias gradient's column
-// sums in the same pass. Bound by memory but for the error function.
+// Activations after ATen's matrix product, and their gradients, with the bias gradient's column
+// sums in the same pass. Bound by memory, except for the error function.
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
@@ -25,7 +25,7 @@ struct SigmoidPolynomial {
       : linear(static_cast<Acc>(sigmoid_argument(activation).linear)),
         cubic(static_cast<Acc>(sigmoid_argument(activation).cubic)) {}
 
-  // The bound keeps 0 * infinity away; the sigmoid is 0 or 1 long before it.
+  // The bound prevents 0 * infinity. The sigmoid is 0 or 1 long before it.
   static Vector<Acc> square(Vector<Acc> z) { return at::vec::minimum(z * z, Vector<Acc>(1e30)); }
   Vector<Acc> exp_of_minus(Vector<Acc> z) const {
     return (z * (linear + cubic * square(z))).neg().exp();
@@ -93,7 +93,7 @@ void for_activation_gradient(Activation activation, F&& f) {
   }
 }
 
-// Vector<T>::size() elements in their compute type: one vector, of 16-bit elements two.
+// Vector<T>::size() elements in their compute type: one vector, or two for 16-bit elements.
 template <class T>
 struct Elements {
   using Acc = CpuCompute<T>;
@@ -122,7 +122,7 @@ struct Elements {
   }
 };
 
-// sums[0, count) += values; in double, which costs nothing beside the memory's time.
+// sums[0, count) += values, in double, which memory's time hides.
 template <class T>
 void add_to(double* sums, const Elements<T>& values, int64_t count) {
   using V = Vector<CpuCompute<T>>;
@@ -131,7 +131,7 @@ void add_to(double* sums, const Elements<T>& values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) sums[i] += stored[i];
 }
 
-// One row: dz from dy and what was kept, and dz added to the column sums.
+// One row: computes dz from dy and the kept values, and adds dz to the column sums.
 template <class T, class Gradient>
 void backward_row(const Gradient& gradient, const T* dy, int64_t stride, const T* kept, T* dz,
                   int64_t cols, double* sums) {
@@ -153,8 +153,8 @@ void backward_row(const Gradient& gradient, const T* dy, int64_t stride, const T
   }
 }
 
-// Rows are shared out over a number of runs that does not depend on the threads: the same bits on
-// any number of them.
+// The number of runs that share the rows does not depend on the number of threads, so neither do
+// the bits.
 int64_t row_runs(int64_t rows, int64_t cols) {
   return std::clamp<int64_t>(rows * cols / kCpuGrain, 1,
                              std::min<int64_t>(64, std::max<int64_t>(rows, 1)));

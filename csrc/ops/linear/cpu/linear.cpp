@@ -1,4 +1,4 @@
-// The matrix products go to ATen's (MKL, oneDNN): nothing of ours would beat them.
+// The matrix products call ATen's (MKL, oneDNN), which a kernel of ours would not beat.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
@@ -16,7 +16,7 @@ at::ScalarType scalar_type(DType dtype) {
   return type;
 }
 
-// A tensor over memory that somebody else owns.
+// A tensor over memory that another tensor owns.
 at::Tensor over(const void* data, at::IntArrayRef sizes, at::IntArrayRef strides, DType dtype) {
   return at::from_blob(const_cast<void*>(data), sizes, strides,
                        at::TensorOptions().dtype(scalar_type(dtype)));

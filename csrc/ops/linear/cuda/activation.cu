@@ -1,5 +1,5 @@
-// The gradient of an activation and the bias gradient: dy and what the forward kept are read once,
-// dz is written once, and its columns are summed on the way.
+// The gradient of an activation, and the bias gradient. One pass reads dy and the kept values once,
+// writes dz once and sums its columns.
 #include "device/access.cuh"
 #include "device/activation.cuh"
 #include "gemm/column_sum.cuh"
@@ -11,7 +11,7 @@ namespace {
 // dz = dy * f'(kept), as column_sum_kernel sees it. kept and dz are row-major and dense.
 template <class T, int kVec>
 struct ActivationGradientColumns {
-  // For a sixth block of scalars ptxas would spill.
+  // With a sixth block of scalars per SM, ptxas would spill.
   static constexpr int kMinBlocks = kVec == 1 && sizeof(T) < 8 ? 5 : 0;
   struct Loaded {
     Vec<T, kVec> dy;

@@ -1,6 +1,6 @@
 // linear of a classifier's head, up to 16 output features of up to 512 rows, by FMA: one launch
-// forward, and one for all gradients. Such a product is over before a tile's ring is full.
-// Bound: the launch and one trip to memory.
+// forward, and one for all gradients. Such a product ends before a tile's ring is full. Bound: the
+// launch and one round trip to memory.
 #include "common/switch.h"
 #include "device/activation.cuh"
 #include "device/mma_sm80.cuh"
@@ -12,11 +12,11 @@
 namespace warpwright {
 namespace {
 
-constexpr int kOutputs = static_cast<int>(kMaxHeadOutputs);  // the last may not be there
+constexpr int kOutputs = static_cast<int>(kMaxHeadOutputs);  // the last of them may not exist
 
 // ---- forward ----
 
-constexpr int kForwardRows = 8;  // of y, a block's, a warp each
+constexpr int kForwardRows = 8;  // rows of y per block, one per warp
 constexpr int kForwardThreads = kForwardRows * 32;
 
 template <class T>
@@ -35,17 +35,17 @@ struct HeadForward {
   Activation activation;
 };
 
-// Rows in shared memory, elements: whole steps of 32 bytes, and 16 more, so that neighbouring
-// rows do not share banks.
+// Pitch of a row in shared memory, in elements: whole steps of 32 bytes, and 16 bytes more so that
+// neighbouring rows use different banks.
 template <class T>
 __host__ __device__ constexpr int head_pitch(int features) {
   constexpr int kVec = kVecSize<T>;
   return ceil_div(features, 2 * kVec) * 2 * kVec + kVec;
 }
 
-// `count` rows of a matrix to shared memory, with zeros behind their features and for rows that are
-// not there. kVectorized: by 16-byte copies, after which cp_async_wait() and a barrier follow, else
-// a barrier.
+// Copies `count` rows of a matrix to shared memory, with zeros after their features and in missing
+// rows. kVectorized: 16-byte copies; the caller adds cp_async_wait() and a barrier. Otherwise the
+// caller adds a barrier.
 template <bool kVectorized, class T>
 __device__ __forceinline__ void read_rows(const T* matrix, int64_t stride, int rows, int count,
                                           int features, T* shared) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ void read_rows(const T* matrix, int64_t stride, int r
   }
 }
 
-// Grid: blocks of 8 rows, a warp a row, two lanes an output, which take 16 bytes of the features in
-// turn; kVectorized: these are whole and aligned.
+// Grid: blocks of 8 rows, one per warp. Two lanes share an output and take alternate 16 bytes of
+// the features. kVectorized: the features are whole and aligned 16 bytes.
 template <class T, bool kVectorized>
 __global__ void __launch_bounds__(kForwardThreads) head_forward_kernel(const HeadForward<T> p) {
   using Acc = Accum<T>;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kForwardThreads) head_forward_kernel(const Hea
 #pragma unroll 2
   for (int f = static_cast<int>(threadIdx.x) % 2 * kVec; f < p.features; f += 2 * kVec) {
     const auto a = widen(load_vec<kVec>(x + f)), b = widen(load_vec<kVec>(weight + f));
-    Acc part(0);  // apart: a shorter chain of roundings
+    Acc part(0);  // separate: a shorter chain of roundings
 #pragma unroll
     for (int i = 0; i < kVec; ++i) part += a[i] * b[i];
     sum += part;
@@ -118,11 +118,11 @@ __global__ void __launch_bounds__(kForwardThreads) head_forward_kernel(const Hea
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
-constexpr int kInputRows = 16;  // of dx, a block's
+constexpr int kInputRows = 16;  // rows of dx per block
 constexpr int kInputCols = 128;
-constexpr int kWeightCols = 32;  // of dW
+constexpr int kWeightCols = 32;  // columns of dW per block
 
-// dy in shared memory, a row of kOutputs each, later the warps' sums of dW in its place.
+// dy in shared memory, kOutputs per row. The warps' sums of dW later overwrite it.
 template <class T>
 constexpr int kSmemBytes = kWarps * kOutputs * kWeightCols * static_cast<int>(sizeof(Accum<T>));
 static_assert(kMaxHeadRows <= kWarps * kWeightCols, "dy fits where the sums do");
@@ -142,11 +142,11 @@ struct HeadBackward {
   int rows;
   int features;
   int outputs;
-  int weight_blocks;  // of the grid, the first; 0: not wanted
+  int weight_blocks;  // of the grid, the first ones; 0: not wanted
   int bias_blocks;    // then 1 or 0
 };
 
-// `count` rows of dy from `first` on; a barrier follows. A thread stays in its column.
+// Loads `count` rows of dy from `first` on; a barrier follows. A thread stays in its column.
 template <class T>
 __device__ __forceinline__ void read_dy(const HeadBackward<T>& p, int first, int count,
                                         Accum<T>* dy) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void read_dy(const HeadBackward<T>& p, int first, int
   }
 }
 
-// dx = dy W: the thread of a column keeps that of W.
+// dx = dy W. The thread of a column keeps that column of W.
 template <class T>
 __device__ __forceinline__ void input_gradient(const HeadBackward<T>& p, int block, Accum<T>* dy) {
   using Acc = Accum<T>;
@@ -189,12 +189,12 @@ __device__ __forceinline__ void input_gradient(const HeadBackward<T>& p, int blo
   }
 }
 
-// dW = dy^T x: a lane has a column, warps take the rows in turn, and their sums are added as a
-// tree.
+// dW = dy^T x. A lane has one column, and the warps take the rows in turn. The warps' sums are
+// added as a tree.
 template <class T>
 __device__ __forceinline__ void weight_gradient(const HeadBackward<T>& p, int block, Accum<T>* dy) {
   using Acc = Accum<T>;
-  constexpr int kBatch = 8;  // loads of a thread under way
+  constexpr int kBatch = 8;  // loads in flight per thread
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int col = block * kWeightCols + lane;
@@ -237,7 +237,7 @@ __device__ __forceinline__ void weight_gradient(const HeadBackward<T>& p, int bl
   p.dw[int64_t{o} * p.features + col] = convert<T>(total);
 }
 
-// db: dy's column sums, a warp an output.
+// db: dy's column sums, one output per warp.
 template <class T>
 __device__ __forceinline__ void bias_gradient(const HeadBackward<T>& p, Accum<T>* dy) {
   read_dy(p, 0, p.rows, dy);
@@ -286,7 +286,7 @@ void launch_linear_head(const GemmParams& g, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>(ceil_div(p.rows, kForwardRows));
     const int64_t smem_bytes =
         int64_t{kForwardRows + p.outputs} * head_pitch<T>(p.features) * sizeof(T);
-    // A single feature may be contiguous, and aligned, in the other direction.
+    // A single feature may be contiguous and aligned in the other direction.
     const bool along_features = g.a.major == Major::kK && g.b.major == Major::kK;
     const bool vectorized = is_vectorized(g.a, g.m, g.k) && is_vectorized(g.b, g.n, g.k);
     for_bool(along_features && vectorized, [&]<bool kVectorized>() {

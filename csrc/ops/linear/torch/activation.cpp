@@ -49,7 +49,7 @@ Activation find_activation(std::string_view name) {
               name);
 }
 
-// What the kernels take; the rest goes through linear and the native activation.
+// Whether the kernels support the call. Others run linear and the native activation.
 bool is_fused(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   return is_plain_linear(input, weight, bias) && is_floating(input.scalar_type());
 }
@@ -108,7 +108,7 @@ TensorPair linear_activation_with(const Tensor& input, const Tensor& weight,
   const OptionalTensor dense_bias = linear_operands(input, weight, bias);
   TensorPair outputs = empty_outputs(input, weight, keep);
   auto& [output, preactivation] = outputs;
-  const Matrix x = as_matrix(input), w = as_matrix(weight);  // they own what they had to copy
+  const Matrix x = as_matrix(input), w = as_matrix(weight);  // they own any copies
   GemmParams p = gemm_params(x, w, dense_bias, output);
   p.activation = activation;
   p.preactivation = keep ? preactivation.mutable_data_ptr() : nullptr;
@@ -300,7 +300,7 @@ struct LinearActivationBackward {  // saved: input, weight, kept
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    // Of the output and, where it is an output too, of the pre-activation.
+    // Gradients of the output and, if it is an output too, of the pre-activation.
     const Tensor& dy = grads[0];
     const Tensor direct = grads.size() > 1 ? grads[1] : Tensor();
     Tensor dz, db;
@@ -332,7 +332,7 @@ TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
   auto& [output, z] = outputs;
   const bool has_z = keep || needs_z;
   if (node) {
-    // A frozen operand needs no gradient, hence its partner is not kept alive for it.
+    // A frozen operand needs no gradient, so its partner need not be saved.
     auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
     node->save(requires_grad(weight) ? input : Tensor());
     node->save(requires_grad(input) ? weight : Tensor());
@@ -340,7 +340,7 @@ TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
     if (has_z) set_history(z, node);
   }
   if (forward_ad) {
-    // After set_history: the derivative of the activation is a function of what was kept.
+    // After set_history: the derivative of the activation is a function of the saved value.
     const Tensor direction = tangent_with_zero_terms(
         sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
                        tangent_or_none(weight), tangent_or_none(bias), output),

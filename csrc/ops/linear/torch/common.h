@@ -1,5 +1,5 @@
-// Shared by the files of torch/ (linear and its forms with an activation): checks, matrices, and a
-// call from them to the kernels.
+// Shared by the files of torch/ (linear and its forms with an activation): checks, matrices, and
+// the step from them to the kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +31,8 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight, bias
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
-// `input` is read for the weight's gradient, `weight` for the input's; either may be missing else.
+// The weight's gradient reads `input`, and the input's gradient reads `weight`. Either may be
+// undefined if that gradient is not wanted.
 Gradients linear_backward(const Tensor& grad_output, const OptionalTensor& input,
                           const OptionalTensor& weight, std::array<bool, 3> output_mask);
 
@@ -45,10 +46,12 @@ inline Tensor empty_of(c10::SymIntArrayRef sizes, const Tensor& like) {
   return at::empty_symint(sizes, like.options());
 }
 
-// What the kernels take: a matrix of weights, and no bias or one value an output feature.
+// Whether the kernels support the call: a matrix of weights, and no bias or one value per output
+// feature.
 bool is_plain_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
-// The rest of what native takes: a vector of weights, and a bias that broadcasts to the output.
+// The other calls that native supports: a vector of weights, and a bias that broadcasts to the
+// output.
 Tensor linear_composed(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
 void check_same_type(const Tensor& input, const Tensor& other, const char* op, const char* name);
@@ -88,7 +91,8 @@ struct LinearCpu {
 };
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// Which roundings of float32 operands are allowed: by our own setting, or else torch's.
+// Which roundings of float32 operands are allowed: by our own setting if there is one, else by
+// torch's.
 inline void allow_tf32(GemmParams& p) {
   switch (float32_precision()) {
     case Float32Precision::kTorch:
@@ -113,7 +117,7 @@ struct LinearCuda {
   explicit LinearCuda(const CudaCall& call, const Tensor& tensor)
       : stream(call.stream), bytes(tensor.options().dtype(at::kByte)) {}
 
-  // Freed on return: the caching allocator gives it to later work of this stream only.
+  // Freed on return. The caching allocator reuses it only for later work of the same stream.
   Tensor workspace(int64_t size) const { return size > 0 ? at::empty({size}, bytes) : Tensor(); }
   static void* data(const Tensor& parts) {
     return parts.defined() ? parts.mutable_data_ptr() : nullptr;
@@ -146,7 +150,7 @@ struct LinearCuda {
 
 // ---- Autograd ----
 
-// The value of a product x W^T + x' W'^T + b whose terms exist where their factors do.
+// The value of a product x W^T + x' W'^T + b. A term exists if its factors do.
 Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,
                       const Tensor& weight2, const Tensor& bias, const Tensor& like);
 

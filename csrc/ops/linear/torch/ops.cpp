@@ -35,7 +35,7 @@ c10::SymDimVector with_last_size(const Tensor& tensor, const c10::SymInt& last) 
   return result;
 }
 
-// Native adds the bias to a product by itself if the input does not fold into a matrix; the bias is
+// Native adds the bias in a separate step if the input does not fold into a matrix. The bias is
 // then cast to the product's type.
 static bool native_adds_bias(const Tensor& input, const Tensor& bias) {
   return bias.scalar_type() != input.scalar_type() && input.dim() > 2 && !input.is_contiguous();
@@ -228,7 +228,7 @@ Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& 
   if (mask[1]) check_has_storage(*input, "linear_backward: input");
   Gradients result = empty_gradients(grad_output, input, weight, mask);
   auto& [dx, dw, db] = result;
-  // Matrices own what they had to copy.
+  // The matrices own any copies.
   const Matrix dy = as_matrix(grad_output);
   Matrix w, x;
   LinearGradients gradients;
@@ -352,7 +352,7 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight,
   auto node = make_node<LinearBackward>({}, input, weight, bias);
   Tensor output = below_autograd([&] { return linear_ops::linear(input, weight, optional_bias); });
   if (node) {
-    // A frozen operand needs no gradient, hence its partner is not kept alive for it.
+    // A frozen operand needs no gradient, so its partner need not be saved.
     node->save(requires_grad(weight) ? input : Tensor());
     node->save(requires_grad(input) ? weight : Tensor());
     set_history(output, node);

@@ -1,7 +1,7 @@
-// Flash attention on FMA units, for fp32, fp64 and head dimensions that no tensor-core tile holds.
-// A CTA has 16 x 16 threads; thread (ty, tx) owns rows ty + 16 i and columns tx + 16 j of each
-// tile. Depth is walked in slices of 16. An output wider than 64 columns is split among CTAs, each
-// of which recomputes the scores.
+// Flash attention on FMA units, for fp32, fp64 and head dimensions too large for the tensor-core
+// tiles. A CTA has 16 x 16 threads. Thread (ty, tx) owns rows ty + 16 i and columns tx + 16 j of
+// each tile. Slices of 16 walk the depth. If an output is wider than 64 columns, several CTAs share
+// it, and each recomputes the scores.
 #pragma once
 
 #include <algorithm>

@@ -1,12 +1,13 @@
 // dk and dv on sm_90a: dV = P^T dO, dK = scale * dS^T Q with dS = P (dP - delta), dP = dO V^T. A
-// CTA is persistent and owns 128 keys at a time, two consumer warpgroups 64 each; K and V stay, Q,
-// dO and the rows' statistics walk past, for every query head of the group in turn. Scores are
-// computed transposed (keys are rows), so that P^T and dS^T leave their registers as A operands:
-// nothing is written to shared memory, and sums are in the order of heads and queries, without
-// atomics.
+// CTA is persistent and owns 128 keys at a time, 64 per consumer warpgroup. K and V stay in shared
+// memory. Q, dO and the rows' statistics stream through a ring, one query head of the group after
+// the other.
+// Scores are computed transposed (keys are rows), so P^T and dS^T are A operands in the registers
+// that hold them. Nothing is written to shared memory. Sums are in the order of heads and queries,
+// without atomics.
 //
-// Bound: four products, of which two are computed a second time in the kernel of dq. At d = 64 the
-// products of S^T and dP^T read shared memory for as long as they multiply.
+// Bound: four products, of which the kernel of dq computes two again. At d = 64 the products of S^T
+// and dP^T read shared memory for as long as they multiply.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -20,7 +21,7 @@
 
 namespace warpwright {
 
-// kHead: D and D_v are padded to it. kStages: of Q and dO. kBuffers: of K and V.
+// kHead: D and D_v are padded to it. kStages: stages for Q and dO. kBuffers: buffers for K and V.
 template <int kHead_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNone>
 struct DkdvTileSm90 {
   static constexpr MaskUse kMask = kMask_;
@@ -94,7 +95,7 @@ struct DkdvSm90 {
   struct Work {
     int col0, head, b, h_kv;
     int first_block, blocks;  // of queries that see a key of the tile, without a mask
-    int tile;                 // its number in the head
+    int tile;                 // its number within the head
   };
   __device__ __forceinline__ Work work(int tile) const {
     Work w;
@@ -129,7 +130,7 @@ struct DkdvSm90 {
     return steps;
   }
 
-  // One thread.
+  // One thread calls it.
   __device__ __forceinline__ void load() {
     typename KRing::Cursor k_at;
     typename Ring::Cursor at;  // of Q and dO
@@ -177,7 +178,7 @@ struct DkdvSm90 {
     queue.push(tile);
   }
 
-  // A warpgroup.
+  // Each consumer warpgroup calls it.
   __device__ __forceinline__ void differentiate(int consumer) {
     typename KRing::Cursor k_at;
     typename Ring::Cursor at;
@@ -251,8 +252,8 @@ struct DkdvSm90 {
         wgmma_fence();
         multiply_held<T>(dk, ds, q, true);
         wgmma_commit();
-        // P^T dO, whose A operand leaves its registers to the next step. At d = 128 there are none
-        // left for dS beside the next step's scores.
+        // Waits for P^T dO, whose A operand frees its registers for the next step. At d = 128 no
+        // registers are left for dS next to the next step's scores.
         wgmma_wait<Tile::kOverlaps ? 1 : 0>();
         wgmma_pin(dv);
         wgmma_pin(probabilities);
@@ -313,7 +314,7 @@ struct DkdvSm90 {
     }
   }
 
-  // Returns what the scores are still to be multiplied by.
+  // Returns the factor that the scores still need.
   __device__ __forceinline__ float apply_mask(float (&s)[kScoreRegs], const Mask& mask) const {
     if constexpr (Tile::kMasked) {
       if (mask.apply(s, p.scale_log2)) return 1.f;
@@ -321,14 +322,14 @@ struct DkdvSm90 {
     return p.scale_log2;
   }
 
-  // Of the two columns of accumulator block i / 4.
+  // The values for the two columns of accumulator block i / 4.
   __device__ __forceinline__ static float2 load_pair(uint32_t row, int i) {
     const uint2 pair = load_shared_u64(row + (i / 4 * 8 + accumulator_col()) * 4);
     return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
   }
 
-  // The causal rule, and queries past S_q, whose scores with an infinite key would be NaN. Keys
-  // past S_k are not stored.
+  // Applies the causal rule, and hides queries past S_q, whose scores with an infinite key would be
+  // NaN. Keys past S_k are not stored.
   __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int col0, int row0) const {
     const bool below_diagonal = !p.is_causal || row0 >= col0 + accumulator_warp_row() + 15;
     if (below_diagonal && row0 + Tile::kBlockM <= p.S_q) return;
@@ -342,7 +343,7 @@ struct DkdvSm90 {
     }
   }
 
-  // The warpgroup's 64 rows of both, through the places of its rows of K and V.
+  // Stores the warpgroup's 64 rows of both, through the shared memory of its rows of K and V.
   __device__ __forceinline__ void store(const float (&dk)[kGradRegs], const float (&dv)[kGradRegs],
                                         uint32_t k_rows, uint32_t v_rows, const Work& w, int col0,
                                         int consumer) const {
@@ -362,7 +363,7 @@ struct DkdvSm90 {
 };
 
 // k, dk (B, H_kv, S_k, D), v, dv (B, H_kv, S_k, D_v), q (B, H, S_q, D), dout (B, H, S_q, D_v).
-// grid.x = as many CTAs as run at once, or one per tile.
+// grid.x = as many CTAs as run at the same time, or one per tile.
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1) attention_dkdv_sm90_kernel(
     const __grid_constant__ MaskedParams<AttentionDkdvSm90Params, Tile::kMask> p, bool after_dq) {
@@ -372,7 +373,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_dkdv_sm90_kernel(
     DkdvSm90<T, Tile> kernel(p, base);
     if (threadIdx.x == 0) kernel.init();
     __syncthreads();
-    // The kernel of dq let this one start when it had waited for the statistics itself.
+    // Otherwise the kernel of dq has waited for the statistics before it let this kernel start.
     if (!after_dq) wait_for_previous_kernel();
     if (threadIdx.x / 128 == 0) {
       setmaxnreg_dec<Tile::kProducerRegisters>();
@@ -385,7 +386,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_dkdv_sm90_kernel(
   }
 }
 
-// After the kernel of the statistics, which cleared the counters, and that of dq if it is wanted.
+// Runs after the kernel of the statistics, which cleared the counters, and after the kernel of dq
+// if there is one.
 template <class T, class Tile>
 void launch_dkdv(const AttentionBackwardParams& p, const AttentionWorkspace& workspace,
                  cudaStream_t stream) {

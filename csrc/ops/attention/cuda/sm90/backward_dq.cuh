@@ -1,10 +1,11 @@
 // dq on sm_90a: dQ = scale * dS K with dS = P (dP - delta), P = 2^(scale S - lse), dP = dO V^T. A
-// CTA is persistent and owns 128 queries at a time, two consumer warpgroups 64 each; Q and dO stay
-// in shared memory, K and V walk past. dS leaves the registers of S and dP as the A operand of dS
-// K, so nothing is written to shared memory. Sums are in the order of the keys: no atomics.
+// CTA is persistent and owns 128 queries at a time, 64 per consumer warpgroup. Q and dO stay in
+// shared memory; K and V stream through a ring. dS is the A operand of dS K in the registers of S
+// and dP, so nothing is written to shared memory. Sums are in the order of the keys, without
+// atomics.
 //
-// Bound: three products of which one is computed a second time in the kernel of dk and dv. A
-// consumer's exponentials run under the other's products.
+// Bound: three products, of which the kernel of dk and dv computes one again. One consumer's
+// exponentials overlap with the other's products.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -104,7 +105,7 @@ struct DqSm90 {
     return w;
   }
 
-  // One thread.
+  // One thread calls it.
   __device__ __forceinline__ void load() {
     typename QRing::Cursor q_at;
     typename Ring::Cursor at;  // of K and V
@@ -142,7 +143,7 @@ struct DqSm90 {
     queue.push(tile);
   }
 
-  // A warpgroup.
+  // Each consumer warpgroup calls it.
   __device__ __forceinline__ void differentiate(int consumer) {
     typename QRing::Cursor q_at;
     typename Ring::Cursor at;
@@ -236,7 +237,7 @@ struct DqSm90 {
       return {};
   }
 
-  // The warpgroup's 64 rows, through the place of its rows of Q.
+  // Stores the warpgroup's 64 rows, through the shared memory of its rows of Q.
   __device__ __forceinline__ void store(const float (&dq)[kGradRegs], uint32_t buffer,
                                         const Work& w, int row0, int consumer) const {
     const int barrier = kStoreBarrierOfConsumer + consumer;
@@ -250,8 +251,8 @@ struct DqSm90 {
   }
 };
 
-// q, dq (B, H, S_q, D), dout (B, H, S_q, D_v), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v).
-// grid.x = as many CTAs as run at once, or one per tile.
+// q, dq (B, H, S_q, D), dout (B, H, S_q, D_v), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v). grid.x =
+// as many CTAs as run at the same time, or one per tile.
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1) attention_dq_sm90_kernel(
     const __grid_constant__ MaskedParams<AttentionDqSm90Params, Tile::kMask> p) {
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_dq_sm90_kernel(
   }
 }
 
-// After the kernel of the statistics, which cleared the counters.
+// Runs after the kernel of the statistics, which cleared the counters.
 template <class T, class Tile>
 void launch_dq(const AttentionBackwardParams& p, const AttentionWorkspace& workspace,
                cudaStream_t stream) {

@@ -108,7 +108,7 @@ struct ForwardSm90 {
     return w;
   }
 
-  // One thread.
+  // One thread calls it.
   __device__ __forceinline__ void load() {
     typename QRing::Cursor q_at;
     typename Ring::Cursor k_at, v_at;
@@ -146,7 +146,7 @@ struct ForwardSm90 {
     queue.push(tile);
   }
 
-  // A warpgroup.
+  // Each consumer warpgroup calls it.
   __device__ __forceinline__ void attend(int consumer) {
     typename QRing::Cursor q_at;
     typename Ring::Cursor k_at, v_at;
@@ -243,13 +243,13 @@ struct ForwardSm90 {
       store(out, softmax, w, row0, consumer, q_at);
       q_at.next();
     }
-    // The last consumer's arrival is left over.
+    // One arrival of the last consumer remains, which consumer 0 takes.
     if (Tile::kTurns && consumer == 0) named_barrier_sync(turn, 256);
     tma_store_wait<0>();
   }
 
-  // Scores in units of log2 are multiplied by this. A mask with values is added before, so that all
-  // scores are multiplied by scale_log2 first.
+  // The factor that turns scores into units of log2. With a mask of values it is 1, because
+  // apply_mask() multiplies before it adds the mask.
   __device__ __forceinline__ float softmax_scale() const {
     return Tile::kMask == MaskUse::kValues ? 1.f : p.scale_log2;
   }
@@ -271,7 +271,7 @@ struct ForwardSm90 {
     return mask.col0;
   }
 
-  // O / l and the log-sum-exp of the warpgroup's 64 rows.
+  // Stores O / l and the log-sum-exp of the warpgroup's 64 rows.
   __device__ __forceinline__ void store(float (&out)[kOutRegs], const OnlineSoftmax& softmax,
                                         const Work& w, int row0, int consumer,
                                         const typename QRing::Cursor& q_at) const {
@@ -294,7 +294,7 @@ struct ForwardSm90 {
       if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
       named_barrier_sync(barrier, 128);
     } else {
-      named_barrier_sync(barrier, 128);  // Q's rows are read
+      named_barrier_sync(barrier, 128);  // all warps have read Q's rows
     }
     write_row_tile<T, Tile::kBlockM>(buffer, out);
     fence_proxy_async();
@@ -309,8 +309,8 @@ struct ForwardSm90 {
   }
 };
 
-// q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v), lse
-// (B, H, S_q). grid.x = as many CTAs as run at once, or one per tile.
+// q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v), lse (B, H,
+// S_q). grid.x = as many CTAs as run at the same time, or one per tile.
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1) attention_forward_sm90_kernel(
     const __grid_constant__ MaskedParams<AttentionForwardSm90Params, Tile::kMask> p) {
@@ -361,8 +361,8 @@ void launch_attention_fwd_sm90(const AttentionParams& p, const AttentionWorkspac
                                cudaStream_t stream) {
   for_mask_use(p, [&]<MaskUse kMask>() {
     if constexpr (kHead == 64) {
-      // Tiles of 192 queries read K and V less often. Few rows fill tiles of 128 better, and values
-      // of a mask need the registers of two consumers.
+      // Tiles of 192 queries read K and V less often. With few rows, tiles of 128 waste fewer of
+      // them. A mask's values need the registers of two consumers.
       if constexpr (kMask != MaskUse::kValues) {
         if (p.S_q >= 2048)
           return launch_forward<T, ForwardTileSm90<64, 128, 3, true, kMask>>(p, workspace, stream);

@@ -1,5 +1,5 @@
-// The launchers of attention's kernels for sm_90a, a file per head dimension and type in
-// instances/, and what they make their parameters from.
+// The launchers of attention's sm_90a kernels, one file per head dimension and type in instances/,
+// and helpers that make their parameters.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace warpwright {
 
-// kHead: 64, 128 or 256, the padded head dimension; of the backward 64 or 128.
+// kHead: the padded head dimension, 64, 128 or 256; in the backward 64 or 128.
 template <class T, int kHead>
 void launch_attention_fwd_sm90(const AttentionParams& params, const AttentionWorkspace& workspace,
                                cudaStream_t stream);
@@ -22,12 +22,12 @@ void launch_attention_bwd_sm90(const AttentionBackwardParams& params,
 
 // Clears the counters.
 void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
-// stats (2, B * H, padded rows): lse * log2(e) and delta, as AttentionBackwardSm90Params describes
-// them. Clears the counters, too.
+// stats (2, B * H, padded rows): lse * log2(e) and delta, as described at
+// AttentionBackwardSm90Params. Also clears the counters.
 void launch_attention_row_stats_sm90(const AttentionBackwardParams& params, int* tile_counters,
                                      cudaStream_t stream);
 
-// Calls f<kMask>() for what the instance must do with the mask.
+// Calls f<kMask>() for the mask handling that the instance needs.
 template <class F>
 void for_mask_use(const AttentionParams& p, F&& f) {
   switch (p.mask_type) {
@@ -40,12 +40,12 @@ void for_mask_use(const AttentionParams& p, F&& f) {
   }
 }
 
-// Tiles of queries: 64 per consumer warpgroup, blocks of block_keys.
+// Tiles of queries: 64 queries per consumer warpgroup, blocks of block_keys.
 struct MaskQueryTiles {
   int consumers, block_keys;
 };
 // Fills the mask's part of the workspace (ops/attention/mask_tiles.h) for kernels with these tiles,
-// and in the backward for tiles of 128 keys. Clears the counters, too.
+// and in the backward also for tiles of 128 keys. Also clears the counters.
 void launch_mask_tiles(const AttentionParams& params, const MaskQueryTiles& queries, bool backward,
                        const AttentionWorkspace& workspace, cudaStream_t stream);
 
@@ -63,7 +63,7 @@ inline CUtensorMap rows_map(const AttentionParams& p, const AttentionOperand& x,
 }
 
 // Tiles of tile_rows queries, or keys of dk and dv, and the CTAs that take them. Under the causal
-// rule and with a mask tiles take different times, so CTAs ask the counter for them.
+// rule and with a mask, tiles take different times, so CTAs take them from a counter.
 struct TileGridOfHeads {
   TileSchedule schedule;
   int ctas;

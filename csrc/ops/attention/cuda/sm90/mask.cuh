@@ -1,5 +1,5 @@
 // A dense mask inside the sm_90a kernels: the list of a tile's blocks, and the mask of the scores
-// in a consumer's accumulator. What ops/attention/mask_tiles.h describes must be complete.
+// in a consumer's accumulator. The kernels of ops/attention/mask_tiles.h must have run.
 #pragma once
 
 #include "device/exp.cuh"
@@ -92,7 +92,7 @@ struct ScoreMask<kUse, T, kCols, kByKey> {
   int cell = kMaskVisible, col0 = 0;
   uint32_t words[2][kWords];
 
-  // `entry` of a list whose blocks have kCols columns. Loads the bits that it needs.
+  // Loads the bits that `entry` needs. Its list has blocks of kCols columns.
   __device__ __forceinline__ void fetch(uint32_t entry) {
     cell = static_cast<int>(entry >> (2 * consumer) & 3u);
     const int block = static_cast<int>(entry >> kMaskEntryShift);

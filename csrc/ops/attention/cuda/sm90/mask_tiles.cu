@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
-// Cells side by side that a warp reads: loads in flight fit its registers.
+// Neighbouring cells per warp: loads in flight fit its registers.
 template <class M>
 constexpr int kCellsPerWarp = sizeof(M) == 1 ? 4 : 1;
 
@@ -31,7 +31,7 @@ struct ClassifyParams {
   uint8_t* cells;
 };
 
-// Per element: is it visible, and is it neither hidden nor without effect?
+// Per element: whether it is visible, and whether it has a value (neither hidden nor 0).
 __device__ __forceinline__ void classify(float value, int bit, uint32_t& visible, bool& other) {
   const bool hidden = value * kLog2E == -INFINITY;
   visible |= static_cast<uint32_t>(!hidden) << bit;
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Lists of one kernel's tiles. A tile has `consumers` parts, and each part of a block has
-// row_step * col_step cells.
+// Lists of one kernel's tiles. A tile has `consumers` parts, and each part of a block has row_step
+// * col_step cells.
 struct ListParams {
   int tiles, blocks;
   int consumers, block_cols;  // by query: cells per block; by key: cells per consumer
@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kThreads)
   if (which == p.num_lists) return;
   const ListParams& l = p.lists[which];
   const int plane = index / l.tiles, tile = index % l.tiles;
-  // The causal rule: keys before the tile's last query, queries from the tile's first key on.
+  // The causal rule: a tile of queries walks keys up to its last query, a tile of keys walks
+  // queries from its first key on.
   int first = 0, end = l.blocks;
   if (p.is_causal) {
     if (l.by_key)

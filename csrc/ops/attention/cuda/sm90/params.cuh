@@ -10,10 +10,10 @@
 
 namespace warpwright {
 
-// What a kernel does with a dense mask: kBits knows hidden and visible elements only.
+// How a kernel handles a dense mask. kBits: every element is hidden or visible.
 enum class MaskUse { kNone, kBits, kValues };
 
-// A dense mask, of one kernel; ops/attention/mask_tiles.h has the layouts.
+// A dense mask as one kernel reads it. ops/attention/mask_tiles.h has the layouts.
 struct AttentionMaskSm90 {
   const uint32_t* list;  // (planes, tiles, entries): ascending blocks of each tile
   const int* counts;     // (planes, tiles)
@@ -45,8 +45,8 @@ struct AttentionForwardSm90Params {
   TileSchedule schedule;
 };
 
-// What both kernels of the backward read. The statistics have padded_rows per head, a multiple of
-// 64: lse * log2(e), +inf for hidden rows and past S_q, so that P = 0 there; delta = rowsum(dO *
+// Inputs of both backward kernels. The statistics have padded_rows per head, a multiple of 64. They
+// are lse * log2(e), +inf for hidden rows and past S_q so that P = 0 there, and delta = rowsum(dO *
 // O).
 struct AttentionBackwardSm90Params {
   CUtensorMap q, k, v, dout;

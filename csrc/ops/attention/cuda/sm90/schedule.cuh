@@ -1,12 +1,12 @@
 // The order in which CTAs take the tiles of an attention kernel. A tile is some rows of one head:
 // queries of the forward and of dq, keys of dk and dv.
 //
-// Heads come in sections whose other operand (K and V, or Q and dO) fits half of L2, so that the
-// tiles that run together read it from there. Within a section the longest tiles come first, heads
-// fastest: what is left at the end is short. CTAs are persistent. Each starts with the tile of its
-// own number and then takes the next one that nobody has (`counter`), because tiles take different
-// times under the causal rule and SMs run at different speeds. Which CTA computes a tile changes no
-// bit of the result.
+// Heads come in sections whose other operand (K and V, or Q and dO) fits half of L2. Tiles that run
+// together then read it from L2. Within a section the longest tiles come first, heads fastest, so
+// that only short tiles remain at the end.
+// CTAs are persistent. Each starts with the tile of its own number and then takes the next free one
+// from `counter`. Tiles take different times under the causal rule, and SMs run at different
+// speeds. Which CTA computes a tile changes no bit of the result.
 #pragma once
 
 #include <algorithm>

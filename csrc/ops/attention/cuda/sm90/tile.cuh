@@ -1,11 +1,11 @@
 // Shared by attention's kernels for sm_90a: products of tiles, the online softmax, and rows of an
-// accumulator to memory. 16-bit operands, fp32 accumulators of a warpgroup (64 rows) in wgmma's
-// order: d[4i + e] is row 16 w + g + 8 (e / 2), column 8i + 2t + e % 2, for warp w of the group,
-// g = lane / 4, t = lane % 4.
+// accumulator to memory. Operands have 16 bits. The fp32 accumulators of a warpgroup (64 rows) are
+// in wgmma's order: d[4i + e] is row 16 w + g + 8 (e / 2), column 8i + 2t + e % 2, for warp w of
+// the group, g = lane / 4, t = lane % 4.
 //
-// A tile of rows lies in shared memory as TMA writes it: chunks of 64 columns, each chunk kRows
-// rows of 128 bytes with 128-byte swizzle, at a multiple of 1024. As an operand it is K-major if
-// the product runs over its columns (Q K^T), MN-major if it runs over its rows (P V).
+// A tile of rows in shared memory has the layout that TMA writes: chunks of 64 columns, each chunk
+// kRows rows of 128 bytes with 128-byte swizzle, at a multiple of 1024. As an operand it is K-major
+// if the product runs over its columns (Q K^T), MN-major if it runs over its rows (P V).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,7 +24,7 @@ namespace warpwright {
 
 // ---- products ----
 
-// The descriptor of a tile of kRows rows, or of the rows of it from `shared` on.
+// The descriptor of a tile of kRows rows, or of its rows from `shared` on.
 template <int kRows>
 __device__ __forceinline__ uint64_t row_tile(uint32_t shared) {
   return wgmma_descriptor(wgmma_descriptor_fields(/*leading=*/kRows * 128, /*stride=*/1024),
@@ -145,7 +145,7 @@ __device__ __forceinline__ void scale_rows(float (&d)[kRegs], const float (&fact
   for (int i = 0; i < kRegs; ++i) d[i] *= factor[i / 2 % 2];
 }
 
-// Rows whose factor is 0 become 0, whatever they hold.
+// Rows whose factor is 0 become 0, even if they hold infinities or NaN.
 template <int kRegs>
 __device__ __forceinline__ void clear_hidden_rows(float (&d)[kRegs], const float (&factor)[2]) {
 #pragma unroll
@@ -153,7 +153,7 @@ __device__ __forceinline__ void clear_hidden_rows(float (&d)[kRegs], const float
     if (factor[i / 2 % 2] == 0.f) d[i] = 0.f;
 }
 
-// Hides what lies past a limit: `limit[half]` is the last visible column of the thread's two rows,
+// Hides columns past a limit. `limit[half]` is the last visible column of the thread's two rows,
 // counted from the tile's first.
 template <int kRegs>
 __device__ __forceinline__ void hide_columns(float (&s)[kRegs], const int (&limit)[2]) {
@@ -163,8 +163,8 @@ __device__ __forceinline__ void hide_columns(float (&s)[kRegs], const int (&limi
     if (i / 4 * 8 + i % 2 > first[i / 2 % 2]) s[i] = -INFINITY;
 }
 
-// Hides keys past p.S_k and, under the causal rule, past the query: of a warpgroup's 64 queries
-// from row0 on and the keys from col0 on.
+// Hides keys past p.S_k and, under the causal rule, keys past the query. The warpgroup's 64 queries
+// begin at row0, the keys at col0.
 template <class Params, int kRegs>
 __device__ __forceinline__ void hide_ends(float (&s)[kRegs], int row0, int col0, const Params& p) {
   constexpr int kKeys = kRegs * 2;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void hide_ends(float (&s)[kRegs], int row0, int col0,
 
 // ---- from and to memory ----
 
-// kRows rows of kChunks chunks by TMA, from row0 of head (b, h).
+// Loads kRows rows of kChunks chunks by TMA, from row0 of head (b, h).
 template <int kChunks, int kRows>
 __device__ __forceinline__ void load_row_tile(uint32_t to, const CUtensorMap* map, int row0, int h,
                                               int b, uint32_t barrier) {
@@ -187,7 +187,8 @@ __device__ __forceinline__ void load_row_tile(uint32_t to, const CUtensorMap* ma
     tma_load_4d(to + chunk * kRows * 128, map, chunk * 64, row0, h, b, barrier);
 }
 
-// 64 rows of a tile of kRows, if they begin inside the extents (S, D), in the thread's open group.
+// Stores 64 rows of a tile of kRows in the thread's open group, if they begin inside the extents
+// (S, D).
 template <int kChunks, int kRows>
 __device__ __forceinline__ void store_row_tile(const CUtensorMap* map, uint32_t from, int row0,
                                                int S, int D, int h, int b) {
@@ -197,14 +198,14 @@ __device__ __forceinline__ void store_row_tile(const CUtensorMap* map, uint32_t 
       tma_store_4d(map, chunk * 64, row0, h, b, from + chunk * kRows * 128);
 }
 
-// A warpgroup's 64 rows of kRegs / 32 chunks to shared memory, in the layout above; `shared` is the
-// first chunk's first row, kRows the rows of the whole tile. TMA may store them after
+// Writes a warpgroup's 64 rows of kRegs / 32 chunks to shared memory, in the layout above. `shared`
+// is the first chunk's first row, kRows the rows of the whole tile. TMA may store them after
 // fence_proxy_async() and a barrier.
 template <class T, int kRows, int kRegs>
 __device__ __forceinline__ void write_row_tile(uint32_t shared, const float (&d)[kRegs]) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  // The lane's row and 16-byte column among the four 8x8 matrices of a stmatrix: rows 0-7 and 8-15
-  // of the left 8 columns, then of the right; 32 bytes on the next four.
+  // The lane's row and 16-byte column among the four 8x8 matrices of one stmatrix: rows 0-7 and
+  // 8-15 of the left 8 columns, then of the right. The next stmatrix is 32 bytes further.
   const int row = accumulator_warp_row() + lane % 16;
   const uint32_t address = shared + row * 128 + (((lane / 16) ^ row % 8) << 4);
 #pragma unroll

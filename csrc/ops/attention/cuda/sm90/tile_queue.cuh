@@ -1,5 +1,5 @@
-// How the numbers of tiles reach the warpgroups of a persistent CTA: the producer thread takes the
-// next tile and passes its number on through two slots of shared memory.
+// How tile numbers reach the warpgroups of a persistent CTA. The producer thread takes the next
+// tile and passes its number on through two slots of shared memory.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -21,21 +21,21 @@ struct TileQueue {
   __device__ __forceinline__ StageRing<kSlots> ring() const { return {shared}; }
   __device__ __forceinline__ void init(int consumer_warps) const { ring().init(consumer_warps); }
 
-  // The producer: passes `tile` on.
+  // The producer calls it to pass on `tile`.
   __device__ __forceinline__ void push(int tile) {
     ring().wait_empty(at);
     store_shared_u32(slot(), static_cast<uint32_t>(tile));
     mbarrier_arrive(ring().full(at.stage));
     at.next();
   }
-  // The producer: the tile after `tile`.
+  // The producer calls it to get the tile after `tile`.
   __device__ __forceinline__ int next(const TileSchedule& schedule, int tile) {
     if (schedule.counter == nullptr) return tile + static_cast<int>(gridDim.x);
     if (!started) wait_for_previous_kernel();  // it clears the counter
     started = true;
     return static_cast<int>(gridDim.x) + take_ticket(schedule.counter);
   }
-  // A consumer warp.
+  // Each consumer warp calls it.
   __device__ __forceinline__ int pop() {
     ring().wait_full(at);
     const int tile = static_cast<int>(load_shared_u32(slot()));
