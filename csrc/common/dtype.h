@@ -5,7 +5,7 @@
 
 namespace warpwright {
 
-// The four floating types are what every op takes; relu and max_pool2d take the integers as well.
+// Every op takes the four floating types; relu and max_pool2d also take the integers.
 enum class DType : int8_t {
   kFloat32,
   kFloat64,
@@ -39,11 +39,11 @@ struct DeviceInfo {
   int clock_khz = 1980000;         // of the SMs, at most
   int memory_clock_khz = 2619000;  // two transfers per cycle
   int memory_bus_bits = 5120;
-  // How many clusters of 1, 2, 4 and 8 blocks the GPU holds at once if each block fills an SM.
+  // How many clusters of 1, 2, 4 and 8 blocks are resident on the GPU if each block fills an SM.
   int clusters[4] = {132, 66, 30, 15};
 
   double memory_bytes_per_second() const { return memory_clock_khz * 2e3 * (memory_bus_bits / 8); }
-  // What memory delivers in one cycle of the SMs.
+  // The bytes that memory delivers per cycle of the SMs.
   double memory_bytes_per_cycle() const { return memory_bytes_per_second() / (clock_khz * 1e3); }
 };
 

@@ -49,9 +49,9 @@ struct DropoutKey {
         offset(static_cast<uint32_t>(call_offset)),
         threshold(threshold_) {}
 
-  // One draw decides four probabilities of head `bh`: word[2 * a + b] is for
-  // (row + 8 * a, col + 8 * b), where row % 16 < 8 and col % 16 < 8. That square suits the
-  // accumulator fragments of mma.m16n8 in both orientations, S and its transpose.
+  // One draw decides four probabilities of head `bh`: word[2 * a + b] is for (row + 8 * a, col + 8
+  // * b), where row % 16 < 8 and col % 16 < 8. This square matches the accumulator fragments of
+  // mma.m16n8, of S and of its transpose.
   WARPWRIGHT_HOST_DEVICE Random4 draw(int64_t bh, int64_t row, int64_t col) const {
     return philox4x32(key0, key1, static_cast<uint32_t>(col / 16 * 8 + col % 8),
                       static_cast<uint32_t>(row / 16 * 8 + row % 8), static_cast<uint32_t>(bh),

@@ -1,5 +1,5 @@
 // Runtime value -> compile-time value. Each function calls the generic lambda with one of the
-// listed constants, so that a launcher reads
+// listed constants. A launcher then reads
 //   for_dtype(p.dtype, [&]<class T>() { for_bool(p.causal, [&]<bool kCausal>() { ... }); });
 #pragma once
 

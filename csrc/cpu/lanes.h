@@ -1,5 +1,5 @@
-// A few elements side by side in the compiler's vector extension (GCC, Clang): comparisons give
-// lane masks, `mask ? a : b` selects. 16-bit floats compute in float, small integers in int32.
+// A few adjacent elements in the compiler's vector extension (GCC, Clang): comparisons give lane
+// masks, and `mask ? a : b` selects. 16-bit floats compute in float, small integers in int32.
 #pragma once
 
 #include <cstdint>
@@ -74,7 +74,7 @@ inline void store_lanes(T* target, Values<T> values) {
     const auto raw = __builtin_convertvector(values, RawLanes<T, T>);
     std::memcpy(target, &raw, sizeof(raw));
   } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    // Nearest even; NaN would carry into infinity, so it becomes the quiet one.
+    // Rounds to nearest even. NaN would carry into infinity, so it becomes the quiet NaN.
     using Bits __attribute__((vector_size(32))) = uint32_t;
     const Bits bits = (Bits)values;
     const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -91,7 +91,8 @@ inline void store_lanes(T* target, Values<T> values) {
   }
 }
 
-// The same for codes beside the values of T. Bytes by hand: GCC 12 converts them one at a time.
+// The same for codes, in lanes that match those of T. Bytes by hand, because GCC 12 converts them
+// one at a time.
 template <class T, class Code>
 inline Mask<T> load_code_lanes(const Code* source) {
 #ifdef __AVX2__

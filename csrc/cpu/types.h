@@ -1,4 +1,4 @@
-// What the CPU kernels share: ATen's thread pool and the dtype switch over c10 types.
+// Shared by the CPU kernels: ATen's thread pool and the dtype switch over c10 types.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,7 +12,7 @@
 
 namespace warpwright {
 
-// Elements a thread should get at least, so that waking it pays (as at::internal::GRAIN_SIZE).
+// The fewest elements per thread that repay waking it (as at::internal::GRAIN_SIZE).
 constexpr int64_t kCpuGrain = 32768;
 
 // 16-bit types compute in float.

@@ -38,7 +38,7 @@ std::optional<std::string> take_error() {
   if (records == nullptr) return std::nullopt;
   const std::lock_guard<std::mutex> lock(take_mutex);
   for (int source = 0; source < kSources; ++source) {
-    // The device writes this memory; the compiler does not know.
+    // The device writes this memory, which the compiler does not know.
     volatile ErrorRecord* record = records + source;
     const ErrorRecord seen{record->row_plus_one, record->value};
     if (seen.row_plus_one == 0) continue;
@@ -67,7 +67,7 @@ ErrorRecord* allocate_word() {
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   if (ErrorRecord* records = word.load()) return records;
-  // An allocation is allowed during a stream capture in this mode only; it is not captured.
+  // A stream capture allows an allocation only in this mode. The allocation is not captured.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "capture mode");
   void* memory = nullptr;

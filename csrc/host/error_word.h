@@ -2,7 +2,7 @@
 //
 // Each op owns one 16-byte record in pinned host memory that the device can write. A kernel that
 // finds a bad value stores (row, value) there with one 16-byte store, sets that row's result to
-// NaN, and continues. Nobody waits. The host reads the record in warpwright.check_errors(), or
+// NaN, and continues. No thread waits. The host reads the record in warpwright.check_errors(), or
 // after each call in strict mode. If several rows are bad, the record names one of them.
 #pragma once
 

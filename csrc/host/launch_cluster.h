@@ -24,7 +24,8 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, int clust
   launch_with(attributes, kernel, grid, block, smem_bytes, stream, args...);
 }
 
-// The same; `overlap`: the kernel may start before the previous one ends, as launch_dependent()'s.
+// The same. With `overlap` the kernel may start before the previous one ends, as in
+// launch_dependent().
 template <class... Params, class... Args>
 void launch_overlapping(bool overlap, void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
                         int64_t smem_bytes, cudaStream_t stream, Args&&... args) {
@@ -34,7 +35,7 @@ void launch_overlapping(bool overlap, void (*kernel)(Params...), dim3 grid, dim3
   launch_with(attributes, kernel, grid, block, smem_bytes, stream, args...);
 }
 
-// How many clusters of the kernel the GPU holds at once; 0 if unknown.
+// How many clusters of the kernel are resident on the GPU; 0 if unknown.
 template <class... Params>
 int resident_clusters(void (*kernel)(Params...), dim3 block, int cluster, int64_t smem_bytes) {
   allow_shared_memory(kernel, smem_bytes);

@@ -6,8 +6,8 @@
 namespace warpwright {
 
 #ifdef __CUDACC__
-// As launch(), with all blocks resident at once. Returns false and launches nothing if they do not
-// fit the context's share of the GPU.
+// Like launch(), with all blocks resident together. Returns false and launches nothing if they do
+// not fit the context's share of the GPU.
 template <class... Params, class... Args>
 bool launch_cooperative(void (*kernel)(Params...), dim3 grid, dim3 block, int64_t smem_bytes,
                         cudaStream_t stream, Args&&... args) {

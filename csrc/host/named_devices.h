@@ -12,7 +12,7 @@ struct NamedDevice {
   DeviceInfo info;
 };
 
-// The vendor's data sheets. Clusters: as many as the number of SMs allows.
+// From the vendor's data sheets. Clusters: as many as the number of SMs allows.
 inline const NamedDevice kNamedDevices[] = {
     {"h100", {}},
     {"h200", {.l2_bytes = 60 << 20, .memory_clock_khz = 3201000, .memory_bus_bits = 6144}},

@@ -43,7 +43,7 @@ CUtensorMap encoded(const char* name, const Encode& encode) {
   CUtensorMap map;
   CUresult status = encode(&map);
   if (status == CUDA_ERROR_INVALID_CONTEXT) {
-    // This thread (autograd's, for example) has made no CUDA call that sets a context.
+    // For threads (autograd's, for example) that have made no CUDA call that sets a context.
     int device = 0;
     cuda_check(cudaGetDevice(&device), "cudaGetDevice");
     cuda_check(cudaSetDevice(device), "cudaSetDevice");

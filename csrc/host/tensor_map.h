@@ -27,9 +27,9 @@ struct TensorMap2d {
 
 CUtensorMap make_tensor_map(const TensorMap2d& matrix);
 
-// A tensor of rows, read or written in boxes of box_rows rows of one (batch, head) by 64 columns.
-// In shared memory a box lies as TensorMap2d's does. Rows and columns outside of the extents read
-// as zero and are not written.
+// A tensor of rows, read or written in boxes of box_rows rows of one (batch, head) by 64 columns. A
+// box has TensorMap2d's layout in shared memory. Rows and columns outside of the extents read as
+// zero and are not written.
 struct TensorMapRows {
   DType dtype;          // of 16 bits
   const void* pointer;  // multiple of 16

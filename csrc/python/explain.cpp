@@ -1,5 +1,5 @@
-// Asks the ops' choose_…() and describe(): pure host functions, so that a machine without a GPU can
-// ask about one. This file takes only that half of the ops' headers, hence no CUDA.
+// Calls the ops' choose_…() and describe(). These are pure host functions, so a machine without a
+// GPU can ask about one. This file includes only that half of the ops' headers and needs no CUDA.
 #ifdef WARPWRIGHT_WITH_CUDA
 #undef WARPWRIGHT_WITH_CUDA
 #endif
@@ -93,7 +93,7 @@ Matrix as_matrix(const TensorLayout& x) {
   return m;
 }
 
-// Of which kernels the products may take.
+// The kernels that the products may use.
 struct Allowed {
   bool tf32;
   bool tf32x3;  // what `tf32` does not round may be split into two TF32 numbers
@@ -134,7 +134,7 @@ Lines explain_linear(const std::string& dtype, bool tf32, const TensorLayout& in
   sum.cols = dy.cols;
   sum.stride_row = dy.stride_row;
   sum.stride_col = 1;
-  sum.sum = &sum;  // any address: the gradient is wanted
+  sum.sum = &sum;  // any address marks the gradient as wanted
   const LinearGradients gradients{gemm_params(type, allowed, dy, w.transposed()),
                                   gemm_params(type, allowed, dy.transposed(), x.transposed()), sum};
   const LinearGradientsPlan plan = choose_linear_gradients(gradients, device);
@@ -161,8 +161,8 @@ Bytes bytes_of(const Sm90Traffic& traffic) {
           {"dram_written", traffic.dram_written}};
 }
 
-// Of D (m, n) = A (m, k) B^T (n, k) in elements of `size` bytes. sharing: CTAs that load one A.
-// raster_rows: of A, that one group of tiles shares.
+// Bytes of D (m, n) = A (m, k) B^T (n, k) in elements of `size` bytes. sharing: CTAs that load one
+// A together. raster_rows: rows of A that one group of tiles shares.
 Bytes gemm_traffic(const std::array<int64_t, 3>& mnk, int64_t size,
                    const std::array<int64_t, 2>& tile, const DeviceInfo& device, int64_t splits,
                    int64_t sharing, int64_t raster_rows) {
@@ -174,7 +174,7 @@ Bytes gemm_traffic(const std::array<int64_t, 3>& mnk, int64_t size,
   return bytes_of(sm90_traffic(mnk[0], mnk[1], mnk[2], size, cut, device));
 }
 
-// Of linear's products on sm_90a tiles, by role.
+// Bytes of linear's products on sm_90a tiles, by role.
 std::map<std::string, Bytes> linear_traffic(const std::string& dtype, const TensorLayout& input,
                                             const TensorLayout& weight, const DeviceInfo& device) {
   const DType type = dtype_from(dtype);
@@ -254,7 +254,7 @@ Lines explain_layer_norm(const std::string& dtype, bool centered, const TensorLa
     (d < leading ? forward.rows : forward.cols) *= input.sizes[static_cast<size_t>(d)];
   }
   forward.input = reinterpret_cast<const void*>(input.address);
-  // A row view that is copied starts where allocations start.
+  // A row view that is copied starts at an aligned address, like every allocation.
   forward.input_stride = leading == 1 && normalized_dims == 1 && input.strides[1] == 1
                              ? input.strides[0]
                              : forward.cols;
@@ -349,7 +349,7 @@ Lines explain_cross_entropy(const std::string& dtype, const TensorLayout& input,
   p.target_layout = p.layout;
   p.input = reinterpret_cast<const void*>(input.address);
   const bool clusters = sm90 && device.sm_arch == 90;
-  alignas(16) char wanted = 0;  // the address of a gradient that is asked for
+  alignas(16) char wanted = 0;  // any address marks a gradient as wanted
   CrossEntropyBackwardParams backward{p};
   backward.grad_layout = p.layout;
   backward.grad_input = &wanted;
@@ -391,7 +391,8 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Te
 
 // ---- scaled_dot_product_attention ----
 
-// As the op folds it to (B, H, S, D). Other ranks than 4 are taken as contiguous.
+// The operand folded to (B, H, S, D), as the op does it. Ranks other than 4 are taken as
+// contiguous.
 AttentionOperand attention_operand(const TensorLayout& x) {
   const size_t dims = x.sizes.size();
   const int64_t cols = x.sizes[dims - 1], rows = x.sizes[dims - 2];
@@ -431,7 +432,7 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   p.D = extent(query, 1), p.D_v = extent(value, 1);
   p.B = numel(query) / std::max<int64_t>(1, p.H * p.S_q * p.D);
   p.q = attention_operand(query), p.k = attention_operand(key), p.v = attention_operand(value);
-  // Results of the op's own are dense.
+  // Results that the op allocates are dense.
   p.out = backward.dout = {nullptr, p.H * p.S_q * p.D_v, p.S_q * p.D_v, p.D_v};
   p.scale = scale;
   if (!mask_dtype.empty()) set_attention_mask(p, mask_dtype, mask);

@@ -5,7 +5,7 @@
 
 namespace warpwright {
 
-// Adds explain_<op>() to the module: one line for each kernel of a call and of its backward.
+// Adds explain_<op>() to the module. Each returns one line per kernel of a call and its backward.
 void define_explain(pybind11::module_& m);
 
 }  // namespace warpwright

@@ -1,4 +1,4 @@
-// warpwright._C: what Python asks the library besides calling ops. No kernel, no torch header.
+// warpwright._C: queries about the library that are not ops. No kernel, no torch header.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -91,16 +91,16 @@ inline void set_tangent(const Tensor& output, const Tensor& output_tangent) {
   output._set_fw_grad(output_tangent, /*level=*/0, /*is_inplace_op=*/false);
 }
 
-// In reverse mode.
+// Whether reverse mode differentiates it.
 inline bool needs_gradient(const Tensor& tensor) {
   return at::GradMode::is_enabled() && tensor.defined() && tensor.requires_grad();
 }
-// In either mode.
+// Whether either mode differentiates it.
 inline bool is_differentiated(const Tensor& tensor) {
   return needs_gradient(tensor) || has_tangent(tensor);
 }
 
-// Of an argument without a derivative, which would be lost silently.
+// For an argument without a derivative, whose gradient would be lost silently.
 inline void check_no_gradient(const Tensor& tensor, const char* op, const char* name) {
   TORCH_CHECK(!needs_gradient(tensor), "The function '", op,
               "' is not differentiable with respect to argument '", name,
@@ -119,7 +119,7 @@ inline void check_constant(const Tensor& tensor, const char* op, const char* nam
 
 Tensor with_zero_terms(const Tensor& value, torch::autograd::edge_list edges);
 
-// The identity of its first input; the tensors that the other edges lead to get zeros.
+// Backward: passes its first input on, and zeros to the tensors of the other edges.
 class ZeroTerms final : public torch::autograd::Node {
  public:
   variable_list apply(variable_list&& grads) override {
@@ -138,9 +138,9 @@ class ZeroTerms final : public torch::autograd::Node {
   std::string name() const override { return "WarpwrightZeroTerms"; }
 };
 
-// `value` as a function of the tensors that `edges` lead to, too, with derivative zero. Native's
-// formulas compute such zeros; without the edges a second derivative would be an error ("not used
-// in the graph") where native's is zero.
+// `value` as a function also of the tensors that `edges` lead to, with derivative zero. Native's
+// formulas compute such zeros. Without the edges, a second derivative would raise ("not used in the
+// graph") where native returns zero.
 inline Tensor with_zero_terms(const Tensor& value, torch::autograd::edge_list edges) {
   bool any = false;
   for (const auto& edge : edges) any |= edge.is_valid();
@@ -150,14 +150,14 @@ inline Tensor with_zero_terms(const Tensor& value, torch::autograd::edge_list ed
   edges.insert(edges.begin(),
                has_history ? torch::autograd::impl::gradient_edge(value) : torch::autograd::Edge());
   node->set_next_edges(std::move(edges));
-  // Another tensor, because `value` keeps the history it has.
+  // A new tensor, because `value` keeps its own history.
   const Tensor result = below_autograd([&] { return at::alias(value); });
   set_history(result, node);
   if (has_tangent(value)) set_tangent(result, tangent(value));
   return result;
 }
 
-// For a tangent, which is computed from the values of `inputs`.
+// The same for a tangent that is computed from the values of `inputs`.
 template <class... Inputs>
 Tensor tangent_with_zero_terms(const Tensor& tangent, const Inputs&... inputs) {
   if (!(needs_gradient(inputs) || ...)) return tangent;
@@ -180,8 +180,8 @@ class OpNode final : public torch::autograd::Node {
   typename Spec::Attributes attributes;
 
   void save(const Tensor& tensor) { saved_.emplace_back(tensor, /*is_output=*/false); }
-  // After set_history (or rebase_history): an output that does not know its node yet would be kept
-  // whole, node and output would own each other, and neither would ever be freed.
+  // Call after set_history (or rebase_history). Before that the output does not know its node and
+  // would be saved whole. Node and output would then own each other and never be freed.
   void save_output(const Tensor& tensor) {
     TORCH_INTERNAL_ASSERT(tensor.grad_fn(), Spec::kName, ": save_output before set_history");
     saved_.emplace_back(tensor, /*is_output=*/true);

@@ -24,7 +24,7 @@ void sample_by_sample(const c10::OperatorHandle& op, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   Stack values = torch::jit::pop(*stack, arguments.size());
 
-  // The innermost vmap that any argument belongs to.
+  // The innermost vmap among the arguments.
   int64_t level = 0, samples = 0;
   std::vector<const at::functorch::BatchedTensorImpl*> batched(values.size());
   for (size_t i = 0; i < values.size(); ++i) {

@@ -1,5 +1,5 @@
-// What every key of an op checks of a tensor argument, sizes that are symbols included: a call of
-// the raw op may pass anything where the library's own calls pass a saved result.
+// Checks that every key of an op makes of a tensor argument, symbolic sizes included. The library's
+// own calls pass saved results here, but a call of the raw op may pass anything.
 #pragma once
 
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -21,14 +21,15 @@ inline void check_argument(const at::Tensor& tensor, const char* name, c10::SymI
   check_same_device(tensor, like, name);
 }
 
-// For an argument whose elements are read one after the other.
+// For an argument whose elements are read consecutively.
 inline void check_contiguous(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK(tensor.is_contiguous(), name, ": expected a contiguous tensor, got strides ",
               tensor.sym_strides());
 }
 
-// check_has_storage() above the dispatcher, where ATen's ops, which do not check, come first. What
-// has no memory of its own there (subclasses, batched, functional, meta) is checked further down.
+// check_has_storage() for code above the dispatcher that calls ATen's ops first, which do not
+// check. Tensors without memory of their own there (subclasses, batched, functional, meta) are
+// checked further down.
 inline void check_plain_storage(const at::Tensor& tensor, const char* name) {
   if (!tensor.defined() || tensor.is_meta() || at::isTensorSubclassLike(tensor)) return;
   if (tensor.layout() == at::kStrided && tensor.has_storage()) check_has_storage(tensor, name);

@@ -1,5 +1,5 @@
-// Sums and products of extents that throw if 64 bits do not hold them. A SymInt that is no number
-// yet is computed as it is: the call with real sizes checks it again.
+// Sums and products of extents that throw if 64 bits do not hold them. A SymInt without a value yet
+// is computed unchecked: the call with real sizes checks it again.
 #pragma once
 
 #include <c10/core/SymInt.h>
@@ -28,7 +28,7 @@ inline c10::SymInt checked_mul(const c10::SymInt& a, const c10::SymInt& b) {
   return x && y ? c10::SymInt(checked_mul(*x, *y)) : a * b;
 }
 
-// Is `value` a number above `limit`?
+// Whether `value` is a number above `limit`.
 inline bool exceeds(int64_t value, int64_t limit) { return value > limit; }
 inline bool exceeds(const c10::SymInt& value, int64_t limit) {
   const auto number = value.maybe_as_int();

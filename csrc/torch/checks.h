@@ -1,4 +1,4 @@
-// What the CPU and CUDA kernels of every op check of a tensor argument before they take its
+// Checks that the CPU and CUDA kernels of every op make of a tensor argument before they take its
 // address.
 #pragma once
 
@@ -7,8 +7,8 @@
 namespace warpwright {
 
 // Throws if the elements of `tensor` are not in memory. at::Tensor::const_data_ptr() without a type
-// returns null then, and a storage that was resized smaller leaves the sizes as they were.
-// `name` is "op: argument". Undefined tensors pass.
+// then returns null, and a storage that was resized smaller leaves the sizes unchanged. `name` is
+// "op: argument". Undefined tensors pass.
 inline void check_has_storage(const at::Tensor& tensor, const char* name) {
   if (!tensor.defined() || tensor.numel() == 0) return;
   TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(), name,

@@ -1,4 +1,4 @@
-// Dispatcher handles, and what a CPU or CUDA kernel needs from a tensor.
+// Dispatcher handles, and the facts that a CPU or CUDA kernel needs about a tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,6 @@
-// What every op that writes into an argument has below Autograd: version counters in inference
-// mode, and arguments with the negative bit. PyTorch's own fallbacks know only ops that return
-// their single mutable argument. Found by the schemas: `Tensor(a!)` marks what is written.
+// Kernels below Autograd for every op that writes into an argument: version counters in inference
+// mode, and arguments with the negative bit. PyTorch's own fallbacks support only ops that return
+// their single mutable argument. The written arguments are found in the schemas: `Tensor(a!)`.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -30,8 +30,8 @@ constexpr const char* kMutating[] = {
     "grad_norm",
 };
 
-// Calls f(tensor, is_written) for every tensor among the arguments, also of lists, and puts what it
-// returns in its place.
+// Calls f(tensor, is_written) for every tensor among the arguments, in lists too, and replaces it
+// by the result.
 template <class F>
 void map_tensors(const c10::OperatorHandle& op, Stack& stack, F&& f) {
   const auto& arguments = op.schema().arguments();
@@ -51,8 +51,8 @@ void map_tensors(const c10::OperatorHandle& op, Stack& stack, F&& f) {
 
 // ---- version counters ----
 
-// Ordinary tensors in inference mode come here, and inference tensors outside of it, which may not
-// be written to. Autograd's kernels skip this one and count by themselves.
+// Called for ordinary tensors in inference mode, and for inference tensors outside of it, which may
+// not be written to. Autograd's kernels skip this kernel and count by themselves.
 void count_versions(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   map_tensors(op, *stack, [](const Tensor& tensor, bool is_written) {
     if (is_written) torch::autograd::impl::bump_version(tensor);
@@ -61,7 +61,7 @@ void count_versions(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* s
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
-// Native's batch norm writes running statistics that are inference tensors.
+// Native's batch norm accepts running statistics that are inference tensors.
 void count_versions_of_statistics(const c10::OperatorHandle& op, DispatchKeySet keys,
                                   Stack* stack) {
   map_tensors(op, *stack, [](const Tensor& tensor, bool is_written) {
@@ -73,7 +73,8 @@ void count_versions_of_statistics(const c10::OperatorHandle& op, DispatchKeySet 
 
 // ---- the negative bit ----
 
-// Kernels read memory as it is: the op runs on copies, and what it has written is copied back.
+// Kernels ignore the negative bit. The op therefore runs on copies, and written copies are copied
+// back.
 void without_negative_bit(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   std::vector<std::pair<Tensor, Tensor>> written;  // the argument, its copy
   map_tensors(op, *stack, [&](const Tensor& tensor, bool is_written) {

@@ -1,8 +1,8 @@
 // conv2d: y[n,k,p,q] = b[k] + sum over c,r,s of x[n,c,p*stride+r*dilation-pad,...] * w[k,c,r,s],
-// and its gradients. All tensors of a call share one dense layout, NCHW/KCRS or NHWC/KRSC, which is
-// read and written in place: no im2col buffer and no layout copy in memory. 2*N*P*Q*K*C/groups*R*S
-// FLOPs per direction; memory-bound if C/groups*R*S or K/groups is small. plan.h has the choice of
-// kernel.
+// and its gradients. All tensors of a call share one dense layout, NCHW/KCRS or NHWC/KRSC, which
+// the kernels read and write directly: no im2col buffer and no layout copy in memory.
+// 2*N*P*Q*K*C/groups*R*S FLOPs per direction; memory-bound if C/groups*R*S or K/groups is small.
+// plan.h has the choice of kernel.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ enum class ConvDirection { kFprop, kDgrad, kWgrad };
 struct Conv2dShape {
   DType dtype;
   bool channels_last;
-  bool sm90;                                                         // its kernels run here
+  bool sm90;                                                         // the sm_90a kernels run here
   bool allow_tf32;                                                   // fp32 on tensor cores
   int64_t n, c, h, w;                                                // input
   int64_t k, r, s;                                                   // weight: k x c/groups x r x s
@@ -36,8 +36,8 @@ struct Conv2dShape {
   int64_t taps() const { return r * s; }
 };
 
-// Cuts strides and dilations to the least that give the same windows. One step of h + pad_h rows
-// leaves the image, whatever position or tap it starts from, and so does any longer step.
+// Reduces strides and dilations to the smallest that give the same windows. One step of h + pad_h
+// rows leaves the image from any position or tap, and so does any longer step.
 inline void fit_windows(Conv2dShape& s) {
   const int64_t past_h = std::max<int64_t>(s.h + s.pad_h, 1);
   const int64_t past_w = std::max<int64_t>(s.w + s.pad_w, 1);
@@ -47,9 +47,9 @@ inline void fit_windows(Conv2dShape& s) {
   s.dilation_w = std::min(s.dilation_w, past_w);
 }
 
-// Largest padded extent of an image. On the CPU rows, columns and offsets have 64 bits, and 2^48
-// elements are more than an address space. The CUDA kernels hold a row or column in 32 bits, and
-// the sum of two of them.
+// Largest padded extent of an image. On the CPU, rows, columns and offsets have 64 bits, and 2^48
+// elements exceed any address space. The CUDA kernels hold a row, a column, and the sum of two of
+// them in 32 bits.
 constexpr int64_t kMaxPaddedCpu = int64_t{1} << 48;
 constexpr int64_t kMaxPaddedCuda = int64_t{1} << 30;
 
@@ -73,14 +73,14 @@ struct Conv2dBackwardParams {
 };
 
 // Addresses of a direction's three tensors: x is the input or its gradient, w the weight or its
-// gradient, y the output or its gradient. 0: freshly allocated, aligned to everything.
+// gradient, y the output or its gradient. 0: freshly allocated and fully aligned.
 struct Conv2dAddresses {
   uintptr_t x, w, y;
 
   bool are_multiples_of(uintptr_t bytes) const { return (x | w | y) % bytes == 0; }
 };
 
-// A product's kind follows from the element type and from the permission to round to TF32.
+// A product's kind follows from the element type and the permission to round to TF32.
 inline GemmKind gemm_kind(const Conv2dShape& s) { return gemm_kind(s.dtype, s.allow_tf32); }
 
 void conv2d_cpu(const Conv2dParams& params);

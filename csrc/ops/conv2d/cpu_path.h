@@ -1,5 +1,5 @@
 // Which kernels a convolution takes on the CPU, by its shape and the CPU's features. Never by
-// timing: the bits of a result must not depend on the load.
+// timing, because the bits of a result must not depend on the load.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace warpwright {
 
-// What the choice knows of the machine and of torch's settings.
+// The facts about the machine and torch's settings that the choice uses.
 struct Conv2dCpu {
   bool onednn;  // built into torch and not turned off (torch.backends.mkldnn.enabled)
   bool avx512;
@@ -17,8 +17,8 @@ struct Conv2dCpu {
 
 enum class Conv2dCpuPath { kOneDnn, kFewTaps, kDepthwise, kGemm };
 
-// Input columns that the windows of one output row span, and rows that `positions` rows of windows
-// do: the zero-padded image.
+// Input columns under the windows of one output row, and input rows under `positions` rows of
+// windows: the extents of the zero-padded image.
 inline int64_t window_columns(const Conv2dShape& s) {
   return (s.q - 1) * s.stride_w + (s.s - 1) * s.dilation_w + 1;
 }
@@ -26,8 +26,8 @@ inline int64_t window_rows(const Conv2dShape& s, int64_t positions) {
   return (positions - 1) * s.stride_h + (s.r - 1) * s.dilation_h + 1;
 }
 
-// Few taps (C * R * S <= kFewTaps, one group, 32-bit float): too thin for a GEMM. The kernels copy
-// a block of the padded image, so the padding must not be most of it.
+// Few taps (C * R * S <= kFewTaps, one group, 32-bit float) are too thin for a GEMM. The kernels
+// copy a block of the padded image, so padding must not be most of the block.
 constexpr int64_t kFewTaps = 32;
 constexpr int64_t kFewTapsRows = 32;  // output rows of a block
 inline bool has_few_taps(const Conv2dShape& s) {
@@ -39,15 +39,15 @@ inline bool has_few_taps(const Conv2dShape& s) {
   return copied <= kSmall + 4.0 * static_cast<double>(s.c * s.h * s.w);
 }
 
-// Pixels of the output. In double: it may be more than fits the memory, or an integer.
+// Pixels of the output, in double: the number may exceed memory, or an integer.
 inline double output_pixels(const Conv2dShape& s) {
   return static_cast<double>(s.n) * static_cast<double>(s.p) * static_cast<double>(s.q);
 }
 
-// One input channel a group.
+// One input channel per group.
 inline bool is_depthwise(const Conv2dShape& s) { return s.groups > 1 && s.groups == s.c; }
 
-// oneDNN pads all sides alike, so its output must have the size that this gives.
+// oneDNN pads all sides equally, so its output must have the resulting size.
 inline bool has_even_padding(const Conv2dShape& s) {
   auto positions = [](int64_t extent, int64_t pad, int64_t taps, int64_t dilation, int64_t stride) {
     return (extent + 2 * pad - (taps - 1) * dilation - 1) / stride + 1;
@@ -56,14 +56,14 @@ inline bool has_even_padding(const Conv2dShape& s) {
          positions(s.w, s.pad_w, s.s, s.dilation_w, s.stride_w) == s.q;
 }
 
-// float32 products whose kernels in oneDNN are the faster ones, as benchmarks/cpu_speed.py measured
-// them. Ours are ahead if oneDNN has only its reference kernel for the shape, or copies more than
-// it computes.
+// float32 products for which oneDNN's kernels are faster, as benchmarks/cpu_speed.py measured. Ours
+// are faster if oneDNN has only its reference kernel for the shape, or copies more than it
+// computes.
 inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, const Conv2dCpu& cpu) {
-  constexpr int64_t kBlock = 8;  // channels that its kernels for AVX2 work on at once
+  constexpr int64_t kBlock = 8;  // channels that its AVX2 kernels process together
   const bool forward = direction == ConvDirection::kFprop;
   const bool of_weight = direction == ConvDirection::kWgrad;
-  // NCHW groups are copied into blocks of channels, several times as wide as a small group.
+  // It copies NCHW groups into blocks of channels, several times as wide as a small group.
   const bool one_to_one = s.groups == s.c && s.groups == s.k;
   if (s.groups > 1 && !one_to_one && !s.channels_last) return false;
   if (is_depthwise(s)) {
@@ -76,8 +76,8 @@ inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, cons
     if (strided_taps || (s.groups == 1 && s.c < kBlock)) return false;
   }
   if (has_few_taps(s) && s.c == 1 && !s.channels_last && (forward || !cpu.avx512)) return false;
-  // It copies NHWC weights into blocks, which a few pixels do not repay. Ours adds a gradient of
-  // the weights in double, which a large one does not repay.
+  // It copies NHWC weights into blocks, which does not pay for a few pixels. Ours adds a gradient
+  // of the weights in double, which does not pay for a large one.
   constexpr double kFewPixels = 32;
   constexpr int64_t kLargeWeights = 1 << 18;
   const bool few_pixels = s.channels_last && output_pixels(s) <= kFewPixels;
@@ -86,7 +86,7 @@ inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, cons
 
 inline Conv2dCpuPath choose_conv2d_cpu_path(ConvDirection direction, const Conv2dShape& s,
                                             const Conv2dCpu& cpu) {
-  // Less is over before oneDNN has looked up its kernel.
+  // Smaller products end before oneDNN has looked up its kernel.
   constexpr double kMinProducts = 1 << 18;
   const double products = output_pixels(s) * static_cast<double>(s.k * s.group_c() * s.taps());
   if (cpu.onednn && s.dtype == DType::kFloat32 && products >= kMinProducts && has_even_padding(s) &&

@@ -1,5 +1,5 @@
 // Which kernel computes a direction of a convolution on the GPU, and how. A plan holds the
-// configuration of one of the kernels that exist; the addresses decide which accesses are vectors.
+// configuration of one of the existing kernels. The addresses decide which accesses are vectors.
 #pragma once
 
 #include <optional>
@@ -34,7 +34,8 @@ struct Conv2dWgradPlan {
       kernel;
   int64_t workspace_bytes;
 
-  // All kernels but the implicit GEMM sum the bias gradient too, the matrix product most often.
+  // All kernels except the implicit GEMM also sum the bias gradient, the matrix product in most
+  // cases.
   bool sums_bias() const {
     if (const auto* product = std::get_if<MatrixProductConfig>(&kernel))
       return product->plan.sums_rows;
@@ -58,7 +59,7 @@ Plan choose_depthwise_fprop(const Conv2dShape& s, bool flip, const Conv2dAddress
   return choose_direct_fprop(s, /*depthwise=*/true, flip, addresses, device);
 }
 
-// A product of windows that no kernel of its own takes: sm_90a, or portable with the reason why.
+// A product of windows that no special kernel takes: sm_90a, or portable with the reason why.
 // `sums`: wgrad's bias gradient, null if it is not wanted.
 inline std::variant<ImplicitGemmConfig, TmaIm2colConfig> choose_window_product(
     ConvDirection direction, const Conv2dShape& s, const Conv2dAddresses& addresses,
@@ -75,8 +76,8 @@ inline std::variant<ImplicitGemmConfig, TmaIm2colConfig> choose_window_product(
   return portable;
 }
 
-// One input channel is both few channels and depthwise: the few-channel kernels load an input once
-// for a run of outputs.
+// A single input channel is both few channels and depthwise. The few-channel kernels load an input
+// once for a run of outputs.
 inline Conv2dFpropPlan choose_conv2d_fprop(const Conv2dShape& s, const Conv2dAddresses& addresses,
                                            const DeviceInfo& device) {
   if (conv2d_few_channels_supported(s)) {
@@ -145,7 +146,7 @@ struct Conv2dBackwardPlan {
   std::optional<Conv2dWgradPlan> weight;   // the same
   std::optional<Conv2dBiasGradPlan> bias;  // none: not wanted, or summed by the weight's kernel
 
-  // One kernel after the other uses the same workspace.
+  // The kernels run one after the other and share the workspace.
   int64_t workspace_bytes() const {
     return std::max(weight ? weight->workspace_bytes : 0, bias ? bias->workspace_bytes : 0);
   }

@@ -1,6 +1,6 @@
-// The bias gradient of a convolution on the CPU: column sums of grad_output, which is NHWC, or sums
-// of its NCHW planes. Short runs sum in the compute type, runs together in double. The parts are
-// cut by the shape alone, so the bits do not depend on the number of threads.
+// The bias gradient of a convolution on the CPU: column sums of an NHWC grad_output, or sums of its
+// NCHW planes. Short runs sum in the compute type, and runs are added in double. The shape alone
+// defines the parts, so the bits do not depend on the number of threads.
 #include <vector>
 
 #include "ops/conv2d/cpu/common.h"
@@ -8,11 +8,11 @@
 namespace warpwright {
 namespace {
 
-constexpr int64_t kRows = 8;        // rows of a run
+constexpr int64_t kRows = 8;        // rows per run
 constexpr int64_t kMaxParts = 16;   // partial sums
-constexpr int64_t kPartRows = 256;  // rows of a part, at least
+constexpr int64_t kPartRows = 256;  // fewest rows per part
 constexpr int64_t kFoldTo = 64;     // columns that narrow rows are folded to
-constexpr int64_t kPlaneRun = 256;  // pixels of a run
+constexpr int64_t kPlaneRun = 256;  // pixels per run
 
 // sums[j] += the column sums of kRows rows.
 template <class T, class C>

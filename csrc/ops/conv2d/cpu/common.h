@@ -1,4 +1,5 @@
-// What the CPU convolutions share: the direct kernels, and where a window lies inside the input.
+// Shared by the CPU convolutions: the direct kernels, and which taps of a window are inside the
+// input.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,7 @@
-// Implicit GEMM on the CPU: each thread lays out the windows of one tile of output pixels (small
-// enough for L2) and multiplies it by the weights through at::addmm, which within a parallel region
-// runs MKL or OpenBLAS on one thread. 16-bit types are widened in the tile and accumulate in float.
+// Implicit GEMM on the CPU. Each thread writes the windows of one tile of output pixels, small
+// enough for L2, and multiplies them by the weights through at::addmm. Within a parallel region,
+// that runs MKL or OpenBLAS on one thread. 16-bit types are widened in the tile and accumulate in
+// float.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/from_blob.h>
@@ -48,8 +49,8 @@ void gemm(const Matrix<T>& a, const Matrix<T>& b, const Matrix<T>& result, bool 
 }
 
 // The same with the contraction cut into runs, because rounding errors grow with the length of a
-// chain of additions. A BLAS adds the terms of a thin product one after the other, and with beta =
-// 1 onto the result itself. So the runs of a thin product are shorter and have a matrix of their
+// chain of additions. A BLAS adds the terms of a thin product one after the other, with beta = 1
+// even onto the result. The runs of a thin product are therefore shorter and have a matrix of their
 // own.
 template <class T>
 void gemm_in_runs(const Matrix<T>& a, const Matrix<T>& b, const Matrix<T>& result,
@@ -86,7 +87,8 @@ int64_t tile_pixels(const Conv2dShape& s, int64_t element_size) {
 
 // ---- forward ----
 
-// Weights of every group as rows of contraction length, in the compute type. No copy if they are.
+// Weights of every group as rows of contraction length, in the compute type. No copy if they
+// already have this form.
 template <class T, class C>
 const C* widened(const T* source, int64_t count, Buffer<C>& storage) {
   if constexpr (std::is_same_v<T, C>) {
@@ -112,7 +114,7 @@ void forward(const Conv2dParams& params) {
   const C* weight = widened(static_cast<const T*>(params.weight), s.k * depth, weight_storage);
 
   const int64_t image = s.p * s.q;
-  const int64_t span = s.channels_last ? s.n * image : image;  // what a tile may cover
+  const int64_t span = s.channels_last ? s.n * image : image;  // the range of a tile
   const int64_t images = s.channels_last ? 1 : s.n;
   int64_t pixels = std::min(tile_pixels(s, sizeof(C)), span);
   const int64_t wanted = 2 * at::get_num_threads();
@@ -130,7 +132,7 @@ void forward(const Conv2dParams& params) {
       const int64_t first = item % tiles * pixels;
       const PixelTile tile{first, std::min(first + pixels, span)};
       const Matrix<C> w{weight + group * gk * depth, gk, depth, depth, 1};
-      // Where the tile goes: rows of pixels, or columns of them.
+      // The tile's place in the output: rows of pixels, or columns of them.
       T* target = s.channels_last ? output + tile.begin * s.k + group * gk
                                   : output + (n * s.k + group * gk) * image + tile.begin;
       const int64_t pitch = s.channels_last ? s.k : image;
@@ -187,7 +189,7 @@ void input_gradient(const Conv2dBackwardParams& params) {
   Buffer<C> weight_storage(0);
   const C* weight = widened(static_cast<const T*>(params.weight), s.k * depth, weight_storage);
   // An item is a strip of rows of one image and group. Strips share halo rows of the output, whose
-  // products are then made twice, so there is more than one only where threads would idle.
+  // products are then computed twice. There is more than one strip only if threads would be idle.
   const int64_t threads = at::get_num_threads();
   const int64_t items = s.n * s.groups;
   const int64_t strips = items >= threads ? 1 : std::min(s.h, (threads + items - 1) / items);
@@ -270,8 +272,8 @@ void input_gradient(const Conv2dBackwardParams& params) {
 
 // ---- weight gradient ----
 
-// Each chunk of pixels has a partial sum of its own; partials are added in order. A run of tiles
-// sums in the GEMM, runs together in double.
+// Each chunk of pixels has its own partial sum, and partials are added in order. The GEMM adds a
+// run of tiles; runs are added in double.
 template <class T>
 void weight_gradient(const Conv2dBackwardParams& params) {
   using C = CpuCompute<T>;
@@ -283,14 +285,16 @@ void weight_gradient(const Conv2dBackwardParams& params) {
   const int64_t gc = s.group_c(), gk = s.group_k(), depth = gc * s.taps();
   const int64_t image = s.p * s.q;
   const int64_t span = s.channels_last ? s.n * image : image;
-  // Few pixels: shorter tiles, because a GEMM sums its contraction in one chain of roundings.
+  // With few pixels tiles are shorter, because a GEMM sums its contraction in one chain of
+  // roundings.
   const int64_t pixels = std::min(std::clamp<int64_t>(s.n * image / 32, 32, 512), span);
   const int64_t tiles_of_span = (span + pixels - 1) / pixels;
   const int64_t tiles = tiles_of_span * (s.channels_last ? 1 : s.n);
   const int64_t threads = at::get_num_threads();
   const int64_t affordable = std::max<int64_t>(1, kPartialBytes / (s.k * depth * 8));
   const int64_t chunks = std::min({tiles, (threads + s.groups - 1) / s.groups, affordable});
-  // Adding a small result to the partial after each tile is cheap; a large one leaves the cache.
+  // Adding a small result to the partial after each tile is cheap. A large result does not stay in
+  // cache.
   const int64_t run_pixels = gk * depth <= 65536 ? 512 : 2048;
   std::vector<double> partial(static_cast<size_t>(chunks * s.k * depth), 0.0);
 

@@ -1,5 +1,6 @@
-// Depthwise convolution (one input channel a group, K/C outputs each) on the CPU: direct loops that
-// the compiler vectorises along the contiguous direction, q in NCHW and k in NHWC. Memory-bound.
+// Depthwise convolution (one input channel per group, K/C outputs each) on the CPU: direct loops
+// that the compiler vectorises along the contiguous direction, q in NCHW and k in NHWC.
+// Memory-bound.
 #include <vector>
 
 #include "ops/conv2d/cpu/common.h"
@@ -7,7 +8,7 @@
 namespace warpwright {
 namespace {
 
-// Calls f(r, s, h, w) for the taps of output pixel (p, q) that lie inside the input.
+// Calls f(r, s, h, w) for the taps of output pixel (p, q) that are inside the input.
 template <class F>
 void for_taps(const Conv2dShape& s, int64_t p, int64_t q, F&& f) {
   for (int64_t r = 0; r < s.r; ++r) {
@@ -119,7 +120,7 @@ void input_gradient(const Conv2dBackwardParams& params) {
   const int64_t multiplier = s.group_k(), area = s.h * s.w;
   if (s.channels_last) {
     const std::vector<C> taps = weights_by_tap<T, C>(s, weight);
-    // Blocks of channels: they keep the sums in cache and give threads work where N is 1.
+    // Blocks of channels keep the sums in cache and give every thread work if N is 1.
     const int64_t block = std::min<int64_t>(s.c, 64), blocks = (s.c + block - 1) / block;
     at::parallel_for(0, s.n * blocks, 1, [&](int64_t begin, int64_t end) {
       std::vector<C> image(static_cast<size_t>(area * block));
@@ -188,7 +189,7 @@ void weight_gradient(const Conv2dBackwardParams& params) {
   const T* input = static_cast<const T*>(params.input);
   T* grad_weight = static_cast<T*>(params.grad_weight);
   const int64_t multiplier = s.group_k(), taps = s.taps();
-  // Rows of output sum in C, rows together in double.
+  // Rows of output sum in C; rows are added in double.
   if (s.channels_last) {
     const int64_t block = std::min<int64_t>(s.k, 32), blocks = (s.k + block - 1) / block;
     at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {

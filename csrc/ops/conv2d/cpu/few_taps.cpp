@@ -11,13 +11,13 @@ namespace {
 
 using FloatVec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = FloatVec::size();
-constexpr int kBlockK = 6;      // NCHW forward: output channels a pass
-constexpr int kBlockVecs = 4;   // NHWC forward: vectors of output channels a pass
-constexpr int64_t kTapRun = 9;  // taps summed apart: shorter chains of roundings
+constexpr int kBlockK = 6;      // NCHW forward: output channels per pass
+constexpr int kBlockVecs = 4;   // NHWC forward: vectors of output channels per pass
+constexpr int64_t kTapRun = 9;  // taps summed separately: shorter chains of roundings
 
-// Rows of the input with its zero border, laid out so that tap t of output column q of the i-th
-// output row is at tap[t] + i * row_step + q * column_step. NCHW rows are split by column modulo
-// stride, so that column_step is 1 and vectors run along q.
+// Rows of the input with its zero border. Tap t of output column q of the i-th output row is at
+// tap[t] + i * row_step + q * column_step. NCHW rows are split by column modulo stride, so that
+// column_step is 1 and vectors run along q.
 struct Border {
   explicit Border(const Conv2dShape& shape)
       : s(shape),

@@ -1,5 +1,5 @@
-// im2col and col2im of a tile of output pixels: what the CPU's implicit GEMM multiplies, and where
-// its input gradient goes. NHWC makes rows (pixel) of (r, s, c); NCHW rows (c, r, s) of pixels.
+// im2col and col2im of a tile of output pixels, for the operands and the input gradient of the
+// CPU's implicit GEMM. NHWC has rows (pixel) of (r, s, c); NCHW has rows (c, r, s) of pixels.
 #pragma once
 
 #include <algorithm>
@@ -105,9 +105,9 @@ void for_each_row(const Conv2dShape& s, PixelTile tile, F&& f) {
   }
 }
 
-// Stride 1 and output as wide as the input: the windows of tap (r, t) are the plane itself,
-// shifted, without the columns that came from a neighbouring row. One long copy in place of many
-// short ones.
+// Stride 1, and an output as wide as the input. The windows of tap (r, t) are then the shifted
+// plane, without the columns that came from a neighbouring row. One long copy replaces many short
+// ones.
 inline bool is_plane_shift(const Conv2dShape& s) {
   return s.stride_h == 1 && s.stride_w == 1 && s.q == s.w;
 }
@@ -118,7 +118,7 @@ struct PlaneShift {
   Span columns;        // inside; the others are zero
 
   PlaneShift(const Conv2dShape& s, PixelTile tile, int64_t r, int64_t t) {
-    // Clamped: past these no row of the tap is inside, and -dh * s.q could overflow.
+    // Clamped: beyond these values no row of the tap is inside, and -dh * s.q could overflow.
     const int64_t dh = std::clamp(r * s.dilation_h - s.pad_h, -s.p, s.h);
     columns = valid_span(s.q, s.w, 1, s.pad_w, t * s.dilation_w);
     offset = dh * s.w + t * s.dilation_w - s.pad_w;
@@ -126,7 +126,7 @@ struct PlaneShift {
     end = std::clamp(std::min(s.p, s.h - dh) * s.q, begin, tile.end);
   }
 
-  // Zeroes what the shift took from neighbouring rows; `tap` is indexed by pixel.
+  // Zeroes the elements that the shift took from neighbouring rows; `tap` is indexed by pixel.
   template <class C>
   void clear_columns(const Conv2dShape& s, C* tap) const {
     if (columns.begin == 0 && columns.end == s.q) return;
@@ -167,7 +167,7 @@ void scatter_shifted(const Conv2dShape& s, C* windows, PixelTile tile, int64_t r
         const PlaneShift shift(s, tile, r, t);
         C* tap = windows - tile.begin;
         shift.clear_columns(s, tap);
-        // Bounds of the strip: beyond them even adding zero would race with its owner.
+        // Bounds of the strip: outside of them even adding zero would race with the owner.
         const int64_t first = std::clamp(row_begin * s.w - shift.offset, shift.begin, shift.end);
         const int64_t last = std::clamp(row_end * s.w - shift.offset, first, shift.end);
         C* target = grad + shift.offset;

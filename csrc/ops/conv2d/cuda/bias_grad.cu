@@ -1,4 +1,5 @@
-// Bias gradient: sums of grad_output over all but the channels, bound by reading it once.
+// Bias gradient: sums of grad_output over all dimensions except the channels. Bound: one read of
+// it.
 #include "common/switch.h"
 #include "gemm/column_sum.cuh"
 #include "ops/conv2d/cuda/bias_grad.h"
@@ -9,7 +10,7 @@ namespace {
 
 constexpr int kVecsInFlight = 4;
 
-// float is summed in double: the reads bound this kernel, and a bias gradient is one long sum.
+// float is summed in double. The reads bound this kernel, and a bias gradient is one long sum.
 template <class T>
 using BiasAccum = std::conditional_t<sizeof(T) == 4, double, Accum<T>>;
 
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kDirectThreads)
   const int64_t k = blockIdx.x % channels, part = blockIdx.x / channels;
   const int64_t begin = part * plan.part_images;
   const int64_t count = min(plan.part_images, plan.images - begin);
-  // Vectors of all the CTA's images in one row, so that small planes fill the CTA too; a thread
+  // Vectors of all the CTA's images in one row, so that small planes fill the CTA too. A thread
   // steps through them by `images` and `vectors`.
   const int64_t per_image = plan.pixels / kSize;
   const int64_t step_images = kDirectThreads / per_image, step_vectors = kDirectThreads % per_image;

@@ -1,5 +1,6 @@
-// The bias gradient on its own (bias_grad.cu): its configuration. NHWC: column sums of grad_output.
-// NCHW: each CTA sums one channel of a run of images, and the CTAs' sums are column sums.
+// The configuration of the separate bias gradient (bias_grad.cu). NHWC: column sums of grad_output.
+// NCHW: each CTA sums one channel of a run of images, and a second kernel adds the CTAs' sums by
+// columns.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// A 1 x 1 convolution of stride 1 without padding and groups, channels last: the matrix product of
-// `linear` on the pixels as they lie, where gemm/ has an sm_90a kernel for it.
+// A 1 x 1 convolution of stride 1, without padding and groups, channels last. It is the matrix
+// product of `linear` on the pixels, without a copy, if gemm/ has an sm_90a kernel for it.
 //   fprop  y (NPQ, K) = x (NPQ, C) w^T (C, K) + b
 //   dgrad  dx (NPQ, C) = dy (NPQ, K) w (K, C)
 //   wgrad  dw (K, C) = dy^T (K, NPQ) x (NPQ, C), with the bias gradient as the sums of dy^T's rows
@@ -55,7 +55,7 @@ inline GemmParams conv2d_product(ConvDirection direction, const Conv2dShape& s,
   return p;
 }
 
-// None: the implicit GEMM takes it. `sums`: wgrad's bias gradient, if it is wanted.
+// None if the implicit GEMM takes it. `sums`: wgrad's bias gradient, if it is wanted.
 inline std::optional<MatrixProductConfig> choose_matrix_product(ConvDirection direction,
                                                                 const Conv2dShape& s,
                                                                 const Conv2dAddresses& addresses,
@@ -66,7 +66,7 @@ inline std::optional<MatrixProductConfig> choose_matrix_product(ConvDirection di
   product.row_sums = sums;
   const GemmPlan plan = choose_gemm(product, device);
   if (plan.variant != GemmVariant::kSm90) return std::nullopt;
-  // Only wgrad has a workspace. Outputs so small that k is split are no case for large tiles.
+  // Only wgrad has a workspace. Outputs small enough for a split k do not suit large tiles.
   if (direction != ConvDirection::kWgrad && plan.workspace_bytes > 0) return std::nullopt;
   return MatrixProductConfig{product, plan};
 }

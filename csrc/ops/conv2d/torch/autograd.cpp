@@ -1,4 +1,4 @@
-// conv2d above its kernels: Autograd of both ops, padding in words, Autocast.
+// conv2d above its kernels: Autograd of both ops, padding given as a word, Autocast.
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/conv2d.h>
 
@@ -34,7 +34,7 @@ struct Conv2dBackwardBackward {
     const Tensor &gg_input = grads[0], &gg_weight = grads[1], &gg_bias = grads[2];
     Tensor d_grad_output, d_input, d_weight;
     if (needs[0]) {
-      Tensor bias = gg_bias;  // rides on the first convolution
+      Tensor bias = gg_bias;  // added by the first convolution
       if (gg_input.defined()) {
         d_grad_output = call::conv2d(gg_input, weight, bias, geometry);
         bias = Tensor();
@@ -132,7 +132,7 @@ Tensors3 conv2d_backward_autograd(const Tensor& grad_output, const Tensor& input
 
 // ---- padding='same' or 'valid' ----
 
-// A composite, so that one set of kernels sees numbers only.
+// A composite op, so that the other kernels see only numbers.
 Tensor conv2d_padding(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                       SymIntArrayRef stride, std::string_view padding, SymIntArrayRef dilation,
                       SymInt groups) {

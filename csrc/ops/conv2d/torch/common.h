@@ -1,5 +1,5 @@
-// Shared by the files of torch/: stride, padding and dilation as the ops take them and as the
-// kernels do, and the ops through the dispatcher.
+// Shared by the files of torch/: stride, padding and dilation in the ops' form and in the kernels',
+// and the ops through the dispatcher.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +29,7 @@ struct Conv2dGeometry {
   SymInt groups;
 };
 
-// The ops through the dispatcher. Called qualified: at::conv2d would be found beside ours by ADL.
+// The ops through the dispatcher. Calls are qualified, because ADL would also find at::conv2d.
 namespace call {
 
 inline Tensor conv2d(const Tensor& input, const Tensor& weight, const Tensor& bias,
@@ -66,7 +66,7 @@ struct Conv2dWindows {
   Int stride[2], pad_before[2], pad_after[2], dilation[2], groups;
 };
 
-// One value stands for both dimensions.
+// One value is used for both dimensions.
 template <class Int>
 void expand_pair(const char* name, c10::ArrayRef<Int> values, Int (&pair)[2]) {
   TORCH_CHECK(values.size() == 1 || values.size() == 2, "expected ", name,
@@ -111,15 +111,16 @@ Conv2dWindows<Int> expand_windows(c10::ArrayRef<Int> stride, c10::ArrayRef<Int> 
   return v;
 }
 
-// onednn.cpp: the output, or the gradients of input and weight, if native's kernels
-// are to compute them; undefined otherwise.
+// In onednn.cpp: the output, or the gradients of input and weight, if native's kernels should
+// compute them; otherwise undefined.
 Tensor conv2d_onednn(const Conv2dShape& shape, const Tensor& input, const Tensor& weight,
                      const OptionalTensor& bias);
 std::array<Tensor, 2> conv2d_backward_onednn(const Conv2dShape& shape, const Tensor& grad_output,
                                              const Tensor& input, const Tensor& weight,
                                              const Conv2dMask& mask);
 
-// What none of our kernels takes goes to native as a whole: integers (CPU only there), complex.
+// Native takes the calls that none of our kernels supports: integers (CPU only) and complex
+// numbers.
 inline bool is_ours(const Tensor& input) { return is_floating(input.scalar_type()); }
 
 }  // namespace warpwright

@@ -1,4 +1,4 @@
-// The float32 convolutions on the CPU that native's kernels compute: those of oneDNN, where
+// The float32 convolutions on the CPU that native's kernels compute: those of oneDNN, if
 // choose_conv2d_cpu_path() finds them faster. Their bits and errors are native's.
 #include <ATen/Context.h>
 #include <ATen/Version.h>
@@ -15,7 +15,7 @@ namespace {
 
 using at::IntArrayRef;
 
-// What a call of native needs in a kernel: no autograd, and no cast of its operands.
+// Guards for calling native inside a kernel: no autograd, and no cast of the operands.
 struct BelowAutocast {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
@@ -35,7 +35,7 @@ struct NativeWindow {
         dilation{s.dilation_h, s.dilation_w} {}
 };
 
-// The strides that an output of ours has. Native's differ in dimensions of size 1.
+// Gives native's result the strides of our outputs. They differ in dimensions of size 1.
 Tensor with_strides_of(Tensor result, bool channels_last) {
   const auto format = channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
   result = result.contiguous(format);

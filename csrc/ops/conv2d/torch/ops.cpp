@@ -1,5 +1,5 @@
-// conv2d and conv2d_backward from tensors to the kernels: checks, CPU, CUDA and Meta.
-// autograd.cpp has what stands above: Autograd, padding in words, Autocast.
+// conv2d and conv2d_backward from tensors to the kernels: checks, CPU, CUDA and Meta. autograd.cpp
+// has the layers above: Autograd, padding given as a word, Autocast.
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -47,7 +47,7 @@ Int padded_extent(const Int& extent, const Conv2dWindows<Int>& v, int axis) {
   return checked_add(checked_add(extent, v.pad_before[axis]), v.pad_after[axis]);
 }
 
-// Sizes of the output of a batched convolution; throws where native does. `sizes` gives a tensor's
+// Sizes of the output of a batched convolution; throws if native does. `sizes` gives a tensor's
 // extents as Int.
 template <class Int, class Sizes>
 std::array<Int, 4> output_sizes(const Tensor& input, const Tensor& weight,
@@ -94,7 +94,7 @@ std::array<Int, 4> output_sizes(const Tensor& input, const Tensor& weight,
 const auto int_sizes = [](const Tensor& tensor) { return tensor.sizes(); };
 const auto sym_sizes = [](const Tensor& tensor) { return tensor.sym_sizes(); };
 
-// Native's rule: channels_last as soon as the input or the weight is.
+// Native's rule: channels_last if the input or the weight is.
 at::MemoryFormat memory_format_of(const Tensor& input, const Tensor& weight) {
   const bool last = input.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
                     weight.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
@@ -246,8 +246,9 @@ Tensors3 conv2d_backward_cpu_kernel(const Tensor& grad_output, const Tensor& inp
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// float32 on tensor cores as native: torch.backends.cudnn.conv.fp32_precision or allow_tf32 speak
-// for cuDNN, and without it (torch.backends.cudnn.enabled) native computes IEEE float32.
+// float32 on tensor cores, as native decides: torch.backends.cudnn.conv.fp32_precision or
+// allow_tf32 are for cuDNN. Without cuDNN (torch.backends.cudnn.enabled) native computes IEEE
+// float32.
 bool allow_tf32() {
   const at::Context& context = at::globalContext();
   return context.userEnabledCuDNN() && context.allowTF32CuDNN(at::Float32Op::CONV);
@@ -264,7 +265,8 @@ Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const Optio
   });
 }
 
-// Freed on return of the op: the caching allocator gives it to later work of this stream only.
+// Freed on return of the op. The caching allocator reuses it only for later work of the same
+// stream.
 struct Workspace {
   Tensor bytes;
   Workspace(int64_t size, const Tensor& like)

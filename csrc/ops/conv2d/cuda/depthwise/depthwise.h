@@ -1,5 +1,5 @@
-// Depthwise convolutions beside the direct kernels: 3 x 3 windows in NCHW (nchw.cu), and the input
-// gradient that gathers (dgrad.cu).
+// Depthwise convolutions that the direct kernels do not take: 3 x 3 windows in NCHW (nchw.cu), and
+// the input gradient that gathers (dgrad.cu).
 #pragma once
 
 #include <string>
@@ -10,14 +10,14 @@ namespace warpwright {
 
 // ---- NCHW, windows of 3 x 3 without dilation ----
 
-constexpr int kDepthwiseTileRows = 4;  // outputs of a thread: 4 rows of kRunQ
+constexpr int kDepthwiseTileRows = 4;  // outputs per thread: 4 rows of kRunQ
 
 inline bool is_depthwise_nchw_3x3(const Conv2dShape& s) {
   return !s.channels_last && s.r == 3 && s.s == 3 && s.dilation_h == 1 && s.dilation_w == 1 &&
          s.stride_h == s.stride_w && s.stride_w <= 2 && s.h * s.w > 0;
 }
 
-// Whether all columns of a thread's window but the first and the last are one aligned access.
+// Whether all columns of a thread's window except the first and the last are one aligned access.
 inline bool depthwise_rows_are_vectors(const Conv2dShape& s, uintptr_t x) {
   return s.stride_w == 1 && s.pad_w == 1 && runs_are_vectors(s.dtype, s.w, kRunQ, x);
 }
@@ -50,7 +50,7 @@ inline std::string describe(const DepthwiseNchwFpropConfig& config) {
 
 struct DepthwiseNchwWgradConfig {
   bool vectorized;
-  int parts;  // runs of images, whose sums are added in order by a second kernel
+  int parts;  // runs of images, whose sums a second kernel adds in order
 };
 
 inline DepthwiseNchwWgradConfig choose_depthwise_nchw_wgrad(const Conv2dShape& s,

@@ -1,4 +1,4 @@
-// The depthwise input gradient of any stride and multiplier: each input gathers the outputs whose
+// The depthwise input gradient of any stride and multiplier. Each input gathers the outputs whose
 // windows cover it. With stride 1 and multiplier 1 it is a forward instead (is_flipped_fprop).
 #include "ops/conv2d/cuda/depthwise/depthwise.h"
 #include "ops/conv2d/cuda/direct/direct.cuh"

@@ -1,6 +1,6 @@
-// Depthwise, NCHW, windows of 3 x 3 without dilation: a thread has a tile of one plane, so that
-// each input row is loaded once for all outputs that it contributes to. The direct kernels take the
-// rest.
+// Depthwise, NCHW, windows of 3 x 3 without dilation. A thread has a tile of one plane, so it loads
+// each input row once for all outputs that the row contributes to. The direct kernels take other
+// shapes.
 #include "common/switch.h"
 #include "device/reduce.cuh"
 #include "ops/conv2d/cuda/depthwise/depthwise.h"
@@ -14,8 +14,8 @@ constexpr int kTileRows = kDepthwiseTileRows;
 constexpr int kWgradThreads = 128;
 constexpr int kValues = 10;  // nine taps and the bias
 
-// Columns q0 * kStride - pad + [0, kWindow) of an input row. kIsVec: stride 1, pad 1, rows of whole
-// vectors, so that all but the first and the last are one aligned access.
+// Columns q0 * kStride - pad + [0, kWindow) of an input row. kIsVec: stride 1, pad 1 and rows of
+// whole vectors, so that all columns except the first and the last are one aligned access.
 template <int kWindow, bool kIsVec, class T, class A>
 __device__ __forceinline__ void load_window(const T* row, const T* safe, bool exists, int w0,
                                             int width, A (&to)[kWindow]) {
@@ -35,7 +35,8 @@ __device__ __forceinline__ void load_window(const T* row, const T* safe, bool ex
 }
 
 // Layout: x (N, C, H, W), w (K, 9), bias (K) or null, y (N, K, P, Q).
-// Grid: one tile of kTileRows x kRunQ outputs a thread, along rows first, then strips, then planes.
+// Grid: one tile of kTileRows x kRunQ outputs per thread, along rows first, then strips, then
+// planes.
 template <class T, int kStride, bool kIsVec>
 __global__ void __launch_bounds__(kDirectThreads)
     conv2d_depthwise_nchw_fprop_kernel(const T* x, const T* w, const T* bias, T* y, DirectShape g,

@@ -13,16 +13,16 @@ namespace warpwright {
 
 constexpr int kDirectThreads = 256;
 
-// A call as the kernels hold it: 32-bit extents, pitches in elements. The weight's taps are
-// numbered (c * R + r) * S + s here, whatever its layout.
+// A call in the kernels' form: 32-bit extents, pitches in elements. The weight's taps are numbered
+// (c * R + r) * S + s, whatever its layout.
 struct DirectShape {
   int c, h, w, k, r, s, p, q;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-  int group_c, multiplier;  // multiplier: outputs of one input channel (depthwise)
+  int group_c, multiplier;  // multiplier: outputs per input channel (depthwise)
   bool channels_last;
   int64_t x_image, x_chan, x_row, x_col;
   int64_t y_image, y_chan, y_row, y_col;
-  int64_t w_chan, w_tap;  // of one output channel's group_c * R * S weights
+  int64_t w_chan, w_tap;  // of the group_c * R * S weights of one output channel
   FastDivmod columns, rows;
   int units;
 
@@ -83,9 +83,9 @@ __device__ __forceinline__ bool is_inside(int x, int extent) {
   return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
 }
 
-// The first `valid` of kCount elements, zeros after them. kIsVec: in accesses of 16 bytes (or the
-// whole run, if that is less), to which `valid` and the addresses are then aligned. These are made
-// in any case, at `safe` where nothing is valid: loads in branches would wait for one another.
+// The first `valid` of kCount elements, and zeros after them. kIsVec: in accesses of 16 bytes (or
+// the whole run, if that is less), to which `valid` and the addresses are aligned. Invalid accesses
+// read `safe` instead of branching, because loads in branches would wait for one another.
 template <int kCount, bool kIsVec, class T, class A>
 __device__ __forceinline__ void load_run(const T* from, const T* safe, int valid, A (&to)[kCount]) {
   if constexpr (kIsVec) {
@@ -106,9 +106,9 @@ __device__ __forceinline__ void load_run(const T* from, const T* safe, int valid
   }
 }
 
-// copy_row_of_pairs() with lanes along what is dense in memory. A whole batch is loaded before its
-// first value is stored: a loop that the compiler unrolls ends in single rounds, each a way to
-// memory.
+// copy_row_of_pairs() with lanes along the dense direction. A whole batch is loaded before its
+// first value is stored. A loop that the compiler unrolls would end in single iterations, each
+// waiting for memory.
 template <bool kChannelsLast, class T, class Place>
 __device__ __forceinline__ void copy_dense_pairs(const T* source, bool row_exists, int q0, int cols,
                                                  int channels, int pairs, const DirectShape& g,
@@ -145,9 +145,9 @@ __device__ __forceinline__ void copy_dense_pairs(const T* source, bool row_exist
   }
 }
 
-// A warp copies a row of grad_output to shared memory where vectors of channels cannot be copied:
-// columns q0 .. + cols - 1 of `pairs` pairs of channels from `source`, of which `channels` exist;
-// zeros outside of the image. place(column) is where a pixel's channels begin.
+// A warp copies a row of grad_output to shared memory if it cannot copy vectors of channels. The
+// row has columns q0 .. + cols - 1 of `pairs` pairs of channels from `source`, of which `channels`
+// exist; outside of the image it is zero. place(column) is the address of a pixel's first channel.
 template <class T, class Place>
 __device__ __forceinline__ void copy_row_of_pairs(const T* source, bool row_exists, int q0,
                                                   int cols, int channels, int pairs,
@@ -159,7 +159,7 @@ __device__ __forceinline__ void copy_row_of_pairs(const T* source, bool row_exis
   }
 }
 
-// As load_run, with aligned vectors where `vec` says so.
+// Like load_run, with aligned vectors if `vec`.
 template <int kCount, class T, class A>
 __device__ __forceinline__ void store_run(T* to, int valid, bool vec, const A (&from)[kCount]) {
   constexpr int kVec = kVecSize<T> < kCount ? kVecSize<T> : kCount;

@@ -1,6 +1,6 @@
-// Which shapes the direct kernels take: those bound by memory and not by FLOPs, with few input
-// channels (group_c * R * S products per output) or depthwise (group_c == 1). Every tensor is read
-// or written in place; nothing is unfolded.
+// Which shapes the direct kernels take: memory-bound ones, with few input channels (group_c * R * S
+// products per output) or depthwise (group_c == 1). Every tensor is read or written directly;
+// nothing is unfolded.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace warpwright {
 
-// A unit of work is kRunQ neighbouring outputs of one row; a thread has kRunK output channels of
+// A unit of work is kRunQ neighbouring outputs of one row. A thread has kRunK output channels of
 // it.
 constexpr int kRunK = 8;
 constexpr int kRunQ = 4;
@@ -34,7 +34,7 @@ inline bool conv2d_direct_fits(const Conv2dShape& g) {
          static_cast<double>(kLimit);
 }
 
-// Units of work of all outputs.
+// The number of units of all outputs.
 inline int direct_units(const Conv2dShape& g) {
   return static_cast<int>(g.n * g.p * ceil_div<int64_t>(g.q, kRunQ));
 }
@@ -45,11 +45,11 @@ inline bool conv2d_few_channels_supported(const Conv2dShape& g) {
          conv2d_direct_fits(g);
 }
 
-// The tile of a CTA of the tensor-core kernels: rows of whole runs of 16 output pixels, about 256
-// pixels, in tiles of equal height.
+// The tile of a CTA in the tensor-core kernels: rows of whole runs of 16 output pixels. It has
+// about 256 pixels; all tiles have equal height.
 struct PixelTiles {
-  int64_t rows, runs;        // of a tile
-  int64_t count_p, count_q;  // tiles of an image
+  int64_t rows, runs;        // per tile
+  int64_t count_p, count_q;  // tiles per image
   int64_t input_rows;        // that a tile sees
 
   explicit PixelTiles(const Conv2dShape& s) {

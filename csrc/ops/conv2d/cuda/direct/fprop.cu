@@ -1,6 +1,6 @@
-// Forward: the weights of a few dozen outputs stay in shared memory (3 x 3 and one input channel:
-// in registers) while a CTA walks neighbouring runs of pixels, so the input's rows come from L1 and
-// the traffic is the output's. FMAs in the accumulator's type.
+// Forward: the weights of a few dozen outputs stay in shared memory (in registers for 3 x 3 and one
+// input channel) while a CTA walks neighbouring runs of pixels. The input's rows then come from L1,
+// and the output is the traffic. FMAs in the accumulator's type.
 #include "common/switch.h"
 #include "ops/conv2d/cuda/direct/direct.cuh"
 #include "ops/conv2d/cuda/direct/fprop.h"
@@ -8,15 +8,16 @@
 namespace warpwright {
 namespace {
 
-// Channel `v` of a thread's kRunK, counted in the chunk: neighbouring threads are 16 bytes apart.
+// Channel `v` of a thread's kRunK, counted within the chunk: neighbouring threads are 16 bytes
+// apart.
 template <class T>
 __device__ __forceinline__ int local_channel(int groups, int group, int v) {
   constexpr int kRun = kVecSize<T> < kRunK ? kVecSize<T> : kRunK;
   return (v / kRun) * (groups * kRun) + group * kRun + v % kRun;
 }
 
-// The weights and the bias of a chunk of channels: `shared` (taps + 1, kRunK / 4, groups, 4), so
-// that the 16-byte reads of a warp are neighbours.
+// Stages the weights and the bias of a chunk of channels: `shared` (taps + 1, kRunK / 4, groups,
+// 4). The 16-byte reads of a warp are then neighbours.
 template <int kThreads, class T>
 __device__ __forceinline__ void stage_weights(const T* w, const T* bias, const DirectShape& g,
                                               const DirectFpropWalk& walk, int first_k,
@@ -43,8 +44,9 @@ __device__ __forceinline__ void stage_weights(const T* w, const T* bias, const D
   }
 }
 
-// Which kernel: kS > 0: rows of kS taps, dilation 1, stride kStride; else any window, tap by tap.
-// kWeightsInRegisters: group_c = 1 and R = S = 3. kIsVec: x in vectors (depthwise, NHWC).
+// The kernel's variant. kS > 0: rows of kS taps, dilation 1, stride kStride. kS = 0: any window,
+// tap by tap. kWeightsInRegisters: group_c = 1 and R = S = 3. kIsVec: x in vectors (depthwise,
+// NHWC).
 template <int kS_, int kStride_, bool kDepthwise_, bool kIsVec_, bool kWeightsInRegisters_>
 struct FpropKind {
   static constexpr int kS = kS_, kStride = kStride_;
@@ -55,7 +57,7 @@ struct FpropKind {
   static_assert((kS > 0) == (kStride > 0) && (kDepthwise || !kIsVec));
 };
 
-// A thread's kRunK channels: their weights in shared memory, and sums over the window.
+// A thread's kRunK channels: their weights in shared memory, and the sums over the window.
 template <class T, class Kind>
 struct FpropChannels {
   using A = Accum<T>;
@@ -67,8 +69,8 @@ struct FpropChannels {
   const DirectShape& g;
   const T* x;
   const A* weights;    // of the thread's first channel
-  int groups;          // of kRunK channels in a CTA
-  int chunk_channels;  // of a CTA
+  int groups;          // groups of kRunK channels per CTA
+  int chunk_channels;  // channels per CTA
   int first_k;         // of v = 0
   int run_pitch;       // from v = 0 to v = kRun
   A kept[Kind::kWeightsInRegisters ? 9 : 1][kRunK];
@@ -82,7 +84,7 @@ struct FpropChannels {
     }
   }
 
-  // One input pixel: one channel, or those of the thread's outputs.
+  // Loads one input pixel: one channel, or the channels of the thread's outputs.
   __device__ __forceinline__ void load_x(const T* pixel, bool exists, A (&to)[kXs]) const {
     if constexpr (!Kind::kDepthwise) {
       to[0] = exists ? convert<A>(*pixel) : A(0);
@@ -175,7 +177,7 @@ struct FpropChannels {
     }
   }
 
-  // Stores a run of outputs from column q on, to `out`, the place of (column q, channel 0).
+  // Stores a run of outputs from column q on. `out` is the address of column q, channel 0.
   __device__ __forceinline__ void store(T* out, int q, bool vec_y, const Sums& acc) const {
     if (g.channels_last) {
 #pragma unroll
@@ -238,7 +240,8 @@ __global__ void __launch_bounds__(direct_fprop_threads(Kind::kIsLarge),
     for (int tap = 0; tap < 9; ++tap) channels.load_weights(tap, channels.kept[tap]);
   }
 
-  // One channel's columns are neighbours: known here, they are one address and its offsets.
+  // One channel's columns are neighbours. As a constant, the pitch turns them into one address and
+  // offsets.
   const int64_t x_col = Kind::kWeightsInRegisters ? 1 : g.x_col;
   const int begin = (blockIdx.x / walk.chunks) * walk.part_units;
   const int end = min(begin + walk.part_units, g.units);

@@ -1,4 +1,4 @@
-// The direct forward (fprop.cu): its configuration. It also computes the input gradient of a
+// The configuration of the direct forward (fprop.cu). It also computes the input gradient of a
 // depthwise convolution with stride 1 and multiplier 1, as the forward of the flipped window.
 #pragma once
 
@@ -10,9 +10,9 @@ namespace warpwright {
 
 // How CTAs walk the outputs; a kernel argument.
 struct DirectFpropWalk {
-  int groups;      // of kRunK channels next to each other in a CTA: 1, 2, 4 or 8
+  int groups;      // of kRunK neighbouring channels in a CTA: 1, 2, 4 or 8
   int chunks;      // CTAs that share a pixel
-  int slots;       // runs of pixels that a CTA has at once
+  int slots;       // runs of pixels that a CTA processes together
   int part_units;  // units per CTA
   bool vec_y, flip;
 };
@@ -29,7 +29,7 @@ struct DirectFpropConfig {
   bool is_large() const { return depthwise || weights_in_registers; }  // in registers
 };
 
-// Threads of a CTA, and CTAs of an SM, for kernels that need many registers or not.
+// Threads per CTA and CTAs per SM, by whether the kernel needs many registers.
 constexpr int direct_fprop_threads(bool is_large) { return is_large ? 128 : 256; }
 constexpr int direct_fprop_ctas(bool is_large, bool is_double) {
   return is_large ? (is_double ? 2 : 3) : (is_double ? 1 : 2);
@@ -57,7 +57,7 @@ inline DirectFpropConfig choose_direct_fprop(const Conv2dShape& s, bool depthwis
   config.row_taps = three && (!depthwise || config.vectorized_x) ? 3 : seven ? 7 : 0;
 
   const int threads = direct_fprop_threads(config.is_large());
-  // The largest chunk with the fewest idle groups; NCHW needs a warp for each group.
+  // The largest chunk with the fewest idle groups. NCHW needs one warp per group.
   const int groups = static_cast<int>(ceil_div<int64_t>(s.k, kRunK));
   walk.groups = s.channels_last ? 8 : threads / 32;
   for (int candidate : {4, 2, 1}) {
@@ -67,7 +67,7 @@ inline DirectFpropConfig choose_direct_fprop(const Conv2dShape& s, bool depthwis
   }
   walk.chunks = ceil_div(groups, walk.groups);
   walk.slots = threads / walk.groups;
-  // As many CTAs as stay resident; more chunks than that get CTAs of their own.
+  // As many CTAs as stay resident. More chunks than that get CTAs of their own.
   const int units = direct_units(s);
   const int ctas = device.num_sms * direct_fprop_ctas(config.is_large(), is_double);
   const int parts =

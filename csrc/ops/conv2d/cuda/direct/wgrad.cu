@@ -1,7 +1,7 @@
-// Weight gradient: a thread holds a few taps of kRunK outputs in registers while it walks pixels,
-// so grad_output is read once (few taps) and the input's rows come from L1. CTAs leave partial sums
-// in the workspace, which a second kernel adds in order. The bias gradient is one more tap, whose
-// input is 1.
+// Weight gradient: a thread holds a few taps of kRunK outputs in registers while it walks pixels.
+// With few taps grad_output is read once, and the input's rows come from L1. CTAs write partial
+// sums to the workspace, which a second kernel adds in order. The bias gradient is one more tap,
+// with input 1.
 #include "common/switch.h"
 #include "ops/conv2d/cuda/direct/direct.cuh"
 #include "ops/conv2d/cuda/direct/wgrad.h"
@@ -9,12 +9,12 @@
 namespace warpwright {
 namespace {
 
-// Taps whose sums over the slices go through shared memory together.
+// Taps whose sums over the slices pass through shared memory together.
 template <class A>
 constexpr int kRoundTaps = sizeof(A) == 8 ? 1 : 3;
 
-// `count` values, `step` apart, in eight interleaved runs and those in pairs: one long chain would
-// round at the size of the whole sum each time.
+// Sums `count` values, `step` apart, as eight interleaved runs, which are added in pairs. In one
+// long chain, every addition would round at the size of the whole sum.
 template <class A>
 __device__ __forceinline__ A sum_in_runs(const A* values, int count, int step) {
   constexpr int kRuns = 8;
@@ -33,7 +33,8 @@ __device__ __forceinline__ A sum_in_runs(const A* values, int count, int step) {
   return runs[0];
 }
 
-// A thread's kRunQ outputs of kRunK channels from k on, of which `run` outputs exist; zeros else.
+// Loads a thread's kRunQ outputs of kRunK channels from k on. Only `run` outputs exist; the others
+// are zeros.
 template <bool kIsVec, class T, class A>
 __device__ __forceinline__ void load_dy(const T* dy, const DirectUnit& unit, int k, int run,
                                         const DirectShape& g, A (&to)[kRunQ][kRunK]) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ void load_dy(const T* dy, const DirectUnit& unit, int
   }
 }
 
-// Sums acc over the slices, a round of taps at a time, and stores the sums in the part's place.
-// `sums`: shared memory (kRoundTaps * kRunK, smem_pitch).
+// Sums acc over the slices, a round of taps at a time, and stores the part's sums. `sums`: shared
+// memory (kRoundTaps * kRunK, smem_pitch).
 template <int kTaps, class A>
 __device__ __forceinline__ void leave_sums(const A (&acc)[kTaps + 1][kRunK], const DirectShape& g,
                                            const DirectWgradWalk& walk, int chunk, int part,
@@ -92,10 +93,10 @@ __device__ __forceinline__ void leave_sums(const A (&acc)[kTaps + 1][kRunK], con
 }
 
 // kIsVec: dy, and x if kDepthwise (then NHWC), in vectors.
-// kR x kS taps a thread with dilation 1 along the row and stride kStride; kR = kS = 1: any window.
-// Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q),
-// partials (parts, taps + 1, k_tiles * kRunK).
-// Grid: CTA b has chunk b % chunks of the tiles and part b / chunks of the pixels.
+// kR x kS taps per thread, with dilation 1 along the row and stride kStride; kR = kS = 1: any
+// window. Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q), partials (parts,
+// taps + 1, k_tiles * kRunK). Grid: CTA b has chunk b % chunks of the tiles and part b / chunks of
+// the pixels.
 template <class T, int kR, int kS, int kStride, bool kDepthwise, bool kIsVec>
 __global__ void __launch_bounds__(direct_wgrad_threads(kR), direct_wgrad_ctas(kR, sizeof(T) == 8))
     conv2d_direct_wgrad_kernel(const T* x, const T* dy, Accum<T>* partials, DirectShape g,
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(direct_wgrad_threads(kR), direct_wgrad_ctas(kR
     const T* image = x + unit.image * g.x_image + c * g.x_chan + w0 * g.x_col;
     auto load_pixel = [&](int r, int i, A(&to)[kXs]) {
       const int h = unit.p * g.stride_h - g.pad_h + (r0 + r) * g.dilation_h;
-      // A lone tap's columns are stride_w apart, which only the host knows.
+      // The columns of a single tap are stride_w apart, which only the host knows.
       const int column = kTaps == 1 ? i * g.stride_w : i;
       load_x(image + h * g.x_row + column * g.x_col,
              is_inside(h, g.h) && is_inside(w0 + column, g.w), to);
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(direct_wgrad_threads(kR), direct_wgrad_ctas(kR
         for (int v = 0; v < kRunK; ++v) acc[kTaps][v] += rDy[j][v];
       }
     }
-    // Past the row's end dy is zero, but an infinite x would make it NaN: hence j < run.
+    // j < run: past the row's end dy is zero, but an infinite x would make the product NaN.
 #pragma unroll
     for (int r = 0; r < kR; ++r) {
       if constexpr (kDepthwise) {
@@ -199,9 +200,9 @@ __global__ void __launch_bounds__(direct_wgrad_threads(kR), direct_wgrad_ctas(kR
 
 constexpr int kReduceOutputs = 32, kReduceLanes = 16;
 
-// Layout: partials (parts, taps + 1, pitch_k); dw as the weight; db (K) or null.
-// Grid: CTA b sums 32 neighbouring places, each in 16 interleaved runs and those in order; in
-// double, which the reads hide.
+// Layout: partials (parts, taps + 1, pitch_k); dw like the weight; db (K) or null.
+// Grid: CTA b sums 32 neighbouring places, each in 16 interleaved runs that are added in order.
+// Sums are in double, which the reads hide.
 template <class T>
 __global__ void __launch_bounds__(kReduceOutputs* kReduceLanes)
     conv2d_direct_wgrad_sum_kernel(const Accum<T>* partials, T* dw, T* db, DirectShape g, int parts,

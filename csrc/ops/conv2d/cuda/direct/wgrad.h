@@ -1,5 +1,5 @@
-// The direct weight and bias gradient (wgrad.cu): its configuration. CTAs leave partial sums of
-// runs of pixels in the workspace; a second kernel adds them in order.
+// The configuration of the direct weight and bias gradient (wgrad.cu). CTAs write partial sums of
+// runs of pixels to the workspace; a second kernel adds them in order.
 #pragma once
 
 #include <string>
@@ -9,13 +9,13 @@
 namespace warpwright {
 
 // How CTAs walk the taps and pixels; a kernel argument. A tile is kRunK outputs x the taps of a
-// thread, of one input channel. Tile t has outputs (t % k_tiles) * kRunK and the taps of
-// t / k_tiles, which counts channels first.
+// thread, of one input channel. Tile t has outputs (t % k_tiles) * kRunK and the taps t / k_tiles,
+// counted channels first.
 struct DirectWgradWalk {
   int k_tiles, tiles;
-  int cta_tiles, chunks;  // tiles of a CTA; CTAs that share a pixel
-  int slices;             // runs of pixels that a CTA has at once
-  int parts, part_units;  // partial sums; units of each
+  int cta_tiles, chunks;  // tiles per CTA; CTAs that share a pixel
+  int slices;             // runs of pixels that a CTA processes together
+  int parts, part_units;  // partial sums; units per part
   int smem_pitch;         // elements, from one value of all threads to the next
   bool has_bias;
 };
@@ -23,14 +23,14 @@ struct DirectWgradWalk {
 struct DirectWgradConfig {
   bool depthwise;
   bool vectorized;         // dy in vectors; depthwise: x too
-  int tap_rows, tap_cols;  // of a thread: 3 x 3, 1 x 5, 1 x 3 (depthwise) or 1 x 1
+  int tap_rows, tap_cols;  // per thread: 3 x 3, 1 x 5, 1 x 3 (depthwise) or 1 x 1
   int64_t products;        // per output
   DirectWgradWalk walk;
 
   int pitch_k() const { return walk.k_tiles * kRunK; }
 };
 
-// Threads of a CTA, and CTAs of an SM, so that no register is spilled.
+// Threads per CTA and CTAs per SM, so that no register is spilled.
 constexpr int direct_wgrad_threads(int tap_rows) { return tap_rows == 3 ? 128 : 256; }
 constexpr int direct_wgrad_ctas(int tap_rows, bool is_double) {
   return is_double ? 1 : tap_rows == 3 ? 3 : 2;
@@ -65,7 +65,7 @@ inline DirectWgradConfig choose_direct_wgrad(const Conv2dShape& s, bool depthwis
   walk.tiles =
       static_cast<int>(walk.k_tiles * config.products / (config.tap_rows * config.tap_cols));
   const int threads = direct_wgrad_threads(config.tap_rows);
-  // NCHW needs a warp along the pixels for each tile.
+  // NCHW needs one warp along the pixels per tile.
   walk.cta_tiles = std::min(walk.tiles, s.channels_last ? threads : threads / 32);
   walk.chunks = ceil_div(walk.tiles, walk.cta_tiles);
   walk.slices = threads / walk.cta_tiles;

@@ -1,6 +1,6 @@
-// Input gradient with few input channels (dgrad.h): the weights of all taps
-// stay in shared memory while a CTA walks tiles; of each tile grad_output is copied there once, and
-// the window's places are offsets of the ldmatrix addresses. No im2col anywhere.
+// Input gradient with few input channels (dgrad.h). The weights of all taps stay in shared memory
+// while a CTA walks tiles. Each tile's grad_output is copied there once. Each place of the window
+// is an offset of the ldmatrix addresses, so there is no im2col.
 #include "device/mma_sm80.cuh"
 #include "ops/conv2d/cuda/direct/direct.cuh"
 #include "ops/conv2d/cuda/few_channels/dgrad.h"
@@ -10,14 +10,14 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 
-// The configuration as the kernel holds it.
+// The configuration in the kernel's form.
 struct DgradPlan {
   int blk_h, blk_w, columns, step_h, step_w, first_h, first_w, window_h, window_w, tile_h, tile_w;
   int rows, cols, row_slots, phase_slots, k_pad;
   int tiles;
   FastDivmod tiles_w, tiles_h;  // tile -> (image, row, column)
   FastDivmod of_tile_w, of_step_w, of_channels, of_blk_w;
-  FastDivmod copies;  // of a pixel of grad_output, in vectors
+  FastDivmod copies;  // 16-byte vectors of a pixel of grad_output
 
   DgradPlan(const FewChannelsDgradConfig& c, const Conv2dShape& s)
       : blk_h(c.blk_h),
@@ -45,7 +45,7 @@ struct DgradPlan {
         of_blk_w(c.blk_w),
         copies(c.k_pad / (16 / dtype_size(s.dtype))) {}
 
-  // Pixels a whole step apart are neighbours in shared memory: the blocks of one ldmatrix then lie
+  // Pixels a whole step apart are neighbours in shared memory. The blocks of one ldmatrix are then
   // in eight different bank groups.
   __device__ __forceinline__ int slot(int col) const {
     int shift, phase;
@@ -122,8 +122,8 @@ __device__ __forceinline__ void copy_tile(T* shared, int pitch, const T* dy, con
   }
 }
 
-// One input's gradient by its own taps alone. In the product above it also meets its neighbours'
-// outputs, with weight zero, and zero times infinity is NaN.
+// One input's gradient from its own taps alone. The product above also multiplies neighbours'
+// outputs by weight zero, and zero times infinity is NaN.
 template <class T>
 __device__ float gradient_of(const T* image, const T* w, const DirectShape& g, int h, int col,
                              int c) {
@@ -174,8 +174,7 @@ __device__ __forceinline__ void multiply(float (&acc)[2][kColumns / 8][4], uint3
   }
 }
 
-// Stores a warp's 32 rows of D from `first_m` on. Values that are NaN are computed again by their
-// own taps.
+// Stores a warp's 32 rows of D from `first_m` on. NaN values are recomputed from their own taps.
 template <class T, int kBlocks>
 __device__ __forceinline__ void store_tile(const float (&acc)[2][kBlocks][4], const T* dy_image,
                                            const T* w, T* dx_image, int first_m, int tile_row,
@@ -222,10 +221,10 @@ __device__ __forceinline__ void store_tile(const float (&acc)[2][kBlocks][4], co
   }
 }
 
-// Layout: dy (N, P, Q, K) or (N, K, P, Q), w (K, R, S, C) or (K, C, R, S), dx as dy. A is
-// (blocks of a tile, window x k_pad), B (columns, window x k_pad), a warp has 32 rows of D.
+// Layout: dy (N, P, Q, K) or (N, K, P, Q), w (K, R, S, C) or (K, C, R, S), dx like dy. A is
+// (blocks of a tile, window x k_pad), B (columns, window x k_pad). A warp has 32 rows of D.
 // Shared: weights (kColumns, window x k_pad + 16 bytes), then grad_output (rows, row_slots,
-// k_pad + 16 bytes): rows of both start in different bank groups.
+// k_pad + 16 bytes). The padding starts neighbouring rows in different bank groups.
 // Grid: CTA b has the tiles b, b + gridDim.x, ...; a tile is tile_h x tile_w blocks of one image.
 template <class T, int kColumns, bool kIsVec>
 __global__ void __launch_bounds__(kMaxThreads, 2)
@@ -242,7 +241,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   fill_weights<T, kColumns>(sW, weight_pitch, w, g, plan);
 
   // ldmatrix rows of this lane. A: 16 blocks, then the next 16 bytes of k. B: 8 columns, the next
-  // 16 bytes of k, then the other 8 columns or, where there are none, the next step.
+  // 16 bytes of k, then the other 8 columns. If there are only 8 columns, the next step follows
+  // instead.
   uint32_t base_a[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     plan.tiles_w.divmod(tile, rest, tile_col);
     plan.tiles_h.divmod(rest, image, tile_row);
     const T* dy_image = dy + image * g.y_image;
-    __syncthreads();  // the tile before has been read
+    __syncthreads();  // the previous tile has been read
     copy_tile<T, kIsVec>(sDy, pitch, dy, dy_image,
                          tile_row * plan.tile_h * plan.step_h + plan.first_h,
                          tile_col * plan.tile_w * plan.step_w + plan.first_w, g, plan);
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
       for (int at_w = 0; at_w < plan.window_w; ++at_w) {
         const int offset = (at_h * plan.row_slots + slot) * pitch * static_cast<int>(sizeof(T));
         for (int k = 0; k < plan.k_pad; k += 2 * kStep) {
-          uint32_t a[2][2][4], b[2][kColumns / 8][2];  // of two steps
+          uint32_t a[2][2][4], b[2][kColumns / 8][2];  // for two steps
 #pragma unroll
           for (int step = 0; step < 2; ++step) {
             const int k_bytes = (k + step * kStep) * static_cast<int>(sizeof(T));
@@ -314,7 +314,7 @@ void launch_dgrad(const Conv2dBackwardParams& p, const FewChannelsDgradConfig& c
                   cudaStream_t stream) {
   const DeviceInfo& device = current_device_info();
   const DgradPlan plan(config, p.shape);
-  // Element copies need every warp for their loads, though some then have no rows of D.
+  // Element copies need every warp for their loads, even warps without rows of D.
   const int warps = config.vectorized
                         ? std::clamp(ceil_div(config.tile_blocks(), 32), 4, kMaxThreads / 32)
                         : kMaxThreads / 32;

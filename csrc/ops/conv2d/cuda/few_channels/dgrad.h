@@ -1,8 +1,7 @@
-// Input gradient with few input channels on tensor cores. A block of blk_h x blk_w input pixels and
-// all channels is one row of D, so that up to 16 columns of the product are in use where an
-// implicit GEMM over pixels has 1 to 4. Blocks are whole strides: pixels of all phases see one
-// dense window of grad_output, of which each multiplies its own taps (the others' weights are
-// zero).
+// Input gradient with few input channels on tensor cores. A row of D is a block of blk_h x blk_w
+// input pixels with all channels. The product then uses up to 16 columns, where an implicit GEMM
+// over pixels uses 1 to 4. Blocks are whole strides, so pixels of all phases see one dense window
+// of grad_output. Each pixel multiplies its own taps; the other weights are zero.
 #pragma once
 
 #include <optional>
@@ -15,16 +14,16 @@ namespace warpwright {
 struct FewChannelsDgradConfig {
   bool tf32 = false;
   bool vectorized = false;  // grad_output in 16-byte vectors of channels
-  int blk_h, blk_w;         // input pixels of a row of D
+  int blk_h, blk_w;         // input pixels per row of D
   int columns;              // blk_h * blk_w * channels
   int step_h, step_w;       // grad_output pixels from one block to the next
   int first_h, first_w;     // grad_output pixel at the window's origin of block 0
   int window_h, window_w;   // grad_output pixels that a block sees
-  int tile_h, tile_w;       // blocks of a CTA's tile
+  int tile_h, tile_w;       // blocks per CTA's tile
   int64_t tiles_h, tiles_w;
   int rows, cols;    // grad_output pixels that a tile sees
-  int column_slots;  // places of a row in shared memory: a multiple of step_w
-  int k_pad;         // output channels, whole steps of the tensor core
+  int column_slots;  // per row in shared memory: a multiple of step_w
+  int k_pad;         // output channels, rounded up to whole steps of the tensor core
   int64_t smem_bytes;
   const char* reason = "";
 
@@ -78,7 +77,7 @@ inline std::optional<FewChannelsDgradConfig> choose_few_channels_dgrad(
   const int64_t weight_bytes =
       ceil_div(columns, 8) * 8 * (down.extent * across.extent * k_pad + vec) * size;
 
-  // Tiles of even size, about square in pixels, two CTAs an SM.
+  // Tiles of equal size, about square in pixels, for two CTAs per SM.
   const int64_t budget = device.smem_per_block / 2 - 1024;
   const int64_t blocks_h = ceil_div(s.h, blk_h), blocks_w = ceil_div(s.w, blk_w);
   int64_t tiles_h = ceil_div(blocks_h, kMaxTileBlocks),
@@ -110,7 +109,7 @@ inline std::optional<FewChannelsDgradConfig> choose_few_channels_dgrad(
       config.smem_bytes = bytes;
       break;
     }
-    // Less than a warp's rows: the window is too large for this.
+    // Less than a warp's rows: the window is too large for these kernels.
     if (tile_h * tile_w <= 16) return std::nullopt;
     int64_t& more = tile_h * blk_h > tile_w * blk_w ? tiles_h : tiles_w;
     more += 1 + more / 16;

@@ -1,6 +1,6 @@
-// Forward with few input channels on tensor cores (fprop.h): the weights stay
-// in shared memory while a CTA walks tiles; a pair of A is one 4-byte read of the tile's input at
-// the pixel's place plus the tap's offset. No im2col anywhere; bound by the output's bytes.
+// Forward with few input channels on tensor cores (fprop.h). The weights stay in shared memory
+// while a CTA walks tiles. A pair of A is one 4-byte read of the tile's input, at the pixel's place
+// plus the tap's offset, so there is no im2col. Bound: the output's bytes.
 #include "device/mma_sm80.cuh"
 #include "ops/conv2d/cuda/direct/direct.cuh"
 #include "ops/conv2d/cuda/few_channels/fprop.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kWarps = 8;
 
-// The configuration as the kernel holds it.
+// The configuration in the kernel's form.
 struct FpropTilePlan {
   int chunks, row_taps, taps, tile_p, tile_runs, x_rows, x_pitch, tiles;
   bool paired_outputs;
@@ -30,14 +30,14 @@ struct FpropTilePlan {
         tiles_p(c.tiles_p) {}
 };
 
-// Two taps that lie together: where, from the pixel's place, and which of the two exist.
+// Two adjacent taps: their offset from the pixel's place, and a mask of those that exist.
 struct TapPair {
   int offset;
   uint32_t mask;
 };
 
-// Weights of channels first_k .. first_k + kChunk - 1 to `shared` (kChunk, taps + 8), zeros where
-// no tap is; and the pairs of taps.
+// Stages the weights of channels first_k .. first_k + kChunk - 1 in `shared` (kChunk, taps + 8),
+// with zeros for missing taps; and the pairs of taps.
 template <int kChunk, class T>
 __device__ __forceinline__ void stage_weights(T* shared, TapPair* pairs, const T* w, int first_k,
                                               const DirectShape& g, const FpropTilePlan& plan) {
@@ -53,15 +53,15 @@ __device__ __forceinline__ void stage_weights(T* shared, TapPair* pairs, const T
   }
   for (int i = threadIdx.x; i < plan.taps / 2; i += kWarps * 32) {
     const int r = 2 * i / plan.row_taps, j = 2 * i % plan.row_taps;
-    // Elements of no tap are masked: an infinite one times the weight 0 would be NaN.
+    // Elements without a tap are masked: an infinite one times the weight 0 would be NaN.
     pairs[i] = r < g.r ? TapPair{r * g.dilation_h * plan.x_pitch + j,
                                  j + 1 < row_elements ? 0xffffffffu : 0xffffu}
                        : TapPair{0, 0};
   }
 }
 
-// Input rows h0 .. h0 + x_rows - 1 from column w0 on, of one image, to `shared` (x_rows, x_pitch);
-// zeros outside of the image.
+// Copies input rows h0 .. h0 + x_rows - 1 of one image, from column w0 on, to `shared` (x_rows,
+// x_pitch). Outside of the image it writes zeros.
 template <class T>
 __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, int w0,
                                            const DirectShape& g, const FpropTilePlan& plan) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, in
   }
 }
 
-// Products of a warp's two runs with all taps. `place[m]`: the lane's first pixel of run m in the
+// Multiplies a warp's two runs by all taps. `place[m]`: the lane's first pixel of run m in the
 // tile; `base_b`: its ldmatrix row of the weights.
 template <class T, bool kPaired, int kNBlocks>
 __device__ __forceinline__ void multiply(float (&acc)[2][kNBlocks][4],
@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply(float (&acc)[2][kNBlocks][4],
 // Layout: x (N, H, W, C), w (K, R, S, C), y (N, P, Q, K). Tap r * row_taps + j of the product is
 // element j of row r of the window, which starts at the pixel's first column.
 // Shared: weights (8 * kNBlocks, taps + 8), TapPairs (taps / 2), input (x_rows, x_pitch).
-// A warp has 32 pixels at once: two runs of 16 neighbours.
+// A warp processes 32 pixels: two runs of 16 neighbours.
 // Grid: CTA b has chunk b % chunks of the channels and tiles b / chunks, + gridDim.x / chunks, ...
 template <class T, int kNBlocks, bool kPaired>
 __global__ void __launch_bounds__(kWarps * 32, 2)
@@ -154,14 +154,15 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     plan.tiles_p.divmod(rest, image, tile_row);
     const int p0 = tile_row * plan.tile_p, q0 = tile_col * cols;
     const int h0 = p0 * g.stride_h - g.pad_h, w0 = q0 * g.stride_w - g.pad_w;
-    __syncthreads();  // the tile before has been read
+    __syncthreads();  // the previous tile has been read
     copy_input(sX, x + image * g.x_image, h0, w0, g, plan);
     __syncthreads();
 
     const int rows = min(plan.tile_p, g.p - p0);
     const int runs = rows * plan.tile_runs;
     for (int first_run = warp * 2; first_run < runs; first_run += kWarps * 2) {
-      // Of the two runs: row and first column in the tile, and this lane's pixels lane / 4 and + 8.
+      // For the two runs: row and first column in the tile, and the address of this lane's pixels
+      // lane / 4 and lane / 4 + 8.
       int run_row[2], run_col[2];
       const uint16_t* place[2];
 #pragma unroll

@@ -1,6 +1,6 @@
 // Forward with few input channels and a large window (the stem of an image network) on tensor
-// cores, 16-bit types in NHWC: rows of D are pixels, columns output channels, and the window's
-// elements come in pairs, which lie together in a row of the image.
+// cores, for 16-bit types in NHWC. Rows of D are pixels, columns output channels. The window's
+// elements come in pairs that are adjacent in a row of the image.
 #pragma once
 
 #include <optional>
@@ -13,9 +13,9 @@ namespace warpwright {
 struct FewChannelsFpropConfig {
   bool paired = false;          // pairs of elements are 4-byte aligned in shared memory
   bool paired_outputs = false;  // pairs of outputs are 4-byte aligned
-  int n_blocks, chunks;         // of 8 output channels: of a CTA, and CTAs that share a pixel
-  int row_taps, taps;           // of a row of the window, even; of all rows, whole steps of 16
-  int tile_p, tile_runs;        // output rows and runs of 16 pixels that a CTA has at once
+  int n_blocks, chunks;         // of 8 output channels per CTA; CTAs that share a pixel
+  int row_taps, taps;           // per row of the window, even; of all rows, whole steps of 16
+  int tile_p, tile_runs;        // output rows and runs of 16 pixels per CTA and step
   int64_t tiles_p, tiles_q;
   int x_rows, x_pitch;  // input rows that a tile sees, their elements
   int64_t smem_bytes;
@@ -26,7 +26,7 @@ struct FewChannelsFpropConfig {
 inline std::optional<FewChannelsFpropConfig> choose_few_channels_fprop(
     const Conv2dShape& s, const Conv2dAddresses& addresses, const DeviceInfo& device) {
   FewChannelsFpropConfig config;
-  // With fewer products an output the FMA kernel is bound by the output's bytes, too.
+  // With fewer products per output, the output's bytes also bound the FMA kernel.
   constexpr int64_t kMinTaps = 32, kSize = 2;
   if (gemm_kind(s) != GemmKind::k16Bit || !s.channels_last || !conv2d_few_channels_supported(s) ||
       s.c * s.taps() <= kMinTaps || s.dilation_w != 1 || s.w * s.c >= int64_t{1} << 30 ||
@@ -39,7 +39,7 @@ inline std::optional<FewChannelsFpropConfig> choose_few_channels_fprop(
   config.taps = static_cast<int>(ceil_div(s.r * config.row_taps, 16) * 16);
   const PixelTiles tiles(s);
   const int64_t x_rows = tiles.input_rows, x_cols = tiles.input_cols(s);
-  // An odd row's last pair reads one element more.
+  // An odd row's last pair reads one more element.
   const int64_t x_pitch = ceil_div(x_cols * s.c + 1, 2) * 2;
   if (x_rows > 4096 || x_pitch > 4096) return std::nullopt;
   config.smem_bytes = config.chunk_k() * (config.taps + 8) * kSize + config.taps / 2 * 8 +

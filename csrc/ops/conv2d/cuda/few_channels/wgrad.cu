@@ -1,6 +1,6 @@
-// Weight gradient with few input channels on tensor cores (wgrad.h): the tile's
-// grad_output and input are copied to shared memory once; A comes from the first by ldmatrix.trans,
-// an element (pixel, tap) of B from the second at the pixel's place plus the tap's offset.
+// Weight gradient with few input channels on tensor cores (wgrad.h). The tile's grad_output and
+// input are copied to shared memory once. A comes from grad_output by ldmatrix.trans. An element
+// (pixel, tap) of B is the input at the pixel's place plus the tap's offset.
 #include "common/switch.h"
 #include "device/mma_sm80.cuh"
 #include "ops/conv2d/cuda/direct/direct.cuh"
@@ -13,7 +13,7 @@ namespace {
 using few_channels_wgrad::kWarpBlocks;
 using few_channels_wgrad::kWarps;
 
-// The configuration as the kernel holds it.
+// The configuration in the kernel's form.
 struct TapsPlan {
   int chunks, parts, n_blocks, warps_n;
   int tile_p, tile_runs, x_rows, x_cols;
@@ -37,8 +37,8 @@ struct TapsPlan {
         of_x_cols(c.x_cols) {}
 };
 
-// Channels first_k .. first_k + kChunk - 1 of outputs p0 .. + tile_p - 1, q0 .. + tile_runs * 16 -
-// 1 of one image to (pixels, kChunk + 8); zeros outside. By cp.async if kIsVec.
+// Copies channels first_k .. first_k + kChunk - 1 of one image's outputs p0 .. + tile_p - 1, q0 ..
+// + tile_runs * 16 - 1 to (pixels, kChunk + 8), with zeros outside. By cp.async if kIsVec.
 template <class T, int kChunk, bool kIsVec>
 __device__ __forceinline__ void copy_grad_output(T* shared, const T* dy, const T* image, int p0,
                                                  int q0, int first_k, const DirectShape& g,
@@ -65,8 +65,8 @@ __device__ __forceinline__ void copy_grad_output(T* shared, const T* dy, const T
   }
 }
 
-// Input rows h0 .. + x_rows - 1, columns w0 .. + x_cols - 1 of one image to (x_rows, x_cols, C);
-// zeros outside.
+// Copies input rows h0 .. + x_rows - 1, columns w0 .. + x_cols - 1 of one image to (x_rows, x_cols,
+// C), with zeros outside.
 template <class T>
 __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, int w0,
                                            const DirectShape& g, const TapsPlan& plan) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, in
   }
 }
 
-// B's columns of this lane, from the first pixel of a run in the tile: the offset of the column's
-// tap for the lane's first pixel, 2 * (lane % 4).
+// Computes the offsets of this lane's columns of B, from the first pixel of a run in the tile: the
+// column's tap at the lane's first pixel, 2 * (lane % 4).
 __device__ __forceinline__ void locate_columns(int (&from_x)[kWarpBlocks], int warp_n, int taps,
                                                const DirectShape& g, const TapsPlan& plan) {
   const int lane = threadIdx.x % 32;
@@ -114,8 +114,8 @@ __device__ __forceinline__ void locate_columns(int (&from_x)[kWarpBlocks], int w
   }
 }
 
-// Masks for this lane's pairs of pixels: the first `left` of a run exist. Past a row's end dy is
-// zero, but an infinite x would make the product NaN.
+// Masks for this lane's pairs of pixels, of which the first `left` of a run exist. Past a row's end
+// dy is zero, but an infinite x would make the product NaN.
 __device__ __forceinline__ void mask_pixels(uint32_t (&mask)[2], int left) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -124,8 +124,9 @@ __device__ __forceinline__ void mask_pixels(uint32_t (&mask)[2], int left) {
   }
 }
 
-// Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q), partials (parts, taps +
-// 1, pitch_k), taps numbered (c * R + r) * S + s. Columns of D are (r * S + s) * C + c.
+// Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q),
+// partials (parts, taps + 1, pitch_k). Taps are numbered (c * R + r) * S + s, columns of D
+// (r * S + s) * C + c.
 // Warp w has the n8 blocks w % warps_n + i * warps_n and every (8 / warps_n)-th run of pixels.
 // Grid: CTA b has chunk b % chunks of the output channels and tiles b / chunks, + parts, ...
 template <class T, int kMBlocks, bool kIsVec>
@@ -147,8 +148,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   const int x_pitch = plan.x_cols * g.c;
   const int pixel_pitch = g.stride_w * g.c;
 
-  // A's ldmatrix row of this lane: pixel lane % 8, + 8 in the upper half warp; 8 channels on for
-  // every other 8 lanes.
+  // A's ldmatrix row of this lane: pixel lane % 8, plus 8 in the upper half warp. Every other group
+  // of 8 lanes is 8 channels further.
   const uint32_t base_a =
       smem_address(sDy + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8);
   int from_x[kWarpBlocks];
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     plan.tiles_q.divmod(tile, rest, tile_col);
     plan.tiles_p.divmod(rest, image, tile_row);
     const int p0 = tile_row * plan.tile_p, q0 = tile_col * cols;
-    __syncthreads();  // the tile before has been read
+    __syncthreads();  // the previous tile has been read
     copy_grad_output<T, kChunk, kIsVec>(sDy, dy, dy + image * g.y_image, p0, q0, chunk * kChunk, g,
                                         plan);
     cp_async_commit();
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     }
   }
 
-  // Sums of the warps with the same columns, in order.
+  // Adds the sums of the warps that own the same columns, in order.
   __syncthreads();
   float* sums = reinterpret_cast<float*>(shared);  // (warp, kMBlocks * kWarpBlocks * 4, lane)
   constexpr int kValues = kMBlocks * kWarpBlocks * 4;

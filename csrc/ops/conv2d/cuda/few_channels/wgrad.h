@@ -1,6 +1,6 @@
-// Weight and bias gradient with few input channels on tensor cores (16-bit types): rows of D are
-// output channels, columns the taps of all channels and one of ones, the bias. The sum runs over 16
-// neighbouring pixels of a row at a time.
+// Weight and bias gradient with few input channels on tensor cores (16-bit types). Rows of D are
+// output channels. Columns are the taps of all channels, and one of ones for the bias. Each step
+// sums over 16 neighbouring pixels of a row.
 #pragma once
 
 #include <optional>
@@ -12,10 +12,10 @@ namespace warpwright {
 
 struct FewChannelsWgradConfig {
   bool vectorized = false;  // grad_output in 16-byte vectors of channels
-  int m_blocks, chunks;     // of 16 output channels: of a CTA, and CTAs that share a pixel
+  int m_blocks, chunks;     // of 16 output channels per CTA; CTAs that share a pixel
   int n_blocks;             // of 8 taps
   int warps_n;              // warps that share a pixel
-  int tile_p, tile_runs;    // output rows and runs of 16 pixels that a CTA has at once
+  int tile_p, tile_runs;    // output rows and runs of 16 pixels per CTA and step
   int64_t tiles_p, tiles_q;
   int x_rows, x_cols;  // input pixels that a tile sees
   int64_t smem_bytes;
@@ -28,7 +28,7 @@ struct FewChannelsWgradConfig {
 
 namespace few_channels_wgrad {
 
-constexpr int kWarps = 8, kWarpBlocks = 3;  // columns of a warp: 8 * kWarpBlocks
+constexpr int kWarps = 8, kWarpBlocks = 3;  // columns per warp: 8 * kWarpBlocks
 
 }  // namespace few_channels_wgrad
 
@@ -50,7 +50,7 @@ inline std::optional<FewChannelsWgradConfig> choose_few_channels_wgrad(
   const int64_t x_rows = tiles.input_rows, x_cols = tiles.input_cols(s);
   const int64_t dy_bytes = tiles.rows * tiles.runs * 16 * (config.chunk_k() + 8) * kSize;
   const int64_t sums_bytes = int64_t{kWarps} * config.m_blocks * kWarpBlocks * 128 * 4;
-  // Large dilations are the implicit GEMM's.
+  // The implicit GEMM takes large dilations.
   if (x_rows > 4096 || x_cols > 4096) return std::nullopt;
   config.smem_bytes =
       std::max(sums_bytes, dy_bytes + ceil_div(x_rows * x_cols * s.c * kSize, 16) * 16);

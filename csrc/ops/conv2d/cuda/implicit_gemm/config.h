@@ -1,5 +1,5 @@
-// The implicit GEMM of a convolution: any shape, in three directions. Tile and split are chosen by
-// the matrix product's cost model, with the rates of gathered operands.
+// The configuration of a convolution's implicit GEMM, which takes any shape in three directions.
+// The matrix product's cost model chooses tile and split, with the rates of gathered operands.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct ImplicitGemmConfig {
   const char* reason;
 };
 
-// Whether the pixels of one tile fit 16-bit rows and columns and 32-bit offsets from each other.
+// Whether the pixels of one tile fit 16-bit rows and columns, and 32-bit offsets from each other.
 constexpr bool fits_compact_coords(const Conv2dShape& s) {
   constexpr int64_t kMaxExtent = 16000, kTilePixels = 128;
   auto spans = [&](int64_t pixels, int64_t image) {
@@ -68,8 +68,8 @@ inline ImplicitGemmExtents implicit_gemm_extents(ConvDirection direction, const 
   }
 }
 
-// Parts of the weight gradient that fill whole waves, stay within 64 MiB and have enough k tiles to
-// fill their ring.
+// As many parts of the weight gradient as fill whole waves, stay within 64 MiB and have enough k
+// tiles to fill their ring.
 inline int choose_wgrad_splits(const Conv2dShape& s, GemmTile tile, const DeviceInfo& device) {
   constexpr int64_t kMostSplits = 264;
   const TileShape shape = implicit_gemm_tile(gemm_kind(s), tile);

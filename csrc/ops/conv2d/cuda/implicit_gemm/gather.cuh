@@ -1,8 +1,8 @@
-// The implicit-GEMM operands of conv2d: loaders (see mainloop_portable.cuh) that compute the
-// address of each element of the window matrix instead of reading a copy of it, and the Output that
-// does the same for D. One of an operand's two indices is a pixel (n, row, column), the other an
-// offset within its window. The element is at pixel.offset + window.offset, and zero if the source
-// has no such row or column.
+// conv2d's implicit-GEMM operands: loaders (see mainloop_portable.cuh) that compute the address of
+// each element of the window matrix, so that no copy of it exists. The Output does the same for D.
+// One of an operand's two indices is a pixel (n, row, column), the other an offset within its
+// window. The element is at pixel.offset + window.offset. It is zero if the source has no such row
+// or column.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@
 
 namespace warpwright {
 
-// Half of an element's address; rows and columns of the two halves add up.
+// One half of an element's address. The rows and columns of the two halves add up.
 struct Coord {
   int64_t offset;
   int h;
   int w;
 };
-constexpr int kOutside = -(1 << 30);  // twice that is outside of every extent too
+constexpr int kOutside = -(1 << 30);  // twice this value is also outside of every extent
 
 // Index -> (n, row, column) of a grid of pixels, column fastest.
 struct PixelAxis {
@@ -94,7 +94,7 @@ struct LinearAxis {
   }
 };
 
-// The same near an origin of the tile: the host checks that the sum of two halves fits
+// The same, relative to an origin of the tile. The host checks that the sum of two halves fits
 // (fits_compact_coords in config.h).
 struct NearCoord {
   int offset;
@@ -136,8 +136,9 @@ struct GatherOperand {
   }
 };
 
-// Loads chunks along the contiguous direction of the tile, kVec elements per access: a 16-byte
-// cp.async, or one element, of which a thread loads four in a row (16-bit ones through registers).
+// Loads chunks along the contiguous direction of the tile, kVec elements per access. An access is a
+// 16-byte cp.async or one element. Of single elements a thread loads four in a row (16-bit ones
+// through registers).
 template <class Tile, Major kMajor_, int kBlkMN, int kVec, class MnAxis, class KAxis>
 class GatherLoader {
   using T = typename Tile::Element;
@@ -166,7 +167,7 @@ class GatherLoader {
       for (int e = 0; e < kRun; ++e) fixed_[e] = op_.mn.at(first_mn + Map::col() + e);
       if constexpr (kRun == 1) {
         op_.pointer += fixed_[0].offset;
-        fixed_[0].offset = 0;  // known from here on: no register, no sum
+        fixed_[0].offset = 0;  // a constant from here on: no register, no sum
       }
     }
   }
@@ -212,7 +213,7 @@ class GatherLoader {
     }
   }
 
-  // 16-byte copies zero elements out of bounds: every tile takes the path without branches.
+  // 16-byte copies zero-fill elements out of bounds, so every tile takes the path without branches.
   __device__ static constexpr bool interior()
     requires(kVec > 1)
   {
@@ -240,10 +241,10 @@ class GatherLoader {
 
  private:
   static constexpr bool kStaged = kVec * sizeof(T) < 4;
-  static constexpr int kRun = kVec > 1 ? 1 : 4;  // accesses of a chunk
+  static constexpr int kRun = kVec > 1 ? 1 : 4;  // accesses per chunk
   using Map = ChunkMap<Smem::kRows, Smem::kCols, kVec * kRun, Tile::kThreads>;
 
-  // Rows that stay for the whole loop cost registers: the large tiles keep them compact.
+  // Rows that stay for the whole loop take registers, so the large tiles store them compactly.
   static constexpr bool kCompact = kMajor == Major::kK && kVec > 1;
 
   using Moving = std::conditional_t<kCompact, NearCoord, Coord>;
@@ -254,8 +255,8 @@ class GatherLoader {
   }
   __device__ Moving fixed(int i) const { return fixed_[i]; }
 
-  // A warp copies few rows in all passes: each lane computes one, and the others get it by
-  // shuffles. Coordinates cost divisions, else one per pass and thread.
+  // A warp copies few rows in all passes. Each lane computes one, and the others get it by
+  // shuffles. Otherwise each thread would compute one per pass, with divisions.
   struct WarpRows {
     static constexpr int kPerPass =
         kWarpSize > Map::kChunksPerRow ? kWarpSize / Map::kChunksPerRow : 1;
@@ -282,8 +283,8 @@ class GatherLoader {
   T staged_[kStaged ? Map::kPasses * kRun : 1];
 };
 
-// D on a grid of pixels of an NHWC tensor (rows of D are pixels) or an NCHW tensor (columns are),
-// plus a bias per channel, rounded once.
+// D on a grid of pixels, plus a bias per channel, rounded once. In an NHWC tensor rows of D are
+// pixels, in an NCHW tensor columns are.
 template <class T, bool kPixelRows>
 struct PixelOutput {
   using Acc = Accum<T>;
@@ -293,7 +294,7 @@ struct PixelOutput {
   PixelAxis pixels;
   int64_t channels;
   int64_t pitch_c;
-  bool vectorized;  // kVec elements of a row of D lie together, 16-byte aligned
+  bool vectorized;  // kVec elements of a row of D are adjacent and 16-byte aligned
 
   __device__ void select_group(int group) {
     pointer += group * channels * pitch_c;

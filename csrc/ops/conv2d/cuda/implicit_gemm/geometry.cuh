@@ -79,8 +79,9 @@ inline WindowAxis input_window(const Conv2dShape& s) {
                      s.dilation_h * x.pitch_h(), s.dilation_w * x.pitch_w(), x.pitch_c());
 }
 
-// One direction of the input gradient with stride: the input rows of one phase (row + pad) % stride
-// and the taps that reach them. Within a phase an input row moves with exactly one output row.
+// One direction of the input gradient with stride: the input rows of one phase (row + pad) %
+// stride, and the taps that reach them. Within a phase, the next input row needs the next output
+// row.
 struct Phase {
   int64_t first, count;               // input rows first, first + stride, ...
   int64_t first_tap, tap_step, taps;  // first_tap, first_tap + tap_step, ...

@@ -1,6 +1,6 @@
-// A convolution on sm_90a: 16-bit channels-last images, windows by TMA's im2col mode, products by
-// wgmma (operands.cuh). An estimate of cycles chooses the tile and the split, as for the matrix
-// product.
+// The configuration of a convolution on sm_90a: 16-bit channels-last images, windows by TMA's
+// im2col mode, products by wgmma (operands.cuh). An estimate of cycles chooses the tile and the
+// split, as for the matrix product.
 #pragma once
 
 #include <algorithm>
@@ -56,10 +56,10 @@ struct WindowAxis {
   int64_t pad;  // before the image, maybe negative
   int64_t taps;
   int64_t dilation;
-  int64_t first_tap = 0;  // the filter's tap that meets the first tap of a window
+  int64_t first_tap = 0;  // the filter's tap for the first tap of a window
   int64_t tap_step = 1;   // in the filter, for one tap further in the window
 
-  // TMA's corners of a box and its offsets of a tap have 8 bits.
+  // TMA stores the corners of a box and the offsets of a tap in 8 bits.
   bool fits_tma() const {
     const int64_t upper = (windows - 1) * stride - pad - (size - 1);
     return stride <= 8 && (taps - 1) * dilation <= 255 && pad >= -127 && pad <= 128 &&
@@ -74,12 +74,12 @@ inline WindowAxes window_axes(const Conv2dShape& s) {
 }
 
 // dgrad's windows of dy for the rows (or columns) phase, phase + stride, ... of dx; `x` are the
-// windows of x. They have stride 1 and, in reverse, the taps that reach these rows.
+// windows of x. They have stride 1, and the taps that reach these rows in reverse order.
 inline WindowAxis dgrad_axis(const WindowAxis& x, int64_t phase) {
   const int64_t rows = ceil_div(std::max<int64_t>(0, x.size - phase), x.stride);
   const int64_t tap_step = x.stride / std::gcd(x.stride, x.dilation);
   for (int64_t first = 0; first < std::min(x.taps, x.stride); ++first) {
-    // Row `phase` is under tap `first` of this window of x, if that is a whole number.
+    // Tap `first` of this window of x covers row `phase` if that is a whole number.
     const int64_t distance = phase + x.pad - first * x.dilation;
     if (distance % x.stride != 0) continue;
     const int64_t taps = (x.taps - 1 - first) / tap_step + 1;
@@ -96,17 +96,17 @@ inline WindowAxis dgrad_axis(const WindowAxis& x, int64_t phase) {
   return {.size = x.windows, .windows = rows, .stride = 1, .pad = 0, .taps = 0, .dilation = 1};
 }
 
-// One launch of the kernel: D (m, n) = A B^T. k tiles are whole chunks of channels under a tap, or
-// for wgrad runs of pixels. dgrad: D is the rows phase_h, phase_h + stride_h, ... of dx, and the
-// same of its columns.
+// One launch of the kernel: D (m, n) = A B^T. A k tile is a whole chunk of channels under a tap, or
+// for wgrad a run of pixels. dgrad: D has the rows phase_h, phase_h + stride_h, ... of dx, and
+// likewise its columns.
 struct ConvPart {
   WindowAxes windows;
   int64_t m, n, k_tiles;
   int64_t phase_h = 0, phase_w = 0;
 };
 
-// Calls f(part) for each launch of a direction: one, or as many as dgrad has phases. Phases that no
-// tap reaches are zero and have none.
+// Calls f(part) for each launch of a direction: one, or one per phase of dgrad. Phases that no tap
+// reaches are zero and have no launch.
 template <class F>
 void for_each_part(ConvDirection direction, const Conv2dShape& s, F&& f) {
   const WindowAxes windows = window_axes(s);
@@ -170,12 +170,12 @@ inline bool takes_tile(ConvDirection direction, const Conv2dShape& s, TmaIm2colT
   const Sm90TileShape shape = tma_im2col_tile(tile);
   const bool dgrad = direction == ConvDirection::kDgrad;
   if (tile == TmaIm2colTile::kTransposed) {
-    // D leaves by TMA, and whole.
+    // TMA stores D, in whole tiles.
     const int64_t columns = dgrad ? s.c : s.k;
     const bool phases = dgrad && s.stride_h * s.stride_w > 1;
     return !phases && columns % 8 == 0 && columns / s.groups % shape.blk_m == 0;
   }
-  // A tile lies within one group.
+  // A tile must be within one group.
   if (s.groups == 1) return true;
   return direction == ConvDirection::kFprop ? s.group_k() % shape.blk_n == 0
          : dgrad                            ? s.group_c() % shape.blk_n == 0
@@ -184,8 +184,8 @@ inline bool takes_tile(ConvDirection direction, const Conv2dShape& s, TmaIm2colT
 
 inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int splits,
                                    const DeviceInfo& device) {
-  // Fitted to measured times: of a k tile in one round of tiles and in several, and of filling the
-  // ring and the last store. No other mainloop hides the stores of the largest tiles.
+  // Fitted to measured times of a k tile in one round of tiles and in several, and of filling the
+  // ring and the last store. No other mainloop overlaps the stores of the largest tiles.
   constexpr double kTileCycles[kTmaIm2colTiles][2] = {
       {1200, 1200}, {1150, 1150}, {650, 670}, {330, 550}, {700, 700}, {620, 560}, {640, 700}};
   constexpr double kFirstAndLast[kTmaIm2colTiles] = {4000, 4000, 5500, 2750, 4000, 2750, 5500};
@@ -240,7 +240,7 @@ inline double choose_tma_im2col_tile(const Conv2dShape& s, const DeviceInfo& dev
   return best;
 }
 
-// None: another kernel takes it. `sums`: wgrad's bias gradient, null if it is not wanted.
+// None if another kernel takes it. `sums`: wgrad's bias gradient, null if it is not wanted.
 // `other_cycles`: the estimate of the kernel that would take it instead.
 inline std::optional<TmaIm2colConfig> choose_tma_im2col(ConvDirection direction,
                                                         const Conv2dShape& s,

@@ -1,5 +1,5 @@
-// Stores (gemm/kernel_sm90.cuh) of 16-bit D that are not rows of D as they come: the phases of
-// dgrad and D from its transpose. Both round once.
+// Stores (gemm/kernel_sm90.cuh) of 16-bit D that are not plain rows of D: the phases of dgrad, and
+// D from its transpose. Both round once.
 #pragma once
 
 #include "device/math.cuh"
@@ -26,8 +26,8 @@ struct PhaseOutput {
   }
 };
 
-// By stmatrix into a swizzled buffer, of which a warp has 16 rows to itself, and from there whole
-// rows of 128 bytes to their places.
+// By stmatrix into a swizzled buffer, of which each warp owns 16 rows. From there whole rows of 128
+// bytes go to their addresses.
 template <class T>
 struct PhaseEpilogue : EpilogueSm90<T> {
   using Output = PhaseOutput;
@@ -74,7 +74,7 @@ struct PhaseEpilogue : EpilogueSm90<T> {
 // ---- D from the accumulators of its transpose ----
 
 // A warpgroup's rows are 64 columns of D (channels), its columns are rows of D (pixels). stmatrix
-// transposes 8x8 matrices on their way into the buffer; D leaves by TMA.
+// transposes 8x8 matrices as it writes the buffer; TMA stores D.
 template <class T>
 struct TransposedEpilogue16Bit : EpilogueSm90<T> {
   using Base = EpilogueSm90<T>;

@@ -125,7 +125,7 @@ struct WindowProduct {
   const void* weight;
   GemmParams product;
 
-  // A and B are the windows and the weights or, transposed, the reverse.
+  // A and B are the windows and the weights, or for a transposed D the reverse.
   template <class Operands>
   Operands operands(int window_rows, int weight_rows) const {
     const bool fprop = direction == ConvDirection::kFprop;
@@ -176,7 +176,7 @@ void launch_tma_im2col_fprop(const Conv2dParams& params, const TmaIm2colConfig& 
   });
 }
 
-// Of dx, whose strides apart from the phases' are those of a dense NHWC image.
+// The output for dx. Except for the phases, its strides are those of a dense NHWC image.
 template <class T>
 PhaseOutput phase_output(const Conv2dShape& s, const ConvPart& part, void* dx) {
   const int64_t pitch = s.w * s.c;

@@ -7,10 +7,10 @@
 //   dgrad    dx (NHW, C)     windows of dy, mirrored taps    w, MN-major               taps, K
 //   wgrad    dw (K, RS C)    dy, MN-major                    windows of x, MN-major    pixels
 //
-// dgrad of stride 1 is a convolution of dy with the mirrored filter. Of another stride it is one
-// for each phase of dx's rows and columns, which only some taps reach. A k tile of fprop and dgrad
-// is 64 channels under one tap; channels past the last one read as zero on both sides. C and K are
-// a group's: a tile of D lies within one group.
+// dgrad of stride 1 is a convolution of dy with the mirrored filter. With a larger stride it is one
+// convolution per phase of dx's rows and columns, each with the taps that reach the phase. A k tile
+// of fprop and dgrad is 64 channels under one tap; channels past the last one read as zero on both
+// sides. C and K are those of a group, because a tile of D is within one group.
 #pragma once
 
 #include "device/math.cuh"
@@ -18,7 +18,7 @@
 
 namespace warpwright {
 
-// The place of an output pixel: where its window's first tap lies in the image.
+// The position of an output pixel: where its window's first tap is in the image.
 struct WindowGeometry {
   FastDivmod by_q, by_pq;
   int stride_h, stride_w, pad_h, pad_w;
@@ -37,13 +37,14 @@ struct WindowGeometry {
   }
 };
 
-// 64 channels under a tap: a k tile of fprop and dgrad, a block of 64 columns of wgrad.
+// 64 channels under a tap: one k tile of fprop and dgrad, one block of 64 columns of wgrad.
 struct TapGeometry {
   FastDivmod by_chunks;  // of 64 channels, per tap
   FastDivmod by_s;       // taps per row of a window
   int chunks;            // of all taps
   int dilation_h, dilation_w;
-  // The filter's tap under a window's first, and its distance to those one row and one column on.
+  // The filter's tap for a window's first tap, and the steps to the next row's and the next
+  // column's tap.
   int first_tap, row_step, col_step;
 
   struct Place {
@@ -114,7 +115,7 @@ struct WindowColumnLoader {
     const WindowGeometry::Place at = windows.place(k_tile * 64);
 #pragma unroll
     for (int row = 0; row < kRows; row += 64) {
-      // Columns past the last are not stored: any channels do.
+      // Columns past the last are not stored, so their channels do not matter.
       const TapGeometry::Place tap = taps.place(min((first_row + row) / 64, taps.chunks - 1));
       tma_load_im2col_4d(shared + row * 128, map, first_channel + tap.channel, at.w, at.h, at.n,
                          tap.offset_w, tap.offset_h, barrier);
@@ -143,8 +144,8 @@ struct ConvOperandsSm90 {
   __device__ __forceinline__ int arrivals() const { return 1; }
 
  protected:
-  // One thread. load_tile(row, col, produce) makes the loaders of the tile of D at (row, col) and
-  // calls produce(loader of A, its first row, loader of B, its first row).
+  // One thread calls it. load_tile(row, col, produce) makes the loaders of the tile of D at (row,
+  // col). It calls produce(loader of A, its first row, loader of B, its first row).
   template <class Tile, class Loop, class Params, class LoadTile>
   __device__ __forceinline__ void produce_tiles(const Loop& loop, const Params& p, unsigned first,
                                                 unsigned stride, const LoadTile& load_tile) const {
@@ -178,7 +179,7 @@ struct WindowOperands : ConvOperandsSm90 {
   }
 };
 
-// The same products with D transposed: A are the weights, B the windows.
+// The same products with D transposed: A is the weights, B the windows.
 struct SwappedWindowOperands : ConvOperandsSm90 {
   template <class Tile, class Loop, class Params>
   __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int, unsigned first,
