@@ -342,7 +342,7 @@ def python_module() -> Extension:
     archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "") if WITH_CUDA else ""
     return Extension(
         "warpwright._C",
-        sources=["csrc/python/explain.cpp", "csrc/python/module.cpp"],
+        sources=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / "python").glob("*.cpp")),
         depends=[str(p) for p in (ROOT / "csrc").rglob("*.h")],
         include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
         define_macros=[

@@ -109,7 +109,12 @@ def test_folders_are_those_of_the_library():
 
 
 def test_explain_is_the_same_in_cpp_stub_and_python():
-    in_cpp = set(re.findall(r'm\.def\("(explain_\w+)"', (CSRC / "python/explain.cpp").read_text()))
+    in_cpp = set(
+        re.findall(
+            r'm\.def\("(explain_\w+)"',
+            "".join(p.read_text() for p in CSRC.glob("python/explain*.cpp")),
+        )
+    )
     package = Path(warpwright.__file__).parent
     in_stub = set(re.findall(r"def (explain_\w+)\(", (package / "_C.pyi").read_text()))
     asked = {

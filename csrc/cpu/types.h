@@ -6,9 +6,10 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
-#include <stdexcept>
+#include <type_traits>
 
 #include "common/dtype.h"
+#include "common/switch.h"
 
 namespace warpwright {
 
@@ -22,36 +23,12 @@ using CpuCompute =
 
 template <class F>
 void for_cpu_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return f.template operator()<float>();
-    case DType::kFloat64:
-      return f.template operator()<double>();
-    case DType::kBFloat16:
-      return f.template operator()<c10::BFloat16>();
-    case DType::kFloat16:
-      return f.template operator()<c10::Half>();
-    default:
-      throw std::logic_error("warpwright: no floating-point kernel for an integer type");
-  }
+  for_floating<c10::BFloat16, c10::Half>(dtype, static_cast<F&&>(f));
 }
 
 template <class F>
 void for_any_cpu_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kUInt8:
-      return f.template operator()<uint8_t>();
-    case DType::kInt8:
-      return f.template operator()<int8_t>();
-    case DType::kInt16:
-      return f.template operator()<int16_t>();
-    case DType::kInt32:
-      return f.template operator()<int32_t>();
-    case DType::kInt64:
-      return f.template operator()<int64_t>();
-    default:
-      return for_cpu_dtype(dtype, static_cast<F&&>(f));
-  }
+  for_any<c10::BFloat16, c10::Half>(dtype, static_cast<F&&>(f));
 }
 
 }  // namespace warpwright

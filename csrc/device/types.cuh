@@ -53,36 +53,12 @@ __host__ __device__ __forceinline__ To convert(From x) {
 
 template <class F>
 void for_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return f.template operator()<float>();
-    case DType::kFloat64:
-      return f.template operator()<double>();
-    case DType::kBFloat16:
-      return f.template operator()<bf16>();
-    case DType::kFloat16:
-      return f.template operator()<half>();
-    default:
-      throw std::logic_error("warpwright: no floating-point kernel for an integer type");
-  }
+  for_floating<bf16, half>(dtype, static_cast<F&&>(f));
 }
 
 template <class F>
 void for_any_dtype(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kUInt8:
-      return f.template operator()<uint8_t>();
-    case DType::kInt8:
-      return f.template operator()<int8_t>();
-    case DType::kInt16:
-      return f.template operator()<int16_t>();
-    case DType::kInt32:
-      return f.template operator()<int32_t>();
-    case DType::kInt64:
-      return f.template operator()<int64_t>();
-    default:
-      return for_dtype(dtype, static_cast<F&&>(f));
-  }
+  for_any<bf16, half>(dtype, static_cast<F&&>(f));
 }
 
 }  // namespace warpwright

@@ -109,8 +109,8 @@ constexpr int kRowsThreads = 512;
 constexpr int kRowsMaxLanes = 16;
 // On chip: vectors of each operand in flight, for rows that do not fit.
 constexpr int rows_ring(int operands) { return operands == 1 ? 4 : 3; }
-// On chip, besides the vectors: scratch of the merges (for the backward in double, and for two
-// operands) and a tile's coefficients.
+// Shared memory on chip, in addition to the vectors: scratch of the merges (for the backward in
+// double, and for two operands) and a tile's coefficients.
 constexpr int64_t rows_scratch_bytes(int operands) {
   return (2 * 8 + 1) * kRowsThreads / 2 * 4 * operands + 4096;
 }

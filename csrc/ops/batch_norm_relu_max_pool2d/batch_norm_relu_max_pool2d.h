@@ -2,13 +2,13 @@
 // Batch norm's kernels compute the statistics (a forward without an output) and write a table of
 // coefficients. The pool's kernels normalise each tap as they compare it.
 // For the backward each window keeps its code and the element of x that won (`winners`). The sums
-// over dy and dy * (x - mean) are then batch norm's sums over grad_output and winners, in place of
-// a pass over x: a quarter of x if windows do not overlap. A window without a positive tap keeps
-// one of its own elements. Normalised it is not positive either, so batch norm's gate stops that
-// gradient. One more pass gathers dy from grad_output and codes and writes dx.
-// Bytes (E = x, O = output, C = codes): forward 2E + 2O + C in training, E + O in evaluation
-// without gradients; backward 2O, then O + C + 2E. The chain of native ops: 6E + O and 9E + O, plus
-// indices of 8 bytes per output.
+// over dy and dy * (x - mean) are then batch norm's sums over grad_output and winners. They replace
+// a pass over x; without overlap of windows they are a quarter of x. A window without a positive
+// tap keeps one of its own elements. Normalised it is not positive either, so batch norm's gate
+// stops its gradient. One more pass gathers dy from grad_output and codes and writes dx. Bytes (E =
+// x, O = output, C = codes): forward 2E + 2O + C in training, E + O in evaluation without
+// gradients; backward 2O, then O + C + 2E. The chain of native ops: 6E + O and 9E + O, plus indices
+// of 8 bytes per output.
 #pragma once
 
 #include "ops/batch_norm/batch_norm.h"

@@ -45,7 +45,7 @@ constexpr int kCrossEntropyTeam = 256;  // threads per block at most
 constexpr int kRingWarps = 24;  // that sum and write: 72 registers per thread
 constexpr int kRingSlots = 48;
 constexpr int kRingCluster = 8;
-constexpr int64_t kRingOwnBytes = 7488;  // shared memory besides the slots
+constexpr int64_t kRingOwnBytes = 7488;  // shared memory outside of the slots
 
 // Chooses the ring for rows of `accesses` 16-byte accesses. Leaves `config` unchanged if three
 // parts of rows do not fit, or if each group would have few rows.
@@ -113,7 +113,7 @@ inline void choose_cross_entropy_gradient_persistent(const CrossEntropyProblem& 
 inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     const CrossEntropyGradientParams& p, const CrossEntropyAlignment& alignment,
     const DeviceInfo& device, bool clusters) {
-  // 32 KB per block: all of its loads are in flight at once, and several blocks per SM overlap
+  // 32 KB per block: all of its loads are in flight together, and several blocks per SM overlap
   // loads of one with stores of another.
   constexpr int kHeld = 8, kWarp = 32;
   constexpr int64_t kSpareBytes = 2048;  // the kernel's own shared memory

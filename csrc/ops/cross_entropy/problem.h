@@ -22,8 +22,8 @@ enum class TargetKind : int8_t {
 
 enum class Reduction : int8_t { kNone, kMean, kSum };  // at::Reduction's values
 
-// Element (row r, class c) lies at (r / inner) * outer_stride + (r % inner) * inner_stride +
-// c * class_stride. Rows count pixels of an (N, C, d1, ...) input in (n, d1, ...) order.
+// The offset of (row r, class c) is (r / inner) * outer_stride + (r % inner) * inner_stride + c *
+// class_stride. Rows count pixels of an (N, C, d1, ...) input in (n, d1, ...) order.
 struct RowLayout {
   int64_t inner;
   int64_t outer_stride;

@@ -1,10 +1,10 @@
 // layer_norm: y = (x - mean) * rstd * weight + bias over the last dimensions, with
 // rstd = 1 / sqrt(var + eps). rms_norm is the same with mean = 0: rstd = 1 / sqrt(mean(x^2) + eps).
 // Memory-bound. A group of threads holds a row in registers: one read and one write forward. The
-// backward reads x and dy once and writes dx. Persistent blocks add up the gradients of weight and
-// bias in registers meanwhile; a small second kernel adds the blocks' partial sums in order. Rows
-// too long for registers are read again, and then the sums over rows take kernels of their own.
-// Bytes (E = bytes of x): 2E forward, 3E backward. Long rows: up to 4E and 5E + 3E, mostly from L2.
+// backward reads x and dy once and writes dx. Persistent blocks also sum the gradients of weight
+// and bias in registers; a small second kernel adds the blocks' partial sums in order. Rows too
+// long for registers are read again, and separate kernels sum over the rows. Bytes (E = bytes of
+// x): 2E forward, 3E backward. Long rows: up to 4E and 5E + 3E, mostly from L2.
 //
 // Layout: x and dy (rows, cols), column stride 1, any row stride; y and dx dense.
 #pragma once
@@ -50,7 +50,7 @@ struct LayerNormBackwardParams {
   const void* input;
   int64_t input_stride;
   NormVector weight;
-  const void* mean;  // as the forward's
+  const void* mean;  // the forward's
   const void* rstd;
   void* grad_input;                   // null: not wanted
   NormVector grad_weight, grad_bias;  // null data: not wanted
@@ -63,7 +63,7 @@ struct LayerNormBackwardParams {
 // ---- forward ----
 
 enum class NormForm {
-  kPersistent,  // blocks stay; their groups walk rows through a ring
+  kPersistent,  // persistent blocks, whose groups walk rows through a ring
   kHeld,        // a group holds its row in registers
   kLooped,      // a block reads its row again
 };
@@ -72,20 +72,20 @@ struct LayerNormPlan {
   NormForm form;
   int vec;      // elements per access
   int vectors;  // per thread
-  int lanes;    // threads of a group
-  int threads;  // of a block
+  int lanes;    // per group
+  int threads;  // per block
   int64_t blocks;
   const char* reason;
 };
 
-constexpr int kNormThreads = 256;            // of a block that has several rows
-constexpr int kNormMaxThreads = 1024;        // of a block that has one
+constexpr int kNormThreads = 256;            // per block of several rows
+constexpr int kNormMaxThreads = 1024;        // per block of one row
 constexpr int kNormMaxVectors = 8;           // per thread
 constexpr int kNormElementVectors = 8;       // the same, for accesses of one element
-constexpr int kNormLoopThreads = 512;        // of a block that reads its row three times
-constexpr int kNormPersistentThreads = 512;  // of a block that stays, at most
+constexpr int kNormLoopThreads = 512;        // per block that reads its row three times
+constexpr int kNormPersistentThreads = 512;  // per persistent block, at most
 
-// Threads of a group with `held` vectors each, whatever the result's size.
+// Threads per group if each holds `held` vectors, without an upper limit.
 constexpr int64_t norm_lanes(int64_t vectors, int held) {
   const int64_t lanes = ceil_div(vectors, held);
   if (lanes > 32) return ceil_div(lanes, 32) * 32;
@@ -94,7 +94,7 @@ constexpr int64_t norm_lanes(int64_t vectors, int held) {
   return power;
 }
 
-// How persistent blocks share the rows: whole groups, and no more than keep all SMs at work.
+// How persistent blocks share the rows: whole groups, and no more blocks than keep all SMs busy.
 struct NormGroups {
   int threads;
   int64_t blocks;
@@ -157,13 +157,13 @@ struct LayerNormBackwardPlan {
   bool held;       // persistent groups; else a kernel per gradient
   int vec;         // elements per access
   int vectors;     // per thread and operand
-  int lanes;       // threads of a group
-  int threads;     // of a block
+  int lanes;       // per group
+  int threads;     // per block
   int64_t blocks;  // persistent: each writes a row of partial sums
-  int splits;      // not held: runs of rows that are summed apart
+  int splits;      // not held: runs of rows that are summed separately
   const char* reason;
 
-  // Sums of weight and bias; element: an accumulator of the input's type.
+  // Memory for the sums of weight and bias; an element has the input's accumulator type.
   int64_t workspace_bytes(const LayerNormBackwardParams& p) const {
     if (!p.needs_sums()) return 0;
     const int64_t element = p.dtype == DType::kFloat64 ? 8 : 4;
@@ -171,7 +171,7 @@ struct LayerNormBackwardPlan {
   }
 };
 
-// At most, per thread and operand. Two sums per column of a thread (one without a mean) and two
+// The most per thread and operand. Two sums per column of a thread (one without a mean) and two
 // operands must fit 128 registers.
 constexpr int norm_backward_vectors(int64_t element_size, bool centered) {
   return element_size == 8 && centered ? 2 : 4;

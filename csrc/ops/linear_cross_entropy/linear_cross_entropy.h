@@ -1,9 +1,9 @@
-// Cross entropy of linear(x, W, b) against labels or class probabilities, without the logits in
-// memory: rows go through in chunks, and what a chunk needs of its logits is done while they are
-// there. With gradients three products of 2 * rows * features * classes FLOPs each, as in the ops
-// apart, and one chunk of logits instead of all of them:
-//   z = x_c W^T + b, loss_c, dz = d loss / d z in z's place, dx_c = dz W, dW += dz^T x_c
-// Bound: the tensor cores, as long as a chunk has enough rows (see choose_chunks).
+// Cross entropy of linear(x, W, b) against labels or class probabilities, without all logits in
+// memory. Rows are processed in chunks: each chunk's logits are computed, used and overwritten.
+// With gradients that is three products of 2 * rows * features * classes FLOPs each, as with
+// separate ops, but only one chunk of logits:
+//   z = x_c W^T + b, loss_c, dz = d loss / d z over z, dx_c = dz W, dW += dz^T x_c
+// Bound: the tensor cores, if a chunk has enough rows (see choose_chunks).
 #pragma once
 
 #include <algorithm>
@@ -16,33 +16,34 @@
 namespace warpwright {
 
 struct ChunkPlan {
-  int64_t rows;   // of a chunk; the last one may have fewer
+  int64_t rows;   // per chunk; the last one may have fewer
   int64_t count;  // of chunks
   bool wide_sum;  // dW is summed in the accumulator's type and rounded once, at the end
-  int64_t bytes;  // of a chunk's logits and of a wide sum: what is held beyond the results
+  int64_t bytes;  // of a chunk's logits and of a wide sum: memory in addition to the results
   const char* reason;
 };
 
 // Rows are whole tiles of the matrix products.
 constexpr int64_t kChunkTile = 128;
 
-// Elements from a row of a chunk's logits to the next: rows start at multiples of 128 bytes, so
-// that TMA takes them whatever the number of classes is, and L2 is asked once for each line.
+// Elements from one row of a chunk's logits to the next. Rows start at multiples of 128 bytes, so
+// TMA can address them for any number of classes, and each line is requested from L2 once.
 constexpr int64_t logits_pitch(int64_t classes) { return ceil_div(classes, 64) * 64; }
 
 constexpr int64_t kChunkBytes = int64_t{224} << 20;
 constexpr int64_t kMinChunkRows = 1024;
 constexpr int64_t kMaxNarrowChunks = 4;
 
-// Each chunk reads and writes the sum of dW once beside its 6 * rows * features * classes FLOPs:
-// at 167 FLOPs a byte (700 TFLOP/s, 4.2 TB/s) 8 bytes an element take 223 / rows of the products'
-// time, 22 % with 1024 rows and 11 % with 2048, if nothing hides them. So: 224 MiB of logits, but
-// 1024 rows at least, then as few chunks as that allows, evenly filled.
-// Sums of 16-bit gradients cost 4 bytes an element of W in float32. Where a quarter of all logits
-// (2 bytes) is less, dW stays in its own type between at most four chunks: three roundings more,
-// which leave it within 1.35 times the error of the ops apart (whose dz is rounded, too). float16
-// has no such choice: an undivided sum may leave its range. `adds_to_narrow`: the matrix products
-// can add to 16-bit values.
+// Each chunk reads and writes the sum of dW once, next to 6 * rows * features * classes FLOPs. At
+// 167 FLOPs per byte (700 TFLOP/s, 4.2 TB/s) 8 bytes per element take 223 / rows of the products'
+// time. That is 22 % with 1024 rows and 11 % with 2048, if nothing overlaps them. The plan
+// therefore allows 224 MiB of logits, but at least 1024 rows. It then uses as few chunks as
+// possible, evenly filled.
+// A float32 sum of 16-bit gradients costs 4 bytes per element of W. If a quarter of all logits (2
+// bytes each) takes less, dW stays in its own type, and there are at most four chunks. These are
+// three roundings more, which keep it within 1.35 times the error of the separate ops, whose dz is
+// rounded too. float16 has no such choice: an undivided sum may overflow. `adds_to_narrow`: the
+// matrix products can add to 16-bit values.
 inline ChunkPlan choose_chunks(DType dtype, int64_t rows, int64_t features, int64_t classes,
                                int64_t wanted_rows, bool adds_to_narrow) {
   const int64_t row_bytes = std::max<int64_t>(1, logits_pitch(classes)) * dtype_size(dtype);

@@ -1,13 +1,13 @@
 // max_pool2d: NaN propagates, the first maximum of a window wins, the last NaN wins.
-// What the backward needs is not an int64 index (8 bytes an output) but the winner's place in its
-// window: one byte for windows of up to 255 taps. The backward gathers: each input element looks at
-// the windows that cover it and is written once; no zero fill, no atomics, fixed order.
-// A code or index that a caller made up can name a tap outside of the image. The readers compare a
-// code with the taps that exist, or check the place that it names: such a code has no winner.
-// Bytes (E = input, O = output, C = codes): forward E + O + C, backward C + O + E.
+// The backward does not need an int64 index (8 bytes per output). It needs the winner's place in
+// its window, one byte for windows of up to 255 taps. The backward gathers: each input element
+// reads the windows that cover it and is written once, without zero fill or atomics, in a fixed
+// order. A code or index from the caller may name a tap outside of the image. The readers compare a
+// code with the existing taps, or check the place that it names: such a code has no winner. Bytes
+// (E = input, O = output, C = codes): forward E + O + C, backward C + O + E.
 //
-// A relu before the pool is where a window's maximum starts: at 0, which no tap has won, in place
-// of -inf. NaN still wins, and the zero of a window without a positive tap is +0.
+// A relu before the pool changes the start of a window's maximum from -inf to 0, which is no tap's.
+// NaN still wins, and the zero of a window without a positive tap is +0.
 //
 // Both layouts are one: NCHW is NHWC with N*C images of one channel.
 #pragma once
@@ -40,9 +40,9 @@ struct MaxPool2dGeometry {
   int64_t in_numel() const { return images * height * width * channels; }
 };
 
-// A code is tap_h * kernel_w + tap_w of the winner, or kNoTap: a window without any tap inside the
-// image (ceil_mode with dilation makes such windows), or behind a relu one without a positive tap,
-// whose gradient the relu stops.
+// A code is tap_h * kernel_w + tap_w of the winner, or kNoTap. A window has no winner if no tap is
+// inside the image (ceil_mode with dilation makes such windows). After a relu, a window without a
+// positive tap has none either, because the relu stops its gradient.
 using SmallCode = uint8_t;  // windows of up to kMaxSmallTaps taps
 using LargeCode = int32_t;
 constexpr int64_t kMaxSmallTaps = 255;
@@ -50,8 +50,8 @@ constexpr int64_t kMaxLargeTaps = INT32_MAX;
 template <class Code>
 constexpr Code kNoTap = static_cast<Code>(-1);
 
-// Taps of one direction that some window can have inside the image: a window begins at -pad at the
-// least.
+// Taps of one direction that are inside the image for some window. A window begins at -pad or
+// later.
 inline int64_t reachable_taps(int64_t kernel, int64_t extent, int64_t pad, int64_t dilation) {
   return std::min(kernel, (extent + pad - 1) / dilation + 1);
 }
@@ -88,13 +88,13 @@ struct MaxPool2dIndicesParams {
   int64_t* indices;   // same shape: h * width + w of the winner
 };
 
-// What a thread of the unrolled kernels has of a row: one output and the inputs of its window, or,
-// of one channel, neighbours or a single element.
+// The elements of a row that a thread of the unrolled kernels has. This is one output and the
+// inputs of its window, or for one channel several neighbours or a single element.
 enum class PoolSpan {
   kColumn,    // one output, a vector of channels
   kPlane,     // one output forward, one input backward: neighbours are the next thread's
   kPairs,     // one output of a 2x2 window, the two inputs above it in one access
-  kWide,      // as many outputs as 16 bytes of inputs lie above, without left padding
+  kWide,      // as many outputs as belong to 16 bytes of inputs, without left padding
   kWideLeft,  // the same with a padding of 1 left and above
   kWideRow,   // kWide of one row of 2x2 windows that tile the image: a warp's stores are one run
 };
@@ -105,7 +105,7 @@ constexpr bool is_wide(PoolSpan span) {
 
 // How the CUDA kernels run a case; a pure function of shape and alignment.
 struct MaxPool2dPlan {
-  int vec;     // channels an access
+  int vec;     // channels per access
   int window;  // 2 or 3: kernel 2x2 or 3x3, stride 2, dilation 1, unrolled; 0: any window
   PoolSpan span;
   const char* reason;
@@ -127,7 +127,7 @@ inline MaxPool2dPlan choose_max_pool2d(const MaxPool2dGeometry& g, DType dtype,
   if (g.channels != 1) {
     return {1, window, PoolSpan::kColumn, "channels or addresses are no multiple of 16 bytes"};
   }
-  // With two inputs a column of outputs, every row of both starts where vectors do.
+  // With two inputs per column of outputs, every row of both starts at a vector.
   const bool halves = g.width == 2 * g.out_width;
   if (window != 0 && halves && g.width % vec == 0 && addresses % 16 == 0) {
     constexpr const char* reason = "one channel: 16 bytes of neighbours per thread";
@@ -143,7 +143,7 @@ inline MaxPool2dPlan choose_max_pool2d(const MaxPool2dGeometry& g, DType dtype,
   if (window == 2 && halves && g.pad_w == 0 && addresses % (2 * size) == 0) {
     return {1, window, PoolSpan::kPairs, "one channel: pairs of neighbours per thread"};
   }
-  // Its backward has two neighbouring windows a thread and places of 32 bits.
+  // The backward has two neighbouring windows per thread and 32-bit offsets.
   constexpr int64_t kMaxImage = int64_t{1} << 31;
   if (window != 0 && g.out_width >= 2 && g.height * g.width < kMaxImage &&
       g.out_height * g.out_width < kMaxImage) {

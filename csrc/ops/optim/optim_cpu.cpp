@@ -23,7 +23,7 @@ void parallel_over_tensors(int64_t count, NumelOf&& numel_of, Body&& body) {
     numel += numel_of(i);
     first_chunk[i + 1] = first_chunk[i] + (numel_of(i) + kChunk - 1) / kChunk;
   }
-  // Many small tensors have many chunks, none of which is worth waking a thread.
+  // Many small tensors have many chunks, none of which repays waking a thread.
   const int64_t chunks = first_chunk[count];
   const int64_t grain = numel == 0 ? 1 : (kCpuGrain * chunks + numel - 1) / numel;
   at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {

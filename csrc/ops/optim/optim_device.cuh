@@ -1,7 +1,7 @@
-// The walk that all optimizers share: a block finds its tensor and chunk in the table, issues all
-// its loads, computes the step's scalars while the loads are in flight, applies the rule and
-// stores. Many short blocks, as in relu's backward, with kUnroll 16-byte loads of each operand per
-// thread.
+// The walk that all optimizers share. A block finds its tensor and chunk in the table and issues
+// all its loads. It computes the step's scalars while the loads are in flight, applies the rule and
+// stores. There are many short blocks, as in relu's backward, with kUnroll 16-byte loads of each
+// operand per thread.
 #pragma once
 
 #include <algorithm>

@@ -30,9 +30,9 @@ struct ChunkTable {
 };
 
 // The entry that block `chunk` works on: the last one that begins at or before it. All threads of a
-// block read the same place of the table, through the constant cache. A round reads seven places at
-// once, because the rounds delay the block's first load (three for 500 entries), and with a cold
-// cache each is a round trip to memory.
+// block read the same place of the table, through the constant cache. A round reads seven places
+// together, because the rounds delay the block's first load (three for 500 entries). With a cold
+// cache each round is a round trip to memory.
 template <class Table>
 __device__ __forceinline__ int find_entry(const Table& table, uint32_t chunk) {
   constexpr uint32_t kWays = 8;

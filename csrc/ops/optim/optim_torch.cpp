@@ -38,7 +38,7 @@ struct NamedList {
   const char* name;
   TensorList tensors;
   bool optional;   // may be empty
-  bool is_state;   // may be fp32 beside 16-bit parameters
+  bool is_state;   // may be fp32 next to 16-bit parameters
   bool is_master;  // fp32
 };
 

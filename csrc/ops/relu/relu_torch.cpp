@@ -16,7 +16,7 @@
 namespace warpwright {
 namespace {
 
-// The ops through the dispatcher. Called qualified: at::relu would be found beside ours by ADL.
+// The ops through the dispatcher. Calls are qualified, because ADL would also find at::relu.
 namespace call {
 
 Tensor relu(const Tensor& input) {
@@ -138,7 +138,7 @@ Tensor relu_backward_meta(const Tensor& grad_output, const Tensor& output) {
 
 // ---- vmap ----
 
-// Elementwise: of all samples at once.
+// Elementwise, so one call serves all samples.
 Tensor relu_batched(const Tensor& input) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
   const auto* batched = at::functorch::maybeGetBatchedImpl(input);

@@ -1,6 +1,6 @@
-// Memory traffic decides: statistics are taken block by block (a plane, or rows of about 32 KB)
-// while the block is in cache, in two steps, mean first; so x is read once for them. Blocks do not
-// depend on the number of threads and merge in order: the same bits on any number of threads.
+// Memory-bound. Statistics are computed block by block (a plane, or rows of about 32 KB) while the
+// block is in cache, in two steps, mean first. They therefore read x once. Blocks do not depend on
+// the number of threads and merge in order, so any number of threads gives the same bits.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kBlockBytes = 32768;
 
-// The moments of `count` values in blocks of given counts, two steps as within a block.
+// The moments of `count` values from blocks of given counts, in the same two steps.
 struct Moments {
   double mean, deviation;  // sum of squared distances from the mean
 };
@@ -65,7 +65,7 @@ void finish_forward(const BatchNormParams& p, int64_t channel, Moments moments,
     variance = read_channel(p.running_var, channel, 1);
   }
   double rstd = 1 / std::sqrt(variance + p.eps);
-  // The backward of a relu repeats the forward from the values that it is given.
+  // The backward of a relu repeats the forward, which rounded its values to this type.
   if (p.relu) rstd = static_cast<Compute>(rstd);
   static_cast<Compute*>(p.mean)[channel] = static_cast<Compute>(mean);
   static_cast<Compute*>(p.rstd)[channel] = static_cast<Compute>(rstd);
@@ -116,8 +116,8 @@ struct RowBlocks {
   }
 };
 
-// kSums sums over rows for kGroup vectors of channels: `add(row, group, sums)` adds one vector's
-// terms. Short runs in W, the runs in double.
+// kSums sums over rows for kGroup vectors of channels. `add(row, group, sums)` adds one vector's
+// terms. Short runs sum in W; the runs are added in double.
 template <class Access, int kGroup, int kSums, class Add>
 void sum_rows(int64_t begin, int64_t end, std::array<Stat*, kSums> result, Add&& add) {
   constexpr int64_t kRun = 32;
@@ -183,7 +183,7 @@ void forward_rows(const BatchNormParams& p) {
               Access::load_wide(input + row * C + c + i * Access::kCount) - mean[i];
           sum[0] += distance * distance;
         });
-        // The distances are from the mean as the lanes hold it.
+        // The distances are from the mean as rounded for the lanes.
         for (int i = 0; i < kGroup; ++i) Access::store_stat(sums + i * Access::kCount, mean[i]);
         std::copy(std::begin(sums), std::end(sums), &means[block * C + c]);
         std::copy(std::begin(squares), std::end(squares), &deviations[block * C + c]);
@@ -416,7 +416,7 @@ void batch_norm_cpu(const BatchNormParams& p) {
 
 void batch_norm_backward_cpu(const BatchNormBackwardParams& p) {
   if (p.relu) {
-    // Behind its gate the gradient is batch norm's.
+    // The gradient of the gate's output is batch norm's.
     BatchNormBackwardParams plain = p;
     std::unique_ptr<char[]> buffer;
     void* gated = p.grad_residual;

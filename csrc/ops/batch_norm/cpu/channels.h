@@ -1,4 +1,4 @@
-// What batch norm's CPU kernels share: one lane or a register of lanes behind the same names, and
+// Shared by batch norm's CPU kernels: one interface for single lanes and registers of lanes, and
 // the forward's arithmetic, which the backward of a relu repeats bit by bit.
 #pragma once
 
@@ -35,8 +35,8 @@ struct WideLanes {
   }
 };
 
-// One lane or a register of lanes behind the same names, for bodies and tails. W sums up: in
-// double (kDouble), or in the compute type for short runs.
+// One interface for a single lane and a register of lanes, for bodies and tails. W sums in double
+// (kDouble), or in the compute type for short runs.
 template <class T, bool kDouble>
 struct Vector {
   using Compute = CpuCompute<T>;
@@ -161,7 +161,7 @@ V relu_of(V y) {
   return y < V{} ? V{} : y;  // NaN and -0 stay
 }
 
-// grad_output where the relu of this call let it pass, in the same layout.
+// grad_output where this call's relu passes it, in the same layout; elsewhere zero.
 void batch_norm_gate_cpu(const BatchNormBackwardParams& p, void* gated);
 // The mask of a finished forward.
 void batch_norm_mask_cpu(const BatchNormParams& p);

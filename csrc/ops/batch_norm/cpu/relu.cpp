@@ -1,5 +1,5 @@
-// The relu behind batch norm: its mask after the forward, and its gate before the backward. One
-// pass each, bound by memory.
+// The relu after batch norm: its mask after the forward, and its gate before the backward. One pass
+// each, bound by memory.
 #include <vector>
 
 #include "ops/batch_norm/cpu/channels.h"
@@ -13,7 +13,8 @@ bool passes_relu(T y) {
   return !(static_cast<CpuCompute<T>>(y) <= 0);
 }
 
-// Calls f(byte, element, bit, count): bit + i of that byte of the mask is element + i's, i < count.
+// Calls f(byte, element, bit, count): bits bit .. bit + count - 1 of that byte of the mask are
+// those of `element` and the following elements.
 template <class T, class F>
 void for_mask_bytes(const BatchNormExtents& e, F&& f) {
   constexpr int64_t V = 16 / sizeof(T);
@@ -50,7 +51,7 @@ void gate_by_mask(const BatchNormBackwardParams& p, T* gated) {
   });
 }
 
-// A run of the output anew, rounded as it was stored, and what it lets pass.
+// Recomputes a run of the output, rounded as it was stored, and which elements it passes.
 template <class Access, class T, class V>
 void gate_run(const T* input, const T* grad_output, T* gated, const V& shift, const V& scale,
               const V& offset) {

@@ -23,8 +23,8 @@ __device__ __forceinline__ void write_coefficients(void* table, int64_t channels
   ((*to = values, to += channels), ...);
 }
 
-// Values of a channel that the second pass loads besides its sums. They are loaded before the sums
-// are merged, so that the latencies overlap.
+// Values of a channel that the second pass needs in addition to its sums. They are loaded before
+// the sums are merged, so that the latencies overlap.
 template <class A>
 struct ChannelInputs {
   A weight, bias, mean, deviation;  // forward: running mean and variance; backward: mean and rstd
@@ -134,7 +134,7 @@ struct ForwardOf {
   static constexpr int kInputs = kAdd ? 2 : 1;  // x, residual
   static constexpr Gate kGate = Gate::kOpen;
   static constexpr bool kWritesMask = kAdd && kRelu, kWritesGated = false;
-  static constexpr bool kNeedsMean = false;  // besides the shift
+  static constexpr bool kNeedsMean = false;  // in addition to the shift
 
   static __device__ __forceinline__ void apply(const Coefficients<A>& c,
                                                const VectorsOf<T, V, kInputs>& v, int j,

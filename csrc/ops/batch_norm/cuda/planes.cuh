@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kPlanesThreads, planes_blocks_per_sm(sizeof(T)
   if (threadIdx.x == 0) partials[split * shape.channels + channel] = total;
 }
 
-// Bounded by registers: a thread has the merge's values besides its vectors.
+// Bounded by registers: a thread has the merge's values in addition to its vectors.
 template <class T>
 constexpr int kPlanesApplyBlocksPerSm = sizeof(T) == 4 ? 4 : 3;
 

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   hold(0, Sums::kInputs);
   // Operands that the statistics do not need may arrive during the sums.
   if constexpr (Sums::kInputs < kInputs) hold(Sums::kInputs, kInputs);
-  // Loaded now: later these latencies would be serial in one thread while the block waits.
+  // Loaded early: later these latencies would be serial in one thread while the block waits.
   if (threadIdx.x == 0) *inputs = coefficients_of.template inputs<A>(channel, true);
   auto read = [&](const Piece<V, kRagged>& piece, int index) {
     VectorsOf<T, V, kInputs> values;

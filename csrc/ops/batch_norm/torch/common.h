@@ -27,7 +27,7 @@ inline c10::SymInt channels_of(const Tensor& input) {
   return input.dim() >= 2 ? input.sym_size(1) : c10::SymInt(0);
 }
 
-// Contiguous wins where both hold, as in native's output.
+// Contiguous if the tensor is both, as in native's output.
 inline at::MemoryFormat output_format(const Tensor& input) {
   return input.is_contiguous() ? at::MemoryFormat::Contiguous : input.suggest_memory_format();
 }
@@ -41,7 +41,7 @@ inline void check_input(const Tensor& input) {
                               "\"batch_norm\" not implemented for '", input.scalar_type(), "'");
 }
 
-// One value a channel, in the input's type or in float beside a 16-bit input.
+// One value per channel, in the input's type, or in float next to a 16-bit input.
 inline void check_vector(const Tensor& vector, const char* name, const Tensor& input) {
   if (!vector.defined()) return;
   TORCH_CHECK(vector.sym_numel() == channels_of(input), name, " should contain ",
@@ -162,8 +162,8 @@ Int mask_bytes(c10::ArrayRef<Int> sizes, at::MemoryFormat format, int64_t elemen
                                static_cast<int>(16 / element_size));
 }
 
-// As the kernels walk it. Vectors of a mask lie at multiples of 16 bytes: with one, the rare view
-// that starts elsewhere is copied.
+// The tensor in the kernels' memory order. Vectors of a mask must start at multiples of 16 bytes.
+// If there is a mask, a view that starts elsewhere is copied.
 inline Tensor dense(const Tensor& tensor, at::MemoryFormat format, bool aligned) {
   Tensor result = tensor.contiguous(format);
   if (!aligned || reinterpret_cast<uintptr_t>(result.const_data_ptr()) % 16 == 0) return result;
@@ -179,7 +179,7 @@ struct BatchNormCall {
   double momentum, eps;
   bool relu = false;
   Tensor residual = {};
-  bool statistics_only = false;  // no output, no mask
+  bool statistics_only = false;  // neither an output nor a mask
 };
 
 inline BatchNormCall batch_norm_call(const Tensor& input, const OptionalTensor& weight,
@@ -267,8 +267,8 @@ struct BatchNormBackwardCall {
   std::array<bool, 4> output_mask;  // input, weight, bias, residual
   bool relu = false;
   Tensor bias = {}, mask = {};
-  // Where input and grad_output are the winners and outputs of a pool: the values behind each
-  // statistic, and where the coefficients of its input gradient go (null: not wanted).
+  // If input and grad_output are the winners and outputs of a pool: the number of values per
+  // statistic, and where to write the coefficients of its input gradient (null: not wanted).
   int64_t count = 0;
   void* coefficients = nullptr;
 };
@@ -290,7 +290,7 @@ Tensors4 backward_with(const BatchNormBackwardCall& call, Run&& run) {
   };
   if (wanted[0]) grad_input = full();
   if (wanted[3]) grad_residual = full();
-  // Without a weight there is no type to follow; autograd casts to the bias's.
+  // Without a weight no type is given; autograd casts to the bias's.
   const auto options = call.weight.defined() ? call.weight.options() : call.mean.options();
   const int64_t channels = channels_of(input).expect_int();
   const bool empty = input.numel() == 0;
@@ -344,7 +344,7 @@ inline Tensor workspace_for(const BatchNormConfig& config, int64_t channels, con
                    like.options().dtype(at::kByte));
 }
 
-// The kernels of a call whose tensors are like `like`.
+// Runs the kernels of a call on the device of `like`.
 inline void run_forward_cuda(BatchNormParams& p, const Tensor& like, cudaStream_t stream) {
   const int operands = p.residual != nullptr ? 2 : 1;
   const BatchNormConfig config = choose_config(

@@ -1,6 +1,6 @@
-// batch_norm, batch_norm_update and batch_norm_backward on every dispatch key. Two forward ops,
-// because only training with running statistics writes to an argument: vmap and functionalization
-// treat an op by its schema.
+// batch_norm, batch_norm_update and batch_norm_backward on every dispatch key. There are two
+// forward ops, because only training with running statistics writes to an argument. vmap and
+// functionalization treat an op by its schema.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/zeros_like.h>
@@ -113,8 +113,8 @@ Tensors3 batch_norm_backward_meta(const Tensor& grad_output, const Tensor& input
 // ---- derivatives ----
 
 // The quantities of one call in the type of its statistics, in differentiable tensor operations.
-// With P(v) = v - mean(v) - xhat * mean(v * xhat) in training, v in evaluation, the input gradient
-// is weight * rstd * P(grad_output); P is self-adjoint, and d xhat = rstd * P(dx).
+// Let P(v) = v - mean(v) - xhat * mean(v * xhat) in training, and P(v) = v in evaluation. The input
+// gradient is then weight * rstd * P(grad_output). P is self-adjoint, and d xhat = rstd * P(dx).
 class Normalized {
  public:
   Normalized(const Tensor& input, const Tensor& weight, const Tensor& mean, const Tensor& rstd,
@@ -126,7 +126,7 @@ class Normalized {
     constexpr c10::DispatchKeySet kNested(
         {c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
     if (training && (needs_gradient(input) || input.key_set().has_any(kNested))) {
-      // For one more derivative: the saved values, as functions of x.
+      // For one more derivative, the saved values are recomputed as functions of x.
       const Tensor center = average(x);
       const Tensor variance = average((x - center) * (x - center));
       rstd_ = (variance - variance.detach() + per_channel(rstd).pow(-2)).rsqrt();
@@ -142,7 +142,7 @@ class Normalized {
     shape[dims_ > 1 ? 1 : 0] = vector.sym_numel();  // an empty 1-D input has no channels
     return vector.to(type_).reshape_symint(shape);
   }
-  // Over all but the channels.
+  // The mean over all dimensions except the channels.
   Tensor average(const Tensor& value) const { return value.mean(reduced(), /*keepdim=*/true); }
   Tensor sum(const Tensor& value) const { return dims_ > 1 ? value.sum(reduced()) : value; }
   Tensor project(const Tensor& v) const {
@@ -166,8 +166,8 @@ class Normalized {
   Tensor weight_, rstd_, xhat_;
 };
 
-// The output's change along (v, v_weight, v_bias); also the double backward's grad_output part,
-// since the backward is the forward's transpose. Undefined directions are zero.
+// The output's change along (v, v_weight, v_bias). It is also the double backward's gradient of
+// grad_output, since the backward is the forward's transpose. Undefined directions are zero.
 Tensor along(const Tensor& v, const Tensor& v_weight, const Tensor& v_bias, const Tensor& input,
              const Tensor& weight, const Tensor& mean, const Tensor& rstd, bool training) {
   Tensor result;

@@ -1,7 +1,7 @@
 // batch_norm_relu, batch_norm_relu_update and batch_norm_relu_backward on every dispatch key:
-// relu(batch_norm(input) + residual) in one op. Forward ops in two, as batch norm's. The backward
-// with an output_mask of the residual alone is the relu's gate, which is linear in grad_output: the
-// derivatives of higher order and the tangents are the gate's and batch norm's.
+// relu(batch_norm(input) + residual) in one op. There are two forward ops, as for batch norm. The
+// backward with an output_mask of the residual alone is the relu's gate, which is linear in
+// grad_output. Higher derivatives and tangents are composed of the gate's and batch norm's.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/threshold_backward.h>
 
@@ -303,7 +303,7 @@ Tensors4 batch_norm_relu_backward_autograd(const Tensor& grad_output, const Tens
   const bool norm_wanted = output_mask[0] || output_mask[1] || output_mask[2];
   if (!through_dout && !(through_norm && norm_wanted)) return below(output_mask);
 
-  // To be differentiated: the gate and batch norm's own backward, one after the other.
+  // To be differentiated, it runs as the gate followed by batch norm's own backward.
   auto node = make_node<BatchNormReluGateBackward>({}, grad_output);
   Tensor gated = std::get<3>(below(kGateOnly));
   if (node) {

@@ -7,7 +7,7 @@ namespace {
 // ---- backward ----
 
 // grad_input = g (M p - w q), p = exp(z - max) / sum, M = W + 2 z_loss lse. The difference comes
-// first: it is exactly 0 where it should be, and a fused multiply-add can't spoil that.
+// first, so it is exactly 0 for a certain label. A fused multiply-add cannot change that.
 template <class T, class Q, TargetKind kKind>
 struct RowBackward {
   using Compute = CpuCompute<T>;
@@ -62,7 +62,7 @@ void rows_bwd(const CrossEntropyView<T, Q>& view, const CrossEntropyBackwardPara
                      ? view.probabilities + row_offset(p.target_layout, row)
                      : nullptr;
     int64_t label = -1;
-    Compute label_logit = 0;  // read first: the gradient may lie in the logits' place
+    Compute label_logit = 0;  // read first: the gradient may overwrite the logits
     if constexpr (kKind != TargetKind::kProbabilities) {
       if (!view.ignored(row)) label = label_of(p, row);
       if (label >= 0) label_logit = static_cast<Compute>(z[label]);
@@ -118,7 +118,7 @@ void pixels_bwd(const CrossEntropyView<T, Q>& view, const CrossEntropyBackwardPa
     }
     const T* z = view.input + row_offset(p.layout, row);
     T* dz = static_cast<T*>(p.grad_input) + row_offset(p.grad_layout, row);
-    Compute label_logit[kStrip];  // read first: the gradient may lie in the logits' place
+    Compute label_logit[kStrip];  // read first: the gradient may overwrite the logits
     if constexpr (kKind != TargetKind::kProbabilities) {
       for (int64_t i = 0; i < strip; ++i) {
         const int64_t label = view.ignored(row + i) ? 0 : label_of(p, row + i);

@@ -1,7 +1,7 @@
-// Cross entropy on the CPU, forward: vectorised over classes when they lie side by side, else over
-// pixels. A row is read twice, the second time from cache. Row losses are summed in row order, so
-// the result does not depend on the number of threads. Where the gradient is wanted as well, a
-// block of rows has its backward while it is in the cache.
+// Cross entropy on the CPU, forward: vectorised over contiguous classes, else over pixels. A row is
+// read twice, the second time from cache. Row losses are summed in row order, so the result does
+// not depend on the number of threads. If the gradient is wanted too, a block of rows runs its
+// backward while it is in cache.
 #include <iterator>
 #include <memory>
 #include <numeric>
@@ -11,11 +11,11 @@
 namespace warpwright {
 namespace {
 
-// Every so many terms a sum goes over to a compensated one: a confident row is one 1 and many small
-// numbers, and each of them added to the 1 would lose half an ulp of it.
+// Every kSumBlock terms, the sum is added to a compensated one. A confident row is one 1 and many
+// small numbers, and adding each of them to the 1 would lose half an ulp.
 constexpr int64_t kSumBlock = 4;
 
-// Kahan's sum; an infinity stays one.
+// Kahan's sum, which keeps infinities.
 template <class V>
 struct CompensatedSum {
   V sum = V(typename V::value_type(0)), lost = V(typename V::value_type(0));
@@ -29,8 +29,8 @@ struct CompensatedSum {
   }
 };
 
-// sum_c w_c q_c (z_c - max) and sum_c w_c q_c over classes [c, c + lanes) of one row, where q is
-// the probabilities, or for smoothed labels only the uniform part.
+// sum_c w_c q_c (z_c - max) and sum_c w_c q_c over classes [c, c + lanes) of one row. q is the
+// probabilities, or for smoothed labels only the uniform part.
 template <TargetKind kKind, class T, class Q>
 void add_linear(const CrossEntropyView<T, Q>& view, const Lanes<T>& distance, int64_t row_start,
                 int64_t c, int64_t count, Lanes<T>& linear, Lanes<T>& mass) {
@@ -44,8 +44,8 @@ void add_linear(const CrossEntropyView<T, Q>& view, const Lanes<T>& distance, in
   mass = mass + first_lanes(Lanes<T>(0), wq, count);
 }
 
-// Both kinds below give any number for NaN. A row with NaN or +inf, or of -inf alone, has a maximum
-// that is not finite: its sum is set to NaN, and that makes its gradient NaN.
+// Both exponentials below may return any number for NaN. A row with NaN, +inf, or only -inf has a
+// maximum that is not finite. Its sum is set to NaN, which makes its gradient NaN.
 
 // A term of a row's sum: its few ulps are below the sum's own rounding.
 template <class V>
@@ -53,8 +53,8 @@ V exp_to_sum(const V& x) {
   return x.exp_u20();
 }
 
-// In double: beside a row's largest term, 1, each float addition would round off part of the rest,
-// which is all there is of the gradient of a label that is nearly certain.
+// In double. Next to a row's largest term, 1, each float addition would round off part of the rest.
+// The gradient of a nearly certain label consists of that rest.
 template <class V>
 auto sum_lanes(const V& value) {
   using Compute = typename V::value_type;
@@ -63,7 +63,7 @@ auto sum_lanes(const V& value) {
   return static_cast<Compute>(std::accumulate(std::begin(lanes), std::end(lanes), 0.0));
 }
 
-// Keeps NaN. Several maxima side by side hide the latency of each.
+// Keeps NaN. Several independent maxima hide the latency of each.
 template <class T>
 CpuCompute<T> max_of_row(const T* z, int64_t classes) {
   using Compute = CpuCompute<T>;
@@ -219,7 +219,7 @@ void forward(const CrossEntropyParams& p, const CrossEntropyBackwardParams* grad
       const bool finite = row_max[row] - row_max[row] == 0;
       if (!finite) row_sum[row] = std::numeric_limits<Compute>::quiet_NaN();
     }
-    // The logarithms, many at once, where the losses will be.
+    // The logarithms, vectorised, written to where the losses will be.
     at::vec::map<Compute>([](Vectorized<Compute> sum) { return sum.log(); }, row_loss + begin,
                           row_sum + begin, end - begin);
     for (int64_t row = begin; row < end; ++row) {

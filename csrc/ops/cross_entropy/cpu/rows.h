@@ -1,5 +1,5 @@
-// What the CPU passes of cross entropy share: lanes of a row, the problem seen through its types,
-// and the walk over pixels.
+// Shared by the CPU passes of cross entropy: lanes of a row, the problem with its types, and the
+// walk over pixels.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -65,7 +65,7 @@ void store_lanes(T* destination, const Lanes<T>& value, int64_t count) {
   }
 }
 
-// A number of type T or Compute behind a pointer whose type is known at run time.
+// Reads a number through a pointer whose type, T or Compute, is known at run time.
 template <class T>
 CpuCompute<T> read_either(const void* data, bool is_compute, int64_t i) {
   if (is_compute) return static_cast<const CpuCompute<T>*>(data)[i];
@@ -86,7 +86,7 @@ inline int64_t label_of(const CrossEntropyProblem& p, int64_t row) {
                                          : static_cast<const int64_t*>(p.target)[row];
 }
 
-// One problem seen through its types; every pass below starts from this.
+// One problem with its types, from which every pass below starts.
 template <class T, class Q>
 struct CrossEntropyView {
   using Compute = CpuCompute<T>;

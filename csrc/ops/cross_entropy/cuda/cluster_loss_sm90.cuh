@@ -5,7 +5,7 @@
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
 #include "device/sm90/cluster.cuh"
-#include "ops/cross_entropy/cuda/row_math.cuh"
+#include "ops/cross_entropy/cuda/row_sums.cuh"
 
 namespace warpwright {
 

@@ -6,6 +6,7 @@
 #include "host/sm90.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cuda/fused.cuh"
+#include "ops/cross_entropy/cuda/launch.h"
 
 namespace warpwright {
 namespace {

@@ -4,6 +4,7 @@
 
 #include "device/mma_sm80.cuh"
 #include "ops/cross_entropy/cuda/held_rows.cuh"
+#include "ops/cross_entropy/cuda/row_gradient.cuh"
 
 namespace warpwright {
 

@@ -6,6 +6,7 @@
 #include "device/math.cuh"
 #include "host/launch_cluster.h"
 #include "ops/cross_entropy/cuda/fused.cuh"
+#include "ops/cross_entropy/cuda/launch.h"
 #include "ops/cross_entropy/cuda/persistent.cuh"
 
 namespace warpwright {
@@ -207,10 +208,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
     if (turn == lanes - 1 || i + 1 == turns) {
       const int mine = i - turn + lane;
       if (lane <= turn && mine < rows) {
-        const LossShare<float> share =
-            finish_row<T, kKind>(p, smoothing, own.first_row + mine, label, label_logit, kept);
-        total.loss += share.loss;
-        total.weight += share.weight;
+        total += finish_row<T, kKind>(p, smoothing, own.first_row + mine, label, label_logit, kept);
       }
     }
   }

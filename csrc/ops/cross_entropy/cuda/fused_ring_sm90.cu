@@ -31,9 +31,9 @@ struct Ring {
   }
 };
 
-// Shared memory of a block besides the slots. Warp sums are double-buffered: a warp sends a row's
-// sums after it has all sums of the previous row, and by then all warps have read the sums of the
-// row before that.
+// A block's shared memory outside of the slots. Warp sums are double-buffered. A warp sends a row's
+// sums after it has all sums of the previous row. By then all warps have read the sums of the row
+// before that.
 struct RingShared {
   float sums[2][kRingWarps * kRingCluster][4];  // by group, block of the cluster, warp of the group
   uint64_t full[kRingSlots], empty[kRingSlots];

@@ -1,7 +1,7 @@
 // Rows, or parts of rows, in shared memory: which part a block holds, and its sums.
 #pragma once
 
-#include "ops/cross_entropy/cuda/row_math.cuh"
+#include "ops/cross_entropy/cuda/row_sums.cuh"
 
 namespace warpwright {
 

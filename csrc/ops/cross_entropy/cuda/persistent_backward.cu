@@ -2,7 +2,9 @@
 // rows with the next accesses always in flight. It writes a row's gradient from the copies. Ignored
 // rows are written, not read.
 #include "host/launch.h"
+#include "ops/cross_entropy/cuda/launch.h"
 #include "ops/cross_entropy/cuda/persistent.cuh"
+#include "ops/cross_entropy/cuda/row_gradient.cuh"
 
 namespace warpwright {
 namespace {

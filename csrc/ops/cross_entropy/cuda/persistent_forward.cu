@@ -3,6 +3,7 @@
 // `lanes` rows at once.
 #include "device/dependent_launch.cuh"
 #include "host/launch.h"
+#include "ops/cross_entropy/cuda/launch.h"
 #include "ops/cross_entropy/cuda/persistent.cuh"
 
 namespace warpwright {
@@ -115,10 +116,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
     if (turn == lanes - 1 || i + 1 == own.turns) {
       const int64_t mine = i - turn + lane;
       if (lane <= turn && mine < own.rows) {
-        const LossShare<float> share =
-            finish_row<T, kKind>(p, smoothing, own.first_row + mine, label, label_logit, kept);
-        total.loss += share.loss;
-        total.weight += share.weight;
+        total += finish_row<T, kKind>(p, smoothing, own.first_row + mine, label, label_logit, kept);
       }
     }
   }

@@ -2,7 +2,9 @@
 // thread owns one pixel or 16 bytes of pixels, so every access is coalesced. It loops over the
 // classes with kUnroll of them in flight.
 #include "host/launch.h"
-#include "ops/cross_entropy/cuda/row_math.cuh"
+#include "ops/cross_entropy/cuda/launch.h"
+#include "ops/cross_entropy/cuda/row_gradient.cuh"
+#include "ops/cross_entropy/cuda/row_sums.cuh"
 
 namespace warpwright {
 namespace {
@@ -78,10 +80,7 @@ __global__ void __launch_bounds__(256, kPixelBlocks<T, kKind, kPixels>)
     }
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
-      const LossShare<Acc> share =
-          finish_row<T, kKind>(p, smoothing, row + i, label[i], label_logit[i], sums[i]);
-      total.loss += share.loss;
-      total.weight += share.weight;
+      total += finish_row<T, kKind>(p, smoothing, row + i, label[i], label_logit[i], sums[i]);
     }
   }
   finish_block<T>(p, total, shared_share, blockIdx.x, gridDim.x);

@@ -2,7 +2,8 @@
 // rebuilt from the saved max and sum. Ignored rows are written, not read.
 #include "host/launch.h"
 #include "ops/cross_entropy/cross_entropy.h"
-#include "ops/cross_entropy/cuda/row_math.cuh"
+#include "ops/cross_entropy/cuda/launch.h"
+#include "ops/cross_entropy/cuda/row_gradient.cuh"
 
 namespace warpwright {
 namespace {

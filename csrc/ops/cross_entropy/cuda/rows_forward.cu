@@ -6,7 +6,8 @@
 #include "host/sm90.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cuda/cluster_loss_sm90.cuh"
-#include "ops/cross_entropy/cuda/row_math.cuh"
+#include "ops/cross_entropy/cuda/launch.h"
+#include "ops/cross_entropy/cuda/row_sums.cuh"
 
 namespace warpwright {
 namespace {
@@ -139,10 +140,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
     if (active && lane == 0) {
       Label label{-1, true, false};
       if constexpr (kKind != TargetKind::kProbabilities) label = label_of(p, label_value);
-      const LossShare<Acc> share =
-          finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
-      total.loss += share.loss;
-      total.weight += share.weight;
+      total += finish_row<T, kKind>(p, smoothing, row, label, label_logit, sums);
     }
   }
   if (cluster) return finish_cluster<T>(p, total, shared_share);

@@ -4,7 +4,7 @@
 //   grad_input  = g (p (M (v - <p, v>) + 2 z_loss <p, v>) - (1 - s) (w u - p <w, u>))
 //   grad_target = g (1 - s) w (<p, v> - v)
 #include "host/launch.h"
-#include "ops/cross_entropy/cuda/row_math.cuh"
+#include "ops/cross_entropy/cuda/row_gradient.cuh"
 
 namespace warpwright {
 namespace {

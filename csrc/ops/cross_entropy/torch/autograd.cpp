@@ -1,7 +1,7 @@
 // Autograd of the ops of cross_entropy/torch/ops.cpp: first and second order by the fused ops,
-// higher orders by the differentiable form in cross_entropy/torch/call.cpp. Where it pays, a
-// forward leaves its gradient to the node: the last backward multiplies it by what comes in, in its
-// place, and hands it out; any other backward works the gradient out anew from the logits.
+// higher orders by the differentiable form in cross_entropy/torch/call.cpp. Where it pays, the
+// forward computes the gradient and the node keeps it. The final backward scales it in place and
+// returns it. Any other backward recomputes the gradient from the logits.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/softmax.h>
@@ -105,7 +105,7 @@ Tensor if_probabilities(const Tensor& input, const Tensor& target) {
   return is_probabilities(input, target) ? target : Tensor();
 }
 
-// What the derivatives take as given.
+// Arguments that the derivatives treat as constants.
 void check_constants(const char* op, const OptionalTensor& weight, const Tensor& row_stats = {},
                      const Tensor& total_weight = {}) {
   check_constant(value_or_undefined(weight), op, "weight");
@@ -119,8 +119,8 @@ OptionalTensor optional_tangent(const Tensor& tensor) {
 
 // ---- the gradient that a forward has written ----
 
-// No subclass, no transform of torch.func, nothing that traces: what happens to the tensor is what
-// this call does to it.
+// Whether the tensor is plain: no subclass, no transform of torch.func, no tracing. Only this call
+// then changes it.
 bool is_plain(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kNotPlain(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
@@ -129,8 +129,8 @@ bool is_plain(const Tensor& tensor) {
   return (tensor.is_cpu() || tensor.is_cuda()) && !tensor.key_set().has_any(kNotPlain);
 }
 
-// Whether the forward writes the gradient along with the loss. Not for float16: its gradient needs
-// the loss's scale (GradScaler) before it is rounded.
+// Whether the forward writes the gradient with the loss. float16 does not, because its gradient
+// needs the loss's scale (GradScaler) before it is rounded.
 bool gradient_in_forward(const Tensor& input, const Tensor& target, const LossOptions& options) {
   if (options.inplace_backward || !input.requires_grad() ||
       options.reduction == at::Reduction::None || input.scalar_type() == at::kHalf ||
@@ -145,14 +145,14 @@ bool gradient_in_forward(const Tensor& input, const Tensor& target, const LossOp
          gradient_in_forward_pays(input.numel() / classes, classes, input.element_size());
 }
 
-// Whether this backward may hand out the saved gradient itself: it is the last, none of higher
-// order can follow, and the scale is an ordinary number.
+// Whether this backward may return the saved gradient itself. It must be the last backward, of
+// first order, and the scale must be a plain number.
 bool may_consume_gradient(const Tensor& grad_output, const Tensor& input) {
   return !at::GradMode::is_enabled() && !torch::autograd::get_current_graph_task_keep_graph() &&
          is_plain(grad_output) && !any_tangent(grad_output, input);
 }
 
-// A leaf's values are the user's; others are this graph's.
+// The user owns a leaf's values; the graph owns the others.
 bool may_overwrite(const Tensor& input, const Tensor& target) {
   return !input.is_leaf() && is_plain(input) && !is_probabilities(input, target) &&
          is_walkable_in_place(input);
@@ -171,7 +171,8 @@ struct CrossEntropyBackward {
     }
     if (options.inplace_backward && may_overwrite(input, saved[1]) &&
         may_consume_gradient(grads[0], input)) {
-      const Tensor logits = input.detach();  // shares the version: who else saved it, is told
+      // Shares the version: other nodes that saved it detect the write.
+      const Tensor logits = input.detach();
       call::cross_entropy_backward_(grads[0], logits, saved[1], optional_if_defined(saved[2]),
                                     saved[3], saved[4], options);
       return {logits, Tensor()};
@@ -189,7 +190,7 @@ struct CrossEntropyBackwardBackward {
   // saved: grad_output, input, target, weight, row_stats, total_weight
   static variable_list backward(const Attributes& options, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    // The loss is linear in probabilities: they meet themselves in no second derivative.
+    // The loss is linear in probabilities, so no second derivative contains them twice.
     const bool by_target = needs[2] && grads[0].defined();
     auto [grad_grad_output, grad_input, grad_target] = call::cross_entropy_double_backward(
         optional_if_defined(grads[0]), optional_if_defined(grads[1]), saved[0], saved[1], saved[2],
@@ -236,7 +237,7 @@ Tensor3 cross_entropy_forward_autograd(const Tensor& input, const Tensor& target
   return outputs;
 }
 
-// An op that overwrites `target` and that nothing differentiates.
+// An op that overwrites `target` and is not differentiable.
 template <class Run>
 void write_in_place(const char* op, const Tensor& target, const variable_list& operands,
                     Run&& run) {
@@ -274,7 +275,7 @@ Tensor2 cross_entropy_backward_autograd(const Tensor& grad_output, const Tensor&
     set_history(grad_target, node);
   }
   if (any_tangent(grad_output, input, q)) {
-    // Linear in grad_output; by input and probabilities the Hessian is symmetric.
+    // The loss is linear in grad_output. By input and probabilities the Hessian is symmetric.
     Tensor input_tangent, target_tangent;
     if (has_tangent(grad_output)) {
       std::tie(input_tangent, target_tangent) =
@@ -308,7 +309,7 @@ struct CrossEntropyLseBackward {
   }
 };
 
-// The chain rule is ATen's, in every order: it is wanted rarely.
+// ATen's ops give its derivatives of every order; they are rarely needed.
 Tensor cross_entropy_lse_autograd(const Tensor& input, const Tensor& row_stats) {
   check_constant(row_stats, "cross_entropy_lse", "row_stats");
   auto node = make_node<CrossEntropyLseBackward>({}, input);
@@ -362,7 +363,8 @@ Tensor3 cross_entropy_double_backward_autograd(const OptionalTensor& v, const Op
   });
 }
 
-// Called by itself, with a gradient wanted: the two ops that it stands for have all derivatives.
+// A direct call that needs a gradient runs the two ops that it combines, which have all
+// derivatives.
 Tensor4 cross_entropy_forward_gradient_autograd(const Tensor& input, const Tensor& target,
                                                 const OptionalTensor& weight, int64_t reduction,
                                                 SymInt ignore_index, double label_smoothing,

@@ -1,6 +1,6 @@
-// cross_entropy as users call it, composed of the ops of cross_entropy/torch/ops.cpp: native's
-// dtype rules, autocast, what there is beside native's arguments, and gradients that are ATen's
-// business (weight, softcap, and third order).
+// cross_entropy as users call it, composed of the ops of cross_entropy/torch/ops.cpp. It has
+// native's dtype rules, autocast, arguments beyond native's, and gradients that ATen computes
+// (weight, softcap, and third order).
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full_like.h>
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor> differentiable_double_backward(
   } else {
     const Tensor labels = input.dim() == 1 ? target.reshape({}) : target;
     valid = labels.ne(ignore_index).unsqueeze(dim);
-    // A bad label (NaN row in the fused kernels) must not index anything here either.
+    // A bad label (a NaN row in the fused kernels) must not be used as an index here either.
     const Tensor index =
         labels.to(at::kLong).unsqueeze(dim).clamp(0, (classes - 1).guard_int(__FILE__, __LINE__));
     q = at::zeros_like(log_p).scatter(dim, index, 1.0);
@@ -113,15 +113,15 @@ Tensor call_lse(const Tensor& input, const Tensor& row_stats) {
 
 // ---- what users call, and Autocast ----
 
-// What cross_entropy_extras() can do beside native's arguments.
+// What cross_entropy_extras() offers beyond native's arguments.
 struct Extras {
   double softcap = 0;
   bool lse = false;
   bool argmax = false;
 };
 
-// Native's dtype rules: labels want the weights in the logits' type; probabilities promote. Under
-// autocast 16-bit operands count as float32, but are read as they are.
+// Native's dtype rules: labels need weights of the logits' type; probabilities promote. Under
+// autocast 16-bit operands count as float32, but the kernels read them unconverted.
 Tensor3 cross_entropy_as(const Tensor& input, const Tensor& target, const OptionalTensor& weight_,
                          const LossOptions& options, bool autocast, const Extras& extras) {
   check_cross_entropy_dtypes(input, target);
@@ -139,7 +139,7 @@ Tensor3 cross_entropy_as(const Tensor& input, const Tensor& target, const Option
     Tensor z = logits, target_as_read = q;
     ScalarType run_dtype = dtype;
     if (extras.softcap != 0) {
-      // In the accumulator's type: a cap rounded to 16 bits would show.
+      // In the accumulator's type: rounding a cap to 16 bits would be visible.
       z = at::tanh(z.to(accum_type(z.scalar_type())) / extras.softcap) * extras.softcap;
       run_dtype = z.scalar_type();
       if (is_probabilities(z, q)) target_as_read = q.to(run_dtype);
@@ -170,7 +170,7 @@ Tensor3 cross_entropy_as(const Tensor& input, const Tensor& target, const Option
   Tensor q =
       target.scalar_type() == z.scalar_type() ? target : target.to(accum_type(z.scalar_type()));
   if (!weight_differs) return run(z, q, weight_, options.label_smoothing);
-  // The loss is linear in weight * probabilities: the chain rule for weight is ATen's.
+  // The loss is linear in weight * probabilities, so ATen's chain rule serves for weight.
   check_cross_entropy(input, target, weight, options);
   const double smoothing = options.label_smoothing > 0 ? options.label_smoothing : 0;
   q = q.to(accum_type(z.scalar_type()));

@@ -75,11 +75,11 @@ void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor
     const bool takes_bytes = input.dim() <= 2;
     const bool is_label =
         target.scalar_type() == at::kLong || (takes_bytes && target.scalar_type() == at::kByte);
-    // Both of native's messages: newer releases have the second.
+    // Both of native's messages; newer releases use the second.
     const auto message = "expected scalar type Long but found ";
     const auto hint = takes_bytes ? " (expected target dtype to be Long or Byte)" : "";
-    // Native's CUDA kernels for at most 2 dimensions have no code for other types of labels; its
-    // other kernels have the wrong pointer.
+    // Native's CUDA kernels for at most 2 dimensions reject other types of labels; its other
+    // kernels report a wrong pointer.
     if (input.is_cuda() && input.dim() <= 2) {
       TORCH_CHECK_NOT_IMPLEMENTED(is_label, message, target.scalar_type(), hint);
     }

@@ -1,6 +1,6 @@
-// What the files of cross entropy share, and what other ops may call: a tensor (N, C, d1, ...) or
-// (C) as rows of classes, the loss's options, and loss and gradient of a chunk of logits. Templates
-// over Int serve real sizes (int64_t) and symbolic ones (SymInt) alike.
+// Shared by the files of cross entropy, and called by other ops: a tensor (N, C, d1, ...) or (C) as
+// rows of classes, the loss's options, and loss and gradient of a chunk of logits. Templates over
+// Int serve both real sizes (int64_t) and symbolic ones (SymInt).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ using Tensor2 = std::tuple<Tensor, Tensor>;
 using Tensor3 = std::tuple<Tensor, Tensor, Tensor>;
 using Tensor4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// What every op of the loss is told, and its nodes keep.
+// The options of every op of the loss, which its nodes keep.
 struct LossOptions {
   int64_t reduction;
   c10::SymInt ignore_index;
@@ -36,38 +36,38 @@ struct ChunkOptions {
   int64_t ignore_index = -100;
   double label_smoothing = 0;
   double z_loss = 0;
-  double softcap = 0;    // the logits are cap tanh(z / cap); 0: as they are
-  bool gradient = true;  // false: the logits stay
+  double softcap = 0;    // the logits are cap tanh(z / cap); 0: no cap
+  bool gradient = true;  // false: the logits stay unchanged
 };
 
-// For an op that makes its logits chunk by chunk (linear_cross_entropy): writes loss[r], and lse[r]
-// if defined, of every row, and puts scale * d loss[r] / d logits[r, :] in the logits' place. On
-// the logits' device (CPU or CUDA), its current stream, below autograd, without a sync.
+// For an op that computes its logits chunk by chunk (linear_cross_entropy). Writes loss[r], and
+// lse[r] if defined, of every row, and overwrites the logits by scale * d loss[r] / d logits[r, :].
+// Runs on the logits' device (CPU or CUDA), in its current stream, below autograd, without a sync.
 //   logits      (rows, C), class stride 1, any row stride; 16-byte aligned rows are fastest
 //   target      (rows) int64; a bad label: NaN row and the error word (CUDA), IndexError (CPU)
 //   weight      (C), or undefined
 //   scale       contiguous, of the accumulator's type (float64 for float64, else float32): one
-//               number, or one a row; undefined: 1. A mean passes 1 / sum of its labels' weights,
+//               number, or one per row; undefined: 1. A mean passes 1 / sum of its labels' weights,
 //               which the caller knows before the first chunk.
 //   loss, lse   (rows), contiguous, of the accumulator's type
 void cross_entropy_chunk_(const Tensor& logits, const Tensor& target, const Tensor& weight,
                           const ChunkOptions& options, const Tensor& scale, const Tensor& loss,
                           const Tensor& lse);
 
-// Types first: what native says about them comes before anything else.
+// Types first, because native reports them before any other error.
 void check_cross_entropy_dtypes(const Tensor& input, const Tensor& target);
 void check_cross_entropy(const Tensor& input, const Tensor& target, const Tensor& weight,
                          const LossOptions& options);
 
-// On CUDA native's mean of one unbatched, ignored label is 0, not the NaN of 0 / 0 (but with label
-// smoothing NaN; on the CPU always). Then the loss becomes 0 and total_weight 1, so that all
-// derivatives are 0 as well.
+// On CUDA native's mean of one unbatched, ignored label is 0, not the NaN of 0 / 0. With label
+// smoothing it is NaN, and on the CPU always. The loss then becomes 0 and total_weight 1, so that
+// all derivatives are 0 too.
 void settle_unbatched_mean(const Tensor& input, const Tensor& target, const LossOptions& options,
                            const Tensor& loss, const Tensor& total_weight);
 
 inline int64_t class_dim(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
 
-// Class probabilities have the shape of the logits; everything else is labels.
+// Class probabilities have the shape of the logits; any other target is labels.
 inline bool is_probabilities(const Tensor& input, const Tensor& target) {
   return input.sym_sizes() == target.sym_sizes();
 }
@@ -96,8 +96,8 @@ struct Rows {
   Int inner, outer_stride, inner_stride, class_stride;
 };
 
-// The tensor as rows a kernel can walk: all dimensions but the class dimension as two (image,
-// pixel) or one, and classes or pixels side by side. nullopt: only a copy can be walked.
+// The tensor as rows that a kernel can walk. All dimensions except the classes form two (image,
+// pixel) or one, and classes or pixels are contiguous. nullopt: the tensor must be copied.
 template <class Int>
 std::optional<Rows<Int>> find_rows(const Tensor& tensor) {
   const auto sizes = sizes_of(tensor, Int());
@@ -125,7 +125,8 @@ std::optional<Rows<Int>> find_rows(const Tensor& tensor) {
   return rows;
 }
 
-// Logits whose gradient can take their place: every element its own, and rows a kernel can walk.
+// Whether the gradient may overwrite these logits: no shared elements, and rows that a kernel can
+// walk.
 inline bool is_walkable_in_place(const Tensor& input) {
   return input.is_non_overlapping_and_dense() && find_rows<c10::SymInt>(input).has_value();
 }

@@ -1,8 +1,8 @@
-// Loss and gradient in one go, below autograd:
+// Loss and gradient in one op, below autograd:
 //
-//   cross_entropy_forward_gradient  what the forward gives, and d loss / d input
+//   cross_entropy_forward_gradient  the forward's results, and d loss / d input
 //   cross_entropy_scale_            its backward: times the incoming gradient, unless that is 1
-//   cross_entropy_chunk_            the same over a chunk of rows, in the logits' place
+//   cross_entropy_chunk_            the same for a chunk of rows, overwriting the logits
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tanh.h>
@@ -106,7 +106,7 @@ void scale_cpu(const Tensor& gradient, const Tensor& factor) {
   if (value == 1) return;
   if (std::isfinite(value)) {
     Tensor(gradient).mul_(factor.reshape({}));
-  } else {  // ignored rows are zero and stay so
+  } else {  // ignored rows are already zero
     Tensor(gradient).mul_(at::where(gradient == 0, 1, factor.reshape({})).to(gradient.dtype()));
   }
 }

@@ -1,5 +1,5 @@
-// What the kernels of cross entropy's ops are set up from: output shapes, and operands in a form
-// that kernels take.
+// Inputs of the kernels of cross entropy's ops: output shapes, and operands in a form that kernels
+// take.
 #pragma once
 
 #include <optional>
@@ -22,7 +22,7 @@ inline TargetKind kind_of(const Tensor& input, const Tensor& target, double labe
   return smoothed ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
 }
 
-// Of row_stats; from the second on, the labels' sizes.
+// The sizes of row_stats; from the second on, the labels' sizes.
 template <class Int>
 c10::SmallVector<Int, 6> stats_sizes(const Tensor& input, TargetKind kind) {
   const auto sizes = sizes_of(input, Int());
@@ -53,7 +53,7 @@ inline std::optional<RowLayout> find_layout(const Tensor& tensor) {
 
 // ---- checks ----
 
-// The pairs that kernels are built for; `cross_entropy` converts to one of them.
+// The pairs of types with kernels; `cross_entropy` converts to one of them.
 inline void check_kernel_dtypes(const Tensor& input, const Tensor& target,
                                 at::ScalarType loss_dtype) {
   const at::ScalarType type = input.scalar_type(), accum = accum_type(type);
@@ -71,7 +71,7 @@ inline void check_direction(const OptionalTensor& tensor, const Tensor& like, co
   check_argument(*tensor, name, like.sym_sizes(), tensor->scalar_type(), like);
 }
 
-// Whether one walk goes over both. Strips of pixels stay inside an image of either.
+// Whether one walk covers both. Strips of pixels stay inside an image of either.
 inline bool walks_like(const std::optional<RowLayout>& layout, const RowLayout& other) {
   return layout && layout->is_rows() == other.is_rows() &&
          (layout->is_rows() || layout->inner == other.inner);
@@ -91,7 +91,7 @@ struct Operands {
     }
   }
 
-  // Logits and probabilities that one walk goes over; `like` (if defined) prescribes it.
+  // Makes logits and probabilities walkable together; `like` (if defined) prescribes the walk.
   void arrange(bool probabilities, const Tensor& like) {
     if (!probabilities) target = target.contiguous();
     auto layout = find_layout(input);

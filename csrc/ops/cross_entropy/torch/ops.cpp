@@ -1,8 +1,8 @@
-// The ops behind cross_entropy (cross_entropy/torch/call.cpp) on every dispatch key.
+// The ops that cross_entropy (cross_entropy/torch/call.cpp) is composed of, on every dispatch key.
 //   cross_entropy_forward          one read of the logits -> (loss, row_stats, total_weight)
 //   cross_entropy_backward         gradient by input and by probabilities
-//   cross_entropy_backward_        gradient by input, in its place
-//   cross_entropy_lse              log sum exp of the rows, of which the forward knows max and sum
+//   cross_entropy_backward_        gradient by input, in place
+//   cross_entropy_lse              log sum exp of the rows, from the forward's max and sum
 //   cross_entropy_double_backward  Hessian times (v, u): the derivative of the backward, and every
 //                                  forward-mode derivative, since the Hessian is symmetric
 #include <ATen/TensorOperators.h>
@@ -51,13 +51,13 @@ void check_inplace_logits(const Tensor& input, const Tensor& target) {
               input.sym_strides());
 }
 
-// log sum exp of every row, as the forward found it.
+// log sum exp of every row, from the forward's statistics.
 Tensor lse_of(const Tensor& input, const Tensor& row_stats) {
   if (!row_stats.is_meta()) check_has_storage(row_stats, "cross_entropy_lse: row_stats");
   return row_stats.select(0, 0) + row_stats.select(0, 1).log();
 }
 
-// What the derivative ops check about the forward's results.
+// The derivative ops' checks of the forward's results.
 void check_saved(const Tensor& input, const Tensor& target, const Tensor& weight,
                  const Tensor& grad_output, const Tensor& row_stats, const Tensor& total_weight,
                  const LossOptions& options) {
@@ -122,7 +122,7 @@ Tensor2 cross_entropy_backward_with(const Tensor& grad_output, const Tensor& inp
   return {output_mask[0] ? grad_input : Tensor(), grad_target};
 }
 
-// Where a kernel reads an element of the logits, it is the one that writes it.
+// The thread that reads an element of the logits also writes it.
 template <class Run>
 void cross_entropy_backward_inplace_with(const Tensor& grad_output, const Tensor& input,
                                          const Tensor& target, const OptionalTensor& weight,
@@ -183,7 +183,7 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
   Tensor grad_grad_output = per_row;
   if (output_mask[0]) {
     if (options.reduction != at::Reduction::None) grad_grad_output = per_row.sum();
-    // Once, after the sum: a mean over no rows is 0 / 0, as in native.
+    // Divides once, after the sum. A mean over no rows is 0 / 0, as in native.
     if (options.reduction == at::Reduction::Mean)
       grad_grad_output = grad_grad_output / total_weight;
     grad_grad_output = grad_grad_output.to(grad_output.scalar_type());

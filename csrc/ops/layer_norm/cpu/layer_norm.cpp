@@ -1,5 +1,5 @@
-// CPU: a row at a time, which the caches hold from its first read on. Sums run in vectors over
-// blocks of a row (or of rows) and are then added in double.
+// The CPU kernels process one row at a time, which stays in cache after its first read. Vectors sum
+// blocks of a row (or of rows), which are then added in double.
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -44,8 +44,8 @@ class Factors {
   const Compute* data_ = nullptr;
 };
 
-// Keeps the compiler from contracting a product into an addition: dx is a difference of nearly
-// equal numbers in short rows, and both must be rounded alike.
+// Prevents the compiler from contracting a product into an addition. In short rows dx is a
+// difference of nearly equal numbers, which must be rounded alike.
 template <class V>
 V rounded(V product) {
 #if __has_builtin(__builtin_assoc_barrier)
@@ -89,8 +89,8 @@ struct Moments {
   double mean, square;  // the mean of (x - mean)^2
 };
 
-// In one pass over the row, relative to the mean of its first elements. If that is too far off the
-// mean, the difference of the sums loses digits, and a second pass takes the deviations.
+// In one pass over the row, relative to the mean of its first elements. If that is too far from the
+// mean, the difference of the sums loses digits, and a second pass computes the deviations.
 template <class T, bool kCentered>
 Moments row_moments(const T* x, int64_t cols) {
   using Compute = CpuCompute<T>;
@@ -176,7 +176,8 @@ class ColumnSums {
   int64_t cols_, rows_ = 0;
 };
 
-// kRows neighbouring rows at once: the sums of their columns are loaded and stored once.
+// Processes kRows neighbouring rows together, so that the sums of their columns are loaded and
+// stored once.
 template <class T, bool kCentered, bool kSums, bool kWeight, int kRows>
 void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight,
                    ColumnSums<T>& sums, int64_t first) {

@@ -12,7 +12,7 @@ struct RowStatistics {
         rstd(static_cast<const Acc*>(p.rstd)[row]) {}
 };
 
-// Layout: x, dy (rows, cols), any row strides; dx dense. Grid: a block per row, which it reads
+// Layout: x, dy (rows, cols), any row strides; dx dense. Grid: one block per row, which it reads
 // twice.
 template <class T, int kVec, bool kCentered>
 __global__ void __launch_bounds__(kNormLoopThreads)

@@ -90,8 +90,8 @@ __device__ __forceinline__ void write_partials(const NormSums<T, kHeld, kCentere
   }
 }
 
-// Layout: x, dy (rows, cols), any row strides; dx dense; partials (2, blocks, cols). Grid: blocks
-// that stay; group g of block b has the rows b * groups + g, + gridDim * groups, and so on.
+// Layout: x, dy (rows, cols), any row strides; dx dense; partials (2, blocks, cols). Grid:
+// persistent blocks. Group g of block b has the rows b * groups + g, + gridDim * groups, and so on.
 template <class T, int kHeld, bool kCentered>
 __global__ void __launch_bounds__(kNormPersistentThreads, 1)
     layer_norm_bwd_kernel(const LayerNormBackwardParams p, int lanes, Accum<T>* partials) {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kNormPersistentThreads, 1)
     Acc along[kCount] = {};
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      // An absent row leaves no trace in the sums.
+      // An absent row adds nothing to the sums.
       const Vec<T, kVec> nothing{};
       const Vec<Acc, kVec> x = widen(present ? ring.read(0, i) : nothing),
                            dy = widen(present ? ring.read(1, i) : nothing), w = weights.get(i);

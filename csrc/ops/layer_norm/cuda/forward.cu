@@ -31,7 +31,7 @@ struct Affine {
   using Acc = Accum<T>;
   Vec<Acc, kVec> weight, bias;
 
-  // Columns that are not there: any values.
+  // Absent columns get arbitrary values.
   __device__ __forceinline__ void load(const LayerNormParams& p, int64_t column, bool present) {
     if (present && p.weight.data != nullptr) {
       weight = load_either<T, kVec>(p.weight.data, p.weight.dtype == DType::kFloat32, column);
@@ -71,7 +71,7 @@ __device__ __forceinline__ Acc rstd_of(const LayerNormParams& p, Acc squares) {
   return reciprocal_root(squares / static_cast<Acc>(p.cols) + static_cast<Acc>(p.eps));
 }
 
-// Layout: x (rows, cols), row stride p.input_stride; y dense. Grid: blocks that stay; group g of
+// Layout: x (rows, cols), row stride p.input_stride; y dense. Grid: persistent blocks. Group g of
 // block b has the rows b * groups + g, + gridDim * groups, and so on.
 template <class T, int kHeld, bool kCentered>
 __global__ void __launch_bounds__(kNormPersistentThreads, 1)
@@ -161,7 +161,7 @@ __device__ __forceinline__ void for_vectors(const T* row, int64_t cols, F&& f) {
   for (int64_t c = int64_t{threadIdx.x} * kVec; c < cols; c += step) f(c, load_vec<kVec>(row + c));
 }
 
-// Layout: as above. Grid: a block per row; the second and third read come from L2 as a rule.
+// Layout: as above. Grid: one block per row. The second and third read usually come from L2.
 template <class T, int kVec, bool kCentered>
 __global__ void __launch_bounds__(kNormLoopThreads)
     layer_norm_looped_kernel(const LayerNormParams p) {

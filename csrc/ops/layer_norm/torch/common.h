@@ -1,5 +1,5 @@
-// Shared by the files of torch/: checks, and a call from tensors to the kernels' parameters. Both
-// ops take the same way: rms_norm is layer_norm without a mean and without a bias.
+// Shared by the files of torch/: checks, and the step from tensors to the kernels' parameters. Both
+// ops use the same code: rms_norm is layer_norm without a mean and a bias.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -165,7 +165,8 @@ inline at::TensorOptions gradient_options(const LayerNormBackwardCall& call) {
 
 // ---- operands as the kernels take them ----
 
-// Rows of `cols` neighbours, a constant step apart. What lies otherwise is copied.
+// Rows of `cols` contiguous elements, a constant step apart. Tensors with another layout are
+// copied.
 struct RowsView {
   Tensor held;
   int64_t stride;  // elements between rows
@@ -353,7 +354,7 @@ inline Tensors2 call_rms_norm(const Tensor& input, SymIntArrayRef shape,
   return op.call(input, shape, weight, eps);
 }
 
-// Of either op.
+// For both ops.
 inline Tensors3 call_backward(const Tensor& grad_output, const Tensor& input, SymIntArrayRef shape,
                               const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
                               std::array<bool, 3> wanted) {

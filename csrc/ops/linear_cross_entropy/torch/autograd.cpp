@@ -1,6 +1,6 @@
-// Autograd of the ops of ops.cpp. The forward leaves its gradients to the
-// node, whose last backward multiplies them by what comes in; who differentiates again, or asks for
-// the derivative of lse, has them worked out anew.
+// Autograd of the ops of ops.cpp. The forward computes its gradients and the node keeps them. The
+// final backward scales them by the incoming gradient. A backward that is differentiated again, or
+// that needs the derivative of lse, recomputes them.
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -42,7 +42,7 @@ Gradients linear_cross_entropy_backward(const Tensor& grad_output, const Tensor&
                  optional_if_defined(grad_lse));
 }
 
-// gradient *= factor, on the device; nothing is written where it is 1.
+// gradient *= factor, on the device. Writes nothing if the factor is 1.
 void cross_entropy_scale_(const Tensor& gradient, const Tensor& factor) {
   static const auto op =
       find_op<void(const Tensor&, const Tensor&)>("warpwright::cross_entropy_scale_");
@@ -57,14 +57,14 @@ Tensor logits_of(const Call& c) {
 
 // ---- the factor ----
 
-// The forward's gradient times `factor`: in its own place if nobody else can see it, and no second
-// backward pass will ask for it.
+// The forward's gradient times `factor`. In place if no other reference exists and no second
+// backward pass will need it.
 Tensor scaled(const Tensor& gradient, const Tensor& factor, ScalarType dtype) {
-  // Traced or batched: a product that a compiler can fuse.
+  // Traced or batched: a plain product, which a compiler can fuse.
   if (at::areAnyTensorSubclassLike({gradient, factor})) {
     return (gradient.to(factor.scalar_type()) * factor).to(dtype);
   }
-  constexpr size_t kNodeAndCaller = 2;  // SavedVariable and the list it was unpacked to
+  constexpr size_t kNodeAndCaller = 2;  // SavedVariable, and the list that it was unpacked to
   const bool ours_alone = !torch::autograd::get_current_graph_task_keep_graph() &&
                           gradient.use_count() <= kNodeAndCaller &&
                           gradient.storage().use_count() == 1;
@@ -85,7 +85,7 @@ struct LinearCrossEntropyBackward {
     const Call c(saved[0], saved[1], saved[2], saved[3], saved[4], options);
     const Tensor& grad_lse = grads[1];
     Tensor grad_output = grads[0];
-    // Who differentiates the gradients needs them as functions of their inputs.
+    // A backward that is differentiated needs the gradients as functions of their inputs.
     const bool again = c.is_none() || grad_lse.defined() || at::GradMode::is_enabled() ||
                        any_tangent(grad_output, c.input, c.weight, c.bias);
     if (again) {
@@ -149,7 +149,7 @@ Results linear_cross_entropy_forward_autograd(const Tensor& input, const Tensor&
   return results;
 }
 
-// To be differentiated: the gradients by the ops apart, logits and all.
+// To be differentiated: the gradients by separate ops, which keep all logits.
 Gradients differentiable_backward(const Tensor& grad_output, const Tensor& grad_lse, const Call& c,
                                   Mask3 mask) {
   const Capped z(c, logits_of(c), c.target);

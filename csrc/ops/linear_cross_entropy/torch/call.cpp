@@ -12,7 +12,7 @@ using namespace linear_cross_entropy;
 
 namespace {
 
-// A call as users make it: rows not folded yet, and whether lse and argmax are wanted.
+// A call in the user's form: rows not folded yet, and whether lse and argmax are wanted.
 struct UserCall : Call {
   bool wants_lse = false;
   bool wants_argmax = false;
@@ -56,7 +56,7 @@ SymInt product(const c10::SymDimVector& sizes) {
   return result;
 }
 
-// Whether target holds a probability for each class; else labels, by their shape.
+// Whether target holds a probability per class, as its shape tells; otherwise it holds labels.
 bool has_probabilities(const Tensor& input, const Tensor& weight, const Tensor& target) {
   TORCH_CHECK(input.dim() >= 1 && weight.dim() == 2,
               "linear_cross_entropy: expected input of at least one dimension and a matrix as "
@@ -73,13 +73,13 @@ bool has_probabilities(const Tensor& input, const Tensor& weight, const Tensor& 
   return true;
 }
 
-// A type as cross_entropy counts it: under autocast 16-bit operands count as float32.
+// A type by cross_entropy's rules: under autocast 16-bit operands count as float32.
 ScalarType counted(const Tensor& tensor, bool autocast) {
   const ScalarType type = tensor.scalar_type();
   return autocast && (type == at::kHalf || type == at::kBFloat16) ? at::kFloat : type;
 }
 
-// What there is of each row in the labels' shape.
+// Results per row, in the labels' shape.
 Tensor3 unfolded(const Tensor3& results, const Call& c, const c10::SymDimVector& leading) {
   auto view = [&](const Tensor& rows) {
     return rows.defined() ? rows.reshape_symint(leading) : rows;
@@ -88,8 +88,8 @@ Tensor3 unfolded(const Tensor3& results, const Call& c, const c10::SymDimVector&
   return {c.is_none() ? view(loss) : loss, view(lse), view(argmax)};
 }
 
-// The ops one after the other, for gradients by probabilities or class weights, which are as large
-// as the logits or come from them all, and for an input without rows.
+// Runs the ops one after the other. For gradients by probabilities or class weights, which are as
+// large as the logits or need all of them, and for an input without rows.
 Tensor3 by_the_ops_apart(const UserCall& c, bool probabilities) {
   const Tensor logits = linear_ops::linear(c.input, c.weight, optional_if_defined(c.bias));
   if (c.input.dim() == 1) return call::cross_entropy(logits, c.target, c);
@@ -121,8 +121,9 @@ Tensor3 by_chunks(const UserCall& c, bool probabilities, bool autocast) {
   return unfolded(call::linear_cross_entropy_forward(c, x, q, dtype), c, leading);
 }
 
-// Probabilities or class weights that are differentiated, or that make the loss float64; and one
-// unbatched row, whose mean has rules of its own (settle_unbatched_mean).
+// Whether separate ops are needed. They are for probabilities or class weights that are
+// differentiated or make the loss float64. They also are for one unbatched row, whose mean has
+// special rules (settle_unbatched_mean).
 bool wants_ops_apart(const Call& c, bool probabilities) {
   if (c.input.dim() == 1) return true;
   if (is_differentiated(c.class_weight) || is_differentiated(c.target)) return true;
@@ -178,8 +179,8 @@ Tensor3 run_in_autocast(const UserCall& call_) {
   return by_chunks(c, probabilities, /*autocast=*/true);
 }
 
-// The two ops that users call, of the same arguments but for the extras; kRun: run(), or that of a
-// device's autocast.
+// The two ops that users call have the same arguments except for the extras. kRun: run(), or a
+// device's autocast form of it.
 template <Tensor3 (*kRun)(const UserCall&)>
 struct Entry {
   static Tensor plain(const Tensor& input, const Tensor& weight, const Tensor& target,

@@ -1,4 +1,4 @@
-// What the files of linear_cross_entropy share: one call of its ops, and cross_entropy's ops on a
+// Shared by the files of linear_cross_entropy: one call of its ops, and cross_entropy's ops on a
 // call's logits.
 #pragma once
 
@@ -18,7 +18,7 @@
 namespace warpwright::linear_cross_entropy {
 
 using linear_ops::Gradients;
-// Loss, total_weight, those, lse, argmax.
+// Loss, total_weight, the three gradients, lse, argmax.
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The options of a call; chunk_rows 0: choose_chunks() chooses.
@@ -46,9 +46,9 @@ struct Call : Options {
   bool is_none() const { return loss.reduction == at::Reduction::None; }
 };
 
-// The type in which the forward leaves the gradients of weight and bias. float16 gradients of a
-// mean lie below its range until the backward multiplies them with the loss scale, and those of a
-// sum may lie above it: the forward leaves the sum's, the backward divides.
+// The type in which the forward computes the gradients of weight and bias. In float16, gradients of
+// a mean may underflow until the backward multiplies them by the loss scale. Gradients of a sum may
+// overflow. The forward therefore keeps the sum's gradients in float32, and the backward divides.
 inline ScalarType stored_type(ScalarType type) { return type == at::kHalf ? at::kFloat : type; }
 inline bool divides_late(const Call& c) {
   return c.input.scalar_type() == at::kHalf && c.is_mean();

@@ -1,10 +1,11 @@
-// The ops behind linear_cross_entropy (call.cpp) on every dispatch key.
-//   linear_cross_entropy_forward   loss, and with it the gradients that will be asked for
+// The ops that linear_cross_entropy (call.cpp) is composed of, on every dispatch key.
+//   linear_cross_entropy_forward   the loss, and with it the gradients that the backward will need
 //   linear_cross_entropy_backward  the gradients from their inputs alone: for reduction 'none',
-//                                  whose rows' factors the forward does not know, and for whoever
-//                                  differentiates them again
-// A chunk's products are linear's, its loss and gradient are cross_entropy's. Autograd is in
-// autograd.cpp.
+//   whose
+//                                  row factors the forward does not know, and for higher
+//                                  derivatives
+// A chunk's products are linear's, its loss and gradient are cross_entropy's. autograd.cpp has
+// Autograd.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

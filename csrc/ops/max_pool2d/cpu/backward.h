@@ -1,5 +1,5 @@
-// The backward's CPU loops: channels side by side gather from the windows that cover a pixel; one
-// channel scatters into a plane that stays in cache.
+// The backward's CPU loops. With many channels, a pixel gathers from the windows that cover it. A
+// single channel scatters into a plane that stays in cache.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct ReachTable {
   }
 };
 
-// What becomes of a gradient that is complete and still in cache: it stays as it is.
+// Called on gradients that are complete and still in cache; this one leaves them unchanged.
 struct PlainFinish {
   void rows(int64_t, int64_t) const {}   // of elements [begin, end), channels innermost
   void plane(int64_t, int64_t) const {}  // of image `image`, one channel, of so many elements
@@ -101,7 +101,7 @@ class PoolBackward {
         });
   }
 
-  // A window over the pixel at hand: where its outputs begin, and the pixel's tap in it.
+  // A window that covers the current pixel: where its outputs begin, and the pixel's tap in it.
   struct Source {
     int64_t offset, tap;
   };
@@ -188,8 +188,8 @@ class PoolBackward {
     }
   }
 
-  // Distance of each code's tap from tap (0, 0) in the plane, -1 if the code names none. None for
-  // large codes.
+  // Distance of each code's tap from tap (0, 0) in the plane; -1 if the code names no tap. Empty
+  // for large codes.
   std::vector<int64_t> places_of_codes() const {
     if (!std::is_same_v<Code, SmallCode>) return {};
     std::vector<int64_t> places(256, -1);
@@ -200,7 +200,7 @@ class PoolBackward {
     return places;
   }
 
-  // Windows of one row that lie in the plane as a whole. `origin`: of tap (0, 0) of window 0.
+  // Windows of one row that are entirely inside the plane. `origin`: of tap (0, 0) of window 0.
   void scatter_whole(int64_t offset, int64_t begin, int64_t end, const int64_t* places,
                      int64_t origin, Compute* sum) const {
     for (int64_t q = begin; q < end; ++q) {
@@ -210,8 +210,9 @@ class PoolBackward {
     }
   }
 
-  // One channel, 2 x 2 windows: each output row makes two input rows. Vectors run over into the
-  // following rows, which are written later; so the upper row is finished before the lower one.
+  // One channel, 2 x 2 windows: each output row gives two input rows. Vectors extend into the
+  // following rows, which are written later. The upper row is therefore finished before the lower
+  // one.
   void spread_pairs(int64_t image, int64_t end_image) const {
     const int64_t plane = g_.height * g_.width;
     T* end = grad_input_ + end_image * plane;

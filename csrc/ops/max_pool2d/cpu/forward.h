@@ -1,5 +1,5 @@
-// The forward's CPU loops. Lanes are channels where there are many, neighbouring outputs of a row
-// where there is one. What a tap counts as is the caller's business (Taps).
+// The forward's CPU loops. Lanes are channels if there are many, or neighbouring outputs of a row
+// if there is one. The caller defines the value of a tap (Taps).
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 
 namespace warpwright {
 
-// Steps of so many elements that a thread should get at least.
+// The number of steps that gives each thread enough elements.
 inline int64_t pool_grain(int64_t elements_per_step) {
   return std::max<int64_t>(1, kCpuGrain / std::max<int64_t>(1, elements_per_step));
 }
 
-// The taps of one window that lie inside the image, along one axis.
+// The taps of one window that are inside the image, along one axis.
 struct TapSpan {
   int64_t first, end;  // taps; first == end: none
   int64_t begin;       // coordinate of tap 0
@@ -30,7 +30,7 @@ inline TapSpan taps_inside(int64_t window, int64_t stride, int64_t pad, int64_t 
   return {first, std::max(first, end), begin};
 }
 
-// The tap that a code names; a code that names none gets one outside of every window.
+// The tap that a code names. A code without a tap gives one outside of every window.
 struct Tap {
   int64_t r, s;
 };
@@ -79,15 +79,15 @@ constexpr typename LanesOf<T>::Compute lowest() {
   return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
 }
 
-// What a window's maximum is before its first tap.
+// The value of a window's maximum before its first tap.
 template <class T>
 struct PoolStart {
   typename LanesOf<T>::Compute best;
   int64_t code;
 };
 
-// The running maximum of kLanes<T> windows: NaN replaces, a tie does not. `source` is what the
-// winner was before Taps made a value of it; unused, it costs nothing.
+// The running maximum of kLanes<T> windows: NaN replaces, a tie does not. `source` is the winner's
+// element before Taps turned it into a value; unused, it costs nothing.
 template <class T>
 struct LaneMax {
   using Lanes = Values<T>;
@@ -121,8 +121,8 @@ struct ScalarMax {
   }
 };
 
-// Taps that count as they are. Each function gives what turns elements into values: those of
-// channels [channel, channel + kLanes), or of one channel.
+// Taps whose values are the elements. Each function returns what turns elements into values: those
+// of channels [channel, channel + kLanes), or of one channel.
 template <class T>
 struct PlainTaps {
   static constexpr bool kWinners = false;  // keeps the winners' elements
@@ -190,7 +190,7 @@ class PoolForward {
   TapSpan columns_of(int64_t q) const {
     return taps_inside(q, g_.stride_w, g_.pad_w, g_.dilation_w, g_.kernel_w, g_.width);
   }
-  // Behind a relu a window begins at 0, which no tap has won; without taps it is -inf all the same.
+  // After a relu a window starts at 0, which is no tap's. A window without taps still gives -inf.
   PoolStart<T> start_of(const TapSpan& h, const TapSpan& w) const {
     const bool any = h.first < h.end && w.first < w.end;
     if (any && relu_) return {0, -1};
@@ -207,7 +207,7 @@ class PoolForward {
   Max window(const TapSpan& h, const TapSpan& w, const T* at_origin, Load&& load,
              const Value& value) const {
     Max max(start_of(h, w));
-    if constexpr (Taps::kWinners) {  // where no tap is positive: the first, for want of a winner
+    if constexpr (Taps::kWinners) {  // if no tap is positive, the first one, as there is no winner
       max.source = load(tap_row(h, h.first, at_origin) + tap_column(w, w.first));
     }
     for (int64_t r = h.first; r < h.end; ++r) {
@@ -297,8 +297,8 @@ class PoolForward {
     }
   }
 
-  // 2 x 2 windows, one channel. The last vector of a row runs over into the next rows, which this
-  // thread writes afterwards; only at the end of its rows it goes element by element.
+  // 2 x 2 windows, one channel. The last vector of a row extends into the next rows, which this
+  // thread writes afterwards. Only the last of its rows is finished element by element.
   void row_of_pairs(int64_t row, int64_t end_row) const {
     const int64_t in_end = g_.images * g_.height * g_.width;
     const int64_t image = row / g_.out_height, p = row % g_.out_height;

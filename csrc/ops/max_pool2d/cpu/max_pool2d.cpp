@@ -1,10 +1,10 @@
-// The CPU kernels: plain taps, plain gradients, and the two readers of codes beside them.
+// The CPU kernels: plain taps, plain gradients, and the two other readers of codes.
 #include "ops/max_pool2d/cpu/backward.h"
 
 namespace warpwright {
 namespace {
 
-// use(output offset, image, channel, h, w, exists) for every output.
+// Calls use(output offset, image, channel, h, w, exists) for every output.
 template <class Code, class Use>
 void for_each_winner(const MaxPool2dGeometry& g, const void* codes, Use&& use) {
   const auto* code_of = static_cast<const Code*>(codes);

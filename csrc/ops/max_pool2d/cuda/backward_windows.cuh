@@ -21,7 +21,7 @@ struct StridedPoolBwd {
   static constexpr int kTapShift = kAligned ? 1 : 2 * kOverlap;
   static constexpr int kRows = kK == 3 || kSpan == PoolSpan::kPlane ? 4 : 2;
   static constexpr int kWindowRows = kRows + kOverlap, kWindows = kOut + kOverlap;
-  // Rows in flight besides those in use.
+  // Rows in flight in addition to those in use.
   static constexpr int kAhead = is_wide(kSpan) ? kWindowRows : 1;
   static constexpr int kInputsAhead = is_wide(kSpan) ? std::min(3, 2 * kRows) : 1;
 

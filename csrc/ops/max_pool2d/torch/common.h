@@ -59,8 +59,8 @@ inline PoolWindow make_pool_window(IntArrayRef kernel_size, IntArrayRef stride, 
   return w;
 }
 
-// Extent is int64_t or SymInt; the window's numbers have 32 bits. Rounds down also for a negative
-// numerator (an image smaller than the window); the caller then reports an output that is too
+// Extent is int64_t or SymInt; the window's numbers have 32 bits. Also rounds down for a negative
+// numerator (an image smaller than the window). The caller then reports an output that is too
 // small.
 template <class Extent>
 Extent pooled_extent(const Extent& extent, const PoolWindow& w, int axis, bool ceil_mode) {
@@ -146,8 +146,8 @@ inline at::ScalarType pool_code_type(const PoolWindow& w) {
   return has_small_codes(w) ? at::kByte : at::kInt;
 }
 
-// Does a code name each tap that a window can have inside the image? Sizes that are no numbers yet
-// count as large.
+// Whether a code can name each tap that a window can have inside the image. Symbolic sizes count as
+// large.
 inline bool fits_codes(const PoolWindow& w, SymIntArrayRef input_size) {
   int64_t taps = 1;
   for (size_t axis : {0, 1}) {
@@ -160,8 +160,8 @@ inline bool fits_codes(const PoolWindow& w, SymIntArrayRef input_size) {
   return taps <= kMaxLargeTaps;
 }
 
-// What the readers of codes have in common. Codes of other sizes than the pool's output would send
-// them outside of the image.
+// Checks shared by the readers of codes. Codes with sizes other than the pool's output would make
+// them read outside of the image.
 inline void check_pool_codes(const char* op, const Tensor& codes, SymIntArrayRef input_size,
                              const PoolWindow& w) {
   TORCH_CHECK(codes.scalar_type() == pool_code_type(w), op, ": codes: expected ", pool_code_type(w),

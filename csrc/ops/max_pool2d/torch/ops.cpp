@@ -1,6 +1,6 @@
 // The forward ops on every dispatch key: max_pool2d, max_pool2d_with_codes and
-// max_pool2d_with_indices, and the first two with a relu before the pool. Which tap won, if any, is
-// in the codes, so both kinds have the same derivatives: those of max_pool2d/torch/codes.cpp.
+// max_pool2d_with_indices, and the first two with a relu before the pool. The codes say which tap
+// won, if any. Both kinds therefore have the same derivatives, those of max_pool2d/torch/codes.cpp.
 #include <ATen/ops/max_pool2d.h>
 #include <ATen/ops/max_pool2d_with_indices.h>
 #include <ATen/ops/relu.h>
@@ -168,7 +168,7 @@ Tensor max_pool2d_autograd(const Tensor& input, IntArrayRef kernel_size, IntArra
   });
 }
 
-// Every key: codes are one byte of the nine that an index and its code take.
+// On every key. Codes take one byte, an index takes eight more.
 std::tuple<Tensor, Tensor> with_indices(const Tensor& input, IntArrayRef kernel_size,
                                         IntArrayRef stride, IntArrayRef padding,
                                         IntArrayRef dilation, bool ceil_mode) {

@@ -87,26 +87,8 @@ struct ForwardSm90 {
     fence_mbarrier_init();
   }
 
-  struct Work {
-    int row0, head, b, h, blocks;
-    MaskedBlocks<Tile::kMask> visible;
-  };
-  __device__ __forceinline__ Work work(int tile) const {
-    Work w;
-    const TileSchedule::Tile at = p.schedule.tile(tile);
-    w.row0 = at.rows * Tile::kBlockM;
-    w.head = at.head;
-    p.schedule.by_H.divmod(at.head, w.b, w.h);
-    if constexpr (Tile::kMasked) {
-      const int plane = mask_plane(p.mask, w.b, w.h);
-      w.visible.list = mask_list(p.mask, plane, at.rows);
-      w.blocks = mask_count(p.mask, plane, at.rows);
-    } else {
-      const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
-      w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
-    }
-    return w;
-  }
+  using Work = QueryWork<Tile>;
+  __device__ __forceinline__ Work work(int tile) const { return query_work<Tile>(p, tile); }
 
   // One thread calls it.
   __device__ __forceinline__ void load() {

@@ -38,6 +38,30 @@ __device__ __forceinline__ int mask_count(const AttentionMaskSm90& m, int plane,
   return m.counts[plane * m.tiles + tile];
 }
 
+// A tile of queries (of the forward or dq), and the blocks of keys that it walks.
+template <class Tile>
+struct QueryWork {
+  int row0, head, b, h, blocks;
+  MaskedBlocks<Tile::kMask> visible;
+};
+template <class Tile, class Params>
+__device__ __forceinline__ QueryWork<Tile> query_work(const Params& p, int tile) {
+  QueryWork<Tile> w;
+  const TileSchedule::Tile at = p.schedule.tile(tile);
+  w.row0 = at.rows * Tile::kBlockM;
+  w.head = at.head;
+  p.schedule.by_H.divmod(at.head, w.b, w.h);
+  if constexpr (Tile::kMasked) {
+    const int plane = mask_plane(p.mask, w.b, w.h);
+    w.visible.list = mask_list(p.mask, plane, at.rows);
+    w.blocks = mask_count(p.mask, plane, at.rows);
+  } else {
+    const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
+    w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
+  }
+  return w;
+}
+
 // s * scale + mask * log2(e) for the 16-bit or float32 elements of M. `at` is the element of the
 // thread's first row and column; rows_left and cols_left count the elements inside the extents from
 // there. kPairs: two neighbouring columns are an aligned pair in memory. kInside: no checks.

@@ -1,69 +1,13 @@
-// batch_norm_relu_max_pool2d, its form that moves the running statistics, and their backward, on
-// every dispatch key. The backward, where it is to be differentiated, is max_pool2d's (the codes
-// hold the relu's gate) and then batch norm's.
-#include "ops/batch_norm/torch/common.h"
-#include "ops/batch_norm_relu_max_pool2d/batch_norm_relu_max_pool2d.h"
-#include "ops/max_pool2d/torch/common.h"
+// batch_norm_relu_max_pool2d, its form that moves the running statistics, and their backward, from
+// tensors to the kernels: checks, CPU, CUDA and Meta. autograd.cpp has Autograd.
+#include "ops/batch_norm_relu_max_pool2d/torch/common.h"
 
 namespace warpwright {
 namespace {
 
-using Mask3 = std::array<bool, 3>;
-// Output, mean, rstd, codes, winners.
-using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// The ops through the dispatcher.
-namespace call {
-
-Tensors5 batch_norm_relu_max_pool2d(const Tensor& input, const OptionalTensor& weight,
-                                    const OptionalTensor& bias, const OptionalTensor& running_mean,
-                                    const OptionalTensor& running_var, bool training, double eps,
-                                    const PoolWindow& w, bool ceil_mode, bool save) {
-  static const auto op =
-      find_op<Tensors5(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, const OptionalTensor&, bool, double, IntArrayRef,
-                       IntArrayRef, IntArrayRef, IntArrayRef, bool, bool)>(
-          "warpwright::batch_norm_relu_max_pool2d");
-  return op.call(input, weight, bias, running_mean, running_var, training, eps, w.kernel, w.stride,
-                 w.padding, w.dilation, ceil_mode, save);
-}
-
-Tensors5 batch_norm_relu_max_pool2d_update(const Tensor& input, const OptionalTensor& weight,
-                                           const OptionalTensor& bias, Tensor running_mean,
-                                           Tensor running_var, double momentum, double eps,
-                                           const PoolWindow& w, bool ceil_mode, bool save) {
-  static const auto op =
-      find_op<Tensors5(const Tensor&, const OptionalTensor&, const OptionalTensor&, Tensor, Tensor,
-                       double, double, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool,
-                       bool)>("warpwright::batch_norm_relu_max_pool2d_update");
-  return op.call(input, weight, bias, std::move(running_mean), std::move(running_var), momentum,
-                 eps, w.kernel, w.stride, w.padding, w.dilation, ceil_mode, save);
-}
-
-Tensors3 batch_norm_relu_max_pool2d_backward(const Tensor& grad_output, const Tensor& input,
-                                             const Tensor& codes, const Tensor& winners,
-                                             const OptionalTensor& weight,
-                                             const OptionalTensor& bias, const Tensor& mean,
-                                             const Tensor& rstd, bool training, const PoolWindow& w,
-                                             Mask3 output_mask) {
-  static const auto op =
-      find_op<Tensors3(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                       const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                       bool, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, Mask3)>(
-          "warpwright::batch_norm_relu_max_pool2d_backward");
-  return op.call(grad_output, input, codes, winners, weight, bias, mean, rstd, training, w.kernel,
-                 w.stride, w.padding, w.dilation, output_mask);
-}
-
-}  // namespace call
+using namespace batch_norm_pool;
 
 // ---- checks ----
-
-void check_images(const Tensor& input) {
-  check_input(input);
-  TORCH_CHECK(input.dim() == 4, "batch_norm_relu_max_pool2d: expected 4D input (got ", input.dim(),
-              "D input)");
-}
 
 // A window without any tap inside the image has no element to keep; dilation makes such windows in
 // the left and upper padding of small images.
@@ -88,46 +32,7 @@ PoolSizes<Extent> checked_sizes(const Tensor& input, c10::ArrayRef<Extent> sizes
   return result;
 }
 
-bool walks_channels_last(const Tensor& input) {
-  return output_format(input) == at::MemoryFormat::ChannelsLast;
-}
-
-void check_saved(const Tensor& grad_output, const Tensor& input, const Tensor& codes,
-                 const Tensor& winners, const Tensor& bias, const PoolWindow& w) {
-  constexpr const char* kOp = "batch_norm_relu_max_pool2d_backward";
-  check_images(input);
-  check_pool_codes(kOp, codes, input.sym_sizes(), w);
-  check_pooled_shape(kOp, "grad_output", grad_output, codes);
-  check_pooled_shape(kOp, "winners", winners, codes);
-  for (const auto& [name, tensor] :
-       {std::pair("grad_output", &grad_output), {"winners", &winners}}) {
-    TORCH_CHECK(tensor->scalar_type() == input.scalar_type(), kOp, ": ", name, ": expected ",
-                input.scalar_type(), ", got ", tensor->scalar_type());
-  }
-  check_same_device(codes, input, "batch_norm_relu_max_pool2d_backward: codes");
-  check_vector(bias, "bias", input);
-}
-
 // ---- CPU and CUDA ----
-
-BatchNormCall call_of(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                      bool training, double eps) {
-  BatchNormCall call =
-      batch_norm_call(input, weight, bias, running_mean, running_var, training, eps);
-  call.relu = true;
-  call.statistics_only = true;
-  return call;
-}
-BatchNormCall update_call_of(const Tensor& input, const OptionalTensor& weight,
-                             const OptionalTensor& bias, const Tensor& running_mean,
-                             const Tensor& running_var, double momentum, double eps) {
-  BatchNormCall call =
-      call_of(input, weight, bias, running_mean, running_var, /*training=*/true, eps);
-  call.update = true;
-  call.momentum = momentum;
-  return call;
-}
 
 // `statistics(BatchNormParams)`, then `pool(BatchNormPoolParams)`.
 template <class Statistics, class Pool>
@@ -327,113 +232,6 @@ Tensors3 pooled_backward_meta(const BackwardCall& call) {
   return {dx, dw, db};
 }
 
-// ---- Autograd ----
-
-struct BatchNormReluMaxPool2dBackward {  // saved: input, codes, winners, weight, bias, mean, rstd
-  static constexpr const char* kName = "WarpwrightBatchNormReluMaxPool2DBackward";
-  static constexpr bool kPiecewiseLinear = true;
-  struct Attributes {
-    PoolWindow window;
-    bool training;
-  };
-  static variable_list backward(const Attributes& a, const variable_list& saved,
-                                const variable_list& grads, const NeedsGrad& needs) {
-    auto [dx, dw, db] = call::batch_norm_relu_max_pool2d_backward(
-        grads[0], saved[0], saved[1], saved[2], optional_if_defined(saved[3]),
-        optional_if_defined(saved[4]), saved[5], saved[6], a.training, a.window,
-        {needs[0], needs[1], needs[2]});
-    return {dx, dw, db};
-  }
-};
-
-// `forward(save)` runs the op below autograd.
-template <class Forward>
-Tensors5 forward_autograd(const BatchNormCall& c, const PoolWindow& w, bool save,
-                          Forward&& forward) {
-  check_running_statistics(c.running_mean, c.running_var, c.training);
-  check_images(c.input);
-  auto node = make_node<BatchNormReluMaxPool2dBackward>({w, c.training}, c.input, c.weight, c.bias);
-  // Before a training step moves the running statistics.
-  Tensor direction;
-  if (any_tangent(c.input, c.weight, c.bias)) {
-    direction = tangent(std::get<0>(call_batch_norm(
-        c.input, optional_if_defined(c.weight), optional_if_defined(c.bias),
-        c.training ? std::nullopt : optional_if_defined(c.running_mean),
-        c.training ? std::nullopt : optional_if_defined(c.running_var), c.training, c.eps)));
-  }
-  auto results = below_autograd([&] { return forward(save || node || direction.defined()); });
-  const auto& [output, mean, rstd, codes, winners] = results;
-  if (node) {
-    for (const Tensor* tensor : {&c.input, &codes, &winners, &c.weight, &c.bias, &mean, &rstd}) {
-      node->save(*tensor);
-    }
-    set_history(output, node);
-  }
-  if (direction.defined()) {
-    const Tensor passed = call_max_pool2d_gather(direction, codes, w, walks_channels_last(c.input));
-    set_tangent(output, tangent_with_zero_terms(passed, c.input, c.weight, c.bias));
-  }
-  return results;
-}
-
-Tensors5 batch_norm_relu_max_pool2d_autograd(const Tensor& input, const OptionalTensor& weight,
-                                             const OptionalTensor& bias,
-                                             const OptionalTensor& running_mean,
-                                             const OptionalTensor& running_var, bool training,
-                                             double eps, IntArrayRef kernel_size,
-                                             IntArrayRef stride, IntArrayRef padding,
-                                             IntArrayRef dilation, bool ceil_mode, bool save) {
-  const PoolWindow w = make_pool_window(kernel_size, stride, padding, dilation);
-  return forward_autograd(call_of(input, weight, bias, running_mean, running_var, training, eps), w,
-                          save, [&](bool keep) {
-                            return call::batch_norm_relu_max_pool2d(
-                                input, weight, bias, running_mean, running_var, training, eps, w,
-                                ceil_mode, keep);
-                          });
-}
-
-Tensors5 batch_norm_relu_max_pool2d_update_autograd(
-    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-    Tensor running_mean, Tensor running_var, double momentum, double eps, IntArrayRef kernel_size,
-    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool ceil_mode, bool save) {
-  const PoolWindow w = make_pool_window(kernel_size, stride, padding, dilation);
-  auto results = forward_autograd(
-      update_call_of(input, weight, bias, running_mean, running_var, momentum, eps), w, save,
-      [&](bool keep) {
-        return call::batch_norm_relu_max_pool2d_update(
-            input, weight, bias, running_mean, running_var, momentum, eps, w, ceil_mode, keep);
-      });
-  for (const Tensor* stat : {&running_mean, &running_var}) {
-    if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
-  }
-  return results;
-}
-
-Tensors3 batch_norm_relu_max_pool2d_backward_autograd(
-    const Tensor& grad_output, const Tensor& input, const Tensor& codes, const Tensor& winners,
-    const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
-    const Tensor& rstd, bool training, IntArrayRef kernel_size, IntArrayRef stride,
-    IntArrayRef padding, IntArrayRef dilation, Mask3 output_mask) {
-  constexpr const char* kOp = "batch_norm_relu_max_pool2d_backward";
-  const PoolWindow w = make_pool_window(kernel_size, stride, padding, dilation);
-  check_constant(mean, kOp, "mean");
-  check_constant(rstd, kOp, "rstd");
-  check_constant(winners, kOp, "winners");
-  const Tensor weight_value = value_or_undefined(weight);
-  if (!is_differentiated(grad_output) && !is_differentiated(input) &&
-      !is_differentiated(weight_value)) {
-    return below_autograd([&] {
-      return call::batch_norm_relu_max_pool2d_backward(grad_output, input, codes, winners, weight,
-                                                       bias, mean, rstd, training, w, output_mask);
-    });
-  }
-  // To be differentiated: one after the other.
-  check_saved(grad_output, input, codes, winners, value_or_undefined(bias), w);
-  const Tensor dy = call_max_pool2d_backward(grad_output, codes, input.sym_sizes(), w,
-                                             walks_channels_last(input));
-  return call_batch_norm_backward(dy, input, weight, mean, rstd, training, output_mask);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
@@ -476,12 +274,6 @@ TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
   m.impl("batch_norm_relu_max_pool2d", forward_kernel<pooled_forward_meta>);
   m.impl("batch_norm_relu_max_pool2d_update", update_kernel<pooled_forward_meta>);
   m.impl("batch_norm_relu_max_pool2d_backward", backward_kernel<pooled_backward_meta>);
-}
-
-TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
-  m.impl("batch_norm_relu_max_pool2d", batch_norm_relu_max_pool2d_autograd);
-  m.impl("batch_norm_relu_max_pool2d_update", batch_norm_relu_max_pool2d_update_autograd);
-  m.impl("batch_norm_relu_max_pool2d_backward", batch_norm_relu_max_pool2d_backward_autograd);
 }
 
 }  // namespace warpwright

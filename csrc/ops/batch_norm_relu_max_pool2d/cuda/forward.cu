@@ -1,7 +1,7 @@
-// Forward: the pool's kernels on taps that are normalised and rounded as batch norm's output would
-// be, so that the same taps win as with single ops.
+// Forward: the pool's kernels on taps that are normalised and rounded like batch norm's output. The
+// same taps then win as with separate ops.
 #include "ops/batch_norm/cuda/sums.cuh"
-#include "ops/batch_norm_relu_max_pool2d/batch_norm_relu_max_pool2d_channels.cuh"
+#include "ops/batch_norm_relu_max_pool2d/cuda/channels.cuh"
 #include "ops/max_pool2d/cuda/forward.cuh"
 
 namespace warpwright {

@@ -1,5 +1,5 @@
 // Backward: the pool's kernels, whose sums become batch norm's input gradient before the store.
-#include "ops/batch_norm_relu_max_pool2d/batch_norm_relu_max_pool2d_channels.cuh"
+#include "ops/batch_norm_relu_max_pool2d/cuda/channels.cuh"
 #include "ops/max_pool2d/cuda/backward.cuh"
 
 namespace warpwright {
