@@ -214,7 +214,8 @@ def native_functions():
             name: getattr(native, name)
             for name in (
                 *("relu", "relu_", "linear", "conv2d", "max_pool2d", "max_pool2d_with_indices"),
-                *("batch_norm", "cross_entropy", "scaled_dot_product_attention"),
+                *("batch_norm", "layer_norm", "rms_norm"),
+                *("cross_entropy", "scaled_dot_product_attention"),
             )
         },
         "linear_relu": fused_linear(native.relu),

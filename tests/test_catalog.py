@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from malformed_calls import public_calls
+from malformed_calls import native_functions, public_calls
 from native_suites import OURS
 
 import warpwright
-from warpwright import _catalog, explain, functional, nn, optim
+from warpwright import _catalog, doctor, explain, functional, nn, optim
 from warpwright._catalog import FUNCTIONALS, NATIVE, OPERATORS, OPS, VARIANTS
 from warpwright._ops import ops
 from warpwright.bench import overhead, plots, records
@@ -209,6 +209,7 @@ def test_every_op_is_measured():
 
 def test_every_op_is_tested():
     assert {*public_calls("cpu", 0)} == {*FUNCTIONALS, *VARIANTS} - COMPOSED
+    assert {op.name for op in NATIVE_HAS} <= {*native_functions()}
     ours = {getattr(f, "__name__", "") for f in OURS.values()} | {"scaled_dot_product_attention"}
     assert {op.name for op in NATIVE_HAS} <= ours
     called = (ROOT / "tools" / "sanitize_cases.py").read_text()
@@ -221,3 +222,10 @@ def test_every_folder_has_its_page():
     pages = {path.stem for path in (ROOT / "docs" / "kernels").glob("*.md")}
     for op in OPS.values():
         assert {op.name, *op.sources} & pages, op.name
+    listed = (ROOT / "docs" / "kernels" / "README.md").read_text()
+    for page in pages - {"README"}:
+        assert f"({page}.md)" in listed, f"docs/kernels/README.md: {page}.md"
+
+
+def test_doctor_calls_what_native_has():
+    assert set(doctor.calls("cpu")) == {op.name for op in NATIVE_HAS}

@@ -140,7 +140,7 @@ class TensorCoreAccumulator {
  public:
   static constexpr int kSteps = Tile::kBlkK / kMmaK;
   static constexpr int kCopySteps = kSteps - 1;  // over which the next tile's copies are spread
-  static constexpr bool kExchanged = false;  // write() leaves the columns as they are
+  static constexpr bool kExchanged = false;      // write() leaves the columns as they are
 
   // The rectangle of D that write() fills without other threads: a warp's.
   struct Region {
