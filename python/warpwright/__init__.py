@@ -1,7 +1,7 @@
 """warpwright: the layers of a neural network as hand-written C++/CUDA kernels for PyTorch."""
 
-from . import _decompose as _decompose  # registers what torch.export asks for
-from . import _ops as _ops  # loads the library, as soon as anything asks for an op
+from . import _decompose as _decompose  # registers decompositions for torch.export
+from . import _ops as _ops  # loads the library
 from . import functional, nn, optim
 from ._batching import register_batching_rules as _register_batching_rules
 from ._fallback import watch_gpus as _watch_gpus

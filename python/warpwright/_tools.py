@@ -71,3 +71,10 @@ def refuse_scripting(module: Any) -> NoReturn:
         f"torch.jit.script can't compile warpwright's {type(module).__name__}: {WAY_OUT}, or use "
         "torch.jit.trace, torch.compile or torch.export"
     )
+
+
+class Named(Layer):
+    """A layer whose ``repr`` starts with "warpwright."."""
+
+    def _get_name(self) -> str:
+        return f"warpwright.{type(self).__name__}"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
+from ._loss_layers import CrossEntropyLoss, LinearCrossEntropy
 from ._multihead import multi_head_attention
-from ._tools import Layer
+from ._tools import Named
 
 __all__ = [
     "MLP",
@@ -41,12 +42,7 @@ __all__ = [
 ]
 
 
-class _Named(Layer):
-    def _get_name(self) -> str:
-        return f"warpwright.{type(self).__name__}"
-
-
-class Conv2d(_Named, nn.Conv2d):
+class Conv2d(Named, nn.Conv2d):
     """``torch.nn.Conv2d`` on :func:`warpwright.functional.conv2d`."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,7 +58,7 @@ class Conv2d(_Named, nn.Conv2d):
         return self._conv_forward(input, self.weight, self.bias)
 
 
-class _BatchNorm(_Named, nn.modules.batchnorm._BatchNorm):
+class _BatchNorm(Named, nn.modules.batchnorm._BatchNorm):
     # The name of a functional with batch_norm's arguments, further tensors after the input.
     _functional: ClassVar[str] = "batch_norm"
 
@@ -208,28 +204,28 @@ class BatchNormReLUMaxPool2d(_BatchNorm, nn.BatchNorm2d):
         return f"{super().extra_repr()}, {window}"
 
 
-class LayerNorm(_Named, nn.LayerNorm):
+class LayerNorm(Named, nn.LayerNorm):
     """``torch.nn.LayerNorm`` on :func:`warpwright.functional.layer_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(_Named, nn.RMSNorm):
+class RMSNorm(Named, nn.RMSNorm):
     """``torch.nn.RMSNorm`` on :func:`warpwright.functional.rms_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
 
 
-class ReLU(_Named, nn.ReLU):
+class ReLU(Named, nn.ReLU):
     """``torch.nn.ReLU`` on :func:`warpwright.functional.relu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu(input, inplace=self.inplace)
 
 
-class MaxPool2d(_Named, nn.MaxPool2d):
+class MaxPool2d(Named, nn.MaxPool2d):
     """``torch.nn.MaxPool2d`` on :func:`warpwright.functional.max_pool2d`."""
 
     def forward(self, input: Tensor) -> Any:  # with return_indices a pair
@@ -244,7 +240,7 @@ class MaxPool2d(_Named, nn.MaxPool2d):
         )
 
 
-class ReLUMaxPool2d(_Named, nn.MaxPool2d):
+class ReLUMaxPool2d(Named, nn.MaxPool2d):
     """A ReLU and the ``torch.nn.MaxPool2d`` after it, as one op.
 
     Constructor and attributes are those of ``nn.MaxPool2d``, without indices; see
@@ -259,14 +255,14 @@ class ReLUMaxPool2d(_Named, nn.MaxPool2d):
         )
 
 
-class Linear(_Named, nn.Linear):
+class Linear(Named, nn.Linear):
     """``torch.nn.Linear`` on :func:`warpwright.functional.linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
 
 
-class LinearReLU(_Named, nn.Linear):
+class LinearReLU(Named, nn.Linear):
     """``torch.nn.Linear`` and the ReLU after it, as one op.
 
     Parameters and ``state_dict`` are those of ``nn.Linear``; see
@@ -277,7 +273,7 @@ class LinearReLU(_Named, nn.Linear):
         return F.linear_relu(input, self.weight, self.bias)
 
 
-class LinearGELU(_Named, nn.Linear):
+class LinearGELU(Named, nn.Linear):
     """``torch.nn.Linear`` and the GELU after it, as one op.
 
     Parameters and ``state_dict`` are those of ``nn.Linear``; see
@@ -300,7 +296,7 @@ class LinearGELU(_Named, nn.Linear):
         return f"{super().extra_repr()}, approximate={self.approximate!r}"
 
 
-class LinearSiLU(_Named, nn.Linear):
+class LinearSiLU(Named, nn.Linear):
     """``torch.nn.Linear`` and the SiLU after it, as one op.
 
     Parameters and ``state_dict`` are those of ``nn.Linear``; see
@@ -311,7 +307,7 @@ class LinearSiLU(_Named, nn.Linear):
         return F.linear_silu(input, self.weight, self.bias)
 
 
-class MultiheadAttention(_Named, nn.MultiheadAttention):
+class MultiheadAttention(Named, nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` on :func:`warpwright.functional.linear` and
     :func:`warpwright.functional.scaled_dot_product_attention`.
 
@@ -343,7 +339,7 @@ class MultiheadAttention(_Named, nn.MultiheadAttention):
         )
 
 
-class MLP(_Named, nn.Module):
+class MLP(Named, nn.Module):
     """Linear, activation, linear, as :func:`warpwright.functional.mlp`.
 
     Args:
@@ -389,109 +385,6 @@ class MLP(_Named, nn.Module):
         return self.fc2(self.fc1(input))
 
 
-class CrossEntropyLoss(_Named, nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss`` on :func:`warpwright.functional.cross_entropy`.
-
-    The extra keyword arguments are that function's. They are class attributes until the constructor
-    sets them, so a swapped module has none of its own.
-    """
-
-    z_loss: float = 0.0
-    softcap: float = 0.0
-    return_lse: bool = False
-    return_argmax: bool = False
-    inplace_backward: bool = False
-
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        *,
-        z_loss: float = 0.0,
-        softcap: float = 0.0,
-        return_lse: bool = False,
-        return_argmax: bool = False,
-        inplace_backward: bool = False,
-    ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.z_loss = z_loss
-        self.softcap = softcap
-        self.return_lse = return_lse
-        self.return_argmax = return_argmax
-        self.inplace_backward = inplace_backward
-
-    def forward(self, input: Tensor, target: Tensor) -> Any:
-        return F.cross_entropy(
-            input,
-            target,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            return_lse=self.return_lse,
-            return_argmax=self.return_argmax,
-            inplace_backward=self.inplace_backward,
-        )
-
-
-class LinearCrossEntropy(_Named, nn.Linear):
-    """A linear layer and its cross entropy as one op: ``forward(input, target)`` is the loss.
-
-    ``weight`` and ``bias`` are ``torch.nn.Linear``'s, by name, shape and initial values; the other
-    arguments are :func:`warpwright.functional.linear_cross_entropy`'s. ``class_weight`` is a
-    buffer.
-    """
-
-    class_weight: Tensor | None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float = 0.0,
-        return_lse: bool = False,
-        return_argmax: bool = False,
-        chunk_rows: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.register_buffer("class_weight", class_weight)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
-        self.softcap = softcap
-        self.return_lse = return_lse
-        self.return_argmax = return_argmax
-        self.chunk_rows = chunk_rows
-
-    def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
-        return F.linear_cross_entropy(
-            input,
-            self.weight,
-            target,
-            self.bias,
-            class_weight=self.class_weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            return_lse=self.return_lse,
-            return_argmax=self.return_argmax,
-            chunk_rows=self.chunk_rows,
-        )
+# Pickles import a class by this module, not by the file that defines it.
+for _class in (CrossEntropyLoss, LinearCrossEntropy):
+    _class.__module__ = __name__

@@ -41,7 +41,7 @@ def changes(
 def ratio_changes(
     before: dict[str, Any], after: dict[str, Any], above: float, impl: str | None = None
 ) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
-    """As changes(), of the ratio to native: positive if `after`'s ratio is lower, hence slower."""
+    """As changes(), of the ratio to native. Positive: `after`'s ratio is lower, so it is slower."""
     old, new = grouped(before), grouped(after)
     found = []
     for a, b, _ in changes(before, after, above, impl):

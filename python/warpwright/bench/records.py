@@ -180,7 +180,7 @@ def folders_of(op: str) -> tuple[str, ...]:
 
 
 def _includes_gemm(folder: Path) -> bool:
-    """Whether a kernel of the folder stands on csrc/gemm/."""
+    """Whether a kernel of the folder uses csrc/gemm/."""
     files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES)
     return any('#include "gemm/' in path.read_text() for path in files)
 

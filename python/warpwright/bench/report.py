@@ -1,8 +1,8 @@
 """Writes the results of README.md and docs/ from benchmarks/results/**.
 
-In README.md, docs/architecture.md and docs/ladder.md tables stand between `<!-- results:NAME -->`
-and `<!-- /results -->`; everything between the two lines is generated. docs/results.md is generated
-whole, and so is docs/results/: a picture there that belongs to no record is deleted.
+README.md, docs/architecture.md and docs/ladder.md have tables between `<!-- results:NAME -->` and
+`<!-- /results -->`. Everything between the two lines is generated. docs/results.md and docs/results/
+are generated whole: a picture that belongs to no record is deleted.
 
 Rows of an op whose sources have changed since it was measured carry a dagger. Whether they have
 depends on the tree, not on the results, so `--check` looks past daggers.

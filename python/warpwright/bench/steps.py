@@ -69,7 +69,7 @@ class Variant:
     compiled: bool = False
     patched: bool = False
     captured: bool = False
-    peer: str | None = None  # the name in PEERS that asks for it; None: it is ours
+    peer: str | None = None  # the name in PEERS that selects it; None: it is ours
     notes: list[str] = field(default_factory=list)
 
 

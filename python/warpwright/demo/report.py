@@ -22,7 +22,7 @@ from .train import PHASES, Training
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by every kind of colour vision.
+# Okabe and Ito's colours, which differ for every kind of colour vision.
 COLOURS = {"warpwright": "#0072B2", "native": "#E69F00"}
 MAX_MISREAD = 24
 MISREAD_COLUMNS = MAX_MISREAD // 2

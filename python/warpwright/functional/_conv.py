@@ -38,8 +38,8 @@ def conv2d(
     Returns:
         ``(N, K, P, Q)``, or ``(K, P, Q)`` for an unbatched input, in the dtype of ``input``.
     Raises:
-        RuntimeError: as native, on a wrong rank, dtype, device or channel count, a non-positive
-            stride, dilation or groups, negative padding, or a kernel larger than the padded input.
+        RuntimeError: as native: a wrong rank, dtype, device or channel count; a stride, dilation or
+            groups below 1; negative padding; or a kernel larger than the padded input.
     """
     stride = pair("conv2d", "stride", stride)
     dilation = pair("conv2d", "dilation", dilation)

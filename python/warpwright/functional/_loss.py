@@ -114,9 +114,9 @@ def linear_cross_entropy(
     """``cross_entropy(linear(input, weight, bias), target)`` without all logits in memory.
 
     The op processes the rows in chunks. If an operand requires grad, it computes the gradients while
-    a chunk's logits are in memory. With d the gradient of the loss by the logits z (in the simplest
-    case ``d = softmax(z) - onehot``), ``dinput = d W`` and ``dweight`` is the sum of ``d^T input``
-    over the chunks. The backward then only scales them, unless the gradient of the loss is 1.
+    a chunk's logits are in memory. Let d be the gradient of the loss by the logits z, in the
+    simplest case ``softmax(z) - onehot``. Then ``dinput = d W``, and ``dweight`` is the sum of
+    ``d^T input`` over the chunks. The backward then only scales them, unless the gradient of the loss is 1.
 
     Two backwards compute the logits again: that of reduction ``"none"``, and a second derivative,
     which holds all of them. In float16 a mean divides the gradients in the backward, not before:
@@ -124,7 +124,7 @@ def linear_cross_entropy(
 
     Memory beyond the results: the logits of one chunk. Several chunks of 16-bit operands may also
     need a float32 sum of ``weight``'s gradient (``warpwright.explain("linear_cross_entropy", ...)``
-    tells). With ``softcap``, several float32 copies of a chunk's logits exist at once.
+    tells). With ``softcap``, several float32 copies of a chunk's logits exist together.
 
     Args:
         input: (..., in_features); float32, float64, bfloat16 or float16.

@@ -13,8 +13,8 @@ They are subclasses of `torch.optim`'s classes, with the same arguments, default
 
 The constructors raise ``ValueError`` for a negative or NaN ``max_norm``, another ``state_dtype``, or
 an extra together with ``differentiable=True``. With ``max_norm`` the step raises
-``NotImplementedError`` for gradients that only torch.optim's functions take (sparse, of another
-dtype, on another device), and for parameters on several devices.
+``NotImplementedError`` in two cases: gradients that only torch.optim's functions take (sparse, of
+another dtype, on another device), and parameters on several devices.
 """
 
 from .adam import Adam, AdamW

@@ -20,7 +20,7 @@ class _AdamStep(FusedStep):
         self._accelerator_graph_capture_health_check()
 
     def _scales_in_step(self, group: dict[str, Any]) -> bool:
-        # A skipped step must not count, and steps that stand on the host can't know.
+        # A skipped step must not count, but step counts on the host cannot see that.
         return super()._scales_in_step(group) and bool(group["fused"] or group["capturable"])
 
     def _gather(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:

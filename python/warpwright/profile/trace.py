@@ -52,7 +52,7 @@ class Label:
 
 @dataclass
 class Span:
-    """A range of host time on one thread, and the span that it stands in."""
+    """A range of host time on one thread, and the span around it."""
 
     event: Event
     parent: Span | None = None

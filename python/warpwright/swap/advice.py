@@ -16,7 +16,7 @@ def _on_hopper(weight: Tensor) -> bool:
 def layout_advice(model: nn.Module, on_hopper: Callable[[Tensor], bool] = _on_hopper) -> list[str]:
     """A sentence if convolutions stay off the kernels for Hopper because of their memory format.
 
-    Convolutions of one tap lie alike in both formats; of the others the weight shows the model's.
+    Weights of one tap have the same layout in both formats. Other weights show the model's format.
     """
     found = [
         m

@@ -37,7 +37,7 @@ class Layer:
 
     path: Path
     kinds: tuple[type[nn.Module], ...]  # what it may be
-    options: tuple[tuple[str, Any], ...]  # attributes that stand as constants in the function
+    options: tuple[tuple[str, Any], ...]  # attributes that are constants in the function
 
     def holds(self, block: nn.Module) -> bool:
         layer = at(block, self.path)

@@ -230,5 +230,5 @@ def binder(base: type[nn.Module]) -> tuple[Bind, int]:
     scope = dict(defaults)
     exec(f"def forward({', '.join(shown)}): return ({values}), {rest}", scope)
     bind: Any = scope["forward"]
-    bind.__qualname__ = forward.__qualname__  # stands in the error of a call that does not fit
+    bind.__qualname__ = forward.__qualname__  # named by the error of a call that does not fit
     return bind, -1 if keyword_only else len(names) - 1
