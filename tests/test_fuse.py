@@ -396,8 +396,9 @@ def test_meta_device():
 
 
 def test_patterns_have_their_modules():
+    natives = {layer.op: layer.theirs for layer in patterns.LAYERS}
     for pattern in patterns.PATTERNS:
-        keeper = patterns.KEEPERS[pattern]
+        keeper = patterns.KEEPERS[pattern, natives[pattern.ops[pattern.keeper]]]
         assert issubclass(keeper, getattr(warpwright.nn, pattern.module))
         assert issubclass(keeper, patterns.NATIVE[keeper])
         assert hasattr(warpwright.functional, pattern.functional)

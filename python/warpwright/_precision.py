@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _C
@@ -134,3 +135,23 @@ class Tf32Products(TorchDispatchMode):
             # The bias gradient is a sum, not a product.
             result = (*result[:2], func(*args[:-1], [False, False, True], **kwargs)[2])
         return result
+
+
+class KeepsDouble(TorchFunctionMode):
+    """Inside, calls that would convert a float64 tensor to float32 leave it in float64.
+
+    Norms and softmax of many libraries compute in float32 by name. With this mode the float64 copy
+    of such a model is exact.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                func = torch.Tensor.double
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)

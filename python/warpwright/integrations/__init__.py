@@ -3,8 +3,8 @@
 Each library has a module here, which imports the library. It is imported only if the library
 already is; otherwise no model can be of that library. The module has two functions:
 
-- ``plan(model, wanted, filter_fn) -> Plan``: which changes are possible, and why others are not.
-  Changes nothing.
+- ``plan(model, wanted, filter_fn, chosen) -> Plan``: which changes are possible, and why others are
+  not. Changes nothing. ``chosen`` has the layers that get another class.
 - ``undo(model) -> int``: undoes every change found in ``model``; returns the number of layers.
 
 A change concerns instances, never the library, so other models in the process stay as they are. The
@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +46,9 @@ class Plan:
 
     entries: list[SwapEntry] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+    # Layers that get a class of the library's module in place of the usual one; and a remark on each.
+    classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)
+    notes: dict[nn.Module, str] = field(default_factory=dict)
 
 
 class Integration(Protocol):
@@ -54,6 +57,7 @@ class Integration(Protocol):
         model: nn.Module,
         wanted: frozenset[str],
         filter_fn: Callable[[nn.Module, str], bool] | None,
+        chosen: Mapping[nn.Module, type[nn.Module]],
     ) -> Plan: ...
 
     def undo(self, model: nn.Module) -> int: ...

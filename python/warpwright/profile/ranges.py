@@ -52,14 +52,12 @@ class Amount:
 
 
 Amounts = dict[Label, Amount]
-KINDS: tuple[tuple[type[nn.Module], str], ...] = tuple(
-    (kind, op) for native, (mine, op) in MODULES.items() for kind in (mine, native)
-)
 
 
 def op_of(module: nn.Module) -> str:
     """The functional that a layer runs on; for other layers the class's name."""
-    return next((op for kind, op in KINDS if isinstance(module, kind)), type(module).__name__)
+    kinds = ((kind, op) for native, (mine, op) in MODULES.items() for kind in (mine, native))
+    return next((op for kind, op in kinds if isinstance(module, kind)), type(module).__name__)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._precision import Tf32Products, split_products, tf32_products
+from .._precision import KeepsDouble, Tf32Products, split_products, tf32_products
 from ..integrations import Change
 from ..testing import to_double
 from .blocks import base_of
@@ -65,7 +65,7 @@ def compare_model(
         rows: list[dict[str, Any]] = []
         for module, module_call in {**calls, **fused}.items():
             native_class = CHAINS[chosen[module]] if module in fused else type(module)
-            found, lines = _compare_module(module, native_class, chosen[module], module_call)
+            found, lines = compare_module(module, native_class, chosen[module], module_call)
             name = (chosen if module in fused else natives)[module].__name__
             rows.append({"module": names[module], "type": name, **found})
             failures += [f"{names[module] or '(the model)'} ({name}): {line}" for line in lines]
@@ -186,7 +186,8 @@ def _run(model: nn.Module, call: Call, loss_fn: Loss) -> Run:
 def _run_double(model: nn.Module, call: Call, loss_fn: Loss) -> Run | None:
     """The native model in float64; None if the model cannot be copied or run in float64."""
     try:
-        return _run(copy.deepcopy(model).double(), to_double(call), loss_fn)
+        with KeepsDouble():
+            return _run(copy.deepcopy(model).double(), to_double(call), loss_fn)
     except Exception:  # a foreign model may raise anything in float64; native is then the oracle
         return None
 
@@ -267,21 +268,22 @@ def _record_fused(
     return found
 
 
-def _bare(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+def bare(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """``module`` as ``kind``, sharing its tensors, without its hooks."""
-    bare = kind.__new__(kind)
-    bare.__dict__ = dict(module.__dict__)
+    found = kind.__new__(kind)
+    found.__dict__ = dict(module.__dict__)
     for key, value in module.__dict__.items():
         if key.endswith("_hooks") and isinstance(value, OrderedDict):
-            bare.__dict__[key] = OrderedDict()
+            found.__dict__[key] = OrderedDict()
         elif key in ("_parameters", "_buffers"):
-            bare.__dict__[key] = dict(value)
-    return bare
+            found.__dict__[key] = dict(value)
+    return found
 
 
-def _compare_module(
+def compare_module(
     module: nn.Module, theirs: type[nn.Module], mine: type[nn.Module], call: Call
 ) -> tuple[dict[str, Any], list[str]]:
+    """The largest errors of ``module`` as ``mine`` and as ``theirs``, and a line per failure."""
     # Old-style weight_norm and pruning set the weight as a plain attribute with a history.
     plain = {k: v.detach() for k, v in vars(module).items() if isinstance(v, Tensor)}
     tensors = {
@@ -304,9 +306,10 @@ def _compare_module(
         ]
         # Not the leaves themselves: the module may work in place.
         inputs = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, (args, kwargs))
-        bare = _bare(module, kind)
-        bare.__dict__.update(extra)
-        output = torch.func.functional_call(bare, state, *inputs)
+        layer = bare(module, kind)
+        layer.__dict__.update(extra)
+        with KeepsDouble() if double else contextlib.nullcontext():
+            output = torch.func.functional_call(layer, state, *inputs)
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         roots = [t for t in outputs if t.requires_grad]
         if cotangents is None:

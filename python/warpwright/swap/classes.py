@@ -10,7 +10,7 @@ from .. import _catalog
 from .. import nn as ours
 from .patterns import NATIVE as KEEPER_NATIVE
 
-# native type -> (ours, the functional it runs on)
+# native type -> (ours, the functional it runs on). The registry adds classes of other libraries.
 MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     theirs: (getattr(ours, name), op.name)
     for op in _catalog.OPS.values()
@@ -23,7 +23,8 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-OPS = tuple(op.name for op in _catalog.OPS.values() if op.modules)
+# Heads of language models run on the last one (integrations/transformers).
+OPS = (*(op.name for op in _catalog.OPS.values() if op.modules), "linear_cross_entropy")
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -62,6 +63,9 @@ def check_ops(ops: Iterable[str] | None, known: Iterable[str]) -> frozenset[str]
 
 
 def type_name(module: nn.Module) -> str:
-    kind = type(module)
+    return name_of(type(module))
+
+
+def name_of(kind: type) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     return f"nn.{kind.__name__}" if name.startswith("torch.nn.modules.") else name

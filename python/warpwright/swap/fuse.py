@@ -68,12 +68,18 @@ class _Step:
     options: dict[str, Any]
     layer: nn.Module | None = None
     kinds: tuple[type[nn.Module], ...] = ()  # what the layer may be: native and ours
+    constants: frozenset[str] = frozenset()  # options that are no attributes of the layer
     residual: fx.Node | None = None
     why_not: str = ""  # the reason that it can't be part of a chain
 
     @property
     def in_place(self) -> bool:
         return _is_in_place(self.node)
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Options that are attributes of the layer."""
+        return {name: value for name, value in self.options.items() if name not in self.constants}
 
     @property
     def passed(self) -> list[str]:
@@ -152,7 +158,7 @@ def _may_have_chains(module: nn.Module) -> bool:
     forward = getattr(kind.forward, "__module__", "") or ""
     if forward.partition(".")[0] == "torch" and kind.forward is not nn.Sequential.forward:
         return False
-    called = {KINDS[type(m)][2] for m in _called_by(module) if type(m) in KINDS}
+    called = {KINDS[type(m)].op for m in _called_by(module) if type(m) in KINDS}
     called |= {NAMES[name] for name in _names_in(kind) if name in NAMES} | {"add"}
     return any(called.issuperset(pattern.ops) for pattern in PATTERNS)
 
@@ -211,8 +217,9 @@ class _Block:
     def _fuse_chain(self, pattern: Pattern, steps: list[_Step]) -> str:
         """Fuses the chain, or returns the reason why not."""
         keeper = [step for step in steps if step.op][pattern.keeper]
-        layer, kind = keeper.layer, KEEPERS[pattern]
+        layer = keeper.layer
         if layer is not None:
+            kind = KEEPERS[pattern, keeper.kinds[0]]
             known = {**self.known, **self.classes}.get(layer, type(layer))
             if known in NATIVE and known is not kind:
                 return f"{_label(keeper.node)} is already a {known.__name__}"
@@ -252,9 +259,9 @@ class _Block:
         base = next((kind for kind in KINDS if isinstance(layer, kind)), None)
         if base is None:
             return None
-        theirs, mine, op, names = KINDS[base]
-        options = {name: getattr(layer, name) for name in names}
-        step = _Step(node, op, options, layer, (theirs, mine))
+        theirs, mine, op, names, constants = KINDS[base]
+        options = {**{name: getattr(layer, name) for name in names}, **constants}
+        step = _Step(node, op, options, layer, (theirs, mine), frozenset(constants))
         reason = self.why_not(layer)
         if reason is not None:
             step.why_not = f"{_label(node)}: {reason}"
@@ -389,9 +396,10 @@ class _Block:
         for step in steps:
             if step.layer is not None:
                 path = str(step.node.target)
-                kinds = (KEEPERS[pattern],) if step is keeper else step.kinds
-                constants = () if step is keeper else tuple(step.options.items())
-                self.layers[path] = Layer(tuple(path.split(".")), kinds, constants)
+                kinds, held = step.kinds, tuple(step.held.items())
+                if step is keeper:
+                    kinds, held = (KEEPERS[pattern, kinds[0]],), ()
+                self.layers[path] = Layer(tuple(path.split(".")), kinds, held)
 
     def recipe(self) -> Recipe:
         call, free = self.form.traced.call, self.form.free

@@ -8,9 +8,9 @@ layers. For any other caller it is a plain layer.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +40,29 @@ PATTERNS = tuple(
     if op.chain
 )
 
-# Layers of a chain: (native, ours, op, attributes that are options of the op). "" is no op.
-LAYERS: tuple[tuple[type[nn.Module], type[nn.Module], str, tuple[str, ...]], ...] = (
-    (nn.BatchNorm2d, ours.BatchNorm2d, "batch_norm", ()),
-    (nn.Linear, ours.Linear, "linear", ()),
-    (nn.ReLU, ours.ReLU, "relu", ()),
-    (nn.GELU, nn.GELU, "gelu", ("approximate",)),
-    (nn.SiLU, nn.SiLU, "silu", ()),
-    (nn.MaxPool2d, ours.MaxPool2d, "max_pool2d", POOL),
-    (nn.Identity, nn.Identity, "", ()),
+
+class Kind(NamedTuple):
+    """A layer that a chain may contain."""
+
+    theirs: type[nn.Module]
+    mine: type[nn.Module]  # the same class if swap() has no layer for it
+    op: str  # "" is no op
+    names: tuple[str, ...] = ()  # attributes that are options of the op
+    constants: Mapping[str, Any] = {}  # options that the class implies
+
+
+LAYERS = (
+    Kind(nn.BatchNorm2d, ours.BatchNorm2d, "batch_norm"),
+    Kind(nn.Linear, ours.Linear, "linear"),
+    Kind(nn.ReLU, ours.ReLU, "relu"),
+    Kind(nn.GELU, nn.GELU, "gelu", ("approximate",)),
+    Kind(nn.SiLU, nn.SiLU, "silu"),
+    Kind(nn.MaxPool2d, ours.MaxPool2d, "max_pool2d", POOL),
+    Kind(nn.Identity, nn.Identity, ""),
 )
-KINDS = {kind: layer for layer in LAYERS for kind in layer[:2]}
-OPTIONS = {op: names for _, _, op, names in LAYERS}
+# Both classes of each; the registry adds layers of other libraries.
+KINDS: dict[type[nn.Module], Kind] = {kind: layer for layer in LAYERS for kind in layer[:2]}
+OPTIONS = {layer.op: layer.names for layer in LAYERS}
 ONLY_FUSED = ("gelu", "silu")  # ops that swap() has no layer for
 
 # Functions of a chain: the op, and the names of the arguments after the first.
@@ -121,7 +132,7 @@ _KEEPS: dict[str, type[nn.Module]] = {
     "linear": _LinearKeeper,
     "max_pool2d": _MaxPoolKeeper,
 }
-_STEPS: dict[str, Callable[..., Tensor]] = {
+STEPS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "relu": torch.relu,
     "gelu": native.gelu,
@@ -143,24 +154,27 @@ class _Chain:
                 x = super().forward(x)  # type: ignore[misc]
             else:
                 options = {name: fused[name] for name in OPTIONS.get(op, ()) if name in fused}
-                x = _STEPS[op](x, *(residual if op == "add" else ()), **options)
+                x = STEPS[op](x, *(residual if op == "add" else ()), **options)
         return x
 
 
-def _make_keepers() -> Iterator[tuple[Pattern, type[nn.Module], type[nn.Module], type[nn.Module]]]:
-    """Per pattern: the layer's native class, the keeper (a fused module) and the native chain."""
-    for pattern in PATTERNS:
-        op, name = pattern.ops[pattern.keeper], pattern.module
-        theirs = next(layer[0] for layer in LAYERS if layer[2] == op)
-        body = {"__module__": __name__, "_functional": pattern.functional, "_pattern": pattern}
-        keeper = type(name, (_KEEPS[op], getattr(ours, name)), dict(body))
-        yield pattern, theirs, keeper, type(f"Native{name}", (_Chain, theirs), dict(body))
+# (chain, the keeper's native class) -> the keeper. Then keeper -> the native layer, the native chain.
+KEEPERS: dict[tuple[Pattern, type[nn.Module]], type[nn.Module]] = {}
+NATIVE: dict[type[nn.Module], type[nn.Module]] = {}
+CHAINS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-KEEPERS: dict[Pattern, type[nn.Module]] = {}
-NATIVE: dict[type[nn.Module], type[nn.Module]] = {}  # keeper -> the layer's native class
-CHAINS: dict[type[nn.Module], type[nn.Module]] = {}  # keeper -> the native chain
-for _pattern, _theirs, _keeper, _chain in _make_keepers():
-    KEEPERS[_pattern] = _keeper
-    NATIVE[_keeper], CHAINS[_keeper] = _theirs, _chain
-    globals()[_keeper.__name__] = _keeper  # pickles find it by its name
+def add_keeper(pattern: Pattern, theirs: type[nn.Module], keeper: type[nn.Module]) -> None:
+    """Makes ``keeper`` the fused module of ``pattern`` for layers of the class ``theirs``."""
+    body = {"__module__": __name__, "_pattern": pattern}
+    KEEPERS[pattern, theirs] = keeper
+    NATIVE[keeper] = theirs
+    CHAINS[keeper] = type(f"Native{keeper.__name__}", (_Chain, theirs), body)
+
+
+for _pattern in PATTERNS:
+    _op, _name = _pattern.ops[_pattern.keeper], _pattern.module
+    _body = {"__module__": __name__, "_functional": _pattern.functional}
+    _keeper = type(_name, (_KEEPS[_op], getattr(ours, _name)), _body)
+    add_keeper(_pattern, next(layer.theirs for layer in LAYERS if layer.op == _op), _keeper)
+    globals()[_name] = _keeper  # pickles find it by its name

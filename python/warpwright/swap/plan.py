@@ -11,10 +11,11 @@ from torch import nn
 
 from .. import integrations
 from .._arch import why_no_kernel
-from .classes import CONTAINERS, MODULES, NATIVE, OPS, check_ops, set_class, type_name
+from .classes import CONTAINERS, MODULES, NATIVE, OPS, check_ops, name_of, set_class, type_name
 from .fuse import Fusion, Graphs
 from .fuse import plan as plan_fusions
 from .patterns import KINDS
+from .registry import UNKNOWN, find
 from .report import FILTERED, IS_OURS, NO_LAYER, REPLACED, SwapEntry
 
 Filter = Callable[[nn.Module, str], bool]
@@ -47,6 +48,7 @@ def plan_swap(
 ) -> Plan:
     check_is_module(model)
     wanted = check_ops(ops, OPS)
+    libraries = [*integrations.loaded()]  # each registers its layers
     entries: dict[nn.Module, SwapEntry] = {}
     chosen: Chosen = {}
     parts: dict[nn.Module, str] = {}
@@ -54,18 +56,23 @@ def plan_swap(
         if module in parts:
             entries[module] = SwapEntry(name, type_name(module), None, False, parts[module])
             continue
+        why_unknown = _look_up(module)
         op = _op_of(module)
         if op is None and (type(module) in CONTAINERS or next(module.children(), None) is not None):
             continue  # its children have entries of their own
-        reason = _why_not(module, name, op, wanted, filter_fn)
+        reason = why_unknown or _why_not(module, name, op, wanted, filter_fn)
         if reason is None:
             chosen[module] = MODULES[type(module)][0]
         if isinstance(module, nn.MultiheadAttention):  # it reads this child's weights itself
             parts[module.out_proj] = f"runs as a part of {type(module).__name__}"
         entries[module] = SwapEntry(name, type_name(module), op, reason is None, reason or "")
-    libraries = [library.plan(model, wanted, filter_fn) for library in integrations.loaded()]
-    more = [entry for library in libraries for entry in library.entries]
-    changes = [change for library in libraries for change in library.changes]
+    plans = [library.plan(model, wanted, filter_fn, chosen) for library in libraries]
+    for plan in plans:
+        chosen.update(plan.classes)
+        for module, note in plan.notes.items():
+            entries[module] = replace(entries[module], note=note)
+    more = [entry for plan in plans for entry in plan.entries]
+    changes = [change for plan in plans for change in plan.changes]
     if not fuse:
         return Plan([*entries.values(), *more], chosen, changes=changes)
 
@@ -102,6 +109,15 @@ def check_is_module(model: Any) -> None:
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
 
+def _look_up(module: nn.Module) -> str:
+    """Adds the class to ``MODULES`` if the registry knows it; or the reason why it is not trusted."""
+    kind = type(module)
+    if kind in MODULES or nn.utils.parametrize.is_parametrized(module):
+        return ""
+    found = find(kind)
+    return "" if found == UNKNOWN else found
+
+
 def _op_of(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
@@ -128,7 +144,7 @@ def _why_not(
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized, which makes it a subclass: swap before parametrizing"
     if type(module) not in MODULES:
-        return f"a subclass of nn.{_native_base(module).__name__}, which may compute something else"
+        return f"a subclass of {_native_base(module)}, which may compute something else"
     if "forward" in vars(module):
         return REPLACED
     if op not in wanted:
@@ -146,5 +162,5 @@ def _why_not(
     return None
 
 
-def _native_base(module: nn.Module) -> type[nn.Module]:
-    return next(native for native in MODULES if isinstance(module, native))
+def _native_base(module: nn.Module) -> str:
+    return name_of(next(native for native in MODULES if isinstance(module, native)))

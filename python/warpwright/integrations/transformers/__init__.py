@@ -8,7 +8,7 @@ models may share the config itself, and it is saved, so it keeps what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import transformers
@@ -27,6 +27,8 @@ except ImportError as error:
     raise ImportError(
         f"warpwright: transformers 4.53 or newer is needed; {transformers.__version__} is installed"
     ) from error
+from . import _heads
+from . import _layers as _layers  # registers them
 from ._attention import attention
 from ._masks import add_hooks, has_hooks, mask, remove_hooks
 from ._sources import (
@@ -87,6 +89,7 @@ def undo(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
         remove_hooks(module)
+        _heads.remove_hooks(module)
         found += _restore_config(module) and attends(type(module))
     return found
 
@@ -102,9 +105,27 @@ def _modules_of_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     yield inner, child
 
 
-def plan(model: nn.Module, wanted: frozenset[str], filter_fn: Filter | None) -> Plan:
-    """An entry for each attention layer, and the change that swaps them."""
+def plan(
+    model: nn.Module,
+    wanted: frozenset[str],
+    filter_fn: Filter | None,
+    chosen: Mapping[nn.Module, type[nn.Module]],
+) -> Plan:
+    """An entry for each attention layer, and the changes that swap them and the heads."""
     modules = list(_modules_of_models(model))
+    found = _plan_attention(modules, wanted, filter_fn)
+    if _heads.OP in wanted:
+        models = [module for _, module in modules]
+        found.classes, hooked = _heads.find_heads(models, chosen)
+        found.notes = dict.fromkeys(found.classes, _heads.NOTE)
+        if hooked:
+            found.changes.append(_heads.Heads(hooked))
+    return found
+
+
+def _plan_attention(
+    modules: list[tuple[str, nn.Module]], wanted: frozenset[str], filter_fn: Filter | None
+) -> Plan:
     layers = [
         (name, module, _why_not(module, name, wanted, filter_fn))
         for name, module in modules

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
+from .._hooks import remove_hooks_of
 from ._sources import counts_positions
 
 native_mask = masking_utils.sdpa_mask
@@ -78,17 +79,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Finds the hooks by their functions, because a copy of a module has no handles."""
-    for hooks, marks in (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (
-            module._forward_hooks,
-            (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-        ),
-    ):
-        for key in [k for k, hook in hooks.items() if hook in (_enter, _enter_unproven, _leave)]:
-            for table in (hooks, *marks):
-                table.pop(key, None)
+    remove_hooks_of(module, (_enter, _enter_unproven, _leave))
 
 
 _OVERLAID = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
