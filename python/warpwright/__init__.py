@@ -16,7 +16,7 @@ from .info import info
 from .integrations import register_attention
 from .patch import patch
 from .profile import profile
-from .swap import SwapCheckError, SwapReport, swap, swapped, unswap
+from .swap import SwapCheckError, SwapReport, register_layer, swap, swapped, unswap
 
 _register_batching_rules()
 _otherwise_native()
@@ -38,6 +38,7 @@ __all__ = [
     "patch",
     "profile",
     "register_attention",
+    "register_layer",
     "set_float32_matmul_precision",
     "strict",
     "swap",

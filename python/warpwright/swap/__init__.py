@@ -6,6 +6,7 @@ from . import blocks, fuse, patterns
 from .classes import OPS
 from .fuse import Fusion
 from .model import swap, swapped, unswap, unswapped
+from .registry import register_layer
 from .report import SwapCheckError, SwapEntry, SwapReport
 
 # Pickles of fused models and of reports that were made before this package existed name these modules.
@@ -18,6 +19,7 @@ __all__ = [
     "SwapCheckError",
     "SwapEntry",
     "SwapReport",
+    "register_layer",
     "swap",
     "swapped",
     "unswap",

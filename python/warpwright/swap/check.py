@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._precision import KeepsDouble, Tf32Products, split_products, tf32_products
 from ..integrations import Change
+from ..integrations._logits import tensor_of
 from ..testing import to_double
 from .blocks import base_of
 from .classes import set_class
@@ -99,13 +100,19 @@ def compare_model(
 
 def mean_square(output: Any) -> Tensor:
     """The default loss: the sum over all floating outputs of their mean squares."""
-    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    leaves = [t for t in _tensors(output) if t.is_floating_point()]
     if not leaves:
         raise TypeError(
             "check: the model returns no floating tensor; pass loss_fn to turn its output into one"
         )
     # Sums in at least float32, so that a half precision output cannot overflow.
     return sum((t if t.dtype == torch.float64 else t.float()).pow(2).mean() for t in leaves)  # type: ignore[return-value]
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The tensors of an output, logits that are not computed yet included."""
+    leaves = (tensor_of(leaf) for leaf in tree_leaves(output))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _as_call(inputs: Any) -> Call:
@@ -174,7 +181,7 @@ def _run(model: nn.Module, call: Call, loss_fn: Loss) -> Run:
         grads: tuple[Tensor | None, ...] = ()
         if loss.requires_grad and leaves:
             grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        outputs = _tensors(output)
         return {
             "loss": {"loss": loss.detach()},
             "output": {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)},
@@ -310,7 +317,7 @@ def compare_module(
         layer.__dict__.update(extra)
         with KeepsDouble() if double else contextlib.nullcontext():
             output = torch.func.functional_call(layer, state, *inputs)
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        outputs = _tensors(output)
         roots = [t for t in outputs if t.requires_grad]
         if cotangents is None:
             generator = torch.Generator().manual_seed(0)

@@ -111,10 +111,9 @@ def check_is_module(model: Any) -> None:
 
 def _look_up(module: nn.Module) -> str:
     """Adds the class to ``MODULES`` if the registry knows it; or the reason why it is not trusted."""
-    kind = type(module)
-    if kind in MODULES or nn.utils.parametrize.is_parametrized(module):
+    if nn.utils.parametrize.is_parametrized(module):
         return ""
-    found = find(kind)
+    found = find(type(module))
     return "" if found == UNKNOWN else found
 
 

@@ -129,16 +129,16 @@ def find(kind: type[nn.Module]) -> str:
 
 def _is_built_in(kind: type[nn.Module]) -> bool:
     """Whether it is ours, or torch's, or one that torch derived, as ``fully_shard`` does."""
-    return issubclass(kind, Layer) or any(
-        base.__module__.startswith("torch.") and not base.__module__.startswith("torch.nn.modules.")
-        for base in kind.__mro__
-    )
+    if issubclass(kind, Layer) or kind.__module__.startswith("torch."):
+        return True
+    bases = [base.__module__ for base in kind.__mro__]
+    return any(b.startswith("torch.") and not b.startswith("torch.nn.modules.") for b in bases)
 
 
 def _look_up(kind: type[nn.Module]) -> str:
     known = _known.get(fingerprint(kind) or "") or _known.get(fingerprint(kind, init=True) or "")
     if known is None:
-        return UNKNOWN
+        return "its forward has changed since it was registered" if kind in MODULES else UNKNOWN
     try:
         made = _subclass(kind, known)
         faults = _faults(kind, made, known)

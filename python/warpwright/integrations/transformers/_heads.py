@@ -1,7 +1,7 @@
 """Heads of language models: in a training call with labels, their loss needs no logits.
 
 A hook on the model notes whether a call has labels. If it has, the head returns
-:class:`~._logits.LazyLogits`. transformers' losses, and the losses in the models' own code, end in
+:class:`~warpwright.integrations._logits.LazyLogits`. transformers' losses, and the losses in the models' own code, end in
 ``torch.nn.functional.cross_entropy``, which then computes the head's product too.
 """
 
@@ -21,7 +21,7 @@ from ... import functional as F
 from ... import nn as ours
 from ...swap.classes import NATIVE
 from .._hooks import remove_hooks_of
-from ._logits import LazyLogits, versions_of
+from .._logits import LazyLogits, versions_of
 
 OP = "linear_cross_entropy"
 NOTE = "in training with labels: linear_cross_entropy, logits only if they are read"
@@ -60,7 +60,10 @@ def _may_be_lazy(head: LanguageHead, input: Tensor) -> bool:
         return False
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
         return False
-    if torch.compiler.is_exporting() or type(head.weight) is not nn.Parameter:
+    if type(head.weight) is not nn.Parameter:
+        return False
+    # Dynamo takes is_exporting() for true even in torch.compile.
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         return False
     if torch.is_autocast_enabled(input.device.type):
         return input.dtype != torch.float64

@@ -53,7 +53,9 @@ def _rounded_to_weight(self: Any, hidden_states: Tensor) -> Tensor:
     weight = self.weight
     if weight.dtype == hidden_states.dtype:
         return F.rms_norm(hidden_states, (weight.shape[0],), weight, self.variance_epsilon)
-    normalized = F.rms_norm(hidden_states.float(), (weight.shape[0],), None, self.variance_epsilon)
+    if hidden_states.dtype != torch.float64:
+        hidden_states = hidden_states.float()
+    normalized = F.rms_norm(hidden_states, (weight.shape[0],), None, self.variance_epsilon)
     if weight.dtype in (torch.float16, torch.bfloat16):
         normalized = normalized.to(weight.dtype)
     return weight * normalized

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as native
 from torch.utils._pytree import tree_map
 
-from ... import functional as F
+from .. import functional as F
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -150,7 +150,7 @@ class LazyLogits:
         kwargs = kwargs or {}
         if func is native.cross_entropy:
             return _cross_entropy(*args, **kwargs)
-        args, kwargs = tree_map(_tensor_of, (args, kwargs))
+        args, kwargs = tree_map(tensor_of, (args, kwargs))
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -169,7 +169,7 @@ class LazyLogits:
 
 def _operator(name: str) -> Callable[..., Any]:
     def operate(self: LazyLogits, *others: Any) -> Any:
-        return getattr(self.tensor(), name)(*(_tensor_of(other) for other in others))
+        return getattr(self.tensor(), name)(*(tensor_of(other) for other in others))
 
     return operate
 
@@ -187,7 +187,8 @@ def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(t._version for t in tensors if t is not None)
 
 
-def _tensor_of(value: Any) -> Any:
+def tensor_of(value: Any) -> Any:
+    """``value``, or the tensor of lazy logits."""
     return value.tensor() if isinstance(value, LazyLogits) else value
 
 
@@ -221,7 +222,7 @@ def _cross_entropy(
         or target.ndim != 1
         or not (weight is size_average is reduce is None)
     ):
-        input, target, weight = (_tensor_of(value) for value in (input, target, weight))
+        input, target, weight = (tensor_of(value) for value in (input, target, weight))
         options = (size_average, ignore_index, reduce, reduction, label_smoothing)
         return native.cross_entropy(input, target, weight, *options)
     hidden = input._hidden
