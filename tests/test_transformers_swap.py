@@ -132,10 +132,10 @@ def test_copies_and_pickles_stay_swapped(tmp_path):
     ):
         assert_same(other(ids).logits, expected)
         assert isinstance(other.model.config, View)
-        assert hooks(other) == [other.model]
+        assert hooks(other) == [other, other.model]
         assert other.model.config._warpwright_native is other.config is not model.config
         assert vars(other.model.config) is vars(other.config)
-        assert unswap(other) == 17
+        assert unswap(other) == 22
         assert not isinstance(other.model.config, View)
         assert isinstance(model.model.config, View)
 
@@ -149,6 +149,7 @@ def test_a_pickle_opens_in_a_new_process(tmp_path):
         "import sys, torch\n"
         "model, ids, expected = torch.load(sys.argv[1], weights_only=False)\n"
         "torch.testing.assert_close(model(ids).logits, expected)\n"
+        "assert repr(model.model.norm).startswith('warpwright.LlamaRMSNorm')\n"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
 

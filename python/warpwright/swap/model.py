@@ -40,9 +40,10 @@ def swap(
     Args:
         model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``,
             ``nn.LayerNorm``, ``nn.RMSNorm``, ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``,
-            ``nn.CrossEntropyLoss`` and ``nn.MultiheadAttention`` (with its projections) are swapped,
-            and the attention of transformers' models (docs/integrations.md). For every other module
-            the report says why it was left.
+            ``nn.CrossEntropyLoss`` and ``nn.MultiheadAttention`` (with its projections) are swapped;
+            layers that :func:`register_layer` added; and of transformers' models norms, ``Conv1D``,
+            attention and the head with its loss (docs/integrations.md). For every other module the
+            report says why it was left.
         ops: only these functionals, e.g. ``{"conv2d", "batch_norm"}``; None means all.
         filter_fn: called with (module, name); False leaves the module native.
         check: inputs for the model: a tensor, a tuple of arguments or a dict of keyword arguments.

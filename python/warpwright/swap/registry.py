@@ -17,6 +17,7 @@ from torch import nn
 
 from .. import functional as F
 from .._tools import Layer
+from ..integrations import loaded
 from . import patterns
 from .check import bare, compare_module
 from .classes import MODULES, NATIVE, OPS
@@ -246,6 +247,8 @@ def _keeper_forward(known: Known, functional: str) -> Callable[..., Any]:
 def _empty(native: type[nn.Module], functional: str | None) -> nn.Module:
     """For pickles. A class that is not trusted here, as in another version of its library, is native."""
     kind: type[nn.Module] = native
+    for _ in loaded():  # each registers its layers
+        pass
     if find(native) == "":
         kind = MODULES[native][0]
         for pattern in patterns.PATTERNS:

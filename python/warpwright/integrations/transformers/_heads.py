@@ -60,7 +60,7 @@ def _may_be_lazy(head: LanguageHead, input: Tensor) -> bool:
         return False
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
         return False
-    if type(head.weight) is not nn.Parameter:
+    if type(head.weight) is not nn.Parameter or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
     # Dynamo takes is_exporting() for true even in torch.compile.
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
