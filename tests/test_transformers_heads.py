@@ -253,7 +253,10 @@ def test_heads_that_stay_plain(device):
     ):
         model = make(name, device)
         mine, report = swapped_copy(model, **options)
-        assert not any(e.note.startswith("in training") for e in report.entries)
+        (entry,) = [e for e in report.entries if e.name == "lm_head"]
+        assert entry.swapped == ("filter_fn" not in options)
+        assert ("caps the logits" in entry.note) == (name == "gemma2")
+        assert not entry.note.startswith("in training")
         assert type(mine(**training_inputs(name, device)).logits) is torch.Tensor
         assert_as_good(mine, model, **training_inputs(name, device))
 

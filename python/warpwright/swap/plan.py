@@ -111,7 +111,7 @@ def check_is_module(model: Any) -> None:
 
 def _look_up(module: nn.Module) -> str:
     """Adds the class to ``MODULES`` if the registry knows it; or the reason why it is not trusted."""
-    if nn.utils.parametrize.is_parametrized(module):
+    if nn.utils.parametrize.is_parametrized(module) or isinstance(module, torch.jit.ScriptModule):
         return ""
     found = find(type(module))
     return "" if found == UNKNOWN else found

@@ -115,11 +115,7 @@ def plan(
     modules = list(_modules_of_models(model))
     found = _plan_attention(modules, wanted, filter_fn)
     if _heads.OP in wanted:
-        models = [module for _, module in modules]
-        found.classes, hooked = _heads.find_heads(models, chosen)
-        found.notes = dict.fromkeys(found.classes, _heads.NOTE)
-        if hooked:
-            found.changes.append(_heads.Heads(hooked))
+        _heads.plan_heads([module for _, module in modules], chosen, found)
     return found
 
 

@@ -20,11 +20,13 @@ from transformers import PreTrainedModel
 from ... import functional as F
 from ... import nn as ours
 from ...swap.classes import NATIVE
+from .. import Plan
 from .._hooks import remove_hooks_of
 from .._logits import LazyLogits, versions_of
 
 OP = "linear_cross_entropy"
 NOTE = "in training with labels: linear_cross_entropy, logits only if they are read"
+CAPPED = "its loss stays native: the model caps the logits before it"
 
 
 class _Calls(threading.local):
@@ -115,27 +117,29 @@ class Heads:
             remove_hooks(module)
 
 
-def find_heads(
-    models: list[nn.Module], chosen: Mapping[nn.Module, type[nn.Module]]
-) -> tuple[dict[nn.Module, type[nn.Module]], list[nn.Module]]:
-    """The heads to swap with their class, and the models around them that need hooks.
+def plan_heads(
+    models: list[nn.Module], chosen: Mapping[nn.Module, type[nn.Module]], plan: Plan
+) -> None:
+    """Adds to ``plan`` the heads to swap, and hooks on the models around them.
 
     Args:
         chosen: the layers that are swapped anyway, and their classes.
     """
-    classes: dict[nn.Module, type[nn.Module]] = {}
     hooked = []
     for model in models:
         head = _head_of(model)
-        if head is None or _position_of_labels(_class_of(model)) is None or _caps(model):
+        if head is None or _position_of_labels(_class_of(model)) is None:
             continue
-        if chosen.get(head) is ours.Linear:
-            classes[head] = LanguageHead
-        elif type(head) is not LanguageHead:
-            continue
-        if not any(hook is _leave for hook in model._forward_hooks.values()):
-            hooked.append(model)
-    return classes, hooked
+        is_chosen = chosen.get(head) is ours.Linear
+        if is_chosen and _caps(model):
+            plan.notes[head] = CAPPED
+        elif is_chosen or type(head) is LanguageHead:
+            if is_chosen:
+                plan.classes[head], plan.notes[head] = LanguageHead, NOTE
+            if not any(hook is _leave for hook in model._forward_hooks.values()):
+                hooked.append(model)
+    if hooked:
+        plan.changes.append(Heads(hooked))
 
 
 def _class_of(module: nn.Module) -> Any:
