@@ -1,10 +1,13 @@
 """transformers' own layers on our ops: the same results as native's, and in which bits they differ."""
 
 import copy
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
-from hf import MODELS, VERSION, assert_as_good, make, swapped_copy, training_inputs
+from hf import MODELS, VERSION, assert_as_good, make, swapped_copy, tokens, training_inputs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
@@ -160,6 +163,9 @@ def test_activations_after_products(name, product, device):
     exact = differentiated(copy.deepcopy(block).double(), x.double())
     for a, b, e in zip(found, expected, exact, strict=True):
         assert_as_good_as_native(a, b, e)
+    for other in (copy.deepcopy(mine.fc), pickle.loads(pickle.dumps(mine.fc))):
+        assert type(other) is type(mine.fc)
+        assert_same(other(x), mine.fc(x))
     assert_same(copy.deepcopy(mine)(x), found[0].detach())
     assert unswap(mine) >= 2
     assert_same(mine(x), expected[0].detach())
@@ -182,6 +188,20 @@ def test_fused_models(name, device):
     assert any(not f.reason for f in report.fusions) or name == "t5"
     swapped = len(report.swapped)
     assert unswap(mine) == swapped
+
+
+def test_a_fused_model_in_a_new_process(tmp_path):
+    model = make("gpt2").eval()
+    swap(model, fuse=True)
+    ids = tokens()
+    torch.save((model, ids, model(ids).logits.detach()), tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model, ids, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "torch.testing.assert_close(model(ids).logits, expected)\n"
+        "assert type(model.transformer.h[0].mlp.c_fc).__name__ == 'LinearGELU'\n"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
 
 
 def test_gated_and_plain_mlps_are_fused():

@@ -7,6 +7,7 @@ compared with native's on a small example.
 
 from __future__ import annotations
 
+import copyreg
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import functional as F
-from .._tools import Layer
+from .._tools import Layer, LayerType
 from ..integrations import loaded
 from . import patterns
 from .check import bare, compare_module
@@ -197,6 +198,19 @@ def _is_floating(value: Any) -> bool:
 # ---- our classes ----
 
 
+class _Generated(LayerType):
+    """The metaclass of our classes. Pickles of fused models name a class, which no module has."""
+
+    _native: type[nn.Module]
+    _functional: str | None  # a keeper's
+
+    def reduced(cls) -> tuple[Any, ...]:
+        return _class, (cls._native, cls._functional)
+
+
+copyreg.pickle(_Generated, _Generated.reduced)  # type: ignore[arg-type]
+
+
 def _subclass(
     base: type[nn.Module], known: Known, pattern: patterns.Pattern | None = None
 ) -> type[nn.Module]:
@@ -209,12 +223,14 @@ def _subclass(
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         parts: Any = object.__reduce_ex__(self, max(2, protocol))  # how to make it, of what, state
-        return (_empty, (native, functional), *parts[2:])
+        return (_empty, (type(self),), *parts[2:])
 
     body = {
         "__module__": __name__,
         "__qualname__": name,
         "__doc__": native.__doc__,
+        "_native": native,
+        "_functional": functional,
         "forward": forward,
         "__reduce_ex__": reduce,
         "_get_name": lambda self: f"warpwright.{name}",
@@ -222,7 +238,8 @@ def _subclass(
     if native.__repr__ is not nn.Module.__repr__:
         body["__repr__"] = lambda self: f"warpwright.{native.__repr__(self)}"
     bases = (base,) if issubclass(base, Layer) else (Layer, base)
-    return types.new_class(name, bases, {}, lambda scope: scope.update(body))
+    options = {"metaclass": _Generated}
+    return types.new_class(name, bases, options, lambda scope: scope.update(body))
 
 
 def _step_forward(known: Known) -> Callable[..., Any]:
@@ -244,14 +261,22 @@ def _keeper_forward(known: Known, functional: str) -> Callable[..., Any]:
     return forward
 
 
-def _empty(native: type[nn.Module], functional: str | None) -> nn.Module:
+def _class(native: type[nn.Module], functional: str | None) -> type[nn.Module]:
     """For pickles. A class that is not trusted here, as in another version of its library, is native."""
-    kind: type[nn.Module] = native
     for _ in loaded():  # each registers its layers
         pass
     if find(native) == "":
-        kind = MODULES[native][0]
-        for pattern in patterns.PATTERNS:
-            if pattern.functional == functional:
-                kind = patterns.KEEPERS[pattern, native]
+        for (pattern, theirs), keeper in patterns.KEEPERS.items():
+            if theirs is native and pattern.functional == functional:
+                return keeper
+        return MODULES[native][0]
+    if functional is not None:
+        raise RuntimeError(
+            f"the pickle holds a {functional} of {native.__name__}, which warpwright does not know in this "
+            "process: save the model after warpwright.unswap"
+        )
+    return native
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
