@@ -13,6 +13,7 @@ import pytest
 import torch
 from common import small_resnet
 from fusion import count_calls
+from processes import Worlds
 
 import warpwright
 
@@ -87,6 +88,14 @@ def process_group(tmp_path, device):
     )
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """``worlds(n).run(function, ...)``: a file's processes, n ranks with gloo on the CPU."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
 
 
 @pytest.fixture(autouse=True)

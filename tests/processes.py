@@ -1,0 +1,227 @@
+"""Worlds of processes for tests of ``torch.distributed``: each rank is a process on the CPU with gloo.
+
+A test sends a function to all ranks and gets one result per rank::
+
+    def total(rank, x):                      # at the top of a test file, so that it pickles
+        x = x * (rank + 1)
+        dist.all_reduce(x)
+        return x
+
+    def test_total(worlds):                  # the fixture is in conftest.py
+        for y in worlds(3).run(total, torch.ones(2)):
+            assert y.tolist() == [6, 6]
+
+A file starts each world once. A rank that raises, dies or hangs ends the test with a `RankError` that
+names the rank. The world then starts again for the next case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+START_LIMIT = 120.0  # seconds, on a machine with more work than cores
+CASE_LIMIT = 60.0
+GROUP_TIMEOUT = 30.0  # of a collective
+GRACE = 1.0  # for the other ranks, after one has failed
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; the message has the rank and its traceback."""
+
+
+class Outcome(NamedTuple):
+    """What became of one rank: exactly one of the last three is set if it failed."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None  # the traceback of what it raised
+    exit_code: int | None = None  # of a process that ended; -9 is SIGKILL
+    hung: str | None = None  # the stacks of a process that did not answer in time
+
+    @property
+    def failed(self) -> bool:
+        return (self.error, self.exit_code, self.hung) != (None, None, None)
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"rank {self.rank} raised:\n{self.error}"
+        if self.exit_code is not None:
+            return f"rank {self.rank} died with exit code {self.exit_code}"
+        if self.hung is not None:
+            return f"rank {self.rank} did not answer in time:\n{self.hung}"
+        return f"rank {self.rank} answered"
+
+
+def _serve(rank: int, size: int, backend: str, folder: str, pipe: Any) -> None:
+    """A rank's life: answers cases until the test closes the pipe."""
+    import torch
+    import torch.distributed as dist
+
+    stacks = os.open(Path(folder, f"stacks{rank}"), os.O_WRONLY | os.O_CREAT)
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT),
+    )
+    pipe.send_bytes(pickle.dumps((None, None)))
+    while True:
+        try:
+            case = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args, kwargs = pickle.loads(case)
+            torch.manual_seed(0)
+            answer = pickle.dumps((function(rank, *args, **kwargs), None))
+        except Exception:
+            answer = pickle.dumps((None, traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def _context() -> Any:
+    """A fork server that has imported torch: a rank then starts in 0.1 s and inherits no thread."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "warpwright"])
+    return context
+
+
+class World:
+    """``size`` ranks of one process group. Started at the first case, and again after a failure."""
+
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
+        self.processes: list[Any] = []
+
+    def run(self, function: Any, *args: Any, limit: float = CASE_LIMIT, **kwargs: Any) -> list[Any]:
+        """``function(rank, *args, **kwargs)`` on every rank; the values in the order of ranks.
+
+        Everything is pickled. ``limit``: seconds. Raises `RankError` if a rank fails; the first one
+        to fail stands first in the message.
+        """
+        outcomes = self._answers(function, args, kwargs, limit, GRACE)
+        failures = [str(outcome) for outcome in outcomes if outcome.failed]
+        if failures:
+            raise RankError(f"{function.__name__} on {self.size} ranks: " + "\n".join(failures))
+        return [outcome.value for outcome in sorted(outcomes)]
+
+    def outcomes(
+        self, function: Any, *args: Any, limit: float = CASE_LIMIT, **kwargs: Any
+    ) -> list[Outcome]:
+        """As `run`, for tests of failures: what became of each rank, in the order of ranks."""
+        return sorted(self._answers(function, args, kwargs, limit, limit))
+
+    def _start(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="ranks")
+        context = _context()
+        self.pipes = []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.size, self.backend, self.folder, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        outcomes = self._collect(START_LIMIT, GRACE)
+        if any(outcome.failed for outcome in outcomes):
+            self.close()
+            raise RankError("start: " + "\n".join(str(o) for o in outcomes if o.failed))
+
+    def _answers(
+        self, function: Any, args: Any, kwargs: Any, limit: float, grace: float
+    ) -> list[Outcome]:
+        if not self.processes:
+            self._start()
+        case = pickle.dumps((function, args, kwargs))
+        for pipe in self.pipes:
+            pipe.send_bytes(case)
+        outcomes = self._collect(limit, grace)
+        if any(outcome.failed for outcome in outcomes):
+            self.close()  # collectives that one rank has not joined would meet the next case's
+        return outcomes
+
+    def _collect(self, limit: float, grace: float) -> list[Outcome]:
+        """One outcome per rank, in the order in which they came."""
+        outcomes: list[Outcome] = []
+        waiting = dict(zip(self.pipes, range(self.size), strict=True))
+        end = time.monotonic() + limit
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(0, end - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                outcomes.append(self._outcome(waiting.pop(pipe), pipe))
+                if outcomes[-1].failed:
+                    end = min(end, time.monotonic() + grace)
+        outcomes += [Outcome(rank, hung=self._stacks(rank)) for rank in waiting.values()]
+        return outcomes
+
+    def _outcome(self, rank: int, pipe: Any) -> Outcome:
+        try:
+            value, error = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join()
+            return Outcome(rank, exit_code=self.processes[rank].exitcode)
+        return Outcome(rank, value, error)
+
+    def _stacks(self, rank: int) -> str:
+        """The Python stacks of a rank that hangs."""
+        file = Path(self.folder, f"stacks{rank}")
+        process = self.processes[rank]
+        if not file.exists() or process.pid is None:
+            return "(still starting)"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+        end = time.monotonic() + 1
+        while not file.stat().st_size and time.monotonic() < end:
+            time.sleep(0.01)
+        return file.read_text()
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        if not self.processes:
+            return
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes = []
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Worlds:
+    """``worlds(n)``: the world of n ranks, the same object at each call."""
+
+    def __init__(self) -> None:
+        self.started: dict[tuple[int, str], World] = {}
+
+    def __call__(self, size: int, backend: str = "gloo") -> World:
+        return self.started.setdefault((size, backend), World(size, backend))
+
+    def close(self) -> None:
+        for world in self.started.values():
+            world.close()
