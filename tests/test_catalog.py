@@ -201,6 +201,15 @@ def test_fallback_takes_the_arguments(name):
 # ---- what is written by hand for each op ----
 
 
+def test_every_operator_has_a_sharding_rule():
+    """Composed operators run as what they are composed of."""
+    from warpwright.distributed.sharding import HANDLERS, RULES
+
+    composed = {name for name, operator in OPERATORS.items() if operator.composed}
+    assert {*RULES, *HANDLERS} | composed == {*OPERATORS}
+    assert not composed & {*RULES, *HANDLERS}
+
+
 def test_every_op_is_measured():
     measured = {case.op for case in (*CASES, *optimizer_cases("full"))}
     assert measured | COMPOSED | {*MEASURED_AS} == {*OPS}

@@ -9,6 +9,7 @@ from ._flops import watch_flop_counter as _watch_flop_counter
 from ._include import get_include
 from ._kinds import otherwise_native as _otherwise_native
 from ._precision import get_float32_matmul_precision, set_float32_matmul_precision
+from ._sharding import watch_dtensor as _watch_dtensor
 from ._version import __version__
 from .errors import check_errors, strict
 from .explain import explain
@@ -22,6 +23,7 @@ _register_batching_rules()
 _otherwise_native()
 _watch_flop_counter()
 _watch_gpus()
+_watch_dtensor()
 
 __all__ = [
     "SwapCheckError",

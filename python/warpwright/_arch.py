@@ -13,7 +13,13 @@ from torch.nn.parameter import is_lazy
 from . import _C
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+# Types of tensors that our operators take; DTensor joins them with its sharding rules.
+PLAIN: set[type] = {Tensor, torch.nn.Parameter, FakeTensor}
+
+
+def accept(kind: type) -> None:
+    """From now on tensors of the type ``kind`` count as plain ones."""
+    PLAIN.add(kind)
 
 
 @functools.cache

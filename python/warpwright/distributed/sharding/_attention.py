@@ -1,0 +1,132 @@
+"""Shardings of attention: over the batch and over heads. A sequence that is cut is refused.
+
+Attention over a sequence that ranks share is ring attention, which computes block by block. A gather
+of keys and values would undo what the cut is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from . import _local
+from ._table import P, R, Row, Rule, S, picked
+
+ADVICE = (
+    "Attention is computed over the batch and over heads. For a sequence cut into shards use "
+    "warpwright.distributed.context_parallel."
+)
+
+
+def _mask_at(mask: Any, dim: int) -> Any:
+    """A mask that broadcasts over a dimension is whole on every rank."""
+    return None if mask is None else S(dim) if mask.shape[dim] != 1 else R
+
+
+def _shared_head(q: Any, k: Any) -> bool:
+    """One head of keys and values for all heads of queries: each rank has it."""
+    return bool(k.shape[1] == 1 and q.shape[1] != 1)
+
+
+def _cuts(q: Any, k: Any, mask: Any) -> list[tuple[Any, Any, Any]]:
+    """(queries, keys and values, mask) of each row of the table but the first."""
+    return [
+        (S(0), S(0), _mask_at(mask, 0)),
+        (S(1), R if _shared_head(q, k) else S(1), _mask_at(mask, 1)),
+    ]
+
+
+def attention(q: Any, k: Any, v: Any, mask: Any, *options: Any) -> list[Row]:
+    rows: list[Row] = [([R] * 3, [R] * 4)]
+    rows += [([a, a, R], [a, b, b, m]) for a, b, m in _cuts(q, k, mask)]
+    return rows
+
+
+def attention_backward(
+    do: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, philox: Any, *options: Any
+) -> list[Row]:
+    wanted: Sequence[bool] = options[-1]
+    rows: list[Row] = [(picked(wanted, R, R, R, R), [R] * 8)]
+    for a, b, m in _cuts(q, k, mask):
+        grads = a, b if b != R else P, b if b != R else P, m if m != R else P
+        rows.append((picked(wanted, *grads), [a, a, b, b, m, a, a, R]))
+    return rows
+
+
+def _heads_fit(args: list[Any], inputs: dict[str, Any]) -> bool:
+    """Each rank's query heads are those of its key heads: no group of heads is cut in two."""
+    query, key = inputs["query"], inputs["key"]
+    heads, kv_heads, parts = query.shape[1], key.shape[1], 1
+    for size, placement in zip(query.mesh.shape, query.placements, strict=True):
+        parts *= size if placement.is_shard(1) else 1
+    if heads == kv_heads or parts == 1 or _shared_head(query, key):
+        return True
+    return bool(heads % parts == 0 and kv_heads % parts == 0)
+
+
+def with_dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The table's way, with a stream of random numbers per shard.
+
+    Ranks with different shards draw from different parts of the generator's stream, replicas from the
+    same. Afterwards all generators have advanced alike, as they must for the next call.
+    """
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    dispatcher.sharding_propagator.propagate(info)
+    sharding = info.output_sharding
+    assert sharding is not None
+    if sharding.needs_redistribute:
+        assert sharding.redistribute_schema is not None
+        dispatcher.redistribute_local_args(
+            info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
+        )
+    spec = sharding.output_spec[0]  # type: ignore[index]
+    if args[4] == 0.0:
+        return dispatcher.wrap(op(*info.local_args, **info.local_kwargs), sharding.output_spec)
+    index, count = _local.shard_of(spec)
+    with _Stream(info.local_args[0].device, index, count):  # type: ignore[attr-defined]
+        results = op(*info.local_args, **info.local_kwargs)
+    return dispatcher.wrap(results, sharding.output_spec)
+
+
+class _Stream:
+    """Inside, the device's default generator is where shard `index` of `count` draws."""
+
+    STEP = 4  # what one call of the op advances a GPU's generator by
+
+    def __init__(self, device: torch.device, index: int, count: int) -> None:
+        self.device, self.index, self.count = device, index, count
+
+    def __enter__(self) -> None:
+        self._skip(self.index)
+
+    def __exit__(self, *_: Any) -> None:
+        self._skip(self.count - 1 - self.index)
+
+    def _skip(self, calls: int) -> None:
+        if calls <= 0:
+            return
+        if self.device.type == "cuda":
+            index = self.device.index or 0
+            generator = torch.cuda.default_generators[index]
+            generator.set_offset(generator.get_offset() + self.STEP * calls)
+        else:
+            # A call draws 64 bits from the CPU's generator; random_() of an int64 draws as many.
+            torch.empty(calls, dtype=torch.int64).random_()
+
+
+def dropout_factors(philox: Any, *_: Any) -> list[Row]:
+    return [([R], [R])]
+
+
+RULES = {
+    "attention": Rule(attention, kept=("query", "key", "value"), advice=ADVICE, divides=_heads_fit),
+    "attention_backward": Rule(
+        attention_backward, kept=("query", "key", "value"), advice=ADVICE, divides=_heads_fit
+    ),
+    "attention_dropout_factors": Rule(dropout_factors),
+}
+HANDLERS = {"attention": with_dropout}

@@ -1,0 +1,155 @@
+"""Shardings of layer norm and RMS norm (rows), and of batch norm with what is fused to it (channels)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._table import P, R, Row, Rule, S, picked
+
+ROWS_ADVICE = "A norm is computed over whole rows, with whole weights."
+BATCH_ADVICE = (
+    "Batch norm is computed over channels. For statistics of a batch that the ranks share, use "
+    "torch.nn.SyncBatchNorm on plain tensors; swap() runs it on warpwright."
+)
+
+
+# ---- rows ----
+
+
+def _row_dims(x: Any, normalized_shape: Sequence[int]) -> range:
+    return range(x.ndim - len(normalized_shape))
+
+
+def layer_norm(x: Any, shape: Sequence[int], w: Any, b: Any, eps: float) -> list[Row]:
+    dims = _row_dims(x, shape)
+    return [([R] * 3, [R] * 3), *(([S(i)] * 3, [S(i), R, R]) for i in dims)]
+
+
+def layer_norm_backward(
+    dy: Any, x: Any, shape: Sequence[int], w: Any, mean: Any, rstd: Any, mask: Sequence[bool]
+) -> list[Row]:
+    rows: list[Row] = [(picked(mask, R, R, R), [R] * 5)]
+    rows += [(picked(mask, S(i), P, P), [S(i), S(i), R, S(i), S(i)]) for i in _row_dims(x, shape)]
+    return rows
+
+
+def rms_norm(x: Any, shape: Sequence[int], w: Any, eps: float | None) -> list[Row]:
+    return [([R] * 2, [R] * 2), *(([S(i)] * 2, [S(i), R]) for i in _row_dims(x, shape))]
+
+
+def rms_norm_backward(
+    dy: Any, x: Any, shape: Sequence[int], w: Any, rstd: Any, mask: Sequence[bool]
+) -> list[Row]:
+    rows: list[Row] = [(picked(mask, R, R), [R] * 4)]
+    rows += [(picked(mask, S(i), P), [S(i), S(i), R, S(i)]) for i in _row_dims(x, shape)]
+    return rows
+
+
+# ---- channels ----
+#
+# A call's tensors are of three kinds: "x" has the input's shape, "c" one element per channel, and
+# "mask" is flat, with the bits of this rank's part of the input. Nothing but the same placements can
+# read a mask again.
+
+
+def _placed(kinds: str, x: Any, c: Any, mask: Any) -> list[Any]:
+    of = {"x": x, "c": c, "m": mask, "-": R}
+    return [of[kind] for kind in kinds]
+
+
+def _channel_rows(
+    x: Any, results: str, operands: str, evaluation: bool, mask: Sequence[bool] | None = None
+) -> list[Row]:
+    """Rows of a forward, or with `mask` of a backward, whose "c" results are sums over the rest."""
+    wanted = mask or [True] * len(results)
+
+    def row(where: Any, channel: Any, sums: Any, bits: Any) -> Row:
+        out = _placed(results, where, sums, bits)
+        return picked(wanted, *out), _placed(operands, where, channel, bits)
+
+    rows = [row(R, R, R, R), row(S(1), S(0), S(0), S(0))]
+    if evaluation:  # every element by itself
+        rows += [row(S(i), R, P if mask else R, S(0)) for i in range(x.ndim) if i != 1]
+    return rows
+
+
+def batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, *_: Any) -> list[Row]:
+    return _channel_rows(x, "xcc", "xcccc", not training)
+
+
+def batch_norm_update(x: Any, *_: Any) -> list[Row]:
+    return _channel_rows(x, "xcc", "xcccc", False)
+
+
+def batch_norm_backward(
+    dy: Any, x: Any, w: Any, mean: Any, rstd: Any, training: bool, mask: Sequence[bool]
+) -> list[Row]:
+    return _channel_rows(x, "xcc", "xxccc", not training, mask)
+
+
+def _kind_of_bits(residual: Any) -> str:
+    """Without a residual the forward keeps no mask: the result is an empty placeholder."""
+    return "-" if residual is None else "m"
+
+
+def batch_norm_relu(
+    x: Any, residual: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, *_: Any
+) -> list[Row]:
+    return _channel_rows(x, "xcc" + _kind_of_bits(residual), "xxcccc", not training)
+
+
+def batch_norm_relu_update(x: Any, residual: Any, *_: Any) -> list[Row]:
+    return _channel_rows(x, "xcc" + _kind_of_bits(residual), "xxcccc", False)
+
+
+def batch_norm_relu_backward(
+    dy: Any, x: Any, w: Any, b: Any, mean: Any, rstd: Any, bits: Any, training: bool, mask: Any
+) -> list[Row]:
+    kind = "-" if bits.shape[0] == 0 else "m"
+    return _channel_rows(x, "xccx", "xxcccc" + kind, not training, mask)
+
+
+def _pooled(update: bool) -> Callable[..., list[Row]]:
+    def rows(
+        x: Any, w: Any, b: Any, mean: Any, var: Any, training: Any, *options: Any
+    ) -> list[Row]:
+        kept = "xx" if options[-1] else "--"  # codes and winners, if the backward will need them
+        found = _channel_rows(x, "xcc" + kept, "xcccc", not update and not training)
+        return [row for row in found if not _cuts_windows(row[1][0])]
+
+    return rows
+
+
+def _cuts_windows(placement: Any) -> bool:
+    return placement in (S(2), S(3))
+
+
+def batch_norm_relu_max_pool2d_backward(
+    dy: Any, x: Any, codes: Any, winners: Any, w: Any, b: Any, mean: Any, rstd: Any,
+    training: bool, *options: Any,
+) -> list[Row]:  # fmt: skip
+    found = _channel_rows(x, "xcc", "xxxxcccc", not training, options[-1])
+    return [row for row in found if not _cuts_windows(row[1][0])]
+
+
+def _batch(rows: Callable[..., list[Row]], update: bool = False) -> Rule:
+    written = ("running_mean", "running_var") if update else ()
+    return Rule(rows, kept=("input",), written=written, advice=BATCH_ADVICE)
+
+
+RULES = {
+    "layer_norm": Rule(layer_norm, kept=("weight", "bias"), advice=ROWS_ADVICE),
+    "layer_norm_backward": Rule(layer_norm_backward, kept=("weight",), advice=ROWS_ADVICE),
+    "rms_norm": Rule(rms_norm, kept=("weight",), advice=ROWS_ADVICE),
+    "rms_norm_backward": Rule(rms_norm_backward, kept=("weight",), advice=ROWS_ADVICE),
+    "batch_norm": _batch(batch_norm),
+    "batch_norm_update": _batch(batch_norm_update, update=True),
+    "batch_norm_backward": _batch(batch_norm_backward),
+    "batch_norm_relu": _batch(batch_norm_relu),
+    "batch_norm_relu_update": _batch(batch_norm_relu_update, update=True),
+    "batch_norm_relu_backward": _batch(batch_norm_relu_backward),
+    "batch_norm_relu_max_pool2d": _batch(_pooled(update=False)),
+    "batch_norm_relu_max_pool2d_update": _batch(_pooled(update=True), update=True),
+    "batch_norm_relu_max_pool2d_backward": _batch(batch_norm_relu_max_pool2d_backward),
+}

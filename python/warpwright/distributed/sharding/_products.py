@@ -1,0 +1,103 @@
+"""Shardings of the products: linear, linear with an activation, conv2d.
+
+A weight that is cut stays cut: along its rows the output's features (or channels) are cut, along its
+columns the output is a partial sum. A bias joins a partial sum as the n-th part of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor import Shard
+
+from ._table import P, R, Row, Rule, S, all_replicated, picked
+
+LINEAR_ADVICE = (
+    "Shard the weight with ColwiseParallel or RowwiseParallel, and the input over its rows."
+)
+ACTIVATION_ADVICE = (
+    "An activation needs the whole sum: use ColwiseParallel for a layer fused with its activation, "
+    "or swap(fuse=False)."
+)
+CONV_ADVICE = "conv2d is computed over N or, without groups, over channels; not over H and W."
+
+
+def linear(x: Any, w: Any, b: Any) -> list[Row]:
+    last = x.ndim - 1
+    rows: list[Row] = [all_replicated(1, 3)]
+    rows += [([S(i)], [S(i), R, R]) for i in range(last)]
+    rows.append(([S(last)], [R, S(0), S(0)]))
+    rows.append(([P], [S(last), S(1), P]))
+    return rows
+
+
+def linear_backward(dy: Any, x: Any, w: Any, mask: Sequence[bool]) -> list[Row]:
+    last = dy.ndim - 1
+    rows: list[Row] = [(picked(mask, R, R, R), [R, R, R])]
+    rows += [(picked(mask, S(i), P, P), [S(i), S(i), R]) for i in range(last)]
+    rows.append((picked(mask, P, S(0), S(0)), [S(last), R, S(0)]))
+    rows.append((picked(mask, S(last), S(1), R), [R, S(last), S(1)]))
+    return rows
+
+
+def linear_activation(x: Any, w: Any, b: Any, activation: str, keep: bool) -> list[Row]:
+    last = x.ndim - 1
+
+    def both(p: Any) -> list[Any]:
+        return [p, p if keep else R]  # without `keep` the second result is an empty placeholder
+
+    rows: list[Row] = [all_replicated(2, 3)]
+    rows += [(both(S(i)), [S(i), R, R]) for i in range(last)]
+    rows.append((both(S(last)), [R, S(0), S(0)]))
+    return rows
+
+
+def linear_activation_backward(
+    dy: Any, kept: Any, activation: str, bias_gradient: bool
+) -> list[Row]:
+    last, mask = dy.ndim - 1, (True, bias_gradient)
+    rows: list[Row] = [(picked(mask, R, R), [R, R])]
+    rows += [(picked(mask, S(i), P), [S(i), S(i)]) for i in range(last)]
+    rows.append((picked(mask, S(last), S(0)), [S(last), S(last)]))
+    return rows
+
+
+def _is_cut(spec: Any, dims: Sequence[int]) -> bool:
+    return any(isinstance(p, Shard) and p.dim in dims for p in spec.placements)
+
+
+def conv2d(x: Any, w: Any, b: Any, *options: Any) -> list[Row]:
+    groups, c = options[3], x.ndim - 3
+    if _is_cut(x, (c + 1, c + 2)):
+        return []
+    rows: list[Row] = [all_replicated(1, 3)]
+    if c == 1:
+        rows.append(([S(0)], [S(0), R, R]))
+    if groups == 1:
+        rows.append(([S(c)], [R, S(0), S(0)]))
+        rows.append(([P], [S(c), S(1), P]))
+    return rows
+
+
+def conv2d_backward(dy: Any, x: Any, w: Any, *options: Any) -> list[Row]:
+    groups, mask, c = options[3], options[4], x.ndim - 3
+    if _is_cut(x, (c + 1, c + 2)):
+        return []
+    rows: list[Row] = [(picked(mask, R, R, R), [R, R, R])]
+    if c == 1:
+        rows.append((picked(mask, S(0), P, P), [S(0), S(0), R]))
+    if groups == 1:
+        rows.append((picked(mask, P, S(0), S(0)), [S(c), R, S(0)]))
+        rows.append((picked(mask, S(c), S(1), R), [R, S(c), S(1)]))
+    return rows
+
+
+RULES = {
+    "linear": Rule(linear, kept=("weight",), advice=LINEAR_ADVICE),
+    "linear_backward": Rule(linear_backward, kept=("weight",), advice=LINEAR_ADVICE),
+    "linear_activation": Rule(linear_activation, kept=("weight",), advice=ACTIVATION_ADVICE),
+    "linear_activation_backward": Rule(linear_activation_backward),
+    "conv2d": Rule(conv2d, kept=("weight",), advice=CONV_ADVICE),
+    "conv2d_backward": Rule(conv2d_backward, kept=("weight",), advice=CONV_ADVICE),
+}

@@ -1,0 +1,405 @@
+"""Every op on DTensors at two ranks: values and gradients as one process's, or an error."""
+
+import re
+
+import pytest
+import torch
+from sharded import compare, inputs, make_mesh, parse, whole
+
+from warpwright import functional as F
+
+
+def labels(*shape, classes=8, ignored=3):
+    target = torch.arange(torch.Size(shape).numel()).mul(5).remainder(classes)
+    target[:ignored] = -100  # all on the first rank: means of ranks would be wrong
+    return target.view(shape)
+
+
+def norm(x, w, b):
+    return F.layer_norm(x, (6,), w, b)
+
+
+def rms(x, w):
+    return F.rms_norm(x, (6,), w)
+
+
+def batch_norm(x, w, b):
+    return F.batch_norm(x, None, None, w, b, training=True)
+
+
+def batch_norm_evaluation(x, w, b, mean, var):
+    return F.batch_norm(x, mean, var.abs() + 1, w, b, training=False)
+
+
+def norm_relu(x, w, b):
+    return F.batch_norm_relu(x, None, None, w, b, training=True)
+
+
+def norm_add_relu(x, residual, w, b):
+    return F.batch_norm_add_relu(x, residual, None, None, w, b, training=True)
+
+
+def norm_relu_pool(x, w, b):
+    return F.batch_norm_relu_max_pool2d(x, None, None, w, b, True, 0.1, 1e-5, 2)
+
+
+IMAGE = ((4, 4, 6, 6), (4,), (4,))
+# id: function, shapes, placements, options
+CASES = {
+    "linear rows": (F.linear, ((2, 4, 6), (8, 6), (8,)), "S0 R R", {}),
+    "linear sequence": (F.linear, ((2, 4, 6), (8, 6), (8,)), "S1 R R", {}),
+    "linear columns": (F.linear, ((2, 4, 6), (8, 6), (8,)), "R S0 S0", {}),
+    "linear reduction": (F.linear, ((2, 4, 6), (8, 6), (8,)), "S2 S1 R", {}),
+    "linear uneven columns": (F.linear, ((2, 5, 7), (3, 7), (3,)), "R S0 S0", {}),
+    "linear uneven reduction": (F.linear, ((2, 5, 7), (3, 7), (3,)), "S2 S1 R", {}),
+    # The rows are gathered, as by native; the weight is not.
+    "linear gathers rows": (F.linear, ((2, 4, 6), (8, 6), (8,)), "S1 S0 S0", {}),
+    **{
+        f"linear_{act} {word}": (f, ((3, 4, 6), (8, 6), (8,)), word, {})
+        for act, f in (("relu", F.linear_relu), ("gelu", F.linear_gelu), ("silu", F.linear_silu))
+        for word in ("S1 R R", "R S0 S0")
+    },
+    "mlp": (F.mlp, ((4, 6), (8, 6), (8,), (6, 8), (6,)), "R S0 S0 S1 R", {}),
+    "conv2d N": (F.conv2d, ((4, 4, 6, 6), (6, 4, 3, 3), (6,)), "S0 R R", {"padding": 1}),
+    "conv2d K": (F.conv2d, ((2, 4, 6, 6), (6, 4, 3, 3), (6,)), "R S0 S0", {"padding": 1}),
+    "conv2d C": (F.conv2d, ((2, 4, 6, 6), (6, 4, 3, 3), (6,)), "S1 S1 R", {"padding": 1}),
+    "conv2d groups": (F.conv2d, ((2, 4, 6, 6), (8, 1, 3, 3), (8,)), "S0 R R", {"groups": 4}),
+    "conv2d one image": (F.conv2d, ((4, 6, 6), (6, 4, 3, 3), (6,)), "R S0 S0", {}),
+    "relu": (F.relu, ((3, 4),), "S1", {}),
+    "max_pool2d N": (F.max_pool2d, ((4, 3, 6, 6),), "S0", {"kernel_size": 2}),
+    "max_pool2d C": (F.max_pool2d, ((2, 3, 6, 6),), "S1", {"kernel_size": 3, "stride": 1}),
+    "relu_max_pool2d": (F.relu_max_pool2d, ((2, 4, 6, 6),), "S1", {"kernel_size": 2}),
+    "layer_norm rows": (norm, ((3, 4, 6), (6,), (6,)), "S1 R R", {}),
+    "layer_norm batch": (norm, ((3, 4, 6), (6,), (6,)), "S0 R R", {}),
+    "rms_norm": (rms, ((3, 4, 6), (6,)), "S1 R", {}),
+    "batch_norm C": (batch_norm, IMAGE, "S1 S0 S0", {}),
+    "batch_norm cuts vectors": (batch_norm, IMAGE, "S1 R R", {}),
+    "batch_norm evaluation": (
+        batch_norm_evaluation,
+        (*IMAGE, torch.randn(4), torch.randn(4)),
+        "S0 R R R R",
+        {},
+    ),
+    "batch_norm_relu": (norm_relu, IMAGE, "S1 S0 S0", {}),
+    "batch_norm_add_relu": (norm_add_relu, (IMAGE[0], *IMAGE), "S1 S1 S0 S0", {}),
+    "batch_norm_relu_max_pool2d": (norm_relu_pool, IMAGE, "S1 S0 S0", {}),
+    **{
+        f"cross_entropy {reduction} {word}": (
+            F.cross_entropy,
+            ((6, 8), labels(6)),
+            word,
+            {"reduction": reduction},
+        )
+        for reduction in ("mean", "sum", "none")
+        for word in ("S0 S0", "S0 -", "S1 R", "S1 -")
+    },
+    **{
+        f"attention {name}": (F.scaled_dot_product_attention, shapes, word, options)
+        for name, shapes, word, options in (
+            ("batch", ((2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, 8)), "S0 S0 S0", {"enable_gqa": True}),
+            ("heads", ((2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, 8)), "S1 S1 S1", {"enable_gqa": True}),
+            ("uneven heads", ((2, 3, 7, 8),) * 3, "S1 S1 S1", {"is_causal": True}),
+            ("one key head", ((2, 4, 7, 8), (2, 1, 7, 8), (2, 1, 7, 8)), "S1 R R", {}),
+            ("cuts keys", ((2, 4, 7, 8),) * 3, "S1 R R", {}),
+            ("mask", (*((2, 4, 7, 8),) * 3, (1, 1, 7, 7)), "S1 S1 S1 R", {}),
+            ("mask per head", (*((2, 4, 7, 8),) * 3, (4, 7, 7)), "S1 S1 S1 S0", {}),
+            ("mask of rows", (*((2, 4, 7, 8),) * 3, (2, 1, 7, 7)), "S0 S0 S0 R", {}),
+        )
+    },
+    "cross_entropy pixels": (F.cross_entropy, ((3, 8, 2, 3), labels(3, 2, 3)), "S2 S1", {}),
+    "cross_entropy pixel classes": (F.cross_entropy, ((3, 8, 2, 3), labels(3, 2, 3)), "S1 R", {}),
+    "cross_entropy uneven": (F.cross_entropy, ((5, 7), labels(5, classes=7)), "S1 -", {}),
+    "cross_entropy one class": (F.cross_entropy, ((5, 1), labels(5, classes=1)), "S1 -", {}),
+    "cross_entropy one row": (F.cross_entropy, ((8,), torch.tensor(5)), "S0 -", {}),
+    "cross_entropy probabilities": (
+        F.cross_entropy,
+        ((4, 8), torch.rand(4, 8).softmax(1)),
+        "S0 S0",
+        {},
+    ),
+    **{
+        f"cross_entropy {name} {word}": (
+            F.cross_entropy,
+            ((6, 8), labels(6)),
+            f"{word} -",
+            options,
+        )
+        for word in ("S0", "S1")
+        for name, options in {
+            "smoothing": {"label_smoothing": 0.1},
+            "z-loss": {"z_loss": 0.01},
+            "both": {"label_smoothing": 0.1, "z_loss": 0.01},
+            "softcap": {"softcap": 2.0},
+            "weights": {"weight": torch.rand(8)},
+            "weights, smoothing, z-loss": {
+                "weight": torch.rand(8),
+                "label_smoothing": 0.1,
+                "z_loss": 0.01,
+            },
+        }.items()
+    },
+    **{
+        f"linear_cross_entropy {reduction} {word}": (
+            F.linear_cross_entropy,
+            ((6, 5), (8, 5), labels(6)),
+            word,
+            {"reduction": reduction, "chunk_rows": 4},
+        )
+        for reduction in ("mean", "sum", "none")
+        for word in ("R S0 R", "S0 R S0")
+    },
+    "linear_cross_entropy gathers rows": (
+        F.linear_cross_entropy,
+        ((6, 5), (7, 5), labels(6, classes=7)),
+        "S0 S0 -",
+        {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0},
+    ),
+    "linear_cross_entropy sequences": (
+        F.linear_cross_entropy,
+        ((2, 3, 5), (8, 5), labels(2, 3)),
+        "R S0 R",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_one_process(worlds, case):
+    function, shapes, placements, options = CASES[case]
+    worlds(2).run(compare, function, shapes, placements, options)
+
+
+# ---- what moves between ranks ----
+
+
+def test_products_move_what_natives_do(worlds):
+    """No collective in the forward of cut columns; one sum of the input's gradient."""
+    shapes = ((2, 4, 6), (8, 6), (8,))
+    for forward, backward in worlds(2).run(compare, F.linear, shapes, "R S0 S0"):
+        assert forward == {}
+        assert sum(backward.values()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "placements"),
+    [
+        (F.cross_entropy, ((6, 8), labels(6)), "S1 R"),
+        (F.linear_cross_entropy, ((6, 5), (8, 5), labels(6)), "R S0 R"),
+    ],
+)
+def test_a_vocabulary_takes_one_gather(worlds, function, shapes, placements):
+    """Of three numbers per row, for both passes. The gradient by the input is a sum over ranks."""
+    for forward, backward in worlds(2).run(compare, function, shapes, placements):
+        assert forward == {"c10d_functional.all_gather_into_tensor": 1}
+        # Read whole by the comparison, outside of the counted part.
+        assert backward == {}
+
+
+# ---- what is refused ----
+
+LABELS = labels(6)
+REFUSED = {
+    "attention over a sequence": (
+        F.scaled_dot_product_attention,
+        ((2, 4, 8, 8),) * 3,
+        "S2 S2 S2",
+        r"attention: .*without a gather of query and key and value: got query \(Shard\(2\)\) of "
+        r"shape \(2, 4, 8, 8\).*context_parallel",
+    ),
+    "attention with groups of heads cut": (
+        lambda *t: F.scaled_dot_product_attention(*t, enable_gqa=True),
+        ((2, 6, 8, 8), (2, 3, 8, 8), (2, 3, 8, 8)),
+        "S1 S1 S1",
+        "attention: ",
+    ),
+    "conv2d over H": (F.conv2d, ((2, 4, 6, 6), (6, 4, 3, 3), (6,)), "S2 R R", "not over H and W"),
+    "conv2d, groups over channels": (
+        lambda *t: F.conv2d(*t, groups=2),
+        ((2, 4, 6, 6), (6, 2, 3, 3), (6,)),
+        "S1 S0 S0",
+        "conv2d: .*without groups",
+    ),
+    "max_pool2d over W": (
+        lambda x: F.max_pool2d(x, 2),
+        ((2, 4, 6, 6),),
+        "S3",
+        "max_pool2d_with_codes: .*not over H and W",
+    ),
+    "batch norm over N in training": (batch_norm, IMAGE, "S0 R R", "SyncBatchNorm"),
+    "an activation of a partial sum": (
+        F.linear_relu,
+        ((3, 6), (8, 6), (8,)),
+        "S1 S1 R",
+        "linear_activation: .*ColwiseParallel",
+    ),
+    "weights of a norm": (norm, ((3, 4, 6), (6,), (6,)), "R S0 S0", "layer_norm: .*weight"),
+    "probabilities of cut classes": (
+        F.cross_entropy,
+        ((6, 8), torch.rand(6, 8)),
+        "S1 S1",
+        "cross_entropy: target: expected labels .* got probabilities",
+    ),
+    "columns of a head": (
+        F.linear_cross_entropy,
+        ((6, 4), (8, 4), LABELS),
+        "R S1 R",
+        "linear_cross_entropy: weight: expected .*Shard",
+    ),
+    "lse of cut classes": (
+        lambda z, t: F.cross_entropy(z, t, return_lse=True),
+        ((6, 8), LABELS),
+        "S1 R",
+        "return_lse: expected logits",
+    ),
+    "a label that is no class": (F.cross_entropy, ((6, 8), LABELS + 4), "S1 R", "out of bounds"),
+    "an optimizer's operator": (
+        lambda p: torch.ops.warpwright.grad_norm([p.detach()], [], 0.0),
+        ((6, 8),),
+        "S0",
+        r"grad_norm: expected each tensor's local shard",
+    ),
+}
+
+
+def refusal(rank, case):
+    """The error's text, and how many collectives ran before it."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    function, shapes, placements, _ = REFUSED[case]
+    _, sharded = inputs(shapes, placements, make_mesh())
+    with CommDebugMode() as counted:
+        try:
+            function(*sharded)
+        except (RuntimeError, IndexError) as error:
+            return str(error), counted.get_total_counts()
+    return "", counted.get_total_counts()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(worlds, case):
+    for text, collectives in worlds(2).run(refusal, case):
+        assert re.search(REFUSED[case][-1], text, re.DOTALL), text
+        assert collectives == (case == "lse of cut classes")  # the loss itself is allowed
+
+
+def running_statistics(rank):
+    """They are written in place: a copy with other placements would lose them."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = make_mesh()
+    x = torch.randn(4, 4, 3, 3)
+    stats = torch.zeros(4), torch.ones(4)
+    expected = [s.clone() for s in stats]
+    torch.nn.functional.batch_norm(x, *expected, training=True)
+    cut = distribute_tensor(x, mesh, parse("S1"))
+    mine = [distribute_tensor(s, mesh, parse("S0")) for s in stats]
+    F.batch_norm(cut, *mine, training=True)
+    torch.testing.assert_close([s.full_tensor() for s in mine], expected)
+    copies = [distribute_tensor(s, mesh, parse("R")) for s in stats]
+    with pytest.raises(RuntimeError, match="running_mean"):
+        F.batch_norm(cut, *copies, training=True)
+
+
+def test_running_statistics(worlds):
+    worlds(2).run(running_statistics)
+
+
+# ---- dropout ----
+
+
+def dropout(rank, placements):
+    """What fraction is kept, and this rank's pattern; the generator's next number."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = make_mesh()
+    torch.manual_seed(5)
+    q = distribute_tensor(torch.zeros(2, 4, 16, 16), mesh, parse(placements))
+    v = distribute_tensor(
+        torch.eye(16).expand(2, 4, 16, 16).contiguous(), mesh, parse(placements)
+    ).requires_grad_()
+    out = F.scaled_dot_product_attention(q, q, v, dropout_p=0.5)
+    (dv,) = torch.autograd.grad(out, v, out.detach())
+    kept = out.to_local().detach() != 0
+    again = torch.einsum("bhij,bhid->bhjd", out.to_local(), out.to_local())
+    torch.testing.assert_close(dv.to_local(), again)  # the backward draws the forward's mask
+    return kept, torch.rand(1)
+
+
+@pytest.mark.parametrize("placements", ["S0", "S1", "R"])
+def test_dropout_draws_per_shard(worlds, placements):
+    (first, next_first), (second, next_second) = worlds(2).run(dropout, placements)
+    assert torch.equal(first, second) == (placements == "R")
+    assert torch.equal(next_first, next_second)
+    assert 0.45 < torch.stack((first, second)).float().mean() < 0.55
+
+
+# ---- operators that only autograd calls ----
+
+
+def rarer_operators(rank):
+    """As on whole tensors: operators that no forward of a DTensor reaches."""
+    from torch.distributed.tensor import distribute_tensor
+
+    ops, mesh = torch.ops.warpwright, make_mesh()
+    z, target = torch.randn(6, 8), labels(6)
+    options = (None, 1, -100, 0.0)
+    for word in ("S0", "S1"):
+        cut = distribute_tensor(z, mesh, parse(word))
+        theirs = ops.cross_entropy_forward_gradient(z, target, *options, torch.float32)
+        mine = ops.cross_entropy_forward_gradient(cut, target, *options, torch.float32)
+        torch.testing.assert_close([whole(t) for t in mine], [*theirs])
+        gradient = mine[3]
+        ops.cross_entropy_scale_(gradient, torch.tensor(3.0))
+        torch.testing.assert_close(whole(gradient), theirs[3] * 3)
+        overwritten = distribute_tensor(z, mesh, parse(word))
+        one = torch.ones(())
+        ops.cross_entropy_backward_(one, overwritten, target, None, *mine[1:3], 1, -100, 0.0)
+        torch.testing.assert_close(whole(overwritten), theirs[3])
+        lse = ops.cross_entropy_lse(cut, mine[1])
+        torch.testing.assert_close(whole(lse), z.logsumexp(1))
+    x = torch.randn(2, 4, 6, 6)
+    for word in ("S0", "S1", "R"):
+        cut = distribute_tensor(x, mesh, parse(word))
+        mine = ops.max_pool2d_with_indices(cut, [2, 2])
+        torch.testing.assert_close(
+            [whole(t) for t in mine], [*ops.max_pool2d_with_indices(x, [2, 2])]
+        )
+
+
+def test_rarer_operators(worlds):
+    worlds(2).run(rarer_operators)
+
+
+def second_derivatives(rank):
+
+    mesh = make_mesh()
+    for function, shapes, word in (
+        (F.linear, ((3, 4), (6, 4)), "S0 R"),
+        (F.linear, ((3, 4), (6, 4)), "R S0"),
+        (lambda z: F.cross_entropy(z, torch.tensor([0, 1, -100])), ((3, 4),), "S0"),
+        (F.relu, ((3, 4),), "S1"),
+    ):
+        results = []
+        for tensors in inputs(shapes, word, mesh):
+            loss = function(*tensors).square().sum()
+            grads = torch.autograd.grad(loss, tensors, create_graph=True)
+            total = sum(g.square().sum() for g in grads)
+            results.append([whole(g) for g in torch.autograd.grad(total, tensors)])
+        torch.testing.assert_close(results[1], results[0])
+
+
+def test_second_derivatives(worlds):
+    worlds(2).run(second_derivatives)
+
+
+def two_dimensions(rank):
+    """Rows over one dimension of the mesh, classes or columns over the other."""
+    compare(rank, F.cross_entropy, ((6, 8), labels(6)), "S0/S1 -", mesh=(2, 2))
+    compare(rank, F.cross_entropy, ((6, 8), labels(6)), "S1/S1 -", mesh=(2, 2))
+    shapes = ((6, 5), (8, 5), labels(6))
+    compare(rank, F.linear_cross_entropy, shapes, "S0/R R/S0 -", mesh=(2, 2))
+    compare(rank, F.linear, ((4, 6), (8, 6), (8,)), "S0/R R/S0 R/S0", mesh=(2, 2))
+
+
+def test_two_dimensions(worlds):
+    worlds(4).run(two_dimensions)
