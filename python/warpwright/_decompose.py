@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from ._catalog import OPERATORS
 from ._op import Operator
 from ._ops import ops
 
 KEY = torch._C.DispatchKey.CompositeImplicitAutograd
+TRACED = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def _is_listed(op: Any) -> bool:
@@ -56,6 +58,11 @@ def _leave_inductors_table() -> None:
             inductor.decompositions.pop(op, None)
 
 
+def _is_subclass(argument: Any) -> bool:
+    """Whether it is a tensor of a kind that FunctionalTensorMode leaves to its own class."""
+    return isinstance(argument, Tensor) and type(argument) not in TRACED
+
+
 def _register(operator: Operator, function: Callable[..., Any]) -> None:
     op = getattr(ops, operator.name)
     function = _complete(op, function)
@@ -75,6 +82,9 @@ def _register(operator: Operator, function: Callable[..., Any]) -> None:
     @op.py_impl(FunctionalTensorMode)  # type: ignore[untyped-decorator]
     def rule(mode: Any, *args: Any, **kwargs: Any) -> Any:
         _leave_inductors_table()
+        if any(_is_subclass(a) for a in args):  # such as a DTensor, which dispatches first
+            with mode:
+                return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
         if not (_is_chosen(listed) or operator.is_fused_by_inductor(args)):
             return mode.__torch_dispatch__(op, (), args, kwargs)
         with mode:
