@@ -167,6 +167,7 @@ _RECORDS = (
             (nn.BatchNorm1d, "BatchNorm1d"),
             (nn.BatchNorm2d, "BatchNorm2d"),
             (nn.BatchNorm3d, "BatchNorm3d"),
+            (nn.SyncBatchNorm, "SyncBatchNorm"),
         ),
         routes=(Route(native.batch_norm),),
         work=_work.traffic_of_call(2, 3),

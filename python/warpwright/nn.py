@@ -39,6 +39,7 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "ReLUMaxPool2d",
+    "SyncBatchNorm",
 ]
 
 
@@ -65,9 +66,12 @@ class _BatchNorm(Named, nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         return self._normalize(input)
 
-    def _normalize(self, *tensors: Tensor, functional: str | None = None, **options: Any) -> Tensor:
+    def _normalize(
+        self, *tensors: Tensor, functional: str | Callable[..., Tensor] = "", **options: Any
+    ) -> Tensor:
         """Calls ``functional``, by default the class's own, with ``options`` as further keywords."""
-        function = getattr(F, functional or self._functional)
+        functional = functional or self._functional
+        function = getattr(F, functional) if isinstance(functional, str) else functional
         self._check_input_dim(tensors[0])
         tracks = self.training and self.track_running_stats
         if tracks and self.num_batches_tracked is not None:
@@ -129,6 +133,30 @@ class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """``torch.nn.BatchNorm3d`` on :func:`warpwright.functional.batch_norm`."""
+
+
+class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
+    """``torch.nn.SyncBatchNorm``: statistics of all ranks, one collective per direction.
+
+    It needs no GPU: native's refuses CPUs. In evaluation, or with one rank, it is batch norm.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_non_zero_input_channels(input)
+        group = self._group()
+        if group is None:
+            return self._normalize(input)
+        from .distributed.sync_batch_norm import sync_batch_norm
+
+        return self._normalize(input, functional=sync_batch_norm, group=group)
+
+    def _group(self) -> Any:
+        """The ranks that share the batch; None if this one needs no other."""
+        distributed = torch.distributed
+        if not (self.training and distributed.is_available() and distributed.is_initialized()):
+            return None
+        group = self.process_group or distributed.group.WORLD
+        return group if distributed.get_world_size(group) > 1 else None
 
 
 class BatchNormReLU2d(_BatchNorm, nn.BatchNorm2d):

@@ -1,7 +1,21 @@
 """Training on several GPUs or hosts, on top of ``torch.distributed``.
 
-DDP, FSDP2 and tensor parallelism are PyTorch's. This package gives them what they need of our
-operators: sharding rules for DTensor (:mod:`.sharding`), batch norm with statistics of all ranks
-(:mod:`.sync_batch_norm`), and errors that name the rank that failed (:func:`guard`). The guide is
-docs/distributed.md.
+DDP, FSDP2 and tensor parallelism are PyTorch's. :mod:`.sharding` has our operators' rules for DTensor,
+:mod:`.sync_batch_norm` batch norm over the batches of all ranks, and :mod:`.failures` errors that name
+the rank that failed. The guide is docs/distributed.md.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+FAILURES = ("RankFailed", "guard")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports at the first use: a process without ranks needs none of it."""
+    if name in FAILURES:
+        from . import failures
+
+        return getattr(failures, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
