@@ -89,7 +89,7 @@ def replaced_forward():
         (replaced_forward, "forward is replaced on the instance"),
         (lambda: nn.GELU(), "no such layer"),
         (lambda: nn.ConvTranspose2d(1, 1, 1), "no such layer"),
-        (lambda: nn.SyncBatchNorm(2), "no such layer"),
+        (lambda: nn.InstanceNorm2d(2), "no such layer"),
     ],
 )
 def test_left_with_a_reason(make, reason):

@@ -1,0 +1,77 @@
+"""What all batch norm layers share: which statistics a call uses, and which it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from . import functional as F
+
+
+class RunningStatistics(nn.modules.batchnorm._BatchNorm):
+    """Calls a function with batch_norm's arguments, as the layer's state and options want it."""
+
+    # The name of a functional with batch_norm's arguments, further tensors after the input.
+    _functional: ClassVar[str] = "batch_norm"
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._normalize(input)
+
+    def _normalize(
+        self, *tensors: Tensor, functional: str | Callable[..., Tensor] = "", **options: Any
+    ) -> Tensor:
+        """Calls ``functional``, by default the class's own, with ``options`` as further keywords."""
+        functional = functional or self._functional
+        function = getattr(F, functional) if isinstance(functional, str) else functional
+        self._check_input_dim(tensors[0])
+        tracks = self.training and self.track_running_stats
+        if tracks and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        # Running statistics count only where they are updated or used to normalise.
+        use_running = not self.training or self.track_running_stats
+        running_mean = self.running_mean if use_running else None
+        running_var = self.running_var if use_running else None
+        batch_statistics = self.training or (running_mean is None and running_var is None)
+        if tracks and self.momentum is None and self.num_batches_tracked is not None:
+            return self._forward_cumulative(function, *tensors, **options)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        return function(
+            *tensors,
+            running_mean,
+            running_var,
+            self.weight,
+            self.bias,
+            batch_statistics,
+            momentum,
+            self.eps,
+            **options,
+        )
+
+    def _forward_cumulative(
+        self, function: Callable[..., Tensor], *tensors: Tensor, **options: Any
+    ) -> Tensor:
+        """Running statistics as plain averages over the batches: a step of 1/num_batches_tracked.
+
+        Native reads the counter on the host. Here it stays on the device: nothing waits for the GPU
+        or breaks a graph. Batch norm with momentum 1 writes the batch's statistics into scratch
+        buffers, which then enter the averages.
+        """
+        assert self.num_batches_tracked is not None
+        running = [r for r in (self.running_mean, self.running_var) if r is not None]
+        batch = [torch.zeros_like(r) for r in running]
+        scratch = iter(batch)
+        output = function(
+            *tensors,
+            None if self.running_mean is None else next(scratch),
+            None if self.running_var is None else next(scratch),
+            *(self.weight, self.bias, True, 1.0, self.eps),
+            **options,
+        )
+        step = self.num_batches_tracked.double().reciprocal()
+        with torch.no_grad():
+            for average, value in zip(running, batch, strict=True):
+                average.copy_(average * (1 - step) + value * step)
+        return output
