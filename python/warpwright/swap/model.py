@@ -38,7 +38,7 @@ def swap(
     """Runs ``model``'s layers on warpwright's kernels, in place.
 
     Args:
-        model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``,
+        model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``, ``nn.SyncBatchNorm``,
             ``nn.LayerNorm``, ``nn.RMSNorm``, ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``,
             ``nn.CrossEntropyLoss`` and ``nn.MultiheadAttention`` (with its projections) are swapped;
             layers that :func:`register_layer` added; and of transformers' models norms, ``Conv1D``,
