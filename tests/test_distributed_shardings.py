@@ -392,6 +392,25 @@ def test_second_derivatives(worlds):
     worlds(2).run(second_derivatives)
 
 
+def sixteen_bits(rank):
+    """A gradient's only rounding is to bfloat16, the target's element included."""
+    from torch.distributed.tensor import distribute_tensor
+
+    z = (torch.randn(64, 50) * 4).bfloat16()
+    target = labels(64, classes=50)
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3}):
+        exact, alone = z.double().requires_grad_(), z.clone().requires_grad_()
+        cut = distribute_tensor(z, make_mesh(), parse("S1")).requires_grad_()
+        for logits in (exact, alone, cut):
+            F.cross_entropy(logits, target, reduction="sum", **options).backward()
+        mine = (whole(cut.grad).double() - exact.grad).abs().max()
+        assert mine <= 1.5 * (alone.grad.double() - exact.grad).abs().max()
+
+
+def test_sixteen_bits(worlds):
+    worlds(2).run(sixteen_bits)
+
+
 def two_dimensions(rank):
     """Rows over one dimension of the mesh, classes or columns over the other."""
     compare(rank, F.cross_entropy, ((6, 8), labels(6)), "S0/S1 -", mesh=(2, 2))
