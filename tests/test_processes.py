@@ -66,4 +66,5 @@ def test_outcomes(worlds):
     outcomes = worlds(3).outcomes(dies, 1)
     assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
     assert outcomes[1].exit_code == 3
-    assert all("Connection closed by peer" in outcomes[rank].error for rank in (0, 2))
+    for rank in (0, 2):  # closed, or reset if bytes were still unread
+        assert "by peer" in outcomes[rank].error
