@@ -1,8 +1,9 @@
 """Training on several GPUs or hosts, on top of ``torch.distributed``.
 
 DDP, FSDP2 and tensor parallelism are PyTorch's. :mod:`.sharding` has our operators' rules for DTensor,
-:mod:`.sync_batch_norm` batch norm over the batches of all ranks, and :mod:`.failures` errors that name
-the rank that failed. The guide is docs/distributed.md.
+:mod:`.sync_batch_norm` batch norm over the batches of all ranks, :mod:`.sequence` attention over a
+sequence that ranks share, and :mod:`.failures` errors that name the rank that failed. The guide is
+docs/distributed.md.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 FAILURES = ("RankFailed", "guard")
+SEQUENCE = ("context_parallel", "positions", "ring_attention", "shard", "unshard")
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from . import failures
 
         return getattr(failures, name)
+    if name in SEQUENCE:
+        from . import sequence
+
+        return getattr(sequence, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,281 @@
+"""Ring attention: the ranks share a sequence, keys and values travel, queries stay.
+
+Step s of rank r attends to the keys of rank r - s. Every rank sends its own keys straight to the rank
+that needs them next, so a step is a permutation of the ranks and no data is forwarded. The transfer for
+step s + 1 runs while step s computes: ProcessGroupNCCL has a stream of its own, and gloo has threads.
+
+Blocks are merged by their log-sum-exps (o, l) with a float32 sum:
+    l' = logaddexp(l, l_s),  o' = o exp(l - l') + o_s exp(l_s - l')
+
+The backward of a block gets the merged out and lse. Its probabilities are then those of the whole row,
+and the gradients of the blocks add up. A block's dK and dV return to the owner of the keys in the dtype
+of k. The owner adds them in float32, in the order of steps: the result is the same at every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..._ops import ops
+from .layouts import Part, extent, part
+
+KEYS, GRADIENTS = 1, 2  # tags: both kinds of message may be under way between the same two ranks
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One call: who takes part, and how the work is cut."""
+
+    group: dist.ProcessGroup
+    layout: str
+    is_causal: bool
+    scale: float | None
+    heads_at_once: int  # key heads that travel together
+
+    @cached_property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @cached_property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def source(self, step: int) -> int:
+        """The rank whose keys this rank uses in ``step``."""
+        return (self.rank - step) % self.size
+
+    def user(self, step: int) -> int:
+        """The rank that uses this rank's keys in ``step``."""
+        return (self.rank + step) % self.size
+
+    def part(self, rank: int, source: int, length: int) -> Part | None:
+        return part(self.layout, self.is_causal, rank, source, length)
+
+    def exchange(
+        self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int
+    ) -> Transfer:
+        """Starts one message out and one in; either may be absent."""
+        asked = []
+        for function, tensor, peer in ((dist.isend, send, to), (dist.irecv, receive, source)):
+            if tensor is not None:
+                peer = dist.get_global_rank(self.group, peer)
+                asked.append(dist.P2POp(function, tensor, peer, self.group, tag))
+        return Transfer(dist.batch_isend_irecv(asked) if asked else [], send, receive)
+
+
+@dataclass
+class Transfer:
+    """Messages under way. It holds their buffers until they have been waited for."""
+
+    works: list[Any]
+    sent: Tensor | None
+    received: Tensor | None
+
+    def wait(self) -> Tensor | None:
+        """Under NCCL the current stream waits, under gloo the caller."""
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = [], None
+        return self.received
+
+
+def pack(*tensors: Tensor) -> Tensor:
+    """One message of several tensors."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unpack(message: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [m.view(shape) for m, shape in zip(message.split(sizes), shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One step for one group of heads: the operands of an attention call."""
+
+    step: int
+    q_heads: slice
+    k_heads: slice
+    part: Part | None  # None: this rank has no work in this step
+    k: Tensor  # (B, heads at once, keys of the part, D); empty without a part
+    v: Tensor
+
+
+def _start(ring: Ring, k: Tensor, v: Tensor, heads: slice, step: int) -> Transfer:
+    """Sends own keys and values to their user in ``step``, and receives those that this rank uses."""
+    length = k.shape[2]
+    send = receive = None
+    theirs = ring.part(ring.user(step), ring.rank, length)
+    if theirs is not None:
+        send = pack(k[:, heads, theirs.keys], v[:, heads, theirs.keys])
+    ours = ring.part(ring.rank, ring.source(step), length)
+    if ours is not None:
+        rows = k.shape[0] * extent(heads, k.shape[1]) * extent(ours.keys, length)
+        receive = k.new_empty(rows * (k.shape[3] + v.shape[3]))
+    return ring.exchange(send, ring.user(step), receive, ring.source(step), KEYS)
+
+
+def blocks(ring: Ring, q_heads: int, k: Tensor, v: Tensor) -> Iterator[Block]:
+    """All blocks of this rank, in the order in which every rank takes them.
+
+    The transfer of a block starts before the block before it is given out.
+    """
+    at_once, per_key = ring.heads_at_once, q_heads // k.shape[1]
+    cuts = [slice(h, h + at_once) for h in range(0, k.shape[1], at_once)]
+    units = [(heads, step) for heads in cuts for step in range(ring.size)]
+
+    def start(i: int) -> Transfer | None:
+        needs_transfer = i < len(units) and units[i][1] > 0
+        return _start(ring, k, v, *units[i]) if needs_transfer else None
+
+    pending = start(0)
+    for i, (heads, step) in enumerate(units):
+        following = start(i + 1)
+        ours = ring.part(ring.rank, ring.source(step), k.shape[2])
+        keys = k[:, heads], v[:, heads]
+        if pending is not None:
+            message = pending.wait()
+            if ours is None or message is None:
+                keys = k[:, heads, :0], v[:, heads, :0]
+            else:
+                lead = (k.shape[0], at_once, extent(ours.keys, k.shape[2]))
+                one, other = unpack(message, (*lead, k.shape[3]), (*lead, v.shape[3]))
+                keys = one, other
+        in_q = slice(heads.start * per_key, heads.stop * per_key)
+        yield Block(step, in_q, heads, ours, *keys)
+        pending = following
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Adds a block to the running softmax ``(out, lse)`` of the same rows, in place.
+
+    out: (B, H, rows, D_v) in `sum_dtype`. lse: (B, H, rows). Both passes read and write ``out`` once.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_().to(out.dtype).unsqueeze(-1))
+    out.addcmul_(part_out.to(out.dtype), (part_lse - total).exp_().to(out.dtype).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse): as of one attention call over the keys of all ranks."""
+    out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
+    wide_out = lse = torch.empty(0)
+    lses = []
+    for block in blocks(ring, q.shape[1], k, v):
+        if block.part is not None:
+            rows = block.part.rows
+            part_out, part_lse, _ = ops.attention(
+                *(q[:, block.q_heads, rows], block.k, block.v),
+                *(None, 0.0, block.part.is_causal, ring.scale),
+            )
+            if block.step == 0:
+                wide_out, lse = part_out.to(sum_dtype(q)), part_lse
+            else:
+                merge_(wide_out[:, :, rows], lse[:, :, rows], part_out, part_lse)
+        if block.step == ring.size - 1:
+            out[:, block.q_heads] = wide_out
+            lses.append(lse)
+    return out, torch.cat(lses, 1) if len(lses) > 1 else lses[0]
+
+
+class KeyGradients:
+    """dK and dV of this rank's keys: a float32 sum over the parts that the ranks return."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+        self.ring, self.shapes = ring, (k.shape, v.shape)
+        self.dk, self.dv = torch.empty_like(k), torch.empty_like(v)
+        self.sums: list[Tensor] = []
+        self.returning: tuple[Transfer, Block, Part | None] | None = None
+
+    def add(self, block: Block, dk: Tensor | None, dv: Tensor | None) -> None:
+        """A block's gradients. Those of other ranks' keys travel while the next block computes."""
+        self.finish()
+        if block.step == 0:
+            assert dk is not None
+            assert dv is not None
+            self.sums = [dk.to(sum_dtype(dk)), dv.to(sum_dtype(dv))]
+            self._store(block)
+            return
+        ring, length = self.ring, self.shapes[0][2]
+        theirs = ring.part(ring.user(block.step), ring.rank, length)
+        receive = None
+        if theirs is not None:
+            rows = self.shapes[0][0] * ring.heads_at_once * extent(theirs.keys, length)
+            receive = self.dk.new_empty(rows * (self.shapes[0][3] + self.shapes[1][3]))
+        send = pack(dk, dv) if dk is not None and dv is not None else None
+        source, user = ring.source(block.step), ring.user(block.step)
+        transfer = ring.exchange(send, source, receive, user, GRADIENTS)
+        self.returning = (transfer, block, theirs)
+
+    def finish(self) -> None:
+        """Adds the part that was under way."""
+        if self.returning is None:
+            return
+        transfer, block, theirs = self.returning
+        self.returning = None
+        message = transfer.wait()
+        if message is not None and theirs is not None:
+            lead = (*self.sums[0].shape[:2], extent(theirs.keys, self.shapes[0][2]))
+            shapes = [(*lead, shape[3]) for shape in self.shapes]
+            for total, returned in zip(self.sums, unpack(message, *shapes), strict=True):
+                total[:, :, theirs.keys] += returned
+        self._store(block)
+
+    def _store(self, block: Block) -> None:
+        if block.step == self.ring.size - 1:
+            self.dk[:, block.k_heads], self.dv[:, block.k_heads] = self.sums
+
+
+def backward(
+    ring: Ring, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's queries, keys and values."""
+    dq, wide_dq = torch.empty_like(q), torch.empty(0)
+    gradients = KeyGradients(ring, k, v)
+    no_state = torch.empty(0, dtype=torch.int64, device=q.device)
+    for block in blocks(ring, q.shape[1], k, v):
+        dk_part = dv_part = None
+        if block.part is not None:
+            rows, heads = block.part.rows, block.q_heads
+            dq_part, dk_part, dv_part, _ = ops.attention_backward(
+                *(grad_out[:, heads, rows], q[:, heads, rows], block.k, block.v, None),
+                *(out[:, heads, rows], lse[:, heads, rows], no_state),
+                *(0.0, block.part.is_causal, ring.scale, [True, True, True, False]),
+            )
+            if block.step == 0:
+                wide_dq = dq_part.to(sum_dtype(q))
+            else:
+                wide_dq[:, :, rows] += dq_part
+        gradients.add(block, dk_part, dv_part)
+        if block.step == ring.size - 1:
+            dq[:, block.q_heads] = wide_dq
+    gradients.finish()
+    return dq, gradients.dk, gradients.dv
+
+
+class RingAttention(torch.autograd.Function):
+    """Saves this rank's operands, out and lse; keys and values travel again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        out, lse = forward(ring, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(ctx.ring, grad_out, *ctx.saved_tensors), None
