@@ -35,6 +35,9 @@ def explain(
 
     Args:
         op: a name in :mod:`warpwright.functional`, or the function (ours or native's).
+            ``"ring_attention"`` takes one rank's query, key and value, and ``ranks``, ``is_causal``,
+            ``layout`` and ``link`` (``"nvlink"``, ``"infiniband"``): the text predicts what ring
+            attention and Ulysses cost, and says which is better.
         args, kwargs: as for the function.
         device: answer as if the tensors were on this device. ``"cuda"`` explains the GPU kernels for
             tensors of any device; without a GPU it assumes an sm_90 with 132 SMs. ``"h100"``,
@@ -47,6 +50,10 @@ def explain(
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", str(op))
     name = VARIANTS.get(name, name)
+    if name == "ring_attention":
+        from .distributed.sequence.cost import explain_call
+
+        return explain_call(*args, **kwargs)
     if name not in EXPLAINERS:
         raise ValueError(f"op: expected one of {', '.join(EXPLAINERS)}; got {name!r}")
     bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from .layouts import check_layout
 
 
@@ -79,14 +81,14 @@ def busiest_steps(layout: str, is_causal: bool, ranks: int) -> list[float]:
     return [0.5] * ranks
 
 
-def sent_share(layout: str, is_causal: bool, ranks: int) -> float:
-    """Blocks of keys that the busiest sender sends in one direction: n - 1, or fewer.
+def backward_sent(layout: str, is_causal: bool) -> float:
+    """Blocks of keys, or of their gradients, that a rank sends per step of the backward.
 
-    Zigzag: rank r sends half of its keys to each later rank and all of them to each earlier one.
+    Under the causal rule rank r of n sends its keys to later ranks (zigzag: half of them) and, in the
+    zigzag layout, to earlier ones. Gradients go the other way, so that the sums are the same on every
+    rank. Striped: up to one token per step less.
     """
-    if is_causal and layout == "zigzag":
-        return max(r + (ranks - 1 - r) / 2 for r in range(ranks))
-    return ranks - 1.0
+    return {"contiguous": 1.0, "zigzag": 1.5}.get(layout, 2.0) if is_causal else 2.0
 
 
 def _overlapped(
@@ -112,11 +114,11 @@ def ring_cost(
 ) -> tuple[Cost, Cost]:
     """Forward and backward of ring attention with all heads at once.
 
-    Each merge reads and writes a float32 sum twice and reads the block's part.
+    A step's transfer is the busiest sender's: all of its keys, also where others send half. Each merge
+    reads and writes a float32 sum twice and reads the block's part.
     """
     steps = busiest_steps(layout, shape.is_causal, ranks)
     keys = 2 * shape.elements(shape.key_heads, ranks) * shape.element
-    per_step = sent_share(layout, shape.is_causal, ranks) / max(ranks - 1, 1) * keys
     queries = shape.elements(shape.heads, ranks)
     pairs = 4 * shape.batch * shape.heads * (shape.tokens / ranks) ** 2 * shape.head_dim
     merge = queries * (16 + shape.element) / hardware.memory
@@ -129,10 +131,11 @@ def ring_cost(
             hardware.call + factor * share * pairs / rate + (merge if i else 0)
             for i, share in enumerate(steps)
         ]
-        message = hardware.latency + per_step / hardware.link
+        message = hardware.latency + keys / hardware.link
         moved = [0.0] + [message] * (ranks - 1)
         end, exposed = _overlapped(compute, moved, [returns * seconds for seconds in moved])
-        sent = (1 + returns) * sent_share(layout, shape.is_causal, ranks) * keys
+        share = backward_sent(layout, shape.is_causal) if returns else 1.0
+        sent = share * (ranks - 1) * keys
         costs.append(Cost(factor * sum(steps) * pairs, sent, end, exposed))
     return costs[0], costs[1]
 
@@ -213,9 +216,34 @@ def explain(shape: Shape, ranks: int, hardware: Hardware = NVLINK, layout: str =
     if reason is not None:
         divisors = [u for u in range(1, ranks) if ranks % u == 0 and shape.key_heads % u == 0]
         widest = max(divisors, default=1)
-        lines.append(f"  ulysses is not possible: {reason}; the most ranks that do are {widest}")
+        lines.append(f"  ulysses is not possible: {reason}; at most {widest} ranks do")
     choice = choose_method(shape, ranks, hardware, layout)
-    lines.append(f"  {choice} is better" if reason is None else f"  {choice} it is")
+    if reason is None:
+        lines.append(f"  {choice} is better")
     at_once = choose_heads_at_once(shape.batch, shape.heads, shape.key_heads, shape.tokens // ranks)
     lines.append(f"  the ring takes {at_once} of {shape.key_heads} key heads at a time")
     return "\n".join(lines)
+
+
+def explain_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ranks: int,
+    is_causal: bool = False,
+    layout: str = "zigzag",
+    link: str = "nvlink",
+    **options: object,
+) -> str:
+    """`explain` for a call of `ring_attention`: the tensors hold one rank's tokens.
+
+    Raises:
+        ValueError: ``link`` is neither ``"nvlink"`` nor ``"infiniband"``.
+    """
+    if link not in LINKS:
+        raise ValueError(f"link: expected one of {', '.join(LINKS)}; got {link!r}")
+    batch, heads, length, head_dim = query.shape
+    sizes = (batch, heads, key.shape[1], length * ranks, head_dim)
+    shape = Shape(*sizes, is_causal, query.element_size())
+    return explain(shape, ranks, LINKS[link], layout)
