@@ -12,6 +12,7 @@ TORCH ?= torch==2.11.0
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+RANKS ?= 2
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check -q install
@@ -22,17 +23,24 @@ base := $(VENV)/.base-$(choice)
 build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(NO_CUDA) $(FORCE_CUDA) $(LINEINFO) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 sources := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py')
 
-.PHONY: demo test test-gpu test-long lint build docs clean
+.PHONY: demo demo-distributed build-here test test-gpu test-long lint build docs clean
+
+demo: build-here
+	$(python) -m warpwright demo --out demo-out $(DEMO_ARGS)
 
 # Compiles what this machine can run: without a GPU the CPU kernels alone, unless all are compiled already.
-demo:
+build-here:
 	@if [ -n '$(NO_CUDA)$(FORCE_CUDA)' ] || [ -e '$(build)' ] || nvidia-smi -L >/dev/null 2>&1; then \
 	  $(MAKE) --no-print-directory build; \
 	else \
-	  echo 'make demo: no GPU here, so only the CPU kernels are compiled (`make build` compiles all)'; \
+	  echo 'make: no GPU here, so only the CPU kernels are compiled (`make build` compiles all)'; \
 	  $(MAKE) --no-print-directory NO_CUDA=1 build; \
 	fi
-	$(python) -m warpwright demo --out demo-out $(DEMO_ARGS)
+
+# The CNN on two CPU processes, ours and native's: `make RANKS=4 demo-distributed` for four.
+demo-distributed: build-here
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(python) -m torch.distributed.run --standalone --nproc_per_node $(RANKS) \
+	  examples/train_ddp.py --device cpu --compare $(DEMO_ARGS)
 
 test: $(build)
 	$(python) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS) tests

@@ -23,8 +23,18 @@ PROGRAMS = {
     "micro_autograd": (r"ops: .* gradients within \d\.\de-1[5-9] of the tensors'", ()),
     "replace_layers": (r"mlp, batch 64[\s\S]+cnn, batch 64[\s\S]+\+ fusion .*\n$", ()),
     "check_your_function": (r"the wrong one is found: [\s\S]+the same bits", ()),
+    "train_ddp": (r"on 2 ranks \(cpu\):\n  native +loss [\d.]+.*\n  warpwright +loss 0\.\d+", ()),
+    "train_fsdp2": (r"step 20: loss 3\.\d+", ()),
+    "long_context": (r"last loss [\d.]+\n.*whole sequences.*\nlast loss [\d.]+", ()),
 }
-QUICK = {"check_your_function", "micro_autograd", "train_digits"}
+QUICK = {"check_your_function", "micro_autograd", "train_digits", "train_ddp", "long_context"}
+# Started by torchrun on so many processes, with these arguments.
+RANKS = {
+    "train_ddp": (2, "--compare"),
+    "train_fsdp2": (2, "--steps", "20", "--checkpoint", "saved"),
+    "long_context": (2, "--compare", "--method", "ring"),
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
 @pytest.mark.parametrize(
@@ -35,17 +45,42 @@ def test_example(name, tmp_path):
     ends_with, needs = PROGRAMS[name]
     for package in needs:
         pytest.importorskip(package)
+    if name not in RANKS:
+        assert re.search(ends_with, run([sys.executable, program(name)], tmp_path))
+        return
+    ranks, *arguments = RANKS[name]
+    text = run([*TORCHRUN, str(ranks), program(name), *arguments], tmp_path)
+    assert re.search(ends_with, text)
+    if name == "long_context":  # on shared and on whole sequences
+        losses = [float(loss) for loss in re.findall(r"last loss ([\d.]+)", text)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    if "--checkpoint" in arguments:  # saved by two ranks, loaded by three
+        arguments = ["--steps", "22", "--batch", "9", "--resume", "saved"]
+        text = run([*TORCHRUN, "3", program(name), *arguments], tmp_path)
+        assert re.search(r"resumed at step 20 on 3 ranks\nstep 22: loss 3\.\d+", text)
+
+
+def program(name):
+    return str(EXAMPLES / f"{name}.py")
+
+
+def run(command, folder):
+    """What the program prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(ends_with, done.stdout), done.stdout
+    print(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.slow  # imports torch three times
+@pytest.mark.parametrize("name", RANKS)
+def test_without_torchrun(name, tmp_path):
+    done = subprocess.run([sys.executable, program(name)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"start it with `torchrun --nproc_per_node N examples/{name}.py`" in done.stderr
 
 
 def test_every_example_is_listed_and_tested():
