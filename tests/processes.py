@@ -103,7 +103,7 @@ def _serve(rank: int, size: int, backend: str, folder: str, pipe: Any) -> None:
 def _context() -> Any:
     """A fork server that has imported torch: a rank then starts in 0.1 s and inherits no thread."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "warpwright"])
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "warpwright", "pytest"])
     return context
 
 

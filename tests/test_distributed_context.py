@@ -105,6 +105,29 @@ def test_backward_after_the_block(worlds):
         torch.testing.assert_close(results, expected)
 
 
+def of_transformers(rank, model, tokens, options):
+    buffers = [tokens.clone(), torch.arange(TOKENS)[None]]
+    with context_parallel(buffers=buffers, buffer_seq_dims=[1, 1]):
+        logits = model(buffers[0], position_ids=buffers[1], use_cache=False, **options).logits
+    return unshard(logits, 1)
+
+
+def test_a_model_of_transformers(worlds):
+    """Rotary embeddings of the tokens' own positions, and grouped key heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes = {"vocab_size": CHARACTERS, "hidden_size": 32, "intermediate_size": 48}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    tokens = batch()[0]
+    expected = model(tokens).logits.detach()
+    ones = {"attention_mask": torch.ones(2, TOKENS // 2)}
+    for logits in worlds(2).run(of_transformers, model, tokens, ones):
+        torch.testing.assert_close(logits, expected)
+    with pytest.raises(RankError, match="passes none if it gets an attention_mask of ones"):
+        worlds(2).run(of_transformers, model, tokens, {})
+
+
 def multi_head(rank, layer, x, weights):
     sharded = x.clone()
     with context_parallel(buffers=[sharded], buffer_seq_dims=[1]):

@@ -8,6 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from warpwright.distributed.sequence import positions, ring_attention, shard, unshard
 from warpwright.distributed.sequence import ring as ring_module
@@ -274,6 +276,30 @@ GOOD = [(1, 4, 8, 16), (1, 2, 8, 16), (1, 2, 8, 16)]
 def test_errors(worlds, sizes, options, says):
     for text in worlds(3).run(message, [sizes] * 3, options):
         assert re.search(says, text), text
+
+
+def unusual(rank):
+    """What dtypes and classes without a kernel raise."""
+    said = []
+    q = torch.randn(1, 2, 4, 8)
+    mesh = init_device_mesh("cpu", (2,))
+    for x in (q.long(), q.to_sparse(), DTensor.from_local(q, mesh, [Shard(2)])):
+        with pytest.raises(TypeError) as error:
+            ring_attention(x, x, x)
+        said.append(str(error.value))
+    with pytest.raises(TypeError) as error:
+        ring_attention(q, q.double(), q)
+    return [*said, str(error.value)]
+
+
+def test_unusual_tensors(worlds):
+    for said in worlds(2).run(unusual):
+        assert said == [
+            "query: no kernel for int64",
+            "query: no kernel for the sparse_coo layout",
+            "query: a DTensor, expected a plain tensor",
+            "key: expected the dtype of query, torch.float32; got torch.float64",
+        ]
 
 
 def test_ranks_that_do_not_agree(worlds):

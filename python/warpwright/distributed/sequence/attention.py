@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from ..._arch import FLOATING
+from ..._arch import why_no_kernel
 from .cost import Shape, choose_heads_at_once, choose_method, why_no_ulysses
 from .layouts import Group, check_layout, group_of
 from .ring import Ring, RingAttention
@@ -61,7 +61,8 @@ def ring_attention(
     Raises:
         ValueError: shapes do not fit or differ between the ranks, or an argument is not one of those
             above.
-        TypeError: another dtype, or query, key and value differ in dtype.
+        TypeError: no kernel takes a tensor (its dtype, its device, a subclass such as DTensor), or
+            dtypes differ.
         RuntimeError: a rank failed; the text is that of the backend.
     """
     kind = query.device.type
@@ -90,8 +91,9 @@ def ring_attention(
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.dtype not in FLOATING:
-            raise TypeError(f"{name}: expected a floating-point dtype with a kernel, got {x.dtype}")
+        reason = why_no_kernel(x)
+        if reason is not None:
+            raise TypeError(f"{name}: {reason}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: expected the dtype of query, {q.dtype}; got {x.dtype}")
         if x.dim() != 4:

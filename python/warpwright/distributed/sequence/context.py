@@ -56,7 +56,8 @@ class _Route(TorchFunctionMode):
         if a["attn_mask"] is not None:
             raise ValueError(
                 f"{where}: attn_mask: expected None, got a mask of {tuple(a['attn_mask'].shape)}; "
-                "no rank holds the scores of whole rows"
+                "no rank holds the scores of whole rows. A model of transformers passes none if it gets an "
+                "attention_mask of ones"
             )
         if a["dropout_p"]:
             raise ValueError(f"{where}: dropout_p: expected 0, got {a['dropout_p']}")
@@ -89,7 +90,8 @@ class context_parallel:
 
     The model gets positions from its inputs: pass `positions` as ``position_ids``, or shard the
     buffers that hold positions. Shift labels before they are sharded, and divide the sum of losses by
-    the tokens of all ranks.
+    the tokens of all ranks. A model of transformers takes gaps in ``position_ids`` for the ends of
+    packed sequences, and makes a mask of them, unless it gets ``attention_mask=torch.ones(B, L)``.
 
     Args:
         mesh: the ranks that share a sequence: a mesh of 1 dimension or a process group.

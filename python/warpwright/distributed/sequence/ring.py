@@ -87,8 +87,11 @@ class Transfer:
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """One message of several tensors."""
-    return torch.cat([t.reshape(-1) for t in tensors])
+    """One message of several tensors, by one copy of each."""
+    message = tensors[0].new_empty(sum(t.numel() for t in tensors))
+    for place, tensor in zip(unpack(message, *(t.shape for t in tensors)), tensors, strict=True):
+        place.copy_(tensor)
+    return message
 
 
 def unpack(message: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
