@@ -1,5 +1,7 @@
 """The cost model of attention over a shared sequence: its arithmetic, and the bytes that are really sent."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from warpwright.distributed.sequence import (
 )
 from warpwright.distributed.sequence import ring as ring_module
 from warpwright.distributed.sequence import ulysses as ulysses_module
+from warpwright.distributed.sequence.attention import _link
 from warpwright.distributed.sequence.cost import (
     Cost,
     _overlapped,
@@ -118,6 +121,47 @@ def test_choice():
     assert choose_method(LONG, 16) == "ring"
     wide = Shape(1, 32, 32, 65536, 128, True)
     assert choose_method(wide, 16, INFINIBAND) == "ulysses"
+
+
+def links(rank):
+    """Of all four ranks, of neighbours and of every other rank, with two ranks per host."""
+    groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 2])]
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    names = [_link(group).name for group in groups[: 3 if rank == 0 else 1]]  # rank 0 is in all
+    del os.environ["LOCAL_WORLD_SIZE"]
+    return names
+
+
+def test_links(worlds):
+    names = [INFINIBAND.name, NVLINK.name, INFINIBAND.name]
+    assert worlds(4).run(links)[0] == names
+
+
+def largest_message(rank, shape, heads_at_once):
+    """Bytes of the largest message of both directions."""
+    largest = [0]
+    send = dist.batch_isend_irecv
+
+    def measuring(asked):
+        largest[0] = max(largest[0], *(p.tensor.nbytes for p in asked))
+        return send(asked)
+
+    heads = (shape.heads, shape.key_heads, shape.key_heads)
+    sizes = [(shape.batch, h, shape.tokens // 2, shape.head_dim) for h in heads]
+    leaves = [torch.randn(size, requires_grad=True) for size in sizes]
+    ring_module.dist.batch_isend_irecv = measuring
+    options = {"is_causal": True, "method": "ring", "heads_at_once": heads_at_once}
+    ring_attention(*leaves, **options).sum().backward()
+    ring_module.dist.batch_isend_irecv = send
+    return largest[0]
+
+
+def test_buffers_fall_with_heads_at_once(worlds):
+    """A message holds the keys and values of as many heads as travel together."""
+    shape = Shape(2, 8, 4, 48, 16, True, element=4)
+    for at_once in (1, 2, 4):
+        for largest in worlds(2).run(largest_message, shape, at_once):
+            assert largest == 2 * 4 * shape.elements(at_once, ranks=2)
 
 
 def test_heads_at_once():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -11,7 +12,15 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ..._arch import why_no_kernel
-from .cost import Shape, choose_heads_at_once, choose_method, why_no_ulysses
+from .cost import (
+    INFINIBAND,
+    NVLINK,
+    Hardware,
+    Shape,
+    choose_heads_at_once,
+    choose_method,
+    why_no_ulysses,
+)
 from .layouts import Group, check_layout, group_of
 from .ring import Ring, RingAttention
 from .ulysses import ulysses
@@ -73,20 +82,27 @@ def ring_attention(
     ranks = dist.get_world_size(group)
     _check_operands(query, key, value, is_causal)
     _check_options(query, key, ranks, is_causal, layout, method, heads_at_once)
-    options = (is_causal, scale, layout, method, heads_at_once)
-    _agree(group, (tuple(query.shape), tuple(key.shape), tuple(value.shape), query.dtype), options)
     batch, heads, length, head_dim = query.shape
     key_heads = key.shape[1]
     if method == "auto":
         size = query.element_size()
         shape = Shape(batch, heads, key_heads, length * ranks, head_dim, is_causal, size)
-        method = choose_method(shape, ranks, layout=layout)
+        method = choose_method(shape, ranks, _link(group), layout)
+    options = (is_causal, scale, layout, method, heads_at_once)
+    _agree(group, (tuple(query.shape), tuple(key.shape), tuple(value.shape), query.dtype), options)
     if method == "ulysses":
         with torch.autocast(kind, enabled=False):
             return ulysses(query, key, value, group, layout, is_causal, scale)
     at_once = heads_at_once or choose_heads_at_once(batch, heads, key_heads, length)
     ring = Ring(group, layout, is_causal, scale, at_once)
     return RingAttention.apply(query, key, value, ring)
+
+
+def _link(group: dist.ProcessGroup) -> Hardware:
+    """By torchrun's number of ranks per host; without it all ranks are on one host."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    hosts = {rank // per_host for rank in dist.get_process_group_ranks(group)}
+    return INFINIBAND if len(hosts) > 1 else NVLINK
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
