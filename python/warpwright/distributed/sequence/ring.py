@@ -26,7 +26,9 @@ from torch import Tensor
 from ..._ops import ops
 from .layouts import Part, extent, part
 
-KEYS, GRADIENTS = 1, 2  # tags: both kinds of message may be under way between the same two ranks
+Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
+# The first of two tags each: both kinds may be under way between the same two ranks.
+KEYS, GRADIENTS = 1, 3
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,14 @@ class Ring:
         return part(self.layout, self.is_causal, rank, source, length)
 
     def exchange(
-        self, send: Tensor | None, to: int, receive: Tensor | None, source: int, tag: int
+        self, send: Pair | None, to: int, receive: Pair | None, source: int, tag: int
     ) -> Transfer:
-        """Starts one message out and one in; either may be absent."""
+        """Starts two messages out and two in; either pair may be absent."""
         asked = []
-        for function, tensor, peer in ((dist.isend, send, to), (dist.irecv, receive, source)):
-            if tensor is not None:
-                peer = dist.get_global_rank(self.group, peer)
-                asked.append(dist.P2POp(function, tensor, peer, self.group, tag))
+        for function, pair, peer in ((dist.isend, send, to), (dist.irecv, receive, source)):
+            peer = dist.get_global_rank(self.group, peer)
+            for i, tensor in enumerate(pair or ()):
+                asked.append(dist.P2POp(function, tensor, peer, self.group, tag + i))
         return Transfer(dist.batch_isend_irecv(asked) if asked else [], send, receive)
 
 
@@ -75,10 +77,10 @@ class Transfer:
     """Messages under way. It holds their buffers until they have been waited for."""
 
     works: list[Any]
-    sent: Tensor | None
-    received: Tensor | None
+    sent: Pair | None
+    received: Pair | None
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Pair | None:
         """Under NCCL the current stream waits, under gloo the caller."""
         for work in self.works:
             work.wait()
@@ -86,17 +88,10 @@ class Transfer:
         return self.received
 
 
-def pack(*tensors: Tensor) -> Tensor:
-    """One message of several tensors, by one copy of each."""
-    message = tensors[0].new_empty(sum(t.numel() for t in tensors))
-    for place, tensor in zip(unpack(message, *(t.shape for t in tensors)), tensors, strict=True):
-        place.copy_(tensor)
-    return message
-
-
-def unpack(message: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [m.view(shape) for m, shape in zip(message.split(sizes), shapes, strict=True)]
+def buffers(k: Tensor, v: Tensor, heads: int, keys: int) -> Pair:
+    """Empty, for a message: (B, heads, keys, D) and (B, heads, keys, D_v)."""
+    shapes = [(x.shape[0], heads, keys, x.shape[3]) for x in (k, v)]
+    return k.new_empty(shapes[0]), v.new_empty(shapes[1])
 
 
 @dataclass(frozen=True)
@@ -116,12 +111,12 @@ def _start(ring: Ring, k: Tensor, v: Tensor, heads: slice, step: int) -> Transfe
     length = k.shape[2]
     send = receive = None
     theirs = ring.part(ring.user(step), ring.rank, length)
-    if theirs is not None:
-        send = pack(k[:, heads, theirs.keys], v[:, heads, theirs.keys])
+    if theirs is not None:  # a copy only if the heads and keys are not one piece of memory
+        cut = (slice(None), heads, theirs.keys)
+        send = k[cut].contiguous(), v[cut].contiguous()
     ours = ring.part(ring.rank, ring.source(step), length)
     if ours is not None:
-        rows = k.shape[0] * extent(heads, k.shape[1]) * extent(ours.keys, length)
-        receive = k.new_empty(rows * (k.shape[3] + v.shape[3]))
+        receive = buffers(k, v, ring.heads_at_once, extent(ours.keys, length))
     return ring.exchange(send, ring.user(step), receive, ring.source(step), KEYS)
 
 
@@ -144,13 +139,7 @@ def blocks(ring: Ring, q_heads: int, k: Tensor, v: Tensor) -> Iterator[Block]:
         ours = ring.part(ring.rank, ring.source(step), k.shape[2])
         keys = k[:, heads], v[:, heads]
         if pending is not None:
-            message = pending.wait()
-            if ours is None or message is None:
-                keys = k[:, heads, :0], v[:, heads, :0]
-            else:
-                lead = (k.shape[0], at_once, extent(ours.keys, k.shape[2]))
-                one, other = unpack(message, (*lead, k.shape[3]), (*lead, v.shape[3]))
-                keys = one, other
+            keys = pending.wait() or (k[:, heads, :0], v[:, heads, :0])
         in_q = slice(heads.start * per_key, heads.stop * per_key)
         yield Block(step, in_q, heads, ours, *keys)
         pending = following
@@ -197,27 +186,26 @@ class KeyGradients:
     """dK and dV of this rank's keys: a float32 sum over the parts that the ranks return."""
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
-        self.ring, self.shapes = ring, (k.shape, v.shape)
+        self.ring, self.length = ring, k.shape[2]
         self.dk, self.dv = torch.empty_like(k), torch.empty_like(v)
         self.sums: list[Tensor] = []
         self.returning: tuple[Transfer, Block, Part | None] | None = None
 
-    def add(self, block: Block, dk: Tensor | None, dv: Tensor | None) -> None:
-        """A block's gradients. Those of other ranks' keys travel while the next block computes."""
+    def add(self, block: Block, part: Pair | None) -> None:
+        """A block's dK and dV. Those of other ranks' keys travel while the next block computes."""
         self.finish()
+        ring = self.ring
         if block.step == 0:
-            assert dk is not None
-            assert dv is not None
-            self.sums = [dk.to(sum_dtype(dk)), dv.to(sum_dtype(dv))]
+            assert part is not None  # every rank attends to its own keys
+            self.sums = [x.to(sum_dtype(x)) for x in part]
             self._store(block)
             return
-        ring, length = self.ring, self.shapes[0][2]
-        theirs = ring.part(ring.user(block.step), ring.rank, length)
+        theirs = ring.part(ring.user(block.step), ring.rank, self.length)
         receive = None
         if theirs is not None:
-            rows = self.shapes[0][0] * ring.heads_at_once * extent(theirs.keys, length)
-            receive = self.dk.new_empty(rows * (self.shapes[0][3] + self.shapes[1][3]))
-        send = pack(dk, dv) if dk is not None and dv is not None else None
+            keys = extent(theirs.keys, self.length)
+            receive = buffers(self.dk, self.dv, ring.heads_at_once, keys)
+        send = (part[0].contiguous(), part[1].contiguous()) if part is not None else None
         source, user = ring.source(block.step), ring.user(block.step)
         transfer = ring.exchange(send, source, receive, user, GRADIENTS)
         self.returning = (transfer, block, theirs)
@@ -228,12 +216,10 @@ class KeyGradients:
             return
         transfer, block, theirs = self.returning
         self.returning = None
-        message = transfer.wait()
-        if message is not None and theirs is not None:
-            lead = (*self.sums[0].shape[:2], extent(theirs.keys, self.shapes[0][2]))
-            shapes = [(*lead, shape[3]) for shape in self.shapes]
-            for total, returned in zip(self.sums, unpack(message, *shapes), strict=True):
-                total[:, :, theirs.keys] += returned
+        returned = transfer.wait()
+        if returned is not None and theirs is not None:
+            for total, x in zip(self.sums, returned, strict=True):
+                total[:, :, theirs.keys] += x
         self._store(block)
 
     def _store(self, block: Block) -> None:
@@ -249,7 +235,7 @@ def backward(
     gradients = KeyGradients(ring, k, v)
     no_state = torch.empty(0, dtype=torch.int64, device=q.device)
     for block in blocks(ring, q.shape[1], k, v):
-        dk_part = dv_part = None
+        dkv_part = None
         if block.part is not None:
             rows, heads = block.part.rows, block.q_heads
             dq_part, dk_part, dv_part, _ = ops.attention_backward(
@@ -257,11 +243,12 @@ def backward(
                 *(out[:, heads, rows], lse[:, heads, rows], no_state),
                 *(0.0, block.part.is_causal, ring.scale, [True, True, True, False]),
             )
+            dkv_part = dk_part, dv_part
             if block.step == 0:
                 wide_dq = dq_part.to(sum_dtype(q))
             else:
                 wide_dq[:, :, rows] += dq_part
-        gradients.add(block, dk_part, dv_part)
+        gradients.add(block, dkv_part)
         if block.step == ring.size - 1:
             dq[:, block.q_heads] = wide_dq
     gradients.finish()
