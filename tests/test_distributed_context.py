@@ -144,6 +144,21 @@ def test_multi_head_attention(worlds):
         worlds(2).run(multi_head, layer, x, True)
 
 
+def encoder(rank, layer, x):
+    sharded = x.clone()
+    with torch.no_grad(), context_parallel(buffers=[sharded], buffer_seq_dims=[1]):
+        return unshard(layer(sharded), 1)
+
+
+def test_inference(worlds):
+    """Native's fused encoder layer, which would see one rank's tokens, is not taken."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True).eval()
+    x = torch.randn(2, TOKENS, WIDTH)
+    expected = layer(x).detach()
+    for out in worlds(2).run(encoder, layer, x):
+        torch.testing.assert_close(out, expected)
+
+
 def dimensions(rank, tensors):
     """Of 2, 3 and 5 dimensions: what comes before the tokens is heads or a batch."""
     results = []

@@ -152,11 +152,12 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Adds a block to the running softmax ``(out, lse)`` of the same rows, in place.
 
-    out: (B, H, rows, D_v) in `sum_dtype`. lse: (B, H, rows). Both passes read and write ``out`` once.
+    out: (B, H, rows, D_v) in `sum_dtype`. lse: (B, H, rows). Two passes read and write ``out``;
+    the second casts ``part_out`` as it reads it.
     """
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().to(out.dtype).unsqueeze(-1))
-    out.addcmul_(part_out.to(out.dtype), (part_lse - total).exp_().to(out.dtype).unsqueeze(-1))
+    out.addcmul_(part_out, (part_lse - total).exp_().to(out.dtype).unsqueeze(-1))
     lse.copy_(total)
 
 
