@@ -101,8 +101,8 @@ class context_parallel:
         no_restore_buffers: of ``buffers``, those that keep this rank's tokens.
         layout, method, heads_at_once: as of `ring_attention`.
     Raises:
-        ValueError: as many dimensions as buffers are expected; a buffer cannot be cut evenly; inside
-            the block, attention with a mask or with dropout, or that returns its weights.
+        ValueError: dimensions and buffers differ in number, or a buffer cannot be cut evenly. Inside
+            the block: attention has a mask or dropout, or returns its weights.
     """
 
     def __init__(

@@ -195,8 +195,8 @@ def explain(shape: Shape, ranks: int, hardware: Hardware = NVLINK, layout: str =
     """The predicted cost of both forms for a shape, and which one is better.
 
     Returns:
-        A line for the shape, one per form and direction (GFLOP and MB per rank, milliseconds, and of
-        these the milliseconds of communication in the open), and the choice.
+        A line for the shape, one per form and direction, and the choice. Figures are per rank: GFLOP,
+        MB sent, milliseconds, and milliseconds of communication that nothing hides.
     """
     rule = f"causal, {layout}" if shape.is_causal else "full"
     lines = [

@@ -1,7 +1,7 @@
 """Ring attention: the ranks share a sequence, keys and values travel, queries stay.
 
 Step s of rank r attends to the keys of rank r - s. Every rank sends its own keys straight to the rank
-that needs them next, so a step is a permutation of the ranks and no data is forwarded. The transfer for
+that needs them next. A step is a permutation of the ranks, and no data is forwarded. The transfer for
 step s + 1 runs while step s computes: ProcessGroupNCCL has a stream of its own, and gloo has threads.
 
 Blocks are merged by their log-sum-exps (o, l) with a float32 sum:
