@@ -107,6 +107,8 @@ def _link(group: dist.ProcessGroup) -> Hardware:
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     for name, x in (("query", q), ("key", k), ("value", v)):
+        if type(x) not in (Tensor, torch.nn.Parameter):  # a DTensor's local part is not the call's
+            raise TypeError(f"{name}: a {type(x).__name__}, expected a plain tensor")
         reason = why_no_kernel(x)
         if reason is not None:
             raise TypeError(f"{name}: {reason}")
