@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from warpwright.distributed import guard
 from warpwright.distributed.sequence import positions, ring_attention, shard, unshard
 from warpwright.distributed.sequence import ring as ring_module
 from warpwright.distributed.sequence.layouts import LAYOUTS, part, token_order
@@ -330,6 +331,17 @@ def test_a_rank_that_dies(worlds):
     assert time.monotonic() - start < 15
     assert outcomes[1].exit_code == 5
     assert all("RuntimeError" in outcomes[rank].error for rank in (0, 2))
+
+
+def guarded(rank, tensors):
+    with guard():
+        fail(rank, tensors, "dies")
+
+
+def test_the_rank_that_dies_is_named(worlds):
+    outcomes = worlds(3).outcomes(guarded, make(3))
+    for rank in (0, 2):
+        assert re.search(r"RankFailed: rank 1 ", outcomes[rank].error), outcomes[rank]
 
 
 # ---- GPUs ----
