@@ -233,3 +233,22 @@ def test_first_fault_is_natives(device, ours, theirs):
     with pytest.raises(expected.type) as raised:
         ours(x)
     assert raised.type is expected.type
+
+
+@pytest.mark.parametrize("residual", [None, (), {}, "x", 0.5, 2])
+def test_residual_that_is_no_tensor(residual):
+    """As native's addition: numbers are added, anything else is a TypeError."""
+    x = torch.randn(2, 3, 4, 5)
+
+    def native(x, residual):
+        return torch.relu(torch.nn.functional.batch_norm(x, None, None, training=True) + residual)
+
+    def ours(x, residual):
+        return F.batch_norm_add_relu(x, residual, None, None, training=True)
+
+    if isinstance(residual, (int, float)):
+        torch.testing.assert_close(ours(x, residual), native(x, residual))
+        return
+    for function in (native, ours):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            function(x, residual)

@@ -179,11 +179,11 @@ def batch_norm_add_relu(
 
     Args:
         residual: a tensor of the shape and dtype of ``input``, in any layout. With another shape or
-            dtype the single ops run, which broadcast and promote.
+            dtype, and for a number, the single ops run, which broadcast and promote.
 
     The other arguments and the errors are :func:`batch_norm`'s.
     """
-    if residual.shape != input.shape or residual.dtype != input.dtype:
+    if getattr(residual, "shape", None) != input.shape or residual.dtype != input.dtype:
         return relu(
             batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
             + residual
