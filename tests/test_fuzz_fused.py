@@ -1,0 +1,152 @@
+"""Random cases of the row norms and of the fused ops, whose oracle is native's chain of functions."""
+
+import pytest
+import torch
+from fuzzing import DTYPES, FEATURES, NATIVE, SIDE, SIZE, SMALL, Maker, check, each_dtype, run
+from hypothesis import strategies as st
+
+import warpwright.functional as F
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_row_norms(device, dtype, name):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal", "normal", "special"))
+        rows = draw(st.lists(SMALL, max_size=2))
+        shape = draw(st.lists(st.one_of(FEATURES, SMALL), min_size=1, max_size=2))
+        args = [make(*rows, *shape), shape, make.maybe(*shape, special=False)]
+        # Native's layer_norm keeps 1 / sqrt(var + eps) in float16, where it is infinite for a small eps.
+        small = [] if dtype == torch.float16 else [1e-12]
+        kwargs = {"eps": draw(st.sampled_from([1e-5, 0.1, *small]))}
+        if name == "layer_norm":
+            args.append(make.maybe(*shape, special=False))
+        elif draw(st.booleans(), label="no eps"):
+            kwargs = {"eps": None}
+        options = {"sums_only": False, "amplifies": True}
+        check(make, errors, getattr(F, name), getattr(NATIVE, name), args, kwargs, **options)
+
+    run(test)
+
+
+ACTIVATIONS = {"linear_relu": NATIVE.relu, "linear_gelu": NATIVE.gelu, "linear_silu": NATIVE.silu}
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_linear_activation(device, dtype, name):
+    activation = ACTIVATIONS[name]
+
+    def test(draw, errors):
+        # A relu of a sum close to zero has either gradient: exact values there.
+        kinds = ("integer",) if name == "linear_relu" else ("normal", "integer")
+        make = Maker(draw, device, dtype, kinds=kinds)
+        rows = draw(st.lists(SMALL, max_size=2))
+        k, n = draw(FEATURES), draw(FEATURES)
+        args = (make(*rows, k), make(n, k), make.maybe(n))
+        kwargs = {}
+        if name == "linear_gelu":
+            kwargs["approximate"] = draw(st.sampled_from(["none", "tanh"]))
+
+        def native(x, w, b, **options):
+            return activation(NATIVE.linear(x, w, b), **options)
+
+        options = {"sums_only": name == "linear_relu", "amplifies": True}
+        check(make, errors, getattr(F, name), native, args, kwargs, **options)
+
+    run(test)
+
+
+def windows(draw):
+    """kernel_size, stride, padding, dilation, ceil_mode that native's backward can take."""
+    kernel, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    padding = draw(st.integers(0, kernel // 2)) if dilation == 1 else 0
+    ceil_mode = dilation == 1 and draw(st.booleans())
+    return kernel, draw(st.integers(1, 3)), padding, dilation, ceil_mode
+
+
+@each_dtype
+def test_relu_max_pool2d(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype)
+        shape = (draw(SMALL), draw(SIZE), draw(SIDE), draw(SIDE))[draw(st.integers(0, 1)) :]
+
+        def native(x, *window):
+            return NATIVE.max_pool2d(NATIVE.relu(x), *window)
+
+        check(make, errors, F.relu_max_pool2d, native, (make(*shape), *windows(draw)))
+
+    run(test)
+
+
+def relu_of(norm):
+    return NATIVE.relu(norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "name", ["batch_norm_relu", "batch_norm_add_relu", "batch_norm_relu_max_pool2d"]
+)
+def test_batch_norm_chain(device, dtype, name):
+    """In the long types alone: a rounded sum close to zero may have either gradient."""
+
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal",))
+        c = draw(st.sampled_from([1, 2, 3, 5, 8, 16, 17]))
+        shape = (draw(st.sampled_from([1, 2, 3])), c, draw(SIDE), draw(SIDE))
+        training = draw(st.booleans())
+        given = not training or draw(st.booleans(), label="statistics")
+        mean = make(c, grad=False, arrange=False) if given else None
+        var = torch.rand(c).to(device, dtype) + 0.25 if given else None
+        weight, bias = make.maybe(c), make.maybe(c)
+        if device == "cuda" and weight is None:
+            bias = None  # native's gradient is zero there, or an internal error
+        head = [make(*shape)] + ([make(*shape)] if name == "batch_norm_add_relu" else [])
+        norm = (mean, var, weight, bias, training, 0.1, draw(st.sampled_from([1e-5, 0.1])))
+        window = windows(draw) if name == "batch_norm_relu_max_pool2d" else ()
+
+        def native(x, *rest):
+            residual, *rest = rest if name == "batch_norm_add_relu" else (0, *rest)
+            y = NATIVE.relu(NATIVE.batch_norm(x, *rest[:7]) + residual)
+            return NATIVE.max_pool2d(y, *rest[7:]) if window else y
+
+        args = (*head, *norm, *window)
+        check(make, errors, getattr(F, name), native, args, amplifies=True, strides=False)
+
+    run(test)
+
+
+@each_dtype
+def test_linear_cross_entropy(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal",))
+        # Native's float16 sums over rows and classes may overflow.
+        most = 33 if dtype == torch.float16 else 129
+        classes = draw(st.sampled_from([n for n in (1, 2, 3, 7, 33, 129) if n <= most]))
+        rows, k = draw(SIZE), draw(FEATURES.filter(lambda n: n <= most))
+        ignore = draw(st.sampled_from([-100, 0, 1]))
+        target = torch.randint(0, classes, (rows,), device=device)
+        target[torch.rand(rows, device=device) < 0.2] = ignore
+        weight = None
+        if draw(st.booleans(), label="weighted"):
+            weight = torch.rand(classes).to(device, dtype) + 0.1
+        kwargs = {
+            "ignore_index": ignore,
+            "reduction": draw(st.sampled_from(["none", "mean", "sum"])),
+            "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
+        }
+        bias = make.maybe(classes)
+        chunk = draw(st.sampled_from([1, 2, 5, 64]))
+
+        def ours(x, w, b, t, c, **options):
+            return F.linear_cross_entropy(x, w, t, b, class_weight=c, chunk_rows=chunk, **options)
+
+        def native(x, w, b, t, c, **options):
+            return NATIVE.cross_entropy(NATIVE.linear(x, w, b), t, c, **options)
+
+        args = (make(rows, k), make(classes, k), bias, target, weight)
+        check(make, errors, ours, native, args, kwargs, amplifies=True)
+
+    run(test)
