@@ -252,3 +252,17 @@ def test_residual_that_is_no_tensor(residual):
     for function in (native, ours):
         with pytest.raises(TypeError, match="unsupported operand"):
             function(x, residual)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("shape", [[4, True], [4, False], [True], [2**63], [4, 2**63], [-(2**64)]])
+def test_sizes_that_are_no_int64(name, shape):
+    """A bool counts as a number unless it comes first; a size beyond int64 is a TypeError."""
+    x = torch.randn(2, 4, 1)
+    try:
+        expected = getattr(native, name)(x, shape)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            getattr(F, name)(x, shape)
+    else:
+        torch.testing.assert_close(getattr(F, name)(x, shape), expected)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fuzzing import DTYPES, FEATURES, NATIVE, SIDE, SIZE, SMALL, Maker, check, each_dtype, run
+from fuzzing import FEATURES, NATIVE, SIDE, SIZE, SMALL, Maker, check, each_dtype, run
 from hypothesis import strategies as st
 
 import warpwright.functional as F
@@ -79,10 +79,6 @@ def test_relu_max_pool2d(device, dtype):
         check(make, errors, F.relu_max_pool2d, native, (make(*shape), *windows(draw)))
 
     run(test)
-
-
-def relu_of(norm):
-    return NATIVE.relu(norm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -70,14 +70,21 @@ def sizes(function: str, name: str, value: Any) -> Sequence[int]:
         return value
     if not isinstance(value, (tuple, list)):
         _refuse(function, name, "tuple of ints", value)
+    found = []
     for place, size in enumerate(value):
+        if isinstance(size, bool) and place > 0:  # native checks the first element's type only
+            size = int(size)
         whole = _is_symbolic(size) or isinstance(size, (numbers.Integral, Tensor))
         if isinstance(size, bool) or not whole:
             raise TypeError(
                 f"{function}(): argument '{name}' must be tuple of ints, but found element of type "
                 f"{type(size).__name__} at pos {place}"
             )
-    return [integer(function, name, size) for size in value]
+        try:
+            found.append(integer(function, name, size))
+        except ValueError as error:  # beyond int64
+            raise TypeError(f"{error} at pos {place}") from None
+    return found
 
 
 def real(function: str, name: str, value: Any) -> Any:
@@ -118,5 +125,7 @@ def error(
         return raised
     expected, name = found.groups()
     if "int" in expected:  # other types than int have been refused before the call
-        return ValueError(f"{function}(): argument '{name}': Overflow when unpacking long long")
+        # Native reads sizes of any number one by one, and calls a failure there one of type.
+        kind = TypeError if name == "normalized_shape" else ValueError
+        return kind(f"{function}(): argument '{name}': Overflow when unpacking long long")
     return TypeError(f"{function}(): argument '{name}' must be {expected}")
