@@ -13,6 +13,9 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 ||
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 RANKS ?= 2
+# `make SANITIZE_FILES=. SANITIZE_CALLS=5000 sanitize` runs a file of the suite per op.
+SANITIZE_FILES ?= raw_arguments|malformed_windows|dense_outputs|fuzz
+SANITIZE_CALLS ?= 1000
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check -q install
@@ -23,7 +26,7 @@ base := $(VENV)/.base-$(choice)
 build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(NO_CUDA) $(FORCE_CUDA) $(LINEINFO) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 sources := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py')
 
-.PHONY: demo demo-distributed build-here test test-gpu test-long lint build docs clean
+.PHONY: demo demo-distributed build-here test test-gpu test-long sanitize lint build docs clean
 
 demo: build-here
 	$(python) -m warpwright demo --out demo-out $(DEMO_ARGS)
@@ -52,6 +55,10 @@ test-gpu: $(build)
 # Everything: the slow tests, and 2,000 random cases an op.
 test-long: $(build)
 	WARPWRIGHT_FUZZ_CASES=2000 $(python) -m pytest -n $(WORKERS) --dist worksteal --timeout 7200 $(PYTEST_ARGS) tests
+
+# The CPU library under AddressSanitizer and UBSan, in build/sanitize: a bounded share of suite and random calls.
+sanitize: $(build)
+	$(python) tools/campaign.py sanitizers --cases $(SANITIZE_CALLS) --only '$(SANITIZE_FILES)' --no-record
 
 build: $(build)
 

@@ -1,0 +1,167 @@
+"""tools/campaign.py: what its parts count, how faults stand in a source, and what the record says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from warpwright.bench import reliability
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from campaign_parts import injected, mutate, mutation, soak, suites  # noqa: E402
+from campaign_parts.result import Row  # noqa: E402
+
+SOURCE = """// if (a < b) in a comment
+constexpr int kTile = 2 + 3;
+void f(int64_t a, int64_t b) {
+  TORCH_CHECK(a < b, "a < b, got ", a);
+  if (a == b) return;
+  check_shape(a);
+  const int64_t c = std::min(a, b) - 1;
+  total += c;
+}
+"""
+
+
+def test_faults_stand_in_expressions_alone():
+    sites = mutate.sites_of(SOURCE)
+    assert {s.kind for s in sites} == {"operator", "constant", "condition", "check", "bound", "sum"}
+    lines = {SOURCE.count("\n", 0, s.at) + 1 for s in sites}
+    assert lines == {4, 5, 6, 7, 8}  # neither in the comment nor in the constexpr
+    text = mutate.mutated(SOURCE, list(enumerate(sites, 1)))
+    assert "constexpr int kTile = 2 + 3;" in text
+    assert '"a < b, got "' in text
+    assert text.count("warpwright_mutants::on<") == 3  # two checks and a sum
+    assert "{id}" not in text
+
+
+def test_a_fault_changes_one_result(tmp_path):
+    """Compiled: without a fault the program is what it was, with one it is not."""
+    source = (
+        '#include "mutant.h"\n#include <cstdio>\n#include <algorithm>\nint main() {\n'
+        "  int total = 0;\n  for (int i = 0; i < 3; ++i) {\n    total += 2 * i + 1;\n  }\n"
+        '  if (total > 8) total = std::max(total, 20) - 4;\n  std::printf("%d", total);\n}\n'
+    )
+    sites = mutate.without_overlap(mutate.sites_of(source))
+    text = mutate.mutated(source, list(enumerate(sites, 1)))
+    (tmp_path / "main.cpp").write_text(text)
+    header = ROOT / "tools" / "campaign_parts"
+    program = tmp_path / "main"
+    subprocess.run(
+        ["g++", "-std=c++20", f"-I{header}", tmp_path / "main.cpp", "-o", program], check=True
+    )
+
+    def output(mutant):
+        done = subprocess.run(
+            [program], env={"WARPWRIGHT_MUTANT": str(mutant)}, capture_output=True, text=True
+        )
+        return done.stdout
+
+    assert output(0) == "16"
+    changed = [n for n in range(1, len(sites) + 1) if output(n) != "16"]
+    assert len(sites) >= 8
+    assert len(changed) >= 8  # some faults are equivalent, such as `> 8` and `>= 8`
+
+
+def test_same_faults_for_the_same_seed():
+    csrc = ROOT / "csrc"
+    files = mutate.files_with_faults(csrc)
+    assert "ops/relu/relu_cpu.cpp" in files
+    first, second = (mutate.Choice.of(csrc, files[:8], per_file=3, seed=5) for _ in range(2))
+    assert first.mutants == second.mutants
+    assert len(first.mutants) > 8
+
+
+def test_every_op_with_faults_has_tests():
+    for file in mutate.files_with_faults(ROOT / "csrc"):
+        op = mutation.op_of(file)
+        assert op is None or op in mutation.TESTS, file
+    for patterns, _ in mutation.TESTS.values():
+        for pattern in patterns:
+            assert list((ROOT / "tests").glob(pattern)), pattern
+    for file in mutation.SHARED:
+        assert (ROOT / "tests" / file).exists(), file
+
+
+@pytest.mark.parametrize("kind", ["memory_limit", "fork", "threads"])
+@pytest.mark.slow
+def test_injected_faults(kind):
+    row = injected.run_child(kind, 0, {})
+    assert row.cases > 0
+    assert not row.failures
+
+
+def test_growth_of_memory():
+    assert abs(soak.growth([50] * 5 + [100] * 30)) < 1e-9
+    assert soak.growth([100 + i for i in range(60)]) > soak.FLAT
+
+
+def test_junit(tmp_path):
+    file = tmp_path / "x.xml"
+    file.write_text(
+        '<testsuite><testcase classname="a" name="good"/>'
+        '<testcase classname="a" name="bad"><failure message="why"/></testcase>'
+        '<testcase classname="a" name="left"><skipped/></testcase></testsuite>'
+    )
+    found = suites.parse(file)
+    assert found.passed == {"a::good"}
+    assert found.failed == {"a::bad": "why"}
+
+
+def row(part, **changes):
+    stamp = {"date": "2020-02-02", "source_hash": "0" * 16}
+    return {**Row(part=part, what="calls", cases=7, unit="calls").as_dict(), **stamp, **changes}
+
+
+def test_record_and_page(tmp_path):
+    record = {
+        "schema": 1,
+        "device": "cpu",
+        "gpu": "a CPU",
+        "torch": "2.11.0",
+        "date": "2020-02-02",
+        "source_hash": "0" * 16,
+        "rows": [row("fuzz"), row("gpu", cases=0, not_run="needs a GPU")],
+        "found": [{"date": "2020-02-01", "part": "fuzz", "fault": "wrong", "test": "tests/t.py"}],
+    }
+    path = tmp_path / reliability.RESULT
+    reliability.save(record, path)
+    assert reliability.load(path) == record
+    page = reliability.page({"results/reliability.json": record})
+    assert "| fuzz | calls | 7 calls | 0 |" in page
+    assert "- gpu: calls: needs a GPU" in page
+    assert "wrong" in page
+    line = reliability.summary([record])
+    assert "**7 trials**" in line
+    assert "1 fault found and fixed, 0 open" in line
+    again = reliability.merge(record, [row("fuzz", failures=["x | y"])])
+    assert [r["part"] for r in again["rows"]] == ["gpu", "fuzz"]
+    assert "1 fault found and fixed, 1 open" in reliability.summary([again])
+    assert "- `x \\| y`" in reliability.page({"p": again})
+
+
+def test_a_record_without_a_field(tmp_path):
+    path = tmp_path / reliability.RESULT
+    path.write_text(json.dumps({"schema": 1}))
+    with pytest.raises(ValueError, match="field 'device' is missing"):
+        reliability.load(path)
+    path.write_text("no JSON")
+    with pytest.raises(ValueError, match="expected a record of tools/campaign"):
+        reliability.load(path)
+
+
+def test_command_line():
+    def run(*arguments):
+        command = [sys.executable, str(ROOT / "tools" / "campaign.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    listed = run("--list")
+    assert listed.returncode == 0
+    assert "mutation" in listed.stdout
+    wrong = run("fuz")
+    assert wrong.returncode == 2
+    assert "expected one of fuzz" in wrong.stderr

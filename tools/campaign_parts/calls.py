@@ -1,0 +1,44 @@
+"""Random malformed calls of the public functions and the raw ops, in child processes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from .result import ROOT, Options, Row
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+AS_NATIVE = 0.99  # the share of public calls with native's outcome
+
+
+def run(options: Options) -> list[Row]:
+    from malformed import Campaign, run_campaign, unexplained
+
+    rows = []
+    for kind in ("public", "raw"):
+        campaign = Campaign(
+            kind=kind, device=options.device, calls=options.cases, seed=options.seed
+        )
+        ours = run_campaign(campaign)
+        row = Row(
+            part="malformed",
+            what=f"malformed calls of the {'public functions' if kind == 'public' else 'raw ops'}",
+            cases=len(ours.calls),
+            unit="calls",
+            failures=list(ours.deaths),
+            seed=options.seed,
+            detail=f"{len(ours.deaths)} deaths",
+        )
+        if kind == "public":
+            native = run_campaign(replace(campaign, native=True))
+            compared = [n for n in ours.results if native.results.get(n, ("none",))[0] != "none"]
+            share = 1 - len(unexplained(ours, native)) / max(1, len(compared))
+            row.detail += (
+                f", outcome as native's in {share:.2%} of {len(compared)} that native has; "
+                f"native: {len(native.deaths)} deaths"
+            )
+            if share < AS_NATIVE:
+                row.failures.append(f"only {share:.2%} have native's outcome")
+        rows.append(row)
+    return rows

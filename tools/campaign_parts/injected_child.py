@@ -1,0 +1,268 @@
+"""One kind of injected fault, in a process of its own: `python injected_child.py KIND SEED`.
+
+Prints a line of JSON: the number of cases, and the failures. After each fault the same call is made
+again and must give the bits that it gave before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from malformed_calls import public_calls  # noqa: E402
+
+from warpwright import functional as F  # noqa: E402
+
+THREADS = 2
+Call = Callable[[], list[torch.Tensor]]
+
+
+def differentiated(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Outputs, then the gradients of everything that requires one."""
+    outputs = [o for o in tree_leaves(function(*args, **kwargs)) if isinstance(o, torch.Tensor)]
+    roots = [o for o in outputs if o.requires_grad]
+    leaves = [t for t in tree_leaves((args, kwargs)) if getattr(t, "requires_grad", False)]
+    if roots and leaves:
+        cotangents = [torch.ones_like(o) for o in roots]
+        outputs += torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+    return [o.detach() for o in outputs if o is not None]
+
+
+def small_calls() -> dict[str, Call]:
+    """Every public function on a few elements; each call has arguments of its own."""
+
+    def call(name: str) -> list[torch.Tensor]:
+        args, kwargs = public_calls("cpu", 0)[name]
+        return differentiated(getattr(F, name), args, kwargs)
+
+    return {name: lambda name=name: call(name) for name in public_calls("cpu", 0)}
+
+
+def large_calls() -> dict[str, Call]:
+    """Sizes that several threads share."""
+    generator = torch.Generator().manual_seed(0)
+
+    def t(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).requires_grad_()
+
+    images, rows = t(4, 16, 48, 48), t(512, 300)
+    vector, weight = t(16), t(400, 300)
+    labels = torch.arange(512) % 300
+    q = t(2, 4, 200, 32)
+    found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+        "relu": (F.relu, (images,), {}),
+        "max_pool2d": (F.max_pool2d, (images, 3, 2, 1), {}),
+        "conv2d": (F.conv2d, (images, t(16, 16, 3, 3), vector), {"padding": 1}),
+        "depthwise": (F.conv2d, (images, t(16, 1, 3, 3), vector), {"groups": 16}),
+        "batch_norm_relu": (F.batch_norm_relu, (images, None, None, vector, vector, True), {}),
+        "layer_norm": (F.layer_norm, (rows, (300,), t(300), t(300)), {}),
+        "rms_norm": (F.rms_norm, (rows, (300,), t(300)), {}),
+        "linear_gelu": (F.linear_gelu, (rows, weight, t(400)), {}),
+        "cross_entropy": (F.cross_entropy, (rows, labels), {"label_smoothing": 0.1}),
+        "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),
+        "attention": (F.scaled_dot_product_attention, (q, q, q), {"is_causal": True}),
+    }
+    return {name: lambda c=call: differentiated(*c) for name, call in found.items()}
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
+    )
+
+
+class Report:
+    def __init__(self) -> None:
+        self.cases, self.failures = 0, []
+
+    def add(self, failure: str | None) -> None:
+        self.cases += 1
+        if failure is not None:
+            self.failures.append(failure)
+
+    def check_again(self, name: str, call: Call, right: list[torch.Tensor], after: str) -> None:
+        """The call after a fault gives the bits from before."""
+        self.add(None if same(call(), right) else f"{name}: other values after {after}")
+
+
+def allocations(report: Report, seed: int) -> None:
+    """Every allocation of a call fails in turn; failing_allocator.cpp is preloaded."""
+    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    library.warpwright_seen.restype = ctypes.c_long
+    library.warpwright_arm.argtypes = [ctypes.c_long]
+    calls = {**small_calls(), **{f"large {n}": c for n, c in large_calls().items()}}
+    for name, call in calls.items():
+        call()
+        right = call()
+        library.warpwright_arm(0)
+        call()
+        count = library.warpwright_seen()
+        for number in range(1, count + 1):
+            library.warpwright_arm(number)
+            try:
+                call()
+            except (RuntimeError, MemoryError):
+                pass
+            except Exception as error:  # reported, with its type
+                report.add(
+                    f"{name}: allocation {number} of {count}: {type(error).__name__}: {error}"
+                )
+            finally:
+                library.warpwright_arm(-1)
+            report.check_again(name, call, right, f"allocation {number} of {count} failed")
+
+
+def memory_limit(report: Report, seed: int) -> None:
+    """The address space has no room for the outputs."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    calls = large_calls()
+    right = {name: call() for name, call in calls.items()}
+    huge = torch.empty(1, 1, 1, 1).expand(1 << 12, 64, 1 << 8, 1 << 8)  # 64 GiB of outputs
+    limit = pages * resource.getpagesize() + (2 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, -1))
+    attempts: dict[str, Callable[[], Any]] = {
+        "relu": lambda: F.relu(huge),
+        "max_pool2d": lambda: F.max_pool2d(huge, 2, 1),
+        "conv2d": lambda: F.conv2d(huge, torch.ones(64, 1, 3, 3), groups=64),
+        "batch_norm_relu": lambda: F.batch_norm_relu(huge, None, None, None, None, True),
+        "layer_norm": lambda: F.layer_norm(huge, (1 << 8,)),
+        "linear_gelu": lambda: F.linear_gelu(huge, torch.ones(256, 256)),
+        "attention": lambda: F.scaled_dot_product_attention(huge, huge, huge),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            report.add(f"{name}: no error without memory")
+        except (RuntimeError, MemoryError):
+            report.add(None)
+        report.check_again(name, calls[name], right[name], "there was no memory")
+
+
+def signals(report: Report, seed: int) -> None:
+    """SIGINT at a random moment of a call: KeyboardInterrupt, and the next call is right."""
+    rng = random.Random(seed)
+    calls = large_calls()
+    right = {name: call() for name, call in calls.items()}
+    for name, call in calls.items():
+        begin = time.monotonic()
+        call()
+        length = time.monotonic() - begin
+        for _ in range(12):
+            begin = time.monotonic()
+            try:
+                # The second one, if there is one, comes after the first was lost.
+                signal.setitimer(signal.ITIMER_REAL, max(1e-4, rng.random() * 2 * length), 30)
+                while True:
+                    call()
+            except KeyboardInterrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            lost = time.monotonic() - begin > 30
+            report.add(f"{name}: an interrupt was lost" if lost else None)
+            report.check_again(name, call, right[name], "an interrupt")
+
+
+def fork(report: Report, seed: int) -> None:
+    """A forked child of a process that has used the ops, as a data loader's workers are."""
+    calls = large_calls()
+    for name, call in calls.items():
+        torch.set_num_threads(1)
+        alone = call()
+        torch.set_num_threads(THREADS)
+        right = call()
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)  # as the data loader does: OpenMP's threads do not survive
+            os._exit(0 if same(call(), alone) else 3)
+        report.add(_ended(child, name))
+        report.check_again(name, call, right, "a fork")
+
+
+def _ended(child: int, name: str) -> str | None:
+    for _ in range(600):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            return None if code == 0 else f"{name}: a forked child ended with {code}"
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return f"{name}: a forked child hangs"
+
+
+def _in_worker(item: int) -> list[list[float]]:
+    torch.set_num_threads(THREADS)  # MKL's products depend on it
+    return [[float(t.double().sum()) for t in call()] for call in large_calls().values()]
+
+
+def spawn(report: Report, seed: int) -> None:
+    """Spawned workers compute what the parent does."""
+    right = _in_worker(0)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for found in pool.map(_in_worker, range(4)):
+            for name, a, b in zip(large_calls(), found, right, strict=True):
+                report.add(None if a == b else f"{name}: other values in a spawned worker")
+
+
+def threads(report: Report, seed: int) -> None:
+    """Eight threads make different calls at once: the bits of a call alone."""
+    calls = large_calls()
+    names = list(calls)
+    right = {name: call() for name, call in calls.items()}
+    lock = threading.Lock()
+
+    def work(index: int) -> None:
+        rng = random.Random(seed * 100 + index)
+        for _ in range(25):
+            name = rng.choice(names)
+            try:
+                failure = None if same(calls[name](), right[name]) else f"{name}: other values"
+            except Exception as error:  # reported, with its type
+                failure = f"{name}: {type(error).__name__}: {error}"
+            with lock:
+                report.add(failure and f"{failure}, in one of 8 threads")
+
+    started = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+
+
+KINDS = {
+    "allocations": allocations,
+    "memory_limit": memory_limit,
+    "signals": signals,
+    "fork": fork,
+    "spawn": spawn,
+    "threads": threads,
+}
+
+
+def main() -> None:
+    kind, seed = sys.argv[1], int(sys.argv[2])
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    torch.set_num_threads(THREADS)
+    report = Report()
+    KINDS[kind](report, seed)
+    print(json.dumps({"cases": report.cases, "failures": report.failures}))
+
+
+if __name__ == "__main__":
+    main()

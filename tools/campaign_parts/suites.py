@@ -1,0 +1,187 @@
+"""Parts that run files of the suite: random well-formed calls, the portable kernels, PyTorch's tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .result import ROOT, Options, Row
+
+NO_GPU = "needs a GPU"
+
+
+@dataclass
+class Outcome:
+    """Each test's result, as pytest's JUnit file has it."""
+
+    passed: set[str]
+    failed: dict[str, str]
+    text: str
+
+
+def pytest(arguments: list[str], environment: dict[str, str], limit: float) -> Outcome:
+    """Runs pytest in a process of its own, in tests/."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={file}", *arguments]
+        path = {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT / "python"))}
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT / "tests",
+                env={**os.environ, **path, **environment},
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(set(), {"pytest": f"longer than {limit:.0f} s"}, "")
+        text = done.stdout + done.stderr
+        if not file.exists():
+            return Outcome(set(), {"pytest": f"exit code {done.returncode}: {text[-800:]}"}, text)
+        return parse(file, text)
+
+
+def parse(file: Path, text: str = "") -> Outcome:
+    passed, failed = set(), {}
+    for case in ElementTree.parse(file).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        bad = [child for child in case if child.tag in ("failure", "error")]
+        if bad:
+            failed[name] = (bad[0].get("message") or "")[:300]
+        elif not any(child.tag == "skipped" for child in case):
+            passed.add(name)
+    return Outcome(passed, failed, text)
+
+
+def fuzz(options: Options) -> list[Row]:
+    """Random well-formed calls; the options' seed chooses them."""
+    environment = {"WARPWRIGHT_FUZZ_CASES": str(options.cases), "WARPWRIGHT_FUZZ_RANDOM": "1"}
+    arguments = ["test_fuzz.py", "test_fuzz_fused.py", f"--hypothesis-seed={options.seed}"]
+    arguments += ["--timeout=0", "-k", options.device if options.device == "cuda" else "not cuda"]
+    found = pytest(arguments, environment, options.minutes * 60)
+    tests = len(found.passed) + len(found.failed)
+    return [
+        Row(
+            part="fuzz",
+            what="random well-formed calls against native and float64",
+            cases=tests * max(1, options.cases // 4),
+            unit="calls",
+            failures=[f"{name}: {why}" for name, why in found.failed.items()],
+            seed=options.seed,
+            detail=f"{tests} ops and dtypes",
+        )
+    ]
+
+
+def gpu_suite(options: Options) -> list[Row]:
+    """What the suite has for a GPU alone, by the names of its tests."""
+    parts = [
+        ("repeats", "a thousand bit-equal repeats beside a busy stream", "test_a_thousand", {}),
+        ("large", "ops beyond 2^31 and 2^32 elements", "test_large", {}),
+        ("portable", "the suite on the portable kernels", "", {"WARPWRIGHT_PATH": "portable"}),
+    ]
+    rows = []
+    for part, what, names, environment in parts:
+        row = Row(part=part, what=what, unit="tests")
+        if not torch.cuda.is_available():
+            row.not_run = NO_GPU
+        else:
+            chosen = ["test_stress.py", "-k", names] if names else ["-m", "gpu and not slow", "."]
+            found = pytest(chosen, environment, options.minutes * 60)
+            row.cases = len(found.passed) + len(found.failed)
+            row.failures = [f"{name}: {why}" for name, why in found.failed.items()]
+        rows.append(row)
+    return rows
+
+
+UPSTREAM = (
+    "test_nn.py",
+    "nn/test_convolution.py",
+    "nn/test_pooling.py",
+    "nn/test_multihead_attention.py",
+    "test_optim.py",
+    "test_transformers.py",
+)
+PLUGIN = """
+import pytest
+import warpwright
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with warpwright.patch():
+        return (yield)
+"""
+
+
+def upstream(options: Options) -> list[Row]:
+    """PyTorch's own test files, native and under patch(): what native passes, ours passes."""
+    what = "PyTorch's own tests that native passes"
+    row = Row(part="upstream", what=what, unit="tests")
+    if options.pytorch is None:
+        row.not_run = "needs a checkout of PyTorch (--pytorch)"
+        return [row]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "warpwright_patched.py").write_text(PLUGIN)
+        paths = os.pathsep.join([folder, str(ROOT / "python"), str(options.pytorch / "test")])
+        for name in UPSTREAM:
+            file = options.pytorch / "test" / name
+            if not file.is_file():
+                row.failures.append(f"{name}: not in the checkout")
+                continue
+            arguments = [str(file), "--timeout=0", "--rootdir", str(options.pytorch / "test")]
+            arguments += ["-k", options.device if options.device == "cuda" else "not cuda"]
+            where = {"PYTHONPATH": paths}
+            native = pytest(arguments, where, options.minutes * 60)
+            ours = pytest([*arguments, "-p", "warpwright_patched"], where, options.minutes * 60)
+            row.cases += len(native.passed)
+            lost = sorted(native.passed - ours.passed)
+            row.failures += [f"{n}: {ours.failed.get(n, 'did not run')}" for n in lost]
+    return [row]
+
+
+def sanitized_cases(options: Options) -> list[Row]:
+    """compute-sanitizer over tools/sanitize_cases.py: every kernel variant on a GPU."""
+    rows = []
+    for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
+        row = Row(part="compute-sanitizer", what=f"{tool}, a case per kernel variant")
+        rows.append(row)
+        if not torch.cuda.is_available():
+            row.not_run = NO_GPU
+            continue
+        command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
+        command += ["--kernel-name-exclude", "kns=nvjet"]
+        command += ["--padding=64"] if tool == "memcheck" else []
+        command += [sys.executable, str(ROOT / "tools" / "sanitize_cases.py")]
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        environment["PYTHONPATH"] = str(ROOT / "python")
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=options.minutes * 60,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            row.not_run = str(error)
+            continue
+        cases = re.search(r"^(\d+) cases", done.stdout, re.MULTILINE)
+        row.cases = int(cases[1]) if cases else 0
+        # The exit code alone is not enough: the summary line counts the reports.
+        summary = re.search(r"ERROR SUMMARY: (\d+)|(\d+) hazards? displayed", done.stdout)
+        clean = done.returncode == 0 and summary is not None and not int(summary[1] or summary[2])
+        if not clean:
+            row.failures = [done.stdout[-1500:]]
+    return rows
