@@ -29,14 +29,19 @@ FEATURES = st.sampled_from([0, 1, 2, 3, 4, 7, 8, 9, 16, 31, 33, 63, 64, 65, 127,
 LAYOUTS = ("contiguous", "offset", "channels_last", "transposed", "strided", "expanded")
 SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40)
 
-fuzz = settings(
-    max_examples=max(1, CASES // len(DTYPES)),
-    deadline=None,
-    database=None,
-    derandomize=os.environ.get("WARPWRIGHT_FUZZ_RANDOM", "0") != "1",
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
+
+def fuzz(cases):
+    """hypothesis' settings for so many cases per op."""
+    return settings(
+        max_examples=max(1, cases // len(DTYPES)),
+        deadline=None,
+        database=None,
+        derandomize=os.environ.get("WARPWRIGHT_FUZZ_RANDOM", "0") != "1",
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+
+
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
@@ -138,11 +143,11 @@ def check(maker, errors, ours, native, args, kwargs=None, *, sums_only=True, **o
         compare(ours, native, args, kwargs, "case", errors, **options)
 
 
-def run(test):
+def run(test, cases=CASES):
     """Runs `test(draw, errors)` on drawn cases, then the error rule over all of them."""
     errors = Errors()
 
-    @fuzz
+    @fuzz(cases)
     @given(st.data())
     def body(data):
         test(data.draw, errors)

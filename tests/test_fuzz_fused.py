@@ -1,5 +1,7 @@
 """Random cases of the row norms and of the fused ops, whose oracle is native's chain of functions."""
 
+import os
+
 import pytest
 import torch
 from fuzzing import FEATURES, NATIVE, SIDE, SIZE, SMALL, Maker, check, each_dtype, run
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 
 import warpwright.functional as F
 
+# A chain of native's functions, three times a case: fewer cases unless a number is asked for.
+CASES = int(os.environ.get("WARPWRIGHT_FUZZ_CASES", "60"))
 pytestmark = pytest.mark.timeout(3600)
 
 
@@ -28,7 +32,7 @@ def test_row_norms(device, dtype, name):
         options = {"sums_only": False, "amplifies": True}
         check(make, errors, getattr(F, name), getattr(NATIVE, name), args, kwargs, **options)
 
-    run(test)
+    run(test, CASES)
 
 
 ACTIVATIONS = {"linear_relu": NATIVE.relu, "linear_gelu": NATIVE.gelu, "linear_silu": NATIVE.silu}
@@ -56,7 +60,7 @@ def test_linear_activation(device, dtype, name):
         options = {"sums_only": name == "linear_relu", "amplifies": True}
         check(make, errors, getattr(F, name), native, args, kwargs, **options)
 
-    run(test)
+    run(test, CASES)
 
 
 def windows(draw):
@@ -78,7 +82,7 @@ def test_relu_max_pool2d(device, dtype):
 
         check(make, errors, F.relu_max_pool2d, native, (make(*shape), *windows(draw)))
 
-    run(test)
+    run(test, CASES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -111,7 +115,7 @@ def test_batch_norm_chain(device, dtype, name):
         args = (*head, *norm, *window)
         check(make, errors, getattr(F, name), native, args, amplifies=True, strides=False)
 
-    run(test)
+    run(test, CASES)
 
 
 @each_dtype
@@ -145,4 +149,4 @@ def test_linear_cross_entropy(device, dtype):
         args = (make(rows, k), make(classes, k), bias, target, weight)
         check(make, errors, ours, native, args, kwargs, amplifies=True)
 
-    run(test)
+    run(test, CASES)

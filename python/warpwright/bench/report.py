@@ -2,7 +2,8 @@
 
 README.md, docs/architecture.md and docs/ladder.md have tables between `<!-- results:NAME -->` and
 `<!-- /results -->`. Everything between the two lines is generated. docs/results.md and docs/results/
-are generated whole: a picture that belongs to no record is deleted.
+are generated whole: a picture that belongs to no record is deleted. docs/reliability.md is generated
+whole from the records of tools/campaign.py.
 
 Rows of an op whose sources have changed since it was measured carry a dagger. Whether they have
 depends on the tree, not on the results, so `--check` looks past daggers.
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from . import ladder, machines, overhead
+from . import ladder, machines, overhead, reliability
 from .records import grouped, is_training_step, load_records, stale_ops, write
 
 Row = dict[str, Any]
@@ -401,7 +402,13 @@ def _without_stale(text: str) -> str:
 def run(options: SimpleNamespace) -> int:
     """Rewrites the documents. With --check: names those that differ from the results."""
     root: Path = options.root
-    found = {path: load_records(path) for path in sorted((root / RESULTS).rglob("*.json"))}
+    paths = sorted((root / RESULTS).rglob("*.json"))
+    found = {path: load_records(path) for path in paths if path.name != reliability.RESULT}
+    tried = {
+        str(path.relative_to(root)): reliability.load(path)
+        for path in paths
+        if path.name == reliability.RESULT
+    }
     # The host time of calls and the ladder have tables of their own.
     host = [record for path, record in found.items() if path.name == OVERHEAD]
     ladders = {path: record for path, record in found.items() if path.name == ladder.RESULT}
@@ -417,11 +424,14 @@ def run(options: SimpleNamespace) -> int:
     blocks = {
         "summary": "\n\n".join(filter(None, (machines_block(records), summary))),
         "full": full_table(records[main], stale[main]),
+        "reliability": reliability.summary(list(tried.values())),
     }
     wanted = {
         readme: render(readme.read_text(), blocks),
         root / "docs" / "results.md": results_page(records, stale, root),
     }
+    if tried:
+        wanted[root / "docs" / "reliability.md"] = reliability.page(tried)
     if host:
         path = root / "docs" / "architecture.md"
         wanted[path] = render(path.read_text(), {"overhead": overhead.table(host[0])})
