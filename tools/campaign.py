@@ -68,7 +68,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=defaults.cases, help="calls, or cases per op")
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="at most, per part")
     parser.add_argument("--mutants", type=int, default=defaults.mutants)
-    parser.add_argument("--only", default=defaults.only, help="regular expression of files")
+    parser.add_argument(
+        "--only", default=defaults.only, help="regular expression of files, or kinds"
+    )
     parser.add_argument("--pytorch", type=Path, help="a checkout of PyTorch with its tests")
     parser.add_argument("--out", type=Path, help="the record's folder (default: that of the CPU)")
     parser.add_argument("--no-record", action="store_true", help="prints the rows alone")

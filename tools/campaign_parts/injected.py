@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from .injected_child import KINDS
 from .result import ROOT, Options, Row
 
 WHAT = {
@@ -56,9 +56,16 @@ def run_child(kind: str, seed: int, environment: dict[str, str]) -> Row:
 
 
 def run(options: Options) -> list[Row]:
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        preload = {"LD_PRELOAD": str(failing_allocator(Path(folder)))}
-        return [
-            run_child(kind, options.seed, preload if kind == "allocations" else {})
-            for kind in KINDS
-        ]
+        for kind, (what, unit) in WHAT.items():
+            if not re.search(options.only, kind):
+                why = "left out by --only"
+                rows.append(Row(part="injected", what=what, unit=unit, not_run=why))
+                continue
+            preload = {}
+            if kind == "allocations":
+                preload = {"LD_PRELOAD": str(failing_allocator(Path(folder)))}
+            rows.append(run_child(kind, options.seed, preload))
+            print(f"injected: {kind}: {rows[-1].cases} {unit}", flush=True)
+    return rows

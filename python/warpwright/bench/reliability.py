@@ -15,8 +15,8 @@ from .records import write
 Record = dict[str, Any]
 RESULT = "reliability.json"
 HEADER = ("schema", "device", "gpu", "torch", "date", "source_hash", "rows", "found")
-ROW = ("part", "what", "cases", "unit", "failures", "seed", "detail", "not_run", "seconds")
-ROW += ("date", "source_hash")
+TRIED = ("part", "what", "cases", "unit", "failures", "seed", "detail", "not_run", "seconds")
+ROW = (*TRIED, "date", "source_hash")
 FOUND = ("date", "part", "fault", "test")
 
 
