@@ -266,3 +266,13 @@ def test_sizes_that_are_no_int64(name, shape):
             getattr(F, name)(x, shape)
     else:
         torch.testing.assert_close(getattr(F, name)(x, shape), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bytes_left", [0, 8])
+def test_residual_whose_storage_was_freed(dtype, bytes_left):
+    """With another dtype native's sum would read it, and the process would end."""
+    x, residual = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, dtype=dtype)
+    residual.untyped_storage().resize_(bytes_left)
+    with pytest.raises(RuntimeError, match="its data is not allocated"):
+        F.batch_norm_add_relu(x, residual, None, None, training=True)

@@ -129,3 +129,23 @@ def error(
         kind = TypeError if name == "normalized_shape" else ValueError
         return kind(f"{function}(): argument '{name}': Overflow when unpacking long long")
     return TypeError(f"{function}(): argument '{name}' must be {expected}")
+
+
+def require_storage(function: str, name: str, tensor: Tensor) -> None:
+    """Raises RuntimeError if a plain tensor's elements are not in memory, where native's ops read on."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return
+    if (
+        tensor.numel() == 0
+        or tensor.is_meta
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    ):
+        return
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in steps)
+    expected, got = elements * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if got < expected:
+        raise RuntimeError(
+            f"{function}: {name}: expected a storage of at least {expected} bytes, got one of {got} "
+            "bytes: its data is not allocated"
+        )

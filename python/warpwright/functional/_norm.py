@@ -184,6 +184,8 @@ def batch_norm_add_relu(
     The other arguments and the errors are :func:`batch_norm`'s.
     """
     if getattr(residual, "shape", None) != input.shape or residual.dtype != input.dtype:
+        if not torch.compiler.is_compiling():  # native's sum would read freed memory
+            _arguments.require_storage("batch_norm_add_relu", "residual", residual)
         return relu(
             batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
             + residual
