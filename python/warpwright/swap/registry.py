@@ -20,7 +20,6 @@ from .. import functional as F
 from .._tools import Layer, LayerType
 from ..integrations import loaded
 from . import patterns
-from .check import bare, compare_module
 from .classes import MODULES, NATIVE, OPS
 from .sources import fingerprint
 
@@ -170,6 +169,8 @@ def _add(kind: type[nn.Module], made: type[nn.Module], known: Known) -> None:
 
 def _faults(kind: type[nn.Module], made: type[nn.Module], known: Known) -> list[str]:
     """How ``made`` differs from ``kind`` on the example."""
+    from .check import bare, compare_module
+
     faults = []
     with (
         torch.random.fork_rng(devices=[]),
