@@ -32,6 +32,7 @@ from warpwright.bench import (
     peers,
     plots,
     records,
+    reliability,
     run,
     screen,
     steps,
@@ -42,7 +43,11 @@ from warpwright.bench.peers import PEERS, Peer
 from warpwright.bench.shapes import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+RESULTS = sorted(
+    path
+    for path in (ROOT / "benchmarks" / "results").rglob("*.json")
+    if path.name != reliability.RESULT  # tools/campaign.py's; test_campaign.py has it
+)
 FULL = next(path for path in RESULTS if path.name == "full.json")
 STEPS = next(path for path in RESULTS if path.name == "mnist_step.json")
 

@@ -193,8 +193,9 @@ def test_scaled_dot_product_attention(device, dtype):
     length = st.sampled_from([1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 64, 65])
 
     def test(draw, errors):
-        # No NaN: a row of NaN scores is NaN here, native's CPU kernel makes it zero. Only in q and
-        # without gradients: ours leaves masked keys out, and native may have 0 * inf for them.
+        # No NaN: a row of NaN scores is NaN here, native's CPU kernel makes it zero. Only in q,
+        # without gradients and without a mask: ours leaves masked keys out, native adds -inf to
+        # their scores or multiplies them by zero. test_attention.py has hidden keys that are not finite.
         kinds = ("normal", "normal", "normal", "special")
         make = Maker(draw, device, dtype, kinds, specials=SPECIAL[1:])
         finite = {"special": False, "grad": make.kind != "special"}
@@ -208,7 +209,8 @@ def test_scaled_dot_product_attention(device, dtype):
         else:
             kwargs, shared = {}, heads
         kwargs["scale"] = draw(st.sampled_from([None, 0.5, 1.0]))
-        mask = draw(st.sampled_from(["none", "causal", "bool", "float"]))
+        masks = ["none"] if make.kind == "special" else ["none", "causal", "bool", "float"]
+        mask = draw(st.sampled_from(masks))
         if mask == "causal":
             kwargs["is_causal"] = True
         elif mask != "none":
