@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import time
 
@@ -146,6 +147,7 @@ def main() -> None:
         if first:
             print(f"whole sequences on every rank: {seconds:.3f} s per step\nlast loss {loss:.4f}")
     dist.destroy_process_group()
+    gc.collect()  # of cycles that still hold the group: its threads must end before Python does
 
 
 if __name__ == "__main__":

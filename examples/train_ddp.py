@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import time
@@ -154,6 +155,7 @@ def main() -> None:
         if options.json is not None:
             options.json.write_text(json.dumps({"ranks": ranks, **results}, indent=2) + "\n")
     dist.destroy_process_group()
+    gc.collect()  # of cycles that still hold the group: its threads must end before Python does
 
 
 if __name__ == "__main__":

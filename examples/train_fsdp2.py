@@ -10,6 +10,7 @@ The text is this repository's documentation, or --text.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -164,6 +165,7 @@ def main() -> None:
     if options.checkpoint is not None:
         dcp.save({"training": training}, checkpoint_id=options.checkpoint)
     dist.destroy_process_group()
+    gc.collect()  # of cycles that still hold the group: its threads must end before Python does
 
 
 if __name__ == "__main__":

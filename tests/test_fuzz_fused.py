@@ -1,5 +1,6 @@
 """Random cases of the row norms and of the fused ops, whose oracle is native's chain of functions."""
 
+import math
 import os
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 import warpwright.functional as F
 
-# A chain of native's functions, three times a case: fewer cases unless a number is asked for.
-CASES = int(os.environ.get("WARPWRIGHT_FUZZ_CASES", "60"))
+# Fewer than elsewhere: a case is a chain of native functions, three times. With much fewer, luck
+# decides on the typical error.
+CASES = int(os.environ.get("WARPWRIGHT_FUZZ_CASES", "600"))
 pytestmark = pytest.mark.timeout(3600)
 
 
@@ -55,7 +57,10 @@ def test_linear_activation(device, dtype, name):
             kwargs["approximate"] = draw(st.sampled_from(["none", "tanh"]))
 
         def native(x, w, b, **options):
-            return activation(NATIVE.linear(x, w, b), **options)
+            z = NATIVE.linear(x, w, b)
+            if z.dtype == torch.float64 and kwargs.get("approximate") == "none":
+                return 0.5 * z * torch.erfc(-z * math.sqrt(0.5))  # native's 1 + erf cancels
+            return activation(z, **options)
 
         options = {"sums_only": name == "linear_relu", "amplifies": True}
         check(make, errors, getattr(F, name), native, args, kwargs, **options)

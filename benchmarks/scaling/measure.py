@@ -9,6 +9,7 @@ CPUs with gloo too: it shows that the script runs, and its times mean nothing.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -132,6 +133,7 @@ def main() -> None:
         text = json.dumps({"gpu": name, **versions, "rows": rows}, indent=2)
         options.out.write_text(text + "\n")
     dist.destroy_process_group()
+    gc.collect()  # of cycles that still hold the group: its threads must end before Python does
 
 
 if __name__ == "__main__":
