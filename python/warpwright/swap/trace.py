@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dis
 import functools
+import gc
 import inspect
 import operator
 import sys
@@ -387,11 +388,15 @@ def _watched(saw_rest: set[CodeType]) -> Iterator[dict[CodeType, str]]:
         elif event == "c_call" and isinstance(getattr(argument, "__self__", None), FunctionMeta):
             executed[Function.forward.__code__] = Function.__module__  # its apply, in C
 
+    collects = gc.isenabled()
+    gc.disable()  # callbacks of the collector (gc.callbacks) are not the model's code
     sys.setprofile(watch)  # this thread's alone
     try:
         yield executed
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
 
 
 def _check_modules(executed: dict[CodeType, str]) -> None:
