@@ -185,7 +185,8 @@ def test_fused_models(name, device):
     assert_as_good(mine, model, **training_inputs(name, device))
     left = {e.type.rsplit(".", 1)[-1] for e in report.left if e.reason == NO_LAYER}
     assert not {kind for kind in left if "RMSNorm" in kind or kind in ("Conv1D", "T5LayerNorm")}
-    assert any(not f.reason for f in report.fusions) or name == "t5"
+    # Nothing fuses where an activation's argument is not the whole result of a product.
+    assert any(not f.reason for f in report.fusions) or name in ("t5", "phi3")
     swapped = len(report.swapped)
     assert unswap(mine) == swapped
 

@@ -104,9 +104,9 @@ void scale_cpu(const Tensor& gradient, const Tensor& factor) {
   check_scale_storage(gradient, factor);
   const double value = *factor.to(at::kDouble).const_data_ptr<double>();
   if (value == 1) return;
-  if (std::isfinite(value)) {
+  if (std::isfinite(value) && !std::signbit(value)) {
     Tensor(gradient).mul_(factor.reshape({}));
-  } else {  // ignored rows are already zero
+  } else {  // the zeros of ignored rows stay 0, not NaN or -0
     Tensor(gradient).mul_(at::where(gradient == 0, 1, factor.reshape({})).to(gradient.dtype()));
   }
 }
