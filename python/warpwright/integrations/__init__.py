@@ -29,7 +29,10 @@ __all__ = ["Change", "Plan", "loaded", "register_attention"]
 
 # The module here -> two modules of its library. The import of the first means that there may be
 # models of the library. Only supported versions have the second (transformers: 4.53 or newer).
-LIBRARIES = {"transformers": ("transformers.modeling_utils", "transformers.masking_utils")}
+LIBRARIES = {
+    "timm": ("timm.layers", "timm.layers.norm"),
+    "transformers": ("transformers.modeling_utils", "transformers.masking_utils"),
+}
 
 
 class Change(Protocol):

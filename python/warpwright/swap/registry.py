@@ -60,7 +60,7 @@ def register_layer(
     ``unswap`` gives them ``module_class`` back. Copies of the class with the same code are swapped
     too. A subclass with other code is not.
 
-    The layers of transformers that docs/integrations.md lists are known without a call.
+    The layers of transformers and timm that docs/integrations.md lists are known without a call.
 
     Args:
         module_class: the native class; its forward needs source code.

@@ -1,0 +1,119 @@
+"""timm's layers: the norms, which are classes of its own, and the attention of its vision transformers.
+
+The registry recognises them by their code. Each fingerprint names the first version of timm that
+has it, up to 1.0.31.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional as F
+from ..swap.registry import Known, register_code
+from . import Plan
+
+__all__ = ["plan", "undo"]
+
+
+def plan(
+    model: nn.Module,
+    wanted: frozenset[str],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    chosen: Mapping[nn.Module, type[nn.Module]],
+) -> Plan:
+    """Only layers' classes change, by the registry."""
+    return Plan()
+
+
+def undo(model: nn.Module) -> int:
+    return 0
+
+
+# ---- norms ----
+# With timm's "fast norm" they compute in autocast's dtype, or by apex: that stays timm's.
+
+
+def _native(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._native.forward(self, *args, **kwargs)
+
+
+def _layer_norm(self: Any, x: Tensor) -> Tensor:
+    if self._fast_norm:
+        return _native(self, x)
+    return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def _layer_norm_2d(self: Any, x: Tensor) -> Tensor:
+    """LayerNorm2d normalises the channels of (N, C, H, W)."""
+    if self._fast_norm:
+        return _native(self, x)
+    x = x.permute(0, 2, 3, 1)
+    x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    return x.permute(0, 3, 1, 2)
+
+
+def _norm_example(*size: int) -> tuple[nn.Module, Tensor]:
+    layer: Any = nn.Module()
+    layer.weight, layer.bias = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+    layer.normalized_shape, layer.eps, layer._fast_norm = (16,), 0.1, False
+    return layer, torch.randn(*size) * 3
+
+
+register_code(
+    Known("layer_norm", _layer_norm, lambda: _norm_example(3, 4, 16)), "82e21e13d87c7232"
+)  # LayerNorm, 0.9
+register_code(
+    Known("layer_norm", _layer_norm_2d, lambda: _norm_example(2, 16, 3, 4)), "357bd359005770b5"
+)  # LayerNorm2d, 0.9
+
+
+# ---- attention ----
+
+
+def _attention(
+    self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """The heads of q, k and v are views of the product's thirds.
+
+    The gradient of the product is then one copy of whole rows. That of timm's ``unbind`` is a
+    stack of transposed tensors and a copy that transposes it back.
+    """
+    if not self.fused_attn:
+        # Before 1.0.17 the forward took x alone, before 1.0.24 no flag.
+        masks = {} if attn_mask is None else {"attn_mask": attn_mask}
+        return _native(self, x, **masks, **({"is_causal": True} if is_causal else {}))
+    gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
+    thirds = self.qkv(x).chunk(3, dim=-1)
+    q, k, v = (third.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for third in thirds)
+    dropout_p = self.attn_drop.p if self.training else 0.0
+    x = F.scaled_dot_product_attention(
+        self.q_norm(q), self.k_norm(k), v, attn_mask, dropout_p, is_causal
+    )
+    x = x.transpose(1, 2).flatten(2)
+    if (norm := getattr(self, "norm", None)) is not None:  # since 1.0.17
+        x = norm(x)
+    return self.proj_drop(self.proj(x if gate is None else x * gate))
+
+
+def _attention_example() -> tuple[nn.Module, Tensor]:
+    layer: Any = nn.Module()
+    layer.num_heads, layer.head_dim, layer.attn_dim, layer.scale = 2, 8, 16, 8**-0.5
+    layer.fused_attn, layer.gate = True, None
+    layer.qkv, layer.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+    layer.q_norm = layer.k_norm = layer.norm = nn.Identity()
+    layer.attn_drop = layer.proj_drop = nn.Dropout(0.0)
+    return layer, torch.randn(2, 5, 16)
+
+
+register_code(
+    Known("scaled_dot_product_attention", _attention, _attention_example),
+    "3b4a9210ed79d82f",  # 0.9
+    "46b05fa15e860728",  # 1.0.17
+    "f6dbcb7958ae027b",  # 1.0.24
+    "897bd67b4b3fcd7c",  # 1.0.26
+    "dbb01b52ddea8ef0",  # 1.0.28
+)
