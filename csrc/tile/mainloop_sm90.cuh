@@ -71,16 +71,17 @@ struct ClusterPlace {
 };
 
 // Loads rows first_row .. of an operand, one k tile at a time, by TMA. The CTAs of `share` each
-// load a part of the rows (K-major) or of k (MN-major) and multicast it. kHasPolicy: with an L2
-// policy, for operands that are not shared. (Naming the default policy made large products a third
-// slower.)
+// load a part of the rows (K-major) or of k (MN-major) and multicast it. kHasPolicy: loads carry an
+// L2 policy, for operands that are not shared. Without it they name none: naming the default policy
+// made large products a third slower.
 template <class Tile, Major kMajor, int kRows, bool kHasPolicy = false>
 struct TmaLoader {
   const CUtensorMap* map;
   ClusterPlace share = {};
   uint64_t policy = 0;
 
-  // kRows * 128 bytes reach this CTA's `barrier`, of which other CTAs may have sent a part.
+  // This CTA's `barrier` must expect kRows * 128 bytes: its own part, and by multicast the parts
+  // that the other CTAs of `share` load.
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
                                        uint32_t barrier) const {
     const int part = share.rank * box_outer(share.ctas);

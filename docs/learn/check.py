@@ -1,9 +1,10 @@
 """Checks the exercises in docs/learn/exercises/.
 
-    python docs/learn/check.py                  # how far you are
-    python docs/learn/check.py welford          # one exercise: right, or what is wrong with it
+    python docs/learn/check.py                  # every exercise
+    python docs/learn/check.py welford          # one exercise
 
-Needs torch, numpy and warpwright, for the kernels g++, and no GPU. The exit code is 0 if every exercise asked for is right.
+Each exercise is right, to do, or wrong with the reason. The checks need torch, numpy and warpwright; the kernels need
+g++ too. None needs a GPU. The exit code is 0 if every exercise asked for is right.
 """
 
 from __future__ import annotations

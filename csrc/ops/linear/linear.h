@@ -28,9 +28,9 @@ struct MatrixStrides {
   int64_t col;
 };
 
-// The strides as Operand takes them, one of which is 1. None if neither direction is contiguous;
-// the matrix must then be copied. A direction of one element gets stride 0, which fits every
-// alignment.
+// Returns a matrix's strides in the form that Operand needs: one of the two is 1. Returns nullopt
+// if neither direction is contiguous; the matrix must then be copied. A direction of one element
+// gets stride 1, or 0 if the other direction is contiguous: 0 satisfies every alignment.
 inline std::optional<MatrixStrides> matrix_strides(int64_t rows, int64_t cols,
                                                    MatrixStrides strides) {
   if (cols <= 1) return MatrixStrides{strides.row, strides.row == 1 ? 0 : 1};

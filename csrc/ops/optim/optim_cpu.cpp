@@ -1,5 +1,6 @@
-// The same rules on the CPU: threads take chunks of all tensors, a few dozen elements at a time, in
-// local arrays that the compiler keeps in vector registers. 16-bit types compute in float.
+// The rules of the optimizers' steps on the CPU. Threads share the chunks of all tensors. A rule
+// updates kBlock elements at a time, in local arrays that the compiler vectorizes. 16-bit types
+// compute in float.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -14,7 +15,8 @@ namespace {
 constexpr int64_t kChunk = 8192;  // elements per task
 constexpr int kBlock = 64;        // elements per block of local arrays
 
-// Calls body(tensor index, first element, end) for pieces of every tensor, in parallel.
+// Calls body(tensor index, first element, end) for pieces of every tensor, in parallel. A piece
+// begins at a multiple of kChunk and never crosses tensors.
 template <class NumelOf, class Body>
 void parallel_over_tensors(int64_t count, NumelOf&& numel_of, Body&& body) {
   std::vector<int64_t> first_chunk(count + 1, 0);
@@ -23,7 +25,8 @@ void parallel_over_tensors(int64_t count, NumelOf&& numel_of, Body&& body) {
     numel += numel_of(i);
     first_chunk[i + 1] = first_chunk[i] + (numel_of(i) + kChunk - 1) / kChunk;
   }
-  // Many small tensors have many chunks, none of which repays waking a thread.
+  // kCpuGrain counts elements and parallel_for counts chunks. A small tensor's only chunk has few
+  // elements, so the grain is kCpuGrain by the mean elements per chunk.
   const int64_t chunks = first_chunk[count];
   const int64_t grain = numel == 0 ? 1 : (kCpuGrain * chunks + numel - 1) / numel;
   at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
@@ -163,7 +166,8 @@ struct AdamRule {
   }
 };
 
-// The factors of the gradients before and after they are stored.
+// Factors of the gradients: `inv_scale` before they are stored back, `factor` (clipping, and the
+// sign if the step maximizes) only in the step.
 template <class Compute>
 struct Factors {
   Compute inv_scale, factor;

@@ -83,9 +83,9 @@ __device__ __forceinline__ bool is_inside(int x, int extent) {
   return static_cast<unsigned>(x) < static_cast<unsigned>(extent);
 }
 
-// The first `valid` of kCount elements, and zeros after them. kIsVec: in accesses of 16 bytes (or
-// the whole run, if that is less), to which `valid` and the addresses are aligned. Invalid accesses
-// read `safe` instead of branching, because loads in branches would wait for one another.
+// Loads the first `valid` of kCount elements; the others become zero. kIsVec: every access has 16
+// bytes, or the whole run if that is less, and `from`, `safe` and `valid` are aligned to it. An
+// access past `valid` reads `safe`: loads in branches would wait for one another.
 template <int kCount, bool kIsVec, class T, class A>
 __device__ __forceinline__ void load_run(const T* from, const T* safe, int valid, A (&to)[kCount]) {
   if constexpr (kIsVec) {
@@ -107,8 +107,8 @@ __device__ __forceinline__ void load_run(const T* from, const T* safe, int valid
 }
 
 // copy_row_of_pairs() with lanes along the dense direction. A whole batch is loaded before its
-// first value is stored. A loop that the compiler unrolls would end in single iterations, each
-// waiting for memory.
+// first value is stored. The batch is written out: a loop unrolled by the compiler would end in
+// single iterations, and each would wait for memory.
 template <bool kChannelsLast, class T, class Place>
 __device__ __forceinline__ void copy_dense_pairs(const T* source, bool row_exists, int q0, int cols,
                                                  int channels, int pairs, const DirectShape& g,
@@ -145,9 +145,10 @@ __device__ __forceinline__ void copy_dense_pairs(const T* source, bool row_exist
   }
 }
 
-// A warp copies a row of grad_output to shared memory if it cannot copy vectors of channels. The
-// row has columns q0 .. + cols - 1 of `pairs` pairs of channels from `source`, of which `channels`
-// exist; outside of the image it is zero. place(column) is the address of a pixel's first channel.
+// Copies columns q0 .. q0 + cols - 1 of a row of grad_output to shared memory, by one warp, two
+// channels per store: for tensors whose channels cannot be read as 16-byte vectors. `source` is the
+// first channel at column q0. The copy has 2 * `pairs` channels; those from `channels` on and the
+// columns outside of the image are zero. place(column) is the target of a column's first channel.
 template <class T, class Place>
 __device__ __forceinline__ void copy_row_of_pairs(const T* source, bool row_exists, int q0,
                                                   int cols, int channels, int pairs,
@@ -159,7 +160,7 @@ __device__ __forceinline__ void copy_row_of_pairs(const T* source, bool row_exis
   }
 }
 
-// Like load_run, with aligned vectors if `vec`.
+// Stores the first `valid` of kCount elements. `vec`: as kIsVec of load_run.
 template <int kCount, class T, class A>
 __device__ __forceinline__ void store_run(T* to, int valid, bool vec, const A (&from)[kCount]) {
   constexpr int kVec = kVecSize<T> < kCount ? kVecSize<T> : kCount;

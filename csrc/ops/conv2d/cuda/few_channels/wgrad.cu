@@ -114,8 +114,8 @@ __device__ __forceinline__ void locate_columns(int (&from_x)[kWarpBlocks], int w
   }
 }
 
-// Masks for this lane's pairs of pixels, of which the first `left` of a run exist. Past a row's end
-// dy is zero, but an infinite x would make the product NaN.
+// Computes the masks of this lane's pairs of pixels in a run of 16. Only the run's first `left`
+// pixels lie in the row. Past its end dy is zero, but zero times an infinite x would be NaN.
 __device__ __forceinline__ void mask_pixels(uint32_t (&mask)[2], int left) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -127,8 +127,8 @@ __device__ __forceinline__ void mask_pixels(uint32_t (&mask)[2], int left) {
 // Layout: x (N, H, W, C) or (N, C, H, W), dy (N, P, Q, K) or (N, K, P, Q),
 // partials (parts, taps + 1, pitch_k). Taps are numbered (c * R + r) * S + s, columns of D
 // (r * S + s) * C + c.
-// Warp w has the n8 blocks w % warps_n + i * warps_n and every (8 / warps_n)-th run of pixels.
-// Grid: CTA b has chunk b % chunks of the output channels and tiles b / chunks, + parts, ...
+// Warp w computes n8 blocks w % warps_n + i * warps_n over every (8 / warps_n)-th run of pixels.
+// Grid: CTA b computes chunk b % chunks of the output channels over tiles b / chunks, + parts, ...
 template <class T, int kMBlocks, bool kIsVec>
 __global__ void __launch_bounds__(kWarps * 32, 2)
     conv2d_few_channels_wgrad_kernel(const T* x, const T* dy, float* partials,

@@ -26,8 +26,8 @@ struct PhaseOutput {
   }
 };
 
-// By stmatrix into a swizzled buffer, of which each warp owns 16 rows. From there whole rows of 128
-// bytes go to their addresses.
+// Writes D to the addresses of its phase. stmatrix writes 64 columns at a time to a swizzled
+// buffer. Each warp owns 16 rows of the buffer and stores whole rows of 128 bytes from there.
 template <class T>
 struct PhaseEpilogue : EpilogueSm90<T> {
   using Output = PhaseOutput;
