@@ -105,6 +105,25 @@ class Maker:
         return self(*shape, **options) if self.draw(st.booleans(), label="given") else None
 
 
+def random_labels(classes, shape, ignore_index, device):
+    """Class indices, a fifth of them ``ignore_index``."""
+    labels = torch.randint(0, classes, shape, device=device)
+    labels[torch.rand(shape, device=device) < 0.2] = ignore_index
+    return labels
+
+
+def draw_loss_options(draw, classes, device, dtype):
+    """Class weights or None, the reduction and the smoothing of a cross-entropy."""
+    weight = None
+    if draw(st.booleans(), label="weighted"):
+        weight = torch.rand(classes).to(device, dtype) + 0.1
+    return {
+        "weight": weight,
+        "reduction": draw(st.sampled_from(["none", "mean", "sum"])),
+        "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
+    }
+
+
 def integers_like(tensor):
     return torch.randint_like(tensor, -3, 4)
 

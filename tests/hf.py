@@ -1,6 +1,8 @@
 """Tiny models of transformers, and what tests of them need."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -268,6 +270,19 @@ def swapped_copy(model, **kwargs):
     """A swapped deep copy, and the report."""
     mine = copy.deepcopy(model)
     return mine, warpwright.swap(mine, **kwargs)
+
+
+def assert_opens_in_a_new_process(model, path, condition):
+    """A file of ``model`` gives equal logits in a process that has not imported us; ``condition``: of ``model``."""
+    ids = tokens()
+    torch.save((model, ids, model(ids).logits.detach()), path)
+    code = (
+        "import sys, torch\n"
+        "model, ids, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "torch.testing.assert_close(model(ids).logits, expected)\n"
+        f"assert {condition}\n"
+    )
+    subprocess.run([sys.executable, "-c", code, path], check=True)
 
 
 def attention_entries(report):

@@ -259,8 +259,8 @@ def test_prepare_module_input(worlds):
     worlds(2).run(module_input)
 
 
-def fused(rank):
-    """swap(fuse=True), then columns: the layers run one by one, with native's results."""
+def check_mlp(activation, call=lambda model, x: model(x), **options):
+    """A swapped MLP with its columns, then its rows, cut over two ranks, against the native one."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -268,15 +268,21 @@ def fused(rank):
     )
 
     torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    alone = nn.Sequential(nn.Linear(8, 12), activation, nn.Linear(12, 8))
     model = copy.deepcopy(alone)
-    warpwright.swap(model, fuse=True)
+    warpwright.swap(model, **options)
     parallelize_module(model, make_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     x = torch.randn(4, 8)
-    model(x).square().sum().backward()
-    torch.testing.assert_close(model(x), alone(x))
-    alone(x).square().sum().backward()
+    out, expected = call(model, x), alone(x)
+    torch.testing.assert_close(out, expected)
+    out.square().sum().backward()
+    expected.square().sum().backward()
     check_gradients(model, {n: p.grad for n, p in alone.named_parameters()})
+
+
+def fused(rank):
+    """swap(fuse=True), then columns: the layers run one by one, with native's results."""
+    check_mlp(nn.ReLU(), fuse=True)
 
 
 def test_fused(worlds):
@@ -328,23 +334,10 @@ def test_autocast(worlds):
 
 
 def compiled(rank):
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    def call(model, x):
+        return torch.compile(model, backend="aot_eager", fullgraph=True)(x)
 
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
-    model = copy.deepcopy(alone)
-    warpwright.swap(model)
-    parallelize_module(model, make_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    x = torch.randn(4, 8)
-    out = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-    torch.testing.assert_close(out, alone(x))
-    out.square().sum().backward()
-    alone(x).square().sum().backward()
-    check_gradients(model, {n: p.grad for n, p in alone.named_parameters()})
+    check_mlp(nn.GELU(), call)
 
 
 def test_compiled(worlds):

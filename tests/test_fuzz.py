@@ -14,7 +14,9 @@ from fuzzing import (
     SPECIAL,
     Maker,
     check,
+    draw_loss_options,
     each_dtype,
+    random_labels,
     run,
 )
 from hypothesis import strategies as st
@@ -149,16 +151,8 @@ def test_cross_entropy(device, dtype):
             target = torch.rand(shape).softmax(dim=1 if rows else 0).to(device, dtype)
             target.requires_grad_(draw(st.booleans()))
         else:
-            target = torch.randint(0, c, rows, device=device)
-            target[torch.rand(rows, device=device) < 0.2] = ignore
-        weight = None
-        if draw(st.booleans(), label="weighted"):
-            weight = torch.rand(c).to(device, dtype) + 0.1
-        kwargs = {
-            "weight": weight,
-            "reduction": draw(st.sampled_from(["none", "mean", "sum"])),
-            "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
-        }
+            target = random_labels(c, rows, ignore, device)
+        kwargs = draw_loss_options(draw, c, device, dtype)
         if not target.is_floating_point():
             kwargs["ignore_index"] = ignore
         args = (make(*shape), target)

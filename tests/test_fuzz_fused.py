@@ -5,7 +5,19 @@ import os
 
 import pytest
 import torch
-from fuzzing import FEATURES, NATIVE, SIDE, SIZE, SMALL, Maker, check, each_dtype, run
+from fuzzing import (
+    FEATURES,
+    NATIVE,
+    SIDE,
+    SIZE,
+    SMALL,
+    Maker,
+    check,
+    draw_loss_options,
+    each_dtype,
+    random_labels,
+    run,
+)
 from hypothesis import strategies as st
 
 import warpwright.functional as F
@@ -141,26 +153,22 @@ def test_linear_cross_entropy(device, dtype):
         classes = draw(st.sampled_from([n for n in (1, 2, 3, 7, 33, 129) if n <= most]))
         rows, k = draw(SIZE), draw(FEATURES.filter(lambda n: n <= most))
         ignore = draw(st.sampled_from([-100, 0, 1]))
-        target = torch.randint(0, classes, (rows,), device=device)
-        target[torch.rand(rows, device=device) < 0.2] = ignore
-        weight = None
-        if draw(st.booleans(), label="weighted"):
-            weight = torch.rand(classes).to(device, dtype) + 0.1
+        target = random_labels(classes, (rows,), ignore, device)
         kwargs = {
             "ignore_index": ignore,
-            "reduction": draw(st.sampled_from(["none", "mean", "sum"])),
-            "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 1.0])),
+            **draw_loss_options(draw, classes, device, dtype),
         }
         bias = make.maybe(classes)
         chunk = draw(st.sampled_from([1, 2, 5, 64]))
 
-        def ours(x, w, b, t, c, **options):
-            return F.linear_cross_entropy(x, w, t, b, class_weight=c, chunk_rows=chunk, **options)
+        def ours(x, w, b, t, weight, **options):
+            options = {"class_weight": weight, "chunk_rows": chunk, **options}
+            return F.linear_cross_entropy(x, w, t, b, **options)
 
-        def native(x, w, b, t, c, **options):
-            return NATIVE.cross_entropy(NATIVE.linear(x, w, b), t, c, **options)
+        def native(x, w, b, t, **options):
+            return NATIVE.cross_entropy(NATIVE.linear(x, w, b), t, **options)
 
-        args = (make(rows, k), make(classes, k), bias, target, weight)
+        args = (make(rows, k), make(classes, k), bias, target)
         check(make, errors, ours, native, args, kwargs, amplifies=True)
 
     run(test, CASES)

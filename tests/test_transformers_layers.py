@@ -2,12 +2,18 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
-from hf import MODELS, VERSION, assert_as_good, make, swapped_copy, tokens, training_inputs
+from hf import (
+    MODELS,
+    VERSION,
+    assert_as_good,
+    assert_opens_in_a_new_process,
+    make,
+    swapped_copy,
+    training_inputs,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
@@ -194,15 +200,8 @@ def test_fused_models(name, device):
 def test_a_fused_model_in_a_new_process(tmp_path):
     model = make("gpt2").eval()
     swap(model, fuse=True)
-    ids = tokens()
-    torch.save((model, ids, model(ids).logits.detach()), tmp_path / "model.pt")
-    code = (
-        "import sys, torch\n"
-        "model, ids, expected = torch.load(sys.argv[1], weights_only=False)\n"
-        "torch.testing.assert_close(model(ids).logits, expected)\n"
-        "assert type(model.transformer.h[0].mlp.c_fc).__name__ == 'LinearGELU'\n"
-    )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
+    condition = "type(model.transformer.h[0].mlp.c_fc).__name__ == 'LinearGELU'"
+    assert_opens_in_a_new_process(model, tmp_path / "model.pt", condition)
 
 
 def test_gated_and_plain_mlps_are_fused():

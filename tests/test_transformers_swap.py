@@ -10,7 +10,17 @@ import sys
 import pytest
 import torch
 import transformers
-from hf import OP, VERSION, attention_entries, count_native, make, padding, swapped_copy, tokens
+from hf import (
+    OP,
+    VERSION,
+    assert_opens_in_a_new_process,
+    attention_entries,
+    count_native,
+    make,
+    padding,
+    swapped_copy,
+    tokens,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import warpwright
@@ -143,15 +153,8 @@ def test_copies_and_pickles_stay_swapped(tmp_path):
 def test_a_pickle_opens_in_a_new_process(tmp_path):
     model = make("llama").eval()
     swap(model)
-    ids = tokens()
-    torch.save((model, ids, model(ids).logits.detach()), tmp_path / "model.pt")
-    code = (
-        "import sys, torch\n"
-        "model, ids, expected = torch.load(sys.argv[1], weights_only=False)\n"
-        "torch.testing.assert_close(model(ids).logits, expected)\n"
-        "assert repr(model.model.norm).startswith('warpwright.LlamaRMSNorm')\n"
-    )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
+    condition = "repr(model.model.norm).startswith('warpwright.LlamaRMSNorm')"
+    assert_opens_in_a_new_process(model, tmp_path / "model.pt", condition)
 
 
 @pytest.mark.parametrize("part", ["", "model"])

@@ -6,6 +6,7 @@ a part of the heads. Attention then runs as on one GPU. A second exchange turns 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,59 +16,39 @@ from torch import Tensor
 from ...functional import scaled_dot_product_attention
 from .layouts import token_order
 
+HEADS, TOKENS = 1, 2  # dimensions of (B, H, L, D)
 
-def _exchange(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+
+def exchange(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup, cut: int, joined: int
+) -> tuple[Tensor, ...]:
+    """Cuts the dimension ``cut`` into one part per rank, sends each rank its part of every tensor, and joins
+    what the ranks sent along ``joined``, by rank. All tensors travel in one collective.
+    """
+    n = dist.get_world_size(group)
+    parts = [x.unflatten(cut, (n, -1)).movedim(cut, 0) for x in tensors]
+    message = torch.cat([x.reshape(n, -1) for x in parts], dim=1)
     received = torch.empty_like(message)
     dist.all_to_all_single(received, message, group=group)
-    return received
+    sizes = [x[0].numel() for x in parts]
+    return tuple(
+        r.reshape(x.shape).movedim(0, joined).flatten(joined, joined + 1)
+        for r, x in zip(received.split(sizes, dim=1), parts, strict=True)
+    )
 
 
-def heads_for_tokens(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """(B, H, L, D) of all heads -> (B, H / n, n L, D) of all tokens, by rank. One collective."""
-    n = dist.get_world_size(group)
-    cut = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in tensors]  # (n, B, H / n, L, D)
-    message = torch.cat([x.reshape(n, -1) for x in cut], dim=1)
-    sizes = [x[0].numel() for x in cut]
-    received = _exchange(message, group).split(sizes, dim=1)
-    return [
-        r.reshape(x.shape).movedim(0, 2).flatten(2, 3) for r, x in zip(received, cut, strict=True)
-    ]
-
-
-def tokens_for_heads(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """The inverse of `heads_for_tokens`."""
-    n = dist.get_world_size(group)
-    cut = [x.unflatten(2, (n, -1)).movedim(2, 0) for x in tensors]  # (n, B, H / n, L, D)
-    message = torch.cat([x.reshape(n, -1) for x in cut], dim=1)
-    sizes = [x[0].numel() for x in cut]
-    received = _exchange(message, group).split(sizes, dim=1)
-    return [
-        r.reshape(x.shape).movedim(0, 1).flatten(1, 2) for r, x in zip(received, cut, strict=True)
-    ]
-
-
-class HeadsForTokens(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(heads_for_tokens(list(tensors), group))
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, cut: int, joined: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.cut, ctx.joined = group, cut, joined
+        return exchange(tensors, group, cut, joined)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *tokens_for_heads(list(grads), ctx.group)
-
-
-class TokensForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-        ctx.group = group
-        return tokens_for_heads([x], group)[0]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, heads_for_tokens([grad], ctx.group)[0]
+        return None, None, None, *exchange(grads, ctx.group, cut=ctx.joined, joined=ctx.cut)
 
 
 def ulysses(
@@ -80,7 +61,7 @@ def ulysses(
     scale: float | None,
 ) -> Tensor:
     """As ring attention, for a number of ranks that divides the key heads."""
-    q, k, v = HeadsForTokens.apply(group, q, k, v)
+    q, k, v = Exchange.apply(group, HEADS, TOKENS, q, k, v)
     reordered = is_causal and layout != "contiguous"  # else the order of keys changes nothing
     if reordered:
         order = token_order(q.shape[2], dist.get_world_size(group), layout).flatten().to(q.device)
@@ -90,4 +71,5 @@ def ulysses(
     out = scaled_dot_product_attention(q, k, v, None, 0.0, is_causal, scale, gqa)
     if reordered:
         out = out.index_select(2, order)
-    return TokensForHeads.apply(group, out)
+    (out,) = Exchange.apply(group, TOKENS, HEADS, out)
+    return out
