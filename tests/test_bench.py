@@ -767,6 +767,26 @@ def test_pictures_carry_their_origin(tmp_path):
     assert again == plots.svg(lambda style: plots.bars(record, style), plots.Style())
 
 
+def test_speeds_of_steps_are_relative_to_native():
+    """To the faster of its layouts, wherever it stands, and only in layouts in which it ran."""
+    times = {("warpwright", "nchw"): 20.0, ("native", "nchw"): 10.0, ("native", "nhwc"): 8.0}
+    times["warpwright", "nhwc"] = 4.0
+    record = records.load_records(STEPS)
+    row = {**record["rows"][0], "op": "x_step", "case": "b1"}
+    record["rows"] = [{**row, "impl": i, "layout": at, "ms": ms} for (i, at), ms in times.items()]
+    speeds = ("20 ms · 0.40×", "10 ms · 0.80×", "8 ms · 1.00×", "4 ms · 2.00×")
+    assert texts(plots.ladder(record, plots.Style())) == [f" {speed}" for speed in speeds]
+    del record["rows"][2]
+    some = [" 20 ms · 0.50×", " 10 ms · 1.00×", " 4 ms"]
+    assert texts(plots.ladder(record, plots.Style())) == some
+    del record["rows"][1]
+    assert texts(plots.ladder(record, plots.Style())) == [" 20 ms", " 4 ms"]
+
+
+def texts(figure):
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
 def test_roofline_points_lie_under_the_roof():
     record = json.loads(FULL.read_text())
     for row, (op, impl, x, y) in zip(

@@ -179,6 +179,13 @@ def test_every_rate_that_a_floor_is_made_of_is_named(tree):
     assert "TF32 matmul 123 TFLOP/s, measured in the same run" in (root / "README.md").read_text()
 
 
+@pytest.mark.parametrize(("device", "rate"), [("cuda", "bf16"), ("cpu", "fp32")])
+def test_the_rate_has_its_type(tree, device, rate):
+    """A CPU's record has torch's CUDA version too: it does not make the rate one of bf16."""
+    record = {**tree[2], "device": device, "cuda": "13.0", "matmul_tflops": 1.5}
+    assert f"{rate} matmul 1.5 TFLOP/s" in report.provenance(record)
+
+
 @pytest.mark.parametrize("field", records.ROW_FIELDS)
 def test_rows_without_a_field_are_refused(tree, field):
     root, path, record = tree

@@ -333,20 +333,28 @@ def _name_bars(axes: Axes, names: Sequence[str]) -> None:
 
 
 def ladder(record: dict[str, Any], style: Style) -> Figure:
-    """Whole training steps, from the slowest implementation to the fastest."""
+    """Whole training steps, from the slowest implementation to the fastest.
+
+    Speeds are relative to native's faster layout, for the layouts in which native ran.
+    """
     ladders = ladder_steps(record)
     figure, panels = _panels(style, ladders, 1.1, 0.27)
     for axes, (name, rows) in zip(panels, ladders.items(), strict=True):
         slowest = rows[0][2]
-        for i, (impl, _, ms) in enumerate(rows):
+        native = {layout: ms for impl, layout, ms in rows if impl == "native"}
+        for i, (impl, layout, ms) in enumerate(rows):
             axes.barh(
                 i, ms, 0.8, color=colour(impl, style.theme), hatch=HATCHES.get(impl), linewidth=0
             )
-            axes.text(ms, i, f" {ms:.3g} ms · {slowest / ms:.2f}×", va="center", fontsize=8)
+            speed = f" · {min(native.values()) / ms:.2f}×" if layout in native else ""
+            axes.text(ms, i, f" {ms:.3g} ms{speed}", va="center", fontsize=8)
         names = [i if layout == "rows" else f"{i} {layout}" for i, layout, _ in rows]
         _name_bars(axes, names)
         axes.set_xlim(0, slowest * (1.55 if style.narrow else 1.25))
         axes.set_title(name, loc="left", fontsize=10)
+    panels[-1].set_xlabel("ms per step · speed (eager PyTorch in its faster layout: 1×)")
+    if style.narrow:
+        panels[-1].set_xlabel("ms per step · speed (native: 1×)")
     _footer(figure, record, style)
     return figure
 

@@ -44,7 +44,7 @@ def _geomean(values: list[float]) -> float:
 
 
 def provenance(record: Record) -> str:
-    precision = "bf16" if record.get("cuda") else "fp32"
+    precision = "bf16" if record["device"] == "cuda" else "fp32"
     cudnn = f", cuDNN {record['cudnn']}" if record["cudnn"] else ""
     rates = [
         f"copy {record['copy_tbs']:.3g} TB/s",
