@@ -104,14 +104,23 @@ def test_advice(report):
     assert found["Leave"].ms == pytest.approx(-2.0)
     # The code runs, and names the module exactly.
     scope = {"model": None, "warpwright": type("W", (), {"swap": staticmethod(lambda *a, **k: k)})}
-    leave = found["Leave"].code.replace("warpwright.swap", "given = warpwright.swap")
-    exec(leave, scope)
-    assert scope["given"]["filter_fn"](None, "block.<b>") is False
-    assert scope["given"]["filter_fn"](None, "stem") is True
+    exec(found["Leave"].code.replace("warpwright.swap", "given = warpwright.swap"), scope)
+    assert scope["given"] == {"exclude": ["block.<b>"], "fuse": True}
     assert found["Here"].code == "warpwright.swap(model)"
     assert found["Here"].ms == pytest.approx(-2.0)
     assert 'mode="reduce-overhead"' in found["The"].code
     assert found["use"].code == "model.to(memory_format=torch.channels_last)"
+
+
+def test_advice_to_leave_a_module_with_swapped_layers_inside(report):
+    """exclude= would leave those native too."""
+    inner = {**report.swap["entries"][0], "name": "block.<b>.inner", "swapped": True}
+    report.swap["entries"].append(inner)
+    (code,) = (a.code for a in advice.advice(report) if a.why.startswith("Leave"))
+    scope = {"model": None, "warpwright": type("W", (), {"swap": staticmethod(lambda *a, **k: k)})}
+    exec(code.replace("warpwright.swap", "given = warpwright.swap"), scope)
+    assert scope["given"]["filter_fn"](None, "block.<b>") is False
+    assert scope["given"]["filter_fn"](None, "block.<b>.inner") is True
 
 
 def test_no_advice_from_unsteady_runs(report):

@@ -205,6 +205,20 @@ def test_reasons_to_leave_attention():
         assert all("in its own code" in r for r in reasons(make("bert")))
 
 
+def test_exclude_leaves_a_layer_native_with_its_attention():
+    model = make("llama").eval()
+    ids = tokens()
+    mine, report = swapped_copy(model, exclude=["model.layers.0", type(model.model.norm)])
+    reasons = [e.reason for e in attention_entries(report)]
+    assert reasons == ["excluded by 'model.layers.0'", ""]
+    assert {type(m).__module__ for m in mine.model.layers[0].modules()} == {
+        type(m).__module__ for m in model.model.layers[0].modules()
+    }
+    assert type(mine.model.norm) is type(model.model.norm)
+    assert type(mine.model.layers[1].mlp.up_proj) is warpwright.nn.Linear
+    torch.testing.assert_close(mine(ids).logits, model(ids).logits)
+
+
 def test_filter_fn_decides_layer_by_layer(monkeypatch):
     model = make("llama").eval()
     mine, report = swapped_copy(model, filter_fn=lambda m, name: "layers.0" not in name)

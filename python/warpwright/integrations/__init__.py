@@ -3,8 +3,8 @@
 Each library has a module here, which imports the library. It is imported only if the library
 already is; otherwise no model can be of that library. The module has two functions:
 
-- ``plan(model, wanted, filter_fn, chosen) -> Plan``: which changes are possible, and why others are
-  not. Changes nothing. ``chosen`` has the layers that get another class.
+- ``plan(model, wanted, why_left, chosen) -> Plan``: which changes are possible, and why others are not.
+  Changes nothing. ``why_left`` has the user's reasons, ``chosen`` the layers that get another class.
 - ``undo(model) -> int``: undoes every change found in ``model``; returns the number of layers.
 
 A change concerns instances, never the library, so other models in the process stay as they are. The
@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from ..swap.report import SwapEntry
+    from ..swap.selection import WhyLeft
 
 __all__ = ["Change", "Plan", "loaded", "register_attention"]
 
@@ -59,7 +60,7 @@ class Integration(Protocol):
         self,
         model: nn.Module,
         wanted: frozenset[str],
-        filter_fn: Callable[[nn.Module, str], bool] | None,
+        why_left: WhyLeft,
         chosen: Mapping[nn.Module, type[nn.Module]],
     ) -> Plan: ...
 

@@ -53,10 +53,16 @@ def _native_layers(report: ProfileReport) -> list[Advice]:
     fuse = ", fuse=True" if ours["name"] == "fused" else ""
     what = "layer" if len(names) == 1 else "layers"
     count = f"the slowest {len(names)} of {len(slower)}" if len(slower) > len(names) else len(names)
-    code = (
-        f"leave = {{{', '.join(map(repr, names))}}}\n"
-        f"warpwright.swap(model, filter_fn=lambda module, name: name not in leave{fuse})"
-    )
+    listed = ", ".join(map(repr, names))
+    swapped = [entry["name"] for entry in report.swap["entries"] if entry["swapped"]]
+    if any(other.startswith(f"{name}.") for name in names for other in swapped):
+        # exclude= would leave the layers inside of these native too.
+        code = (
+            f"leave = {{{listed}}}\n"
+            f"warpwright.swap(model, filter_fn=lambda module, name: name not in leave{fuse})"
+        )
+    else:
+        code = f"warpwright.swap(model, exclude=[{listed}]{fuse})"
     return [Advice(f"Leave {count} swapped {what} native: slower than native here.", code, -saved)]
 
 

@@ -12,6 +12,7 @@ from ..bench import plots
 from ..bench.page import environment as templates
 from ..bench.page import figure
 from ..bench.records import as_cells, write
+from ..swap.report import NOTHING
 from . import charts
 from .advice import advice
 from .summary import ProfileReport, describe_bound
@@ -256,7 +257,7 @@ def render(report: ProfileReport) -> str:
         figures.append(figure(*picture) | {"chart": name if name in moving else ""})
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in report.swap["entries"]:
-        if not entry["swapped"]:
+        if not entry["swapped"] and entry["reason"] != NOTHING:
             reasons.setdefault((entry["type"], entry["reason"]), []).append(
                 entry["name"] or "(model)"
             )

@@ -19,8 +19,9 @@ from .. import integrations
 from .advice import layout_advice
 from .blocks import base_of
 from .classes import NATIVE, below_parametrizations, set_class, set_class_below
-from .plan import Filter, check_is_module, plan_swap
+from .plan import check_is_module, plan_swap
 from .report import SwapCheckError, SwapReport, nothing_to_swap
+from .selection import Exclude, Filter
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -31,6 +32,7 @@ def swap(
     filter_fn: Filter | None = None,
     check: Any = None,
     *,
+    exclude: Exclude | None = None,
     fuse: bool = False,
     loss_fn: Callable[[Any], Tensor] | None = None,
     dry_run: bool = False,
@@ -51,6 +53,9 @@ def swap(
             compared by the error rule of :mod:`warpwright.testing`. First each swapped module, on
             its inputs inside the model; then the model's output and gradients. A difference undoes
             the swap. The call restores buffers, ``.grad`` and the random state.
+        exclude: what stays native, with everything inside of it: names as in ``model.named_modules()``, globs
+            over names (``"layer1.*"``, ``"*.downsample"``) and module classes with their subclasses. One
+            of them or several.
         fuse: run chains of layers as one op: BN → ReLU (→ max pool), BN → add → ReLU, ReLU → max
             pool, and Linear → ReLU, GELU or SiLU. ``torch.fx`` must be able to read the forward that
             calls them, such as that of an ``nn.Sequential`` or a ResNet block. One layer becomes the
@@ -64,8 +69,9 @@ def swap(
         An entry per module and, with ``fuse``, per chain; and advice on the memory format.
     Raises:
         SwapCheckError: ``check`` found a difference; carries the numbers.
-        TypeError: ``model`` is no module.
-        ValueError: ``ops`` has an unknown name, or ``dry_run`` comes with ``check``.
+        TypeError: ``model`` is no module, or ``exclude`` has something else than names and classes.
+        ValueError: ``ops`` has an unknown name, a name or glob of ``exclude`` matches no module, or
+            ``dry_run`` comes with ``check``.
     Warns:
         UserWarning: nothing was swapped; says why.
     """
@@ -73,7 +79,7 @@ def swap(
         raise ValueError(
             "dry_run: expected False together with check, which swaps the model; got True"
         )
-    plan = plan_swap(model, ops, filter_fn, fuse)
+    plan = plan_swap(model, ops, filter_fn, exclude, fuse)
     advice = layout_advice(model)
     report = SwapReport(plan.entries, plan.fusions, dry_run=dry_run, advice=advice)
     if dry_run:
@@ -146,6 +152,7 @@ def swapped(
     ops: Iterable[str] | None = None,
     filter_fn: Filter | None = None,
     *,
+    exclude: Exclude | None = None,
     fuse: bool = False,
 ) -> Iterator[Model]:
     """``with swapped(model):`` runs the model on warpwright inside the block and natively afterwards.
@@ -155,7 +162,7 @@ def swapped(
 
     The arguments and errors are :func:`swap`'s.
     """
-    plan = plan_swap(model, ops, filter_fn, fuse)
+    plan = plan_swap(model, ops, filter_fn, exclude, fuse)
     if plan.is_empty:
         warnings.warn(nothing_to_swap(SwapReport(plan.entries)), stacklevel=3)
     before = {module: type(module) for module in plan.chosen}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,13 @@ from .fuse import Fusion, Graphs
 from .fuse import plan as plan_fusions
 from .patterns import KINDS
 from .registry import UNKNOWN, find
-from .report import FILTERED, IS_OURS, NO_LAYER, REPLACED, SwapEntry
+from .report import IS_OURS, NO_LAYER, NOTHING, REPLACED, SwapEntry
+from .selection import Exclude, Filter, WhyLeft, selection
 
-Filter = Callable[[nn.Module, str], bool]
+DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 
 # What swap() intends: module -> the class that it gets.
 Chosen = dict[nn.Module, type[nn.Module]]
@@ -44,10 +48,15 @@ class Plan:
 
 
 def plan_swap(
-    model: nn.Module, ops: Iterable[str] | None, filter_fn: Filter | None, fuse: bool
+    model: nn.Module,
+    ops: Iterable[str] | None,
+    filter_fn: Filter | None,
+    exclude: Exclude | None,
+    fuse: bool,
 ) -> Plan:
     check_is_module(model)
     wanted = check_ops(ops, OPS)
+    why_left = selection(model, exclude, filter_fn)
     libraries = [*integrations.loaded()]  # each registers its layers
     entries: dict[nn.Module, SwapEntry] = {}
     chosen: Chosen = {}
@@ -60,13 +69,13 @@ def plan_swap(
         op = _op_of(module)
         if op is None and (type(module) in CONTAINERS or next(module.children(), None) is not None):
             continue  # its children have entries of their own
-        reason = why_unknown or _why_not(module, name, op, wanted, filter_fn)
+        reason = why_unknown or _why_not(module, name, op, wanted, why_left)
         if reason is None:
             chosen[module] = MODULES[type(module)][0]
         if isinstance(module, nn.MultiheadAttention):  # it reads this child's weights itself
             parts[module.out_proj] = f"runs as a part of {type(module).__name__}"
         entries[module] = SwapEntry(name, type_name(module), op, reason is None, reason or "")
-    plans = [library.plan(model, wanted, filter_fn, chosen) for library in libraries]
+    plans = [library.plan(model, wanted, why_left, chosen) for library in libraries]
     for plan in plans:
         chosen.update(plan.classes)
         for module, note in plan.notes.items():
@@ -80,21 +89,19 @@ def plan_swap(
         entry = entries.get(module)
         if entry is None:
             return "not a layer"
-        if entry.reason not in (IS_OURS, NO_LAYER):
+        if entry.reason not in (IS_OURS, NO_LAYER, NOTHING):
             return entry.reason or None
         if "forward" in vars(module):
             return REPLACED
-        if entry.reason == NO_LAYER and type(module) not in KINDS:
+        if entry.reason in (NO_LAYER, NOTHING) and type(module) not in KINDS:
             return entry.reason
         if entry.op is not None and entry.op not in wanted:
             return f"{entry.op} is not in ops"
-        if filter_fn is not None and not filter_fn(module, entry.name):
-            return FILTERED
-        return None
+        return why_left(module, entry.name)
 
     found = plan_fusions(model, why_not_fused, wanted)
     for module, into in found.absorbed.items():
-        if entries[module].reason == NO_LAYER:
+        if entries[module].reason in (NO_LAYER, NOTHING):
             entries[module] = replace(entries[module], reason=f"runs as a part of {into}")
     for module, kind in found.classes.items():
         chosen[module] = kind
@@ -129,13 +136,13 @@ def _why_not(
     name: str,
     op: str | None,
     wanted: frozenset[str],
-    filter_fn: Filter | None,
+    why_left: WhyLeft,
 ) -> str | None:
     """The first reason to leave ``module`` native; None if it is to be swapped."""
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript module, its class is compiled in"
     if op is None:
-        return NO_LAYER
+        return NOTHING if _computes_nothing(module) else NO_LAYER
     if type(module) in NATIVE:
         return IS_OURS
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
@@ -156,9 +163,15 @@ def _why_not(
             why = why_no_kernel(tensor)
             if why is not None:
                 return f"{key}: {why}"
-    if filter_fn is not None and not filter_fn(module, name):
-        return FILTERED
-    return None
+    return why_left(module, name)
+
+
+def _computes_nothing(module: nn.Module) -> bool:
+    if "forward" in vars(module):
+        return False
+    if type(module) in DROPOUTS:
+        return not module.training or float(vars(module)["p"]) == 0
+    return type(module) in (nn.Identity, nn.Flatten, nn.Unflatten)
 
 
 def _native_base(module: nn.Module) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # imported when a report is printed
 
 IS_OURS = "already warpwright's"
 NO_LAYER = "warpwright has no such layer"
+NOTHING = "computes nothing"  # Identity, Dropout in evaluation, Flatten
 REPLACED = "its forward is replaced on the instance"
 FILTERED = "filter_fn said no"
 LEFT = "left"
@@ -61,12 +62,19 @@ class SwapReport:
 
     @property
     def left(self) -> list[SwapEntry]:
-        return [e for e in self.entries if not e.swapped]
+        """What runs natively and computes something."""
+        return [e for e in self.entries if not e.swapped and e.reason != NOTHING]
+
+    @property
+    def computes_nothing(self) -> list[SwapEntry]:
+        """Layers that hand their input on: Identity, Dropout in evaluation, Flatten."""
+        return [e for e in self.entries if e.reason == NOTHING]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "swapped": len(self.swapped),
             "left": len(self.left),
+            "computes_nothing": len(self.computes_nothing),
             "entries": [asdict(e) for e in self.entries],
             "fusions": [asdict(f) for f in self.fusions],
             "check": self.check,
@@ -80,14 +88,18 @@ class SwapReport:
     def _tables(self) -> Iterator[tuple[str, str, list[Line]]]:
         """A sentence, the first column's title and the lines, for modules and for chains."""
         swapped = "would be swapped" if self.dry_run else "swapped"
+        computing, idle = [e for e in self.entries if e.reason != NOTHING], self.computes_nothing
         yield (
-            f"{'would swap' if self.dry_run else 'swapped'} {len(self.swapped)} of {len(self.entries)} "
-            "modules",
+            f"{'would swap' if self.dry_run else 'swapped'} {len(self.swapped)} of {len(computing)} modules"
+            + (f"; {len(idle)} more compute nothing" if idle else ""),
             "module",
-            _grouped(
-                (e.type, e.name, swapped if e.swapped else LEFT, e.note or e.reason)
-                for e in self.entries
-            ),
+            [
+                *_grouped(
+                    (e.type, e.name, swapped if e.swapped else LEFT, e.note or e.reason)
+                    for e in computing
+                ),
+                *_grouped((e.type, e.name, NOTHING, "") for e in idle),
+            ],
         )
         if self.fusions:
             done = sum(not f.reason for f in self.fusions)
@@ -170,14 +182,16 @@ def _table(title: str, lines: list[Line]) -> Table:
     table.add_column("result", no_wrap=True)
     table.add_column("why / where", overflow="fold")  # long names are whole
     for what, count, result, why in lines:
-        styled = Text(result, style="yellow" if result == LEFT else "green")
-        table.add_row(Text(what), count, styled, Text(why))
+        style = {LEFT: "yellow", NOTHING: "dim"}.get(result, "green")
+        table.add_row(Text(what), count, Text(result, style=style), Text(why))
     return table
 
 
 def nothing_to_swap(report: SwapReport) -> str:
     if not report.entries:
         return "warpwright.swap: nothing to swap: the model has no layers"
+    if not report.left:
+        return "warpwright.swap: nothing to swap: the model's layers compute nothing"
     counts: dict[str, int] = {}
     for e in report.left:
         counts[f"{e.type}: {e.reason}"] = counts.get(f"{e.type}: {e.reason}", 0) + 1

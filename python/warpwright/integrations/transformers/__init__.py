@@ -16,8 +16,8 @@ from torch import nn
 
 from ..._arch import PLAIN, why_no_kernel
 from ...swap.classes import type_name
-from ...swap.plan import Filter
-from ...swap.report import FILTERED, IS_OURS, REPLACED, SwapEntry
+from ...swap.report import IS_OURS, REPLACED, SwapEntry
+from ...swap.selection import WhyLeft
 from .. import Plan
 
 try:
@@ -108,22 +108,22 @@ def _modules_of_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def plan(
     model: nn.Module,
     wanted: frozenset[str],
-    filter_fn: Filter | None,
+    why_left: WhyLeft,
     chosen: Mapping[nn.Module, type[nn.Module]],
 ) -> Plan:
     """An entry for each attention layer, and the changes that swap them and the heads."""
     modules = list(_modules_of_models(model))
-    found = _plan_attention(modules, wanted, filter_fn)
+    found = _plan_attention(modules, wanted, why_left)
     if _heads.OP in wanted:
         _heads.plan_heads([module for _, module in modules], chosen, found)
     return found
 
 
 def _plan_attention(
-    modules: list[tuple[str, nn.Module]], wanted: frozenset[str], filter_fn: Filter | None
+    modules: list[tuple[str, nn.Module]], wanted: frozenset[str], why_left: WhyLeft
 ) -> Plan:
     layers = [
-        (name, module, _why_not(module, name, wanted, filter_fn))
+        (name, module, _why_not(module, name, wanted, why_left))
         for name, module in modules
         if attends(type(module)) or attends_itself(type(module))
     ]
@@ -171,9 +171,7 @@ def _asks_for_ours(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) == NAME
 
 
-def _why_not(
-    module: nn.Module, name: str, wanted: frozenset[str], filter_fn: Filter | None
-) -> str | None:
+def _why_not(module: nn.Module, name: str, wanted: frozenset[str], why_left: WhyLeft) -> str | None:
     """The first reason to leave the attention layer native; None if it is to be swapped."""
     if not attends(type(module)):
         return "computes attention in its own code, not by transformers' registry"
@@ -199,9 +197,7 @@ def _why_not(
         why = why_no_kernel(parameter, any_dtype=True) if type(parameter) in PLAIN else None
         if why is not None:
             return f"{key}: {why}"
-    if filter_fn is not None and not filter_fn(module, name):
-        return FILTERED
-    return None
+    return why_left(module, name)
 
 
 register()
