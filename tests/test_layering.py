@@ -9,7 +9,12 @@ ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
 MAX_LINES = 500
-COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels
+COMPOSED = {"linear_cross_entropy"}  # of other ops' kernels: none of its own
+# An op includes files of another only if it is made of it. What others share has a shared folder.
+MADE_OF = {
+    "batch_norm_relu_max_pool2d": {"batch_norm", "max_pool2d"},
+    "linear_cross_entropy": {"linear", "cross_entropy"},
+}
 # A product's tile is multiplied by gemm/'s kernels, whoever brings the operands.
 MAINLOOP = re.compile(r"\bMainloop(Sm90)?\b|tile/mainloop_sm90")
 INSTANCE = re.compile(r"^\s*template (?!<)", re.M)
@@ -35,7 +40,7 @@ ROOMS = {
     "cpu": {"cpu"},
     "cuda": {"gemm", "tile", "device", "host"},
 }
-# The rooms that a room may include, of its own op or of another.
+# The rooms that a room may include, of its own op or of one it is made of.
 SEES_ROOMS = {"torch": {"torch"}, "cpu": {"cpu"}, "cuda": {"cuda"}, None: {None, "cuda"}}
 TORCH_HEADER = re.compile(r"^(ATen|c10|torch|caffe2)/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
@@ -74,6 +79,12 @@ def may_see_torch(path):
     return path.parts[0] in ("torch", "cpu") or room_of(path) in ("torch", "cpu")
 
 
+def other_op(path, header):
+    """The op of `header` if the op of `path` is neither it nor made of it."""
+    op, included = path.parts[1], header.split("/")[1]
+    return "" if included in {op, *MADE_OF.get(op, ())} else included
+
+
 def include_faults(path, header):
     """Every rule that `path` breaks by including our `header`."""
     layer, target = path.parts[0], header.split("/")[0]
@@ -85,6 +96,8 @@ def include_faults(path, header):
         yield f"includes {header}: {room or layer}/ must not see {target}/"
     elif target == "ops" and layer == "ops" and shown and shown not in SEES_ROOMS[room]:
         yield f"includes {header}: {room or 'an op header'} must not see the room {shown}/"
+    elif target == "ops" and layer == "ops" and other_op(path, header):
+        yield f"includes {header}: {path.parts[1]} is not made of {other_op(path, header)}"
     elif target == "ops" and layer == "python" and len(Path(header).parts) > 3:
         yield f"includes {header}: python/ sees the headers of ops, not their rooms"
     if header.endswith(".cuh") and path.suffix in {".h", ".cpp"}:
@@ -184,6 +197,8 @@ def test_sources_follow_the_layers():
         ("ops/a/cpu/rows.cpp", '#include "torch/checks.h"', "must not see torch/"),
         ("ops/a/cpu/rows.cpp", '#include "ops/a/torch/common.h"', "must not see the room torch/"),
         ("ops/a/a_cpu.cpp", '#include "gemm/gemm.h"', "must not see gemm/"),
+        ("ops/a/cpu/rows.cpp", '#include "ops/b/cpu/rows.h"', "a is not made of b"),
+        ("ops/a/a.h", '#include "ops/b/b.h"', "a is not made of b"),
         ("ops/a/cuda/rows.cu", '#include "cpu/lanes.h"', "torch glue"),
         ("ops/a/a.h", '#include "torch/checks.h"', "torch glue"),
         ("ops/a/a.h", '#include "ops/a/cuda/rows.cuh"', "only nvcc"),

@@ -5,6 +5,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -15,6 +16,11 @@ namespace warpwright {
 
 // The fewest elements per thread that repay waking it (as at::internal::GRAIN_SIZE).
 constexpr int64_t kCpuGrain = 32768;
+
+// The grain of at::parallel_for over steps of so many elements.
+inline int64_t grain(int64_t elements_per_step) {
+  return std::max<int64_t>(1, kCpuGrain / std::max<int64_t>(1, elements_per_step));
+}
 
 // 16-bit types compute in float.
 template <class T>

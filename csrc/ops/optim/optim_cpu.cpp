@@ -26,10 +26,10 @@ void parallel_over_tensors(int64_t count, NumelOf&& numel_of, Body&& body) {
     first_chunk[i + 1] = first_chunk[i] + (numel_of(i) + kChunk - 1) / kChunk;
   }
   // kCpuGrain counts elements and parallel_for counts chunks. A small tensor's only chunk has few
-  // elements, so the grain is kCpuGrain by the mean elements per chunk.
+  // elements, so the grain is kCpuGrain over the mean elements per chunk.
   const int64_t chunks = first_chunk[count];
-  const int64_t grain = numel == 0 ? 1 : (kCpuGrain * chunks + numel - 1) / numel;
-  at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
+  const int64_t chunks_per_task = numel == 0 ? 1 : (kCpuGrain * chunks + numel - 1) / numel;
+  at::parallel_for(0, chunks, chunks_per_task, [&](int64_t begin, int64_t end) {
     int64_t i =
         std::upper_bound(first_chunk.begin(), first_chunk.end(), begin) - first_chunk.begin() - 1;
     while (begin < end) {

@@ -117,14 +117,14 @@ struct RowBlocks {
 };
 
 // kSums sums over rows for kGroup vectors of channels. `add(row, group, sums)` adds one vector's
-// terms. Short runs sum in W; the runs are added in double.
+// terms. Runs of a few rows sum in W; the runs are added in double.
 template <class Access, int kGroup, int kSums, class Add>
 void sum_rows(int64_t begin, int64_t end, std::array<Stat*, kSums> result, Add&& add) {
-  constexpr int64_t kRun = 32;
+  constexpr int64_t kRunRows = 32;
   for (Stat* sums : result) std::fill_n(sums, kGroup * Access::kCount, 0.0);
-  for (int64_t first = begin; first < end; first += kRun) {
+  for (int64_t first = begin; first < end; first += kRunRows) {
     typename Access::W run[kGroup][kSums] = {};
-    for (int64_t row = first; row < std::min(end, first + kRun); ++row) {
+    for (int64_t row = first; row < std::min(end, first + kRunRows); ++row) {
 #pragma GCC unroll 4
       for (int i = 0; i < kGroup; ++i) add(row, i, run[i]);
     }
@@ -290,9 +290,9 @@ struct PlaneSum {
   Stat total() const { return tail + Lanes::total((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])); }
 };
 
-// The backward adds up to so many elements of a plane in the compute type, 32 in each lane of the
-// four vectors.
-constexpr int64_t kRun = 1024;
+// The backward adds up to so many elements of a plane in the compute type: 32 per lane of four
+// vectors of 8 lanes.
+constexpr int64_t kRunElements = 1024;
 
 template <class T>
 void forward_planes(const BatchNormParams& p) {
@@ -364,16 +364,17 @@ void backward_planes(const BatchNormBackwardParams& p) {
         for (int64_t n = 0; n < e.batch; ++n) {
           const T* x = static_cast<const T*>(p.input) + (n * C + c) * S;
           const T* dy = static_cast<const T*>(p.grad_output) + (n * C + c) * S;
-          for (int64_t begin = 0; begin < S; begin += kRun) {
+          for (int64_t begin = 0; begin < S; begin += kRunElements) {
             PlaneSum<T, false> run_sum, run_product;
-            for_runs<T, false>(std::min(kRun, S - begin), [&]<class Access, int kGroup>(int64_t i) {
-              for (int g = 0; g < kGroup; ++g) {
-                const int64_t at = begin + i + g * Access::kCount;
-                const auto grad = Access::load(dy + at);
-                run_sum.add(g, grad);
-                run_product.add(g, grad * (Access::load(x + at) - mean));
-              }
-            });
+            for_runs<T, false>(std::min(kRunElements, S - begin),
+                               [&]<class Access, int kGroup>(int64_t i) {
+                                 for (int g = 0; g < kGroup; ++g) {
+                                   const int64_t at = begin + i + g * Access::kCount;
+                                   const auto grad = Access::load(dy + at);
+                                   run_sum.add(g, grad);
+                                   run_product.add(g, grad * (Access::load(x + at) - mean));
+                                 }
+                               });
             sum += run_sum.total();
             product += run_product.total();
           }

@@ -32,8 +32,9 @@ void sum_columns(const T* x, int64_t pixels, int64_t k, T* result) {
   const int64_t runs = pixels / fold / kRows;
   const int64_t parts = std::clamp<int64_t>(runs * kRows / kPartRows, 1, kMaxParts);
   std::vector<double> sums(static_cast<size_t>(parts * cols), 0.0);
-  const int64_t grain = std::max<int64_t>(1, kCpuGrain * parts / std::max<int64_t>(1, pixels * k));
-  at::parallel_for(0, parts, grain, [&](int64_t begin, int64_t end) {
+  const int64_t parts_per_task =
+      std::max<int64_t>(1, kCpuGrain * parts / std::max<int64_t>(1, pixels * k));
+  at::parallel_for(0, parts, parts_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       for (int64_t run = runs * part / parts; run < runs * (part + 1) / parts; ++run) {
         add_rows<T, C>(x + run * kRows * cols, cols, sums.data() + part * cols);
@@ -65,8 +66,7 @@ double sum_of_plane(const T* x, int64_t pixels) {
 
 template <class T, class C>
 void sum_planes(const T* x, int64_t images, int64_t k, int64_t pixels, T* result) {
-  const int64_t grain = std::max<int64_t>(1, kCpuGrain / std::max<int64_t>(1, images * pixels));
-  at::parallel_for(0, k, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, k, grain(images * pixels), [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; ++j) {
       double sum = 0;
       for (int64_t n = 0; n < images; ++n) {

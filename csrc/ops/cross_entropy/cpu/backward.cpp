@@ -174,7 +174,7 @@ template <class T, class Q, TargetKind kKind>
 void backward(const CrossEntropyBackwardParams& p) {
   const CrossEntropyView<T, Q> view(p);
   if (kKind != TargetKind::kProbabilities) check_labels(view);
-  at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, p.rows, view.rows_per_task(), [&](int64_t begin, int64_t end) {
     backward_block<T, Q, kKind>(view, p, begin, end);
   });
 }
@@ -193,7 +193,7 @@ void double_backward(const CrossEntropyDoubleBackwardParams& p) {
   if (kHasLabels) check_labels(view);
   const Compute* stats = static_cast<const Compute*>(p.stats);
   const Compute twice_z = static_cast<Compute>(2 * p.z_loss);
-  at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, p.rows, view.rows_per_task(), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t start = row_offset(p.layout, row);
       const int64_t label = kHasLabels ? label_of(p, row) : -1;

@@ -251,7 +251,7 @@ void forward(const CrossEntropyParams& p, const CrossEntropyBackwardParams* grad
   const int64_t row_bytes = std::max<int64_t>(1, p.classes * sizeof(T));
   const int64_t block = gradient == nullptr ? std::max<int64_t>(1, p.rows)
                                             : ceil_div(std::max(kBlockBytes, row_bytes), row_bytes);
-  at::parallel_for(0, p.rows, view.grain(), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, p.rows, view.rows_per_task(), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row += block) {
       const int64_t last = std::min(end, row + block);
       forward_block(row, last);

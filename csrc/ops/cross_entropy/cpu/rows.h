@@ -110,9 +110,8 @@ struct CrossEntropyView {
     if (p.z_loss == 0) return mass;
     return mass + static_cast<Compute>(2 * p.z_loss) * (stats[row] + std::log(stats[p.rows + row]));
   }
-  int64_t grain() const {
-    return std::max<int64_t>(1, kCpuGrain / 4 / std::max<int64_t>(1, p.classes));
-  }
+  // An exp costs as much as a few elements of other ops.
+  int64_t rows_per_task() const { return grain(4 * p.classes); }
 
   const CrossEntropyProblem& p;
   const T* input;

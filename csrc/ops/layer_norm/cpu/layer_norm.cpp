@@ -7,7 +7,7 @@
 
 #include "common/ceil_div.h"
 #include "common/switch.h"
-#include "ops/batch_norm/cpu/channels.h"
+#include "cpu/lane_runs.h"
 #include "ops/layer_norm/layer_norm.h"
 
 namespace warpwright {

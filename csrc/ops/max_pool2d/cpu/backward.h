@@ -53,7 +53,7 @@ class PoolBackward {
     if (g_.channels > 1) return gather_channels();
     const bool pairs = tiles_in_pairs(g_);
     const int64_t plane = g_.height * g_.width;
-    at::parallel_for(0, g_.images, pool_grain(plane), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, g_.images, grain(plane), [&](int64_t begin, int64_t end) {
       if (pairs) {
         for (int64_t image = begin; image < end; ++image) {
           spread_pairs(image, end);
@@ -75,7 +75,7 @@ class PoolBackward {
                            g_.dilation_w);
     const int64_t C = g_.channels;
     at::parallel_for(
-        0, g_.images * g_.height, pool_grain(g_.width * C * 4), [&](int64_t begin, int64_t end) {
+        0, g_.images * g_.height, grain(g_.width * C * 4), [&](int64_t begin, int64_t end) {
           std::vector<Source> sources;
           for (int64_t row = begin; row < end; ++row) {
             const int64_t image = row / g_.height, h = row % g_.height;

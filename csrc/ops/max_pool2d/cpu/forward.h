@@ -11,11 +11,6 @@
 
 namespace warpwright {
 
-// The number of steps that gives each thread enough elements.
-inline int64_t pool_grain(int64_t elements_per_step) {
-  return std::max<int64_t>(1, kCpuGrain / std::max<int64_t>(1, elements_per_step));
-}
-
 // The taps of one window that are inside the image, along one axis.
 struct TapSpan {
   int64_t first, end;  // taps; first == end: none
@@ -153,7 +148,7 @@ class PoolForward {
     const int64_t rows = g_.images * g_.out_height;
     const int64_t work = g_.out_width * g_.channels * std::min(g_.taps(), kCpuGrain);
     const bool pairs = tiles_in_pairs(g_);
-    at::parallel_for(0, rows, pool_grain(work), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, rows, grain(work), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         if (pairs) {
           row_of_pairs(row, end);

@@ -9,28 +9,27 @@ template <class Code, class Use>
 void for_each_winner(const MaxPool2dGeometry& g, const void* codes, Use&& use) {
   const auto* code_of = static_cast<const Code*>(codes);
   const TapOfCode<Code> tap_of(g);
-  at::parallel_for(0, g.images * g.out_height, pool_grain(g.out_width * g.channels),
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t row = begin; row < end; ++row) {
-                       const int64_t p = row % g.out_height;
-                       const TapSpan h =
-                           taps_inside(p, g.stride_h, g.pad_h, g.dilation_h, g.kernel_h, g.height);
-                       for (int64_t q = 0; q < g.out_width; ++q) {
-                         const TapSpan w =
-                             taps_inside(q, g.stride_w, g.pad_w, g.dilation_w, g.kernel_w, g.width);
-                         for (int64_t c = 0; c < g.channels; ++c) {
-                           const int64_t offset = (row * g.out_width + q) * g.channels + c;
-                           Tap tap = tap_of(code_of[offset]);
-                           const bool exists = is_inside(tap, h, w);
-                           // A window without a winner gets native's index: its first non-negative
-                           // coordinate.
-                           if (!exists) tap = {h.first, w.first};
-                           use(offset, row / g.out_height, c, h.begin + tap.r * g.dilation_h,
-                               w.begin + tap.s * g.dilation_w, exists);
-                         }
-                       }
-                     }
-                   });
+  at::parallel_for(
+      0, g.images * g.out_height, grain(g.out_width * g.channels), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t p = row % g.out_height;
+          const TapSpan h = taps_inside(p, g.stride_h, g.pad_h, g.dilation_h, g.kernel_h, g.height);
+          for (int64_t q = 0; q < g.out_width; ++q) {
+            const TapSpan w =
+                taps_inside(q, g.stride_w, g.pad_w, g.dilation_w, g.kernel_w, g.width);
+            for (int64_t c = 0; c < g.channels; ++c) {
+              const int64_t offset = (row * g.out_width + q) * g.channels + c;
+              Tap tap = tap_of(code_of[offset]);
+              const bool exists = is_inside(tap, h, w);
+              // A window without a winner gets native's index: its first non-negative
+              // coordinate.
+              if (!exists) tap = {h.first, w.first};
+              use(offset, row / g.out_height, c, h.begin + tap.r * g.dilation_h,
+                  w.begin + tap.s * g.dilation_w, exists);
+            }
+          }
+        }
+      });
 }
 
 }  // namespace

@@ -1,0 +1,135 @@
+// Rows of neighbouring elements, walked by registers of lanes with single elements at the end. One
+// body serves both. Also sums of lanes in the compute type or in double.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/lanes.h"
+
+namespace warpwright {
+
+// Partial sums and everything computed from them are double.
+using Stat = double;
+
+// Eight doubles in two registers. (GCC 12 takes a 64-byte vector type through memory.)
+struct WideLanes {
+  Values<double> low, high;
+
+  WideLanes& operator+=(const WideLanes& b) {
+    low += b.low;
+    high += b.high;
+    return *this;
+  }
+  friend WideLanes operator+(WideLanes a, const WideLanes& b) { return a += b; }
+  friend WideLanes operator-(const WideLanes& a, const WideLanes& b) {
+    return {a.low - b.low, a.high - b.high};
+  }
+  friend WideLanes operator-(const WideLanes& a, double b) { return {a.low - b, a.high - b}; }
+  friend WideLanes operator*(const WideLanes& a, const WideLanes& b) {
+    return {a.low * b.low, a.high * b.high};
+  }
+};
+
+// Vector and Scalar have one interface, for a row's body and its tail. V holds elements in the
+// compute type. W holds sums: in double (kDouble), or in the compute type for short runs.
+template <class T, bool kDouble>
+struct Vector {
+  using Compute = CpuCompute<T>;
+  using V = Values<T>;
+  static constexpr bool kWidens = kDouble && !std::is_same_v<T, double>;
+  using W = std::conditional_t<kWidens, WideLanes, V>;
+  static constexpr int kCount = kLanes<T>;
+
+  static V load(const T* source) { return load_lanes(source); }
+  static void store(T* target, V value) { store_lanes(target, value); }
+  static W load_wide(const T* source) { return widen<kWidens>(load(source)); }
+  static V load_compute(const Compute* source) {
+    V result;
+    std::memcpy(&result, source, sizeof(result));
+    return result;
+  }
+  static W load_stat(const Stat* source) {
+    if constexpr (kWidens || std::is_same_v<T, double>) {
+      W result;
+      std::memcpy(&result, source, sizeof(result));
+      return result;
+    } else {
+      V result;
+      for (int i = 0; i < kCount; ++i) result[i] = static_cast<Compute>(source[i]);
+      return result;
+    }
+  }
+  static void store_stat(Stat* target, const W& value) {
+    if constexpr (kWidens || std::is_same_v<T, double>) {
+      std::memcpy(target, &value, sizeof(value));
+    } else {
+      const WideLanes wide = widen<true>(value);
+      std::memcpy(target, &wide, sizeof(wide));
+    }
+  }
+  static void add_stat(Stat* target, const W& value) {
+    if constexpr (std::is_same_v<T, double>) {
+      store_stat(target, load_stat(target) + value);
+    } else {
+      WideLanes sum;
+      std::memcpy(&sum, target, sizeof(sum));
+      if constexpr (kWidens) {
+        sum += value;
+      } else {
+        sum += widen<true>(value);
+      }
+      std::memcpy(target, &sum, sizeof(sum));
+    }
+  }
+  static Stat total(const W& value) {
+    Stat lanes[kCount];
+    store_stat(lanes, value);
+    if constexpr (kCount == 8) {
+      for (int i = 0; i < 4; ++i) lanes[i] += lanes[i + 4];
+    }
+    return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+  }
+
+ private:
+  template <bool kWiden>
+  static auto widen(V x) {
+    if constexpr (kWiden) {
+      return WideLanes{
+          __builtin_convertvector(__builtin_shufflevector(x, x, 0, 1, 2, 3), Values<double>),
+          __builtin_convertvector(__builtin_shufflevector(x, x, 4, 5, 6, 7), Values<double>)};
+    } else {
+      return x;
+    }
+  }
+};
+template <class T>
+struct Scalar {
+  using V = CpuCompute<T>;
+  using W = Stat;
+  static constexpr int kCount = 1;
+
+  static V load(const T* source) { return static_cast<V>(*source); }
+  static void store(T* target, V value) { *target = static_cast<T>(value); }
+  static W load_wide(const T* source) { return static_cast<W>(load(source)); }
+  static V load_compute(const V* source) { return *source; }
+  static W load_stat(const W* source) { return *source; }
+  static void store_stat(W* target, W value) { *target = value; }
+  static void add_stat(Stat* target, W value) { *target += value; }
+};
+
+// Calls f<Access, kGroup>(begin) for runs of kGroup * Access::kCount neighbours that cover
+// [0, extent). Access is Vector, or Scalar at the end.
+template <class T, bool kDouble, class F>
+void for_runs(int64_t extent, F&& f) {
+  constexpr int kGroup = 4;
+  int64_t i = 0;
+  for (; i + kGroup * kLanes<T> <= extent; i += kGroup * kLanes<T>) {
+    f.template operator()<Vector<T, kDouble>, kGroup>(i);
+  }
+  for (; i + kLanes<T> <= extent; i += kLanes<T>) f.template operator()<Vector<T, kDouble>, 1>(i);
+  for (; i < extent; ++i) f.template operator()<Scalar<T>, 1>(i);
+}
+
+}  // namespace warpwright
