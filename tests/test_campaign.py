@@ -1,5 +1,6 @@
 """tools/campaign.py: what its parts count, how faults stand in a source, and what the record says."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import pytest
 from warpwright.bench import reliability
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "warpwright"
 sys.path.insert(0, str(ROOT / "tools"))
 
-from campaign_parts import injected, mutate, mutation, soak, suites  # noqa: E402
+from campaign_parts import injected, mutate, mutate_python, mutation, soak, suites  # noqa: E402
 from campaign_parts.result import Row  # noqa: E402
 
 SOURCE = """// if (a < b) in a comment
@@ -85,6 +87,62 @@ def test_every_op_with_faults_has_tests():
             assert list((ROOT / "tests").glob(pattern)), pattern
     for file in mutation.SHARED:
         assert (ROOT / "tests" / file).exists(), file
+
+
+PYTHON = '''
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import numpy
+def f(x: "int > 3", y: int = 1) -> "1 + 2":
+    """1 < 2."""
+    if x < 0:
+        raise ValueError(f"x: expected 0 or more, got {x}")
+    return x + y if x == 5 or not y else 7
+'''
+
+
+def test_faults_of_python_stand_in_what_runs():
+    sites = mutate_python.sites_of(ast.parse(PYTHON))
+    changes = [(site.line, site.change) for site in sites]
+    assert changes == [
+        (5, "1 becomes 2"),
+        (7, "the check is dropped"),
+        (7, "Lt becomes LtE"),
+        (7, "0 becomes 1"),
+        (9, "the condition is negated"),
+        (9, "or becomes and"),
+        (9, "Eq becomes NotEq"),
+        (9, "5 becomes 6"),
+        (9, "Add becomes Sub"),
+        (9, "7 becomes 8"),
+    ]
+
+    def results(text):
+        scope = {}
+        exec(text, scope)
+        found = []
+        for x in (-1, 0, 4, 5, 6):
+            for arguments in ((x,), (x, 0)):
+                try:
+                    found.append(scope["f"](*arguments))
+                except ValueError:
+                    found.append("an error")
+        return found
+
+    changed = [results(mutate_python.mutated(PYTHON, n)) for n in range(len(sites))]
+    assert results(PYTHON) not in changed
+
+
+def test_every_python_file_with_faults_has_tests():
+    functions = {f"functional/{p.name}" for p in (PACKAGE / "functional").glob("_[a-z]*.py")}
+    assert functions <= set(mutate_python.TESTS)
+    for file, patterns in mutate_python.TESTS.items():
+        assert mutate_python.sites_of(ast.parse((PACKAGE / file).read_text())), file
+        for pattern in (*patterns, *mutate_python.SHARED):
+            assert list((ROOT / "tests").glob(pattern)), pattern
+    first, again = (mutate_python.choose(["_arguments.py", "nn.py"], 4, 1) for _ in range(2))
+    assert first == again
+    assert len(first[0]) == 8
 
 
 @pytest.mark.parametrize("kind", ["memory_limit", "fork", "threads"])

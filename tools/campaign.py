@@ -27,7 +27,15 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "python")]
 # As in tests/conftest.py: some virtual machines advertise AMX and do not grant it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-from campaign_parts import calls, injected, mutation, sanitizers, soak, suites  # noqa: E402
+from campaign_parts import (  # noqa: E402
+    calls,
+    injected,
+    mutate_python,
+    mutation,
+    sanitizers,
+    soak,
+    suites,
+)
 from campaign_parts.result import Options, Row  # noqa: E402
 
 from warpwright.bench import records, reliability  # noqa: E402
@@ -47,6 +55,9 @@ PARTS = {
     "malformed": Part(calls.run, "random malformed calls, public and raw, in child processes"),
     "sanitizers": Part(sanitizers.run, "suite and calls under AddressSanitizer and UBSan", "cpu"),
     "mutation": Part(mutation.run, "small faults in the C++ sources, and who finds them", "cpu"),
+    "python-mutation": Part(
+        mutate_python.run, "small faults in the Python sources, and who finds them", "cpu"
+    ),
     "injected": Part(injected.run, "failing allocations, signals, forks, threads", "cpu"),
     "soak": Part(soak.run, "training steps with changing shapes, memory flat"),
     "upstream": Part(suites.upstream, "PyTorch's own test files (--pytorch)"),

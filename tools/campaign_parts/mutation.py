@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +176,15 @@ class Verdict:
         return {**self.mutant.as_dict(), "killed_by": self.killed_by}
 
 
+@dataclass
 class Runner:
     """Runs the tests of one mutant; knows how long each stage takes without a fault."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.seconds: dict[str, float] = {}
+    folder: Path
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def stages(self, mutant: Mutant) -> list[list[str]]:
+        return stages(mutant)
 
     def pytest(self, arguments: list[str], mutant: int, limit: float) -> tuple[str, float]:
         environment = {
@@ -192,6 +195,8 @@ class Runner:
             "WARPWRIGHT_MALFORMED_CALLS": "300",
             "OMP_NUM_THREADS": "1",  # tests of threads set their number themselves
             "OMP_WAIT_POLICY": "passive",
+            # A stale .pyc of a source that was changed within a second would hide the change.
+            "PYTHONDONTWRITEBYTECODE": "1",
         }
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-m", "not slow"]
         command += ["-p", "no:cacheprovider", *arguments]
@@ -215,7 +220,7 @@ class Runner:
         return (failed[0] if failed else f"exit code {done.returncode}"), seconds
 
     def judge(self, mutant: Mutant) -> Verdict:
-        for arguments in stages(mutant):
+        for arguments in self.stages(mutant):
             key = " ".join(arguments)
             if key not in self.seconds:
                 failed, self.seconds[key] = self.pytest(arguments, 0, 3600)
@@ -225,6 +230,33 @@ class Runner:
             if failed:
                 return Verdict(mutant, failed)
         return Verdict(mutant, "")
+
+    def judge_all(self, mutants: list[Mutant], minutes: float) -> list[Verdict]:
+        """In order, until the time is over; each verdict is printed and logged."""
+        begin, verdicts = time.monotonic(), []
+        with (self.folder / "verdicts.jsonl").open("a") as lines:
+            for mutant in mutants:
+                if time.monotonic() - begin > minutes * 60:
+                    break
+                verdicts.append(self.judge(mutant))
+                lines.write(json.dumps(verdicts[-1].as_dict()) + "\n")
+                lines.flush()
+                verdict = verdicts[-1].killed_by or "SURVIVED"
+                print(f"mutation: {mutant.file}:{mutant.line} {verdict}", flush=True)
+        return verdicts
+
+
+def report(part: str, what: str, verdicts: list[Verdict], seed: int) -> Row:
+    survivors = [v.mutant for v in verdicts if not v.killed_by]
+    return Row(
+        part=part,
+        what=what,
+        cases=len(verdicts),
+        unit="mutants",
+        failures=[f"{m.file}:{m.line}: {m.change}: {m.text}" for m in survivors],
+        seed=seed,
+        detail=f"{len(verdicts) - len(survivors)} killed",
+    )
 
 
 def order(mutants: list[Mutant], seed: int) -> list[Mutant]:
@@ -246,7 +278,6 @@ def order(mutants: list[Mutant], seed: int) -> list[Mutant]:
 
 def run(options: Options) -> list[Row]:
     folder = ROOT / "build" / "mutants"
-    log = folder / "verdicts.jsonl"
     csrc = ROOT / "csrc"
     files = [f for f in files_with_faults(csrc) if re.search(options.only, f)]
     choice = Choice.of(csrc, files, per_file=12, seed=options.seed)
@@ -254,29 +285,7 @@ def run(options: Options) -> list[Row]:
     (folder / "mutants.json").write_text(
         json.dumps([m.as_dict() for m in choice.mutants], indent=1)
     )
-    runner, verdicts = Runner(folder), []
-    begin = time.monotonic()
-    with log.open("a") as lines:
-        for mutant in order(choice.mutants, options.seed)[: options.mutants]:
-            if time.monotonic() - begin > options.minutes * 60:
-                break
-            verdict = runner.judge(mutant)
-            verdicts.append(verdict)
-            lines.write(json.dumps(verdict.as_dict()) + "\n")
-            lines.flush()
-            print(
-                f"mutation: {mutant.file}:{mutant.line} {verdict.killed_by or 'SURVIVED'}",
-                flush=True,
-            )
-    survivors = [v.mutant for v in verdicts if not v.killed_by]
-    return [
-        Row(
-            part="mutation",
-            what="small faults in CPU kernels and bindings that the tests find",
-            cases=len(verdicts),
-            unit="mutants",
-            failures=[f"{m.file}:{m.line}: {m.change}: {m.text}" for m in survivors],
-            seed=options.seed,
-            detail=f"{len(verdicts) - len(survivors)} killed",
-        )
-    ]
+    mutants = order(choice.mutants, options.seed)[: options.mutants]
+    verdicts = Runner(folder).judge_all(mutants, options.minutes)
+    what = "small faults in CPU kernels and bindings that the tests find"
+    return [report("mutation", what, verdicts, options.seed)]
