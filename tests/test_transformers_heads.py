@@ -207,6 +207,30 @@ def test_lazy_logits_are_a_tensor_to_whoever_reads_them(device):
     assert logits.tensor() is logits.tensor()
 
 
+class SumOfSquares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+def test_a_function_of_the_user_never_loses_the_gradient(device):
+    """It sees no tensor in lazy logits: an error, where a tensor subclass would be a leaf."""
+    model = make("llama", device)
+    mine, _ = swapped_copy(model)
+    inputs = training_inputs("llama", device)
+    with pytest.raises((RuntimeError, TypeError)):
+        SumOfSquares.apply(mine(**inputs).logits).backward()
+    for each, logits in ((mine, mine(**inputs).logits.tensor()), (model, model(**inputs).logits)):
+        SumOfSquares.apply(logits).backward()
+        assert each.lm_head.weight.grad is not None
+    torch.testing.assert_close(mine.lm_head.weight.grad, model.lm_head.weight.grad)
+
+
 def test_logits_after_the_optimizers_step(device):
     mine, _ = swapped_copy(make("llama", device))
     inputs = training_inputs("llama", device)

@@ -33,6 +33,10 @@ class LazyLogits:
       lazy logits;
     - ``cross_entropy`` with integer targets, of lazy logits with two dimensions.
 
+    It is no subclass of ``torch.Tensor``. One without storage would be a leaf to
+    ``torch.autograd.Function.apply``, so the head would silently get no gradient; here the backward
+    raises. And Dynamo cannot make such a tensor inside of a graph.
+
     Args:
         hidden: (..., in_features).
         weight: (classes, in_features).
