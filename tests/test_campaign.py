@@ -145,6 +145,39 @@ def test_every_python_file_with_faults_has_tests():
     assert len(first[0]) == 8
 
 
+class FakeRunner(mutation.Runner):
+    """Two stages; without a fault one test fails; mutant 1 is found by the second stage."""
+
+    def stages(self, mutant):
+        return [["first"], ["second"]]
+
+    def pytest(self, arguments, mutant, limit):
+        if mutant == 0:
+            return (["test_x.py::test_tight"] if arguments == ["first"] else []), 1.0
+        return (["test_y.py::test_z"] if (arguments, mutant) == (["second"], 1) else []), 1.0
+
+
+def test_verdicts(tmp_path):
+    found, survivor = (
+        mutate.Mutant(n, "ops/relu/x.cpp", 3, "operator", "a < b", "< becomes <=") for n in (1, 2)
+    )
+    runner = FakeRunner(tmp_path)
+    verdicts = runner.judge_all([found, survivor], minutes=1)
+    assert [v.killed_by for v in verdicts] == ["test_y.py::test_z", ""]
+    assert len((tmp_path / "verdicts.jsonl").read_text().splitlines()) == 2
+    row = mutation.report("mutation", "faults", runner, verdicts, seed=3)
+    assert row.failures == ["ops/relu/x.cpp:3: < becomes <=: a < b"]
+    assert row.detail == "1 killed; left out, as they fail without a fault: test_x.py::test_tight"
+
+
+def test_a_build_whose_tests_fail_without_a_fault(tmp_path, monkeypatch):
+    tests = [f"test_x.py::test_{n}" for n in range(mutation.MOST_LEFT_OUT + 1)]
+    for failed in (tests, ["exit code 3"], ["longer than 3600 s"]):
+        monkeypatch.setattr(FakeRunner, "pytest", lambda *_, failed=failed: (failed, 1.0))
+        with pytest.raises(RuntimeError, match="without a fault, these fail"):
+            FakeRunner(tmp_path).measure(["first"])
+
+
 @pytest.mark.parametrize("kind", ["memory_limit", "fork", "threads"])
 @pytest.mark.slow
 def test_injected_faults(kind):

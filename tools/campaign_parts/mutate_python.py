@@ -174,15 +174,15 @@ class PythonRunner(Runner):
         own = [p.name for pattern in TESTS[mutant.file] for p in sorted(folder.glob(pattern))]
         return [list(dict.fromkeys(own)), SHARED]
 
-    def pytest(self, arguments: list[str], mutant: int, limit: float) -> tuple[str, float]:
+    def pytest(self, arguments: list[str], mutant: int, limit: float) -> tuple[list[str], float]:
         if mutant == 0:
-            return super().pytest(arguments, 0, limit)
+            return super().pytest(arguments, mutant, limit)
         file, place = self.places[mutant]
         text = (PACKAGE / file).read_text()
         target = self.folder / "python" / "warpwright" / file
         target.write_text(mutated(text, place))
         try:
-            return super().pytest(arguments, 0, limit)
+            return super().pytest(arguments, mutant, limit)
         finally:
             target.write_text(text)
 
@@ -215,4 +215,4 @@ def run(options: Options) -> list[Row]:
     runner = PythonRunner(folder, places=places)
     verdicts = runner.judge_all(order(mutants, options.seed)[: options.mutants], options.minutes)
     what = "small faults in the Python functions and checks that the tests find"
-    return [report("python-mutation", what, verdicts, options.seed)]
+    return [report("python-mutation", what, runner, verdicts, options.seed)]

@@ -54,6 +54,9 @@ SHARED = [
 ]
 EVERY = ["relu", "max_pool2d", "linear", "layer_norm"]  # for what no op owns
 SLOWER = 6  # times the run without a fault: the fault hangs
+# The switches change where the compiler contracts products and sums. A test of fixed tolerances may
+# therefore fail without a fault. It is left out; more of them are a broken build.
+MOST_LEFT_OUT = 5
 
 
 def op_of(file: str) -> str | None:
@@ -182,11 +185,13 @@ class Runner:
 
     folder: Path
     seconds: dict[str, float] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)  # tests that fail without a fault
 
     def stages(self, mutant: Mutant) -> list[list[str]]:
         return stages(mutant)
 
-    def pytest(self, arguments: list[str], mutant: int, limit: float) -> tuple[str, float]:
+    def pytest(self, arguments: list[str], mutant: int, limit: float) -> tuple[list[str], float]:
+        """What failed, and the seconds. A run with a fault stops at the first failure."""
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.folder / "python"),
@@ -198,8 +203,10 @@ class Runner:
             # A stale .pyc of a source that was changed within a second would hide the change.
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-m", "not slow"]
-        command += ["-p", "no:cacheprovider", *arguments]
+        most = 1 if mutant else MOST_LEFT_OUT + 1
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-m", "not slow"]
+        command += ["-p", "no:cacheprovider", f"--maxfail={most}", *arguments]
+        command += [f"--deselect={test}" for test in self.left_out]
         begin = time.monotonic()
         try:
             done = subprocess.run(
@@ -212,23 +219,28 @@ class Runner:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return f"longer than {limit:.0f} s", limit
+            return [f"longer than {limit:.0f} s"], limit
         seconds = time.monotonic() - begin
         if done.returncode in (0, 5):  # 5: no test of that name
-            return "", seconds
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return (failed[0] if failed else f"exit code {done.returncode}"), seconds
+            return [], seconds
+        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+        return (failed or [f"exit code {done.returncode}"]), seconds
+
+    def measure(self, arguments: list[str]) -> None:
+        """Runs a stage without a fault."""
+        failed, self.seconds[" ".join(arguments)] = self.pytest(arguments, 0, 3600)
+        self.left_out += failed
+        if len(failed) > MOST_LEFT_OUT or any("::" not in test for test in failed):
+            raise RuntimeError(f"without a fault, these fail: {', '.join(failed)}")
 
     def judge(self, mutant: Mutant) -> Verdict:
         for arguments in self.stages(mutant):
             key = " ".join(arguments)
             if key not in self.seconds:
-                failed, self.seconds[key] = self.pytest(arguments, 0, 3600)
-                if failed:
-                    raise RuntimeError(f"without a fault, {failed} fails ({key})")
+                self.measure(arguments)
             failed, _ = self.pytest(arguments, mutant.id, 60 + SLOWER * self.seconds[key])
             if failed:
-                return Verdict(mutant, failed)
+                return Verdict(mutant, failed[0])
         return Verdict(mutant, "")
 
     def judge_all(self, mutants: list[Mutant], minutes: float) -> list[Verdict]:
@@ -246,7 +258,10 @@ class Runner:
         return verdicts
 
 
-def report(part: str, what: str, verdicts: list[Verdict], seed: int) -> Row:
+def report(part: str, what: str, runner: Runner, verdicts: list[Verdict], seed: int) -> Row:
+    detail = f"{sum(bool(v.killed_by) for v in verdicts)} killed"
+    if runner.left_out:
+        detail += f"; left out, as they fail without a fault: {', '.join(runner.left_out)}"
     survivors = [v.mutant for v in verdicts if not v.killed_by]
     return Row(
         part=part,
@@ -255,7 +270,7 @@ def report(part: str, what: str, verdicts: list[Verdict], seed: int) -> Row:
         unit="mutants",
         failures=[f"{m.file}:{m.line}: {m.change}: {m.text}" for m in survivors],
         seed=seed,
-        detail=f"{len(verdicts) - len(survivors)} killed",
+        detail=detail,
     )
 
 
@@ -286,6 +301,7 @@ def run(options: Options) -> list[Row]:
         json.dumps([m.as_dict() for m in choice.mutants], indent=1)
     )
     mutants = order(choice.mutants, options.seed)[: options.mutants]
-    verdicts = Runner(folder).judge_all(mutants, options.minutes)
+    runner = Runner(folder)
+    verdicts = runner.judge_all(mutants, options.minutes)
     what = "small faults in CPU kernels and bindings that the tests find"
-    return [report("mutation", what, verdicts, options.seed)]
+    return [report("mutation", what, runner, verdicts, options.seed)]
