@@ -97,7 +97,8 @@ def f(x: "int > 3", y: int = 1) -> "1 + 2":
     """1 < 2."""
     if x < 0:
         raise ValueError(f"x: expected 0 or more, got {x}")
-    return x + y if x == 5 or not y else 7
+    for _ in zip([x], [y], strict=True):
+        return x + y if x == 5 or not y else 7
 '''
 
 
@@ -109,12 +110,12 @@ def test_faults_of_python_stand_in_what_runs():
         (7, "the check is dropped"),
         (7, "Lt becomes LtE"),
         (7, "0 becomes 1"),
-        (9, "the condition is negated"),
-        (9, "or becomes and"),
-        (9, "Eq becomes NotEq"),
-        (9, "5 becomes 6"),
-        (9, "Add becomes Sub"),
-        (9, "7 becomes 8"),
+        (10, "the condition is negated"),
+        (10, "or becomes and"),
+        (10, "Eq becomes NotEq"),
+        (10, "5 becomes 6"),
+        (10, "Add becomes Sub"),
+        (10, "7 becomes 8"),
     ]
 
     def results(text):

@@ -234,6 +234,18 @@ def test_master_weights(name, dtype, device):
         native.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_sgd_keeps_no_state(dtype, device):
+    """Nor an empty one, unless a 16-bit parameter has a master: as native's state_dict."""
+    for master_weights in (False, True):
+        params = make_params(device, dtype)
+        optimizer = optim.SGD(params, lr=0.1, master_weights=master_weights)
+        set_grads(params, 0)
+        optimizer.step()
+        has_masters = master_weights and dtype != torch.float32
+        assert len(optimizer.state_dict()["state"]) == has_masters * len(params)
+
+
 def test_plain_sgd_with_master_weights(device):
     """Steps too small for bf16 add up."""
     p = torch.ones(1000, device=device, dtype=torch.bfloat16).requires_grad_()

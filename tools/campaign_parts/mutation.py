@@ -206,7 +206,8 @@ class Runner:
         most = 1 if mutant else MOST_LEFT_OUT + 1
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-m", "not slow"]
         command += ["-p", "no:cacheprovider", f"--maxfail={most}", *arguments]
-        command += [f"--deselect={test}" for test in self.left_out]
+        # pytest names tests from the folder of pyproject.toml here, and from its own folder in reports.
+        command += [f"--deselect=tests/{test}" for test in self.left_out]
         begin = time.monotonic()
         try:
             done = subprocess.run(
