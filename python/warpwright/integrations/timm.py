@@ -6,7 +6,7 @@ has it, up to 1.0.31.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..swap.registry import Known, register_code
+from ..swap.selection import WhyLeft
 from . import Plan
 
 __all__ = ["plan", "undo"]
@@ -22,7 +23,7 @@ __all__ = ["plan", "undo"]
 def plan(
     model: nn.Module,
     wanted: frozenset[str],
-    filter_fn: Callable[[nn.Module, str], bool] | None,
+    why_left: WhyLeft,
     chosen: Mapping[nn.Module, type[nn.Module]],
 ) -> Plan:
     """Only layers' classes change, by the registry."""
