@@ -1,5 +1,6 @@
 """Sphinx: `make docs` builds the site from these pages and from the docstrings."""
 
+import json
 import re
 import shutil
 import sys
@@ -48,6 +49,34 @@ def add_sources(app, docname, source):
             what = what[0].upper() + what[1:]
             code = f"```{{literalinclude}} ../examples/{name}\n```"
             source[0] += f"\n## {name}\n\n{what}.\n\n{code}\n"
+        for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+            source[0] += f"\n{page_of(notebook)}\n"
+
+
+def page_of(path):
+    """A notebook as Markdown: its text one level down, its code, and its outputs."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(re.sub(r"^(#+ )", r"#\1", text, flags=re.M))
+            continue
+        parts.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                alt = re.search(r'alt="(.+?)"', text)
+                image = (
+                    f'<img alt="{alt[1]}" src="data:image/png;base64,{data["image/png"].strip()}">'
+                )
+                parts.append(f"```{{raw}} html\n{image}\n```")
+            elif "text/html" in data:
+                table = "".join(data["text/html"])
+                parts.append(f'```{{raw}} html\n<div class="table-wrapper">{table}</div>\n```')
+            else:
+                shown = "".join(output.get("text") or data["text/plain"])
+                parts.append(f"```text\n{shown.rstrip()}\n```")
+    return "\n\n".join(parts)
 
 
 def help_keyboards(app, pagename, templatename, context, doctree):

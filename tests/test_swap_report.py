@@ -63,6 +63,16 @@ def test_advice_on_the_memory_format():
     assert layout_advice(last, on_hopper=lambda weight: True) == []
 
 
+def test_text_in_a_notebook(monkeypatch):
+    """rich would show an empty output of its own there, and put escape codes into the text."""
+    report = swap(block(), dry_run=True)
+    text = str(report)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(report) == text
+    assert "\x1b" not in str(warpwright.info()) + text
+
+
 class Odd(nn.Tanh):
     pass
 

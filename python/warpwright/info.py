@@ -11,6 +11,7 @@ import torch
 
 from . import _C
 from ._arch import built_archs, why_no_gpu_kernel
+from ._text import plain_text
 from ._version import __version__
 
 if TYPE_CHECKING:  # imported when the table is printed
@@ -47,12 +48,7 @@ class Info(dict[str, Any]):
         return Group(*parts)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=140, no_color=True, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+        return plain_text(self, width=140)
 
 
 def info() -> Info:

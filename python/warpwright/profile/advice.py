@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .summary import ProfileReport
+if TYPE_CHECKING:
+    from .summary import ProfileReport
 
 Row = dict[str, Any]
 SLOWER = 1.05  # of native's time: modules beyond are named

@@ -10,6 +10,7 @@ from typing import Any
 from ..bench.guards import OWN_KERNEL, OWN_OP, relative
 from ..bench.measure import Timing, ratio_interval
 from ..swap import SwapReport
+from .advice import Advice, advice
 from .ranges import Amounts
 from .runs import Run, Workload
 from .trace import Joined, Label
@@ -45,6 +46,11 @@ class ProfileReport:
     def ours(self) -> Row | None:
         found = (self.run(name) for name in OURS)
         return next((r for r in found if r is not None and r["ms"] is not None), None)
+
+    @property
+    def advice(self) -> list[Advice]:
+        """The page's suggestions with their code, the largest saving first."""
+        return advice(self)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from .._text import plain_text
 from .fuse import Fusion
 
 if TYPE_CHECKING:  # imported when a report is printed
@@ -148,12 +149,7 @@ class SwapReport:
         return self.to_html()
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=120, no_color=True, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+        return plain_text(self, width=120)
 
 
 Line = tuple[str, str, str, str]
