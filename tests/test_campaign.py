@@ -85,7 +85,7 @@ def test_every_op_with_faults_has_tests():
     for patterns, _ in mutation.TESTS.values():
         for pattern in patterns:
             assert list((ROOT / "tests").glob(pattern)), pattern
-    for file in mutation.SHARED:
+    for file in (*mutation.SHARED, *mutation.RANDOM):
         assert (ROOT / "tests" / file).exists(), file
 
 
