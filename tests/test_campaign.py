@@ -139,7 +139,7 @@ def test_every_python_file_with_faults_has_tests():
     assert functions <= set(mutate_python.TESTS)
     for file, patterns in mutate_python.TESTS.items():
         assert mutate_python.sites_of(ast.parse((PACKAGE / file).read_text())), file
-        for pattern in (*patterns, *mutate_python.SHARED):
+        for pattern in (*patterns, *mutate_python.QUICK, *mutate_python.SHARED):
             assert list((ROOT / "tests").glob(pattern)), pattern
     first, again = (mutate_python.choose(["_arguments.py", "nn.py"], 4, 1) for _ in range(2))
     assert first == again

@@ -39,7 +39,8 @@ TESTS = {
     "_running_statistics.py": ["test_batch_norm*.py"],
     "nn.py": ["test_linear.py", "test_layer_norm.py"],
 }
-SHARED = ["test_arguments.py", "test_nn.py", "test_kinds.py", "test_patch.py"]
+QUICK = ["test_arguments.py"]  # first: seconds, and every function's arguments
+SHARED = ["test_nn.py", "test_kinds.py", "test_patch.py"]
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -174,7 +175,7 @@ class PythonRunner(Runner):
     def stages(self, mutant: Mutant) -> list[list[str]]:
         folder = ROOT / "tests"
         own = [p.name for pattern in TESTS[mutant.file] for p in sorted(folder.glob(pattern))]
-        return [list(dict.fromkeys(own)), SHARED]
+        return [QUICK, list(dict.fromkeys(own)), SHARED]
 
     def pytest(self, arguments: list[str], mutant: int, limit: float) -> tuple[list[str], float]:
         if mutant == 0:
