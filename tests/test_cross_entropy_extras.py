@@ -167,6 +167,22 @@ def test_ignored_and_empty(device):
     assert lse.shape == argmax.shape == (0,)
 
 
+def test_a_swapped_loss_has_the_defaults(device):
+    """It has no attributes of its own for what native's class does not know."""
+    swapped, made = torch.nn.CrossEntropyLoss(), warpwright.nn.CrossEntropyLoss()
+    warpwright.swap(swapped)
+    assert type(swapped) is type(made)
+    own = vars(made).keys() - vars(swapped).keys()
+    assert {"z_loss", "softcap", "return_lse", "return_argmax", "inplace_backward"} <= own
+    for name in own:
+        assert getattr(swapped, name) == getattr(made, name), name
+    x = torch.randn(6, 5, device=device, requires_grad=True)
+    logits = x * 1
+    before = logits.detach().clone()
+    swapped(logits, torch.arange(6, device=device) % 5).backward()
+    assert_same(logits.detach(), before)
+
+
 # ---- inplace_backward ----
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import opcheck
+from malformed_calls import public_calls
 from native_suites import ENTRIES, arguments, inexact, is_random, private
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,6 +85,18 @@ class Recorder(TorchDispatchMode):
                 key = repr(tree_map(describe, (args, kwargs)))
                 kept.setdefault(key, tree_map(keep, (args, kwargs)))
         return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", public_calls("cpu", 0))
+def test_every_function_runs_an_operator_of_ours(name, device):
+    args, kwargs = public_calls(device, 0)[name]
+    with Recorder() as recorder:
+        getattr(warpwright.functional, name)(*args, **kwargs)
+    assert recorder.calls
+    if name == "relu":
+        with Recorder() as recorder:
+            warpwright.functional.relu(args[0].detach(), inplace=True)
+        assert [call.overloadpacket.__name__ for call in recorder.calls] == ["relu_"]
 
 
 def describe(leaf):

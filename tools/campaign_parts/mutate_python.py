@@ -34,13 +34,16 @@ TESTS = {
     "swap/plan.py": ["test_swap*.py", "test_fuse*.py"],
     "swap/selection.py": ["test_swap*.py"],
     "_arguments.py": ["test_relu.py", "test_conv2d_errors.py", "test_max_pool2d.py"],
-    "_loss_layers.py": ["test_linear_cross_entropy*.py"],
+    "_loss_layers.py": ["test_linear_cross_entropy*.py", "test_cross_entropy_extras.py"],
     "_multihead.py": ["test_multihead.py"],
     "_running_statistics.py": ["test_batch_norm*.py"],
     "nn.py": ["test_linear.py", "test_layer_norm.py"],
 }
 QUICK = ["test_arguments.py"]  # first: seconds, and every function's arguments
-SHARED = ["test_nn.py", "test_kinds.py", "test_patch.py"]
+SHARED = [
+    *("test_nn.py", "test_kinds.py", "test_patch.py", "test_registration.py"),
+    *("test_compile.py", "test_export.py"),
+]
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
