@@ -408,6 +408,11 @@ def test_op_errors(device):
     doubles = [p.double() for p in sgd_arguments(device)[0]]
     fails(r"grads\[0\]: expected Float, got Double", sgd, sgd_arguments(device), _1=doubles)
     fails("momentum_buffers: expected Float, got Double", sgd, sgd_arguments(device), _2=doubles)
+    # The kernel reads every parameter as the first one's type.
+    first, *rest = sgd_arguments(device)[0]
+    mixed = [first, *(p.double() for p in rest)]
+    fails(r"params\[1\]: expected Float, got Double", sgd, sgd_arguments(device), _0=mixed)
+    fails(r"params\[1\]: expected Float, got Double", adam, adam_arguments(device), _0=mixed)
     integers = [p.int() for p in doubles]
     fails("params: expected float32", sgd, sgd_arguments(device), NotImplementedError, _0=integers)
     fails("state_steps: expected 4 tensors", adam, adam_arguments(device), _5=[])
