@@ -27,7 +27,8 @@ def scaled_dot_product_attention(
         key: (..., H, S, E). value: (..., H, S, E_v). Leading dimensions broadcast.
         attn_mask: broadcasts to (..., H, L, S); bool (False hides) or added to the scores. It may
             require grad. If a row hides every key, its output and its gradients are 0.
-        dropout_p: probability of dropping a weight, in [0, 1]; always applied, as in native.
+        dropout_p: probability of dropping a weight, in [0, 1], rounded to a multiple of 2^-16;
+            always applied, as in native.
         is_causal: hide key j from query i if j > i. With ``attn_mask``, both hide.
         scale: factor of the scores; 1 / sqrt(E) if None.
         enable_gqa: the number of key and value heads divides that of the query; groups of query

@@ -112,12 +112,12 @@ void fill_dropout_factors(const DropoutKey& key, C scale, int64_t bh, int64_t ro
       factors[(i - row) * cols + (j - col)] = keep ? scale : C(0);
   };
   for (int64_t i = row / 16 * 16; i < row + rows; i += (i % 8 == 7) ? 9 : 1) {
-    for (int64_t j = col / 16 * 16; j < col + cols; j += (j % 8 == 7) ? 9 : 1) {
+    for (int64_t j = col / 16 * 16; j < col + cols; j += (j % 8 == 6) ? 10 : 2) {
       const Random4 random = key.draw(bh, i, j);
-      set(i, j, key.keeps(random, 0, 0));
-      set(i, j + 8, key.keeps(random, 0, 1));
-      set(i + 8, j, key.keeps(random, 1, 0));
-      set(i + 8, j + 8, key.keeps(random, 1, 1));
+      for (int e = 0; e < 8; ++e) {
+        const int x = e % 2, a = e / 2 % 2, b = e / 4;
+        set(i + 8 * a, j + 8 * b + x, key.keeps(random.word[2 * b + a], x));
+      }
     }
   }
 }

@@ -8,6 +8,7 @@
 #include "device/math.cuh"
 #include "device/mma_sm80.cuh"
 #include "ops/attention/cuda/common.cuh"
+#include "ops/attention/cuda/dropout.cuh"
 #include "ops/attention/cuda/launch.h"
 
 namespace warpwright {
@@ -228,26 +229,6 @@ __device__ __forceinline__ void hide(const AttentionParams& p, float (&s)[kTiles
         const int query = kTransposed ? col : row, key = kTransposed ? row : col;
         if (key > min(last, query + diagonal)) s[i][n][e] = -INFINITY;
       }
-}
-
-// Calls drop(element) for each dropped probability of the 16 x 16 square at (row0, col0) of this
-// thread. Element (n, e) is acc[.][2 * pair + n][e]. One draw decides four, in either orientation.
-template <bool kTransposed, class Drop>
-__device__ __forceinline__ void for_dropped(const DropoutKey& key, int64_t bh, int64_t row0,
-                                            int64_t col0, Drop&& drop) {
-  const int64_t row = row0 + threadIdx.x % kWarpSize / 4;
-#pragma unroll
-  for (int x = 0; x < 2; ++x) {
-    const int64_t col = col0 + threadIdx.x % 4 * 2 + x;
-    const Random4 random = kTransposed ? key.draw(bh, col, row) : key.draw(bh, row, col);
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int y = 0; y < 2; ++y) {
-        const bool keep = kTransposed ? key.keeps(random, n, y) : key.keeps(random, y, n);
-        if (!keep) drop(n, 2 * y + x);
-      }
-  }
 }
 
 // Stores rows [0, rows) and columns [0, cols) of an accumulator, scaled. `target` is the warp's
