@@ -91,7 +91,7 @@ enum class AttentionPath {
 struct AttentionConfig {
   AttentionPath path;
   int head_tile;    // 64, 128 or 256: D and D_v are padded to it (not kFma)
-  bool has_extras;  // the instance with mask (kSm90), or mask, dropout or unusual scale (kMma)
+  bool has_extras;  // the instance with mask, dropout or, on kMma, unusual scale
   const char* reason;
 };
 
@@ -122,29 +122,35 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   const bool foldable = scale > 0 && scale < 1e30f;
   const bool masked = p.mask_type != MaskType::kNone;
   const int head_tile = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
-  if (p.dropout_p > 0 || !foldable)
-    return {kMma, head_tile, true, "mma.sync: with dropout or an unusual scale"};
+  const bool dropout = p.dropout_p > 0, extras = masked || dropout;
+  if (!foldable) return {kMma, head_tile, true, "mma.sync: an unusual scale"};
   if (!sm90)
-    return {kMma, head_tile, masked, masked ? "mma.sync: with mask" : "mma.sync: plain or causal"};
+    return {kMma, head_tile, extras,
+            extras ? "mma.sync: with mask or dropout" : "mma.sync: plain or causal"};
+  if (dropout && head_tile > 128)
+    return {kMma, head_tile, true, "mma.sync: dropout with a head dimension above 128"};
   constexpr int64_t kMaxLength = int64_t{1} << 30, kMaxTiles = int64_t{1} << 30;
   const bool aligned = p.D % 8 == 0 && p.D_v % 8 == 0 && fits_tensor_map(p.q, p.B, p.H, p.S_q) &&
                        fits_tensor_map(p.k, p.B, p.H_kv, p.S_k) &&
                        fits_tensor_map(p.v, p.B, p.H_kv, p.S_k) &&
                        fits_tensor_map(p.out, p.B, p.H, p.S_q);
   if (!aligned)
-    return {kMma, head_tile, masked, "mma.sync: TMA needs rows at multiples of 16 bytes"};
-  if (p.S_k == 0) return {kMma, head_tile, masked, "mma.sync: no keys"};
+    return {kMma, head_tile, extras, "mma.sync: TMA needs rows at multiples of 16 bytes"};
+  if (p.S_k == 0) return {kMma, head_tile, extras, "mma.sync: no keys"};
   // Classifying and listing take 6 us, as long as the whole portable kernel.
   if (masked && p.S_q * p.S_k <= 64 * 64)
-    return {kMma, head_tile, masked, "mma.sync: a mask of few elements"};
+    return {kMma, head_tile, extras, "mma.sync: a mask of few elements"};
   // Its tiles' bits would take S_q * S_k / 8 bytes.
   if (masked && p.S_k > 1 && p.mask_stride[3] == 0)
-    return {kMma, head_tile, masked, "mma.sync: the mask broadcasts over the keys"};
+    return {kMma, head_tile, extras, "mma.sync: the mask broadcasts over the keys"};
   if (p.S_q > kMaxLength || p.S_k > kMaxLength ||
       p.B * p.H * (ceil_div(p.S_q, int64_t{64}) + ceil_div(p.S_k, int64_t{64})) > kMaxTiles)
-    return {kMma, head_tile, masked, "mma.sync: tiles are counted in 32 bits"};
-  return {kSm90, head_tile, masked,
-          masked ? "wgmma: blocks that the mask hides are skipped" : "wgmma: plain or causal"};
+    return {kMma, head_tile, extras, "mma.sync: tiles are counted in 32 bits"};
+  if (masked)
+    return {kSm90, head_tile, true,
+            dropout ? "wgmma: blocks that the mask hides are skipped; dropout"
+                    : "wgmma: blocks that the mask hides are skipped"};
+  return {kSm90, head_tile, dropout, dropout ? "wgmma: dropout" : "wgmma: plain or causal"};
 }
 
 // The configuration of the backward. The forward may have taken another path.

@@ -116,7 +116,9 @@ void launch_attention_fwd(const AttentionParams& p, const AttentionConfig& confi
     }
     case AttentionPath::kSm90:
       return for_mma_instance(p.dtype, config.head_tile, [&]<class T, int kHead>() {
-        launch_attention_fwd_sm90<T, kHead>(p, workspace, stream);
+        if (p.dropout_p == 0) return launch_attention_fwd_sm90<T, kHead>(p, workspace, stream);
+        if constexpr (kHead <= 128)
+          launch_attention_fwd_dropout_sm90<T, kHead>(p, workspace, stream);
       });
   }
 }
@@ -128,7 +130,12 @@ void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionConfi
   const bool sm90 = config.path == AttentionPath::kSm90;
   if (sm90 && any_input) {
     for_mma_instance(f.dtype, config.head_tile, [&]<class T, int kHead>() {
-      if constexpr (kHead <= 128) launch_attention_bwd_sm90<T, kHead>(p, workspace, stream);
+      if constexpr (kHead <= 128) {
+        if (f.dropout_p > 0)
+          launch_attention_bwd_dropout_sm90<T, kHead>(p, workspace, stream);
+        else
+          launch_attention_bwd_sm90<T, kHead>(p, workspace, stream);
+      }
     });
   }
   if (sm90 && p.dmask == nullptr) return;

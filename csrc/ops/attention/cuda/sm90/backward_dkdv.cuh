@@ -14,6 +14,7 @@
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
 #include "device/sm90/bulk.cuh"
+#include "ops/attention/cuda/sm90/dropout.cuh"
 #include "ops/attention/cuda/sm90/launch.cuh"
 #include "ops/attention/cuda/sm90/mask.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
@@ -22,10 +23,12 @@
 namespace warpwright {
 
 // kHead: D and D_v are padded to it. kStages: stages for Q and dO. kBuffers: buffers for K and V.
-template <int kHead_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNone>
+template <int kHead_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNone,
+          bool kDropout_ = false>
 struct DkdvTileSm90 {
   static constexpr MaskUse kMask = kMask_;
   static constexpr bool kMasked = kMask != MaskUse::kNone;
+  static constexpr bool kDropout = kDropout_;
   static constexpr int kHead = kHead_;
   static constexpr int kStages = kStages_;
   static constexpr int kBuffers = kBuffers_;
@@ -61,7 +64,7 @@ struct DkdvSm90 {
   static constexpr int kScoreRegs = Tile::kBlockM / 2, kGradRegs = Tile::kHead / 2;
   enum Barrier { kStoreBarrierOfConsumer = 1 };
 
-  using Params = MaskedParams<AttentionDkdvSm90Params, Tile::kMask>;
+  using Params = ParamsOf<AttentionDkdvSm90Params, Tile>;
   using Mask = ScoreMask<Tile::kMask, T, Tile::kBlockM, /*kByKey=*/true>;
 
   const Params& p;
@@ -69,6 +72,7 @@ struct DkdvSm90 {
   KRing k_ring;          // K and V of a tile
   Ring q_ring, do_ring;  // Q and lse; dO and delta
   TileQueue queue;
+  DropoutKey key;
 
   __device__ __forceinline__ DkdvSm90(const Params& params, uint32_t base)
       : p(params),
@@ -76,7 +80,8 @@ struct DkdvSm90 {
         k_ring{base + Tile::kBarriers},
         q_ring{k_ring.barriers + KRing::kBarrierBytes},
         do_ring{q_ring.barriers + Ring::kBarrierBytes},
-        queue{do_ring.barriers + Ring::kBarrierBytes} {}
+        queue{do_ring.barriers + Ring::kBarrierBytes},
+        key{dropout_key<Tile>(params)} {}
 
   __device__ __forceinline__ void init() const {
     prefetch_tensor_map(&p.q);
@@ -229,7 +234,7 @@ struct DkdvSm90 {
           s[i + 2] = ex2_approx(fmaf(s[i + 2], scale, -of.x));
           s[i + 3] = ex2_approx(fmaf(s[i + 3], scale, -of.y));
         }
-        round_to_operand<T>(probabilities, s);
+        drop(probabilities, s, walk, col0, row0);
         wgmma_pin(dv);
         wgmma_pin(probabilities);
         wgmma_fence();
@@ -241,10 +246,10 @@ struct DkdvSm90 {
 #pragma unroll
         for (int i = 0; i < kScoreRegs; i += 4) {
           const float2 of = load_pair(delta, i);
-          s[i] *= dp[i] - of.x;
-          s[i + 1] *= dp[i + 1] - of.y;
-          s[i + 2] *= dp[i + 2] - of.x;
-          s[i + 3] *= dp[i + 3] - of.y;
+          differentiate_score(s[i], dp[i], of.x);
+          differentiate_score(s[i + 1], dp[i + 1], of.y);
+          differentiate_score(s[i + 2], dp[i + 2], of.x);
+          differentiate_score(s[i + 3], dp[i + 3], of.y);
         }
         round_to_operand<T>(ds, s);
         wgmma_pin(dk);
@@ -268,8 +273,7 @@ struct DkdvSm90 {
       wgmma_pin(dk);
       wgmma_pin(ds);
       if (steps > 0) q_ring.release(previous);
-      const float factors[2] = {p.scale, p.scale};
-      scale_rows(dk, factors);
+      scale_gradients(dk, dv);
       store(dk, dv, k_rows, v_rows, w, col0, consumer);
       if (threadIdx.x % 128 == 0) {
         tma_store_wait_read<0>();
@@ -286,6 +290,7 @@ struct DkdvSm90 {
     Blocks blocks;
     uint32_t entry;
     Mask mask;
+    int head = 0;  // of the queries, over all batches
   };
   __device__ __forceinline__ Walk start(const Work& w, int col0, int consumer) const {
     if constexpr (Tile::kMasked) {
@@ -305,12 +310,45 @@ struct DkdvSm90 {
         walk.mask.plane = walk.blocks.plane;
         ++walk.mask.h;
       }
+      walk.head = w.head * p.group + walk.member;
       walk.entry = walk.blocks.visible.entry(walk.block++);
       return static_cast<int>(walk.entry >> kMaskEntryShift) * Tile::kBlockM;
     } else {
       const int row = (w.first_block + walk.block) * Tile::kBlockM;
-      if (++walk.block == w.blocks) walk.block = 0;
+      if constexpr (Tile::kDropout) walk.head = w.head * p.group + walk.member;
+      if (++walk.block == w.blocks) {
+        walk.block = 0;
+        if constexpr (Tile::kDropout) ++walk.member;
+      }
       return row;
+    }
+  }
+
+  // P^T as an operand, 0 where dropout drops. There `s` becomes negative.
+  __device__ __forceinline__ void drop(RegisterOperand<kScoreRegs / 8>& a, float (&s)[kScoreRegs],
+                                       const Walk& walk, int col0, int row0) const {
+    if constexpr (Tile::kDropout) {
+      negate_dropped<true>(s, key, walk.head, col0 + accumulator_warp_row(), row0);
+      round_kept<T>(a, s);
+    } else {
+      round_to_operand<T>(a, s);
+    }
+  }
+  // P to dS of an element; with dropout, divided by keep_scale.
+  __device__ __forceinline__ void differentiate_score(float& s, float dp, float delta) const {
+    if constexpr (Tile::kDropout)
+      s = dropped_score_gradient(s, dp, delta * p.dropout.keep_probability);
+    else
+      s *= dp - delta;
+  }
+  __device__ __forceinline__ void scale_gradients(float (&dk)[kGradRegs],
+                                                  float (&dv)[kGradRegs]) const {
+    const float factor = gradient_scale<Tile>(p);
+    const float of_k[2] = {factor, factor};
+    scale_rows(dk, of_k);
+    if constexpr (Tile::kDropout) {
+      const float of_v[2] = {p.dropout.keep_scale, p.dropout.keep_scale};
+      scale_rows(dv, of_v);
     }
   }
 
@@ -365,8 +403,9 @@ struct DkdvSm90 {
 // k, dk (B, H_kv, S_k, D), v, dv (B, H_kv, S_k, D_v), q (B, H, S_q, D), dout (B, H, S_q, D_v).
 // grid.x = as many CTAs as run at the same time, or one per tile.
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1) attention_dkdv_sm90_kernel(
-    const __grid_constant__ MaskedParams<AttentionDkdvSm90Params, Tile::kMask> p, bool after_dq) {
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    attention_dkdv_sm90_kernel(const __grid_constant__ ParamsOf<AttentionDkdvSm90Params, Tile> p,
+                               bool after_dq) {
   if constexpr (kHasSm90a) {
     extern __shared__ char attention_sm90_smem[];
     const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;

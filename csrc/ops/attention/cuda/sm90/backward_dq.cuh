@@ -11,6 +11,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
+#include "ops/attention/cuda/sm90/dropout.cuh"
 #include "ops/attention/cuda/sm90/launch.cuh"
 #include "ops/attention/cuda/sm90/mask.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
@@ -19,10 +20,12 @@
 namespace warpwright {
 
 // kHead: D and D_v are padded to it. kBlockN: keys per block. kBuffers: of Q and dO.
-template <int kHead_, int kBlockN_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNone>
+template <int kHead_, int kBlockN_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNone,
+          bool kDropout_ = false>
 struct DqTileSm90 {
   static constexpr MaskUse kMask = kMask_;
   static constexpr bool kMasked = kMask != MaskUse::kNone;
+  static constexpr bool kDropout = kDropout_;
   static constexpr int kHead = kHead_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;
@@ -54,7 +57,7 @@ struct DqSm90 {
   static constexpr int kScoreRegs = Tile::kBlockN / 2, kGradRegs = Tile::kHead / 2;
   enum Barrier { kStoreBarrierOfConsumer = 1 };
 
-  using Params = MaskedParams<AttentionDqSm90Params, Tile::kMask>;
+  using Params = ParamsOf<AttentionDqSm90Params, Tile>;
   using Mask = ScoreMask<Tile::kMask, T, Tile::kBlockN, /*kByKey=*/false>;
 
   const Params& p;
@@ -62,6 +65,7 @@ struct DqSm90 {
   QRing q_ring;  // Q and dO of a tile
   Ring k_ring, v_ring;
   TileQueue queue;
+  DropoutKey key;
 
   __device__ __forceinline__ DqSm90(const Params& params, uint32_t base)
       : p(params),
@@ -69,7 +73,8 @@ struct DqSm90 {
         q_ring{base + Tile::kBarriers},
         k_ring{q_ring.barriers + QRing::kBarrierBytes},
         v_ring{k_ring.barriers + Ring::kBarrierBytes},
-        queue{v_ring.barriers + Ring::kBarrierBytes} {}
+        queue{v_ring.barriers + Ring::kBarrierBytes},
+        key{dropout_key<Tile>(params)} {}
 
   __device__ __forceinline__ void init() const {
     prefetch_tensor_map(&p.q);
@@ -139,6 +144,7 @@ struct DqSm90 {
         const int64_t index = int64_t{w.head} * p.padded_rows + row;
         lse[half] = row < p.S_q ? p.lse_log2[index] : INFINITY;
         delta[half] = row < p.S_q ? p.delta[index] : 0.f;
+        if constexpr (Tile::kDropout) delta[half] *= p.dropout.keep_probability;
       }
       const uint32_t q_rows = shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192;
       const uint64_t q = row_tile<Tile::kBlockM>(q_rows);
@@ -181,11 +187,23 @@ struct DqSm90 {
         hide_ends(s, row0, col0, p);
 #pragma unroll
         for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -lse[i / 2 % 2]));
+        if constexpr (Tile::kDropout) {
+          negate_dropped<false>(s, key, w.head, row0 + accumulator_warp_row(), col0);
+          // ptxas moves what it can behind a wait for products, but not past this branch.
+          typename Ring::Cursor next = at;
+          next.next();
+          if (block + 1 < w.blocks) k_ring.wait_full(next);
+        }
         wgmma_wait<0>();
         wgmma_pin(dp);
         v_ring.release(at);
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) s[i] *= dp[i] - delta[i / 2 % 2];
+        for (int i = 0; i < kScoreRegs; ++i) {
+          if constexpr (Tile::kDropout)
+            s[i] = dropped_score_gradient(s[i], dp[i], delta[i / 2 % 2]);
+          else
+            s[i] *= dp[i] - delta[i / 2 % 2];
+        }
         round_to_operand<T>(ds, s);
 
         wgmma_pin(dq);
@@ -200,7 +218,8 @@ struct DqSm90 {
       wgmma_pin(ds);
       if (!Tile::kMasked || w.blocks > 0) k_ring.release(previous);
 
-      const float factors[2] = {p.scale, p.scale};
+      const float factor = gradient_scale<Tile>(p);
+      const float factors[2] = {factor, factor};
       scale_rows(dq, factors);
       store(dq, q_rows, w, row0, consumer);
       if (threadIdx.x % 128 == 0) {
@@ -236,8 +255,8 @@ struct DqSm90 {
 // q, dq (B, H, S_q, D), dout (B, H, S_q, D_v), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v). grid.x =
 // as many CTAs as run at the same time, or one per tile.
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1) attention_dq_sm90_kernel(
-    const __grid_constant__ MaskedParams<AttentionDqSm90Params, Tile::kMask> p) {
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    attention_dq_sm90_kernel(const __grid_constant__ ParamsOf<AttentionDqSm90Params, Tile> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char attention_sm90_smem[];
     const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;

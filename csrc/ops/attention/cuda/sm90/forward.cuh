@@ -12,6 +12,7 @@
 
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
+#include "ops/attention/cuda/sm90/dropout.cuh"
 #include "ops/attention/cuda/sm90/launch.cuh"
 #include "ops/attention/cuda/sm90/mask.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
@@ -20,10 +21,12 @@
 namespace warpwright {
 
 // kHead: D and D_v are padded to it. kBlockN: keys per block. kTurns: consumers take turns.
-template <int kHead_, int kBlockN_, int kConsumers_, bool kTurns_, MaskUse kMask_ = MaskUse::kNone>
+template <int kHead_, int kBlockN_, int kConsumers_, bool kTurns_, MaskUse kMask_ = MaskUse::kNone,
+          bool kDropout_ = false>
 struct ForwardTileSm90 {
   static constexpr MaskUse kMask = kMask_;
   static constexpr bool kMasked = kMask != MaskUse::kNone;
+  static constexpr bool kDropout = kDropout_;
   static constexpr int kHead = kHead_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kConsumers = kConsumers_;
@@ -62,7 +65,7 @@ struct ForwardSm90 {
   using QRing = StageRing<Tile::kQBuffers>;
   static constexpr int kScoreRegs = Tile::kBlockN / 2, kOutRegs = Tile::kHead / 2;
 
-  using Params = MaskedParams<AttentionForwardSm90Params, Tile::kMask>;
+  using Params = ParamsOf<AttentionForwardSm90Params, Tile>;
   using Mask = ScoreMask<Tile::kMask, T, Tile::kBlockN, /*kByKey=*/false>;
 
   const Params& p;
@@ -70,6 +73,7 @@ struct ForwardSm90 {
   QRing q_ring;
   Ring k_ring, v_ring;
   TileQueue queue;
+  DropoutKey key;
 
   __device__ __forceinline__ ForwardSm90(const Params& params, uint32_t base)
       : p(params),
@@ -77,7 +81,8 @@ struct ForwardSm90 {
         q_ring{base + Tile::kBarriers},
         k_ring{q_ring.barriers + QRing::kBarrierBytes},
         v_ring{k_ring.barriers + Ring::kBarrierBytes},
-        queue{v_ring.barriers + Ring::kBarrierBytes} {}
+        queue{v_ring.barriers + Ring::kBarrierBytes},
+        key{dropout_key<Tile>(params)} {}
 
   __device__ __forceinline__ void init() const {
     q_ring.init(Tile::kOwnOutput ? 4 * Tile::kConsumers : Tile::kConsumers);
@@ -136,7 +141,6 @@ struct ForwardSm90 {
     const int turn = kTurnBarrierOfConsumer + consumer;
     const int next_turn = kTurnBarrierOfConsumer + (consumer + 1) % Tile::kConsumers;
     if (Tile::kTurns && consumer == Tile::kConsumers - 1) named_barrier_arrive(next_turn, 256);
-
     for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
       const Work w = work(tile);
       const int row0 = w.row0 + consumer * 64;
@@ -158,7 +162,6 @@ struct ForwardSm90 {
         if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
         hide_ends(s, row0, col0, p);
       };
-
       q_ring.wait_full(q_at);
       if (Tile::kMasked && w.blocks == 0) {
         if constexpr (Tile::kOwnOutput) q_ring.release(q_at);
@@ -179,6 +182,7 @@ struct ForwardSm90 {
       k_at.next();
       hide(w.blocks - 1);
       softmax.step(s, scale, correction);
+      drop(s, w, mask, row0, w.blocks - 1, k_at);
       round_to_operand<T>(probabilities, s);
 
 #pragma unroll 1
@@ -203,6 +207,7 @@ struct ForwardSm90 {
         k_at.next();
         hide(block);
         const bool moves = softmax.step(s, scale, correction);
+        drop(s, w, mask, row0, block, k_at);
         wgmma_wait<0>();
         wgmma_pin(out);
         wgmma_pin(probabilities);
@@ -243,6 +248,20 @@ struct ForwardSm90 {
       return {};
   }
 
+  // Clears the probabilities that dropout drops; their sum is complete. Without a mask, `block` is
+  // the block of keys.
+  __device__ __forceinline__ void drop(float (&s)[kScoreRegs], const Work& w, const Mask& mask,
+                                       int row0, int block,
+                                       const typename Ring::Cursor& next_k) const {
+    if constexpr (Tile::kDropout) {
+      int col0 = block * Tile::kBlockN;
+      if constexpr (Tile::kMasked) col0 = mask.col0;
+      clear_dropped(s, key, w.head, row0 + accumulator_warp_row(), col0);
+      // Otherwise ptxas puts all this behind the following wait for P V, but not behind a branch.
+      if (block > 0) k_ring.wait_full(next_k);
+    }
+  }
+
   // Applies the mask; returns the block's first key.
   __device__ __forceinline__ int apply_mask(float (&s)[kScoreRegs], const Mask& mask) const {
     const bool scaled = mask.apply(s, p.scale_log2);
@@ -263,6 +282,7 @@ struct ForwardSm90 {
       const float sum = warp_reduce<4>(softmax.sum[half], Sum());
       const bool hidden = sum == 0.f;
       inverse[half] = hidden ? 0.f : 1.f / sum;
+      if constexpr (Tile::kDropout) inverse[half] *= p.dropout.keep_scale;
       const int row = row0 + accumulator_row() + 8 * half;
       if (threadIdx.x % 4 == 0 && row < p.S_q)
         p.lse[int64_t{w.head} * p.S_q + row] =
@@ -295,7 +315,7 @@ struct ForwardSm90 {
 // S_q). grid.x = as many CTAs as run at the same time, or one per tile.
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1) attention_forward_sm90_kernel(
-    const __grid_constant__ MaskedParams<AttentionForwardSm90Params, Tile::kMask> p) {
+    const __grid_constant__ ParamsOf<AttentionForwardSm90Params, Tile> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char attention_sm90_smem[];
     const uint32_t base = (smem_address(attention_sm90_smem) + 1023) & ~1023u;

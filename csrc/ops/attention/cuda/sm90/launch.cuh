@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/philox.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
 #include "ops/attention/attention.h"
@@ -19,6 +20,14 @@ void launch_attention_fwd_sm90(const AttentionParams& params, const AttentionWor
 template <class T, int kHead>
 void launch_attention_bwd_sm90(const AttentionBackwardParams& params,
                                const AttentionWorkspace& workspace, cudaStream_t stream);
+
+// With dropout. kHead: 64 or 128.
+template <class T, int kHead>
+void launch_attention_fwd_dropout_sm90(const AttentionParams& params,
+                                       const AttentionWorkspace& workspace, cudaStream_t stream);
+template <class T, int kHead>
+void launch_attention_bwd_dropout_sm90(const AttentionBackwardParams& params,
+                                       const AttentionWorkspace& workspace, cudaStream_t stream);
 
 // Clears the counters.
 void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
@@ -38,6 +47,13 @@ void for_mask_use(const AttentionParams& p, F&& f) {
     default:
       return f.template operator()<MaskUse::kValues>();
   }
+}
+
+// The same with dropout: the instance for values also takes bits.
+template <class F>
+void for_mask_or_none(const AttentionParams& p, F&& f) {
+  if (p.mask_type == MaskType::kNone) return f.template operator()<MaskUse::kNone>();
+  f.template operator()<MaskUse::kValues>();
 }
 
 // Tiles of queries: 64 queries per consumer warpgroup, blocks of block_keys.
@@ -115,6 +131,11 @@ inline AttentionMaskSm90 make_mask(const AttentionParams& p, const AttentionMask
   m.key_pairs = pairs(3);
   return m;
 }
+inline AttentionDropoutSm90 make_dropout(const AttentionParams& p) {
+  return {p.philox_state, dropout_threshold(p.dropout_p),
+          static_cast<float>(dropout_keep_scale(p.dropout_p)),
+          static_cast<float>(1.0 - dropout_probability(p.dropout_p))};
+}
 // For tiles of queries.
 inline AttentionMaskSm90 mask_of_queries(const AttentionParams& p, const MaskQueryTiles& queries,
                                          bool backward, const AttentionWorkspace& workspace) {
@@ -149,7 +170,8 @@ inline AttentionMaskSm90 mask_of_keys(const AttentionParams& p,
 template <class Tile>
 auto make_forward_params(const AttentionParams& p, const TileSchedule& schedule,
                          const AttentionWorkspace& workspace) {
-  MaskedParams<AttentionForwardSm90Params, Tile::kMask> f{};
+  ParamsOf<AttentionForwardSm90Params, Tile> f{};
+  if constexpr (Tile::kDropout) f.dropout = make_dropout(p);
   if constexpr (Tile::kMasked)
     f.mask = mask_of_queries(p, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/false, workspace);
   f.q = rows_map(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
@@ -191,8 +213,9 @@ Params make_backward_params(const AttentionBackwardParams& b, const TileSchedule
 template <class Tile>
 auto make_dq_params(const AttentionBackwardParams& b, const TileSchedule& schedule,
                     const AttentionWorkspace& workspace) {
-  using Params = MaskedParams<AttentionDqSm90Params, Tile::kMask>;
+  using Params = ParamsOf<AttentionDqSm90Params, Tile>;
   auto f = make_backward_params<Tile, Params>(b, schedule);
+  if constexpr (Tile::kDropout) f.dropout = make_dropout(b.fwd);
   if constexpr (Tile::kMasked)
     f.mask =
         mask_of_queries(b.fwd, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/true, workspace);
@@ -204,8 +227,9 @@ template <class Tile>
 auto make_dkdv_params(const AttentionBackwardParams& b, const TileSchedule& schedule,
                       const AttentionWorkspace& workspace) {
   const AttentionParams& p = b.fwd;
-  using Params = MaskedParams<AttentionDkdvSm90Params, Tile::kMask>;
+  using Params = ParamsOf<AttentionDkdvSm90Params, Tile>;
   auto f = make_backward_params<Tile, Params>(b, schedule);
+  if constexpr (Tile::kDropout) f.dropout = make_dropout(p);
   if constexpr (Tile::kMasked) f.mask = mask_of_keys(p, workspace);
   f.want_dk = b.dk.data != nullptr;
   f.want_dv = b.dv.data != nullptr;

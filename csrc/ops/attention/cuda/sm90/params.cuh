@@ -28,13 +28,27 @@ struct AttentionMaskSm90 {
   bool key_pairs, query_pairs;  // neighbouring keys, or queries, are aligned pairs in memory
 };
 
-// Parameters of the instance that takes a mask.
+// Dropout of probabilities, drawn as on every path (common/philox.h).
+struct AttentionDropoutSm90 {
+  const int64_t* philox_state;  // seed, offset
+  uint32_t threshold;
+  float keep_scale, keep_probability;  // 1 / (1 - p), or 0 at p = 1; 1 - p
+};
+
+// Parameters of the instances with a mask or dropout.
 template <class Params>
 struct WithMask : Params {
   AttentionMaskSm90 mask;
 };
+template <class Params>
+struct WithDropout : Params {
+  AttentionDropoutSm90 dropout;
+};
 template <class Params, MaskUse kUse>
 using MaskedParams = std::conditional_t<kUse == MaskUse::kNone, Params, WithMask<Params>>;
+template <class Params, class Tile>
+using ParamsOf = std::conditional_t<Tile::kDropout, WithDropout<MaskedParams<Params, Tile::kMask>>,
+                                    MaskedParams<Params, Tile::kMask>>;
 
 struct AttentionForwardSm90Params {
   CUtensorMap q, k, v, out;

@@ -1,0 +1,11 @@
+// Instances: dropout, fp16, head dimensions up to 64.
+#include "ops/attention/cuda/sm90/with_dropout.cuh"
+
+namespace warpwright {
+
+template void launch_attention_fwd_dropout_sm90<half, 64>(const AttentionParams&,
+                                                          const AttentionWorkspace&, cudaStream_t);
+template void launch_attention_bwd_dropout_sm90<half, 64>(const AttentionBackwardParams&,
+                                                          const AttentionWorkspace&, cudaStream_t);
+
+}  // namespace warpwright
