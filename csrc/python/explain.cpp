@@ -243,7 +243,7 @@ void set_attention_mask(AttentionParams& p, const std::string& dtype, const Tens
 Lines explain_scaled_dot_product_attention(const std::string& dtype, const TensorLayout& query,
                                            const TensorLayout& key, const TensorLayout& value,
                                            double scale, const std::string& mask_dtype,
-                                           const TensorLayout& mask, bool dropout,
+                                           const TensorLayout& mask, bool dropout, bool is_causal,
                                            const DeviceInfo& device, bool sm90) {
   auto extent = [](const TensorLayout& x, size_t from_end) {
     return x.sizes.size() >= from_end ? x.sizes[x.sizes.size() - from_end] : 1;
@@ -256,8 +256,17 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   p.D = extent(query, 1), p.D_v = extent(value, 1);
   p.B = numel(query) / std::max<int64_t>(1, p.H * p.S_q * p.D);
   p.q = attention_operand(query), p.k = attention_operand(key), p.v = attention_operand(value);
-  // Results that the op allocates are dense.
-  p.out = backward.dout = {nullptr, p.H * p.S_q * p.D_v, p.S_q * p.D_v, p.D_v};
+  // Results that the op allocates are dense. All gradients are wanted: their addresses are not
+  // null.
+  auto dense = [](uintptr_t address, int64_t H, int64_t S, int64_t D) -> AttentionOperand {
+    return {reinterpret_cast<void*>(address), H * S * D, S * D, D};
+  };
+  constexpr uintptr_t kAligned = 256;
+  p.out = backward.dout = dense(0, p.H, p.S_q, p.D_v);
+  backward.dq = dense(kAligned, p.H, p.S_q, p.D);
+  backward.dk = dense(kAligned, p.H_kv, p.S_k, p.D);
+  backward.dv = dense(kAligned, p.H_kv, p.S_k, p.D_v);
+  p.is_causal = is_causal;
   p.scale = scale;
   if (!mask_dtype.empty()) set_attention_mask(p, mask_dtype, mask);
   p.dropout_p = dropout ? 0.5 : 0;
@@ -267,8 +276,12 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   if (!mask_dtype.empty() && forward.path == AttentionPath::kSm90)
     lines.push_back({"mask", describe(attention_mask_tiles(p, /*backward=*/false))});
   lines.push_back({"forward", describe(forward)});
-  lines.push_back(
-      {"backward", describe(choose_attention_backward_config(backward, device, available))});
+  const AttentionBackwardConfig chosen =
+      choose_attention_backward_config(backward, device, available);
+  lines.push_back({"backward", describe(chosen)});
+  if (chosen.gangs.width > 0)
+    lines.push_back(
+        {"backward workspace", describe(attention_fused_workspace(p, chosen.head_tile))});
   return lines;
 }
 

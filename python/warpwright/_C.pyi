@@ -106,6 +106,7 @@ def explain_scaled_dot_product_attention(
     mask_dtype: str,
     mask: Operand,
     dropout: bool,
+    is_causal: bool,
     device: DeviceInfo,
     sm90: bool,
 ) -> list[tuple[str, str]]: ...

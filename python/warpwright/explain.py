@@ -285,6 +285,7 @@ def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
         "" if mask is None else _dtype(mask),
         _operand(query if mask is None else mask),
         a["dropout_p"] > 0,
+        a["is_causal"],
         gpu,
         _may_take_sm90(),
     )

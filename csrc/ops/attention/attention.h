@@ -12,6 +12,7 @@
 
 #include "common/ceil_div.h"
 #include "common/dtype.h"
+#include "ops/attention/gang_schedule.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -95,6 +96,11 @@ struct AttentionConfig {
   const char* reason;
 };
 
+// The backward's configuration. On sm_90a with a plan of gangs, one kernel computes all gradients.
+struct AttentionBackwardConfig : AttentionConfig {
+  GangSchedule gangs = {};  // width 0: dq has a kernel of its own
+};
+
 // TMA's conditions on an operand's rows (16-bit elements): aligned to 16 bytes, and indices of an
 // extent above 1 do not share elements.
 inline bool fits_tensor_map(const AttentionOperand& x, int64_t B, int64_t H, int64_t S) {
@@ -153,14 +159,25 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   return {kSm90, head_tile, dropout, dropout ? "wgmma: dropout" : "wgmma: plain or causal"};
 }
 
+// Blocks of the fused backward: as many rows as two consumer warpgroups have, and half of them for
+// queries of wide heads, whose gradients take the registers.
+constexpr GangTile attention_gang_tile(int head_tile) { return {head_tile == 128 ? 64 : 128, 128}; }
+
+// Whether the fused backward is faster than a kernel for dq and one for dk and dv.
+inline bool fused_backward_pays(const AttentionParams& p, const GangSchedule& gangs) {
+  return p.S_q >= 2048 && p.S_k >= 2048 && gangs.ctas() >= 96;
+}
+
 // The configuration of the backward. The forward may have taken another path.
-inline AttentionConfig choose_attention_backward_config(const AttentionBackwardParams& p,
-                                                        const DeviceInfo& device, bool sm90) {
-  AttentionConfig config = choose_attention_config(p.fwd, device, sm90);
+inline AttentionBackwardConfig choose_attention_backward_config(const AttentionBackwardParams& p,
+                                                                const DeviceInfo& device,
+                                                                bool sm90) {
+  AttentionBackwardConfig config{choose_attention_config(p.fwd, device, sm90)};
   if (config.path != AttentionPath::kSm90) return config;
-  if (config.head_tile > 128)
-    return {AttentionPath::kMma, config.head_tile, config.has_extras,
-            "mma.sync: head dimension above 128"};
+  auto portable = [&](const char* reason) -> AttentionBackwardConfig {
+    return {{AttentionPath::kMma, config.head_tile, config.has_extras, reason}};
+  };
+  if (config.head_tile > 128) return portable("mma.sync: head dimension above 128");
   const AttentionParams& f = p.fwd;
   auto gradient_fits = [&](const AttentionOperand& x, int64_t H, int64_t S) {
     return x.data == nullptr || fits_tensor_map(x, f.B, H, S);
@@ -168,15 +185,22 @@ inline AttentionConfig choose_attention_backward_config(const AttentionBackwardP
   const bool aligned = fits_tensor_map(p.dout, f.B, f.H, f.S_q) &&
                        gradient_fits(p.dq, f.H, f.S_q) && gradient_fits(p.dk, f.H_kv, f.S_k) &&
                        gradient_fits(p.dv, f.H_kv, f.S_k);
-  if (!aligned)
-    return {AttentionPath::kMma, config.head_tile, config.has_extras,
-            "mma.sync: TMA needs rows at multiples of 16 bytes"};
+  if (!aligned) return portable("mma.sync: TMA needs rows at multiples of 16 bytes");
+  // Alone, each of the kernels for some gradients multiplies less.
+  const bool all_kinds = p.dq.data != nullptr && (p.dk.data != nullptr || p.dv.data != nullptr);
+  if (f.mask_type != MaskType::kNone || f.dropout_p > 0 || !all_kinds) return config;
+  const GangSchedule gangs =
+      make_gang_schedule(f.B * f.H_kv, f.H / f.H_kv, f.S_q, f.S_k, f.is_causal,
+                         attention_gang_tile(config.head_tile), device.num_sms);
+  if (!fused_backward_pays(f, gangs)) return config;
+  config.gangs = gangs;
+  config.reason = "wgmma: all gradients in one kernel";
   return config;
 }
 
-// Rows per head of the statistics on sm_90a, whole blocks of 64 queries.
+// Rows per head of the statistics on sm_90a, whole blocks of the kernels' 64 or 128 queries.
 inline int64_t attention_padded_rows(const AttentionParams& p) {
-  return ceil_div(p.S_q, int64_t{64}) * 64;
+  return ceil_div(p.S_q, int64_t{128}) * 128;
 }
 
 // Bytes that the backward's statistics take on `path`: lse and delta, padded on sm_90a; float32
@@ -186,6 +210,17 @@ inline int64_t attention_row_stats_bytes(const AttentionParams& p, AttentionPath
   const int64_t rows = p.B * p.H * p.S_q;
   if (p.dtype == DType::kFloat64) return 2 * rows * 8;
   return (p.dtype == DType::kFloat32 ? 3 : 2) * rows * 4;
+}
+
+// The fused backward's workspace: fp32 sums of dq in whole blocks, then the turns, one per 64
+// queries.
+struct AttentionFusedWorkspace {
+  int64_t sums_bytes, turns_bytes;
+  int64_t bytes() const { return sums_bytes + turns_bytes; }
+};
+inline AttentionFusedWorkspace attention_fused_workspace(const AttentionParams& p, int head_tile) {
+  const int64_t rows = p.B * p.H * attention_padded_rows(p);
+  return {rows * head_tile * 4, rows / 64 * 4};
 }
 
 // Number of ints on sm_90a that count the tiles CTAs have taken: one for the forward, or one for dq
@@ -199,6 +234,7 @@ inline bool needs_tile_counters(const AttentionParams& p) {
 struct AttentionWorkspace {
   int* tile_counters = nullptr;  // kAttentionTileCounters, if needs_tile_counters()
   void* mask = nullptr;          // AttentionMaskTiles::bytes, with a mask
+  void* fused = nullptr;         // AttentionFusedWorkspace::bytes(), with a plan of gangs
 };
 
 inline std::string describe(const AttentionConfig& config) {
@@ -208,6 +244,17 @@ inline std::string describe(const AttentionConfig& config) {
     text += "head dimensions padded to " + std::to_string(config.head_tile) + ", ";
   }
   return text + config.reason;
+}
+inline std::string describe(const AttentionBackwardConfig& config) {
+  std::string text = describe(static_cast<const AttentionConfig&>(config));
+  const GangSchedule& gangs = config.gangs;
+  if (gangs.width == 0) return text;
+  return text + ", " + std::to_string(gangs.gangs) + " gangs of " + std::to_string(gangs.width) +
+         " CTAs add to dq in planned turns";
+}
+inline std::string describe(const AttentionFusedWorkspace& workspace) {
+  return std::to_string(workspace.sums_bytes) + " bytes for sums of dq, " +
+         std::to_string(workspace.turns_bytes) + " for turns";
 }
 
 void attention_fwd_cpu(const AttentionParams& params);
@@ -228,7 +275,8 @@ struct PhiloxSource {
 void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream);
 void launch_attention_fwd(const AttentionParams& params, const AttentionConfig& config,
                           const AttentionWorkspace& workspace, cudaStream_t stream);
-void launch_attention_bwd(const AttentionBackwardParams& params, const AttentionConfig& config,
+void launch_attention_bwd(const AttentionBackwardParams& params,
+                          const AttentionBackwardConfig& config,
                           const AttentionWorkspace& workspace, cudaStream_t stream);
 void launch_attention_dropout(const AttentionDropoutParams& params, cudaStream_t stream);
 #endif

@@ -123,7 +123,7 @@ void launch_attention_fwd(const AttentionParams& p, const AttentionConfig& confi
   }
 }
 
-void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionConfig& config,
+void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,
                           const AttentionWorkspace& workspace, cudaStream_t stream) {
   const AttentionParams& f = p.fwd;
   const bool any_input = p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr;
@@ -133,7 +133,8 @@ void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionConfi
       if constexpr (kHead <= 128) {
         if (f.dropout_p > 0)
           launch_attention_bwd_dropout_sm90<T, kHead>(p, workspace, stream);
-        else
+        else if (config.gangs.width == 0 ||
+                 !launch_attention_bwd_fused_sm90<T, kHead>(p, config.gangs, workspace, stream))
           launch_attention_bwd_sm90<T, kHead>(p, workspace, stream);
       }
     });

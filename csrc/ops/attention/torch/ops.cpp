@@ -330,7 +330,7 @@ Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dty
 #ifdef WARPWRIGHT_WITH_CUDA
 // Owns the memory of an AttentionWorkspace. Tensors are undefined if the kernels need none.
 struct WorkspaceTensors {
-  Tensor tile_counters, mask;
+  Tensor tile_counters, mask, fused;
 
   WorkspaceTensors(const AttentionConfig& config, const AttentionParams& p, bool backward,
                    const Tensor& like) {
@@ -341,9 +341,17 @@ struct WorkspaceTensors {
     if (p.mask_type != MaskType::kNone)
       mask = at::empty({attention_mask_tiles(p, backward).bytes}, bytes);
   }
+  WorkspaceTensors(const AttentionBackwardConfig& config, const AttentionParams& p,
+                   const Tensor& like)
+      : WorkspaceTensors(config, p, /*backward=*/true, like) {
+    if (config.gangs.width > 0)
+      fused = at::empty({attention_fused_workspace(p, config.head_tile).bytes()},
+                        like.options().dtype(at::kByte));
+  }
   AttentionWorkspace get() const {
     return {tile_counters.defined() ? tile_counters.mutable_data_ptr<int>() : nullptr,
-            mask.defined() ? mask.mutable_data_ptr() : nullptr};
+            mask.defined() ? mask.mutable_data_ptr() : nullptr,
+            fused.defined() ? fused.mutable_data_ptr() : nullptr};
   }
 };
 
@@ -390,12 +398,12 @@ Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& qu
   return attention_backward_with(
       grad_out, query, key, value, attn_mask, out, lse, philox_state, {dropout_p, is_causal, scale},
       output_mask, [&](AttentionBackwardParams& p) {
-        const AttentionConfig config =
+        const AttentionBackwardConfig config =
             choose_attention_backward_config(p, current_device_info(), sm90_path_available());
         const Tensor stats = at::empty({attention_row_stats_bytes(p.fwd, config.path)},
                                        query.options().dtype(at::kByte));
         p.row_stats = stats.mutable_data_ptr();
-        const WorkspaceTensors workspace(config, p.fwd, true, query);
+        const WorkspaceTensors workspace(config, p.fwd, query);
         launch_attention_bwd(p, config, workspace.get(), call.stream);
       });
 }

@@ -20,6 +20,12 @@ void launch_attention_fwd_sm90(const AttentionParams& params, const AttentionWor
 template <class T, int kHead>
 void launch_attention_bwd_sm90(const AttentionBackwardParams& params,
                                const AttentionWorkspace& workspace, cudaStream_t stream);
+// All gradients in one kernel. Returns false without a result if the context's share of the GPU is
+// too small for CTAs that wait for each other.
+template <class T, int kHead>
+bool launch_attention_bwd_fused_sm90(const AttentionBackwardParams& params,
+                                     const GangSchedule& gangs, const AttentionWorkspace& workspace,
+                                     cudaStream_t stream);
 
 // With dropout. kHead: 64 or 128.
 template <class T, int kHead>
@@ -32,9 +38,10 @@ void launch_attention_bwd_dropout_sm90(const AttentionBackwardParams& params,
 // Clears the counters.
 void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
 // stats (2, B * H, padded rows): lse * log2(e) and delta, as described at
-// AttentionBackwardSm90Params. Also clears the counters.
+// AttentionBackwardSm90Params. Also clears the counters, and the turns of the fused backward, one
+// per 64 rows.
 void launch_attention_row_stats_sm90(const AttentionBackwardParams& params, int* tile_counters,
-                                     cudaStream_t stream);
+                                     cudaStream_t stream, int* turns = nullptr);
 
 // Calls f<kMask>() for the mask handling that the instance needs.
 template <class F>
@@ -64,6 +71,13 @@ struct MaskQueryTiles {
 // and in the backward also for tiles of 128 keys. Also clears the counters.
 void launch_mask_tiles(const AttentionParams& params, const MaskQueryTiles& queries, bool backward,
                        const AttentionWorkspace& workspace, cudaStream_t stream);
+
+// The turns in the fused backward's workspace, after the sums of dq.
+template <int kHead>
+int* turns_of(const AttentionParams& p, const AttentionWorkspace& workspace) {
+  return reinterpret_cast<int*>(static_cast<char*>(workspace.fused) +
+                                attention_fused_workspace(p, kHead).sums_bytes);
+}
 
 // Rows of `x` (B, H, S, D) in boxes of box_rows.
 inline CUtensorMap rows_map(const AttentionParams& p, const AttentionOperand& x, int64_t H,
@@ -189,7 +203,7 @@ auto make_forward_params(const AttentionParams& p, const TileSchedule& schedule,
 }
 
 template <class Tile, class Params>
-Params make_backward_params(const AttentionBackwardParams& b, const TileSchedule& schedule) {
+Params make_backward_params(const AttentionBackwardParams& b, const auto& schedule) {
   const AttentionParams& p = b.fwd;
   Params f{};
   f.q = rows_map(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);

@@ -59,9 +59,9 @@ struct AttentionForwardSm90Params {
   TileSchedule schedule;
 };
 
-// Inputs of both backward kernels. The statistics have padded_rows per head, a multiple of 64. They
-// are lse * log2(e), +inf for hidden rows and past S_q so that P = 0 there, and delta = rowsum(dO *
-// O).
+// Inputs of both backward kernels. The statistics have padded_rows per head, a multiple of 128.
+// They are lse * log2(e), +inf for hidden rows and past S_q so that P = 0 there, and delta =
+// rowsum(dO * O).
 struct AttentionBackwardSm90Params {
   CUtensorMap q, k, v, dout;
   const float* lse_log2;

@@ -20,7 +20,7 @@ __global__ void clear_tile_counters_kernel(int* tile_counters) {
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     attention_row_stats_sm90_kernel(const __grid_constant__ AttentionBackwardParams p,
-                                    int padded_rows, int* tile_counters) {
+                                    int padded_rows, int* tile_counters, int* turns) {
   const AttentionParams& f = p.fwd;
   if (tile_counters != nullptr && blockIdx.x == 0 && threadIdx.x < kAttentionTileCounters)
     tile_counters[threadIdx.x] = 0;
@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   sum = warp_reduce<kLanes>(sum, Sum());
   if (threadIdx.x % kLanes != 0 || index >= all_rows) return;
+  if (turns != nullptr && index % 64 == 0) turns[index / 64] = 0;
   const float lse = inside ? static_cast<const float*>(f.lse)[bh * f.S_q + s] : -INFINITY;
   float* stats = static_cast<float*>(p.row_stats);
   stats[index] = lse == -INFINITY ? INFINITY : lse * kLog2E;
@@ -52,12 +53,12 @@ void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream) {
 }
 
 void launch_attention_row_stats_sm90(const AttentionBackwardParams& p, int* tile_counters,
-                                     cudaStream_t stream) {
+                                     cudaStream_t stream, int* turns) {
   const int64_t padded = attention_padded_rows(p.fwd), rows = p.fwd.B * p.fwd.H * padded;
   auto run = [&]<class T, int kLanes>() {
     const int64_t ctas = ceil_div(rows, int64_t(kThreads / kLanes));
     launch(attention_row_stats_sm90_kernel<T, kLanes>, dim3(static_cast<unsigned>(ctas)),
-           dim3(kThreads), 0, stream, p, static_cast<int>(padded), tile_counters);
+           dim3(kThreads), 0, stream, p, static_cast<int>(padded), tile_counters, turns);
   };
   auto run_type = [&]<class T>() {
     p.fwd.D_v <= 64 ? run.template operator()<T, 8>() : run.template operator()<T, 16>();
