@@ -6,8 +6,8 @@
 // that hold them. Nothing is written to shared memory. Sums are in the order of heads and queries,
 // without atomics.
 //
-// Bound: four products, of which the kernel of dq computes two again. At d = 64 the products of S^T
-// and dP^T read shared memory for as long as they multiply.
+// Bound: four products. The kernel of dq computes S and dP, too. At d = 64 the products of S^T and
+// dP^T read shared memory for as long as they multiply.
 #pragma once
 
 #include "device/dependent_launch.cuh"

@@ -4,8 +4,8 @@
 // and dP, so nothing is written to shared memory. Sums are in the order of the keys, without
 // atomics.
 //
-// Bound: three products, of which the kernel of dk and dv computes one again. One consumer's
-// exponentials overlap with the other's products.
+// Bound: three products. The kernel of dk and dv computes two of them, S and dP, again. One
+// consumer's exponentials overlap with the other's products.
 #pragma once
 
 #include "device/dependent_launch.cuh"
