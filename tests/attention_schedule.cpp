@@ -21,8 +21,7 @@ namespace {
 struct Shape {
   int64_t heads, group, S_q, S_k;
   bool is_causal;
-  GangTile tile;
-  int ctas;
+  GangLimits limits;
 };
 
 // The planned time of a CTA's first step in a unit. Rounds take equally long for all CTAs.
@@ -59,6 +58,9 @@ const char* fault(const GangSchedule& s, int ctas, int64_t& count) {
       if (steps != s.steps(key_block)) return "the number of steps is wrong";
     }
   }
+  int64_t steps = 0;
+  for (int key_block = 0; key_block < s.key_blocks; ++key_block) steps += s.steps(key_block);
+  if (steps != s.head_steps()) return "the sum of steps is wrong";
   for (const int n : held)
     if (n != 1) return "a key block is not held once";
   for (int member = 0; member < s.group; ++member)
@@ -93,21 +95,17 @@ int main(int argc, char** argv) {
   int64_t additions = 0;
   for (int n = 0; n < count; ++n) {
     const int longest = one_of({200, 3000, 20000});
-    Shape x{one_of({1, 2, 7, 64}),
-            one_of({1, 1, 2, 4, 5}),
-            up_to(longest),
-            up_to(longest),
-            random() % 2 == 0,
-            {one_of({64, 128}), 128},
-            one_of({1, 2, 3, 8, 60, 132})};
+    Shape x{one_of({1, 2, 7, 64}), one_of({1, 1, 2, 4, 5}), up_to(longest),
+            up_to(longest),        random() % 2 == 0,       {}};
+    x.limits = {one_of({64, 128}), 128, one_of({1, 2, 3, 8, 60, 132}), 1024, one_of({0, 50 << 20})};
     if (random() % 3 == 0) x.S_k = x.S_q;
     const GangSchedule s =
-        make_gang_schedule(x.heads, x.group, x.S_q, x.S_k, x.is_causal, x.tile, x.ctas);
-    if (const char* what = fault(s, x.ctas, additions)) {
+        make_gang_schedule(x.heads, x.group, x.S_q, x.S_k, x.is_causal, x.limits);
+    if (const char* what = fault(s, x.limits.ctas, additions)) {
       std::printf("heads %lld group %lld S_q %lld S_k %lld causal %d query rows %d CTAs %d: %s\n",
                   static_cast<long long>(x.heads), static_cast<long long>(x.group),
                   static_cast<long long>(x.S_q), static_cast<long long>(x.S_k), x.is_causal,
-                  x.tile.query_rows, x.ctas, what);
+                  x.limits.query_rows, x.limits.ctas, what);
       return 1;
     }
   }

@@ -2,11 +2,12 @@
 // queries, and floating-point sums depend on the order, so each addition has a turn.
 //
 // A gang of CTAs works on one head of K and V at a time. Each CTA holds one block of keys and walks
-// the blocks of queries, of all query heads of the group. The plan counts time in steps, one block
-// of queries each. In the plan all CTAs of a gang are at different queries at any time.
+// the blocks of queries, of one query head of the group after the other. The plan counts time in
+// steps, one block of queries each. In the plan all CTAs of a gang are at different queries at any
+// time.
 //
-// Without the causal rule: in round r, CTA i holds key block r * width + i. It starts `shift` * i
-// steps into the list of query blocks and wraps around.
+// Without the causal rule: in round r, CTA i holds key block r * width + i. It starts with query
+// block `shift` * i of each head and wraps around.
 // With the causal rule, a CTA holds a key block of the first half, then the one as far from the
 // end. Such a pair sees as many queries as any other pair. CTA i walks:
 //   1. the queries that all blocks of the first half see, rotated as above;
@@ -25,6 +26,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 
 #include "common/ceil_div.h"
 
@@ -53,6 +55,8 @@ struct GangSchedule {
 
   constexpr int ctas() const { return width * gangs; }
 
+  // Over the first key blocks of all pairs, or over all key blocks.
+  constexpr int rounds() const { return ceil_div(firsts(), width); }
   // Key blocks that a CTA holds one after the other for a head.
   constexpr int units() const {
     return rounds() * (is_causal ? 2 : 1) + ceil_div(key_blocks - pairs_end(), width);
@@ -69,6 +73,17 @@ struct GangSchedule {
   constexpr int steps(int key_block) const {
     const int hidden = is_causal ? ratio * key_block : 0;
     return hidden < query_blocks ? group * (query_blocks - hidden) : 0;
+  }
+  // Of all key blocks of a head.
+  constexpr int64_t head_steps() const {
+    if (!is_causal) return int64_t{group} * query_blocks * key_blocks;
+    const int last = ceil_div(query_blocks, ratio);
+    const int64_t seen = key_blocks < last ? key_blocks : last;
+    return group * (seen * query_blocks - ratio * (seen * (seen - 1) / 2));
+  }
+  // Planned steps of a CTA for a head and a round: of a key block, or of a pair.
+  constexpr int round_steps() const {
+    return is_causal ? group * (2 * (lower + upper) - ratio * (planned_keys - 1)) : group * upper;
   }
   // Steps of the plan. Some of them may lie past the last query.
   constexpr int planned_steps(int unit, int i) const {
@@ -95,9 +110,9 @@ struct GangSchedule {
       const int last = s.block / ratio - first;
       s.turn = first + (last < active - 1 ? last : active - 1) - i;
     } else {
-      const int ahead = t + i * shift, at = ahead < list ? ahead : ahead - list;
-      s.member = at / upper;
-      s.block = lower + at % upper;
+      const int ahead = t % upper + i * shift, at = ahead < upper ? ahead : ahead - upper;
+      s.member = t / upper;
+      s.block = lower + at;
       const int started = at / shift, last = started < active - 1 ? started : active - 1;
       s.turn = first + (is_causal ? seconds_before(first, s.block) : 0) +
                (i <= last ? last - i : last + active - i);
@@ -108,7 +123,6 @@ struct GangSchedule {
  private:
   // Key blocks that begin a unit with steps: of the first half, or all.
   constexpr int firsts() const { return is_causal ? planned_keys / 2 : key_blocks; }
-  constexpr int rounds() const { return ceil_div(firsts(), width); }
   constexpr int pairs_end() const { return planned_keys < key_blocks ? planned_keys : key_blocks; }
   constexpr int key_block_of_plan(int unit, int i) const {
     const int first = unit / 2 * width + i;
@@ -129,16 +143,32 @@ struct GangTile {
   int query_rows, key_rows;
 };
 
-// The width with the fewest rounds on `ctas` CTAs. Of equals: one whose additions to the same
-// queries are two steps apart, then the widest, because its heads share L2 longest.
+// What the choice of a plan needs besides the shape.
+struct GangLimits {
+  int query_rows, key_rows;  // of the fused kernel's blocks
+  int ctas;                  // that run together
+  int64_t row_bytes;         // of a query's row of Q, dO and fp32 sums; half of it for a key's
+  int64_t l2_bytes;
+};
+
+// Bytes that the gangs of a plan read and add to at a time.
+inline int64_t gang_working_set(const GangSchedule& s, const GangLimits& limits) {
+  const int64_t rows =
+      int64_t{s.query_blocks} * limits.query_rows * 2 + int64_t{s.key_blocks} * limits.key_rows;
+  return s.gangs * rows * limits.row_bytes / 2;
+}
+
+// The width with the fewest rounds. Of equals, in this order: one whose heads fit L2; one of at
+// most 32 CTAs, or with additions to the same queries at least four steps apart, because delays
+// spread over a gang; the widest, whose heads are fewer.
 inline GangSchedule make_gang_schedule(int64_t heads, int64_t group, int64_t S_q, int64_t S_k,
-                                       bool is_causal, const GangTile& tile, int ctas) {
+                                       bool is_causal, const GangLimits& limits) {
   GangSchedule s;
   s.heads = static_cast<int>(heads);
   s.group = static_cast<int>(group);
-  s.key_blocks = static_cast<int>(ceil_div(S_k, int64_t{tile.key_rows}));
-  s.query_blocks = static_cast<int>(ceil_div(S_q, int64_t{tile.query_rows}));
-  s.ratio = tile.key_rows / tile.query_rows;
+  s.key_blocks = static_cast<int>(ceil_div(S_k, int64_t{limits.key_rows}));
+  s.query_blocks = static_cast<int>(ceil_div(S_q, int64_t{limits.query_rows}));
+  s.ratio = limits.key_rows / limits.query_rows;
   s.is_causal = is_causal;
   s.planned_keys = s.key_blocks;
   if (is_causal) {
@@ -147,19 +177,19 @@ inline GangSchedule make_gang_schedule(int64_t heads, int64_t group, int64_t S_q
   }
   const int firsts = is_causal ? s.planned_keys / 2 : s.key_blocks;
   s.upper = std::max(s.query_blocks, is_causal ? s.ratio * s.planned_keys : 0) - s.lower;
-  const int list = s.group * s.upper;
-  int64_t best = 0;
-  for (int width = 1; width <= std::min({firsts, list, ctas}); ++width) {
-    const int64_t rounds =
-        ceil_div<int64_t>(firsts, width) * ceil_div<int64_t>(heads, ctas / width);
-    const bool apart = list / width >= 2 || s.shift < 2;
-    if (best != 0 && (rounds > best || (rounds == best && !apart))) continue;
-    best = rounds;
+  GangSchedule best;
+  std::tuple<int64_t, bool, bool> best_rank;
+  for (int width = 1; width <= std::min({firsts, s.upper, limits.ctas}); ++width) {
     s.width = width;
-    s.shift = list / width;
+    s.shift = s.upper / width;
+    s.gangs = static_cast<int>(std::min<int64_t>(heads, limits.ctas / width));
+    const std::tuple rank(ceil_div<int64_t>(firsts, width) * ceil_div<int64_t>(heads, s.gangs),
+                          gang_working_set(s, limits) > limits.l2_bytes, width > 32 && s.shift < 4);
+    if (best.width > 0 && rank > best_rank) continue;
+    best = s;
+    best_rank = rank;
   }
-  s.gangs = static_cast<int>(std::min<int64_t>(heads, ctas / std::max(1, s.width)));
-  return s;
+  return best;
 }
 
 }  // namespace warpwright

@@ -398,8 +398,8 @@ template <class T, int kHead>
 bool launch_attention_bwd_fused_sm90(const AttentionBackwardParams& p, const GangSchedule& gangs,
                                      const AttentionWorkspace& workspace, cudaStream_t stream) {
   using Tile = FusedTileSm90<kHead, 3, 1, 2>;
-  static_assert(attention_gang_tile(kHead).query_rows == Tile::kBlockM &&
-                attention_gang_tile(kHead).key_rows == Tile::kBlockN);
+  static_assert(attention_fused_query_rows(kHead) == Tile::kBlockM &&
+                kAttentionFusedKeyRows == Tile::kBlockN);
   int* turns = turns_of<kHead>(p.fwd, workspace);
   launch_attention_row_stats_sm90(p, nullptr, stream, turns);
   return launch_fused<T, Tile>(p, gangs, static_cast<float*>(workspace.fused), turns, stream);

@@ -4,7 +4,6 @@
 
 #include "device/sm90/bulk.cuh"
 #include "device/sm90/bulk_store.cuh"
-#include "device/sm90/prefetch.cuh"
 #include "device/turn.cuh"
 #include "ops/attention/cuda/sm90/fused_tile.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
@@ -80,16 +79,10 @@ struct FusedProducersSm90 {
 
   // ---- the producers, one thread each ----
 
-  // The next block's K and V go to L2 while the CTA works on this one.
   __device__ __forceinline__ void load_keys() const {
     typename KRing::Cursor at;
     for_units([&](int head, int, int, int key_block) {
       const int b = head / p.H_kv, h = head % p.H_kv, col0 = key_block * Tile::kBlockN;
-#pragma unroll
-      for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
-        tma_prefetch_4d(&p.k, chunk * 64, col0, h, b);
-        tma_prefetch_4d(&p.v, chunk * 64, col0, h, b);
-      }
       v_ring.wait_empty(at);
       v_ring.expect(at, Tile::kKBytes);
       load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kV, &p.v, col0, h, b,
