@@ -308,6 +308,9 @@ def attention_cases():
             yield f"d{d}-{v}-visible", F.scaled_dot_product_attention, (*args, visible), {}
     grouped = (rand(1, 6, 33, 16), rand(1, 2, 65, 16), rand(1, 2, 65, 16))
     yield "gqa", F.scaled_dot_product_attention, grouped, {"enable_gqa": True}
+    if DEVICE == "cuda":  # enough heads for the fused backward of sm_90a
+        many = rand(1, 22, 768, 128)
+        yield "fused", F.scaled_dot_product_attention, (many, many.flip(1), many.flip(2)), {}
 
 
 def optimizer_case(name, views, extras):

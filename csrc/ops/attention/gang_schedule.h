@@ -138,11 +138,6 @@ struct GangSchedule {
   }
 };
 
-// The rows of the fused kernel's blocks.
-struct GangTile {
-  int query_rows, key_rows;
-};
-
 // What the choice of a plan needs besides the shape.
 struct GangLimits {
   int query_rows, key_rows;  // of the fused kernel's blocks
