@@ -153,9 +153,9 @@ inline int64_t gang_working_set(const GangSchedule& s, const GangLimits& limits)
   return s.gangs * rows * limits.row_bytes / 2;
 }
 
-// The width with the fewest rounds. Of equals, in this order: one whose heads fit L2; one of at
-// most 32 CTAs, or with additions to the same queries at least four steps apart, because delays
-// spread over a gang; the widest, whose heads are fewer.
+// The width with the fewest rounds. Of equals, in this order: one whose heads fit L2; one whose
+// additions to the same queries are two steps apart, or four above 32 CTAs, because delays spread
+// over a gang; the widest, whose heads are fewer.
 inline GangSchedule make_gang_schedule(int64_t heads, int64_t group, int64_t S_q, int64_t S_k,
                                        bool is_causal, const GangLimits& limits) {
   GangSchedule s;
@@ -179,7 +179,8 @@ inline GangSchedule make_gang_schedule(int64_t heads, int64_t group, int64_t S_q
     s.shift = s.upper / width;
     s.gangs = static_cast<int>(std::min<int64_t>(heads, limits.ctas / width));
     const std::tuple rank(ceil_div<int64_t>(firsts, width) * ceil_div<int64_t>(heads, s.gangs),
-                          gang_working_set(s, limits) > limits.l2_bytes, width > 32 && s.shift < 4);
+                          gang_working_set(s, limits) > limits.l2_bytes,
+                          s.shift < (width > 32 ? 4 : 2));
     if (best.width > 0 && rank > best_rank) continue;
     best = s;
     best_rank = rank;
