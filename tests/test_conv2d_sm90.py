@@ -10,6 +10,9 @@ from warpwright.testing import assert_same, compare_with_native
 native = torch.nn.functional.conv2d
 CHANNELS_LAST = torch.channels_last
 HALVES = [torch.bfloat16, torch.float16]
+in_both_formats = pytest.mark.parametrize(
+    "memory_format", [CHANNELS_LAST, torch.contiguous_format], ids=["nhwc", "nchw"]
+)
 ALL = ("forward", "grad_input", "grad_weight")
 FORWARD = ("forward",)
 IMAGE = ("forward", "grad_input")
@@ -42,11 +45,11 @@ CASES = {
 }
 
 
-def make(case, device, dtype, bias=True):
+def make(case, device, dtype, bias=True, memory_format=CHANNELS_LAST):
     n, c, h, w, k, r, s, *rest = CASES[case][0]
-    x = torch.randn(n, c, h, w, device=device).to(dtype).to(memory_format=CHANNELS_LAST)
+    x = torch.randn(n, c, h, w, device=device).to(dtype).to(memory_format=memory_format)
     weight = torch.randn(k, c // rest[-1], r, s, device=device).to(dtype)
-    tensors = [x, weight.to(memory_format=CHANNELS_LAST)]
+    tensors = [x, weight.to(memory_format=memory_format)]
     tensors.append(torch.randn(k, device=device).to(dtype) if bias else None)
     return [t if t is None else t.requires_grad_() for t in tensors] + rest
 
@@ -74,11 +77,11 @@ def test_why_not():
         return {kernel.rsplit("(", 1)[1] for kernel in choices(case, **kwargs).values()}
 
     base = (2, 64, 16, 16, 64, 3, 3, 1, 1, 1, 1)
-    assert reasons(*base, memory_format=torch.contiguous_format) == {
-        "NCHW: element gathers along the rows of the image)"
-    }
     for dtype in (torch.float32, torch.float64):
         assert reasons(*base, dtype=dtype) == {"NHWC with whole 16-byte vectors of channels)"}
+        assert reasons(*base, dtype=dtype, memory_format=torch.contiguous_format) == {
+            "NCHW: element gathers along the rows of the image)"
+        }
     limits = {"stride, padding or dilation over TMA's limits)"}
     assert reasons(1, 64, 7, 7, 64, 3, 3, 1, 200, 1, 1) == limits
     assert reasons(1, 64, 400, 400, 64, 3, 3, 1, 128, 128, 1) == limits
@@ -109,15 +112,17 @@ def test_tiles():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-def test_values(case, dtype, bias):
-    compare_with_native(F.conv2d, native, make(case, "cuda", dtype, bias))
+@in_both_formats
+def test_values(case, dtype, bias, memory_format):
+    compare_with_native(F.conv2d, native, make(case, "cuda", dtype, bias, memory_format))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_integers_are_exact(case, dtype):
-    args = make(case, "cuda", dtype)
+@in_both_formats
+def test_integers_are_exact(case, dtype, memory_format):
+    args = make(case, "cuda", dtype, memory_format=memory_format)
     x, w, b = ((t * 100).round().remainder(3) - 1 for t in args[:3])
     leaves = [t.detach().to(memory_format=torch.preserve_format) for t in (x, w, b)]
     leaves = [t.requires_grad_() for t in leaves]

@@ -53,6 +53,7 @@ def test_advice_on_the_memory_format():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 1))
     (sentence,) = layout_advice(model, on_hopper=lambda weight: True)
     assert sentence.startswith("NCHW weights: 1 of the convolutions")
+    assert "once forward and once backward" in sentence  # the passes that channels_last saves
     assert layout_advice(model) == []  # the model is on the CPU
     report = swap(model, dry_run=True)
     assert report.advice == report.to_dict()["advice"] == []

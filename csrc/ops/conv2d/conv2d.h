@@ -1,6 +1,6 @@
 // conv2d: y[n,k,p,q] = b[k] + sum over c,r,s of x[n,c,p*stride+r*dilation-pad,...] * w[k,c,r,s],
-// and its gradients. All tensors of a call share one dense layout, NCHW/KCRS or NHWC/KRSC, which
-// the kernels read and write directly: no im2col buffer and no layout copy in memory.
+// and its gradients. All tensors of a call share one dense layout, NCHW/KCRS or NHWC/KRSC. There is
+// no im2col buffer in memory. If the faster kernel needs NHWC, NCHW operands are copied first.
 // 2*N*P*Q*K*C/groups*R*S FLOPs per direction; memory-bound if C/groups*R*S or K/groups is small.
 // plan.h has the choice of kernel.
 #pragma once

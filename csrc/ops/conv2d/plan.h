@@ -2,6 +2,7 @@
 // configuration of one of the existing kernels. The addresses decide which accesses are vectors.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <variant>
@@ -14,35 +15,50 @@
 #include "ops/conv2d/cuda/few_channels/fprop.h"
 #include "ops/conv2d/cuda/few_channels/wgrad.h"
 #include "ops/conv2d/cuda/implicit_gemm/config.h"
+#include "ops/conv2d/cuda/layout/copies.h"
 #include "ops/conv2d/cuda/matrix_product.h"
 #include "ops/conv2d/cuda/sm90/config.h"
+#include "ops/conv2d/cuda/sm90/plane_product.h"
 
 namespace warpwright {
 
-using Conv2dFpropPlan =
-    std::variant<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, FewChannelsFpropConfig,
-                 DirectFpropConfig, DepthwiseNchwFpropConfig>;
-
-// Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
-using Conv2dDgradPlan =
-    std::variant<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, FewChannelsDgradConfig,
-                 DirectFpropConfig, DepthwiseNchwFpropConfig, DepthwiseDgradConfig>;
-
-struct Conv2dWgradPlan {
-  std::variant<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, FewChannelsWgradConfig,
-               DirectWgradConfig, DepthwiseNchwWgradConfig>
-      kernel;
+// A direction's kernel, and the tensors in rows of channels that it needs if the call's are NCHW.
+// `copies` are at the start of the workspace, the kernel's own workspace follows.
+template <class... Kernels>
+struct ConvPlan {
+  std::variant<Kernels...> kernel;
+  LayoutCopies copies;
   int64_t workspace_bytes;
 
-  // All kernels except the implicit GEMM also sum the bias gradient, the matrix product in most
-  // cases.
-  bool sums_bias() const {
-    if (const auto* product = std::get_if<MatrixProductConfig>(&kernel))
-      return product->plan.sums_rows;
-    if (const auto* windows = std::get_if<TmaIm2colConfig>(&kernel)) return windows->sums_bias;
-    return !std::holds_alternative<ImplicitGemmConfig>(kernel);
-  }
+  template <class Config>
+  explicit(false)
+      ConvPlan(const Config& config, const LayoutCopies& copies = {}, int64_t kernel_bytes = 0)
+      : kernel(config), copies(copies), workspace_bytes(copies.bytes + kernel_bytes) {}
 };
+
+using Conv2dFpropPlan =
+    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
+             FewChannelsFpropConfig, DirectFpropConfig, DepthwiseNchwFpropConfig>;
+
+// Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
+using Conv2dDgradPlan = ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig,
+                                 PlaneProductConfig, FewChannelsDgradConfig, DirectFpropConfig,
+                                 DepthwiseNchwFpropConfig, DepthwiseDgradConfig>;
+
+using Conv2dWgradPlan =
+    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
+             FewChannelsWgradConfig, DirectWgradConfig, DepthwiseNchwWgradConfig>;
+
+// All kernels except the implicit GEMM and the product of planes also sum the bias gradient, the
+// matrix product in most cases.
+inline bool sums_bias(const Conv2dWgradPlan& plan) {
+  if (const auto* product = std::get_if<MatrixProductConfig>(&plan.kernel)) {
+    return product->plan.sums_rows;
+  }
+  if (const auto* windows = std::get_if<TmaIm2colConfig>(&plan.kernel)) return windows->sums_bias;
+  return !std::holds_alternative<ImplicitGemmConfig>(plan.kernel) &&
+         !std::holds_alternative<PlaneProductConfig>(plan.kernel);
+}
 
 struct Conv2dBiasGradPlan {
   BiasGradConfig kernel;
@@ -51,29 +67,76 @@ struct Conv2dBiasGradPlan {
 
 // ---- choice ----
 
-// Depthwise: 3 x 3 windows in NCHW have kernels of their own.
-template <class Plan>
-Plan choose_depthwise_fprop(const Conv2dShape& s, bool flip, const Conv2dAddresses& addresses,
-                            const DeviceInfo& device) {
-  if (takes_depthwise_nchw_fprop(s)) return choose_depthwise_nchw_fprop(s, flip, addresses);
-  return choose_direct_fprop(s, /*depthwise=*/true, flip, addresses, device);
+// Depthwise: 3 x 3 windows in NCHW have kernels of their own. dgrad of stride 1 is an fprop of the
+// flipped window.
+inline Conv2dFpropPlan choose_depthwise_fprop(const Conv2dShape& s,
+                                              const Conv2dAddresses& addresses,
+                                              const DeviceInfo& device) {
+  if (takes_depthwise_nchw_fprop(s)) {
+    return choose_depthwise_nchw_fprop(s, /*flip=*/false, addresses);
+  }
+  const auto copies = choose_depthwise_copies(ConvDirection::kFprop, s).value_or(LayoutCopies{});
+  return {choose_direct_fprop(copies.shape(s), /*depthwise=*/true, /*flip=*/false,
+                              copies.addresses(addresses), device),
+          copies};
+}
+
+inline Conv2dDgradPlan choose_depthwise_dgrad(const Conv2dShape& s,
+                                              const Conv2dAddresses& addresses,
+                                              const DeviceInfo& device) {
+  const Conv2dShape flipped = flipped_shape(s);
+  if (is_flipped_fprop(s) && takes_depthwise_nchw_fprop(flipped)) {
+    return choose_depthwise_nchw_fprop(flipped, /*flip=*/true,
+                                       {addresses.y, addresses.w, addresses.x});
+  }
+  const auto copies = choose_depthwise_copies(ConvDirection::kDgrad, s).value_or(LayoutCopies{});
+  if (!is_flipped_fprop(s)) return {DepthwiseDgradConfig{}, copies};
+  const Conv2dAddresses at = copies.addresses(addresses);
+  return {choose_direct_fprop(copies.shape(flipped), /*depthwise=*/true, /*flip=*/true,
+                              {at.y, at.w, at.x}, device),
+          copies};
+}
+
+inline Conv2dWgradPlan choose_depthwise_wgrad(const Conv2dShape& s,
+                                              const Conv2dAddresses& addresses,
+                                              const DeviceInfo& device) {
+  if (is_depthwise_nchw_3x3(s)) {
+    const auto config = choose_depthwise_nchw_wgrad(s, addresses, device);
+    return {config, {}, workspace_bytes(s, config)};
+  }
+  const auto copies = choose_depthwise_copies(ConvDirection::kWgrad, s).value_or(LayoutCopies{});
+  const Conv2dShape shape = copies.shape(s);
+  const auto config =
+      choose_direct_wgrad(shape, /*depthwise=*/true, copies.addresses(addresses), device);
+  return {config, copies, workspace_bytes(shape, config)};
 }
 
 // A product of windows that no special kernel takes: sm_90a, or portable with the reason why.
 // `sums`: wgrad's bias gradient, null if it is not wanted.
-inline std::variant<ImplicitGemmConfig, TmaIm2colConfig> choose_window_product(
-    ConvDirection direction, const Conv2dShape& s, const Conv2dAddresses& addresses,
-    const void* sums, const DeviceInfo& device) {
+template <class Plan>
+Plan choose_window_product(ConvDirection direction, const Conv2dShape& s,
+                           const Conv2dAddresses& addresses, void* sums, const DeviceInfo& device) {
   ImplicitGemmConfig portable = choose_implicit_gemm(direction, s, addresses, device);
+  auto plan = [&](const auto& config, const LayoutCopies& copies = {}) {
+    return Plan(config, copies, workspace_bytes(copies.shape(s), config));
+  };
+  if (!s.channels_last) {
+    if (const auto planes = choose_plane_product(direction, s, addresses, device)) {
+      return plan(*planes);
+    }
+    const auto rows = choose_rows_product(direction, s, addresses, sums, device);
+    if (!rows) return plan(portable);
+    return std::visit([&](const auto& config) { return plan(config, rows->copies); }, rows->kernel);
+  }
   const char* why_not = why_not_tma_im2col(direction, s, addresses);
   if (why_not == nullptr) {
     const double cycles = estimate_implicit_gemm(direction, s, portable, device);
     const auto config = choose_tma_im2col(direction, s, addresses, sums, cycles, device);
-    if (config) return *config;
+    if (config) return plan(*config);
   } else if (s.sm90 && portable.vectorized && dtype_size(s.dtype) == 2) {
     portable.reason = why_not;
   }
-  return portable;
+  return plan(portable);
 }
 
 // A single input channel is both few channels and depthwise. The few-channel kernels load an input
@@ -84,48 +147,39 @@ inline Conv2dFpropPlan choose_conv2d_fprop(const Conv2dShape& s, const Conv2dAdd
     if (const auto config = choose_few_channels_fprop(s, addresses, device)) return *config;
     return choose_direct_fprop(s, /*depthwise=*/false, /*flip=*/false, addresses, device);
   }
-  if (conv2d_depthwise_supported(s)) {
-    return choose_depthwise_fprop<Conv2dFpropPlan>(s, /*flip=*/false, addresses, device);
-  }
+  if (conv2d_depthwise_supported(s)) return choose_depthwise_fprop(s, addresses, device);
   const auto product = choose_matrix_product(ConvDirection::kFprop, s, addresses, nullptr, device);
   if (product) return *product;
-  return std::visit([](const auto& config) { return Conv2dFpropPlan(config); },
-                    choose_window_product(ConvDirection::kFprop, s, addresses, nullptr, device));
+  return choose_window_product<Conv2dFpropPlan>(ConvDirection::kFprop, s, addresses, nullptr,
+                                                device);
 }
 
 inline Conv2dDgradPlan choose_conv2d_dgrad(const Conv2dShape& s, const Conv2dAddresses& addresses,
                                            const DeviceInfo& device) {
   if (const auto config = choose_few_channels_dgrad(s, addresses, device)) return *config;
-  if (conv2d_depthwise_supported(s)) {
-    if (!is_flipped_fprop(s)) return DepthwiseDgradConfig{};
-    return choose_depthwise_fprop<Conv2dDgradPlan>(flipped_shape(s), /*flip=*/true,
-                                                   {addresses.y, addresses.w, addresses.x}, device);
-  }
+  if (conv2d_depthwise_supported(s)) return choose_depthwise_dgrad(s, addresses, device);
   const auto product = choose_matrix_product(ConvDirection::kDgrad, s, addresses, nullptr, device);
   if (product) return *product;
-  return std::visit([](const auto& config) { return Conv2dDgradPlan(config); },
-                    choose_window_product(ConvDirection::kDgrad, s, addresses, nullptr, device));
+  return choose_window_product<Conv2dDgradPlan>(ConvDirection::kDgrad, s, addresses, nullptr,
+                                                device);
 }
 
 // grad_bias: null if it is not wanted.
 inline Conv2dWgradPlan choose_conv2d_wgrad(const Conv2dShape& s, const Conv2dAddresses& addresses,
                                            void* grad_bias, const DeviceInfo& device) {
   auto plan = [&](const auto& config) {
-    return Conv2dWgradPlan{config, workspace_bytes(s, config)};
+    return Conv2dWgradPlan(config, {}, workspace_bytes(s, config));
   };
   if (const auto config = choose_few_channels_wgrad(s, addresses, device)) return plan(*config);
   if (conv2d_few_channels_wgrad_supported(s)) {
     return plan(choose_direct_wgrad(s, /*depthwise=*/false, addresses, device));
   }
-  if (conv2d_depthwise_supported(s)) {
-    if (is_depthwise_nchw_3x3(s)) return plan(choose_depthwise_nchw_wgrad(s, addresses, device));
-    return plan(choose_direct_wgrad(s, /*depthwise=*/true, addresses, device));
-  }
+  if (conv2d_depthwise_supported(s)) return choose_depthwise_wgrad(s, addresses, device);
   const auto product =
       choose_matrix_product(ConvDirection::kWgrad, s, addresses, grad_bias, device);
   if (product) return plan(*product);
-  return std::visit(plan,
-                    choose_window_product(ConvDirection::kWgrad, s, addresses, grad_bias, device));
+  return choose_window_product<Conv2dWgradPlan>(ConvDirection::kWgrad, s, addresses, grad_bias,
+                                                device);
 }
 
 inline Conv2dBiasGradPlan choose_conv2d_bias_grad(const Conv2dShape& s, const void* grad_output,
@@ -146,9 +200,11 @@ struct Conv2dBackwardPlan {
   std::optional<Conv2dWgradPlan> weight;   // the same
   std::optional<Conv2dBiasGradPlan> bias;  // none: not wanted, or summed by the weight's kernel
 
-  // The kernels run one after the other and share the workspace.
+  // The kernels run one after the other and share the workspace. Only the copy of dy, which is the
+  // first thing in it, stays for the second gradient.
   int64_t workspace_bytes() const {
-    return std::max(weight ? weight->workspace_bytes : 0, bias ? bias->workspace_bytes : 0);
+    return std::max({input ? input->workspace_bytes : 0, weight ? weight->workspace_bytes : 0,
+                     bias ? bias->workspace_bytes : 0});
   }
 };
 
@@ -164,21 +220,22 @@ inline Conv2dBackwardPlan choose_conv2d_backward(const Conv2dBackwardParams& p,
     plan.weight = choose_conv2d_wgrad(p.shape, {address_of(p.input), address_of(p.grad_weight), dy},
                                       p.grad_bias, device);
   }
-  if (p.grad_bias != nullptr && !(plan.weight && plan.weight->sums_bias())) {
+  if (p.grad_bias != nullptr && !(plan.weight && sums_bias(*plan.weight))) {
     plan.bias = choose_conv2d_bias_grad(p.shape, p.grad_output, device);
   }
   return plan;
 }
 
 template <class... Kernels>
-std::string describe(const std::variant<Kernels...>& plan) {
-  return std::visit([](const auto& config) { return describe(config); }, plan);
+std::string describe(const ConvPlan<Kernels...>& plan) {
+  return std::visit([](const auto& config) { return describe(config); }, plan.kernel) +
+         describe(plan.copies);
 }
-inline std::string describe(const Conv2dWgradPlan& plan) { return describe(plan.kernel); }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_conv2d(const Conv2dParams& params, const Conv2dFpropPlan& plan, cudaStream_t stream);
 // A workspace is 16-byte aligned, or null if the plan needs none.
+void launch_conv2d(const Conv2dParams& params, const Conv2dFpropPlan& plan, void* workspace,
+                   cudaStream_t stream);
 void launch_conv2d_backward(const Conv2dBackwardParams& params, const Conv2dBackwardPlan& plan,
                             void* workspace, cudaStream_t stream);
 #endif

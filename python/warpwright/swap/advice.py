@@ -14,7 +14,7 @@ def _on_hopper(weight: Tensor) -> bool:
 
 
 def layout_advice(model: nn.Module, on_hopper: Callable[[Tensor], bool] = _on_hopper) -> list[str]:
-    """A sentence if convolutions stay off the kernels for Hopper because of their memory format.
+    """A sentence if the memory format makes convolutions copy their tensors on Hopper.
 
     Weights of one tap have the same layout in both formats. Other weights show the model's format.
     """
@@ -31,6 +31,7 @@ def layout_advice(model: nn.Module, on_hopper: Callable[[Tensor], bool] = _on_ho
     if not found:
         return []
     return [
-        f"NCHW weights: {len(found)} of the convolutions. The 16-bit kernels for Hopper take channels_last: "
-        "model.to(memory_format=torch.channels_last), and the same for the images."
+        f"NCHW weights: {len(found)} of the convolutions. In 16 bits on Hopper each copies its input to "
+        "channels_last, once forward and once backward, and the gradient of its output. "
+        "model.to(memory_format=torch.channels_last), and the same for the images, saves these passes."
     ]

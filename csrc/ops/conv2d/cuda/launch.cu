@@ -24,9 +24,16 @@ void run(const Conv2dParams& p, const TmaIm2colConfig& config, cudaStream_t stre
   for_16bit_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_fprop<T>(p, config, stream); });
 }
 void run(const Conv2dParams& p, const MatrixProductConfig& config, cudaStream_t stream) {
-  GemmParams product = config.product;
+  GemmParams product =
+      conv2d_product(ConvDirection::kFprop, p.shape,
+                     {address_of(p.input), address_of(p.weight), address_of(p.output)});
   product.bias = p.bias;
   launch_gemm(product, config.plan, nullptr, stream);
+}
+void run(const Conv2dParams& p, const PlaneProductConfig& config, cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype, [&]<class T>() {
+    launch_plane_product<T>(p.shape, config, p.input, p.weight, p.bias, p.output, stream);
+  });
 }
 void run(const Conv2dParams& p, const FewChannelsFpropConfig& config, cudaStream_t stream) {
   launch_few_channels_fprop(p, config, stream);
@@ -58,9 +65,19 @@ void run_dgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
 void run_dgrad(const Conv2dBackwardParams& p, const TmaIm2colConfig& config, cudaStream_t stream) {
   for_16bit_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_dgrad<T>(p, config, stream); });
 }
-void run_dgrad(const Conv2dBackwardParams&, const MatrixProductConfig& config,
+void run_dgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config,
                cudaStream_t stream) {
-  launch_gemm(config.product, config.plan, nullptr, stream);
+  const GemmParams product =
+      conv2d_product(ConvDirection::kDgrad, p.shape,
+                     {address_of(p.grad_input), address_of(p.weight), address_of(p.grad_output)});
+  launch_gemm(product, config.plan, nullptr, stream);
+}
+void run_dgrad(const Conv2dBackwardParams& p, const PlaneProductConfig& config,
+               cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype, [&]<class T>() {
+    launch_plane_product<T>(p.shape, config, p.grad_output, p.weight, nullptr, p.grad_input,
+                            stream);
+  });
 }
 void run_dgrad(const Conv2dBackwardParams& p, const FewChannelsDgradConfig& config,
                cudaStream_t stream) {
@@ -91,9 +108,18 @@ void run_wgrad(const Conv2dBackwardParams& p, const TmaIm2colConfig& config, voi
   for_16bit_type(p.shape.dtype,
                  [&]<class T>() { launch_tma_im2col_wgrad<T>(p, config, workspace, stream); });
 }
-void run_wgrad(const Conv2dBackwardParams&, const MatrixProductConfig& config, void* workspace,
+void run_wgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config, void* workspace,
                cudaStream_t stream) {
-  launch_gemm(config.product, config.plan, workspace, stream);
+  GemmParams product =
+      conv2d_product(ConvDirection::kWgrad, p.shape,
+                     {address_of(p.input), address_of(p.grad_weight), address_of(p.grad_output)});
+  product.row_sums = p.grad_bias;
+  launch_gemm(product, config.plan, workspace, stream);
+}
+void run_wgrad(const Conv2dBackwardParams& p, const PlaneProductConfig& config, void* workspace,
+               cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype,
+                 [&]<class T>() { launch_plane_product_wgrad<T>(p, config, workspace, stream); });
 }
 void run_wgrad(const Conv2dBackwardParams& p, const FewChannelsWgradConfig& config, void* workspace,
                cudaStream_t stream) {
@@ -108,22 +134,80 @@ void run_wgrad(const Conv2dBackwardParams& p, const DepthwiseNchwWgradConfig& co
   launch_depthwise_nchw_wgrad(p, config, workspace, stream);
 }
 
-}  // namespace
+// ---- NCHW tensors in rows of channels ----
 
-void launch_conv2d(const Conv2dParams& p, const Conv2dFpropPlan& plan, cudaStream_t stream) {
-  std::visit([&](const auto& config) { run(p, config, stream); }, plan);
+void* at(void* workspace, int64_t offset) { return static_cast<char*>(workspace) + offset; }
+
+// Replaces the tensor that a kernel reads by its copy.
+void copy_operand(const void*& operand, const std::optional<int64_t>& offset,
+                  const LayoutTensor& tensor, void* workspace, cudaStream_t stream) {
+  if (!offset) return;
+  void* rows = at(workspace, *offset);
+  launch_planes_to_rows(tensor, operand, rows, stream);
+  operand = rows;
 }
 
-void launch_conv2d_backward(const Conv2dBackwardParams& p, const Conv2dBackwardPlan& plan,
+// Calls run(d), whose kernel writes the result: in the workspace, from where it is copied, or
+// directly.
+template <class Run>
+void with_result(void* result, const std::optional<int64_t>& offset, const LayoutTensor& tensor,
+                 void* workspace, cudaStream_t stream, Run&& run) {
+  if (!offset) return run(result);
+  run(at(workspace, *offset));
+  launch_rows_to_planes(tensor, at(workspace, *offset), result, stream);
+}
+
+}  // namespace
+
+void launch_conv2d(const Conv2dParams& params, const Conv2dFpropPlan& plan, void* workspace,
+                   cudaStream_t stream) {
+  const LayoutCopies& copies = plan.copies;
+  const Conv2dShape& s = params.shape;
+  Conv2dParams p = params;
+  p.shape = copies.shape(s);
+  copy_operand(p.input, copies.x, copies.x_layout(s), workspace, stream);
+  copy_operand(p.weight, copies.w, layout_of_w(s), workspace, stream);
+  with_result(params.output, copies.y, layout_of_y(s), workspace, stream, [&](void* y) {
+    p.output = y;
+    std::visit([&](const auto& config) { run(p, config, stream); }, plan.kernel);
+  });
+}
+
+void launch_conv2d_backward(const Conv2dBackwardParams& params, const Conv2dBackwardPlan& plan,
                             void* workspace, cudaStream_t stream) {
+  const Conv2dShape& s = params.shape;
+  const void* dy_rows = nullptr;  // the copy, which both gradients read
+  auto with_copies = [&](const LayoutCopies& copies) {
+    Conv2dBackwardParams p = params;
+    p.shape = copies.shape(s);
+    if (copies.y && dy_rows == nullptr) {
+      dy_rows = p.grad_output;
+      copy_operand(dy_rows, copies.y, layout_of_y(s), workspace, stream);
+    }
+    if (copies.y) p.grad_output = dy_rows;
+    return p;
+  };
   if (plan.input) {
-    std::visit([&](const auto& config) { run_dgrad(p, config, stream); }, *plan.input);
+    const LayoutCopies& copies = plan.input->copies;
+    Conv2dBackwardParams p = with_copies(copies);
+    copy_operand(p.weight, copies.w, layout_of_w(s), workspace, stream);
+    with_result(params.grad_input, copies.x, copies.x_layout(s), workspace, stream, [&](void* dx) {
+      p.grad_input = dx;
+      std::visit([&](const auto& config) { run_dgrad(p, config, stream); }, plan.input->kernel);
+    });
   }
   if (plan.weight) {
-    std::visit([&](const auto& config) { run_wgrad(p, config, workspace, stream); },
-               plan.weight->kernel);
+    const LayoutCopies& copies = plan.weight->copies;
+    Conv2dBackwardParams p = with_copies(copies);
+    copy_operand(p.input, copies.x, copies.x_layout(s), workspace, stream);
+    with_result(params.grad_weight, copies.w, layout_of_w(s), workspace, stream, [&](void* dw) {
+      p.grad_weight = dw;
+      void* parts = workspace == nullptr ? nullptr : at(workspace, copies.bytes);
+      std::visit([&](const auto& config) { run_wgrad(p, config, parts, stream); },
+                 plan.weight->kernel);
+    });
   }
-  if (plan.bias) launch_bias_grad(p, plan.bias->kernel, workspace, stream);
+  if (plan.bias) launch_bias_grad(params, plan.bias->kernel, workspace, stream);
 }
 
 }  // namespace warpwright

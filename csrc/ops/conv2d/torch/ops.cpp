@@ -101,6 +101,27 @@ at::MemoryFormat memory_format_of(const Tensor& input, const Tensor& weight) {
   return last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
 }
 
+// A dense copy in `format`, if the tensor is not. Native's copy between formats takes five times as
+// long as one read and one write.
+Tensor in_format(const Tensor& tensor, at::MemoryFormat format) {
+  if (tensor.is_contiguous(format)) return tensor;
+#ifdef WARPWRIGHT_WITH_CUDA
+  const bool to_rows = format == at::MemoryFormat::ChannelsLast;
+  const auto other = to_rows ? at::MemoryFormat::Contiguous : at::MemoryFormat::ChannelsLast;
+  const LayoutTensor layout{tensor.size(0), tensor.size(1), tensor.size(2) * tensor.size(3)};
+  const void* from = tensor.const_data_ptr();
+  if (tensor.is_cuda() && tensor.element_size() == 2 && tensor.is_contiguous(other) &&
+      layout.can_change() && (to_rows || address_of(from) % 16 == 0)) {
+    Tensor copy = at::empty(tensor.sizes(), tensor.options().memory_format(format));
+    const CudaCall call(tensor);
+    const auto launch = to_rows ? launch_planes_to_rows : launch_rows_to_planes;
+    launch(layout, from, copy.mutable_data_ptr(), call.stream);
+    return copy;
+  }
+#endif
+  return tensor.contiguous(format);
+}
+
 Tensor batched(const Tensor& input) { return input.dim() == 3 ? input.unsqueeze(0) : input; }
 
 // ---- CPU and CUDA ----
@@ -162,8 +183,8 @@ Tensor conv2d_with(const Tensor& input_, const Tensor& weight, const OptionalTen
     if (input.is_cpu()) output = conv2d_onednn(shape, input, weight, bias);
     if (!output.defined()) {
       output = at::empty(sizes, options);
-      const Tensor x = input.contiguous(format);
-      const Tensor w = weight.contiguous(format);
+      const Tensor x = in_format(input, format);
+      const Tensor w = in_format(weight, format);
       const Tensor b = value_or_undefined(bias).defined() ? bias->contiguous() : Tensor();
       run(Conv2dParams{shape, x.const_data_ptr(), w.const_data_ptr(),
                        b.defined() ? b.const_data_ptr() : nullptr, output.mutable_data_ptr()});
@@ -219,9 +240,9 @@ Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
   Tensor grad_weight = make(mask[1], weight.sizes(), options);
   Tensor grad_bias = make(mask[2], weight.sizes().slice(0, 1), input.options());
   if (!empty && (mask[0] || mask[1] || mask[2])) {
-    const Tensor dy = grad_output.contiguous(format);
-    const Tensor x = mask[1] ? input.contiguous(format) : Tensor();
-    const Tensor w = mask[0] ? weight.contiguous(format) : Tensor();
+    const Tensor dy = in_format(grad_output, format);
+    const Tensor x = mask[1] ? in_format(input, format) : Tensor();
+    const Tensor w = mask[0] ? in_format(weight, format) : Tensor();
     auto in = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
     auto out = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
     run(Conv2dBackwardParams{shape, dy.const_data_ptr(), in(x), in(w), out(grad_input),
@@ -254,17 +275,6 @@ bool allow_tf32() {
   return context.userEnabledCuDNN() && context.allowTF32CuDNN(at::Float32Op::CONV);
 }
 
-Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                          IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
-                          int64_t groups) {
-  const CudaCall call(input);
-  return conv2d_with(input, weight, bias, stride, padding, dilation, groups, [&](Conv2dParams p) {
-    p.shape.allow_tf32 = allow_tf32();
-    p.shape.sm90 = sm90_path_available();
-    launch_conv2d(p, choose_conv2d(p, current_device_info()), call.stream);
-  });
-}
-
 // Freed on return of the op. The caching allocator reuses it only for later work of the same
 // stream.
 struct Workspace {
@@ -273,6 +283,19 @@ struct Workspace {
       : bytes(size > 0 ? at::empty({size}, like.options().dtype(at::kByte)) : Tensor()) {}
   void* data() const { return bytes.defined() ? bytes.mutable_data_ptr() : nullptr; }
 };
+
+Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                          int64_t groups) {
+  const CudaCall call(input);
+  return conv2d_with(input, weight, bias, stride, padding, dilation, groups, [&](Conv2dParams p) {
+    p.shape.allow_tf32 = allow_tf32();
+    p.shape.sm90 = sm90_path_available();
+    const Conv2dFpropPlan plan = choose_conv2d(p, current_device_info());
+    const Workspace workspace(plan.workspace_bytes, input);
+    launch_conv2d(p, plan, workspace.data(), call.stream);
+  });
+}
 
 Tensors3 conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
                                      const Tensor& weight, IntArrayRef stride, IntArrayRef padding,

@@ -48,7 +48,8 @@ __device__ __forceinline__ void stage_weights(T* shared, TapPair* pairs, const T
     for (int tap = lane; tap < weight_pitch; tap += 32) {
       const int r = tap / plan.row_taps, j = tap % plan.row_taps;
       const bool exists = first_k + k < g.k && r < g.r && j < row_elements;
-      shared[k * weight_pitch + tap] = exists ? source[r * row_elements + j] : convert<T>(0.f);
+      const int64_t element = j % g.c * g.w_chan + (r * g.s + j / g.c) * g.w_tap;
+      shared[k * weight_pitch + tap] = exists ? source[element] : convert<T>(0.f);
     }
   }
   for (int i = threadIdx.x; i < plan.taps / 2; i += kWarps * 32) {
@@ -61,8 +62,8 @@ __device__ __forceinline__ void stage_weights(T* shared, TapPair* pairs, const T
 }
 
 // Copies input rows h0 .. h0 + x_rows - 1 of one image, from column w0 on, to `shared` (x_rows,
-// x_pitch). Outside of the image it writes zeros.
-template <class T>
+// x_pitch), with the channels of a pixel side by side. Outside of the image it writes zeros.
+template <bool kPlanes, class T>
 __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, int w0,
                                            const DirectShape& g, const FpropTilePlan& plan) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -72,7 +73,8 @@ __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, in
 #pragma unroll 4
     for (int e = lane; e < plan.x_pitch; e += 32) {
       const bool exists = row_exists && is_inside(w0 * g.c + e, g.w * g.c);
-      shared[row * plan.x_pitch + e] = exists ? source[e] : convert<T>(0.f);
+      const int64_t element = kPlanes ? e % g.c * g.x_chan + e / g.c : e;
+      shared[row * plan.x_pitch + e] = exists ? source[element] : convert<T>(0.f);
     }
   }
 }
@@ -119,12 +121,12 @@ __device__ __forceinline__ void multiply(float (&acc)[2][kNBlocks][4],
   }
 }
 
-// Layout: x (N, H, W, C), w (K, R, S, C), y (N, P, Q, K). Tap r * row_taps + j of the product is
-// element j of row r of the window, which starts at the pixel's first column.
-// Shared: weights (8 * kNBlocks, taps + 8), TapPairs (taps / 2), input (x_rows, x_pitch).
-// A warp processes 32 pixels: two runs of 16 neighbours.
-// Grid: CTA b has chunk b % chunks of the channels and tiles b / chunks, + gridDim.x / chunks, ...
-template <class T, int kNBlocks, bool kPaired>
+// Layout: x (N, H, W, C), w (K, R, S, C), y (N, P, Q, K), or kPlanes: NCHW and KCRS. Tap r *
+// row_taps + j of the product is element j of row r of the window, which starts at the pixel's
+// first column. Shared: weights (8 * kNBlocks, taps + 8), TapPairs (taps / 2), input (x_rows,
+// x_pitch). A warp processes 32 pixels: two runs of 16 neighbours. Grid: CTA b has chunk b % chunks
+// of the channels and tiles b / chunks, + gridDim.x / chunks, ...
+template <class T, int kNBlocks, bool kPaired, bool kPlanes>
 __global__ void __launch_bounds__(kWarps * 32, 2)
     conv2d_few_channels_fprop_kernel(const T* x, const T* w, const T* bias, T* y,
                                      const __grid_constant__ DirectShape g,
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     const int p0 = tile_row * plan.tile_p, q0 = tile_col * cols;
     const int h0 = p0 * g.stride_h - g.pad_h, w0 = q0 * g.stride_w - g.pad_w;
     __syncthreads();  // the previous tile has been read
-    copy_input(sX, x + image * g.x_image, h0, w0, g, plan);
+    copy_input<kPlanes>(sX, x + image * g.x_image, h0, w0, g, plan);
     __syncthreads();
 
     const int rows = min(plan.tile_p, g.p - p0);
@@ -190,7 +192,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
           for (int half_run = 0; half_run < 2; ++half_run) {
             const int q = q0 + run_col[m] + half_run * 8 + lane / 4;
             if (first_run + m >= runs || q >= g.q || k >= g.k) continue;
-            T* to = y + image * g.y_image + (p0 + run_row[m]) * g.y_row + q * g.y_col + k;
+            T* to =
+                y + image * g.y_image + (p0 + run_row[m]) * g.y_row + q * g.y_col + k * g.y_chan;
             Vec<T, 2> pair;
             pair[0] = convert<T>(acc[m][n][half_run * 2] + rBias[0]);
             pair[1] = convert<T>(acc[m][n][half_run * 2 + 1] + rBias[1]);
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
               store_pair_global(to, *reinterpret_cast<const uint32_t*>(&pair));
             } else {
               to[0] = pair[0];
-              if (k + 1 < g.k) to[1] = pair[1];
+              if (k + 1 < g.k) to[g.y_chan] = pair[1];
             }
           }
         }
@@ -216,11 +219,13 @@ void launch_fprop(const Conv2dParams& p, const FewChannelsFpropConfig& config,
   const int64_t blocks = std::min<int64_t>(plan.tiles, most) * config.chunks;
   for_int<4, 8>(config.n_blocks, [&]<int kNBlocks>() {
     for_bool(config.paired, [&]<bool kPaired>() {
-      launch(conv2d_few_channels_fprop_kernel<T, kNBlocks, kPaired>,
-             dim3(static_cast<unsigned>(blocks)), dim3(kWarps * 32), config.smem_bytes, stream,
-             static_cast<const T*>(p.input), static_cast<const T*>(p.weight),
-             static_cast<const T*>(p.bias), static_cast<T*>(p.output), DirectShape(p.shape, kRunQ),
-             plan);
+      for_bool(!p.shape.channels_last, [&]<bool kPlanes>() {
+        launch(conv2d_few_channels_fprop_kernel<T, kNBlocks, kPaired, kPlanes>,
+               dim3(static_cast<unsigned>(blocks)), dim3(kWarps * 32), config.smem_bytes, stream,
+               static_cast<const T*>(p.input), static_cast<const T*>(p.weight),
+               static_cast<const T*>(p.bias), static_cast<T*>(p.output),
+               DirectShape(p.shape, kRunQ), plan);
+      });
     });
   });
 }

@@ -19,6 +19,7 @@ struct FewChannelsFpropConfig {
   int64_t tiles_p, tiles_q;
   int x_rows, x_pitch;  // input rows that a tile sees, their elements
   int64_t smem_bytes;
+  const char* reason = "";
 
   int chunk_k() const { return n_blocks * 8; }
 };
@@ -28,7 +29,7 @@ inline std::optional<FewChannelsFpropConfig> choose_few_channels_fprop(
   FewChannelsFpropConfig config;
   // With fewer products per output, the output's bytes also bound the FMA kernel.
   constexpr int64_t kMinTaps = 32, kSize = 2;
-  if (gemm_kind(s) != GemmKind::k16Bit || !s.channels_last || !conv2d_few_channels_supported(s) ||
+  if (gemm_kind(s) != GemmKind::k16Bit || !conv2d_few_channels_supported(s) ||
       s.c * s.taps() <= kMinTaps || s.dilation_w != 1 || s.w * s.c >= int64_t{1} << 30 ||
       s.k * s.p * s.q == 0) {
     return std::nullopt;
@@ -52,7 +53,8 @@ inline std::optional<FewChannelsFpropConfig> choose_few_channels_fprop(
   config.x_rows = static_cast<int>(x_rows);
   config.x_pitch = static_cast<int>(x_pitch);
   config.paired = s.stride_w * s.c % 2 == 0;
-  config.paired_outputs = s.k % 2 == 0 && addresses.y % 4 == 0;
+  config.paired_outputs = s.channels_last && s.k % 2 == 0 && addresses.y % 4 == 0;
+  config.reason = s.channels_last ? "NHWC, a large window" : "NCHW: element stores, a large window";
   if (s.n * config.tiles_p * config.tiles_q >= (int64_t{1} << 31)) return std::nullopt;
   return config;
 }
@@ -61,7 +63,7 @@ inline std::string describe(const FewChannelsFpropConfig& config) {
   return "portable few-channel kernel, 16-bit mma.sync, " + std::to_string(config.taps) +
          " taps in pairs, tile " + std::to_string(config.tile_p) + "x" +
          std::to_string(config.tile_runs * 16) + " pixels x " + std::to_string(config.chunk_k()) +
-         " channels (NHWC, a large window)";
+         " channels (" + config.reason + ")";
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

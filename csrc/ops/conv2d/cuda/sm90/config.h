@@ -24,8 +24,9 @@ constexpr int kTmaIm2colTiles = 7;
 struct TmaIm2colConfig {
   ConvDirection direction;
   TmaIm2colTile tile;
-  int splits;      // wgrad: runs of pixels, summed in order by a second kernel
-  bool sums_bias;  // wgrad: the kernel writes the bias gradient too
+  int splits;          // wgrad: runs of pixels, summed in order by a second kernel
+  bool sums_bias;      // wgrad: the kernel writes the bias gradient too
+  bool stores_planes;  // fprop, dgrad of stride 1: D is NCHW
   int64_t workspace_bytes;
   const char* reason;
 };
@@ -266,7 +267,7 @@ inline std::string describe(const TmaIm2colConfig& config) {
                      std::string(config.tile == TmaIm2colTile::kTransposed ? "transposed " : "") +
                      "tile " + extents(shape.blk_m, shape.blk_n) +
                      (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) +
-                     " stages";
+                     " stages" + (config.stores_planes ? ", stores NCHW" : "");
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
   return text + " (" + config.reason + ")";
 }

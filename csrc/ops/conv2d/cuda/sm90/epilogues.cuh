@@ -73,10 +73,48 @@ struct PhaseEpilogue : EpilogueSm90<T> {
 
 // ---- D from the accumulators of its transpose ----
 
-// A warpgroup's rows are 64 columns of D (channels), its columns are rows of D (pixels). stmatrix
-// transposes 8x8 matrices as it writes the buffer; TMA stores D.
+// Adds the bias (`channels`, or null) of a block's rows, which are channels.
+template <class T, int kRegs>
+__device__ __forceinline__ void add_row_bias(float (&d)[kRegs], const T* bias, int channels,
+                                             int first_channel) {
+  if (bias == nullptr) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {  // the thread's two rows, 8 apart
+    const int channel = first_channel + accumulator_row() + h * 8;
+    if (channel >= channels) continue;
+    const float value = convert<float>(bias[channel]);
+#pragma unroll
+    for (int i = 0; i < kRegs; i += 4) {
+      d[i + h * 2] += value;
+      d[i + h * 2 + 1] += value;
+    }
+  }
+}
+
 template <class T>
-struct TransposedEpilogue16Bit : EpilogueSm90<T> {
+struct TransposingEpilogue : EpilogueSm90<T> {
+  using Base = EpilogueSm90<T>;
+
+ protected:
+  // Writes the transpose of 64 columns of the accumulators: the buffer has a row per column and a
+  // column per row. stmatrix transposes 8x8 matrices. A warp's 16 rows are 32 bytes of each of the
+  // buffer's rows.
+  __device__ __forceinline__ static void write_transposed(uint32_t buffer, const float* values) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    // The lane's row and 16-byte piece of the buffer among four matrices: 8 columns by 16 rows, and
+    // the next 8 columns.
+    const int row = lane / 16 * 8 + lane % 8, piece = accumulator_warp_row() / 8 + lane / 8 % 2;
+    const uint32_t address = Base::buffer_address(buffer, row, piece);
+    const auto d = Base::pack(values);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) stmatrix_x4_trans(address + j * 16 * 128, d.words[j]);
+  }
+};
+
+// A warpgroup's rows are 64 columns of D (channels), its columns are rows of D (pixels). TMA stores
+// D.
+template <class T>
+struct TransposedEpilogue16Bit : TransposingEpilogue<T> {
   using Base = EpilogueSm90<T>;
 
   struct NoBias {};  // the kernel offers the first column alone
@@ -88,35 +126,12 @@ struct TransposedEpilogue16Bit : EpilogueSm90<T> {
   template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const OutputSm90& output,
                                         int64_t, int first_channel, int first_pixel) {
-    float bias[2] = {};  // of the thread's channels, 8 apart
-    if (output.bias != nullptr) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int channel = first_channel + accumulator_row() + h * 8;
-        if (channel < output.n)
-          bias[h] = convert<float>(static_cast<const T*>(output.bias)[channel]);
-      }
-    }
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    // The lane's pixel and 16 bytes of channels among four 8x8 matrices: 8 pixels by 16 channels,
-    // and the next 8 pixels.
-    const int pixel = lane / 16 * 8 + lane % 8;
-    const int channels = accumulator_warp_row() / 8 + lane / 8 % 2;
+    add_row_bias(d, static_cast<const T*>(output.bias), output.n, first_channel);
 #pragma unroll
     for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
       if (first_pixel + chunk * 64 >= output.m) break;
       this->acquire_buffers(output);
-      const uint32_t address = Base::buffer_address(this->buffer(), pixel, channels);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = &d[chunk * 32 + j * 8 + i * 2];
-          words[i] = Base::pack(pair[0] + bias[i % 2], pair[1] + bias[i % 2]);
-        }
-        stmatrix_x4_trans(address + j * 16 * 128, words);
-      }
+      this->write_transposed(this->buffer(), &d[chunk * 32]);
       this->send_buffers(output, first_pixel + chunk * 64, first_channel);
       this->offset ^= Base::kBufferBytes;
     }

@@ -161,6 +161,10 @@ template <class T>
 void launch_tma_im2col_fprop(const Conv2dParams& params, const TmaIm2colConfig& config,
                              cudaStream_t stream) {
   const Conv2dShape& s = params.shape;
+  if (config.stores_planes) {
+    return launch_tma_im2col_planes<T>(s, config, params.input, params.weight, params.bias,
+                                       params.output, stream);
+  }
   for_tma_im2col_tile<ConvDirection::kFprop, T>(config, [&]<TmaIm2colTile kTile, class Tile>() {
     for_each_part(config.direction, s, [&](const ConvPart& part) {
       WindowProduct windows{
@@ -194,6 +198,10 @@ template <class T>
 void launch_tma_im2col_dgrad(const Conv2dBackwardParams& params, const TmaIm2colConfig& config,
                              cudaStream_t stream) {
   const Conv2dShape& s = params.shape;
+  if (config.stores_planes) {
+    return launch_tma_im2col_planes<T>(s, config, params.grad_output, params.weight, nullptr,
+                                       params.grad_input, stream);
+  }
   const int64_t phases = s.stride_h * s.stride_w;
   int64_t parts = 0;
   for_each_part(config.direction, s, [&](const ConvPart&) { ++parts; });

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "ops/conv2d/cuda/sm90/config.h"
+#include "ops/conv2d/cuda/sm90/plane_product.h"
 
 namespace warpwright {
 
@@ -18,5 +19,22 @@ void launch_tma_im2col_dgrad(const Conv2dBackwardParams& params, const TmaIm2col
 template <class T>
 void launch_tma_im2col_wgrad(const Conv2dBackwardParams& params, const TmaIm2colConfig& config,
                              void* workspace, cudaStream_t stream);
+
+// fprop, or dgrad of stride 1, whose D is stored in planes (TmaIm2colConfig::stores_planes).
+// `pixels` is the NHWC image of windows: x, or dy.
+template <class T>
+void launch_tma_im2col_planes(const Conv2dShape& shape, const TmaIm2colConfig& config,
+                              const void* pixels, const void* weight, const void* bias, void* d,
+                              cudaStream_t stream);
+
+// A 1 x 1 convolution in NCHW: `planes` and `d` are x and y, or dy and dx.
+template <class T>
+void launch_plane_product(const Conv2dShape& shape, const PlaneProductConfig& config,
+                          const void* planes, const void* weight, const void* bias, void* d,
+                          cudaStream_t stream);
+template <class T>
+void launch_plane_product_wgrad(const Conv2dBackwardParams& params,
+                                const PlaneProductConfig& config, void* workspace,
+                                cudaStream_t stream);
 
 }  // namespace warpwright

@@ -1,0 +1,59 @@
+// Copies of a 16-bit tensor between planes (NCHW, KCRS) and rows of channels (NHWC, KRSC). NCHW
+// convolutions take them before a channels-last kernel, and after one that stores rows only.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "ops/conv2d/conv2d.h"
+
+namespace warpwright {
+
+// Pixels (step_h * i, step_w * j) of planes of height x width, of which each row has `columns`. A 1
+// x 1 window of stride (step_h, step_w) reads no others, and their gradient is zero.
+struct PlaneSample {
+  int64_t step_h, step_w, height, width, columns;
+};
+
+// A tensor of `images` x `channels` x `pixels` (of a plane). For a weight: filters, channels, taps.
+struct LayoutTensor {
+  int64_t images, channels, pixels;
+  std::optional<PlaneSample> sample = {};  // the pixels of rows in planes; none: all
+
+  int64_t bytes() const { return images * channels * pixels * 2; }  // of rows
+  // Otherwise both layouts are the same.
+  bool has_layouts() const { return sample || (channels > 1 && pixels > 1); }
+  // Rows are written and read in vectors of 8 channels, and pixels are counted in 32 bits.
+  bool can_change() const {
+    constexpr int64_t kMaxPixels = int64_t{1} << 30;
+    return channels % 8 == 0 && images * pixels <= kMaxPixels &&
+           (!sample || sample->height * sample->width <= kMaxPixels);
+  }
+};
+
+inline LayoutTensor layout_of_x(const Conv2dShape& s) { return {s.n, s.c, s.h * s.w}; }
+inline LayoutTensor layout_of_w(const Conv2dShape& s) { return {s.k, s.group_c(), s.taps()}; }
+inline LayoutTensor layout_of_y(const Conv2dShape& s) { return {s.n, s.k, s.p * s.q}; }
+
+// x as a strided 1 x 1 window sees it: pixel (p, q) of y's plane.
+inline LayoutTensor sampled_layout_of_x(const Conv2dShape& s) {
+  return {s.n, s.c, s.p * s.q, PlaneSample{s.stride_h, s.stride_w, s.h, s.w, s.q}};
+}
+
+// Elements of a plane that one access moves: as many as divide the plane and the address.
+inline int plane_vector(int64_t pixels, uintptr_t address) {
+  int size = 8;
+  while (pixels % size != 0 || address % static_cast<uintptr_t>(size * 2) != 0) size /= 2;
+  return size;
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+// Rows are 16-byte aligned. Planes have any address. Pixels of planes that are not in a sample
+// become zero.
+void launch_planes_to_rows(const LayoutTensor& tensor, const void* planes, void* rows,
+                           cudaStream_t stream);
+void launch_rows_to_planes(const LayoutTensor& tensor, const void* rows, void* planes,
+                           cudaStream_t stream);
+#endif
+
+}  // namespace warpwright
