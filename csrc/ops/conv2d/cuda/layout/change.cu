@@ -45,7 +45,7 @@ struct LayoutParams {
     }
     return image_index * image + channel * plane + in_plane;
   }
-  // How many rows and columns of planes a sample's pixel stands for.
+  // Rows and columns of planes from a sample's pixel to the next one.
   struct Cell {
     int rows, cols;
   };
@@ -57,18 +57,17 @@ struct LayoutParams {
   }
 };
 
-// The tile in shared memory: `kPieces` pieces of 16 bytes per row, of which the lowest three bits
-// of the number are combined with the row's bits 0, 3 and 4. transposed() then reads the pieces of
-// a matrix without bank conflicts.
+// A tile in shared memory has kPieces pieces of 16 bytes per row. The swizzle combines a piece's
+// number with bits 0, 3 and 4 of its row by exclusive or. The eight pieces of a matrix that
+// transposed() reads are then in different banks.
 template <int kPieces>
 __device__ __forceinline__ uint32_t piece_address(uint32_t tile, int row, int piece) {
   const int swizzle = row % 2 + row / 8 % 4 * 2;
   return tile + (row * kPieces + (piece ^ swizzle)) * 16;
 }
 
-// The transpose of 32 rows (from `row`) by one piece: a lane gets 8 rows of one of the 8 columns,
-// rows lane % 4 * 8 on of column lane / 4. Matrix i of ldmatrix holds rows 2i and 2i + 1 of each
-// lane's 8.
+// Transposes 32 rows (from `row`) by one piece. A lane gets 8 rows (from lane % 4 * 8) of column
+// lane / 4. Matrix i of ldmatrix holds rows 2i and 2i + 1 of each lane's eight.
 template <int kPieces>
 __device__ __forceinline__ uint4 transposed(uint32_t tile, int row, int piece) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -128,8 +127,8 @@ __global__ void __launch_bounds__(kLayoutThreads) planes_to_rows_kernel(LayoutPa
   }
 }
 
-// Stores a sample's pixel and the zeros to the next one's row and column. Two columns that are one
-// aligned access are stored together.
+// Stores a sample's pixel, and zeros up to the next one's row and column. Two columns leave in one
+// aligned access if possible.
 __device__ __forceinline__ void store_cell(uint16_t* to, uint16_t value, LayoutParams::Cell cell,
                                            int width) {
   const bool pair = cell.cols == 2 && reinterpret_cast<uintptr_t>(to) % 4 == 0 && width % 2 == 0;

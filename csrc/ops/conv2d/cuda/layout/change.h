@@ -1,5 +1,5 @@
-// Copies of a 16-bit tensor between planes (NCHW, KCRS) and rows of channels (NHWC, KRSC). NCHW
-// convolutions take them before a channels-last kernel, and after one that stores rows only.
+// Copies of a 16-bit tensor between planes (NCHW, KCRS) and rows of channels (NHWC, KRSC). An NCHW
+// convolution copies its operands for a channels-last kernel, and D back if the kernel stores rows.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,9 @@
 
 namespace warpwright {
 
-// Pixels (step_h * i, step_w * j) of planes of height x width, of which each row has `columns`. A 1
-// x 1 window of stride (step_h, step_w) reads no others, and their gradient is zero.
+// Pixels (step_h * i, step_w * j) of planes of height x width; a sampled row has `columns`. A 1 x 1
+// window of stride (step_h, step_w) reads these pixels alone, so the gradient of the others is
+// zero.
 struct PlaneSample {
   int64_t step_h, step_w, height, width, columns;
 };
@@ -40,7 +41,7 @@ inline LayoutTensor sampled_layout_of_x(const Conv2dShape& s) {
   return {s.n, s.c, s.p * s.q, PlaneSample{s.stride_h, s.stride_w, s.h, s.w, s.q}};
 }
 
-// Elements of a plane that one access moves: as many as divide the plane and the address.
+// Elements of a plane that one access moves: the most that divide the plane and the address.
 inline int plane_vector(int64_t pixels, uintptr_t address) {
   int size = 8;
   while (pixels % size != 0 || address % static_cast<uintptr_t>(size * 2) != 0) size /= 2;
@@ -48,8 +49,8 @@ inline int plane_vector(int64_t pixels, uintptr_t address) {
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// Rows are 16-byte aligned. Planes have any address. Pixels of planes that are not in a sample
-// become zero.
+// `rows` is 16-byte aligned, `planes` has any address. rows_to_planes writes zeros to the pixels
+// that a sample leaves out.
 void launch_planes_to_rows(const LayoutTensor& tensor, const void* planes, void* rows,
                            cudaStream_t stream);
 void launch_rows_to_planes(const LayoutTensor& tensor, const void* rows, void* planes,

@@ -12,8 +12,8 @@
 
 namespace warpwright {
 
-// Where the workspace holds a direction's tensors in rows; none: the kernel uses the call's tensor.
-// y comes first, so that both gradients find the same copy of dy.
+// Offsets of a direction's tensors in rows in the workspace. Without one the kernel uses the call's
+// tensor. y comes first, so that both gradients find the same copy of dy.
 struct LayoutCopies {
   bool rows = false;     // the kernel takes the channels-last problem
   bool sampled = false;  // and x has the pixels that a strided 1 x 1 window reads

@@ -22,7 +22,7 @@ constexpr bool has_plane_product_tile(ConvDirection direction, TmaIm2colTile til
          (direction == ConvDirection::kWgrad && tile == TmaIm2colTile::k128x64);
 }
 
-// Rows of D per image, of which a tile has some of one image. wgrad: rows of D.
+// Rows of D per image; a tile is within one image. wgrad: rows of D.
 inline int64_t plane_product_rows(ConvDirection direction, const Conv2dShape& s) {
   return direction == ConvDirection::kDgrad ? s.c : s.k;
 }
