@@ -36,9 +36,40 @@ struct TapPair {
   uint32_t mask;
 };
 
+// Element j of row r of a filter in memory.
+template <bool kPlanes>
+__device__ __forceinline__ auto weight_element(int r, int j, int row_elements,
+                                               const DirectShape& g) {
+  if constexpr (kPlanes) {
+    return j % g.c * g.w_chan + (r * g.s + j / g.c) * g.w_tap;
+  } else {
+    return r * row_elements + j;
+  }
+}
+
+// Element e of a row of the image, counted channels first, in memory.
+template <bool kPlanes>
+__device__ __forceinline__ auto row_element(int e, const DirectShape& g) {
+  if constexpr (kPlanes) {
+    return e % g.c * g.x_chan + e / g.c;
+  } else {
+    return e;
+  }
+}
+
+// Channel k of a pixel of y.
+template <bool kPlanes>
+__device__ __forceinline__ auto channel_offset(int k, const DirectShape& g) {
+  if constexpr (kPlanes) {
+    return k * g.y_chan;
+  } else {
+    return k;
+  }
+}
+
 // Stages the weights of channels first_k .. first_k + kChunk - 1 in `shared` (kChunk, taps + 8),
 // with zeros for missing taps; and the pairs of taps.
-template <int kChunk, class T>
+template <int kChunk, bool kPlanes, class T>
 __device__ __forceinline__ void stage_weights(T* shared, TapPair* pairs, const T* w, int first_k,
                                               const DirectShape& g, const FpropTilePlan& plan) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -48,8 +79,8 @@ __device__ __forceinline__ void stage_weights(T* shared, TapPair* pairs, const T
     for (int tap = lane; tap < weight_pitch; tap += 32) {
       const int r = tap / plan.row_taps, j = tap % plan.row_taps;
       const bool exists = first_k + k < g.k && r < g.r && j < row_elements;
-      const int64_t element = j % g.c * g.w_chan + (r * g.s + j / g.c) * g.w_tap;
-      shared[k * weight_pitch + tap] = exists ? source[element] : convert<T>(0.f);
+      shared[k * weight_pitch + tap] =
+          exists ? source[weight_element<kPlanes>(r, j, row_elements, g)] : convert<T>(0.f);
     }
   }
   for (int i = threadIdx.x; i < plan.taps / 2; i += kWarps * 32) {
@@ -73,7 +104,7 @@ __device__ __forceinline__ void copy_input(T* shared, const T* image, int h0, in
 #pragma unroll 4
     for (int e = lane; e < plan.x_pitch; e += 32) {
       const bool exists = row_exists && is_inside(w0 * g.c + e, g.w * g.c);
-      const int64_t element = kPlanes ? e % g.c * g.x_chan + e / g.c : e;
+      const auto element = row_element<kPlanes>(e, g);
       shared[row * plan.x_pitch + e] = exists ? source[element] : convert<T>(0.f);
     }
   }
@@ -121,11 +152,12 @@ __device__ __forceinline__ void multiply(float (&acc)[2][kNBlocks][4],
   }
 }
 
-// Layout: x (N, H, W, C), w (K, R, S, C), y (N, P, Q, K), or kPlanes: NCHW and KCRS. Tap r *
-// row_taps + j of the product is element j of row r of the window, which starts at the pixel's
-// first column. Shared: weights (8 * kNBlocks, taps + 8), TapPairs (taps / 2), input (x_rows,
-// x_pitch). A warp processes 32 pixels: two runs of 16 neighbours. Grid: CTA b has chunk b % chunks
-// of the channels and tiles b / chunks, + gridDim.x / chunks, ...
+// Layout: x (N, H, W, C), w (K, R, S, C), y (N, P, Q, K); kPlanes: NCHW and KCRS.
+// Tap r * row_taps + j of the product is element j of row r of the window, which starts at the
+// pixel's first column.
+// Shared: weights (8 * kNBlocks, taps + 8), TapPairs (taps / 2), input (x_rows, x_pitch).
+// A warp processes 32 pixels: two runs of 16 neighbours.
+// Grid: CTA b has chunk b % chunks of the channels and tiles b / chunks, + gridDim.x / chunks, ...
 template <class T, int kNBlocks, bool kPaired, bool kPlanes>
 __global__ void __launch_bounds__(kWarps * 32, 2)
     conv2d_few_channels_fprop_kernel(const T* x, const T* w, const T* bias, T* y,
@@ -140,7 +172,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_k = blockIdx.x % plan.chunks * kChunk;
 
-  stage_weights<kChunk>(sW, pairs, w, first_k, g, plan);
+  stage_weights<kChunk, kPlanes>(sW, pairs, w, first_k, g, plan);
 
   // B's ldmatrix row of this lane: 8 channels, the next 8 taps, then the next 8 channels.
   const uint32_t base_b =
@@ -192,8 +224,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
           for (int half_run = 0; half_run < 2; ++half_run) {
             const int q = q0 + run_col[m] + half_run * 8 + lane / 4;
             if (first_run + m >= runs || q >= g.q || k >= g.k) continue;
-            T* to =
-                y + image * g.y_image + (p0 + run_row[m]) * g.y_row + q * g.y_col + k * g.y_chan;
+            T* to = y + image * g.y_image + (p0 + run_row[m]) * g.y_row + q * g.y_col +
+                    channel_offset<kPlanes>(k, g);
             Vec<T, 2> pair;
             pair[0] = convert<T>(acc[m][n][half_run * 2] + rBias[0]);
             pair[1] = convert<T>(acc[m][n][half_run * 2 + 1] + rBias[1]);
@@ -201,7 +233,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
               store_pair_global(to, *reinterpret_cast<const uint32_t*>(&pair));
             } else {
               to[0] = pair[0];
-              if (k + 1 < g.k) to[g.y_chan] = pair[1];
+              if (k + 1 < g.k) to[channel_offset<kPlanes>(1, g)] = pair[1];
             }
           }
         }

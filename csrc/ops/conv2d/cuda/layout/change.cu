@@ -27,11 +27,10 @@ struct LayoutParams {
   struct Place {
     int channel, pixel;
   };
-  template <int kPixels>
   __device__ __forceinline__ Place first() const {
     int tile_pixel, tile_channel;
     by_tiles_c.divmod(static_cast<int>(blockIdx.x), tile_pixel, tile_channel);
-    return {tile_channel * kTileChannels, tile_pixel * kPixels};
+    return {tile_channel * kTileChannels, tile_pixel * kTilePixels};
   }
   // Element (channel, pixel of rows) in planes.
   template <bool kSampled>
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(kLayoutThreads) planes_to_rows_kernel(LayoutPa
   constexpr int kPasses = kTileChannels / kStep, kBatch = kPasses < 16 ? kPasses : 16;
   __shared__ alignas(128) uint16_t tile[kTileChannels * kTilePixels];
   const uint32_t shared = smem_address(tile);
-  const auto [first_channel, first_pixel] = p.first<kTilePixels>();
+  const auto [first_channel, first_pixel] = p.first();
   const int thread = static_cast<int>(threadIdx.x);
 
   const int column = thread % kLanes * kVec, row = thread / kLanes;
@@ -145,15 +144,15 @@ __device__ __forceinline__ void store_cell(uint16_t* to, uint16_t value, LayoutP
 
 // Layout: rows (images, pixels, channels) to planes (images, channels, pixels). The planes pass
 // through shared memory once more, so that a warp stores one long run of pixels at a time.
-// Grid: a CTA per tile of 64 channels by kTile pixels of all images, channels fastest.
-template <int kVec, int kTile, bool kDirect, bool kSampled>
+// Grid: as above.
+template <int kVec, bool kSampled>
 __global__ void __launch_bounds__(kLayoutThreads) rows_to_planes_kernel(LayoutParams p) {
-  constexpr int kPieces = kTileChannels / 8, kPlanePieces = kTile / 8;
-  constexpr int kStep = kLayoutThreads / kPieces, kPasses = kTile / kStep;
-  constexpr int kUnits = kPieces * (kTile / 32) / kLayoutWarps;
-  __shared__ alignas(128) uint16_t tile[kTileChannels * kTile];
+  constexpr int kPieces = kTileChannels / 8, kPlanePieces = kTilePixels / 8;
+  constexpr int kStep = kLayoutThreads / kPieces, kPasses = kTilePixels / kStep;
+  constexpr int kUnits = kPieces * (kTilePixels / 32) / kLayoutWarps;
+  __shared__ alignas(128) uint16_t tile[kTileChannels * kTilePixels];
   const uint32_t shared = smem_address(tile);
-  const auto [first_channel, first_pixel] = p.first<kTile>();
+  const auto [first_channel, first_pixel] = p.first();
   const int thread = static_cast<int>(threadIdx.x);
 
   const int column = thread % kPieces, row = thread / kPieces;
@@ -179,17 +178,6 @@ __global__ void __launch_bounds__(kLayoutThreads) rows_to_planes_kernel(LayoutPa
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) units[i] = transposed<kPieces>(shared, i * 32, warp);
   const int channel = warp * 8 + lane / 4;
-  if constexpr (kDirect) {
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const int pixel = first_pixel + i * 32 + lane % 4 * 8;
-      if (pixel < p.all_pixels && first_channel + channel < p.channels) {
-        *reinterpret_cast<uint4*>(p.to + p.in_planes<false>(first_channel + channel, pixel)) =
-            units[i];
-      }
-    }
-    return;
-  }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
@@ -197,10 +185,9 @@ __global__ void __launch_bounds__(kLayoutThreads) rows_to_planes_kernel(LayoutPa
     *reinterpret_cast<uint4*>(&tile[piece / 2]) = units[i];
   }
   __syncthreads();
-  constexpr int kLanes = kTile / kVec < kLayoutThreads ? kTile / kVec : kLayoutThreads;
-  constexpr int kRows = kLayoutThreads / kLanes;
+  constexpr int kLanes = kTilePixels / kVec, kRows = kLayoutThreads / kLanes;
 #pragma unroll
-  for (int at = thread % kLanes * kVec; at < kTile; at += kLanes * kVec) {
+  for (int at = thread % kLanes * kVec; at < kTilePixels; at += kTilePixels) {
     if (first_pixel + at >= p.all_pixels) return;
     uint16_t* to = p.to + p.in_planes<kSampled>(first_channel, first_pixel + at);
 #pragma unroll 8
@@ -281,8 +268,8 @@ void launch_rows_to_planes(const LayoutTensor& tensor, const void* rows, void* p
                            cudaStream_t stream) {
   change_layout(tensor, rows, planes, planes,
                 [&]<int kVec, bool kSampled>(dim3 grid, const LayoutParams& params) {
-                  launch(rows_to_planes_kernel<kVec, kTilePixels, false, kSampled>, grid,
-                         dim3(kLayoutThreads), 0, stream, params);
+                  launch(rows_to_planes_kernel<kVec, kSampled>, grid, dim3(kLayoutThreads), 0,
+                         stream, params);
                 });
 }
 
