@@ -13,6 +13,7 @@
 
 #include "ops/linear/activation.h"
 #include "ops/linear/torch/common.h"
+#include "torch/activation.h"
 
 namespace warpwright {
 namespace {
@@ -40,13 +41,10 @@ TensorPair linear_activation_backward(const Tensor& grad_output, const Tensor& k
 
 // ---- output shape and checks ----
 
-Activation find_activation(std::string_view name) {
-  for (const Activation activation :
-       {Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
-    if (name == activation_name(activation)) return activation;
-  }
-  TORCH_CHECK(false, "linear_activation: activation: expected relu, gelu, gelu_tanh or silu, got ",
-              name);
+Activation find_linear_activation(std::string_view name) {
+  return find_activation(
+      name, "linear_activation",
+      {Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu});
 }
 
 // Whether the kernels support the call. Others run linear and the native activation.
@@ -150,7 +148,7 @@ struct ActivationCpu : LinearCpu {
 TensorPair linear_activation_cpu_kernel(const Tensor& input, const Tensor& weight,
                                         const OptionalTensor& bias, std::string_view activation,
                                         bool keep) {
-  const Activation f = find_activation(activation);
+  const Activation f = find_linear_activation(activation);
   if (!is_fused(input, weight, bias)) {
     return linear_activation_composed(input, weight, bias, f, keep);
   }
@@ -158,7 +156,7 @@ TensorPair linear_activation_cpu_kernel(const Tensor& input, const Tensor& weigh
 }
 TensorPair linear_activation_backward_cpu_kernel(const Tensor& grad_output, const Tensor& kept,
                                                  std::string_view activation, bool bias_gradient) {
-  return linear_activation_backward_with(grad_output, kept, find_activation(activation),
+  return linear_activation_backward_with(grad_output, kept, find_linear_activation(activation),
                                          bias_gradient, ActivationCpu{});
 }
 
@@ -176,7 +174,7 @@ struct ActivationCuda : LinearCuda {
 TensorPair linear_activation_cuda_kernel(const Tensor& input, const Tensor& weight,
                                          const OptionalTensor& bias, std::string_view activation,
                                          bool keep) {
-  const Activation f = find_activation(activation);
+  const Activation f = find_linear_activation(activation);
   if (!is_fused(input, weight, bias)) {
     return linear_activation_composed(input, weight, bias, f, keep);
   }
@@ -187,7 +185,7 @@ TensorPair linear_activation_backward_cuda_kernel(const Tensor& grad_output, con
                                                   std::string_view activation, bool bias_gradient) {
   check_linear_activation_backward(grad_output, kept);
   const CudaCall call(kept);
-  return linear_activation_backward_with(grad_output, kept, find_activation(activation),
+  return linear_activation_backward_with(grad_output, kept, find_linear_activation(activation),
                                          bias_gradient, ActivationCuda(call, kept));
 }
 #endif
@@ -197,7 +195,7 @@ TensorPair linear_activation_backward_cuda_kernel(const Tensor& grad_output, con
 TensorPair linear_activation_meta(const Tensor& input, const Tensor& weight,
                                   const OptionalTensor& bias, std::string_view activation,
                                   bool keep) {
-  const Activation f = find_activation(activation);
+  const Activation f = find_linear_activation(activation);
   if (!is_fused(input, weight, bias)) {
     return linear_activation_composed(input, weight, bias, f, keep);
   }
@@ -206,32 +204,12 @@ TensorPair linear_activation_meta(const Tensor& input, const Tensor& weight,
 }
 TensorPair linear_activation_backward_meta(const Tensor& grad_output, const Tensor& kept,
                                            std::string_view activation, bool bias_gradient) {
-  find_activation(activation);
+  find_linear_activation(activation);
   check_linear_activation_backward(grad_output, kept);
   return empty_gradients(kept, bias_gradient);
 }
 
 // ---- Autograd ----
-
-// f''(z); relu's is 0. 16-bit values are taken in float.
-Tensor second_derivative(const Tensor& value, Activation activation) {
-  const bool is_short = value.element_size() == 2;
-  const Tensor z = is_short ? value.to(at::kFloat) : value;
-  Tensor result;
-  if (activation == Activation::kGelu) {
-    // phi(z) (2 - z^2)
-    constexpr double kOneOverRootTwoPi = 0.39894228040143267794;
-    result = (z * z * -0.5).exp() * kOneOverRootTwoPi * (2 - z * z);
-  } else {
-    // z s(p): 2 s' p' + z (s'' p'^2 + s' p''), with s' = s (1 - s) and s'' = s' (1 - 2 s)
-    const SigmoidArgument argument = sigmoid_argument(activation);
-    const Tensor s = (z * (z * z * argument.cubic + argument.linear)).sigmoid();
-    const Tensor s1 = s * (1 - s);
-    const Tensor p1 = z * z * (3 * argument.cubic) + argument.linear;
-    result = s1 * (p1 * 2 + z * (p1 * p1 * (1 - s * 2) + z * (6 * argument.cubic)));
-  }
-  return is_short ? result.to(value.scalar_type()) : result;
-}
 
 struct LinearActivationBackwardBackward {  // saved: grad_output (not of a relu), kept
   static constexpr const char* kName = "WarpwrightLinearActivationBackwardBackward";
@@ -261,7 +239,7 @@ struct LinearActivationBackwardBackward {  // saved: grad_output (not of a relu)
 
 TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const Tensor& kept,
                                                std::string_view activation, bool bias_gradient) {
-  const Activation f = find_activation(activation);
+  const Activation f = find_linear_activation(activation);
   auto node = make_node<LinearActivationBackwardBackward>({f}, grad_output, kept);
   TensorPair gradients = below_autograd([&] {
     return call::linear_activation_backward(grad_output, kept, activation, bias_gradient);
@@ -318,7 +296,7 @@ struct LinearActivationBackward {  // saved: input, weight, kept
 TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
                                       const OptionalTensor& optional_bias,
                                       std::string_view activation, bool keep) {
-  const Activation f = find_activation(activation);
+  const Activation f = find_linear_activation(activation);
   if (!is_fused(input, weight, optional_bias)) {
     return linear_activation_composed(input, weight, optional_bias, f, keep);
   }
