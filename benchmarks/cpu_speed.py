@@ -117,6 +117,10 @@ def images() -> Iterator[Case]:
                 yield Case(op, name, layout, run, [x, scale, shift])
 
 
+def gated(f: Any, gate: Tensor, up: Tensor) -> Tensor:
+    return f.swiglu(gate, up) if hasattr(f, "swiglu") else f.silu(gate) * up
+
+
 def matrices() -> Iterator[Case]:
     for m, k, n in ((64, 3136, 128), (64, 128, 10), (256, 512, 512), (1, 512, 512)):
         x, w, b = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
@@ -131,6 +135,11 @@ def matrices() -> Iterator[Case]:
                 return getattr(f, op)(x, v[0].shape, *v)
 
             yield Case(op, f"{rows}x{cols}", "rows", row_norm, [x, *vectors])
+    for rows, cols in ((64, 128), (2048, 768), (512, 4096)):
+        gate, up = torch.randn(rows, cols), torch.randn(rows, cols)
+        yield Case(
+            "swiglu", f"{rows}x{cols}", "rows", lambda f, a=(gate, up): gated(f, *a), [gate, up]
+        )
     for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
         x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
         yield Case(

@@ -46,6 +46,8 @@ def public_calls(device, seed, grad=True):
     return {
         "relu": ([g(*x4)], {"inplace": False}),
         "relu_": ([t(*x4)], {}),
+        "swiglu": ([g(2, 3, 5), g(2, 3, 5)] if seed % 2 else [g(2, 3, 6)], {}),
+        "geglu": ([g(4, 5), g(4, 5)], {"approximate": "tanh"}),
         "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
         "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),
         "linear_gelu": ([g(4, 5), g(6, 5), g(6)], {"approximate": "tanh"}),
@@ -202,6 +204,14 @@ def native_functions():
     def fused_linear(activation):
         return lambda x, w, b=None, **options: activation(native.linear(x, w, b), **options)
 
+    def gated(activation):
+        def run(gate, up=None, **options):
+            if up is None:
+                gate, up = gate.chunk(2, -1)
+            return activation(gate, **options) * up
+
+        return run
+
     def norm_add_relu(x, residual, *args, **kwargs):
         return native.relu(native.batch_norm(x, *args, **kwargs) + residual)
 
@@ -218,6 +228,8 @@ def native_functions():
                 *("cross_entropy", "scaled_dot_product_attention"),
             )
         },
+        "swiglu": gated(native.silu),
+        "geglu": gated(native.gelu),
         "linear_relu": fused_linear(native.relu),
         "linear_gelu": fused_linear(native.gelu),
         "linear_silu": fused_linear(native.silu),

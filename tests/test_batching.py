@@ -80,6 +80,14 @@ def test_relu(device):
     check(F.relu, (1,), randn(device, 4, 5))
 
 
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 1), (1, 0)])
+def test_gated_activation(device, dims):
+    args = tuple(operands(device, dims, (4, 5), (4, 5)))
+    for function in (F.swiglu, F.geglu):
+        check(function, dims, *args)
+    check(F.swiglu, (1,), randn(device, 4, 3, 6))
+
+
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
 def test_linear(device, dims, rows):

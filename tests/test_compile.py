@@ -50,6 +50,8 @@ MEMORY_OPS = {
     "relu": F.relu,
     "relu in place": lambda x: F.relu(x.clone(), inplace=True),
     "relu_": lambda x: F.relu_(x.clone()),
+    "swiglu": lambda x: F.swiglu(x, x.sin()),
+    "geglu": lambda x: F.geglu(x, x.sin(), approximate="tanh"),
     "max_pool2d": lambda x: F.max_pool2d(x, **POOL),
     "indices": lambda x: F.max_pool2d(x, **POOL, return_indices=True),
     "max_pool2d_with_indices": lambda x: F.max_pool2d_with_indices(x, **POOL),
@@ -96,6 +98,7 @@ def test_the_rest_stays_ours(device):
 
 
 RAW = {
+    "gated_activation": lambda x: ops.gated_activation(x.sin(), x.cos(), "silu").cos(),
     "relu": lambda x: ops.relu(x.sin()).cos(),
     "relu_": lambda x: (y := x.sin(), ops.relu_(y))[0].cos(),
     "max_pool2d": lambda x: ops.max_pool2d(x.detach(), [2]),

@@ -104,6 +104,9 @@ CASES = {
     "linear_gelu": activation_case("gelu"),
     "linear_gelu_tanh": activation_case("gelu", approximate="tanh"),
     "linear_silu": activation_case("silu"),
+    "swiglu": Case(F.swiglu, lambda g, u: native.silu(g) * u, {"g": (3, 4), "u": (3, 4)}),
+    "swiglu_packed": Case(F.swiglu, lambda x: native.silu(x[..., :2]) * x[..., 2:], {"x": (3, 4)}),
+    "geglu": Case(F.geglu, lambda g, u: native.gelu(g) * u, {"g": (3, 4), "u": (3, 4)}),
     "mlp": Case(
         lambda x, w, b, v, c: F.mlp(x, w, b, v, c, "relu"),
         lambda x, w, b, v, c: native.linear(native.relu(native.linear(x, w, b)), v, c),

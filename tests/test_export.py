@@ -83,6 +83,16 @@ def test_products(device):
             same("linear_activation_backward", dy[0, 0], kept[0, 0], form, bias_gradient)
 
 
+def test_gated_activation(device):
+    gate, up, dy = torch.randn(3, 2, 3, 8, device=device)
+    for form in ("silu", "gelu", "gelu_tanh"):
+        same("gated_activation", gate, up, form)
+        same("gated_activation", gate, None, form)
+        for mask in flags(2):
+            same("gated_activation_backward", dy, gate, up, form, mask)
+        same("gated_activation_backward", dy[..., :4], gate, None, form, [True, False])
+
+
 def test_conv2d(device):
     x, w = torch.randn(2, 4, 9, 8, device=device), torch.randn(6, 2, 3, 2, device=device)
     for image in (x, x[0], x.to(memory_format=torch.channels_last)):

@@ -89,6 +89,33 @@ def test_linear_activation(device, dtype, name):
     run(test, CASES)
 
 
+@each_dtype
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_activation(device, dtype, name):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal", "normal", "integer"))
+        shape = (*draw(st.lists(SMALL, max_size=2)), draw(FEATURES))
+        packed = draw(st.booleans(), label="packed")
+        args = (make(*shape[:-1], 2 * shape[-1]),) if packed else (make(*shape), make(*shape))
+        kwargs = {}
+        if name == "geglu":
+            kwargs["approximate"] = draw(st.sampled_from(["none", "tanh"]))
+
+        def native(gate, up=None, **options):
+            if up is None:
+                gate, up = gate.chunk(2, -1)
+            if name == "swiglu":
+                return NATIVE.silu(gate) * up
+            if gate.dtype == torch.float64:
+                return gelu_without_cancellation(gate, **options) * up
+            return NATIVE.gelu(gate, **options) * up
+
+        options = {"sums_only": False, "amplifies": True}
+        check(make, errors, getattr(F, name), native, args, kwargs, **options)
+
+    run(test, CASES)
+
+
 def windows(draw):
     """kernel_size, stride, padding, dilation, ceil_mode that native's backward can take."""
     kernel, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))

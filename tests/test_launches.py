@@ -41,6 +41,10 @@ def cross_entropy(x, **kwargs):
     return (x,), lambda: F.cross_entropy(x, target, **kwargs)
 
 
+def gated(*operands):
+    return operands, lambda: F.swiglu(*operands)
+
+
 def linear(rows, k, n, dtype=BF16):
     x, weight, bias = (
         random(rows, k, dtype=dtype),
@@ -67,6 +71,8 @@ CASES = {
         3,  # count, rows with their gradient, sum
         1,  # which scales it unless the incoming gradient is 1
     ),
+    "swiglu": (lambda: gated(random(512, 768), random(512, 768)), 1, 1),
+    "swiglu, packed": (lambda: gated(random(512, 1536, dtype=BF16)), 1, 1),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),
     "rms_norm, long rows": (lambda: row_norm(F.rms_norm, random(8, 70000), 1), 1, 3),

@@ -178,6 +178,8 @@ def recorded(device):
         weight = torch.randn(5, 7, device=device, requires_grad=True)
         for form in ("linear_relu", "linear_gelu", "linear_silu"):
             double_backward(getattr(warpwright.functional, form), (leaf, weight), {})
+        for gate, up in ((leaf, leaf.detach() * 2), (leaf[..., :6], None)):
+            double_backward(warpwright.functional.swiglu, (gate, up), {})
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
             p = torch.zeros(5, device=device, requires_grad=True)
             p.grad = torch.ones_like(p)

@@ -46,6 +46,17 @@ def relu_cases():
     yield "inplace", lambda x: F.relu_(x.clone()), (rand(515),), {}
 
 
+def gated_activation_cases():
+    for n in (1, 1027):
+        yield f"n{n}", F.swiglu, (rand(n), rand(n)), {}
+    for n in (13, 24):
+        yield f"packed{n}", F.swiglu, (rand(5, 2 * n),), {}
+    for form in ("none", "tanh"):
+        yield f"gelu-{form}", F.geglu, (rand(5, 24), rand(5, 24)), {"approximate": form}
+    yield "misaligned", lambda g, u: F.swiglu(misaligned(g), u), (rand(1027), rand(1027)), {}
+    yield "views", lambda x: F.swiglu(x[:, :24], x[:, 24:48]), (rand(9, 56),), {}
+
+
 def max_pool2d_cases():
     for name, layout in FORMATS.items():
         for width, kernel, stride, padding, dilation, ceil in (
@@ -354,6 +365,7 @@ def optimizer_cases():
 CASES = {
     "optim": optimizer_cases,
     "relu": relu_cases,
+    "gated_activation": gated_activation_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,

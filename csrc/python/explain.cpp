@@ -18,6 +18,7 @@
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
 #include "ops/cross_entropy/cross_entropy.h"
+#include "ops/gated_activation/gated_activation.h"
 #include "ops/layer_norm/layer_norm.h"
 #include "ops/max_pool2d/max_pool2d.h"
 #include "ops/relu/relu.h"
@@ -39,6 +40,42 @@ Lines explain_relu(const std::string& dtype, const TensorLayout& input) {
   backward.numel = forward.numel;
   return {{"forward", describe(choose_relu(forward))},
           {"grad_input", describe(choose_relu_backward(backward))}};
+}
+
+// ---- gated_activation ----
+
+// As if the other operands began where allocations begin, with the gate's row length.
+Lines explain_gated_activation(const std::string& dtype, const TensorLayout& gate, bool packed) {
+  const int64_t last = gate.sizes.empty() ? 1 : gate.sizes.back();
+  const int64_t rows = packed && last > 0 ? numel(gate) / last : 1;
+  const int64_t cols = packed ? last / 2 : numel(gate);
+  const int64_t pitch = packed ? last : cols;
+  const auto address = static_cast<uintptr_t>(gate.address);
+  const DType type = dtype_from(dtype);
+  auto half = [&](uintptr_t start, int64_t index) {
+    const auto offset = packed ? index * cols * dtype_size(type) : 0;
+    return reinterpret_cast<void*>(start + static_cast<uintptr_t>(offset));
+  };
+  constexpr uintptr_t kFresh = 256;  // not null, which stands for a result that is not wanted
+  const uintptr_t start = address == 0 ? kFresh : address;
+  GatedActivationParams forward{};
+  forward.dtype = type;
+  forward.rows = rows;
+  forward.cols = cols;
+  forward.gate = {half(start, 0), pitch};
+  forward.up = {half(packed ? start : kFresh, 1), pitch};
+  forward.output = {half(kFresh, 0), cols};
+  GatedActivationBackwardParams backward{};
+  backward.dtype = type;
+  backward.rows = rows;
+  backward.cols = cols;
+  backward.grad_output = {half(kFresh, 0), cols};
+  backward.gate = forward.gate;
+  backward.up = forward.up;
+  backward.grad_gate = {half(kFresh, 0), pitch};
+  backward.grad_up = {half(kFresh, 1), pitch};
+  return {{"forward", describe(choose_gated_activation(forward))},
+          {"grad_gate, grad_up", describe(choose_gated_activation_backward(backward))}};
 }
 
 // ---- max_pool2d ----
@@ -310,6 +347,7 @@ void define_explain(py::module_& m) {
   m.def("explain_conv2d", &explain_conv2d);
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
   m.def("explain_cross_entropy", &explain_cross_entropy);
+  m.def("explain_gated_activation", &explain_gated_activation);
   m.def("explain_relu", &explain_relu);
   define_explain_linear(m);
   m.def("explain_max_pool2d", &explain_max_pool2d);

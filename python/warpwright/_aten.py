@@ -38,16 +38,21 @@ def linear_activation(
     return _native.ACTIVATIONS[activation](z), z if keep else z.new_empty(0)
 
 
+def _smooth_backward(grad: Tensor, z: Tensor, activation: str) -> Tensor:
+    """The gradient of SiLU or a GELU at ``z``."""
+    if activation == "silu":
+        return aten.silu_backward(grad, z)
+    form = "tanh" if activation == "gelu_tanh" else "none"
+    return aten.gelu_backward(grad, z, approximate=form)
+
+
 def linear_activation_backward(
     grad: Tensor, kept: Tensor, activation: str, bias_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     if activation == "relu":  # the output is kept, of the others the pre-activation
         dz = aten.threshold_backward(grad, kept, 0)
-    elif activation == "silu":
-        dz = aten.silu_backward(grad, kept)
     else:
-        form = "tanh" if activation == "gelu_tanh" else "none"
-        dz = aten.gelu_backward(grad, kept, approximate=form)
+        dz = _smooth_backward(grad, kept, activation)
     return dz, dz.flatten(0, -2).sum(0) if bias_gradient and dz.dim() > 1 else (
         dz.clone() if bias_gradient else None
     )
@@ -437,3 +442,17 @@ def batch_norm_relu_max_pool2d_backward(
 
 def relu_backward(grad: Tensor, output: Tensor) -> Tensor:
     return aten.threshold_backward(grad, output, 0)
+
+
+def gated_activation_backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None, activation: str, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    packed = up is None
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    wanted = (mask[0], mask[0]) if packed else mask
+    of_gate = _smooth_backward(grad * up, gate, activation) if wanted[0] else None
+    of_up = grad * _native.ACTIVATIONS[activation](gate) if wanted[1] else None
+    if not packed or of_gate is None or of_up is None:
+        return of_gate, of_up
+    return torch.cat((of_gate, of_up), -1), None

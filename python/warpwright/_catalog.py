@@ -87,6 +87,19 @@ LINEAR_ACTIVATION = (
     Operator("linear_activation_backward", aten=_aten.linear_activation_backward),
     *LINEAR,
 )
+GATED_ACTIVATION = (
+    Operator(
+        "gated_activation",
+        _native.gated_activation,
+        _native.gated_activation,
+        is_fused_by_inductor=_always,
+    ),
+    Operator(
+        "gated_activation_backward",
+        aten=_aten.gated_activation_backward,
+        is_fused_by_inductor=_always,
+    ),
+)
 BATCH_NORM_RELU = (
     Operator("batch_norm_relu", _native.batch_norm_relu, _aten.batch_norm_relu),
     Operator(
@@ -265,6 +278,17 @@ _RECORDS = (
         cpu="vectorised loops",
         example=_relu_example,
         operations=0.5,
+    ),
+    *(
+        Op(
+            name,
+            GATED_ACTIVATION,
+            layer=layer,
+            explain="gated_activation",
+            cpu="vectorised loops",
+            folders=("gated_activation",),
+        )
+        for name, layer in (("swiglu", "SwiGLU"), ("geglu", "GEGLU"))
     ),
     Op(
         "max_pool2d",

@@ -151,6 +151,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def gated_activation(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
 def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:

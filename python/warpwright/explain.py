@@ -119,6 +119,11 @@ def _relu(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_relu(_dtype(a["input"]), _operand(a["input"]))
 
 
+def _gated_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    gate, up = a["gate"], a["up"]
+    return _C.explain_gated_activation(_dtype(gate), _operand(gate), up is None)
+
+
 def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x, weight = a["input"], a["weight"]
     if weight.dim() == 1:

@@ -19,6 +19,7 @@ from ._running_statistics import RunningStatistics
 from ._tools import Named
 
 __all__ = [
+    "GEGLU",
     "MLP",
     "BatchNorm1d",
     "BatchNorm2d",
@@ -39,6 +40,7 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "ReLUMaxPool2d",
+    "SwiGLU",
     "SyncBatchNorm",
 ]
 
@@ -305,6 +307,36 @@ class MultiheadAttention(Named, nn.MultiheadAttention):
             average_attn_weights=average_attn_weights,
             is_causal=is_causal,
         )
+
+
+class SwiGLU(Named, nn.Module):
+    """:func:`warpwright.functional.swiglu` as a layer, without parameters.
+
+    Shape: two tensors of one shape, or one whose last dimension holds the gate and then the other.
+    """
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return F.swiglu(gate, up)
+
+
+class GEGLU(Named, nn.Module):
+    """:func:`warpwright.functional.geglu` as a layer, without parameters.
+
+    Args:
+        approximate: as for ``nn.GELU``.
+
+    Shape: as :class:`SwiGLU`.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return F.geglu(gate, up, approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
 
 
 class MLP(Named, nn.Module):

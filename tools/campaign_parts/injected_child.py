@@ -74,6 +74,7 @@ def large_calls() -> dict[str, Call]:
         "batch_norm_relu": (F.batch_norm_relu, (images, None, None, vector, vector, True), {}),
         "layer_norm": (F.layer_norm, (rows, (300,), t(300), t(300)), {}),
         "rms_norm": (F.rms_norm, (rows, (300,), t(300)), {}),
+        "swiglu": (F.swiglu, (rows,), {}),
         "linear_gelu": (F.linear_gelu, (rows, weight, t(400)), {}),
         "cross_entropy": (F.cross_entropy, (rows, labels), {"label_smoothing": 0.1}),
         "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),

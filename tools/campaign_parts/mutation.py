@@ -31,6 +31,7 @@ TESTS = {
     "batch_norm_relu_max_pool2d": (["test_batch_norm_relu_max_pool2d.py"], "batch_norm"),
     "conv2d": (["test_conv2d*.py"], "conv2d"),
     "cross_entropy": (["test_cross_entropy*.py"], "cross_entropy"),
+    "gated_activation": (["test_gated_activation.py"], "gated or glu"),
     "layer_norm": (["test_layer_norm.py"], "norm"),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from .._ops import ops
-from . import _attention, _losses, _norm_and_pool, _products, _row_norms
+from . import _attention, _elementwise, _losses, _norm_and_pool, _products, _row_norms
 from ._fold import Dims, Rule, one_by_one
 
 
@@ -48,6 +48,8 @@ def composed(op: Any) -> Callable[..., Any]:
 
 RULES: dict[str, Rule] = {
     "relu_backward": _norm_and_pool.relu_backward,
+    "gated_activation": _elementwise.gated_activation,
+    "gated_activation_backward": _elementwise.gated_activation_backward,
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,
     "linear_activation": _products.linear_activation,

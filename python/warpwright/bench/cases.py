@@ -94,6 +94,35 @@ def _relu(numel: int, dtype: torch.dtype) -> Case:
     )
 
 
+def _gated(op: str, rows: int, cols: int, dtype: torch.dtype, packed: bool = False) -> Case:
+    """swiglu or geglu (the tanh form) of two tensors, or of the halves of one."""
+    e = rows * cols * dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        if packed:
+            return {"x": _randn((rows, 2 * cols), dtype, device)}
+        return {name: _randn((rows, cols), dtype, device) for name in ("x", "up")}
+
+    options = {} if op == "swiglu" else {"approximate": "tanh"}
+    activation = "silu" if op == "swiglu" else "gelu"
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        gate, up = i["x"].chunk(2, -1) if packed else (i["x"], i["up"])
+        result: Tensor = getattr(F, activation)(gate, **options) * up
+        return result
+
+    return Case(
+        op,
+        f"{rows}x{cols}" + (" packed" if packed else ""),
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: getattr(F, op)(*i.values(), **options),
+        _work.traffic(e, 3, 5).of("bytes"),
+        native=native,
+    )
+
+
 def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case:
     e = torch.Size(shape).numel() * dtype.itemsize
     channels = shape[1]

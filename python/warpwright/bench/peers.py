@@ -171,7 +171,9 @@ def prepare_cudagraph(case: Case, inputs: Inputs, device: str) -> Implementation
 
 
 def prepare_liger(case: Case, inputs: Inputs, device: str) -> Implementation:
-    """Liger's loss, which writes the gradient over the logits in its forward."""
+    """Liger's loss, which writes the gradient over the logits in its forward; its gated product."""
+    if case.op == "swiglu":
+        return _prepare_liger_swiglu(inputs)
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     def loss(x: Tensor) -> Tensor:
@@ -195,6 +197,32 @@ def prepare_liger(case: Case, inputs: Inputs, device: str) -> Implementation:
         },
         results,
     )
+
+
+def _prepare_liger_swiglu(inputs: Inputs) -> Implementation:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    def forward(i: Inputs) -> Tensor:
+        gate, up = (i["x"], i["up"]) if "up" in i else i["x"].chunk(2, -1)
+        result: Tensor = LigerSiLUMulFunction.apply(gate, up)
+        return result
+
+    # Its backward writes the gradients over the saved tensors, so it has no time of its own, and a
+    # call after another reads other values in the same time.
+    leaves = leaves_of(inputs)
+    scratch = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
+    cotangent = torch.randn_like(forward(scratch))
+
+    def both() -> object:
+        return torch.autograd.grad(forward(scratch), list(scratch.values()), cotangent.clone())
+
+    def results(incoming: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        fresh = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
+        value = forward(fresh)
+        grads = torch.autograd.grad(value, list(fresh.values()), incoming.to(value.dtype))
+        return value.detach(), list(grads[: len(leaves)])
+
+    return Implementation({"fwd": lambda: forward(inputs), "fwd+bwd": both}, results)
 
 
 def prepare_cudnn(case: Case, inputs: Inputs, device: str) -> Implementation:
@@ -265,9 +293,9 @@ PEERS: Mapping[str, Peer] = {
         ),
         Peer(
             "liger",
-            "Liger kernels, gradient written over the logits",
+            "Liger kernels, gradients written over the inputs",
             prepare_liger,
-            _only(("cross_entropy",), "liger"),
+            _only(("cross_entropy", "swiglu"), "liger"),
             package="liger-kernel",
             module="liger_kernel",
             needs_cuda=True,

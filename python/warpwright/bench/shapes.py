@@ -16,6 +16,7 @@ from .cases import (
     _batch_norm_relu_max_pool2d,
     _conv2d,
     _cross_entropy,
+    _gated,
     _linear,
     _linear_activation,
     _linear_cross_entropy,
@@ -82,8 +83,19 @@ def _row_norms() -> list[Case]:
     return cases
 
 
+def _gated_products() -> list[Case]:
+    """The hidden layers of Llama and Gemma."""
+    return [
+        _gated("swiglu", 8192, 14336, BF16),
+        _gated("swiglu", 8192, 14336, BF16, packed=True),
+        _gated("swiglu", 8192, 5632, BF16),
+        _gated("swiglu", 8192, 5632, FP32),
+        _gated("geglu", 8192, 9216, BF16),
+    ]
+
+
 def _all_cases() -> list[Case]:
-    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32)]
+    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_gated_products()]
     cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
     for shape in (
         (256, 64, 112, 112),
@@ -189,6 +201,8 @@ CASES = _all_cases()
 # Small enough for two CPU cores and for a look at a new machine.
 QUICK_CASES = [
     _relu(1 << 22, FP32),
+    _gated("swiglu", 2048, 768, FP32),
+    _gated("geglu", 2048, 768, FP32, packed=True),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
     _row_norm("layer_norm", 2048, 768, FP32),

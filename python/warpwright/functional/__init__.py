@@ -1,6 +1,6 @@
 """Drop-in versions of `torch.nn.functional`: same names, arguments, defaults and errors."""
 
-from ._activation import relu, relu_
+from ._activation import geglu, relu, relu_, swiglu
 from ._attention import scaled_dot_product_attention
 from ._conv import conv2d
 from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
@@ -22,6 +22,7 @@ __all__ = [
     "batch_norm_relu_max_pool2d",
     "conv2d",
     "cross_entropy",
+    "geglu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -36,6 +37,7 @@ __all__ = [
     "relu_max_pool2d",
     "rms_norm",
     "scaled_dot_product_attention",
+    "swiglu",
 ]
 
 # Pickles and generated forwards import a function by this module, not by the file that defines it.

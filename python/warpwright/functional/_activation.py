@@ -1,11 +1,14 @@
-"""Activations."""
+"""Activations, alone and as gates."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _arguments
+from .._catalog import NATIVE
 from .._ops import ops
 from ._common import dynamo, exporting
 
@@ -40,3 +43,61 @@ def relu_(input: Tensor) -> Tensor:
         return ops.relu_(input)
     except RuntimeError as error:
         raise _arguments.error(error, "relu_", {"input": input}, {}) from None
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up``: the gated product of arXiv 2002.05202, in one pass each way.
+
+    The product is computed in float32 (or float64) and rounded once. The backward computes
+    ``silu(gate)`` again, so autograd keeps the two arguments and nothing else.
+
+    Args:
+        gate: any shape and strides; float32, float64, bfloat16, float16. Without ``up``: its last
+            dimension holds the gate and then ``up``, as a product with stacked weights gives them.
+            Both halves are read in place, and the gradient has the same form.
+        up: the shape and dtype of ``gate``, any strides. With another shape or dtype the single ops
+            run, which broadcast and promote.
+    Returns:
+        The shape of ``up``, the dtype and dimension order of ``gate``; dense.
+    Raises:
+        RuntimeError: shapes do not broadcast, devices differ, or the last dimension is odd without
+            ``up``.
+        NotImplementedError: integer or complex ``gate``.
+    """
+    return _gated("swiglu", gate, up, "silu")
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+    """``gelu(gate) * up``, as :func:`swiglu`.
+
+    Args:
+        approximate: ``"none"`` or ``"tanh"``, as for ``torch.nn.functional.gelu``.
+
+    The other arguments, the result and the errors are :func:`swiglu`'s.
+
+    Raises:
+        RuntimeError: also for another ``approximate``.
+    """
+    if approximate not in ("none", "tanh"):
+        raise RuntimeError(f"geglu: approximate: expected 'none' or 'tanh', got {approximate!r}")
+    return _gated("geglu", gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def _gated(name: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    if dynamo() or exporting():
+        return NATIVE["gated_activation"](gate, up, activation)
+    if up is not None and _differ(gate, up):
+        for argument, tensor in (("gate", gate), ("up", up)):  # native's product reads freed memory
+            _arguments.require_storage(name, argument, tensor)
+        return NATIVE["gated_activation"](gate, up, activation)
+    try:
+        return ops.gated_activation(gate, up, activation)
+    except RuntimeError as error:
+        raise _arguments.error(error, name, {"gate": gate}, {"up": up}) from None
+
+
+def _differ(gate: Any, up: Any) -> bool:
+    """Whether they are two tensors that native would broadcast or promote."""
+    if not (isinstance(gate, Tensor) and isinstance(up, Tensor)):
+        return False
+    return gate.shape != up.shape or gate.dtype != up.dtype

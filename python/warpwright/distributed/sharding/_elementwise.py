@@ -1,11 +1,11 @@
-"""Shardings of relu and max pooling: any dimension that is not a window's."""
+"""Shardings of relu, gated activations and max pooling: any dimension that is no window's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._table import R, Row, Rule, S
+from ._table import R, Row, Rule, S, picked
 
 POOL_ADVICE = "Max pooling is computed over N and channels, not over H and W."
 
@@ -28,7 +28,26 @@ def _pool(results: int, operands: int, kept: str, shape_at: int | None = None) -
     return Rule(rows, kept=(kept,), advice=POOL_ADVICE, shape_at=shape_at)
 
 
+PACKED_ADVICE = (
+    "The halves of a packed tensor are in its last dimension: shard another, or pass both."
+)
+
+
+def gated_activation(gate: Any, up: Any, activation: str) -> list[Row]:
+    return alike(1, 2, window_dims=up is None)(gate)
+
+
+def gated_activation_backward(
+    dy: Any, gate: Any, up: Any, activation: str, mask: Sequence[bool]
+) -> list[Row]:
+    wanted = (mask[0], mask[1] and up is not None)
+    rows = alike(2, 3, window_dims=up is None)(gate)
+    return [(picked(wanted, *results), operands) for results, operands in rows]
+
+
 RULES = {
+    "gated_activation": Rule(gated_activation, advice=PACKED_ADVICE),
+    "gated_activation_backward": Rule(gated_activation_backward, advice=PACKED_ADVICE),
     "relu": Rule(alike(1, 1)),
     "relu_": Rule(alike(1, 1)),
     "relu_backward": Rule(alike(1, 2)),
