@@ -24,7 +24,7 @@ from warpwright.patch import ROUTED
 from warpwright.profile import ranges
 from warpwright.swap import OPS as SWAPPED
 from warpwright.swap import patterns
-from warpwright.swap.classes import MODULES
+from warpwright.swap.classes import MODULES, OF_LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
@@ -149,8 +149,10 @@ def test_every_optimizer_has_a_record():
 def test_tables_derive():
     native_has = [op.name for op in NATIVE_HAS]
     assert list(ROUTED) == native_has
-    assert list(SWAPPED) == [*native_has, "linear_cross_entropy"]  # which heads run on
-    assert {op for _, op in MODULES.values()} == set(native_has)
+    assert list(SWAPPED) == [*native_has, *OF_LIBRARIES]
+    assert set(OF_LIBRARIES) < set(FUNCTIONALS)
+    torchs = {op for kind, (_, op) in MODULES.items() if kind.__module__.startswith("torch.")}
+    assert torchs == set(native_has)
     assert list(overhead.calls("cpu")) == native_has
     assert set(EXPLAINERS) == set(FUNCTIONALS)
     assert {p.functional for p in patterns.PATTERNS} == {n for n, op in OPS.items() if op.chain}

@@ -80,7 +80,7 @@ class Recipe:
 
     def holds(self, block: nn.Module) -> bool:
         """Whether the block is unchanged."""
-        if _all_layers_are_watched():
+        if all_layers_are_watched():
             return False
         for name, value in self.facts:
             now = getattr(block, name, _MISSING)
@@ -118,7 +118,7 @@ def is_hooked(layer: nn.Module) -> bool:
     return False
 
 
-def _all_layers_are_watched() -> bool:
+def all_layers_are_watched() -> bool:
     """Whether a hook on all modules, or torch.fx, watches every layer."""
     if fx_tracing._is_fx_tracing_flag and not torch.compiler.is_compiling():
         return True

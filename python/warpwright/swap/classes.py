@@ -23,8 +23,9 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-# Heads of language models run on the last one (integrations/transformers).
-OPS = (*(op.name for op in _catalog.OPS.values() if op.modules), "linear_cross_entropy")
+# What layers of other libraries run on (integrations/transformers), though torch has no such layer.
+OF_LIBRARIES = ("swiglu", "linear_cross_entropy")
+OPS = (*(op.name for op in _catalog.OPS.values() if op.modules), *OF_LIBRARIES)
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -9,7 +9,7 @@ the names in ``state_dict`` and all modules keep their places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,16 +91,19 @@ class _Step:
 WhyNot = Callable[[nn.Module], "str | None"]
 
 
-def plan(model: nn.Module, why_not: WhyNot, ops: Iterable[str]) -> Plan:
+def plan(
+    model: nn.Module, why_not: WhyNot, ops: Iterable[str], whole: Container[nn.Module] = ()
+) -> Plan:
     """What to fuse in ``model``. Changes nothing.
 
     Args:
         why_not: returns the reason to leave a layer native, or None.
         ops: the functionals that may be replaced.
+        whole: modules whose forward is left as it is.
     """
     result = Plan()
     for name, module in model.named_modules():
-        if not _may_have_chains(module):
+        if module in whole or not _may_have_chains(module):
             continue
         try:
             reason = why_no_block(module)

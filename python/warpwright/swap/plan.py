@@ -72,8 +72,10 @@ def plan_swap(
         reason = why_unknown or _why_not(module, name, op, wanted, why_left)
         if reason is None:
             chosen[module] = MODULES[type(module)][0]
-        if isinstance(module, nn.MultiheadAttention):  # it reads this child's weights itself
-            parts[module.out_proj] = f"runs as a part of {type(module).__name__}"
+        # What it computes itself: it reads the weights, or knows the activation.
+        own = ["out_proj"] if isinstance(module, nn.MultiheadAttention) else []
+        for part in (*own, *getattr(chosen.get(module), "_parts", ())):
+            parts[getattr(module, part)] = f"runs as a part of {type(module).__name__}"
         entries[module] = SwapEntry(name, type_name(module), op, reason is None, reason or "")
     plans = [library.plan(model, wanted, why_left, chosen) for library in libraries]
     for plan in plans:
@@ -99,7 +101,9 @@ def plan_swap(
             return f"{entry.op} is not in ops"
         return why_left(module, entry.name)
 
-    found = plan_fusions(model, why_not_fused, wanted)
+    # A layer that calls others and runs on an op of ours has no chain of its own.
+    whole = {m for m in entries if (m in chosen or type(m) in NATIVE) and [*m.children()]}
+    found = plan_fusions(model, why_not_fused, wanted, whole)
     for module, into in found.absorbed.items():
         if entries[module].reason in (NO_LAYER, NOTHING):
             entries[module] = replace(entries[module], reason=f"runs as a part of {into}")

@@ -39,6 +39,7 @@ class Known:
     fused: Callable[..., Any] | None = None
     # For an activation: the options that the class implies.
     constants: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()  # attributes with layers that `forward` computes itself
 
 
 _known: dict[str, Known] = {}  # by the fingerprint of the class
@@ -232,6 +233,7 @@ def _subclass(
         "__doc__": native.__doc__,
         "_native": native,
         "_functional": functional,
+        "_parts": known.parts,
         "forward": forward,
         "__reduce_ex__": reduce,
         "_get_name": lambda self: f"warpwright.{name}",

@@ -27,8 +27,9 @@ except ImportError as error:
     raise ImportError(
         f"warpwright: transformers 4.53 or newer is needed; {transformers.__version__} is installed"
     ) from error
+from . import _gated as _gated  # registers its layers, as the next does
 from . import _heads
-from . import _layers as _layers  # registers them
+from . import _layers as _layers
 from ._attention import attention
 from ._masks import add_hooks, has_hooks, mask, remove_hooks
 from ._sources import (
