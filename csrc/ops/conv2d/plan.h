@@ -120,13 +120,19 @@ Plan choose_window_product(ConvDirection direction, const Conv2dShape& s,
   auto plan = [&](const auto& config, const LayoutCopies& copies = {}) {
     return Plan(config, copies, workspace_bytes(copies.shape(s), config));
   };
+  auto plan_of_product = [&](const RowsProduct& product) {
+    return std::visit([&](const auto& config) { return plan(config, product.copies); },
+                      product.kernel);
+  };
+  if (const auto patches = choose_patch_product(direction, s, addresses, sums, device)) {
+    return plan_of_product(*patches);
+  }
   if (!s.channels_last) {
     if (const auto planes = choose_plane_product(direction, s, addresses, device)) {
       return plan(*planes);
     }
     const auto rows = choose_rows_product(direction, s, addresses, sums, device);
-    if (!rows) return plan(portable);
-    return std::visit([&](const auto& config) { return plan(config, rows->copies); }, rows->kernel);
+    return rows ? plan_of_product(*rows) : plan(portable);
   }
   const char* why_not = why_not_tma_im2col(direction, s, addresses);
   if (why_not == nullptr) {

@@ -147,6 +147,14 @@ void copy_operand(const void*& operand, const std::optional<int64_t>& offset,
   operand = rows;
 }
 
+// The same for the image, of which the kernel may take the patches.
+void copy_image(const void*& image, const LayoutCopies& copies, const Conv2dShape& s,
+                void* workspace, cudaStream_t stream) {
+  if (!copies.patches) return copy_operand(image, copies.x, copies.x_layout(s), workspace, stream);
+  launch_copy_patches(s, image, at(workspace, *copies.x), stream);
+  image = at(workspace, *copies.x);
+}
+
 // Calls run(d), whose kernel writes the result: in the workspace, from where it is copied, or
 // directly.
 template <class Run>
@@ -165,7 +173,7 @@ void launch_conv2d(const Conv2dParams& params, const Conv2dFpropPlan& plan, void
   const Conv2dShape& s = params.shape;
   Conv2dParams p = params;
   p.shape = copies.shape(s);
-  copy_operand(p.input, copies.x, copies.x_layout(s), workspace, stream);
+  copy_image(p.input, copies, s, workspace, stream);
   copy_operand(p.weight, copies.w, layout_of_w(s), workspace, stream);
   with_result(params.output, copies.y, layout_of_y(s), workspace, stream, [&](void* y) {
     p.output = y;
@@ -199,7 +207,7 @@ void launch_conv2d_backward(const Conv2dBackwardParams& params, const Conv2dBack
   if (plan.weight) {
     const LayoutCopies& copies = plan.weight->copies;
     Conv2dBackwardParams p = with_copies(copies);
-    copy_operand(p.input, copies.x, copies.x_layout(s), workspace, stream);
+    copy_image(p.input, copies, s, workspace, stream);
     with_result(params.grad_weight, copies.w, layout_of_w(s), workspace, stream, [&](void* dw) {
       p.grad_weight = dw;
       void* parts = workspace == nullptr ? nullptr : at(workspace, copies.bytes);

@@ -7,20 +7,25 @@
 
 #include "ops/conv2d/cuda/implicit_gemm/config.h"
 #include "ops/conv2d/cuda/layout/change.h"
+#include "ops/conv2d/cuda/layout/patches.h"
 #include "ops/conv2d/cuda/matrix_product.h"
 #include "ops/conv2d/cuda/sm90/config.h"
 
 namespace warpwright {
+
+constexpr int64_t kCopyAlignment = 256;  // of each copy in the workspace, bytes
 
 // Offsets of a direction's tensors in rows in the workspace. Without one the kernel uses the call's
 // tensor. y comes first, so that both gradients find the same copy of dy.
 struct LayoutCopies {
   bool rows = false;     // the kernel takes the channels-last problem
   bool sampled = false;  // and x has the pixels that a strided 1 x 1 window reads
+  bool patches = false;  // x is the patches, of which the kernel takes the 1 x 1 convolution
   std::optional<int64_t> x, w, y;
   int64_t bytes = 0;
 
   Conv2dShape shape(Conv2dShape s) const {
+    if (patches) return patch_shape(s);
     s.channels_last |= rows;
     if (sampled) s.h = s.p, s.w = s.q, s.stride_h = s.stride_w = 1;
     return s;
@@ -51,14 +56,13 @@ inline bool samples_x(const Conv2dShape& s) {
 // None if a tensor cannot be copied. `planes`: the kernel stores D in planes.
 inline std::optional<LayoutCopies> choose_layout_copies(ConvDirection direction,
                                                         const Conv2dShape& s, bool planes) {
-  constexpr int64_t kAlignment = 256;
   LayoutCopies copies{.rows = true, .sampled = samples_x(s)};
   bool possible = true;
   auto copy = [&](const LayoutTensor& tensor, bool is_d) -> std::optional<int64_t> {
     if (!tensor.has_layouts() || (is_d && planes)) return std::nullopt;
     possible = possible && tensor.can_change();
     const int64_t offset = copies.bytes;
-    copies.bytes += ceil_div(tensor.bytes(), kAlignment) * kAlignment;
+    copies.bytes += ceil_div(tensor.bytes(), kCopyAlignment) * kCopyAlignment;
     return offset;
   };
   copies.y = copy(layout_of_y(s), direction == ConvDirection::kFprop);
@@ -129,18 +133,53 @@ inline std::optional<LayoutCopies> choose_depthwise_copies(ConvDirection directi
   return choose_layout_copies(direction, s, /*planes=*/false);
 }
 
+// ---- patches ----
+
+// fprop and wgrad of windows that are patches. None if a tensor cannot be copied.
+inline std::optional<LayoutCopies> choose_patch_copies(ConvDirection direction,
+                                                       const Conv2dShape& s) {
+  if (direction == ConvDirection::kDgrad || !can_copy_patches(s)) return std::nullopt;
+  LayoutCopies copies{.patches = true};
+  const LayoutTensor y = layout_of_y(s);
+  if (!s.channels_last && y.has_layouts()) {
+    if (!y.can_change()) return std::nullopt;
+    copies.y = 0;
+    copies.bytes = ceil_div(y.bytes(), kCopyAlignment) * kCopyAlignment;
+  }
+  copies.x = copies.bytes;
+  copies.bytes += ceil_div(s.n * s.p * s.q * s.c * s.taps() * 2, kCopyAlignment) * kCopyAlignment;
+  return copies;
+}
+
+// For images of few channels: TMA's im2col needs whole 16-byte vectors of channels. None if another
+// kernel takes it. Below kMinBytes the launches of the copies count. `sums` as above.
+inline std::optional<RowsProduct> choose_patch_product(ConvDirection direction,
+                                                       const Conv2dShape& s,
+                                                       const Conv2dAddresses& call, void* sums,
+                                                       const DeviceInfo& device) {
+  constexpr int64_t kMinBytes = int64_t{1} << 18;
+  if (!s.sm90 || s.c % 8 == 0 || layout_of_x(s).bytes() < kMinBytes) return std::nullopt;
+  const auto copies = choose_patch_copies(direction, s);
+  if (!copies) return std::nullopt;
+  const auto product =
+      choose_matrix_product(direction, copies->shape(s), copies->addresses(call), sums, device);
+  if (!product) return std::nullopt;
+  return RowsProduct{*product, *copies};
+}
+
 // What the copies add to the description of a plan.
 inline std::string describe(const LayoutCopies& copies) {
   std::string names;
   auto add = [&](const std::optional<int64_t>& copy, const char* name) {
     if (copy) names += (names.empty() ? "" : ", ") + std::string(name);
   };
-  add(copies.x, "x");
+  if (!copies.patches) add(copies.x, "x");
   add(copies.w, "w");
   add(copies.y, "y");
-  if (names.empty()) return "";
-  return "; NHWC copies of " + names + ", " + std::to_string(ceil_div(copies.bytes, 1 << 20)) +
-         " MiB";
+  if (names.empty() && !copies.patches) return "";
+  if (!names.empty()) names = "; NHWC copies of " + names;
+  return (copies.patches ? "; the patches of x as rows" : "") + names + ", " +
+         std::to_string(ceil_div(copies.bytes, 1 << 20)) + " MiB";
 }
 
 }  // namespace warpwright
