@@ -151,7 +151,7 @@ void copy_operand(const void*& operand, const std::optional<int64_t>& offset,
 void copy_image(const void*& image, const LayoutCopies& copies, const Conv2dShape& s,
                 void* workspace, cudaStream_t stream) {
   if (!copies.patches) return copy_operand(image, copies.x, copies.x_layout(s), workspace, stream);
-  launch_copy_patches(s, image, at(workspace, *copies.x), stream);
+  launch_image_to_patches(s, image, at(workspace, *copies.x), stream);
   image = at(workspace, *copies.x);
 }
 
@@ -199,10 +199,16 @@ void launch_conv2d_backward(const Conv2dBackwardParams& params, const Conv2dBack
     const LayoutCopies& copies = plan.input->copies;
     Conv2dBackwardParams p = with_copies(copies);
     copy_operand(p.weight, copies.w, layout_of_w(s), workspace, stream);
-    with_result(params.grad_input, copies.x, copies.x_layout(s), workspace, stream, [&](void* dx) {
+    const auto run_kernel = [&](void* dx) {
       p.grad_input = dx;
       std::visit([&](const auto& config) { run_dgrad(p, config, stream); }, plan.input->kernel);
-    });
+    };
+    if (copies.patches) {
+      run_kernel(at(workspace, *copies.x));
+      launch_patches_to_image(s, at(workspace, *copies.x), params.grad_input, stream);
+    } else {
+      with_result(params.grad_input, copies.x, copies.x_layout(s), workspace, stream, run_kernel);
+    }
   }
   if (plan.weight) {
     const LayoutCopies& copies = plan.weight->copies;

@@ -135,10 +135,9 @@ inline std::optional<LayoutCopies> choose_depthwise_copies(ConvDirection directi
 
 // ---- patches ----
 
-// fprop and wgrad of windows that are patches. None if a tensor cannot be copied.
-inline std::optional<LayoutCopies> choose_patch_copies(ConvDirection direction,
-                                                       const Conv2dShape& s) {
-  if (direction == ConvDirection::kDgrad || !can_copy_patches(s)) return std::nullopt;
+// None if a tensor cannot be copied.
+inline std::optional<LayoutCopies> choose_patch_copies(const Conv2dShape& s) {
+  if (!can_copy_patches(s)) return std::nullopt;
   LayoutCopies copies{.patches = true};
   const LayoutTensor y = layout_of_y(s);
   if (!s.channels_last && y.has_layouts()) {
@@ -159,7 +158,7 @@ inline std::optional<RowsProduct> choose_patch_product(ConvDirection direction,
                                                        const DeviceInfo& device) {
   constexpr int64_t kMinBytes = int64_t{1} << 18;
   if (!s.sm90 || s.c % 8 == 0 || layout_of_x(s).bytes() < kMinBytes) return std::nullopt;
-  const auto copies = choose_patch_copies(direction, s);
+  const auto copies = choose_patch_copies(s);
   if (!copies) return std::nullopt;
   const auto product =
       choose_matrix_product(direction, copies->shape(s), copies->addresses(call), sums, device);

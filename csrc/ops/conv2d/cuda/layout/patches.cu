@@ -1,4 +1,4 @@
-// Bound: one read of the image and one write of the patches.
+// Bound: one read and one write of the patches.
 #include "common/ceil_div.h"
 #include "device/math.cuh"
 #include "device/vec.cuh"
@@ -11,7 +11,7 @@ namespace {
 constexpr int kPatchThreads = 256, kPatchLoads = 4;
 
 struct PatchParams {
-  const uint16_t* image;
+  uint16_t* image;
   uint16_t* patches;
   int accesses;                        // of all patches
   FastDivmod by_patch, by_run;         // accesses of a patch, of a run
@@ -21,9 +21,9 @@ struct PatchParams {
   int64_t patch_row_step, patch_step;  // from patch to patch, down and across
   int64_t row_step;                    // from row to row of the image
 
-  // Where access `index` of the patches comes from.
+  // Where access `index` of the patches is in the image.
   template <int kVec>
-  __device__ __forceinline__ int64_t source(int index) const {
+  __device__ __forceinline__ int64_t in_image(int index) const {
     int patch, rest, run, in_run, row_of_patches, column, image_index, row, channel, tap_row;
     by_patch.divmod(index, patch, rest);
     by_run.divmod(rest, run, in_run);
@@ -35,28 +35,31 @@ struct PatchParams {
   }
 };
 
-// Grid: a block per kPatchThreads * kPatchLoads accesses of the patches.
-template <int kVec>
+// Grid: a block per kPatchThreads * kPatchLoads accesses of the patches. Without kToImage the
+// patches are copied from the image.
+template <int kVec, bool kToImage>
 __global__ void __launch_bounds__(kPatchThreads) copy_patches_kernel(PatchParams p) {
   const int first =
       static_cast<int>(blockIdx.x) * kPatchThreads * kPatchLoads + static_cast<int>(threadIdx.x);
   Vec<uint16_t, kVec> values[kPatchLoads];
+  auto for_accesses = [&](auto&& f) {
 #pragma unroll
-  for (int i = 0; i < kPatchLoads; ++i) {
-    const int index = first + i * kPatchThreads;
-    if (index < p.accesses) values[i] = load_vec<kVec>(p.image + p.source<kVec>(index));
-  }
-#pragma unroll
-  for (int i = 0; i < kPatchLoads; ++i) {
-    const int index = first + i * kPatchThreads;
-    if (index < p.accesses) store_vec(p.patches + int64_t{index} * kVec, values[i]);
-  }
+    for (int i = 0; i < kPatchLoads; ++i) {
+      const int index = first + i * kPatchThreads;
+      if (index >= p.accesses) continue;
+      f(values[i], p.image + p.in_image<kVec>(index), p.patches + int64_t{index} * kVec);
+    }
+  };
+  for_accesses([](auto& value, const uint16_t* in_image, const uint16_t* in_patches) {
+    value = load_vec<kVec>(kToImage ? in_patches : in_image);
+  });
+  for_accesses([](const auto& value, uint16_t* in_image, uint16_t* in_patches) {
+    store_vec(kToImage ? in_image : in_patches, value);
+  });
 }
 
-}  // namespace
-
-void launch_copy_patches(const Conv2dShape& s, const void* image, void* patches,
-                         cudaStream_t stream) {
+template <bool kToImage>
+void launch_copy(const Conv2dShape& s, void* image, void* patches, cudaStream_t stream) {
   if (!can_copy_patches(s)) {
     throw std::logic_error("warpwright: conv2d: the plan copies patches of other windows");
   }
@@ -64,7 +67,7 @@ void launch_copy_patches(const Conv2dShape& s, const void* image, void* patches,
   const int vec = runs.vector(reinterpret_cast<uintptr_t>(image));
   const int64_t channels = s.channels_last ? s.c : 1;  // that are neighbours in memory
   PatchParams params{};
-  params.image = static_cast<const uint16_t*>(image);
+  params.image = static_cast<uint16_t*>(image);
   params.patches = static_cast<uint16_t*>(patches);
   params.accesses = static_cast<int>(s.n * s.p * s.q * s.c * s.taps() / vec);
   params.by_patch = FastDivmod(s.c * s.taps() / vec);
@@ -80,7 +83,7 @@ void launch_copy_patches(const Conv2dShape& s, const void* image, void* patches,
   const dim3 grid(static_cast<unsigned>(
       ceil_div<int64_t>(params.accesses, int64_t{kPatchThreads} * kPatchLoads)));
   auto run = [&]<int kVec>() {
-    launch(copy_patches_kernel<kVec>, grid, dim3(kPatchThreads), 0, stream, params);
+    launch(copy_patches_kernel<kVec, kToImage>, grid, dim3(kPatchThreads), 0, stream, params);
   };
   switch (vec) {
     case 8:
@@ -92,6 +95,22 @@ void launch_copy_patches(const Conv2dShape& s, const void* image, void* patches,
     default:
       return run.operator()<1>();
   }
+}
+
+}  // namespace
+
+void launch_image_to_patches(const Conv2dShape& s, const void* image, void* patches,
+                             cudaStream_t stream) {
+  launch_copy<false>(s, const_cast<void*>(image), patches, stream);
+}
+
+void launch_patches_to_image(const Conv2dShape& s, const void* patches, void* image,
+                             cudaStream_t stream) {
+  if (s.p * s.r != s.h || s.q * s.s != s.w) {
+    const auto bytes = static_cast<size_t>(s.n * s.c * s.h * s.w * dtype_size(s.dtype));
+    cuda_check(cudaMemsetAsync(image, 0, bytes, stream), "conv2d: zeros where no window is");
+  }
+  launch_copy<true>(s, image, const_cast<void*>(patches), stream);
 }
 
 }  // namespace warpwright

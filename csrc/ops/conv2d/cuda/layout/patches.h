@@ -55,8 +55,11 @@ inline bool can_copy_patches(const Conv2dShape& s) {
 
 #ifdef WARPWRIGHT_WITH_CUDA
 // `patches`: (n p q, c r s), 16-byte aligned.
-void launch_copy_patches(const Conv2dShape& shape, const void* image, void* patches,
-                         cudaStream_t stream);
+void launch_image_to_patches(const Conv2dShape& shape, const void* image, void* patches,
+                             cudaStream_t stream);
+// Zeros where the image has no patch.
+void launch_patches_to_image(const Conv2dShape& shape, const void* patches, void* image,
+                             cudaStream_t stream);
 #endif
 
 }  // namespace warpwright
