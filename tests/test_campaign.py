@@ -234,6 +234,9 @@ def test_record_and_page(tmp_path):
     assert [r["part"] for r in again["rows"]] == ["gpu", "fuzz"]
     assert "1 fault found and fixed, 1 open" in reliability.summary([again])
     assert "- `x \\| y`" in reliability.page({"p": again})
+    survived = reliability.merge(record, [row("python-mutation", failures=["a < b"])])
+    assert "0 open" in reliability.summary([survived])
+    assert "Survivors: python-mutation" in reliability.page({"p": survived})
 
 
 def test_a_record_without_a_field(tmp_path):

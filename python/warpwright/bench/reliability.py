@@ -14,6 +14,7 @@ from .records import write
 
 Record = dict[str, Any]
 RESULT = "reliability.json"
+MUTATION = ("mutation", "python-mutation")  # their failures are gaps of the tests, not faults
 HEADER = ("schema", "device", "gpu", "torch", "date", "source_hash", "rows", "found")
 TRIED = ("part", "what", "cases", "unit", "failures", "seed", "detail", "not_run", "seconds")
 ROW = (*TRIED, "date", "source_hash")
@@ -59,7 +60,7 @@ def summary(records: list[Record]) -> str:
         return "Not yet run."
     rows = [row for record in records for row in record["rows"] if not row["not_run"]]
     found = [fault for record in records for fault in record["found"]]
-    still_open = sum(len(row["failures"]) for row in rows if row["part"] != "mutation")
+    still_open = sum(len(row["failures"]) for row in rows if row["part"] not in MUTATION)
     cases = sum(row["cases"] for row in rows)
     dates = sorted(row["date"] for row in rows) or [records[0]["date"]]
     machines = ", ".join(dict.fromkeys(record["gpu"] for record in records))
@@ -97,7 +98,7 @@ def _failures(record: Record) -> list[str]:
     lines = []
     for row in record["rows"]:
         if row["failures"]:
-            title = "Survivors" if row["part"] == "mutation" else "Open"
+            title = "Survivors" if row["part"] in MUTATION else "Open"
             lines += ["", f"{title}: {row['part']}, {row['what']}", ""]
             lines += [f"- `{_cell(failure)[:300].replace('`', '')}`" for failure in row["failures"]]
     return lines
