@@ -186,6 +186,7 @@ __global__ void __launch_bounds__(kLayoutThreads) rows_to_planes_kernel(LayoutPa
   }
   __syncthreads();
   constexpr int kLanes = kTilePixels / kVec, kRows = kLayoutThreads / kLanes;
+  // One step: kLanes vectors are the tile's pixels.
 #pragma unroll
   for (int at = thread % kLanes * kVec; at < kTilePixels; at += kTilePixels) {
     if (first_pixel + at >= p.all_pixels) return;
