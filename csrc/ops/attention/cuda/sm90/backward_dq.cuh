@@ -187,13 +187,8 @@ struct DqSm90 {
         hide_ends(s, row0, col0, p);
 #pragma unroll
         for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -lse[i / 2 % 2]));
-        if constexpr (Tile::kDropout) {
+        if constexpr (Tile::kDropout)
           negate_dropped<false>(s, key, w.head, row0 + accumulator_warp_row(), col0);
-          // ptxas moves what it can behind a wait for products, but not past this branch.
-          typename Ring::Cursor next = at;
-          next.next();
-          if (block + 1 < w.blocks) k_ring.wait_full(next);
-        }
         wgmma_wait<0>();
         wgmma_pin(dp);
         v_ring.release(at);

@@ -182,7 +182,7 @@ struct ForwardSm90 {
       k_at.next();
       hide(w.blocks - 1);
       softmax.step(s, scale, correction);
-      drop(s, w, mask, row0, w.blocks - 1, k_at);
+      drop(s, w, mask, row0, w.blocks - 1);
       round_to_operand<T>(probabilities, s);
 
 #pragma unroll 1
@@ -207,7 +207,7 @@ struct ForwardSm90 {
         k_at.next();
         hide(block);
         const bool moves = softmax.step(s, scale, correction);
-        drop(s, w, mask, row0, block, k_at);
+        drop(s, w, mask, row0, block);
         wgmma_wait<0>();
         wgmma_pin(out);
         wgmma_pin(probabilities);
@@ -251,14 +251,11 @@ struct ForwardSm90 {
   // Clears the probabilities that dropout drops; their sum is complete. Without a mask, `block` is
   // the block of keys.
   __device__ __forceinline__ void drop(float (&s)[kScoreRegs], const Work& w, const Mask& mask,
-                                       int row0, int block,
-                                       const typename Ring::Cursor& next_k) const {
+                                       int row0, int block) const {
     if constexpr (Tile::kDropout) {
       int col0 = block * Tile::kBlockN;
       if constexpr (Tile::kMasked) col0 = mask.col0;
       clear_dropped(s, key, w.head, row0 + accumulator_warp_row(), col0);
-      // Otherwise ptxas puts all this behind the following wait for P V, but not behind a branch.
-      if (block > 0) k_ring.wait_full(next_k);
     }
   }
 
