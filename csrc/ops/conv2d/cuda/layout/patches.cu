@@ -87,13 +87,13 @@ void launch_copy(const Conv2dShape& s, void* image, void* patches, cudaStream_t 
   };
   switch (vec) {
     case 8:
-      return run.operator()<8>();
+      return run.template operator()<8>();
     case 4:
-      return run.operator()<4>();
+      return run.template operator()<4>();
     case 2:
-      return run.operator()<2>();
+      return run.template operator()<2>();
     default:
-      return run.operator()<1>();
+      return run.template operator()<1>();
   }
 }
 
