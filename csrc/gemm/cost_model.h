@@ -119,6 +119,11 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
     return inside_sectors +
            (rounds > 1 && rounds <= kWideRounds ? kWide16Bit : kWide16BitOtherwise);
   }
+  // Fitted to measured times of bf16.
+  constexpr double k256x192[] = {1860, 2050}, k192x192[] = {1380, 1600}, k128x192[] = {930, 1035};
+  if (tile == GemmTile::k256x192) return k256x192[rounds > 1];
+  if (tile == GemmTile::k192x192) return k192x192[rounds > 1];
+  if (tile == GemmTile::k128x192) return k128x192[rounds > 1];
   const int t = static_cast<int>(tile);
   double cycles = kTileCycles[static_cast<int>(p.loading)][t][rounds > 1];
   if (p.loading != Sm90Loading::kTma) return cycles;
@@ -139,6 +144,7 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
                                    const DeviceInfo& device) {
   constexpr double kFirstAndLast[] = {16000, 5500, 2750, 2000};  // filling the ring, the last store
   constexpr double kFirstAndLastTransposed = 5500, kFirstAndLastWide16Bit = 5500;
+  constexpr double kFirstAndLast192 = 8000;
   constexpr double kSecondLaunch = 2500;
   constexpr double kMemoryBytesPerCycle = 2500;
   const Sm90TileShape shape = sm90_tile(p.loading, tile);
@@ -147,8 +153,10 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
   const int64_t k_tiles = ceil_div(ceil_div(p.k * gemm_kind_size(p.kind), 128), splits);
   const double tile_cycles = sm90_tile_cycles(p, tile, rounds);
   // No other mainloop overlaps the store of a 128 x 256 tile or of split operands.
-  const bool exposed = tile == GemmTile::k128x256 || p.loading == Sm90Loading::kSplit;
-  double first_and_last = kFirstAndLast[static_cast<int>(tile)];
+  const bool exposed = tile == GemmTile::k128x256 || tile == GemmTile::k256x192 ||
+                       tile == GemmTile::k192x192 || p.loading == Sm90Loading::kSplit;
+  double first_and_last =
+      shape.blk_n == 192 ? kFirstAndLast192 : kFirstAndLast[static_cast<int>(tile)];
   if (p.loading == Sm90Loading::kTransposed) first_and_last = kFirstAndLastTransposed;
   if (is_wide_16bit(p, tile)) first_and_last = kFirstAndLastWide16Bit;
   if (exposed) first_and_last *= static_cast<double>(rounds);

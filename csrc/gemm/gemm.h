@@ -41,6 +41,7 @@ struct GemmPlan {
   int cluster;          // kSm90: CTAs with neighbouring tiles along N, which share their loads of A
   int row_groups;       // kOuterProduct: groups per block
   bool sums_rows;       // the kernel writes GemmParams::row_sums
+  int row_sum_shares = 1;  // tiles of a row of tiles that share its sums (tile/row_sums_sm90.cuh)
   int64_t workspace_bytes;
   const char* reason;
 };
@@ -83,7 +84,8 @@ inline bool takes_few_rows(const GemmParams& p, const DeviceInfo& device) {
 
 // ---- sm_90a ----
 
-constexpr int kMinSplitTiles = 4;  // of k, per part
+constexpr int kMinSplitTiles = 4;   // of k, per part
+constexpr int kMinLongTiles = 128;  // of k: a long product
 
 // TMA cannot describe overlapping rows (expanded or sliding views). A single row has no pitch.
 inline bool rows_overlap(const Operand& operand, int64_t extent_mn, int64_t k) {
@@ -219,6 +221,21 @@ inline double choose_portable_tile(const GemmParams& p, const DeviceInfo& device
   return best;
 }
 
+// Parts of k that are tried: powers of two, and numbers of parts that fill whole rounds of the SMs.
+template <class F>
+void for_splits(const Sm90TileShape& shape, const GemmParams& p, const DeviceInfo& device,
+                bool fills_rounds, F&& consider) {
+  constexpr int kMaxRounds = 8;
+  const int64_t tiles =
+      std::max<int64_t>(1, ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n));
+  for (int splits = 1; splits <= kMaxSplits; splits *= 2) consider(splits);
+  for (int rounds = 1; fills_rounds && rounds <= kMaxRounds; ++rounds) {
+    const int64_t splits = rounds * device.num_sms / tiles;
+    if (splits > kMaxSplits) break;
+    if (splits > 1) consider(static_cast<int>(splits));
+  }
+}
+
 inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
   const Sm90Product product{.kind = plan.kind,
                             .m = p.m,
@@ -229,13 +246,15 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
   const bool adds_to_narrow = p.accumulate && !p.accum_d;
   const int64_t k_tiles = ceil_div(p.k * dtype_size(p.dtype()), 128);
   double best = -1;
-  for (GemmTile tile :
-       {GemmTile::k128x256, GemmTile::k128x128, GemmTile::k128x64, GemmTile::k64x64}) {
-    if (!has_sm90_tile(plan.kind, plan.loading, tile, p.a.major)) continue;
-    for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+  for (GemmTile tile : kSm90Tiles) {
+    if (!has_sm90_tile(plan.kind, plan.loading, tile)) continue;
+    if (tile == GemmTile::k192x192 && p.preactivation != nullptr) continue;  // one store buffer
+    const bool fills_rounds = plan.kind == GemmKind::k16Bit && plan.loading == Sm90Loading::kTma &&
+                              k_tiles >= kMinLongTiles;
+    for_splits(sm90_tile(plan.loading, tile), p, device, fills_rounds, [&](int splits) {
       if (splits > 1 && (adds_to_narrow || k_tiles < int64_t{splits} * kMinSplitTiles ||
                          splits * part_bytes(p) > kMaxSplitBytes)) {
-        break;
+        return;
       }
       const double cycles = estimate_sm90_cycles(product, tile, splits, device);
       if (best < 0 || cycles < best) {
@@ -243,7 +262,7 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
         plan.tile = tile;
         plan.splits = splits;
       }
-    }
+    });
   }
   return best;
 }
@@ -268,6 +287,10 @@ inline const char* tile_reason(const GemmParams& p, const GemmPlan& plan) {
     case GemmTile::k128x128:
       return has_larger ? "output too small to feed larger tiles"
                         : "enough output for the largest tile";
+    case GemmTile::k256x192:
+    case GemmTile::k192x192:
+    case GemmTile::k128x192:
+      return "its tiles fill whole rounds of the SMs best";
     case GemmTile::k128x64:
       return "output too small to feed larger tiles";
     default:
@@ -301,6 +324,20 @@ inline bool can_sum_rows(const GemmParams& p, const GemmPlan& plan) {
          p.b.major == Major::kMN && !p.accum_d && !p.accumulate && !is_empty(p);
 }
 
+// Tiles of a row of tiles that share its row sums. With the sums a k tile takes a quarter longer,
+// so the tiles that have them should not be the last to finish. If k is not split, a second kernel
+// adds the shares. That pays for a long product only.
+inline int choose_row_sum_shares(const GemmParams& p, const GemmPlan& plan) {
+  constexpr int64_t kMaxParts = 32;  // that one thread adds
+  constexpr int64_t kMinTiles = 64;  // of k
+  if (plan.variant != GemmVariant::kSm90 || plan.loading != Sm90Loading::kTma) return 1;
+  const int64_t k_tiles = ceil_div(p.k * dtype_size(p.dtype()), 128) / plan.splits;
+  if (plan.splits == 1 && k_tiles < kMinTiles) return 1;
+  const int64_t tiles_n = ceil_div(p.n, sm90_tile(plan.loading, plan.tile).blk_n);
+  return static_cast<int>(
+      std::max<int64_t>(1, std::min({tiles_n, kMaxParts / plan.splits, k_tiles})));
+}
+
 inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
   GemmPlan plan{};
   plan.kind = gemm_kind(p);
@@ -320,8 +357,12 @@ inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
     choose_tile(p, device, plan);
   }
   plan.sums_rows = p.row_sums != nullptr && can_sum_rows(p, plan);
+  if (plan.sums_rows) plan.row_sum_shares = choose_row_sum_shares(p, plan);
+  const int64_t row_sum_bytes = plan.sums_rows ? plan.row_sum_shares * p.m * 4 : 0;
   if (plan.splits > 1) {
-    plan.workspace_bytes = plan.splits * (part_bytes(p) + (plan.sums_rows ? p.m * 4 : 0));
+    plan.workspace_bytes = plan.splits * (part_bytes(p) + row_sum_bytes);
+  } else if (plan.row_sum_shares > 1) {
+    plan.workspace_bytes = row_sum_bytes;
   }
   return plan;
 }

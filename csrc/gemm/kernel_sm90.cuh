@@ -46,7 +46,8 @@ struct GemmSm90Params {
   Overlap overlap;
 };
 
-enum GemmSm90Barrier { kStoreBarrier = 1, kTurnBarrier = 3 };  // of consumer 0; + 1 of consumer 1
+// Of consumer 0; + 1 of consumer 1. Only two consumers take turns.
+enum GemmSm90Barrier { kStoreBarrier = 1, kTurnBarrier = 3 };
 
 template <class Tile>
 using MainloopOf = std::conditional_t<
@@ -54,8 +55,18 @@ using MainloopOf = std::conditional_t<
     std::conditional_t<Tile::kMnMajorTf32, MnMajorTf32Mainloop<Tile>, MainloopSm90<Tile>>>;
 
 template <class Tile>
-using EpilogueOf = std::conditional_t<Tile::kMnMajorTf32, TransposedEpilogue<Tile::kBlocks>,
-                                      EpilogueSm90<typename Tile::Element>>;
+using EpilogueOf =
+    std::conditional_t<Tile::kMnMajorTf32, TransposedEpilogue<Tile::kBlocks>,
+                       EpilogueSm90<typename Tile::Element, Tile::kStoreBuffers, Tile::kTight>>;
+
+template <class Tile, class Loading>
+constexpr int kLoadingRegisters = Tile::kConsumers == 3 ? kProducerRegistersOf3
+                                  : Tile::kTight        ? kProducerRegistersTight
+                                                        : Loading::kRegisters;
+template <class Tile, class Loading>
+constexpr int kMultiplyingRegisters = Tile::kConsumers == 3 ? kConsumerRegistersOf3
+                                      : Tile::kTight        ? kConsumerRegistersTight
+                                                            : Loading::kConsumerRegisters;
 
 template <class Tile, class Loading>
 constexpr int gemm_sm90_threads() {
@@ -112,10 +123,10 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
 
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
     if (warpgroup < Loading::kWarpgroups) {
-      setmaxnreg_dec<Loading::kRegisters>();
+      setmaxnreg_dec<kLoadingRegisters<Tile, Loading>>();
       p.operands.template produce<Tile>(loop, p, warpgroup, first_block(), stride);
     } else {
-      setmaxnreg_inc<Loading::kConsumerRegisters>();
+      setmaxnreg_inc<kMultiplyingRegisters<Tile, Loading>>();
       const int consumer = warpgroup - Loading::kWarpgroups;
       const int first_row = Tile::kPingPong ? 0 : consumer * Tile::kRows;
       Store store{buffers + consumer * Store::kSmemBytes, kStoreBarrier + consumer};
@@ -131,19 +142,26 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           cursor.skip(k_tiles);
           continue;
         }
+        // Recomputed after a mainloop that leaves no registers to keep them.
+        auto coordinates = [&] {
+          constexpr bool kRecomputes = Tile::kMnMajorTf32 || Tile::kTight;
+          return kRecomputes ? tile_of_block(p.grid, derive_anew(static_cast<int>(block))) : tile;
+        };
         const int col = first_col<Tile>(tile, cluster, first_row);
         // Read before the mainloop, which hides the latency. If row sums take the registers, it is
         // read after the mainloop.
         constexpr bool kLateBias =
-            Tile::kRowSums && Loading::kConsumerRegisters < kConsumerRegisters;
+            Tile::kRowSums && kMultiplyingRegisters<Tile, Loading> < kConsumerRegisters;
         decltype(Store::template load_bias<Tile::kRegs>(p.output, col)) bias;
         if constexpr (!kLateBias) bias = Store::template load_bias<Tile::kRegs>(p.output, col);
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         if constexpr (Tile::kRowSums) {
-          const bool wanted = p.row_sums.sums != nullptr && first_n<Tile>(tile, cluster) == 0;
-          RowSums<typename Tile::Element, Tile::kBlocks> sums(ones, wanted);
+          const int tile_n = tile.n * cluster.ctas + cluster.rank;
+          RowSums<typename Tile::Element, Tile::kBlocks> sums(ones, p.row_sums, tile_n);
           loop.consume(d, k_tiles, first_row, cursor, sums);
-          sums.store(p.row_sums, tile.split, first_m<Tile>(tile) + first_row);
+          const TileCoord at = coordinates();
+          sums.store(p.row_sums, at.split, at.n * cluster.ctas + cluster.rank,
+                     first_m<Tile>(at) + first_row);
         } else {
           loop.consume(d, k_tiles, first_row, cursor);
         }
@@ -156,16 +174,15 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           p.operands.template recompute<Tile>(d[0], first_m<Tile>(at) + first_row,
                                               first_n<Tile>(at, cluster), at.k_begin, at.k_end);
         }
+        const TileCoord at = coordinates();
         if constexpr (Tile::kMnMajorTf32) {
-          // Recomputed: the mainloop leaves no registers to keep the tile's coordinates.
-          const TileCoord at = tile_of_block(p.grid, derive_anew(static_cast<int>(block)));
           store.store(d, bias, p.output, at.split, first_n<Tile>(at, cluster),
                       first_col<Tile>(at, cluster, first_row));
         } else {
 #pragma unroll
           for (int i = 0; i < Tile::kBlocks; ++i) {
-            store.store(d[i], bias, p.output, tile.split, first_m<Tile>(tile) + first_row + i * 64,
-                        col);
+            store.store(d[i], bias, p.output, at.split, first_m<Tile>(at) + first_row + i * 64,
+                        Tile::kTight ? first_col<Tile>(at, cluster, first_row) : col);
           }
         }
       }

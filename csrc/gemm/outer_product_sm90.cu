@@ -107,14 +107,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       wgmma_wait<0>();
       wgmma_pin(d);
       if (wants_sums) {
-        RowSums<T, /*kBlocks=*/1, kSteps> sums(ones, true);
+        RowSums<T, /*kBlocks=*/1, kSteps> sums(ones, p.row_sums, /*tile_n=*/0);
         sums.pin();
         wgmma_fence();
-        sums.multiply(a0, false);
+        sums.multiply(a0);
         wgmma_commit();
         wgmma_wait<0>();
         sums.pin();
-        sums.store(p.row_sums, /*split=*/0, first_row + g * kRows);
+        sums.store(p.row_sums, /*split=*/0, /*tile_n=*/0, first_row + g * kRows);
       }
 #pragma unroll
       for (int i = 0; i < kColBoxes; ++i) {
@@ -145,7 +145,8 @@ void launch_outer_product(const GemmParams& p, const GemmPlan& plan, cudaStream_
   params.output.m = static_cast<int>(p.m);
   params.output.n = static_cast<int>(p.n);
   params.groups = plan.row_groups;
-  params.row_sums = {plan.sums_rows ? p.row_sums : nullptr, /*fp32=*/false, static_cast<int>(p.m)};
+  params.row_sums = {plan.sums_rows ? p.row_sums : nullptr, /*fp32=*/false, static_cast<int>(p.m),
+                     /*shares=*/1};
   params.overlap = p.overlap;
   params.col_blocks = static_cast<unsigned>(ceil_div(p.n, kOuterProductCols));
   const int64_t blocks = ceil_div(p.m, params.groups * kOuterProductRows) * params.col_blocks;

@@ -122,8 +122,15 @@ SumOutput<Acc> part_output(const GemmParams& p, void* workspace) {
 
 // Parts of row_sums follow those of D, whose pitch is m * n.
 template <class Acc>
-Acc* row_sum_parts(const GemmParams& p, int splits, void* workspace) {
-  return static_cast<Acc*>(workspace) + splits * p.m * p.n;
+Acc* row_sum_parts(const GemmParams& p, const GemmPlan& plan, void* workspace) {
+  return static_cast<Acc*>(workspace) + (plan.splits > 1 ? plan.splits * p.m * p.n : 0);
+}
+template <class T>
+RowSumParts<Accum<T>, T> planned_row_sums(const GemmParams& p, const GemmPlan& plan,
+                                          void* workspace) {
+  return {row_sum_parts<Accum<T>>(p, plan, workspace),
+          plan.sums_rows ? static_cast<T*>(p.row_sums) : nullptr,
+          plan.splits * plan.row_sum_shares};
 }
 
 // D from the parts in the workspace.
@@ -134,11 +141,18 @@ void launch_split_k_reduce(const GemmParams& p, const GemmPlan& plan, void* work
   if (p.accum_d) {
     launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, sum_output<Acc>(p), stream);
   } else {
-    const RowSumParts<Acc, T> row_sums{row_sum_parts<Acc>(p, plan.splits, workspace),
-                                       plan.sums_rows ? static_cast<T*>(p.row_sums) : nullptr};
     launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, activation_output<T>(p), stream,
-                               row_sums);
+                               planned_row_sums<T>(p, plan, workspace));
   }
+}
+
+// GemmParams::row_sums from the shares of a row of tiles, if k is not split.
+template <class T>
+void launch_add_row_sums(const GemmParams& p, const GemmPlan& plan, void* workspace,
+                         cudaStream_t stream) {
+  launch_dependent(add_row_sums_kernel<Accum<T>, T>,
+                   dim3(static_cast<unsigned>(ceil_div<int64_t>(p.m, kReduceThreads))),
+                   dim3(kReduceThreads), 0, stream, planned_row_sums<T>(p, plan, workspace), p.m);
 }
 
 }  // namespace warpwright

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
+#include <utility>
 
 #include "common/switch.h"
 #include "gemm/kernel_sm90.cuh"
@@ -82,10 +84,11 @@ void launch_sm90_product(const GemmParams& p, const GemmPlan& plan, const Loadin
   params.num_blocks = static_cast<unsigned>(params.grid.num_blocks());
   params.output = output;
   if (plan.sums_rows) {
-    void* parts = row_sum_parts<float>(p, plan.splits, workspace);
-    params.row_sums = {split ? parts : p.row_sums, split, static_cast<int>(p.m)};
+    const bool in_parts = split || plan.row_sum_shares > 1;
+    params.row_sums = {in_parts ? row_sum_parts<float>(p, plan, workspace) : p.row_sums, in_parts,
+                       static_cast<int>(p.m), plan.row_sum_shares};
   }
-  params.overlap = {p.overlap.next && !split, p.overlap.previous};
+  params.overlap = {p.overlap.next && !split && plan.row_sum_shares == 1, p.overlap.previous};
 
   const int64_t clusters = std::min<int64_t>(
       params.grid.num_blocks(), clusters_at_once(params.cluster, current_device_info()));
@@ -101,7 +104,11 @@ void launch_sm90_kernel(const GemmParams& p, const GemmPlan& plan, const Loading
   using T = typename Tile::Element;
   launch_sm90_product<Tile, EpilogueOf<Tile>>(p, plan, operands, sm90_output<T>(p, plan, workspace),
                                               workspace, stream);
-  if (plan.splits > 1) launch_split_k_reduce<T>(p, plan, workspace, stream);
+  if (plan.splits > 1) {
+    launch_split_k_reduce<T>(p, plan, workspace, stream);
+  } else if (plan.sums_rows && plan.row_sum_shares > 1) {
+    launch_add_row_sums<T>(p, plan, workspace, stream);
+  }
 }
 
 template <Sm90Loading kLoading, class Tile>
@@ -125,7 +132,7 @@ template <GemmKind kKind, class T, Sm90Loading kLoading, Major kMajorA, Major kM
 void launch_sm90_tiles(const GemmParams& p, const GemmPlan& plan, void* workspace,
                        cudaStream_t stream) {
   auto launches = [&]<GemmTile kTile>() {
-    if constexpr (has_sm90_tile(kKind, kLoading, kTile, kMajorA)) {
+    if constexpr (has_sm90_tile(kKind, kLoading, kTile)) {
       if (plan.tile != kTile) return false;
       using Tile = typename Sm90TileOf<T, kLoading, kTile, kMajorA, kMajorB>::type;
       launch_sm90_tile<kLoading, Tile>(p, plan, workspace, stream);
@@ -134,10 +141,10 @@ void launch_sm90_tiles(const GemmParams& p, const GemmPlan& plan, void* workspac
       return false;
     }
   };
-  const bool found = launches.template operator()<GemmTile::k128x256>() ||
-                     launches.template operator()<GemmTile::k128x128>() ||
-                     launches.template operator()<GemmTile::k128x64>() ||
-                     launches.template operator()<GemmTile::k64x64>();
+  auto launches_one_of = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    return (launches.template operator()<kSm90Tiles[kIndex]>() || ...);
+  };
+  const bool found = launches_one_of(std::make_index_sequence<std::size(kSm90Tiles)>());
   if (!found) throw std::logic_error("warpwright: matrix product: the plan names no sm_90a tile");
 }
 

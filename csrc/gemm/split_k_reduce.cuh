@@ -14,37 +14,52 @@ namespace warpwright {
 
 constexpr int kReduceThreads = 256;
 
-// One number per row, split into the same parts as D.
+// One number per row, in parts.
 template <class Acc, class T>
 struct RowSumParts {
-  const Acc* parts = nullptr;  // (splits, rows)
+  const Acc* parts = nullptr;  // (count, rows)
   T* sums = nullptr;           // (rows); null: there are none
+  int count = 0;
 
-  __device__ __forceinline__ void add_up(int splits, int64_t rows, int64_t row) const {
+  __device__ __forceinline__ void add_up(int64_t rows, int64_t row) const {
     Acc sum(0);
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) sum += parts[split * rows + row];
+#pragma unroll 8
+    for (int part = 0; part < count; ++part) sum += parts[part * rows + row];
     sums[row] = convert<T>(sum);
   }
 };
 
+// Grid: one thread per row.
+template <class Acc, class T>
+__global__ void __launch_bounds__(kReduceThreads)
+    add_row_sums_kernel(RowSumParts<Acc, T> row_sums, int64_t rows) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();  // an independent one
+  const int64_t row = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
+  if (row < rows) row_sums.add_up(rows, row);
+}
+
 // parts: (splits, rows, cols), row-major, 16-byte aligned. Sums splits 0, 1, 2, ... in order, so
 // that the result does not depend on which CTA came first. Grid: one thread per Output::kVec
-// columns of a row of D.
+// columns of a row of D, in d_blocks blocks; if there are row sums, then one thread per row.
 template <class Acc, class Output, class T>
 __global__ void __launch_bounds__(kReduceThreads)
     split_k_reduce_kernel(const Acc* parts, int splits, int64_t rows, int64_t cols, Output output,
-                          RowSumParts<Acc, T> row_sums) {
+                          unsigned d_blocks, RowSumParts<Acc, T> row_sums) {
   constexpr int kVec = Output::kVec;
   constexpr int kRead = kVec < kVecSize<Acc> ? kVec : kVecSize<Acc>;
   wait_for_previous_kernel();
   let_next_kernel_start();  // an independent one
+  if (blockIdx.x >= d_blocks) {
+    const int64_t row = int64_t{blockIdx.x - d_blocks} * kReduceThreads + threadIdx.x;
+    if (row < rows) row_sums.add_up(rows, row);
+    return;
+  }
   const int64_t chunks = ceil_div<int64_t>(cols, kVec);
   const int64_t chunk = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
   const int64_t row = chunk / chunks;
   const int64_t col = (chunk - row * chunks) * kVec;
   if (row >= rows) return;
-  if (col == 0 && row_sums.sums != nullptr) row_sums.add_up(splits, rows, row);
   const Acc* part = parts + row * cols + col;
   Acc sum[kVec] = {};
   if (cols % kVec == 0) {
@@ -75,10 +90,12 @@ void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t 
                            const Output& output, cudaStream_t stream,
                            const RowSumParts<Acc, T>& row_sums = {}) {
   const int64_t chunks = rows * ceil_div<int64_t>(cols, Output::kVec);
+  const auto d_blocks = static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads));
+  const int64_t row_blocks = row_sums.sums == nullptr ? 0 : ceil_div<int64_t>(rows, kReduceThreads);
   launch_dependent(split_k_reduce_kernel<Acc, Output, T>,
-                   dim3(static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads))),
-                   dim3(kReduceThreads), 0, stream, static_cast<const Acc*>(parts), splits, rows,
-                   cols, output, row_sums);
+                   dim3(d_blocks + static_cast<unsigned>(row_blocks)), dim3(kReduceThreads), 0,
+                   stream, static_cast<const Acc*>(parts), splits, rows, cols, output, d_blocks,
+                   row_sums);
 }
 
 }  // namespace warpwright

@@ -26,8 +26,18 @@ constexpr bool uses_tensor_cores(GemmKind kind) {
   return kind == GemmKind::k16Bit || kind == GemmKind::kTf32;
 }
 
-enum class GemmTile { k128x256, k128x128, k128x64, k64x64, k64x64Gathered, k64x64Elements };
-constexpr int kGemmTiles = 6;
+enum class GemmTile {
+  k128x256,
+  k128x128,
+  k128x64,
+  k64x64,
+  k64x64Gathered,  // portable alone
+  k64x64Elements,
+  k256x192,  // sm_90a alone
+  k192x192,
+  k128x192,
+};
+constexpr int kPortableTiles = 6;
 
 // ---- portable ----
 
@@ -53,7 +63,7 @@ struct TileShape {
 // FMA: 8 x 8 results per thread if D is large, else 8 x 4. 16 x 8 are 4 % faster on some large
 // products, but have half the threads: with one CTA per SM they take 1.6 times as long.
 constexpr TileShape portable_tile(GemmKind kind, GemmTile tile) {
-  constexpr TileShape kShapes[4][kGemmTiles] = {
+  constexpr TileShape kShapes[4][kPortableTiles] = {
       {{128, 256, 64, 2, 4, 3, 1},
        {128, 128, 64, 2, 2, 3, 2},
        {128, 64, 64, 2, 2, 3, 2},
@@ -112,6 +122,9 @@ struct Sm90TileShape {
 // columns per A leave shared memory more time to transpose A. kSplit: both warpgroups share one
 // tile, since each k tile has sums next to the tile's. Three tiles of 16 KiB per stage.
 constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
+  if (loading == Sm90Loading::kTma && tile == GemmTile::k256x192) return {256, 192, 3, false};
+  if (loading == Sm90Loading::kTma && tile == GemmTile::k192x192) return {192, 192, 4, false};
+  if (loading == Sm90Loading::kTma && tile == GemmTile::k128x192) return {128, 192, 4, true};
   constexpr Sm90TileShape kShapes[5][4] = {
       {{128, 256, 4, false}, {128, 128, 6, true}, {128, 64, 8, false, true}, {64, 64, 8, true}},
       {{}, {128, 128, 4, true}, {}, {}},
@@ -123,12 +136,15 @@ constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
   return t < 4 ? kShapes[static_cast<int>(loading)][t] : Sm90TileShape{};
 }
 
-constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile, Major major_a) {
-  if (loading == Sm90Loading::kTma && tile == GemmTile::k128x256 && kind == GemmKind::k16Bit &&
-      major_a == Major::kMN) {
-    return false;
-  }
-  return sm90_tile(loading, tile).stages > 0;
+// Tiles with 192 columns are for 16 bits.
+constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile) {
+  const Sm90TileShape shape = sm90_tile(loading, tile);
+  return shape.stages > 0 && (shape.blk_n != 192 || kind == GemmKind::k16Bit);
 }
+
+// From the largest.
+constexpr GemmTile kSm90Tiles[] = {GemmTile::k256x192, GemmTile::k192x192, GemmTile::k128x256,
+                                   GemmTile::k128x192, GemmTile::k128x128, GemmTile::k128x64,
+                                   GemmTile::k64x64};
 
 }  // namespace warpwright

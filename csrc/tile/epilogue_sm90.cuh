@@ -42,11 +42,13 @@ struct OutputSm90 {
   }
 };
 
-template <class T>
+// kBuffers: 1 or 2. A pre-activation needs 2. kTight: few registers are left next to the
+// accumulators, so the bias is read per chunk.
+template <class T, int kBuffers = 2, bool kTight = false>
 struct EpilogueSm90 {
   using Output = OutputSm90;
   static constexpr int kBufferBytes = 64 * 128;
-  static constexpr int kSmemBytes = sizeof(T) == 2 ? 2 * kBufferBytes : 0;  // of a warpgroup
+  static constexpr int kSmemBytes = sizeof(T) == 2 ? kBuffers * kBufferBytes : 0;  // of a warpgroup
 
   uint32_t buffers;     // kSmemBytes at a multiple of 1024
   int barrier;          // a named barrier that only this warpgroup uses
@@ -59,10 +61,20 @@ struct EpilogueSm90 {
     using Pair = std::conditional_t<sizeof(T) == 2, uint32_t, uint2>;
     Pair pairs[kRegs / 4] = {};
   };
+  struct LateBias {};
 
   // Called before the mainloop, which hides the reads.
   template <int kRegs>
-  __device__ __forceinline__ static Bias<kRegs> load_bias(const OutputSm90& output, int first_col) {
+  __device__ __forceinline__ static auto load_bias(const OutputSm90& output, int first_col) {
+    if constexpr (kTight) {
+      return LateBias{};
+    } else {
+      return read_bias<kRegs>(output, first_col);
+    }
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ static Bias<kRegs> read_bias(const OutputSm90& output, int first_col) {
     using Pair = typename Bias<kRegs>::Pair;
     Bias<kRegs> bias;
     if (output.bias == nullptr) return bias;
@@ -86,8 +98,8 @@ struct EpilogueSm90 {
   }
 
   // A warpgroup calls it for its 64 rows of kRegs * 2 columns.
-  template <int kRegs>
-  __device__ __forceinline__ void store(float (&d)[kRegs], const Bias<kRegs>& bias,
+  template <int kRegs, class AnyBias>
+  __device__ __forceinline__ void store(float (&d)[kRegs], const AnyBias& bias,
                                         const OutputSm90& output, int64_t split, int first_row,
                                         int first_col) {
     if constexpr (sizeof(T) == 4) {
@@ -100,7 +112,11 @@ struct EpilogueSm90 {
         const int col = first_col + chunk * 64;
         if (col >= output.n) break;
         float* values = &d[chunk * 32];
-        add_bias<8>(values, &bias.pairs[chunk * 8], output);
+        if constexpr (kTight) {
+          add_bias<8>(values, read_bias<32>(output, col).pairs, output);
+        } else {
+          add_bias<8>(values, &bias.pairs[chunk * 8], output);
+        }
         // Overlaps with the last chunk's stores, which still read the buffers.
         const Packed before = pack(values);
         activate<Rounding::k16Bits, 32>(output.activation, values);
@@ -117,7 +133,7 @@ struct EpilogueSm90 {
         } else {
           copy_rows(buffer(), output, output.d, first_row, col);
         }
-        if (output.preactivation == nullptr) offset ^= kBufferBytes;
+        if (output.preactivation == nullptr) next_buffer();
       }
     }
   }
@@ -129,7 +145,7 @@ struct EpilogueSm90 {
     acquire_buffers(output);
     write_buffer(buffer(), values);
     send_buffers(output, first_row, first_col);
-    offset ^= kBufferBytes;
+    next_buffer();
   }
 
   // Every thread of the warpgroup calls it at the end of the kernel. Shared memory is free
@@ -157,6 +173,10 @@ struct EpilogueSm90 {
     }
   }
 
+  __device__ __forceinline__ void next_buffer() {
+    if constexpr (kBuffers == 2) offset ^= kBufferBytes;
+  }
+
   // If there is a pre-activation, D always has the first buffer.
   __device__ __forceinline__ uint32_t buffer() const { return buffers + offset; }
   __device__ __forceinline__ uint32_t preactivation_buffer() const {
@@ -172,7 +192,7 @@ struct EpilogueSm90 {
       if (output.preactivation != nullptr) {
         tma_store_wait_read<0>();
       } else {
-        tma_store_wait_read<1>();
+        tma_store_wait_read<kBuffers - 1>();
       }
     }
     named_barrier_sync(barrier, 128);
@@ -233,8 +253,8 @@ struct EpilogueSm90 {
     __syncwarp();
   }
 
-  template <int kRegs>
-  __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const Bias<kRegs>& bias,
+  template <int kRegs, class AnyBias>
+  __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const AnyBias& bias,
                                                     const OutputSm90& output, int64_t split,
                                                     int first_row, int first_col) {
     if (output.accumulate) return add_old<float>(d, output, split, first_row, first_col);
@@ -311,12 +331,12 @@ struct EpilogueSm90 {
     };
     using Sums = Vec<E, 2>;
     if (output.pairs && first_row + 64 <= output.m && first_col + kRegs * 2 <= output.n) {
-      add.template operator()<16>(
+      add.template operator()<kTight ? 4 : 16>(
           [](const E* pointer, int, int) { return load_vec<2>(pointer); },
           [](E* pointer, int, int, const Sums& sums) { store_vec(pointer, sums); });
     } else {
       auto has = [&](int r, int c) { return r < output.m && c < output.n; };
-      add.template operator()<4>(
+      add.template operator()<kTight ? 2 : 4>(
           [&](const E* pointer, int r, int c) {
             const E zero = convert<E>(0.0f);
             return Vec<E, 2>{has(r, c) ? pointer[0] : zero, has(r, c + 1) ? pointer[1] : zero};

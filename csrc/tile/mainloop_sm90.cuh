@@ -39,11 +39,15 @@ struct TileSm90 {
   static constexpr Major kMajorA = kMajorA_;
   static constexpr Major kMajorB = kMajorB_;
 
-  static constexpr int kConsumers = 2;  // warpgroups
+  // Warpgroups. A cooperative tile of 192 rows has three, of 64 rows each.
+  static constexpr int kConsumers = !kPingPong && kBlkM == 192 ? 3 : 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kRows = kPingPong ? kBlkM : kBlkM / kConsumers;  // rows of D of a warpgroup
   static constexpr int kBlocks = kRows / 64;  // of 64 rows, those of one wgmma
   static constexpr int kRegs = kBlkN / 2;     // of a block, per thread
+
+  // Of the epilogue, per warpgroup. Four stages of 192x192 leave room for one.
+  static constexpr int kStoreBuffers = kConsumers == 3 ? 1 : 2;
 
   static constexpr int kBytesA = kBlkM * 128;
   static constexpr int kBytesB = kBlkN * 128;
@@ -57,12 +61,18 @@ struct TileSm90 {
   // linear's weight gradient may want the row sums of A, which are the bias gradient.
   static constexpr bool kRowSums = sizeof(T) == 2 && kMajorA == Major::kMN && kMajorB == Major::kMN;
   static_assert(kRows % 64 == 0 && kBlkN % 64 == 0 && kBlkN <= 256, "whole wgmma blocks");
-  static_assert(kBlocks * kRegs <= 128, "accumulators beside the addresses in 232 registers");
+  static constexpr int kAccumulators = kBlocks * kRegs;  // per thread
+  // They leave no registers for the bias and the tile's coordinates during the mainloop.
+  static constexpr bool kTight = kAccumulators > 128;
+  static_assert(kAccumulators <= 192, "accumulators and addresses in 240 registers");
 };
 
 // Registers per thread after setmaxnreg: 128 * 40 + 256 * 232 <= 65536.
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
+// The same of a tight tile (128 * 24 + 256 * 240) and of three consumers (128 * 32 + 384 * 160).
+constexpr int kProducerRegistersTight = 24, kConsumerRegistersTight = 240;
+constexpr int kProducerRegistersOf3 = 32, kConsumerRegistersOf3 = 160;
 
 // A CTA's rank in its cluster of 1, 2 or 4.
 struct ClusterPlace {
@@ -211,9 +221,9 @@ struct MainloopSm90 {
       // Each branch has the whole stage and its own commit. With a branch around the sums alone,
       // ptxas would close a group before it. The wait below, one group short, would then wait for
       // this stage.
-      if (sums.wanted) {
+      if (sums.takes(k)) {
         multiply();
-        sums.multiply(a0 + offset, k > 0);
+        sums.multiply(a0 + offset);
         wgmma_commit();
       } else {
         multiply();

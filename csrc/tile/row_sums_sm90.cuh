@@ -1,6 +1,8 @@
 // Sums over k of an operand's rows, computed next to the product that reads them, as one more
 // product with 8 columns of ones. linear's weight gradient, whose A is dy^T, gets the bias gradient
-// this way. Costs one read of A from shared memory, in the tiles of D's first column.
+// this way. Costs one read of A from shared memory. The tiles of D's first column take all of k, or
+// each tile of a row of tiles takes every kShares-th k tile, so that no SM has more to do than
+// others.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +27,12 @@ __device__ __forceinline__ void write_ones(uint32_t shared) {
   fence_proxy_async();
 }
 
-// Where the sums go: each row's sum, rounded to T, or for a split k the parts (splits, m) in fp32.
+// Where the sums go: each row's sum, rounded to T, or the parts (splits, shares, m) in fp32.
 struct RowSumsOutput {
   void* sums;  // null: not wanted
   bool fp32;
   int m;
+  int shares;  // tiles of a row of tiles, from the first on, that share its k tiles
 };
 
 // The row sums of a warpgroup with kBlocks blocks of 64 rows. MainloopSm90::consume() calls
@@ -38,33 +41,43 @@ template <class T, int kBlocks, int kSteps = 4>
 struct RowSums {
   float d[kBlocks][4] = {};
   uint64_t ones;
-  bool wanted;
+  int next;    // k tile that this CTA sums; negative: none
+  int shares;  // k tiles from one to the next
 
-  __device__ __forceinline__ RowSums(uint32_t ones_shared, bool is_wanted)
+  // tile_n: the tile's number in its row of tiles.
+  __device__ __forceinline__ RowSums(uint32_t ones_shared, const RowSumsOutput& output, int tile_n)
       : ones(
             wgmma_descriptor(wgmma_descriptor_fields(/*leading=*/0, /*stride=*/1024), ones_shared)),
-        wanted(is_wanted) {}
+        next(output.sums != nullptr && tile_n < output.shares ? tile_n : -1),
+        shares(output.shares) {}
+
+  // Asked once per k tile, in order.
+  __device__ __forceinline__ bool takes(int k) {
+    if (k != next) return false;
+    next += shares;
+    return true;
+  }
 
   __device__ __forceinline__ void pin() {
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) wgmma_pin(d[i]);
   }
   // a: descriptor of the warpgroup's first row of a stage.
-  __device__ __forceinline__ void multiply(uint64_t a, bool accumulate) {
+  __device__ __forceinline__ void multiply(uint64_t a) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         wgmma<T, /*kTransA=*/1, /*kTransB=*/0>(d[i], a + ((step * 2048 + i * 8192) >> 4), ones,
-                                               accumulate || step > 0);
+                                               /*accumulate=*/true);
       }
     }
   }
 
   // All columns are equal: the first thread of each quad has the sums of two rows.
-  __device__ __forceinline__ void store(const RowSumsOutput& output, int split,
+  __device__ __forceinline__ void store(const RowSumsOutput& output, int split, int tile_n,
                                         int first_row) const {
-    if (!wanted || threadIdx.x % 4 != 0) return;
+    if (next < 0 || threadIdx.x % 4 != 0) return;
     const int row = first_row + accumulator_row();
 #pragma unroll
     for (int half = 0; half < 2 * kBlocks; ++half) {
@@ -72,7 +85,8 @@ struct RowSums {
       if (r >= output.m) break;
       const float sum = d[half / 2][half % 2 * 2];
       if (output.fp32) {
-        static_cast<float*>(output.sums)[int64_t{split} * output.m + r] = sum;
+        const int64_t part = int64_t{split} * output.shares + tile_n;
+        static_cast<float*>(output.sums)[part * output.m + r] = sum;
       } else {
         static_cast<T*>(output.sums)[r] = convert<T>(sum);
       }
@@ -82,9 +96,9 @@ struct RowSums {
 
 // Used if no sums are wanted.
 struct NoRowSums {
-  static constexpr bool wanted = false;
+  __device__ __forceinline__ static constexpr bool takes(int) { return false; }
   __device__ __forceinline__ void pin() {}
-  __device__ __forceinline__ void multiply(uint64_t, bool) {}
+  __device__ __forceinline__ void multiply(uint64_t) {}
 };
 
 }  // namespace warpwright
