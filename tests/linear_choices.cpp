@@ -64,7 +64,8 @@ const char* fault_of_portable(const GemmParams& p, const GemmPlan& c, const Devi
 const char* fault_of_sm90(const GemmParams& p, const GemmPlan& c, const DeviceInfo& device) {
   if (const char* why_not = why_not_sm90(p)) return why_not;
   if (c.loading != sm90_loading(p)) return "another loading";
-  if (!has_sm90_tile(c.kind, c.loading, c.tile)) return "no such tile of this loading";
+  if (!has_sm90_tile(c.kind, c.loading, c.tile, p.a.major, p.b.major))
+    return "no such tile of this loading";
   const Sm90TileShape shape = sm90_tile(c.loading, c.tile);
   const int64_t ring = int64_t{shape.stages} * (shape.blk_m + shape.blk_n) * 128;
   if (ring + kRoundingUp > device.smem_per_block) return "too much shared memory";

@@ -183,6 +183,7 @@ def test_cuda_graph():
         return gradients([x.detach().requires_grad_() for x in inputs], cotangent, True)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         expected = [x.clone() for x in step()]
     torch.cuda.synchronize()

@@ -88,11 +88,18 @@ struct Sm90Product {
   int64_t n;
   int64_t k;
   Sm90Loading loading;
-  bool whole_sectors;  // rows start at multiples of 32 bytes
+  bool weight_gradient;  // both operands MN-major
+  bool whole_sectors;    // rows start at multiples of 32 bytes
 };
 
 inline bool is_wide_16bit(const Sm90Product& p, GemmTile tile) {
   return p.kind == GemmKind::k16Bit && p.loading == Sm90Loading::kTma && tile == GemmTile::k128x256;
+}
+
+// Both operands are MN-major. Fitted to measured times from k = 8192 on.
+inline bool is_long_gradient(const Sm90Product& p) {
+  return p.kind == GemmKind::k16Bit && p.loading == Sm90Loading::kTma && p.weight_gradient &&
+         p.whole_sectors && p.k >= 8192;
 }
 
 // Cycles of one k tile. In one round, the CTAs walk along k together and share L2 lines; in several
@@ -114,16 +121,22 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   // 128x256 of 16 bits is faster if L2 limits 128x128. Over more rounds, power limits it.
   constexpr double kWide16Bit = 1270, kWide16BitOtherwise = 1400;
   constexpr int64_t kWideRounds = 4;
+  if (rounds == 1 && is_long_gradient(p)) {
+    if (tile == GemmTile::k128x256) return 1310;
+    if (tile == GemmTile::k128x192) return 1000;
+    if (tile == GemmTile::k128x128) return 660;
+    if (tile == GemmTile::k128x64) return 395;
+  }
   if (is_wide_16bit(p, tile)) {
     const double inside_sectors = p.whole_sectors ? 0 : 2 * kInsideSectors[1];
     return inside_sectors +
            (rounds > 1 && rounds <= kWideRounds ? kWide16Bit : kWide16BitOtherwise);
   }
-  // Fitted to measured times of bf16.
-  constexpr double k256x192[] = {1860, 2050}, k192x192[] = {1380, 1600}, k128x192[] = {930, 1035};
-  if (tile == GemmTile::k256x192) return k256x192[rounds > 1];
-  if (tile == GemmTile::k192x192) return k192x192[rounds > 1];
-  if (tile == GemmTile::k128x192) return k128x192[rounds > 1];
+  // Rows off the sectors were not measured with these tiles; they read half as much again.
+  constexpr double k192x192[] = {1380, 1650}, k128x192[] = {930, 1120};
+  const double inside_sectors_192 = p.whole_sectors ? 0 : 3 * kInsideSectors[1];
+  if (tile == GemmTile::k192x192) return k192x192[rounds > 1] + inside_sectors_192;
+  if (tile == GemmTile::k128x192) return k128x192[rounds > 1] + inside_sectors_192;
   const int t = static_cast<int>(tile);
   double cycles = kTileCycles[static_cast<int>(p.loading)][t][rounds > 1];
   if (p.loading != Sm90Loading::kTma) return cycles;
@@ -153,8 +166,8 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
   const int64_t k_tiles = ceil_div(ceil_div(p.k * gemm_kind_size(p.kind), 128), splits);
   const double tile_cycles = sm90_tile_cycles(p, tile, rounds);
   // No other mainloop overlaps the store of a 128 x 256 tile or of split operands.
-  const bool exposed = tile == GemmTile::k128x256 || tile == GemmTile::k256x192 ||
-                       tile == GemmTile::k192x192 || p.loading == Sm90Loading::kSplit;
+  const bool exposed =
+      tile == GemmTile::k128x256 || tile == GemmTile::k192x192 || p.loading == Sm90Loading::kSplit;
   double first_and_last =
       shape.blk_n == 192 ? kFirstAndLast192 : kFirstAndLast[static_cast<int>(tile)];
   if (p.loading == Sm90Loading::kTransposed) first_and_last = kFirstAndLastTransposed;

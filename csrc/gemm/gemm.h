@@ -242,12 +242,13 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
                             .n = p.n,
                             .k = p.k,
                             .loading = plan.loading,
+                            .weight_gradient = p.a.major == Major::kMN && p.b.major == Major::kMN,
                             .whole_sectors = p.a.rows_start_at(32) && p.b.rows_start_at(32)};
   const bool adds_to_narrow = p.accumulate && !p.accum_d;
   const int64_t k_tiles = ceil_div(p.k * dtype_size(p.dtype()), 128);
   double best = -1;
   for (GemmTile tile : kSm90Tiles) {
-    if (!has_sm90_tile(plan.kind, plan.loading, tile)) continue;
+    if (!has_sm90_tile(plan.kind, plan.loading, tile, p.a.major, p.b.major)) continue;
     if (tile == GemmTile::k192x192 && p.preactivation != nullptr) continue;  // one store buffer
     const bool fills_rounds = plan.kind == GemmKind::k16Bit && plan.loading == Sm90Loading::kTma &&
                               k_tiles >= kMinLongTiles;
@@ -287,7 +288,6 @@ inline const char* tile_reason(const GemmParams& p, const GemmPlan& plan) {
     case GemmTile::k128x128:
       return has_larger ? "output too small to feed larger tiles"
                         : "enough output for the largest tile";
-    case GemmTile::k256x192:
     case GemmTile::k192x192:
     case GemmTile::k128x192:
       return "its tiles fill whole rounds of the SMs best";

@@ -132,7 +132,7 @@ template <GemmKind kKind, class T, Sm90Loading kLoading, Major kMajorA, Major kM
 void launch_sm90_tiles(const GemmParams& p, const GemmPlan& plan, void* workspace,
                        cudaStream_t stream) {
   auto launches = [&]<GemmTile kTile>() {
-    if constexpr (has_sm90_tile(kKind, kLoading, kTile)) {
+    if constexpr (has_sm90_tile(kKind, kLoading, kTile, kMajorA, kMajorB)) {
       if (plan.tile != kTile) return false;
       using Tile = typename Sm90TileOf<T, kLoading, kTile, kMajorA, kMajorB>::type;
       launch_sm90_tile<kLoading, Tile>(p, plan, workspace, stream);

@@ -33,8 +33,7 @@ enum class GemmTile {
   k64x64,
   k64x64Gathered,  // portable alone
   k64x64Elements,
-  k256x192,  // sm_90a alone
-  k192x192,
+  k192x192,  // sm_90a alone
   k128x192,
 };
 constexpr int kPortableTiles = 6;
@@ -116,13 +115,13 @@ struct Sm90TileShape {
 // fastest tile if the output fills the SMs often. 128x64 and 64x64 are for outputs with fewer tiles
 // than SMs. 128x256 reads three quarters of the bytes of 128x128 from L2, but nothing overlaps its
 // store. It is for TF32, whose k tile of 128 bytes is half as deep for the same math. At 16 bits it
-// is for a K-major A with a long k and few rounds. kRealigned: two warpgroups load through L1,
-// which needs the shared memory of more stages. kSwapped: each warpgroup has a tile of its own; B
-// comes from registers in units of 64 rows. kTransposed: both warpgroups share 128x256. More
-// columns per A leave shared memory more time to transpose A. kSplit: both warpgroups share one
-// tile, since each k tile has sums next to the tile's. Three tiles of 16 KiB per stage.
+// is for a long k and few rounds. 128x192 and 192x192 are for outputs that the others cut into a
+// bad number of tiles, such as 768 columns. kRealigned: two warpgroups load through L1, which needs
+// the shared memory of more stages. kSwapped: each warpgroup has a tile of its own; B comes from
+// registers in units of 64 rows. kTransposed: both warpgroups share 128x256. More columns per A
+// leave shared memory more time to transpose A. kSplit: both warpgroups share one tile, since each
+// k tile has sums next to the tile's. Three tiles of 16 KiB per stage.
 constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
-  if (loading == Sm90Loading::kTma && tile == GemmTile::k256x192) return {256, 192, 3, false};
   if (loading == Sm90Loading::kTma && tile == GemmTile::k192x192) return {192, 192, 4, false};
   if (loading == Sm90Loading::kTma && tile == GemmTile::k128x192) return {128, 192, 4, true};
   constexpr Sm90TileShape kShapes[5][4] = {
@@ -136,15 +135,17 @@ constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
   return t < 4 ? kShapes[static_cast<int>(loading)][t] : Sm90TileShape{};
 }
 
-// Tiles with 192 columns are for 16 bits.
-constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile) {
+// Tiles with 192 columns are for 16 bits; 192x192 is for weight gradients.
+constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile, Major major_a,
+                             Major major_b) {
   const Sm90TileShape shape = sm90_tile(loading, tile);
-  return shape.stages > 0 && (shape.blk_n != 192 || kind == GemmKind::k16Bit);
+  if (shape.blk_n == 192 && kind != GemmKind::k16Bit) return false;
+  const bool is_weight_gradient = major_a == Major::kMN && major_b == Major::kMN;
+  return shape.stages > 0 && (tile != GemmTile::k192x192 || is_weight_gradient);
 }
 
 // From the largest.
-constexpr GemmTile kSm90Tiles[] = {GemmTile::k256x192, GemmTile::k192x192, GemmTile::k128x256,
-                                   GemmTile::k128x192, GemmTile::k128x128, GemmTile::k128x64,
-                                   GemmTile::k64x64};
+constexpr GemmTile kSm90Tiles[] = {GemmTile::k192x192, GemmTile::k128x256, GemmTile::k128x192,
+                                   GemmTile::k128x128, GemmTile::k128x64,  GemmTile::k64x64};
 
 }  // namespace warpwright
