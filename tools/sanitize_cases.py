@@ -240,6 +240,9 @@ def conv2d_cases():
             w = rand(k, c // groups, *side).contiguous(memory_format=layout)
             options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
             yield f"{name}-{c}-{k}-g{groups}-k{kernel}", F.conv2d, (x, w, rand(k)), options
+        x, w = rand(2, 3, 230, 226), rand(72, 3, 16, 16)  # patches, and a rest of the image
+        x, w = (t.contiguous(memory_format=layout) for t in (x, w))
+        yield f"{name}-patches", F.conv2d, (x, w, rand(72)), {"stride": 16}
 
 
 def gradient_of_loss(x, target, smoothing=0.0):
