@@ -145,7 +145,7 @@ def test_copies_and_pickles_stay_swapped(tmp_path):
         assert hooks(other) == [other, other.model]
         assert other.model.config._warpwright_native is other.config is not model.config
         assert vars(other.model.config) is vars(other.config)
-        assert unswap(other) == 22
+        assert unswap(other) == 24
         assert not isinstance(other.model.config, View)
         assert isinstance(model.model.config, View)
 

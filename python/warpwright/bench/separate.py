@@ -148,14 +148,18 @@ class _Process:
         self.peak: float | None = None
         self.seen: Row = {}
         context = multiprocessing.get_context("spawn")
-        self.connection, child = context.Pipe()
+        self.connection, self.child = context.Pipe()
         place = workload.op, workload.case, workload.dtype_name
         assert workload.source is not None
         self.process = context.Process(
-            target=_serve, args=(child, workload.source, place, variant.impl, device), daemon=True
+            target=_serve,
+            args=(self.child, workload.source, place, variant.impl, device),
+            daemon=True,
         )
+
+    def start(self) -> None:
         self.process.start()
-        child.close()
+        self.child.close()
 
     def ask(self, command: str, *arguments: Any) -> Any:
         """Raises RuntimeError with the child's error, TimeoutError, or EOFError if it is dead."""
@@ -173,6 +177,8 @@ class _Process:
 
     def end(self, patience_s: float = 0.0) -> None:
         """Lets a process that waits for a command leave; kills one that is still busy."""
+        if self.process.pid is None:  # interrupted before its start
+            return
         if patience_s:
             self.connection.close()
             self.process.join(patience_s)
@@ -222,7 +228,10 @@ def separate_rows(
     pool = ThreadPoolExecutor(at_once)
     patience_s = 0.0
     try:
-        started += [_Process(workload, v, device) for v in variants(workload, peers, device)]
+        # Each is in the list before it starts, so that an interrupt in between ends it too.
+        for variant in variants(workload, peers, device):
+            started.append(_Process(workload, variant, device))
+            started[-1].start()
         running = [*started]
 
         def prepare(process: _Process) -> None:
