@@ -3,8 +3,10 @@
 import itertools
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -180,3 +182,24 @@ def gradients(model, x):
     model.zero_grad()
     model(x).square().mean().backward()
     return [p.grad.clone() for p in model.parameters()]
+
+
+def header_program(name, folder):
+    """Compiles tests/`name`.cpp, which needs headers of csrc/ alone.
+
+    Returns a function of the program's arguments that gives the integer it prints first."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    source = Path(__file__).with_name(f"{name}.cpp")
+    include = source.parents[1] / "csrc"
+    command = [compiler, "-std=c++20", "-O2", f"-I{include}", source, "-o", folder / name]
+    subprocess.run(command, check=True)
+
+    def run(*arguments):
+        program = [folder / name, *map(str, arguments)]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+        return int(done.stdout.split()[0])
+
+    return run

@@ -1,13 +1,8 @@
 """The backward of one kernel, whose additions to dq have planned turns."""
 
-import os
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
-from common import subsets
+from common import header_program, subsets
 from test_attention import compare, ours, qkv
 
 from warpwright import explain
@@ -19,24 +14,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory):
     """Checks plans of random shapes: a program of the plan's header alone."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    program = tmp_path_factory.mktemp("attention") / "attention_schedule"
-    source = Path(__file__).with_name("attention_schedule.cpp")
-    include = source.parents[1] / "csrc"
-    subprocess.run(
-        [compiler, "-std=c++20", "-O2", f"-I{include}", source, "-o", program], check=True
-    )
-
-    def run(*arguments):
-        done = subprocess.run(
-            [program, *map(str, arguments)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout
-        return int(done.stdout)
-
-    return run
+    return header_program("attention_schedule", tmp_path_factory.mktemp("attention"))
 
 
 def test_turns(plans):

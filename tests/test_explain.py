@@ -1,12 +1,9 @@
 import itertools
-import os
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from common import header_program
 
 from warpwright import _C, explain
 
@@ -325,24 +322,7 @@ def test_linear_choice_wins_the_race(race):
 @pytest.fixture(scope="module")
 def linear_choices(tmp_path_factory):
     """choose_linear() by the million: a program of its header alone."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    program = tmp_path_factory.mktemp("linear") / "linear_choices"
-    source = Path(__file__).with_name("linear_choices.cpp")
-    include = source.parents[1] / "csrc"
-    subprocess.run(
-        [compiler, "-std=c++20", "-O2", f"-I{include}", source, "-o", program], check=True
-    )
-
-    def run(*arguments):
-        done = subprocess.run(
-            [program, *map(str, arguments)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout
-        return int(done.stdout.split()[0])
-
-    return run
+    return header_program("linear_choices", tmp_path_factory.mktemp("linear"))
 
 
 # Of each m, n and k: four types, four directions of the operands.

@@ -43,6 +43,13 @@ def test_relu(device, dtype):
     run(test)
 
 
+def native_max_pool2d(x, *args, **kwargs):
+    """In channels_last, native's CUDA kernel gives index 0 to every window of -inf alone."""
+    where = "cpu" if x.is_cuda and (x == float("-inf")).any() else x.device
+    result = NATIVE.max_pool2d(x.to(where), *args, **kwargs)
+    return tree_map(lambda t: t.to(x.device), result)
+
+
 @each_dtype
 def test_max_pool2d(device, dtype):
     window = st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 5), st.integers(1, 5)))
@@ -61,7 +68,7 @@ def test_max_pool2d(device, dtype):
         ceil_mode = dilation == 1 and draw(st.booleans())
         args = (make(*shape), draw(window), draw(step), padding, dilation)
         kwargs = {"ceil_mode": ceil_mode, "return_indices": draw(st.booleans())}
-        check(make, errors, F.max_pool2d, NATIVE.max_pool2d, args, kwargs)
+        check(make, errors, F.max_pool2d, native_max_pool2d, args, kwargs)
 
     run(test)
 

@@ -58,6 +58,14 @@ __device__ __forceinline__ Vec<Accum<T>, V> widen(const Vec<T, V>& x) {
   return result;
 }
 
+template <class T, int V>
+__device__ __forceinline__ Vec<T, V> narrow(const Vec<Accum<T>, V>& x) {
+  Vec<T, V> result;
+#pragma unroll
+  for (int j = 0; j < V; ++j) result[j] = convert<T>(x[j]);
+  return result;
+}
+
 // Streaming (evict-first) forms for data that no later kernel finds in L2 anyway.
 template <int kSize, class T>
 __device__ __forceinline__ Vec<T, kSize> load_vec_streaming(const T* pointer) {

@@ -97,7 +97,7 @@ def _kernels(capability: tuple[int, int]) -> str:
     hopper = capability == (9, 0) and any(arch.startswith("9.0a") for arch in built_archs())
     if not hopper or os.environ.get("WARPWRIGHT_PATH") == "portable":
         return portable
-    return f"{portable}; linear on sm_90a's (TMA, wgmma)"
+    return f"{portable}; sm_90a's (TMA, wgmma) for attention, convolutions and linear layers"
 
 
 def run(arguments: SimpleNamespace) -> int:

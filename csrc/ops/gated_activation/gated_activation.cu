@@ -58,14 +58,6 @@ struct GatedOperands {
   int64_t output_pitch[kOutputs];
 };
 
-template <class T, int kSize>
-__device__ __forceinline__ Vec<T, kSize> narrow(const Vec<Accum<T>, kSize>& x) {
-  Vec<T, kSize> result;
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) result[j] = convert<T>(x[j]);
-  return result;
-}
-
 // Loads kSize elements per operand at (row, col), computes, and stores.
 template <int kSize, class T, class Op>
 __device__ __forceinline__ void gated_step(

@@ -68,12 +68,4 @@ __device__ __forceinline__ Vec<Accum<T>, kVec> load_either(const void* data, boo
   return result;
 }
 
-template <class T, int kVec>
-__device__ __forceinline__ Vec<T, kVec> narrow(const Vec<Accum<T>, kVec>& values) {
-  Vec<T, kVec> result;
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) result[j] = convert<T>(values[j]);
-  return result;
-}
-
 }  // namespace warpwright

@@ -147,7 +147,7 @@ void copy_operand(const void*& operand, const std::optional<int64_t>& offset,
   operand = rows;
 }
 
-// The same for the image, of which the kernel may take the patches.
+// Replaces the image by its copy in rows of channels, or by its patches.
 void copy_image(const void*& image, const LayoutCopies& copies, const Conv2dShape& s,
                 void* workspace, cudaStream_t stream) {
   if (!copies.patches) return copy_operand(image, copies.x, copies.x_layout(s), workspace, stream);

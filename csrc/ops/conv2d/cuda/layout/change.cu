@@ -1,5 +1,6 @@
 // Between planes and rows of channels. Bound: one read and one write of the tensor.
 #include "common/ceil_div.h"
+#include "common/switch.h"
 #include "device/math.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/vec.cuh"
@@ -204,21 +205,6 @@ __global__ void __launch_bounds__(kLayoutThreads) rows_to_planes_kernel(LayoutPa
   }
 }
 
-// Calls kernel.operator()<kVec>() with plane_vector's result.
-template <class Kernel>
-void for_plane_vector(int size, Kernel&& kernel) {
-  switch (size) {
-    case 8:
-      return kernel.template operator()<8>();
-    case 4:
-      return kernel.template operator()<4>();
-    case 2:
-      return kernel.template operator()<2>();
-    default:
-      return kernel.template operator()<1>();
-  }
-}
-
 // Calls launch_kernel.operator()<kVec, kSampled>(grid, params).
 template <class Launch>
 void change_layout(const LayoutTensor& tensor, const void* from, void* to, const void* planes,
@@ -240,9 +226,10 @@ void change_layout(const LayoutTensor& tensor, const void* from, void* to, const
   const dim3 grid(static_cast<unsigned>(blocks));
   if (tensor.sample) {
     const PlaneSample& sample = *tensor.sample;
-    params.step_h = static_cast<int>(sample.step_h),
+    params.step_h = static_cast<int>(sample.step_h);
     params.step_w = static_cast<int>(sample.step_w);
-    params.height = static_cast<int>(sample.height), params.width = static_cast<int>(sample.width);
+    params.height = static_cast<int>(sample.height);
+    params.width = static_cast<int>(sample.width);
     params.by_columns = FastDivmod(sample.columns);
     params.plane = sample.height * sample.width;
     params.image = tensor.channels * params.plane;
@@ -250,7 +237,7 @@ void change_layout(const LayoutTensor& tensor, const void* from, void* to, const
   }
   params.image = tensor.channels * params.plane;
   const int size = plane_vector(tensor.pixels, reinterpret_cast<uintptr_t>(planes));
-  for_plane_vector(
+  for_int<8, 4, 2, 1>(
       size, [&]<int kVec>() { launch_kernel.template operator()<kVec, false>(grid, params); });
 }
 

@@ -20,7 +20,7 @@ constexpr int64_t kCopyAlignment = 256;  // of each copy in the workspace, bytes
 struct LayoutCopies {
   bool rows = false;     // the kernel takes the channels-last problem
   bool sampled = false;  // and x has the pixels that a strided 1 x 1 window reads
-  bool patches = false;  // x is the patches, of which the kernel takes the 1 x 1 convolution
+  bool patches = false;  // x becomes a matrix of patches; the kernel runs a 1 x 1 convolution
   std::optional<int64_t> x, w, y;
   int64_t bytes = 0;
 

@@ -1,5 +1,6 @@
 // Bound: one read and one write of the patches.
 #include "common/ceil_div.h"
+#include "common/switch.h"
 #include "device/math.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
@@ -82,19 +83,9 @@ void launch_copy(const Conv2dShape& s, void* image, void* patches, cudaStream_t 
   params.row_step = runs.pitch;
   const dim3 grid(static_cast<unsigned>(
       ceil_div<int64_t>(params.accesses, int64_t{kPatchThreads} * kPatchLoads)));
-  auto run = [&]<int kVec>() {
+  for_int<8, 4, 2, 1>(vec, [&]<int kVec>() {
     launch(copy_patches_kernel<kVec, kToImage>, grid, dim3(kPatchThreads), 0, stream, params);
-  };
-  switch (vec) {
-    case 8:
-      return run.template operator()<8>();
-    case 4:
-      return run.template operator()<4>();
-    case 2:
-      return run.template operator()<2>();
-    default:
-      return run.template operator()<1>();
-  }
+  });
 }
 
 }  // namespace

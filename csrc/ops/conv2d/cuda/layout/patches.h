@@ -25,7 +25,7 @@ inline Conv2dShape patch_shape(Conv2dShape s) {
   return s;
 }
 
-// Runs of contiguous elements, of which a patch has `runs`.
+// A patch is `runs` runs of `length` contiguous elements.
 struct PatchRuns {
   int64_t runs, length, pitch;  // pitch: elements between the rows of the image
 
