@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import warpwright_cli
-from warpwright.bench import records, report
+from warpwright.bench import records, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL = ROOT / "benchmarks" / "results" / "h200" / "full.json"
@@ -58,12 +58,15 @@ def test_report(tree, capsys):
     assert run(root) == 0
     assert run(root, "--check") == 0
     readme = (root / "README.md").read_text()
-    assert readme.startswith("a\n<!-- results:summary -->\n| op | pass |")
+    assert readme.startswith("a\n<!-- results:summary -->\n| native time / ours |")
     assert readme.endswith("<!-- /results -->\nb\n")
-    assert "| `relu` | fwd | 1 | **2.00×** | 2.00× | 2.00× | 0.50× | 50% |" in readme
-    for part in (record["gpu"], record["date"], record["source_hash"]):
+    assert "| `relu` | fwd 2.00× | 2.00× |" in readme
+    for part in (record["gpu"], record["date"], record["torch"]):
         assert part in readme
     page = (root / "docs/results.md").read_text()
+    assert "| `relu` | fwd | 1 | **2.00×** | 2.00× | 2.00× | 0.50× | 50% |" in page
+    for part in (record["gpu"], record["date"], record["source_hash"]):
+        assert part in page
     assert "2.00× [1.90, 2.12]" in page
     assert "compile 1.0000" in page
     assert "compile: differs" in page
@@ -77,15 +80,15 @@ def test_report(tree, capsys):
 def test_stale_rows_are_marked_and_the_check_looks_past_the_mark(tree, capsys):
     root, _, _ = tree
     run(root)
-    assert report.STALE not in (root / "README.md").read_text()
+    assert tables.STALE not in (root / "README.md").read_text()
     (root / "csrc/ops/relu/relu.cu").write_text("// relu, changed\n")
     capsys.readouterr()
     assert run(root, "--check") == 0
     assert "stale: relu" in capsys.readouterr().out
     run(root)
     readme = (root / "README.md").read_text()
-    assert "| `relu`† | fwd" in readme
-    assert report.STALE_LINE in readme
+    assert "| `relu`† | fwd 2.00× | 2.00× |" in readme
+    assert tables.STALE_LINE in readme
     assert run(root, "--check") == 0
 
 
@@ -97,15 +100,17 @@ def test_times_that_drifted_are_not_in_the_summary(tree):
     ours |= {"steady": False, "ms": 1e-3}
     records.save_records(record, path)
     run(root)
-    readme = (root / "README.md").read_text()
-    assert "| `relu` | fwd | 1 of 2 | **2.00×** | 2.00× | 2.00× |" in readme
-    assert report.DRIFTING_LINE in readme
-    assert "0.0010" in (root / "docs/results.md").read_text()
+    assert "| `relu` | fwd 2.00× | 2.00× |" in (root / "README.md").read_text()
+    page = (root / "docs/results.md").read_text()
+    assert "| `relu` | fwd | 1 of 2 | **2.00×** | 2.00× | 2.00× |" in page
+    assert tables.DRIFTING_LINE in page
+    assert "0.0010" in page
     for row in steady:
         row["steady"] = False
     records.save_records(record, path)
     run(root)
-    assert "| `relu` | fwd | 0 of 2 |  |" in (root / "README.md").read_text()
+    assert "| `relu` |  |  |" in (root / "README.md").read_text()
+    assert "| `relu` | fwd | 0 of 2 |  |" in (root / "docs/results.md").read_text()
 
 
 def test_what_was_measured_again_replaces_the_whole_suites_rows(tree):
@@ -118,7 +123,8 @@ def test_what_was_measured_again_replaces_the_whole_suites_rows(tree):
     run(root)
     readme = (root / "README.md").read_text()
     assert readme.count("`relu`") == readme.count("`linear`") == 1
-    assert f"| `mnist_step`{report.STALE} | 8 | rows | 4 | 1 (compile) | 2 |" in readme
+    gpu = record["gpu"].removeprefix("NVIDIA ")
+    assert f"| `mnist_step`{tables.STALE} 8 | {gpu} | 4 | 1 (compile) | 2 |" in readme
     assert "2020-02-02" in readme
 
 
@@ -128,10 +134,12 @@ def test_an_op_comes_from_its_newest_record(tree):
         rows = [{**r, "ms": ms} if r["impl"] == "native" else r for r in record["rows"]]
         records.save_records({**record, "date": date, "rows": rows}, path.with_name(f"{name}.json"))
     run(root)
-    readme = (root / "README.md").read_text()
-    assert "| `relu` | fwd | 1 | **4.00×** |" in readme
-    assert "a.json" in readme
-    assert "b.json" not in readme
+    assert "| `relu` | fwd 4.00× | 4.00× |" in (root / "README.md").read_text()
+    page = (root / "docs/results.md").read_text()
+    newest = page[: page.index(": a\n")]
+    assert "| `relu` | fwd | 1 | **4.00×** |" in newest
+    assert "a.json" in newest
+    assert "b.json" not in newest
 
 
 def test_other_numbers_fail_the_check(tree):
@@ -176,14 +184,15 @@ def test_every_rate_that_a_floor_is_made_of_is_named(tree):
     root, path, record = tree
     records.save_records({**record, "tf32_tflops": 123.4}, path)
     run(root)
-    assert "TF32 matmul 123 TFLOP/s, measured in the same run" in (root / "README.md").read_text()
+    page = (root / "docs/results.md").read_text()
+    assert "TF32 matmul 123 TFLOP/s, measured in the same run" in page
 
 
 @pytest.mark.parametrize(("device", "rate"), [("cuda", "bf16"), ("cpu", "fp32")])
 def test_the_rate_has_its_type(tree, device, rate):
     """A CPU's record has torch's CUDA version too: it does not make the rate one of bf16."""
     record = {**tree[2], "device": device, "cuda": "13.0", "matmul_tflops": 1.5}
-    assert f"{rate} matmul 1.5 TFLOP/s" in report.provenance(record)
+    assert f"{rate} matmul 1.5 TFLOP/s" in tables.provenance(record)
 
 
 @pytest.mark.parametrize("field", records.ROW_FIELDS)
@@ -212,7 +221,7 @@ def test_source_hash_is_setup_pys(monkeypatch):
 def test_two_gpus_stand_side_by_side(tree):
     root, path, record = tree
     run(root)
-    assert "on each GPU" not in (root / "README.md").read_text()
+    assert "beside each other" not in (root / "docs/results.md").read_text()
     rows = [
         row("relu", "warpwright", 3.0),
         row("relu", "native", 9.0),
@@ -224,11 +233,31 @@ def test_two_gpus_stand_side_by_side(tree):
     again = {**other, "rows": [row("relu", "warpwright", 2.0), row("relu", "native", 3.0)]}
     records.save_records(again, path.parents[1] / "another/again.json")
     run(root)
+    page = (root / "docs/results.md").read_text()
+    main = record["gpu"].removeprefix("NVIDIA ")
+    assert f"| op | pass | workloads | {main} | Another GPU |" in page
+    assert "| `relu` | fwd | 1 | 2.00× | 1.50× |" in page
+    assert "| `linear` | fwd | 1 |" not in page[: page.index("newest record")]
     readme = (root / "README.md").read_text()
-    assert f"| op | pass | workloads | Another GPU | {record['gpu']} |" in readme
-    assert "| `relu` | fwd | 1 | 1.50× | 2.00× |" in readme
-    assert "| `linear` | fwd" not in readme.split("\n\n", 3)[1]
+    assert f"| {main}: geometric mean | slowest row | Another GPU: geometric mean |" in readme
+    assert "| `relu` | fwd 2.00× | 2.00× | fwd 1.50× | 1.50× |" in readme
+    assert "| `linear`† |  |  | fwd 1.00× | 1.00× |" in readme
     assert run(root, "--check") == 0
+
+
+def test_each_gpu_has_a_line_per_step(tree):
+    root, path, record = tree
+    steps = [{**row, "op": "mnist_step", "case": case} for row in record["rows"] for case in "12"]
+    slower = [{**r, "ms": 4 * r["ms"]} for r in steps]
+    record["rows"] += steps
+    records.save_records(record, path)
+    other = {**record, "gpu": "NVIDIA Other", "rows": slower}
+    records.save_records(other, path.parents[1] / "a_gpu/some.json")
+    run(root)
+    readme = (root / "README.md").read_text()
+    main = record["gpu"].removeprefix("NVIDIA ")
+    lines = [line.split("|") for line in readme.splitlines() if "mnist_step" in line]
+    assert [cells[2:4] for cells in lines] == [[f" {main} ", " 4 "], [" Other ", " 16 "]]
 
 
 def test_a_drifting_row_is_in_no_column(tree):
@@ -237,5 +266,6 @@ def test_a_drifting_row_is_in_no_column(tree):
     other["rows"][0]["steady"] = False
     records.save_records(other, path.parents[1] / "another/full.json")
     run(root)
-    readme = (root / "README.md").read_text()
-    assert "| `relu` | fwd | 1 | 2.00× | 2.00× |" not in readme
+    page = (root / "docs/results.md").read_text()
+    assert "| `relu` | fwd | 1 | 2.00× | 2.00× |" not in page
+    assert "| `relu` | fwd 2.00× | 2.00× |  |  |" in (root / "README.md").read_text()

@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..profile import compare as profile
-from .machines import native_ratio
-from .records import KEY, grouped, load_records
+from .records import KEY, grouped, load_records, native_ratio
 
 # Header fields whose differences a reader must know before comparing.
 CONDITIONS = ("gpu", "driver", "torch", "cuda", "cudnn")

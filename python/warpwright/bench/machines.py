@@ -2,64 +2,50 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
-from .records import grouped
+from .records import grouped, native_ratio
+from .tables import Record, geomean, held_still, line, newest_by_op, whole_suites
 
-Record = dict[str, Any]
 Key = tuple[str, ...]
-Rows = dict[Key, dict[str, dict[str, Any]]]
 
 
-def native_ratio(impls: Mapping[str, dict[str, Any]], impl: str = "warpwright") -> float | None:
-    """Native's time over `impl`'s in the same run; None if either is missing."""
-    if impl not in impls or "native" not in impls:
-        return None
-    return float(impls["native"]["ms"] / impls[impl]["ms"])
+def newest_of_gpus(main: Path, records: dict[Path, Record]) -> dict[str, list[tuple[Path, Record]]]:
+    """Each GPU's records with their newest ops, by short name; the GPU of `main` first."""
+    mains = sorted(whole_suites(records), key=lambda path: path != main) or [main]
+    return {
+        records[path]["gpu"].removeprefix("NVIDIA "): newest_by_op(path, records) for path in mains
+    }
 
 
-def newest_rows(whole: Record, again: Iterable[Record]) -> Rows:
-    """The rows of a GPU. An op that was measured again replaces its rows of the whole suite."""
-    rows = grouped(whole)
-    for record in again:
-        later = grouped(record)
-        ops = {key[0] for key in later}
-        rows = {key: impls for key, impls in rows.items() if key[0] not in ops} | later
-    return rows
+def all_rows(parts: list[tuple[Path, Record]]) -> Record:
+    """One record of them, for :func:`grouped`."""
+    return {"rows": [row for _, part in parts for row in part["rows"]]}
 
 
-def _steady_ratio(impls: Mapping[str, dict[str, Any]]) -> float | None:
-    steady = all(
-        impls[name].get("steady", True) for name in ("warpwright", "native") if name in impls
-    )
-    return native_ratio(impls) if steady else None
-
-
-def machines_table(machines: Mapping[str, Rows]) -> str:
+def machines_table(gpus: Mapping[str, Record]) -> str:
     """A line per op and pass, a column per GPU: the geometric mean of native time over ours.
 
     Only workloads count that every GPU measured and on which none drifted.
     """
-    ratios = {
-        name: {key: r for key, impls in rows.items() if (r := _steady_ratio(impls)) is not None}
-        for name, rows in machines.items()
-    }
+    ratios = {name: _steady_ratios(record) for name, record in gpus.items()}
     first, *others = ratios.values()
-    shared = [key for key in first if all(key in other for other in others)]
     groups: dict[tuple[str, str], list[Key]] = {}
-    for key in shared:
-        groups.setdefault((key[0], key[-1]), []).append(key)
-    lines = [_line(["op", "pass", "workloads", *machines]), "|" + "---|" * (3 + len(machines))]
+    for key in first:
+        if all(key in other for other in others):
+            groups.setdefault((key[0], key[-1]), []).append(key)
+    lines = [line(["op", "pass", "workloads", *gpus]), "|" + "---|" * (3 + len(gpus))]
     for (op, which), keys in groups.items():
-        means = [
-            math.exp(sum(math.log(found[key]) for key in keys) / len(keys))
-            for found in ratios.values()
-        ]
-        lines.append(_line([f"`{op}`", which, str(len(keys)), *(f"{m:.2f}×" for m in means)]))
+        means = [geomean([found[key] for key in keys]) for found in ratios.values()]
+        lines.append(line([f"`{op}`", which, str(len(keys)), *(f"{m:.2f}×" for m in means)]))
     return "\n".join(lines)
 
 
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _steady_ratios(record: Record) -> dict[Key, float]:
+    ratios = {}
+    for key, impls in grouped(record).items():
+        ratio = native_ratio(impls)
+        if ratio is not None and held_still(impls):
+            ratios[key] = ratio
+    return ratios

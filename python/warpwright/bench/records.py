@@ -310,3 +310,10 @@ def grouped(record: dict[str, Any]) -> dict[tuple[str, ...], dict[str, dict[str,
     for row in record["rows"]:
         groups.setdefault(tuple(row[k] for k in KEY), {})[row["impl"]] = row
     return groups
+
+
+def native_ratio(impls: Mapping[str, Mapping[str, Any]], impl: str = "warpwright") -> float | None:
+    """Native's time over `impl`'s in the same run; None if either is missing."""
+    if impl not in impls or "native" not in impls:
+        return None
+    return float(impls["native"]["ms"] / impls[impl]["ms"])
