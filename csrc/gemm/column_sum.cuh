@@ -139,10 +139,10 @@ void launch_column_sum_of(const ColumnSumParams& p, const ColumnSumPlan& plan, v
     for_int<8, 32>(plan.lanes, [&]<int kLanes>() {
       constexpr int kVec = kVectorized ? kVecSize<T> : 1;
       const auto source = make_source.template operator()<kVec>();
-      if (split) {
-        launch_column_sum_kernel<Acc, Acc, kVec, kLanes>(source, p.rows, p.cols, plan.splits,
-                                                         static_cast<Acc*>(workspace),
-                                                         p.overlaps_previous, stream);
+      if (split || (p.wide_sum && p.sum != nullptr)) {
+        launch_column_sum_kernel<Acc, Acc, kVec, kLanes>(
+            source, p.rows, p.cols, plan.splits, static_cast<Acc*>(split ? workspace : p.sum),
+            p.overlaps_previous, stream);
       } else {
         launch_column_sum_kernel<T, Acc, kVec, kLanes>(source, p.rows, p.cols, plan.splits,
                                                        static_cast<T*>(p.sum), p.overlaps_previous,
@@ -150,9 +150,12 @@ void launch_column_sum_of(const ColumnSumParams& p, const ColumnSumPlan& plan, v
       }
     });
   });
-  if (split) {
-    launch_part_sums(static_cast<const Acc*>(workspace), plan.splits, p.cols,
-                     static_cast<T*>(p.sum), stream);
+  if (!split) return;
+  const auto* parts = static_cast<const Acc*>(workspace);
+  if (p.wide_sum) {
+    launch_part_sums(parts, plan.splits, p.cols, static_cast<Acc*>(p.sum), stream);
+  } else {
+    launch_part_sums(parts, plan.splits, p.cols, static_cast<T*>(p.sum), stream);
   }
 }
 

@@ -23,7 +23,8 @@ struct ColumnSumParams {
   const void* matrix;
   int64_t stride_row;
   int64_t stride_col;
-  void* sum;  // (cols)
+  void* sum;              // (cols)
+  bool wide_sum = false;  // sum has the accumulator's type, as with GemmParams::accum_d
   bool overlaps_previous = false;
 };
 

@@ -321,7 +321,7 @@ inline bool can_sum_rows(const GemmParams& p, const GemmPlan& plan) {
   const bool wgmma =
       plan.variant == GemmVariant::kSm90 || plan.variant == GemmVariant::kOuterProduct;
   return wgmma && plan.kind == GemmKind::k16Bit && p.a.major == Major::kMN &&
-         p.b.major == Major::kMN && !p.accum_d && !p.accumulate && !is_empty(p);
+         p.b.major == Major::kMN && !p.accumulate && !is_empty(p);
 }
 
 // Tiles of a row of tiles that share its row sums. With the sums a k tile takes a quarter longer,

@@ -125,11 +125,12 @@ template <class Acc>
 Acc* row_sum_parts(const GemmParams& p, const GemmPlan& plan, void* workspace) {
   return static_cast<Acc*>(workspace) + (plan.splits > 1 ? plan.splits * p.m * p.n : 0);
 }
-template <class T>
-RowSumParts<Accum<T>, T> planned_row_sums(const GemmParams& p, const GemmPlan& plan,
-                                          void* workspace) {
+// Out: D's type.
+template <class T, class Out>
+RowSumParts<Accum<T>, Out> planned_row_sums(const GemmParams& p, const GemmPlan& plan,
+                                            void* workspace) {
   return {row_sum_parts<Accum<T>>(p, plan, workspace),
-          plan.sums_rows ? static_cast<T*>(p.row_sums) : nullptr,
+          plan.sums_rows ? static_cast<Out*>(p.row_sums) : nullptr,
           plan.splits * plan.row_sum_shares};
 }
 
@@ -139,10 +140,11 @@ void launch_split_k_reduce(const GemmParams& p, const GemmPlan& plan, void* work
                            cudaStream_t stream) {
   using Acc = Accum<T>;
   if (p.accum_d) {
-    launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, sum_output<Acc>(p), stream);
+    launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, sum_output<Acc>(p), stream,
+                               planned_row_sums<T, Acc>(p, plan, workspace));
   } else {
     launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, activation_output<T>(p), stream,
-                               planned_row_sums<T>(p, plan, workspace));
+                               planned_row_sums<T, T>(p, plan, workspace));
   }
 }
 
@@ -150,9 +152,13 @@ void launch_split_k_reduce(const GemmParams& p, const GemmPlan& plan, void* work
 template <class T>
 void launch_add_row_sums(const GemmParams& p, const GemmPlan& plan, void* workspace,
                          cudaStream_t stream) {
-  launch_dependent(add_row_sums_kernel<Accum<T>, T>,
-                   dim3(static_cast<unsigned>(ceil_div<int64_t>(p.m, kReduceThreads))),
-                   dim3(kReduceThreads), 0, stream, planned_row_sums<T>(p, plan, workspace), p.m);
+  auto launch = [&]<class Out>() {
+    launch_dependent(add_row_sums_kernel<Accum<T>, Out>,
+                     dim3(static_cast<unsigned>(ceil_div<int64_t>(p.m, kReduceThreads))),
+                     dim3(kReduceThreads), 0, stream, planned_row_sums<T, Out>(p, plan, workspace),
+                     p.m);
+  };
+  p.accum_d ? launch.template operator()<Accum<T>>() : launch.template operator()<T>();
 }
 
 }  // namespace warpwright

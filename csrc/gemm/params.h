@@ -60,13 +60,15 @@ struct GemmParams {
   Activation activation;
   void* preactivation;  // laid out like d: D before the activation; or null. D is dense then
 
-  // For gradients that arrive in chunks and are rounded once, at the end. Each element has one
-  // writer, so the order of the calls is the order of the sum.
+  // For gradients in float32 of 16-bit operands, and for gradients that arrive in chunks and are
+  // rounded once, at the end. Each element has one writer, so the order of the calls is the order
+  // of the sum.
   bool accum_d;     // D has the accumulator's type (float for 16-bit operands), without a bias
   bool accumulate;  // D += A B^T, without bias and activation. 16-bit D: sm_90a only, each call
                     // rounds
 
-  void* row_sums;  // (m): sum over k of A[m, k], written if GemmPlan::sums_rows; or null
+  void* row_sums;  // (m), of D's type: sum over k of A[m, k], written if GemmPlan::sums_rows; or
+                   // null
   Overlap overlap;
 
   DType dtype() const { return a.dtype; }

@@ -85,8 +85,8 @@ void launch_sm90_product(const GemmParams& p, const GemmPlan& plan, const Loadin
   params.output = output;
   if (plan.sums_rows) {
     const bool in_parts = split || plan.row_sum_shares > 1;
-    params.row_sums = {in_parts ? row_sum_parts<float>(p, plan, workspace) : p.row_sums, in_parts,
-                       static_cast<int>(p.m), plan.row_sum_shares};
+    params.row_sums = {in_parts ? row_sum_parts<float>(p, plan, workspace) : p.row_sums,
+                       in_parts || p.accum_d, static_cast<int>(p.m), plan.row_sum_shares};
   }
   params.overlap = {p.overlap.next && !split && plan.row_sum_shares == 1, p.overlap.previous};
 

@@ -27,7 +27,7 @@ __device__ __forceinline__ void write_ones(uint32_t shared) {
   fence_proxy_async();
 }
 
-// Where the sums go: each row's sum, rounded to T, or the parts (splits, shares, m) in fp32.
+// Where the sums go: each row's sum in D's type, or the parts (splits, shares, m) in fp32.
 struct RowSumsOutput {
   void* sums;  // null: not wanted
   bool fp32;

@@ -19,8 +19,18 @@ native, aten = torch.nn.functional, torch.ops.aten
 
 
 def linear_backward(
-    grad: Tensor, input: Tensor | None, weight: Tensor | None, mask: list[bool]
+    grad: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    mask: list[bool],
+    float32_mask: Sequence[bool] = (False, False, False),
 ) -> tuple[Tensor | None, ...]:
+    if any(float32_mask):
+        grads = linear_backward(grad, input, weight, mask)
+        return tuple(
+            g.float() if wide and g is not None else g
+            for g, wide in zip(grads, float32_mask, strict=True)
+        )
     rows = grad.flatten(0, -2) if grad.dim() > 1 else grad[None]
     grad_input = grad_weight = None
     if mask[0] and weight is not None:
@@ -47,8 +57,11 @@ def _smooth_backward(grad: Tensor, z: Tensor, activation: str) -> Tensor:
 
 
 def linear_activation_backward(
-    grad: Tensor, kept: Tensor, activation: str, bias_gradient: bool
+    grad: Tensor, kept: Tensor, activation: str, bias_gradient: bool, float32_bias: bool = False
 ) -> tuple[Tensor, Tensor | None]:
+    if float32_bias:
+        dz, db = linear_activation_backward(grad, kept, activation, bias_gradient)
+        return dz, db if db is None else db.float()
     if activation == "relu":  # the output is kept, of the others the pre-activation
         dz = aten.threshold_backward(grad, kept, 0)
     else:

@@ -140,7 +140,12 @@ def linear_flops(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
 
 
 def linear_backward_flops(
-    dy: Shape, x: Shape | None, weight: Shape | None, mask: Sequence[bool], **kwargs: Any
+    dy: Shape,
+    x: Shape | None,
+    weight: Shape | None,
+    mask: Sequence[bool],
+    float32_mask: Sequence[bool] = (),
+    **kwargs: Any,
 ) -> int:
     products = 0
     if mask[0] and weight is not None:

@@ -72,6 +72,11 @@ struct LinearGradients {
 // features as n.
 inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& g) {
   if (!g.input && !g.weight) return std::nullopt;
+  // It writes the operands' type.
+  if ((g.input && g.input->accum_d) || (g.weight && g.weight->accum_d) ||
+      (g.bias && g.bias->wide_sum)) {
+    return std::nullopt;
+  }
   LinearHeadGradients head{};
   if (g.weight) {
     const GemmParams& p = *g.weight;
@@ -129,7 +134,8 @@ inline LinearGradientsPlan choose_linear_gradients(const LinearGradients& g,
   if (g.input && !is_empty(*g.input)) plan.input = choose_linear(*g.input, device);
   if (g.weight && !is_empty(*g.weight)) {
     GemmParams weight = *g.weight;
-    weight.row_sums = g.bias ? g.bias->sum : nullptr;
+    const bool same_type = g.bias && g.bias->wide_sum == weight.accum_d;
+    weight.row_sums = same_type ? g.bias->sum : nullptr;
     plan.weight = choose_linear(weight, device);
   }
   const bool summed = plan.weight && !plan.weight->head && plan.weight->gemm.sums_rows;

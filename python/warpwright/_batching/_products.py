@@ -29,14 +29,21 @@ def linear(info: Any, dims: Dims, x: Tensor, weight: Tensor, bias: Any) -> tuple
 
 
 def linear_backward(
-    info: Any, dims: Dims, grad: Tensor, x: Any, weight: Any, mask: Sequence[bool]
+    info: Any,
+    dims: Dims,
+    grad: Tensor,
+    x: Any,
+    weight: Any,
+    mask: Sequence[bool],
+    float32_mask: Sequence[bool] = (False, False, False),
 ) -> tuple[Any, Any]:
     samples = info.batch_size
     grad = front(grad, dims[0], samples)
     rows = grad.reshape(samples, -1, grad.shape[-1])
     grads: list[Tensor | None] = [None, None, None]
     if mask[0] and dims[2] is None:
-        grads[0] = ops.linear_backward(grad, None, weight, [True, False, False])[0]
+        wanted = [True, False, False]
+        grads[0] = ops.linear_backward(grad, None, weight, wanted, float32_mask)[0]
     elif mask[0]:
         product = torch.bmm(rows, front(weight, dims[2], samples))
         grads[0] = product.view(*grad.shape[:-1], -1)
@@ -45,6 +52,9 @@ def linear_backward(
         grads[1] = torch.bmm(rows.mT, inputs)
     if mask[2]:
         grads[2] = rows.sum(1)
+    for i, gradient in enumerate(grads):
+        if float32_mask[i] and gradient is not None:
+            grads[i] = gradient.float()
     return results(*((g, None if g is None else 0) for g in grads))
 
 
@@ -59,12 +69,20 @@ def linear_activation(
 
 
 def linear_activation_backward(
-    info: Any, dims: Dims, grad: Tensor, kept: Tensor, activation: str, bias_gradient: bool
+    info: Any,
+    dims: Dims,
+    grad: Tensor,
+    kept: Tensor,
+    activation: str,
+    bias_gradient: bool,
+    float32_bias: bool = False,
 ) -> tuple[Any, Any]:
     samples = info.batch_size
     rows = front(grad, dims[0], samples), front(kept, dims[1], samples)
     dz, _ = ops.linear_activation_backward(*rows, activation, False)
-    bias = dz.reshape(samples, -1, dz.shape[-1]).sum(1) if bias_gradient else None
+    dtype = torch.float32 if float32_bias else dz.dtype
+    columns = dz.reshape(samples, -1, dz.shape[-1])
+    bias = columns.sum(1, dtype=dtype) if bias_gradient else None
     return results((dz, 0), (bias, None if bias is None else 0))
 
 

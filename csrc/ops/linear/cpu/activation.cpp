@@ -88,11 +88,15 @@ void activation_backward_cpu(const ActivationBackwardParams& p) {
       });
     });
     if (s.sum == nullptr) return;
-    T* sum = static_cast<T*>(s.sum);
     for (int64_t col = 0; col < cols; ++col) {
       double total = 0;
       for (int64_t run = 0; run < runs; ++run) total += sums[static_cast<size_t>(run * cols + col)];
-      sum[col] = static_cast<T>(static_cast<Acc>(total));
+      const auto rounded = static_cast<Acc>(total);
+      if (s.wide_sum) {
+        static_cast<Acc*>(s.sum)[col] = rounded;
+      } else {
+        static_cast<T*>(s.sum)[col] = static_cast<T>(rounded);
+      }
     }
   });
 }

@@ -1,7 +1,6 @@
 // linear_activation and linear_activation_backward on every dispatch key. The backward is the
 // gradient of the activation alone, with the bias gradient in the same pass; the rest is linear's.
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/relu.h>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "ops/linear/activation.h"
+#include "ops/linear/torch/autocast.h"
 #include "ops/linear/torch/common.h"
 #include "torch/activation.h"
 
@@ -31,10 +31,12 @@ TensorPair linear_activation(const Tensor& input, const Tensor& weight, const Op
 }
 
 TensorPair linear_activation_backward(const Tensor& grad_output, const Tensor& kept,
-                                      std::string_view activation, bool bias_gradient) {
-  static const auto op = find_op<TensorPair(const Tensor&, const Tensor&, std::string_view, bool)>(
-      "warpwright::linear_activation_backward");
-  return op.call(grad_output, kept, activation, bias_gradient);
+                                      std::string_view activation, bool bias_gradient,
+                                      bool float32_bias = false) {
+  static const auto op =
+      find_op<TensorPair(const Tensor&, const Tensor&, std::string_view, bool, bool)>(
+          "warpwright::linear_activation_backward");
+  return op.call(grad_output, kept, activation, bias_gradient, float32_bias);
 }
 
 }  // namespace call
@@ -74,7 +76,8 @@ TensorPair linear_activation_composed(const Tensor& input, const Tensor& weight,
   return {native_activation(z, activation), keep ? z : nothing_like(z)};
 }
 
-void check_linear_activation_backward(const Tensor& grad_output, const Tensor& kept) {
+void check_linear_activation_backward(const Tensor& grad_output, const Tensor& kept,
+                                      bool float32_bias) {
   TORCH_CHECK(grad_output.dim() >= 1,
               "linear_activation_backward: grad_output: expected at least 1D, got 0D");
   TORCH_CHECK(grad_output.sym_sizes() == kept.sym_sizes(),
@@ -84,6 +87,9 @@ void check_linear_activation_backward(const Tensor& grad_output, const Tensor& k
                               "\"linear_activation_backward\" not implemented for '",
                               kept.scalar_type(), "'");
   check_same_type(grad_output, kept, "linear_activation_backward", "kept");
+  TORCH_CHECK(!float32_bias || is_16bit(kept.scalar_type()),
+              "linear_activation_backward: float32_bias: expected 16-bit operands, got ",
+              kept.scalar_type());
 }
 
 // Results of the forward (output, pre-activation) and of the backward (dz, bias gradient).
@@ -91,9 +97,10 @@ TensorPair empty_outputs(const Tensor& input, const Tensor& weight, bool keep) {
   const auto sizes = with_last_size(input, weight.sym_size(0));
   return {empty_of(sizes, input), keep ? empty_of(sizes, input) : nothing_like(input)};
 }
-TensorPair empty_gradients(const Tensor& kept, bool bias_gradient) {
+TensorPair empty_gradients(const Tensor& kept, bool bias_gradient, bool float32_bias) {
+  const auto options = float32_bias ? kept.options().dtype(at::kFloat) : kept.options();
   return {empty_of(kept.sym_sizes(), kept),
-          bias_gradient ? empty_of({kept.sym_size(-1)}, kept) : Tensor()};
+          bias_gradient ? at::empty_symint({kept.sym_size(-1)}, options) : Tensor()};
 }
 
 // ---- CPU and CUDA ----
@@ -117,27 +124,27 @@ TensorPair linear_activation_with(const Tensor& input, const Tensor& weight,
 template <class Runner>
 TensorPair linear_activation_backward_with(const Tensor& grad_output, const Tensor& kept,
                                            Activation activation, bool bias_gradient,
-                                           const Runner& runner) {
-  check_linear_activation_backward(grad_output, kept);
+                                           bool float32_bias, const Runner& runner) {
+  check_linear_activation_backward(grad_output, kept, float32_bias);
   check_has_storage(grad_output, "linear_activation_backward: grad_output");
   check_has_storage(kept, "linear_activation_backward: kept");
-  TensorPair gradients = empty_gradients(kept, bias_gradient);
+  TensorPair gradients = empty_gradients(kept, bias_gradient, float32_bias);
   auto& [dz, db] = gradients;
   const int64_t cols = kept.size(-1);
   const int64_t rows = cols == 0 ? 0 : kept.numel() / cols;
   const Tensor dense = kept.contiguous();
   const Tensor dy = grad_output.reshape({rows, cols});
-  runner.activation_backward(
-      {.column_sum = {.dtype = dtype_of(kept),
-                      .rows = rows,
-                      .cols = cols,
-                      .matrix = dy.const_data_ptr(),
-                      .stride_row = dy.stride(0),
-                      .stride_col = dy.stride(1),
-                      .sum = bias_gradient ? db.mutable_data_ptr() : nullptr},
-       .activation = activation,
-       .kept = dense.const_data_ptr(),
-       .grad_preactivation = dz.mutable_data_ptr()});
+  runner.activation_backward({.column_sum = {.dtype = dtype_of(kept),
+                                             .rows = rows,
+                                             .cols = cols,
+                                             .matrix = dy.const_data_ptr(),
+                                             .stride_row = dy.stride(0),
+                                             .stride_col = dy.stride(1),
+                                             .sum = bias_gradient ? db.mutable_data_ptr() : nullptr,
+                                             .wide_sum = float32_bias},
+                              .activation = activation,
+                              .kept = dense.const_data_ptr(),
+                              .grad_preactivation = dz.mutable_data_ptr()});
   return gradients;
 }
 
@@ -155,9 +162,10 @@ TensorPair linear_activation_cpu_kernel(const Tensor& input, const Tensor& weigh
   return linear_activation_with(input, weight, bias, f, keep, ActivationCpu{});
 }
 TensorPair linear_activation_backward_cpu_kernel(const Tensor& grad_output, const Tensor& kept,
-                                                 std::string_view activation, bool bias_gradient) {
+                                                 std::string_view activation, bool bias_gradient,
+                                                 bool float32_bias) {
   return linear_activation_backward_with(grad_output, kept, find_linear_activation(activation),
-                                         bias_gradient, ActivationCpu{});
+                                         bias_gradient, float32_bias, ActivationCpu{});
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -182,11 +190,12 @@ TensorPair linear_activation_cuda_kernel(const Tensor& input, const Tensor& weig
   return linear_activation_with(input, weight, bias, f, keep, ActivationCuda(call, input));
 }
 TensorPair linear_activation_backward_cuda_kernel(const Tensor& grad_output, const Tensor& kept,
-                                                  std::string_view activation, bool bias_gradient) {
-  check_linear_activation_backward(grad_output, kept);
+                                                  std::string_view activation, bool bias_gradient,
+                                                  bool float32_bias) {
+  check_linear_activation_backward(grad_output, kept, float32_bias);
   const CudaCall call(kept);
   return linear_activation_backward_with(grad_output, kept, find_linear_activation(activation),
-                                         bias_gradient, ActivationCuda(call, kept));
+                                         bias_gradient, float32_bias, ActivationCuda(call, kept));
 }
 #endif
 
@@ -203,10 +212,11 @@ TensorPair linear_activation_meta(const Tensor& input, const Tensor& weight,
   return empty_outputs(input, weight, keep);
 }
 TensorPair linear_activation_backward_meta(const Tensor& grad_output, const Tensor& kept,
-                                           std::string_view activation, bool bias_gradient) {
+                                           std::string_view activation, bool bias_gradient,
+                                           bool float32_bias) {
   find_linear_activation(activation);
-  check_linear_activation_backward(grad_output, kept);
-  return empty_gradients(kept, bias_gradient);
+  check_linear_activation_backward(grad_output, kept, float32_bias);
+  return empty_gradients(kept, bias_gradient, float32_bias);
 }
 
 // ---- Autograd ----
@@ -219,7 +229,8 @@ struct LinearActivationBackwardBackward {  // saved: grad_output (not of a relu)
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     const Tensor &dy = saved[0], &kept = saved[1];
-    const Tensor gradient_of_db = grads.size() > 1 ? grads[1] : Tensor();  // with a bias
+    Tensor gradient_of_db = grads.size() > 1 ? grads[1] : Tensor();  // with a bias
+    if (gradient_of_db.defined()) gradient_of_db = gradient_of_db.to(kept.scalar_type());
     const Tensor gradient_of_dz =
         sum_of(grads[0], gradient_of_db.defined() ? gradient_of_db.expand_symint(kept.sym_sizes())
                                                   : Tensor());
@@ -238,11 +249,13 @@ struct LinearActivationBackwardBackward {  // saved: grad_output (not of a relu)
 };
 
 TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const Tensor& kept,
-                                               std::string_view activation, bool bias_gradient) {
+                                               std::string_view activation, bool bias_gradient,
+                                               bool float32_bias) {
   const Activation f = find_linear_activation(activation);
   auto node = make_node<LinearActivationBackwardBackward>({f}, grad_output, kept);
   TensorPair gradients = below_autograd([&] {
-    return call::linear_activation_backward(grad_output, kept, activation, bias_gradient);
+    return call::linear_activation_backward(grad_output, kept, activation, bias_gradient,
+                                            float32_bias);
   });
   auto& [dz, db] = gradients;
   if (node) {
@@ -265,7 +278,8 @@ TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const 
     }
     set_tangent(dz, direction);
     if (db.defined()) {
-      set_tangent(db, direction.reshape_symint({-1, kept.sym_size(-1)}).sum(0));
+      set_tangent(db, direction.reshape_symint({-1, kept.sym_size(-1)})
+                          .sum(0, /*keepdim=*/false, db.scalar_type()));
     }
   }
   return gradients;
@@ -275,6 +289,7 @@ struct LinearActivationBackward {  // saved: input, weight, kept
   static constexpr const char* kName = "WarpwrightLinearActivationBackward";
   struct Attributes {
     Activation activation;
+    std::array<bool, 3> float32;
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
@@ -284,24 +299,24 @@ struct LinearActivationBackward {  // saved: input, weight, kept
     Tensor dz, db;
     if (dy.defined()) {
       std::tie(dz, db) = call::linear_activation_backward(
-          dy, saved[2], activation_name(a.activation), needs[2] && !direct.defined());
+          dy, saved[2], activation_name(a.activation), needs[2] && !direct.defined(), a.float32[2]);
     }
     auto [dx, dw, whole_db] = linear_ops::linear_backward(
         sum_of(dz, direct), optional_if_defined(saved[0]), optional_if_defined(saved[1]),
-        {needs[0], needs[1], needs[2] && !db.defined()});
+        {needs[0], needs[1], needs[2] && !db.defined()}, a.float32);
     return {dx, dw, db.defined() ? db : whole_db};
   }
 };
 
-TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
-                                      const OptionalTensor& optional_bias,
-                                      std::string_view activation, bool keep) {
+// linear_activation and its node.
+TensorPair differentiable_linear_activation(const Tensor& input, const Tensor& weight,
+                                            const OptionalTensor& optional_bias,
+                                            std::string_view activation, bool keep,
+                                            const Sources& sources) {
   const Activation f = find_linear_activation(activation);
-  if (!is_fused(input, weight, optional_bias)) {
-    return linear_activation_composed(input, weight, optional_bias, f, keep);
-  }
   const Tensor bias = value_or_undefined(optional_bias);
-  auto node = make_node<LinearActivationBackward>({f}, input, weight, bias);
+  auto node = make_node<LinearActivationBackward>({f, sources.in_float32(input.scalar_type())},
+                                                  sources.input, sources.weight, sources.bias);
   const bool forward_ad = any_tangent(input, weight, bias);
   const bool needs_z = f != Activation::kRelu && (node || forward_ad);
   TensorPair outputs = below_autograd([&] {
@@ -311,9 +326,8 @@ TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
   const bool has_z = keep || needs_z;
   if (node) {
     // A frozen operand needs no gradient, so its partner need not be saved.
-    auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
-    node->save(requires_grad(weight) ? input : Tensor());
-    node->save(requires_grad(input) ? weight : Tensor());
+    node->save(requires_grad(sources.weight) ? input : Tensor());
+    node->save(requires_grad(sources.input) ? weight : Tensor());
     set_history(output, node);
     if (has_z) set_history(z, node);
   }
@@ -333,18 +347,29 @@ TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
   return outputs;
 }
 
+TensorPair linear_activation_autograd(const Tensor& input, const Tensor& weight,
+                                      const OptionalTensor& bias, std::string_view activation,
+                                      bool keep) {
+  if (!is_fused(input, weight, bias)) {
+    return linear_activation_composed(input, weight, bias, find_linear_activation(activation),
+                                      keep);
+  }
+  return differentiable_linear_activation(input, weight, bias, activation, keep,
+                                          {input, weight, value_or_undefined(bias)});
+}
+
 // ---- Autocast: to the low-precision type, as native linear ----
 
 template <c10::DeviceType kDevice>
 TensorPair linear_activation_autocast(const Tensor& input, const Tensor& weight,
                                       const OptionalTensor& bias, std::string_view activation,
                                       bool keep) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
-  return call::linear_activation(at::autocast::cached_cast(type, input, kDevice),
-                                 at::autocast::cached_cast(type, weight, kDevice),
-                                 at::autocast::cached_cast(type, bias, kDevice), activation, keep);
+  const AutocastOperands cast(kDevice, input, weight, bias);
+  if (!cast.direct) {
+    return call::linear_activation(cast.input, cast.weight, cast.bias, activation, keep);
+  }
+  return differentiable_linear_activation(cast.input, cast.weight, cast.bias, activation, keep,
+                                          {input, weight, value_or_undefined(bias)});
 }
 
 }  // namespace
@@ -356,7 +381,7 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       {at::Tag::pt2_compliant_tag});
   m.def(
       "linear_activation_backward(Tensor grad_output, Tensor kept, str activation, "
-      "bool bias_gradient) -> (Tensor, Tensor)",
+      "bool bias_gradient, bool float32_bias=False) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
 }
 

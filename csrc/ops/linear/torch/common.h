@@ -32,13 +32,17 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight, bias
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
 // The weight's gradient reads `input`, and the input's gradient reads `weight`. Either may be
-// undefined if that gradient is not wanted.
+// undefined if that gradient is not wanted. float32_mask: of 16-bit operands, the gradients in
+// float32.
 Gradients linear_backward(const Tensor& grad_output, const OptionalTensor& input,
-                          const OptionalTensor& weight, std::array<bool, 3> output_mask);
+                          const OptionalTensor& weight, std::array<bool, 3> output_mask,
+                          std::array<bool, 3> float32_mask = {false, false, false});
 
 }  // namespace linear_ops
 
 // ---- output shape and checks ----
+
+inline bool is_16bit(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
 
 c10::SymDimVector with_last_size(const Tensor& tensor, const c10::SymInt& last);
 
@@ -149,6 +153,30 @@ struct LinearCuda {
 #endif
 
 // ---- Autograd ----
+
+// The tensors that a product's gradients go to: its operands, or under autocast the tensors that
+// they were cast from.
+struct Sources {
+  const Tensor& input;
+  const Tensor& weight;
+  const Tensor& bias;
+
+  // Whose gradients are float32, by operands of type `type`.
+  std::array<bool, 3> in_float32(at::ScalarType type) const {
+    auto is_wider = [&](const Tensor& source) {
+      return source.defined() && source.scalar_type() == at::kFloat && is_16bit(type);
+    };
+    return {is_wider(input), is_wider(weight), is_wider(bias)};
+  }
+};
+
+inline bool requires_grad(const Tensor& tensor) {
+  return tensor.defined() && tensor.requires_grad();
+}
+
+// linear and its node.
+Tensor differentiable_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             const Sources& sources);
 
 // The value of a product x W^T + x' W'^T + b. A term exists if its factors do.
 Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,

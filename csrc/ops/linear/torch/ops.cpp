@@ -1,10 +1,11 @@
 // linear and linear_backward on every dispatch key.
-#include "ops/linear/torch/common.h"
-
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+
+#include "ops/linear/torch/autocast.h"
+#include "ops/linear/torch/common.h"
 
 namespace warpwright {
 
@@ -17,11 +18,12 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 }
 
 Gradients linear_backward(const Tensor& grad_output, const OptionalTensor& input,
-                          const OptionalTensor& weight, std::array<bool, 3> output_mask) {
+                          const OptionalTensor& weight, std::array<bool, 3> output_mask,
+                          std::array<bool, 3> float32_mask) {
   static const auto op =
       find_op<Gradients(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                        std::array<bool, 3>)>("warpwright::linear_backward");
-  return op.call(grad_output, input, weight, output_mask);
+                        std::array<bool, 3>, std::array<bool, 3>)>("warpwright::linear_backward");
+  return op.call(grad_output, input, weight, output_mask, float32_mask);
 }
 
 }  // namespace linear_ops
@@ -150,8 +152,11 @@ using linear_ops::Gradients;
 using OutputMask = std::array<bool, 3>;
 
 void check_linear_backward(const Tensor& grad_output, const OptionalTensor& input,
-                           const OptionalTensor& weight, OutputMask mask) {
+                           const OptionalTensor& weight, OutputMask mask, OutputMask float32_mask) {
   TORCH_CHECK(grad_output.dim() >= 1, "linear_backward: grad_output: expected at least 1D, got 0D");
+  TORCH_CHECK(float32_mask == OutputMask{} || is_16bit(grad_output.scalar_type()),
+              "linear_backward: float32_mask: expected 16-bit operands, got ",
+              grad_output.scalar_type());
   if (mask[0]) {
     TORCH_CHECK(weight.has_value() && weight->dim() == 2,
                 "linear_backward: weight: expected a matrix for the gradient of input");
@@ -171,15 +176,18 @@ void check_linear_backward(const Tensor& grad_output, const OptionalTensor& inpu
 }
 
 Gradients empty_gradients(const Tensor& grad_output, const OptionalTensor& input,
-                          const OptionalTensor& weight, OutputMask mask) {
+                          const OptionalTensor& weight, OutputMask mask, OutputMask float32_mask) {
+  auto empty = [&](c10::SymIntArrayRef sizes, bool float32) {
+    const auto options = grad_output.options();
+    return at::empty_symint(sizes, float32 ? options.dtype(at::kFloat) : options);
+  };
+  const auto out = grad_output.sym_size(-1);
   Gradients result;
   if (mask[0]) {
-    std::get<0>(result) = empty_of(with_last_size(grad_output, weight->sym_size(1)), grad_output);
+    std::get<0>(result) = empty(with_last_size(grad_output, weight->sym_size(1)), float32_mask[0]);
   }
-  if (mask[1]) {
-    std::get<1>(result) = empty_of({grad_output.sym_size(-1), input->sym_size(-1)}, grad_output);
-  }
-  if (mask[2]) std::get<2>(result) = empty_of({grad_output.sym_size(-1)}, grad_output);
+  if (mask[1]) std::get<1>(result) = empty({out, input->sym_size(-1)}, float32_mask[1]);
+  if (mask[2]) std::get<2>(result) = empty({out}, float32_mask[2]);
   return result;
 }
 
@@ -218,15 +226,14 @@ Gradients native_linear_backward(const Tensor& grad_output, const OptionalTensor
 template <class Runner>
 Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& input,
                                const OptionalTensor& weight, OutputMask mask,
-                               const Runner& runner) {
-  check_linear_backward(grad_output, input, weight, mask);
+                               OutputMask float32_mask, const Runner& runner) {
   if (!is_floating(grad_output.scalar_type())) {
     return native_linear_backward(grad_output, input, weight, mask);
   }
   check_has_storage(grad_output, "linear_backward: grad_output");
   if (mask[0]) check_has_storage(*weight, "linear_backward: weight");
   if (mask[1]) check_has_storage(*input, "linear_backward: input");
-  Gradients result = empty_gradients(grad_output, input, weight, mask);
+  Gradients result = empty_gradients(grad_output, input, weight, mask, float32_mask);
   auto& [dx, dw, db] = result;
   // The matrices own any copies.
   const Matrix dy = as_matrix(grad_output);
@@ -235,19 +242,22 @@ Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& 
   if (mask[0]) {
     w = as_matrix(*weight).transposed();
     gradients.input = gemm_params(dy, w, {}, dx);
+    gradients.input->accum_d = float32_mask[0];
   }
   if (mask[1]) {
     x = as_matrix(*input).transposed();
     gradients.weight = gemm_params(dy.transposed(), x, {}, dw);
+    gradients.weight->accum_d = float32_mask[1];
   }
   if (mask[2]) {
-    gradients.bias = ColumnSumParams{.dtype = dtype_of(db),
+    gradients.bias = ColumnSumParams{.dtype = dtype_of(grad_output),
                                      .rows = dy.rows,
                                      .cols = dy.cols,
                                      .matrix = dy.data(),
                                      .stride_row = dy.stride_row,
                                      .stride_col = dy.stride_col,
-                                     .sum = db.mutable_data_ptr()};
+                                     .sum = db.mutable_data_ptr(),
+                                     .wide_sum = float32_mask[2]};
   }
   runner.gradients(gradients);
   return result;
@@ -266,9 +276,17 @@ Tensor linear_cpu_kernel(const Tensor& input, const Tensor& weight, const Option
   Tensor output = has_bias ? at::addmm(*bias, rows, weight.t()) : at::mm(rows, weight.t());
   return is_matrix ? output : output.view_symint(with_last_size(input, weight.sym_size(0)));
 }
+// ATen has no 16-bit product with a float32 result: the gradients are widened after it.
 Gradients linear_backward_cpu_kernel(const Tensor& grad_output, const OptionalTensor& input,
-                                     const OptionalTensor& weight, OutputMask mask) {
-  return linear_backward_with(grad_output, input, weight, mask, LinearCpu{});
+                                     const OptionalTensor& weight, OutputMask mask,
+                                     OutputMask float32_mask) {
+  check_linear_backward(grad_output, input, weight, mask, float32_mask);
+  auto [dx, dw, db] = linear_backward_with(grad_output, input, weight, mask, {}, LinearCpu{});
+  auto widened = [](const Tensor& narrow, bool wanted) {
+    if (!wanted || !narrow.defined()) return narrow;
+    return at::empty_like(narrow, narrow.options().dtype(at::kFloat)).copy_(narrow);
+  };
+  return {widened(dx, float32_mask[0]), widened(dw, float32_mask[1]), widened(db, float32_mask[2])};
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -278,10 +296,12 @@ Tensor linear_cuda_kernel(const Tensor& input, const Tensor& weight, const Optio
   return linear_with(input, weight, bias, LinearCuda(call, input));
 }
 Gradients linear_backward_cuda_kernel(const Tensor& grad_output, const OptionalTensor& input,
-                                      const OptionalTensor& weight, OutputMask mask) {
-  check_linear_backward(grad_output, input, weight, mask);
+                                      const OptionalTensor& weight, OutputMask mask,
+                                      OutputMask float32_mask) {
+  check_linear_backward(grad_output, input, weight, mask, float32_mask);
   const CudaCall call(grad_output);
-  return linear_backward_with(grad_output, input, weight, mask, LinearCuda(call, grad_output));
+  return linear_backward_with(grad_output, input, weight, mask, float32_mask,
+                              LinearCuda(call, grad_output));
 }
 #endif
 
@@ -293,34 +313,40 @@ Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTens
   return empty_of(with_last_size(input, weight.sym_size(0)), input);
 }
 Gradients linear_backward_meta(const Tensor& grad_output, const OptionalTensor& input,
-                               const OptionalTensor& weight, OutputMask mask) {
-  check_linear_backward(grad_output, input, weight, mask);
-  return empty_gradients(grad_output, input, weight, mask);
+                               const OptionalTensor& weight, OutputMask mask,
+                               OutputMask float32_mask) {
+  check_linear_backward(grad_output, input, weight, mask, float32_mask);
+  return empty_gradients(grad_output, input, weight, mask, float32_mask);
 }
 
 // ---- Autograd ----
 
-Tensor input_gradient(const Tensor& grad_output, const Tensor& weight) {
+Tensor input_gradient(const Tensor& grad_output, const Tensor& weight, OutputMask float32 = {}) {
   if (!grad_output.defined() || !weight.defined()) return {};
-  return std::get<0>(linear_ops::linear_backward(grad_output, {}, weight, {true, false, false}));
+  return std::get<0>(
+      linear_ops::linear_backward(grad_output, {}, weight, {true, false, false}, float32));
 }
-Tensor weight_gradient(const Tensor& grad_output, const Tensor& input) {
+Tensor weight_gradient(const Tensor& grad_output, const Tensor& input, OutputMask float32 = {}) {
   if (!grad_output.defined() || !input.defined()) return {};
-  return std::get<1>(linear_ops::linear_backward(grad_output, input, {}, {false, true, false}));
+  return std::get<1>(
+      linear_ops::linear_backward(grad_output, input, {}, {false, true, false}, float32));
 }
-Tensor bias_gradient(const Tensor& grad_output) {
+Tensor bias_gradient(const Tensor& grad_output, OutputMask float32) {
   if (!grad_output.defined()) return {};
-  return std::get<2>(linear_ops::linear_backward(grad_output, {}, {}, {false, false, true}));
+  return std::get<2>(
+      linear_ops::linear_backward(grad_output, {}, {}, {false, false, true}, float32));
 }
 
-struct LinearBackward {
+struct LinearBackward {  // saved: input, weight
   static constexpr const char* kName = "WarpwrightLinearBackward";
-  struct Attributes {};
-  static variable_list backward(const Attributes&, const variable_list& saved,
+  struct Attributes {
+    OutputMask float32;
+  };
+  static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    auto [dx, dw, db] =
-        linear_ops::linear_backward(grads[0], optional_if_defined(saved[0]),
-                                    optional_if_defined(saved[1]), {needs[0], needs[1], needs[2]});
+    auto [dx, dw, db] = linear_ops::linear_backward(grads[0], optional_if_defined(saved[0]),
+                                                    optional_if_defined(saved[1]),
+                                                    {needs[0], needs[1], needs[2]}, a.float32);
     return {dx, dw, db};
   }
 };
@@ -332,7 +358,11 @@ struct LinearBackwardBackward {
   static variable_list backward(const Attributes&, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     const Tensor &dy = saved[0], &x = saved[1], &weight = saved[2];
-    const Tensor &ddx = grads[0], &ddw = grads[1], &ddb = grads[2];
+    // By a gradient in float32: float32.
+    auto of_grad = [&](size_t i) {
+      return grads[i].defined() ? grads[i].to(dy.scalar_type()) : grads[i];
+    };
+    const Tensor ddx = of_grad(0), ddw = of_grad(1), ddb = of_grad(2);
     variable_list result(3);
     if (needs[0]) result[0] = sum_of_linears(ddx, weight, x, ddw, ddb, dy);
     if (needs[1]) result[1] = input_gradient(dy, ddw);
@@ -341,7 +371,23 @@ struct LinearBackwardBackward {
   }
 };
 
-bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+}  // namespace
+
+Tensor differentiable_linear(const Tensor& input, const Tensor& weight,
+                             const OptionalTensor& optional_bias, const Sources& sources) {
+  auto node = make_node<LinearBackward>({sources.in_float32(input.scalar_type())}, sources.input,
+                                        sources.weight, sources.bias);
+  Tensor output = below_autograd([&] { return linear_ops::linear(input, weight, optional_bias); });
+  if (node) {
+    // A frozen operand needs no gradient, so its partner need not be saved.
+    node->save(requires_grad(sources.weight) ? input : Tensor());
+    node->save(requires_grad(sources.input) ? weight : Tensor());
+    set_history(output, node);
+  }
+  return output;
+}
+
+namespace {
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight,
                        const OptionalTensor& optional_bias) {
@@ -349,14 +395,7 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight,
     return linear_composed(input, weight, optional_bias);
   }
   const Tensor bias = value_or_undefined(optional_bias);
-  auto node = make_node<LinearBackward>({}, input, weight, bias);
-  Tensor output = below_autograd([&] { return linear_ops::linear(input, weight, optional_bias); });
-  if (node) {
-    // A frozen operand needs no gradient, so its partner need not be saved.
-    node->save(requires_grad(weight) ? input : Tensor());
-    node->save(requires_grad(input) ? weight : Tensor());
-    set_history(output, node);
-  }
+  Tensor output = differentiable_linear(input, weight, optional_bias, {input, weight, bias});
   if (any_tangent(input, weight, bias)) {
     const Tensor direction = sum_of_linears(tangent_or_none(input), primal(weight), primal(input),
                                             tangent_or_none(weight), tangent_or_none(bias), output);
@@ -366,12 +405,14 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight,
 }
 
 Gradients linear_backward_autograd(const Tensor& grad_output, const OptionalTensor& optional_input,
-                                   const OptionalTensor& optional_weight, OutputMask mask) {
+                                   const OptionalTensor& optional_weight, OutputMask mask,
+                                   OutputMask float32_mask) {
   const Tensor input = value_or_undefined(optional_input);
   const Tensor weight = value_or_undefined(optional_weight);
   auto node = make_node<LinearBackwardBackward>({}, grad_output, input, weight);
   Gradients result = below_autograd([&] {
-    return linear_ops::linear_backward(grad_output, optional_input, optional_weight, mask);
+    return linear_ops::linear_backward(grad_output, optional_input, optional_weight, mask,
+                                       float32_mask);
   });
   auto& [dx, dw, db] = result;
   if (node) {
@@ -389,14 +430,14 @@ Gradients linear_backward_autograd(const Tensor& grad_output, const OptionalTens
       if (value_tangent.defined()) set_tangent(value, value_tangent);
     };
     if (mask[0]) {
-      set(dx, sum_of(input_gradient(dy_tangent, primal(weight)),
-                     input_gradient(dy, tangent_or_none(weight))));
+      set(dx, sum_of(input_gradient(dy_tangent, primal(weight), float32_mask),
+                     input_gradient(dy, tangent_or_none(weight), float32_mask)));
     }
     if (mask[1]) {
-      set(dw, sum_of(weight_gradient(dy_tangent, primal(input)),
-                     weight_gradient(dy, tangent_or_none(input))));
+      set(dw, sum_of(weight_gradient(dy_tangent, primal(input), float32_mask),
+                     weight_gradient(dy, tangent_or_none(input), float32_mask)));
     }
-    if (mask[2]) set(db, bias_gradient(dy_tangent));
+    if (mask[2]) set(db, bias_gradient(dy_tangent, float32_mask));
   }
   return result;
 }
@@ -405,12 +446,10 @@ Gradients linear_backward_autograd(const Tensor& grad_output, const OptionalTens
 
 template <c10::DeviceType kDevice>
 Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
-  return linear_ops::linear(at::autocast::cached_cast(type, input, kDevice),
-                            at::autocast::cached_cast(type, weight, kDevice),
-                            at::autocast::cached_cast(type, bias, kDevice));
+  const AutocastOperands cast(kDevice, input, weight, bias);
+  if (!cast.direct) return linear_ops::linear(cast.input, cast.weight, cast.bias);
+  return differentiable_linear(cast.input, cast.weight, cast.bias,
+                               {input, weight, value_or_undefined(bias)});
 }
 
 }  // namespace
@@ -419,8 +458,8 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
         {at::Tag::pt2_compliant_tag});
   m.def(
-      "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, bool[3] output_mask)"
-      " -> (Tensor, Tensor, Tensor)",
+      "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, bool[3] output_mask, "
+      "bool[3] float32_mask=[False, False, False]) -> (Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
 }
 

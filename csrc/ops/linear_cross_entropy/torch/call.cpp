@@ -1,9 +1,8 @@
 // linear_cross_entropy as users call it: leading dimensions folded, native's dtype rules, autocast.
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "ops/linear/torch/autocast.h"
 #include "ops/linear_cross_entropy/torch/common.h"
 
 namespace warpwright {
@@ -170,12 +169,10 @@ Tensor3 run_in_autocast(const UserCall& call_) {
   if (wants_ops_apart(c, probabilities)) {  // under their own autocast
     return by_the_ops_apart(c, probabilities);
   }
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const ScalarType type = at::autocast::get_autocast_dtype(kDevice);
-  for (Tensor* operand : {&c.input, &c.weight, &c.bias}) {
-    if (operand->defined()) *operand = at::autocast::cached_cast(type, *operand, kDevice);
-  }
+  const AutocastOperands cast(kDevice, c.input, c.weight, optional_if_defined(c.bias));
+  c.input = cast.input;
+  c.weight = cast.weight;
+  c.bias = value_or_undefined(cast.bias);
   return by_chunks(c, probabilities, /*autocast=*/true);
 }
 

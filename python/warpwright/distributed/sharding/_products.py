@@ -32,7 +32,9 @@ def linear(x: Any, w: Any, b: Any) -> list[Row]:
     return rows
 
 
-def linear_backward(dy: Any, x: Any, w: Any, mask: Sequence[bool]) -> list[Row]:
+def linear_backward(
+    dy: Any, x: Any, w: Any, mask: Sequence[bool], float32_mask: Sequence[bool] = ()
+) -> list[Row]:
     last = dy.ndim - 1
     rows: list[Row] = [(picked(mask, R, R, R), [R, R, R])]
     rows += [(picked(mask, S(i), P, P), [S(i), S(i), R]) for i in range(last)]
@@ -54,7 +56,7 @@ def linear_activation(x: Any, w: Any, b: Any, activation: str, keep: bool) -> li
 
 
 def linear_activation_backward(
-    dy: Any, kept: Any, activation: str, bias_gradient: bool
+    dy: Any, kept: Any, activation: str, bias_gradient: bool, float32_bias: bool = False
 ) -> list[Row]:
     last, mask = dy.ndim - 1, (True, bias_gradient)
     rows: list[Row] = [(picked(mask, R, R), [R, R])]

@@ -1,0 +1,27 @@
+// The operands of a product under autocast.
+#pragma once
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "ops/linear/torch/common.h"
+
+namespace warpwright {
+
+// The operands in autocast's type, and autocast off while this exists. Casts are autocast's own,
+// with two changes:
+//  - float32 inputs are cast by our kernel, once for all products that read them. The products keep
+//    the result for their backward. While one of them does, the next one finds it.
+//  - `direct`: the product's node may lead to the float32 tensors themselves. Their gradients then
+//    leave the backward's products in float32, and no node casts them.
+struct AutocastOperands {
+  AutocastOperands(c10::DeviceType device, const Tensor& input, const Tensor& weight,
+                   const OptionalTensor& bias);
+
+  c10::impl::ExcludeDispatchKeyGuard no_autocast;
+  Tensor input, weight;
+  OptionalTensor bias;
+  bool direct;
+};
+
+}  // namespace warpwright
