@@ -189,7 +189,6 @@ inline AttentionBackwardConfig choose_attention_backward_config(const AttentionB
   auto portable = [&](const char* reason) -> AttentionBackwardConfig {
     return {{AttentionPath::kMma, config.head_tile, config.has_extras, reason}};
   };
-  if (config.head_tile > 128) return portable("mma.sync: head dimension above 128");
   const AttentionParams& f = p.fwd;
   auto gradient_fits = [&](const AttentionOperand& x, int64_t H, int64_t S) {
     return x.data == nullptr || fits_tensor_map(x, f.B, H, S);
@@ -198,6 +197,11 @@ inline AttentionBackwardConfig choose_attention_backward_config(const AttentionB
                        gradient_fits(p.dq, f.H, f.S_q) && gradient_fits(p.dk, f.H_kv, f.S_k) &&
                        gradient_fits(p.dv, f.H_kv, f.S_k);
   if (!aligned) return portable("mma.sync: TMA needs rows at multiples of 16 bytes");
+  // One CTA cannot hold all three gradients of wide heads.
+  if (config.head_tile > 128) {
+    config.reason = "wgmma: a kernel for dq; in that of dk and dv each warpgroup holds one of them";
+    return config;
+  }
   // Alone, each of the kernels for some gradients multiplies less.
   const bool all_kinds = p.dq.data != nullptr && (p.dk.data != nullptr || p.dv.data != nullptr);
   if (f.mask_type != MaskType::kNone || f.dropout_p > 0 || !all_kinds) return config;

@@ -132,11 +132,12 @@ void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionBackw
     for_mma_instance(f.dtype, config.head_tile, [&]<class T, int kHead>() {
       if constexpr (kHead <= 128) {
         if (f.dropout_p > 0)
-          launch_attention_bwd_dropout_sm90<T, kHead>(p, workspace, stream);
-        else if (config.gangs.width == 0 ||
-                 !launch_attention_bwd_fused_sm90<T, kHead>(p, config.gangs, workspace, stream))
-          launch_attention_bwd_sm90<T, kHead>(p, workspace, stream);
+          return launch_attention_bwd_dropout_sm90<T, kHead>(p, workspace, stream);
+        if (config.gangs.width > 0 &&
+            launch_attention_bwd_fused_sm90<T, kHead>(p, config.gangs, workspace, stream))
+          return;
       }
+      launch_attention_bwd_sm90<T, kHead>(p, workspace, stream);
     });
   }
   if (sm90 && p.dmask == nullptr) return;

@@ -15,6 +15,7 @@
 #include "device/sm90/arch.cuh"
 #include "device/sm90/bulk.cuh"
 #include "ops/attention/cuda/sm90/dropout.cuh"
+#include "ops/attention/cuda/sm90/key_tiles.cuh"
 #include "ops/attention/cuda/sm90/launch.cuh"
 #include "ops/attention/cuda/sm90/mask.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
@@ -58,16 +59,17 @@ struct DkdvTileSm90 {
 };
 
 template <class T, class Tile>
-struct DkdvSm90 {
+struct DkdvSm90 : KeyTilesSm90<T, Tile> {
+  using Base = KeyTilesSm90<T, Tile>;
+  using Base::p, Base::work, Base::blocks_of, Base::steps_of, Base::start, Base::next_row,
+      Base::apply_mask, Base::hide, Base::load_pair, Base::kScoreRegs;
+  using typename Base::Blocks, typename Base::Mask, typename Base::Params, typename Base::Walk,
+      typename Base::Work;
   using Ring = StageRing<Tile::kStages>;
   using KRing = StageRing<Tile::kBuffers>;
-  static constexpr int kScoreRegs = Tile::kBlockM / 2, kGradRegs = Tile::kHead / 2;
+  static constexpr int kGradRegs = Tile::kHead / 2;
   enum Barrier { kStoreBarrierOfConsumer = 1 };
 
-  using Params = ParamsOf<AttentionDkdvSm90Params, Tile>;
-  using Mask = ScoreMask<Tile::kMask, T, Tile::kBlockM, /*kByKey=*/true>;
-
-  const Params& p;
   uint32_t shared;
   KRing k_ring;          // K and V of a tile
   Ring q_ring, do_ring;  // Q and lse; dO and delta
@@ -75,7 +77,7 @@ struct DkdvSm90 {
   DropoutKey key;
 
   __device__ __forceinline__ DkdvSm90(const Params& params, uint32_t base)
-      : p(params),
+      : Base{params},
         shared(base),
         k_ring{base + Tile::kBarriers},
         q_ring{k_ring.barriers + KRing::kBarrierBytes},
@@ -95,44 +97,6 @@ struct DkdvSm90 {
     do_ring.init(4 * Tile::kConsumers);
     queue.init(4 * Tile::kConsumers);
     fence_mbarrier_init();
-  }
-
-  struct Work {
-    int col0, head, b, h_kv;
-    int first_block, blocks;  // of queries that see a key of the tile, without a mask
-    int tile;                 // its number within the head
-  };
-  __device__ __forceinline__ Work work(int tile) const {
-    Work w;
-    const TileSchedule::Tile at = p.schedule.tile(tile);
-    w.col0 = at.rows * Tile::kBlockN;
-    w.tile = at.rows;
-    w.head = at.head;
-    p.schedule.by_H.divmod(at.head, w.b, w.h_kv);
-    w.first_block = p.is_causal ? w.col0 / Tile::kBlockM : 0;
-    w.blocks = max(0, (p.S_q + Tile::kBlockM - 1) / Tile::kBlockM - w.first_block);
-    return w;
-  }
-
-  // The blocks of queries of one head of the group.
-  struct Blocks {
-    int plane, count;
-    MaskedBlocks<Tile::kMask> visible;
-  };
-  __device__ __forceinline__ Blocks blocks_of(const Work& w, int member) const {
-    if constexpr (Tile::kMasked) {
-      const int plane = mask_plane(p.mask, w.b, w.h_kv * p.group + member);
-      return {plane, mask_count(p.mask, plane, w.tile), {mask_list(p.mask, plane, w.tile)}};
-    } else {
-      return {0, w.blocks, {}};
-    }
-  }
-  // Of all heads of the group.
-  __device__ __forceinline__ int steps_of(const Work& w) const {
-    if constexpr (!Tile::kMasked) return w.blocks * p.group;
-    int steps = 0;
-    for (int member = 0; member < p.group; ++member) steps += blocks_of(w, member).count;
-    return steps;
   }
 
   // One thread calls it.
@@ -284,46 +248,6 @@ struct DkdvSm90 {
     tma_store_wait<0>();
   }
 
-  // A consumer's place among the blocks of the group's heads.
-  struct Walk {
-    int member = 0, block = 0;
-    Blocks blocks;
-    uint32_t entry;
-    Mask mask;
-    int head = 0;  // of the queries, over all batches
-  };
-  __device__ __forceinline__ Walk start(const Work& w, int col0, int consumer) const {
-    if constexpr (Tile::kMasked) {
-      const Blocks blocks = blocks_of(w, 0);
-      const int h = w.h_kv * p.group;
-      return {0, 0, blocks, 0, {p.mask, p.S_q, p.S_k, blocks.plane, w.b, h, col0, consumer}};
-    } else {
-      return {};
-    }
-  }
-  // The first query of the next block.
-  __device__ __forceinline__ int next_row(Walk& walk, const Work& w) const {
-    if constexpr (Tile::kMasked) {
-      while (walk.block == walk.blocks.count) {
-        walk.blocks = blocks_of(w, ++walk.member);
-        walk.block = 0;
-        walk.mask.plane = walk.blocks.plane;
-        ++walk.mask.h;
-      }
-      walk.head = w.head * p.group + walk.member;
-      walk.entry = walk.blocks.visible.entry(walk.block++);
-      return static_cast<int>(walk.entry >> kMaskEntryShift) * Tile::kBlockM;
-    } else {
-      const int row = (w.first_block + walk.block) * Tile::kBlockM;
-      if constexpr (Tile::kDropout) walk.head = w.head * p.group + walk.member;
-      if (++walk.block == w.blocks) {
-        walk.block = 0;
-        if constexpr (Tile::kDropout) ++walk.member;
-      }
-      return row;
-    }
-  }
-
   // P^T as an operand, 0 where dropout drops. There `s` becomes negative.
   __device__ __forceinline__ void drop(RegisterOperand<kScoreRegs / 8>& a, float (&s)[kScoreRegs],
                                        const Walk& walk, int col0, int row0) const {
@@ -349,35 +273,6 @@ struct DkdvSm90 {
     if constexpr (Tile::kDropout) {
       const float of_v[2] = {p.dropout.keep_scale, p.dropout.keep_scale};
       scale_rows(dv, of_v);
-    }
-  }
-
-  // Returns the factor that the scores still need.
-  __device__ __forceinline__ float apply_mask(float (&s)[kScoreRegs], const Mask& mask) const {
-    if constexpr (Tile::kMasked) {
-      if (mask.apply(s, p.scale_log2)) return 1.f;
-    }
-    return p.scale_log2;
-  }
-
-  // The values for the two columns of accumulator block i / 4.
-  __device__ __forceinline__ static float2 load_pair(uint32_t row, int i) {
-    const uint2 pair = load_shared_u64(row + (i / 4 * 8 + accumulator_col()) * 4);
-    return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
-  }
-
-  // Applies the causal rule, and hides queries past S_q, whose scores with an infinite key would be
-  // NaN. Keys past S_k are not stored.
-  __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int col0, int row0) const {
-    const bool below_diagonal = !p.is_causal || row0 >= col0 + accumulator_warp_row() + 15;
-    if (below_diagonal && row0 + Tile::kBlockM <= p.S_q) return;
-    const int query = row0 + accumulator_col();
-    const int last = p.S_q - 1 - query;
-    const int first = p.is_causal ? col0 + accumulator_row() - query : -Tile::kBlockM;
-#pragma unroll
-    for (int i = 0; i < kScoreRegs; ++i) {
-      const int col = i / 4 * 8 + i % 2;
-      if (col > last || col < first + i / 2 % 2 * 8) s[i] = -INFINITY;
     }
   }
 

@@ -19,9 +19,10 @@
 
 namespace warpwright {
 
-// kHead: D and D_v are padded to it. kBlockN: keys per block. kBuffers: of Q and dO.
-template <int kHead_, int kBlockN_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNone,
-          bool kDropout_ = false>
+// kHead: D and D_v are padded to it. kBlockN: keys per block. kStages: of K; kStagesV: of V.
+// kBuffers: of Q and dO.
+template <int kHead_, int kBlockN_, int kStages_, int kStagesV_, int kBuffers_,
+          MaskUse kMask_ = MaskUse::kNone, bool kDropout_ = false>
 struct DqTileSm90 {
   static constexpr MaskUse kMask = kMask_;
   static constexpr bool kMasked = kMask != MaskUse::kNone;
@@ -29,7 +30,12 @@ struct DqTileSm90 {
   static constexpr int kHead = kHead_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;
+  static constexpr int kStagesV = kStagesV_;
   static constexpr int kBuffers = kBuffers_;
+  // Whether dS K of a block runs under both products of the next. Above d = 128 the registers hold
+  // either dS or dP.
+  static constexpr bool kOverlaps = kHead <= 128;
+  static_assert(kOverlaps || kStages > 1, "S of the next block is issued before K is released");
   static constexpr int kConsumers = 2;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -43,18 +49,20 @@ struct DqTileSm90 {
   static constexpr int kDout = kQ + kBuffers * kQBytes;
   static constexpr int kK = kDout + kBuffers * kQBytes;
   static constexpr int kV = kK + kStages * kBlockBytes;
-  static constexpr int kBarriers = kV + kStages * kBlockBytes;
-  static constexpr int kSmemBytes = kBarriers + 2 * StageRing<kStages>::kBarrierBytes +
-                                    StageRing<kBuffers>::kBarrierBytes + TileQueue::kSmemBytes +
-                                    1024;  // to align the base
+  static constexpr int kBarriers = kV + kStagesV * kBlockBytes;
+  static constexpr int kSmemBytes =
+      kBarriers + StageRing<kStages>::kBarrierBytes + StageRing<kStagesV>::kBarrierBytes +
+      StageRing<kBuffers>::kBarrierBytes + TileQueue::kSmemBytes + 1024;  // to align the base
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
 template <class T, class Tile>
 struct DqSm90 {
   using Ring = StageRing<Tile::kStages>;
+  using VRing = StageRing<Tile::kStagesV>;
   using QRing = StageRing<Tile::kBuffers>;
   static constexpr int kScoreRegs = Tile::kBlockN / 2, kGradRegs = Tile::kHead / 2;
+  using Operand = RegisterOperand<kScoreRegs / 8>;
   enum Barrier { kStoreBarrierOfConsumer = 1 };
 
   using Params = ParamsOf<AttentionDqSm90Params, Tile>;
@@ -63,7 +71,8 @@ struct DqSm90 {
   const Params& p;
   uint32_t shared;
   QRing q_ring;  // Q and dO of a tile
-  Ring k_ring, v_ring;
+  Ring k_ring;
+  VRing v_ring;
   TileQueue queue;
   DropoutKey key;
 
@@ -73,7 +82,7 @@ struct DqSm90 {
         q_ring{base + Tile::kBarriers},
         k_ring{q_ring.barriers + QRing::kBarrierBytes},
         v_ring{k_ring.barriers + Ring::kBarrierBytes},
-        queue{v_ring.barriers + Ring::kBarrierBytes},
+        queue{v_ring.barriers + VRing::kBarrierBytes},
         key{dropout_key<Tile>(params)} {}
 
   __device__ __forceinline__ void init() const {
@@ -92,10 +101,18 @@ struct DqSm90 {
   using Work = QueryWork<Tile>;
   __device__ __forceinline__ Work work(int tile) const { return query_work<Tile>(p, tile); }
 
+  __device__ __forceinline__ uint32_t k_address(const typename Ring::Cursor& at) const {
+    return shared + Tile::kK + at.stage * Tile::kBlockBytes;
+  }
+  __device__ __forceinline__ uint32_t v_address(const typename VRing::Cursor& at) const {
+    return shared + Tile::kV + at.stage * Tile::kBlockBytes;
+  }
+
   // One thread calls it.
   __device__ __forceinline__ void load() {
     typename QRing::Cursor q_at;
-    typename Ring::Cursor at;  // of K and V
+    typename Ring::Cursor k_at;
+    typename VRing::Cursor v_at;
     int tile = static_cast<int>(blockIdx.x);
     while (tile < p.schedule.num_tiles) {
       queue.push(tile);
@@ -113,105 +130,59 @@ struct DqSm90 {
       q_at.next();
 #pragma unroll 1
       for (int block = 0; block < w.blocks; ++block) {
-        const int col0 = w.visible.block(block) * Tile::kBlockN,
-                  offset = at.stage * Tile::kBlockBytes;
-        k_ring.wait_empty(at);
-        k_ring.expect(at, Tile::kBlockBytes);
-        load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kK + offset, &p.k, col0, h_kv,
-                                                    w.b, k_ring.full(at.stage));
-        v_ring.wait_empty(at);
-        v_ring.expect(at, Tile::kBlockBytes);
-        load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kV + offset, &p.v, col0, h_kv,
-                                                    w.b, v_ring.full(at.stage));
-        at.next();
+        const int col0 = w.visible.block(block) * Tile::kBlockN;
+        k_ring.wait_empty(k_at);
+        k_ring.expect(k_at, Tile::kBlockBytes);
+        load_row_tile<Tile::kChunks, Tile::kBlockN>(k_address(k_at), &p.k, col0, h_kv, w.b,
+                                                    k_ring.full(k_at.stage));
+        k_at.next();
+        v_ring.wait_empty(v_at);
+        v_ring.expect(v_at, Tile::kBlockBytes);
+        load_row_tile<Tile::kChunks, Tile::kBlockN>(v_address(v_at), &p.v, col0, h_kv, w.b,
+                                                    v_ring.full(v_at.stage));
+        v_at.next();
       }
       tile = next;
     }
     queue.push(tile);
   }
 
+  // A warpgroup's 64 queries of a tile.
+  struct Rows {
+    int row0;
+    uint64_t q, dout;
+    float lse[2], delta[2];  // of the thread's two rows
+    Mask mask;
+  };
+
   // Each consumer warpgroup calls it.
   __device__ __forceinline__ void differentiate(int consumer) {
     typename QRing::Cursor q_at;
-    typename Ring::Cursor at;
+    typename Ring::Cursor k_at;
+    typename VRing::Cursor v_at;
     for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
       const Work w = work(tile);
       const int row0 = w.row0 + consumer * 64;
-      float lse[2], delta[2];
+      const uint32_t q_rows = shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192;
+      const uint32_t dout_rows =
+          shared + Tile::kDout + q_at.stage * Tile::kQBytes + consumer * 8192;
+      Rows rows{row0, row_tile<Tile::kBlockM>(q_rows), row_tile<Tile::kBlockM>(dout_rows), {},
+                {},   mask_of(w, row0, consumer)};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row0 + accumulator_row() + 8 * half;
         const int64_t index = int64_t{w.head} * p.padded_rows + row;
-        lse[half] = row < p.S_q ? p.lse_log2[index] : INFINITY;
-        delta[half] = row < p.S_q ? p.delta[index] : 0.f;
-        if constexpr (Tile::kDropout) delta[half] *= p.dropout.keep_probability;
+        rows.lse[half] = row < p.S_q ? p.lse_log2[index] : INFINITY;
+        rows.delta[half] = row < p.S_q ? p.delta[index] : 0.f;
+        if constexpr (Tile::kDropout) rows.delta[half] *= p.dropout.keep_probability;
       }
-      const uint32_t q_rows = shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192;
-      const uint64_t q = row_tile<Tile::kBlockM>(q_rows);
-      const uint64_t dout = row_tile<Tile::kBlockM>(shared + Tile::kDout +
-                                                    q_at.stage * Tile::kQBytes + consumer * 8192);
-      float s[kScoreRegs], dp[kScoreRegs], dq[kGradRegs];
-      RegisterOperand<kScoreRegs / 8> ds;
-      typename Ring::Cursor previous;
-      Mask mask = mask_of(w, row0, consumer);
+      float dq[kGradRegs];
       if (Tile::kMasked && w.blocks == 0) clear_accumulator(dq);
       q_ring.wait_full(q_at);
-#pragma unroll 1
-      for (int block = 0; block < w.blocks; ++block) {
-        const uint32_t offset = at.stage * Tile::kBlockBytes;
-        const uint64_t k = row_tile<Tile::kBlockN>(shared + Tile::kK + offset);
-        const uint64_t v = row_tile<Tile::kBlockN>(shared + Tile::kV + offset);
-        k_ring.wait_full(at);
-        wgmma_pin(s);
-        wgmma_fence();
-        multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, q, k);
-        wgmma_commit();
-        v_ring.wait_full(at);
-        wgmma_pin(dp);
-        wgmma_fence();
-        multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(dp, dout, v);
-        wgmma_commit();
-        if constexpr (Tile::kMasked) mask.fetch(w.visible.entry(block));
-        wgmma_wait<1>();  // S, and dS K of the block before
-        wgmma_pin(s);
-        wgmma_pin(ds);
-        if (block > 0) k_ring.release(previous);
-        previous = at;
-
-        int col0 = block * Tile::kBlockN;
-        float scale = p.scale_log2;
-        if constexpr (Tile::kMasked) {
-          col0 = mask.col0;
-          if (mask.apply(s, scale)) scale = 1.f;
-        }
-        hide_ends(s, row0, col0, p);
-#pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -lse[i / 2 % 2]));
-        if constexpr (Tile::kDropout)
-          negate_dropped<false>(s, key, w.head, row0 + accumulator_warp_row(), col0);
-        wgmma_wait<0>();
-        wgmma_pin(dp);
-        v_ring.release(at);
-#pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) {
-          if constexpr (Tile::kDropout)
-            s[i] = dropped_score_gradient(s[i], dp[i], delta[i / 2 % 2]);
-          else
-            s[i] *= dp[i] - delta[i / 2 % 2];
-        }
-        round_to_operand<T>(ds, s);
-
-        wgmma_pin(dq);
-        wgmma_pin(ds);
-        wgmma_fence();
-        multiply_held<T>(dq, ds, k, block > 0);
-        wgmma_commit();
-        at.next();
-      }
-      wgmma_wait<0>();
-      wgmma_pin(dq);
-      wgmma_pin(ds);
-      if (!Tile::kMasked || w.blocks > 0) k_ring.release(previous);
+      if constexpr (Tile::kOverlaps)
+        sum_over_keys(dq, rows, w, k_at, v_at);
+      else
+        sum_over_keys_wide(dq, rows, w, k_at, v_at);
 
       const float factor = gradient_scale<Tile>(p);
       const float factors[2] = {factor, factor};
@@ -224,6 +195,124 @@ struct DqSm90 {
       q_at.next();
     }
     tma_store_wait<0>();
+  }
+
+  // dS K of a block runs under S and dP of the next.
+  __device__ __forceinline__ void sum_over_keys(float (&dq)[kGradRegs], Rows& rows, const Work& w,
+                                                typename Ring::Cursor& k_at,
+                                                typename VRing::Cursor& v_at) const {
+    float s[kScoreRegs], dp[kScoreRegs];
+    Operand ds;
+    typename Ring::Cursor previous;
+#pragma unroll 1
+    for (int block = 0; block < w.blocks; ++block) {
+      issue_rows(s, rows.q, k_ring, k_at, k_address(k_at));
+      issue_rows(dp, rows.dout, v_ring, v_at, v_address(v_at));
+      if constexpr (Tile::kMasked) rows.mask.fetch(w.visible.entry(block));
+      wgmma_wait<1>();  // S, and dS K of the block before
+      wgmma_pin(s);
+      wgmma_pin(ds);
+      if (block > 0) k_ring.release(previous);
+      previous = k_at;
+      differentiate_scores(s, dp, rows, w, block, v_at);
+      round_to_operand<T>(ds, s);
+      issue_dq(dq, ds, k_at, block > 0);
+      k_at.next();
+    }
+    wgmma_wait<0>();
+    wgmma_pin(dq);
+    wgmma_pin(ds);
+    if (!Tile::kMasked || w.blocks > 0) k_ring.release(previous);
+  }
+
+  // dS K of a block runs under S of the next, and frees the registers of dS for dP.
+  __device__ __forceinline__ void sum_over_keys_wide(float (&dq)[kGradRegs], Rows& rows,
+                                                     const Work& w, typename Ring::Cursor& k_at,
+                                                     typename VRing::Cursor& v_at) const {
+    if (Tile::kMasked && w.blocks == 0) return;
+    float s[kScoreRegs], dp[kScoreRegs];
+    Operand ds;
+    issue_rows(s, rows.q, k_ring, k_at, k_address(k_at));
+    issue_rows(dp, rows.dout, v_ring, v_at, v_address(v_at));
+    if constexpr (Tile::kMasked) rows.mask.fetch(w.visible.entry(0));
+    wgmma_wait<1>();
+    wgmma_pin(s);
+    differentiate_scores(s, dp, rows, w, 0, v_at);
+    round_to_operand<T>(ds, s);
+#pragma unroll 1
+    for (int block = 1; block < w.blocks; ++block) {
+      issue_dq(dq, ds, k_at, block > 1);
+      const typename Ring::Cursor previous = k_at;
+      k_at.next();
+      issue_rows(s, rows.q, k_ring, k_at, k_address(k_at));
+      if constexpr (Tile::kMasked) rows.mask.fetch(w.visible.entry(block));
+      wgmma_wait<1>();
+      wgmma_pin(dq);
+      wgmma_pin(ds);
+      k_ring.release(previous);
+      issue_rows(dp, rows.dout, v_ring, v_at, v_address(v_at));
+      wgmma_wait<1>();
+      wgmma_pin(s);
+      differentiate_scores(s, dp, rows, w, block, v_at);
+      round_to_operand<T>(ds, s);
+    }
+    issue_dq(dq, ds, k_at, w.blocks > 1);
+    wgmma_wait<0>();
+    wgmma_pin(dq);
+    wgmma_pin(ds);
+    k_ring.release(k_at);
+    k_at.next();
+  }
+
+  // d = x y^T, y: the stage `at` of `ring`, at `address`.
+  template <class AnyRing>
+  __device__ __forceinline__ void issue_rows(float (&d)[kScoreRegs], uint64_t x,
+                                             const AnyRing& ring,
+                                             const typename AnyRing::Cursor& at,
+                                             uint32_t address) const {
+    ring.wait_full(at);
+    wgmma_pin(d);
+    wgmma_fence();
+    multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(
+        d, x, row_tile<Tile::kBlockN>(address));
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void issue_dq(float (&dq)[kGradRegs], Operand& ds,
+                                           const typename Ring::Cursor& at, bool accumulate) const {
+    wgmma_pin(dq);
+    wgmma_pin(ds);
+    wgmma_fence();
+    multiply_held<T>(dq, ds, row_tile<Tile::kBlockN>(k_address(at)), accumulate);
+    wgmma_commit();
+  }
+
+  // S to dS, after the wait for S. Waits for dP and releases V.
+  __device__ __forceinline__ void differentiate_scores(float (&s)[kScoreRegs],
+                                                       float (&dp)[kScoreRegs], const Rows& rows,
+                                                       const Work& w, int block,
+                                                       typename VRing::Cursor& v_at) const {
+    int col0 = block * Tile::kBlockN;
+    float scale = p.scale_log2;
+    if constexpr (Tile::kMasked) {
+      col0 = rows.mask.col0;
+      if (rows.mask.apply(s, scale)) scale = 1.f;
+    }
+    hide_ends(s, rows.row0, col0, p);
+#pragma unroll
+    for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -rows.lse[i / 2 % 2]));
+    if constexpr (Tile::kDropout)
+      negate_dropped<false>(s, key, w.head, rows.row0 + accumulator_warp_row(), col0);
+    wgmma_wait<0>();
+    wgmma_pin(dp);
+    v_ring.release(v_at);
+    v_at.next();
+#pragma unroll
+    for (int i = 0; i < kScoreRegs; ++i) {
+      if constexpr (Tile::kDropout)
+        s[i] = dropped_score_gradient(s[i], dp[i], rows.delta[i / 2 % 2]);
+      else
+        s[i] *= dp[i] - rows.delta[i / 2 % 2];
+    }
   }
 
   __device__ __forceinline__ Mask mask_of(const Work& w, int row0, int consumer) const {

@@ -61,7 +61,9 @@ void launch_attention_row_stats_sm90(const AttentionBackwardParams& p, int* tile
            dim3(kThreads), 0, stream, p, static_cast<int>(padded), tile_counters, turns);
   };
   auto run_type = [&]<class T>() {
-    p.fwd.D_v <= 64 ? run.template operator()<T, 8>() : run.template operator()<T, 16>();
+    if (p.fwd.D_v <= 64) return run.template operator()<T, 8>();
+    if (p.fwd.D_v <= 128) return run.template operator()<T, 16>();
+    run.template operator()<T, 32>();
   };
   if (p.fwd.dtype == DType::kBFloat16)
     run_type.template operator()<bf16>();

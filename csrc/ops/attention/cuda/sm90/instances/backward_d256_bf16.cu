@@ -1,0 +1,9 @@
+// Instances: bf16, head dimensions up to 256.
+#include "ops/attention/cuda/sm90/backward.cuh"
+
+namespace warpwright {
+
+template void launch_attention_bwd_sm90<bf16, 256>(const AttentionBackwardParams&,
+                                                   const AttentionWorkspace&, cudaStream_t);
+
+}  // namespace warpwright
