@@ -13,15 +13,15 @@
 
 namespace warpwright {
 
-// kHead: the padded head dimension, 64, 128 or 256; in the backward 64 or 128.
+// kHead: the padded head dimension, 64, 128 or 256.
 template <class T, int kHead>
 void launch_attention_fwd_sm90(const AttentionParams& params, const AttentionWorkspace& workspace,
                                cudaStream_t stream);
 template <class T, int kHead>
 void launch_attention_bwd_sm90(const AttentionBackwardParams& params,
                                const AttentionWorkspace& workspace, cudaStream_t stream);
-// All gradients in one kernel. Returns false without a result if the context's share of the GPU is
-// too small for CTAs that wait for each other.
+// All gradients in one kernel. kHead: 64 or 128. Returns false without a result if the context's
+// share of the GPU is too small for CTAs that wait for each other.
 template <class T, int kHead>
 bool launch_attention_bwd_fused_sm90(const AttentionBackwardParams& params,
                                      const GangSchedule& gangs, const AttentionWorkspace& workspace,
@@ -134,15 +134,18 @@ inline AttentionMaskSm90 make_mask(const AttentionParams& p, const AttentionMask
   m.values = p.mask;
   m.is_fp32 = p.mask_type == MaskType::kFloat32;
   std::copy(p.mask_stride, p.mask_stride + 4, m.stride);
-  auto pairs = [&](int dim) {
-    bool aligned = p.mask_stride[dim] == 1 &&
-                   reinterpret_cast<uintptr_t>(p.mask) % (2 * mask_element_bytes(p)) == 0;
+  // Whether `count` neighbours over dimension `dim`, from a multiple of it on, are aligned
+  // together.
+  auto aligned = [&](int dim, int count) {
+    bool all = p.mask_stride[dim] == 1 &&
+               reinterpret_cast<uintptr_t>(p.mask) % (count * mask_element_bytes(p)) == 0;
     for (int other = 0; other < 4; ++other)
-      if (other != dim) aligned &= p.mask_stride[other] % 2 == 0;
-    return aligned;
+      if (other != dim) all &= p.mask_stride[other] % count == 0;
+    return all;
   };
-  m.query_pairs = pairs(2);
-  m.key_pairs = pairs(3);
+  m.query_pairs = aligned(2, 2);
+  m.key_pairs = aligned(3, 2);
+  m.key_vectors = p.mask_type == MaskType::kElement && aligned(3, 8);
   return m;
 }
 inline AttentionDropoutSm90 make_dropout(const AttentionParams& p) {

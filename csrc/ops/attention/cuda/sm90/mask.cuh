@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/exp.cuh"
+#include "device/reduce.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "device/types.cuh"
 #include "ops/attention/cuda/sm90/params.cuh"
@@ -95,6 +96,24 @@ __device__ __forceinline__ void add_mask_values(float (&s)[kRegs], const M* at, 
     }
 }
 
+// Transposes 4 x 4 pairs among the four lanes of a quad. Lane t has loaded eight neighbours of 32
+// columns, the pairs 4 t to 4 t + 3. The accumulator's block a of 8 columns wants pair 4 a + t in
+// lane t.
+template <class Word>
+__device__ __forceinline__ void transpose_quad(Word (&pair)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+#pragma unroll
+    for (int low = 0; low < 4; ++low) {
+      if (low & bit) continue;
+      const Word sent = upper ? pair[low] : pair[low + bit];
+      const Word got = __shfl_xor_sync(kFullMask, sent, bit);
+      (upper ? pair[low] : pair[low + bit]) = got;
+    }
+  }
+}
+
 // The mask of a consumer's accumulator: 64 rows by kCols columns. kByKey: rows are keys, else
 // queries. Where scores come from a block with kMaskValues, apply() also multiplies them by
 // `scale`.
@@ -107,6 +126,7 @@ template <MaskUse kUse, class T, int kCols, bool kByKey>
   requires(kUse != MaskUse::kNone)
 struct ScoreMask<kUse, T, kCols, kByKey> {
   static constexpr int kWords = kCols / 32;
+  static constexpr bool kVectors = kUse == MaskUse::kValues && !kByKey;
 
   const AttentionMaskSm90& m;
   int S_q, S_k;
@@ -174,8 +194,40 @@ struct ScoreMask<kUse, T, kCols, kByKey> {
     }
   }
 
+  __device__ __forceinline__ bool reads_vectors() const {
+    return m.key_vectors && row0 + 64 <= S_q && col0 + kCols <= S_k;
+  }
+  // Each lane of a quad loads 16 bytes of 32 columns. Loads of pairs would be four times as many.
+  template <int kRegs>
+  __device__ __forceinline__ void add_vectors(float (&s)[kRegs], float scale) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + accumulator_row() + 8 * half;
+      const T* from = static_cast<const T*>(m.values) + b * m.stride[0] + h * m.stride[1] +
+                      row * m.stride[2] + col0 + static_cast<int>(threadIdx.x % 4) * 8;
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        const uint4 vector = *reinterpret_cast<const uint4*>(from + 32 * j);
+        uint32_t pair[4] = {vector.x, vector.y, vector.z, vector.w};
+        transpose_quad(pair);
+#pragma unroll
+        for (int a = 0; a < 4; ++a) {
+          const T* element = reinterpret_cast<const T*>(&pair[a]);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& score = s[16 * j + 4 * a + 2 * half + e];
+            score = fmaf(score, scale, convert<float>(element[e]) * kLog2E);
+          }
+        }
+      }
+    }
+  }
+
   template <int kRegs>
   __device__ __forceinline__ void add_values(float (&s)[kRegs], float scale) const {
+    if constexpr (kVectors) {
+      if (reads_vectors()) return add_vectors(s, scale);
+    }
     if (m.is_fp32)
       add_values_of<float>(s, scale);
     else

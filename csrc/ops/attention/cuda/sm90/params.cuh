@@ -26,6 +26,7 @@ struct AttentionMaskSm90 {
   int64_t stride[4];   // over (B, H, S_q, S_k)
   bool is_fp32;
   bool key_pairs, query_pairs;  // neighbouring keys, or queries, are aligned pairs in memory
+  bool key_vectors;             // 16-bit values of eight keys are 16 aligned bytes
 };
 
 // Dropout of probabilities, drawn as on every path (common/philox.h).
