@@ -25,6 +25,7 @@ from torch import Tensor
 
 import warpwright
 import warpwright.functional as ours
+from warpwright import _native
 
 native = torch.nn.functional
 LEAST, MEAN = 0.95, 1.1
@@ -121,6 +122,13 @@ def gated(f: Any, gate: Tensor, up: Tensor) -> Tensor:
     return f.swiglu(gate, up) if hasattr(f, "swiglu") else f.silu(gate) * up
 
 
+def rotated(f: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A query alone, so that there is one result."""
+    function = getattr(f, "rotary_embedding", _native.rotary_embedding)
+    result: Tensor = function(x, x[:, :0], cos, sin)[0]
+    return result
+
+
 def matrices() -> Iterator[Case]:
     for m, k, n in ((64, 3136, 128), (64, 128, 10), (256, 512, 512), (1, 512, 512)):
         x, w, b = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
@@ -139,6 +147,16 @@ def matrices() -> Iterator[Case]:
         gate, up = torch.randn(rows, cols), torch.randn(rows, cols)
         yield Case(
             "swiglu", f"{rows}x{cols}", "rows", lambda f, a=(gate, up): gated(f, *a), [gate, up]
+        )
+    for heads, tokens, width in ((4, 64, 32), (12, 512, 64), (32, 256, 128)):
+        x = torch.randn(1, tokens, heads, width).transpose(1, 2)
+        tables = [*torch.randn(2, 1, tokens, width)]
+        yield Case(
+            "rotary_embedding",
+            f"{heads}x{tokens}x{width}",
+            "rows",
+            lambda f, a=(x, *tables): rotated(f, *a),
+            [x],
         )
     for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
         x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))

@@ -48,6 +48,10 @@ def public_calls(device, seed, grad=True):
         "relu_": ([t(*x4)], {}),
         "swiglu": ([g(2, 3, 5), g(2, 3, 5)] if seed % 2 else [g(2, 3, 6)], {}),
         "geglu": ([g(4, 5), g(4, 5)], {"approximate": "tanh"}),
+        "rotary_embedding": (
+            [g(2, 4, 5, 6), g(2, 2, 5, 6), t(1, 5, 4), t(2, 5, 4)],
+            {"interleaved": bool(seed % 2)},
+        ),
         "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
         "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),
         "linear_gelu": ([g(4, 5), g(6, 5), g(6)], {"approximate": "tanh"}),

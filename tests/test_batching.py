@@ -88,6 +88,21 @@ def test_gated_activation(device, dims):
     check(F.swiglu, (1,), randn(device, 4, 3, 6))
 
 
+@pytest.mark.parametrize(
+    "dims",
+    [(0, 0, 0, 0), (0, 1, None, None), (None, 2, None, None), (3, 0, 0, 1), (None, None, 0, None)],
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding(device, dims, interleaved):
+    def run(*args):
+        return torch.cat(F.rotary_embedding(*args, interleaved=interleaved), 1)
+
+    for batch in (1, 2):
+        table = (batch, 3, 4)
+        args = tuple(operands(device, dims, (2, 2, 3, 5), (2, 1, 3, 5), table, table))
+        check(run, dims, *args, wanted=(0, 1))
+
+
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
 def test_linear(device, dims, rows):

@@ -87,6 +87,7 @@ def test_the_rest_stays_ours(device):
         "linear_cross_entropy": lambda: F.linear_cross_entropy(w[:2], w, labels),
         "layer_norm": lambda: F.layer_norm(x, (9,), w[0], w[1]),
         "rms_norm": lambda: F.rms_norm(x, (9,), w[0]),
+        "rotary_embedding": lambda: F.rotary_embedding(x, x[:, :2], w[None, :, :8], w[None, :, :8]),
         "batch_norm_update": lambda: F.batch_norm(x, *norm(x, True)),
         "batch_norm_relu_update": lambda: F.batch_norm_add_relu(x, x, *norm(x, True)),
         "batch_norm_relu_max_pool2d_update": lambda: F.batch_norm_relu_max_pool2d(

@@ -84,6 +84,14 @@ def activation_case(name, **kwargs):
     )
 
 
+TABLES = torch.stack((torch.arange(12.0).cos(), torch.arange(12.0).sin())).view(2, 1, 3, 4)
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
 QKV = {"q": (1, 2, 3, 4), "k": (1, 2, 3, 4), "v": (1, 2, 3, 4)}
 CASES = {
     "relu": Case(F.relu, native.relu, {"x": (3, 4)}),
@@ -107,6 +115,11 @@ CASES = {
     "swiglu": Case(F.swiglu, lambda g, u: native.silu(g) * u, {"g": (3, 4), "u": (3, 4)}),
     "swiglu_packed": Case(F.swiglu, lambda x: native.silu(x[..., :2]) * x[..., 2:], {"x": (3, 4)}),
     "geglu": Case(F.geglu, lambda g, u: native.gelu(g) * u, {"g": (3, 4), "u": (3, 4)}),
+    "rotary_embedding": Case(
+        lambda *a: torch.cat(F.rotary_embedding(*a, *TABLES.to(a[0])), 1),
+        lambda *a: torch.cat([rotated(x, *TABLES.to(x)) for x in a], 1),
+        {"q": (1, 2, 3, 4), "k": (1, 1, 3, 4)},
+    ),
     "mlp": Case(
         lambda x, w, b, v, c: F.mlp(x, w, b, v, c, "relu"),
         lambda x, w, b, v, c: native.linear(native.relu(native.linear(x, w, b)), v, c),

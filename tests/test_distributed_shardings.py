@@ -15,6 +15,15 @@ def labels(*shape, classes=8, ignored=3):
     return target.view(shape)
 
 
+def rotated(q, k, cos, sin):
+    return torch.cat(F.rotary_embedding(q, k, cos.to(q.dtype), sin.to(q.dtype)), -1)
+
+
+def tables(*shape):
+    """Integers, which have no gradient."""
+    return [torch.arange(torch.Size(shape).numel()).mul(n).remainder(7).view(shape) for n in (3, 5)]
+
+
 def norm(x, w, b):
     return F.layer_norm(x, (6,), w, b)
 
@@ -69,6 +78,15 @@ CASES = {
     "swiglu": (F.swiglu, ((3, 4), (3, 4)), "S1 S1", {}),
     "swiglu packed": (F.swiglu, ((3, 4, 6),), "S1", {}),
     "geglu": (F.geglu, ((3, 4), (3, 4)), "S0 S0", {}),
+    **{
+        f"rotary_embedding {name}": (rotated, ((2, 4, 6, 8), (2, 4, 6, 8), *found), word, {})
+        for name, word, found in (
+            ("batch", "S0 S0 R R", tables(1, 6, 8)),
+            ("batch of tables", "S0 S0 S0 S0", tables(2, 6, 8)),
+            ("heads", "S1 S1 R R", tables(2, 6, 8)),
+            ("tokens", "S2 S2 S1 S1", tables(1, 6, 8)),
+        )
+    },
     "max_pool2d N": (F.max_pool2d, ((4, 3, 6, 6),), "S0", {"kernel_size": 2}),
     "max_pool2d C": (F.max_pool2d, ((2, 3, 6, 6),), "S1", {"kernel_size": 3, "stride": 1}),
     "relu_max_pool2d": (F.relu_max_pool2d, ((2, 4, 6, 6),), "S1", {"kernel_size": 2}),

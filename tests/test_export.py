@@ -93,6 +93,15 @@ def test_gated_activation(device):
         same("gated_activation_backward", dy[..., :4], gate, None, form, [True, False])
 
 
+def test_rotary_embedding(device):
+    q, k = torch.randn(2, 4, 5, 10, device=device), torch.randn(2, 2, 5, 10, device=device)
+    for size, batch in ((10, 1), (4, 2)):
+        tables = torch.randn(2, batch, 5, size, device=device)
+        for interleaved, inverse in flags(2):
+            same("rotary_embedding", q, k, *tables, interleaved, inverse)
+            same("rotary_embedding", q.bfloat16(), k.bfloat16()[:, :0], *tables, interleaved)
+
+
 def test_conv2d(device):
     x, w = torch.randn(2, 4, 9, 8, device=device), torch.randn(6, 2, 3, 2, device=device)
     for image in (x, x[0], x.to(memory_format=torch.channels_last)):

@@ -21,6 +21,7 @@ from fuzzing import (
 from hypothesis import strategies as st
 
 import warpwright.functional as F
+from warpwright import _native
 
 CASES = int(os.environ.get("WARPWRIGHT_FUZZ_CASES", "2000"))
 # A case is a chain of native functions, run three times. With fewer cases than the other random tests
@@ -45,6 +46,28 @@ def test_row_norms(device, dtype, name):
             kwargs = {"eps": None}
         options = {"sums_only": False, "amplifies": True}
         check(make, errors, getattr(F, name), getattr(NATIVE, name), args, kwargs, **options)
+
+    run(test, CASES)
+
+
+@each_dtype
+def test_rotary_embedding(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal", "normal", "integer"))
+        batch, tokens, width = draw(SMALL), draw(SMALL), draw(FEATURES)
+        heads = [draw(SMALL), draw(SMALL)]
+        size = 2 * draw(st.integers(0, width // 2))
+        query, key = (make(batch, n, tokens, width) for n in heads)
+        batches = st.sampled_from([1, batch])
+        cos, sin = (make(draw(batches), tokens, size, grad=False) for _ in range(2))
+        kwargs = {"interleaved": draw(st.booleans())}
+
+        def joined(function):
+            return lambda *a, **k: torch.cat([x.flatten() for x in function(*a, **k)])
+
+        forms = joined(F.rotary_embedding), joined(_native.rotary_embedding)
+        options = {"sums_only": False, "amplifies": True}
+        check(make, errors, *forms, (query, key, cos, sin), kwargs, **options)
 
     run(test, CASES)
 

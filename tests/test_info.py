@@ -108,6 +108,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.linear(x, x)
     F.linear_relu(x, x)
     _ops.ops.gated_activation(x, x, "silu")
+    F.rotary_embedding(x, x, x, x)
     F.max_pool2d(x, 2)
     F.max_pool2d_with_indices(x, 2)
     F.relu_max_pool2d(x, 2)

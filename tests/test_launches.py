@@ -45,6 +45,11 @@ def gated(*operands):
     return operands, lambda: F.swiglu(*operands)
 
 
+def rotary(query, key):
+    cos, sin = torch.randn(2, 1, query.shape[2], query.shape[3], device=query.device)
+    return (query,), lambda: F.rotary_embedding(query, key, cos, sin)[0]
+
+
 def linear(rows, k, n, dtype=BF16):
     x, weight, bias = (
         random(rows, k, dtype=dtype),
@@ -73,6 +78,7 @@ CASES = {
     ),
     "swiglu": (lambda: gated(random(512, 768), random(512, 768)), 1, 1),
     "swiglu, packed": (lambda: gated(random(512, 1536, dtype=BF16)), 1, 1),
+    "rotary_embedding": (lambda: rotary(random(2, 8, 512, 64), random(2, 2, 512, 64)), 1, 1),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),
     "rms_norm, long rows": (lambda: row_norm(F.rms_norm, random(8, 70000), 1), 1, 3),

@@ -180,6 +180,12 @@ def recorded(device):
             double_backward(getattr(warpwright.functional, form), (leaf, weight), {})
         for gate, up in ((leaf, leaf.detach() * 2), (leaf[..., :6], None)):
             double_backward(warpwright.functional.swiglu, (gate, up), {})
+        tables = torch.randn(2, 1, 5, 6, device=device)
+        double_backward(
+            lambda *a: torch.cat(warpwright.functional.rotary_embedding(*a), 1),
+            (leaf, leaf.detach(), *tables),
+            {},
+        )
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
             p = torch.zeros(5, device=device, requires_grad=True)
             p.grad = torch.ones_like(p)

@@ -57,6 +57,21 @@ def gated_activation_cases():
     yield "views", lambda x: F.swiglu(x[:, :24], x[:, 24:48]), (rand(9, 56),), {}
 
 
+def rotary_embedding_cases():
+    for width, size in ((64, 64), (80, 32), (5, 4), (3, 0)):
+        for interleaved in (False, True):
+            operands = rand(2, 7, 3, width).transpose(1, 2), rand(2, 7, 1, width).transpose(1, 2)
+            tables = rand(1, 7, size), rand(2, 7, size)
+            name = f"{width}-{size}{'-interleaved' if interleaved else ''}"
+            yield name, rotary, (*operands, *tables), {"interleaved": interleaved}
+
+
+def rotary(query, key, cos, sin, interleaved):
+    cos, sin = cos.detach(), sin.detach()
+    outputs = F.rotary_embedding(query, key, cos, sin, interleaved=interleaved)
+    return torch.cat([x.flatten() for x in outputs])
+
+
 def max_pool2d_cases():
     for name, layout in FORMATS.items():
         for width, kernel, stride, padding, dilation, ceil in (
@@ -369,6 +384,7 @@ CASES = {
     "optim": optimizer_cases,
     "relu": relu_cases,
     "gated_activation": gated_activation_cases,
+    "rotary_embedding": rotary_embedding_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,

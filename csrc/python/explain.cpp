@@ -22,6 +22,7 @@
 #include "ops/layer_norm/layer_norm.h"
 #include "ops/max_pool2d/max_pool2d.h"
 #include "ops/relu/relu.h"
+#include "ops/rotary_embedding/rotary_embedding.h"
 
 namespace py = pybind11;
 
@@ -76,6 +77,34 @@ Lines explain_gated_activation(const std::string& dtype, const TensorLayout& gat
   backward.grad_up = {half(kFresh, 1), pitch};
   return {{"forward", describe(choose_gated_activation(forward))},
           {"grad_gate, grad_up", describe(choose_gated_activation_backward(backward))}};
+}
+
+// ---- rotary_embedding ----
+
+// As if the outputs began where allocations begin.
+Lines explain_rotary_embedding(const std::string& dtype, const std::string& table_dtype,
+                               const TensorLayout& query, const TensorLayout& key,
+                               const TensorLayout& cos, const TensorLayout& sin) {
+  auto heads = [](const TensorLayout& x) {
+    const auto* data = reinterpret_cast<const void*>(x.address);
+    const RotaryStrides strides{x.strides.at(0), x.strides.at(1), x.strides.at(2)};
+    return RotaryHeads{x.sizes.at(1), data, strides, nullptr, {}};
+  };
+  auto table = [](const TensorLayout& x) {
+    return RotaryTable{reinterpret_cast<const void*>(x.address), x.strides.at(0), x.strides.at(1)};
+  };
+  RotaryParams p{};
+  p.dtype = dtype_from(dtype);
+  p.table_dtype = dtype_from(table_dtype);
+  p.batch = query.sizes.at(0);
+  p.tokens = query.sizes.at(2);
+  p.head_size = query.sizes.at(3);
+  p.rotary_size = cos.sizes.at(2);
+  p.query = heads(query);
+  p.key = heads(key);
+  p.cos = table(cos);
+  p.sin = table(sin);
+  return {{"forward, backward", describe(choose_rotary_embedding(p))}};
 }
 
 // ---- max_pool2d ----
@@ -349,6 +378,7 @@ void define_explain(py::module_& m) {
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_gated_activation", &explain_gated_activation);
   m.def("explain_relu", &explain_relu);
+  m.def("explain_rotary_embedding", &explain_rotary_embedding);
   define_explain_linear(m);
   m.def("explain_max_pool2d", &explain_max_pool2d);
   m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);

@@ -100,6 +100,9 @@ GATED_ACTIVATION = (
         is_fused_by_inductor=_always,
     ),
 )
+ROTARY_EMBEDDING = (
+    Operator("rotary_embedding", _native.rotary_embedding, _native.rotary_embedding),
+)
 BATCH_NORM_RELU = (
     Operator("batch_norm_relu", _native.batch_norm_relu, _aten.batch_norm_relu),
     Operator(
@@ -289,6 +292,13 @@ _RECORDS = (
             folders=("gated_activation",),
         )
         for name, layer in (("swiglu", "SwiGLU"), ("geglu", "GEGLU"))
+    ),
+    Op(
+        "rotary_embedding",
+        ROTARY_EMBEDDING,
+        layer="RotaryEmbedding",
+        explain="rotary_embedding",
+        cpu="loops over heads, once for query and once for key",
     ),
     Op(
         "max_pool2d",

@@ -157,6 +157,36 @@ def gated_activation(gate: Tensor, up: Tensor | None, activation: str) -> Tensor
     return ACTIVATIONS[activation](gate) * up
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    """The formula of arXiv 2104.09864; ``inverse`` is its transpose."""
+
+    def turned(x: Tensor) -> Tensor:  # (x, y) -> (-y, x), or back
+        first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        pair = (second, -first) if inverse else (-second, first)
+        return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+
+    size = cos.shape[-1]
+    part = x if size == x.shape[-1] else x[..., :size]
+    other = turned(part * sin) if inverse else turned(part) * sin
+    result = (part * cos + other).to(x.dtype)
+    return result if part is x else torch.cat((result, x[..., size:]), -1)
+
+
+def rotary_embedding(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    tables = (cos.unsqueeze(1), sin.unsqueeze(1))  # one for all heads
+    return (
+        _rotated(query, *tables, interleaved, inverse),
+        _rotated(key, *tables, interleaved, inverse),
+    )
+
+
 def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:

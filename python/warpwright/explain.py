@@ -124,6 +124,14 @@ def _gated_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_gated_activation(_dtype(gate), _operand(gate), up is None)
 
 
+def _rotary_embedding(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    query, key, cos, sin = a["query"], a["key"], a["cos"], a["sin"]
+    tables = [_operand(table if table.dim() == 3 else table.unsqueeze(0)) for table in (cos, sin)]
+    return _C.explain_rotary_embedding(
+        _dtype(query), _dtype(cos), _operand(query), _operand(key), *tables
+    )
+
+
 def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x, weight = a["input"], a["weight"]
     if weight.dim() == 1:

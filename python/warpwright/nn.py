@@ -40,6 +40,7 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "ReLUMaxPool2d",
+    "RotaryEmbedding",
     "SwiGLU",
     "SyncBatchNorm",
 ]
@@ -337,6 +338,59 @@ class GEGLU(Named, nn.Module):
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
+
+
+class RotaryEmbedding(Named, nn.Module):
+    """Rotates query and key by their positions, with tables made once (arXiv 2104.09864).
+
+    The angle of pair i at position p is ``p * base ** (-2 * i / size)``. The tables are float32
+    buffers outside of the state dict. :func:`warpwright.functional.rotary_embedding` takes tables
+    of other angles.
+
+    Args:
+        size: rotated columns of a head, even; later columns are copied.
+        tokens: positions that the tables have.
+        base: see above.
+        interleaved: pairs are columns (2 i, 2 i + 1), else (i, i + size / 2).
+
+    Shape: query (batch, heads, tokens, columns), key the same with any number of heads; positions
+    (tokens) or (batch, tokens), by default counted from 0. Returns the rotated query and key.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, size: int, tokens: int, base: float = 10000.0, *, interleaved: bool = False
+    ) -> None:
+        super().__init__()
+        if size % 2 != 0:
+            raise ValueError(f"size: expected an even number, got {size}")
+        self.size, self.tokens, self.base, self.interleaved = size, tokens, base, interleaved
+        steps = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angles = torch.outer(torch.arange(tokens, dtype=torch.float64), steps)
+        angles = angles.repeat_interleave(2, 1) if interleaved else angles.repeat(1, 2)
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(
+        self, query: Tensor, key: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = self.cos, self.sin
+        if positions is not None:
+            cos, sin = cos[positions], sin[positions]
+        elif query.dim() == 4:
+            if query.shape[2] > self.tokens:
+                raise RuntimeError(
+                    f"query: expected at most {self.tokens} tokens, got {query.shape[2]}"
+                )
+            cos, sin = cos[: query.shape[2]], sin[: query.shape[2]]
+        if query.dtype == torch.float64:
+            cos, sin = cos.double(), sin.double()
+        return F.rotary_embedding(query, key, cos, sin, interleaved=self.interleaved)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, {self.tokens}, base={self.base}, interleaved={self.interleaved}"
 
 
 class MLP(Named, nn.Module):

@@ -55,6 +55,10 @@ def small_calls() -> dict[str, Call]:
     return {name: lambda name=name: call(name) for name in public_calls("cpu", 0)}
 
 
+def rotated(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.cat(F.rotary_embedding(q, q[:, :1], cos, sin), 1)
+
+
 def large_calls() -> dict[str, Call]:
     """Sizes that several threads share."""
     generator = torch.Generator().manual_seed(0)
@@ -75,6 +79,7 @@ def large_calls() -> dict[str, Call]:
         "layer_norm": (F.layer_norm, (rows, (300,), t(300), t(300)), {}),
         "rms_norm": (F.rms_norm, (rows, (300,), t(300)), {}),
         "swiglu": (F.swiglu, (rows,), {}),
+        "rotary_embedding": (rotated, (q, *torch.randn(2, 1, 200, 32, generator=generator)), {}),
         "linear_gelu": (F.linear_gelu, (rows, weight, t(400)), {}),
         "cross_entropy": (F.cross_entropy, (rows, labels), {"label_smoothing": 0.1}),
         "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),

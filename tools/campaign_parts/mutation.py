@@ -32,6 +32,7 @@ TESTS = {
     "conv2d": (["test_conv2d*.py"], "conv2d"),
     "cross_entropy": (["test_cross_entropy*.py"], "cross_entropy"),
     "gated_activation": (["test_gated_activation.py"], "gated or glu"),
+    "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
     "layer_norm": (["test_layer_norm.py"], "norm"),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!of_query) head -= p.query.heads;
     const RotaryHeads& heads = of_query ? p.query : p.key;
     target[i] = nullptr;
-    if (head >= heads.heads || heads.output == nullptr) continue;
+    if (head >= heads.heads) continue;
     const RotaryStrides &from = heads.input_strides, &to = heads.output_strides;
     const T* source = static_cast<const T*>(heads.input) + batch * from.batch + head * from.head +
                       token * from.token;

@@ -23,11 +23,11 @@ struct RotaryStrides {
   int64_t batch, head, token;
 };
 
-struct RotaryHeads {  // the query, or the key
+struct RotaryHeads {  // the query, or the key; either may have no heads
   int64_t heads;
   const void* input;
   RotaryStrides input_strides;
-  void* output;  // null: not wanted
+  void* output;
   RotaryStrides output_strides;
 };
 
@@ -58,7 +58,6 @@ inline RotaryPlan choose_rotary_embedding(const RotaryParams& p) {
   // Bits below 16 of every address and pitch in bytes.
   uint64_t bits = 0;
   auto add_heads = [&](const RotaryHeads& heads) {
-    if (heads.output == nullptr && heads.input == nullptr) return;
     bits |= reinterpret_cast<uintptr_t>(heads.input) | reinterpret_cast<uintptr_t>(heads.output);
     for (const RotaryStrides& s : {heads.input_strides, heads.output_strides}) {
       bits |= static_cast<uint64_t>((s.batch | s.head | s.token) * size);

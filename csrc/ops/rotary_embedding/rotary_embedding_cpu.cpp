@@ -22,7 +22,7 @@ void rotate_head(const RotaryParams& p, const T* input, T* output, const Table* 
 
 template <class T, class Table>
 void rotate_heads(const RotaryParams& p, const RotaryHeads& heads) {
-  if (heads.output == nullptr || p.head_size == 0) return;
+  if (p.head_size == 0) return;
   const int64_t rows = p.batch * p.tokens * heads.heads;
   const int64_t grain = std::max<int64_t>(1, kCpuGrain / p.head_size);
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {

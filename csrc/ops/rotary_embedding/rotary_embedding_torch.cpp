@@ -3,7 +3,6 @@
 // and sin have no derivative.
 #include <ATen/ops/empty_like.h>
 
-#include <array>
 #include <tuple>
 
 #include "ops/rotary_embedding/rotary_embedding.h"
@@ -164,21 +163,25 @@ TensorPair rotary_meta(const Tensor& query, const Tensor& key, const Tensor& cos
 
 // ---- Autograd ----
 
+// In place of a query or key that is not to be rotated: it costs nothing.
+Tensor without_heads(const Tensor& other) {
+  return other.new_empty_symint({other.sym_size(0), 0, other.sym_size(2), other.sym_size(3)});
+}
+
 struct RotaryEmbeddingBackward {  // saved: cos, sin
   static constexpr const char* kName = "WarpwrightRotaryEmbeddingBackward";
   struct Attributes {
     bool interleaved, inverse;
-    std::array<std::vector<c10::SymInt>, 2> sizes;  // of query and key
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    auto or_zeros = [&](int i, const Tensor& other) {
-      return grads[i].defined() ? grads[i] : other.new_zeros_symint(a.sizes[i]);
-    };
-    const Tensor& any = grads[0].defined() ? grads[0] : grads[1];
-    auto [dq, dk] = call::rotary_embedding(or_zeros(0, any), or_zeros(1, any), saved[0], saved[1],
-                                           a.interleaved, !a.inverse);
-    return {needs[0] ? dq : Tensor(), needs[1] ? dk : Tensor()};
+    const bool of_query = needs[0] && grads[0].defined();
+    const bool of_key = needs[1] && grads[1].defined();
+    if (!of_query && !of_key) return {Tensor(), Tensor()};
+    auto [dq, dk] = call::rotary_embedding(of_query ? grads[0] : without_heads(grads[1]),
+                                           of_key ? grads[1] : without_heads(grads[0]), saved[0],
+                                           saved[1], a.interleaved, !a.inverse);
+    return {of_query ? dq : Tensor(), of_key ? dk : Tensor()};
   }
 };
 
@@ -186,8 +189,7 @@ TensorPair rotary_autograd(const Tensor& query, const Tensor& key, const Tensor&
                            const Tensor& sin, bool interleaved, bool inverse) {
   check_constant(cos, "rotary_embedding", "cos");
   check_constant(sin, "rotary_embedding", "sin");
-  auto node = make_node<RotaryEmbeddingBackward>(
-      {interleaved, inverse, {query.sym_sizes().vec(), key.sym_sizes().vec()}}, query, key);
+  auto node = make_node<RotaryEmbeddingBackward>({interleaved, inverse}, query, key);
   TensorPair outputs = below_autograd(
       [&] { return call::rotary_embedding(query, key, cos, sin, interleaved, inverse); });
   auto& [q, k] = outputs;
@@ -197,13 +199,11 @@ TensorPair rotary_autograd(const Tensor& query, const Tensor& key, const Tensor&
     set_history({q, k}, node);
   }
   if (any_tangent(query, key)) {
-    auto or_zeros = [](const Tensor& t) {
-      return has_tangent(t) ? tangent(t) : t.new_zeros_symint(t.sym_sizes());
-    };
+    auto direction = [](const Tensor& t) { return has_tangent(t) ? tangent(t) : without_heads(t); };
     auto [q_t, k_t] =
-        call::rotary_embedding(or_zeros(query), or_zeros(key), cos, sin, interleaved, inverse);
-    if (has_tangent(query)) set_tangent(q, q_t);
-    if (has_tangent(key)) set_tangent(k, k_t);
+        call::rotary_embedding(direction(query), direction(key), cos, sin, interleaved, inverse);
+    if (has_tangent(query)) set_tangent(q, tangent_with_zero_terms(q_t, query));
+    if (has_tangent(key)) set_tangent(k, tangent_with_zero_terms(k_t, key));
   }
   return outputs;
 }

@@ -50,6 +50,7 @@ RULES: dict[str, Rule] = {
     "relu_backward": _norm_and_pool.relu_backward,
     "gated_activation": _elementwise.gated_activation,
     "gated_activation_backward": _elementwise.gated_activation_backward,
+    "rotary_embedding": _elementwise.rotary_embedding,
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,
     "linear_activation": _products.linear_activation,

@@ -1,4 +1,4 @@
-"""Rules of the gated activations: every element by itself, so one call serves all samples."""
+"""Rules of gated activations and rotary embeddings: one call serves all samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .._ops import ops
-from ._fold import Dims, front, results
+from ._fold import Dims, front, into, out_of, results
 
 
 def gated_activation(
@@ -30,3 +30,31 @@ def gated_activation_backward(
     operands = (front(t, d, info.batch_size) for t, d in tensors)
     found = ops.gated_activation_backward(*operands, activation, mask)
     return results(*((t, None if t is None else 0) for t in found))
+
+
+def rotary_embedding(
+    info: Any,
+    dims: Dims,
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> tuple[Any, Any]:
+    """Samples fold into the batch; a table without samples and batch stays one."""
+    samples = info.batch_size
+    batch = query.shape[0] if dims[0] is None else query.movedim(dims[0], 0).shape[1]
+
+    def table(x: Tensor, dim: int | None) -> Tensor:
+        if dim is None and x.shape[0] == 1:
+            return x
+        return front(x, dim, samples).expand(-1, batch, -1, -1).flatten(0, 1)
+
+    rotated = ops.rotary_embedding(
+        *(into(x, d, samples, 0) for x, d in zip((query, key), dims[:2], strict=True)),
+        *(table(x, d) for x, d in zip((cos, sin), dims[2:4], strict=True)),
+        interleaved,
+        inverse,
+    )
+    return results(*(out_of(x, samples, 0) for x in rotated))

@@ -14,14 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _work
+from .. import _native, _work
 from .._precision import get_float32_matmul_precision, set_float32_matmul_precision
 from .measure import tf32_allowed
 
 Inputs = dict[str, Any]
+Outputs = Any  # a tensor, or a tuple of tensors
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NHWC, NCHW, ROWS = "nhwc", "nchw", "rows"
+
+
+def joined(outputs: Outputs) -> Tensor:
+    """One tensor for comparisons: of several outputs all elements, one after another."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    return torch.cat([output.flatten() for output in outputs])
 
 
 @dataclass(frozen=True)
@@ -33,14 +41,14 @@ class Case:
     dtype: torch.dtype
     layout: str
     make: Callable[[str], Inputs]
-    call: Callable[[Any, Inputs], Tensor]
+    call: Callable[[Any, Inputs], Outputs]
     bytes: dict[str, float]
     flops: dict[str, float] = field(default_factory=dict)
     # The part of the inputs that float64 can afford; None: all of it. Its results must be the
     # leading corner of the whole results, where the gradient that comes in is zero outside.
     sample: Callable[[Inputs], Inputs] | None = None
     # Native's calls for an op that native does not have.
-    native: Callable[[Any, Inputs], Tensor] | None = None
+    native: Callable[[Any, Inputs], Outputs] | None = None
 
     # Rounding may flip a ReLU inside the op, and a gradient then jumps: errors are L2 norms instead of
     # maxima.
@@ -51,7 +59,7 @@ class Case:
     # warpwright.set_float32_matmul_precision("high") while it runs; native stays float32.
     split_tf32: bool = False
 
-    def run(self, functional: Any, inputs: Inputs) -> Tensor:
+    def run(self, functional: Any, inputs: Inputs) -> Outputs:
         """`functional` is warpwright's, or torch's."""
         if self.native is not None and functional is torch.nn.functional:
             return self.native(functional, inputs)
@@ -120,6 +128,48 @@ def _gated(op: str, rows: int, cols: int, dtype: torch.dtype, packed: bool = Fal
         lambda F, i: getattr(F, op)(*i.values(), **options),
         _work.traffic(e, 3, 5).of("bytes"),
         native=native,
+    )
+
+
+def _rotary(
+    shape: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    rotated: int | None = None,
+    interleaved: bool = False,
+    tables: torch.dtype | None = None,
+) -> Case:
+    """(batch, tokens, heads of query, heads of key, columns), as views of two projections."""
+    batch, tokens, of_query, of_key, columns = shape
+    size = columns if rotated is None else rotated
+    e = batch * tokens * (of_query + of_key) * columns * dtype.itemsize
+    name = f"{batch}x{tokens}x{of_query}+{of_key}x{columns}"
+    name += f" rotated {size}" if size != columns else ""
+    name += " interleaved" if interleaved else ""
+    name += " float32 tables" if tables == FP32 else ""
+
+    def make(device: str) -> Inputs:
+        def heads(count: int) -> Tensor:
+            x = _randn((batch, tokens, count, columns), dtype, device).detach().transpose(1, 2)
+            return x.requires_grad_()
+
+        steps = 10000.0 ** (-torch.arange(0, size, 2, device=device) / size)
+        angles = torch.outer(torch.arange(tokens, device=device), steps)[None]
+        angles = angles.repeat_interleave(2, 2) if interleaved else angles.repeat(1, 1, 2)
+        of_tables = {
+            "cos": angles.cos().to(tables or dtype),
+            "sin": angles.sin().to(tables or dtype),
+        }
+        return {"query": heads(of_query), "key": heads(of_key), **of_tables}
+
+    return Case(
+        "rotary_embedding",
+        name,
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.rotary_embedding(*i.values(), interleaved=interleaved),
+        _work.traffic(e, 2, 2).of("bytes"),
+        native=lambda F, i: _native.rotary_embedding(**i, interleaved=interleaved),
     )
 
 

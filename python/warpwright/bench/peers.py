@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as ours_functional
-from .cases import NCHW, Case, Inputs
+from .cases import NCHW, Case, Inputs, Outputs, joined
 from .implementation import Implementation, Missing
 
 native = torch.nn.functional
@@ -61,12 +61,14 @@ def leaves_of(inputs: Inputs) -> list[Tensor]:
     return [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _cotangent(output: Tensor) -> Tensor:
+def _cotangent(outputs: Outputs) -> Outputs:
     """What a backward begins with: 1 if the output is a loss, as in ``loss.backward()``."""
-    return torch.ones_like(output) if output.dim() == 0 else torch.randn_like(output)
+    if not isinstance(outputs, Tensor):
+        return tuple(torch.randn_like(output) for output in outputs)
+    return torch.ones_like(outputs) if outputs.dim() == 0 else torch.randn_like(outputs)
 
 
-def _autograd(function: Callable[[Inputs], Tensor], inputs: Inputs) -> Implementation:
+def _autograd(function: Callable[[Inputs], Outputs], inputs: Inputs) -> Implementation:
     """Times `function` and its backward, which runs over one graph again and again.
 
     The forward of a loss is timed without a graph: with one, it may do the backward's work.
@@ -78,12 +80,14 @@ def _autograd(function: Callable[[Inputs], Tensor], inputs: Inputs) -> Implement
     def gradients_of(tensors: list[Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(output, tensors, cotangent, retain_graph=True)
 
-    def forward() -> Tensor:
-        with torch.set_grad_enabled(output.dim() > 0):
+    is_loss = isinstance(output, Tensor) and output.dim() == 0
+
+    def forward() -> Outputs:
+        with torch.set_grad_enabled(not is_loss):
             return function(inputs)
 
     def results(incoming: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        value = function(inputs)
+        value = joined(function(inputs))
         grads = torch.autograd.grad(value, leaves, incoming.to(value.dtype))
         return value.detach(), list(grads)
 
@@ -160,10 +164,14 @@ def prepare_cudagraph(case: Case, inputs: Inputs, device: str) -> Implementation
         torch.autograd.grad(case.run(native, inputs), leaves, cotangent)
 
     def results(incoming: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        cotangent.copy_(incoming)
+        parts = [cotangent] if isinstance(cotangent, Tensor) else cotangent
+        for part, values in zip(
+            parts, incoming.flatten().split([p.numel() for p in parts]), strict=True
+        ):
+            part.copy_(values.view(part.shape))
         forward.replay()
         backward.replay()
-        return output.detach().clone(), [g.clone() for g in grads]
+        return joined(output).detach().clone(), [g.clone() for g in grads]
 
     return Implementation(
         {"fwd": forward.replay, "bwd": backward.replay, "fwd+bwd": both.replay}, results

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..testing import to_double
 from . import guards
 from .ahead import compile_ahead
-from .cases import Case
+from .cases import Case, joined
 from .implementation import Implementation, Missing
 from .measure import interleaved, peak_mib
 from .optimizers import OptimizerCase, optimizer_cases, optimizer_rows
@@ -64,7 +64,7 @@ def _exact(case: Case, sample: dict[str, Any]) -> tuple[Tensor, list[Tensor], Te
     # cuDNN's search would try every slow float64 algorithm for one result.
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
-        output = case.run(torch.nn.functional, inputs)
+        output = joined(case.run(torch.nn.functional, inputs))
         cotangent = torch.randn_like(output)
         grads = torch.autograd.grad(output, leaves_of(inputs), cotangent)
     finally:
@@ -92,8 +92,7 @@ def _results(
     for name in dict.fromkeys([OURS.name, "native", *implementations]):
         try:
             if cotangent is None:
-                output = implementations[name].calls["fwd"]()
-                assert isinstance(output, Tensor)
+                output = joined(implementations[name].calls["fwd"]())
                 cotangent = torch.zeros_like(output)
                 guards.corner(cotangent, exact.shape).copy_(part)
                 del output

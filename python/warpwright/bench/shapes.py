@@ -23,6 +23,7 @@ from .cases import (
     _max_pool2d,
     _relu,
     _relu_max_pool2d,
+    _rotary,
     _row_norm,
     _split_tf32_linear,
     _tf32_linear,
@@ -94,8 +95,20 @@ def _gated_products() -> list[Case]:
     ]
 
 
+def _rotary_embeddings() -> list[Case]:
+    """Llama of 1 and of 8 billion parameters, Phi-2's partial form, GPT-J's pairs."""
+    return [
+        _rotary((4, 2048, 32, 8, 64), BF16),
+        _rotary((4, 2048, 32, 8, 64), BF16, tables=FP32),
+        _rotary((4, 2048, 32, 8, 128), BF16),
+        _rotary((4, 2048, 32, 8, 128), FP32),
+        _rotary((4, 2048, 32, 32, 80), BF16, rotated=32),
+        _rotary((4, 2048, 16, 16, 256), BF16, rotated=64, interleaved=True),
+    ]
+
+
 def _all_cases() -> list[Case]:
-    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_gated_products()]
+    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_gated_products(), *_rotary_embeddings()]
     cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
     for shape in (
         (256, 64, 112, 112),
@@ -203,6 +216,7 @@ QUICK_CASES = [
     _relu(1 << 22, FP32),
     _gated("swiglu", 2048, 768, FP32),
     _gated("geglu", 2048, 768, FP32, packed=True),
+    _rotary((1, 512, 8, 2, 64), FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
     _row_norm("layer_norm", 2048, 768, FP32),

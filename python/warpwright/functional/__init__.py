@@ -14,6 +14,7 @@ from ._norm import (
     rms_norm,
 )
 from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
+from ._rotary import rotary_embedding
 
 __all__ = [
     "batch_norm",
@@ -36,6 +37,7 @@ __all__ = [
     "relu_",
     "relu_max_pool2d",
     "rms_norm",
+    "rotary_embedding",
     "scaled_dot_product_attention",
     "swiglu",
 ]

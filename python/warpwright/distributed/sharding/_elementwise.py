@@ -1,4 +1,4 @@
-"""Shardings of relu, gated activations and max pooling: any dimension that is no window's."""
+"""Shardings of relu, gated activations, rotary embeddings and max pooling."""
 
 from __future__ import annotations
 
@@ -45,7 +45,21 @@ def gated_activation_backward(
     return [(picked(wanted, *results), operands) for results, operands in rows]
 
 
+def rotary_embedding(query: Any, key: Any, cos: Any, sin: Any, *_: Any) -> list[Row]:
+    """By batch, heads or tokens. A table with a batch of 1 serves every shard of the batch."""
+    tables = [R if table.shape[0] == 1 else S(0) for table in (cos, sin)]
+    return [
+        ([R] * 2, [R] * 4),
+        ([S(0)] * 2, [S(0), S(0), *tables]),
+        ([S(1)] * 2, [S(1), S(1), R, R]),
+        ([S(2)] * 2, [S(2), S(2), S(1), S(1)]),
+    ]
+
+
+ROTARY_ADVICE = "Pairs of columns rotate together: shard the batch, the heads or the tokens."
+
 RULES = {
+    "rotary_embedding": Rule(rotary_embedding, advice=ROTARY_ADVICE),
     "gated_activation": Rule(gated_activation, advice=PACKED_ADVICE),
     "gated_activation_backward": Rule(gated_activation_backward, advice=PACKED_ADVICE),
     "relu": Rule(alike(1, 1)),
