@@ -24,7 +24,7 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 # What layers of other libraries run on (integrations/transformers), though torch has no such layer.
-OF_LIBRARIES = ("swiglu", "linear_cross_entropy")
+OF_LIBRARIES = ("swiglu", "rotary_embedding", "linear_cross_entropy")
 OPS = (*(op.name for op in _catalog.OPS.values() if op.modules), *OF_LIBRARIES)
 
 

@@ -44,7 +44,8 @@ def swap(
             ``nn.LayerNorm``, ``nn.RMSNorm``, ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``,
             ``nn.CrossEntropyLoss`` and ``nn.MultiheadAttention`` (with its projections) are swapped;
             layers that :func:`register_layer` added; and of transformers' models norms, ``Conv1D``,
-            attention and the head with its loss (docs/integrations.md). For every other module the
+            attention with its rotary embedding, and the head with its loss
+            (docs/integrations.md). For every other module the
             report says why it was left.
         ops: only these functionals, e.g. ``{"conv2d", "batch_norm"}``; None means all.
         filter_fn: called with (module, name); False leaves the module native.

@@ -40,6 +40,28 @@ def _fingerprint(kind: Any, forward: Any, init: bool) -> str | None:
     return hashlib.sha256(repr([_normal(f) for f in functions]).encode()).hexdigest()[:16]
 
 
+def function_fingerprint(function: Any) -> str | None:
+    """The hash of a function and of those in its file that it calls; None if one has no source.
+
+    Decorators do not count: ``function`` itself is what they returned.
+    """
+    left, seen, trees = [function], {function}, []
+    try:
+        while left:
+            function = left.pop(0)
+            trees.append(_tree(function))
+            trees[-1].decorator_list = []
+            for name in function.__code__.co_names:
+                called = function.__globals__.get(name)
+                is_near = inspect.isfunction(called) and called.__module__ == function.__module__
+                if is_near and called not in seen:
+                    seen.add(called)
+                    left.append(called)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return hashlib.sha256(repr([_normal(tree) for tree in trees]).encode()).hexdigest()[:16]
+
+
 def _tree(function: Any) -> ast.FunctionDef:
     if hasattr(function, "__wrapped__"):
         raise TypeError(f"{function} runs other code than its source shows")

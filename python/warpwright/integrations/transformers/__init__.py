@@ -28,7 +28,7 @@ except ImportError as error:
         f"warpwright: transformers 4.53 or newer is needed; {transformers.__version__} is installed"
     ) from error
 from . import _gated as _gated  # registers its layers, as the next does
-from . import _heads
+from . import _heads, _rotary
 from . import _layers as _layers
 from ._attention import attention
 from ._masks import add_hooks, has_hooks, mask, remove_hooks
@@ -91,6 +91,7 @@ def undo(model: nn.Module) -> int:
     for module in model.modules():
         remove_hooks(module)
         _heads.remove_hooks(module)
+        found += _rotary.restore(module)
         found += _restore_config(module) and attends(type(module))
     return found
 
@@ -112,9 +113,10 @@ def plan(
     why_left: WhyLeft,
     chosen: Mapping[nn.Module, type[nn.Module]],
 ) -> Plan:
-    """An entry for each attention layer, and the changes that swap them and the heads."""
+    """Entries for attention layers and their rotations, and the changes that swap them and the heads."""
     modules = list(_modules_of_models(model))
     found = _plan_attention(modules, wanted, why_left)
+    _rotary.plan_rotary(modules, wanted, why_left, found)
     if _heads.OP in wanted:
         _heads.plan_heads([module for _, module in modules], chosen, found)
     return found
