@@ -155,8 +155,10 @@ Lines explain_batch_norm(const std::string& dtype, const TensorLayout& input, bo
 
 // ---- layer_norm, rms_norm ----
 
-Lines explain_layer_norm(const std::string& dtype, bool centered, const TensorLayout& input,
-                         int64_t normalized_dims, const DeviceInfo& device) {
+// `adds`: add_layer_norm and add_rms_norm, with `input` for the residual.
+Lines explain_layer_norm(const std::string& dtype, bool centered, bool adds,
+                         const TensorLayout& input, int64_t normalized_dims,
+                         const DeviceInfo& device) {
   LayerNormParams forward{};
   forward.dtype = dtype_from(dtype);
   forward.centered = centered;
@@ -178,6 +180,10 @@ Lines explain_layer_norm(const std::string& dtype, bool centered, const TensorLa
   backward.input = forward.input;
   backward.input_stride = forward.input_stride;
   backward.grad_stride = forward.cols;
+  if (adds && adds_in_kernel(forward)) {
+    return {{"forward", describe(choose_add_layer_norm(forward, device))},
+            {"backward", describe(choose_add_layer_norm_backward(backward, device))}};
+  }
   return {{"forward", describe(choose_layer_norm(forward, norm_addresses(forward), device))},
           {"backward",
            describe(choose_layer_norm_backward(backward, norm_addresses(backward), device))}};

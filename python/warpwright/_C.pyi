@@ -23,7 +23,12 @@ def explain_batch_norm(
     dtype: str, input: Operand, rows: bool, operands: int, device: DeviceInfo
 ) -> list[tuple[str, str]]: ...
 def explain_layer_norm(
-    dtype: str, centered: bool, input: Operand, normalized_dims: int, device: DeviceInfo
+    dtype: str,
+    centered: bool,
+    adds: bool,
+    input: Operand,
+    normalized_dims: int,
+    device: DeviceInfo,
 ) -> list[tuple[str, str]]: ...
 def explain_conv2d(
     dtype: str,

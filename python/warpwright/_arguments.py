@@ -106,6 +106,12 @@ def flag(function: str, name: str, value: Any) -> Any:
     return value
 
 
+def dtype(function: str, name: str, value: Any) -> Any:
+    if not isinstance(value, torch.dtype):
+        _refuse(function, name, "torch.dtype", value)
+    return value
+
+
 def error(
     raised: RuntimeError, function: str, tensors: dict[str, Any], optional: dict[str, Any]
 ) -> Exception:

@@ -250,24 +250,43 @@ def _row_dims(input: Tensor, shape: list[int]) -> tuple[list[int], list[int]]:
 
 
 def layer_norm(
-    input: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    input: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     output = native.layer_norm(input, shape, weight, bias, eps)
     accum = torch.promote_types(input.dtype, torch.float32)
     dims = _row_dims(input, shape)[1]
     var, mean = torch.var_mean(input.to(accum), dims, correction=0, keepdim=True)
-    return output, mean, torch.rsqrt(var + eps)
+    return output.to(dtype or input.dtype), mean, torch.rsqrt(var + eps)
 
 
 def rms_norm(
-    input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+    input: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    eps: float | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     accum = torch.promote_types(input.dtype, torch.float32)
     wide = input.to(accum)
     square = wide.pow(2).mean(_row_dims(input, shape)[1], keepdim=True)
     rstd = torch.rsqrt(square + (torch.finfo(accum).eps if eps is None else eps))
     output = wide * rstd
-    return (output if weight is None else output * weight).to(input.dtype), rstd
+    return (output if weight is None else output * weight).to(dtype or input.dtype), rstd
+
+
+def add_layer_norm(input: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    total = residual + input
+    return total, *layer_norm(total, *args)
+
+
+def add_rms_norm(input: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    total = residual + input
+    return total, *rms_norm(total, *args)
 
 
 def _norm_backward(
@@ -320,6 +339,51 @@ def rms_norm_backward(
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
     return _norm_backward(grad, input, shape, weight, None, rstd, mask)
+
+
+def _added(
+    found: tuple[Tensor | None, ...],
+    grad_sum: Tensor,
+    dtype: torch.dtype,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradient of a sum, a copy for an addend of another dtype, and the norm's other results."""
+    grad, *sums = found
+    if grad is not None:
+        grad = grad + grad_sum
+    copies = mask[1] and dtype != grad_sum.dtype and grad is not None
+    return grad, grad.to(dtype) if copies and grad is not None else None, *sums
+
+
+def add_layer_norm_backward(
+    grad_sum: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dtype: torch.dtype,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    wanted = [mask[0] or mask[1], *mask[2:]]
+    found = _norm_backward(grad, total, shape, weight, mean, rstd, wanted)
+    return _added(found, grad_sum, dtype, mask)
+
+
+def add_rms_norm_backward(
+    grad_sum: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    rstd: Tensor,
+    dtype: torch.dtype,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    wanted = [mask[0] or mask[1], *mask[2:]]
+    found = _norm_backward(grad, total, shape, weight, None, rstd, wanted)
+    return _added(found, grad_sum, dtype, mask)
 
 
 # ---- pooling ----

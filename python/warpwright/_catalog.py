@@ -261,6 +261,30 @@ _RECORDS = (
         folders=("layer_norm",),
     ),
     Op(
+        "add_layer_norm",
+        (
+            Operator("add_layer_norm", _native.add_layer_norm, _aten.add_layer_norm, autocast=True),
+            Operator("add_layer_norm_backward", aten=_aten.add_layer_norm_backward),
+        ),
+        layer="AddLayerNorm",
+        explain="add_layer_norm",
+        cpu="vectorised loops over rows; each row's sum, then its norm",
+        operations=3.0,
+        folders=("layer_norm",),
+    ),
+    Op(
+        "add_rms_norm",
+        (
+            Operator("add_rms_norm", _native.add_rms_norm, _aten.add_rms_norm),
+            Operator("add_rms_norm_backward", aten=_aten.add_rms_norm_backward),
+        ),
+        layer="AddRMSNorm",
+        explain="add_rms_norm",
+        cpu="vectorised loops over rows; each row's sum, then its norm",
+        operations=3.0,
+        folders=("layer_norm",),
+    ),
+    Op(
         "relu",
         (
             Operator("relu", torch.relu, torch.relu, is_fused_by_inductor=_always),

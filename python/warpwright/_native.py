@@ -40,16 +40,40 @@ def batch_norm_update(
     return (native.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps),)
 
 
+Dtype = torch.dtype | None
+
+
+def _in_dtype(output: Tensor, dtype: Dtype) -> Tensor:
+    return output if dtype is None else output.to(dtype)
+
+
 def layer_norm(
-    input: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    input: Tensor,
+    shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: Dtype = None,
 ) -> tuple[Tensor]:
-    return (native.layer_norm(input, shape, weight, bias, eps),)
+    return (_in_dtype(native.layer_norm(input, shape, weight, bias, eps), dtype),)
 
 
 def rms_norm(
-    input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+    input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None, dtype: Dtype = None
 ) -> tuple[Tensor]:
-    return (native.rms_norm(input, shape, weight, eps),)
+    return (_in_dtype(native.rms_norm(input, shape, weight, eps), dtype),)
+
+
+def add_layer_norm(
+    input: Tensor, residual: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, None, None]:
+    total = residual + input
+    return total, layer_norm(total, *args)[0], None, None
+
+
+def add_rms_norm(input: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor, None]:
+    total = residual + input
+    return total, rms_norm(total, *args)[0], None
 
 
 def _added_relu(normalized: Tensor, residual: Tensor | None) -> tuple[Tensor]:

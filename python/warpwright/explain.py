@@ -269,9 +269,20 @@ def _rms_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _row_norm(a, gpu, centered=False)
 
 
-def _row_norm(a: Arguments, gpu: _C.DeviceInfo, centered: bool) -> Lines:
+def _add_layer_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _row_norm(a, gpu, centered=True, adds=True)
+
+
+def _add_rms_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _row_norm(a, gpu, centered=False, adds=True)
+
+
+def _row_norm(a: Arguments, gpu: _C.DeviceInfo, centered: bool, adds: bool = False) -> Lines:
     x = a["input"]
-    return _C.explain_layer_norm(_dtype(x), centered, _operand(x), len(a["normalized_shape"]), gpu)
+    if adds and a["residual"].dtype.itemsize > x.dtype.itemsize:
+        x = a["residual"]
+    dims = len(a["normalized_shape"])
+    return _C.explain_layer_norm(_dtype(x), centered, adds, _operand(x), dims, gpu)
 
 
 def _cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

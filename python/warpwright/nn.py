@@ -21,6 +21,8 @@ from ._tools import Named
 __all__ = [
     "GEGLU",
     "MLP",
+    "AddLayerNorm",
+    "AddRMSNorm",
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
@@ -176,17 +178,55 @@ class BatchNormReLUMaxPool2d(_BatchNorm, nn.BatchNorm2d):
 
 
 class LayerNorm(Named, nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on :func:`warpwright.functional.layer_norm`."""
+    """``torch.nn.LayerNorm`` on :func:`warpwright.functional.layer_norm`.
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+    ``dtype``, an addition to native's arguments, is the dtype of the output.
+    """
+
+    def forward(self, input: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return F.layer_norm(
+            input, self.normalized_shape, self.weight, self.bias, self.eps, dtype=dtype
+        )
 
 
 class RMSNorm(Named, nn.RMSNorm):
-    """``torch.nn.RMSNorm`` on :func:`warpwright.functional.rms_norm`."""
+    """``torch.nn.RMSNorm`` on :func:`warpwright.functional.rms_norm`.
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+    ``dtype``, an addition to native's arguments, is the dtype of the output.
+    """
+
+    def forward(self, input: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return F.rms_norm(input, self.normalized_shape, self.weight, self.eps, dtype=dtype)
+
+
+class AddLayerNorm(Named, nn.LayerNorm):
+    """``torch.nn.LayerNorm`` of ``residual + input``, by :func:`warpwright.functional.add_layer_norm`.
+
+    Returns the sum and its norm. ``dtype`` is the norm's.
+    """
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return F.add_layer_norm(
+            *(input, residual, self.normalized_shape),
+            *(self.weight, self.bias, self.eps),
+            dtype=dtype,
+        )
+
+
+class AddRMSNorm(Named, nn.RMSNorm):
+    """``torch.nn.RMSNorm`` of ``residual + input``, by :func:`warpwright.functional.add_rms_norm`.
+
+    Returns the sum and its norm. ``dtype`` is the norm's.
+    """
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, residual: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return F.add_rms_norm(
+            input, residual, self.normalized_shape, self.weight, self.eps, dtype=dtype
+        )
 
 
 class ReLU(Named, nn.ReLU):

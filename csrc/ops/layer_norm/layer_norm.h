@@ -6,7 +6,12 @@
 // long for registers are read again, and separate kernels sum over the rows. Bytes (E = bytes of
 // x): 2E forward, 3E backward. Long rows: up to 4E and 5E + 3E, mostly from L2.
 //
-// Layout: x and dy (rows, cols), column stride 1, any row stride; y and dx dense.
+// y and dy have the type of x, or a 16-bit type if x is float32: the type that the next layer
+// reads. add_layer_norm and add_rms_norm normalize x = residual + branch and also write x. Their
+// backward adds the gradient of x in the same pass. Bytes, all of one type: 4E forward, 4E
+// backward.
+//
+// Layout: x, dy, residual and branch (rows, cols), column stride 1, any row stride; outputs dense.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +34,9 @@ struct NormVector {
 };
 
 struct LayerNormParams {
-  DType dtype;
-  bool centered;  // layer_norm; else rms_norm
+  DType dtype;         // of x
+  DType output_dtype;  // the same, or 16 bits next to float32
+  bool centered;       // layer_norm; else rms_norm
   int64_t rows, cols;
   const void* input;
   int64_t input_stride;  // elements between rows
@@ -39,10 +45,16 @@ struct LayerNormParams {
   double eps;
   void* mean;  // (rows), float, or double for a double input; null: not centered
   void* rstd;  // (rows), the same
+  // add_layer_norm and add_rms_norm: `input` is the residual. Null: no addition.
+  const void* branch = nullptr;
+  DType branch_dtype;     // as output_dtype
+  int64_t branch_stride;  // elements between rows
+  void* sum = nullptr;    // dense, of `dtype`
 };
 
 struct LayerNormBackwardParams {
-  DType dtype;
+  DType dtype;       // of x
+  DType grad_dtype;  // of grad_output: the same, or 16 bits next to float32
   bool centered;
   int64_t rows, cols;
   const void* grad_output;
@@ -54,6 +66,12 @@ struct LayerNormBackwardParams {
   const void* rstd;
   void* grad_input;                   // null: not wanted
   NormVector grad_weight, grad_bias;  // null data: not wanted
+  // add_layer_norm and add_rms_norm: the gradient of x itself, of `dtype`. Null: no addition.
+  const void* grad_sum = nullptr;
+  int64_t grad_sum_stride;
+  // A copy of grad_input in the branch's type, where that differs from `dtype`. Null: not wanted.
+  void* grad_branch = nullptr;
+  DType branch_dtype;
 
   constexpr bool needs_sums() const {
     return grad_weight.data != nullptr || grad_bias.data != nullptr;
@@ -145,6 +163,33 @@ inline LayerNormPlan choose_layer_norm(const LayerNormParams& p, uintptr_t addre
   return plan;
 }
 
+// The most vectors per thread and operand of a kernel that adds: registers keep the weight and bias
+// (or their sums) of every column.
+constexpr int norm_add_vectors(int64_t element_size, bool centered) {
+  return element_size == 2 && centered ? 2 : 4;
+}
+
+// Persistent blocks for rows that adds_in_kernel() accepts.
+template <class Plan>
+void plan_added_rows(Plan& plan, DType dtype, int64_t rows, int64_t cols,
+                     const DeviceInfo& device) {
+  plan.vec = static_cast<int>(16 / dtype_size(dtype));
+  const int64_t vectors = cols / plan.vec;
+  plan.vectors = norm_lanes(vectors, 2) > kNormPersistentThreads ? 4 : 2;
+  plan.lanes = static_cast<int>(norm_lanes(vectors, plan.vectors));
+  const NormGroups groups(rows, plan.lanes, device);
+  plan.threads = groups.threads;
+  plan.blocks = groups.blocks;
+}
+
+inline LayerNormPlan choose_add_layer_norm(const LayerNormParams& p, const DeviceInfo& device) {
+  LayerNormPlan plan{};
+  plan.form = NormForm::kPersistent;
+  plan_added_rows(plan, p.dtype, p.rows, p.cols, device);
+  plan.reason = "persistent blocks add rows on their way through a ring, 16-byte accesses";
+  return plan;
+}
+
 inline std::string describe(const LayerNormPlan& plan) {
   return std::to_string(plan.blocks) + " block(s) of " + std::to_string(plan.threads) +
          " threads, " + std::to_string(plan.lanes) + " per row, " + std::to_string(plan.vectors) +
@@ -212,6 +257,16 @@ inline LayerNormBackwardPlan choose_layer_norm_backward(const LayerNormBackwardP
   return plan;
 }
 
+inline LayerNormBackwardPlan choose_add_layer_norm_backward(const LayerNormBackwardParams& p,
+                                                            const DeviceInfo& device) {
+  LayerNormBackwardPlan plan{};
+  plan.held = true;
+  plan.splits = 1;
+  plan_added_rows(plan, p.dtype, p.rows, p.cols, device);
+  plan.reason = "persistent blocks, rows of three operands in a ring, sums in registers";
+  return plan;
+}
+
 inline std::string describe(const LayerNormBackwardPlan& plan) {
   return std::to_string(plan.blocks) + " block(s) of " + std::to_string(plan.threads) +
          " threads, " + std::to_string(plan.lanes) + " per row, " + std::to_string(plan.vectors) +
@@ -219,15 +274,29 @@ inline std::string describe(const LayerNormBackwardPlan& plan) {
 }
 
 // Bitwise or of the call's element pointers and row pitches, in bytes.
+// Every operand counts as one of the widest type: the narrower ones have as many elements per
+// access.
 inline uintptr_t norm_addresses(const LayerNormParams& p) {
   auto bits = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
-  return bits(p.input) | bits(p.output) | bits(p.weight.data) | bits(p.bias.data) |
-         static_cast<uintptr_t>(p.input_stride * dtype_size(p.dtype));
+  const int64_t stride = p.input_stride | (p.branch == nullptr ? 0 : p.branch_stride);
+  return bits(p.input) | bits(p.output) | bits(p.weight.data) | bits(p.bias.data) | bits(p.branch) |
+         bits(p.sum) | static_cast<uintptr_t>(stride * dtype_size(p.dtype));
 }
 inline uintptr_t norm_addresses(const LayerNormBackwardParams& p) {
   auto bits = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+  const int64_t stride =
+      p.grad_stride | p.input_stride | (p.grad_sum == nullptr ? 0 : p.grad_sum_stride);
   return bits(p.grad_output) | bits(p.input) | bits(p.grad_input) | bits(p.weight.data) |
-         static_cast<uintptr_t>((p.grad_stride | p.input_stride) * dtype_size(p.dtype));
+         bits(p.grad_sum) | bits(p.grad_branch) |
+         static_cast<uintptr_t>(stride * dtype_size(p.dtype));
+}
+
+// Whether one kernel adds and normalizes. If not, the call adds in a kernel of its own.
+template <class Params>
+bool adds_in_kernel(const Params& p) {
+  const int64_t size = dtype_size(p.dtype), vec = 16 / size;
+  return p.dtype != DType::kFloat64 && norm_addresses(p) % 16 == 0 && p.cols % vec == 0 &&
+         p.cols / vec <= int64_t{norm_add_vectors(size, p.centered)} * kNormPersistentThreads;
 }
 
 void layer_norm_cpu(const LayerNormParams& params);
@@ -239,6 +308,12 @@ void launch_layer_norm(const LayerNormParams& params, const LayerNormPlan& plan,
 void launch_layer_norm_backward(const LayerNormBackwardParams& params,
                                 const LayerNormBackwardPlan& plan, void* workspace,
                                 cudaStream_t stream);
+// With a branch, or a gradient of the sum, and rows that adds_in_kernel() accepts.
+void launch_add_layer_norm(const LayerNormParams& params, const LayerNormPlan& plan,
+                           cudaStream_t stream);
+void launch_add_layer_norm_backward(const LayerNormBackwardParams& params,
+                                    const LayerNormBackwardPlan& plan, void* workspace,
+                                    cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

@@ -2,63 +2,134 @@
 // reads them back, so no barrier guards a slot.
 #pragma once
 
+#include <tuple>
+#include <utility>
+
 #include "device/access.cuh"
+#include "device/copy_half.cuh"
 #include "device/mma_sm80.cuh"
 #include "tile/rows/held.cuh"
 
 namespace warpwright {
 
-// Rows in flight per thread: up to 192 KB for two operands and 512 threads.
-constexpr int row_stages(int held) { return held == 1 ? 8 : held == 2 ? 6 : 3; }
+constexpr int kRingBytes = 192 * 1024;  // at most, for kRingThreads
+constexpr int kRingThreads = 512;
 
-constexpr int64_t row_ring_bytes(int threads, int operands, int held) {
-  return int64_t{threads} * operands * held * row_stages(held) * kVecBytes;
+// Bytes per thread and row: kHeld vectors of each operand. The first operand has the widest type
+// and fills 16 bytes; the others have as many elements.
+template <int kHeld, class T, class... Others>
+constexpr int row_bytes() {
+  return kHeld * kVecSize<T> * static_cast<int>((sizeof(T) + ... + sizeof(Others)));
 }
 
-// Slots of 16 bytes: (stage, operand, vector, thread of the block).
-template <class T, int kOperands, int kHeld>
+// Rows in flight per thread.
+template <int kHeld, class... Ts>
+constexpr int row_stages() {
+  constexpr int kMost = kHeld == 1 ? 8 : 6;
+  constexpr int kFitting = kRingBytes / (kRingThreads * row_bytes<kHeld, Ts...>());
+  return kFitting < kMost ? kFitting : kMost;
+}
+
+// Operands of types Ts. Layout: (stage, operand, vector, thread of the block).
+template <int kHeld, class... Ts>
 class RowRing {
+  template <int kOperand>
+  using Type = std::tuple_element_t<kOperand, std::tuple<Ts...>>;
+
  public:
-  static constexpr int kVec = kVecSize<T>;
-  static constexpr int kStages = row_stages(kHeld);
+  static constexpr int kVec = kVecSize<Type<0>>;
+  static constexpr int kStages = row_stages<kHeld, Ts...>();
+  static constexpr int kOperands = sizeof...(Ts);
+
+  static constexpr int64_t bytes(int threads) {
+    return int64_t{threads} * kStages * row_bytes<kHeld, Ts...>();
+  }
 
   __device__ __forceinline__ RowRing(uint4* storage, const HeldColumns<kVec>& columns)
-      : slots_(storage + threadIdx.x), pitch_(static_cast<int>(blockDim.x)), columns_(columns) {
+      : slots_(reinterpret_cast<Unit*>(storage + threadIdx.x)),
+        pitch_(static_cast<int>(blockDim.x)),
+        columns_(columns) {
     if (columns.has(kHeld - 1)) return;  // no absent vector
 #pragma unroll 1
-    for (int i = 0; i < kStages * kOperands * kHeld; ++i) slots_[i * pitch_] = uint4{};
+    for (int stage = 0; stage < kStages; ++stage) {
+      for_operands([&]<int kOperand>() {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) *slot<kOperand>(stage, i) = Raw<kOperand>{};
+      });
+    }
   }
 
   // Starts the copies of a row of each operand, one group of copies per call. Before the first
   // wait() each stage is filled once.
-  __device__ __forceinline__ void copy(int stage, const T* const (&rows)[kOperands], bool present) {
-    uint4* slot = slots_ + stage * kOperands * kHeld * pitch_;
-#pragma unroll
-    for (int o = 0; o < kOperands; ++o) {
+  __device__ __forceinline__ void copy(int stage, const std::tuple<const Ts*...>& rows,
+                                       bool present) {
+    for_operands([&]<int kOperand>() {
+      const auto* row = std::get<kOperand>(rows);
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        cp_async_if(present && columns_.has(i), smem_address(slot + (o * kHeld + i) * pitch_),
-                    rows[o] + columns_.first(i));
+        const bool wanted = present && columns_.has(i);
+        const uint32_t place = smem_address(slot<kOperand>(stage, i));
+        if constexpr (sizeof(Raw<kOperand>) == kVecBytes) {
+          cp_async_if(wanted, place, row + columns_.first(i));
+        } else {
+          cp_async_half_if(wanted, place, row + columns_.first(i));
+        }
       }
-    }
+    });
     cp_async_commit();
   }
 
   // Waits for the oldest row.
   __device__ __forceinline__ void wait() { cp_async_wait<kStages - 1>(); }
   // A vector of the oldest row; absent vectors are zeros.
-  __device__ __forceinline__ Vec<T, kVec> read(int operand, int i) const {
-    const uint4 raw = slots_[((oldest_ * kOperands + operand) * kHeld + i) * pitch_];
-    return *reinterpret_cast<const Vec<T, kVec>*>(&raw);
+  template <int kOperand>
+  __device__ __forceinline__ Vec<Type<kOperand>, kVec> read(int i) const {
+    const Raw<kOperand> raw = *slot<kOperand>(oldest_, i);
+    return *reinterpret_cast<const Vec<Type<kOperand>, kVec>*>(&raw);
   }
   // Loads the next row into the slot of the oldest one, which the thread no longer reads.
-  __device__ __forceinline__ void replace(const T* const (&rows)[kOperands], bool present) {
+  __device__ __forceinline__ void replace(const std::tuple<const Ts*...>& rows, bool present) {
     copy(oldest_, rows, present);
     oldest_ = oldest_ + 1 == kStages ? 0 : oldest_ + 1;
   }
 
  private:
-  uint4* slots_;
+  // A vector in shared memory: 16 bytes, or 8 of an operand of half the width.
+  template <int kOperand>
+  using Raw = std::conditional_t<sizeof(Type<kOperand>) == sizeof(Type<0>), uint4, uint2>;
+  static_assert(((sizeof(Ts) == sizeof(Type<0>) || 2 * sizeof(Ts) == sizeof(Type<0>)) && ...));
+  // Slots are counted in the smallest vectors.
+  static constexpr bool kOneWidth = ((sizeof(Ts) == sizeof(Type<0>)) && ...);
+  using Unit = std::conditional_t<kOneWidth, uint4, uint2>;
+  static constexpr int kRowUnits = row_bytes<kHeld, Ts...>() / static_cast<int>(sizeof(Unit));
+
+  // Units per thread and vector of the operands before this one.
+  template <int kOperand>
+  static constexpr int units_before() {
+    constexpr int kSizes[] = {static_cast<int>(sizeof(Ts))...};
+    int units = 0;
+    for (int o = 0; o < kOperand; ++o) units += kVec * kSizes[o] / static_cast<int>(sizeof(Unit));
+    return units;
+  }
+
+  template <class F>
+  static __device__ __forceinline__ void for_operands(F&& f) {
+    [&]<int... kOperand>(std::integer_sequence<int, kOperand...>) {
+      (f.template operator()<kOperand>(), ...);
+    }(std::make_integer_sequence<int, kOperands>{});
+  }
+
+  template <int kOperand>
+  __device__ __forceinline__ Raw<kOperand>* slot(int stage, int i) const {
+    constexpr int kUnits = static_cast<int>(sizeof(Raw<kOperand>) / sizeof(Unit));
+    const int before = stage * kRowUnits + kHeld * units_before<kOperand>() + i * kUnits;
+    Unit* place = slots_ + before * pitch_;
+    // `slots_` counts 16 bytes per thread.
+    if constexpr (sizeof(Raw<kOperand>) < kVecBytes) place -= threadIdx.x;
+    return reinterpret_cast<Raw<kOperand>*>(place);
+  }
+
+  Unit* slots_;
   int pitch_;
   HeldColumns<kVec> columns_;
   int oldest_ = 0;  // stage

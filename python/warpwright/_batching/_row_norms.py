@@ -30,36 +30,93 @@ def _affine(
     info: Any,
     dims: Dims,
     op: Any,
-    x: Tensor,
+    rows: Sequence[Tensor],
     shape: Sequence[int],
     vectors: Sequence[Any],
-    eps: Any,
+    eps: float | None,
+    dtype: torch.dtype | None,
 ) -> tuple[Any, Any]:
-    """The operator on all samples; weight and bias of each sample follow it."""
-    samples = info.batch_size
-    x = front(x, dims[0], samples)
-    if all(d is None for d in dims[2 : 2 + len(vectors)]):
-        found = op(x, shape, *vectors, eps)
+    """The operator on all samples; weight and bias of each sample follow it.
+
+    ``rows``: the operands with rows, the last of them in the widest dtype. ``op`` returns one result
+    for each operand after the first, then the output and the statistics.
+    """
+    samples, count = info.batch_size, len(rows)
+    rows = [front(x, d, samples) for x, d in zip(rows, dims[:count], strict=True)]
+    first = count + 1  # of the vectors
+    if all(d is None for d in dims[first : first + len(vectors)]):
+        found = op(*rows, shape, *vectors, eps, dtype)
         return results(*((t, 0) for t in found))
-    y, *statistics = op(x.to(_wide(x)), shape, *(None for _ in vectors), eps)
+    x = rows[-1]
+    absent = (None for _ in vectors)
+    if count == 1:
+        sums: list[Tensor] = []
+        y, *statistics = op(x.to(_wide(x)), shape, *absent, eps)
+    else:
+        sums = [rows[1] + rows[0]]
+        norm = ops.layer_norm if len(vectors) > 1 else ops.rms_norm
+        y, *statistics = norm(sums[0].to(_wide(x)), shape, *absent, eps)
     weight, *bias = vectors
     if weight is not None:
-        y = y * _columns(weight, dims[2], samples, x)
+        y = y * _columns(weight, dims[first], samples, x)
     if bias and bias[0] is not None:
-        y = y + _columns(bias[0], dims[3], samples, x)
-    return results((y.to(x.dtype), 0), *((t, 0) for t in statistics))
+        y = y + _columns(bias[0], dims[first + 1], samples, x)
+    every = (*sums, y.to(dtype or x.dtype), *statistics)
+    return results(*((t, 0) for t in every))
 
 
 def layer_norm(
-    info: Any, dims: Dims, x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+    info: Any,
+    dims: Dims,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Any,
+    bias: Any,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Any, Any]:
-    return _affine(info, dims, ops.layer_norm, x, shape, (weight, bias), eps)
+    return _affine(info, dims, ops.layer_norm, (x,), shape, (weight, bias), eps, dtype)
 
 
 def rms_norm(
-    info: Any, dims: Dims, x: Tensor, shape: Sequence[int], weight: Any, eps: float | None
+    info: Any,
+    dims: Dims,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Any,
+    eps: float | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Any, Any]:
-    return _affine(info, dims, ops.rms_norm, x, shape, (weight,), eps)
+    return _affine(info, dims, ops.rms_norm, (x,), shape, (weight,), eps, dtype)
+
+
+def add_layer_norm(
+    info: Any,
+    dims: Dims,
+    x: Tensor,
+    residual: Tensor,
+    shape: Sequence[int],
+    weight: Any,
+    bias: Any,
+    eps: float,
+    dtype: torch.dtype | None = None,
+) -> tuple[Any, Any]:
+    op, vectors = ops.add_layer_norm, (weight, bias)
+    return _affine(info, dims, op, (x, residual), shape, vectors, eps, dtype)
+
+
+def add_rms_norm(
+    info: Any,
+    dims: Dims,
+    x: Tensor,
+    residual: Tensor,
+    shape: Sequence[int],
+    weight: Any,
+    eps: float | None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Any, Any]:
+    op = ops.add_rms_norm
+    return _affine(info, dims, op, (x, residual), shape, (weight,), eps, dtype)
 
 
 def _backward(
@@ -111,3 +168,67 @@ def rms_norm_backward(
     *statistics, mask = rest
     op = ops.rms_norm_backward
     return _backward(info, dims, op, (grad, x), shape, weight, statistics, mask)
+
+
+def _add_backward(
+    info: Any,
+    dims: Dims,
+    op: Any,
+    grad_sum: Tensor,
+    operands: Sequence[Tensor],
+    shape: Sequence[int],
+    weight: Any,
+    statistics: Sequence[Tensor],
+    dtype: torch.dtype,
+    mask: Sequence[bool],
+) -> tuple[Any, Any]:
+    """The norm's gradients, and then the sum's own."""
+    any_sum = mask[0] or mask[1]
+    at = 5 + len(statistics)  # of the statistics' end
+    of_norm = (*dims[1:at], None)
+    found, _ = _backward(
+        info, of_norm, op, operands, shape, weight, statistics, [any_sum, *mask[2:]]
+    )
+    grad, *sums = found
+    if grad is not None:
+        grad = grad + front(grad_sum, dims[0], info.batch_size)
+    copy = grad.to(dtype) if grad is not None and mask[1] and dtype != grad_sum.dtype else None
+    every = (grad, copy, *sums)
+    return results(*((t, None if t is None else 0) for t in every))
+
+
+def add_layer_norm_backward(
+    info: Any,
+    dims: Dims,
+    grad_sum: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    shape: Sequence[int],
+    weight: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    dtype: torch.dtype,
+    mask: Sequence[bool],
+) -> tuple[Any, Any]:
+    op, statistics = ops.layer_norm_backward, (mean, rstd)
+    return _add_backward(
+        info, dims, op, grad_sum, (grad, total), shape, weight, statistics, dtype, mask
+    )
+
+
+def add_rms_norm_backward(
+    info: Any,
+    dims: Dims,
+    grad_sum: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    shape: Sequence[int],
+    weight: Any,
+    rstd: Tensor,
+    dtype: torch.dtype,
+    mask: Sequence[bool],
+) -> tuple[Any, Any]:
+    op = ops.rms_norm_backward
+    return _add_backward(
+        info, dims, op, grad_sum, (grad, total), shape, weight, (rstd,), dtype, mask
+    )

@@ -10,13 +10,14 @@ from ._norm import (
     batch_norm_add_relu,
     batch_norm_relu,
     batch_norm_relu_max_pool2d,
-    layer_norm,
-    rms_norm,
 )
 from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
 from ._rotary import rotary_embedding
+from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
     "batch_norm",
     "batch_norm_add_relu",
     "batch_norm_relu",

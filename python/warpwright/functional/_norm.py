@@ -1,8 +1,7 @@
-"""Layer and RMS norm; batch norm, alone and with the layers that follow it."""
+"""Batch norm, alone and with the layers that follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,82 +11,7 @@ from .. import _arguments
 from .._catalog import NATIVE
 from .._ops import ops
 from ._activation import relu
-from ._common import dynamo, exporting, is_sizes, pool_window
-
-
-def layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """``(input - mean) / sqrt(var + eps) * weight + bias`` over the last dimensions.
-
-    The formula is that of arXiv 1607.06450, with the biased variance. The backward gives all three
-    gradients in one pass over ``input`` and the incoming gradient.
-
-    Args:
-        input: ``(..., *normalized_shape)``, any strides; float32, float64, bfloat16, float16.
-        normalized_shape: the sizes of the last dimensions, as a list or tuple.
-        weight, bias: ``normalized_shape``, both in the dtype of ``input``, or both float32 for a
-            16-bit ``input``.
-        eps: added to the variance.
-    Returns:
-        The shape and dtype of ``input``, contiguous. Under autocast on a GPU: float32.
-    Raises:
-        RuntimeError: sizes or dtypes do not fit.
-        TypeError: ``normalized_shape`` is no list or tuple of integers.
-        NotImplementedError: integer or complex ``input``.
-    """
-    if not is_sizes(normalized_shape):
-        normalized_shape = _arguments.sizes("layer_norm", "normalized_shape", normalized_shape)
-    if eps.__class__ is not float:
-        eps = _arguments.real("layer_norm", "eps", eps)
-    try:
-        return ops.layer_norm(input, normalized_shape, weight, bias, eps)[0]
-    except RuntimeError as error:
-        optional = {"weight": weight, "bias": bias}
-        raise _arguments.error(error, "layer_norm", {"input": input}, optional) from None
-
-
-def rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    """``input / sqrt(mean(input ** 2) + eps) * weight`` over the last dimensions.
-
-    The formula is that of arXiv 1910.07467. The product with ``weight`` is computed in float32 (or
-    float64) and rounded once. The backward gives both gradients in one pass.
-
-    Args:
-        input: ``(..., *normalized_shape)``, any strides; float32, float64, bfloat16, float16. Native
-            computes complex tensors.
-        normalized_shape: the sizes of the last dimensions, as a list or tuple.
-        weight: ``normalized_shape``, in any real dtype.
-        eps: added to the mean; None: the machine epsilon of float32, or of float64 for such an
-            ``input``.
-    Returns:
-        The shape and dtype of ``input``; contiguous, or channels_last as ``input``.
-    Raises:
-        RuntimeError: sizes do not fit.
-        ValueError: ``input`` has fewer dimensions than ``normalized_shape``.
-        TypeError: ``normalized_shape`` is no list or tuple of integers.
-        NotImplementedError: integer ``input``.
-    """
-    if not is_sizes(normalized_shape):
-        normalized_shape = _arguments.sizes("rms_norm", "normalized_shape", normalized_shape)
-    if eps is not None and eps.__class__ is not float:
-        eps = _arguments.real("rms_norm", "eps", eps)
-    try:
-        return ops.rms_norm(input, normalized_shape, weight, eps)[0]
-    except RuntimeError as error:
-        if isinstance(error, NotImplementedError) and getattr(input, "is_complex", bool)():
-            return NATIVE["rms_norm"](input, normalized_shape, weight, eps)[0]
-        optional = {"weight": weight}
-        raise _arguments.error(error, "rms_norm", {"input": input}, optional) from None
+from ._common import dynamo, exporting, pool_window
 
 
 def batch_norm(

@@ -3,6 +3,8 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "common/ceil_div.h"
@@ -117,7 +119,38 @@ Moments row_moments(const T* x, int64_t cols) {
   return {mean, squares_about(static_cast<Compute>(mean))};
 }
 
-template <class T, bool kCentered>
+// The accesses to elements of type O with as many lanes as `Access` has.
+template <class Access, class O>
+using AccessOf = std::conditional_t<Access::kCount == 1, Scalar<O>, Vector<O, false>>;
+
+// Calls f<T, O>() for `dtype` and a type next to it: the same one, or 16 bits next to float32.
+template <class F>
+void for_norm_types(DType dtype, DType other, F&& f) {
+  for_cpu_dtype(dtype, [&]<class T>() {
+    if (other == dtype) return f.template operator()<T, T>();
+    if constexpr (std::is_same_v<T, float>) {
+      if (other == DType::kBFloat16) return f.template operator()<T, c10::BFloat16>();
+      if (other == DType::kFloat16) return f.template operator()<T, c10::Half>();
+    }
+    throw std::logic_error("layer_norm: no kernel for this pair of types");
+  });
+}
+
+// x + branch, rounded to T, for a row that stays in cache.
+template <class T>
+const T* add_row(const LayerNormParams& p, const T* x, int64_t row) {
+  const T* branch = static_cast<const T*>(p.branch) + row * p.branch_stride;
+  T* sum = static_cast<T*>(p.sum) + row * p.cols;
+  for_runs<T, false>(p.cols, [&]<class Access, int kCount>(int64_t at) {
+    for (int g = 0; g < kCount; ++g) {
+      const int64_t c = at + g * Access::kCount;
+      Access::store(sum + c, Access::load(x + c) + Access::load(branch + c));
+    }
+  });
+  return sum;
+}
+
+template <class T, class O, bool kCentered>
 void forward_rows(const LayerNormParams& p, const CpuCompute<T>* weight, const CpuCompute<T>* bias,
                   int64_t first, int64_t last) {
   using Compute = CpuCompute<T>;
@@ -125,7 +158,8 @@ void forward_rows(const LayerNormParams& p, const CpuCompute<T>* weight, const C
   auto* rstds = static_cast<Compute*>(p.rstd);
   for (int64_t row = first; row < last; ++row) {
     const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
-    T* y = static_cast<T*>(p.output) + row * p.cols;
+    if (p.branch != nullptr) x = add_row(p, x, row);
+    O* y = static_cast<O*>(p.output) + row * p.cols;
     const Moments moments = row_moments<T, kCentered>(x, p.cols);
     const auto mean = static_cast<Compute>(moments.mean);
     const auto rstd = static_cast<Compute>(1 / std::sqrt(moments.square + p.eps));
@@ -138,7 +172,7 @@ void forward_rows(const LayerNormParams& p, const CpuCompute<T>* weight, const C
           auto value = (Access::load(x + c) - mean) * rstd;
           if constexpr (kWeight) value = value * Access::load_compute(weight + c);
           if constexpr (kBias) value = value + Access::load_compute(bias + c);
-          Access::store(y + c, value);
+          AccessOf<Access, O>::store(y + c, value);
         }
       });
     };
@@ -178,16 +212,17 @@ class ColumnSums {
 
 // Processes kRows neighbouring rows together, so that the sums of their columns are loaded and
 // stored once.
-template <class T, bool kCentered, bool kSums, bool kWeight, int kRows>
+template <class T, class O, bool kCentered, bool kSums, bool kWeight, int kRows>
 void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight,
                    ColumnSums<T>& sums, int64_t first) {
   using Compute = CpuCompute<T>;
-  const T *x[kRows], *dy[kRows];
+  const T* x[kRows];
+  const O* dy[kRows];
   Compute mean[kRows], rstd[kRows];
   for (int r = 0; r < kRows; ++r) {
     const int64_t row = first + r;
     x[r] = static_cast<const T*>(p.input) + row * p.input_stride;
-    dy[r] = static_cast<const T*>(p.grad_output) + row * p.grad_stride;
+    dy[r] = static_cast<const O*>(p.grad_output) + row * p.grad_stride;
     mean[r] = kCentered ? static_cast<const Compute*>(p.mean)[row] : Compute(0);
     rstd[r] = static_cast<const Compute*>(p.rstd)[row];
   }
@@ -197,7 +232,7 @@ void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight
     typename Access::V of_weight{}, of_bias{};
     for (int r = 0; r < kRows; ++r) {
       const auto xhat = (Access::load(x[r] + c) - mean[r]) * rstd[r];
-      auto g = Access::load(dy[r] + c);
+      auto g = AccessOf<Access, O>::load(dy[r] + c);
       if constexpr (kSums) {
         of_weight += g * xhat;
         of_bias += g;
@@ -221,26 +256,31 @@ void backward_rows(const LayerNormBackwardParams& p, const CpuCompute<T>* weight
     const auto slope = static_cast<Compute>(along[2 * r] / static_cast<double>(p.cols));
     const auto shift = static_cast<Compute>(along[2 * r + 1] / static_cast<double>(p.cols));
     T* dx = static_cast<T*>(p.grad_input) + (first + r) * p.cols;
+    const T* ds = p.grad_sum == nullptr
+                      ? nullptr
+                      : static_cast<const T*>(p.grad_sum) + (first + r) * p.grad_sum_stride;
     for_runs<T, false>(p.cols, [&]<class Access, int kCount>(int64_t at) {
       for (int i = 0; i < kCount; ++i) {
         const int64_t c = at + i * Access::kCount;
-        auto g = Access::load(dy[r] + c);
+        auto g = AccessOf<Access, O>::load(dy[r] + c);
         if constexpr (kWeight) g = rounded(g * Access::load_compute(weight + c));
         const auto xhat = (Access::load(x[r] + c) - mean[r]) * rstd[r];
-        Access::store(dx + c, (g - shift - xhat * slope) * rstd[r]);
+        auto result = (g - shift - xhat * slope) * rstd[r];
+        if (ds != nullptr) result = result + Access::load(ds + c);
+        Access::store(dx + c, result);
       }
     });
   }
 }
 
-template <class T, bool kCentered, bool kSums, bool kWeight>
+template <class T, class O, bool kCentered, bool kSums, bool kWeight>
 void backward_run(const LayerNormBackwardParams& p, const CpuCompute<T>* weight,
                   ColumnSums<T>& sums, int64_t first, int64_t last) {
   int64_t row = first;
   for (; kSums && row + 2 <= last; row += 2) {
-    backward_rows<T, kCentered, kSums, kWeight, 2>(p, weight, sums, row);
+    backward_rows<T, O, kCentered, kSums, kWeight, 2>(p, weight, sums, row);
   }
-  for (; row < last; ++row) backward_rows<T, kCentered, kSums, kWeight, 1>(p, weight, sums, row);
+  for (; row < last; ++row) backward_rows<T, O, kCentered, kSums, kWeight, 1>(p, weight, sums, row);
 }
 
 void write_sums(const NormVector& target, const std::vector<double>& sums) {
@@ -252,7 +292,7 @@ void write_sums(const NormVector& target, const std::vector<double>& sums) {
   });
 }
 
-template <class T, bool kCentered>
+template <class T, class O, bool kCentered>
 void backward(const LayerNormBackwardParams& p) {
   const Factors<T> weight(p.weight, p.cols);
   const bool wanted = p.needs_sums();
@@ -270,8 +310,8 @@ void backward(const LayerNormBackwardParams& p) {
       auto& own = sums[static_cast<size_t>(wanted ? part : 0)];
       for_bool(wanted, [&]<bool kSums>() {
         for_bool(weight.data() != nullptr, [&]<bool kWeight>() {
-          backward_run<T, kCentered, kSums, kWeight>(p, weight.data(), own, part * p.rows / parts,
-                                                     (part + 1) * p.rows / parts);
+          backward_run<T, O, kCentered, kSums, kWeight>(
+              p, weight.data(), own, part * p.rows / parts, (part + 1) * p.rows / parts);
         });
       });
       if (wanted) own.flush();
@@ -289,19 +329,19 @@ void backward(const LayerNormBackwardParams& p) {
 }  // namespace
 
 void layer_norm_cpu(const LayerNormParams& p) {
-  for_cpu_dtype(p.dtype, [&]<class T>() {
+  for_norm_types(p.dtype, p.output_dtype, [&]<class T, class O>() {
     const Factors<T> weight(p.weight, p.cols), bias(p.bias, p.cols);
     for_bool(p.centered, [&]<bool kCentered>() {
       at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
-        forward_rows<T, kCentered>(p, weight.data(), bias.data(), begin, end);
+        forward_rows<T, O, kCentered>(p, weight.data(), bias.data(), begin, end);
       });
     });
   });
 }
 
 void layer_norm_backward_cpu(const LayerNormBackwardParams& p) {
-  for_cpu_dtype(p.dtype, [&]<class T>() {
-    for_bool(p.centered, [&]<bool kCentered>() { backward<T, kCentered>(p); });
+  for_norm_types(p.dtype, p.grad_dtype, [&]<class T, class O>() {
+    for_bool(p.centered, [&]<bool kCentered>() { backward<T, O, kCentered>(p); });
   });
 }
 

@@ -1,5 +1,6 @@
 // Selects the kernels of a backward call; the kernels of rows that no group holds; the last sums.
 #include "ops/layer_norm/cuda/backward.cuh"
+#include "ops/layer_norm/cuda/types.cuh"
 
 namespace warpwright {
 namespace {
@@ -14,14 +15,14 @@ struct RowStatistics {
 
 // Layout: x, dy (rows, cols), any row strides; dx dense. Grid: one block per row, which it reads
 // twice.
-template <class T, int kVec, bool kCentered>
+template <class T, class O, int kVec, bool kCentered>
 __global__ void __launch_bounds__(kNormLoopThreads)
     layer_norm_bwd_looped_kernel(const LayerNormBackwardParams p) {
   using Acc = Accum<T>;
   __shared__ Acc shared[kMaxRowWarps];
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
-  const T* dy = static_cast<const T*>(p.grad_output) + row * p.grad_stride;
+  const O* dy = static_cast<const O*>(p.grad_output) + row * p.grad_stride;
   T* dx = static_cast<T*>(p.grad_input) + row * p.cols;
   const RowStatistics<Acc> saved(p, row);
   auto for_vectors = [&](auto&& f) {
@@ -72,7 +73,7 @@ __device__ __forceinline__ Acc sum_of_rows(Acc value, Acc (&shared)[kSumRows][kN
 
 // Layout: x, dy as above; partials (2, splits, cols). Grid: block = (split, kNormSumLanes columns),
 // columns fastest. A thread adds every kSumRows-th row of its split.
-template <class T>
+template <class T, class O>
 __global__ void __launch_bounds__(kSumThreads)
     layer_norm_column_sums_kernel(const LayerNormBackwardParams p, int splits, Accum<T>* partials) {
   using Acc = Accum<T>;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kSumThreads)
          row += kSumRows) {
       const RowStatistics<Acc> saved(p, row);
       const Acc x = convert<Acc>(static_cast<const T*>(p.input)[row * p.input_stride + col]);
-      const Acc dy = convert<Acc>(static_cast<const T*>(p.grad_output)[row * p.grad_stride + col]);
+      const Acc dy = convert<Acc>(static_cast<const O*>(p.grad_output)[row * p.grad_stride + col]);
       by_weight += dy * ((x - saved.mean) * saved.rstd);
       by_bias += dy;
     }
@@ -130,48 +131,61 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-template <class T>
-void launch_last_sums(const LayerNormBackwardParams& p, int64_t parts, const Accum<T>* partials,
-                      cudaStream_t stream) {
-  const int64_t tiles = ceil_div(p.cols, int64_t{kNormSumLanes});
-  launch_dependent(layer_norm_last_sums_kernel<T>,
-                   dim3(static_cast<unsigned>(tiles * (p.centered ? 2 : 1))), dim3(kSumThreads), 0,
-                   stream, p, static_cast<int>(parts), partials);
+template <class T, class O, bool kCentered>
+void launch_held(const LayerNormBackwardParams& p, const LayerNormBackwardPlan& plan,
+                 Accum<T>* partials, cudaStream_t stream) {
+  for_int<1, 2, 4>(plan.vectors, [&]<int kHeld>() {
+    if constexpr (kHeld > norm_backward_vectors(sizeof(T), kCentered)) {
+      throw std::logic_error("layer_norm_backward: no kernel for so many vectors per thread");
+    } else {
+      launch_bwd_held<T, O, void, kHeld, kCentered>(p, plan, partials, stream);
+    }
+  });
 }
 
-template <class T, bool kCentered>
+template <class T, class O, bool kCentered>
 void launch_looped(const LayerNormBackwardParams& p, const LayerNormBackwardPlan& plan,
                    Accum<T>* partials, cudaStream_t stream) {
   if (p.grad_input != nullptr) {
     for_bool(plan.vec > 1, [&]<bool kVectorized>() {
       constexpr int kVec = kVectorized ? kVecSize<T> : 1;
-      launch(layer_norm_bwd_looped_kernel<T, kVec, kCentered>,
+      launch(layer_norm_bwd_looped_kernel<T, O, kVec, kCentered>,
              dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), 0, stream, p);
     });
   }
   if (partials == nullptr) return;
   const int64_t tiles = ceil_div(p.cols, int64_t{kNormSumLanes});
-  launch(layer_norm_column_sums_kernel<T>, dim3(static_cast<unsigned>(tiles * plan.splits)),
+  launch(layer_norm_column_sums_kernel<T, O>, dim3(static_cast<unsigned>(tiles * plan.splits)),
          dim3(kSumThreads), 0, stream, p, plan.splits, partials);
 }
 
 }  // namespace
 
+void launch_last_sums(const LayerNormBackwardParams& p, int64_t parts, void* partials,
+                      cudaStream_t stream) {
+  const int64_t tiles = ceil_div(p.cols, int64_t{kNormSumLanes});
+  for_dtype(p.dtype, [&]<class T>() {
+    launch_dependent(layer_norm_last_sums_kernel<T>,
+                     dim3(static_cast<unsigned>(tiles * (p.centered ? 2 : 1))), dim3(kSumThreads),
+                     0, stream, p, static_cast<int>(parts), static_cast<Accum<T>*>(partials));
+  });
+}
+
 void launch_layer_norm_backward(const LayerNormBackwardParams& p, const LayerNormBackwardPlan& plan,
                                 void* workspace, cudaStream_t stream) {
-  for_dtype(p.dtype, [&]<class T>() {
+  for_norm_types(p.dtype, p.grad_dtype, [&]<class T, class O>() {
     auto* partials = p.needs_sums() ? static_cast<Accum<T>*>(workspace) : nullptr;
     for_bool(p.centered, [&]<bool kCentered>() {
       if (plan.held) {
-        launch_layer_norm_bwd_held<T, kCentered>(p, plan, partials, stream);
+        launch_held<T, O, kCentered>(p, plan, partials, stream);
       } else {
-        launch_looped<T, kCentered>(p, plan, partials, stream);
+        launch_looped<T, O, kCentered>(p, plan, partials, stream);
       }
     });
-    if (partials != nullptr) {
-      launch_last_sums<T>(p, plan.held ? plan.blocks : plan.splits, partials, stream);
-    }
   });
+  if (p.needs_sums()) {
+    launch_last_sums(p, plan.held ? plan.blocks : plan.splits, workspace, stream);
+  }
 }
 
 }  // namespace warpwright

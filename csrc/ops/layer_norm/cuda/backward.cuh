@@ -1,6 +1,6 @@
 // Backward by persistent blocks: rows of x and dy pass through a ring; a group computes dx and
 // keeps the sums of weight and bias for its columns in registers. A second kernel adds the partial
-// sums.
+// sums. With a gradient of x itself, a third operand in the ring, dx includes it.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -90,35 +90,45 @@ __device__ __forceinline__ void write_partials(const NormSums<T, kHeld, kCentere
   }
 }
 
-// Layout: x, dy (rows, cols), any row strides; dx dense; partials (2, blocks, cols). Grid:
+// Rows of x and dy; with `kAdds` also of the gradient of x itself.
+template <int kHeld, bool kAdds, class T, class O>
+using NormBackwardRing = std::conditional_t<kAdds, RowRing<kHeld, T, O, T>, RowRing<kHeld, T, O>>;
+
+// Layout: x, dy and ds (rows, cols), any row strides; dx and its copy dense; partials (2, blocks,
+// cols). O: the type of dy. B: void, or the branch's type, and then dx includes ds. Grid:
 // persistent blocks. Group g of block b has the rows b * groups + g, + gridDim * groups, and so on.
-template <class T, int kHeld, bool kCentered>
+template <class T, class O, class B, int kHeld, bool kCentered>
 __global__ void __launch_bounds__(kNormPersistentThreads, 1)
     layer_norm_bwd_kernel(const LayerNormBackwardParams p, int lanes, Accum<T>* partials) {
   using Acc = Accum<T>;
   constexpr int kVec = kVecSize<T>, kCount = kCentered ? 2 : 1;
+  constexpr bool kAdds = !std::is_void_v<B>;
   using Meeting = RowMeeting<Acc, kCount>;
+  using Ring = NormBackwardRing<kHeld, kAdds, T, O>;
   extern __shared__ uint4 ring_storage[];
   __shared__ Acc meeting_storage[Meeting::kSlots];
   const RowGroup group(lanes);
   const HeldColumns<kVec> columns(group, static_cast<int>(p.cols));
   Meeting meeting(group, meeting_storage);
-  constexpr int kStages = RowRing<T, 2, kHeld>::kStages;
-  RowRing<T, 2, kHeld> ring(ring_storage, columns);
+  constexpr int kStages = Ring::kStages;
+  Ring ring(ring_storage, columns);
   NormSums<T, kHeld, kCentered> sums;
 
   const int64_t step = int64_t{gridDim.x} * group.count;
-  const int64_t turns = ceil_div(p.rows - int64_t{blockIdx.x} * group.count, step);
   int64_t row = int64_t{blockIdx.x} * group.count + group.index;
-  auto rows_of = [&](int64_t r, auto&& f) {
-    const T* const operands[2] = {static_cast<const T*>(p.input) + r * p.input_stride,
-                                  static_cast<const T*>(p.grad_output) + r * p.grad_stride};
-    f(operands, r < p.rows);
+  auto operands = [&](int64_t r) {
+    const T* x = static_cast<const T*>(p.input) + r * p.input_stride;
+    const O* dy = static_cast<const O*>(p.grad_output) + r * p.grad_stride;
+    if constexpr (kAdds) {
+      return std::tuple(x, dy, static_cast<const T*>(p.grad_sum) + r * p.grad_sum_stride);
+    } else {
+      return std::tuple(x, dy);
+    }
   };
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) {
-    rows_of(row + stage * step,
-            [&](const auto& operands, bool present) { ring.copy(stage, operands, present); });
+    const int64_t r = row + stage * step;
+    ring.copy(stage, operands(r), r < p.rows);
   }
 
   const NormWeights<T, kHeld, kCentered> weights(p, columns);
@@ -128,7 +138,8 @@ __global__ void __launch_bounds__(kNormPersistentThreads, 1)
   Acc next_mean = kCentered && row < p.rows ? means[row] : Acc(0);
   Acc next_rstd = row < p.rows ? rstds[row] : Acc(0);
   const Acc per_column = Acc(1) / static_cast<Acc>(p.cols);
-  for (int64_t turn = 0; turn < turns; ++turn, row += step) {
+  // All groups of a block take the same number of turns.
+  for (; p.rows > row - group.index; row += step) {
     const Acc mean = next_mean, rstd = next_rstd;
     const int64_t after = row + step;
     if constexpr (kCentered) next_mean = after < p.rows ? means[after] : Acc(0);
@@ -141,9 +152,9 @@ __global__ void __launch_bounds__(kNormPersistentThreads, 1)
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       // An absent row adds nothing to the sums.
-      const Vec<T, kVec> nothing{};
-      const Vec<Acc, kVec> x = widen(present ? ring.read(0, i) : nothing),
-                           dy = widen(present ? ring.read(1, i) : nothing), w = weights.get(i);
+      const Vec<Acc, kVec> x = widen(present ? ring.template read<0>(i) : Vec<T, kVec>{}),
+                           dy = widen(present ? ring.template read<1>(i) : Vec<O, kVec>{}),
+                           w = weights.get(i);
       Acc products[kVec], grads[kVec];
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
@@ -165,19 +176,30 @@ __global__ void __launch_bounds__(kNormPersistentThreads, 1)
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
         if (!present || !columns.has(i)) continue;
-        const Vec<Acc, kVec> x = widen(ring.read(0, i)), dy = widen(ring.read(1, i)),
-                             w = weights.get(i);
+        const Vec<Acc, kVec> x = widen(ring.template read<0>(i)),
+                             dy = widen(ring.template read<1>(i)), w = weights.get(i);
         Vec<Acc, kVec> result;
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
           const Acc xhat = (x[j] - mean) * rstd;
           result[j] = rstd * (rounded_product(dy[j], w[j]) - shift - xhat * slope);
         }
+        if constexpr (kAdds) {
+          const Vec<Acc, kVec> ds = widen(ring.template read<2>(i));
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) result[j] += ds[j];
+          if constexpr (!std::is_same_v<B, T>) {
+            if (p.grad_branch != nullptr) {
+              B* copy = static_cast<B*>(p.grad_branch) + row * p.cols;
+              store_vec_global(copy + columns.first(i), narrow<B>(result));
+            }
+          }
+        }
         store_vec_global(dx + columns.first(i), narrow<T>(result));
       }
     }
-    rows_of(row + kStages * step,
-            [&](const auto& operands, bool wanted) { ring.replace(operands, wanted); });
+    const int64_t later = row + kStages * step;
+    ring.replace(operands(later), later < p.rows);
   }
   let_next_kernel_start();
   if (partials == nullptr) return;
@@ -186,18 +208,16 @@ __global__ void __launch_bounds__(kNormPersistentThreads, 1)
                                       reinterpret_cast<Acc*>(ring_storage), partials);
 }
 
-template <class T, bool kCentered>
-void launch_layer_norm_bwd_held(const LayerNormBackwardParams& p, const LayerNormBackwardPlan& plan,
-                                Accum<T>* partials, cudaStream_t stream) {
-  for_int<1, 2, 4>(plan.vectors, [&]<int kHeld>() {
-    if constexpr (kHeld > norm_backward_vectors(sizeof(T), kCentered)) {
-      throw std::logic_error("layer_norm_backward: no kernel for so many vectors per thread");
-    } else {
-      launch(layer_norm_bwd_kernel<T, kHeld, kCentered>, dim3(static_cast<unsigned>(plan.blocks)),
-             dim3(plan.threads), row_ring_bytes(plan.threads, 2, kHeld), stream, p, plan.lanes,
-             partials);
-    }
-  });
+template <class T, class O, class B, int kHeld, bool kCentered>
+void launch_bwd_held(const LayerNormBackwardParams& p, const LayerNormBackwardPlan& plan,
+                     Accum<T>* partials, cudaStream_t stream) {
+  using Ring = NormBackwardRing<kHeld, !std::is_void_v<B>, T, O>;
+  launch(layer_norm_bwd_kernel<T, O, B, kHeld, kCentered>, dim3(static_cast<unsigned>(plan.blocks)),
+         dim3(plan.threads), Ring::bytes(plan.threads), stream, p, plan.lanes, partials);
 }
+
+// Adds the partial sums (2, parts, cols) in order, in a kernel of its own.
+void launch_last_sums(const LayerNormBackwardParams& p, int64_t parts, void* partials,
+                      cudaStream_t stream);
 
 }  // namespace warpwright

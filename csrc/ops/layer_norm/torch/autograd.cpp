@@ -180,23 +180,24 @@ Tensors3 forward_autograd(const Tensor& input, SymIntArrayRef shape, const Tenso
     const Normalized norm(primal(input), shape, w, mean, rstd);
     const Tensor direction = norm.along(tangent_or_undefined(input), tangent_or_undefined(weight),
                                         tangent_or_undefined(bias));
-    set_tangent(output, tangent_with_zero_terms(in_type_of(direction, input), input, weight));
+    set_tangent(output, tangent_with_zero_terms(in_type_of(direction, output), input, weight));
   }
   return {output, mean, rstd};
 }
 
 Tensors3 layer_norm_autograd(const Tensor& input, SymIntArrayRef shape,
-                             const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                             OptionalType dtype) {
   return forward_autograd<LayerNormBackward>(
       input, shape, value_or_undefined(weight), value_or_undefined(bias),
-      [&] { return call_layer_norm(input, shape, weight, bias, eps); });
+      [&] { return call_layer_norm(input, shape, weight, bias, eps, dtype); });
 }
 
 Tensors2 rms_norm_autograd(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                           std::optional<double> eps) {
+                           std::optional<double> eps, OptionalType dtype) {
   auto [output, mean, rstd] =
       forward_autograd<RmsNormBackward>(input, shape, value_or_undefined(weight), Tensor(), [&] {
-        auto [y, r] = call_rms_norm(input, shape, weight, eps);
+        auto [y, r] = call_rms_norm(input, shape, weight, eps, dtype);
         return Tensors3{y, Tensor(), r};
       });
   return {output, rstd};

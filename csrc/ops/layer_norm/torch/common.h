@@ -30,8 +30,11 @@ struct LayerNormCall {
   Tensor weight, bias;
   double eps;
   bool centered;
+  std::optional<at::ScalarType> dtype = std::nullopt;  // of the output; none: the input's
+  Tensor branch = Tensor();                            // defined: `input` is added to it
+  Tensor sum = Tensor();                               // of both, dense; the call writes it
 
-  const char* name() const { return centered ? "layer_norm" : "rms_norm"; }
+  at::ScalarType output_type() const { return dtype.value_or(input.scalar_type()); }
 };
 
 struct LayerNormBackwardCall {
@@ -40,8 +43,8 @@ struct LayerNormBackwardCall {
   Tensor weight, mean, rstd;
   std::array<bool, 3> wanted;  // input, weight, bias
   bool centered;
-
-  const char* name() const { return centered ? "layer_norm_backward" : "rms_norm_backward"; }
+  Tensor grad_sum = Tensor();     // defined: added to the gradient of `input`
+  Tensor grad_branch = Tensor();  // a copy of that gradient in another type; the call writes it
 };
 
 inline at::ScalarType stats_type(const Tensor& input) {
@@ -108,11 +111,25 @@ inline void check_norm_input(const Tensor& input, bool centered) {
                               "\" not implemented for '", input.scalar_type(), "'");
 }
 
+// Whether a kernel can read or write `type` next to rows of `input`'s type.
+inline bool is_type_beside(at::ScalarType type, at::ScalarType input) {
+  return type == input || (input == at::kFloat && (type == at::kBFloat16 || type == at::kHalf));
+}
+
+inline void check_output_type(const LayerNormCall& call) {
+  const auto input = call.input.scalar_type();
+  TORCH_CHECK(is_type_beside(call.output_type(), input), call.centered ? "layer_norm" : "rms_norm",
+              ": dtype: expected ", input,
+              input == at::kFloat ? ", BFloat16 or Half" : ", the input's", ", got ",
+              call.output_type());
+}
+
 inline void check_forward(const LayerNormCall& call) {
   check_column_shape(call.weight, "weight", call.shape);
   check_column_shape(call.bias, "bias", call.shape);
   check_normalized_shape(call.input, call.shape, call.centered);
   check_norm_input(call.input, call.centered);
+  check_output_type(call);
   check_vector_types(call);
   check_same_device(call.weight, call.input,
                     call.centered ? "layer_norm: weight" : "rms_norm: weight");
@@ -135,9 +152,12 @@ inline void check_backward(const LayerNormBackwardCall& call) {
   check_column_shape(call.weight, "weight", call.shape);
   check_normalized_shape(input, call.shape, centered);
   check_norm_input(input, centered);
+  const auto grad_type = call.grad_output.scalar_type();
   check_argument(call.grad_output,
                  centered ? "layer_norm_backward: grad_output" : "rms_norm_backward: grad_output",
-                 input.sym_sizes(), input.scalar_type(), input);
+                 input.sym_sizes(),
+                 is_type_beside(grad_type, input.scalar_type()) ? grad_type : input.scalar_type(),
+                 input);
   check_same_device(call.weight, input,
                     centered ? "layer_norm_backward: weight" : "rms_norm_backward: weight");
   const auto sizes = stats_sizes(input, call.shape);
@@ -222,20 +242,31 @@ Tensors3 forward_with(const LayerNormCall& call, Run&& run) {
   check_has_storage(input, call.centered ? "layer_norm: input" : "rms_norm: input");
   check_has_storage(call.weight, call.centered ? "layer_norm: weight" : "rms_norm: weight");
   check_has_storage(call.bias, "layer_norm: bias");
-  Tensor output = at::empty(input.sizes(), input.options());
+  Tensor output = at::empty(input.sizes(), input.options().dtype(call.output_type()));
   const auto options = input.options().dtype(stats_type(input));
   const auto sizes = C10_AS_INTARRAYREF_SLOW_ALLOC(stats_sizes(input, call.shape));
   const bool empty = input.numel() == 0;
   auto statistics = [&] { return empty ? at::zeros(sizes, options) : at::empty(sizes, options); };
   Tensor mean = call.centered ? statistics() : Tensor(), rstd = statistics();
-  const auto format = output_format(input, call.centered);
+  const auto format =
+      call.branch.defined() ? at::MemoryFormat::Contiguous : output_format(input, call.centered);
   if (empty) return {output.contiguous(format), mean, rstd};
   LayerNormParams p{};
   p.dtype = dtype_of(input);
+  p.output_dtype = dtype_of(output);
   p.centered = call.centered;
   p.rows = rstd.numel();
   p.cols = input.numel() / p.rows;
-  const RowsView x(input, static_cast<int64_t>(call.shape.size()), p.cols);
+  const auto dims = static_cast<int64_t>(call.shape.size());
+  const RowsView x(input, dims, p.cols);
+  std::optional<RowsView> branch;
+  if (call.branch.defined()) {
+    branch.emplace(call.branch, dims, p.cols);
+    p.branch = branch->data();
+    p.branch_dtype = dtype_of(call.branch);
+    p.branch_stride = branch->stride;
+    p.sum = call.sum.mutable_data_ptr();
+  }
   const Tensor weight = as_columns(call.weight, input), bias = as_columns(call.bias, input);
   p.input = x.data();
   p.input_stride = x.stride;
@@ -274,11 +305,20 @@ Tensors3 backward_with(const LayerNormBackwardCall& call, Run&& run) {
   if (!empty && !nothing) {
     LayerNormBackwardParams p{};
     p.dtype = dtype_of(input);
+    p.grad_dtype = dtype_of(call.grad_output);
     p.centered = call.centered;
     p.rows = call.rstd.numel();
     p.cols = input.numel() / p.rows;
     const auto dims = static_cast<int64_t>(call.shape.size());
     const RowsView dy(call.grad_output, dims, p.cols), x(input, dims, p.cols);
+    std::optional<RowsView> ds;
+    if (call.grad_sum.defined()) {
+      ds.emplace(call.grad_sum, dims, p.cols);
+      p.grad_sum = ds->data();
+      p.grad_sum_stride = ds->stride;
+      p.branch_dtype = dtype_of(call.grad_branch.defined() ? call.grad_branch : input);
+      p.grad_branch = call.grad_branch.defined() ? call.grad_branch.mutable_data_ptr() : nullptr;
+    }
     const Tensor weight = as_columns(call.weight, input), rstd = call.rstd.contiguous();
     const Tensor mean = call.centered ? call.mean.contiguous() : Tensor();
     p.grad_output = dy.data();
@@ -322,7 +362,8 @@ inline Tensors3 forward_meta(const LayerNormCall& call) {
   const Tensor& input = call.input;
   const auto options = input.options().dtype(stats_type(input));
   const auto sizes = stats_sizes(input, call.shape);
-  return {at::empty_symint(input.sym_sizes(), input.options(), output_format(input, call.centered)),
+  return {at::empty_symint(input.sym_sizes(), input.options().dtype(call.output_type()),
+                           output_format(input, call.centered)),
           call.centered ? at::empty_symint(sizes, options) : Tensor(),
           at::empty_symint(sizes, options)};
 }
@@ -339,19 +380,24 @@ inline Tensors3 backward_meta(const LayerNormBackwardCall& call) {
 
 // ---- the ops through the dispatcher ----
 
+using OptionalType = std::optional<at::ScalarType>;
+
 inline Tensors3 call_layer_norm(const Tensor& input, SymIntArrayRef shape,
                                 const OptionalTensor& weight, const OptionalTensor& bias,
-                                double eps) {
-  static const auto op = find_op<Tensors3(const Tensor&, SymIntArrayRef, const OptionalTensor&,
-                                          const OptionalTensor&, double)>("warpwright::layer_norm");
-  return op.call(input, shape, weight, bias, eps);
+                                double eps, OptionalType dtype) {
+  static const auto op =
+      find_op<Tensors3(const Tensor&, SymIntArrayRef, const OptionalTensor&, const OptionalTensor&,
+                       double, OptionalType)>("warpwright::layer_norm");
+  return op.call(input, shape, weight, bias, eps, dtype);
 }
 
 inline Tensors2 call_rms_norm(const Tensor& input, SymIntArrayRef shape,
-                              const OptionalTensor& weight, std::optional<double> eps) {
-  static const auto op = find_op<Tensors2(const Tensor&, SymIntArrayRef, const OptionalTensor&,
-                                          std::optional<double>)>("warpwright::rms_norm");
-  return op.call(input, shape, weight, eps);
+                              const OptionalTensor& weight, std::optional<double> eps,
+                              OptionalType dtype) {
+  static const auto op =
+      find_op<Tensors2(const Tensor&, SymIntArrayRef, const OptionalTensor&, std::optional<double>,
+                       OptionalType)>("warpwright::rms_norm");
+  return op.call(input, shape, weight, eps, dtype);
 }
 
 // For both ops.

@@ -10,13 +10,13 @@ using Mask2 = std::array<bool, 2>;
 using Mask3 = std::array<bool, 3>;
 
 LayerNormCall layer_norm_call(const Tensor& input, SymIntArrayRef shape,
-                              const OptionalTensor& weight, const OptionalTensor& bias,
-                              double eps) {
-  return {input, shape, value_or_undefined(weight), value_or_undefined(bias), eps, true};
+                              const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                              OptionalType dtype) {
+  return {input, shape, value_or_undefined(weight), value_or_undefined(bias), eps, true, dtype};
 }
 LayerNormCall rms_norm_call(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                            std::optional<double> eps) {
-  return {input, shape, value_or_undefined(weight), Tensor(), rms_eps(eps, input), false};
+                            std::optional<double> eps, OptionalType dtype) {
+  return {input, shape, value_or_undefined(weight), Tensor(), rms_eps(eps, input), false, dtype};
 }
 LayerNormBackwardCall layer_norm_backward_call(const Tensor& grad_output, const Tensor& input,
                                                SymIntArrayRef shape, const OptionalTensor& weight,
@@ -47,13 +47,15 @@ Tensors2 first_two(Tensors3&& results) {
 // ---- CPU ----
 
 Tensors3 layer_norm_cpu_kernel(const Tensor& input, SymIntArrayRef shape,
-                               const OptionalTensor& weight, const OptionalTensor& bias,
-                               double eps) {
-  return forward_with(layer_norm_call(input, shape, weight, bias, eps), layer_norm_cpu);
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                               OptionalType dtype) {
+  return forward_with(layer_norm_call(input, shape, weight, bias, eps, dtype), layer_norm_cpu);
 }
 Tensors2 rms_norm_cpu_kernel(const Tensor& input, SymIntArrayRef shape,
-                             const OptionalTensor& weight, std::optional<double> eps) {
-  return first_and_last(forward_with(rms_norm_call(input, shape, weight, eps), layer_norm_cpu));
+                             const OptionalTensor& weight, std::optional<double> eps,
+                             OptionalType dtype) {
+  return first_and_last(
+      forward_with(rms_norm_call(input, shape, weight, eps, dtype), layer_norm_cpu));
 }
 Tensors3 layer_norm_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
                                         SymIntArrayRef shape, const OptionalTensor& weight,
@@ -86,12 +88,13 @@ Tensors3 backward_cuda(const LayerNormBackwardCall& call) {
 
 Tensors3 layer_norm_cuda_kernel(const Tensor& input, SymIntArrayRef shape,
                                 const OptionalTensor& weight, const OptionalTensor& bias,
-                                double eps) {
-  return forward_cuda(layer_norm_call(input, shape, weight, bias, eps));
+                                double eps, OptionalType dtype) {
+  return forward_cuda(layer_norm_call(input, shape, weight, bias, eps, dtype));
 }
 Tensors2 rms_norm_cuda_kernel(const Tensor& input, SymIntArrayRef shape,
-                              const OptionalTensor& weight, std::optional<double> eps) {
-  return first_and_last(forward_cuda(rms_norm_call(input, shape, weight, eps)));
+                              const OptionalTensor& weight, std::optional<double> eps,
+                              OptionalType dtype) {
+  return first_and_last(forward_cuda(rms_norm_call(input, shape, weight, eps, dtype)));
 }
 Tensors3 layer_norm_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
                                          SymIntArrayRef shape, const OptionalTensor& weight,
@@ -110,12 +113,12 @@ Tensors2 rms_norm_backward_cuda_kernel(const Tensor& grad_output, const Tensor& 
 // ---- Meta ----
 
 Tensors3 layer_norm_meta(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                         const OptionalTensor& bias, double eps) {
-  return forward_meta(layer_norm_call(input, shape, weight, bias, eps));
+                         const OptionalTensor& bias, double eps, OptionalType dtype) {
+  return forward_meta(layer_norm_call(input, shape, weight, bias, eps, dtype));
 }
 Tensors2 rms_norm_meta(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
-                       std::optional<double> eps) {
-  return first_and_last(forward_meta(rms_norm_call(input, shape, weight, eps)));
+                       std::optional<double> eps, OptionalType dtype) {
+  return first_and_last(forward_meta(rms_norm_call(input, shape, weight, eps, dtype)));
 }
 Tensors3 layer_norm_backward_meta(const Tensor& grad_output, const Tensor& input,
                                   SymIntArrayRef shape, const OptionalTensor& weight,
@@ -133,11 +136,14 @@ Tensors2 rms_norm_backward_meta(const Tensor& grad_output, const Tensor& input,
 // ---- Autocast: layer_norm in float32 on a GPU, in the types that come on the CPU, as native's
 // ----
 
+// An input that has the output's 16-bit type stays: the kernel computes in float32 either way.
 Tensors3 layer_norm_autocast(const Tensor& input, SymIntArrayRef shape,
-                             const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                             OptionalType dtype) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   auto cast = [](const auto& value) { return at::autocast::cached_cast(at::kFloat, value); };
-  return call_layer_norm(cast(input), shape, cast(weight), cast(bias), eps);
+  const Tensor rows = dtype == input.scalar_type() ? input : cast(input);
+  return call_layer_norm(rows, shape, cast(weight), cast(bias), eps, dtype);
 }
 
 }  // namespace
@@ -145,11 +151,11 @@ Tensors3 layer_norm_autocast(const Tensor& input, SymIntArrayRef shape,
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
-      "float eps) -> (Tensor output, Tensor mean, Tensor rstd)",
+      "float eps, ScalarType? dtype=None) -> (Tensor output, Tensor mean, Tensor rstd)",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float? eps) "
-      "-> (Tensor output, Tensor rstd)",
+      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float? eps, "
+      "ScalarType? dtype=None) -> (Tensor output, Tensor rstd)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "layer_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "

@@ -21,29 +21,75 @@ def _row_dims(x: Any, normalized_shape: Sequence[int]) -> range:
     return range(x.ndim - len(normalized_shape))
 
 
-def layer_norm(x: Any, shape: Sequence[int], w: Any, b: Any, eps: float) -> list[Row]:
-    dims = _row_dims(x, shape)
-    return [([R] * 3, [R] * 3), *(([S(i)] * 3, [S(i), R, R]) for i in dims)]
+def _norm_rows(x: Any, shape: Sequence[int], outputs: str, inputs: str) -> list[Row]:
+    """A table for results and operands that have rows ("r"), or a vector per column ("c")."""
+    rows: list[Row] = [([R] * len(outputs), [R] * len(inputs))]
+    for dim in _row_dims(x, shape):
+        of = {"r": S(dim), "c": R}
+        rows.append(([of[kind] for kind in outputs], [of[kind] for kind in inputs]))
+    return rows
+
+
+def _norm_backward_rows(
+    x: Any, shape: Sequence[int], mask: Sequence[bool], outputs: str, inputs: str
+) -> list[Row]:
+    """The same for a backward; a vector among the results is a sum over the rows."""
+    rows: list[Row] = [(picked(mask, *[R] * len(outputs)), [R] * len(inputs))]
+    for dim in _row_dims(x, shape):
+        of = {"r": S(dim), "c": R}
+        placed = [S(dim) if kind == "r" else P for kind in outputs]
+        rows.append((picked(mask, *placed), [of[kind] for kind in inputs]))
+    return rows
+
+
+def layer_norm(x: Any, shape: Sequence[int], *_: Any) -> list[Row]:
+    return _norm_rows(x, shape, "rrr", "rcc")
 
 
 def layer_norm_backward(
     dy: Any, x: Any, shape: Sequence[int], w: Any, mean: Any, rstd: Any, mask: Sequence[bool]
 ) -> list[Row]:
-    rows: list[Row] = [(picked(mask, R, R, R), [R] * 5)]
-    rows += [(picked(mask, S(i), P, P), [S(i), S(i), R, S(i), S(i)]) for i in _row_dims(x, shape)]
-    return rows
+    return _norm_backward_rows(x, shape, mask, "rcc", "rrcrr")
 
 
-def rms_norm(x: Any, shape: Sequence[int], w: Any, eps: float | None) -> list[Row]:
-    return [([R] * 2, [R] * 2), *(([S(i)] * 2, [S(i), R]) for i in _row_dims(x, shape))]
+def rms_norm(x: Any, shape: Sequence[int], *_: Any) -> list[Row]:
+    return _norm_rows(x, shape, "rr", "rc")
 
 
 def rms_norm_backward(
     dy: Any, x: Any, shape: Sequence[int], w: Any, rstd: Any, mask: Sequence[bool]
 ) -> list[Row]:
-    rows: list[Row] = [(picked(mask, R, R), [R] * 4)]
-    rows += [(picked(mask, S(i), P), [S(i), S(i), R, S(i)]) for i in _row_dims(x, shape)]
-    return rows
+    return _norm_backward_rows(x, shape, mask, "rc", "rrcr")
+
+
+def add_layer_norm(x: Any, residual: Any, shape: Sequence[int], *_: Any) -> list[Row]:
+    return _norm_rows(x, shape, "rrrr", "rrcc")
+
+
+def add_rms_norm(x: Any, residual: Any, shape: Sequence[int], *_: Any) -> list[Row]:
+    return _norm_rows(x, shape, "rrr", "rrc")
+
+
+def _added(total: Any, dtype: Any, mask: Sequence[bool]) -> list[bool]:
+    """Which results the backward of an addition and norm returns."""
+    differs = dtype != total.tensor_meta.dtype
+    return [mask[0] or mask[1], mask[1] and differs, *mask[2:]]
+
+
+def add_layer_norm_backward(
+    ds: Any, dy: Any, total: Any, shape: Sequence[int], w: Any, mean: Any, rstd: Any,
+    dtype: Any, mask: Sequence[bool],
+) -> list[Row]:  # fmt: skip
+    found = _added(total, dtype, mask)
+    return _norm_backward_rows(total, shape, found, "rrcc", "rrrcrr")
+
+
+def add_rms_norm_backward(
+    ds: Any, dy: Any, total: Any, shape: Sequence[int], w: Any, rstd: Any,
+    dtype: Any, mask: Sequence[bool],
+) -> list[Row]:  # fmt: skip
+    found = _added(total, dtype, mask)
+    return _norm_backward_rows(total, shape, found, "rrcc"[: len(found)], "rrrcr")
 
 
 # ---- channels ----
@@ -143,6 +189,10 @@ RULES = {
     "layer_norm_backward": Rule(layer_norm_backward, kept=("weight",), advice=ROWS_ADVICE),
     "rms_norm": Rule(rms_norm, kept=("weight",), advice=ROWS_ADVICE),
     "rms_norm_backward": Rule(rms_norm_backward, kept=("weight",), advice=ROWS_ADVICE),
+    "add_layer_norm": Rule(add_layer_norm, kept=("weight", "bias"), advice=ROWS_ADVICE),
+    "add_layer_norm_backward": Rule(add_layer_norm_backward, kept=("weight",), advice=ROWS_ADVICE),
+    "add_rms_norm": Rule(add_rms_norm, kept=("weight",), advice=ROWS_ADVICE),
+    "add_rms_norm_backward": Rule(add_rms_norm_backward, kept=("weight",), advice=ROWS_ADVICE),
     "batch_norm": _batch(batch_norm),
     "batch_norm_update": _batch(batch_norm_update, update=True),
     "batch_norm_backward": _batch(batch_norm_backward),
