@@ -13,7 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from .. import nn as ours
 from ..swap.registry import Known, register_code
+from ..swap.residual import (
+    LAYER_NORM,
+    NORMS,
+    Block,
+    ExampleAttention,
+    Step,
+    example_mlp,
+    example_norm,
+    register_block,
+)
 from ..swap.selection import WhyLeft
 from . import Plan
 
@@ -70,6 +81,7 @@ register_code(
 register_code(
     Known("layer_norm", _layer_norm_2d, lambda: _norm_example(2, 16, 3, 4)), "357bd359005770b5"
 )  # LayerNorm2d, 0.9
+NORMS[_layer_norm] = LAYER_NORM
 
 
 # ---- attention ----
@@ -117,4 +129,37 @@ register_code(
     "f6dbcb7958ae027b",  # 1.0.24
     "897bd67b4b3fcd7c",  # 1.0.26
     "dbb01b52ddea8ef0",  # 1.0.28
+)
+
+
+# ---- blocks ----
+
+
+def _block(
+    self: Any,
+    steps: tuple[Step, Step],
+    dtype: torch.dtype,
+    x: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    first, second = steps
+    y = first.alone(self.norm1, x, dtype)
+    y = self.drop_path1(self.ls1(self.attn(y, attn_mask=attn_mask, is_causal=is_causal)))
+    x, y = second.added(self.norm2, y, x, dtype)
+    return x + self.drop_path2(self.ls2(self.mlp(y)))
+
+
+def _block_example() -> tuple[Any, ...]:
+    layer: Any = nn.Module()
+    layer.norm1, layer.norm2 = example_norm(ours.LayerNorm), example_norm(ours.LayerNorm)
+    layer.attn = ExampleAttention(returns_weights=False)
+    layer.mlp = example_mlp()
+    layer.ls1 = layer.ls2 = layer.drop_path1 = layer.drop_path2 = nn.Identity()
+    return layer, torch.randn(2, 5, 16)
+
+
+register_block(
+    Block(_block, (("norm1", "attn"), ("norm2", "mlp")), _block_example),
+    "42a9cc334429026b",  # 1.0.31
 )

@@ -17,6 +17,7 @@ from .fuse import plan as plan_fusions
 from .patterns import KINDS
 from .registry import UNKNOWN, find
 from .report import IS_OURS, NO_LAYER, NOTHING, REPLACED, SwapEntry
+from .residual import plan_blocks
 from .selection import Exclude, Filter, WhyLeft, selection
 
 DROPOUTS = (
@@ -112,6 +113,10 @@ def plan_swap(
         if kind in NATIVE:
             entry = entries[module]
             entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
+    blocks, notes = plan_blocks(model, chosen, why_left)
+    chosen.update(blocks)
+    for module, note in notes.items():
+        entries[module] = replace(entries[module], note=note)
     return Plan([*entries.values(), *more], chosen, found.fusions, found.graphs, changes)
 
 

@@ -31,6 +31,11 @@ def fingerprint(kind: type[nn.Module], init: bool = False) -> str | None:
     return _fingerprint(hashable, kind.forward, init)
 
 
+def fingerprint_of(kind: Any, forward: Any) -> str | None:
+    """The same for a ``forward`` without the decorators that ``kind`` has around it."""
+    return _fingerprint(kind, forward, False)
+
+
 @functools.cache
 def _fingerprint(kind: Any, forward: Any, init: bool) -> str | None:
     try:

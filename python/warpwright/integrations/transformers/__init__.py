@@ -27,7 +27,8 @@ except ImportError as error:
     raise ImportError(
         f"warpwright: transformers 4.53 or newer is needed; {transformers.__version__} is installed"
     ) from error
-from . import _gated as _gated  # registers its layers, as the next does
+from . import _blocks as _blocks  # registers its layers, as the next do
+from . import _gated as _gated
 from . import _heads, _rotary
 from . import _layers as _layers
 from ._attention import attention

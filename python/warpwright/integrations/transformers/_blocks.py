@@ -1,0 +1,208 @@
+"""Decoder layers of transformers: their norms and the additions before them, under autocast.
+
+The forwards here differ from transformers' in the calls of the norms alone. Each fingerprint names a
+class that has it, in transformers 4.57 and 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import nn as ours
+from ...swap.residual import (
+    NORMS,
+    Block,
+    ExampleAttention,
+    Step,
+    example_mlp,
+    example_norm,
+    register_block,
+    rms_norm,
+)
+from ._layers import (
+    _rounded_after_weight,
+    _rounded_before_weight,
+    _rounded_before_weight_eps,
+    _rounded_to_weight,
+    _weight_from_one,
+)
+
+# With a float32 weight all of them round once.
+NORMS.update(
+    {
+        _rounded_before_weight: rms_norm("variance_epsilon"),
+        _rounded_before_weight_eps: rms_norm("eps"),
+        _rounded_after_weight: rms_norm("variance_epsilon"),
+        _rounded_to_weight: rms_norm("variance_epsilon"),
+        _weight_from_one: rms_norm("eps", lambda layer: 1.0 + layer.weight),
+    }
+)
+
+Steps = tuple[Step, Step]
+
+
+# ---- LlamaDecoderLayer and its copies: Mistral, Qwen2, Qwen3, Gemma, Olmo, GLM and more ----
+
+
+def _llama(
+    self: Any,
+    steps: Steps,
+    dtype: torch.dtype,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    past_key_values: Any = None,
+    use_cache: Any = False,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    first, second = steps
+    x = first.alone(self.input_layernorm, hidden_states, dtype)
+    x, _ = self.self_attn(
+        hidden_states=x,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        use_cache=use_cache,
+        position_embeddings=position_embeddings,
+        **kwargs,
+    )
+    hidden_states, x = second.added(self.post_attention_layernorm, x, hidden_states, dtype)
+    output: Tensor = hidden_states + self.mlp(x)
+    return output
+
+
+def _llama_4(
+    self: Any,
+    steps: Steps,
+    dtype: torch.dtype,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    past_key_values: Any = None,
+    use_cache: Any = False,
+    cache_position: Any = None,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """In transformers 4 attention takes one argument more."""
+    rest = attention_mask, position_ids, past_key_values, use_cache, position_embeddings
+    return _llama(self, steps, dtype, hidden_states, *rest, cache_position=cache_position, **kwargs)
+
+
+def _llama_example() -> tuple[Any, ...]:
+    layer: Any = nn.Module()
+    layer.input_layernorm = example_norm(ours.RMSNorm)
+    layer.post_attention_layernorm = example_norm(ours.RMSNorm)
+    layer.self_attn = ExampleAttention(returns_weights=True)
+    layer.mlp = example_mlp()
+    return layer, torch.randn(2, 5, 16)
+
+
+_LLAMA_NORMS = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))
+register_block(Block(_llama, _LLAMA_NORMS, _llama_example), "98753812cb5d7d7c")  # 5.23
+register_block(Block(_llama_4, _LLAMA_NORMS, _llama_example), "1434b557b666948a")  # 4.57
+
+
+# ---- GPT2Block, without cross-attention ----
+
+
+def _gpt2(
+    self: Any,
+    steps: Steps,
+    dtype: torch.dtype,
+    hidden_states: Tensor,
+    past_key_values: Any = None,
+    attention_mask: Any = None,
+    encoder_hidden_states: None = None,
+    encoder_attention_mask: Any = None,
+    use_cache: Any = False,
+    **kwargs: Any,
+) -> Tensor:
+    first, second = steps
+    x, _ = self.attn(
+        first.alone(self.ln_1, hidden_states, dtype),
+        past_key_values=past_key_values,
+        attention_mask=attention_mask,
+        use_cache=use_cache,
+        **kwargs,
+    )
+    hidden_states, x = second.added(self.ln_2, x, hidden_states, dtype)
+    output: Tensor = hidden_states + self.mlp(x)
+    return output
+
+
+def _gpt2_4(
+    self: Any,
+    steps: Steps,
+    dtype: torch.dtype,
+    hidden_states: Tensor,
+    past_key_values: Any = None,
+    cache_position: Any = None,
+    attention_mask: Any = None,
+    head_mask: Any = None,
+    encoder_hidden_states: None = None,
+    encoder_attention_mask: Any = None,
+    use_cache: Any = False,
+    output_attentions: Any = False,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """In transformers 4 the block returns a tuple."""
+    first, second = steps
+    x, weights = self.attn(
+        first.alone(self.ln_1, hidden_states, dtype),
+        past_key_values=past_key_values,
+        cache_position=cache_position,
+        attention_mask=attention_mask,
+        head_mask=head_mask,
+        use_cache=use_cache,
+        output_attentions=output_attentions,
+        **kwargs,
+    )
+    hidden_states, x = second.added(self.ln_2, x, hidden_states, dtype)
+    output = hidden_states + self.mlp(x)
+    return (output, weights) if output_attentions else (output,)
+
+
+def _without_encoder(
+    hidden_states: Any,
+    past_key_values: Any = None,
+    attention_mask: Any = None,
+    encoder_hidden_states: Any = None,
+    *_: Any,
+    **kwargs: Any,
+) -> bool:
+    return encoder_hidden_states is None
+
+
+def _without_encoder_4(
+    hidden_states: Any,
+    past_key_values: Any = None,
+    cache_position: Any = None,
+    attention_mask: Any = None,
+    head_mask: Any = None,
+    encoder_hidden_states: Any = None,
+    *_: Any,
+    **kwargs: Any,
+) -> bool:
+    return encoder_hidden_states is None
+
+
+def _gpt2_example() -> tuple[Any, ...]:
+    layer: Any = nn.Module()
+    layer.ln_1, layer.ln_2 = example_norm(ours.LayerNorm), example_norm(ours.LayerNorm)
+    layer.attn = ExampleAttention(returns_weights=True)
+    layer.mlp = example_mlp()
+    return layer, torch.randn(2, 5, 16)
+
+
+_GPT2_NORMS = (("ln_1", "attn"), ("ln_2", "mlp"))
+register_block(
+    Block(_gpt2, _GPT2_NORMS, _gpt2_example, _without_encoder), "2bf2645ec1d7d6a4"
+)  # 5.23
+register_block(
+    Block(_gpt2_4, _GPT2_NORMS, _gpt2_example, _without_encoder_4), "f2bf12f75ab525dc"
+)  # 4.57
