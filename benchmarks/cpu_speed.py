@@ -129,6 +129,16 @@ def rotated(f: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return result
 
 
+def added(f: Any, op: str, x: Tensor, residual: Tensor, *vectors: Tensor) -> Tensor:
+    """The sum and its norm, in one tensor."""
+    if hasattr(f, op):
+        total, y = getattr(f, op)(x, residual, vectors[0].shape, *vectors)
+    else:
+        total = residual + x
+        y = getattr(f, op.removeprefix("add_"))(total, vectors[0].shape, *vectors)
+    return total + y  # type: ignore[no-any-return]
+
+
 def matrices() -> Iterator[Case]:
     for m, k, n in ((64, 3136, 128), (64, 128, 10), (256, 512, 512), (1, 512, 512)):
         x, w, b = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
@@ -143,6 +153,11 @@ def matrices() -> Iterator[Case]:
                 return getattr(f, op)(x, v[0].shape, *v)
 
             yield Case(op, f"{rows}x{cols}", "rows", row_norm, [x, *vectors])
+    for rows, cols in ((2048, 768), (512, 4096)):
+        x, r, w, b = (torch.randn(*s) for s in ((rows, cols), (rows, cols), (cols,), (cols,)))
+        for op, tensors in (("add_layer_norm", (x, r, w, b)), ("add_rms_norm", (x, r, w))):
+            add = lambda f, a=tensors, op=op: added(f, op, *a)  # noqa: E731
+            yield Case(op, f"{rows}x{cols}", "rows", add, [*tensors])
     for rows, cols in ((64, 128), (2048, 768), (512, 4096)):
         gate, up = torch.randn(rows, cols), torch.randn(rows, cols)
         yield Case(

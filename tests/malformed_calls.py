@@ -66,6 +66,8 @@ def public_calls(device, seed, grad=True):
         "batch_norm_relu_max_pool2d": ([g(*x4), *stats(), g(3), g(3)], {**norm, **pool}),
         "layer_norm": ([g(2, 4, 6), (4, 6), g(4, 6), g(4, 6)], {"eps": 1e-5}),
         "rms_norm": ([g(2, 4, 6), (6,), g(6)], {"eps": 1e-5}),
+        "add_layer_norm": ([g(2, 4, 6), g(2, 4, 6), (4, 6), g(4, 6), g(4, 6)], {"eps": 1e-5}),
+        "add_rms_norm": ([g(2, 4, 6), g(2, 4, 6), (6,), g(6)], {"eps": 1e-5}),
         "cross_entropy": ([g(4, 7), labels(device, 7, 4), t(7).abs()], loss),
         "linear_cross_entropy": (
             [g(4, 5), g(7, 5), labels(device, 7, 4), g(7)],
@@ -219,6 +221,13 @@ def native_functions():
     def norm_add_relu(x, residual, *args, **kwargs):
         return native.relu(native.batch_norm(x, *args, **kwargs) + residual)
 
+    def added(norm):
+        def run(x, residual, *args, **kwargs):
+            total = residual + x
+            return total, norm(total, *args, **kwargs)
+
+        return run
+
     def norm_pool(x, *args, training, momentum, eps, **pool):
         norm = native.batch_norm(x, *args, training=training, momentum=momentum, eps=eps)
         return native.max_pool2d(native.relu(norm), **pool)
@@ -232,6 +241,8 @@ def native_functions():
                 *("cross_entropy", "scaled_dot_product_attention"),
             )
         },
+        "add_layer_norm": added(native.layer_norm),
+        "add_rms_norm": added(native.rms_norm),
         "swiglu": gated(native.silu),
         "geglu": gated(native.gelu),
         "linear_relu": fused_linear(native.relu),

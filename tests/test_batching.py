@@ -157,6 +157,19 @@ def test_row_norms(device, dims, shape):
         check(lambda x: F.rms_norm(x, shape[-2:]), dims[:1], args[0])
 
 
+@pytest.mark.parametrize("dims", [*DIMS[:4], (None, None, 0)])
+def test_add_norms(device, dims):
+    args = list(operands(device, dims, (3, 5, 6), (6,), (6,)))
+
+    def add(function, x, *vectors):
+        total, y = function(x, x.flip(0), (6,), *vectors)
+        return total + y.sin()
+
+    check(lambda x, w, b: add(F.add_layer_norm, x, w, b), dims, *args)
+    if dims[:2] != (None, None):
+        check(lambda x, w: add(F.add_rms_norm, x, w), dims[:2], *args[:2])
+
+
 def test_batch_norm_relu(device):
     def function(x, w, b):
         return F.batch_norm_relu(x, None, None, w, b, training=True)

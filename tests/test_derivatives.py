@@ -25,6 +25,12 @@ def plain_batch_norm(x, mean, var, weight, bias, training=False, momentum=0.1, e
     return normalized * weight.view(shape) + bias.view(shape)
 
 
+def plain_layer_norm(x, weight):
+    """In differentiable operations: native's higher derivatives are wrong (2.11)."""
+    distance = x - x.mean(-1, keepdim=True)
+    return distance * (distance.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
 @dataclass
 class Case:
     """An op as ours and as native's chain; `values`, where native's are wrong."""
@@ -119,6 +125,17 @@ CASES = {
         lambda *a: torch.cat(F.rotary_embedding(*a, *TABLES.to(a[0])), 1),
         lambda *a: torch.cat([rotated(x, *TABLES.to(x)) for x in a], 1),
         {"q": (1, 2, 3, 4), "k": (1, 1, 3, 4)},
+    ),
+    "add_layer_norm": Case(
+        lambda x, r, w: F.add_layer_norm(x, r, (4,), w)[1],
+        lambda x, r, w: native.layer_norm(r + x, (4,), w),
+        {"x": (3, 4), "r": (3, 4), "w": (4,)},
+        lambda x, r, w: plain_layer_norm(r + x, w),
+    ),
+    "add_rms_norm": Case(
+        lambda x, r, w: torch.stack(F.add_rms_norm(x, r, (4,), w)),
+        lambda x, r, w: torch.stack((r + x, native.rms_norm(r + x, (4,), w))),
+        {"x": (3, 4), "r": (3, 4), "w": (4,)},
     ),
     "mlp": Case(
         lambda x, w, b, v, c: F.mlp(x, w, b, v, c, "relu"),

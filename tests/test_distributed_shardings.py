@@ -32,6 +32,16 @@ def rms(x, w):
     return F.rms_norm(x, (6,), w)
 
 
+def add_norm(x, residual, w, b):
+    total, y = F.add_layer_norm(x, residual, (6,), w, b)
+    return total + y
+
+
+def add_rms(x, residual, w):
+    total, y = F.add_rms_norm(x, residual, (6,), w)
+    return total + y
+
+
 def batch_norm(x, w, b):
     return F.batch_norm(x, None, None, w, b, training=True)
 
@@ -93,6 +103,8 @@ CASES = {
     "layer_norm rows": (norm, ((3, 4, 6), (6,), (6,)), "S1 R R", {}),
     "layer_norm batch": (norm, ((3, 4, 6), (6,), (6,)), "S0 R R", {}),
     "rms_norm": (rms, ((3, 4, 6), (6,)), "S1 R", {}),
+    "add_layer_norm": (add_norm, ((3, 4, 6), (3, 4, 6), (6,), (6,)), "S1 S1 R R", {}),
+    "add_rms_norm": (add_rms, ((3, 4, 6), (3, 4, 6), (6,)), "S0 S0 R", {}),
     "batch_norm C": (batch_norm, IMAGE, "S1 S0 S0", {}),
     "batch_norm cuts vectors": (batch_norm, IMAGE, "S1 R R", {}),
     "batch_norm evaluation": (

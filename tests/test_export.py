@@ -126,6 +126,21 @@ def test_row_norms(device, dtype):
             same("rms_norm_backward", dy, x, shape, vectors[0], rstd, mask)
 
 
+@pytest.mark.parametrize("branch", [torch.float32, torch.bfloat16])
+def test_add_norms(device, branch):
+    residual = torch.randn(3, 4, 6, device=device)
+    x = torch.randn_like(residual).to(branch)
+    w, b = torch.randn(2, 6, device=device)
+    ds, dy = torch.randn(2, 3, 4, 6, device=device)
+    for vectors in ((w, b), (None, None)):
+        total, _, mean, rstd = same("add_layer_norm", x, residual, [6], *vectors, 1e-5)
+        grads, rest = (ds, dy, total, [6], vectors[0]), (branch, [True] * 4)
+        same("add_layer_norm_backward", *grads, mean, rstd, *rest)
+        total, _, rstd = same("add_rms_norm", x, residual, [6], vectors[0], 1e-3)
+        grads, rest = (ds, dy, total, [6], vectors[0]), (branch, [True] * 3)
+        same("add_rms_norm_backward", *grads, rstd, *rest)
+
+
 SHAPES = [(4, 8, 3, 3), (2, 4, 5, 6), (3, 6), (2, 5, 4), (2, 16, 2, 2), (2, 3, 1, 1)]
 
 

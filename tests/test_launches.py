@@ -36,6 +36,18 @@ def row_norm(function, x, vectors):
     return (x, *given), lambda: function(x, x.shape[-1:], *given)
 
 
+def narrowed(function, x, vectors):
+    given = [torch.randn_like(x[0]).requires_grad_() for _ in range(vectors)]
+    return (x, *given), lambda: function(x, (x.shape[-1],), *given, dtype=BF16)
+
+
+def add_norm(function, residual, vectors):
+    x = random(*residual.shape, dtype=BF16)
+    given = [torch.randn_like(residual[0]).requires_grad_() for _ in range(vectors)]
+    operands = (x, residual, *given)
+    return operands, lambda: function(x, residual, (x.shape[-1],), *given, dtype=BF16)
+
+
 def cross_entropy(x, **kwargs):
     target = torch.randint(x.shape[1], (x.shape[0],), device="cuda")
     return (x,), lambda: F.cross_entropy(x, target, **kwargs)
@@ -81,6 +93,9 @@ CASES = {
     "rotary_embedding": (lambda: rotary(random(2, 8, 512, 64), random(2, 2, 512, 64)), 1, 1),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),
+    "layer_norm, narrowed": (lambda: narrowed(F.layer_norm, random(512, 768), 2), 1, 2),
+    "add_layer_norm": (lambda: add_norm(F.add_layer_norm, random(512, 768), 2), 1, 2),
+    "add_rms_norm": (lambda: add_norm(F.add_rms_norm, random(512, 4096), 1), 1, 2),
     "rms_norm, long rows": (lambda: row_norm(F.rms_norm, random(8, 70000), 1), 1, 3),
     "linear": (lambda: linear(2048, 2048, 2048), 1, 2),
     "linear, a split k": (lambda: linear(512, 3136, 128), 2, 3),

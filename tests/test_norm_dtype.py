@@ -92,20 +92,20 @@ def test_the_inputs_own_dtype(device, dtype, name):
 
 @both
 def test_strided_rows_and_gradients(device, name):
+    """Rows at any address; an aligned address may sum in another order."""
     wide = torch.randn(6, 5, 200, device=device)
     function = getattr(F, name)
     for view in (wide[:, :, :64], wide[:, 1, 3:67], wide.transpose(0, 1)[:, :, 8:72]):
         x = view.detach().requires_grad_()
         y = function(x, (64,), dtype=torch.bfloat16)
         assert y.is_contiguous()
-        assert_same(y, function(view.contiguous(), (64,), dtype=torch.bfloat16))
         dy = torch.randn(*y.shape[:-1], 128, device=device).bfloat16()[..., ::2]
-        (dx,) = torch.autograd.grad(y, x, dy)
         copy = view.contiguous().requires_grad_()
-        (expected,) = torch.autograd.grad(
-            function(copy, (64,), dtype=torch.bfloat16), copy, dy.contiguous()
-        )
-        assert_same(dx, expected)
+        dense = function(copy, (64,), dtype=torch.bfloat16)
+        torch.testing.assert_close(y, dense)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        (expected,) = torch.autograd.grad(dense, copy, dy.contiguous())
+        torch.testing.assert_close(dx, expected)
 
 
 @both

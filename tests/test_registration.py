@@ -178,6 +178,13 @@ def recorded(device):
         weight = torch.randn(5, 7, device=device, requires_grad=True)
         for form in ("linear_relu", "linear_gelu", "linear_silu"):
             double_backward(getattr(warpwright.functional, form), (leaf, weight), {})
+        residual = leaf.detach().bfloat16()
+        for form in ("add_layer_norm", "add_rms_norm"):
+            function = getattr(warpwright.functional, form)
+            double_backward(function, (leaf, residual, (leaf.shape[-1],)), {})
+            # With a graph the backward is two ops.
+            outputs = function(leaf, residual, (leaf.shape[-1],))
+            torch.autograd.grad(outputs, leaf, [torch.ones_like(t) for t in outputs])
         for gate, up in ((leaf, leaf.detach() * 2), (leaf[..., :6], None)):
             double_backward(warpwright.functional.swiglu, (gate, up), {})
         tables = torch.randn(2, 1, 5, 6, device=device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _aten, _native, _work
+from . import _aten, _aten_row_norms, _native, _work
 from ._op import Chain, Example, Function, Op, Operator, Route
 
 native = nn.functional
@@ -234,8 +234,8 @@ _RECORDS = (
     Op(
         "layer_norm",
         (
-            Operator("layer_norm", _native.layer_norm, _aten.layer_norm, autocast=True),
-            Operator("layer_norm_backward", aten=_aten.layer_norm_backward),
+            Operator("layer_norm", _native.layer_norm, _aten_row_norms.layer_norm, autocast=True),
+            Operator("layer_norm_backward", aten=_aten_row_norms.layer_norm_backward),
         ),
         modules=((nn.LayerNorm, "LayerNorm"),),
         routes=(Route(native.layer_norm),),
@@ -248,8 +248,8 @@ _RECORDS = (
     Op(
         "rms_norm",
         (
-            Operator("rms_norm", _native.rms_norm, _aten.rms_norm),
-            Operator("rms_norm_backward", aten=_aten.rms_norm_backward),
+            Operator("rms_norm", _native.rms_norm, _aten_row_norms.rms_norm),
+            Operator("rms_norm_backward", aten=_aten_row_norms.rms_norm_backward),
         ),
         modules=((nn.RMSNorm, "RMSNorm"),),
         routes=(Route(native.rms_norm), Route(torch.rms_norm)),
@@ -263,8 +263,13 @@ _RECORDS = (
     Op(
         "add_layer_norm",
         (
-            Operator("add_layer_norm", _native.add_layer_norm, _aten.add_layer_norm, autocast=True),
-            Operator("add_layer_norm_backward", aten=_aten.add_layer_norm_backward),
+            Operator(
+                "add_layer_norm",
+                _native.add_layer_norm,
+                _aten_row_norms.add_layer_norm,
+                autocast=True,
+            ),
+            Operator("add_layer_norm_backward", aten=_aten_row_norms.add_layer_norm_backward),
         ),
         layer="AddLayerNorm",
         explain="add_layer_norm",
@@ -275,8 +280,8 @@ _RECORDS = (
     Op(
         "add_rms_norm",
         (
-            Operator("add_rms_norm", _native.add_rms_norm, _aten.add_rms_norm),
-            Operator("add_rms_norm_backward", aten=_aten.add_rms_norm_backward),
+            Operator("add_rms_norm", _native.add_rms_norm, _aten_row_norms.add_rms_norm),
+            Operator("add_rms_norm_backward", aten=_aten_row_norms.add_rms_norm_backward),
         ),
         layer="AddRMSNorm",
         explain="add_rms_norm",

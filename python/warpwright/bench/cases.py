@@ -215,6 +215,62 @@ def _row_norm(op: str, rows: int, cols: int, dtype: torch.dtype) -> Case:
     return Case(op, f"{rows}x{cols}", dtype, ROWS, make, call, work.of("bytes"))
 
 
+def _narrowed_norm(op: str, rows: int, cols: int) -> Case:
+    """A float32 norm whose result is bfloat16, as under autocast. Native casts it."""
+    n = rows * cols
+    vectors = ("weight", "bias") if op == "layer_norm" else ("weight",)
+
+    def make(device: str) -> Inputs:
+        factors = {name: _randn((cols,), FP32, device).requires_grad_() for name in vectors}
+        return {"x": _randn((rows, cols), FP32, device), **factors}
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        return getattr(F, op)(i["x"], (cols,), *(i[name] for name in vectors), dtype=BF16)
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        y = getattr(F, op)(i["x"], (cols,), *(i[name] for name in vectors))
+        return _narrowed(y, BF16)
+
+    moved = {"fwd": 6.0 * n, "bwd": 10.0 * n}
+    return Case(op, f"{rows}x{cols} to bf16", FP32, ROWS, make, call, moved, native=native)
+
+
+def _narrowed(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 result in ``dtype``; float64 is the exact result."""
+    return y if y.dtype == torch.float64 else y.to(dtype)
+
+
+def _add_norm(op: str, rows: int, cols: int, branch: torch.dtype) -> Case:
+    """An addition, a norm and the next addition of a residual stream, in float32.
+
+    With a 16-bit ``branch`` the norm is 16-bit too. The last addition makes one result of both.
+    """
+    n, narrow = rows * cols, branch.itemsize
+    vectors = ("weight", "bias") if op == "add_layer_norm" else ("weight",)
+
+    def make(device: str) -> Inputs:
+        factors = {name: _randn((cols,), FP32, device).requires_grad_() for name in vectors}
+        rows_of = {"x": _randn((rows, cols), branch, device)}
+        return {**rows_of, "residual": _randn((rows, cols), FP32, device), **factors}
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        factors = (i[name] for name in vectors)
+        total, y = getattr(F, op)(i["x"], i["residual"], (cols,), *factors, dtype=branch)
+        result: Tensor = total + y
+        return result
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        total = i["residual"] + i["x"]
+        norm = getattr(F, op.removeprefix("add_"))
+        y = norm(total, (cols,), *(i[name] for name in vectors))
+        return total + _narrowed(y, branch)
+
+    cast = 4.0 + narrow if narrow < 4 else 0.0
+    moved = {"fwd": n * (16.0 + 3 * narrow), "bwd": n * (12.0 + narrow + cast + narrow % 4)}
+    case = f"{rows}x{cols}" + ("" if narrow == 4 else " and bf16")
+    return Case(op, case, FP32, ROWS, make, call, moved, native=native)
+
+
 def _batch_norm_relu(shape: tuple[int, ...], dtype: torch.dtype, layout: str, add: bool) -> Case:
     """Batch norm, maybe an addition, and a relu. Native calls one after the other."""
     plain = _batch_norm(shape, dtype, layout)

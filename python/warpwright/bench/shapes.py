@@ -10,6 +10,7 @@ from .cases import (
     NCHW,
     NHWC,
     Case,
+    _add_norm,
     _attention,
     _batch_norm,
     _batch_norm_relu,
@@ -21,6 +22,7 @@ from .cases import (
     _linear_activation,
     _linear_cross_entropy,
     _max_pool2d,
+    _narrowed_norm,
     _relu,
     _relu_max_pool2d,
     _rotary,
@@ -76,11 +78,18 @@ ROW_NORMS = (
 )
 
 
+# Under autocast: GPT-2 and ViT-B/16, the Llama-like model, Llama 3 8B.
+NARROWED_NORMS = ((16384, 768), (8192, 2048), (8192, 4096))
+
+
 def _row_norms() -> list[Case]:
     cases = []
     for op in ("layer_norm", "rms_norm"):
         cases += [_row_norm(op, *shape, BF16) for shape in ROW_NORMS]
         cases += [_row_norm(op, 16384, 768, FP32), _row_norm(op, 8192, 4096, FP32)]
+        cases += [_narrowed_norm(op, *shape) for shape in NARROWED_NORMS]
+        cases += [_add_norm(f"add_{op}", *shape, BF16) for shape in NARROWED_NORMS]
+        cases += [_add_norm(f"add_{op}", 8192, 2048, FP32)]
     return cases
 
 
@@ -221,6 +230,9 @@ QUICK_CASES = [
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
     _row_norm("layer_norm", 2048, 768, FP32),
     _row_norm("rms_norm", 2048, 768, FP32),
+    _narrowed_norm("rms_norm", 2048, 768),
+    _add_norm("add_layer_norm", 2048, 768, BF16),
+    _add_norm("add_rms_norm", 2048, 768, FP32),
     _batch_norm_relu((64, 32, 28, 28), FP32, NHWC, False),
     _batch_norm_relu((64, 32, 28, 28), FP32, NCHW, True),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),

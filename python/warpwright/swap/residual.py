@@ -93,11 +93,11 @@ def rms_norm(eps: str, weight: Callable[[Any], Any] = lambda layer: layer.weight
     """An RMS norm whose result is rounded once if its weight is float32, by the names it uses."""
 
     def alone(layer: Any, x: Tensor, dtype: Dtype) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight(layer), getattr(layer, eps), dtype=dtype)
+        return F.rms_norm(x, (x.shape[-1],), weight(layer), getattr(layer, eps), dtype=dtype)
 
     def added(layer: Any, branch: Tensor, residual: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor]:
         return F.add_rms_norm(
-            branch, residual, residual.shape[-1:], weight(layer), getattr(layer, eps), dtype=dtype
+            branch, residual, (residual.shape[-1],), weight(layer), getattr(layer, eps), dtype=dtype
         )
 
     return Norm(alone, added)

@@ -94,6 +94,32 @@ __device__ __forceinline__ void write_partials(const NormSums<T, kHeld, kCentere
 template <int kHeld, bool kAdds, class T, class O>
 using NormBackwardRing = std::conditional_t<kAdds, RowRing<kHeld, T, O, T>, RowRing<kHeld, T, O>>;
 
+// Where row `row` of x, dy and, with `kAdds`, ds begins.
+template <class T, class O, bool kAdds>
+__device__ __forceinline__ auto norm_backward_rows(const LayerNormBackwardParams& p, int64_t row) {
+  const T* x = static_cast<const T*>(p.input) + row * p.input_stride;
+  const O* dy = static_cast<const O*>(p.grad_output) + row * p.grad_stride;
+  if constexpr (kAdds) {
+    return std::tuple(x, dy, static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride);
+  } else {
+    return std::tuple(x, dy);
+  }
+}
+
+// Adds ds to a vector of dx, and stores its copy in the branch's type if that differs.
+template <class T, class B, int kVec>
+__device__ __forceinline__ void add_sum_gradient(const LayerNormBackwardParams& p, int64_t offset,
+                                                 const Vec<T, kVec>& ds,
+                                                 Vec<Accum<T>, kVec>& result) {
+  const Vec<Accum<T>, kVec> wide = widen(ds);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) result[j] += wide[j];
+  if constexpr (!std::is_same_v<B, T>) {
+    if (p.grad_branch == nullptr) return;
+    store_vec_global(static_cast<B*>(p.grad_branch) + offset, narrow<B>(result));
+  }
+}
+
 // Layout: x, dy and ds (rows, cols), any row strides; dx and its copy dense; partials (2, blocks,
 // cols). O: the type of dy. B: void, or the branch's type, and then dx includes ds. Grid:
 // persistent blocks. Group g of block b has the rows b * groups + g, + gridDim * groups, and so on.
@@ -116,15 +142,7 @@ __global__ void __launch_bounds__(kNormPersistentThreads, 1)
 
   const int64_t step = int64_t{gridDim.x} * group.count;
   int64_t row = int64_t{blockIdx.x} * group.count + group.index;
-  auto operands = [&](int64_t r) {
-    const T* x = static_cast<const T*>(p.input) + r * p.input_stride;
-    const O* dy = static_cast<const O*>(p.grad_output) + r * p.grad_stride;
-    if constexpr (kAdds) {
-      return std::tuple(x, dy, static_cast<const T*>(p.grad_sum) + r * p.grad_sum_stride);
-    } else {
-      return std::tuple(x, dy);
-    }
-  };
+  auto operands = [&](int64_t r) { return norm_backward_rows<T, O, kAdds>(p, r); };
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) {
     const int64_t r = row + stage * step;
@@ -185,15 +203,8 @@ __global__ void __launch_bounds__(kNormPersistentThreads, 1)
           result[j] = rstd * (rounded_product(dy[j], w[j]) - shift - xhat * slope);
         }
         if constexpr (kAdds) {
-          const Vec<Acc, kVec> ds = widen(ring.template read<2>(i));
-#pragma unroll
-          for (int j = 0; j < kVec; ++j) result[j] += ds[j];
-          if constexpr (!std::is_same_v<B, T>) {
-            if (p.grad_branch != nullptr) {
-              B* copy = static_cast<B*>(p.grad_branch) + row * p.cols;
-              store_vec_global(copy + columns.first(i), narrow<B>(result));
-            }
-          }
+          add_sum_gradient<T, B>(p, row * p.cols + columns.first(i), ring.template read<2>(i),
+                                 result);
         }
         store_vec_global(dx + columns.first(i), narrow<T>(result));
       }
