@@ -165,7 +165,8 @@ def _find(module: nn.Module, base: type[nn.Module], kind_of: Kind) -> _Found | N
     block = _block_of(base)
     if block is None:
         return None
-    steps, layers = [], []
+    steps: list[Step] = []
+    layers: list[tuple[Path, type[nn.Module]]] = []
     for name, reader in block.norms:
         norm, reads = module._modules.get(name), module._modules.get(reader)
         if norm is None or reads is None or getattr(norm, "_fast_norm", False):
@@ -240,10 +241,11 @@ def _empty(base: Any) -> nn.Module:
         if found is not None:
             self.__class__ = _residual_class(base, found)
 
-    pending = types.new_class(
+    pending: Any = types.new_class(
         base.__name__, (base,), {}, lambda scope: scope.update(__setstate__=set_state)
     )
-    return pending.__new__(pending)
+    made: nn.Module = pending.__new__(pending)
+    return made
 
 
 # ---- the check of a class ----
