@@ -72,6 +72,29 @@ def test_rotary_embedding(device, dtype):
     run(test, CASES)
 
 
+@each_dtype
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_add_norms(device, dtype, name):
+    """Both results, joined, so that both have gradients."""
+
+    def together(x, residual, *args):
+        return torch.stack(getattr(F, name)(x, residual, *args))
+
+    def apart(x, residual, *args):
+        total = residual + x
+        return torch.stack((total, getattr(NATIVE, name.removeprefix("add_"))(total, *args)))
+
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal",))
+        rows = draw(st.lists(SMALL, max_size=2))
+        shape = draw(st.lists(st.one_of(FEATURES, SMALL), min_size=1, max_size=2))
+        vectors = [make.maybe(*shape)] + ([make.maybe(*shape)] if "layer" in name else [])
+        args = (make(*rows, *shape), make(*rows, *shape), shape, *vectors, 0.1)
+        check(make, errors, together, apart, args, {}, sums_only=False, amplifies=True)
+
+    run(test, CASES)
+
+
 ACTIVATIONS = {"linear_relu": NATIVE.relu, "linear_gelu": NATIVE.gelu, "linear_silu": NATIVE.silu}
 
 
