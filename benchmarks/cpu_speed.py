@@ -173,6 +173,15 @@ def matrices() -> Iterator[Case]:
             lambda f, a=(x, *tables): rotated(f, *a),
             [x],
         )
+
+    for shape, dim in (((64, 128), 1), ((2048, 768), 1), ((2048, 768), 0), ((1 << 20,), 0)):
+        name = f"{'x'.join(map(str, shape))} dim {dim}"
+
+        def cumsum(f: Any, d: int, x: Tensor) -> Tensor:
+            return (f if hasattr(f, "cumsum") else torch).cumsum(x, d)
+
+        x = torch.randn(shape)
+        yield Case("cumsum", name, "rows", lambda f, a=(dim, x): cumsum(f, *a), [x])
     for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
         x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
         yield Case(

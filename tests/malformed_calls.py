@@ -52,6 +52,8 @@ def public_calls(device, seed, grad=True):
             [g(2, 4, 5, 6), g(2, 2, 5, 6), t(1, 5, 4), t(2, 5, 4)],
             {"interleaved": bool(seed % 2)},
         ),
+        "cumsum": ([g(2, 3, 5), seed % 5 - 2], {"dtype": None, "reverse": False}),
+        "linear_scan": ([g(2, 3, 5), g(2, 3, 5), g(2, 5)], {"dim": 1, "reverse": False}),
         "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
         "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),
         "linear_gelu": ([g(4, 5), g(6, 5), g(6)], {"approximate": "tanh"}),
@@ -218,6 +220,9 @@ def native_functions():
 
         return run
 
+    def cumsum(x, dim, reverse=False, **options):
+        return torch.cumsum(x.flip(dim) if reverse else x, dim, **options)
+
     def norm_add_relu(x, residual, *args, **kwargs):
         return native.relu(native.batch_norm(x, *args, **kwargs) + residual)
 
@@ -243,6 +248,7 @@ def native_functions():
         },
         "add_layer_norm": added(native.layer_norm),
         "add_rms_norm": added(native.rms_norm),
+        "cumsum": cumsum,
         "swiglu": gated(native.silu),
         "geglu": gated(native.gelu),
         "linear_relu": fused_linear(native.relu),

@@ -39,6 +39,7 @@ def max_pool2d_backward(
 # (name, variant) in op_db -> ours.
 OURS = {
     ("nn.functional.relu", ""): F.relu,
+    ("cumsum", ""): F.cumsum,
     ("nn.functional.max_pool2d", ""): F.max_pool2d,
     ("max_pool2d_with_indices_backward", ""): max_pool2d_backward,
     ("nn.functional.batch_norm", ""): F.batch_norm,

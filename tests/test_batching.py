@@ -103,6 +103,24 @@ def test_rotary_embedding(device, dims, interleaved):
         check(run, dims, *args, wanted=(0, 1))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_cumsum(device, reverse):
+    for dim in (0, 1, -1):
+        for at in (0, 1, 2):
+            check(lambda x, d=dim: F.cumsum(x, d, reverse=reverse), (at,), randn(device, 4, 5, 3))
+    check(lambda x: F.cumsum(x, 0, reverse=reverse), (0,), randn(device, 4))
+    with pytest.raises(IndexError, match=r"expected to be in range of \[-2, 1\], but got -3"):
+        vmap(lambda x: F.cumsum(x, -3))(randn(device, 4, 5, 3))
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_linear_scan(device, dims):
+    args = tuple(operands(device, dims, (4, 5), (4, 5), (4,)))
+    for reverse in (False, True):
+        check(lambda a, b, h, r=reverse: F.linear_scan(a, b, h, reverse=r), dims, *args)
+    check(lambda a, b: F.linear_scan(a, b, dim=0), (0, 0), randn(device, 3, 4), randn(device, 3, 4))
+
+
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
 def test_linear(device, dims, rows):

@@ -44,8 +44,8 @@ def gaps(op):
     needed = {"operators", "explain", "cpu"}
     needed |= {"modules", "work", "example"} if op.routes else set()
     found = sorted(name for name in needed if not getattr(op, name))
-    if not (op.modules or op.layer or op.chain):
-        found.append("modules, layer or chain")
+    if not (op.modules or op.layer or op.chain or op.is_plain):
+        found.append("modules, layer, chain or is_plain")
     return found
 
 
@@ -65,6 +65,7 @@ def test_records_are_whole(name):
         ("linear_relu", "cpu"),
         ("linear_relu", "chain"),
         ("mlp", "layer"),
+        ("cumsum", "is_plain"),
         ("sgd", "operators"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 import warpwright.functional as F
+from warpwright import _native
 
 native = torch.nn.functional
 math_attention = torch.ops.aten._scaled_dot_product_attention_math
@@ -120,6 +121,17 @@ CASES = {
     "linear_silu": activation_case("silu"),
     "swiglu": Case(F.swiglu, lambda g, u: native.silu(g) * u, {"g": (3, 4), "u": (3, 4)}),
     "swiglu_packed": Case(F.swiglu, lambda x: native.silu(x[..., :2]) * x[..., 2:], {"x": (3, 4)}),
+    "cumsum": Case(lambda x: F.cumsum(x, 1), lambda x: torch.cumsum(x, 1), {"x": (3, 4)}),
+    "cumsum_reverse": Case(
+        lambda x: F.cumsum(x, 0, reverse=True),
+        lambda x: torch.cumsum(x.flip(0), 0).flip(0),
+        {"x": (3, 4)},
+    ),
+    "linear_scan": Case(
+        lambda a, x, h: F.linear_scan(a, x, h),
+        lambda a, x, h: _native.linear_scan(a, x, h, -1),
+        {"a": (3, 4), "x": (3, 4), "h": (3,)},
+    ),
     "geglu": Case(F.geglu, lambda g, u: native.gelu(g) * u, {"g": (3, 4), "u": (3, 4)}),
     "rotary_embedding": Case(
         lambda *a: torch.cat(F.rotary_embedding(*a, *TABLES.to(a[0])), 1),

@@ -42,6 +42,14 @@ def add_rms(x, residual, w):
     return total + y
 
 
+def scan_last(gate, x, initial):
+    return F.linear_scan(gate, x, initial)
+
+
+def scan_middle(gate, x, initial):
+    return F.linear_scan(gate, x, initial, dim=1, reverse=True)
+
+
 def batch_norm(x, w, b):
     return F.batch_norm(x, None, None, w, b, training=True)
 
@@ -97,6 +105,10 @@ CASES = {
             ("tokens", "S2 S2 S1 S1", tables(1, 6, 8)),
         )
     },
+    "linear_scan": (scan_last, ((3, 4, 5), (3, 4, 5), (3, 4)), "S1 S1 S1", {}),
+    "linear_scan middle": (scan_middle, ((3, 4, 5), (3, 4, 5), (3, 5)), "S2 S2 S1", {}),
+    "cumsum": (F.cumsum, ((3, 4),), "S0", {"dim": 1}),
+    "cumsum reverse": (F.cumsum, ((3, 4, 5),), "S2", {"dim": -2, "reverse": True}),
     "max_pool2d N": (F.max_pool2d, ((4, 3, 6, 6),), "S0", {"kernel_size": 2}),
     "max_pool2d C": (F.max_pool2d, ((2, 3, 6, 6),), "S1", {"kernel_size": 3, "stride": 1}),
     "relu_max_pool2d": (F.relu_max_pool2d, ((2, 4, 6, 6),), "S1", {"kernel_size": 2}),

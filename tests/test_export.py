@@ -102,6 +102,17 @@ def test_rotary_embedding(device):
             same("rotary_embedding", q.bfloat16(), k.bfloat16()[:, :0], *tables, interleaved)
 
 
+def test_scans(device):
+    x = torch.randn(3, 2, 5, device=device)
+    for dim in (0, 1, -1):
+        for reverse in (False, True):
+            same("cumsum", x, dim, reverse)
+            same("cumsum", x.int(), dim, reverse)
+            same("linear_scan", x.cos(), x, x.select(dim, 0), dim, reverse)
+            for shifted in (False, True):
+                same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
+
+
 def test_conv2d(device):
     x, w = torch.randn(2, 4, 9, 8, device=device), torch.randn(6, 2, 3, 2, device=device)
     for image in (x, x[0], x.to(memory_format=torch.channels_last)):

@@ -62,6 +62,14 @@ def rotary(query, key):
     return (query,), lambda: F.rotary_embedding(query, key, cos, sin)[0]
 
 
+def scan(x, dim):
+    return (x,), lambda: F.cumsum(x, dim)
+
+
+def linear_scan(*operands):
+    return operands, lambda: F.linear_scan(*operands)
+
+
 def linear(rows, k, n, dtype=BF16):
     x, weight, bias = (
         random(rows, k, dtype=dtype),
@@ -91,6 +99,10 @@ CASES = {
     "swiglu": (lambda: gated(random(512, 768), random(512, 768)), 1, 1),
     "swiglu, packed": (lambda: gated(random(512, 1536, dtype=BF16)), 1, 1),
     "rotary_embedding": (lambda: rotary(random(2, 8, 512, 64), random(2, 2, 512, 64)), 1, 1),
+    "cumsum": (lambda: scan(random(512, 768), 1), 1, 1),
+    "cumsum, another dimension": (lambda: scan(random(64, 768), 0), 1, 1),
+    "cumsum, a long row": (lambda: scan(random(1 << 20), 0), 2, 2),  # the first zeroes flags
+    "linear_scan": (lambda: linear_scan(random(64, 768), random(64, 768)), 1, 5),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),
     "layer_norm, narrowed": (lambda: narrowed(F.layer_norm, random(512, 768), 2), 1, 2),

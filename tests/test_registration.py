@@ -193,6 +193,8 @@ def recorded(device):
             (leaf, leaf.detach(), *tables),
             {},
         )
+        double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
+        double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
             p = torch.zeros(5, device=device, requires_grad=True)
             p.grad = torch.ones_like(p)

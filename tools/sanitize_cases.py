@@ -72,6 +72,40 @@ def rotary(query, key, cos, sin, interleaved):
     return torch.cat([x.flatten() for x in outputs])
 
 
+def cumsum_cases():
+    for shape, dim in (
+        ((5, 1027), 1),  # whole rows per block, not aligned
+        ((300, 7), 1),
+        ((2, 33000), 1),  # look back
+        ((130, 24), 0),  # whole columns per block
+        ((130, 7), 0),
+        ((1100, 24), 0),  # look back
+        ((2, 2100, 3), 1),
+    ):
+        for reverse in (False, True):
+            name = f"{'x'.join(map(str, shape))}-dim{dim}{'-reverse' * reverse}"
+            yield name, F.cumsum, (integers(*shape), dim), {"reverse": reverse}
+    yield "misaligned", lambda x: F.cumsum(misaligned(x), 0), (integers(33000),), {}
+
+
+def linear_scan_cases():
+    for shape, dim in (
+        ((5, 1027), 1),
+        ((300, 7), 1),
+        ((2, 17000), 1),
+        ((130, 24), 0),
+        ((130, 7), 0),
+        ((1100, 24), 0),
+        ((2, 2100, 3), 1),
+    ):
+        gates, x = rand(*shape).tanh(), rand(*shape)
+        for reverse in (False, True):
+            name = f"{'x'.join(map(str, shape))}-dim{dim}{'-reverse' * reverse}"
+            options = {"dim": dim, "reverse": reverse}
+            yield name, F.linear_scan, (gates, x), options
+            yield f"{name}-initial", F.linear_scan, (gates, x, x.select(dim, 0)), options
+
+
 def max_pool2d_cases():
     for name, layout in FORMATS.items():
         for width, kernel, stride, padding, dilation, ceil in (
@@ -396,6 +430,8 @@ CASES = {
     "relu": relu_cases,
     "gated_activation": gated_activation_cases,
     "rotary_embedding": rotary_embedding_cases,
+    "cumsum": cumsum_cases,
+    "linear_scan": linear_scan_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,

@@ -103,6 +103,8 @@ GATED_ACTIVATION = (
 ROTARY_EMBEDDING = (
     Operator("rotary_embedding", _native.rotary_embedding, _native.rotary_embedding),
 )
+CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
+LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
 BATCH_NORM_RELU = (
     Operator("batch_norm_relu", _native.batch_norm_relu, _aten.batch_norm_relu),
     Operator(
@@ -328,6 +330,23 @@ _RECORDS = (
         layer="RotaryEmbedding",
         explain="rotary_embedding",
         cpu="loops over heads, once for query and once for key",
+    ),
+    Op(
+        "cumsum",
+        CUMSUM,
+        is_plain=True,
+        integers=True,
+        explain="cumsum",
+        cpu="four rows at a time, or runs of columns; float32 is summed in double",
+        folders=("scan",),
+    ),
+    Op(
+        "linear_scan",
+        LINEAR_SCAN,
+        is_plain=True,
+        explain="linear_scan",
+        cpu="four rows at a time, or runs of columns; float32 is summed in double",
+        folders=("scan",),
     ),
     Op(
         "max_pool2d",

@@ -211,6 +211,37 @@ def rotary_embedding(
     )
 
 
+def cumsum(
+    input: Tensor, dim: int, reverse: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    if not reverse:
+        return torch.cumsum(input, dim, dtype=dtype)
+    return torch.cumsum(input.flip(dim), dim, dtype=dtype).flip(dim)
+
+
+def linear_scan(
+    gate: Tensor,
+    input: Tensor,
+    initial: Tensor | None,
+    dim: int,
+    reverse: bool = False,
+    shifted: bool = False,
+) -> Tensor:
+    """One step at a time."""
+    gates, inputs = list(gate.unbind(dim)), list(input.unbind(dim))
+    if not inputs:
+        return torch.empty_like(input)
+    steps = range(len(inputs) - 1, -1, -1) if reverse else range(len(inputs))
+    states = list(inputs)
+    state = initial
+    for t in steps:
+        at = t + (1 if reverse else -1) if shifted else t
+        if state is not None:
+            states[t] = gates[at] * state + inputs[t]
+        state = states[t]
+    return torch.stack(states, dim)
+
+
 def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:

@@ -60,6 +60,7 @@ class Op:
     # Native's layers that run on it, with the names of ours in warpwright.nn.
     modules: tuple[tuple[type[nn.Module], str], ...] = ()
     layer: str = ""  # in warpwright.nn, if native has no such layer
+    is_plain: bool = False  # a function alone: no layer computes it
     routes: tuple[Route, ...] = ()
     chain: Chain | None = None
     integers: bool = False  # has kernels for integer tensors

@@ -119,6 +119,20 @@ def _relu(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_relu(_dtype(a["input"]), _operand(a["input"]))
 
 
+def _cumsum(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    dtype = a["dtype"] or (x.dtype if x.is_floating_point() else torch.int64)
+    operand = _operand(x) if x.dtype == dtype and x.is_contiguous() else _operand(x.to("meta"))
+    name = str(dtype).removeprefix("torch.")
+    return _C.explain_scan(name, operand, a["dim"] % max(x.dim(), 1), False)
+
+
+def _linear_scan(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    operand = _operand(x if x.is_contiguous() else x.to("meta"))
+    return _C.explain_scan(_dtype(x), operand, a["dim"] % max(x.dim(), 1), True)
+
+
 def _gated_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     gate, up = a["gate"], a["up"]
     return _C.explain_gated_activation(_dtype(gate), _operand(gate), up is None)

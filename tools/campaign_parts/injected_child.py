@@ -80,6 +80,8 @@ def large_calls() -> dict[str, Call]:
         "rms_norm": (F.rms_norm, (rows, (300,), t(300)), {}),
         "swiglu": (F.swiglu, (rows,), {}),
         "rotary_embedding": (rotated, (q, *torch.randn(2, 1, 200, 32, generator=generator)), {}),
+        "cumsum": (F.cumsum, (rows, 0), {}),
+        "linear_scan": (F.linear_scan, (rows.tanh(), rows), {}),
         "linear_gelu": (F.linear_gelu, (rows, weight, t(400)), {}),
         "cross_entropy": (F.cross_entropy, (rows, labels), {"label_smoothing": 0.1}),
         "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),

@@ -173,6 +173,54 @@ def _rotary(
     )
 
 
+def _cumsum(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
+    e = torch.Size(shape).numel() * dtype.itemsize
+    return Case(
+        "cumsum",
+        "x".join(map(str, shape)) + f" dim {dim}",
+        dtype,
+        ROWS,
+        lambda device: {"x": _randn(shape, dtype, device)},
+        lambda F, i: F.cumsum(i["x"], dim),
+        _work.traffic(e, 2, 2).of("bytes"),
+        native=lambda F, i: torch.cumsum(i["x"], dim),
+    )
+
+
+def _linear_scan(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
+    """Gates between 0.9 and 1."""
+    e = torch.Size(shape).numel() * dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        gate = (0.9 + 0.1 * torch.rand(shape, device=device)).to(dtype).requires_grad_()
+        return {"gate": gate, "x": _randn(shape, dtype, device)}
+
+    return Case(
+        "linear_scan",
+        "x".join(map(str, shape)) + f" dim {dim}",
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.linear_scan(i["gate"], i["x"], dim=dim),
+        _work.traffic(e, 3, 5).of("bytes"),
+        native=lambda F, i: doubling_scan(i["gate"], i["x"], dim),
+    )
+
+
+def doubling_scan(gate: Tensor, x: Tensor, dim: int) -> Tensor:
+    """The recurrence in native calls: log2(steps) passes, each over twice as many steps."""
+    steps, distance = x.shape[dim], 1
+    while distance < steps:
+        left, right = steps - distance, (distance, steps - distance)
+        head, tail = x.narrow(dim, 0, distance), x.narrow(dim, *right)
+        sums = tail + gate.narrow(dim, *right) * x.narrow(dim, 0, left)
+        products = gate.narrow(dim, *right) * gate.narrow(dim, 0, left)
+        x = torch.cat((head, sums), dim)
+        gate = torch.cat((gate.narrow(dim, 0, distance), products), dim)
+        distance *= 2
+    return x
+
+
 def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case:
     e = torch.Size(shape).numel() * dtype.itemsize
     channels = shape[1]

@@ -17,10 +17,12 @@ from .cases import (
     _batch_norm_relu_max_pool2d,
     _conv2d,
     _cross_entropy,
+    _cumsum,
     _gated,
     _linear,
     _linear_activation,
     _linear_cross_entropy,
+    _linear_scan,
     _max_pool2d,
     _narrowed_norm,
     _relu,
@@ -116,8 +118,28 @@ def _rotary_embeddings() -> list[Case]:
     ]
 
 
+def _scans() -> list[Case]:
+    """One row, rows, and another dimension than the last."""
+    return [
+        _cumsum((1 << 26,), 0, FP32),
+        _cumsum((1 << 24,), 0, FP32),
+        _cumsum((16384, 8192), 1, BF16),
+        _cumsum((8192, 32768), 1, FP32),
+        _cumsum((8192, 32768), 0, FP32),
+        _cumsum((64, 2048, 1024), 1, BF16),
+        _linear_scan((8, 1536, 4096), 2, FP32),
+        _linear_scan((8, 4096, 2048), 1, BF16),
+    ]
+
+
 def _all_cases() -> list[Case]:
-    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_gated_products(), *_rotary_embeddings()]
+    cases = [
+        _relu(1 << 28, BF16),
+        _relu(1 << 27, FP32),
+        *_gated_products(),
+        *_rotary_embeddings(),
+        *_scans(),
+    ]
     cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
     for shape in (
         (256, 64, 112, 112),
@@ -226,6 +248,9 @@ QUICK_CASES = [
     _gated("swiglu", 2048, 768, FP32),
     _gated("geglu", 2048, 768, FP32, packed=True),
     _rotary((1, 512, 8, 2, 64), FP32),
+    _cumsum((2048, 768), 1, FP32),
+    _cumsum((2048, 768), 0, FP32),
+    _linear_scan((512, 256), 1, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
     _row_norm("layer_norm", 2048, 768, FP32),

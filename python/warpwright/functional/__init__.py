@@ -14,6 +14,7 @@ from ._norm import (
 from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
 from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from ._scan import cumsum, linear_scan
 
 __all__ = [
     "add_layer_norm",
@@ -24,12 +25,14 @@ __all__ = [
     "batch_norm_relu_max_pool2d",
     "conv2d",
     "cross_entropy",
+    "cumsum",
     "geglu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "linear_gelu",
     "linear_relu",
+    "linear_scan",
     "linear_silu",
     "max_pool2d",
     "max_pool2d_with_indices",

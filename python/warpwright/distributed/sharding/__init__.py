@@ -24,6 +24,7 @@ from . import (
     _norms,
     _products,
     _refused,
+    _scan,
 )
 from ._table import Rule, register
 
@@ -32,6 +33,7 @@ RULES: dict[str, Rule] = {
     **_elementwise.RULES,
     **_norms.RULES,
     **_attention.RULES,
+    **_scan.RULES,
 }
 HANDLERS: dict[str, Any] = {
     **_losses.HANDLERS,

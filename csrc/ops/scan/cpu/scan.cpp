@@ -1,0 +1,157 @@
+// Rows are scanned four at a time, because each step waits for the one before it. Other dimensions
+// are scanned by runs of columns, whose sums stay in the first-level cache.
+#include <cstring>
+#include <vector>
+
+#include "common/ceil_div.h"
+#include "cpu/lanes.h"
+#include "ops/scan/scan.h"
+
+namespace warpwright {
+namespace {
+
+// The types of native's sums on the CPU: double for float, float for 16 bits. Integers are
+// unsigned, because their sums may wrap.
+template <class T>
+struct ScanSumOf {
+  using type = std::conditional_t<std::is_same_v<T, float>, double, CpuCompute<T>>;
+};
+template <>
+struct ScanSumOf<int64_t> {
+  using type = uint64_t;
+};
+template <class T>
+using ScanSum = typename ScanSumOf<T>::type;
+
+constexpr int64_t kRowsAtOnce = 4;
+constexpr int64_t kColumnRun = 512;
+
+// kRows neighbouring rows of `length` elements. `step` is 1 or -1; pointers are at the first step.
+template <int kRows, bool kGates, class T>
+void scan_rows(const ScanParams& p, const T* input, const T* gate, const T* initial, T* output,
+               int64_t step) {
+  ScanSum<T> sums[kRows] = {};
+  if (initial != nullptr) {
+    for (int r = 0; r < kRows; ++r) sums[r] = static_cast<ScanSum<T>>(initial[r]);
+  }
+  const int64_t back = p.is_shifted ? step : 0;  // to the step whose gate this one has
+  for (int64_t t = 0; t < p.length; ++t) {
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = r * p.length + t * step;
+      if (kGates && (t > 0 || initial != nullptr)) {
+        sums[r] *= static_cast<ScanSum<T>>(gate[at - back]);
+      }
+      sums[r] += static_cast<ScanSum<T>>(input[at]);
+      output[at] = static_cast<T>(sums[r]);
+    }
+  }
+}
+
+// One step of a run of columns. `gate`: of this step, or null.
+template <bool kGates, class T>
+void add_columns(const T* __restrict__ input, const T* __restrict__ gate, T* __restrict__ output,
+                 ScanSum<T>* __restrict__ sums, int64_t count) {
+  int64_t c = 0;
+  if constexpr (sizeof(T) == 2) {
+    for (; c + kLanes<T> <= count; c += kLanes<T>) {
+      Values<T> sum;
+      std::memcpy(&sum, sums + c, sizeof(sum));
+      if constexpr (kGates) sum *= load_lanes(gate + c);
+      sum += load_lanes(input + c);
+      std::memcpy(sums + c, &sum, sizeof(sum));
+      store_lanes(output + c, sum);
+    }
+  }
+  for (; c < count; ++c) {
+    if constexpr (kGates) sums[c] *= static_cast<ScanSum<T>>(gate[c]);
+    sums[c] += static_cast<ScanSum<T>>(input[c]);
+    output[c] = static_cast<T>(sums[c]);
+  }
+}
+
+template <class T>
+const T* at_or_null(const void* data, int64_t offset) {
+  return data == nullptr ? nullptr : static_cast<const T*>(data) + offset;
+}
+
+template <class T, bool kGates>
+void scan_all_rows(const ScanParams& p) {
+  const int64_t n = p.length, first = p.is_reversed ? n - 1 : 0, step = p.is_reversed ? -1 : 1;
+  const int64_t groups = ceil_div(p.outer, kRowsAtOnce);
+  auto scan = [&]<int kRows>(int64_t row) {
+    const int64_t at = row * n + first;
+    scan_rows<kRows, kGates>(p, static_cast<const T*>(p.input) + at, at_or_null<T>(p.gate, at),
+                             at_or_null<T>(p.initial, row), static_cast<T*>(p.output) + at, step);
+  };
+  at::parallel_for(0, groups, grain(kRowsAtOnce * n), [&](int64_t begin, int64_t end) {
+    const int64_t last = std::min(end * kRowsAtOnce, p.outer);
+    int64_t row = begin * kRowsAtOnce;
+    for (; row + kRowsAtOnce <= last; row += kRowsAtOnce) {
+      scan.template operator()<kRowsAtOnce>(row);
+    }
+    for (; row < last; ++row) scan.template operator()<1>(row);
+  });
+}
+
+// `count` columns from `base` on, whose sums are in `sums`.
+template <class T, bool kGates>
+void scan_run_of_columns(const ScanParams& p, int64_t base, ScanSum<T>* sums, int64_t count) {
+  const int64_t step = p.is_reversed ? -p.inner : p.inner;
+  const int64_t back = p.is_shifted ? step : 0;
+  for (int64_t t = 0; t < p.length; ++t) {
+    const int64_t at = base + (p.is_reversed ? p.length - 1 - t : t) * p.inner;
+    const auto* input = static_cast<const T*>(p.input) + at;
+    auto* output = static_cast<T*>(p.output) + at;
+    if (!kGates || (t == 0 && p.initial == nullptr)) {
+      add_columns<false>(input, static_cast<const T*>(nullptr), output, sums, count);
+    } else {
+      add_columns<true>(input, static_cast<const T*>(p.gate) + at - back, output, sums, count);
+    }
+  }
+}
+
+template <class T, bool kGates>
+void scan_all_columns(const ScanParams& p) {
+  const int64_t runs = ceil_div(p.inner, kColumnRun);
+  const int64_t width = ceil_div(p.inner, runs);  // equal shares
+  const int64_t elements = p.length * width;
+  at::parallel_for(0, p.outer * runs, grain(elements), [&](int64_t begin, int64_t end) {
+    std::vector<ScanSum<T>> sums(static_cast<size_t>(width));
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t outer = i / runs, column = i % runs * width;
+      const int64_t count = std::min(width, p.inner - column);
+      std::fill(sums.begin(), sums.end(), ScanSum<T>{});
+      if (p.initial != nullptr) {
+        const T* initial = static_cast<const T*>(p.initial) + outer * p.inner + column;
+        for (int64_t c = 0; c < count; ++c) {
+          sums[static_cast<size_t>(c)] = static_cast<ScanSum<T>>(initial[c]);
+        }
+      }
+      scan_run_of_columns<T, kGates>(p, outer * p.length * p.inner + column, sums.data(), count);
+    }
+  });
+}
+
+template <class T, bool kGates>
+void scan_as(const ScanParams& p) {
+  if (p.inner == 1) {
+    scan_all_rows<T, kGates>(p);
+  } else {
+    scan_all_columns<T, kGates>(p);
+  }
+}
+
+}  // namespace
+
+void scan_cpu(const ScanParams& p) {
+  if (p.dtype == DType::kInt64) return scan_as<int64_t, false>(p);
+  for_cpu_dtype(p.dtype, [&]<class T>() {
+    if (p.gate == nullptr) {
+      scan_as<T, false>(p);
+    } else {
+      scan_as<T, true>(p);
+    }
+  });
+}
+
+}  // namespace warpwright

@@ -1,0 +1,9 @@
+// Sums of integers.
+#include "ops/scan/cuda/launch.cuh"
+
+namespace warpwright {
+
+template void launch_scan_as<int64_t, SumScan<int64_t>>(const ScanParams&, const ScanPlan&, void*,
+                                                        cudaStream_t);
+
+}  // namespace warpwright

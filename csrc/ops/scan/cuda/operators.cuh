@@ -1,0 +1,91 @@
+// What a scan combines. An operator has
+//   kInputs      input tensors; read_identity(i): what input i reads as outside of the tensor
+//   kHasGates    input 1 has gates, which may be shifted, and rows may have an initial state
+//   Element      a run of steps, as the tile combines them: identity(), combine(left, right)
+//   Carry        8 bytes that pass from tile to tile, wider than Element where that helps
+//   kWords       the words of Carry that describe a tile: total(element, words), join(left, right)
+//   advance      the carry after a tile, from the carry before it: the one fold between tiles
+//   result       the output of a run that starts with the tile, from the carry before the tile
+#pragma once
+
+#include "device/math.cuh"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+
+namespace warpwright {
+
+// Floats are combined in float within a tile, and carried in double: the error of a long row is
+// then that of one tile. Integers are unsigned, because their sums may wrap, as native's do.
+template <class T>
+struct ScanTypes {
+  using Compute = Accum<T>;
+  using Carry = double;
+};
+template <>
+struct ScanTypes<int64_t> {
+  using Compute = uint64_t;
+  using Carry = uint64_t;
+};
+template <class T>
+using ScanCompute = typename ScanTypes<T>::Compute;
+
+template <class T, int kSize>
+__device__ __forceinline__ Vec<ScanCompute<T>, kSize> widen_for_scan(const Vec<T, kSize>& x) {
+  if constexpr (sizeof(T) == 2) {
+    return widen(x);
+  } else {
+    Vec<ScanCompute<T>, kSize> result;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) result[j] = static_cast<ScanCompute<T>>(x[j]);
+    return result;
+  }
+}
+
+// Hides what the registers of an array hold, so that the compiler converts them again instead of
+// keeping the wider values.
+template <class Array>
+__device__ __forceinline__ void forget(Array& array) {
+  if constexpr (sizeof(array) % 4 == 0) {
+    int* words = reinterpret_cast<int*>(&array);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(array) / 4); ++i) {
+      words[i] = derive_anew(words[i]);
+    }
+  }
+}
+
+// y_t = y_{t-1} + x_t
+template <class T>
+struct SumScan {
+  static constexpr int kInputs = 1;
+  static constexpr int kWords = 1;
+  static constexpr bool kHasGates = false;
+  using Compute = ScanCompute<T>;
+  using Element = Compute;
+  using Carry = typename ScanTypes<T>::Carry;
+
+  __device__ static Compute read_identity(int) { return 0; }
+  __device__ static Element identity() { return 0; }
+  __device__ static Carry first_carry() { return 0; }
+  __device__ static Element element(const Compute (&inputs)[1]) { return inputs[0]; }
+  __device__ static Element combine(Element left, Element right) { return left + right; }
+  __device__ static void total(Element run, Carry (&words)[1]) { words[0] = run; }
+  __device__ static Carry empty_word(int) { return 0; }
+  __device__ static void join(const Carry (&left)[1], Carry (&right)[1]) { right[0] += left[0]; }
+  __device__ static Carry advance(Carry before, const Carry (&words)[1]) {
+    return before + words[0];
+  }
+  __device__ static Compute result(Compute before, Element run) { return before + run; }
+  __device__ static Compute result(Element run) { return run; }
+};
+
+template <class Element>
+__device__ __forceinline__ Element shuffle_up(Element value, int lanes) {
+  return __shfl_up_sync(kFullMask, value, lanes);
+}
+template <class Element>
+__device__ __forceinline__ Element shuffle(Element value, int lane) {
+  return __shfl_sync(kFullMask, value, lane);
+}
+
+}  // namespace warpwright

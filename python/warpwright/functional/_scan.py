@@ -1,0 +1,90 @@
+"""Scans along a dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _arguments, _native
+from .._ops import ops
+
+# The result types that have kernels. Native alone sums into others.
+_SUMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+
+
+def cumsum(
+    input: Tensor, dim: int, *, dtype: torch.dtype | None = None, reverse: bool = False
+) -> Tensor:
+    """``y_t = x_0 + ... + x_t`` along ``dim``, as ``torch.cumsum``; equal bits on every repeat.
+
+    The GPU reads and writes each element once: blocks of a long row hand the sum on (decoupled
+    look-back, Merrill and Garland 2016), always in the same order. float32 is summed in float32 within
+    a block and in float64 between blocks; 16-bit types are summed in float32.
+
+    Args:
+        input: any shape and strides; float32, float64, bfloat16, float16 or an integer type. Native
+            sums other types.
+        dim: the dimension.
+        dtype: ``input`` is converted to it first.
+        reverse: from the last element to the first: ``y_t = x_t + ... + x_last``. The gradient is the
+            scan in the other direction.
+    Returns:
+        The shape of ``input``, contiguous; int64 for integers without ``dtype``.
+    Raises:
+        IndexError: ``dim`` is out of range.
+        TypeError: an argument has another type than in the signature.
+    """
+    if dim.__class__ is not int:
+        dim = _arguments.integer("cumsum", "dim", dim)
+    if reverse.__class__ is not bool:
+        reverse = _arguments.flag("cumsum", "reverse", reverse)
+    if dtype is not None:
+        if dtype not in _SUMS:
+            return _native.cumsum(input, dim, reverse, dtype)
+        if isinstance(input, Tensor):
+            input = input.to(dtype)
+    try:
+        return ops.cumsum(input, dim, reverse)
+    except RuntimeError as error:
+        raise _arguments.error(error, "cumsum", {"input": input}, {}) from None
+
+
+def linear_scan(
+    gate: Tensor,
+    input: Tensor,
+    initial: Tensor | None = None,
+    *,
+    dim: int = -1,
+    reverse: bool = False,
+) -> Tensor:
+    """``h_t = gate_t * h_{t-1} + input_t`` along ``dim``: the recurrence of state-space models.
+
+    One pass over the two inputs and the result, as :func:`cumsum`, with equal bits on every repeat.
+    Runs of steps are combined as in section 1.4.1 of Blelloch's "Prefix Sums and Their Applications"
+    (CMU-CS-90-190). A product of gates must stay finite. That holds for gates up to 1 in size.
+
+    Args:
+        gate: the factors; float32, float64, bfloat16 or float16, any strides.
+        input: the dtype of ``gate``. The two broadcast.
+        initial: ``h`` before the first step, of the broadcast shape without ``dim``; zero if None.
+        dim: the dimension of the steps.
+        reverse: from the last step to the first: ``h_t = gate_t * h_{t+1} + input_t``.
+    Returns:
+        ``h`` of all steps, of the broadcast shape, contiguous.
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together.
+        IndexError: ``dim`` is out of range.
+        NotImplementedError: integer or complex ``input``.
+        TypeError: an argument has another type than in the signature.
+    """
+    if dim.__class__ is not int:
+        dim = _arguments.integer("linear_scan", "dim", dim)
+    if reverse.__class__ is not bool:
+        reverse = _arguments.flag("linear_scan", "reverse", reverse)
+    if isinstance(gate, Tensor) and isinstance(input, Tensor) and gate.shape != input.shape:
+        gate, input = torch.broadcast_tensors(gate, input)
+    try:
+        return ops.linear_scan(gate, input, initial, dim, reverse)
+    except RuntimeError as error:
+        required = {"gate": gate, "input": input}
+        raise _arguments.error(error, "linear_scan", required, {"initial": initial}) from None
