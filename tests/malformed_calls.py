@@ -215,12 +215,14 @@ def native_functions():
     def gated(activation):
         def run(gate, up=None, **options):
             if up is None:
-                gate, up = gate.chunk(2, -1)
+                gate, up = torch.chunk(gate, 2, -1)
             return activation(gate, **options) * up
 
         return run
 
     def cumsum(x, dim, reverse=False, **options):
+        if not isinstance(reverse, bool):
+            raise TypeError("reverse")
         return torch.cumsum(x.flip(dim) if reverse else x, dim, **options)
 
     def norm_add_relu(x, residual, *args, **kwargs):

@@ -182,7 +182,8 @@ Tensor linear_scan_autograd(const Tensor& gate, const Tensor& input,
     set_history(output, node);
   }
   if (any_tangent(gate, input, initial)) {
-    set_tangent(output, linear_scan_tangent(gate, input, initial, output, attributes));
+    const Tensor moved = linear_scan_tangent(gate, input, initial, output, attributes);
+    set_tangent(output, tangent_with_zero_terms(moved, gate, input, initial));
   }
   if (node) node->save_output(output);  // with its tangent
   return output;
