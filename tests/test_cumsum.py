@@ -131,7 +131,7 @@ def test_repeats_are_equal(device, dtype, shape):
     x = torch.randn(shape, device=device).to(dtype)
     for dim in (0, 1):
         first = F.cumsum(x, dim)
-        for _ in range(10):
+        for _ in range(10 if device == "cuda" else 2):
             assert_same(F.cumsum(x, dim), first)
 
 

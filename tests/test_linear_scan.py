@@ -123,7 +123,7 @@ def test_repeats_are_equal(device, dtype, shape):
     gate, x = (t.detach() for t in make(shape, device, dtype))
     for dim in (0, 1):
         first = F.linear_scan(gate, x, dim=dim)
-        for _ in range(10):
+        for _ in range(10 if device == "cuda" else 2):
             assert_same(F.linear_scan(gate, x, dim=dim), first)
 
 
