@@ -50,6 +50,8 @@ enum class RowKind {
   kVectors,   // a tile has whole rows of whole vectors
   kElements,  // a tile has whole rows, which begin anywhere
 };
+// Long rows: three blocks of 256 threads per SM, 80 registers. Whole rows: two of 512, 64
+// registers.
 constexpr int row_threads(RowKind kind) { return kind == RowKind::kLong ? 256 : 512; }
 
 template <class T, class Scan, bool kReverse, RowKind kKind>
