@@ -7,7 +7,7 @@ from common import assert_no_leak, gradcheck, layouts, opcheck
 import warpwright
 import warpwright.functional as F
 from warpwright import _native
-from warpwright.bench.cases import doubling_scan
+from warpwright.bench.language_cases import doubling_scan
 from warpwright.testing import assert_same, compare_with_native
 
 ops = torch.ops.warpwright

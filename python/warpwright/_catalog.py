@@ -100,9 +100,8 @@ GATED_ACTIVATION = (
         is_fused_by_inductor=_always,
     ),
 )
-ROTARY_EMBEDDING = (
-    Operator("rotary_embedding", _native.rotary_embedding, _native.rotary_embedding),
-)
+_ROTARY = _native.rotary_embedding
+ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
 CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
 LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
 BATCH_NORM_RELU = (

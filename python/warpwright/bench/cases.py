@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native, _work
+from .. import _work
 from .._precision import get_float32_matmul_precision, set_float32_matmul_precision
 from .measure import tf32_allowed
 
@@ -102,125 +102,6 @@ def _relu(numel: int, dtype: torch.dtype) -> Case:
     )
 
 
-def _gated(op: str, rows: int, cols: int, dtype: torch.dtype, packed: bool = False) -> Case:
-    """swiglu or geglu (the tanh form) of two tensors, or of the halves of one."""
-    e = rows * cols * dtype.itemsize
-
-    def make(device: str) -> Inputs:
-        if packed:
-            return {"x": _randn((rows, 2 * cols), dtype, device)}
-        return {name: _randn((rows, cols), dtype, device) for name in ("x", "up")}
-
-    options = {} if op == "swiglu" else {"approximate": "tanh"}
-    activation = "silu" if op == "swiglu" else "gelu"
-
-    def native(F: Any, i: Inputs) -> Tensor:
-        gate, up = i["x"].chunk(2, -1) if packed else (i["x"], i["up"])
-        result: Tensor = getattr(F, activation)(gate, **options) * up
-        return result
-
-    return Case(
-        op,
-        f"{rows}x{cols}" + (" packed" if packed else ""),
-        dtype,
-        ROWS,
-        make,
-        lambda F, i: getattr(F, op)(*i.values(), **options),
-        _work.traffic(e, 3, 5).of("bytes"),
-        native=native,
-    )
-
-
-def _rotary(
-    shape: tuple[int, int, int, int, int],
-    dtype: torch.dtype,
-    rotated: int | None = None,
-    interleaved: bool = False,
-    tables: torch.dtype | None = None,
-) -> Case:
-    """(batch, tokens, heads of query, heads of key, columns), as views of two projections."""
-    batch, tokens, of_query, of_key, columns = shape
-    size = columns if rotated is None else rotated
-    e = batch * tokens * (of_query + of_key) * columns * dtype.itemsize
-    name = f"{batch}x{tokens}x{of_query}+{of_key}x{columns}"
-    name += f" rotated {size}" if size != columns else ""
-    name += " interleaved" if interleaved else ""
-    name += " float32 tables" if tables == FP32 else ""
-
-    def make(device: str) -> Inputs:
-        def heads(count: int) -> Tensor:
-            x = _randn((batch, tokens, count, columns), dtype, device).detach().transpose(1, 2)
-            return x.requires_grad_()
-
-        steps = 10000.0 ** (-torch.arange(0, size, 2, device=device) / size)
-        angles = torch.outer(torch.arange(tokens, device=device), steps)[None]
-        angles = angles.repeat_interleave(2, 2) if interleaved else angles.repeat(1, 1, 2)
-        of_tables = {
-            "cos": angles.cos().to(tables or dtype),
-            "sin": angles.sin().to(tables or dtype),
-        }
-        return {"query": heads(of_query), "key": heads(of_key), **of_tables}
-
-    return Case(
-        "rotary_embedding",
-        name,
-        dtype,
-        ROWS,
-        make,
-        lambda F, i: F.rotary_embedding(*i.values(), interleaved=interleaved),
-        _work.traffic(e, 2, 2).of("bytes"),
-        native=lambda F, i: _native.rotary_embedding(**i, interleaved=interleaved),
-    )
-
-
-def _cumsum(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
-    e = torch.Size(shape).numel() * dtype.itemsize
-    return Case(
-        "cumsum",
-        "x".join(map(str, shape)) + f" dim {dim}",
-        dtype,
-        ROWS,
-        lambda device: {"x": _randn(shape, dtype, device)},
-        lambda F, i: F.cumsum(i["x"], dim),
-        _work.traffic(e, 2, 2).of("bytes"),
-        native=lambda F, i: torch.cumsum(i["x"], dim),
-    )
-
-
-def _linear_scan(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
-    """Gates between 0.9 and 1."""
-    e = torch.Size(shape).numel() * dtype.itemsize
-
-    def make(device: str) -> Inputs:
-        gate = (0.9 + 0.1 * torch.rand(shape, device=device)).to(dtype).requires_grad_()
-        return {"gate": gate, "x": _randn(shape, dtype, device)}
-
-    return Case(
-        "linear_scan",
-        "x".join(map(str, shape)) + f" dim {dim}",
-        dtype,
-        ROWS,
-        make,
-        lambda F, i: F.linear_scan(i["gate"], i["x"], dim=dim),
-        _work.traffic(e, 3, 5).of("bytes"),
-        native=lambda F, i: doubling_scan(i["gate"], i["x"], dim),
-    )
-
-
-def doubling_scan(gate: Tensor, x: Tensor, dim: int) -> Tensor:
-    """The recurrence in native calls: log2(steps) passes, each over twice as many steps."""
-    steps, distance = x.shape[dim], 1
-    while distance < steps:
-        left, right = steps - distance, (distance, steps - distance)
-        head, tail = x.narrow(dim, 0, distance), x.narrow(dim, *right)
-        sums = tail + gate.narrow(dim, *right) * x.narrow(dim, 0, left)
-        products = gate.narrow(dim, *right) * gate.narrow(dim, 0, left)
-        x = torch.cat((head, sums), dim)
-        gate = torch.cat((gate.narrow(dim, 0, distance), products), dim)
-        distance *= 2
-    return x
-
-
 def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case:
     e = torch.Size(shape).numel() * dtype.itemsize
     channels = shape[1]
@@ -245,78 +126,6 @@ def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case
         call,
         _work.traffic(e, 2, 3).of("bytes"),
     )
-
-
-def _row_norm(op: str, rows: int, cols: int, dtype: torch.dtype) -> Case:
-    """layer_norm or rms_norm, weights in the input's type as in a model that was cast."""
-    e = rows * cols * dtype.itemsize
-    vectors = ("weight", "bias") if op == "layer_norm" else ("weight",)
-
-    def make(device: str) -> Inputs:
-        factors = {name: _randn((cols,), dtype, device).requires_grad_() for name in vectors}
-        return {"x": _randn((rows, cols), dtype, device), **factors}
-
-    def call(F: Any, i: Inputs) -> Tensor:
-        return getattr(F, op)(i["x"], (cols,), *(i[name] for name in vectors))
-
-    work = _work.traffic(e, 2, 3)
-    return Case(op, f"{rows}x{cols}", dtype, ROWS, make, call, work.of("bytes"))
-
-
-def _narrowed_norm(op: str, rows: int, cols: int) -> Case:
-    """A float32 norm whose result is bfloat16, as under autocast. Native casts it."""
-    n = rows * cols
-    vectors = ("weight", "bias") if op == "layer_norm" else ("weight",)
-
-    def make(device: str) -> Inputs:
-        factors = {name: _randn((cols,), FP32, device).requires_grad_() for name in vectors}
-        return {"x": _randn((rows, cols), FP32, device), **factors}
-
-    def call(F: Any, i: Inputs) -> Tensor:
-        return getattr(F, op)(i["x"], (cols,), *(i[name] for name in vectors), dtype=BF16)
-
-    def native(F: Any, i: Inputs) -> Tensor:
-        y = getattr(F, op)(i["x"], (cols,), *(i[name] for name in vectors))
-        return _narrowed(y, BF16)
-
-    moved = {"fwd": 6.0 * n, "bwd": 10.0 * n}
-    return Case(op, f"{rows}x{cols} to bf16", FP32, ROWS, make, call, moved, native=native)
-
-
-def _narrowed(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 result in ``dtype``; float64 is the exact result."""
-    return y if y.dtype == torch.float64 else y.to(dtype)
-
-
-def _add_norm(op: str, rows: int, cols: int, branch: torch.dtype) -> Case:
-    """An addition, a norm and the next addition of a residual stream, in float32.
-
-    With a 16-bit ``branch`` the norm is 16-bit too. The last addition makes one result of both.
-    """
-    n, narrow = rows * cols, branch.itemsize
-    vectors = ("weight", "bias") if op == "add_layer_norm" else ("weight",)
-
-    def make(device: str) -> Inputs:
-        factors = {name: _randn((cols,), FP32, device).requires_grad_() for name in vectors}
-        rows_of = {"x": _randn((rows, cols), branch, device)}
-        return {**rows_of, "residual": _randn((rows, cols), FP32, device), **factors}
-
-    def call(F: Any, i: Inputs) -> Tensor:
-        factors = (i[name] for name in vectors)
-        total, y = getattr(F, op)(i["x"], i["residual"], (cols,), *factors, dtype=branch)
-        result: Tensor = total + y
-        return result
-
-    def native(F: Any, i: Inputs) -> Tensor:
-        total = i["residual"] + i["x"]
-        norm = getattr(F, op.removeprefix("add_"))
-        y = norm(total, (cols,), *(i[name] for name in vectors))
-        return total + _narrowed(y, branch)
-
-    cast = 4.0 + narrow if narrow < 4 else 0.0
-    moved = {"fwd": n * (16.0 + 3 * narrow), "bwd": n * (12.0 + narrow + cast + narrow % 4)}
-    case = f"{rows}x{cols}" + ("" if narrow == 4 else " and bf16")
-    return Case(op, case, FP32, ROWS, make, call, moved, native=native)
 
 
 def _batch_norm_relu(shape: tuple[int, ...], dtype: torch.dtype, layout: str, add: bool) -> Case:
