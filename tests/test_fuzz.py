@@ -13,6 +13,7 @@ from fuzzing import (
     SMALL,
     SPECIAL,
     Maker,
+    aligned,
     check,
     draw_loss_options,
     each_dtype,
@@ -168,10 +169,6 @@ def test_cross_entropy(device, dtype):
     run(test)
 
 
-def is_misaligned(x):
-    return torch.is_tensor(x) and x.is_cuda and x.data_ptr() % 16 != 0
-
-
 def native_attention(*args, **kwargs):
     """Native; by its formula if its CUDA kernels (torch 2.11.0) do not take the call.
 
@@ -179,7 +176,7 @@ def native_attention(*args, **kwargs):
     copies) and for a mask that alone needs a gradient: the forward saves no log-sum-exp then, the
     backward reads one (pytorch/pytorch#148476).
     """
-    args, kwargs = tree_map(lambda t: t.clone() if is_misaligned(t) else t, (args, kwargs))
+    args, kwargs = aligned((args, kwargs))
     mask = kwargs.get("attn_mask")
     only_mask = mask is not None and mask.requires_grad and not any(t.requires_grad for t in args)
     if not (only_mask and mask.is_cuda):

@@ -12,6 +12,7 @@ from fuzzing import (
     SIZE,
     SMALL,
     Maker,
+    aligned,
     check,
     draw_loss_options,
     each_dtype,
@@ -208,7 +209,7 @@ def test_batch_norm_chain(device, dtype, name):
 
         def native(x, *rest):
             residual, *rest = rest if name == "batch_norm_add_relu" else (0, *rest)
-            y = NATIVE.relu(NATIVE.batch_norm(x, *rest[:7]) + residual)
+            y = NATIVE.relu(NATIVE.batch_norm(*aligned((x, *rest[:7]))) + residual)
             return NATIVE.max_pool2d(y, *rest[7:]) if window else y
 
         args = (*head, *norm, *window)

@@ -103,7 +103,12 @@ def linear_scan_cases():
             name = f"{'x'.join(map(str, shape))}-dim{dim}{'-reverse' * reverse}"
             options = {"dim": dim, "reverse": reverse}
             yield name, F.linear_scan, (gates, x), options
-            yield f"{name}-initial", F.linear_scan, (gates, x, x.select(dim, 0)), options
+            yield (
+                f"{name}-initial",
+                F.linear_scan,
+                (gates, x, rand(*x.select(dim, 0).shape)),
+                options,
+            )
 
 
 def max_pool2d_cases():
@@ -215,15 +220,22 @@ def row_norm_cases():
             rms = lambda x, w, s=shape: F.rms_norm(x, s, w)  # noqa: E731
             yield f"layer-{name}", layer, (x, rand(*shape), rand(*shape)), {}
             yield f"rms-{name}", rms, (x, rand(*shape)), {}
-            add = lambda x, r, w, b, s=shape: F.add_layer_norm(x, r, s, w, b)  # noqa: E731
+            add = lambda x, r, w, b, s=shape: torch.stack(  # noqa: E731
+                F.add_layer_norm(x, r, s, w, b)
+            )
             added = (x, rand(rows, *shape), rand(*shape), rand(*shape))
             yield f"add-layer-{name}", add, added, {}
             narrow = lambda x, w, s=shape: F.rms_norm(  # noqa: E731
                 x.float(), s, w.float(), dtype=torch.bfloat16
             )
             yield f"narrowed-{name}", narrow, (x, rand(*shape)), {}
-            mixed = lambda x, r, w, s=shape: F.add_rms_norm(  # noqa: E731
-                x.bfloat16(), r.float(), s, w.float(), dtype=torch.bfloat16
+            mixed = lambda x, r, w, s=shape: torch.stack(  # noqa: E731
+                [
+                    result.float()
+                    for result in F.add_rms_norm(
+                        x.bfloat16(), r.float(), s, w.float(), dtype=torch.bfloat16
+                    )
+                ]
             )
             yield f"add-rms-{name}", mixed, (x, rand(rows, *shape), rand(*shape)), {}
     yield "views", lambda x: F.rms_norm(x[:, 3:43], (40,)), (rand(9, 50),), {}

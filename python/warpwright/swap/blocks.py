@@ -215,9 +215,18 @@ def _empty(base: type[nn.Module], recipes: tuple[Recipe, ...]) -> nn.Module:
     return kind.__new__(kind)
 
 
+COPY_OF = "_warpwright_copy_of"  # of a class: see copied_class
+
+
 def base_of(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class that a generated class extends; None for any other class."""
     return vars(kind).get("_warpwright_base")
+
+
+def copied_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class whose code ``kind`` runs: for a copy that calls another function, the copied one."""
+    found: type[nn.Module] = vars(kind).get(COPY_OF, kind)
+    return found
 
 
 def why_no_block(module: nn.Module) -> str | None:

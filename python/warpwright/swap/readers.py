@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from .blocks import Path, base_of
+from .blocks import Path, base_of, copied_class
 from .classes import MODULES, NATIVE
 from .trace import undecorated
 
@@ -26,7 +26,7 @@ Kind = Callable[[nn.Module], type[nn.Module]]
 
 def native_of(kind: type[nn.Module]) -> type[nn.Module]:
     """The class before a swap."""
-    kind = base_of(kind) or kind
+    kind = copied_class(base_of(kind) or kind)
     return NATIVE.get(kind, kind)
 
 

@@ -23,7 +23,7 @@ from .. import functional as F
 from .. import nn as ours
 from .._arch import PLAIN
 from .._tools import refuse_scripting
-from .blocks import Path, all_layers_are_watched, at, is_hooked, why_no_block
+from .blocks import Path, all_layers_are_watched, at, copied_class, is_hooked, why_no_block
 from .readers import Kind, native_of, products_that_read
 from .sources import fingerprint_of
 from .trace import decorated, undecorated
@@ -147,7 +147,9 @@ class _Found:
             return False
         for path, kind in self.layers:
             layer = at(module, path)
-            if layer is None or type(layer) is not kind or is_hooked(layer):
+            if layer is None or is_hooked(layer):
+                return False
+            if copied_class(type(layer)) is not copied_class(kind):
                 return False
         for name, _ in self.block.norms:
             for vector in getattr(module, name)._parameters.values():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ..._arch import FLOATING, PLAIN, why_no_kernel
-from ...swap.blocks import why_no_block
+from ...swap.blocks import COPY_OF, why_no_block
 from ...swap.classes import set_class, type_name
 from ...swap.report import IS_OURS, REPLACED, SwapEntry
 from ...swap.selection import WhyLeft
@@ -229,7 +229,7 @@ def _class_for(base: Any) -> Any:
     # The names and the line by which the source of ``base`` is found.
     places = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
     body = {name: vars(base)[name] for name in places if name in vars(base)}
-    body |= {"__qualname__": base.__qualname__, "__reduce_ex__": reduce, "_warpwright_rotary": base}
+    body |= {"__qualname__": base.__qualname__, "__reduce_ex__": reduce, COPY_OF: base}
     made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
     made.forward = decorated(forward, decorators)  # type: ignore[attr-defined]
     return made
@@ -252,7 +252,7 @@ def _why_unknown(native: Any) -> str | None:
 
 def _base_of(module: nn.Module) -> type[nn.Module] | None:
     """The native class of a swapped layer; None for any other."""
-    return vars(type(module)).get("_warpwright_rotary")
+    return vars(type(module)).get(COPY_OF)
 
 
 class _Rotary:
