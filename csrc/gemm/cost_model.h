@@ -88,9 +88,8 @@ struct Sm90Product {
   int64_t n;
   int64_t k;
   Sm90Loading loading;
-  bool weight_gradient;         // both operands MN-major
-  bool whole_sectors;           // rows start at multiples of 32 bytes
-  bool adds_to_narrow = false;  // D has 16 bits and is added to
+  bool weight_gradient;  // both operands MN-major
+  bool whole_sectors;    // rows start at multiples of 32 bytes
 };
 
 inline bool is_wide_16bit(const Sm90Product& p, GemmTile tile) {
@@ -122,12 +121,6 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   // 128x256 of 16 bits is faster if L2 limits 128x128. Over more rounds, power limits it.
   constexpr double kWide16Bit = 1270, kWide16BitOtherwise = 1400;
   constexpr int64_t kWideRounds = 4;
-  // Measured on an H100, in 111 to 243 rounds. The epilogue reads D, and 128x192 hides that best.
-  if (rounds > 1 && p.adds_to_narrow && p.loading == Sm90Loading::kTma && p.whole_sectors) {
-    if (tile == GemmTile::k128x256) return 1770;
-    if (tile == GemmTile::k192x192) return 1830;
-    if (tile == GemmTile::k128x128) return 1120;
-  }
   if (rounds == 1 && is_long_gradient(p)) {
     if (tile == GemmTile::k128x256) return 1310;
     if (tile == GemmTile::k128x192) return 1000;
@@ -166,6 +159,7 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
   constexpr double kFirstAndLastTransposed = 5500, kFirstAndLastWide16Bit = 5500;
   constexpr double kFirstAndLast192 = 8000;
   constexpr double kSecondLaunch = 2500;
+  constexpr double kMemoryBytesPerCycle = 2500;
   const Sm90TileShape shape = sm90_tile(p.loading, tile);
   const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
   const int64_t rounds = ceil_div(tiles, device.num_sms);
@@ -180,8 +174,7 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
   if (is_wide_16bit(p, tile)) first_and_last = kFirstAndLastWide16Bit;
   if (exposed) first_and_last *= static_cast<double>(rounds);
   const double memory_cycles = static_cast<double>(p.m + p.n) * static_cast<double>(p.k) *
-                               static_cast<double>(gemm_kind_size(p.kind)) /
-                               device.memory_bytes_per_cycle();
+                               static_cast<double>(gemm_kind_size(p.kind)) / kMemoryBytesPerCycle;
   double cycles =
       first_and_last + std::max(static_cast<double>(rounds * k_tiles) * tile_cycles, memory_cycles);
   if (splits > 1) {
