@@ -26,6 +26,8 @@ Impls = Mapping[str, Mapping[str, Any]]
 def summary(main: Path, records: dict[Path, Record], stale: Stale) -> str:
     """Every GPU's steps and ops, each from its newest record, the folder of `main` first."""
     gpus = newest_of_gpus(main, records)
+    if not any(gpus.values()):
+        return ""
     newest = {gpu: all_rows(parts) for gpu, parts in gpus.items()}
     old = {
         gpu: {row["op"] for path, part in parts for row in part["rows"] if row["op"] in stale[path]}

@@ -312,6 +312,8 @@ def plan_blocks(
 
     for name, module in model.named_modules():
         base = type(module)
+        if isinstance(module, torch.jit.ScriptModule):  # its class has no code of a forward
+            continue
         if module in chosen or native_of(base) is not base or _block_of(base) is None:
             continue
         if why_no_block(module) or why_left(module, name) or _why_not_trusted(base):
