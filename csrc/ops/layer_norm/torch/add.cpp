@@ -20,6 +20,9 @@ struct AddNormCall {
   bool centered;
   OptionalType dtype;
 
+  const char* name_of_input() const {
+    return centered ? "add_layer_norm: input" : "add_rms_norm: input";
+  }
   LayerNormCall norm(const Tensor& branch, const Tensor& sum) const {
     return {residual, shape, weight, bias, eps, centered, dtype, branch, sum};
   }
@@ -33,6 +36,9 @@ struct AddNormBackwardCall {
   Mask4 wanted;          // residual, input, weight, bias
   bool centered;
 
+  const char* name_of_grad_sum() const {
+    return centered ? "add_layer_norm_backward: grad_sum" : "add_rms_norm_backward: grad_sum";
+  }
   bool has_copy() const { return wanted[1] && dtype != sum.scalar_type(); }
   LayerNormBackwardCall norm() const {
     return {
@@ -45,7 +51,7 @@ struct AddNormBackwardCall {
 
 void check_add(const AddNormCall& call) {
   const Tensor &input = call.input, &residual = call.residual;
-  const char* name = call.centered ? "add_layer_norm: input" : "add_rms_norm: input";
+  const char* name = call.name_of_input();
   check_norm_input(residual, call.centered);
   TORCH_CHECK(is_type_beside(input.scalar_type(), residual.scalar_type()), name, ": expected ",
               residual.scalar_type(),
@@ -58,10 +64,7 @@ void check_add(const AddNormCall& call) {
 void check_add_backward(const AddNormBackwardCall& call) {
   const Tensor& sum = call.sum;
   check_backward(call.norm());
-  check_argument(
-      call.grad_sum,
-      call.centered ? "add_layer_norm_backward: grad_sum" : "add_rms_norm_backward: grad_sum",
-      sum.sym_sizes(), sum.scalar_type(), sum);
+  check_argument(call.grad_sum, call.name_of_grad_sum(), sum.sym_sizes(), sum.scalar_type(), sum);
   TORCH_CHECK(is_type_beside(call.dtype, sum.scalar_type()),
               call.centered ? "add_layer_norm_backward: dtype" : "add_rms_norm_backward: dtype",
               ": expected ", sum.scalar_type(),
@@ -76,7 +79,7 @@ void check_add_backward(const AddNormBackwardCall& call) {
 template <class Run>
 Tensors4 add_forward_with(const AddNormCall& call, const Tensor& branch, Run&& run) {
   check_add(call);
-  check_has_storage(call.input, call.centered ? "add_layer_norm: input" : "add_rms_norm: input");
+  check_has_storage(call.input, call.name_of_input());
   check_has_storage(call.residual,
                     call.centered ? "add_layer_norm: residual" : "add_rms_norm: residual");
   Tensor sum = at::empty(call.residual.sizes(), call.residual.options());
@@ -90,7 +93,7 @@ Tensors4 add_forward_with(const AddNormCall& call, const Tensor& branch, Run&& r
 template <class Run>
 Tensors4 add_backward_with(const AddNormBackwardCall& call, Run&& run) {
   check_add_backward(call);
-  check_has_storage(call.grad_sum, "add_layer_norm_backward: grad_sum");
+  check_has_storage(call.grad_sum, call.name_of_grad_sum());
   LayerNormBackwardCall norm = call.norm();
   if (norm.wanted[0]) norm.grad_sum = call.grad_sum;
   if (call.has_copy()) {
@@ -155,33 +158,6 @@ Tensors4 add_backward_cpu(const AddNormBackwardCall& call) {
   return results;
 }
 
-Tensors4 add_layer_norm_cpu_kernel(const Tensor& input, const Tensor& residual,
-                                   SymIntArrayRef shape, const OptionalTensor& weight,
-                                   const OptionalTensor& bias, double eps, OptionalType dtype) {
-  return add_forward_cpu(add_layer_norm_call(input, residual, shape, weight, bias, eps, dtype));
-}
-Tensors3 add_rms_norm_cpu_kernel(const Tensor& input, const Tensor& residual, SymIntArrayRef shape,
-                                 const OptionalTensor& weight, std::optional<double> eps,
-                                 OptionalType dtype) {
-  return without_mean(
-      add_forward_cpu(add_rms_norm_call(input, residual, shape, weight, eps, dtype)));
-}
-Tensors4 add_layer_norm_backward_cpu_kernel(const Tensor& grad_sum, const Tensor& grad_output,
-                                            const Tensor& sum, SymIntArrayRef shape,
-                                            const OptionalTensor& weight, const Tensor& mean,
-                                            const Tensor& rstd, at::ScalarType dtype,
-                                            Mask4 wanted) {
-  return add_backward_cpu(add_layer_norm_backward_call(grad_sum, grad_output, sum, shape, weight,
-                                                       mean, rstd, dtype, wanted));
-}
-Tensors3 add_rms_norm_backward_cpu_kernel(const Tensor& grad_sum, const Tensor& grad_output,
-                                          const Tensor& sum, SymIntArrayRef shape,
-                                          const OptionalTensor& weight, const Tensor& rstd,
-                                          at::ScalarType dtype, Mask3 wanted) {
-  return without_bias(add_backward_cpu(
-      add_rms_norm_backward_call(grad_sum, grad_output, sum, shape, weight, rstd, dtype, wanted)));
-}
-
 // ---- CUDA ----
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -229,33 +205,6 @@ Tensors4 add_backward_cuda(const AddNormBackwardCall& call) {
   }
   return results;
 }
-
-Tensors4 add_layer_norm_cuda_kernel(const Tensor& input, const Tensor& residual,
-                                    SymIntArrayRef shape, const OptionalTensor& weight,
-                                    const OptionalTensor& bias, double eps, OptionalType dtype) {
-  return add_forward_cuda(add_layer_norm_call(input, residual, shape, weight, bias, eps, dtype));
-}
-Tensors3 add_rms_norm_cuda_kernel(const Tensor& input, const Tensor& residual, SymIntArrayRef shape,
-                                  const OptionalTensor& weight, std::optional<double> eps,
-                                  OptionalType dtype) {
-  return without_mean(
-      add_forward_cuda(add_rms_norm_call(input, residual, shape, weight, eps, dtype)));
-}
-Tensors4 add_layer_norm_backward_cuda_kernel(const Tensor& grad_sum, const Tensor& grad_output,
-                                             const Tensor& sum, SymIntArrayRef shape,
-                                             const OptionalTensor& weight, const Tensor& mean,
-                                             const Tensor& rstd, at::ScalarType dtype,
-                                             Mask4 wanted) {
-  return add_backward_cuda(add_layer_norm_backward_call(grad_sum, grad_output, sum, shape, weight,
-                                                        mean, rstd, dtype, wanted));
-}
-Tensors3 add_rms_norm_backward_cuda_kernel(const Tensor& grad_sum, const Tensor& grad_output,
-                                           const Tensor& sum, SymIntArrayRef shape,
-                                           const OptionalTensor& weight, const Tensor& rstd,
-                                           at::ScalarType dtype, Mask3 wanted) {
-  return without_bias(add_backward_cuda(
-      add_rms_norm_backward_call(grad_sum, grad_output, sum, shape, weight, rstd, dtype, wanted)));
-}
 #endif
 
 // ---- Meta ----
@@ -276,31 +225,42 @@ Tensors4 add_backward_meta(const AddNormBackwardCall& call) {
   return {dx, copy, dw, db};
 }
 
-Tensors4 add_layer_norm_meta(const Tensor& input, const Tensor& residual, SymIntArrayRef shape,
+// ---- the operators of one key, from its forward and backward ----
+
+template <auto kForward, auto kBackward>
+struct AddNorm {
+  static Tensors4 layer_norm(const Tensor& input, const Tensor& residual, SymIntArrayRef shape,
                              const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                              OptionalType dtype) {
-  return add_forward_meta(add_layer_norm_call(input, residual, shape, weight, bias, eps, dtype));
-}
-Tensors3 add_rms_norm_meta(const Tensor& input, const Tensor& residual, SymIntArrayRef shape,
+    return kForward(add_layer_norm_call(input, residual, shape, weight, bias, eps, dtype));
+  }
+  static Tensors3 rms_norm(const Tensor& input, const Tensor& residual, SymIntArrayRef shape,
                            const OptionalTensor& weight, std::optional<double> eps,
                            OptionalType dtype) {
-  return without_mean(
-      add_forward_meta(add_rms_norm_call(input, residual, shape, weight, eps, dtype)));
-}
-Tensors4 add_layer_norm_backward_meta(const Tensor& grad_sum, const Tensor& grad_output,
+    return without_mean(kForward(add_rms_norm_call(input, residual, shape, weight, eps, dtype)));
+  }
+  static Tensors4 layer_norm_backward(const Tensor& grad_sum, const Tensor& grad_output,
                                       const Tensor& sum, SymIntArrayRef shape,
                                       const OptionalTensor& weight, const Tensor& mean,
                                       const Tensor& rstd, at::ScalarType dtype, Mask4 wanted) {
-  return add_backward_meta(add_layer_norm_backward_call(grad_sum, grad_output, sum, shape, weight,
-                                                        mean, rstd, dtype, wanted));
-}
-Tensors3 add_rms_norm_backward_meta(const Tensor& grad_sum, const Tensor& grad_output,
+    return kBackward(add_layer_norm_backward_call(grad_sum, grad_output, sum, shape, weight, mean,
+                                                  rstd, dtype, wanted));
+  }
+  static Tensors3 rms_norm_backward(const Tensor& grad_sum, const Tensor& grad_output,
                                     const Tensor& sum, SymIntArrayRef shape,
                                     const OptionalTensor& weight, const Tensor& rstd,
                                     at::ScalarType dtype, Mask3 wanted) {
-  return without_bias(add_backward_meta(
-      add_rms_norm_backward_call(grad_sum, grad_output, sum, shape, weight, rstd, dtype, wanted)));
-}
+    return without_bias(kBackward(add_rms_norm_backward_call(grad_sum, grad_output, sum, shape,
+                                                             weight, rstd, dtype, wanted)));
+  }
+
+  static void add_to(torch::Library& m) {
+    m.impl("add_layer_norm", layer_norm);
+    m.impl("add_rms_norm", rms_norm);
+    m.impl("add_layer_norm_backward", layer_norm_backward);
+    m.impl("add_rms_norm_backward", rms_norm_backward);
+  }
+};
 
 }  // namespace
 
@@ -326,27 +286,10 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
-  m.impl("add_layer_norm", add_layer_norm_cpu_kernel);
-  m.impl("add_rms_norm", add_rms_norm_cpu_kernel);
-  m.impl("add_layer_norm_backward", add_layer_norm_backward_cpu_kernel);
-  m.impl("add_rms_norm_backward", add_rms_norm_backward_cpu_kernel);
-}
-
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) { AddNorm<add_forward_cpu, add_backward_cpu>::add_to(m); }
 #ifdef WARPWRIGHT_WITH_CUDA
-TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
-  m.impl("add_layer_norm", add_layer_norm_cuda_kernel);
-  m.impl("add_rms_norm", add_rms_norm_cuda_kernel);
-  m.impl("add_layer_norm_backward", add_layer_norm_backward_cuda_kernel);
-  m.impl("add_rms_norm_backward", add_rms_norm_backward_cuda_kernel);
-}
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) { AddNorm<add_forward_cuda, add_backward_cuda>::add_to(m); }
 #endif
-
-TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
-  m.impl("add_layer_norm", add_layer_norm_meta);
-  m.impl("add_rms_norm", add_rms_norm_meta);
-  m.impl("add_layer_norm_backward", add_layer_norm_backward_meta);
-  m.impl("add_rms_norm_backward", add_rms_norm_backward_meta);
-}
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) { AddNorm<add_forward_meta, add_backward_meta>::add_to(m); }
 
 }  // namespace warpwright
