@@ -184,21 +184,7 @@ def block_class(base: Any, recipes: tuple[Recipe, ...]) -> type[nn.Module]:
                 return run(self, *values, rest)
         return original(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        parts: Any = object.__reduce_ex__(self, max(2, protocol))  # how to make it, of what, state
-        return (_empty, (base, recipes), *parts[2:])
-
-    body = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__reduce_ex__": reduce,
-        "__prepare_scriptable__": refuse_scripting,
-        "_warpwright_base": base,
-    }
-    made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
-    # Not in the body: a base class may decorate the forwards of its subclasses again.
-    made.forward = decorated(forward, decorators)  # type: ignore[attr-defined]
+    made = generated_class(BASE, base, forward, decorators, _empty, base, recipes)
     _classes[base, recipes] = made
     return made
 
@@ -215,12 +201,47 @@ def _empty(base: type[nn.Module], recipes: tuple[Recipe, ...]) -> nn.Module:
     return kind.__new__(kind)
 
 
-COPY_OF = "_warpwright_copy_of"  # of a class: see copied_class
+# ---- generated classes ----
+
+# Attributes of a generated class: the native class whose layers it calls differently, or the one
+# whose forward it copies. See base_of and copied_class.
+BASE = "_warpwright_base"
+COPY_OF = "_warpwright_copy_of"
+
+
+def generated_class(
+    mark: str,
+    base: Any,
+    forward: Callable[..., Any],
+    decorators: list[types.FunctionType],
+    remake: Callable[..., nn.Module],
+    *arguments: Any,
+) -> type[nn.Module]:
+    """A subclass of ``base`` with another forward, under the name of ``base``.
+
+    Args:
+        mark: ``BASE`` or ``COPY_OF``.
+        decorators: what :func:`undecorated` took off the forward of ``base``.
+        remake, arguments: ``remake(*arguments)`` gives the empty module that a pickle or a copy fills.
+    """
+
+    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        parts: Any = object.__reduce_ex__(self, max(2, protocol))  # how to make it, of what, state
+        return (remake, arguments, *parts[2:])
+
+    places = ("__module__", "__doc__", "__firstlineno__")
+    body = {name: vars(base)[name] for name in places if name in vars(base)}
+    body |= {"__qualname__": base.__qualname__, "__reduce_ex__": reduce, mark: base}
+    body["__prepare_scriptable__"] = refuse_scripting
+    made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
+    # Not in the body: a base class may decorate the forwards of its subclasses again.
+    made.forward = decorated(forward, decorators)  # type: ignore[attr-defined]
+    return made
 
 
 def base_of(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class that a generated class extends; None for any other class."""
-    return vars(kind).get("_warpwright_base")
+    return vars(kind).get(BASE)
 
 
 def copied_class(kind: type[nn.Module]) -> type[nn.Module]:

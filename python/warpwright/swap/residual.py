@@ -11,6 +11,7 @@ gradients under autocast are compared with its own forward's on a small example.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,11 +23,20 @@ from torch import Tensor, nn
 from .. import functional as F
 from .. import nn as ours
 from .._arch import PLAIN
-from .._tools import refuse_scripting
-from .blocks import Path, all_layers_are_watched, at, copied_class, is_hooked, why_no_block
+from .blocks import (
+    BASE,
+    Path,
+    all_layers_are_watched,
+    at,
+    copied_class,
+    generated_class,
+    is_hooked,
+    why_no_block,
+)
+from .forms import binder
 from .readers import Kind, native_of, products_that_read
 from .sources import fingerprint_of
-from .trace import decorated, undecorated
+from .trace import undecorated
 
 NARROW = (torch.bfloat16, torch.float16)
 Dtype = torch.dtype | None
@@ -65,12 +75,13 @@ class Step:
 class Block:
     """A class of blocks: ``x + f(norm(x))``, twice."""
 
-    # The forward: (self, the steps of its norms, the dtype, its own arguments).
+    # The forward: (self, the steps of its norms, the dtype), and by name all of its own arguments.
     run: Callable[..., Any]
     norms: tuple[Branch, Branch]  # a norm's name and that of the layer that reads it
     # Returns a block and the arguments of a call, in float32 on the CPU.
     example: Callable[[], tuple[Any, ...]]
-    takes: Callable[..., bool] = lambda *args, **kwargs: True  # which calls `run` computes
+    # Whether `run` computes a call, by its arguments' names.
+    takes: Callable[[dict[str, Any]], bool] = lambda named: True
 
 
 # ---- norms, by the forward of the swapped layer ----
@@ -206,29 +217,20 @@ def _residual_class(base: Any, found: _Found) -> type[nn.Module]:
         return _classes[base, found]
     original, decorators = undecorated(base)
     run, steps, takes = found.block.run, found.steps, found.block.takes
+    bind, _ = binder(base)
+    names = tuple(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        dtype = _dtype_of_products(args[0]) if args else None
-        if dtype is not None and takes(*args, **kwargs) and found.holds(self):
-            return run(self, steps, dtype, *args, **kwargs)
+        values, rest = bind(self, *args, **kwargs)
+        dtype = _dtype_of_products(values[0])
+        if dtype is not None and found.holds(self):
+            named = {**dict(zip(names, values, strict=False)), **rest}
+            if takes(named):
+                return run(self, steps, dtype, **named)
         return original(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        parts: Any = object.__reduce_ex__(self, max(2, protocol))  # how to make it, of what, state
-        return (_empty, (base,), *parts[2:])
-
-    body = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__reduce_ex__": reduce,
-        "__prepare_scriptable__": refuse_scripting,
-        "_warpwright_base": base,
-    }
-    made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
-    # Not in the body: a base class may decorate the forwards of its subclasses again.
-    made.forward = decorated(forward, decorators)  # type: ignore[attr-defined]
+    made = generated_class(BASE, base, forward, decorators, _empty, base)
     _classes[base, found] = made
     return made
 

@@ -48,49 +48,14 @@ Steps = tuple[Step, Step]
 
 
 def _llama(
-    self: Any,
-    steps: Steps,
-    dtype: torch.dtype,
-    hidden_states: Tensor,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    past_key_values: Any = None,
-    use_cache: Any = False,
-    position_embeddings: Any = None,
-    **kwargs: Any,
+    self: Any, steps: Steps, dtype: torch.dtype, hidden_states: Tensor, **others: Any
 ) -> Tensor:
     first, second = steps
     x = first.alone(self.input_layernorm, hidden_states, dtype)
-    x, _ = self.self_attn(
-        hidden_states=x,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        use_cache=use_cache,
-        position_embeddings=position_embeddings,
-        **kwargs,
-    )
+    x, _ = self.self_attn(hidden_states=x, **others)
     hidden_states, x = second.added(self.post_attention_layernorm, x, hidden_states, dtype)
     output: Tensor = hidden_states + self.mlp(x)
     return output
-
-
-def _llama_4(
-    self: Any,
-    steps: Steps,
-    dtype: torch.dtype,
-    hidden_states: Tensor,
-    attention_mask: Any = None,
-    position_ids: Any = None,
-    past_key_values: Any = None,
-    use_cache: Any = False,
-    cache_position: Any = None,
-    position_embeddings: Any = None,
-    **kwargs: Any,
-) -> Tensor:
-    """In transformers 4 attention takes one argument more."""
-    rest = attention_mask, position_ids, past_key_values, use_cache, position_embeddings
-    return _llama(self, steps, dtype, hidden_states, *rest, cache_position=cache_position, **kwargs)
 
 
 def _llama_example() -> tuple[Any, ...]:
@@ -103,92 +68,42 @@ def _llama_example() -> tuple[Any, ...]:
 
 
 _LLAMA_NORMS = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))
-register_block(Block(_llama, _LLAMA_NORMS, _llama_example), "98753812cb5d7d7c")  # 5.23
-register_block(Block(_llama_4, _LLAMA_NORMS, _llama_example), "1434b557b666948a")  # 4.57
+register_block(
+    Block(_llama, _LLAMA_NORMS, _llama_example),
+    "1434b557b666948a",  # 4.57
+    "98753812cb5d7d7c",  # 5.23
+)
 
 
 # ---- GPT2Block, without cross-attention ----
 
 
-def _gpt2(
-    self: Any,
-    steps: Steps,
-    dtype: torch.dtype,
-    hidden_states: Tensor,
-    past_key_values: Any = None,
-    attention_mask: Any = None,
-    encoder_hidden_states: None = None,
-    encoder_attention_mask: Any = None,
-    use_cache: Any = False,
-    **kwargs: Any,
-) -> Tensor:
+_OF_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
+
+
+def _gpt2_with_weights(
+    self: Any, steps: Steps, dtype: torch.dtype, hidden_states: Tensor, **others: Any
+) -> tuple[Tensor, Any]:
+    for name in _OF_ENCODER:
+        del others[name]
     first, second = steps
-    x, _ = self.attn(
-        first.alone(self.ln_1, hidden_states, dtype),
-        past_key_values=past_key_values,
-        attention_mask=attention_mask,
-        use_cache=use_cache,
-        **kwargs,
-    )
+    x, weights = self.attn(first.alone(self.ln_1, hidden_states, dtype), **others)
     hidden_states, x = second.added(self.ln_2, x, hidden_states, dtype)
-    output: Tensor = hidden_states + self.mlp(x)
-    return output
+    return hidden_states + self.mlp(x), weights
 
 
-def _gpt2_4(
-    self: Any,
-    steps: Steps,
-    dtype: torch.dtype,
-    hidden_states: Tensor,
-    past_key_values: Any = None,
-    cache_position: Any = None,
-    attention_mask: Any = None,
-    head_mask: Any = None,
-    encoder_hidden_states: None = None,
-    encoder_attention_mask: Any = None,
-    use_cache: Any = False,
-    output_attentions: Any = False,
-    **kwargs: Any,
-) -> tuple[Any, ...]:
+def _gpt2(*args: Any, **named: Any) -> Tensor:
+    return _gpt2_with_weights(*args, **named)[0]
+
+
+def _gpt2_4(*args: Any, **named: Any) -> tuple[Any, ...]:
     """In transformers 4 the block returns a tuple."""
-    first, second = steps
-    x, weights = self.attn(
-        first.alone(self.ln_1, hidden_states, dtype),
-        past_key_values=past_key_values,
-        cache_position=cache_position,
-        attention_mask=attention_mask,
-        head_mask=head_mask,
-        use_cache=use_cache,
-        output_attentions=output_attentions,
-        **kwargs,
-    )
-    hidden_states, x = second.added(self.ln_2, x, hidden_states, dtype)
-    output = hidden_states + self.mlp(x)
-    return (output, weights) if output_attentions else (output,)
+    outputs = _gpt2_with_weights(*args, **named)
+    return outputs if named["output_attentions"] else outputs[:1]
 
 
-def _without_encoder(
-    hidden_states: Any,
-    past_key_values: Any = None,
-    attention_mask: Any = None,
-    encoder_hidden_states: Any = None,
-    *_: Any,
-    **kwargs: Any,
-) -> bool:
-    return encoder_hidden_states is None
-
-
-def _without_encoder_4(
-    hidden_states: Any,
-    past_key_values: Any = None,
-    cache_position: Any = None,
-    attention_mask: Any = None,
-    head_mask: Any = None,
-    encoder_hidden_states: Any = None,
-    *_: Any,
-    **kwargs: Any,
-) -> bool:
-    return encoder_hidden_states is None
+def _without_encoder(named: dict[str, Any]) -> bool:
+    return named["encoder_hidden_states"] is None
 
 
 def _gpt2_example() -> tuple[Any, ...]:
@@ -204,5 +119,5 @@ register_block(
     Block(_gpt2, _GPT2_NORMS, _gpt2_example, _without_encoder), "2bf2645ec1d7d6a4"
 )  # 5.23
 register_block(
-    Block(_gpt2_4, _GPT2_NORMS, _gpt2_example, _without_encoder_4), "f2bf12f75ab525dc"
+    Block(_gpt2_4, _GPT2_NORMS, _gpt2_example, _without_encoder), "f2bf12f75ab525dc"
 )  # 4.57

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from ... import functional as F
 from ..._arch import FLOATING, PLAIN, why_no_kernel
-from ...swap.blocks import COPY_OF, why_no_block
+from ...swap.blocks import COPY_OF, generated_class, why_no_block
 from ...swap.classes import set_class, type_name
 from ...swap.report import IS_OURS, REPLACED, SwapEntry
 from ...swap.selection import WhyLeft
 from ...swap.sources import function_fingerprint
-from ...swap.trace import decorated, undecorated
+from ...swap.trace import undecorated
 from .. import Plan
 from ._sources import class_of
 from ._views import NAME, NATIVE
@@ -222,17 +222,7 @@ def _class_for(base: Any) -> Any:
         run = rounding if chosen in (NAME, NATIVE) else exact
         return run(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        parts: Any = object.__reduce_ex__(self, max(2, protocol))  # how to make it, of what, state
-        return (_empty, (base,), *parts[2:])
-
-    # The names and the line by which the source of ``base`` is found.
-    places = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
-    body = {name: vars(base)[name] for name in places if name in vars(base)}
-    body |= {"__qualname__": base.__qualname__, "__reduce_ex__": reduce, COPY_OF: base}
-    made = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(body))
-    made.forward = decorated(forward, decorators)  # type: ignore[attr-defined]
-    return made
+    return generated_class(COPY_OF, base, forward, decorators, _empty, base)
 
 
 def _empty(base: Any) -> nn.Module:
