@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +47,9 @@ def layer_norm(
         TypeError: ``normalized_shape`` is no list or tuple of integers.
         NotImplementedError: integer or complex ``input``.
     """
-    if not is_sizes(normalized_shape):
-        normalized_shape = _arguments.sizes("layer_norm", "normalized_shape", normalized_shape)
-    if eps.__class__ is not float:
-        eps = _arguments.real("layer_norm", "eps", eps)
-    if dtype is not None and dtype.__class__ is not torch.dtype:
-        dtype = _arguments.dtype("layer_norm", "dtype", dtype)
+    shape, eps, dtype = _checked("layer_norm", normalized_shape, eps, dtype)
     try:
-        return ops.layer_norm(input, normalized_shape, weight, bias, eps, dtype)[0]
+        return ops.layer_norm(input, shape, weight, bias, eps, dtype)[0]
     except RuntimeError as error:
         optional = {"weight": weight, "bias": bias}
         raise _arguments.error(error, "layer_norm", {"input": input}, optional) from None
@@ -88,14 +84,9 @@ def rms_norm(
         TypeError: ``normalized_shape`` is no list or tuple of integers.
         NotImplementedError: integer ``input``.
     """
-    if not is_sizes(normalized_shape):
-        normalized_shape = _arguments.sizes("rms_norm", "normalized_shape", normalized_shape)
-    if eps is not None and eps.__class__ is not float:
-        eps = _arguments.real("rms_norm", "eps", eps)
-    if dtype is not None and dtype.__class__ is not torch.dtype:
-        dtype = _arguments.dtype("rms_norm", "dtype", dtype)
+    shape, eps, dtype = _checked("rms_norm", normalized_shape, eps, dtype)
     try:
-        return ops.rms_norm(input, normalized_shape, weight, eps, dtype)[0]
+        return ops.rms_norm(input, shape, weight, eps, dtype)[0]
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) and getattr(input, "is_complex", bool)():
             return NATIVE["rms_norm"](input, normalized_shape, weight, eps, dtype)[0]
@@ -132,16 +123,9 @@ def add_layer_norm(
     if operands is None:
         total = residual + input
         return total, layer_norm(total, normalized_shape, weight, bias, eps, dtype=dtype)
-    if not is_sizes(normalized_shape):
-        normalized_shape = _arguments.sizes("add_layer_norm", "normalized_shape", normalized_shape)
-    if eps.__class__ is not float:
-        eps = _arguments.real("add_layer_norm", "eps", eps)
-    if dtype is not None and dtype.__class__ is not torch.dtype:
-        dtype = _arguments.dtype("add_layer_norm", "dtype", dtype)
+    shape, eps, dtype = _checked("add_layer_norm", normalized_shape, eps, dtype)
     try:
-        total, output, *_ = ops.add_layer_norm(
-            *operands, normalized_shape, weight, bias, eps, dtype
-        )
+        total, output, *_ = ops.add_layer_norm(*operands, shape, weight, bias, eps, dtype)
         return total, output
     except RuntimeError as error:
         tensors = {"input": input, "residual": residual}
@@ -167,18 +151,26 @@ def add_rms_norm(
     if operands is None:
         total = residual + input
         return total, rms_norm(total, normalized_shape, weight, eps, dtype=dtype)
-    if not is_sizes(normalized_shape):
-        normalized_shape = _arguments.sizes("add_rms_norm", "normalized_shape", normalized_shape)
-    if eps is not None and eps.__class__ is not float:
-        eps = _arguments.real("add_rms_norm", "eps", eps)
-    if dtype is not None and dtype.__class__ is not torch.dtype:
-        dtype = _arguments.dtype("add_rms_norm", "dtype", dtype)
+    shape, eps, dtype = _checked("add_rms_norm", normalized_shape, eps, dtype)
     try:
-        total, output, _ = ops.add_rms_norm(*operands, normalized_shape, weight, eps, dtype)
+        total, output, _ = ops.add_rms_norm(*operands, shape, weight, eps, dtype)
         return total, output
     except RuntimeError as error:
         tensors = {"input": input, "residual": residual}
         raise _arguments.error(error, "add_rms_norm", tensors, {"weight": weight}) from None
+
+
+def _checked(
+    function: str, normalized_shape: Any, eps: Any, dtype: Any
+) -> tuple[Sequence[int], Any, torch.dtype | None]:
+    """The arguments that are no tensors. Only an RMS norm has a default for ``eps`` of None."""
+    if not is_sizes(normalized_shape):
+        normalized_shape = _arguments.sizes(function, "normalized_shape", normalized_shape)
+    if eps.__class__ is not float and (eps is not None or function.endswith("layer_norm")):
+        eps = _arguments.real(function, "eps", eps)
+    if dtype is not None and dtype.__class__ is not torch.dtype:
+        dtype = _arguments.dtype(function, "dtype", dtype)
+    return normalized_shape, eps, dtype
 
 
 def _operands(function: str, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
