@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from warpwright.testing import assert_same
+
 # None where the machine has none.
 NVCC = shutil.which("nvcc") or shutil.which(
     "nvcc", path=Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
@@ -66,6 +68,40 @@ def gradcheck(function, inputs, *, forward_ad=True, second_order=True):
         assert torch.autograd.gradgradcheck(
             function, inputs, nondet_tol=0.0, check_fwd_over_rev=forward_ad
         )
+
+
+def captured(step):
+    """A CUDA graph of ``step()``, and what the captured call returned. A side stream warms up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def assert_replays(step):
+    """Each replay of ``step()`` gives the bits of the eager call."""
+    expected = step()
+    graph, results = captured(step)
+    for _ in range(3):
+        for result in results:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert_same(list(results), list(expected))
+
+
+def assert_repeats(step, times):
+    """``step()`` gives the same bits next to kernels that hold SMs and memory for changing times."""
+    first = step()
+    busy, scratch = torch.cuda.Stream(), torch.randn(1 << 24, device="cuda")
+    for i in range(times):
+        with torch.cuda.stream(busy):
+            scratch[: (i * 7919 % 97 + 1) << 17].mul_(1.0)
+        assert_same(step(), first)
 
 
 def assert_no_leak(function, *inputs):

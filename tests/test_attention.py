@@ -3,7 +3,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from common import gradcheck, opcheck, subsets
+from common import captured, gradcheck, opcheck, subsets
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import warpwright.functional as F
@@ -716,13 +716,7 @@ def test_cuda_graph_with_dropout():
         out = ours(*leaves, dropout_p=0.2)
         return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     graph.replay()
     first = [t.clone() for t in results]
     graph.replay()

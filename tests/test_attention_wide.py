@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from common import subsets
+from common import assert_repeats, assert_replays, subsets
 from test_attention import compare, ours, qkv
 
 from warpwright import explain
-from warpwright.testing import assert_same
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -117,7 +116,6 @@ def test_infinite_key_that_nobody_sees():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_repeats_are_equal(is_causal, masked):
-    """Also next to another stream's kernels, which hold SMs and memory for random times."""
     q, k, v = qkv("cuda", torch.bfloat16, 3, 24, 700, 600, 256, H_kv=8)
     mask = torch.rand(700, 600, device="cuda") > 0.5 if masked else None
     cotangent = torch.randn(3, 24, 700, 256, device="cuda", dtype=torch.bfloat16)
@@ -126,12 +124,7 @@ def test_repeats_are_equal(is_causal, masked):
         out = ours(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
         return torch.autograd.grad(out, (q, k, v), cotangent)
 
-    first = gradients()
-    busy, scratch = torch.cuda.Stream(), torch.randn(1 << 24, device="cuda")
-    for i in range(50):
-        with torch.cuda.stream(busy):
-            scratch[: (i * 7919 % 97 + 1) << 17].mul_(1.0)
-        assert_same(gradients(), first)
+    assert_repeats(gradients, 50)
 
 
 @pytest.mark.gpu
@@ -144,14 +137,4 @@ def test_cuda_graph():
         out = ours(*leaves, is_causal=True, enable_gqa=True)
         return torch.autograd.grad(out, leaves, cotangent)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = [x.clone() for x in step()]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    for _ in range(3):
-        graph.replay()
-        assert_same(list(results), expected)
+    assert_replays(step)

@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 import torch
-from common import gradcheck, layouts, opcheck, subsets
+from common import captured, gradcheck, layouts, opcheck, subsets
 
 import warpwright
 import warpwright.functional as F
@@ -640,20 +640,13 @@ def test_graph_capture_cuda():
         loss = F.cross_entropy(x, target, label_smoothing=0.1)
         return loss, *torch.autograd.grad(loss, x)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for _ in range(2):
         with torch.no_grad():
             x.normal_()
         target.random_(1000)
         graph.replay()
-        assert_same(captured, step())
+        assert_same(results, step())
     target[3] = 1000
     graph.replay()
     with pytest.raises(IndexError, match=r"Target 1000 .*row 3 "):

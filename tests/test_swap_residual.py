@@ -96,7 +96,8 @@ def blocks(model):
 def test_norms_write_what_products_read(device, name):
     model, inputs = made(name, device)
     native = copy.deepcopy(model)
-    exact, exact_grads = run(copy.deepcopy(model).double(), [t.double() if t.is_floating_point() else t for t in inputs], None)  # fmt: skip
+    doubles = [t.double() if t.is_floating_point() else t for t in inputs]
+    exact, exact_grads = run(copy.deepcopy(model).double(), doubles, None)
     swap(model, fuse=True)
     assert len(blocks(model)) == 2
     with Calls() as calls:

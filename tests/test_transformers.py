@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from common import captured
 from hf import (
     DECODERS,
     LEFT,
@@ -293,14 +294,11 @@ def test_graph_capture(name):
     model = make(name, "cuda")
     swap(model)
     ids = tokens("cuda")
-    expected = results(model, input_ids=ids, labels=ids, use_cache=False)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            results(model, input_ids=ids, labels=ids, use_cache=False)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results(model, input_ids=ids, labels=ids, use_cache=False)
+
+    def step():
+        return results(model, input_ids=ids, labels=ids, use_cache=False)
+
+    expected = step()
+    graph, replayed = captured(step)
     graph.replay()
-    assert_same(captured, expected)
+    assert_same(replayed, expected)

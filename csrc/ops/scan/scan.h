@@ -139,7 +139,7 @@ inline std::string describe(const ScanPlan& plan) {
 void scan_cpu(const ScanParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// `workspace`: plan.workspace_bytes, of which the launch zeroes what it must.
+// `workspace`: plan.workspace_bytes. The launch zeroes the part that its kernels read first.
 void launch_scan(const ScanParams& params, const ScanPlan& plan, void* workspace,
                  cudaStream_t stream);
 #endif

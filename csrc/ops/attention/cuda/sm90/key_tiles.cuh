@@ -1,5 +1,5 @@
 // What the kernels of dk and dv share: tiles of keys, the walk over the blocks of queries that see
-// them, and what is hidden in a transposed tile of scores (keys are rows).
+// them, and the masking of a tile of scores whose rows are keys.
 #pragma once
 
 #include "device/sm90/cluster.cuh"
