@@ -221,7 +221,7 @@ def test_source_hash_is_setup_pys(monkeypatch):
 def test_two_gpus_stand_side_by_side(tree):
     root, path, record = tree
     run(root)
-    assert "## Two GPUs" not in (root / "docs/results.md").read_text()
+    assert "## Ratios per GPU" not in (root / "docs/results.md").read_text()
     rows = [
         row("relu", "warpwright", 3.0),
         row("relu", "native", 9.0),

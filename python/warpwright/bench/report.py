@@ -91,7 +91,7 @@ def results_page(records: dict[Path, Record], stale: dict[Path, set[str]], root:
     ]
     gpus = machines.newest_of_gpus(main_record(records, root), records)
     if len(gpus) > 1:
-        lines += ["", "## Two GPUs", ""]
+        lines += ["", "## Ratios per GPU", ""]
         lines += ["Native time over ours, each against its own native: the geometric mean of the"]
         lines += ["workloads that all of them measured.", ""]
         lines += [machines.machines_table({n: machines.all_rows(p) for n, p in gpus.items()})]
