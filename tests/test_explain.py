@@ -8,6 +8,7 @@ from common import header_program
 from warpwright import _C, explain
 
 ON_GPU = {"device": "cuda"}
+FORWARD, GRAD_INPUT, GRAD_WEIGHT = "forward", "grad_input", "grad_weight"
 
 
 def test_names_and_devices(device):
@@ -207,116 +208,6 @@ def test_linear_outer_product_fills_the_gpu():
         # Rounds of blocks against what they would be without ends: never twice as long.
         blocks = -(-n // int(rows[1])) * -(-k // 256)
         assert -(-blocks // 132) * groups <= 2 * -(-(-(-n // 64) * -(-k // 256)) // 132)
-
-
-# Of one H200 and one H100, in us: (dtype, role of linear whose product it is, m, n, k of that
-# product), the fastest of all tiles that were tried, and the shipped ones by (tile, splits).
-P, M, S, W = "128x128 ping-pong", "128x64", "64x64 ping-pong", "128x256"
-BF16, TF32 = "bfloat16", "float32"
-FORWARD, GRAD_INPUT, GRAD_WEIGHT = "forward", "grad_input", "grad_weight"
-RACE = [
-    (BF16, FORWARD, 4096, 4096, 4096, 176.7, {(P, 1): 182.7, (W, 1): 176.7}),
-    (BF16, GRAD_INPUT, 4096, 4096, 4096, 188.0, {(P, 1): 189.4, (W, 1): 188.0}),
-    (BF16, FORWARD, 16384, 4096, 1024, 182.0, {(P, 1): 184.5, (W, 1): 201.2}),
-    (BF16, GRAD_INPUT, 16384, 1024, 4096, 191.4, {(P, 1): 191.4, (W, 1): 194.4}),
-    (BF16, FORWARD, 65536, 1024, 1024, 187.2, {(P, 1): 189.6, (W, 1): 205.5}),
-    (BF16, GRAD_INPUT, 65536, 1024, 1024, 189.0, {(P, 1): 191.7, (W, 1): 207.5}),
-    (BF16, FORWARD, 8192, 14336, 4096, 1350.9, {(P, 1): 1354.2, (W, 1): 1441.5}),
-    (BF16, GRAD_INPUT, 8192, 4096, 14336, 1409.1, {(P, 1): 1410.3, (W, 1): 1422.1}),
-    (BF16, FORWARD, 8192, 8192, 8192, 1547.1, {(P, 1): 1582.1, (W, 1): 1606.3}),
-    (BF16, GRAD_INPUT, 8192, 8192, 8192, 1585.7, {(P, 1): 1611.5, (W, 1): 1638.4}),
-    (BF16, FORWARD, 16384, 3072, 768, 130.2, {(P, 1): 130.2, (W, 1): 158.0}),
-    (BF16, GRAD_INPUT, 16384, 768, 3072, 112.6, {(P, 1): 113.2, (W, 1): 112.7}),
-    (BF16, FORWARD, 8192, 4096, 4096, 365.8, {(P, 1): 368.9, (W, 1): 374.4}),
-    (BF16, GRAD_INPUT, 8192, 4096, 4096, 384.4, {(P, 1): 386.2, (W, 1): 392.4}),
-    (BF16, FORWARD, 2048, 2048, 2048, 31.0, {(P, 1): 31.1, (W, 1): 36.6}),
-    (BF16, GRAD_INPUT, 2048, 2048, 2048, 29.7, {(P, 1): 30.1, (W, 1): 35.5}),
-    (BF16, FORWARD, 16384, 768, 3072, 104.3, {(P, 1): 104.4, (W, 1): 105.3}),
-    (BF16, GRAD_INPUT, 16384, 3072, 768, 106.9, {(P, 1): 107.5, (W, 1): 120.2}),
-    (BF16, FORWARD, 8192, 4096, 14336, 1392.0, {(P, 1): 1411.4, (W, 1): 1394.9}),
-    (BF16, GRAD_INPUT, 8192, 14336, 4096, 1357.0, {(P, 1): 1364.1, (W, 1): 1427.4}),
-    (BF16, FORWARD, 8192, 1024, 1024, 35.0, {(P, 1): 35.0, (W, 1): 37.6}),
-    (BF16, GRAD_WEIGHT, 4096, 4096, 4096, 197.0, {(P, 1): 198.6, (W, 1): 197.0}),
-    (BF16, GRAD_WEIGHT, 14336, 4096, 8192, 1427.8, {(P, 1): 1427.8, (M, 1): 2567.0}),
-    (BF16, GRAD_WEIGHT, 2048, 2048, 2048, 24.9, {(P, 1): 24.9, (M, 1): 38.0, (S, 1): 44.4}),
-    (BF16, FORWARD, 1024, 1024, 1024, 7.6, {(M, 1): 7.6, (S, 1): 9.2, (P, 1): 10.8}),
-    (BF16, GRAD_WEIGHT, 1024, 1024, 16384, 53.0, {(M, 1): 53.0, (P, 1): 78.2, (P, 4): 58.8}),
-    (BF16, FORWARD, 1000, 1000, 1000, 8.8, {(M, 1): 8.8, (P, 1): 10.7}),
-    (BF16, FORWARD, 1496, 1496, 1496, 20.6, {(M, 1): 20.6, (P, 1): 29.6}),
-    (BF16, FORWARD, 4096, 50257, 768, 570.8, {(P, 1): 582.4, (M, 1): 838.5, (S, 1): 1082.1}),
-    (BF16, FORWARD, 512, 128, 3136, 7.1, {(S, 1): 9.3, (M, 1): 11.4, (S, 8): 7.1, (M, 8): 7.6}),
-    (BF16, FORWARD, 1, 4096, 4096, 13.2, {(S, 1): 13.2, (S, 2): 13.5, (M, 1): 19.2, (M, 2): 13.9}),
-    (BF16, FORWARD, 8, 4096, 4096, 12.8, {(S, 1): 12.8, (S, 2): 13.4, (M, 1): 17.5, (M, 2): 13.9}),
-    (BF16, FORWARD, 64, 4096, 4096, 13.5, {(S, 1): 13.5, (S, 2): 14.9, (M, 1): 17.5, (M, 2): 15.1}),
-    (BF16, FORWARD, 96, 4096, 4096, 15.3, {(S, 1): 17.3, (S, 2): 19.3, (M, 1): 17.5, (M, 2): 15.3}),
-    (TF32, FORWARD, 4096, 4096, 4096, 346.9, {(W, 1): 346.9, (P, 1): 412.2}),
-    (TF32, FORWARD, 8192, 8192, 8192, 2811.4, {(W, 1): 2811.4, (P, 1): 3354.8}),
-    (TF32, FORWARD, 4096, 1024, 4096, 94.7, {(W, 1): 94.7, (P, 1): 100.8}),
-    (TF32, FORWARD, 2048, 2048, 2048, 56.3, {(P, 1): 56.3, (W, 1): 57.8}),
-    (TF32, FORWARD, 8192, 4096, 1024, 211.5, {(P, 1): 211.5, (W, 1): 215.6}),
-]
-
-RACE_H100 = [
-    (BF16, FORWARD, 4096, 4096, 4096, 174.1, {(P, 1): 185.6, (W, 1): 174.1}),
-    (BF16, GRAD_INPUT, 4096, 4096, 4096, 175.8, {(P, 1): 184.4, (W, 1): 175.8}),
-    (BF16, FORWARD, 16384, 4096, 1024, 180.4, {(P, 1): 180.4, (W, 1): 198.6}),
-    (BF16, GRAD_INPUT, 16384, 1024, 4096, 180.9, {(P, 1): 209.2, (W, 1): 180.9}),
-    (BF16, GRAD_INPUT, 65536, 1024, 1024, 184.0, {(P, 1): 186.5, (W, 1): 201.6}),
-    (BF16, FORWARD, 8192, 14336, 4096, 1345.4, {(P, 1): 1366.9, (W, 1): 1415.7}),
-    (BF16, GRAD_INPUT, 8192, 4096, 14336, 1370.4, {(P, 1): 1394.4, (W, 1): 1378.3}),
-    (BF16, GRAD_INPUT, 8192, 8192, 8192, 1565.4, {(P, 1): 1594.2, (W, 1): 1620.6}),
-    (BF16, FORWARD, 16384, 3072, 768, 116.0, {(P, 1): 116.5, (W, 1): 136.5}),
-    (BF16, GRAD_INPUT, 16384, 768, 3072, 107.6, {(P, 1): 107.6, (W, 1): 108.0}),
-    (BF16, FORWARD, 8192, 4096, 4096, 371.4, {(P, 1): 373.5, (W, 1): 371.4}),
-    (BF16, GRAD_INPUT, 8192, 4096, 4096, 370.6, {(P, 1): 377.5, (W, 1): 379.6}),
-    (BF16, FORWARD, 2048, 2048, 2048, 32.5, {(P, 1): 32.5, (W, 1): 36.8}),
-    (BF16, GRAD_INPUT, 2048, 2048, 2048, 31.8, {(P, 1): 31.8, (W, 1): 34.9}),
-    (BF16, FORWARD, 16384, 768, 3072, 106.2, {(P, 1): 121.4, (W, 1): 106.2}),
-    (BF16, GRAD_INPUT, 16384, 3072, 768, 105.2, {(P, 1): 105.2, (W, 1): 118.4}),
-    (BF16, FORWARD, 8192, 4096, 14336, 1350.8, {(P, 1): 1355.7, (W, 1): 1363.9}),
-    (BF16, GRAD_INPUT, 8192, 14336, 4096, 1362.4, {(P, 1): 1376.2, (W, 1): 1423.9}),
-    (BF16, FORWARD, 8192, 1024, 1024, 32.1, {(P, 1): 32.1, (W, 1): 34.5}),
-    (BF16, GRAD_INPUT, 8192, 1024, 1024, 29.5, {(P, 1): 29.5, (W, 1): 30.9}),
-]
-
-
-# Weight gradients of a long k with bias gradients, on an H200. Their last bits of time depend on the
-# power cap, so the choice may be 3 % slower than the fastest.
-Q, T = "128x192 ping-pong", "192x192"
-RACE_LONG = [
-    (1024, 1024, 65536, {(P, 2): 186.9, (P, 4): 191.2, (W, 4): 183.5, (W, 8): 193.5}),
-    (768, 3072, 16384, {(P, 4): 133.2, (W, 3): 132.5, (Q, 4): 123.8, (T, 2): 110.5}),
-    (3072, 768, 16384, {(P, 4): 134.2, (W, 3): 134.8, (Q, 4): 126.2, (T, 2): 112.4}),
-    (768, 768, 16384, {(P, 3): 38.4, (P, 7): 40.1, (W, 7): 40.9, (Q, 5): 41.3, (T, 8): 41.0}),
-    (2304, 768, 16384, {(P, 1): 95.3, (P, 2): 102.4, (W, 2): 95.9, (T, 5): 102.9}),
-    (4096, 4096, 8192, {(P, 1): 380.7, (W, 1): 375.3, (Q, 1): 424.5, (T, 1): 422.9}),
-    (50304, 768, 16384, {(P, 1): 1972.6, (W, 1): 1955.4, (Q, 1): 1922.8, (T, 1): 1994.2}),
-    (4096, 1024, 16384, {(P, 1): 192.5, (W, 1): 184.4, (T, 1): 204.6}),
-    (768, 3072, 50432, {(P, 9): 359.3, (Q, 4): 337.2, (T, 2): 325.9}),
-    (768, 768, 50432, {(P, 3): 99.3, (P, 7): 98.3, (W, 7): 91.6, (Q, 5): 95.6, (T, 8): 91.2}),
-    (4096, 11008, 8192, {(P, 1): 1037.6, (W, 1): 1102.7, (Q, 1): 1114.6, (T, 1): 1115.5}),
-]
-
-
-@pytest.mark.parametrize("race", RACE_LONG, ids=lambda r: "-".join(map(str, r[:3])))
-def test_long_gradient_choice_wins_the_race(race):
-    m, n, k, measured = race
-    text = linear_lines(k, m, n)["grad_weight"]
-    tile = re.search(r"wgmma, tile (\d+x\d+(?: ping-pong)?)", text)[1]
-    split = re.search(r"split-k (\d+)", text)
-    chosen = measured[tile, int(split[1]) if split else 1]
-    assert chosen <= 1.03 * min(measured.values())
-
-
-@pytest.mark.parametrize("race", RACE + RACE_H100, ids=lambda r: "-".join(map(str, r[:5])))
-def test_linear_choice_wins_the_race(race):
-    dtype, role, m, n, k, fastest, measured = race
-    # The product of each role, in sizes of the forward: y = x W^T, dx = dy W, dW = dy^T x.
-    sizes = {FORWARD: (m, n, k), GRAD_INPUT: (m, k, n), GRAD_WEIGHT: (k, m, n)}[role]
-    text = linear_lines(*sizes, dtype, tf32=True)[role]
-    tile = re.search(r"wgmma, tile (\d+x\d+(?: ping-pong)?)", text)[1]
-    split = re.search(r"split-k (\d+)", text)
-    assert measured[tile, int(split[1]) if split else 1] <= 1.025 * fastest
 
 
 @pytest.fixture(scope="module")

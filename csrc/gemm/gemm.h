@@ -237,14 +237,15 @@ void for_splits(const Sm90TileShape& shape, const GemmParams& p, const DeviceInf
 }
 
 inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
+  const bool adds_to_narrow = p.accumulate && !p.accum_d;
   const Sm90Product product{.kind = plan.kind,
                             .m = p.m,
                             .n = p.n,
                             .k = p.k,
                             .loading = plan.loading,
                             .weight_gradient = p.a.major == Major::kMN && p.b.major == Major::kMN,
-                            .whole_sectors = p.a.rows_start_at(32) && p.b.rows_start_at(32)};
-  const bool adds_to_narrow = p.accumulate && !p.accum_d;
+                            .whole_sectors = p.a.rows_start_at(32) && p.b.rows_start_at(32),
+                            .adds_to_narrow = adds_to_narrow};
   const int64_t k_tiles = ceil_div(p.k * dtype_size(p.dtype()), 128);
   double best = -1;
   for (GemmTile tile : kSm90Tiles) {

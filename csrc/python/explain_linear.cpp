@@ -156,10 +156,13 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Te
   auto line = [&](const Matrix& a, const Matrix& b) {
     return describe_product(gemm_params(type, allowed, a, b), device);
   };
+  GemmParams sum = gemm_params(type, allowed, dz.transposed(), x.transposed());
+  sum.accumulate = plan.count > 1;  // from the second chunk on
+  sum.accum_d = sum.accumulate && plan.wide_sum;
   return {{"chunks", describe(plan)},
           {"logits", line(x, w)},
           {"grad_input", line(dz, w.transposed())},
-          {"grad_weight", line(dz.transposed(), x.transposed())}};
+          {"grad_weight", describe_product(sum, device)}};
 }
 
 }  // namespace
