@@ -41,6 +41,11 @@ def public_calls(device, seed, grad=True):
     pool = {"kernel_size": 2, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False}
     norm = {"training": True, "momentum": 0.1, "eps": 1e-5}
     x4, stats = (2, 3, 6, 5), lambda: (t(3), t(3).abs() + 0.5)
+    cache = t(6, 4, 2, 8), t(6, 4, 2, 8)
+
+    def integers(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     extras = {"z_loss": 0.1, "softcap": 5.0, "return_lse": True, "return_argmax": True}
     loss = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.1}
     return {
@@ -54,6 +59,15 @@ def public_calls(device, seed, grad=True):
         ),
         "cumsum": ([g(2, 3, 5), seed % 5 - 2], {"dtype": None, "reverse": False}),
         "linear_scan": ([g(2, 3, 5), g(2, 3, 5), g(2, 5)], {"dim": 1, "reverse": False}),
+        "attention_with_kv_cache": (
+            [t(2, 1, 4, 8), *cache, t(2, 1, 2, 8), t(2, 1, 2, 8)],
+            {
+                "cache_seqlens": integers([9, 2]),
+                "block_table": integers([[0, 4, 2], [3, 1, 5]]),
+                "is_causal": bool(seed % 2),
+                "scale": 0.3,
+            },
+        ),
         "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
         "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),
         "linear_gelu": ([g(4, 5), g(6, 5), g(6)], {"approximate": "tanh"}),

@@ -77,3 +77,16 @@ def compare(
         )
     counts = [counted.get_comm_counts(), counted_backward.get_comm_counts()]
     return tree_map(int, [{str(k): v for k, v in c.items()} for c in counts])
+
+
+def compare_inference(rank, function, tensors, placements):
+    """Values of ``function(*tensors)`` with DTensors, for a function without a derivative."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = make_mesh()
+    expected = function(*tensors)
+    sharded = [
+        distribute_tensor(t.clone(), mesh, parse(word))
+        for t, word in zip(tensors, placements.split(), strict=True)
+    ]
+    torch.testing.assert_close(whole(function(*sharded)), expected)

@@ -13,14 +13,15 @@ import warpwright.functional as F
 from warpwright._catalog import OPERATORS
 
 DIMS = [(0, None, None), (0, 0, 0), (None, 0, 0), (1, None, 0), (None, 2, None), (None, None, 1)]
-# Operators that have no rule: they update parameters or buffers of a whole step, or are drawn from
-# once by others.
+# Operators that have no rule: they update parameters, buffers or a cache of a whole step, or are drawn
+# from once by others.
 UNBATCHED = {
     "adam_step_",
     "attention_dropout_factors",
     "cross_entropy_backward_",
     "cross_entropy_scale_",
     "grad_norm",
+    "kv_cache_append_",
     "sgd_step_",
 }
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from sharded import compare, inputs, make_mesh, parse, whole
+from sharded import compare, compare_inference, inputs, make_mesh, parse, whole
 
 from warpwright import functional as F
 
@@ -212,6 +212,39 @@ CASES = {
 def test_as_one_process(worlds, case):
     function, shapes, placements, options = CASES[case]
     worlds(2).run(compare, function, shapes, placements, options)
+
+
+def decode(query, k_cache, v_cache, lengths, table=None):
+    return F.attention_with_kv_cache(
+        query, k_cache, v_cache, cache_seqlens=lengths, block_table=table
+    )
+
+
+def append(query, k_cache, v_cache, lengths, table):
+    return F.attention_with_kv_cache(
+        query, k_cache, v_cache, query, query, cache_seqlens=lengths, block_table=table
+    )
+
+
+@pytest.mark.parametrize("placements", ["S2 S2 S2 R R", "S0 R R S0 S0", "S1 R R R R", "R R R R R"])
+def test_decoding_as_one_process(worlds, placements):
+    """Heads, or sequences; a cut of the query's tokens is gathered."""
+    lengths, table = torch.tensor([7, 3]).int(), torch.tensor([[5, 0], [1, 4]]).int()
+    tensors = [torch.randn(2, 2, 4, 8), *torch.randn(2, 6, 4, 2, 8), lengths, table]
+    worlds(2).run(compare_inference, decode, tensors, placements)
+    if placements == "S0 R R S0 S0":
+        whole = [tensors[0], *torch.randn(2, 2, 8, 2, 8), lengths]
+        worlds(2).run(compare_inference, decode, whole, "S0 S0 S0 S0")
+
+
+def test_decoding_keeps_the_cache(worlds):
+    """Pages are never gathered, and nothing is written into a copy."""
+    lengths, table = torch.tensor([3, 3]).int(), torch.tensor([[5, 0], [1, 4]]).int()
+    tensors = [torch.randn(2, 1, 2, 8), *torch.randn(2, 6, 4, 2, 8), lengths, table]
+    with pytest.raises(Exception, match="without a gather of k_cache and v_cache"):
+        worlds(2).run(compare_inference, decode, tensors, "R S0 S0 R R")
+    with pytest.raises(Exception, match=r"kv_cache_append_: expected each tensor's local shard"):
+        worlds(2).run(compare_inference, append, tensors, "S2 S2 S2 R R")
 
 
 # ---- what moves between ranks ----

@@ -113,6 +113,21 @@ def test_scans(device):
                 same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
 
 
+def test_attention_with_kv_cache(device):
+    query = torch.randn(2, 3, 4, 8, device=device)
+    k, v = torch.randn(2, 2, 3, 2, 8, device=device)
+    lengths = torch.tensor([7, 2], device=device).int()
+    table = torch.tensor([[5, 0, 3], [1, 4, 2]], device=device).int()
+    for shape, pages in (((2, 12, 2, 8), None), ((6, 4, 2, 8), table)):
+        cache = torch.randn(2, *shape, device=device)
+        for causal in (False, True):
+            same("attention_with_kv_cache", query, *cache, lengths, pages, 3, causal, 0.3)
+        copies = cache.clone()
+        ops.kv_cache_append_(*cache, k, v, lengths, pages)
+        ATEN["kv_cache_append_"](*copies, k, v, lengths, pages)
+        assert torch.equal(cache, copies)
+
+
 def test_conv2d(device):
     x, w = torch.randn(2, 4, 9, 8, device=device), torch.randn(6, 2, 3, 2, device=device)
     for image in (x, x[0], x.to(memory_format=torch.channels_last)):

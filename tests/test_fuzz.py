@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 import warpwright.functional as F
+from warpwright import _native
 from warpwright.testing import assert_same
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -82,6 +83,39 @@ def test_linear(device, dtype):
         k, n = draw(FEATURES), draw(FEATURES)
         args = (make(*batch, k), make(n, k), make.maybe(n))
         check(make, errors, F.linear, NATIVE.linear, args)
+
+    run(test)
+
+
+@each_dtype
+def test_attention_with_kv_cache(device, dtype):
+    """Lengths, pages and groups of heads; native's on the gathered pages."""
+    few = st.integers(1, 3)
+
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal",))
+        batch, tokens, kv_heads, group = draw(st.integers(0, 3)), draw(few), draw(few), draw(few)
+        columns = draw(st.sampled_from([1, 3, 8, 16, 40, 64, 72, 128, 136, 264]))
+        page, pages = draw(st.sampled_from([None, 1, 3, 16])), draw(few)
+        room = draw(st.integers(1, 90)) if page is None else page * pages
+        lengths = torch.tensor(draw(st.lists(st.integers(0, room), min_size=batch, max_size=batch)))
+        table = None
+        if page is not None:
+            table = torch.randint(7, (batch, pages)).int().to(device)
+        shape = (batch, room) if page is None else (7, page)
+        query = make(batch, tokens, kv_heads * group, columns, grad=False)
+        cache = [
+            make(*shape, kv_heads, columns, grad=False, arrange=False).contiguous()
+            for _ in range(2)
+        ]
+        options = (lengths.int().to(device), table, 0, draw(st.booleans()))
+        check(
+            make,
+            errors,
+            torch.ops.warpwright.attention_with_kv_cache,
+            _native.attention_with_kv_cache,
+            (query, *cache, *options),
+        )
 
     run(test)
 

@@ -116,6 +116,17 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize(("length", "most"), [(200, 2), (8192, 3)])
+def test_decoding_launches(length, most):
+    """The append, the splits of the keys, and their merge if there are several."""
+    query = random(2, 1, 8, 64, dtype=BF16).detach()
+    cache = [random(2, length, 2, 64, dtype=BF16).detach() for _ in range(2)]
+    new = [random(2, 1, 2, 64, dtype=BF16).detach() for _ in range(2)]
+    lengths = torch.full((2,), length - 1, device="cuda", dtype=torch.int32)
+    found = launches(lambda: F.attention_with_kv_cache(query, *cache, *new, cache_seqlens=lengths))
+    assert len(found) <= most, found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_launches(name):
     make, forward, backward = CASES[name]

@@ -30,6 +30,7 @@ def test_schemas():
         "sgd_step_",
         "adam_step_",
         "grad_norm",  # its counter
+        "kv_cache_append_",
     }
     for name in mutable:  # kernels of every op for what PyTorch's fallbacks can't do
         for key in ("ADInplaceOrView", "Negative"):

@@ -437,7 +437,39 @@ def optimizer_cases():
         yield f"{name}-many", function, many, {}
 
 
+def decoding_cases():
+    """Each head tile and row count of both kernels; splits, pages, an append, an empty sequence."""
+    for columns in (64, 128, 256, 320, 36):
+        for tokens, heads in ((1, 2), (3, 16)):
+            for page in (None, 5, 16):
+                lengths = torch.tensor([0, 700, 33], dtype=torch.int32)
+                shape = (3, 704) if page is None else (3 * -(-704 // page), page)
+                table = None
+                if page is not None:
+                    table = torch.randperm(shape[0]).int().view(3, -1)
+                operands = (
+                    *(rand(*shape, 2, columns) for _ in range(2)),
+                    *(rand(3, tokens, 2, columns) for _ in range(2)),
+                )
+                yield (
+                    f"{columns}-{tokens}x{heads}-{page or 'whole'}",
+                    decoded,
+                    (rand(3, tokens, heads, columns), *operands, lengths, table),
+                    {"is_causal": tokens > 1},
+                )
+
+
+@torch.no_grad()
+def decoded(query, k_cache, v_cache, k, v, lengths, table, is_causal):
+    cache = k_cache.clone(), v_cache.clone()
+    output = F.attention_with_kv_cache(
+        query, *cache, k, v, cache_seqlens=lengths, block_table=table, is_causal=is_causal
+    )
+    return torch.cat([x.flatten() for x in (output, *cache)])
+
+
 CASES = {
+    "attention_with_kv_cache": decoding_cases,
     "optim": optimizer_cases,
     "relu": relu_cases,
     "gated_activation": gated_activation_cases,
@@ -470,7 +502,9 @@ def step(function, args, kwargs, device, dtype):
     torch.manual_seed(1)
     cotangent = torch.randn(output.shape, dtype=torch.float64).to(dtype).to(device)
     leaves = [t for t in moved if isinstance(t, torch.Tensor) and t.requires_grad]
-    grads = torch.autograd.grad(output, leaves, cotangent, allow_unused=True)
+    grads = ()
+    if output.requires_grad:
+        grads = torch.autograd.grad(output, leaves, cotangent, allow_unused=True)
     return [t.detach().cpu().double() for t in (output, *grads) if t is not None]
 
 

@@ -17,11 +17,18 @@ constexpr int kSources = static_cast<int>(ErrorSource::kCount);
 // The sentence of an error, by source.
 std::string message(ErrorSource source, const ErrorRecord& record) {
   const std::string row = std::to_string(record.row_plus_one - 1);
+  const std::string value = std::to_string(record.value);
   switch (source) {
+    case ErrorSource::kKvCacheLength:
+      return "attention_with_kv_cache: cache_seqlens: " + value +
+             " is negative or more than the cache holds. (sequence " + row + ")";
+    case ErrorSource::kKvCacheTable:
+      return "attention_with_kv_cache: block_table: " + value +
+             " is no page of the cache. (entry " + row + ", counted flat)";
     case ErrorSource::kCrossEntropy:
     default:
-      return "cross_entropy: Target " + std::to_string(record.value) + " is out of bounds. (row " +
-             row + " of target, counted flat)";
+      return "cross_entropy: Target " + value + " is out of bounds. (row " + row +
+             " of target, counted flat)";
   }
 }
 

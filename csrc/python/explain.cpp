@@ -14,6 +14,7 @@
 #include "host/named_devices.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/mask_tiles.h"
+#include "ops/attention_with_kv_cache/attention_with_kv_cache.h"
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
@@ -97,6 +98,34 @@ Lines explain_gated_activation(const std::string& dtype, const TensorLayout& gat
   backward.grad_up = {half(kFresh, 1), pitch};
   return {{"forward", describe(choose_gated_activation(forward))},
           {"grad_gate, grad_up", describe(choose_gated_activation_backward(backward))}};
+}
+
+// ---- attention_with_kv_cache ----
+
+Lines explain_attention_with_kv_cache(const std::string& dtype, const TensorLayout& query,
+                                      const TensorLayout& k_cache, const TensorLayout& v_cache,
+                                      int64_t max_pages, const DeviceInfo& device) {
+  auto cache = [](const TensorLayout& x) {
+    auto* data = reinterpret_cast<void*>(x.address);
+    return KvCacheOperand{data, x.strides.at(0), x.strides.at(1), x.strides.at(2)};
+  };
+  KvAttentionParams p{};
+  p.dtype = dtype_from(dtype);
+  p.B = query.sizes.at(0);
+  p.L_q = query.sizes.at(1);
+  p.H = query.sizes.at(2);
+  p.D = query.sizes.at(3);
+  p.H_kv = std::max(k_cache.sizes.at(2), int64_t{1});
+  p.query = {reinterpret_cast<const void*>(query.address), query.strides.at(0), query.strides.at(1),
+             query.strides.at(2)};
+  p.k_cache = cache(k_cache);
+  p.v_cache = cache(v_cache);
+  p.layout.page_size = k_cache.sizes.at(1);
+  p.layout.max_pages = max_pages;
+  const KvAttentionPlan plan = choose_kv_attention(p, device);
+  Lines lines{{"forward", describe(plan)}};
+  if (plan.splits > 1) lines.push_back({"merge", "the splits of each query row, in order"});
+  return lines;
 }
 
 // ---- rotary_embedding ----
@@ -403,6 +432,7 @@ void define_explain(py::module_& m) {
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_scan", &explain_scan);
+  m.def("explain_attention_with_kv_cache", &explain_attention_with_kv_cache);
   m.def("explain_gated_activation", &explain_gated_activation);
   m.def("explain_relu", &explain_relu);
   m.def("explain_rotary_embedding", &explain_rotary_embedding);

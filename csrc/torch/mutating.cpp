@@ -28,6 +28,7 @@ constexpr const char* kMutating[] = {
     "sgd_step_",
     "adam_step_",
     "grad_norm",
+    "kv_cache_append_",
 };
 
 // Calls f(tensor, is_written) for every tensor among the arguments, in lists too, and replaces it

@@ -106,6 +106,14 @@ def explain_gated_activation(dtype: str, gate: Operand, packed: bool) -> list[tu
 def explain_rotary_embedding(
     dtype: str, table_dtype: str, query: Operand, key: Operand, cos: Operand, sin: Operand
 ) -> list[tuple[str, str]]: ...
+def explain_attention_with_kv_cache(
+    dtype: str,
+    query: Operand,
+    k_cache: Operand,
+    v_cache: Operand,
+    max_pages: int,
+    device: DeviceInfo,
+) -> list[tuple[str, str]]: ...
 def explain_relu(dtype: str, input: Operand) -> list[tuple[str, str]]: ...
 def explain_scaled_dot_product_attention(
     dtype: str,

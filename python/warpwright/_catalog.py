@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _aten, _aten_row_norms, _native, _work
-from ._op import Chain, Example, Function, Op, Operator, Route
+from . import _aten, _aten_row_norms, _examples, _native, _work
+from ._op import Chain, Function, Op, Operator, Route
 
 native = nn.functional
 
@@ -27,49 +27,6 @@ def _always(args: tuple[Any, ...]) -> bool:
 def _in_evaluation(args: tuple[Any, ...]) -> bool:
     """Batch norm's sixth argument is ``training``."""
     return not args[5]
-
-
-def _leaf(device: str, *shape: int) -> Tensor:
-    return torch.randn(shape, device=device, requires_grad=True)
-
-
-def _relu_example(device: str) -> Example:
-    return "4x8", (_leaf(device, 4, 8),), {}
-
-
-def _linear_example(device: str) -> Example:
-    return "4x8 -> 8", (_leaf(device, 4, 8), _leaf(device, 8, 8), _leaf(device, 8)), {}
-
-
-def _conv2d_example(device: str) -> Example:
-    operands = (_leaf(device, 1, 4, 6, 6), _leaf(device, 4, 4, 3, 3), _leaf(device, 4))
-    return "1x4x6x6 -> 4, 3x3", operands, {"padding": 1}
-
-
-def _batch_norm_example(device: str) -> Example:
-    statistics = torch.zeros(4, device=device), torch.ones(4, device=device)
-    affine = _leaf(device, 4), _leaf(device, 4)
-    return "1x4x6x6", (_leaf(device, 1, 4, 6, 6), *statistics, *affine, True), {}
-
-
-def _layer_norm_example(device: str) -> Example:
-    return "4x8", (_leaf(device, 4, 8), (8,), _leaf(device, 8), _leaf(device, 8)), {}
-
-
-def _rms_norm_example(device: str) -> Example:
-    return "4x8", (_leaf(device, 4, 8), (8,), _leaf(device, 8)), {}
-
-
-def _max_pool2d_example(device: str) -> Example:
-    return "1x4x6x6, 2", (_leaf(device, 1, 4, 6, 6), 2), {}
-
-
-def _cross_entropy_example(device: str) -> Example:
-    return "4x8", (_leaf(device, 4, 8), torch.tensor([0, 1, 2, 3], device=device)), {}
-
-
-def _attention_example(device: str) -> Example:
-    return "1x1x8x16", tuple(_leaf(device, 1, 1, 8, 16) for _ in range(3)), {}
 
 
 LINEAR = (
@@ -104,6 +61,16 @@ _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
 CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
 LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
+ATTENTION_WITH_KV_CACHE = (
+    Operator(
+        "attention_with_kv_cache",
+        _native.attention_with_kv_cache,
+        _native.attention_with_kv_cache,
+        inference_only=True,
+        flops=_work.kv_cache_attention_flops,
+    ),
+    Operator("kv_cache_append_", _native.kv_cache_append_, _native.kv_cache_append_),
+)
 BATCH_NORM_RELU = (
     Operator("batch_norm_relu", _native.batch_norm_relu, _aten.batch_norm_relu),
     Operator(
@@ -166,7 +133,7 @@ _RECORDS = (
         work=_work.conv2d_of_call,
         explain="conv2d",
         cpu="native's oneDNN kernels or our own, by the shape",
-        example=_conv2d_example,
+        example=_examples.conv2d,
     ),
     Op(
         "batch_norm",
@@ -190,7 +157,7 @@ _RECORDS = (
         work=_work.traffic_of_call(2, 3),
         explain="batch_norm",
         cpu="vectorised loops; a block's mean, then its deviations, merged in double",
-        example=_batch_norm_example,
+        example=_examples.batch_norm,
         operations=3.0,
     ),
     Op(
@@ -243,7 +210,7 @@ _RECORDS = (
         work=_work.traffic_of_call(2, 3),
         explain="layer_norm",
         cpu="vectorised loops over rows; each row's mean, then its deviations",
-        example=_layer_norm_example,
+        example=_examples.layer_norm,
         operations=3.0,
     ),
     Op(
@@ -257,7 +224,7 @@ _RECORDS = (
         work=_work.traffic_of_call(2, 3),
         explain="rms_norm",
         cpu="vectorised loops over rows",
-        example=_rms_norm_example,
+        example=_examples.rms_norm,
         operations=3.0,
         folders=("layer_norm",),
     ),
@@ -309,7 +276,7 @@ _RECORDS = (
         work=_work.traffic_of_call(2, 3),
         explain="relu",
         cpu="vectorised loops",
-        example=_relu_example,
+        example=_examples.relu,
         operations=0.5,
     ),
     *(
@@ -360,7 +327,7 @@ _RECORDS = (
         work=_work.pooling_of_call,
         explain="max_pool2d",
         cpu="vectorised loops over rows, one byte a window for the backward",
-        example=_max_pool2d_example,
+        example=_examples.max_pool2d,
     ),
     Op(
         "relu_max_pool2d",
@@ -387,7 +354,7 @@ _RECORDS = (
         work=_work.linear_of_call,
         explain="linear",
         cpu="matrix products of ATen (MKL or oneDNN)",
-        example=_linear_example,
+        example=_examples.linear,
     ),
     *(
         Op(
@@ -420,7 +387,7 @@ _RECORDS = (
         work=_work.traffic_of_call(1, 2),
         explain="cross_entropy",
         cpu="one pass a row, vectorised",
-        example=_cross_entropy_example,
+        example=_examples.cross_entropy,
         operations=4.0,
     ),
     Op(
@@ -471,8 +438,15 @@ _RECORDS = (
         work=_work.attention_of_call,
         explain="attention",
         cpu="flash attention by tiles on ATen's matrix products",
-        example=_attention_example,
+        example=_examples.attention,
         folders=("attention",),
+    ),
+    Op(
+        "attention_with_kv_cache",
+        ATTENTION_WITH_KV_CACHE,
+        is_plain=True,
+        explain="attention_with_kv_cache",
+        cpu="two passes over the keys of each head, which its query heads share",
     ),
     Op("sgd", SGD, folders=("optim",), is_optimizer=True),
     Op("adam", ADAM, folders=("optim",), is_optimizer=True),

@@ -242,6 +242,57 @@ def linear_scan(
     return torch.stack(states, dim)
 
 
+def _paged(cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """(batch, key heads, tokens, head size): a copy of the pages in the order of the tokens."""
+    if block_table is not None:
+        last = max(cache.shape[0] - 1, 0)  # entries that no token needs may be anything
+        cache = cache[block_table.long().clamp(0, last)].flatten(1, 2)
+    return cache.transpose(1, 2)
+
+
+def attention_with_kv_cache(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    appended: int = 0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The pages gathered, and the tokens that a query does not see masked."""
+    key, value = _paged(k_cache, block_table), _paged(v_cache, block_table)
+    seen = (cache_seqlens + appended).view(-1, 1, 1, 1)
+    if is_causal:
+        tokens = query.shape[1]
+        seen = seen - torch.arange(tokens - 1, -1, -1, device=query.device).view(-1, 1)
+    mask = torch.arange(key.shape[2], device=query.device) < seen
+    output = native.scaled_dot_product_attention(
+        query.transpose(1, 2), key, value, mask, scale=scale, enable_gqa=True
+    )
+    # Native's kernels disagree about a row that sees no key.
+    output = output.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    return output.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+def kv_cache_append_(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+) -> None:
+    token = cache_seqlens.long().view(-1, 1) + torch.arange(k.shape[1], device=k.device)
+    if block_table is None:
+        page = torch.arange(k.shape[0], device=k.device).view(-1, 1)
+    else:
+        size = k_cache.shape[1]
+        page, token = block_table.long().gather(1, token // size), token % size
+    k_cache.index_put_((page, token), k)
+    v_cache.index_put_((page, token), v)
+
+
 def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:

@@ -27,6 +27,7 @@ class Operator:
     composed: bool = False  # of other operators, in C++: it has no kernel of its own
     autocast: bool = False
     differentiable: bool = True
+    inference_only: bool = False  # raises for an argument that requires a gradient
     # Whether Inductor's form, fused with its neighbours, is as good: it only moves memory. May depend
     # on the arguments.
     is_fused_by_inductor: Callable[[tuple[Any, ...]], bool] = lambda args: False

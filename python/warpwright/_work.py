@@ -184,6 +184,15 @@ def attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
+def kv_cache_attention_flops(
+    query: Shape, k_cache: Shape, v_cache: Shape, seqlens: Shape, table: Shape | None = None,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """As if the cache were full: the lengths are on the device."""
+    tokens = k_cache[1] * (table[1] if table is not None else 1)
+    return 4 * math.prod(query) * tokens
+
+
 def attention_backward_flops(
     dy: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any
 ) -> int:

@@ -85,8 +85,10 @@ RULES: dict[str, Rule] = {
     "attention": _attention.attention,
     "attention_backward": _attention.attention_backward,
 }
-# Fused operators whose gate mask has the layout of the whole tensor, and losses by chunks of logits.
+# Fused operators whose gate mask has the layout of the whole tensor, losses by chunks of logits, and
+# attention over a cache, whose pages belong to a sample.
 LOOPS = (
+    "attention_with_kv_cache",
     "batch_norm_relu",
     "batch_norm_relu_backward",
     "batch_norm_relu_max_pool2d",

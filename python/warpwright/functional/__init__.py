@@ -3,6 +3,7 @@
 from ._activation import geglu, relu, relu_, swiglu
 from ._attention import scaled_dot_product_attention
 from ._conv import conv2d
+from ._kv_cache import attention_with_kv_cache
 from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
 from ._loss import cross_entropy, linear_cross_entropy
 from ._norm import (
@@ -19,6 +20,7 @@ from ._scan import cumsum, linear_scan
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "attention_with_kv_cache",
     "batch_norm",
     "batch_norm_add_relu",
     "batch_norm_relu",

@@ -19,6 +19,7 @@ from ... import _arch
 from . import (
     _attention,
     _elementwise,
+    _kv_cache,
     _linear_cross_entropy,
     _losses,
     _norms,
@@ -34,6 +35,7 @@ RULES: dict[str, Rule] = {
     **_norms.RULES,
     **_attention.RULES,
     **_scan.RULES,
+    **_kv_cache.RULES,
 }
 HANDLERS: dict[str, Any] = {
     **_losses.HANDLERS,

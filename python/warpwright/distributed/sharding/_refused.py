@@ -21,6 +21,13 @@ def optimizer(name: str) -> Callable[..., Any]:
     return refuse
 
 
+def kv_cache_append_(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise RuntimeError(
+        "kv_cache_append_: expected each tensor's local shard, tensor.to_local(), got a DTensor: a "
+        "copy of the cache with other placements would lose what is written."
+    )
+
+
 def max_pool2d_indices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Positions within each plane: a shard over N or channels has its own planes."""
     codes, input_size, *window = args
@@ -36,6 +43,7 @@ def max_pool2d_indices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 HANDLERS = {
+    "kv_cache_append_": kv_cache_append_,
     "max_pool2d_indices": max_pool2d_indices,
     **{name: optimizer(name) for name in ("sgd_step_", "adam_step_", "grad_norm")},
 }

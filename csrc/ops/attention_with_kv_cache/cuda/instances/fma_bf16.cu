@@ -1,0 +1,9 @@
+// The kernels of scalar products of bf16.
+#include "ops/attention_with_kv_cache/cuda/fma.cuh"
+
+namespace warpwright {
+
+template void launch_kv_fma<bf16>(const KvAttentionParams&, const KvAttentionPlan&, const KvLaunch&,
+                                  cudaStream_t);
+
+}  // namespace warpwright

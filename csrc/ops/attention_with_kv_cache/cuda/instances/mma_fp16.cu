@@ -1,0 +1,9 @@
+// The tensor-core kernels of fp16.
+#include "ops/attention_with_kv_cache/cuda/mma.cuh"
+
+namespace warpwright {
+
+template void launch_kv_mma<half>(const KvAttentionParams&, const KvAttentionPlan&, const KvLaunch&,
+                                  cudaStream_t);
+
+}  // namespace warpwright

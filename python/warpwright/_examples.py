@@ -1,0 +1,51 @@
+"""A call of each op that native has, on tensors of a few elements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._op import Example
+
+
+def _leaf(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, requires_grad=True)
+
+
+def relu(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8),), {}
+
+
+def linear(device: str) -> Example:
+    return "4x8 -> 8", (_leaf(device, 4, 8), _leaf(device, 8, 8), _leaf(device, 8)), {}
+
+
+def conv2d(device: str) -> Example:
+    operands = (_leaf(device, 1, 4, 6, 6), _leaf(device, 4, 4, 3, 3), _leaf(device, 4))
+    return "1x4x6x6 -> 4, 3x3", operands, {"padding": 1}
+
+
+def batch_norm(device: str) -> Example:
+    statistics = torch.zeros(4, device=device), torch.ones(4, device=device)
+    affine = _leaf(device, 4), _leaf(device, 4)
+    return "1x4x6x6", (_leaf(device, 1, 4, 6, 6), *statistics, *affine, True), {}
+
+
+def layer_norm(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8), (8,), _leaf(device, 8), _leaf(device, 8)), {}
+
+
+def rms_norm(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8), (8,), _leaf(device, 8)), {}
+
+
+def max_pool2d(device: str) -> Example:
+    return "1x4x6x6, 2", (_leaf(device, 1, 4, 6, 6), 2), {}
+
+
+def cross_entropy(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8), torch.tensor([0, 1, 2, 3], device=device)), {}
+
+
+def attention(device: str) -> Example:
+    return "1x1x8x16", tuple(_leaf(device, 1, 1, 8, 16) for _ in range(3)), {}
