@@ -129,6 +129,15 @@ def rotated(f: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return result
 
 
+def decoded(f: Any, *operands: Tensor) -> Tensor:
+    """One new token per sequence."""
+    if hasattr(f, "attention_with_kv_cache"):
+        names = "query", "k_cache", "v_cache", "cache_seqlens", "block_table"
+        result: Tensor = f.attention_with_kv_cache(**dict(zip(names, operands, strict=True)))
+        return result
+    return _native.attention_with_kv_cache(*operands)
+
+
 def added(f: Any, op: str, x: Tensor, residual: Tensor, *vectors: Tensor) -> Tensor:
     """The sum and its norm, in one tensor."""
     if hasattr(f, op):
@@ -172,6 +181,19 @@ def matrices() -> Iterator[Case]:
             "rows",
             lambda f, a=(x, *tables): rotated(f, *a),
             [x],
+        )
+
+    for batch, length, heads, width in ((1, 512, 12, 64), (8, 1024, 32, 128)):
+        q = torch.randn(batch, 1, heads, width)
+        k, v = torch.randn(2, batch * length // 16, 16, heads // 4, width)
+        table = torch.randperm(len(k)).int().view(batch, -1)
+        lengths = torch.full((batch,), length, dtype=torch.int32)
+        yield Case(
+            "attention_with_kv_cache",
+            f"{batch}x{heads}x{length}x{width}",
+            "rows",
+            lambda f, a=(q, k, v, lengths, table): decoded(f, *a),
+            [],
         )
 
     for shape, dim in (((64, 128), 1), ((2048, 768), 1), ((2048, 768), 0), ((1 << 20,), 0)):
@@ -237,6 +259,8 @@ def measure(case: Case, threads: int, seconds: float) -> Iterator[Result]:
         times = shortest([lambda f=f: case.run(f) for f in (ours, native)], seconds)  # type: ignore[misc]
     yield Result(case.op, case.shape, case.layout, "forward", threads, *times)
 
+    if not case.inputs:  # inference
+        return
     for tensor in case.inputs:
         tensor.requires_grad_()
     outputs = [case.run(f) for f in (ours, native)]

@@ -1,4 +1,4 @@
-"""Cases of the layers of language models: norms of rows, gated products, rotary embeddings, scans."""
+"""Cases of the layers of language models: norms of rows, gated products, rotary embeddings, scans, decoding."""
 
 from __future__ import annotations
 
@@ -200,3 +200,54 @@ def _add_norm(op: str, rows: int, cols: int, branch: torch.dtype) -> Case:
     moved = {"fwd": n * (16.0 + 3 * narrow), "bwd": n * (12.0 + narrow + cast + narrow % 4)}
     case = f"{rows}x{cols}" + ("" if narrow == 4 else " and bf16")
     return Case(op, case, FP32, ROWS, make, call, moved, native=native)
+
+
+def _decode(
+    shape: tuple[int, int, int, int, int],
+    page: int | None,
+    dtype: torch.dtype,
+    query_tokens: int = 1,
+) -> Case:
+    """(sequences, cached tokens, heads of query, heads of key, columns), the pages in random order.
+
+    The bytes are those of the cached keys and values. Native gathers the pages first.
+    """
+    batch, tokens, heads, kv_heads, columns = shape
+    pages = batch * (1 if page is None else -(-tokens // page))
+    cache = (pages, tokens if page is None else page, kv_heads, columns)
+
+    def make(device: str) -> Inputs:
+        order = torch.randperm(pages, device=device).int().view(batch, -1)
+        return {
+            "query": _randn((batch, query_tokens, heads, columns), dtype, device).detach(),
+            "k_cache": torch.randn(cache, device=device, dtype=dtype),
+            "v_cache": torch.randn(cache, device=device, dtype=dtype),
+            "cache_seqlens": torch.full((batch,), tokens, device=device, dtype=torch.int32),
+            "block_table": None if page is None else order,
+        }
+
+    def first_sequence(i: Inputs) -> Inputs:
+        own = i["block_table"][0].long() if page is not None else torch.zeros(1).long()
+        own = own.to(i["k_cache"].device)
+        return {
+            "query": i["query"][:1],
+            "k_cache": i["k_cache"][own],
+            "v_cache": i["v_cache"][own],
+            "cache_seqlens": i["cache_seqlens"][:1],
+            "block_table": None if page is None else torch.arange(len(own)).to(own)[None].int(),
+        }
+
+    return Case(
+        "attention_with_kv_cache",
+        f"{batch}x{tokens}x{heads}/{kv_heads}x{columns}"
+        + (f" pages of {page}" if page is not None else "")
+        + (f" {query_tokens} tokens" if query_tokens > 1 else ""),
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.attention_with_kv_cache(**i, is_causal=query_tokens > 1),
+        {"fwd": 2 * batch * tokens * kv_heads * columns * dtype.itemsize},
+        {"fwd": 4.0 * batch * query_tokens * heads * columns * tokens},
+        sample=first_sequence,
+        native=lambda F, i: _native.attention_with_kv_cache(**i, is_causal=query_tokens > 1),
+    )

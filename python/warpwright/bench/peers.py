@@ -71,9 +71,14 @@ def _cotangent(outputs: Outputs) -> Outputs:
 def _autograd(function: Callable[[Inputs], Outputs], inputs: Inputs) -> Implementation:
     """Times `function` and its backward, which runs over one graph again and again.
 
-    The forward of a loss is timed without a graph: with one, it may do the backward's work.
+    The forward of a loss is timed without a graph: with one, it may do the backward's work. Without
+    leaves the case is inference, and has a forward alone.
     """
     leaves = leaves_of(inputs)
+    if not leaves:
+        return Implementation(
+            {"fwd": lambda: function(inputs)}, lambda incoming: (joined(function(inputs)), [])
+        )
     output = function(inputs)
     cotangent = _cotangent(output)
 
@@ -137,7 +142,8 @@ def _compiled(mode: str | None) -> Prepare:
                 lambda i: case.run(native, i), fullgraph=True, dynamic=False, mode=mode
             )
             implementation = _autograd(compiled, inputs)
-            implementation.calls["bwd"]()  # the backward is compiled when it is first reached
+            if "bwd" in implementation.calls:  # it is compiled when it is first reached
+                implementation.calls["bwd"]()
         return implementation
 
     return prepare
@@ -146,6 +152,8 @@ def _compiled(mode: str | None) -> Prepare:
 def prepare_cudagraph(case: Case, inputs: Inputs, device: str) -> Implementation:
     """Native, captured: forward, backward and both as one graph each, as make_graphed_callables."""
     leaves = leaves_of(inputs)
+    if not leaves:
+        raise Missing("captures a forward with its backward, and this case has none")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

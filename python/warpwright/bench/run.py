@@ -66,7 +66,8 @@ def _exact(case: Case, sample: dict[str, Any]) -> tuple[Tensor, list[Tensor], Te
     try:
         output = joined(case.run(torch.nn.functional, inputs))
         cotangent = torch.randn_like(output)
-        grads = torch.autograd.grad(output, leaves_of(inputs), cotangent)
+        leaves = leaves_of(inputs)
+        grads = torch.autograd.grad(output, leaves, cotangent) if leaves else ()
     finally:
         torch.backends.cudnn.benchmark = benchmark
     return output.detach(), list(grads), cotangent
@@ -113,8 +114,11 @@ def _results(
         errors[name] = {
             "fwd": guards.relative(guards.corner(value, exact.shape), exact, case.kinked),
             "bwd": max(
-                guards.relative(g, e, case.kinked)
-                for g, e in zip(corners, exact_grads, strict=True)
+                (
+                    guards.relative(g, e, case.kinked)
+                    for g, e in zip(corners, exact_grads, strict=True)
+                ),
+                default=0.0,
             ),
         }
         if ours is None:

@@ -28,6 +28,7 @@ from .cases import (
 from .language_cases import (
     _add_norm,
     _cumsum,
+    _decode,
     _gated,
     _linear_scan,
     _narrowed_norm,
@@ -134,8 +135,19 @@ def _scans() -> list[Case]:
     ]
 
 
+def _decoding() -> list[Case]:
+    """Llama 3's heads: a full batch in pages of each size, a long sequence, a few tokens at once."""
+    return [
+        *(_decode((32, 8192, 64, 8, 128), page, BF16) for page in (16, 64, 256, None)),
+        _decode((1, 131072, 64, 8, 128), 64, BF16),
+        _decode((32, 8192, 64, 8, 128), 64, BF16, query_tokens=4),
+        _decode((64, 8192, 32, 8, 64), 16, BF16),
+    ]
+
+
 def _language_layers() -> list[Case]:
-    return [*_gated_products(), *_rotary_embeddings(), *_scans(), *_row_norms()]
+    layers = [*_gated_products(), *_rotary_embeddings(), *_scans(), *_row_norms()]
+    return [*layers, *_decoding()]
 
 
 def _all_cases() -> list[Case]:
@@ -250,6 +262,7 @@ QUICK_CASES = [
     _cumsum((2048, 768), 1, FP32),
     _cumsum((2048, 768), 0, FP32),
     _linear_scan((512, 256), 1, FP32),
+    _decode((2, 512, 8, 2, 64), 16, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
     _row_norm("layer_norm", 2048, 768, FP32),
