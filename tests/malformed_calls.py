@@ -122,6 +122,8 @@ def keep(leaf):
 
 def differentiate(function, args, kwargs, twice):
     outputs = [o for o in tree_leaves(function(*args, **kwargs)) if o.requires_grad]
+    if not outputs:  # inference
+        return
     leaves = [a for a in tree_leaves((args, kwargs)) if getattr(a, "requires_grad", False)]
     cotangents = [torch.randn_like(o, requires_grad=twice) for o in outputs]
     firsts = torch.autograd.grad(outputs, leaves, cotangents, create_graph=twice)

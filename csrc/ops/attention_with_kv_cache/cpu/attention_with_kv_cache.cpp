@@ -42,6 +42,8 @@ int64_t token_offset(const KvCacheLayout& layout, const KvCacheOperand& cache, i
 }
 
 constexpr int64_t kLanes = 32;  // partial sums that the compiler keeps in vectors
+// Values of so many keys are summed apart, for shorter chains of roundings.
+constexpr int64_t kKeyRun = 32;
 
 template <class A>
 A dot(const A* x, const A* y, int64_t count) {
@@ -67,9 +69,9 @@ void softmax(A* scores, int64_t visible, int64_t length) {
   A largest = -std::numeric_limits<A>::infinity();
   for (int64_t j = 0; j < visible; ++j) largest = std::max(largest, scores[j]);
   const A base = std::isinf(largest) && largest < 0 ? A(0) : largest;
-  A sum = 0;
+  double sum = 0;
   for (int64_t j = 0; j < visible; ++j) sum += scores[j] = std::exp(scores[j] - base);
-  const A inverse = sum == A(0) ? A(0) : A(1) / sum;
+  const A inverse = sum == 0 ? A(0) : static_cast<A>(1 / sum);
   for (int64_t j = 0; j < visible; ++j) scores[j] *= inverse;
   std::fill(scores + visible, scores + length, A(0));
 }
@@ -77,7 +79,7 @@ void softmax(A* scores, int64_t visible, int64_t length) {
 // The buffers of a thread.
 template <class A>
 struct KvBuffers {
-  std::vector<A> query, scores, out, token;
+  std::vector<A> query, scores, out, part, token;
 };
 
 // All query rows that share head h_kv of sequence b.
@@ -90,9 +92,11 @@ void attend(const KvAttentionParams& p, int64_t b, int64_t h_kv,
   buffers.query.resize(static_cast<size_t>(rows * D));
   buffers.scores.resize(static_cast<size_t>(rows * length));
   buffers.out.assign(static_cast<size_t>(rows * D), A(0));
+  buffers.part.resize(static_cast<size_t>(rows * D));
   buffers.token.resize(static_cast<size_t>(D));
-  auto [query, scores, out, token] = std::tuple(buffers.query.data(), buffers.scores.data(),
-                                                buffers.out.data(), buffers.token.data());
+  auto [query, scores, out, part, token] =
+      std::tuple(buffers.query.data(), buffers.scores.data(), buffers.out.data(),
+                 buffers.part.data(), buffers.token.data());
   for (int64_t r = 0; r < rows; ++r) {
     const T* from = static_cast<const T*>(p.query.data) + b * p.query.stride_b +
                     r / group * p.query.stride_token +
@@ -113,11 +117,14 @@ void attend(const KvAttentionParams& p, int64_t b, int64_t h_kv,
     const int64_t hidden = p.is_causal ? p.L_q - 1 - r / group : 0;
     softmax(scores + r * length, std::max(length - hidden, int64_t{0}), length);
   }
-  for (int64_t key = 0; key < length; ++key) {
-    widen(p.v_cache, key);
-    for (int64_t r = 0; r < rows; ++r) {
-      add_scaled(scores[r * length + key], token, out + r * D, D);
+  for (int64_t first = 0; first < length; first += kKeyRun) {
+    std::fill(part, part + rows * D, A(0));
+    for (int64_t key = first; key < std::min(first + kKeyRun, length); ++key) {
+      widen(p.v_cache, key);
+      for (int64_t r = 0; r < rows; ++r)
+        add_scaled(scores[r * length + key], token, part + r * D, D);
     }
+    add_scaled(A(1), part, out, rows * D);
   }
   for (int64_t r = 0; r < rows; ++r) {
     T* to = static_cast<T*>(p.out) + ((b * p.L_q + r / group) * p.H + h_kv * group + r % group) * D;
