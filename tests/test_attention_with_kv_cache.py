@@ -416,6 +416,34 @@ def test_forward_ad_raises(device):
         torch.func.jvp(lambda q: F.attention_with_kv_cache(q, **call), (query,), (query,))
 
 
+def explained(dtype=torch.bfloat16, batch=32, tokens=1, page=16, pages=512, size=128):
+    def empty(*shape, kind=dtype):
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    cache = empty(batch * pages, page, 8, size)
+    return warpwright.explain(
+        "attention_with_kv_cache",
+        empty(batch, tokens, 64, size),
+        cache,
+        cache,
+        cache_seqlens=empty(batch, kind=torch.int32),
+        block_table=empty(batch, pages, kind=torch.int32),
+        device="h200",
+    )
+
+
+def test_explain():
+    """The path by type, size and strides; splits by shapes alone."""
+    assert "mma.sync" in explained()
+    assert "padded to 64" in explained(size=40)
+    assert "not all rows begin at a 16-byte boundary" in explained(size=36)
+    assert "fits no tile" in explained(size=264)
+    assert "keep their precision" in explained(torch.float32)
+    assert "one CTA per sequence" in explained(pages=1)
+    assert "at most 128 CTAs" in explained(batch=1, pages=8192, page=64)
+    assert "merge" in explained(batch=1)
+
+
 # ---- on a GPU ----
 
 

@@ -58,7 +58,7 @@ struct KvAttentionParams {
   }  // of queries that share a head of k and v
 };
 
-// Writes the tokens of k and v behind cache_seqlens of each sequence.
+// Writes the tokens of k and v after the first cache_seqlens tokens of each sequence.
 struct KvAppendParams {
   DType dtype;
   int64_t B, L_new, H_kv, D;
@@ -115,8 +115,7 @@ inline int64_t choose_kv_splits(int64_t units, int64_t capacity, const DeviceInf
   return std::clamp(wanted, int64_t{1}, std::min(longest, kKvMaxSplits));
 }
 
-// The mma.sync kernel: steps of 16 keys in the ring of a warp, query rows per CTA, and bytes of
-// shared memory.
+// The mma.sync kernel: steps of 16 keys in the ring of a warp, and the most bytes of shared memory.
 constexpr int kv_stages(int head_tile) { return head_tile == 64 ? 4 : head_tile == 128 ? 3 : 2; }
 constexpr int64_t kv_mma_shared_bytes(int head_tile) {
   return int64_t{4} * kv_stages(head_tile) * 2 * 16 * head_tile * 2 + 32 * head_tile * 2;

@@ -343,6 +343,7 @@ template <class T>
 void launch_kv_mma(const KvAttentionParams& p, const KvAttentionPlan& plan, const KvLaunch& args,
                    cudaStream_t stream) {
   for_int<64, 128, 256>(plan.head_tile, [&]<int kD>() {
+    static_assert(KvMmaTile < kD, kD <= 128 ? 2 : 1 > ::kSmem <= kv_mma_shared_bytes(kD));
     if constexpr (kD <= 128) {
       if (plan.row_tiles == 2) return launch_kv_mma_tile<T, KvMmaTile<kD, 2>>(p, args, stream);
     }
