@@ -127,4 +127,26 @@ CUtensorMap make_im2col_tensor_map(const TensorMapIm2col& m) {
   });
 }
 
+CUtensorMap make_pixels_tensor_map(const TensorMapPixels& m) {
+  constexpr const char* kName = "cuTensorMapEncodeTiled";
+  static const auto encode_tiled = find_driver_function<PFN_cuTensorMapEncodeTiled_v12000>(kName);
+  const auto [height, width] = m.size;
+  const cuuint64_t extents[4] = {static_cast<cuuint64_t>(m.channels),
+                                 static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(height),
+                                 static_cast<cuuint64_t>(m.batch)};
+  cuuint64_t pitch_bytes[3];
+  cuuint64_t bytes = static_cast<cuuint64_t>(dtype_size(m.dtype));
+  for (int i = 0; i < 3; ++i) pitch_bytes[i] = bytes *= extents[i];
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(m.box_channels),
+                             static_cast<cuuint32_t>(m.box_cols), 1,
+                             static_cast<cuuint32_t>(m.box_images)};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  return encoded(kName, [&](CUtensorMap* map) {
+    return encode_tiled(map, tensor_map_type(m.dtype, false), 4, const_cast<void*>(m.pointer),
+                        extents, pitch_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        m.swizzle ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
+}
+
 }  // namespace warpwright

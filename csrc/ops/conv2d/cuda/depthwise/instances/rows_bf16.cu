@@ -1,0 +1,13 @@
+// The depthwise kernels that walk rows, of bfloat16.
+#include "ops/conv2d/cuda/depthwise/rows_launch.cuh"
+
+namespace warpwright {
+
+template void launch_depthwise_rows_fprop<bf16>(const Conv2dParams&, const DepthwiseRowsConfig&,
+                                                cudaStream_t);
+template void launch_depthwise_rows_dgrad<bf16>(const Conv2dBackwardParams&,
+                                                const DepthwiseRowsConfig&, cudaStream_t);
+template void launch_depthwise_rows_wgrad<bf16>(const Conv2dBackwardParams&,
+                                                const DepthwiseRowsConfig&, void*, cudaStream_t);
+
+}  // namespace warpwright
