@@ -8,7 +8,9 @@
 #include <variant>
 
 #include "ops/conv2d/cuda/bias_grad.h"
+#include "ops/conv2d/cuda/depthwise/columns.h"
 #include "ops/conv2d/cuda/depthwise/depthwise.h"
+#include "ops/conv2d/cuda/depthwise/rows.h"
 #include "ops/conv2d/cuda/direct/fprop.h"
 #include "ops/conv2d/cuda/direct/wgrad.h"
 #include "ops/conv2d/cuda/few_channels/dgrad.h"
@@ -29,6 +31,7 @@ struct ConvPlan {
   std::variant<Kernels...> kernel;
   LayoutCopies copies;
   int64_t workspace_bytes;
+  const char* why_portable = nullptr;  // why no sm_90a kernel takes it, if that is to be told
 
   template <class Config>
   explicit(false)
@@ -38,16 +41,19 @@ struct ConvPlan {
 
 using Conv2dFpropPlan =
     ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
-             FewChannelsFpropConfig, DirectFpropConfig, DepthwiseNchwFpropConfig>;
+             FewChannelsFpropConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
+             DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 // Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
-using Conv2dDgradPlan = ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig,
-                                 PlaneProductConfig, FewChannelsDgradConfig, DirectFpropConfig,
-                                 DepthwiseNchwFpropConfig, DepthwiseDgradConfig>;
+using Conv2dDgradPlan =
+    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
+             FewChannelsDgradConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
+             DepthwiseDgradConfig, DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 using Conv2dWgradPlan =
     ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
-             FewChannelsWgradConfig, DirectWgradConfig, DepthwiseNchwWgradConfig>;
+             FewChannelsWgradConfig, DirectWgradConfig, DepthwiseNchwWgradConfig,
+             DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 // All kernels except the implicit GEMM and the product of planes also sum the bias gradient, the
 // matrix product in most cases.
@@ -67,34 +73,61 @@ struct Conv2dBiasGradPlan {
 
 // ---- choice ----
 
-// Depthwise: 3 x 3 windows in NCHW have kernels of their own. dgrad of stride 1 is an fprop of the
-// flipped window.
+// The sm_90a kernel of a depthwise convolution in rows of channels, or the reason why there is
+// none. dgrad of stride 1 is an fprop of the flipped window.
+template <class Plan>
+Plan choose_depthwise_in_rows(ConvDirection direction, const Conv2dShape& call,
+                              const Conv2dAddresses& addresses, const DeviceInfo& device,
+                              const LayoutCopies& copies, Plan portable) {
+  Conv2dShape s = copies.shape(call);
+  if (!s.sm90 || !s.channels_last) return portable;
+  const bool flip = direction == ConvDirection::kDgrad && is_flipped_fprop(s);
+  if (flip) s = flipped_shape(s), direction = ConvDirection::kFprop;
+  portable.why_portable = why_not_depthwise_rows(s, copies.addresses(addresses));
+  if (portable.why_portable != nullptr) return portable;
+  if (takes_depthwise_columns(direction, s)) {
+    const auto config =
+        choose_depthwise_columns(s, direction == ConvDirection::kWgrad, flip, device);
+    return {config, copies, workspace_bytes(s, config)};
+  }
+  const auto config = choose_depthwise_rows(direction, s, flip, device);
+  return {config, copies, workspace_bytes(s, config)};
+}
+
+// Depthwise: 3 x 3 windows in NCHW have kernels of their own.
 inline Conv2dFpropPlan choose_depthwise_fprop(const Conv2dShape& s,
                                               const Conv2dAddresses& addresses,
                                               const DeviceInfo& device) {
   if (takes_depthwise_nchw_fprop(s)) {
     return choose_depthwise_nchw_fprop(s, /*flip=*/false, addresses);
   }
-  const auto copies = choose_depthwise_copies(ConvDirection::kFprop, s).value_or(LayoutCopies{});
-  return {choose_direct_fprop(copies.shape(s), /*depthwise=*/true, /*flip=*/false,
-                              copies.addresses(addresses), device),
-          copies};
+  constexpr ConvDirection kDirection = ConvDirection::kFprop;
+  const auto copies = choose_depthwise_copies(kDirection, s).value_or(LayoutCopies{});
+  const Conv2dFpropPlan portable = {
+      choose_direct_fprop(copies.shape(s), /*depthwise=*/true, /*flip=*/false,
+                          copies.addresses(addresses), device),
+      copies};
+  return choose_depthwise_in_rows(kDirection, s, addresses, device, copies, portable);
 }
 
 inline Conv2dDgradPlan choose_depthwise_dgrad(const Conv2dShape& s,
                                               const Conv2dAddresses& addresses,
                                               const DeviceInfo& device) {
+  constexpr ConvDirection kDirection = ConvDirection::kDgrad;
   const Conv2dShape flipped = flipped_shape(s);
   if (is_flipped_fprop(s) && takes_depthwise_nchw_fprop(flipped)) {
     return choose_depthwise_nchw_fprop(flipped, /*flip=*/true,
                                        {addresses.y, addresses.w, addresses.x});
   }
-  const auto copies = choose_depthwise_copies(ConvDirection::kDgrad, s).value_or(LayoutCopies{});
-  if (!is_flipped_fprop(s)) return {DepthwiseDgradConfig{}, copies};
-  const Conv2dAddresses at = copies.addresses(addresses);
-  return {choose_direct_fprop(copies.shape(flipped), /*depthwise=*/true, /*flip=*/true,
-                              {at.y, at.w, at.x}, device),
-          copies};
+  const auto copies = choose_depthwise_copies(kDirection, s).value_or(LayoutCopies{});
+  Conv2dDgradPlan portable = {DepthwiseDgradConfig{}, copies};
+  if (is_flipped_fprop(s)) {
+    const Conv2dAddresses at = copies.addresses(addresses);
+    portable = {choose_direct_fprop(copies.shape(flipped), /*depthwise=*/true, /*flip=*/true,
+                                    {at.y, at.w, at.x}, device),
+                copies};
+  }
+  return choose_depthwise_in_rows(kDirection, s, addresses, device, copies, portable);
 }
 
 inline Conv2dWgradPlan choose_depthwise_wgrad(const Conv2dShape& s,
@@ -104,11 +137,13 @@ inline Conv2dWgradPlan choose_depthwise_wgrad(const Conv2dShape& s,
     const auto config = choose_depthwise_nchw_wgrad(s, addresses, device);
     return {config, {}, workspace_bytes(s, config)};
   }
-  const auto copies = choose_depthwise_copies(ConvDirection::kWgrad, s).value_or(LayoutCopies{});
+  constexpr ConvDirection kDirection = ConvDirection::kWgrad;
+  const auto copies = choose_depthwise_copies(kDirection, s).value_or(LayoutCopies{});
   const Conv2dShape shape = copies.shape(s);
   const auto config =
       choose_direct_wgrad(shape, /*depthwise=*/true, copies.addresses(addresses), device);
-  return {config, copies, workspace_bytes(shape, config)};
+  const Conv2dWgradPlan portable = {config, copies, workspace_bytes(shape, config)};
+  return choose_depthwise_in_rows(kDirection, s, addresses, device, copies, portable);
 }
 
 // A product of windows that no special kernel takes: sm_90a, or portable with the reason why.
@@ -235,7 +270,8 @@ inline Conv2dBackwardPlan choose_conv2d_backward(const Conv2dBackwardParams& p,
 template <class... Kernels>
 std::string describe(const ConvPlan<Kernels...>& plan) {
   return std::visit([](const auto& config) { return describe(config); }, plan.kernel) +
-         describe(plan.copies);
+         describe(plan.copies) +
+         (plan.why_portable == nullptr ? "" : std::string(" (") + plan.why_portable + ")");
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

@@ -13,6 +13,13 @@ void for_16bit_type(DType dtype, F&& f) {
   dtype == DType::kBFloat16 ? f.template operator()<bf16>() : f.template operator()<half>();
 }
 
+// The same with float.
+template <class F>
+void for_rows_type(DType dtype, F&& f) {
+  dtype == DType::kFloat32 ? f.template operator()<float>()
+                           : for_16bit_type(dtype, static_cast<F&&>(f));
+}
+
 // ---- fprop ----
 
 void run(const Conv2dParams& p, const ImplicitGemmConfig& config, cudaStream_t stream) {
@@ -43,6 +50,14 @@ void run(const Conv2dParams& p, const DirectFpropConfig& config, cudaStream_t st
 }
 void run(const Conv2dParams& p, const DepthwiseNchwFpropConfig& config, cudaStream_t stream) {
   launch_depthwise_nchw_fprop(p, config, stream);
+}
+void run(const Conv2dParams& p, const DepthwiseRowsConfig& config, cudaStream_t stream) {
+  for_rows_type(p.shape.dtype,
+                [&]<class T>() { launch_depthwise_rows_fprop<T>(p, config, stream); });
+}
+void run(const Conv2dParams& p, const DepthwiseColumnsConfig& config, cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype,
+                 [&]<class T>() { launch_depthwise_columns_fprop<T>(p, config, stream); });
 }
 
 // ---- dgrad ----
@@ -94,6 +109,16 @@ void run_dgrad(const Conv2dBackwardParams& p, const DepthwiseNchwFpropConfig& co
 void run_dgrad(const Conv2dBackwardParams& p, const DepthwiseDgradConfig&, cudaStream_t stream) {
   launch_depthwise_dgrad(p, stream);
 }
+void run_dgrad(const Conv2dBackwardParams& p, const DepthwiseRowsConfig& config,
+               cudaStream_t stream) {
+  if (config.flip) return run(flipped_fprop(p), config, stream);
+  for_rows_type(p.shape.dtype,
+                [&]<class T>() { launch_depthwise_rows_dgrad<T>(p, config, stream); });
+}
+void run_dgrad(const Conv2dBackwardParams& p, const DepthwiseColumnsConfig& config,
+               cudaStream_t stream) {
+  run(flipped_fprop(p), config, stream);
+}
 
 // ---- wgrad ----
 
@@ -132,6 +157,19 @@ void run_wgrad(const Conv2dBackwardParams& p, const DirectWgradConfig& config, v
 void run_wgrad(const Conv2dBackwardParams& p, const DepthwiseNchwWgradConfig& config,
                void* workspace, cudaStream_t stream) {
   launch_depthwise_nchw_wgrad(p, config, workspace, stream);
+}
+void run_wgrad(const Conv2dBackwardParams& p, const DepthwiseRowsConfig& config, void* workspace,
+               cudaStream_t stream) {
+  for_rows_type(p.shape.dtype,
+                [&]<class T>() { launch_depthwise_rows_wgrad<T>(p, config, workspace, stream); });
+  launch_direct_wgrad_sum(p, config.walk.parts, static_cast<int>(p.shape.k), workspace, stream);
+}
+void run_wgrad(const Conv2dBackwardParams& p, const DepthwiseColumnsConfig& config, void* workspace,
+               cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype, [&]<class T>() {
+    launch_depthwise_columns_wgrad<T>(p, config, workspace, stream);
+  });
+  launch_direct_wgrad_sum(p, config.walk.parts, static_cast<int>(p.shape.k), workspace, stream);
 }
 
 // ---- NCHW tensors in rows of channels ----
