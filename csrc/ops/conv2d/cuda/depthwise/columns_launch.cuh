@@ -22,12 +22,6 @@ inline CUtensorMap depthwise_columns_map(const Conv2dShape& s, const void* point
                                  .swizzle = true});
 }
 
-inline DepthwiseColumnsShape depthwise_columns_shape(const Conv2dShape& s) {
-  return {static_cast<int>(s.n),     static_cast<int>(s.c),    static_cast<int>(s.h),
-          static_cast<int>(s.w),     static_cast<int>(s.p),    static_cast<int>(s.q),
-          static_cast<int>(s.pad_h), static_cast<int>(s.pad_w)};
-}
-
 template <class T>
 void launch_depthwise_columns_fprop(const Conv2dParams& p, const DepthwiseColumnsConfig& config,
                                     cudaStream_t stream) {
@@ -40,7 +34,7 @@ void launch_depthwise_columns_fprop(const Conv2dParams& p, const DepthwiseColumn
            depthwise_columns_map(s, p.input, s.h, s.w, walk, walk.box_cols),
            depthwise_columns_map(s, p.output, s.p, s.q, walk, walk.segments * kColumnsRun),
            static_cast<const T*>(p.input), static_cast<const T*>(p.weight),
-           static_cast<const T*>(p.bias), depthwise_columns_shape(s), walk, config.flip);
+           static_cast<const T*>(p.bias), DepthwiseImage(s), walk, config.flip);
   });
 }
 
@@ -56,7 +50,8 @@ void launch_depthwise_columns_wgrad(const Conv2dBackwardParams& p,
            config.smem_bytes(), stream,
            depthwise_columns_map(s, p.input, s.h, s.w, walk, walk.box_cols),
            depthwise_columns_map(s, p.grad_output, s.p, s.q, walk, walk.segments * kColumnsRun),
-           static_cast<float*>(workspace), depthwise_columns_shape(s), walk);
+           static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
+           static_cast<float*>(workspace), DepthwiseImage(s), walk);
   });
 }
 

@@ -9,13 +9,10 @@
 #include "device/sm90/tma.cuh"
 #include "device/vec.cuh"
 #include "ops/conv2d/cuda/depthwise/columns.h"
+#include "ops/conv2d/cuda/depthwise/exact.cuh"
 #include "tile/stage_ring_sm90.cuh"
 
 namespace warpwright {
-
-struct DepthwiseColumnsShape {
-  int n, c, h, w, p, q, pad_h, pad_w;
-};
 
 // One walk of a CTA: `rows` rows from `row` on, from column `col` on.
 struct DepthwiseColumnsUnit {
@@ -51,7 +48,7 @@ struct DepthwiseColumnsProducer {
   int unit, step = 0;
 
   template <int kTaps, class Ring>
-  __device__ __forceinline__ void load_next(const CUtensorMap* map, const DepthwiseColumnsShape& s,
+  __device__ __forceinline__ void load_next(const CUtensorMap* map, const DepthwiseImage& s,
                                             const DepthwiseColumnsWalk& g, int channel,
                                             const Ring& ring, typename Ring::Cursor& at,
                                             uint32_t stages) {
@@ -92,35 +89,13 @@ __device__ __forceinline__ void load_bands(const T* w, int channel, int channels
   }
 }
 
-// One output from its own taps, in the order of the window. A zero of the band times an infinity of
-// a neighbour's column is NaN, so outputs that are NaN are computed again.
-template <int kTaps, class T>
-__device__ __noinline__ float depthwise_output(const T* x, const T* w, float bias, int image,
-                                               int channel, int row, int col, bool flip,
-                                               const DepthwiseColumnsShape& s) {
-  float sum = bias;
-  for (int r = 0; r < kTaps; ++r) {
-    const int h = row - s.pad_h + r;
-    if (h < 0 || h >= s.h) continue;
-    for (int tap = 0; tap < kTaps; ++tap) {
-      const int v = col - s.pad_w + tap;
-      if (v < 0 || v >= s.w) continue;
-      const int place = r * kTaps + tap;
-      sum += convert<float>(x[((int64_t{image} * s.h + h) * s.w + v) * s.c + channel]) *
-             convert<float>(
-                 w[int64_t{channel} * kTaps * kTaps + (flip ? kTaps * kTaps - 1 - place : place)]);
-    }
-  }
-  return sum;
-}
-
 // Layout: x (N, H, W, C) by `x_map`, w (C, kTaps, kTaps), bias (C) or null, y (N, P, Q, C) by
 // `y_map`. Grid: CTA b has channels b % chunks * 32 and the units b / chunks + i * parts.
 template <class T, int kTaps>
 __global__ void __launch_bounds__(kColumnsThreads, 1)
     conv2d_depthwise_columns_fprop_kernel(const __grid_constant__ CUtensorMap x_map,
                                           const __grid_constant__ CUtensorMap y_map, const T* x,
-                                          const T* w, const T* bias, DepthwiseColumnsShape s,
+                                          const T* w, const T* bias, DepthwiseImage s,
                                           DepthwiseColumnsWalk g, bool flip) {
   if constexpr (kHasSm90a) {
     using Ring = StageRing<kColumnsStages>;
@@ -226,7 +201,7 @@ __global__ void __launch_bounds__(kColumnsThreads, 1)
 #pragma unroll
               for (int e = 0; e < 4; ++e) total += sums[ch][e];
             }
-            if (total != total) {
+            if (total != total) {  // maybe a zero of the band times a neighbour's infinity
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 const int n = u.image + image[e / 2];
@@ -236,8 +211,8 @@ __global__ void __launch_bounds__(kColumnsThreads, 1)
                   if (sums[ch][e] == sums[ch][e] || n >= s.n || col >= s.q || channel + ch >= s.c) {
                     continue;
                   }
-                  sums[ch][e] = depthwise_output<kTaps>(x, w, b[ch], n, channel + ch, u.row + done,
-                                                        col, flip, s);
+                  sums[ch][e] = exact_depthwise_output<kTaps>(x, w, b[ch], n, channel + ch,
+                                                              u.row + done, col, flip, s);
                 }
               }
             }
@@ -277,12 +252,13 @@ __global__ void __launch_bounds__(kColumnsThreads, 1)
 // wgrad. D (16 columns of x, 8 columns of dy) += A (columns of x, segments) B (segments, columns of
 // dy) for each channel and each row of the window. A tap is a diagonal of D, summed at the end.
 // Layout: x (N, H, W, C) by `x_map`, dy (N, P, Q, C) by `dy_map`, partials (parts, taps + 1, C);
-// the last is the bias. Grid: as fprop; a unit has all rows.
+// the last is the bias. Grid: as fprop; a unit has all rows. x and grad (dy) are read only if a sum
+// is NaN.
 template <class T, int kTaps>
 __global__ void __launch_bounds__(kColumnsThreads, 1)
     conv2d_depthwise_columns_wgrad_kernel(const __grid_constant__ CUtensorMap x_map,
-                                          const __grid_constant__ CUtensorMap dy_map,
-                                          float* partials, DepthwiseColumnsShape s,
+                                          const __grid_constant__ CUtensorMap dy_map, const T* x,
+                                          const T* grad, float* partials, DepthwiseImage s,
                                           DepthwiseColumnsWalk g) {
   if constexpr (kHasSm90a) {
     using Ring = StageRing<kColumnsStages>;
@@ -401,6 +377,8 @@ __global__ void __launch_bounds__(kColumnsThreads, 1)
     float* const sums =
         reinterpret_cast<float*>(stages + kColumnsStages * g.stage_bytes) + warp * (4 * 128);
     float* const mine = partials + int64_t{part} * kSums * s.c + channel;
+    const DepthwisePart sums_of{part,    g.parts, g.units, g.col_tiles, g.segments * kColumnsRun,
+                                g.images};
 #pragma unroll
     for (int r = 0; r < kTaps; ++r) {
       __syncwarp();
@@ -415,8 +393,12 @@ __global__ void __launch_bounds__(kColumnsThreads, 1)
       for (int e = lane; e < 4 * kTaps; e += 32) {
         const int ch = e / kTaps, tap = e % kTaps;
         const float* diagonal = sums + ch * 128 + tap * 8;
-        const float sum = tree_sum<8>([&](int q) { return diagonal[q * 9]; });
-        if (channel + ch < s.c) mine[int64_t{r * kTaps + tap} * s.c + ch] = sum;
+        float sum = tree_sum<8>([&](int q) { return diagonal[q * 9]; });
+        if (channel + ch >= s.c) continue;
+        if (sum != sum) {  // maybe a zero past the row's end times an infinity
+          sum = exact_depthwise_tap(x, grad, channel + ch, r, tap, 1, sums_of, s);
+        }
+        mine[int64_t{r * kTaps + tap} * s.c + ch] = sum;
       }
     }
 #pragma unroll

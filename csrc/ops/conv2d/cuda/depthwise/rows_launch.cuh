@@ -74,8 +74,8 @@ void launch_depthwise_rows_wgrad(const Conv2dBackwardParams& p, const DepthwiseR
     for_int<1, 2>(config.stride, [&]<int kStride>() {
       launch(conv2d_depthwise_rows_wgrad_kernel<T, kTaps, kStride>, depthwise_rows_grid(config),
              dim3(static_cast<unsigned>(config.threads())), config.smem_bytes(sizeof(T)), stream,
-             x_map, dy_map, static_cast<float*>(workspace), depthwise_rows_shape(s, s.p, s.q),
-             walk);
+             x_map, dy_map, static_cast<const T*>(p.input), static_cast<const T*>(p.grad_output),
+             static_cast<float*>(workspace), DepthwiseImage(s), walk);
     });
   });
 }

@@ -6,6 +6,7 @@
 #include "device/sm90/arch.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/vec.cuh"
+#include "ops/conv2d/cuda/depthwise/exact.cuh"
 #include "ops/conv2d/cuda/depthwise/rows.h"
 #include "tile/stage_ring_sm90.cuh"
 
@@ -316,12 +317,13 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
 }
 
 // Adds the sums of a CTA's strips and images in order, some taps at a time, and stores the part's.
-// All threads of the CTA call it. `shared` (kRound, threads, kRowsPair).
-template <int kSums>
+// All threads of the CTA call it. `shared` (kRound, threads, kRowsPair). exact(channel, place): the
+// sum of a tap from its own products.
+template <int kSums, class F>
 __device__ __forceinline__ void leave_depthwise_sums(const float (&acc)[kSums][kRowsPair],
                                                      const DepthwiseRowsWalk& g, int channels,
                                                      int first_channel, int part, float* shared,
-                                                     float* partials) {
+                                                     float* partials, F&& exact) {
   constexpr int kRound = 5;
   const int threads = static_cast<int>(blockDim.x), tid = static_cast<int>(threadIdx.x);
   const int rest = g.strips * g.images;
@@ -344,6 +346,7 @@ __device__ __forceinline__ void leave_depthwise_sums(const float (&acc)[kSums][k
       for (int i = 0; i < rest; ++i) {
         sum += shared[t * threads * kRowsPair + i * g.box_channels + c];
       }
+      if (sum != sum && begin + t < kSums - 1) sum = exact(first_channel + c, begin + t);
       partials[(int64_t{part} * kSums + begin + t) * channels + first_channel + c] = sum;
     }
   }
@@ -351,11 +354,13 @@ __device__ __forceinline__ void leave_depthwise_sums(const float (&acc)[kSums][k
 
 // Layout: x (N, H, W, C) by `x_map`, dy (N, P, Q, C) by `dy_map`, partials (parts, taps + 1, C);
 // the last is the bias. Grid: as fprop. A stage has a row of x, and every kStride-th a row of dy.
+// x_tensor and dy_tensor are read only if a sum is NaN.
 template <class T, int kTaps, int kStride>
 __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_rows_ctas(kTaps))
     conv2d_depthwise_rows_wgrad_kernel(const __grid_constant__ CUtensorMap x_map,
-                                       const __grid_constant__ CUtensorMap dy_map, float* partials,
-                                       DepthwiseRowsShape s, DepthwiseRowsWalk g) {
+                                       const __grid_constant__ CUtensorMap dy_map,
+                                       const T* x_tensor, const T* dy_tensor, float* partials,
+                                       DepthwiseImage s, DepthwiseRowsWalk g) {
   if constexpr (kHasSm90a) {
     constexpr int kLive = (kTaps + kStride - 1) / kStride;  // rows of dy that a row of x meets
     constexpr int kPeriod = kLive * kStride;
@@ -367,7 +372,7 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
     const Ring ring = make_depthwise_ring<T>(barriers);
     const int first_channel = static_cast<int>(blockIdx.x) % g.chunks * g.box_channels;
     const int part = static_cast<int>(blockIdx.x) / g.chunks;
-    const int steps = (s.rows - 1) * kStride + kTaps;
+    const int steps = (s.p - 1) * kStride + kTaps;
     typename Ring::Cursor at;
     float acc[kSums][kRowsPair] = {};
 
@@ -375,9 +380,9 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
       if (threadIdx.x % 32 == 0) {
         const int size = g.box_channels * g.images * static_cast<int>(sizeof(T));
         for (int unit = part; unit < g.units; unit += g.parts) {
-          const DepthwiseRowsUnit u(g, unit, s.rows, kRowsRun);
+          const DepthwiseRowsUnit u(g, unit, s.p, kRowsRun);
           for (int i = 0; i < steps; ++i) {
-            const bool has_dy = i % kStride == 0 && i / kStride < s.rows;
+            const bool has_dy = i % kStride == 0 && i / kStride < s.p;
             unsigned char* stage = stages + at.stage * g.stage_bytes;
             ring.wait_empty(at);
             ring.expect(at, size * (g.box_cols + (has_dy ? g.strips * kRowsRun : 0)));
@@ -400,8 +405,8 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
                        (me.image * g.strips + me.strip) * kRowsRun * g.box_channels + me.channel;
       float dy[kLive][kRowsRun][kRowsPair];
       for (int unit = part; unit < g.units; unit += g.parts) {
-        const DepthwiseRowsUnit u(g, unit, s.rows, kRowsRun);
-        const int run = s.cols - (u.col + me.strip * kRowsRun);  // columns that exist
+        const DepthwiseRowsUnit u(g, unit, s.p, kRowsRun);
+        const int run = s.q - (u.col + me.strip * kRowsRun);  // columns that exist
         for (int base = 0; base < steps; base += kPeriod) {
 #pragma unroll
           for (int j = 0; j < kPeriod; ++j) {
@@ -409,7 +414,7 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
             if (step >= steps) break;
             const int stage = at.stage * (g.stage_bytes / static_cast<int>(sizeof(T)));
             Vec<T, 2> loaded[kCols], loaded_dy[kRowsRun];
-            const bool has_dy = j % kStride == 0 && step / kStride < s.rows;
+            const bool has_dy = j % kStride == 0 && step / kStride < s.p;
             ring.wait_full(at);
             load_columns(my_x + stage, g.box_channels, loaded);
             if (has_dy) load_columns(my_dy + stage, g.box_channels, loaded_dy);
@@ -438,7 +443,7 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
               if ((j + kPeriod * kTaps - r) % kStride != 0) continue;
               const int slot = (j + kPeriod * kTaps - r) / kStride % kLive;
               // A row of dy outside of the image meets rows of x that exist, maybe with infinities.
-              if (step < r || (step - r) / kStride >= s.rows) continue;
+              if (step < r || (step - r) / kStride >= s.p) continue;
 #pragma unroll
               for (int q = 0; q < kRowsRun; ++q) {
                 if (q >= run) continue;
@@ -456,7 +461,13 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
       }
     }
     leave_depthwise_sums(acc, g, s.c, first_channel, part, reinterpret_cast<float*>(stages),
-                         partials);
+                         partials, [&](int channel, int place) {
+                           // A zero of the padding or past the row's end may have met an infinity.
+                           const DepthwisePart sums_of{
+                               part, g.parts, g.units, g.col_tiles, g.strips * kRowsRun, g.images};
+                           return exact_depthwise_tap(x_tensor, dy_tensor, channel, place / kTaps,
+                                                      place % kTaps, kStride, sums_of, s);
+                         });
   }
 }
 
