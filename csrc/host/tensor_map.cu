@@ -8,6 +8,7 @@
 
 #include "common/ceil_div.h"
 #include "host/launch.h"
+#include "host/tensor_map_pixels.h"
 
 namespace warpwright {
 namespace {

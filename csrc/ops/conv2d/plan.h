@@ -48,7 +48,8 @@ using Conv2dFpropPlan =
 using Conv2dDgradPlan =
     ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
              FewChannelsDgradConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
-             DepthwiseDgradConfig, DepthwiseRowsConfig, DepthwiseColumnsConfig>;
+             DepthwiseNchwDgradConfig, DepthwiseDgradConfig, DepthwiseRowsConfig,
+             DepthwiseColumnsConfig>;
 
 using Conv2dWgradPlan =
     ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
@@ -94,7 +95,7 @@ Plan choose_depthwise_in_rows(ConvDirection direction, const Conv2dShape& call,
   return {config, copies, workspace_bytes(s, config)};
 }
 
-// Depthwise: 3 x 3 windows in NCHW have kernels of their own.
+// Depthwise: square windows in NCHW have kernels of their own.
 inline Conv2dFpropPlan choose_depthwise_fprop(const Conv2dShape& s,
                                               const Conv2dAddresses& addresses,
                                               const DeviceInfo& device) {
@@ -119,6 +120,7 @@ inline Conv2dDgradPlan choose_depthwise_dgrad(const Conv2dShape& s,
     return choose_depthwise_nchw_fprop(flipped, /*flip=*/true,
                                        {addresses.y, addresses.w, addresses.x});
   }
+  if (const auto config = choose_depthwise_nchw_dgrad(s)) return *config;
   const auto copies = choose_depthwise_copies(kDirection, s).value_or(LayoutCopies{});
   Conv2dDgradPlan portable = {DepthwiseDgradConfig{}, copies};
   if (is_flipped_fprop(s)) {
@@ -133,7 +135,7 @@ inline Conv2dDgradPlan choose_depthwise_dgrad(const Conv2dShape& s,
 inline Conv2dWgradPlan choose_depthwise_wgrad(const Conv2dShape& s,
                                               const Conv2dAddresses& addresses,
                                               const DeviceInfo& device) {
-  if (is_depthwise_nchw_3x3(s)) {
+  if (is_depthwise_nchw(s)) {
     const auto config = choose_depthwise_nchw_wgrad(s, addresses, device);
     return {config, {}, workspace_bytes(s, config)};
   }

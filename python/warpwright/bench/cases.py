@@ -318,14 +318,16 @@ def _conv2d(
     dtype: torch.dtype,
     layout: str,
     bias: bool = True,
+    groups: int = 1,
 ) -> Case:
     """Without a bias each gradient is a pass of its own."""
     n, c, h, w = shape
     q = ((h + 2 * p - k) // s + 1) * ((w + 2 * p - k) // s + 1)
-    flops = 2.0 * n * q * out * c * k * k
+    group_c = c // groups
+    flops = 2.0 * n * q * out * group_c * k * k
     # A stride beyond the window steps over pixels. The gradient is written for all of them.
     read = n * c * min(h * w, q * k * k)
-    weights = out * c * k * k
+    weights = out * group_c * k * k
 
     def work(input_grad: bool = True, weight_grad: bool = True) -> _work.Work:
         elements = n * c * h * w, weights, n * out * q
@@ -342,7 +344,8 @@ def _conv2d(
         }
 
     def make(device: str) -> Inputs:
-        weight = (torch.randn(out, c, k, k, device=device) / (c * k * k) ** 0.5).to(dtype)
+        weight = torch.randn(out, group_c, k, k, device=device) / (group_c * k * k) ** 0.5
+        weight = weight.to(dtype)
         if layout == NHWC:
             weight = weight.contiguous(memory_format=torch.channels_last)
         return {
@@ -353,11 +356,12 @@ def _conv2d(
 
     return Case(
         "conv2d",
-        f"{'x'.join(map(str, shape))}->{out} k{k}s{s}{'' if bias else ' no bias'}",
+        f"{'x'.join(map(str, shape))}->{out} k{k}s{s}"
+        f"{'' if groups == 1 else f' g{groups}'}{'' if bias else ' no bias'}",
         dtype,
         layout,
         make,
-        lambda F, i: F.conv2d(i["x"], i["weight"], i["bias"], s, p),
+        lambda F, i: F.conv2d(i["x"], i["weight"], i["bias"], s, p, 1, groups),
         of_passes("bytes"),
         of_passes("flops"),
         lambda i: {**i, "x": i["x"].detach()[:4].requires_grad_()},

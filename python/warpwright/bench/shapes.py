@@ -71,6 +71,42 @@ def _resnet50_layers(batch: int, dtype: torch.dtype, layout: str) -> list[Case]:
     ]
 
 
+# Depthwise layers of MobileNetV3-L and EfficientNet-B0, then of ConvNeXt-T: channels, image, taps,
+# stride.
+DEPTHWISE_LAYERS = [
+    (16, 112, 3, 1),
+    (64, 112, 3, 2),
+    (72, 56, 3, 1),
+    (72, 56, 5, 2),
+    (120, 28, 5, 1),
+    (240, 28, 3, 2),
+    (480, 14, 3, 1),
+    (672, 14, 5, 2),
+    (960, 7, 5, 1),
+    (32, 112, 3, 1),
+    (96, 112, 3, 2),
+    (144, 56, 3, 1),
+    (144, 56, 5, 2),
+    (240, 28, 5, 1),
+    (672, 14, 5, 1),
+    (1152, 7, 5, 1),
+    (1152, 7, 3, 1),
+    (96, 56, 7, 1),
+    (192, 28, 7, 1),
+    (384, 14, 7, 1),
+    (768, 7, 7, 1),
+]
+
+
+def _depthwise_layers(batch: int) -> list[Case]:
+    def case(c: int, image: int, k: int, s: int, layout: str) -> Case:
+        shape = (batch, c, image, image)
+        return _conv2d(shape, c, k, s, k // 2, BF16, layout, bias=False, groups=c)
+
+    rows = [case(*layer, NHWC) for layer in DEPTHWISE_LAYERS]
+    return [*rows, case(144, 56, 3, 1, NCHW), case(240, 28, 5, 1, NCHW)]
+
+
 # GPT-2, a language model of 1024 columns, Llama's, and one of the widest; heads of 128 last.
 ROW_NORMS = (
     (16384, 768),
@@ -244,6 +280,7 @@ def _all_cases() -> list[Case]:
         _conv2d((1024, 32, 14, 14), 64, 3, 1, 1, BF16, NHWC),
         _conv2d((1024, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
         *_resnet50_layers(256, BF16, NHWC),
+        *_depthwise_layers(128),
     ]
     for d, h in ((64, 32), (128, 16), (256, 8)):
         for b, s in ((32, 512), (8, 2048), (1, 16384)):
@@ -284,6 +321,7 @@ QUICK_CASES = [
     _conv2d((64, 1, 28, 28), 32, 3, 1, 1, FP32, NCHW),
     _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
     _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NHWC),
+    _conv2d((16, 32, 28, 28), 32, 3, 1, 1, FP32, NHWC, groups=32),
     _attention(2, 4, 512, 64, False, FP32),
     _attention(2, 4, 512, 64, True, FP32),
 ]

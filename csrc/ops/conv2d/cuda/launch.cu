@@ -106,6 +106,10 @@ void run_dgrad(const Conv2dBackwardParams& p, const DepthwiseNchwFpropConfig& co
                cudaStream_t stream) {
   launch_depthwise_nchw_fprop(flipped_fprop(p), config, stream);
 }
+void run_dgrad(const Conv2dBackwardParams& p, const DepthwiseNchwDgradConfig& config,
+               cudaStream_t stream) {
+  launch_depthwise_nchw_dgrad(p, config, stream);
+}
 void run_dgrad(const Conv2dBackwardParams& p, const DepthwiseDgradConfig&, cudaStream_t stream) {
   launch_depthwise_dgrad(p, stream);
 }

@@ -3,7 +3,7 @@
 
 #include "common/switch.h"
 #include "host/launch.h"
-#include "host/tensor_map.h"
+#include "host/tensor_map_pixels.h"
 #include "ops/conv2d/cuda/depthwise/columns_sm90.cuh"
 
 namespace warpwright {

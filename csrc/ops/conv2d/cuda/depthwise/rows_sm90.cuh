@@ -67,6 +67,35 @@ __device__ __forceinline__ bool is_producer_warp() {
   return threadIdx.x / 32 == blockDim.x / 32 - 1;
 }
 
+// The rows of a unit that the producer copies: `steps` from `row` on, of columns from `col` on.
+struct DepthwiseRowsWindow {
+  int steps, row, col;
+};
+
+// The producer's part of a kernel with one tensor: window(unit) says what the unit reads.
+template <class T, class Window>
+__device__ __forceinline__ void send_depthwise_rows(const DepthwiseRing<T>& ring,
+                                                    const CUtensorMap* map,
+                                                    const DepthwiseRowsWalk& g, int all_rows,
+                                                    int run, unsigned char* stages,
+                                                    Window&& window) {
+  if (threadIdx.x % 32 != 0) return;
+  const int first_channel = static_cast<int>(blockIdx.x) % g.chunks * g.box_channels;
+  const int bytes = g.box_channels * g.box_cols * g.images * static_cast<int>(sizeof(T));
+  typename DepthwiseRing<T>::Cursor at;
+  for (int unit = static_cast<int>(blockIdx.x) / g.chunks; unit < g.units; unit += g.parts) {
+    const DepthwiseRowsUnit u(g, unit, all_rows, run);
+    const DepthwiseRowsWindow w = window(u);
+    for (int i = 0; i < w.steps; ++i) {
+      ring.wait_empty(at);
+      ring.expect(at, bytes);
+      tma_load_4d(smem_address(stages + at.stage * g.stage_bytes), map, first_channel, w.col,
+                  w.row + i, u.image, ring.full(at.stage));
+      at.next();
+    }
+  }
+}
+
 // Loads kCount columns of a thread's two channels from a stage, and hands the stage back.
 template <int kCount, class T>
 __device__ __forceinline__ void load_columns(const T* from, int pitch, Vec<T, 2> (&to)[kCount]) {
@@ -118,20 +147,11 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
     typename Ring::Cursor at;
 
     if (is_producer_warp()) {
-      if (threadIdx.x % 32 != 0) return;
-      const int bytes = g.box_channels * g.box_cols * g.images * static_cast<int>(sizeof(T));
-      for (int unit = part; unit < g.units; unit += g.parts) {
-        const DepthwiseRowsUnit u(g, unit, s.rows, kRowsRun);
-        const int steps = (u.rows - 1) * kStride + kTaps;
-        for (int i = 0; i < steps; ++i) {
-          ring.wait_empty(at);
-          ring.expect(at, bytes);
-          tma_load_4d(smem_address(stages + at.stage * g.stage_bytes), &map, first_channel,
-                      u.col * kStride - s.pad_w, u.row * kStride - s.pad_h + i, u.image,
-                      ring.full(at.stage));
-          at.next();
-        }
-      }
+      send_depthwise_rows<T>(ring, &map, g, s.rows, kRowsRun, stages,
+                             [&](const DepthwiseRowsUnit& u) -> DepthwiseRowsWindow {
+                               return {(u.rows - 1) * kStride + kTaps, u.row * kStride - s.pad_h,
+                                       u.col * kStride - s.pad_w};
+                             });
       return;
     }
 
@@ -227,19 +247,11 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
     typename Ring::Cursor at;
 
     if (is_producer_warp()) {
-      if (threadIdx.x % 32 != 0) return;
-      const int bytes = g.box_channels * g.box_cols * g.images * static_cast<int>(sizeof(T));
-      for (int unit = part; unit < g.units; unit += g.parts) {
-        const DepthwiseRowsUnit u(g, unit, pair_rows, kRun);
-        for (int i = 0; i < u.rows + kLive - 1; ++i) {
-          ring.wait_empty(at);
-          ring.expect(at, bytes);
-          tma_load_4d(smem_address(stages + at.stage * g.stage_bytes), &map, first_channel,
-                      first_col + u.col - (kLive - 1), first_row + u.row - (kLive - 1) + i, u.image,
-                      ring.full(at.stage));
-          at.next();
-        }
-      }
+      send_depthwise_rows<T>(ring, &map, g, pair_rows, kRun, stages,
+                             [&](const DepthwiseRowsUnit& u) -> DepthwiseRowsWindow {
+                               return {u.rows + kLive - 1, first_row + u.row - (kLive - 1),
+                                       first_col + u.col - (kLive - 1)};
+                             });
       return;
     }
 
@@ -352,6 +364,33 @@ __device__ __forceinline__ void leave_depthwise_sums(const float (&acc)[kSums][k
   }
 }
 
+// The producer's part of wgrad.
+template <class T, int kStride>
+__device__ __forceinline__ void send_depthwise_pairs(
+    const DepthwiseRing<T>& ring, const CUtensorMap* x_map, const CUtensorMap* dy_map,
+    const DepthwiseImage& s, const DepthwiseRowsWalk& g, int steps, unsigned char* stages) {
+  if (threadIdx.x % 32 != 0) return;
+  const int first_channel = static_cast<int>(blockIdx.x) % g.chunks * g.box_channels;
+  const int size = g.box_channels * g.images * static_cast<int>(sizeof(T));
+  typename DepthwiseRing<T>::Cursor at;
+  for (int unit = static_cast<int>(blockIdx.x) / g.chunks; unit < g.units; unit += g.parts) {
+    const DepthwiseRowsUnit u(g, unit, s.p, kRowsRun);
+    for (int i = 0; i < steps; ++i) {
+      const bool has_dy = i % kStride == 0 && i / kStride < s.p;
+      unsigned char* stage = stages + at.stage * g.stage_bytes;
+      ring.wait_empty(at);
+      ring.expect(at, size * (g.box_cols + (has_dy ? g.strips * kRowsRun : 0)));
+      tma_load_4d(smem_address(stage), x_map, first_channel, u.col * kStride - s.pad_w, i - s.pad_h,
+                  u.image, ring.full(at.stage));
+      if (has_dy) {
+        tma_load_4d(smem_address(stage + g.stage_bytes - g.dy_bytes), dy_map, first_channel, u.col,
+                    i / kStride, u.image, ring.full(at.stage));
+      }
+      at.next();
+    }
+  }
+}
+
 // Layout: x (N, H, W, C) by `x_map`, dy (N, P, Q, C) by `dy_map`, partials (parts, taps + 1, C);
 // the last is the bias. Grid: as fprop. A stage has a row of x, and every kStride-th a row of dy.
 // x_tensor and dy_tensor are read only if a sum is NaN.
@@ -377,25 +416,7 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
     float acc[kSums][kRowsPair] = {};
 
     if (is_producer_warp()) {
-      if (threadIdx.x % 32 == 0) {
-        const int size = g.box_channels * g.images * static_cast<int>(sizeof(T));
-        for (int unit = part; unit < g.units; unit += g.parts) {
-          const DepthwiseRowsUnit u(g, unit, s.p, kRowsRun);
-          for (int i = 0; i < steps; ++i) {
-            const bool has_dy = i % kStride == 0 && i / kStride < s.p;
-            unsigned char* stage = stages + at.stage * g.stage_bytes;
-            ring.wait_empty(at);
-            ring.expect(at, size * (g.box_cols + (has_dy ? g.strips * kRowsRun : 0)));
-            tma_load_4d(smem_address(stage), &x_map, first_channel, u.col * kStride - s.pad_w,
-                        i - s.pad_h, u.image, ring.full(at.stage));
-            if (has_dy) {
-              tma_load_4d(smem_address(stage + g.stage_bytes - g.dy_bytes), &dy_map, first_channel,
-                          u.col, i / kStride, u.image, ring.full(at.stage));
-            }
-            at.next();
-          }
-        }
-      }
+      send_depthwise_pairs<T, kStride>(ring, &x_map, &dy_map, s, g, steps, stages);
     } else {
       const DepthwiseRowsThread me(g);
       const T* my_x = reinterpret_cast<const T*>(stages) +
