@@ -63,6 +63,25 @@ def test_choice(case, dtype):
         assert ("sums in" in kernel) == (direction == "grad_weight")
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choice_in_nchw(case, dtype):
+    for kernel in choices(full(*CASES[case]), dtype, NCHW).values():
+        assert "portable depthwise kernel" in kernel
+        assert "copies" not in kernel
+
+
+def test_reasons():
+    def reason(direction, taps, stride, dtype=torch.bfloat16):
+        kernel = choices(full(8, 64, 28, 28, taps, stride, taps // 2), dtype)[direction]
+        return kernel.rsplit("(", 1)[1][:-1]
+
+    assert reason("forward", 3, 1) == "3x3: FMA keeps up with the bytes"
+    assert reason("grad_weight", 5, 2) == "stride 2: FMA keeps up with the bytes"
+    assert reason("grad_input", 7, 1, torch.float32) == "float32: tensor cores would round"
+    assert reason("forward", 7, 1) == "7x7: FMA would take longer than the bytes"
+
+
 def test_why_not():
     def reasons(*case, **kwargs):
         return {kernel.rsplit("(", 1)[1][:-1] for kernel in choices(case, **kwargs).values()}

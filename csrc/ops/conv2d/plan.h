@@ -45,11 +45,10 @@ using Conv2dFpropPlan =
              DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 // Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
-using Conv2dDgradPlan =
-    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
-             FewChannelsDgradConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
-             DepthwiseNchwDgradConfig, DepthwiseDgradConfig, DepthwiseRowsConfig,
-             DepthwiseColumnsConfig>;
+using Conv2dDgradPlan = ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig,
+                                 PlaneProductConfig, FewChannelsDgradConfig, DirectFpropConfig,
+                                 DepthwiseNchwFpropConfig, DepthwiseNchwDgradConfig,
+                                 DepthwiseDgradConfig, DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 using Conv2dWgradPlan =
     ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
@@ -86,12 +85,14 @@ Plan choose_depthwise_in_rows(ConvDirection direction, const Conv2dShape& call,
   if (flip) s = flipped_shape(s), direction = ConvDirection::kFprop;
   portable.why_portable = why_not_depthwise_rows(s, copies.addresses(addresses));
   if (portable.why_portable != nullptr) return portable;
-  if (takes_depthwise_columns(direction, s)) {
+  const char* why_rows = why_depthwise_rows(direction, s);
+  if (why_rows == nullptr) {
     const auto config =
         choose_depthwise_columns(s, direction == ConvDirection::kWgrad, flip, device);
     return {config, copies, workspace_bytes(s, config)};
   }
-  const auto config = choose_depthwise_rows(direction, s, flip, device);
+  auto config = choose_depthwise_rows(direction, s, flip, device);
+  config.reason = why_rows;
   return {config, copies, workspace_bytes(s, config)};
 }
 
@@ -271,9 +272,10 @@ inline Conv2dBackwardPlan choose_conv2d_backward(const Conv2dBackwardParams& p,
 
 template <class... Kernels>
 std::string describe(const ConvPlan<Kernels...>& plan) {
-  return std::visit([](const auto& config) { return describe(config); }, plan.kernel) +
-         describe(plan.copies) +
-         (plan.why_portable == nullptr ? "" : std::string(" (") + plan.why_portable + ")");
+  const std::string reason =
+      plan.why_portable == nullptr ? "" : std::string(" (") + plan.why_portable + ")";
+  return std::visit([](const auto& config) { return describe(config); }, plan.kernel) + reason +
+         describe(plan.copies);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

@@ -40,12 +40,15 @@ struct DepthwiseColumnsConfig {
   }
 };
 
-// Which of the problems that the kernels of rows take (why_not_depthwise_rows) have more
-// multiplications than FMA does in the time of their bytes.
-inline bool takes_depthwise_columns(ConvDirection direction, const Conv2dShape& s) {
-  constexpr int64_t kMinTaps = 5;
-  return direction != ConvDirection::kDgrad && dtype_size(s.dtype) == 2 && s.stride_w == 1 &&
-         s.s >= kMinTaps;
+// Why the kernels of rows and not these compute a problem that both could, by FMA; null: these.
+// `direction` is fprop for a flipped dgrad.
+inline const char* why_depthwise_rows(ConvDirection direction, const Conv2dShape& s) {
+  if (s.dtype == DType::kFloat32) return "float32: tensor cores would round";
+  if (s.stride_w == 2 || direction == ConvDirection::kDgrad) {
+    return "stride 2: FMA keeps up with the bytes";
+  }
+  if (s.s == 3) return "3x3: FMA keeps up with the bytes";
+  return nullptr;
 }
 
 inline DepthwiseColumnsConfig choose_depthwise_columns(const Conv2dShape& s, bool is_wgrad,
@@ -88,7 +91,8 @@ inline std::string describe(const DepthwiseColumnsConfig& config) {
   text +=
       "banded weights, rows of 32 channels x " + std::to_string(walk.box_cols) + " columns by TMA";
   if (config.is_wgrad) text += ", sums in " + std::to_string(walk.parts) + " parts";
-  return text;
+  const std::string taps = std::to_string(config.taps);
+  return text + " (" + taps + "x" + taps + ": FMA would take longer than the bytes)";
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

@@ -38,6 +38,7 @@ struct DepthwiseRowsConfig {
   bool flip;  // dgrad of stride 1: the forward of the flipped window
   int taps, stride;
   DepthwiseRowsWalk walk;
+  const char* reason = nullptr;  // why this kernel
   int threads() const {
     const int pairs = walk.box_channels / kRowsPair;
     return ceil_div(pairs * walk.strips * walk.images, 32) * 32 + 32;
@@ -185,6 +186,7 @@ inline std::string describe(const DepthwiseRowsConfig& config) {
   if (config.direction == ConvDirection::kWgrad) {
     text += ", sums in " + std::to_string(walk.parts) + " parts";
   }
+  if (config.reason != nullptr) text += std::string(" (") + config.reason + ")";
   return text;
 }
 
