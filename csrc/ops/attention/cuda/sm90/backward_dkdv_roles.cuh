@@ -63,7 +63,7 @@ template <class T, class Tile>
 struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
   using Base = KeyTilesSm90<T, Tile>;
   using Base::p, Base::work, Base::blocks_of, Base::steps_of, Base::start, Base::next_row,
-      Base::apply_mask, Base::hide, Base::load_pair, Base::kScoreRegs;
+      Base::apply_mask, Base::hide, Base::kScoreRegs;
   using typename Base::Blocks, typename Base::Params, typename Base::Walk, typename Base::Work;
   using Ring = StageRing<Tile::kStages>;
   using TileRing = StageRing<1>;
@@ -230,14 +230,7 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
     const float scale = apply_mask(s, walk.mask);
     hide(s, w.col0, row0);
     const uint32_t lse = shared + Tile::kLse + q_at.stage * Tile::kStatsBytes;
-#pragma unroll
-    for (int i = 0; i < kScoreRegs; i += 4) {
-      const float2 of = load_pair(lse, i);
-      s[i] = ex2_approx(fmaf(s[i], scale, -of.x));
-      s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -of.y));
-      s[i + 2] = ex2_approx(fmaf(s[i + 2], scale, -of.x));
-      s[i + 3] = ex2_approx(fmaf(s[i + 3], scale, -of.y));
-    }
+    exponentiate_columns(s, scale, lse);
     __syncwarp();
     q_ring.release(q_at);
     q_at.next();

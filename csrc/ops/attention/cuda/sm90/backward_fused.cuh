@@ -271,25 +271,12 @@ struct FusedSm90 : FusedProducersSm90<Tile> {
     }
   }
 
-  // The values for the two columns of accumulator block i / 4.
-  __device__ __forceinline__ static float2 load_pair(uint32_t row, int i) {
-    const uint2 pair = load_shared_u64(row + (i / 4 * 8 + accumulator_col()) * 4);
-    return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
-  }
-
   __device__ __forceinline__ void to_probabilities(float (&s)[kScoreRegs],
                                                    const typename QRing::Cursor& at,
                                                    int col0) const {
     hide(s, col0, static_cast<int>(load_shared_u32(shared + Tile::kRow + at.stage * 8)));
     const uint32_t lse = shared + Tile::kLse + at.stage * Tile::kStatsBytes;
-#pragma unroll
-    for (int i = 0; i < kScoreRegs; i += 4) {
-      const float2 of = load_pair(lse, i);
-      s[i] = ex2_approx(fmaf(s[i], p.scale_log2, -of.x));
-      s[i + 1] = ex2_approx(fmaf(s[i + 1], p.scale_log2, -of.y));
-      s[i + 2] = ex2_approx(fmaf(s[i + 2], p.scale_log2, -of.x));
-      s[i + 3] = ex2_approx(fmaf(s[i + 3], p.scale_log2, -of.y));
-    }
+    exponentiate_columns(s, p.scale_log2, lse);
   }
 
   // Hides what the causal rule hides, queries past S_q and keys past S_k. These keys are zeros in

@@ -108,12 +108,6 @@ struct KeyTilesSm90 {
     return p.scale_log2;
   }
 
-  // The values for the two columns of accumulator block i / 4.
-  __device__ __forceinline__ static float2 load_pair(uint32_t row, int i) {
-    const uint2 pair = load_shared_u64(row + (i / 4 * 8 + accumulator_col()) * 4);
-    return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
-  }
-
   // Applies the causal rule, and hides queries past S_q, whose scores with an infinite key would be
   // NaN. Keys past S_k are not stored.
   __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int col0, int row0) const {

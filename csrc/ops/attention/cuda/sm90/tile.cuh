@@ -176,6 +176,27 @@ __device__ __forceinline__ void hide_ends(float (&s)[kRegs], int row0, int col0,
   hide_columns(s, limit);
 }
 
+// Statistics of a transposed tile's queries are a row of fp32 in shared memory, one per column.
+
+// The values for the two columns of accumulator block i / 4.
+__device__ __forceinline__ float2 load_pair(uint32_t row, int i) {
+  const uint2 pair = load_shared_u64(row + (i / 4 * 8 + accumulator_col()) * 4);
+  return {__uint_as_float(pair.x), __uint_as_float(pair.y)};
+}
+
+// Transposed scores to probabilities 2^(scale * s - lse).
+template <int kRegs>
+__device__ __forceinline__ void exponentiate_columns(float (&s)[kRegs], float scale, uint32_t lse) {
+#pragma unroll
+  for (int i = 0; i < kRegs; i += 4) {
+    const float2 of = load_pair(lse, i);
+    s[i] = ex2_approx(fmaf(s[i], scale, -of.x));
+    s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -of.y));
+    s[i + 2] = ex2_approx(fmaf(s[i + 2], scale, -of.x));
+    s[i + 3] = ex2_approx(fmaf(s[i + 3], scale, -of.y));
+  }
+}
+
 // ---- from and to memory ----
 
 // Loads kRows rows of kChunks chunks by TMA, from row0 of head (b, h).
