@@ -365,6 +365,7 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
                                            const TensorLayout& key, const TensorLayout& value,
                                            double scale, const std::string& mask_dtype,
                                            const TensorLayout& mask, bool dropout, bool is_causal,
+                                           std::pair<int64_t, int64_t> window, double softcap,
                                            const DeviceInfo& device, bool sm90) {
   auto extent = [](const TensorLayout& x, size_t from_end) {
     return x.sizes.size() >= from_end ? x.sizes[x.sizes.size() - from_end] : 1;
@@ -388,6 +389,9 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   backward.dk = dense(kAligned, p.H_kv, p.S_k, p.D);
   backward.dv = dense(kAligned, p.H_kv, p.S_k, p.D_v);
   p.is_causal = is_causal;
+  auto limit = [](int64_t side) { return side < 0 ? kUnlimited : side; };
+  set_window(p, limit(window.first), limit(window.second));
+  p.softcap = softcap;
   p.scale = scale;
   if (!mask_dtype.empty()) set_attention_mask(p, mask_dtype, mask);
   p.dropout_p = dropout ? 0.5 : 0;

@@ -125,6 +125,8 @@ def explain_scaled_dot_product_attention(
     mask: Operand,
     dropout: bool,
     is_causal: bool,
+    window: tuple[int, int],
+    softcap: float,
     device: DeviceInfo,
     sm90: bool,
 ) -> list[tuple[str, str]]: ...

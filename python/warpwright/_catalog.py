@@ -57,6 +57,16 @@ GATED_ACTIVATION = (
         is_fused_by_inductor=_always,
     ),
 )
+_SDPA = native.scaled_dot_product_attention
+_EXTRA = _native.scaled_dot_product_attention_extras
+ATTENTION = (
+    Operator("scaled_dot_product_attention", _SDPA, _SDPA, composed=True, autocast=True),
+    Operator("scaled_dot_product_attention_extras", _EXTRA, _EXTRA, composed=True, autocast=True),
+    Operator("attention", flops=_work.attention_flops),
+    Operator("attention_backward", flops=_work.attention_backward_flops),
+    Operator("attention_dropout_factors"),
+    Operator("attention_second_order", composed=True),
+)
 _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
 CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
@@ -420,19 +430,7 @@ _RECORDS = (
     ),
     Op(
         "scaled_dot_product_attention",
-        (
-            Operator(
-                "scaled_dot_product_attention",
-                native.scaled_dot_product_attention,
-                native.scaled_dot_product_attention,
-                composed=True,
-                autocast=True,
-            ),
-            Operator("attention", flops=_work.attention_flops),
-            Operator("attention_backward", flops=_work.attention_backward_flops),
-            Operator("attention_dropout_factors"),
-            Operator("attention_second_order", composed=True),
-        ),
+        ATTENTION,
         modules=((nn.MultiheadAttention, "MultiheadAttention"),),
         routes=(Route(native.scaled_dot_product_attention, first="query"),),
         work=_work.attention_of_call,

@@ -297,3 +297,60 @@ def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:
     return (ACTIVATIONS[activation](native.linear(input, weight, bias)),)
+
+
+def _inside_window(
+    query: Tensor, key: Tensor, is_causal: bool, left: int | None, right: int | None
+) -> Tensor:
+    """(L, S): whether a query sees a key."""
+    rows = torch.arange(query.shape[-2], device=query.device)[:, None]
+    ahead = torch.arange(key.shape[-2], device=query.device) - rows
+    inside = torch.ones_like(ahead, dtype=torch.bool)
+    if right is not None:
+        inside &= ahead <= right
+    if is_causal:
+        inside &= ahead <= 0
+    if left is not None:
+        inside &= ahead >= -left
+    return inside
+
+
+def scaled_dot_product_attention_extras(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    inside = _inside_window(query, key, is_causal, window_left, window_right)
+    if attn_mask is None:
+        mask = inside
+    elif attn_mask.dtype == torch.bool:
+        mask = attn_mask & inside
+    else:
+        mask = attn_mask.masked_fill(~inside, float("-inf"))
+    if softcap == 0.0:
+        return native.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    accum = torch.promote_types(query.dtype, torch.float32)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = factor * (query.to(accum) @ key.to(accum).mT)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    else:
+        scores = scores + mask.to(accum)
+    hidden = (scores == float("-inf")).all(-1, keepdim=True)
+    weights = scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
+    return (native.dropout(weights, dropout_p) @ value.to(accum)).to(query.dtype)

@@ -120,13 +120,23 @@ def pooling_of_call(x: Tensor, y: Tensor, a: dict[str, Any]) -> Work:
     return pooling(x.numel(), y.numel(), x.dtype.itemsize)
 
 
+def _visible(queries: int, keys: int, is_causal: bool, window: tuple[int, int] | None) -> float:
+    """The fraction of all scores that attention needs, about."""
+    left, right = window or (-1, -1)
+    if left < 0 and right < 0:
+        return 0.5 if is_causal else 1.0
+    behind = min(queries / 2, left) if left >= 0 else queries / 2
+    ahead = 0 if is_causal else min(keys / 2, right) if right >= 0 else keys / 2
+    return min(1.0, (behind + ahead + 1) / max(keys, 1))
+
+
 def attention_of_call(x: Tensor, y: Tensor, a: dict[str, Any]) -> Work:
     args, kwargs = a["args"], a["kwargs"]
     key = kwargs.get("key", args[1] if len(args) > 1 else x)
     causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
     heads = math.prod(x.shape[:-2])
     flops = 2.0 * heads * x.shape[-2] * key.shape[-2] * (x.shape[-1] + y.shape[-1])
-    flops *= 0.5 if causal else 1.0
+    flops *= _visible(x.shape[-2], key.shape[-2], causal, kwargs.get("window_size"))
     return attention(x.numel(), key.numel(), y.numel(), flops, _computed_in(x))
 
 

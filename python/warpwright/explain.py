@@ -324,6 +324,8 @@ def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
         _operand(query if mask is None else mask),
         a["dropout_p"] > 0,
         a["is_causal"],
+        a["window_size"] or (-1, -1),
+        a["softcap"] or 0.0,
         gpu,
         _may_take_sm90(),
     )

@@ -1,9 +1,10 @@
 // Scaled dot-product attention by the flash algorithm: out = softmax(scale * q k^T + mask) v. The
 // softmax is online over tiles of keys, so no S_q x S_k matrix is ever in memory. The backward
 // recomputes the probabilities from `lse` and adds in a fixed order.
-//   S = scale * q k^T + mask, P = exp(S - lse), A = dropout(P), out = A v
-//   dA = dout v^T, dS = P * (dropout(dA) - delta), delta = rowsum(dout * out)
-//   dv = A^T dout, dq = scale * dS k, dk = scale * dS^T q, dmask = dS
+//   X = scale * q k^T, S = cap(X) + mask, P = exp(S - lse), A = dropout(P), out = A v
+//   dA = dout v^T, dS = P * (dropout(dA) - delta), delta = rowsum(dout * out), dX = dS * cap'(X)
+//   dv = A^T dout, dq = scale * dX k, dk = scale * dX^T q, dmask = dS
+// With softcap cap(x) = c * tanh(x / c) and cap'(x) = 1 - tanh(x / c)^2, else cap(x) = x.
 #pragma once
 
 #include <cstdint>
@@ -39,12 +40,18 @@ enum class MaskType : int8_t {
   kElement,  // added to S; the type of query
 };
 
+// A side of the window that has no limit; past every position.
+constexpr int64_t kUnlimited = int64_t{1} << 60;
+
 struct AttentionParams {
   DType dtype;
   int64_t B, H, H_kv;  // H is a multiple of H_kv; head h uses head h / (H / H_kv) of k and v
   int64_t S_q, S_k, D, D_v;
   double scale;
   bool is_causal;  // key j is visible to query i if j <= i (aligned at the top left)
+  // Query i sees keys i - window_left to i + window_right. Both may be negative.
+  int64_t window_left = kUnlimited, window_right = kUnlimited;
+  double softcap = 0;  // 0: none
 
   AttentionOperand q;  // (B, H, S_q, D)
   AttentionOperand k;  // (B, H_kv, S_k, D)
@@ -61,6 +68,45 @@ struct AttentionParams {
   AttentionOperand out;  // (B, H, S_q, D_v)
   void* lse = nullptr;   // (B, H, S_q), natural log, AttentionLse; -inf for a masked-out row
 };
+
+// How far past its own position a query sees.
+constexpr int64_t last_seen(const AttentionParams& p) {
+  return p.is_causal && p.window_right > 0 ? 0 : p.window_right;
+}
+// std::clamp takes references, which nvcc keeps in local memory.
+constexpr int64_t between(int64_t x, int64_t least, int64_t most) {
+  return x < least ? least : x > most ? most : x;
+}
+
+struct PositionRange {
+  int64_t begin, end;
+};
+// The keys that queries [row, row_end) see.
+constexpr PositionRange visible_keys(const AttentionParams& p, int64_t row, int64_t row_end) {
+  const int64_t end = between(row_end + last_seen(p), 0, p.S_k);
+  return {between(row - p.window_left, 0, end), end};
+}
+// The queries that see keys [col, col_end).
+constexpr PositionRange visible_queries(const AttentionParams& p, int64_t col, int64_t col_end) {
+  const int64_t end = between(col_end + p.window_left, 0, p.S_q);
+  return {between(col - last_seen(p), 0, end), end};
+}
+// Whether the call has a window beyond the causal rule, or a softcap.
+constexpr bool is_windowed(const AttentionParams& p) {
+  return p.window_left != kUnlimited || p.window_right != kUnlimited || p.softcap > 0;
+}
+
+// Sets the window, after the extents and is_causal. A limit that hides nothing is no limit, and a
+// window that ends at the query itself is the causal rule: these have faster kernels.
+inline void set_window(AttentionParams& p, int64_t left, int64_t right) {
+  p.window_left = left >= p.S_q - 1 ? kUnlimited : between(left, -kUnlimited, kUnlimited);
+  p.window_right = right >= p.S_k - 1 || (p.is_causal && right > 0)
+                       ? kUnlimited
+                       : between(right, -kUnlimited, kUnlimited);
+  if (p.window_right != 0) return;
+  p.is_causal = true;
+  p.window_right = kUnlimited;
+}
 
 struct AttentionBackwardParams {
   AttentionParams fwd;
@@ -92,7 +138,7 @@ enum class AttentionPath {
 struct AttentionConfig {
   AttentionPath path;
   int head_tile;    // 64, 128 or 256: D and D_v are padded to it (not kFma)
-  bool has_extras;  // the instance with mask, dropout or, on kMma, unusual scale
+  bool has_extras;  // the instance with mask, window, dropout or, on kMma, unusual scale
   const char* reason;
 };
 
@@ -128,11 +174,15 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   const bool foldable = scale > 0 && scale < 1e30f;
   const bool masked = p.mask_type != MaskType::kNone;
   const int head_tile = widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
-  const bool dropout = p.dropout_p > 0, extras = masked || dropout;
+  const bool dropout = p.dropout_p > 0, windowed = is_windowed(p);
+  const bool extras = masked || dropout || windowed;
   if (!foldable) return {kMma, head_tile, true, "mma.sync: an unusual scale"};
   if (!sm90)
-    return {kMma, head_tile, extras,
-            extras ? "mma.sync: with mask or dropout" : "mma.sync: plain or causal"};
+    return {
+        kMma, head_tile, extras,
+        extras ? "mma.sync: with mask, window, softcap or dropout" : "mma.sync: plain or causal"};
+  if (windowed && (masked || dropout))
+    return {kMma, head_tile, true, "mma.sync: window or softcap with mask or dropout"};
   if (dropout && head_tile > 128)
     return {kMma, head_tile, true, "mma.sync: dropout with a head dimension above 128"};
   constexpr int64_t kMaxLength = int64_t{1} << 30, kMaxTiles = int64_t{1} << 30;
@@ -156,6 +206,7 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
     return {kSm90, head_tile, true,
             dropout ? "wgmma: blocks that the mask hides are skipped; dropout"
                     : "wgmma: blocks that the mask hides are skipped"};
+  if (windowed) return {kSm90, head_tile, true, "wgmma: blocks outside the window are skipped"};
   return {kSm90, head_tile, dropout, dropout ? "wgmma: dropout" : "wgmma: plain or causal"};
 }
 
@@ -204,7 +255,7 @@ inline AttentionBackwardConfig choose_attention_backward_config(const AttentionB
   }
   // Alone, each of the kernels for some gradients multiplies less.
   const bool all_kinds = p.dq.data != nullptr && (p.dk.data != nullptr || p.dv.data != nullptr);
-  if (f.mask_type != MaskType::kNone || f.dropout_p > 0 || !all_kinds) return config;
+  if (config.has_extras || !all_kinds) return config;
   const GangLimits limits = attention_gang_limits(config.head_tile, device);
   const GangSchedule gangs =
       make_gang_schedule(f.B * f.H_kv, f.H / f.H_kv, f.S_q, f.S_k, f.is_causal, limits);
@@ -240,10 +291,11 @@ inline AttentionFusedWorkspace attention_fused_workspace(const AttentionParams& 
 }
 
 // Number of ints on sm_90a that count the tiles CTAs have taken: one for the forward, or one for dq
-// and one for dk and dv. Tiles take different times under the causal rule and with a mask.
+// and one for dk and dv. Tiles take different times under the causal rule, with a mask and at the
+// ends of a window.
 constexpr int kAttentionTileCounters = 2;
 inline bool needs_tile_counters(const AttentionParams& p) {
-  return p.is_causal || p.mask_type != MaskType::kNone;
+  return p.is_causal || p.mask_type != MaskType::kNone || is_windowed(p);
 }
 
 // What the sm_90a kernels need on the device besides their operands.

@@ -104,6 +104,7 @@ COMPOSED = (
     "linear_cross_entropy",
     "linear_cross_entropy_extras",
     "scaled_dot_product_attention",
+    "scaled_dot_product_attention_extras",
     "attention_second_order",
 )
 

@@ -56,7 +56,8 @@ def _same_dropout(samples: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, A
 
 
 def attention_backward(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
-    grad, q, k, v, mask, out, lse, state, *rest, wanted = args
+    grad, q, k, v, mask, out, lse, state, *rest = args
+    wanted = rest[3]
     samples = info.batch_size
     if dims[7] is not None:  # dropout of the same state for each sample
         return one_by_one(ops.attention_backward, samples, dims, args)
@@ -76,7 +77,6 @@ def attention_backward(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
         into(lse, dims[6], samples, 0),
         state,
         *rest,
-        wanted,
     )
     dmask, at = out_of(dmask, samples, 0)
     if shared and dmask is not None:

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .. import _arguments
 from .._ops import ops
+
+FUNCTION = "scaled_dot_product_attention"
+
+
+def _window(window_size: Any) -> dict[str, int]:
+    """The operator's arguments; a side without a limit has none."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(
+            f"{FUNCTION}(): expected window_size to be a pair (left, right), but got {window_size!r}"
+        )
+    left, right = (_arguments.integer(FUNCTION, "window_size", side) for side in window_size)
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{FUNCTION}(): expected both numbers of window_size to be at least 0, or -1 for no limit, "
+            f"but got {(left, right)}"
+        )
+    sides = {"window_left": left, "window_right": right}
+    return {name: side for name, side in sides.items() if side != -1}
 
 
 def scaled_dot_product_attention(
@@ -17,6 +37,9 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    window_size: tuple[int, int] | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """softmax(scale * query key^T + mask) value, without the score matrix in memory.
 
@@ -33,14 +56,25 @@ def scaled_dot_product_attention(
         scale: factor of the scores; 1 / sqrt(E) if None.
         enable_gqa: the number of key and value heads divides that of the query; groups of query
             heads share a key head.
+        window_size: (left, right): query i sees keys i - left to i + right, -1 means no limit.
+            Positions count from the first query and the first key, as for ``is_causal``. The rule of
+            flash-attn counts from the last of each; both agree if L = S. Blocks of keys outside the
+            window cost nothing. With ``is_causal`` or ``attn_mask``, each hides. A row that sees no
+            key is 0, as are its gradients.
+        softcap: replaces each scaled score x by ``softcap * tanh(x / softcap)``, before the mask.
+            None or 0 means none.
     Returns:
         (..., H, L, E_v) in the dtype of ``query``.
     Raises:
         RuntimeError: dtypes or devices differ, shapes do not fit, the mask has another dtype, or
-            ``dropout_p`` is outside [0, 1].
+            ``dropout_p`` is outside [0, 1], or ``softcap`` is negative or not finite.
+        ValueError: ``window_size`` is no pair of numbers of at least -1.
         NotImplementedError: complex inputs.
     """
-    function = "scaled_dot_product_attention"
+    function = FUNCTION
+    extras: dict[str, Any] = {} if window_size is None else _window(window_size)
+    if softcap is not None and softcap != 0:
+        extras["softcap"] = _arguments.real(function, "softcap", softcap)
     if dropout_p.__class__ is not float:
         dropout_p = _arguments.real(function, "dropout_p", dropout_p)
     if is_causal.__class__ is not bool:
@@ -50,6 +84,18 @@ def scaled_dot_product_attention(
     if enable_gqa.__class__ is not bool:
         enable_gqa = _arguments.flag(function, "enable_gqa", enable_gqa)
     try:
+        if extras:
+            return ops.scaled_dot_product_attention_extras(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                **extras,
+            )
         return ops.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -9,7 +9,7 @@ namespace {
 
 template <class C>
 struct BackwardBuffers {
-  std::vector<C> q, k, v, dout, out, p, ds, dq, dk, dv, delta;
+  std::vector<C> q, k, v, dout, out, p, slopes, ds, dq, dk, dv, delta;
 };
 
 // delta = rowsum(dout * out). The rounding of a 16-bit out is too coarse for dS to sum to 0 over a
@@ -33,9 +33,9 @@ void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile&
   if constexpr (!std::is_same_v<T, C>) {
     const std::vector<C> zero(t.rows, C(0));
     std::vector<double> probability(t.rows, 0.0), delta(t.rows, 0.0);
-    const int64_t keys = worker.visible_keys(t.row + t.rows);
-    for (t.col = 0; t.col < keys; t.col += kBlockK) {
-      t.cols = std::min(kBlockK, keys - t.col);
+    const PositionRange keys = worker.keys_of(t.row, t.row + t.rows);
+    for (t.col = keys.begin; t.col < keys.end; t.col += kBlockK) {
+      t.cols = std::min(kBlockK, keys.end - t.col);
       worker.scores(t, q, worker.load(p.fwd.k, t.b, h_kv, t.col, t.cols, p.fwd.D, buffers.k),
                     buffers.p);
       worker.grad_scores(t, lse, zero.data(), dout,
@@ -49,7 +49,7 @@ void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile&
       }
     }
     for (int64_t i = 0; i < t.rows; ++i) {
-      if (worker.is_whole_row(static_cast<C>(probability[i]), lse[i], keys))
+      if (worker.is_whole_row(static_cast<C>(probability[i]), lse[i], keys.end - keys.begin))
         buffers.delta[i] = static_cast<C>(delta[i]);
     }
   }
@@ -75,15 +75,16 @@ void attention_bwd_head(const AttentionBackwardParams& p, Worker<T>& worker, int
       const auto* lse = static_cast<const AttentionLse<T>*>(f.lse) + (b * f.H + h) * f.S_q + row;
       load_delta(p, worker, {b, h, row, rows, 0, 0}, q, dout, lse, buffers);
       if (want_dq) buffers.dq.assign(rows * f.D, C(0));
-      const int64_t keys = worker.visible_keys(row + rows);
-      for (int64_t col = 0; col < keys; col += kBlockK) {
-        const Tile t{b, h, row, rows, col, std::min(kBlockK, keys - col)};
+      const PositionRange keys = worker.keys_of(row, row + rows);
+      for (int64_t col = keys.begin; col < keys.end; col += kBlockK) {
+        const Tile t{b, h, row, rows, col, std::min(kBlockK, keys.end - col)};
         const Matrix<C> k = worker.load(f.k, b, h_kv, col, t.cols, f.D, buffers.k);
         const Matrix<C> v = worker.load(f.v, b, h_kv, col, t.cols, f.D_v, buffers.v);
-        worker.scores(t, q, k, buffers.p);
+        worker.scores(t, q, k, buffers.p, &buffers.slopes);
         C* dv = want_dv ? buffers.dv.data() + col * f.D_v : nullptr;
         worker.grad_scores(t, lse, buffers.delta.data(), dout, v, {dv, f.D_v}, buffers.p,
                            buffers.ds);
+        worker.uncap(buffers.ds, buffers.slopes);
         const Matrix<C> ds{buffers.ds.data(), t.cols};
         if (want_dq) {
           multiply<C>({buffers.dq.data(), f.D}, ds, k, rows, f.D, t.cols, scale, true);
@@ -139,9 +140,10 @@ void attention_bwd_mask_tile(const AttentionBackwardParams& p, Worker<T>& worker
         const Matrix<C> dout = worker.load(p.dout, b, h, row, rows, f.D_v, buffers.dout);
         const auto* lse = static_cast<const AttentionLse<T>*>(f.lse) + (b * f.H + h) * f.S_q + row;
         load_delta(p, worker, {b, h, row, rows, 0, 0}, q, dout, lse, buffers);
-        const int64_t keys = worker.visible_keys(row + rows), h_kv = worker.kv_head(h);
-        for (int64_t col = 0; col < keys; col += kBlockK) {
-          const Tile t{b, h, row, rows, col, std::min(kBlockK, keys - col)};
+        const PositionRange keys = worker.keys_of(row, row + rows);
+        const int64_t h_kv = worker.kv_head(h);
+        for (int64_t col = keys.begin; col < keys.end; col += kBlockK) {
+          const Tile t{b, h, row, rows, col, std::min(kBlockK, keys.end - col)};
           const Matrix<C> k = worker.load(f.k, b, h_kv, col, t.cols, f.D, buffers.k);
           const Matrix<C> v = worker.load(f.v, b, h_kv, col, t.cols, f.D_v, buffers.v);
           worker.scores(t, q, k, buffers.p);

@@ -137,9 +137,9 @@ class Worker {
   explicit Worker(const AttentionParams& p) : p_(p), group_(p.H / p.H_kv) {}
 
   int64_t kv_head(int64_t h) const { return h / group_; }
-  // Keys that rows before `row_end` can see.
-  int64_t visible_keys(int64_t row_end) const {
-    return p_.is_causal ? std::min(p_.S_k, row_end) : p_.S_k;
+  // Keys that rows [row, row_end) can see.
+  PositionRange keys_of(int64_t row, int64_t row_end) const {
+    return visible_keys(p_, row, row_end);
   }
 
   // `rows` rows of an operand as C. `buffer` holds them if they must be widened.
@@ -167,11 +167,13 @@ class Worker {
     }
   }
 
-  // S = scale * q k^T + mask, -inf where the causal rule hides the key.
-  void scores(const Tile& t, Matrix<C> q, Matrix<C> k, std::vector<C>& s) const {
+  // S = cap(scale * q k^T) + mask, -inf outside the window. With softcap, `slopes` gets cap'.
+  void scores(const Tile& t, Matrix<C> q, Matrix<C> k, std::vector<C>& s,
+              std::vector<C>* slopes = nullptr) const {
     s.resize(t.rows * t.cols);
     multiply<C>({s.data(), t.cols}, q, k.t(), t.rows, t.cols, p_.D, static_cast<C>(p_.scale),
                 /*accumulate=*/false);
+    if (p_.softcap > 0) cap_scores(s, slopes);
     constexpr C kHidden = -std::numeric_limits<C>::infinity();
     const int64_t* stride = p_.mask_stride;
     const int64_t corner =
@@ -201,11 +203,20 @@ class Worker {
         add_mask(static_cast<const T*>(p_.mask));
         break;
     }
-    if (!p_.is_causal) return;
+    if (!p_.is_causal && !is_windowed(p_)) return;
     for (int64_t i = 0; i < t.rows; ++i) {
-      const int64_t visible = std::clamp<int64_t>(t.row + i + 1 - t.col, 0, t.cols);
-      std::fill(s.data() + i * t.cols + visible, s.data() + (i + 1) * t.cols, kHidden);
+      const PositionRange seen = keys_of(t.row + i, t.row + i + 1);
+      C* row = s.data() + i * t.cols;
+      std::fill(row, row + std::clamp<int64_t>(seen.begin - t.col, 0, t.cols), kHidden);
+      std::fill(row + std::clamp<int64_t>(seen.end - t.col, 0, t.cols), row + t.cols, kHidden);
     }
+  }
+
+  // Gradients of S to gradients before softcap.
+  void uncap(std::vector<C>& ds, const std::vector<C>& slopes) const {
+    if (p_.softcap == 0) return;
+    at::vec::map2([](Vec x, Vec y) { return x * y; }, ds.data(), ds.data(), slopes.data(),
+                  static_cast<int64_t>(ds.size()));
   }
 
   // The dropout factors of a tile; false without dropout.
@@ -233,8 +244,9 @@ class Worker {
     ds.resize(size);
     // The rounding error of lse is a common factor of its row. If one tile has the whole row, it is
     // divided out.
-    const bool one_tile = sizeof(AttentionLse<T>) == sizeof(C) && t.col == 0 &&
-                          t.cols == visible_keys(t.row + t.rows);
+    const PositionRange seen = keys_of(t.row, t.row + t.rows);
+    const bool one_tile =
+        sizeof(AttentionLse<T>) == sizeof(C) && t.col == seen.begin && t.col + t.cols == seen.end;
     for (int64_t i = 0; i < t.rows; ++i) {
       C* row = p.data() + i * t.cols;
       if (lse[i] == -std::numeric_limits<AttentionLse<T>>::infinity()) {
@@ -268,6 +280,17 @@ class Worker {
   }
 
  private:
+  void cap_scores(std::vector<C>& s, std::vector<C>* slopes) const {
+    const C cap = static_cast<C>(p_.softcap);
+    const auto size = static_cast<int64_t>(s.size());
+    at::vec::map([=](Vec x) { return (x / Vec(cap)).tanh(); }, s.data(), s.data(), size);
+    if (slopes != nullptr) {
+      slopes->resize(s.size());
+      at::vec::map([](Vec t) { return Vec(C(1)) - t * t; }, slopes->data(), s.data(), size);
+    }
+    at::vec::map([=](Vec t) { return t * Vec(cap); }, s.data(), s.data(), size);
+  }
+
   const AttentionParams& p_;
   int64_t group_;
   std::vector<C> factors_;

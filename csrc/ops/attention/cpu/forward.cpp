@@ -43,9 +43,9 @@ void attention_fwd_tile(const AttentionParams& p, Worker<T>& worker, int64_t b, 
   acc.assign(rows * p.D_v, C(0));
 
   const Matrix<C> q = worker.load(p.q, b, h, row, rows, p.D, q_buffer);
-  const int64_t keys = worker.visible_keys(row + rows);
-  for (int64_t col = 0; col < keys; col += kBlockK) {
-    const Tile t{b, h, row, rows, col, std::min(kBlockK, keys - col)};
+  const PositionRange keys = worker.keys_of(row, row + rows);
+  for (int64_t col = keys.begin; col < keys.end; col += kBlockK) {
+    const Tile t{b, h, row, rows, col, std::min(kBlockK, keys.end - col)};
     worker.scores(t, q, worker.load(p.k, b, h_kv, col, t.cols, p.D, k_buffer), s);
     for (int64_t i = 0; i < rows; ++i) {
       C* s_row = s.data() + i * t.cols;

@@ -5,6 +5,7 @@
 
 #include "common/philox.h"
 #include "device/reduce.cuh"
+#include "device/tanh.cuh"
 #include "device/types.cuh"
 #include "host/launch.h"
 #include "ops/attention/attention.h"
@@ -41,9 +42,29 @@ __device__ __forceinline__ T* operand_rows(const AttentionOperand& x, int64_t b,
   return static_cast<T*>(x.data) + b * x.stride_b + h * x.stride_h + row * x.stride_s;
 }
 
-// How many keys a query before `row_end` can see.
-__device__ __forceinline__ int64_t visible_keys(const AttentionParams& p, int64_t row_end) {
-  return p.is_causal && row_end < p.S_k ? row_end : p.S_k;
+// The keys that queries [row, row_end) see, from a multiple of kBlock on. kWindowed: with a window.
+template <bool kWindowed, int kBlock>
+__device__ __forceinline__ PositionRange key_blocks(const AttentionParams& p, int64_t row,
+                                                    int64_t row_end) {
+  if constexpr (!kWindowed) return {0, p.is_causal && row_end < p.S_k ? row_end : p.S_k};
+  const PositionRange keys = visible_keys(p, row, row_end);
+  return {keys.begin / kBlock * kBlock, keys.end};
+}
+// The queries that see keys [col, col_end).
+template <bool kWindowed, int kBlock>
+__device__ __forceinline__ PositionRange query_blocks(const AttentionParams& p, int64_t col,
+                                                      int64_t col_end) {
+  if constexpr (!kWindowed) return {p.is_causal ? min(col, p.S_q) / kBlock * kBlock : 0, p.S_q};
+  const PositionRange queries = visible_queries(p, col, col_end);
+  return {queries.begin / kBlock * kBlock, queries.end};
+}
+
+// A probability times the derivative of its capped score, 1 - tanh^2. The tanh comes from the
+// probability, 2^(cap * log2(e) * tanh - lse), because no registers are left to keep it. uncap = 1
+// / (cap * log2(e)). If the probability is 0, t is infinite or NaN; the factor then is 0.
+__device__ __forceinline__ float uncapped(float probability, float lse, float uncap) {
+  const float t = (lg2_approx(probability) + lse) * uncap;
+  return probability * fmaxf(fmaf(-t, t, 1.f), 0.f);
 }
 
 }  // namespace warpwright

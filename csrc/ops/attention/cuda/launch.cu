@@ -116,6 +116,7 @@ void launch_attention_fwd(const AttentionParams& p, const AttentionConfig& confi
     }
     case AttentionPath::kSm90:
       return for_mma_instance(p.dtype, config.head_tile, [&]<class T, int kHead>() {
+        if (is_windowed(p)) return launch_attention_fwd_window_sm90<T, kHead>(p, workspace, stream);
         if (p.dropout_p == 0) return launch_attention_fwd_sm90<T, kHead>(p, workspace, stream);
         if constexpr (kHead <= 128)
           launch_attention_fwd_dropout_sm90<T, kHead>(p, workspace, stream);
@@ -130,6 +131,7 @@ void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionBackw
   const bool sm90 = config.path == AttentionPath::kSm90;
   if (sm90 && any_input) {
     for_mma_instance(f.dtype, config.head_tile, [&]<class T, int kHead>() {
+      if (is_windowed(f)) return launch_attention_bwd_window_sm90<T, kHead>(p, workspace, stream);
       if constexpr (kHead <= 128) {
         if (f.dropout_p > 0)
           return launch_attention_bwd_dropout_sm90<T, kHead>(p, workspace, stream);

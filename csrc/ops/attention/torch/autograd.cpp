@@ -65,8 +65,9 @@ struct AttentionBackwardBackward {
 
 Tensors3 attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                             const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                            std::optional<double> scale) {
-  const AttentionAttributes a{dropout_p, is_causal, scale};
+                            std::optional<double> scale, OptionalInt window_left,
+                            OptionalInt window_right, double softcap) {
+  const AttentionAttributes a{dropout_p, is_causal, scale, window_left, window_right, softcap};
   const Tensor mask = value_or_undefined(attn_mask);
   auto node = make_node<AttentionBackward>(a, query, key, value, mask);
   Tensors3 results =
@@ -91,8 +92,10 @@ Tensors4 attention_backward_autograd(const Tensor& grad_out, const Tensor& query
                                      const Tensor& value, const OptionalTensor& attn_mask,
                                      const Tensor& out, const Tensor& lse,
                                      const Tensor& philox_state, double dropout_p, bool is_causal,
-                                     std::optional<double> scale, std::array<bool, 4> output_mask) {
-  const AttentionAttributes a{dropout_p, is_causal, scale};
+                                     std::optional<double> scale, std::array<bool, 4> output_mask,
+                                     OptionalInt window_left, OptionalInt window_right,
+                                     double softcap) {
+  const AttentionAttributes a{dropout_p, is_causal, scale, window_left, window_right, softcap};
   const Tensor mask = value_or_undefined(attn_mask);
   check_constant(lse, "attention_backward", "lse");
   auto node = make_node<AttentionBackwardBackward>(a, grad_out, query, key, value, mask);

@@ -64,16 +64,15 @@ Tensor repeat_heads(const Tensor& tensor, const c10::SymInt& heads) {
   return tensor.unsqueeze(2).expand_symint({b, h, repeat, s, d}).reshape_symint({b, heads, s, d});
 }
 
-Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const OptionalTensor& attn_mask, double dropout_p,
-                                    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value,
+              const OptionalTensor& attn_mask, const AttentionAttributes& attributes,
+              bool enable_gqa) {
   Tensor mask = value_or_undefined(attn_mask);
-  check_attention_operands(query, key, value, mask, dropout_p);
+  check_attention_operands(query, key, value, mask, attributes.dropout_p);
   check_plain_storage(query, "scaled_dot_product_attention: query");
   check_plain_storage(key, "scaled_dot_product_attention: key");
   check_plain_storage(value, "scaled_dot_product_attention: value");
   check_plain_storage(mask, "scaled_dot_product_attention: attn_mask");
-  const AttentionAttributes attributes{dropout_p, is_causal, scale};
 
   c10::SymInt heads, kv_heads;
   SymSizes batch;  // without the heads
@@ -123,6 +122,23 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
   return out.reshape_symint(concat(lead, {query.sym_size(-2), value.sym_size(-1)}));
 }
 
+Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const OptionalTensor& attn_mask, double dropout_p,
+                                    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  return attend(query, key, value, attn_mask, {dropout_p, is_causal, scale}, enable_gqa);
+}
+
+Tensor scaled_dot_product_attention_extras(const Tensor& query, const Tensor& key,
+                                           const Tensor& value, const OptionalTensor& attn_mask,
+                                           double dropout_p, bool is_causal,
+                                           std::optional<double> scale, bool enable_gqa,
+                                           OptionalInt window_left, OptionalInt window_right,
+                                           double softcap) {
+  check_softcap("scaled_dot_product_attention", softcap);
+  return attend(query, key, value, attn_mask,
+                {dropout_p, is_causal, scale, window_left, window_right, softcap}, enable_gqa);
+}
+
 // ---- Autocast ----
 
 template <c10::DeviceType kDevice, c10::DispatchKey kKey>
@@ -139,6 +155,19 @@ Tensor scaled_dot_product_attention_autocast(const Tensor& query, const Tensor& 
                                             {dropout_p, is_causal, scale}, enable_gqa);
 }
 
+template <c10::DeviceType kDevice, c10::DispatchKey kKey>
+Tensor scaled_dot_product_attention_extras_autocast(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
+    OptionalInt window_left, OptionalInt window_right, double softcap) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+  auto cast = [&](const auto& t) { return at::autocast::cached_cast(type, t, kDevice); };
+  return call::scaled_dot_product_attention_extras(
+      cast(query), cast(key), cast(value), cast(attn_mask),
+      {dropout_p, is_causal, scale, window_left, window_right, softcap}, enable_gqa);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
@@ -150,17 +179,32 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.impl("scaled_dot_product_attention",
          torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
                          TORCH_FN(scaled_dot_product_attention)));
+  m.def(
+      "scaled_dot_product_attention_extras(Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, "
+      "bool enable_gqa=False, int? window_left=None, int? window_right=None, float softcap=0.0) "
+      "-> Tensor",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.impl("scaled_dot_product_attention_extras",
+         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
+                         TORCH_FN(scaled_dot_product_attention_extras)));
 }
 
 TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
   m.impl(
       "scaled_dot_product_attention",
       scaled_dot_product_attention_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
+  m.impl("scaled_dot_product_attention_extras",
+         scaled_dot_product_attention_extras_autocast<c10::DeviceType::CPU,
+                                                      c10::DispatchKey::AutocastCPU>);
 }
 TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
   m.impl(
       "scaled_dot_product_attention",
       scaled_dot_product_attention_autocast<c10::DeviceType::CUDA, c10::DispatchKey::AutocastCUDA>);
+  m.impl("scaled_dot_product_attention_extras",
+         scaled_dot_product_attention_extras_autocast<c10::DeviceType::CUDA,
+                                                      c10::DispatchKey::AutocastCUDA>);
 }
 
 }  // namespace warpwright

@@ -22,12 +22,19 @@ struct AttentionAttributes {
   double dropout_p = 0;
   bool is_causal = false;
   std::optional<double> scale;
+  std::optional<int64_t> window_left, window_right;  // none: unlimited
+  double softcap = 0;                                // 0: none
 };
 
-// Checks types, devices and matching extents, at any rank; defined in ops.cpp.
+using OptionalInt = std::optional<int64_t>;
+
+// Of the window and the softcap; `name` is the op's. Defined in checks.cpp.
+void check_softcap(const char* name, double softcap);
+
+// Checks types, devices and matching extents, at any rank; defined in checks.cpp.
 void check_attention_operands(const Tensor& query, const Tensor& key, const Tensor& value,
                               const Tensor& attn_mask, double dropout_p);
-// Checks the operands of attention and attention_backward, (B, H, S, D); defined in ops.cpp.
+// Checks the operands of attention and attention_backward, (B, H, S, D); defined in checks.cpp.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                      const Tensor& attn_mask, double dropout_p);
 
@@ -44,25 +51,38 @@ inline Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& ke
   return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale, enable_gqa);
 }
 
+inline Tensor scaled_dot_product_attention_extras(const Tensor& query, const Tensor& key,
+                                                  const Tensor& value,
+                                                  const OptionalTensor& attn_mask,
+                                                  const AttentionAttributes& a, bool enable_gqa) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
+                     bool, std::optional<double>, bool, OptionalInt, OptionalInt, double)>(
+          "warpwright::scaled_dot_product_attention_extras");
+  return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale, enable_gqa,
+                 a.window_left, a.window_right, a.softcap);
+}
+
 inline Tensors3 attention(const Tensor& query, const Tensor& key, const Tensor& value,
                           const OptionalTensor& attn_mask, const AttentionAttributes& a) {
   static const auto op =
       find_op<Tensors3(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double,
-                       bool, std::optional<double>)>("warpwright::attention");
-  return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale);
+                       bool, std::optional<double>, OptionalInt, OptionalInt, double)>(
+          "warpwright::attention");
+  return op.call(query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale, a.window_left,
+                 a.window_right, a.softcap);
 }
 
 inline Tensors4 attention_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
                                    const Tensor& value, const OptionalTensor& attn_mask,
                                    const Tensor& out, const Tensor& lse, const Tensor& philox_state,
                                    const AttentionAttributes& a, std::array<bool, 4> output_mask) {
-  static const auto op =
-      find_op<Tensors4(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                       const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, double,
-                       bool, std::optional<double>, std::array<bool, 4>)>(
-          "warpwright::attention_backward");
+  static const auto op = find_op<Tensors4(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+      const Tensor&, const Tensor&, const Tensor&, double, bool, std::optional<double>,
+      std::array<bool, 4>, OptionalInt, OptionalInt, double)>("warpwright::attention_backward");
   return op.call(grad_out, query, key, value, attn_mask, out, lse, philox_state, a.dropout_p,
-                 a.is_causal, a.scale, output_mask);
+                 a.is_causal, a.scale, output_mask, a.window_left, a.window_right, a.softcap);
 }
 
 inline Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
@@ -74,11 +94,12 @@ inline Tensors5 attention_second_order(const OptionalTensor& grad_out, const Ten
   static const auto op = find_op<Tensors5(
       const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
       const Tensor&, const Tensor&, double, bool, std::optional<double>, const OptionalTensor&,
-      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&)>(
-      "warpwright::attention_second_order");
+      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, OptionalInt, OptionalInt,
+      double)>("warpwright::attention_second_order");
   return op.call(grad_out, query, key, value, attn_mask, out, philox_state, a.dropout_p,
                  a.is_causal, a.scale, optional_if_defined(t_query), optional_if_defined(t_key),
-                 optional_if_defined(t_value), optional_if_defined(t_mask));
+                 optional_if_defined(t_value), optional_if_defined(t_mask), a.window_left,
+                 a.window_right, a.softcap);
 }
 
 inline Tensor attention_dropout_factors(const Tensor& philox_state, at::ScalarType dtype,

@@ -24,52 +24,7 @@
 
 namespace warpwright {
 
-// ---- checks and output shape ----
-
-void check_attention_operands(const Tensor& query, const Tensor& key, const Tensor& value,
-                              const Tensor& attn_mask, double dropout_p) {
-  TORCH_CHECK(
-      query.scalar_type() == key.scalar_type() && query.scalar_type() == value.scalar_type(),
-      "Expected query, key, and value to have the same dtype, but got query.dtype: ", query.dtype(),
-      " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(), " instead.");
-  TORCH_CHECK(query.device() == key.device() && query.device() == value.device(),
-              "Expected query, key, and value to have the same device type, but got query.device: ",
-              query.device(), " key.device: ", key.device(), " and value.device: ", value.device(),
-              " instead.");
-  TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
-              "Expected query, key, and value to all be  at least 2 dimensional, but got "
-              "query.dim: ",
-              query.dim(), " key.dim: ", key.dim(), " and value.dim: ", value.dim(), " instead.");
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !query.is_complex(),
-      "scaled_dot_product_attention: query: not implemented for complex dtypes, got ",
-      query.dtype());
-  TORCH_CHECK(is_floating(query.scalar_type()),
-              "scaled_dot_product_attention: query: expected scalar type Float, Double, BFloat16 "
-              "or Half but found ",
-              query.scalar_type());
-  TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1,
-              "dropout probability has to be between 0 and 1, but got ", dropout_p);
-  TORCH_CHECK(key.sym_size(-1) == query.sym_size(-1),
-              "scaled_dot_product_attention: key: Expected size for first two dimensions of key to "
-              "be: [",
-              key.sym_size(-2), ", ", query.sym_size(-1), "] (query's last) but got: [",
-              key.sym_size(-2), ", ", key.sym_size(-1), "].");
-  TORCH_CHECK(value.sym_size(-2) == key.sym_size(-2),
-              "scaled_dot_product_attention: value: Expected size for first two dimensions of "
-              "value to be: [",
-              key.sym_size(-2), ", ", value.sym_size(-1), "] (key's length) but got: [",
-              value.sym_size(-2), ", ", value.sym_size(-1), "].");
-  if (!attn_mask.defined()) return;
-  TORCH_CHECK(attn_mask.scalar_type() == at::kBool || attn_mask.scalar_type() == at::kFloat ||
-                  attn_mask.scalar_type() == query.scalar_type(),
-              "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
-              "attn_mask.dtype: ",
-              attn_mask.dtype(), " and  query.dtype: ", query.dtype(), " instead.");
-  TORCH_CHECK(attn_mask.device() == query.device(),
-              "scaled_dot_product_attention: attn_mask: expected device ", query.device(),
-              " as query, got ", attn_mask.device());
-}
+// ---- output shape ----
 
 namespace {
 
@@ -108,37 +63,7 @@ Tensors3 empty_results(const Tensor& query, const Tensor& value, double dropout_
           at::empty({dropout_p > 0 ? 2 : 0}, query.options().dtype(at::kLong))};
 }
 
-}  // namespace
-
-void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                     const Tensor& attn_mask, double dropout_p) {
-  check_attention_operands(query, key, value, attn_mask, dropout_p);
-  TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4,
-              "attention: expected query, key and value of 4 dimensions (B, H, S, D), got ",
-              query.dim(), ", ", key.dim(), " and ", value.dim());
-  TORCH_CHECK(key.sym_size(0) == query.sym_size(0) && value.sym_size(0) == query.sym_size(0) &&
-                  key.sym_size(1) == value.sym_size(1),
-              "attention: expected one batch size, and as many heads in value as in key, got "
-              "query ",
-              query.sym_sizes(), ", key ", key.sym_sizes(), ", value ", value.sym_sizes());
-  TORCH_CHECK(key.sym_size(1) == query.sym_size(1) ||
-                  (key.sym_size(1) != 0 && query.sym_size(1) % key.sym_size(1) == 0),
-              "attention: Number of heads in key and value must divide the number of heads in "
-              "query, got ",
-              key.sym_size(1), " and ", query.sym_size(1));
-  if (!attn_mask.defined()) return;
-  const c10::SymInt extent[4] = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
-                                 key.sym_size(2)};
-  bool matches = attn_mask.dim() == 4;
-  for (int i = 0; i < 4 && matches; ++i)
-    matches = attn_mask.sym_size(i) == 1 || attn_mask.sym_size(i) == extent[i];
-  TORCH_CHECK(matches,
-              "attention: attn_mask: expected 4 dimensions that broadcast to (B, H, S_q, S_k) = (",
-              extent[0], ", ", extent[1], ", ", extent[2], ", ", extent[3], "), got ",
-              attn_mask.sym_sizes());
-}
-
-namespace {
+// ---- checks; those that several files share are in checks.cpp ----
 
 // A saved result may be any tensor here, so its properties are checked, not assumed from query. out
 // and lse may belong to a softmax over more keys than `key` has, as ring attention passes them. A
@@ -200,6 +125,8 @@ AttentionParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, c
   // Without features the scores are 0, not 0 * infinity.
   p.scale = a.scale.value_or(p.D == 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(p.D)));
   p.is_causal = a.is_causal;
+  set_window(p, a.window_left.value_or(kUnlimited), a.window_right.value_or(kUnlimited));
+  p.softcap = a.softcap;
   p.q = operand(q), p.k = operand(k), p.v = operand(v), p.out = operand(out);
   p.lse = const_cast<void*>(lse.const_data_ptr());
   if (mask.defined()) {
@@ -223,6 +150,7 @@ Tensors3 attention_with(const Tensor& query, const Tensor& key, const Tensor& va
                         Run&& run) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, a.dropout_p);
+  check_softcap("attention", a.softcap);
   check_has_storage(query, "attention: query");
   check_has_storage(key, "attention: key");
   check_has_storage(value, "attention: value");
@@ -244,6 +172,7 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
                                  Run&& run) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, a.dropout_p);
+  check_softcap("attention_backward", a.softcap);
   check_backward(query, value, grad_out, out, lse, philox_state, a.dropout_p);
   check_has_storage(grad_out, "attention_backward: grad_out");
   check_has_storage(query, "attention_backward: query");
@@ -296,7 +225,8 @@ Tensor dropout_factors_with(const Tensor& philox_state, at::ScalarType dtype, do
 
 Tensors3 attention_cpu_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
                               const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                              std::optional<double> scale) {
+                              std::optional<double> scale, OptionalInt window_left,
+                              OptionalInt window_right, double softcap) {
   auto draw = [](const Tensor& philox_state) {
     auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
         std::nullopt, at::detail::getDefaultCPUGenerator());
@@ -305,7 +235,8 @@ Tensors3 attention_cpu_kernel(const Tensor& query, const Tensor& key, const Tens
     state[0] = static_cast<int64_t>(generator->random64());
     state[1] = 0;
   };
-  return attention_with(query, key, value, attn_mask, {dropout_p, is_causal, scale}, draw,
+  return attention_with(query, key, value, attn_mask,
+                        {dropout_p, is_causal, scale, window_left, window_right, softcap}, draw,
                         attention_fwd_cpu);
 }
 
@@ -314,10 +245,12 @@ Tensors4 attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& que
                                        const OptionalTensor& attn_mask, const Tensor& out,
                                        const Tensor& lse, const Tensor& philox_state,
                                        double dropout_p, bool is_causal,
-                                       std::optional<double> scale,
-                                       std::array<bool, 4> output_mask) {
+                                       std::optional<double> scale, std::array<bool, 4> output_mask,
+                                       OptionalInt window_left, OptionalInt window_right,
+                                       double softcap) {
   return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state,
-                                 {dropout_p, is_causal, scale}, output_mask, attention_bwd_cpu);
+                                 {dropout_p, is_causal, scale, window_left, window_right, softcap},
+                                 output_mask, attention_bwd_cpu);
 }
 
 Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dtype,
@@ -357,7 +290,8 @@ struct WorkspaceTensors {
 
 Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
-                               std::optional<double> scale) {
+                               std::optional<double> scale, OptionalInt window_left,
+                               OptionalInt window_right, double softcap) {
   const CudaCall call(query);
   auto draw = [&](const Tensor& philox_state) {
     auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
@@ -378,7 +312,8 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
     }
     launch_philox_state(source, philox_state.mutable_data_ptr<int64_t>(), call.stream);
   };
-  return attention_with(query, key, value, attn_mask, {dropout_p, is_causal, scale}, draw,
+  return attention_with(query, key, value, attn_mask,
+                        {dropout_p, is_causal, scale, window_left, window_right, softcap}, draw,
                         [&](const AttentionParams& p) {
                           const AttentionConfig config = choose_attention_config(
                               p, current_device_info(), sm90_path_available());
@@ -393,11 +328,13 @@ Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& qu
                                         const Tensor& lse, const Tensor& philox_state,
                                         double dropout_p, bool is_causal,
                                         std::optional<double> scale,
-                                        std::array<bool, 4> output_mask) {
+                                        std::array<bool, 4> output_mask, OptionalInt window_left,
+                                        OptionalInt window_right, double softcap) {
   const CudaCall call(query);
   return attention_backward_with(
-      grad_out, query, key, value, attn_mask, out, lse, philox_state, {dropout_p, is_causal, scale},
-      output_mask, [&](AttentionBackwardParams& p) {
+      grad_out, query, key, value, attn_mask, out, lse, philox_state,
+      {dropout_p, is_causal, scale, window_left, window_right, softcap}, output_mask,
+      [&](AttentionBackwardParams& p) {
         const AttentionBackwardConfig config =
             choose_attention_backward_config(p, current_device_info(), sm90_path_available());
         const Tensor stats = at::empty({attention_row_stats_bytes(p.fwd, config.path)},
@@ -422,8 +359,9 @@ Tensor dropout_factors_cuda_kernel(const Tensor& philox_state, at::ScalarType dt
 
 Tensors3 attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
                         const OptionalTensor& attn_mask, double dropout_p, bool,
-                        std::optional<double>) {
+                        std::optional<double>, OptionalInt, OptionalInt, double softcap) {
   check_attention(query, key, value, value_or_undefined(attn_mask), dropout_p);
+  check_softcap("attention", softcap);
   return empty_results(query, value, dropout_p);
 }
 
@@ -431,9 +369,11 @@ Tensors4 attention_backward_meta(const Tensor& grad_out, const Tensor& query, co
                                  const Tensor& value, const OptionalTensor& attn_mask,
                                  const Tensor& out, const Tensor& lse, const Tensor& philox_state,
                                  double dropout_p, bool, std::optional<double>,
-                                 std::array<bool, 4> output_mask) {
+                                 std::array<bool, 4> output_mask, OptionalInt, OptionalInt,
+                                 double softcap) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, dropout_p);
+  check_softcap("attention_backward", softcap);
   check_backward(query, value, grad_out, out, lse, philox_state, dropout_p);
   auto grad_of = [](bool wanted, const Tensor& input) {
     return wanted ? empty_rows_like(input) : Tensor();
@@ -455,12 +395,14 @@ Tensor dropout_factors_meta(const Tensor& philox_state, at::ScalarType dtype, do
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
-      "bool is_causal, float? scale) -> (Tensor out, Tensor lse, Tensor philox_state)",
+      "bool is_causal, float? scale, int? window_left=None, int? window_right=None, "
+      "float softcap=0.0) -> (Tensor out, Tensor lse, Tensor philox_state)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def(
       "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor out, Tensor lse, Tensor philox_state, float dropout_p, "
-      "bool is_causal, float? scale, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      "bool is_causal, float? scale, bool[4] output_mask, int? window_left=None, "
+      "int? window_right=None, float softcap=0.0) -> (Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "attention_dropout_factors(Tensor philox_state, ScalarType dtype, float dropout_p, int B, "

@@ -1,13 +1,15 @@
 // attention_second_order: the linear map of double backward and forward-mode AD, in ATen ops over
 // blocks of query rows. Memory is O(B * H * S_k) per row of a block, never S_q x S_k.
 // With tangents tq, tk, tv, tm of query, key, value and mask, and Z the dropout factors:
-//   G = scale * (tq k^T + q tk^T) + tm       the tangent of the scores
+//   X = scale * q k^T, S = cap(X) + mask; without softcap cap(x) = x
+//   GX = scale * (tq k^T + q tk^T), G = cap'(X) * GX + tm       the tangents of X and S
 //   gamma = rowsum(P * G), A = P * Z
 //   X = (A * G) v + A tv                     d out = X - gamma * out
 //   dA = dout v^T, dP = Z * dA, delta = rowsum(dout * out), dS = P * (dP - delta)
 //   T = dP * (G - gamma) - delta * G + Z * (dout tv^T)
 //   tau = rowsum(P * T) = rowsum(dout * X) - 2 * gamma * delta,  U = P * (T - tau)
-//   d dq = scale * (U k + dS tk), d dk = scale * (U^T q + dS^T tq), d dmask = U
+//   W = U * cap'(X) + dS * cap''(X) * GX, dX = dS * cap'(X)
+//   d dq = scale * (W k + dX tk), d dk = scale * (W^T q + dX^T tq), d dmask = U
 //   d dv = (A * (G - gamma))^T dout
 // If tq.. are tangents, the results are the tangents of attention_backward's results (dout held).
 // If tq.. are cotangents of dq.., the results are the gradients of grad_out, query, key, value and
@@ -18,6 +20,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/tanh.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -67,34 +70,51 @@ struct BlockSums {
 // The operands, in the type of the sums and with all heads.
 struct SecondOrder {
   Tensor q, k, v, mask, out, dout, tq, tk, tv, tm, philox_state;
-  double scale, dropout_p;
+  double scale, dropout_p, softcap;
   bool is_causal, want_mask;
+  OptionalInt window_left, window_right;
 
-  // P, from the recomputed scores.
-  Tensor probabilities(const Block& block) const {
+  // tanh(X / softcap), or undefined without softcap.
+  Tensor capped(const Tensor& products) const {
+    return softcap > 0 ? at::tanh(products * (1 / softcap)) : Tensor();
+  }
+
+  // True outside the window and the causal rule; undefined without both.
+  Tensor outside(const Block& block) const {
+    if (!is_causal && !window_left && !window_right) return {};
+    const auto options = q.options().dtype(at::kLong);
+    const Tensor rows = at::arange(block.begin, block.begin + block.rows, options).unsqueeze(1);
+    const Tensor ahead = at::arange(extent(k, 2), options) - rows;
+    Tensor hidden;
+    auto hide = [&](const Tensor& more) {
+      hidden = hidden.defined() ? hidden.logical_or(more) : more;
+    };
+    if (is_causal) hide(ahead > 0);
+    if (window_right) hide(ahead > *window_right);
+    if (window_left) hide(ahead.neg() > *window_left);
+    return hidden;
+  }
+
+  // P, from X and its capped tanh.
+  Tensor probabilities(const Block& block, const Tensor& products, const Tensor& tanh) const {
     constexpr double kHidden = -std::numeric_limits<double>::infinity();
-    Tensor scores = at::matmul(block.of(q), k.mT()) * scale;
+    Tensor scores = tanh.defined() ? tanh * softcap : products;
     if (mask.defined()) {
       const Tensor m = block.of_mask(mask);
       scores = mask.scalar_type() == at::kBool ? scores.masked_fill(m.logical_not(), kHidden)
                                                : scores + m.to(q.scalar_type());
     }
-    if (is_causal) {
-      const auto options = q.options().dtype(at::kLong);
-      const Tensor rows = at::arange(block.begin, block.begin + block.rows, options);
-      scores = scores.masked_fill(at::arange(extent(k, 2), options) > rows.unsqueeze(1), kHidden);
-    }
+    const Tensor hidden = outside(block);
+    if (hidden.defined()) scores = scores.masked_fill(hidden, kHidden);
     return safe_softmax(scores);
   }
 
-  // G. Zeros like P if no operand of the scores has a tangent.
-  Tensor tangent_of_scores(const Block& block, const Tensor& P) const {
+  // GX, or undefined if neither query nor key has a tangent.
+  Tensor tangent_of_products(const Block& block) const {
     Tensor G;
     if (tq.defined()) G = at::matmul(block.of(tq), k.mT());
     if (tk.defined()) G = sum_of(G, at::matmul(block.of(q), tk.mT()));
-    if (G.defined()) G = G * scale;
-    if (tm.defined()) G = sum_of(G, block.of_mask(tm));
-    return G.defined() ? G : at::zeros_like(P);
+    return G.defined() ? G * scale : G;
   }
 
   // Z, or undefined without dropout.
@@ -117,9 +137,16 @@ struct SecondOrder {
   }
 
   void add_block(const Block& block, BlockSums& to) const {
-    const Tensor P = probabilities(block), Z = dropout_factors(block);
+    const Tensor products = at::matmul(block.of(q), k.mT()) * scale, tanh = capped(products);
+    const Tensor slope = tanh.defined() ? 1 - tanh * tanh : Tensor();
+    auto uncapped = [&](const Tensor& t) { return slope.defined() && t.defined() ? t * slope : t; };
+    const Tensor P = probabilities(block, products, tanh), Z = dropout_factors(block);
     auto dropped = [&](const Tensor& t) { return Z.defined() ? t * Z : t; };
-    const Tensor A = dropped(P), G = tangent_of_scores(block, P), o = block.of(out);
+    const Tensor GX = tangent_of_products(block);
+    Tensor G = uncapped(GX);
+    if (tm.defined()) G = sum_of(G, block.of_mask(tm));
+    if (!G.defined()) G = at::zeros_like(P);
+    const Tensor A = dropped(P), o = block.of(out);
     const Tensor gamma = (P * G).sum(-1, /*keepdim=*/true);
     Tensor X = at::matmul(A * G, v);
     if (tv.defined()) X = X + at::matmul(A, tv);
@@ -134,9 +161,12 @@ struct SecondOrder {
     if (tv.defined()) T = T + dropped(at::matmul(d_o, tv.mT()));
     const Tensor tau = (d_o * X).sum(-1, /*keepdim=*/true) - 2 * gamma * delta;
     const Tensor U = P * (T - tau);
-    Tensor dq = at::matmul(U, k), dk = at::matmul(U.mT(), block.of(q));
-    if (tk.defined()) dq = dq + at::matmul(dS, tk);
-    if (tq.defined()) dk = dk + at::matmul(dS.mT(), block.of(tq));
+    const Tensor dX = uncapped(dS);
+    Tensor W = uncapped(U);
+    if (slope.defined() && GX.defined()) W = W - dX * tanh * GX * (2 / softcap);
+    Tensor dq = at::matmul(W, k), dk = at::matmul(W.mT(), block.of(q));
+    if (tk.defined()) dq = dq + at::matmul(dX, tk);
+    if (tq.defined()) dk = dk + at::matmul(dX.mT(), block.of(tq));
     to.query.push_back(dq * scale);
     to.key = sum_of(to.key, dk * scale);
     to.value = sum_of(to.value, at::matmul((A * (G - gamma)).mT(), d_o));
@@ -150,9 +180,11 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
                                 const Tensor& philox_state, double dropout_p, bool is_causal,
                                 std::optional<double> scale_or_default,
                                 const OptionalTensor& t_query, const OptionalTensor& t_key,
-                                const OptionalTensor& t_value, const OptionalTensor& t_mask) {
+                                const OptionalTensor& t_value, const OptionalTensor& t_mask,
+                                OptionalInt window_left, OptionalInt window_right, double softcap) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, dropout_p);
+  check_softcap("attention_second_order", softcap);
   const char* name = "attention_second_order: an operand or a tangent";
   for (const Tensor* t : {&query, &key, &value, &mask, &out, &philox_state}) {
     check_plain_storage(*t, name);
@@ -187,8 +219,11 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
       .philox_state = philox_state,
       .scale = scale_or_default.value_or(D == 0 ? 1.0 : 1.0 / std::sqrt(double(D))),
       .dropout_p = dropout_p,
+      .softcap = softcap,
       .is_causal = is_causal,
-      .want_mask = mask.defined() && is_floating(mask.scalar_type())};
+      .want_mask = mask.defined() && is_floating(mask.scalar_type()),
+      .window_left = window_left,
+      .window_right = window_right};
   BlockSums sums;
   const int64_t step = std::max<int64_t>(1, block_rows(B * H * S_k, S_q));
   for (int64_t begin = 0; begin < S_q || begin == 0; begin += step) {
@@ -215,7 +250,8 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.def(
       "attention_second_order(Tensor? grad_out, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor out, Tensor philox_state, float dropout_p, bool is_causal, "
-      "float? scale, Tensor? t_query, Tensor? t_key, Tensor? t_value, Tensor? t_mask) -> "
+      "float? scale, Tensor? t_query, Tensor? t_key, Tensor? t_value, Tensor? t_mask, "
+      "int? window_left=None, int? window_right=None, float softcap=0.0) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.impl("attention_second_order", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,

@@ -48,7 +48,7 @@ def attention(q: Any, k: Any, v: Any, mask: Any, *options: Any) -> list[Row]:
 def attention_backward(
     do: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, philox: Any, *options: Any
 ) -> list[Row]:
-    wanted: Sequence[bool] = options[-1]
+    wanted: Sequence[bool] = options[3]
     rows: list[Row] = [(picked(wanted, R, R, R, R), [R] * 8)]
     for a, b, m in _cuts(q, k, mask):
         grads = a, b if b != R else P, b if b != R else P, m if m != R else P

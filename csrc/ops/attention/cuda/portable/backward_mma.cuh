@@ -68,7 +68,7 @@ __device__ __forceinline__ void grad_scores(const AttentionParams& p, const Atte
                                             Lse&& lse_of, Delta&& delta_of) {
   const float scale_log2 = static_cast<float>(p.scale) * kLog2E;
   if constexpr (kHasExtras) add_mask<T, kTransposed>(p, s, b, h, row0, col0, scale_log2);
-  if (has_hidden) hide<kTransposed>(p, s, row0, col0);
+  if (has_hidden || (kHasExtras && is_windowed(p))) hide<kTransposed, kHasExtras>(p, s, row0, col0);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -77,6 +77,21 @@ __device__ __forceinline__ void grad_scores(const AttentionParams& p, const Atte
       for (int e = 0; e < 4; ++e)
         s[i][n][e] = ex2_approx(fmaf(s[i][n][e], kHasExtras ? 1.f : scale_log2, -lse_of(i, n, e)));
 
+  // The factor of an element of dS that comes from its probability.
+  const float uncap = kHasExtras ? 1.f / (static_cast<float>(p.softcap) * kLog2E) : 0.f;
+  auto factor_of = [&](int i, int n, int e) {
+    if constexpr (kHasExtras) {
+      if (p.softcap > 0) {
+        const int64_t row = row0 + fragment_row(i, e), col = col0 + fragment_col(n, e);
+        const int64_t query = kTransposed ? col : row, key = kTransposed ? row : col;
+        float base = lse_of(i, n, e);
+        if (p.mask_type != MaskType::kNone && query < p.S_q && key < p.S_k)
+          base -= mask_term<T>(p, b, h, query, key) * kLog2E;
+        return uncapped(s[i][n][e], base, uncap);
+      }
+    }
+    return s[i][n][e];
+  };
   if constexpr (kHasExtras) {
     if (p.philox_state != nullptr) {
       const DropoutKey key = load_dropout_key(p, args.dropout_threshold);
@@ -96,7 +111,7 @@ __device__ __forceinline__ void grad_scores(const AttentionParams& p, const Atte
               const bool keep = (dropped >> (4 * n + e) & 1u) == 0;
               if constexpr (kWantDs) {
                 float& ds = dp[i][2 * pair + n][e];
-                ds = probability *
+                ds = factor_of(i, 2 * pair + n, e) *
                      ((keep ? ds * args.keep_scale : 0.f) - delta_of(i, 2 * pair + n, e));
               }
               if (!keep) probability = 0.f;
@@ -111,7 +126,8 @@ __device__ __forceinline__ void grad_scores(const AttentionParams& p, const Atte
 #pragma unroll
       for (int n = 0; n < kCols; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) dp[i][n][e] = s[i][n][e] * (dp[i][n][e] - delta_of(i, n, e));
+        for (int e = 0; e < 4; ++e)
+          dp[i][n][e] = factor_of(i, n, e) * (dp[i][n][e] - delta_of(i, n, e));
   }
 }
 
@@ -160,9 +176,10 @@ __global__ void __launch_bounds__(kMmaThreads)
 
   float dq[kTiles][kD / 8][4];
   clear(dq);
+  const auto [first_key, last_key] = key_blocks<kHasExtras, kBlockN>(p, row0, row0 + rows);
   auto issue = [&](int64_t i, int stage) {
     T* keys = sKeys + stage * 2 * kBlockN * kD;
-    const int64_t col = i * kBlockN;
+    const int64_t col = first_key + i * kBlockN;
     load_tile<kBlockN, kD>(keys, operand_rows<const T>(p.k, b, h_kv, col), p.k.stride_s,
                            p.S_k - col, p.D, args.vectorized);
     load_tile<kBlockN, kD>(keys + kBlockN * kD, operand_rows<const T>(p.v, b, h_kv, col),
@@ -171,7 +188,7 @@ __global__ void __launch_bounds__(kMmaThreads)
   auto compute = [&](int64_t i, int stage) {
     const uint32_t k_base = smem_address(sKeys + stage * 2 * kBlockN * kD);
     const uint32_t v_base = k_base + kBlockN * kD * 2;
-    const int64_t col0 = i * kBlockN;
+    const int64_t col0 = first_key + i * kBlockN;
     float s[kTiles][kCols][4], dp[kTiles][kCols][4];
     clear(s);
     multiply_rows<T, kD>(s, smem_address(sQ), warp_row, k_base);
@@ -184,8 +201,7 @@ __global__ void __launch_bounds__(kMmaThreads)
         [&](int i, int, int e) { return delta[i][e / 2]; });
     multiply_weighted<T, kD>(dq, dp, k_base);
   };
-  walk_tiles<Tile::kStages>(ceil_div(visible_keys(p, row0 + rows), int64_t(kBlockN)), issue,
-                            compute);
+  walk_tiles<Tile::kStages>(ceil_div(last_key - first_key, int64_t(kBlockN)), issue, compute);
 
   float scale[kTiles][2];
   fill_scale(scale, p.scale);
@@ -231,13 +247,13 @@ __global__ void __launch_bounds__(kMmaThreads)
   }
   const float* stats = static_cast<const float*>(params.row_stats);
   const int64_t all_rows = p.B * p.H * p.S_q;
-  // Queries before the tile's first key do not see it. The walk includes the group's heads.
-  const int64_t first_tile = p.is_causal ? min(col0, p.S_q) / kBlockM : 0;
-  const int64_t row_tiles = ceil_div(p.S_q, int64_t(kBlockM)) - first_tile;
-  const QueryTile start{h_kv * group, first_tile * kBlockM};
+  // The queries that see one of the tile's keys. The walk includes the group's heads.
+  const auto [first_row, last_row] = query_blocks<kHasExtras, kBlockM>(p, col0, col0 + cols);
+  const int64_t row_tiles = ceil_div(last_row - first_row, int64_t(kBlockM));
+  const QueryTile start{h_kv * group, first_row};
   auto step = [&](QueryTile& tile) {
     tile.row += kBlockM;
-    if (tile.row >= p.S_q) tile = {tile.h + 1, start.row};
+    if (tile.row >= last_row) tile = {tile.h + 1, start.row};
   };
   QueryTile issued = start, computed = start;
 

@@ -27,8 +27,8 @@ struct FmaRowStats {
   }
 };
 
-// P * Z and dS of a tile, in registers.
-template <class T>
+// P * Z and dS of a tile, in registers. kUncapped: dS before softcap.
+template <class T, bool kWindowed, bool kUncapped = kWindowed>
 __device__ void fma_grad_scores(const AttentionBackwardParams& p, const ScoreTile& t,
                                 const FmaRowStats<T>& stats, uint32_t threshold,
                                 Accum<T> keep_scale, FmaScores<T>& a, FmaScores<T>& ds,
@@ -38,7 +38,8 @@ __device__ void fma_grad_scores(const AttentionBackwardParams& p, const ScoreTil
   const int64_t h_kv = t.h / (f.H / f.H_kv);
   const bool dropout = f.philox_state != nullptr;
   const DropoutKey key = dropout ? load_dropout_key(f, threshold) : DropoutKey(0, 0, 0);
-  fma_scores<T>(f, t, a, shared);
+  FmaScores<T> slopes;
+  fma_scores<T, kWindowed>(f, t, a, slopes, shared);
   fma_row_products<T>(ds, operand_rows<T>(p.dout, t.b, t.h, t.row), p.dout.stride_s,
                       static_cast<int>(min(int64_t(Tile::kSide), f.S_q - t.row)),
                       operand_rows<T>(f.v, t.b, h_kv, t.col), f.v.stride_s,
@@ -52,6 +53,7 @@ __device__ void fma_grad_scores(const AttentionBackwardParams& p, const ScoreTil
           dropout ? fma_dropout_factor<T>(f, key, keep_scale, t, i, j) : Accum<T>(1);
       a[i][j] = probability * factor;
       ds[i][j] = probability * (ds[i][j] * factor - stats.delta[i]);
+      if constexpr (kUncapped) ds[i][j] *= slopes[i][j];
     }
 }
 
@@ -67,8 +69,8 @@ __device__ void fma_to_shared(const FmaScores<T>& scores, Accum<T>* target) {
 }
 
 // dq (B, H, S_q, D); grid.x = (B * H, query tiles, column chunks of dq), the last fastest
-template <class T>
-__global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
+template <class T, bool kWindowed>
+__global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
     attention_bwd_dq_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
                                 uint32_t threshold, Accum<T> keep_scale) {
   using Tile = FmaTile<T>;
@@ -83,10 +85,11 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
   const FmaRowStats<T> stats(p, bh, row0);
   FmaOut<T> dq = {};
 
-  const int64_t keys = visible_keys(f, row0 + rows);
-  for (int64_t col = 0; col < keys; col += Tile::kSide) {
+  const auto [begin, end] = key_blocks<kWindowed, Tile::kSide>(f, row0, row0 + rows);
+  for (int64_t col = begin; col < end; col += Tile::kSide) {
     FmaScores<T> a, ds;
-    fma_grad_scores<T>(p, {b, h, row0, col}, stats, threshold, keep_scale, a, ds, shared);
+    fma_grad_scores<T, kWindowed>(p, {b, h, row0, col}, stats, threshold, keep_scale, a, ds,
+                                  shared);
     __syncthreads();
     fma_to_shared<T>(ds, shared.ds);
     fma_weighted_rows<false, T>(dq, shared.ds, operand_rows<T>(f.k, b, h_kv, col), f.k.stride_s,
@@ -99,7 +102,7 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
 
 // dk (B, H_kv, S_k, D), dv (B, H_kv, S_k, D_v)
 // grid.x = (B * H_kv, key tiles, column chunks of the wider of dk and dv), the last fastest
-template <class T>
+template <class T, bool kWindowed>
 __global__ void __launch_bounds__(FmaTile<T>::kThreads)
     attention_bwd_dkdv_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
                                   uint32_t threshold, Accum<T> keep_scale) {
@@ -118,14 +121,14 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
   if (!want_dk && !want_dv) return;
   FmaOut<T> dk = {}, dv = {};
 
-  // Queries before the tile's first key do not see it. col0 is a multiple of the tile's side.
-  const int64_t row_begin = f.is_causal ? col0 : 0;
+  const auto [row_begin, row_end] = query_blocks<kWindowed, Tile::kSide>(f, col0, col0 + cols);
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
-    for (int64_t row = row_begin; row < f.S_q; row += Tile::kSide) {
+    for (int64_t row = row_begin; row < row_end; row += Tile::kSide) {
       const int rows = static_cast<int>(min(int64_t(Tile::kSide), f.S_q - row));
       const FmaRowStats<T> stats(p, b * f.H + h, row);
       FmaScores<T> a, ds;
-      fma_grad_scores<T>(p, {b, h, row, col0}, stats, threshold, keep_scale, a, ds, shared);
+      fma_grad_scores<T, kWindowed>(p, {b, h, row, col0}, stats, threshold, keep_scale, a, ds,
+                                    shared);
       __syncthreads();
       fma_to_shared<T>(a, shared.p);
       fma_to_shared<T>(ds, shared.ds);
@@ -151,7 +154,7 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
 
 // dmask (B|1, H|1, S_q|1, S_k|1), accumulator type: the sum of dS over the broadcast dimensions, in
 // one CTA and one order. grid.x = (B|1, H|1, query tiles|1, key tiles|1), last fastest
-template <class T>
+template <class T, bool kWindowed>
 __global__ void __launch_bounds__(FmaTile<T>::kThreads)
     attention_bwd_mask_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
                                   uint32_t threshold, Accum<T> keep_scale) {
@@ -176,11 +179,15 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
       for (int64_t i = begin[2]; i < end[2]; ++i) {
         const int64_t row = i * Tile::kSide;
         const FmaRowStats<T> stats(p, b * f.H + h, row);
+        const PositionRange keys =
+            key_blocks<kWindowed, Tile::kSide>(f, row, min(f.S_q, row + Tile::kSide));
         for (int64_t j = begin[3]; j < end[3]; ++j) {
           const int64_t col = j * Tile::kSide;
-          if (col >= visible_keys(f, min(f.S_q, row + Tile::kSide))) break;
+          if (col < keys.begin) continue;
+          if (col >= keys.end) break;
           FmaScores<T> a, ds;
-          fma_grad_scores<T>(p, {b, h, row, col}, stats, threshold, keep_scale, a, ds, shared);
+          fma_grad_scores<T, kWindowed, /*kUncapped=*/false>(p, {b, h, row, col}, stats, threshold,
+                                                             keep_scale, a, ds, shared);
 #pragma unroll
           for (int y = 0; y < Tile::kPer; ++y)
 #pragma unroll
@@ -225,10 +232,12 @@ void launch_attention_bwd_fma(const AttentionBackwardParams& p, cudaStream_t str
       launch(kernel, dim3(static_cast<unsigned>(ctas)), dim3(Tile::kThreads), Tile::kSmem, stream,
              p, threshold, keep_scale);
   };
+  const bool windowed = is_windowed(f);
   if (p.dq.data != nullptr)
-    run(attention_bwd_dq_fma_kernel<T>, f.B * f.H * q_tiles * ceil_div(f.D, int64_t(Tile::kOut)));
+    run(windowed ? attention_bwd_dq_fma_kernel<T, true> : attention_bwd_dq_fma_kernel<T, false>,
+        f.B * f.H * q_tiles * ceil_div(f.D, int64_t(Tile::kOut)));
   if (p.dk.data != nullptr || p.dv.data != nullptr)
-    run(attention_bwd_dkdv_fma_kernel<T>,
+    run(windowed ? attention_bwd_dkdv_fma_kernel<T, true> : attention_bwd_dkdv_fma_kernel<T, false>,
         f.B * f.H_kv * k_tiles * ceil_div(std::max(f.D, f.D_v), int64_t(Tile::kOut)));
 }
 
@@ -240,9 +249,10 @@ void launch_attention_bwd_mask(const AttentionBackwardParams& p, cudaStream_t st
                              ceil_div(f.S_k, int64_t(Tile::kSide))};
   int64_t ctas = 1;
   for (int d = 0; d < 4; ++d) ctas *= f.mask_full[d] ? extent[d] : 1;
-  launch(attention_bwd_mask_fma_kernel<T>, dim3(static_cast<unsigned>(ctas)), dim3(Tile::kThreads),
-         Tile::kSmem, stream, p, dropout_threshold(f.dropout_p),
-         static_cast<Accum<T>>(dropout_keep_scale(f.dropout_p)));
+  const auto kernel = is_windowed(f) ? attention_bwd_mask_fma_kernel<T, true>
+                                     : attention_bwd_mask_fma_kernel<T, false>;
+  launch(kernel, dim3(static_cast<unsigned>(ctas)), dim3(Tile::kThreads), Tile::kSmem, stream, p,
+         dropout_threshold(f.dropout_p), static_cast<Accum<T>>(dropout_keep_scale(f.dropout_p)));
 }
 
 }  // namespace warpwright

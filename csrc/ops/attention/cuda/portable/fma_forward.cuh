@@ -7,8 +7,8 @@ namespace warpwright {
 
 // q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v)
 // grid.x = (B * H, query tiles, column chunks of out), the last fastest; causal: longest tile first
-template <class T>
-__global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
+template <class T, bool kWindowed>
+__global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
     attention_fwd_fma_kernel(const __grid_constant__ AttentionParams p, uint32_t threshold,
                              Accum<T> keep_scale) {
   using Tile = FmaTile<T>;
@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, 2)
 #pragma unroll
   for (int i = 0; i < Tile::kPer; ++i) row_max[i] = -Acc(INFINITY), row_sum[i] = 0;
 
-  const int64_t keys = visible_keys(p, row0 + rows);
-  for (int64_t col = 0; col < keys; col += Tile::kSide) {
+  const auto [begin, end] = key_blocks<kWindowed, Tile::kSide>(p, row0, row0 + rows);
+  for (int64_t col = begin; col < end; col += Tile::kSide) {
     const ScoreTile t{b, h, row0, col};
-    FmaScores<T> s;
-    fma_scores<T>(p, t, s, shared);
+    FmaScores<T> s, slopes;
+    fma_scores<T, kWindowed>(p, t, s, slopes, shared);
     __syncthreads();  // with D = 0, other threads still read the previous tile's P
 #pragma unroll
     for (int i = 0; i < Tile::kPer; ++i) {
@@ -83,9 +83,10 @@ void launch_attention_fwd_fma(const AttentionParams& p, cudaStream_t stream) {
   using Tile = FmaTile<T>;
   const int64_t ctas = p.B * p.H * ceil_div(p.S_q, int64_t(Tile::kSide)) *
                        std::max(int64_t(1), ceil_div(p.D_v, int64_t(Tile::kOut)));
-  launch(attention_fwd_fma_kernel<T>, dim3(static_cast<unsigned>(ctas)), dim3(Tile::kThreads),
-         Tile::kSmem, stream, p, dropout_threshold(p.dropout_p),
-         static_cast<Accum<T>>(dropout_keep_scale(p.dropout_p)));
+  const auto kernel =
+      is_windowed(p) ? attention_fwd_fma_kernel<T, true> : attention_fwd_fma_kernel<T, false>;
+  launch(kernel, dim3(static_cast<unsigned>(ctas)), dim3(Tile::kThreads), Tile::kSmem, stream, p,
+         dropout_threshold(p.dropout_p), static_cast<Accum<T>>(dropout_keep_scale(p.dropout_p)));
 }
 
 }  // namespace warpwright

@@ -161,10 +161,14 @@ struct ScoreTile {
   int64_t b, h, row, col;
 };
 
-// S of a tile: scale * q k^T + mask; -inf if hidden or outside.
-template <class T>
+__device__ __forceinline__ float tanh_accum(float x) { return tanhf(x); }
+__device__ __forceinline__ double tanh_accum(double x) { return tanh(x); }
+
+// S of a tile: scale * q k^T + mask; -inf if hidden or outside. kWindowed: also with a window and
+// softcap. Then `slopes` gets cap'.
+template <class T, bool kWindowed>
 __device__ void fma_scores(const AttentionParams& p, const ScoreTile& t, FmaScores<T>& s,
-                           const FmaShared<T>& shared) {
+                           FmaScores<T>& slopes, const FmaShared<T>& shared) {
   using Tile = FmaTile<T>;
   using Acc = Accum<T>;
   const int64_t h_kv = t.h / (p.H / p.H_kv);
@@ -178,10 +182,22 @@ __device__ void fma_scores(const AttentionParams& p, const ScoreTile& t, FmaScor
 #pragma unroll
     for (int j = 0; j < Tile::kPer; ++j) {
       const int64_t row = t.row + ty + 16 * i, col = t.col + tx + 16 * j;
-      if (row >= p.S_q || col >= p.S_k || (p.is_causal && col > row)) {
+      bool hidden = row >= p.S_q || col >= p.S_k || (p.is_causal && col > row);
+      if constexpr (kWindowed) {
+        slopes[i][j] = 1;
+        hidden |= col > row + last_seen(p) || col < row - p.window_left;
+      }
+      if (hidden) {
         s[i][j] = -Acc(INFINITY);
       } else {
         s[i][j] *= static_cast<Acc>(p.scale);
+        if constexpr (kWindowed) {
+          if (p.softcap > 0) {
+            const Acc cap = static_cast<Acc>(p.softcap), tanh = tanh_accum(s[i][j] / cap);
+            s[i][j] = cap * tanh;
+            slopes[i][j] = 1 - tanh * tanh;
+          }
+        }
         if (p.mask_type != MaskType::kNone) s[i][j] += mask_term<T>(p, t.b, t.h, row, col);
       }
     }

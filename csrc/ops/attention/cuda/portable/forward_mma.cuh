@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kMmaThreads)
   const DropoutKey key =
       dropout ? load_dropout_key(p, args.dropout_threshold) : DropoutKey(0, 0, 0);
 
-  const int64_t keys = visible_keys(p, row0 + rows);
+  const auto [first_key, keys] = key_blocks<kHasExtras, kBlockN>(p, row0, row0 + rows);
   auto load_keys = [&](const AttentionOperand& x, T* tile, int64_t col, int64_t cols) {
     load_tile<kBlockN, kD>(tile, operand_rows<const T>(x, b, h_kv, col), x.stride_s, p.S_k - col,
                            cols, args.vectorized);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kMmaThreads)
   };
   load_tile<kBlockM, kD>(sQ, operand_rows<const T>(p.q, b, h, row0), p.q.stride_s, rows, p.D,
                          args.vectorized);
-  if (keys > 0) load_keys(p.k, sK, 0, p.D);
+  if (keys > first_key) load_keys(p.k, sK, first_key, p.D);
 
   float out[kTiles][kD / 8][4];
   clear(out);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kMmaThreads)
 #pragma unroll
     for (int half = 0; half < 2; ++half) row_max[i][half] = -INFINITY, row_sum[i][half] = 0.f;
 
-  for (int64_t col0 = 0; col0 < keys; col0 += kBlockN) {
+  for (int64_t col0 = first_key; col0 < keys; col0 += kBlockN) {
     cp_async_wait<0>();
     __syncthreads();  // K has arrived, and every warp has finished with V
     load_keys(p.v, sV, col0, p.D_v);
@@ -128,8 +128,9 @@ __global__ void __launch_bounds__(kMmaThreads)
     clear(s);
     multiply_rows<T, kD>(s, q_base, warp_row, k_base);
     if constexpr (kHasExtras) add_mask<T, false>(p, s, b, h, row0 + warp_row, col0, scale_log2);
-    if (col0 + kBlockN > p.S_k || (p.is_causal && col0 + kBlockN > row0 + 1))
-      hide<false>(p, s, row0 + warp_row, col0);
+    if (col0 + kBlockN > p.S_k || (p.is_causal && col0 + kBlockN > row0 + 1) ||
+        (kHasExtras && is_windowed(p)))
+      hide<false, kHasExtras>(p, s, row0 + warp_row, col0);
     cp_async_wait<0>();
     __syncthreads();  // V has arrived, and every warp has finished with K
     if (col0 + kBlockN < keys) load_keys(p.k, sK, col0 + kBlockN, p.D);

@@ -189,12 +189,15 @@ __device__ __forceinline__ int fragment_col(int n, int e) {
   return 8 * n + threadIdx.x % 4 * 2 + e % 2;
 }
 
-// Turns raw products into scores in units of log2: multiplies by scale * log2(e) and adds the mask.
+// Turns raw products into scores in units of log2: multiplies by scale * log2(e), applies the
+// softcap and adds the mask.
 // Rows are queries, or keys if kTransposed. Nothing is read outside the extents.
 template <class T, bool kTransposed, int kTiles, int kCols>
 __device__ __forceinline__ void add_mask(const AttentionParams& p, float (&s)[kTiles][kCols][4],
                                          int64_t b, int64_t h, int64_t row0, int64_t col0,
                                          float scale_log2) {
+  const float cap = static_cast<float>(p.softcap), cap_log2 = cap * kLog2E;
+  const float inverse_cap = 2.f / cap;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -204,21 +207,24 @@ __device__ __forceinline__ void add_mask(const AttentionParams& p, float (&s)[kT
         const int64_t row = row0 + fragment_row(i, e), col = col0 + fragment_col(n, e);
         const int64_t query = kTransposed ? col : row, key = kTransposed ? row : col;
         s[i][n][e] *= scale_log2;
+        if (cap > 0.f) s[i][n][e] = cap_log2 * tanh_from_log2(s[i][n][e] * inverse_cap);
         if (p.mask_type != MaskType::kNone && query < p.S_q && key < p.S_k)
           s[i][n][e] += mask_term<T>(p, b, h, query, key) * kLog2E;
       }
 }
 
-// Sets -inf if the key is outside or hidden by the causal rule. Positions count from the fragment's
-// corner, so that 32 bits hold them.
-template <bool kTransposed, int kTiles, int kCols>
+// Sets -inf if the key is outside or hidden by the causal rule or, if kWindowed, by the window.
+// Positions count from the fragment's corner, so that 32 bits hold them.
+template <bool kTransposed, bool kWindowed, int kTiles, int kCols>
 __device__ __forceinline__ void hide(const AttentionParams& p, float (&s)[kTiles][kCols][4],
                                      int64_t row0, int64_t col0) {
   constexpr int64_t kFar = 1 << 20;  // past every tile
   const int64_t query0 = kTransposed ? col0 : row0, key0 = kTransposed ? row0 : col0;
   const int last = static_cast<int>(min(p.S_k - key0, kFar)) - 1;
-  const int diagonal =
-      p.is_causal ? static_cast<int>(max(-kFar, min(query0 - key0, kFar))) : static_cast<int>(kFar);
+  const int64_t seen = kWindowed ? last_seen(p) : p.is_causal ? 0 : kUnlimited;
+  auto near = [](int64_t x) { return static_cast<int>(max(-kFar, min(x, kFar))); };
+  const int diagonal = near(query0 - key0 + seen);
+  const int first = kWindowed ? near(query0 - key0 - p.window_left) : 0;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -227,7 +233,8 @@ __device__ __forceinline__ void hide(const AttentionParams& p, float (&s)[kTiles
       for (int e = 0; e < 4; ++e) {
         const int row = fragment_row(i, e), col = fragment_col(n, e);
         const int query = kTransposed ? col : row, key = kTransposed ? row : col;
-        if (key > min(last, query + diagonal)) s[i][n][e] = -INFINITY;
+        if (key > min(last, query + diagonal) || (kWindowed && key < query + first))
+          s[i][n][e] = -INFINITY;
       }
 }
 

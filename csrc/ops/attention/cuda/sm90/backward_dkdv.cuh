@@ -28,7 +28,8 @@ template <int kHead_, int kStages_, int kBuffers_, MaskUse kMask_ = MaskUse::kNo
           bool kDropout_ = false>
 struct DkdvTileSm90 {
   static constexpr MaskUse kMask = kMask_;
-  static constexpr bool kMasked = kMask != MaskUse::kNone;
+  static constexpr bool kMasked = is_dense(kMask);
+  static constexpr bool kWindowed = kMask == MaskUse::kWindow;
   static constexpr bool kDropout = kDropout_;
   static constexpr int kHead = kHead_;
   static constexpr int kStages = kStages_;
@@ -192,6 +193,7 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
         const uint32_t lse = shared + Tile::kLse + at.stage * Tile::kStatsBytes;
         exponentiate_columns(s, scale, lse);
         drop(probabilities, s, walk, col0, row0);
+        if constexpr (Tile::kWindowed) uncap_columns(s, lse, p.window);
         wgmma_pin(dv);
         wgmma_pin(probabilities);
         wgmma_fence();

@@ -29,7 +29,8 @@ namespace warpwright {
 template <int kHead_, int kStages_, int kSlots_, MaskUse kMask_ = MaskUse::kNone>
 struct DkdvRolesTileSm90 {
   static constexpr MaskUse kMask = kMask_;
-  static constexpr bool kMasked = kMask != MaskUse::kNone;
+  static constexpr bool kMasked = is_dense(kMask);
+  static constexpr bool kWindowed = kMask == MaskUse::kWindow;
   static constexpr bool kDropout = false;
   static constexpr int kHead = kHead_;
   static constexpr int kStages = kStages_;
@@ -191,9 +192,9 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
         wgmma_pin(s);
 #pragma unroll 1
         for (int step = 1; step < steps; ++step) {
-          exponentiate(s, walk, w, row0, q_at);
+          exponentiate(s, probabilities, walk, w, row0, q_at);
           pass_on(s, p_at);
-          round_to_operand<T>(probabilities, s);
+          if constexpr (!Tile::kWindowed) round_to_operand<T>(probabilities, s);
           issue_gradient(dv, probabilities, do_ring, do_at, Tile::kDout);
           row0 = next_row(walk, w);
           issue_scores(s, Tile::kK, q_ring, q_at, Tile::kQ);
@@ -206,9 +207,9 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
           wgmma_wait<0>();
           wgmma_pin(s);
         }
-        exponentiate(s, walk, w, row0, q_at);
+        exponentiate(s, probabilities, walk, w, row0, q_at);
         pass_on(s, p_at);
-        round_to_operand<T>(probabilities, s);
+        if constexpr (!Tile::kWindowed) round_to_operand<T>(probabilities, s);
         issue_gradient(dv, probabilities, do_ring, do_at, Tile::kDout);
         wgmma_wait<0>();
         wgmma_pin(dv);
@@ -223,14 +224,19 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
     tma_store_wait<0>();
   }
 
-  // Scores to P^T. Releases the stage of Q and advances.
-  __device__ __forceinline__ void exponentiate(float (&s)[kScoreRegs], const Walk& walk,
-                                               const Work& w, int row0,
+  // Scores to P^T. Releases the stage of Q and advances. With a window, P^T goes to `probabilities`
+  // here, and `s` gets the factors that the other consumer multiplies by dP^T - delta.
+  __device__ __forceinline__ void exponentiate(float (&s)[kScoreRegs], Operand& probabilities,
+                                               const Walk& walk, const Work& w, int row0,
                                                typename Ring::Cursor& q_at) const {
     const float scale = apply_mask(s, walk.mask);
     hide(s, w.col0, row0);
     const uint32_t lse = shared + Tile::kLse + q_at.stage * Tile::kStatsBytes;
     exponentiate_columns(s, scale, lse);
+    if constexpr (Tile::kWindowed) {
+      round_to_operand<T>(probabilities, s);
+      uncap_columns(s, lse, p.window);
+    }
     __syncwarp();
     q_ring.release(q_at);
     q_at.next();

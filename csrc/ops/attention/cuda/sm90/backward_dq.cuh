@@ -25,7 +25,9 @@ template <int kHead_, int kBlockN_, int kStages_, int kStagesV_, int kBuffers_,
           MaskUse kMask_ = MaskUse::kNone, bool kDropout_ = false>
 struct DqTileSm90 {
   static constexpr MaskUse kMask = kMask_;
-  static constexpr bool kMasked = kMask != MaskUse::kNone;
+  static constexpr bool kMasked = is_dense(kMask);
+  static constexpr bool kWindowed = kMask == MaskUse::kWindow;
+  static constexpr bool kMayBeEmpty = kMask != MaskUse::kNone;  // tiles that see no key
   static constexpr bool kDropout = kDropout_;
   static constexpr int kHead = kHead_;
   static constexpr int kBlockN = kBlockN_;
@@ -177,7 +179,7 @@ struct DqSm90 {
         if constexpr (Tile::kDropout) rows.delta[half] *= p.dropout.keep_probability;
       }
       float dq[kGradRegs];
-      if (Tile::kMasked && w.blocks == 0) clear_accumulator(dq);
+      if (Tile::kMayBeEmpty && w.blocks == 0) clear_accumulator(dq);
       q_ring.wait_full(q_at);
       if constexpr (Tile::kOverlaps)
         sum_over_keys(dq, rows, w, k_at, v_at);
@@ -187,7 +189,13 @@ struct DqSm90 {
       const float factor = gradient_scale<Tile>(p);
       const float factors[2] = {factor, factor};
       scale_rows(dq, factors);
-      store(dq, q_rows, w, row0, consumer);
+      if constexpr (Tile::kWindowed) {
+        // Recomputed: the registers do not hold all of it next to the products.
+        const Work again = work(derive_anew(tile));
+        store(dq, q_rows, again, again.row0 + consumer * 64, consumer);
+      } else {
+        store(dq, q_rows, w, row0, consumer);
+      }
       if (threadIdx.x % 128 == 0) {
         tma_store_wait_read<0>();
         mbarrier_arrive(q_ring.empty(q_at.stage));
@@ -222,14 +230,14 @@ struct DqSm90 {
     wgmma_wait<0>();
     wgmma_pin(dq);
     wgmma_pin(ds);
-    if (!Tile::kMasked || w.blocks > 0) k_ring.release(previous);
+    if (!Tile::kMayBeEmpty || w.blocks > 0) k_ring.release(previous);
   }
 
   // dS K of a block runs under S of the next, and frees the registers of dS for dP.
   __device__ __forceinline__ void sum_over_keys_wide(float (&dq)[kGradRegs], Rows& rows,
                                                      const Work& w, typename Ring::Cursor& k_at,
                                                      typename VRing::Cursor& v_at) const {
-    if (Tile::kMasked && w.blocks == 0) return;
+    if (Tile::kMayBeEmpty && w.blocks == 0) return;
     float s[kScoreRegs], dp[kScoreRegs];
     Operand ds;
     issue_rows(s, rows.q, k_ring, k_at, k_address(k_at));
@@ -291,7 +299,7 @@ struct DqSm90 {
                                                        float (&dp)[kScoreRegs], const Rows& rows,
                                                        const Work& w, int block,
                                                        typename VRing::Cursor& v_at) const {
-    int col0 = block * Tile::kBlockN;
+    int col0 = w.visible.block(block) * Tile::kBlockN;
     float scale = p.scale_log2;
     if constexpr (Tile::kMasked) {
       col0 = rows.mask.col0;
@@ -300,6 +308,7 @@ struct DqSm90 {
     hide_ends(s, rows.row0, col0, p);
 #pragma unroll
     for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -rows.lse[i / 2 % 2]));
+    if constexpr (Tile::kWindowed) uncap_rows(s, rows.lse, p.window);
     if constexpr (Tile::kDropout)
       negate_dropped<false>(s, key, w.head, rows.row0 + accumulator_warp_row(), col0);
     wgmma_wait<0>();

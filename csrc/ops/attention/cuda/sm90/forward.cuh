@@ -25,7 +25,9 @@ template <int kHead_, int kBlockN_, int kConsumers_, bool kTurns_, MaskUse kMask
           bool kDropout_ = false>
 struct ForwardTileSm90 {
   static constexpr MaskUse kMask = kMask_;
-  static constexpr bool kMasked = kMask != MaskUse::kNone;
+  static constexpr bool kMasked = is_dense(kMask);
+  static constexpr bool kWindowed = kMask == MaskUse::kWindow;
+  static constexpr bool kMayBeEmpty = kMask != MaskUse::kNone;  // tiles that see no key
   static constexpr bool kDropout = kDropout_;
   static constexpr int kHead = kHead_;
   static constexpr int kBlockN = kBlockN_;
@@ -119,7 +121,7 @@ struct ForwardSm90 {
                                                     ring.full(at.stage));
         at.next();
       };
-      if (!Tile::kMasked || w.blocks > 0) {
+      if (!Tile::kMayBeEmpty || w.blocks > 0) {
         load_block(k_ring, k_at, Tile::kK, &p.k, w.visible.block(w.blocks - 1));
 #pragma unroll 1
         for (int i = w.blocks - 1; i > 0; --i) {
@@ -158,12 +160,12 @@ struct ForwardSm90 {
       float correction[2] = {1.f, 1.f};
       Mask mask = mask_of(w, row0, consumer);
       auto hide = [&](int block) {
-        int col0 = block * Tile::kBlockN;
+        int col0 = (Tile::kMasked ? block : w.visible.block(block)) * Tile::kBlockN;
         if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
         hide_ends(s, row0, col0, p);
       };
       q_ring.wait_full(q_at);
-      if (Tile::kMasked && w.blocks == 0) {
+      if (Tile::kMayBeEmpty && w.blocks == 0) {
         if constexpr (Tile::kOwnOutput) q_ring.release(q_at);
         clear_accumulator(out);
         store(out, softmax, w, row0, consumer, q_at);
@@ -286,7 +288,7 @@ struct ForwardSm90 {
             hidden ? -INFINITY : softmax.max[half] * softmax_scale() / kLog2E + logf(sum);
     }
     scale_rows(out, inverse);
-    if constexpr (Tile::kMasked) clear_hidden_rows(out, inverse);
+    if constexpr (Tile::kMayBeEmpty) clear_hidden_rows(out, inverse);
     const int barrier = kOutputBarrierOfConsumer + consumer;
     const uint32_t buffer = shared + Tile::kOutput + consumer * 8192;
     if constexpr (Tile::kOwnOutput) {

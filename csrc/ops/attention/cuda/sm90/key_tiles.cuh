@@ -33,8 +33,15 @@ struct KeyTilesSm90 {
     w.mask_tile = w.col0 / kMaskKeyTile;
     w.head = at.head;
     p.schedule.by_H.divmod(at.head, w.b, w.h_kv);
-    w.first_block = p.is_causal ? w.col0 / Tile::kBlockM : 0;
-    w.blocks = max(0, (p.S_q + Tile::kBlockM - 1) / Tile::kBlockM - w.first_block);
+    if constexpr (Tile::kWindowed) {
+      const BlockRange range =
+          queries_in_window<Tile::kBlockM>(p.window, w.col0, Tile::kBlockN, p.S_q);
+      w.first_block = range.first;
+      w.blocks = range.count;
+    } else {
+      w.first_block = p.is_causal ? w.col0 / Tile::kBlockM : 0;
+      w.blocks = max(0, (p.S_q + Tile::kBlockM - 1) / Tile::kBlockM - w.first_block);
+    }
     return w;
   }
 
@@ -49,7 +56,7 @@ struct KeyTilesSm90 {
       return {
           plane, mask_count(p.mask, plane, w.mask_tile), {mask_list(p.mask, plane, w.mask_tile)}};
     } else {
-      return {0, w.blocks, {}};
+      return {0, w.blocks, {}};  // counted from w.first_block
     }
   }
   // Of all heads of the group.
@@ -100,17 +107,19 @@ struct KeyTilesSm90 {
     }
   }
 
-  // Returns the factor that the scores still need.
+  // Applies a dense mask or the softcap. Returns the factor that the scores still need.
   __device__ __forceinline__ float apply_mask(float (&s)[kScoreRegs], const Mask& mask) const {
     if constexpr (Tile::kMasked) {
       if (mask.apply(s, p.scale_log2)) return 1.f;
     }
+    if constexpr (Tile::kWindowed) cap_scores(s, p.window);
     return p.scale_log2;
   }
 
-  // Applies the causal rule, and hides queries past S_q, whose scores with an infinite key would be
-  // NaN. Keys past S_k are not stored.
+  // Applies the causal rule or the window, and hides queries past S_q, whose scores with an
+  // infinite key would be NaN. Keys past S_k are not stored.
   __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int col0, int row0) const {
+    if constexpr (Tile::kWindowed) return hide_queries(s, p.window, col0, row0, p.S_q);
     const bool below_diagonal = !p.is_causal || row0 >= col0 + accumulator_warp_row() + 15;
     if (below_diagonal && row0 + Tile::kBlockM <= p.S_q) return;
     const int query = row0 + accumulator_col();

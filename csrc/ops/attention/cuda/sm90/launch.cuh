@@ -35,6 +35,14 @@ template <class T, int kHead>
 void launch_attention_bwd_dropout_sm90(const AttentionBackwardParams& params,
                                        const AttentionWorkspace& workspace, cudaStream_t stream);
 
+// With a window, a softcap or both, without a dense mask and dropout. kHead: 64, 128 or 256.
+template <class T, int kHead>
+void launch_attention_fwd_window_sm90(const AttentionParams& params,
+                                      const AttentionWorkspace& workspace, cudaStream_t stream);
+template <class T, int kHead>
+void launch_attention_bwd_window_sm90(const AttentionBackwardParams& params,
+                                      const AttentionWorkspace& workspace, cudaStream_t stream);
+
 // Clears the counters.
 void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
 // stats (2, B * H, padded rows): lse * log2(e) and delta, as described at
@@ -122,8 +130,22 @@ inline TileGridOfHeads tiles_of_keys(const AttentionParams& p, int tile_rows, in
   return grid;
 }
 
+// The factor of a score, or with softcap of its tanh, in units of log2.
 inline float attention_scale_log2(const AttentionParams& p) {
-  return static_cast<float>(p.scale) * 1.44269504088896340736f;
+  constexpr float kLog2E = 1.44269504088896340736f;
+  return static_cast<float>(p.softcap > 0 ? p.softcap : p.scale) * kLog2E;
+}
+inline AttentionWindowSm90 make_window(const AttentionParams& p) {
+  constexpr int64_t kFar = int64_t{1} << 30;  // past every position; sums stay in 32 bits
+  constexpr double kLog2E = 1.4426950408889634;
+  AttentionWindowSm90 w{};
+  w.left = static_cast<int>(std::clamp(p.window_left, -kFar, kFar));
+  w.right = static_cast<int>(std::clamp(last_seen(p), -kFar, kFar));
+  if (p.softcap > 0) {
+    w.exponent = static_cast<float>(2 * kLog2E * p.scale / p.softcap);
+    w.uncap = static_cast<float>(1 / (kLog2E * p.softcap));
+  }
+  return w;
 }
 
 // The mask itself, and planes.
@@ -189,6 +211,7 @@ auto make_forward_params(const AttentionParams& p, const TileSchedule& schedule,
                          const AttentionWorkspace& workspace) {
   ParamsOf<AttentionForwardSm90Params, Tile> f{};
   if constexpr (Tile::kDropout) f.dropout = make_dropout(p);
+  if constexpr (Tile::kWindowed) f.window = make_window(p);
   if constexpr (Tile::kMasked)
     f.mask = mask_of_queries(p, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/false, workspace);
   f.q = rows_map(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
@@ -233,6 +256,7 @@ auto make_dq_params(const AttentionBackwardParams& b, const TileSchedule& schedu
   using Params = ParamsOf<AttentionDqSm90Params, Tile>;
   auto f = make_backward_params<Tile, Params>(b, schedule);
   if constexpr (Tile::kDropout) f.dropout = make_dropout(b.fwd);
+  if constexpr (Tile::kWindowed) f.window = make_window(b.fwd);
   if constexpr (Tile::kMasked)
     f.mask =
         mask_of_queries(b.fwd, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/true, workspace);
@@ -247,6 +271,7 @@ auto make_dkdv_params(const AttentionBackwardParams& b, const TileSchedule& sche
   using Params = ParamsOf<AttentionDkdvSm90Params, Tile>;
   auto f = make_backward_params<Tile, Params>(b, schedule);
   if constexpr (Tile::kDropout) f.dropout = make_dropout(p);
+  if constexpr (Tile::kWindowed) f.window = make_window(p);
   if constexpr (Tile::kMasked) f.mask = mask_of_keys(p, workspace);
   f.want_dk = b.dk.data != nullptr;
   f.want_dv = b.dv.data != nullptr;

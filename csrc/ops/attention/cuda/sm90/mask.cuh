@@ -7,11 +7,13 @@
 #include "device/sm90/wgmma.cuh"
 #include "device/types.cuh"
 #include "ops/attention/cuda/sm90/params.cuh"
+#include "ops/attention/cuda/sm90/window.cuh"
 #include "ops/attention/mask_tiles.h"
 
 namespace warpwright {
 
-// The blocks that a tile walks. Without a mask, entry i is block i.
+// The blocks that a tile walks. Without a mask, entry i is block i; with a window, it is the i-th
+// from the first block that the tile sees.
 template <MaskUse kUse>
 struct MaskedBlocks {
   const uint32_t* list;
@@ -24,6 +26,11 @@ struct MaskedBlocks {
 template <>
 struct MaskedBlocks<MaskUse::kNone> {
   __device__ __forceinline__ int block(int i) const { return i; }
+};
+template <>
+struct MaskedBlocks<MaskUse::kWindow> {
+  int first;
+  __device__ __forceinline__ int block(int i) const { return first + i; }
 };
 
 __device__ __forceinline__ int mask_plane(const AttentionMaskSm90& m, int b, int h) {
@@ -56,6 +63,10 @@ __device__ __forceinline__ QueryWork<Tile> query_work(const Params& p, int tile)
     const int plane = mask_plane(p.mask, w.b, w.h);
     w.visible.list = mask_list(p.mask, plane, at.rows);
     w.blocks = mask_count(p.mask, plane, at.rows);
+  } else if constexpr (Tile::kWindowed) {
+    const BlockRange range = keys_in_window<Tile::kBlockN>(p.window, w.row0, Tile::kBlockM, p.S_k);
+    w.visible.first = range.first;
+    w.blocks = range.count;
   } else {
     const int keys = p.is_causal ? min(p.S_k, w.row0 + Tile::kBlockM) : p.S_k;
     w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
@@ -119,11 +130,12 @@ __device__ __forceinline__ void transpose_quad(Word (&pair)[4]) {
 // `scale`.
 template <MaskUse kUse, class T, int kCols, bool kByKey>
 struct ScoreMask;
-template <class T, int kCols, bool kByKey>
-struct ScoreMask<MaskUse::kNone, T, kCols, kByKey> {};
+template <MaskUse kUse, class T, int kCols, bool kByKey>
+  requires(!is_dense(kUse))
+struct ScoreMask<kUse, T, kCols, kByKey> {};
 
 template <MaskUse kUse, class T, int kCols, bool kByKey>
-  requires(kUse != MaskUse::kNone)
+  requires(is_dense(kUse))
 struct ScoreMask<kUse, T, kCols, kByKey> {
   static constexpr int kWords = kCols / 32;
   static constexpr bool kVectors = kUse == MaskUse::kValues && !kByKey;

@@ -10,8 +10,10 @@
 
 namespace warpwright {
 
-// How a kernel handles a dense mask. kBits: every element is hidden or visible.
-enum class MaskUse { kNone, kBits, kValues };
+// What changes scores before softmax. kBits, kValues: a dense mask; with kBits every element is
+// hidden or visible. kWindow: no dense mask, but a window of keys, a softcap, or both.
+enum class MaskUse { kNone, kBits, kValues, kWindow };
+constexpr bool is_dense(MaskUse use) { return use == MaskUse::kBits || use == MaskUse::kValues; }
 
 // A dense mask as one kernel reads it. ops/attention/mask_tiles.h has the layouts.
 struct AttentionMaskSm90 {
@@ -29,6 +31,14 @@ struct AttentionMaskSm90 {
   bool key_vectors;             // 16-bit values of eight keys are 16 aligned bytes
 };
 
+// Query i sees keys i - left to i + right. The causal rule is part of `right`. Softcap replaces a
+// score x = scale * s by cap * tanh(x / cap); without it both factors are 0.
+struct AttentionWindowSm90 {
+  int left, right;
+  float exponent;  // 2 * log2(e) * scale / cap: tanh(x / cap) = 1 - 2 / (1 + 2^(exponent * s))
+  float uncap;     // 1 / (cap * log2(e)), from a capped score in units of log2 to its tanh
+};
+
 // Dropout of probabilities, drawn as on every path (common/philox.h).
 struct AttentionDropoutSm90 {
   const int64_t* philox_state;  // seed, offset
@@ -36,17 +46,23 @@ struct AttentionDropoutSm90 {
   float keep_scale, keep_probability;  // 1 / (1 - p), or 0 at p = 1; 1 - p
 };
 
-// Parameters of the instances with a mask or dropout.
+// Parameters of the instances with a mask, a window or dropout.
 template <class Params>
 struct WithMask : Params {
   AttentionMaskSm90 mask;
+};
+template <class Params>
+struct WithWindow : Params {
+  AttentionWindowSm90 window;
 };
 template <class Params>
 struct WithDropout : Params {
   AttentionDropoutSm90 dropout;
 };
 template <class Params, MaskUse kUse>
-using MaskedParams = std::conditional_t<kUse == MaskUse::kNone, Params, WithMask<Params>>;
+using MaskedParams =
+    std::conditional_t<is_dense(kUse), WithMask<Params>,
+                       std::conditional_t<kUse == MaskUse::kWindow, WithWindow<Params>, Params>>;
 template <class Params, class Tile>
 using ParamsOf = std::conditional_t<Tile::kDropout, WithDropout<MaskedParams<Params, Tile::kMask>>,
                                     MaskedParams<Params, Tile::kMask>>;
@@ -56,7 +72,7 @@ struct AttentionForwardSm90Params {
   float* lse;
   int S_q, S_k, D_v;
   bool is_causal;
-  float scale_log2;  // scale * log2(e)
+  float scale_log2;  // scale * log2(e); with softcap cap * log2(e)
   TileSchedule schedule;
 };
 
@@ -70,7 +86,7 @@ struct AttentionBackwardSm90Params {
   int padded_rows;
   int S_q, S_k, D, D_v;
   bool is_causal;
-  float scale, scale_log2;  // scale_log2 = scale * log2(e)
+  float scale, scale_log2;  // scale_log2 = scale * log2(e); with softcap cap * log2(e)
 };
 
 struct AttentionDqSm90Params : AttentionBackwardSm90Params {
