@@ -248,10 +248,32 @@ def test_arguments_that_ours_has_no_form_of(monkeypatch):
         4,
         8,
     )
-    if VERSION < (5, 0):
-        return
-    with pytest.raises(ValueError, match="softcap"):
-        attention(model.model.layers[0].self_attn, q, q[:, :2], q[:, :2], None, softcap=50.0)
+
+
+def test_softcap():
+    """Gemma 2's layers cap their scores; transformers' "eager" is the reference."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 90, "head_dim": 8}
+    config = transformers.Gemma2Config(
+        **sizes,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=0.05,
+        sliding_window=6,
+    )
+    warpwright.register_attention()
+    models = [
+        transformers.Gemma2ForCausalLM._from_config(
+            copy.deepcopy(config), attn_implementation=implementation
+        ).eval()
+        for implementation in ("eager", "warpwright")
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    ids = tokens()
+    found = [model(ids).logits for model in models]
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_register_attention_alone(monkeypatch):

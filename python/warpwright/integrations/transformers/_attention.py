@@ -15,7 +15,7 @@ native_attention = sdpa_attention.sdpa_attention_forward
 
 # Arguments that our op does not have. If one is given, transformers' own function runs: it raises,
 # warns or ignores the argument.
-NOT_OURS = ("softcap", "s_aux", "cache", "output_attentions")
+NOT_OURS = ("s_aux", "cache", "output_attentions")
 
 
 def _runs_here(query: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -38,6 +38,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' function for "sdpa", but K and V are never repeated for all heads.
@@ -48,12 +49,15 @@ def attention(
         query: (batch, heads, queries, head size); key and value may have fewer heads.
         attention_mask: boolean, or added to the scores. If it is None, ``is_causal`` decides.
         position_bias: added to the scores too (T5 in transformers 5).
+        softcap: caps the scores by tanh (Gemma 2), as transformers' "eager" does. Its "sdpa" refuses it.
     Returns:
         (batch, queries, heads, head size), and None for the weights.
     """
     if not _runs_here(query, kwargs):
         if position_bias is not None:
             kwargs["position_bias"] = position_bias
+        if softcap is not None:
+            kwargs["softcap"] = softcap
         output: tuple[Tensor, None] = native_attention(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
@@ -84,5 +88,6 @@ def attention(
         is_causal,
         scale=scaling,
         enable_gqa=getattr(module, "num_key_value_groups", 1) > 1,
+        softcap=softcap,
     )
     return result.transpose(1, 2).contiguous(), None
