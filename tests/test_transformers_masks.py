@@ -24,6 +24,7 @@ from hf import (
 )
 from transformers import LlamaModel
 
+import warpwright
 from warpwright import swap
 from warpwright.integrations.transformers import _masks, _sources
 
@@ -120,6 +121,58 @@ def test_no_mask_only_if_it_says_nothing_more(kind):
                         left_out += 1
                     assert not _masks._needs_no_mask(**arguments, allow_is_causal_skip=False)
     assert left_out
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_window_without_its_mask(name, monkeypatch):
+    """A sliding window over a whole text, with gradients; "eager" is the reference."""
+    if VERSION < (5, 0):  # its mask functions get positions, whose values they cannot read
+        return
+    model, ids = make(name), tokens()
+    mine, _ = swapped_copy(model, ops=OP)
+    windows = []
+    attention = warpwright.functional.scaled_dot_product_attention
+
+    def noted(*args, **kwargs):
+        windows.append(kwargs["window_size"])
+        assert args[3] is None
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(warpwright.functional, OP, noted)
+    losses = [m(ids, labels=ids).loss for m in (model, mine)]
+    torch.testing.assert_close(*losses)
+    gradients = [
+        torch.autograd.grad(x, m.parameters()) for x, m in zip(losses, (model, mine), strict=True)
+    ]
+    torch.testing.assert_close(*gradients)
+    window = model.config.sliding_window
+    assert windows == [(window - 1, 0) if w == MASKED else None for w in WINDOWED[name]]
+
+
+def test_windows_are_told_from_other_masks():
+    utils = transformers.masking_utils
+    window, chunk = utils.sliding_window_causal_mask_function(3), utils.causal_mask_function
+    arguments = {"q_length": 5, "kv_length": 5, "local_size": 3, "mask_function": window}
+    assert not _masks._is_window(**arguments)  # no module that makes masks calls
+    _masks._enter_unproven(None, ())
+    try:
+        assert _masks._is_window(**arguments)
+        for more in (
+            {"mask_function": chunk},
+            {"mask_function": utils.and_masks(window, utils.causal_mask_function)},
+            {"kv_length": 6},
+            {"local_size": None},
+            {"allow_is_causal_skip": False},
+            {"attention_mask": torch.ones(1, 5)},
+        ):
+            assert not _masks._is_window(**(arguments | more))
+        mask = _masks.mask(**arguments)
+        assert _masks.window_of(mask) == 3
+        q = torch.empty(1, 1, 5, 4)
+        dense = _masks.native_mask(batch_size=1, **(arguments | {"allow_is_causal_skip": False}))
+        assert torch.equal(_masks.window_mask(3, q, q), dense)
+    finally:
+        _masks._proofs.top = None
 
 
 def test_overlays_by_the_source():

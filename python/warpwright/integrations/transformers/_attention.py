@@ -10,6 +10,7 @@ from transformers.integrations import sdpa_attention
 
 from ... import functional
 from ..._arch import FLOATING, why_no_kernel
+from ._masks import window_mask, window_of
 
 native_attention = sdpa_attention.sdpa_attention_forward
 
@@ -53,7 +54,11 @@ def attention(
     Returns:
         (batch, queries, heads, head size), and None for the weights.
     """
-    if not _runs_here(query, kwargs):
+    window = window_of(attention_mask)
+    runs_here = _runs_here(query, kwargs)
+    if window is not None and (not runs_here or position_bias is not None):
+        attention_mask, window = window_mask(window, query, key), None
+    if not runs_here:
         if position_bias is not None:
             kwargs["position_bias"] = position_bias
         if softcap is not None:
@@ -65,6 +70,8 @@ def attention(
     queries = query.shape[2]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if window is not None:
+        attention_mask, is_causal = None, True
     # The shape first: with dynamic shapes this is symbolic, and the op wants a bool.
     is_causal = queries > 1 and attention_mask is None and is_causal
     if is_causal and key.shape[2] > queries:
@@ -88,6 +95,7 @@ def attention(
         is_causal,
         scale=scaling,
         enable_gqa=getattr(module, "num_key_value_groups", 1) > 1,
+        window_size=None if window is None else (window - 1, 0),
         softcap=softcap,
     )
     return result.transpose(1, 2).contiguous(), None

@@ -126,9 +126,68 @@ def _needs_no_mask(
     return from_start and top is not None and top[1] and mask_function.__code__ is _OVERLAID
 
 
+_WINDOW = masking_utils.sliding_window_overlay(1).__code__
+
+
+def _is_window(
+    kv_length: int,
+    kv_offset: int = 0,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> bool:
+    """Whether the mask is that of a sliding window over a whole text, and the caller is known.
+
+    A compiled program keeps its mask: Dynamo does not read what a mask function is made of.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if attention_mask is not None or local_size is None or not allow_is_causal_skip:
+        return False
+    if isinstance(q_offset, Tensor) or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    if kv_length != q_length or kv_offset != 0 or q_offset != 0 or _proofs.top is None:
+        return False
+    # A chunk of local_size keys has another function.
+    if mask_function.__code__ is not _OVERLAID or mask_function.__closure__ is None:
+        return False
+    parts = mask_function.__closure__[0].cell_contents
+    return len(parts) == 2 and parts[0].__code__ is _WINDOW and parts[1] is _CAUSAL
+
+
+_CAUSAL = masking_utils.causal_mask_function
+
+
+def window_of(mask: Tensor | None) -> int | None:
+    """How many keys a query sees, if `mask` stands for a sliding window.
+
+    Such a mask has no elements. Its third size is the window, which no layer changes on the way.
+    """
+    if mask is None or mask.ndim != 4 or mask.shape[0] != 0:
+        return None
+    return mask.shape[2]
+
+
+def window_mask(window: int, query: Tensor, key: Tensor) -> Tensor:
+    """The elements of a window's mask, for attention functions that need them."""
+    rows = torch.arange(query.shape[2], device=query.device)[:, None]
+    behind = rows - torch.arange(key.shape[2], device=query.device)
+    return ((behind >= 0) & (behind < window))[None, None]
+
+
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """As transformers' mask for "sdpa": boolean, or None if attention's flag is enough."""
+    """As transformers' mask for "sdpa": boolean, or None if attention's flag is enough.
+
+    A sliding window over a whole text is a mask without elements (`window_of`).
+    """
     if not args and _needs_no_mask(**kwargs):
         return None
+    if not args and _is_window(**kwargs):
+        shape = (0, 1, kwargs["local_size"], 1)
+        return torch.empty(shape, dtype=torch.bool, device=kwargs.get("device", "cpu"))
     made: Tensor | None = native_mask(*args, **kwargs)
     return made
