@@ -40,23 +40,27 @@ __device__ __forceinline__ void cap_scores(float (&s)[kRegs], const AttentionWin
   for (int i = 0; i < kRegs; ++i) s[i] = tanh_from_log2(w.exponent * s[i]);
 }
 
-// Hides columns outside [first, last] of the thread's two rows, counted from the tile's first
-// column. Both limits are of the upper row; those of the lower row are 8 more, but `end` is a limit
-// of both.
+// Hides columns before a limit: `first` is the first visible column of the thread's upper row,
+// counted from the tile's first. That of the lower row is 8 more.
+template <int kRegs>
+__device__ __forceinline__ void hide_columns_before(float (&s)[kRegs], int first) {
+  const int limit = first - accumulator_col();
+#pragma unroll
+  for (int i = 0; i < kRegs; ++i)
+    if (i / 4 * 8 + i % 2 - i / 2 % 2 * 8 < limit) s[i] = -INFINITY;
+}
+
+// The columns that a warp sees of a tile, counted from its first: from `first` to `last` in its
+// first row, one more in each following row, and none past `end`. Few tiles cross both limits of a
+// window, so each is applied alone.
 template <int kRegs>
 __device__ __forceinline__ void hide_outside(float (&s)[kRegs], int first, int last, int end) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int from = first + 8 * half - accumulator_col();
-    const int to = min(last + 8 * half, end) - accumulator_col();
-#pragma unroll
-    for (int i = 2 * half; i < kRegs; i += 4)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int col = i / 4 * 8 + e;
-        if (col < from || col > to) s[i + e] = -INFINITY;
-      }
+  const int row = accumulator_row() - accumulator_warp_row();
+  if (last < kRegs * 2 - 1 || end < kRegs * 2 - 1) {
+    const int limit[2] = {min(last + row, end), min(last + row + 8, end)};
+    hide_columns(s, limit);
   }
+  if (first + 15 > 0) hide_columns_before(s, first + row);
 }
 
 // hide_ends() with a window: applies the softcap, then hides keys outside the window and past S_k.
@@ -65,12 +69,7 @@ template <class Params, int kRegs>
 __device__ __forceinline__ void hide_ends(float (&s)[kRegs], int row0, int col0, const Params& p) {
   const AttentionWindowSm90& w = p.window;
   cap_scores(s, w);
-  constexpr int kKeys = kRegs * 2;
-  const int first_row = row0 + accumulator_warp_row();
-  if (col0 >= first_row + 15 - w.left && col0 + kKeys - 1 <= first_row + w.right &&
-      col0 + kKeys <= p.S_k)
-    return;
-  const int row = row0 + accumulator_row() - col0;
+  const int row = row0 + accumulator_warp_row() - col0;
   hide_outside(s, row - w.left, row + w.right, p.S_k - 1 - col0);
 }
 
@@ -79,12 +78,7 @@ __device__ __forceinline__ void hide_ends(float (&s)[kRegs], int row0, int col0,
 template <int kRegs>
 __device__ __forceinline__ void hide_queries(float (&s)[kRegs], const AttentionWindowSm90& w,
                                              int col0, int row0, int S_q) {
-  constexpr int kQueries = kRegs * 2;
-  const int first_key = col0 + accumulator_warp_row();
-  if (row0 >= first_key + 15 - w.right && row0 + kQueries - 1 <= first_key + w.left &&
-      row0 + kQueries <= S_q)
-    return;
-  const int key = col0 + accumulator_row() - row0;
+  const int key = col0 + accumulator_warp_row() - row0;
   hide_outside(s, key - w.right, key + w.left, S_q - 1 - row0);
 }
 
