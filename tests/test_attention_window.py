@@ -165,13 +165,13 @@ def test_equal_bits(device, dtype):
             assert_same(run(**kwargs), first)
 
 
-DERIVATIVES = [{"window_size": (2, 1)}, {"softcap": 1.3}, {"window_size": (2, 0), "softcap": 0.8}]
+DERIVATIVES = [{"window_size": (1, 1)}, {"softcap": 1.3}, {"window_size": (1, 0), "softcap": 0.8}]
 
 
 @pytest.mark.parametrize("kwargs", DERIVATIVES, ids=str)
 def test_derivatives(device, kwargs):
-    q, k, v = qkv(device, torch.float64, 1, 2, 4, 5, 3, H_kv=1)
-    mask = torch.randn(4, 5, device=device, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv(device, torch.float64, 1, 2, 3, 4, 2, H_kv=1)
+    mask = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
     gradcheck(lambda *t: ours(*t, **kwargs, enable_gqa=True), (q, k, v, mask))
 
 

@@ -393,6 +393,8 @@ def attention_cases():
         if masked == "no":
             yield f"d{d}-{v}", F.scaled_dot_product_attention, args, {}
             yield f"d{d}-{v}-causal", F.scaled_dot_product_attention, args, {"is_causal": True}
+            extras = {"window_size": (20, 9), "softcap": 2.0}
+            yield f"d{d}-{v}-window", F.scaled_dot_product_attention, args, extras
         else:
             yield f"d{d}-{v}-mask", F.scaled_dot_product_attention, (*args, rand(67, 131)), {}
             visible = rand(67, 131) > 0

@@ -28,7 +28,7 @@ struct AttentionAttributes {
 
 using OptionalInt = std::optional<int64_t>;
 
-// Of the window and the softcap; `name` is the op's. Defined in checks.cpp.
+// Checks the softcap; `name` is the op's. Defined in checks.cpp.
 void check_softcap(const char* name, double softcap);
 
 // Checks types, devices and matching extents, at any rank; defined in checks.cpp.
