@@ -113,6 +113,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.max_pool2d_with_indices(x, 2)
     F.relu_max_pool2d(x, 2)
     F.scaled_dot_product_attention(x, x, x)
+    F.scaled_dot_product_attention(x, x, x, window_size=(4, 0))
     F.cross_entropy(x, x)
     _ops.ops.cross_entropy_extras(x, x, return_lse=True)
     F.conv2d(x, x)
