@@ -91,6 +91,12 @@ def test_softcap(device, dtype, cap, D):
     compare(inputs, formula, softcap=cap, is_causal=True)
 
 
+@pytest.mark.parametrize("cap", [1e-3, 5e3])
+def test_unusual_softcap(device, dtype, cap):
+    """Tensor-core kernels would lose digits: of tanh, or of its derivative."""
+    compare(qkv(device, dtype, 1, 2, 70, 90, 64), formula, softcap=cap, window_size=(60, 20))
+
+
 def test_softcap_of_large_scores(device, dtype):
     """Scores far above the cap: tanh is 1, its derivative 0."""
     q, k, v = qkv(device, dtype, 1, 2, 70, 70, 16)
@@ -284,3 +290,4 @@ def test_explain():
     masked = lines(window_size=(9, 9), attn_mask=torch.ones(4096, 4096, dtype=torch.bool))
     assert masked.count("window or softcap with mask or dropout") == 2
     assert "FMA" in lines(torch.float32, window_size=(9, 9))
+    assert "unusual softcap" in lines(softcap=1e5)

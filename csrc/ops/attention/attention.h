@@ -168,6 +168,10 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   if (device.sm_arch < 80) return {kFma, 0, true, "FMA: mma.sync of 16-bit types needs sm_80"};
   if (widest > 256) return {kFma, 0, true, "FMA: a head dimension above 256 fits no tile"};
   if (p.D == 0 || p.D_v == 0) return {kFma, 0, true, "FMA: an empty head dimension"};
+  // The tensor-core kernels know tanh to 2^-21. It must neither be a coarse part of the scores, nor
+  // follow coarsely from a row's log-sum-exp.
+  if (p.softcap > 0 && (p.softcap < 1. / 64 || p.softcap > 4096))
+    return {kFma, 0, true, "FMA: an unusual softcap"};
   // 2^(scale * s - scale * max) needs a positive scale: a negative one would turn the maximum into
   // the minimum.
   const float scale = static_cast<float>(p.scale);

@@ -46,17 +46,23 @@ __device__ __forceinline__ T* operand_rows(const AttentionOperand& x, int64_t b,
 template <bool kWindowed, int kBlock>
 __device__ __forceinline__ PositionRange key_blocks(const AttentionParams& p, int64_t row,
                                                     int64_t row_end) {
-  if constexpr (!kWindowed) return {0, p.is_causal && row_end < p.S_k ? row_end : p.S_k};
-  const PositionRange keys = visible_keys(p, row, row_end);
-  return {keys.begin / kBlock * kBlock, keys.end};
+  if constexpr (kWindowed) {
+    const PositionRange keys = visible_keys(p, row, row_end);
+    return {keys.begin / kBlock * kBlock, keys.end};
+  } else {
+    return {0, p.is_causal && row_end < p.S_k ? row_end : p.S_k};
+  }
 }
 // The queries that see keys [col, col_end).
 template <bool kWindowed, int kBlock>
 __device__ __forceinline__ PositionRange query_blocks(const AttentionParams& p, int64_t col,
                                                       int64_t col_end) {
-  if constexpr (!kWindowed) return {p.is_causal ? min(col, p.S_q) / kBlock * kBlock : 0, p.S_q};
-  const PositionRange queries = visible_queries(p, col, col_end);
-  return {queries.begin / kBlock * kBlock, queries.end};
+  if constexpr (kWindowed) {
+    const PositionRange queries = visible_queries(p, col, col_end);
+    return {queries.begin / kBlock * kBlock, queries.end};
+  } else {
+    return {p.is_causal ? min(col, p.S_q) / kBlock * kBlock : 0, p.S_q};
+  }
 }
 
 // A probability times the derivative of its capped score, 1 - tanh^2. The tanh comes from the
