@@ -140,7 +140,6 @@ struct ForwardSm90 {
     typename QRing::Cursor q_at;
     typename Ring::Cursor k_at, v_at;
     const float scale = softmax_scale();
-    const int turn = kTurnBarrierOfConsumer + consumer;
     const int next_turn = kTurnBarrierOfConsumer + (consumer + 1) % Tile::kConsumers;
     if (Tile::kTurns && consumer == Tile::kConsumers - 1) named_barrier_arrive(next_turn, 256);
     for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
@@ -160,8 +159,9 @@ struct ForwardSm90 {
       float correction[2] = {1.f, 1.f};
       Mask mask = mask_of(w, row0, consumer);
       auto hide = [&](int block) {
-        int col0 = (Tile::kMasked ? block : w.visible.block(block)) * Tile::kBlockN;
+        int col0 = block * Tile::kBlockN;
         if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
+        if constexpr (Tile::kWindowed) col0 = w.visible.block(block) * Tile::kBlockN;
         hide_ends(s, row0, col0, p);
       };
       q_ring.wait_full(q_at);
@@ -190,7 +190,7 @@ struct ForwardSm90 {
 #pragma unroll 1
       for (int block = w.blocks - 2; block >= 0; --block) {
         k_ring.wait_full(k_at);
-        if constexpr (Tile::kTurns) named_barrier_sync(turn, 256);
+        if constexpr (Tile::kTurns) named_barrier_sync(kTurnBarrierOfConsumer + consumer, 256);
         wgmma_pin(s);
         wgmma_fence();
         multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, q, k_tile());
@@ -233,7 +233,7 @@ struct ForwardSm90 {
       q_at.next();
     }
     // One arrival of the last consumer remains, which consumer 0 takes.
-    if (Tile::kTurns && consumer == 0) named_barrier_sync(turn, 256);
+    if (Tile::kTurns && consumer == 0) named_barrier_sync(kTurnBarrierOfConsumer + consumer, 256);
     tma_store_wait<0>();
   }
 
