@@ -6,7 +6,8 @@
 //   Store{shared, barrier};           // its shared memory and a named barrier
 //   template <int kRegs> auto load_bias(const Output&, int col) const;   // before the mainloop
 //   void store(float (&d)[kRegs], const Bias&, const Output&, int64_t split, int row, int col);
-//   void finish();                    // its stores have read shared memory
+//   void finish();                    // its stores have read shared memory; may take the Output
+//   using Grid = ...;                 // optional: the order of tiles, if it is not TileGrid's
 // store() gets 64 rows of D from `row` and kRegs * 2 columns from `col`, in wgmma's order
 // (accumulator_row(), accumulator_col()). A fused epilogue is a Store that changes the accumulators
 // before it stores them. For example D = min(A B^T, 6) + bias:
@@ -35,11 +36,24 @@
 
 namespace warpwright {
 
-template <class Loading, class Output = OutputSm90>
+// The grid of a Store: its own, or a TileGrid.
+template <class Store>
+struct GridOfStore {
+  using type = TileGrid;
+};
+template <class Store>
+  requires requires { typename Store::Grid; }
+struct GridOfStore<Store> {
+  using type = typename Store::Grid;
+};
+template <class Store>
+using GridOf = typename GridOfStore<Store>::type;
+
+template <class Loading, class Output = OutputSm90, class Grid = TileGrid>
 struct GemmSm90Params {
   Loading operands;
   Output output;
-  TileGrid grid;           // of clusters: its tiles are kBlkM by cluster * kBlkN
+  Grid grid;               // of clusters: its tiles are kBlkM by cluster * kBlkN
   unsigned num_blocks;     // of the grid
   int cluster;             // CTAs, if Tile::kClusters
   RowSumsOutput row_sums;  // if Tile::kRowSums
@@ -100,8 +114,8 @@ __device__ __forceinline__ void set_up(const Loop& loop, const Params& p, uint32
 // their tiles in tile_of_block's order. The first one or two warpgroups load; the last two multiply
 // and store.
 template <class Tile, class Loading, class Store = EpilogueOf<Tile>>
-__global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
-    gemm_sm90_kernel(const __grid_constant__ GemmSm90Params<Loading, typename Store::Output> p) {
+__global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1) gemm_sm90_kernel(
+    const __grid_constant__ GemmSm90Params<Loading, typename Store::Output, GridOf<Store>> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char smem[];
     using Loop = MainloopOf<Tile>;
@@ -186,7 +200,11 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           }
         }
       }
-      store.finish();
+      if constexpr (requires { store.finish(p.output); }) {
+        store.finish(p.output);
+      } else {
+        store.finish();
+      }
     }
     if (p.overlap.previous) outlast_previous_kernel();
   } else {
