@@ -64,6 +64,9 @@ struct BatchNormParams {
   void* rstd;                    // (channels), the same
   void* coefficients = nullptr;  // (kForwardCoefficients, channels), the same; null: not wanted
   void* workspace;               // batch_norm_workspace_bytes(); null if that is 0
+  // In training: the batch's mean and sum of squared deviations (channels, 2), of mean's type, that
+  // the kernel launched before has written; null: computed here. On the GPU, in rows.
+  const void* moments = nullptr;
 };
 
 struct BatchNormBackwardParams {

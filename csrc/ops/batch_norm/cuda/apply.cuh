@@ -48,11 +48,13 @@ struct ForwardCoefficients {
 
   template <class A>
   __device__ __forceinline__ Coefficients<A> operator()(int64_t channel, const ChannelInputs<A>& in,
-                                                        const Partial<A>& moments,
+                                                        const Partial<A>& merged,
                                                         bool leader) const {
     A mean = in.mean, variance = in.deviation;
     if (p.training) {
       const A count = static_cast<A>(p.extents.count());
+      const auto* given = static_cast<const Partial<A>*>(p.moments);
+      const Partial<A> moments = given != nullptr ? given[channel] : merged;
       mean = moments.first;
       variance = moments.second / count;
       if (leader) {
@@ -226,15 +228,16 @@ typename Sums::Setup setup_of(const BatchNormBackwardParams& p) {
 }
 
 // Without an output the second pass only merges, and writes statistics and coefficients.
+// `dependent`: it reads what the kernel launched before has written, at the latest after its wait.
 template <class Layout, class T, int V, class Merge, class Apply, class CoefficientsOf>
 void launch_second_pass(const BatchNormConfig& config, const BatchNormInputs<T, Apply::kInputs>& in,
                         const BatchNormOutputs<T>& out, const typename Layout::Shape& shape,
-                        const Partial<Accum<T>>* partials, const CoefficientsOf& coefficients_of,
-                        cudaStream_t stream) {
+                        const Partial<Accum<T>>* partials, bool dependent,
+                        const CoefficientsOf& coefficients_of, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(out.none() ? config.tiles : Layout::apply_blocks(shape)));
   const dim3 block(Layout::kThreads);
   const auto kernel = Layout::template apply<T, V, Merge, Apply, CoefficientsOf>(config.ragged);
-  if (partials != nullptr) {
+  if (dependent) {
     launch_dependent(kernel, grid, block, 0, stream, in, out, shape, partials, coefficients_of);
   } else {
     launch(kernel, grid, block, 0, stream, in, out, shape, partials, coefficients_of);
@@ -249,7 +252,7 @@ void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
   const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(Layout::kThreads);
   for_batch_norm(p.dtype, config, [&]<class T, int V>() {
     Partial<Accum<T>>* partials = nullptr;
-    if (p.training) {
+    if (p.training && p.moments == nullptr) {
       using Sums = MomentsOf<T, V, Layout::channels_of(V)>;
       partials = static_cast<Partial<Accum<T>>*>(p.workspace);
       launch(Layout::template reduce<T, V, Sums>(config.ragged), grid, block, 0, stream,
@@ -259,7 +262,7 @@ void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
     for_forward<T, V, kRelu>(p, [&]<class Apply>() {
       launch_second_pass<Layout, T, V, MergeMoments, Apply>(
           config, inputs_of<T, Apply>(p.input, p.residual, nullptr), outputs_of<T>(p), shape,
-          partials, ForwardCoefficients{p}, stream);
+          partials, p.training, ForwardCoefficients{p}, stream);
     });
   });
 }
@@ -283,7 +286,7 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& 
         using Apply = BackwardOf<T, V, kTraining, kGate>;
         launch_second_pass<Layout, T, V, MergeSums, Apply>(
             config, inputs_of<T, Apply>(p.grad_output, p.input, p.mask), outputs_of<T>(p), shape,
-            partials, BackwardCoefficients{p}, stream);
+            partials, partials != nullptr, BackwardCoefficients{p}, stream);
       });
     });
   });

@@ -139,6 +139,16 @@ inline Tensors3 call_batch_norm(const Tensor& input, const OptionalTensor& weigh
   return op.call(input, weight, bias, running_mean, running_var, training, eps);
 }
 
+inline Tensors3 call_batch_norm_update(const Tensor& input, const OptionalTensor& weight,
+                                       const OptionalTensor& bias, Tensor running_mean,
+                                       Tensor running_var, double momentum, double eps) {
+  static const auto op =
+      find_op<Tensors3(const Tensor&, const OptionalTensor&, const OptionalTensor&, Tensor, Tensor,
+                       double, double)>("warpwright::batch_norm_update");
+  return op.call(input, weight, bias, std::move(running_mean), std::move(running_var), momentum,
+                 eps);
+}
+
 inline Tensors3 call_batch_norm_backward(const Tensor& grad_output, const Tensor& input,
                                          const OptionalTensor& weight, const Tensor& mean,
                                          const Tensor& rstd, bool training,
@@ -337,7 +347,11 @@ inline Tensors4 backward_cpu(const BatchNormBackwardCall& call) {
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-inline uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+// Their bitwise or.
+template <class... Pointers>
+uintptr_t addresses_of(Pointers... pointers) {
+  return (reinterpret_cast<uintptr_t>(pointers) | ...);
+}
 
 inline Tensor workspace_for(const BatchNormConfig& config, int64_t channels, const Tensor& like) {
   return at::empty({batch_norm_workspace_bytes(config, channels, dtype_of(like))},
@@ -348,10 +362,10 @@ inline Tensor workspace_for(const BatchNormConfig& config, int64_t channels, con
 inline void run_forward_cuda(BatchNormParams& p, const Tensor& like, cudaStream_t stream) {
   const int operands = p.residual != nullptr ? 2 : 1;
   const BatchNormConfig config = choose_config(
-      p.extents, p.dtype, address_of(p.input) | address_of(p.output) | address_of(p.residual),
-      current_device_info(), p.training && p.output != nullptr ? operands : 0);
+      p.extents, p.dtype, addresses_of(p.input, p.output, p.residual), current_device_info(),
+      p.training && p.output != nullptr && p.moments == nullptr ? operands : 0);
   Tensor workspace;
-  if (p.training) {
+  if (p.training && p.moments == nullptr) {
     workspace = workspace_for(config, p.extents.channels, like);
     p.workspace = workspace.mutable_data_ptr();
   }
@@ -359,11 +373,9 @@ inline void run_forward_cuda(BatchNormParams& p, const Tensor& like, cudaStream_
 }
 
 inline void run_backward_cuda(BatchNormBackwardParams& p, const Tensor& like, cudaStream_t stream) {
-  const BatchNormConfig config =
-      choose_config(p.extents, p.dtype,
-                    address_of(p.grad_output) | address_of(p.input) | address_of(p.grad_input) |
-                        address_of(p.grad_residual),
-                    current_device_info(), p.training && p.grad_input != nullptr ? 2 : 0);
+  const BatchNormConfig config = choose_config(
+      p.extents, p.dtype, addresses_of(p.grad_output, p.input, p.grad_input, p.grad_residual),
+      current_device_info(), p.training && p.grad_input != nullptr ? 2 : 0);
   const Tensor workspace = workspace_for(config, p.extents.channels, like);
   p.workspace = workspace.mutable_data_ptr();
   launch_batch_norm_bwd(p, config, stream);

@@ -12,21 +12,6 @@ namespace {
 
 using Mask3 = std::array<bool, 3>;
 
-// The ops through the dispatcher.
-namespace call {
-
-Tensors3 batch_norm_update(const Tensor& input, const OptionalTensor& weight,
-                           const OptionalTensor& bias, Tensor running_mean, Tensor running_var,
-                           double momentum, double eps) {
-  static const auto op =
-      find_op<Tensors3(const Tensor&, const OptionalTensor&, const OptionalTensor&, Tensor, Tensor,
-                       double, double)>("warpwright::batch_norm_update");
-  return op.call(input, weight, bias, std::move(running_mean), std::move(running_var), momentum,
-                 eps);
-}
-
-}  // namespace call
-
 Tensors3 without_last(Tensors4&& results) {
   auto& [first, second, third, last] = results;
   return {std::move(first), std::move(second), std::move(third)};
@@ -326,8 +311,8 @@ Tensors3 batch_norm_update_autograd(const Tensor& input, const OptionalTensor& w
   auto result = forward_autograd(input, value_or_undefined(weight), value_or_undefined(bias),
                                  running_mean, running_var,
                                  /*training=*/true, [&] {
-                                   return call::batch_norm_update(input, weight, bias, running_mean,
-                                                                  running_var, momentum, eps);
+                                   return call_batch_norm_update(input, weight, bias, running_mean,
+                                                                 running_var, momentum, eps);
                                  });
   for (const Tensor* stat : {&running_mean, &running_var}) {
     if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);

@@ -5,51 +5,12 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/threshold_backward.h>
 
-#include "ops/batch_norm/torch/common.h"
+#include "ops/batch_norm/torch/relu_calls.h"
 
 namespace warpwright {
 namespace {
 
-using Mask4 = std::array<bool, 4>;
 constexpr Mask4 kGateOnly = {false, false, false, true};
-
-// The ops through the dispatcher.
-namespace call {
-
-Tensors4 batch_norm_relu(const Tensor& input, const OptionalTensor& residual,
-                         const OptionalTensor& weight, const OptionalTensor& bias,
-                         const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                         bool training, double eps) {
-  static const auto op = find_op<Tensors4(
-      const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-      const OptionalTensor&, const OptionalTensor&, bool, double)>("warpwright::batch_norm_relu");
-  return op.call(input, residual, weight, bias, running_mean, running_var, training, eps);
-}
-
-Tensors4 batch_norm_relu_update(const Tensor& input, const OptionalTensor& residual,
-                                const OptionalTensor& weight, const OptionalTensor& bias,
-                                Tensor running_mean, Tensor running_var, double momentum,
-                                double eps) {
-  static const auto op =
-      find_op<Tensors4(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, Tensor, Tensor, double, double)>(
-          "warpwright::batch_norm_relu_update");
-  return op.call(input, residual, weight, bias, std::move(running_mean), std::move(running_var),
-                 momentum, eps);
-}
-
-Tensors4 batch_norm_relu_backward(const Tensor& grad_output, const Tensor& input,
-                                  const OptionalTensor& weight, const OptionalTensor& bias,
-                                  const Tensor& mean, const Tensor& rstd, const Tensor& mask,
-                                  bool training, Mask4 output_mask) {
-  static const auto op =
-      find_op<Tensors4(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                       const Tensor&, const Tensor&, const Tensor&, bool, Mask4)>(
-          "warpwright::batch_norm_relu_backward");
-  return op.call(grad_output, input, weight, bias, mean, rstd, mask, training, output_mask);
-}
-
-}  // namespace call
 
 // ---- checks ----
 
