@@ -127,6 +127,13 @@ struct TransposedEpilogue16Bit : TransposingEpilogue<T> {
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const OutputSm90& output,
                                         int64_t, int first_channel, int first_pixel) {
     add_row_bias(d, static_cast<const T*>(output.bias), output.n, first_channel);
+    store_chunks(d, output, first_channel, first_pixel);
+  }
+
+ protected:
+  template <int kRegs>
+  __device__ __forceinline__ void store_chunks(const float (&d)[kRegs], const OutputSm90& output,
+                                               int first_channel, int first_pixel) {
 #pragma unroll
     for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
       if (first_pixel + chunk * 64 >= output.m) break;
