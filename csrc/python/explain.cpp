@@ -18,6 +18,7 @@
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
+#include "ops/conv2d_batch_norm/conv2d_batch_norm.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/gated_activation/gated_activation.h"
 #include "ops/layer_norm/layer_norm.h"
@@ -294,6 +295,19 @@ Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,
           {"grad_weight", line(ConvDirection::kWgrad)}};
 }
 
+// Who takes the statistics of a batch norm after the convolution, in training.
+Lines explain_conv2d_moments(const std::string& dtype, const TensorLayout& input,
+                             const TensorLayout& weight, const std::vector<int64_t>& output,
+                             bool channels_last, const std::vector<int64_t>& window, int64_t groups,
+                             const DeviceInfo& device, bool sm90) {
+  Conv2dParams p{};
+  p.shape = conv2d_shape(dtype, input, weight, output, channels_last, window, groups);
+  p.shape.sm90 = sm90 && device.sm_arch == 90;
+  p.input = reinterpret_cast<const void*>(input.address);
+  p.weight = reinterpret_cast<const void*>(weight.address);
+  return {{"statistics", describe(choose_conv2d_moments(p, device))}};
+}
+
 // ---- cross_entropy ----
 
 // `smoothed`: labels with label_smoothing.
@@ -434,6 +448,7 @@ void define_explain(py::module_& m) {
   m.def("explain_layer_norm", &explain_layer_norm);
   m.def("explain_conv2d", &explain_conv2d);
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
+  m.def("explain_conv2d_moments", &explain_conv2d_moments);
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_scan", &explain_scan);
   m.def("explain_attention_with_kv_cache", &explain_attention_with_kv_cache);

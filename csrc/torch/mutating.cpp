@@ -23,6 +23,7 @@ constexpr const char* kMutating[] = {
     "batch_norm_update",
     "batch_norm_relu_update",
     "batch_norm_relu_max_pool2d_update",
+    "conv2d_batch_norm_update",
     "cross_entropy_scale_",
     "cross_entropy_backward_",
     "sgd_step_",
@@ -98,7 +99,7 @@ void without_negative_bit(const c10::OperatorHandle& op, DispatchKeySet keys, St
 
 TORCH_LIBRARY_IMPL(warpwright, ADInplaceOrView, m) {
   for (const std::string name : kMutating) {
-    const bool statistics = name.starts_with("batch_norm");
+    const bool statistics = name.ends_with("_update");
     m.impl(name.c_str(),
            statistics ? torch::CppFunction::makeFromBoxedFunction<&count_versions_of_statistics>()
                       : torch::CppFunction::makeFromBoxedFunction<&count_versions>());

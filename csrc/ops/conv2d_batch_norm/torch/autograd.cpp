@@ -1,0 +1,178 @@
+// Autograd and Autocast of conv2d_batch_norm. The backward runs batch norm's backward, then the
+// convolution's. The convolution's output is an output of the node too: a second derivative that
+// reaches it goes through the convolution.
+#include <ATen/autocast_mode.h>
+
+#include "ops/conv2d_batch_norm/torch/common.h"
+
+namespace warpwright {
+namespace {
+
+using namespace conv_norm;
+
+// ---- Autograd ----
+
+// saved: input, weight, norm_weight, norm_bias, mean, rstd, mask, the convolution's output.
+struct Conv2dBatchNormBackward {
+  static constexpr const char* kName = "WarpwrightConv2DBatchNormBackward";
+  static constexpr bool kPiecewiseLinear = true;
+  struct Attributes {
+    Conv2dGeometry geometry;
+    bool relu;
+  };
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    const Tensor &mean = saved[4], &rstd = saved[5], &mask = saved[6], &convolved = saved[7];
+    const auto weight = optional_if_defined(saved[2]), bias = optional_if_defined(saved[3]);
+    const bool through_conv = needs[0] || needs[1] || needs[2];
+    Tensor d_convolved, d_residual, d_weight, d_bias;
+    if (grads[0].defined() && a.relu) {
+      std::tie(d_convolved, d_weight, d_bias, d_residual) = call::batch_norm_relu_backward(
+          grads[0], convolved, weight, bias, mean, rstd, mask, /*training=*/true,
+          {through_conv, needs[4], needs[5], needs[3]});
+    } else if (grads[0].defined()) {
+      std::tie(d_convolved, d_weight, d_bias) =
+          call_batch_norm_backward(grads[0], convolved, weight, mean, rstd, /*training=*/true,
+                                   {through_conv, needs[4], needs[5]});
+    }
+    if (grads[1].defined() && through_conv) {
+      d_convolved = d_convolved.defined() ? d_convolved + grads[1] : grads[1];
+    }
+    Tensor dx, dw, db;
+    if (d_convolved.defined()) {
+      std::tie(dx, dw, db) = call::conv2d_backward(d_convolved, saved[0], saved[1], a.geometry,
+                                                   {needs[0], needs[1], needs[2]});
+    }
+    return {dx, dw, db, d_residual, d_weight, d_bias};
+  }
+};
+
+// The call without the running statistics, one op after the other, for its tangents.
+std::array<Tensor, 2> with_tangents(const Call& c) {
+  const Tensor convolved = call::conv2d(c.input, c.weight, c.bias, c.geometry);
+  const auto weight = optional_if_defined(c.norm_weight), bias = optional_if_defined(c.norm_bias);
+  if (!c.relu) {
+    return {std::get<0>(call_batch_norm(convolved, weight, bias, std::nullopt, std::nullopt,
+                                        /*training=*/true, c.eps)),
+            convolved};
+  }
+  return {
+      std::get<0>(call::batch_norm_relu(convolved, optional_if_defined(c.residual), weight, bias,
+                                        std::nullopt, std::nullopt, /*training=*/true, c.eps)),
+      convolved};
+}
+
+Tensors5 forward_autograd(const Call& c) {
+  check_no_gradient(c.running_mean, "conv2d_batch_norm", "running_mean");
+  check_no_gradient(c.running_var, "conv2d_batch_norm", "running_var");
+  auto node = make_node<Conv2dBatchNormBackward>({c.geometry, c.relu}, c.input, c.weight, c.bias,
+                                                 c.residual, c.norm_weight, c.norm_bias);
+  const bool forward_mode =
+      any_tangent(c.input, c.weight, c.bias, c.residual, c.norm_weight, c.norm_bias);
+  std::array<Tensor, 2> dual;
+  if (forward_mode) dual = with_tangents(c);
+  auto results = below_autograd([&] { return dispatch(c); });
+  const auto& [output, convolved, mean, rstd, mask] = results;
+  if (node) {
+    set_history(variable_list{output, convolved}, node);
+    for (const Tensor* tensor :
+         {&c.input, &c.weight, &c.norm_weight, &c.norm_bias, &mean, &rstd, &mask}) {
+      node->save(*tensor);
+    }
+  }
+  if (has_tangent(dual[0])) set_tangent(output, tangent(dual[0]));
+  if (has_tangent(dual[1])) set_tangent(convolved, tangent(dual[1]));
+  if (node) node->save_output(convolved);  // with its tangent
+  return results;
+}
+
+Tensors5 conv2d_batch_norm_autograd(const Tensor& input, const Tensor& weight,
+                                    const OptionalTensor& bias, const OptionalTensor& residual,
+                                    const OptionalTensor& norm_weight,
+                                    const OptionalTensor& norm_bias, double eps, bool relu,
+                                    SymIntArrayRef stride, SymIntArrayRef padding,
+                                    SymIntArrayRef dilation, SymInt groups) {
+  return forward_autograd(call_of(input, weight, bias, residual, norm_weight, norm_bias, eps, relu,
+                                  stride, padding, dilation, std::move(groups)));
+}
+
+Tensors5 conv2d_batch_norm_update_autograd(const Tensor& input, const Tensor& weight,
+                                           const OptionalTensor& bias,
+                                           const OptionalTensor& residual,
+                                           const OptionalTensor& norm_weight,
+                                           const OptionalTensor& norm_bias, Tensor running_mean,
+                                           Tensor running_var, double momentum, double eps,
+                                           bool relu, SymIntArrayRef stride, SymIntArrayRef padding,
+                                           SymIntArrayRef dilation, SymInt groups) {
+  auto results = forward_autograd(update_call_of(
+      input, weight, bias, residual, norm_weight, norm_bias, running_mean, running_var, momentum,
+      eps, relu, stride, padding, dilation, std::move(groups)));
+  for (const Tensor* stat : {&running_mean, &running_var}) {
+    if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
+  }
+  return results;
+}
+
+// ---- Autocast: the convolution's rule. Batch norm has none. ----
+
+template <at::DeviceType kDevice, c10::DispatchKey kKey>
+struct Autocast {
+  static Tensor cast(const Tensor& tensor) {
+    const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+    return tensor.defined() ? at::autocast::cached_cast(type, tensor, kDevice) : tensor;
+  }
+  static Tensors5 run(const Call& c) {
+    c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+    const Tensor input = cast(c.input), weight = cast(c.weight);
+    return dispatch({.input = input,
+                     .weight = weight,
+                     .bias = cast(c.bias),
+                     .residual = c.residual,
+                     .norm_weight = c.norm_weight,
+                     .norm_bias = c.norm_bias,
+                     .running_mean = c.running_mean,
+                     .running_var = c.running_var,
+                     .momentum = c.momentum,
+                     .eps = c.eps,
+                     .relu = c.relu,
+                     .geometry = c.geometry});
+  }
+  static Tensors5 forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          const OptionalTensor& residual, const OptionalTensor& norm_weight,
+                          const OptionalTensor& norm_bias, double eps, bool relu,
+                          SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                          SymInt groups) {
+    return run(call_of(input, weight, bias, residual, norm_weight, norm_bias, eps, relu, stride,
+                       padding, dilation, std::move(groups)));
+  }
+  static Tensors5 update(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                         const OptionalTensor& residual, const OptionalTensor& norm_weight,
+                         const OptionalTensor& norm_bias, Tensor running_mean, Tensor running_var,
+                         double momentum, double eps, bool relu, SymIntArrayRef stride,
+                         SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+    return run(update_call_of(input, weight, bias, residual, norm_weight, norm_bias, running_mean,
+                              running_var, momentum, eps, relu, stride, padding, dilation,
+                              std::move(groups)));
+  }
+};
+using AutocastCpu = Autocast<at::kCPU, c10::DispatchKey::AutocastCPU>;
+using AutocastCuda = Autocast<at::kCUDA, c10::DispatchKey::Autocast>;
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("conv2d_batch_norm", conv2d_batch_norm_autograd);
+  m.impl("conv2d_batch_norm_update", conv2d_batch_norm_update_autograd);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
+  m.impl("conv2d_batch_norm", TORCH_FN(AutocastCpu::forward));
+  m.impl("conv2d_batch_norm_update", TORCH_FN(AutocastCpu::update));
+}
+
+TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
+  m.impl("conv2d_batch_norm", TORCH_FN(AutocastCuda::forward));
+  m.impl("conv2d_batch_norm_update", TORCH_FN(AutocastCuda::update));
+}
+
+}  // namespace warpwright

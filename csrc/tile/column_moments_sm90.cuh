@@ -1,0 +1,222 @@
+// Stores of a 16-bit D that also take the mean and the sum of squared deviations of its columns.
+// They see the rounded values that they store.
+//
+// RunGrid gives each CTA a run of consecutive tiles, one column of tiles after the other. A CTA
+// therefore meets at most two columns of tiles, and its sums stay in registers for a whole column.
+// A consumer writes one record per column of tiles that it met, at most two: at most 4 records per
+// CTA for all of D. The records' order is fixed, and so are the bits of what is merged from them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "device/math.cuh"
+#include "tile/epilogue_sm90.cuh"
+#include "tile/scheduler.cuh"
+
+namespace warpwright {
+
+constexpr int kMomentsRuns = 2;       // columns of tiles that a CTA meets
+constexpr int kMomentsConsumers = 2;  // warpgroups
+constexpr int kMomentsRecords = kMomentsRuns * kMomentsConsumers;  // per CTA
+
+// The columns and the number of rows of a record; no rows: the record is unused.
+struct MomentsRecord {
+  int first_column, rows;
+};
+
+struct MomentsOutput : OutputSm90 {
+  MomentsRecord* records;  // (CTAs, consumers, runs)
+  float2* moments;         // (CTAs, consumers, runs, columns of a tile): mean, squared deviations
+
+  // Of this thread's warpgroup. The first warpgroup loads.
+  __device__ __forceinline__ int64_t record(int run) const {
+    const int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
+    return (int64_t{blockIdx.x} * kMomentsConsumers + consumer) * kMomentsRuns + run;
+  }
+};
+
+// Tiles in runs: CTA c takes `per_cta` consecutive tiles, the first `longer` CTAs one more.
+struct RunGrid : TileGrid {
+  FastDivmod by_ctas;
+  int per_cta = 0, longer = 0;
+
+  // `by_rows`: the tiles of a row of tiles are consecutive, else those of a column.
+  void walk(int64_t ctas, bool by_rows) {
+    group_m = by_rows ? 1 : tiles_m;
+    by_group = FastDivmod(std::max<int64_t>(1, int64_t{group_m} * tiles_n));
+    by_group_rows = FastDivmod(group_m);
+    by_last_group_rows = FastDivmod(group_m);
+    by_ctas = FastDivmod(ctas);
+    per_cta = static_cast<int>(num_blocks() / ctas);
+    longer = static_cast<int>(num_blocks() % ctas);
+  }
+};
+
+__device__ __forceinline__ TileCoord tile_of_block(const RunGrid& grid, unsigned block) {
+  int step, cta;
+  grid.by_ctas.divmod(static_cast<int>(block), step, cta);
+  const int first = cta * grid.per_cta + min(cta, grid.longer);
+  return tile_of_block(static_cast<const TileGrid&>(grid), static_cast<unsigned>(first + step));
+}
+
+struct ColumnRunGrid : RunGrid {
+  void walk(int64_t ctas) { RunGrid::walk(ctas, /*by_rows=*/false); }
+};
+struct RowRunGrid : RunGrid {
+  void walk(int64_t ctas) { RunGrid::walk(ctas, /*by_rows=*/true); }
+};
+
+// Mean and squared deviations of `count` values.
+struct CountedMoments {
+  double mean;
+  float deviation, count;
+
+  // Chan, Golub & LeVeque 1979, eq. 2.1. In double: a mean far from zero keeps its last bits.
+  __device__ __forceinline__ void merge(const CountedMoments& other) {
+    if (other.count == 0) return;
+    const double total = static_cast<double>(count) + other.count;
+    const double distance = other.mean - mean, share = other.count / total;
+    mean += distance * share;
+    deviation += other.deviation + static_cast<float>(distance * count * share * distance);
+    count += other.count;
+  }
+};
+
+// One column's sums about a first value, which is as safe as Welford's update and needs no
+// division.
+struct ShiftedSums {
+  float shift = 0, sum = 0, square = 0;
+
+  __device__ __forceinline__ void add(float value) {
+    const float distance = value - shift;
+    sum += distance;
+    square = fmaf(distance, distance, square);
+  }
+  __device__ __forceinline__ CountedMoments finish(int count) const {
+    if (count == 0) return {0, 0, 0};
+    const float mean = sum / static_cast<float>(count);
+    return {static_cast<double>(shift) + mean, fmaxf(square - sum * mean, 0.0f),
+            static_cast<float>(count)};
+  }
+};
+
+// D in rows, kColumns columns per tile. A warp reads its 16 rows of the store buffer again: lane l
+// sums the columns 2l and 2l + 1 of each 64.
+template <class T, int kColumns>
+struct MomentsEpilogue : EpilogueSm90<T> {
+  using Base = EpilogueSm90<T>;
+  using Output = MomentsOutput;
+  using Grid = ColumnRunGrid;
+  static constexpr int kChunks = kColumns / 64;
+  static_assert(kColumns <= 128, "a thread merges one column");
+
+  ShiftedSums sums[kChunks][2] = {};
+  int first_column = -1;
+  int run = 0;
+  int rows = 0;  // that this warp has summed
+
+  template <int kRegs, class Bias>
+  __device__ __forceinline__ void store(float (&d)[kRegs], const Bias& bias,
+                                        const MomentsOutput& output, int64_t, int first_row,
+                                        int col) {
+    if (col != first_column) start_column(output, col);
+    const int left = min(16, output.m - first_row - accumulator_warp_row());
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (col + chunk * 64 >= output.n) break;
+      float* values = &d[chunk * 32];
+      Base::template add_bias<8>(values, &bias.pairs[chunk * 8], output);
+      this->acquire_buffers(output);
+      Base::write_buffer(this->buffer(), Base::pack(values));
+      this->send_buffers(output, first_row, col + chunk * 64);
+      add_rows(sums[chunk], this->buffer(), left);
+      this->next_buffer();
+    }
+    rows += max(left, 0);
+  }
+
+  __device__ __forceinline__ void finish(const MomentsOutput& output) {
+    if (first_column >= 0) {
+      write_record(output);
+      ++run;
+    }
+    for (; run < kMomentsRuns; ++run) {
+      if (threadIdx.x % 128 == 0) output.records[output.record(run)] = {-1, 0};
+    }
+    Base::finish();
+  }
+
+ private:
+  __device__ __forceinline__ void start_column(const MomentsOutput& output, int col) {
+    if (first_column >= 0) {
+      write_record(output);
+      ++run;
+    }
+    first_column = col;
+    rows = 0;
+  }
+
+  __device__ __forceinline__ void add_rows(ShiftedSums (&to)[2], uint32_t buffer, int left) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    auto pair_at = [&](int row) {
+      const uint32_t at =
+          Base::buffer_address(buffer, accumulator_warp_row() + row, lane / 4) + lane % 4 * 4;
+      return widen_pair(load_shared_u32(at), T{});
+    };
+    if (left <= 0) return;
+    if (rows == 0) {
+      const float2 first = pair_at(0);
+      to[0] = {first.x, 0, 0};
+      to[1] = {first.y, 0, 0};
+    }
+    auto add = [&](int row) {
+      const float2 pair = pair_at(row);
+      to[0].add(pair.x);
+      to[1].add(pair.y);
+    };
+    if (left == 16) {
+#pragma unroll
+      for (int row = 0; row < 16; ++row) add(row);
+    } else {
+#pragma unroll 1
+      for (int row = 0; row < left; ++row) add(row);
+    }
+  }
+
+  // Merges the warps' sums through the store buffers.
+  __device__ __forceinline__ void write_record(const MomentsOutput& output) {
+    const int thread = static_cast<int>(threadIdx.x % 128), lane = thread % 32;
+    if (thread == 0) tma_store_wait_read<0>();
+    named_barrier_sync(this->barrier, 128);
+    auto slot = [&](int warp, int column) {
+      return this->buffers + (warp * kColumns + column) * static_cast<uint32_t>(16);
+    };
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const CountedMoments part = sums[chunk][i].finish(rows);
+        uint4 words;
+        memcpy(&words, &part, sizeof(words));
+        store_shared_u128(slot(thread / 32, chunk * 64 + lane * 2 + i), words);
+      }
+    }
+    named_barrier_sync(this->barrier, 128);
+    if (thread < kColumns) {
+      CountedMoments total{0, 0, 0};
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) {
+        const uint4 words = load_shared_u128(slot(warp, thread));
+        CountedMoments part;
+        memcpy(&part, &words, sizeof(words));
+        total.merge(part);
+      }
+      const int64_t at = output.record(run);
+      output.moments[at * kColumns + thread] = {static_cast<float>(total.mean), total.deviation};
+      if (thread == 0) output.records[at] = {first_column, static_cast<int>(total.count)};
+    }
+  }
+};
+
+}  // namespace warpwright
