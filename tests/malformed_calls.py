@@ -46,6 +46,11 @@ def public_calls(device, seed, grad=True):
     def integers(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
+    def named_norm():
+        mean, var = stats()
+        vectors = {"running_mean": mean, "running_var": var, "norm_weight": g(3), "norm_bias": g(3)}
+        return vectors | norm
+
     extras = {"z_loss": 0.1, "softcap": 5.0, "return_lse": True, "return_argmax": True}
     loss = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.1}
     return {
@@ -80,6 +85,12 @@ def public_calls(device, seed, grad=True):
         "batch_norm_relu": ([g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_add_relu": ([g(*x4), g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_relu_max_pool2d": ([g(*x4), *stats(), g(3), g(3)], {**norm, **pool}),
+        "conv2d_batch_norm": ([g(*x4), g(3, 3, 3, 2), g(3)], {"padding": 1, **named_norm()}),
+        "conv2d_batch_norm_relu": ([g(*x4), g(3, 3, 3, 2), g(3)], {"padding": 1, **named_norm()}),
+        "conv2d_batch_norm_add_relu": (
+            [g(*x4), g(2, 3, 6, 6), g(3, 3, 3, 2), g(3)],
+            {"padding": 1, **named_norm()},
+        ),
         "layer_norm": ([g(2, 4, 6), (4, 6), g(4, 6), g(4, 6)], {"eps": 1e-5}),
         "rms_norm": ([g(2, 4, 6), (6,), g(6)], {"eps": 1e-5}),
         "add_layer_norm": ([g(2, 4, 6), g(2, 4, 6), (4, 6), g(4, 6), g(4, 6)], {"eps": 1e-5}),
@@ -256,7 +267,20 @@ def native_functions():
         norm = native.batch_norm(x, *args, training=training, momentum=momentum, eps=eps)
         return native.max_pool2d(native.relu(norm), **pool)
 
+    def conv_norm(after):
+        def run(x, *args, padding, running_mean, running_var, norm_weight, norm_bias, **options):
+            residual, conv = (args[:1], args[1:]) if after == "add_relu" else ((), args)
+            y = native.conv2d(x, *conv, padding=padding)
+            vectors = (running_mean, running_var, norm_weight, norm_bias)
+            y = native.batch_norm(y, *vectors, **options)
+            return y if not after else native.relu(y + residual[0] if residual else y)
+
+        return run
+
     return {
+        "conv2d_batch_norm": conv_norm(""),
+        "conv2d_batch_norm_relu": conv_norm("relu"),
+        "conv2d_batch_norm_add_relu": conv_norm("add_relu"),
         **{
             name: getattr(native, name)
             for name in (

@@ -24,6 +24,7 @@ def test_schemas():
         "relu_",
         "batch_norm_update",
         "batch_norm_relu_update",
+        "conv2d_batch_norm_update",
         "batch_norm_relu_max_pool2d_update",
         "cross_entropy_scale_",
         "cross_entropy_backward_",

@@ -150,6 +150,14 @@ def recorded(device):
             double_backward(pooled, (leaf, *args, 0.1, 1e-5, 2), {})
             pooled(leaf, *args, 0.1, 1e-5, 2).sum().backward()
             double_backward(warpwright.functional.batch_norm_add_relu, (leaf, leaf, *args), {})
+        weight = torch.randn(2, 3, 3, 3, device=device, requires_grad=True)
+        windows = ([1, 1], [1, 1], [1, 1], 1)
+        stats = mean[:2].clone(), var[:2].clone(), 0.1
+        for extra, name in (((), ""), (stats, "_update")):
+            op = getattr(warpwright._ops.ops, f"conv2d_batch_norm{name}")
+            double_backward(
+                op, (leaf, weight, None, None, None, None, *extra, 1e-5, True, *windows), {}
+            )
         rows, classes = leaf[0, 0], leaf.new_zeros(6, 7).requires_grad_()
         labels = torch.tensor([0, 5, -100, 3, 2], device=device)
         for reduction in ("none", "mean", "sum"):

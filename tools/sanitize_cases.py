@@ -321,6 +321,31 @@ def conv2d_cases():
         yield f"{name}-patches", F.conv2d, (x, w, rand(72)), {"stride": 16}
 
 
+def conv_norm(function):
+    def run(*operands):
+        *tensors, scale, shift = operands
+        norm = {"norm_weight": scale, "norm_bias": shift, "training": True}
+        return function(*tensors, padding=tensors[-1].size(2) // 2, **norm)
+
+    return run
+
+
+def conv2d_batch_norm_cases():
+    """Tiles of each kernel that takes moments; tails in pixels and channels."""
+    layout = torch.channels_last
+    for c, k, kernel in ((64, 64, 1), (64, 200, 1), (64, 64, 3), (128, 136, 3), (8, 5, 3)):
+        x, w, residual = (
+            rand(*shape).contiguous(memory_format=layout)
+            for shape in ((3, c, 9, 11), (k, c, kernel, kernel), (3, k, 9, 11))
+        )
+        rest = w, rand(k), rand(k)
+        name = f"{c}-{k}-k{kernel}"
+        yield f"{name}-plain", conv_norm(F.conv2d_batch_norm), (x, *rest), {}
+        yield f"{name}-relu", conv_norm(F.conv2d_batch_norm_relu), (x, *rest), {}
+        add_relu = conv_norm(F.conv2d_batch_norm_add_relu)
+        yield f"{name}-add_relu", add_relu, (x, residual, *rest), {}
+
+
 def gradient_of_loss(x, target, smoothing=0.0):
     """Loss + <gradient, cosines>: the forward that writes the gradient, whatever the size."""
     loss, _, _, grad = torch.ops.warpwright.cross_entropy_forward_gradient(
@@ -489,6 +514,7 @@ CASES = {
     "linear": linear_cases,
     "linear_activation": linear_activation_cases,
     "conv2d": conv2d_cases,
+    "conv2d_batch_norm": conv2d_batch_norm_cases,
     "cross_entropy": cross_entropy_cases,
     "linear_cross_entropy": linear_cross_entropy_cases,
     "attention": attention_cases,

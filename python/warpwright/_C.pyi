@@ -53,6 +53,17 @@ def explain_conv2d_cpu(
     onednn: bool,
     avx512: bool,
 ) -> list[tuple[str, str]]: ...
+def explain_conv2d_moments(
+    dtype: str,
+    input: Operand,
+    weight: Operand,
+    output: Sequence[int],
+    channels_last: bool,
+    window: Sequence[int],
+    groups: int,
+    device: DeviceInfo,
+    sm90: bool,
+) -> list[tuple[str, str]]: ...
 def explain_cross_entropy(
     dtype: str,
     input: Operand,

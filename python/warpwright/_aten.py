@@ -215,6 +215,35 @@ def _normalized(
     return (y if bias is None else y + _per_channel(bias, input)).to(input.dtype)
 
 
+def conv2d_batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    relu: bool,
+    *windows: Any,
+) -> tuple[Tensor, ...]:
+    convolved = torch.conv2d(input, weight, bias, *windows)
+    output, *kept = batch_norm(convolved, norm_weight, norm_bias, None, None, True, eps)
+    if relu:
+        output = torch.relu(output if residual is None else output + residual)
+    return output, convolved, *kept, _relu_mask(output, residual)
+
+
+def conv2d_batch_norm_update(
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *args: Any
+) -> tuple[Tensor, ...]:
+    *norm, relu, stride, padding, dilation, groups = args
+    convolved = torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    output, *kept = batch_norm_update(convolved, *norm)
+    if relu:
+        output = torch.relu(output if residual is None else output + residual)
+    return output, convolved, *kept, _relu_mask(output, residual)
+
+
 def batch_norm_relu_backward(
     grad: Tensor,
     input: Tensor,

@@ -88,6 +88,22 @@ BATCH_NORM_RELU = (
     ),
     Operator("batch_norm_relu_backward", aten=_aten.batch_norm_relu_backward),
 )
+CONV2D_BATCH_NORM = (
+    Operator(
+        "conv2d_batch_norm",
+        _native.conv2d_batch_norm,
+        _aten.conv2d_batch_norm,
+        autocast=True,
+        flops=_work.conv2d_batch_norm_flops,
+    ),
+    Operator(
+        "conv2d_batch_norm_update",
+        _native.conv2d_batch_norm_update,
+        _aten.conv2d_batch_norm_update,
+        autocast=True,
+        flops=_work.conv2d_batch_norm_flops,
+    ),
+)
 CROSS_ENTROPY = (
     Operator(
         "cross_entropy",
@@ -208,6 +224,21 @@ _RECORDS = (
         explain="batch_norm_relu_max_pool2d",
         cpu="batch norm's statistics, then max pooling's loops over rows",
         folders=("batch_norm", "batch_norm_relu_max_pool2d", "max_pool2d"),
+    ),
+    *(
+        Op(
+            f"conv2d_batch_norm{suffix}",
+            CONV2D_BATCH_NORM,
+            layer=layer,
+            explain="conv2d_batch_norm",
+            cpu="conv2d's kernels, then batch norm's",
+            folders=("batch_norm", "conv2d", "conv2d_batch_norm"),
+        )
+        for suffix, layer in (
+            ("", "Conv2dBatchNorm2d"),
+            ("_relu", "Conv2dBatchNormReLU2d"),
+            ("_add_relu", "Conv2dBatchNormAddReLU2d"),
+        )
     ),
     Op(
         "layer_norm",

@@ -88,6 +88,42 @@ def batch_norm_relu_update(input: Tensor, residual: Tensor | None, *args: Any) -
     return _added_relu(batch_norm_update(input, *args)[0], residual)
 
 
+def conv2d_batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    relu: bool,
+    *windows: Any,
+) -> tuple[Tensor]:
+    convolved = torch.conv2d(input, weight, bias, *windows)
+    output = native.batch_norm(convolved, None, None, norm_weight, norm_bias, True, 0.0, eps)
+    return _added_relu(output, residual) if relu else (output,)
+
+
+def conv2d_batch_norm_update(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    relu: bool,
+    *windows: Any,
+) -> tuple[Tensor]:
+    convolved = torch.conv2d(input, weight, bias, *windows)
+    statistics = (running_mean, running_var)
+    output = native.batch_norm(convolved, *statistics, norm_weight, norm_bias, True, momentum, eps)
+    return _added_relu(output, residual) if relu else (output,)
+
+
 def linear_cross_entropy(input: Tensor, *args: Any) -> Tensor:
     return linear_cross_entropy_extras(input, *args)[0]
 

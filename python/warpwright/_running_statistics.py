@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
+from .functional._conv_norm import takes_statistics
 
 
 class RunningStatistics(nn.modules.batchnorm._BatchNorm):
@@ -75,3 +76,44 @@ class RunningStatistics(nn.modules.batchnorm._BatchNorm):
             for average, value in zip(running, batch, strict=True):
                 average.copy_(average * (1 - step) + value * step)
         return output
+
+
+def runs_as_one(norm: RunningStatistics, conv: nn.Conv2d, input: Tensor, *residual: Tensor) -> bool:
+    """Whether the convolution's kernel may take the statistics of the batch norm after it."""
+    if not (norm.training or norm.running_mean is None) or conv.padding_mode != "zeros":
+        return False
+    windows = (conv.stride, conv.padding, conv.dilation)
+    return takes_statistics(input, conv.weight, *windows, *residual)
+
+
+def normalize_convolved(
+    norm: RunningStatistics, conv: nn.Conv2d, after: str, input: Tensor, *residual: Tensor
+) -> Tensor:
+    """Calls ``norm`` as the functional ``after`` on what ``conv`` makes of ``input``.
+
+    In one op if the convolution's kernel may take the statistics, else one layer after the other.
+    """
+    if not runs_as_one(norm, conv, input, *residual):
+        return norm._normalize(conv(input), *residual, functional=after)
+
+    def fused(input: Tensor, *rest: Any) -> Tensor:
+        *added, running_mean, running_var, weight, bias, training, momentum, eps = rest
+        return getattr(F, f"conv2d_{after}")(  # type: ignore[no-any-return]
+            input,
+            *added,
+            conv.weight,
+            conv.bias,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            conv.groups,
+            running_mean=running_mean,
+            running_var=running_var,
+            norm_weight=weight,
+            norm_bias=bias,
+            training=training,
+            momentum=momentum,
+            eps=eps,
+        )
+
+    return norm._normalize(input, *residual, functional=fused)

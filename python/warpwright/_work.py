@@ -178,6 +178,12 @@ def conv2d_flops(x: Shape, weight: Shape, *args: Any, out_shape: Any = None, **k
     return int(_counter().conv_flop_count(_batched(x), weight, _batched(out_shape)))
 
 
+def conv2d_batch_norm_flops(
+    x: Shape, weight: Shape, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return int(_counter().conv_flop_count(x, weight, out_shape[1]))
+
+
 def conv2d_backward_flops(
     dy: Shape, x: Shape, weight: Shape, stride: Any, padding: Any, dilation: Any, groups: int,
     mask: Sequence[bool], out_shape: Any = None, **kwargs: Any,

@@ -275,6 +275,25 @@ def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_batch_norm(_dtype(x), _operand(x), rows, 1 + ("residual" in a), gpu)
 
 
+def _conv2d_batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    shape = _conv2d_shape(a)
+    dtype, sm90 = _dtype(a["input"]), _may_take_sm90()
+    forward, *backward = _C.explain_conv2d(dtype, conv_allows_tf32(), *shape, gpu, sm90)
+    _, _, extents, channels_last, *_ = shape
+    convolved = torch.empty(
+        (*a["input"].shape[:-3], a["weight"].size(0), *extents),
+        dtype=a["input"].dtype,
+        device="meta",
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format,
+    )
+    return [
+        ("convolution", forward[1]),
+        *_C.explain_conv2d_moments(dtype, *shape, gpu, sm90),
+        *((f"norm, {role}", text) for role, text in _batch_norm({"input": convolved}, gpu)),
+        *backward,
+    ]
+
+
 def _layer_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _row_norm(a, gpu, centered=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import functional as F
 from ._loss_layers import CrossEntropyLoss, LinearCrossEntropy
 from ._multihead import multi_head_attention
-from ._running_statistics import RunningStatistics
+from ._running_statistics import RunningStatistics, normalize_convolved
 from ._tools import Named
 
 __all__ = [
@@ -30,6 +30,9 @@ __all__ = [
     "BatchNormReLU2d",
     "BatchNormReLUMaxPool2d",
     "Conv2d",
+    "Conv2dBatchNorm2d",
+    "Conv2dBatchNormAddReLU2d",
+    "Conv2dBatchNormReLU2d",
     "CrossEntropyLoss",
     "LayerNorm",
     "Linear",
@@ -175,6 +178,59 @@ class BatchNormReLUMaxPool2d(_BatchNorm, nn.BatchNorm2d):
     def extra_repr(self) -> str:
         window = ", ".join(f"{name}={value}" for name, value in self._window().items())
         return f"{super().extra_repr()}, {window}"
+
+
+class Conv2dBatchNorm2d(Named, nn.Module):
+    """A convolution and the batch norm after it, as one op in training.
+
+    The arguments are those of ``nn.Conv2d``, without a bias unless asked, and by name those of
+    ``nn.BatchNorm2d``. The layers are children, ``conv`` and ``norm``; see
+    :func:`warpwright.functional.conv2d_batch_norm`.
+    """
+
+    _after_norm = "batch_norm"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | str | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = False,
+        **batch_norm: Any,
+    ) -> None:
+        super().__init__()
+        window = (kernel_size, stride, padding, dilation, groups)
+        self.conv = Conv2d(in_channels, out_channels, *window, bias)  # type: ignore[arg-type]
+        self.norm = BatchNorm2d(out_channels, **batch_norm)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return normalize_convolved(self.norm, self.conv, self._after_norm, input)
+
+
+class Conv2dBatchNormReLU2d(Conv2dBatchNorm2d):
+    """A convolution, the batch norm and the ReLU after it, as one op in training.
+
+    As :class:`Conv2dBatchNorm2d`; see :func:`warpwright.functional.conv2d_batch_norm_relu`.
+    """
+
+    _after_norm = "batch_norm_relu"
+
+
+class Conv2dBatchNormAddReLU2d(Conv2dBatchNorm2d):
+    """A convolution, batch norm, the addition of a residual and the ReLU, as one op in training.
+
+    Called with two tensors: ``module(input, residual)``. As :class:`Conv2dBatchNorm2d`; see
+    :func:`warpwright.functional.conv2d_batch_norm_add_relu`.
+    """
+
+    _after_norm = "batch_norm_add_relu"
+
+    def forward(self, input: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        return normalize_convolved(self.norm, self.conv, self._after_norm, input, residual)
 
 
 class LayerNorm(Named, nn.LayerNorm):

@@ -91,6 +91,7 @@ LOOPS = (
     "attention_with_kv_cache",
     "batch_norm_relu",
     "batch_norm_relu_backward",
+    "conv2d_batch_norm",
     "batch_norm_relu_max_pool2d",
     "batch_norm_relu_max_pool2d_backward",
     "linear_cross_entropy_forward",

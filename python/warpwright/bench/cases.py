@@ -369,6 +369,44 @@ def _conv2d(
     )
 
 
+def _conv2d_batch_norm(
+    shape: tuple[int, ...], out: int, k: int, s: int, form: str, dtype: torch.dtype, layout: str
+) -> Case:
+    """A convolution and the batch norm after it; native calls one after the other."""
+    plain = _conv2d(shape, out, k, s, k // 2, dtype, layout)
+    n, _, h, w = shape
+    e = n * out * ((h - 1) // s + 1) * ((w - 1) // s + 1) * dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        norm = {name: _randn((out,), torch.float32, device) for name in ("gamma", "beta")}
+        return {**plain.make(device), "bias": None, **norm}
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        norm = {"norm_weight": i["gamma"], "norm_bias": i["beta"], "training": True}
+        function = getattr(F, f"conv2d_batch_norm{form}")
+        added = (i["x"],) if "add" in form else ()
+        return function(i["x"], *added, i["weight"], None, s, k // 2, **norm)  # type: ignore[no-any-return]
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        y = F.batch_norm(plain.call(F, i), None, None, i["gamma"], i["beta"], True)
+        y = y + i["x"] if "add" in form else y
+        return torch.relu(y) if form else y
+
+    reads = 2 if "add" in form else 1
+    return Case(
+        f"conv2d_batch_norm{form}",
+        f"{'x'.join(map(str, shape))}->{out} k{k}s{s}",
+        dtype,
+        layout,
+        make,
+        call,
+        {"fwd": plain.bytes["fwd"] + (reads + 1) * e, "bwd": plain.bytes["bwd"] + (reads + 2) * e},
+        plain.flops,
+        native=native,
+        kinked=bool(form),
+    )
+
+
 def _attention(b: int, h: int, s: int, d: int, causal: bool, dtype: torch.dtype = BF16) -> Case:
     flops = 4.0 * b * h * s * s * d * (0.5 if causal else 1.0)
     n = b * h * s * d

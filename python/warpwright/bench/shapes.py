@@ -15,6 +15,7 @@ from .cases import (
     _batch_norm_relu,
     _batch_norm_relu_max_pool2d,
     _conv2d,
+    _conv2d_batch_norm,
     _cross_entropy,
     _linear,
     _linear_activation,
@@ -105,6 +106,23 @@ def _depthwise_layers(batch: int) -> list[Case]:
 
     rows = [case(*layer, NHWC) for layer in DEPTHWISE_LAYERS]
     return [*rows, case(144, 56, 3, 1, NCHW), case(240, 28, 5, 1, NCHW)]
+
+
+def _resnet50_norms(batch: int) -> list[Case]:
+    """A layer of each stage with its batch norm. The residual is the input where shapes agree."""
+    return [
+        _conv2d_batch_norm((batch, c, image, image), out, k, s, form, BF16, NHWC)
+        for form, c, image, out, k, s in (
+            ("_relu", 256, 56, 64, 1, 1),
+            ("_relu", 64, 56, 64, 3, 1),
+            ("_relu", 128, 28, 128, 3, 1),
+            ("_relu", 256, 14, 256, 3, 1),
+            ("", 64, 56, 256, 1, 1),
+            ("", 256, 56, 512, 1, 2),
+            ("_add_relu", 64, 56, 64, 3, 1),
+            ("_add_relu", 256, 14, 256, 3, 1),
+        )
+    ]
 
 
 # GPT-2, a language model of 1024 columns, Llama's, and one of the widest; heads of 128 last.
@@ -288,7 +306,7 @@ def _all_cases() -> list[Case]:
     return cases
 
 
-CASES = _all_cases()
+CASES = [*_all_cases(), *_resnet50_norms(256)]
 
 # Small enough for two CPU cores and for a look at a new machine.
 QUICK_CASES = [
@@ -322,6 +340,7 @@ QUICK_CASES = [
     _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NCHW),
     _conv2d((64, 32, 14, 14), 64, 3, 1, 1, FP32, NHWC),
     _conv2d((16, 32, 28, 28), 32, 3, 1, 1, FP32, NHWC, groups=32),
+    _conv2d_batch_norm((64, 32, 14, 14), 64, 3, 1, "_relu", FP32, NHWC),
     _attention(2, 4, 512, 64, False, FP32),
     _attention(2, 4, 512, 64, True, FP32),
 ]

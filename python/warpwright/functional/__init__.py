@@ -3,6 +3,7 @@
 from ._activation import geglu, relu, relu_, swiglu
 from ._attention import scaled_dot_product_attention
 from ._conv import conv2d
+from ._conv_norm import conv2d_batch_norm, conv2d_batch_norm_add_relu, conv2d_batch_norm_relu
 from ._kv_cache import attention_with_kv_cache
 from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
 from ._loss import cross_entropy, linear_cross_entropy
@@ -26,6 +27,9 @@ __all__ = [
     "batch_norm_relu",
     "batch_norm_relu_max_pool2d",
     "conv2d",
+    "conv2d_batch_norm",
+    "conv2d_batch_norm_add_relu",
+    "conv2d_batch_norm_relu",
     "cross_entropy",
     "cumsum",
     "geglu",

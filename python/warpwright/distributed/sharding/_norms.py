@@ -156,6 +156,21 @@ def batch_norm_relu_backward(
     return _channel_rows(x, "xccx", "xxcccc" + kind, not training, mask)
 
 
+def _convolved(update: bool) -> Callable[..., list[Row]]:
+    """Over output channels: the statistics of a channel need all of its pixels."""
+    results, operands = 5, 8 if update else 6
+
+    def rows(x: Any, w: Any, b: Any, residual: Any, *options: Any) -> list[Row]:
+        table: list[Row] = [([R] * results, [R] * operands)]
+        if options[-1] == 1:
+            bits = R if residual is None else S(0)
+            channels = [S(0)] * (operands - 4)
+            table.append(([S(1), S(1), S(0), S(0), bits], [R, S(0), S(0), S(1), *channels]))
+        return table
+
+    return rows
+
+
 def _pooled(update: bool) -> Callable[..., list[Row]]:
     def rows(
         x: Any, w: Any, b: Any, mean: Any, var: Any, training: Any, *options: Any
@@ -199,6 +214,13 @@ RULES = {
     "batch_norm_relu": _batch(batch_norm_relu),
     "batch_norm_relu_update": _batch(batch_norm_relu_update, update=True),
     "batch_norm_relu_backward": _batch(batch_norm_relu_backward),
+    "conv2d_batch_norm": Rule(_convolved(update=False), kept=("weight",), advice=BATCH_ADVICE),
+    "conv2d_batch_norm_update": Rule(
+        _convolved(update=True),
+        kept=("weight",),
+        written=("running_mean", "running_var"),
+        advice=BATCH_ADVICE,
+    ),
     "batch_norm_relu_max_pool2d": _batch(_pooled(update=False)),
     "batch_norm_relu_max_pool2d_update": _batch(_pooled(update=True), update=True),
     "batch_norm_relu_max_pool2d_backward": _batch(batch_norm_relu_max_pool2d_backward),

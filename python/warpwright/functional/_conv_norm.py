@@ -1,0 +1,177 @@
+"""A convolution and the batch norm after it. In training the convolution's kernel takes the statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _arguments
+from .._ops import ops
+from ._common import pair
+from ._conv import conv2d
+from ._norm import _norm_options, batch_norm, batch_norm_add_relu, batch_norm_relu
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+def takes_statistics(
+    input: Tensor,
+    weight: Tensor,
+    stride: int | Sequence[int],
+    padding: str | int | Sequence[int],
+    dilation: int | Sequence[int],
+    residual: Tensor | None = None,
+) -> bool:
+    """Whether a call in training should run as one operator: 16-bit images on a GPU, and several.
+
+    Everywhere else one operator after the other is as fast. So it runs if a residual broadcasts.
+    """
+    if not input.is_cuda or input.dim() != 4 or input.size(0) < 2 or weight.dim() != 4:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else input.dtype
+    if dtype not in _SHORT or isinstance(padding, str):
+        return False
+    if residual is None:
+        return True
+    windows = [(w, w) if isinstance(w, int) else tuple(w) for w in (stride, padding, dilation)]
+    if any(len(window) != 2 or min(window) < 0 for window in windows) or 0 in windows[0]:
+        return False  # conv2d raises
+    extents = (
+        (input.size(2 + i) + 2 * p - d * (weight.size(2 + i) - 1) - 1) // s + 1
+        for i, (s, p, d) in enumerate(zip(*windows, strict=True))
+    )
+    return residual.dtype == dtype and residual.shape == (input.size(0), weight.size(0), *extents)
+
+
+def conv2d_batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``batch_norm(conv2d(input, weight, ...), ...)``.
+
+    In training on 16-bit images, Hopper's convolution takes the batch's statistics while it stores
+    its output. Batch norm then reads that output once and not twice. The statistics are those of
+    the rounded output, as if the two ops ran one after the other.
+
+    Args:
+        input, weight, bias, stride, padding, dilation, groups: :func:`conv2d`'s.
+        running_mean, running_var, training, momentum, eps: :func:`batch_norm`'s.
+        norm_weight, norm_bias: its ``weight`` and ``bias``.
+
+    Shapes, dtypes and errors are those of the two functions.
+    """
+    return _run(
+        "conv2d_batch_norm",
+        (input, weight, bias, stride, padding, dilation, groups),
+        (running_mean, running_var, norm_weight, norm_bias, training, momentum, eps),
+    )
+
+
+def conv2d_batch_norm_relu(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``relu(batch_norm(conv2d(input, weight, ...), ...))``; see :func:`conv2d_batch_norm`."""
+    return _run(
+        "conv2d_batch_norm_relu",
+        (input, weight, bias, stride, padding, dilation, groups),
+        (running_mean, running_var, norm_weight, norm_bias, training, momentum, eps),
+    )
+
+
+def conv2d_batch_norm_add_relu(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``relu(batch_norm(conv2d(input, weight, ...), ...) + residual)``; see :func:`conv2d_batch_norm`.
+
+    Args:
+        residual: as for :func:`batch_norm_add_relu`.
+    """
+    return _run(
+        "conv2d_batch_norm_add_relu",
+        (input, weight, bias, stride, padding, dilation, groups),
+        (running_mean, running_var, norm_weight, norm_bias, training, momentum, eps),
+        residual,
+    )
+
+
+def _run(
+    name: str, conv: tuple[Any, ...], norm: tuple[Any, ...], residual: Tensor | None = None
+) -> Tensor:
+    input, weight, bias, stride, padding, dilation, groups = conv
+    running_mean, running_var, norm_weight, norm_bias, training, momentum, eps = norm
+    training, momentum, eps = _norm_options(name, training, momentum, eps)
+    if (
+        not training
+        or eps <= 0
+        or (running_mean is None) != (running_var is None)
+        or not takes_statistics(input, weight, stride, padding, dilation, residual)
+    ):
+        convolved = conv2d(*conv)
+        if residual is not None:
+            return batch_norm_add_relu(convolved, residual, *norm)
+        return (batch_norm_relu if name.endswith("_relu") else batch_norm)(convolved, *norm)
+    if groups.__class__ is not int:
+        groups = _arguments.integer(name, "groups", groups)
+    operands = (input, weight, bias, residual, norm_weight, norm_bias)
+    windows = (
+        pair(name, "stride", stride),
+        pair(name, "padding", padding),
+        pair(name, "dilation", dilation),
+    )
+    options = (eps, name.endswith("_relu"), *windows, groups)
+    try:
+        if running_mean is None:
+            return ops.conv2d_batch_norm(*operands, *options)[0]
+        return ops.conv2d_batch_norm_update(
+            *operands, running_mean, running_var, momentum, *options
+        )[0]
+    except RuntimeError as error:
+        optional = {"bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
+        optional |= {"running_mean": running_mean, "running_var": running_var}
+        tensors = {"input": input, "weight": weight}
+        raise _arguments.error(error, name, tensors, optional) from None
