@@ -356,7 +356,7 @@ def test_check(model, images):
     report = swap(model, fuse=True, check=images)
     rows = {row["module"]: row["type"] for row in report.check["modules"]}
     assert rows["4.bn2"] == "BatchNormAddReLU2d"
-    assert rows["5.downsample.1"] == "BatchNorm2d"
+    assert rows["5.downsample.1"] == "Conv2dBatchNorm2d"
     assert rows["4.relu"] == "ReLU"
     assert not report.check["unreached"]
     for name, value in model.state_dict().items():

@@ -20,6 +20,8 @@ from .. import functional as F
 from .blocks import Layer, Recipe, base_of, block_class, is_hooked, source_of, why_no_block
 from .forms import Form, forms, kind_of
 from .patterns import (
+    ALONE,
+    CONVOLUTIONS,
     FUNCTIONS,
     KEEPERS,
     KINDS,
@@ -163,6 +165,8 @@ def _may_have_chains(module: nn.Module) -> bool:
         return False
     called = {KINDS[type(m)].op for m in _called_by(module) if type(m) in KINDS}
     called |= {NAMES[name] for name in _names_in(kind) if name in NAMES} | {"add"}
+    if "batch_norm" in called and any(type(m) in CONVOLUTIONS for m in _called_by(module)):
+        return True
     return any(called.issuperset(pattern.ops) for pattern in PATTERNS)
 
 
@@ -212,6 +216,8 @@ class _Block:
             pattern, steps, reason = self._match(head)
             if pattern is not None:
                 reason = self._fuse_chain(pattern, steps)
+            elif isinstance(self.module, nn.Sequential) and self._convolution(ALONE, [head]):
+                self._fuse_chain(ALONE, [head])
             if reason or pattern is not None:
                 chain = " → ".join(_label(s.node) if s.layer else s.op for s in steps)
                 into = pattern.module if pattern is not None and not reason else ""
@@ -232,6 +238,22 @@ class _Block:
                 self.absorbed[step.layer] = pattern.module
         self._replace(pattern, steps, keeper)
         return ""
+
+    def _convolution(self, pattern: Pattern, steps: list[_Step]) -> fx.Node | None:
+        """The convolution whose output only this chain reads, if its kernel may take the statistics."""
+        node = steps[0].node.args[0]
+        if steps[0].op != "batch_norm" or "max_pool2d" in pattern.ops or steps[0].layer is None:
+            return None
+        if steps[0].why_not or (pattern, steps[0].kinds[0]) not in KEEPERS:
+            return None
+        if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.users) != 1:
+            return None
+        layer = self.module.get_submodule(str(node.target))
+        if type(layer) not in CONVOLUTIONS or is_hooked(layer) or self.why_not(layer) is not None:
+            return None
+        plain = "conv2d" in self.ops and len(node.args) == 1 and not node.kwargs
+        moves = not self._why_not_moved([_Step(node, "conv2d", {}, layer), *steps])
+        return node if plain and moves else None
 
     # ---- what a node is ----
 
@@ -377,7 +399,8 @@ class _Block:
 
     def _replace(self, pattern: Pattern, steps: list[_Step], keeper: _Step) -> None:
         last = steps[-1].node
-        inputs = [steps[0].node.args[0]]
+        convolution = self._convolution(pattern, steps)
+        inputs = [(steps[0].node if convolution is None else convolution).args[0]]
         options: dict[str, Any] = {}
         for step in steps:
             if step.residual is not None:
@@ -386,6 +409,8 @@ class _Block:
             if step is not keeper or step.layer is None:
                 options |= {name: step.options[name] for name in step.passed}
         with self.graph.inserting_before(last):
+            if convolution is not None:
+                options["conv"] = self.graph.get_attr(str(convolution.target))
             if keeper.layer is not None:
                 path = str(keeper.node.target)
                 fused = self.graph.call_module(path, tuple(inputs), {"fused": options})
@@ -396,6 +421,10 @@ class _Block:
         for step in reversed(steps):
             self.graph.erase_node(step.node)
         self.replaced.update(step.node for step in steps)
+        if convolution is not None:
+            self.graph.erase_node(convolution)
+            path = str(convolution.target)
+            self.layers[path] = Layer(tuple(path.split(".")), CONVOLUTIONS, ())
         for step in steps:
             if step.layer is not None:
                 path = str(step.node.target)

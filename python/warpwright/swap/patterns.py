@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from .. import nn as ours
 from .._catalog import OPS
+from .._running_statistics import normalize_convolved, runs_as_one
 
 native = nn.functional
 POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
@@ -41,6 +42,10 @@ PATTERNS = tuple(
 )
 
 
+# A batch norm that no longer chain begins with, after a convolution.
+ALONE = Pattern(("batch_norm",), "Conv2dBatchNorm2d", "batch_norm")
+
+
 class Kind(NamedTuple):
     """A layer that a chain may contain."""
 
@@ -51,6 +56,7 @@ class Kind(NamedTuple):
     constants: Mapping[str, Any] = {}  # options that the class implies
 
 
+CONVOLUTIONS = (nn.Conv2d, ours.Conv2d)
 LAYERS = (
     Kind(nn.BatchNorm2d, ours.BatchNorm2d, "batch_norm"),
     Kind(nn.Linear, ours.Linear, "linear"),
@@ -99,6 +105,12 @@ class _BatchNormKeeper(ours._BatchNorm):
     ) -> Tensor:
         if fused is None:
             return self._normalize(input, functional="batch_norm")
+        if "conv" in fused:
+            fused = dict(fused)
+            conv = fused.pop("conv")
+            if runs_as_one(self, conv, input, *residual):
+                return normalize_convolved(self, conv, self._functional, input, *residual)
+            input = conv(input)
         if residual:
             (other,), in_place = residual, fused["in_place"]
             if in_place and (other.dtype, other.shape) != (input.dtype, input.shape):
@@ -149,6 +161,10 @@ class _Chain:
     def forward(self, x: Tensor, *residual: Tensor, fused: dict[str, Any] | None = None) -> Tensor:
         if fused is None:
             return super().forward(x)  # type: ignore[misc, no-any-return]
+        if "conv" in fused:  # a layer of the caller: `check=` may ask in another dtype
+            conv = fused["conv"]
+            bias = None if conv.bias is None else conv.bias.to(x.dtype)
+            x = nn.Conv2d._conv_forward(conv, x, conv.weight.to(x.dtype), bias)
         for i, op in enumerate(self._pattern.ops):
             if i == self._pattern.keeper:
                 x = super().forward(x)  # type: ignore[misc]
@@ -178,3 +194,13 @@ for _pattern in PATTERNS:
     _keeper = type(_name, (_KEEPS[_op], getattr(ours, _name)), _body)
     add_keeper(_pattern, next(layer.theirs for layer in LAYERS if layer.op == _op), _keeper)
     globals()[_name] = _keeper  # pickles find it by its name
+
+
+class Conv2dBatchNorm2d(_BatchNormKeeper, ours.BatchNorm2d):
+    """A batch norm that is called with the convolution before it."""
+
+    __module__ = __name__
+    _functional = "batch_norm"
+
+
+add_keeper(ALONE, nn.BatchNorm2d, Conv2dBatchNorm2d)
