@@ -199,6 +199,10 @@ def record_raw(device):
     ops.cross_entropy_scale_(gradient, one)
     counter = [torch.zeros(1, dtype=torch.int32, device=device)] if device == "cuda" else []
     ops.grad_norm([t(3, 4), t(5)], counter, 1.0, None)
+    convolution, windows = (t(2, 3, 6, 5), t(3, 3, 3, 2), t(3)), ([1, 1], [1, 1], [1, 1], 1)
+    norm, stats = (t(3), t(3)), (t(3), t(3).abs(), 0.1)
+    ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, True, *windows)
+    ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, False, *windows)
 
 
 def composite_calls(device):

@@ -7,7 +7,7 @@
 //   template <int kRegs> auto load_bias(const Output&, int col) const;   // before the mainloop
 //   void store(float (&d)[kRegs], const Bias&, const Output&, int64_t split, int row, int col);
 //   void finish();                    // its stores have read shared memory; may take the Output
-//   using Grid = ...;                 // optional: the order of tiles, if it is not TileGrid's
+//   static void order(TileGrid&);     // optional, on the host: another order of tiles
 // store() gets 64 rows of D from `row` and kRegs * 2 columns from `col`, in wgmma's order
 // (accumulator_row(), accumulator_col()). A fused epilogue is a Store that changes the accumulators
 // before it stores them. For example D = min(A B^T, 6) + bias:
@@ -36,24 +36,11 @@
 
 namespace warpwright {
 
-// The grid of a Store: its own, or a TileGrid.
-template <class Store>
-struct GridOfStore {
-  using type = TileGrid;
-};
-template <class Store>
-  requires requires { typename Store::Grid; }
-struct GridOfStore<Store> {
-  using type = typename Store::Grid;
-};
-template <class Store>
-using GridOf = typename GridOfStore<Store>::type;
-
-template <class Loading, class Output = OutputSm90, class Grid = TileGrid>
+template <class Loading, class Output = OutputSm90>
 struct GemmSm90Params {
   Loading operands;
   Output output;
-  Grid grid;               // of clusters: its tiles are kBlkM by cluster * kBlkN
+  TileGrid grid;           // of clusters: its tiles are kBlkM by cluster * kBlkN
   unsigned num_blocks;     // of the grid
   int cluster;             // CTAs, if Tile::kClusters
   RowSumsOutput row_sums;  // if Tile::kRowSums
@@ -114,8 +101,8 @@ __device__ __forceinline__ void set_up(const Loop& loop, const Params& p, uint32
 // their tiles in tile_of_block's order. The first one or two warpgroups load; the last two multiply
 // and store.
 template <class Tile, class Loading, class Store = EpilogueOf<Tile>>
-__global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1) gemm_sm90_kernel(
-    const __grid_constant__ GemmSm90Params<Loading, typename Store::Output, GridOf<Store>> p) {
+__global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
+    gemm_sm90_kernel(const __grid_constant__ GemmSm90Params<Loading, typename Store::Output> p) {
   if constexpr (kHasSm90a) {
     extern __shared__ char smem[];
     using Loop = MainloopOf<Tile>;

@@ -73,12 +73,12 @@ void launch_sm90_product(const GemmParams& p, const GemmPlan& plan, const Loadin
   static_assert(kSmemBytes <= 227 * 1024, "a CTA's shared memory on sm_90");
   constexpr bool kSwaps = Tile::kMnMajorTf32;
   const bool split = plan.splits > 1;
-  GemmSm90Params<Loading, typename Store::Output, GridOf<Store>> params{};
+  GemmSm90Params<Loading, typename Store::Output> params{};
   params.operands = operands;
   params.cluster = Tile::kClusters ? plan.cluster : 1;
-  static_cast<TileGrid&>(params.grid) =
-      make_tile_grid(kSwaps ? p.n : p.m, kSwaps ? p.m : p.n, p.k, Tile::kBlkM,
-                     Tile::kBlkN * params.cluster, Tile::kBlkK, plan.splits);
+  params.grid = make_tile_grid(kSwaps ? p.n : p.m, kSwaps ? p.m : p.n, p.k, Tile::kBlkM,
+                               Tile::kBlkN * params.cluster, Tile::kBlkK, plan.splits);
+  if constexpr (requires { Store::order(params.grid); }) Store::order(params.grid);
   if (params.grid.num_blocks() > kMaxGridX) {
     throw std::runtime_error("warpwright: matrix product: more than 2^31 output tiles");
   }
@@ -93,7 +93,6 @@ void launch_sm90_product(const GemmParams& p, const GemmPlan& plan, const Loadin
 
   const int64_t clusters = std::min<int64_t>(
       params.grid.num_blocks(), clusters_at_once(params.cluster, current_device_info()));
-  if constexpr (!std::is_same_v<GridOf<Store>, TileGrid>) params.grid.walk(clusters);
   launch_overlapping(p.overlap.previous, gemm_sm90_kernel<Tile, Loading, Store>,
                      dim3(static_cast<unsigned>(clusters * params.cluster)),
                      dim3(gemm_sm90_threads<Tile, Loading>()), params.cluster, kSmemBytes, stream,

@@ -295,17 +295,18 @@ Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,
           {"grad_weight", line(ConvDirection::kWgrad)}};
 }
 
-// Who takes the statistics of a batch norm after the convolution, in training.
+// Who takes the statistics of a batch norm after the convolution, in training. `operands`: 1, or 2
+// with a residual.
 Lines explain_conv2d_moments(const std::string& dtype, const TensorLayout& input,
                              const TensorLayout& weight, const std::vector<int64_t>& output,
                              bool channels_last, const std::vector<int64_t>& window, int64_t groups,
-                             const DeviceInfo& device, bool sm90) {
+                             int operands, const DeviceInfo& device, bool sm90) {
   Conv2dParams p{};
   p.shape = conv2d_shape(dtype, input, weight, output, channels_last, window, groups);
   p.shape.sm90 = sm90 && device.sm_arch == 90;
   p.input = reinterpret_cast<const void*>(input.address);
   p.weight = reinterpret_cast<const void*>(weight.address);
-  return {{"statistics", describe(choose_conv2d_moments(p, device))}};
+  return {{"statistics", describe(choose_conv2d_moments(p, operands, device))}};
 }
 
 // ---- cross_entropy ----

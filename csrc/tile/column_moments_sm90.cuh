@@ -1,13 +1,13 @@
 // Stores of a 16-bit D that also take the mean and the sum of squared deviations of its columns.
 // They see the rounded values that they store.
 //
-// RunGrid gives each CTA a run of consecutive tiles, one column of tiles after the other. A CTA
-// therefore meets at most two columns of tiles, and its sums stay in registers for a whole column.
-// A consumer writes one record per column of tiles that it met, at most two: at most 4 records per
-// CTA for all of D. The records' order is fixed, and so are the bits of what is merged from them.
+// Blocks run along the tiles of a row of tiles first. A consumer then meets few columns of tiles in
+// turn: every kMomentsRuns-th of its tiles has the same column (meets_few_columns()). Its sums stay
+// in registers for the whole kernel, and at the end it writes one record per column of tiles. The
+// records' order is fixed, and so are the bits of what is merged from them.
 #pragma once
 
-#include <algorithm>
+#include <cstdint>
 #include <cstring>
 
 #include "device/math.cuh"
@@ -16,7 +16,7 @@
 
 namespace warpwright {
 
-constexpr int kMomentsRuns = 2;       // columns of tiles that a CTA meets
+constexpr int kMomentsRuns = 2;       // columns of tiles that a consumer meets, at most
 constexpr int kMomentsConsumers = 2;  // warpgroups
 constexpr int kMomentsRecords = kMomentsRuns * kMomentsConsumers;  // per CTA
 
@@ -34,37 +34,6 @@ struct MomentsOutput : OutputSm90 {
     const int consumer = static_cast<int>(threadIdx.x) / 128 - 1;
     return (int64_t{blockIdx.x} * kMomentsConsumers + consumer) * kMomentsRuns + run;
   }
-};
-
-// Tiles in runs: CTA c takes `per_cta` consecutive tiles, the first `longer` CTAs one more.
-struct RunGrid : TileGrid {
-  FastDivmod by_ctas;
-  int per_cta = 0, longer = 0;
-
-  // `by_rows`: the tiles of a row of tiles are consecutive, else those of a column.
-  void walk(int64_t ctas, bool by_rows) {
-    group_m = by_rows ? 1 : tiles_m;
-    by_group = FastDivmod(std::max<int64_t>(1, int64_t{group_m} * tiles_n));
-    by_group_rows = FastDivmod(group_m);
-    by_last_group_rows = FastDivmod(group_m);
-    by_ctas = FastDivmod(ctas);
-    per_cta = static_cast<int>(num_blocks() / ctas);
-    longer = static_cast<int>(num_blocks() % ctas);
-  }
-};
-
-__device__ __forceinline__ TileCoord tile_of_block(const RunGrid& grid, unsigned block) {
-  int step, cta;
-  grid.by_ctas.divmod(static_cast<int>(block), step, cta);
-  const int first = cta * grid.per_cta + min(cta, grid.longer);
-  return tile_of_block(static_cast<const TileGrid&>(grid), static_cast<unsigned>(first + step));
-}
-
-struct ColumnRunGrid : RunGrid {
-  void walk(int64_t ctas) { RunGrid::walk(ctas, /*by_rows=*/false); }
-};
-struct RowRunGrid : RunGrid {
-  void walk(int64_t ctas) { RunGrid::walk(ctas, /*by_rows=*/true); }
 };
 
 // Mean and squared deviations of `count` values.
@@ -101,26 +70,46 @@ struct ShiftedSums {
   }
 };
 
+// What a thread has summed of one column of tiles.
+template <int kColumns>
+struct ColumnSums {
+  ShiftedSums sums[kColumns] = {};
+  int first_column = -1;
+  int count = 0;
+};
+
+// The sums of a consumer's columns of tiles.
+template <int kColumns>
+struct RunSums {
+  ColumnSums<kColumns> now, other;
+
+  __device__ __forceinline__ void select(int first_column) {
+    if (now.first_column == first_column) return;
+    const ColumnSums<kColumns> last = now;
+    now = other;
+    other = last;
+    now.first_column = first_column;  // if this column is new, its count is 0
+  }
+};
+
 // D in rows, kColumns columns per tile. A warp reads its 16 rows of the store buffer again: lane l
 // sums the columns 2l and 2l + 1 of each 64.
 template <class T, int kColumns>
 struct MomentsEpilogue : EpilogueSm90<T> {
   using Base = EpilogueSm90<T>;
   using Output = MomentsOutput;
-  using Grid = ColumnRunGrid;
   static constexpr int kChunks = kColumns / 64;
   static_assert(kColumns <= 128, "a thread merges one column");
 
-  ShiftedSums sums[kChunks][2] = {};
-  int first_column = -1;
-  int run = 0;
-  int rows = 0;  // that this warp has summed
+  RunSums<kChunks * 2> runs;
+
+  static void order(TileGrid& grid) { grid.set_group_rows(1); }
 
   template <int kRegs, class Bias>
   __device__ __forceinline__ void store(float (&d)[kRegs], const Bias& bias,
                                         const MomentsOutput& output, int64_t, int first_row,
                                         int col) {
-    if (col != first_column) start_column(output, col);
+    runs.select(col);
     const int left = min(16, output.m - first_row - accumulator_warp_row());
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -130,42 +119,29 @@ struct MomentsEpilogue : EpilogueSm90<T> {
       this->acquire_buffers(output);
       Base::write_buffer(this->buffer(), Base::pack(values));
       this->send_buffers(output, first_row, col + chunk * 64);
-      add_rows(sums[chunk], this->buffer(), left);
+      add_rows(&runs.now.sums[chunk * 2], left);
       this->next_buffer();
     }
-    rows += max(left, 0);
+    runs.now.count += max(left, 0);
   }
 
   __device__ __forceinline__ void finish(const MomentsOutput& output) {
-    if (first_column >= 0) {
-      write_record(output);
-      ++run;
-    }
-    for (; run < kMomentsRuns; ++run) {
-      if (threadIdx.x % 128 == 0) output.records[output.record(run)] = {-1, 0};
-    }
+    write_record(output, 0, runs.now);
+    write_record(output, 1, runs.other);
     Base::finish();
   }
 
  private:
-  __device__ __forceinline__ void start_column(const MomentsOutput& output, int col) {
-    if (first_column >= 0) {
-      write_record(output);
-      ++run;
-    }
-    first_column = col;
-    rows = 0;
-  }
-
-  __device__ __forceinline__ void add_rows(ShiftedSums (&to)[2], uint32_t buffer, int left) const {
+  __device__ __forceinline__ void add_rows(ShiftedSums* to, int left) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
     auto pair_at = [&](int row) {
       const uint32_t at =
-          Base::buffer_address(buffer, accumulator_warp_row() + row, lane / 4) + lane % 4 * 4;
+          Base::buffer_address(this->buffer(), accumulator_warp_row() + row, lane / 4) +
+          lane % 4 * 4;
       return widen_pair(load_shared_u32(at), T{});
     };
     if (left <= 0) return;
-    if (rows == 0) {
+    if (runs.now.count == 0) {
       const float2 first = pair_at(0);
       to[0] = {first.x, 0, 0};
       to[1] = {first.y, 0, 0};
@@ -185,37 +161,38 @@ struct MomentsEpilogue : EpilogueSm90<T> {
   }
 
   // Merges the warps' sums through the store buffers.
-  __device__ __forceinline__ void write_record(const MomentsOutput& output) {
+  __device__ __forceinline__ void write_record(const MomentsOutput& output, int run,
+                                               const ColumnSums<kChunks * 2>& column) {
     const int thread = static_cast<int>(threadIdx.x % 128), lane = thread % 32;
+    const int64_t at = output.record(run);
+    if (column.first_column < 0) {
+      if (thread == 0) output.records[at] = {-1, 0};
+      return;
+    }
     if (thread == 0) tma_store_wait_read<0>();
     named_barrier_sync(this->barrier, 128);
-    auto slot = [&](int warp, int column) {
-      return this->buffers + (warp * kColumns + column) * static_cast<uint32_t>(16);
+    auto slot = [&](int warp, int column_of_tile) {
+      return this->buffers + static_cast<uint32_t>(warp * kColumns + column_of_tile) * 16;
     };
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const CountedMoments part = sums[chunk][i].finish(rows);
-        uint4 words;
-        memcpy(&words, &part, sizeof(words));
-        store_shared_u128(slot(thread / 32, chunk * 64 + lane * 2 + i), words);
-      }
+    for (int i = 0; i < kChunks * 2; ++i) {
+      const CountedMoments part = column.sums[i].finish(column.count);
+      uint4 words;
+      memcpy(&words, &part, sizeof(words));
+      store_shared_u128(slot(thread / 32, i / 2 * 64 + lane * 2 + i % 2), words);
     }
     named_barrier_sync(this->barrier, 128);
-    if (thread < kColumns) {
-      CountedMoments total{0, 0, 0};
+    if (thread >= kColumns) return;
+    CountedMoments total{0, 0, 0};
 #pragma unroll
-      for (int warp = 0; warp < 4; ++warp) {
-        const uint4 words = load_shared_u128(slot(warp, thread));
-        CountedMoments part;
-        memcpy(&part, &words, sizeof(words));
-        total.merge(part);
-      }
-      const int64_t at = output.record(run);
-      output.moments[at * kColumns + thread] = {static_cast<float>(total.mean), total.deviation};
-      if (thread == 0) output.records[at] = {first_column, static_cast<int>(total.count)};
+    for (int warp = 0; warp < 4; ++warp) {
+      const uint4 words = load_shared_u128(slot(warp, thread));
+      CountedMoments part;
+      memcpy(&part, &words, sizeof(words));
+      total.merge(part);
     }
+    output.moments[at * kColumns + thread] = {static_cast<float>(total.mean), total.deviation};
+    if (thread == 0) output.records[at] = {column.first_column, static_cast<int>(total.count)};
   }
 };
 

@@ -34,6 +34,14 @@ struct TileGrid {
     return split * split_k_tiles + min(split, longer_splits);
   }
 
+  void set_group_rows(int rows) {
+    group_m = rows;
+    const int last_rows = tiles_m % group_m;
+    by_group = FastDivmod(std::max<int64_t>(1, int64_t{group_m} * tiles_n));
+    by_group_rows = FastDivmod(group_m);
+    by_last_group_rows = FastDivmod(last_rows == 0 ? group_m : last_rows);
+  }
+
   int64_t num_blocks() const { return int64_t{tiles_m} * tiles_n * splits * batches; }
 };
 
@@ -45,15 +53,11 @@ inline TileGrid make_tile_grid(int64_t m, int64_t n, int64_t k, int blk_m, int b
   grid.k_tiles = static_cast<int>(ceil_div<int64_t>(k, blk_k));
   grid.splits = splits;
   grid.batches = batches;
-  grid.group_m = std::clamp(kRasterRows / blk_m, 1, std::max(1, grid.tiles_m));
-  const int last_group_rows = grid.tiles_m % grid.group_m;
   grid.split_k_tiles = grid.k_tiles / splits;
   grid.longer_splits = grid.k_tiles % splits;
   grid.by_splits = FastDivmod(splits);
   grid.by_tiles = FastDivmod(std::max<int64_t>(1, int64_t{grid.tiles_m} * grid.tiles_n));
-  grid.by_group = FastDivmod(std::max<int64_t>(1, int64_t{grid.group_m} * grid.tiles_n));
-  grid.by_group_rows = FastDivmod(grid.group_m);
-  grid.by_last_group_rows = FastDivmod(last_group_rows == 0 ? grid.group_m : last_group_rows);
+  grid.set_group_rows(std::clamp(kRasterRows / blk_m, 1, std::max(1, grid.tiles_m)));
   return grid;
 }
 

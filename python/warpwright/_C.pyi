@@ -61,6 +61,7 @@ def explain_conv2d_moments(
     channels_last: bool,
     window: Sequence[int],
     groups: int,
+    operands: int,
     device: DeviceInfo,
     sm90: bool,
 ) -> list[tuple[str, str]]: ...

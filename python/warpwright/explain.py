@@ -288,7 +288,7 @@ def _conv2d_batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     )
     return [
         ("convolution", forward[1]),
-        *_C.explain_conv2d_moments(dtype, *shape, gpu, sm90),
+        *_C.explain_conv2d_moments(dtype, *shape, 1 + ("residual" in a), gpu, sm90),
         *((f"norm, {role}", text) for role, text in _batch_norm({"input": convolved}, gpu)),
         *backward,
     ]

@@ -4,10 +4,12 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <variant>
 
+#include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/plan.h"
 
 namespace warpwright {
@@ -22,58 +24,78 @@ struct Conv2dMomentsPlan {
   int64_t workspace_bytes() const { return records() * (columns + 1) * 8; }
 };
 
-// The kernels' tiles that have a form with moments, as channels of a tile; 0: none.
-inline int64_t moments_columns(const TmaIm2colConfig& config) {
-  if (config.splits > 1 || config.stores_planes) return 0;
+// A tile of the kernels, if they have a form with moments.
+struct MomentsTile {
+  int64_t rows, columns;
+  bool ping_pong;
+};
+inline std::optional<MomentsTile> moments_tile(const TmaIm2colConfig& config) {
+  const Sm90TileShape shape = tma_im2col_tile(config.tile);
+  if (config.splits > 1 || config.stores_planes) return std::nullopt;
   switch (config.tile) {
     case TmaIm2colTile::k256x128:
     case TmaIm2colTile::k128x128:
-      return 128;
+      return MomentsTile{shape.blk_m, shape.blk_n, shape.ping_pong};
     case TmaIm2colTile::kTransposed:
-      return 64;
+      return MomentsTile{shape.blk_n, shape.blk_m, shape.ping_pong};
     default:
-      return 0;
+      return std::nullopt;
   }
 }
-inline int64_t moments_columns(const MatrixProductConfig& config) {
+inline std::optional<MomentsTile> moments_tile(const MatrixProductConfig& config) {
   const GemmPlan& plan = config.plan;
-  if (plan.kind != GemmKind::k16Bit || plan.loading != Sm90Loading::kTma || plan.splits > 1)
-    return 0;
-  if (plan.cluster > 1) return 0;
-  return plan.tile == GemmTile::k128x128 ? 128 : plan.tile == GemmTile::k64x64 ? 64 : 0;
+  if (plan.kind != GemmKind::k16Bit || plan.loading != Sm90Loading::kTma || plan.splits > 1 ||
+      plan.cluster > 1 || (plan.tile != GemmTile::k128x128 && plan.tile != GemmTile::k64x64)) {
+    return std::nullopt;
+  }
+  const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);
+  return MomentsTile{shape.blk_m, shape.blk_n, shape.ping_pong};
 }
 
-// None: another kernel computes the convolution, and batch norm its own statistics.
-inline std::optional<Conv2dMomentsPlan> choose_conv2d_moments(const Conv2dParams& p,
+// A consumer keeps the sums of two columns of tiles. CTA c takes the tiles c, c + ctas, ...; with
+// ping-pong a consumer takes every second of them.
+inline bool meets_few_columns(const MomentsTile& tile, int64_t tiles, int64_t across,
+                              int64_t ctas) {
+  const int64_t step = ctas * (tile.ping_pong ? 2 : 1);
+  return tiles <= ctas || across / std::gcd(across, step) <= 2;
+}
+
+// Whether batch norm's single launch keeps all rows on chip. It then reads the convolution's output
+// once, and moments would save nothing. `operands`: 1, or 2 with a residual.
+inline bool batch_norm_keeps_all(const BatchNormExtents& e, DType dtype, int operands,
+                                 const DeviceInfo& device) {
+  const BatchNormConfig config = choose_config(e, dtype, 0, device, operands);
+  const int64_t steps = ceil_div(ceil_div(e.count(), config.splits), kRowsThreads / config.lanes);
+  return config.held >= steps;
+}
+
+// None: another kernel computes the convolution, or batch norm takes its own statistics.
+inline std::optional<Conv2dMomentsPlan> choose_conv2d_moments(const Conv2dParams& p, int operands,
                                                               const DeviceInfo& device) {
   const Conv2dShape& s = p.shape;
   if (!s.sm90 || !s.channels_last || dtype_size(s.dtype) != 2 || s.groups > 1) return std::nullopt;
   // TMA stores D.
   if (s.k % 8 != 0 || address_of(p.output) % 16 != 0) return std::nullopt;
+  if (batch_norm_keeps_all({s.n, s.k, s.p * s.q, true}, s.dtype, operands, device)) {
+    return std::nullopt;
+  }
   const Conv2dFpropPlan plan = choose_conv2d(p, device);
-  const int64_t pixels = s.n * s.p * s.q;
-  auto with = [&](const auto& config, int64_t rows) -> std::optional<Conv2dMomentsPlan> {
-    const int64_t columns = moments_columns(config);
-    if (columns == 0) return std::nullopt;
-    const int64_t down = ceil_div(pixels, rows), tiles = down * ceil_div(s.k, columns);
+  auto with = [&](const auto& config) -> std::optional<Conv2dMomentsPlan> {
+    const auto tile = moments_tile(config);
+    if (!tile) return std::nullopt;
+    const int64_t across = ceil_div(s.k, tile->columns);
+    const int64_t tiles = ceil_div(s.n * s.p * s.q, tile->rows) * across;
     const int64_t ctas = std::min<int64_t>(tiles, device.num_sms);
-    // A run of tiles meets two columns of tiles at most.
-    if (ctas == 0 || ceil_div(tiles, ctas) > down) return std::nullopt;
-    return Conv2dMomentsPlan{config, ctas, columns};
+    if (!meets_few_columns(*tile, tiles, across, ctas)) return std::nullopt;
+    return Conv2dMomentsPlan{config, ctas, tile->columns};
   };
-  if (const auto* windows = std::get_if<TmaIm2colConfig>(&plan.kernel)) {
-    const Sm90TileShape shape = tma_im2col_tile(windows->tile);
-    const bool transposed = windows->tile == TmaIm2colTile::kTransposed;
-    return with(*windows, transposed ? shape.blk_n : shape.blk_m);
-  }
-  if (const auto* product = std::get_if<MatrixProductConfig>(&plan.kernel)) {
-    return with(*product, sm90_tile(Sm90Loading::kTma, product->plan.tile).blk_m);
-  }
+  if (const auto* windows = std::get_if<TmaIm2colConfig>(&plan.kernel)) return with(*windows);
+  if (const auto* product = std::get_if<MatrixProductConfig>(&plan.kernel)) return with(*product);
   return std::nullopt;
 }
 
 inline std::string describe(const std::optional<Conv2dMomentsPlan>& plan) {
-  if (!plan) return "batch norm reads the convolution's output once more";
+  if (!plan) return "batch norm takes them from the convolution's output";
   return "taken by the convolution as it stores tiles of " + std::to_string(plan->columns) +
          " channels, " + std::to_string(plan->records()) + " records merged";
 }

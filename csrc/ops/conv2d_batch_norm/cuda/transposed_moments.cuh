@@ -12,30 +12,21 @@ template <class T>
 struct TransposedMomentsEpilogue : TransposedEpilogue16Bit<T> {
   using Base = EpilogueSm90<T>;
   using Output = MomentsOutput;
-  using Grid = RowRunGrid;
 
-  ShiftedSums sums[2] = {};  // of the thread's two rows, 8 apart
-  int first_column = -1;
-  int run = 0;
-  int count = 0;  // pixels that this thread has summed
+  RunSums<2> runs;  // of the thread's two rows, 8 apart; counts are pixels that it has summed
+
+  static void order(TileGrid& grid) { grid.set_group_rows(grid.tiles_m); }
 
   template <int kRegs, class NoBias>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const MomentsOutput& output,
                                         int64_t, int first_channel, int first_pixel) {
-    if (first_channel != first_column) {
-      if (first_column >= 0) {
-        write_record(output);
-        ++run;
-      }
-      first_column = first_channel;
-      count = 0;
-    }
+    runs.select(first_channel);
     add_row_bias(d, static_cast<const T*>(output.bias), output.n, first_channel);
     this->store_chunks(d, output, first_channel, first_pixel);
     const int left = output.m - first_pixel - accumulator_col();
-    if (count == 0) {
-      sums[0] = {rounded(d[0], d[1]).x, 0, 0};
-      sums[1] = {rounded(d[2], d[3]).x, 0, 0};
+    if (runs.now.count == 0) {
+      runs.now.sums[0] = {rounded(d[0], d[1]).x, 0, 0};
+      runs.now.sums[1] = {rounded(d[2], d[3]).x, 0, 0};
     }
     if (first_pixel + kRegs * 2 <= output.m) {
       add_pixels<true>(d, left);
@@ -44,14 +35,9 @@ struct TransposedMomentsEpilogue : TransposedEpilogue16Bit<T> {
     }
   }
 
-  __device__ __forceinline__ void finish(const MomentsOutput& output) {
-    if (first_column >= 0) {
-      write_record(output);
-      ++run;
-    }
-    for (; run < kMomentsRuns; ++run) {
-      if (threadIdx.x % 128 == 0) output.records[output.record(run)] = {-1, 0};
-    }
+  __device__ __forceinline__ void finish(const MomentsOutput& output) const {
+    write_record(output, 0, runs.now);
+    write_record(output, 1, runs.other);
     Base::finish();
   }
 
@@ -69,20 +55,21 @@ struct TransposedMomentsEpilogue : TransposedEpilogue16Bit<T> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 pair = rounded(d[i + h * 2], d[i + h * 2 + 1]);
-        if (kWhole || pixel < left) sums[h].add(pair.x);
-        if (kWhole || pixel + 1 < left) sums[h].add(pair.y);
+        if (kWhole || pixel < left) runs.now.sums[h].add(pair.x);
+        if (kWhole || pixel + 1 < left) runs.now.sums[h].add(pair.y);
       }
-      if (!kWhole) count += max(0, min(2, left - pixel));
+      if (!kWhole) runs.now.count += max(0, min(2, left - pixel));
     }
-    if (kWhole) count += kRegs / 2;
+    if (kWhole) runs.now.count += kRegs / 2;
   }
 
   // Merges the four threads of a row.
-  __device__ __forceinline__ void write_record(const MomentsOutput& output) const {
+  __device__ __forceinline__ static void write_record(const MomentsOutput& output, int run,
+                                                      const ColumnSums<2>& column) {
     const int64_t at = output.record(run);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      CountedMoments total = sums[h].finish(count);
+      CountedMoments total = column.sums[h].finish(column.count);
 #pragma unroll
       for (int offset = 1; offset < 4; offset *= 2) {
         CountedMoments other;
@@ -95,8 +82,9 @@ struct TransposedMomentsEpilogue : TransposedEpilogue16Bit<T> {
         output.moments[at * 64 + accumulator_row() + h * 8] = {static_cast<float>(total.mean),
                                                                total.deviation};
       }
-      if (threadIdx.x % 128 == 0)
-        output.records[at] = {first_column, static_cast<int>(total.count)};
+      if (threadIdx.x % 128 == 0) {
+        output.records[at] = {column.first_column, static_cast<int>(total.count)};
+      }
     }
   }
 };

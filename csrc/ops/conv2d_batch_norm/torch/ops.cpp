@@ -105,9 +105,17 @@ Tensors5 normalized(const Call& c, const Tensor& convolved, const Tensor& moment
 
 Tensors5 fused(const Call& c) {
   check_call(c);
+  for (const auto& [tensor, name] : {std::pair(&c.residual, "conv2d_batch_norm: residual"),
+                                     {&c.norm_weight, "conv2d_batch_norm: norm_weight"},
+                                     {&c.norm_bias, "conv2d_batch_norm: norm_bias"},
+                                     {&c.running_mean, "conv2d_batch_norm: running_mean"},
+                                     {&c.running_var, "conv2d_batch_norm: running_var"}}) {
+    check_has_storage(*tensor, name);
+  }
   const CudaCall cuda(c.input);
   auto ints = [](const std::vector<SymInt>& values) { return C10_AS_INTARRAYREF_SLOW(values); };
   const Conv2dGeometry& g = c.geometry;
+  const int operands = c.residual.defined() ? 2 : 1;
   Tensor moments;
   const Tensor convolved =
       conv2d_with(c.input, c.weight, optional_if_defined(c.bias), ints(g.stride), ints(g.padding),
@@ -116,7 +124,7 @@ Tensors5 fused(const Call& c) {
                     p.shape.allow_tf32 = allow_tf32();
                     p.shape.sm90 = sm90_path_available();
                     const DeviceInfo& device = current_device_info();
-                    if (const auto plan = choose_conv2d_moments(p, device)) {
+                    if (const auto plan = choose_conv2d_moments(p, operands, device)) {
                       const Workspace workspace(plan->workspace_bytes(), c.input);
                       moments = at::empty({p.shape.k, 2}, c.input.options().dtype(at::kFloat));
                       return launch_conv2d_moments(p, *plan, workspace.data(),
