@@ -331,7 +331,7 @@ def conv_norm(function):
 
 
 def conv2d_batch_norm_cases():
-    """Tiles of each kernel that takes moments; tails in pixels and channels."""
+    """Each form, with tails in pixels and channels. The outputs are small: batch norm keeps them."""
     layout = torch.channels_last
     for c, k, kernel in ((64, 64, 1), (64, 200, 1), (64, 64, 3), (128, 136, 3), (8, 5, 3)):
         x, w, residual = (
