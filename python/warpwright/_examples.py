@@ -1,4 +1,4 @@
-"""A call of each op that native has, on tensors of a few elements."""
+"""A small call per function, whose overhead is measured: its label, arguments and keywords."""
 
 from __future__ import annotations
 

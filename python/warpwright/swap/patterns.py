@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from .. import nn as ours
 from .._catalog import OPS
+from .._conv_norm_layers import _BatchNorm
 from .._running_statistics import normalize_convolved, runs_as_one
 
 native = nn.functional
@@ -97,7 +98,7 @@ NAMES = {getattr(f, "__name__", f): op for f, (op, _) in (*FUNCTIONS.items(), *M
 # ---- the keepers ----
 
 
-class _BatchNormKeeper(ours._BatchNorm):
+class _BatchNormKeeper(_BatchNorm):
     extra_repr = nn.BatchNorm2d.extra_repr
 
     def forward(  # type: ignore[override]
