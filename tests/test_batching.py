@@ -196,6 +196,33 @@ def test_batch_norm_relu(device):
     check(function, (0, None, None), *operands(device, (0, None, None), (3, 4, 5, 2), (4,), (4,)))
 
 
+@pytest.mark.parametrize("dims", [(0, None, None, None), (None, 0, None, 0)])
+def test_conv2d_batch_norm(device, dims):
+    windows = ([2, 1], [1, 0], [1, 1], 1)
+
+    def function(x, w, a, b):
+        op = torch.ops.warpwright.conv2d_batch_norm
+        return op(x, w, None, None, a, b, 1e-5, True, *windows)[0]
+
+    check(function, dims, *operands(device, dims, (2, 2, 5, 4), (3, 2, 3, 3), (3,), (3,)))
+
+
+def test_conv2d_batch_norm_moves_the_statistics_of_each_sample(device):
+    x, w = randn(device, 3, 2, 2, 4, 4), randn(device, 3, 2, 1, 1)
+
+    def function(x, mean, var):
+        op = torch.ops.warpwright.conv2d_batch_norm_update
+        windows = ([1, 1], [0, 0], [1, 1], 1)
+        return op(x, w, None, None, None, None, mean, var, 0.1, 1e-5, False, *windows)[0]
+
+    mine, theirs = ((randn(device, 3, 3), randn(device, 3, 3).abs()) for _ in range(2))
+    for a, b in zip(mine, theirs, strict=True):
+        b.copy_(a)
+    torch.testing.assert_close(vmap(function)(x, *mine), loop(function, (0, 0, 0), x, *theirs))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("images", [(), (2,)])
 @pytest.mark.parametrize("pool", [F.max_pool2d, F.relu_max_pool2d])
 def test_pooling(device, images, pool):

@@ -27,6 +27,16 @@ def batch_norm(x):
     return (x, weight, bias), lambda: F.batch_norm(x, mean, var, weight, bias, training=True)
 
 
+def conv2d_batch_norm(x, weight):
+    vectors = [torch.ones(weight.shape[0], device="cuda").requires_grad_() for _ in range(2)]
+    statistics = [torch.ones(weight.shape[0], device="cuda") for _ in range(2)]
+    names = ("norm_weight", "norm_bias", "running_mean", "running_var")
+    norm = dict(zip(names, (*vectors, *statistics), strict=True))
+    return (x, weight, *vectors), lambda: F.conv2d_batch_norm_relu(
+        x, weight, padding=1, **norm, training=True
+    )
+
+
 def max_pool2d(x):
     return (x,), lambda: F.max_pool2d(x, 3, 2, 1)
 
@@ -88,6 +98,11 @@ CASES = {
         lambda: batch_norm(channels_last(256, 64, 112, 112)),
         2,
         2,
+    ),
+    "conv2d_batch_norm, statistics taken by the convolution": (
+        lambda: conv2d_batch_norm(channels_last(73, 64, 57, 57), channels_last(64, 64, 3, 3)),
+        3,  # the convolution, the merge of its records, batch norm's second pass
+        5,  # batch norm in two passes, the input's gradient, the weight's and the sum of its parts
     ),
     "max_pool2d": (lambda: max_pool2d(random(8, 16, 28, 28)), 1, 1),
     "cross_entropy, few rows": (lambda: cross_entropy(random(1024, 10)), 1, 1),
