@@ -69,35 +69,49 @@ inline bool batch_norm_keeps_all(const BatchNormExtents& e, DType dtype, int ope
   return config.held >= steps;
 }
 
-// None: another kernel computes the convolution, or batch norm takes its own statistics.
-inline std::optional<Conv2dMomentsPlan> choose_conv2d_moments(const Conv2dParams& p, int operands,
-                                                              const DeviceInfo& device) {
+// No plan: another kernel computes the convolution, or batch norm takes its own statistics.
+struct Conv2dMomentsChoice {
+  std::optional<Conv2dMomentsPlan> plan;
+  const char* why_not;
+};
+
+// `operands`: those of batch norm, 1, or 2 with a residual.
+inline Conv2dMomentsChoice choose_conv2d_moments(const Conv2dParams& p, int operands,
+                                                 const DeviceInfo& device) {
+  auto none = [](const char* why_not) { return Conv2dMomentsChoice{std::nullopt, why_not}; };
   const Conv2dShape& s = p.shape;
-  if (!s.sm90 || !s.channels_last || dtype_size(s.dtype) != 2 || s.groups > 1) return std::nullopt;
-  // TMA stores D.
-  if (s.k % 8 != 0 || address_of(p.output) % 16 != 0) return std::nullopt;
+  if (!s.sm90 || !s.channels_last || dtype_size(s.dtype) != 2) {
+    return none("only 16-bit channels-last images on Hopper");
+  }
+  if (s.groups > 1) return none("groups");
+  if (s.k % 8 != 0 || address_of(p.output) % 16 != 0) return none("TMA cannot store the output");
   if (batch_norm_keeps_all({s.n, s.k, s.p * s.q, true}, s.dtype, operands, device)) {
-    return std::nullopt;
+    return none("it keeps the output on chip and reads it once");
   }
   const Conv2dFpropPlan plan = choose_conv2d(p, device);
-  auto with = [&](const auto& config) -> std::optional<Conv2dMomentsPlan> {
+  auto with = [&](const auto& config) {
     const auto tile = moments_tile(config);
-    if (!tile) return std::nullopt;
+    if (!tile) return none("the convolution's tile has no form with statistics");
     const int64_t across = ceil_div(s.k, tile->columns);
     const int64_t tiles = ceil_div(s.n * s.p * s.q, tile->rows) * across;
     const int64_t ctas = std::min<int64_t>(tiles, device.num_sms);
-    if (!meets_few_columns(*tile, tiles, across, ctas)) return std::nullopt;
-    return Conv2dMomentsPlan{config, ctas, tile->columns};
+    if (!meets_few_columns(*tile, tiles, across, ctas)) {
+      return none("a CTA would meet more than two columns of tiles");
+    }
+    return Conv2dMomentsChoice{Conv2dMomentsPlan{config, ctas, tile->columns}, nullptr};
   };
   if (const auto* windows = std::get_if<TmaIm2colConfig>(&plan.kernel)) return with(*windows);
   if (const auto* product = std::get_if<MatrixProductConfig>(&plan.kernel)) return with(*product);
-  return std::nullopt;
+  return none("the convolution's kernel has no form with statistics");
 }
 
-inline std::string describe(const std::optional<Conv2dMomentsPlan>& plan) {
-  if (!plan) return "batch norm takes them from the convolution's output";
-  return "taken by the convolution as it stores tiles of " + std::to_string(plan->columns) +
-         " channels, " + std::to_string(plan->records()) + " records merged";
+inline std::string describe(const Conv2dMomentsChoice& choice) {
+  if (!choice.plan) {
+    return std::string("batch norm takes them from the convolution's output (") + choice.why_not +
+           ")";
+  }
+  return "taken by the convolution as it stores tiles of " + std::to_string(choice.plan->columns) +
+         " channels, " + std::to_string(choice.plan->records()) + " records merged";
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

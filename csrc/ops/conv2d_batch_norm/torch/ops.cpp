@@ -124,7 +124,7 @@ Tensors5 fused(const Call& c) {
                     p.shape.allow_tf32 = allow_tf32();
                     p.shape.sm90 = sm90_path_available();
                     const DeviceInfo& device = current_device_info();
-                    if (const auto plan = choose_conv2d_moments(p, operands, device)) {
+                    if (const auto plan = choose_conv2d_moments(p, operands, device).plan) {
                       const Workspace workspace(plan->workspace_bytes(), c.input);
                       moments = at::empty({p.shape.k, 2}, c.input.options().dtype(at::kFloat));
                       return launch_conv2d_moments(p, *plan, workspace.data(),
