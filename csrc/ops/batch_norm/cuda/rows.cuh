@@ -13,6 +13,7 @@ struct RowsShape {
   int lanes;              // power of two
   int64_t tiles, splits;  // grid: block = split * tiles + tile
   int64_t rows_per_split;
+  bool in_turns;  // of the second pass
 
   RowsShape(const BatchNormExtents& e, const BatchNormConfig& config)
       : rows(e.count()),
@@ -20,7 +21,8 @@ struct RowsShape {
         lanes(config.lanes),
         tiles(config.tiles),
         splits(config.splits),
-        rows_per_split(ceil_div(rows, config.splits)) {}
+        rows_per_split(ceil_div(rows, config.splits)),
+        in_turns(config.in_turns) {}
 
   __device__ __forceinline__ int64_t begin(int64_t split) const {
     return min(split * rows_per_split, rows);
@@ -221,9 +223,11 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const int groups = kRowsThreads / shape.lanes, step = groups * kUnroll;
   const int64_t channel = (tile * shape.lanes + lane) * V;
   const bool active = !out.none() && channel < shape.channels;
-  const int64_t begin = shape.begin(split), end = shape.end(split);
+  const int64_t begin = shape.in_turns ? split * step : shape.begin(split);
+  const int64_t end = shape.in_turns ? shape.rows : shape.end(split);
+  const int64_t stride = shape.in_turns ? shape.splits * step : step;
   const int64_t pitch = groups * shape.channels;
-  // This thread's next rows (every groups-th) in the split; at most one step.
+  // This thread's next rows (every groups-th) before `end`; at most one step.
   auto rows_left = [&](int64_t base) {
     return static_cast<int>(min(end - base - group, int64_t{step}));
   };
@@ -238,7 +242,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       offset += pitch;
     }
   };
-  int64_t base = begin + (ceil_div<int64_t>(end - begin, step) - 1) * step;
+  int64_t base = begin + (ceil_div<int64_t>(end - begin, stride) - 1) * stride;
   load(base);
 
   const int tile_channels = shape.lanes * V;
@@ -264,7 +268,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       if (u * groups < left) apply_row<Apply>(out, values[u], c, offset);
       offset += pitch;
     }
-    base -= step;
+    base -= stride;
     load(base);
   }
 }

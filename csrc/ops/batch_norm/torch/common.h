@@ -361,9 +361,10 @@ inline Tensor workspace_for(const BatchNormConfig& config, int64_t channels, con
 // Runs the kernels of a call on the device of `like`.
 inline void run_forward_cuda(BatchNormParams& p, const Tensor& like, cudaStream_t stream) {
   const int operands = p.residual != nullptr ? 2 : 1;
-  const BatchNormConfig config = choose_config(
+  BatchNormConfig config = choose_config(
       p.extents, p.dtype, addresses_of(p.input, p.output, p.residual), current_device_info(),
       p.training && p.output != nullptr && p.moments == nullptr ? operands : 0);
+  config.in_turns = p.moments != nullptr;
   Tensor workspace;
   if (p.training && p.moments == nullptr) {
     workspace = workspace_for(config, p.extents.channels, like);
