@@ -268,6 +268,40 @@ def test_repeats_have_the_same_bits(name):
 
 @pytest.mark.gpu
 @every_form
+@pytest.mark.parametrize("name", ["1x1_tail", "1x1_8_columns", "3x3_transposed", "3x3_stride"])
+def test_like_one_after_the_other(name, form):
+    """Outputs, running statistics and gradients of calls whose convolution takes the statistics.
+
+    Batch norm takes a bias away again, so its gradient is rounding errors alone.
+    """
+    x, w, bias, (stride, padding, *_) = case_of(name, torch.bfloat16, 1.0)
+    k = w.shape[0]
+    y = F.conv2d(x, w, bias, stride, padding)
+    residual = [torch.randn_like(y).requires_grad_()] if "add" in form else []
+    vectors = [torch.rand(k, device="cuda").add(0.5).requires_grad_() for _ in range(2)]
+    inputs = [t.requires_grad_() for t in (x, w)] + residual + vectors
+    dy = torch.randn_like(y)
+    results = []
+    for fused in (True, False):
+        stats = statistics(k, "cuda")
+        if fused:
+            norm = dict(zip(("norm_weight", "norm_bias"), vectors, strict=True))
+            arguments = (x, *residual, w, bias, stride, padding)
+            z = getattr(F, form)(*arguments, **stats, **norm, training=True)
+        else:
+            rest = (*residual, *stats.values(), *vectors, True)
+            z = getattr(F, form.removeprefix("conv2d_"))(
+                F.conv2d(x, w, bias, stride, padding), *rest
+            )
+        results.append((z.detach(), *stats.values(), *torch.autograd.grad(z, inputs, dy)))
+    for got, want in zip(*results, strict=True):
+        # A norm: a value next to zero may pass the ReLU on one side only.
+        difference = torch.linalg.vector_norm(got.float() - want.float())
+        assert difference <= 2.0**-8 * torch.linalg.vector_norm(want.float())
+
+
+@pytest.mark.gpu
+@every_form
 def test_autocast_step(form):
     """float32 layers under autocast: the fused call, and one layer after the other."""
     x, residual, weight, bias, norm = operands(
