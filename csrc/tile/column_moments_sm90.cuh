@@ -62,6 +62,12 @@ struct ShiftedSums {
     sum += distance;
     square = fmaf(distance, distance, square);
   }
+  // Sums of at most 16 values about the same shift. Added one by one to a long sum, small squares
+  // would round away, always downwards.
+  __device__ __forceinline__ void add(const ShiftedSums& few) {
+    sum += few.sum;
+    square += few.square;
+  }
   __device__ __forceinline__ CountedMoments finish(int count) const {
     if (count == 0) return {0, 0, 0};
     const float mean = sum / static_cast<float>(count);
@@ -146,10 +152,11 @@ struct MomentsEpilogue : EpilogueSm90<T> {
       to[0] = {first.x, 0, 0};
       to[1] = {first.y, 0, 0};
     }
+    ShiftedSums few[2] = {{to[0].shift}, {to[1].shift}};
     auto add = [&](int row) {
       const float2 pair = pair_at(row);
-      to[0].add(pair.x);
-      to[1].add(pair.y);
+      few[0].add(pair.x);
+      few[1].add(pair.y);
     };
     if (left == 16) {
 #pragma unroll
@@ -158,6 +165,8 @@ struct MomentsEpilogue : EpilogueSm90<T> {
 #pragma unroll 1
       for (int row = 0; row < left; ++row) add(row);
     }
+    to[0].add(few[0]);
+    to[1].add(few[1]);
   }
 
   // Merges the warps' sums through the store buffers.

@@ -50,15 +50,21 @@ struct TransposedMomentsEpilogue : TransposedEpilogue16Bit<T> {
   template <bool kWhole, int kRegs>
   __device__ __forceinline__ void add_pixels(const float (&d)[kRegs], int left) {
 #pragma unroll
-    for (int i = 0; i < kRegs; i += 4) {
-      const int pixel = i * 2;
+    for (int first = 0; first < kRegs; first += 32) {
+      ShiftedSums few[2] = {{runs.now.sums[0].shift}, {runs.now.sums[1].shift}};
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float2 pair = rounded(d[i + h * 2], d[i + h * 2 + 1]);
-        if (kWhole || pixel < left) runs.now.sums[h].add(pair.x);
-        if (kWhole || pixel + 1 < left) runs.now.sums[h].add(pair.y);
+      for (int i = first; i < first + 32; i += 4) {
+        const int pixel = i * 2;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 pair = rounded(d[i + h * 2], d[i + h * 2 + 1]);
+          if (kWhole || pixel < left) few[h].add(pair.x);
+          if (kWhole || pixel + 1 < left) few[h].add(pair.y);
+        }
+        if (!kWhole) runs.now.count += max(0, min(2, left - pixel));
       }
-      if (!kWhole) runs.now.count += max(0, min(2, left - pixel));
+      runs.now.sums[0].add(few[0]);
+      runs.now.sums[1].add(few[1]);
     }
     if (kWhole) runs.now.count += kRegs / 2;
   }
