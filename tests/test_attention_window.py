@@ -74,6 +74,12 @@ def test_windows(device, dtype, S_q, S_k, window):
     compare((q, k, v), with_dense_mask, window_size=window)
 
 
+@pytest.mark.parametrize("extras", [{"window_size": (600, 0)}, {"window_size": (900, 30)}], ids=str)
+def test_long_windows(device, extras):
+    """Long enough for the forward's larger tiles on Hopper."""
+    compare(qkv(device, torch.bfloat16, 1, 1, 2100, 2100, 64), with_dense_mask, **extras)
+
+
 @pytest.mark.parametrize(("D", "D_v"), [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)])
 @pytest.mark.parametrize("window", [(40, 0), (20, 30)])
 def test_head_dims(device, dtype, D, D_v, window):

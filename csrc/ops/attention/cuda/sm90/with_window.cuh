@@ -1,5 +1,4 @@
-// The launchers with a window of keys, a softcap or both on sm_90a. A tile of 128 queries walks
-// fewer hidden keys at the window's edges than one of 192.
+// The launchers with a window of keys, a softcap or both on sm_90a.
 #pragma once
 
 #include "ops/attention/cuda/sm90/backward.cuh"
@@ -10,6 +9,12 @@ namespace warpwright {
 template <class T, int kHead>
 void launch_attention_fwd_window_sm90(const AttentionParams& p, const AttentionWorkspace& workspace,
                                       cudaStream_t stream) {
+  if constexpr (kHead == 64) {
+    // Tiles of 192 queries read K and V less often, but walk more hidden keys at the limits.
+    if (p.S_q >= 2048 && p.window_left + last_seen(p) >= 512)
+      return launch_forward<T, ForwardTileSm90<64, 128, 3, true, MaskUse::kWindow>>(p, workspace,
+                                                                                    stream);
+  }
   constexpr bool kWide = kHead > 128;
   using Tile = ForwardTileSm90<kHead, kWide ? 64 : 128, 2, !kWide, MaskUse::kWindow>;
   launch_forward<T, Tile>(p, workspace, stream);
