@@ -47,20 +47,29 @@ __global__ void __launch_bounds__(kKvThreads)
   A out[kRows][kPer] = {}, base[kRows], sum[kRows] = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) base[r] = -A(INFINITY);
-  for (int64_t key = work.begin + warp; key < work.end; key += kKvWarps) {
+  // The next key is loaded while this one is used.
+  A next_key[kPer], next_value[kPer];
+  auto load = [&](int64_t key) {
+    if (key >= work.end) return;
     const KvPlace place = place_of(p.layout, args, work.b, static_cast<int>(key));
     bad |= place.page < 0;
     const int64_t page = max(place.page, 0);
     const T* k_row = k + page * p.k_cache.stride_page + place.token * p.k_cache.stride_token;
     const T* v_row = v + page * p.v_cache.stride_page + place.token * p.v_cache.stride_token;
-    A keys[kPer], values[kPer];
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
       const int column = lane + j * kWarpSize;
       const bool inside = place.page >= 0 && column < p.D;
-      keys[j] = inside ? convert<A>(k_row[column]) : A(0);
-      values[j] = inside ? convert<A>(v_row[column]) : A(0);
+      next_key[j] = inside ? convert<A>(k_row[column]) : A(0);
+      next_value[j] = inside ? convert<A>(v_row[column]) : A(0);
     }
+  };
+  load(work.begin + warp);
+  for (int64_t key = work.begin + warp; key < work.end; key += kKvWarps) {
+    A keys[kPer], values[kPer];
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) keys[j] = next_key[j], values[j] = next_value[j];
+    load(key + kKvWarps);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t after = p.is_causal ? p.L_q - 1 - (work.row0 + r) / group : 0;
