@@ -439,8 +439,9 @@ def test_explain():
     assert "not all rows begin at a 16-byte boundary" in explained(size=36)
     assert "fits no tile" in explained(size=264)
     assert "keep their precision" in explained(torch.float32)
-    assert "one CTA per sequence" in explained(pages=1)
-    assert "at most 128 CTAs" in explained(batch=1, pages=8192, page=64)
+    assert "one CTA per sequence" in explained(pages=1, batch=1)
+    assert "one CTA per sequence" in explained()  # 256 CTAs, and 264 run at once
+    assert "at most 33 CTAs" in explained(batch=1, pages=8192, page=64)
     assert "merge" in explained(batch=1)
 
 
