@@ -16,133 +16,31 @@ from torch import Tensor, nn
 
 from . import _aten, _aten_row_norms, _examples, _native, _work
 from ._op import Chain, Function, Op, Operator, Route
+from ._operators import (
+    ADAM,
+    ATTENTION,
+    ATTENTION_WITH_KV_CACHE,
+    BATCH_NORM_RELU,
+    CONV2D_BATCH_NORM,
+    CROSS_ENTROPY,
+    CUMSUM,
+    GATED_ACTIVATION,
+    LINEAR,
+    LINEAR_ACTIVATION,
+    LINEAR_SCAN,
+    MAX_POOL2D,
+    ROTARY_EMBEDDING,
+    SGD,
+    always,
+)
 
 native = nn.functional
-
-
-def _always(args: tuple[Any, ...]) -> bool:
-    return True
 
 
 def _in_evaluation(args: tuple[Any, ...]) -> bool:
     """Batch norm's sixth argument is ``training``."""
     return not args[5]
 
-
-LINEAR = (
-    Operator("linear", native.linear, native.linear, autocast=True, flops=_work.linear_flops),
-    Operator("linear_backward", aten=_aten.linear_backward, flops=_work.linear_backward_flops),
-)
-LINEAR_ACTIVATION = (
-    Operator(
-        "linear_activation",
-        _native.linear_activation,
-        _aten.linear_activation,
-        autocast=True,
-        flops=_work.linear_flops,
-    ),
-    Operator("linear_activation_backward", aten=_aten.linear_activation_backward),
-    *LINEAR,
-)
-GATED_ACTIVATION = (
-    Operator(
-        "gated_activation",
-        _native.gated_activation,
-        _native.gated_activation,
-        is_fused_by_inductor=_always,
-    ),
-    Operator(
-        "gated_activation_backward",
-        aten=_aten.gated_activation_backward,
-        is_fused_by_inductor=_always,
-    ),
-)
-_SDPA = native.scaled_dot_product_attention
-_EXTRA = _native.scaled_dot_product_attention_extras
-ATTENTION = (
-    Operator("scaled_dot_product_attention", _SDPA, _SDPA, composed=True, autocast=True),
-    Operator("scaled_dot_product_attention_extras", _EXTRA, _EXTRA, composed=True, autocast=True),
-    Operator("attention", flops=_work.attention_flops),
-    Operator("attention_backward", flops=_work.attention_backward_flops),
-    Operator("attention_dropout_factors"),
-    Operator("attention_second_order", composed=True),
-)
-_ROTARY = _native.rotary_embedding
-ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
-CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
-LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
-ATTENTION_WITH_KV_CACHE = (
-    Operator(
-        "attention_with_kv_cache",
-        _native.attention_with_kv_cache,
-        _native.attention_with_kv_cache,
-        inference_only=True,
-        flops=_work.kv_cache_attention_flops,
-    ),
-    Operator("kv_cache_append_", _native.kv_cache_append_, _native.kv_cache_append_),
-)
-BATCH_NORM_RELU = (
-    Operator("batch_norm_relu", _native.batch_norm_relu, _aten.batch_norm_relu),
-    Operator(
-        "batch_norm_relu_update", _native.batch_norm_relu_update, _aten.batch_norm_relu_update
-    ),
-    Operator("batch_norm_relu_backward", aten=_aten.batch_norm_relu_backward),
-)
-CONV2D_BATCH_NORM = (
-    Operator(
-        "conv2d_batch_norm",
-        _native.conv2d_batch_norm,
-        _aten.conv2d_batch_norm,
-        autocast=True,
-        flops=_work.conv2d_batch_norm_flops,
-    ),
-    Operator(
-        "conv2d_batch_norm_update",
-        _native.conv2d_batch_norm_update,
-        _aten.conv2d_batch_norm_update,
-        autocast=True,
-        flops=_work.conv2d_batch_norm_flops,
-    ),
-)
-CROSS_ENTROPY = (
-    Operator(
-        "cross_entropy",
-        torch.ops.aten.cross_entropy_loss.default,
-        torch.ops.aten.cross_entropy_loss.default,
-        composed=True,
-        autocast=True,
-    ),
-    Operator(
-        "cross_entropy_extras",
-        _native.cross_entropy_extras,
-        _native.cross_entropy_extras,
-        composed=True,
-        autocast=True,
-    ),
-    Operator("cross_entropy_forward"),
-    Operator("cross_entropy_forward_gradient"),
-    Operator("cross_entropy_lse"),
-    Operator("cross_entropy_scale_"),
-    Operator("cross_entropy_backward"),
-    Operator("cross_entropy_backward_"),
-    Operator("cross_entropy_double_backward"),
-)
-MAX_POOL2D = (
-    Operator("max_pool2d", torch.max_pool2d, torch.max_pool2d, is_fused_by_inductor=_always),
-    Operator(
-        "max_pool2d_with_indices",
-        torch.ops.aten.max_pool2d_with_indices.default,
-        torch.ops.aten.max_pool2d_with_indices.default,
-        composed=True,
-    ),
-    Operator("max_pool2d_with_codes", aten=_aten.max_pool2d_with_codes),
-    Operator("max_pool2d_indices", aten=_aten.max_pool2d_indices, differentiable=False),
-    Operator("max_pool2d_backward", aten=_aten.max_pool2d_backward),
-    Operator("max_pool2d_gather", aten=_aten.max_pool2d_gather),
-)
-GRAD_NORM = Operator("grad_norm")
-SGD = (Operator("sgd_step_"), GRAD_NORM)
-ADAM = (Operator("adam_step_"), GRAD_NORM)
 
 _RECORDS = (
     Op(
@@ -301,9 +199,9 @@ _RECORDS = (
     Op(
         "relu",
         (
-            Operator("relu", torch.relu, torch.relu, is_fused_by_inductor=_always),
-            Operator("relu_", torch.relu_, torch.relu_, is_fused_by_inductor=_always),
-            Operator("relu_backward", aten=_aten.relu_backward, is_fused_by_inductor=_always),
+            Operator("relu", torch.relu, torch.relu, is_fused_by_inductor=always),
+            Operator("relu_", torch.relu_, torch.relu_, is_fused_by_inductor=always),
+            Operator("relu_backward", aten=_aten.relu_backward, is_fused_by_inductor=always),
         ),
         modules=((nn.ReLU, "ReLU"),),
         routes=(
@@ -377,7 +275,7 @@ _RECORDS = (
                 "relu_max_pool2d",
                 _native.relu_max_pool2d,
                 _native.relu_max_pool2d,
-                is_fused_by_inductor=_always,
+                is_fused_by_inductor=always,
             ),
             Operator("relu_max_pool2d_with_codes", aten=_aten.relu_max_pool2d_with_codes),
         ),
