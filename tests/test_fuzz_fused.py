@@ -20,6 +20,7 @@ from fuzzing import (
     run,
 )
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
 
 import warpwright.functional as F
 from warpwright import _native
@@ -30,13 +31,24 @@ CASES = int(os.environ.get("WARPWRIGHT_FUZZ_CASES", "2000"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
+def native_rms_norm(x, *args, **kwargs):
+    """On a GPU native takes the mean square from Welford's formula, which is NaN for an infinity."""
+    where = "cpu" if x.is_cuda and x.isinf().any() else x.device
+    args = tree_map(lambda t: t.to(where) if isinstance(t, torch.Tensor) else t, args)
+    return NATIVE.rms_norm(x.to(where), *args, **kwargs).to(x.device)
+
+
 @each_dtype
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_row_norms(device, dtype, name):
+    native = native_rms_norm if name == "rms_norm" else NATIVE.layer_norm
+
     def test(draw, errors):
         make = Maker(draw, device, dtype, kinds=("normal", "normal", "special"))
         rows = draw(st.lists(SMALL, max_size=2))
-        shape = draw(st.lists(st.one_of(FEATURES, SMALL), min_size=1, max_size=2))
+        # The gradient of a row of two cancels to zero for any input: either side has only rounding left.
+        shapes = st.lists(st.one_of(FEATURES, SMALL), min_size=1, max_size=2)
+        shape = draw(shapes.filter(lambda sizes: name == "rms_norm" or math.prod(sizes) != 2))
         args = [make(*rows, *shape), shape, make.maybe(*shape, special=False)]
         # Native's layer_norm keeps 1 / sqrt(var + eps) in float16, where it is infinite for a small eps.
         small = [] if dtype == torch.float16 else [1e-12]
@@ -46,7 +58,7 @@ def test_row_norms(device, dtype, name):
         elif draw(st.booleans(), label="no eps"):
             kwargs = {"eps": None}
         options = {"sums_only": False, "amplifies": True}
-        check(make, errors, getattr(F, name), getattr(NATIVE, name), args, kwargs, **options)
+        check(make, errors, getattr(F, name), native, args, kwargs, **options)
 
     run(test, CASES)
 

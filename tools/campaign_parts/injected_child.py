@@ -68,6 +68,7 @@ def large_calls() -> dict[str, Call]:
 
     images, rows = t(4, 16, 48, 48), t(512, 300)
     vector, weight = t(16), t(400, 300)
+    factors = rows.detach().tanh().requires_grad_()
     labels = torch.arange(512) % 300
     q = t(2, 4, 200, 32)
     found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
@@ -81,7 +82,7 @@ def large_calls() -> dict[str, Call]:
         "swiglu": (F.swiglu, (rows,), {}),
         "rotary_embedding": (rotated, (q, *torch.randn(2, 1, 200, 32, generator=generator)), {}),
         "cumsum": (F.cumsum, (rows, 0), {}),
-        "linear_scan": (F.linear_scan, (rows.tanh(), rows), {}),
+        "linear_scan": (F.linear_scan, (factors, rows), {}),
         "linear_gelu": (F.linear_gelu, (rows, weight, t(400)), {}),
         "cross_entropy": (F.cross_entropy, (rows, labels), {"label_smoothing": 0.1}),
         "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),

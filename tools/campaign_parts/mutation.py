@@ -31,6 +31,7 @@ TESTS = {
     "batch_norm": (["test_batch_norm*.py"], "batch_norm"),
     "batch_norm_relu_max_pool2d": (["test_batch_norm_relu_max_pool2d.py"], "batch_norm"),
     "conv2d": (["test_conv2d*.py"], "conv2d"),
+    "conv2d_batch_norm": (["test_conv2d_batch_norm.py"], "conv2d_batch_norm"),
     "cross_entropy": (["test_cross_entropy*.py"], "cross_entropy"),
     "gated_activation": (["test_gated_activation.py"], "gated or glu"),
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
