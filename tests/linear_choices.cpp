@@ -110,7 +110,7 @@ const char* fault_of_gemm(const GemmParams& p, const GemmPlan& c, const DeviceIn
 }
 
 const char* fault_of(const GemmParams& p, const LinearPlan& plan, const DeviceInfo& device) {
-  if (!plan.head) return fault_of_gemm(p, plan.gemm, device);
+  if (!plan.head) return fault_of_gemm(with_copies(p, plan.copies, nullptr), plan.gemm, device);
   if (!is_head(p.m, p.k, p.n)) return "extents";
   if (p.k > 1 && !(p.a.major == Major::kK && p.b.major == Major::kK)) return "operands";
   return plan.workspace_bytes() == 0 ? nullptr : "workspace";

@@ -124,24 +124,37 @@ def test_linear_forms_clusters_where_rows_cost_l2_twice():
     assert cluster(1000, 520, 320)[0] is None  # too short
 
 
-def test_linear_realigns_what_tma_cannot_read():
-    def realigned(*sizes, **kwargs):
+def test_linear_copies_what_tma_cannot_read():
+    def copied(*sizes, **kwargs):
         lines = linear_lines(*sizes, **kwargs)
         roles = ("forward", "grad_input", "grad_weight")
-        return [re.search(r"(\w+) realigned|$", lines[role])[1] for role in roles]
+        return [re.search(r"(A and B|A|B) copied to rows|$", lines[role])[1] for role in roles]
 
-    assert realigned(8191, 1023, 4097) == ["both", "both", "both"]
-    assert realigned(4096, 4096, 4096) == [None, None, None]
-    assert realigned(4096, 4096, 4096, pad=4) == ["both", "B", "B"]
-    assert realigned(4096, 4096, 4096, address=8) == ["A", None, "B"]
-    assert realigned(4096, 50257, 768) == [None, "A", "A"]
-    assert realigned(4096, 768, 50257) == ["both", "B", "B"]
-    assert "wgmma, tile 128x128" in linear_lines(8191, 1023, 4097)["forward"]
+    def shares_dy(*sizes, **kwargs):
+        lines = linear_lines(*sizes, **kwargs)
+        shared = {"one copy of dy" in lines[role] for role in ("grad_input", "grad_weight")}
+        assert len(shared) == 1
+        return shared.pop()
+
+    assert copied(8191, 1023, 4097) == ["A and B", "B", "B"]
+    assert copied(4096, 4096, 4096) == [None, None, None]
+    assert copied(4096, 4096, 4096, pad=4) == ["A and B", "B", "B"]
+    assert copied(4096, 4096, 4096, address=8) == ["A", None, "B"]
+    assert copied(4096, 50257, 768) == [None, None, None]
+    assert copied(4096, 768, 50257) == ["A and B", "B", "B"]
+    assert copied(1024, 515, 513) == ["A and B", "B", "B"]
+    assert shares_dy(8191, 1023, 4097)
+    assert shares_dy(4096, 50257, 768)
+    assert not shares_dy(4096, 4096, 4096, pad=4)
+    assert not shares_dy(4096, 768, 50257)
+    assert "wgmma, tile 128x256" in linear_lines(8191, 1023, 4097)["forward"]
+    # A short k is realigned on the way: the copy would take longer.
+    assert "B realigned" in linear_lines(512, 129, 3137)["grad_input"]
     # Small products and other types stay portable.
-    assert realigned(64, 10, 128) == [None, None, None]
+    assert copied(64, 10, 128) == copied(300, 67, 65) == [None, None, None]
     for dtype, tf32 in (("float32", True), ("float32", False), ("float64", False)):
         assert "element accesses" in linear_lines(1000, 1000, 999, dtype, tf32)["forward"]
-        assert realigned(1000, 1000, 999, dtype=dtype, tf32=tf32) == [None, None, None]
+        assert copied(1000, 1000, 999, dtype=dtype, tf32=tf32) == [None, None, None]
 
 
 def test_linear_of_few_rows():
@@ -186,11 +199,9 @@ def test_linear_outer_product():
             {"dtype": "float32", "tf32": True},
             {"sm90": False},
             {"arch": 80},
-            {"pad": 4, "address": 0 if m > 1 else 8},  # one row has no pitch
-            {"address": 8},
         ):
             assert outer not in linear_lines(m, 4096, 4096, **others)["grad_weight"]
-    for sizes in ((97, 4096, 4096), (64, 4096, 4100), (64, 4100, 4096), (64, 128, 3136)):
+    for sizes in ((97, 4096, 4096), (64, 128, 3136)):
         assert outer not in linear_lines(*sizes)["grad_weight"]
 
 

@@ -53,6 +53,14 @@ CUDA_SHAPES = [
     ((640,), 333, 776),
     ((4100,), 9, 1030),
     ((130,), 4099, 132),
+    ((4100,), 9, 4099),
+    ((1023,), 9, 4099),
+    ((96,), 1003, 4099),
+    ((96,), 1003, 1030),
+    # ... that are copied to aligned rows first, or whose dy is
+    ((4096,), 1025, 1027),
+    ((2048,), 768, 5003),
+    ((64,), 2048, 2050),
     # few rows, and enough of a weight that its gradient in 16 bits is an outer product
     ((1,), 1096, 1032),
     ((31,), 1032, 1288),

@@ -43,6 +43,7 @@ struct GemmPlan {
   bool sums_rows;       // the kernel writes GemmParams::row_sums
   int row_sum_shares = 1;  // tiles of a row of tiles that share its sums (tile/row_sums_sm90.cuh)
   int64_t workspace_bytes;
+  double cycles;  // estimate, to compare with other operands; not of kFewRows
   const char* reason;
 };
 
@@ -187,6 +188,13 @@ inline int choose_row_groups(const GemmParams& p, const DeviceInfo& device) {
   return best;
 }
 
+// The bytes of D, after the operands have arrived.
+inline double estimate_outer_product_cycles(const GemmParams& p, const DeviceInfo& device) {
+  constexpr double kOperandCycles = 5000;
+  return kOperandCycles + 2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) /
+                              device.memory_bytes_per_cycle();
+}
+
 // ---- choice ----
 
 // Both set the fastest tile and split of their path and return its estimate, negative if the path
@@ -302,6 +310,7 @@ inline const char* tile_reason(const GemmParams& p, const GemmPlan& plan) {
 
 inline void choose_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
   const double portable = choose_portable_tile(p, device, plan);
+  plan.cycles = portable;
   const char* why_not = why_not_sm90(p);
   if (why_not == nullptr) {
     GemmPlan sm90 = plan;
@@ -310,6 +319,7 @@ inline void choose_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan&
     const double cycles = choose_sm90_tile(p, device, sm90);
     sm90.cluster = choose_sm90_cluster(p, sm90, device);
     const bool adds_to_narrow = p.accumulate && !p.accum_d;
+    sm90.cycles = cycles;
     if (cycles <= portable || adds_to_narrow) plan = sm90;
   }
   const bool wanted_sm90 = p.tf32x3 && plan.kind == GemmKind::kFp32 && why_not != nullptr;
@@ -353,6 +363,7 @@ inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
   } else if (takes_outer_product(p, device)) {
     plan.variant = GemmVariant::kOuterProduct;
     plan.row_groups = choose_row_groups(p, device);
+    plan.cycles = estimate_outer_product_cycles(p, device);
     plan.reason = "few rows: the bytes of the result decide";
   } else {
     choose_tile(p, device, plan);

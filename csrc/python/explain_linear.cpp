@@ -88,12 +88,16 @@ Lines explain_linear(const std::string& dtype, bool tf32, const TensorLayout& in
     const std::string all = "a classifier's head, FMA, one kernel for all gradients";
     return {{"forward", forward}, {"grad_input", all}, {"grad_weight", all}, {"grad_bias", all}};
   }
+  const bool copies_dy = plan.dy_copy_bytes != 0;
+  const LinearGradients products =
+      copies_dy ? with_copied_dy(gradients, copy_of_dy(gradients, nullptr)) : gradients;
   auto line = [&](const GemmParams& p, const std::optional<LinearPlan>& chosen) {
-    return chosen ? describe(p, *chosen) : describe_product(p, device);
+    if (!chosen) return describe_product(p, device);
+    return describe(p, *chosen) + (copies_dy ? ", of one copy of dy in aligned rows" : "");
   };
   return {{"forward", forward},
-          {"grad_input", line(*gradients.input, plan.input)},
-          {"grad_weight", line(*gradients.weight, plan.weight)},
+          {"grad_input", line(*products.input, plan.input)},
+          {"grad_weight", line(*products.weight, plan.weight)},
           {"grad_bias", plan.bias ? describe(*plan.bias)
                                   : "in grad_weight's product, dy^T times 8 columns of ones"}};
 }
@@ -135,7 +139,8 @@ std::map<std::string, Bytes> linear_traffic(const std::string& dtype, const Tens
   for (const auto& [role, p] : products) {
     const LinearPlan plan = choose_linear(p, device);
     if (plan.head || plan.gemm.variant != GemmVariant::kSm90) continue;
-    roles[role] = bytes_of(planned_traffic(p, plan.gemm, device));
+    roles[role] =
+        bytes_of(planned_traffic(with_copies(p, plan.copies, nullptr), plan.gemm, device));
   }
   return roles;
 }

@@ -15,6 +15,7 @@
 
 #include "gemm/column_sum.h"
 #include "gemm/gemm.h"
+#include "ops/linear/aligned_copy.h"
 #include "ops/linear/head.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -41,20 +42,29 @@ inline std::optional<MatrixStrides> matrix_strides(int64_t rows, int64_t cols,
 
 // ---- forward, or a single product ----
 
+// The workspace holds the copies, then what the product's kernels need.
 struct LinearPlan {
-  bool head;  // cuda/head.cu, else `gemm`
+  bool head;             // cuda/head.cu, else `gemm`
+  AlignedCopies copies;  // of the operands that `gemm` reads
+  int64_t copies_bytes;
   GemmPlan gemm;
 
-  int64_t workspace_bytes() const { return head ? 0 : gemm.workspace_bytes; }
+  int64_t workspace_bytes() const { return head ? 0 : copies_bytes + gemm.workspace_bytes; }
 };
 
 inline LinearPlan choose_linear(const GemmParams& p, const DeviceInfo& device) {
-  if (takes_head(p) && !takes_few_rows(p, device)) return {.head = true, .gemm = {}};
-  return {.head = false, .gemm = choose_gemm(p, device)};
+  if (takes_head(p) && !takes_few_rows(p, device)) return {.head = true};
+  const AlignedCopies copies = choose_copies(p, device);
+  return {.head = false,
+          .copies = copies,
+          .copies_bytes = copies_bytes(p, copies),
+          .gemm = choose_gemm(with_copies(p, copies, nullptr), device)};
 }
 
 inline std::string describe(const GemmParams& p, const LinearPlan& plan) {
-  if (!plan.head) return describe(p, plan.gemm);
+  if (!plan.head) {
+    return describe(with_copies(p, plan.copies, nullptr), plan.gemm) + describe(plan.copies);
+  }
   return "a classifier's head, FMA, a warp a row" + describe_majors(p) +
          " (so few outputs of so few rows that the launch takes longer)";
 }
@@ -111,8 +121,10 @@ inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& 
   return head;
 }
 
+// The workspace holds the copy of dy, then each kernel's part.
 struct LinearGradientsPlan {
   bool head;                        // one kernel for all (cuda/head.cu)
+  int64_t dy_copy_bytes;            // both products read one copy of dy, if it is not 0
   std::optional<LinearPlan> input;  // none: not wanted, or empty
   std::optional<LinearPlan> weight;
   std::optional<ColumnSumPlan> bias;  // none: not wanted, or summed by the weight's product
@@ -122,15 +134,38 @@ struct LinearGradientsPlan {
   int64_t input_bytes() const { return input ? whole(input->workspace_bytes()) : 0; }
   int64_t weight_bytes() const { return weight ? whole(weight->workspace_bytes()) : 0; }
   int64_t workspace_bytes() const {
-    return input_bytes() + weight_bytes() + (bias ? bias->workspace_bytes : 0);
+    return whole(dy_copy_bytes) + input_bytes() + weight_bytes() +
+           (bias ? bias->workspace_bytes : 0);
   }
 };
 
-inline LinearGradientsPlan choose_linear_gradients(const LinearGradients& g,
+// dy is A of both products.
+inline AlignedCopyParams copy_of_dy(const LinearGradients& g, void* copy) {
+  return copy_of_a(g.input ? *g.input : *g.weight, copy);
+}
+
+// The products of the copied dy.
+inline LinearGradients with_copied_dy(LinearGradients g, const AlignedCopyParams& copy) {
+  for (auto* product : {&g.input, &g.weight}) {
+    if (*product) (*product)->a = copied_operand((*product)->a, copy);
+  }
+  return g;
+}
+
+inline LinearGradientsPlan choose_linear_gradients(const LinearGradients& wanted,
                                                    const DeviceInfo& device) {
   LinearGradientsPlan plan{};
+  LinearGradients g = wanted;
   plan.head = head_gradients(g).has_value();
   if (plan.head) return plan;
+  auto wants_copy = [&](const std::optional<GemmParams>& p) {
+    return p && !is_empty(*p) && choose_copies(*p, device).a;
+  };
+  if (wants_copy(g.input) || wants_copy(g.weight)) {
+    const AlignedCopyParams copy = copy_of_dy(g, nullptr);
+    plan.dy_copy_bytes = copy_bytes(copy);
+    g = with_copied_dy(g, copy);
+  }
   if (g.input && !is_empty(*g.input)) plan.input = choose_linear(*g.input, device);
   if (g.weight && !is_empty(*g.weight)) {
     GemmParams weight = *g.weight;
