@@ -60,7 +60,9 @@ def variants(peers: Sequence[str], device: str) -> list[Variant]:
     captured = device == "cuda" and "cudagraph" in peers
     if captured:
         found.append(Variant("cudagraph", ROWS, captured=True, peer="cudagraph"))
-        found.append(Variant("warpwright_cudagraph", ROWS, swap_both, patched=True, captured=True))
+        ours = {"patched": True, "captured": True}
+        found.append(Variant("warpwright_cudagraph", ROWS, swap_both, **ours))
+        found.append(Variant("warpwright_fused_cudagraph", ROWS, swap_and_fuse, **ours))
     if "compile" in peers:
         compiled = {"compiled": True, "peer": "compile"}
         ours_compiled = Variant("warpwright_compile", ROWS, swap_both, patched=True, compiled=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..graphs import graph_step, record
 from ..patch import patch
 from ..swap import swap
 from .attention_calls import flop_formulas
@@ -125,9 +126,8 @@ class TrainingStep:
         *inputs, target = (x.to(self.device, non_blocking=True) for x in self.host)
         self.optimizer.zero_grad()
         amp = self.workload.dtype != torch.float32
-        cache = not self.variant.captured
         with (
-            torch.autocast(self.device, self.workload.dtype, enabled=amp, cache_enabled=cache),
+            torch.autocast(self.device, self.workload.dtype, enabled=amp),
             patch() if self.variant.patched else contextlib.nullcontext(),
         ):
             output = self.workload.call(self.forward, inputs, target)
@@ -185,35 +185,55 @@ def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return batch()
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A CUDA graph to replay. It owns none of the memory that it finds outside of its pool."""
+class _Loss(nn.Module):
+    """A training step's forward, from its batch to the loss."""
 
-    graph: torch.cuda.CUDAGraph
-    result: Any
-    step: Callable[[], Any]  # owns the parameters and the pinned inputs
+    def __init__(self, step: TrainingStep) -> None:
+        super().__init__()
+        self.model, self.criterion = step.forward, step.criterion
+        self.workload, self.patched = step.workload, step.variant.patched
 
-    def __call__(self) -> Any:
-        self.graph.replay()
-        return self.result
+    def forward(self, *batch: Tensor) -> Tensor:
+        *inputs, target = batch
+        with patch() if self.patched else contextlib.nullcontext():
+            output = self.workload.call(self.model, inputs, target)
+            return self.workload.loss(self.criterion, output, target)
 
 
-def capture(step: Callable[[], Any], pool: Any = None) -> Captured:
-    """The step as one CUDA graph. Its inputs are in pinned memory: loading is in the graph too.
+def graphed(step: TrainingStep, pool: Any = None, check: bool = True) -> Step:
+    """The step under ``warpwright.graph_step``, its batch in pinned memory.
 
-    `pool` may be shared by graphs that never run at the same time: only parameters outlive a replay,
-    so their activations can use the same memory.
+    `pool` may be shared by graphs that never run at the same time. The steps of `check` hold copies of
+    the parameters: without it for a row whose peak memory counts.
     """
+    amp = None if step.workload.dtype == torch.float32 else step.workload.dtype
+    captured = graph_step(
+        _Loss(step),
+        lambda value: value,
+        step.optimizer,
+        (step.host,),
+        autocast=amp,
+        pool=pool,
+        check=check,
+    )
+    return lambda: captured(step.host)
+
+
+def capture(step: Callable[[], Any]) -> Callable[[], Any]:
+    """A step without inputs as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        loss = step()
-    return Captured(graph, loss, step)
+    graph, result = record(step, stream=stream)
+
+    def replay() -> Any:
+        graph.replay()
+        return result, step  # which own the memory
+
+    return replay
 
 
 def step_rows(
@@ -239,7 +259,7 @@ def step_rows(
                 torch._dynamo.reset()
                 built = build_step(workload, variant, state, device)
                 first[name] = float(built())
-                steps[name] = variant, capture(built, pool) if variant.captured else built
+                steps[name] = variant, graphed(built, pool) if variant.captured else built
             except KeyboardInterrupt:
                 raise
             except Exception as error:

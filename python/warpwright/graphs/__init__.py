@@ -1,0 +1,7 @@
+"""Whole training steps as CUDA graphs: :func:`graph_step`."""
+
+from .capture import record
+from .step import GraphStep, graph_step
+from .watch import CaptureError
+
+__all__ = ["CaptureError", "GraphStep", "graph_step", "record"]
