@@ -449,6 +449,20 @@ def test_differences_allow_the_drift_of_eager_steps():
     assert differences(before, eager, other, other, torch.float32)[0] == []
 
 
+def test_the_bench_captures_by_graph_step():
+    from warpwright.bench.steps import NCHW, Variant, build_step, graphed, mnist_workload
+
+    workload = mnist_workload(4)
+    plain, captured = (
+        build_step(workload, Variant("native", NCHW, captured=captured), None, "cpu")
+        for captured in (False, True)
+    )
+    with pytest.warns(UserWarning, match="eagerly"):
+        step = graphed(captured)
+    for _ in range(3):
+        assert torch.equal(step(), plain())
+
+
 # ---- captured ----
 
 gpu = pytest.mark.gpu
