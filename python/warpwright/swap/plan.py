@@ -14,6 +14,7 @@ from .._arch import why_no_kernel
 from .classes import CONTAINERS, MODULES, NATIVE, OPS, check_ops, name_of, set_class, type_name
 from .fuse import Fusion, Graphs
 from .fuse import plan as plan_fusions
+from .norms import plan_norms
 from .patterns import KINDS
 from .registry import UNKNOWN, find
 from .report import IS_OURS, NO_LAYER, NOTHING, REPLACED, SwapEntry
@@ -113,9 +114,11 @@ def plan_swap(
         if kind in NATIVE:
             entry = entries[module]
             entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
+    norms = plan_norms(model, chosen, found, why_left)
+    chosen.update({m: kind for m, kind in found.classes.items() if m in found.blocks})
     blocks, notes = plan_blocks(model, chosen, why_left)
     chosen.update(blocks)
-    for module, note in notes.items():
+    for module, note in {**norms, **notes}.items():
         entries[module] = replace(entries[module], note=note)
     return Plan([*entries.values(), *more], chosen, found.fusions, found.graphs, changes)
 
