@@ -234,7 +234,6 @@ CHANGES = {
     "a hook on the reader": lambda block: add_hook(block.mlp),
     "another norm": lambda block: setattr(block, "norm1", nn.Identity()),
     "another reader": lambda block: setattr(block, "attention", nn.Identity()),
-    "a 16-bit weight": lambda block: block.norm2.to(BF16),
 }
 
 
@@ -357,7 +356,9 @@ def test_shapes_that_broadcast_are_added_by_torch():
     swap(model, fuse=True)
     x, y = torch.randn(2, 5, 32), torch.randn(32)
     with Calls() as calls, torch.no_grad(), torch.autocast("cpu", BF16):
-        ours, theirs = model(x, y), native(x, y)
+        ours = model(x, y)
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        theirs = native(x, y)
     assert [kind for kind, *_ in calls.seen] == ["layer_norm"]
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
 

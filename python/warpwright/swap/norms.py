@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as native
 
 from .. import nn as ours
-from .blocks import Layer, block_class
+from .blocks import Layer, base_of, block_class
 from .fuse import Block, Plan
 from .readers import Kind, products_that_read
 from .residual import ADDS, CASTS, LAYER_NORM, NARROW, RMS_NORM, block_of, dtype_of_products
@@ -122,7 +122,8 @@ class _Pass:
         """The graph holds while this layer has its class and no hooks."""
         if path not in self.block.layers:
             kind = self.kind_of(self.block.module.get_submodule(path))
-            self.block.layers[path] = Layer(tuple(path.split(".")), (kind,), ())
+            kinds = (base_of(kind) or kind,)  # a generated class has no name to pickle it by
+            self.block.layers[path] = Layer(tuple(path.split(".")), kinds, ())
 
     def _products_of(self, node: fx.Node) -> set[str] | None:
         """Paths of the layers that read ``node``, if all of them are or contain products."""
