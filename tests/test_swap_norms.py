@@ -377,3 +377,75 @@ def test_the_bench_models_gpt2():
         run(model, (tokens,))
     assert calls.seen == [*PRE, *PRE, ("layer_norm", F32, BF16)]
     assert model.head.weight is model.tokens.weight
+
+
+# ---- views ----
+
+
+class ByIndex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        qkv = self.qkv(x).reshape(b, n, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(b, n, c))
+
+
+class ByManualSoftmax(ByIndex):
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 4, 8).permute([2, 0, 3, 1, 4]).unbind(dim=0)
+        y = (q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(b, n, c))
+
+
+class KeepsIt(ByIndex):
+    """The permuted tensor has another reader."""
+
+    def forward(self, x):
+        b, n, c = x.shape
+        qkv = self.qkv(x).reshape(b, n, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2]) + qkv.sum()
+        return self.out(y.transpose(1, 2).reshape(b, n, c))
+
+
+@pytest.mark.parametrize(
+    ("kind", "chain"),
+    [
+        (Attention, "permute → unbind"),
+        (ByManualSoftmax, "permute → unbind"),
+        (ByIndex, "permute → index"),
+        (KeepsIt, None),
+    ],
+)
+def test_parts_are_unbound_before_they_are_permuted(kind, chain):
+    torch.manual_seed(0)
+    model = kind()
+    x = torch.randn(2, 7, 32)
+    plain = copy.deepcopy(model)
+    swap(plain)
+    report = swap(model, fuse=True)
+    assert [f.chain for f in report.fusions if not f.reason] == ([chain] if chain else [])
+    assert_same(run(model, (x,), None), run(plain, (x,), None))
+
+    output = model(x)
+    nodes, seen, names = [output.grad_fn], set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.add(type(node).__name__)
+            nodes += [n for n, _ in node.next_functions]
+    assert ("UnbindBackward0" in names) is (chain is not None)
+    assert ("SelectBackward0" in names) is (chain is None)
+
+
+def test_views_of_an_excluded_module_stay():
+    model = nn.Sequential(Attention())
+    report = swap(model, fuse=True, exclude=Attention)
+    assert not any(f.into for f in report.fusions)
+    assert not blocks(model)

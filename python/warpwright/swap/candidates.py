@@ -11,6 +11,8 @@ from .. import nn as ours
 from .blocks import base_of
 from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
 
+# Names in a forward that takes q, k and v apart.
+ATTENTION = ("unbind", "scaled_dot_product_attention", "softmax", "matmul")
 NORMS = (nn.LayerNorm, nn.RMSNorm, ours.LayerNorm, ours.RMSNorm)
 
 
@@ -23,9 +25,14 @@ def has_own_forward(module: nn.Module) -> bool:
     return forward.partition(".")[0] != "torch" or kind.forward is nn.Sequential.forward
 
 
-def may_have_norms(module: nn.Module) -> bool:
-    """Whether ``module``'s forward may call a norm."""
-    return has_own_forward(module) and any(type(m) in NORMS for m in _called_by(module))
+def may_be_rewritten(module: nn.Module) -> bool:
+    """Whether ``module``'s forward may call a norm, or take views apart after a permutation."""
+    if not has_own_forward(module):
+        return False
+    if any(type(m) in NORMS for m in _called_by(module)):
+        return True
+    names = _names_in(type(module))
+    return "permute" in names and not names.isdisjoint(ATTENTION)
 
 
 def may_have_chains(module: nn.Module) -> bool:

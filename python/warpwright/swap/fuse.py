@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from .. import functional as F
 from .blocks import Layer, Recipe, block_class, is_hooked, source_of, why_no_block
-from .candidates import may_have_chains, may_have_norms
+from .candidates import may_be_rewritten, may_have_chains
 from .forms import Form, forms, kind_of
 from .patterns import (
     ALONE,
@@ -106,7 +106,7 @@ def plan(
     result = Plan()
     for name, module in model.named_modules():
         chains = may_have_chains(module)
-        if module in whole or not (chains or may_have_norms(module)):
+        if module in whole or not (chains or may_be_rewritten(module)):
             continue
         try:
             reason = why_no_block(module)

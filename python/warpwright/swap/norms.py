@@ -9,7 +9,6 @@ becomes part of the norm. Without autocast, and for other dtypes, the calls run 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as native
 
 from .. import nn as ours
-from .blocks import Layer, base_of, block_class
-from .fuse import Block, Plan
+from .blocks import Layer, base_of
+from .fuse import Block
 from .readers import Kind, products_that_read
-from .residual import ADDS, CASTS, LAYER_NORM, NARROW, RMS_NORM, block_of, dtype_of_products
-from .trace import NotTraceable
+from .residual import ADDS, CASTS, LAYER_NORM, NARROW, RMS_NORM, dtype_of_products
 
 NORMS = (ours.LayerNorm, ours.RMSNorm)
 ADDITIONS = (operator.add, torch.add)
@@ -68,8 +66,8 @@ def add_and_norm(layer: Any, first: Tensor, second: Tensor, casts: bool) -> tupl
 # ---- the pass ----
 
 
-class _Pass:
-    """Changes the norms in one graph."""
+class NormPass:
+    """Changes the norms in one graph. ``notes`` has a remark on each."""
 
     def __init__(self, block: Block, kind_of: Kind) -> None:
         self.block, self.graph, self.kind_of = block, block.graph, kind_of
@@ -166,46 +164,3 @@ class _Pass:
                 return False
             following = following.next
         return True
-
-
-def plan_norms(
-    model: nn.Module,
-    chosen: Mapping[nn.Module, type[nn.Module]],
-    found: Plan,
-    why_left: Callable[[nn.Module, str], str | None],
-) -> dict[nn.Module, str]:
-    """Adds the norms of the traced forwards to ``found``. Returns a remark on each norm.
-
-    Args:
-        chosen: the classes that layers get anyway.
-        why_left: the user's reason to leave a module as it is, or None.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    notes: dict[nn.Module, str] = {}
-
-    def kind_of(layer: nn.Module) -> type[nn.Module]:
-        return found.classes.get(layer) or chosen.get(layer, type(layer))
-
-    # Inner modules first: an outer one depends on the classes that they get.
-    for module, blocks in reversed([*found.blocks.items()]):
-        if block_of(type(module)) is not None or why_left(module, names[module]):
-            continue
-        passes = [_Pass(block, kind_of) for block in blocks]
-        changed = [p.run() for p in passes]
-        if True not in changed:
-            continue
-        graphs = [
-            (block, p) for block, p in zip(blocks, passes, strict=True) if block.replaced or p.notes
-        ]
-        try:
-            recipes = tuple(block.recipe() for block, _ in graphs)
-            made = block_class(type(module), recipes)
-        except (NotTraceable, TypeError, ValueError):  # a metaclass, a function without a name, ...
-            continue
-        found.classes[module] = made
-        found.graphs[module] = [
-            (recipe, block.graph) for recipe, (block, _) in zip(recipes, graphs, strict=True)
-        ]
-        for _, p in graphs:
-            notes.update(p.notes)
-    return notes

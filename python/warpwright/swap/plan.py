@@ -14,11 +14,11 @@ from .._arch import why_no_kernel
 from .classes import CONTAINERS, MODULES, NATIVE, OPS, check_ops, name_of, set_class, type_name
 from .fuse import Fusion, Graphs
 from .fuse import plan as plan_fusions
-from .norms import plan_norms
 from .patterns import KINDS
 from .registry import UNKNOWN, find
 from .report import IS_OURS, NO_LAYER, NOTHING, REPLACED, SwapEntry
 from .residual import plan_blocks
+from .rewrites import plan_rewrites
 from .selection import Exclude, Filter, WhyLeft, selection
 
 DROPOUTS = (
@@ -114,7 +114,7 @@ def plan_swap(
         if kind in NATIVE:
             entry = entries[module]
             entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
-    norms = plan_norms(model, chosen, found, why_left)
+    norms = plan_rewrites(model, chosen, found, why_left)
     chosen.update({m: kind for m, kind in found.classes.items() if m in found.blocks})
     blocks, notes = plan_blocks(model, chosen, why_left)
     chosen.update(blocks)
