@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..graphs import graph_step, record
+from ..graphs import graph_step, prefetched, record
 from ..patch import patch
 from ..swap import swap
 from .attention_calls import flop_formulas
@@ -51,6 +52,8 @@ class Workload:
     layouts: tuple[str, ...] = (ROWS,)
     # The implementations in place of the usual ones: (peers asked for, device) to variants.
     variants: Callable[[Sequence[str], str], list[Variant]] | None = None
+    # The next batch is copied on a stream of its own while a step runs; for every implementation.
+    prefetch: bool = False
     # One process per implementation, so that each row's peak memory is that implementation's alone.
     separate: bool = False
     source: Path | None = None  # the file that makes this workload, for another process
@@ -121,9 +124,10 @@ class TrainingStep:
     forward: Callable[..., Any]  # the model, or the model compiled
     optimizer: torch.optim.Optimizer
     host: tuple[Tensor, ...]
+    batches: Iterator[Any]  # the batch again and again, as each step gets it
 
     def __call__(self) -> Tensor:
-        *inputs, target = (x.to(self.device, non_blocking=True) for x in self.host)
+        *inputs, target = (x.to(self.device, non_blocking=True) for x in next(self.batches))
         self.optimizer.zero_grad()
         amp = self.workload.dtype != torch.float32
         with (
@@ -175,7 +179,10 @@ def build_step(
         mode = "max-autotune-no-cudagraphs" if variant.peer == "max-autotune" else None
         forward = torch.compile(model, mode=mode)
     host = tuple(on_host(x) for x in _generate(workload.batch))
-    return TrainingStep(workload, variant, device, criterion, forward, optimizer, host)
+    batches: Iterator[Any] = itertools.repeat(host)
+    if workload.prefetch:
+        batches = prefetched(batches, torch.device(device))
+    return TrainingStep(workload, variant, device, criterion, forward, optimizer, host, batches)
 
 
 def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -216,7 +223,7 @@ def graphed(step: TrainingStep, pool: Any = None, check: bool = True) -> Step:
         pool=pool,
         check=check,
     )
-    return lambda: captured(step.host)
+    return lambda: captured(next(step.batches))
 
 
 def capture(step: Callable[[], Any]) -> Callable[[], Any]:
@@ -373,16 +380,17 @@ def mnist_cnn() -> nn.Sequential:
     )
 
 
-def mnist_workload(batch: int) -> Workload:
+def mnist_workload(batch: int, prefetch: bool = False) -> Workload:
     return Workload(
-        "mnist_step",
+        "mnist_prefetch_step" if prefetch else "mnist_step",
         f"b{batch}",
         mnist_cnn,
         lambda: (torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))),
         layouts=(NCHW, NHWC),
+        prefetch=prefetch,
     )
 
 
-def mnist_workloads(device: str) -> list[Workload]:
+def mnist_workloads(device: str, prefetch: bool = False) -> list[Workload]:
     sizes = (64, 256, 1024, 4096) if device == "cuda" else (64, 256)
-    return [mnist_workload(batch) for batch in sizes]
+    return [mnist_workload(batch, prefetch) for batch in sizes]
