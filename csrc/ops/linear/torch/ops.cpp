@@ -4,7 +4,6 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 
-#include "ops/linear/torch/aligned_rows.h"
 #include "ops/linear/torch/autocast.h"
 #include "ops/linear/torch/common.h"
 
@@ -301,8 +300,8 @@ Gradients linear_backward_cuda_kernel(const Tensor& grad_output, const OptionalT
                                       OutputMask float32_mask) {
   check_linear_backward(grad_output, input, weight, mask, float32_mask);
   const CudaCall call(grad_output);
-  const Tensor rows = with_aligned_rows(grad_output, input, mask);
-  return linear_backward_with(rows, input, weight, mask, float32_mask, LinearCuda(call, rows));
+  return linear_backward_with(grad_output, input, weight, mask, float32_mask,
+                              LinearCuda(call, grad_output));
 }
 #endif
 
