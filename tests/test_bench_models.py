@@ -66,7 +66,10 @@ def test_steps_under_autocast(name):
     assert abs(found - expected) <= steps.LOSS_TOLERANCE["bfloat16"] * expected
 
 
-@models
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "convnext_t_step" else n for n in MODELS],
+)
 @pytest.mark.parametrize("impl", OURS)
 def test_swapped_models_compile_whole(name, impl):
     """No graph break, and the loss of the uncompiled model."""

@@ -444,9 +444,16 @@ def test_differences(change, words):
 
 def test_differences_allow_the_drift_of_eager_steps():
     before, eager = outcomes()
-    other = Outcome(eager.loss * 1.005, {**eager.tensors, "weight": eager.tensors["weight"] * 1.1})
+    other = Outcome(eager.loss, {**eager.tensors, "weight": eager.tensors["weight"] * 1.1})
     assert differences(before, eager, eager, other, torch.float32)[0]
     assert differences(before, eager, other, other, torch.float32)[0] == []
+
+
+def test_eager_steps_that_differ_are_a_fault():
+    before, eager = outcomes()
+    other = Outcome(eager.loss * 1.005, eager.tensors)
+    (fault,) = differences(before, eager, other, other, torch.float32)[0]
+    assert "two eager steps from the same state have the losses 2 and 2.01" in fault
 
 
 def test_the_bench_captures_by_graph_step():
@@ -693,9 +700,22 @@ def test_parameters_that_moved_are_captured_again():
     step = warpwright.graph_step(model, F.cross_entropy, sgd(model.parameters()), data[0])
     step(*data[0])
     model.last.weight.data = model.last.weight.data.clone()
-    before = model.last.weight.clone()
+    before = model.last.weight.detach().clone()
     step(*data[1])
     assert not torch.equal(model.last.weight, before)
+
+
+@gpu
+def test_a_graph_that_leads_to_a_parameter_is_named():
+    model = net(CUDA)
+    kept = model.last.weight * 2
+    with pytest.raises(CaptureError, match="a tensor outside of it leads to a parameter"):
+        warpwright.graph_step(model, F.cross_entropy, sgd(model.parameters()), batches(1, CUDA)[0])
+    del kept
+    step = warpwright.graph_step(
+        model, F.cross_entropy, sgd(model.parameters()), batches(1, CUDA)[0]
+    )
+    assert step.captured
 
 
 class Counts(Net):
@@ -744,7 +764,7 @@ class WaitsInBackward(Net):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Counts, "the replayed step differs from the eager step"),
+        (Counts, "two eager steps from the same state have the losses"),
         (Draws, "draws from Python's random"),
         (OnHost, "copies a CPU tensor to or from the GPU"),
         (

@@ -56,6 +56,8 @@ def record(
         if isinstance(first, CaptureError):
             raise first from None
         line = (str(first).splitlines() or [""])[0]
+        if "legacy stream" in line:
+            line = f"a tensor outside of it leads to a parameter: delete or detach it ({line})"
         raise CaptureError(f"a CUDA graph can't hold the step: {line}") from error
     return graph, result
 

@@ -115,6 +115,11 @@ def differences(
     faults = []
     names = [name for name, tensor in before.items() if tensor.is_floating_point()]
     drift = abs(eager.loss - again.loss)
+    if bool(drift > LOSS[dtype] * abs(eager.loss)):
+        faults.append(
+            f"two eager steps from the same state have the losses {float(eager.loss):.6g} and "
+            f"{float(again.loss):.6g}: the step depends on more than tensors and generators"
+        )
     allowed = LOSS[dtype] * abs(eager.loss) + DRIFT_FACTOR * drift
     same = torch.equal(eager.loss, replayed.loss) or bool(
         eager.loss.isnan().all() and replayed.loss.isnan().all()

@@ -336,7 +336,7 @@ class GraphStep:
         faults, equal = differences(start, eager, again, replayed, dtype)
         if faults:
             raise CaptureError(
-                "the replayed step differs from the eager step, so the capture was undone: "
+                "the replay can't stand for the eager step, so the capture was undone: "
                 + "; ".join(faults[:5])
             )
         shapes = ", ".join(str(tuple(x.shape)) for x in graphs[body.phases[0]].inputs)
