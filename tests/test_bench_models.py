@@ -92,6 +92,21 @@ def test_implementations_have_a_place(name):
         assert "warpwright_compile" in impls
 
 
+@pytest.mark.parametrize("name", ["gpt2_small_step", "unet_step"])
+def test_our_optimizer_takes_the_same_steps(name):
+    workload = workload_of(name)
+    native, ours = step_of(workload), step_of(workload, our_optimizer=True)
+    assert type(ours.optimizer).__module__.startswith("warpwright.optim")
+    assert type(ours.optimizer).__name__ == type(native.optimizer).__name__
+    for key, value in native.optimizer.param_groups[0].items():
+        assert key == "params" or ours.optimizer.param_groups[0][key] == value
+    for _ in range(3):
+        assert float(ours()) == pytest.approx(float(native()), rel=1e-3)
+    assert (
+        steps.ours_of(torch.optim.Rprop(ours.forward.parameters())).__class__ is torch.optim.Rprop
+    )
+
+
 def test_prefetching_steps_compute_the_same():
     for prefetch in (False, True):
         workload = steps.mnist_workload(4, prefetch)

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from warpwright.bench.steps import ROWS, Variant, Workload, swap_and_fuse, swap_both
+from warpwright.bench.steps import ROWS, Variant, Workload, fused_variant, swap_both
 
 
 def variants(peers: Sequence[str], device: str) -> list[Variant]:
@@ -27,12 +27,12 @@ def variants(peers: Sequence[str], device: str) -> list[Variant]:
     found = [
         Variant("warpwright", ROWS, swap_both, **ours),
         Variant("native", ROWS, peer="native"),
-        Variant("warpwright_fused", ROWS, swap_and_fuse, **ours),
+        fused_variant(ROWS),
     ]
     if device == "cuda" and "cudagraph" in peers:
         found += [
             Variant("cudagraph", ROWS, captured=True, peer="cudagraph"),
-            Variant("warpwright_fused_cudagraph", ROWS, swap_and_fuse, captured=True, **ours),
+            fused_variant(ROWS, captured=True),
         ]
     if "compile" in peers:
         found += [

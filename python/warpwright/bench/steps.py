@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import optim
 from ..graphs import graph_step, prefetched, record
 from ..patch import patch
 from ..swap import swap
@@ -73,6 +75,7 @@ class Variant:
     compiled: bool = False
     patched: bool = False
     captured: bool = False
+    our_optimizer: bool = False  # warpwright.optim's class of the same name
     peer: str | None = None  # the name in PEERS that selects it; None: it is ours
     notes: list[str] = field(default_factory=list)
 
@@ -85,6 +88,29 @@ def swap_both(model: nn.Module, criterion: nn.Module, fuse: bool = False) -> Non
 swap_and_fuse = functools.partial(swap_both, fuse=True)
 
 
+def ours_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """``warpwright.optim``'s optimizer with the same options; the same one if there is none."""
+    kind: Any = getattr(optim, type(optimizer).__name__, None)
+    if kind is None:
+        return optimizer
+    known = inspect.signature(kind).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    groups = [{k: v for k, v in g.items() if k in known} for g in optimizer.param_groups]
+    return kind(groups, **options)  # type: ignore[no-any-return]
+
+
+def fused_variant(layout: str, captured: bool = False) -> Variant:
+    """All that the package has: fused layers and its optimizer; under a CUDA graph."""
+    return Variant(
+        "warpwright_fused_cudagraph" if captured else "warpwright_fused",
+        layout,
+        swap_and_fuse,
+        patched=True,
+        captured=captured,
+        our_optimizer=True,
+    )
+
+
 def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Variant]:
     """Ours first. A peer that needs one memory format only gets the better one: channels_last."""
     if workload.variants is not None:
@@ -95,12 +121,10 @@ def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Vari
         found.append(Variant("warpwright", layout, swap_both, patched=True))
         if layout != NHWC or "channels_last" in peers or len(workload.layouts) == 1:
             found.append(Variant("native", layout, peer="native"))
-    found.append(Variant("warpwright_fused", best, swap_and_fuse, patched=True))
+    found.append(fused_variant(best))
     if device == "cuda" and "cudagraph" in peers:
         found.append(Variant("warpwright_cudagraph", best, swap_both, patched=True, captured=True))
-        found.append(
-            Variant("warpwright_fused_cudagraph", best, swap_and_fuse, patched=True, captured=True)
-        )
+        found.append(fused_variant(best, captured=True))
         found.append(Variant("cudagraph", best, captured=True, peer="cudagraph"))
     if "compile" in peers:
         found.append(Variant("compile", best, compiled=True, peer="compile"))
@@ -174,6 +198,8 @@ def build_step(
     variant.prepare(model, criterion)
     model.train()
     optimizer = workload.optimizer(model.parameters())
+    if variant.our_optimizer:
+        optimizer = ours_of(optimizer)
     forward: Any = model
     if variant.compiled:
         mode = "max-autotune-no-cudagraphs" if variant.peer == "max-autotune" else None
