@@ -231,6 +231,7 @@ def test_captured_variants_are_asked_for_on_a_gpu(causal_lm):
         "warpwright_fused",
         "cudagraph",
         "warpwright_cudagraph",
+        "warpwright_fused_cudagraph",
         "compile",
         "compile_causal",
         "warpwright_compile",

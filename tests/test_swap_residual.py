@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
+from norm_calls import Calls, run
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwright
 from warpwright import swap, swapped, unswap
@@ -59,33 +59,6 @@ def made(name, device="cpu"):
     if name in ("llama", "gpt2"):
         return model, (torch.randint(0, 61, (2, 7), device=device),)
     return model, (torch.randn(2, 3, 16, 16, device=device),)
-
-
-def run(model, inputs, dtype=BF16):
-    """The output, and the gradient of all parameters."""
-    model.zero_grad()
-    device = inputs[0].device.type
-    with torch.autocast(device, dtype or BF16, enabled=dtype is not None):
-        output = model(*inputs)
-    output = getattr(output, "logits", output)
-    output.float().square().mean().backward()
-    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return output.detach(), torch.cat(grads)
-
-
-class Calls(TorchDispatchMode):
-    """The norms' forward operators, with their first argument's dtype and their result's."""
-
-    def __enter__(self):
-        self.seen = []
-        return super().__enter__()
-
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        name = str(function.name()).removeprefix("warpwright::")
-        if "norm" in name and "backward" not in name:
-            self.seen.append((name, args[0].dtype, result[name.startswith("add")].dtype))
-        return result
 
 
 def blocks(model):
@@ -278,7 +251,7 @@ def test_a_subclass_with_other_code_is_left():
 def test_a_class_that_fails_its_check_is_left(monkeypatch):
     """A forward that misses the first norm."""
     kind = transformers.models.llama.modeling_llama.LlamaDecoderLayer
-    block = residual._block_of(kind)
+    block = residual.block_of(kind)
 
     def run_wrongly(self, steps, dtype, hidden_states, *args, **kwargs):
         return hidden_states * 1.1
@@ -286,7 +259,7 @@ def test_a_class_that_fails_its_check_is_left(monkeypatch):
     wrong = residual.Block(run_wrongly, block.norms, block.example)
     monkeypatch.setattr(residual, "_checked", {})
     monkeypatch.setattr(residual, "_classes", {})
-    monkeypatch.setattr(residual, "_block_of", lambda kind: wrong if "Llama" in kind.__name__ else None)  # fmt: skip
+    monkeypatch.setattr(residual, "block_of", lambda kind: wrong if "Llama" in kind.__name__ else None)  # fmt: skip
     model, _ = made("llama")
     swap(model, fuse=True)
     assert not blocks(model)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from warpwright.bench.steps import ROWS, Variant, Workload, swap_and_fuse, swap_both
+from warpwright.bench.steps import ROWS, Variant, Workload, fused_variant, swap_both
 
 CAUSAL = "causal_flag"
 
@@ -55,12 +55,13 @@ def variants(peers: Sequence[str], device: str) -> list[Variant]:
     found = [
         Variant("warpwright", ROWS, swap_both, patched=True),
         Variant("native", ROWS, peer="native"),
-        Variant("warpwright_fused", ROWS, swap_and_fuse, patched=True),
+        fused_variant(ROWS),
     ]
     captured = device == "cuda" and "cudagraph" in peers
     if captured:
         found.append(Variant("cudagraph", ROWS, captured=True, peer="cudagraph"))
         found.append(Variant("warpwright_cudagraph", ROWS, swap_both, patched=True, captured=True))
+        found.append(fused_variant(ROWS, captured=True))
     if "compile" in peers:
         compiled = {"compiled": True, "peer": "compile"}
         ours_compiled = Variant("warpwright_compile", ROWS, swap_both, patched=True, compiled=True)

@@ -1,6 +1,6 @@
 """The MNIST CNN: two blocks of conv, batch norm, ReLU and max pool, then two linears.
 
-python -m warpwright bench --suite model mnist_step
+python -m warpwright bench --suite model mnist_step mnist_prefetch_step
 python -m warpwright profile benchmarks/models/mnist_cnn.py:training
 """
 
@@ -13,7 +13,7 @@ from warpwright.bench.steps import Workload, mnist_cnn, mnist_workloads
 
 
 def workloads(device: str) -> list[Workload]:
-    return mnist_workloads(device)
+    return [*mnist_workloads(device), *mnist_workloads(device, prefetch=True)]
 
 
 def training(device: str = "cpu", batch: int = 256) -> dict[str, object]:

@@ -25,14 +25,16 @@ def workloads(device: str) -> list[Workload]:
     batch, side = (256, 224) if device == "cuda" else (2, 64)
     return [
         Workload(
-            "resnet50_step",
+            f"resnet50{'_prefetch' if prefetch else ''}_step",
             f"b{batch} {side}x{side}",
             torchvision.models.resnet50,
             lambda: (torch.randn(batch, 3, side, side), torch.randint(0, 1000, (batch,))),
             optimizer=_optimizer,
             dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-            layouts=(NCHW, NHWC),
+            layouts=(NHWC,) if prefetch else (NCHW, NHWC),
+            prefetch=prefetch,
         )
+        for prefetch in (False, True)
     ]
 
 

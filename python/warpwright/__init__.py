@@ -13,6 +13,7 @@ from ._sharding import watch_dtensor as _watch_dtensor
 from ._version import __version__
 from .errors import check_errors, strict
 from .explain import explain
+from .graphs import CaptureError, GraphStep, graph_step
 from .info import info
 from .integrations import register_attention
 from .patch import patch
@@ -26,6 +27,8 @@ _watch_gpus()
 _watch_dtensor()
 
 __all__ = [
+    "CaptureError",
+    "GraphStep",
     "SwapCheckError",
     "SwapReport",
     "__version__",
@@ -34,6 +37,7 @@ __all__ = [
     "functional",
     "get_float32_matmul_precision",
     "get_include",
+    "graph_step",
     "info",
     "nn",
     "optim",

@@ -31,9 +31,9 @@ from .steps import (
     Variant,
     Workload,
     build_step,
-    capture,
     count_flops,
     failed,
+    graphed,
     row_of,
     step_rows,
     variants,
@@ -71,8 +71,10 @@ class _Worker:
         (variant,) = (v for v in variants(self.workload, peers, self.device) if v.impl == self.impl)
         start = time.monotonic()
         self.step = build_step(self.workload, variant, None, self.device)
-        losses = [float(self.step()) for _ in range(FIRST_STEPS)]
+        step = graphed(self.step) if variant.captured else self.step
+        losses = [float(step()) for _ in range(FIRST_STEPS)]
         first_s = time.monotonic() - start
+        del step
         self._release()
         return {"losses": losses, "first_s": round(first_s, 1)}
 
@@ -83,7 +85,7 @@ class _Worker:
             torch.cuda.reset_peak_memory_stats()
         step: Callable[[], Any] = self.step
         if self.step.variant.captured:
-            step = capture(step)
+            step = graphed(self.step, check=False)
         for _ in range(WARM_UP):
             step()
         # Before the samples, whose clock has a buffer of its own.

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import optim
+from ..graphs import graph_step, prefetched, record
 from ..patch import patch
 from ..swap import swap
 from .attention_calls import flop_formulas
@@ -50,6 +54,8 @@ class Workload:
     layouts: tuple[str, ...] = (ROWS,)
     # The implementations in place of the usual ones: (peers asked for, device) to variants.
     variants: Callable[[Sequence[str], str], list[Variant]] | None = None
+    # The next batch is copied on a stream of its own while a step runs; for every implementation.
+    prefetch: bool = False
     # One process per implementation, so that each row's peak memory is that implementation's alone.
     separate: bool = False
     source: Path | None = None  # the file that makes this workload, for another process
@@ -69,6 +75,7 @@ class Variant:
     compiled: bool = False
     patched: bool = False
     captured: bool = False
+    our_optimizer: bool = False  # warpwright.optim's class of the same name
     peer: str | None = None  # the name in PEERS that selects it; None: it is ours
     notes: list[str] = field(default_factory=list)
 
@@ -81,6 +88,29 @@ def swap_both(model: nn.Module, criterion: nn.Module, fuse: bool = False) -> Non
 swap_and_fuse = functools.partial(swap_both, fuse=True)
 
 
+def ours_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """``warpwright.optim``'s optimizer with the same options; the same one if there is none."""
+    kind: Any = getattr(optim, type(optimizer).__name__, None)
+    if kind is None:
+        return optimizer
+    known = inspect.signature(kind).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in known}
+    groups = [{k: v for k, v in g.items() if k in known} for g in optimizer.param_groups]
+    return kind(groups, **options)  # type: ignore[no-any-return]
+
+
+def fused_variant(layout: str, captured: bool = False) -> Variant:
+    """All that the package has: fused layers and its optimizer; under a CUDA graph."""
+    return Variant(
+        "warpwright_fused_cudagraph" if captured else "warpwright_fused",
+        layout,
+        swap_and_fuse,
+        patched=True,
+        captured=captured,
+        our_optimizer=True,
+    )
+
+
 def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Variant]:
     """Ours first. A peer that needs one memory format only gets the better one: channels_last."""
     if workload.variants is not None:
@@ -91,12 +121,10 @@ def variants(workload: Workload, peers: Sequence[str], device: str) -> list[Vari
         found.append(Variant("warpwright", layout, swap_both, patched=True))
         if layout != NHWC or "channels_last" in peers or len(workload.layouts) == 1:
             found.append(Variant("native", layout, peer="native"))
-    found.append(Variant("warpwright_fused", best, swap_and_fuse, patched=True))
+    found.append(fused_variant(best))
     if device == "cuda" and "cudagraph" in peers:
         found.append(Variant("warpwright_cudagraph", best, swap_both, patched=True, captured=True))
-        found.append(
-            Variant("warpwright_fused_cudagraph", best, swap_and_fuse, patched=True, captured=True)
-        )
+        found.append(fused_variant(best, captured=True))
         found.append(Variant("cudagraph", best, captured=True, peer="cudagraph"))
     if "compile" in peers:
         found.append(Variant("compile", best, compiled=True, peer="compile"))
@@ -120,14 +148,14 @@ class TrainingStep:
     forward: Callable[..., Any]  # the model, or the model compiled
     optimizer: torch.optim.Optimizer
     host: tuple[Tensor, ...]
+    batches: Iterator[Any]  # the batch again and again, as each step gets it
 
     def __call__(self) -> Tensor:
-        *inputs, target = (x.to(self.device, non_blocking=True) for x in self.host)
+        *inputs, target = (x.to(self.device, non_blocking=True) for x in next(self.batches))
         self.optimizer.zero_grad()
         amp = self.workload.dtype != torch.float32
-        cache = not self.variant.captured
         with (
-            torch.autocast(self.device, self.workload.dtype, enabled=amp, cache_enabled=cache),
+            torch.autocast(self.device, self.workload.dtype, enabled=amp),
             patch() if self.variant.patched else contextlib.nullcontext(),
         ):
             output = self.workload.call(self.forward, inputs, target)
@@ -170,12 +198,17 @@ def build_step(
     variant.prepare(model, criterion)
     model.train()
     optimizer = workload.optimizer(model.parameters())
+    if variant.our_optimizer:
+        optimizer = ours_of(optimizer)
     forward: Any = model
     if variant.compiled:
         mode = "max-autotune-no-cudagraphs" if variant.peer == "max-autotune" else None
         forward = torch.compile(model, mode=mode)
     host = tuple(on_host(x) for x in _generate(workload.batch))
-    return TrainingStep(workload, variant, device, criterion, forward, optimizer, host)
+    batches: Iterator[Any] = itertools.repeat(host)
+    if workload.prefetch:
+        batches = prefetched(batches, torch.device(device))
+    return TrainingStep(workload, variant, device, criterion, forward, optimizer, host, batches)
 
 
 def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -185,35 +218,55 @@ def _generate(batch: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return batch()
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A CUDA graph to replay. It owns none of the memory that it finds outside of its pool."""
+class _Loss(nn.Module):
+    """A training step's forward, from its batch to the loss."""
 
-    graph: torch.cuda.CUDAGraph
-    result: Any
-    step: Callable[[], Any]  # owns the parameters and the pinned inputs
+    def __init__(self, step: TrainingStep) -> None:
+        super().__init__()
+        self.model, self.criterion = step.forward, step.criterion
+        self.workload, self.patched = step.workload, step.variant.patched
 
-    def __call__(self) -> Any:
-        self.graph.replay()
-        return self.result
+    def forward(self, *batch: Tensor) -> Tensor:
+        *inputs, target = batch
+        with patch() if self.patched else contextlib.nullcontext():
+            output = self.workload.call(self.model, inputs, target)
+            return self.workload.loss(self.criterion, output, target)
 
 
-def capture(step: Callable[[], Any], pool: Any = None) -> Captured:
-    """The step as one CUDA graph. Its inputs are in pinned memory: loading is in the graph too.
+def graphed(step: TrainingStep, pool: Any = None, check: bool = True) -> Step:
+    """The step under ``warpwright.graph_step``, its batch in pinned memory.
 
-    `pool` may be shared by graphs that never run at the same time: only parameters outlive a replay,
-    so their activations can use the same memory.
+    `pool` may be shared by graphs that never run at the same time. The steps of `check` hold copies of
+    the parameters: without it for a row whose peak memory counts.
     """
+    amp = None if step.workload.dtype == torch.float32 else step.workload.dtype
+    captured = graph_step(
+        _Loss(step),
+        lambda value: value,
+        step.optimizer,
+        (step.host,),
+        autocast=amp,
+        pool=pool,
+        check=check,
+    )
+    return lambda: captured(next(step.batches))
+
+
+def capture(step: Callable[[], Any]) -> Callable[[], Any]:
+    """A step without inputs as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        loss = step()
-    return Captured(graph, loss, step)
+    graph, result = record(step, stream=stream)
+
+    def replay() -> Any:
+        graph.replay()
+        return result, step  # which own the memory
+
+    return replay
 
 
 def step_rows(
@@ -239,7 +292,7 @@ def step_rows(
                 torch._dynamo.reset()
                 built = build_step(workload, variant, state, device)
                 first[name] = float(built())
-                steps[name] = variant, capture(built, pool) if variant.captured else built
+                steps[name] = variant, graphed(built, pool) if variant.captured else built
             except KeyboardInterrupt:
                 raise
             except Exception as error:
@@ -353,16 +406,17 @@ def mnist_cnn() -> nn.Sequential:
     )
 
 
-def mnist_workload(batch: int) -> Workload:
+def mnist_workload(batch: int, prefetch: bool = False) -> Workload:
     return Workload(
-        "mnist_step",
+        "mnist_prefetch_step" if prefetch else "mnist_step",
         f"b{batch}",
         mnist_cnn,
         lambda: (torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))),
         layouts=(NCHW, NHWC),
+        prefetch=prefetch,
     )
 
 
-def mnist_workloads(device: str) -> list[Workload]:
+def mnist_workloads(device: str, prefetch: bool = False) -> list[Workload]:
     sizes = (64, 256, 1024, 4096) if device == "cuda" else (64, 256)
-    return [mnist_workload(batch) for batch in sizes]
+    return [mnist_workload(batch, prefetch) for batch in sizes]

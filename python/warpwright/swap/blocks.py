@@ -36,12 +36,15 @@ class Layer:
     """A layer that the generated function calls differently, or not at all."""
 
     path: Path
-    kinds: tuple[type[nn.Module], ...]  # what it may be
+    kinds: tuple[type[nn.Module], ...]  # what it may be, or what a generated class of it extends
     options: tuple[tuple[str, Any], ...]  # attributes that are constants in the function
 
     def holds(self, block: nn.Module) -> bool:
         layer = at(block, self.path)
-        if layer is None or type(layer) not in self.kinds or is_hooked(layer):
+        if layer is None or is_hooked(layer):
+            return False
+        kind = type(layer)
+        if kind not in self.kinds and base_of(kind) not in self.kinds:
             return False
         return all(getattr(layer, name) == value for name, value in self.options)
 

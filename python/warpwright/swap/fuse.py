@@ -13,11 +13,11 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from .. import functional as F
-from .blocks import Layer, Recipe, base_of, block_class, is_hooked, source_of, why_no_block
+from .blocks import Layer, Recipe, block_class, is_hooked, source_of, why_no_block
+from .candidates import may_be_rewritten, may_have_chains
 from .forms import Form, forms, kind_of
 from .patterns import (
     ALONE,
@@ -27,7 +27,6 @@ from .patterns import (
     KINDS,
     MAKES_NEW,
     METHODS,
-    NAMES,
     NATIVE,
     ONLY_FUSED,
     OPTIONS,
@@ -59,6 +58,7 @@ class Plan:
     classes: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)  # keepers and blocks
     absorbed: dict[nn.Module, str] = field(default_factory=dict)  # layers into which fused module
     graphs: Graphs = field(default_factory=dict)
+    blocks: dict[nn.Module, list[Block]] = field(default_factory=dict)  # all that was traced
 
 
 @dataclass
@@ -105,7 +105,8 @@ def plan(
     """
     result = Plan()
     for name, module in model.named_modules():
-        if module in whole or not _may_have_chains(module):
+        chains = may_have_chains(module)
+        if module in whole or not (chains or may_be_rewritten(module)):
             continue
         try:
             reason = why_no_block(module)
@@ -113,7 +114,8 @@ def plan(
                 raise NotTraceable(reason)
             _fuse_module(name, module, why_not, {*ops, *ONLY_FUSED}, result)
         except NotTraceable as error:
-            result.fusions.append(Fusion(name, "", "", str(error)))
+            if chains:
+                result.fusions.append(Fusion(name, "", "", str(error)))
     return result
 
 
@@ -125,9 +127,11 @@ def _fuse_module(
     absorbed: dict[nn.Module, str] = {}
     fusions: list[Fusion] = []
     graphs = []
+    blocks = []
     for form in forms(module):
-        block = _Block(name, module, why_not, ops, form, {**result.classes, **classes})
+        block = Block(name, module, why_not, ops, form, {**result.classes, **classes})
         block.fuse()
+        blocks.append(block)
         _add_fusions(fusions, block.fusions)
         if block.replaced:
             graphs.append((block.recipe(), block.graph))
@@ -141,6 +145,7 @@ def _fuse_module(
         result.classes.update(classes)
         result.absorbed.update(absorbed)
         result.graphs[module] = graphs
+    result.blocks[module] = blocks
     result.fusions += fusions
 
 
@@ -155,38 +160,7 @@ def _add_fusions(known: list[Fusion], found: list[Fusion]) -> None:
             known[i] = fusion
 
 
-def _may_have_chains(module: nn.Module) -> bool:
-    """Whether ``module``'s forward may contain a chain, so that a trace can pay."""
-    kind = type(module)
-    if isinstance(module, torch.jit.ScriptModule) or base_of(kind) is not None:
-        return False
-    forward = getattr(kind.forward, "__module__", "") or ""
-    if forward.partition(".")[0] == "torch" and kind.forward is not nn.Sequential.forward:
-        return False
-    called = {KINDS[type(m)].op for m in _called_by(module) if type(m) in KINDS}
-    called |= {NAMES[name] for name in _names_in(kind) if name in NAMES} | {"add"}
-    if "batch_norm" in called and any(type(m) in CONVOLUTIONS for m in _called_by(module)):
-        return True
-    return any(called.issuperset(pattern.ops) for pattern in PATTERNS)
-
-
-def _called_by(module: nn.Module) -> Iterator[nn.Module]:
-    """The children, including those of lists and dicts, which have no forward."""
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called_by(child)
-        else:
-            yield child
-
-
-def _names_in(kind: type) -> set[str]:
-    functions = (f for base in kind.__mro__ if base is not nn.Module for f in vars(base).values())
-    return {
-        name for f in functions for name in getattr(getattr(f, "__code__", None), "co_names", ())
-    }
-
-
-class _Block:
+class Block:
     """One graph of a module's forward, and the chains fused in it."""
 
     def __init__(
@@ -377,9 +351,9 @@ class _Block:
         members, node = {step.node for step in chain}, head
         while node is not chain[-1].node:
             node = node.next
-            if node not in members and self._may_write(node):
+            if node not in members and self.may_write(node):
                 return f"{_label(node)} works in place in between"
-        if self._may_write(head):
+        if self.may_write(head):
             source = head.args[0]
             if not isinstance(source, fx.Node) or not self._is_alone(source):
                 return f"{_label(head)} works in place, others may see its input"
@@ -391,7 +365,7 @@ class _Block:
             return False
         return isinstance(self.module.get_submodule(str(node.target)), MAKES_NEW)
 
-    def _may_write(self, node: fx.Node) -> bool:
+    def may_write(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             layer = self.module.get_submodule(str(node.target))
             return any(getattr(m, "inplace", False) for m in layer.modules())

@@ -18,6 +18,7 @@ from .patterns import KINDS
 from .registry import UNKNOWN, find
 from .report import IS_OURS, NO_LAYER, NOTHING, REPLACED, SwapEntry
 from .residual import plan_blocks
+from .rewrites import plan_rewrites
 from .selection import Exclude, Filter, WhyLeft, selection
 
 DROPOUTS = (
@@ -113,9 +114,11 @@ def plan_swap(
         if kind in NATIVE:
             entry = entries[module]
             entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
+    norms = plan_rewrites(model, chosen, found, why_left)
+    chosen.update({m: kind for m, kind in found.classes.items() if m in found.blocks})
     blocks, notes = plan_blocks(model, chosen, why_left)
     chosen.update(blocks)
-    for module, note in notes.items():
+    for module, note in {**norms, **notes}.items():
         entries[module] = replace(entries[module], note=note)
     return Plan([*entries.values(), *more], chosen, found.fusions, found.graphs, changes)
 

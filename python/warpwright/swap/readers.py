@@ -55,9 +55,10 @@ def products_that_read(module: nn.Module, kind_of: Kind) -> tuple[Path, ...] | N
         child = getattr(module, name, None)
         if child is None:  # an optional layer that is absent
             continue
-        if not isinstance(child, nn.Module) or products_that_read(child, kind_of) != ((),):
+        inner = products_that_read(child, kind_of) if isinstance(child, nn.Module) else None
+        if inner is None:
             return None
-        paths.append((name,))
+        paths += [(name, *path) for path in inner]
     return tuple(paths) or None
 
 

@@ -127,10 +127,8 @@ def _add_rms_norm(
 
 
 LAYER_NORM = Norm(_layer_norm, _add_layer_norm)
-NORMS: dict[Any, Norm] = {
-    ours.LayerNorm.forward: LAYER_NORM,
-    ours.RMSNorm.forward: Norm(_rms_norm, _add_rms_norm),
-}
+RMS_NORM = Norm(_rms_norm, _add_rms_norm)
+NORMS: dict[Any, Norm] = {ours.LayerNorm.forward: LAYER_NORM, ours.RMSNorm.forward: RMS_NORM}
 
 
 # ---- blocks, by the fingerprint of the native class ----
@@ -169,13 +167,14 @@ class _Found:
         return True
 
 
-def _block_of(kind: type[nn.Module]) -> Block | None:
+def block_of(kind: type[nn.Module]) -> Block | None:
+    """The entry of a class that is known by its code."""
     return _blocks.get(fingerprint_of(kind, undecorated(kind)[0]) or "")
 
 
 def _find(module: nn.Module, base: type[nn.Module], kind_of: Kind) -> _Found | None:
     """None if ``base`` is no known block, or its norms are not ours."""
-    block = _block_of(base)
+    block = block_of(base)
     if block is None:
         return None
     steps: list[Step] = []
@@ -190,15 +189,16 @@ def _find(module: nn.Module, base: type[nn.Module], kind_of: Kind) -> _Found | N
         products = products_that_read(reads, kind_of)
         steps.append(Step(known, products is not None))
         layers += [((name,), kind_of(norm)), ((reader,), kind_of(reads))]
-        for path in products or ():
+        prefixes = {path[: i + 1] for path in products or () for i in range(len(path))}
+        for path in sorted(prefixes):
             layer = at(reads, path)
-            if path and layer is not None:
+            if layer is not None:
                 layers.append(((reader, *path), kind_of(layer)))
     first, second = steps
     return _Found(block, (first, second), tuple(layers))
 
 
-def _dtype_of_products(x: Any) -> Dtype:
+def dtype_of_products(x: Any) -> Dtype:
     """Autocast's dtype, if it is on and ``x`` is float32."""
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
         return None
@@ -223,7 +223,7 @@ def _residual_class(base: Any, found: _Found) -> type[nn.Module]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         values, rest = bind(self, *args, **kwargs)
-        dtype = _dtype_of_products(values[0])
+        dtype = dtype_of_products(values[0])
         if dtype is not None and found.holds(self):
             named = {**dict(zip(names, values, strict=False)), **rest}
             if takes(named):
@@ -280,7 +280,7 @@ def _faults(base: type[nn.Module], block: Block) -> str:
 
 def _why_not_trusted(base: Any) -> str:
     if base not in _checked:
-        block = _block_of(base)
+        block = block_of(base)
         assert block is not None
         try:
             _checked[base] = _faults(base, block)
@@ -316,7 +316,7 @@ def plan_blocks(
         base = type(module)
         if isinstance(module, torch.jit.ScriptModule):  # its class has no code of a forward
             continue
-        if module in chosen or native_of(base) is not base or _block_of(base) is None:
+        if module in chosen or native_of(base) is not base or block_of(base) is None:
             continue
         if why_no_block(module) or why_left(module, name) or _why_not_trusted(base):
             continue

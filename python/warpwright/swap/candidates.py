@@ -1,0 +1,62 @@
+"""Which modules are worth a trace, for ``swap(fuse=True)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from .. import nn as ours
+from .blocks import base_of
+from .patterns import CONVOLUTIONS, KINDS, NAMES, PATTERNS
+
+# Names in a forward that takes q, k and v apart.
+ATTENTION = ("unbind", "scaled_dot_product_attention", "softmax", "matmul")
+NORMS = (nn.LayerNorm, nn.RMSNorm, ours.LayerNorm, ours.RMSNorm)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether ``module``'s forward is a user's, or that of ``nn.Sequential``."""
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule) or base_of(kind) is not None:
+        return False
+    forward = getattr(kind.forward, "__module__", "") or ""
+    return forward.partition(".")[0] != "torch" or kind.forward is nn.Sequential.forward
+
+
+def may_be_rewritten(module: nn.Module) -> bool:
+    """Whether ``module``'s forward may call a norm, or take views apart after a permutation."""
+    if not has_own_forward(module):
+        return False
+    if any(type(m) in NORMS for m in _called_by(module)):
+        return True
+    names = _names_in(type(module))
+    return "permute" in names and not names.isdisjoint(ATTENTION)
+
+
+def may_have_chains(module: nn.Module) -> bool:
+    """Whether ``module``'s forward may contain a chain, so that a trace can pay."""
+    if not has_own_forward(module):
+        return False
+    called = {KINDS[type(m)].op for m in _called_by(module) if type(m) in KINDS}
+    called |= {NAMES[name] for name in _names_in(type(module)) if name in NAMES} | {"add"}
+    if "batch_norm" in called and any(type(m) in CONVOLUTIONS for m in _called_by(module)):
+        return True
+    return any(called.issuperset(pattern.ops) for pattern in PATTERNS)
+
+
+def _called_by(module: nn.Module) -> Iterator[nn.Module]:
+    """The children, including those of lists and dicts, which have no forward."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_by(child)
+        else:
+            yield child
+
+
+def _names_in(kind: type) -> set[str]:
+    functions = (f for base in kind.__mro__ if base is not nn.Module for f in vars(base).values())
+    return {
+        name for f in functions for name in getattr(getattr(f, "__code__", None), "co_names", ())
+    }

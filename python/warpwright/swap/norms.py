@@ -1,0 +1,166 @@
+"""Norms in a user's own forwards: what they write, and the addition before them.
+
+``residual`` knows classes of blocks by their code. Here the graph of any forward that ``trace`` can
+read shows the same: which layers read a norm, and which addition a norm reads. The rules are those of
+``residual``: under autocast a norm that products alone read writes their dtype, and an addition
+becomes part of the norm. Without autocast, and for other dtypes, the calls run as they were written.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as native
+
+from .. import nn as ours
+from .blocks import Layer, base_of
+from .fuse import Block
+from .readers import Kind, products_that_read
+from .residual import ADDS, CASTS, LAYER_NORM, NARROW, RMS_NORM, dtype_of_products
+
+NORMS = (ours.LayerNorm, ours.RMSNorm)
+ADDITIONS = (operator.add, torch.add)
+
+
+# ---- what generated forwards call ----
+
+
+def _has_float32_vectors(layer: nn.Module) -> bool:
+    vectors = layer._parameters.values()
+    return all(vector is None or vector.dtype == torch.float32 for vector in vectors)
+
+
+def norm_for_products(layer: Any, x: Tensor) -> Tensor:
+    """``layer(x)``, under autocast in the dtype of the products that read it."""
+    dtype = dtype_of_products(x)
+    if dtype is None or not _has_float32_vectors(layer):
+        return layer(x)  # type: ignore[no-any-return]
+    norm = LAYER_NORM if isinstance(layer, nn.LayerNorm) else RMS_NORM
+    return norm.alone(layer, x, dtype)
+
+
+def add_and_norm(layer: Any, first: Tensor, second: Tensor, casts: bool) -> tuple[Tensor, Tensor]:
+    """``first + second`` and its norm, as one op under autocast.
+
+    ``casts`` says whether products alone read the norm.
+    """
+    residual, branch = (first, second) if first.dtype == torch.float32 else (second, first)
+    dtype = dtype_of_products(residual)
+    one_op = (
+        dtype is not None
+        and type(branch) is type(residual)
+        and branch.dtype in (torch.float32, *NARROW)
+        and branch.shape == residual.shape
+        and _has_float32_vectors(layer)
+    )
+    if not one_op:
+        total = first + second
+        return total, norm_for_products(layer, total) if casts else layer(total)
+    norm = LAYER_NORM if isinstance(layer, nn.LayerNorm) else RMS_NORM
+    return norm.added(layer, branch, residual, dtype if casts else None)
+
+
+# ---- the pass ----
+
+
+class NormPass:
+    """Changes the norms in one graph. ``notes`` has a remark on each."""
+
+    def __init__(self, block: Block, kind_of: Kind) -> None:
+        self.block, self.graph, self.kind_of = block, block.graph, kind_of
+        self.notes: dict[nn.Module, str] = {}
+
+    def run(self) -> bool:
+        for node in list(self.graph.nodes):
+            if self._is_norm(node):
+                self._change(node)
+        return bool(self.notes)
+
+    def _layer(self, node: fx.Node) -> nn.Module:
+        return self.block.module.get_submodule(str(node.target))
+
+    def _is_norm(self, node: fx.Node) -> bool:
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return False
+        return self.kind_of(self._layer(node)) in NORMS and isinstance(node.args[0], fx.Node)
+
+    def _change(self, node: fx.Node) -> None:
+        layer, source = self._layer(node), node.args[0]
+        assert isinstance(source, fx.Node)
+        readers = self._products_of(node)
+        addition = source if self._is_addition(source, node) else None
+        if readers is None and addition is None:
+            return
+        path = str(node.target)
+        if addition is not None:
+            with self.graph.inserting_before(addition):
+                arguments = (self.graph.get_attr(path), *addition.args, readers is not None)
+                pair = self.graph.call_function(add_and_norm, arguments)
+                total = self.graph.call_function(operator.getitem, (pair, 0))
+                changed = self.graph.call_function(operator.getitem, (pair, 1))
+            addition.replace_all_uses_with(total)
+        else:
+            with self.graph.inserting_before(node):
+                arguments = (self.graph.get_attr(path), source)
+                changed = self.graph.call_function(norm_for_products, arguments)
+        node.replace_all_uses_with(changed)
+        self.graph.erase_node(node)
+        if addition is not None:
+            self.graph.erase_node(addition)
+        self._depend_on(path)
+        for reader in readers or ():
+            self._depend_on(reader)
+        said = [ADDS] if addition is not None else []
+        self.notes[layer] = "; ".join(said + ([CASTS] if readers is not None else []))
+
+    def _depend_on(self, path: str) -> None:
+        """The graph holds while this layer has its class and no hooks."""
+        if path not in self.block.layers:
+            kind = self.kind_of(self.block.module.get_submodule(path))
+            kinds = (base_of(kind) or kind,)  # a generated class has no name to pickle it by
+            self.block.layers[path] = Layer(tuple(path.split(".")), kinds, ())
+
+    def _products_of(self, node: fx.Node) -> set[str] | None:
+        """Paths of the layers that read ``node``, if all of them are or contain products."""
+        found: set[str] = set()
+        for user in node.users:
+            if user.op == "call_function" and user.target is native.linear:
+                if user.args[0] is not node or node in user.args[1:] or user.kwargs:
+                    return None
+                continue
+            if user.op != "call_module":
+                return None
+            layer, path = self._layer(user), str(user.target)
+            places = [i for i, argument in enumerate(user.args) if argument is node]
+            if issubclass(self.kind_of(layer), nn.MultiheadAttention):
+                places = [i for i in places if i > 2]  # query, key and value are read alike
+            else:
+                places = [i for i in places if i > 0]
+            if places or node in user.kwargs.values() or node not in user.args:
+                return None
+            products = products_that_read(layer, self.kind_of)
+            if products is None:
+                return None
+            found.add(path)
+            for inner in products:  # and the layers on the way
+                found.update(".".join((path, *inner[: i + 1])) for i in range(len(inner)))
+        return found or None
+
+    def _is_addition(self, source: fx.Node, norm: fx.Node) -> bool:
+        """Whether ``source`` adds two tensors, and nothing writes to its result before ``norm``."""
+        is_function = source.op == "call_function" and source.target in ADDITIONS
+        if not is_function and not (source.op == "call_method" and source.target == "add"):
+            return False
+        if len(source.args) != 2 or source.kwargs:
+            return False
+        if not all(isinstance(argument, fx.Node) for argument in source.args):
+            return False
+        following = source.next
+        while following is not norm:
+            if self.block.may_write(following):
+                return False
+            following = following.next
+        return True

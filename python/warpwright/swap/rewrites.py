@@ -1,0 +1,59 @@
+"""Changes of traced forwards besides chains of layers: norms and views, for ``swap(fuse=True)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from .blocks import block_class
+from .fuse import Fusion, Plan
+from .norms import NormPass
+from .residual import block_of
+from .trace import NotTraceable
+from .views import INTO, ViewPass
+
+
+def plan_rewrites(
+    model: nn.Module,
+    chosen: Mapping[nn.Module, type[nn.Module]],
+    found: Plan,
+    why_left: Callable[[nn.Module, str], str | None],
+) -> dict[nn.Module, str]:
+    """Adds the changes to ``found``. Returns a remark on each norm.
+
+    Args:
+        chosen: the classes that layers get anyway.
+        why_left: the user's reason to leave a module as it is, or None.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    notes: dict[nn.Module, str] = {}
+
+    def kind_of(layer: nn.Module) -> type[nn.Module]:
+        return found.classes.get(layer) or chosen.get(layer, type(layer))
+
+    # Inner modules first: an outer one depends on the classes that they get.
+    for module, blocks in reversed([*found.blocks.items()]):
+        name = names[module]
+        if block_of(type(module)) is not None or why_left(module, name):
+            continue
+        if not any(child in chosen for child in module.modules()):
+            continue
+        norms = [NormPass(block, kind_of) for block in blocks]
+        views = [ViewPass(block) for block in blocks]
+        changed = [a.run() | b.run() for a, b in zip(norms, views, strict=True)]
+        if True not in changed:
+            continue
+        kept = [b for b, c in zip(blocks, changed, strict=True) if c or b.replaced]
+        try:
+            recipes = tuple(block.recipe() for block in kept)
+            made = block_class(type(module), recipes)
+        except (NotTraceable, TypeError, ValueError):  # a metaclass, a function without a name, ...
+            continue
+        found.classes[module] = made
+        found.graphs[module] = [(r, block.graph) for r, block in zip(recipes, kept, strict=True)]
+        for a in norms:
+            notes.update(a.notes)
+        chains = dict.fromkeys(chain for b in views for chain in b.chains)
+        found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]
+    return notes
