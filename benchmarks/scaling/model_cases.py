@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import gpt2_small, resnet
+from models import gpt2_small
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -134,7 +134,11 @@ def models(device: torch.device, quick: bool) -> Iterator[Case]:
         "resnet50_step": "ResNet-50, 256 images",
     }
     kind = "cpu" if quick else "cuda"
-    found = [*gpt2_small.workloads(kind), *resnet.workloads(kind)]
+    found = gpt2_small.workloads(kind)
+    if not quick:
+        from models import resnet  # needs torchvision
+
+        found += resnet.workloads(kind)
     for work in found:
         for form in ("DP", "FSDP", "one GPU"):
             if form == "FSDP" and work.op == "resnet50_step":
