@@ -18,7 +18,7 @@ from warpwright.bench import ladder, records, report
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from ladders import rungs, run  # noqa: E402
+from ladders import run, rungs  # noqa: E402
 from ladders.matmul.task import Matmul  # noqa: E402
 from ladders.task import case_of  # noqa: E402
 

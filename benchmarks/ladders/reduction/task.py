@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
-
 from ladders.task import Problem, Size, Task, integers
+from torch.nn import functional as F
 
 
 def workspace(numel: int, device: str) -> torch.Tensor:
