@@ -34,8 +34,9 @@ each_ladder = pytest.mark.parametrize("found", ladder.LADDERS, ids=lambda found:
 SHIPPED = {
     "matmul": "gemm/kernel_sm90.cuh",
     "reduction": "ops/cross_entropy/cuda/fused_ring_sm90.cu",
+    "scan": "ops/scan/cuda/launch.cuh",
 }
-NEEDS_SM90 = {"matmul": [7, 8, 9, 10], "reduction": [9]}
+NEEDS_SM90 = {"matmul": [7, 8, 9, 10], "reduction": [9], "scan": []}
 
 
 # ---- files ----

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 # What a rung calls on the host beside its own file.
-HOST = (HERE / "entry.cpp", CSRC / "host/device_info.cu", CSRC / "host/tensor_map.cu")
+HOST = (HERE / "entry.cu", CSRC / "host/device_info.cu", CSRC / "host/tensor_map.cu")
 FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{CSRC}", f"-I{HERE}")
 # Another library of this process may have symbols of the same name: each keeps to its own.
 LOCAL = ("-Xcompiler=-fPIC,-fvisibility=hidden",)

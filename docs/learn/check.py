@@ -251,6 +251,92 @@ def rounding(answer: ModuleType) -> None:
     assert left != right, f"not_associative: both orders of {a}, {b}, {c} give {left}"
 
 
+# ---- ladder_reduction ----
+
+
+def close(call: str, got: float, wanted: float) -> None:
+    assert math.isclose(got, wanted, rel_tol=1e-9), f"{call} is {got}, expected {wanted:.6g}"
+
+
+@checks("ladder_reduction")
+def of_the_sum(answer: ModuleType) -> None:
+    for elements, ghz in ((2**28, 1.7), (1000, 1.0)):
+        wanted = elements / ghz / 1e6
+        close(f"atomic_ms({elements}, {ghz})", answer.atomic_ms(elements, ghz), wanted)
+    for number in range(1, 9):
+        wanted = sum(lane % 2**number == 0 for lane in range(32))
+        expect(f"active_lanes({number})", answer.active_lanes(number), wanted)
+    for size, rate, sms, ghz in ((4, 4.25, 132, 1.83), (16, 2.0, 108, 1.41)):
+        # All warps together: seconds of the issue slots are those of the bytes.
+        got = answer.instructions_allowed(size, rate, sms, ghz)
+        call = f"instructions_allowed({size}, {rate}, {sms}, {ghz})"
+        close(call, got, 32 * size / rate / 1e12 * sms * 4 * ghz * 1e9)
+    for flying, loads, size in ((32 * 1024, 1, 16), (32 * 1024, 8, 16), (22_000, 1, 4)):
+        got = answer.warps_needed(flying, loads, size)
+        call = f"warps_needed({flying}, {loads}, {size})"
+        enough = got * 32 * loads * size >= flying > (got - 1) * 32 * loads * size
+        assert enough, f"{call} is {got}, expected the fewest warps that hold as many bytes"
+
+
+@checks("ladder_reduction")
+def of_the_rows(answer: ModuleType) -> None:
+    sums = list(float32s(5, 20) * np.float32(1e4))
+    orders = [random.Random(seed).sample(range(20), 20) for seed in range(4)]
+    totals = {answer.sum_of_ordered(sums, order) for order in orders}
+    assert len(totals) == 1, f"sum_of_ordered depends on the tickets: {sorted(totals)[:2]}"
+    assert math.isclose(totals.pop(), sum(map(float, sums)), rel_tol=1e-3), "sum_of_ordered is off"
+    for smem, own in ((232_448, 128), (232_448, 0), (100_000, 50)):
+        got = answer.longest_row(smem, own)
+        fits = got % 4 == 0 and 4 * got + own <= smem < 4 * (got + 4) + own
+        assert fits, f"longest_row({smem}, {own}) is {got}: expected the most that fit"
+    native = [(1, 1), (0, 0), (0, 1), (2, 1)]
+    expect(f"chain_passes({native})", answer.chain_passes(native), 6)
+    expect("chain_passes([(1, 1)])", answer.chain_passes([(1, 1)]), 2)
+
+
+# ---- ladder_scan ----
+
+
+@checks("ladder_scan")
+def of_the_rungs(answer: ModuleType) -> None:
+    for elements, cycles, ghz in ((2**20, 4.0, 1.83), (1000, 75.0, 1.0)):
+        call = f"serial_ms({elements}, {cycles}, {ghz})"
+        close(call, answer.serial_ms(elements, cycles, ghz), elements * cycles / ghz / 1e6)
+    for exponent in (1, 10, 28):
+        wanted = (exponent << exponent, (1 << exponent) - 1)
+        expect(f"additions({exponent})", answer.additions(exponent), wanted)
+    for rung, wanted in ((3, 4), (4, 3), (6, 2)):
+        expect(f"passes({rung})", answer.passes(rung), wanted)
+    for items, padding in ((16, 0), (16, 1), (8, 0), (15, 0), (12, 0)):
+        wanted = passes([lane * (items + padding) for lane in range(32)])
+        got = answer.lanes_per_bank(items, padding)
+        expect(f"lanes_per_bank({items}, {padding})", got, wanted)
+
+
+@checks("ladder_scan")
+def bits_of_a_scan(answer: ModuleType) -> None:
+    totals = list(float32s(7, 12) * np.float32(1e3))
+    prefixes = dict(enumerate(itertools.accumulate(totals)))
+    for known in (set(), {0}, {3, 5}, set(range(11)), {10}):
+        some = {t: prefixes[t] for t in known}
+        got = answer.left_fold(totals, some, 11)
+        call = f"left_fold with the prefixes of {sorted(known)}"
+        assert got == prefixes[10], f"{call} is {got!r}, expected the bits of {prefixes[10]!r}"
+        got = answer.look_back(totals, some, 11)
+        off = abs(float(got) - float(prefixes[10]))
+        assert off < 1, f"look_back with the prefixes of {sorted(known)} is {got!r}"
+    right = totals[10] + totals[9] + prefixes[8]
+    got = answer.look_back(totals, {8: prefixes[8]}, 11)
+    assert got == right, f"look_back from the prefix of tile 8 is {got!r}: expected right to left"
+    sums, first, second = answer.two_that_differ()
+    known = dict(enumerate(itertools.accumulate(sums)))
+    found = [
+        answer.look_back(sums, {t: known[t] for t in chosen}, len(sums) - 1)
+        for chosen in (first, second)
+    ]
+    assert found[0] != found[1], f"two_that_differ: both give {found[0]!r}"
+
+
 # ---- look_back ----
 
 

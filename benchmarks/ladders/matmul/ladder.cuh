@@ -1,5 +1,5 @@
 // What the rungs share: the product, what a rung says about itself, and the way out of a tensor
-// core's registers. entry.cpp calls launch_rung(); each rung's file defines it and kRung.
+// core's registers. entry.cu calls launch_rung(); each rung's file defines it and kRung.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// What the rungs share: the call, and what a rung says about itself. entry.cpp calls launch_rung();
+// What the rungs share: the call, and what a rung says about itself. entry.cu calls launch_rung();
 // each rung's file defines it and kRung.
 #pragma once
 

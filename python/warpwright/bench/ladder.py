@@ -68,6 +68,13 @@ LADDERS = (
             Work("cross_entropy", "F.cross_entropy, both passes", "rows × classes", passes=2),
         ),
     ),
+    Ladder(
+        "scan",
+        "ladder-scan.md",
+        "ladder_scan.json",
+        ("ops/scan",),
+        (Work("cumsum", "torch.cumsum", "elements", passes=2),),
+    ),
 )
 RESULTS = tuple(ladder.result for ladder in LADDERS)
 
@@ -89,7 +96,7 @@ def peak_tflops(gpu: str) -> float | None:
 def sources_hash(ladder: Ladder, root: Path) -> str:
     """Identifies the sources of the rungs."""
     layers = [root / "csrc" / layer for layer in (*BELOW, *ladder.layers)]
-    shared = [root / FOLDER / name for name in ("entry.cpp", "checks.h")]
+    shared = [root / FOLDER / name for name in ("entry.cu", "checks.h")]
     return digest_of_sources([*layers, *shared, root / FOLDER / ladder.name], root)
 
 
