@@ -15,9 +15,7 @@ def active_lanes(round_number: int) -> int:
     raise NotImplementedError
 
 
-def instructions_allowed(
-    bytes_per_lane: int, tb_per_s: float, sms: int, ghz: float
-) -> float:
+def instructions_allowed(bytes_per_lane: int, tb_per_s: float, sms: int, ghz: float) -> float:
     """Instructions of a warp that take as long as its bytes do. An SM issues four per cycle."""
     raise NotImplementedError
 
