@@ -97,7 +97,8 @@ def build(name: str, wanted: list[Source], arch: str) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     flags = (*FLAGS, f"-I{HERE / name}", *LOCAL)
     code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    objects = [folder / f"{path.stem}.o" for path in HOST]
+    hosts = (*HOST, *(CSRC / path for path in ladder.named(name).links))
+    objects = [folder / f"{path.stem}.o" for path in hosts]
 
     def compile_host(path: Path, target: Path) -> None:
         if not target.exists():
@@ -118,7 +119,7 @@ def build(name: str, wanted: list[Source], arch: str) -> dict[str, Path]:
     missing = [s for s in wanted if not (folder / f"{s.name}.so").exists()]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
         if missing:
-            list(pool.map(compile_host, HOST, objects))
+            list(pool.map(compile_host, hosts, objects))
         return dict(zip((s.name for s in wanted), pool.map(compile_rung, wanted), strict=True))
 
 

@@ -337,6 +337,62 @@ def bits_of_a_scan(answer: ModuleType) -> None:
     assert found[0] != found[1], f"two_that_differ: both give {found[0]!r}"
 
 
+# ---- ladder_attention ----
+
+
+@checks("ladder_attention")
+def of_a_call(answer: ModuleType) -> None:
+    for heads, queries, keys, width in ((16, 4096, 4096, 128), (1, 3, 5, 64)):
+        wanted = sum(2 * heads * queries * keys * width for product in ("q k", "p v"))
+        call = f"forward_flops({heads}, {queries}, {keys}, {width})"
+        expect(call, answer.forward_flops(heads, queries, keys, width), wanted)
+    expect("operand_bytes(16, 4096, 128, 2)", answer.operand_bytes(16, 4096, 128, 2), 2**26)
+    expect("score_bytes(16, 4096, 4)", answer.score_bytes(16, 4096, 4), 2**30)
+    for width, size, score_size in ((128, 2, 4), (64, 4, 4), (80, 2, 4)):
+        got = answer.tokens_where_scores_are_larger(width, size, score_size)
+        larger = [n * n * score_size > 4 * n * width * size for n in (got - 1, got)]
+        call = f"tokens_where_scores_are_larger({width}, {size}, {score_size})"
+        assert larger == [False, True], f"{call} is {got}, not the fewest"
+
+
+@checks("ladder_attention")
+def of_its_halves(answer: ModuleType) -> None:
+    scores = torch.tensor([1.0, -2.0, 700.0, 3.0, 705.0, -900.0], dtype=torch.float64)
+    values = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def state(start: int, stop: int) -> tuple[float, float, list[float]]:
+        some = scores[start:stop]
+        top = float(some.max())
+        return top, float((some - top).exp().sum()), (some.softmax(0) @ values[start:stop]).tolist()
+
+    whole = state(0, 6)
+    for cut in range(1, 6):
+        for halves in ((state(0, cut), state(cut, 6)), (state(cut, 6), state(0, cut))):
+            top, total, out = answer.merge(*halves)
+            got = torch.tensor([top, total, *out], dtype=torch.float64)
+            exact = torch.tensor([*whole[:2], *whole[2]], dtype=torch.float64)
+            off = float((got - exact).abs().max())
+            assert off < 1e-9, f"merge of keys 0 to {cut - 1} and the others is off by {off:.1e}"
+    empty = (-math.inf, 0.0, [0.0] * 3)
+    got = answer.merge(empty, empty)
+    assert tuple(got[:2]) == empty[:2], f"merge of two empty states is {got}"
+
+
+@checks("ladder_attention")
+def of_its_tiles(answer: ModuleType) -> None:
+    for rows, columns, wanted in ((1, 1, 2.0), (4, 4, 0.5), (4, 8, 0.375)):
+        call = f"reads_per_product({rows}, {columns})"
+        close(call, answer.reads_per_product(rows, columns), wanted)
+    for row, column in itertools.product(range(16), range(8)):
+        lane, index = answer.lane_of(row, column)
+        # The manual: c0 and c1 are in row lane / 4, c2 and c3 eight rows below.
+        place = (lane // 4 + 8 * (index // 2), lane % 4 * 2 + index % 2)
+        assert place == (row, column), f"lane_of({row}, {column}) holds {place}"
+        assert 0 <= lane < 32, f"lane_of({row}, {column}) is lane {lane}"
+    for queries, wanted in ((16, 0.125), (64, 1 / 32)):
+        close(f"bytes_per_product({queries})", answer.bytes_per_product(queries), wanted)
+
+
 # ---- look_back ----
 
 

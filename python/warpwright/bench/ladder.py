@@ -44,6 +44,7 @@ class Ladder:
     result: str  # the record's name
     layers: tuple[str, ...]  # of csrc/, that the shipped rung is made of, beside BELOW
     works: tuple[Work, ...]
+    links: tuple[str, ...] = ()  # sources of csrc/ that the shipped rung calls
 
     def work(self, op: str) -> Work:
         return next(work for work in self.works if work.op == op)
@@ -74,6 +75,14 @@ LADDERS = (
         "ladder_scan.json",
         ("ops/scan",),
         (Work("cumsum", "torch.cumsum", "elements", passes=2),),
+    ),
+    Ladder(
+        "attention",
+        "ladder-attention.md",
+        "ladder_attention.json",
+        ("ops/attention",),
+        (Work("attention", "cuDNN", "heads × tokens"),),
+        links=("ops/attention/cuda/sm90/row_stats.cu",),
     ),
 )
 RESULTS = tuple(ladder.result for ladder in LADDERS)
