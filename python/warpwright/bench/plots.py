@@ -312,7 +312,7 @@ def ladder_steps(record: dict[str, Any]) -> dict[str, list[tuple[str, str, float
 
 
 def _panels(
-    style: Style, groups: Mapping[str, Sized], base: float, bar: float
+    style: Style, groups: Mapping[Any, Sized], base: float, bar: float
 ) -> tuple[Figure, Sequence[Axes]]:
     """A panel of horizontal bars per group, with a height in inches for its number of bars."""
     heights = [len(rows) for rows in groups.values()]
