@@ -35,9 +35,10 @@ SHIPPED = {
     "matmul": "gemm/kernel_sm90.cuh",
     "reduction": "ops/cross_entropy/cuda/fused_ring_sm90.cu",
     "scan": "ops/scan/cuda/launch.cuh",
+    "batch_norm": "ops/batch_norm/cuda/rows.cuh",
     "attention": "ops/attention/cuda/sm90/forward.cuh",
 }
-NEEDS_SM90 = {"matmul": [7, 8, 9, 10], "reduction": [9], "scan": [], "attention": [6]}
+NEEDS_SM90 = {"matmul": [7, 8, 9, 10], "reduction": [9], "scan": [], "batch_norm": [], "attention": [6]}
 
 
 # ---- files ----

@@ -393,6 +393,47 @@ def of_its_tiles(answer: ModuleType) -> None:
         close(f"bytes_per_product({queries})", answer.bytes_per_product(queries), wanted)
 
 
+# ---- ladder_batch_norm ----
+
+
+@checks("ladder_batch_norm")
+def of_its_passes(answer: ModuleType) -> None:
+    close("scaled_ms(23.0, 12544, 3211264)", answer.scaled_ms(23.0, 12544, 3211264), 23.0 * 256)
+    for size, stride in ((2, 128), (2, 2), (4, 16), (2, 64), (16, 16), (4, 4096)):
+        lanes = [lane * stride + i for lane in range(32) for i in range(size)]
+        moved = 32 * len({byte // 32 for byte in lanes})
+        wanted = len(lanes) / moved
+        close(f"sector_share({size}, {stride})", answer.sector_share(size, stride), wanted)
+    for kind, wanted in (("three walks", 4), ("moments", 3), ("chain", 8)):
+        expect(f"passes({kind!r})", answer.passes(kind), wanted)
+    close("saved_ms(40e6, 4.25)", answer.saved_ms(40e6, 4.25), 40e6 / 4.25e9)
+    for sms, smem, own, size in ((132, 232_448, 20_000, 2), (108, 166_912, 5, 4)):
+        wanted = sms * ((smem - own) // size)
+        got = answer.largest_on_chip(sms, smem, own, size)
+        expect(f"largest_on_chip({sms}, {smem}, {own}, {size})", got, wanted)
+
+
+@checks("ladder_batch_norm")
+def of_its_moments(answer: ModuleType) -> None:
+    x = float32s(11, 300).astype(np.float64) + 1e4
+
+    def moments(part: np.ndarray) -> tuple[int, float, float]:
+        return len(part), float(part.mean()), float(((part - part.mean()) ** 2).sum())
+
+    for cut in (1, 100, 299):
+        count, mean, m2 = answer.merge_moments(moments(x[:cut]), moments(x[cut:]))
+        wanted = moments(x)
+        expect(f"the count of {cut} and {300 - cut} numbers", count, 300)
+        assert math.isclose(mean, wanted[1], rel_tol=1e-12), f"merge_moments: the mean is {mean}"
+        assert math.isclose(m2, wanted[2], rel_tol=1e-6), f"merge_moments: m2 is {m2}"
+    empty = (0, 0.0, 0.0)
+    expect("merge_moments of two empty sets", tuple(answer.merge_moments(empty, empty)), empty)
+    mean = np.float32(answer.mean_that_breaks())
+    values = float32s(12, 4096) + mean
+    naive = float(np.mean(values * values) - np.mean(values) ** 2)
+    assert abs(naive - 1) >= 0.5, f"mean_that_breaks: with {mean:g} the variance is {naive:.3g}"
+
+
 # ---- look_back ----
 
 

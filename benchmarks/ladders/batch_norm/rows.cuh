@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 constexpr int kGroups = kThreads / kLanes;  // rows that a block reads at once
 constexpr int kInFlight = 4;                // loads of a thread
 constexpr int kStep = kGroups * kInFlight;  // rows of a block's step
-constexpr int kBlocksPerSm = 6;
+constexpr int kBlocksPerSm = 4;
 
 inline unsigned row_blocks() {
   return static_cast<unsigned>(warpwright::current_device_info().num_sms * kBlocksPerSm);

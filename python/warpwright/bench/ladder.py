@@ -77,6 +77,13 @@ LADDERS = (
         (Work("cumsum", "torch.cumsum", "elements", passes=2),),
     ),
     Ladder(
+        "batch_norm",
+        "ladder-batch-norm.md",
+        "ladder_batch_norm.json",
+        ("ops/batch_norm",),
+        (Work("batch_norm", "F.batch_norm", "rows of 64 channels", passes=2),),
+    ),
+    Ladder(
         "attention",
         "ladder-attention.md",
         "ladder_attention.json",
@@ -154,6 +161,10 @@ def size(work: Work, case: str) -> str:
     return f"{work.extents} = {case.replace('x', ' × ')}"
 
 
+def _short(x: float) -> str:
+    return f"{x:.2f}" if 0.01 <= x < 100 else f"{x:.2g}" if x < 0.01 else f"{x:.0f}"
+
+
 def _titles(work: Work) -> list[str]:
     middle = (
         ["TB/s", "passes over the input", "native / this"]
@@ -168,8 +179,8 @@ def _figures(work: Work, row: Row, record: Record) -> list[str]:
     rung, peak = row["impl"] != "native", record["peak_tflops"]
     if work.passes:
         one = row["bytes"] / work.passes / record["copy_tbs"] / 1e9  # ms, at the copy's rate
-        ratio = f"{share_of_native(row):.2f}×" if rung else ""
-        return [f"{terabytes(row):.3g}", f"{row['ms'] / one:.2f}", ratio]
+        ratio = f"{_short(share_of_native(row))}×" if rung else ""
+        return [f"{terabytes(row):.3g}", _short(row["ms"] / one), ratio]
     share = percent(share_of_native(row)) if rung else ""
     return [f"{tflops(row):.3g}", share, percent(tflops(row) / peak) if peak else ""]
 
