@@ -247,13 +247,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _refusal(rung: Rung, task: Task, size: Size) -> str | None:
+    try:
+        return wrong(rung, task, size)
+    except ValueError as error:  # a size that it does not take
+        return str(error)
+
+
 def check(name: str, libraries: dict[str, Path], console: Console) -> tuple[list[Rung], list[Any]]:
     """The rungs that are right, and what is wrong with the others."""
     good, failures = [], []
     for rung_name, path in libraries.items():
         rung, task = Rung(rung_name, path), task_of(name, rung_name)
         console.print(f"{rung_name}: ", end="")  # who it was, should the GPU stop here
-        bad = {s: why for s in task.checked if (why := wrong(rung, task, s)) is not None}
+        bad = {s: why for s in task.checked if (why := _refusal(rung, task, s)) is not None}
         for size, why in bad.items():
             case = case_of(size)
             failures.append({"op": task.op, "case": case, "impl": rung_name, "error": why})

@@ -12,7 +12,7 @@ PIXELS = 256  # native sees images of 16 x 16, channels innermost
 
 class BatchNorm(Task):
     op, dtype, names, exact_bits = "batch_norm", "bfloat16", ("rows",), False
-    # The first rung would take seconds for the large one, which is 256 x 112 x 112.
+    # The first rung takes seconds for the large one, which is 256 x 112 x 112.
     sizes = ((12544,), (3211264,))
     checked = ((256,), (12544,), (100352,))
     probe = (12544,)
