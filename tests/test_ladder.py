@@ -38,7 +38,13 @@ SHIPPED = {
     "batch_norm": "ops/batch_norm/cuda/rows.cuh",
     "attention": "ops/attention/cuda/sm90/forward.cuh",
 }
-NEEDS_SM90 = {"matmul": [7, 8, 9, 10], "reduction": [9], "scan": [], "batch_norm": [], "attention": [6]}
+NEEDS_SM90 = {
+    "matmul": [7, 8, 9, 10],
+    "reduction": [9],
+    "scan": [],
+    "batch_norm": [],
+    "attention": [6],
+}
 
 
 # ---- files ----

@@ -133,7 +133,12 @@ WRONG = [
         "",
         "nan|math domain|ZeroDivision|ValueError",
     ),
-    ("ladder_batch_norm", "max(itemsize, stride_bytes)", "stride_bytes * 2", r"sector_share\(2, 2\)"),
+    (
+        "ladder_batch_norm",
+        "max(itemsize, stride_bytes)",
+        "stride_bytes * 2",
+        r"sector_share\(2, 2\)",
+    ),
     ("ladder_batch_norm", "delta**2 * a[0] * share", "delta**2 * share", "merge_moments: m2 is"),
     ("ladder_batch_norm", "np.float32(1e4)", "np.float32(1e2)", "mean_that_breaks: with 100"),
     ("vjp", "dy - (y * dy).sum(-1, keepdim=True)", "dy", r"softmax of \(5,\): off by"),
