@@ -18,6 +18,7 @@ from processes import Worlds
 import warpwright
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NCCL = pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.two_gpus])
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
@@ -36,6 +37,10 @@ def pytest_collection_modifyitems(config, items):
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    if torch.cuda.device_count() < 2:
+        dropped = [item for item in items if item.get_closest_marker("two_gpus") is not None]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item.get_closest_marker("two_gpus") is None]
     available = gpu_sharing.gpu_gib()
     for item in items:
         why_not = gpu_sharing.why_too_small(gpu_sharing.needed_gib(item), available)
@@ -90,9 +95,18 @@ def process_group(tmp_path, device):
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module", params=["gloo", NCCL])
+def worlds(request):
+    """``worlds(n).run(function, ...)``: a file's processes, n ranks. With gloo on the CPU, and again
+    with NCCL if there are two GPUs."""
+    worlds = Worlds(request.param)
+    yield worlds
+    worlds.close()
+
+
 @pytest.fixture(scope="module")
-def worlds():
-    """``worlds(n).run(function, ...)``: a file's processes, n ranks with gloo on the CPU."""
+def gloo_worlds():
+    """As `worlds`, for what only gloo shows."""
     worlds = Worlds()
     yield worlds
     worlds.close()

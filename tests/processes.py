@@ -1,4 +1,4 @@
-"""Worlds of processes for tests of ``torch.distributed``: each rank is a process on the CPU with gloo.
+"""Worlds of processes for tests of ``torch.distributed``: each rank is a process, with gloo on the CPU or NCCL on a GPU.
 
 A test sends a function to all ranks and gets one result per rank::
 
@@ -10,6 +10,9 @@ A test sends a function to all ranks and gets one result per rank::
     def test_total(worlds):                  # the fixture is in conftest.py
         for y in worlds(3).run(total, torch.ones(2)):
             assert y.tolist() == [6, 6]
+
+With NCCL rank r uses GPU r. Its arguments come there, new tensors are made there, and its results
+come back to the CPU: a function needs no word about devices.
 
 A file starts each world once. A rank that raises, dies or hangs ends the test with a `RankError` that
 names the rank. The world then starts again for the next case.
@@ -76,10 +79,15 @@ def _serve(rank: int, size: int, backend: str, folder: str, pipe: Any) -> None:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
+    device = None
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
+        torch.backends.cudnn.allow_tf32 = False  # as in the process of the tests
     dist.init_process_group(
         backend,
+        device_id=device,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
@@ -92,16 +100,36 @@ def _serve(rank: int, size: int, backend: str, folder: str, pipe: Any) -> None:
         except EOFError:
             return
         try:
-            function, args, kwargs = pickle.loads(case)
+            function, args, kwargs = _moved(pickle.loads(case), device)
             torch.manual_seed(0)
-            answer = pickle.dumps((function(rank, *args, **kwargs), None))
+            answer = pickle.dumps((_moved(function(rank, *args, **kwargs), "cpu"), None))
         except Exception:
             answer = pickle.dumps((None, traceback.format_exc()))
         pipe.send_bytes(answer)
 
 
-def _context() -> Any:
-    """A fork server that has imported torch: a rank then starts in 0.1 s and inherits no thread."""
+def _moved(tree: Any, device: Any) -> Any:
+    """The same containers with their tensors and modules on ``device``; None moves nothing."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def move(x: Any) -> Any:
+        if isinstance(x, torch.nn.Module):
+            return x.to(device)
+        if isinstance(x, torch.Tensor):
+            return x.detach().to(device).requires_grad_(x.requires_grad)
+        return x
+
+    return tree if device is None else tree_map(move, tree)
+
+
+def _context(backend: str) -> Any:
+    """A fork server that has imported torch: a rank then starts in 0.1 s and inherits no thread.
+
+    A process whose parent has touched CUDA cannot use it, so NCCL's ranks start from nothing.
+    """
+    if backend == "nccl":
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "warpwright", "pytest"])
     return context
@@ -134,7 +162,7 @@ class World:
 
     def _start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="ranks")
-        context = _context()
+        context = _context(self.backend)
         self.pipes = []
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -154,7 +182,7 @@ class World:
     ) -> list[Outcome]:
         if not self.processes:
             self._start()
-        case = pickle.dumps((function, args, kwargs))
+        case = pickle.dumps(_moved((function, args, kwargs), "cpu"))
         for pipe in self.pipes:
             pipe.send_bytes(case)
         outcomes = self._collect(limit, grace)
@@ -213,14 +241,25 @@ class World:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _need_gpus(count: int) -> None:
+    import pytest
+    import torch
+
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+
+
 class Worlds:
-    """``worlds(n)``: the world of n ranks, the same object at each call."""
+    """``worlds(n)``: the world of n ranks, the same object at each call. ``device``: of its tensors."""
 
-    def __init__(self) -> None:
-        self.started: dict[tuple[int, str], World] = {}
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend, self.device = backend, "cuda" if backend == "nccl" else "cpu"
+        self.started: dict[int, World] = {}
 
-    def __call__(self, size: int, backend: str = "gloo") -> World:
-        return self.started.setdefault((size, backend), World(size, backend))
+    def __call__(self, size: int) -> World:
+        if self.backend == "nccl":
+            _need_gpus(size)
+        return self.started.setdefault(size, World(size, self.backend))
 
     def close(self) -> None:
         for world in self.started.values():

@@ -11,10 +11,20 @@ def parse(word):
     return [Replicate() if w == "R" else Shard(int(w[1:])) for w in word.split("/")]
 
 
+def device_type():
+    """Where the tensors of this rank's world lie."""
+    return "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+
+
+def seeded(seed):
+    """A generator for the world's device: the same numbers on every rank."""
+    return torch.Generator(device_type()).manual_seed(seed)
+
+
 def make_mesh(*shape):
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", shape or (torch.distributed.get_world_size(),))
+    return init_device_mesh(device_type(), shape or (torch.distributed.get_world_size(),))
 
 
 def whole(tensor):
@@ -26,7 +36,7 @@ def inputs(shapes, placements, mesh, dtype=torch.float32, seed=0, frozen=()):
     """(whole leaves, DTensors of them); a shape that is a tensor is an operand without gradient."""
     from torch.distributed.tensor import distribute_tensor
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     alone, sharded = [], []
     for i, (shape, word) in enumerate(zip(shapes, placements.split(), strict=True)):
         given = isinstance(shape, torch.Tensor)
@@ -63,7 +73,7 @@ def compare(
         result = function(*sharded, **options)
     assert any("Warpwright" in name for name in nodes(result)), "native ran"
     torch.testing.assert_close(whole(result), expected, rtol=rtol, atol=atol)
-    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected)
+    grad = torch.randn(expected.shape, generator=seeded(1)).to(expected)
     leaves = [i for i, t in enumerate(alone) if t.requires_grad]
     expected = torch.autograd.grad(expected, [alone[i] for i in leaves], grad)
     from torch.distributed.tensor import DTensor, Replicate

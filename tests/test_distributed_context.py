@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import RankError
+from sharded import make_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import warpwright
@@ -55,7 +55,7 @@ def gradients(model, logits, labels):
 
 def in_parallel(rank, model, data, options, how):
     tokens, labels, places = data
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh()
     if how == "swap":
         warpwright.swap(model)
     model.checkpointed = how == "checkpoint"

@@ -103,11 +103,11 @@ def sent_bytes(rank, shape, method, layout):
 @pytest.mark.parametrize(
     ("method", "layout"), [("ring", "zigzag"), ("ring", "contiguous"), ("ulysses", "zigzag")]
 )
-def test_bytes_sent(worlds, method, layout):
+def test_bytes_sent(gloo_worlds, method, layout):
     """Predicted for the busiest rank, and no rank sends more."""
     shape = Shape(2, 8, 4, 48, 16, True, element=4)
     for ranks in (2, 4):
-        counts = worlds(ranks).run(sent_bytes, shape, method, layout)
+        counts = gloo_worlds(ranks).run(sent_bytes, shape, method, layout)
         predict = ring_cost if method == "ring" else ulysses_cost
         options = (layout,) if method == "ring" else ()
         predicted = [cost.sent for cost in predict(shape, ranks, NVLINK, *options)]
@@ -132,9 +132,9 @@ def links(rank):
     return names
 
 
-def test_links(worlds):
+def test_links(gloo_worlds):
     names = [INFINIBAND.name, NVLINK.name, INFINIBAND.name]
-    assert worlds(4).run(links)[0] == names
+    assert gloo_worlds(4).run(links)[0] == names
 
 
 def largest_message(rank, shape, heads_at_once):
@@ -156,11 +156,11 @@ def largest_message(rank, shape, heads_at_once):
     return largest[0]
 
 
-def test_buffers_fall_with_heads_at_once(worlds):
+def test_buffers_fall_with_heads_at_once(gloo_worlds):
     """A message holds the keys, or the values, of as many heads as travel together."""
     shape = Shape(2, 8, 4, 48, 16, True, element=4)
     for at_once in (1, 2, 4):
-        for largest in worlds(2).run(largest_message, shape, at_once):
+        for largest in gloo_worlds(2).run(largest_message, shape, at_once):
             assert largest == 4 * shape.elements(at_once, ranks=2)
 
 

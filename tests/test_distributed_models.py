@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from sharded import make_mesh, nodes, whole
+from sharded import device_type, make_mesh, nodes, seeded, whole
 from torch import nn
 
 import warpwright
@@ -62,7 +62,7 @@ def make(kind=GPT):
 
 
 def batch():
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     tokens = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=generator)
     target = tokens[:, 1:].clone()
     target[0, :2] = -100
@@ -131,7 +131,7 @@ def block(rank, first):
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import parallelize_module
 
-    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(2, TOKENS, WIDTH, generator=seeded(2))
     alone, mine, native = make(LlamaBlock), make(LlamaBlock), make(LlamaBlock)
     counts = []
     for model in (mine, native):
@@ -294,7 +294,7 @@ def fsdp_with_tensor_parallelism(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("data", "tensor"))
     alone, model = make(), make()
     warpwright.swap(model)
     parallel(model, mesh["tensor"])
@@ -321,9 +321,9 @@ def autocast(rank):
     model = make(LlamaBlock)
     warpwright.swap(model)
     parallelize_module(model, make_mesh(), block_plan())
-    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(2, TOKENS, WIDTH, generator=seeded(2))
     alone = make(LlamaBlock)
-    with torch.autocast("cpu", torch.bfloat16), warpwright.patch():
+    with torch.autocast(device_type(), torch.bfloat16), warpwright.patch():
         out = model(x)
     torch.testing.assert_close(out.float(), alone(x), rtol=2e-2, atol=2e-2)
     out.float().square().mean().backward()

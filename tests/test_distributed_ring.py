@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from conftest import NCCL
+from sharded import device_type, make_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from warpwright.distributed import guard
@@ -20,11 +21,13 @@ from warpwright.testing import compare_with_native
 native = torch.nn.functional.scaled_dot_product_attention
 
 
-def make(ranks, dtype=torch.float32, heads=4, key_heads=2, per_rank=20, width=(16, 16)):
+def make(
+    ranks, dtype=torch.float32, heads=4, key_heads=2, per_rank=20, width=(16, 16), device="cpu"
+):
     """Query, key, value and the gradient of out, of the whole sequence."""
     tokens = ranks * per_rank
     sizes = [(heads, width[0]), (key_heads, width[0]), (key_heads, width[1]), (heads, width[1])]
-    return [torch.randn(2, h, tokens, d).to(dtype) for h, d in sizes]
+    return [torch.randn(2, h, tokens, d, device=device).to(dtype) for h, d in sizes]
 
 
 def run(rank, tensors, **options):
@@ -46,7 +49,7 @@ class OnRanks(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         ctx.call = world, options
         unused = q.new_zeros(*q.shape[:3], v.shape[3])
-        return world.run(run, [q, k, v, unused], **options)[0][0]
+        return world.run(run, [q, k, v, unused], **options)[0][0].to(q)
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -54,7 +57,7 @@ class OnRanks(torch.autograd.Function):
         (first, *others) = world.run(run, [*ctx.saved_tensors, grad_out], **options)
         for other in others:
             assert all(map(torch.equal, first, other))
-        return *first[1:], None, None
+        return *(x.to(grad_out) for x in first[1:]), None, None
 
 
 def assert_as_good_as_one_process(world, tensors, options):
@@ -73,7 +76,7 @@ CAUSAL = [("causal", layout) for layout in LAYOUTS]
 @pytest.mark.parametrize(("rule", "layout"), [("full", "zigzag"), *CAUSAL])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_values_and_gradients(worlds, dtype, ranks, rule, layout):
-    tensors = make(ranks, dtype)
+    tensors = make(ranks, dtype, device=worlds.device)
     causal = rule == "causal"
     options = {"is_causal": causal, "layout": layout, "method": "ring"}
     assert_as_good_as_one_process(worlds(ranks), tensors, options)
@@ -82,7 +85,7 @@ def test_values_and_gradients(worlds, dtype, ranks, rule, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ulysses(worlds, dtype, ranks, layout):
-    tensors = make(ranks, dtype, heads=8, key_heads=4)
+    tensors = make(ranks, dtype, heads=8, key_heads=4, device=worlds.device)
     options = {"is_causal": True, "layout": layout, "method": "ulysses"}
     assert_as_good_as_one_process(worlds(ranks), tensors, options)
 
@@ -166,7 +169,7 @@ def test_groups(worlds):
 
 def autocast(rank, tensors):
     q, k, v = (shard(x, 2).requires_grad_() for x in tensors[:3])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         out = ring_attention(q, k, v, is_causal=True)
     out.sum().backward()
     return out.dtype, q.grad.dtype
@@ -283,7 +286,7 @@ def unusual(rank):
     """What dtypes and classes without a kernel raise."""
     said = []
     q = torch.randn(1, 2, 4, 8)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = make_mesh()
     for x in (q.long(), q.to_sparse(), DTensor.from_local(q, mesh, [Shard(2)])):
         with pytest.raises(TypeError) as error:
             ring_attention(x, x, x)
@@ -347,18 +350,12 @@ def test_the_rank_that_dies_is_named(worlds):
 # ---- GPUs ----
 
 
-def on_gpus(rank, tensors, **options):
-    return [x.cpu() for x in run(rank, [x.cuda() for x in tensors], **options)]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("worlds", [NCCL], indirect=True)
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_gpus(worlds, dtype, layout, method):
-    tensors = make(2, dtype, heads=8, key_heads=4, per_rank=512, width=(64, 64))
+    """Blocks of several tiles, as good as one GPU."""
+    sizes = {"heads": 8, "key_heads": 4, "per_rank": 512, "width": (64, 64)}
+    tensors = make(2, dtype, **sizes, device=worlds.device)
     options = {"is_causal": True, "layout": layout, "method": method}
-    results = worlds(2, "nccl").run(on_gpus, tensors, **options)
-    expected = worlds(2).run(run, tensors, **options)
-    rounding = {"rtol": 0.05, "atol": 0.05} if dtype.itemsize == 2 else {}
-    torch.testing.assert_close(results, expected, **rounding)
+    assert_as_good_as_one_process(worlds(2), tensors, options)

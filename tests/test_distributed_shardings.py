@@ -356,6 +356,8 @@ def refusal(rank, case):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(worlds, case):
+    if worlds.backend == "nccl" and case == "a label that is no class":
+        pytest.skip("an assertion in the kernel, which ends the process, as native's")
     for text, collectives in worlds(2).run(refusal, case):
         assert re.search(REFUSED[case][-1], text, re.DOTALL), text
         assert collectives == (case == "lse of cut classes")  # the loss itself is allowed

@@ -1,9 +1,8 @@
-"""The teaching ladder: its files, what nvcc makes of them, and the table that its record becomes.
+"""The teaching ladders: their files, what nvcc makes of them, and the tables that their records become.
 
 Without a GPU the measuring code runs on the CPU with rungs made of Python.
 """
 
-import importlib.util
 import json
 import re
 import sys
@@ -17,36 +16,54 @@ import warpwright_cli
 from warpwright.bench import ladder, records, report
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "benchmarks" / "ladder"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from ladders import run, rungs  # noqa: E402
+from ladders.matmul.task import Matmul  # noqa: E402
+from ladders.task import case_of  # noqa: E402
+
 MAX_LINES = 125
 SMEM = 227 * 1024  # a block's, on sm_90
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-rungs = load("rungs")
-run = load("run")
-SOURCES = rungs.sources()
-NAMES = [source.name for source in SOURCES]
-each_rung = pytest.mark.parametrize("source", SOURCES, ids=NAMES)
+SOURCES = {found.name: rungs.sources(found.name) for found in ladder.LADDERS}
+EVERY = [(name, source) for name, found in SOURCES.items() for source in found]
+each_rung = pytest.mark.parametrize(
+    ("name", "source"), EVERY, ids=[f"{name}-{source.name}" for name, source in EVERY]
+)
+each_ladder = pytest.mark.parametrize("found", ladder.LADDERS, ids=lambda found: found.name)
+# What the last rung includes, and the rungs that only Hopper runs.
+SHIPPED = {
+    "matmul": "gemm/kernel_sm90.cuh",
+    "reduction": "ops/cross_entropy/cuda/fused_ring_sm90.cu",
+    "scan": "ops/scan/cuda/launch.cuh",
+    "batch_norm": "ops/batch_norm/cuda/rows.cuh",
+    "attention": "ops/attention/cuda/sm90/forward.cuh",
+}
+NEEDS_SM90 = {
+    "matmul": [7, 8, 9, 10],
+    "reduction": [9],
+    "scan": [],
+    "batch_norm": [],
+    "attention": [6],
+}
 
 
 # ---- files ----
 
 
-def test_rungs_are_numbered_without_a_gap():
-    assert [int(name[:2]) for name in NAMES] == list(range(1, len(NAMES) + 1))
-    assert 8 <= len(NAMES) <= 10
+@each_ladder
+def test_rungs_are_numbered_without_a_gap(found):
+    names = [source.name for source in SOURCES[found.name]]
+    assert [int(name[:2]) for name in names] == list(range(1, len(names) + 1))
+    assert 5 <= len(names) <= 10
+
+
+def test_every_folder_is_a_ladder():
+    folders = {path.parent.name for path in (ROOT / ladder.FOLDER).glob("*/*.cu")}
+    assert folders == set(SOURCES) == set(SHIPPED) == set(NEEDS_SM90)
 
 
 @each_rung
-def test_a_rung_is_short_and_says_what_why_and_what_holds_it_up(source):
+def test_a_rung_is_short_and_says_what_why_and_what_holds_it_up(name, source):
     assert source.text.count("\n") <= MAX_LINES
     what, why, bound = re.split(r"\n(?=Why:|Bound:)", source.header)
     assert re.match(r"[A-Z][\w, -]+: ", what)
@@ -55,51 +72,69 @@ def test_a_rung_is_short_and_says_what_why_and_what_holds_it_up(source):
 
 
 @each_rung
-def test_the_text_explains_the_rung(source):
-    text = (ROOT / "docs" / "ladder.md").read_text()
+def test_the_text_explains_the_rung(name, source):
+    text = (ROOT / "docs" / ladder.named(name).page).read_text()
     number = int(source.name[:2])
     section = re.search(rf"^## {number}\. .*?(?=^## )", text, re.M | re.S)
     assert section
-    assert f"(../benchmarks/ladder/{source.path.name})" in section[0]
+    assert f"(../benchmarks/ladders/{name}/{source.path.name})" in section[0]
     assert "*Predicted:*" in section[0]
 
 
-def test_links_of_the_text_lead_somewhere():
-    page = ROOT / "docs" / "ladder.md"
+@each_ladder
+def test_links_of_the_text_lead_somewhere(found):
+    page = ROOT / "docs" / found.page
     for target in re.findall(r"\]\((?!https:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
-def test_the_last_rung_includes_the_shipped_kernel():
-    assert '#include "gemm/kernel_sm90.cuh"' in SOURCES[-1].text
-    assert "__global__" not in SOURCES[-1].text
+@each_ladder
+def test_the_last_rung_includes_the_shipped_kernel(found):
+    last = SOURCES[found.name][-1]
+    assert f'#include "{SHIPPED[found.name]}"' in last.text
+    assert "__global__" not in last.text
 
 
-def test_which_rungs_need_hopper():
-    assert [source.needs_sm90 for source in SOURCES] == [False] * 6 + [True] * 4
+@each_ladder
+def test_which_rungs_need_hopper(found):
+    needing = [int(s.name[:2]) for s in SOURCES[found.name] if s.needs_sm90]
+    assert needing == NEEDS_SM90[found.name]
+
+
+@each_ladder
+def test_every_rung_has_a_task(found):
+    ops = [run.task_of(found.name, source.name).op for source in SOURCES[found.name]]
+    assert list(dict.fromkeys(ops)) == [work.op for work in found.works]
 
 
 def test_list_needs_no_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run.py", "--list", "--rung", "3"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "matmul", "--list", "--rung", "3"])
     assert run.main() == 0
     assert capsys.readouterr().out.startswith("03_shared_tile\nShared tile: ")
-    monkeypatch.setattr(sys, "argv", ["run.py", "--list", "--rung", "3,11"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "matmul", "--list", "--rung", "3,11"])
     with pytest.raises(SystemExit, match="11"):
         run.main()
 
 
+def test_sizes():
+    assert Matmul().parse("16x32x64") == (16, 32, 64)
+    with pytest.raises(ValueError, match="'16x32': expected mxnxk"):
+        Matmul().parse("16x32")
+
+
 # ---- compiled ----
+
+GOOD = torch.empty(64).data_ptr() & ~15
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
-def test_every_rung_compiles_and_fits_an_sm():
-    """One test, so that two test workers do not compile the same rung."""
-    libraries = rungs.build(SOURCES, "90a")
-    assert list(libraries) == NAMES
-    for source in SOURCES:
+@each_ladder
+def test_every_rung_compiles_and_fits_an_sm(found):
+    """One test per ladder, so that two test workers do not compile the same rung."""
+    libraries = rungs.build(found.name, SOURCES[found.name], "90a")
+    for source in SOURCES[found.name]:
         name = source.name
         rung = rungs.Rung(name, libraries[name])
-        shape = rung.shape
         said = libraries[name].with_suffix(".log").read_text()
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
         assert spills, name
@@ -107,72 +142,78 @@ def test_every_rung_compiles_and_fits_an_sm():
         assert "C75" not in said, name  # ptxas: wgmma is serialised
         assert "warning" not in said, said
 
-        assert shape.smem_bytes <= SMEM
-        assert shape.threads <= 1024
-        static = re.search(r"(\d+) bytes smem", said)
-        if static:  # no rung has both kinds
-            assert shape.smem_bytes == int(static[1]), name
-        if shape.stages:
-            element = 4 if "float sA" in source.text or "float[kBlkK]" in source.text else 2
-            rows = shape.blk_m + shape.blk_n
-            if name == "09_cluster":
-                rows -= shape.blk_n // 2  # a block of the two has its own B
-            if name == NAMES[-1]:
-                rows, blk_k = 128 + 128, 64  # of the large tile; Rung speaks of what it takes
-            else:
-                blk_k = shape.blk_k
-            ring = shape.stages * rows * blk_k * element
-            extra = shape.smem_bytes - ring
-            # Padding of a row, the mbarriers, alignment, and the shipped kernel's store buffers.
-            assert (
-                0
-                <= extra
-                <= {"06_tensor_cores": shape.stages * rows * 16}.get(
-                    name, 2 * 16384 + 1024 + 16 * shape.stages
-                )
-            ), name
-        else:
-            assert shape.smem_bytes == 0
-
+        assert rung.about["smem_bytes"] <= SMEM
+        assert rung.about["threads"] <= 1024
+        static = max(map(int, re.findall(r"(\d+) bytes smem", said)), default=0)
+        assert static <= rung.about["smem_bytes"], name
+        if found.name == "matmul":
+            check_matmul(rung, source, static)
+        task = run.task_of(found.name, name)
+        problem = task.draw(task.checked[0], "cpu")
+        with pytest.raises(ValueError, match="expected dense tensors on the GPU"):
+            rung([*problem.inputs, *problem.results], problem.extents)
+        count = len(problem.inputs) + len(problem.results)
         # Nothing is launched where the arguments are wrong.
-        m, n, k = shape.blk_m, shape.blk_n, shape.blk_k
-        good = torch.empty(64).data_ptr() & ~15
-        for at, value in ((0, m + 1), (1, n + 1), (2, k + 1), (0, 0), (0, -m), (2, 2**40)):
-            extents = [m, n, k]
-            extents[at] = value
-            block = (m, n, k)[at]
-            error = rung._run(good, good, good, *extents, None)
-            if value > 0 and value % block == 0 and value < 2**30:
-                continue  # a rung that takes any extent here would go on to launch
-            assert error is not None, (name, extents)
-            wanted = f"{'mnk'[at]} = {value}: expected a positive multiple of {block} below 2^30"
-            assert error.decode() == wanted
-        error = rung._run(good, good + 2, good, m, n, k, None)
-        assert error.decode() == "b: expected an address that 16 divides"
-        error = rung._run(None, good, good, m, n, k, None)
-        assert error.decode() == "a: expected an address that 16 divides"
-        with pytest.raises(ValueError, match="expected dense bfloat16 matrices on the GPU"):
-            rung(*(torch.zeros(16, 16, dtype=torch.bfloat16) for _ in range(3)))
-        with pytest.raises(ValueError, match="do not fit"):
-            rung(torch.zeros(16, 16), torch.zeros(16, 8), torch.zeros(16, 16))
+        error = rung.error([0] * count, problem.extents, 0)
+        assert re.search(r": expected (an address that 16 divides|a positive multiple)", error)
+
+
+def check_matmul(rung, source, static):
+    """What only the product's rungs have: a ring of tiles, and extents in whole tiles."""
+    about, name = rung.about, source.name
+    if about["stages"]:
+        element = 4 if "float sA" in source.text or "float[kBlkK]" in source.text else 2
+        rows, blk_k = about["blk_m"] + about["blk_n"], about["blk_k"]
+        if name == "09_cluster":
+            rows -= about["blk_n"] // 2  # a block of the two has its own B
+        if name == "10_shipped":
+            rows, blk_k = 128 + 128, 64  # of the large tile; the rung speaks of what it takes
+        ring = about["stages"] * rows * blk_k * element
+        # Padding of a row, the mbarriers, alignment, and the shipped kernel's store buffers.
+        room = {"06_tensor_cores": about["stages"] * rows * 16}
+        allowed = room.get(name, 2 * 16384 + 1024 + 16 * about["stages"])
+        assert 0 <= about["smem_bytes"] - ring <= allowed, name
+    else:
+        assert about["smem_bytes"] == 0
+    if static:  # no rung has both kinds
+        assert about["smem_bytes"] == static, name
+    blocks = [about["blk_m"], about["blk_n"], about["blk_k"]]
+    for at, value in (
+        (0, blocks[0] + 1),
+        (1, blocks[1] + 1),
+        (2, blocks[2] + 1),
+        (0, 0),
+        (0, -blocks[0]),
+        (2, 2**40),
+    ):
+        extents = list(blocks)
+        extents[at] = value
+        if value > 0 and value % blocks[at] == 0 and value < 2**30:
+            continue  # a rung that takes any extent here would go on to launch
+        wanted = f"{'mnk'[at]} = {value}: expected a positive multiple of {blocks[at]} below 2^30"
+        assert rung.error([GOOD] * 3, extents, 0) == wanted
+    assert rung.error([GOOD, GOOD + 2, GOOD], blocks, 0) == (
+        "b: expected an address that 16 divides"
+    )
 
 
 def test_without_nvcc_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(rungs, "folder_of", lambda arch: tmp_path / arch)
+    monkeypatch.setattr(rungs, "folder_of", lambda name, arch: tmp_path / name / arch)
     with pytest.raises(rungs.BuildError, match=r"nvcc is neither on PATH nor in .*/bin"):
-        rungs.build(SOURCES[:1], "90a")
+        rungs.build("matmul", SOURCES["matmul"][:1], "90a")
 
 
 @pytest.mark.gpu
 @each_rung
-def test_rungs_are_right_on_integers(source):
+def test_rungs_are_right(name, source):
     if source.needs_sm90 and rungs.arch_of_gpu() != "90a":
         pytest.skip("needs sm_90a")
-    rung = rungs.Rung(source.name, rungs.build([source], rungs.arch_of_gpu())[source.name])
-    for shape in run.CHECKED:
-        assert run.wrong(rung, shape) is None
+    libraries = rungs.build(name, [source], rungs.arch_of_gpu())
+    rung, task = rungs.Rung(source.name, libraries[source.name]), run.task_of(name, source.name)
+    for size in task.checked:
+        assert run.wrong(rung, task, size) is None
 
 
 # ---- measured: the real code, on the CPU, with rungs of Python ----
@@ -184,59 +225,72 @@ def cpu(monkeypatch):
     monkeypatch.setattr(run, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     claims = {}
-    monkeypatch.setattr(run, "time_once", lambda call: claims.get(call(), 1.0))
+    monkeypatch.setattr(run, "time_once", lambda call: claims.get(str(call()), 1.0))
     return claims
 
 
-def fake(name, spoil=lambda d, whole: None):
-    def rung(a, b, d):
+def fake(name, spoil=lambda d: None):
+    def rung(tensors, extents):
+        a, b, d = tensors
         torch.matmul(a, b.T, out=d)
-        spoil(d, d._base)
+        spoil(d)
         return name
 
     rung.name = name
     return rung
 
 
-def test_the_check_finds_what_is_wrong(cpu):
-    shape = (24, 40, 16)
-    assert run.wrong(fake("right"), shape) is None
+class SmallMatmul(Matmul):
+    checked, probe = ((24, 40, 16),), (16, 16, 16)
 
-    def one_element(d, whole):
+
+class InexactMatmul(SmallMatmul):
+    exact_bits = False
+
+
+def test_the_check_finds_what_is_wrong(cpu):
+    task, size = SmallMatmul(), (24, 40, 16)
+    assert run.wrong(fake("right"), task, size) is None
+
+    def one_element(d):
         d[23, 5] += 1
 
-    def not_written(d, whole):
+    def not_written(d):
         d[0, 0] = float("nan")
 
-    def outside(d, whole):
-        whole[-run.GUARD_ROWS, 3] = 0
+    def outside(d):
+        d._base[-run.GUARD] = 0
 
-    assert run.wrong(fake("x", one_element), shape).startswith(
+    assert run.wrong(fake("x", one_element), task, size).startswith(
         "1 of 960 elements differ, the first"
     )
-    assert "(23, 5)" in run.wrong(fake("x", one_element), shape)
-    assert "at (0, 0): nan" in run.wrong(fake("x", not_written), shape)
-    assert run.wrong(fake("x", outside), shape) == "wrote outside of D"
+    assert "(23, 5)" in run.wrong(fake("x", one_element), task, size)
+    assert "at (0, 0): nan" in run.wrong(fake("x", not_written), task, size)
+    assert run.wrong(fake("x", outside), task, size) == "wrote outside of its result"
+    task = InexactMatmul()
+    assert run.wrong(fake("right"), task, size) is None
+    assert run.wrong(fake("x", one_element), task, size).startswith("error ")
+    assert run.wrong(fake("x", not_written), task, size).startswith("error nan")
 
 
-def test_measured_rows_are_a_record(cpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(run, "PROBE", (16, 16, 16))
+def test_measured_rows_are_a_record(cpu, tmp_path):
+    task = SmallMatmul()
     cpu["01_naive"] = 90.0
     cpu["02_coalesced"] = 9.0
     cpu["03_shared_tile"] = 2.0
     record = records.environment("cpu") | {"copy_tbs": 1.0, "matmul_tflops": 1.0, "rows": []}
     record |= {"suite": ladder.SUITE, "peak_tflops": 100.0, "skipped": {}}
     record |= {"op_hashes": {"linear": "0" * 16}}
-    found = [fake(name) for name in NAMES[:3]]
+    found = [fake(source.name) for source in SOURCES["matmul"][:3]]
 
-    def picky(a, b, d):
-        if len(a) != 16:
+    def picky(tensors, extents):
+        if extents[0] != 16:
             raise ValueError("m = 32: expected a positive multiple of 128")
 
     picky.name = "04_register_tile"
     found.append(picky)
     # 32 x 48 x 64 has 24 times the FLOPs of the probe.
-    run.measure((32, 48, 64), found, record, limit_ms=24 * 50, seconds=0.01)
+    run.measure(task, (32, 48, 64), found, record, limit_ms=24 * 50, seconds=0.01)
     assert record["skipped"] == {
         "01_naive": {"linear": "about 2160 ms a call at 32x48x64, over --limit-ms 1200"},
         "04_register_tile": {"linear": "32x48x64: m = 32: expected a positive multiple of 128"},
@@ -255,6 +309,28 @@ def test_measured_rows_are_a_record(cpu, monkeypatch, tmp_path):
     records.save_records(record, path)
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.validate(records.load_records(path), records.SCHEMA)
+
+
+@each_ladder
+def test_tasks_on_the_cpu(found):
+    """Native against the exact result, on the integers of the check or on random numbers."""
+    for op in found.works:
+        rung = next(
+            s.name for s in SOURCES[found.name] if run.task_of(found.name, s.name).op == op.op
+        )
+        task = run.task_of(found.name, rung)
+        size = min(task.checked, key=task.work)
+        assert len(size) == len(task.names)
+        assert task.parse(case_of(size)) == size
+        problem = task.draw(size, "cpu", integers_only=task.exact_bits)
+        pairs = zip(problem.native(), problem.exact(), problem.results, strict=True)
+        for native, exact, result in pairs:
+            assert native.shape == exact.shape == result.shape
+            assert exact.dtype == torch.float64
+            if task.exact_bits:
+                assert torch.equal(native, exact.to(native.dtype))
+            else:
+                torch.testing.assert_close(native.double(), exact, rtol=1e-3, atol=1e-3)
 
 
 # ---- the table ----
@@ -288,14 +364,14 @@ def tree(tmp_path):
         "csrc/gemm",
         "csrc/ops/linear/cuda",
         "csrc/device",
-        "benchmarks/ladder",
+        "benchmarks/ladders/matmul",
         "python",
         "docs",
     ):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("a\n")
     (tmp_path / "csrc/ops/linear/cuda/launch.cu").write_text("// linear\n")
-    (tmp_path / "benchmarks/ladder/01_naive.cu").write_text("// naive\n")
+    (tmp_path / "benchmarks/ladders/matmul/01_naive.cu").write_text("// naive\n")
     (tmp_path / "docs/ladder.md").write_text("a\n<!-- results:ladder -->\n<!-- /results -->\nb\n")
     full = json.loads((ROOT / "benchmarks/results/h200/full.json").read_text())
     other = row("warpwright", 1.0)
@@ -307,7 +383,7 @@ def tree(tmp_path):
 def save(root, rows, **changes):
     record = json.loads((root / "benchmarks/results/h200/full.json").read_text())
     record |= {"suite": "ladder", "peak_tflops": 1000.0, "rows": rows, **changes}
-    record["op_hashes"] = {"linear": ladder.sources_hash(root)}
+    record["op_hashes"] = {"linear": ladder.sources_hash(ladder.named("matmul"), root)}
     records.save_records(record, root / "benchmarks/results/h200/ladder.json")
 
 
@@ -342,7 +418,7 @@ def test_table_and_picture(tree):
         "% of peak",
         "faster than the rung before |",
     ]
-    link = "../benchmarks/ladder/"
+    link = "../benchmarks/ladders/matmul/"
     assert lines[2] == f"| [2 coalesced]({link}02_coalesced.cu) | 25 | 0.08 | 10.0% | 0.01% |  |"
     assert (
         lines[3] == f"| [10 shipped]({link}10_shipped.cu) | 1.6 | 1.25 | 125.0% | 0.12% | 15.62× |"
@@ -365,7 +441,7 @@ def test_other_numbers_fail_the_check(tree):
 
 
 @pytest.mark.parametrize(
-    "changed", ["csrc/ops/linear/cuda/launch.cu", "benchmarks/ladder/01_naive.cu"]
+    "changed", ["csrc/ops/linear/cuda/launch.cu", "benchmarks/ladders/matmul/01_naive.cu"]
 )
 def test_a_changed_rung_is_stale(tree, changed, capsys):
     save(tree, [row("01_naive", 3.0), row("native", 2.0)])

@@ -1,4 +1,4 @@
-"""warpwright.optim on DTensors: FSDP2's parameters, with two processes on the CPU."""
+"""warpwright.optim on DTensors: FSDP2's parameters, with two processes on the CPU or on two GPUs."""
 
 import copy
 import io
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import NCCL
+from sharded import seeded
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,8 +47,7 @@ def train(module, optimizer, rank, steps=3, clip=None):
     """Each rank has its own half of the batch, as data parallel training does."""
     norms = []
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(8, 6, generator=generator)
+        x = torch.randn(8, 6, generator=seeded(step))
         x = x if rank is None else x[4 * rank : 4 * rank + 4]
         optimizer.zero_grad()
         module(x).square().mean().backward()
@@ -139,7 +140,7 @@ def replicas_count_once(mesh, rank):
     """Plain tensors, replicas and shards of one optimizer: each element counts once."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    square = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD, 1))
+    square = torch.distributed.device_mesh.init_device_mesh(mesh.device_type, (WORLD, 1))
     kinds = (None, (mesh, [Replicate()]), (mesh, [Shard(1)]), (square, [Replicate(), Shard(0)]))
     torch.manual_seed(0)
     values = [torch.randn(5, 4) for _ in kinds]
@@ -188,7 +189,7 @@ def fp32_state(mesh, rank):
     mine = optim.AdamW(module.parameters(), **options)
     single = optim.AdamW(alone.parameters(), **options)
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
+        generator = seeded(step)
         for p, q in zip(module.parameters(), alone.parameters(), strict=True):
             q.grad = torch.randn(q.shape, generator=generator).bfloat16()
             p.grad = torch.distributed.tensor.distribute_tensor(
@@ -245,12 +246,17 @@ def _written(state):
     return file
 
 
-def _main(rank, store):
+def _main(rank, store, backend):
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(torch.device("cuda", rank))
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD
+        backend, init_method=f"file://{store}", rank=rank, world_size=WORLD
     )
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cuda" if backend == "nccl" else "cpu", (WORLD,)
+    )
     for name, function in CHECKS.items():
         torch.manual_seed(0)
         function(mesh, rank)
@@ -259,20 +265,23 @@ def _main(rank, store):
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), sys.argv[2])
+    _main(int(sys.argv[1]), *sys.argv[2:])
 
 
-@pytest.fixture(scope="module")
-def both_processes(tmp_path_factory):
+@pytest.fixture(scope="module", params=["gloo", NCCL])
+def both_processes(tmp_path_factory, request):
     """What the two processes print, once for all tests."""
     store = tmp_path_factory.mktemp("store") / "store"
+    environment = dict(os.environ)
+    if request.param == "gloo":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(store)],
+            [sys.executable, __file__, str(rank), str(store), request.param],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env=environment,
             cwd=HERE,
         )
         for rank in range(WORLD)

@@ -33,8 +33,8 @@ def hangs(rank, who):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_results(worlds, size):
-    world = worlds(size)
+def test_results(gloo_worlds, size):
+    world = gloo_worlds(size)
     first, second = (world.run(total, torch.ones(2)) for _ in range(2))
     for x, _, threads in first:
         assert x.tolist() == [size * (size + 1) / 2] * 2
@@ -51,19 +51,19 @@ def test_results(worlds, size):
     ],
     ids=["raises", "dies"],
 )
-def test_a_failing_rank_is_named(worlds, case, says):
+def test_a_failing_rank_is_named(gloo_worlds, case, says):
     with pytest.raises(RankError, match=says):
-        worlds(2).run(case, 1)
-    assert len(worlds(2).run(total, torch.ones(2))) == 2
+        gloo_worlds(2).run(case, 1)
+    assert len(gloo_worlds(2).run(total, torch.ones(2))) == 2
 
 
-def test_a_hanging_rank_is_named(worlds):
+def test_a_hanging_rank_is_named(gloo_worlds):
     with pytest.raises(RankError, match=r"rank 1 did not answer in time:\n[\s\S]*in hangs"):
-        worlds(2).run(hangs, 1, limit=0.5)
+        gloo_worlds(2).run(hangs, 1, limit=0.5)
 
 
-def test_outcomes(worlds):
-    outcomes = worlds(3).outcomes(dies, 1)
+def test_outcomes(gloo_worlds):
+    outcomes = gloo_worlds(3).outcomes(dies, 1)
     assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
     assert outcomes[1].exit_code == 3
     for rank in (0, 2):  # closed, or reset if bytes were still unread

@@ -84,7 +84,7 @@ for step in "${steps[@]}"; do
       done
       ;;
     ladder)
-      run ladder "$python" benchmarks/ladder/run.py --json "$out/ladder.json"
+      run ladder "$python" benchmarks/ladders/run.py matmul --json "$out/ladder.json"
       ;;
     *)
       echo "gpu_run.sh: unknown step '$step': expected tests, sanitize, models, demo, bench, model, profile or ladder" >&2

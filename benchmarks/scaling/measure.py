@@ -1,9 +1,10 @@
-"""Measures what `simulate.py` predicts, on the GPUs at hand: DP of two models, ring attention, Ulysses.
+"""Measures what `simulate.py` predicts, on the GPUs at hand, and native torch on the same work.
 
     torchrun --nproc_per_node 2 benchmarks/scaling/measure.py --out scaling.json
 
-Rank 0 writes a record with the median of each step on the slowest rank, and the spread. --quick takes small shapes, on
-CPUs with gloo too: it shows that the script runs, and its times mean nothing.
+Rank 0 writes a record with the median of each step on the slowest rank, and the spread. It is written after each row,
+and --only adds a part's rows to a record that exists. --quick takes small shapes, on CPUs with gloo too: it shows that
+the script runs, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -13,99 +14,106 @@ import gc
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scaling.simulate import SHAPES
-from scaling.workloads import resnet50
+from scaling import attention_cases
+from scaling.simulate import MEASURED_SHAPES
+from scaling.timing import Case, measure
 
 import warpwright
-from warpwright.distributed import ring_attention
 from warpwright.distributed.sequence.cost import Shape
 
-Step = Callable[[], object]
+QUICK = {"quick": Shape(1, 4, 2, 512, 32, True)}
 
 
-def attention_steps(shapes: dict[str, Shape], device: torch.device) -> Iterator[tuple[str, Step]]:
-    """Forward and backward of one call; each rank draws its own tokens."""
-    ranks = dist.get_world_size()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for name, shape in shapes.items():
-        length = shape.tokens // ranks
-        leaves = [
-            torch.randn(
-                shape.batch, h, length, shape.head_dim, device=device, dtype=dtype
-            ).requires_grad_()
-            for h in (shape.heads, shape.key_heads, shape.key_heads)
-        ]
-        grad_out = torch.randn_like(leaves[0])
-        for form, method in (("ring", "ring"), ("Ulysses", "ulysses")):
-            if method == "ulysses" and shape.key_heads % ranks:
-                continue
-
-            def step(leaves=leaves, grad_out=grad_out, method=method, shape=shape) -> object:
-                out = ring_attention(*leaves, is_causal=shape.is_causal, method=method)
-                return torch.autograd.grad(out, leaves, grad_out)
-
-            yield f"{form}: {name}", step
+def attention(device: torch.device, quick: bool) -> Iterator[Case]:
+    for name, shape in (QUICK if quick else MEASURED_SHAPES).items():
+        yield from attention_cases.ours(name, shape, device)
+        yield from attention_cases.one_gpu(name, shape, device)
 
 
-def resnet_step(device: torch.device, batch: int, size: int) -> tuple[str, Step]:
-    """As the recorded step of one GPU: channels_last, bfloat16 autocast, fused layers."""
-    import torchvision
-
-    model: nn.Module = torchvision.models.resnet50().to(device, memory_format=torch.channels_last)
-    warpwright.swap(model, fuse=True)
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = warpwright.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    images = torch.randn(batch, 3, size, size, device=device)
-    images = images.contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (batch,), device=device)
-
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = warpwright.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return f"DP: {resnet50().name}", step
+def context_parallel(device: torch.device, quick: bool) -> Iterator[Case]:
+    """torch replaces DTensor's rules inside: this part belongs into a process of its own."""
+    if device.type != "cuda":
+        return
+    for name, shape in (QUICK if quick else MEASURED_SHAPES).items():
+        for rotate in ("allgather", "alltoall"):
+            with attention_cases.torch_context(rotate):
+                yield from attention_cases.torch_form(name, shape, device, rotate)
 
 
-def measure(step: Step, device: torch.device, rounds: int) -> dict[str, float]:
-    """Milliseconds: the median over rounds, each that of the slowest rank."""
-    times = []
-    for i in range(rounds + 3):
-        dist.barrier()
-        wait(device)
-        begin = time.perf_counter()
-        step()
-        wait(device)
-        slowest = torch.tensor((time.perf_counter() - begin) * 1e3, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        if i >= 3:  # warm
-            times.append(slowest.item())
-    return {"ms": median(times), "ms_lo": min(times), "ms_hi": max(times), "rounds": rounds}
+def tensor_parallel(device: torch.device, quick: bool) -> Iterator[Case]:
+    from scaling.model_cases import llama_block
+
+    yield from llama_block(device, quick)
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def models(device: torch.device, quick: bool) -> Iterator[Case]:
+    from scaling import model_cases
+
+    yield from model_cases.models(device, quick)
+
+
+def optimizers(device: torch.device, quick: bool) -> Iterator[Case]:
+    from scaling.model_cases import optimizers as cases
+
+    yield from cases(device, quick)
+
+
+PARTS = {f.__name__: f for f in (attention, context_parallel, tensor_parallel, models, optimizers)}
+
+
+class Record:
+    """The rows so far, on disk after each one. Rank 0 writes."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        versions = {"torch": torch.__version__, "warpwright": warpwright.__version__}
+        self.path, self.head, self.rows = path, {"gpu": name, **versions}, []
+        if path.exists():
+            self.rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+
+    def add(self, row: dict[str, Any]) -> None:
+        keys = ("scheme", "impl", "ranks")
+        self.rows = [old for old in self.rows if any(old[k] != row[k] for k in keys)] + [row]
+        if dist.get_rank() == 0:
+            print(
+                f"{row['scheme']}, {row['impl']}, {row['ranks']} ranks: {row['ms']:.4g} ms",
+                flush=True,
+            )
+            self.path.write_text(json.dumps({**self.head, "rows": self.rows}, indent=2) + "\n")
+
+
+def run(part: str, record: Record, device: torch.device, options: argparse.Namespace) -> bool:
+    """Measures a part's cases, and goes on after one that fails."""
+    whole = True
+    cases = PARTS[part](device, options.quick)
+    while True:
+        try:
+            case = next(cases, None)
+            if case is None:
+                return whole
+            record.add(measure(case, device, options.rounds))
+        except Exception:
+            whole = False
+            traceback.print_exc()
+        case = None
+        gc.collect()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -117,23 +125,11 @@ def main() -> None:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-    shapes = {"quick": Shape(1, 4, 2, 512, 32, True)} if options.quick else SHAPES
-    steps = list(attention_steps(shapes, device))
-    if not options.quick:
-        steps.append(resnet_step(device, 256, 224))
-    rows = []
-    for name, step in steps:
-        row = {"scheme": name, "ranks": dist.get_world_size()}
-        rows.append({**row, **measure(step, device, options.rounds)})
-        if dist.get_rank() == 0:
-            print(f"{name}: {rows[-1]['ms']:.3g} ms")
-    if dist.get_rank() == 0:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        versions = {"torch": torch.__version__, "warpwright": warpwright.__version__}
-        text = json.dumps({"gpu": name, **versions, "rows": rows}, indent=2)
-        options.out.write_text(text + "\n")
+    record = Record(options.out, device)
+    results = [run(part, record, device, options) for part in options.only or PARTS]
     dist.destroy_process_group()
     gc.collect()  # of cycles that still hold the group: its threads must end before Python does
+    sys.exit(not all(results))
 
 
 if __name__ == "__main__":

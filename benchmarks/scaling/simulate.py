@@ -18,18 +18,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scaling.cluster import Cluster
+from scaling.measured import records, tables
 from scaling.schemes import Step, data_parallel, fully_sharded, hybrid_sharded, tensor_parallel
 from scaling.workloads import Workload, gpt2_small, llama3_8b, resnet50
 
 from warpwright.distributed.sequence.cost import Shape, ring_cost, ulysses_cost, why_no_ulysses
 
 RANKS = (2, 8, 64, 1024)
+MEASURED = "<!-- measured -->", "<!-- end of measured -->"
 BEGIN, END = "<!-- simulated -->", "<!-- end of simulated -->"
 SHAPES = {
     "64k tokens, 32 heads": Shape(1, 32, 32, 65536, 128, True),
     "64k tokens, 32 heads, 8 key heads": Shape(1, 32, 8, 65536, 128, True),
     "1M tokens, 32 heads, 8 key heads": Shape(1, 32, 8, 2**20, 128, True),
 }
+MEASURED_SHAPES = {name: shape for name, shape in SHAPES.items() if shape.tokens <= 65536}
 Scheme = Callable[[Workload, Cluster, int], Step]
 Row = tuple[str, int, Step, float]  # scheme, ranks, step, share of linear scaling
 
@@ -91,28 +94,39 @@ def sources() -> str:
     return "\n".join(f"- {w.name}: {w.flops / 1e12:.1f} TFLOP per step, {w.source}." for w in works)
 
 
-def write(page: Path, text: str) -> None:
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, mark, after = rest.partition(END)
+def write(page: Path, marks: tuple[str, str], text: str) -> None:
+    begin, end = marks
+    before, _, rest = page.read_text().partition(begin)
+    _, mark, after = rest.partition(end)
     if not mark:
-        raise ValueError(f"{page}: expected the marks {BEGIN} and {END}")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        raise ValueError(f"{page}: expected the marks {begin} and {end}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def compare(found: list[Row], record: Path) -> str:
-    """Predicted and measured milliseconds, and the largest miss."""
+    """Predicted and measured milliseconds, and the largest miss.
+
+    Rows of native torch and of schemes without a prediction are left out.
+    """
     predicted = {(name, ranks): step.seconds * 1e3 for name, ranks, step, _ in found}
     lines = ["| scheme | ranks | predicted ms | measured ms | miss |", "|---|---|---|---|---|"]
     misses = []
     for row in json.loads(record.read_text())["rows"]:
         key = row["scheme"], row["ranks"]
-        if key not in predicted:
-            raise ValueError(f"{record}: no prediction for {key[0]!r} on {key[1]} ranks")
+        if key not in predicted or row["impl"] != "warpwright":
+            continue
         misses.append(predicted[key] / row["ms"] - 1)
         figures = f"{predicted[key]:.3g} | {row['ms']:.3g} | {misses[-1]:+.1%}"
         lines.append(f"| {key[0]} | {key[1]} | {figures} |")
+    if not misses:
+        raise ValueError(f"{record}: no row with a prediction")
     lines.append(f"\nLargest miss: {max(misses, key=abs):+.1%}")
     return "\n".join(lines)
+
+
+def measured_text(found: list[Row]) -> str:
+    """The tables of every record in benchmarks/scaling/results."""
+    return "\n\n".join(tables(path, compare(found, path)) for path in records())
 
 
 def main() -> None:
@@ -123,7 +137,8 @@ def main() -> None:
     found = list(rows(Cluster()))
     text = f"{sources()}\n\n{table(found)}"
     if options.write is not None:
-        write(options.write, text)
+        write(options.write, (BEGIN, END), text)
+        write(options.write, MEASURED, measured_text(found))
     elif options.measured is not None:
         print(compare(found, options.measured))
     else:

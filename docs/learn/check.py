@@ -251,6 +251,189 @@ def rounding(answer: ModuleType) -> None:
     assert left != right, f"not_associative: both orders of {a}, {b}, {c} give {left}"
 
 
+# ---- ladder_reduction ----
+
+
+def close(call: str, got: float, wanted: float) -> None:
+    assert math.isclose(got, wanted, rel_tol=1e-9), f"{call} is {got}, expected {wanted:.6g}"
+
+
+@checks("ladder_reduction")
+def of_the_sum(answer: ModuleType) -> None:
+    for elements, ghz in ((2**28, 1.7), (1000, 1.0)):
+        wanted = elements / ghz / 1e6
+        close(f"atomic_ms({elements}, {ghz})", answer.atomic_ms(elements, ghz), wanted)
+    for number in range(1, 9):
+        wanted = sum(lane % 2**number == 0 for lane in range(32))
+        expect(f"active_lanes({number})", answer.active_lanes(number), wanted)
+    for size, rate, sms, ghz in ((4, 4.25, 132, 1.83), (16, 2.0, 108, 1.41)):
+        # All warps together: seconds of the issue slots are those of the bytes.
+        got = answer.instructions_allowed(size, rate, sms, ghz)
+        call = f"instructions_allowed({size}, {rate}, {sms}, {ghz})"
+        close(call, got, 32 * size / rate / 1e12 * sms * 4 * ghz * 1e9)
+    for flying, loads, size in ((32 * 1024, 1, 16), (32 * 1024, 8, 16), (22_000, 1, 4)):
+        got = answer.warps_needed(flying, loads, size)
+        call = f"warps_needed({flying}, {loads}, {size})"
+        enough = got * 32 * loads * size >= flying > (got - 1) * 32 * loads * size
+        assert enough, f"{call} is {got}, expected the fewest warps that hold as many bytes"
+
+
+@checks("ladder_reduction")
+def of_the_rows(answer: ModuleType) -> None:
+    sums = list(float32s(5, 20) * np.float32(1e4))
+    orders = [random.Random(seed).sample(range(20), 20) for seed in range(4)]
+    totals = {answer.sum_of_ordered(sums, order) for order in orders}
+    assert len(totals) == 1, f"sum_of_ordered depends on the tickets: {sorted(totals)[:2]}"
+    assert math.isclose(totals.pop(), sum(map(float, sums)), rel_tol=1e-3), "sum_of_ordered is off"
+    for smem, own in ((232_448, 128), (232_448, 0), (100_000, 50)):
+        got = answer.longest_row(smem, own)
+        fits = got % 4 == 0 and 4 * got + own <= smem < 4 * (got + 4) + own
+        assert fits, f"longest_row({smem}, {own}) is {got}: expected the most that fit"
+    native = [(1, 1), (0, 0), (0, 1), (2, 1)]
+    expect(f"chain_passes({native})", answer.chain_passes(native), 6)
+    expect("chain_passes([(1, 1)])", answer.chain_passes([(1, 1)]), 2)
+
+
+# ---- ladder_scan ----
+
+
+@checks("ladder_scan")
+def of_the_rungs(answer: ModuleType) -> None:
+    for elements, cycles, ghz in ((2**20, 4.0, 1.83), (1000, 75.0, 1.0)):
+        call = f"serial_ms({elements}, {cycles}, {ghz})"
+        close(call, answer.serial_ms(elements, cycles, ghz), elements * cycles / ghz / 1e6)
+    for exponent in (1, 10, 28):
+        wanted = (exponent << exponent, (1 << exponent) - 1)
+        expect(f"additions({exponent})", answer.additions(exponent), wanted)
+    for rung, wanted in ((3, 4), (4, 3), (6, 2)):
+        expect(f"passes({rung})", answer.passes(rung), wanted)
+    for items, padding in ((16, 0), (16, 1), (8, 0), (15, 0), (12, 0)):
+        wanted = passes([lane * (items + padding) for lane in range(32)])
+        got = answer.lanes_per_bank(items, padding)
+        expect(f"lanes_per_bank({items}, {padding})", got, wanted)
+
+
+@checks("ladder_scan")
+def bits_of_a_scan(answer: ModuleType) -> None:
+    totals = list(float32s(7, 12) * np.float32(1e3))
+    prefixes = dict(enumerate(itertools.accumulate(totals)))
+    for known in (set(), {0}, {3, 5}, set(range(11)), {10}):
+        some = {t: prefixes[t] for t in known}
+        got = answer.left_fold(totals, some, 11)
+        call = f"left_fold with the prefixes of {sorted(known)}"
+        assert got == prefixes[10], f"{call} is {got!r}, expected the bits of {prefixes[10]!r}"
+        got = answer.look_back(totals, some, 11)
+        off = abs(float(got) - float(prefixes[10]))
+        assert off < 1, f"look_back with the prefixes of {sorted(known)} is {got!r}"
+    right = totals[10] + totals[9] + prefixes[8]
+    got = answer.look_back(totals, {8: prefixes[8]}, 11)
+    assert got == right, f"look_back from the prefix of tile 8 is {got!r}: expected right to left"
+    sums, first, second = answer.two_that_differ()
+    known = dict(enumerate(itertools.accumulate(sums)))
+    found = [
+        answer.look_back(sums, {t: known[t] for t in chosen}, len(sums) - 1)
+        for chosen in (first, second)
+    ]
+    assert found[0] != found[1], f"two_that_differ: both give {found[0]!r}"
+
+
+# ---- ladder_attention ----
+
+
+@checks("ladder_attention")
+def of_a_call(answer: ModuleType) -> None:
+    for heads, queries, keys, width in ((16, 4096, 4096, 128), (1, 3, 5, 64)):
+        wanted = sum(2 * heads * queries * keys * width for product in ("q k", "p v"))
+        call = f"forward_flops({heads}, {queries}, {keys}, {width})"
+        expect(call, answer.forward_flops(heads, queries, keys, width), wanted)
+    expect("operand_bytes(16, 4096, 128, 2)", answer.operand_bytes(16, 4096, 128, 2), 2**26)
+    expect("score_bytes(16, 4096, 4)", answer.score_bytes(16, 4096, 4), 2**30)
+    for width, size, score_size in ((128, 2, 4), (64, 4, 4), (80, 2, 4)):
+        got = answer.tokens_where_scores_are_larger(width, size, score_size)
+        larger = [n * n * score_size > 4 * n * width * size for n in (got - 1, got)]
+        call = f"tokens_where_scores_are_larger({width}, {size}, {score_size})"
+        assert larger == [False, True], f"{call} is {got}, not the fewest"
+
+
+@checks("ladder_attention")
+def of_its_halves(answer: ModuleType) -> None:
+    scores = torch.tensor([1.0, -2.0, 700.0, 3.0, 705.0, -900.0], dtype=torch.float64)
+    values = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def state(start: int, stop: int) -> tuple[float, float, list[float]]:
+        some = scores[start:stop]
+        top = float(some.max())
+        return top, float((some - top).exp().sum()), (some.softmax(0) @ values[start:stop]).tolist()
+
+    whole = state(0, 6)
+    for cut in range(1, 6):
+        for halves in ((state(0, cut), state(cut, 6)), (state(cut, 6), state(0, cut))):
+            top, total, out = answer.merge(*halves)
+            got = torch.tensor([top, total, *out], dtype=torch.float64)
+            exact = torch.tensor([*whole[:2], *whole[2]], dtype=torch.float64)
+            off = float((got - exact).abs().max())
+            assert off < 1e-9, f"merge of keys 0 to {cut - 1} and the others is off by {off:.1e}"
+    empty = (-math.inf, 0.0, [0.0] * 3)
+    got = answer.merge(empty, empty)
+    assert tuple(got[:2]) == empty[:2], f"merge of two empty states is {got}"
+
+
+@checks("ladder_attention")
+def of_its_tiles(answer: ModuleType) -> None:
+    for rows, columns, wanted in ((1, 1, 2.0), (4, 4, 0.5), (4, 8, 0.375)):
+        call = f"reads_per_product({rows}, {columns})"
+        close(call, answer.reads_per_product(rows, columns), wanted)
+    for row, column in itertools.product(range(16), range(8)):
+        lane, index = answer.lane_of(row, column)
+        # The manual: c0 and c1 are in row lane / 4, c2 and c3 eight rows below.
+        place = (lane // 4 + 8 * (index // 2), lane % 4 * 2 + index % 2)
+        assert place == (row, column), f"lane_of({row}, {column}) holds {place}"
+        assert 0 <= lane < 32, f"lane_of({row}, {column}) is lane {lane}"
+    for queries, wanted in ((16, 0.125), (64, 1 / 32)):
+        close(f"bytes_per_product({queries})", answer.bytes_per_product(queries), wanted)
+
+
+# ---- ladder_batch_norm ----
+
+
+@checks("ladder_batch_norm")
+def of_its_passes(answer: ModuleType) -> None:
+    close("scaled_ms(23.0, 12544, 3211264)", answer.scaled_ms(23.0, 12544, 3211264), 23.0 * 256)
+    for size, stride in ((2, 128), (2, 2), (4, 16), (2, 64), (16, 16), (4, 4096)):
+        lanes = [lane * stride + i for lane in range(32) for i in range(size)]
+        moved = 32 * len({byte // 32 for byte in lanes})
+        wanted = len(lanes) / moved
+        close(f"sector_share({size}, {stride})", answer.sector_share(size, stride), wanted)
+    for kind, wanted in (("three walks", 4), ("moments", 3), ("chain", 8)):
+        expect(f"passes({kind!r})", answer.passes(kind), wanted)
+    close("saved_ms(40e6, 4.25)", answer.saved_ms(40e6, 4.25), 40e6 / 4.25e9)
+    for sms, smem, own, size in ((132, 232_448, 20_000, 2), (108, 166_912, 5, 4)):
+        wanted = sms * ((smem - own) // size)
+        got = answer.largest_on_chip(sms, smem, own, size)
+        expect(f"largest_on_chip({sms}, {smem}, {own}, {size})", got, wanted)
+
+
+@checks("ladder_batch_norm")
+def of_its_moments(answer: ModuleType) -> None:
+    x = float32s(11, 300).astype(np.float64) + 1e4
+
+    def moments(part: np.ndarray) -> tuple[int, float, float]:
+        return len(part), float(part.mean()), float(((part - part.mean()) ** 2).sum())
+
+    for cut in (1, 100, 299):
+        count, mean, m2 = answer.merge_moments(moments(x[:cut]), moments(x[cut:]))
+        wanted = moments(x)
+        expect(f"the count of {cut} and {300 - cut} numbers", count, 300)
+        assert math.isclose(mean, wanted[1], rel_tol=1e-12), f"merge_moments: the mean is {mean}"
+        assert math.isclose(m2, wanted[2], rel_tol=1e-6), f"merge_moments: m2 is {m2}"
+    empty = (0, 0.0, 0.0)
+    expect("merge_moments of two empty sets", tuple(answer.merge_moments(empty, empty)), empty)
+    mean = np.float32(answer.mean_that_breaks())
+    values = float32s(12, 4096) + mean
+    naive = float(np.mean(values * values) - np.mean(values) ** 2)
+    assert abs(naive - 1) >= 0.5, f"mean_that_breaks: with {mean:g} the variance is {naive:.3g}"
+
+
 # ---- look_back ----
 
 

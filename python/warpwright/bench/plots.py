@@ -312,7 +312,7 @@ def ladder_steps(record: dict[str, Any]) -> dict[str, list[tuple[str, str, float
 
 
 def _panels(
-    style: Style, groups: Mapping[str, Sized], base: float, bar: float
+    style: Style, groups: Mapping[Any, Sized], base: float, bar: float
 ) -> tuple[Figure, Sequence[Axes]]:
     """A panel of horizontal bars per group, with a height in inches for its number of bars."""
     heights = [len(rows) for rows in groups.values()]
@@ -360,42 +360,47 @@ def ladder(record: dict[str, Any], style: Style) -> Figure:
 
 
 def rungs(record: dict[str, Any], style: Style) -> Figure:
-    """The teaching ladder: each rung's rate, cuBLAS and the data sheet's peak as lines."""
-    shapes = teaching_ladder.shapes(record)
+    """A teaching ladder: each rung's rate, native's and the data sheet's peak as lines."""
+    found = teaching_ladder.of_record(record)
+    shapes = teaching_ladder.groups(record)
     figure, panels = _panels(style, shapes, 1.3, 0.3)
     theme = style.theme
-    peak = record["peak_tflops"]
-    for axes, (case, rows) in zip(panels, shapes.items(), strict=True):
+    for axes, ((op, case), rows) in zip(panels, shapes.items(), strict=True):
+        work = found.work(op)
+        rate_of = teaching_ladder.terabytes if work.passes else teaching_ladder.tflops
+        unit = "TB/s" if work.passes else "TFLOP/s"
         steps = [row for row in rows if row["impl"] != "native"]
-        rates = [teaching_ladder.tflops(row) for row in steps]
-        low = min(rates) / 2
+        rates = [rate_of(row) for row in steps]
+        native = next((row for row in rows if row["impl"] == "native"), None)
+        lines = [(work.native, rate_of(native), "native")] if native else []
+        top = record["copy_tbs"] if work.passes else record["peak_tflops"]
+        lines += [("copy" if work.passes else "peak", top, "")] if top else []
+        low = min([*rates, *(rate for _, rate, _ in lines)]) / 2
         axes.barh(range(len(steps)), rates, 0.8, color=colour("warpwright", theme), linewidth=0)
         for i, (row, rate) in enumerate(zip(steps, rates, strict=True)):
-            share = teaching_ladder.percent(teaching_ladder.share_of_cublas(row))
+            share = teaching_ladder.percent(teaching_ladder.share_of_native(row))
             # Inside the bar if it fits: long bars end at the lines.
             inside = rate > 8 * low
             axes.text(
                 rate / 1.06 if inside else rate * 1.06,
                 i,
-                f"{rate:.3g} TFLOP/s · {share} of cuBLAS",
+                f"{rate:.3g} {unit} · {share} of {work.native}",
                 color=theme.background if inside else theme.text,
                 ha="right" if inside else "left",
                 va="center",
                 fontsize=8,
             )
-        native = next((row for row in rows if row["impl"] == "native"), None)
-        lines = [("cuBLAS", teaching_ladder.tflops(native), "native")] if native else []
-        lines += [("peak", peak, "")] if peak else []
         for text, rate, impl in lines:
             line = colour(impl, theme) if impl else theme.muted
-            axes.axvline(rate, color=line, lw=1.2, ls="--", label=f"{text} {rate:.3g} TFLOP/s")
-        _name_bars(axes, [teaching_ladder.title(row["impl"]) for row in steps])
+            axes.axvline(rate, color=line, lw=1.2, ls="--", label=f"{text} {rate:.3g} {unit}")
+        _name_bars(axes, [teaching_ladder.title(row["impl"], work.native) for row in steps])
         axes.set_xscale("log")
         axes.set_xlim(low, 1.3 * max([*rates, *(rate for _, rate, _ in lines)]))
         axes.xaxis.set_major_formatter(FuncFormatter(_plain))
-        axes.set_title(f"m × n × k = {case.replace('x', ' × ')}", loc="left", fontsize=10)
+        words = teaching_ladder.size(work, case)
+        axes.set_title(words if len(found.works) == 1 else f"{op}, {words}", loc="left", fontsize=9)
         axes.legend(loc="lower left", bbox_to_anchor=(0.45, 1.0), ncols=2, fontsize=8)
-    panels[-1].set_xlabel("TFLOP/s, logarithmic")
+        axes.set_xlabel(f"{unit}, logarithmic")
     _footer(figure, record, style)
     return figure
 

@@ -1,6 +1,6 @@
 """Writes the results of README.md and docs/ from benchmarks/results/**.
 
-README.md, docs/architecture.md and docs/ladder.md have tables between `<!-- results:NAME -->` and
+README.md, docs/architecture.md and the ladders' pages have tables between `<!-- results:NAME -->` and
 `<!-- /results -->`. Everything between the two lines is generated. docs/results.md and docs/results/
 are generated whole: a picture that belongs to no record is deleted. docs/reliability.md is generated
 whole from the records of tools/campaign.py.
@@ -122,17 +122,19 @@ def results_page(records: dict[Path, Record], stale: dict[Path, set[str]], root:
     return "\n".join(lines) + "\n"
 
 
-def ladder_block(records: dict[Path, Record], root: Path) -> str:
-    """docs/ladder.md's blocks: each machine's tables and picture."""
+def ladder_block(found: ladder.Ladder, records: dict[Path, Record], root: Path) -> str:
+    """A ladder's page: each machine's tables and picture."""
     parts = []
     for path, record in records.items():
+        if path.name != found.result:
+            continue
         parts.append(picture_html(f"{stem(path, root)}_rungs", PICTURE_TEXT["rungs"], "results/"))
         parts.append(ladder.block(record))
         mark = STALE if ladder.is_stale(record, root) else ""
         parts.append(f"{provenance(record)}{mark}.")
         if mark:
             parts.append(STALE_LINE)
-    return "\n\n".join(parts) or ladder.not_measured()
+    return "\n\n".join(parts) or ladder.not_measured(found)
 
 
 def _first_line(text: str) -> str:
@@ -143,7 +145,7 @@ PICTURE_TEXT = {
     "bars": "Time of every implementation against eager PyTorch",
     "roofline": "Roofline scatter of every measured row",
     "ladder": "Training steps from the slowest to the fastest implementation",
-    "rungs": "Each rung's rate beside cuBLAS and the peak, on a logarithmic axis",
+    "rungs": "Each rung's rate beside native's, on a logarithmic axis",
 }
 
 
@@ -214,10 +216,10 @@ def run(options: SimpleNamespace) -> int:
         for path in paths
         if path.name == reliability.RESULT
     }
-    # The host time of calls and the ladder have tables of their own.
+    # The host time of calls and the ladders have tables of their own.
     host = [record for path, record in found.items() if path.name == OVERHEAD]
-    ladders = {path: record for path, record in found.items() if path.name == ladder.RESULT}
-    records = {p: r for p, r in found.items() if p.name not in (OVERHEAD, ladder.RESULT)}
+    ladders = {path: record for path, record in found.items() if path.name in ladder.RESULTS}
+    records = {p: r for p, r in found.items() if p.name not in (OVERHEAD, *ladder.RESULTS)}
     if not records:
         print(f"{root / RESULTS}: no results")
         return 2
@@ -240,9 +242,10 @@ def run(options: SimpleNamespace) -> int:
     if host:
         path = root / "docs" / "architecture.md"
         wanted[path] = render(path.read_text(), {"overhead": overhead.table(host[0])})
-    path = root / "docs" / "ladder.md"
-    if path.exists():
-        wanted[path] = render(path.read_text(), {"ladder": ladder_block(ladders, root)})
+    for each in ladder.LADDERS:
+        path = root / "docs" / each.page
+        if path.exists():
+            wanted[path] = render(path.read_text(), {"ladder": ladder_block(each, ladders, root)})
     differing = []
     for path, text in wanted.items():
         before = path.read_text() if path.exists() else ""

@@ -2,22 +2,30 @@
 
 When a rank raises or dies, the others fail in their next collective, with "Connection closed by peer"
 or a timeout. `guard` turns that into `RankFailed`, with the rank and its error.
+
+NCCL has no such error: a kernel waits on the GPU for the rank that will not come. There the guard's thread
+looks at the other ranks, too. It aborts the communicators, which ends the kernels, and raises in the
+guarded thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 BEAT = 0.25  # seconds between two signs of life
 SILENT = 8  # beats without a sign, after which a rank counts as dead
 LIMIT = 20.0  # seconds to find out which rank failed
+# With NCCL no collective has failed yet: a rank's threads may stand still while it compiles.
+SILENT_NCCL = 80
 
 
 class RankFailed(RuntimeError):
@@ -36,9 +44,12 @@ def guard(name: str = "guard") -> Iterator[None]:
     writes its error to the group's store; the first one counts. To show that it lives, each rank has
     a thread that writes a counter every quarter of a second.
 
-    The others notice a failed rank when its process ends, as an uncaught exception ends it. If the
-    process lives on, or hangs, their collectives end by the group's timeout. The error then names the
-    rank that raised, or says that none reported an error.
+    With gloo the others notice a failed rank when its process ends, as an uncaught exception ends it.
+    If the process lives on, or hangs, their collectives end by the group's timeout. The error then
+    names the rank that raised, or says that none reported an error.
+
+    With NCCL the block ends when its work on the GPU has. The others notice a rank that raised at
+    once, and one without a sign of life after 20 s. Their process groups are then aborted.
 
     Args:
         name: a prefix of the keys in the store.
@@ -49,7 +60,11 @@ def guard(name: str = "guard") -> Iterator[None]:
     watch.thread.start()
     try:
         yield
+        if watch.nccl:
+            torch.cuda.synchronize()
     except Exception as error:
+        if watch.failure is not None:
+            raise watch.failure from error
         if not _is_broken_connection(error):
             watch.report(watch.rank, f"raised {type(error).__name__}: {error}")
             raise
@@ -58,6 +73,10 @@ def guard(name: str = "guard") -> Iterator[None]:
         watch.finish()
     finally:
         watch.stop()
+
+
+class _Stopped(Exception):
+    """Raised in the guarded thread by the guard's own."""
 
 
 def _is_broken_connection(error: Exception) -> bool:
@@ -79,18 +98,38 @@ class _Watch:
         # A connection serves one thread at a time.
         store: Any = _get_default_store()
         self.store, self.beating = store.clone(), store.clone()
-        self.end = threading.Event()
+        self.nccl = "nccl" in str(dist.get_backend_config())
+        self.failure: RankFailed | None = None  # of another rank, found by the thread
+        self.guarded = threading.get_ident()
+        self.end, self.stopping = threading.Event(), threading.Lock()
         self.thread = threading.Thread(target=self._beat, name="warpwright-guard", daemon=True)
 
     def stop(self) -> None:
-        self.end.set()
+        with self.stopping:
+            self.end.set()
+            _raise_in(self.guarded, None)
         self.thread.join(timeout=4 * BEAT)
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that held it
+            seen = self._others()
             while not self.end.is_set():
                 self.beating.add(f"{self.prefix}/beat/{self.rank}", 1)
+                if self.nccl and self.failure is None:
+                    failure = self._look(self.beating, seen, SILENT_NCCL)
+                    if failure is not None and failure.rank != self.rank:
+                        self.failure = failure
+                        self._interrupt()
                 self.end.wait(BEAT)
+
+    def _interrupt(self) -> None:
+        with self.stopping:
+            if self.end.is_set():
+                return
+            _raise_in(self.guarded, _Stopped)
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        _abort_process_group()
 
     def report(self, rank: int, what: str) -> None:
         """Writes what became of a rank, unless something is written already."""
@@ -110,20 +149,41 @@ class _Watch:
 
     def _failed(self) -> RankFailed:
         end = time.monotonic() + LIMIT
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        seen = {rank: (self._count("beat", rank), 0) for rank in others}
+        seen = self._others()
         while time.monotonic() < end:
-            if self.store.check([f"{self.prefix}/error"]):
-                rank, _, what = self.store.get(f"{self.prefix}/error").decode().partition("\n")
-                return RankFailed(int(rank), f"rank {rank} {what}")
+            failure = self._look(self.store, seen, SILENT)
+            if failure is not None:
+                return failure
             time.sleep(BEAT)
-            for rank, (before, silent) in seen.items():
-                now = self._count("beat", rank)
-                seen[rank] = (now, silent + 1 if now == before else 0)
-            for rank, (_, silent) in seen.items():
-                if silent >= SILENT and not self._count("done", rank):
-                    self.report(rank, f"died: no sign of life for {SILENT * BEAT:g} s")
         return RankFailed(None, f"a collective failed; no rank reported an error in {LIMIT:g} s")
 
-    def _count(self, what: str, rank: int) -> int:
-        return self.store.add(f"{self.prefix}/{what}/{rank}", 0)
+    def _others(self) -> dict[int, tuple[int, int]]:
+        """Per rank: its counter, and for how many looks it has stood still."""
+        return {rank: (0, 0) for rank in range(self.ranks) if rank != self.rank}
+
+    def _look(
+        self, store: Any, seen: dict[int, tuple[int, int]], silent_looks: int
+    ) -> RankFailed | None:
+        """Another rank's error. A rank whose counter has stood still for long gets one."""
+        if store.check([f"{self.prefix}/error"]):
+            rank, _, what = store.get(f"{self.prefix}/error").decode().partition("\n")
+            return RankFailed(int(rank), f"rank {rank} {what}")
+        for rank, (before, silent) in seen.items():
+            now = store.add(f"{self.prefix}/beat/{rank}", 0)
+            seen[rank] = (now, silent + 1 if now == before else 0)
+            entered = now > 0 or not self.nccl  # with NCCL a rank may still be on its way
+            if (
+                entered
+                and silent >= silent_looks
+                and not store.add(f"{self.prefix}/done/{rank}", 0)
+            ):
+                what = f"died: no sign of life for {silent_looks * BEAT:g} s"
+                store.compare_set(f"{self.prefix}/error", "", f"{rank}\n{what}")
+        return None
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raises ``error`` in another thread, at its next Python instruction; None takes that back."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), ctypes.py_object(error) if error is not None else None
+    )

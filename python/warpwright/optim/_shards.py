@@ -31,16 +31,18 @@ def is_dtensor(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """The shard of this rank, sharing its memory; a plain tensor is its own.
 
-    Called without gradients, as a step is: else the shard would be a view with a history.
+    That is what ``to_local`` gives without gradients, as in a step.
     """
-    if type(tensor) in PLAIN_TYPES:
-        return tensor
-    shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return shard
+    return tensor if type(tensor) in PLAIN_TYPES else tensor._local_tensor  # type: ignore[attr-defined,no-any-return]
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [local(tensor) for tensor in tensors]
+
+
+def specs_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The mesh and placements of each; None of plain tensors. FSDP2 gives every step's gradient the same object."""
+    return [getattr(tensor, "_spec", None) for tensor in tensors]
 
 
 def cut_alike(a: Tensor, b: Tensor) -> bool:

@@ -23,6 +23,7 @@ from ._shards import (
     local,
     locals_of,
     norm_over_ranks,
+    specs_of,
 )
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -47,6 +48,7 @@ class Batch:
         self.dtype = torch.float32
         self.has_shards = False  # some parameters are DTensors
         self.cuts: dict[Cuts, list[int]] = {}  # the parameters that are cut alike
+        self.specs: list[Any] = []  # of parameters and gradients that fitted in the last step
 
     def add(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         self.device, self.dtype = param.device, param.dtype
@@ -70,9 +72,12 @@ class Batch:
         if self.native or self.first_step:
             return False
         if self.has_shards and all(grad is not None for grad in grads):
-            pairs = [(p, g) for p, g in zip(self.params, grads, strict=True) if is_dtensor(p)]
-            if not all(cut_alike(param, grad) for param, grad in pairs):
-                return False
+            specs = specs_of(self.params) + specs_of(grads)
+            if not same_objects(specs, self.specs):
+                pairs = [(p, g) for p, g in zip(self.params, grads, strict=True) if is_dtensor(p)]
+                if not all(cut_alike(param, grad) for param, grad in pairs):
+                    return False
+                self.specs = specs
             grads = locals_of(grads)
         return (
             set(map(type, grads)) <= PLAIN_TYPES

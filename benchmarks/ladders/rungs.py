@@ -1,6 +1,6 @@
 """The rungs: their files, compiled by nvcc into one shared library each, called through ctypes.
 
-The libraries stand in build/ladder/ under the hash of what they are made of, so that a second run
+The libraries stand in build/ladders/ under the hash of what they are made of, so that a second run
 compiles nothing, and a machine without nvcc can be handed the folder.
 """
 
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +24,10 @@ from warpwright.bench import ladder
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+CSRC = ROOT / "csrc"
 # What a rung calls on the host beside its own file.
-HOST = (HERE / "entry.cpp", ROOT / "csrc/host/device_info.cu", ROOT / "csrc/host/tensor_map.cu")
-FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", f"-I{HERE}")
+HOST = (HERE / "entry.cu", CSRC / "host/device_info.cu", CSRC / "host/tensor_map.cu")
+FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{CSRC}", f"-I{HERE}")
 # Another library of this process may have symbols of the same name: each keeps to its own.
 LOCAL = ("-Xcompiler=-fPIC,-fvisibility=hidden",)
 LINK = ("-shared", "-Xlinker=-Bsymbolic,--exclude-libs,ALL")
@@ -62,8 +64,9 @@ class Source:
         return re.search(r'#include ".*sm90.*"', self.text) is not None
 
 
-def sources() -> list[Source]:
-    return [Source(path) for path in sorted(HERE.glob("[0-9][0-9]_*.cu"))]
+def sources(name: str) -> list[Source]:
+    """The rungs of a ladder, from the lowest up."""
+    return [Source(path) for path in sorted((HERE / name).glob("[0-9][0-9]_*.cu"))]
 
 
 def arch_of_gpu() -> str:
@@ -71,8 +74,9 @@ def arch_of_gpu() -> str:
     return "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
 
-def folder_of(arch: str) -> Path:
-    return ROOT / "build" / "ladder" / f"sm_{arch}-{ladder.sources_hash(ROOT)}"
+def folder_of(name: str, arch: str) -> Path:
+    digest = ladder.sources_hash(ladder.named(name), ROOT)
+    return ROOT / "build" / "ladders" / f"{name}-sm_{arch}-{digest}"
 
 
 def _nvcc(*arguments: str | Path) -> str:
@@ -87,24 +91,26 @@ def _nvcc(*arguments: str | Path) -> str:
     return done.stdout + done.stderr
 
 
-def build(wanted: list[Source], arch: str) -> dict[str, Path]:
-    """{name: its library}; a .log beside each says what ptxas made of it. MAX_JOBS at a time."""
-    folder = folder_of(arch)
+def build(name: str, wanted: list[Source], arch: str) -> dict[str, Path]:
+    """{rung: its library}; a .log beside each says what ptxas made of it. MAX_JOBS at a time."""
+    folder = folder_of(name, arch)
     folder.mkdir(parents=True, exist_ok=True)
+    flags = (*FLAGS, f"-I{HERE / name}", *LOCAL)
     code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    objects = [folder / f"{path.stem}.o" for path in HOST]
+    hosts = (*HOST, *(CSRC / path for path in ladder.named(name).links))
+    objects = [folder / f"{path.stem}.o" for path in hosts]
 
     def compile_host(path: Path, target: Path) -> None:
         if not target.exists():
             half = target.with_suffix(f".{os.getpid()}.o")
-            _nvcc(*FLAGS, *LOCAL, code, "-c", path, "-o", half)
+            _nvcc(*flags, code, "-c", path, "-o", half)
             os.replace(half, target)
 
     def compile_rung(source: Source) -> Path:
         target = folder / f"{source.name}.so"
         if not target.exists():
             half = target.with_suffix(f".{os.getpid()}.so")
-            arguments = (*FLAGS, *LOCAL, *LINK, code, "-Xptxas=-v", source.path, *objects)
+            arguments = (*flags, *LINK, code, "-Xptxas=-v", source.path, *objects)
             said = _nvcc(*arguments, "-o", half)
             target.with_suffix(".log").write_text(said)
             os.replace(half, target)
@@ -113,44 +119,35 @@ def build(wanted: list[Source], arch: str) -> dict[str, Path]:
     missing = [s for s in wanted if not (folder / f"{s.name}.so").exists()]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
         if missing:
-            list(pool.map(compile_host, HOST, objects))
+            list(pool.map(compile_host, hosts, objects))
         return dict(zip((s.name for s in wanted), pool.map(compile_rung, wanted), strict=True))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a rung says about itself: `Rung` of ladder.cuh."""
-
-    blk_m: int
-    blk_n: int
-    blk_k: int
-    stages: int
-    threads: int
-    smem_bytes: int
-
-
 class Rung:
-    """A rung's library. `rung(a, b, d)` enqueues d = a b^T on the current stream."""
+    """A rung's library. `rung(tensors, extents)` enqueues its kernels on the current stream."""
 
     def __init__(self, name: str, library: Path) -> None:
         self.name = name
         loaded = ctypes.CDLL(str(library))
-        self._run = loaded.ladder_run
-        self._run.restype = ctypes.c_char_p
-        pointer, extent = ctypes.c_void_p, ctypes.c_int64
-        self._run.argtypes = [pointer] * 3 + [extent] * 3 + [pointer]
-        values = (ctypes.c_int * 6)()
-        loaded.ladder_describe(values)
-        self.shape = Shape(*values)
+        self.run = loaded.ladder_run
+        self.run.restype = ctypes.c_char_p
+        self.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        loaded.ladder_describe.restype = ctypes.c_char_p
+        said = loaded.ladder_describe().decode().split()
+        self.about = {key: int(value) for key, value in (word.split("=") for word in said)}
 
-    def __call__(self, a: Tensor, b: Tensor, d: Tensor) -> None:
-        (m, k), (n, _) = a.shape, b.shape
-        if b.shape != (n, k) or d.shape != (m, n):
-            raise ValueError(f"{self.name}: a {a.shape}, b {b.shape}, d {d.shape} do not fit")
-        for x in (a, b, d):
-            if x.dtype != torch.bfloat16 or not x.is_contiguous() or not x.is_cuda:
-                raise ValueError(f"{self.name}: expected dense bfloat16 matrices on the GPU")
+    def error(self, pointers: Sequence[int], extents: Sequence[int], stream: int) -> str | None:
+        """Calls with bare addresses; what is wrong with them."""
+        addresses = (ctypes.c_void_p * len(pointers))(*pointers)
+        sizes = (ctypes.c_int64 * len(extents))(*extents)
+        error = self.run(addresses, sizes, stream)
+        return None if error is None else error.decode()
+
+    def __call__(self, tensors: Sequence[Tensor], extents: Sequence[int]) -> None:
+        for x in tensors:
+            if not x.is_contiguous() or not x.is_cuda:
+                raise ValueError(f"{self.name}: expected dense tensors on the GPU")
         stream = torch.cuda.current_stream().cuda_stream
-        error = self._run(a.data_ptr(), b.data_ptr(), d.data_ptr(), m, n, k, stream)
+        error = self.error([x.data_ptr() for x in tensors], extents, stream)
         if error is not None:
-            raise ValueError(f"{self.name}: {error.decode()}")
+            raise ValueError(f"{self.name}: {error}")

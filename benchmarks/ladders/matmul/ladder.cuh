@@ -1,5 +1,5 @@
 // What the rungs share: the product, what a rung says about itself, and the way out of a tensor
-// core's registers. entry.cpp calls launch_rung(); each rung's file defines it and kRung.
+// core's registers. entry.cu calls launch_rung(); each rung's file defines it and kRung.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "checks.h"
 #include "host/launch.h"
 
 namespace ladder {
@@ -36,6 +37,32 @@ struct Rung {
 
 extern const Rung kRung;
 void launch_rung(const Gemm& g);
+
+inline std::string describe(const Rung& r) {
+  return said("blk_m", r.blk_m) + said("blk_n", r.blk_n) + said("blk_k", r.blk_k) +
+         said("stages", r.stages) + said("threads", r.threads) + said("smem_bytes", r.smem_bytes);
+}
+
+// tensors: a, b, d. extents: m, n, k.
+inline Gemm problem_of(void* const* tensors, const int64_t* extents, cudaStream_t stream) {
+  const int64_t m = extents[0], n = extents[1], k = extents[2];
+  check_extent("m", m, kRung.blk_m);
+  check_extent("n", n, kRung.blk_n);
+  check_extent("k", k, kRung.blk_k);
+  check_pointer("a", tensors[0]);
+  check_pointer("b", tensors[1]);
+  check_pointer("d", tensors[2]);
+  if ((m / kRung.blk_m) * (n / kRung.blk_n) > warpwright::kMaxGridX) {
+    throw std::invalid_argument("m x n: more than 2^31 tiles");
+  }
+  return {static_cast<const bf16*>(tensors[0]),
+          static_cast<const bf16*>(tensors[1]),
+          static_cast<bf16*>(tensors[2]),
+          static_cast<int>(m),
+          static_cast<int>(n),
+          static_cast<int>(k),
+          stream};
+}
 
 // The grid of a kernel that gives every tile of D a block of its own.
 inline dim3 one_block_a_tile(const Gemm& g) {
