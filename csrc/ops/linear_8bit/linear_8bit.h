@@ -1,7 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "common/ceil_div.h"
 #include "common/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -33,5 +35,89 @@ struct Product8BitParams {
   void* d;     // (m, n), dense
   DType type;  // of D: float32, bfloat16, float16; of int8 codes also int32, without scales and bias
 };
+
+// ---- quantisation ----
+
+// Codes of a matrix and the scales that they are multiplied by: x = scale * code. A scale is the
+// largest magnitude divided by the largest code, of a row or of all rows.
+struct QuantizeRowsParams {
+  DType dtype;  // of the input: bfloat16, float16, float32
+  Codes codes;
+  int64_t rows;
+  int64_t cols;
+  const void* input;  // (rows, cols)
+  int64_t pitch;      // elements from one row of the input to the next
+  void* output;       // (rows, cols) codes, dense
+  float* scale;       // (rows), or one number
+  bool per_tensor;
+};
+
+constexpr float largest_code(Codes codes) {
+  return codes == Codes::kInt8 ? 127.0f : codes == Codes::kE4m3 ? 448.0f : 57344.0f;
+}
+
+enum class QuantizeForm { kHeld, kLooped };
+
+struct QuantizeRowsPlan {
+  QuantizeForm form;
+  int vec;      // elements of an access
+  int vectors;  // that a thread holds, kHeld
+  int lanes;    // threads of a row
+  int threads;  // of a block
+  int64_t blocks;
+  int64_t cols;  // of the rows that kLooped walks
+  int64_t workspace_bytes;
+  const char* reason;
+};
+
+constexpr int kQuantizeThreads = 256;
+constexpr int kQuantizeMaxHeld = 8;
+constexpr int64_t kQuantizeChunk = 16384;  // elements that a block walks, of a dense tensor
+
+inline QuantizeRowsPlan choose_quantize_rows(const QuantizeRowsParams& p,
+                                             const DeviceInfo& device) {
+  QuantizeRowsPlan plan{};
+  const int64_t wide = 16 / dtype_size(p.dtype);
+  const auto address = reinterpret_cast<uintptr_t>(p.input) | reinterpret_cast<uintptr_t>(p.output);
+  const bool aligned = address % 16 == 0 && p.cols % wide == 0 && p.pitch % wide == 0;
+  plan.vec = aligned ? static_cast<int>(wide) : 1;
+  plan.cols = p.cols;
+  const int64_t vectors = ceil_div<int64_t>(p.cols, plan.vec);
+  if (!p.per_tensor && aligned && vectors <= kQuantizeMaxHeld * 1024) {
+    plan.form = QuantizeForm::kHeld;
+    for (plan.vectors = 2; plan.vectors < kQuantizeMaxHeld; plan.vectors *= 2) {
+      if (ceil_div<int64_t>(vectors, plan.vectors) <= kQuantizeThreads / 2) break;
+    }
+    const auto least = static_cast<int>(ceil_div<int64_t>(vectors, plan.vectors));
+    plan.lanes = 1;
+    while (plan.lanes < least && plan.lanes < 32) plan.lanes *= 2;
+    if (least > 32) plan.lanes = ceil_div(least, 32) * 32;
+    plan.threads = std::max(1, kQuantizeThreads / plan.lanes) * plan.lanes;
+    plan.blocks = ceil_div<int64_t>(p.rows, plan.threads / plan.lanes);
+    plan.reason = "a row in the registers of its threads: read once";
+    return plan;
+  }
+  plan.form = QuantizeForm::kLooped;
+  plan.threads = plan.lanes = kQuantizeThreads;
+  plan.vectors = 1;
+  plan.blocks = p.rows;
+  plan.reason = aligned ? "rows longer than a block's registers: read twice"
+                        : "a row or address is no multiple of 16 bytes: element accesses, read twice";
+  if (p.per_tensor) {
+    if (p.pitch == p.cols || p.rows == 1) {
+      plan.cols = kQuantizeChunk;
+      plan.blocks = ceil_div(p.rows * p.cols, kQuantizeChunk);
+    }
+    plan.blocks = std::min<int64_t>(plan.blocks, int64_t{8} * device.num_sms);
+    plan.workspace_bytes = plan.blocks * 4;
+    plan.reason = "one scale for all rows: a pass for the maximum, one for the codes";
+  }
+  return plan;
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_quantize_rows(const QuantizeRowsParams& params, const QuantizeRowsPlan& plan,
+                          void* workspace, cudaStream_t stream);
+#endif
 
 }  // namespace warpwright
