@@ -1,11 +1,10 @@
 // Numbers as codes of 8 bits and a scale.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include <cstdint>
 #include <type_traits>
 
+#include "device/fp8.cuh"
 #include "device/vec.cuh"
 
 namespace warpwright {
@@ -30,7 +29,7 @@ __device__ __forceinline__ uint32_t codes_of(const float (&x)[4]) {
     return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040),
                        0x5410);
   } else {
-    constexpr auto kFormat = std::is_same_v<Code, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
+    constexpr auto kFormat = std::is_same_v<Code, fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
     const uint32_t low = __nv_cvt_float2_to_fp8x2({x[0], x[1]}, __NV_SATFINITE, kFormat);
     const uint32_t high = __nv_cvt_float2_to_fp8x2({x[2], x[3]}, __NV_SATFINITE, kFormat);
     return low | high << 16;

@@ -1,7 +1,7 @@
 // From the accumulators of an 8-bit product to D: a scale per row and per column, the bias, one
-// rounding, and then the ways of EpilogueSm90. D's type is a value of the launch, not of the type of
-// the kernel. A warp holds the scales and the bias of its columns in its lanes, which hand them over by
-// shuffles: 1/8 of the registers of a copy per thread.
+// rounding, and then the ways of EpilogueSm90. D's type is a value of the launch, not of the type
+// of the kernel. A warp holds the scales and the bias of its columns in its lanes, which hand them
+// over by shuffles: 1/8 of the registers of a copy per thread.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 namespace warpwright {
 
 struct Output8BitSm90 : OutputSm90 {  // without activation and pre-activation
-  DType type;               // of D: bfloat16, float16, float32; of int8 operands also int32, unscaled
-  const float* row_scale;   // (m), one number if !scales_rows; null: 1
-  const float* col_scale;   // (n), one number if !scales_cols; null: 1
+  DType type;  // of D: bfloat16, float16, float32; of int8 operands also int32, unscaled
+  const float* row_scale;  // (m), one number if !scales_rows; null: 1
+  const float* col_scale;  // (n), one number if !scales_cols; null: 1
   bool scales_rows;
   bool scales_cols;
   DType bias_type;  // bfloat16, float16 or float32
 };
 
-// kTight: few registers are left next to the sums, so a chunk's scales and bias are read while the one
-// before it is stored.
+// kTight: few registers are left next to the sums, so a chunk's scales and bias are read while the
+// one before it is stored.
 template <int kBuffers, bool kTight>
 struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers> {
   using Base = EpilogueSm90<bf16, kBuffers>;
@@ -81,7 +81,7 @@ struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers> {
         these = columns.of_chunk(chunk);
       }
       // Four values at a time, so that few are alive as float32.
-      auto scaled = [&](int block, float (&values)[4]) {
+      auto scaled = [&](int block, float(&values)[4]) {
         const Sum* sums = &d[chunk * 32 + block * 4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = static_cast<float>(sums[e]) * scales[e / 2];
@@ -134,8 +134,9 @@ struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers> {
   }
 
   // Block `block` of 8 columns among 64.
-  __device__ __forceinline__ static void scale_columns(float (&values)[4], const Columns<2>& columns,
-                                                       int block, const Output& output) {
+  __device__ __forceinline__ static void scale_columns(float (&values)[4],
+                                                       const Columns<2>& columns, int block,
+                                                       const Output& output) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int lane = block % 4 * 8 + accumulator_col() + e;

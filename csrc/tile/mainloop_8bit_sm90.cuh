@@ -1,9 +1,9 @@
-// D = A B^T of one tile of 8-bit operands on sm_90a: MainloopSm90 with a k tile of 128 elements, which
-// are 128 bytes as ever. Stages, loads and hand-over are its own; the products differ.
-// Sums of 8-bit floats: the tensor cores keep about 13 bits of mantissa and cut. A long sum of one sign
+// D = A B^T of one tile of 8-bit operands on sm_90a: MainloopSm90 with a k tile of 128 elements,
+// which are 128 bytes as ever. Stages, loads and hand-over are its own; the products differ. Sums
+// of 8-bit floats: the tensor cores keep about 13 bits of mantissa and cut. A long sum of one sign
 // drifts: 7 % at k = 4096. A promoting tile therefore starts a new sum every 128 k and adds it to
-// float32 registers. The warpgroup waits for its products meanwhile; the other one's keep the tensor
-// cores busy. Bound: the tensor cores, then shared memory (docs/kernels/linear_8bit.md).
+// float32 registers. The warpgroup waits for its products meanwhile; the other one's keep the
+// tensor cores busy. Bound: the tensor cores, then shared memory (docs/kernels/linear_8bit.md).
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ namespace warpwright {
 // A and B: the operands' types, fp8_e4m3, fp8_e5m2 or int8_t. kPromotes: see above.
 template <class A, class B, int kBlkM_, int kBlkN_, int kStages_, bool kPingPong_, bool kPromotes_,
           bool kClusters_ = false, int kStoreBuffers_ = 0>
-struct Tile8Bit : TileSm90<A, kBlkM_, kBlkN_, kStages_, kPingPong_, kClusters_, Major::kK, Major::kK> {
-  using Base =
-      TileSm90<A, kBlkM_, kBlkN_, kStages_, kPingPong_, kClusters_, Major::kK, Major::kK>;
+struct Tile8Bit
+    : TileSm90<A, kBlkM_, kBlkN_, kStages_, kPingPong_, kClusters_, Major::kK, Major::kK> {
+  using Base = TileSm90<A, kBlkM_, kBlkN_, kStages_, kPingPong_, kClusters_, Major::kK, Major::kK>;
   using ElementA = A;
   using ElementB = B;
   using Sum = std::conditional_t<std::is_same_v<A, int8_t>, int32_t, float>;
@@ -40,7 +40,8 @@ struct MainloopSm90<
     Tile8Bit<A, B, kBlkM, kBlkN, kStages, kPingPong, kPromotes, kClusters, kStoreBuffers>>
     : MainloopSm90<typename Tile8Bit<A, B, kBlkM, kBlkN, kStages, kPingPong, kPromotes, kClusters,
                                      kStoreBuffers>::Base> {
-  using Tile = Tile8Bit<A, B, kBlkM, kBlkN, kStages, kPingPong, kPromotes, kClusters, kStoreBuffers>;
+  using Tile =
+      Tile8Bit<A, B, kBlkM, kBlkN, kStages, kPingPong, kPromotes, kClusters, kStoreBuffers>;
   using Base = MainloopSm90<typename Tile::Base>;
   using Cursor = typename Base::Cursor;
   using Sum = typename Tile::Sum;

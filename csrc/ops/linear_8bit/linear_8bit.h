@@ -1,3 +1,9 @@
+// Products of 8-bit codes: int8 by int8 with int32 sums, and 8-bit floats (e4m3, e5m2) with float32
+// sums; and the quantisation of the rows that they read.
+//
+//   quantize_rows   x -> codes and scales, x = scale * code
+//   scaled_linear   codes by codes, times a scale per row and per column, plus a bias
+//   linear_int8, linear_fp8   both, one after the other
 #pragma once
 
 #include <algorithm>
@@ -5,6 +11,7 @@
 
 #include "common/ceil_div.h"
 #include "common/dtype.h"
+#include "gemm/params.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -24,17 +31,94 @@ struct Product8BitParams {
   int64_t a_pitch;  // bytes from row to row
   int64_t b_pitch;
   Codes a_codes;
-  Codes b_codes;          // kInt8 if and only if a_codes is
-  bool exact;             // of floats: sums move to float32 every 128 k
+  Codes b_codes;           // kInt8 if and only if a_codes is
+  bool exact;              // of floats: sums move to float32 every 128 k
   const float* row_scale;  // (m), or one number if !scales_rows; null: 1
   const float* col_scale;  // (n), or one number if !scales_cols; null: 1
   bool scales_rows;
   bool scales_cols;
   const void* bias;  // (n) or null
   DType bias_type;
-  void* d;     // (m, n), dense
-  DType type;  // of D: float32, bfloat16, float16; of int8 codes also int32, without scales and bias
+  void* d;  // (m, n), dense
+  DType
+      type;   // of D: float32, bfloat16, float16; of int8 codes also int32, without scales and bias
+  bool sm90;  // the sm_90a kernels run here: sm90_path_available()
 };
+
+// The tiles of D, rows x columns. docs/kernels/linear_8bit.md has the measured times.
+enum class Product8BitTile { k128x256, k128x192, k128x128, k128x64, k64x64 };
+constexpr Product8BitTile kProduct8BitTiles[] = {
+    Product8BitTile::k128x256, Product8BitTile::k128x192, Product8BitTile::k128x128,
+    Product8BitTile::k128x64, Product8BitTile::k64x64};
+
+struct Product8BitShape {
+  int blk_m;
+  int blk_n;
+  int stages;      // 0: no such tile
+  bool ping_pong;  // each of the two consumer warpgroups has a tile of its own
+  double cycles;   // of a k tile
+  double exposed;  // cycles of a tile's start and store that no mainloop hides
+};
+
+// promotes: sums of floats move to registers of their own every 128 k, so a tile has half the room.
+constexpr Product8BitShape product_8bit_shape(Product8BitTile tile, bool promotes) {
+  constexpr Product8BitShape kShapes[2][5] = {{{128, 256, 4, false, 1150, 5500},
+                                               {128, 192, 4, true, 900, 0},
+                                               {128, 128, 6, true, 640, 0},
+                                               {128, 64, 8, true, 420, 0},
+                                               {64, 64, 8, true, 260, 0}},
+                                              {{},
+                                               {128, 192, 4, false, 930, 4500},
+                                               {128, 128, 5, false, 700, 3500},
+                                               {128, 64, 8, true, 600, 0},
+                                               {64, 64, 8, true, 420, 0}}};
+  return kShapes[promotes][static_cast<int>(tile)];
+}
+
+struct Product8BitPlan {
+  Product8BitTile tile;
+  bool promotes;
+  const char* reason;
+};
+
+// Null if the sm_90a kernels take the product, else the reason why not.
+inline const char* why_not_product_8bit(const Product8BitParams& p) {
+  constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
+  if (!p.sm90) return "no sm_90a";
+  if (p.a_codes != p.b_codes || p.a_codes == Codes::kE5m2) return "e5m2 operands";
+  if (std::max({p.m, p.n, p.k}) > kMaxExtent) return "an extent over 2^30";
+  if (p.k == 0) return "k is empty";
+  return nullptr;
+}
+
+inline Product8BitPlan choose_product_8bit(const Product8BitParams& p, const DeviceInfo& device) {
+  Product8BitPlan plan{};
+  plan.promotes = p.exact && p.a_codes != Codes::kInt8;
+  const auto k_tiles = static_cast<double>(ceil_div<int64_t>(p.k, 128));
+  double best = -1;
+  for (const Product8BitTile tile : kProduct8BitTiles) {
+    const Product8BitShape shape = product_8bit_shape(tile, plan.promotes);
+    if (shape.stages == 0) continue;
+    const int64_t tiles = ceil_div<int64_t>(p.m, shape.blk_m) * ceil_div<int64_t>(p.n, shape.blk_n);
+    const auto rounds = static_cast<double>(ceil_div<int64_t>(tiles, device.num_sms));
+    const double cycles = rounds * (k_tiles * shape.cycles + shape.exposed);
+    if (best < 0 || cycles < best) {
+      best = cycles;
+      plan.tile = tile;
+    }
+  }
+  const Product8BitShape shape = product_8bit_shape(plan.tile, plan.promotes);
+  const int64_t tiles = ceil_div<int64_t>(p.m, shape.blk_m) * ceil_div<int64_t>(p.n, shape.blk_n);
+  plan.reason = tiles < device.num_sms
+                    ? "fewer tiles than SMs: the tile that takes least time alone"
+                    : "the tile whose rounds of the SMs take least time";
+  return plan;
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+void launch_product_8bit(const Product8BitParams& params, const Product8BitPlan& plan,
+                         cudaStream_t stream);
+#endif
 
 // ---- quantisation ----
 
@@ -101,8 +185,9 @@ inline QuantizeRowsPlan choose_quantize_rows(const QuantizeRowsParams& p,
   plan.threads = plan.lanes = kQuantizeThreads;
   plan.vectors = 1;
   plan.blocks = p.rows;
-  plan.reason = aligned ? "rows longer than a block's registers: read twice"
-                        : "a row or address is no multiple of 16 bytes: element accesses, read twice";
+  plan.reason = aligned
+                    ? "rows longer than a block's registers: read twice"
+                    : "a row or address is no multiple of 16 bytes: element accesses, read twice";
   if (p.per_tensor) {
     if (p.pitch == p.cols || p.rows == 1) {
       plan.cols = kQuantizeChunk;
@@ -115,6 +200,7 @@ inline QuantizeRowsPlan choose_quantize_rows(const QuantizeRowsParams& p,
   return plan;
 }
 
+void quantize_rows_cpu(const QuantizeRowsParams& params);
 #ifdef WARPWRIGHT_WITH_CUDA
 void launch_quantize_rows(const QuantizeRowsParams& params, const QuantizeRowsPlan& plan,
                           void* workspace, cudaStream_t stream);

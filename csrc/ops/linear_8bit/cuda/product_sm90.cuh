@@ -1,7 +1,12 @@
 // The 8-bit product on the sm_90a kernel: its parameters, tile by tile.
 #pragma once
 
+#include <iterator>
+#include <stdexcept>
+#include <utility>
+
 #include "gemm/sm90.cuh"
+#include "ops/linear_8bit/cuda/launch.h"
 #include "ops/linear_8bit/linear_8bit.h"
 #include "tile/epilogue_8bit_sm90.cuh"
 #include "tile/mainloop_8bit_sm90.cuh"
@@ -30,7 +35,7 @@ inline Output8BitSm90 output_8bit(const Product8BitParams& p) {
 }
 
 template <class Tile, class Store = Epilogue8BitSm90<Tile::kStoreBuffers, Tile::kTight>>
-void launch_product_8bit(const Product8BitParams& p, int cluster, cudaStream_t stream) {
+void launch_product_8bit_tile(const Product8BitParams& p, cudaStream_t stream, int cluster = 1) {
   GemmParams product{};
   product.m = p.m;
   product.n = p.n;
@@ -43,6 +48,30 @@ void launch_product_8bit(const Product8BitParams& p, int cluster, cudaStream_t s
   launch_sm90_product<Tile, Store>(product, plan,
                                    tma_operands<Tile, TmaOperands>(product, plan.cluster),
                                    output_8bit(p), nullptr, stream);
+}
+
+// Instantiated in instances/, one kind of sums per file. T: int8_t or fp8_e4m3.
+template <class T, bool kPromotes>
+void launch_product_8bit_sm90(const Product8BitParams& p, const Product8BitPlan& plan,
+                              cudaStream_t stream) {
+  auto launches = [&]<Product8BitTile kTile>() {
+    constexpr Product8BitShape kShape = product_8bit_shape(kTile, kPromotes);
+    if constexpr (kShape.stages > 0) {
+      if (plan.tile != kTile) return false;
+      launch_product_8bit_tile<
+          Tile8Bit<T, T, kShape.blk_m, kShape.blk_n, kShape.stages, kShape.ping_pong, kPromotes>>(
+          p, stream);
+      return true;
+    } else {
+      return false;
+    }
+  };
+  auto launches_one_of = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    return (launches.template operator()<kProduct8BitTiles[kIndex]>() || ...);
+  };
+  if (!launches_one_of(std::make_index_sequence<std::size(kProduct8BitTiles)>())) {
+    throw std::logic_error("warpwright: 8-bit product: the plan names no tile");
+  }
 }
 
 }  // namespace warpwright

@@ -1,6 +1,6 @@
-// Codes and scales of rows. Bound: bytes, of x once and of the codes. A row stays in the registers of
-// its threads between the maximum and the codes. One scale for all rows needs two passes; maxima of
-// blocks meet in a workspace.
+// Codes and scales of rows. Bound: bytes, of x once and of the codes. A row stays in the registers
+// of its threads between the maximum and the codes. One scale for all rows needs two passes; maxima
+// of blocks meet in a workspace.
 #include "device/math.cuh"
 #include "device/quantize.cuh"
 #include "host/launch.h"
@@ -20,9 +20,9 @@ struct Scale {
 // A row of zeros gets the smallest scale, a row with a NaN or an infinity NaN or infinity.
 template <class Code>
 __device__ __forceinline__ Scale scale_of(float largest) {
-  constexpr float kLargest = std::is_same_v<Code, int8_t>          ? 127.0f
-                             : std::is_same_v<Code, __nv_fp8_e4m3> ? 448.0f
-                                                                   : 57344.0f;
+  constexpr float kLargest = std::is_same_v<Code, int8_t>     ? 127.0f
+                             : std::is_same_v<Code, fp8_e4m3> ? 448.0f
+                                                              : 57344.0f;
   const float scale = __fdiv_rn(largest, kLargest);
   const float kept = scale < kSmallestScale ? kSmallestScale : scale;
   return {kept, __fdiv_rn(1.0f, kept)};
@@ -155,8 +155,7 @@ void launch_looped(const QuantizeRowsParams& p, const QuantizeRowsPlan& plan, vo
   const int64_t pitch = plan.cols == p.cols ? p.pitch : plan.cols;
   auto run = [&]<int kVec, Pass kPass>() {
     launch(quantize_looped_kernel<T, Code, kVec, kPass>, dim3(static_cast<unsigned>(plan.blocks)),
-           dim3(kQuantizeThreads), 0, stream, p, plan.cols, pitch,
-           static_cast<float*>(workspace));
+           dim3(kQuantizeThreads), 0, stream, p, plan.cols, pitch, static_cast<float*>(workspace));
   };
   for_bool(plan.vec > 1, [&]<bool kWide>() {
     constexpr int kVec = kWide ? kVecSize<T> : 1;
@@ -175,9 +174,9 @@ void for_codes(Codes codes, F&& f) {
     case Codes::kInt8:
       return f.template operator()<int8_t>();
     case Codes::kE4m3:
-      return f.template operator()<__nv_fp8_e4m3>();
+      return f.template operator()<fp8_e4m3>();
     case Codes::kE5m2:
-      return f.template operator()<__nv_fp8_e5m2>();
+      return f.template operator()<fp8_e5m2>();
   }
 }
 
