@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "common/ceil_div.h"
 #include "common/dtype.h"
@@ -115,6 +116,19 @@ inline Product8BitPlan choose_product_8bit(const Product8BitParams& p, const Dev
   return plan;
 }
 
+inline std::string describe(const Product8BitParams& p, const Product8BitPlan& plan) {
+  const Product8BitShape shape = product_8bit_shape(plan.tile, plan.promotes);
+  std::string text = "sm_90a wgmma of 8-bit codes, tile " + std::to_string(shape.blk_m) + "x" +
+                     std::to_string(shape.blk_n) + "x128, " + std::to_string(shape.stages) +
+                     " stages, " + (shape.ping_pong ? "ping-pong" : "cooperative");
+  if (p.a_codes == Codes::kInt8) {
+    text += ", int32 sums";
+  } else {
+    text += plan.promotes ? ", sums to float32 every 128 k" : ", sums of the tensor cores alone";
+  }
+  return text + " (" + plan.reason + ")";
+}
+
 #ifdef WARPWRIGHT_WITH_CUDA
 void launch_product_8bit(const Product8BitParams& params, const Product8BitPlan& plan,
                          cudaStream_t stream);
@@ -198,6 +212,11 @@ inline QuantizeRowsPlan choose_quantize_rows(const QuantizeRowsParams& p,
     plan.reason = "one scale for all rows: a pass for the maximum, one for the codes";
   }
   return plan;
+}
+
+inline std::string describe(const QuantizeRowsPlan& plan) {
+  return std::to_string(plan.lanes) + " threads per row, " +
+         (plan.vec > 1 ? "16-byte loads" : "element loads") + " (" + plan.reason + ")";
 }
 
 void quantize_rows_cpu(const QuantizeRowsParams& params);
