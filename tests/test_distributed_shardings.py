@@ -50,6 +50,17 @@ def scan_middle(gate, x, initial):
     return F.linear_scan(gate, x, initial, dim=1, reverse=True)
 
 
+def of_codes(name):
+    def run(x, w, scale, b):
+        codes = w.to(torch.int8 if name == "linear_int8" else torch.float8_e4m3fn)
+        return getattr(F, name)(x, codes, scale, b)
+
+    return run
+
+
+CODES = torch.arange(8 * 16).mul(5).remainder(15).sub(7).view(8, 16)
+
+
 def batch_norm(x, w, b):
     return F.batch_norm(x, None, None, w, b, training=True)
 
@@ -104,6 +115,11 @@ CASES = {
             ("heads", "S1 S1 R R", tables(2, 6, 8)),
             ("tokens", "S2 S2 S1 S1", tables(1, 6, 8)),
         )
+    },
+    **{
+        f"{name} {word}": (of_codes(name), ((2, 4, 16), CODES, torch.rand(8, 1), (8,)), word, {})
+        for name in ("linear_int8", "linear_fp8")
+        for word in ("S0 R R R", "S1 R R R", "R S0 S0 S0")
     },
     "linear_scan": (scan_last, ((3, 4, 5), (3, 4, 5), (3, 4)), "S1 S1 S1", {}),
     "linear_scan middle": (scan_middle, ((3, 4, 5), (3, 4, 5), (3, 5)), "S2 S2 S1", {}),

@@ -113,6 +113,18 @@ def test_scans(device):
                 same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
 
 
+def test_codes(device):
+    x, bias = torch.randn(2, 3, 16, device=device), torch.randn(5, device=device)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        weight, scale = ops.quantize_rows(torch.randn(5, 16, device=device), dtype)
+        codes, of_rows = ops.quantize_rows(x, dtype)
+        same("scaled_linear", codes, of_rows, weight, scale, bias, torch.float32)
+        name = "linear_int8" if dtype == torch.int8 else "linear_fp8"
+        for per_tensor in (False, True):
+            same("quantize_rows", x, dtype, per_tensor)
+            same(name, x, weight, scale, bias, per_tensor)
+
+
 def test_attention_with_kv_cache(device):
     query = torch.randn(2, 3, 4, 8, device=device)
     k, v = torch.randn(2, 2, 3, 2, 8, device=device)
