@@ -17,7 +17,8 @@ def quantize_rows(
         shape = () if per_tensor else (*x.shape[:-1], 1)
         return torch.empty_like(x, dtype=dtype), x.new_full(shape, SMALLEST_SCALE)
     maximum = x.abs().amax() if per_tensor else x.abs().amax(-1, keepdim=True)
-    scale = (maximum / largest).clamp_min(SMALLEST_SCALE)
+    # By a tensor: CUDA multiplies by the reciprocal of a number.
+    scale = (maximum / maximum.new_full((), largest)).clamp_min(SMALLEST_SCALE)
     x = (x * scale.reciprocal()).clamp(-largest, largest)
     if dtype == torch.int8:
         x = x.round().nan_to_num(0.0)

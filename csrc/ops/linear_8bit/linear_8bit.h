@@ -170,6 +170,7 @@ struct QuantizeRowsPlan {
 
 constexpr int kQuantizeThreads = 256;
 constexpr int kQuantizeMaxHeld = 8;
+constexpr int kQuantizeMaxLanes = 512;
 constexpr int64_t kQuantizeChunk = 16384;  // elements that a block walks, of a dense tensor
 
 inline QuantizeRowsPlan choose_quantize_rows(const QuantizeRowsParams& p,
@@ -181,7 +182,7 @@ inline QuantizeRowsPlan choose_quantize_rows(const QuantizeRowsParams& p,
   plan.vec = aligned ? static_cast<int>(wide) : 1;
   plan.cols = p.cols;
   const int64_t vectors = ceil_div<int64_t>(p.cols, plan.vec);
-  if (!p.per_tensor && aligned && vectors <= kQuantizeMaxHeld * 1024) {
+  if (!p.per_tensor && aligned && vectors <= kQuantizeMaxHeld * kQuantizeMaxLanes) {
     plan.form = QuantizeForm::kHeld;
     for (plan.vectors = 2; plan.vectors < kQuantizeMaxHeld; plan.vectors *= 2) {
       if (ceil_div<int64_t>(vectors, plan.vectors) <= kQuantizeThreads / 2) break;

@@ -58,7 +58,8 @@ __device__ __forceinline__ void store_codes(uint8_t* target, const Vec<T, kVec>&
 // Layout: input (rows, cols), pitch p.pitch; codes dense; a scale per row. Grid: a block has
 // blockDim / lanes rows.
 template <class T, class Code, int kHeld>
-__global__ void quantize_held_kernel(const QuantizeRowsParams p, int lanes) {
+__global__ void __launch_bounds__(kHeld == kQuantizeMaxHeld ? kQuantizeMaxLanes : kQuantizeThreads)
+    quantize_held_kernel(const QuantizeRowsParams p, int lanes) {
   constexpr int kVec = kVecSize<T>;
   using Meeting = RowMeeting<float, 1>;
   __shared__ float storage[Meeting::kSlots];
