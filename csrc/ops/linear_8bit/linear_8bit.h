@@ -47,32 +47,32 @@ struct Product8BitParams {
 };
 
 // The tiles of D, rows x columns. docs/kernels/linear_8bit.md has the measured times.
-enum class Product8BitTile { k128x256, k128x192, k128x128, k128x64, k64x64 };
-constexpr Product8BitTile kProduct8BitTiles[] = {
-    Product8BitTile::k128x256, Product8BitTile::k128x192, Product8BitTile::k128x128,
-    Product8BitTile::k128x64, Product8BitTile::k64x64};
+enum class Product8BitTile { k128x192, k128x128, k128x64, k64x64 };
+constexpr Product8BitTile kProduct8BitTiles[] = {Product8BitTile::k128x192,
+                                                 Product8BitTile::k128x128,
+                                                 Product8BitTile::k128x64, Product8BitTile::k64x64};
 
 struct Product8BitShape {
   int blk_m;
   int blk_n;
-  int stages;      // 0: no such tile
-  bool ping_pong;  // each of the two consumer warpgroups has a tile of its own
-  double cycles;   // of a k tile
-  double exposed;  // cycles of a tile's start and store that no mainloop hides
+  int stages;
+  int store_buffers;  // of 64 x 64 elements of D, per warpgroup
+  bool ping_pong;     // each of the two consumer warpgroups has a tile of its own
+  double cycles;      // of a k tile
+  double exposed;     // cycles of a tile's start and store that no mainloop hides
 };
 
-// promotes: sums of floats move to registers of their own every 128 k, so a tile has half the room.
+// promotes: sums of floats move to registers of their own every 128 k, so a warpgroup has room for
+// half a tile, and both share one.
 constexpr Product8BitShape product_8bit_shape(Product8BitTile tile, bool promotes) {
-  constexpr Product8BitShape kShapes[2][5] = {{{128, 256, 4, false, 1150, 5500},
-                                               {128, 192, 4, true, 900, 0},
-                                               {128, 128, 6, true, 640, 0},
-                                               {128, 64, 8, true, 420, 0},
-                                               {64, 64, 8, true, 260, 0}},
-                                              {{},
-                                               {128, 192, 4, false, 930, 4500},
-                                               {128, 128, 5, false, 700, 3500},
-                                               {128, 64, 8, true, 600, 0},
-                                               {64, 64, 8, true, 420, 0}}};
+  constexpr Product8BitShape kShapes[2][4] = {{{128, 192, 5, 1, true, 880, 0},
+                                               {128, 128, 6, 2, true, 600, 0},
+                                               {128, 64, 8, 2, true, 420, 0},
+                                               {64, 64, 8, 2, true, 260, 0}},
+                                              {{128, 192, 4, 2, false, 930, 4500},
+                                               {128, 128, 5, 2, false, 700, 3500},
+                                               {128, 64, 8, 2, true, 600, 0},
+                                               {64, 64, 8, 2, true, 420, 0}}};
   return kShapes[promotes][static_cast<int>(tile)];
 }
 
@@ -99,7 +99,6 @@ inline Product8BitPlan choose_product_8bit(const Product8BitParams& p, const Dev
   double best = -1;
   for (const Product8BitTile tile : kProduct8BitTiles) {
     const Product8BitShape shape = product_8bit_shape(tile, plan.promotes);
-    if (shape.stages == 0) continue;
     const int64_t tiles = ceil_div<int64_t>(p.m, shape.blk_m) * ceil_div<int64_t>(p.n, shape.blk_n);
     const auto rounds = static_cast<double>(ceil_div<int64_t>(tiles, device.num_sms));
     const double cycles = rounds * (k_tiles * shape.cycles + shape.exposed);

@@ -55,16 +55,12 @@ template <class T, bool kPromotes>
 void launch_product_8bit_sm90(const Product8BitParams& p, const Product8BitPlan& plan,
                               cudaStream_t stream) {
   auto launches = [&]<Product8BitTile kTile>() {
+    if (plan.tile != kTile) return false;
     constexpr Product8BitShape kShape = product_8bit_shape(kTile, kPromotes);
-    if constexpr (kShape.stages > 0) {
-      if (plan.tile != kTile) return false;
-      launch_product_8bit_tile<
-          Tile8Bit<T, T, kShape.blk_m, kShape.blk_n, kShape.stages, kShape.ping_pong, kPromotes>>(
-          p, stream);
-      return true;
-    } else {
-      return false;
-    }
+    launch_product_8bit_tile<Tile8Bit<T, T, kShape.blk_m, kShape.blk_n, kShape.stages,
+                                      kShape.ping_pong, kPromotes, false, kShape.store_buffers>>(
+        p, stream);
+    return true;
   };
   auto launches_one_of = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
     return (launches.template operator()<kProduct8BitTiles[kIndex]>() || ...);
