@@ -195,7 +195,9 @@ def test_small_integers_of_fp8_are_exact(device):
 @pytest.mark.parametrize("features", [1024, 4096, 16384])
 def test_exact_sums_of_one_sign(device, features):
     """Hopper's tensor cores cut sums of 8-bit floats. Exact sums stay at the operands' rounding."""
-    x, w = (randn(device, rows, features).abs().mul(64).clamp(max=448).to(E4M3) for rows in (64, 96))
+    x, w = (
+        randn(device, rows, features).abs().mul(64).clamp(max=448).to(E4M3) for rows in (64, 96)
+    )
     expected = x.double() @ w.double().t()
     result = F.linear_fp8(x, w, out_dtype=torch.float32)
     error = (result.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
@@ -223,14 +225,19 @@ def test_layouts_of_codes(device, codes):
     assert_same(function(x, wide.view(codes)[:, :64], w_scale, input_scale=x_scale), expected)
     scales = (w_scale.expand(24, 3)[:, 1], x_scale.flatten())
     assert_same(function(x, w, scales[0], input_scale=scales[1]), expected)
-    assert_same(function(x.view(4, 10, 64), w, w_scale, input_scale=x_scale).flatten(0, 1), expected)
+    assert_same(
+        function(x.view(4, 10, 64), w, w_scale, input_scale=x_scale).flatten(0, 1), expected
+    )
     assert_same(function(x[0], w, w_scale, input_scale=x_scale[0]), expected[0])
 
 
 def test_empty(device, codes):
     function = FUNCTIONS[codes]
     for rows, features, outputs in ((0, 16, 8), (4, 0, 8), (4, 16, 0)):
-        x, w = randn(device, rows, features), torch.zeros(outputs, features, device=device).to(codes)
+        x, w = (
+            randn(device, rows, features),
+            torch.zeros(outputs, features, device=device).to(codes),
+        )
         bias = randn(device, outputs)
         y = function(x, w, torch.ones((), device=device), bias)
         assert_same(y, bias.expand(rows, outputs).contiguous() if features == 0 else y)
@@ -262,7 +269,9 @@ def test_linear(device, kind, codes, per_tensor, shape):
         expected = function(found, weight, scale, b, input_scale=of_rows, out_dtype=kind)
         assert_same(y, expected)
     exact_product = x.double() @ (weight.double() * scale.double()).t() + bias.double()
-    error = (function(x, weight, scale, bias, per_tensor=per_tensor).double() - exact_product).norm()
+    error = (
+        function(x, weight, scale, bias, per_tensor=per_tensor).double() - exact_product
+    ).norm()
     assert error <= (0.02 if codes == INT8 else 0.06) * exact_product.norm()
 
 
@@ -303,9 +312,7 @@ def test_forward_mode(device, codes):
     )
     expected = t.double() @ (weight.double() * scale.double()).t() + bias_t.double()
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-    _, of_bias = torch.func.jvp(
-        lambda b: FUNCTIONS[codes](x, weight, scale, b), (bias,), (bias_t,)
-    )
+    _, of_bias = torch.func.jvp(lambda b: FUNCTIONS[codes](x, weight, scale, b), (bias,), (bias_t,))
     assert_same(of_bias, bias_t.expand(5, 7).contiguous())
 
 
@@ -346,9 +353,7 @@ def test_opcheck(device, codes):
     name = "linear_int8" if codes == INT8 else "linear_fp8"
     opcheck(getattr(ops, name).default, (x, weight, scale, bias, False))
     found, of_rows = F.quantize_rows(x, codes)
-    opcheck(
-        ops.scaled_linear.default, (found, of_rows, weight, scale, None, torch.bfloat16, False)
-    )
+    opcheck(ops.scaled_linear.default, (found, of_rows, weight, scale, None, torch.bfloat16, False))
 
 
 def test_native_functions_are_the_same(device, kind, codes):
@@ -385,21 +390,32 @@ def test_errors(device):
     raises("at least one dimension", F.quantize_rows, x[0, 0], INT8)
     raises("'dtype' must be torch.dtype", F.quantize_rows, x, "int8", kind=TypeError)
     raises("'per_tensor' must be bool", F.quantize_rows, x, INT8, per_tensor=1, kind=TypeError)
-    raises("input: expected float32", F.linear_int8, x.double(), codes, scale, kind=NotImplementedError)
+    raises(
+        "input: expected float32", F.linear_int8, x.double(), codes, scale, kind=NotImplementedError
+    )
     raises("weight: expected codes of int8", F.linear_int8, x, floats, scale)
     raises("weight: expected codes of float8_e4m3fn", F.linear_fp8, x, codes, scale)
     raises("expected 16 features, got 15", F.linear_int8, x[:, :15], codes, scale)
     raises("weight_scale: expected 1 or 3 numbers", F.linear_int8, x, codes, scale[:2])
     raises("weight_scale: expected float32", F.linear_int8, x, codes, scale.double())
     raises("bias: expected shape", F.linear_int8, x, codes, scale, x[0])
-    raises("bias: expected Float or float32, got Double", F.linear_int8, x, codes, scale, x[0, :3].double())
+    raises(
+        "bias: expected Float or float32, got Double",
+        F.linear_int8,
+        x,
+        codes,
+        scale,
+        x[0, :3].double(),
+    )
     raises("input_scale: expected None", F.linear_int8, x, codes, scale, input_scale=scale)
     raises("out_dtype: expected None", F.linear_fp8, x, floats, scale, out_dtype=torch.float32)
     raises("per_tensor: expected False", F.linear_int8, codes, codes, scale, per_tensor=True)
     raises("input: expected int8 or floating", F.linear_int8, floats, floats)
     raises("input: expected e4m3", F.linear_fp8, codes, codes)
     raises("expected codes of the kind of input", F.linear_int8, codes, floats)
-    raises("out_dtype: int32 are the sums", F.linear_int8, codes, codes, scale, out_dtype=torch.int32)
+    raises(
+        "out_dtype: int32 are the sums", F.linear_int8, codes, codes, scale, out_dtype=torch.int32
+    )
     raises("out_dtype: expected float32", F.linear_fp8, floats, floats, out_dtype=torch.int32)
     raises("accumulate: expected", F.linear_fp8, x, floats, scale, accumulate="x", kind=ValueError)
     raises("'weight_scale' must be Tensor", F.linear_int8, x, codes, None, kind=TypeError)

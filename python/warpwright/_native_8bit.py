@@ -41,8 +41,10 @@ def scaled_linear(
     use_fast_accum: bool = False,
 ) -> Tensor:
     """Codes as float64, so that sums of int8 are exact and those of floats nearly."""
-    rows = input.reshape(-1, input.shape[-1]) if input.numel() else input.new_empty(
-        (input.shape[:-1].numel(), input.shape[-1])
+    rows = (
+        input.reshape(-1, input.shape[-1])
+        if input.numel()
+        else input.new_empty((input.shape[:-1].numel(), input.shape[-1]))
     )
     sums = torch.mm(rows.double(), weight.double().t())
     if out_dtype != torch.int32:

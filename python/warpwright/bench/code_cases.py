@@ -25,9 +25,7 @@ def _product(i: Inputs, x: Tensor, x_scale: Tensor, fast: bool) -> Tensor:
         return x.double() @ weight.double().t() * x_scale * scale.t()
     if weight.dtype == torch.int8:
         return (torch._int_mm(x, weight.t()) * x_scale * scale.t()).to(BF16)
-    return torch._scaled_mm(
-        x, weight.t(), x_scale, scale.t(), out_dtype=BF16, use_fast_accum=fast
-    )
+    return torch._scaled_mm(x, weight.t(), x_scale, scale.t(), out_dtype=BF16, use_fast_accum=fast)
 
 
 def _linear_codes(
@@ -50,9 +48,7 @@ def _linear_codes(
             of_x: dict[str, Any] = {}
         else:
             of_x = {"input_scale": i["x_scale"], "out_dtype": BF16}
-        result: Tensor = getattr(F, op)(
-            i["x"], i["weight"], i["weight_scale"], **of_x, **options
-        )
+        result: Tensor = getattr(F, op)(i["x"], i["weight"], i["weight_scale"], **of_x, **options)
         return result
 
     def native(F: Any, i: Inputs) -> Tensor:

@@ -82,6 +82,7 @@ void check(const QuantizedLinear& q) {
   check_same_device(q.weight, q.input, (std::string(q.name()) + ": weight").c_str());
   TORCH_CHECK(q.input.sym_size(-1) == q.weight.sym_size(1), q.name(), ": input: expected ",
               q.weight.sym_size(1), " features, got ", q.input.sym_size(-1));
+  TORCH_CHECK(q.weight_scale.defined(), q.name(), ": weight_scale: expected a tensor, got None");
   check_scale(q.weight_scale, (std::string(q.name()) + ": weight_scale").c_str(),
               q.weight.sym_size(0), q.input);
   if (!is_given(q.bias)) return;
