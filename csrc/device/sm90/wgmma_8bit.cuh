@@ -30,9 +30,6 @@ __device__ __forceinline__ void wgmma_pin(int32_t (&d)[kRegs]) {
   WARPWRIGHT_TEN(1) WARPWRIGHT_TEN(2) WARPWRIGHT_TEN(3) WARPWRIGHT_TEN(4) WARPWRIGHT_TEN(5)
 #define WARPWRIGHT_90 WARPWRIGHT_60 WARPWRIGHT_TEN(6) WARPWRIGHT_TEN(7) WARPWRIGHT_TEN(8)
 #define WARPWRIGHT_LIST_32 WARPWRIGHT_UNITS WARPWRIGHT_TEN(1) WARPWRIGHT_TEN(2) ", %30, %31"
-#define WARPWRIGHT_LIST_48                          \
-  WARPWRIGHT_UNITS WARPWRIGHT_TEN(1) WARPWRIGHT_TEN(2) WARPWRIGHT_TEN(3) \
-  ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define WARPWRIGHT_LIST_64 WARPWRIGHT_60 ", %60, %61, %62, %63"
 #define WARPWRIGHT_LIST_96 WARPWRIGHT_90 ", %90, %91, %92, %93, %94, %95"
 #define WARPWRIGHT_LIST_128                          \
@@ -42,7 +39,6 @@ __device__ __forceinline__ void wgmma_pin(int32_t (&d)[kRegs]) {
 #define WARPWRIGHT_D16(c, i) \
   WARPWRIGHT_D4(c, i), WARPWRIGHT_D4(c, i + 4), WARPWRIGHT_D4(c, i + 8), WARPWRIGHT_D4(c, i + 12)
 #define WARPWRIGHT_D32(c, i) WARPWRIGHT_D16(c, i), WARPWRIGHT_D16(c, i + 16)
-#define WARPWRIGHT_D48(c, i) WARPWRIGHT_D32(c, i), WARPWRIGHT_D16(c, i + 32)
 #define WARPWRIGHT_D64(c, i) WARPWRIGHT_D32(c, i), WARPWRIGHT_D32(c, i + 32)
 #define WARPWRIGHT_D96(c, i) WARPWRIGHT_D64(c, i), WARPWRIGHT_D32(c, i + 64)
 #define WARPWRIGHT_D128(c, i) WARPWRIGHT_D64(c, i), WARPWRIGHT_D64(c, i + 64)
@@ -58,14 +54,12 @@ __device__ __forceinline__ void wgmma_pin(int32_t (&d)[kRegs]) {
 #define WARPWRIGHT_WGMMA_8BIT_WIDTHS(types, c, scales)                            \
   if constexpr (kRegs == 32) {                                                    \
     WARPWRIGHT_WGMMA_8BIT("m64n64", types, c, scales, 32, "32", "33", "34");      \
-  } else if constexpr (kRegs == 48) {                                             \
-    WARPWRIGHT_WGMMA_8BIT("m64n96", types, c, scales, 48, "48", "49", "50");      \
   } else if constexpr (kRegs == 64) {                                             \
     WARPWRIGHT_WGMMA_8BIT("m64n128", types, c, scales, 64, "64", "65", "66");     \
   } else if constexpr (kRegs == 96) {                                             \
     WARPWRIGHT_WGMMA_8BIT("m64n192", types, c, scales, 96, "96", "97", "98");     \
   } else {                                                                        \
-    static_assert(kRegs == 128, "N = 64, 96, 128, 192 or 256");                       \
+    static_assert(kRegs == 128, "N = 64, 128, 192 or 256");                       \
     WARPWRIGHT_WGMMA_8BIT("m64n256", types, c, scales, 128, "128", "129", "130"); \
   }
 #define WARPWRIGHT_FLOATS(x) "+f"(x)
@@ -102,14 +96,12 @@ __device__ __forceinline__ void wgmma_8bit(int32_t (&d)[kRegs], uint64_t a, uint
 #undef WARPWRIGHT_D128
 #undef WARPWRIGHT_D96
 #undef WARPWRIGHT_D64
-#undef WARPWRIGHT_D48
 #undef WARPWRIGHT_D32
 #undef WARPWRIGHT_D16
 #undef WARPWRIGHT_D4
 #undef WARPWRIGHT_LIST_128
 #undef WARPWRIGHT_LIST_96
 #undef WARPWRIGHT_LIST_64
-#undef WARPWRIGHT_LIST_48
 #undef WARPWRIGHT_LIST_32
 #undef WARPWRIGHT_90
 #undef WARPWRIGHT_60

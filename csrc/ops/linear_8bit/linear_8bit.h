@@ -47,32 +47,38 @@ struct Product8BitParams {
 };
 
 // The tiles of D, rows x columns. docs/kernels/linear_8bit.md has the measured times.
-enum class Product8BitTile { k128x192, k128x128, k128x64, k64x64 };
-constexpr Product8BitTile kProduct8BitTiles[] = {Product8BitTile::k128x192,
-                                                 Product8BitTile::k128x128,
-                                                 Product8BitTile::k128x64, Product8BitTile::k64x64};
+enum class Product8BitTile { k256x128, k192x128, k128x192, k128x128, k128x64, k64x64 };
+constexpr int kProduct8BitTiles = 6;
 
 struct Product8BitShape {
   int blk_m;
   int blk_n;
-  int stages;
+  int stages;         // 0: these sums have no such tile
   int store_buffers;  // of 64 x 64 elements of D, per warpgroup
   bool ping_pong;     // each of the two consumer warpgroups has a tile of its own
-  double cycles;      // of a k tile
-  double exposed;     // cycles of a tile's start and store that no mainloop hides
+  // Of the estimate: cycles of a k tile, of a k tile once per call (a ping-pong's first or last
+  // tile, which the other warpgroup does not overlap), and of a tile's start and store.
+  double cycles;
+  double once;
+  double exposed;
 };
 
 // promotes: sums of floats move to registers of their own every 128 k, so a warpgroup has room for
-// half a tile, and both share one.
+// half a tile, and the warpgroups share one.
 constexpr Product8BitShape product_8bit_shape(Product8BitTile tile, bool promotes) {
-  constexpr Product8BitShape kShapes[2][4] = {{{128, 192, 5, 1, true, 880, 0},
-                                               {128, 128, 6, 2, true, 600, 0},
-                                               {128, 64, 8, 2, true, 420, 0},
-                                               {64, 64, 8, 2, true, 260, 0}},
-                                              {{128, 192, 4, 2, false, 930, 4500},
-                                               {128, 128, 5, 2, false, 700, 3500},
-                                               {128, 64, 8, 2, true, 600, 0},
-                                               {64, 64, 8, 2, true, 420, 0}}};
+  constexpr Product8BitShape kShapes[2][kProduct8BitTiles] = {
+      {{},
+       {},
+       {128, 192, 5, 1, true, 880, 900, 0},
+       {128, 128, 6, 2, true, 600, 400, 0},
+       {128, 64, 8, 2, true, 420, 230, 0},
+       {64, 64, 8, 2, true, 290, 265, 0}},
+      {{256, 128, 4, 1, false, 1310, 0, 8500},
+       {192, 128, 4, 1, false, 980, 0, 3500},
+       {},
+       {128, 128, 5, 2, false, 770, 0, 3500},
+       {},
+       {64, 64, 8, 2, true, 430, 200, 0}}};
   return kShapes[promotes][static_cast<int>(tile)];
 }
 
@@ -97,19 +103,21 @@ inline Product8BitPlan choose_product_8bit(const Product8BitParams& p, const Dev
   plan.promotes = p.exact && p.a_codes != Codes::kInt8;
   const auto k_tiles = static_cast<double>(ceil_div<int64_t>(p.k, 128));
   double best = -1;
-  for (const Product8BitTile tile : kProduct8BitTiles) {
+  int64_t best_tiles = 0;
+  for (int i = 0; i < kProduct8BitTiles; ++i) {
+    const auto tile = static_cast<Product8BitTile>(i);
     const Product8BitShape shape = product_8bit_shape(tile, plan.promotes);
+    if (shape.stages == 0) continue;
     const int64_t tiles = ceil_div<int64_t>(p.m, shape.blk_m) * ceil_div<int64_t>(p.n, shape.blk_n);
     const auto rounds = static_cast<double>(ceil_div<int64_t>(tiles, device.num_sms));
-    const double cycles = rounds * (k_tiles * shape.cycles + shape.exposed);
+    const double cycles = k_tiles * (rounds * shape.cycles + shape.once) + rounds * shape.exposed;
     if (best < 0 || cycles < best) {
       best = cycles;
+      best_tiles = tiles;
       plan.tile = tile;
     }
   }
-  const Product8BitShape shape = product_8bit_shape(plan.tile, plan.promotes);
-  const int64_t tiles = ceil_div<int64_t>(p.m, shape.blk_m) * ceil_div<int64_t>(p.n, shape.blk_n);
-  plan.reason = tiles < device.num_sms
+  plan.reason = best_tiles < device.num_sms
                     ? "fewer tiles than SMs: the tile that takes least time alone"
                     : "the tile whose rounds of the SMs take least time";
   return plan;

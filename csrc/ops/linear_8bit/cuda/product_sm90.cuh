@@ -1,7 +1,6 @@
 // The 8-bit product on the sm_90a kernel: its parameters, tile by tile.
 #pragma once
 
-#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -35,7 +34,7 @@ inline Output8BitSm90 output_8bit(const Product8BitParams& p) {
 }
 
 template <class Tile, class Store = Epilogue8BitSm90<Tile::kStoreBuffers, Tile::kTight>>
-void launch_product_8bit_tile(const Product8BitParams& p, cudaStream_t stream, int cluster = 1) {
+void launch_product_8bit_tile(const Product8BitParams& p, cudaStream_t stream) {
   GemmParams product{};
   product.m = p.m;
   product.n = p.n;
@@ -44,9 +43,8 @@ void launch_product_8bit_tile(const Product8BitParams& p, cudaStream_t stream, i
   product.b = make_operand(p.b, DType::kUInt8, p.b_pitch, 1);
   GemmPlan plan{};
   plan.splits = 1;
-  plan.cluster = Tile::kClusters ? cluster : 1;
-  launch_sm90_product<Tile, Store>(product, plan,
-                                   tma_operands<Tile, TmaOperands>(product, plan.cluster),
+  plan.cluster = 1;
+  launch_sm90_product<Tile, Store>(product, plan, tma_operands<Tile, TmaOperands>(product),
                                    output_8bit(p), nullptr, stream);
 }
 
@@ -54,18 +52,23 @@ void launch_product_8bit_tile(const Product8BitParams& p, cudaStream_t stream, i
 template <class T, bool kPromotes>
 void launch_product_8bit_sm90(const Product8BitParams& p, const Product8BitPlan& plan,
                               cudaStream_t stream) {
-  auto launches = [&]<Product8BitTile kTile>() {
-    if (plan.tile != kTile) return false;
+  auto launches = [&]<int kIndex>() {
+    constexpr auto kTile = static_cast<Product8BitTile>(kIndex);
     constexpr Product8BitShape kShape = product_8bit_shape(kTile, kPromotes);
-    launch_product_8bit_tile<Tile8Bit<T, T, kShape.blk_m, kShape.blk_n, kShape.stages,
-                                      kShape.ping_pong, kPromotes, false, kShape.store_buffers>>(
-        p, stream);
-    return true;
+    if constexpr (kShape.stages > 0) {
+      if (plan.tile != kTile) return false;
+      launch_product_8bit_tile<Tile8Bit<T, T, kShape.blk_m, kShape.blk_n, kShape.stages,
+                                        kShape.ping_pong, kPromotes, kShape.store_buffers>>(p,
+                                                                                            stream);
+      return true;
+    } else {
+      return false;
+    }
   };
-  auto launches_one_of = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-    return (launches.template operator()<kProduct8BitTiles[kIndex]>() || ...);
+  auto launches_one_of = [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+    return (launches.template operator()<kIndex>() || ...);
   };
-  if (!launches_one_of(std::make_index_sequence<std::size(kProduct8BitTiles)>())) {
+  if (!launches_one_of(std::make_integer_sequence<int, kProduct8BitTiles>())) {
     throw std::logic_error("warpwright: 8-bit product: the plan names no tile");
   }
 }
