@@ -50,12 +50,12 @@ def scan_middle(gate, x, initial):
     return F.linear_scan(gate, x, initial, dim=1, reverse=True)
 
 
-def of_codes(name):
-    def run(x, w, scale, b):
-        codes = w.to(torch.int8 if name == "linear_int8" else torch.float8_e4m3fn)
-        return getattr(F, name)(x, codes, scale, b)
+def int8_codes(x, w, scale, b):
+    return F.linear_int8(x, w.to(torch.int8), scale, b)
 
-    return run
+
+def fp8_codes(x, w, scale, b):
+    return F.linear_fp8(x, w.to(torch.float8_e4m3fn), scale, b)
 
 
 CODES = torch.arange(8 * 16).mul(5).remainder(15).sub(7).view(8, 16)
@@ -117,8 +117,8 @@ CASES = {
         )
     },
     **{
-        f"{name} {word}": (of_codes(name), ((2, 4, 16), CODES, torch.rand(8, 1), (8,)), word, {})
-        for name in ("linear_int8", "linear_fp8")
+        f"{name} {word}": (function, ((2, 4, 16), CODES, torch.rand(8, 1), (8,)), word, {})
+        for name, function in (("linear_int8", int8_codes), ("linear_fp8", fp8_codes))
         for word in ("S0 R R R", "S1 R R R", "R S0 S0 S0")
     },
     "linear_scan": (scan_last, ((3, 4, 5), (3, 4, 5), (3, 4)), "S1 S1 S1", {}),
