@@ -46,6 +46,9 @@ def public_calls(device, seed, grad=True):
     def integers(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
+    def codes(dtype):
+        return (t(6, 16) * 8).clamp(-100, 100).to(dtype)
+
     def named_norm():
         mean, var = stats()
         vectors = {"running_mean": mean, "running_var": var, "norm_weight": g(3), "norm_bias": g(3)}
@@ -72,6 +75,15 @@ def public_calls(device, seed, grad=True):
                 "is_causal": bool(seed % 2),
                 "scale": 0.3,
             },
+        ),
+        "quantize_rows": ([t(3, 8), torch.int8], {"per_tensor": bool(seed % 2)}),
+        "linear_int8": (
+            [g(2, 4, 16), codes(torch.int8), t(6).abs(), g(6)],
+            {"per_tensor": bool(seed % 2)},
+        ),
+        "linear_fp8": (
+            [g(2, 4, 16), codes(torch.float8_e4m3fn), t(6).abs(), g(6)],
+            {"accumulate": "exact" if seed % 3 else "fast"},
         ),
         "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
         "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),

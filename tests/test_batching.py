@@ -122,6 +122,44 @@ def test_linear_scan(device, dims):
     check(lambda a, b: F.linear_scan(a, b, dim=0), (0, 0), randn(device, 3, 4), randn(device, 3, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_codes(device, dtype, per_tensor):
+    """float32: no kernel quantises float64."""
+    x = torch.randn(4, 2, 3, 16, device=device)
+    for dim, sample in ((0, x), (2, x), (0, x[:, 0, 0])):
+        for result in (0, 1):
+
+            def run(a, r=result):
+                return F.quantize_rows(a, dtype, per_tensor=per_tensor)[r].float()
+
+            torch.testing.assert_close(vmap(run, dim)(sample), loop(run, (dim,), sample))
+    weights, scales = F.quantize_rows(torch.randn(4, 5, 16, device=device), dtype)
+    bias = torch.randn(4, 5, device=device)
+    linear = F.linear_int8 if dtype == torch.int8 else F.linear_fp8
+
+    def quantized(a, w, s, b):
+        return linear(a, w, s, b, per_tensor=per_tensor)
+
+    for dims in ((0, None, None, None), (2, None, None, None), (0, 0, 0, 0), (None, 0, 0, None)):
+        args = (x, weights, scales, bias)
+        args = tuple(a if d is not None else a[0] for a, d in zip(args, dims, strict=True))
+        expected = loop(quantized, dims, *args)
+        torch.testing.assert_close(vmap(quantized, dims)(*args), expected, rtol=1e-5, atol=1e-5)
+    if per_tensor:
+        return
+    codes, of_rows = F.quantize_rows(x, dtype)
+
+    def product(c, s, w, t):
+        return linear(c, w, t, input_scale=s, out_dtype=torch.float32)
+
+    for dims in ((0, 0, None, None), (0, None, None, None), (0, 0, 0, 0)):
+        args = (codes, of_rows, weights, scales)
+        args = tuple(a if d is not None else a[0] for a, d in zip(args, dims, strict=True))
+        expected = loop(product, dims, *args)
+        torch.testing.assert_close(vmap(product, dims)(*args), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
 def test_linear(device, dims, rows):

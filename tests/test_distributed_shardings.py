@@ -50,6 +50,17 @@ def scan_middle(gate, x, initial):
     return F.linear_scan(gate, x, initial, dim=1, reverse=True)
 
 
+def int8_codes(x, w, scale, b):
+    return F.linear_int8(x, w.to(torch.int8), scale, b)
+
+
+def fp8_codes(x, w, scale, b):
+    return F.linear_fp8(x, w.to(torch.float8_e4m3fn), scale, b)
+
+
+CODES = torch.arange(8 * 16).mul(5).remainder(15).sub(7).view(8, 16)
+
+
 def batch_norm(x, w, b):
     return F.batch_norm(x, None, None, w, b, training=True)
 
@@ -104,6 +115,11 @@ CASES = {
             ("heads", "S1 S1 R R", tables(2, 6, 8)),
             ("tokens", "S2 S2 S1 S1", tables(1, 6, 8)),
         )
+    },
+    **{
+        f"{name} {word}": (function, ((2, 4, 16), CODES, torch.rand(8, 1), (8,)), word, {})
+        for name, function in (("linear_int8", int8_codes), ("linear_fp8", fp8_codes))
+        for word in ("S0 R R R", "S1 R R R", "R S0 S0 S0")
     },
     "linear_scan": (scan_last, ((3, 4, 5), (3, 4, 5), (3, 4)), "S1 S1 S1", {}),
     "linear_scan middle": (scan_middle, ((3, 4, 5), (3, 4, 5), (3, 5)), "S2 S2 S1", {}),

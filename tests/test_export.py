@@ -46,6 +46,8 @@ def same(name, *args):
             assert mine is None
             continue
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        if mine.itemsize == 1 and mine.is_floating_point():  # codes, which have no tolerance
+            mine, theirs = mine.view(torch.uint8), theirs.view(torch.uint8)
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     return expected
 
@@ -111,6 +113,18 @@ def test_scans(device):
             same("linear_scan", x.cos(), x, x.select(dim, 0), dim, reverse)
             for shifted in (False, True):
                 same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
+
+
+def test_codes(device):
+    x, bias = torch.randn(2, 3, 16, device=device), torch.randn(5, device=device)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        weight, scale = ops.quantize_rows(torch.randn(5, 16, device=device), dtype)
+        codes, of_rows = ops.quantize_rows(x, dtype)
+        same("scaled_linear", codes, of_rows, weight, scale, bias, torch.float32)
+        name = "linear_int8" if dtype == torch.int8 else "linear_fp8"
+        for per_tensor in (False, True):
+            same("quantize_rows", x, dtype, per_tensor)
+            same(name, x, weight, scale, bias, per_tensor)
 
 
 def test_attention_with_kv_cache(device):

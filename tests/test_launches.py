@@ -80,6 +80,12 @@ def linear_scan(*operands):
     return operands, lambda: F.linear_scan(*operands)
 
 
+def of_codes(function, dtype):
+    weight, scale = F.quantize_rows(torch.randn(384, 512, device="cuda"), dtype)
+    x = random(256, 512, dtype=BF16)
+    return (x,), lambda: function(x, weight, scale)
+
+
 def linear(rows, k, n, dtype=BF16):
     x, weight, bias = (
         random(rows, k, dtype=dtype),
@@ -118,6 +124,10 @@ CASES = {
     "cumsum, another dimension": (lambda: scan(random(64, 768), 0), 1, 1),
     "cumsum, a long row": (lambda: scan(random(1 << 20), 0), 2, 2),  # the first zeroes flags
     "linear_scan": (lambda: linear_scan(random(64, 768), random(64, 768)), 1, 5),
+    # The codes and the product. Backward: dy by the scales, the weight's codes as bfloat16, and the
+    # product.
+    "linear_int8": (lambda: of_codes(F.linear_int8, torch.int8), 2, 4),
+    "linear_fp8": (lambda: of_codes(F.linear_fp8, torch.float8_e4m3fn), 2, 4),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),
     "layer_norm, narrowed": (lambda: narrowed(F.layer_norm, random(512, 768), 2), 1, 2),

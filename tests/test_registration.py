@@ -205,6 +205,11 @@ def recorded(device):
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
         warpwright.functional.attention_with_kv_cache(*args, **kwargs)
+        codes, scale = warpwright.functional.quantize_rows(leaf.detach().flatten(0, -2), torch.int8)
+        double_backward(warpwright.functional.linear_int8, (leaf, codes, scale), {})
+        codes, scale = warpwright.functional.quantize_rows(leaf.flatten(0, -2), torch.float8_e4m3fn)
+        double_backward(warpwright.functional.linear_fp8, (leaf, codes, scale), {})
+        warpwright.functional.linear_fp8(codes, codes, scale, input_scale=scale)
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
             p = torch.zeros(5, device=device, requires_grad=True)
             p.grad = torch.ones_like(p)

@@ -111,6 +111,42 @@ def linear_scan_cases():
             )
 
 
+def linear_8bit_cases():
+    """Each tile, rows and columns that fill none, a k that ends inside a k tile or off 16 bytes."""
+    for rows, features, outputs in (
+        (1, 16, 8),
+        (33, 200, 72),
+        (300, 144, 520),
+        (2048, 256, 3072),
+        (5, 77, 9),
+    ):
+        x = integers(rows, features) / 4
+        for name, function, dtype, options in (
+            ("int8", F.linear_int8, torch.int8, {}),
+            ("int8-tensor", F.linear_int8, torch.int8, {"per_tensor": True}),
+            ("fp8", F.linear_fp8, torch.float8_e4m3fn, {}),
+            ("fp8-fast", F.linear_fp8, torch.float8_e4m3fn, {"accumulate": "fast"}),
+        ):
+            weight, scale = F.quantize_rows(integers(outputs, features).float() / 4, dtype)
+            yield (
+                f"{name}-{rows}x{features}-{outputs}",
+                lambda x, b, f=function, w=weight, s=scale, o=options: f(
+                    x, w.to(x.device), s.to(x.device), b, **o
+                ),
+                (x, integers(outputs)),
+                {},
+            )
+    for shape in ((3, 8), (7, 100), (2, 5000), (3, 70000), (130, 32)):
+        for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+            for per_tensor in (False, True):
+                yield (
+                    f"quantize-{shape[0]}x{shape[1]}-{dtype}-{per_tensor}",
+                    lambda x, d=dtype, p=per_tensor: F.quantize_rows(x, d, per_tensor=p)[0].float(),
+                    (rand(*shape),),
+                    {},
+                )
+
+
 def max_pool2d_cases():
     for name, layout in FORMATS.items():
         for width, kernel, stride, padding, dilation, ceil in (
@@ -511,6 +547,7 @@ CASES = {
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,
     "row_norm": row_norm_cases,
+    "linear_8bit": linear_8bit_cases,
     "linear": linear_cases,
     "linear_activation": linear_activation_cases,
     "conv2d": conv2d_cases,

@@ -33,6 +33,9 @@ CUtensorMapDataType tensor_map_type(DType dtype, bool round_to_tf32) {
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     case DType::kFloat32:
       return round_to_tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::kUInt8:  // any operand of 8 bits: TMA only copies
+    case DType::kInt8:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     default:
       throw std::logic_error("warpwright: no tensor map for this type");
   }
@@ -65,7 +68,7 @@ CUtensorMap make_tensor_map(const TensorMap2d& m) {
   const cuuint64_t extents[2] = {static_cast<cuuint64_t>(m.inner),
                                  static_cast<cuuint64_t>(m.outer)};
   // The pitch of a single row has no meaning, but the driver checks it.
-  const int64_t pitch = m.outer == 1 ? ceil_div<int64_t>(m.inner, 8) * 8 : m.pitch;
+  const int64_t pitch = m.outer == 1 ? ceil_div<int64_t>(m.inner, 16) * 16 : m.pitch;
   const cuuint64_t pitch_bytes[1] = {static_cast<cuuint64_t>(pitch * dtype_size(m.dtype))};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(m.box_inner),
                              static_cast<cuuint32_t>(m.box_outer)};

@@ -40,5 +40,6 @@ inline int64_t numel(const TensorLayout& x) {
 void define_explain(pybind11::module_& m);
 // Those of the matrix product's ops, which define_explain() includes.
 void define_explain_linear(pybind11::module_& m);
+void define_explain_linear_8bit(pybind11::module_& m);
 
 }  // namespace warpwright

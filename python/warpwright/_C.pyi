@@ -118,6 +118,12 @@ def explain_gated_activation(dtype: str, gate: Operand, packed: bool) -> list[tu
 def explain_rotary_embedding(
     dtype: str, table_dtype: str, query: Operand, key: Operand, cos: Operand, sin: Operand
 ) -> list[tuple[str, str]]: ...
+def explain_quantize_rows(
+    dtype: str, codes: str, input: Operand, per_tensor: bool, device: DeviceInfo
+) -> list[tuple[str, str]]: ...
+def explain_product_8bit(
+    codes: str, input: Operand, weight: Operand, exact: bool, device: DeviceInfo, sm90: bool
+) -> list[tuple[str, str]]: ...
 def explain_attention_with_kv_cache(
     dtype: str,
     query: Operand,

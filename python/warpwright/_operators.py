@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _aten, _native, _work
+from . import _aten, _native, _native_8bit, _work
 from ._op import Operator
 
 native = nn.functional
@@ -44,6 +44,28 @@ GATED_ACTIVATION = (
         aten=_aten.gated_activation_backward,
         is_fused_by_inductor=always,
     ),
+)
+QUANTIZE_ROWS = Operator(
+    "quantize_rows", _native_8bit.quantize_rows, _native_8bit.quantize_rows, differentiable=False
+)
+SCALED_LINEAR = Operator(
+    "scaled_linear",
+    _native_8bit.scaled_linear,
+    _native_8bit.scaled_linear,
+    inference_only=True,
+    flops=_work.scaled_linear_flops,
+)
+LINEAR_INT8, LINEAR_FP8 = (
+    (
+        Operator(name, function, function, autocast=True, flops=_work.linear_flops),
+        QUANTIZE_ROWS,
+        SCALED_LINEAR,
+        LINEAR[1],
+    )
+    for name, function in (
+        ("linear_int8", _native_8bit.linear_int8),
+        ("linear_fp8", _native_8bit.linear_fp8),
+    )
 )
 _SDPA = native.scaled_dot_product_attention
 _EXTRA = _native.scaled_dot_product_attention_extras

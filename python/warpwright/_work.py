@@ -149,6 +149,10 @@ def linear_flops(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(x) * math.prod(weight[:-1])
 
 
+def scaled_linear_flops(x: Shape, x_scale: Any, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    return linear_flops(x, weight)
+
+
 def linear_backward_flops(
     dy: Shape,
     x: Shape | None,

@@ -133,6 +133,26 @@ def _linear_scan(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_scan(_dtype(x), operand, a["dim"] % max(x.dim(), 1), True)
 
 
+def _quantize_rows(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    codes = str(a["dtype"]).removeprefix("torch.")
+    operand = _operand(x if x.is_contiguous() else x.to("meta"))
+    return _C.explain_quantize_rows(_dtype(x), codes, operand, a["per_tensor"], gpu)
+
+
+def _linear_8bit(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, weight = a["input"], a["weight"]
+    exact = a.get("accumulate") != "fast"
+    lines = _C.explain_product_8bit(
+        _dtype(weight), _operand(x), _operand(weight), exact, gpu, _may_take_sm90()
+    )
+    if x.dtype == weight.dtype or x.itemsize == 1:
+        return lines
+    quantized = _quantize_rows({**a, "dtype": weight.dtype}, gpu)
+    backward = ("grad_input", "linear's product of (grad_output * weight_scale) and the codes")
+    return [*quantized, *lines, backward]
+
+
 def _gated_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     gate, up = a["gate"], a["up"]
     return _C.explain_gated_activation(_dtype(gate), _operand(gate), up is None)

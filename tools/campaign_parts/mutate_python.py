@@ -26,6 +26,7 @@ TESTS = {
     "functional/_conv_norm.py": ["test_conv2d_batch_norm.py"],
     "functional/_kv_cache.py": ["test_attention_with_kv_cache.py"],
     "functional/_linear.py": ["test_linear.py", "test_linear_activation.py"],
+    "functional/_linear_8bit.py": ["test_linear_8bit.py"],
     "functional/_loss.py": ["test_cross_entropy*.py", "test_linear_cross_entropy*.py"],
     "functional/_norm.py": ["test_batch_norm*.py"],
     "functional/_pool.py": ["test_max_pool2d.py", "test_*relu_max_pool2d.py"],

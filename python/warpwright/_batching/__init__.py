@@ -6,6 +6,7 @@ independent:
 
 ==================  ============================================================================
 linear              rows; batched weights: ATen's batched matrix product
+codes               rows
 convolution         N; batched weights, and their gradient per sample: groups
 layer and RMS norm  rows; gradients of the weight per sample: ATen's sums
 batch norm          N if only the input is batched and the statistics are given, else channels
@@ -27,7 +28,16 @@ from typing import Any
 import torch
 
 from .._ops import ops
-from . import _attention, _elementwise, _losses, _norm_and_pool, _products, _row_norms, _scan
+from . import (
+    _attention,
+    _codes,
+    _elementwise,
+    _losses,
+    _norm_and_pool,
+    _products,
+    _row_norms,
+    _scan,
+)
 from ._fold import Dims, Rule, one_by_one
 
 
@@ -54,6 +64,10 @@ RULES: dict[str, Rule] = {
     "rotary_embedding": _elementwise.rotary_embedding,
     "cumsum": _scan.cumsum,
     "linear_scan": _scan.linear_scan,
+    "quantize_rows": _codes.quantize_rows,
+    "scaled_linear": _codes.scaled_linear,
+    "linear_int8": _codes.linear_int8,
+    "linear_fp8": _codes.linear_fp8,
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,
     "linear_activation": _products.linear_activation,

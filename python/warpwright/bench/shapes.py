@@ -26,6 +26,7 @@ from .cases import (
     _split_tf32_linear,
     _tf32_linear,
 )
+from .code_cases import E4M3, _linear_codes, _quantize
 from .language_cases import (
     _add_norm,
     _cumsum,
@@ -189,6 +190,23 @@ def _scans() -> list[Case]:
     ]
 
 
+def _codes() -> list[Case]:
+    """Squares and Llama 3's hidden layer."""
+    shapes = [(4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096)]
+    return [
+        *(_linear_codes("linear_int8", *shape) for shape in shapes),
+        *(_linear_codes("linear_fp8", *shape, fast) for shape in shapes for fast in (False, True)),
+        *(_linear_codes("linear_int8", rows, 4096, 4096) for rows in (32, 128, 512)),
+        *(_linear_codes("linear_fp8", rows, 4096, 4096) for rows in (32, 128, 512)),
+        _linear_codes("linear_int8", 8192, 4096, 14336, quantizes=True),
+        _linear_codes("linear_fp8", 8192, 4096, 14336, quantizes=True),
+        _quantize(8192, 4096, BF16, torch.int8, False),
+        _quantize(8192, 14336, BF16, E4M3, False),
+        _quantize(8192, 4096, BF16, E4M3, True),
+        _quantize(8192, 4096, FP32, E4M3, False),
+    ]
+
+
 def _decoding() -> list[Case]:
     """Llama 3's heads: a full batch in pages of each size, a long sequence, a few tokens at once."""
     return [
@@ -200,7 +218,7 @@ def _decoding() -> list[Case]:
 
 
 def _language_layers() -> list[Case]:
-    layers = [*_gated_products(), *_rotary_embeddings(), *_scans(), *_row_norms()]
+    layers = [*_gated_products(), *_rotary_embeddings(), *_scans(), *_row_norms(), *_codes()]
     return [*layers, *_decoding()]
 
 
@@ -318,6 +336,10 @@ QUICK_CASES = [
     _cumsum((2048, 768), 0, FP32),
     _linear_scan((512, 256), 1, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
+    _linear_codes("linear_int8", 256, 256, 384),
+    _linear_codes("linear_fp8", 256, 256, 384),
+    _linear_codes("linear_int8", 256, 256, 384, quantizes=True),
+    _quantize(512, 768, BF16, torch.int8, False),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
     _row_norm("layer_norm", 2048, 768, FP32),

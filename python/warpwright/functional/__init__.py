@@ -6,6 +6,7 @@ from ._conv import conv2d
 from ._conv_norm import conv2d_batch_norm, conv2d_batch_norm_add_relu, conv2d_batch_norm_relu
 from ._kv_cache import attention_with_kv_cache
 from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
+from ._linear_8bit import linear_fp8, linear_int8, quantize_rows
 from ._loss import cross_entropy, linear_cross_entropy
 from ._norm import (
     batch_norm,
@@ -36,13 +37,16 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_fp8",
     "linear_gelu",
+    "linear_int8",
     "linear_relu",
     "linear_scan",
     "linear_silu",
     "max_pool2d",
     "max_pool2d_with_indices",
     "mlp",
+    "quantize_rows",
     "relu",
     "relu_",
     "relu_max_pool2d",

@@ -18,6 +18,7 @@ import torch
 from ... import _arch
 from . import (
     _attention,
+    _codes,
     _elementwise,
     _kv_cache,
     _linear_cross_entropy,
@@ -35,6 +36,7 @@ RULES: dict[str, Rule] = {
     **_norms.RULES,
     **_attention.RULES,
     **_scan.RULES,
+    **_codes.RULES,
     **_kv_cache.RULES,
 }
 HANDLERS: dict[str, Any] = {
