@@ -27,6 +27,7 @@ from ._operators import (
     GATED_ACTIVATION,
     LINEAR,
     LINEAR_ACTIVATION,
+    LINEAR_QUANTIZED,
     LINEAR_SCAN,
     MAX_POOL2D,
     ROTARY_EMBEDDING,
@@ -317,6 +318,14 @@ _RECORDS = (
         explain="mlp",
         cpu="linear's matrix products, one vectorised pass between them",
         folders=("linear",),
+    ),
+    Op(
+        "linear_quantized",
+        LINEAR_QUANTIZED,
+        layer="QuantizedLinear",
+        explain="linear_quantized",
+        cpu="blocks of the weight become float32 in the cache, then ATen's matrix product",
+        folders=("linear", "linear_quantized"),
     ),
     Op(
         "cross_entropy",

@@ -1,0 +1,322 @@
+// y (M, N) = x W^T for few rows: the weight's codes become A operands of mma.sync in registers, the
+// tokens are the columns of B.
+//
+// Layout: codes in fragment order (linear_quantized.h), scales (groups, N), zeros (groups, N).
+// Grid: a CTA per `blocks` blocks of 16 features, or a cluster of two, which share k; times the
+// passes of 8 or 16 tokens. The eight warps of a CTA share k, too: warp w takes every eighth block
+// along k. Each has a ring of cp.async stages of its own. A lane reads back the codes and
+// activations that it copied itself, so no barrier paces the ring.
+// Sums: float32, first along a warp's k, then over warps and CTAs in order. Bits repeat.
+// Bound: the codes' bytes. A pass reads x once per CTA from L2.
+#pragma once
+
+#include "device/dependent_launch.cuh"
+#include "device/mma_sm80.cuh"
+#include "device/sm90/arch.cuh"
+#include "device/sm90/cluster.cuh"
+#include "host/launch_cluster.h"
+#include "ops/linear_quantized/cuda/operand.cuh"
+#include "ops/linear_quantized/linear_quantized.h"
+
+namespace warpwright {
+
+constexpr int kQuantizedThreads = kQuantizedWarps * 32;
+
+// Waits until all but the `pending` newest groups of copies have arrived.
+__device__ __forceinline__ void wait_for_copies(int pending) {
+  switch (pending) {
+    case 0:
+      return cp_async_wait<0>();
+    case 1:
+      return cp_async_wait<1>();
+    case 2:
+      return cp_async_wait<2>();
+    case 3:
+      return cp_async_wait<3>();
+    case 4:
+      return cp_async_wait<4>();
+    case 5:
+      return cp_async_wait<5>();
+    case 6:
+      return cp_async_wait<6>();
+    default:
+      return cp_async_wait<7>();
+  }
+}
+
+struct FusedParams {
+  LinearQuantizedParams call;
+  QuantizedStage stage;
+  int blocks, depth;
+  int scale_rows;             // of a stage
+  uint32_t stages_per_group;  // if that is one
+};
+
+// What one warp needs to copy its stages and to read them.
+template <class T, int kBits, int kTiles>
+struct QuantizedWarp {
+  static constexpr int kChunks = kBits == 4 ? 2 : 1;  // of 32 k, per stage
+  static constexpr int kStageK = 32 * kChunks;
+
+  const FusedParams& p;
+  uint32_t ring;        // shared-memory address
+  int64_t first_block;  // of the CTA
+  int count;            // blocks of the CTA
+  int64_t first_token, tokens;
+  int lane = threadIdx.x % 32;
+
+  __device__ __forceinline__ int64_t stages() const { return p.call.weight.features / kStageK; }
+  __device__ __forceinline__ uint32_t slot(int index) const {
+    return ring + static_cast<uint32_t>(index * p.stage.bytes);
+  }
+
+  // `stage` counts blocks of k.
+  __device__ __forceinline__ void copy_weight(uint32_t slot, int64_t stage) const {
+    const QuantizedWeight& w = p.call.weight;
+    const char* codes = static_cast<const char*>(w.codes) +
+                        (first_block * stages() + stage) * kFragmentBytes + lane * 16;
+#pragma unroll
+    for (int f = 0; f < kMaxQuantizedBlocks; ++f) {
+      if (f < count) {
+        cp_async<16>(slot + f * kFragmentBytes + lane * 16, codes);
+        codes += stages() * kFragmentBytes;
+      }
+    }
+    if constexpr (kBits == 4) {
+      const int64_t group =
+          p.scale_rows == 2 ? stage * 2 : static_cast<uint32_t>(stage) / p.stages_per_group;
+      const int size = w.scale_dtype == DType::kFloat32 ? 4 : 2;
+      copy_rows(slot + static_cast<uint32_t>(p.stage.scales), w.scales, size, w.scale_strides[1],
+                group);
+      if (w.zeros != nullptr) {
+        copy_rows(slot + static_cast<uint32_t>(p.stage.zeros), w.zeros, 1, w.zero_strides[1],
+                  group);
+      }
+    }
+  }
+
+  // The CTA's features of the stage's one or two groups.
+  __device__ __forceinline__ void copy_rows(uint32_t target, const void* source, int size,
+                                            int64_t stride, int64_t group) const {
+    const int pieces = count * size;  // of 16 bytes, per row
+    for (int i = lane; i < p.scale_rows * pieces; i += 32) {
+      const int row = i >= pieces ? 1 : 0;
+      const char* from = static_cast<const char*>(source) +
+                         ((group + row) * stride + first_block * kFragmentFeatures) * size;
+      cp_async<16>(target + row * p.blocks * size * 16 + (i - row * pieces) * 16,
+                   from + (i - row * pieces) * 16);
+    }
+  }
+
+  // Columns of tokens that do not exist keep what is there: no other column depends on them.
+  __device__ __forceinline__ void copy_input(uint32_t slot, int64_t stage) const {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int64_t token = tile * 8 + lane / 4;
+      if (token >= tokens) continue;
+      const T* x = static_cast<const T*>(p.call.input) +
+                   (first_token + token) * p.call.input_pitch + stage * kStageK + lane % 4 * 8;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        cp_async<16>(slot + static_cast<uint32_t>(p.stage.input) +
+                         (tile * kChunks + c) * kFragmentBytes + lane * 16,
+                     x + c * 32);
+      }
+    }
+  }
+
+  // Scale of a feature of the CTA, in row `row` of the stage.
+  __device__ __forceinline__ float scale(const char* slot, int row, int feature) const {
+    const char* scales = slot + p.stage.scales;
+    const int at = row * p.blocks * kFragmentFeatures + feature;
+    if (p.call.weight.scale_dtype == DType::kFloat32) {
+      return reinterpret_cast<const float*>(scales)[at];
+    }
+    return convert<float>(reinterpret_cast<const T*>(scales)[at]);
+  }
+  __device__ __forceinline__ uint32_t offset(const char* slot, int row, int feature) const {
+    const char* zeros = slot + p.stage.zeros;
+    return offset_pair<T>(
+        reinterpret_cast<const uint8_t*>(zeros)[row * p.blocks * kFragmentFeatures + feature]);
+  }
+};
+
+using FourSums = float[4];  // (feature g, tokens 2t, 2t + 1), (feature g + 8, the same tokens)
+
+// Adds one stage: sums[f] += block f of the codes times the activations.
+template <class T, int kBits, int kTiles, bool kZeros>
+__device__ __forceinline__ void multiply_stage(const QuantizedWarp<T, kBits, kTiles>& warp,
+                                               const char* slot,
+                                               FourSums (&sums)[kMaxQuantizedBlocks][kTiles]) {
+  constexpr int kChunks = QuantizedWarp<T, kBits, kTiles>::kChunks;
+  const int lane = warp.lane, g = lane / 4;
+  uint32_t x[kTiles][kChunks][4];
+#pragma unroll
+  for (int i = 0; i < kTiles * kChunks; ++i) {
+    const uint4 raw =
+        *reinterpret_cast<const uint4*>(slot + warp.p.stage.input + i * kFragmentBytes + lane * 16);
+    uint32_t(&words)[4] = x[i / kChunks][i % kChunks];
+    words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
+  }
+#pragma unroll
+  for (int f = 0; f < kMaxQuantizedBlocks; ++f) {
+    if (f >= warp.count) break;
+    asm volatile("" ::: "memory");  // or the loads of all blocks move up, and registers spill
+    const uint4 raw = *reinterpret_cast<const uint4*>(slot + f * kFragmentBytes + lane * 16);
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    uint32_t a[4];
+    if constexpr (kBits == 8) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        int8_operand<T>(a, words[2 * j], words[2 * j + 1]);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const uint32_t b[2] = {x[tile][0][2 * j], x[tile][0][2 * j + 1]};
+          mma_m16n8k16(sums[f][tile], a, b, T());
+        }
+      }
+    } else {
+      const int feature = f * static_cast<int>(kFragmentFeatures) + g;
+      FourSums part[kTiles] = {};
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int row = warp.p.scale_rows == 2 ? c : 0;
+        uint32_t low = offset_pair<T>(8), high = low;
+        if constexpr (kZeros) {
+          low = warp.offset(slot, row, feature);
+          high = warp.offset(slot, row, feature + 8);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          int4_operand<T>(a, words[2 * c + j], low, high);
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            const uint32_t b[2] = {x[tile][c][2 * j], x[tile][c][2 * j + 1]};
+            mma_m16n8k16(part[tile], a, b, T());
+          }
+        }
+        if (c + 1 < kChunks && warp.p.scale_rows != 2) continue;
+        const float s = warp.scale(slot, row, feature), s8 = warp.scale(slot, row, feature + 8);
+#pragma unroll
+        for (int i = 0; i < kTiles * 4; ++i) {
+          float& from = part[i / 4][i % 4];
+          sums[f][i / 4][i % 4] += (i % 4 < 2 ? s : s8) * from;
+          from = 0.0f;
+        }
+      }
+    }
+  }
+}
+
+// The sums of all warps in shared memory: (warp, token, feature), tokens `pitch` apart.
+template <int kTiles>
+__device__ __forceinline__ void store_sums(float* shared, int pitch, int count,
+                                           const FourSums (&sums)[kMaxQuantizedBlocks][kTiles]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float* of_warp = shared + threadIdx.x / 32 * kTiles * 8 * pitch;
+#pragma unroll
+  for (int f = 0; f < kMaxQuantizedBlocks; ++f) {
+    if (f >= count) continue;
+#pragma unroll
+    for (int i = 0; i < kTiles * 4; ++i) {
+      const int token = i / 4 * 8 + 2 * t + i % 2, feature = f * 16 + g + i % 4 / 2 * 8;
+      of_warp[token * pitch + feature] = sums[f][i / 4][i % 4];
+    }
+  }
+}
+
+template <class T, int kBits, int kTiles, bool kZeros, int kRanks, int kCtas>
+__global__ void __launch_bounds__(kQuantizedThreads, kCtas)
+    linear_quantized_kernel(const __grid_constant__ FusedParams p) {
+  extern __shared__ __align__(16) char shared[];
+  let_next_kernel_start();
+  const LinearQuantizedParams& call = p.call;
+  const int warp_index = threadIdx.x / 32;
+  const int rank = blockIdx.x % kRanks;
+  const int64_t all_blocks = call.weight.outputs / kFragmentFeatures;
+  const int64_t tiles_n = (all_blocks + p.blocks - 1) / p.blocks;
+  const int64_t index = blockIdx.x / kRanks, pass = index / tiles_n;
+  const int64_t first_block = index % tiles_n * p.blocks;
+  char* ring = shared + warp_index * p.depth * p.stage.bytes;
+  const int64_t first_token = pass * kTiles * 8;
+  const QuantizedWarp<T, kBits, kTiles> warp{
+      p,           smem_address(ring),
+      first_block, static_cast<int>(min(static_cast<int64_t>(p.blocks), all_blocks - first_block)),
+      first_token, min(static_cast<int64_t>(kTiles * 8), call.rows - first_token)};
+
+  // Blocks of k first, first + step, ...
+  const int64_t first = warp_index * kRanks + rank;
+  constexpr int kStep = kQuantizedWarps * kRanks;
+  const int64_t stages = warp.stages();
+  const int mine = static_cast<int>(stages > first ? (stages - first + kStep - 1) / kStep : 0);
+  if (!call.ahead) wait_for_previous_kernel();
+  for (int i = 0; i < min(p.depth, mine); ++i) {
+    warp.copy_weight(warp.slot(i), first + int64_t{i} * kStep);
+  }
+  if (call.ahead) wait_for_previous_kernel();
+  for (int i = 0; i < p.depth; ++i) {
+    if (i < mine) warp.copy_input(warp.slot(i), first + int64_t{i} * kStep);
+    cp_async_commit();
+  }
+
+  FourSums sums[kMaxQuantizedBlocks][kTiles] = {};
+  int at = 0;
+  for (int i = 0; i < mine; ++i) {
+    wait_for_copies(p.depth - 1);
+    __syncwarp();  // scales are copied by other lanes
+    multiply_stage<T, kBits, kTiles, kZeros>(warp, ring + at * p.stage.bytes, sums);
+    __syncwarp();
+    if (i + p.depth < mine) {
+      const int64_t stage = first + int64_t{i + p.depth} * kStep;
+      warp.copy_weight(warp.slot(at), stage);
+      warp.copy_input(warp.slot(at), stage);
+    }
+    cp_async_commit();
+    at = at + 1 == p.depth ? 0 : at + 1;
+  }
+
+  // The ring is empty: its memory takes the sums.
+  __syncthreads();
+  float* const parts = reinterpret_cast<float*>(shared);
+  const int features = p.blocks * static_cast<int>(kFragmentFeatures), pitch = features + 4;
+  store_sums<kTiles>(parts, pitch, warp.count, sums);
+  if constexpr (kRanks > 1 && kHasSm90a) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  const int valid = warp.count * static_cast<int>(kFragmentFeatures);
+  for (int i = threadIdx.x + rank * kQuantizedThreads; i < warp.tokens * features;
+       i += kRanks * kQuantizedThreads) {
+    const int token = i / features, feature = i % features;
+    if (feature >= valid) continue;
+    float sum = 0.0f;
+    for (int r = 0; r < kRanks; ++r) {
+      for (int w = 0; w < kQuantizedWarps; ++w) {
+        const float* part = parts + (w * kTiles * 8 + token) * pitch + feature;
+        if constexpr (kRanks > 1 && kHasSm90a) {
+          sum += load_cluster(map_to_cta(smem_address(part), r), 0.0f);
+        } else {
+          sum += *part;
+        }
+      }
+    }
+    const int64_t n = first_block * kFragmentFeatures + feature;
+    if constexpr (kBits == 8) {
+      sum *= call.weight.scale_dtype == DType::kFloat32
+                 ? static_cast<const float*>(call.weight.scales)[n * call.weight.scale_strides[0]]
+                 : convert<float>(
+                       static_cast<const T*>(call.weight.scales)[n * call.weight.scale_strides[0]]);
+    }
+    if (call.bias != nullptr) sum += convert<float>(static_cast<const T*>(call.bias)[n]);
+    static_cast<T*>(call.output)[(first_token + token) * call.weight.outputs + n] = convert<T>(sum);
+  }
+  // The other CTA may still read this one's sums.
+  if constexpr (kRanks > 1 && kHasSm90a) {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+}  // namespace warpwright

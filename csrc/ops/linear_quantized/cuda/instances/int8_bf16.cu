@@ -1,0 +1,8 @@
+#include "ops/linear_quantized/cuda/launch.cuh"
+
+namespace warpwright {
+
+template void launch_fused<bf16, 8>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                    cudaStream_t);
+
+}  // namespace warpwright

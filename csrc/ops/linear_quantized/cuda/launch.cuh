@@ -1,0 +1,43 @@
+// The launch of the fused kernel for one type of x and one width of codes.
+#pragma once
+
+#include "ops/linear_quantized/cuda/fused.cuh"
+
+namespace warpwright {
+
+template <class T, int kBits>
+void launch_fused(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
+                  cudaStream_t stream) {
+  const QuantizedWeight& w = call.weight;
+  FusedParams p{};
+  p.call = call;
+  p.stage = quantized_stage(w, plan.blocks, plan.tiles);
+  p.blocks = plan.blocks;
+  p.depth = plan.depth;
+  p.scale_rows = scale_rows_per_stage(w);
+  p.stages_per_group = static_cast<uint32_t>(std::max<int64_t>(1, w.group / fragment_k(w.bits)));
+  const auto grid = static_cast<unsigned>(plan.ctas * plan.passes);
+  for_int<1, 2>(plan.tiles, [&]<int kTiles>() {
+    auto run = [&]<bool kZeros>() {
+      launch_dependent(linear_quantized_kernel<T, kBits, kTiles, kZeros, 1, 2>, dim3(grid),
+                       dim3(kQuantizedThreads), quantized_smem_bytes(w, plan), stream, p);
+    };
+    if constexpr (kBits == 8) {
+      run.template operator()<false>();
+    } else {
+      for_bool(w.zeros != nullptr, run);
+    }
+  });
+}
+
+// instances/: a type and a width per file.
+extern template void launch_fused<bf16, 4>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                           cudaStream_t);
+extern template void launch_fused<half, 4>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                           cudaStream_t);
+extern template void launch_fused<bf16, 8>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                           cudaStream_t);
+extern template void launch_fused<half, 8>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                           cudaStream_t);
+
+}  // namespace warpwright
