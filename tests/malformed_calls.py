@@ -46,6 +46,9 @@ def public_calls(device, seed, grad=True):
     def integers(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
 
+    def codes(*sizes):
+        return labels(device, 256, *sizes).to(torch.uint8)
+
     def named_norm():
         mean, var = stats()
         vectors = {"running_mean": mean, "running_var": var, "norm_weight": g(3), "norm_bias": g(3)}
@@ -74,6 +77,12 @@ def public_calls(device, seed, grad=True):
             },
         ),
         "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
+        "linear_quantized": (
+            [g(2, 4, 8), codes(6, 4), t(6, 2).abs(), codes(6, 2) % 16, g(6)]
+            if seed % 2
+            else [g(4, 8), codes(6, 8).to(torch.int8), t(6).abs(), None, g(6)],
+            {"fragments": False, "ahead": False},
+        ),
         "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),
         "linear_gelu": ([g(4, 5), g(6, 5), g(6)], {"approximate": "tanh"}),
         "linear_silu": ([g(4, 5), g(6, 5), g(6)], {}),

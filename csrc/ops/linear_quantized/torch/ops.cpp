@@ -117,15 +117,16 @@ struct Weight {
   Tensor codes, scales, zeros;
   bool fragments;
 
-  Weight(const Tensor& codes_, const Tensor& scales_, const OptionalTensor& zeros_, bool fragments_,
-         at::ScalarType scale_type)
-      : codes(codes_.contiguous()),
-        scales(scales_.to(scale_type)),
-        zeros(value_or_undefined(zeros_)),
-        fragments(fragments_) {
-    check_has_storage(codes_, "linear_quantized: codes");
-    check_has_storage(scales_, "linear_quantized: scales");
-    check_has_storage(zeros, "linear_quantized: zeros");
+  Weight(const Tensor& codes_, const Tensor& scales_, const OptionalTensor& zeros_,
+         bool fragments_, at::ScalarType scale_type)
+      : codes(in_memory(codes_, "linear_quantized: codes").contiguous()),
+        scales(in_memory(scales_, "linear_quantized: scales").to(scale_type)),
+        zeros(in_memory(value_or_undefined(zeros_), "linear_quantized: zeros")),
+        fragments(fragments_) {}
+
+  static Tensor in_memory(const Tensor& tensor, const char* name) {
+    check_has_storage(tensor, name);
+    return tensor;
   }
 
   QuantizedWeight params() const {
