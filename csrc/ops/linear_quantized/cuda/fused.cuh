@@ -49,11 +49,12 @@ struct FusedParams {
   QuantizedStage stage;
   int blocks, depth;
   int scale_rows;             // of a stage
-  uint32_t stages_per_group;  // if that is one
+  uint32_t group_divisor;  // 2^32 / stages per group, rounded up; 0: one stage per group
 };
 
 // What one warp needs to copy its stages and to read them.
-template <class T, int kBits, int kTiles>
+// S is the type of int4's scales.
+template <class T, class S, int kBits, int kTiles>
 struct QuantizedWarp {
   static constexpr int kChunks = kBits == 4 ? 2 : 1;  // of 32 k, per stage
   static constexpr int kStageK = 32 * kChunks;
@@ -65,7 +66,9 @@ struct QuantizedWarp {
   int64_t first_token, tokens;
   int lane = threadIdx.x % 32;
 
-  __device__ __forceinline__ int64_t stages() const { return p.call.weight.features / kStageK; }
+  __device__ __forceinline__ int64_t stages() const {
+    return static_cast<uint32_t>(p.call.weight.features) / kStageK;
+  }
   __device__ __forceinline__ uint32_t slot(int index) const {
     return ring + static_cast<uint32_t>(index * p.stage.bytes);
   }
@@ -83,16 +86,19 @@ struct QuantizedWarp {
       }
     }
     if constexpr (kBits == 4) {
-      const int64_t group =
-          p.scale_rows == 2 ? stage * 2 : static_cast<uint32_t>(stage) / p.stages_per_group;
-      const int size = w.scale_dtype == DType::kFloat32 ? 4 : 2;
-      copy_rows(slot + static_cast<uint32_t>(p.stage.scales), w.scales, size, w.scale_strides[1],
-                group);
+      const int64_t group = group_of(static_cast<uint32_t>(stage));
+      copy_rows(slot + static_cast<uint32_t>(p.stage.scales), w.scales, sizeof(S),
+                w.scale_strides[1], group);
       if (w.zeros != nullptr) {
         copy_rows(slot + static_cast<uint32_t>(p.stage.zeros), w.zeros, 1, w.zero_strides[1],
                   group);
       }
     }
+  }
+
+  __device__ __forceinline__ int64_t group_of(uint32_t stage) const {
+    if (p.scale_rows == 2) return int64_t{stage} * 2;
+    return p.group_divisor == 0 ? stage : __umulhi(stage, p.group_divisor);
   }
 
   // The CTA's features of the stage's one or two groups.
@@ -127,12 +133,8 @@ struct QuantizedWarp {
 
   // Scale of a feature of the CTA, in row `row` of the stage.
   __device__ __forceinline__ float scale(const char* slot, int row, int feature) const {
-    const char* scales = slot + p.stage.scales;
-    const int at = row * p.blocks * kFragmentFeatures + feature;
-    if (p.call.weight.scale_dtype == DType::kFloat32) {
-      return reinterpret_cast<const float*>(scales)[at];
-    }
-    return convert<float>(reinterpret_cast<const T*>(scales)[at]);
+    return convert<float>(reinterpret_cast<const S*>(
+        slot + p.stage.scales)[row * p.blocks * kFragmentFeatures + feature]);
   }
   __device__ __forceinline__ uint32_t offset(const char* slot, int row, int feature) const {
     const char* zeros = slot + p.stage.zeros;
@@ -143,69 +145,130 @@ struct QuantizedWarp {
 
 using FourSums = float[4];  // (feature g, tokens 2t, 2t + 1), (feature g + 8, the same tokens)
 
-// Adds one stage: sums[f] += block f of the codes times the activations.
-template <class T, int kBits, int kTiles, bool kZeros>
-__device__ __forceinline__ void multiply_stage(const QuantizedWarp<T, kBits, kTiles>& warp,
-                                               const char* slot,
-                                               FourSums (&sums)[kMaxQuantizedBlocks][kTiles]) {
-  constexpr int kChunks = QuantizedWarp<T, kBits, kTiles>::kChunks;
-  const int lane = warp.lane, g = lane / 4;
-  uint32_t x[kTiles][kChunks][4];
+template <int kTiles, int kChunks>
+using Activations = uint32_t[kTiles][kChunks][4];
+
+// sums[i] += block f + i of int4 codes times the activations. Two blocks at once fill the latency of
+// each other's products.
+template <class T, class S, int kTiles, bool kZeros, int kCount>
+__device__ __forceinline__ void multiply_int4(const QuantizedWarp<T, S, 4, kTiles>& warp,
+                                              const char* slot, int f,
+                                              const Activations<kTiles, 2>& x,
+                                              FourSums (*sums)[kTiles]) {
+  const int feature = f * static_cast<int>(kFragmentFeatures) + warp.lane / 4;
+  const char* codes = slot + f * kFragmentBytes + warp.lane * 16;
+  uint32_t words[kCount][4];
 #pragma unroll
-  for (int i = 0; i < kTiles * kChunks; ++i) {
-    const uint4 raw =
-        *reinterpret_cast<const uint4*>(slot + warp.p.stage.input + i * kFragmentBytes + lane * 16);
-    uint32_t(&words)[4] = x[i / kChunks][i % kChunks];
-    words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
+  for (int i = 0; i < kCount; ++i) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(codes + i * kFragmentBytes);
+    words[i][0] = raw.x, words[i][1] = raw.y, words[i][2] = raw.z, words[i][3] = raw.w;
   }
+  FourSums part[kCount][kTiles] = {};
 #pragma unroll
-  for (int f = 0; f < kMaxQuantizedBlocks; ++f) {
-    if (f >= warp.count) break;
-    asm volatile("" ::: "memory");  // or the loads of all blocks move up, and registers spill
-    const uint4 raw = *reinterpret_cast<const uint4*>(slot + f * kFragmentBytes + lane * 16);
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    uint32_t a[4];
-    if constexpr (kBits == 8) {
+  for (int c = 0; c < 2; ++c) {
+    const int row = warp.p.scale_rows == 2 ? c : 0;
+    uint32_t low[kCount], high[kCount];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        int8_operand<T>(a, words[2 * j], words[2 * j + 1]);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const uint32_t b[2] = {x[tile][0][2 * j], x[tile][0][2 * j + 1]};
-          mma_m16n8k16(sums[f][tile], a, b, T());
-        }
+    for (int i = 0; i < kCount; ++i) {
+      low[i] = high[i] = offset_pair<T>(8);
+      if constexpr (kZeros) {
+        low[i] = warp.offset(slot, row, feature + i * 16);
+        high[i] = warp.offset(slot, row, feature + i * 16 + 8);
       }
-    } else {
-      const int feature = f * static_cast<int>(kFragmentFeatures) + g;
-      FourSums part[kTiles] = {};
+    }
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const int row = warp.p.scale_rows == 2 ? c : 0;
-        uint32_t low = offset_pair<T>(8), high = low;
-        if constexpr (kZeros) {
-          low = warp.offset(slot, row, feature);
-          high = warp.offset(slot, row, feature + 8);
-        }
+    for (int j = 0; j < 2; ++j) {
+      uint32_t a[kCount][4];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          int4_operand<T>(a, words[2 * c + j], low, high);
+      for (int i = 0; i < kCount; ++i) int4_operand<T>(a[i], words[i][2 * c + j], low[i], high[i]);
 #pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            const uint32_t b[2] = {x[tile][c][2 * j], x[tile][c][2 * j + 1]};
-            mma_m16n8k16(part[tile], a, b, T());
-          }
-        }
-        if (c + 1 < kChunks && warp.p.scale_rows != 2) continue;
-        const float s = warp.scale(slot, row, feature), s8 = warp.scale(slot, row, feature + 8);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint32_t b[2] = {x[tile][c][2 * j], x[tile][c][2 * j + 1]};
 #pragma unroll
-        for (int i = 0; i < kTiles * 4; ++i) {
-          float& from = part[i / 4][i % 4];
-          sums[f][i / 4][i % 4] += (i % 4 < 2 ? s : s8) * from;
-          from = 0.0f;
-        }
+        for (int i = 0; i < kCount; ++i) mma_m16n8k16(part[i][tile], a[i], b, T());
+      }
+    }
+    if (c == 0 && warp.p.scale_rows != 2) continue;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float s = warp.scale(slot, row, feature + i * 16);
+      const float s8 = warp.scale(slot, row, feature + i * 16 + 8);
+#pragma unroll
+      for (int e = 0; e < kTiles * 4; ++e) {
+        float& from = part[i][e / 4][e % 4];
+        sums[i][e / 4][e % 4] += (e % 4 < 2 ? s : s8) * from;
+        from = 0.0f;
       }
     }
   }
+}
+
+// The same of int8 codes, whose scale multiplies the final sums.
+template <class T, class S, int kTiles, int kCount>
+__device__ __forceinline__ void multiply_int8(const QuantizedWarp<T, S, 8, kTiles>& warp,
+                                              const char* slot, int f,
+                                              const Activations<kTiles, 1>& x,
+                                              FourSums (*sums)[kTiles]) {
+  const char* codes = slot + f * kFragmentBytes + warp.lane * 16;
+  uint32_t words[kCount][4];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(codes + i * kFragmentBytes);
+    words[i][0] = raw.x, words[i][1] = raw.y, words[i][2] = raw.z, words[i][3] = raw.w;
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    uint32_t a[kCount][4];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) int8_operand<T>(a[i], words[i][2 * j], words[i][2 * j + 1]);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const uint32_t b[2] = {x[tile][0][2 * j], x[tile][0][2 * j + 1]};
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) mma_m16n8k16(sums[i][tile], a[i], b, T());
+    }
+  }
+}
+
+// Blocks f, f + 1, ... of one stage, two at a time.
+template <int f, class T, class S, int kBits, int kTiles, bool kZeros, int kChunks>
+__device__ __forceinline__ void multiply_from(const QuantizedWarp<T, S, kBits, kTiles>& warp,
+                                              const char* slot,
+                                              const Activations<kTiles, kChunks>& x,
+                                              FourSums (&sums)[kMaxQuantizedBlocks][kTiles]) {
+  auto multiply = [&]<int kCount>() {
+    if constexpr (kBits == 8) {
+      multiply_int8<T, S, kTiles, kCount>(warp, slot, f, x, &sums[f]);
+    } else {
+      multiply_int4<T, S, kTiles, kZeros, kCount>(warp, slot, f, x, &sums[f]);
+    }
+  };
+  if constexpr (f < kMaxQuantizedBlocks) {
+    if (f + 1 < warp.count) {
+      multiply.template operator()<2>();
+      asm volatile("" ::: "memory");  // or the loads of all blocks move up, and registers spill
+      multiply_from<f + 2, T, S, kBits, kTiles, kZeros, kChunks>(warp, slot, x, sums);
+    } else if (f < warp.count) {
+      multiply.template operator()<1>();
+    }
+  }
+}
+
+// Adds one stage: sums[f] += block f of the codes times the activations.
+template <class T, class S, int kBits, int kTiles, bool kZeros>
+__device__ __forceinline__ void multiply_stage(const QuantizedWarp<T, S, kBits, kTiles>& warp,
+                                               const char* slot,
+                                               FourSums (&sums)[kMaxQuantizedBlocks][kTiles]) {
+  constexpr int kChunks = QuantizedWarp<T, S, kBits, kTiles>::kChunks;
+  Activations<kTiles, kChunks> x;
+#pragma unroll
+  for (int i = 0; i < kTiles * kChunks; ++i) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(slot + warp.p.stage.input +
+                                                      i * kFragmentBytes + warp.lane * 16);
+    uint32_t(&words)[4] = x[i / kChunks][i % kChunks];
+    words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
+  }
+  multiply_from<0, T, S, kBits, kTiles, kZeros, kChunks>(warp, slot, x, sums);
 }
 
 // The sums of all warps in shared memory: (warp, token, feature), tokens `pitch` apart.
@@ -225,7 +288,7 @@ __device__ __forceinline__ void store_sums(float* shared, int pitch, int count,
   }
 }
 
-template <class T, int kBits, int kTiles, bool kZeros, int kRanks, int kCtas>
+template <class T, class S, int kBits, int kTiles, bool kZeros, int kRanks, int kCtas>
 __global__ void __launch_bounds__(kQuantizedThreads, kCtas)
     linear_quantized_kernel(const __grid_constant__ FusedParams p) {
   extern __shared__ __align__(16) char shared[];
@@ -239,7 +302,7 @@ __global__ void __launch_bounds__(kQuantizedThreads, kCtas)
   const int64_t first_block = index % tiles_n * p.blocks;
   char* ring = shared + warp_index * p.depth * p.stage.bytes;
   const int64_t first_token = pass * kTiles * 8;
-  const QuantizedWarp<T, kBits, kTiles> warp{
+  const QuantizedWarp<T, S, kBits, kTiles> warp{
       p,           smem_address(ring),
       first_block, static_cast<int>(min(static_cast<int64_t>(p.blocks), all_blocks - first_block)),
       first_token, min(static_cast<int64_t>(kTiles * 8), call.rows - first_token)};
@@ -264,7 +327,7 @@ __global__ void __launch_bounds__(kQuantizedThreads, kCtas)
   for (int i = 0; i < mine; ++i) {
     wait_for_copies(p.depth - 1);
     __syncwarp();  // scales are copied by other lanes
-    multiply_stage<T, kBits, kTiles, kZeros>(warp, ring + at * p.stage.bytes, sums);
+    multiply_stage<T, S, kBits, kTiles, kZeros>(warp, ring + at * p.stage.bytes, sums);
     __syncwarp();
     if (i + p.depth < mine) {
       const int64_t stage = first + int64_t{i + p.depth} * kStep;

@@ -15,7 +15,9 @@ void launch_fused(const LinearQuantizedParams& call, const LinearQuantizedPlan& 
   p.blocks = plan.blocks;
   p.depth = plan.depth;
   p.scale_rows = scale_rows_per_stage(w);
-  p.stages_per_group = static_cast<uint32_t>(std::max<int64_t>(1, w.group / fragment_k(w.bits)));
+  const int64_t per_group = w.group / fragment_k(w.bits);
+  p.group_divisor =
+      per_group > 1 ? static_cast<uint32_t>(((int64_t{1} << 32) + per_group - 1) / per_group) : 0;
   const auto grid = static_cast<unsigned>(plan.ctas * plan.passes);
   for_int<1, 2>(plan.tiles, [&]<int kTiles>() {
     auto run = [&]<bool kZeros>() {
