@@ -38,6 +38,7 @@ TESTS = {
     "layer_norm": (["test_layer_norm.py"], "norm"),
     "scan": (["test_cumsum.py", "test_linear_scan.py"], "cumsum or linear_scan"),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
+    "linear_quantized": (["test_linear_quantized.py"], "quantized"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),
     "max_pool2d": (["test_max_pool2d.py", "test_relu_max_pool2d.py"], "pool"),
     "optim": (["test_optim*.py"], "optim or sgd or adam"),
