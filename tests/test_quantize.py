@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 def relative(value, exact):
-    return float((value - exact).norm() / exact.norm())
+    return float(((value - exact).norm() / exact.norm()).detach())
 
 
 @schemes
@@ -280,7 +280,7 @@ def test_compile(device):
         ({"group": 128}, 0.121),
         ({"group": 128, "method": "mse"}, 0.105),
         ({"group": 128, "symmetric": False}, 0.105),
-        ({"group": 32}, 0.09),
+        ({"group": 32}, 0.1),
     ],
     ids=str,
 )

@@ -174,7 +174,7 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Te
 std::pair<std::string, bool> explain_linear_quantized(
     const std::string& dtype, const TensorLayout& input, bool is_int8, bool fragments,
     const TensorLayout& codes, const std::string& scale_dtype, const TensorLayout& scales,
-    const std::optional<TensorLayout>& zeros, const DeviceInfo& device) {
+    const std::optional<TensorLayout>& zeros, const DeviceInfo& device, bool sm90) {
   const Matrix x = as_matrix(input);
   const bool grouped = !is_int8 && scales.sizes.at(1) > 0;
   LinearQuantizedParams p{};
@@ -189,6 +189,7 @@ std::pair<std::string, bool> explain_linear_quantized(
     p.weight.zeros = reinterpret_cast<const uint8_t*>(&p);  // any address: there are zero points
     p.weight.zero_strides[0] = zeros->strides.at(0);
   }
+  p.sm90 = sm90 && device.sm_arch == 90;
   p.dtype = dtype_from(dtype);
   p.rows = x.rows;
   p.input = reinterpret_cast<const void*>(x.address);

@@ -116,6 +116,7 @@ def explain_linear_quantized(
     scales: Operand,
     zeros: Operand | None,
     device: DeviceInfo,
+    sm90: bool,
 ) -> tuple[str, bool]: ...
 def explain_max_pool2d(
     dtype: str,

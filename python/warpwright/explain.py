@@ -207,6 +207,7 @@ def _linear_quantized(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
         _operand(scales),
         None if zeros is None else _operand(zeros),
         gpu,
+        _may_take_sm90(),
     )
     features = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
     weight = torch.empty(codes.shape[0], features, dtype=x.dtype, device="meta")

@@ -57,6 +57,7 @@ struct LinearQuantizedParams {
   int64_t input_pitch;  // elements from a row to the next; the columns are adjacent
   const void* bias;     // (N) or null
   void* output;         // (M, N), dense
+  bool sm90;            // clusters: sm90_path_available()
   bool
       ahead;  // no pending kernel writes the weight: its loads may pass the end of the previous one
 };
@@ -64,20 +65,28 @@ struct LinearQuantizedParams {
 // ---- choice ----
 
 constexpr int kQuantizedWarps = 8;
-constexpr int kMaxQuantizedBlocks = 8;          // blocks of 16 features per CTA
-constexpr int64_t kQuantizedTokens = 16;        // of one pass over the codes
-constexpr int64_t kMaxQuantizedRows = 128;      // of x by passes
-constexpr int64_t kQuantizedSmem = 112 * 1024;  // two CTAs per SM
+constexpr int kMaxQuantizedBlocks = 8;      // blocks of 16 features per CTA
+constexpr int kMaxQuantizedRanks = 4;       // CTAs of a cluster, which share k
+constexpr int kMaxQuantizedDepth = 8;       // stages of a warp's ring
+constexpr int64_t kMaxQuantizedRows = 128;  // of x by passes
 
 struct LinearQuantizedPlan {
   bool fused;  // codes become operands in registers; else the weight is written in x's dtype first
-  int blocks;  // of 16 features per CTA
-  int depth;   // stages of the ring of each warp
   int tiles;   // of 8 tokens per pass
   int64_t passes;
+  int blocks;  // of 16 features per CTA
+  int ranks;   // CTAs that share k: a cluster
+  int depth;   // stages of the ring of each warp
   int64_t ctas;
   const char* reason;
 };
+
+// CTAs per SM: one tile of tokens leaves registers for a third.
+constexpr int quantized_ctas_per_sm(int tiles) { return tiles == 1 ? 3 : 2; }
+
+inline int64_t quantized_smem_per_cta(int tiles, const DeviceInfo& device) {
+  return device.smem_per_block / quantized_ctas_per_sm(tiles) - 1024;
+}
 
 // One stage of a warp: `blocks` blocks of codes, the activations of the same k, scales, zeros.
 struct QuantizedStage {
@@ -132,21 +141,43 @@ inline const char* why_not_fused(const LinearQuantizedParams& p, const DeviceInf
   return nullptr;
 }
 
+// Shares the weight among CTAs: plan.blocks, ranks and ctas. The cost is that of the busiest SM, in
+// stages times blocks. A stage also costs its loads of x and its waits, about two blocks. Eight
+// warps alone on an SM do not hide their latencies.
+inline void share_weight(const LinearQuantizedParams& p, const DeviceInfo& device,
+                         LinearQuantizedPlan& plan) {
+  const int64_t blocks = p.weight.outputs / kFragmentFeatures;
+  const int64_t stages = p.weight.features / fragment_k(p.weight.bits);
+  double best = 0;
+  for (int ranks = 1; ranks <= (p.sm90 ? kMaxQuantizedRanks : 1); ranks *= 2) {
+    for (int count = 1; count <= kMaxQuantizedBlocks; ++count) {
+      const int64_t ctas = ceil_div(blocks, int64_t{count}) * ranks;
+      const int64_t per_sm = ceil_div(ctas, int64_t{device.num_sms});
+      const int64_t steps = ceil_div(stages, int64_t{kQuantizedWarps} * ranks);
+      const double cost =
+          static_cast<double>(per_sm * steps * (count + 2)) * (per_sm == 1 ? 1.4 : 1.0);
+      if (plan.blocks != 0 && cost > best) continue;  // of equals the one that reads x less often
+      best = cost;
+      plan.blocks = count;
+      plan.ranks = ranks;
+      plan.ctas = ctas;
+    }
+  }
+}
+
 inline LinearQuantizedPlan choose_linear_quantized(const LinearQuantizedParams& p,
                                                    const DeviceInfo& device) {
   if (const char* why = why_not_fused(p, device)) return {.fused = false, .reason = why};
   LinearQuantizedPlan plan{.fused = true};
   plan.tiles = p.rows <= 8 ? 1 : 2;
   plan.passes = ceil_div(p.rows, int64_t{plan.tiles} * 8);
-  // Each SM gets the same number of blocks of features, within one.
-  const int64_t blocks = p.weight.outputs / kFragmentFeatures;
-  const int64_t rounds = ceil_div(blocks, int64_t{device.num_sms} * kMaxQuantizedBlocks);
-  plan.blocks = static_cast<int>(std::max<int64_t>(1, ceil_div(blocks, rounds * device.num_sms)));
-  plan.ctas = ceil_div(blocks, int64_t{plan.blocks});
-  const int64_t stages = ceil_div(p.weight.features, fragment_k(p.weight.bits) * kQuantizedWarps);
-  const int64_t bytes = quantized_stage(p.weight, plan.blocks, plan.tiles).bytes;
-  const int64_t fitting = kQuantizedSmem / (kQuantizedWarps * bytes);
-  plan.depth = static_cast<int>(std::clamp<int64_t>(std::min(fitting, stages), 1, 8));
+  share_weight(p, device, plan);
+  const int64_t steps =
+      ceil_div(p.weight.features, fragment_k(p.weight.bits) * kQuantizedWarps * plan.ranks);
+  const int64_t bytes = kQuantizedWarps * quantized_stage(p.weight, plan.blocks, plan.tiles).bytes;
+  const int64_t fitting = quantized_smem_per_cta(plan.tiles, device) / bytes;
+  plan.depth =
+      static_cast<int>(std::clamp<int64_t>(std::min(fitting, steps), 1, kMaxQuantizedDepth));
   plan.reason = "the codes' bytes are the bound: they become operands in registers";
   return plan;
 }
@@ -156,8 +187,9 @@ inline std::string describe(const LinearQuantizedPlan& plan) {
     return std::string("the weight in x's dtype by a kernel, then linear (") + plan.reason + ")";
   }
   return "mma of " + std::to_string(plan.blocks * kFragmentFeatures) + " features by " +
-         std::to_string(plan.tiles * 8) + " tokens, 8 warps share k, " +
-         std::to_string(plan.depth) + " stages per warp, " + std::to_string(plan.ctas) +
+         std::to_string(plan.tiles * 8) + " tokens, 8 warps of " + std::to_string(plan.ranks) +
+         " CTAs share k, " + std::to_string(plan.depth) + " stages per warp, " +
+         std::to_string(plan.ctas) +
          " CTAs, passes over the codes: " + std::to_string(plan.passes) + " (" + plan.reason + ")";
 }
 

@@ -47,8 +47,8 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
 struct FusedParams {
   LinearQuantizedParams call;
   QuantizedStage stage;
-  int blocks, depth;
-  int scale_rows;             // of a stage
+  int blocks, depth, ranks;
+  int scale_rows;          // of a stage
   uint32_t group_divisor;  // 2^32 / stages per group, rounded up; 0: one stage per group
 };
 
@@ -148,8 +148,8 @@ using FourSums = float[4];  // (feature g, tokens 2t, 2t + 1), (feature g + 8, t
 template <int kTiles, int kChunks>
 using Activations = uint32_t[kTiles][kChunks][4];
 
-// sums[i] += block f + i of int4 codes times the activations. Two blocks at once fill the latency of
-// each other's products.
+// sums[i] += block f + i of int4 codes times the activations. Two blocks at once fill the latency
+// of each other's products.
 template <class T, class S, int kTiles, bool kZeros, int kCount>
 __device__ __forceinline__ void multiply_int4(const QuantizedWarp<T, S, 4, kTiles>& warp,
                                               const char* slot, int f,
@@ -288,17 +288,18 @@ __device__ __forceinline__ void store_sums(float* shared, int pitch, int count,
   }
 }
 
-template <class T, class S, int kBits, int kTiles, bool kZeros, int kRanks, int kCtas>
-__global__ void __launch_bounds__(kQuantizedThreads, kCtas)
+// kTiles 1 leaves registers for a third CTA per SM.
+template <class T, class S, int kBits, int kTiles, bool kZeros>
+__global__ void __launch_bounds__(kQuantizedThreads, kTiles == 1 ? 3 : 2)
     linear_quantized_kernel(const __grid_constant__ FusedParams p) {
   extern __shared__ __align__(16) char shared[];
   let_next_kernel_start();
   const LinearQuantizedParams& call = p.call;
   const int warp_index = threadIdx.x / 32;
-  const int rank = blockIdx.x % kRanks;
+  const int rank = static_cast<int>(blockIdx.x) % p.ranks;
   const int64_t all_blocks = call.weight.outputs / kFragmentFeatures;
   const int64_t tiles_n = (all_blocks + p.blocks - 1) / p.blocks;
-  const int64_t index = blockIdx.x / kRanks, pass = index / tiles_n;
+  const int64_t index = static_cast<int>(blockIdx.x) / p.ranks, pass = index / tiles_n;
   const int64_t first_block = index % tiles_n * p.blocks;
   char* ring = shared + warp_index * p.depth * p.stage.bytes;
   const int64_t first_token = pass * kTiles * 8;
@@ -308,17 +309,17 @@ __global__ void __launch_bounds__(kQuantizedThreads, kCtas)
       first_token, min(static_cast<int64_t>(kTiles * 8), call.rows - first_token)};
 
   // Blocks of k first, first + step, ...
-  const int64_t first = warp_index * kRanks + rank;
-  constexpr int kStep = kQuantizedWarps * kRanks;
+  const int64_t first = warp_index * p.ranks + rank;
+  const int step = kQuantizedWarps * p.ranks;
   const int64_t stages = warp.stages();
-  const int mine = static_cast<int>(stages > first ? (stages - first + kStep - 1) / kStep : 0);
+  const int mine = static_cast<int>(stages > first ? (stages - first + step - 1) / step : 0);
   if (!call.ahead) wait_for_previous_kernel();
   for (int i = 0; i < min(p.depth, mine); ++i) {
-    warp.copy_weight(warp.slot(i), first + int64_t{i} * kStep);
+    warp.copy_weight(warp.slot(i), first + int64_t{i} * step);
   }
   if (call.ahead) wait_for_previous_kernel();
   for (int i = 0; i < p.depth; ++i) {
-    if (i < mine) warp.copy_input(warp.slot(i), first + int64_t{i} * kStep);
+    if (i < mine) warp.copy_input(warp.slot(i), first + int64_t{i} * step);
     cp_async_commit();
   }
 
@@ -330,7 +331,7 @@ __global__ void __launch_bounds__(kQuantizedThreads, kCtas)
     multiply_stage<T, S, kBits, kTiles, kZeros>(warp, ring + at * p.stage.bytes, sums);
     __syncwarp();
     if (i + p.depth < mine) {
-      const int64_t stage = first + int64_t{i + p.depth} * kStep;
+      const int64_t stage = first + int64_t{i + p.depth} * step;
       warp.copy_weight(warp.slot(at), stage);
       warp.copy_input(warp.slot(at), stage);
     }
@@ -343,7 +344,7 @@ __global__ void __launch_bounds__(kQuantizedThreads, kCtas)
   float* const parts = reinterpret_cast<float*>(shared);
   const int features = p.blocks * static_cast<int>(kFragmentFeatures), pitch = features + 4;
   store_sums<kTiles>(parts, pitch, warp.count, sums);
-  if constexpr (kRanks > 1 && kHasSm90a) {
+  if constexpr (kHasSm90a) {
     cluster_arrive();
     cluster_wait();
   } else {
@@ -351,14 +352,14 @@ __global__ void __launch_bounds__(kQuantizedThreads, kCtas)
   }
   const int valid = warp.count * static_cast<int>(kFragmentFeatures);
   for (int i = threadIdx.x + rank * kQuantizedThreads; i < warp.tokens * features;
-       i += kRanks * kQuantizedThreads) {
+       i += p.ranks * kQuantizedThreads) {
     const int token = i / features, feature = i % features;
     if (feature >= valid) continue;
     float sum = 0.0f;
-    for (int r = 0; r < kRanks; ++r) {
+    for (int r = 0; r < p.ranks; ++r) {
       for (int w = 0; w < kQuantizedWarps; ++w) {
         const float* part = parts + (w * kTiles * 8 + token) * pitch + feature;
-        if constexpr (kRanks > 1 && kHasSm90a) {
+        if constexpr (kHasSm90a) {
           sum += load_cluster(map_to_cta(smem_address(part), r), 0.0f);
         } else {
           sum += *part;
@@ -376,7 +377,7 @@ __global__ void __launch_bounds__(kQuantizedThreads, kCtas)
     static_cast<T*>(call.output)[(first_token + token) * call.weight.outputs + n] = convert<T>(sum);
   }
   // The other CTA may still read this one's sums.
-  if constexpr (kRanks > 1 && kHasSm90a) {
+  if constexpr (kHasSm90a) {
     cluster_arrive();
     cluster_wait();
   }

@@ -18,16 +18,24 @@ void launch_fused(const LinearQuantizedParams& call, const LinearQuantizedPlan& 
   const int64_t per_group = w.group / fragment_k(w.bits);
   p.group_divisor =
       per_group > 1 ? static_cast<uint32_t>(((int64_t{1} << 32) + per_group - 1) / per_group) : 0;
-  const auto grid = static_cast<unsigned>(plan.ctas * plan.passes);
+  p.ranks = plan.ranks;
+  const dim3 grid(static_cast<unsigned>(plan.ctas * plan.passes));
   for_int<1, 2>(plan.tiles, [&]<int kTiles>() {
-    auto run = [&]<bool kZeros>() {
-      launch_dependent(linear_quantized_kernel<T, kBits, kTiles, kZeros, 1, 2>, dim3(grid),
-                       dim3(kQuantizedThreads), quantized_smem_bytes(w, plan), stream, p);
+    auto run = [&]<class S, bool kZeros>() {
+      launch_overlapping(true, linear_quantized_kernel<T, S, kBits, kTiles, kZeros>, grid,
+                         dim3(kQuantizedThreads), plan.ranks, quantized_smem_bytes(w, plan), stream,
+                         p);
     };
     if constexpr (kBits == 8) {
-      run.template operator()<false>();
+      run.template operator()<T, false>();
     } else {
-      for_bool(w.zeros != nullptr, run);
+      for_bool(w.zeros != nullptr, [&]<bool kZeros>() {
+        if (w.scale_dtype == DType::kFloat32) {
+          run.template operator()<float, kZeros>();
+        } else {
+          run.template operator()<T, kZeros>();
+        }
+      });
     }
   });
 }

@@ -117,8 +117,8 @@ struct Weight {
   Tensor codes, scales, zeros;
   bool fragments;
 
-  Weight(const Tensor& codes_, const Tensor& scales_, const OptionalTensor& zeros_,
-         bool fragments_, at::ScalarType scale_type)
+  Weight(const Tensor& codes_, const Tensor& scales_, const OptionalTensor& zeros_, bool fragments_,
+         at::ScalarType scale_type)
       : codes(in_memory(codes_, "linear_quantized: codes").contiguous()),
         scales(in_memory(scales_, "linear_quantized: scales").to(scale_type)),
         zeros(in_memory(value_or_undefined(zeros_), "linear_quantized: zeros")),
@@ -256,6 +256,7 @@ Tensor linear_quantized_cuda_kernel(const Tensor& input, const Tensor& codes, co
   p.input = x.const_data_ptr();
   p.input_pitch = x.stride(0);
   p.bias = has_bias ? dense_bias.const_data_ptr() : nullptr;
+  p.sm90 = sm90_path_available();
   p.ahead = ahead;
   const LinearQuantizedPlan plan = choose_linear_quantized(p, current_device_info());
   if (!plan.fused) {
