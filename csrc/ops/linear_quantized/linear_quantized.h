@@ -65,9 +65,10 @@ struct LinearQuantizedParams {
 // ---- choice ----
 
 constexpr int kQuantizedWarps = 8;
-constexpr int kMaxQuantizedBlocks = 8;      // blocks of 16 features per CTA
-constexpr int kMaxQuantizedRanks = 4;       // CTAs of a cluster, which share k
-constexpr int kMaxQuantizedDepth = 8;       // stages of a warp's ring
+constexpr int kMaxQuantizedBlocks = 4;  // blocks of 16 features per CTA: the sums are in registers
+constexpr int kMaxQuantizedRanks = 2;   // CTAs of a cluster, which share k
+constexpr int kMaxQuantizedDepth = 8;   // stages of a warp's ring
+constexpr int kQuantizedCtasPerSm = 2;
 constexpr int64_t kMaxQuantizedRows = 128;  // of x by passes
 
 struct LinearQuantizedPlan {
@@ -77,15 +78,13 @@ struct LinearQuantizedPlan {
   int blocks;  // of 16 features per CTA
   int ranks;   // CTAs that share k: a cluster
   int depth;   // stages of the ring of each warp
+  int early;   // stages of codes that `ahead` copies before the previous kernel ends
   int64_t ctas;
   const char* reason;
 };
 
-// CTAs per SM: one tile of tokens leaves registers for a third.
-constexpr int quantized_ctas_per_sm(int tiles) { return tiles == 1 ? 3 : 2; }
-
-inline int64_t quantized_smem_per_cta(int tiles, const DeviceInfo& device) {
-  return device.smem_per_block / quantized_ctas_per_sm(tiles) - 1024;
+inline int64_t quantized_smem_per_cta(const DeviceInfo& device) {
+  return device.smem_per_block / kQuantizedCtasPerSm - 1024;
 }
 
 // One stage of a warp: `blocks` blocks of codes, the activations of the same k, scales, zeros.
@@ -141,22 +140,22 @@ inline const char* why_not_fused(const LinearQuantizedParams& p, const DeviceInf
   return nullptr;
 }
 
-// Shares the weight among CTAs: plan.blocks, ranks and ctas. The cost is that of the busiest SM, in
-// stages times blocks. A stage also costs its loads of x and its waits, about two blocks. Eight
-// warps alone on an SM do not hide their latencies.
+// Shares the weight among CTAs: plan.blocks, ranks and ctas. The cost is that of a CTA in stages
+// times blocks, times the waves of CTAs. A stage also costs its loads of x and its waits, about two
+// blocks.
 inline void share_weight(const LinearQuantizedParams& p, const DeviceInfo& device,
                          LinearQuantizedPlan& plan) {
   const int64_t blocks = p.weight.outputs / kFragmentFeatures;
   const int64_t stages = p.weight.features / fragment_k(p.weight.bits);
-  double best = 0;
+  const int64_t slots = int64_t{device.num_sms} * kQuantizedCtasPerSm;
+  int64_t best = 0;
   for (int ranks = 1; ranks <= (p.sm90 ? kMaxQuantizedRanks : 1); ranks *= 2) {
-    for (int count = 1; count <= kMaxQuantizedBlocks; ++count) {
+    for (int count = kMaxQuantizedBlocks; count >= 1;
+         --count) {  // more blocks: x is read less often
       const int64_t ctas = ceil_div(blocks, int64_t{count}) * ranks;
-      const int64_t per_sm = ceil_div(ctas, int64_t{device.num_sms});
       const int64_t steps = ceil_div(stages, int64_t{kQuantizedWarps} * ranks);
-      const double cost =
-          static_cast<double>(per_sm * steps * (count + 2)) * (per_sm == 1 ? 1.4 : 1.0);
-      if (plan.blocks != 0 && cost > best) continue;  // of equals the one that reads x less often
+      const int64_t cost = ceil_div(ctas, slots) * steps * (count + 2);
+      if (plan.blocks != 0 && cost >= best) continue;
       best = cost;
       plan.blocks = count;
       plan.ranks = ranks;
@@ -175,9 +174,10 @@ inline LinearQuantizedPlan choose_linear_quantized(const LinearQuantizedParams& 
   const int64_t steps =
       ceil_div(p.weight.features, fragment_k(p.weight.bits) * kQuantizedWarps * plan.ranks);
   const int64_t bytes = kQuantizedWarps * quantized_stage(p.weight, plan.blocks, plan.tiles).bytes;
-  const int64_t fitting = quantized_smem_per_cta(plan.tiles, device) / bytes;
+  const int64_t fitting = quantized_smem_per_cta(device) / bytes;
   plan.depth =
       static_cast<int>(std::clamp<int64_t>(std::min(fitting, steps), 1, kMaxQuantizedDepth));
+  plan.early = std::min(plan.depth, 2);
   plan.reason = "the codes' bytes are the bound: they become operands in registers";
   return plan;
 }

@@ -12,9 +12,7 @@
 
 #include "device/dependent_launch.cuh"
 #include "device/mma_sm80.cuh"
-#include "device/sm90/arch.cuh"
-#include "device/sm90/cluster.cuh"
-#include "host/launch_cluster.h"
+#include "host/launch.h"
 #include "ops/linear_quantized/cuda/operand.cuh"
 #include "ops/linear_quantized/linear_quantized.h"
 
@@ -48,6 +46,7 @@ struct FusedParams {
   LinearQuantizedParams call;
   QuantizedStage stage;
   int blocks, depth, ranks;
+  int early;               // stages of codes that `ahead` copies first
   int scale_rows;          // of a stage
   uint32_t group_divisor;  // 2^32 / stages per group, rounded up; 0: one stage per group
 };
@@ -230,7 +229,8 @@ __device__ __forceinline__ void multiply_int8(const QuantizedWarp<T, S, 8, kTile
   }
 }
 
-// Blocks f, f + 1, ... of one stage, two at a time.
+// Blocks f, f + 1, ... of one stage. Two at a time, unless two tiles of tokens already fill the
+// latencies and most registers.
 template <int f, class T, class S, int kBits, int kTiles, bool kZeros, int kChunks>
 __device__ __forceinline__ void multiply_from(const QuantizedWarp<T, S, kBits, kTiles>& warp,
                                               const char* slot,
@@ -243,11 +243,11 @@ __device__ __forceinline__ void multiply_from(const QuantizedWarp<T, S, kBits, k
       multiply_int4<T, S, kTiles, kZeros, kCount>(warp, slot, f, x, &sums[f]);
     }
   };
+  constexpr int kAtOnce = kTiles == 1 ? 2 : 1;
   if constexpr (f < kMaxQuantizedBlocks) {
-    if (f + 1 < warp.count) {
-      multiply.template operator()<2>();
-      asm volatile("" ::: "memory");  // or the loads of all blocks move up, and registers spill
-      multiply_from<f + 2, T, S, kBits, kTiles, kZeros, kChunks>(warp, slot, x, sums);
+    if (f + kAtOnce <= warp.count) {
+      multiply.template operator()<kAtOnce>();
+      multiply_from<f + kAtOnce, T, S, kBits, kTiles, kZeros, kChunks>(warp, slot, x, sums);
     } else if (f < warp.count) {
       multiply.template operator()<1>();
     }
@@ -288,18 +288,27 @@ __device__ __forceinline__ void store_sums(float* shared, int pitch, int count,
   }
 }
 
-// kTiles 1 leaves registers for a third CTA per SM.
-template <class T, class S, int kBits, int kTiles, bool kZeros>
-__global__ void __launch_bounds__(kQuantizedThreads, kTiles == 1 ? 3 : 2)
-    linear_quantized_kernel(const __grid_constant__ FusedParams p) {
-  extern __shared__ __align__(16) char shared[];
+// Where the sums of the CTAs that share k are: here, of one CTA alone. fused_sm90.cuh has clusters.
+struct OneCta {
+  static __device__ __forceinline__ int count(const FusedParams&) { return 1; }
+  // Every CTA's sums are in its shared memory.
+  static __device__ __forceinline__ void sync() { __syncthreads(); }
+  // At the same place in the shared memory of CTA `rank`.
+  static __device__ __forceinline__ float load(const float* part, int rank) { return *part; }
+  // No CTA reads another's sums any more.
+  static __device__ __forceinline__ void end() {}
+};
+
+template <class T, class S, int kBits, int kTiles, bool kZeros, class Peers>
+__device__ __forceinline__ void multiply_features(const FusedParams& p, char* shared) {
   let_next_kernel_start();
   const LinearQuantizedParams& call = p.call;
   const int warp_index = threadIdx.x / 32;
-  const int rank = static_cast<int>(blockIdx.x) % p.ranks;
+  const int ranks = Peers::count(p);
+  const int rank = static_cast<int>(blockIdx.x) % ranks;
   const int64_t all_blocks = call.weight.outputs / kFragmentFeatures;
   const int64_t tiles_n = (all_blocks + p.blocks - 1) / p.blocks;
-  const int64_t index = static_cast<int>(blockIdx.x) / p.ranks, pass = index / tiles_n;
+  const int64_t index = static_cast<int>(blockIdx.x) / ranks, pass = index / tiles_n;
   const int64_t first_block = index % tiles_n * p.blocks;
   char* ring = shared + warp_index * p.depth * p.stage.bytes;
   const int64_t first_token = pass * kTiles * 8;
@@ -309,16 +318,17 @@ __global__ void __launch_bounds__(kQuantizedThreads, kTiles == 1 ? 3 : 2)
       first_token, min(static_cast<int64_t>(kTiles * 8), call.rows - first_token)};
 
   // Blocks of k first, first + step, ...
-  const int64_t first = warp_index * p.ranks + rank;
-  const int step = kQuantizedWarps * p.ranks;
+  const int64_t first = warp_index * ranks + rank;
+  const int step = kQuantizedWarps * ranks;
   const int64_t stages = warp.stages();
   const int mine = static_cast<int>(stages > first ? (stages - first + step - 1) / step : 0);
-  if (!call.ahead) wait_for_previous_kernel();
-  for (int i = 0; i < min(p.depth, mine); ++i) {
-    warp.copy_weight(warp.slot(i), first + int64_t{i} * step);
-  }
-  if (call.ahead) wait_for_previous_kernel();
+  // Before the previous kernel ends, only the first stages: x(0) completes a group with all copies
+  // before it, and the products wait for that group.
+  const int early = call.ahead ? min(p.early, mine) : 0;
+  for (int i = 0; i < early; ++i) warp.copy_weight(warp.slot(i), first + int64_t{i} * step);
+  wait_for_previous_kernel();
   for (int i = 0; i < p.depth; ++i) {
+    if (i >= early && i < mine) warp.copy_weight(warp.slot(i), first + int64_t{i} * step);
     if (i < mine) warp.copy_input(warp.slot(i), first + int64_t{i} * step);
     cp_async_commit();
   }
@@ -344,26 +354,17 @@ __global__ void __launch_bounds__(kQuantizedThreads, kTiles == 1 ? 3 : 2)
   float* const parts = reinterpret_cast<float*>(shared);
   const int features = p.blocks * static_cast<int>(kFragmentFeatures), pitch = features + 4;
   store_sums<kTiles>(parts, pitch, warp.count, sums);
-  if constexpr (kHasSm90a) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  Peers::sync();
   const int valid = warp.count * static_cast<int>(kFragmentFeatures);
   for (int i = threadIdx.x + rank * kQuantizedThreads; i < warp.tokens * features;
-       i += p.ranks * kQuantizedThreads) {
+       i += ranks * kQuantizedThreads) {
     const int token = i / features, feature = i % features;
     if (feature >= valid) continue;
     float sum = 0.0f;
-    for (int r = 0; r < p.ranks; ++r) {
+    for (int r = 0; r < ranks; ++r) {
       for (int w = 0; w < kQuantizedWarps; ++w) {
         const float* part = parts + (w * kTiles * 8 + token) * pitch + feature;
-        if constexpr (kHasSm90a) {
-          sum += load_cluster(map_to_cta(smem_address(part), r), 0.0f);
-        } else {
-          sum += *part;
-        }
+        sum += Peers::load(part, r);
       }
     }
     const int64_t n = first_block * kFragmentFeatures + feature;
@@ -376,11 +377,14 @@ __global__ void __launch_bounds__(kQuantizedThreads, kTiles == 1 ? 3 : 2)
     if (call.bias != nullptr) sum += convert<float>(static_cast<const T*>(call.bias)[n]);
     static_cast<T*>(call.output)[(first_token + token) * call.weight.outputs + n] = convert<T>(sum);
   }
-  // The other CTA may still read this one's sums.
-  if constexpr (kHasSm90a) {
-    cluster_arrive();
-    cluster_wait();
-  }
+  Peers::end();
+}
+
+template <class T, class S, int kBits, int kTiles, bool kZeros>
+__global__ void __launch_bounds__(kQuantizedThreads, kQuantizedCtasPerSm)
+    linear_quantized_kernel(const __grid_constant__ FusedParams p) {
+  extern __shared__ __align__(16) char shared[];
+  multiply_features<T, S, kBits, kTiles, kZeros, OneCta>(p, shared);
 }
 
 }  // namespace warpwright

@@ -3,14 +3,19 @@
 
 namespace warpwright {
 
+template <class T>
+static void launch_of_type(const LinearQuantizedParams& p, const LinearQuantizedPlan& plan,
+                           cudaStream_t stream) {
+  for_int<4, 8>(p.weight.bits, [&]<int kBits>() {
+    plan.ranks == 1 ? launch_fused<T, kBits>(p, plan, stream)
+                    : launch_fused_sm90<T, kBits>(p, plan, stream);
+  });
+}
+
 void launch_linear_quantized(const LinearQuantizedParams& p, const LinearQuantizedPlan& plan,
                              cudaStream_t stream) {
-  const bool is_bf16 = p.dtype == DType::kBFloat16;
-  if (p.weight.bits == 4) {
-    is_bf16 ? launch_fused<bf16, 4>(p, plan, stream) : launch_fused<half, 4>(p, plan, stream);
-  } else {
-    is_bf16 ? launch_fused<bf16, 8>(p, plan, stream) : launch_fused<half, 8>(p, plan, stream);
-  }
+  p.dtype == DType::kBFloat16 ? launch_of_type<bf16>(p, plan, stream)
+                              : launch_of_type<half>(p, plan, stream);
 }
 
 }  // namespace warpwright

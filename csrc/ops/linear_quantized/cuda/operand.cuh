@@ -1,6 +1,7 @@
 // Codes to the 16-bit operands of mma.m16n8k16, exactly. The scale multiplies the sums.
 #pragma once
 
+#include "device/lop3.cuh"
 #include "device/types.cuh"
 
 namespace warpwright {
@@ -27,13 +28,6 @@ __device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&difference);
 }
 
-// "lop3": (x & mask) | bits. The compiler would make two instructions of two constants.
-__device__ __forceinline__ uint32_t select_or(uint32_t x, uint32_t mask, uint32_t bits) {
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;\n" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
-  return result;
-}
-
 // kBase + zero in both halves.
 template <class T>
 __device__ __forceinline__ uint32_t offset_pair(uint32_t zero) {
@@ -46,7 +40,7 @@ __device__ __forceinline__ void int4_operand(uint32_t (&a)[4], uint32_t word, ui
                                              uint32_t offset_plus_8) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    a[i] = subtract_pair<T>(select_or(word >> (4 * i), 0x000f000fu, IntegerBits<T>::kBase),
+    a[i] = subtract_pair<T>(and_or(word >> (4 * i), 0x000f000fu, IntegerBits<T>::kBase),
                             i % 2 == 0 ? offset : offset_plus_8);
   }
 }

@@ -1,4 +1,5 @@
-#include "ops/linear_quantized/cuda/launch.cuh"
+// int4 codes and fp16 activations.
+#include "ops/linear_quantized/cuda/launch_portable.cuh"
 
 namespace warpwright {
 
