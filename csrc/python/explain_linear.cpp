@@ -184,10 +184,14 @@ std::pair<std::string, bool> explain_linear_quantized(
   p.weight.group = grouped ? p.weight.features / scales.sizes.at(1) : p.weight.features;
   p.weight.fragments = fragments;
   p.weight.scale_dtype = dtype_from(scale_dtype);
+  p.weight.scales = reinterpret_cast<const void*>(scales.address);
   p.weight.scale_strides[0] = scales.strides.at(0);
+  p.weight.scale_strides[1] = grouped ? scales.strides.at(1) : 0;
   if (zeros) {
-    p.weight.zeros = reinterpret_cast<const uint8_t*>(&p);  // any address: there are zero points
+    constexpr int64_t kSomewhere = 4096;  // not null: there are zero points
+    p.weight.zeros = reinterpret_cast<const uint8_t*>(std::max(zeros->address, kSomewhere));
     p.weight.zero_strides[0] = zeros->strides.at(0);
+    p.weight.zero_strides[1] = zeros->strides.at(1);
   }
   p.sm90 = sm90 && device.sm_arch == 90;
   p.dtype = dtype_from(dtype);

@@ -65,7 +65,8 @@ class QuantizedLinear(Named, nn.Linear):
             )
         self.in_features, self.out_features = in_features, out_features
         options = {"device": device, "dtype": dtype}
-        self.bias = nn.Parameter(torch.zeros(out_features, **options)) if bias else None
+        zero = torch.zeros(out_features, **options) if bias else None
+        self.register_parameter("bias", None if zero is None else nn.Parameter(zero))
         if bits == 8:
             codes = torch.zeros(out_features, in_features, dtype=torch.int8, device=device)
             scales = torch.ones(out_features, **options)
@@ -91,7 +92,7 @@ class QuantizedLinear(Named, nn.Linear):
         nn.Module.__init__(layer)
         layer.out_features = codes.shape[0]
         layer.in_features = codes.shape[1] * (8 // bits_of(codes))
-        layer.bias = None if bias is None else nn.Parameter(bias)
+        layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         layer._set_codes(codes, scales, zeros)
         return layer
 

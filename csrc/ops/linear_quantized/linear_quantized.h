@@ -36,7 +36,7 @@ struct QuantizedWeight {
   int bits;                   // 4 or 8
   int64_t outputs, features;  // N, K
   int64_t group;              // k per scale: K for int8
-  const void* codes;          // dense
+  const void* codes;          // dense; fragments begin at a multiple of 16 bytes
   bool fragments;             // in the order above, else plain
   const void* scales;
   DType scale_dtype;
@@ -124,17 +124,24 @@ inline const char* why_not_fused(const LinearQuantizedParams& p, const DeviceInf
   if (!w.fragments) return "the codes are in their plain order";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "x is no 16-bit type";
   if (device.sm_arch < 80) return "no mma.sync of 16-bit types";
-  if (p.rows > kMaxQuantizedRows)
-    return "more than 128 rows: the product outlasts the weight's bytes";
-  if (reinterpret_cast<uintptr_t>(p.input) % 16 != 0 || p.input_pitch % 8 != 0) {
+  if (p.rows > kMaxQuantizedRows) return "more than 128 rows: many passes over the codes";
+  auto is_aligned = [](const void* data, int64_t pitch) {
+    return (reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(pitch)) % 16 == 0;
+  };
+  if (!is_aligned(p.input, p.input_pitch * 2)) {
     return "the rows of x do not begin at multiples of 16 bytes";
   }
   if (w.bits == 4) {
     if (w.group % 32 != 0 || (w.group > 32 && w.group % 64 != 0)) {
       return "groups are neither 32 nor a multiple of 64";
     }
-    if (w.scale_strides[0] != 1 || (w.zeros != nullptr && w.zero_strides[0] != 1)) {
-      return "scales or zeros of neighbouring features are not adjacent";
+    const bool adjacent = w.scale_strides[0] == 1 && (w.zeros == nullptr || w.zero_strides[0] == 1);
+    if (!adjacent) return "scales or zeros of neighbouring features are not adjacent";
+    // Copies have 16 bytes. A row of a whole tensor has 16 features or a multiple.
+    const int64_t size = dtype_size(w.scale_dtype);
+    if (!is_aligned(w.scales, w.scale_strides[1] * size) ||
+        (w.zeros != nullptr && !is_aligned(w.zeros, w.zero_strides[1]))) {
+      return "rows of scales or zeros do not begin at multiples of 16 bytes";
     }
   }
   return nullptr;
@@ -187,9 +194,10 @@ inline std::string describe(const LinearQuantizedPlan& plan) {
     return std::string("the weight in x's dtype by a kernel, then linear (") + plan.reason + ")";
   }
   return "mma of " + std::to_string(plan.blocks * kFragmentFeatures) + " features by " +
-         std::to_string(plan.tiles * 8) + " tokens, 8 warps of " + std::to_string(plan.ranks) +
-         " CTAs share k, " + std::to_string(plan.depth) + " stages per warp, " +
-         std::to_string(plan.ctas) +
+         std::to_string(plan.tiles * 8) + " tokens, " +
+         std::to_string(kQuantizedWarps * plan.ranks) +
+         (plan.ranks == 1 ? " warps share k, " : " warps of a cluster share k, ") +
+         std::to_string(plan.depth) + " stages per warp, " + std::to_string(plan.ctas) +
          " CTAs, passes over the codes: " + std::to_string(plan.passes) + " (" + plan.reason + ")";
 }
 

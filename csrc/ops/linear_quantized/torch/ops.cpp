@@ -119,10 +119,16 @@ struct Weight {
 
   Weight(const Tensor& codes_, const Tensor& scales_, const OptionalTensor& zeros_, bool fragments_,
          at::ScalarType scale_type)
-      : codes(in_memory(codes_, "linear_quantized: codes").contiguous()),
+      : codes(dense(in_memory(codes_, "linear_quantized: codes"), fragments_)),
         scales(in_memory(scales_, "linear_quantized: scales").to(scale_type)),
         zeros(in_memory(value_or_undefined(zeros_), "linear_quantized: zeros")),
         fragments(fragments_) {}
+
+  static Tensor dense(const Tensor& codes, bool fragments) {
+    const Tensor result = codes.contiguous();
+    const auto address = reinterpret_cast<uintptr_t>(result.const_data_ptr());
+    return fragments && address % 16 != 0 ? result.clone() : result;
+  }
 
   static Tensor in_memory(const Tensor& tensor, const char* name) {
     check_has_storage(tensor, name);
