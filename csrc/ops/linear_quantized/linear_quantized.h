@@ -184,7 +184,7 @@ inline LinearQuantizedPlan choose_linear_quantized(const LinearQuantizedParams& 
   const int64_t fitting = quantized_smem_per_cta(device) / bytes;
   plan.depth =
       static_cast<int>(std::clamp<int64_t>(std::min(fitting, steps), 1, kMaxQuantizedDepth));
-  plan.early = std::min(plan.depth, 2);
+  plan.early = std::min(plan.depth, p.weight.bits == 4 ? 2 : 4);
   plan.reason = "the codes' bytes are the bound: they become operands in registers";
   return plan;
 }

@@ -1,10 +1,10 @@
 // The whole weight (N, K) in the product's type, for calls that the fused kernel does not take.
 //
 // Layout: codes plain or in fragment order (linear_quantized.h); the weight is dense.
-// Grid: plain codes: a block per row and 2048 k, a thread per 8 k. Fragments: a warp per block of
-// codes, a lane per 8 k of two features. Codes whose rows or groups are no multiples of 8: a thread
-// per element.
-// Bound: memory, the bytes of the codes and of the weight.
+// Grid: plain codes: a block per row and 2048 k, a thread per 8 k. Fragments: a CTA per 16 features
+// and eight blocks of codes, a warp per block, a lane per 8 k of two features. Codes whose rows or
+// groups are no multiples of 8: a thread per element. Bound: memory, the bytes of the codes and of
+// the weight.
 #include "device/types.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
@@ -33,7 +33,8 @@ template <class T>
 __device__ __forceinline__ void store_line(const QuantizedWeight& w, int64_t row, int64_t k,
                                            const int (&q)[kLine], T* output) {
   constexpr int kSize = 16 / sizeof(T);
-  const int64_t group = static_cast<uint64_t>(k) / static_cast<uint64_t>(w.group);
+  // 32-bit, because a 64-bit division takes longer than the loads.
+  const int64_t group = static_cast<uint32_t>(k) / static_cast<uint32_t>(w.group);
   const Accum<T> scale = scale_of<T>(w, row, group);
   const int zero = zero_of(w, row, group);
 #pragma unroll
@@ -69,14 +70,17 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_fragments_kernel(const __grid_constant__ QuantizedWeight w, int64_t blocks,
+    dequantize_fragments_kernel(const __grid_constant__ QuantizedWeight w, int segments,
                                 T* output) {
-  const int64_t block = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
-  if (block >= blocks) return;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int64_t block_k = fragment_k(w.bits), blocks_k = w.features / block_k;
-  const int64_t row = block / blocks_k * kFragmentFeatures + g;
-  const int64_t k = block % blocks_k * block_k + t * kLine;
+  const int block_k = static_cast<int>(fragment_k(w.bits));
+  const int blocks_k = static_cast<int>(w.features) / block_k;
+  const int at_k = static_cast<int>(blockIdx.x) % segments * (kThreads / 32) + threadIdx.x / 32;
+  if (at_k >= blocks_k) return;
+  const int64_t features = static_cast<int>(blockIdx.x) / segments;
+  const int64_t block = features * blocks_k + at_k;
+  const int64_t row = features * kFragmentFeatures + g;
+  const int64_t k = int64_t{at_k} * block_k + t * kLine;
   const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const char*>(w.codes) +
                                                     block * kFragmentBytes + lane * 16);
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -132,14 +136,18 @@ unsigned blocks_for(int64_t count, int64_t per_block) {
 }  // namespace
 
 void launch_dequantize(const QuantizedWeight& w, DType dtype, void* output, cudaStream_t stream) {
+  if (w.features > INT32_MAX)
+    throw std::runtime_error("warpwright: linear_quantized: too many features");
   const bool whole_lines = w.group % kLine == 0 && w.features % kLine == 0 &&
                            reinterpret_cast<uintptr_t>(w.codes) % (w.bits) == 0;
   for_dtype(dtype, [&]<class T>() {
     T* const d = static_cast<T*>(output);
     if (w.fragments) {
-      const int64_t blocks = w.outputs * w.features * w.bits / 8 / kFragmentBytes;
-      launch(dequantize_fragments_kernel<T>, blocks_for(blocks, kThreads / 32), kThreads, 0, stream,
-             w, blocks, d);
+      const int64_t blocks_k = w.features / fragment_k(w.bits);
+      const int64_t segments = ceil_div(blocks_k, int64_t{kThreads / 32});
+      const int64_t blocks = w.outputs / kFragmentFeatures * segments;
+      launch(dequantize_fragments_kernel<T>, blocks_for(blocks, 1), kThreads, 0, stream, w,
+             static_cast<int>(segments), d);
     } else if (whole_lines) {
       const int64_t segments = ceil_div(w.features, int64_t{kThreads} * kLine);
       launch(dequantize_plain_kernel<T>, blocks_for(w.outputs * segments, 1), kThreads, 0, stream,
