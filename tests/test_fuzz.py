@@ -95,7 +95,9 @@ def test_linear_quantized(device, dtype):
         outputs, groups, group = draw(FEATURES), draw(st.integers(1, 3)), draw(st.integers(1, 40))
         columns = groups * group
         codes = torch.randint(256, (outputs, columns), dtype=torch.uint8, device=device)
-        scales, zeros = torch.rand(outputs, groups, device=device).to(dtype), None
+        # Powers of two: products of integers stay exact.
+        exponents = torch.randint(-2, 2, (outputs, groups), device=device)
+        scales, zeros = (2.0**exponents).to(dtype), None
         features = 2 * columns
         if draw(st.booleans()):
             codes, scales, features = codes.char(), scales[:, 0].contiguous(), columns

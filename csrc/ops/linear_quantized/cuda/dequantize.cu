@@ -2,9 +2,9 @@
 //
 // Layout: codes plain or in fragment order (linear_quantized.h); the weight is dense.
 // Grid: plain codes: a block per row and 2048 k, a thread per 8 k. Fragments: a CTA per 16 features
-// and eight blocks of codes, a warp per block, a lane per 8 k of two features. Codes whose rows or
-// groups are no multiples of 8: a thread per element. Bound: memory, the bytes of the codes and of
-// the weight.
+// and eight blocks of codes, a warp per block, a lane per 8 k of two features. Plain codes whose
+// rows or groups are no multiples of 8: a thread per element.
+// Bound is memory: the bytes of the codes and of the weight.
 #include "device/types.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
@@ -28,11 +28,20 @@ __device__ __forceinline__ int zero_of(const QuantizedWeight& w, int64_t row, in
   return w.zeros == nullptr ? 8 : w.zeros[row * w.zero_strides[0] + group * w.zero_strides[1]];
 }
 
-// Eight k of one row, in one group.
+// Eight k of one row. Groups of another size than a multiple of 8 take a scale per element.
 template <class T>
 __device__ __forceinline__ void store_line(const QuantizedWeight& w, int64_t row, int64_t k,
                                            const int (&q)[kLine], T* output) {
   constexpr int kSize = 16 / sizeof(T);
+  T* const line = output + row * w.features + k;
+  if (w.group % kLine != 0) {
+    for (int i = 0; i < kLine; ++i) {
+      const int64_t group = (k + i) / w.group;
+      line[i] = convert<T>(static_cast<Accum<T>>(q[i] - zero_of(w, row, group)) *
+                           scale_of<T>(w, row, group));
+    }
+    return;
+  }
   // 32-bit, because a 64-bit division takes longer than the loads.
   const int64_t group = static_cast<uint32_t>(k) / static_cast<uint32_t>(w.group);
   const Accum<T> scale = scale_of<T>(w, row, group);
@@ -44,7 +53,7 @@ __device__ __forceinline__ void store_line(const QuantizedWeight& w, int64_t row
     for (int j = 0; j < kSize; ++j) {
       values[j] = convert<T>(static_cast<Accum<T>>(q[i + j] - zero) * scale);
     }
-    store_vec(output + row * w.features + k + i, values);
+    store_vec(line + i, values);
   }
 }
 
