@@ -54,7 +54,7 @@ def both(form, x, w, bias, fragments=False, **options):
 
 @forms
 @each_order
-@pytest.mark.parametrize("rows", [(), (1,), (2, 3), (16,), (40,), (200,)])
+@pytest.mark.parametrize("rows", [(), (2, 3), (16,), (40,), (200,)])
 def test_values(device, dtype, form, fragments, rows):
     x = torch.randn(*rows, 256, device=device).to(dtype).requires_grad_()
     w = weight(form, 48, 256, device, dtype, fragments)
@@ -80,6 +80,14 @@ def test_odd_sizes(device, dtype, shape):
     x = torch.randn(3, features, device=device).to(dtype).requires_grad_()
     both(None, x, weight((4, group, True), outputs, features, device, dtype), None)
     both(None, x, weight((8, 0, False), outputs, features, device, dtype), None)
+
+
+@pytest.mark.parametrize("group", [2, 12, 48, 192])
+def test_odd_groups_of_fragments(device, dtype, group):
+    """Groups that are no multiples of the kernels' lines and blocks."""
+    x = torch.randn(3, 192, device=device).to(dtype).requires_grad_()
+    form = (4, group, True)
+    both(form, x, weight(form, 32, 192, device, dtype, fragments=True), None, fragments=True)
 
 
 @each_order
