@@ -25,7 +25,7 @@ from torch import Tensor
 
 import warpwright
 import warpwright.functional as ours
-from warpwright import _native
+from warpwright import _native, _quantized_weight
 
 native = torch.nn.functional
 LEAST, MEAN = 0.95, 1.1
@@ -138,6 +138,13 @@ def decoded(f: Any, *operands: Tensor) -> Tensor:
     return _native.attention_with_kv_cache(*operands)
 
 
+def quantized(f: Any, *operands: Tensor) -> Tensor:
+    """Native's product of the weight in float32, dequantised in the call."""
+    function = getattr(f, "linear_quantized", _quantized_weight.linear_quantized)
+    result: Tensor = function(*operands)
+    return result
+
+
 def added(f: Any, op: str, x: Tensor, residual: Tensor, *vectors: Tensor) -> Tensor:
     """The sum and its norm, in one tensor."""
     if hasattr(f, op):
@@ -195,6 +202,14 @@ def matrices() -> Iterator[Case]:
             lambda f, a=(q, k, v, lengths, table): decoded(f, *a),
             [],
         )
+
+    for m, k, n in ((1, 2048, 2048), (16, 2048, 2048), (256, 1024, 1024)):
+        x, scales = torch.randn(m, k), torch.rand(n, k // 128)
+        pairs = torch.randint(256, (n, k // 2), dtype=torch.uint8)
+        wide = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+        for name, operands in (("int4", (x, pairs, scales)), ("int8", (x, wide, scales[:, 0]))):
+            run = lambda f, a=operands: quantized(f, *a)  # noqa: E731
+            yield Case("linear_quantized", f"{m}x{k}x{n} {name}", "rows", run, [x])
 
     for shape, dim in (((64, 128), 1), ((2048, 768), 1), ((2048, 768), 0), ((1 << 20,), 0)):
         name = f"{'x'.join(map(str, shape))} dim {dim}"

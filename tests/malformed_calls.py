@@ -49,6 +49,9 @@ def public_calls(device, seed, grad=True):
     def codes(dtype):
         return (t(6, 16) * 8).clamp(-100, 100).to(dtype)
 
+    def packed_codes(*sizes):
+        return labels(device, 256, *sizes).to(torch.uint8)
+
     def named_norm():
         mean, var = stats()
         vectors = {"running_mean": mean, "running_var": var, "norm_weight": g(3), "norm_bias": g(3)}
@@ -86,6 +89,12 @@ def public_calls(device, seed, grad=True):
             {"accumulate": "exact" if seed % 3 else "fast"},
         ),
         "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
+        "linear_quantized": (
+            [g(2, 4, 8), packed_codes(6, 4), t(6, 2).abs(), packed_codes(6, 2) % 16, g(6)]
+            if seed % 2
+            else [g(4, 8), packed_codes(6, 8).to(torch.int8), t(6).abs(), None, g(6)],
+            {"fragments": False, "ahead": False},
+        ),
         "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),
         "linear_gelu": ([g(4, 5), g(6, 5), g(6)], {"approximate": "tanh"}),
         "linear_silu": ([g(4, 5), g(6, 5), g(6)], {}),

@@ -168,6 +168,28 @@ def test_linear(device, dims, rows):
     check(F.linear, dims, *operands(device, dims, (*rows, 6), (2, 6), (2,)))
 
 
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("rows", [(), (3,)])
+def test_linear_quantized(device, dims, rows):
+    if dims[0] == 1 and not rows:
+        dims = (0, *dims[1:])
+    x, _, bias = operands(device, dims, (*rows, 8), (6, 2), (6,))
+    scales = randn(device, 6, 2)
+    codes = torch.randint(256, (6, 4), device=device, dtype=torch.uint8)
+    outer = (dims[0], dims[2])
+    if outer != (None, None):
+        for form in ((codes, scales, codes[:, :2] % 16), (codes.repeat(1, 2).char(), scales[:, 0])):
+            weight = (*form, None)[:3]
+            check(lambda a, b, w=weight: F.linear_quantized(a, *w, b), outer, x, bias)
+
+
+def test_linear_quantized_of_batched_codes(device):
+    """One call per sample."""
+    x, scales = randn(device, 3, 8), randn(device, 6, 2)
+    codes = torch.randint(256, (4, 6, 4), device=device, dtype=torch.uint8)
+    check(lambda a, c: F.linear_quantized(a, c, scales), (None, 0), x, codes)
+
+
 @pytest.mark.parametrize("dims", [(0, None, None), (0, 0, 0)])
 @pytest.mark.parametrize("function", [F.linear_relu, F.linear_gelu, F.linear_silu])
 def test_linear_activation(device, dims, function):

@@ -24,6 +24,20 @@ def tables(*shape):
     return [torch.arange(torch.Size(shape).numel()).mul(n).remainder(7).view(shape) for n in (3, 5)]
 
 
+def by_codes(x, codes, scales):
+    return F.linear_quantized(x, codes, scales.to(x.dtype))
+
+
+def quantized(shape, outputs, wide=False):
+    """x, codes and integers as scales, which have no gradient."""
+    columns = shape[-1] if wide else shape[-1] // 2
+    codes = torch.arange(outputs * columns).mul(7).remainder(256).view(outputs, columns)
+    scales = torch.arange(outputs * 2).remainder(3).add(1).view(outputs, 2)
+    return (
+        (shape, codes.char(), scales[:, 0].contiguous()) if wide else (shape, codes.byte(), scales)
+    )
+
+
 def norm(x, w, b):
     return F.layer_norm(x, (6,), w, b)
 
@@ -120,6 +134,16 @@ CASES = {
         f"{name} {word}": (function, ((2, 4, 16), CODES, torch.rand(8, 1), (8,)), word, {})
         for name, function in (("linear_int8", int8_codes), ("linear_fp8", fp8_codes))
         for word in ("S0 R R R", "S1 R R R", "R S0 S0 S0")
+    },
+    **{
+        f"linear_quantized {name}": (by_codes, quantized(*form), word, {})
+        for name, form, word in (
+            ("rows", ((3, 4, 16), 8), "S1 R R"),
+            ("columns", ((3, 4, 16), 8), "R S0 S0"),
+            ("groups", ((3, 4, 16), 8), "S2 S1 S1"),
+            ("int8 columns", ((4, 16), 8, True), "R S0 S0"),
+            ("int8 features", ((4, 16), 8, True), "S1 S1 R"),
+        )
     },
     "linear_scan": (scan_last, ((3, 4, 5), (3, 4, 5), (3, 4)), "S1 S1 S1", {}),
     "linear_scan middle": (scan_middle, ((3, 4, 5), (3, 4, 5), (3, 5)), "S2 S2 S1", {}),

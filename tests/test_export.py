@@ -127,6 +127,21 @@ def test_codes(device):
             same(name, x, weight, scale, bias, per_tensor)
 
 
+def test_linear_quantized(device):
+    x, dy = torch.randn(2, 3, 64, device=device), torch.randn(2, 3, 16, device=device)
+    codes = torch.randint(256, (16, 32), device=device, dtype=torch.uint8)
+    scales = torch.rand(16, 2, device=device)
+    wide, channels = torch.cat([codes, codes], 1).char(), scales[:, 0].contiguous()
+    for zeros in (None, codes[:, :2] % 16):
+        for fragments in (False, True):
+            for bias in (None, channels):
+                same("linear_quantized", x, codes, scales, zeros, bias, fragments)
+            same("linear_quantized_backward", dy, codes, scales, zeros, fragments)
+    for fragments in (False, True):
+        same("linear_quantized", x[0, 0], wide, channels, None, None, fragments)
+        same("linear_quantized_backward", dy, wide, channels, None, fragments)
+
+
 def test_attention_with_kv_cache(device):
     query = torch.randn(2, 3, 4, 8, device=device)
     k, v = torch.randn(2, 2, 3, 2, 8, device=device)

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 import warpwright.functional as F
-from warpwright import _native
+from warpwright import _native, _quantized_weight
 from warpwright.testing import assert_same
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -83,6 +83,28 @@ def test_linear(device, dtype):
         k, n = draw(FEATURES), draw(FEATURES)
         args = (make(*batch, k), make(n, k), make.maybe(n))
         check(make, errors, F.linear, NATIVE.linear, args)
+
+    run(test)
+
+
+@each_dtype
+def test_linear_quantized(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype)
+        batch = draw(st.lists(SMALL, max_size=2)) + draw(st.lists(SIZE, max_size=1))
+        outputs, groups, group = draw(FEATURES), draw(st.integers(1, 3)), draw(st.integers(1, 40))
+        columns = groups * group
+        codes = torch.randint(256, (outputs, columns), dtype=torch.uint8, device=device)
+        # Powers of two: products of integers stay exact.
+        exponents = torch.randint(-2, 2, (outputs, groups), device=device)
+        scales, zeros = (2.0**exponents).to(dtype), None
+        features = 2 * columns
+        if draw(st.booleans()):
+            codes, scales, features = codes.char(), scales[:, 0].contiguous(), columns
+        elif draw(st.booleans()):
+            zeros = torch.randint(16, (outputs, groups), dtype=torch.uint8, device=device)
+        args = (make(*batch, features), codes, scales, zeros, make.maybe(outputs))
+        check(make, errors, F.linear_quantized, _quantized_weight.linear_quantized, args)
 
     run(test)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from launches import launches
 
+import warpwright
 import warpwright.functional as F
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +96,13 @@ def linear(rows, k, n, dtype=BF16):
     return (x, weight, bias), lambda: F.linear(x, weight, bias)
 
 
+def quantized(rows, scheme):
+    layer = torch.nn.Linear(2048, 2048, device="cuda", dtype=BF16)
+    warpwright.quantize(layer, scheme)
+    x = random(rows, 2048, dtype=BF16)
+    return (x,), lambda: layer(x)
+
+
 # (what, its inputs and call, at most so many launches forward and backward)
 CASES = {
     "batch_norm on chip, NCHW": (lambda: batch_norm(random(64, 256, 7, 7)), 1, 1),
@@ -135,6 +143,9 @@ CASES = {
     "add_rms_norm": (lambda: add_norm(F.add_rms_norm, random(512, 4096), 1), 1, 2),
     "rms_norm, long rows": (lambda: row_norm(F.rms_norm, random(8, 70000), 1), 1, 3),
     "linear": (lambda: linear(2048, 2048, 2048), 1, 2),
+    "linear_quantized": (lambda: quantized(4, "int4"), 1, 3),
+    "linear_quantized, int8": (lambda: quantized(100, "int8"), 1, 3),
+    "linear_quantized, many rows": (lambda: quantized(2048, "int4"), 2, 2),
     "linear, a split k": (lambda: linear(512, 3136, 128), 2, 3),
     "linear, a bias that is summed apart": (lambda: linear(64, 128, 20), 1, 3),
     "linear, a classifier's head": (lambda: linear(64, 128, 10), 1, 1),

@@ -15,6 +15,7 @@ COMPOSED_ON_CPU = {"conv2d_batch_norm"}
 MADE_OF = {
     "batch_norm_relu_max_pool2d": {"batch_norm", "max_pool2d"},
     "linear_cross_entropy": {"linear", "cross_entropy"},
+    "linear_quantized": {"linear"},
     "conv2d_batch_norm": {"conv2d", "batch_norm"},
 }
 # A product's tile is multiplied by gemm/'s kernels, whoever brings the operands.

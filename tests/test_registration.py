@@ -201,6 +201,14 @@ def recorded(device):
             (leaf, leaf.detach(), *tables),
             {},
         )
+        for codes, scales in ((torch.ones(5, 7).to(torch.int8), torch.ones(5)),):
+            weight = codes.to(device), scales.to(device)
+            double_backward(warpwright.functional.linear_quantized, (leaf, *weight), {})
+        pairs, groups = torch.arange(15).reshape(5, 3).to(torch.uint8), torch.ones(5, 3)
+        weight = pairs.to(device), groups.to(device), groups.to(device, torch.uint8)
+        double_backward(
+            warpwright.functional.linear_quantized, (leaf[..., :6].contiguous(), *weight), {}
+        )
         double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]

@@ -18,6 +18,7 @@ import torch
 
 import warpwright
 import warpwright.functional as F
+from warpwright._quantized_weight import to_fragments
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -145,6 +146,39 @@ def linear_8bit_cases():
                     (rand(*shape),),
                     {},
                 )
+
+
+def linear_quantized_cases():
+    """Plain codes, and fragments whose fused kernel takes 16-bit x: one pass, several, too many rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(high, *shape):
+        return torch.randint(high, shape, generator=generator, dtype=torch.uint8)
+
+    for outputs, features, group, rows in (
+        (48, 256, 32, 3),
+        (2064, 128, 64, 16),
+        (32, 512, 128, 40),
+    ):
+        codes, scales = integers(256, outputs, features // 2), rand(features // group, outputs)
+        for fragments in (False, True):
+            order = to_fragments(codes) if fragments else codes
+            for zeros in (None, integers(16, features // group, outputs).t()):
+                name = f"{outputs}x{features}-{rows}-{fragments}-{zeros is not None}"
+                args = rand(rows, features), order, scales, zeros, rand(outputs)
+                yield name, quantized, args, {"fragments": fragments}
+        wide = codes.repeat(1, 2).char()
+        for order in (wide, to_fragments(wide)):
+            options = {"fragments": order is not wide, "per_channel": True}
+            name = f"{outputs}x{features}-{rows}-int8-{order is not wide}"
+            yield name, quantized, (rand(rows, features), order, scales, None, None), options
+    odd = integers(256, 7, 15), rand(5, 7), integers(16, 5, 7).t(), None
+    yield "odd", quantized, (rand(200, 30), *odd), {"fragments": False}
+
+
+def quantized(x, codes, scales, zeros, bias, fragments, per_channel=False):
+    scales = scales.detach()[0] if per_channel else scales.detach().t()
+    return F.linear_quantized(x, codes, scales, zeros, bias, fragments=fragments)
 
 
 def max_pool2d_cases():
@@ -543,6 +577,7 @@ CASES = {
     "rotary_embedding": rotary_embedding_cases,
     "cumsum": cumsum_cases,
     "linear_scan": linear_scan_cases,
+    "linear_quantized": linear_quantized_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,

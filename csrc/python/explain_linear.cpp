@@ -10,6 +10,7 @@
 
 #include "ops/linear/linear.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
+#include "ops/linear_quantized/linear_quantized.h"
 #include "python/explain.h"
 
 namespace py = pybind11;
@@ -172,6 +173,40 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Te
 
 }  // namespace
 
+// ---- linear_quantized ----
+
+// The forward's plan, and whether the fused kernel takes it.
+std::pair<std::string, bool> explain_linear_quantized(
+    const std::string& dtype, const TensorLayout& input, bool is_int8, bool fragments,
+    const TensorLayout& codes, const std::string& scale_dtype, const TensorLayout& scales,
+    const std::optional<TensorLayout>& zeros, const DeviceInfo& device, bool sm90) {
+  const Matrix x = as_matrix(input);
+  const bool grouped = !is_int8 && scales.sizes.at(1) > 0;
+  LinearQuantizedParams p{};
+  p.weight.bits = is_int8 ? 8 : 4;
+  p.weight.outputs = codes.sizes.at(0);
+  p.weight.features = codes.sizes.at(1) * (is_int8 ? 1 : 2);
+  p.weight.group = grouped ? p.weight.features / scales.sizes.at(1) : p.weight.features;
+  p.weight.fragments = fragments;
+  p.weight.scale_dtype = dtype_from(scale_dtype);
+  p.weight.scales = reinterpret_cast<const void*>(scales.address);
+  p.weight.scale_strides[0] = scales.strides.at(0);
+  p.weight.scale_strides[1] = grouped ? scales.strides.at(1) : 0;
+  if (zeros) {
+    constexpr int64_t kSomewhere = 4096;  // not null: there are zero points
+    p.weight.zeros = reinterpret_cast<const uint8_t*>(std::max(zeros->address, kSomewhere));
+    p.weight.zero_strides[0] = zeros->strides.at(0);
+    p.weight.zero_strides[1] = zeros->strides.at(1);
+  }
+  p.sm90 = sm90 && device.sm_arch == 90;
+  p.dtype = dtype_from(dtype);
+  p.rows = x.rows;
+  p.input = reinterpret_cast<const void*>(x.address);
+  p.input_pitch = x.stride_col == 1 ? x.stride_row : x.cols;
+  const LinearQuantizedPlan plan = choose_linear_quantized(p, device);
+  return {describe(plan), plan.fused};
+}
+
 void define_explain_linear(py::module_& m) {
   m.def("explain_linear", &explain_linear, py::arg("dtype"), py::arg("tf32"), py::arg("input"),
         py::arg("weight"), py::arg("device"), py::arg("sm90"), py::arg("tf32x3") = false);
@@ -181,6 +216,7 @@ void define_explain_linear(py::module_& m) {
   m.def("gemm_traffic", &gemm_traffic, py::arg("mnk"), py::arg("size"), py::arg("tile"),
         py::arg("device"), py::arg("splits") = 1, py::arg("sharing") = 1,
         py::arg("raster_rows") = int64_t{kRasterRows});
+  m.def("explain_linear_quantized", &explain_linear_quantized);
   m.def("linear_traffic", &linear_traffic);
 }
 

@@ -106,6 +106,18 @@ def explain_linear_cross_entropy(
     sm90: bool,
     tf32x3: bool = False,
 ) -> list[tuple[str, str]]: ...
+def explain_linear_quantized(
+    dtype: str,
+    input: Operand,
+    is_int8: bool,
+    fragments: bool,
+    codes: Operand,
+    scale_dtype: str,
+    scales: Operand,
+    zeros: Operand | None,
+    device: DeviceInfo,
+    sm90: bool,
+) -> tuple[str, bool]: ...
 def explain_max_pool2d(
     dtype: str,
     input: Operand,

@@ -18,6 +18,7 @@ from .info import info
 from .integrations import register_attention
 from .patch import patch
 from .profile import profile
+from .quantization import quantize, unquantize
 from .swap import SwapCheckError, SwapReport, register_layer, swap, swapped, unswap
 
 _register_batching_rules()
@@ -43,11 +44,13 @@ __all__ = [
     "optim",
     "patch",
     "profile",
+    "quantize",
     "register_attention",
     "register_layer",
     "set_float32_matmul_precision",
     "strict",
     "swap",
     "swapped",
+    "unquantize",
     "unswap",
 ]

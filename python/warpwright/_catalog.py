@@ -29,6 +29,7 @@ from ._operators import (
     LINEAR_ACTIVATION,
     LINEAR_FP8,
     LINEAR_INT8,
+    LINEAR_QUANTIZED,
     LINEAR_SCAN,
     MAX_POOL2D,
     QUANTIZE_ROWS,
@@ -346,6 +347,14 @@ _RECORDS = (
         explain="mlp",
         cpu="linear's matrix products, one vectorised pass between them",
         folders=("linear",),
+    ),
+    Op(
+        "linear_quantized",
+        LINEAR_QUANTIZED,
+        layer="QuantizedLinear",
+        explain="linear_quantized",
+        cpu="blocks of the weight become float32 in the cache, then ATen's matrix product",
+        folders=("linear", "linear_quantized"),
     ),
     Op(
         "cross_entropy",

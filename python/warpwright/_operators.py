@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _aten, _native, _native_8bit, _work
+from . import _aten, _native, _native_8bit, _quantized_weight, _work
 from ._op import Operator
 
 native = nn.functional
@@ -31,6 +31,20 @@ LINEAR_ACTIVATION = (
     ),
     Operator("linear_activation_backward", aten=_aten.linear_activation_backward),
     *LINEAR,
+)
+LINEAR_QUANTIZED = (
+    Operator(
+        "linear_quantized",
+        _quantized_weight.linear_quantized,
+        _quantized_weight.linear_quantized,
+        autocast=True,
+        flops=_work.linear_quantized_flops,
+    ),
+    Operator(
+        "linear_quantized_backward",
+        aten=_quantized_weight.linear_quantized_backward,
+        flops=_work.linear_quantized_backward_flops,
+    ),
 )
 GATED_ACTIVATION = (
     Operator(

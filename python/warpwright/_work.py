@@ -169,6 +169,17 @@ def linear_backward_flops(
     return 2 * products
 
 
+def linear_quantized_flops(x: Shape, codes: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(x) * codes[0]
+
+
+def linear_quantized_backward_flops(
+    dy: Shape, codes: Shape, scales: Shape, *args: Any, **kwargs: Any
+) -> int:
+    features = codes[1] * (2 if len(scales) == 2 else 1)  # a scale per channel: bytes of int8
+    return 2 * math.prod(dy) * features
+
+
 def _counter() -> Any:
     """The module that asks; it is slow to import, and only its own calls come here."""
     return importlib.import_module("torch.utils.flop_counter")

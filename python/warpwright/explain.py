@@ -213,6 +213,32 @@ def _linear_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return list(({"forward": lines["forward"]} | one_pass | gradients).items())
 
 
+def _linear_quantized(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x, codes, scales = a["input"], a["codes"], a["scales"]
+    zeros, fragments = a["zeros"], a["fragments"]
+    wide = scales.dtype if scales.dtype == x.dtype else torch.float32
+    forward, is_fused = _C.explain_linear_quantized(
+        _dtype(x),
+        _operand(x),
+        codes.dtype == torch.int8,
+        fragments,
+        _operand(codes),
+        str(wide).removeprefix("torch."),
+        _operand(scales),
+        None if zeros is None else _operand(zeros),
+        gpu,
+        _may_take_sm90(),
+    )
+    features = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
+    weight = torch.empty(codes.shape[0], features, dtype=x.dtype, device="meta")
+    product = dict(_linear({"input": x, "weight": weight, "bias": None}, gpu))
+    lines = [("forward", forward)]
+    if not is_fused:
+        lines.append(("forward, product", product["forward"]))
+    lines.append(("grad_input", "the weight in x's dtype by a kernel, then linear's"))
+    return [*lines, ("grad_input, product", product["grad_input"])]
+
+
 def _mlp(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x, width = a["input"], a["weight1"].shape[0]
     hidden = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device="meta")

@@ -28,6 +28,7 @@ from ._conv_norm_layers import (
 )
 from ._loss_layers import CrossEntropyLoss, LinearCrossEntropy
 from ._multihead import multi_head_attention
+from ._quantized_layers import QuantizedLinear
 from ._tools import Named
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "LinearSiLU",
     "MaxPool2d",
     "MultiheadAttention",
+    "QuantizedLinear",
     "RMSNorm",
     "ReLU",
     "ReLUMaxPool2d",

@@ -39,6 +39,7 @@ TESTS = {
     "scan": (["test_cumsum.py", "test_linear_scan.py"], "cumsum or linear_scan"),
     "linear_8bit": (["test_linear_8bit.py"], "int8 or fp8 or quantize or scaled"),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
+    "linear_quantized": (["test_linear_quantized.py"], "quantized"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),
     "max_pool2d": (["test_max_pool2d.py", "test_relu_max_pool2d.py"], "pool"),
     "optim": (["test_optim*.py"], "optim or sgd or adam"),

@@ -71,6 +71,8 @@ RULES: dict[str, Rule] = {
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,
     "linear_activation": _products.linear_activation,
+    "linear_quantized": _products.linear_quantized,
+    "linear_quantized_backward": _products.linear_quantized_backward,
     "linear_activation_backward": _products.linear_activation_backward,
     "conv2d": _products.conv2d,
     "conv2d_backward": _products.conv2d_backward,

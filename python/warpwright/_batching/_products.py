@@ -86,6 +86,28 @@ def linear_activation_backward(
     return results((dz, 0), (bias, None if bias is None else 0))
 
 
+def linear_quantized(info: Any, dims: Dims, x: Tensor, *weight: Any) -> tuple[Tensor, int]:
+    """Rows; a bias per sample is added after the product."""
+    samples, (codes, scales, zeros, bias, *form) = info.batch_size, weight
+    if any(d is not None for d in dims[1:4]):
+        return one_by_one(ops.linear_quantized, samples, dims, (x, *weight))
+    x = front(x, dims[0], samples)
+    if bias is None or dims[4] is None:
+        return ops.linear_quantized(x, codes, scales, zeros, bias, *form), 0
+    y = ops.linear_quantized(x, codes, scales, zeros, None, *form)
+    bias = front(bias, dims[4], samples)
+    return y + bias.view(samples, *[1] * (y.dim() - 2), -1), 0
+
+
+def linear_quantized_backward(
+    info: Any, dims: Dims, grad: Tensor, *weight: Any
+) -> tuple[Tensor, int]:
+    if any(d is not None for d in dims[1:4]):
+        op = ops.linear_quantized_backward
+        return one_by_one(op, info.batch_size, dims, (grad, *weight))
+    return ops.linear_quantized_backward(front(grad, dims[0], info.batch_size), *weight), 0
+
+
 def conv2d(
     info: Any, dims: Dims, x: Tensor, weight: Tensor, bias: Any, *windows: Any
 ) -> tuple[Tensor, int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, _work
+from .._quantized_layers import QuantizedLinear
 from .cases import BF16, FP32, ROWS, Case, Inputs, _randn
 
 
@@ -113,6 +114,37 @@ def _linear_scan(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
         lambda F, i: F.linear_scan(i["gate"], i["x"], dim=dim),
         _work.traffic(e, 3, 5).of("bytes"),
         native=lambda F, i: doubling_scan(i["gate"], i["x"], dim),
+    )
+
+
+def _linear_quantized(rows: int, k: int, n: int, bits: int, dtype: torch.dtype) -> Case:
+    """A frozen weight, int4 in groups of 128 or int8 per channel; native's is in `dtype`.
+
+    Scales are powers of two, so that both weights are the same numbers.
+    """
+    e = dtype.itemsize
+    groups = k // 128 if bits == 4 else 1
+    codes = n * k * bits / 8 + n * groups * e
+    moved = {"fwd": codes + (k + n) * rows * e, "bwd": codes + (k + n) * rows * e}
+
+    def make(device: str) -> Inputs:
+        codes = torch.randint(256, (n, k * bits // 8), device=device, dtype=torch.uint8)
+        scales = torch.full((n, groups), 0.5**bits, device=device, dtype=dtype)
+        if bits == 8:
+            codes, scales = codes.view(torch.int8), scales[:, 0].contiguous()
+        layer = QuantizedLinear.from_codes(codes, scales)
+        return {"x": _randn((rows, k), dtype, device), "layer": layer, "weight": layer.weight}
+
+    return Case(
+        "linear_quantized",
+        f"{rows}x{k}x{n} int{bits}",
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: i["layer"](i["x"]),
+        moved,
+        {"fwd": 2.0 * rows * k * n, "bwd": 2.0 * rows * k * n},
+        native=lambda F, i: F.linear(i["x"], i["weight"]),
     )
 
 

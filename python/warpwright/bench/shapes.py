@@ -32,6 +32,7 @@ from .language_cases import (
     _cumsum,
     _decode,
     _gated,
+    _linear_quantized,
     _linear_scan,
     _narrowed_norm,
     _rotary,
@@ -207,6 +208,19 @@ def _codes() -> list[Case]:
     ]
 
 
+def _quantized_products() -> list[Case]:
+    """Llama 3's up projection and a square one: one token, a few, a prompt."""
+    return [
+        *(
+            _linear_quantized(rows, k, n, bits, BF16)
+            for bits in (4, 8)
+            for k, n in ((4096, 14336), (8192, 8192))
+            for rows in (1, 16, 2048)
+        ),
+        _linear_quantized(128, 4096, 14336, 4, BF16),
+    ]
+
+
 def _decoding() -> list[Case]:
     """Llama 3's heads: a full batch in pages of each size, a long sequence, a few tokens at once."""
     return [
@@ -219,7 +233,7 @@ def _decoding() -> list[Case]:
 
 def _language_layers() -> list[Case]:
     layers = [*_gated_products(), *_rotary_embeddings(), *_scans(), *_row_norms(), *_codes()]
-    return [*layers, *_decoding()]
+    return [*layers, *_decoding(), *_quantized_products()]
 
 
 def _all_cases() -> list[Case]:
@@ -335,6 +349,8 @@ QUICK_CASES = [
     _cumsum((2048, 768), 1, FP32),
     _cumsum((2048, 768), 0, FP32),
     _linear_scan((512, 256), 1, FP32),
+    _linear_quantized(4, 512, 256, 4, FP32),
+    _linear_quantized(4, 512, 256, 8, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _linear_codes("linear_int8", 256, 256, 384),
     _linear_codes("linear_fp8", 256, 256, 384),

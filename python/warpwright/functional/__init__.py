@@ -15,6 +15,7 @@ from ._norm import (
     batch_norm_relu_max_pool2d,
 )
 from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
+from ._quantized import linear_quantized
 from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ._scan import cumsum, linear_scan
@@ -40,6 +41,7 @@ __all__ = [
     "linear_fp8",
     "linear_gelu",
     "linear_int8",
+    "linear_quantized",
     "linear_relu",
     "linear_scan",
     "linear_silu",

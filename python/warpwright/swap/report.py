@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .._text import plain_text
 from .fuse import Fusion
@@ -57,6 +57,9 @@ class SwapReport:
     dry_run: bool = False  # nothing was changed: the entries say what would be
     advice: list[str] = field(default_factory=list)  # what would make the model faster
 
+    VERB: ClassVar[str] = "swap"
+    DONE: ClassVar[str] = "swapped"
+
     @property
     def swapped(self) -> list[SwapEntry]:
         return [e for e in self.entries if e.swapped]
@@ -88,10 +91,10 @@ class SwapReport:
 
     def _tables(self) -> Iterator[tuple[str, str, list[Line]]]:
         """A sentence, the first column's title and the lines, for modules and for chains."""
-        swapped = "would be swapped" if self.dry_run else "swapped"
+        swapped = f"would be {self.DONE}" if self.dry_run else self.DONE
         computing, idle = [e for e in self.entries if e.reason != NOTHING], self.computes_nothing
         yield (
-            f"{'would swap' if self.dry_run else 'swapped'} {len(self.swapped)} of {len(computing)} modules"
+            f"{f'would {self.VERB}' if self.dry_run else self.DONE} {len(self.swapped)} of {len(computing)} modules"
             + (f"; {len(idle)} more compute nothing" if idle else ""),
             "module",
             [

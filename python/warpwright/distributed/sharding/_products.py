@@ -65,6 +65,39 @@ def linear_activation_backward(
     return rows
 
 
+def _cuts_groups(codes: Any, scales: Any, fragments: bool) -> bool:
+    """Whether shards along the input's features are whole groups of plain codes."""
+    return not fragments and (scales.ndim == 1 or scales.shape[1] % codes.mesh.size() == 0)
+
+
+def linear_quantized(
+    x: Any, codes: Any, scales: Any, zeros: Any, bias: Any, fragments: bool, ahead: bool
+) -> list[Row]:
+    last = x.ndim - 1
+    rows: list[Row] = [all_replicated(1, 5)]
+    rows += [([S(i)], [S(i), R, R, R, R]) for i in range(last)]
+    if not fragments:
+        rows.append(([S(last)], [R, S(0), S(0), S(0), S(0)]))
+    if _cuts_groups(codes, scales, fragments):
+        grouped = R if scales.ndim == 1 else S(1)
+        rows.append(([P], [S(last), S(1), grouped, grouped, P]))
+    return rows
+
+
+def linear_quantized_backward(
+    dy: Any, codes: Any, scales: Any, zeros: Any, fragments: bool
+) -> list[Row]:
+    last = dy.ndim - 1
+    rows: list[Row] = [all_replicated(1, 4)]
+    rows += [([S(i)], [S(i), R, R, R]) for i in range(last)]
+    if not fragments:
+        rows.append(([P], [S(last), S(0), S(0), S(0)]))
+    if _cuts_groups(codes, scales, fragments):
+        grouped = R if scales.ndim == 1 else S(1)
+        rows.append(([S(last)], [R, S(1), grouped, grouped]))
+    return rows
+
+
 def _is_cut(spec: Any, dims: Sequence[int]) -> bool:
     return any(isinstance(p, Shard) and p.dim in dims for p in spec.placements)
 
@@ -100,6 +133,10 @@ RULES = {
     "linear_backward": Rule(linear_backward, kept=("weight",), advice=LINEAR_ADVICE),
     "linear_activation": Rule(linear_activation, kept=("weight",), advice=ACTIVATION_ADVICE),
     "linear_activation_backward": Rule(linear_activation_backward),
+    "linear_quantized": Rule(linear_quantized, kept=("codes",), advice=LINEAR_ADVICE),
+    "linear_quantized_backward": Rule(
+        linear_quantized_backward, kept=("codes",), advice=LINEAR_ADVICE
+    ),
     "conv2d": Rule(conv2d, kept=("weight",), advice=CONV_ADVICE),
     "conv2d_backward": Rule(conv2d_backward, kept=("weight",), advice=CONV_ADVICE),
 }

@@ -1,0 +1,9 @@
+// int4 codes and bf16 activations, in clusters.
+#include "ops/linear_quantized/cuda/launch_sm90.cuh"
+
+namespace warpwright {
+
+template void launch_fused_sm90<bf16, 4>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                         cudaStream_t);
+
+}  // namespace warpwright

@@ -1,0 +1,9 @@
+// int8 codes and bf16 activations.
+#include "ops/linear_quantized/cuda/launch_portable.cuh"
+
+namespace warpwright {
+
+template void launch_fused<bf16, 8>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                    cudaStream_t);
+
+}  // namespace warpwright

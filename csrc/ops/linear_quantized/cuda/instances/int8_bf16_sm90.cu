@@ -1,0 +1,9 @@
+// int8 codes and bf16 activations, in clusters.
+#include "ops/linear_quantized/cuda/launch_sm90.cuh"
+
+namespace warpwright {
+
+template void launch_fused_sm90<bf16, 8>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                         cudaStream_t);
+
+}  // namespace warpwright

@@ -1,0 +1,21 @@
+// The one switch from a plan to the fused kernel's instances.
+#include "ops/linear_quantized/cuda/launch.cuh"
+
+namespace warpwright {
+
+template <class T>
+static void launch_of_type(const LinearQuantizedParams& p, const LinearQuantizedPlan& plan,
+                           cudaStream_t stream) {
+  for_int<4, 8>(p.weight.bits, [&]<int kBits>() {
+    plan.ranks == 1 ? launch_fused<T, kBits>(p, plan, stream)
+                    : launch_fused_sm90<T, kBits>(p, plan, stream);
+  });
+}
+
+void launch_linear_quantized(const LinearQuantizedParams& p, const LinearQuantizedPlan& plan,
+                             cudaStream_t stream) {
+  p.dtype == DType::kBFloat16 ? launch_of_type<bf16>(p, plan, stream)
+                              : launch_of_type<half>(p, plan, stream);
+}
+
+}  // namespace warpwright
