@@ -204,6 +204,12 @@ def matrices() -> Iterator[Case]:
 
         x = torch.randn(shape)
         yield Case("cumsum", name, "rows", lambda f, a=(dim, x): cumsum(f, *a), [x])
+    for shape, dim in (((64, 128), 1), ((4096, 10), 1), ((2048, 768), 1), ((64, 32000), 1), ((16, 21, 64, 64), 1)):
+        name = f"{'x'.join(map(str, shape))} dim {dim}"
+        x = torch.randn(shape)
+        for op in ("softmax", "log_softmax"):
+            soft = lambda f, a=(x, dim), op=op: getattr(f, op)(*a)  # noqa: E731
+            yield Case(op, name, "rows", soft, [x])
     for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
         x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
         yield Case(

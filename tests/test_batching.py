@@ -114,6 +114,19 @@ def test_cumsum(device, reverse):
         vmap(lambda x: F.cumsum(x, -3))(randn(device, 4, 5, 3))
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax(device, name):
+    function = getattr(F, name)
+    for dim in (0, 1, -1):
+        for at in (0, 1, 2):
+            check(lambda x, d=dim: function(x, d), (at,), randn(device, 4, 5, 3))
+    check(lambda x: function(x, 0), (0,), randn(device, 4))
+    x = randn(device, 4, 3).bfloat16()
+    expected = getattr(torch, name)(x, 1, dtype=torch.float32)
+    assert_same(vmap(lambda t: function(t, 0, dtype=torch.float32))(x), function(x, 1, dtype=torch.float32))
+    torch.testing.assert_close(function(x, 1, dtype=torch.float32), expected)
+
+
 @pytest.mark.parametrize("dims", DIMS)
 def test_linear_scan(device, dims):
     args = tuple(operands(device, dims, (4, 5), (4, 5), (4,)))

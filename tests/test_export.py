@@ -113,6 +113,19 @@ def test_scans(device):
                 same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax(device, name):
+    x = torch.randn(3, 4, 5, device=device)
+    for dim in (0, -1):
+        y = same(name, x, dim)
+        same(f"{name}_backward", x, y, dim, x.dtype)
+    y = same(name, x, 1, torch.float64)
+    half = x.bfloat16()
+    if device == "cuda":
+        same(name, half, 1, torch.float32)
+    same(f"{name}_backward", x, getattr(ops, name)(half, 1, torch.float32), 1, half.dtype)
+
+
 def test_attention_with_kv_cache(device):
     query = torch.randn(2, 3, 4, 8, device=device)
     k, v = torch.randn(2, 2, 3, 2, 8, device=device)

@@ -134,6 +134,8 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.add_layer_norm(x, x, (2,))
     _ops.ops.add_rms_norm(x, x, (2,))
     F.cumsum(x, 0)
+    F.softmax(x, 0)
+    F.log_softmax(x, 0)
     F.linear_scan(x, x)
     F.attention_with_kv_cache(x, x, x, cache_seqlens=x)
     _ops.ops.kv_cache_append_(x, x, x, x, x)

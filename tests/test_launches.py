@@ -72,6 +72,10 @@ def rotary(query, key):
     return (query,), lambda: F.rotary_embedding(query, key, cos, sin)[0]
 
 
+def soft(function, x, dim):
+    return (x,), lambda: function(x, dim)
+
+
 def scan(x, dim):
     return (x,), lambda: F.cumsum(x, dim)
 
@@ -117,6 +121,13 @@ CASES = {
     "cumsum": (lambda: scan(random(512, 768), 1), 1, 1),
     "cumsum, another dimension": (lambda: scan(random(64, 768), 0), 1, 1),
     "cumsum, a long row": (lambda: scan(random(1 << 20), 0), 2, 2),  # the first zeroes flags
+    "softmax": (lambda: soft(F.softmax, random(512, 768), 1), 1, 1),
+    "softmax, a long row": (lambda: soft(F.softmax, random(8, 70001), 1), 1, 1),
+    "log_softmax, another dimension": (
+        lambda: soft(F.log_softmax, random(8, 21, 28, 28, dtype=BF16), 1),
+        1,
+        1,
+    ),
     "linear_scan": (lambda: linear_scan(random(64, 768), random(64, 768)), 1, 5),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),

@@ -31,12 +31,14 @@ def calls(monkeypatch):
         "cross_entropy",
         "layer_norm",
         "linear",
+        "log_softmax",
         "max_pool2d",
         "max_pool2d_with_indices",
         "relu",
         "relu_",
         "rms_norm",
         "scaled_dot_product_attention",
+        "softmax",
     ):
         spy(name)
     return seen
@@ -61,6 +63,15 @@ ROUTED = [
     (lambda x: native.layer_norm(x, (6,)), IMAGE, "layer_norm"),
     (lambda x: native.rms_norm(x, [6], eps=1e-5), IMAGE, "rms_norm"),
     (lambda x: torch.rms_norm(x, (6, 6)), IMAGE, "rms_norm"),
+    (lambda x: native.softmax(x, 1), IMAGE, "softmax"),
+    (lambda x: torch.softmax(x, -1, torch.float64), IMAGE, "softmax"),
+    (lambda x: torch.special.softmax(x, 2), IMAGE, "softmax"),
+    (lambda x: x.softmax(dim=1, dtype=torch.float32), IMAGE, "softmax"),
+    (lambda x: native.log_softmax(x, dim=-1, dtype=torch.float64), IMAGE, "log_softmax"),
+    (lambda x: torch.log_softmax(x, 1), IMAGE, "log_softmax"),
+    (lambda x: torch.special.log_softmax(x, 0, dtype=torch.float32), IMAGE, "log_softmax"),
+    (lambda x: x.log_softmax(1), IMAGE, "log_softmax"),
+    (nn.Softmax2d(), IMAGE, "softmax"),
     (lambda x: native.linear(x, x[0, 0]), IMAGE, "linear"),
     (
         lambda x: native.cross_entropy(x, torch.zeros(2, 6, 6, dtype=torch.int64, device=x.device)),

@@ -88,6 +88,28 @@ def cumsum_cases():
     yield "misaligned", lambda x: F.cumsum(misaligned(x), 0), (integers(33000),), {}
 
 
+def softmax_cases():
+    """Rows in a ring, of element accesses and read twice; columns held and read twice."""
+    for name in ("softmax", "log_softmax"):
+        function = getattr(F, name)
+        for shape, dim in (
+            ((67, 24), 1),
+            ((9, 1000), 1),
+            ((5, 16384), 1),
+            ((7, 10), 1),
+            ((3, 1025), 1),
+            ((2, 66000), 1),
+            ((2, 21, 40), 1),
+            ((3, 30, 7), 1),
+            ((1, 1100, 24), 1),
+        ):
+            case = f"{name}-{'x'.join(map(str, shape))}"
+            yield case, function, (rand(*shape), dim), {}
+        wide = lambda x, f=function: f(x.bfloat16(), 1, dtype=torch.float32)  # noqa: E731
+        yield f"{name}-widened", wide, (rand(9, 520),), {}
+        yield f"{name}-misaligned", lambda x, f=function: f(misaligned(x), 0), (rand(3000),), {}
+
+
 def linear_scan_cases():
     for shape, dim in (
         ((5, 1027), 1),
@@ -507,6 +529,7 @@ CASES = {
     "rotary_embedding": rotary_embedding_cases,
     "cumsum": cumsum_cases,
     "linear_scan": linear_scan_cases,
+    "softmax": softmax_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,

@@ -26,6 +26,7 @@
 #include "ops/relu/relu.h"
 #include "ops/rotary_embedding/rotary_embedding.h"
 #include "ops/scan/scan.h"
+#include "ops/softmax/softmax.h"
 
 namespace py = pybind11;
 
@@ -63,6 +64,27 @@ Lines explain_scan(const std::string& dtype, const TensorLayout& input, int64_t 
   const std::string forward = describe(choose_scan(p));
   p.input = nullptr;
   return {{"forward", forward}, {"backward", describe(choose_scan(p)) + ", the other way"}};
+}
+
+// ---- softmax and log_softmax ----
+
+// As if the input were dense, and results and gradients began where allocations begin.
+Lines explain_softmax(const std::string& dtype, const std::string& output_dtype,
+                      const TensorLayout& input, int64_t dim, const DeviceInfo& device) {
+  SoftmaxShape shape{.dtype = dtype_from(dtype), .output_dtype = dtype_from(output_dtype)};
+  for (size_t d = 0; d < input.sizes.size(); ++d) {
+    const auto place = static_cast<int64_t>(d);
+    (place < dim ? shape.outer : place == dim ? shape.length : shape.inner) *= input.sizes[d];
+  }
+  if (numel(input) == 0) return {{"forward, backward", "nothing to do"}};
+  if (shape.length == 1) {
+    shape.outer *= shape.inner;
+    shape.inner = 1;
+  }
+  const SoftmaxParams forward{shape, reinterpret_cast<const void*>(input.address), nullptr};
+  const SoftmaxBackwardParams backward{shape, nullptr, nullptr, nullptr};
+  return {{"forward", describe(choose_softmax(forward, device))},
+          {"backward", describe(choose_softmax_backward(backward, device))}};
 }
 
 // ---- gated_activation ----
@@ -452,6 +474,7 @@ void define_explain(py::module_& m) {
   m.def("explain_conv2d_moments", &explain_conv2d_moments);
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_scan", &explain_scan);
+  m.def("explain_softmax", &explain_softmax);
   m.def("explain_attention_with_kv_cache", &explain_attention_with_kv_cache);
   m.def("explain_gated_activation", &explain_gated_activation);
   m.def("explain_relu", &explain_relu);

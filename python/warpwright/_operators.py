@@ -57,6 +57,22 @@ ATTENTION = (
 )
 _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
+SOFTMAX = (
+    Operator(
+        "softmax", torch.softmax, torch.softmax, autocast=True, is_fused_by_inductor=always
+    ),
+    Operator("softmax_backward", aten=_aten.softmax_backward, is_fused_by_inductor=always),
+)
+LOG_SOFTMAX = (
+    Operator(
+        "log_softmax",
+        torch.log_softmax,
+        torch.log_softmax,
+        autocast=True,
+        is_fused_by_inductor=always,
+    ),
+    Operator("log_softmax_backward", aten=_aten.log_softmax_backward, is_fused_by_inductor=always),
+)
 CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
 LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
 ATTENTION_WITH_KV_CACHE = (

@@ -127,6 +127,17 @@ def _cumsum(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_scan(name, operand, a["dim"] % max(x.dim(), 1), False)
 
 
+def _softmax(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    dtype = a["dtype"] or x.dtype
+    narrow = dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    read = x if narrow or x.dtype == dtype else x.to("meta").to(dtype)
+    operand = _operand(read if read.is_contiguous() else read.to("meta"))
+    dim = a["dim"] if a["dim"] is not None else -1
+    result = str(dtype).removeprefix("torch.")
+    return _C.explain_softmax(_dtype(read), result, operand, dim % max(x.dim(), 1), gpu)
+
+
 def _linear_scan(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
     operand = _operand(x if x.is_contiguous() else x.to("meta"))

@@ -12,7 +12,7 @@ batch norm          N if only the input is batched and the statistics are given,
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
 attention           B
-scans               a dimension that is not scanned
+scans, softmax      a dimension that is not scanned or reduced
 ==================  ============================================================================
 
 Operators that write into an argument have their rules in csrc/torch/batching.cpp. A call that no rule
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from .._ops import ops
-from . import _attention, _elementwise, _losses, _norm_and_pool, _products, _row_norms, _scan
+from . import _attention, _elementwise, _losses, _norm_and_pool, _products, _row_norms, _scan, _softmax
 from ._fold import Dims, Rule, one_by_one
 
 
@@ -54,6 +54,7 @@ RULES: dict[str, Rule] = {
     "rotary_embedding": _elementwise.rotary_embedding,
     "cumsum": _scan.cumsum,
     "linear_scan": _scan.linear_scan,
+    **_softmax.RULES,
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,
     "linear_activation": _products.linear_activation,

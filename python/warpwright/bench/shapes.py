@@ -35,6 +35,7 @@ from .language_cases import (
     _narrowed_norm,
     _rotary,
     _row_norm,
+    _softmax,
 )
 
 # The distinct convolutions of ResNet-50: channels, image, channels out, taps, stride.
@@ -172,6 +173,20 @@ def _rotary_embeddings() -> list[Case]:
         _rotary((4, 2048, 32, 8, 128), FP32),
         _rotary((4, 2048, 32, 32, 80), BF16, rotated=32),
         _rotary((4, 2048, 16, 16, 256), BF16, rotated=64, interleaved=True),
+    ]
+
+
+def _softmaxes() -> list[Case]:
+    """Rows of attention and of a vocabulary, and the classes of pixels."""
+    return [
+        *(_softmax("softmax", shape, 1, BF16) for shape in ROW_NORMS),
+        _softmax("softmax", (16384, 4096), 1, FP32),
+        _softmax("softmax", (16384, 4096), 1, BF16, FP32),
+        _softmax("softmax", (16, 21, 512, 512), 1, BF16),
+        _softmax("softmax", (32, 512, 4096), 1, BF16),
+        _softmax("log_softmax", (32768, 4096), 1, BF16),
+        _softmax("log_softmax", (8192, 50257), 1, BF16),
+        _softmax("log_softmax", (65536, 1000), 1, FP32),
     ]
 
 
@@ -317,6 +332,9 @@ QUICK_CASES = [
     _cumsum((2048, 768), 1, FP32),
     _cumsum((2048, 768), 0, FP32),
     _linear_scan((512, 256), 1, FP32),
+    _softmax("softmax", (2048, 768), 1, FP32),
+    _softmax("softmax", (16, 21, 64, 64), 1, FP32),
+    _softmax("log_softmax", (1024, 1000), 1, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),

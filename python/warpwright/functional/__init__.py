@@ -17,6 +17,7 @@ from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
 from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ._scan import cumsum, linear_scan
+from ._softmax import log_softmax, softmax
 
 __all__ = [
     "add_layer_norm",
@@ -40,6 +41,7 @@ __all__ = [
     "linear_relu",
     "linear_scan",
     "linear_silu",
+    "log_softmax",
     "max_pool2d",
     "max_pool2d_with_indices",
     "mlp",
@@ -49,6 +51,7 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",
+    "softmax",
     "swiglu",
 ]
 

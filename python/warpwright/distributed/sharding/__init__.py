@@ -26,6 +26,7 @@ from . import (
     _products,
     _refused,
     _scan,
+    _softmax,
 )
 from ._table import Rule, register
 
@@ -35,6 +36,7 @@ RULES: dict[str, Rule] = {
     **_norms.RULES,
     **_attention.RULES,
     **_scan.RULES,
+    **_softmax.RULES,
     **_kv_cache.RULES,
 }
 HANDLERS: dict[str, Any] = {
