@@ -40,6 +40,8 @@ def max_pool2d_backward(
 OURS = {
     ("nn.functional.relu", ""): F.relu,
     ("cumsum", ""): F.cumsum,
+    ("nn.functional.group_norm", ""): F.group_norm,
+    ("nn.functional.instance_norm", ""): F.instance_norm,
     ("softmax", ""): F.softmax,
     ("softmax", "with_dtype"): F.softmax,
     ("log_softmax", ""): F.log_softmax,

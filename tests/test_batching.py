@@ -114,6 +114,14 @@ def test_cumsum(device, reverse):
         vmap(lambda x: F.cumsum(x, -3))(randn(device, 4, 5, 3))
 
 
+@pytest.mark.parametrize("dims", DIMS)
+def test_group_norm(device, dims):
+    args = tuple(operands(device, dims, (2, 6, 4, 3), (6,), (6,)))
+    check(lambda x, w, b: F.group_norm(x, 3, w, b), dims, *args)
+    check(lambda x: F.group_norm(x, 2), dims[:1], args[0])
+    check(lambda x: F.instance_norm(x), dims[:1], args[0])
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_softmax(device, name):
     function = getattr(F, name)
@@ -123,7 +131,9 @@ def test_softmax(device, name):
     check(lambda x: function(x, 0), (0,), randn(device, 4))
     x = randn(device, 4, 3).bfloat16()
     expected = getattr(torch, name)(x, 1, dtype=torch.float32)
-    assert_same(vmap(lambda t: function(t, 0, dtype=torch.float32))(x), function(x, 1, dtype=torch.float32))
+    assert_same(
+        vmap(lambda t: function(t, 0, dtype=torch.float32))(x), function(x, 1, dtype=torch.float32)
+    )
     torch.testing.assert_close(function(x, 1, dtype=torch.float32), expected)
 
 

@@ -113,6 +113,15 @@ def test_scans(device):
                 same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
 
 
+def test_group_norm(device):
+    x, weight = torch.randn(2, 6, 4, 3, device=device), torch.randn(6, device=device)
+    for vectors in ((weight, weight), (None, None)):
+        _, mean, rstd = same("group_norm", x, 3, *vectors, 1e-5)
+        for mask in flags(3):
+            same("group_norm_backward", x.cos(), x, 3, vectors[0], mean, rstd, mask)
+    same("group_norm", x.bfloat16(), 2, weight, None, 0.1)
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_softmax(device, name):
     x = torch.randn(3, 4, 5, device=device)

@@ -134,6 +134,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.add_layer_norm(x, x, (2,))
     _ops.ops.add_rms_norm(x, x, (2,))
     F.cumsum(x, 0)
+    F.group_norm(x, 1)
     F.softmax(x, 0)
     F.log_softmax(x, 0)
     F.linear_scan(x, x)

@@ -202,6 +202,8 @@ def recorded(device):
             {},
         )
         double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
+        double_backward(warpwright.functional.group_norm, (leaf[:, :4], 2), {})
+        double_backward(warpwright.functional.instance_norm, (leaf,), {})
         for form in ("softmax", "log_softmax"):
             function = getattr(warpwright.functional, form)
             double_backward(function, (leaf, 1), {})

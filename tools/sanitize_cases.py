@@ -88,6 +88,26 @@ def cumsum_cases():
     yield "misaligned", lambda x: F.cumsum(misaligned(x), 0), (integers(33000),), {}
 
 
+def group_norm_cases():
+    """Groups that a block or a cluster holds, and two passes over planes and rows."""
+    for shape, groups in (
+        ((3, 32, 8, 8), 8),
+        ((2, 64, 32, 32), 4),
+        ((1, 32, 128, 128), 2),
+        ((2, 6, 7, 7), 3),
+        ((1, 8, 300, 300), 1),
+        ((5, 12), 3),
+    ):
+        layer = lambda x, w, b, g=groups: F.group_norm(x, g, w, b)  # noqa: E731
+        name = "x".join(map(str, shape))
+        operands = (rand(*shape), rand(shape[1]), rand(shape[1]))
+        yield name, layer, operands, {}
+        if len(shape) == 4:
+            last = operands[0].to(memory_format=torch.channels_last)
+            yield f"{name}-channels_last", layer, (last, *operands[1:]), {}
+    yield "instance", F.instance_norm, (rand(3, 5, 6, 8),), {}
+
+
 def softmax_cases():
     """Rows in a ring, of element accesses and read twice; columns held and read twice."""
     for name in ("softmax", "log_softmax"):
@@ -529,6 +549,7 @@ CASES = {
     "rotary_embedding": rotary_embedding_cases,
     "cumsum": cumsum_cases,
     "linear_scan": linear_scan_cases,
+    "group_norm": group_norm_cases,
     "softmax": softmax_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,

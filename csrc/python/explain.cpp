@@ -21,6 +21,7 @@
 #include "ops/conv2d_batch_norm/conv2d_batch_norm.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/gated_activation/gated_activation.h"
+#include "ops/group_norm/group_norm.h"
 #include "ops/layer_norm/layer_norm.h"
 #include "ops/max_pool2d/max_pool2d.h"
 #include "ops/relu/relu.h"
@@ -226,6 +227,28 @@ Lines explain_batch_norm(const std::string& dtype, const TensorLayout& input, bo
 }
 
 // ---- layer_norm, rms_norm ----
+
+// As if the input were dense, and results and gradients began where allocations begin.
+Lines explain_group_norm(const std::string& dtype, const TensorLayout& input, bool rows,
+                         int64_t groups, bool sm90, const DeviceInfo& device) {
+  const int64_t batch = input.sizes.at(0), channels = input.sizes.at(1);
+  if (numel(input) == 0) return {{"forward, backward", "nothing to do"}};
+  const GroupNormShape shape{.dtype = dtype_from(dtype),
+                             .batch = batch,
+                             .channels = channels,
+                             .spatial = numel(input) / (batch * channels),
+                             .groups = groups,
+                             .is_rows = rows,
+                             .sm90 = sm90};
+  GroupNormParams forward{};
+  static_cast<GroupNormShape&>(forward) = shape;
+  forward.input = reinterpret_cast<const void*>(input.address);
+  GroupNormBackwardParams backward{};
+  static_cast<GroupNormShape&>(backward) = shape;
+  backward.input = forward.input;
+  return {{"forward", describe(choose_group_norm(forward, device))},
+          {"backward", describe(choose_group_norm_backward(backward, device))}};
+}
 
 // `adds`: add_layer_norm and add_rms_norm, with `input` for the residual.
 Lines explain_layer_norm(const std::string& dtype, bool centered, bool adds,
@@ -468,6 +491,7 @@ void define_explain(py::module_& m) {
     return devices;
   });
   m.def("explain_batch_norm", &explain_batch_norm);
+  m.def("explain_group_norm", &explain_group_norm);
   m.def("explain_layer_norm", &explain_layer_norm);
   m.def("explain_conv2d", &explain_conv2d);
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);

@@ -22,6 +22,9 @@ def named_devices() -> dict[str, DeviceInfo]: ...
 def explain_batch_norm(
     dtype: str, input: Operand, rows: bool, operands: int, device: DeviceInfo
 ) -> list[tuple[str, str]]: ...
+def explain_group_norm(
+    dtype: str, input: Operand, rows: bool, groups: int, sm90: bool, device: DeviceInfo
+) -> list[tuple[str, str]]: ...
 def explain_layer_norm(
     dtype: str,
     centered: bool,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _aten, _native, _work
+from . import _aten, _aten_row_norms, _native, _work
 from ._op import Operator
 
 native = nn.functional
@@ -57,10 +57,22 @@ ATTENTION = (
 )
 _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
-SOFTMAX = (
+GROUP_NORM = (
     Operator(
-        "softmax", torch.softmax, torch.softmax, autocast=True, is_fused_by_inductor=always
+        "group_norm",
+        _native.group_norm,
+        _aten_row_norms.group_norm,
+        autocast=True,
+        is_fused_by_inductor=always,
     ),
+    Operator(
+        "group_norm_backward",
+        aten=_aten_row_norms.group_norm_backward,
+        is_fused_by_inductor=always,
+    ),
+)
+SOFTMAX = (
+    Operator("softmax", torch.softmax, torch.softmax, autocast=True, is_fused_by_inductor=always),
     Operator("softmax_backward", aten=_aten.softmax_backward, is_fused_by_inductor=always),
 )
 LOG_SOFTMAX = (

@@ -42,6 +42,8 @@ def calls(device: str) -> dict[str, Call]:
         "batch_norm": ([random(4, 8, 16, 16), *running, random(8), random(8)], {}),
         "layer_norm": ([random(32, 64)], {"normalized_shape": [64], "weight": random(64)}),
         "rms_norm": ([random(32, 64)], {"normalized_shape": [64], "weight": random(64)}),
+        "group_norm": ([random(4, 8, 16, 16)], {"num_groups": 2, "weight": random(8)}),
+        "instance_norm": ([random(4, 8, 16, 16)], {}),
         "softmax": ([random(32, 64)], {"dim": 1}),
         "log_softmax": ([random(4, 8, 16, 16)], {"dim": 1}),
         "max_pool2d": ([random(4, 8, 16, 16)], {"kernel_size": 2}),

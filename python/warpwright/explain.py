@@ -305,6 +305,19 @@ def _conv2d_batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     ]
 
 
+def _group_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    rows = suggest_memory_format(x) in (torch.channels_last, torch.channels_last_3d)
+    sm90 = _may_take_sm90() and gpu.sm_arch == 90
+    return _C.explain_group_norm(_dtype(x), _operand(x), rows, a["num_groups"], sm90, gpu)
+
+
+def _instance_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    if not a["use_input_stats"]:
+        return _batch_norm(a, gpu)
+    return _group_norm({"input": a["input"], "num_groups": a["input"].shape[1]}, gpu)
+
+
 def _layer_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _row_norm(a, gpu, centered=True)
 

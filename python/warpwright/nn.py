@@ -26,6 +26,7 @@ from ._conv_norm_layers import (
     Conv2dBatchNormReLU2d,
     SyncBatchNorm,
 )
+from ._group_norm_layers import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from ._loss_layers import CrossEntropyLoss, LinearCrossEntropy
 from ._multihead import multi_head_attention
 from ._tools import Named
@@ -46,6 +47,10 @@ __all__ = [
     "Conv2dBatchNormAddReLU2d",
     "Conv2dBatchNormReLU2d",
     "CrossEntropyLoss",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",

@@ -10,14 +10,13 @@
 #include "common/ceil_div.h"
 #include "common/switch.h"
 #include "cpu/exp.h"
-#include "cpu/lane_runs.h"
+#include "cpu/row_sums.h"
 #include "ops/softmax/softmax.h"
 
 namespace warpwright {
 namespace {
 
-constexpr int64_t kBlockColumns = 2048;  // summed in the compute type, then in double
-constexpr int64_t kStripColumns = 64;    // of a strip
+constexpr int64_t kStripColumns = 64;  // of a strip
 
 // Calls f<T, O>() with the types of the input and the output.
 template <class F>
@@ -31,10 +30,6 @@ void for_softmax_types(const SoftmaxShape& p, F&& f) {
   });
 }
 
-// The accesses to elements of type O with as many lanes as `Access` has.
-template <class Access, class O>
-using AccessOf = std::conditional_t<Access::kCount == 1, Scalar<O>, Vector<O, false>>;
-
 template <class V>
 V exp_any(const V& x) {
   if constexpr (std::is_arithmetic_v<V>) {
@@ -44,7 +39,7 @@ V exp_any(const V& x) {
   } else {
     at::vec::Vectorized<double> lanes;
     static_assert(sizeof(lanes) == sizeof(x));
-    std::memcpy(&lanes, &x, sizeof(x));
+    std::memcpy(static_cast<void*>(&lanes), &x, sizeof(x));
     lanes = lanes.exp();
     V result;
     std::memcpy(&result, &lanes, sizeof(result));
@@ -65,37 +60,6 @@ constexpr C kLowest = -std::numeric_limits<C>::infinity();
 template <class C>
 C reference_of(C maximum) {
   return maximum == kLowest<C> ? C(0) : maximum;
-}
-
-// The sum of term<Access>(column), a vector or an element, over a row.
-template <class T, class F>
-double sum_along(int64_t length, F&& term) {
-  double total = 0;
-  for (int64_t begin = 0; begin < length; begin += kBlockColumns) {
-    Values<T> sums[4] = {};
-    double rest = 0;
-    for_runs<T, false>(
-        std::min(kBlockColumns, length - begin), [&]<class Access, int kCount>(int64_t at) {
-          for (int g = 0; g < kCount; ++g) {
-            const auto value = term.template operator()<Access>(begin + at + g * Access::kCount);
-            if constexpr (Access::kCount == 1) {
-              rest += static_cast<double>(value);
-            } else {
-              sums[g] += value;
-            }
-          }
-        });
-    total += Vector<T, false>::total((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
-  }
-  return total;
-}
-
-// Calls f<Access>(column) along a row.
-template <class T, class F>
-void for_accesses(int64_t length, F&& f) {
-  for_runs<T, false>(length, [&]<class Access, int kCount>(int64_t at) {
-    for (int g = 0; g < kCount; ++g) f.template operator()<Access>(at + g * Access::kCount);
-  });
 }
 
 template <class T>
@@ -125,19 +89,17 @@ CpuCompute<T> largest_of(const T* x, int64_t length) {
 template <class T, class O, bool kLog>
 void softmax_row(const T* x, O* y, int64_t length, CpuCompute<T>* kept) {
   using Compute = CpuCompute<T>;
-  using Kept = Vector<Compute, false>;
   const Compute maximum = largest_of(x, length), reference = reference_of(maximum);
-  const double sum = sum_along<T>(length, [&]<class Access>(int64_t c) {
-    const auto e = exp_any(Access::load(x + c) - reference);
-    if constexpr (!kLog) AccessOf<Access, Compute>::store(kept + c, e);
-    return e;
-  });
+  const double sum = sums_along<T, 1>(length, [&]<class Access>(int64_t c, auto& terms) {
+    terms[0] = exp_any(Access::load(x + c) - reference);
+    if constexpr (!kLog) AccessBeside<Access, Compute>::store(kept + c, terms[0]);
+  })[0];
   const auto scale = static_cast<Compute>(kLog ? std::log(sum) : 1 / sum);
   for_accesses<T>(length, [&]<class Access>(int64_t c) {
     if constexpr (kLog) {
-      AccessOf<Access, O>::store(y + c, (Access::load(x + c) - maximum) - scale);
+      AccessBeside<Access, O>::store(y + c, (Access::load(x + c) - maximum) - scale);
     } else {
-      AccessOf<Access, O>::store(y + c, Access::load_compute(kept + c) * scale);
+      AccessBeside<Access, O>::store(y + c, Access::load_compute(kept + c) * scale);
     }
   });
 }
@@ -145,18 +107,18 @@ void softmax_row(const T* x, O* y, int64_t length, CpuCompute<T>* kept) {
 template <class T, class O, bool kLog>
 void softmax_backward_row(const O* y, const O* dy, T* dx, int64_t length) {
   using Compute = CpuCompute<O>;
-  const auto sum = static_cast<Compute>(sum_along<O>(length, [&]<class Access>(int64_t c) {
-    const auto grad = Access::load(dy + c);
-    if constexpr (kLog) return grad;
-    return grad * Access::load(y + c);
-  }));
+  const auto sums = sums_along<O, 1>(length, [&]<class Access>(int64_t c, auto& terms) {
+    terms[0] = Access::load(dy + c);
+    if constexpr (!kLog) terms[0] = terms[0] * Access::load(y + c);
+  });
+  const auto sum = static_cast<Compute>(sums[0]);
   for_accesses<O>(length, [&]<class Access>(int64_t c) {
     const auto grad = Access::load(dy + c);
     const auto value = Access::load(y + c);
     if constexpr (kLog) {
-      AccessOf<Access, T>::store(dx + c, grad - exp_any(value) * sum);
+      AccessBeside<Access, T>::store(dx + c, grad - exp_any(value) * sum);
     } else {
-      AccessOf<Access, T>::store(dx + c, value * (grad - sum));
+      AccessBeside<Access, T>::store(dx + c, value * (grad - sum));
     }
   });
 }
@@ -179,7 +141,7 @@ void softmax_strip(const T* x, O* y, int64_t length, int64_t inner, int64_t coun
     for_accesses<T>(count, [&]<class Access>(int64_t c) {
       const auto most =
           larger(Access::load(x + i * inner + c), Access::load_compute(maximum.data() + c));
-      AccessOf<Access, Compute>::store(maximum.data() + c, most);
+      AccessBeside<Access, Compute>::store(maximum.data() + c, most);
     });
   }
   for (int64_t c = 0; c < count; ++c) {
@@ -190,9 +152,9 @@ void softmax_strip(const T* x, O* y, int64_t length, int64_t inner, int64_t coun
     for_accesses<T>(count, [&]<class Access>(int64_t c) {
       const auto e =
           exp_any(Access::load(x + i * inner + c) - Access::load_compute(reference.data() + c));
-      if constexpr (!kLog) AccessOf<Access, Compute>::store(row + c, e);
-      AccessOf<Access, Compute>::store(scale.data() + c,
-                                       Access::load_compute(scale.data() + c) + e);
+      if constexpr (!kLog) AccessBeside<Access, Compute>::store(row + c, e);
+      AccessBeside<Access, Compute>::store(scale.data() + c,
+                                           Access::load_compute(scale.data() + c) + e);
     });
   }
   for (int64_t c = 0; c < count; ++c) {
@@ -206,9 +168,9 @@ void softmax_strip(const T* x, O* y, int64_t length, int64_t inner, int64_t coun
       if constexpr (kLog) {
         const auto distance =
             Access::load(x + i * inner + c) - Access::load_compute(maximum.data() + c);
-        AccessOf<Access, O>::store(y + i * inner + c, distance - factor);
+        AccessBeside<Access, O>::store(y + i * inner + c, distance - factor);
       } else {
-        AccessOf<Access, O>::store(y + i * inner + c, Access::load_compute(row + c) * factor);
+        AccessBeside<Access, O>::store(y + i * inner + c, Access::load_compute(row + c) * factor);
       }
     });
   }
@@ -223,7 +185,8 @@ void softmax_backward_strip(const O* y, const O* dy, T* dx, int64_t length, int6
     for_accesses<O>(count, [&]<class Access>(int64_t c) {
       auto term = Access::load(dy + i * inner + c);
       if constexpr (!kLog) term = term * Access::load(y + i * inner + c);
-      AccessOf<Access, Compute>::store(sum.data() + c, Access::load_compute(sum.data() + c) + term);
+      AccessBeside<Access, Compute>::store(sum.data() + c,
+                                           Access::load_compute(sum.data() + c) + term);
     });
   }
   for (int64_t i = 0; i < length; ++i) {
@@ -232,9 +195,9 @@ void softmax_backward_strip(const O* y, const O* dy, T* dx, int64_t length, int6
       const auto value = Access::load(y + i * inner + c);
       const auto total = Access::load_compute(sum.data() + c);
       if constexpr (kLog) {
-        AccessOf<Access, T>::store(dx + i * inner + c, grad - exp_any(value) * total);
+        AccessBeside<Access, T>::store(dx + i * inner + c, grad - exp_any(value) * total);
       } else {
-        AccessOf<Access, T>::store(dx + i * inner + c, value * (grad - total));
+        AccessBeside<Access, T>::store(dx + i * inner + c, value * (grad - total));
       }
     });
   }

@@ -8,6 +8,7 @@ independent:
 linear              rows; batched weights: ATen's batched matrix product
 convolution         N; batched weights, and their gradient per sample: groups
 layer and RMS norm  rows; gradients of the weight per sample: ATen's sums
+group norm          N; with weights per sample, and in the backward, groups
 batch norm          N if only the input is batched and the statistics are given, else channels
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
@@ -27,7 +28,17 @@ from typing import Any
 import torch
 
 from .._ops import ops
-from . import _attention, _elementwise, _losses, _norm_and_pool, _products, _row_norms, _scan, _softmax
+from . import (
+    _attention,
+    _elementwise,
+    _group_norm,
+    _losses,
+    _norm_and_pool,
+    _products,
+    _row_norms,
+    _scan,
+    _softmax,
+)
 from ._fold import Dims, Rule, one_by_one
 
 
@@ -55,6 +66,7 @@ RULES: dict[str, Rule] = {
     "cumsum": _scan.cumsum,
     "linear_scan": _scan.linear_scan,
     **_softmax.RULES,
+    **_group_norm.RULES,
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,
     "linear_activation": _products.linear_activation,

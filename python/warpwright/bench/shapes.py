@@ -17,6 +17,8 @@ from .cases import (
     _conv2d,
     _conv2d_batch_norm,
     _cross_entropy,
+    _group_norm,
+    _instance_norm,
     _linear,
     _linear_activation,
     _linear_cross_entropy,
@@ -173,6 +175,19 @@ def _rotary_embeddings() -> list[Case]:
         _rotary((4, 2048, 32, 8, 128), FP32),
         _rotary((4, 2048, 32, 32, 80), BF16, rotated=32),
         _rotary((4, 2048, 16, 16, 256), BF16, rotated=64, interleaved=True),
+    ]
+
+
+def _group_norms() -> list[Case]:
+    """The layers of Stable Diffusion's U-Net and decoder, and of a style transfer network."""
+    unet = ((16, 320, 64, 64), (16, 640, 64, 64), (16, 640, 32, 32), (16, 1280, 16, 16))
+    decoder = ((8, 512, 128, 128), (4, 128, 512, 512))
+    return [
+        *(_group_norm(shape, 32, BF16, NCHW) for shape in (*unet, *decoder)),
+        *(_group_norm(shape, 32, BF16, NHWC) for shape in (*unet, *decoder)),
+        _group_norm((16, 320, 64, 64), 32, FP32, NCHW),
+        _instance_norm((16, 64, 256, 256), BF16, NCHW),
+        _instance_norm((16, 64, 256, 256), FP32, NHWC),
     ]
 
 
@@ -338,6 +353,9 @@ QUICK_CASES = [
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
+    _group_norm((8, 64, 28, 28), 8, FP32, NCHW),
+    _group_norm((8, 64, 28, 28), 8, FP32, NHWC),
+    _instance_norm((8, 32, 28, 28), FP32, NCHW),
     _row_norm("layer_norm", 2048, 768, FP32),
     _row_norm("rms_norm", 2048, 768, FP32),
     _narrowed_norm("rms_norm", 2048, 768),
