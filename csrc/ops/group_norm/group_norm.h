@@ -82,7 +82,7 @@ struct GroupNormPlan {
   int cluster = 1;         // blocks per group
   int64_t part = 0;        // vectors of a group per block
   int entry_lanes = 1;     // neighbouring vectors of one channel, whose sums form one entry
-  int64_t smem_bytes = 0;  // of entries
+  int64_t smem_bytes = 0;  // next to the ring: weight, bias and entries
   // two passes
   int64_t splits = 1;  // of a plane, or of the rows of an image
 
@@ -95,14 +95,20 @@ constexpr int kGroupNormPassThreads = 256;  // per block of a pass
 constexpr int kGroupNormMaxCluster = 8;
 constexpr int64_t kGroupNormSharedBytes = 224 * 1024;
 constexpr int64_t kGroupNormRingBytes = 192 * 1024;
-constexpr int64_t kGroupNormSplitVectors = 2048;  // of a plane, per split
-constexpr int kGroupNormSplitRows = 16;           // per thread of a block of rows
+constexpr int64_t kGroupNormVectorBytes = 20 * 1024;  // of weight and bias on chip
+constexpr int64_t kGroupNormSplitVectors = 2048;      // of a plane, per split
+constexpr int kGroupNormSplitRows = 16;               // per thread of a block of rows
 
 // Vectors per thread and operand that kernels exist for.
 constexpr int kGroupNormForwardHeld[] = {2, 4, 8, 12};
 constexpr int kGroupNormBackwardHeld[] = {1, 2, 4, 6};
 
 inline int64_t group_norm_element(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
+
+// Weight and bias of all channels, in the accumulator type.
+inline int64_t group_norm_vector_bytes(const GroupNormShape& p) {
+  return ceil_div(2 * p.channels * group_norm_element(p.dtype), int64_t{16}) * 16;
+}
 
 // Whether clusters of `cluster` blocks hold groups of `vectors`; fills in the plan.
 inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p, int64_t vectors,
@@ -131,11 +137,12 @@ inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p
   const int64_t resident = device.clusters[std::countr_zero(static_cast<unsigned>(cluster))];
   const int64_t most = cluster == 1 ? device.num_sms : std::max<int64_t>(resident, 1);
   plan.blocks = std::clamp<int64_t>(ceil_div(rows, groups), 1, most) * cluster;
+  plan.smem_bytes = group_norm_vector_bytes(p);
   if (is_backward) {
     const int64_t per_channel = p.spatial / plan.vec;
     plan.entry_lanes = static_cast<int>(std::gcd(per_channel, int64_t{std::min(plan.lanes, 32)}));
     const int64_t entries = ceil_div(plan.part, int64_t{plan.entry_lanes});
-    plan.smem_bytes = 2 * groups * entries * 2 * group_norm_element(p.dtype);
+    plan.smem_bytes += 2 * groups * entries * 2 * group_norm_element(p.dtype);
     if (plan.smem_bytes + kGroupNormRingBytes > kGroupNormSharedBytes) return false;
   }
   return true;
@@ -175,13 +182,14 @@ inline GroupNormPlan choose_group_norm_form(const GroupNormShape& p, uintptr_t a
                                             bool is_backward, const DeviceInfo& device) {
   const int64_t wide = 16 / dtype_size(p.dtype);
   const bool is_aligned = addresses % 16 == 0;
-  if (p.is_rows || !is_aligned || p.spatial % wide != 0 || p.group_size() / wide > (1 << 30)) {
+  if (p.is_rows || !is_aligned || p.spatial % wide != 0 || p.group_size() / wide > (1 << 30) ||
+      group_norm_vector_bytes(p) > kGroupNormVectorBytes) {
     return choose_group_norm_passes(p, is_aligned, device);
   }
   const int64_t vectors = p.group_size() / wide, rows = p.batch * p.groups;
   int first = 1;
   // Few groups are shared by more blocks, so that all SMs have work.
-  while (p.sm90 && first < kGroupNormMaxCluster && rows * first * 2 <= device.num_sms &&
+  while (p.sm90 && first < kGroupNormMaxCluster && rows * first * 4 <= device.num_sms &&
          vectors >= int64_t{first} * 2048) {
     first *= 2;
   }

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .._ops import ops
-from ._fold import Dims, into, out_of, results
+from ._fold import Dims, Rule, into, out_of, results
 
 
 def group_norm(
@@ -46,4 +46,4 @@ def group_norm_backward(
     return results(out_of(dx, samples, 1), *(out_of(v, samples, 0) for v in vectors))
 
 
-RULES = {"group_norm": group_norm, "group_norm_backward": group_norm_backward}
+RULES: dict[str, Rule] = {"group_norm": group_norm, "group_norm_backward": group_norm_backward}

@@ -26,7 +26,7 @@ def _rule(op: Any, operands: int) -> Rule:
     return rule
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     "softmax": _rule(ops.softmax, 1),
     "log_softmax": _rule(ops.log_softmax, 1),
     "softmax_backward": _rule(ops.softmax_backward, 2),

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as native
 
 from .. import _arguments
 from .._ops import ops
 from ._common import dynamo, exporting
 from ._norm import batch_norm
+
+native: Any = torch.nn.functional
 
 
 def group_norm(
@@ -46,7 +47,7 @@ def group_norm(
     if eps.__class__ is not float:
         eps = _arguments.real("group_norm", "eps", eps)
     if dynamo() or exporting():
-        return native.group_norm(input, num_groups, weight, bias, eps)
+        return native.group_norm(input, num_groups, weight, bias, eps)  # type: ignore[no-any-return]
     if isinstance(input, Tensor) and input.dim() >= 2:
         sizes = input.shape
         native._verify_batch_size([sizes[0] * sizes[1] // num_groups, num_groups, *sizes[2:]])
@@ -94,16 +95,18 @@ def instance_norm(
     eps = _arguments.real("instance_norm", "eps", eps)
     if dynamo() or exporting() or not isinstance(input, Tensor) or input.dim() < 2:
         args = (running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-        return native.instance_norm(input, *args)
+        return native.instance_norm(input, *args)  # type: ignore[no-any-return]
     if not use_input_stats:
         if running_mean is None or running_var is None:
             raise RuntimeError(
                 "Expected running_mean and running_var to be defined when use_input_stats is false"
             )
         return batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
-    native._verify_spatial_size(input.shape)  # type: ignore[arg-type]
+    native._verify_spatial_size(input.shape)
     if input.shape[1] == 0:
-        return native.instance_norm(input, None, None, weight, bias, True, momentum, eps)
+        return native.instance_norm(  # type: ignore[no-any-return]
+            input, None, None, weight, bias, True, momentum, eps
+        )
     _check_running(input, running_mean, running_var)
     optional = {"weight": weight, "bias": bias}
     try:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as native
 
 from .. import _arguments
 from .._ops import ops
 from ._common import dynamo, exporting
+
+native: Any = torch.nn.functional
 
 
 def softmax(

@@ -8,10 +8,12 @@ namespace {
 template <class T>
 void launch_on_chip(const GroupNormParams& p, const GroupNormPlan& plan, cudaStream_t stream) {
   auto run = [&]<int kHeld>() {
+    const int64_t ring = RowRing<kHeld, T>::bytes(plan.threads);
     for_bool(plan.cluster > 1, [&]<bool kCluster>() {
       launch_clusters(group_norm_on_chip_kernel<T, kHeld, kCluster>,
                       dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), plan.cluster,
-                      RowRing<kHeld, T>::bytes(plan.threads), stream, p, GroupNormParts(p, plan));
+                      ring + plan.smem_bytes, stream, p, GroupNormParts(p, plan),
+                      static_cast<int>(ring));
     });
   };
   if constexpr (sizeof(T) == 8) {

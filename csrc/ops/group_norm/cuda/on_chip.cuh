@@ -31,6 +31,18 @@ struct GroupNormParts {
   }
 };
 
+// Weight and bias of all channels in shared memory, so that a row waits for no load of them.
+// Layout: (2, channels), weight first. The caller synchronizes.
+template <class T>
+__device__ __forceinline__ void load_channel_vectors(const GroupNormVector& weight,
+                                                     const GroupNormVector& bias, int64_t channels,
+                                                     Accum<T>* shared) {
+  for (int64_t c = threadIdx.x; c < channels; c += blockDim.x) {
+    shared[c] = channel_value<T>(weight, c, Accum<T>(1));
+    shared[channels + c] = channel_value<T>(bias, c, Accum<T>(0));
+  }
+}
+
 // Two numbers per block, exchanged among the blocks of a cluster. Slots are double-buffered: a
 // block writes one again only after everyone has passed the barrier that follows its reads.
 template <class Acc>
@@ -77,7 +89,7 @@ class ClusterExchange {
 // groups of channels.
 template <class T, int kHeld, bool kCluster>
 __global__ void __launch_bounds__(kGroupNormThreads, 1)
-    group_norm_on_chip_kernel(const GroupNormParams p, const GroupNormParts parts) {
+    group_norm_on_chip_kernel(const GroupNormParams p, const GroupNormParts parts, int ring_bytes) {
   using Acc = Accum<T>;
   constexpr int kVec = kVecSize<T>;
   using Ring = RowRing<kHeld, T>;
@@ -102,18 +114,10 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
     const int64_t r = row + stage * step;
     ring.copy(stage, operand(r), r < rows);
   }
+  auto* vectors = reinterpret_cast<Acc*>(reinterpret_cast<char*>(ring_storage) + ring_bytes);
+  load_channel_vectors<T>(p.weight, p.bias, p.channels, vectors);
+  __syncthreads();
   for (; rows > row - group.index; row += step) {
-    // The channel's numbers arrive while the row does.
-    const int64_t first = row % p.groups * p.group_channels();
-    Acc weight[kHeld], bias[kHeld];
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const bool present = columns.has(i) && row < rows;
-      const int vector = static_cast<int>(rank * parts.part) + columns.lane + i * columns.lanes;
-      const int64_t channel = first + (present ? parts.per_channel.quotient(vector) : 0);
-      weight[i] = channel_value<T>(p.weight, channel, Acc(1));
-      bias[i] = channel_value<T>(p.bias, channel, Acc(0));
-    }
     ring.wait();
     Vec<T, kVec> x[kHeld];
 #pragma unroll
@@ -136,13 +140,17 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
       static_cast<Acc*>(p.rstd)[row] = rstd;
     }
     T* y = static_cast<T*>(p.output) + row * size + begin;
+    const Acc* of_group =
+        vectors + static_cast<int>(row % p.groups) * static_cast<int>(p.group_channels());
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       if (!columns.has(i)) continue;
+      const int vector = static_cast<int>(rank * parts.part) + columns.lane + i * columns.lanes;
+      const Acc* channel = of_group + parts.per_channel.quotient(vector);
       Vec<Acc, kVec> values = widen(x[i]);
-      const Acc factor = rstd * weight[i];
+      const Acc factor = rstd * channel[0], bias = channel[p.channels];
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) values[j] = (values[j] - moments.mean) * factor + bias[i];
+      for (int j = 0; j < kVec; ++j) values[j] = (values[j] - moments.mean) * factor + bias;
       store_vec_global(y + columns.first(i), narrow<T>(values));
     }
   }
@@ -160,7 +168,10 @@ template <class Acc>
 __device__ __forceinline__ void write_channel_sums(
     const GroupNormBackwardParams& p, const GroupNormParts& parts, int rank, const RowGroup& group,
     int64_t row, int entry_lanes, const ChannelEntry<Acc>* entries, Acc* partials) {
-  const int width = group.lanes < kWarpSize ? group.lanes : kWarpSize;
+  // A thread per channel if it has few entries, else a warp.
+  constexpr int64_t kFew = 8;
+  const int warp = group.lanes < kWarpSize ? group.lanes : kWarpSize;
+  const int width = parts.per_channel.divisor / entry_lanes <= kFew ? 1 : warp;
   const int warps = group.lanes / width, lane = group.lane % width;
   const int64_t begin = rank * parts.part, end = begin + parts.count(rank);
   const int64_t per_channel = parts.per_channel.divisor;
@@ -174,8 +185,10 @@ __device__ __forceinline__ void write_channel_sums(
       sum.by_weight += entries[e].by_weight;
       sum.by_bias += entries[e].by_bias;
     }
-    sum.by_weight = sum_of_lanes(sum.by_weight, width);
-    sum.by_bias = sum_of_lanes(sum.by_bias, width);
+    if (width > 1) {
+      sum.by_weight = sum_of_lanes(sum.by_weight, width);
+      sum.by_bias = sum_of_lanes(sum.by_bias, width);
+    }
     if (lane != 0 || n >= p.batch) continue;
     Acc* place = partials + int64_t{rank} * 2 * image + n * p.channels + first + c;
     place[0] = sum.by_weight;
@@ -204,11 +217,11 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
   const int64_t rows = p.batch * p.groups, size = p.group_size(), begin = rank * parts.part * kVec;
   const int64_t step = int64_t{gridDim.x} / parts.cluster * group.count;
   int64_t row = int64_t{blockIdx.x} / parts.cluster * group.count + group.index;
+  auto* vectors = reinterpret_cast<Acc*>(reinterpret_cast<char*>(ring_storage) + ring_bytes);
   // Double-buffered: entries of a row are read until the meeting of the next one.
   const int64_t room = ceil_div(parts.part, int64_t{entry_lanes});
-  auto* entries =
-      reinterpret_cast<ChannelEntry<Acc>*>(reinterpret_cast<char*>(ring_storage) + ring_bytes) +
-      group.index * room;
+  auto* entries = reinterpret_cast<ChannelEntry<Acc>*>(vectors + (2 * p.channels + 3) / 4 * 4) +
+                  group.index * room;
   int64_t other = group.count * room;  // to the other buffer
   auto operands = [&](int64_t r) {
     return std::tuple(static_cast<const T*>(p.input) + r * size + begin,
@@ -219,18 +232,24 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
     const int64_t r = row + stage * step;
     ring.copy(stage, operands(r), r < rows);
   }
+  load_channel_vectors<T>(p.weight, {}, p.channels, vectors);
+  __syncthreads();
+  const auto *means = static_cast<const Acc*>(p.mean), *rstds = static_cast<const Acc*>(p.rstd);
+  // Loaded one row ahead.
+  Acc next_mean = row < rows ? means[row] : Acc(0), next_rstd = row < rows ? rstds[row] : Acc(0);
   for (; rows > row - group.index; row += step) {
     const bool present = row < rows;
-    const int64_t first = row % p.groups * p.group_channels();
-    const Acc mean = present ? static_cast<const Acc*>(p.mean)[row] : Acc(0);
-    const Acc rstd = present ? static_cast<const Acc*>(p.rstd)[row] : Acc(0);
+    const Acc mean = next_mean, rstd = next_rstd;
+    const int64_t after = row + step;
+    next_mean = after < rows ? means[after] : Acc(0);
+    next_rstd = after < rows ? rstds[after] : Acc(0);
+    const Acc* of_group =
+        vectors + static_cast<int>(row % p.groups) * static_cast<int>(p.group_channels());
     Acc weight[kHeld];
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const int vector = static_cast<int>(rank * parts.part) + columns.lane + i * columns.lanes;
-      const bool wanted = columns.has(i) && present;
-      weight[i] = channel_value<T>(
-          p.weight, first + (wanted ? parts.per_channel.quotient(vector) : 0), Acc(1));
+      weight[i] = of_group[columns.has(i) ? parts.per_channel.quotient(vector) : 0];
     }
     ring.wait();
     Acc along[2] = {};  // of dy * weight * xhat, and of dy * weight

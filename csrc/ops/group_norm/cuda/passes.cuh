@@ -8,6 +8,11 @@
 
 namespace warpwright {
 
+// In 32 bits: a division of 64 bits takes as long as several rows.
+__device__ __forceinline__ int64_t channel_group(const GroupNormShape& p, int64_t channel) {
+  return static_cast<uint32_t>(channel) / static_cast<uint32_t>(p.group_channels());
+}
+
 // What a thread computes per channel in the second pass, forward and backward.
 template <class T>
 struct ChannelResult {
@@ -18,7 +23,7 @@ struct ChannelResult {
   __device__ __forceinline__ ChannelResult() = default;
   __device__ __forceinline__ ChannelResult(const GroupNormParams& p, const Acc*, int64_t n,
                                            int64_t c) {
-    const int64_t group = n * p.groups + c / p.group_channels();
+    const int64_t group = n * p.groups + channel_group(p, c);
     mean = static_cast<const Acc*>(p.mean)[group];
     rstd = static_cast<const Acc*>(p.rstd)[group];
     weight = channel_value<T>(p.weight, c, Acc(1)) * rstd;
@@ -27,7 +32,7 @@ struct ChannelResult {
   // `sums`: (batch, groups, 2), of dy * weight * xhat and of dy * weight.
   __device__ __forceinline__ ChannelResult(const GroupNormBackwardParams& p, const Acc* sums,
                                            int64_t n, int64_t c) {
-    const int64_t group = n * p.groups + c / p.group_channels();
+    const int64_t group = n * p.groups + channel_group(p, c);
     const Acc size = static_cast<Acc>(p.group_size());
     mean = static_cast<const Acc*>(p.mean)[group];
     rstd = static_cast<const Acc*>(p.rstd)[group];
@@ -191,52 +196,80 @@ struct RowsPart {
   }
 };
 
+// Merges the two numbers per column of the threads that share it, and writes them: a thread takes
+// whole columns. merge(a, b, d) adds those of the threads with `down` == d to a.
+template <int kVec, class Acc, class Merge>
+__device__ __forceinline__ void write_columns(const GroupNormShape& p, const RowsPart& part,
+                                              int lanes, const Acc (&first)[kVec],
+                                              const Acc (&second)[kVec], Acc* partials,
+                                              Merge&& merge) {
+  __shared__ Acc shared[2][kGroupNormPassThreads * kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    shared[0][threadIdx.x * kVec + j] = first[j];
+    shared[1][threadIdx.x * kVec + j] = second[j];
+  }
+  __syncthreads();
+  const int width = lanes * kVec;
+  const int64_t planes = p.batch * p.channels, begin = part.first - part.across * kVec;
+  for (int c = threadIdx.x; c < width && begin + c < p.channels; c += blockDim.x) {
+    Acc pair[2] = {shared[0][c], shared[1][c]};
+    for (int d = 1; d < part.threads_down; ++d) {
+      const Acc other[2] = {shared[0][d * width + c], shared[1][d * width + c]};
+      merge(pair, other, d);
+    }
+    Acc* place = partials + 2 * part.split * planes + part.n * p.channels + begin + c;
+    place[0] = pair[0];
+    place[planes] = pair[1];
+  }
+}
+
+// Deviations are taken from the thread's first row.
 template <class T, int kVec>
 __global__ void __launch_bounds__(kGroupNormPassThreads)
     group_norm_row_moments_kernel(const GroupNormParams p, int lanes, int64_t splits,
                                   Accum<T>* partials) {
   using Acc = Accum<T>;
-  constexpr int kRows = 4;
-  __shared__ Acc merged[2][kGroupNormPassThreads * kVec];
   const RowsPart part(p, lanes, kVec, splits, blockIdx.x);
   const T* x = static_cast<const T*>(p.input) + part.n * p.spatial * p.channels + part.first;
-  Moments<Acc> own[kVec];
-  for (int64_t r = part.begin + part.down; r < part.end; r += int64_t{kRows} * part.threads_down) {
-    Vec<T, kVec> loaded[kRows];
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t at = r + int64_t{i} * part.threads_down;
-      const bool has = at < part.end;
-      loaded[i] = has ? load_vec<kVec>(x + at * p.channels) : Vec<T, kVec>{};
-      count += has ? 1 : 0;
-    }
+  const int64_t start = part.begin + part.down;
+  const Vec<Acc, kVec> pilot =
+      widen(start < part.end ? load_vec<kVec>(x + start * p.channels) : Vec<T, kVec>{});
+  Acc mean[kVec] = {}, squares[kVec] = {};
+#pragma unroll 4
+  for (int64_t r = start; r < part.end; r += part.threads_down) {
+    const Vec<Acc, kVec> values = widen(load_vec<kVec>(x + r * p.channels));
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      Acc values[kRows];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) values[i] = convert<Acc>(loaded[i][j]);
-      own[j].merge(moments_of(values, count));
+      const Acc d = values[j] - pilot[j];
+      mean[j] += d;
+      squares[j] += d * d;
     }
   }
+  const Acc count = static_cast<Acc>(part.rows_of(part.down));
 #pragma unroll
   for (int j = 0; j < kVec; ++j) {
-    merged[0][threadIdx.x * kVec + j] = own[j].mean;
-    merged[1][threadIdx.x * kVec + j] = own[j].squares;
+    const Acc shift = count > Acc(0) ? mean[j] / count : Acc(0);
+    const Acc rest = squares[j] - count * shift * shift;
+    squares[j] = rest < Acc(0) ? Acc(0) : rest;  // NaN stays
+    mean[j] = pilot[j] + shift;
   }
-  __syncthreads();
-  if (part.down != 0 || !part.present) return;
-  const int64_t planes = p.batch * p.channels;
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    for (int d = 1; d < part.threads_down; ++d) {
-      const int at = (d * lanes + part.across) * kVec + j;
-      own[j].merge({static_cast<Acc>(part.rows_of(d)), merged[0][at], merged[1][at]});
-    }
-    Acc* place = partials + 2 * part.split * planes + part.n * p.channels + part.first + j;
-    place[0] = own[j].mean;
-    place[planes] = own[j].squares;
-  }
+  // Of the whole block: `present` and `end` are those of a block's first vector of channels.
+  const int64_t rows = min((part.split + 1) * ceil_div(p.spatial, splits), p.spatial) -
+                       part.split * ceil_div(p.spatial, splits);
+  auto rows_of = [&](int d) {
+    return static_cast<Acc>(rows > d ? ceil_div(rows - d, int64_t{part.threads_down}) : 0);
+  };
+  Acc so_far = 0;
+  write_columns<kVec>(p, part, lanes, mean, squares, partials,
+                      [&](Acc(&a)[2], const Acc(&b)[2], int d) {
+                        if (d == 1) so_far = rows_of(0);
+                        Moments<Acc> sum{so_far, a[0], a[1]};
+                        sum.merge({rows_of(d), b[0], b[1]});
+                        so_far = sum.count;
+                        a[0] = sum.mean;
+                        a[1] = sum.squares;
+                      });
 }
 
 template <class T, int kVec>
@@ -244,7 +277,6 @@ __global__ void __launch_bounds__(kGroupNormPassThreads)
     group_norm_row_sums_kernel(const GroupNormBackwardParams p, int lanes, int64_t splits,
                                Accum<T>* partials) {
   using Acc = Accum<T>;
-  __shared__ Acc merged[2][kGroupNormPassThreads * kVec];
   const RowsPart part(p, lanes, kVec, splits, blockIdx.x);
   const int64_t start = part.n * p.spatial * p.channels + part.first;
   const T* x = static_cast<const T*>(p.input) + start;
@@ -252,8 +284,7 @@ __global__ void __launch_bounds__(kGroupNormPassThreads)
   Acc mean[kVec], rstd[kVec], of_weight[kVec] = {}, of_bias[kVec] = {};
 #pragma unroll
   for (int j = 0; j < kVec; ++j) {
-    const int64_t group =
-        part.n * p.groups + (part.present ? (part.first + j) / p.group_channels() : 0);
+    const int64_t group = part.n * p.groups + (part.present ? channel_group(p, part.first + j) : 0);
     mean[j] = static_cast<const Acc*>(p.mean)[group];
     rstd[j] = static_cast<const Acc*>(p.rstd)[group];
   }
@@ -267,25 +298,11 @@ __global__ void __launch_bounds__(kGroupNormPassThreads)
       of_bias[j] += grads[j];
     }
   }
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    merged[0][threadIdx.x * kVec + j] = of_weight[j];
-    merged[1][threadIdx.x * kVec + j] = of_bias[j];
-  }
-  __syncthreads();
-  if (part.down != 0 || !part.present) return;
-  const int64_t planes = p.batch * p.channels;
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) {
-    for (int d = 1; d < part.threads_down; ++d) {
-      const int at = (d * lanes + part.across) * kVec + j;
-      of_weight[j] += merged[0][at];
-      of_bias[j] += merged[1][at];
-    }
-    Acc* place = partials + 2 * part.split * planes + part.n * p.channels + part.first + j;
-    place[0] = of_weight[j];
-    place[planes] = of_bias[j];
-  }
+  write_columns<kVec>(p, part, lanes, of_weight, of_bias, partials,
+                      [](Acc(&a)[2], const Acc(&b)[2], int) {
+                        a[0] += b[0];
+                        a[1] += b[1];
+                      });
 }
 
 template <class T, int kVec, class Params>
