@@ -120,8 +120,9 @@ inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p
   if ((cluster - 1) * plan.part >= vectors) return false;  // a block without a part
   // More vectors of doubles would spill.
   const int last = p.dtype == DType::kFloat64 && !is_backward ? 1 : 3;
-  int at = 0;
-  while (at < last && plan.part > int64_t{held[at]} * kGroupNormThreads) ++at;
+  // Many vectors per thread leave threads for several groups per block, which overlap.
+  int at = last;
+  while (at > 0 && plan.part < int64_t{held[at]} * 32) --at;
   plan.vectors = held[at];
   if (plan.part > int64_t{plan.vectors} * kGroupNormThreads) return false;
   const int64_t lanes = ceil_div(plan.part, int64_t{plan.vectors});

@@ -84,8 +84,9 @@ inline SoftmaxPlan choose_softmax_rows(const SoftmaxShape& p, int64_t size, int 
   const int most = operands == 1 ? 8 : 4;
   if (is_aligned && p.length % vec == 0 && vectors <= int64_t{most} * kSoftmaxThreads) {
     plan.form = SoftmaxForm::kPersistent;
+    // Long rows take many vectors per thread, so that few threads meet.
     plan.vectors = vectors > 1 ? 2 : 1;
-    while (vectors > int64_t{plan.vectors} * kSoftmaxThreads) plan.vectors *= 2;
+    while (plan.vectors < most && vectors >= int64_t{plan.vectors} * 32) plan.vectors *= 2;
     plan.lanes = static_cast<int>(softmax_lanes(vectors, plan.vectors));
     const int64_t rows_per_sm = ceil_div(p.outer, int64_t{device.num_sms});
     int64_t groups = std::clamp<int64_t>(rows_per_sm, 1, std::max(1, kSoftmaxThreads / plan.lanes));

@@ -192,7 +192,8 @@ struct RowsPart {
   }
   // Rows that threads with `down` == d have.
   __device__ __forceinline__ int64_t rows_of(int d) const {
-    return end > begin + d ? ceil_div(end - begin - d, int64_t{threads_down}) : 0;
+    const auto rows = static_cast<uint32_t>(end > begin + d ? end - begin - d : 0);
+    return ceil_div(rows, static_cast<uint32_t>(threads_down));
   }
 };
 
@@ -254,11 +255,14 @@ __global__ void __launch_bounds__(kGroupNormPassThreads)
     squares[j] = rest < Acc(0) ? Acc(0) : rest;  // NaN stays
     mean[j] = pilot[j] + shift;
   }
-  // Of the whole block: `present` and `end` are those of a block's first vector of channels.
-  const int64_t rows = min((part.split + 1) * ceil_div(p.spatial, splits), p.spatial) -
-                       part.split * ceil_div(p.spatial, splits);
+  // A thread merges columns of other threads too; all of the block's first ones have rows.
+  const int64_t per_split = ceil_div(p.spatial, splits);
+  const auto rows =
+      static_cast<uint32_t>(max(min(per_split, p.spatial - part.split * per_split), int64_t{0}));
+  const auto down = static_cast<uint32_t>(part.threads_down);
   auto rows_of = [&](int d) {
-    return static_cast<Acc>(rows > d ? ceil_div(rows - d, int64_t{part.threads_down}) : 0);
+    const auto after = static_cast<uint32_t>(d);
+    return static_cast<Acc>(rows > after ? ceil_div(rows - after, down) : 0);
   };
   Acc so_far = 0;
   write_columns<kVec>(p, part, lanes, mean, squares, partials,
