@@ -17,7 +17,7 @@ ops = torch.ops.warpwright
 SHAPES = [
     ((2, 6, 8), 2),
     ((3, 4), 1),
-    ((3, 4, 1, 1), 2),
+    ((3, 6, 1, 1), 2),
     ((2, 6, 4, 4), 6),
     ((2, 6, 7, 7), 3),
     ((4, 32, 8, 8), 8),
@@ -47,10 +47,18 @@ def operands(shape, device, dtype, vectors=None):
     return (x, *(v.requires_grad_() for v in pair))
 
 
+def native_group_norm(x, groups, *vectors):
+    """On a GPU native takes no float32 vectors next to a 16-bit input."""
+    if x.is_cuda and vectors and vectors[0].dtype != x.dtype:
+        wide = torch.float64 if torch.float64 in (x.dtype, vectors[0].dtype) else torch.float32
+        return native.group_norm(x.to(wide), groups, *(v.to(wide) for v in vectors)).to(x.dtype)
+    return native.group_norm(x, groups, *vectors)
+
+
 def compare(shape, groups, args):
     compare_with_native(
         lambda x, *v: F.group_norm(x, groups, *v),
-        lambda x, *v: native.group_norm(x, groups, *v),
+        lambda x, *v: native_group_norm(x, groups, *v),
         args,
     )
 
@@ -78,14 +86,12 @@ def test_large(device, dtype, shape, groups, layout):
 
 @pytest.mark.parametrize(("shape", "groups"), EMPTY)
 def test_empty(device, dtype, shape, groups):
+    """Sums over nothing are zero. Native's gradient of the weight is NaN for empty planes."""
     args = operands(shape, device, dtype)
-    results = []
-    for function in (F.group_norm, native.group_norm):
-        y = function(args[0], groups, *args[1:])
-        results.append((y.shape, *torch.autograd.grad(y.sum(), args)))
-    assert results[0][0] == results[1][0]
-    for ours, theirs in zip(results[0][1:], results[1][1:], strict=True):
-        assert_same(ours, theirs)
+    y = F.group_norm(args[0], groups, *args[1:])
+    assert y.shape == args[0].shape
+    for grad, of in zip(torch.autograd.grad(y.sum(), args), args, strict=True):
+        assert_same(grad, torch.zeros_like(of))
 
 
 @pytest.mark.parametrize("short", [torch.bfloat16, torch.float16], ids=str)
@@ -100,7 +106,7 @@ def test_one_vector(device, dtype):
     x, weight, bias = operands((2, 6, 8), device, dtype)
     compare_with_native(
         lambda x, b: F.group_norm(x, 2, None, b),
-        lambda x, b: native.group_norm(x, 2, None, b),
+        lambda x, b: native.group_norm(x, 2, torch.ones_like(b), b),
         (x, bias),
     )
     compare((2, 6, 8), 2, (x, weight))

@@ -174,7 +174,8 @@ int64_t chunks_of(const GroupNormShape& p) {
 template <class F>
 void for_chunks(const GroupNormShape& p, F&& f) {
   const int64_t chunks = chunks_of(p);
-  at::parallel_for(0, p.batch * chunks, 1, [&](int64_t begin, int64_t end) {
+  const int64_t grain_chunks = grain(ceil_div(p.spatial, chunks) * p.channels);
+  at::parallel_for(0, p.batch * chunks, grain_chunks, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t n = i / chunks, chunk = i % chunks, first = n * p.spatial;
       f(n, chunk, first + chunk * p.spatial / chunks, first + (chunk + 1) * p.spatial / chunks);
