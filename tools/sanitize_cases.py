@@ -110,8 +110,7 @@ def group_norm_cases():
 
 def softmax_cases():
     """Rows in a ring, of element accesses and read twice; columns held and read twice."""
-    for name in ("softmax", "log_softmax"):
-        function = getattr(F, name)
+    for name, function in (("softmax", F.softmax), ("log_softmax", F.log_softmax)):
         for shape, dim in (
             ((67, 24), 1),
             ((9, 1000), 1),

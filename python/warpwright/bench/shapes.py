@@ -230,7 +230,14 @@ def _decoding() -> list[Case]:
 
 
 def _language_layers() -> list[Case]:
-    layers = [*_gated_products(), *_rotary_embeddings(), *_scans(), *_row_norms()]
+    layers = [
+        *_gated_products(),
+        *_rotary_embeddings(),
+        *_softmaxes(),
+        *_group_norms(),
+        *_scans(),
+        *_row_norms(),
+    ]
     return [*layers, *_decoding()]
 
 

@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
       static_cast<Acc*>(p.rstd)[row] = rstd;
     }
     T* y = static_cast<T*>(p.output) + row * size + begin;
-    const Acc* of_group =
-        vectors + static_cast<int>(row % p.groups) * static_cast<int>(p.group_channels());
+    const Acc* of_group = vectors + static_cast<uint32_t>(row) % static_cast<uint32_t>(p.groups) *
+                                        static_cast<uint32_t>(p.group_channels());
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       if (!columns.has(i)) continue;
@@ -168,20 +168,21 @@ template <class Acc>
 __device__ __forceinline__ void write_channel_sums(
     const GroupNormBackwardParams& p, const GroupNormParts& parts, int rank, const RowGroup& group,
     int64_t row, int entry_lanes, const ChannelEntry<Acc>* entries, Acc* partials) {
-  // A thread per channel if it has few entries, else a warp.
-  constexpr int64_t kFew = 8;
+  // A thread per channel if it has few entries, else a warp. In 32 bits, whose divisions are short.
+  constexpr int kFew = 8;
+  const int shift = __ffs(entry_lanes) - 1, per_channel = parts.per_channel.divisor;
   const int warp = group.lanes < kWarpSize ? group.lanes : kWarpSize;
-  const int width = parts.per_channel.divisor / entry_lanes <= kFew ? 1 : warp;
+  const int width = per_channel >> shift <= kFew ? 1 : warp;
   const int warps = group.lanes / width, lane = group.lane % width;
-  const int64_t begin = rank * parts.part, end = begin + parts.count(rank);
-  const int64_t per_channel = parts.per_channel.divisor;
-  const int64_t n = row / p.groups, first = row % p.groups * p.group_channels();
-  const int64_t image = p.batch * p.channels;
-  for (int64_t c = group.lane / width; c < p.group_channels(); c += warps) {
-    const int64_t from = max(c * per_channel, begin), to = min((c + 1) * per_channel, end);
+  const int begin = static_cast<int>(rank * parts.part);
+  const int end = begin + static_cast<int>(parts.count(rank));
+  const int channels = static_cast<int>(p.group_channels());
+  const auto n = static_cast<int64_t>(static_cast<uint32_t>(row) / static_cast<uint32_t>(p.groups));
+  const int64_t first = (row - n * p.groups) * channels, image = p.batch * p.channels;
+  for (int c = group.lane / width; c < channels; c += warps) {
+    const int from = max(c * per_channel, begin), to = min((c + 1) * per_channel, end);
     ChannelEntry<Acc> sum{};
-    for (int64_t e = (from - begin) / entry_lanes + lane; e < (to - begin) / entry_lanes;
-         e += width) {
+    for (int e = ((from - begin) >> shift) + lane; e < (to - begin) >> shift; e += width) {
       sum.by_weight += entries[e].by_weight;
       sum.by_bias += entries[e].by_bias;
     }
@@ -243,8 +244,8 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
     const int64_t after = row + step;
     next_mean = after < rows ? means[after] : Acc(0);
     next_rstd = after < rows ? rstds[after] : Acc(0);
-    const Acc* of_group =
-        vectors + static_cast<int>(row % p.groups) * static_cast<int>(p.group_channels());
+    const Acc* of_group = vectors + static_cast<uint32_t>(row) % static_cast<uint32_t>(p.groups) *
+                                        static_cast<uint32_t>(p.group_channels());
     Acc weight[kHeld];
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {

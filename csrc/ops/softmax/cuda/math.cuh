@@ -109,8 +109,20 @@ __device__ __forceinline__ void store_converted(To* target, const Vec<Acc, kVec>
   }
 }
 
-// The vectors of a row that begins anywhere: f<kVec>(column) for each, single elements before the
-// first aligned address and after the last. Threads of a block take turns.
+// kCount vectors, `step` elements apart.
+template <int kVec, int kCount, class T>
+struct VectorBatch {
+  Vec<T, kVec> of[kCount];
+
+  __device__ __forceinline__ VectorBatch(const T* first, int64_t step) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) of[i] = load_vec<kVec>(first + i * step);
+  }
+};
+
+// The vectors of a row that begins anywhere, in turns of the block's threads: f<kVec,
+// kCount>(column, step) takes kCount vectors, `step` elements apart, so that their loads are in
+// flight together. Single elements come before the first aligned address and after the last.
 template <int kVec, class T, class F>
 __device__ __forceinline__ void for_row_vectors(const T* row, int64_t length, F&& f) {
   const int head = kVec == 1 ? 0
@@ -118,12 +130,16 @@ __device__ __forceinline__ void for_row_vectors(const T* row, int64_t length, F&
                                    static_cast<int>(sizeof(T));
   const int64_t vectors = (length - head) / kVec;
   const int64_t tail = head + vectors * kVec;
-  if (static_cast<int>(threadIdx.x) < head) f.template operator()<1>(int64_t{threadIdx.x});
-  for (int64_t v = threadIdx.x; v < vectors; v += blockDim.x) {
-    f.template operator()<kVec>(head + v * kVec);
+  const int64_t step = int64_t{blockDim.x} * kVec;
+  constexpr int kCount = 4;
+  if (static_cast<int>(threadIdx.x) < head) f.template operator()<1, 1>(int64_t{threadIdx.x}, step);
+  int64_t v = threadIdx.x;
+  for (; v + (kCount - 1) * int64_t{blockDim.x} < vectors; v += kCount * int64_t{blockDim.x}) {
+    f.template operator()<kVec, kCount>(head + v * kVec, step);
   }
+  for (; v < vectors; v += blockDim.x) f.template operator()<kVec, 1>(head + v * kVec, step);
   if constexpr (kVec > 1) {
-    if (tail + threadIdx.x < length) f.template operator()<1>(tail + threadIdx.x);
+    if (tail + threadIdx.x < length) f.template operator()<1, 1>(tail + threadIdx.x, step);
   }
 }
 

@@ -144,11 +144,15 @@ __global__ void __launch_bounds__(kSoftmaxThreads) softmax_looped_kernel(const S
   // A thread without finite values brings 0, but a row without any brings NaN.
   const Acc sum = block_reduce(own.sum * exp_for<O>(own.maximum - maximum), Sum{}, Acc(0), shared);
   const Acc scale = softmax_scale<kLog>(sum);
-  for_row_vectors<kVec>(x, p.length, [&]<int kSize>(int64_t column) {
-    Vec<Acc, kSize> values = widen(load_vec<kSize>(x + column));
+  for_row_vectors<kVec>(x, p.length, [&]<int kSize, int kCount>(int64_t column, int64_t step) {
+    const VectorBatch<kSize, kCount, T> batch(x + column, step);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) values[j] = softmax_of<O, kLog>(values[j], maximum, scale);
-    store_converted(y + column, values);
+    for (int i = 0; i < kCount; ++i) {
+      Vec<Acc, kSize> values = widen(batch.of[i]);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) values[j] = softmax_of<O, kLog>(values[j], maximum, scale);
+      store_converted(y + column + i * step, values);
+    }
   });
 }
 
@@ -247,22 +251,27 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
           *dy = static_cast<const O*>(p.grad_output) + begin;
   T* dx = static_cast<T*>(p.grad_input) + begin;
   Acc own = 0;
-  for_row_vectors<kVec>(dy, p.length, [&]<int kSize>(int64_t column) {
-    const Vec<Acc, kSize> grads = widen(load_vec<kSize>(dy + column));
-    Vec<Acc, kSize> values{};
-    if constexpr (!kLog) values = widen(load_vec<kSize>(y + column));
-    own += tree_sum<kSize>([&](int j) { return softmax_term<kLog>(values[j], grads[j]); });
+  for_row_vectors<kVec>(dy, p.length, [&]<int kSize, int kCount>(int64_t column, int64_t step) {
+    const VectorBatch<kSize, kCount, O> dys(dy + column, step), ys((kLog ? dy : y) + column, step);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const Vec<Acc, kSize> grads = widen(dys.of[i]), values = widen(ys.of[i]);
+      own += tree_sum<kSize>([&](int j) { return softmax_term<kLog>(values[j], grads[j]); });
+    }
   });
   const Acc sum = block_reduce(own, Sum{}, Acc(0), shared);
-  for_row_vectors<kVec>(dy, p.length, [&]<int kSize>(int64_t column) {
-    const Vec<Acc, kSize> grads = widen(load_vec<kSize>(dy + column)),
-                          values = widen(load_vec<kSize>(y + column));
-    Vec<Acc, kSize> result;
+  for_row_vectors<kVec>(dy, p.length, [&]<int kSize, int kCount>(int64_t column, int64_t step) {
+    const VectorBatch<kSize, kCount, O> dys(dy + column, step), ys(y + column, step);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      result[j] = softmax_gradient<O, kLog>(values[j], grads[j], sum);
+    for (int i = 0; i < kCount; ++i) {
+      const Vec<Acc, kSize> grads = widen(dys.of[i]), values = widen(ys.of[i]);
+      Vec<Acc, kSize> result;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        result[j] = softmax_gradient<O, kLog>(values[j], grads[j], sum);
+      }
+      store_converted(dx + column + i * step, result);
     }
-    store_converted(dx + column, result);
   });
 }
 
