@@ -137,8 +137,11 @@ __global__ void __launch_bounds__(kSoftmaxThreads) softmax_looped_kernel(const S
   const T* x = static_cast<const T*>(p.input) + int64_t{blockIdx.x} * p.length;
   O* y = static_cast<O*>(p.output) + int64_t{blockIdx.x} * p.length;
   OnlineSum<O> own;
-  for_row_vectors<kVec>(
-      x, p.length, [&]<int kSize>(int64_t column) { own.add(widen(load_vec<kSize>(x + column))); });
+  for_row_vectors<kVec>(x, p.length, [&]<int kSize, int kCount>(int64_t column, int64_t step) {
+    const VectorBatch<kSize, kCount, T> batch(x + column, step);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) own.add(widen(batch.of[i]));
+  });
   const Acc maximum =
       block_reduce(own.maximum, [](Acc a, Acc b) { return larger(a, b); }, lowest<Acc>(), shared);
   // A thread without finite values brings 0, but a row without any brings NaN.
