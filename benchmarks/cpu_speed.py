@@ -113,6 +113,10 @@ def images() -> Iterator[Case]:
                 scale, shift, mean, var = rest
                 return lambda f: f.batch_norm(x, mean, var, scale, shift, training)
 
+            group = lambda f, a=(x, scale, shift): f.group_norm(a[0], 2, *a[1:])  # noqa: E731
+            if size[1] % 2 == 0:
+                yield Case("group_norm", name, layout, group, [x, scale, shift])
+            yield Case("instance_norm", name, layout, lambda f, x=x: f.instance_norm(x), [x])
             for training, op in ((True, "batch_norm"), (False, "batch_norm, evaluation")):
                 run = norm(training, x, scale, shift, mean, var)
                 yield Case(op, name, layout, run, [x, scale, shift])
@@ -219,6 +223,18 @@ def matrices() -> Iterator[Case]:
 
         x = torch.randn(shape)
         yield Case("cumsum", name, "rows", lambda f, a=(dim, x): cumsum(f, *a), [x])
+    for shape, dim in (
+        ((64, 128), 1),
+        ((4096, 10), 1),
+        ((2048, 768), 1),
+        ((64, 32000), 1),
+        ((16, 21, 64, 64), 1),
+    ):
+        name = f"{'x'.join(map(str, shape))} dim {dim}"
+        x = torch.randn(shape)
+        for op in ("softmax", "log_softmax"):
+            soft = lambda f, a=(x, dim), op=op: getattr(f, op)(*a)  # noqa: E731
+            yield Case(op, name, "rows", soft, [x])
     for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
         x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
         yield Case(

@@ -69,6 +69,13 @@ def public_calls(device, seed, grad=True):
             {"interleaved": bool(seed % 2)},
         ),
         "cumsum": ([g(2, 3, 5), seed % 5 - 2], {"dtype": None, "reverse": False}),
+        "group_norm": ([g(*x4), 3, g(3), g(3)], {"eps": 1e-5}),
+        "instance_norm": (
+            [g(*x4), *stats(), g(3), g(3)],
+            {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5},
+        ),
+        "softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": None}),
+        "log_softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": None}),
         "linear_scan": ([g(2, 3, 5), g(2, 3, 5), g(2, 5)], {"dim": 1, "reverse": False}),
         "attention_with_kv_cache": (
             [t(2, 1, 4, 8), *cache, t(2, 1, 2, 8), t(2, 1, 2, 8)],
@@ -310,7 +317,8 @@ def native_functions():
             name: getattr(native, name)
             for name in (
                 *("relu", "relu_", "linear", "conv2d", "max_pool2d", "max_pool2d_with_indices"),
-                *("batch_norm", "layer_norm", "rms_norm"),
+                *("batch_norm", "layer_norm", "rms_norm", "softmax", "log_softmax"),
+                *("group_norm", "instance_norm"),
                 *("cross_entropy", "scaled_dot_product_attention"),
             )
         },

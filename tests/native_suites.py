@@ -40,6 +40,12 @@ def max_pool2d_backward(
 OURS = {
     ("nn.functional.relu", ""): F.relu,
     ("cumsum", ""): F.cumsum,
+    ("nn.functional.group_norm", ""): F.group_norm,
+    ("nn.functional.instance_norm", ""): F.instance_norm,
+    ("softmax", ""): F.softmax,
+    ("softmax", "with_dtype"): F.softmax,
+    ("log_softmax", ""): F.log_softmax,
+    ("log_softmax", "with_dtype"): F.log_softmax,
     ("nn.functional.max_pool2d", ""): F.max_pool2d,
     ("max_pool2d_with_indices_backward", ""): max_pool2d_backward,
     ("nn.functional.batch_norm", ""): F.batch_norm,

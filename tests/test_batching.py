@@ -115,6 +115,26 @@ def test_cumsum(device, reverse):
 
 
 @pytest.mark.parametrize("dims", DIMS)
+def test_group_norm(device, dims):
+    args = tuple(operands(device, dims, (2, 6, 4, 3), (6,), (6,)))
+    check(lambda x, w, b: F.group_norm(x, 3, w, b), dims, *args)
+    check(lambda x: F.group_norm(x, 2), dims[:1], args[0])
+    check(lambda x: F.instance_norm(x), dims[:1], args[0])
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax(device, name):
+    function = getattr(F, name)
+    for dim in (0, 1, -1):
+        for at in (0, 1, 2):
+            check(lambda x, d=dim: function(x, d), (at,), randn(device, 4, 5, 3))
+    check(lambda x: function(x, 0), (0,), randn(device, 4))
+    x = randn(device, 4, 3).bfloat16()
+    wide = vmap(lambda t: function(t, 0, dtype=torch.float32))(x)
+    assert torch.equal(wide, function(x, 1, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dims", DIMS)
 def test_linear_scan(device, dims):
     args = tuple(operands(device, dims, (4, 5), (4, 5), (4,)))
     for reverse in (False, True):

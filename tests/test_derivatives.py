@@ -127,6 +127,15 @@ CASES = {
         lambda x: torch.cumsum(x.flip(0), 0).flip(0),
         {"x": (3, 4)},
     ),
+    "group_norm": Case(
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        lambda x, w, b: native.group_norm(x, 2, w, b),
+        {"x": (2, 4, 3), "w": (4,), "b": (4,)},
+    ),
+    "softmax": Case(lambda x: F.softmax(x, 1), lambda x: torch.softmax(x, 1), {"x": (3, 4)}),
+    "log_softmax": Case(
+        lambda x: F.log_softmax(x, 0), lambda x: torch.log_softmax(x, 0), {"x": (3, 4)}
+    ),
     "linear_scan": Case(
         lambda a, x, h: F.linear_scan(a, x, h),
         lambda a, x, h: _native.linear_scan(a, x, h, -1),

@@ -95,6 +95,10 @@ def norm_relu_pool(x, w, b):
     return F.batch_norm_relu_max_pool2d(x, None, None, w, b, True, 0.1, 1e-5, 2)
 
 
+def group_norm(x, w, b):
+    return F.group_norm(x, 3, w, b)
+
+
 IMAGE = ((4, 4, 6, 6), (4,), (4,))
 # id: function, shapes, placements, options
 CASES = {
@@ -147,6 +151,10 @@ CASES = {
     },
     "linear_scan": (scan_last, ((3, 4, 5), (3, 4, 5), (3, 4)), "S1 S1 S1", {}),
     "linear_scan middle": (scan_middle, ((3, 4, 5), (3, 4, 5), (3, 5)), "S2 S2 S1", {}),
+    "group_norm": (group_norm, ((4, 6, 3, 5), (6,), (6,)), "S0 R R", {}),
+    "softmax": (F.softmax, ((3, 4),), "S0", {"dim": 1}),
+    "softmax middle": (F.softmax, ((3, 4, 5),), "S2", {"dim": -2}),
+    "log_softmax": (F.log_softmax, ((3, 4, 5),), "S1", {"dim": 0}),
     "cumsum": (F.cumsum, ((3, 4),), "S0", {"dim": 1}),
     "cumsum reverse": (F.cumsum, ((3, 4, 5),), "S2", {"dim": -2, "reverse": True}),
     "max_pool2d N": (F.max_pool2d, ((4, 3, 6, 6),), "S0", {"kernel_size": 2}),

@@ -142,6 +142,28 @@ def test_linear_quantized(device):
         same("linear_quantized_backward", dy, wide, channels, None, fragments)
 
 
+def test_group_norm(device):
+    x, weight = torch.randn(2, 6, 4, 3, device=device), torch.randn(6, device=device)
+    for vectors in ((weight, weight), (None, None)):
+        _, mean, rstd = same("group_norm", x, 3, *vectors, 1e-5)
+        for mask in flags(3):
+            same("group_norm_backward", x.cos(), x, 3, vectors[0], mean, rstd, mask)
+    same("group_norm", x.bfloat16(), 2, weight, None, 0.1)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax(device, name):
+    x = torch.randn(3, 4, 5, device=device)
+    for dim in (0, -1):
+        y = same(name, x, dim)
+        same(f"{name}_backward", x, y, dim, x.dtype)
+    y = same(name, x, 1, torch.float64)
+    half = x.bfloat16()
+    if device == "cuda":
+        same(name, half, 1, torch.float32)
+    same(f"{name}_backward", x, getattr(ops, name)(half, 1, torch.float32), 1, half.dtype)
+
+
 def test_attention_with_kv_cache(device):
     query = torch.randn(2, 3, 4, 8, device=device)
     k, v = torch.randn(2, 2, 3, 2, 8, device=device)

@@ -73,6 +73,16 @@ def rotary(query, key):
     return (query,), lambda: F.rotary_embedding(query, key, cos, sin)[0]
 
 
+def group_norm(x):
+    x = x.detach().requires_grad_()
+    vectors = [torch.randn_like(x[0, :, 0, 0]).requires_grad_() for _ in range(2)]
+    return (x, *vectors), lambda: F.group_norm(x, 8, *vectors)
+
+
+def soft(function, x, dim):
+    return (x,), lambda: function(x, dim)
+
+
 def scan(x, dim):
     return (x,), lambda: F.cumsum(x, dim)
 
@@ -131,6 +141,19 @@ CASES = {
     "cumsum": (lambda: scan(random(512, 768), 1), 1, 1),
     "cumsum, another dimension": (lambda: scan(random(64, 768), 0), 1, 1),
     "cumsum, a long row": (lambda: scan(random(1 << 20), 0), 2, 2),  # the first zeroes flags
+    "group_norm": (lambda: group_norm(random(4, 32, 16, 16, dtype=BF16)), 1, 2),
+    "group_norm, channels innermost": (
+        lambda: group_norm(random(4, 32, 16, 16).to(memory_format=torch.channels_last)),
+        3,  # moments, a merge per group, the result
+        4,  # the same with sums, and those of weight and bias
+    ),
+    "softmax": (lambda: soft(F.softmax, random(512, 768), 1), 1, 1),
+    "softmax, a long row": (lambda: soft(F.softmax, random(8, 70001), 1), 1, 1),
+    "log_softmax, another dimension": (
+        lambda: soft(F.log_softmax, random(8, 21, 28, 28, dtype=BF16), 1),
+        1,
+        1,
+    ),
     "linear_scan": (lambda: linear_scan(random(64, 768), random(64, 768)), 1, 5),
     # The codes and the product. Backward: dy by the scales, the weight's codes as bfloat16, and the
     # product.

@@ -210,6 +210,12 @@ def recorded(device):
             warpwright.functional.linear_quantized, (leaf[..., :6].contiguous(), *weight), {}
         )
         double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
+        double_backward(warpwright.functional.group_norm, (leaf[:, :4], 2), {})
+        double_backward(warpwright.functional.instance_norm, (leaf,), {})
+        for form in ("softmax", "log_softmax"):
+            function = getattr(warpwright.functional, form)
+            double_backward(function, (leaf, 1), {})
+            double_backward(function, (residual.requires_grad_(), -1), {"dtype": torch.float32})
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
         warpwright.functional.attention_with_kv_cache(*args, **kwargs)

@@ -30,6 +30,10 @@ CALLS = {
     "batch_norm_relu": lambda x, *p: F.batch_norm_relu(x, None, None, *p, training=True),
     "layer_norm": lambda x, *p: F.layer_norm(x.movedim(1, -1), (20,), *p),
     "rms_norm": lambda x, scale, _: F.rms_norm(x.movedim(1, -1), (20,), scale),
+    "group_norm": lambda x, *p: F.group_norm(x, 5, *p),
+    "instance_norm": lambda x, *p: F.instance_norm(x, None, None, *p),
+    "softmax": lambda x, *_: F.softmax(x, -1),
+    "log_softmax": lambda x, *_: F.log_softmax(x, 1),
     "cross_entropy": lambda x, *_: F.cross_entropy(x, x.detach().argmax(1) // 2),
     "attention": lambda x, *_: F.scaled_dot_product_attention(x, x, x),
 }

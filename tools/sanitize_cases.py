@@ -89,6 +89,47 @@ def cumsum_cases():
     yield "misaligned", lambda x: F.cumsum(misaligned(x), 0), (integers(33000),), {}
 
 
+def group_norm_cases():
+    """Groups that a block or a cluster holds, and two passes over planes and rows."""
+    for shape, groups in (
+        ((3, 32, 8, 8), 8),
+        ((2, 64, 32, 32), 4),
+        ((1, 32, 128, 128), 2),
+        ((2, 6, 7, 7), 3),
+        ((1, 8, 300, 300), 1),
+        ((5, 12), 3),
+    ):
+        layer = lambda x, w, b, g=groups: F.group_norm(x, g, w, b)  # noqa: E731
+        name = "x".join(map(str, shape))
+        operands = (rand(*shape), rand(shape[1]), rand(shape[1]))
+        yield name, layer, operands, {}
+        if len(shape) == 4:
+            last = operands[0].to(memory_format=torch.channels_last)
+            yield f"{name}-channels_last", layer, (last, *operands[1:]), {}
+    yield "instance", F.instance_norm, (rand(3, 5, 6, 8),), {}
+
+
+def softmax_cases():
+    """Rows in a ring, of element accesses and read twice; columns held and read twice."""
+    for name, function in (("softmax", F.softmax), ("log_softmax", F.log_softmax)):
+        for shape, dim in (
+            ((67, 24), 1),
+            ((9, 1000), 1),
+            ((5, 16384), 1),
+            ((7, 10), 1),
+            ((3, 1025), 1),
+            ((2, 66000), 1),
+            ((2, 21, 40), 1),
+            ((3, 30, 7), 1),
+            ((1, 1100, 24), 1),
+        ):
+            case = f"{name}-{'x'.join(map(str, shape))}"
+            yield case, function, (rand(*shape), dim), {}
+        wide = lambda x, f=function: f(x.bfloat16(), 1, dtype=torch.float32)  # noqa: E731
+        yield f"{name}-widened", wide, (rand(9, 520),), {}
+        yield f"{name}-misaligned", lambda x, f=function: f(misaligned(x), 0), (rand(3000),), {}
+
+
 def linear_scan_cases():
     for shape, dim in (
         ((5, 1027), 1),
@@ -578,6 +619,8 @@ CASES = {
     "cumsum": cumsum_cases,
     "linear_scan": linear_scan_cases,
     "linear_quantized": linear_quantized_cases,
+    "group_norm": group_norm_cases,
+    "softmax": softmax_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,
     "batch_norm": batch_norm_cases,

@@ -21,11 +21,13 @@
 #include "ops/conv2d_batch_norm/conv2d_batch_norm.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/gated_activation/gated_activation.h"
+#include "ops/group_norm/group_norm.h"
 #include "ops/layer_norm/layer_norm.h"
 #include "ops/max_pool2d/max_pool2d.h"
 #include "ops/relu/relu.h"
 #include "ops/rotary_embedding/rotary_embedding.h"
 #include "ops/scan/scan.h"
+#include "ops/softmax/softmax.h"
 
 namespace py = pybind11;
 
@@ -63,6 +65,27 @@ Lines explain_scan(const std::string& dtype, const TensorLayout& input, int64_t 
   const std::string forward = describe(choose_scan(p));
   p.input = nullptr;
   return {{"forward", forward}, {"backward", describe(choose_scan(p)) + ", the other way"}};
+}
+
+// ---- softmax and log_softmax ----
+
+// As if the input were dense, and results and gradients began where allocations begin.
+Lines explain_softmax(const std::string& dtype, const std::string& output_dtype,
+                      const TensorLayout& input, int64_t dim, const DeviceInfo& device) {
+  SoftmaxShape shape{.dtype = dtype_from(dtype), .output_dtype = dtype_from(output_dtype)};
+  for (size_t d = 0; d < input.sizes.size(); ++d) {
+    const auto place = static_cast<int64_t>(d);
+    (place < dim ? shape.outer : place == dim ? shape.length : shape.inner) *= input.sizes[d];
+  }
+  if (numel(input) == 0) return {{"forward, backward", "nothing to do"}};
+  if (shape.length == 1) {
+    shape.outer *= shape.inner;
+    shape.inner = 1;
+  }
+  const SoftmaxParams forward{shape, reinterpret_cast<const void*>(input.address), nullptr};
+  const SoftmaxBackwardParams backward{shape, nullptr, nullptr, nullptr};
+  return {{"forward", describe(choose_softmax(forward, device))},
+          {"backward", describe(choose_softmax_backward(backward, device))}};
 }
 
 // ---- gated_activation ----
@@ -204,6 +227,28 @@ Lines explain_batch_norm(const std::string& dtype, const TensorLayout& input, bo
 }
 
 // ---- layer_norm, rms_norm ----
+
+// As if the input were dense, and results and gradients began where allocations begin.
+Lines explain_group_norm(const std::string& dtype, const TensorLayout& input, bool rows,
+                         int64_t groups, bool sm90, const DeviceInfo& device) {
+  const int64_t batch = input.sizes.at(0), channels = input.sizes.at(1);
+  if (numel(input) == 0) return {{"forward, backward", "nothing to do"}};
+  const GroupNormShape shape{.dtype = dtype_from(dtype),
+                             .batch = batch,
+                             .channels = channels,
+                             .spatial = numel(input) / (batch * channels),
+                             .groups = groups,
+                             .is_rows = rows,
+                             .sm90 = sm90};
+  GroupNormParams forward{};
+  static_cast<GroupNormShape&>(forward) = shape;
+  forward.input = reinterpret_cast<const void*>(input.address);
+  GroupNormBackwardParams backward{};
+  static_cast<GroupNormShape&>(backward) = shape;
+  backward.input = forward.input;
+  return {{"forward", describe(choose_group_norm(forward, device))},
+          {"backward", describe(choose_group_norm_backward(backward, device))}};
+}
 
 // `adds`: add_layer_norm and add_rms_norm, with `input` for the residual.
 Lines explain_layer_norm(const std::string& dtype, bool centered, bool adds,
@@ -446,12 +491,14 @@ void define_explain(py::module_& m) {
     return devices;
   });
   m.def("explain_batch_norm", &explain_batch_norm);
+  m.def("explain_group_norm", &explain_group_norm);
   m.def("explain_layer_norm", &explain_layer_norm);
   m.def("explain_conv2d", &explain_conv2d);
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
   m.def("explain_conv2d_moments", &explain_conv2d_moments);
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_scan", &explain_scan);
+  m.def("explain_softmax", &explain_softmax);
   m.def("explain_attention_with_kv_cache", &explain_attention_with_kv_cache);
   m.def("explain_gated_activation", &explain_gated_activation);
   m.def("explain_relu", &explain_relu);

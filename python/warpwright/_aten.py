@@ -41,6 +41,16 @@ def linear_backward(
     return grad_input, grad_weight, rows.sum(0) if mask[2] else None
 
 
+def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return aten._softmax_backward_data(grad, output, dim, output.dtype).to(input_dtype)
+
+
+def log_softmax_backward(
+    grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
+    return aten._log_softmax_backward_data(grad, output, dim, output.dtype).to(input_dtype)
+
+
 def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm and the addition before them in terms of ATen's operators, as `_aten` does."""
+"""Layer norm, RMS norm, the addition before them and group norm in terms of ATen's operators, as `_aten` does."""
 
 from __future__ import annotations
 
@@ -106,6 +106,42 @@ def rms_norm_backward(
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
     return _norm_backward(grad, input, shape, weight, None, rstd, mask)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    output = native.group_norm(input, num_groups, weight, bias, eps)
+    accum = torch.promote_types(input.dtype, torch.float32)
+    groups = input.to(accum).reshape(input.shape[0], num_groups, -1)
+    var, mean = torch.var_mean(groups, -1, correction=0)
+    return output, mean, torch.rsqrt(var + eps)
+
+
+def group_norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    groups = (input.shape[0], num_groups, input.shape[1] // num_groups, -1)
+    dy, x = (t.to(rstd.dtype).reshape(groups) for t in (grad, input))
+    scale = rstd[:, :, None, None]
+    xhat = (x - mean[:, :, None, None]) * scale
+    g = dy if weight is None else dy * weight.to(rstd.dtype).reshape(1, *groups[1:3], 1)
+    dx = g - g.mean((2, 3), keepdim=True) - xhat * (g * xhat).mean((2, 3), keepdim=True)
+    like = rstd if weight is None else weight
+    vectors = ((dy * xhat).sum((0, 3)).flatten(), dy.sum((0, 3)).flatten())
+    return (
+        (dx * scale).to(input.dtype).reshape(input.shape) if mask[0] else None,
+        *(
+            v.to(like.dtype) if wanted else None
+            for v, wanted in zip(vectors, mask[1:], strict=True)
+        ),
+    )
 
 
 def _added(

@@ -39,6 +39,19 @@ def rms_norm(device: str) -> Example:
     return "4x8", (_leaf(device, 4, 8), (8,), _leaf(device, 8)), {}
 
 
+def group_norm(device: str) -> Example:
+    affine = _leaf(device, 4), _leaf(device, 4)
+    return "1x4x6x6, 2 groups", (_leaf(device, 1, 4, 6, 6), 2, *affine), {}
+
+
+def instance_norm(device: str) -> Example:
+    return "1x4x6x6", (_leaf(device, 1, 4, 6, 6),), {}
+
+
+def softmax(device: str) -> Example:
+    return "4x8", (_leaf(device, 4, 8), 1), {}
+
+
 def max_pool2d(device: str) -> Example:
     return "1x4x6x6, 2", (_leaf(device, 1, 4, 6, 6), 2), {}
 

@@ -58,6 +58,12 @@ def layer_norm(
     return (_in_dtype(native.layer_norm(input, shape, weight, bias, eps), dtype),)
 
 
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor]:
+    return (native.group_norm(input, num_groups, weight, bias, eps),)
+
+
 def rms_norm(
     input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None, dtype: Dtype = None
 ) -> tuple[Tensor]:

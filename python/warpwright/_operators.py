@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _aten, _native, _native_8bit, _quantized_weight, _work
+from . import _aten, _aten_row_norms, _native, _native_8bit, _quantized_weight, _work
 from ._op import Operator
 
 native = nn.functional
@@ -93,6 +93,34 @@ ATTENTION = (
 )
 _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
+GROUP_NORM = (
+    Operator(
+        "group_norm",
+        _native.group_norm,
+        _aten_row_norms.group_norm,
+        autocast=True,
+        is_fused_by_inductor=always,
+    ),
+    Operator(
+        "group_norm_backward",
+        aten=_aten_row_norms.group_norm_backward,
+        is_fused_by_inductor=always,
+    ),
+)
+SOFTMAX = (
+    Operator("softmax", torch.softmax, torch.softmax, autocast=True, is_fused_by_inductor=always),
+    Operator("softmax_backward", aten=_aten.softmax_backward, is_fused_by_inductor=always),
+)
+LOG_SOFTMAX = (
+    Operator(
+        "log_softmax",
+        torch.log_softmax,
+        torch.log_softmax,
+        autocast=True,
+        is_fused_by_inductor=always,
+    ),
+    Operator("log_softmax_backward", aten=_aten.log_softmax_backward, is_fused_by_inductor=always),
+)
 CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
 LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
 ATTENTION_WITH_KV_CACHE = (

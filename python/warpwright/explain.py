@@ -127,6 +127,17 @@ def _cumsum(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_scan(name, operand, a["dim"] % max(x.dim(), 1), False)
 
 
+def _softmax(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    dtype = a["dtype"] or x.dtype
+    narrow = dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    read = x if narrow or x.dtype == dtype else x.to("meta").to(dtype)
+    operand = _operand(read if read.is_contiguous() else read.to("meta"))
+    dim = a["dim"] if a["dim"] is not None else -1
+    result = str(dtype).removeprefix("torch.")
+    return _C.explain_softmax(_dtype(read), result, operand, dim % max(x.dim(), 1), gpu)
+
+
 def _linear_scan(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
     operand = _operand(x if x.is_contiguous() else x.to("meta"))
@@ -338,6 +349,19 @@ def _conv2d_batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
         *((f"norm, {role}", text) for role, text in _batch_norm({"input": convolved}, gpu)),
         *backward,
     ]
+
+
+def _group_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"]
+    rows = suggest_memory_format(x) in (torch.channels_last, torch.channels_last_3d)
+    sm90 = _may_take_sm90() and gpu.sm_arch == 90
+    return _C.explain_group_norm(_dtype(x), _operand(x), rows, a["num_groups"], sm90, gpu)
+
+
+def _instance_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    if not a["use_input_stats"]:
+        return _batch_norm(a, gpu)
+    return _group_norm({"input": a["input"], "num_groups": a["input"].shape[1]}, gpu)
 
 
 def _layer_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

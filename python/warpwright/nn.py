@@ -26,6 +26,7 @@ from ._conv_norm_layers import (
     Conv2dBatchNormReLU2d,
     SyncBatchNorm,
 )
+from ._group_norm_layers import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
 from ._loss_layers import CrossEntropyLoss, LinearCrossEntropy
 from ._multihead import multi_head_attention
 from ._quantized_layers import QuantizedLinear
@@ -47,12 +48,17 @@ __all__ = [
     "Conv2dBatchNormAddReLU2d",
     "Conv2dBatchNormReLU2d",
     "CrossEntropyLoss",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
     "LinearGELU",
     "LinearReLU",
     "LinearSiLU",
+    "LogSoftmax",
     "MaxPool2d",
     "MultiheadAttention",
     "QuantizedLinear",
@@ -60,6 +66,8 @@ __all__ = [
     "ReLU",
     "ReLUMaxPool2d",
     "RotaryEmbedding",
+    "Softmax",
+    "Softmax2d",
     "SwiGLU",
     "SyncBatchNorm",
 ]
@@ -122,6 +130,31 @@ class ReLU(Named, nn.ReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu(input, inplace=self.inplace)
+
+
+class Softmax(Named, nn.Softmax):
+    """``torch.nn.Softmax`` on :func:`warpwright.functional.softmax`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.softmax(input, self.dim, _stacklevel=5)
+
+
+class LogSoftmax(Named, nn.LogSoftmax):
+    """``torch.nn.LogSoftmax`` on :func:`warpwright.functional.log_softmax`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.log_softmax(input, self.dim, _stacklevel=5)
+
+
+class Softmax2d(Named, nn.Softmax2d):
+    """``torch.nn.Softmax2d`` on :func:`warpwright.functional.softmax`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() not in (3, 4):
+            raise ValueError(
+                f"Softmax2d: expected input to be 3D or 4D, got {input.dim()}D instead"
+            )
+        return F.softmax(input, -3, _stacklevel=5)
 
 
 class MaxPool2d(Named, nn.MaxPool2d):

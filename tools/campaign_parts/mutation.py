@@ -36,6 +36,8 @@ TESTS = {
     "gated_activation": (["test_gated_activation.py"], "gated or glu"),
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
     "layer_norm": (["test_layer_norm.py"], "norm"),
+    "group_norm": (["test_group_norm.py"], "group_norm or instance_norm"),
+    "softmax": (["test_softmax.py"], "softmax"),
     "scan": (["test_cumsum.py", "test_linear_scan.py"], "cumsum or linear_scan"),
     "linear_8bit": (["test_linear_8bit.py"], "int8 or fp8 or quantize or scaled"),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),

@@ -9,11 +9,12 @@ linear              rows; batched weights: ATen's batched matrix product
 codes               rows
 convolution         N; batched weights, and their gradient per sample: groups
 layer and RMS norm  rows; gradients of the weight per sample: ATen's sums
+group norm          N; with weights per sample, and in the backward, groups
 batch norm          N if only the input is batched and the statistics are given, else channels
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
 attention           B
-scans               a dimension that is not scanned
+scans, softmax      a dimension that is not scanned or reduced
 ==================  ============================================================================
 
 Operators that write into an argument have their rules in csrc/torch/batching.cpp. A call that no rule
@@ -32,11 +33,13 @@ from . import (
     _attention,
     _codes,
     _elementwise,
+    _group_norm,
     _losses,
     _norm_and_pool,
     _products,
     _row_norms,
     _scan,
+    _softmax,
 )
 from ._fold import Dims, Rule, one_by_one
 
@@ -68,6 +71,8 @@ RULES: dict[str, Rule] = {
     "scaled_linear": _codes.scaled_linear,
     "linear_int8": _codes.linear_int8,
     "linear_fp8": _codes.linear_fp8,
+    **_softmax.RULES,
+    **_group_norm.RULES,
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,
     "linear_activation": _products.linear_activation,

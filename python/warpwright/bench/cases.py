@@ -128,6 +128,39 @@ def _batch_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case
     )
 
 
+def _group_norm(shape: tuple[int, ...], groups: int, dtype: torch.dtype, layout: str) -> Case:
+    """Weights in the input's type, as in a model that was cast."""
+    e = torch.Size(shape).numel() * dtype.itemsize
+    channels = shape[1]
+
+    def make(device: str) -> Inputs:
+        vectors = {name: _randn((channels,), dtype, device) for name in ("weight", "bias")}
+        return {"x": _randn(shape, dtype, device, layout), **vectors}
+
+    return Case(
+        "group_norm",
+        "x".join(map(str, shape)) + f", {groups} groups",
+        dtype,
+        layout,
+        make,
+        lambda F, i: F.group_norm(i["x"], groups, i["weight"], i["bias"]),
+        _work.traffic(e, 2, 3).of("bytes"),
+    )
+
+
+def _instance_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Case:
+    e = torch.Size(shape).numel() * dtype.itemsize
+    return Case(
+        "instance_norm",
+        "x".join(map(str, shape)),
+        dtype,
+        layout,
+        lambda device: {"x": _randn(shape, dtype, device, layout)},
+        lambda F, i: F.instance_norm(i["x"]),
+        _work.traffic(e, 2, 3).of("bytes"),
+    )
+
+
 def _batch_norm_relu(shape: tuple[int, ...], dtype: torch.dtype, layout: str, add: bool) -> Case:
     """Batch norm, maybe an addition, and a relu. Native calls one after the other."""
     plain = _batch_norm(shape, dtype, layout)

@@ -97,6 +97,28 @@ def _cumsum(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
     )
 
 
+def _softmax(
+    op: str,
+    shape: tuple[int, ...],
+    dim: int,
+    dtype: torch.dtype,
+    result: torch.dtype | None = None,
+) -> Case:
+    """softmax or log_softmax; a float32 result of 16 bits as under autocast."""
+    n = torch.Size(shape).numel()
+    x, y = n * dtype.itemsize, n * (result or dtype).itemsize
+    name = "x".join(map(str, shape)) + f" dim {dim}" + (" to float32" if result else "")
+    return Case(
+        op,
+        name,
+        dtype,
+        ROWS,
+        lambda device: {"x": _randn(shape, dtype, device)},
+        lambda F, i: getattr(F, op)(i["x"], dim, dtype=result),
+        {"fwd": float(x + y), "bwd": float(2 * y + x)},
+    )
+
+
 def _linear_scan(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
     """Gates between 0.9 and 1."""
     e = torch.Size(shape).numel() * dtype.itemsize

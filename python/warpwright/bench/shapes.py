@@ -17,6 +17,8 @@ from .cases import (
     _conv2d,
     _conv2d_batch_norm,
     _cross_entropy,
+    _group_norm,
+    _instance_norm,
     _linear,
     _linear_activation,
     _linear_cross_entropy,
@@ -37,6 +39,7 @@ from .language_cases import (
     _narrowed_norm,
     _rotary,
     _row_norm,
+    _softmax,
 )
 
 # The distinct convolutions of ResNet-50: channels, image, channels out, taps, stride.
@@ -177,6 +180,33 @@ def _rotary_embeddings() -> list[Case]:
     ]
 
 
+def _group_norms() -> list[Case]:
+    """The layers of Stable Diffusion's U-Net and decoder, and of a style transfer network."""
+    unet = ((16, 320, 64, 64), (16, 640, 64, 64), (16, 640, 32, 32), (16, 1280, 16, 16))
+    decoder = ((8, 512, 128, 128), (4, 128, 512, 512))
+    return [
+        *(_group_norm(shape, 32, BF16, NCHW) for shape in (*unet, *decoder)),
+        *(_group_norm(shape, 32, BF16, NHWC) for shape in (*unet, *decoder)),
+        _group_norm((16, 320, 64, 64), 32, FP32, NCHW),
+        _instance_norm((16, 64, 256, 256), BF16, NCHW),
+        _instance_norm((16, 64, 256, 256), FP32, NHWC),
+    ]
+
+
+def _softmaxes() -> list[Case]:
+    """Rows of attention and of a vocabulary, and the classes of pixels."""
+    return [
+        *(_softmax("softmax", shape, 1, BF16) for shape in ROW_NORMS),
+        _softmax("softmax", (16384, 4096), 1, FP32),
+        _softmax("softmax", (16384, 4096), 1, BF16, FP32),
+        _softmax("softmax", (16, 21, 512, 512), 1, BF16),
+        _softmax("softmax", (32, 512, 4096), 1, BF16),
+        _softmax("log_softmax", (32768, 4096), 1, BF16),
+        _softmax("log_softmax", (8192, 50257), 1, BF16),
+        _softmax("log_softmax", (65536, 1000), 1, FP32),
+    ]
+
+
 def _scans() -> list[Case]:
     """One row, rows, and another dimension than the last."""
     return [
@@ -232,7 +262,15 @@ def _decoding() -> list[Case]:
 
 
 def _language_layers() -> list[Case]:
-    layers = [*_gated_products(), *_rotary_embeddings(), *_scans(), *_row_norms(), *_codes()]
+    layers = [
+        *_gated_products(),
+        *_rotary_embeddings(),
+        *_softmaxes(),
+        *_group_norms(),
+        *_scans(),
+        *_row_norms(),
+        *_codes(),
+    ]
     return [*layers, *_decoding(), *_quantized_products()]
 
 
@@ -351,6 +389,9 @@ QUICK_CASES = [
     _linear_scan((512, 256), 1, FP32),
     _linear_quantized(4, 512, 256, 4, FP32),
     _linear_quantized(4, 512, 256, 8, FP32),
+    _softmax("softmax", (2048, 768), 1, FP32),
+    _softmax("softmax", (16, 21, 64, 64), 1, FP32),
+    _softmax("log_softmax", (1024, 1000), 1, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _linear_codes("linear_int8", 256, 256, 384),
     _linear_codes("linear_fp8", 256, 256, 384),
@@ -358,6 +399,9 @@ QUICK_CASES = [
     _quantize(512, 768, BF16, torch.int8, False),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
+    _group_norm((8, 64, 28, 28), 8, FP32, NCHW),
+    _group_norm((8, 64, 28, 28), 8, FP32, NHWC),
+    _instance_norm((8, 32, 28, 28), FP32, NCHW),
     _row_norm("layer_norm", 2048, 768, FP32),
     _row_norm("rms_norm", 2048, 768, FP32),
     _narrowed_norm("rms_norm", 2048, 768),

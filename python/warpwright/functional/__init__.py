@@ -4,6 +4,7 @@ from ._activation import geglu, relu, relu_, swiglu
 from ._attention import scaled_dot_product_attention
 from ._conv import conv2d
 from ._conv_norm import conv2d_batch_norm, conv2d_batch_norm_add_relu, conv2d_batch_norm_relu
+from ._group_norm import group_norm, instance_norm
 from ._kv_cache import attention_with_kv_cache
 from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
 from ._linear_8bit import linear_fp8, linear_int8, quantize_rows
@@ -19,6 +20,7 @@ from ._quantized import linear_quantized
 from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ._scan import cumsum, linear_scan
+from ._softmax import log_softmax, softmax
 
 __all__ = [
     "add_layer_norm",
@@ -35,6 +37,8 @@ __all__ = [
     "cross_entropy",
     "cumsum",
     "geglu",
+    "group_norm",
+    "instance_norm",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -45,6 +49,7 @@ __all__ = [
     "linear_relu",
     "linear_scan",
     "linear_silu",
+    "log_softmax",
     "max_pool2d",
     "max_pool2d_with_indices",
     "mlp",
@@ -55,6 +60,7 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",
+    "softmax",
     "swiglu",
 ]
 

@@ -27,6 +27,7 @@ from . import (
     _products,
     _refused,
     _scan,
+    _softmax,
 )
 from ._table import Rule, register
 
@@ -37,6 +38,7 @@ RULES: dict[str, Rule] = {
     **_attention.RULES,
     **_scan.RULES,
     **_codes.RULES,
+    **_softmax.RULES,
     **_kv_cache.RULES,
 }
 HANDLERS: dict[str, Any] = {

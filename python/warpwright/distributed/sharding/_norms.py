@@ -1,4 +1,4 @@
-"""Shardings of layer norm and RMS norm (rows), and of batch norm with what is fused to it (channels)."""
+"""Shardings of layer norm and RMS norm (rows), group norm (images) and batch norm (channels)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from ._table import P, R, Row, Rule, S, picked
 
 ROWS_ADVICE = "A norm is computed over whole rows, with whole weights."
+GROUPS_ADVICE = "A group norm is computed over whole images, with whole weights."
 BATCH_ADVICE = (
     "Batch norm is computed over channels. For statistics of a batch that the ranks share, use "
     "torch.nn.SyncBatchNorm on plain tensors; swap() runs it on warpwright."
@@ -90,6 +91,22 @@ def add_rms_norm_backward(
 ) -> list[Row]:  # fmt: skip
     found = _added(total, dtype, mask)
     return _norm_backward_rows(total, shape, found, "rrcc"[: len(found)], "rrrcr")
+
+
+# ---- groups ----
+
+
+def group_norm(x: Any, groups: int, *_: Any) -> list[Row]:
+    """Images; the vectors have an element per channel."""
+    return [([R, R, R], [R, R, R]), ([S(0), S(0), S(0)], [S(0), R, R])]
+
+
+def group_norm_backward(
+    dy: Any, x: Any, groups: int, w: Any, mean: Any, rstd: Any, mask: Sequence[bool]
+) -> list[Row]:
+    rows: list[Row] = [(picked(mask, R, R, R), [R] * 5)]
+    rows.append((picked(mask, S(0), P, P), [S(0), S(0), R, S(0), S(0)]))
+    return rows
 
 
 # ---- channels ----
@@ -208,6 +225,8 @@ RULES = {
     "add_layer_norm_backward": Rule(add_layer_norm_backward, kept=("weight",), advice=ROWS_ADVICE),
     "add_rms_norm": Rule(add_rms_norm, kept=("weight",), advice=ROWS_ADVICE),
     "add_rms_norm_backward": Rule(add_rms_norm_backward, kept=("weight",), advice=ROWS_ADVICE),
+    "group_norm": Rule(group_norm, kept=("weight", "bias"), advice=GROUPS_ADVICE),
+    "group_norm_backward": Rule(group_norm_backward, kept=("weight",), advice=GROUPS_ADVICE),
     "batch_norm": _batch(batch_norm),
     "batch_norm_update": _batch(batch_norm_update, update=True),
     "batch_norm_backward": _batch(batch_norm_backward),

@@ -1,0 +1,270 @@
+// The CPU kernels. A row, or a strip of neighbouring columns, stays in cache between its passes:
+// the maximum, the exponentials and their sum, the result. Exponentials are kept, in the output or
+// in a buffer of floats next to 16 bits, so each is computed once.
+#include <array>
+#include <cmath>
+#include <stdexcept>
+#include <type_traits>
+#include <vector>
+
+#include "common/ceil_div.h"
+#include "common/switch.h"
+#include "cpu/exp.h"
+#include "cpu/row_sums.h"
+#include "ops/softmax/softmax.h"
+
+namespace warpwright {
+namespace {
+
+constexpr int64_t kStripColumns = 64;  // of a strip
+
+// Calls f<T, O>() with the types of the input and the output.
+template <class F>
+void for_softmax_types(const SoftmaxShape& p, F&& f) {
+  for_cpu_dtype(p.dtype, [&]<class T>() {
+    if (p.output_dtype == p.dtype) return f.template operator()<T, T>();
+    if constexpr (sizeof(T) == 2) {
+      if (p.output_dtype == DType::kFloat32) return f.template operator()<T, float>();
+    }
+    throw std::logic_error("softmax: no kernel for this pair of types");
+  });
+}
+
+template <class V>
+V exp_any(const V& x) {
+  if constexpr (std::is_arithmetic_v<V>) {
+    return std::exp(x);
+  } else if constexpr (std::is_same_v<V, Values<float>>) {
+    return exp_lanes(x);
+  } else {
+    at::vec::Vectorized<double> lanes;
+    static_assert(sizeof(lanes) == sizeof(x));
+    std::memcpy(static_cast<void*>(&lanes), &x, sizeof(x));
+    lanes = lanes.exp();
+    V result;
+    std::memcpy(&result, &lanes, sizeof(result));
+    return result;
+  }
+}
+
+// NaN does not reach the result; it reaches the sum of exponentials.
+template <class V>
+V larger(const V& a, const V& b) {
+  return a > b ? a : b;
+}
+
+template <class C>
+constexpr C kLowest = -std::numeric_limits<C>::infinity();
+
+// With only -inf, exp(x - reference) is 0, and the division by the sum gives NaN.
+template <class C>
+C reference_of(C maximum) {
+  return maximum == kLowest<C> ? C(0) : maximum;
+}
+
+template <class T>
+CpuCompute<T> largest_of(const T* x, int64_t length) {
+  using Compute = CpuCompute<T>;
+  Values<T> most[4];
+  for (auto& lanes : most) lanes = Values<T>{} + kLowest<Compute>;
+  Compute result = kLowest<Compute>;
+  for_runs<T, false>(length, [&]<class Access, int kCount>(int64_t at) {
+    for (int g = 0; g < kCount; ++g) {
+      const auto value = Access::load(x + at + g * Access::kCount);
+      if constexpr (Access::kCount == 1) {
+        result = larger(value, result);
+      } else {
+        most[g] = larger(value, most[g]);
+      }
+    }
+  });
+  const Values<T> all = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+  for (int i = 0; i < kLanes<T>; ++i) result = larger(static_cast<Compute>(all[i]), result);
+  return result;
+}
+
+// ---- rows ----
+
+// `kept`: room for the exponentials of a row; the output itself if it has the compute type.
+template <class T, class O, bool kLog>
+void softmax_row(const T* x, O* y, int64_t length, CpuCompute<T>* kept) {
+  using Compute = CpuCompute<T>;
+  const Compute maximum = largest_of(x, length), reference = reference_of(maximum);
+  const double sum = sums_along<T, 1>(length, [&]<class Access>(int64_t c, auto& terms) {
+    terms[0] = exp_any(Access::load(x + c) - reference);
+    if constexpr (!kLog) AccessBeside<Access, Compute>::store(kept + c, terms[0]);
+  })[0];
+  const auto scale = static_cast<Compute>(kLog ? std::log(sum) : 1 / sum);
+  for_accesses<T>(length, [&]<class Access>(int64_t c) {
+    if constexpr (kLog) {
+      AccessBeside<Access, O>::store(y + c, (Access::load(x + c) - maximum) - scale);
+    } else {
+      AccessBeside<Access, O>::store(y + c, Access::load_compute(kept + c) * scale);
+    }
+  });
+}
+
+template <class T, class O, bool kLog>
+void softmax_backward_row(const O* y, const O* dy, T* dx, int64_t length) {
+  using Compute = CpuCompute<O>;
+  const auto sums = sums_along<O, 1>(length, [&]<class Access>(int64_t c, auto& terms) {
+    terms[0] = Access::load(dy + c);
+    if constexpr (!kLog) terms[0] = terms[0] * Access::load(y + c);
+  });
+  const auto sum = static_cast<Compute>(sums[0]);
+  for_accesses<O>(length, [&]<class Access>(int64_t c) {
+    const auto grad = Access::load(dy + c);
+    const auto value = Access::load(y + c);
+    if constexpr (kLog) {
+      AccessBeside<Access, T>::store(dx + c, grad - exp_any(value) * sum);
+    } else {
+      AccessBeside<Access, T>::store(dx + c, value * (grad - sum));
+    }
+  });
+}
+
+// ---- columns ----
+
+// Numbers of the columns of a strip.
+template <class C>
+using Strip = std::array<C, kStripColumns>;
+
+// `count` columns of `length` elements, `inner` apart. `kept`: (length, kStripColumns).
+template <class T, class O, bool kLog>
+void softmax_strip(const T* x, O* y, int64_t length, int64_t inner, int64_t count,
+                   CpuCompute<T>* kept) {
+  using Compute = CpuCompute<T>;
+  alignas(32) Strip<Compute> maximum, reference, scale;
+  maximum.fill(kLowest<Compute>);
+  scale.fill(0);
+  for (int64_t i = 0; i < length; ++i) {
+    for_accesses<T>(count, [&]<class Access>(int64_t c) {
+      const auto most =
+          larger(Access::load(x + i * inner + c), Access::load_compute(maximum.data() + c));
+      AccessBeside<Access, Compute>::store(maximum.data() + c, most);
+    });
+  }
+  for (int64_t c = 0; c < count; ++c) {
+    reference[static_cast<size_t>(c)] = reference_of(maximum[static_cast<size_t>(c)]);
+  }
+  for (int64_t i = 0; i < length; ++i) {
+    Compute* row = kept + i * kStripColumns;
+    for_accesses<T>(count, [&]<class Access>(int64_t c) {
+      const auto e =
+          exp_any(Access::load(x + i * inner + c) - Access::load_compute(reference.data() + c));
+      if constexpr (!kLog) AccessBeside<Access, Compute>::store(row + c, e);
+      AccessBeside<Access, Compute>::store(scale.data() + c,
+                                           Access::load_compute(scale.data() + c) + e);
+    });
+  }
+  for (int64_t c = 0; c < count; ++c) {
+    Compute& value = scale[static_cast<size_t>(c)];
+    value = kLog ? std::log(value) : 1 / value;
+  }
+  for (int64_t i = 0; i < length; ++i) {
+    const Compute* row = kept + i * kStripColumns;
+    for_accesses<T>(count, [&]<class Access>(int64_t c) {
+      const auto factor = Access::load_compute(scale.data() + c);
+      if constexpr (kLog) {
+        const auto distance =
+            Access::load(x + i * inner + c) - Access::load_compute(maximum.data() + c);
+        AccessBeside<Access, O>::store(y + i * inner + c, distance - factor);
+      } else {
+        AccessBeside<Access, O>::store(y + i * inner + c, Access::load_compute(row + c) * factor);
+      }
+    });
+  }
+}
+
+template <class T, class O, bool kLog>
+void softmax_backward_strip(const O* y, const O* dy, T* dx, int64_t length, int64_t inner,
+                            int64_t count) {
+  using Compute = CpuCompute<O>;
+  alignas(32) Strip<Compute> sum{};
+  for (int64_t i = 0; i < length; ++i) {
+    for_accesses<O>(count, [&]<class Access>(int64_t c) {
+      auto term = Access::load(dy + i * inner + c);
+      if constexpr (!kLog) term = term * Access::load(y + i * inner + c);
+      AccessBeside<Access, Compute>::store(sum.data() + c,
+                                           Access::load_compute(sum.data() + c) + term);
+    });
+  }
+  for (int64_t i = 0; i < length; ++i) {
+    for_accesses<O>(count, [&]<class Access>(int64_t c) {
+      const auto grad = Access::load(dy + i * inner + c);
+      const auto value = Access::load(y + i * inner + c);
+      const auto total = Access::load_compute(sum.data() + c);
+      if constexpr (kLog) {
+        AccessBeside<Access, T>::store(dx + i * inner + c, grad - exp_any(value) * total);
+      } else {
+        AccessBeside<Access, T>::store(dx + i * inner + c, value * (grad - total));
+      }
+    });
+  }
+}
+
+// Calls run(begin, count) on the threads: for each row its first element and 1, or for each strip
+// of columns its first element and its columns. An exp costs as much as a few elements.
+template <class F>
+void for_strips(const SoftmaxShape& p, F&& make_task) {
+  const int64_t width = p.inner == 1 ? 1 : kStripColumns;
+  const int64_t per_slab = ceil_div(p.inner, width);
+  at::parallel_for(0, p.outer * per_slab, grain(4 * p.length * width),
+                   [&](int64_t first, int64_t last) {
+                     auto run = make_task();
+                     for (int64_t task = first; task < last; ++task) {
+                       const int64_t slab = task / per_slab, column = task % per_slab * width;
+                       run(slab * p.length * p.inner + column, std::min(width, p.inner - column));
+                     }
+                   });
+}
+
+}  // namespace
+
+void softmax_cpu(const SoftmaxParams& p) {
+  for_softmax_types(p, [&]<class T, class O>() {
+    using Compute = CpuCompute<T>;
+    const T* input = static_cast<const T*>(p.input);
+    O* output = static_cast<O*>(p.output);
+    for_bool(p.is_log, [&]<bool kLog>() {
+      for_strips(p, [&] {
+        const int64_t width = p.inner == 1 ? 1 : kStripColumns;
+        const bool in_place = std::is_same_v<O, Compute> && width == 1;
+        const int64_t room = kLog || in_place ? 0 : p.length * width;
+        return [&, kept = std::vector<Compute>(static_cast<size_t>(room))](int64_t begin,
+                                                                           int64_t count) mutable {
+          if (p.inner == 1) {
+            Compute* place = kept.data();
+            if constexpr (std::is_same_v<O, Compute>) place = output + begin;
+            softmax_row<T, O, kLog>(input + begin, output + begin, p.length, place);
+          } else {
+            softmax_strip<T, O, kLog>(input + begin, output + begin, p.length, p.inner, count,
+                                      kept.data());
+          }
+        };
+      });
+    });
+  });
+}
+
+void softmax_backward_cpu(const SoftmaxBackwardParams& p) {
+  for_softmax_types(p, [&]<class T, class O>() {
+    const O *output = static_cast<const O*>(p.output), *grad = static_cast<const O*>(p.grad_output);
+    T* result = static_cast<T*>(p.grad_input);
+    for_bool(p.is_log, [&]<bool kLog>() {
+      for_strips(p, [&] {
+        return [&](int64_t begin, int64_t count) {
+          if (p.inner == 1) {
+            softmax_backward_row<T, O, kLog>(output + begin, grad + begin, result + begin,
+                                             p.length);
+          } else {
+            softmax_backward_strip<T, O, kLog>(output + begin, grad + begin, result + begin,
+                                               p.length, p.inner, count);
+          }
+        };
+      });
+    });
+  });
+}
+
+}  // namespace warpwright
