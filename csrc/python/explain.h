@@ -40,5 +40,7 @@ inline int64_t numel(const TensorLayout& x) {
 void define_explain(pybind11::module_& m);
 // Those of the matrix product's ops, which define_explain() includes.
 void define_explain_linear(pybind11::module_& m);
+// Those of reductions and scans.
+void define_explain_reduction(pybind11::module_& m);
 
 }  // namespace warpwright

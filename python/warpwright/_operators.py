@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _aten, _native, _work
+from . import _aten, _native, _native_reductions, _work
 from ._op import Operator
 
 native = nn.functional
@@ -58,6 +58,22 @@ ATTENTION = (
 _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
 CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
+CUMPROD = (
+    Operator("cumprod", _native_reductions.cumprod, _native_reductions.cumprod, autocast=True),
+)
+LOGCUMSUMEXP = (
+    Operator("logcumsumexp", _native_reductions.logcumsumexp, _native_reductions.logcumsumexp),
+)
+REDUCTIONS = {
+    "sum": Operator("sum", _native_reductions.total, _native_reductions.total, autocast=True),
+    "mean": Operator("mean", _native_reductions.mean, _native_reductions.mean),
+    "amax": Operator("amax", torch.amax, torch.amax),
+    "logsumexp": Operator(
+        "logsumexp", _native_reductions.logsumexp, _native_reductions.logsumexp, autocast=True
+    ),
+    "var": Operator("var", _native_reductions.var, _native_reductions.var),
+    "std": Operator("std", _native_reductions.std, _native_reductions.std),
+}
 LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
 ATTENTION_WITH_KV_CACHE = (
     Operator(

@@ -127,6 +127,39 @@ def _cumsum(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_scan(name, operand, a["dim"] % max(x.dim(), 1), False)
 
 
+def _cumprod(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    forward, backward = _cumsum(a, gpu)
+    return [forward, (backward[0], f"linear_scan over {backward[1]}")]
+
+
+def _logcumsumexp(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _cumprod({"dtype": None, **a}, gpu)
+
+
+def _reduction(kind: str) -> Callable[[Arguments, _C.DeviceInfo], Lines]:
+    def lines(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+        x, dim = a["input"], a["dim"]
+        dtype = a.get("dtype") or x.dtype
+        is_half = x.dtype in (torch.bfloat16, torch.float16)
+        if dtype != x.dtype and not (is_half and dtype == torch.float32):
+            x = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+        if not x.is_floating_point():
+            return [("forward, backward", f"native {kind}: {x.dtype} has no kernel")]
+        dims = [dim] if isinstance(dim, int) and not isinstance(dim, bool) else dim or []
+        wrapped = [d % max(x.dim(), 1) for d in dims] if isinstance(dims, (list, tuple)) else []
+        return _C.explain_reduction(kind, _dtype(x), _operand(x), wrapped, gpu)
+
+    return lines
+
+
+_sum = _reduction("sum")
+_mean = _reduction("mean")
+_amax = _reduction("amax")
+_logsumexp = _reduction("logsumexp")
+_var = _reduction("var")
+_std = _reduction("std")
+
+
 def _linear_scan(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
     operand = _operand(x if x.is_contiguous() else x.to("meta"))

@@ -1,6 +1,6 @@
-// Scans along one dimension: y_t = y_{t-1} + x_t from the first step to the last, or backwards.
-// Memory-bound: 2E bytes (E = bytes of the output). The gradient is the scan in the other
-// direction, so one operator has all derivatives.
+// Scans along one dimension: y_t = y_{t-1} + x_t from the first step to the last, or backwards; the
+// same for products and log-sum-exps. Memory-bound: 2E bytes (E = bytes of the output). The
+// gradients are scans in the other direction.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,11 @@
 
 namespace warpwright {
 
+enum class ScanKind : int8_t { kSum, kProduct, kLogSumExp };
+
 struct ScanParams {
-  DType dtype;  // floating, or for a sum int64
+  ScanKind kind = ScanKind::kSum;
+  DType dtype;  // floating, or for sums and products int64
   bool is_reversed;
   int64_t outer = 1, length = 1, inner = 1;  // of dense tensors; the scan is along `length`
   const void* input;

@@ -13,6 +13,7 @@ pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
 attention           B
 scans               a dimension that is not scanned
+reductions          a dimension that is kept
 ==================  ============================================================================
 
 Operators that write into an argument have their rules in csrc/torch/batching.cpp. A call that no rule
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from .._ops import ops
-from . import _attention, _elementwise, _losses, _norm_and_pool, _products, _row_norms, _scan
+from . import _attention, _elementwise, _losses, _norm_and_pool, _products, _reduction, _row_norms, _scan
 from ._fold import Dims, Rule, one_by_one
 
 
@@ -52,7 +53,13 @@ RULES: dict[str, Rule] = {
     "gated_activation": _elementwise.gated_activation,
     "gated_activation_backward": _elementwise.gated_activation_backward,
     "rotary_embedding": _elementwise.rotary_embedding,
-    "cumsum": _scan.cumsum,
+    "cumsum": _scan.plain_scan(ops.cumsum),
+    "cumprod": _scan.plain_scan(ops.cumprod),
+    "logcumsumexp": _scan.plain_scan(ops.logcumsumexp),
+    **{
+        name: _reduction.reduction(getattr(ops, name))
+        for name in ("sum", "mean", "amax", "logsumexp", "var", "std")
+    },
     "linear_scan": _scan.linear_scan,
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,

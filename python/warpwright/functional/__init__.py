@@ -14,13 +14,15 @@ from ._norm import (
     batch_norm_relu_max_pool2d,
 )
 from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
+from ._reduction import amax, logsumexp, mean, std, sum, var
 from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from ._scan import cumsum, linear_scan
+from ._scan import cumprod, cumsum, linear_scan, logcumsumexp
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "amax",
     "attention_with_kv_cache",
     "batch_norm",
     "batch_norm_add_relu",
@@ -31,6 +33,7 @@ __all__ = [
     "conv2d_batch_norm_add_relu",
     "conv2d_batch_norm_relu",
     "cross_entropy",
+    "cumprod",
     "cumsum",
     "geglu",
     "layer_norm",
@@ -40,8 +43,11 @@ __all__ = [
     "linear_relu",
     "linear_scan",
     "linear_silu",
+    "logcumsumexp",
+    "logsumexp",
     "max_pool2d",
     "max_pool2d_with_indices",
+    "mean",
     "mlp",
     "relu",
     "relu_",
@@ -49,7 +55,10 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",
+    "std",
+    "sum",
     "swiglu",
+    "var",
 ]
 
 # Pickles and generated forwards import a function by this module, not by the file that defines it.

@@ -79,6 +79,31 @@ struct SumScan {
   __device__ static Compute result(Element run) { return run; }
 };
 
+// y_t = y_{t-1} * x_t
+template <class T>
+struct ProductScan {
+  static constexpr int kInputs = 1;
+  static constexpr int kWords = 1;
+  static constexpr bool kHasGates = false;
+  using Compute = ScanCompute<T>;
+  using Element = Compute;
+  using Carry = typename ScanTypes<T>::Carry;
+
+  __device__ static Compute read_identity(int) { return 1; }
+  __device__ static Element identity() { return 1; }
+  __device__ static Carry first_carry() { return 1; }
+  __device__ static Element element(const Compute (&inputs)[1]) { return inputs[0]; }
+  __device__ static Element combine(Element left, Element right) { return left * right; }
+  __device__ static void total(Element run, Carry (&words)[1]) { words[0] = run; }
+  __device__ static Carry empty_word(int) { return 1; }
+  __device__ static void join(const Carry (&left)[1], Carry (&right)[1]) { right[0] *= left[0]; }
+  __device__ static Carry advance(Carry before, const Carry (&words)[1]) {
+    return before * words[0];
+  }
+  __device__ static Compute result(Compute before, Element run) { return before * run; }
+  __device__ static Compute result(Element run) { return run; }
+};
+
 template <class Element>
 __device__ __forceinline__ Element shuffle_up(Element value, int lanes) {
   return __shfl_up_sync(kFullMask, value, lanes);

@@ -24,6 +24,7 @@ from . import (
     _losses,
     _norms,
     _products,
+    _reduction,
     _refused,
     _scan,
 )
@@ -35,6 +36,7 @@ RULES: dict[str, Rule] = {
     **_norms.RULES,
     **_attention.RULES,
     **_scan.RULES,
+    **_reduction.RULES,
     **_kv_cache.RULES,
 }
 HANDLERS: dict[str, Any] = {
