@@ -76,6 +76,10 @@ def scan(x, dim):
     return (x,), lambda: F.cumsum(x, dim)
 
 
+def reduction(function, x, dim):
+    return (x,), lambda: function(x, dim)
+
+
 def linear_scan(*operands):
     return operands, lambda: F.linear_scan(*operands)
 
@@ -117,6 +121,10 @@ CASES = {
     "cumsum": (lambda: scan(random(512, 768), 1), 1, 1),
     "cumsum, another dimension": (lambda: scan(random(64, 768), 0), 1, 1),
     "cumsum, a long row": (lambda: scan(random(1 << 20), 0), 2, 2),  # the first zeroes flags
+    "sum": (lambda: reduction(F.sum, random(512, 768), 1), 1, 0),  # the gradient is a view
+    "sum, several blocks per row": (lambda: reduction(F.sum, random(1 << 22), 0), 2, 0),
+    "var, another dimension": (lambda: reduction(F.var, random(64, 76800), 0), 1, 5),
+    "logsumexp": (lambda: reduction(F.logsumexp, random(512, 768), 1), 1, 4),
     "linear_scan": (lambda: linear_scan(random(64, 768), random(64, 768)), 1, 5),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),

@@ -202,6 +202,8 @@ def recorded(device):
             {},
         )
         double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
+        for form in ("cumprod", "logcumsumexp", "sum", "mean", "amax", "logsumexp", "var", "std"):
+            double_backward(getattr(warpwright.functional, form), (leaf, 1), {})
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
         warpwright.functional.attention_with_kv_cache(*args, **kwargs)

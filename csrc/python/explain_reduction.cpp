@@ -38,8 +38,9 @@ Lines explain_scan(const std::string& dtype, const TensorLayout& input, int64_t 
 // ---- reductions ----
 
 // `dims`: wrapped; all if there are none.
-Lines explain_reduction(const std::string& kind, const std::string& dtype, const TensorLayout& input,
-                        const std::vector<int64_t>& dims, const DeviceInfo& device) {
+Lines explain_reduction(const std::string& kind, const std::string& dtype,
+                        const TensorLayout& input, const std::vector<int64_t>& dims,
+                        const DeviceInfo& device) {
   constexpr const char* kNames[] = {"sum", "mean", "amax", "logsumexp", "var", "std"};
   ReductionParams p{};
   for (int i = 0; i < 6; ++i) {

@@ -39,13 +39,17 @@ def logsumexp(
 def var(
     input: Tensor, dim: Dims = None, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
-    return torch.var(input, dim, correction=1 if correction is None else correction, keepdim=keepdim)
+    return torch.var(
+        input, dim, correction=1 if correction is None else correction, keepdim=keepdim
+    )
 
 
 def std(
     input: Tensor, dim: Dims = None, correction: float | None = None, keepdim: bool = False
 ) -> Tensor:
-    return torch.std(input, dim, correction=1 if correction is None else correction, keepdim=keepdim)
+    return torch.std(
+        input, dim, correction=1 if correction is None else correction, keepdim=keepdim
+    )
 
 
 def cumprod(

@@ -36,7 +36,11 @@ TESTS = {
     "gated_activation": (["test_gated_activation.py"], "gated or glu"),
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
     "layer_norm": (["test_layer_norm.py"], "norm"),
-    "scan": (["test_cumsum.py", "test_linear_scan.py"], "cumsum or linear_scan"),
+    "reduction": (["test_reduction.py"], "sum or mean or amax or logsumexp or var or std"),
+    "scan": (
+        ["test_cumsum.py", "test_cumprod.py", "test_linear_scan.py"],
+        "cumsum or cumprod or logcumsumexp or linear_scan",
+    ),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),
     "max_pool2d": (["test_max_pool2d.py", "test_relu_max_pool2d.py"], "pool"),

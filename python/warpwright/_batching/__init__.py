@@ -28,7 +28,16 @@ from typing import Any
 import torch
 
 from .._ops import ops
-from . import _attention, _elementwise, _losses, _norm_and_pool, _products, _reduction, _row_norms, _scan
+from . import (
+    _attention,
+    _elementwise,
+    _losses,
+    _norm_and_pool,
+    _products,
+    _reduction,
+    _row_norms,
+    _scan,
+)
 from ._fold import Dims, Rule, one_by_one
 
 

@@ -12,9 +12,7 @@ from ._fold import Dims, Rule, front
 
 
 def plain_scan(op: Any) -> Rule:
-    def rule(
-        info: Any, dims: Dims, input: Tensor, dim: int, reverse: bool
-    ) -> tuple[Tensor, int]:
+    def rule(info: Any, dims: Dims, input: Tensor, dim: int, reverse: bool) -> tuple[Tensor, int]:
         x = front(input, dims[0], info.batch_size)
         dim = canonicalize_dim(x.dim() - 1, dim)
         if x.dim() == 1:  # a sample is one number

@@ -33,6 +33,8 @@ from .language_cases import (
     _gated,
     _linear_scan,
     _narrowed_norm,
+    _plain_scan,
+    _reduction,
     _rotary,
     _row_norm,
 )
@@ -186,7 +188,34 @@ def _scans() -> list[Case]:
         _cumsum((64, 2048, 1024), 1, BF16),
         _linear_scan((8, 1536, 4096), 2, FP32),
         _linear_scan((8, 4096, 2048), 1, BF16),
+        _plain_scan("cumprod", (65536, 1024), 1, FP32),
+        _plain_scan("logcumsumexp", (65536, 1024), 1, FP32),
+        _plain_scan("logcumsumexp", (1 << 26,), 0, FP32),
+        _plain_scan("logcumsumexp", (8192, 32768), 0, FP32),
     ]
+
+
+def _reductions() -> list[Case]:
+    """All of a tensor, rows, columns, and the channels of images."""
+    cases = [
+        _reduction("sum", (1 << 26,), 0, FP32),
+        _reduction("sum", (1 << 24,), 0, FP32),
+        _reduction("sum", (8192, 16384), 0, BF16),
+        _reduction("sum", (1 << 20, 64), 1, FP32),
+        _reduction("sum", (64, 1024, 1024), 1, FP32),
+        _reduction("sum", (64, 256, 64, 64), (0, 2, 3), FP32),
+        _reduction("sum", (65536, 1001), 1, FP32),
+        _reduction("mean", (65536, 1024), 1, FP32),
+        _reduction("amax", (8192, 8192), 1, FP32),
+    ]
+    for op in ("logsumexp", "var"):
+        cases += [
+            _reduction(op, (8192, 32000), 1, FP32),
+            _reduction(op, (8192, 32000), 1, BF16),
+            _reduction(op, (8192, 8192), 0, FP32),
+            _reduction(op, (4096, 4096), 1, FP32),
+        ]
+    return [*cases, _reduction("std", (8192, 8192), 1, FP32)]
 
 
 def _decoding() -> list[Case]:
@@ -201,7 +230,7 @@ def _decoding() -> list[Case]:
 
 def _language_layers() -> list[Case]:
     layers = [*_gated_products(), *_rotary_embeddings(), *_scans(), *_row_norms()]
-    return [*layers, *_decoding()]
+    return [*layers, *_reductions(), *_decoding()]
 
 
 def _all_cases() -> list[Case]:
@@ -317,6 +346,10 @@ QUICK_CASES = [
     _cumsum((2048, 768), 1, FP32),
     _cumsum((2048, 768), 0, FP32),
     _linear_scan((512, 256), 1, FP32),
+    _plain_scan("cumprod", (2048, 768), 1, FP32),
+    _plain_scan("logcumsumexp", (2048, 768), 1, FP32),
+    *(_reduction(op, (2048, 768), 1, FP32) for op in ("mean", "amax", "logsumexp", "var", "std")),
+    *(_reduction("sum", (2048, 768), dim, FP32) for dim in (0, 1)),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),

@@ -110,10 +110,11 @@ struct VarAttributes {
 Tensor var_gradient(const Tensor& grad, const Tensor& input, const VarAttributes& a) {
   const auto dims = dims_of(a.mask, input.dim());
   const Tensor deviation = input - call::mean(input, at::IntArrayRef(dims), true);
-  const c10::SymFloat freedom =
-      c10::SymFloat(reduced_count(input.sym_sizes(), a.mask)) - a.correction;
-  const auto number = freedom.maybe_as_float();
-  if (a.is_whole && number.has_value() && *number <= 0) {  // 2 / 0, times a deviation of 0: NaN
+  const c10::SymInt count = reduced_count(input.sym_sizes(), a.mask);
+  const c10::SymFloat freedom = c10::SymFloat(count) - a.correction;
+  const auto number = count.maybe_as_int();
+  // 2 / 0, times a deviation of 0: NaN.
+  if (a.is_whole && number.has_value() && static_cast<double>(*number) <= a.correction) {
     constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
     return grad *
