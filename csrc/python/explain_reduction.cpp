@@ -63,12 +63,11 @@ Lines explain_reduction(const std::string& kind, const std::string& dtype,
   set(input.strides);
   std::string copied;
   if (!p.layout.fits) {
-    std::vector<int64_t> dense(input.sizes.size());
-    int64_t pitch = 1;
-    for (size_t d = dense.size(); d-- > 0; pitch *= input.sizes[d]) dense[d] = pitch;
-    set(dense);
+    ReductionAxis whole[2] = {{p.layout.per_output(), 1, 0, true},
+                              {p.layout.outputs(), p.layout.per_output(), 1, false}};
+    p.layout = canonical_layout(whole, 2);
     p.input = nullptr;
-    copied = "of a contiguous copy, because the layout has too many axes: ";
+    copied = "of a copy with the reduced dimensions last, because the layout has too many axes: ";
   }
   const bool is_linear = p.kind == Reduction::kSum || p.kind == Reduction::kMean;
   return {{"forward", copied + describe(choose_reduction(p, device))},

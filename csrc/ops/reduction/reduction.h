@@ -42,7 +42,7 @@ struct ReductionTable {
 };
 
 struct ReductionLayout {
-  bool fits = true;     // otherwise the caller copies the tensor
+  bool fits = true;     // otherwise the tables are incomplete, and the caller copies the tensor
   bool is_rows = true;  // the innermost axis is reduced
   ReductionAxis inner{1, 1, 0, true};
   ReductionTable kept, reduced;
@@ -82,16 +82,13 @@ inline ReductionLayout canonical_layout(ReductionAxis* axes, int count) {
   layout.is_rows = axes[0].is_reduced;
   for (int i = 1; i < merged; ++i) {
     ReductionTable& table = axes[i].is_reduced ? layout.reduced : layout.kept;
-    if (table.count == kReductionAxes) {
-      layout.fits = false;
-      return layout;
-    }
-    table.axes[table.count++] = axes[i];
     table.total *= axes[i].size;
+    layout.fits &= table.count < kReductionAxes;
+    if (layout.fits) table.axes[table.count++] = axes[i];
   }
   // Kernels split an index over several reduced axes in 32 bits.
   constexpr int64_t kMaxIndex = int64_t{1} << 31;
-  layout.fits = layout.reduced.count < (layout.is_rows ? 1 : 2) || layout.per_output() < kMaxIndex;
+  layout.fits &= layout.reduced.count < (layout.is_rows ? 1 : 2) || layout.per_output() < kMaxIndex;
   return layout;
 }
 
@@ -158,9 +155,10 @@ inline bool has_whole_vectors(const ReductionParams& p) {
   return result;
 }
 
-// A partial result is up to three numbers of the accumulator's type.
+// A partial result: a sum in double, or one to three numbers of the accumulator's type.
 inline int64_t reduction_state_bytes(const ReductionParams& p) {
   const int64_t number = p.dtype == DType::kFloat64 ? 8 : 4;
+  if (p.kind == Reduction::kSum || p.kind == Reduction::kMean) return 8;
   const bool is_var = p.kind == Reduction::kVar || p.kind == Reduction::kStd;
   return number * (is_var ? 3 : p.kind == Reduction::kLogSumExp ? 2 : 1);
 }

@@ -24,6 +24,13 @@ struct ColumnParts {
     }
     if constexpr (Op::kCounts) count += kCount;
   }
+  __device__ __forceinline__ ColumnParts<typename Op::Merging, kVec> for_merging() const {
+    ColumnParts<typename Op::Merging, kVec> result;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) result.state[j] = state[j];
+    result.count = count;
+    return result;
+  }
   __device__ __forceinline__ Part<Op> part(int j) const {
     Part<Op> result;
     result.state = state[j];
@@ -80,14 +87,14 @@ __device__ __forceinline__ void walk_columns(const ReductionOperands<T, Op>& o, 
   for (; row + (kLoads - 1) * down < end; row += kLoads * down) {
     Vec<T, kVec> x[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) x[i] = load_vec<kVec>(address(row + i * down));
+    for (int i = 0; i < kLoads; ++i) x[i] = load_once<kVec>(address(row + i * down));
     parts.template absorb<kLoads>(
         [&](int i, int j) { return convert<typename Op::Compute>(x[i][j]); });
   }
   Vec<T, kVec> x[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (row + i * down < end) x[i] = load_vec<kVec>(address(row + i * down));
+    if (row + i * down < end) x[i] = load_once<kVec>(address(row + i * down));
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
@@ -103,7 +110,8 @@ __device__ __forceinline__ void walk_columns(const ReductionOperands<T, Op>& o, 
 template <class T, class Op, int kVec, bool kTable>
 __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
     reduce_columns_kernel(const __grid_constant__ ReductionOperands<T, Op> o) {
-  __shared__ SharedColumns<Op, kVec> shared;
+  using Merging = typename Op::Merging;
+  __shared__ SharedColumns<Merging, kVec> shared;
   const int across = 1 << o.log_lanes, down = kReductionThreads >> o.log_lanes;
   const int column = threadIdx.x & (across - 1), step = threadIdx.x >> o.log_lanes;
   const int64_t tile = blockIdx.x / o.splits, split = blockIdx.x - tile * o.splits;
@@ -113,16 +121,17 @@ __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
   const bool is_inside = vector < o.vectors;
   const auto place = o.kept.locate(is_inside ? outer : 0);
 
-  ColumnParts<Op, kVec> parts;
+  ColumnParts<Op, kVec> walked;
   const int64_t begin = split * o.chunk;
   if (is_inside) {
     walk_columns<kTable>(o, o.input + place.input + inner * o.inner_stride, begin + step,
-                         min(begin + o.chunk, o.steps), down, parts);
+                         min(begin + o.chunk, o.steps), down, walked);
   }
+  auto parts = walked.for_merging();
   merge_down(parts, shared, o.log_lanes);
 
   if (o.splits > 1) {
-    using Stored = StoredPart<Op>;
+    using Stored = StoredPart<Merging>;
     auto index = [&](int64_t s, int j) {
       return ((tile * o.splits + s) * kVec + j) * across + column;
     };
@@ -131,14 +140,14 @@ __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
       for (int j = 0; j < kVec; ++j) Stored::store(o.parts, index(split, j), parts.part(j));
     }
     if (!is_last_block(o.tickets + tile, o.splits)) return;
-    parts = ColumnParts<Op, kVec>();
+    parts = ColumnParts<Merging, kVec>();
 #pragma unroll 2
     for (int64_t s = step; s < o.splits; s += down) {
       typename Op::Compute count = 0;
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        const Part<Op> other = Stored::load(o.parts, index(s, j));
-        parts.state[j] = Op::merge(parts.state[j], parts.count, other.state, other.count);
+        const Part<Merging> other = Stored::load(o.parts, index(s, j));
+        parts.state[j] = Merging::merge(parts.state[j], parts.count, other.state, other.count);
         count = other.count;
       }
       if constexpr (Op::kCounts) parts.count += count;
@@ -148,7 +157,7 @@ __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
   if (step == 0 && is_inside) {
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      o.write(place.output + (inner + j) * o.inner_output_stride, parts.state[j]);
+      o.write(place.output + (inner + j) * o.inner_output_stride, parts.part(j));
     }
   }
 }

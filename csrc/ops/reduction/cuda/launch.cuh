@@ -38,8 +38,7 @@ ReductionOperands<T, Op> reduction_operands(const ReductionParams& p, const Redu
   o.chunk = plan.chunk;
   o.log_lanes = plan.log_lanes;
   o.tickets = static_cast<unsigned*>(workspace);
-  o.parts =
-      reinterpret_cast<typename Op::Compute*>(static_cast<char*>(workspace) + plan.zeroed_bytes);
+  o.parts = static_cast<char*>(workspace) + plan.zeroed_bytes;
   return o;
 }
 

@@ -20,6 +20,16 @@ template <class T, class Op>
 constexpr int kColumnLoads =
     sizeof(T) == 8 || (sizeof(T) == 2 && sizeof(typename Op::State) > 4) ? 4 : kReductionLoads;
 
+// Evict-first: L2 drops these lines before others, whose changes would have to be written back.
+template <int kVec, class T>
+__device__ __forceinline__ Vec<T, kVec> load_once(const T* source) {
+  if constexpr (sizeof(Vec<T, kVec>) == kVecBytes) {
+    return load_vec_streaming<kVec>(source);
+  } else {
+    return load_vec<kVec>(source);
+  }
+}
+
 // Axes of one role, without the innermost one.
 struct DeviceTable {
   int count;
@@ -44,6 +54,7 @@ struct DeviceTable {
     int64_t input = 0, output = 0;
   };
   __device__ __forceinline__ Place locate(int64_t index) const {
+    if (count <= 1) return {index * stride[0], index * output_stride[0]};
     Place place;
 #pragma unroll
     for (int i = 0; i < kReductionAxes; ++i) {
@@ -84,12 +95,13 @@ struct ReductionOperands {
   int64_t splits, chunk;  // steps per split
   int log_lanes;
   unsigned* tickets;  // per output or tile of columns, zeroed; with splits
-  typename Op::Compute* parts;
+  void* parts;
 
-  __device__ __forceinline__ void write(int64_t index, typename Op::State state) const {
-    const auto value = Op::result(state, scale);
+  template <class Part>
+  __device__ __forceinline__ void write(int64_t index, const Part& part) const {
+    const auto value = Part::Operator::result(part.state, scale);
     if (writes_compute) {
-      static_cast<typename Op::Compute*>(output)[index] = value;
+      static_cast<typename Op::Compute*>(output)[index] = static_cast<typename Op::Compute>(value);
     } else {
       static_cast<T*>(output)[index] = convert<T>(value);
     }
@@ -100,9 +112,9 @@ struct ReductionOperands {
 // to all its threads. All threads call. The counter is back at 0 after the last one.
 __device__ __forceinline__ bool is_last_block(unsigned* counter, int64_t count) {
   __shared__ bool is_last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();             // of all threads' writes, which came before the barrier
     wait_for_previous_kernel();  // which zeroes the counters
     is_last = atomicInc(counter, static_cast<unsigned>(count - 1)) == count - 1;
     __threadfence();

@@ -2,6 +2,7 @@
 //   State        what some elements come to; identity() is that of none
 //   absorb       adds kCount elements to a State that has `before` elements already
 //   merge        joins the States of two disjoint sets of elements
+//   Merging      the operator for States of different threads
 //   result       the output, from the State of all elements
 // `Count` numbers elements: only moments need it.
 #pragma once
@@ -22,10 +23,12 @@ struct ReductionScale {
 };
 
 // The values of a reduction are `value(0)` to `value(kCount - 1)`.
-template <class T>
+// Threads add in the accumulator's type; their sums are added in double.
+template <class T, class Number = Accum<T>>
 struct SumReduction {
   using Compute = Accum<T>;
-  using State = Compute;
+  using State = Number;
+  using Merging = SumReduction<T, double>;
   static constexpr bool kCounts = false;
 
   __device__ static State identity() { return 0; }
@@ -34,13 +37,14 @@ struct SumReduction {
     state += tree_sum<kCount>(value);
   }
   __device__ static State merge(State a, Compute, State b, Compute) { return a + b; }
-  __device__ static Compute result(State state, const ReductionScale& scale) {
-    return scale.divisor == 1 ? state : state / static_cast<Compute>(scale.divisor);
+  __device__ static Number result(State state, const ReductionScale& scale) {
+    return scale.divisor == 1 ? state : state / static_cast<Number>(scale.divisor);
   }
 };
 
 template <class T>
 struct MaxReduction {
+  using Merging = MaxReduction;
   using Compute = Accum<T>;
   using State = Compute;
   static constexpr bool kCounts = false;
@@ -57,6 +61,7 @@ struct MaxReduction {
 
 template <class T>
 struct LogSumExpReduction {
+  using Merging = LogSumExpReduction;
   using Compute = Accum<T>;
   using State = ScaledSum<Compute>;
   static constexpr bool kCounts = false;
@@ -85,6 +90,7 @@ struct Moments {
 // Chan, Golub & LeVeque 1979, eq. 2.1: no cancellation, however far apart the means are.
 template <class T>
 struct VarReduction {
+  using Merging = VarReduction;
   using Compute = Accum<T>;
   using State = Moments<Compute>;
   static constexpr bool kCounts = true;
@@ -128,8 +134,14 @@ __device__ __forceinline__ State shuffle_down(State value, int lanes) {
 // A State and how many elements it stands for.
 template <class Op>
 struct Part {
+  using Operator = Op;
   typename Op::State state = Op::identity();
   typename Op::Compute count = 0;
+
+  // What threads exchange.
+  __device__ __forceinline__ Part<typename Op::Merging> for_merging() const {
+    return {state, count};
+  }
 
   template <int kCount, class F>
   __device__ __forceinline__ void absorb(const F& value) {
@@ -151,11 +163,13 @@ struct Part {
 // A part in the workspace: as many numbers as reduction_state_bytes() says.
 template <class Op>
 struct StoredPart {
-  using Compute = typename Op::Compute;
+  using State = typename Op::State;
+  using Number = std::conditional_t<std::is_arithmetic_v<State>, State, typename Op::Compute>;
   static constexpr int kNumbers =
-      static_cast<int>(sizeof(typename Op::State) / sizeof(Compute)) + (Op::kCounts ? 1 : 0);
+      static_cast<int>(sizeof(State) / sizeof(Number)) + (Op::kCounts ? 1 : 0);
 
-  __device__ static void store(Compute* target, int64_t index, const Part<Op>& part) {
+  __device__ static void store(void* parts, int64_t index, const Part<Op>& part) {
+    auto* target = static_cast<Number*>(parts);
     if constexpr (std::is_arithmetic_v<typename Op::State>) {
       target[index] = part.state;
     } else {
@@ -165,7 +179,8 @@ struct StoredPart {
     }
     if constexpr (Op::kCounts) target[index * kNumbers + kNumbers - 1] = part.count;
   }
-  __device__ static Part<Op> load(const Compute* source, int64_t index) {
+  __device__ static Part<Op> load(const void* parts, int64_t index) {
+    const auto* source = static_cast<const Number*>(parts);
     Part<Op> part;
     if constexpr (std::is_arithmetic_v<typename Op::State>) {
       part.state = __ldcg(source + index);

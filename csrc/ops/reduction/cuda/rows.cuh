@@ -94,13 +94,13 @@ __device__ __forceinline__ void absorb_vectors(Part<Op>& part, int64_t begin, in
   for (; at + (kLoads - 1) * kLanes < end; at += kLoads * kLanes) {
     Vec<T, kVec> x[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) x[i] = load_vec<kVec>(address(at + i * kLanes));
+    for (int i = 0; i < kLoads; ++i) x[i] = load_once<kVec>(address(at + i * kLanes));
     absorb_all(part, x);
   }
   Vec<T, kVec> x[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (at + i * kLanes < end) x[i] = load_vec<kVec>(address(at + i * kLanes));
+    if (at + i * kLanes < end) x[i] = load_once<kVec>(address(at + i * kLanes));
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
     if constexpr (kVec == 1) {
       x[i][0] = run.data[lane * o.inner_stride];
     } else if (run.vector(lane) + kVec <= o.end) {  // also reads what lies next to the run
-      x[i] = load_vec<kVec>(run.vector(lane));
+      x[i] = load_once<kVec>(run.vector(lane));
     } else {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
       }
     }
     merge_lanes(part, lanes);
-    if (lane == 0 && row < o.outputs) o.write(o.kept.locate(row).output, part.state);
+    if (lane == 0 && row < o.outputs) o.write(o.kept.locate(row).output, part);
   }
 }
 
@@ -191,9 +191,10 @@ __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
   if (row >= o.outputs) return;
   const auto place = o.kept.locate(row);
   const int lane = threadIdx.x % kWarpSize;
-  Part<Op> part = walk_row<Op, kVec, kWarpSize, kRuns>(o, o.input + place.input, 0, o.steps, lane);
+  auto part = walk_row<Op, kVec, kWarpSize, kRuns>(o, o.input + place.input, 0, o.steps, lane)
+                  .for_merging();
   merge_lanes(part, kWarpSize);
-  if (lane == 0) o.write(place.output, part.state);
+  if (lane == 0) o.write(place.output, part);
 }
 
 // Grid: block b owns split b % splits of row b / splits. The last block of a row to finish merges
@@ -201,24 +202,26 @@ __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
 template <class T, class Op, int kVec, bool kRuns>
 __global__ void __launch_bounds__(kReductionThreads, kBlocksPerSm<T>)
     reduce_blocks_kernel(const __grid_constant__ ReductionOperands<T, Op> o) {
-  __shared__ Part<Op> shared[kReductionThreads / kWarpSize];
+  using Merging = typename Op::Merging;
+  __shared__ Part<Merging> shared[kReductionThreads / kWarpSize];
   const int64_t row = blockIdx.x / o.splits, split = blockIdx.x - row * o.splits;
   const auto place = o.kept.locate(row);
   const int64_t begin = split * o.chunk;
-  Part<Op> part = walk_row<Op, kVec, kReductionThreads, kRuns>(
-      o, o.input + place.input, begin, min(begin + o.chunk, o.steps), threadIdx.x);
+  auto part = walk_row<Op, kVec, kReductionThreads, kRuns>(
+                  o, o.input + place.input, begin, min(begin + o.chunk, o.steps), threadIdx.x)
+                  .for_merging();
   merge_block(part, shared);
   if (o.splits > 1) {
-    using Stored = StoredPart<Op>;
+    using Stored = StoredPart<Merging>;
     if (threadIdx.x == 0) Stored::store(o.parts, blockIdx.x, part);
     if (!is_last_block(o.tickets + row, o.splits)) return;
-    part = Part<Op>();
+    part = Part<Merging>();
     for (int64_t s = threadIdx.x; s < o.splits; s += kReductionThreads) {
       part.merge(Stored::load(o.parts, row * o.splits + s));
     }
     merge_block(part, shared);
   }
-  if (threadIdx.x == 0) o.write(place.output, part.state);
+  if (threadIdx.x == 0) o.write(place.output, part);
 }
 
 }  // namespace warpwright

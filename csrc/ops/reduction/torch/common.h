@@ -41,6 +41,13 @@ inline c10::SmallVector<int64_t, 8> dims_of(const DimMask& mask, int64_t ndim) {
   return dims;
 }
 
+// All dimensions: those that stay, then the reduced ones.
+inline c10::SmallVector<int64_t, 8> kept_first(const DimMask& mask, int64_t ndim) {
+  c10::SmallVector<int64_t, 8> order = dims_of(~mask, ndim);
+  for (const int64_t d : dims_of(mask, ndim)) order.push_back(d);
+  return order;
+}
+
 inline c10::SymDimVector reduced_sizes(const Tensor& input, const DimMask& mask, bool keepdim) {
   c10::SymDimVector sizes;
   for (int64_t d = 0; d < input.dim(); ++d) {
@@ -115,13 +122,14 @@ Tensor reduce_with(const Tensor& input, const ReductionCall& call, Run&& run) {
                     .output_dtype = dtype_of(output),
                     .correction = call.correction,
                     .layout = reduction_layout(source, call.mask)};
-  if (!p.layout.fits) {  // more axes than tables hold
-    source = source.contiguous();
-    p.layout = reduction_layout(source, call.mask);
+  if (!p.layout.fits) {  // more axes than the tables hold: a copy with one axis of each role
+    source = source.permute(kept_first(call.mask, source.dim())).contiguous();
+    DimMask last;
+    for (size_t d = 0; d < static_cast<size_t>(source.dim()); ++d) {
+      last[d] = d >= static_cast<size_t>(source.dim()) - dims_of(call.mask, source.dim()).size();
+    }
+    p.layout = reduction_layout(source, last);
   }
-  TORCH_CHECK(p.layout.fits, call.input_name, ": expected at most ", kReductionAxes,
-              " runs of kept and of reduced dimensions besides the last, got sizes ",
-              input.sizes());
   p.input = source.const_data_ptr();
   p.output = output.mutable_data_ptr();
   run(p, source);
