@@ -16,10 +16,11 @@ namespace py = pybind11;
 namespace warpwright {
 namespace {
 
-// ---- cumsum and linear_scan ----
+// ---- scans ----
 
 // As if the input were dense. Copies and the gates begin where allocations begin.
-Lines explain_scan(const std::string& dtype, const TensorLayout& input, int64_t dim, bool gates) {
+Lines explain_scan(const std::string& op, const std::string& dtype, const TensorLayout& input,
+                   int64_t dim) {
   ScanParams p{};
   p.dtype = dtype_from(dtype);
   for (size_t d = 0; d < input.sizes.size(); ++d) {
@@ -28,11 +29,17 @@ Lines explain_scan(const std::string& dtype, const TensorLayout& input, int64_t 
   }
   if (p.length == 0 || p.outer * p.inner == 0) return {{"forward, backward", "nothing to do"}};
   constexpr uintptr_t kFresh = 256;  // not null, which stands for no gates
-  if (gates) p.gate = reinterpret_cast<const void*>(kFresh);
+  if (op == "linear_scan") p.gate = reinterpret_cast<const void*>(kFresh);
+  if (op == "cumprod") p.kind = ScanKind::kProduct;
+  if (op == "logcumsumexp") p.kind = ScanKind::kLogSumExp;
   p.input = reinterpret_cast<const void*>(input.address);
   const std::string forward = describe(choose_scan(p));
   p.input = nullptr;
-  return {{"forward", forward}, {"backward", describe(choose_scan(p)) + ", the other way"}};
+  const bool is_recurrence = p.kind != ScanKind::kSum;
+  if (is_recurrence) p.gate = reinterpret_cast<const void*>(kFresh);
+  return {{"forward", forward},
+          {"backward", (is_recurrence ? "linear_scan over " : "") + describe(choose_scan(p)) +
+                           ", the other way"}};
 }
 
 // ---- reductions ----

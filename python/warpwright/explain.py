@@ -119,21 +119,21 @@ def _relu(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_relu(_dtype(a["input"]), _operand(a["input"]))
 
 
-def _cumsum(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    x = a["input"]
-    dtype = a["dtype"] or (x.dtype if x.is_floating_point() else torch.int64)
-    operand = _operand(x) if x.dtype == dtype and x.is_contiguous() else _operand(x.to("meta"))
-    name = str(dtype).removeprefix("torch.")
-    return _C.explain_scan(name, operand, a["dim"] % max(x.dim(), 1), False)
+def _scan(op: str) -> Callable[[Arguments, _C.DeviceInfo], Lines]:
+    def lines(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+        x = a["input"]
+        dtype = a.get("dtype") or (x.dtype if x.is_floating_point() else torch.int64)
+        operand = _operand(x) if x.dtype == dtype and x.is_contiguous() else _operand(x.to("meta"))
+        name = str(dtype).removeprefix("torch.")
+        return _C.explain_scan(op, name, operand, a["dim"] % max(x.dim(), 1))
+
+    return lines
 
 
-def _cumprod(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    forward, backward = _cumsum(a, gpu)
-    return [forward, (backward[0], f"linear_scan over {backward[1]}")]
-
-
-def _logcumsumexp(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    return _cumprod({"dtype": None, **a}, gpu)
+_cumsum = _scan("cumsum")
+_cumprod = _scan("cumprod")
+_logcumsumexp = _scan("logcumsumexp")
+_linear_scan = _scan("linear_scan")
 
 
 def _reduction(kind: str) -> Callable[[Arguments, _C.DeviceInfo], Lines]:
@@ -158,12 +158,6 @@ _amax = _reduction("amax")
 _logsumexp = _reduction("logsumexp")
 _var = _reduction("var")
 _std = _reduction("std")
-
-
-def _linear_scan(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    x = a["input"]
-    operand = _operand(x if x.is_contiguous() else x.to("meta"))
-    return _C.explain_scan(_dtype(x), operand, a["dim"] % max(x.dim(), 1), True)
 
 
 def _gated_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

@@ -19,6 +19,7 @@ __device__ __forceinline__ ScaledSum<Compute> shuffle(ScaledSum<Compute> run, in
 template <class T>
 struct LogSumExpScan {
   static constexpr int kInputs = 1;
+  static constexpr int kNumbers = 2;
   static constexpr int kWords = 1;
   static constexpr bool kHasGates = false;
   using Compute = Accum<T>;

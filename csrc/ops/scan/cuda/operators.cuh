@@ -2,6 +2,7 @@
 //   kInputs      input tensors; read_identity(i): what input i reads as outside of the tensor
 //   kHasGates    input 1 has gates, which may be shifted, and rows may have an initial state
 //   Element      a run of steps, as the tile combines them: identity(), combine(left, right)
+//   kNumbers     of an Element
 //   Carry        8 bytes that pass from tile to tile, wider than Element where that helps
 //   kWords       the words of Carry that describe a tile: total(element, words), join(left, right)
 //   advance      the carry after a tile, from the carry before it: the one fold between tiles
@@ -58,6 +59,7 @@ __device__ __forceinline__ void forget(Array& array) {
 template <class T>
 struct SumScan {
   static constexpr int kInputs = 1;
+  static constexpr int kNumbers = 1;
   static constexpr int kWords = 1;
   static constexpr bool kHasGates = false;
   using Compute = ScanCompute<T>;
@@ -83,6 +85,7 @@ struct SumScan {
 template <class T>
 struct ProductScan {
   static constexpr int kInputs = 1;
+  static constexpr int kNumbers = 1;
   static constexpr int kWords = 1;
   static constexpr bool kHasGates = false;
   using Compute = ScanCompute<T>;
