@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Dims = int | Sequence[int] | None
+Dims = Any  # an integer, several, or None
 
 
 def total(
@@ -29,7 +28,7 @@ def _listed(dim: Dims) -> Any:
 
 def logsumexp(
     input: Tensor,
-    dim: int | Sequence[int],
+    dim: Dims,
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
