@@ -83,9 +83,9 @@ struct SumBackward {
                                 const variable_list& grads, const NeedsGrad& needs) {
     if (!needs[0]) return {Tensor()};
     const auto ndim = static_cast<int64_t>(a.sizes.size());
-    Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, ndim).to(a.dtype);
+    Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, ndim);
     if (Op::kKind == Reduction::kMean) grad = grad / reduced_count(a.sizes, a.mask);
-    return {grad.expand_symint(a.sizes)};
+    return {grad.to(a.dtype).expand_symint(a.sizes)};
   }
 };
 
