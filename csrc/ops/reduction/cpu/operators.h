@@ -1,7 +1,7 @@
 // What a reduction combines on the CPU. States are double; elements are combined in the compute
 // type in blocks that stay in the first-level cache. An operator has
 //   absorb_run    adds neighbouring elements of one output
-//   absorb_block  adds up to kBlockRows rows to the states of kLanes neighbouring columns
+//   absorb_block  adds up to kBlockRows rows, x(0) and so on, to the states of neighbouring columns
 //   merge, result
 #pragma once
 
@@ -27,13 +27,17 @@ struct CpuState {
 // registers of lanes, then single elements.
 template <class T, class Lanes, class Single>
 double run_total(int64_t count, Lanes&& lanes_at, Single&& single_at) {
-  Values<T> sums[4] = {};
+  constexpr int64_t kStep = kLanes<T>;
+  Values<T> a{}, b{}, c{}, d{};
   int64_t i = 0;
-  for (; i + 4 * kLanes<T> <= count; i += 4 * kLanes<T>) {
-    for (int k = 0; k < 4; ++k) sums[k] += lanes_at(i + k * kLanes<T>);
+  for (; i + 4 * kStep <= count; i += 4 * kStep) {
+    a += lanes_at(i);
+    b += lanes_at(i + kStep);
+    c += lanes_at(i + 2 * kStep);
+    d += lanes_at(i + 3 * kStep);
   }
-  for (; i + kLanes<T> <= count; i += kLanes<T>) sums[0] += lanes_at(i);
-  const Values<T> all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (; i + kStep <= count; i += kStep) a += lanes_at(i);
+  const Values<T> all = (a + b) + (c + d);
   double total = 0;
   for (int k = 0; k < kLanes<T>; ++k) total += all[k];
   for (; i < count; ++i) total += single_at(i);
@@ -49,10 +53,11 @@ struct CpuSum {
         count, [&](int64_t i) { return load_lanes(x + i); },
         [&](int64_t i) { return static_cast<C>(x[i]); });
   }
-  static void absorb_block(const Values<T>* x, int64_t rows, double* first, double*, double) {
-    Values<T> sum = x[0];
-    for (int64_t r = 1; r < rows; ++r) sum += x[r];
-    for (int k = 0; k < kLanes<T>; ++k) first[k] += sum[k];
+  template <class Rows>
+  static void absorb_block(const Rows& x, int64_t rows, double* first, double*, double) {
+    Values<T> sum = x(0);
+    for (int64_t r = 1; r < rows; ++r) sum += x(r);
+    Vector<T, false>::add_stat(first, sum);
   }
   static void merge(CpuState& a, const CpuState& b) { a.first += b.first; }
   static double result(const CpuState& state, const ReductionParams& p) {
@@ -74,10 +79,16 @@ struct CpuMax {
   static void absorb_run(const T* x, int64_t count, CpuState& state) {
     int64_t i = 0;
     if (count >= kLanes<T>) {
-      Values<T> most = load_lanes(x);
-      for (i = kLanes<T>; i + kLanes<T> <= count; i += kLanes<T>) {
+      constexpr int64_t kStep = kLanes<T>;
+      Values<T> most = load_lanes(x), b = most, c = most, d = most;
+      for (; i + 4 * kStep <= count; i += 4 * kStep) {
         most = larger<Values<T>>(most, load_lanes(x + i));
+        b = larger<Values<T>>(b, load_lanes(x + i + kStep));
+        c = larger<Values<T>>(c, load_lanes(x + i + 2 * kStep));
+        d = larger<Values<T>>(d, load_lanes(x + i + 3 * kStep));
       }
+      for (; i + kStep <= count; i += kStep) most = larger<Values<T>>(most, load_lanes(x + i));
+      most = larger<Values<T>>(larger<Values<T>>(most, b), larger<Values<T>>(c, d));
       for (int k = 0; k < kLanes<T>; ++k) {
         state.first = larger(state.first, static_cast<double>(most[k]));
       }
@@ -86,9 +97,10 @@ struct CpuMax {
       state.first = larger(state.first, static_cast<double>(static_cast<C>(x[i])));
     }
   }
-  static void absorb_block(const Values<T>* x, int64_t rows, double* first, double*, double) {
-    Values<T> most = x[0];
-    for (int64_t r = 1; r < rows; ++r) most = larger<Values<T>>(most, x[r]);
+  template <class Rows>
+  static void absorb_block(const Rows& x, int64_t rows, double* first, double*, double) {
+    Values<T> most = x(0);
+    for (int64_t r = 1; r < rows; ++r) most = larger<Values<T>>(most, x(r));
     for (int k = 0; k < kLanes<T>; ++k) {
       first[k] = larger(first[k], static_cast<double>(most[k]));
     }
@@ -135,14 +147,14 @@ struct CpuLogSumExp {
         [&](int64_t j) { return power(static_cast<C>(x[j]) - to); });
     merge(state, {to, sum, 0});
   }
-  static void absorb_block(const Values<T>* x, int64_t rows, double* first, double* second,
-                           double) {
+  template <class Rows>
+  static void absorb_block(const Rows& x, int64_t rows, double* first, double* second, double) {
     Values<T> old;
     for (int k = 0; k < kLanes<T>; ++k) old[k] = static_cast<C>(first[k]);
     Values<T> to = old;
-    for (int64_t r = 0; r < rows; ++r) to = reference(to, x[r]);
-    Values<T> sum = power(x[0] - to);
-    for (int64_t r = 1; r < rows; ++r) sum += power(x[r] - to);
+    for (int64_t r = 0; r < rows; ++r) to = reference(to, x(r));
+    Values<T> sum = power(x(0) - to);
+    for (int64_t r = 1; r < rows; ++r) sum += power(x(r) - to);
     const Values<T> scale = power(old - to);
     for (int k = 0; k < kLanes<T>; ++k) {
       first[k] = to[k];
@@ -184,17 +196,18 @@ struct CpuVar {
     const double squares = total(x, count, [&](C v) { return (v - mean) * (v - mean); });
     merge(state, {static_cast<double>(mean) + rest, squares - size * rest * rest, size});
   }
-  static void absorb_block(const Values<T>* x, int64_t rows, double* first, double* second,
+  template <class Rows>
+  static void absorb_block(const Rows& x, int64_t rows, double* first, double* second,
                            double before) {
     constexpr int kCount = kLanes<T>;
     C mean[kCount] = {}, squares[kCount] = {};
     for (int64_t r = 0; r < rows; ++r) {
-      for (int k = 0; k < kCount; ++k) mean[k] += static_cast<C>(x[r][k]);
+      for (int k = 0; k < kCount; ++k) mean[k] += static_cast<C>(x(r)[k]);
     }
     for (int k = 0; k < kCount; ++k) mean[k] /= static_cast<C>(rows);
     for (int64_t r = 0; r < rows; ++r) {
       for (int k = 0; k < kCount; ++k) {
-        const C d = static_cast<C>(x[r][k]) - mean[k];
+        const C d = static_cast<C>(x(r)[k]) - mean[k];
         squares[k] += d * d;
       }
     }

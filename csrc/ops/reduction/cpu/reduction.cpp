@@ -117,19 +117,19 @@ void reduce_columns_part(const ReductionLayout& a, const T* source, int64_t widt
     const T* starts[kBlockRows];
     for (int64_t r = 0; r < rows; ++r) starts[r] = source + locate(a.reduced, row + r).input;
     for (int64_t c = 0; c < width; c += kLanes<T>) {
-      Values<T> x[kBlockRows];
+      double *first = states.first + c, *second = states.second + c;
       if (a.inner.stride == 1 && c + kLanes<T> <= width) {
-        for (int64_t r = 0; r < rows; ++r) x[r] = load_lanes(starts[r] + c);
+        auto x = [&](int64_t r) { return load_lanes(starts[r] + c); };
+        Op::absorb_block(x, rows, first, second, states.count);
       } else {
         const int64_t lanes = std::min<int64_t>(kLanes<T>, width - c);
+        T gathered[kBlockRows][kLanes<T>] = {};
         for (int64_t r = 0; r < rows; ++r) {
-          x[r] = Values<T>{};
-          for (int64_t k = 0; k < lanes; ++k) {
-            x[r][k] = static_cast<CpuCompute<T>>(starts[r][(c + k) * a.inner.stride]);
-          }
+          for (int64_t k = 0; k < lanes; ++k) gathered[r][k] = starts[r][(c + k) * a.inner.stride];
         }
+        auto x = [&](int64_t r) { return load_lanes(gathered[r]); };
+        Op::absorb_block(x, rows, first, second, states.count);
       }
-      Op::absorb_block(x, rows, states.first + c, states.second + c, states.count);
     }
     states.count += static_cast<double>(rows);
   }
@@ -177,13 +177,31 @@ void reduce_columns(const ReductionParams& p) {
   }
 }
 
+// Columns fewer than lanes, as rows of elements that are not neighbours.
+ReductionParams as_rows(ReductionParams p) {
+  ReductionLayout& a = p.layout;
+  ReductionTable &kept = a.kept, &reduced = a.reduced;
+  std::copy_backward(kept.axes, kept.axes + kept.count, kept.axes + kept.count + 1);
+  kept.axes[0] = a.inner;
+  kept.total *= a.inner.size;
+  ++kept.count;
+  a.inner = reduced.axes[0];
+  std::copy(reduced.axes + 1, reduced.axes + reduced.count, reduced.axes);
+  reduced.total /= a.inner.size;
+  --reduced.count;
+  a.is_rows = true;
+  return p;
+}
+
 template <class T, class Op>
 void reduce_as(const ReductionParams& p) {
-  if (p.layout.is_rows) {
-    reduce_rows<T, Op>(p);
-  } else {
-    reduce_columns<T, Op>(p);
+  const ReductionLayout& a = p.layout;
+  if (a.is_rows) return reduce_rows<T, Op>(p);
+  const bool is_narrow = a.inner.size < kLanes<T>;
+  if (is_narrow && a.kept.count < kReductionAxes && a.reduced.count > 0) {
+    return reduce_rows<T, Op>(as_rows(p));
   }
+  reduce_columns<T, Op>(p);
 }
 
 }  // namespace
