@@ -2,6 +2,7 @@
 // type in blocks that stay in the first-level cache. An operator has
 //   absorb_run    adds neighbouring elements of one output
 //   absorb_block  adds up to kBlockRows rows, x(0) and so on, to the states of neighbouring columns
+//   kStreams      combine() joins rows one after the other, which reads memory in order
 //   merge, result
 #pragma once
 
@@ -47,6 +48,8 @@ double run_total(int64_t count, Lanes&& lanes_at, Single&& single_at) {
 template <class T>
 struct CpuSum {
   using C = CpuCompute<T>;
+  static constexpr bool kStreams = true;
+  static Values<T> combine(Values<T> a, Values<T> b) { return a + b; }
   static CpuState identity() { return {0, 0, 0}; }
   static void absorb_run(const T* x, int64_t count, CpuState& state) {
     state.first += run_total<T>(
@@ -75,6 +78,8 @@ inline double larger(double a, double b) { return b > a || b != b ? b : a; }
 template <class T>
 struct CpuMax {
   using C = CpuCompute<T>;
+  static constexpr bool kStreams = true;
+  static Values<T> combine(Values<T> a, Values<T> b) { return larger<Values<T>>(a, b); }
   static CpuState identity() { return {-std::numeric_limits<double>::infinity(), 0, 0}; }
   static void absorb_run(const T* x, int64_t count, CpuState& state) {
     int64_t i = 0;
@@ -112,6 +117,7 @@ struct CpuMax {
 template <class T>
 struct CpuLogSumExp {
   using C = CpuCompute<T>;
+  static constexpr bool kStreams = false;
   static constexpr C kLargest = std::numeric_limits<C>::max();
 
   static CpuState identity() { return {-kLargest, 0, 0}; }
@@ -175,6 +181,7 @@ struct CpuLogSumExp {
 template <class T>
 struct CpuVar {
   using C = std::conditional_t<sizeof(T) == 2, float, double>;
+  static constexpr bool kStreams = false;
   static CpuState identity() { return {0, 0, 0}; }
   // The total of term(x) over a run. Eight sums, which the compiler puts into registers of lanes.
   template <class Term>

@@ -104,6 +104,25 @@ struct ColumnStates {
   double first[kColumnRun + 8], second[kColumnRun + 8], count;
 };
 
+// Adds rows to all columns that fill registers of lanes, and returns how many those are.
+template <class T, class Op>
+int64_t stream_rows(const T* const* starts, int64_t rows, int64_t width, ColumnStates& states) {
+  const int64_t whole = width / kLanes<T> * kLanes<T>;
+  Values<T> sums[kColumnRun / kLanes<T>];
+  for (int64_t c = 0; c < whole; c += kLanes<T>) sums[c / kLanes<T>] = load_lanes(starts[0] + c);
+  for (int64_t r = 1; r < rows; ++r) {
+    for (int64_t c = 0; c < whole; c += kLanes<T>) {
+      Values<T>& sum = sums[c / kLanes<T>];
+      sum = Op::combine(sum, load_lanes(starts[r] + c));
+    }
+  }
+  for (int64_t c = 0; c < whole; c += kLanes<T>) {
+    auto x = [&](int64_t) { return sums[c / kLanes<T>]; };
+    Op::absorb_block(x, 1, states.first + c, states.second + c, states.count);
+  }
+  return whole;
+}
+
 // Adds rows `begin` to `end` of `width` columns from `source` on.
 template <class T, class Op>
 void reduce_columns_part(const ReductionLayout& a, const T* source, int64_t width, int64_t begin,
@@ -116,7 +135,11 @@ void reduce_columns_part(const ReductionLayout& a, const T* source, int64_t widt
     const int64_t rows = std::min(kBlockRows, end - row);
     const T* starts[kBlockRows];
     for (int64_t r = 0; r < rows; ++r) starts[r] = source + locate(a.reduced, row + r).input;
-    for (int64_t c = 0; c < width; c += kLanes<T>) {
+    int64_t c = 0;
+    if constexpr (Op::kStreams) {
+      if (a.inner.stride == 1) c = stream_rows<T, Op>(starts, rows, width, states);
+    }
+    for (; c < width; c += kLanes<T>) {
       double *first = states.first + c, *second = states.second + c;
       if (a.inner.stride == 1 && c + kLanes<T> <= width) {
         auto x = [&](int64_t r) { return load_lanes(starts[r] + c); };
