@@ -235,6 +235,32 @@ def matrices() -> Iterator[Case]:
         for op in ("softmax", "log_softmax"):
             soft = lambda f, a=(x, dim), op=op: getattr(f, op)(*a)  # noqa: E731
             yield Case(op, name, "rows", soft, [x])
+    for shape, dim in (
+        ((2048, 768), 1),
+        ((2048, 768), 0),
+        ((1 << 20,), 0),
+        ((64, 64, 784), (0, 2)),
+    ):
+        x = torch.randn(shape)
+        name = f"{'x'.join(map(str, shape))} dim {dim}"
+        for op in ("sum", "mean", "amax", "logsumexp", "var", "std"):
+            yield Case(
+                op,
+                name,
+                "rows",
+                lambda f, o=op, a=(x, dim): getattr(f if hasattr(f, o) else torch, o)(*a),
+                [x],
+            )
+    for op in ("cumprod", "logcumsumexp"):
+        for dim in (0, 1):
+            x = torch.randn(512, 768).mul(0.01).exp()
+            yield Case(
+                op,
+                f"512x768 dim {dim}",
+                "rows",
+                lambda f, o=op, a=(x, dim): getattr(f if hasattr(f, o) else torch, o)(*a),
+                [x],
+            )
     for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
         x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
         yield Case(

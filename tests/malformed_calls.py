@@ -76,6 +76,14 @@ def public_calls(device, seed, grad=True):
         ),
         "softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": None}),
         "log_softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": None}),
+        "cumprod": ([g(2, 3, 5), seed % 5 - 2], {"dtype": None, "reverse": False}),
+        "logcumsumexp": ([g(2, 3, 5), seed % 5 - 2], {"reverse": False}),
+        "sum": ([g(2, 3, 5), (0, seed % 2 + 1)], {"keepdim": False, "dtype": None}),
+        "mean": ([g(2, 3, 5), seed % 5 - 2], {"keepdim": True, "dtype": None}),
+        "amax": ([g(2, 3, 5), (seed % 3,)], {"keepdim": False}),
+        "logsumexp": ([g(2, 3, 5), (0, 2)], {"keepdim": False}),
+        "var": ([g(2, 3, 5), (0, 2)], {"correction": 1, "keepdim": False}),
+        "std": ([g(2, 3, 5), 1], {"correction": 0, "keepdim": False}),
         "linear_scan": ([g(2, 3, 5), g(2, 3, 5), g(2, 5)], {"dim": 1, "reverse": False}),
         "attention_with_kv_cache": (
             [t(2, 1, 4, 8), *cache, t(2, 1, 2, 8), t(2, 1, 2, 8)],
@@ -280,10 +288,13 @@ def native_functions():
 
         return run
 
-    def cumsum(x, dim, reverse=False, **options):
-        if not isinstance(reverse, bool):
-            raise TypeError("reverse")
-        return torch.cumsum(x.flip(dim) if reverse else x, dim, **options)
+    def scan(function):
+        def run(x, dim, reverse=False, **options):
+            if not isinstance(reverse, bool):
+                raise TypeError("reverse")
+            return function(x.flip(dim) if reverse else x, dim, **options)
+
+        return run
 
     def norm_add_relu(x, residual, *args, **kwargs):
         return native.relu(native.batch_norm(x, *args, **kwargs) + residual)
@@ -324,7 +335,11 @@ def native_functions():
         },
         "add_layer_norm": added(native.layer_norm),
         "add_rms_norm": added(native.rms_norm),
-        "cumsum": cumsum,
+        **{name: scan(getattr(torch, name)) for name in ("cumsum", "cumprod", "logcumsumexp")},
+        **{
+            name: getattr(torch, name)
+            for name in ("sum", "mean", "amax", "logsumexp", "var", "std")
+        },
         "swiglu": gated(native.silu),
         "geglu": gated(native.gelu),
         "linear_relu": fused_linear(native.relu),

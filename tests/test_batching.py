@@ -104,14 +104,29 @@ def test_rotary_embedding(device, dims, interleaved):
         check(run, dims, *args, wanted=(0, 1))
 
 
+@pytest.mark.parametrize("scan", [F.cumsum, F.cumprod, F.logcumsumexp])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_cumsum(device, reverse):
+def test_scans(device, scan, reverse):
     for dim in (0, 1, -1):
         for at in (0, 1, 2):
-            check(lambda x, d=dim: F.cumsum(x, d, reverse=reverse), (at,), randn(device, 4, 5, 3))
-    check(lambda x: F.cumsum(x, 0, reverse=reverse), (0,), randn(device, 4))
+            check(lambda x, d=dim: scan(x, d, reverse=reverse), (at,), randn(device, 4, 5, 3))
+    check(lambda x: scan(x, 0, reverse=reverse), (0,), randn(device, 4))
     with pytest.raises(IndexError, match=r"expected to be in range of \[-2, 1\], but got -3"):
-        vmap(lambda x: F.cumsum(x, -3))(randn(device, 4, 5, 3))
+        vmap(lambda x: scan(x, -3))(randn(device, 4, 5, 3))
+
+
+@pytest.mark.parametrize("reduce", [F.sum, F.mean, F.amax, F.logsumexp, F.var, F.std])
+def test_reductions(device, reduce):
+    for dim in (0, -1, (0, 1)):
+        for at, keepdim in ((0, False), (1, True), (2, False)):
+            check(
+                lambda x, d=dim, k=keepdim: reduce(x, d, keepdim=k), (at,), randn(device, 4, 5, 3)
+            )
+    if reduce not in (F.var, F.std):  # of one element
+        for dim in (0, -1):
+            check(lambda x, d=dim: reduce(x, d), (0,), randn(device, 4))
+    with pytest.raises(IndexError, match=r"expected to be in range of \[-2, 1\], but got -3"):
+        vmap(lambda x: reduce(x, -3))(randn(device, 4, 5, 3))
 
 
 @pytest.mark.parametrize("dims", DIMS)

@@ -136,6 +136,18 @@ CASES = {
     "log_softmax": Case(
         lambda x: F.log_softmax(x, 0), lambda x: torch.log_softmax(x, 0), {"x": (3, 4)}
     ),
+    "cumprod": Case(lambda x: F.cumprod(x, 1), lambda x: torch.cumprod(x, 1), {"x": (3, 4)}),
+    "logcumsumexp": Case(
+        lambda x: F.logcumsumexp(x, 0), lambda x: torch.logcumsumexp(x, 0), {"x": (3, 4)}
+    ),
+    **{
+        name: Case(
+            lambda x, n=name: getattr(F, n)(x, (0, 2)),
+            lambda x, n=name: getattr(torch, n)(x, (0, 2)),
+            {"x": (3, 2, 4)},
+        )
+        for name in ("sum", "mean", "amax", "logsumexp", "var", "std")
+    },
     "linear_scan": Case(
         lambda a, x, h: F.linear_scan(a, x, h),
         lambda a, x, h: _native.linear_scan(a, x, h, -1),

@@ -110,6 +110,8 @@ def test_scans(device):
         for reverse in (False, True):
             same("cumsum", x, dim, reverse)
             same("cumsum", x.int(), dim, reverse)
+            same("cumprod", x, dim, reverse)
+            same("logcumsumexp", x, dim, reverse)
             same("linear_scan", x.cos(), x, x.select(dim, 0), dim, reverse)
             for shifted in (False, True):
                 same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
@@ -162,6 +164,19 @@ def test_softmax(device, name):
     if device == "cuda":
         same(name, half, 1, torch.float32)
     same(f"{name}_backward", x, getattr(ops, name)(half, 1, torch.float32), 1, half.dtype)
+
+
+def test_reductions(device):
+    x = torch.randn(3, 2, 5, device=device)
+    for dim, keepdim in ((0, False), ([0, 2], True), ([], False)):
+        for name in ("sum", "mean"):
+            same(name, x, dim or None, keepdim)
+            same(name, x.bfloat16(), dim, keepdim, torch.float32)
+        same("amax", x, dim, keepdim)
+        same("logsumexp", x, dim or [0, 1, 2], keepdim)
+        same("logsumexp", x.bfloat16(), dim or [0, 1, 2], keepdim, torch.float32)
+        for name in ("var", "std"):
+            same(name, x, dim or None, 0.5, keepdim)
 
 
 def test_attention_with_kv_cache(device):

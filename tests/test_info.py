@@ -133,10 +133,13 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.rms_norm(x, (2,))
     _ops.ops.add_layer_norm(x, x, (2,))
     _ops.ops.add_rms_norm(x, x, (2,))
-    F.cumsum(x, 0)
     F.group_norm(x, 1)
     F.softmax(x, 0)
     F.log_softmax(x, 0)
+    for scan in (F.cumsum, F.cumprod, F.logcumsumexp):
+        scan(x, 0)
+    for reduce in (F.sum, F.mean, F.amax, F.logsumexp, F.var, F.std):
+        reduce(x, 0)
     F.linear_scan(x, x)
     F.attention_with_kv_cache(x, x, x, cache_seqlens=x)
     _ops.ops.kv_cache_append_(x, x, x, x, x)

@@ -87,6 +87,10 @@ def scan(x, dim):
     return (x,), lambda: F.cumsum(x, dim)
 
 
+def reduction(function, x, dim):
+    return (x,), lambda: function(x, dim)
+
+
 def linear_scan(*operands):
     return operands, lambda: F.linear_scan(*operands)
 
@@ -154,6 +158,10 @@ CASES = {
         1,
         1,
     ),
+    "sum": (lambda: reduction(F.sum, random(512, 768), 1), 1, 0),  # the gradient is a view
+    "sum, several blocks per row": (lambda: reduction(F.sum, random(1 << 22), 0), 2, 0),
+    "var, another dimension": (lambda: reduction(F.var, random(64, 76800), 0), 1, 5),
+    "logsumexp": (lambda: reduction(F.logsumexp, random(512, 768), 1), 1, 4),
     "linear_scan": (lambda: linear_scan(random(64, 768), random(64, 768)), 1, 5),
     # The codes and the product. Backward: dy by the scales, the weight's codes as bfloat16, and the
     # product.

@@ -216,6 +216,8 @@ def recorded(device):
             function = getattr(warpwright.functional, form)
             double_backward(function, (leaf, 1), {})
             double_backward(function, (residual.requires_grad_(), -1), {"dtype": torch.float32})
+        for form in ("cumprod", "logcumsumexp", "sum", "mean", "amax", "logsumexp", "var", "std"):
+            double_backward(getattr(warpwright.functional, form), (leaf, 1), {})
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
         warpwright.functional.attention_with_kv_cache(*args, **kwargs)

@@ -130,6 +130,35 @@ def softmax_cases():
         yield f"{name}-misaligned", lambda x, f=function: f(misaligned(x), 0), (rand(3000),), {}
 
 
+def product_scan_cases():
+    for shape, dim in (((5, 1027), 1), ((2, 33000), 1), ((130, 24), 0), ((1100, 24), 0)):
+        for reverse in (False, True):
+            name = f"{'x'.join(map(str, shape))}-dim{dim}{'-reverse' * reverse}"
+            for scan in (F.cumprod, F.logcumsumexp):
+                x = rand(*shape) * 0.01
+                yield f"{scan.__name__}-{name}", scan, (x.detach(), dim), {"reverse": reverse}
+
+
+def reduction_cases():
+    for shape, dim in (
+        ((300, 7), 1),  # groups of lanes, not aligned
+        ((300, 64), 1),
+        ((70, 1027), 1),  # a warp per row
+        ((5, 20000), 1),  # several blocks per row
+        ((3, 4, 8, 8), (0, 2, 3)),  # several runs per row
+        ((3, 4, 7, 7), (0, 2, 3)),
+        ((130, 24), 0),  # columns
+        ((130, 7), 0),
+        ((5000, 24), 0),  # several blocks per column
+        ((3, 40, 5, 16), (1, 2)),
+        ((3, 40, 5, 16), (0, 2)),
+    ):
+        name = f"{'x'.join(map(str, shape))}-dim{str(dim).replace(' ', '')}"
+        for reduce in (F.sum, F.amax, F.logsumexp, F.var):
+            yield f"{reduce.__name__}-{name}", reduce, (rand(*shape).detach(), dim), {}
+    yield "misaligned", lambda x: F.sum(misaligned(x), 0), (integers(33000),), {}
+
+
 def linear_scan_cases():
     for shape, dim in (
         ((5, 1027), 1),
@@ -617,6 +646,8 @@ CASES = {
     "gated_activation": gated_activation_cases,
     "rotary_embedding": rotary_embedding_cases,
     "cumsum": cumsum_cases,
+    "product_scan": product_scan_cases,
+    "reduction": reduction_cases,
     "linear_scan": linear_scan_cases,
     "linear_quantized": linear_quantized_cases,
     "group_norm": group_norm_cases,

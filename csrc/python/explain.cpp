@@ -26,7 +26,6 @@
 #include "ops/max_pool2d/max_pool2d.h"
 #include "ops/relu/relu.h"
 #include "ops/rotary_embedding/rotary_embedding.h"
-#include "ops/scan/scan.h"
 #include "ops/softmax/softmax.h"
 
 namespace py = pybind11;
@@ -46,25 +45,6 @@ Lines explain_relu(const std::string& dtype, const TensorLayout& input) {
   backward.numel = forward.numel;
   return {{"forward", describe(choose_relu(forward))},
           {"grad_input", describe(choose_relu_backward(backward))}};
-}
-
-// ---- cumsum and linear_scan ----
-
-// As if the input were dense. Copies and the gates begin where allocations begin.
-Lines explain_scan(const std::string& dtype, const TensorLayout& input, int64_t dim, bool gates) {
-  ScanParams p{};
-  p.dtype = dtype_from(dtype);
-  for (size_t d = 0; d < input.sizes.size(); ++d) {
-    const auto place = static_cast<int64_t>(d);
-    (place < dim ? p.outer : place == dim ? p.length : p.inner) *= input.sizes[d];
-  }
-  if (p.length == 0 || p.outer * p.inner == 0) return {{"forward, backward", "nothing to do"}};
-  constexpr uintptr_t kFresh = 256;  // not null, which stands for no gates
-  if (gates) p.gate = reinterpret_cast<const void*>(kFresh);
-  p.input = reinterpret_cast<const void*>(input.address);
-  const std::string forward = describe(choose_scan(p));
-  p.input = nullptr;
-  return {{"forward", forward}, {"backward", describe(choose_scan(p)) + ", the other way"}};
 }
 
 // ---- softmax and log_softmax ----
@@ -497,7 +477,6 @@ void define_explain(py::module_& m) {
   m.def("explain_conv2d_cpu", &explain_conv2d_cpu);
   m.def("explain_conv2d_moments", &explain_conv2d_moments);
   m.def("explain_cross_entropy", &explain_cross_entropy);
-  m.def("explain_scan", &explain_scan);
   m.def("explain_softmax", &explain_softmax);
   m.def("explain_attention_with_kv_cache", &explain_attention_with_kv_cache);
   m.def("explain_gated_activation", &explain_gated_activation);
@@ -505,6 +484,7 @@ void define_explain(py::module_& m) {
   m.def("explain_rotary_embedding", &explain_rotary_embedding);
   define_explain_linear(m);
   define_explain_linear_8bit(m);
+  define_explain_reduction(m);
   m.def("explain_max_pool2d", &explain_max_pool2d);
   m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);
 }

@@ -41,5 +41,7 @@ void define_explain(pybind11::module_& m);
 // Those of the matrix product's ops, which define_explain() includes.
 void define_explain_linear(pybind11::module_& m);
 void define_explain_linear_8bit(pybind11::module_& m);
+// Those of reductions and scans.
+void define_explain_reduction(pybind11::module_& m);
 
 }  // namespace warpwright

@@ -23,6 +23,7 @@ from ._operators import (
     BATCH_NORM_RELU,
     CONV2D_BATCH_NORM,
     CROSS_ENTROPY,
+    CUMPROD,
     CUMSUM,
     GATED_ACTIVATION,
     GROUP_NORM,
@@ -33,8 +34,10 @@ from ._operators import (
     LINEAR_QUANTIZED,
     LINEAR_SCAN,
     LOG_SOFTMAX,
+    LOGCUMSUMEXP,
     MAX_POOL2D,
     QUANTIZE_ROWS,
+    REDUCTIONS,
     ROTARY_EMBEDDING,
     SGD,
     SOFTMAX,
@@ -243,14 +246,32 @@ _RECORDS = (
         explain="rotary_embedding",
         cpu="loops over heads, once for query and once for key",
     ),
-    Op(
-        "cumsum",
-        CUMSUM,
-        is_plain=True,
-        integers=True,
-        explain="cumsum",
-        cpu="four rows at a time, or runs of columns; float32 is summed in double",
-        folders=("scan",),
+    *(
+        Op(
+            name,
+            operators,
+            is_plain=True,
+            integers=name != "logcumsumexp",
+            explain=name,
+            cpu="four rows at a time, or runs of columns; float32 is combined in double",
+            folders=("scan",),
+        )
+        for name, operators in (
+            ("cumsum", CUMSUM),
+            ("cumprod", CUMPROD),
+            ("logcumsumexp", LOGCUMSUMEXP),
+        )
+    ),
+    *(
+        Op(
+            name,
+            (operator,),
+            is_plain=True,
+            explain=name,
+            cpu="blocks of a row, or of 16 rows of columns; partial results are double",
+            folders=("reduction",),
+        )
+        for name, operator in REDUCTIONS.items()
     ),
     Op(
         "linear_scan",

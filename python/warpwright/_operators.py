@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _aten, _aten_row_norms, _native, _native_8bit, _quantized_weight, _work
+from . import (
+    _aten,
+    _aten_row_norms,
+    _native,
+    _native_8bit,
+    _native_reductions,
+    _quantized_weight,
+    _work,
+)
 from ._op import Operator
 
 native = nn.functional
@@ -122,6 +130,22 @@ LOG_SOFTMAX = (
     Operator("log_softmax_backward", aten=_aten.log_softmax_backward, is_fused_by_inductor=always),
 )
 CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
+CUMPROD = (
+    Operator("cumprod", _native_reductions.cumprod, _native_reductions.cumprod, autocast=True),
+)
+LOGCUMSUMEXP = (
+    Operator("logcumsumexp", _native_reductions.logcumsumexp, _native_reductions.logcumsumexp),
+)
+REDUCTIONS = {
+    "sum": Operator("sum", _native_reductions.total, _native_reductions.total, autocast=True),
+    "mean": Operator("mean", _native_reductions.mean, _native_reductions.mean),
+    "amax": Operator("amax", torch.amax, torch.amax),
+    "logsumexp": Operator(
+        "logsumexp", _native_reductions.logsumexp, _native_reductions.logsumexp, autocast=True
+    ),
+    "var": Operator("var", _native_reductions.var, _native_reductions.var),
+    "std": Operator("std", _native_reductions.std, _native_reductions.std),
+}
 LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
 ATTENTION_WITH_KV_CACHE = (
     Operator(

@@ -119,12 +119,15 @@ def _relu(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_relu(_dtype(a["input"]), _operand(a["input"]))
 
 
-def _cumsum(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    x = a["input"]
-    dtype = a["dtype"] or (x.dtype if x.is_floating_point() else torch.int64)
-    operand = _operand(x) if x.dtype == dtype and x.is_contiguous() else _operand(x.to("meta"))
-    name = str(dtype).removeprefix("torch.")
-    return _C.explain_scan(name, operand, a["dim"] % max(x.dim(), 1), False)
+def _scan(op: str) -> Callable[[Arguments, _C.DeviceInfo], Lines]:
+    def lines(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+        x = a["input"]
+        dtype = a.get("dtype") or (x.dtype if x.is_floating_point() else torch.int64)
+        operand = _operand(x) if x.dtype == dtype and x.is_contiguous() else _operand(x.to("meta"))
+        name = str(dtype).removeprefix("torch.")
+        return _C.explain_scan(op, name, operand, a["dim"] % max(x.dim(), 1))
+
+    return lines
 
 
 def _softmax(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -138,10 +141,34 @@ def _softmax(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _C.explain_softmax(_dtype(read), result, operand, dim % max(x.dim(), 1), gpu)
 
 
-def _linear_scan(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    x = a["input"]
-    operand = _operand(x if x.is_contiguous() else x.to("meta"))
-    return _C.explain_scan(_dtype(x), operand, a["dim"] % max(x.dim(), 1), True)
+_cumsum = _scan("cumsum")
+_cumprod = _scan("cumprod")
+_logcumsumexp = _scan("logcumsumexp")
+_linear_scan = _scan("linear_scan")
+
+
+def _reduction(kind: str) -> Callable[[Arguments, _C.DeviceInfo], Lines]:
+    def lines(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+        x, dim = a["input"], a["dim"]
+        dtype = a.get("dtype") or x.dtype
+        is_half = x.dtype in (torch.bfloat16, torch.float16)
+        if dtype != x.dtype and not (is_half and dtype == torch.float32):
+            x = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+        if not x.is_floating_point():
+            return [("forward, backward", f"native {kind}: {x.dtype} has no kernel")]
+        dims = [dim] if isinstance(dim, int) and not isinstance(dim, bool) else dim or []
+        wrapped = [d % max(x.dim(), 1) for d in dims] if isinstance(dims, (list, tuple)) else []
+        return _C.explain_reduction(kind, _dtype(x), _operand(x), wrapped, gpu)
+
+    return lines
+
+
+_sum = _reduction("sum")
+_mean = _reduction("mean")
+_amax = _reduction("amax")
+_logsumexp = _reduction("logsumexp")
+_var = _reduction("var")
+_std = _reduction("std")
 
 
 def _quantize_rows(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

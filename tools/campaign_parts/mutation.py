@@ -38,8 +38,12 @@ TESTS = {
     "layer_norm": (["test_layer_norm.py"], "norm"),
     "group_norm": (["test_group_norm.py"], "group_norm or instance_norm"),
     "softmax": (["test_softmax.py"], "softmax"),
-    "scan": (["test_cumsum.py", "test_linear_scan.py"], "cumsum or linear_scan"),
     "linear_8bit": (["test_linear_8bit.py"], "int8 or fp8 or quantize or scaled"),
+    "reduction": (["test_reduction.py"], "sum or mean or amax or logsumexp or var or std"),
+    "scan": (
+        ["test_cumsum.py", "test_cumprod.py", "test_linear_scan.py"],
+        "cumsum or cumprod or logcumsumexp or linear_scan",
+    ),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
     "linear_quantized": (["test_linear_quantized.py"], "quantized"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),

@@ -1,6 +1,6 @@
-// Scans along one dimension: y_t = y_{t-1} + x_t from the first step to the last, or backwards.
-// Memory-bound: 2E bytes (E = bytes of the output). The gradient is the scan in the other
-// direction, so one operator has all derivatives.
+// Scans along one dimension: y_t = y_{t-1} + x_t from the first step to the last, or backwards; the
+// same for products and log-sum-exps. Memory-bound: 2E bytes (E = bytes of the output). The
+// gradients are scans in the other direction.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,11 @@
 
 namespace warpwright {
 
+enum class ScanKind : int8_t { kSum, kProduct, kLogSumExp };
+
 struct ScanParams {
-  DType dtype;  // floating, or for a sum int64
+  ScanKind kind = ScanKind::kSum;
+  DType dtype;  // floating, or for sums and products int64
   bool is_reversed;
   int64_t outer = 1, length = 1, inner = 1;  // of dense tensors; the scan is along `length`
   const void* input;
@@ -29,12 +32,14 @@ struct ScanParams {
   bool is_shifted = false;        // each step has the gate of the step before it in the scan
 
   int inputs() const { return gate == nullptr ? 1 : 2; }
+  // A run of steps is one number or a pair: pairs take twice the registers per element.
+  int numbers() const { return gate != nullptr || kind == ScanKind::kLogSumExp ? 2 : 1; }
 };
 
 constexpr int kScanColumnThreads = 256;
 constexpr int kScanColumnBlocksPerSm = 3;
-constexpr int64_t kScanRowBytes = 32 * 1024;  // of a tile of rows, over all inputs
-constexpr int kScanColumnRows = 8;            // per thread, over all inputs
+constexpr int64_t kScanRowBytes = 32 * 1024;  // of a tile of rows, per number of a run
+constexpr int kScanColumnRows = 8;            // per thread and number of a run
 constexpr int64_t kScanTicketBytes = 16;
 constexpr int kScanGroup = 32;  // tiles of a long row that look back together
 
@@ -64,7 +69,7 @@ inline int64_t round_up_to_16(int64_t bytes) { return ceil_div<int64_t>(bytes, 1
 
 inline ScanPlan choose_scan_rows(const ScanParams& p) {
   const int64_t size = dtype_size(p.dtype), vec = 16 / size;
-  const int64_t tile = kScanRowBytes / size / p.inputs();
+  const int64_t tile = kScanRowBytes / size / p.numbers();
   const auto place = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16; };
   ScanPlan plan{.is_rows = true,
                 .look_back = false,
@@ -103,7 +108,7 @@ inline ScanPlan choose_scan_columns(const ScanParams& p) {
                 .vectorized = p.inner * size % 16 == 0 && addresses % 16 == 0,
                 .blocks = 0};
   const int64_t vec = plan.vectorized ? 16 / size : 1;
-  const int64_t per_thread = kScanColumnRows / p.inputs();
+  const int64_t per_thread = kScanColumnRows / p.numbers();
   plan.vectors = p.outer * p.inner / vec;
   // 256 bytes across, or 128 of single floats. Fewer rows leave more threads for columns, and fewer
   // columns more for rows.

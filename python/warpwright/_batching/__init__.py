@@ -14,7 +14,8 @@ batch norm          N if only the input is batched and the statistics are given,
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
 attention           B
-scans, softmax      a dimension that is not scanned or reduced
+scans, softmax      a dimension that is not scanned or normalised
+reductions          a dimension that is kept
 ==================  ============================================================================
 
 Operators that write into an argument have their rules in csrc/torch/batching.cpp. A call that no rule
@@ -37,6 +38,7 @@ from . import (
     _losses,
     _norm_and_pool,
     _products,
+    _reduction,
     _row_norms,
     _scan,
     _softmax,
@@ -65,7 +67,13 @@ RULES: dict[str, Rule] = {
     "gated_activation": _elementwise.gated_activation,
     "gated_activation_backward": _elementwise.gated_activation_backward,
     "rotary_embedding": _elementwise.rotary_embedding,
-    "cumsum": _scan.cumsum,
+    "cumsum": _scan.plain_scan(ops.cumsum),
+    "cumprod": _scan.plain_scan(ops.cumprod),
+    "logcumsumexp": _scan.plain_scan(ops.logcumsumexp),
+    **{
+        name: _reduction.reduction(getattr(ops, name))
+        for name in ("sum", "mean", "amax", "logsumexp", "var", "std")
+    },
     "linear_scan": _scan.linear_scan,
     "quantize_rows": _codes.quantize_rows,
     "scaled_linear": _codes.scaled_linear,

@@ -8,15 +8,18 @@ from torch import Tensor
 from torch._prims_common import canonicalize_dim
 
 from .._ops import ops
-from ._fold import Dims, front
+from ._fold import Dims, Rule, front
 
 
-def cumsum(info: Any, dims: Dims, input: Tensor, dim: int, reverse: bool) -> tuple[Tensor, int]:
-    x = front(input, dims[0], info.batch_size)
-    dim = canonicalize_dim(x.dim() - 1, dim)
-    if x.dim() == 1:  # a sample is one number
-        return ops.cumsum(x[:, None], 1, reverse)[:, 0], 0
-    return ops.cumsum(x, dim + 1, reverse), 0
+def plain_scan(op: Any) -> Rule:
+    def rule(info: Any, dims: Dims, input: Tensor, dim: int, reverse: bool) -> tuple[Tensor, int]:
+        x = front(input, dims[0], info.batch_size)
+        dim = canonicalize_dim(x.dim() - 1, dim)
+        if x.dim() == 1:  # a sample is one number
+            return op(x[:, None], 1, reverse)[:, 0], 0
+        return op(x, dim + 1, reverse), 0
+
+    return rule
 
 
 def linear_scan(

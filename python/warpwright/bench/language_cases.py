@@ -119,6 +119,42 @@ def _softmax(
     )
 
 
+def _plain_scan(op: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
+    """cumprod of factors near 1, or logcumsumexp."""
+    e = torch.Size(shape).numel() * dtype.itemsize
+
+    def make(device: str) -> Inputs:
+        x = torch.randn(shape, device=device)
+        return {"x": (x if op == "logcumsumexp" else (0.01 * x).exp()).to(dtype).requires_grad_()}
+
+    return Case(
+        op,
+        "x".join(map(str, shape)) + f" dim {dim}",
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: getattr(F, op)(i["x"], dim),
+        _work.traffic(e, 2, 4).of("bytes"),
+        native=lambda F, i: getattr(torch, op)(i["x"], dim),
+    )
+
+
+def _reduction(
+    op: str, shape: tuple[int, ...], dim: int | tuple[int, ...], dtype: torch.dtype
+) -> Case:
+    e = torch.Size(shape).numel() * dtype.itemsize
+    return Case(
+        op,
+        "x".join(map(str, shape)) + " dim " + str(dim).replace(" ", ""),
+        dtype,
+        ROWS,
+        lambda device: {"x": _randn(shape, dtype, device)},
+        lambda F, i: getattr(F, op)(i["x"], dim),
+        _work.traffic(e, 1, 1 if op in ("sum", "mean") else 2).of("bytes"),
+        native=lambda F, i: getattr(torch, op)(i["x"], dim),
+    )
+
+
 def _linear_scan(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
     """Gates between 0.9 and 1."""
     e = torch.Size(shape).numel() * dtype.itemsize

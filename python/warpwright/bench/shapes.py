@@ -37,6 +37,8 @@ from .language_cases import (
     _linear_quantized,
     _linear_scan,
     _narrowed_norm,
+    _plain_scan,
+    _reduction,
     _rotary,
     _row_norm,
     _softmax,
@@ -218,6 +220,10 @@ def _scans() -> list[Case]:
         _cumsum((64, 2048, 1024), 1, BF16),
         _linear_scan((8, 1536, 4096), 2, FP32),
         _linear_scan((8, 4096, 2048), 1, BF16),
+        _plain_scan("cumprod", (65536, 1024), 1, FP32),
+        _plain_scan("logcumsumexp", (65536, 1024), 1, FP32),
+        _plain_scan("logcumsumexp", (1 << 26,), 0, FP32),
+        _plain_scan("logcumsumexp", (8192, 32768), 0, FP32),
     ]
 
 
@@ -251,6 +257,29 @@ def _quantized_products() -> list[Case]:
     ]
 
 
+def _reductions() -> list[Case]:
+    """All of a tensor, rows, columns, and the channels of images."""
+    cases = [
+        _reduction("sum", (1 << 26,), 0, FP32),
+        _reduction("sum", (1 << 24,), 0, FP32),
+        _reduction("sum", (8192, 16384), 0, BF16),
+        _reduction("sum", (1 << 20, 64), 1, FP32),
+        _reduction("sum", (64, 1024, 1024), 1, FP32),
+        _reduction("sum", (64, 256, 64, 64), (0, 2, 3), FP32),
+        _reduction("sum", (65536, 1001), 1, FP32),
+        _reduction("mean", (65536, 1024), 1, FP32),
+        _reduction("amax", (8192, 8192), 1, FP32),
+    ]
+    for op in ("logsumexp", "var"):
+        cases += [
+            _reduction(op, (8192, 32000), 1, FP32),
+            _reduction(op, (8192, 32000), 1, BF16),
+            _reduction(op, (8192, 8192), 0, FP32),
+            _reduction(op, (4096, 4096), 1, FP32),
+        ]
+    return [*cases, _reduction("std", (8192, 8192), 1, FP32)]
+
+
 def _decoding() -> list[Case]:
     """Llama 3's heads: a full batch in pages of each size, a long sequence, a few tokens at once."""
     return [
@@ -271,7 +300,7 @@ def _language_layers() -> list[Case]:
         *_row_norms(),
         *_codes(),
     ]
-    return [*layers, *_decoding(), *_quantized_products()]
+    return [*layers, *_reductions(), *_decoding(), *_quantized_products()]
 
 
 def _all_cases() -> list[Case]:
@@ -392,6 +421,10 @@ QUICK_CASES = [
     _softmax("softmax", (2048, 768), 1, FP32),
     _softmax("softmax", (16, 21, 64, 64), 1, FP32),
     _softmax("log_softmax", (1024, 1000), 1, FP32),
+    _plain_scan("cumprod", (2048, 768), 1, FP32),
+    _plain_scan("logcumsumexp", (2048, 768), 1, FP32),
+    *(_reduction(op, (2048, 768), 1, FP32) for op in ("mean", "amax", "logsumexp", "var", "std")),
+    *(_reduction("sum", (2048, 768), dim, FP32) for dim in (0, 1)),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _linear_codes("linear_int8", 256, 256, 384),
     _linear_codes("linear_fp8", 256, 256, 384),

@@ -17,14 +17,16 @@ from ._norm import (
 )
 from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
 from ._quantized import linear_quantized
+from ._reduction import amax, logsumexp, mean, std, sum, var
 from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from ._scan import cumsum, linear_scan
+from ._scan import cumprod, cumsum, linear_scan, logcumsumexp
 from ._softmax import log_softmax, softmax
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "amax",
     "attention_with_kv_cache",
     "batch_norm",
     "batch_norm_add_relu",
@@ -35,6 +37,7 @@ __all__ = [
     "conv2d_batch_norm_add_relu",
     "conv2d_batch_norm_relu",
     "cross_entropy",
+    "cumprod",
     "cumsum",
     "geglu",
     "group_norm",
@@ -50,8 +53,11 @@ __all__ = [
     "linear_scan",
     "linear_silu",
     "log_softmax",
+    "logcumsumexp",
+    "logsumexp",
     "max_pool2d",
     "max_pool2d_with_indices",
+    "mean",
     "mlp",
     "quantize_rows",
     "relu",
@@ -61,7 +67,10 @@ __all__ = [
     "rotary_embedding",
     "scaled_dot_product_attention",
     "softmax",
+    "std",
+    "sum",
     "swiglu",
+    "var",
 ]
 
 # Pickles and generated forwards import a function by this module, not by the file that defines it.

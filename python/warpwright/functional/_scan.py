@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _arguments, _native
+from .. import _arguments, _native, _native_reductions
 from .._ops import ops
 
-# The result types that have kernels. Native alone sums into others.
+# The result types that have kernels. Native alone sums or multiplies into others.
 _SUMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
@@ -47,6 +47,65 @@ def cumsum(
         return ops.cumsum(input, dim, reverse)
     except RuntimeError as error:
         raise _arguments.error(error, "cumsum", {"input": input}, {}) from None
+
+
+def cumprod(
+    input: Tensor, dim: int, *, dtype: torch.dtype | None = None, reverse: bool = False
+) -> Tensor:
+    """``y_t = x_0 * ... * x_t`` along ``dim``, as ``torch.cumprod``; equal bits on every repeat.
+
+    One pass, as :func:`cumsum`. The gradient is a :func:`linear_scan`: exact where elements are zero,
+    without a division and without a synchronisation.
+
+    Args:
+        input, dim, dtype: as for :func:`cumsum`.
+        reverse: from the last element to the first: ``y_t = x_t * ... * x_last``.
+    Returns:
+        The shape of ``input``, contiguous; int64 for integers without ``dtype``.
+    Raises:
+        IndexError, TypeError: as for :func:`cumsum`.
+    """
+    if dim.__class__ is not int:
+        dim = _arguments.integer("cumprod", "dim", dim)
+    if reverse.__class__ is not bool:
+        reverse = _arguments.flag("cumprod", "reverse", reverse)
+    if dtype is not None:
+        if dtype not in _SUMS:
+            return _native_reductions.cumprod(input, dim, reverse, dtype)
+        if isinstance(input, Tensor):
+            input = input.to(dtype)
+    try:
+        return ops.cumprod(input, dim, reverse)
+    except RuntimeError as error:
+        raise _arguments.error(error, "cumprod", {"input": input}, {}) from None
+
+
+def logcumsumexp(input: Tensor, dim: int, *, reverse: bool = False) -> Tensor:
+    """``y_t = log(exp(x_0) + ... + exp(x_t))`` along ``dim``, as ``torch.logcumsumexp``.
+
+    One pass, as :func:`cumsum`, with equal bits on every repeat. Runs are pairs of a maximum and a sum
+    of ``exp(x - maximum)``, so nothing overflows. The gradient is a :func:`linear_scan` whose gates
+    are at most 1.
+
+    Args:
+        input: any shape and strides; float32, float64, bfloat16 or float16. Native computes complex
+            numbers.
+        dim: the dimension.
+        reverse: from the last element to the first.
+    Returns:
+        The shape of ``input``, contiguous.
+    Raises:
+        NotImplementedError: integer ``input``.
+        IndexError, TypeError: as for :func:`cumsum`.
+    """
+    if dim.__class__ is not int:
+        dim = _arguments.integer("logcumsumexp", "dim", dim)
+    if reverse.__class__ is not bool:
+        reverse = _arguments.flag("logcumsumexp", "reverse", reverse)
+    try:
+        return ops.logcumsumexp(input, dim, reverse)
+    except RuntimeError as error:
+        raise _arguments.error(error, "logcumsumexp", {"input": input}, {}) from None
 
 
 def linear_scan(

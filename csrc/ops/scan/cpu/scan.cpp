@@ -1,6 +1,8 @@
 // Rows are scanned four at a time, because each step waits for the one before it. Other dimensions
 // are scanned by runs of columns, whose sums stay in the first-level cache.
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "common/ceil_div.h"
@@ -23,14 +25,41 @@ struct ScanSumOf<int64_t> {
 template <class T>
 using ScanSum = typename ScanSumOf<T>::type;
 
+// One step: the next value from the last one and the step's input, single or in lanes.
+struct AddStep {
+  template <class V>
+  static V next(V before, V x) {
+    return before + x;
+  }
+  static constexpr int kFirst = 0;
+};
+struct MultiplyStep {
+  template <class V>
+  static V next(V before, V x) {
+    return before * x;
+  }
+  static constexpr int kFirst = 1;
+};
+struct LogAddExpStep {
+  template <class V>
+  static V next(V a, V b) {
+    if (a != a || b != b) return a + b;
+    const V most = std::max(a, b), least = std::min(a, b);
+    if (most == least && std::isinf(most)) return most;
+    return most + std::log1p(std::exp(least - most));
+  }
+  static constexpr double kFirst = -std::numeric_limits<double>::infinity();
+};
+
 constexpr int64_t kRowsAtOnce = 4;
 constexpr int64_t kColumnRun = 512;
 
 // kRows neighbouring rows of `length` elements. `step` is 1 or -1; pointers are at the first step.
-template <int kRows, bool kGates, class T>
+template <int kRows, class Step, bool kGates, class T>
 void scan_rows(const ScanParams& p, const T* input, const T* gate, const T* initial, T* output,
                int64_t step) {
-  ScanSum<T> sums[kRows] = {};
+  ScanSum<T> sums[kRows];
+  std::fill_n(sums, kRows, static_cast<ScanSum<T>>(Step::kFirst));
   if (initial != nullptr) {
     for (int r = 0; r < kRows; ++r) sums[r] = static_cast<ScanSum<T>>(initial[r]);
   }
@@ -41,30 +70,30 @@ void scan_rows(const ScanParams& p, const T* input, const T* gate, const T* init
       if (kGates && (t > 0 || initial != nullptr)) {
         sums[r] *= static_cast<ScanSum<T>>(gate[at - back]);
       }
-      sums[r] += static_cast<ScanSum<T>>(input[at]);
+      sums[r] = Step::next(sums[r], static_cast<ScanSum<T>>(input[at]));
       output[at] = static_cast<T>(sums[r]);
     }
   }
 }
 
 // One step of a run of columns. `gate`: of this step, or null.
-template <bool kGates, class T>
+template <class Step, bool kGates, class T>
 void add_columns(const T* __restrict__ input, const T* __restrict__ gate, T* __restrict__ output,
                  ScanSum<T>* __restrict__ sums, int64_t count) {
   int64_t c = 0;
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 && !std::is_same_v<Step, LogAddExpStep>) {
     for (; c + kLanes<T> <= count; c += kLanes<T>) {
       Values<T> sum;
       std::memcpy(&sum, sums + c, sizeof(sum));
       if constexpr (kGates) sum *= load_lanes(gate + c);
-      sum += load_lanes(input + c);
+      sum = Step::next(sum, load_lanes(input + c));
       std::memcpy(sums + c, &sum, sizeof(sum));
       store_lanes(output + c, sum);
     }
   }
   for (; c < count; ++c) {
     if constexpr (kGates) sums[c] *= static_cast<ScanSum<T>>(gate[c]);
-    sums[c] += static_cast<ScanSum<T>>(input[c]);
+    sums[c] = Step::next(sums[c], static_cast<ScanSum<T>>(input[c]));
     output[c] = static_cast<T>(sums[c]);
   }
 }
@@ -74,14 +103,15 @@ const T* at_or_null(const void* data, int64_t offset) {
   return data == nullptr ? nullptr : static_cast<const T*>(data) + offset;
 }
 
-template <class T, bool kGates>
+template <class T, class Step, bool kGates>
 void scan_all_rows(const ScanParams& p) {
   const int64_t n = p.length, first = p.is_reversed ? n - 1 : 0, step = p.is_reversed ? -1 : 1;
   const int64_t groups = ceil_div(p.outer, kRowsAtOnce);
   auto scan = [&]<int kRows>(int64_t row) {
     const int64_t at = row * n + first;
-    scan_rows<kRows, kGates>(p, static_cast<const T*>(p.input) + at, at_or_null<T>(p.gate, at),
-                             at_or_null<T>(p.initial, row), static_cast<T*>(p.output) + at, step);
+    scan_rows<kRows, Step, kGates>(p, static_cast<const T*>(p.input) + at,
+                                   at_or_null<T>(p.gate, at), at_or_null<T>(p.initial, row),
+                                   static_cast<T*>(p.output) + at, step);
   };
   at::parallel_for(0, groups, grain(kRowsAtOnce * n), [&](int64_t begin, int64_t end) {
     const int64_t last = std::min(end * kRowsAtOnce, p.outer);
@@ -94,7 +124,7 @@ void scan_all_rows(const ScanParams& p) {
 }
 
 // `count` columns from `base` on, whose sums are in `sums`.
-template <class T, bool kGates>
+template <class T, class Step, bool kGates>
 void scan_run_of_columns(const ScanParams& p, int64_t base, ScanSum<T>* sums, int64_t count) {
   const int64_t step = p.is_reversed ? -p.inner : p.inner;
   const int64_t back = p.is_shifted ? step : 0;
@@ -103,14 +133,15 @@ void scan_run_of_columns(const ScanParams& p, int64_t base, ScanSum<T>* sums, in
     const auto* input = static_cast<const T*>(p.input) + at;
     auto* output = static_cast<T*>(p.output) + at;
     if (!kGates || (t == 0 && p.initial == nullptr)) {
-      add_columns<false>(input, static_cast<const T*>(nullptr), output, sums, count);
+      add_columns<Step, false>(input, static_cast<const T*>(nullptr), output, sums, count);
     } else {
-      add_columns<true>(input, static_cast<const T*>(p.gate) + at - back, output, sums, count);
+      add_columns<Step, true>(input, static_cast<const T*>(p.gate) + at - back, output, sums,
+                              count);
     }
   }
 }
 
-template <class T, bool kGates>
+template <class T, class Step, bool kGates>
 void scan_all_columns(const ScanParams& p) {
   const int64_t runs = ceil_div(p.inner, kColumnRun);
   const int64_t width = ceil_div(p.inner, runs);  // equal shares
@@ -120,36 +151,44 @@ void scan_all_columns(const ScanParams& p) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t outer = i / runs, column = i % runs * width;
       const int64_t count = std::min(width, p.inner - column);
-      std::fill(sums.begin(), sums.end(), ScanSum<T>{});
+      std::fill(sums.begin(), sums.end(), static_cast<ScanSum<T>>(Step::kFirst));
       if (p.initial != nullptr) {
         const T* initial = static_cast<const T*>(p.initial) + outer * p.inner + column;
         for (int64_t c = 0; c < count; ++c) {
           sums[static_cast<size_t>(c)] = static_cast<ScanSum<T>>(initial[c]);
         }
       }
-      scan_run_of_columns<T, kGates>(p, outer * p.length * p.inner + column, sums.data(), count);
+      scan_run_of_columns<T, Step, kGates>(p, outer * p.length * p.inner + column, sums.data(),
+                                           count);
     }
   });
 }
 
-template <class T, bool kGates>
+template <class T, class Step, bool kGates>
 void scan_as(const ScanParams& p) {
   if (p.inner == 1) {
-    scan_all_rows<T, kGates>(p);
+    scan_all_rows<T, Step, kGates>(p);
   } else {
-    scan_all_columns<T, kGates>(p);
+    scan_all_columns<T, Step, kGates>(p);
   }
 }
 
 }  // namespace
 
 void scan_cpu(const ScanParams& p) {
-  if (p.dtype == DType::kInt64) return scan_as<int64_t, false>(p);
+  if (p.dtype == DType::kInt64) {
+    if (p.kind == ScanKind::kProduct) return scan_as<int64_t, MultiplyStep, false>(p);
+    return scan_as<int64_t, AddStep, false>(p);
+  }
   for_cpu_dtype(p.dtype, [&]<class T>() {
-    if (p.gate == nullptr) {
-      scan_as<T, false>(p);
-    } else {
-      scan_as<T, true>(p);
+    if (p.gate != nullptr) return scan_as<T, AddStep, true>(p);
+    switch (p.kind) {
+      case ScanKind::kSum:
+        return scan_as<T, AddStep, false>(p);
+      case ScanKind::kProduct:
+        return scan_as<T, MultiplyStep, false>(p);
+      case ScanKind::kLogSumExp:
+        return scan_as<T, LogAddExpStep, false>(p);
     }
   });
 }

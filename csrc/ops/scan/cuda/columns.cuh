@@ -179,7 +179,7 @@ template <class T, class Scan, int kVec, bool kLookBack>
 __global__ void __launch_bounds__(kScanColumnThreads, kScanColumnBlocksPerSm)
     scan_columns_kernel(const __grid_constant__ ColumnOperands<T, Scan::kInputs> o) {
   constexpr int kInputs = Scan::kInputs;
-  constexpr int kRows = kScanColumnRows / kInputs;
+  constexpr int kRows = kScanColumnRows / Scan::kNumbers;
   using Compute = typename Scan::Compute;
   using Element = typename Scan::Element;
   __shared__ Element shared_runs[kVec][kScanColumnThreads];

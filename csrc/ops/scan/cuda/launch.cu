@@ -2,6 +2,7 @@
 #include "device/types.cuh"
 #include "host/launch.h"
 #include "ops/scan/cuda/linear.cuh"
+#include "ops/scan/cuda/log_sum_exp.cuh"
 #include "ops/scan/cuda/operators.cuh"
 #include "ops/scan/scan.h"
 
@@ -18,13 +19,20 @@ void launch_scan(const ScanParams& p, const ScanPlan& plan, void* workspace, cud
                "the flags of a scan");
   }
   if (p.dtype == DType::kInt64) {
+    if (p.kind == ScanKind::kProduct) {
+      return launch_scan_as<int64_t, ProductScan<int64_t>>(p, plan, workspace, stream);
+    }
     return launch_scan_as<int64_t, SumScan<int64_t>>(p, plan, workspace, stream);
   }
   for_dtype(p.dtype, [&]<class T>() {
-    if (p.gate == nullptr) {
-      launch_scan_as<T, SumScan<T>>(p, plan, workspace, stream);
-    } else {
-      launch_scan_as<T, LinearScan<T>>(p, plan, workspace, stream);
+    if (p.gate != nullptr) return launch_scan_as<T, LinearScan<T>>(p, plan, workspace, stream);
+    switch (p.kind) {
+      case ScanKind::kSum:
+        return launch_scan_as<T, SumScan<T>>(p, plan, workspace, stream);
+      case ScanKind::kProduct:
+        return launch_scan_as<T, ProductScan<T>>(p, plan, workspace, stream);
+      case ScanKind::kLogSumExp:
+        return launch_scan_as<T, LogSumExpScan<T>>(p, plan, workspace, stream);
     }
   });
 }

@@ -23,6 +23,7 @@ __device__ __forceinline__ GatedRun<Compute> shuffle(GatedRun<Compute> run, int 
 template <class T>
 struct LinearScan {
   static constexpr int kInputs = 2;
+  static constexpr int kNumbers = 2;
   static constexpr int kWords = 2;
   static constexpr bool kHasGates = true;
   using Compute = Accum<T>;

@@ -2,6 +2,7 @@
 //   kInputs      input tensors; read_identity(i): what input i reads as outside of the tensor
 //   kHasGates    input 1 has gates, which may be shifted, and rows may have an initial state
 //   Element      a run of steps, as the tile combines them: identity(), combine(left, right)
+//   kNumbers     of an Element
 //   Carry        8 bytes that pass from tile to tile, wider than Element where that helps
 //   kWords       the words of Carry that describe a tile: total(element, words), join(left, right)
 //   advance      the carry after a tile, from the carry before it: the one fold between tiles
@@ -58,6 +59,7 @@ __device__ __forceinline__ void forget(Array& array) {
 template <class T>
 struct SumScan {
   static constexpr int kInputs = 1;
+  static constexpr int kNumbers = 1;
   static constexpr int kWords = 1;
   static constexpr bool kHasGates = false;
   using Compute = ScanCompute<T>;
@@ -76,6 +78,32 @@ struct SumScan {
     return before + words[0];
   }
   __device__ static Compute result(Compute before, Element run) { return before + run; }
+  __device__ static Compute result(Element run) { return run; }
+};
+
+// y_t = y_{t-1} * x_t
+template <class T>
+struct ProductScan {
+  static constexpr int kInputs = 1;
+  static constexpr int kNumbers = 1;
+  static constexpr int kWords = 1;
+  static constexpr bool kHasGates = false;
+  using Compute = ScanCompute<T>;
+  using Element = Compute;
+  using Carry = typename ScanTypes<T>::Carry;
+
+  __device__ static Compute read_identity(int) { return 1; }
+  __device__ static Element identity() { return 1; }
+  __device__ static Carry first_carry() { return 1; }
+  __device__ static Element element(const Compute (&inputs)[1]) { return inputs[0]; }
+  __device__ static Element combine(Element left, Element right) { return left * right; }
+  __device__ static void total(Element run, Carry (&words)[1]) { words[0] = run; }
+  __device__ static Carry empty_word(int) { return 1; }
+  __device__ static void join(const Carry (&left)[1], Carry (&right)[1]) { right[0] *= left[0]; }
+  __device__ static Carry advance(Carry before, const Carry (&words)[1]) {
+    return before * words[0];
+  }
+  __device__ static Compute result(Compute before, Element run) { return before * run; }
   __device__ static Compute result(Element run) { return run; }
 };
 

@@ -60,7 +60,7 @@ struct RowTile {
   static constexpr int kThreads = row_threads(kKind);
   static constexpr int kVec = kVecSize<T>;
   static constexpr int kInputs = Scan::kInputs;
-  static constexpr int kRounds = kScanRowBytes / (kInputs * kThreads * kVecBytes);
+  static constexpr int kRounds = kScanRowBytes / (Scan::kNumbers * kThreads * kVecBytes);
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kSize = kThreads * kRounds * kVec;  // elements
   using Compute = typename Scan::Compute;

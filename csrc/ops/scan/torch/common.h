@@ -1,7 +1,9 @@
 // What the operators in this folder share.
 #pragma once
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "ops/scan/scan.h"
 #include "torch/dispatch.h"
@@ -22,6 +24,27 @@ inline void set_scan_sizes(ScanParams& p, at::IntArrayRef sizes, int64_t dim) {
     p.outer *= p.inner;
     p.inner = 1;
   }
+}
+
+namespace call {
+
+inline Tensor linear_scan(const Tensor& gate, const Tensor& input, const OptionalTensor& initial,
+                          int64_t dim, bool reverse, bool shifted) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, bool, bool)>(
+          "warpwright::linear_scan");
+  return op.call(gate, input, initial, dim, reverse, shifted);
+}
+
+}  // namespace call
+
+// What is at the step before each step of the scan; `first` before the first one, or zero.
+inline Tensor before_steps(const Tensor& steps, const Tensor& first, int64_t dim, bool reverse) {
+  const c10::SymInt size = steps.sym_size(dim);
+  const Tensor rest = steps.narrow_symint(dim, reverse ? 1 : 0, size - 1);
+  const Tensor start =
+      first.defined() ? first.unsqueeze(dim) : at::zeros_like(steps.narrow_symint(dim, 0, 1));
+  return reverse ? at::cat({rest, start}, dim) : at::cat({start, rest}, dim);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

@@ -3,7 +3,6 @@
 // The gradient of that is the plain scan again, so one operator has all derivatives.
 #include <ATen/TensorOperators.h>
 #include <ATen/WrapDimUtils.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -20,18 +19,6 @@ struct LinearScanAttributes {
   int64_t dim;
   bool reverse, shifted;
 };
-
-namespace call {
-
-Tensor linear_scan(const Tensor& gate, const Tensor& input, const OptionalTensor& initial,
-                   int64_t dim, bool reverse, bool shifted) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, bool, bool)>(
-          "warpwright::linear_scan");
-  return op.call(gate, input, initial, dim, reverse, shifted);
-}
-
-}  // namespace call
 
 // ---- output shape and checks ----
 
@@ -111,15 +98,6 @@ Tensor linear_scan_meta(const Tensor& gate, const Tensor& input, const OptionalT
 }
 
 // ---- Autograd ----
-
-// What is at the step before each step of the scan; `first` before the first one, or zero.
-Tensor before_steps(const Tensor& steps, const Tensor& first, int64_t dim, bool reverse) {
-  const c10::SymInt size = steps.sym_size(dim);
-  const Tensor rest = steps.narrow_symint(dim, reverse ? 1 : 0, size - 1);
-  const Tensor start =
-      first.defined() ? first.unsqueeze(dim) : at::zeros_like(steps.narrow_symint(dim, 0, 1));
-  return reverse ? at::cat({rest, start}, dim) : at::cat({start, rest}, dim);
-}
 
 Tensor first_step(const Tensor& steps, int64_t dim, bool reverse) {
   return steps.select_symint(dim, reverse ? steps.sym_size(dim) - 1 : c10::SymInt(0));

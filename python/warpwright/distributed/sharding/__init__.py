@@ -25,6 +25,7 @@ from . import (
     _losses,
     _norms,
     _products,
+    _reduction,
     _refused,
     _scan,
     _softmax,
@@ -39,6 +40,7 @@ RULES: dict[str, Rule] = {
     **_scan.RULES,
     **_codes.RULES,
     **_softmax.RULES,
+    **_reduction.RULES,
     **_kv_cache.RULES,
 }
 HANDLERS: dict[str, Any] = {

@@ -32,7 +32,15 @@ def linear_scan(
     ]
 
 
+def plain_scan(x: Any, dim: int, reverse: bool) -> list[Row]:
+    """A scan that is not linear."""
+    others = (i for i in range(x.ndim) if i != dim % x.ndim)
+    return [([R], [R]), *(([S(i)], [S(i)]) for i in others)]
+
+
 RULES = {
     "cumsum": Rule(cumsum, advice=ADVICE),
+    "cumprod": Rule(plain_scan, advice=ADVICE),
+    "logcumsumexp": Rule(plain_scan, advice=ADVICE),
     "linear_scan": Rule(linear_scan, advice=ADVICE),
 }

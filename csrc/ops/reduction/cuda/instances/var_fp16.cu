@@ -1,0 +1,10 @@
+// Variances of fp16.
+#include "ops/reduction/cuda/launch.cuh"
+
+namespace warpwright {
+
+template void launch_reduction_as<half, VarReduction<half>>(const ReductionParams&,
+                                                            const ReductionPlan&, void*,
+                                                            cudaStream_t);
+
+}  // namespace warpwright
