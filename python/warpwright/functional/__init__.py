@@ -17,10 +17,12 @@ from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
 from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ._scan import cumsum, linear_scan
+from ._varlen import attention_varlen
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "attention_varlen",
     "attention_with_kv_cache",
     "batch_norm",
     "batch_norm_add_relu",
