@@ -113,6 +113,18 @@ def test_scans(device):
                 same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
 
 
+def test_attention_varlen(device):
+    query = torch.randn(9, 4, 8, device=device)
+    key, value = torch.randn(7, 2, 8, device=device), torch.randn(7, 2, 6, device=device)
+    ends = [torch.tensor(x, device=device).int() for x in ([1, 4, 4, 8], [0, 2, 5, 7])]
+    for options in ((False,), (True, 0.3), (False, None, 2, 1), (True, None, 3, None, 2.0)):
+        same("attention_varlen", query, key, value, *ends, 4, 3, *options)
+    q, k, v = (torch.randn(2, 3, n, 8, device=device) for n in (5, 7, 7))
+    mask = torch.randn(5, 7, device=device)
+    for options in ((None, 0.0, True), (mask,), (mask > 0,)):
+        same("scaled_dot_product_attention_lse", q, k, v, *options)
+
+
 def test_attention_with_kv_cache(device):
     query = torch.randn(2, 3, 4, 8, device=device)
     k, v = torch.randn(2, 2, 3, 2, 8, device=device)

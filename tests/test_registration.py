@@ -203,6 +203,8 @@ def recorded(device):
         )
         double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
+        args, kwargs = public_calls(device, 0)["attention_varlen"]
+        double_backward(warpwright.functional.attention_varlen, tuple(args), kwargs)
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
         warpwright.functional.attention_with_kv_cache(*args, **kwargs)
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):

@@ -15,12 +15,12 @@ constexpr int kRaggedEnd = 1 << 30;
 // are not written. The other two dimensions bring the address back: their strides are a row's, and
 // 2^34 elements less a row's. 2^30 times 2^34 elements of 2 bytes are 0 modulo 2^64.
 struct TensorMapRagged {
-  DType dtype;                         // of 16 bits
-  const void* pointer;                 // multiple of 16
-  int64_t cols;                        // contiguous
-  int64_t heads;                       // at least 1
-  int64_t row_stride, head_stride;     // elements, multiples of 8 and below 2^34
-  int box_rows;                        // at most 256
+  DType dtype;                      // of 16 bits
+  const void* pointer;              // multiple of 16
+  int64_t cols;                     // contiguous
+  int64_t heads;                    // at least 1
+  int64_t row_stride, head_stride;  // elements, multiples of 8 and below 2^34
+  int box_rows;                     // at most 256
 };
 
 CUtensorMap make_ragged_tensor_map(const TensorMapRagged& tensor);

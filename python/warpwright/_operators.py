@@ -51,7 +51,9 @@ _WITH_LSE = _native.scaled_dot_product_attention_lse
 ATTENTION = (
     Operator("scaled_dot_product_attention", _SDPA, _SDPA, composed=True, autocast=True),
     Operator("scaled_dot_product_attention_extras", _EXTRA, _EXTRA, composed=True, autocast=True),
-    Operator("scaled_dot_product_attention_lse", _WITH_LSE, _WITH_LSE, composed=True, autocast=True),
+    Operator(
+        "scaled_dot_product_attention_lse", _WITH_LSE, _WITH_LSE, composed=True, autocast=True
+    ),
     Operator("attention", flops=_work.attention_flops),
     Operator("attention_backward", flops=_work.attention_backward_flops),
     Operator("attention_dropout_factors"),

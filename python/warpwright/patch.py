@@ -8,10 +8,11 @@ For models that call functions: ``F.relu(x)``, ``x.relu()``,
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +34,7 @@ ROUTES: dict[Any, tuple[str, str, str]] = {
     for op in OPS.values()
     for route in op.routes
 }
-ROUTED = tuple(op.name for op in OPS.values() if op.routes)
+ROUTED = (*(op.name for op in OPS.values() if op.routes), "attention_varlen")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -74,6 +75,43 @@ COMPOSITE = {
 }
 
 
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator of torch.nn.attention.varlen.varlen_attn: output, log-sum-exp, a state."""
+    window = None if window_size is None else (window_size[0], window_size[1])
+    out, lse = ours.attention_varlen(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window,
+        enable_gqa=True,
+        return_lse=True,
+    )
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
+
+
+# Operators of native's Python functions that no mode sees.
+OPERATORS: dict[Any, tuple[str, Callable[..., Any]]] = {
+    torch.ops.torch_attn._varlen_attn: ("attention_varlen", _varlen),
+}
+
+
 def _entering(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -87,7 +125,8 @@ class patch(TorchFunctionMode):
 
     Covers ``torch.nn.functional``'s ``relu``, ``conv2d``, ``batch_norm``, ``max_pool2d``,
     ``linear``, ``cross_entropy`` and ``scaled_dot_product_attention``, their twins in ``torch``
-    (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``) and the tensor methods. A call stays
+    (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``), the tensor methods, and
+    ``torch.nn.attention.varlen.varlen_attn`` as ``attention_varlen``. A call stays
     native if its tensors have no kernel here (dtype, device, layout, subclass). Blocks nest; each
     holds for the thread that entered it. The backward needs no block: the graph knows its ops, and
     ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the backward
@@ -118,6 +157,10 @@ class patch(TorchFunctionMode):
             op, first, name = route
             if op in self.ops and _has_kernel(op, first, args, kwargs):
                 return getattr(ours, name)(*args, **kwargs)
+        elif func in OPERATORS:
+            op, function = OPERATORS[func]
+            if op in self.ops and _has_kernel(op, "query", args, kwargs):
+                return function(*args, **kwargs)
         elif func in COMPOSITE:
             with self:
                 return COMPOSITE[func](*args, **kwargs)

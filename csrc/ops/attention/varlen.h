@@ -1,7 +1,7 @@
 // Attention of packed sequences: sequence n has queries cu_q[n] to cu_q[n + 1] - 1 of (total_q, H,
 // D) and keys cu_k[n] to cu_k[n + 1] - 1. Causal rule and window count from the last query and the
-// last key: query i of a sequence is at position i + S_k - S_q. The kernels are those of attention.h,
-// each tile within one sequence.
+// last key: query i of a sequence is at position i + S_k - S_q. The kernels are those of
+// attention.h, each tile within one sequence.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@ struct VarlenBackwardParams {
   const void* dlse;  // (H, total_q), AttentionLse: the gradient of lse, or null
 };
 
-// As set_window(), where positions count from the ends. Within a sequence a query is at most S_k - 1
-// behind or S_q - 1 before a key.
+// As set_window(), where positions count from the ends. Within a sequence a query is at most S_k -
+// 1 behind or S_q - 1 before a key.
 inline void set_packed_window(AttentionParams& p, int64_t left, int64_t right) {
   p.window_left = left >= p.S_k - 1 ? kUnlimited : between(left, -kUnlimited, kUnlimited);
   p.window_right = right >= p.S_q - 1 || (p.is_causal && right > 0)
@@ -70,10 +70,10 @@ constexpr AttentionParams sequence_params(const AttentionParams& p, int64_t q_be
 // Rows of queries, or of keys, as one list of tiles of all sequences. Lengths are on the device, so
 // the host knows only the most tiles that there can be.
 struct SequenceListPlan {
-  int tile_rows = 0;         // 0: no list
-  int sections = 1;          // of heads
-  int section = 1;           // heads per section
-  int64_t max_tiles = 0;     // per head of a section
+  int tile_rows = 0;      // 0: no list
+  int sections = 1;       // of heads
+  int section = 1;        // heads per section
+  int64_t max_tiles = 0;  // per head of a section
   int64_t all_tiles() const { return max_tiles * section; }
 };
 
@@ -178,7 +178,8 @@ inline std::string describe(const VarlenPlan& plan) {
             ", wgmma: each tile is within one sequence";
   else
     text += plan.config.reason;
-  text += ", at most " + std::to_string(plan.queries.all_tiles()) + " tiles of " + std::to_string(plan.queries.tile_rows) + " queries";
+  text += ", at most " + std::to_string(plan.queries.all_tiles()) + " tiles of " +
+          std::to_string(plan.queries.tile_rows) + " queries";
   if (plan.keys.tile_rows > 0)
     text += ", " + std::to_string(plan.keys.all_tiles()) + " of " +
             std::to_string(plan.keys.tile_rows) + " keys";

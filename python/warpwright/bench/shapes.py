@@ -33,6 +33,7 @@ from .language_cases import (
     _gated,
     _linear_scan,
     _narrowed_norm,
+    _packed,
     _rotary,
     _row_norm,
 )
@@ -196,6 +197,11 @@ def _decoding() -> list[Case]:
         _decode((1, 131072, 64, 8, 128), 64, BF16),
         _decode((32, 8192, 64, 8, 128), 64, BF16, query_tokens=4),
         _decode((64, 8192, 32, 8, 64), 16, BF16),
+        *(
+            _packed((3077, 128, 6200, 1933, 5046), heads, columns, BF16, causal)
+            for heads, columns in (((32, 32), 64), ((16, 16), 128))
+            for causal in (True, False)
+        ),
     ]
 
 
@@ -317,6 +323,7 @@ QUICK_CASES = [
     _cumsum((2048, 768), 1, FP32),
     _cumsum((2048, 768), 0, FP32),
     _linear_scan((512, 256), 1, FP32),
+    _packed((300, 1, 211), (4, 2), 64, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),

@@ -13,9 +13,9 @@ struct BackwardBuffers {
   const void* dlse;  // (B, H, S_q), AttentionLse, or null
 };
 
-// delta = rowsum(dout * out) - dlse. The rounding of a 16-bit out is too coarse for dS to sum to 0 over a
-// row. If this call's keys are the whole row, the sum is that of P * dP instead, from one more walk
-// over them.
+// delta = rowsum(dout * out) - dlse. The rounding of a 16-bit out is too coarse for dS to sum to 0
+// over a row. If this call's keys are the whole row, the sum is that of P * dP instead, from one
+// more walk over them.
 template <class T>
 void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile& rows_tile,
                 Matrix<CpuCompute<T>> q, Matrix<CpuCompute<T>> dout, const AttentionLse<T>* lse,

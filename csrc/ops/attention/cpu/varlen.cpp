@@ -98,9 +98,8 @@ void varlen_bwd_cpu(const VarlenBackwardParams& params) {
   const int64_t element = dtype_size(p.dtype);
   for_cpu_dtype(p.dtype, [&]<class T>() {
     using Lse = AttentionLse<T>;
-    for_gaps(s.cu_q, s.count, p.S_q, [&](int64_t begin, int64_t end) {
-      fill_rows(b.dq, p.H, p.D, begin, end, T(0));
-    });
+    for_gaps(s.cu_q, s.count, p.S_q,
+             [&](int64_t begin, int64_t end) { fill_rows(b.dq, p.H, p.D, begin, end, T(0)); });
     for_gaps(s.cu_k, s.count, p.S_k, [&](int64_t begin, int64_t end) {
       fill_rows(b.dk, p.H_kv, p.D, begin, end, T(0));
       fill_rows(b.dv, p.H_kv, p.D_v, begin, end, T(0));
@@ -115,8 +114,7 @@ void varlen_bwd_cpu(const VarlenBackwardParams& params) {
       one.dv = rows_from(b.dv, s.cu_k[n], element);
       std::vector<Lse> lse = rows_of_heads<Lse>(p.lse, p.H, p.S_q, begin, rows), dlse;
       one.fwd.lse = lse.data();
-      if (params.dlse != nullptr)
-        dlse = rows_of_heads<Lse>(params.dlse, p.H, p.S_q, begin, rows);
+      if (params.dlse != nullptr) dlse = rows_of_heads<Lse>(params.dlse, p.H, p.S_q, begin, rows);
       attention_bwd_cpu(one, params.dlse == nullptr ? nullptr : dlse.data());
     }
   });

@@ -19,12 +19,12 @@ __global__ void philox_state_kernel(PhiloxSource source, int64_t* state) {
 }
 
 // stats (2 or 3, B, H, S_q): lse * lse_unit (+inf for a hidden row, so that exp(S - lse) = 0);
-// delta = rowsum(dout * out) - dlse (B, H, S_q; null: 0); the rounding error of that lse. One warp per row; grid.x = (B * H *
-// S_q) / 8 warps.
+// delta = rowsum(dout * out) - dlse (B, H, S_q; null: 0); the rounding error of that lse. One warp
+// per row; grid.x = (B * H * S_q) / 8 warps.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    attention_row_stats_kernel(const __grid_constant__ AttentionBackwardParams p,
-                               Accum<T> lse_unit, const AttentionLse<T>* dlse) {
+    attention_row_stats_kernel(const __grid_constant__ AttentionBackwardParams p, Accum<T> lse_unit,
+                               const AttentionLse<T>* dlse) {
   using Acc = Accum<T>;
   const AttentionParams& f = p.fwd;
   const int64_t all_rows = f.B * f.H * f.S_q;
@@ -106,15 +106,14 @@ void launch_attention_row_stats(const AttentionBackwardParams& p, double lse_uni
   const int64_t rows = p.fwd.B * p.fwd.H * p.fwd.S_q;
   launch(attention_row_stats_kernel<T>,
          dim3(static_cast<unsigned>(ceil_div(rows, int64_t(kThreads / kWarpSize)))), dim3(kThreads),
-         0, stream, p, static_cast<Accum<T>>(lse_unit),
-         static_cast<const AttentionLse<T>*>(dlse));
+         0, stream, p, static_cast<Accum<T>>(lse_unit), static_cast<const AttentionLse<T>*>(dlse));
 }
-template void launch_attention_row_stats<bf16>(const AttentionBackwardParams&, double,
-                                               const void*, cudaStream_t);
-template void launch_attention_row_stats<half>(const AttentionBackwardParams&, double,
-                                               const void*, cudaStream_t);
-template void launch_attention_row_stats<float>(const AttentionBackwardParams&, double,
-                                                const void*, cudaStream_t);
+template void launch_attention_row_stats<bf16>(const AttentionBackwardParams&, double, const void*,
+                                               cudaStream_t);
+template void launch_attention_row_stats<half>(const AttentionBackwardParams&, double, const void*,
+                                               cudaStream_t);
+template void launch_attention_row_stats<float>(const AttentionBackwardParams&, double, const void*,
+                                                cudaStream_t);
 template void launch_attention_row_stats<double>(const AttentionBackwardParams&, double,
                                                  const void*, cudaStream_t);
 

@@ -32,12 +32,13 @@ void launch_varlen_fwd(const VarlenParams& params, const VarlenPlan& plan, void*
                        const VarlenErrors& errors, cudaStream_t stream) {
   const AttentionParams& p = params.fwd;
   const VarlenWorkspace w = varlen_workspace(p, params.sequences, plan, /*backward=*/false);
-  SequenceTilesArgs args{.sequences = params.sequences,
-                         .total_q = p.S_q,
-                         .total_k = p.S_k,
-                         .num_lists = 1,
-                         .counters = reinterpret_cast<int*>(static_cast<char*>(memory) + w.counters),
-                         .errors = errors};
+  SequenceTilesArgs args{
+      .sequences = params.sequences,
+      .total_q = p.S_q,
+      .total_k = p.S_k,
+      .num_lists = 1,
+      .counters = reinterpret_cast<int*>(static_cast<char*>(memory) + w.counters),
+      .errors = errors};
   args.lists[0] = sequence_list(plan, w, 0, memory);
   args.gaps.results[0] = gap_rows(p.out, p.H * p.D_v, p.dtype, /*of_queries=*/true);
   args.gaps.lse = p.lse;
@@ -45,10 +46,12 @@ void launch_varlen_fwd(const VarlenParams& params, const VarlenPlan& plan, void*
   args.gaps.lse_is_double = p.dtype == DType::kFloat32 || p.dtype == DType::kFloat64;
   launch_sequence_tiles(args, stream);
   if (plan.config.path != AttentionPath::kSm90)
-    return for_dtype(p.dtype, [&]<class T>() {
-      launch_attention_fwd_packed_fma<T>(p, args.lists[0], stream);
-    });
-  const PackedCallSm90 call{.queries = args.lists[0], .keys = {}, .counters = args.counters, .padded_rows = 0,
+    return for_dtype(
+        p.dtype, [&]<class T>() { launch_attention_fwd_packed_fma<T>(p, args.lists[0], stream); });
+  const PackedCallSm90 call{.queries = args.lists[0],
+                            .keys = {},
+                            .counters = args.counters,
+                            .padded_rows = 0,
                             .dlse = nullptr};
   for_packed_instance(p.dtype, plan.config.head_tile, [&]<class T, int kHead>() {
     launch_packed_fwd_sm90<T, kHead>(p, call, stream);

@@ -49,8 +49,8 @@ struct AttentionBackward {
   }
 };
 
-// Saved: grad_out, query, key, value, mask, out, philox_state, grad_lse. out and lse depend on the operands;
-// the formula accounts for that, so they get no gradient of their own.
+// Saved: grad_out, query, key, value, mask, out, philox_state, grad_lse. out and lse depend on the
+// operands; the formula accounts for that, so they get no gradient of their own.
 struct AttentionBackwardBackward {
   static constexpr const char* kName = "WarpwrightAttentionBackwardBackward";
   using Attributes = AttentionAttributes;
@@ -134,9 +134,8 @@ Tensors4 attention_backward_autograd(const Tensor& grad_out, const Tensor& query
     std::array<Tensor, 4> by_grad_out;  // linear in grad_out and grad_lse
     if (any_tangent(grad_out, grad_lse)) {
       const Tensor dout = has_tangent(grad_out) ? tangent(grad_out) : at::zeros_like(primal(out));
-      std::tie(by_grad_out[0], by_grad_out[1], by_grad_out[2], by_grad_out[3]) =
-          backward(dout, primals, primal(out),
-                   has_tangent(grad_lse) ? tangent(grad_lse) : Tensor());
+      std::tie(by_grad_out[0], by_grad_out[1], by_grad_out[2], by_grad_out[3]) = backward(
+          dout, primals, primal(out), has_tangent(grad_lse) ? tangent(grad_lse) : Tensor());
     }
     for (int i = 0; i < 4; ++i) {
       if (!grads[i].defined()) continue;

@@ -85,11 +85,11 @@ inline Tensors4 attention_backward(const Tensor& grad_out, const Tensor& query, 
                                    const Tensor& out, const Tensor& lse, const Tensor& philox_state,
                                    const AttentionAttributes& a, std::array<bool, 4> output_mask,
                                    const OptionalTensor& grad_lse) {
-  static const auto op = find_op<Tensors4(
-      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-      const Tensor&, const Tensor&, const Tensor&, double, bool, std::optional<double>,
-      std::array<bool, 4>, OptionalInt, OptionalInt, double, const OptionalTensor&)>(
-      "warpwright::attention_backward");
+  static const auto op =
+      find_op<Tensors4(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                       const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, double,
+                       bool, std::optional<double>, std::array<bool, 4>, OptionalInt, OptionalInt,
+                       double, const OptionalTensor&)>("warpwright::attention_backward");
   return op.call(grad_out, query, key, value, attn_mask, out, lse, philox_state, a.dropout_p,
                  a.is_causal, a.scale, output_mask, a.window_left, a.window_right, a.softcap,
                  grad_lse);

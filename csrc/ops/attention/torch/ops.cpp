@@ -193,7 +193,8 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
   if (any_score && (dq.defined() || dk.defined() || dv.defined() || dmask.defined())) {
     const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
     const Tensor dout = with_dense_rows(grad_out), o = with_dense_rows(out);
-    const Tensor rows = lse.contiguous(), dlse = grad_lse.defined() ? grad_lse.contiguous() : Tensor();
+    const Tensor rows = lse.contiguous(),
+                 dlse = grad_lse.defined() ? grad_lse.contiguous() : Tensor();
     AttentionBackwardParams p{};
     p.fwd = make_params(q, k, v, mask, o, rows, philox_state, a);
     p.dout = operand(dout);
@@ -320,20 +321,17 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
                         });
 }
 
-Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query,
-                                        const Tensor& key, const Tensor& value,
-                                        const OptionalTensor& attn_mask, const Tensor& out,
-                                        const Tensor& lse, const Tensor& philox_state,
-                                        double dropout_p, bool is_causal,
-                                        std::optional<double> scale,
-                                        std::array<bool, 4> output_mask, OptionalInt window_left,
-                                        OptionalInt window_right, double softcap,
-                                        const OptionalTensor& grad_lse) {
+Tensors4 attention_backward_cuda_kernel(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const OptionalTensor& attn_mask, const Tensor& out, const Tensor& lse,
+    const Tensor& philox_state, double dropout_p, bool is_causal, std::optional<double> scale,
+    std::array<bool, 4> output_mask, OptionalInt window_left, OptionalInt window_right,
+    double softcap, const OptionalTensor& grad_lse) {
   const CudaCall call(query);
   return attention_backward_with(
       grad_out, query, key, value, attn_mask, out, lse, philox_state,
-      {dropout_p, is_causal, scale, window_left, window_right, softcap}, output_mask,
-      grad_lse, [&](AttentionBackwardParams& p, const void* dlse) {
+      {dropout_p, is_causal, scale, window_left, window_right, softcap}, output_mask, grad_lse,
+      [&](AttentionBackwardParams& p, const void* dlse) {
         const AttentionBackwardConfig config =
             choose_attention_backward_config(p, current_device_info(), sm90_path_available());
         const Tensor stats = at::empty({attention_row_stats_bytes(p.fwd, config.path)},

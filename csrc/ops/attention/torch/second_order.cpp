@@ -14,8 +14,8 @@
 // If tq.. are tangents, the results are the tangents of attention_backward's results (dout, dlse
 // held).
 // If tq.. are cotangents of dq.., the results are the gradients of grad_out, query, key, value,
-// mask and grad_lse: the map is its own transpose. Everything is recomputed from differentiable values, so
-// autograd can differentiate it a third time.
+// mask and grad_lse: the map is its own transpose. Everything is recomputed from differentiable
+// values, so autograd can differentiate it a third time.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -65,7 +65,7 @@ struct Block {
 // Results of the blocks, in order.
 struct BlockSums {
   std::vector<Tensor> out, query, mask, lse;  // one entry per block
-  Tensor key, value, broadcast_mask;     // sums over the blocks
+  Tensor key, value, broadcast_mask;          // sums over the blocks
 };
 
 // The operands, in the type of the sums and with all heads.

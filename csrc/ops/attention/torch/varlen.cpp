@@ -26,7 +26,9 @@ constexpr const char* kOp = "attention_varlen";
 // ---- output shape and checks ----
 
 void check_varlen(const VarlenTensors& x, const VarlenAttributes& a) {
-  const auto named = [](const char* argument) { return std::string("attention_varlen: ") + argument; };
+  const auto named = [](const char* argument) {
+    return std::string("attention_varlen: ") + argument;
+  };
   TORCH_CHECK_NOT_IMPLEMENTED(is_floating(x.query.scalar_type()), kOp,
                               ": query: expected Float, Double, BFloat16 or Half, got ",
                               x.query.scalar_type());
@@ -98,8 +100,8 @@ Tensor empty_gradient(bool wanted, const Tensor& input) {
 // Rows of stride 1 that do not overlap.
 Tensor with_dense_heads(const Tensor& t) {
   const bool dense = t.size(2) <= 1 || t.stride(2) == 1;
-  const bool disjoint = (t.size(0) <= 1 || t.stride(0) >= t.size(2)) &&
-                        (t.size(1) <= 1 || t.stride(1) >= t.size(2));
+  const bool disjoint =
+      (t.size(0) <= 1 || t.stride(0) >= t.size(2)) && (t.size(1) <= 1 || t.stride(1) >= t.size(2));
   return dense && disjoint ? t : t.contiguous();
 }
 AttentionOperand packed_operand(const Tensor& t) {
@@ -180,15 +182,16 @@ Tensors3 varlen_backward_with(const Tensor& grad_out, const VarlenTensors& x, co
   return grads;
 }
 
-std::tuple<Tensor, Tensor> varlen_cpu_kernel(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
-    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, bool is_causal,
-    std::optional<double> scale, OptionalInt window_left, OptionalInt window_right,
-    double softcap) {
-  return varlen_with({query, key, value, cu_seqlens_q, cu_seqlens_k},
-                     {max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right,
-                      softcap},
-                     varlen_fwd_cpu);
+std::tuple<Tensor, Tensor> varlen_cpu_kernel(const Tensor& query, const Tensor& key,
+                                             const Tensor& value, const Tensor& cu_seqlens_q,
+                                             const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
+                                             int64_t max_seqlen_k, bool is_causal,
+                                             std::optional<double> scale, OptionalInt window_left,
+                                             OptionalInt window_right, double softcap) {
+  return varlen_with(
+      {query, key, value, cu_seqlens_q, cu_seqlens_k},
+      {max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right, softcap},
+      varlen_fwd_cpu);
 }
 Tensors3 varlen_backward_cpu_kernel(const Tensor& grad_out, const Tensor& query, const Tensor& key,
                                     const Tensor& value, const Tensor& cu_seqlens_q,
@@ -198,11 +201,11 @@ Tensors3 varlen_backward_cpu_kernel(const Tensor& grad_out, const Tensor& query,
                                     OptionalInt window_left, OptionalInt window_right,
                                     double softcap, std::array<bool, 3> output_mask,
                                     const OptionalTensor& grad_lse) {
-  return varlen_backward_with(grad_out, {query, key, value, cu_seqlens_q, cu_seqlens_k}, out, lse,
-                              value_or_undefined(grad_lse),
-                              {max_seqlen_q, max_seqlen_k, is_causal, scale, window_left,
-                               window_right, softcap},
-                              output_mask, varlen_bwd_cpu);
+  return varlen_backward_with(
+      grad_out, {query, key, value, cu_seqlens_q, cu_seqlens_k}, out, lse,
+      value_or_undefined(grad_lse),
+      {max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right, softcap},
+      output_mask, varlen_bwd_cpu);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -215,27 +218,26 @@ void check_varlen_strict(cudaStream_t stream) {
 }
 Tensor varlen_memory(const AttentionParams& p, const PackedSequences& s, const VarlenPlan& plan,
                      bool backward, const Tensor& like) {
-  return at::empty({varlen_workspace(p, s, plan, backward).bytes},
-                   like.options().dtype(at::kByte));
+  return at::empty({varlen_workspace(p, s, plan, backward).bytes}, like.options().dtype(at::kByte));
 }
 
-std::tuple<Tensor, Tensor> varlen_cuda_kernel(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
-    const Tensor& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, bool is_causal,
-    std::optional<double> scale, OptionalInt window_left, OptionalInt window_right,
-    double softcap) {
+std::tuple<Tensor, Tensor> varlen_cuda_kernel(const Tensor& query, const Tensor& key,
+                                              const Tensor& value, const Tensor& cu_seqlens_q,
+                                              const Tensor& cu_seqlens_k, int64_t max_seqlen_q,
+                                              int64_t max_seqlen_k, bool is_causal,
+                                              std::optional<double> scale, OptionalInt window_left,
+                                              OptionalInt window_right, double softcap) {
   const CudaCall call(query);
   auto run = [&](const VarlenParams& p) {
-    const VarlenPlan plan = choose_varlen(p.fwd, p.sequences, nullptr, current_device_info(),
-                                          sm90_path_available());
+    const VarlenPlan plan =
+        choose_varlen(p.fwd, p.sequences, nullptr, current_device_info(), sm90_path_available());
     const Tensor memory = varlen_memory(p.fwd, p.sequences, plan, /*backward=*/false, query);
     launch_varlen_fwd(p, plan, memory.mutable_data_ptr(), varlen_errors(), call.stream);
     check_varlen_strict(call.stream);
   };
-  return varlen_with({query, key, value, cu_seqlens_q, cu_seqlens_k},
-                     {max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right,
-                      softcap},
-                     run);
+  return varlen_with(
+      {query, key, value, cu_seqlens_q, cu_seqlens_k},
+      {max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right, softcap}, run);
 }
 Tensors3 varlen_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query, const Tensor& key,
                                      const Tensor& value, const Tensor& cu_seqlens_q,
@@ -247,17 +249,17 @@ Tensors3 varlen_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query
                                      const OptionalTensor& grad_lse) {
   const CudaCall call(query);
   auto run = [&](const VarlenBackwardParams& p) {
-    const VarlenPlan plan = choose_varlen(p.bwd.fwd, p.sequences, &p.bwd, current_device_info(),
-                                          sm90_path_available());
+    const VarlenPlan plan =
+        choose_varlen(p.bwd.fwd, p.sequences, &p.bwd, current_device_info(), sm90_path_available());
     const Tensor memory = varlen_memory(p.bwd.fwd, p.sequences, plan, /*backward=*/true, query);
     launch_varlen_bwd(p, plan, memory.mutable_data_ptr(), varlen_errors(), call.stream);
     check_varlen_strict(call.stream);
   };
-  return varlen_backward_with(grad_out, {query, key, value, cu_seqlens_q, cu_seqlens_k}, out, lse,
-                              value_or_undefined(grad_lse),
-                              {max_seqlen_q, max_seqlen_k, is_causal, scale, window_left,
-                               window_right, softcap},
-                              output_mask, run);
+  return varlen_backward_with(
+      grad_out, {query, key, value, cu_seqlens_q, cu_seqlens_k}, out, lse,
+      value_or_undefined(grad_lse),
+      {max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right, softcap},
+      output_mask, run);
 }
 #endif
 

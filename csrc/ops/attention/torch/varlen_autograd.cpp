@@ -29,7 +29,8 @@ struct TokenPlaces {
       from_end = token - last.index_select(0, sequence.clamp_max(count - 1));
     else
       from_end = token;
-    sequence = sequence.masked_fill((token < ends.select(0, 0)).logical_or(sequence == count), none);
+    sequence =
+        sequence.masked_fill((token < ends.select(0, 0)).logical_or(sequence == count), none);
   }
 };
 
@@ -127,9 +128,8 @@ struct VarlenBackwardBackward {
   using Attributes = SymVarlenAttributes;
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    auto result = second_order(saved[0], saved[7],
-                               {saved[1], saved[2], saved[3], saved[4], saved[5]}, saved[6], a,
-                               grads);
+    auto result = second_order(
+        saved[0], saved[7], {saved[1], saved[2], saved[3], saved[4], saved[5]}, saved[6], a, grads);
     variable_list out(result.begin(), result.end());
     // The output is linear in value, so no second derivative contains value twice.
     if (!grads[0].defined() && !grads[1].defined()) out[3] = Tensor();
@@ -200,8 +200,8 @@ Tensors3 varlen_backward_autograd(const Tensor& grad_out, const Tensor& query, c
     const VarlenTensors primals = primals_of(x);
     std::array<Tensor, 5> by_operands;
     if (any_tangent(query, key, value))
-      by_operands = second_order(primal(grad_out), primal(grad_lse), primals, primal(out), a,
-                                 tangents_of(x));
+      by_operands =
+          second_order(primal(grad_out), primal(grad_lse), primals, primal(out), a, tangents_of(x));
     std::array<Tensor, 3> by_grads;  // linear in grad_out and grad_lse
     if (any_tangent(grad_out, grad_lse)) {
       const Tensor dout = has_tangent(grad_out) ? tangent(grad_out) : at::zeros_like(primal(out));
@@ -242,9 +242,9 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "float? scale, int? window_left, int? window_right, float softcap, Tensor? t_query, "
       "Tensor? t_key, Tensor? t_value) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
-  m.impl("attention_varlen_second_order",
-         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
-                         TORCH_FN(varlen_second_order)));
+  m.impl(
+      "attention_varlen_second_order",
+      torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(varlen_second_order)));
 }
 
 TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
@@ -253,8 +253,7 @@ TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
-  m.impl("attention_varlen",
-         varlen_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
+  m.impl("attention_varlen", varlen_autocast<c10::DeviceType::CPU, c10::DispatchKey::AutocastCPU>);
 }
 TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
   m.impl("attention_varlen",

@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
                                     FmaStatsOfHeads(p));
 }
 
-// dk and dv of a tile of keys of head h_kv of batch b, from col0 on, and one chunk of their columns.
+// dk and dv of a tile of keys of head h_kv of batch b, from col0 on, and one chunk of their
+// columns.
 template <class T, bool kWindowed>
 __device__ __forceinline__ void differentiate_kv_fma(const AttentionBackwardParams& p,
                                                      uint32_t threshold, Accum<T> keep_scale,
@@ -187,10 +188,10 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
                                      chunk, FmaStatsOfHeads(p));
 }
 
-// The gradients of packed sequences. grid.x = (the most tiles that there can be, column chunks), the
-// last fastest
-__device__ __forceinline__ AttentionBackwardParams sequence_gradients(
-    const PackedTileOfHead& at, const AttentionBackwardParams& p) {
+// The gradients of packed sequences. grid.x = (the most tiles that there can be, column chunks),
+// the last fastest
+__device__ __forceinline__ AttentionBackwardParams
+sequence_gradients(const PackedTileOfHead& at, const AttentionBackwardParams& p) {
   const int64_t element = dtype_size(p.fwd.dtype);
   AttentionBackwardParams one = p;
   one.fwd = at.params(p.fwd);

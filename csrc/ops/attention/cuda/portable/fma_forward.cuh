@@ -5,8 +5,8 @@
 
 namespace warpwright {
 
-// A tile of queries of head h of batch b, from row0 on, and one chunk of the columns of out. lse: of
-// row row0.
+// A tile of queries of head h of batch b, from row0 on, and one chunk of the columns of out. lse:
+// of row row0.
 template <class T, bool kWindowed>
 __device__ __forceinline__ void attend_fma(const AttentionParams& p, uint32_t threshold,
                                            Accum<T> keep_scale, int64_t b, int64_t h, int64_t row0,
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
                            static_cast<AttentionLse<T>*>(p.lse) + bh * p.S_q + row0);
 }
 
-// The same of packed sequences, whose window each of them moves. grid.x = (the most tiles that there
-// can be, column chunks of out), the last fastest
+// The same of packed sequences, whose window each of them moves. grid.x = (the most tiles that
+// there can be, column chunks of out), the last fastest
 template <class T>
 __global__ void __launch_bounds__(FmaTile<T>::kThreads)
     attention_fwd_packed_fma_kernel(const __grid_constant__ AttentionParams p,
@@ -98,9 +98,9 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
   const PackedTileOfHead at(list, blockIdx.x / chunks);
   if (!at.exists) return;
   const AttentionParams one = at.params(p);
-  attend_fma<T, true>(one, 0, 1, 0, at.h, at.tile.row0, blockIdx.x % chunks,
-                      static_cast<AttentionLse<T>*>(p.lse) + at.h * p.S_q + at.q_begin() +
-                          at.tile.row0);
+  attend_fma<T, true>(
+      one, 0, 1, 0, at.h, at.tile.row0, blockIdx.x % chunks,
+      static_cast<AttentionLse<T>*>(p.lse) + at.h * p.S_q + at.q_begin() + at.tile.row0);
 }
 
 template <class T>

@@ -119,8 +119,8 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
     while (queue.holds(p, tile)) {
       const int pushed = queue.push(p, tile);
       const int next = queue.next(p.schedule, tile);
-      load_tile(work(pushed), k_ring, k_at, Tile::kK, &p.k, q_ring, q_at, Tile::kQ, &p.q, Tile::kLse,
-                p.lse_log2);
+      load_tile(work(pushed), k_ring, k_at, Tile::kK, &p.k, q_ring, q_at, Tile::kQ, &p.q,
+                Tile::kLse, p.lse_log2);
       tile = next;
     }
     queue.push(p, tile);
@@ -145,8 +145,8 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
                                             const float* stats) const {
     key_ring.wait_empty(key_at);
     key_ring.expect(key_at, Tile::kTileBytes);
-    load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + key_base, key_map, w.col0, w.h_kv, keys_of(w),
-                                                key_ring.full(key_at.stage));
+    load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + key_base, key_map, w.col0, w.h_kv,
+                                                keys_of(w), key_ring.full(key_at.stage));
     key_at.next();
 #pragma unroll 1
     for (int member = 0; member < p.group; ++member) {

@@ -41,7 +41,8 @@ struct KeyTilesSm90 {
     w.b = 0, w.h_kv = w.head = at.head;
     const int col = w.col0 - w.shift();
     if constexpr (Tile::kWindowed) {
-      const BlockRange range = queries_in_window<Tile::kBlockM>(p.window, col, Tile::kBlockN, w.S_q);
+      const BlockRange range =
+          queries_in_window<Tile::kBlockM>(p.window, col, Tile::kBlockN, w.S_q);
       w.first_block = range.first;
       w.blocks = range.count;
     } else {

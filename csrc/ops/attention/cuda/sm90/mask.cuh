@@ -63,7 +63,8 @@ __device__ __forceinline__ QueryWork<Tile> query_work(const Params& p, int slot)
   w.b = 0, w.h = w.head = at.head;
   const int position = w.row0 + w.shift();
   if constexpr (Tile::kWindowed) {
-    const BlockRange range = keys_in_window<Tile::kBlockN>(p.window, position, Tile::kBlockM, w.S_k);
+    const BlockRange range =
+        keys_in_window<Tile::kBlockN>(p.window, position, Tile::kBlockM, w.S_k);
     w.visible.first = range.first;
     w.blocks = range.count;
   } else {

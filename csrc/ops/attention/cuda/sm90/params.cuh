@@ -79,11 +79,10 @@ using MaskedParams =
     std::conditional_t<is_dense(kUse), WithMask<Params>,
                        std::conditional_t<kUse == MaskUse::kWindow, WithWindow<Params>, Params>>;
 template <class Params, class Tile>
-using ParamsOf =
-    std::conditional_t<Tile::kDropout, WithDropout<MaskedParams<Params, Tile::kMask>>,
-                       std::conditional_t<is_packed<Tile>,
-                                          WithSequences<MaskedParams<Params, Tile::kMask>>,
-                                          MaskedParams<Params, Tile::kMask>>>;
+using ParamsOf = std::conditional_t<
+    Tile::kDropout, WithDropout<MaskedParams<Params, Tile::kMask>>,
+    std::conditional_t<is_packed<Tile>, WithSequences<MaskedParams<Params, Tile::kMask>>,
+                       MaskedParams<Params, Tile::kMask>>>;
 
 struct AttentionForwardSm90Params {
   CUtensorMap q, k, v, out;

@@ -31,9 +31,8 @@ void launch_packed_forward(const AttentionParams& p, const PackedCallSm90& call,
   const TileGridOfHeads grid = tiles_of_sequences(p, call.queries.plan, call.counters);
   auto params = make_forward_params<Packed>(p, grid.schedule, {});
   params.sequences = sequences_of(p, call.queries);
-  launch_dependent(attention_forward_sm90_kernel<T, Packed>,
-                   dim3(static_cast<unsigned>(grid.ctas)), dim3(Packed::kThreads),
-                   Packed::kSmemBytes, stream, params);
+  launch_dependent(attention_forward_sm90_kernel<T, Packed>, dim3(static_cast<unsigned>(grid.ctas)),
+                   dim3(Packed::kThreads), Packed::kSmemBytes, stream, params);
 }
 
 template <class T, int kHead, MaskUse kUse>

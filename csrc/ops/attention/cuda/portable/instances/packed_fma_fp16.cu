@@ -5,9 +5,9 @@
 namespace warpwright {
 
 template void launch_attention_fwd_packed_fma<half>(const AttentionParams&, const SequenceTileList&,
-                                                     cudaStream_t);
+                                                    cudaStream_t);
 template void launch_attention_bwd_packed_fma<half>(const AttentionBackwardParams&,
-                                                     const SequenceTileList&,
-                                                     const SequenceTileList&, cudaStream_t);
+                                                    const SequenceTileList&,
+                                                    const SequenceTileList&, cudaStream_t);
 
 }  // namespace warpwright

@@ -4,8 +4,8 @@
 
 namespace warpwright {
 
-template void launch_attention_fwd_packed_fma<float>(const AttentionParams&, const SequenceTileList&,
-                                                     cudaStream_t);
+template void launch_attention_fwd_packed_fma<float>(const AttentionParams&,
+                                                     const SequenceTileList&, cudaStream_t);
 template void launch_attention_bwd_packed_fma<float>(const AttentionBackwardParams&,
                                                      const SequenceTileList&,
                                                      const SequenceTileList&, cudaStream_t);

@@ -4,10 +4,10 @@
 
 namespace warpwright {
 
-template void launch_attention_fwd_packed_fma<double>(const AttentionParams&, const SequenceTileList&,
-                                                     cudaStream_t);
+template void launch_attention_fwd_packed_fma<double>(const AttentionParams&,
+                                                      const SequenceTileList&, cudaStream_t);
 template void launch_attention_bwd_packed_fma<double>(const AttentionBackwardParams&,
-                                                     const SequenceTileList&,
-                                                     const SequenceTileList&, cudaStream_t);
+                                                      const SequenceTileList&,
+                                                      const SequenceTileList&, cudaStream_t);
 
 }  // namespace warpwright

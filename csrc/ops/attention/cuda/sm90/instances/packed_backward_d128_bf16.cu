@@ -4,6 +4,6 @@
 namespace warpwright {
 
 template void launch_packed_bwd_sm90<bf16, 128>(const AttentionBackwardParams&,
-                                               const PackedCallSm90&, cudaStream_t);
+                                                const PackedCallSm90&, cudaStream_t);
 
 }  // namespace warpwright

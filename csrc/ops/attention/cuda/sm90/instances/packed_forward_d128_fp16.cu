@@ -4,6 +4,6 @@
 namespace warpwright {
 
 template void launch_packed_fwd_sm90<half, 128>(const AttentionParams&, const PackedCallSm90&,
-                                               cudaStream_t);
+                                                cudaStream_t);
 
 }  // namespace warpwright
