@@ -384,23 +384,22 @@ BAD_ENDS = [
 @pytest.mark.parametrize(("name", "place", "value"), BAD_ENDS)
 def test_bad_ends(device, name, place, value):
     """On the CPU an error; on a GPU NaN everywhere, and check_errors() raises."""
-    call = good(device)
-    leaves = [call[name].requires_grad_() for name in ("query", "key", "value")]
-    out = F.attention_varlen(**call)
-    call[name][place] = value
-    if device == "cpu":
-        with pytest.raises(IndexError, match=name):
-            F.attention_varlen(**call)
-        with pytest.raises(IndexError, match=name):
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
-        return
-    assert F.attention_varlen(**call).isnan().all()
-    with pytest.raises(IndexError, match=name):
-        warpwright.check_errors()
-    for grad in torch.autograd.grad(out, leaves, torch.ones_like(out)):
-        assert grad.isnan().all()
-    with pytest.raises(IndexError, match=name):
-        warpwright.check_errors()
+    args = [t.detach() if torch.is_tensor(t) else t for t in raw(device)]
+    results = ops.attention_varlen(*args)
+    args[3 if name == "cu_seqlens_q" else 4][place] = value
+    rest = *args[5:], False, None, None, None, 0.0, [True] * 3
+    calls = (
+        lambda: ops.attention_varlen(*args),
+        lambda: ops.attention_varlen_backward(results[0], *args[:5], *results, *rest),
+    )
+    for call in calls:
+        if device == "cpu":
+            with pytest.raises(IndexError, match=name):
+                call()
+        else:
+            assert all(t.isnan().all() for t in call())
+            with pytest.raises(IndexError, match=name):
+                warpwright.check_errors()
 
 
 def raw(device="cpu"):

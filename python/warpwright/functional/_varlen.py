@@ -80,10 +80,8 @@ def attention_varlen(
         return_lse = _arguments.flag(FUNCTION, "return_lse", return_lse)
     if scale is not None and scale.__class__ is not float:
         scale = _arguments.real(FUNCTION, "scale", scale)
-    if not isinstance(max_seqlen_q, torch.SymInt):
-        max_seqlen_q = _arguments.integer(FUNCTION, "max_seqlen_q", max_seqlen_q)
-    if not isinstance(max_seqlen_k, torch.SymInt):
-        max_seqlen_k = _arguments.integer(FUNCTION, "max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = _length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = _length("max_seqlen_k", max_seqlen_k)
     try:
         if not enable_gqa and isinstance(query, Tensor) and isinstance(key, Tensor):
             _check_heads(query, key)
@@ -113,6 +111,12 @@ def attention_varlen(
     if not return_lse:
         return out
     return out, lse if lse.dtype == out.dtype else lse.float()
+
+
+def _length(name: str, value: Any) -> Any:
+    if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):
+        return value  # it may be a symbol
+    return _arguments.integer(FUNCTION, name, value)
 
 
 def _check_heads(query: Tensor, key: Tensor) -> None:

@@ -1,6 +1,6 @@
 // Autograd of attention and attention_backward. attention/torch/second_order.cpp has the formula of
 // double backward and forward-mode AD.
-#include <ATen/ops/alias.h>
+#include <ATen/ops/detach.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "ops/attention/torch/common.h"
@@ -81,8 +81,9 @@ Tensors3 attention_autograd(const Tensor& query, const Tensor& key, const Tensor
   auto& [out, lse, philox_state] = results;
   if (node) {
     for (const Tensor& input : {query, key, value, mask}) node->save(input);
-    // The backward takes the value of lse; second derivatives account for its dependence.
-    const Tensor lse_value = below_autograd([&] { return at::alias(lse); });
+    // The backward takes the value of lse. Second derivatives account for its dependence, so it is
+    // cut from the levels of torch.func below this one, too.
+    const Tensor lse_value = below_autograd([&] { return at::detach(lse); });
     set_history(variable_list{out, lse}, node);
     node->save_output(out);
     node->save(lse_value);

@@ -2,9 +2,9 @@
 // mask hides the pairs of different sequences.
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/alias.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bucketize.h>
+#include <ATen/ops/detach.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -154,8 +154,9 @@ std::tuple<Tensor, Tensor> varlen_autograd(const Tensor& query, const Tensor& ke
   auto& [out, lse] = results;
   if (node) {
     for (const Tensor& t : {query, key, value, cu_seqlens_q, cu_seqlens_k}) node->save(t);
-    // The backward takes the value of lse; second derivatives account for its dependence.
-    const Tensor lse_value = below_autograd([&] { return at::alias(lse); });
+    // The backward takes the value of lse. Second derivatives account for its dependence, so it is
+    // cut from the levels of torch.func below this one, too.
+    const Tensor lse_value = below_autograd([&] { return at::detach(lse); });
     set_history(variable_list{out, lse}, node);
     node->save_output(out);
     node->save(lse_value);
