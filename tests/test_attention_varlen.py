@@ -530,6 +530,28 @@ def test_patch_routes_varlen_attn(calls, device):
         assert len(calls) == before
 
 
+def test_patch_routes_jagged_tensors(calls, device):
+    """Of scaled_dot_product_attention."""
+    parts = [torch.randn(n, 4, 8, device=device) for n in (5, 2, 7)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    q = nested.transpose(1, 2)
+    for options in ({}, {"is_causal": True}, {"scale": 0.3}):
+        with warpwright.patch():
+            out = native.scaled_dot_product_attention(q, q, q, **options)
+        assert calls[-1] == "attention_varlen"
+        assert out.shape == q.shape
+        (grad,) = torch.autograd.grad(out.values().cos().sum(), nested)
+        leaves = [t.detach().requires_grad_() for t in parts]
+        expected = [
+            native.scaled_dot_product_attention(*[t.transpose(0, 1)] * 3, **options).transpose(0, 1)
+            for t in leaves
+        ]
+        found = out.transpose(1, 2).unbind()
+        torch.testing.assert_close(list(found), expected, rtol=1e-5, atol=1e-5)
+        exact = torch.autograd.grad(torch.cat(expected).cos().sum(), leaves)
+        torch.testing.assert_close(list(grad.unbind()), list(exact), rtol=1e-4, atol=1e-5)
+
+
 def explained(dtype=BF16, tokens=16384, heads=(16, 16), size=128, sequences=8, **options):
     def empty(*shape, kind=dtype):
         return torch.empty(shape, dtype=kind, device="meta")

@@ -106,6 +106,47 @@ def _varlen(
     return out, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
 
 
+def _jagged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """scaled_dot_product_attention of jagged nested tensors (B, heads, tokens, E); None if it is not."""
+    operands = query, key, value
+    if not all(
+        isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4
+        for t in operands
+    ):
+        return None
+    # (B, tokens, heads, E), packed in a row, without room between the sequences.
+    q, k, v = (t.transpose(1, 2) for t in operands)
+    if any(getattr(t, "_ragged_idx", 0) != 1 or t.lengths() is not None for t in (q, k, v)):
+        return None
+    same = q.size(1) == k.size(1)  # as many queries as keys: native's causal rule is ours
+    if attn_mask is not None or dropout_p != 0.0 or (is_causal and not same):
+        return None
+    if k.size(1) != v.size(1) or why_no_kernel(q.values()) is not None:
+        return None
+    out = ours.attention_varlen(
+        *(t.values() for t in (q, k, v)),
+        *(t.offsets().int() for t in (q, k)),
+        *(t._get_max_seqlen() for t in (q, k)),
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    limits = q._get_min_seqlen(), q._get_max_seqlen()
+    result = torch.nested.nested_tensor_from_jagged(
+        out, q.offsets(), min_seqlen=limits[0], max_seqlen=limits[1]
+    )
+    return result.transpose(1, 2)
+
+
 # Operators of native's Python functions that no mode sees.
 OPERATORS: dict[Any, tuple[str, Callable[..., Any]]] = {
     torch.ops.torch_attn._varlen_attn: ("attention_varlen", _varlen),
@@ -126,7 +167,8 @@ class patch(TorchFunctionMode):
     Covers ``torch.nn.functional``'s ``relu``, ``conv2d``, ``batch_norm``, ``max_pool2d``,
     ``linear``, ``cross_entropy`` and ``scaled_dot_product_attention``, their twins in ``torch``
     (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``), the tensor methods, and
-    ``torch.nn.attention.varlen.varlen_attn`` as ``attention_varlen``. A call stays
+    ``torch.nn.attention.varlen.varlen_attn`` as ``attention_varlen``, which also takes attention of
+    jagged nested tensors. A call stays
     native if its tensors have no kernel here (dtype, device, layout, subclass). Blocks nest; each
     holds for the thread that entered it. The backward needs no block: the graph knows its ops, and
     ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the backward
@@ -157,6 +199,10 @@ class patch(TorchFunctionMode):
             op, first, name = route
             if op in self.ops and _has_kernel(op, first, args, kwargs):
                 return getattr(ours, name)(*args, **kwargs)
+            if func is native.scaled_dot_product_attention and "attention_varlen" in self.ops:
+                packed = _jagged(*args, **kwargs)
+                if packed is not None:
+                    return packed
         elif func in OPERATORS:
             op, function = OPERATORS[func]
             if op in self.ops and _has_kernel(op, "query", args, kwargs):

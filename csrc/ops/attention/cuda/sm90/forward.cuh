@@ -98,8 +98,11 @@ struct ForwardSm90 {
   __device__ __forceinline__ Work work(int tile) const { return query_work<Tile>(p, tile); }
   // The work once more at the end of a tile. Packed sequences read it again, because the registers
   // do not hold all of it next to the products.
-  __device__ __forceinline__ Work derived(const Work& w, int tile) const {
-    return is_packed<Tile> ? work(tile) : w;
+  __device__ __forceinline__ decltype(auto) derived(const Work& w, int tile) const {
+    if constexpr (is_packed<Tile>)
+      return work(tile);
+    else
+      return (w);
   }
 
   // One thread calls it.

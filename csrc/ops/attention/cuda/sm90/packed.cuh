@@ -214,11 +214,11 @@ __device__ __forceinline__ int64_t lse_index(const Params& p, const Work& w, int
 }
 // The statistic of query 0 of head `head`.
 template <class Params, class Work>
-__device__ __forceinline__ int64_t stats_index(const Params& p, const Work& w, int head) {
+__device__ __forceinline__ int64_t stats_index(const Params& p, const Work& w, int64_t head) {
   if constexpr (requires { w.q_end; })
-    return int64_t{head} * p.padded_rows + w.stats;
+    return head * p.padded_rows + w.stats;
   else
-    return int64_t{head} * p.padded_rows;
+    return head * p.padded_rows;
 }
 
 }  // namespace warpwright
