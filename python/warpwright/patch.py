@@ -34,7 +34,7 @@ ROUTES: dict[Any, tuple[str, str, str]] = {
     for op in OPS.values()
     for route in op.routes
 }
-ROUTED = (*(op.name for op in OPS.values() if op.routes), "attention_varlen")
+ROUTED = tuple(op.name for op in OPS.values() if op.routes)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -182,7 +182,7 @@ class patch(TorchFunctionMode):
 
     def __init__(self, ops: Iterable[str] | None = None) -> None:
         super().__init__()
-        self.ops = check_ops(ops, ROUTED)
+        self.ops = check_ops(ops, (*ROUTED, "attention_varlen"))
         if not torch.compiler.is_compiling():  # there a checkpoint is an operator of the graph
             follow(patch)
 

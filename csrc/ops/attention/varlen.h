@@ -142,10 +142,9 @@ inline VarlenPlan choose_varlen(const AttentionParams& p, const PackedSequences&
   return plan;
 }
 
-// Where things are in a call's workspace, in bytes. A list has its number of tiles, an order of the
-// sequences and the tiles.
+// Where things are in a call's workspace, in bytes. A list is its number of tiles, and the tiles.
 struct VarlenWorkspace {
-  int64_t counters, count[2], order[2], tiles[2], stats, bytes;
+  int64_t counters, count[2], tiles[2], stats, bytes;
 };
 inline VarlenWorkspace varlen_workspace(const AttentionParams& p, const PackedSequences& sequences,
                                         const VarlenPlan& plan, bool backward) {
@@ -159,7 +158,6 @@ inline VarlenWorkspace varlen_workspace(const AttentionParams& p, const PackedSe
   w.counters = take(kAttentionTileCounters * 4);
   for (int i = 0; i < (backward ? 2 : 1); ++i) {
     w.count[i] = take(4);
-    w.order[i] = take(sequences.count * 4);
     w.tiles[i] = take((i == 0 ? plan.queries : plan.keys).max_tiles * 32);
   }
   if (backward)

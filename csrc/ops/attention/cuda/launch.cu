@@ -100,22 +100,16 @@ void for_mma_instance(DType dtype, int head_tile, F&& f) {
 
 }  // namespace
 
-template <class T>
 void launch_attention_row_stats(const AttentionBackwardParams& p, double lse_unit, const void* dlse,
                                 cudaStream_t stream) {
   const int64_t rows = p.fwd.B * p.fwd.H * p.fwd.S_q;
-  launch(attention_row_stats_kernel<T>,
-         dim3(static_cast<unsigned>(ceil_div(rows, int64_t(kThreads / kWarpSize)))), dim3(kThreads),
-         0, stream, p, static_cast<Accum<T>>(lse_unit), static_cast<const AttentionLse<T>*>(dlse));
+  for_dtype(p.fwd.dtype, [&]<class T>() {
+    launch(attention_row_stats_kernel<T>,
+           dim3(static_cast<unsigned>(ceil_div(rows, int64_t(kThreads / kWarpSize)))),
+           dim3(kThreads), 0, stream, p, static_cast<Accum<T>>(lse_unit),
+           static_cast<const AttentionLse<T>*>(dlse));
+  });
 }
-template void launch_attention_row_stats<bf16>(const AttentionBackwardParams&, double, const void*,
-                                               cudaStream_t);
-template void launch_attention_row_stats<half>(const AttentionBackwardParams&, double, const void*,
-                                               cudaStream_t);
-template void launch_attention_row_stats<float>(const AttentionBackwardParams&, double, const void*,
-                                                cudaStream_t);
-template void launch_attention_row_stats<double>(const AttentionBackwardParams&, double,
-                                                 const void*, cudaStream_t);
 
 void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream) {
   launch(philox_state_kernel, dim3(1), dim3(1), 0, stream, source, philox_state);
@@ -164,7 +158,7 @@ void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionBackw
   const bool tensor_cores = config.path != AttentionPath::kFma;
   for_dtype(f.dtype, [&]<class T>() {
     auto write_stats = [&](double lse_unit) {
-      launch_attention_row_stats<T>(p, lse_unit, workspace.dlse, stream);
+      launch_attention_row_stats(p, lse_unit, workspace.dlse, stream);
     };
     // The tensor-core kernels use log2.
     if (config.path == AttentionPath::kMma && any_input) {

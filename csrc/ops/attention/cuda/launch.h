@@ -17,7 +17,6 @@ struct AttentionMmaArgs {
 
 // The rows' statistics, 2 or 3 per row, with the log-sum-exp times lse_unit. dlse: its gradient, or
 // null.
-template <class T>
 void launch_attention_row_stats(const AttentionBackwardParams& params, double lse_unit,
                                 const void* dlse, cudaStream_t stream);
 template <class T>

@@ -12,7 +12,6 @@ namespace warpwright {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBuckets = 256;
 constexpr int kGapBlocks = 64;
 
 // Whether all ends are in order. Every thread of the block calls it; `report` reports a bad one.
@@ -55,27 +54,22 @@ __device__ int sum_before(int value, int& total) {
   return before + inclusive - value;
 }
 
-// Sequences with many rows of the other operand first, to one part in kBuckets. The order within a
-// bucket differs from run to run; which CTA takes a tile changes no bit of the result.
-__device__ void order_by_work(const PackedSequences& s, const SequenceTileList& list) {
-  __shared__ int begin[kBuckets];
+// Which of the `count` sequences from `begin` on is the caller's: those with the most rows of the
+// other operand come first. Of equals the earlier one does.
+__device__ int sequence_by_work(const PackedSequences& s, const SequenceTileList& list,
+                                int64_t begin, int count) {
+  __shared__ int work[kThreads], order[kThreads];
   const int32_t* ends = list.of_queries ? s.cu_k : s.cu_q;
-  const int64_t longest = max(int64_t(1), list.of_queries ? s.max_k : s.max_q);
-  auto bucket = [&](int64_t n) {
-    return kBuckets - 1 -
-           static_cast<int>(int64_t(ends[n + 1] - ends[n]) * (kBuckets - 1) / longest);
-  };
-  if (threadIdx.x < kBuckets) begin[threadIdx.x] = 0;
+  const int mine = static_cast<int>(threadIdx.x);
+  const bool exists = mine < count;
+  work[mine] = exists ? ends[begin + mine + 1] - ends[begin + mine] : -1;
   __syncthreads();
-  for (int64_t n = threadIdx.x; n < s.count; n += kThreads) atomicAdd(&begin[bucket(n)], 1);
+  int rank = 0;
+  for (int i = 0; i < count; ++i)
+    rank += work[i] > work[mine] || (work[i] == work[mine] && i < mine) ? 1 : 0;
+  if (exists) order[rank] = mine;
   __syncthreads();
-  int all;
-  const int first = sum_before(threadIdx.x < kBuckets ? begin[threadIdx.x] : 0, all);
-  if (threadIdx.x < kBuckets) begin[threadIdx.x] = first;
-  __syncthreads();
-  for (int64_t n = threadIdx.x; n < s.count; n += kThreads)
-    list.order[atomicAdd(&begin[bucket(n)], 1)] = static_cast<int>(n);
-  __syncthreads();
+  return exists ? order[mine] : 0;
 }
 
 struct PlacedSequence {
@@ -83,12 +77,10 @@ struct PlacedSequence {
   int rows_tiles, first;
 };
 
-// Of the sequence at `place` in the order.
 __device__ PlacedSequence placed(const PackedSequences& s, const SequenceTileList& list,
-                                 int64_t place) {
+                                 int64_t n) {
   PlacedSequence p{};
-  if (place >= s.count) return p;
-  const int n = list.order[place], q_begin = s.cu_q[n], k_begin = s.cu_k[n];
+  const int q_begin = s.cu_q[n], k_begin = s.cu_k[n];
   p.tile.q_end = s.cu_q[n + 1], p.tile.k_end = s.cu_k[n + 1];
   p.tile.S_q = p.tile.q_end - q_begin, p.tile.S_k = p.tile.k_end - k_begin;
   p.tile.stats = static_cast<int>(packed_stats_begin(q_begin, n));
@@ -97,19 +89,21 @@ __device__ PlacedSequence placed(const PackedSequences& s, const SequenceTileLis
   return p;
 }
 
+// Sequences are ordered within runs of kThreads.
 __device__ void make_list(const SequenceTilesArgs& a, const SequenceTileList& list, bool good) {
-  if (good) order_by_work(a.sequences, list);
   __shared__ PlacedSequence chunk[kThreads];
   const SequenceListPlan& plan = list.plan;
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   int base = 0;
   for (int64_t begin = 0; good && begin < a.sequences.count; begin += kThreads) {
-    PlacedSequence mine = placed(a.sequences, list, begin + threadIdx.x);
+    const int used = static_cast<int>(min(int64_t(kThreads), a.sequences.count - begin));
+    const int sequence = sequence_by_work(a.sequences, list, begin, used);
+    PlacedSequence mine{};
+    if (threadIdx.x < used) mine = placed(a.sequences, list, begin + sequence);
     int tiles;
     mine.first = base + sum_before(mine.rows_tiles * plan.sections, tiles);
     chunk[threadIdx.x] = mine;
     __syncthreads();
-    const int used = static_cast<int>(min(int64_t(kThreads), a.sequences.count - begin));
     for (int i = warp; i < used; i += kThreads / 32) {
       const PlacedSequence p = chunk[i];
       for (int t = lane; t < p.rows_tiles * plan.sections; t += 32) {

@@ -30,7 +30,6 @@ struct SequenceTileList {
   bool longest_is_last;  // the last rows of a sequence have the most work, else the first rows
   SequenceTile* tiles;   // plan.max_tiles
   int* num_tiles;        // (1): tiles, for each head of a section one
-  int* order;            // (sequences), scratch
 };
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -70,8 +69,7 @@ inline SequenceTileList sequence_list(const VarlenPlan& plan, const VarlenWorksp
           .of_queries = list == 0,
           .longest_is_last = list == 0,
           .tiles = reinterpret_cast<SequenceTile*>(base + w.tiles[list]),
-          .num_tiles = reinterpret_cast<int*>(base + w.count[list]),
-          .order = reinterpret_cast<int*>(base + w.order[list])};
+          .num_tiles = reinterpret_cast<int*>(base + w.count[list])};
 }
 #endif
 

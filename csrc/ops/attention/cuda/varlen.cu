@@ -76,11 +76,12 @@ void launch_varlen_bwd(const VarlenBackwardParams& params, const VarlenPlan& pla
   args.gaps.results[1] = gap_rows(b.dk, p.H_kv * p.D, p.dtype, /*of_queries=*/false);
   args.gaps.results[2] = gap_rows(b.dv, p.H_kv * p.D_v, p.dtype, /*of_queries=*/false);
   launch_sequence_tiles(args, stream);
-  if (plan.config.path != AttentionPath::kSm90)
+  if (plan.config.path != AttentionPath::kSm90) {
+    launch_attention_row_stats(b, 1.0, params.dlse, stream);
     return for_dtype(p.dtype, [&]<class T>() {
-      launch_attention_row_stats<T>(b, 1.0, params.dlse, stream);
       launch_attention_bwd_packed_fma<T>(b, args.lists[0], args.lists[1], stream);
     });
+  }
   const PackedCallSm90 call{.queries = args.lists[0],
                             .keys = args.lists[1],
                             .counters = args.counters,

@@ -2,6 +2,7 @@
 // sequence. A tile of the kernels in this folder becomes one of packed sequences by PackedTile.
 #pragma once
 
+#include "device/sm90/tma_5d.cuh"
 #include "host/tensor_map_ragged.h"
 #include "ops/attention/cuda/sequence_tiles.h"
 #include "ops/attention/cuda/sm90/params.cuh"
@@ -16,28 +17,6 @@ struct RaggedRows {
   int length, end;
 };
 
-// "cp.async.bulk.tensor", global to shared, of a five-dimensional tensor.
-__device__ __forceinline__ void tma_load_ragged(uint32_t shared, const CUtensorMap* map, int col,
-                                                int row, int h, const RaggedRows& rows,
-                                                uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];\n" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(col), "r"(kRaggedEnd - rows.length + row), "r"(h), "r"(rows.end),
-      "r"(kRaggedEnd)
-      : "memory");
-}
-// The same, shared to global.
-__device__ __forceinline__ void tma_store_ragged(const CUtensorMap* map, int col, int row, int h,
-                                                 const RaggedRows& rows, uint32_t shared) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
-      "[%1];\n" ::"l"(map),
-      "r"(shared), "r"(col), "r"(kRaggedEnd - rows.length + row), "r"(h), "r"(rows.end),
-      "r"(kRaggedEnd)
-      : "memory");
-}
-
 // load_row_tile() and store_row_tile() of sm90/tile.cuh for rows of a sequence. Rows past its end
 // read as zero and are not written.
 template <int kChunks, int kRows>
@@ -45,7 +24,8 @@ __device__ __forceinline__ void load_row_tile(uint32_t to, const CUtensorMap* ma
                                               const RaggedRows& rows, uint32_t barrier) {
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk)
-    tma_load_ragged(to + chunk * kRows * 128, map, chunk * 64, row0, h, rows, barrier);
+    tma_load_5d(to + chunk * kRows * 128, map, chunk * 64, kRaggedEnd - rows.length + row0, h,
+                rows.end, kRaggedEnd, barrier);
 }
 template <int kChunks, int kRows>
 __device__ __forceinline__ void store_row_tile(const CUtensorMap* map, uint32_t from, int row0,
@@ -53,7 +33,8 @@ __device__ __forceinline__ void store_row_tile(const CUtensorMap* map, uint32_t 
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk)
     if (chunk * 64 < D && row0 < S)
-      tma_store_ragged(map, chunk * 64, row0, h, rows, from + chunk * kRows * 128);
+      tma_store_5d(map, chunk * 64, kRaggedEnd - rows.length + row0, h, rows.end, kRaggedEnd,
+                   from + chunk * kRows * 128);
 }
 
 // ---- tiles ----
