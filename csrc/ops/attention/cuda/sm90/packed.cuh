@@ -197,7 +197,8 @@ __device__ __forceinline__ int64_t lse_index(const Params& p, const Work& w, int
 template <class Params, class Work>
 __device__ __forceinline__ int64_t stats_index(const Params& p, const Work& w, int64_t head) {
   if constexpr (requires { w.q_end; })
-    return head * p.padded_rows + w.stats;
+    return int64_t{static_cast<int>(head)} * p.padded_rows +
+           w.stats;  // fits, and takes fewer registers
   else
     return head * p.padded_rows;
 }
