@@ -121,7 +121,7 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
 #pragma unroll 1
       for (int member = 0; member < p.group; ++member) {
         const int h = w.h_kv * p.group + member;
-        const int64_t stats = stats_index(p, w, int64_t{w.head} * p.group + member);
+        const int64_t stats = member_stats_index(p, w, member);
         const Blocks blocks = blocks_of(w, member);
 #pragma unroll 1
         for (int block = 0; block < blocks.count; ++block) {

@@ -173,7 +173,7 @@ struct DqSm90 {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row0 + accumulator_row() + 8 * half;
-        const int64_t index = stats_index(p, w, w.head) + row;
+        const int64_t index = stats_index(p, w) + row;
         const bool inside = row < limits_of(p, w).S_q;
         rows.lse[half] = inside ? p.lse_log2[index] : INFINITY;
         rows.delta[half] = inside ? p.delta[index] : 0.f;

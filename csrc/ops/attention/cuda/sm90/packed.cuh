@@ -193,14 +193,20 @@ __device__ __forceinline__ int64_t lse_index(const Params& p, const Work& w, int
   else
     return int64_t{w.head} * p.S_q + row;
 }
-// The statistic of query 0 of head `head`.
+// The statistic of query 0 of head w.head, or of a member of its group.
 template <class Params, class Work>
-__device__ __forceinline__ int64_t stats_index(const Params& p, const Work& w, int64_t head) {
+__device__ __forceinline__ int64_t stats_index(const Params& p, const Work& w) {
   if constexpr (requires { w.q_end; })
-    return int64_t{static_cast<int>(head)} * p.padded_rows +
-           w.stats;  // fits, and takes fewer registers
+    return int64_t{w.head} * p.padded_rows + w.stats;
   else
-    return head * p.padded_rows;
+    return int64_t{w.head} * p.padded_rows;
+}
+template <class Params, class Work>
+__device__ __forceinline__ int64_t member_stats_index(const Params& p, const Work& w, int member) {
+  if constexpr (requires { w.q_end; })
+    return int64_t{w.head * p.group + member} * p.padded_rows + w.stats;  // heads fit 32 bits
+  else
+    return (int64_t{w.head} * p.group + member) * p.padded_rows;
 }
 
 }  // namespace warpwright
