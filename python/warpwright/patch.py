@@ -124,25 +124,32 @@ def _jagged(
     ):
         return None
     # (B, tokens, heads, E), packed in a row, without room between the sequences.
-    q, k, v = (t.transpose(1, 2) for t in operands)
-    if any(getattr(t, "_ragged_idx", 0) != 1 or t.lengths() is not None for t in (q, k, v)):
+    packed: list[Any] = [t.transpose(1, 2) for t in operands]
+    if any(getattr(t, "_ragged_idx", 0) != 1 or t.lengths() is not None for t in packed):
         return None
+    q, k, v = packed
     same = q.size(1) == k.size(1)  # as many queries as keys: native's causal rule is ours
     if attn_mask is not None or dropout_p != 0.0 or (is_causal and not same):
         return None
     if k.size(1) != v.size(1) or why_no_kernel(q.values()) is not None:
         return None
     out = ours.attention_varlen(
-        *(t.values() for t in (q, k, v)),
-        *(t.offsets().int() for t in (q, k)),
-        *(t._get_max_seqlen() for t in (q, k)),
+        q.values(),
+        k.values(),
+        v.values(),
+        q.offsets().int(),
+        k.offsets().int(),
+        q._get_max_seqlen(),
+        k._get_max_seqlen(),
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    limits = q._get_min_seqlen(), q._get_max_seqlen()
-    result = torch.nested.nested_tensor_from_jagged(
-        out, q.offsets(), min_seqlen=limits[0], max_seqlen=limits[1]
+    result: Tensor = torch.nested.nested_tensor_from_jagged(
+        out,
+        q.offsets(),
+        min_seqlen=q._get_min_seqlen(),
+        max_seqlen=q._get_max_seqlen(),
     )
     return result.transpose(1, 2)
 
