@@ -149,6 +149,14 @@ def quantized(f: Any, *operands: Tensor) -> Tensor:
     return result
 
 
+def packed(f: Any, *operands: Any) -> Tensor:
+    """Causal attention of packed sequences."""
+    if hasattr(f, "attention_varlen"):
+        result: Tensor = f.attention_varlen(*operands, is_causal=True)
+        return result
+    return _native.attention_varlen(*operands, True)[0]
+
+
 def added(f: Any, op: str, x: Tensor, residual: Tensor, *vectors: Tensor) -> Tensor:
     """The sum and its norm, in one tensor."""
     if hasattr(f, op):
@@ -192,6 +200,18 @@ def matrices() -> Iterator[Case]:
             "rows",
             lambda f, a=(x, *tables): rotated(f, *a),
             [x],
+        )
+
+    for packed_lengths, heads, width in (((37, 0, 200, 5), 4, 32), ((700, 128, 1300), 12, 64)):
+        ends = torch.tensor([0, *packed_lengths]).cumsum(0).int()
+        longest = max(packed_lengths)
+        q, k, v = torch.randn(3, int(ends[-1]), heads, width)
+        yield Case(
+            "attention_varlen",
+            f"{heads}x{'+'.join(map(str, packed_lengths))}x{width}",
+            "rows",
+            lambda f, a=(q, k, v, ends, ends, longest, longest): packed(f, *a),
+            [q, k, v],
         )
 
     for batch, length, heads, width in ((1, 512, 12, 64), (8, 1024, 32, 128)):

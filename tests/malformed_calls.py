@@ -85,6 +85,17 @@ def public_calls(device, seed, grad=True):
         "var": ([g(2, 3, 5), (0, 2)], {"correction": 1, "keepdim": False}),
         "std": ([g(2, 3, 5), 1], {"correction": 0, "keepdim": False}),
         "linear_scan": ([g(2, 3, 5), g(2, 3, 5), g(2, 5)], {"dim": 1, "reverse": False}),
+        "attention_varlen": (
+            [g(7, 4, 8), g(9, 2, 8), g(9, 2, 6), integers([0, 3, 7]), integers([0, 2, 9]), 4, 7],
+            {
+                "is_causal": bool(seed % 2),
+                "window_size": (3, 1),
+                "softcap": 2.0,
+                "scale": 0.3,
+                "enable_gqa": True,
+                "return_lse": False,
+            },
+        ),
         "attention_with_kv_cache": (
             [t(2, 1, 4, 8), *cache, t(2, 1, 2, 8), t(2, 1, 2, 8)],
             {

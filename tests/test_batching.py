@@ -357,6 +357,20 @@ def test_losses_sample_by_sample(device):
     check(F.linear_cross_entropy, (0, None, 0), x, randn(device, 6, 6), t)
 
 
+def test_attention_lse(device):
+    """The gradient of the log-sum-exp, per sample."""
+
+    def loss(q, k, v):
+        out, lse = F.scaled_dot_product_attention(q, k, v, is_causal=True, return_lse=True)
+        return out.sum() + lse.cos().sum()
+
+    qkv = [torch.randn(3, 2, 4, 5, device=device) for _ in range(3)]
+    found = torch.vmap(torch.func.grad(loss, (0, 1, 2)))(*qkv)
+    alone = [torch.func.grad(loss, (0, 1, 2))(*(t[i] for t in qkv)) for i in range(3)]
+    for got, expected in zip(found, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(expected))
+
+
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, 0), (None, 1, None), (2, 2, 1)])
 @pytest.mark.parametrize("mask", [None, (5, 6), (1, 5, 6), (2, 1, 5, 6)])
 @pytest.mark.parametrize("mask_dim", [None, 0])

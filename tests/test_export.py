@@ -25,6 +25,7 @@ COMPOSED = {o.name: o.aten for o in OPERATORS.values() if o.aten and o.composed}
 WITHOUT = {
     *("adam_step_", "sgd_step_", "grad_norm"),
     *("attention", "attention_backward", "attention_dropout_factors", "attention_second_order"),
+    *("attention_varlen_backward", "attention_varlen_second_order"),
     *("cross_entropy_forward", "cross_entropy_backward", "cross_entropy_backward_"),
     *("cross_entropy_lse", "cross_entropy_double_backward"),
     *("cross_entropy_forward_gradient", "cross_entropy_scale_"),
@@ -177,6 +178,14 @@ def test_reductions(device):
         same("logsumexp", x.bfloat16(), dim or [0, 1, 2], keepdim, torch.float32)
         for name in ("var", "std"):
             same(name, x, dim or None, 0.5, keepdim)
+
+
+def test_attention_varlen(device):
+    query = torch.randn(9, 4, 8, device=device)
+    key, value = torch.randn(7, 2, 8, device=device), torch.randn(7, 2, 6, device=device)
+    ends = [torch.tensor(x, device=device).int() for x in ([1, 4, 4, 8], [0, 2, 5, 7])]
+    for options in ((False,), (True, 0.3), (False, None, 2, 1), (True, None, 3, None, 2.0)):
+        same("attention_varlen", query, key, value, *ends, 4, 3, *options)
 
 
 def test_attention_with_kv_cache(device):

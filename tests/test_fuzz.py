@@ -110,6 +110,41 @@ def test_linear_quantized(device, dtype):
 
 
 @each_dtype
+def test_attention_varlen(device, dtype):
+    """Lengths, windows and groups of heads; native's with a dense mask."""
+    few = st.integers(1, 3)
+
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal",))
+        lengths = st.lists(st.integers(0, 70), min_size=1, max_size=5)
+        queries = draw(lengths)
+        keys = draw(st.lists(st.integers(0, 70), min_size=len(queries), max_size=len(queries)))
+        gap, kv_heads, group = draw(st.integers(0, 3)), draw(few), draw(few)
+        columns, others = (draw(st.sampled_from([1, 8, 16, 40, 64, 128, 136])) for _ in range(2))
+        ends = [torch.tensor([gap, *x]).cumsum(0).int().to(device) for x in (queries, keys)]
+        operands = (
+            make(2 * gap + sum(queries), kv_heads * group, columns),
+            make(2 * gap + sum(keys), kv_heads, columns),
+            make(2 * gap + sum(keys), kv_heads, others),
+        )
+        side = st.one_of(st.none(), st.integers(0, 80))
+        options = (max(queries), max(keys), draw(st.booleans()), None, draw(side), draw(side))
+
+        def first(function):
+            return lambda *args: function(*args)[0]
+
+        check(
+            make,
+            errors,
+            first(torch.ops.warpwright.attention_varlen),
+            first(_native.attention_varlen),
+            (*operands, *ends, *options),
+        )
+
+    run(test)
+
+
+@each_dtype
 def test_attention_with_kv_cache(device, dtype):
     """Lengths, pages and groups of heads; native's on the gathered pages."""
     few = st.integers(1, 3)

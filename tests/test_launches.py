@@ -183,6 +183,21 @@ CASES = {
 }
 
 
+def test_varlen_launches():
+    """The list of tiles and the forward; the lists, the statistics and two kernels."""
+    q, k, v = (random(600, 4, 64, dtype=BF16) for _ in range(3))
+    ends = torch.tensor([0, 200, 600], dtype=torch.int32, device="cuda")
+
+    def call():
+        return F.attention_varlen(q, k, v, ends, ends, 400, 400, is_causal=True)
+
+    assert len(found := launches(call)) <= 2, found
+    out = call()
+    grad = torch.ones_like(out)
+    found = launches(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    assert len(found) <= 4, found
+
+
 @pytest.mark.parametrize(("length", "most"), [(200, 2), (8192, 3)])
 def test_decoding_launches(length, most):
     """The append, the splits of the keys, and their merge if there are several."""

@@ -219,6 +219,8 @@ def recorded(device):
         for form in ("cumprod", "logcumsumexp", "sum", "mean", "amax", "logsumexp", "var", "std"):
             double_backward(getattr(warpwright.functional, form), (leaf, 1), {})
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
+        args, kwargs = public_calls(device, 0)["attention_varlen"]
+        double_backward(warpwright.functional.attention_varlen, tuple(args), kwargs)
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
         warpwright.functional.attention_with_kv_cache(*args, **kwargs)
         codes, scale = warpwright.functional.quantize_rows(leaf.detach().flatten(0, -2), torch.int8)

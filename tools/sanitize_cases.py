@@ -608,6 +608,32 @@ def optimizer_cases():
         yield f"{name}-many", function, many, {}
 
 
+def packed(query, key, value, cu_q, cu_k, **options):
+    longest = [int(ends.diff().max()) for ends in (cu_q, cu_k)]
+    out, lse = F.attention_varlen(
+        query, key, value, cu_q, cu_k, *longest, enable_gqa=True, return_lse=True, **options
+    )
+    return torch.cat([out.flatten(), lse.masked_fill(lse.isinf(), 0.0).flatten()])
+
+
+def packed_cases():
+    """Each head tile; tiles of 192 queries, empty sequences, tokens of none, a window."""
+    ends = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)  # noqa: E731
+    short = ends(2, 72, 72, 200, 333), ends(0, 90, 95, 95, 300)
+    long = ends(0, 1500, 2600), ends(0, 1500, 2600)
+    for columns in (64, 128, 256, 36):
+        for name, (cu_q, cu_k) in (("short", short), ("long", long)):
+            if name == "long" and columns != 64:
+                continue
+            operands = (
+                rand(int(cu_q[-1]) + 3, 4, columns),
+                *(rand(int(cu_k[-1]) + 3, 2, columns) for _ in range(2)),
+            )
+            for options in ({"is_causal": True}, {"window_size": (40, 9), "softcap": 3.0}):
+                case = f"{columns}-{name}-{next(iter(options))}"
+                yield case, packed, (*operands, cu_q, cu_k), options
+
+
 def decoding_cases():
     """Each head tile and row count of both kernels; splits, pages, an append, an empty sequence."""
     for columns in (64, 128, 256, 320, 36):
@@ -640,6 +666,7 @@ def decoded(query, k_cache, v_cache, k, v, lengths, table, is_causal):
 
 
 CASES = {
+    "attention_varlen": packed_cases,
     "attention_with_kv_cache": decoding_cases,
     "optim": optimizer_cases,
     "relu": relu_cases,

@@ -25,6 +25,13 @@ std::string message(ErrorSource source, const ErrorRecord& record) {
     case ErrorSource::kKvCacheTable:
       return "attention_with_kv_cache: block_table: " + value +
              " is no page of the cache. (entry " + row + ", counted flat)";
+    case ErrorSource::kVarlenQueries:
+    case ErrorSource::kVarlenKeys: {
+      const std::string q_or_k = source == ErrorSource::kVarlenQueries ? "q" : "k";
+      return "attention_varlen: cu_seqlens_" + q_or_k + ": " + value +
+             " is no end of a sequence: out of order, past the tokens, or more than max_seqlen_" +
+             q_or_k + " after the last end. (sequence " + row + ")";
+    }
     case ErrorSource::kCrossEntropy:
     default:
       return "cross_entropy: Target " + value + " is out of bounds. (row " + row +

@@ -20,7 +20,14 @@ struct CUstream_st;
 namespace warpwright {
 
 // Ops that check their data on the device. The value is the op's index in the error word.
-enum class ErrorSource : int8_t { kCrossEntropy, kKvCacheLength, kKvCacheTable, kCount };
+enum class ErrorSource : int8_t {
+  kCrossEntropy,
+  kKvCacheLength,
+  kKvCacheTable,
+  kVarlenQueries,
+  kVarlenKeys,
+  kCount
+};
 
 // Returns the oldest unread error as a sentence that names op, row and value, and clears it. Does
 // not wait for the device: running kernels may report later.

@@ -9,6 +9,7 @@
 #include "common/ceil_div.h"
 #include "host/launch.h"
 #include "host/tensor_map_pixels.h"
+#include "host/tensor_map_ragged.h"
 
 namespace warpwright {
 namespace {
@@ -95,6 +96,29 @@ CUtensorMap make_rows_tensor_map(const TensorMapRows& t) {
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   return encoded(kName, [&](CUtensorMap* map) {
     return encode_tiled(map, tensor_map_type(t.dtype, false), 4, const_cast<void*>(t.pointer),
+                        extents, stride_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  });
+}
+
+CUtensorMap make_ragged_tensor_map(const TensorMapRagged& t) {
+  constexpr const char* kName = "cuTensorMapEncodeTiled";
+  constexpr cuuint64_t kAnyIndex = 0x7fff0000;  // a coordinate that no box exceeds
+  static const auto encode_tiled = find_driver_function<PFN_cuTensorMapEncodeTiled_v12000>(kName);
+  const cuuint64_t element = static_cast<cuuint64_t>(dtype_size(t.dtype));
+  const cuuint64_t row = static_cast<cuuint64_t>(t.row_stride);
+  // The stride of a single head has no meaning, but the driver checks it.
+  const cuuint64_t head = t.heads == 1 ? 64 : static_cast<cuuint64_t>(t.head_stride);
+  const cuuint64_t extents[5] = {static_cast<cuuint64_t>(t.cols),
+                                 static_cast<cuuint64_t>(kRaggedEnd),
+                                 static_cast<cuuint64_t>(t.heads), kAnyIndex, kAnyIndex};
+  const cuuint64_t stride_bytes[4] = {row * element, head * element, row * element,
+                                      ((cuuint64_t{1} << 34) - row) * element};
+  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(t.box_rows), 1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  return encoded(kName, [&](CUtensorMap* map) {
+    return encode_tiled(map, tensor_map_type(t.dtype, false), 5, const_cast<void*>(t.pointer),
                         extents, stride_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -38,10 +38,10 @@ inline int64_t numel(const TensorLayout& x) {
 
 // Adds explain_<op>() to the module. Each returns one line per kernel of a call and its backward.
 void define_explain(pybind11::module_& m);
-// Those of the matrix product's ops, which define_explain() includes.
+// Its parts: the matrix product's ops, reductions and scans, packed sequences.
 void define_explain_linear(pybind11::module_& m);
 void define_explain_linear_8bit(pybind11::module_& m);
-// Those of reductions and scans.
 void define_explain_reduction(pybind11::module_& m);
+void define_explain_varlen(pybind11::module_& m);
 
 }  // namespace warpwright

@@ -153,6 +153,20 @@ def explain_attention_with_kv_cache(
     max_pages: int,
     device: DeviceInfo,
 ) -> list[tuple[str, str]]: ...
+def explain_attention_varlen(
+    dtype: str,
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    sequences: int,
+    max_lengths: tuple[int, int],
+    scale: float,
+    is_causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+    device: DeviceInfo,
+    sm90: bool,
+) -> list[tuple[str, str]]: ...
 def explain_relu(dtype: str, input: Operand) -> list[tuple[str, str]]: ...
 def explain_scaled_dot_product_attention(
     dtype: str,

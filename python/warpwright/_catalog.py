@@ -19,6 +19,7 @@ from ._op import Chain, Function, Op, Operator, Route
 from ._operators import (
     ADAM,
     ATTENTION,
+    ATTENTION_VARLEN,
     ATTENTION_WITH_KV_CACHE,
     BATCH_NORM_RELU,
     CONV2D_BATCH_NORM,
@@ -488,6 +489,14 @@ _RECORDS = (
         explain="attention",
         cpu="flash attention by tiles on ATen's matrix products",
         example=_examples.attention,
+        folders=("attention",),
+    ),
+    Op(
+        "attention_varlen",
+        ATTENTION_VARLEN,
+        is_plain=True,
+        explain="attention_varlen",
+        cpu="flash attention of one sequence after the other",
         folders=("attention",),
     ),
     Op(

@@ -335,6 +335,52 @@ def kv_cache_append_(
     v_cache.index_put_((page, token), v)
 
 
+def _token_places(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token: its sequence, its distance from the sequence's end, and whether it is in one."""
+    token = torch.arange(tokens, device=ends.device)
+    last = ends[1:].long()
+    sequence = torch.bucketize(token, last, right=True)
+    inside = (sequence < last.shape[0]) & (token >= ends[0])
+    end = last[sequence.clamp(max=max(last.shape[0] - 1, 0))] if last.shape[0] else token
+    return sequence, token - end, inside
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """One dense call that hides the pairs of different sequences."""
+    of_q, q_place, q_inside = _token_places(cu_seqlens_q, query.shape[0])
+    of_k, k_place, k_inside = _token_places(cu_seqlens_k, key.shape[0])
+    mask = (of_q[:, None] == of_k) & q_inside[:, None] & k_inside
+    ahead = k_place - q_place[:, None]
+    if is_causal:
+        mask &= ahead <= 0
+    if window_right is not None:
+        mask &= ahead <= window_right
+    if window_left is not None:
+        mask &= ahead >= -window_left
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    out, lse = scaled_dot_product_attention_lse(
+        q, k, v, mask, scale=scale, enable_gqa=True, softcap=softcap
+    )
+    wide = query.dtype in (torch.float32, torch.float64)
+    return (
+        out.transpose(0, 1).clone(memory_format=torch.contiguous_format),
+        lse.to(torch.float64 if wide else torch.float32),
+    )
+
+
 def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:
@@ -396,3 +442,40 @@ def scaled_dot_product_attention_extras(
     hidden = (scores == float("-inf")).all(-1, keepdim=True)
     weights = scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
     return (native.dropout(weights, dropout_p) @ value.to(accum)).to(query.dtype)
+
+
+def scaled_dot_product_attention_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Also the log-sum-exp of the scores. Native's public functions do not return it."""
+    inside = _inside_window(query, key, is_causal, window_left, window_right)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    accum = torch.promote_types(query.dtype, torch.float32)
+    factor = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    scores = factor * (query.to(accum) @ key.to(accum).mT)
+    if softcap != 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        inside = inside & attn_mask
+    elif attn_mask is not None:
+        scores = scores + attn_mask.to(accum)
+    scores = scores.masked_fill(~inside, float("-inf"))
+    hidden = (scores == float("-inf")).all(-1, keepdim=True)
+    safe = scores.masked_fill(hidden, 0.0)
+    weights = safe.softmax(-1).masked_fill(hidden, 0.0)
+    out = native.dropout(weights, dropout_p) @ value.to(accum)
+    lse = safe.logsumexp(-1).masked_fill(hidden.squeeze(-1), float("-inf"))
+    return out.to(query.dtype), lse

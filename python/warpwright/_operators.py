@@ -91,13 +91,25 @@ LINEAR_INT8, LINEAR_FP8 = (
 )
 _SDPA = native.scaled_dot_product_attention
 _EXTRA = _native.scaled_dot_product_attention_extras
+_WITH_LSE = _native.scaled_dot_product_attention_lse
 ATTENTION = (
     Operator("scaled_dot_product_attention", _SDPA, _SDPA, composed=True, autocast=True),
     Operator("scaled_dot_product_attention_extras", _EXTRA, _EXTRA, composed=True, autocast=True),
+    Operator(
+        "scaled_dot_product_attention_lse", _WITH_LSE, _WITH_LSE, composed=True, autocast=True
+    ),
     Operator("attention", flops=_work.attention_flops),
     Operator("attention_backward", flops=_work.attention_backward_flops),
     Operator("attention_dropout_factors"),
     Operator("attention_second_order", composed=True),
+)
+_VARLEN = _native.attention_varlen
+ATTENTION_VARLEN = (
+    Operator(
+        "attention_varlen", _VARLEN, _VARLEN, autocast=True, flops=_work.varlen_attention_flops
+    ),
+    Operator("attention_varlen_backward", flops=_work.varlen_attention_backward_flops),
+    Operator("attention_varlen_second_order", composed=True),
 )
 _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)

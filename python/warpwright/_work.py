@@ -224,6 +224,21 @@ def kv_cache_attention_flops(
     return 4 * math.prod(query) * tokens
 
 
+def varlen_attention_flops(
+    query: Shape, key: Shape, value: Shape, cu_q: Shape, cu_k: Shape, max_q: int, max_k: int,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """As if each query saw as many keys as the longest sequence has: the lengths are on the device."""
+    return 2 * math.prod(query[:-1]) * min(key[0], max_k) * (query[-1] + value[-1])
+
+
+def varlen_attention_backward_flops(
+    dy: Shape, query: Shape, key: Shape, value: Shape, cu_q: Shape, cu_k: Shape, out: Shape,
+    lse: Shape, max_q: int, max_k: int, *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    return 2 * math.prod(query[:-1]) * min(key[0], max_k) * (3 * query[-1] + 2 * value[-1])
+
+
 def attention_backward_flops(
     dy: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any
 ) -> int:

@@ -447,6 +447,23 @@ def _attention(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     )
 
 
+def _attention_varlen(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _C.explain_attention_varlen(
+        _dtype(a["query"]),
+        _operand(a["query"]),
+        _operand(a["key"]),
+        _operand(a["value"]),
+        a["cu_seqlens_q"].shape[0] - 1,
+        (a["max_seqlen_q"], a["max_seqlen_k"]),
+        a["scale"] if a["scale"] is not None else max(a["query"].shape[-1], 1) ** -0.5,
+        a["is_causal"],
+        a["window_size"] or (-1, -1),
+        a["softcap"] or 0.0,
+        gpu,
+        _may_take_sm90(),
+    )
+
+
 def _attention_with_kv_cache(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     query, table, k = a["query"], a["block_table"], a["k"]
     lines = _C.explain_attention_with_kv_cache(

@@ -8,10 +8,11 @@ For models that call functions: ``F.relu(x)``, ``x.relu()``,
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -74,6 +75,91 @@ COMPOSITE = {
 }
 
 
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator of torch.nn.attention.varlen.varlen_attn: output, log-sum-exp, a state."""
+    window = None if window_size is None else (window_size[0], window_size[1])
+    out, lse = ours.attention_varlen(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window,
+        enable_gqa=True,
+        return_lse=True,
+    )
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
+
+
+def _jagged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """scaled_dot_product_attention of jagged nested tensors (B, heads, tokens, E); None if it is not."""
+    operands = query, key, value
+    if not all(
+        isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4
+        for t in operands
+    ):
+        return None
+    # (B, tokens, heads, E), packed in a row, without room between the sequences.
+    packed: list[Any] = [t.transpose(1, 2) for t in operands]
+    if any(getattr(t, "_ragged_idx", 0) != 1 or t.lengths() is not None for t in packed):
+        return None
+    q, k, v = packed
+    same = q.size(1) == k.size(1)  # as many queries as keys: native's causal rule is ours
+    if attn_mask is not None or dropout_p != 0.0 or (is_causal and not same):
+        return None
+    if k.size(1) != v.size(1) or why_no_kernel(q.values()) is not None:
+        return None
+    out = ours.attention_varlen(
+        q.values(),
+        k.values(),
+        v.values(),
+        q.offsets().int(),
+        k.offsets().int(),
+        q._get_max_seqlen(),
+        k._get_max_seqlen(),
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    result: Tensor = torch.nested.nested_tensor_from_jagged(
+        out,
+        q.offsets(),
+        min_seqlen=q._get_min_seqlen(),
+        max_seqlen=q._get_max_seqlen(),
+    )
+    return result.transpose(1, 2)
+
+
+# Operators of native's Python functions that no mode sees.
+OPERATORS: dict[Any, tuple[str, Callable[..., Any]]] = {
+    torch.ops.torch_attn._varlen_attn: ("attention_varlen", _varlen),
+}
+
+
 def _entering(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -87,7 +173,9 @@ class patch(TorchFunctionMode):
 
     Covers ``torch.nn.functional``'s ``relu``, ``conv2d``, ``batch_norm``, ``max_pool2d``,
     ``linear``, ``cross_entropy`` and ``scaled_dot_product_attention``, their twins in ``torch``
-    (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``) and the tensor methods. A call stays
+    (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``), the tensor methods, and
+    ``torch.nn.attention.varlen.varlen_attn`` as ``attention_varlen``, which also takes attention of
+    jagged nested tensors. A call stays
     native if its tensors have no kernel here (dtype, device, layout, subclass). Blocks nest; each
     holds for the thread that entered it. The backward needs no block: the graph knows its ops, and
     ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the backward
@@ -101,7 +189,7 @@ class patch(TorchFunctionMode):
 
     def __init__(self, ops: Iterable[str] | None = None) -> None:
         super().__init__()
-        self.ops = check_ops(ops, ROUTED)
+        self.ops = check_ops(ops, (*ROUTED, "attention_varlen"))
         if not torch.compiler.is_compiling():  # there a checkpoint is an operator of the graph
             follow(patch)
 
@@ -118,6 +206,14 @@ class patch(TorchFunctionMode):
             op, first, name = route
             if op in self.ops and _has_kernel(op, first, args, kwargs):
                 return getattr(ours, name)(*args, **kwargs)
+            if func is native.scaled_dot_product_attention and "attention_varlen" in self.ops:
+                packed = _jagged(*args, **kwargs)
+                if packed is not None:
+                    return packed
+        elif func in OPERATORS:
+            op, function = OPERATORS[func]
+            if op in self.ops and _has_kernel(op, "query", args, kwargs):
+                return function(*args, **kwargs)
         elif func in COMPOSITE:
             with self:
                 return COMPOSITE[func](*args, **kwargs)

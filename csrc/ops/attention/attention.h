@@ -4,6 +4,7 @@
 //   X = scale * q k^T, S = cap(X) + mask, P = exp(S - lse), A = dropout(P), out = A v
 //   dA = dout v^T, dS = P * (dropout(dA) - delta), delta = rowsum(dout * out), dX = dS * cap'(X)
 //   dv = A^T dout, dq = scale * dX k, dk = scale * dX^T q, dmask = dS
+// If the log-sum-exp is a result, its gradient is subtracted from delta.
 // With softcap cap(x) = c * tanh(x / c) and cap'(x) = 1 - tanh(x / c)^2, else cap(x) = x.
 #pragma once
 
@@ -307,6 +308,7 @@ struct AttentionWorkspace {
   int* tile_counters = nullptr;  // kAttentionTileCounters, if needs_tile_counters()
   void* mask = nullptr;          // AttentionMaskTiles::bytes, with a mask
   void* fused = nullptr;         // AttentionFusedWorkspace::bytes(), with a plan of gangs
+  const void* dlse = nullptr;    // of the backward: the gradient of lse (B, H, S_q), AttentionLse
 };
 
 inline std::string describe(const AttentionConfig& config) {
@@ -330,7 +332,8 @@ inline std::string describe(const AttentionFusedWorkspace& workspace) {
 }
 
 void attention_fwd_cpu(const AttentionParams& params);
-void attention_bwd_cpu(const AttentionBackwardParams& params);
+// dlse: the gradient of lse (B, H, S_q), AttentionLse, or null. It is subtracted from delta.
+void attention_bwd_cpu(const AttentionBackwardParams& params, const void* dlse = nullptr);
 void attention_dropout_cpu(const AttentionDropoutParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA

@@ -114,9 +114,11 @@ RULES: dict[str, Rule] = {
     "attention": _attention.attention,
     "attention_backward": _attention.attention_backward,
 }
-# Fused operators whose gate mask has the layout of the whole tensor, losses by chunks of logits, and
-# attention over a cache, whose pages belong to a sample.
+# Fused operators whose gate mask has the layout of the whole tensor, losses by chunks of logits,
+# attention over a cache, whose pages belong to a sample, and of packed sequences.
 LOOPS = (
+    "attention_varlen",
+    "attention_varlen_backward",
     "attention_with_kv_cache",
     "batch_norm_relu",
     "batch_norm_relu_backward",
@@ -135,6 +137,8 @@ COMPOSED = (
     "linear_cross_entropy_extras",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_extras",
+    "scaled_dot_product_attention_lse",
+    "attention_varlen_second_order",
     "attention_second_order",
 )
 

@@ -56,7 +56,7 @@ def _same_dropout(samples: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, A
 
 
 def attention_backward(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
-    grad, q, k, v, mask, out, lse, state, *rest = args
+    grad, q, k, v, mask, out, lse, state, *rest, grad_lse = args
     wanted = rest[3]
     samples = info.batch_size
     if dims[7] is not None:  # dropout of the same state for each sample
@@ -77,6 +77,7 @@ def attention_backward(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
         into(lse, dims[6], samples, 0),
         state,
         *rest,
+        None if grad_lse is None else into(grad_lse, dims[len(args) - 1], samples, 0),
     )
     dmask, at = out_of(dmask, samples, 0)
     if shared and dmask is not None:

@@ -292,6 +292,67 @@ def _add_norm(op: str, rows: int, cols: int, branch: torch.dtype) -> Case:
     return Case(op, case, FP32, ROWS, make, call, moved, native=native)
 
 
+def _packed(
+    lengths: tuple[int, ...],
+    heads: tuple[int, int],
+    columns: int,
+    dtype: torch.dtype,
+    causal: bool = True,
+) -> Case:
+    """Sequences of these lengths in a row; `heads` of query and key."""
+    tokens, rows = sum(lengths), max(lengths)
+
+    def make(device: str) -> Inputs:
+        ends = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        return {
+            "query": _randn((tokens, heads[0], columns), dtype, device),
+            "key": _randn((tokens, heads[1], columns), dtype, device),
+            "value": _randn((tokens, heads[1], columns), dtype, device),
+            "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends,
+            "max_seqlen_q": rows,
+            "max_seqlen_k": rows,
+        }
+
+    pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
+    flops = 4.0 * heads[0] * columns * pairs
+    moved = 2 * tokens * (heads[0] + heads[1]) * columns * dtype.itemsize
+
+    def first(i: Inputs) -> Inputs:
+        n = lengths[0]
+        ends = torch.tensor([0, n], device=i["query"].device).int()
+        cut = {name: i[name][:n] for name in ("query", "key", "value")}
+        return cut | {
+            "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends,
+            "max_seqlen_q": n,
+            "max_seqlen_k": n,
+        }
+
+    def native(F: Any, i: Inputs) -> Tensor:
+        if i["query"].is_cuda and dtype.itemsize == 2:
+            from torch.nn.attention.varlen import varlen_attn
+
+            window = (-1, 0) if causal else (-1, -1)
+            result: Any = varlen_attn(*i.values(), window_size=window)  # type: ignore[arg-type]
+            return result  # type: ignore[no-any-return]
+        return _native.attention_varlen(**i, is_causal=causal)[0]
+
+    return Case(
+        "attention_varlen",
+        f"{len(lengths)} of {min(lengths)}-{rows} {heads[0]}/{heads[1]}x{columns}"
+        + (" causal" if causal else ""),
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.attention_varlen(**i, is_causal=causal, enable_gqa=True),
+        {"fwd": moved, "bwd": 2 * moved},
+        {"fwd": flops, "bwd": 2.5 * flops},
+        sample=first,
+        native=native,
+    )
+
+
 def _decode(
     shape: tuple[int, int, int, int, int],
     page: int | None,

@@ -37,6 +37,7 @@ from .language_cases import (
     _linear_quantized,
     _linear_scan,
     _narrowed_norm,
+    _packed,
     _plain_scan,
     _reduction,
     _rotary,
@@ -287,6 +288,11 @@ def _decoding() -> list[Case]:
         _decode((1, 131072, 64, 8, 128), 64, BF16),
         _decode((32, 8192, 64, 8, 128), 64, BF16, query_tokens=4),
         _decode((64, 8192, 32, 8, 64), 16, BF16),
+        *(
+            _packed((3077, 128, 6200, 1933, 5046), heads, columns, BF16, causal)
+            for heads, columns in (((32, 32), 64), ((16, 16), 128))
+            for causal in (True, False)
+        ),
     ]
 
 
@@ -425,6 +431,7 @@ QUICK_CASES = [
     _plain_scan("logcumsumexp", (2048, 768), 1, FP32),
     *(_reduction(op, (2048, 768), 1, FP32) for op in ("mean", "amax", "logsumexp", "var", "std")),
     *(_reduction("sum", (2048, 768), dim, FP32) for dim in (0, 1)),
+    _packed((300, 1, 211), (4, 2), 64, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _linear_codes("linear_int8", 256, 256, 384),
     _linear_codes("linear_fp8", 256, 256, 384),

@@ -22,11 +22,13 @@ from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ._scan import cumprod, cumsum, linear_scan, logcumsumexp
 from ._softmax import log_softmax, softmax
+from ._varlen import attention_varlen
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "amax",
+    "attention_varlen",
     "attention_with_kv_cache",
     "batch_norm",
     "batch_norm_add_relu",

@@ -12,16 +12,16 @@ from .._ops import ops
 FUNCTION = "scaled_dot_product_attention"
 
 
-def _window(window_size: Any) -> dict[str, int]:
+def window_limits(function: str, window_size: Any) -> dict[str, int]:
     """The operator's arguments; a side without a limit has none."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(
-            f"{FUNCTION}(): expected window_size to be a pair (left, right), but got {window_size!r}"
+            f"{function}(): expected window_size to be a pair (left, right), but got {window_size!r}"
         )
-    left, right = (_arguments.integer(FUNCTION, "window_size", side) for side in window_size)
+    left, right = (_arguments.integer(function, "window_size", side) for side in window_size)
     if left < -1 or right < -1:
         raise ValueError(
-            f"{FUNCTION}(): expected both numbers of window_size to be at least 0, or -1 for no limit, "
+            f"{function}(): expected both numbers of window_size to be at least 0, or -1 for no limit, "
             f"but got {(left, right)}"
         )
     sides = {"window_left": left, "window_right": right}
@@ -40,7 +40,8 @@ def scaled_dot_product_attention(
     *,
     window_size: tuple[int, int] | None = None,
     softcap: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     """softmax(scale * query key^T + mask) value, without the score matrix in memory.
 
     The algorithm is FlashAttention's (arXiv 2205.14135).
@@ -63,8 +64,11 @@ def scaled_dot_product_attention(
             key is 0, as are its gradients.
         softcap: replaces each scaled score x by ``softcap * tanh(x / softcap)``, before the mask.
             None or 0 means none.
+        return_lse: return the log-sum-exp of each row of scores, too, after mask and softcap and
+            before dropout. It has a gradient, so that calls over parts of the keys can be merged.
     Returns:
-        (..., H, L, E_v) in the dtype of ``query``.
+        (..., H, L, E_v) in the dtype of ``query``. With ``return_lse`` a pair of it and (..., H, L),
+        float32 or for float64 float64; -inf for a row that sees no key.
     Raises:
         RuntimeError: dtypes or devices differ, shapes do not fit, the mask has another dtype, or
             ``dropout_p`` is outside [0, 1], or ``softcap`` is negative or not finite.
@@ -72,7 +76,7 @@ def scaled_dot_product_attention(
         NotImplementedError: complex inputs.
     """
     function = FUNCTION
-    extras: dict[str, Any] = {} if window_size is None else _window(window_size)
+    extras: dict[str, Any] = {} if window_size is None else window_limits(function, window_size)
     if softcap is not None and softcap != 0:
         extras["softcap"] = _arguments.real(function, "softcap", softcap)
     if dropout_p.__class__ is not float:
@@ -83,9 +87,16 @@ def scaled_dot_product_attention(
         scale = _arguments.real(function, "scale", scale)
     if enable_gqa.__class__ is not bool:
         enable_gqa = _arguments.flag(function, "enable_gqa", enable_gqa)
+    if return_lse.__class__ is not bool:
+        return_lse = _arguments.flag(function, "return_lse", return_lse)
     try:
-        if extras:
-            return ops.scaled_dot_product_attention_extras(
+        if extras or return_lse:
+            op = (
+                ops.scaled_dot_product_attention_lse
+                if return_lse
+                else ops.scaled_dot_product_attention_extras
+            )
+            return op(
                 query,
                 key,
                 value,

@@ -10,11 +10,12 @@ namespace {
 template <class C>
 struct BackwardBuffers {
   std::vector<C> q, k, v, dout, out, p, slopes, ds, dq, dk, dv, delta;
+  const void* dlse;  // (B, H, S_q), AttentionLse, or null
 };
 
-// delta = rowsum(dout * out). The rounding of a 16-bit out is too coarse for dS to sum to 0 over a
-// row. If this call's keys are the whole row, delta is rowsum(P * dP) instead, from one more walk
-// over them.
+// delta = rowsum(dout * out) - dlse. The rounding of a 16-bit out is too coarse for dS to sum to 0
+// over a row. If this call's keys are the whole row, the sum is that of P * dP instead, from one
+// more walk over them.
 template <class T>
 void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile& rows_tile,
                 Matrix<CpuCompute<T>> q, Matrix<CpuCompute<T>> dout, const AttentionLse<T>* lse,
@@ -53,6 +54,11 @@ void load_delta(const AttentionBackwardParams& p, Worker<T>& worker, const Tile&
         buffers.delta[i] = static_cast<C>(delta[i]);
     }
   }
+  if (buffers.dlse == nullptr) return;
+  const int64_t begin = (t.b * p.fwd.H + t.h) * p.fwd.S_q + t.row;
+  for (int64_t i = 0; i < t.rows; ++i)
+    buffers.delta[i] -=
+        static_cast<C>(static_cast<const AttentionLse<T>*>(buffers.dlse)[begin + i]);
 }
 
 // dq, dk and dv of the query heads that share key head (b, h_kv).
@@ -158,13 +164,14 @@ void attention_bwd_mask_tile(const AttentionBackwardParams& p, Worker<T>& worker
 
 }  // namespace
 
-void attention_bwd_cpu(const AttentionBackwardParams& p) {
+void attention_bwd_cpu(const AttentionBackwardParams& p, const void* dlse) {
   const AttentionParams& f = p.fwd;
   for_cpu_dtype(f.dtype, [&]<class T>() {
     if (p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr) {
       parallel_tasks(f.B * f.H_kv, [&](int64_t begin, int64_t end) {
         Worker<T> worker(f);
-        BackwardBuffers<CpuCompute<T>> buffers;
+        BackwardBuffers<CpuCompute<T>> buffers{};
+        buffers.dlse = dlse;
         for (int64_t task = begin; task < end; ++task)
           attention_bwd_head<T>(p, worker, task / f.H_kv, task % f.H_kv, buffers);
       });
@@ -174,7 +181,8 @@ void attention_bwd_cpu(const AttentionBackwardParams& p) {
       const int64_t tiles = f.mask_full[2] ? (f.S_q + kBlockQ - 1) / kBlockQ : 1;
       parallel_tasks((f.mask_full[0] ? f.B : 1) * heads * tiles, [&](int64_t begin, int64_t end) {
         Worker<T> worker(f);
-        BackwardBuffers<CpuCompute<T>> buffers;
+        BackwardBuffers<CpuCompute<T>> buffers{};
+        buffers.dlse = dlse;
         for (int64_t task = begin; task < end; ++task) {
           attention_bwd_mask_tile<T>(p, worker, task / tiles / heads, task / tiles % heads,
                                      task % tiles * kBlockQ, buffers);

@@ -19,12 +19,12 @@ __global__ void philox_state_kernel(PhiloxSource source, int64_t* state) {
 }
 
 // stats (2 or 3, B, H, S_q): lse * lse_unit (+inf for a hidden row, so that exp(S - lse) = 0);
-// delta = rowsum(dout * out); the rounding error of that lse. One warp per row; grid.x = (B * H *
-// S_q) / 8 warps.
+// delta = rowsum(dout * out) - dlse (B, H, S_q; null: 0); the rounding error of that lse. One warp
+// per row; grid.x = (B * H * S_q) / 8 warps.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    attention_row_stats_kernel(const __grid_constant__ AttentionBackwardParams p,
-                               Accum<T> lse_unit) {
+    attention_row_stats_kernel(const __grid_constant__ AttentionBackwardParams p, Accum<T> lse_unit,
+                               const AttentionLse<T>* dlse) {
   using Acc = Accum<T>;
   const AttentionParams& f = p.fwd;
   const int64_t all_rows = f.B * f.H * f.S_q;
@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   sum = warp_reduce(sum, Sum());
   if (threadIdx.x % kWarpSize != 0) return;
   using Lse = AttentionLse<T>;
+  if (dlse != nullptr) sum -= static_cast<Acc>(dlse[row]);
   const Lse lse = static_cast<const Lse*>(f.lse)[row];
   const bool hidden = lse == -Lse(INFINITY);
   const Acc rounded = hidden ? Acc(INFINITY) : static_cast<Acc>(lse * lse_unit);
@@ -99,6 +100,17 @@ void for_mma_instance(DType dtype, int head_tile, F&& f) {
 
 }  // namespace
 
+void launch_attention_row_stats(const AttentionBackwardParams& p, double lse_unit, const void* dlse,
+                                cudaStream_t stream) {
+  const int64_t rows = p.fwd.B * p.fwd.H * p.fwd.S_q;
+  for_dtype(p.fwd.dtype, [&]<class T>() {
+    launch(attention_row_stats_kernel<T>,
+           dim3(static_cast<unsigned>(ceil_div(rows, int64_t(kThreads / kWarpSize)))),
+           dim3(kThreads), 0, stream, p, static_cast<Accum<T>>(lse_unit),
+           static_cast<const AttentionLse<T>*>(dlse));
+  });
+}
+
 void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream) {
   launch(philox_state_kernel, dim3(1), dim3(1), 0, stream, source, philox_state);
 }
@@ -144,12 +156,9 @@ void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionBackw
   }
   if (sm90 && p.dmask == nullptr) return;
   const bool tensor_cores = config.path != AttentionPath::kFma;
-  const int64_t rows = f.B * f.H * f.S_q;
   for_dtype(f.dtype, [&]<class T>() {
     auto write_stats = [&](double lse_unit) {
-      launch(attention_row_stats_kernel<T>,
-             dim3(static_cast<unsigned>(ceil_div(rows, int64_t(kThreads / kWarpSize)))),
-             dim3(kThreads), 0, stream, p, static_cast<Accum<T>>(lse_unit));
+      launch_attention_row_stats(p, lse_unit, workspace.dlse, stream);
     };
     // The tensor-core kernels use log2.
     if (config.path == AttentionPath::kMma && any_input) {

@@ -15,10 +15,23 @@ struct AttentionMmaArgs {
   bool pair_stores;  // every output row is 4-byte aligned and D, D_v are even
 };
 
+// The rows' statistics, 2 or 3 per row, with the log-sum-exp times lse_unit. dlse: its gradient, or
+// null.
+void launch_attention_row_stats(const AttentionBackwardParams& params, double lse_unit,
+                                const void* dlse, cudaStream_t stream);
 template <class T>
 void launch_attention_fwd_fma(const AttentionParams& params, cudaStream_t stream);
 template <class T>
 void launch_attention_bwd_fma(const AttentionBackwardParams& params, cudaStream_t stream);
+// Packed sequences.
+struct SequenceTileList;
+template <class T>
+void launch_attention_fwd_packed_fma(const AttentionParams& params, const SequenceTileList& list,
+                                     cudaStream_t stream);
+template <class T>
+void launch_attention_bwd_packed_fma(const AttentionBackwardParams& params,
+                                     const SequenceTileList& queries, const SequenceTileList& keys,
+                                     cudaStream_t stream);
 template <class T>
 void launch_attention_bwd_mask(const AttentionBackwardParams& params, cudaStream_t stream);
 

@@ -64,9 +64,10 @@ Tensor repeat_heads(const Tensor& tensor, const c10::SymInt& heads) {
   return tensor.unsqueeze(2).expand_symint({b, h, repeat, s, d}).reshape_symint({b, heads, s, d});
 }
 
-Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value,
-              const OptionalTensor& attn_mask, const AttentionAttributes& attributes,
-              bool enable_gqa) {
+// out, and the log-sum-exp of each row.
+std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const OptionalTensor& attn_mask,
+                                  const AttentionAttributes& attributes, bool enable_gqa) {
   Tensor mask = value_or_undefined(attn_mask);
   check_attention_operands(query, key, value, mask, attributes.dropout_p);
   check_plain_storage(query, "scaled_dot_product_attention: query");
@@ -117,15 +118,18 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value,
   if (mask.defined()) {
     mask = mask_to_four_dims(mask, concat(lead, {query.sym_size(-2), key.sym_size(-2)}), batch);
   }
-  const Tensor out = std::get<0>(call::attention(q, k, v, optional_if_defined(mask), attributes));
-  if (rank == 4) return out;
-  return out.reshape_symint(concat(lead, {query.sym_size(-2), value.sym_size(-1)}));
+  const auto [out, lse, philox_state] =
+      call::attention(q, k, v, optional_if_defined(mask), attributes);
+  if (rank == 4) return {out, lse};
+  return {out.reshape_symint(concat(lead, {query.sym_size(-2), value.sym_size(-1)})),
+          lse.reshape_symint(concat(lead, {query.sym_size(-2)}))};
 }
 
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const OptionalTensor& attn_mask, double dropout_p,
                                     bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  return attend(query, key, value, attn_mask, {dropout_p, is_causal, scale}, enable_gqa);
+  return std::get<0>(
+      attend(query, key, value, attn_mask, {dropout_p, is_causal, scale}, enable_gqa));
 }
 
 Tensor scaled_dot_product_attention_extras(const Tensor& query, const Tensor& key,
@@ -135,8 +139,20 @@ Tensor scaled_dot_product_attention_extras(const Tensor& query, const Tensor& ke
                                            OptionalInt window_left, OptionalInt window_right,
                                            double softcap) {
   check_softcap("scaled_dot_product_attention", softcap);
-  return attend(query, key, value, attn_mask,
-                {dropout_p, is_causal, scale, window_left, window_right, softcap}, enable_gqa);
+  return std::get<0>(attend(query, key, value, attn_mask,
+                            {dropout_p, is_causal, scale, window_left, window_right, softcap},
+                            enable_gqa));
+}
+
+std::tuple<Tensor, Tensor> scaled_dot_product_attention_lse(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
+    OptionalInt window_left, OptionalInt window_right, double softcap) {
+  check_softcap("scaled_dot_product_attention", softcap);
+  auto [out, lse] =
+      attend(query, key, value, attn_mask,
+             {dropout_p, is_causal, scale, window_left, window_right, softcap}, enable_gqa);
+  return {out, query.scalar_type() == at::kDouble ? lse : lse.to(at::kFloat)};
 }
 
 // ---- Autocast ----
@@ -168,6 +184,19 @@ Tensor scaled_dot_product_attention_extras_autocast(
       {dropout_p, is_causal, scale, window_left, window_right, softcap}, enable_gqa);
 }
 
+template <c10::DeviceType kDevice, c10::DispatchKey kKey>
+std::tuple<Tensor, Tensor> scaled_dot_product_attention_lse_autocast(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+    double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
+    OptionalInt window_left, OptionalInt window_right, double softcap) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(kKey);
+  const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+  auto cast = [&](const auto& t) { return at::autocast::cached_cast(type, t, kDevice); };
+  return scaled_dot_product_attention_lse(cast(query), cast(key), cast(value), cast(attn_mask),
+                                          dropout_p, is_causal, scale, enable_gqa, window_left,
+                                          window_right, softcap);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
@@ -188,6 +217,15 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.impl("scaled_dot_product_attention_extras",
          torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
                          TORCH_FN(scaled_dot_product_attention_extras)));
+  m.def(
+      "scaled_dot_product_attention_lse(Tensor query, Tensor key, Tensor value, "
+      "Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, float? scale=None, "
+      "bool enable_gqa=False, int? window_left=None, int? window_right=None, float softcap=0.0) "
+      "-> (Tensor out, Tensor lse)",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.impl("scaled_dot_product_attention_lse",
+         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
+                         TORCH_FN(scaled_dot_product_attention_lse)));
 }
 
 TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
@@ -197,6 +235,9 @@ TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
   m.impl("scaled_dot_product_attention_extras",
          scaled_dot_product_attention_extras_autocast<c10::DeviceType::CPU,
                                                       c10::DispatchKey::AutocastCPU>);
+  m.impl("scaled_dot_product_attention_lse",
+         scaled_dot_product_attention_lse_autocast<c10::DeviceType::CPU,
+                                                   c10::DispatchKey::AutocastCPU>);
 }
 TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
   m.impl(
@@ -205,6 +246,9 @@ TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
   m.impl("scaled_dot_product_attention_extras",
          scaled_dot_product_attention_extras_autocast<c10::DeviceType::CUDA,
                                                       c10::DispatchKey::AutocastCUDA>);
+  m.impl("scaled_dot_product_attention_lse",
+         scaled_dot_product_attention_lse_autocast<c10::DeviceType::CUDA,
+                                                   c10::DispatchKey::AutocastCUDA>);
 }
 
 }  // namespace warpwright

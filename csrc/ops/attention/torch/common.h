@@ -16,6 +16,7 @@ namespace warpwright {
 using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
 using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Tensors6 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The non-tensor arguments of every op.
 struct AttentionAttributes {
@@ -25,6 +26,12 @@ struct AttentionAttributes {
   std::optional<int64_t> window_left, window_right;  // none: unlimited
   double softcap = 0;                                // 0: none
 };
+
+// AttentionLse
+inline at::ScalarType lse_type(const Tensor& tensor) {
+  const bool wide = tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kFloat;
+  return wide ? at::kDouble : at::kFloat;
+}
 
 using OptionalInt = std::optional<int64_t>;
 
@@ -76,30 +83,34 @@ inline Tensors3 attention(const Tensor& query, const Tensor& key, const Tensor& 
 inline Tensors4 attention_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
                                    const Tensor& value, const OptionalTensor& attn_mask,
                                    const Tensor& out, const Tensor& lse, const Tensor& philox_state,
-                                   const AttentionAttributes& a, std::array<bool, 4> output_mask) {
-  static const auto op = find_op<Tensors4(
-      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-      const Tensor&, const Tensor&, const Tensor&, double, bool, std::optional<double>,
-      std::array<bool, 4>, OptionalInt, OptionalInt, double)>("warpwright::attention_backward");
+                                   const AttentionAttributes& a, std::array<bool, 4> output_mask,
+                                   const OptionalTensor& grad_lse) {
+  static const auto op =
+      find_op<Tensors4(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                       const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, double,
+                       bool, std::optional<double>, std::array<bool, 4>, OptionalInt, OptionalInt,
+                       double, const OptionalTensor&)>("warpwright::attention_backward");
   return op.call(grad_out, query, key, value, attn_mask, out, lse, philox_state, a.dropout_p,
-                 a.is_causal, a.scale, output_mask, a.window_left, a.window_right, a.softcap);
+                 a.is_causal, a.scale, output_mask, a.window_left, a.window_right, a.softcap,
+                 grad_lse);
 }
 
-inline Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
+inline Tensors6 attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
                                        const Tensor& key, const Tensor& value,
                                        const OptionalTensor& attn_mask, const Tensor& out,
                                        const Tensor& philox_state, const AttentionAttributes& a,
                                        const Tensor& t_query, const Tensor& t_key,
-                                       const Tensor& t_value, const Tensor& t_mask) {
-  static const auto op = find_op<Tensors5(
+                                       const Tensor& t_value, const Tensor& t_mask,
+                                       const OptionalTensor& grad_lse) {
+  static const auto op = find_op<Tensors6(
       const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
       const Tensor&, const Tensor&, double, bool, std::optional<double>, const OptionalTensor&,
       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, OptionalInt, OptionalInt,
-      double)>("warpwright::attention_second_order");
+      double, const OptionalTensor&)>("warpwright::attention_second_order");
   return op.call(grad_out, query, key, value, attn_mask, out, philox_state, a.dropout_p,
                  a.is_causal, a.scale, optional_if_defined(t_query), optional_if_defined(t_key),
                  optional_if_defined(t_value), optional_if_defined(t_mask), a.window_left,
-                 a.window_right, a.softcap);
+                 a.window_right, a.softcap, grad_lse);
 }
 
 inline Tensor attention_dropout_factors(const Tensor& philox_state, at::ScalarType dtype,

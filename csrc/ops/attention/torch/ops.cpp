@@ -32,12 +32,6 @@ at::ScalarType accum_type(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// AttentionLse
-at::ScalarType lse_type(const Tensor& tensor) {
-  const bool wide = tensor.scalar_type() == at::kDouble || tensor.scalar_type() == at::kFloat;
-  return wide ? at::kDouble : at::kFloat;
-}
-
 // Dense, in the memory order of `like` if its rows (the last dimension) are innermost. Where
 // strides of `like` are equal or 0, empty_like may put another dimension innermost.
 Tensor empty_rows_like(const Tensor& like) {
@@ -70,7 +64,7 @@ Tensors3 empty_results(const Tensor& query, const Tensor& value, double dropout_
 // row's probabilities then sum to less than 1.
 void check_backward(const Tensor& query, const Tensor& value, const Tensor& grad_out,
                     const Tensor& out, const Tensor& lse, const Tensor& philox_state,
-                    double dropout_p) {
+                    double dropout_p, const Tensor& grad_lse) {
   const c10::SymInt sizes[] = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
                                value.sym_size(3)};
   const c10::SymInt numbers[] = {dropout_p > 0 ? 2 : 0};
@@ -79,6 +73,9 @@ void check_backward(const Tensor& query, const Tensor& value, const Tensor& grad
   check_argument(grad_out, "attention_backward: grad_out", sizes, type, query);
   check_argument(lse, "attention_backward: lse", c10::SymIntArrayRef(sizes, 3), lse_type(query),
                  query);
+  if (grad_lse.defined())
+    check_argument(grad_lse, "attention_backward: grad_lse", c10::SymIntArrayRef(sizes, 3),
+                   lse_type(query), query);
   check_argument(philox_state, "attention_backward: philox_state", numbers, at::kLong, query);
   check_contiguous(philox_state, "attention_backward: philox_state");
 }
@@ -169,11 +166,11 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
                                  const Tensor& value, const OptionalTensor& attn_mask,
                                  const Tensor& out, const Tensor& lse, const Tensor& philox_state,
                                  const AttentionAttributes& a, std::array<bool, 4> output_mask,
-                                 Run&& run) {
-  const Tensor mask = value_or_undefined(attn_mask);
+                                 const OptionalTensor& grad_of_lse, Run&& run) {
+  const Tensor mask = value_or_undefined(attn_mask), grad_lse = value_or_undefined(grad_of_lse);
   check_attention(query, key, value, mask, a.dropout_p);
   check_softcap("attention_backward", a.softcap);
-  check_backward(query, value, grad_out, out, lse, philox_state, a.dropout_p);
+  check_backward(query, value, grad_out, out, lse, philox_state, a.dropout_p, grad_lse);
   check_has_storage(grad_out, "attention_backward: grad_out");
   check_has_storage(query, "attention_backward: query");
   check_has_storage(key, "attention_backward: key");
@@ -181,6 +178,7 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
   check_has_storage(mask, "attention_backward: attn_mask");
   check_has_storage(out, "attention_backward: out");
   check_has_storage(lse, "attention_backward: lse");
+  check_has_storage(grad_lse, "attention_backward: grad_lse");
   check_has_storage(philox_state, "attention_backward: philox_state");
   const bool any_score = out.numel() != 0 && key.size(2) != 0;
   auto grad_of = [&](bool wanted, const Tensor& input) {
@@ -195,7 +193,8 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
   if (any_score && (dq.defined() || dk.defined() || dv.defined() || dmask.defined())) {
     const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
     const Tensor dout = with_dense_rows(grad_out), o = with_dense_rows(out);
-    const Tensor rows = lse.contiguous();
+    const Tensor rows = lse.contiguous(),
+                 dlse = grad_lse.defined() ? grad_lse.contiguous() : Tensor();
     AttentionBackwardParams p{};
     p.fwd = make_params(q, k, v, mask, o, rows, philox_state, a);
     p.dout = operand(dout);
@@ -204,7 +203,7 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
       p.dmask = dmask.mutable_data_ptr();
       for (int i = 0; i < 4; ++i) p.dmask_stride[i] = p.fwd.mask_full[i] ? dmask.stride(i) : 0;
     }
-    run(p);
+    run(p, dlse.defined() ? dlse.const_data_ptr() : nullptr);
   }
   if (want_mask) dmask = dmask.to(mask.scalar_type());
   return {dq, dk, dv, dmask};
@@ -247,10 +246,10 @@ Tensors4 attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& que
                                        double dropout_p, bool is_causal,
                                        std::optional<double> scale, std::array<bool, 4> output_mask,
                                        OptionalInt window_left, OptionalInt window_right,
-                                       double softcap) {
+                                       double softcap, const OptionalTensor& grad_lse) {
   return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state,
                                  {dropout_p, is_causal, scale, window_left, window_right, softcap},
-                                 output_mask, attention_bwd_cpu);
+                                 output_mask, grad_lse, attention_bwd_cpu);
 }
 
 Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dtype,
@@ -322,26 +321,26 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
                         });
 }
 
-Tensors4 attention_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query,
-                                        const Tensor& key, const Tensor& value,
-                                        const OptionalTensor& attn_mask, const Tensor& out,
-                                        const Tensor& lse, const Tensor& philox_state,
-                                        double dropout_p, bool is_causal,
-                                        std::optional<double> scale,
-                                        std::array<bool, 4> output_mask, OptionalInt window_left,
-                                        OptionalInt window_right, double softcap) {
+Tensors4 attention_backward_cuda_kernel(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const OptionalTensor& attn_mask, const Tensor& out, const Tensor& lse,
+    const Tensor& philox_state, double dropout_p, bool is_causal, std::optional<double> scale,
+    std::array<bool, 4> output_mask, OptionalInt window_left, OptionalInt window_right,
+    double softcap, const OptionalTensor& grad_lse) {
   const CudaCall call(query);
   return attention_backward_with(
       grad_out, query, key, value, attn_mask, out, lse, philox_state,
-      {dropout_p, is_causal, scale, window_left, window_right, softcap}, output_mask,
-      [&](AttentionBackwardParams& p) {
+      {dropout_p, is_causal, scale, window_left, window_right, softcap}, output_mask, grad_lse,
+      [&](AttentionBackwardParams& p, const void* dlse) {
         const AttentionBackwardConfig config =
             choose_attention_backward_config(p, current_device_info(), sm90_path_available());
         const Tensor stats = at::empty({attention_row_stats_bytes(p.fwd, config.path)},
                                        query.options().dtype(at::kByte));
         p.row_stats = stats.mutable_data_ptr();
         const WorkspaceTensors workspace(config, p.fwd, query);
-        launch_attention_bwd(p, config, workspace.get(), call.stream);
+        AttentionWorkspace memory = workspace.get();
+        memory.dlse = dlse;
+        launch_attention_bwd(p, config, memory, call.stream);
       });
 }
 
@@ -370,11 +369,12 @@ Tensors4 attention_backward_meta(const Tensor& grad_out, const Tensor& query, co
                                  const Tensor& out, const Tensor& lse, const Tensor& philox_state,
                                  double dropout_p, bool, std::optional<double>,
                                  std::array<bool, 4> output_mask, OptionalInt, OptionalInt,
-                                 double softcap) {
+                                 double softcap, const OptionalTensor& grad_lse) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, dropout_p);
   check_softcap("attention_backward", softcap);
-  check_backward(query, value, grad_out, out, lse, philox_state, dropout_p);
+  check_backward(query, value, grad_out, out, lse, philox_state, dropout_p,
+                 value_or_undefined(grad_lse));
   auto grad_of = [](bool wanted, const Tensor& input) {
     return wanted ? empty_rows_like(input) : Tensor();
   };
@@ -402,7 +402,8 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor out, Tensor lse, Tensor philox_state, float dropout_p, "
       "bool is_causal, float? scale, bool[4] output_mask, int? window_left=None, "
-      "int? window_right=None, float softcap=0.0) -> (Tensor, Tensor, Tensor, Tensor)",
+      "int? window_right=None, float softcap=0.0, Tensor? grad_lse=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "attention_dropout_factors(Tensor philox_state, ScalarType dtype, float dropout_p, int B, "

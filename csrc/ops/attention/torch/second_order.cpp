@@ -4,17 +4,18 @@
 //   X = scale * q k^T, S = cap(X) + mask; without softcap cap(x) = x
 //   GX = scale * (tq k^T + q tk^T), G = cap'(X) * GX + tm       the tangents of X and S
 //   gamma = rowsum(P * G), A = P * Z
-//   X = (A * G) v + A tv                     d out = X - gamma * out
-//   dA = dout v^T, dP = Z * dA, delta = rowsum(dout * out), dS = P * (dP - delta)
+//   X = (A * G) v + A tv                     d out = X - gamma * out, d lse = gamma
+//   dA = dout v^T, dP = Z * dA, delta = rowsum(dout * out) - dlse, dS = P * (dP - delta)
 //   T = dP * (G - gamma) - delta * G + Z * (dout tv^T)
-//   tau = rowsum(P * T) = rowsum(dout * X) - 2 * gamma * delta,  U = P * (T - tau)
+//   tau = rowsum(P * T) = rowsum(dout * X) - gamma * (2 * delta + dlse),  U = P * (T - tau)
 //   W = U * cap'(X) + dS * cap''(X) * GX, dX = dS * cap'(X)
 //   d dq = scale * (W k + dX tk), d dk = scale * (W^T q + dX^T tq), d dmask = U
 //   d dv = (A * (G - gamma))^T dout
-// If tq.. are tangents, the results are the tangents of attention_backward's results (dout held).
-// If tq.. are cotangents of dq.., the results are the gradients of grad_out, query, key, value and
-// mask: the map is its own transpose. Everything is recomputed from differentiable values, so
-// autograd can differentiate it a third time.
+// If tq.. are tangents, the results are the tangents of attention_backward's results (dout, dlse
+// held).
+// If tq.. are cotangents of dq.., the results are the gradients of grad_out, query, key, value,
+// mask and grad_lse: the map is its own transpose. Everything is recomputed from differentiable
+// values, so autograd can differentiate it a third time.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -63,13 +64,13 @@ struct Block {
 
 // Results of the blocks, in order.
 struct BlockSums {
-  std::vector<Tensor> out, query, mask;  // one entry per block
-  Tensor key, value, broadcast_mask;     // sums over the blocks
+  std::vector<Tensor> out, query, mask, lse;  // one entry per block
+  Tensor key, value, broadcast_mask;          // sums over the blocks
 };
 
 // The operands, in the type of the sums and with all heads.
 struct SecondOrder {
-  Tensor q, k, v, mask, out, dout, tq, tk, tv, tm, philox_state;
+  Tensor q, k, v, mask, out, dout, dlse, tq, tk, tv, tm, philox_state;
   double scale, dropout_p, softcap;
   bool is_causal, want_mask;
   OptionalInt window_left, window_right;
@@ -151,15 +152,21 @@ struct SecondOrder {
     Tensor X = at::matmul(A * G, v);
     if (tv.defined()) X = X + at::matmul(A, tv);
     to.out.push_back(X - gamma * o);
+    to.lse.push_back(gamma.squeeze(-1));
     if (!dout.defined()) return;
 
     const Tensor d_o = block.of(dout);
     const Tensor dP = dropped(at::matmul(d_o, v.mT()));
-    const Tensor delta = (d_o * o).sum(-1, /*keepdim=*/true);
+    Tensor delta = (d_o * o).sum(-1, /*keepdim=*/true), twice = 2 * delta;
+    if (dlse.defined()) {
+      const Tensor d_lse = block.of(dlse).unsqueeze(-1);
+      delta = delta - d_lse;
+      twice = twice - d_lse;  // 2 delta + dlse
+    }
     const Tensor dS = P * (dP - delta);
     Tensor T = dP * (G - gamma) - delta * G;
     if (tv.defined()) T = T + dropped(at::matmul(d_o, tv.mT()));
-    const Tensor tau = (d_o * X).sum(-1, /*keepdim=*/true) - 2 * gamma * delta;
+    const Tensor tau = (d_o * X).sum(-1, /*keepdim=*/true) - gamma * twice;
     const Tensor U = P * (T - tau);
     const Tensor dX = uncapped(dS);
     Tensor W = uncapped(U);
@@ -174,14 +181,15 @@ struct SecondOrder {
   }
 };
 
-Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
+Tensors6 attention_second_order(const OptionalTensor& grad_out, const Tensor& query,
                                 const Tensor& key, const Tensor& value,
                                 const OptionalTensor& attn_mask, const Tensor& out,
                                 const Tensor& philox_state, double dropout_p, bool is_causal,
                                 std::optional<double> scale_or_default,
                                 const OptionalTensor& t_query, const OptionalTensor& t_key,
                                 const OptionalTensor& t_value, const OptionalTensor& t_mask,
-                                OptionalInt window_left, OptionalInt window_right, double softcap) {
+                                OptionalInt window_left, OptionalInt window_right, double softcap,
+                                const OptionalTensor& grad_lse) {
   const Tensor mask = value_or_undefined(attn_mask);
   check_attention(query, key, value, mask, dropout_p);
   check_softcap("attention_second_order", softcap);
@@ -189,7 +197,7 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
   for (const Tensor* t : {&query, &key, &value, &mask, &out, &philox_state}) {
     check_plain_storage(*t, name);
   }
-  for (const OptionalTensor* t : {&grad_out, &t_query, &t_key, &t_value, &t_mask}) {
+  for (const OptionalTensor* t : {&grad_out, &t_query, &t_key, &t_value, &t_mask, &grad_lse}) {
     check_plain_storage(value_or_undefined(*t), name);
   }
   const auto accum = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -212,6 +220,7 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
       .mask = mask,
       .out = converted(out),
       .dout = converted(grad_out),
+      .dlse = converted(grad_lse),
       .tq = converted(t_query),
       .tk = all_heads(converted(t_key)),
       .tv = all_heads(converted(t_value)),
@@ -230,8 +239,9 @@ Tensors5 attention_second_order(const OptionalTensor& grad_out, const Tensor& qu
     second.add_block({begin, std::min(step, S_q - begin)}, sums);
   }
 
-  Tensors5 results;
+  Tensors6 results;
   std::get<0>(results) = at::cat(sums.out, 2).to(out.scalar_type());
+  std::get<5>(results) = at::cat(sums.lse, 2).to(lse_type(query));
   if (!second.dout.defined()) return results;
   std::get<1>(results) = at::cat(sums.query, 2).to(query.scalar_type());
   std::get<2>(results) = kv_heads(sums.key).to(key.scalar_type());
@@ -251,8 +261,8 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       "attention_second_order(Tensor? grad_out, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor out, Tensor philox_state, float dropout_p, bool is_causal, "
       "float? scale, Tensor? t_query, Tensor? t_key, Tensor? t_value, Tensor? t_mask, "
-      "int? window_left=None, int? window_right=None, float softcap=0.0) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+      "int? window_left=None, int? window_right=None, float softcap=0.0, Tensor? grad_lse=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   m.impl("attention_second_order", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
                                                    TORCH_FN(attention_second_order)));

@@ -20,6 +20,8 @@ ADVICE = (
     "warpwright.distributed.context_parallel."
 )
 
+VARLEN_ADVICE = "Packed sequences are computed over heads. Shard the heads of all operands alike."
+
 
 def _mask_at(mask: Any, dim: int) -> Any:
     """A mask that broadcasts over a dimension is whole on every rank."""
@@ -49,10 +51,10 @@ def attention_backward(
     do: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, philox: Any, *options: Any
 ) -> list[Row]:
     wanted: Sequence[bool] = options[3]
-    rows: list[Row] = [(picked(wanted, R, R, R, R), [R] * 8)]
+    rows: list[Row] = [(picked(wanted, R, R, R, R), [R] * 9)]
     for a, b, m in _cuts(q, k, mask):
         grads = a, b if b != R else P, b if b != R else P, m if m != R else P
-        rows.append((picked(wanted, *grads), [a, a, b, b, m, a, a, R]))
+        rows.append((picked(wanted, *grads), [a, a, b, b, m, a, a, R, a]))
     return rows
 
 
@@ -118,6 +120,24 @@ class _Stream:
             torch.empty(calls, dtype=torch.int64).random_()
 
 
+def varlen(q: Any, k: Any, v: Any, *options: Any) -> list[Row]:
+    """A sequence's tokens may be on several shards, so only heads are cut."""
+    b = R if _shared_head(q, k) else S(1)
+    return [([R, R], [R] * 5), ([S(1), S(0)], [S(1), b, b, R, R])]
+
+
+def varlen_backward(
+    do: Any, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, out: Any, lse: Any, *options: Any
+) -> list[Row]:
+    wanted: Sequence[bool] = options[7]
+    b = R if _shared_head(q, k) else S(1)
+    grads = S(1), b if b != R else P, b if b != R else P
+    return [
+        (picked(wanted, R, R, R), [R] * 9),
+        (picked(wanted, *grads), [S(1), S(1), b, b, R, R, S(1), S(0), S(0)]),
+    ]
+
+
 def dropout_factors(philox: Any, *_: Any) -> list[Row]:
     return [([R], [R])]
 
@@ -128,5 +148,11 @@ RULES = {
         attention_backward, kept=("query", "key", "value"), advice=ADVICE, divides=_heads_fit
     ),
     "attention_dropout_factors": Rule(dropout_factors),
+    "attention_varlen": Rule(
+        varlen, kept=("query", "key", "value"), advice=VARLEN_ADVICE, divides=_heads_fit
+    ),
+    "attention_varlen_backward": Rule(
+        varlen_backward, kept=("query", "key", "value"), advice=VARLEN_ADVICE, divides=_heads_fit
+    ),
 }
 HANDLERS = {"attention": with_dropout}

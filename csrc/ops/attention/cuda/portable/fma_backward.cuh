@@ -5,24 +5,33 @@
 
 namespace warpwright {
 
+// The statistics that attention_row_stats_kernel wrote for (heads, rows): heads of all batches.
+struct FmaStatsOfHeads {
+  const void* data;
+  int64_t heads, rows;
+  int64_t begin;  // of a head's rows, in packed sequences
+
+  __device__ explicit FmaStatsOfHeads(const AttentionBackwardParams& p, int64_t begin = 0)
+      : data(p.row_stats), heads(p.fwd.B * p.fwd.H), rows(p.fwd.S_q), begin(begin) {}
+};
+
 // The rows' log-sum-exp as a sum of two numbers (+inf and 0 for a hidden row: exp(S - inf) = 0),
-// and delta, from the workspace that attention_row_stats_kernel wrote. Rows past S_q count as
-// hidden.
+// and delta. Rows past S_q count as hidden.
 template <class T>
 struct FmaRowStats {
   static constexpr bool kHasRest = sizeof(AttentionLse<T>) > sizeof(Accum<T>);
   Accum<T> lse[FmaTile<T>::kPer], lse_rest[FmaTile<T>::kPer], delta[FmaTile<T>::kPer];
 
-  __device__ FmaRowStats(const AttentionBackwardParams& p, int64_t bh, int64_t row0) {
-    const Accum<T>* stats = static_cast<const Accum<T>*>(p.row_stats);
-    const int64_t all_rows = p.fwd.B * p.fwd.H * p.fwd.S_q;
+  __device__ FmaRowStats(const FmaStatsOfHeads& of, int64_t bh, int64_t row0, int64_t S_q) {
+    const int64_t all_rows = of.heads * of.rows;
+    const Accum<T>* stats = static_cast<const Accum<T>*>(of.data) + bh * of.rows + of.begin;
 #pragma unroll
     for (int i = 0; i < FmaTile<T>::kPer; ++i) {
       const int64_t row = row0 + threadIdx.x / 16 + 16 * i;
-      const bool inside = row < p.fwd.S_q;
-      lse[i] = inside ? stats[bh * p.fwd.S_q + row] : Accum<T>(INFINITY);
-      delta[i] = inside ? stats[all_rows + bh * p.fwd.S_q + row] : Accum<T>(0);
-      lse_rest[i] = kHasRest && inside ? stats[2 * all_rows + bh * p.fwd.S_q + row] : Accum<T>(0);
+      const bool inside = row < S_q;
+      lse[i] = inside ? stats[row] : Accum<T>(INFINITY);
+      delta[i] = inside ? stats[all_rows + row] : Accum<T>(0);
+      lse_rest[i] = kHasRest && inside ? stats[2 * all_rows + row] : Accum<T>(0);
     }
   }
 };
@@ -68,21 +77,19 @@ __device__ void fma_to_shared(const FmaScores<T>& scores, Accum<T>* target) {
           scores[i][j];
 }
 
-// dq (B, H, S_q, D); grid.x = (B * H, query tiles, column chunks of dq), the last fastest
+// dq of a tile of queries of head h of batch b, from row0 on, and one chunk of its columns.
 template <class T, bool kWindowed>
-__global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
-    attention_bwd_dq_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
-                                uint32_t threshold, Accum<T> keep_scale) {
+__device__ __forceinline__ void differentiate_q_fma(const AttentionBackwardParams& p,
+                                                    uint32_t threshold, Accum<T> keep_scale,
+                                                    int64_t b, int64_t h, int64_t row0,
+                                                    int64_t chunk,
+                                                    const FmaStatsOfHeads& stats_of_heads) {
   using Tile = FmaTile<T>;
   const AttentionParams& f = p.fwd;
   const FmaShared<T> shared(attention_smem);
-  const int64_t chunks = ceil_div(f.D, int64_t(Tile::kOut));
-  const int64_t tiles = ceil_div(f.S_q, int64_t(Tile::kSide));
-  const int64_t chunk = blockIdx.x % chunks, bh = blockIdx.x / chunks / tiles;
-  const int64_t b = bh / f.H, h = bh % f.H, h_kv = h / (f.H / f.H_kv);
-  const int64_t row0 = (tiles - 1 - blockIdx.x / chunks % tiles) * Tile::kSide;
+  const int64_t h_kv = h / (f.H / f.H_kv);
   const int rows = static_cast<int>(min(int64_t(Tile::kSide), f.S_q - row0));
-  const FmaRowStats<T> stats(p, bh, row0);
+  const FmaRowStats<T> stats(stats_of_heads, b * f.H + h, row0, f.S_q);
   FmaOut<T> dq = {};
 
   const auto [begin, end] = key_blocks<kWindowed, Tile::kSide>(f, row0, row0 + rows);
@@ -100,20 +107,33 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
                static_cast<Accum<T>>(f.scale));
 }
 
-// dk (B, H_kv, S_k, D), dv (B, H_kv, S_k, D_v)
-// grid.x = (B * H_kv, key tiles, column chunks of the wider of dk and dv), the last fastest
+// dq (B, H, S_q, D); grid.x = (B * H, query tiles, column chunks of dq), the last fastest
 template <class T, bool kWindowed>
-__global__ void __launch_bounds__(FmaTile<T>::kThreads)
-    attention_bwd_dkdv_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
-                                  uint32_t threshold, Accum<T> keep_scale) {
+__global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
+    attention_bwd_dq_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                uint32_t threshold, Accum<T> keep_scale) {
+  using Tile = FmaTile<T>;
+  const AttentionParams& f = p.fwd;
+  const int64_t chunks = ceil_div(f.D, int64_t(Tile::kOut));
+  const int64_t tiles = ceil_div(f.S_q, int64_t(Tile::kSide));
+  const int64_t chunk = blockIdx.x % chunks, bh = blockIdx.x / chunks / tiles;
+  const int64_t row0 = (tiles - 1 - blockIdx.x / chunks % tiles) * Tile::kSide;
+  differentiate_q_fma<T, kWindowed>(p, threshold, keep_scale, bh / f.H, bh % f.H, row0, chunk,
+                                    FmaStatsOfHeads(p));
+}
+
+// dk and dv of a tile of keys of head h_kv of batch b, from col0 on, and one chunk of their
+// columns.
+template <class T, bool kWindowed>
+__device__ __forceinline__ void differentiate_kv_fma(const AttentionBackwardParams& p,
+                                                     uint32_t threshold, Accum<T> keep_scale,
+                                                     int64_t b, int64_t h_kv, int64_t col0,
+                                                     int64_t chunk,
+                                                     const FmaStatsOfHeads& stats_of_heads) {
   using Tile = FmaTile<T>;
   const AttentionParams& f = p.fwd;
   const FmaShared<T> shared(attention_smem);
-  const int64_t chunks = ceil_div(max(f.D, f.D_v), int64_t(Tile::kOut));
-  const int64_t tiles = ceil_div(f.S_k, int64_t(Tile::kSide));
-  const int64_t chunk = blockIdx.x % chunks, b_kv = blockIdx.x / chunks / tiles;
-  const int64_t b = b_kv / f.H_kv, h_kv = b_kv % f.H_kv, group = f.H / f.H_kv;
-  const int64_t col0 = blockIdx.x / chunks % tiles * Tile::kSide;
+  const int64_t group = f.H / f.H_kv;
   const int cols = static_cast<int>(min(int64_t(Tile::kSide), f.S_k - col0));
   const int64_t out_col = chunk * Tile::kOut;
   const bool want_dk = p.dk.data != nullptr && out_col < f.D;
@@ -125,7 +145,7 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
     for (int64_t row = row_begin; row < row_end; row += Tile::kSide) {
       const int rows = static_cast<int>(min(int64_t(Tile::kSide), f.S_q - row));
-      const FmaRowStats<T> stats(p, b * f.H + h, row);
+      const FmaRowStats<T> stats(stats_of_heads, b * f.H + h, row, f.S_q);
       FmaScores<T> a, ds;
       fma_grad_scores<T, kWindowed>(p, {b, h, row, col0}, stats, threshold, keep_scale, a, ds,
                                     shared);
@@ -150,6 +170,73 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
     fma_store<T>(dv, operand_rows<T>(p.dv, b, h_kv, col0), p.dv.stride_s, cols, out_col, f.D_v,
                  Accum<T>(1));
   }
+}
+
+// dk (B, H_kv, S_k, D), dv (B, H_kv, S_k, D_v)
+// grid.x = (B * H_kv, key tiles, column chunks of the wider of dk and dv), the last fastest
+template <class T, bool kWindowed>
+__global__ void __launch_bounds__(FmaTile<T>::kThreads)
+    attention_bwd_dkdv_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                  uint32_t threshold, Accum<T> keep_scale) {
+  using Tile = FmaTile<T>;
+  const AttentionParams& f = p.fwd;
+  const int64_t chunks = ceil_div(max(f.D, f.D_v), int64_t(Tile::kOut));
+  const int64_t tiles = ceil_div(f.S_k, int64_t(Tile::kSide));
+  const int64_t chunk = blockIdx.x % chunks, b_kv = blockIdx.x / chunks / tiles;
+  const int64_t col0 = blockIdx.x / chunks % tiles * Tile::kSide;
+  differentiate_kv_fma<T, kWindowed>(p, threshold, keep_scale, b_kv / f.H_kv, b_kv % f.H_kv, col0,
+                                     chunk, FmaStatsOfHeads(p));
+}
+
+// The gradients of packed sequences. grid.x = (the most tiles that there can be, column chunks),
+// the last fastest
+__device__ __forceinline__ AttentionBackwardParams
+sequence_gradients(const PackedTileOfHead& at, const AttentionBackwardParams& p) {
+  const int64_t element = dtype_size(p.fwd.dtype);
+  AttentionBackwardParams one = p;
+  one.fwd = at.params(p.fwd);
+  one.dout = rows_from(p.dout, at.q_begin(), element);
+  one.dq = rows_from(p.dq, at.q_begin(), element);
+  one.dk = rows_from(p.dk, at.k_begin(), element);
+  one.dv = rows_from(p.dv, at.k_begin(), element);
+  return one;
+}
+template <class T>
+__global__ void __launch_bounds__(FmaTile<T>::kThreads)
+    attention_bwd_dq_packed_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                       const __grid_constant__ SequenceTileList list) {
+  const int64_t chunks = ceil_div(p.fwd.D, int64_t(FmaTile<T>::kOut));
+  const PackedTileOfHead at(list, blockIdx.x / chunks);
+  if (!at.exists) return;
+  differentiate_q_fma<T, true>(sequence_gradients(at, p), 0, 1, 0, at.h, at.tile.row0,
+                               blockIdx.x % chunks, FmaStatsOfHeads(p, at.q_begin()));
+}
+template <class T>
+__global__ void __launch_bounds__(FmaTile<T>::kThreads)
+    attention_bwd_dkdv_packed_fma_kernel(const __grid_constant__ AttentionBackwardParams p,
+                                         const __grid_constant__ SequenceTileList list) {
+  const int64_t chunks = ceil_div(max(p.fwd.D, p.fwd.D_v), int64_t(FmaTile<T>::kOut));
+  const PackedTileOfHead at(list, blockIdx.x / chunks);
+  if (!at.exists) return;
+  differentiate_kv_fma<T, true>(sequence_gradients(at, p), 0, 1, 0, at.h, at.tile.row0,
+                                blockIdx.x % chunks, FmaStatsOfHeads(p, at.q_begin()));
+}
+
+template <class T>
+void launch_attention_bwd_packed_fma(const AttentionBackwardParams& p,
+                                     const SequenceTileList& queries, const SequenceTileList& keys,
+                                     cudaStream_t stream) {
+  using Tile = FmaTile<T>;
+  const AttentionParams& f = p.fwd;
+  auto run = [&](auto kernel, const SequenceTileList& list, int64_t width) {
+    const int64_t ctas = list.plan.all_tiles() * ceil_div(width, int64_t(Tile::kOut));
+    if (ctas > 0)
+      launch(kernel, dim3(static_cast<unsigned>(ctas)), dim3(Tile::kThreads), Tile::kSmem, stream,
+             p, list);
+  };
+  if (p.dq.data != nullptr) run(attention_bwd_dq_packed_fma_kernel<T>, queries, f.D);
+  if (p.dk.data != nullptr || p.dv.data != nullptr)
+    run(attention_bwd_dkdv_packed_fma_kernel<T>, keys, std::max(f.D, f.D_v));
 }
 
 // dmask (B|1, H|1, S_q|1, S_k|1), accumulator type: the sum of dS over the broadcast dimensions, in
@@ -178,7 +265,7 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads)
     for (int64_t h = begin[1]; h < end[1]; ++h) {
       for (int64_t i = begin[2]; i < end[2]; ++i) {
         const int64_t row = i * Tile::kSide;
-        const FmaRowStats<T> stats(p, b * f.H + h, row);
+        const FmaRowStats<T> stats(FmaStatsOfHeads(p), b * f.H + h, row, f.S_q);
         const PositionRange keys =
             key_blocks<kWindowed, Tile::kSide>(f, row, min(f.S_q, row + Tile::kSide));
         for (int64_t j = begin[3]; j < end[3]; ++j) {

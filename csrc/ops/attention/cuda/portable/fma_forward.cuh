@@ -5,21 +5,17 @@
 
 namespace warpwright {
 
-// q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v)
-// grid.x = (B * H, query tiles, column chunks of out), the last fastest; causal: longest tile first
+// A tile of queries of head h of batch b, from row0 on, and one chunk of the columns of out. lse:
+// of row row0.
 template <class T, bool kWindowed>
-__global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
-    attention_fwd_fma_kernel(const __grid_constant__ AttentionParams p, uint32_t threshold,
-                             Accum<T> keep_scale) {
+__device__ __forceinline__ void attend_fma(const AttentionParams& p, uint32_t threshold,
+                                           Accum<T> keep_scale, int64_t b, int64_t h, int64_t row0,
+                                           int64_t chunk, AttentionLse<T>* lse) {
   using Tile = FmaTile<T>;
   using Acc = Accum<T>;
   const FmaShared<T> shared(attention_smem);
   const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-  const int64_t chunks = max(int64_t(1), ceil_div(p.D_v, int64_t(Tile::kOut)));
-  const int64_t tiles = ceil_div(p.S_q, int64_t(Tile::kSide));
-  const int64_t chunk = blockIdx.x % chunks, bh = blockIdx.x / chunks / tiles;
-  const int64_t b = bh / p.H, h = bh % p.H, h_kv = h / (p.H / p.H_kv);
-  const int64_t row0 = (tiles - 1 - blockIdx.x / chunks % tiles) * Tile::kSide;
+  const int64_t h_kv = h / (p.H / p.H_kv);
   const int rows = static_cast<int>(min(int64_t(Tile::kSide), p.S_q - row0));
   const bool dropout = p.philox_state != nullptr;
   const DropoutKey key = dropout ? load_dropout_key(p, threshold) : DropoutKey(0, 0, 0);
@@ -70,12 +66,51 @@ __global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
     for (int j = 0; j < Tile::kOutPer; ++j) out[i][j] = hidden ? Acc(0) : out[i][j] / sum;
     if (chunk == 0 && tx == 0 && row < rows) {
       using Lse = AttentionLse<T>;
-      static_cast<Lse*>(p.lse)[bh * p.S_q + row0 + row] =
-          hidden ? -Lse(INFINITY) : Lse(row_max[i]) + log_accum(Lse(sum));
+      lse[row] = hidden ? -Lse(INFINITY) : Lse(row_max[i]) + log_accum(Lse(sum));
     }
   }
   fma_store<T>(out, operand_rows<T>(p.out, b, h, row0), p.out.stride_s, rows, chunk * Tile::kOut,
                p.D_v, Acc(1));
+}
+
+// q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), out (B, H, S_q, D_v)
+// grid.x = (B * H, query tiles, column chunks of out), the last fastest; causal: longest tile first
+template <class T, bool kWindowed>
+__global__ void __launch_bounds__(FmaTile<T>::kThreads, kWindowed ? 1 : 2)
+    attention_fwd_fma_kernel(const __grid_constant__ AttentionParams p, uint32_t threshold,
+                             Accum<T> keep_scale) {
+  using Tile = FmaTile<T>;
+  const int64_t chunks = max(int64_t(1), ceil_div(p.D_v, int64_t(Tile::kOut)));
+  const int64_t tiles = ceil_div(p.S_q, int64_t(Tile::kSide));
+  const int64_t chunk = blockIdx.x % chunks, bh = blockIdx.x / chunks / tiles;
+  const int64_t row0 = (tiles - 1 - blockIdx.x / chunks % tiles) * Tile::kSide;
+  attend_fma<T, kWindowed>(p, threshold, keep_scale, bh / p.H, bh % p.H, row0, chunk,
+                           static_cast<AttentionLse<T>*>(p.lse) + bh * p.S_q + row0);
+}
+
+// The same of packed sequences, whose window each of them moves. grid.x = (the most tiles that
+// there can be, column chunks of out), the last fastest
+template <class T>
+__global__ void __launch_bounds__(FmaTile<T>::kThreads)
+    attention_fwd_packed_fma_kernel(const __grid_constant__ AttentionParams p,
+                                    const __grid_constant__ SequenceTileList list) {
+  const int64_t chunks = max(int64_t(1), ceil_div(p.D_v, int64_t(FmaTile<T>::kOut)));
+  const PackedTileOfHead at(list, blockIdx.x / chunks);
+  if (!at.exists) return;
+  const AttentionParams one = at.params(p);
+  attend_fma<T, true>(
+      one, 0, 1, 0, at.h, at.tile.row0, blockIdx.x % chunks,
+      static_cast<AttentionLse<T>*>(p.lse) + at.h * p.S_q + at.q_begin() + at.tile.row0);
+}
+
+template <class T>
+void launch_attention_fwd_packed_fma(const AttentionParams& p, const SequenceTileList& list,
+                                     cudaStream_t stream) {
+  using Tile = FmaTile<T>;
+  const int64_t ctas =
+      list.plan.all_tiles() * std::max(int64_t(1), ceil_div(p.D_v, int64_t(Tile::kOut)));
+  launch(attention_fwd_packed_fma_kernel<T>, dim3(static_cast<unsigned>(ctas)),
+         dim3(Tile::kThreads), Tile::kSmem, stream, p, list);
 }
 
 template <class T>

@@ -9,6 +9,7 @@
 #include "device/math.cuh"
 #include "ops/attention/cuda/common.cuh"
 #include "ops/attention/cuda/launch.h"
+#include "ops/attention/cuda/sequence_tiles.h"
 
 namespace warpwright {
 
@@ -47,6 +48,25 @@ struct FmaShared {
 };
 
 extern __shared__ uint4 attention_smem[];
+
+// A tile of packed sequences, of one head of its section.
+struct PackedTileOfHead {
+  bool exists;
+  SequenceTile tile;
+  int64_t h;
+
+  __device__ PackedTileOfHead(const SequenceTileList& list, int64_t number)
+      : exists(number < *list.num_tiles) {
+    if (!exists) return;
+    tile = list.tiles[number / list.plan.section];
+    h = tile.head + number % list.plan.section;
+  }
+  __device__ int64_t q_begin() const { return tile.q_end - tile.S_q; }
+  __device__ int64_t k_begin() const { return tile.k_end - tile.S_k; }
+  __device__ AttentionParams params(const AttentionParams& p) const {
+    return sequence_params(p, q_begin(), tile.q_end, k_begin(), tile.k_end);
+  }
+};
 
 template <class T>
 using FmaScores = Accum<T>[FmaTile<T>::kPer][FmaTile<T>::kPer];

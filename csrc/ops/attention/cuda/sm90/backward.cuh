@@ -34,7 +34,7 @@ void launch_backward(const AttentionBackwardParams& p, const AttentionWorkspace&
   using Dkdv = typename Tiles::Dkdv;
   if constexpr (Dq::kMasked)
     launch_mask_tiles(p.fwd, {Dq::kConsumers, Dq::kBlockN}, /*backward=*/true, workspace, stream);
-  launch_attention_row_stats_sm90(p, workspace.tile_counters, stream);
+  launch_attention_row_stats_sm90(p, workspace, stream);
   if (p.dq.data != nullptr) launch_dq<T, Dq>(p, workspace, stream);
   if (p.dk.data == nullptr && p.dv.data == nullptr) return;
   if constexpr (kHead > 128)

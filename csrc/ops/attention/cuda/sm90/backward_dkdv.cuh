@@ -74,7 +74,7 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
   uint32_t shared;
   KRing k_ring;          // K and V of a tile
   Ring q_ring, do_ring;  // Q and lse; dO and delta
-  TileQueue queue;
+  QueueOf<Tile> queue;
   DropoutKey key;
 
   __device__ __forceinline__ DkdvSm90(const Params& params, uint32_t base)
@@ -105,23 +105,23 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
     typename KRing::Cursor k_at;
     typename Ring::Cursor at;  // of Q and dO
     int tile = static_cast<int>(blockIdx.x);
-    while (tile < p.schedule.num_tiles) {
-      queue.push(tile);
+    while (queue.holds(p, tile)) {
+      const int pushed = queue.push(p, tile);
       const int next = queue.next(p.schedule, tile);
-      const Work w = work(tile);
+      const Work w = work(pushed);
       k_ring.wait_empty(k_at);
       k_ring.expect(k_at, 2 * Tile::kKBytes);
       load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kK + k_at.stage * Tile::kKBytes,
-                                                  &p.k, w.col0, w.h_kv, w.b,
+                                                  &p.k, w.col0, w.h_kv, keys_of(w),
                                                   k_ring.full(k_at.stage));
       load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + Tile::kV + k_at.stage * Tile::kKBytes,
-                                                  &p.v, w.col0, w.h_kv, w.b,
+                                                  &p.v, w.col0, w.h_kv, keys_of(w),
                                                   k_ring.full(k_at.stage));
       k_at.next();
 #pragma unroll 1
       for (int member = 0; member < p.group; ++member) {
         const int h = w.h_kv * p.group + member;
-        const int64_t stats = (int64_t{w.head} * p.group + member) * p.padded_rows;
+        const int64_t stats = member_stats_index(p, w, member);
         const Blocks blocks = blocks_of(w, member);
 #pragma unroll 1
         for (int block = 0; block < blocks.count; ++block) {
@@ -131,13 +131,13 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
           q_ring.wait_empty(at);
           q_ring.expect(at, Tile::kBlockBytes + Tile::kStatsBytes);
           load_row_tile<Tile::kChunks, Tile::kBlockM>(shared + Tile::kQ + offset, &p.q, row0, h,
-                                                      w.b, q_ring.full(at.stage));
+                                                      queries_of(w), q_ring.full(at.stage));
           bulk_load(shared + Tile::kLse + row, p.lse_log2 + stats + row0, Tile::kStatsBytes,
                     q_ring.full(at.stage));
           do_ring.wait_empty(at);
           do_ring.expect(at, Tile::kBlockBytes + Tile::kStatsBytes);
           load_row_tile<Tile::kChunks, Tile::kBlockM>(shared + Tile::kDout + offset, &p.dout, row0,
-                                                      h, w.b, do_ring.full(at.stage));
+                                                      h, queries_of(w), do_ring.full(at.stage));
           bulk_load(shared + Tile::kDelta + row, p.delta + stats + row0, Tile::kStatsBytes,
                     do_ring.full(at.stage));
           at.next();
@@ -145,14 +145,14 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
       }
       tile = next;
     }
-    queue.push(tile);
+    queue.push(p, tile);
   }
 
   // Each consumer warpgroup calls it.
   __device__ __forceinline__ void differentiate(int consumer) {
     typename KRing::Cursor k_at;
     typename Ring::Cursor at;
-    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+    for (int tile = queue.pop(); queue.popped(p, tile); queue.finish(), tile = queue.pop()) {
       const Work w = work(tile);
       const int col0 = w.col0 + consumer * 64;
       const uint32_t k_rows = shared + Tile::kK + k_at.stage * Tile::kKBytes + consumer * 8192;
@@ -189,7 +189,7 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
         if (step > 0) q_ring.release(previous);
         previous = at;
         const float scale = apply_mask(s, walk.mask);
-        hide(s, col0, row0);
+        hide(s, limits_of(p, w), col0 - shift_of(w), row0);
         const uint32_t lse = shared + Tile::kLse + at.stage * Tile::kStatsBytes;
         exponentiate_columns(s, scale, lse);
         drop(probabilities, s, walk, col0, row0);
@@ -233,7 +233,10 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
       wgmma_pin(ds);
       if (steps > 0) q_ring.release(previous);
       scale_gradients(dk, dv);
-      store(dk, dv, k_rows, v_rows, w, col0, consumer);
+      if constexpr (is_packed<Tile>)  // again: the registers do not hold all of it
+        store(dk, dv, k_rows, v_rows, work(tile), col0, consumer);
+      else
+        store(dk, dv, k_rows, v_rows, w, col0, consumer);
       if (threadIdx.x % 128 == 0) {
         tma_store_wait_read<0>();
         mbarrier_arrive(k_ring.empty(k_at.stage));
@@ -283,9 +286,11 @@ struct DkdvSm90 : KeyTilesSm90<T, Tile> {
     named_barrier_sync(barrier, 128);
     if (threadIdx.x % 128 != 0) return;
     if (p.want_dk)
-      store_row_tile<Tile::kChunks, Tile::kBlockN>(&p.dk, k_rows, col0, p.S_k, p.D, w.h_kv, w.b);
+      store_row_tile<Tile::kChunks, Tile::kBlockN>(&p.dk, k_rows, col0, limits_of(p, w).S_k, p.D,
+                                                   w.h_kv, keys_of(w));
     if (p.want_dv)
-      store_row_tile<Tile::kChunks, Tile::kBlockN>(&p.dv, v_rows, col0, p.S_k, p.D_v, w.h_kv, w.b);
+      store_row_tile<Tile::kChunks, Tile::kBlockN>(&p.dv, v_rows, col0, limits_of(p, w).S_k, p.D_v,
+                                                   w.h_kv, keys_of(w));
     tma_store_commit();
   }
 };

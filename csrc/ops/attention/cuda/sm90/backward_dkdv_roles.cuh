@@ -77,7 +77,7 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
   TileRing k_ring, v_ring;
   Ring q_ring, do_ring;  // Q and lse; dO and delta
   SlotRing p_ring;
-  TileQueue queue;
+  QueueOf<Tile> queue;
 
   __device__ __forceinline__ DkdvRolesSm90(const Params& params, uint32_t base)
       : Base{params},
@@ -116,20 +116,20 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
     typename TileRing::Cursor k_at;
     typename Ring::Cursor q_at;
     int tile = static_cast<int>(blockIdx.x);
-    while (tile < p.schedule.num_tiles) {
-      queue.push(tile);
+    while (queue.holds(p, tile)) {
+      const int pushed = queue.push(p, tile);
       const int next = queue.next(p.schedule, tile);
-      load_tile(work(tile), k_ring, k_at, Tile::kK, &p.k, q_ring, q_at, Tile::kQ, &p.q, Tile::kLse,
-                p.lse_log2);
+      load_tile(work(pushed), k_ring, k_at, Tile::kK, &p.k, q_ring, q_at, Tile::kQ, &p.q,
+                Tile::kLse, p.lse_log2);
       tile = next;
     }
-    queue.push(tile);
+    queue.push(p, tile);
   }
   // A warp calls it.
   __device__ __forceinline__ void load_v_dout() {
     typename TileRing::Cursor v_at;
     typename Ring::Cursor do_at;
-    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+    for (int tile = queue.pop(); queue.popped(p, tile); queue.finish(), tile = queue.pop()) {
       if (threadIdx.x % 32 == 0)
         load_tile(work(tile), v_ring, v_at, Tile::kV, &p.v, do_ring, do_at, Tile::kDout, &p.dout,
                   Tile::kDelta, p.delta);
@@ -145,13 +145,13 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
                                             const float* stats) const {
     key_ring.wait_empty(key_at);
     key_ring.expect(key_at, Tile::kTileBytes);
-    load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + key_base, key_map, w.col0, w.h_kv, w.b,
-                                                key_ring.full(key_at.stage));
+    load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + key_base, key_map, w.col0, w.h_kv,
+                                                keys_of(w), key_ring.full(key_at.stage));
     key_at.next();
 #pragma unroll 1
     for (int member = 0; member < p.group; ++member) {
       const int h = w.h_kv * p.group + member;
-      const float* of_head = stats + (int64_t{w.head} * p.group + member) * p.padded_rows;
+      const float* of_head = stats + member_stats_index(p, w, member);
       const Blocks blocks = blocks_of(w, member);
 #pragma unroll 1
       for (int block = 0; block < blocks.count; ++block) {
@@ -161,7 +161,7 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
         query_ring.wait_empty(query_at);
         query_ring.expect(query_at, Tile::kTileBytes + Tile::kStatsBytes);
         load_row_tile<Tile::kChunks, Tile::kBlockM>(shared + query_base + stage * Tile::kTileBytes,
-                                                    query_map, row0, h, w.b,
+                                                    query_map, row0, h, queries_of(w),
                                                     query_ring.full(stage));
         bulk_load(shared + stats_base + stage * Tile::kStatsBytes, of_head + row0,
                   Tile::kStatsBytes, query_ring.full(stage));
@@ -176,7 +176,7 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
     typename TileRing::Cursor k_at;
     typename Ring::Cursor q_at, do_at;
     typename SlotRing::Cursor p_at;
-    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+    for (int tile = queue.pop(); queue.popped(p, tile); queue.finish(), tile = queue.pop()) {
       const Work w = work(tile);
       const int steps = steps_of(w);
       Walk walk = start(w, w.col0, w.col0 / Tile::kBlockN % 2);
@@ -230,7 +230,7 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
                                                const Walk& walk, const Work& w, int row0,
                                                typename Ring::Cursor& q_at) const {
     const float scale = apply_mask(s, walk.mask);
-    hide(s, w.col0, row0);
+    hide(s, limits_of(p, w), w.col0 - shift_of(w), row0);
     const uint32_t lse = shared + Tile::kLse + q_at.stage * Tile::kStatsBytes;
     exponentiate_columns(s, scale, lse);
     if constexpr (Tile::kWindowed) {
@@ -268,7 +268,7 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
     typename TileRing::Cursor v_at;
     typename Ring::Cursor q_at, do_at;
     typename SlotRing::Cursor p_at;
-    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+    for (int tile = queue.pop(); queue.popped(p, tile); queue.finish(), tile = queue.pop()) {
       const Work w = work(tile);
       const int steps = steps_of(w);
       float dp[kScoreRegs], dk[kGradRegs];
@@ -377,7 +377,8 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
     fence_proxy_async();
     named_barrier_sync(barrier, 128);
     if (threadIdx.x % 128 != 0 || !wanted) return;
-    store_row_tile<Tile::kChunks, Tile::kBlockN>(map, shared + base, w.col0, p.S_k, D, w.h_kv, w.b);
+    store_row_tile<Tile::kChunks, Tile::kBlockN>(map, shared + base, w.col0, limits_of(p, w).S_k, D,
+                                                 w.h_kv, keys_of(w));
     tma_store_commit();
     tma_store_wait_read<0>();
   }

@@ -75,7 +75,7 @@ struct DqSm90 {
   QRing q_ring;  // Q and dO of a tile
   Ring k_ring;
   VRing v_ring;
-  TileQueue queue;
+  QueueOf<Tile> queue;
   DropoutKey key;
 
   __device__ __forceinline__ DqSm90(const Params& params, uint32_t base)
@@ -116,18 +116,18 @@ struct DqSm90 {
     typename Ring::Cursor k_at;
     typename VRing::Cursor v_at;
     int tile = static_cast<int>(blockIdx.x);
-    while (tile < p.schedule.num_tiles) {
-      queue.push(tile);
+    while (queue.holds(p, tile)) {
+      const int pushed = queue.push(p, tile);
       const int next = queue.next(p.schedule, tile);
-      const Work w = work(tile);
+      const Work w = work(pushed);
       const int h_kv = p.schedule.by_group.quotient(w.h);
       q_ring.wait_empty(q_at);
       q_ring.expect(q_at, 2 * Tile::kQBytes);
       const uint32_t q = shared + Tile::kQ + q_at.stage * Tile::kQBytes;
       const uint32_t dout = shared + Tile::kDout + q_at.stage * Tile::kQBytes;
-      load_row_tile<Tile::kChunks, Tile::kBlockM>(q, &p.q, w.row0, w.h, w.b,
+      load_row_tile<Tile::kChunks, Tile::kBlockM>(q, &p.q, w.row0, w.h, queries_of(w),
                                                   q_ring.full(q_at.stage));
-      load_row_tile<Tile::kChunks, Tile::kBlockM>(dout, &p.dout, w.row0, w.h, w.b,
+      load_row_tile<Tile::kChunks, Tile::kBlockM>(dout, &p.dout, w.row0, w.h, queries_of(w),
                                                   q_ring.full(q_at.stage));
       q_at.next();
 #pragma unroll 1
@@ -135,18 +135,18 @@ struct DqSm90 {
         const int col0 = w.visible.block(block) * Tile::kBlockN;
         k_ring.wait_empty(k_at);
         k_ring.expect(k_at, Tile::kBlockBytes);
-        load_row_tile<Tile::kChunks, Tile::kBlockN>(k_address(k_at), &p.k, col0, h_kv, w.b,
+        load_row_tile<Tile::kChunks, Tile::kBlockN>(k_address(k_at), &p.k, col0, h_kv, keys_of(w),
                                                     k_ring.full(k_at.stage));
         k_at.next();
         v_ring.wait_empty(v_at);
         v_ring.expect(v_at, Tile::kBlockBytes);
-        load_row_tile<Tile::kChunks, Tile::kBlockN>(v_address(v_at), &p.v, col0, h_kv, w.b,
+        load_row_tile<Tile::kChunks, Tile::kBlockN>(v_address(v_at), &p.v, col0, h_kv, keys_of(w),
                                                     v_ring.full(v_at.stage));
         v_at.next();
       }
       tile = next;
     }
-    queue.push(tile);
+    queue.push(p, tile);
   }
 
   // A warpgroup's 64 queries of a tile.
@@ -162,7 +162,7 @@ struct DqSm90 {
     typename QRing::Cursor q_at;
     typename Ring::Cursor k_at;
     typename VRing::Cursor v_at;
-    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+    for (int tile = queue.pop(); queue.popped(p, tile); queue.finish(), tile = queue.pop()) {
       const Work w = work(tile);
       const int row0 = w.row0 + consumer * 64;
       const uint32_t q_rows = shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192;
@@ -173,9 +173,10 @@ struct DqSm90 {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row0 + accumulator_row() + 8 * half;
-        const int64_t index = int64_t{w.head} * p.padded_rows + row;
-        rows.lse[half] = row < p.S_q ? p.lse_log2[index] : INFINITY;
-        rows.delta[half] = row < p.S_q ? p.delta[index] : 0.f;
+        const int64_t index = stats_index(p, w) + row;
+        const bool inside = row < limits_of(p, w).S_q;
+        rows.lse[half] = inside ? p.lse_log2[index] : INFINITY;
+        rows.delta[half] = inside ? p.delta[index] : 0.f;
         if constexpr (Tile::kDropout) rows.delta[half] *= p.dropout.keep_probability;
       }
       float dq[kGradRegs];
@@ -189,7 +190,7 @@ struct DqSm90 {
       const float factor = gradient_scale<Tile>(p);
       const float factors[2] = {factor, factor};
       scale_rows(dq, factors);
-      if constexpr (Tile::kWindowed) {
+      if constexpr (Tile::kWindowed || is_packed<Tile>) {
         // Recomputed: the registers do not hold all of it next to the products.
         const Work again = work(derive_anew(tile));
         store(dq, q_rows, again, again.row0 + consumer * 64, consumer);
@@ -305,7 +306,7 @@ struct DqSm90 {
       col0 = rows.mask.col0;
       if (rows.mask.apply(s, scale)) scale = 1.f;
     }
-    hide_ends(s, rows.row0, col0, p);
+    hide_ends(s, rows.row0 + shift_of(w), col0, limits_of(p, w));
 #pragma unroll
     for (int i = 0; i < kScoreRegs; ++i) s[i] = ex2_approx(fmaf(s[i], scale, -rows.lse[i / 2 % 2]));
     if constexpr (Tile::kWindowed) uncap_rows(s, rows.lse, p.window);
@@ -340,7 +341,8 @@ struct DqSm90 {
     fence_proxy_async();
     named_barrier_sync(barrier, 128);
     if (threadIdx.x % 128 != 0) return;
-    store_row_tile<Tile::kChunks, Tile::kBlockM>(&p.dq, buffer, row0, p.S_q, p.D, w.h, w.b);
+    store_row_tile<Tile::kChunks, Tile::kBlockM>(&p.dq, buffer, row0, limits_of(p, w).S_q, p.D, w.h,
+                                                 queries_of(w));
     tma_store_commit();
   }
 };

@@ -74,7 +74,7 @@ struct ForwardSm90 {
   uint32_t shared;
   QRing q_ring;
   Ring k_ring, v_ring;
-  TileQueue queue;
+  QueueOf<Tile> queue;
   DropoutKey key;
 
   __device__ __forceinline__ ForwardSm90(const Params& params, uint32_t base)
@@ -96,28 +96,37 @@ struct ForwardSm90 {
 
   using Work = QueryWork<Tile>;
   __device__ __forceinline__ Work work(int tile) const { return query_work<Tile>(p, tile); }
+  // The work once more at the end of a tile. Packed sequences read it again, because the registers
+  // do not hold all of it next to the products.
+  __device__ __forceinline__ decltype(auto) derived(const Work& w, int tile) const {
+    if constexpr (is_packed<Tile>)
+      return work(tile);
+    else
+      return (w);
+  }
 
   // One thread calls it.
   __device__ __forceinline__ void load() {
     typename QRing::Cursor q_at;
     typename Ring::Cursor k_at, v_at;
     int tile = static_cast<int>(blockIdx.x);
-    while (tile < p.schedule.num_tiles) {
-      queue.push(tile);
+    while (queue.holds(p, tile)) {
+      const int pushed = queue.push(p, tile);
       const int next = queue.next(p.schedule, tile);
-      const Work w = work(tile);
+      const Work w = work(pushed);
       const int h_kv = p.schedule.by_group.quotient(w.h);
       q_ring.wait_empty(q_at);
       q_ring.expect(q_at, Tile::kQBytes);
       load_row_tile<Tile::kChunks, Tile::kBlockM>(shared + Tile::kQ + q_at.stage * Tile::kQBytes,
-                                                  &p.q, w.row0, w.h, w.b, q_ring.full(q_at.stage));
+                                                  &p.q, w.row0, w.h, queries_of(w),
+                                                  q_ring.full(q_at.stage));
       q_at.next();
       auto load_block = [&](const Ring& ring, typename Ring::Cursor& at, int base,
                             const CUtensorMap* map, int block) {
         ring.wait_empty(at);
         ring.expect(at, Tile::kBlockBytes);
         load_row_tile<Tile::kChunks, Tile::kBlockN>(shared + base + at.stage * Tile::kBlockBytes,
-                                                    map, block * Tile::kBlockN, h_kv, w.b,
+                                                    map, block * Tile::kBlockN, h_kv, keys_of(w),
                                                     ring.full(at.stage));
         at.next();
       };
@@ -132,7 +141,7 @@ struct ForwardSm90 {
       }
       tile = next;
     }
-    queue.push(tile);
+    queue.push(p, tile);
   }
 
   // Each consumer warpgroup calls it.
@@ -142,7 +151,7 @@ struct ForwardSm90 {
     const float scale = softmax_scale();
     const int next_turn = kTurnBarrierOfConsumer + (consumer + 1) % Tile::kConsumers;
     if (Tile::kTurns && consumer == Tile::kConsumers - 1) named_barrier_arrive(next_turn, 256);
-    for (int tile = queue.pop(); tile < p.schedule.num_tiles; tile = queue.pop()) {
+    for (int tile = queue.pop(); queue.popped(p, tile); queue.finish(), tile = queue.pop()) {
       const Work w = work(tile);
       const int row0 = w.row0 + consumer * 64;
       const uint64_t q =
@@ -162,13 +171,13 @@ struct ForwardSm90 {
         int col0 = block * Tile::kBlockN;
         if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
         if constexpr (Tile::kWindowed) col0 = w.visible.block(block) * Tile::kBlockN;
-        hide_ends(s, row0, col0, p);
+        hide_ends(s, row0 + shift_of(w), col0, limits_of(p, w));
       };
       q_ring.wait_full(q_at);
       if (Tile::kMayBeEmpty && w.blocks == 0) {
         if constexpr (Tile::kOwnOutput) q_ring.release(q_at);
         clear_accumulator(out);
-        store(out, softmax, w, row0, consumer, q_at);
+        store(out, softmax, derived(w, tile), row0, consumer, q_at);
         q_at.next();
         continue;
       }
@@ -229,7 +238,7 @@ struct ForwardSm90 {
       wgmma_pin(out);
       v_ring.release(v_at);
       v_at.next();
-      store(out, softmax, w, row0, consumer, q_at);
+      store(out, softmax, derived(w, tile), row0, consumer, q_at);
       q_at.next();
     }
     // One arrival of the last consumer remains, which consumer 0 takes.
@@ -283,8 +292,8 @@ struct ForwardSm90 {
       inverse[half] = hidden ? 0.f : 1.f / sum;
       if constexpr (Tile::kDropout) inverse[half] *= p.dropout.keep_scale;
       const int row = row0 + accumulator_row() + 8 * half;
-      if (threadIdx.x % 4 == 0 && row < p.S_q)
-        p.lse[int64_t{w.head} * p.S_q + row] =
+      if (threadIdx.x % 4 == 0 && row < limits_of(p, w).S_q)
+        p.lse[lse_index(p, w, row)] =
             hidden ? -INFINITY : softmax.max[half] * softmax_scale() / kLog2E + logf(sum);
     }
     scale_rows(out, inverse);
@@ -301,7 +310,8 @@ struct ForwardSm90 {
     fence_proxy_async();
     named_barrier_sync(barrier, 128);
     if (threadIdx.x % 128 != 0) return;
-    store_row_tile<Tile::kChunks, Tile::kBlockM>(&p.out, buffer, row0, p.S_q, p.D_v, w.h, w.b);
+    store_row_tile<Tile::kChunks, Tile::kBlockM>(&p.out, buffer, row0, limits_of(p, w).S_q, p.D_v,
+                                                 w.h, queries_of(w));
     tma_store_commit();
     if constexpr (!Tile::kOwnOutput) {
       tma_store_wait_read<0>();
@@ -327,7 +337,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_forward_sm90_kern
       kernel.init();
     }
     __syncthreads();
-    if constexpr (Tile::kMasked) wait_for_previous_kernel();  // it lists the visible blocks
+    // It lists the visible blocks, or the tiles.
+    if constexpr (Tile::kMasked || is_packed<Tile>) wait_for_previous_kernel();
     const int warpgroup = __shfl_sync(kFullMask, static_cast<int>(threadIdx.x / 128), 0);
     if (warpgroup == 0) {
       setmaxnreg_dec<Tile::kProducerRegisters>();

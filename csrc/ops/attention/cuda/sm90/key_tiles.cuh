@@ -21,12 +21,37 @@ struct KeyTilesSm90 {
 
   const Params& p;
 
-  struct Work {
+  struct Work : SequenceOf<Tile> {
     int col0, head, b, h_kv;
     int first_block, blocks;  // of queries that see a key of the tile, without a mask
     int mask_tile;            // of 128 keys, its number within the head
   };
   __device__ __forceinline__ Work work(int tile) const {
+    if constexpr (is_packed<Tile>)
+      return work_of_sequence(tile);
+    else
+      return work_of_batch(tile);
+  }
+  __device__ __forceinline__ Work work_of_sequence(int slot) const {
+    Work w;
+    const SequenceTile at = read_sequence_tile(slot);
+    w.S_q = at.S_q, w.S_k = at.S_k, w.q_end = at.q_end, w.k_end = at.k_end, w.stats = at.stats;
+    w.col0 = at.row0;
+    w.mask_tile = 0;
+    w.b = 0, w.h_kv = w.head = at.head;
+    const int col = w.col0 - w.shift();
+    if constexpr (Tile::kWindowed) {
+      const BlockRange range =
+          queries_in_window<Tile::kBlockM>(p.window, col, Tile::kBlockN, w.S_q);
+      w.first_block = range.first;
+      w.blocks = range.count;
+    } else {
+      w.first_block = p.is_causal ? max(0, col) / Tile::kBlockM : 0;
+      w.blocks = max(0, (w.S_q + Tile::kBlockM - 1) / Tile::kBlockM - w.first_block);
+    }
+    return w;
+  }
+  __device__ __forceinline__ Work work_of_batch(int tile) const {
     Work w;
     const TileSchedule::Tile at = p.schedule.tile(tile);
     w.col0 = at.rows * Tile::kBlockN;
@@ -117,13 +142,15 @@ struct KeyTilesSm90 {
   }
 
   // Applies the causal rule or the window, and hides queries past S_q, whose scores with an
-  // infinite key would be NaN. Keys past S_k are not stored.
-  __device__ __forceinline__ void hide(float (&s)[kScoreRegs], int col0, int row0) const {
-    if constexpr (Tile::kWindowed) return hide_queries(s, p.window, col0, row0, p.S_q);
+  // infinite key would be NaN. Keys past S_k are not stored. `limits` are limits_of() a tile.
+  template <class Limits>
+  __device__ __forceinline__ void hide(float (&s)[kScoreRegs], const Limits& limits, int col0,
+                                       int row0) const {
+    if constexpr (Tile::kWindowed) return hide_queries(s, p.window, col0, row0, limits.S_q);
     const bool below_diagonal = !p.is_causal || row0 >= col0 + accumulator_warp_row() + 15;
-    if (below_diagonal && row0 + Tile::kBlockM <= p.S_q) return;
+    if (below_diagonal && row0 + Tile::kBlockM <= limits.S_q) return;
     const int query = row0 + accumulator_col();
-    const int last = p.S_q - 1 - query;
+    const int last = limits.S_q - 1 - query;
     const int first = p.is_causal ? col0 + accumulator_row() - query : -Tile::kBlockM;
 #pragma unroll
     for (int i = 0; i < kScoreRegs; ++i) {

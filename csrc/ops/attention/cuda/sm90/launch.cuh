@@ -7,6 +7,7 @@
 #include "common/philox.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
+#include "host/tensor_map_ragged.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/cuda/sm90/params.cuh"
 #include "ops/attention/mask_tiles.h"
@@ -46,10 +47,11 @@ void launch_attention_bwd_window_sm90(const AttentionBackwardParams& params,
 // Clears the counters.
 void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
 // stats (2, B * H, padded rows): lse * log2(e) and delta, as described at
-// AttentionBackwardSm90Params. Also clears the counters, and the turns of the fused backward, one
-// per 64 rows.
-void launch_attention_row_stats_sm90(const AttentionBackwardParams& params, int* tile_counters,
-                                     cudaStream_t stream, int* turns = nullptr);
+// AttentionBackwardSm90Params. Also clears the workspace's counters, and the turns of the fused
+// backward, one per 64 rows.
+void launch_attention_row_stats_sm90(const AttentionBackwardParams& params,
+                                     const AttentionWorkspace& workspace, cudaStream_t stream,
+                                     int* turns = nullptr);
 
 // Calls f<kMask>() for the mask handling that the instance needs.
 template <class F>
@@ -98,6 +100,22 @@ inline CUtensorMap rows_map(const AttentionParams& p, const AttentionOperand& x,
   map.stride[0] = x.stride_s, map.stride[1] = x.stride_h, map.stride[2] = x.stride_b;
   map.box_rows = box_rows;
   return make_rows_tensor_map(map);
+}
+
+// The same for a tile, whose rows may be those of packed sequences.
+template <class Tile>
+CUtensorMap rows_map_of(const AttentionParams& p, const AttentionOperand& x, int64_t H, int64_t S,
+                        int64_t D, int box_rows) {
+  if constexpr (is_packed<Tile>)
+    return make_ragged_tensor_map({.dtype = p.dtype,
+                                   .pointer = x.data,
+                                   .cols = D,
+                                   .heads = H,
+                                   .row_stride = x.stride_s,
+                                   .head_stride = x.stride_h,
+                                   .box_rows = box_rows});
+  else
+    return rows_map(p, x, H, S, D, box_rows);
 }
 
 // Tiles of tile_rows queries, or keys of dk and dv, and the CTAs that take them. Under the causal
@@ -214,10 +232,10 @@ auto make_forward_params(const AttentionParams& p, const TileSchedule& schedule,
   if constexpr (Tile::kWindowed) f.window = make_window(p);
   if constexpr (Tile::kMasked)
     f.mask = mask_of_queries(p, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/false, workspace);
-  f.q = rows_map(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
-  f.k = rows_map(p, p.k, p.H_kv, p.S_k, p.D, Tile::kBlockN);
-  f.v = rows_map(p, p.v, p.H_kv, p.S_k, p.D_v, Tile::kBlockN);
-  f.out = rows_map(p, p.out, p.H, p.S_q, p.D_v, 64);
+  f.q = rows_map_of<Tile>(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
+  f.k = rows_map_of<Tile>(p, p.k, p.H_kv, p.S_k, p.D, Tile::kBlockN);
+  f.v = rows_map_of<Tile>(p, p.v, p.H_kv, p.S_k, p.D_v, Tile::kBlockN);
+  f.out = rows_map_of<Tile>(p, p.out, p.H, p.S_q, p.D_v, 64);
   f.lse = static_cast<float*>(p.lse);
   f.S_q = static_cast<int>(p.S_q);
   f.S_k = static_cast<int>(p.S_k);
@@ -232,10 +250,10 @@ template <class Tile, class Params>
 Params make_backward_params(const AttentionBackwardParams& b, const auto& schedule) {
   const AttentionParams& p = b.fwd;
   Params f{};
-  f.q = rows_map(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
-  f.dout = rows_map(p, b.dout, p.H, p.S_q, p.D_v, Tile::kBlockM);
-  f.k = rows_map(p, p.k, p.H_kv, p.S_k, p.D, Tile::kBlockN);
-  f.v = rows_map(p, p.v, p.H_kv, p.S_k, p.D_v, Tile::kBlockN);
+  f.q = rows_map_of<Tile>(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
+  f.dout = rows_map_of<Tile>(p, b.dout, p.H, p.S_q, p.D_v, Tile::kBlockM);
+  f.k = rows_map_of<Tile>(p, p.k, p.H_kv, p.S_k, p.D, Tile::kBlockN);
+  f.v = rows_map_of<Tile>(p, p.v, p.H_kv, p.S_k, p.D_v, Tile::kBlockN);
   f.padded_rows = static_cast<int>(attention_padded_rows(p));
   f.lse_log2 = static_cast<const float*>(b.row_stats);
   f.delta = f.lse_log2 + p.B * p.H * f.padded_rows;
@@ -260,7 +278,7 @@ auto make_dq_params(const AttentionBackwardParams& b, const TileSchedule& schedu
   if constexpr (Tile::kMasked)
     f.mask =
         mask_of_queries(b.fwd, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/true, workspace);
-  f.dq = rows_map(b.fwd, b.dq, b.fwd.H, b.fwd.S_q, b.fwd.D, 64);
+  f.dq = rows_map_of<Tile>(b.fwd, b.dq, b.fwd.H, b.fwd.S_q, b.fwd.D, 64);
   return f;
 }
 
@@ -275,8 +293,8 @@ auto make_dkdv_params(const AttentionBackwardParams& b, const TileSchedule& sche
   if constexpr (Tile::kMasked) f.mask = mask_of_keys(p, workspace);
   f.want_dk = b.dk.data != nullptr;
   f.want_dv = b.dv.data != nullptr;
-  if (f.want_dk) f.dk = rows_map(p, b.dk, p.H_kv, p.S_k, p.D, 64);
-  if (f.want_dv) f.dv = rows_map(p, b.dv, p.H_kv, p.S_k, p.D_v, 64);
+  if (f.want_dk) f.dk = rows_map_of<Tile>(p, b.dk, p.H_kv, p.S_k, p.D, 64);
+  if (f.want_dv) f.dv = rows_map_of<Tile>(p, b.dv, p.H_kv, p.S_k, p.D_v, 64);
   f.group = static_cast<int>(p.H / p.H_kv);
   return f;
 }

@@ -6,6 +6,7 @@
 #include "device/reduce.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "device/types.cuh"
+#include "ops/attention/cuda/sm90/packed.cuh"
 #include "ops/attention/cuda/sm90/params.cuh"
 #include "ops/attention/cuda/sm90/window.cuh"
 #include "ops/attention/mask_tiles.h"
@@ -48,11 +49,32 @@ __device__ __forceinline__ int mask_count(const AttentionMaskSm90& m, int plane,
 
 // A tile of queries (of the forward or dq), and the blocks of keys that it walks.
 template <class Tile>
-struct QueryWork {
+struct QueryWork : SequenceOf<Tile> {
   int row0, head, b, h, blocks;
   MaskedBlocks<Tile::kMask> visible;
 };
 template <class Tile, class Params>
+  requires(is_packed<Tile>)
+__device__ __forceinline__ QueryWork<Tile> query_work(const Params& p, int slot) {
+  QueryWork<Tile> w;
+  const SequenceTile at = read_sequence_tile(slot);
+  w.S_q = at.S_q, w.S_k = at.S_k, w.q_end = at.q_end, w.k_end = at.k_end, w.stats = at.stats;
+  w.row0 = at.row0;
+  w.b = 0, w.h = w.head = at.head;
+  const int position = w.row0 + w.shift();
+  if constexpr (Tile::kWindowed) {
+    const BlockRange range =
+        keys_in_window<Tile::kBlockN>(p.window, position, Tile::kBlockM, w.S_k);
+    w.visible.first = range.first;
+    w.blocks = range.count;
+  } else {
+    const int keys = p.is_causal ? max(0, min(w.S_k, position + Tile::kBlockM)) : w.S_k;
+    w.blocks = (keys + Tile::kBlockN - 1) / Tile::kBlockN;
+  }
+  return w;
+}
+template <class Tile, class Params>
+  requires(!is_packed<Tile>)
 __device__ __forceinline__ QueryWork<Tile> query_work(const Params& p, int tile) {
   QueryWork<Tile> w;
   const TileSchedule::Tile at = p.schedule.tile(tile);

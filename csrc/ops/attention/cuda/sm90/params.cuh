@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "ops/attention/cuda/sequence_tiles.h"
 #include "ops/attention/cuda/sm90/schedule.cuh"
 
 namespace warpwright {
@@ -46,7 +47,17 @@ struct AttentionDropoutSm90 {
   float keep_scale, keep_probability;  // 1 / (1 - p), or 0 at p = 1; 1 - p
 };
 
-// Parameters of the instances with a mask, a window or dropout.
+// Packed sequences in place of batches. The kernel's schedule has the heads per section
+// (by_heads), by_group and the counter.
+struct AttentionSequencesSm90 {
+  const SequenceTile* tiles;
+  const int* num_tiles;
+  int64_t total_q;  // rows per head of the log-sum-exp
+};
+template <class Tile>
+constexpr bool is_packed = requires { Tile::kPacked; };
+
+// Parameters of the instances with a mask, a window, dropout or packed sequences.
 template <class Params>
 struct WithMask : Params {
   AttentionMaskSm90 mask;
@@ -59,13 +70,19 @@ template <class Params>
 struct WithDropout : Params {
   AttentionDropoutSm90 dropout;
 };
+template <class Params>
+struct WithSequences : Params {
+  AttentionSequencesSm90 sequences;
+};
 template <class Params, MaskUse kUse>
 using MaskedParams =
     std::conditional_t<is_dense(kUse), WithMask<Params>,
                        std::conditional_t<kUse == MaskUse::kWindow, WithWindow<Params>, Params>>;
 template <class Params, class Tile>
-using ParamsOf = std::conditional_t<Tile::kDropout, WithDropout<MaskedParams<Params, Tile::kMask>>,
-                                    MaskedParams<Params, Tile::kMask>>;
+using ParamsOf = std::conditional_t<
+    Tile::kDropout, WithDropout<MaskedParams<Params, Tile::kMask>>,
+    std::conditional_t<is_packed<Tile>, WithSequences<MaskedParams<Params, Tile::kMask>>,
+                       MaskedParams<Params, Tile::kMask>>>;
 
 struct AttentionForwardSm90Params {
   CUtensorMap q, k, v, out;

@@ -46,19 +46,30 @@ __global__ void __launch_bounds__(kThreads)
   stats[all_rows + index] = sum;
 }
 
+// delta -= dlse (B, H, S_q). A kernel of its own, because few calls have it. A thread per row.
+__global__ void __launch_bounds__(kThreads)
+    subtract_dlse_sm90_kernel(float* delta, const float* dlse, int64_t rows, int64_t S_q,
+                              int64_t padded_rows) {
+  const int64_t row = blockIdx.x * int64_t(kThreads) + threadIdx.x;
+  if (row >= rows) return;
+  const int64_t bh = row / S_q;
+  delta[bh * padded_rows + row - bh * S_q] -= dlse[row];
+}
+
 }  // namespace
 
 void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream) {
   launch(clear_tile_counters_kernel, dim3(1), dim3(32), 0, stream, tile_counters);
 }
 
-void launch_attention_row_stats_sm90(const AttentionBackwardParams& p, int* tile_counters,
-                                     cudaStream_t stream, int* turns) {
+void launch_attention_row_stats_sm90(const AttentionBackwardParams& p,
+                                     const AttentionWorkspace& workspace, cudaStream_t stream,
+                                     int* turns) {
   const int64_t padded = attention_padded_rows(p.fwd), rows = p.fwd.B * p.fwd.H * padded;
   auto run = [&]<class T, int kLanes>() {
     const int64_t ctas = ceil_div(rows, int64_t(kThreads / kLanes));
     launch(attention_row_stats_sm90_kernel<T, kLanes>, dim3(static_cast<unsigned>(ctas)),
-           dim3(kThreads), 0, stream, p, static_cast<int>(padded), tile_counters, turns);
+           dim3(kThreads), 0, stream, p, static_cast<int>(padded), workspace.tile_counters, turns);
   };
   auto run_type = [&]<class T>() {
     if (p.fwd.D_v <= 64) return run.template operator()<T, 8>();
@@ -69,6 +80,12 @@ void launch_attention_row_stats_sm90(const AttentionBackwardParams& p, int* tile
     run_type.template operator()<bf16>();
   else
     run_type.template operator()<half>();
+  const int64_t of_lse = p.fwd.B * p.fwd.H * p.fwd.S_q;
+  if (workspace.dlse != nullptr)
+    launch(subtract_dlse_sm90_kernel,
+           dim3(static_cast<unsigned>(ceil_div(of_lse, int64_t(kThreads)))), dim3(kThreads), 0,
+           stream, static_cast<float*>(p.row_stats) + rows,
+           static_cast<const float*>(workspace.dlse), of_lse, p.fwd.S_q, padded);
 }
 
 }  // namespace warpwright

@@ -21,12 +21,23 @@ struct TileQueue {
   __device__ __forceinline__ StageRing<kSlots> ring() const { return {shared}; }
   __device__ __forceinline__ void init(int consumer_warps) const { ring().init(consumer_warps); }
 
-  // The producer calls it to pass on `tile`.
-  __device__ __forceinline__ void push(int tile) {
+  // Whether `tile` is one, for the producer and for a consumer.
+  template <class Params>
+  __device__ __forceinline__ bool holds(const Params& p, int tile) const {
+    return tile < p.schedule.num_tiles;
+  }
+  template <class Params>
+  __device__ __forceinline__ bool popped(const Params& p, int tile) const {
+    return tile < p.schedule.num_tiles;
+  }
+  // The producer calls it to pass on `tile`, which it returns.
+  template <class Params>
+  __device__ __forceinline__ int push(const Params&, int tile) {
     ring().wait_empty(at);
     store_shared_u32(slot(), static_cast<uint32_t>(tile));
     mbarrier_arrive(ring().full(at.stage));
     at.next();
+    return tile;
   }
   // The producer calls it to get the tile after `tile`.
   __device__ __forceinline__ int next(const TileSchedule& schedule, int tile) {
@@ -44,6 +55,8 @@ struct TileQueue {
     at.next();
     return tile;
   }
+  // A consumer warp calls it after a tile.
+  __device__ __forceinline__ void finish() const {}
 
  private:
   __device__ __forceinline__ uint32_t slot() const {

@@ -1,0 +1,13 @@
+// Instances: packed sequences on FMA units, fp16.
+#include "ops/attention/cuda/portable/fma_backward.cuh"
+#include "ops/attention/cuda/portable/fma_forward.cuh"
+
+namespace warpwright {
+
+template void launch_attention_fwd_packed_fma<half>(const AttentionParams&, const SequenceTileList&,
+                                                    cudaStream_t);
+template void launch_attention_bwd_packed_fma<half>(const AttentionBackwardParams&,
+                                                    const SequenceTileList&,
+                                                    const SequenceTileList&, cudaStream_t);
+
+}  // namespace warpwright
