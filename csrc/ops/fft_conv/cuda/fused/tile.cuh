@@ -39,22 +39,70 @@ struct Strides {
   int64_t image, channel, row, column;
 };
 
+// Rows [first, last) of a plane.
+struct RowRange {
+  int first, last;
+
+  __device__ __forceinline__ int count() const { return last > first ? last - first : 0; }
+};
+
+__device__ __forceinline__ RowRange both(const RowRange& a, const RowRange& b) {
+  return {a.first < b.first ? a.first : b.first, a.last > b.last ? a.last : b.last};
+}
+
 // The tiles of one channel, `across.tiles * down.tiles` per image, are numbered image by image and
 // paired in that order. Pair i of a channel is tiles 2 i and 2 i + 1.
-template <class T>
-struct CorrelateOperands {
+template <class T, class Result>
+struct PairOperands {
   const T* signal;
-  const T* bias;  // per channel, or null
-  T* result;
-  const float2* spectrum;  // of each channel's kernel, as the kernel of weights writes it
-  const float2* roots;     // exp(-2 pi i j / points)
-  uint8_t* flags;          // per pair: some result is not finite
+  Result* result;
   Strides signal_strides, result_strides;
   Axis down, across;
   int64_t tiles;  // of a channel, all images
   int64_t pairs;
+};
+
+// result = signal correlated with a kernel per channel.
+template <class T>
+struct CorrelateOperands : PairOperands<T, T> {
+  const T* bias;           // per channel, or null
+  const float2* spectrum;  // of each channel's kernel, as the kernel of weights writes it
+  const float2* roots;     // exp(-2 pi i j / points)
+  uint8_t* flags;          // per pair: some result is not finite
   int64_t blocks_per_channel;
   int pairs_per_block;
+};
+
+// A channel's kernels, and their spectra.
+template <class T>
+struct WeightOperands {
+  const T* taps;
+  int64_t channel, row, column;  // strides
+  int taps_down, taps_across;
+  bool is_flipped;
+  float2* spectrum;
+  float2* roots;  // written for the kernels that follow
+};
+
+// The gradient of the kernels. `result` is the gradient of the correlation's result.
+template <class T>
+struct GradientOperands : PairOperands<T, const T> {
+  const float2* roots;
+  float2* partial;  // (channel, part, a spectrum)
+  int64_t parts;    // blocks per channel
+  int64_t pairs_per_part;
+};
+
+// Adds the parts of a channel in order.
+template <class T>
+struct GradientSumOperands {
+  const float2* roots;
+  const float2* partial;
+  int64_t parts;
+  T* taps;
+  int64_t channel, row, column;  // strides of taps
+  int taps_down, taps_across;
+  uint8_t* flags;  // per channel: some tap is not finite
 };
 
 // One of the two tiles.
@@ -93,8 +141,8 @@ struct TileRow {
   }
 };
 
-template <class T>
-__device__ __forceinline__ TileRow<const T> signal_row(const CorrelateOperands<T>& p,
+template <class T, class Result>
+__device__ __forceinline__ TileRow<const T> signal_row(const PairOperands<T, Result>& p,
                                                        const Item& item, int64_t channel,
                                                        int points) {
   const Strides& s = p.signal_strides;
@@ -107,17 +155,91 @@ __device__ __forceinline__ TileRow<const T> signal_row(const CorrelateOperands<T
   return row;
 }
 
-template <class T>
-__device__ __forceinline__ TileRow<T> result_row(const CorrelateOperands<T>& p, const Item& item,
-                                                 int64_t channel) {
+template <class T, class Result>
+__device__ __forceinline__ TileRow<Result> result_row(const PairOperands<T, Result>& p,
+                                                      const Item& item, int64_t channel) {
   const Strides& s = p.result_strides;
-  TileRow<T> row;
+  TileRow<Result> row;
   row.stride = s.column;
   row.data = p.result + item.image * s.image + channel * s.channel +
              item.column_tile * p.across.step * s.column;
   row.first = 0;
   row.last = item.exists ? p.across.results_of(item.column_tile) : 0;
   return row;
+}
+
+// A pair of tiles of one row each.
+template <class T, class Result>
+struct PairRows {
+  TileRow<const T> signal[2];
+  TileRow<Result> result[2];
+  int is_bad;
+};
+
+template <class T, class Result>
+__device__ __forceinline__ PairRows<T, Result> pair_rows(const PairOperands<T, Result>& p,
+                                                         int64_t pair, int64_t channel,
+                                                         int points) {
+  PairRows<T, Result> rows;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const Item item = item_of(p, 2 * pair + i);
+    rows.signal[i] = signal_row(p, item, channel, points);
+    rows.result[i] = result_row(p, item, channel);
+  }
+  rows.is_bad = 0;
+  return rows;
+}
+
+// A pair of tiles; `signal` and `result` are at their first rows.
+template <class T, class Result>
+struct PairPlanes {
+  TileRow<const T> signal[2];
+  TileRow<Result> result[2];
+  RowRange signal_rows[2];
+  int result_rows[2];
+  int is_bad;
+};
+
+template <class T, class Result>
+__device__ __forceinline__ PairPlanes<T, Result> pair_planes(const PairOperands<T, Result>& p,
+                                                             int64_t pair, int64_t channel,
+                                                             int points) {
+  PairPlanes<T, Result> planes;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const Item item = item_of(p, 2 * pair + i);
+    planes.signal[i] = signal_row(p, item, channel, points);
+    planes.signal[i].data += p.down.origin(item.row_tile) * p.signal_strides.row;
+    planes.result[i] = result_row(p, item, channel);
+    planes.result[i].data += item.row_tile * p.down.step * p.result_strides.row;
+    planes.signal_rows[i] = {points, 0};
+    planes.result_rows[i] = 0;
+    if (item.exists) {
+      planes.signal_rows[i] = {p.down.first(item.row_tile, points),
+                               p.down.last(item.row_tile, points)};
+      planes.result_rows[i] = p.down.results_of(item.row_tile);
+    }
+  }
+  planes.is_bad = 0;
+  return planes;
+}
+
+// The row of a tile, empty outside [rows.first, rows.last).
+template <class T>
+__device__ __forceinline__ TileRow<T> row_of(TileRow<T> tile, const RowRange& rows, int row,
+                                             int64_t stride) {
+  tile.data += row * stride;
+  if (row < rows.first || row >= rows.last) tile.last = 0;
+  return tile;
+}
+
+template <int kPoints>
+__device__ __forceinline__ void write_roots(float2* roots) {
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < kPoints;
+       i += static_cast<int>(gridDim.x * blockDim.x)) {
+    roots[i] = exact_root(i, kPoints);
+  }
 }
 
 }  // namespace warpwright::fft
