@@ -41,14 +41,12 @@ __global__ void __launch_bounds__(CorrelatePlanes<kPoints>::kThreads)
   write_roots<kPoints>(p.roots);
   const RowRange rows{0, p.taps_down};
   transform_rows<Plan>(plane, rows, root, [&](int row, int t, float2(&v)[Plan::kRadix]) {
-    const int from_row = p.is_flipped ? p.taps_down - 1 - row : row;
-    const T* const taps = p.taps + channel * p.channel + from_row * p.row;
+    const T* const taps = p.taps + channel * p.channel + row * p.row;
 #pragma unroll
     for (int j = 0; j < Plan::kRadix; ++j) {
       const int tap = t + 16 * j;
-      const int from = p.is_flipped ? p.taps_across - 1 - tap : tap;
       const bool is_tap = tap < p.taps_across;
-      v[j] = make_float2(is_tap ? convert<float>(taps[from * p.column]) : 0.0f, 0.0f);
+      v[j] = make_float2(is_tap ? convert<float>(taps[tap * p.column]) : 0.0f, 0.0f);
     }
   });
   transform_columns<Plan>(plane, rows, root, [&](float2*, int i, float2(&v)[16]) {

@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(CorrelateRows<kPoints>::kThreads)
 #pragma unroll
     for (int j = 0; j < Plan::kRadix; ++j) {
       const int tap = t + j * (kPoints / Plan::kRadix);
-      const int from = p.is_flipped ? p.taps_across - 1 - tap : tap;
-      v[j] = make_float2(tap < last ? convert<float>(taps[from * p.column]) : 0.0f, 0.0f);
+      v[j] = make_float2(tap < last ? convert<float>(taps[tap * p.column]) : 0.0f, 0.0f);
     }
   });
   middle_stages<Plan, kPoints / Plan::kRadix, false>(rows, root);

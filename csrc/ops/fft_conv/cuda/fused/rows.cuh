@@ -122,4 +122,8 @@ __device__ __forceinline__ void final_stage(const float2* rows, const Roots& roo
   });
 }
 
+// Of rows that are rows of a matrix themselves (long_rows.cuh).
+constexpr int kLongRow = 4096;
+using LongRowPlan = RowPlan<kLongRow, 256>;
+
 }  // namespace warpwright::fft

@@ -77,9 +77,8 @@ struct CorrelateOperands : PairOperands<T, T> {
 template <class T>
 struct WeightOperands {
   const T* taps;
-  int64_t channel, row, column;  // strides
+  int64_t channel, row, column;  // strides, negative for flipped kernels
   int taps_down, taps_across;
-  bool is_flipped;
   float2* spectrum;
   float2* roots;  // written for the kernels that follow
 };
