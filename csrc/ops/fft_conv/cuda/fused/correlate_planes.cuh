@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(CorrelatePlanes<kPoints>::kThreads,
         });
     __syncthreads();
     if (threadIdx.x == 0) {
-      p.flags[channel * p.pairs + pair] = static_cast<uint8_t>(tiles.is_bad);
+      p.flags[pair * p.channels + channel] = static_cast<uint8_t>(tiles.is_bad);
     }
   }
 }

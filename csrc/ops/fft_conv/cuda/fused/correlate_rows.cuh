@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(CorrelateRows<kPoints>::kThreads,
     });
     __syncthreads();
     if (threadIdx.x < Plan::kRows && pair + threadIdx.x < end) {
-      p.flags[channel * p.pairs + pair + threadIdx.x] =
+      p.flags[(pair + threadIdx.x) * p.channels + channel] =
           static_cast<uint8_t>(pairs[threadIdx.x].is_bad);
     }
   }

@@ -1,19 +1,10 @@
 // The second pass of long_rows.cuh.
 #pragma once
 
+#include "ops/fft_conv/cuda/fused/launch.h"
 #include "ops/fft_conv/cuda/fused/rows.cuh"
 
 namespace warpwright::fft {
-
-// Rows of the workspace for the second pass. Row i of matrix m is at work + (m n1 + i) 4096.
-struct LongProductOperands {
-  float2* work;
-  float2* spectrum;        // of the channels' kernels, (channel, n1, 16, 256)
-  const float2* gradient;  // as work
-  const float2* roots;     // of 4096 points
-  int64_t pairs;
-  int64_t rows;  // n1
-};
 
 __device__ __forceinline__ void load_long_row(float2* row, const TableRoots& root,
                                               const float2* from) {

@@ -41,7 +41,7 @@ struct LongOperands : PairOperands<T, Result> {
   const T* bias;
   float2* work;  // matrices of n1 x 4096
   int64_t matrix_step;
-  uint8_t* flags;  // (channel, pair, group of columns)
+  uint8_t* flags;  // (pair, channel, group of columns)
 };
 
 // f(column, butterfly) for `kCount` butterflies of each column of the group.
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kColumnThreads) long_results_kernel(const Long
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t at = (block.channel * p.pairs + block.pair) * kColumnGroups + block.group;
+    const int64_t at = (block.pair * p.channels + block.channel) * kColumnGroups + block.group;
     p.flags[at] = static_cast<uint8_t>(is_bad);
   }
 }

@@ -6,22 +6,21 @@
 
 #include "device/types.cuh"
 #include "ops/fft_conv/cuda/fused/dft.cuh"
+#include "ops/fft_conv/fft_conv.h"
 
 namespace warpwright::fft {
 
-// One dimension of the tiles of an image. Tile i reads `points` elements from i * step + start on,
-// zeros outside [0, extent), and has the results from i * step on.
-struct Axis {
-  int64_t extent, results;
-  int64_t step, start;
-  int64_t tiles;
+// Positions of a dimension's tiles, as a tile's 32-bit indices.
+struct Axis : FftAxis {
+  Axis() = default;
+  __host__ explicit Axis(const FftAxis& axis) : FftAxis(axis) {}
 
-  // Positions of tile i inside the image: [first, last).
-  __device__ __forceinline__ int first(int64_t i, int points) const {
-    return clamp(-origin(i), points);
+  // Positions of tile i inside the signal: [first, last).
+  __device__ __forceinline__ int first(int64_t i, int limit) const {
+    return clamp(-origin(i), limit);
   }
-  __device__ __forceinline__ int last(int64_t i, int points) const {
-    return clamp(extent - origin(i), points);
+  __device__ __forceinline__ int last(int64_t i, int limit) const {
+    return clamp(extent - origin(i), limit);
   }
   __device__ __forceinline__ int results_of(int64_t i) const {
     return clamp(results - i * step, static_cast<int>(step));
@@ -34,10 +33,7 @@ struct Axis {
   }
 };
 
-// Strides in elements.
-struct Strides {
-  int64_t image, channel, row, column;
-};
+using Strides = FftStrides;
 
 // Rows [first, last) of a plane.
 struct RowRange {
@@ -58,6 +54,7 @@ struct PairOperands {
   Result* result;
   Strides signal_strides, result_strides;
   Axis down, across;
+  int64_t channels;
   int64_t tiles;  // of a channel, all images
   int64_t pairs;
 };
@@ -68,7 +65,7 @@ struct CorrelateOperands : PairOperands<T, T> {
   const T* bias;           // per channel, or null
   const float2* spectrum;  // of each channel's kernel, as the kernel of weights writes it
   const float2* roots;     // exp(-2 pi i j / points)
-  uint8_t* flags;          // per pair: some result is not finite
+  uint8_t* flags;          // (pair, channel): some result is not finite
   int64_t blocks_per_channel;
   int pairs_per_block;
 };
