@@ -457,6 +457,7 @@ void define_explain(py::module_& m) {
   m.def("explain_relu", &explain_relu);
   m.def("explain_rotary_embedding", &explain_rotary_embedding);
   define_explain_linear(m);
+  define_explain_fft_conv(m);
   m.def("explain_max_pool2d", &explain_max_pool2d);
   m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);
 }

@@ -38,7 +38,8 @@ inline int64_t numel(const TensorLayout& x) {
 
 // Adds explain_<op>() to the module. Each returns one line per kernel of a call and its backward.
 void define_explain(pybind11::module_& m);
-// Those of the matrix product's ops, which define_explain() includes.
+// Those of the matrix product's ops and of fft_conv, which define_explain() includes.
 void define_explain_linear(pybind11::module_& m);
+void define_explain_fft_conv(pybind11::module_& m);
 
 }  // namespace warpwright

@@ -24,6 +24,7 @@ from ._operators import (
     CONV2D_BATCH_NORM,
     CROSS_ENTROPY,
     CUMSUM,
+    FFT_CONV,
     GATED_ACTIVATION,
     LINEAR,
     LINEAR_ACTIVATION,
@@ -58,6 +59,17 @@ _RECORDS = (
         explain="conv2d",
         cpu="native's oneDNN kernels or our own, by the shape",
         example=_examples.conv2d,
+    ),
+    *(
+        Op(
+            name,
+            FFT_CONV,
+            is_plain=True,
+            explain="fft_conv",
+            cpu="copies, MKL's transforms through ATen, products",
+            folders=("fft_conv",),
+        )
+        for name in ("fft_conv1d", "fft_conv2d")
     ),
     Op(
         "batch_norm",

@@ -59,6 +59,11 @@ _ROTARY = _native.rotary_embedding
 ROTARY_EMBEDDING = (Operator("rotary_embedding", _ROTARY, _ROTARY),)
 CUMSUM = (Operator("cumsum", _native.cumsum, _native.cumsum),)
 LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
+FFT_CONV = (
+    Operator(
+        "fft_conv", _native.fft_conv, _native.fft_conv, autocast=True, flops=_work.fft_conv_flops
+    ),
+)
 ATTENTION_WITH_KV_CACHE = (
     Operator(
         "attention_with_kv_cache",

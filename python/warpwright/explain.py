@@ -70,6 +70,8 @@ def explain(
         return f"{title}\n  native torch: {reason}"
     if where.type == "cpu" and name == "conv2d":
         lines = _conv2d_cpu(arguments)
+    elif where.type == "cpu" and FUNCTIONALS[name].explain == "fft_conv":
+        lines = _fft_conv(arguments, None)
     elif where.type == "cpu":
         lines = [
             ("forward, backward", f"{FUNCTIONALS[name].cpu}, {torch.get_num_threads()} threads")
@@ -267,6 +269,13 @@ def _conv2d_cpu(a: Arguments) -> Lines:
     lines = _C.explain_conv2d_cpu(_dtype(a["input"]), *_conv2d_shape(a), onednn, avx512)
     threads = f", {torch.get_num_threads()} threads"
     return [(role, text + threads) for role, text in lines]
+
+
+def _fft_conv(a: Arguments, gpu: _C.DeviceInfo | None) -> Lines:
+    from .functional._fft_conv import call_of
+
+    call = call_of(a["input"], a["weight"], a["padding"], a["groups"])
+    return _C.explain_fft_conv(call, conv_allows_tf32(), gpu)
 
 
 def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

@@ -99,6 +99,11 @@ constexpr double kFftCopyBytesPerSecond = 3.0e12;
 constexpr double kChainBytesPerSecond = 1.6e12;
 constexpr double kFmaFlopsPerSecond = 6.2e13;
 
+// Of the CPU: what moving a point costs in FLOPs of the transform, and how much faster a FLOP of a
+// direct kernel is than one of a transform.
+constexpr double kCpuCopyFlops = 20;
+constexpr double kCpuDirectAdvantage = 4;
+
 inline double transform_flops(double points) { return 5 * points * std::log2(points); }
 
 // Two transforms of complex tiles, their exchanges through shared memory, and the elements' bytes.
@@ -299,6 +304,27 @@ inline std::string describe(const FftConvPlan& plan) {
          size(plan.axes[0].points, plan.axes[1].points) + " points with " +
          size(plan.axes[0].step, plan.axes[1].step) + " results, " +
          number(static_cast<double>(plan.memory) / (1 << 20)) + " MiB of memory";
+}
+
+// What the model expects of the transform, and the least that direct convolution needs.
+inline std::string describe_times(const FftConvShape& s, const FftConvPlan& plan, bool tf32) {
+  char text[96];
+  std::snprintf(text, sizeof text, "expected %.3g ms, a direct kernel at least %.3g ms",
+                1e3 * plan.seconds, 1e3 * direct_floor_seconds(s, tf32));
+  return text;
+}
+
+// Whether the transform is expected to be faster than any direct kernel can be. On the CPU, whether
+// it needs so much less arithmetic that it outweighs its lower rate.
+inline bool fft_conv_pays(const FftConvShape& s, const DeviceInfo* device, bool tf32) {
+  const FftConvPlan plan = choose_fft_conv(s, device);
+  if (device != nullptr) return 1.2 * plan.seconds < direct_floor_seconds(s, tf32);
+  const double planes = static_cast<double>(plan.tiles * s.groups * (s.from + s.to));
+  const double products = 4.0 * static_cast<double>(plan.tiles * s.groups * s.from * s.to);
+  const double points = static_cast<double>(plan.points());
+  const double transforms = planes * (transform_flops(points) / 2 + kCpuCopyFlops * points);
+  const double direct = direct_floor_seconds(s, false) * kFmaFlopsPerSecond;
+  return kCpuDirectAdvantage * (transforms + products * points) < direct;
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
