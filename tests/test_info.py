@@ -135,6 +135,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.add_rms_norm(x, x, (2,))
     F.cumsum(x, 0)
     F.linear_scan(x, x)
+    _ops.ops.fft_conv(x, x, None, [0, 0], 1)
     F.attention_with_kv_cache(x, x, x, cache_seqlens=x)
     _ops.ops.kv_cache_append_(x, x, x, x, x)
     F.linear_cross_entropy(x, x, x)

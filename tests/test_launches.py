@@ -80,6 +80,16 @@ def linear_scan(*operands):
     return operands, lambda: F.linear_scan(*operands)
 
 
+def fft_conv(function, shape, *taps):
+    x, weight = random(*shape), random(shape[1], 1, *taps)
+    bias = random(shape[1])
+
+    def run():
+        return function(x, weight, bias, padding="same", groups=shape[1])
+
+    return (x, weight, bias), run
+
+
 def linear(rows, k, n, dtype=BF16):
     x, weight, bias = (
         random(rows, k, dtype=dtype),
@@ -118,6 +128,9 @@ CASES = {
     "cumsum, another dimension": (lambda: scan(random(64, 768), 0), 1, 1),
     "cumsum, a long row": (lambda: scan(random(1 << 20), 0), 2, 2),  # the first zeroes flags
     "linear_scan": (lambda: linear_scan(random(64, 768), random(64, 768)), 1, 5),
+    # The kernels' spectra, the tiles, the spoilt tiles; a gradient's table and its sums.
+    "fft_conv1d": (lambda: fft_conv(F.fft_conv1d, (2, 8, 2048), 255), 3, 8),
+    "fft_conv2d": (lambda: fft_conv(F.fft_conv2d, (2, 8, 28, 28), 31, 31), 3, 8),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),
     "layer_norm, narrowed": (lambda: narrowed(F.layer_norm, random(512, 768), 2), 1, 2),

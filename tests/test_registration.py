@@ -203,6 +203,12 @@ def recorded(device):
         )
         double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
+        row, taps = torch.randn(2, 1, 2, 9, device=device).unbind()
+        double_backward(
+            warpwright.functional.fft_conv1d,
+            (row.requires_grad_(), taps[..., :4].transpose(0, 1).requires_grad_()),
+            {"groups": 2},
+        )
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
         warpwright.functional.attention_with_kv_cache(*args, **kwargs)
         for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):

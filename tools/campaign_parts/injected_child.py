@@ -83,6 +83,7 @@ def large_calls() -> dict[str, Call]:
         "rotary_embedding": (rotated, (q, *torch.randn(2, 1, 200, 32, generator=generator)), {}),
         "cumsum": (F.cumsum, (rows, 0), {}),
         "linear_scan": (F.linear_scan, (factors, rows), {}),
+        "fft_conv1d": (F.fft_conv1d, (t(4, 16, 900), t(16, 1, 200), vector), {"groups": 16}),
         "linear_gelu": (F.linear_gelu, (rows, weight, t(400)), {}),
         "cross_entropy": (F.cross_entropy, (rows, labels), {"label_smoothing": 0.1}),
         "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),

@@ -29,6 +29,7 @@ TESTS = {
     "functional/_loss.py": ["test_cross_entropy*.py", "test_linear_cross_entropy*.py"],
     "functional/_norm.py": ["test_batch_norm*.py"],
     "functional/_pool.py": ["test_max_pool2d.py", "test_*relu_max_pool2d.py"],
+    "functional/_fft_conv.py": ["test_fft_conv.py"],
     "functional/_rotary.py": ["test_rotary_embedding.py"],
     "functional/_row_norm.py": ["test_layer_norm.py", "test_norm_dtype.py", "test_add_norm.py"],
     "functional/_scan.py": ["test_cumsum.py", "test_linear_scan.py"],

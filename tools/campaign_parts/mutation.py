@@ -37,6 +37,7 @@ TESTS = {
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
     "layer_norm": (["test_layer_norm.py"], "norm"),
     "scan": (["test_cumsum.py", "test_linear_scan.py"], "cumsum or linear_scan"),
+    "fft_conv": (["test_fft_conv.py"], "fft"),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),
     "max_pool2d": (["test_max_pool2d.py", "test_relu_max_pool2d.py"], "pool"),

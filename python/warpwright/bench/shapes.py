@@ -26,6 +26,7 @@ from .cases import (
     _split_tf32_linear,
     _tf32_linear,
 )
+from .fft_cases import _fft_conv1d, _fft_conv2d
 from .language_cases import (
     _add_norm,
     _cumsum,
@@ -189,6 +190,20 @@ def _scans() -> list[Case]:
     ]
 
 
+def _long_kernels() -> list[Case]:
+    """RepLKNet's and SLaK's kernels, and long causal ones."""
+    return [
+        _fft_conv2d((64, 128, 56, 56), 31, FP32),
+        _fft_conv2d((64, 128, 56, 56), 31, BF16),
+        _fft_conv2d((64, 128, 56, 56), 51, FP32),
+        _fft_conv2d((64, 256, 28, 28), 31, FP32),
+        _fft_conv2d((64, 256, 28, 28), 51, FP32),
+        *(_fft_conv1d((16, 64, 16384), taps, FP32) for taps in (256, 1024, 4096)),
+        _fft_conv1d((4, 64, 65536), 65536, FP32),
+        _fft_conv1d((1, 8, 1 << 20), 1 << 20, FP32),
+    ]
+
+
 def _decoding() -> list[Case]:
     """Llama 3's heads: a full batch in pages of each size, a long sequence, a few tokens at once."""
     return [
@@ -205,7 +220,7 @@ def _language_layers() -> list[Case]:
 
 
 def _all_cases() -> list[Case]:
-    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_language_layers()]
+    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_language_layers(), *_long_kernels()]
     cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
     for shape in (
         (256, 64, 112, 112),
@@ -317,6 +332,8 @@ QUICK_CASES = [
     _cumsum((2048, 768), 1, FP32),
     _cumsum((2048, 768), 0, FP32),
     _linear_scan((512, 256), 1, FP32),
+    _fft_conv1d((4, 8, 2048), 256, FP32),
+    _fft_conv2d((4, 8, 28, 28), 31, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),
     _batch_norm((64, 32, 28, 28), FP32, NHWC),
