@@ -202,19 +202,20 @@ void launch_long_rows(const FftConvParams& p, const FftConvPlan& plan, char* wor
   weight.work = kernel.work;
   launch_roots(complex_at(workspace, plan.regions.roots), kLongRow, stream);
   for_long_columns(plan, [&]<int kColumns>() {
-    constexpr int64_t kSmem = ColumnPlan<kColumns>::kSmemBytes;
+    using Columns = ColumnPlan<kColumns>;
+    constexpr int64_t kSmem = Columns::kSmemBytes;
     const dim3 block(kColumnThreads);
     for (int64_t first = 0; first < p.shape.groups; first += plan.channels_at_once) {
       const int64_t channels = std::min(plan.channels_at_once, p.shape.groups - first);
       const int64_t matrices = channels * plan.pairs;
       o.first_channel = kernel.first_channel = first;
-      launch(long_columns_kernel<T, T, kColumns, false>, grid_of(channels * kColumnGroups), block,
+      launch(long_columns_kernel<T, T, kColumns, false>, grid_of(channels * Columns::kGroups), block,
              kSmem, stream, kernel);
       launch_long_weight(weight, channels * n1, stream);
-      launch(long_columns_kernel<T, T, kColumns, false>, grid_of(matrices * kColumnGroups), block,
+      launch(long_columns_kernel<T, T, kColumns, false>, grid_of(matrices * Columns::kGroups), block,
              kSmem, stream, o);
       launch_long_product(product, matrices * n1, stream);
-      launch(long_results_kernel<T, kColumns>, grid_of(matrices * kColumnGroups), block, kSmem,
+      launch(long_results_kernel<T, kColumns>, grid_of(matrices * Columns::kGroups), block, kSmem,
              stream, o);
     }
   });
@@ -235,16 +236,17 @@ void launch_long_gradient(const FftConvParams& p, const FftConvPlan& plan, char*
                                     plan.pairs,    n1};
   launch_roots(complex_at(workspace, plan.regions.roots), kLongRow, stream);
   for_long_columns(plan, [&]<int kColumns>() {
-    constexpr int64_t kSmem = ColumnPlan<kColumns>::kSmemBytes;
+    using Columns = ColumnPlan<kColumns>;
+    constexpr int64_t kSmem = Columns::kSmemBytes;
     const dim3 block(kColumnThreads);
     for (int64_t first = 0; first < p.shape.groups; first += plan.channels_at_once) {
       const int64_t channels = std::min(plan.channels_at_once, p.shape.groups - first);
-      const dim3 grid = grid_of(channels * plan.pairs * kColumnGroups);
+      const dim3 grid = grid_of(channels * plan.pairs * Columns::kGroups);
       signal.first_channel = gradient.first_channel = sum.first_channel = first;
       launch(long_columns_kernel<T, const T, kColumns, false>, grid, block, kSmem, stream, signal);
       launch(long_columns_kernel<T, const T, kColumns, true>, grid, block, kSmem, stream, gradient);
       launch_long_gradient_product(product, channels * n1, stream);
-      launch(long_results_kernel<T, kColumns>, grid_of(channels * kColumnGroups), block, kSmem,
+      launch(long_results_kernel<T, kColumns>, grid_of(channels * Columns::kGroups), block, kSmem,
              stream, sum);
     }
   });

@@ -11,8 +11,6 @@
 
 namespace warpwright::fft {
 
-constexpr int kColumnGroup = 16;  // columns per block: 128 bytes of each row
-constexpr int kColumnGroups = kLongRow / kColumnGroup;
 constexpr int kColumnThreads = 256;
 
 // exp(-2 pi i j / kPoints) for a power of two: the angle is exact.
@@ -31,7 +29,7 @@ struct ColumnPlan {
   static constexpr int kPoints = kPoints_;
   static constexpr int kRadix = RowPlan<kPoints, 256>::kRadix;
   static constexpr int64_t kAll = int64_t{kPoints} * kLongRow;
-  static constexpr int64_t kSmemBytes = kPoints > 16 ? 8 * kPoints* kColumnGroup : 0;
+  static constexpr int64_t kSmemBytes = kPoints > 16 ? 8 * kPoints* Plan::kGroup : 0;
 };
 
 // The operands of all pairs of some channels. Pair i has matrix i * matrix_step of the workspace.
@@ -45,11 +43,11 @@ struct LongOperands : PairOperands<T, Result> {
 };
 
 // f(column, butterfly) for `kCount` butterflies of each column of the group.
-template <int kCount, class F>
+template <class Plan, int kCount, class F>
 __device__ __forceinline__ void for_each_column(F&& f) {
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kCount * kColumnGroup; i += kColumnThreads) {
-    f(i % kColumnGroup, i / kColumnGroup);
+  for (int i = static_cast<int>(threadIdx.x); i < kCount * Plan::kGroup; i += kColumnThreads) {
+    f(i % Plan::kGroup, i / Plan::kGroup);
   }
 }
 
@@ -60,12 +58,12 @@ __device__ __forceinline__ void middle_column_stage(float2* columns) {
   if constexpr (kBlock > 16) {
     static_assert(kBlock == 256);
     const SineRoots<kBlock> root;
-    for_each_column<Plan::kPoints / 16>([&](int column, int i) {
+    for_each_column<Plan, Plan::kPoints / 16>([&](int column, int i) {
       const int t = i % 16;
-      float2* const at = columns + (i / 16 * kBlock + t) * kColumnGroup + column;
+      float2* const at = columns + (i / 16 * kBlock + t) * Plan::kGroup + column;
       float2 v[16];
 #pragma unroll
-      for (int j = 0; j < 16; ++j) v[j] = at[j * 16 * kColumnGroup];
+      for (int j = 0; j < 16; ++j) v[j] = at[j * 16 * Plan::kGroup];
       if constexpr (kInverse) {
         twiddle<true>(v, root, t);
         inverse_dft(v);
@@ -74,7 +72,7 @@ __device__ __forceinline__ void middle_column_stage(float2* columns) {
         twiddle<false>(v, root, t);
       }
 #pragma unroll
-      for (int j = 0; j < 16; ++j) at[j * 16 * kColumnGroup] = v[j];
+      for (int j = 0; j < 16; ++j) at[j * 16 * Plan::kGroup] = v[j];
     });
     __syncthreads();
   }
@@ -101,11 +99,11 @@ struct ColumnBlock {
   int group;
 };
 
-template <class T, class Result>
+template <class Plan, class T, class Result>
 __device__ __forceinline__ ColumnBlock column_block(const LongOperands<T, Result>& p) {
-  const int64_t i = blockIdx.x / kColumnGroups, channel = i / p.pairs;
+  const int64_t i = blockIdx.x / Plan::kGroups, channel = i / p.pairs;
   ColumnBlock block;
-  block.group = static_cast<int>(blockIdx.x % kColumnGroups);
+  block.group = static_cast<int>(blockIdx.x % Plan::kGroups);
   block.pair = i - channel * p.pairs;
   block.channel = p.first_channel + channel;
   block.matrix = i * p.matrix_step;
@@ -120,7 +118,7 @@ __global__ void __launch_bounds__(kColumnThreads)
   constexpr int kStride = kPoints / Plan::kRadix;
   extern __shared__ float2 columns[];
   __shared__ TileRow<const T> tiles[2];
-  const ColumnBlock block = column_block(p);
+  const ColumnBlock block = column_block<Plan>(p);
   if (threadIdx.x < 2) {
     const Item item = item_of(p, 2 * block.pair + threadIdx.x);
     if constexpr (kFromResult) {
@@ -132,7 +130,7 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
   __syncthreads();
   const TileRow<const T> a = tiles[0], b = tiles[1];
-  const int first_column = block.group * kColumnGroup;
+  const int first_column = block.group * Plan::kGroup;
   float2* const matrix = p.work + block.matrix * Plan::kAll + first_column;
   const auto load = [&](int column, int t, float2(&v)[Plan::kRadix]) {
 #pragma unroll
@@ -149,28 +147,28 @@ __global__ void __launch_bounds__(kColumnThreads)
     for (int k = 0; k < 16; ++k) to[k * kLongRow] = v[k];
   };
   if constexpr (kPoints == 16) {
-    for_each_column<1>([&](int column, int) {
+    for_each_column<Plan, 1>([&](int column, int) {
       float2 v[16];
       load(column, 0, v);
       store(column, 0, v);
     });
   } else {
-    for_each_column<kStride>([&](int column, int t) {
+    for_each_column<Plan, kStride>([&](int column, int t) {
       float2 v[Plan::kRadix];
       load(column, t, v);
       twiddle<false>(v, SineRoots<kPoints>(), t);
 #pragma unroll
       for (int j = 0; j < Plan::kRadix; ++j) {
-        columns[(t + j * kStride) * kColumnGroup + column] = v[j];
+        columns[(t + j * kStride) * Plan::kGroup + column] = v[j];
       }
     });
     __syncthreads();
     middle_column_stage<Plan, false>(columns);
-    for_each_column<kPoints / 16>([&](int column, int last_block) {
+    for_each_column<Plan, kPoints / 16>([&](int column, int last_block) {
       float2 v[16];
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
-        v[j] = columns[(16 * last_block + j) * kColumnGroup + column];
+        v[j] = columns[(16 * last_block + j) * Plan::kGroup + column];
       }
       dft(v);
       store(column, last_block, v);
@@ -186,7 +184,7 @@ __global__ void __launch_bounds__(kColumnThreads) long_results_kernel(const Long
   extern __shared__ float2 columns[];
   __shared__ TileRow<T> tiles[2];
   __shared__ int is_bad;
-  const ColumnBlock block = column_block(p);
+  const ColumnBlock block = column_block<Plan>(p);
   if (threadIdx.x == 0) is_bad = 0;
   if (threadIdx.x < 2) {
     const Item item = item_of(p, 2 * block.pair + threadIdx.x);
@@ -195,7 +193,7 @@ __global__ void __launch_bounds__(kColumnThreads) long_results_kernel(const Long
   __syncthreads();
   const TileRow<T> a = tiles[0], b = tiles[1];
   const float bias = p.bias != nullptr ? convert<float>(p.bias[block.channel]) : 0.0f;
-  const int first_column = block.group * kColumnGroup;
+  const int first_column = block.group * Plan::kGroup;
   const float2* const matrix = p.work + block.matrix * Plan::kAll + first_column;
   const auto load = [&](int column, int last_block, float2(&v)[16]) {
     const float2* const from = matrix + int64_t{16} * last_block * kLongRow + column;
@@ -215,27 +213,27 @@ __global__ void __launch_bounds__(kColumnThreads) long_results_kernel(const Long
     if (!is_finite) is_bad = 1;
   };
   if constexpr (kPoints == 16) {
-    for_each_column<1>([&](int column, int) {
+    for_each_column<Plan, 1>([&](int column, int) {
       float2 v[16];
       load(column, 0, v);
       store(column, 0, v);
     });
   } else {
-    for_each_column<kPoints / 16>([&](int column, int last_block) {
+    for_each_column<Plan, kPoints / 16>([&](int column, int last_block) {
       float2 v[16];
       load(column, last_block, v);
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
-        columns[(16 * last_block + j) * kColumnGroup + column] = v[j];
+        columns[(16 * last_block + j) * Plan::kGroup + column] = v[j];
       }
     });
     __syncthreads();
     middle_column_stage<Plan, true>(columns);
-    for_each_column<kStride>([&](int column, int t) {
+    for_each_column<Plan, kStride>([&](int column, int t) {
       float2 v[Plan::kRadix];
 #pragma unroll
       for (int j = 0; j < Plan::kRadix; ++j) {
-        v[j] = columns[(t + j * kStride) * kColumnGroup + column];
+        v[j] = columns[(t + j * kStride) * Plan::kGroup + column];
       }
       twiddle<true>(v, SineRoots<kPoints>(), t);
       inverse_dft(v);
@@ -244,7 +242,7 @@ __global__ void __launch_bounds__(kColumnThreads) long_results_kernel(const Long
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t at = (block.pair * p.channels + block.channel) * kColumnGroups + block.group;
+    const int64_t at = (block.pair * p.channels + block.channel) * Plan::kGroups + block.group;
     p.flags[at] = static_cast<uint8_t>(is_bad);
   }
 }
