@@ -23,12 +23,18 @@ constexpr int kFftRowPoints[] = {256, 512, 1024, 2048, 4096, 8192, 16384};
 constexpr int kFftPlanePoints[] = {48, 64, 80, 96, 112, 128};
 constexpr int kFftLongRow = 4096;
 constexpr int kFftLongColumns[] = {16, 32, 64, 128, 256, 512};  // n1
-constexpr int kFftColumnGroups = 256;                           // flags per pair of long rows
 constexpr int64_t kFftRowsPerBlock = 4096;                      // points of the rows of a block
 // A gradient keeps two tiles in shared memory, and 16 sums per thread.
 constexpr int kFftMostGradientRow = 8192, kFftMostGradientPlane = 96;
 // Of long rows: what stays in L2 between the passes.
 constexpr int64_t kFftLongBytes = int64_t{24} << 20;
+
+// With so few pairs per channel, each transforms the kernel's rows itself.
+constexpr int64_t kFftFewPairs = 2;
+
+// Columns that a block of a long row's first and third pass takes: a thread then has 16 points of
+// the last stage, and a row 128 bytes or more.
+constexpr int64_t fft_column_group(int64_t n1) { return n1 >= 256 ? 16 : 4096 / n1; }
 
 // Where the parts of the workspace begin.
 struct FftConvRegions {
@@ -49,6 +55,11 @@ struct FftConvPlan {
   const char* reason = "";
 
   int64_t points() const { return axes[0].points * axes[1].points; }
+  // Flags per unit of spoilt tiles: a block of the last pass writes one.
+  int64_t flag_parts() const {
+    if (kind != FftConvKind::kLong) return 1;
+    return kFftLongRow / fft_column_group(points() / kFftLongRow);
+  }
 };
 
 // ---- sizes and tiles ----
@@ -94,10 +105,28 @@ inline int64_t good_fft_size(int64_t points) {
 // ---- the model ----
 
 // Of an H100, by the races of docs/kernels/fft_conv.md.
-constexpr double kFftLaunchSeconds = 4e-6;
-constexpr double kFftCopyBytesPerSecond = 3.0e12;
+constexpr double kFftCallSeconds = 1e-5;  // launches, tables, the kernels' spectra
+constexpr double kFftCopyBytesPerSecond = 2.8e12;
 constexpr double kChainBytesPerSecond = 1.6e12;
 constexpr double kFmaFlopsPerSecond = 6.2e13;
+
+// Of a pair of tiles, per point, on 132 SMs.
+inline double fused_seconds_per_point(const FftConvShape& s, const FftConvPlan& plan) {
+  const int64_t points = plan.points();
+  switch (plan.kind) {
+    case FftConvKind::kRows:
+      if (s.is_gradient) return points > 4096 ? 18.4e-12 : 10.4e-12;
+      return points > 8192   ? 15.6e-12
+             : points > 4096 ? 13.2e-12
+             : points > 1024 ? 9.2e-12
+                             : 10.4e-12;
+    case FftConvKind::kPlanes:
+      if (s.is_gradient) return points == 64 * 64 ? 8.2e-12 : points == 96 * 96 ? 9.8e-12 : 13e-12;
+      return points < 64 * 64 ? 8e-12 : points < 96 * 96 ? 7.5e-12 : 6.9e-12;
+    default:
+      return 25e-12;
+  }
+}
 
 // Of the CPU: what moving a point costs in FLOPs of the transform, and how much faster a FLOP of a
 // direct kernel is than one of a transform.
@@ -106,17 +135,15 @@ constexpr double kCpuDirectAdvantage = 4;
 
 inline double transform_flops(double points) { return 5 * points * std::log2(points); }
 
-// Two transforms of complex tiles, their exchanges through shared memory, and the elements' bytes.
 inline double fused_seconds(const FftConvShape& s, const FftConvPlan& plan) {
-  const double points = static_cast<double>(plan.points());
-  const double transforms = s.is_gradient ? 2.0 : 2.0;
-  const double work = static_cast<double>(plan.pairs * s.groups) * transforms;
-  const double signal = static_cast<double>(s.images * s.groups * s.extent[0] * s.extent[1]);
-  const double output = static_cast<double>(s.images * s.groups * s.results[0] * s.results[1]);
-  const double bytes = (signal + output) * static_cast<double>(dtype_size(s.dtype));
-  const double compute = work * transform_flops(points) / 1.6e13;
-  const double passes = plan.kind == FftConvKind::kLong ? 32 * points * work / 2 / 2.5e12 : 0;
-  return 3 * kFftLaunchSeconds + std::max(compute, bytes / kFftCopyBytesPerSecond) + passes;
+  // Long kernels are transformed as a pair is.
+  const int64_t kernels = plan.kind == FftConvKind::kLong && !s.is_gradient ? 1 : 0;
+  const double points = static_cast<double>((plan.pairs + kernels) * s.groups * plan.points());
+  const double elements =
+      static_cast<double>(s.images * s.groups) *
+      static_cast<double>(s.extent[0] * s.extent[1] + s.results[0] * s.results[1]);
+  const double copy = elements * static_cast<double>(dtype_size(s.dtype)) / kFftCopyBytesPerSecond;
+  return kFftCallSeconds + std::max(copy, points * fused_seconds_per_point(s, plan));
 }
 
 // Planes of the chain: signal, kernel and output in float, and their spectra; cuFFT copies the
@@ -135,7 +162,7 @@ inline double chain_seconds(const FftConvShape& s, const FftConvPlan& plan) {
   const double bytes = static_cast<double>(chain_bytes(s, plan, accesses));
   const double products = 8.0 * static_cast<double>(plan.tiles * s.groups * s.from * s.to) *
                           static_cast<double>(plan.points() / 2 + plan.axes[0].points);
-  return 8 * kFftLaunchSeconds + bytes / kChainBytesPerSecond + products / (kFmaFlopsPerSecond / 2);
+  return 3 * kFftCallSeconds + bytes / kChainBytesPerSecond + products / (kFmaFlopsPerSecond / 2);
 }
 
 // The least that a direct kernel needs for products with elements (padding costs nothing): FMA of
@@ -206,14 +233,18 @@ inline FftConvPlan choose_fft_chain(const FftConvShape& s) {
   return *best;
 }
 
-// Cuts the pairs of a channel into blocks: enough to fill the GPU `waves` times.
+// A block of a correlation has one pair, or as many rows as fit it. Those of a gradient share a
+// channel's pairs, so that all are resident at once.
 inline void set_blocks(const FftConvShape& s, FftConvPlan& plan, const DeviceInfo& device,
                        int64_t rows_at_once) {
-  const int64_t groups = ceil_div(plan.pairs, rows_at_once);
-  const int64_t wanted = ceil_div<int64_t>(8 * device.num_sms, s.groups);  // blocks per channel
-  const int64_t most = s.is_gradient ? 64 : 8;                             // of groups per block
-  const int64_t per_block = std::clamp<int64_t>(groups / std::max<int64_t>(1, wanted), 1, most);
-  plan.pairs_per_block = per_block * rows_at_once;
+  int64_t groups_per_block = 1;
+  if (s.is_gradient) {
+    const bool two_per_sm = plan.kind == FftConvKind::kRows && plan.points() <= 4096;
+    const int64_t resident = (two_per_sm ? 2 : 1) * int64_t{device.num_sms};
+    const int64_t parts = std::max<int64_t>(1, resident / s.groups);
+    groups_per_block = ceil_div(ceil_div(plan.pairs, rows_at_once), parts);
+  }
+  plan.pairs_per_block = groups_per_block * rows_at_once;
   plan.blocks_per_channel = ceil_div(plan.pairs, plan.pairs_per_block);
 }
 
@@ -227,9 +258,8 @@ inline void set_regions(const FftConvShape& s, FftConvPlan& plan, int64_t rows_a
     end += round_up_to_256(bytes);
   };
   const bool is_long = plan.kind == FftConvKind::kLong;
-  const int64_t parts = is_long ? kFftColumnGroups : 1;
   reserve(r.roots, 8 * (is_long ? kFftLongRow : plan.axes[1].points));
-  reserve(r.flags, parts * s.groups * (s.is_gradient ? 1 : plan.pairs));
+  reserve(r.flags, plan.flag_parts() * s.groups * (s.is_gradient ? 1 : plan.pairs));
   const int64_t spectrum = 8 * plan.points();
   if (is_long) {
     const int64_t matrices = plan.channels_at_once * plan.pairs;

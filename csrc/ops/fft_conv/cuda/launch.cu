@@ -48,7 +48,7 @@ void launch_fft_conv(const FftConvParams& p, const FftConvPlan& plan, void* work
                      .axes = {plan.axes[0], plan.axes[1]},
                      .flags = reinterpret_cast<const uint8_t*>(bytes + plan.regions.flags),
                      .units = plan.pairs,
-                     .parts = plan.kind == FftConvKind::kLong ? kFftColumnGroups : 1,
+                     .parts = plan.flag_parts(),
                      .tiles_per_unit = 2},
                     stream);
 }

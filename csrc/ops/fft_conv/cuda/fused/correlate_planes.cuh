@@ -6,35 +6,36 @@
 
 namespace warpwright::fft {
 
-// About 850 threads per SM, which have 72 registers each.
-constexpr int plane_threads(int points) {
+// About 850 threads per SM, which have 72 registers each. Conversions of 16-bit elements take a few
+// more, so there some sizes have fewer threads.
+constexpr int plane_threads(int points, bool is_narrow) {
   return points <= 48    ? 160
          : points <= 64  ? 128
-         : points <= 80  ? 224
-         : points <= 96  ? 288
-         : points <= 112 ? 416
+         : points <= 80  ? (is_narrow ? 256 : 224)
+         : points <= 96  ? (is_narrow ? 192 : 288)
+         : points <= 112 ? (is_narrow ? 288 : 416)
                          : 512;
 }
-constexpr int plane_blocks_per_sm(int points) {
+constexpr int plane_blocks_per_sm(int points, bool is_narrow) {
   return points <= 48    ? 5
          : points <= 64  ? 6
-         : points <= 80  ? 4
+         : points <= 80  ? (is_narrow ? 3 : 4)
          : points <= 96  ? 3
          : points <= 112 ? 2
                          : 1;
 }
 
-template <int kPoints>
-struct CorrelatePlanes : PlanePlan<kPoints, plane_threads(kPoints)> {
-  static constexpr int kBlocksPerSm = plane_blocks_per_sm(kPoints);
+template <class T, int kPoints>
+struct CorrelatePlanes : PlanePlan<kPoints, plane_threads(kPoints, sizeof(T) == 2)> {
+  static constexpr int kBlocksPerSm = plane_blocks_per_sm(kPoints, sizeof(T) == 2);
 };
 
 // The kernel's spectrum, conjugated and divided by the number of points, as (channel, 16, q,
 // kPoints). A block per channel.
 template <class T, int kPoints>
-__global__ void __launch_bounds__(CorrelatePlanes<kPoints>::kThreads)
+__global__ void __launch_bounds__(CorrelatePlanes<T, kPoints>::kThreads)
     weight_planes_kernel(const WeightOperands<T> p) {
-  using Plan = CorrelatePlanes<kPoints>;
+  using Plan = CorrelatePlanes<T, kPoints>;
   extern __shared__ float2 plane[];
   const int64_t channel = blockIdx.x;
   const ComputedRoots<kPoints> root;
@@ -61,10 +62,10 @@ __global__ void __launch_bounds__(CorrelatePlanes<kPoints>::kThreads)
 
 // Block i has channel i / blocks_per_channel and pairs_per_block of its pairs.
 template <class T, int kPoints>
-__global__ void __launch_bounds__(CorrelatePlanes<kPoints>::kThreads,
-                                  CorrelatePlanes<kPoints>::kBlocksPerSm)
+__global__ void __launch_bounds__(CorrelatePlanes<T, kPoints>::kThreads,
+                                  CorrelatePlanes<T, kPoints>::kBlocksPerSm)
     correlate_planes_kernel(const CorrelateOperands<T> p) {
-  using Plan = CorrelatePlanes<kPoints>;
+  using Plan = CorrelatePlanes<T, kPoints>;
   extern __shared__ float2 plane[];
   __shared__ PairPlanes<T, T> tiles;
   const int64_t channel = blockIdx.x / p.blocks_per_channel;
@@ -77,15 +78,11 @@ __global__ void __launch_bounds__(CorrelatePlanes<kPoints>::kThreads,
   for (int64_t pair = begin; pair < end; ++pair) {
     if (threadIdx.x == 0) tiles = pair_planes<T, T>(p, pair, channel, kPoints);
     __syncthreads();
-    const RowRange in[2] = {tiles.signal_rows[0], tiles.signal_rows[1]};
-    const RowRange rows = both(in[0], in[1]);
+    const RowRange rows = both(tiles.signal_rows[0], tiles.signal_rows[1]);
     transform_rows<Plan>(plane, rows, root, [&](int row, int t, float2(&v)[Plan::kRadix]) {
-      const auto a = row_of(tiles.signal[0], in[0], row, p.signal_strides.row);
-      const auto b = row_of(tiles.signal[1], in[1], row, p.signal_strides.row);
-#pragma unroll
-      for (int j = 0; j < Plan::kRadix; ++j) {
-        v[j] = make_float2(a.load(t + 16 * j), b.load(t + 16 * j));
-      }
+      const int64_t stride = p.signal_strides.row;
+      load_pair<16>(v, row_of(tiles.signal[0], tiles.signal_rows[0], row, stride),
+                    row_of(tiles.signal[1], tiles.signal_rows[1], row, stride), t);
     });
     transform_columns<Plan>(plane, rows, root, [&](float2* at, int i, float2(&v)[16]) {
       const float2* const from = spectrum + i;
@@ -94,19 +91,13 @@ __global__ void __launch_bounds__(CorrelatePlanes<kPoints>::kThreads,
       inverse_dft(v);
       store_line(v, at, Plan::kPitch);
     });
-    const int out[2] = {tiles.result_rows[0], tiles.result_rows[1]};
-    inverse_plane<Plan>(
-        plane, max(out[0], out[1]), root, [&](int row, int t, const float2(&v)[Plan::kRadix]) {
-          const auto a = row_of(tiles.result[0], {0, out[0]}, row, p.result_strides.row);
-          const auto b = row_of(tiles.result[1], {0, out[1]}, row, p.result_strides.row);
-          bool is_finite = true;
-#pragma unroll
-          for (int j = 0; j < Plan::kRadix; ++j) {
-            is_finite &= a.store(t + 16 * j, v[j].x + bias);
-            is_finite &= b.store(t + 16 * j, v[j].y + bias);
-          }
-          if (!is_finite) tiles.is_bad = 1;
-        });
+    const int results = max(tiles.result_rows[0], tiles.result_rows[1]);
+    inverse_plane<Plan>(plane, results, root, [&](int row, int t, const float2(&v)[Plan::kRadix]) {
+      const int64_t stride = p.result_strides.row;
+      const auto a = row_of(tiles.result[0], {0, tiles.result_rows[0]}, row, stride);
+      const auto b = row_of(tiles.result[1], {0, tiles.result_rows[1]}, row, stride);
+      if (!store_pair<16>(v, a, b, t, bias)) tiles.is_bad = 1;
+    });
     __syncthreads();
     if (threadIdx.x == 0) {
       p.flags[pair * p.channels + channel] = static_cast<uint8_t>(tiles.is_bad);

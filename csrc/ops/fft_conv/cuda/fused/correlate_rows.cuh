@@ -64,11 +64,7 @@ __global__ void __launch_bounds__(CorrelateRows<kPoints>::kThreads,
     }
     __syncthreads();
     first_stage<Plan>(rows, root, [&](int row, int t, float2(&v)[Plan::kRadix]) {
-      const TileRow<const T> a = pairs[row].signal[0], b = pairs[row].signal[1];
-#pragma unroll
-      for (int j = 0; j < Plan::kRadix; ++j) {
-        v[j] = make_float2(a.load(t + j * kStride), b.load(t + j * kStride));
-      }
+      load_pair<kStride>(v, pairs[row].signal[0], pairs[row].signal[1], t);
     });
     middle_stages<Plan, kStride, false>(rows, root);
     last_stage<Plan>(rows, [&](float2* points, int block, float2(&v)[16]) {
@@ -81,14 +77,8 @@ __global__ void __launch_bounds__(CorrelateRows<kPoints>::kThreads,
     __syncthreads();
     middle_stages<Plan, kStride, true>(rows, root);
     final_stage<Plan>(rows, root, [&](int row, int t, const float2(&v)[Plan::kRadix]) {
-      const TileRow<T> a = pairs[row].result[0], b = pairs[row].result[1];
-      bool is_finite = true;
-#pragma unroll
-      for (int j = 0; j < Plan::kRadix; ++j) {
-        is_finite &= a.store(t + j * kStride, v[j].x + bias);
-        is_finite &= b.store(t + j * kStride, v[j].y + bias);
-      }
-      if (!is_finite) pairs[row].is_bad = 1;
+      const auto& results = pairs[row].result;
+      if (!store_pair<kStride>(v, results[0], results[1], t, bias)) pairs[row].is_bad = 1;
     });
     __syncthreads();
     if (threadIdx.x < Plan::kRows && pair + threadIdx.x < end) {

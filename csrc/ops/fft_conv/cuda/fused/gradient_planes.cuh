@@ -37,32 +37,27 @@ __global__ void __launch_bounds__(GradientPlanes<kPoints>::kThreads,
   for (int64_t pair = begin; pair < end; ++pair) {
     if (threadIdx.x == 0) tiles = pair_planes<T, const T>(p, pair, channel, kPoints);
     __syncthreads();
-    const auto load_from = [&](const TileRow<const T>(&rows)[2], const RowRange(&ranges)[2],
-                               int64_t stride, int row, int t, float2(&v)[Plan::kRadix]) {
-      const TileRow<const T> a = row_of(rows[0], ranges[0], row, stride);
-      const TileRow<const T> b = row_of(rows[1], ranges[1], row, stride);
-#pragma unroll
-      for (int j = 0; j < Plan::kRadix; ++j) {
-        v[j] = make_float2(a.load(t + 16 * j), b.load(t + 16 * j));
-      }
-    };
-    const RowRange in[2] = {tiles.signal_rows[0], tiles.signal_rows[1]};
-    const RowRange out[2] = {{0, tiles.result_rows[0]}, {0, tiles.result_rows[1]}};
-    const RowRange in_rows = both(in[0], in[1]), out_rows = both(out[0], out[1]);
+    const RowRange in_rows = both(tiles.signal_rows[0], tiles.signal_rows[1]);
+    const RowRange out_rows{0, max(tiles.result_rows[0], tiles.result_rows[1])};
     transform_rows<Plan>(plane, in_rows, root, [&](int row, int t, float2(&v)[Plan::kRadix]) {
-      load_from(tiles.signal, in, p.signal_strides.row, row, t, v);
+      const int64_t stride = p.signal_strides.row;
+      load_pair<16>(v, row_of(tiles.signal[0], tiles.signal_rows[0], row, stride),
+                    row_of(tiles.signal[1], tiles.signal_rows[1], row, stride), t);
     });
     transform_rows<Plan>(grads, out_rows, root, [&](int row, int t, float2(&v)[Plan::kRadix]) {
-      load_from(tiles.result, out, p.result_strides.row, row, t, v);
+      const int64_t stride = p.result_strides.row;
+      load_pair<16>(v, row_of(tiles.result[0], {0, tiles.result_rows[0]}, row, stride),
+                    row_of(tiles.result[1], {0, tiles.result_rows[1]}, row, stride), t);
     });
     transform_columns<Plan>(grads, out_rows, root, [&](float2* at, int, const float2(&v)[16]) {
       store_line(v, at, Plan::kPitch);
     });
     transform_columns<Plan>(plane, in_rows, root, [&](const float2* at, int, const float2(&v)[16]) {
-      float2 grad[16];
-      load_line(grad, at + Plan::kElements, Plan::kPitch);
+      const float2* const grad = at + Plan::kElements;
 #pragma unroll
-      for (int k = 0; k < 16; ++k) sum[k] = sum[k] + multiply_conj(v[k], grad[k]);
+      for (int k = 0; k < 16; ++k) {
+        sum[k] = sum[k] + multiply_conj(v[k], grad[k * Plan::kPitch]);
+      }
     });
   }
   const int i = static_cast<int>(threadIdx.x);

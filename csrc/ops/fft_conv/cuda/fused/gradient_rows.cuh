@@ -37,18 +37,11 @@ __global__ void __launch_bounds__(GradientRows<kPoints>::kThreads,
       pairs[threadIdx.x] = pair_rows<T, const T>(p, pair + threadIdx.x, channel, kPoints);
     }
     __syncthreads();
-    const auto load_from = [&](const TileRow<const T>(&tiles)[2], int t, float2(&v)[Plan::kRadix]) {
-      const TileRow<const T> a = tiles[0], b = tiles[1];
-#pragma unroll
-      for (int j = 0; j < Plan::kRadix; ++j) {
-        v[j] = make_float2(a.load(t + j * kStride), b.load(t + j * kStride));
-      }
-    };
     first_stage<Plan>(rows, root, [&](int row, int t, float2(&v)[Plan::kRadix]) {
-      load_from(pairs[row].signal, t, v);
+      load_pair<kStride>(v, pairs[row].signal[0], pairs[row].signal[1], t);
     });
     first_stage<Plan>(grads, root, [&](int row, int t, float2(&v)[Plan::kRadix]) {
-      load_from(pairs[row].result, t, v);
+      load_pair<kStride>(v, pairs[row].result[0], pairs[row].result[1], t);
     });
     middle_stages<Plan, kStride, false>(rows, root);
     middle_stages<Plan, kStride, false>(grads, root);

@@ -115,7 +115,7 @@ template <class T>
 void launch_planes(const FftConvParams& p, const FftConvPlan& plan, char* workspace,
                    cudaStream_t stream) {
   for_int<48, 64, 80, 96, 112, 128>(plan.axes[1].points, [&]<int kPoints>() {
-    using Plan = CorrelatePlanes<kPoints>;
+    using Plan = CorrelatePlanes<T, kPoints>;
     constexpr int64_t kSmem = 8 * Plan::kElements;
     const int64_t channels = p.shape.groups;
     launch(weight_planes_kernel<T, kPoints>, grid_of(channels), dim3(Plan::kThreads), kSmem, stream,
@@ -209,11 +209,11 @@ void launch_long_rows(const FftConvParams& p, const FftConvPlan& plan, char* wor
       const int64_t channels = std::min(plan.channels_at_once, p.shape.groups - first);
       const int64_t matrices = channels * plan.pairs;
       o.first_channel = kernel.first_channel = first;
-      launch(long_columns_kernel<T, T, kColumns, false>, grid_of(channels * Columns::kGroups), block,
-             kSmem, stream, kernel);
-      launch_long_weight(weight, channels * n1, stream);
-      launch(long_columns_kernel<T, T, kColumns, false>, grid_of(matrices * Columns::kGroups), block,
-             kSmem, stream, o);
+      launch(long_columns_kernel<T, T, kColumns, false>, grid_of(channels * Columns::kGroups),
+             block, kSmem, stream, kernel);
+      if (plan.pairs > kFftFewPairs) launch_long_weight(weight, channels * n1, stream);
+      launch(long_columns_kernel<T, T, kColumns, false>, grid_of(matrices * Columns::kGroups),
+             block, kSmem, stream, o);
       launch_long_product(product, matrices * n1, stream);
       launch(long_results_kernel<T, kColumns>, grid_of(matrices * Columns::kGroups), block, kSmem,
              stream, o);

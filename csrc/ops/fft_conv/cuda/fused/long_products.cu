@@ -30,7 +30,11 @@ void launch_long_weight(const LongProductOperands& p, int64_t blocks, cudaStream
 }
 
 void launch_long_product(const LongProductOperands& p, int64_t blocks, cudaStream_t stream) {
-  launch_product(long_product_kernel, p, blocks, 1, stream);
+  if (p.pairs <= kFftFewPairs) {
+    launch_product(long_product_kernel<true>, p, blocks, 2, stream);
+  } else {
+    launch_product(long_product_kernel<false>, p, blocks, 1, stream);
+  }
 }
 
 void launch_long_gradient_product(const LongProductOperands& p, int64_t blocks,

@@ -40,20 +40,37 @@ __global__ void __launch_bounds__(LongRowPlan::kThreads)
   });
 }
 
-// A block per row of a pair's matrix. Neighbouring blocks share a row of the spectrum.
-__global__ void __launch_bounds__(LongRowPlan::kThreads, 3)
+// A block per row of a pair's matrix. Neighbouring blocks share a row of the kernel's spectrum, or
+// with kFewPairs transform it themselves, from the first pass over the kernel.
+template <bool kFewPairs>
+__global__ void __launch_bounds__(LongRowPlan::kThreads, kFewPairs ? 2 : 3)
     long_product_kernel(const LongProductOperands p) {
   extern __shared__ float2 row[];
   const int64_t in_channel = blockIdx.x / p.pairs, pair = blockIdx.x - in_channel * p.pairs;
   const int64_t channel = in_channel / p.rows, i = in_channel - channel * p.rows;
   float2* const data = p.work + ((channel * p.pairs + pair) * p.rows + i) * kLongRow;
   const float2* const spectrum = p.spectrum + in_channel * kLongRow;
+  const float scale = 1.0f / (static_cast<float>(p.rows) * kLongRow);
   const TableRoots root{p.roots};
+  if constexpr (kFewPairs) {
+    float2* const kernel = row + LongRowPlan::kElements;
+    load_long_row(kernel, root, spectrum);
+    last_stage<LongRowPlan>(kernel, [&](float2* points, int block, const float2(&v)[16]) {
+      store_points<16, 1>(v, points, 16 * block);  // read back by this thread alone
+    });
+  }
   load_long_row(row, root, data);
   last_stage<LongRowPlan>(row, [&](float2* points, int block, float2(&v)[16]) {
 #pragma unroll
-    for (int k = 0; k < 16; ++k)
-      v[k] = multiply(v[k], __ldg(spectrum + block + k * (kLongRow / 16)));
+    for (int k = 0; k < 16; ++k) {
+      if constexpr (kFewPairs) {
+        const float2 product =
+            multiply_conj(v[k], points[LongRowPlan::kElements + place(16 * block) + k]);
+        v[k] = make_float2(product.x * scale, product.y * scale);
+      } else {
+        v[k] = multiply(v[k], __ldg(spectrum + block + k * (kLongRow / 16)));
+      }
+    }
     inverse_dft(v);
     store_points<16, 1>(v, points, 16 * block);
   });

@@ -8,6 +8,7 @@
 
 #include "ops/fft_conv/cuda/fused/rows.cuh"
 #include "ops/fft_conv/cuda/fused/tile.cuh"
+#include "ops/fft_conv/plan.h"
 
 namespace warpwright::fft {
 
@@ -29,7 +30,9 @@ struct ColumnPlan {
   static constexpr int kPoints = kPoints_;
   static constexpr int kRadix = RowPlan<kPoints, 256>::kRadix;
   static constexpr int64_t kAll = int64_t{kPoints} * kLongRow;
-  static constexpr int64_t kSmemBytes = kPoints > 16 ? 8 * kPoints* Plan::kGroup : 0;
+  static constexpr int kGroup = static_cast<int>(fft_column_group(kPoints));
+  static constexpr int kGroups = kLongRow / kGroup;
+  static constexpr int64_t kSmemBytes = kPoints > 16 ? 8 * kPoints* kGroup : 0;
 };
 
 // The operands of all pairs of some channels. Pair i has matrix i * matrix_step of the workspace.

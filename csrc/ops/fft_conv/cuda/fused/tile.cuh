@@ -164,6 +164,29 @@ __device__ __forceinline__ TileRow<Result> result_row(const PairOperands<T, Resu
   return row;
 }
 
+// Points t + kStride j of two rows as the parts of complex numbers; one row after the other, which
+// keeps the addresses of one in registers.
+template <int kStride, int kRadix, class T>
+__device__ __forceinline__ void load_pair(float2 (&v)[kRadix], const TileRow<T>& a,
+                                          const TileRow<T>& b, int t) {
+#pragma unroll
+  for (int j = 0; j < kRadix; ++j) v[j].x = a.load(t + kStride * j);
+#pragma unroll
+  for (int j = 0; j < kRadix; ++j) v[j].y = b.load(t + kStride * j);
+}
+
+// Returns whether all values are finite.
+template <int kStride, int kRadix, class T>
+__device__ __forceinline__ bool store_pair(const float2 (&v)[kRadix], const TileRow<T>& a,
+                                           const TileRow<T>& b, int t, float bias) {
+  bool is_finite = true;
+#pragma unroll
+  for (int j = 0; j < kRadix; ++j) is_finite &= a.store(t + kStride * j, v[j].x + bias);
+#pragma unroll
+  for (int j = 0; j < kRadix; ++j) is_finite &= b.store(t + kStride * j, v[j].y + bias);
+  return is_finite;
+}
+
 // A pair of tiles of one row each.
 template <class T, class Result>
 struct PairRows {
