@@ -38,7 +38,7 @@ PLANES = [
     ((2, 4, 40, 30), (6, 2, 24, 16), "same", 2),
 ]
 BIG = [
-    ((1, 1, 300, 300), (1, 1, 128, 128), "valid", 1),
+    ((1, 1, 160, 150), (1, 1, 96, 96), "valid", 1),
     ((2, 2, 40, 3000), (2, 1, 20, 400), "same", 2),
 ]
 
@@ -74,8 +74,8 @@ def exact_float32():
 
 @pytest.mark.parametrize(("x", "w", "padding", "groups"), [*ROWS, *PLANES, *BIG])
 def test_values(device, dtype, x, w, padding, groups):
-    if device == "cpu" and dtype in (torch.bfloat16, torch.float16) and x[-1] > 4000:
-        x, w = (*x[:2], x[2] // 10), (*w[:2], w[2] // 10)  # native sums one by one there
+    if device == "cpu" and x[-1] > 2000:  # those sizes choose among the GPU's kernels
+        x, w = (*x[:-1], x[-1] // 10), (*w[:-1], w[-1] // 10)
     tensors = operands(device, dtype, x, w)
 
     def of(run):
