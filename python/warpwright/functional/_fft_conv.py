@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _C, _arguments
+from .._gpu import current_gpu
 from .._ops import ops
 from .._precision import conv_allows_tf32
 
@@ -177,8 +178,6 @@ def call_of(input: Tensor, weight: Tensor, padding: Any, groups: int) -> _C.FftC
 
 @functools.cache
 def _gpu(index: int) -> _C.DeviceInfo:
-    from ..explain import current_gpu  # which imports this package
-
     return current_gpu(torch.device("cuda", index))[0]
 
 
