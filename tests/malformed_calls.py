@@ -114,6 +114,8 @@ def public_calls(device, seed, grad=True):
             [g(2, 4, 16), codes(torch.float8_e4m3fn), t(6).abs(), g(6)],
             {"accumulate": "exact" if seed % 3 else "fast"},
         ),
+        "fft_conv1d": ([g(2, 3, 9), g(4, 3, 4), g(4)], {"stride": 1, "padding": 1, "dilation": 1}),
+        "fft_conv2d": ([g(*x4), g(4, 3, 3, 2), g(4)], {"stride": 1, "padding": 1, "dilation": 1}),
         "linear": ([g(2, 4, 5), g(6, 5), g(6)], {}),
         "linear_quantized": (
             [g(2, 4, 8), packed_codes(6, 4), t(6, 2).abs(), packed_codes(6, 2) % 16, g(6)]
@@ -351,6 +353,8 @@ def native_functions():
             name: getattr(torch, name)
             for name in ("sum", "mean", "amax", "logsumexp", "var", "std")
         },
+        "fft_conv1d": native.conv1d,
+        "fft_conv2d": native.conv2d,
         "swiglu": gated(native.silu),
         "geglu": gated(native.gelu),
         "linear_relu": fused_linear(native.relu),

@@ -196,6 +196,22 @@ def test_codes(device, dtype, per_tensor):
 
 
 @pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fft_conv(device, dims, groups):
+    taps = (4, 4 // groups, 3)
+    check(
+        lambda *a: F.fft_conv1d(*a, padding="causal", groups=groups),
+        dims,
+        *operands(device, dims, (2, 4, 6), taps, (4,)),
+    )
+    check(
+        lambda *a: F.fft_conv2d(*a, padding=1, groups=groups),
+        dims,
+        *operands(device, dims, (1, 4, 5, 4), (*taps, 2), (4,)),
+    )
+
+
+@pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)])
 def test_linear(device, dims, rows):
     if dims[0] == 1 and not rows:

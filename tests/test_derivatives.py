@@ -153,6 +153,11 @@ CASES = {
         lambda a, x, h: _native.linear_scan(a, x, h, -1),
         {"a": (3, 4), "x": (3, 4), "h": (3,)},
     ),
+    "fft_conv1d": Case(
+        lambda x, w, b: F.fft_conv1d(x, w, b, padding=2, groups=2),
+        lambda x, w, b: native.conv1d(x, w, b, padding=2, groups=2),
+        {"x": (2, 4, 6), "w": (4, 2, 3), "b": (4,)},
+    ),
     "geglu": Case(F.geglu, lambda g, u: native.gelu(g) * u, {"g": (3, 4), "u": (3, 4)}),
     "rotary_embedding": Case(
         lambda *a: torch.cat(F.rotary_embedding(*a, *TABLES.to(a[0])), 1),

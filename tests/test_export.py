@@ -188,6 +188,14 @@ def test_attention_varlen(device):
         same("attention_varlen", query, key, value, *ends, 4, 3, *options)
 
 
+def test_fft_conv(device):
+    x, w, b = (torch.randn(s, device=device) for s in ((2, 4, 9), (6, 2, 4), (6,)))
+    y = ops.fft_conv(x, w, b, [2, 1], 2)
+    same("fft_conv", x, w, b, [2, 1], 2)
+    same("fft_conv", y, w, None, [2, 1], 2, "input")
+    same("fft_conv", x, y, None, [2, 1], 2, "weight")
+
+
 def test_attention_with_kv_cache(device):
     query = torch.randn(2, 3, 4, 8, device=device)
     k, v = torch.randn(2, 2, 3, 2, 8, device=device)

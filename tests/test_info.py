@@ -143,6 +143,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.linear_scan(x, x)
     F.scaled_dot_product_attention(x, x, x, return_lse=True)
     _ops.ops.attention_varlen(x, x, x, x, x, 1, 1)
+    _ops.ops.fft_conv(x, x, None, [0, 0], 1)
     F.attention_with_kv_cache(x, x, x, cache_seqlens=x)
     _ops.ops.kv_cache_append_(x, x, x, x, x)
     F.linear_cross_entropy(x, x, x)

@@ -101,6 +101,16 @@ def of_codes(function, dtype):
     return (x,), lambda: function(x, weight, scale)
 
 
+def fft_conv(function, shape, *taps):
+    x, weight = random(*shape), random(shape[1], 1, *taps)
+    bias = random(shape[1])
+
+    def run():
+        return function(x, weight, bias, padding="same", groups=shape[1])
+
+    return (x, weight, bias), run
+
+
 def linear(rows, k, n, dtype=BF16):
     x, weight, bias = (
         random(rows, k, dtype=dtype),
@@ -167,6 +177,9 @@ CASES = {
     # product.
     "linear_int8": (lambda: of_codes(F.linear_int8, torch.int8), 2, 4),
     "linear_fp8": (lambda: of_codes(F.linear_fp8, torch.float8_e4m3fn), 2, 4),
+    # The kernels' spectra, the tiles, the spoilt tiles; a gradient's table and its sums.
+    "fft_conv1d": (lambda: fft_conv(F.fft_conv1d, (2, 8, 2048), 255), 3, 8),
+    "fft_conv2d": (lambda: fft_conv(F.fft_conv2d, (2, 8, 28, 28), 31, 31), 3, 8),
     "layer_norm": (lambda: row_norm(F.layer_norm, random(512, 768), 2), 1, 2),
     "rms_norm": (lambda: row_norm(F.rms_norm, random(512, 4096, dtype=BF16), 1), 1, 2),
     "layer_norm, narrowed": (lambda: narrowed(F.layer_norm, random(512, 768), 2), 1, 2),

@@ -221,6 +221,12 @@ def recorded(device):
         double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
         args, kwargs = public_calls(device, 0)["attention_varlen"]
         double_backward(warpwright.functional.attention_varlen, tuple(args), kwargs)
+        row, taps = torch.randn(2, 1, 2, 9, device=device).unbind()
+        double_backward(
+            warpwright.functional.fft_conv1d,
+            (row.requires_grad_(), taps[..., :4].transpose(0, 1).requires_grad_()),
+            {"groups": 2},
+        )
         args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
         warpwright.functional.attention_with_kv_cache(*args, **kwargs)
         codes, scale = warpwright.functional.quantize_rows(leaf.detach().flatten(0, -2), torch.int8)

@@ -432,6 +432,47 @@ def linear_activation_cases():
     yield "narrow", F.linear_silu, (rand(3000, 16), rand(9, 16), rand(9)), {}
 
 
+def fft_conv_cases():
+    """Each kernel: rows and planes of each size, tiles and their ends, long rows, the chain."""
+    for length, taps, padding in (
+        (130, 61, "same"),
+        (700, 97, "causal"),
+        (1500, 300, "full"),
+        (3001, 600, 17),
+        (5003, 1200, "same"),
+        (9001, 3000, "causal"),
+        (20011, 9001, "causal"),
+    ):
+        operands = rand(3, 5, length), rand(5, 1, taps), rand(5)
+        options = {"padding": padding, "groups": 5}
+        yield f"{length}-k{taps}", F.fft_conv1d, operands, options
+    for name, layout in FORMATS.items():
+        for size, taps, padding in (
+            ((28, 27), (31, 29), "same"),
+            ((28, 28), (51, 51), "same"),
+            ((57, 55), (31, 31), "same"),
+            ((61, 63), (51, 51), "same"),
+            ((85, 83), (51, 51), "same"),
+            ((150, 131), (40, 30), 3),
+        ):
+            x, w = (
+                t.contiguous(memory_format=layout) for t in (rand(3, 3, *size), rand(3, 1, *taps))
+            )
+            options = {"padding": padding, "groups": 3}
+            yield f"{name}-{size}-k{taps}", F.fft_conv2d, (x, w, rand(3)), options
+    for k, groups in ((5, 1), (6, 3)):
+        x, w = rand(2, 3, 30, 33), rand(k, 3 // groups, 17, 12)
+        yield (
+            f"dense-{k}-g{groups}",
+            F.fft_conv2d,
+            (x, w, rand(k)),
+            {"padding": 2, "groups": groups},
+        )
+    x, w = rand(2, 3, 700), rand(3, 1, 97)
+    x[0, 1, 300] = float("nan")
+    yield "spoilt", F.fft_conv1d, (x, w, rand(3)), {"groups": 3}
+
+
 def conv2d_cases():
     for name, layout in FORMATS.items():
         for c, k, groups, kernel, stride, padding, dilation in (
@@ -686,6 +727,7 @@ CASES = {
     "linear_8bit": linear_8bit_cases,
     "linear": linear_cases,
     "linear_activation": linear_activation_cases,
+    "fft_conv": fft_conv_cases,
     "conv2d": conv2d_cases,
     "conv2d_batch_norm": conv2d_batch_norm_cases,
     "cross_entropy": cross_entropy_cases,

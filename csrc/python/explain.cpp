@@ -486,6 +486,7 @@ void define_explain(py::module_& m) {
   define_explain_linear_8bit(m);
   define_explain_reduction(m);
   define_explain_varlen(m);
+  define_explain_fft_conv(m);
   m.def("explain_max_pool2d", &explain_max_pool2d);
   m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);
 }

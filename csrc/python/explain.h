@@ -38,10 +38,11 @@ inline int64_t numel(const TensorLayout& x) {
 
 // Adds explain_<op>() to the module. Each returns one line per kernel of a call and its backward.
 void define_explain(pybind11::module_& m);
-// Its parts: the matrix product's ops, reductions and scans, packed sequences.
+// Its parts: the matrix product's ops, reductions and scans, packed sequences, FFT convolution.
 void define_explain_linear(pybind11::module_& m);
 void define_explain_linear_8bit(pybind11::module_& m);
 void define_explain_reduction(pybind11::module_& m);
 void define_explain_varlen(pybind11::module_& m);
+void define_explain_fft_conv(pybind11::module_& m);
 
 }  // namespace warpwright

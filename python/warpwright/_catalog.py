@@ -26,6 +26,7 @@ from ._operators import (
     CROSS_ENTROPY,
     CUMPROD,
     CUMSUM,
+    FFT_CONV,
     GATED_ACTIVATION,
     GROUP_NORM,
     LINEAR,
@@ -69,6 +70,17 @@ _RECORDS = (
         explain="conv2d",
         cpu="native's oneDNN kernels or our own, by the shape",
         example=_examples.conv2d,
+    ),
+    *(
+        Op(
+            name,
+            FFT_CONV,
+            is_plain=True,
+            explain="fft_conv",
+            cpu="copies, MKL's transforms through ATen, products",
+            folders=("fft_conv",),
+        )
+        for name in ("fft_conv1d", "fft_conv2d")
     ),
     Op(
         "batch_norm",

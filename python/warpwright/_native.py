@@ -284,6 +284,35 @@ def linear_scan(
     return torch.stack(states, dim)
 
 
+def fft_conv(
+    first: Tensor,
+    second: Tensor,
+    bias: Tensor | None,
+    padding: list[int],
+    groups: int,
+    wanted: str = "output",
+) -> Tensor:
+    """Direct convolution of the padded input; its gradients, of which one tensor is wanted."""
+    dims = first.dim() - 2
+    before, after = padding[:dims], padding[dims:]
+    ones, zeros = [1] * dims, [0] * dims
+    if wanted == "input":  # of the padded input, cut to the input
+        full = torch.convolution(first, second, None, ones, zeros, ones, True, zeros, groups)
+        for dim in range(dims):
+            length = full.shape[dim + 2] - before[dim] - after[dim]
+            full = full.narrow(dim + 2, before[dim], length)
+        return full
+    ends = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
+    padded = native.pad(first, ends)
+    if wanted == "output":
+        return torch.convolution(padded, second, bias, ones, zeros, ones, False, zeros, groups)
+    # The gradient of the weight: a convolution of images as channels, group by group.
+    taps = [p - s + 1 for p, s in zip(padded.shape[2:], second.shape[2:], strict=True)]
+    weight = second.new_empty(second.shape[1], padded.shape[1] // groups, *taps)
+    window = (None, ones, zeros, ones, False, zeros, groups, [False, True, False])
+    return torch.ops.aten.convolution_backward(second, padded, weight, *window)[1]
+
+
 def _paged(cache: Tensor, block_table: Tensor | None) -> Tensor:
     """(batch, key heads, tokens, head size): a copy of the pages in the order of the tokens."""
     if block_table is not None:

@@ -159,6 +159,11 @@ REDUCTIONS = {
     "std": Operator("std", _native_reductions.std, _native_reductions.std),
 }
 LINEAR_SCAN = (Operator("linear_scan", _native.linear_scan, _native.linear_scan),)
+FFT_CONV = (
+    Operator(
+        "fft_conv", _native.fft_conv, _native.fft_conv, autocast=True, flops=_work.fft_conv_flops
+    ),
+)
 ATTENTION_WITH_KV_CACHE = (
     Operator(
         "attention_with_kv_cache",

@@ -211,6 +211,20 @@ def conv2d_backward_flops(
     )
 
 
+def fft_conv_flops(
+    first: Shape, second: Shape, bias: Any, padding: Any, groups: int, wanted: str = "output",
+    *args: Any, out_shape: Any = None, **kwargs: Any,
+) -> int:  # fmt: skip
+    """Of direct convolution, as native's counter has it: the FLOPs of the task, not of transforms."""
+    tensors = {
+        "output": (out_shape, second),
+        "input": (first, second),
+        "weight": (second, out_shape),
+    }
+    output, weight = tensors[wanted]
+    return int(2 * math.prod(output) * math.prod(weight[1:]))
+
+
 def attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 

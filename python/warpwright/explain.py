@@ -14,7 +14,9 @@ from torch._prims_common import suggest_memory_format
 from . import _C, functional
 from ._arch import built_archs, why_no_kernel
 from ._catalog import FUNCTIONALS, VARIANTS
+from ._gpu import current_gpu
 from ._precision import conv_allows_tf32, linear_allows_tf32, linear_splits_float32
+from .functional._fft_conv import call_of
 
 __all__ = ["explain"]
 
@@ -70,6 +72,8 @@ def explain(
         return f"{title}\n  native torch: {reason}"
     if where.type == "cpu" and name == "conv2d":
         lines = _conv2d_cpu(arguments)
+    elif where.type == "cpu" and FUNCTIONALS[name].explain == "fft_conv":
+        lines = _fft_conv(arguments, None)
     elif where.type == "cpu":
         lines = [
             ("forward, backward", f"{FUNCTIONALS[name].cpu}, {torch.get_num_threads()} threads")
@@ -86,22 +90,6 @@ def explain(
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def current_gpu(device: torch.device) -> tuple[_C.DeviceInfo, str]:
-    info = _C.DeviceInfo()
-    if not torch.cuda.is_available():
-        return info, f" (none here: assuming sm_{info.sm_arch} with {info.num_sms} SMs)"
-    properties: Any = torch.cuda.get_device_properties(device)
-    info.sm_arch = 10 * properties.major + properties.minor
-    info.num_sms = properties.multi_processor_count
-    info.smem_per_block = properties.shared_memory_per_block_optin
-    info.l2_bytes = properties.L2_cache_size
-    # Some versions of torch do not have all of these.
-    info.clock_khz = getattr(properties, "clock_rate", info.clock_khz)
-    info.memory_clock_khz = getattr(properties, "memory_clock_rate", info.memory_clock_khz)
-    info.memory_bus_bits = getattr(properties, "memory_bus_width", info.memory_bus_bits)
-    return info, f" ({properties.name}, sm_{info.sm_arch})"
 
 
 def _operand(tensor: Tensor) -> _C.Operand:
@@ -351,6 +339,11 @@ def _conv2d_cpu(a: Arguments) -> Lines:
     lines = _C.explain_conv2d_cpu(_dtype(a["input"]), *_conv2d_shape(a), onednn, avx512)
     threads = f", {torch.get_num_threads()} threads"
     return [(role, text + threads) for role, text in lines]
+
+
+def _fft_conv(a: Arguments, gpu: _C.DeviceInfo | None) -> Lines:
+    call = call_of(a["input"], a["weight"], a["padding"], a["groups"])
+    return _C.explain_fft_conv(call, conv_allows_tf32(), gpu)
 
 
 def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

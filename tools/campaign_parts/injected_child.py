@@ -92,6 +92,7 @@ def large_calls() -> dict[str, Call]:
         "var": (F.var, (rows, 1), {}),
         "amax": (F.amax, (rows, 0), {}),
         "linear_scan": (F.linear_scan, (factors, rows), {}),
+        "fft_conv1d": (F.fft_conv1d, (t(4, 16, 900), t(16, 1, 200), vector), {"groups": 16}),
         "linear_gelu": (F.linear_gelu, (rows, weight, t(400)), {}),
         "cross_entropy": (F.cross_entropy, (rows, labels), {"label_smoothing": 0.1}),
         "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),

@@ -34,6 +34,7 @@ TESTS = {
     "functional/_quantized.py": ["test_linear_quantized.py"],
     "functional/_softmax.py": ["test_softmax.py"],
     "functional/_reduction.py": ["test_reduction.py"],
+    "functional/_fft_conv.py": ["test_fft_conv.py"],
     "functional/_rotary.py": ["test_rotary_embedding.py"],
     "functional/_row_norm.py": ["test_layer_norm.py", "test_norm_dtype.py", "test_add_norm.py"],
     "functional/_scan.py": ["test_cumsum.py", "test_cumprod.py", "test_linear_scan.py"],

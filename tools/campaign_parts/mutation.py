@@ -44,6 +44,7 @@ TESTS = {
         ["test_cumsum.py", "test_cumprod.py", "test_linear_scan.py"],
         "cumsum or cumprod or logcumsumexp or linear_scan",
     ),
+    "fft_conv": (["test_fft_conv.py"], "fft"),
     "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
     "linear_quantized": (["test_linear_quantized.py"], "quantized"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),

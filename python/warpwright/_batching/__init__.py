@@ -89,6 +89,7 @@ RULES: dict[str, Rule] = {
     "linear_activation_backward": _products.linear_activation_backward,
     "conv2d": _products.conv2d,
     "conv2d_backward": _products.conv2d_backward,
+    "fft_conv": _products.fft_conv,
     "batch_norm": _norm_and_pool.batch_norm,
     "batch_norm_backward": _norm_and_pool.batch_norm_backward,
     "layer_norm": _row_norms.layer_norm,

@@ -163,3 +163,32 @@ def conv2d_backward(
         if not shared:
             grads[0] = out_of(grad_input, samples, channels)
     return results(*grads)
+
+
+def fft_conv(
+    info: Any,
+    dims: Dims,
+    first: Tensor,
+    second: Tensor,
+    bias: Any,
+    padding: Sequence[int],
+    groups: int,
+    wanted: str,
+) -> tuple[Tensor, int]:
+    samples = info.batch_size
+    if wanted == "output" and bias is not None and dims[2] is not None:
+        y, at = fft_conv(info, (*dims[:2], None), first, second, None, padding, groups, wanted)
+        terms = front(bias, dims[2], samples)
+        shape = (samples, 1, -1, *[1] * len(padding[::2]))
+        return y.movedim(at, 0) + terms.view(shape), 0
+    if wanted != "weight" and dims[1] is None:  # N
+        x = front(first, dims[0], samples).flatten(0, 1)
+        y = ops.fft_conv(x, second, bias, padding, groups, wanted)
+        return y.unflatten(0, (samples, -1)), 0
+    # The samples are groups: of the channels of images, of the rows of a weight.
+    x = into(first, dims[0], samples, 1)
+    w = into(second, dims[1], samples, 1 if wanted == "weight" else 0)
+    repeated = None if bias is None else bias.repeat(samples)
+    y = ops.fft_conv(x, w, repeated, padding, groups * samples, wanted)
+    at = 0 if wanted == "weight" else 1
+    return y.unflatten(at, (samples, -1)), at

@@ -29,6 +29,7 @@ from .cases import (
     _tf32_linear,
 )
 from .code_cases import E4M3, _linear_codes, _quantize
+from .fft_cases import _fft_conv1d, _fft_conv2d
 from .language_cases import (
     _add_norm,
     _cumsum,
@@ -281,6 +282,20 @@ def _reductions() -> list[Case]:
     return [*cases, _reduction("std", (8192, 8192), 1, FP32)]
 
 
+def _long_kernels() -> list[Case]:
+    """RepLKNet's and SLaK's kernels, and long causal ones."""
+    return [
+        _fft_conv2d((64, 128, 56, 56), 31, FP32),
+        _fft_conv2d((64, 128, 56, 56), 31, BF16),
+        _fft_conv2d((64, 128, 56, 56), 51, FP32),
+        _fft_conv2d((64, 256, 28, 28), 31, FP32),
+        _fft_conv2d((64, 256, 28, 28), 51, FP32),
+        *(_fft_conv1d((16, 64, 16384), taps, FP32) for taps in (256, 1024, 4096)),
+        _fft_conv1d((4, 64, 65536), 65536, FP32),
+        _fft_conv1d((1, 8, 1 << 20), 1 << 20, FP32),
+    ]
+
+
 def _decoding() -> list[Case]:
     """Llama 3's heads: a full batch in pages of each size, a long sequence, a few tokens at once."""
     return [
@@ -310,7 +325,7 @@ def _language_layers() -> list[Case]:
 
 
 def _all_cases() -> list[Case]:
-    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_language_layers()]
+    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_language_layers(), *_long_kernels()]
     cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
     for shape in (
         (256, 64, 112, 112),
@@ -432,6 +447,8 @@ QUICK_CASES = [
     *(_reduction(op, (2048, 768), 1, FP32) for op in ("mean", "amax", "logsumexp", "var", "std")),
     *(_reduction("sum", (2048, 768), dim, FP32) for dim in (0, 1)),
     _packed((300, 1, 211), (4, 2), 64, FP32),
+    _fft_conv1d((4, 8, 2048), 256, FP32),
+    _fft_conv2d((4, 8, 28, 28), 31, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
     _linear_codes("linear_int8", 256, 256, 384),
     _linear_codes("linear_fp8", 256, 256, 384),

@@ -4,6 +4,7 @@ from ._activation import geglu, relu, relu_, swiglu
 from ._attention import scaled_dot_product_attention
 from ._conv import conv2d
 from ._conv_norm import conv2d_batch_norm, conv2d_batch_norm_add_relu, conv2d_batch_norm_relu
+from ._fft_conv import fft_conv1d, fft_conv2d
 from ._group_norm import group_norm, instance_norm
 from ._kv_cache import attention_with_kv_cache
 from ._linear import linear, linear_gelu, linear_relu, linear_silu, mlp
@@ -41,6 +42,8 @@ __all__ = [
     "cross_entropy",
     "cumprod",
     "cumsum",
+    "fft_conv1d",
+    "fft_conv2d",
     "geglu",
     "group_norm",
     "instance_norm",

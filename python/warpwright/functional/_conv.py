@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import _arguments
 from .._ops import ops
 from ._common import pair
+from ._fft_conv import conv2d_by
 
 
 def conv2d(
@@ -19,6 +20,8 @@ def conv2d(
     padding: str | int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
+    *,
+    algorithm: str = "direct",
 ) -> Tensor:
     """2-D convolution (cross-correlation) of a batch of images.
 
@@ -35,9 +38,13 @@ def conv2d(
             (the output is as large as the input; an odd amount adds the extra row and column at
             the end; stride must be 1).
         groups: number of groups that divide C and K; each group is convolved on its own.
+        algorithm: ``"direct"``; ``"fft"`` (:func:`fft_conv2d`, stride and dilation 1); or ``"auto"``:
+            the transform if its cost model expects less time than any direct kernel needs. Traced
+            programs then stay direct.
     Returns:
         ``(N, K, P, Q)``, or ``(K, P, Q)`` for an unbatched input, in the dtype of ``input``.
     Raises:
+        ValueError: an unknown ``algorithm``, or ``"fft"`` with a stride or dilation.
         RuntimeError: as native: a wrong rank, dtype, device or channel count; a stride, dilation or
             groups below 1; negative padding; or a kernel larger than the padded input.
     """
@@ -45,6 +52,11 @@ def conv2d(
     dilation = pair("conv2d", "dilation", dilation)
     if groups.__class__ is not int:
         groups = _arguments.integer("conv2d", "groups", groups)
+    if algorithm != "direct":
+        window = stride, padding, dilation, groups
+        transformed = conv2d_by(algorithm, input, weight, bias, *window)
+        if transformed is not None:
+            return transformed
     try:
         if isinstance(padding, str):
             return ops.conv2d_padding(input, weight, bias, stride, padding, dilation, groups)

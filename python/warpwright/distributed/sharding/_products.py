@@ -20,6 +20,9 @@ ACTIVATION_ADVICE = (
     "An activation needs the whole sum: use ColwiseParallel for a layer fused with its activation, "
     "or swap(fuse=False)."
 )
+FFT_CONV_ADVICE = (
+    "A transform needs all of its dimensions: shard images or, without groups, channels."
+)
 CONV_ADVICE = "conv2d is computed over N or, without groups, over channels; not over H and W."
 
 
@@ -128,6 +131,28 @@ def conv2d_backward(dy: Any, x: Any, w: Any, *options: Any) -> list[Row]:
     return rows
 
 
+def fft_conv(
+    x: Any, y: Any, b: Any, padding: Any, groups: int, wanted: str = "output"
+) -> list[Row]:
+    """Over images; without groups over channels: each result is a sum over one of the dimensions."""
+    if _is_cut(x, range(2, x.ndim)):
+        return []
+    rows: list[Row] = [all_replicated(1, 3)]
+    if wanted == "output":
+        rows.append(([S(0)], [S(0), R, R]))
+    elif wanted == "input":
+        rows.append(([S(0)], [S(0), R, None]))
+    else:
+        rows.append(([P], [S(0), S(0), None]))
+    if groups == 1 and wanted == "output":
+        rows += [([S(1)], [R, S(0), S(0)]), ([P], [S(1), S(1), P])]
+    elif groups == 1 and wanted == "input":
+        rows += [([S(1)], [R, S(1), None]), ([P], [S(1), S(0), None])]
+    elif groups == 1:
+        rows += [([S(0)], [R, S(1), None]), ([S(1)], [S(1), R, None])]
+    return rows
+
+
 RULES = {
     "linear": Rule(linear, kept=("weight",), advice=LINEAR_ADVICE),
     "linear_backward": Rule(linear_backward, kept=("weight",), advice=LINEAR_ADVICE),
@@ -137,6 +162,7 @@ RULES = {
     "linear_quantized_backward": Rule(
         linear_quantized_backward, kept=("codes",), advice=LINEAR_ADVICE
     ),
+    "fft_conv": Rule(fft_conv, advice=FFT_CONV_ADVICE),
     "conv2d": Rule(conv2d, kept=("weight",), advice=CONV_ADVICE),
     "conv2d_backward": Rule(conv2d_backward, kept=("weight",), advice=CONV_ADVICE),
 }

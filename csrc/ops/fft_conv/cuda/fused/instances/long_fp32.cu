@@ -1,0 +1,11 @@
+// Long rows, float32.
+#include "ops/fft_conv/cuda/fused/launch.cuh"
+
+namespace warpwright::fft {
+
+template void launch_long_rows<float>(const FftConvParams&, const FftConvPlan&, char*,
+                                      cudaStream_t);
+template void launch_long_gradient<float>(const FftConvParams&, const FftConvPlan&, char*,
+                                          cudaStream_t);
+
+}  // namespace warpwright::fft

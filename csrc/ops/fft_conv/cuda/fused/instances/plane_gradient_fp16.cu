@@ -1,0 +1,9 @@
+// Gradients of kernels of planes, float16.
+#include "ops/fft_conv/cuda/fused/launch.cuh"
+
+namespace warpwright::fft {
+
+template void launch_plane_gradient<half>(const FftConvParams&, const FftConvPlan&, char*,
+                                          cudaStream_t);
+
+}  // namespace warpwright::fft
