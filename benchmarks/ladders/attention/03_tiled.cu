@@ -1,8 +1,6 @@
 // Tiled: a block owns 64 queries and takes 64 keys at a time through shared memory. A thread
-// computes 4 x 4 scores and 4 x 8 elements of out in registers (FlashAttention's loop, Dao et al.
-// 2022).
-// Why: a key that was loaded once serves 64 queries, a number read from shared memory 4 to 8
-// products. Shuffles, maxima and scaling are paid per tile, not per score.
+// computes 4 x 4 scores and 4 x 8 elements of out in registers.
+// Why: a key that was loaded once serves 64 queries; maxima and scaling are paid once per tile.
 // Bound: the FMA units: 6 % of what the tensor cores could do.
 #include <cmath>
 
