@@ -55,6 +55,9 @@ struct FftConvBackward {  // saved: first, second
     if (needs[0]) results[0] = gradient_of_first(g, grads[0], saved[1]);
     if (needs[1]) results[1] = gradient_of_second(g, grads[0], saved[0]);
     if (needs[2]) results[2] = grads[0].sum(dims_of_bias_sum(grads[0]));
+    // Native's gradients depend on both operands, with zeros where the form is linear.
+    const auto edges = torch::autograd::collect_next_edges(saved[0], saved[1]);
+    for (Tensor& result : results) result = with_zero_terms(result, edges);
     return results;
   }
 };
