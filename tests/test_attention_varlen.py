@@ -195,7 +195,13 @@ def test_layouts(device, dtype, strides):
         return torch.cat([t.flatten()[:1], t.flatten()])[1:].view_as(t)
 
     result = packed.ours(*(laid_out(t.detach()) for t in packed.operands), is_causal=True)
-    assert_same(result, packed.ours(*packed.operands, is_causal=True).detach())
+    expected = packed.ours(*packed.operands, is_causal=True).detach()
+    if strides == "misaligned" and device == "cuda" and dtype.itemsize == 2:
+        # TMA cannot read such rows: another kernel takes the call.
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(result, expected, rtol=2 * step, atol=2 * step)
+    else:
+        assert_same(result, expected)
     assert result.is_contiguous()
 
 

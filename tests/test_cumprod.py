@@ -64,10 +64,14 @@ def test_values(device, dtype, name, shape, dim, form):
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
         grads = [torch.autograd.grad(y.sum(), x)[0] for y in results]
         torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
-    elif length > 1000 and dtype in (torch.bfloat16, torch.float16):
-        # Gradients of rounded results differ by more than their error: values alone are compared.
-        with torch.no_grad():
-            compare_with_native(lambda t: ours(t, dim), lambda t: theirs(t, dim), (x,))
+    elif length > 1000:
+        # Gradients are recurrences over the row: docs/numerics.md has their error.
+        if dtype == torch.float32:
+            exact, found = x.detach().double().requires_grad_(), ours(x, dim)
+            expected = torch.autograd.grad(theirs(exact, dim).sum(), exact)[0]
+            error = (torch.autograd.grad(found.sum(), x)[0] - expected).abs().max()
+            assert error <= 2e-5 * expected.abs().max()
+        compare_with_native(lambda t: ours(t, dim), lambda t: theirs(t, dim), (x.detach(),))
     else:
         compare_with_native(lambda t: ours(t, dim), lambda t: theirs(t, dim), (x,))
     assert ours(x, dim).is_contiguous()
@@ -169,7 +173,10 @@ def test_differences_of_size(device):
     for reverse in (False, True):
         theirs = reversed_of(torch.logcumsumexp) if reverse else torch.logcumsumexp
         torch.testing.assert_close(
-            F.logcumsumexp(x, 0, reverse=reverse), theirs(x.double(), 0).float(), rtol=1e-6, atol=0
+            F.logcumsumexp(x, 0, reverse=reverse),
+            theirs(x.double(), 0).float(),
+            rtol=1e-6,
+            atol=torch.finfo(torch.float32).tiny,  # a GPU's exponentials flush denormal numbers
         )
 
 

@@ -81,7 +81,13 @@ def test_values(device, dtype, x, w, padding, groups):
     def of(run):
         return lambda *t: run(*t, padding, groups).contiguous()
 
-    compare_with_native(of(ours), of(direct), tensors)
+    if dtype == torch.float64:  # native is its own reference
+        results = [of(run)(*tensors) for run in (ours, direct)]
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+        grads = [torch.autograd.grad(y, tensors, torch.ones_like(y)) for y in results]
+        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-9)
+    else:
+        compare_with_native(of(ours), of(direct), tensors, factor=3)
 
 
 @pytest.mark.parametrize("which", subsets(3))

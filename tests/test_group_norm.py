@@ -63,6 +63,13 @@ def operands(shape, device, dtype, vectors=None):
 
 
 def native_group_norm(x, groups, *vectors):
+    """On a GPU native leaves channels_last; ours keeps it, as native on the CPU does."""
+    y = native_group_norm_of_values(x, groups, *vectors)
+    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return y.contiguous(memory_format=torch.channels_last) if is_last and x.is_cuda else y
+
+
+def native_group_norm_of_values(x, groups, *vectors):
     """On a GPU native takes no float32 vectors next to a 16-bit input."""
     if x.is_cuda and vectors and vectors[0].dtype != x.dtype:
         wide = torch.float64 if torch.float64 in (x.dtype, vectors[0].dtype) else torch.float32

@@ -115,7 +115,7 @@ def test_a_bad_element_marks_its_row(device, kind, dtype, bad):
     if dtype in FUNCTIONS:
         weight, of_weight = F.quantize_rows(randn(device, 5, 40), dtype)
         y = FUNCTIONS[dtype](x, weight, of_weight)
-        assert y[2].isnan().all()
+        assert not y[2].isfinite().any()
         assert y[[0, 1, 3]].isfinite().all()
 
 
@@ -150,6 +150,8 @@ def test_product(device, codes, shape, out):
     fast = {"accumulate": "fast"} if codes == E4M3 else {}
     for options, sums in (({}, 1e-4), (fast, 1e-2)):
         sums = 1e-6 if codes == INT8 else sums
+        if device == "cuda" and codes == E4M3:  # tensor cores keep 13 bits of a sum of 32 products
+            sums = max(sums, 1e-3)
         for b in (None, bias, bias.to(out)):
             y = function(x, w, w_scale, b, input_scale=x_scale, out_dtype=out, **options)
             assert y.dtype == out
@@ -366,6 +368,8 @@ def test_native_functions_are_the_same(device, kind, codes):
     found = FUNCTIONS[codes](leaves[0], weight, scale, bias)
     expected = getattr(_native_8bit, name)(leaves[1], weight, scale, bias)
     step = 4 * torch.finfo(kind).eps
+    if device == "cuda" and codes == E4M3:  # tensor cores keep 13 bits of a sum of 32 products
+        step = max(step, 1e-3)
     torch.testing.assert_close(found, expected, rtol=0, atol=step * float(expected.abs().max()))
     for y in (found, expected):
         y.backward(torch.ones_like(y))

@@ -123,7 +123,8 @@ def test_scales_of_another_dtype(device, dtype, scale_dtype):
             error = (found.double() - exact).abs().max()
             bound = (native.to(dtype).double() - exact).abs().max()
             assert found.dtype == dtype
-            assert error <= 1.5 * bound + torch.finfo(dtype).eps * exact.abs().max()
+            steps = 4 if dtype == torch.float64 else 1  # float64 is native's own reference
+            assert error <= 1.5 * bound + steps * torch.finfo(dtype).eps * exact.abs().max()
 
 
 def test_layouts_of_the_weight(device, dtype):

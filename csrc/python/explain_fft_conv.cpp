@@ -1,4 +1,7 @@
 // explain() and the cost model of fft_conv1d, fft_conv2d and conv2d's algorithm="auto".
+#ifdef WARPWRIGHT_WITH_CUDA
+#undef WARPWRIGHT_WITH_CUDA
+#endif
 #include <array>
 #include <optional>
 

@@ -1,4 +1,7 @@
 // explain() of attention_varlen.
+#ifdef WARPWRIGHT_WITH_CUDA
+#undef WARPWRIGHT_WITH_CUDA
+#endif
 #include "ops/attention/varlen.h"
 #include "python/explain.h"
 

@@ -45,6 +45,7 @@ void launch_varlen_fwd(const VarlenParams& params, const VarlenPlan& plan, void*
   args.gaps.lse_heads = p.H;
   args.gaps.lse_is_double = p.dtype == DType::kFloat32 || p.dtype == DType::kFloat64;
   launch_sequence_tiles(args, stream);
+  if (plan.queries.all_tiles() == 0) return;  // no sequence has a token: gaps alone
   if (plan.config.path != AttentionPath::kSm90)
     return for_dtype(
         p.dtype, [&]<class T>() { launch_attention_fwd_packed_fma<T>(p, args.lists[0], stream); });
@@ -76,6 +77,7 @@ void launch_varlen_bwd(const VarlenBackwardParams& params, const VarlenPlan& pla
   args.gaps.results[1] = gap_rows(b.dk, p.H_kv * p.D, p.dtype, /*of_queries=*/false);
   args.gaps.results[2] = gap_rows(b.dv, p.H_kv * p.D_v, p.dtype, /*of_queries=*/false);
   launch_sequence_tiles(args, stream);
+  if (plan.queries.all_tiles() == 0 || plan.keys.all_tiles() == 0) return;
   if (plan.config.path != AttentionPath::kSm90) {
     launch_attention_row_stats(b, 1.0, params.dlse, stream);
     return for_dtype(p.dtype, [&]<class T>() {
