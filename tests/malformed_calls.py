@@ -20,10 +20,11 @@ def tensors(device, seed):
     generator = torch.Generator().manual_seed(seed)
     dtype = [torch.float32, torch.float64, torch.bfloat16, torch.float16][seed % 7 % 4]
 
-    def t(*sizes, grad=False):
+    def t(*sizes, grad=False, dtype=dtype):
         x = torch.randn(sizes, generator=generator).to(device, dtype)
         return x.requires_grad_() if grad else x
 
+    t.dtype = dtype
     return t
 
 
@@ -35,9 +36,10 @@ def public_calls(device, seed, grad=True):
     """name -> (args, kwargs) of the functions in torch.nn.functional's style."""
     t = tensors(device, seed)
 
-    def g(*sizes):
-        return t(*sizes, grad=grad)
+    def g(*sizes, dtype=t.dtype):
+        return t(*sizes, grad=grad, dtype=dtype)
 
+    single = {"dtype": torch.float32}  # of the 8-bit products, which refuse float64
     pool = {"kernel_size": 2, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False}
     norm = {"training": True, "momentum": 0.1, "eps": 1e-5}
     x4, stats = (2, 3, 6, 5), lambda: (t(3), t(3).abs() + 0.5)
@@ -105,13 +107,18 @@ def public_calls(device, seed, grad=True):
                 "scale": 0.3,
             },
         ),
-        "quantize_rows": ([t(3, 8), torch.int8], {"per_tensor": bool(seed % 2)}),
+        "quantize_rows": ([t(3, 8, **single), torch.int8], {"per_tensor": bool(seed % 2)}),
         "linear_int8": (
-            [g(2, 4, 16), codes(torch.int8), t(6).abs(), g(6)],
+            [g(2, 4, 16, **single), codes(torch.int8), t(6, **single).abs(), g(6, **single)],
             {"per_tensor": bool(seed % 2)},
         ),
         "linear_fp8": (
-            [g(2, 4, 16), codes(torch.float8_e4m3fn), t(6).abs(), g(6)],
+            [
+                g(2, 4, 16, **single),
+                codes(torch.float8_e4m3fn),
+                t(6, **single).abs(),
+                g(6, **single),
+            ],
             {"accumulate": "exact" if seed % 3 else "fast"},
         ),
         "fft_conv1d": ([g(2, 3, 9), g(4, 3, 4), g(4)], {"stride": 1, "padding": 1, "dilation": 1}),
@@ -252,6 +259,10 @@ def record_raw(device):
     norm, stats = (t(3), t(3)), (t(3), t(3).abs(), 0.1)
     ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, True, *windows)
     ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, False, *windows)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        codes, scale = ops.quantize_rows(t(4, 16), dtype)
+        weight, weight_scale = ops.quantize_rows(t(6, 16), dtype)
+        ops.scaled_linear(codes, scale, weight, weight_scale, t(6), torch.float32, False)
 
 
 def composite_calls(device):
@@ -261,7 +272,14 @@ def composite_calls(device):
     out, _, state = ops.attention(q, k, k, None, 0.5, False, None)
     x, w, label = t(4, 5), t(7, 5), labels(device, 7, 4)
     loss = (1, -100, 0.1)
+    packed, sequences = (t(7, 4, 8), t(9, 2, 8), t(9, 2, 6)), [[0, 3, 7], [0, 2, 9]]
+    sequences = [torch.tensor(s, dtype=torch.int32, device=device) for s in sequences]
+    varlen = (*packed, *sequences)
+    out_varlen, lse_varlen = ops.attention_varlen(*varlen, 4, 7)
+    grads = torch.ones_like(out_varlen), torch.ones_like(lse_varlen)
+    options = (False, None, None, None, 0.0)
     calls = {
+        "attention_varlen_second_order": [*grads, *varlen, out_varlen, *options, *packed],
         "attention_second_order": [out, q, k, k, None, out, state, 0.5, False, None, q, k, k, None],
         "conv2d_padding": [t(2, 3, 6, 5), t(4, 3, 3, 2), t(4), [1, 1], "same", [1, 1], 1],
         "cross_entropy": [t(4, 7), label, None, *loss],
@@ -271,6 +289,7 @@ def composite_calls(device):
         "max_pool2d_with_indices": [t(2, 3, 6, 5), [2, 2], [2, 2], [1, 1], [1, 1], False],
         "scaled_dot_product_attention": [q, k, k, t(5, 7), 0.0, False],
         "scaled_dot_product_attention_extras": [q, k, k, t(5, 7), 0.0, False],
+        "scaled_dot_product_attention_lse": [q, k, k, t(5, 7), 0.0, False],
     }
     return {name: [tree_map(keep, args)] for name, args in calls.items()}
 
@@ -306,6 +325,16 @@ def native_functions():
             if not isinstance(reverse, bool):
                 raise TypeError("reverse")
             return function(x.flip(dim) if reverse else x, dim, **options)
+
+        return run
+
+    def transformed(convolution):
+        """What a transform computes: every output."""
+
+        def run(*args, stride, dilation, **options):
+            if any(type(step) is int and step != 1 for step in (stride, dilation)):
+                raise ValueError("stride and dilation: expected 1")
+            return convolution(*args, stride=stride, dilation=dilation, **options)
 
         return run
 
@@ -353,8 +382,8 @@ def native_functions():
             name: getattr(torch, name)
             for name in ("sum", "mean", "amax", "logsumexp", "var", "std")
         },
-        "fft_conv1d": native.conv1d,
-        "fft_conv2d": native.conv2d,
+        "fft_conv1d": transformed(native.conv1d),
+        "fft_conv2d": transformed(native.conv2d),
         "swiglu": gated(native.silu),
         "geglu": gated(native.gelu),
         "linear_relu": fused_linear(native.relu),

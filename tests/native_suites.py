@@ -271,7 +271,7 @@ class Errors:
 
 
 def to_single(value):
-    """Floating float64 leaves as float32; None if `value` has no float64."""
+    """Floating float64 leaves, and a dtype= of float64, as float32; None if `value` has no float64."""
     if not any(
         isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves(value)
     ):
@@ -280,7 +280,8 @@ def to_single(value):
     def convert(leaf):
         if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
             return leaf.detach().float().requires_grad_(leaf.requires_grad)
-        return leaf
+        # Native's backward of cumprod raises where dtype= is wider than the input.
+        return torch.float32 if leaf is torch.float64 else leaf
 
     return tree_map(convert, value)
 

@@ -663,7 +663,7 @@ def test_command_writes_all_three(tmp_path, capsys):
     [
         (["nope"], "op: nope: expected one of relu"),
         (["--peer", "nope"], "--peer: expected names out of native"),
-        (["--dtype", "int8"], "--dtype: expected names out of float32"),
+        (["--dtype", "int8"], "--dtype: expected names out of bfloat16, float32; got 'int8'"),
         (["--suite", "model", "--models", "nowhere"], "--models: no folder nowhere"),
     ],
 )

@@ -275,15 +275,15 @@ def test_as_one_process(worlds, case):
     worlds(2).run(compare, function, shapes, placements, options)
 
 
-def packed(query, key, value):
-    ends = torch.tensor([0, 3, 3, 8]).int()
+def packed(query, key, value, ends):
     return F.attention_varlen(query, key, value, ends, ends, 5, 5, is_causal=True)
 
 
-@pytest.mark.parametrize("placements", ["S1 S1 S1", "R R R"])
+@pytest.mark.parametrize("placements", ["S1 S1 S1 R", "R R R R"])
 def test_packed_sequences_as_one_process(worlds, placements):
-    """Cut over heads."""
-    worlds(2).run(compare, packed, ((8, 4, 8), (8, 4, 8), (8, 4, 8)), placements)
+    """Cut over heads. DTensor does not take plain tensors of several elements next to its own."""
+    ends = torch.tensor([0, 3, 3, 8]).int()
+    worlds(2).run(compare, packed, ((8, 4, 8), (8, 4, 8), (8, 4, 8), ends), placements)
 
 
 def decode(query, k_cache, v_cache, lengths, table=None):

@@ -78,8 +78,9 @@ def replaced_forward():
         (lambda: nn.LazyBatchNorm1d(), "lazy, not initialised"),
         (lambda: nn.LazyBatchNorm2d(), "lazy, not initialised"),
         (lambda: nn.LazyBatchNorm3d(), "lazy, not initialised"),
-        (lambda: nn.LazyInstanceNorm2d(), "no such layer"),
+        (lambda: nn.LazyInstanceNorm2d(), "lazy, not initialised"),
         (lambda: nn.LazyConv1d(2, 1), "no such layer"),
+        (lambda: nn.LazyConvTranspose2d(2, 1), "no such layer"),
         (lambda: nn.Linear(2, 2, dtype=torch.complex64), "weight: no kernel for complex64"),
         (lambda: nn.Linear(2, 2).to(torch.float8_e4m3fn), "weight: no kernel for float8_e4m3fn"),
         (lambda: torch.jit.script(nn.ReLU()), "TorchScript"),
@@ -87,7 +88,7 @@ def replaced_forward():
         (replaced_forward, "forward is replaced on the instance"),
         (lambda: nn.GELU(), "no such layer"),
         (lambda: nn.ConvTranspose2d(1, 1, 1), "no such layer"),
-        (lambda: nn.InstanceNorm2d(2), "no such layer"),
+        (lambda: nn.LocalResponseNorm(2), "no such layer"),
     ],
 )
 def test_left_with_a_reason(make, reason):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -108,12 +109,18 @@ def rms_norm_backward(
     return _norm_backward(grad, input, shape, weight, None, rstd, mask)
 
 
+def _groups(input: Tensor, num_groups: int) -> tuple[int, int, int, int]:
+    """Rows, groups, channels of one, elements of a channel: no -1, so also of nothing."""
+    rows, channels, *sizes = input.shape
+    return rows, num_groups, channels // num_groups, math.prod(sizes)
+
+
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     output = native.group_norm(input, num_groups, weight, bias, eps)
     accum = torch.promote_types(input.dtype, torch.float32)
-    groups = input.to(accum).reshape(input.shape[0], num_groups, -1)
+    groups = input.to(accum).reshape(_groups(input, num_groups)).flatten(2)
     var, mean = torch.var_mean(groups, -1, correction=0)
     return output, mean, torch.rsqrt(var + eps)
 
@@ -127,7 +134,7 @@ def group_norm_backward(
     rstd: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    groups = (input.shape[0], num_groups, input.shape[1] // num_groups, -1)
+    groups = _groups(input, num_groups)
     dy, x = (t.to(rstd.dtype).reshape(groups) for t in (grad, input))
     scale = rstd[:, :, None, None]
     xhat = (x - mean[:, :, None, None]) * scale

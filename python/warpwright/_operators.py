@@ -67,9 +67,7 @@ GATED_ACTIVATION = (
         is_fused_by_inductor=always,
     ),
 )
-QUANTIZE_ROWS = Operator(
-    "quantize_rows", _native_8bit.quantize_rows, _native_8bit.quantize_rows, differentiable=False
-)
+QUANTIZE_ROWS = Operator("quantize_rows", _native_8bit.quantize_rows, _native_8bit.quantize_rows)
 SCALED_LINEAR = Operator(
     "scaled_linear",
     _native_8bit.scaled_linear,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers its operator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -154,12 +153,6 @@ def _jagged(
     return result.transpose(1, 2)
 
 
-# Operators of native's Python functions that no mode sees.
-OPERATORS: dict[Any, tuple[str, Callable[..., Any]]] = {
-    torch.ops.torch_attn._varlen_attn: ("attention_varlen", _varlen),
-}
-
-
 def _entering(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -188,6 +181,8 @@ class patch(TorchFunctionMode):
     """
 
     def __init__(self, ops: Iterable[str] | None = None) -> None:
+        import torch.nn.attention.varlen  # registers its operator: milliseconds, not at import
+
         super().__init__()
         self.ops = check_ops(ops, (*ROUTED, "attention_varlen"))
         if not torch.compiler.is_compiling():  # there a checkpoint is an operator of the graph
@@ -210,10 +205,11 @@ class patch(TorchFunctionMode):
                 packed = _jagged(*args, **kwargs)
                 if packed is not None:
                     return packed
-        elif func in OPERATORS:
-            op, function = OPERATORS[func]
-            if op in self.ops and _has_kernel(op, "query", args, kwargs):
-                return function(*args, **kwargs)
+        elif func is torch.ops.torch_attn._varlen_attn:  # of varlen_attn, which no mode sees
+            if "attention_varlen" in self.ops and _has_kernel(
+                "attention_varlen", "query", args, kwargs
+            ):
+                return _varlen(*args, **kwargs)
         elif func in COMPOSITE:
             with self:
                 return COMPOSITE[func](*args, **kwargs)

@@ -38,6 +38,7 @@ TESTS = {
     "functional/_rotary.py": ["test_rotary_embedding.py"],
     "functional/_row_norm.py": ["test_layer_norm.py", "test_norm_dtype.py", "test_add_norm.py"],
     "functional/_scan.py": ["test_cumsum.py", "test_cumprod.py", "test_linear_scan.py"],
+    "functional/_varlen.py": ["test_attention_varlen.py"],
     "optim/_shards.py": ["test_optim*.py"],
     "optim/_step.py": ["test_optim*.py"],
     "optim/adam.py": ["test_optim*.py"],

@@ -336,6 +336,10 @@ TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
   m.impl("log_softmax_backward", softmax_backward_autograd<true>);
 }
 
+TORCH_LIBRARY_IMPL(warpwright, AutocastCPU, m) {
+  m.impl("softmax", torch::CppFunction::makeFallthrough());
+  m.impl("log_softmax", torch::CppFunction::makeFallthrough());
+}
 TORCH_LIBRARY_IMPL(warpwright, AutocastCUDA, m) {
   m.impl("softmax", softmax_autocast<false>);
   m.impl("log_softmax", softmax_autocast<true>);

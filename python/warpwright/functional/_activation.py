@@ -77,7 +77,12 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
 
     Raises:
         RuntimeError: also for another ``approximate``.
+        TypeError: also for an ``approximate`` that is no string.
     """
+    if not isinstance(approximate, str):
+        raise TypeError(
+            f"geglu(): argument 'approximate' must be str, not {type(approximate).__name__}"
+        )
     if approximate not in ("none", "tanh"):
         raise RuntimeError(f"geglu: approximate: expected 'none' or 'tanh', got {approximate!r}")
     return _gated("geglu", gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -1,5 +1,5 @@
 // Selects the kernels of a backward call.
-#include "ops/group_norm/cuda/on_chip.cuh"
+#include "ops/group_norm/cuda/on_chip_sm90.cuh"
 #include "ops/group_norm/cuda/passes.cuh"
 
 namespace warpwright {

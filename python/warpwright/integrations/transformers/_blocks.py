@@ -1,7 +1,7 @@
 """Decoder layers of transformers: their norms and the additions before them, under autocast.
 
 The forwards here differ from transformers' in the calls of the norms alone. Each fingerprint names a
-class that has it, in transformers 4.57 and 5.23.
+class that has it, in transformers 4.57, 5.23 and 5.24.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ register_block(
     Block(_llama, _LLAMA_NORMS, _llama_example),
     "1434b557b666948a",  # 4.57
     "98753812cb5d7d7c",  # 5.23
+    "ab45088192d33bf3",  # 5.24: `past_key_values` is called `cache`
 )
 
 
@@ -116,8 +117,10 @@ def _gpt2_example() -> tuple[Any, ...]:
 
 _GPT2_NORMS = (("ln_1", "attn"), ("ln_2", "mlp"))
 register_block(
-    Block(_gpt2, _GPT2_NORMS, _gpt2_example, _without_encoder), "2bf2645ec1d7d6a4"
-)  # 5.23
+    Block(_gpt2, _GPT2_NORMS, _gpt2_example, _without_encoder),
+    "2bf2645ec1d7d6a4",  # 5.23
+    "eb7f2d954ed988a9",  # 5.24
+)
 register_block(
     Block(_gpt2_4, _GPT2_NORMS, _gpt2_example, _without_encoder), "f2bf12f75ab525dc"
 )  # 4.57

@@ -197,6 +197,33 @@ __device__ __forceinline__ void write_channel_sums(
   }
 }
 
+// dx = rstd (dy weight - shift - xhat slope) of a group.
+template <class Acc>
+struct GroupSlope {
+  Acc mean, rstd, slope, shift;
+};
+
+// A thread's vectors of dx, from those of x and dy in the ring.
+template <class T, class Ring, int kVec, int kHeld>
+__device__ __forceinline__ void write_input_gradient(const Ring& ring,
+                                                     const HeldColumns<kVec>& columns,
+                                                     const Accum<T> (&weight)[kHeld],
+                                                     const GroupSlope<Accum<T>>& g, T* dx) {
+  using Acc = Accum<T>;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (!columns.has(i)) continue;
+    const Vec<Acc, kVec> x = widen(ring.template read<0>(i)), dy = widen(ring.template read<1>(i));
+    Vec<Acc, kVec> result;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      const Acc xhat = (x[j] - g.mean) * g.rstd;
+      result[j] = g.rstd * (rounded_product(dy[j], weight[i]) - g.shift - xhat * g.slope);
+    }
+    store_vec_global(dx + columns.first(i), narrow<T>(result));
+  }
+}
+
 // Layout: planes. Grid: as above. `partials`: (cluster, 2, batch, channels); null: not wanted.
 template <class T, int kHeld, bool kCluster>
 __global__ void __launch_bounds__(kGroupNormThreads, 1)
@@ -281,19 +308,7 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
       const Acc slope = along[0] / static_cast<Acc>(size),
                 shift = along[1] / static_cast<Acc>(size);
       T* dx = static_cast<T*>(p.grad_input) + row * size + begin;
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        if (!columns.has(i)) continue;
-        const Vec<Acc, kVec> x = widen(ring.template read<0>(i)),
-                             dy = widen(ring.template read<1>(i));
-        Vec<Acc, kVec> result;
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) {
-          const Acc xhat = (x[j] - mean) * rstd;
-          result[j] = rstd * (rounded_product(dy[j], weight[i]) - shift - xhat * slope);
-        }
-        store_vec_global(dx + columns.first(i), narrow<T>(result));
-      }
+      write_input_gradient<T>(ring, columns, weight, GroupSlope<Acc>{mean, rstd, slope, shift}, dx);
     }
     const int64_t later = row + Ring::kStages * step;
     ring.replace(operands(later), later < rows);
