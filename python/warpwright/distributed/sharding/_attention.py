@@ -88,7 +88,7 @@ def with_dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = sharding.output_spec[0]  # type: ignore[index]
     if args[4] == 0.0:
         return dispatcher.wrap(op(*info.local_args, **info.local_kwargs), sharding.output_spec)
-    index, count = _local.shard_of(spec)
+    index, count = _local.shard_of(spec)  # type: ignore[arg-type]
     with _Stream(info.local_args[0].device, index, count):  # type: ignore[attr-defined]
         results = op(*info.local_args, **info.local_kwargs)
     return dispatcher.wrap(results, sharding.output_spec)
