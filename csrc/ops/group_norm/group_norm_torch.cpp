@@ -14,6 +14,7 @@
 #include "torch/autograd.h"
 #include "torch/check_argument.h"
 #include "torch/dispatch.h"
+#include "torch/missing_terms.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include "host/sm90.h"
@@ -346,7 +347,17 @@ Tensors3 group_norm_autograd(const Tensor& input, int64_t num_groups, const Opti
   const Tensor weight = value_or_undefined(weight_), bias = value_or_undefined(bias_);
   if (any_tangent(input, weight, bias) && input.sym_numel() != 0) {
     check_forward(input, num_groups, weight, bias);
-    return group_norm_by_rows(input, num_groups, weight, bias, eps);
+    auto [output, mean, rstd] = group_norm_by_rows(input, num_groups, weight, bias, eps);
+    if (has_tangent(output) &&
+        (needs_gradient(input) || needs_gradient(weight) || needs_gradient(bias))) {
+      // Native's tangent is in the graph of all three, with zeros and for the bias with None.
+      const Tensor moved =
+          with_missing_terms(tangent_with_zero_terms(tangent(output), input, weight),
+                             torch::autograd::collect_next_edges(bias));
+      output = primal(output);
+      set_tangent(output, moved);
+    }
+    return {output, mean, rstd};
   }
   auto node = make_node<GroupNormBackward>({num_groups}, input, weight, bias);
   auto [output, mean, rstd] =
@@ -390,7 +401,10 @@ Tensors3 group_norm_backward_autograd(const Tensor& grad_output, const Tensor& i
     const Tensor center = x.mean(-1, /*keepdim=*/true), distance = x - center;
     const Tensor square = (distance * distance).mean(-1, /*keepdim=*/true);
     const Tensor scale = (square - square.detach() + rstds.pow(-2)).rsqrt();
-    std::get<1>(results) = GroupsAsRows::sum(dy * groups.as_channels(distance * scale)).to(type);
+    // Native's is in the graph of the weight, with None.
+    std::get<1>(results) =
+        with_missing_terms(GroupsAsRows::sum(dy * groups.as_channels(distance * scale)).to(type),
+                           torch::autograd::collect_next_edges(weight));
   }
   if (wanted[2]) std::get<2>(results) = GroupsAsRows::sum(dy).to(type);
   return results;

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "ops/fft_conv/torch/common.h"
+#include "torch/missing_terms.h"
 
 namespace warpwright {
 namespace {
@@ -55,9 +56,9 @@ struct FftConvBackward {  // saved: first, second
     if (needs[0]) results[0] = gradient_of_first(g, grads[0], saved[1]);
     if (needs[1]) results[1] = gradient_of_second(g, grads[0], saved[0]);
     if (needs[2]) results[2] = grads[0].sum(dims_of_bias_sum(grads[0]));
-    // Native's gradients depend on both operands, with zeros where the form is linear.
+    // Native's gradients are in the graph of both operands, with None where the form is linear.
     const auto edges = torch::autograd::collect_next_edges(saved[0], saved[1]);
-    for (Tensor& result : results) result = with_zero_terms(result, edges);
+    for (Tensor& result : results) result = with_missing_terms(result, edges);
     return results;
   }
 };
