@@ -70,7 +70,7 @@ def test_values(device, dtype, name, shape, dim, form):
             exact, found = x.detach().double().requires_grad_(), ours(x, dim)
             expected = torch.autograd.grad(theirs(exact, dim).sum(), exact)[0]
             error = (torch.autograd.grad(found.sum(), x)[0] - expected).abs().max()
-            assert error <= 2e-5 * expected.abs().max()
+            assert error <= 5e-9 * max(length, 4000) * expected.abs().max()
         compare_with_native(lambda t: ours(t, dim), lambda t: theirs(t, dim), (x.detach(),))
     else:
         compare_with_native(lambda t: ours(t, dim), lambda t: theirs(t, dim), (x,))
