@@ -29,8 +29,8 @@ struct VarlenBackwardParams {
   const void* dlse;  // (H, total_q), AttentionLse: the gradient of lse, or null
 };
 
-// As set_window(), where positions count from the ends. Within a sequence a query is at most S_k -
-// 1 behind or S_q - 1 before a key.
+// As set_window(), where positions count from the ends. Within a sequence a query lies at
+// most S_k - 1 positions after a key, or S_q - 1 before it.
 inline void set_packed_window(AttentionParams& p, int64_t left, int64_t right) {
   p.window_left = left >= p.S_k - 1 ? kUnlimited : between(left, -kUnlimited, kUnlimited);
   p.window_right = right >= p.S_q - 1 || (p.is_causal && right > 0)

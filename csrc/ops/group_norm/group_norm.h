@@ -4,8 +4,8 @@
 // block, or a cluster of blocks on sm_90, holds it on chip between the statistics and the result.
 // That is one read and one write forward; the backward reads x and dy once. Other layouts and sizes
 // take two passes: moments (or sums) per channel and split, a merge per group, then the result.
-// Bytes (E = bytes of x): on chip 2E forward and 3E backward, else 3E and 5E, of which L2 may have
-// a part. The gradients of weight and bias come from sums per image and channel that the same
+// Bytes (E = bytes of x): on chip 2E forward and 3E backward, else 3E and 5E. L2 may serve a part
+// of them. The gradients of weight and bias come from sums per image and channel that the same
 // kernels write, added in order by a last small kernel.
 //
 // Layout: planes (batch, channels, spatial), or rows (batch, spatial, channels); dense.

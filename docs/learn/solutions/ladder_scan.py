@@ -45,7 +45,7 @@ def look_back(
 
 def two_that_differ() -> tuple[list[np.float32], set[int], set[int]]:
     """Totals, and two sets of tiles whose prefixes are known, with other bits before the last tile."""
-    # 1 is lost beside 1e8 if it is added alone, and counts if it meets its like first.
+    # Added to 1e8 alone, 4 rounds away. The sum of two such terms, 8, does not.
     return [np.float32(x) for x in (1e8, 4.0, 4.0, 0.0)], {0}, {0, 1}
 
 

@@ -29,7 +29,8 @@ inline FftCopy signal_copy(const FftConvParams& p, const FftConvPlan& plan) {
           .limit = {plan.axes[0].points, plan.axes[1].points}};
 }
 
-// Of the output, or with `is_read` of its gradient, of which a tile holds its own results.
+// Copies between tiles and the output; with `is_read`, the output's gradient. A tile holds the
+// results that it computes, without overlap.
 inline FftCopy output_copy(const FftConvParams& p, const FftConvPlan& plan, bool is_read) {
   const FftStrides& y = p.output_strides;
   FftCopy copy{.dtype = p.shape.dtype,

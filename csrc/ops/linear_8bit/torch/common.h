@@ -1,4 +1,4 @@
-// Shared by the files of torch/: the ops through the dispatcher, and what they know of codes.
+// Shared by the files of torch/: calls through the dispatcher, and checks of codes and scales.
 #pragma once
 
 #include <ATen/core/Tensor.h>

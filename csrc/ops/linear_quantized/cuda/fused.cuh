@@ -113,7 +113,7 @@ struct QuantizedWarp {
     }
   }
 
-  // Columns of tokens that do not exist keep what is there: no other column depends on them.
+  // Columns beyond the last token are not written. No other column depends on them.
   __device__ __forceinline__ void copy_input(uint32_t slot, int64_t stage) const {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {

@@ -1,5 +1,5 @@
-// Reductions whose innermost axis is kept. Threads of a block lie side by side over columns and
-// below each other over reduced rows, up to 8 of which a thread loads at once.
+// Reductions whose innermost axis is kept. The threads of a block form a grid: x walks
+// columns, y walks reduced rows. A thread loads up to 8 rows at once.
 #pragma once
 
 #include "ops/reduction/cuda/operands.cuh"

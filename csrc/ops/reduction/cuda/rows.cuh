@@ -108,7 +108,7 @@ __device__ __forceinline__ void absorb_vectors(Part<Op>& part, int64_t begin, in
   }
 }
 
-// Walks the vectors `begin` to `end` of a row with kLanes threads, of which this one is `lane`.
+// Walks the vectors `begin` to `end` of a row with kLanes threads. `lane`: this thread.
 template <class Op, int kVec, int kLanes, bool kRuns, class T>
 __device__ __forceinline__ Part<Op> walk_row(const ReductionOperands<T, Op>& o, const T* row,
                                              int64_t begin, int64_t end, int lane) {

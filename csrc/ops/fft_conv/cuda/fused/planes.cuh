@@ -91,8 +91,8 @@ __device__ __forceinline__ void transform_columns(float2* plane, const RowRange&
   __syncthreads();
 }
 
-// Columns back, of which the first `rows` rows are kept, then those rows. store(row, t, v) gets
-// the points t + 16 j of a row.
+// The inverse transform: columns first, then the first `rows` rows of the result. store(row, t, v)
+// gets the points t + 16 j of a row.
 template <class Plan, class Roots, class Store>
 __device__ __forceinline__ void inverse_plane(float2* plane, int rows, const Roots& root,
                                               Store&& store) {
