@@ -20,8 +20,8 @@ COMPOSED = {o.name: o.aten for o in OPERATORS.values() if o.aten and o.composed}
 
 # ---- each decomposition computes what its op does ----
 
-# Ops that no exported forward contains: steps of optimizers, parts of the composed ops, and what
-# only a second derivative or dropout asks for.
+# Ops that no exported forward contains: steps of optimizers, parts of the composed ops, what only a
+# second derivative or dropout asks for, and what only changes autograd's graph.
 WITHOUT = {
     *("adam_step_", "sgd_step_", "grad_norm"),
     *("attention", "attention_backward", "attention_dropout_factors", "attention_second_order"),
@@ -30,6 +30,7 @@ WITHOUT = {
     *("cross_entropy_lse", "cross_entropy_double_backward"),
     *("cross_entropy_forward_gradient", "cross_entropy_scale_"),
     *("linear_cross_entropy_forward", "linear_cross_entropy_backward"),
+    "conv2d_join_skip",
 }
 
 
@@ -218,6 +219,8 @@ def test_conv2d(device):
         y = same("conv2d", image, w, w[:, 0, 0, 0].clone(), *geometry)
         for mask in flags(3):
             same("conv2d_backward", y.cos(), image, w, *geometry, mask)
+            if mask[0]:
+                same("conv2d_backward", y.cos(), image, w, *geometry, mask, image.sin())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
