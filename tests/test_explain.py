@@ -281,8 +281,9 @@ def test_conv2d():
         "forward",
         "grad_input",
         "grad_weight",
+        "with_shortcut",
     ]
-    assert text.count("sm_90a 16-bit wgmma, windows by TMA") == 3
+    assert text.count("sm_90a 16-bit wgmma, windows by TMA") == 4
     text = explain("conv2d", last.float(), w.float(), padding=1, **ON_GPU)
     assert text.count("NHWC with whole 16-byte vectors") == 3
     filters = last_w(w.float())

@@ -55,8 +55,8 @@ std::optional<JoinedDgradConfig> choose_joined_dgrad(const Conv2dShape&, const C
 
 inline std::string describe(const JoinedDgradConfig& config) {
   const Sm90TileShape shape = join_tile(config.tile);
-  return std::string("sm_90a 16-bit wgmma, ") +
-         (config.is_product ? "1x1 as a matrix product, " : "windows by TMA, ") +
+  return std::string(config.is_product ? "1x1 as a matrix product: sm_90a 16-bit wgmma, "
+                                       : "sm_90a 16-bit wgmma, windows by TMA, ") +
          (config.tile == JoinTile::kTransposed ? "transposed " : "") + "tile " +
          extents(shape.blk_m, shape.blk_n) + " ping-pong, " + std::to_string(shape.stages) +
          " stages, adds the shortcut's gradient";
