@@ -156,6 +156,9 @@ def test_linear_scan(device, dims):
     for reverse in (False, True):
         check(lambda a, b, h, r=reverse: F.linear_scan(a, b, h, reverse=r), dims, *args)
     check(lambda a, b: F.linear_scan(a, b, dim=0), (0, 0), randn(device, 3, 4), randn(device, 3, 4))
+    # The gradient is a scan by levels.
+    gradient = torch.func.grad(lambda t: F.logcumsumexp(t, 0).sin().sum())
+    check(gradient, (0,), randn(device, 3, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

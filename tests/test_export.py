@@ -114,8 +114,8 @@ def test_scans(device):
             same("cumprod", x, dim, reverse)
             same("logcumsumexp", x, dim, reverse)
             same("linear_scan", x.cos(), x, x.select(dim, 0), dim, reverse)
-            for shifted in (False, True):
-                same("linear_scan", x.cos(), x, None, dim, reverse, shifted)
+            for shifted, levels in ((False, False), (True, False), (False, True)):
+                same("linear_scan", x.cos(), x, None, dim, reverse, shifted, levels)
 
 
 def test_codes(device):

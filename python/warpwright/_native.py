@@ -277,6 +277,12 @@ def cumsum(
     return torch.cumsum(input.flip(dim), dim, dtype=dtype).flip(dim)
 
 
+def _gates_of_levels(level: Tensor, dim: int, reverse: bool) -> Tensor:
+    """exp(level - the level before it); 0 between equal infinities. The first gate is of no use."""
+    before = level.roll(-1 if reverse else 1, dim)
+    return torch.where((level == before) & level.isinf(), 0, (level - before).exp())
+
+
 def linear_scan(
     gate: Tensor,
     input: Tensor,
@@ -284,8 +290,11 @@ def linear_scan(
     dim: int,
     reverse: bool = False,
     shifted: bool = False,
+    levels: bool = False,
 ) -> Tensor:
     """One step at a time."""
+    if levels:
+        gate = _gates_of_levels(gate, dim, reverse)
     gates, inputs = list(gate.unbind(dim)), list(input.unbind(dim))
     if not inputs:
         return torch.empty_like(input)

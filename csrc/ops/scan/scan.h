@@ -30,6 +30,9 @@ struct ScanParams {
   const void* gate = nullptr;     // null: a sum
   const void* initial = nullptr;  // (outer, inner): h before the first step; null: zero
   bool is_shifted = false;        // each step has the gate of the step before it in the scan
+  // `gate` holds levels, whose differences are the gates' logarithms:
+  // gate_t = exp(level_t - level_{t-1}), zero between equal infinities. There is no initial state.
+  bool is_levels = false;
 
   int inputs() const { return gate == nullptr ? 1 : 2; }
   // A run of steps is one number or a pair: pairs take twice the registers per element.
@@ -37,7 +40,6 @@ struct ScanParams {
 };
 
 constexpr int kScanColumnThreads = 256;
-constexpr int kScanColumnBlocksPerSm = 3;
 constexpr int64_t kScanRowBytes = 32 * 1024;  // of a tile of rows, per number of a run
 constexpr int kScanColumnRows = 8;            // per thread and number of a run
 constexpr int64_t kScanTicketBytes = 16;
