@@ -30,6 +30,7 @@ from ._operators import (
     LINEAR_ACTIVATION,
     LINEAR_QUANTIZED,
     MAX_POOL2D,
+    MLP,
     ROTARY_EMBEDDING,
     SGD,
     always,
@@ -309,7 +310,7 @@ _RECORDS = (
     ),
     Op(
         "mlp",
-        LINEAR_ACTIVATION,
+        MLP,
         layer="MLP",
         explain="mlp",
         cpu="linear's matrix products, one vectorised pass between them",

@@ -40,6 +40,7 @@ LINEAR_ACTIVATION = (
     Operator("linear_activation_backward", aten=_aten.linear_activation_backward),
     *LINEAR,
 )
+MLP = (Operator("mlp", _native.mlp, _native.mlp, composed=True), *LINEAR_ACTIVATION)
 LINEAR_QUANTIZED = (
     Operator(
         "linear_quantized",

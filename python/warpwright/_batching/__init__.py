@@ -136,6 +136,7 @@ COMPOSED = (
     "cross_entropy_extras",
     "linear_cross_entropy",
     "linear_cross_entropy_extras",
+    "mlp",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_extras",
     "scaled_dot_product_attention_lse",
