@@ -31,6 +31,7 @@ from ._operators import (
     LINEAR_QUANTIZED,
     MAX_POOL2D,
     MLP,
+    NORM_WITH_RESIDUAL,
     ROTARY_EMBEDDING,
     SGD,
     always,
@@ -191,6 +192,7 @@ _RECORDS = (
                 autocast=True,
             ),
             Operator("add_layer_norm_backward", aten=_aten_row_norms.add_layer_norm_backward),
+            NORM_WITH_RESIDUAL,
         ),
         layer="AddLayerNorm",
         explain="add_layer_norm",
@@ -203,6 +205,7 @@ _RECORDS = (
         (
             Operator("add_rms_norm", _native.add_rms_norm, _aten_row_norms.add_rms_norm),
             Operator("add_rms_norm_backward", aten=_aten_row_norms.add_rms_norm_backward),
+            NORM_WITH_RESIDUAL,
         ),
         layer="AddRMSNorm",
         explain="add_rms_norm",

@@ -41,6 +41,7 @@ LINEAR_ACTIVATION = (
     *LINEAR,
 )
 MLP = (Operator("mlp", _native.mlp, _native.mlp, composed=True), *LINEAR_ACTIVATION)
+NORM_WITH_RESIDUAL = Operator("norm_with_residual", composed=True)
 LINEAR_QUANTIZED = (
     Operator(
         "linear_quantized",

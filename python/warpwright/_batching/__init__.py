@@ -137,6 +137,7 @@ COMPOSED = (
     "linear_cross_entropy",
     "linear_cross_entropy_extras",
     "mlp",
+    "norm_with_residual",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_extras",
     "scaled_dot_product_attention_lse",
