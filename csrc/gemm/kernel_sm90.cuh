@@ -8,6 +8,8 @@
 //   void store(float (&d)[kRegs], const Bias&, const Output&, int64_t split, int row, int col);
 //   void finish();                    // its stores have read shared memory; may take the Output
 //   static void order(TileGrid&);     // optional, on the host: another order of tiles
+//   void begin();                                          // optional: once, before the first tile
+//   void prefetch(const Output&, int row, int col) const;  // optional: before a tile's mainloop
 // store() gets 64 rows of D from `row` and kRegs * 2 columns from `col`, in wgmma's order
 // (accumulator_row(), accumulator_col()). A fused epilogue is a Store that changes the accumulators
 // before it stores them. For example D = min(A B^T, 6) + bias:
@@ -94,6 +96,12 @@ __device__ __forceinline__ void set_up(const Loop& loop, const Params& p, uint32
   }
 }
 
+template <class Store, class Output>
+__device__ __forceinline__ void prefetch(const Store& store, const Output& output, int row,
+                                         int col) {
+  if constexpr (requires { store.prefetch(output, row, col); }) store.prefetch(output, row, col);
+}
+
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
 // the operands' type. With splits D is its fp32 parts (splits, m, n). If A is MN-major and has 32
 // bits, A and m are B and n of GemmParams.
@@ -131,6 +139,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
       const int consumer = warpgroup - Loading::kWarpgroups;
       const int first_row = Tile::kPingPong ? 0 : consumer * Tile::kRows;
       Store store{buffers + consumer * Store::kSmemBytes, kStoreBarrier + consumer};
+      if constexpr (requires { store.begin(); }) store.begin();
       typename Loop::Cursor cursor;
       typename Loop::Accumulator d;
       // Ping-pong: the mainloops take turns; consumer 0 has the first.
@@ -155,6 +164,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
             Tile::kRowSums && kMultiplyingRegisters<Tile, Loading> < kConsumerRegisters;
         decltype(Store::template load_bias<Tile::kRegs>(p.output, col)) bias;
         if constexpr (!kLateBias) bias = Store::template load_bias<Tile::kRegs>(p.output, col);
+        prefetch(store, p.output, first_m<Tile>(tile) + first_row, col);
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         if constexpr (Tile::kRowSums) {
           const int tile_n = tile.n * cluster.ctas + cluster.rank;

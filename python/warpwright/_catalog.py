@@ -30,6 +30,8 @@ from ._operators import (
     LINEAR_ACTIVATION,
     LINEAR_QUANTIZED,
     MAX_POOL2D,
+    MLP,
+    NORM_WITH_RESIDUAL,
     ROTARY_EMBEDDING,
     SGD,
     always,
@@ -190,6 +192,7 @@ _RECORDS = (
                 autocast=True,
             ),
             Operator("add_layer_norm_backward", aten=_aten_row_norms.add_layer_norm_backward),
+            NORM_WITH_RESIDUAL,
         ),
         layer="AddLayerNorm",
         explain="add_layer_norm",
@@ -202,6 +205,7 @@ _RECORDS = (
         (
             Operator("add_rms_norm", _native.add_rms_norm, _aten_row_norms.add_rms_norm),
             Operator("add_rms_norm_backward", aten=_aten_row_norms.add_rms_norm_backward),
+            NORM_WITH_RESIDUAL,
         ),
         layer="AddRMSNorm",
         explain="add_rms_norm",
@@ -309,7 +313,7 @@ _RECORDS = (
     ),
     Op(
         "mlp",
-        LINEAR_ACTIVATION,
+        MLP,
         layer="MLP",
         explain="mlp",
         cpu="linear's matrix products, one vectorised pass between them",

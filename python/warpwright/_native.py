@@ -342,3 +342,15 @@ def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:
     return (ACTIVATIONS[activation](native.linear(input, weight, bias)),)
+
+
+def mlp(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+) -> Tensor:
+    hidden = ACTIVATIONS[activation](native.linear(input, weight1, bias1))
+    return native.linear(hidden, weight2, bias2)

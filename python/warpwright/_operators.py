@@ -40,6 +40,8 @@ LINEAR_ACTIVATION = (
     Operator("linear_activation_backward", aten=_aten.linear_activation_backward),
     *LINEAR,
 )
+MLP = (Operator("mlp", _native.mlp, _native.mlp, composed=True), *LINEAR_ACTIVATION)
+NORM_WITH_RESIDUAL = Operator("norm_with_residual", composed=True)
 LINEAR_QUANTIZED = (
     Operator(
         "linear_quantized",

@@ -136,6 +136,8 @@ COMPOSED = (
     "cross_entropy_extras",
     "linear_cross_entropy",
     "linear_cross_entropy_extras",
+    "mlp",
+    "norm_with_residual",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_extras",
     "scaled_dot_product_attention_lse",

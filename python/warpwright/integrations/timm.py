@@ -144,7 +144,7 @@ def _block(
     is_causal: bool = False,
 ) -> Tensor:
     first, second = steps
-    y = first.alone(self.norm1, x, dtype)
+    x, y = first.beside(self.norm1, x, dtype)
     y = self.drop_path1(self.ls1(self.attn(y, attn_mask=attn_mask, is_causal=is_causal)))
     x, y = second.added(self.norm2, y, x, dtype)
     return x + self.drop_path2(self.ls2(self.mlp(y)))

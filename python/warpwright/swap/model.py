@@ -58,7 +58,7 @@ def swap(
             over names (``"layer1.*"``, ``"*.downsample"``) and module classes with their subclasses. One
             of them or several.
         fuse: run chains of layers as one op: BN → ReLU (→ max pool), BN → add → ReLU, ReLU → max
-            pool, and Linear → ReLU, GELU or SiLU. Under autocast norms of known residual blocks write
+            pool, and Linear → ReLU, GELU or SiLU (→ Linear). Under autocast norms of known residual blocks write
             the dtype of the products that read them, and add before they normalise. ``torch.fx`` must be able to read the forward that
             calls them, such as that of an ``nn.Sequential`` or a ResNet block. One layer becomes the
             fused module and keeps its place; the calling module gets a generated forward. If
