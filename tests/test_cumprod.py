@@ -28,6 +28,11 @@ SHAPES = [
     ((1030, 24), 0),
     ((5000, 3), 0),
 ]
+LONG = [
+    *(((n,), 0) for n in (1, 7, 1000, 16385, 40001, 200001)),
+    ((40001, 3), 0),
+    ((2, 3000, 8), 1),
+]
 
 
 def reversed_of(native):
@@ -69,11 +74,7 @@ def test_values(device, dtype, name, shape, dim, form):
     assert ours(x, dim).is_contiguous()
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim"),
-    [((n,), 0) for n in (1, 7, 1000, 16385, 40001, 200001)] + [((40001, 3), 0), ((2, 3000, 8), 1)],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "dim"), LONG, ids=str)
 @pytest.mark.parametrize("zeros", [0, 1, 3])
 def test_gradients_of_long_rows(device, name, shape, dim, form, zeros):
     """A random gradient from above and one of a single sign; rows with signs, and with zeros."""
