@@ -329,7 +329,7 @@ def test_the_kernels_gradient_alone(form):
 @pytest.mark.gpu
 def test_one_kernel_less():
     """The hidden gradient and its column sums have no pass of their own."""
-    inputs = operands("cuda", torch.bfloat16, (2048,), 256, 1024, 256)
+    inputs = operands("cuda", torch.bfloat16, (4099,), 768, 3072, 768)
     y = F.mlp(*inputs, "gelu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.autograd.grad(y, inputs, torch.ones_like(y))

@@ -1,5 +1,7 @@
 // The headers of torch that most C++ files read, compiled once per build (setup.py). It halves the time of
 // a file. No file may rely on it: a compiler other than g++, and a build with ccache, go without.
+#pragma once
+
 #include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>

@@ -35,8 +35,12 @@ struct ScanParams {
   bool is_levels = false;
 
   int inputs() const { return gate == nullptr ? 1 : 2; }
-  // A run of steps is one number or a pair: pairs take twice the registers per element.
-  int numbers() const { return gate != nullptr || kind == ScanKind::kLogSumExp ? 2 : 1; }
+  // A run of steps is one number or a pair, in units of the data's width: pairs, and products of
+  // floats, which are in double, take twice the registers per element.
+  int numbers() const {
+    const bool in_double = kind == ScanKind::kProduct && dtype == DType::kFloat32;
+    return gate != nullptr || kind == ScanKind::kLogSumExp || in_double ? 2 : 1;
+  }
 };
 
 constexpr int kScanColumnThreads = 256;

@@ -3,13 +3,15 @@
 //   kHasGates    input 1 has gates, which may be shifted, and rows may have an initial state
 //   kHasLevels   input 1 has levels: gate(before, level) is the gate between two of them
 //   Element      a run of steps, as the tile combines them: identity(), combine(left, right)
-//   kNumbers     of an Element
+//   kNumbers     of an Element, as ScanParams::numbers()
 //   kBlocksPerSm of 256 threads, in columns and long rows: as many as its registers allow
 //   Carry        8 bytes that pass from tile to tile, wider than Element where that helps
 //   kWords       the words of Carry that describe a tile: total(element, words), join(left, right)
 //   advance      the carry after a tile, from the carry before it: the one fold between tiles
 //   result       the output of a run that starts with the tile, from the carry before the tile
 #pragma once
+
+#include <type_traits>
 
 #include "device/forget.cuh"
 #include "device/math.cuh"
@@ -73,16 +75,20 @@ struct SumScan {
   __device__ static Compute result(Element run) { return run; }
 };
 
+// Products have one rounding error per factor in every order, so floats are multiplied in double.
+template <class T>
+using ProductCompute = std::conditional_t<std::is_same_v<T, float>, double, ScanCompute<T>>;
+
 // y_t = y_{t-1} * x_t
 template <class T>
 struct ProductScan {
   static constexpr int kInputs = 1;
-  static constexpr int kNumbers = 1;
+  static constexpr int kNumbers = std::is_same_v<T, float> ? 2 : 1;
   static constexpr int kWords = 1;
   static constexpr int kBlocksPerSm = 3;
   static constexpr bool kHasGates = false;
   static constexpr bool kHasLevels = false;
-  using Compute = ScanCompute<T>;
+  using Compute = ProductCompute<T>;
   using Element = Compute;
   using Carry = typename ScanTypes<T>::Carry;
 
