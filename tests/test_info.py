@@ -107,6 +107,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.relu_(x)
     F.linear(x, x)
     F.linear_relu(x, x)
+    _ops.ops.mlp(x, x, None, x, None, "gelu")
     _ops.ops.linear_quantized(x, x, x, None)
     F.linear_int8(x, x, x)
     F.linear_fp8(x, x, x)
