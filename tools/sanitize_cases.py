@@ -484,6 +484,8 @@ def conv2d_cases():
             (64, 72, 1, 3, 1, 1, 1),
             (64, 64, 1, 3, 2, 1, 1),
             (128, 128, 2, (3, 2), 1, 2, 2),
+            (36, 44, 1, 3, 2, 1, 1),
+            (64, 136, 1, 3, 1, 1, 1),
             (3, 16, 1, 7, 2, 3, 1),
             (8, 12, 2, 3, 2, 2, 2),
             (19, 19, 19, 3, 1, 1, 1),
@@ -501,6 +503,9 @@ def conv2d_cases():
         x, w = rand(2, 3, 230, 226), rand(72, 3, 16, 16)  # patches, and a rest of the image
         x, w = (t.contiguous(memory_format=layout) for t in (x, w))
         yield f"{name}-patches", F.conv2d, (x, w, rand(72)), {"stride": 16}
+        x, w = rand(2, 72, 12, 11), rand(128, 72, 1, 1)  # in planes, no copy
+        x, w = (t.contiguous(memory_format=layout) for t in (x, w))
+        yield f"{name}-planes", F.conv2d, (x, w, rand(128)), {}
 
 
 def conv_norm(function):
