@@ -64,13 +64,14 @@ LAYERS = (
     Kind(nn.ReLU, ours.ReLU, "relu"),
     Kind(nn.GELU, nn.GELU, "gelu", ("approximate",)),
     Kind(nn.SiLU, nn.SiLU, "silu"),
+    Kind(nn.Hardswish, nn.Hardswish, "hardswish"),
     Kind(nn.MaxPool2d, ours.MaxPool2d, "max_pool2d", POOL),
     Kind(nn.Identity, nn.Identity, ""),
 )
 # Both classes of each; the registry adds layers of other libraries.
 KINDS: dict[type[nn.Module], Kind] = {kind: layer for layer in LAYERS for kind in layer[:2]}
 OPTIONS = {layer.op: layer.names for layer in LAYERS}
-ONLY_FUSED = ("gelu", "silu")  # ops that swap() has no layer for
+ONLY_FUSED = ("gelu", "silu", "hardswish")  # ops that swap() has no layer for
 
 # Functions of a chain: the op, and the names of the arguments after the first.
 FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
@@ -79,6 +80,7 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     torch.relu_: ("relu", ()),
     native.gelu: ("gelu", ("approximate",)),
     native.silu: ("silu", ("inplace",)),
+    native.hardswish: ("hardswish", ("inplace",)),
     native.max_pool2d: ("max_pool2d", POOL),
     torch.max_pool2d: ("max_pool2d", POOL),
     operator.add: ("add", ("other",)),
@@ -150,6 +152,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "gelu": native.gelu,
     "silu": native.silu,
+    "hardswish": native.hardswish,
     "max_pool2d": native.max_pool2d,
 }
 
