@@ -139,10 +139,17 @@ def public_calls(device, seed, grad=True):
         "relu_max_pool2d": ([g(*x4)], pool),
         "batch_norm": ([g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_relu": ([g(*x4), *stats(), g(3), g(3)], norm),
+        "batch_norm_silu": ([g(*x4), *stats(), g(3), g(3)], norm),
+        "batch_norm_hardswish": ([g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_add_relu": ([g(*x4), g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_relu_max_pool2d": ([g(*x4), *stats(), g(3), g(3)], {**norm, **pool}),
         "conv2d_batch_norm": ([g(*x4), g(3, 3, 3, 2), g(3)], {"padding": 1, **named_norm()}),
         "conv2d_batch_norm_relu": ([g(*x4), g(3, 3, 3, 2), g(3)], {"padding": 1, **named_norm()}),
+        "conv2d_batch_norm_silu": ([g(*x4), g(3, 3, 3, 2), g(3)], {"padding": 1, **named_norm()}),
+        "conv2d_batch_norm_hardswish": (
+            [g(*x4), g(3, 3, 3, 2), g(3)],
+            {"padding": 1, **named_norm()},
+        ),
         "conv2d_batch_norm_add_relu": (
             [g(*x4), g(2, 3, 6, 6), g(3, 3, 3, 2), g(3)],
             {"padding": 1, **named_norm()},
@@ -360,7 +367,8 @@ def native_functions():
             y = native.conv2d(x, *conv, padding=padding)
             vectors = (running_mean, running_var, norm_weight, norm_bias)
             y = native.batch_norm(y, *vectors, **options)
-            return y if not after else native.relu(y + residual[0] if residual else y)
+            activation = after.removeprefix("add_")
+            return getattr(native, activation)(y + residual[0] if residual else y) if after else y
 
         return run
 
@@ -368,6 +376,8 @@ def native_functions():
         "conv2d_batch_norm": conv_norm(""),
         "conv2d_batch_norm_relu": conv_norm("relu"),
         "conv2d_batch_norm_add_relu": conv_norm("add_relu"),
+        "conv2d_batch_norm_silu": conv_norm("silu"),
+        "conv2d_batch_norm_hardswish": conv_norm("hardswish"),
         **{
             name: getattr(native, name)
             for name in (
@@ -393,6 +403,8 @@ def native_functions():
         "linear_silu": fused_linear(native.silu),
         "relu_max_pool2d": lambda x, **pool: native.max_pool2d(native.relu(x), **pool),
         "batch_norm_relu": lambda *a, **k: native.relu(native.batch_norm(*a, **k)),
+        "batch_norm_silu": lambda *a, **k: native.silu(native.batch_norm(*a, **k)),
+        "batch_norm_hardswish": lambda *a, **k: native.hardswish(native.batch_norm(*a, **k)),
         "batch_norm_add_relu": norm_add_relu,
         "batch_norm_relu_max_pool2d": norm_pool,
     }

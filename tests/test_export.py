@@ -283,11 +283,20 @@ def test_batch_norms(device, shape, dtype):
             for mask in flags(4):
                 arguments = (dy, x, w, b, mean, rstd, bits, training, mask)
                 same("batch_norm_relu_backward", *arguments)
-        for name, extra in (("batch_norm", ()), ("batch_norm_relu", (torch.randn_like(x),))):
+            for activation in ("silu", "hardswish"):
+                same("batch_norm_activation", x, w, b, *stats, training, 1e-5, activation)
+                arguments = (dy, x, w, b, mean, rstd, training, 1e-5, activation)
+                for mask in flags(3):
+                    same("batch_norm_activation_backward", *arguments, mask)
+        for name, extra, last in (
+            ("batch_norm", (), ()),
+            ("batch_norm_relu", (torch.randn_like(x),), ()),
+            ("batch_norm_activation", (), ("silu",)),
+        ):
             results = []
             for function in (getattr(ops, f"{name}_update"), ATEN[f"{name}_update"]):
                 stats = [r.clone() for r in running]
-                output = function(x, *extra, w, b, *stats, 0.3, 1e-5)
+                output = function(x, *extra, w, b, *stats, 0.3, 1e-5, *last)
                 results.append((*output[:3], *stats))
             tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
             torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)

@@ -439,6 +439,35 @@ def test_torchvision_resnet(device):
         assert classes(model) == classes(twin)
 
 
+@pytest.mark.parametrize(
+    ("build", "layer", "chains"),
+    [("efficientnet_b0", "SiLU", 49), ("mobilenet_v3_large", "Hardswish", 23)],
+)
+def test_torchvision_activations(device, build, layer, chains):
+    """A convolution, its norm and an activation in place, as one Sequential each."""
+    models = pytest.importorskip("torchvision").models
+    model = getattr(models, build)(num_classes=7).to(device).double().eval()
+    twin = copy.deepcopy(model)
+    report = swap(model, fuse=True)
+    assert not left(report)
+    assert sum(f.into == f"BatchNorm{layer}2d" for f in report.fusions) == chains
+    x = torch.randn(2, 3, 32, 32, device=device, dtype=torch.float64)
+    torch.testing.assert_close(model(x), twin(x))
+    for network in (model, twin):
+        network.train()
+        for block in network.modules():
+            if "StochasticDepth" in type(block).__name__ or isinstance(block, nn.Dropout):
+                block.p = 0.0
+    results = []
+    for network in (model, twin):
+        output = network(x)
+        results.append((output, *torch.autograd.grad(output.sum(), tuple(network.parameters()))))
+    torch.testing.assert_close(*results)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    unswap(model)
+    assert classes(model) == classes(twin)
+
+
 def test_timm_resnet(device):
     """Its forward is in two methods, with layers that do nothing in between."""
     timm = pytest.importorskip("timm")

@@ -283,7 +283,7 @@ def max_pool2d_cases():
 
 
 def batch_norm_forms(training):
-    """The op alone, with a relu, and with a residual before it."""
+    """The op alone, with each activation, and with a residual before a relu."""
 
     def plain(x, w, b, m, v):
         return F.batch_norm(x, m.detach().clone(), v.detach().clone(), w, b, training)
@@ -295,7 +295,14 @@ def batch_norm_forms(training):
         stats = m.detach().clone(), v.detach().clone()
         return F.batch_norm_add_relu(x, x * 0.5, *stats, w, b, training)
 
-    return {"plain": plain, "relu": relu, "add_relu": add_relu}
+    def silu(x, w, b, m, v):
+        return F.batch_norm_silu(x, m.detach().clone(), v.detach().clone(), w, b, training)
+
+    def hardswish(x, w, b, m, v):
+        return F.batch_norm_hardswish(x, m.detach().clone(), v.detach().clone(), w, b, training)
+
+    forms = (plain, relu, add_relu, silu, hardswish)
+    return {form.__name__: form for form in forms}
 
 
 def batch_norm_relu_max_pool2d_cases():
@@ -529,6 +536,7 @@ def conv2d_batch_norm_cases():
         name = f"{c}-{k}-k{kernel}"
         yield f"{name}-plain", conv_norm(F.conv2d_batch_norm), (x, *rest), {}
         yield f"{name}-relu", conv_norm(F.conv2d_batch_norm_relu), (x, *rest), {}
+        yield f"{name}-silu", conv_norm(F.conv2d_batch_norm_silu), (x, *rest), {}
         add_relu = conv_norm(F.conv2d_batch_norm_add_relu)
         yield f"{name}-add_relu", add_relu, (x, residual, *rest), {}
 

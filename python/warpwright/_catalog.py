@@ -21,6 +21,7 @@ from ._operators import (
     ATTENTION,
     ATTENTION_VARLEN,
     ATTENTION_WITH_KV_CACHE,
+    BATCH_NORM_ACTIVATION,
     BATCH_NORM_RELU,
     CONV2D_BATCH_NORM,
     CROSS_ENTROPY,
@@ -115,6 +116,20 @@ _RECORDS = (
         cpu="batch norm's loops; the backward masks grad_output first",
         folders=("batch_norm",),
     ),
+    *(
+        Op(
+            f"batch_norm_{activation}",
+            BATCH_NORM_ACTIVATION,
+            chain=Chain(("batch_norm", activation), module),
+            explain="batch_norm",
+            cpu="batch norm's loops; the backward multiplies grad_output by the derivative first",
+            folders=("batch_norm",),
+        )
+        for activation, module in (
+            ("silu", "BatchNormSiLU2d"),
+            ("hardswish", "BatchNormHardswish2d"),
+        )
+    ),
     Op(
         "batch_norm_relu_max_pool2d",
         (
@@ -151,6 +166,8 @@ _RECORDS = (
             ("", "Conv2dBatchNorm2d"),
             ("_relu", "Conv2dBatchNormReLU2d"),
             ("_add_relu", "Conv2dBatchNormAddReLU2d"),
+            ("_silu", "Conv2dBatchNormSiLU2d"),
+            ("_hardswish", "Conv2dBatchNormHardswish2d"),
         )
     ),
     Op(

@@ -181,6 +181,15 @@ BATCH_NORM_RELU = (
     ),
     Operator("batch_norm_relu_backward", aten=_aten.batch_norm_relu_backward),
 )
+BATCH_NORM_ACTIVATION = (
+    Operator("batch_norm_activation", _native.batch_norm_activation, _aten.batch_norm_activation),
+    Operator(
+        "batch_norm_activation_update",
+        _native.batch_norm_activation_update,
+        _aten.batch_norm_activation_update,
+    ),
+    Operator("batch_norm_activation_backward", aten=_aten.batch_norm_activation_backward),
+)
 CONV2D_BATCH_NORM = (
     Operator(
         "conv2d_batch_norm",

@@ -12,6 +12,7 @@ from .cases import (
     Case,
     _attention,
     _batch_norm,
+    _batch_norm_activation,
     _batch_norm_relu,
     _batch_norm_relu_max_pool2d,
     _conv2d,
@@ -342,6 +343,13 @@ def _all_cases() -> list[Case]:
                 _batch_norm_relu(shape, BF16, NHWC, add),
                 _batch_norm_relu(shape, FP32, NCHW, add),
             ]
+    for channels, side in ((32, 112), (96, 112), (144, 56), (240, 28), (672, 14), (1152, 7)):
+        shape = (256, channels, side, side)  # EfficientNet-B0
+        cases.append(_batch_norm_activation("silu", shape, BF16, NHWC))
+    cases += [
+        _batch_norm_activation("silu", (256, 144, 56, 56), FP32, NCHW),
+        _batch_norm_activation("hardswish", (256, 240, 28, 28), BF16, NHWC),
+    ]
     for shape, k, s, p in (
         ((256, 64, 112, 112), 3, 2, 1),
         ((1024, 32, 28, 28), 2, 2, 0),
@@ -465,6 +473,8 @@ QUICK_CASES = [
     _add_norm("add_layer_norm", 2048, 768, BF16),
     _add_norm("add_rms_norm", 2048, 768, FP32),
     _batch_norm_relu((64, 32, 28, 28), FP32, NHWC, False),
+    _batch_norm_activation("silu", (64, 32, 28, 28), FP32, NHWC),
+    _batch_norm_activation("hardswish", (64, 32, 28, 28), FP32, NCHW),
     _batch_norm_relu((64, 32, 28, 28), FP32, NCHW, True),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),

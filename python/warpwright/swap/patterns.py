@@ -64,6 +64,7 @@ LAYERS = (
     Kind(nn.ReLU, ours.ReLU, "relu"),
     Kind(nn.GELU, nn.GELU, "gelu", ("approximate",)),
     Kind(nn.SiLU, nn.SiLU, "silu"),
+    Kind(nn.Hardswish, nn.Hardswish, "hardswish"),
     Kind(nn.MaxPool2d, ours.MaxPool2d, "max_pool2d", POOL),
     Kind(nn.Identity, nn.Identity, ""),
     Kind(nn.Dropout, nn.Dropout, "", ("p",)),  # with p = 0
@@ -71,7 +72,7 @@ LAYERS = (
 # Both classes of each; the registry adds layers of other libraries.
 KINDS: dict[type[nn.Module], Kind] = {kind: layer for layer in LAYERS for kind in layer[:2]}
 OPTIONS = {layer.op: layer.names for layer in LAYERS}
-ONLY_FUSED = ("gelu", "silu")  # ops that swap() has no layer for
+ONLY_FUSED = ("gelu", "silu", "hardswish")  # ops that swap() has no layer for
 
 # The weight and bias of a linear layer, as a functional takes them. The registry adds others.
 OPERANDS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, Tensor | None]]] = {
@@ -86,6 +87,7 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     torch.relu_: ("relu", ()),
     native.gelu: ("gelu", ("approximate",)),
     native.silu: ("silu", ("inplace",)),
+    native.hardswish: ("hardswish", ("inplace",)),
     native.max_pool2d: ("max_pool2d", POOL),
     torch.max_pool2d: ("max_pool2d", POOL),
     operator.add: ("add", ("other",)),
@@ -172,6 +174,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "gelu": native.gelu,
     "silu": native.silu,
+    "hardswish": native.hardswish,
     "max_pool2d": native.max_pool2d,
 }
 
