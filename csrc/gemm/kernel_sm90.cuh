@@ -8,6 +8,8 @@
 //   void store(float (&d)[kRegs], const Bias&, const Output&, int64_t split, int row, int col);
 //   void finish();                    // its stores have read shared memory; may take the Output
 //   static void order(TileGrid&);     // optional, on the host: another order of tiles
+//   void set_up();                    // optional: its barriers, once
+//   void begin(const Output&, int row, int col);   // optional: its loads, before a tile's mainloop
 // store() gets 64 rows of D from `row` and kRegs * 2 columns from `col`, in wgmma's order
 // (accumulator_row(), accumulator_col()). A fused epilogue is a Store that changes the accumulators
 // before it stores them. For example D = min(A B^T, 6) + bias:
@@ -131,6 +133,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
       const int consumer = warpgroup - Loading::kWarpgroups;
       const int first_row = Tile::kPingPong ? 0 : consumer * Tile::kRows;
       Store store{buffers + consumer * Store::kSmemBytes, kStoreBarrier + consumer};
+      if constexpr (requires { store.set_up(); }) store.set_up();
       typename Loop::Cursor cursor;
       typename Loop::Accumulator d;
       // Ping-pong: the mainloops take turns; consumer 0 has the first.
@@ -149,6 +152,9 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           return kRecomputes ? tile_of_block(p.grid, derive_anew(static_cast<int>(block))) : tile;
         };
         const int col = first_col<Tile>(tile, cluster, first_row);
+        if constexpr (requires { store.begin(p.output, 0, 0); }) {
+          store.begin(p.output, first_m<Tile>(tile) + first_row, col);
+        }
         // Read before the mainloop, which hides the latency. If row sums take the registers, it is
         // read after the mainloop.
         constexpr bool kLateBias =

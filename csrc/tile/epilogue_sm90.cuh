@@ -148,6 +148,12 @@ struct EpilogueSm90 {
     next_buffer();
   }
 
+  // The address of a 16-byte piece with the 128-byte swizzle: its number and the row's, combined by
+  // exclusive or.
+  __device__ __forceinline__ static uint32_t buffer_address(uint32_t buffer, int row, int chunk) {
+    return buffer + row * 128 + ((chunk ^ row % 8) << 4);
+  }
+
   // Every thread of the warpgroup calls it at the end of the kernel. Shared memory is free
   // afterwards.
   __device__ static void finish() {
@@ -196,12 +202,6 @@ struct EpilogueSm90 {
       }
     }
     named_barrier_sync(barrier, 128);
-  }
-
-  // The address of a 16-byte piece with the 128-byte swizzle: its number and the row's, combined by
-  // exclusive or.
-  __device__ __forceinline__ static uint32_t buffer_address(uint32_t buffer, int row, int chunk) {
-    return buffer + row * 128 + ((chunk ^ row % 8) << 4);
   }
 
   // Writes a warp's 16 rows of 64 columns.
