@@ -263,6 +263,8 @@ def record_raw(device):
     counter = [torch.zeros(1, dtype=torch.int32, device=device)] if device == "cuda" else []
     ops.grad_norm([t(3, 4), t(5)], counter, 1.0, None)
     convolution, windows = (t(2, 3, 6, 5), t(3, 3, 3, 2), t(3)), ([1, 1], [1, 1], [1, 1], 1)
+    mask = [True, True, True]
+    ops.conv2d_backward(t(2, 3, 6, 6), *convolution[:2], *windows, mask, t(2, 3, 6, 5))
     norm, stats = (t(3), t(3)), (t(3), t(3).abs(), 0.1)
     ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, True, *windows)
     ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, False, *windows)
@@ -289,6 +291,7 @@ def composite_calls(device):
         "attention_varlen_second_order": [*grads, *varlen, out_varlen, *options, *packed],
         "attention_second_order": [out, q, k, k, None, out, state, 0.5, False, None, q, k, k, None],
         "conv2d_padding": [t(2, 3, 6, 5), t(4, 3, 3, 2), t(4), [1, 1], "same", [1, 1], 1],
+        "conv2d_join_skip": [t(2, 3, 6, 5), t(2, 3, 6, 5), t(2, 4, 6, 5)],
         "cross_entropy": [t(4, 7), label, None, *loss],
         "cross_entropy_extras": [t(4, 7), label, None, *loss, 0.1, 5.0, True, True, False],
         "linear_cross_entropy": [x, w, label, None, None, *loss, 2],

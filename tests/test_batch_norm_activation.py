@@ -60,7 +60,10 @@ VALUES = (
 def test_special_values(device, dtype, activation):
     """The identity as a batch norm: the activation alone, over both ends of its range."""
     values = torch.tensor(VALUES).to(device, dtype)
-    one, zero = torch.ones(16, device=device, dtype=dtype), torch.zeros(16, device=device, dtype=dtype)
+    one, zero = (
+        torch.ones(16, device=device, dtype=dtype),
+        torch.zeros(16, device=device, dtype=dtype),
+    )
     for fmt in (torch.contiguous_format, torch.channels_last):
         # Whole vectors: native's own result at NaN differs between a vector and the elements after.
         x = values[None, None, :, None].expand(2, 16, -1, 16).contiguous(memory_format=fmt)

@@ -8,8 +8,8 @@
 //   void store(float (&d)[kRegs], const Bias&, const Output&, int64_t split, int row, int col);
 //   void finish();                    // its stores have read shared memory; may take the Output
 //   static void order(TileGrid&);     // optional, on the host: another order of tiles
-//   void begin();                                          // optional: once, before the first tile
-//   void prefetch(const Output&, int row, int col) const;  // optional: before a tile's mainloop
+//   void begin();                     // optional: its barriers, once
+//   void prefetch(const Output&, int row, int col);   // optional: loads, before a tile's mainloop
 // store() gets 64 rows of D from `row` and kRegs * 2 columns from `col`, in wgmma's order
 // (accumulator_row(), accumulator_col()). A fused epilogue is a Store that changes the accumulators
 // before it stores them. For example D = min(A B^T, 6) + bias:
@@ -97,8 +97,7 @@ __device__ __forceinline__ void set_up(const Loop& loop, const Params& p, uint32
 }
 
 template <class Store, class Output>
-__device__ __forceinline__ void prefetch(const Store& store, const Output& output, int row,
-                                         int col) {
+__device__ __forceinline__ void prefetch(Store& store, const Output& output, int row, int col) {
   if constexpr (requires { store.prefetch(output, row, col); }) store.prefetch(output, row, col);
 }
 

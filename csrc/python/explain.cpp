@@ -301,10 +301,14 @@ Lines explain_conv2d(const std::string& dtype, bool tf32, const TensorLayout& in
   s.allow_tf32 = tf32;
   s.sm90 = sm90 && device.sm_arch == 90;
   const auto x = static_cast<uintptr_t>(input.address), w = static_cast<uintptr_t>(weight.address);
-  return {
+  Lines lines = {
       {"forward", describe(choose_conv2d_fprop(s, {.x = x, .w = w, .y = 0}, device))},
       {"grad_input", describe(choose_conv2d_dgrad(s, {.x = 0, .w = w, .y = 0}, device))},
       {"grad_weight", describe(choose_conv2d_wgrad(s, {.x = x, .w = 0, .y = 0}, nullptr, device))}};
+  const Conv2dDgradPlan joined =
+      choose_conv2d_joined_dgrad(s, {.x = 0, .w = w, .y = 0}, /*addend=*/0, device);
+  if (adds(joined)) lines.emplace_back("with_shortcut", describe(joined));
+  return lines;
 }
 
 Lines explain_conv2d_cpu(const std::string& dtype, const TensorLayout& input,

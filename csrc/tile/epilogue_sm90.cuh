@@ -3,8 +3,8 @@
 // is for D and one for the pre-activation. If TMA cannot address D (rows that are not multiples of
 // 16 bytes), element stores read the same buffers.
 // A fp32 D and split-K parts leave the registers directly: four neighbouring lanes fill a 32-byte
-// sector; in a transposed D eight lanes do. The product may be added to D. Bound: in ping-pong, the other warpgroup's mainloop, 8000
-// cycles at k = 1024.
+// sector; in a transposed D eight lanes do. The product may be added to D. Bound: in ping-pong, the
+// other warpgroup's mainloop, 8000 cycles at k = 1024.
 #pragma once
 
 #include <cstdint>
@@ -149,6 +149,12 @@ struct EpilogueSm90 {
     next_buffer();
   }
 
+  // The address of a 16-byte piece with the 128-byte swizzle: its number and the row's, combined by
+  // exclusive or.
+  __device__ __forceinline__ static uint32_t buffer_address(uint32_t buffer, int row, int chunk) {
+    return buffer + row * 128 + ((chunk ^ row % 8) << 4);
+  }
+
   // Every thread of the warpgroup calls it at the end of the kernel. Shared memory is free
   // afterwards.
   __device__ static void finish() {
@@ -197,12 +203,6 @@ struct EpilogueSm90 {
       }
     }
     named_barrier_sync(barrier, 128);
-  }
-
-  // The address of a 16-byte piece with the 128-byte swizzle: its number and the row's, combined by
-  // exclusive or.
-  __device__ __forceinline__ static uint32_t buffer_address(uint32_t buffer, int row, int chunk) {
-    return buffer + row * 128 + ((chunk ^ row % 8) << 4);
   }
 
   // The lane's row and 16-byte column among the four 8x8 matrices of a warp's first stmatrix: rows

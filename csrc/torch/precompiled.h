@@ -1,5 +1,6 @@
-// The headers of torch that most C++ files read, compiled once per build (setup.py). It halves the time of
-// a file. No file may rely on it: a compiler other than g++, and a build with ccache, go without.
+// The headers of torch that most C++ files read, compiled once per build (setup.py). It halves the
+// time of a file. No file may rely on it: a compiler other than g++, and a build with ccache, go
+// without.
 #pragma once
 
 #include <ATen/TensorOperators.h>

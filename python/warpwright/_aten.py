@@ -90,6 +90,7 @@ def conv2d_backward(
     dilation: list[int],
     groups: int,
     mask: list[bool],
+    addend: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     single = input.dim() == 3
     pair = [_pair(value) for value in (stride, padding, dilation)]
@@ -97,7 +98,8 @@ def conv2d_backward(
     found = aten.convolution_backward(
         *operands, weight, [weight.shape[0]], *pair, False, [0, 0], groups, mask
     )
-    grads = (found[0][0] if single and mask[0] else found[0], *found[1:])
+    dx = found[0][0] if single and mask[0] else found[0]
+    grads = (dx if addend is None else dx + addend, *found[1:])
     return tuple(grad if wanted else None for grad, wanted in zip(grads, mask, strict=True))
 
 

@@ -53,6 +53,7 @@ _RECORDS = (
         (
             Operator("conv2d", torch.conv2d, torch.conv2d, autocast=True, flops=_work.conv2d_flops),
             Operator("conv2d_padding", torch.conv2d, torch.conv2d, composed=True),
+            Operator("conv2d_join_skip", composed=True, differentiable=False),
             Operator(
                 "conv2d_backward", aten=_aten.conv2d_backward, flops=_work.conv2d_backward_flops
             ),

@@ -201,7 +201,7 @@ def conv2d_batch_norm_flops(
 
 def conv2d_backward_flops(
     dy: Shape, x: Shape, weight: Shape, stride: Any, padding: Any, dilation: Any, groups: int,
-    mask: Sequence[bool], out_shape: Any = None, **kwargs: Any,
+    mask: Sequence[bool], addend: Any = None, out_shape: Any = None, **kwargs: Any,
 ) -> int:  # fmt: skip
     dx, *rest = out_shape
     window = (None, stride, padding, dilation, False, None, groups, mask)

@@ -70,6 +70,7 @@ struct Conv2dBackwardParams {
   void* grad_input;
   void* grad_weight;
   void* grad_bias;
+  const void* addend = nullptr;  // like grad_input, which it is added to if the plan says so
 };
 
 // Addresses of a direction's three tensors: x is the input or its gradient, w the weight or its

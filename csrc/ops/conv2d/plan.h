@@ -20,6 +20,7 @@
 #include "ops/conv2d/cuda/layout/copies.h"
 #include "ops/conv2d/cuda/matrix_product.h"
 #include "ops/conv2d/cuda/sm90/config.h"
+#include "ops/conv2d/cuda/sm90/join.h"
 #include "ops/conv2d/cuda/sm90/plane_product.h"
 
 namespace warpwright {
@@ -45,10 +46,11 @@ using Conv2dFpropPlan =
              DepthwiseRowsConfig, DepthwiseColumnsConfig>;
 
 // Depthwise with stride 1 and multiplier 1: the fprop configurations of the flipped window.
-using Conv2dDgradPlan = ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig,
-                                 PlaneProductConfig, FewChannelsDgradConfig, DirectFpropConfig,
-                                 DepthwiseNchwFpropConfig, DepthwiseNchwDgradConfig,
-                                 DepthwiseDgradConfig, DepthwiseRowsConfig, DepthwiseColumnsConfig>;
+using Conv2dDgradPlan =
+    ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
+             FewChannelsDgradConfig, DirectFpropConfig, DepthwiseNchwFpropConfig,
+             DepthwiseNchwDgradConfig, DepthwiseDgradConfig, DepthwiseRowsConfig,
+             DepthwiseColumnsConfig, JoinedDgradConfig>;
 
 using Conv2dWgradPlan =
     ConvPlan<ImplicitGemmConfig, TmaIm2colConfig, MatrixProductConfig, PlaneProductConfig,
@@ -211,6 +213,23 @@ inline Conv2dDgradPlan choose_conv2d_dgrad(const Conv2dShape& s, const Conv2dAdd
                                                 device);
 }
 
+// dgrad that adds a gradient like dx, at the address `addend`; or the plain dgrad, if another
+// kernel has to add it afterwards.
+inline Conv2dDgradPlan choose_conv2d_joined_dgrad(const Conv2dShape& s,
+                                                  const Conv2dAddresses& addresses,
+                                                  uintptr_t addend, const DeviceInfo& device) {
+  const Conv2dDgradPlan plain = choose_conv2d_dgrad(s, addresses, device);
+  if (!s.channels_last || addend % 16 != 0 || addresses.x % 16 != 0) return plain;
+  const auto joined =
+      std::visit([&](const auto& config) { return choose_joined_dgrad(s, config); }, plain.kernel);
+  return joined ? Conv2dDgradPlan(*joined) : plain;
+}
+
+// Whether the kernel adds the addend.
+inline bool adds(const Conv2dDgradPlan& plan) {
+  return std::holds_alternative<JoinedDgradConfig>(plan.kernel);
+}
+
 // grad_bias: null if it is not wanted.
 inline Conv2dWgradPlan choose_conv2d_wgrad(const Conv2dShape& s, const Conv2dAddresses& addresses,
                                            void* grad_bias, const DeviceInfo& device) {
@@ -260,8 +279,10 @@ inline Conv2dBackwardPlan choose_conv2d_backward(const Conv2dBackwardParams& p,
   const uintptr_t dy = address_of(p.grad_output);
   Conv2dBackwardPlan plan;
   if (p.grad_input != nullptr) {
-    plan.input =
-        choose_conv2d_dgrad(p.shape, {address_of(p.grad_input), address_of(p.weight), dy}, device);
+    const Conv2dAddresses at{address_of(p.grad_input), address_of(p.weight), dy};
+    plan.input = p.addend == nullptr
+                     ? choose_conv2d_dgrad(p.shape, at, device)
+                     : choose_conv2d_joined_dgrad(p.shape, at, address_of(p.addend), device);
   }
   if (p.grad_weight != nullptr) {
     plan.weight = choose_conv2d_wgrad(p.shape, {address_of(p.input), address_of(p.grad_weight), dy},

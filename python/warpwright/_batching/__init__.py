@@ -133,6 +133,7 @@ LOOPS = (
 )
 COMPOSED = (
     "conv2d_padding",
+    "conv2d_join_skip",
     "max_pool2d_with_indices",
     "cross_entropy",
     "cross_entropy_extras",

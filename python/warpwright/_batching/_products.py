@@ -133,7 +133,7 @@ def conv2d(
 def conv2d_backward(
     info: Any, dims: Dims, grad: Tensor, x: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Any, Any]:
-    samples, *window, groups, mask = info.batch_size, *rest
+    samples, *window, groups, mask, addend = info.batch_size, *rest
     channels = grad.dim() - (3 if dims[0] is None else 4)
     grads: list[tuple[Tensor | None, int | None]] = [(None, None)] * 3
     if mask[2]:
@@ -162,6 +162,8 @@ def conv2d_backward(
         grads[1] = out_of(grad_weight, samples, 0)
         if not shared:
             grads[0] = out_of(grad_input, samples, channels)
+    if addend is not None and mask[0]:
+        grads[0] = front(*grads[0], samples) + front(addend, dims[-1], samples), 0
     return results(*grads)
 
 

@@ -26,9 +26,12 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def may_be_rewritten(module: nn.Module) -> bool:
-    """Whether ``module``'s forward may call a norm, or take views apart after a permutation."""
+    """Whether ``module``'s forward may call a norm or a convolution beside a shortcut, or take views
+    apart after a permutation."""
     if not has_own_forward(module):
         return False
+    if any(type(m) in CONVOLUTIONS for m in _called_by(module)):
+        return not isinstance(module, nn.Sequential)
     if any(type(m) in NORMS for m in _called_by(module)):
         return True
     names = _names_in(type(module))

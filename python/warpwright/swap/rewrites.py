@@ -1,4 +1,4 @@
-"""Changes of traced forwards besides chains of layers: norms and views, for ``swap(fuse=True)``."""
+"""Changes of traced forwards besides chains of layers: norms, views and shortcuts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from .blocks import block_class
 from .fuse import Fusion, Plan
+from .joins import JoinPass
 from .norms import NormPass
 from .residual import block_of
 from .trace import NotTraceable
@@ -20,7 +21,7 @@ def plan_rewrites(
     found: Plan,
     why_left: Callable[[nn.Module, str], str | None],
 ) -> dict[nn.Module, str]:
-    """Adds the changes to ``found``. Returns a remark on each norm.
+    """Adds the changes to ``found``. Returns a remark on each norm and convolution.
 
     Args:
         chosen: the classes that layers get anyway.
@@ -41,7 +42,8 @@ def plan_rewrites(
             continue
         norms = [NormPass(block, kind_of) for block in blocks]
         views = [ViewPass(block) for block in blocks]
-        changed = [a.run() | b.run() for a, b in zip(norms, views, strict=True)]
+        joins = [JoinPass(block, kind_of) for block in blocks]
+        changed = [a.run() | b.run() | c.run() for a, b, c in zip(norms, views, joins, strict=True)]
         if True not in changed:
             continue
         kept = [b for b, c in zip(blocks, changed, strict=True) if c or b.replaced]
@@ -52,7 +54,7 @@ def plan_rewrites(
             continue
         found.classes[module] = made
         found.graphs[module] = [(r, block.graph) for r, block in zip(recipes, kept, strict=True)]
-        for a in norms:
+        for a in (*norms, *joins):
             notes.update(a.notes)
         chains = dict.fromkeys(chain for b in views for chain in b.chains)
         found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]

@@ -12,10 +12,12 @@
 
 namespace warpwright {
 
-// Elements of a vector of V that pass the activation together: independent chains for the latency of
-// the special functions, few registers.
+// Elements of a vector of V that pass the activation together: independent chains for the latency
+// of the special functions, few registers.
 template <class T, int V>
-constexpr int kActivationRun = sizeof(T) == 8 ? 1 : V < 4 ? V : 4;
+constexpr int kActivationRun = sizeof(T) == 8 ? 1
+                               : V < 4        ? V
+                                              : 4;
 
 // Native's rule, on the stored output.
 template <class T, class A>

@@ -87,6 +87,10 @@ void run_dgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config,
                      {address_of(p.grad_input), address_of(p.weight), address_of(p.grad_output)});
   launch_gemm(product, config.plan, nullptr, stream);
 }
+void run_dgrad(const Conv2dBackwardParams& p, const JoinedDgradConfig& config,
+               cudaStream_t stream) {
+  for_16bit_type(p.shape.dtype, [&]<class T>() { launch_joined_dgrad<T>(p, config, stream); });
+}
 void run_dgrad(const Conv2dBackwardParams& p, const PlaneProductConfig& config,
                cudaStream_t stream) {
   for_rows_type(p.shape.dtype, [&]<class T>() {

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "ops/conv2d/torch/common.h"
+#include "torch/skip.h"
 
 namespace warpwright {
 namespace {
@@ -13,18 +14,19 @@ namespace {
 
 // saved: input, weight.
 struct Conv2dBackward {
-  static constexpr const char* kName = "WarpwrightConv2dBackward";
+  static constexpr const char* kName = kConv2dNode.name;
   using Attributes = Conv2dGeometry;
   static variable_list backward(const Attributes& geometry, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
-    auto [grad_input, grad_weight, grad_bias] = call::conv2d_backward(
-        grads[0], saved[0], saved[1], geometry, {needs[0], needs[1], needs[2]});
+    auto [grad_input, grad_weight, grad_bias] =
+        call::joined_gradients(grads[0], kConv2dNode.gradient(grads), saved[0], saved[1], geometry,
+                               {needs[0], needs[1], needs[2]});
     return {grad_input, grad_weight, grad_bias};
   }
 };
 
 // Each gradient is bilinear, so its derivatives are convolutions again. saved: grad_output, input,
-// weight; grads: of grad_input, grad_weight, grad_bias.
+// weight; grads: of grad_input, grad_weight, grad_bias. The fourth input is the addend.
 struct Conv2dBackwardBackward {
   static constexpr const char* kName = "WarpwrightConv2dBackwardBackward";
   using Attributes = Conv2dGeometry;
@@ -53,7 +55,7 @@ struct Conv2dBackwardBackward {
     if (needs[2] && gg_input.defined()) {
       d_weight = call::weight_gradient(grad_output, gg_input, weight, geometry);
     }
-    return {d_grad_output, d_input, d_weight};
+    return {d_grad_output, d_input, d_weight, gg_input};
   }
 };
 
@@ -98,11 +100,12 @@ Tensor conv2d_autograd(const Tensor& input, const Tensor& weight, const Optional
 Tensors3 conv2d_backward_autograd(const Tensor& grad_output, const Tensor& input,
                                   const Tensor& weight, SymIntArrayRef stride,
                                   SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups,
-                                  Conv2dMask mask) {
+                                  Conv2dMask mask, const OptionalTensor& addend_) {
   const Conv2dGeometry geometry = geometry_of(stride, padding, dilation, groups);
-  auto node = make_node<Conv2dBackwardBackward>(geometry, grad_output, input, weight);
+  const Tensor addend = value_or_undefined(addend_);
+  auto node = make_node<Conv2dBackwardBackward>(geometry, grad_output, input, weight, addend);
   Tensors3 gradients = below_autograd(
-      [&] { return call::conv2d_backward(grad_output, input, weight, geometry, mask); });
+      [&] { return call::conv2d_backward(grad_output, input, weight, geometry, mask, addend); });
   auto& [grad_input, grad_weight, grad_bias] = gradients;
   if (node) {
     node->save(grad_output);
@@ -110,7 +113,7 @@ Tensors3 conv2d_backward_autograd(const Tensor& grad_output, const Tensor& input
     node->save(weight);
     set_history(variable_list{grad_input, grad_weight, grad_bias}, node);
   }
-  if (any_tangent(grad_output, input, weight)) {
+  if (any_tangent(grad_output, input, weight, addend)) {
     const Tensor dy = primal(grad_output), x = primal(input), w = primal(weight);
     Tensor t_input, t_weight, t_bias;
     if (has_tangent(grad_output)) {
@@ -123,6 +126,7 @@ Tensors3 conv2d_backward_autograd(const Tensor& grad_output, const Tensor& input
     if (mask[1] && has_tangent(input)) {
       t_weight = sum_of(t_weight, call::weight_gradient(dy, tangent(input), w, geometry));
     }
+    if (has_tangent(addend)) t_input = sum_of(t_input, tangent(addend));
     if (t_input.defined()) set_tangent(grad_input, t_input);
     if (t_weight.defined()) set_tangent(grad_weight, t_weight);
     if (t_bias.defined()) set_tangent(grad_bias, t_bias);

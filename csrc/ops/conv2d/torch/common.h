@@ -41,12 +41,25 @@ inline Tensor conv2d(const Tensor& input, const Tensor& weight, const Tensor& bi
                  g.groups);
 }
 
+// `addend`: added to the input's gradient, or undefined.
 inline Tensors3 conv2d_backward(const Tensor& grad_output, const Tensor& input,
-                                const Tensor& weight, const Conv2dGeometry& g, Conv2dMask mask) {
+                                const Tensor& weight, const Conv2dGeometry& g, Conv2dMask mask,
+                                const Tensor& addend = {}) {
   static const auto op =
       find_op<Tensors3(const Tensor&, const Tensor&, const Tensor&, SymIntArrayRef, SymIntArrayRef,
-                       SymIntArrayRef, SymInt, Conv2dMask)>("warpwright::conv2d_backward");
-  return op.call(grad_output, input, weight, g.stride, g.padding, g.dilation, g.groups, mask);
+                       SymIntArrayRef, SymInt, Conv2dMask, const OptionalTensor&)>(
+          "warpwright::conv2d_backward");
+  return op.call(grad_output, input, weight, g.stride, g.padding, g.dilation, g.groups, mask,
+                 optional_if_defined(addend));
+}
+
+// The gradients of a node whose input may be a shortcut's too (torch/skip.h). Each of `grad_output`
+// and `skip`, the gradient of the shortcut, may be undefined.
+inline Tensors3 joined_gradients(const Tensor& grad_output, const Tensor& skip, const Tensor& input,
+                                 const Tensor& weight, const Conv2dGeometry& g, Conv2dMask mask) {
+  const Tensor addend = mask[0] ? skip : Tensor();
+  if (!grad_output.defined()) return {addend, Tensor(), Tensor()};
+  return conv2d_backward(grad_output, input, weight, g, mask, addend);
 }
 
 inline Tensor input_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& weight,

@@ -25,16 +25,33 @@ void check_conv2d_backward(const Tensor& grad_output, const Tensor& input,
                               "bfloat16 or float16, got ", input.scalar_type());
 }
 
+// `addend`: undefined, or to be added to the input's gradient.
+void check_addend(const Tensor& addend, const Tensor& input, const Conv2dMask& mask) {
+  if (!addend.defined()) return;
+  TORCH_CHECK(mask[0], "conv2d_backward: addend: expected none without the gradient of the input");
+  TORCH_CHECK(addend.sym_sizes().equals(input.sym_sizes()),
+              "conv2d_backward: addend: expected shape ", input.sym_sizes(), ", got ",
+              addend.sym_sizes());
+  TORCH_CHECK(addend.scalar_type() == input.scalar_type(), "conv2d_backward: addend: expected ",
+              input.scalar_type(), ", got ", addend.scalar_type());
+  check_same_device(addend, input, "conv2d_backward: addend");
+}
+
+// run(Conv2dBackwardParams) computes the gradients, and returns whether it has added the addend.
 template <class Run>
 Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
                               const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
-                              IntArrayRef dilation, int64_t groups, Conv2dMask mask, Run&& run) {
+                              IntArrayRef dilation, int64_t groups, Conv2dMask mask,
+                              const OptionalTensor& addend_, Run&& run) {
   check_types(input_, weight, std::nullopt);
   const Tensor input = batched(input_);
   const Tensor grad_output = batched(grad_output_);
   const auto v = expand_windows<int64_t>(stride, padding, dilation, groups);
   const auto sizes = output_sizes<int64_t>(input, weight, std::nullopt, v, int_sizes);
   check_conv2d_backward<int64_t>(grad_output, input, sizes, int_sizes);
+  Tensor addend = value_or_undefined(addend_);
+  check_addend(addend, input_, mask);
+  if (addend.defined()) addend = batched(addend);
   const auto format = memory_format_of(input, weight);
   const bool empty = grad_output.numel() == 0 || input.numel() == 0;
   const bool wanted = mask[0] || mask[1] || mask[2];
@@ -44,6 +61,7 @@ Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
     check_has_storage(grad_output, "conv2d_backward: grad_output");
     if (mask[1]) check_has_storage(input, "conv2d_backward: input");
     if (mask[0]) check_has_storage(weight, "conv2d_backward: weight");
+    check_has_storage(addend, "conv2d_backward: addend");
     shape = shape_of(input, weight, sizes, v, format);
     if (input.is_cpu()) native = conv2d_backward_onednn(shape, grad_output, input, weight, mask);
   }
@@ -57,17 +75,22 @@ Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
   Tensor grad_input = make(mask[0], input.sizes(), options);
   Tensor grad_weight = make(mask[1], weight.sizes(), options);
   Tensor grad_bias = make(mask[2], weight.sizes().slice(0, 1), input.options());
+  bool is_added = false;
   if (!empty && (mask[0] || mask[1] || mask[2])) {
     const Tensor dy = in_format(grad_output, format);
     const Tensor x = mask[1] ? in_format(input, format) : Tensor();
     const Tensor w = mask[0] ? in_format(weight, format) : Tensor();
     auto in = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
     auto out = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
-    run(Conv2dBackwardParams{shape, dy.const_data_ptr(), in(x), in(w), out(grad_input),
-                             out(grad_weight), out(grad_bias)});
+    // A kernel reads the addend as it lies, or a kernel of its own adds it.
+    const bool joins = mask[0] && addend.defined() && addend.is_contiguous(format);
+    is_added = run(Conv2dBackwardParams{shape, dy.const_data_ptr(), in(x), in(w), out(grad_input),
+                                        out(grad_weight), out(grad_bias),
+                                        joins ? addend.const_data_ptr() : nullptr});
   }
   if (native[0].defined()) grad_input = native[0];
   if (native[1].defined()) grad_weight = native[1];
+  if (addend.defined() && !is_added) grad_input.add_(addend);
   if (grad_input.defined() && input_.dim() == 3) grad_input = grad_input.squeeze(0);
   return {grad_input, grad_weight, grad_bias};
 }
@@ -79,9 +102,13 @@ Tensor conv2d_cpu_kernel(const Tensor& input, const Tensor& weight, const Option
 }
 Tensors3 conv2d_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
                                     const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
-                                    IntArrayRef dilation, int64_t groups, Conv2dMask mask) {
+                                    IntArrayRef dilation, int64_t groups, Conv2dMask mask,
+                                    const OptionalTensor& addend) {
   return conv2d_backward_with(grad_output, input, weight, stride, padding, dilation, groups, mask,
-                              conv2d_backward_cpu);
+                              addend, [](const Conv2dBackwardParams& p) {
+                                conv2d_backward_cpu(p);
+                                return false;
+                              });
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -100,7 +127,8 @@ Tensor conv2d_cuda_kernel(const Tensor& input, const Tensor& weight, const Optio
 
 Tensors3 conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
                                      const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
-                                     IntArrayRef dilation, int64_t groups, Conv2dMask mask) {
+                                     IntArrayRef dilation, int64_t groups, Conv2dMask mask,
+                                     const OptionalTensor& addend) {
   const CudaCall call(input);
   const auto run = [&](Conv2dBackwardParams p) {
     p.shape.allow_tf32 = allow_tf32();
@@ -108,9 +136,10 @@ Tensors3 conv2d_backward_cuda_kernel(const Tensor& grad_output, const Tensor& in
     const Conv2dBackwardPlan plan = choose_conv2d_backward(p, current_device_info());
     const Workspace workspace(plan.workspace_bytes(), input);
     launch_conv2d_backward(p, plan, workspace.data(), call.stream);
+    return plan.input && adds(*plan.input);
   };
   return conv2d_backward_with(grad_output, input, weight, stride, padding, dilation, groups, mask,
-                              run);
+                              addend, run);
 }
 #endif
 
@@ -133,8 +162,10 @@ Tensor conv2d_meta(const Tensor& input_, const Tensor& weight, const OptionalTen
 
 Tensors3 conv2d_backward_meta(const Tensor& grad_output_, const Tensor& input_,
                               const Tensor& weight, SymIntArrayRef stride, SymIntArrayRef padding,
-                              SymIntArrayRef dilation, SymInt groups, Conv2dMask mask) {
+                              SymIntArrayRef dilation, SymInt groups, Conv2dMask mask,
+                              const OptionalTensor& addend) {
   check_types(input_, weight, std::nullopt);
+  check_addend(value_or_undefined(addend), input_, mask);
   const Tensor input = batched(input_);
   const auto v = expand_windows<SymInt>(stride, padding, dilation, groups);
   const auto sizes = output_sizes<SymInt>(input, weight, std::nullopt, v, sym_sizes);
@@ -161,8 +192,8 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
       {at::Tag::pt2_compliant_tag});
   m.def(
       "conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, "
-      "SymInt[2] padding, SymInt[2] dilation, SymInt groups, bool[3] output_mask) -> "
-      "(Tensor, Tensor, Tensor)",
+      "SymInt[2] padding, SymInt[2] dilation, SymInt groups, bool[3] output_mask, "
+      "Tensor? addend=None) -> (Tensor, Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
 }
 

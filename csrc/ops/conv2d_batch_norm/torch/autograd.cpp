@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 
 #include "ops/conv2d_batch_norm/torch/common.h"
+#include "torch/skip.h"
 
 namespace warpwright {
 namespace {
@@ -14,7 +15,7 @@ using namespace conv_norm;
 
 // saved: input, weight, norm_weight, norm_bias, mean, rstd, mask, the convolution's output.
 struct Conv2dBatchNormBackward {
-  static constexpr const char* kName = "WarpwrightConv2DBatchNormBackward";
+  static constexpr const char* kName = kConv2dBatchNormNode.name;
   static constexpr bool kPiecewiseLinear = true;
   struct Attributes {
     Conv2dGeometry geometry;
@@ -43,11 +44,9 @@ struct Conv2dBatchNormBackward {
     if (grads[1].defined() && through_conv) {
       d_convolved = d_convolved.defined() ? d_convolved + grads[1] : grads[1];
     }
-    Tensor dx, dw, db;
-    if (d_convolved.defined()) {
-      std::tie(dx, dw, db) = call::conv2d_backward(d_convolved, saved[0], saved[1], a.geometry,
-                                                   {needs[0], needs[1], needs[2]});
-    }
+    const auto [dx, dw, db] =
+        call::joined_gradients(d_convolved, kConv2dBatchNormNode.gradient(grads), saved[0],
+                               saved[1], a.geometry, {needs[0], needs[1], needs[2]});
     return {dx, dw, db, d_residual, d_weight, d_bias};
   }
 };

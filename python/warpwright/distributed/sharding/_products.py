@@ -122,12 +122,13 @@ def conv2d_backward(dy: Any, x: Any, w: Any, *options: Any) -> list[Row]:
     groups, mask, c = options[3], options[4], x.ndim - 3
     if _is_cut(x, (c + 1, c + 2)):
         return []
-    rows: list[Row] = [(picked(mask, R, R, R), [R, R, R])]
+    # The last tensor is the addend, placed as the gradient that it is added to.
+    rows: list[Row] = [(picked(mask, R, R, R), [R, R, R, R])]
     if c == 1:
-        rows.append((picked(mask, S(0), P, P), [S(0), S(0), R]))
+        rows.append((picked(mask, S(0), P, P), [S(0), S(0), R, S(0)]))
     if groups == 1:
-        rows.append((picked(mask, P, S(0), S(0)), [S(c), R, S(0)]))
-        rows.append((picked(mask, S(c), S(1), R), [R, S(c), S(1)]))
+        rows.append((picked(mask, P, S(0), S(0)), [S(c), R, S(0), P]))
+        rows.append((picked(mask, S(c), S(1), R), [R, S(c), S(1), S(c)]))
     return rows
 
 

@@ -91,20 +91,25 @@ __device__ __forceinline__ void add_row_bias(float (&d)[kRegs], const T* bias, i
   }
 }
 
+// Where a warp writes the transpose of 64 columns of the accumulators: the buffer has a row per
+// column and a column per row. stmatrix transposes 8x8 matrices. A warp's 16 rows are 32 bytes of
+// each of the buffer's rows. This lane's address for the first of four stmatrix, 16 rows apart.
+template <class T>
+__device__ __forceinline__ uint32_t transposed_address(uint32_t buffer) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  // The lane's row and 16-byte piece of the buffer among four matrices: 8 columns by 16 rows, and
+  // the next 8 columns.
+  const int row = lane / 16 * 8 + lane % 8, piece = accumulator_warp_row() / 8 + lane / 8 % 2;
+  return EpilogueSm90<T>::buffer_address(buffer, row, piece);
+}
+
 template <class T>
 struct TransposingEpilogue : EpilogueSm90<T> {
   using Base = EpilogueSm90<T>;
 
  protected:
-  // Writes the transpose of 64 columns of the accumulators: the buffer has a row per column and a
-  // column per row. stmatrix transposes 8x8 matrices. A warp's 16 rows are 32 bytes of each of the
-  // buffer's rows.
   __device__ __forceinline__ static void write_transposed(uint32_t buffer, const float* values) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    // The lane's row and 16-byte piece of the buffer among four matrices: 8 columns by 16 rows, and
-    // the next 8 columns.
-    const int row = lane / 16 * 8 + lane % 8, piece = accumulator_warp_row() / 8 + lane / 8 % 2;
-    const uint32_t address = Base::buffer_address(buffer, row, piece);
+    const uint32_t address = transposed_address<T>(buffer);
     const auto d = Base::pack(values);
 #pragma unroll
     for (int j = 0; j < 4; ++j) stmatrix_x4_trans(address + j * 16 * 128, d.words[j]);

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "ops/conv2d/cuda/sm90/config.h"
+#include "ops/conv2d/cuda/sm90/join.h"
 #include "ops/conv2d/cuda/sm90/plane_product.h"
 
 namespace warpwright {
@@ -19,6 +20,11 @@ void launch_tma_im2col_dgrad(const Conv2dBackwardParams& params, const TmaIm2col
 template <class T>
 void launch_tma_im2col_wgrad(const Conv2dBackwardParams& params, const TmaIm2colConfig& config,
                              void* workspace, cudaStream_t stream);
+
+// dgrad, plus Conv2dBackwardParams::addend.
+template <class T>
+void launch_joined_dgrad(const Conv2dBackwardParams& params, const JoinedDgradConfig& config,
+                         cudaStream_t stream);
 
 // fprop, or dgrad of stride 1, whose D is stored in planes (TmaIm2colConfig::stores_planes).
 // `pixels` is the NHWC image of windows: x, or dy.
