@@ -210,8 +210,8 @@ struct GateCoefficients {
   A mean, scale, bias;
 };
 
-// Elements first .. first + kCount - 1 of dout after the gate. `forward_of(j)`: the GateCoefficients
-// of element j.
+// Elements first .. first + kCount - 1 of dout after the gate. `forward_of(j)`: the
+// GateCoefficients of element j.
 template <Gate kGate, class T, int V, int kInputs, int kCount, class Of>
 __device__ __forceinline__ void gated(Accum<T> (&dout)[kCount], const VectorsOf<T, V, kInputs>& v,
                                       int first, NormActivation activation, const Of& forward_of) {
