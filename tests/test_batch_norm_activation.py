@@ -1,4 +1,4 @@
-"""What is particular to batch norm with SiLU and Hardswish; test_batch_norm_relu.py has what all forms share."""
+"""Batch norm with SiLU and Hardswish: what test_batch_norm_relu.py does not ask of all forms."""
 
 import pytest
 import torch
@@ -60,10 +60,8 @@ VALUES = (
 def test_special_values(device, dtype, activation):
     """The identity as a batch norm: the activation alone, over both ends of its range."""
     values = torch.tensor(VALUES).to(device, dtype)
-    one, zero = (
-        torch.ones(16, device=device, dtype=dtype),
-        torch.zeros(16, device=device, dtype=dtype),
-    )
+    one = torch.ones(16, device=device, dtype=dtype)
+    zero = torch.zeros_like(one)
     for fmt in (torch.contiguous_format, torch.channels_last):
         # Whole vectors: native's own result at NaN differs between a vector and the elements after.
         x = values[None, None, :, None].expand(2, 16, -1, 16).contiguous(memory_format=fmt)

@@ -130,9 +130,8 @@ def test_running_statistics(device, dtype, momentum, form):
             fused(form)(x, residual_like(x, form), *one, weight, bias, True, momentum)
             F.batch_norm(x, *two, weight, bias, True, momentum)
             assert one[0]._version > version
-            if (
-                form == "add_relu" and device == "cuda"
-            ):  # two operands are shared out over blocks in another way
+            # On a GPU two operands are shared out over blocks in another way.
+            if form == "add_relu" and device == "cuda":
                 torch.testing.assert_close(one, two)
             else:
                 assert_same(one, two)
@@ -290,10 +289,8 @@ def test_double_backward_matches_native(device, training, form):
     residual = torch.randn_like(x)
 
     def second(f):
-        leaves = [
-            t.clone().requires_grad_()
-            for t in (x, weight, bias, residual)[: 3 + (form == "add_relu")]
-        ]
+        tensors = (x, weight, bias, residual)[: 4 if form == "add_relu" else 3]
+        leaves = [t.clone().requires_grad_() for t in tensors]
         added = leaves[3] if form == "add_relu" else None
         output = on_copies(f, form, training)(leaves[0], added, *leaves[1:3], mean, var)
         grads = torch.autograd.grad(output.pow(3).sum(), leaves, create_graph=True)

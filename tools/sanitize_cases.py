@@ -537,6 +537,7 @@ def conv2d_batch_norm_cases():
         yield f"{name}-plain", conv_norm(F.conv2d_batch_norm), (x, *rest), {}
         yield f"{name}-relu", conv_norm(F.conv2d_batch_norm_relu), (x, *rest), {}
         yield f"{name}-silu", conv_norm(F.conv2d_batch_norm_silu), (x, *rest), {}
+        yield f"{name}-hardswish", conv_norm(F.conv2d_batch_norm_hardswish), (x, *rest), {}
         add_relu = conv_norm(F.conv2d_batch_norm_add_relu)
         yield f"{name}-add_relu", add_relu, (x, residual, *rest), {}
 

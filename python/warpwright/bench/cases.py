@@ -164,13 +164,14 @@ def _instance_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> C
 def _batch_norm_activation(
     activation: str, shape: tuple[int, ...], dtype: torch.dtype, layout: str
 ) -> Case:
-    """Batch norm and an activation of EfficientNet or MobileNetV3. Native calls one after the other."""
+    """Batch norm and EfficientNet's or MobileNetV3's activation. Native calls one after the other."""
     plain = _batch_norm(shape, dtype, layout)
     name = f"batch_norm_{activation}"
     function = getattr(torch.nn.functional, activation)
 
     def call(F: Any, i: Inputs) -> Tensor:
-        return getattr(F, name)(i["x"], None, None, i["weight"], i["bias"], True)  # type: ignore[no-any-return]
+        arguments = (None, None, i["weight"], i["bias"], True)
+        return getattr(F, name)(i["x"], *arguments)  # type: ignore[no-any-return]
 
     return replace(plain, op=name, call=call, native=lambda F, i: function(plain.call(F, i)))
 

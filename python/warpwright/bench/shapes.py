@@ -118,8 +118,8 @@ def _depthwise_layers(batch: int) -> list[Case]:
     return [*rows, case(144, 56, 3, 1, NCHW), case(240, 28, 5, 1, NCHW)]
 
 
-def _resnet50_norms(batch: int) -> list[Case]:
-    """A layer of each stage with its batch norm. The residual is the input where shapes agree."""
+def _layers_with_norms(batch: int) -> list[Case]:
+    """Of ResNet-50 a layer of each stage, two expansions. The residual is the input where shapes agree."""
     return [
         _conv2d_batch_norm((batch, c, image, image), out, k, s, form, BF16, NHWC)
         for form, c, image, out, k, s in (
@@ -131,6 +131,8 @@ def _resnet50_norms(batch: int) -> list[Case]:
             ("", 256, 56, 512, 1, 2),
             ("_add_relu", 64, 56, 64, 3, 1),
             ("_add_relu", 256, 14, 256, 3, 1),
+            ("_silu", 16, 112, 96, 1, 1),  # EfficientNet-B0, MobileNetV3-L
+            ("_hardswish", 40, 28, 240, 1, 1),
         )
     ]
 
@@ -434,7 +436,7 @@ def _all_cases() -> list[Case]:
     return cases
 
 
-CASES = [*_all_cases(), *_resnet50_norms(256)]
+CASES = [*_all_cases(), *_layers_with_norms(256)]
 
 # Small enough for two CPU cores and for a look at a new machine.
 QUICK_CASES = [

@@ -1,11 +1,12 @@
-// The activation after batch norm, and its derivative, for the elements of a vector. It is a value
-// of the launch: all threads take the same branch, once per vector.
-//   relu        max(z, 0)               1 if the stored output is positive or NaN, else 0
-//   silu        z s, s = sigmoid(z)     s (1 + z (1 - s))
-//   hardswish   z clamp(z + 3, 0, 6) / 6     0 up to -3, z / 3 + 1 / 2 below 3, else 1
-// Infinities and NaN as in native's CUDA kernels: silu(-inf) is NaN, hardswish's derivative at
-// NaN 1.
+// The activation after batch norm, and its derivative, for some elements of a vector. It is a value
+// of the launch: all threads take the same branch, once for all of these elements.
+//   relu        max(z, 0)                  1 if the stored output is positive or NaN, else 0
+//   silu        z s, s = sigmoid(z)        s (1 + z (1 - s))
+//   hardswish   z clamp(z + 3, 0, 6) / 6   0 up to -3, z / 3 + 1 / 2 below 3, else 1
+// Infinities and NaN as in native's CUDA kernels: silu(-inf) is NaN, hardswish'(NaN) is 1.
 #pragma once
+
+#include <type_traits>
 
 #include "device/activation.cuh"
 #include "ops/batch_norm/batch_norm.h"
@@ -19,10 +20,16 @@ constexpr int kActivationRun = sizeof(T) == 8 ? 1
                                : V < 4        ? V
                                               : 4;
 
-// Native's rule, on the stored output.
+// Native's rule, on the output as it is stored in T: not <= 0. Half of T's smallest number and less
+// rounds to 0 (ties to even), so no conversion is needed. The converting instruction is as slow as
+// an exponential. NaN passes.
+template <class T>
+constexpr float kRoundsToZero = std::is_same_v<T, half>   ? 0x1p-25f
+                                : std::is_same_v<T, bf16> ? 0x1p-134f
+                                                          : 0.0f;
 template <class T, class A>
 __device__ __forceinline__ bool passes_relu(A y) {
-  return !(convert<A>(convert<T>(y)) <= A(0));
+  return !(y <= A(kRoundsToZero<T>));
 }
 
 template <class T, int kCount, class A>
@@ -65,8 +72,10 @@ __device__ __forceinline__ void activate_norm_backward(NormActivation activation
   } else {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const A inside = dout[j] * (z[j] * A(1.0 / 3) + A(0.5));
-      dout[j] = z[j] <= A(-3) ? A(0) : z[j] < A(3) ? inside : dout[j];
+      // Selections of values at hand: the compiler would branch around products, per element.
+      const A inside = z[j] * A(1.0 / 3) + A(0.5);
+      const A product = dout[j] * (z[j] < A(3) ? inside : A(1));
+      dout[j] = z[j] <= A(-3) ? A(0) : product;
     }
   }
 }
