@@ -29,8 +29,16 @@ relus = pytest.mark.parametrize("form", FORMS[:2])
 TRAINING = pytest.mark.parametrize("training", [True, False])
 
 
+def exact_hardswish(z):
+    """Native's CUDA kernel multiplies float64 by a sixth that was rounded to float32. The CPU's does not."""
+    if z.is_cuda and z.dtype == torch.float64:
+        return native.hardswish(z.cpu()).to(z.device)
+    return native.hardswish(z)
+
+
 def chain(form):
-    activation = getattr(native, form.removeprefix("add_"))
+    name = form.removeprefix("add_")
+    activation = exact_hardswish if name == "hardswish" else getattr(native, name)
 
     def run(x, residual, *args, **kwargs):
         y = native.batch_norm(x, *args, **kwargs)

@@ -184,7 +184,8 @@ def test_planes():
     assert all(PLANES in kernel for kernel in one_tap)
     assert ["w transposed" in kernel for kernel in one_tap] == [False, True, False]
     weight = of(*IN_PLANES["portable_in_rows"])[2]
-    assert weight.startswith("portable implicit GEMM") and copied(weight) == "x, w, y"
+    assert weight.startswith("portable implicit GEMM")
+    assert copied(weight) == "x, w, y"
     odd_planes = of(64, 512, 7, 7, 2048, 1, 1, 1, 0, 1, 1)
     assert [copied(kernel) for kernel in odd_planes] == ["x", "y", "x, y"]
 

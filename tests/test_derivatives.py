@@ -224,7 +224,7 @@ for training in (False, True):
     )
     for name in ("silu", "hardswish"):
         CASES[f"batch_norm_{name}_{mode}"] = norm_case(
-            lambda *a, function=getattr(F, f"batch_norm_{name}"): function(*a[:6]),
+            lambda *a, name=name: getattr(F, f"batch_norm_{name}")(*a[:6]),
             getattr(native, name),
             training,
         )

@@ -39,7 +39,7 @@ def test_gradients(device, dtype, shape, mask):
 
 
 def test_without_the_weight(device):
-    x, w, dy = made(device, torch.float32, 6, 16, 8)
+    x, _, dy = made(device, torch.float32, 6, 16, 8)
     grads = ops.linear_backward(dy, x, None, (False, True, True))
     assert grads[1].is_contiguous()
     part = made(device, torch.float32, 6, 16, 16)[1][:8]  # not dense

@@ -66,7 +66,7 @@ def step(function, inputs, cotangent=None):
 
 @forms
 def test_values(device, dtype, form):
-    for biases in subsets(2) + [(False, False)]:
+    for biases in [*subsets(2), (False, False)]:
         x, w1, b1, w2, b2 = operands(device, dtype)
         inputs = x, w1, b1 if biases[0] else None, w2, b2 if biases[1] else None
         assert_same(F.mlp(*inputs, form), chained(form)(*inputs))
