@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ._norm import (
 
 _SHORT = (torch.bfloat16, torch.float16)
 # The functions after the convolution, and the operator's name of their activation.
-_AFTER = {
+_AFTER: dict[str, tuple[Callable[..., Tensor], str]] = {
     "conv2d_batch_norm": (batch_norm, "none"),
     "conv2d_batch_norm_relu": (batch_norm_relu, "relu"),
     "conv2d_batch_norm_add_relu": (batch_norm_add_relu, "relu"),

@@ -117,8 +117,8 @@ class NormPass:
                 pair = self.graph.call_function(norm_and_rows, arguments)
                 rows = self.graph.call_function(operator.getitem, (pair, 0))
                 changed = self.graph.call_function(operator.getitem, (pair, 1))
-            for reader in later:
-                reader.replace_input_with(source, rows)
+            for later_reader in later:
+                later_reader.replace_input_with(source, rows)
         else:
             with self.graph.inserting_before(node):
                 arguments = (self.graph.get_attr(path), source)
