@@ -264,8 +264,8 @@ def record_raw(device):
     ops.grad_norm([t(3, 4), t(5)], counter, 1.0, None)
     convolution, windows = (t(2, 3, 6, 5), t(3, 3, 3, 2), t(3)), ([1, 1], [1, 1], [1, 1], 1)
     norm, stats = (t(3), t(3)), (t(3), t(3).abs(), 0.1)
-    ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, True, *windows)
-    ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, False, *windows)
+    ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, "relu", *windows)
+    ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, "silu", *windows)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         codes, scale = ops.quantize_rows(t(4, 16), dtype)
         weight, weight_scale = ops.quantize_rows(t(6, 16), dtype)

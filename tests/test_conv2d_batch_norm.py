@@ -249,7 +249,7 @@ def case_of(name, dtype, offset=0.0):
 
 def run_kernel(x, w, bias, windows):
     op = torch.ops.warpwright.conv2d_batch_norm
-    return op(x, w, bias, None, None, None, 1e-5, False, *windows)
+    return op(x, w, bias, None, None, None, 1e-5, "none", *windows)
 
 
 @pytest.mark.gpu
