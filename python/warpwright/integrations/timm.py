@@ -97,7 +97,7 @@ _AFTER_NORM: dict[type[nn.Module], str] = {
 
 def _batch_norm_act(self: Any, x: Tensor) -> Tensor:
     functional = _AFTER_NORM.get(type(self.act))
-    if functional is None or type(self.drop) is not nn.Identity:
+    if functional is None or type(self.drop) is not nn.Identity or self.momentum is None:
         return _native(self, x)
     if is_hooked(self.act) or is_hooked(self.drop):
         return _native(self, x)
