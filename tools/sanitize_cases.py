@@ -721,7 +721,48 @@ def decoded(query, k_cache, v_cache, k, v, lengths, table, is_causal):
     return torch.cat([x.flatten() for x in (output, *cache)])
 
 
+def mlp_cases():
+    """The hidden gradient by a pass, and by a product's epilogue."""
+    for rows, features, hidden, outputs in ((33, 24, 40, 16), (2049, 64, 2056, 72)):
+        operands = rand(rows, features), rand(hidden, features), rand(hidden)
+        operands = *operands, rand(outputs, hidden) / 16, rand(outputs)
+        for activation in ("relu", "gelu", "silu"):
+            name = f"{rows}x{features}-{hidden}-{outputs}-{activation}"
+            yield name, F.mlp, operands, {"activation": activation}
+
+
+def joined_dgrad_cases():
+    """dgrad that adds a gradient: a matrix product, windows, phases, 64 channels transposed."""
+    for filters, channels, window, stride in (
+        (64, 256, 1, 1),
+        (136, 128, 1, 2),
+        (128, 128, 3, 1),
+        (128, 192, 3, 2),
+        (64, 64, 3, 1),
+    ):
+        size = 15
+        out = (size + 2 * (window // 2) - window) // stride + 1
+        x, dy = rand(3, channels, size, size), rand(3, filters, out, out)
+        w = rand(filters, channels, window, window) / 16
+        tensors = [t.to(memory_format=torch.channels_last) for t in (dy, x, w, rand(*x.shape))]
+        windows = [stride] * 2, [window // 2] * 2, [1, 1], 1
+        yield (
+            f"{channels}-{filters}-{window}x{window}-{stride}",
+            joined,
+            tensors,
+            {"windows": windows},
+        )
+
+
+@torch.no_grad()
+def joined(dy, x, w, addend, windows):
+    backward = torch.ops.warpwright.conv2d_backward
+    return backward(dy, x, w, *windows, [True, False, False], addend)[0]
+
+
 CASES = {
+    "mlp": mlp_cases,
+    "joined_dgrad": joined_dgrad_cases,
     "attention_varlen": packed_cases,
     "attention_with_kv_cache": decoding_cases,
     "optim": optimizer_cases,
