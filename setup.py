@@ -246,15 +246,50 @@ class Build(BuildExtension):
         if self.editable_mode:
             # setuptools gives a fresh folder each time; ninja needs the old objects.
             self.build_temp = str(ROOT / "build" / "editable")
+        self.precompile_headers()
         super().build_extensions()
         # Read before the library is loaded, so that another torch gets a sentence, not a symbol.
         if not REUSE_LIBRARY:
             (built / STAMP).write_text(torch.__version__ + "\n")
 
+    def precompile_headers(self) -> None:
+        """Compiles torch's headers once and lets each C++ file of the library begin with them.
+
+        g++ alone takes its own precompiled headers. It ignores one that does not fit the file's flags.
+        ccache would see a new header in each folder, and needs none for the files that it knows.
+        """
+        compiler = os.environ.get("CXX", "g++")
+        macros = compiler_macros(compiler)
+        if "__clang__" in macros or "ccache" in compiler or REUSE_LIBRARY:
+            return
+        header = Path(self.build_temp).resolve() / "precompiled" / "torch.h"
+        python_flags = self.compiler.compiler_so[1:]
+        command = [
+            *(*shlex.split(compiler), *python_flags, *map(macro_flag, library.define_macros)),
+            *(f"-I{folder}" for folder in (*library.include_dirs, *self.compiler.include_dirs)),
+            *("-x", "c++-header", str(header), "-o", f"{header}.gch", *cxx_flags),
+            *("-DTORCH_API_INCLUDE_EXTENSION_H", "-DPy_LIMITED_API=0x030A0000"),
+            "-DTORCH_EXTENSION_NAME=libwarpwright",
+        ]
+        text = '#include "torch/precompiled.h"\n'
+        stamp = f"{torch.__version__} {macros.get('__VERSION__')} {shlex.join(command)}\n"
+        made_by = header.with_suffix(".stamp")
+        if not made_by.exists() or made_by.read_text() != stamp:
+            header.parent.mkdir(parents=True, exist_ok=True)
+            header.write_text(text)
+            if subprocess.run(command).returncode != 0:
+                return
+            made_by.write_text(stamp)
+        library.extra_compile_args["cxx"] += ["-include", str(header)]
+
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()
         if not REUSE_LIBRARY:
             shutil.copy(Path(self.build_lib) / "warpwright" / STAMP, PACKAGE / STAMP)
+
+
+def macro_flag(macro: tuple[str, str]) -> str:
+    return f"-D{macro[0]}={macro[1]}"
 
 
 def small_fatbin() -> list[str]:

@@ -139,10 +139,17 @@ def public_calls(device, seed, grad=True):
         "relu_max_pool2d": ([g(*x4)], pool),
         "batch_norm": ([g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_relu": ([g(*x4), *stats(), g(3), g(3)], norm),
+        "batch_norm_silu": ([g(*x4), *stats(), g(3), g(3)], norm),
+        "batch_norm_hardswish": ([g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_add_relu": ([g(*x4), g(*x4), *stats(), g(3), g(3)], norm),
         "batch_norm_relu_max_pool2d": ([g(*x4), *stats(), g(3), g(3)], {**norm, **pool}),
         "conv2d_batch_norm": ([g(*x4), g(3, 3, 3, 2), g(3)], {"padding": 1, **named_norm()}),
         "conv2d_batch_norm_relu": ([g(*x4), g(3, 3, 3, 2), g(3)], {"padding": 1, **named_norm()}),
+        "conv2d_batch_norm_silu": ([g(*x4), g(3, 3, 3, 2), g(3)], {"padding": 1, **named_norm()}),
+        "conv2d_batch_norm_hardswish": (
+            [g(*x4), g(3, 3, 3, 2), g(3)],
+            {"padding": 1, **named_norm()},
+        ),
         "conv2d_batch_norm_add_relu": (
             [g(*x4), g(2, 3, 6, 6), g(3, 3, 3, 2), g(3)],
             {"padding": 1, **named_norm()},
@@ -259,8 +266,8 @@ def record_raw(device):
     mask = [True, True, True]
     ops.conv2d_backward(t(2, 3, 6, 6), *convolution[:2], *windows, mask, t(2, 3, 6, 5))
     norm, stats = (t(3), t(3)), (t(3), t(3).abs(), 0.1)
-    ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, True, *windows)
-    ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, False, *windows)
+    ops.conv2d_batch_norm(*convolution, t(2, 3, 6, 6), *norm, 1e-5, "relu", *windows)
+    ops.conv2d_batch_norm_update(*convolution, None, *norm, *stats, 1e-5, "silu", *windows)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         codes, scale = ops.quantize_rows(t(4, 16), dtype)
         weight, weight_scale = ops.quantize_rows(t(6, 16), dtype)
@@ -290,6 +297,8 @@ def composite_calls(device):
         "linear_cross_entropy": [x, w, label, None, None, *loss, 2],
         "linear_cross_entropy_extras": [x, w, label, t(7), None, *loss, 2, 0.1, 5.0, True, True],
         "max_pool2d_with_indices": [t(2, 3, 6, 5), [2, 2], [2, 2], [1, 1], [1, 1], False],
+        "mlp": [x, w, t(7), t(3, 7), t(3), "gelu"],
+        "norm_with_residual": [x, [5], t(5), t(5), 1e-5, True, None],
         "scaled_dot_product_attention": [q, k, k, t(5, 7), 0.0, False],
         "scaled_dot_product_attention_extras": [q, k, k, t(5, 7), 0.0, False],
         "scaled_dot_product_attention_lse": [q, k, k, t(5, 7), 0.0, False],
@@ -361,7 +370,8 @@ def native_functions():
             y = native.conv2d(x, *conv, padding=padding)
             vectors = (running_mean, running_var, norm_weight, norm_bias)
             y = native.batch_norm(y, *vectors, **options)
-            return y if not after else native.relu(y + residual[0] if residual else y)
+            activation = after.removeprefix("add_")
+            return getattr(native, activation)(y + residual[0] if residual else y) if after else y
 
         return run
 
@@ -369,6 +379,8 @@ def native_functions():
         "conv2d_batch_norm": conv_norm(""),
         "conv2d_batch_norm_relu": conv_norm("relu"),
         "conv2d_batch_norm_add_relu": conv_norm("add_relu"),
+        "conv2d_batch_norm_silu": conv_norm("silu"),
+        "conv2d_batch_norm_hardswish": conv_norm("hardswish"),
         **{
             name: getattr(native, name)
             for name in (
@@ -394,6 +406,8 @@ def native_functions():
         "linear_silu": fused_linear(native.silu),
         "relu_max_pool2d": lambda x, **pool: native.max_pool2d(native.relu(x), **pool),
         "batch_norm_relu": lambda *a, **k: native.relu(native.batch_norm(*a, **k)),
+        "batch_norm_silu": lambda *a, **k: native.silu(native.batch_norm(*a, **k)),
+        "batch_norm_hardswish": lambda *a, **k: native.hardswish(native.batch_norm(*a, **k)),
         "batch_norm_add_relu": norm_add_relu,
         "batch_norm_relu_max_pool2d": norm_pool,
     }

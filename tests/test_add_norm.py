@@ -326,3 +326,82 @@ def test_explain():
         x = torch.randn(64, 768, device="meta", dtype=residual)
         said = warpwright.explain("add_rms_norm", x, x, (768,), device="cuda")
         assert text in said
+
+
+# ---- norm_with_residual: a norm whose input goes on next to it ----
+
+
+def beside(x, v, centered, dtype):
+    op = torch.ops.warpwright.norm_with_residual
+    weight, bias = (*v, None)[:2]
+    return op(x, x.shape[-1:], weight, bias, 1e-5, centered, dtype)
+
+
+@both
+@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(7, 5), (3, 100, 768), (9, 1001)], ids=str)
+def test_norm_with_residual(name, dtype, shape, device):
+    """The two results are what two readers of x get, and so are the gradients."""
+    _, x, *v = made(name, shape, (FP32, FP32, dtype), device)
+    centered = len(v) == 2
+    norm = F.layer_norm if centered else F.rms_norm
+
+    def read(x, *v):
+        return x.sin() * x, norm(x, shape[-1:], *v, eps=1e-5, dtype=dtype)
+
+    def read_both(x, *v):
+        residual, y = beside(x, v, centered, dtype)
+        assert residual.grad_fn is y.grad_fn
+        assert residual.data_ptr() == x.data_ptr()
+        return residual.sin() * residual, y
+
+    found = []
+    for function in (read_both, read):
+        outputs = function(x, *v)
+        slope = torch.linspace(-1, 1, x.numel(), device=device).view(x.shape)
+        cotangents = [slope.to(t.dtype) for t in outputs]
+        found.append([*outputs, *torch.autograd.grad(outputs, (x, *v), cotangents)])
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@both
+def test_norm_with_residual_of_one_reader(name, device):
+    _, x, *v = made(name, (6, 8), (FP32, FP32, None), device)
+    residual, y = beside(x, v, len(v) == 2, None)
+    (dx,) = torch.autograd.grad(residual.sum(), x, retain_graph=True)
+    assert_same(dx, torch.ones_like(x))
+    norm = F.layer_norm if len(v) == 2 else F.rms_norm
+    mine = torch.autograd.grad(y.sin().sum(), (x, *v))
+    assert_same(mine, torch.autograd.grad(norm(x, (8,), *v, eps=1e-5).sin().sum(), (x, *v)))
+    source = x * 1
+    residual, _ = beside(source, v, len(v) == 2, None)
+    product = residual * residual
+    source.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    frozen = beside(x.detach(), v, len(v) == 2, None)
+    assert not frozen[0].requires_grad
+    assert frozen[1].requires_grad
+
+
+@both
+def test_norm_with_residual_further(name):
+    """Second derivatives, transforms, modes and no grad."""
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    centered = name == "add_layer_norm"
+    v = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(1 + centered)]
+    function = joined(lambda x, *v: beside(x, v, centered, None))
+    gradcheck(function, (x, *v))
+    torch.autograd.gradgradcheck(function, (x, *v))
+    norm = F.layer_norm if centered else F.rms_norm
+    y = norm(x, (5,), *v, eps=1e-5)
+    with torch.no_grad():
+        assert_same(beside(x, v, centered, None), (x, y))
+    w = [t.detach() for t in v]
+    batched = torch.vmap(lambda row: beside(row, w, centered, None))(x.detach())
+    torch.testing.assert_close(batched, (x.detach(), y.detach()))
+    grad = torch.func.grad(lambda x: sum(t.sin().sum() for t in beside(x, w, centered, None)))
+    (expected,) = torch.autograd.grad(x.sin().sum() + norm(x, (5,), *w, eps=1e-5).sin().sum(), x)
+    torch.testing.assert_close(grad(x.detach()), expected)

@@ -1,4 +1,4 @@
-"""batch_norm_relu and batch_norm_add_relu against the chain of native ops that they replace."""
+"""Batch norm with an activation, against the chain of native ops that it replaces."""
 
 import pytest
 import torch
@@ -23,40 +23,58 @@ from warpwright.testing import assert_as_good_as_native, assert_same
 
 # Besides the shared shapes: planes shorter than a 16-byte vector, and one element longer.
 SMALL = [(5, 6, 1, 3), (3, 16, 2, 1), (4, 3, 3, 3), (2, 8, 5, 1)]
-BOTH = pytest.mark.parametrize("add", [False, True], ids=["relu", "add_relu"])
+FORMS = ("relu", "add_relu", "silu", "hardswish")
+every_form = pytest.mark.parametrize("form", FORMS)
+relus = pytest.mark.parametrize("form", FORMS[:2])
 TRAINING = pytest.mark.parametrize("training", [True, False])
 
 
-def chain(x, residual, *args, **kwargs):
-    y = native.batch_norm(x, *args, **kwargs)
-    return torch.relu(y if residual is None else y + residual)
+def exact_hardswish(z):
+    """Native's CUDA kernel multiplies float64 by a sixth that was rounded to float32. The CPU's does not."""
+    if z.is_cuda and z.dtype == torch.float64:
+        return native.hardswish(z.cpu()).to(z.device)
+    return native.hardswish(z)
 
 
-def fused(x, residual, *args, **kwargs):
-    if residual is None:
-        return F.batch_norm_relu(x, *args, **kwargs)
-    return F.batch_norm_add_relu(x, residual, *args, **kwargs)
+def chain(form):
+    name = form.removeprefix("add_")
+    activation = exact_hardswish if name == "hardswish" else getattr(native, name)
+
+    def run(x, residual, *args, **kwargs):
+        y = native.batch_norm(x, *args, **kwargs)
+        return activation(y if residual is None else y + residual)
+
+    return run
 
 
-def on_copies(function, training, **kwargs):
+def fused(form):
+    def run(x, residual, *args, **kwargs):
+        added = () if residual is None else (residual,)
+        return getattr(F, f"batch_norm_{form}")(x, *added, *args, **kwargs)
+
+    return run
+
+
+def on_copies(make, form, training, **kwargs):
     """Leaves the running statistics that it is given as they are."""
+    function = make(form)
 
     def call(x, residual, weight, bias, mean, var):
         stats = (None, None) if mean is None else (mean.clone(), var.clone())
-        if function is chain and weight is None and bias is not None:
+        if make is chain and weight is None and bias is not None:
             weight = torch.ones_like(bias)  # native's CUDA backward fails on a lone bias
         return function(x, residual, *stats, weight, bias, training, **kwargs)
 
     return call
 
 
-def residual_like(x, add):
-    return torch.randn_like(x).detach().requires_grad_() if add else None
+def residual_like(x, form):
+    return torch.randn_like(x).detach().requires_grad_() if form == "add_relu" else None
 
 
-@BOTH
+@every_form
 @TRAINING
-def test_error_rule(device, dtype, training, add):
+def test_error_rule(device, dtype, training, form):
     """Over many cases: which outputs the relu cuts is luck of the roundings in a single one."""
     errors = Errors()
     rows = ROWS_IN_PART if device == "cuda" and training else []
@@ -68,13 +86,13 @@ def test_error_rule(device, dtype, training, add):
                 continue
             args = (
                 x.detach().requires_grad_(),
-                residual_like(x, add),
+                residual_like(x, form),
                 weight.clone().requires_grad_(),
                 bias.clone().requires_grad_(),
                 mean,
                 var,
             )
-            functions = (on_copies(fused, training), on_copies(chain, training))
+            functions = (on_copies(fused, form, training), on_copies(chain, form, training))
             compare_cases(*functions, args, {}, f"{shape} {name}", errors, amplifies=True)
     errors.check()
 
@@ -95,8 +113,8 @@ def test_residual_layouts(device, dtype, training):
                 var,
             )
             leaves = args[:3]
-            output = on_copies(fused, training)(*args)
-            expected = on_copies(chain, training)(*args)
+            output = on_copies(fused, "add_relu", training)(*args)
+            expected = on_copies(chain, "add_relu", training)(*args)
             for _, cotangent in layouts(torch.randn_like(output)):
                 grads = torch.autograd.grad(output, leaves, cotangent, retain_graph=True)
                 reference = torch.autograd.grad(expected, leaves, cotangent, retain_graph=True)
@@ -109,27 +127,28 @@ def test_residual_layouts(device, dtype, training):
                     torch.testing.assert_close(grads, reference)
 
 
-@BOTH
+@every_form
 @pytest.mark.parametrize("momentum", [0.1, 1.0])
-def test_running_statistics(device, dtype, momentum, add):
+def test_running_statistics(device, dtype, momentum, form):
     for shape in ((16, 64), (2, 3, 9, 11), (6, 8, 7, 7)):
         mean, var, weight, bias = parameters(shape[1], device, dtype)
         for _, x in layouts((torch.randn(shape, device=device) * 3 - 2).to(dtype)):
             one, two = (mean.clone(), var.clone()), (mean.clone(), var.clone())
             version = one[0]._version
-            fused(x, residual_like(x, add), *one, weight, bias, True, momentum)
+            fused(form)(x, residual_like(x, form), *one, weight, bias, True, momentum)
             F.batch_norm(x, *two, weight, bias, True, momentum)
             assert one[0]._version > version
-            if add and device == "cuda":  # two operands are shared out over blocks in another way
+            # On a GPU two operands are shared out over blocks in another way.
+            if form == "add_relu" and device == "cuda":
                 torch.testing.assert_close(one, two)
             else:
                 assert_same(one, two)
 
 
-@BOTH
+@every_form
 @pytest.mark.parametrize("present", [(0, 0), (1, 0), (0, 1)], ids=str)
 @TRAINING
-def test_optional_arguments(device, dtype, training, present, add):
+def test_optional_arguments(device, dtype, training, present, form):
     mean, var, weight, bias = parameters(6, device, dtype)
     weight = weight.requires_grad_() if present[0] else None
     bias = bias.requires_grad_() if present[1] else None
@@ -139,26 +158,26 @@ def test_optional_arguments(device, dtype, training, present, add):
         x = torch.where(x == mean[:, None, None], x + 1, x).contiguous(memory_format=fmt)
         for stats in ((mean, var), (None, None)) if training else ((mean, var),):
             compare(
-                on_copies(fused, training),
-                on_copies(chain, training),
-                (x.requires_grad_(), residual_like(x, add), weight, bias, *stats),
+                on_copies(fused, form, training),
+                on_copies(chain, form, training),
+                (x.requires_grad_(), residual_like(x, form), weight, bias, *stats),
             )
 
 
-@BOTH
+@every_form
 @TRAINING
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
-def test_mixed_dtype(device, dtype, training, add):
+def test_mixed_dtype(device, dtype, training, form):
     for shape in ((4, 8, 6, 6), (3, 5, 7, 7)):
         mean, var, weight, bias = parameters(shape[1], device, torch.float32)
         for fmt in (torch.contiguous_format, torch.channels_last):
             x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=fmt)
             compare(
-                on_copies(fused, training),
-                on_copies(chain, training),
+                on_copies(fused, form, training),
+                on_copies(chain, form, training),
                 (
                     x.requires_grad_(),
-                    residual_like(x, add),
+                    residual_like(x, form),
                     weight.requires_grad_(),
                     bias.requires_grad_(),
                     mean,
@@ -167,9 +186,9 @@ def test_mixed_dtype(device, dtype, training, add):
             )
 
 
-@BOTH
+@relus
 @TRAINING
-def test_gate(device, dtype, training, add):
+def test_gate(device, dtype, training, form):
     """Exactly where the stored output is positive or NaN, and bit for bit batch norm's gradients."""
     for shape in ((8, 24), (3, 8, 7, 7), (3, 6, 9, 9), (4, 16, 8, 8), (20, 3, 61, 61)):
         mean, var, weight, bias = parameters(shape[1], device, dtype)
@@ -178,13 +197,13 @@ def test_gate(device, dtype, training, add):
         base = torch.randn(shape, device=device).to(dtype)
         for fmt in (torch.contiguous_format, torch.channels_last)[: 2 if len(shape) == 4 else 1]:
             x = base.contiguous(memory_format=fmt).requires_grad_()
-            residual = residual_like(x, add)
+            residual = residual_like(x, form)
             leaves = [t.requires_grad_() for t in (x, weight, bias)]
-            if add:
+            if form == "add_relu":
                 residual = torch.where(residual.abs() < 0.5, 0, residual).detach().requires_grad_()
                 leaves.append(residual)
             args = (x, residual, weight, bias, mean, var)
-            output = on_copies(fused, training)(*args)
+            output = on_copies(fused, form, training)(*args)
             assert (output >= 0).all()
             cotangent = torch.randn_like(output)
             grads = torch.autograd.grad(output, leaves, cotangent)
@@ -192,20 +211,20 @@ def test_gate(device, dtype, training, add):
             plain = F.batch_norm(x, mean.clone(), var.clone(), weight, bias, training)
             expected = torch.autograd.grad(plain, leaves[:3], gated)
             torch.testing.assert_close(grads[:3], expected)
-            if add:
+            if form == "add_relu":
                 assert torch.equal(grads[3], gated)
             assert not grads[1].isnan().any()
 
 
-@BOTH
-def test_non_finite(device, add):
+@every_form
+def test_non_finite(device, form):
     x = torch.randn(4, 3, 7, 7, device=device)
     x[1, 0, 2, 2] = float("nan")
     x[2, 1, 0, 0] = float("inf")
     x[3, 2, 1, 1] = -float("inf")
     mean, var, weight, bias = parameters(3, device, torch.float32)
-    residual = torch.randn_like(x) if add else None
-    if add:
+    residual = torch.randn_like(x) if form == "add_relu" else None
+    if residual is not None:
         residual[0, :, 0, 0] = float("nan")
     for fmt in (torch.contiguous_format, torch.channels_last):
         for training in (True, False):
@@ -213,21 +232,21 @@ def test_non_finite(device, add):
             results = []
             for f in (fused, chain):
                 args = (y, residual, weight.requires_grad_(), bias, mean, var)
-                output = on_copies(f, training)(*args)
+                output = on_copies(f, form, training)(*args)
                 grads = torch.autograd.grad(output, (y, weight), torch.ones_like(output))
                 results.append([t.isnan() for t in (output, *grads)])
                 results[-1] += [t.isinf() for t in (output, *grads)]
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@BOTH
+@every_form
 @TRAINING
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (0, 3), (4, 3, 0, 5), (4, 0, 3, 3)], ids=str)
-def test_empty(device, shape, training, add):
+def test_empty(device, shape, training, form):
     mean, var, weight, bias = parameters(shape[1], device, torch.float32)
     x = torch.randn(shape, device=device, requires_grad=True)
-    args = (x, residual_like(x, add), mean, var, weight.requires_grad_(), bias.requires_grad_())
-    output = fused(*args, training)
+    args = (x, residual_like(x, form), mean, var, weight.requires_grad_(), bias.requires_grad_())
+    output = fused(form)(*args, training)
     grads = torch.autograd.grad(output.sum(), (x, weight, bias))
     assert output.shape == shape
     assert grads[0].shape == shape
@@ -254,60 +273,66 @@ def test_gradients(device, training, needs):
             gradcheck(lambda x, w, b, f=function: f(x, w, b, torch.zeros_like(x)), inputs[:3])
 
 
+@pytest.mark.parametrize("form", ["relu", "silu", "hardswish"])
 @TRAINING
 @pytest.mark.parametrize("needs", subsets(3), ids=str)
-def test_gradients_without_residual(device, training, needs):
+def test_gradients_without_residual(device, training, needs, form):
     for shape, fmt in (((3, 2, 2, 2), torch.channels_last), ((2, 2, 3), torch.contiguous_format)):
         mean, var, weight, bias = parameters(2, device, torch.float64)
         x = torch.randn(shape, device=device, dtype=torch.float64).contiguous(memory_format=fmt)
         inputs = [t.requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)]
 
         def function(x, weight, bias, mean=mean, var=var):
-            return F.batch_norm_relu(x, mean.clone(), var.clone(), weight, bias, training, eps=0.1)
+            stats = mean.clone(), var.clone()
+            return fused(form)(x, None, *stats, weight, bias, training, eps=0.1)
 
         gradcheck(function, inputs)
 
 
-@BOTH
+@every_form
 @TRAINING
-def test_double_backward_matches_native(device, training, add):
+def test_double_backward_matches_native(device, training, form):
     mean, var, weight, bias = parameters(4, device, torch.float64)
     x = torch.randn(5, 4, 3, 3, device=device, dtype=torch.float64)
     residual = torch.randn_like(x)
 
     def second(f):
-        leaves = [t.clone().requires_grad_() for t in (x, weight, bias, residual)[: 3 + add]]
-        output = on_copies(f, training)(
-            leaves[0], leaves[3] if add else None, leaves[1], leaves[2], mean, var
-        )
+        tensors = (x, weight, bias, residual)[: 4 if form == "add_relu" else 3]
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        added = leaves[3] if form == "add_relu" else None
+        output = on_copies(f, form, training)(leaves[0], added, *leaves[1:3], mean, var)
         grads = torch.autograd.grad(output.pow(3).sum(), leaves, create_graph=True)
         return torch.autograd.grad(sum(g.pow(2).sum() for g in grads), leaves)
 
     torch.testing.assert_close(second(fused), second(chain))
 
 
-@BOTH
-def test_func_transforms(device, add):
+@every_form
+def test_func_transforms(device, form):
     x = torch.randn(3, 4, 2, 3, device=device, dtype=torch.float64)
     _, _, weight, bias = parameters(4, device, torch.float64)
     assert_func_transforms_agree(
-        fused,
-        chain,
-        lambda f, stats: lambda t: f(t, t.cos() if add else None, *stats, weight, bias, True),
+        fused(form),
+        chain(form),
+        lambda f, stats: (
+            lambda t: f(t, t.cos() if form == "add_relu" else None, *stats, weight, bias, True)
+        ),
         x,
     )
 
 
-def test_forward_ad_of_parameters(device):
+@every_form
+def test_forward_ad_of_parameters(device, form):
     x = torch.randn(3, 4, 5, device=device, dtype=torch.float64)
-    residual = torch.randn_like(x)
+    added = (torch.randn_like(x),) if form == "add_relu" else ()
+    rest = () if added else (None,)
     mean, var, weight, bias = parameters(4, device, torch.float64)
     for training in (True, False):
         results = [
             torch.func.jvp(
-                lambda r, w, b, f=f, tr=training: on_copies(f, tr)(x, r, w, b, mean, var),
-                (residual, weight, bias),
-                (x, bias, weight),
+                lambda *a, f=f, tr=training: on_copies(f, form, tr)(x, *rest, *a, mean, var),
+                (*added, weight, bias),
+                (*(x for _ in added), bias, weight),
             )
             for f in (fused, chain)
         ]
@@ -351,59 +376,61 @@ def test_opcheck(device):
                 )
 
 
-@BOTH
+@every_form
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_compile(device, dynamic, fmt, add):
+def test_compile(device, dynamic, fmt, form):
     # float64: evaluation is native's while compiling, and the gradient is a sum that cancels.
     _, _, weight, bias = parameters(4, device, torch.float64)
     weight.requires_grad_()
     bias.requires_grad_()
 
     def step(x, mean, var):
-        residual = x.cos() if add else None
-        y = fused(x * 2, residual, mean, var, weight, bias, training=True)
-        return fused(y, residual, mean, var, weight, bias)
+        residual = x.cos() if form == "add_relu" else None
+        y = fused(form)(x * 2, residual, mean, var, weight, bias, training=True)
+        return fused(form)(y, residual, mean, var, weight, bias)
 
     assert_compiles_with_running_stats(step, (weight, bias), fmt, dynamic)
 
 
-@BOTH
-def test_deterministic(device, add):
+@every_form
+def test_deterministic(device, form):
     x = torch.randn(64, 24, 28, 28, device=device)
     for fmt in (torch.contiguous_format, torch.channels_last):
         y = x.contiguous(memory_format=fmt).requires_grad_()
-        residual = residual_like(y, add)
+        residual = residual_like(y, form)
         runs = []
         for _ in range(3):
-            output = fused(y, residual, None, None, training=True)
-            leaves = (y, residual) if add else (y,)
+            output = fused(form)(y, residual, None, None, training=True)
+            leaves = (y,) if residual is None else (y, residual)
             runs.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
         for run in runs[1:]:
             assert_same(run, runs[0])
 
 
-@BOTH
-def test_results_are_freed(device, add):
+@every_form
+def test_results_are_freed(device, form):
     x = torch.randn(4, 3, 5, 5, device=device, requires_grad=True)
-    assert_no_leak(lambda t: fused(t, residual_like(t, add), None, None, training=True), x)
+    assert_no_leak(lambda t: fused(form)(t, residual_like(t, form), None, None, training=True), x)
 
 
-def test_keeps_no_activation(device):
+@every_form
+def test_keeps_no_activation(device, form):
     """The graph holds the input, the parameters and vectors of one value per channel. With a
     residual it also holds one byte per 16 bytes of input."""
     x = torch.randn(8, 16, 12, 12, device=device, requires_grad=True)
-    for residual, bytes_of_mask in ((None, 0), (torch.randn_like(x), x.numel() * 4 // 16)):
-        kept = []
+    residual = residual_like(x, form)
+    bytes_of_mask = 0 if residual is None else x.numel() * 4 // 16
+    kept = []
 
-        def keep(t, kept=kept):
-            kept.append(t)
-            return t
+    def keep(t):
+        kept.append(t)
+        return t
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            fused(x, residual, None, None, training=True)
-        own = {t.data_ptr(): t.nbytes for t in kept if t.numel() and t.data_ptr() != x.data_ptr()}
-        assert sum(own.values()) == 2 * 16 * 4 + bytes_of_mask
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        fused(form)(x, residual, None, None, training=True)
+    own = {t.data_ptr(): t.nbytes for t in kept if t.numel() and t.data_ptr() != x.data_ptr()}
+    assert sum(own.values()) == 2 * 16 * 4 + bytes_of_mask
 
 
 def test_autocast_and_other_residuals(device):
@@ -411,17 +438,19 @@ def test_autocast_and_other_residuals(device):
     mean, var, weight, bias = parameters(3, device, torch.float32)
     x = torch.randn(2, 3, 4, 4, device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert F.batch_norm_relu(x, mean, var, weight, bias).dtype == torch.float32
+        for form in ("relu", "silu"):
+            assert fused(form)(x, None, mean, var, weight, bias).dtype == torch.float32
+            half = fused(form)(x.bfloat16(), None, mean, var, weight, bias)
+            assert half.dtype == torch.bfloat16
         half = x.bfloat16()
-        assert F.batch_norm_relu(half, mean, var, weight, bias).dtype == torch.bfloat16
         assert F.batch_norm_add_relu(half, half, mean, var, weight, bias).dtype == torch.bfloat16
         assert F.batch_norm_add_relu(half, x, mean, var, weight, bias).dtype == torch.float32
     for residual in (torch.randn(3, 1, 1, device=device), torch.randn(2, 3, 1, 4, device=device)):
         args = (x, residual, mean, var, weight, bias)
-        torch.testing.assert_close(fused(*args), chain(*args))
+        torch.testing.assert_close(fused("add_relu")(*args), chain("add_relu")(*args))
 
 
-@BOTH
+@every_form
 @pytest.mark.parametrize(
     "change",
     [
@@ -437,7 +466,8 @@ def test_autocast_and_other_residuals(device):
     ],
     ids=lambda c: next(iter(c)),
 )
-def test_bad_input(change, add):
+def test_bad_input(change, form):
+    add = form == "add_relu"
     if "residual" in change and not add:
         return
     mean, var, weight, bias = parameters(3, "cpu", torch.float32)
@@ -453,9 +483,9 @@ def test_bad_input(change, add):
     residual = kwargs.pop("residual", torch.ones_like(kwargs["input"])) if add else None
     x = kwargs.pop("input")
     with pytest.raises((RuntimeError, ValueError)) as expected:
-        chain(x, residual, **kwargs)
+        chain(form)(x, residual, **kwargs)
     with pytest.raises(expected.type) as error:
-        fused(x, residual, **kwargs)
+        fused(form)(x, residual, **kwargs)
     if not str(expected.value).startswith("The function"):
         assert str(expected.value).rstrip(".") in str(error.value)
 
@@ -476,16 +506,21 @@ def test_bad_residual_and_mask(device):
             ops.batch_norm_relu_backward(x, x, None, None, *saved, mask, True, [True] * 4)
 
 
-MODULES = [("BatchNormReLU2d", False), ("BatchNormAddReLU2d", True)]
+MODULES = [
+    ("BatchNormReLU2d", "relu"),
+    ("BatchNormAddReLU2d", "add_relu"),
+    ("BatchNormSiLU2d", "silu"),
+    ("BatchNormHardswish2d", "hardswish"),
+]
 
 
-@pytest.mark.parametrize(("name", "add"), MODULES)
+@pytest.mark.parametrize(("name", "form"), MODULES)
 @pytest.mark.parametrize(
     "options",
     [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
     ids=str,
 )
-def test_modules(device, name, add, options):
+def test_modules(device, name, form, options):
     """Three training steps and an evaluation, and the state goes both ways."""
     module = getattr(ours, name)(6, **options).to(device)
     reference = nn.BatchNorm2d(6, **options).to(device)
@@ -497,11 +532,12 @@ def test_modules(device, name, add, options):
         module.train(training)
         reference.train(training)
         x = torch.randn(4, 6, 5, 7, device=device, requires_grad=True)
-        residual = residual_like(x, add)
-        extra = (residual,) if add else ()
+        residual = residual_like(x, form)
+        extra = () if residual is None else (residual,)
         output = module(x, *extra)
         normalized = reference(x)
-        expected = torch.relu(normalized + residual if add else normalized)
+        activation = getattr(native, form.removeprefix("add_"))
+        expected = activation(normalized if residual is None else normalized + residual)
         cotangent = torch.randn_like(x)
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(
@@ -512,7 +548,7 @@ def test_modules(device, name, add, options):
     nn.BatchNorm2d(6, **options).load_state_dict(module.state_dict())
     assert f"warpwright.{name}" in repr(module)
     with pytest.raises(ValueError, match="expected 4D input"):
-        module(*[torch.randn(4, 6, device=device)] * (1 + add))
+        module(*[torch.randn(4, 6, device=device)] * (1 + (form == "add_relu")))
 
 
 @pytest.mark.parametrize("shape", [(64, 40, 14, 14), (6, 8, 7, 7), (1500, 48)], ids=str)
@@ -521,5 +557,6 @@ def test_as_accurate_as_double(device, shape):
     x = torch.randn(shape, device=device).bfloat16()
     residual = torch.randn(shape, device=device).bfloat16()
     args = (x, residual, None, None, None, None, True)
-    exact = chain(x.double(), residual.double(), *args[2:])
-    assert_as_good_as_native(fused(*args), chain(*args), exact, "output", factor=1.0)
+    ours_of, theirs = fused("add_relu"), chain("add_relu")
+    exact = theirs(x.double(), residual.double(), *args[2:])
+    assert_as_good_as_native(ours_of(*args), theirs(*args), exact, "output", factor=1.0)

@@ -156,6 +156,9 @@ def test_linear_scan(device, dims):
     for reverse in (False, True):
         check(lambda a, b, h, r=reverse: F.linear_scan(a, b, h, reverse=r), dims, *args)
     check(lambda a, b: F.linear_scan(a, b, dim=0), (0, 0), randn(device, 3, 4), randn(device, 3, 4))
+    # The gradient is a scan by levels.
+    gradient = torch.func.grad(lambda t: F.logcumsumexp(t, 0).sin().sum())
+    check(gradient, (0,), randn(device, 3, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -301,9 +304,10 @@ def test_add_norms(device, dims):
         check(lambda x, w: add(F.add_rms_norm, x, w), dims[:2], *args[:2])
 
 
-def test_batch_norm_relu(device):
+@pytest.mark.parametrize("name", ["batch_norm_relu", "batch_norm_silu", "batch_norm_hardswish"])
+def test_batch_norm_with_an_activation(device, name):
     def function(x, w, b):
-        return F.batch_norm_relu(x, None, None, w, b, training=True)
+        return getattr(F, name)(x, None, None, w, b, training=True)
 
     check(function, (0, None, None), *operands(device, (0, None, None), (3, 4, 5, 2), (4,), (4,)))
 
@@ -314,7 +318,7 @@ def test_conv2d_batch_norm(device, dims):
 
     def function(x, w, a, b):
         op = torch.ops.warpwright.conv2d_batch_norm
-        return op(x, w, None, None, a, b, 1e-5, True, *windows)[0]
+        return op(x, w, None, None, a, b, 1e-5, "silu", *windows)[0]
 
     check(function, dims, *operands(device, dims, (2, 2, 5, 4), (3, 2, 3, 3), (3,), (3,)))
 
@@ -325,7 +329,7 @@ def test_conv2d_batch_norm_moves_the_statistics_of_each_sample(device):
     def function(x, mean, var):
         op = torch.ops.warpwright.conv2d_batch_norm_update
         windows = ([1, 1], [0, 0], [1, 1], 1)
-        return op(x, w, None, None, None, None, mean, var, 0.1, 1e-5, False, *windows)[0]
+        return op(x, w, None, None, None, None, mean, var, 0.1, 1e-5, "none", *windows)[0]
 
     mine, theirs = ((randn(device, 3, 3), randn(device, 3, 3).abs()) for _ in range(2))
     for a, b in zip(mine, theirs, strict=True):

@@ -58,6 +58,8 @@ MEMORY_OPS = {
     "relu_max_pool2d": lambda x: F.relu_max_pool2d(x, **POOL),
     "batch_norm": lambda x: F.batch_norm(x, *norm(x)),
     "batch_norm_relu": lambda x: F.batch_norm_relu(x, *norm(x)),
+    "batch_norm_silu": lambda x: F.batch_norm_silu(x, *norm(x)),
+    "batch_norm_hardswish": lambda x: F.batch_norm_hardswish(x, *norm(x)),
     "batch_norm_add_relu": lambda x: F.batch_norm_add_relu(x, x.sin(), *norm(x)),
     "batch_norm_relu_max_pool2d": lambda x: F.batch_norm_relu_max_pool2d(x, *norm(x), 3, 2, 1),
 }
@@ -90,6 +92,7 @@ def test_the_rest_stays_ours(device):
         "rotary_embedding": lambda: F.rotary_embedding(x, x[:, :2], w[None, :, :8], w[None, :, :8]),
         "batch_norm_update": lambda: F.batch_norm(x, *norm(x, True)),
         "batch_norm_relu_update": lambda: F.batch_norm_add_relu(x, x, *norm(x, True)),
+        "batch_norm_activation_update": lambda: F.batch_norm_silu(x, *norm(x, True)),
         "batch_norm_relu_max_pool2d_update": lambda: F.batch_norm_relu_max_pool2d(
             x, *norm(x, True), 3
         ),

@@ -1,4 +1,4 @@
-"""conv2d_batch_norm and its forms with a ReLU, against the chain of native ops that they replace."""
+"""conv2d_batch_norm and its forms with an activation, against the chain of native ops that they replace."""
 
 import pytest
 import torch
@@ -13,7 +13,13 @@ from warpwright.swap import patterns
 from warpwright.testing import assert_same
 
 native = nn.functional
-FORMS = ("conv2d_batch_norm", "conv2d_batch_norm_relu", "conv2d_batch_norm_add_relu")
+FORMS = (
+    "conv2d_batch_norm",
+    "conv2d_batch_norm_relu",
+    "conv2d_batch_norm_add_relu",
+    "conv2d_batch_norm_silu",
+    "conv2d_batch_norm_hardswish",
+)
 every_form = pytest.mark.parametrize("form", FORMS)
 CHANNELS_LAST = torch.channels_last
 
@@ -39,12 +45,13 @@ def statistics(k, device, dtype=torch.float32):
     }
 
 
-def chain(x, residual, weight, bias, stride=1, padding=0, *, norm_weight, norm_bias, relu, **norm):
+def chain(x, residual, weight, bias, stride=1, padding=0, *, norm_weight, norm_bias, form, **norm):
     y = native.conv2d(x, weight, bias, stride, padding)
     stats = norm.pop("running_mean", None), norm.pop("running_var", None)
     y = native.batch_norm(y, *stats, norm_weight, norm_bias, **norm)
     y = y if residual is None else y + residual
-    return native.relu(y) if relu else y
+    activation = form.removeprefix("conv2d_batch_norm").rpartition("_")[2]
+    return getattr(native, activation)(y) if activation else y
 
 
 def call(form, x, residual, *args, **kwargs):
@@ -61,7 +68,7 @@ def test_values_and_gradients(device, form, training):
     y = call(form, x, residual, weight, bias, 1, 1, **mine, **norm, training=training)
     expected = chain(
         *(x, residual, weight, bias, 1, 1),
-        **theirs, **norm, training=training, relu="relu" in form,
+        **theirs, **norm, training=training, form=form,
     )  # fmt: skip
     torch.testing.assert_close(y, expected)
     dy = torch.randn_like(y)
@@ -75,7 +82,7 @@ def test_values_and_gradients(device, form, training):
         torch.testing.assert_close(value, theirs[name])
 
 
-def operator(relu, add, update):
+def operator(activation, add, update):
     """The raw operator, which no public call on a CPU reaches, as a function of its tensors."""
 
     def run(x, weight, bias, norm_weight, norm_bias, *residual):
@@ -84,13 +91,19 @@ def operator(relu, add, update):
         added = residual[0] if add else None
         windows = ([1, 2], [1, 0], [1, 1], 1)
         return op(
-            x, weight, bias, added, norm_weight, norm_bias, *stats, 1e-3, relu, *windows
+            x, weight, bias, added, norm_weight, norm_bias, *stats, 1e-3, activation, *windows
         )[0]  # fmt: skip
 
     return run
 
 
-KINDS = [(False, False, False), (True, False, True), (True, True, False)]
+KINDS = [
+    ("none", False, False),
+    ("relu", False, True),
+    ("relu", True, False),
+    ("silu", False, True),
+    ("hardswish", False, False),
+]
 
 
 def small(device):
@@ -110,9 +123,10 @@ def test_derivatives(device, kind):
     assert gradgradcheck(run, inputs, fast_mode=True)
 
 
-def test_forward_over_reverse(device):
+@pytest.mark.parametrize("activation", ["relu", "silu", "hardswish"])
+def test_forward_over_reverse(device, activation):
     """The tangent of a gradient: the saved output of the convolution carries one."""
-    run, inputs = operator(True, False, False), small(device)[:5]
+    run, inputs = operator(activation, False, False), small(device)[:5]
     direction = [torch.randn_like(t) for t in inputs]
 
     def gradient(*tensors):
@@ -135,14 +149,14 @@ def test_forward_over_reverse(device):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_opcheck(device, kind):
-    relu, add, update = kind
+    activation, add, update = kind
     x, weight, bias, norm_weight, norm_bias, residual = (t.float().detach() for t in small(device))
     tensors = [t.requires_grad_() for t in (x, weight, bias)]
     stats = (torch.zeros(5).to(x), torch.ones(5).to(x), 0.1) if update else ()
     op = getattr(torch.ops.warpwright, "conv2d_batch_norm" + "_update" * update).default
     windows = ([1, 2], [1, 0], [1, 1], 1)
     vectors = (norm_weight.requires_grad_(), norm_bias)
-    opcheck(op, (*tensors, residual if add else None, *vectors, *stats, 1e-3, relu, *windows))
+    opcheck(op, (*tensors, residual if add else None, *vectors, *stats, 1e-3, activation, *windows))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +168,12 @@ def test_opcheck(device, kind):
         ({"norm_bias": lambda t: t.half()}, "norm_bias: expected Double, got Half"),
         ({"running_var": lambda t: t.to("meta")}, "running_var: expected device"),
         (
-            {"residual": lambda t: t, "relu": lambda t: False},
+            {"residual": lambda t: t, "activation": lambda t: "silu"},
             "residual: expected none without relu",
+        ),
+        (
+            {"activation": lambda t: "gelu"},
+            "activation: expected none, relu, silu or hardswish, got gelu",
         ),
     ],
 )
@@ -165,7 +183,7 @@ def test_errors_of_the_operator(device, change, message):
         "input": x, "weight": weight, "bias": bias, "residual": None,
         "norm_weight": norm_weight, "norm_bias": norm_bias,
         "running_mean": torch.zeros(5).to(x), "running_var": torch.ones(5).to(x),
-        "momentum": 0.1, "eps": 1e-5, "relu": True,
+        "momentum": 0.1, "eps": 1e-5, "activation": "relu",
         "stride": [1, 2], "padding": [1, 0], "dilation": [1, 1], "groups": 1,
     }  # fmt: skip
     for name, function in change.items():
@@ -231,7 +249,7 @@ def case_of(name, dtype, offset=0.0):
 
 def run_kernel(x, w, bias, windows):
     op = torch.ops.warpwright.conv2d_batch_norm
-    return op(x, w, bias, None, None, None, 1e-5, False, *windows)
+    return op(x, w, bias, None, None, None, 1e-5, "none", *windows)
 
 
 @pytest.mark.gpu
@@ -379,15 +397,20 @@ def assert_close_steps(model, twin, x):
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_layers(device, add):
-    kind = warpwright.nn.Conv2dBatchNormAddReLU2d if add else warpwright.nn.Conv2dBatchNormReLU2d
+LAYERS = {"ReLU": "relu", "AddReLU": "relu", "SiLU": "silu", "Hardswish": "hardswish"}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(device, name):
+    add = name == "AddReLU"
+    kind = getattr(warpwright.nn, f"Conv2dBatchNorm{name}2d")
     layer = kind(4, 6, 3, padding=1, eps=1e-3, momentum=None).to(device)
     x = torch.randn(2, 4, 5, 5, device=device)
     residual = (torch.randn(2, 6, 5, 5, device=device),) if add else ()
     copy = nn.BatchNorm2d(6, eps=1e-3, momentum=None).to(device)
     expected = copy(native.conv2d(x, layer.conv.weight, None, 1, 1)) + sum(residual)
-    torch.testing.assert_close(layer(x, *residual), expected.relu(), rtol=2e-3, atol=2e-3)
+    expected = getattr(native, LAYERS[name])(expected)
+    torch.testing.assert_close(layer(x, *residual), expected, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(layer.norm.running_var, copy.running_var, rtol=2e-3, atol=2e-3)
     layer.eval()
     assert layer(x, *residual).shape == expected.shape

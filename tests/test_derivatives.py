@@ -222,6 +222,12 @@ for training in (False, True):
     CASES[f"batch_norm_relu_{mode}"] = norm_case(
         lambda *a: F.batch_norm_relu(*a[:6]), native.relu, training
     )
+    for name in ("silu", "hardswish"):
+        CASES[f"batch_norm_{name}_{mode}"] = norm_case(
+            lambda *a, name=name: getattr(F, f"batch_norm_{name}")(*a[:6]),
+            getattr(native, name),
+            training,
+        )
     CASES[f"batch_norm_add_relu_{mode}"] = norm_case(
         lambda x, m, v, w, b, t, r: F.batch_norm_add_relu(x, *r, m, v, w, b, t),
         lambda y, r: native.relu(y + r),

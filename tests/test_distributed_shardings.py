@@ -87,6 +87,10 @@ def norm_relu(x, w, b):
     return F.batch_norm_relu(x, None, None, w, b, training=True)
 
 
+def norm_silu(x, w, b):
+    return F.batch_norm_silu(x, None, None, w, b, training=True)
+
+
 def norm_add_relu(x, residual, w, b):
     return F.batch_norm_add_relu(x, residual, None, None, w, b, training=True)
 
@@ -186,6 +190,7 @@ CASES = {
         {},
     ),
     "batch_norm_relu": (norm_relu, IMAGE, "S1 S0 S0", {}),
+    "batch_norm_silu": (norm_silu, IMAGE, "S1 S0 S0", {}),
     "batch_norm_add_relu": (norm_add_relu, (IMAGE[0], *IMAGE), "S1 S1 S0 S0", {}),
     "batch_norm_relu_max_pool2d": (norm_relu_pool, IMAGE, "S1 S0 S0", {}),
     **{

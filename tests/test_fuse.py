@@ -439,6 +439,39 @@ def test_torchvision_resnet(device):
         assert classes(model) == classes(twin)
 
 
+@pytest.mark.parametrize(
+    ("build", "layer", "chains"),
+    [("efficientnet_b0", "SiLU", 33), ("mobilenet_v3_large", "Hardswish", 20)],
+)
+def test_torchvision_activations(device, build, layer, chains):
+    """A convolution, its norm and an activation in place, as one Sequential each.
+
+    Native runs on the CPU: its CUDA kernel of hardswish is no float64 (test_batch_norm_relu.py).
+    """
+    models = pytest.importorskip("torchvision").models
+    twin = getattr(models, build)(num_classes=7).double().eval()
+    model = copy.deepcopy(twin).to(device)
+    report = swap(model, fuse=True)
+    assert not left(report)
+    assert sum(f.into == f"BatchNorm{layer}2d" for f in report.fusions) == chains
+    x = torch.randn(2, 3, 32, 32, device=device, dtype=torch.float64)
+    torch.testing.assert_close(model(x).cpu(), twin(x.cpu()))
+    for network in (model, twin):
+        network.train()
+        for block in network.modules():
+            if "StochasticDepth" in type(block).__name__ or isinstance(block, nn.Dropout):
+                block.p = 0.0
+    results = []
+    for network in (model, twin):
+        output = network(x.to(next(network.parameters()).device))
+        grads = torch.autograd.grad(output.sum(), tuple(network.parameters()))
+        results.append([t.cpu() for t in (output, *grads)])
+    torch.testing.assert_close(*results)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    unswap(model)
+    assert classes(model) == classes(twin)
+
+
 def test_timm_resnet(device):
     """Its forward is in two methods, with layers that do nothing in between."""
     timm = pytest.importorskip("timm")

@@ -98,15 +98,15 @@ def decoder_calls(device, rows=3):
 
 
 def count_fused(monkeypatch):
-    """How often linear_gelu runs from now on, as the length of a list."""
+    """How often mlp runs from now on, as the length of a list."""
     found = []
-    function = warpwright.functional.linear_gelu
+    function = warpwright.functional.mlp
 
     def call(*args, **kwargs):
         found.append(1)
         return function(*args, **kwargs)
 
-    monkeypatch.setattr(warpwright.functional, "linear_gelu", call)
+    monkeypatch.setattr(warpwright.functional, "mlp", call)
     return found
 
 

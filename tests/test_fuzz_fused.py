@@ -199,7 +199,11 @@ def test_relu_max_pool2d(device, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "name", ["batch_norm_relu", "batch_norm_add_relu", "batch_norm_relu_max_pool2d"]
+    "name",
+    [
+        *("batch_norm_relu", "batch_norm_add_relu", "batch_norm_relu_max_pool2d"),
+        *("batch_norm_silu", "batch_norm_hardswish"),
+    ],
 )
 def test_batch_norm_chain(device, dtype, name):
     """In the long types alone: a rounded sum close to zero may have either gradient."""
@@ -221,7 +225,8 @@ def test_batch_norm_chain(device, dtype, name):
 
         def native(x, *rest):
             residual, *rest = rest if name == "batch_norm_add_relu" else (0, *rest)
-            y = NATIVE.relu(NATIVE.batch_norm(*aligned((x, *rest[:7]))) + residual)
+            activation = getattr(NATIVE, name.split("_")[2].replace("add", "relu"))
+            y = activation(NATIVE.batch_norm(*aligned((x, *rest[:7]))) + residual)
             return NATIVE.max_pool2d(y, *rest[7:]) if window else y
 
         args = (*head, *norm, *window)

@@ -382,6 +382,8 @@ def test_explain():
     x = torch.empty(16, 320, 64, 64, dtype=torch.bfloat16, device="meta")
     text = warpwright.explain("group_norm", x, 32, device="h100")
     assert "groups in a ring" in text
+    # The backward holds 80 KB of x and of dy: a group in registers, the next one in shared memory.
+    assert "512 thread(s) and 1 block(s) per group" in text
     last = x.to(memory_format=torch.channels_last)
     assert "channels innermost" in warpwright.explain("group_norm", last, 32, device="h100")
     assert "two passes" in warpwright.explain("instance_norm", x[..., :63, :63], device="h100")

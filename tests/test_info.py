@@ -107,6 +107,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     F.relu_(x)
     F.linear(x, x)
     F.linear_relu(x, x)
+    _ops.ops.mlp(x, x, None, x, None, "gelu")
     _ops.ops.linear_quantized(x, x, x, None)
     F.linear_int8(x, x, x)
     F.linear_fp8(x, x, x)
@@ -127,12 +128,14 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.batch_norm_update(x, None, None, x, x, 0.1, 1e-5)
     _ops.ops.batch_norm_relu(x, None, None, None, None, None, True, 1e-5)
     _ops.ops.batch_norm_relu_update(x, None, None, None, x, x, 0.1, 1e-5)
+    _ops.ops.batch_norm_activation(x, None, None, None, None, True, 1e-5, "silu")
+    _ops.ops.batch_norm_activation_update(x, None, None, x, x, 0.1, 1e-5, "hardswish")
     F.batch_norm_relu_max_pool2d(x, x, x, None, None, False, 0.1, 1e-5, 2)
     _ops.ops.batch_norm_relu_max_pool2d_update(x, None, None, x, x, 0.1, 1e-5, 2, (), 0, 1, False)
     windows = ([1, 1], [0, 0], [1, 1], 1)
-    _ops.ops.conv2d_batch_norm(x, x, None, None, None, None, 1e-5, True, *windows)
+    _ops.ops.conv2d_batch_norm(x, x, None, None, None, None, 1e-5, "relu", *windows)
     _ops.ops.conv2d_batch_norm_update(
-        *(x, x, None, None, None, None, x, x, 0.1, 1e-5, True), *windows
+        *(x, x, None, None, None, None, x, x, 0.1, 1e-5, "relu"), *windows
     )
     F.layer_norm(x, (2,))
     F.rms_norm(x, (2,))

@@ -31,11 +31,12 @@ def reverse(request):
     return request.param
 
 
-def steps(gate, x, dim, reverse):
+def steps(gate, x, dim, reverse, levels=False):
     """From zero, so that each gate is used."""
     if x.shape[dim] == 0:
         return gate * x
-    return _native.linear_scan(gate, x, torch.zeros_like(x.select(dim, 0)), dim, reverse)
+    zero = torch.zeros_like(x.select(dim, 0))
+    return _native.linear_scan(gate, x, zero, dim, reverse, levels=levels)
 
 
 def make(shape, device, dtype):
@@ -89,6 +90,49 @@ def test_integers_are_exact(device, dtype, reverse):
         for shifted in (False, True):
             expected = _native.linear_scan(gate, x, None, dim, reverse, shifted)
             assert_same(ops.linear_scan(gate, x, None, dim, reverse, shifted), expected)
+
+
+def make_levels(shape, device, dtype):
+    """Levels that rise and fall by up to 1 per step, and inputs."""
+    level = torch.randn(shape, device=device).cumsum(-1).sin().to(dtype)
+    return level.requires_grad_(), torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize(("shape", "dim"), [case for case in SHAPES if 0 not in case[0]])
+def test_levels(device, dtype, shape, dim, reverse):
+    compare_with_native(
+        lambda a, b: ops.linear_scan(a, b, None, dim, reverse, False, True),
+        lambda a, b: steps(a, b, dim, reverse, levels=True),
+        make_levels(shape, device, dtype),
+    )
+
+
+@pytest.mark.parametrize(("shape", "dim"), [*LONG, ((70001,), 0)])
+def test_long_levels(device, shape, dim, reverse):
+    """A sum weighted by exp(level - last level), for levels that only rise and only fall."""
+    for sign in (1, -1):
+        level = sign * torch.randn(shape, device=device).logcumsumexp(dim)
+        x = torch.randn(shape, device=device)
+        found = ops.linear_scan(level, x, None, dim, reverse, False, True)
+        wide = level.double()
+        weighted = x.double() * (-wide).exp()
+        sums = weighted.flip(dim).cumsum(dim).flip(dim) if reverse else weighted.cumsum(dim)
+        exact = sums * wide.exp()
+        assert (found - exact).abs().max() <= 4 * torch.finfo(x.dtype).eps * exact.abs().max()
+
+
+def test_levels_at_infinities(device, dtype, reverse):
+    """Levels that fall to, from and between infinities: equal ones let nothing through."""
+    inf = float("inf")
+    for length in (6, 9000):
+        level = torch.zeros(2, length, device=device, dtype=dtype)
+        level[0, :3], level[1, -3:] = -inf, inf
+        level = level if reverse else -level
+        x = torch.zeros_like(level)
+        x[:, :: length // 6] = 1
+        for a, b, dim in ((level, x, 1), (level.t().contiguous(), x.t().contiguous(), 0)):
+            expected = _native.linear_scan(a, b, None, dim, reverse, False, True)
+            assert_same(ops.linear_scan(a, b, None, dim, reverse, False, True), expected)
 
 
 def test_every_offset(device, dtype, reverse):
@@ -151,6 +195,17 @@ def test_gradients(device, reverse):
             )
 
 
+def test_gradients_of_levels(device, reverse):
+    level, x = make_levels((3, 4), device, torch.float64)
+    for dim in (0, 1):
+        gradcheck(
+            lambda a, b, d=dim: ops.linear_scan(a, b, None, d, reverse, False, True), (level, x)
+        )
+    for wanted in range(2):
+        leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate((level, x))]
+        gradcheck(lambda a, b: ops.linear_scan(a, b, None, 1, reverse, False, True), leaves)
+
+
 def test_each_gradient_alone(device):
     tensors = [*make((3, 4), device, torch.float64), torch.randn(3, device=device).double()]
     for wanted in range(3):
@@ -183,6 +238,7 @@ def test_opcheck(device):
     opcheck(ops.linear_scan.default, (gate, x, initial, 1))
     opcheck(ops.linear_scan.default, (gate, x, None, 0, True))
     opcheck(ops.linear_scan.default, (gate, x, None, -1, False, True))
+    opcheck(ops.linear_scan.default, (gate, x, None, -1, True, False, True))
 
 
 def test_memory_is_freed(device):
@@ -233,6 +289,10 @@ def test_bad_input(device):
         F.linear_scan(x, x, dim=1.0)
     with pytest.raises(RuntimeError, match="initial: expected None, because shifted gates"):
         ops.linear_scan(x, x, x[:, 0], 1, False, True)
+    with pytest.raises(RuntimeError, match="initial: expected None, because no level"):
+        ops.linear_scan(x, x, x[:, 0], 1, False, False, True)
+    with pytest.raises(RuntimeError, match="shifted: expected False, because levels"):
+        ops.linear_scan(x, x, None, 1, False, True, True)
 
 
 def test_explain():

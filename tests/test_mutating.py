@@ -24,6 +24,7 @@ def test_schemas():
         "relu_",
         "batch_norm_update",
         "batch_norm_relu_update",
+        "batch_norm_activation_update",
         "conv2d_batch_norm_update",
         "batch_norm_relu_max_pool2d_update",
         "cross_entropy_scale_",
@@ -217,6 +218,7 @@ def test_negative_bit_of_running_statistics(device, which):
     for function in (
         lambda *stats: F.batch_norm(x, *stats, training=True),
         lambda *stats: F.batch_norm_relu(x, *stats, training=True),
+        lambda *stats: F.batch_norm_silu(x, *stats, training=True),
         lambda *stats: F.batch_norm_add_relu(x, residual, *stats, training=True),
         lambda *stats: F.batch_norm_relu_max_pool2d(x, *stats, None, None, True, 0.1, 1e-5, 2),
     ):

@@ -123,6 +123,8 @@ CASES = [
     *(("batch_norm_backward", name, meta, DEVICE) for name in ("grad_output", "mean", "rstd")),
     ("batch_norm_backward", "input", lambda x: x.reshape(-1)[:3], "at least 2 dimensions"),
     *(("batch_norm_relu_backward", name, one_more, SHAPE) for name in ("mean", "rstd")),
+    *(("batch_norm_activation_backward", name, one_more, SHAPE) for name in ("mean", "rstd")),
+    ("batch_norm_activation_backward", "activation", lambda _: "relu", "activation: expected silu"),
     ("batch_norm_relu_backward", "mask", lambda x: x.new_zeros(x.numel() + 1), "mask: expected"),
     ("batch_norm_relu_backward", "mask", integers, "mask: expected"),
     ("batch_norm_relu_backward", "mask", meta, DEVICE),

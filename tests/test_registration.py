@@ -146,6 +146,8 @@ def recorded(device):
         for training in (True, False):
             args = (mean, var, None, None, training)
             double_backward(warpwright.functional.batch_norm_relu, (leaf, *args), {})
+            double_backward(warpwright.functional.batch_norm_silu, (leaf, *args), {})
+            warpwright.functional.batch_norm_silu(leaf, *args).sum().backward()
             pooled = warpwright.functional.batch_norm_relu_max_pool2d
             double_backward(pooled, (leaf, *args, 0.1, 1e-5, 2), {})
             pooled(leaf, *args, 0.1, 1e-5, 2).sum().backward()
@@ -156,7 +158,7 @@ def recorded(device):
         for extra, name in (((), ""), (stats, "_update")):
             op = getattr(warpwright._ops.ops, f"conv2d_batch_norm{name}")
             double_backward(
-                op, (leaf, weight, None, None, None, None, *extra, 1e-5, True, *windows), {}
+                op, (leaf, weight, None, None, None, None, *extra, 1e-5, "relu", *windows), {}
             )
         rows, classes = leaf[0, 0], leaf.new_zeros(6, 7).requires_grad_()
         labels = torch.tensor([0, 5, -100, 3, 2], device=device)

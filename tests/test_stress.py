@@ -56,6 +56,7 @@ def split_tf32_linear():
 NORMS = {
     "batch_norm": in_training(F.batch_norm),
     "batch_norm_relu": in_training(F.batch_norm_relu),
+    "batch_norm_silu": in_training(F.batch_norm_silu),
     "batch_norm_add_relu": in_training(add_relu),
     "batch_norm_relu_max_pool2d": lambda x, weight, bias: in_training(F.batch_norm_relu_max_pool2d)(
         x, weight, bias, 3, 2, 1

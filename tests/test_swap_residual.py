@@ -378,3 +378,56 @@ def test_readers_that_are_layers():
     attention = nn.MultiheadAttention(4, 2)
     assert readers.products_that_read(attention, type) is None
     assert readers.products_that_read(warpwright.nn.MultiheadAttention(4, 2), type) == ((),)
+
+
+def nodes_of(tensor):
+    """Names of the nodes of a graph."""
+    found, todo = set(), [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return [node.name() for node in found]
+
+
+@models
+def test_the_first_norm_adds_the_residuals_gradient(device, name):
+    """One node reads each block's input; the gradients are those of two readers."""
+    model, inputs = made(name, device)
+    twin = copy.deepcopy(model)
+    swap(model, fuse=True)
+    swap(twin)
+    with torch.autocast(device, BF16):
+        output = model(*inputs)
+    output = getattr(output, "logits", output)
+    assert nodes_of(output).count("WarpwrightNormWithResidualBackward") == 2
+    for mine, theirs in zip(run(model, inputs), run(twin, inputs), strict=True):
+        assert (mine - theirs).norm() <= 0.02 * theirs.norm()
+
+
+def test_hidden_states_have_their_whole_gradient(device):
+    """A block's input is the user's tensor, with all of its readers."""
+    model, inputs = made("llama", device)
+    twin = copy.deepcopy(model)
+    swap(model, fuse=True)
+    found = []
+    for each in (model, twin):
+        with torch.autocast(device, BF16):
+            result = each(*inputs, output_hidden_states=True)
+        loss = result.logits.float().square().mean()
+        found.append(torch.autograd.grad(loss, result.hidden_states[:-1]))
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).norm() <= 0.05 * theirs.norm()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints(device, use_reentrant):
+    model, inputs = made("gpt2", device)
+    swap(model, fuse=True)
+    _, expected = run(model, inputs)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.transformer.wte.weight.requires_grad_()
+    _, grads = run(model, inputs)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)

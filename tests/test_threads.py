@@ -28,6 +28,7 @@ CALLS = {
     "relu_max_pool2d": lambda x, *_: F.relu_max_pool2d(x, 2),
     "batch_norm": lambda x, *p: F.batch_norm(x, None, None, *p, training=True),
     "batch_norm_relu": lambda x, *p: F.batch_norm_relu(x, None, None, *p, training=True),
+    "batch_norm_silu": lambda x, *p: F.batch_norm_silu(x, None, None, *p, training=True),
     "layer_norm": lambda x, *p: F.layer_norm(x.movedim(1, -1), (20,), *p),
     "rms_norm": lambda x, scale, _: F.rms_norm(x.movedim(1, -1), (20,), scale),
     "group_norm": lambda x, *p: F.group_norm(x, 5, *p),

@@ -9,7 +9,7 @@ from torch import nn
 
 timm = pytest.importorskip("timm")
 
-from timm.layers import LayerNorm, LayerNorm2d, set_fast_norm  # noqa: E402
+from timm.layers import BatchNormAct2d, LayerNorm, LayerNorm2d, set_fast_norm  # noqa: E402
 from timm.models.vision_transformer import Attention  # noqa: E402
 
 from warpwright import swap, unswap  # noqa: E402
@@ -132,3 +132,27 @@ def test_compiled(device):
     expected = mine(x)
     compiled = torch.compile(mine, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.Hardswish, nn.ReLU, nn.Identity, nn.GELU])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_act(device, act, momentum):
+    """Batch norm and its activation as one layer; with an activation that has no fused form, timm's."""
+    native = BatchNormAct2d(6, act_layer=act, momentum=momentum).to(device)
+    nn.init.normal_(native.weight)
+    nn.init.normal_(native.bias)
+    mine = nn.Sequential(copy.deepcopy(native))
+    report = swap(mine)
+    assert [entry.reason for entry in report.swapped] == [""]
+    for training in (True, True, False):
+        native.train(training)
+        mine.train(training)
+        assert_as_good(mine[0], native, torch.randn(3, 6, 5, 4, device=device))
+        assert torch.equal(mine[0].num_batches_tracked, native.num_batches_tracked)
+    assert type(pickle.loads(pickle.dumps(mine))[0]) is type(mine[0])
+    seen = []
+    mine[0].act.register_forward_hook(lambda *_: seen.append(1))  # watched, so it is called
+    mine(torch.randn(3, 6, 5, 4, device=device))
+    assert seen
+    unswap(mine)
+    assert type(mine[0]) is BatchNormAct2d

@@ -23,6 +23,7 @@ from warpwright._quantized_weight import to_fragments
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+WITHOUT_FLOAT64 = {"linear_8bit"}
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
 
@@ -282,7 +283,7 @@ def max_pool2d_cases():
 
 
 def batch_norm_forms(training):
-    """The op alone, with a relu, and with a residual before it."""
+    """The op alone, with each activation, and with a residual before a relu."""
 
     def plain(x, w, b, m, v):
         return F.batch_norm(x, m.detach().clone(), v.detach().clone(), w, b, training)
@@ -294,7 +295,14 @@ def batch_norm_forms(training):
         stats = m.detach().clone(), v.detach().clone()
         return F.batch_norm_add_relu(x, x * 0.5, *stats, w, b, training)
 
-    return {"plain": plain, "relu": relu, "add_relu": add_relu}
+    def silu(x, w, b, m, v):
+        return F.batch_norm_silu(x, m.detach().clone(), v.detach().clone(), w, b, training)
+
+    def hardswish(x, w, b, m, v):
+        return F.batch_norm_hardswish(x, m.detach().clone(), v.detach().clone(), w, b, training)
+
+    forms = (plain, relu, add_relu, silu, hardswish)
+    return {form.__name__: form for form in forms}
 
 
 def batch_norm_relu_max_pool2d_cases():
@@ -483,6 +491,8 @@ def conv2d_cases():
             (64, 72, 1, 3, 1, 1, 1),
             (64, 64, 1, 3, 2, 1, 1),
             (128, 128, 2, (3, 2), 1, 2, 2),
+            (36, 44, 1, 3, 2, 1, 1),
+            (64, 136, 1, 3, 1, 1, 1),
             (3, 16, 1, 7, 2, 3, 1),
             (8, 12, 2, 3, 2, 2, 2),
             (19, 19, 19, 3, 1, 1, 1),
@@ -500,6 +510,9 @@ def conv2d_cases():
         x, w = rand(2, 3, 230, 226), rand(72, 3, 16, 16)  # patches, and a rest of the image
         x, w = (t.contiguous(memory_format=layout) for t in (x, w))
         yield f"{name}-patches", F.conv2d, (x, w, rand(72)), {"stride": 16}
+        x, w = rand(2, 72, 12, 11), rand(128, 72, 1, 1)  # in planes, no copy
+        x, w = (t.contiguous(memory_format=layout) for t in (x, w))
+        yield f"{name}-planes", F.conv2d, (x, w, rand(128)), {}
 
 
 def conv_norm(function):
@@ -523,6 +536,8 @@ def conv2d_batch_norm_cases():
         name = f"{c}-{k}-k{kernel}"
         yield f"{name}-plain", conv_norm(F.conv2d_batch_norm), (x, *rest), {}
         yield f"{name}-relu", conv_norm(F.conv2d_batch_norm_relu), (x, *rest), {}
+        yield f"{name}-silu", conv_norm(F.conv2d_batch_norm_silu), (x, *rest), {}
+        yield f"{name}-hardswish", conv_norm(F.conv2d_batch_norm_hardswish), (x, *rest), {}
         add_relu = conv_norm(F.conv2d_batch_norm_add_relu)
         yield f"{name}-add_relu", add_relu, (x, residual, *rest), {}
 
@@ -706,7 +721,48 @@ def decoded(query, k_cache, v_cache, k, v, lengths, table, is_causal):
     return torch.cat([x.flatten() for x in (output, *cache)])
 
 
+def mlp_cases():
+    """The hidden gradient by a pass, and by a product's epilogue."""
+    for rows, features, hidden, outputs in ((33, 24, 40, 16), (2049, 64, 2056, 72)):
+        operands = rand(rows, features), rand(hidden, features), rand(hidden)
+        operands = *operands, rand(outputs, hidden) / 16, rand(outputs)
+        for activation in ("relu", "gelu", "silu"):
+            name = f"{rows}x{features}-{hidden}-{outputs}-{activation}"
+            yield name, F.mlp, operands, {"activation": activation}
+
+
+def joined_dgrad_cases():
+    """dgrad that adds a gradient: a matrix product, windows, phases, 64 channels transposed."""
+    for filters, channels, window, stride in (
+        (64, 256, 1, 1),
+        (136, 128, 1, 2),
+        (128, 128, 3, 1),
+        (128, 192, 3, 2),
+        (64, 64, 3, 1),
+    ):
+        size = 15
+        out = (size + 2 * (window // 2) - window) // stride + 1
+        x, dy = rand(3, channels, size, size), rand(3, filters, out, out)
+        w = rand(filters, channels, window, window) / 16
+        tensors = [t.to(memory_format=torch.channels_last) for t in (dy, x, w, rand(*x.shape))]
+        windows = [stride] * 2, [window // 2] * 2, [1, 1], 1
+        yield (
+            f"{channels}-{filters}-{window}x{window}-{stride}",
+            joined,
+            tensors,
+            {"windows": windows},
+        )
+
+
+@torch.no_grad()
+def joined(dy, x, w, addend, windows):
+    backward = torch.ops.warpwright.conv2d_backward
+    return backward(dy, x, w, *windows, [True, False, False], addend)[0]
+
+
 CASES = {
+    "mlp": mlp_cases,
+    "joined_dgrad": joined_dgrad_cases,
     "attention_varlen": packed_cases,
     "attention_with_kv_cache": decoding_cases,
     "optim": optimizer_cases,
@@ -783,8 +839,9 @@ def main():
 
     for op, cases in CASES.items():
         torch.manual_seed(0)
+        dtypes = [d for d in DTYPES if d != torch.float64 or op not in WITHOUT_FLOAT64]
         for case, function, args, kwargs in cases():
-            for dtype in DTYPES:
+            for dtype in dtypes:
                 name = f"{op}-{case}-{str(dtype).removeprefix('torch.')}"
                 if wanted(name):
                     check(name, function, args, kwargs, dtype, TOLERANCE[dtype])

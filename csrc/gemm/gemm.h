@@ -115,6 +115,12 @@ inline const char* why_not_sm90(const GemmParams& p) {
   return nullptr;
 }
 
+// Whether the kernels may write a transposed D: the sm_90a ones, in float32 from 16-bit operands.
+inline bool stores_transposed(const GemmParams& p) {
+  return gemm_kind(p) == GemmKind::k16Bit && p.accum_d && !p.accumulate &&
+         why_not_sm90(p) == nullptr;
+}
+
 inline Sm90Loading sm90_loading(const GemmParams& p) {
   const GemmKind kind = gemm_kind(p);
   if (!p.a.aligned || !p.b.aligned) return Sm90Loading::kRealigned;
@@ -320,7 +326,7 @@ inline void choose_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan&
     sm90.cluster = choose_sm90_cluster(p, sm90, device);
     const bool adds_to_narrow = p.accumulate && !p.accum_d;
     sm90.cycles = cycles;
-    if (cycles <= portable || adds_to_narrow) plan = sm90;
+    if (cycles <= portable || adds_to_narrow || p.transposed_d) plan = sm90;
   }
   const bool wanted_sm90 = p.tf32x3 && plan.kind == GemmKind::kFp32 && why_not != nullptr;
   plan.reason = wanted_sm90 ? why_not : tile_reason(p, plan);
@@ -451,6 +457,7 @@ inline std::string describe(const GemmParams& p, const GemmPlan& plan) {
   }
   text += describe_majors(p);
   if (plan.variant == GemmVariant::kSm90) text += describe_sm90_loading(p, plan.loading);
+  if (p.transposed_d) text += ", D transposed";
   if (plan.cluster > 1) text += ", clusters of " + std::to_string(plan.cluster) + " share A";
   if (plan.splits > 1) text += ", split-k " + std::to_string(plan.splits);
   return text + " (" + plan.reason + ")";

@@ -8,8 +8,8 @@
 //   void store(float (&d)[kRegs], const Bias&, const Output&, int64_t split, int row, int col);
 //   void finish();                    // its stores have read shared memory; may take the Output
 //   static void order(TileGrid&);     // optional, on the host: another order of tiles
-//   void set_up();                    // optional: its barriers, once
-//   void begin(const Output&, int row, int col);   // optional: its loads, before a tile's mainloop
+//   void begin();                     // optional: its barriers, once
+//   void prefetch(const Output&, int row, int col);   // optional: loads, before a tile's mainloop
 // store() gets 64 rows of D from `row` and kRegs * 2 columns from `col`, in wgmma's order
 // (accumulator_row(), accumulator_col()). A fused epilogue is a Store that changes the accumulators
 // before it stores them. For example D = min(A B^T, 6) + bias:
@@ -96,10 +96,9 @@ __device__ __forceinline__ void set_up(const Loop& loop, const Params& p, uint32
   }
 }
 
-// Starts a Store's own loads.
 template <class Store, class Output>
-__device__ __forceinline__ void begin_tile(Store& store, const Output& output, int row, int col) {
-  if constexpr (requires { store.begin(output, row, col); }) store.begin(output, row, col);
+__device__ __forceinline__ void prefetch(Store& store, const Output& output, int row, int col) {
+  if constexpr (requires { store.prefetch(output, row, col); }) store.prefetch(output, row, col);
 }
 
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
       const int consumer = warpgroup - Loading::kWarpgroups;
       const int first_row = Tile::kPingPong ? 0 : consumer * Tile::kRows;
       Store store{buffers + consumer * Store::kSmemBytes, kStoreBarrier + consumer};
-      if constexpr (requires { store.set_up(); }) store.set_up();
+      if constexpr (requires { store.begin(); }) store.begin();
       typename Loop::Cursor cursor;
       typename Loop::Accumulator d;
       // Ping-pong: the mainloops take turns; consumer 0 has the first.
@@ -158,13 +157,13 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           return kRecomputes ? tile_of_block(p.grid, derive_anew(static_cast<int>(block))) : tile;
         };
         const int col = first_col<Tile>(tile, cluster, first_row);
-        begin_tile(store, p.output, first_m<Tile>(tile) + first_row, col);
         // Read before the mainloop, which hides the latency. If row sums take the registers, it is
         // read after the mainloop.
         constexpr bool kLateBias =
             Tile::kRowSums && kMultiplyingRegisters<Tile, Loading> < kConsumerRegisters;
         decltype(Store::template load_bias<Tile::kRegs>(p.output, col)) bias;
         if constexpr (!kLateBias) bias = Store::template load_bias<Tile::kRegs>(p.output, col);
+        prefetch(store, p.output, first_m<Tile>(tile) + first_row, col);
         if (Tile::kPingPong) named_barrier_sync(kTurnBarrier + consumer, 256);
         if constexpr (Tile::kRowSums) {
           const int tile_n = tile.n * cluster.ctas + cluster.rank;

@@ -99,7 +99,20 @@ struct TmaOperands {
   }
 };
 
-// The same, with a second warpgroup that rewrites B in place: it transposes B, splits it, or both.
+// The rewriting warpgroup calls it: rewrites the stages of the CTA's tiles.
+template <class Loop, class Params>
+__device__ __forceinline__ void rewrite_all_stages(const Loop& loop, const Params& p,
+                                                   unsigned first, unsigned stride) {
+  int stages = 0;
+  for (unsigned block = first; block < p.num_blocks; block += stride) {
+    const TileCoord tile = tile_of_block(p.grid, block);
+    stages += tile.k_end - tile.k_begin;
+  }
+  loop.rewrite_b(stages);
+}
+
+// TmaOperands with a second warpgroup that rewrites B in place: it transposes B, splits it, or
+// both.
 struct RewrittenOperands : TmaOperands {
   static constexpr int kWarpgroups = 2;
   static constexpr int kRegisters = 56;  // 256 * 56 + 256 * 200 = 65536
@@ -111,12 +124,7 @@ struct RewrittenOperands : TmaOperands {
     if (warpgroup == 0) {
       TmaOperands::template produce<Tile>(loop, p, warpgroup, first, stride);
     } else {
-      int stages = 0;
-      for (unsigned block = first; block < p.num_blocks; block += stride) {
-        const TileCoord tile = tile_of_block(p.grid, block);
-        stages += tile.k_end - tile.k_begin;
-      }
-      loop.rewrite_b(stages);
+      rewrite_all_stages(loop, p, first, stride);
     }
   }
 };

@@ -86,8 +86,8 @@ template <class Output, class T>
 Output output_at(const GemmParams& p, T* pointer, int64_t pitch) {
   Output output{};
   output.pointer = pointer;
-  output.rows = p.m;
-  output.cols = p.n;
+  output.rows = d_rows(p);
+  output.cols = d_cols(p);
   output.ld = pitch;
   output.vectorized =
       is_vec_aligned(reinterpret_cast<uintptr_t>(pointer) |
@@ -117,7 +117,7 @@ SumOutput<Acc> sum_output(const GemmParams& p) {
 // The first part.
 template <class Acc>
 SumOutput<Acc> part_output(const GemmParams& p, void* workspace) {
-  return output_at<SumOutput<Acc>>(p, static_cast<Acc*>(workspace), p.n);
+  return output_at<SumOutput<Acc>>(p, static_cast<Acc*>(workspace), d_cols(p));
 }
 
 // Parts of row_sums follow those of D, whose pitch is m * n.
@@ -131,7 +131,7 @@ RowSumParts<Accum<T>, Out> planned_row_sums(const GemmParams& p, const GemmPlan&
                                             void* workspace) {
   return {row_sum_parts<Accum<T>>(p, plan, workspace),
           plan.sums_rows ? static_cast<Out*>(p.row_sums) : nullptr,
-          plan.splits * plan.row_sum_shares};
+          plan.splits * plan.row_sum_shares, p.m};
 }
 
 // D from the parts in the workspace.
@@ -140,8 +140,8 @@ void launch_split_k_reduce(const GemmParams& p, const GemmPlan& plan, void* work
                            cudaStream_t stream) {
   using Acc = Accum<T>;
   if (p.accum_d) {
-    launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, sum_output<Acc>(p), stream,
-                               planned_row_sums<T, Acc>(p, plan, workspace));
+    launch_split_k_reduce<Acc>(workspace, plan.splits, d_rows(p), d_cols(p), sum_output<Acc>(p),
+                               stream, planned_row_sums<T, Acc>(p, plan, workspace));
   } else {
     launch_split_k_reduce<Acc>(workspace, plan.splits, p.m, p.n, activation_output<T>(p), stream,
                                planned_row_sums<T, T>(p, plan, workspace));
@@ -155,8 +155,7 @@ void launch_add_row_sums(const GemmParams& p, const GemmPlan& plan, void* worksp
   auto launch = [&]<class Out>() {
     launch_dependent(add_row_sums_kernel<Accum<T>, Out>,
                      dim3(static_cast<unsigned>(ceil_div<int64_t>(p.m, kReduceThreads))),
-                     dim3(kReduceThreads), 0, stream, planned_row_sums<T, Out>(p, plan, workspace),
-                     p.m);
+                     dim3(kReduceThreads), 0, stream, planned_row_sums<T, Out>(p, plan, workspace));
   };
   p.accum_d ? launch.template operator()<Accum<T>>() : launch.template operator()<T>();
 }

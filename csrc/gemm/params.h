@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "common/activation.h"
 #include "common/dtype.h"
@@ -67,6 +68,10 @@ struct GemmParams {
   bool accumulate;  // D += A B^T, without bias and activation. 16-bit D: sm_90a only, each call
                     // rounds
 
+  // D is (n, m), row-major: the layout of a weight that a layer reads transposed. Only if
+  // stores_transposed(); transposed() has the same D from every kernel.
+  bool transposed_d;
+
   void* row_sums;  // (m), of D's type: sum over k of A[m, k], written if GemmPlan::sums_rows; or
                    // null
   Overlap overlap;
@@ -77,6 +82,18 @@ struct GemmParams {
 // Nothing is launched for it.
 inline bool is_empty(const GemmParams& p) { return p.m == 0 || p.n == 0; }
 
-inline int64_t d_pitch(const GemmParams& p) { return p.d_pitch != 0 ? p.d_pitch : p.n; }
+// D as it lies in memory.
+inline int64_t d_rows(const GemmParams& p) { return p.transposed_d ? p.n : p.m; }
+inline int64_t d_cols(const GemmParams& p) { return p.transposed_d ? p.m : p.n; }
+inline int64_t d_pitch(const GemmParams& p) { return p.d_pitch != 0 ? p.d_pitch : d_cols(p); }
+
+// The product D^T = B A^T, which writes the same memory. Without bias, activation and row sums.
+inline GemmParams transposed(GemmParams p) {
+  std::swap(p.m, p.n);
+  std::swap(p.a, p.b);
+  p.transposed_d = !p.transposed_d;
+  p.row_sums = nullptr;
+  return p;
+}
 
 }  // namespace warpwright

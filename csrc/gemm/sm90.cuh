@@ -47,7 +47,8 @@ OutputSm90 sm90_output(const GemmParams& p, const GemmPlan& plan, void* workspac
   output.activation = split ? Activation::kNone : p.activation;
   output.m = static_cast<int>(p.m);
   output.n = static_cast<int>(p.n);
-  output.pitch = split ? p.n : d_pitch(p);
+  output.transposed = p.transposed_d;
+  output.pitch = split ? d_cols(p) : d_pitch(p);
   const auto address =
       reinterpret_cast<uintptr_t>(output.d) | reinterpret_cast<uintptr_t>(output.preactivation);
   output.pairs = (p.n | output.pitch) % 2 == 0 && address % (output.fp32 ? 8 : 4) == 0;

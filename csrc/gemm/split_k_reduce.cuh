@@ -20,8 +20,10 @@ struct RowSumParts {
   const Acc* parts = nullptr;  // (count, rows)
   T* sums = nullptr;           // (rows); null: there are none
   int count = 0;
+  int64_t rows = 0;
 
-  __device__ __forceinline__ void add_up(int64_t rows, int64_t row) const {
+  __device__ __forceinline__ void add_up(int64_t row) const {
+    if (row >= rows) return;
     Acc sum(0);
 #pragma unroll 8
     for (int part = 0; part < count; ++part) sum += parts[part * rows + row];
@@ -32,11 +34,10 @@ struct RowSumParts {
 // Grid: one thread per row.
 template <class Acc, class T>
 __global__ void __launch_bounds__(kReduceThreads)
-    add_row_sums_kernel(RowSumParts<Acc, T> row_sums, int64_t rows) {
+    add_row_sums_kernel(RowSumParts<Acc, T> row_sums) {
   wait_for_previous_kernel();
   let_next_kernel_start();  // an independent one
-  const int64_t row = int64_t{blockIdx.x} * kReduceThreads + threadIdx.x;
-  if (row < rows) row_sums.add_up(rows, row);
+  row_sums.add_up(int64_t{blockIdx.x} * kReduceThreads + threadIdx.x);
 }
 
 // parts: (splits, rows, cols), row-major, 16-byte aligned. Sums splits 0, 1, 2, ... in order, so
@@ -51,8 +52,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   wait_for_previous_kernel();
   let_next_kernel_start();  // an independent one
   if (blockIdx.x >= d_blocks) {
-    const int64_t row = int64_t{blockIdx.x - d_blocks} * kReduceThreads + threadIdx.x;
-    if (row < rows) row_sums.add_up(rows, row);
+    row_sums.add_up(int64_t{blockIdx.x - d_blocks} * kReduceThreads + threadIdx.x);
     return;
   }
   const int64_t chunks = ceil_div<int64_t>(cols, kVec);
@@ -91,7 +91,8 @@ void launch_split_k_reduce(const void* parts, int splits, int64_t rows, int64_t 
                            const RowSumParts<Acc, T>& row_sums = {}) {
   const int64_t chunks = rows * ceil_div<int64_t>(cols, Output::kVec);
   const auto d_blocks = static_cast<unsigned>(ceil_div<int64_t>(chunks, kReduceThreads));
-  const int64_t row_blocks = row_sums.sums == nullptr ? 0 : ceil_div<int64_t>(rows, kReduceThreads);
+  const int64_t row_blocks =
+      row_sums.sums == nullptr ? 0 : ceil_div<int64_t>(row_sums.rows, kReduceThreads);
   launch_dependent(split_k_reduce_kernel<Acc, Output, T>,
                    dim3(d_blocks + static_cast<unsigned>(row_blocks)), dim3(kReduceThreads), 0,
                    stream, static_cast<const Acc*>(parts), splits, rows, cols, output, d_blocks,

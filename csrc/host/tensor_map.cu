@@ -92,13 +92,14 @@ CUtensorMap make_rows_tensor_map(const TensorMapRows& t) {
     const int64_t stride = t.extent[i] == 1 ? 64 : t.stride[i];
     stride_bytes[i] = static_cast<cuuint64_t>(stride * dtype_size(t.dtype));
   }
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(t.box_rows), 1, 1};
+  const auto box_cols = static_cast<cuuint32_t>(128 / dtype_size(t.dtype));
+  const cuuint32_t box[4] = {box_cols, static_cast<cuuint32_t>(t.box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   return encoded(kName, [&](CUtensorMap* map) {
-    return encode_tiled(map, tensor_map_type(t.dtype, false), 4, const_cast<void*>(t.pointer),
-                        extents, stride_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode_tiled(map, tensor_map_type(t.dtype, /*round_to_tf32=*/true), 4,
+                        const_cast<void*>(t.pointer), extents, stride_bytes, box, steps,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   });
 }
 

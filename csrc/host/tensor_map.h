@@ -27,14 +27,14 @@ struct TensorMap2d {
 
 CUtensorMap make_tensor_map(const TensorMap2d& matrix);
 
-// A tensor of rows, read or written in boxes of box_rows rows of one (batch, head) by 64 columns. A
-// box has TensorMap2d's layout in shared memory. Rows and columns outside of the extents read as
-// zero and are not written.
+// A tensor of rows, in boxes of box_rows rows of one (batch, head) by 128 bytes of columns. A box
+// has TensorMap2d's layout in shared memory. Rows and columns outside of the extents read as zero
+// and are not written.
 struct TensorMapRows {
-  DType dtype;          // of 16 bits
+  DType dtype;          // of 16 bits, or float32, which loads round to TF32
   const void* pointer;  // multiple of 16
   int64_t cols;         // contiguous
-  // Of rows, heads and batches. Strides are in elements, multiples of 8 unless the extent is 1.
+  // Of rows, heads and batches. Strides are in elements, multiples of 16 bytes unless it is 1.
   int64_t extent[3];
   int64_t stride[3];
   int box_rows;  // at most 256

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "ops/linear/linear.h"
+#include "ops/linear/mlp.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "ops/linear_quantized/linear_quantized.h"
 #include "python/explain.h"
@@ -101,6 +102,19 @@ Lines explain_linear(const std::string& dtype, bool tf32, const TensorLayout& in
           {"grad_weight", line(*products.weight, plan.weight)},
           {"grad_bias", plan.bias ? describe(*plan.bias)
                                   : "in grad_weight's product, dy^T times 8 columns of ones"}};
+}
+
+// The gradient of the hidden layer, and whether one kernel computes it. weight: the second.
+std::pair<std::string, bool> explain_mlp(const std::string& dtype, const TensorLayout& hidden,
+                                         const TensorLayout& weight, const DeviceInfo& device,
+                                         bool sm90) {
+  const Matrix h = as_matrix(hidden), w = as_matrix(weight);
+  const Matrix dy{h.rows, w.rows, w.rows, 1, 0};
+  const Allowed allowed{false, false, sm90 && device.sm_arch == 90};
+  const HiddenGradientParams p{gemm_params(dtype_from(dtype), allowed, dy, w.transposed()),
+                               nullptr};
+  const HiddenGradientPlan plan = choose_hidden_gradient(p, device);
+  return {describe(p, plan), plan.fused};
 }
 
 using Bytes = std::map<std::string, double>;
@@ -217,6 +231,7 @@ void define_explain_linear(py::module_& m) {
         py::arg("device"), py::arg("splits") = 1, py::arg("sharing") = 1,
         py::arg("raster_rows") = int64_t{kRasterRows});
   m.def("explain_linear_quantized", &explain_linear_quantized);
+  m.def("explain_mlp", &explain_mlp);
   m.def("linear_traffic", &linear_traffic);
 }
 

@@ -3,8 +3,8 @@
 // is for D and one for the pre-activation. If TMA cannot address D (rows that are not multiples of
 // 16 bytes), element stores read the same buffers.
 // A fp32 D and split-K parts leave the registers directly: four neighbouring lanes fill a 32-byte
-// sector. The product may be added to D. Bound: in ping-pong, the other warpgroup's mainloop, 8000
-// cycles at k = 1024.
+// sector; in a transposed D eight lanes do. The product may be added to D. Bound: in ping-pong, the
+// other warpgroup's mainloop, 8000 cycles at k = 1024.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,7 @@ struct OutputSm90 {
   int n;
   bool fp32;        // D is fp32, even if the operands have 16 bits
   bool accumulate;  // D += the product
+  bool transposed;  // D, or each part, is (n, m), row-major; fp32 from 16-bit operands alone
 
   __device__ __forceinline__ void prefetch() const {
     if (use_tma) prefetch_tensor_map(&map);
@@ -204,14 +205,17 @@ struct EpilogueSm90 {
     named_barrier_sync(barrier, 128);
   }
 
-  // Writes a warp's 16 rows of 64 columns.
-  __device__ __forceinline__ static void write_buffer(uint32_t buffer, const Packed& d) {
+  // The lane's row and 16-byte column among the four 8x8 matrices of a warp's first stmatrix: rows
+  // 0-7 and 8-15 of the left 8 columns, then of the right. The next stmatrix is 32 bytes further.
+  __device__ __forceinline__ static uint32_t matrix_address(uint32_t buffer) {
     // Recomputed per chunk: keeping it through all chunks takes one register too many.
     const int lane = derive_anew(static_cast<int>(threadIdx.x % 32));
-    // The lane's row and 16-byte column among the four 8x8 matrices of one stmatrix: rows 0-7 and
-    // 8-15 of the left 8 columns, then of the right. The next stmatrix is 32 bytes further.
-    const int row = accumulator_warp_row() + lane % 16;
-    const uint32_t address = buffer_address(buffer, row, lane / 16);
+    return buffer_address(buffer, accumulator_warp_row() + lane % 16, lane / 16);
+  }
+
+  // Writes a warp's 16 rows of 64 columns.
+  __device__ __forceinline__ static void write_buffer(uint32_t buffer, const Packed& d) {
+    const uint32_t address = matrix_address(buffer);
 #pragma unroll
     for (int j = 0; j < 4; ++j) stmatrix_x4(address ^ (j * 32), d.words[j]);
   }
@@ -264,6 +268,8 @@ struct EpilogueSm90 {
         write_fp32(d, output, output.preactivation, 0, first_row, first_col);
       }
       activate<Rounding::kTf32, kRegs>(output.activation, d);
+    } else if (output.transposed) {
+      return write_transposed(d, output, split, first_row, first_col);
     }
     write_fp32(d, output, output.d, split, first_row, first_col);
   }
@@ -291,6 +297,28 @@ struct EpilogueSm90 {
           if (second) pointer[1] = d[i * 4 + h * 2 + 1];
         }
       }
+    }
+  }
+
+  template <int kRegs>
+  __device__ __forceinline__ static void write_transposed(const float (&d)[kRegs],
+                                                          const OutputSm90& output, int64_t split,
+                                                          int first_row, int first_col) {
+    const int row = first_row + accumulator_row();
+    const int col = first_col + accumulator_col();
+    float* target = static_cast<float*>(output.d) + (split * output.n + col) * output.pitch + row;
+#pragma unroll
+    for (int i = 0; i < kRegs / 4; ++i) {
+      const int c = col + i * 8;
+      if (c >= output.n) break;
+      const bool second = c + 1 < output.n;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (row + h * 8 >= output.m) break;
+        target[h * 8] = d[i * 4 + h * 2];
+        if (second) target[output.pitch + h * 8] = d[i * 4 + h * 2 + 1];
+      }
+      target += output.pitch * 8;
     }
   }
 

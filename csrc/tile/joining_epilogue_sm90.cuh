@@ -64,7 +64,7 @@ struct AddendBuffers : EpilogueSm90<T> {
   }
 
   // The warpgroup calls it once, before its first tile.
-  __device__ __forceinline__ void set_up() const {
+  __device__ __forceinline__ void begin() const {
     if (threadIdx.x % 128 == 0) {
       mbarrier_init(arrived(), 1);
       fence_mbarrier_init();
@@ -125,7 +125,8 @@ struct JoiningEpilogue : AddendBuffers<T, kBlocks * kColumns / 64> {
 
   int block = 0;  // of the tile
 
-  __device__ __forceinline__ void begin(const JoiningOutput& output, int first_row, int first_col) {
+  __device__ __forceinline__ void prefetch(const JoiningOutput& output, int first_row,
+                                           int first_col) {
     block = 0;
     this->load_boxes(output, [&](int i) {
       return BoxCoordinates{first_row + i / kAcross * 64, first_col + i % kAcross * 64};

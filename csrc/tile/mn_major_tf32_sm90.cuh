@@ -5,7 +5,8 @@
 // The rows of A come in an order other than wgmma's (FragmentRows). TMA has rounded both operands
 // to TF32. linear computes D^T = B A^T with it, because its B is never contiguous along k.
 // Bound: shared memory. A k tile of 128 x 128 takes 512 cycles of math, 256 of TMA's writes and 384
-// of reads, as with K-major operands. Transposing B takes another 256.
+// of reads, as with K-major operands. Transposing B takes another 256. A k tile of 128 x 64 takes
+// 256 cycles of math, and with a transposed B 576 of shared memory.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include "device/activation.cuh"
 #include "device/math.cuh"
 #include "device/sm90/cluster.cuh"
+#include "device/sm90/wgmma_tf32.cuh"
 #include "tile/epilogue_sm90.cuh"
 #include "tile/mainloop_sm90.cuh"
 
@@ -140,14 +142,18 @@ struct MnMajorTf32Mainloop : RewritingMainloop<Tile, Tile::kMajorB == Major::kMN
   using Rows = FragmentRows<Tile::kBlocks>;
 
   static constexpr bool kTurnsB = Tile::kMajorB == Major::kMN;
-  static_assert(!Tile::kClusters && Tile::kBlkN == 128);
+  static_assert(!Tile::kClusters && Tile::kBlkN <= 128);
 
-  // A warpgroup transposes the B of k_tiles stages. Warp w has columns 32 w .. 32 w + 31.
+  // A warpgroup transposes the B of k_tiles stages. Warp w has columns 32 w .. 32 w + 31, if B has.
   __device__ __forceinline__ void rewrite_b(int k_tiles) const {
     BoxTransposer transposer;
-    const uint32_t box = Tile::kBytesA + threadIdx.x % 128 / 32 * Rows::kBoxBytes;
-    this->rewrite_stages(
-        k_tiles, [&](uint32_t stage) { transposer.transpose(stage + box, store_shared_u128); });
+    const int warp = static_cast<int>(threadIdx.x % 128 / 32);
+    const uint32_t box = Tile::kBytesA + warp * Rows::kBoxBytes;
+    this->rewrite_stages(k_tiles, [&](uint32_t stage) {
+      if (Tile::kBlkN == 128 || warp * 32 < Tile::kBlkN) {
+        transposer.transpose(stage + box, store_shared_u128);
+      }
+    });
   }
 
   // As in the base class, but in steps of 8 k. Loads of A start two steps ahead, after the products

@@ -22,6 +22,7 @@ constexpr const char* kMutating[] = {
     "relu_",
     "batch_norm_update",
     "batch_norm_relu_update",
+    "batch_norm_activation_update",
     "batch_norm_relu_max_pool2d_update",
     "conv2d_batch_norm_update",
     "cross_entropy_scale_",

@@ -121,6 +121,9 @@ def explain_linear_quantized(
     device: DeviceInfo,
     sm90: bool,
 ) -> tuple[str, bool]: ...
+def explain_mlp(
+    dtype: str, hidden: Operand, weight: Operand, device: DeviceInfo, sm90: bool
+) -> tuple[str, bool]: ...
 def explain_max_pool2d(
     dtype: str,
     input: Operand,

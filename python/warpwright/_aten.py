@@ -219,12 +219,48 @@ def batch_norm_relu_update(
     return output, mean, rstd, _relu_mask(output, residual)
 
 
+def batch_norm_activation(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    output, mean, rstd = batch_norm(input, *args[:-1])
+    return _native.ACTIVATIONS[args[-1]](output), mean, rstd
+
+
+def batch_norm_activation_update(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    output, mean, rstd = batch_norm_update(input, *args[:-1])
+    return _native.ACTIVATIONS[args[-1]](output), mean, rstd
+
+
+def batch_norm_activation_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    training: bool,
+    eps: float,
+    activation: str,
+    wanted: list[bool],
+) -> tuple[Tensor | None, ...]:
+    z = _normalized(input, weight, bias, mean, rstd)
+    if activation == "silu":
+        dy = torch.ops.aten.silu_backward(grad, z)
+    else:
+        dy = torch.ops.aten.hardswish_backward(grad, z)
+    return batch_norm_backward(dy, input, weight, mean, rstd, training, wanted)
+
+
 def _normalized(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> Tensor:
     y = (input.to(mean.dtype) - _per_channel(mean, input)) * _per_channel(rstd, input)
     y = y * _per_channel(weight, input)
     return (y if bias is None else y + _per_channel(bias, input)).to(input.dtype)
+
+
+def _activated(output: Tensor, residual: Tensor | None, activation: str) -> Tensor:
+    if activation == "none":
+        return output
+    return _native.ACTIVATIONS[activation](output if residual is None else output + residual)
 
 
 def conv2d_batch_norm(
@@ -235,24 +271,22 @@ def conv2d_batch_norm(
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     eps: float,
-    relu: bool,
+    activation: str,
     *windows: Any,
 ) -> tuple[Tensor, ...]:
     convolved = torch.conv2d(input, weight, bias, *windows)
     output, *kept = batch_norm(convolved, norm_weight, norm_bias, None, None, True, eps)
-    if relu:
-        output = torch.relu(output if residual is None else output + residual)
+    output = _activated(output, residual, activation)
     return output, convolved, *kept, _relu_mask(output, residual)
 
 
 def conv2d_batch_norm_update(
     input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *args: Any
 ) -> tuple[Tensor, ...]:
-    *norm, relu, stride, padding, dilation, groups = args
+    *norm, activation, stride, padding, dilation, groups = args
     convolved = torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     output, *kept = batch_norm_update(convolved, *norm)
-    if relu:
-        output = torch.relu(output if residual is None else output + residual)
+    output = _activated(output, residual, activation)
     return output, convolved, *kept, _relu_mask(output, residual)
 
 

@@ -21,6 +21,7 @@ from ._operators import (
     ATTENTION,
     ATTENTION_VARLEN,
     ATTENTION_WITH_KV_CACHE,
+    BATCH_NORM_ACTIVATION,
     BATCH_NORM_RELU,
     CONV2D_BATCH_NORM,
     CROSS_ENTROPY,
@@ -30,6 +31,8 @@ from ._operators import (
     LINEAR_ACTIVATION,
     LINEAR_QUANTIZED,
     MAX_POOL2D,
+    MLP,
+    NORM_WITH_RESIDUAL,
     ROTARY_EMBEDDING,
     SGD,
     always,
@@ -114,6 +117,20 @@ _RECORDS = (
         cpu="batch norm's loops; the backward masks grad_output first",
         folders=("batch_norm",),
     ),
+    *(
+        Op(
+            f"batch_norm_{activation}",
+            BATCH_NORM_ACTIVATION,
+            chain=Chain(("batch_norm", activation), module),
+            explain="batch_norm",
+            cpu="batch norm's loops; the backward multiplies grad_output by the derivative first",
+            folders=("batch_norm",),
+        )
+        for activation, module in (
+            ("silu", "BatchNormSiLU2d"),
+            ("hardswish", "BatchNormHardswish2d"),
+        )
+    ),
     Op(
         "batch_norm_relu_max_pool2d",
         (
@@ -150,6 +167,8 @@ _RECORDS = (
             ("", "Conv2dBatchNorm2d"),
             ("_relu", "Conv2dBatchNormReLU2d"),
             ("_add_relu", "Conv2dBatchNormAddReLU2d"),
+            ("_silu", "Conv2dBatchNormSiLU2d"),
+            ("_hardswish", "Conv2dBatchNormHardswish2d"),
         )
     ),
     Op(
@@ -191,6 +210,7 @@ _RECORDS = (
                 autocast=True,
             ),
             Operator("add_layer_norm_backward", aten=_aten_row_norms.add_layer_norm_backward),
+            NORM_WITH_RESIDUAL,
         ),
         layer="AddLayerNorm",
         explain="add_layer_norm",
@@ -203,6 +223,7 @@ _RECORDS = (
         (
             Operator("add_rms_norm", _native.add_rms_norm, _aten_row_norms.add_rms_norm),
             Operator("add_rms_norm_backward", aten=_aten_row_norms.add_rms_norm_backward),
+            NORM_WITH_RESIDUAL,
         ),
         layer="AddRMSNorm",
         explain="add_rms_norm",
@@ -310,7 +331,7 @@ _RECORDS = (
     ),
     Op(
         "mlp",
-        LINEAR_ACTIVATION,
+        MLP,
         layer="MLP",
         explain="mlp",
         cpu="linear's matrix products, one vectorised pass between them",

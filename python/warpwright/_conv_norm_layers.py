@@ -91,6 +91,26 @@ class BatchNormAddReLU2d(_BatchNorm, nn.BatchNorm2d):
         return self._normalize(input, residual)
 
 
+class BatchNormSiLU2d(_BatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` and the SiLU after it, as one op.
+
+    Parameters, buffers and ``state_dict`` are those of ``nn.BatchNorm2d``; see
+    :func:`warpwright.functional.batch_norm_silu`.
+    """
+
+    _functional = "batch_norm_silu"
+
+
+class BatchNormHardswish2d(_BatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` and the Hardswish after it, as one op.
+
+    Parameters, buffers and ``state_dict`` are those of ``nn.BatchNorm2d``; see
+    :func:`warpwright.functional.batch_norm_hardswish`.
+    """
+
+    _functional = "batch_norm_hardswish"
+
+
 class BatchNormReLUMaxPool2d(_BatchNorm, nn.BatchNorm2d):
     """``torch.nn.BatchNorm2d``, the ReLU and the ``torch.nn.MaxPool2d`` after it, as one op.
 
@@ -179,6 +199,24 @@ class Conv2dBatchNormReLU2d(Conv2dBatchNorm2d):
     """
 
     _after_norm = "batch_norm_relu"
+
+
+class Conv2dBatchNormSiLU2d(Conv2dBatchNorm2d):
+    """A convolution, the batch norm and the SiLU after it, as one op in training.
+
+    As :class:`Conv2dBatchNorm2d`; see :func:`warpwright.functional.conv2d_batch_norm_silu`.
+    """
+
+    _after_norm = "batch_norm_silu"
+
+
+class Conv2dBatchNormHardswish2d(Conv2dBatchNorm2d):
+    """A convolution, the batch norm and the Hardswish after it, as one op in training.
+
+    As :class:`Conv2dBatchNorm2d`; see :func:`warpwright.functional.conv2d_batch_norm_hardswish`.
+    """
+
+    _after_norm = "batch_norm_hardswish"
 
 
 class Conv2dBatchNormAddReLU2d(Conv2dBatchNorm2d):

@@ -98,16 +98,27 @@ def add_rms_norm(input: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, T
     return total, rms_norm(total, *args)[0], None
 
 
-def _added_relu(normalized: Tensor, residual: Tensor | None) -> tuple[Tensor]:
-    return (torch.relu(normalized if residual is None else normalized + residual),)
+def _activated(
+    normalized: Tensor, activation: str, residual: Tensor | None = None
+) -> tuple[Tensor]:
+    total = normalized if residual is None else normalized + residual
+    return (total if activation == "none" else ACTIVATIONS[activation](total),)
 
 
 def batch_norm_relu(input: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor]:
-    return _added_relu(batch_norm(input, *args)[0], residual)
+    return _activated(batch_norm(input, *args)[0], "relu", residual)
 
 
 def batch_norm_relu_update(input: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor]:
-    return _added_relu(batch_norm_update(input, *args)[0], residual)
+    return _activated(batch_norm_update(input, *args)[0], "relu", residual)
+
+
+def batch_norm_activation(input: Tensor, *args: Any) -> tuple[Tensor]:
+    return _activated(batch_norm(input, *args[:-1])[0], args[-1])
+
+
+def batch_norm_activation_update(input: Tensor, *args: Any) -> tuple[Tensor]:
+    return _activated(batch_norm_update(input, *args[:-1])[0], args[-1])
 
 
 def conv2d_batch_norm(
@@ -118,12 +129,12 @@ def conv2d_batch_norm(
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     eps: float,
-    relu: bool,
+    activation: str,
     *windows: Any,
 ) -> tuple[Tensor]:
     convolved = torch.conv2d(input, weight, bias, *windows)
     output = native.batch_norm(convolved, None, None, norm_weight, norm_bias, True, 0.0, eps)
-    return _added_relu(output, residual) if relu else (output,)
+    return _activated(output, activation, residual)
 
 
 def conv2d_batch_norm_update(
@@ -137,13 +148,13 @@ def conv2d_batch_norm_update(
     running_var: Tensor,
     momentum: float,
     eps: float,
-    relu: bool,
+    activation: str,
     *windows: Any,
 ) -> tuple[Tensor]:
     convolved = torch.conv2d(input, weight, bias, *windows)
     statistics = (running_mean, running_var)
     output = native.batch_norm(convolved, *statistics, norm_weight, norm_bias, True, momentum, eps)
-    return _added_relu(output, residual) if relu else (output,)
+    return _activated(output, activation, residual)
 
 
 def linear_cross_entropy(input: Tensor, *args: Any) -> Tensor:
@@ -230,6 +241,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": native.gelu,
     "gelu_tanh": functools.partial(native.gelu, approximate="tanh"),
     "silu": native.silu,
+    "hardswish": native.hardswish,
 }
 
 
@@ -277,6 +289,12 @@ def cumsum(
     return torch.cumsum(input.flip(dim), dim, dtype=dtype).flip(dim)
 
 
+def _gates_of_levels(level: Tensor, dim: int, reverse: bool) -> Tensor:
+    """exp(level - the level before it); 0 between equal infinities. The first gate is of no use."""
+    before = level.roll(-1 if reverse else 1, dim)
+    return torch.where((level == before) & level.isinf(), 0, (level - before).exp())
+
+
 def linear_scan(
     gate: Tensor,
     input: Tensor,
@@ -284,8 +302,11 @@ def linear_scan(
     dim: int,
     reverse: bool = False,
     shifted: bool = False,
+    levels: bool = False,
 ) -> Tensor:
     """One step at a time."""
+    if levels:
+        gate = _gates_of_levels(gate, dim, reverse)
     gates, inputs = list(gate.unbind(dim)), list(input.unbind(dim))
     if not inputs:
         return torch.empty_like(input)
@@ -333,3 +354,15 @@ def linear_activation(
     input: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor]:
     return (ACTIVATIONS[activation](native.linear(input, weight, bias)),)
+
+
+def mlp(
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str,
+) -> Tensor:
+    hidden = ACTIVATIONS[activation](native.linear(input, weight1, bias1))
+    return native.linear(hidden, weight2, bias2)

@@ -40,6 +40,8 @@ LINEAR_ACTIVATION = (
     Operator("linear_activation_backward", aten=_aten.linear_activation_backward),
     *LINEAR,
 )
+MLP = (Operator("mlp", _native.mlp, _native.mlp, composed=True), *LINEAR_ACTIVATION)
+NORM_WITH_RESIDUAL = Operator("norm_with_residual", composed=True)
 LINEAR_QUANTIZED = (
     Operator(
         "linear_quantized",
@@ -178,6 +180,15 @@ BATCH_NORM_RELU = (
         "batch_norm_relu_update", _native.batch_norm_relu_update, _aten.batch_norm_relu_update
     ),
     Operator("batch_norm_relu_backward", aten=_aten.batch_norm_relu_backward),
+)
+BATCH_NORM_ACTIVATION = (
+    Operator("batch_norm_activation", _native.batch_norm_activation, _aten.batch_norm_activation),
+    Operator(
+        "batch_norm_activation_update",
+        _native.batch_norm_activation_update,
+        _aten.batch_norm_activation_update,
+    ),
+    Operator("batch_norm_activation_backward", aten=_aten.batch_norm_activation_backward),
 )
 CONV2D_BATCH_NORM = (
     Operator(

@@ -270,9 +270,20 @@ def _mlp(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     hidden = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device="meta")
     first = {"input": x, "weight": a["weight1"], "bias": a["bias1"]}
     second = {"input": hidden, "weight": a["weight2"], "bias": a["bias2"]}
+    text, is_fused = _C.explain_mlp(
+        _dtype(x), _operand(hidden), _operand(a["weight2"]), gpu, _may_take_sm90()
+    )
+    if not is_fused:
+        return [
+            *((f"1 {role}", text) for role, text in _linear_activation(first, gpu)),
+            *((f"2 {role}", text) for role, text in _linear(second, gpu)),
+        ]
+    one, two = dict(_linear(first, gpu)), dict(_linear(second, gpu))
+    one["forward"] += ", the activation in the epilogue"
+    two["grad_input"] = f"that of the first layer's sums: {text}"
     return [
-        *((f"1 {role}", text) for role, text in _linear_activation(first, gpu)),
-        *((f"2 {role}", text) for role, text in _linear(second, gpu)),
+        *((f"1 {role}", text) for role, text in one.items()),
+        *((f"2 {role}", text) for role, text in two.items()),
     ]
 
 

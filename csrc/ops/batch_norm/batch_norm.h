@@ -46,15 +46,24 @@ struct BatchNormExtents {
   constexpr int64_t count() const { return batch * spatial; }  // values per channel
 };
 
-// With `relu` the output is relu(y + residual). The backward reads the output's sign from `mask`,
-// or recomputes it if there is no residual. The activation is never stored.
+// The function after the normalisation. Of kRelu the backward needs the output's sign, of the
+// others the normalised value, in float as the forward had it. It recomputes both from the input.
+enum class NormActivation : int8_t { kNone, kRelu, kSilu, kHardswish };
+
+constexpr const char* norm_activation_name(NormActivation activation) {
+  constexpr const char* kNames[] = {"none", "relu", "silu", "hardswish"};
+  return kNames[static_cast<int>(activation)];
+}
+
+// The output is activation(y + residual). With a residual, which kRelu alone takes, the forward
+// leaves the output's sign in `mask`. The normalised value is never stored.
 struct BatchNormParams {
   DType dtype;
   BatchNormExtents extents;
   const void* input;
   void* output;  // null: only statistics and coefficients
-  bool relu;
-  const void* residual;  // with relu only; null: none
+  NormActivation activation;
+  const void* residual;  // with kRelu only; null: none
   void* mask;            // with a residual: batch_norm_mask_bytes()
   ChannelVector weight, bias;
   ChannelVector running_mean, running_var;  // read in evaluation, updated in training if present
@@ -74,15 +83,15 @@ struct BatchNormBackwardParams {
   BatchNormExtents extents;
   const void* grad_output;
   const void* input;
-  bool relu;
-  const void* mask;    // with relu; null: the sign of the output is recomputed
+  NormActivation activation;
+  const void* mask;    // with kRelu; null: the normalised value is recomputed
   ChannelVector bias;  // needed to recompute it
   ChannelVector weight;
   const void* mean;  // (channels), float, or double for a double input
   const void* rstd;  // (channels), the same
   bool training;
   void* grad_input;     // null: not wanted
-  void* grad_residual;  // grad_output where the output is positive; null: not wanted
+  void* grad_residual;  // grad_output after the activation's derivative; null: not wanted
   ChannelVector grad_weight, grad_bias;
   int64_t count = 0;             // values per statistic; 0: extents.count()
   void* coefficients = nullptr;  // (kBackwardCoefficients, channels), as mean; null: not wanted

@@ -167,19 +167,22 @@ Plan choose_window_product(ConvDirection direction, const Conv2dShape& s,
   if (const auto patches = choose_patch_product(direction, s, addresses, sums, device)) {
     return plan_of_product(*patches);
   }
+  LayoutCopies copies;
+  if (transposes_w(direction, s)) copies.transpose_w(s);
   if (!s.channels_last) {
     if (const auto planes = choose_plane_product(direction, s, addresses, device)) {
-      return plan(*planes);
+      return plan(*planes, copies);
     }
     const auto rows = choose_rows_product(direction, s, addresses, sums, device);
     return rows ? plan_of_product(*rows) : plan(portable);
   }
-  const char* why_not = why_not_tma_im2col(direction, s, addresses);
+  const Conv2dAddresses at = copies.addresses(addresses);
+  const char* why_not = why_not_tma_im2col(direction, s, at);
   if (why_not == nullptr) {
     const double cycles = estimate_implicit_gemm(direction, s, portable, device);
-    const auto config = choose_tma_im2col(direction, s, addresses, sums, cycles, device);
-    if (config) return plan(*config);
-  } else if (s.sm90 && portable.vectorized && dtype_size(s.dtype) == 2) {
+    const auto config = choose_tma_im2col(direction, s, at, sums, cycles, device);
+    if (config) return plan(*config, copies);
+  } else if (s.sm90 && portable.vectorized && has_tma_im2col_type(s)) {
     portable.reason = why_not;
   }
   return plan(portable);

@@ -82,6 +82,7 @@ struct GroupNormPlan {
   int cluster = 1;         // blocks per group
   int64_t part = 0;        // vectors of a group per block
   int entry_lanes = 1;     // neighbouring vectors of one channel, whose sums form one entry
+  int channel_lanes = 1;   // threads that add the entries of one channel
   int64_t smem_bytes = 0;  // next to the ring: weight, bias and entries
   // two passes
   int64_t splits = 1;  // of a plane, or of the rows of an image
@@ -101,9 +102,18 @@ constexpr int kGroupNormSplitRows = 16;               // per thread of a block o
 
 // Vectors per thread and operand that kernels exist for.
 constexpr int kGroupNormForwardHeld[] = {2, 4, 8, 12};
-constexpr int kGroupNormBackwardHeld[] = {1, 2, 4, 6};
+constexpr int kGroupNormBackwardHeld[] = {1, 2, 4, 6, 8, 10};
+constexpr int kGroupNormEntryLanes = 4;  // at most
+// Up to here the ring has room for two groups. With more vectors the registers hold one group while
+// another one fills the ring, and a block has one group.
+constexpr int kGroupNormPairVectors = 6;
 
 inline int64_t group_norm_element(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
+
+// The place in kGroupNormBackwardHeld of the most vectors that registers hold.
+constexpr int group_norm_most_held(DType dtype, int cluster) {
+  return dtype == DType::kFloat64 ? 3 : cluster > 1 ? 4 : 5;
+}
 
 // Weight and bias of all channels, in the accumulator type.
 inline int64_t group_norm_vector_bytes(const GroupNormShape& p) {
@@ -113,7 +123,7 @@ inline int64_t group_norm_vector_bytes(const GroupNormShape& p) {
 // Whether clusters of `cluster` blocks hold groups of `vectors`; fills in the plan.
 inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p, int64_t vectors,
                                     int cluster, bool is_backward, const DeviceInfo& device) {
-  const auto& held = is_backward ? kGroupNormBackwardHeld : kGroupNormForwardHeld;
+  const int* held = is_backward ? kGroupNormBackwardHeld : kGroupNormForwardHeld;
   const int64_t rows = p.batch * p.groups;
   plan.cluster = cluster;
   plan.part = cluster == 1 ? vectors : ceil_div(vectors, int64_t{32} * cluster) * 32;
@@ -123,6 +133,9 @@ inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p
   // Many vectors per thread leave threads for several groups per block, which overlap.
   int at = last;
   while (at > 0 && plan.part < int64_t{held[at]} * 32) --at;
+  // More vectors per thread only for groups that do not fit otherwise.
+  const int limit = is_backward ? group_norm_most_held(p.dtype, cluster) : last;
+  while (at >= last && at < limit && plan.part > int64_t{held[at]} * kGroupNormThreads) ++at;
   plan.vectors = held[at];
   if (plan.part > int64_t{plan.vectors} * kGroupNormThreads) return false;
   const int64_t lanes = ceil_div(plan.part, int64_t{plan.vectors});
@@ -141,7 +154,11 @@ inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p
   plan.smem_bytes = group_norm_vector_bytes(p);
   if (is_backward) {
     const int64_t per_channel = p.spatial / plan.vec;
-    plan.entry_lanes = static_cast<int>(std::gcd(per_channel, int64_t{std::min(plan.lanes, 32)}));
+    plan.entry_lanes = static_cast<int>(
+        std::gcd(per_channel, int64_t{std::min(plan.lanes, kGroupNormEntryLanes)}));
+    const int64_t share = std::max<int64_t>(1, plan.lanes / p.group_channels());
+    plan.channel_lanes =
+        static_cast<int>(std::min<uint64_t>(std::bit_floor(static_cast<uint64_t>(share)), 32));
     const int64_t entries = ceil_div(plan.part, int64_t{plan.entry_lanes});
     plan.smem_bytes += 2 * groups * entries * 2 * group_norm_element(p.dtype);
     if (plan.smem_bytes + kGroupNormRingBytes > kGroupNormSharedBytes) return false;

@@ -82,6 +82,7 @@ struct LinearGradients {
 // features as n.
 inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& g) {
   if (!g.input && !g.weight) return std::nullopt;
+  if (g.weight && g.weight->transposed_d) return std::nullopt;
   // It writes the operands' type.
   if ((g.input && g.input->accum_d) || (g.weight && g.weight->accum_d) ||
       (g.bias && g.bias->wide_sum)) {
@@ -119,6 +120,12 @@ inline std::optional<LinearHeadGradients> head_gradients(const LinearGradients& 
   if (g.bias) head.db = g.bias->sum;
   if (!is_head(head.rows, head.features, head.outputs)) return std::nullopt;
   return head;
+}
+
+// The weight gradient as a kernel takes it. If no kernel may write it transposed, its operands
+// change places. dy is then B, so the product brings no bias gradient.
+inline GemmParams weight_product(const GemmParams& p) {
+  return !p.transposed_d || stores_transposed(p) ? p : transposed(p);
 }
 
 // The workspace holds the copy of dy, then each kernel's part.
@@ -171,7 +178,7 @@ inline LinearGradientsPlan choose_linear_gradients(const LinearGradients& wanted
     GemmParams weight = *g.weight;
     const bool same_type = g.bias && g.bias->wide_sum == weight.accum_d;
     weight.row_sums = same_type ? g.bias->sum : nullptr;
-    plan.weight = choose_linear(weight, device);
+    plan.weight = choose_linear(weight_product(weight), device);
   }
   const bool summed = plan.weight && !plan.weight->head && plan.weight->gemm.sums_rows;
   if (g.bias && !summed) plan.bias = choose_column_sum(*g.bias, device);

@@ -30,14 +30,20 @@ struct ScanParams {
   const void* gate = nullptr;     // null: a sum
   const void* initial = nullptr;  // (outer, inner): h before the first step; null: zero
   bool is_shifted = false;        // each step has the gate of the step before it in the scan
+  // `gate` holds levels, whose differences are the gates' logarithms:
+  // gate_t = exp(level_t - level_{t-1}), zero between equal infinities. There is no initial state.
+  bool is_levels = false;
 
   int inputs() const { return gate == nullptr ? 1 : 2; }
-  // A run of steps is one number or a pair: pairs take twice the registers per element.
-  int numbers() const { return gate != nullptr || kind == ScanKind::kLogSumExp ? 2 : 1; }
+  // A run of steps is one number or a pair, in units of the data's width: pairs, and products of
+  // floats, which are in double, take twice the registers per element.
+  int numbers() const {
+    const bool in_double = kind == ScanKind::kProduct && dtype == DType::kFloat32;
+    return gate != nullptr || kind == ScanKind::kLogSumExp || in_double ? 2 : 1;
+  }
 };
 
 constexpr int kScanColumnThreads = 256;
-constexpr int kScanColumnBlocksPerSm = 3;
 constexpr int64_t kScanRowBytes = 32 * 1024;  // of a tile of rows, per number of a run
 constexpr int kScanColumnRows = 8;            // per thread and number of a run
 constexpr int64_t kScanTicketBytes = 16;

@@ -21,6 +21,13 @@ struct RowGroup {
         index(static_cast<int>(threadIdx.x) / lanes_),
         count(static_cast<int>(blockDim.x) / lanes_) {}
 
+  // All threads of the block.
+  __device__ __forceinline__ RowGroup()
+      : lanes(static_cast<int>(blockDim.x)),
+        lane(static_cast<int>(threadIdx.x)),
+        index(0),
+        count(1) {}
+
   __device__ __forceinline__ int warps() const { return lanes / kWarpSize; }  // 0: less than one
 };
 
@@ -30,7 +37,9 @@ template <class Acc>
 __device__ __forceinline__ Acc sum_of_lanes(Acc value, int width) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    if (offset < width) value += __shfl_xor_sync(kFullMask, value, offset);
+    // The shuffle has no condition: it would be a branch, and sums side by side would not overlap.
+    const Acc other = __shfl_xor_sync(kFullMask, value, offset);
+    value = offset < width ? value + other : value;
   }
   return value;
 }

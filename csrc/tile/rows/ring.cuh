@@ -7,6 +7,7 @@
 
 #include "device/access.cuh"
 #include "device/copy_half.cuh"
+#include "device/math.cuh"
 #include "device/mma_sm80.cuh"
 #include "tile/rows/held.cuh"
 
@@ -77,6 +78,12 @@ class RowRing {
       }
     });
     cp_async_commit();
+  }
+
+  // Makes the compiler compute addresses and conditions again, instead of keeping them per vector.
+  __device__ __forceinline__ void recompute() {
+    pitch_ = derive_anew(pitch_);
+    columns_.lane = derive_anew(columns_.lane);
   }
 
   // Waits for the oldest row.

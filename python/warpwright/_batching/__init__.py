@@ -115,12 +115,14 @@ RULES: dict[str, Rule] = {
     "attention": _attention.attention,
     "attention_backward": _attention.attention_backward,
 }
-# Fused operators whose gate mask has the layout of the whole tensor, losses by chunks of logits,
+# Fused operators, of which some have a gate mask with the layout of the whole tensor, losses by chunks of logits,
 # attention over a cache, whose pages belong to a sample, and of packed sequences.
 LOOPS = (
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kv_cache",
+    "batch_norm_activation",
+    "batch_norm_activation_backward",
     "batch_norm_relu",
     "batch_norm_relu_backward",
     "conv2d_batch_norm",
@@ -137,6 +139,8 @@ COMPOSED = (
     "cross_entropy_extras",
     "linear_cross_entropy",
     "linear_cross_entropy_extras",
+    "mlp",
+    "norm_with_residual",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_extras",
     "scaled_dot_product_attention_lse",

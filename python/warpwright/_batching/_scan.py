@@ -31,8 +31,9 @@ def linear_scan(
     dim: int,
     reverse: bool,
     shifted: bool,
+    levels: bool,
 ) -> tuple[Tensor, int]:
     tensors = zip((gate, input, initial), dims[:3], strict=True)
     a, b, state = (front(t, d, info.batch_size) for t, d in tensors)
     dim = canonicalize_dim(b.dim() - 1, dim)
-    return ops.linear_scan(a, b, state, dim + 1, reverse, shifted), 0
+    return ops.linear_scan(a, b, state, dim + 1, reverse, shifted, levels), 0

@@ -161,6 +161,21 @@ def _instance_norm(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> C
     )
 
 
+def _batch_norm_activation(
+    activation: str, shape: tuple[int, ...], dtype: torch.dtype, layout: str
+) -> Case:
+    """Batch norm and EfficientNet's or MobileNetV3's activation. Native calls one after the other."""
+    plain = _batch_norm(shape, dtype, layout)
+    name = f"batch_norm_{activation}"
+    function = getattr(torch.nn.functional, activation)
+
+    def call(F: Any, i: Inputs) -> Tensor:
+        arguments = (None, None, i["weight"], i["bias"], True)
+        return getattr(F, name)(i["x"], *arguments)  # type: ignore[no-any-return]
+
+    return replace(plain, op=name, call=call, native=lambda F, i: function(plain.call(F, i)))
+
+
 def _batch_norm_relu(shape: tuple[int, ...], dtype: torch.dtype, layout: str, add: bool) -> Case:
     """Batch norm, maybe an addition, and a relu. Native calls one after the other."""
     plain = _batch_norm(shape, dtype, layout)
@@ -423,7 +438,7 @@ def _conv2d_batch_norm(
     def native(F: Any, i: Inputs) -> Tensor:
         y = F.batch_norm(plain.call(F, i), None, None, i["gamma"], i["beta"], True)
         y = y + i["x"] if "add" in form else y
-        return torch.relu(y) if form else y
+        return getattr(torch.nn.functional, form.rpartition("_")[2])(y) if form else y
 
     reads = 2 if "add" in form else 1
     return Case(
@@ -436,7 +451,7 @@ def _conv2d_batch_norm(
         {"fwd": plain.bytes["fwd"] + (reads + 1) * e, "bwd": plain.bytes["bwd"] + (reads + 2) * e},
         plain.flops,
         native=native,
-        kinked=bool(form),
+        kinked="relu" in form,
     )
 
 

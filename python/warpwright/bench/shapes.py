@@ -12,6 +12,7 @@ from .cases import (
     Case,
     _attention,
     _batch_norm,
+    _batch_norm_activation,
     _batch_norm_relu,
     _batch_norm_relu_max_pool2d,
     _conv2d,
@@ -117,8 +118,8 @@ def _depthwise_layers(batch: int) -> list[Case]:
     return [*rows, case(144, 56, 3, 1, NCHW), case(240, 28, 5, 1, NCHW)]
 
 
-def _resnet50_norms(batch: int) -> list[Case]:
-    """A layer of each stage with its batch norm. The residual is the input where shapes agree."""
+def _layers_with_norms(batch: int) -> list[Case]:
+    """Of ResNet-50 a layer of each stage, two expansions. The residual is the input where shapes agree."""
     return [
         _conv2d_batch_norm((batch, c, image, image), out, k, s, form, BF16, NHWC)
         for form, c, image, out, k, s in (
@@ -130,6 +131,8 @@ def _resnet50_norms(batch: int) -> list[Case]:
             ("", 256, 56, 512, 1, 2),
             ("_add_relu", 64, 56, 64, 3, 1),
             ("_add_relu", 256, 14, 256, 3, 1),
+            ("_silu", 16, 112, 96, 1, 1),  # EfficientNet-B0, MobileNetV3-L
+            ("_hardswish", 40, 28, 240, 1, 1),
         )
     ]
 
@@ -342,6 +345,13 @@ def _all_cases() -> list[Case]:
                 _batch_norm_relu(shape, BF16, NHWC, add),
                 _batch_norm_relu(shape, FP32, NCHW, add),
             ]
+    for channels, side in ((32, 112), (96, 112), (144, 56), (240, 28), (672, 14), (1152, 7)):
+        shape = (256, channels, side, side)  # EfficientNet-B0
+        cases.append(_batch_norm_activation("silu", shape, BF16, NHWC))
+    cases += [
+        _batch_norm_activation("silu", (256, 144, 56, 56), FP32, NCHW),
+        _batch_norm_activation("hardswish", (256, 240, 28, 28), BF16, NHWC),
+    ]
     for shape, k, s, p in (
         ((256, 64, 112, 112), 3, 2, 1),
         ((1024, 32, 28, 28), 2, 2, 0),
@@ -426,7 +436,7 @@ def _all_cases() -> list[Case]:
     return cases
 
 
-CASES = [*_all_cases(), *_resnet50_norms(256)]
+CASES = [*_all_cases(), *_layers_with_norms(256)]
 
 # Small enough for two CPU cores and for a look at a new machine.
 QUICK_CASES = [
@@ -465,6 +475,8 @@ QUICK_CASES = [
     _add_norm("add_layer_norm", 2048, 768, BF16),
     _add_norm("add_rms_norm", 2048, 768, FP32),
     _batch_norm_relu((64, 32, 28, 28), FP32, NHWC, False),
+    _batch_norm_activation("silu", (64, 32, 28, 28), FP32, NHWC),
+    _batch_norm_activation("hardswish", (64, 32, 28, 28), FP32, NCHW),
     _batch_norm_relu((64, 32, 28, 28), FP32, NCHW, True),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NCHW),
     _max_pool2d((64, 32, 28, 28), 2, 2, 0, FP32, NHWC),

@@ -3,7 +3,13 @@
 from ._activation import geglu, relu, relu_, swiglu
 from ._attention import scaled_dot_product_attention
 from ._conv import conv2d
-from ._conv_norm import conv2d_batch_norm, conv2d_batch_norm_add_relu, conv2d_batch_norm_relu
+from ._conv_norm import (
+    conv2d_batch_norm,
+    conv2d_batch_norm_add_relu,
+    conv2d_batch_norm_hardswish,
+    conv2d_batch_norm_relu,
+    conv2d_batch_norm_silu,
+)
 from ._fft_conv import fft_conv1d, fft_conv2d
 from ._group_norm import group_norm, instance_norm
 from ._kv_cache import attention_with_kv_cache
@@ -13,8 +19,10 @@ from ._loss import cross_entropy, linear_cross_entropy
 from ._norm import (
     batch_norm,
     batch_norm_add_relu,
+    batch_norm_hardswish,
     batch_norm_relu,
     batch_norm_relu_max_pool2d,
+    batch_norm_silu,
 )
 from ._pool import max_pool2d, max_pool2d_with_indices, relu_max_pool2d
 from ._quantized import linear_quantized
@@ -33,12 +41,16 @@ __all__ = [
     "attention_with_kv_cache",
     "batch_norm",
     "batch_norm_add_relu",
+    "batch_norm_hardswish",
     "batch_norm_relu",
     "batch_norm_relu_max_pool2d",
+    "batch_norm_silu",
     "conv2d",
     "conv2d_batch_norm",
     "conv2d_batch_norm_add_relu",
+    "conv2d_batch_norm_hardswish",
     "conv2d_batch_norm_relu",
+    "conv2d_batch_norm_silu",
     "cross_entropy",
     "cumprod",
     "cumsum",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,24 @@ from .. import _arguments
 from .._ops import ops
 from ._common import pair
 from ._conv import conv2d
-from ._norm import _norm_options, batch_norm, batch_norm_add_relu, batch_norm_relu
+from ._norm import (
+    _norm_options,
+    batch_norm,
+    batch_norm_add_relu,
+    batch_norm_hardswish,
+    batch_norm_relu,
+    batch_norm_silu,
+)
 
 _SHORT = (torch.bfloat16, torch.float16)
+# The functions after the convolution, and the operator's name of their activation.
+_AFTER: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "conv2d_batch_norm": (batch_norm, "none"),
+    "conv2d_batch_norm_relu": (batch_norm_relu, "relu"),
+    "conv2d_batch_norm_add_relu": (batch_norm_add_relu, "relu"),
+    "conv2d_batch_norm_silu": (batch_norm_silu, "silu"),
+    "conv2d_batch_norm_hardswish": (batch_norm_hardswish, "hardswish"),
+}
 
 
 def takes_statistics(
@@ -108,6 +123,56 @@ def conv2d_batch_norm_relu(
     )
 
 
+def conv2d_batch_norm_silu(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``silu(batch_norm(conv2d(input, weight, ...), ...))``; see :func:`conv2d_batch_norm`."""
+    return _run(
+        "conv2d_batch_norm_silu",
+        (input, weight, bias, stride, padding, dilation, groups),
+        (running_mean, running_var, norm_weight, norm_bias, training, momentum, eps),
+    )
+
+
+def conv2d_batch_norm_hardswish(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``hardswish(batch_norm(conv2d(input, weight, ...), ...))``; see :func:`conv2d_batch_norm`."""
+    return _run(
+        "conv2d_batch_norm_hardswish",
+        (input, weight, bias, stride, padding, dilation, groups),
+        (running_mean, running_var, norm_weight, norm_bias, training, momentum, eps),
+    )
+
+
 def conv2d_batch_norm_add_relu(
     input: Tensor,
     residual: Tensor,
@@ -145,16 +210,15 @@ def _run(
     input, weight, bias, stride, padding, dilation, groups = conv
     running_mean, running_var, norm_weight, norm_bias, training, momentum, eps = norm
     training, momentum, eps = _norm_options(name, training, momentum, eps)
+    after, activation = _AFTER[name]
     if (
         not training
         or eps <= 0
         or (running_mean is None) != (running_var is None)
         or not takes_statistics(input, weight, stride, padding, dilation, residual)
     ):
-        convolved = conv2d(*conv)
-        if residual is not None:
-            return batch_norm_add_relu(convolved, residual, *norm)
-        return (batch_norm_relu if name.endswith("_relu") else batch_norm)(convolved, *norm)
+        added = () if residual is None else (residual,)
+        return after(conv2d(*conv), *added, *norm)
     if groups.__class__ is not int:
         groups = _arguments.integer(name, "groups", groups)
     operands = (input, weight, bias, residual, norm_weight, norm_bias)
@@ -163,7 +227,7 @@ def _run(
         pair(name, "padding", padding),
         pair(name, "dilation", dilation),
     )
-    options = (eps, name.endswith("_relu"), *windows, groups)
+    options = (eps, activation, *windows, groups)
     try:
         if running_mean is None:
             return ops.conv2d_batch_norm(*operands, *options)[0]

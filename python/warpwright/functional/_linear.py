@@ -82,7 +82,10 @@ def mlp(
     bias2: Tensor | None = None,
     activation: str = "gelu",
 ) -> Tensor:
-    """``linear(activation(linear(input, weight1, bias1)), weight2, bias2)`` in two ops.
+    """``linear(activation(linear(input, weight1, bias1)), weight2, bias2)`` as one node.
+
+    Its backward computes the gradient of the hidden layer in the epilogue of one product, without a
+    pass over it.
 
     Args:
         input: (..., in_features).
@@ -94,6 +97,11 @@ def mlp(
     Raises:
         RuntimeError: another activation; otherwise as :func:`linear`.
     """
+    if not (dynamo() or exporting()):
+        try:
+            return ops.mlp(input, weight1, bias1, weight2, bias2, activation)  # type: ignore[no-any-return]
+        except RuntimeError:  # the two ops below name the argument
+            pass
     hidden = _linear_activation("mlp", input, weight1, bias1, activation)
     return linear(hidden, weight2, bias2)
 

@@ -120,6 +120,49 @@ def batch_norm_add_relu(
     )
 
 
+def batch_norm_silu(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``silu(batch_norm(input, ...))`` in one op, without the intermediate tensor.
+
+    The backward recomputes the normalised value from ``input``, so the forward keeps nothing of the
+    output's size. A 16-bit value is rounded once, after the activation. Arguments and errors are
+    :func:`batch_norm`'s.
+    """
+    return _fused_norm(
+        "batch_norm_activation",
+        *((input, weight, bias), running_mean, running_var, training, momentum, eps),
+        "silu",
+        function="batch_norm_silu",
+    )
+
+
+def batch_norm_hardswish(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``hardswish(batch_norm(input, ...))`` in one op; see :func:`batch_norm_silu`."""
+    return _fused_norm(
+        "batch_norm_activation",
+        *((input, weight, bias), running_mean, running_var, training, momentum, eps),
+        "hardswish",
+        function="batch_norm_hardswish",
+    )
+
+
 def batch_norm_relu_max_pool2d(
     input: Tensor,
     running_mean: Tensor | None,
@@ -200,21 +243,28 @@ def _fused_norm(
     training: bool,
     momentum: float,
     eps: float,
-    *window: Any,
+    *options: Any,
+    function: str = "",
 ) -> Tensor:
-    """Calls the operator `name`, or the one that also updates the running statistics."""
-    training, momentum, eps = _norm_options(name, training, momentum, eps)
+    """Calls the operator ``name``, or the one that also updates the running statistics.
+
+    Args:
+        options: the operator's last arguments.
+        function: the user's function, for errors; "": it has the operator's name.
+    """
+    function = function or name
+    training, momentum, eps = _norm_options(function, training, momentum, eps)
     input = operands[0]
     try:
         if _uses_batch_statistics(input, running_mean, running_var, training, eps):
-            return getattr(ops, name)(*operands, None, None, True, eps, *window)[0]
+            return getattr(ops, name)(*operands, None, None, True, eps, *options)[0]
         if not training:
             stats = running_mean, running_var
             run = NATIVE[name] if dynamo() or exporting() else getattr(ops, name)
-            return run(*operands, *stats, False, eps, *window)[0]
+            return run(*operands, *stats, False, eps, *options)[0]
         update = getattr(ops, name + "_update")
-        return update(*operands, running_mean, running_var, momentum, eps, *window)[0]
+        return update(*operands, running_mean, running_var, momentum, eps, *options)[0]
     except RuntimeError as error:
         optional = {"running_mean": running_mean, "running_var": running_var}
         optional |= {"weight": operands[-2], "bias": operands[-1]}
-        raise _arguments.error(error, name, {"input": input}, optional) from None
+        raise _arguments.error(error, function, {"input": input}, optional) from None

@@ -85,7 +85,7 @@ def logcumsumexp(input: Tensor, dim: int, *, reverse: bool = False) -> Tensor:
 
     One pass, as :func:`cumsum`, with equal bits on every repeat. Runs are pairs of a maximum and a sum
     of ``exp(x - maximum)``, so nothing overflows. The gradient is a :func:`linear_scan` whose gates
-    are at most 1.
+    are at most 1, and which are never rounded.
 
     Args:
         input: any shape and strides; float32, float64, bfloat16 or float16. Native computes complex

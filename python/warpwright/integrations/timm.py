@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from .. import nn as ours
+from .._running_statistics import RunningStatistics
+from ..swap.blocks import is_hooked
 from ..swap.registry import Known, register_code
 from ..swap.residual import (
     LAYER_NORM,
@@ -84,6 +86,38 @@ register_code(
 NORMS[_layer_norm] = LAYER_NORM
 
 
+# Batch norm with the activation after it, in timm's convolutional models.
+_AFTER_NORM: dict[type[nn.Module], str] = {
+    nn.Identity: "batch_norm",
+    nn.ReLU: "batch_norm_relu",
+    nn.SiLU: "batch_norm_silu",
+    nn.Hardswish: "batch_norm_hardswish",
+}
+
+
+def _batch_norm_act(self: Any, x: Tensor) -> Tensor:
+    functional = _AFTER_NORM.get(type(self.act))
+    if functional is None or type(self.drop) is not nn.Identity or self.momentum is None:
+        return _native(self, x)
+    if is_hooked(self.act) or is_hooked(self.drop):
+        return _native(self, x)
+    return RunningStatistics._normalize(self, x, functional=functional)
+
+
+def _batch_norm_act_example() -> tuple[nn.Module, Tensor]:
+    layer: Any = nn.BatchNorm2d(16)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    layer.drop, layer.act = nn.Identity(), nn.SiLU()
+    return layer, torch.randn(2, 16, 3, 4) * 3
+
+
+register_code(
+    Known("batch_norm", _batch_norm_act, _batch_norm_act_example, parts=("drop", "act")),
+    "768cc976a4e23ec6",  # 1.0.31
+)
+
+
 # ---- attention ----
 
 
@@ -144,7 +178,7 @@ def _block(
     is_causal: bool = False,
 ) -> Tensor:
     first, second = steps
-    y = first.alone(self.norm1, x, dtype)
+    x, y = first.beside(self.norm1, x, dtype)
     y = self.drop_path1(self.ls1(self.attn(y, attn_mask=attn_mask, is_causal=is_causal)))
     x, y = second.added(self.norm2, y, x, dtype)
     return x + self.drop_path2(self.ls2(self.mlp(y)))

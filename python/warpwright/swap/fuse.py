@@ -29,6 +29,7 @@ from .patterns import (
     METHODS,
     NATIVE,
     ONLY_FUSED,
+    OPERANDS,
     OPTIONS,
     PATTERNS,
     Pattern,
@@ -229,6 +230,25 @@ class Block:
         moves = not self._why_not_moved([_Step(node, "conv2d", {}, layer), *steps])
         return node if plain and moves else None
 
+    def _product_after(self, pattern: Pattern, steps: list[_Step]) -> list[_Step]:
+        """The linear layer that alone reads a linear layer's activation, after what does nothing."""
+        if pattern.ops[0] != "linear" or steps[0].layer is None:
+            return []
+        found, node = [], steps[-1].node
+        while len(node.users) == 1:
+            (node,) = node.users
+            step = self._step(node, None)
+            if step is None or step.layer is None or step.why_not or step.op not in ("", "linear"):
+                return []
+            found.append(step)
+            if not step.op:
+                continue
+            begins_a_chain = self._match(step)[0] is not None
+            is_known = all(kind in OPERANDS for kind in step.kinds)
+            moves = not self._why_not_moved([*steps, *found])
+            return found if is_known and moves and not begins_a_chain else []
+        return []
+
     # ---- what a node is ----
 
     def _step(self, node: fx.Node, previous: fx.Node | None) -> _Step | None:
@@ -259,6 +279,8 @@ class Block:
         if base is None:
             return None
         theirs, mine, op, names, constants = KINDS[base]
+        if base is nn.Dropout and layer.p != 0:
+            return None
         options = {**{name: getattr(layer, name) for name in names}, **constants}
         step = _Step(node, op, options, layer, (theirs, mine), frozenset(constants))
         reason = self.why_not(layer)
@@ -372,8 +394,9 @@ class Block:
         return _is_in_place(node)
 
     def _replace(self, pattern: Pattern, steps: list[_Step], keeper: _Step) -> None:
-        last = steps[-1].node
         convolution = self._convolution(pattern, steps)
+        after = self._product_after(pattern, steps)
+        last = (after or steps)[-1].node
         inputs = [(steps[0].node if convolution is None else convolution).args[0]]
         options: dict[str, Any] = {}
         for step in steps:
@@ -385,6 +408,8 @@ class Block:
         with self.graph.inserting_before(last):
             if convolution is not None:
                 options["conv"] = self.graph.get_attr(str(convolution.target))
+            if after:
+                options["then"] = self.graph.get_attr(str(last.target))
             if keeper.layer is not None:
                 path = str(keeper.node.target)
                 fused = self.graph.call_module(path, tuple(inputs), {"fused": options})
@@ -392,14 +417,14 @@ class Block:
                 function = getattr(F, pattern.functional)
                 fused = self.graph.call_function(function, tuple(inputs), options)
         last.replace_all_uses_with(fused)
-        for step in reversed(steps):
+        for step in reversed([*steps, *after]):
             self.graph.erase_node(step.node)
-        self.replaced.update(step.node for step in steps)
+        self.replaced.update(step.node for step in (*steps, *after))
         if convolution is not None:
             self.graph.erase_node(convolution)
             path = str(convolution.target)
             self.layers[path] = Layer(tuple(path.split(".")), CONVOLUTIONS, ())
-        for step in steps:
+        for step in (*steps, *after):
             if step.layer is not None:
                 path = str(step.node.target)
                 kinds, held = step.kinds, tuple(step.held.items())

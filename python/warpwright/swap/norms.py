@@ -42,6 +42,15 @@ def norm_for_products(layer: Any, x: Tensor) -> Tensor:
     return norm.alone(layer, x, dtype)
 
 
+def norm_and_rows(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` for its other readers, and ``norm_for_products(layer, x)``; one pass adds their gradients."""
+    dtype = dtype_of_products(x)
+    if dtype is None or torch.compiler.is_compiling() or not _has_float32_vectors(layer):
+        return x, norm_for_products(layer, x)
+    norm = LAYER_NORM if isinstance(layer, nn.LayerNorm) else RMS_NORM
+    return norm.beside(layer, x, dtype)
+
+
 def add_and_norm(layer: Any, first: Tensor, second: Tensor, casts: bool) -> tuple[Tensor, Tensor]:
     """``first + second`` and its norm, as one op under autocast.
 
@@ -102,6 +111,14 @@ class NormPass:
                 total = self.graph.call_function(operator.getitem, (pair, 0))
                 changed = self.graph.call_function(operator.getitem, (pair, 1))
             addition.replace_all_uses_with(total)
+        elif later := self._later_readers(source, node):
+            with self.graph.inserting_before(node):
+                arguments = (self.graph.get_attr(path), source)
+                pair = self.graph.call_function(norm_and_rows, arguments)
+                rows = self.graph.call_function(operator.getitem, (pair, 0))
+                changed = self.graph.call_function(operator.getitem, (pair, 1))
+            for later_reader in later:
+                later_reader.replace_input_with(source, rows)
         else:
             with self.graph.inserting_before(node):
                 arguments = (self.graph.get_attr(path), source)
@@ -115,6 +132,12 @@ class NormPass:
             self._depend_on(reader)
         said = [ADDS] if addition is not None else []
         self.notes[layer] = "; ".join(said + ([CASTS] if readers is not None else []))
+
+    def _later_readers(self, source: fx.Node, norm: fx.Node) -> list[fx.Node]:
+        """The ops that read ``source`` after ``norm``; none if something may write to a tensor."""
+        if any(self.block.may_write(node) for node in self.graph.nodes):
+            return []
+        return [node for node in source.users if norm < node and node.op != "output"]
 
     def _depend_on(self, path: str) -> None:
         """The graph holds while this layer has its class and no hooks."""

@@ -64,13 +64,21 @@ LAYERS = (
     Kind(nn.ReLU, ours.ReLU, "relu"),
     Kind(nn.GELU, nn.GELU, "gelu", ("approximate",)),
     Kind(nn.SiLU, nn.SiLU, "silu"),
+    Kind(nn.Hardswish, nn.Hardswish, "hardswish"),
     Kind(nn.MaxPool2d, ours.MaxPool2d, "max_pool2d", POOL),
     Kind(nn.Identity, nn.Identity, ""),
+    Kind(nn.Dropout, nn.Dropout, "", ("p",)),  # with p = 0
 )
 # Both classes of each; the registry adds layers of other libraries.
 KINDS: dict[type[nn.Module], Kind] = {kind: layer for layer in LAYERS for kind in layer[:2]}
 OPTIONS = {layer.op: layer.names for layer in LAYERS}
-ONLY_FUSED = ("gelu", "silu")  # ops that swap() has no layer for
+ONLY_FUSED = ("gelu", "silu", "hardswish")  # ops that swap() has no layer for
+
+# The weight and bias of a linear layer, as a functional takes them. The registry adds others.
+OPERANDS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, Tensor | None]]] = {
+    nn.Linear: lambda layer: (layer.weight, layer.bias),
+    ours.Linear: lambda layer: (layer.weight, layer.bias),
+}
 
 # Functions of a chain: the op, and the names of the arguments after the first.
 FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
@@ -79,6 +87,7 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     torch.relu_: ("relu", ()),
     native.gelu: ("gelu", ("approximate",)),
     native.silu: ("silu", ("inplace",)),
+    native.hardswish: ("hardswish", ("inplace",)),
     native.max_pool2d: ("max_pool2d", POOL),
     torch.max_pool2d: ("max_pool2d", POOL),
     operator.add: ("add", ("other",)),
@@ -120,6 +129,21 @@ class _BatchNormKeeper(_BatchNorm):
         return self._normalize(input, **fused)
 
 
+def run_product(
+    functional: str, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
+) -> Tensor:
+    """A product and the activation after it; with ``then``, a linear layer, also that one."""
+    then = options.pop("then", None)
+    if then is None:
+        return getattr(F, functional)(input, weight, bias, **options)  # type: ignore[no-any-return]
+    if type(then) not in OPERANDS:  # of another process, that the registry has not seen
+        return then(run_product(functional, input, weight, bias, **options))  # type: ignore[no-any-return]
+    activation = functional.removeprefix("linear_")
+    if options.get("approximate") == "tanh":
+        activation += "_tanh"
+    return F.mlp(input, weight, bias, *OPERANDS[type(then)](then), activation)
+
+
 class _LinearKeeper(ours.Linear):
     _functional: ClassVar[str]
     extra_repr = nn.Linear.extra_repr
@@ -127,7 +151,7 @@ class _LinearKeeper(ours.Linear):
     def forward(self, input: Tensor, fused: dict[str, Any] | None = None) -> Tensor:
         if fused is None:
             return super().forward(input)
-        return getattr(F, self._functional)(input, self.weight, self.bias, **fused)
+        return run_product(self._functional, input, self.weight, self.bias, **fused)
 
 
 class _MaxPoolKeeper(ours.MaxPool2d):
@@ -150,6 +174,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "relu": torch.relu,
     "gelu": native.gelu,
     "silu": native.silu,
+    "hardswish": native.hardswish,
     "max_pool2d": native.max_pool2d,
 }
 
@@ -172,6 +197,9 @@ class _Chain:
             else:
                 options = {name: fused[name] for name in OPTIONS.get(op, ()) if name in fused}
                 x = STEPS[op](x, *(residual if op == "add" else ()), **options)
+        if "then" in fused:
+            weight, bias = OPERANDS[type(fused["then"])](fused["then"])
+            x = native.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         return x
 
 

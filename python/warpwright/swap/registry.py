@@ -8,6 +8,7 @@ compared with native's on a small example.
 from __future__ import annotations
 
 import copyreg
+import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import functional as F
 from .._tools import Layer, LayerType
 from ..integrations import loaded
 from . import patterns
@@ -161,6 +161,9 @@ def _add(kind: type[nn.Module], made: type[nn.Module], known: Known) -> None:
     if known.fused is None:
         return
     patterns.KINDS[kind] = patterns.KINDS[made] = patterns.Kind(kind, made, known.op)
+    fused = known.fused
+    for layer_class in (kind, made):
+        patterns.OPERANDS[layer_class] = lambda layer: fused(layer, lambda _, *found: found, None)
     for pattern in patterns.PATTERNS:
         if pattern.ops[pattern.keeper] == known.op:
             keeper = _subclass(made, known, pattern)
@@ -252,7 +255,8 @@ def _step_forward(known: Known) -> Callable[..., Any]:
 
 
 def _keeper_forward(known: Known, functional: str) -> Callable[..., Any]:
-    plain, fused_on, function = known.forward, known.fused, getattr(F, functional)
+    plain, fused_on = known.forward, known.fused
+    function = functools.partial(patterns.run_product, functional)
     assert plain is not None
     assert fused_on is not None
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .. import functional as F
 from .. import nn as ours
 from .._arch import PLAIN
+from .._ops import ops
 from .blocks import (
     BASE,
     Path,
@@ -49,6 +50,8 @@ class Norm:
 
     alone: Callable[[Any, Tensor, Dtype], Tensor]
     added: Callable[[Any, Tensor, Tensor, Dtype], tuple[Tensor, Tensor]]
+    # The rows again, for their other readers, and the norm: its backward adds both gradients.
+    beside: Callable[[Any, Tensor, Dtype], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ class Step:
 
     def alone(self, layer: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self.norm.alone(layer, x, dtype if self.casts else None)
+
+    def beside(self, layer: nn.Module, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``x``, for its other readers, and its norm."""
+        if torch.compiler.is_compiling():  # Inductor adds gradients in the passes that read them
+            return x, self.alone(layer, x, dtype)
+        return self.norm.beside(layer, x, dtype if self.casts else None)
 
     def added(
         self, layer: nn.Module, branch: Tensor, residual: Tensor, dtype: torch.dtype
@@ -100,6 +109,11 @@ def _add_layer_norm(
     )
 
 
+def _layer_norm_beside(layer: Any, x: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor]:
+    vectors = layer.weight, layer.bias
+    return ops.norm_with_residual(x, layer.normalized_shape, *vectors, layer.eps, True, dtype)  # type: ignore[no-any-return]
+
+
 def rms_norm(eps: str, weight: Callable[[Any], Any] = lambda layer: layer.weight) -> Norm:
     """An RMS norm whose result is rounded once if its weight is float32, by the names it uses."""
 
@@ -111,7 +125,11 @@ def rms_norm(eps: str, weight: Callable[[Any], Any] = lambda layer: layer.weight
             branch, residual, (residual.shape[-1],), weight(layer), getattr(layer, eps), dtype=dtype
         )
 
-    return Norm(alone, added)
+    def beside(layer: Any, x: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor]:
+        shape, vectors = (x.shape[-1],), (weight(layer), None)
+        return ops.norm_with_residual(x, shape, *vectors, getattr(layer, eps), False, dtype)  # type: ignore[no-any-return]
+
+    return Norm(alone, added, beside)
 
 
 def _rms_norm(layer: Any, x: Tensor, dtype: Dtype) -> Tensor:
@@ -126,8 +144,13 @@ def _add_rms_norm(
     )
 
 
-LAYER_NORM = Norm(_layer_norm, _add_layer_norm)
-RMS_NORM = Norm(_rms_norm, _add_rms_norm)
+def _rms_norm_beside(layer: Any, x: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor]:
+    shape = layer.normalized_shape
+    return ops.norm_with_residual(x, shape, layer.weight, None, layer.eps, False, dtype)  # type: ignore[no-any-return]
+
+
+LAYER_NORM = Norm(_layer_norm, _add_layer_norm, _layer_norm_beside)
+RMS_NORM = Norm(_rms_norm, _add_rms_norm, _rms_norm_beside)
 NORMS: dict[Any, Norm] = {ours.LayerNorm.forward: LAYER_NORM, ours.RMSNorm.forward: RMS_NORM}
 
 
@@ -342,7 +365,7 @@ def _encoder_block(
         input.dim() == 3, f"Expected (batch_size, seq_length, hidden_dim) got {input.shape}"
     )
     first, second = steps
-    x = first.alone(self.ln_1, input, dtype)
+    input, x = first.beside(self.ln_1, input, dtype)
     x, _ = self.self_attention(x, x, x, need_weights=False)
     x, y = second.added(self.ln_2, self.dropout(x), input, dtype)
     return x + self.mlp(y)

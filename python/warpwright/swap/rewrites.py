@@ -54,8 +54,10 @@ def plan_rewrites(
             continue
         found.classes[module] = made
         found.graphs[module] = [(r, block.graph) for r, block in zip(recipes, kept, strict=True)]
-        for a in (*norms, *joins):
-            notes.update(a.notes)
+        for norm in norms:
+            notes.update(norm.notes)
+        for join in joins:
+            notes.update(join.notes)
         chains = dict.fromkeys(chain for b in views for chain in b.chains)
         found.fusions += [Fusion(name, chain, INTO, "") for chain in chains]
     return notes

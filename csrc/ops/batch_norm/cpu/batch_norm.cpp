@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "ops/batch_norm/cpu/activation.h"
 #include "ops/batch_norm/cpu/channels.h"
 
 namespace warpwright {
@@ -65,8 +66,8 @@ void finish_forward(const BatchNormParams& p, int64_t channel, Moments moments,
     variance = read_channel(p.running_var, channel, 1);
   }
   double rstd = 1 / std::sqrt(variance + p.eps);
-  // The backward of a relu repeats the forward, which rounded its values to this type.
-  if (p.relu) rstd = static_cast<Compute>(rstd);
+  // The backward of an activation repeats the forward, which rounded its values to this type.
+  if (p.activation != NormActivation::kNone) rstd = static_cast<Compute>(rstd);
   static_cast<Compute*>(p.mean)[channel] = static_cast<Compute>(mean);
   static_cast<Compute*>(p.rstd)[channel] = static_cast<Compute>(rstd);
   c.scale[channel] = static_cast<Compute>(rstd * read_channel(p.weight, channel, 1));
@@ -212,7 +213,7 @@ void forward_rows(const BatchNormParams& p) {
       const int64_t at = (row + r) * C + c;
       auto y = normalized(Access::load(input + at), mean, scale, offset);
       if (residual != nullptr) y += Access::load(residual + at);
-      Access::store(output + at, p.relu ? relu_of(y) : y);
+      Access::store(output + at, activated(p.activation, y));
     }
   });
 }
@@ -341,7 +342,7 @@ void forward_planes(const BatchNormParams& p) {
             const int64_t at = i + g * Access::kCount;
             auto y = normalized(Access::load(plane + at), mean, scale, offset);
             if (residual != nullptr) y += Access::load(residual + at);
-            Access::store(target + at, p.relu ? relu_of(y) : y);
+            Access::store(target + at, activated(p.activation, y));
           }
         });
       }
@@ -416,7 +417,7 @@ void batch_norm_cpu(const BatchNormParams& p) {
 }
 
 void batch_norm_backward_cpu(const BatchNormBackwardParams& p) {
-  if (p.relu) {
+  if (p.activation != NormActivation::kNone) {
     // The gradient of the gate's output is batch norm's.
     BatchNormBackwardParams plain = p;
     std::unique_ptr<char[]> buffer;
@@ -427,7 +428,7 @@ void batch_norm_backward_cpu(const BatchNormBackwardParams& p) {
       gated = buffer.get();
     }
     batch_norm_gate_cpu(p, gated);
-    plain.relu = false;
+    plain.activation = NormActivation::kNone;
     plain.grad_output = gated;
     if (p.grad_input != nullptr || p.coefficients != nullptr || p.needs_sums()) {
       batch_norm_backward_cpu(plain);

@@ -1,5 +1,5 @@
 // Shared by batch norm's CPU kernels: access to a channel's statistics and parameters, and the
-// forward's arithmetic, which the backward of a relu repeats bit by bit.
+// forward's arithmetic, which the backward of an activation repeats bit by bit.
 #pragma once
 
 #include "cpu/lane_runs.h"
@@ -23,20 +23,15 @@ inline void write_channel(const ChannelVector& v, int64_t channel, double value)
   });
 }
 
-// The forward's result before the addition and the relu.
+// The forward's result before the addition and the activation.
 template <class V, class S>
 V normalized(V x, S shift, S scale, S offset) {
   return (x - shift) * scale + offset;
 }
 
-template <class V>
-V relu_of(V y) {
-  return y < V{} ? V{} : y;  // NaN and -0 stay
-}
-
-// grad_output where this call's relu passes it, in the same layout; elsewhere zero.
-void batch_norm_gate_cpu(const BatchNormBackwardParams& p, void* gated);
-// The mask of a finished forward.
+// grad_output times the derivative of this call's activation, in the same layout.
+void batch_norm_gate_cpu(const BatchNormBackwardParams& p, void* result);
+// The relu's mask of a finished forward.
 void batch_norm_mask_cpu(const BatchNormParams& p);
 
 }  // namespace warpwright

@@ -7,8 +7,8 @@
 namespace warpwright {
 
 // Coefficients of the second pass. Forward: (x - shift) * scale + offset. Backward: dout * scale +
-// ((x - mean) * slope + offset), which keeps its digits if the mean is far from 0. Gate::kSign also
-// needs bias; its scale and mean are the same.
+// ((x - mean) * slope + offset), which keeps its digits if the mean is far from 0.
+// Gate::kRecomputed also needs bias; its scale and mean are the same.
 template <class A>
 struct Coefficients {
   A scale, offset, shift_or_slope, mean, bias;
@@ -116,6 +116,7 @@ struct BatchNormOutputs {
   T* data;   // null: not wanted
   T* gated;  // backward: dout after the gate, which is the residual's gradient; null: not wanted
   uint8_t* mask;  // forward with a residual: set if the output is positive or NaN
+  NormActivation activation;
 
   __host__ __device__ __forceinline__ bool none() const {
     return data == nullptr && gated == nullptr;
@@ -129,23 +130,36 @@ struct ResultsOf {
   uint32_t bits = 0;
 };
 
-template <class T, int V, bool kAdd = false, bool kRelu = false>
+// `of(j)`: the Coefficients of element j of a vector.
+template <class T, int V, bool kAdd = false, bool kActivatesOf = false>
 struct ForwardOf {
   using A = Accum<T>;
-  using OfOne = ForwardOf<T, 1, kAdd, kRelu>;   // for a vector of one value
+  using OfOne = ForwardOf<T, 1, kAdd, kActivatesOf>;  // for a vector of one value
+  static constexpr bool kActivates = kActivatesOf;
   static constexpr int kInputs = kAdd ? 2 : 1;  // x, residual
   static constexpr Gate kGate = Gate::kOpen;
-  static constexpr bool kWritesMask = kAdd && kRelu, kWritesGated = false;
+  static constexpr bool kWritesMask = kAdd && kActivates, kWritesGated = false;
   static constexpr bool kNeedsMean = false;  // in addition to the shift
 
-  static __device__ __forceinline__ void apply(const Coefficients<A>& c,
-                                               const VectorsOf<T, V, kInputs>& v, int j,
-                                               ResultsOf<T, V>& result) {
-    A y = normalized(convert<A>(v.in[0][j]), c.shift_or_slope, c.scale, c.offset);
-    if constexpr (kAdd) y += convert<A>(v.in[1][j]);
-    if constexpr (kWritesMask) result.bits |= uint32_t{passes_relu<T>(y)} << j;
-    if constexpr (kRelu) y = y < 0 ? A(0) : y;  // NaN remains
-    result.data[j] = convert<T>(y);
+  template <class Of>
+  static __device__ __forceinline__ void apply(const Of& of, const VectorsOf<T, V, kInputs>& v,
+                                               NormActivation activation, ResultsOf<T, V>& result) {
+    constexpr int kRun = kActivationRun<T, V>;
+#pragma unroll
+    for (int first = 0; first < V; first += kRun) {
+      A y[kRun];
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const Coefficients<A>& c = of(first + j);
+        y[j] = normalized(convert<A>(v.in[0][first + j]), c.shift_or_slope, c.scale, c.offset);
+        if constexpr (kAdd) y[j] += convert<A>(v.in[1][first + j]);
+        if constexpr (kWritesMask) result.bits |= uint32_t{passes_relu<T>(y[j])} << (first + j);
+      }
+      // A residual comes with a relu.
+      if constexpr (kActivates) activate_norm<T>(kAdd ? NormActivation::kRelu : activation, y);
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) result.data[first + j] = convert<T>(y[j]);
+    }
   }
 };
 
@@ -154,21 +168,33 @@ struct BackwardOf {
   using A = Accum<T>;
   using OfOne = BackwardOf<T, 1, kTraining, kGateOf>;
   static constexpr Gate kGate = kGateOf;
-  static constexpr int kInputs = kTraining || kGate == Gate::kSign ? 2 : 1;  // dout, x
-  static constexpr bool kWritesMask = false, kWritesGated = kGate != Gate::kOpen;
-  static constexpr bool kNeedsMean = kTraining || kGate == Gate::kSign;
+  static constexpr bool kActivates = kGate != Gate::kOpen;
+  static constexpr int kInputs = kTraining || kGate == Gate::kRecomputed ? 2 : 1;  // dout, x
+  static constexpr bool kWritesMask = false, kWritesGated = kActivates;
+  static constexpr bool kNeedsMean = kTraining || kGate == Gate::kRecomputed;
 
-  static __device__ __forceinline__ void apply(const Coefficients<A>& c,
-                                               const VectorsOf<T, V, kInputs>& v, int j,
-                                               ResultsOf<T, V>& result) {
-    A dout = convert<A>(v.in[0][j]);
-    if constexpr (kGate != Gate::kOpen) {
-      if (!is_open<kGate>(v, j, c.mean, c.scale, c.bias)) dout = 0;
-      result.gated[j] = convert<T>(dout);
+  template <class Of>
+  static __device__ __forceinline__ void apply(const Of& of, const VectorsOf<T, V, kInputs>& v,
+                                               NormActivation activation, ResultsOf<T, V>& result) {
+    constexpr int kRun = kActivationRun<T, V>;
+#pragma unroll
+    for (int first = 0; first < V; first += kRun) {
+      A dout[kRun];
+      gated<kGate>(dout, v, first, activation, [&](int j) {
+        const Coefficients<A>& c = of(j);
+        return GateCoefficients<A>{c.mean, c.scale, c.bias};
+      });
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const Coefficients<A>& c = of(first + j);
+        if constexpr (kWritesGated) result.gated[first + j] = convert<T>(dout[j]);
+        A dx = dout[j] * c.scale;
+        if constexpr (kTraining) {
+          dx += (convert<A>(v.in[1][first + j]) - c.mean) * c.shift_or_slope + c.offset;
+        }
+        result.data[first + j] = convert<T>(dx);
+      }
     }
-    A dx = dout * c.scale;
-    if constexpr (kTraining) dx += (convert<A>(v.in[1][j]) - c.mean) * c.shift_or_slope + c.offset;
-    result.data[j] = convert<T>(dx);
   }
 };
 
@@ -185,23 +211,23 @@ void for_batch_norm(DType dtype, const BatchNormConfig& config, F&& f) {
 }
 
 // Calls f<Apply>() for the forward's variants.
-template <class T, int V, bool kRelu, class F>
+template <class T, int V, bool kActivates, class F>
 void for_forward(const BatchNormParams& p, F&& f) {
-  if constexpr (kRelu) {
+  if constexpr (kActivates) {
     if (p.residual != nullptr) return f.template operator()<ForwardOf<T, V, true, true>>();
   }
-  f.template operator()<ForwardOf<T, V, false, kRelu>>();
+  f.template operator()<ForwardOf<T, V, false, kActivates>>();
 }
 
 // Calls f<kGate>() for the backward's variants.
-template <bool kRelu, class F>
+template <bool kActivates, class F>
 void for_gate(const BatchNormBackwardParams& p, F&& f) {
-  if constexpr (!kRelu) {
+  if constexpr (!kActivates) {
     f.template operator()<Gate::kOpen>();
   } else if (p.mask != nullptr) {
     f.template operator()<Gate::kMask>();
   } else {
-    f.template operator()<Gate::kSign>();
+    f.template operator()<Gate::kRecomputed>();
   }
 }
 
@@ -215,16 +241,16 @@ BatchNormInputs<T, Apply::kInputs> inputs_of(const void* first, const void* seco
 }
 template <class T>
 BatchNormOutputs<T> outputs_of(const BatchNormParams& p) {
-  return {static_cast<T*>(p.output), nullptr, static_cast<uint8_t*>(p.mask)};
+  return {static_cast<T*>(p.output), nullptr, static_cast<uint8_t*>(p.mask), p.activation};
 }
 template <class T>
 BatchNormOutputs<T> outputs_of(const BatchNormBackwardParams& p) {
-  return {static_cast<T*>(p.grad_input), static_cast<T*>(p.grad_residual), nullptr};
+  return {static_cast<T*>(p.grad_input), static_cast<T*>(p.grad_residual), nullptr, p.activation};
 }
 template <class T, class Sums>
 typename Sums::Setup setup_of(const BatchNormBackwardParams& p) {
   return {static_cast<const Accum<T>*>(p.mean), static_cast<const Accum<T>*>(p.rstd), p.weight,
-          p.bias};
+          p.bias, p.activation};
 }
 
 // Without an output the second pass only merges, and writes statistics and coefficients.
@@ -245,7 +271,7 @@ void launch_second_pass(const BatchNormConfig& config, const BatchNormInputs<T, 
 }
 
 // Layout names the two kernels, their shape, block size and grids.
-template <class Layout, bool kRelu>
+template <class Layout, bool kActivates>
 void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
                        cudaStream_t stream) {
   const typename Layout::Shape shape(p.extents, config);
@@ -259,7 +285,7 @@ void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
              inputs_of<T, Sums>(p.input, nullptr, nullptr), typename Sums::Setup{}, shape,
              partials);
     }
-    for_forward<T, V, kRelu>(p, [&]<class Apply>() {
+    for_forward<T, V, kActivates>(p, [&]<class Apply>() {
       launch_second_pass<Layout, T, V, MergeMoments, Apply>(
           config, inputs_of<T, Apply>(p.input, p.residual, nullptr), outputs_of<T>(p), shape,
           partials, p.training, ForwardCoefficients{p}, stream);
@@ -267,13 +293,13 @@ void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
   });
 }
 
-template <class Layout, bool kRelu>
+template <class Layout, bool kActivates>
 void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& config,
                        cudaStream_t stream) {
   const typename Layout::Shape shape(p.extents, config);
   const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(Layout::kThreads);
   for_batch_norm(p.dtype, config, [&]<class T, int V>() {
-    for_gate<kRelu>(p, [&]<Gate kGate>() {
+    for_gate<kActivates>(p, [&]<Gate kGate>() {
       Partial<Accum<T>>* partials = nullptr;
       if (p.needs_sums()) {
         using Sums = GradSumsOf<T, V, Layout::channels_of(V), kGate>;
@@ -292,15 +318,15 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& 
   });
 }
 
-template <bool kRelu, class Params>
+template <bool kActivates, class Params>
 void launch_rows(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
 // Returns false and launches nothing if the kernel of the config cannot run. The caller then runs
 // two passes.
-template <bool kRelu, class Params>
+template <bool kActivates, class Params>
 bool launch_rows_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
-template <bool kRelu, class Params>
+template <bool kActivates, class Params>
 void launch_planes(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
-template <bool kRelu, class Params>
+template <bool kActivates, class Params>
 void launch_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
 
 }  // namespace warpwright

@@ -6,14 +6,14 @@ namespace {
 
 template <class Params>
 void launch_batch_norm(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  for_bool(p.relu, [&]<bool kRelu>() {
-    if (config.held > 0 && launch_rows_on_chip<kRelu>(p, config, stream)) return;
+  for_bool(p.activation != NormActivation::kNone, [&]<bool kActivates>() {
+    if (config.held > 0 && launch_rows_on_chip<kActivates>(p, config, stream)) return;
     if (p.extents.rows) {
-      launch_rows<kRelu>(p, config, stream);
+      launch_rows<kActivates>(p, config, stream);
     } else if (config.on_chip) {
-      launch_on_chip<kRelu>(p, config, stream);
+      launch_on_chip<kActivates>(p, config, stream);
     } else {
-      launch_planes<kRelu>(p, config, stream);
+      launch_planes<kActivates>(p, config, stream);
     }
   });
 }

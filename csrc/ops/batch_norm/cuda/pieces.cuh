@@ -187,8 +187,7 @@ __device__ __forceinline__ void apply_piece(const BatchNormOutputs<T>& out,
     return;
   }
   ResultsOf<T, V> result;
-#pragma unroll
-  for (int j = 0; j < V; ++j) Apply::apply(c, values, j, result);
+  Apply::apply([&](int) -> const Coefficients<A>& { return c; }, values, out.activation, result);
   if constexpr (Apply::kWritesMask)
     out.mask[piece.mask] = static_cast<uint8_t>(piece.only(result.bits));
   if constexpr (Apply::kWritesGated) {

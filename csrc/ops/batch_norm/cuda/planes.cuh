@@ -55,9 +55,12 @@ __global__ void __launch_bounds__(kPlanesThreads, planes_blocks_per_sm(sizeof(T)
   if (threadIdx.x == 0) partials[split * shape.channels + channel] = total;
 }
 
-// Bounded by registers: a thread has the merge's values in addition to its vectors.
-template <class T>
-constexpr int kPlanesApplyBlocksPerSm = sizeof(T) == 4 ? 4 : 3;
+// Bounded by registers: a thread has the merge's values in addition to its vectors, and those of an
+// exponential in double.
+template <class T, class Apply>
+constexpr int kPlanesApplyBlocksPerSm = sizeof(T) == 4                        ? 4
+                                        : sizeof(T) == 8 && Apply::kActivates ? 2
+                                                                              : 3;
 
 // Merges the partials of a channel. One warp calls; every lane gets the result.
 template <int V, bool kRagged, class Merge, class A>
@@ -84,7 +87,7 @@ __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
 // still holds the end. A block's loads are in flight while its first warp merges the channel's
 // partials. Without an output, one block per channel.
 template <class T, int V, bool kRagged, class Merge, class Apply, class CoefficientsOf>
-__global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T>)
+__global__ void __launch_bounds__(kPlanesThreads, kPlanesApplyBlocksPerSm<T, Apply>)
     batch_norm_apply_planes_kernel(BatchNormInputs<T, Apply::kInputs> in, BatchNormOutputs<T> out,
                                    PlanesShape shape, const Partial<Accum<T>>* partials,
                                    CoefficientsOf coefficients_of) {
@@ -168,9 +171,9 @@ struct PlanesLayout {
   }
 };
 
-template <bool kRelu, class Params>
+template <bool kActivates, class Params>
 void launch_planes(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  launch_two_passes<PlanesLayout, kRelu>(p, config, stream);
+  launch_two_passes<PlanesLayout, kActivates>(p, config, stream);
 }
 
 }  // namespace warpwright

@@ -107,7 +107,8 @@ __device__ __forceinline__ bool apply_values(const BatchNormInputs<T, Apply::kIn
       mask += groups * shape.channels * per_plane;
     }
     ResultsOf<T, 1> result;
-    Apply::OfOne::apply(c, value, 0, result);
+    auto of = [&](int) -> const Coefficients<A>& { return c; };
+    Apply::OfOne::apply(of, value, out.activation, result);
     if constexpr (Apply::kWritesGated) {
       if (out.gated != nullptr) out.gated[to] = result.gated[0];
     }
@@ -218,12 +219,12 @@ void launch_on_chip_kernel(const Params& p, const BatchNormConfig& config,
   });
 }
 
-template <bool kRelu>
+template <bool kActivates>
 void launch_on_chip_of(const BatchNormParams& p, const BatchNormConfig& config,
                        cudaStream_t stream) {
   for_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
-    for_forward<T, V, kRelu>(p, [&]<class Apply>() {
+    for_forward<T, V, kActivates>(p, [&]<class Apply>() {
       launch_on_chip_kernel<T, MomentsOf<T, V, 1>, Apply>(
           p, config, inputs_of<T, Apply>(p.input, p.residual, nullptr), {}, ForwardCoefficients{p},
           stream);
@@ -231,12 +232,12 @@ void launch_on_chip_of(const BatchNormParams& p, const BatchNormConfig& config,
   });
 }
 
-template <bool kRelu>
+template <bool kActivates>
 void launch_on_chip_of(const BatchNormBackwardParams& p, const BatchNormConfig& config,
                        cudaStream_t stream) {
   for_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
-    for_gate<kRelu>(p, [&]<Gate kGate>() {
+    for_gate<kActivates>(p, [&]<Gate kGate>() {
       using Sums = GradSumsOf<T, V, 1, kGate>;
       using Apply = BackwardOf<T, V, true, kGate>;
       launch_on_chip_kernel<T, Sums, Apply>(p, config,
@@ -246,9 +247,9 @@ void launch_on_chip_of(const BatchNormBackwardParams& p, const BatchNormConfig& 
   });
 }
 
-template <bool kRelu, class Params>
+template <bool kActivates, class Params>
 void launch_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  launch_on_chip_of<kRelu>(p, config, stream);
+  launch_on_chip_of<kActivates>(p, config, stream);
 }
 
 }  // namespace warpwright

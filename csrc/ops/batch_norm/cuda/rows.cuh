@@ -44,7 +44,7 @@ template <int V, class Sums>
 __device__ __forceinline__ void prepare_sums(Sums& sums, const typename Sums::Setup& setup,
                                              const RowsShape& shape, int64_t tile, bool active) {
   const int lane = threadIdx.x % shape.lanes;
-  if constexpr (Sums::kGate == Gate::kSign) {
+  if constexpr (Sums::kGate == Gate::kRecomputed) {
     // Five values to load and convert per channel: once per block, not once per thread.
     __shared__ GateCoefficients<typename Sums::A> coefficients[kMaxTileChannels];
     const int64_t mine = tile * shape.lanes * V + threadIdx.x;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void prepare_sums(Sums& sums, const typename Sums::Se
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      if (active) sums.prepare(j, coefficients[lane * V + j]);
+      if (active) sums.prepare(j, setup, coefficients[lane * V + j]);
     }
   } else if (active) {
     const int64_t channel = (tile * shape.lanes + lane) * V;
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
                                   RowsShape shape, Partial<Accum<T>>* partials) {
   using A = Accum<T>;
   using B = typename Sums::Merge::template Type<A>;
-  constexpr bool kSign = Sums::kGate == Gate::kSign;
+  constexpr bool kRecomputed = Sums::kGate == Gate::kRecomputed;
   // As below: bounded by the registers of 8 channels' coefficients.
-  constexpr int kUnroll = (V == 8 && kSign ? 6 : kRowsUnroll) / Sums::kInputs;
+  constexpr int kUnroll = (V == 8 && kRecomputed ? 6 : kRowsUnroll) / Sums::kInputs;
   __shared__ B shared[(2 * V + 1) * kRowsThreads / 2];
 
   const int64_t tile = blockIdx.x % shape.tiles, split = blockIdx.x / shape.tiles;
@@ -163,15 +163,15 @@ __device__ __forceinline__ Partial<A> merge_partials(const Partial<A>* partials,
 template <class Apply>
 struct TileCoefficients {
   using A = typename Apply::A;
-  static constexpr bool kSign = Apply::kGate == Gate::kSign;
-  A values[kSign ? 5 : Apply::kNeedsMean ? 4 : 3][kMaxTileChannels];
+  static constexpr bool kRecomputed = Apply::kGate == Gate::kRecomputed;
+  A values[kRecomputed ? 5 : Apply::kNeedsMean ? 4 : 3][kMaxTileChannels];
 
   __device__ __forceinline__ void put(const Coefficients<A>& c) {
     values[0][threadIdx.x] = c.scale;
     values[1][threadIdx.x] = c.offset;
     values[2][threadIdx.x] = c.shift_or_slope;
     if constexpr (Apply::kNeedsMean) values[3][threadIdx.x] = c.mean;
-    if constexpr (kSign) values[4][threadIdx.x] = c.bias;
+    if constexpr (kRecomputed) values[4][threadIdx.x] = c.bias;
   }
   template <int V>
   __device__ __forceinline__ void get(Coefficients<A> (&c)[V], int lane) const {
@@ -180,7 +180,7 @@ struct TileCoefficients {
       const int i = lane * V + j;
       c[j] = {values[0][i], values[1][i], values[2][i], 0, 0};
       if constexpr (Apply::kNeedsMean) c[j].mean = values[3][i];
-      if constexpr (kSign) c[j].bias = values[4][i];
+      if constexpr (kRecomputed) c[j].bias = values[4][i];
     }
   }
 };
@@ -191,8 +191,8 @@ __device__ __forceinline__ void apply_row(const BatchNormOutputs<T>& out,
                                           const VectorsOf<T, V, Apply::kInputs>& values,
                                           const Coefficients<Accum<T>> (&c)[V], int64_t offset) {
   ResultsOf<T, V> result;
-#pragma unroll
-  for (int j = 0; j < V; ++j) Apply::apply(c[j], values, j, result);
+  auto of = [&](int j) -> const Coefficients<Accum<T>>& { return c[j]; };
+  Apply::apply(of, values, out.activation, result);
   if constexpr (Apply::kWritesMask) {
     out.mask[static_cast<uint64_t>(offset) / V] = static_cast<uint8_t>(result.bits);
   }
@@ -289,9 +289,9 @@ struct RowsLayout {
   }
 };
 
-template <bool kRelu, class Params>
+template <bool kActivates, class Params>
 void launch_rows(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  launch_two_passes<RowsLayout, kRelu>(p, config, stream);
+  launch_two_passes<RowsLayout, kActivates>(p, config, stream);
 }
 
 }  // namespace warpwright

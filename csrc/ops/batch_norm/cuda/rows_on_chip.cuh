@@ -279,13 +279,13 @@ void for_short_dtype(DType dtype, F&& f) {
   });
 }
 
-template <bool kRelu>
+template <bool kActivates>
 bool launch_rows_on_chip_of(const BatchNormParams& p, const BatchNormConfig& config,
                             cudaStream_t stream) {
   bool launched = false;
   for_short_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
-    for_forward<T, V, kRelu>(p, [&]<class Apply>() {
+    for_forward<T, V, kActivates>(p, [&]<class Apply>() {
       launched = launch_rows_on_chip_kernel<T, MomentsOf<T, V, V>, Apply>(
           p, config, inputs_of<T, Apply>(p.input, p.residual, nullptr), {}, ForwardCoefficients{p},
           stream);
@@ -294,14 +294,14 @@ bool launch_rows_on_chip_of(const BatchNormParams& p, const BatchNormConfig& con
   return launched;
 }
 
-template <bool kRelu>
+template <bool kActivates>
 bool launch_rows_on_chip_of(const BatchNormBackwardParams& p, const BatchNormConfig& config,
                             cudaStream_t stream) {
   bool launched = false;
   if (reinterpret_cast<uintptr_t>(p.mask) % 4 != 0) return launched;  // the kernel reads its words
   for_short_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
-    for_gate<kRelu>(p, [&]<Gate kGate>() {
+    for_gate<kActivates>(p, [&]<Gate kGate>() {
       using Sums = GradSumsOf<T, V, V, kGate>;
       using Apply = BackwardOf<T, V, true, kGate>;
       launched = launch_rows_on_chip_kernel<T, Sums, Apply>(
@@ -312,9 +312,9 @@ bool launch_rows_on_chip_of(const BatchNormBackwardParams& p, const BatchNormCon
   return launched;
 }
 
-template <bool kRelu, class Params>
+template <bool kActivates, class Params>
 bool launch_rows_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  return launch_rows_on_chip_of<kRelu>(p, config, stream);
+  return launch_rows_on_chip_of<kActivates>(p, config, stream);
 }
 
 }  // namespace warpwright

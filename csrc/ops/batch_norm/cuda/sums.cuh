@@ -8,7 +8,7 @@
 #include "device/math.cuh"
 #include "device/vec.cuh"
 #include "host/launch.h"
-#include "ops/batch_norm/batch_norm.h"
+#include "ops/batch_norm/cuda/activation.cuh"
 
 namespace warpwright {
 
@@ -194,21 +194,15 @@ __device__ __forceinline__ void write_channel(const ChannelVector& v, int64_t ch
   }
 }
 
-// The forward up to the relu. The backward recomputes it with the same bits.
+// The forward up to the activation. The backward recomputes it with the same bits.
 template <class A>
 __device__ __forceinline__ A normalized(A x, A mean, A scale, A bias) {
   return fma(x - mean, scale, bias);
 }
 
-// Where the gradient passes the relu: everywhere (no relu), where the recomputed output is positive
-// or NaN, or where the mask says so.
-enum class Gate { kOpen, kSign, kMask };
-
-// Native's rule, on the stored output.
-template <class T, class A>
-__device__ __forceinline__ bool passes_relu(A y) {
-  return !(convert<A>(convert<T>(y)) <= A(0));
-}
+// What the gradient passes before it reaches batch norm: nothing (no activation), the derivative at
+// the recomputed value, or a relu whose mask the forward left.
+enum class Gate { kOpen, kRecomputed, kMask };
 
 // The forward's coefficients of a channel.
 template <class A>
@@ -216,15 +210,25 @@ struct GateCoefficients {
   A mean, scale, bias;
 };
 
-template <Gate kGate, class T, int V, int kInputs, class A>
-__device__ __forceinline__ bool is_open(const VectorsOf<T, V, kInputs>& v, int j, A mean, A scale,
-                                        A bias) {
-  if constexpr (kGate == Gate::kMask) {
-    return (v.bits >> j & 1) != 0;
-  } else if constexpr (kGate == Gate::kSign) {
-    return passes_relu<T>(normalized(convert<A>(v.in[1][j]), mean, scale, bias));
-  } else {
-    return true;
+// Elements first .. first + kCount - 1 of dout after the gate. `forward_of(j)`: the
+// GateCoefficients of element j.
+template <Gate kGate, class T, int V, int kInputs, int kCount, class Of>
+__device__ __forceinline__ void gated(Accum<T> (&dout)[kCount], const VectorsOf<T, V, kInputs>& v,
+                                      int first, NormActivation activation, const Of& forward_of) {
+  using A = Accum<T>;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    dout[j] = convert<A>(v.in[0][first + j]);
+    if (kGate == Gate::kMask && (v.bits >> (first + j) & 1) == 0) dout[j] = 0;
+  }
+  if constexpr (kGate == Gate::kRecomputed) {
+    A z[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const GateCoefficients<A> c = forward_of(first + j);
+      z[j] = normalized(convert<A>(v.in[1][first + j]), c.mean, c.scale, c.bias);
+    }
+    activate_norm_backward<T>(activation, z, dout);
   }
 }
 
@@ -277,6 +281,7 @@ struct GradSumsOf {
   struct Setup {
     const A *mean, *rstd;
     ChannelVector weight, bias;
+    NormActivation activation;
 
     __device__ __forceinline__ GateCoefficients<A> operator()(int64_t channel) const {
       return {mean[channel], rstd[channel] * read_channel<A>(weight, channel, 1),
@@ -286,16 +291,18 @@ struct GradSumsOf {
   static constexpr int kInputs = 2;  // dout, x
   static constexpr Gate kGate = kGateOf;
   A mean[kChannels] = {}, sum[kChannels] = {}, product[kChannels] = {};
-  A scale[kChannels] = {}, bias[kChannels] = {};  // with Gate::kSign
+  A scale[kChannels] = {}, bias[kChannels] = {};  // with Gate::kRecomputed
+  NormActivation activation = NormActivation::kRelu;
 
-  __device__ __forceinline__ void prepare(int j, const GateCoefficients<A>& c) {
+  __device__ __forceinline__ void prepare(int j, const Setup& setup, const GateCoefficients<A>& c) {
     mean[j] = c.mean;
     scale[j] = c.scale;
     bias[j] = c.bias;
+    activation = setup.activation;
   }
   __device__ __forceinline__ void prepare(int j, const Setup& setup, int64_t channel) {
-    if constexpr (kGate == Gate::kSign) {
-      prepare(j, setup(channel));
+    if constexpr (kGate == Gate::kRecomputed) {
+      prepare(j, setup, setup(channel));
     } else {
       mean[j] = setup.mean[channel];
     }
@@ -304,14 +311,23 @@ struct GradSumsOf {
   __device__ __forceinline__ void start(const VectorsOf<T, V, 2>&, const Part&) {}
   template <class Part>
   __device__ __forceinline__ void add(const VectorsOf<T, V, 2>& v, const Part& part) {
+    constexpr int kRun = kActivationRun<T, V>;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const int c = j % kChannels;
-      const bool open = part.has(j) && is_open<kGate>(v, j, mean[c], scale[c], bias[c]);
-      const A dout = open ? convert<A>(v.in[0][j]) : A(0);
-      const A distance = part.has(j) ? convert<A>(v.in[1][j]) - mean[c] : A(0);
-      sum[c] += dout;
-      product[c] += dout * distance;
+    for (int first = 0; first < V; first += kRun) {
+      A dout[kRun];
+      gated<kGate>(dout, v, first, activation, [&](int j) {
+        const int c = j % kChannels;
+        return GateCoefficients<A>{mean[c], scale[c], bias[c]};
+      });
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        const int c = (first + j) % kChannels;
+        const bool counts = part.has(first + j);
+        if (!counts) dout[j] = 0;
+        const A distance = counts ? convert<A>(v.in[1][first + j]) - mean[c] : A(0);
+        sum[c] += dout[j];
+        product[c] += dout[j] * distance;
+      }
     }
   }
   template <class B>

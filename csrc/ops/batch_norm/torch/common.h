@@ -1,5 +1,5 @@
-// Shared by the files of torch/ (batch norm and its forms with a ReLU): checks, layout, and a call
-// from tensors to the kernels' parameters.
+// Shared by the files of torch/ (batch norm, alone and with an activation): checks, layout, and a
+// call from tensors to the kernels' parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -187,7 +187,7 @@ struct BatchNormCall {
   Tensor weight, bias, running_mean, running_var;
   bool training, update;
   double momentum, eps;
-  bool relu = false;
+  NormActivation activation = NormActivation::kNone;
   Tensor residual = {};
   bool statistics_only = false;  // neither an output nor a mask
 };
@@ -231,7 +231,7 @@ Tensors4 forward_with(const BatchNormCall& call, Run&& run) {
   const auto options = input.options().dtype(stats_type(input));
   Tensor output, mask;
   if (!call.statistics_only) output = at::empty(input.sizes(), input.options(), format);
-  if (call.relu && !call.statistics_only) {
+  if (call.activation == NormActivation::kRelu && !call.statistics_only) {
     const bool added = call.residual.defined();
     mask = at::empty({added ? mask_bytes(input.sizes(), format, input.element_size()) : 0},
                      input.options().dtype(at::kByte));
@@ -250,7 +250,7 @@ Tensors4 forward_with(const BatchNormCall& call, Run&& run) {
   p.extents = extents_of(input, format);
   p.input = source.const_data_ptr();
   p.output = call.statistics_only ? nullptr : output.mutable_data_ptr();
-  p.relu = call.relu;
+  p.activation = call.activation;
   p.residual = masked ? residual.const_data_ptr() : nullptr;
   p.mask = masked ? mask.mutable_data_ptr() : nullptr;
   p.weight = channel_vector(call.weight, "batch_norm: weight", false);
@@ -275,7 +275,7 @@ struct BatchNormBackwardCall {
   const Tensor &mean, &rstd;
   bool training;
   std::array<bool, 4> output_mask;  // input, weight, bias, residual
-  bool relu = false;
+  NormActivation activation = NormActivation::kNone;
   Tensor bias = {}, mask = {};
   // If input and grad_output are the winners and outputs of a pool: the number of values per
   // statistic, and where to write the coefficients of its input gradient (null: not wanted).
@@ -321,7 +321,7 @@ Tensors4 backward_with(const BatchNormBackwardCall& call, Run&& run) {
   p.extents = extents_of(input, format);
   p.grad_output = dy.const_data_ptr();
   p.input = x.const_data_ptr();
-  p.relu = call.relu;
+  p.activation = call.activation;
   p.mask = masked ? mask.const_data_ptr() : nullptr;
   p.bias = channel_vector(call.bias, "batch_norm_backward: bias", false);
   p.weight = channel_vector(call.weight, "batch_norm_backward: weight", false);

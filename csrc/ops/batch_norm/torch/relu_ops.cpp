@@ -51,7 +51,7 @@ BatchNormCall call_of(const Tensor& input, const OptionalTensor& residual,
   check_residual(input, value_or_undefined(residual));
   BatchNormCall call =
       batch_norm_call(input, weight, bias, running_mean, running_var, training, eps);
-  call.relu = true;
+  call.activation = NormActivation::kRelu;
   call.residual = value_or_undefined(residual);
   return call;
 }
@@ -77,7 +77,7 @@ BatchNormBackwardCall backward_call_of(const Tensor& grad_output, const Tensor& 
           .rstd = rstd,
           .training = training,
           .output_mask = output_mask,
-          .relu = true,
+          .activation = NormActivation::kRelu,
           .bias = value_or_undefined(bias),
           .mask = mask};
 }

@@ -89,7 +89,7 @@ inline BatchNormCall call_of(const Tensor& input, const OptionalTensor& weight,
                              const OptionalTensor& running_var, bool training, double eps) {
   BatchNormCall call =
       batch_norm_call(input, weight, bias, running_mean, running_var, training, eps);
-  call.relu = true;
+  call.activation = NormActivation::kRelu;
   call.statistics_only = true;
   return call;
 }

@@ -119,7 +119,7 @@ Tensors3 pooled_backward_with(const BackwardCall& call, Sums&& sums, Pool&& pool
           .rstd = call.rstd,
           .training = call.training,
           .output_mask = {false, call.output_mask[1], call.output_mask[2], false},
-          .relu = true,
+          .activation = NormActivation::kRelu,
           .bias = bias,
           .count = input.numel() / std::max<int64_t>(channels, 1),
           .coefficients = wants_input ? table.mutable_data_ptr() : nullptr,

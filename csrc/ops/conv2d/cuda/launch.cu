@@ -7,7 +7,7 @@
 namespace warpwright {
 namespace {
 
-// Calls f.operator()<T>() with the element type of sm_90a convolutions.
+// Calls f.operator()<T>() with the 16-bit element type.
 template <class F>
 void for_16bit_type(DType dtype, F&& f) {
   dtype == DType::kBFloat16 ? f.template operator()<bf16>() : f.template operator()<half>();
@@ -28,7 +28,7 @@ void run(const Conv2dParams& p, const ImplicitGemmConfig& config, cudaStream_t s
   });
 }
 void run(const Conv2dParams& p, const TmaIm2colConfig& config, cudaStream_t stream) {
-  for_16bit_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_fprop<T>(p, config, stream); });
+  for_rows_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_fprop<T>(p, config, stream); });
 }
 void run(const Conv2dParams& p, const MatrixProductConfig& config, cudaStream_t stream) {
   GemmParams product =
@@ -38,7 +38,7 @@ void run(const Conv2dParams& p, const MatrixProductConfig& config, cudaStream_t 
   launch_gemm(product, config.plan, nullptr, stream);
 }
 void run(const Conv2dParams& p, const PlaneProductConfig& config, cudaStream_t stream) {
-  for_16bit_type(p.shape.dtype, [&]<class T>() {
+  for_rows_type(p.shape.dtype, [&]<class T>() {
     launch_plane_product<T>(p.shape, config, p.input, p.weight, p.bias, p.output, stream);
   });
 }
@@ -78,7 +78,7 @@ void run_dgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config,
   });
 }
 void run_dgrad(const Conv2dBackwardParams& p, const TmaIm2colConfig& config, cudaStream_t stream) {
-  for_16bit_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_dgrad<T>(p, config, stream); });
+  for_rows_type(p.shape.dtype, [&]<class T>() { launch_tma_im2col_dgrad<T>(p, config, stream); });
 }
 void run_dgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config,
                cudaStream_t stream) {
@@ -93,7 +93,7 @@ void run_dgrad(const Conv2dBackwardParams& p, const JoinedDgradConfig& config,
 }
 void run_dgrad(const Conv2dBackwardParams& p, const PlaneProductConfig& config,
                cudaStream_t stream) {
-  for_16bit_type(p.shape.dtype, [&]<class T>() {
+  for_rows_type(p.shape.dtype, [&]<class T>() {
     launch_plane_product<T>(p.shape, config, p.grad_output, p.weight, nullptr, p.grad_input,
                             stream);
   });
@@ -138,8 +138,8 @@ void run_wgrad(const Conv2dBackwardParams& p, const ImplicitGemmConfig& config, 
 }
 void run_wgrad(const Conv2dBackwardParams& p, const TmaIm2colConfig& config, void* workspace,
                cudaStream_t stream) {
-  for_16bit_type(p.shape.dtype,
-                 [&]<class T>() { launch_tma_im2col_wgrad<T>(p, config, workspace, stream); });
+  for_rows_type(p.shape.dtype,
+                [&]<class T>() { launch_tma_im2col_wgrad<T>(p, config, workspace, stream); });
 }
 void run_wgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config, void* workspace,
                cudaStream_t stream) {
@@ -151,8 +151,8 @@ void run_wgrad(const Conv2dBackwardParams& p, const MatrixProductConfig& config,
 }
 void run_wgrad(const Conv2dBackwardParams& p, const PlaneProductConfig& config, void* workspace,
                cudaStream_t stream) {
-  for_16bit_type(p.shape.dtype,
-                 [&]<class T>() { launch_plane_product_wgrad<T>(p, config, workspace, stream); });
+  for_rows_type(p.shape.dtype,
+                [&]<class T>() { launch_plane_product_wgrad<T>(p, config, workspace, stream); });
 }
 void run_wgrad(const Conv2dBackwardParams& p, const FewChannelsWgradConfig& config, void* workspace,
                cudaStream_t stream) {
@@ -244,7 +244,12 @@ void launch_conv2d_backward(const Conv2dBackwardParams& params, const Conv2dBack
   if (plan.input) {
     const LayoutCopies& copies = plan.input->copies;
     Conv2dBackwardParams p = with_copies(copies);
-    copy_operand(p.weight, copies.w, layout_of_w(s), workspace, stream);
+    if (copies.transposes_w) {
+      launch_transpose_weight(s, p.weight, at(workspace, *copies.w), stream);
+      p.weight = at(workspace, *copies.w);
+    } else {
+      copy_operand(p.weight, copies.w, layout_of_w(s), workspace, stream);
+    }
     const auto run_kernel = [&](void* dx) {
       p.grad_input = dx;
       std::visit([&](const auto& config) { run_dgrad(p, config, stream); }, plan.input->kernel);

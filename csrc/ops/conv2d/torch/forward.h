@@ -107,9 +107,11 @@ inline Tensor in_format(const Tensor& tensor, at::MemoryFormat format) {
 #ifdef WARPWRIGHT_WITH_CUDA
   const bool to_rows = format == at::MemoryFormat::ChannelsLast;
   const auto other = to_rows ? at::MemoryFormat::Contiguous : at::MemoryFormat::ChannelsLast;
-  const LayoutTensor layout{tensor.size(0), tensor.size(1), tensor.size(2) * tensor.size(3)};
+  const int64_t element = tensor.element_size();
+  const LayoutTensor layout{tensor.size(0), tensor.size(1), tensor.size(2) * tensor.size(3),
+                            element};
   const void* from = tensor.const_data_ptr();
-  if (tensor.is_cuda() && tensor.element_size() == 2 && tensor.is_contiguous(other) &&
+  if (tensor.is_cuda() && (element == 2 || element == 4) && tensor.is_contiguous(other) &&
       layout.can_change() && (to_rows || address_of(from) % 16 == 0)) {
     Tensor copy = at::empty(tensor.sizes(), tensor.options().memory_format(format));
     const CudaCall call(tensor);

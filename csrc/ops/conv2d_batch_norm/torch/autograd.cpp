@@ -19,7 +19,8 @@ struct Conv2dBatchNormBackward {
   static constexpr bool kPiecewiseLinear = true;
   struct Attributes {
     Conv2dGeometry geometry;
-    bool relu;
+    double eps;
+    NormActivation activation;
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
@@ -27,10 +28,14 @@ struct Conv2dBatchNormBackward {
     const auto weight = optional_if_defined(saved[2]), bias = optional_if_defined(saved[3]);
     const bool through_conv = needs[0] || needs[1] || needs[2];
     Tensor d_convolved, d_residual, d_weight, d_bias;
-    if (grads[0].defined() && a.relu) {
+    if (grads[0].defined() && a.activation == NormActivation::kRelu) {
       std::tie(d_convolved, d_weight, d_bias, d_residual) = call::batch_norm_relu_backward(
           grads[0], convolved, weight, bias, mean, rstd, mask, /*training=*/true,
           {through_conv, needs[4], needs[5], needs[3]});
+    } else if (grads[0].defined() && a.activation != NormActivation::kNone) {
+      std::tie(d_convolved, d_weight, d_bias) = call::batch_norm_activation_backward(
+          grads[0], convolved, weight, bias, mean, rstd, /*training=*/true, a.eps,
+          norm_activation_name(a.activation), {through_conv, needs[4], needs[5]});
     } else if (grads[0].defined()) {
       std::tie(d_convolved, d_weight, d_bias) =
           call_batch_norm_backward(grads[0], convolved, weight, mean, rstd, /*training=*/true,
@@ -50,9 +55,15 @@ struct Conv2dBatchNormBackward {
 std::array<Tensor, 2> with_tangents(const Call& c) {
   const Tensor convolved = call::conv2d(c.input, c.weight, c.bias, c.geometry);
   const auto weight = optional_if_defined(c.norm_weight), bias = optional_if_defined(c.norm_bias);
-  if (!c.relu) {
+  if (c.activation == NormActivation::kNone) {
     return {std::get<0>(call_batch_norm(convolved, weight, bias, std::nullopt, std::nullopt,
                                         /*training=*/true, c.eps)),
+            convolved};
+  }
+  if (c.activation != NormActivation::kRelu) {
+    return {std::get<0>(call::batch_norm_activation(convolved, weight, bias, std::nullopt,
+                                                    std::nullopt, /*training=*/true, c.eps,
+                                                    norm_activation_name(c.activation))),
             convolved};
   }
   return {
@@ -64,8 +75,9 @@ std::array<Tensor, 2> with_tangents(const Call& c) {
 Tensors5 forward_autograd(const Call& c) {
   check_no_gradient(c.running_mean, "conv2d_batch_norm", "running_mean");
   check_no_gradient(c.running_var, "conv2d_batch_norm", "running_var");
-  auto node = make_node<Conv2dBatchNormBackward>({c.geometry, c.relu}, c.input, c.weight, c.bias,
-                                                 c.residual, c.norm_weight, c.norm_bias);
+  auto node =
+      make_node<Conv2dBatchNormBackward>({c.geometry, c.eps, c.activation}, c.input, c.weight,
+                                         c.bias, c.residual, c.norm_weight, c.norm_bias);
   const bool forward_mode =
       any_tangent(c.input, c.weight, c.bias, c.residual, c.norm_weight, c.norm_bias);
   std::array<Tensor, 2> dual;
@@ -88,24 +100,23 @@ Tensors5 forward_autograd(const Call& c) {
 Tensors5 conv2d_batch_norm_autograd(const Tensor& input, const Tensor& weight,
                                     const OptionalTensor& bias, const OptionalTensor& residual,
                                     const OptionalTensor& norm_weight,
-                                    const OptionalTensor& norm_bias, double eps, bool relu,
-                                    SymIntArrayRef stride, SymIntArrayRef padding,
-                                    SymIntArrayRef dilation, SymInt groups) {
-  return forward_autograd(call_of(input, weight, bias, residual, norm_weight, norm_bias, eps, relu,
-                                  stride, padding, dilation, std::move(groups)));
+                                    const OptionalTensor& norm_bias, double eps,
+                                    std::string_view activation, SymIntArrayRef stride,
+                                    SymIntArrayRef padding, SymIntArrayRef dilation,
+                                    SymInt groups) {
+  return forward_autograd(call_of(input, weight, bias, residual, norm_weight, norm_bias, eps,
+                                  activation, stride, padding, dilation, std::move(groups)));
 }
 
-Tensors5 conv2d_batch_norm_update_autograd(const Tensor& input, const Tensor& weight,
-                                           const OptionalTensor& bias,
-                                           const OptionalTensor& residual,
-                                           const OptionalTensor& norm_weight,
-                                           const OptionalTensor& norm_bias, Tensor running_mean,
-                                           Tensor running_var, double momentum, double eps,
-                                           bool relu, SymIntArrayRef stride, SymIntArrayRef padding,
-                                           SymIntArrayRef dilation, SymInt groups) {
+Tensors5 conv2d_batch_norm_update_autograd(
+    const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& residual, const OptionalTensor& norm_weight,
+    const OptionalTensor& norm_bias, Tensor running_mean, Tensor running_var, double momentum,
+    double eps, std::string_view activation, SymIntArrayRef stride, SymIntArrayRef padding,
+    SymIntArrayRef dilation, SymInt groups) {
   auto results = forward_autograd(update_call_of(
       input, weight, bias, residual, norm_weight, norm_bias, running_mean, running_var, momentum,
-      eps, relu, stride, padding, dilation, std::move(groups)));
+      eps, activation, stride, padding, dilation, std::move(groups)));
   for (const Tensor* stat : {&running_mean, &running_var}) {
     if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
   }
@@ -133,24 +144,25 @@ struct Autocast {
                      .running_var = c.running_var,
                      .momentum = c.momentum,
                      .eps = c.eps,
-                     .relu = c.relu,
+                     .activation = c.activation,
                      .geometry = c.geometry});
   }
   static Tensors5 forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                          const OptionalTensor& norm_bias, double eps, bool relu,
+                          const OptionalTensor& norm_bias, double eps, std::string_view activation,
                           SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
                           SymInt groups) {
-    return run(call_of(input, weight, bias, residual, norm_weight, norm_bias, eps, relu, stride,
-                       padding, dilation, std::move(groups)));
+    return run(call_of(input, weight, bias, residual, norm_weight, norm_bias, eps, activation,
+                       stride, padding, dilation, std::move(groups)));
   }
   static Tensors5 update(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                          const OptionalTensor& residual, const OptionalTensor& norm_weight,
                          const OptionalTensor& norm_bias, Tensor running_mean, Tensor running_var,
-                         double momentum, double eps, bool relu, SymIntArrayRef stride,
-                         SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+                         double momentum, double eps, std::string_view activation,
+                         SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                         SymInt groups) {
     return run(update_call_of(input, weight, bias, residual, norm_weight, norm_bias, running_mean,
-                              running_var, momentum, eps, relu, stride, padding, dilation,
+                              running_var, momentum, eps, activation, stride, padding, dilation,
                               std::move(groups)));
   }
 };

@@ -1,7 +1,7 @@
 // conv2d_batch_norm and its form that moves the running statistics, from tensors to the kernels:
-// relu(batch_norm(conv2d(input, weight)) + residual) in training. On CUDA the convolution takes the
-// batch norm's statistics if it can. Otherwise, and on other keys, one op runs after the other.
-// autograd.cpp has Autograd and Autocast.
+// activation(batch_norm(conv2d(input, weight)) + residual) in training. On CUDA the convolution
+// takes the batch norm's statistics if it can. Otherwise, and on other keys, one op runs after the
+// other. autograd.cpp has Autograd and Autocast.
 #include "ops/conv2d_batch_norm/torch/common.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -37,7 +37,7 @@ void check_call(const Call& c) {
   TORCH_CHECK_NOT_IMPLEMENTED(is_floating(c.input.scalar_type()), "conv2d_batch_norm: input: ",
                               "expected float32, float64, bfloat16 or float16, got ",
                               c.input.scalar_type());
-  TORCH_CHECK(c.relu || !c.residual.defined(),
+  TORCH_CHECK(c.activation == NormActivation::kRelu || !c.residual.defined(),
               "conv2d_batch_norm: residual: expected none without relu");
   check_channels(c.norm_weight, "norm_weight", c);
   check_channels(c.norm_bias, "norm_bias", c);
@@ -47,11 +47,13 @@ void check_call(const Call& c) {
 
 // ---- one op after the other ----
 
+Tensor no_mask(const Call& c) { return at::empty({0}, c.input.options().dtype(at::kByte)); }
+
 Tensors5 composed(const Call& c) {
   check_call(c);
   const Tensor convolved = call::conv2d(c.input, c.weight, c.bias, c.geometry);
   const auto weight = optional_if_defined(c.norm_weight), bias = optional_if_defined(c.norm_bias);
-  if (c.relu) {
+  if (c.activation == NormActivation::kRelu) {
     const auto residual = optional_if_defined(c.residual);
     auto [output, mean, rstd, mask] =
         c.updates() ? call::batch_norm_relu_update(convolved, residual, weight, bias,
@@ -60,12 +62,21 @@ Tensors5 composed(const Call& c) {
                                             std::nullopt, /*training=*/true, c.eps);
     return {output, convolved, mean, rstd, mask};
   }
+  if (c.activation != NormActivation::kNone) {
+    const auto name = norm_activation_name(c.activation);
+    auto [output, mean, rstd] =
+        c.updates() ? call::batch_norm_activation_update(convolved, weight, bias, c.running_mean,
+                                                         c.running_var, c.momentum, c.eps, name)
+                    : call::batch_norm_activation(convolved, weight, bias, std::nullopt,
+                                                  std::nullopt, /*training=*/true, c.eps, name);
+    return {output, convolved, mean, rstd, no_mask(c)};
+  }
   auto [output, mean, rstd] =
       c.updates() ? call_batch_norm_update(convolved, weight, bias, c.running_mean, c.running_var,
                                            c.momentum, c.eps)
                   : call_batch_norm(convolved, weight, bias, std::nullopt, std::nullopt,
                                     /*training=*/true, c.eps);
-  return {output, convolved, mean, rstd, at::empty({0}, c.input.options().dtype(at::kByte))};
+  return {output, convolved, mean, rstd, no_mask(c)};
 }
 
 // ---- CUDA ----
@@ -93,13 +104,13 @@ Tensors5 normalized(const Call& c, const Tensor& convolved, const Tensor& moment
   norm.running_mean = c.running_mean;
   norm.running_var = c.running_var;
   norm.momentum = c.momentum;
-  norm.relu = c.relu;
+  norm.activation = c.activation;
   norm.residual = c.residual;
   auto [output, mean, rstd, mask] = forward_with(norm, [&](BatchNormParams& p) {
     if (moments.defined()) p.moments = moments.const_data_ptr();
     run_forward_cuda(p, convolved, stream);
   });
-  if (!mask.defined()) mask = at::empty({0}, c.input.options().dtype(at::kByte));
+  if (!mask.defined()) mask = no_mask(c);
   return {output, convolved, mean, rstd, mask};
 }
 
@@ -141,20 +152,21 @@ Tensors5 fused(const Call& c) {
 template <Tensors5 (*kRun)(const Call&)>
 Tensors5 forward_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                        const OptionalTensor& norm_bias, double eps, bool relu,
+                        const OptionalTensor& norm_bias, double eps, std::string_view activation,
                         SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
                         SymInt groups) {
-  return kRun(call_of(input, weight, bias, residual, norm_weight, norm_bias, eps, relu, stride,
-                      padding, dilation, std::move(groups)));
+  return kRun(call_of(input, weight, bias, residual, norm_weight, norm_bias, eps, activation,
+                      stride, padding, dilation, std::move(groups)));
 }
 template <Tensors5 (*kRun)(const Call&)>
 Tensors5 update_kernel(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        const OptionalTensor& residual, const OptionalTensor& norm_weight,
                        const OptionalTensor& norm_bias, Tensor running_mean, Tensor running_var,
-                       double momentum, double eps, bool relu, SymIntArrayRef stride,
-                       SymIntArrayRef padding, SymIntArrayRef dilation, SymInt groups) {
+                       double momentum, double eps, std::string_view activation,
+                       SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                       SymInt groups) {
   return kRun(update_call_of(input, weight, bias, residual, norm_weight, norm_bias, running_mean,
-                             running_var, momentum, eps, relu, stride, padding, dilation,
+                             running_var, momentum, eps, activation, stride, padding, dilation,
                              std::move(groups)));
 }
 
@@ -163,14 +175,14 @@ Tensors5 update_kernel(const Tensor& input, const Tensor& weight, const Optional
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.def(
       "conv2d_batch_norm(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
-      "Tensor? norm_weight, Tensor? norm_bias, float eps, bool relu, SymInt[2] stride, "
+      "Tensor? norm_weight, Tensor? norm_bias, float eps, str activation, SymInt[2] stride, "
       "SymInt[2] padding, SymInt[2] dilation, SymInt groups) "
       "-> (Tensor output, Tensor convolved, Tensor mean, Tensor rstd, Tensor mask)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "conv2d_batch_norm_update(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, "
       "Tensor? norm_weight, Tensor? norm_bias, Tensor(a!) running_mean, Tensor(b!) running_var, "
-      "float momentum, float eps, bool relu, SymInt[2] stride, SymInt[2] padding, "
+      "float momentum, float eps, str activation, SymInt[2] stride, SymInt[2] padding, "
       "SymInt[2] dilation, SymInt groups) "
       "-> (Tensor output, Tensor convolved, Tensor mean, Tensor rstd, Tensor mask)",
       {at::Tag::pt2_compliant_tag});

@@ -7,6 +7,7 @@
 
 #include "common/ceil_div.h"
 #include "cpu/types.h"
+#include "ops/fft_conv/direct.h"
 #include "ops/fft_conv/fft_conv.h"
 
 namespace warpwright {
@@ -29,12 +30,8 @@ Plane plane_of(const FftCopy& c, int64_t index) {
           second};
 }
 
-struct Range {
-  int64_t first, last;
-};
-
 // The positions of a tile inside [0, extent), at most `limit`.
-Range inside(const FftAxis& axis, int64_t tile, int64_t limit) {
+FftRange inside(const FftAxis& axis, int64_t tile, int64_t limit) {
   const int64_t origin = tile * axis.step + axis.start;
   const int64_t last = std::clamp<int64_t>(axis.extent - origin, 0, limit);
   return {std::clamp<int64_t>(-origin, 0, last), last};
@@ -49,8 +46,8 @@ void gather(const FftCopy& c) {
       const Plane plane = plane_of(c, i);
       Acc* target = static_cast<Acc*>(c.target) + i * rows * cols;
       std::fill(target, target + rows * cols, Acc(0));
-      const Range down = inside(c.axes[0], plane.tile[0], c.limit[0]);
-      const Range across = inside(c.axes[1], plane.tile[1], c.limit[1]);
+      const FftRange down = inside(c.axes[0], plane.tile[0], c.limit[0]);
+      const FftRange across = inside(c.axes[1], plane.tile[1], c.limit[1]);
       const int64_t origin = (plane.tile[0] * c.axes[0].step + c.axes[0].start) * c.row_stride +
                              (plane.tile[1] * c.axes[1].step + c.axes[1].start) * c.column_stride;
       for (int64_t row = down.first; row < down.last; ++row) {
@@ -129,37 +126,12 @@ void product(const FftProduct& p) {
   });
 }
 
-// The taps s with 0 <= i + s - pad < extent.
-Range taps_inside(const FftConvShape& shape, int dim, int64_t i) {
-  const int64_t origin = i - shape.pad[dim];
-  return {std::clamp<int64_t>(-origin, 0, shape.taps[dim]),
-          std::clamp<int64_t>(shape.extent[dim] - origin, 0, shape.taps[dim])};
-}
-
-template <class T>
-T correlate_at(const FftConvParams& p, int64_t image, int64_t channel, int64_t row, int64_t col) {
-  using Acc = CpuCompute<T>;
-  const FftConvShape& shape = p.shape;
-  const int64_t group = channel / shape.to, to = channel % shape.to;
-  const Range down = taps_inside(shape, 0, row), across = taps_inside(shape, 1, col);
-  const FftStrides& x = p.signal_strides;
-  const FftKernelStrides& w = p.kernel_strides;
-  Acc sum = 0;
-  for (int64_t l = 0; l < shape.from; ++l) {
-    const T* signal = static_cast<const T*>(p.signal) + image * x.image +
-                      (group * shape.from + l) * x.channel + (row - shape.pad[0]) * x.row +
-                      (col - shape.pad[1]) * x.column;
-    const T* kernel = static_cast<const T*>(p.operand) + group * w.group + to * w.to + l * w.from;
-    for (int64_t r = down.first; r < down.last; ++r) {
-      for (int64_t s = across.first; s < across.last; ++s) {
-        sum += static_cast<Acc>(signal[r * x.row + s * x.column]) *
-               static_cast<Acc>(kernel[r * w.row + s * w.column]);
-      }
-    }
+struct CpuCasts {
+  template <class To, class From>
+  static To to(From x) {
+    return static_cast<To>(x);
   }
-  if (p.bias != nullptr) sum += static_cast<Acc>(static_cast<const T*>(p.bias)[channel]);
-  return static_cast<T>(sum);
-}
+};
 
 template <class T>
 void repair_correlation(const FftRepair& r) {
@@ -180,7 +152,7 @@ void repair_correlation(const FftRepair& r) {
         const FftStrides& y = p.output_strides;
         static_cast<T*>(
             p.result)[image * y.image + channel * y.channel + row * y.row + col * y.column] =
-            correlate_at<T>(p, image, channel, row, col);
+            correlate_at<T, CpuCompute<T>, CpuCasts>(p, image, channel, row, col);
       }
     });
   }

@@ -2,6 +2,7 @@
 // the flags alone.
 #include "device/types.cuh"
 #include "host/launch.h"
+#include "ops/fft_conv/direct.h"
 #include "ops/fft_conv/fft_conv.h"
 
 namespace warpwright {
@@ -24,45 +25,12 @@ __device__ __forceinline__ bool any_spoilt(const FftRepair& r, int64_t first, in
   return __syncthreads_or(threadIdx.x < count && r.flags[i] != 0);
 }
 
-struct Range {
-  int64_t first, last;
-};
-
-__device__ __forceinline__ int64_t clamped(int64_t i, int64_t limit) {
-  return i < 0 ? 0 : i > limit ? limit : i;
-}
-
-// The taps s with 0 <= i + s - pad < extent.
-__device__ __forceinline__ Range taps_inside(const FftConvShape& shape, int dim, int64_t i) {
-  const int64_t origin = i - shape.pad[dim];
-  return {clamped(-origin, shape.taps[dim]), clamped(shape.extent[dim] - origin, shape.taps[dim])};
-}
-
-template <class T>
-__device__ T correlate_at(const FftConvParams& p, int64_t image, int64_t channel, int64_t row,
-                          int64_t col) {
-  using Acc = Accum<T>;
-  const FftConvShape& shape = p.shape;
-  const int64_t group = channel / shape.to, to = channel % shape.to;
-  const Range down = taps_inside(shape, 0, row), across = taps_inside(shape, 1, col);
-  const FftStrides& x = p.signal_strides;
-  const FftKernelStrides& w = p.kernel_strides;
-  Acc sum = 0;
-  for (int64_t l = 0; l < shape.from; ++l) {
-    const T* signal = static_cast<const T*>(p.signal) + image * x.image +
-                      (group * shape.from + l) * x.channel + (row - shape.pad[0]) * x.row +
-                      (col - shape.pad[1]) * x.column;
-    const T* kernel = static_cast<const T*>(p.operand) + group * w.group + to * w.to + l * w.from;
-    for (int64_t r = down.first; r < down.last; ++r) {
-      for (int64_t s = across.first; s < across.last; ++s) {
-        sum += convert<Acc>(signal[r * x.row + s * x.column]) *
-               convert<Acc>(kernel[r * w.row + s * w.column]);
-      }
-    }
+struct DeviceCasts {
+  template <class To, class From>
+  __host__ __device__ static To to(From x) {
+    return convert<To>(x);
   }
-  if (p.bias != nullptr) sum += convert<Acc>(static_cast<const T*>(p.bias)[channel]);
-  return convert<T>(sum);
-}
+};
 
 template <class T>
 __device__ void correlate_tile(const FftRepair& r, int64_t tile, int64_t channel) {
@@ -78,7 +46,8 @@ __device__ void correlate_tile(const FftRepair& r, int64_t tile, int64_t channel
   T* const output = static_cast<T*>(p.result) + image * y.image + channel * y.channel;
   for (int64_t o = threadIdx.x; o < height * width; o += kThreads) {
     const int64_t row = first_row + o / width, col = first_col + o % width;
-    output[row * y.row + col * y.column] = correlate_at<T>(p, image, channel, row, col);
+    output[row * y.row + col * y.column] =
+        correlate_at<T, Accum<T>, DeviceCasts>(p, image, channel, row, col);
   }
 }
 

@@ -8,15 +8,24 @@ namespace {
 template <class T>
 void launch_on_chip(const GroupNormBackwardParams& p, const GroupNormPlan& plan, Accum<T>* partials,
                     cudaStream_t stream) {
-  for_int<1, 2, 4, 6>(plan.vectors, [&]<int kHeld>() {
+  auto run = [&]<int kHeld, bool kCluster>() {
     const int64_t ring = RowRing<kHeld, T, T>::bytes(plan.threads);
-    for_bool(plan.cluster > 1, [&]<bool kCluster>() {
-      launch_clusters(group_norm_bwd_on_chip_kernel<T, kHeld, kCluster>,
-                      dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), plan.cluster,
-                      ring + plan.smem_bytes, stream, p, GroupNormParts(p, plan), plan.entry_lanes,
-                      static_cast<int>(ring), p.needs_sums() ? partials : nullptr);
+    launch_clusters(group_norm_bwd_on_chip_kernel<T, kHeld, kCluster>,
+                    dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), plan.cluster,
+                    ring + plan.smem_bytes, stream, p, GroupNormParts(p, plan), plan.entry_lanes,
+                    plan.channel_lanes, static_cast<int>(ring),
+                    p.needs_sums() ? partials : nullptr);
+  };
+  // As kGroupNormBackwardHeld and group_norm_most_held() have it: more would spill.
+  if (plan.vectors <= kGroupNormPairVectors) {
+    for_int<1, 2, 4, 6>(plan.vectors, [&]<int kHeld>() {
+      for_bool(plan.cluster > 1,
+               [&]<bool kCluster>() { run.template operator()<kHeld, kCluster>(); });
     });
-  });
+  } else if constexpr (sizeof(T) < 8) {
+    if (plan.cluster > 1) return run.template operator()<8, true>();
+    for_int<8, 10>(plan.vectors, [&]<int kHeld>() { run.template operator()<kHeld, false>(); });
+  }
 }
 
 template <class T, int kVec>

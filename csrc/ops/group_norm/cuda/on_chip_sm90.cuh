@@ -2,6 +2,7 @@
 // group is one run of elements: a row of tile/rows/, whose columns belong to channels.
 #pragma once
 
+#include "device/forget.cuh"
 #include "device/mma_sm80.cuh"
 #include "device/sm90/arch.cuh"
 #include "device/sm90/cluster.cuh"
@@ -163,34 +164,74 @@ struct ChannelEntry {
   Acc by_weight, by_bias;
 };
 
-// Adds the entries of each channel in order and writes (parts, 2, batch, channels).
+// Adds `width` neighbouring lanes: 1, 2 or 4.
+template <class Acc>
+__device__ __forceinline__ Acc sum_of_entry(Acc value, int width) {
+#pragma unroll
+  for (int offset = kGroupNormEntryLanes / 2; offset > 0; offset /= 2) {
+    const Acc other = __shfl_xor_sync(kFullMask, value, offset);
+    value = offset < width ? value + other : value;
+  }
+  return value;
+}
+
+// Adds to `along` a thread's part of the sums of dy * weight * xhat and of dy * weight, and writes
+// the entries of its vectors if there is room for them. `weight`: of its vector i.
+template <class T, int kVec, int kHeld, class Weight>
+__device__ __forceinline__ void add_along(const Vec<T, kVec> (&x)[kHeld],
+                                          const Vec<T, kVec> (&dy)[kHeld],
+                                          const HeldColumns<kVec>& columns, bool present,
+                                          Accum<T> mean, Accum<T> rstd, const Weight& weight,
+                                          int entry_lanes, ChannelEntry<Accum<T>>* entries,
+                                          Accum<T> (&along)[2]) {
+  using Acc = Accum<T>;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const bool wanted = columns.has(i) && present;
+    const Vec<Acc, kVec> values = widen(x[i]), grads = widen(dy[i]);
+    ChannelEntry<Acc> entry{
+        rstd * tree_sum<kVec>([&](int j) { return grads[j] * (values[j] - mean); }),
+        tree_sum<kVec>([&](int j) { return grads[j]; })};
+    if (!wanted) entry = {};
+    const Acc factor = weight(i);
+    along[0] += factor * entry.by_weight;
+    along[1] += factor * entry.by_bias;
+    if (entries == nullptr) continue;
+    entry.by_weight = sum_of_entry(entry.by_weight, entry_lanes);
+    entry.by_bias = sum_of_entry(entry.by_bias, entry_lanes);
+    const int vector = columns.lane + i * columns.lanes;
+    if (wanted && vector % entry_lanes == 0) entries[vector / entry_lanes] = entry;
+  }
+}
+
+// Adds the entries of each channel in order and writes (parts, 2, batch, channels). `width` threads
+// per channel: a power of two, so that all channels of a group are summed at once if it has the
+// threads. All threads call, and the lanes of a warp stay together.
 template <class Acc>
 __device__ __forceinline__ void write_channel_sums(
     const GroupNormBackwardParams& p, const GroupNormParts& parts, int rank, const RowGroup& group,
-    int64_t row, int entry_lanes, const ChannelEntry<Acc>* entries, Acc* partials) {
-  // A thread per channel if it has few entries, else a warp. In 32 bits, whose divisions are short.
-  constexpr int kFew = 8;
+    int64_t row, int entry_lanes, int width, const ChannelEntry<Acc>* entries, Acc* partials) {
+  // In 32 bits, whose divisions are short.
   const int shift = __ffs(entry_lanes) - 1, per_channel = parts.per_channel.divisor;
-  const int warp = group.lanes < kWarpSize ? group.lanes : kWarpSize;
-  const int width = per_channel >> shift <= kFew ? 1 : warp;
-  const int warps = group.lanes / width, lane = group.lane % width;
+  const int at_once = group.lanes / width, lane = group.lane % width;
   const int begin = static_cast<int>(rank * parts.part);
   const int end = begin + static_cast<int>(parts.count(rank));
   const int channels = static_cast<int>(p.group_channels());
   const auto n = static_cast<int64_t>(static_cast<uint32_t>(row) / static_cast<uint32_t>(p.groups));
   const int64_t first = (row - n * p.groups) * channels, image = p.batch * p.channels;
-  for (int c = group.lane / width; c < channels; c += warps) {
-    const int from = max(c * per_channel, begin), to = min((c + 1) * per_channel, end);
+  for (int base = 0; base < channels; base += at_once) {
+    const int c = base + group.lane / width;
     ChannelEntry<Acc> sum{};
-    for (int e = ((from - begin) >> shift) + lane; e < (to - begin) >> shift; e += width) {
-      sum.by_weight += entries[e].by_weight;
-      sum.by_bias += entries[e].by_bias;
+    if (c < channels) {
+      const int from = max(c * per_channel, begin), to = min((c + 1) * per_channel, end);
+      for (int e = ((from - begin) >> shift) + lane; e < (to - begin) >> shift; e += width) {
+        sum.by_weight += entries[e].by_weight;
+        sum.by_bias += entries[e].by_bias;
+      }
     }
-    if (width > 1) {
-      sum.by_weight = sum_of_lanes(sum.by_weight, width);
-      sum.by_bias = sum_of_lanes(sum.by_bias, width);
-    }
-    if (lane != 0 || n >= p.batch) continue;
+    sum.by_weight = sum_of_lanes(sum.by_weight, width);
+    sum.by_bias = sum_of_lanes(sum.by_bias, width);
+    if (lane != 0 || c >= channels || n >= p.batch) continue;
     Acc* place = partials + int64_t{rank} * 2 * image + n * p.channels + first + c;
     place[0] = sum.by_weight;
     place[image] = sum.by_bias;
@@ -203,22 +244,25 @@ struct GroupSlope {
   Acc mean, rstd, slope, shift;
 };
 
-// A thread's vectors of dx, from those of x and dy in the ring.
-template <class T, class Ring, int kVec, int kHeld>
-__device__ __forceinline__ void write_input_gradient(const Ring& ring,
+// A thread's vectors of dx. `weight`: of its vector i.
+template <class T, int kVec, int kHeld, class Weight>
+__device__ __forceinline__ void write_input_gradient(const Vec<T, kVec> (&x)[kHeld],
+                                                     const Vec<T, kVec> (&dy)[kHeld],
                                                      const HeldColumns<kVec>& columns,
-                                                     const Accum<T> (&weight)[kHeld],
-                                                     const GroupSlope<Accum<T>>& g, T* dx) {
+                                                     const GroupSlope<Accum<T>>& g,
+                                                     const Weight& weight, T* dx) {
   using Acc = Accum<T>;
+  const Acc slope = g.rstd * g.slope;  // by x - mean
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     if (!columns.has(i)) continue;
-    const Vec<Acc, kVec> x = widen(ring.template read<0>(i)), dy = widen(ring.template read<1>(i));
+    const Vec<Acc, kVec> values = widen(x[i]), grads = widen(dy[i]);
+    const Acc factor = weight(i);
     Vec<Acc, kVec> result;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
-      const Acc xhat = (x[j] - g.mean) * g.rstd;
-      result[j] = g.rstd * (rounded_product(dy[j], weight[i]) - g.shift - xhat * g.slope);
+      const Acc centred = rounded_product(grads[j], factor) - g.shift;
+      result[j] = g.rstd * (centred - (values[j] - g.mean) * slope);
     }
     store_vec_global(dx + columns.first(i), narrow<T>(result));
   }
@@ -228,7 +272,8 @@ __device__ __forceinline__ void write_input_gradient(const Ring& ring,
 template <class T, int kHeld, bool kCluster>
 __global__ void __launch_bounds__(kGroupNormThreads, 1)
     group_norm_bwd_on_chip_kernel(const GroupNormBackwardParams p, const GroupNormParts parts,
-                                  int entry_lanes, int ring_bytes, Accum<T>* partials) {
+                                  int entry_lanes, int channel_lanes, int ring_bytes,
+                                  Accum<T>* partials) {
   using Acc = Accum<T>;
   constexpr int kVec = kVecSize<T>;
   using Ring = RowRing<kHeld, T, T>;
@@ -236,21 +281,26 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
   extern __shared__ uint4 ring_storage[];
   __shared__ Acc meeting_storage[Meeting::kSlots];
   __shared__ Acc slots[2][2];
-  const RowGroup group(parts.lanes);
+  const RowGroup group = kHeld > kGroupNormPairVectors ? RowGroup() : RowGroup(parts.lanes);
   const int rank = kCluster ? static_cast<int>(blockIdx.x) % parts.cluster : 0;
-  const HeldColumns<kVec> columns(group, static_cast<int>(parts.count(rank)) * kVec);
+  HeldColumns<kVec> columns(group, static_cast<int>(parts.count(rank)) * kVec);
   Meeting meeting(group, meeting_storage);
   ClusterExchange<Acc> among(slots, parts.cluster);
   Ring ring(ring_storage, columns);
   const int64_t rows = p.batch * p.groups, size = p.group_size(), begin = rank * parts.part * kVec;
-  const int64_t step = int64_t{gridDim.x} / parts.cluster * group.count;
+  const int step = static_cast<int>(gridDim.x) / parts.cluster * group.count;
   int64_t row = int64_t{blockIdx.x} / parts.cluster * group.count + group.index;
-  auto* vectors = reinterpret_cast<Acc*>(reinterpret_cast<char*>(ring_storage) + ring_bytes);
+  auto vectors = [&] {
+    return reinterpret_cast<Acc*>(reinterpret_cast<char*>(ring_storage) + derive_anew(ring_bytes));
+  };
   // Double-buffered: entries of a row are read until the meeting of the next one.
-  const int64_t room = ceil_div(parts.part, int64_t{entry_lanes});
-  auto* entries = reinterpret_cast<ChannelEntry<Acc>*>(vectors + (2 * p.channels + 3) / 4 * 4) +
-                  group.index * room;
-  int64_t other = group.count * room;  // to the other buffer
+  const int room = static_cast<int>(ceil_div(parts.part, int64_t{entry_lanes}));
+  int first_entry = group.index * room, other = group.count * room;  // `other`: to the other buffer
+  auto entries = [&] {
+    const int channels = derive_anew(static_cast<int>(p.channels));
+    return reinterpret_cast<ChannelEntry<Acc>*>(vectors() + (2 * channels + 3) / 4 * 4) +
+           first_entry;
+  };
   auto operands = [&](int64_t r) {
     return std::tuple(static_cast<const T*>(p.input) + r * size + begin,
                       static_cast<const T*>(p.grad_output) + r * size + begin);
@@ -260,7 +310,7 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
     const int64_t r = row + stage * step;
     ring.copy(stage, operands(r), r < rows);
   }
-  load_channel_vectors<T>(p.weight, {}, p.channels, vectors);
+  load_channel_vectors<T>(p.weight, {}, p.channels, vectors());
   __syncthreads();
   const auto *means = static_cast<const Acc*>(p.mean), *rstds = static_cast<const Acc*>(p.rstd);
   // Loaded one row ahead.
@@ -271,32 +321,32 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
     const int64_t after = row + step;
     next_mean = after < rows ? means[after] : Acc(0);
     next_rstd = after < rows ? rstds[after] : Acc(0);
-    const Acc* of_group = vectors + static_cast<uint32_t>(row) % static_cast<uint32_t>(p.groups) *
-                                        static_cast<uint32_t>(p.group_channels());
-    Acc weight[kHeld];
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    const Acc* of_group = vectors() + static_cast<uint32_t>(row) % static_cast<uint32_t>(p.groups) *
+                                          static_cast<uint32_t>(p.group_channels());
+    auto weight = [&](int i) {
       const int vector = static_cast<int>(rank * parts.part) + columns.lane + i * columns.lanes;
-      weight[i] = of_group[columns.has(i) ? parts.per_channel.quotient(vector) : 0];
-    }
+      return of_group[columns.has(i) ? parts.per_channel.quotient(vector) : 0];
+    };
+    // Registers hold the group: none are left for an address per vector.
+    columns.lane = derive_anew(columns.lane);
+    ring.recompute();
     ring.wait();
-    Acc along[2] = {};  // of dy * weight * xhat, and of dy * weight
+    Vec<T, kVec> x[kHeld], dy[kHeld];
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      const bool wanted = columns.has(i) && present;
-      const Vec<Acc, kVec> x = widen(ring.template read<0>(i)),
-                           dy = widen(wanted ? ring.template read<1>(i) : Vec<T, kVec>{});
-      ChannelEntry<Acc> entry{tree_sum<kVec>([&](int j) { return dy[j] * ((x[j] - mean) * rstd); }),
-                              tree_sum<kVec>([&](int j) { return dy[j]; })};
-      if (!wanted) entry = {};
-      along[0] += weight[i] * entry.by_weight;
-      along[1] += weight[i] * entry.by_bias;
-      if (partials == nullptr) continue;
-      entry.by_weight = sum_of_lanes(entry.by_weight, entry_lanes);
-      entry.by_bias = sum_of_lanes(entry.by_bias, entry_lanes);
-      const int vector = columns.lane + i * columns.lanes;
-      if (wanted && vector % entry_lanes == 0) entries[vector / entry_lanes] = entry;
+      x[i] = ring.template read<0>(i);
+      dy[i] = ring.template read<1>(i);
     }
+    // The registers hold the group, so its place takes a later one before the sums are known.
+    const int64_t later = row + Ring::kStages * step;
+    ring.recompute();
+    ring.replace(operands(later), later < rows);
+    columns.lane = derive_anew(columns.lane);
+    Acc along[2] = {};
+    add_along(x, dy, columns, present, mean, rstd, weight, entry_lanes,
+              partials == nullptr ? nullptr : entries(), along);
+    forget(x);
+    forget(dy);
     meeting.sum(along);
     __syncwarp();  // entries of a group within a warp
     if constexpr (kCluster) {
@@ -305,16 +355,16 @@ __global__ void __launch_bounds__(kGroupNormThreads, 1)
       along[1] = sum_of_lanes(along[1], parts.cluster);
     }
     if (p.grad_input != nullptr && present) {
+      columns.lane = derive_anew(columns.lane);
       const Acc slope = along[0] / static_cast<Acc>(size),
                 shift = along[1] / static_cast<Acc>(size);
       T* dx = static_cast<T*>(p.grad_input) + row * size + begin;
-      write_input_gradient<T>(ring, columns, weight, GroupSlope<Acc>{mean, rstd, slope, shift}, dx);
+      write_input_gradient<T>(x, dy, columns, GroupSlope<Acc>{mean, rstd, slope, shift}, weight,
+                              dx);
     }
-    const int64_t later = row + Ring::kStages * step;
-    ring.replace(operands(later), later < rows);
     if (partials == nullptr) continue;
-    write_channel_sums(p, parts, rank, group, row, entry_lanes, entries, partials);
-    entries += other;
+    write_channel_sums(p, parts, rank, group, row, entry_lanes, channel_lanes, entries(), partials);
+    first_entry += other;
     other = -other;
   }
   if constexpr (kCluster) among.finish();

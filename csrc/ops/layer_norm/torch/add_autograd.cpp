@@ -1,10 +1,13 @@
-// Autograd and Autocast of add_layer_norm, add_rms_norm and their backwards.
+// Autograd and Autocast of add_layer_norm, add_rms_norm and their backwards, and
+// norm_with_residual, a norm whose input goes on next to it.
 //
 // The sum's gradient is that of the norm plus its own; both addends get it. Whatever differentiates
 // further runs the addition and the norm as two ops, which have all derivatives.
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/alias.h>
 
 #include "ops/layer_norm/torch/common.h"
+#include "torch/plain.h"
 
 namespace warpwright {
 namespace {
@@ -168,6 +171,59 @@ Tensors3 add_rms_norm_backward_autograd(const Tensor& grad_sum, const Tensor& gr
   return {dx, copy, dw};
 }
 
+// ---- norm_with_residual ----
+
+// A residual block begins with y = norm(x) and ends with x + f(y). As two readers of x, the engine
+// would add their gradients in a pass of its own. Here one node has both readers, so the norm's
+// backward adds the other gradient on its way.
+struct NormWithResidualBackward {  // saved: input, weight, mean, rstd
+  static constexpr const char* kName = "WarpwrightNormWithResidualBackward";
+  struct Attributes {
+    std::vector<c10::SymInt> shape;
+  };
+  // grads: of the residual and of the output. needs: input, weight, bias
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    const Tensor &input = saved[0], &mean = saved[2], &rstd = saved[3];
+    const auto weight = optional_if_defined(saved[1]);
+    if (!grads[1].defined()) return {grads[0], Tensor(), Tensor()};
+    if (!grads[0].defined() || !needs[0]) {
+      auto [dx, dw, db] = call_backward(grads[1], input, a.shape, weight, mean, rstd,
+                                        {needs[0], needs[1], needs[2]});
+      return {dx, dw, db};
+    }
+    auto [dx, copy, dw, db] =
+        call_add_backward(grads[0], grads[1], input, a.shape, weight, mean, rstd,
+                          input.scalar_type(), {true, false, needs[1], needs[2]});
+    return {dx, dw, db};
+  }
+};
+
+// `residual` is `input` in a tensor of its own, over the same memory.
+Tensors2 norm_with_residual(const Tensor& input, SymIntArrayRef shape, const OptionalTensor& weight,
+                            const OptionalTensor& bias, std::optional<double> eps, bool centered,
+                            OptionalType dtype) {
+  TORCH_CHECK(!centered || eps, "norm_with_residual: eps: expected a number, got None");
+  auto norm = [&]() -> Tensors3 {
+    if (centered) return call_layer_norm(input, shape, weight, bias, *eps, dtype);
+    auto [output, rstd] = call_rms_norm(input, shape, weight, eps, dtype);
+    return {output, Tensor(), rstd};
+  };
+  const Tensor w = value_or_undefined(weight), b = value_or_undefined(bias);
+  if (!is_plain(input) || !is_plain_or_none(w) || !is_plain_or_none(b) || !needs_gradient(input)) {
+    return {at::alias(input), std::get<0>(norm())};
+  }
+  auto node = make_node<NormWithResidualBackward>({shape.vec()}, input, w, b);
+  Tensor residual = below_autograd([&] { return at::alias(input); });
+  // A write to either is a write to both.
+  torch::autograd::impl::set_version_counter(residual,
+                                             torch::autograd::impl::version_counter(input));
+  auto [output, mean, rstd] = below_autograd(norm);
+  for (const Tensor& saved : {input, w, mean, rstd}) node->save(saved);
+  set_history({residual, output}, node);
+  return {residual, output};
+}
+
 // ---- Autocast: as an addition, which keeps its types, and layer_norm ----
 
 Tensors4 add_layer_norm_autocast(const Tensor& input, const Tensor& residual, SymIntArrayRef shape,
@@ -187,6 +243,17 @@ Tensors4 add_layer_norm_autocast(const Tensor& input, const Tensor& residual, Sy
 }
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  m.def(
+      "norm_with_residual(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
+      "float? eps, bool centered, ScalarType? dtype=None) -> (Tensor residual, Tensor output)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CompositeImplicitAutograd, m) {
+  m.impl("norm_with_residual", norm_with_residual);
+}
 
 TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
   m.impl("add_layer_norm", add_layer_norm_autograd);

@@ -29,6 +29,7 @@ void gemm_cpu(const GemmParams& p) {
   const DType dtype = p.dtype();
   const at::Tensor a = over(p.a.data, {p.m, p.k}, {p.a.stride_mn, p.a.stride_k}, dtype);
   const at::Tensor b = over(p.b.data, {p.k, p.n}, {p.b.stride_k, p.b.stride_mn}, dtype);
+  if (p.transposed_d) return gemm_cpu(transposed(p));
   if (p.accum_d) {
     const DType type = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     at::Tensor sum = over(p.d, {p.m, p.n}, {d_pitch(p), 1}, type);

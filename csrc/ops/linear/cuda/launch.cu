@@ -54,7 +54,7 @@ void launch_linear_gradients(LinearGradients g, const LinearGradientsPlan& plan,
   if (plan.weight) {
     g.weight->row_sums = g.bias ? g.bias->sum : nullptr;
     g.weight->overlap = {plan.bias.has_value(), plan.input.has_value()};
-    launch_linear(*g.weight, *plan.weight, parts, stream);
+    launch_linear(weight_product(*g.weight), *plan.weight, parts, stream);
   }
   parts += plan.weight_bytes();
   if (plan.bias) {

@@ -11,16 +11,15 @@
 #include <utility>
 
 #include "ops/linear/activation.h"
+#include "ops/linear/torch/activation.h"
 #include "ops/linear/torch/autocast.h"
 #include "ops/linear/torch/common.h"
-#include "torch/activation.h"
 
 namespace warpwright {
-namespace {
 
 using TensorPair = std::tuple<Tensor, Tensor>;
 
-namespace call {
+namespace linear_ops {
 
 TensorPair linear_activation(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              std::string_view activation, bool keep) {
@@ -32,22 +31,18 @@ TensorPair linear_activation(const Tensor& input, const Tensor& weight, const Op
 
 TensorPair linear_activation_backward(const Tensor& grad_output, const Tensor& kept,
                                       std::string_view activation, bool bias_gradient,
-                                      bool float32_bias = false) {
+                                      bool float32_bias) {
   static const auto op =
       find_op<TensorPair(const Tensor&, const Tensor&, std::string_view, bool, bool)>(
           "warpwright::linear_activation_backward");
   return op.call(grad_output, kept, activation, bias_gradient, float32_bias);
 }
 
-}  // namespace call
+}  // namespace linear_ops
+
+namespace {
 
 // ---- output shape and checks ----
-
-Activation find_linear_activation(std::string_view name) {
-  return find_activation(
-      name, "linear_activation",
-      {Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu});
-}
 
 // Whether the kernels support the call. Others run linear and the native activation.
 bool is_fused(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -236,7 +231,7 @@ struct LinearActivationBackwardBackward {  // saved: grad_output (not of a relu)
                                                   : Tensor());
     variable_list result(2);
     if (needs[0]) {
-      result[0] = std::get<0>(call::linear_activation_backward(
+      result[0] = std::get<0>(linear_ops::linear_activation_backward(
           gradient_of_dz, kept, activation_name(a.activation), /*bias_gradient=*/false));
     }
     if (needs[1]) {
@@ -254,8 +249,8 @@ TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const 
   const Activation f = find_linear_activation(activation);
   auto node = make_node<LinearActivationBackwardBackward>({f}, grad_output, kept);
   TensorPair gradients = below_autograd([&] {
-    return call::linear_activation_backward(grad_output, kept, activation, bias_gradient,
-                                            float32_bias);
+    return linear_ops::linear_activation_backward(grad_output, kept, activation, bias_gradient,
+                                                  float32_bias);
   });
   auto& [dz, db] = gradients;
   if (node) {
@@ -268,8 +263,8 @@ TensorPair linear_activation_backward_autograd(const Tensor& grad_output, const 
     const Tensor z = primal(kept);
     Tensor direction;
     if (has_tangent(grad_output)) {
-      direction =
-          std::get<0>(call::linear_activation_backward(tangent(grad_output), z, activation, false));
+      direction = std::get<0>(
+          linear_ops::linear_activation_backward(tangent(grad_output), z, activation, false));
     }
     if (has_tangent(kept)) {
       direction = sum_of(direction, f == Activation::kRelu ? at::zeros_like(dz)
@@ -298,7 +293,7 @@ struct LinearActivationBackward {  // saved: input, weight, kept
     const Tensor direct = grads.size() > 1 ? grads[1] : Tensor();
     Tensor dz, db;
     if (dy.defined()) {
-      std::tie(dz, db) = call::linear_activation_backward(
+      std::tie(dz, db) = linear_ops::linear_activation_backward(
           dy, saved[2], activation_name(a.activation), needs[2] && !direct.defined(), a.float32[2]);
     }
     auto [dx, dw, whole_db] = linear_ops::linear_backward(
@@ -320,7 +315,7 @@ TensorPair differentiable_linear_activation(const Tensor& input, const Tensor& w
   const bool forward_ad = any_tangent(input, weight, bias);
   const bool needs_z = f != Activation::kRelu && (node || forward_ad);
   TensorPair outputs = below_autograd([&] {
-    return call::linear_activation(input, weight, optional_bias, activation, keep || needs_z);
+    return linear_ops::linear_activation(input, weight, optional_bias, activation, keep || needs_z);
   });
   auto& [output, z] = outputs;
   const bool has_z = keep || needs_z;
@@ -338,7 +333,7 @@ TensorPair differentiable_linear_activation(const Tensor& input, const Tensor& w
                        tangent_or_none(weight), tangent_or_none(bias), output),
         input, weight);
     const Tensor& kept = f == Activation::kRelu ? output : z;
-    set_tangent(output, std::get<0>(call::linear_activation_backward(
+    set_tangent(output, std::get<0>(linear_ops::linear_activation_backward(
                             direction, primal(kept), activation, /*bias_gradient=*/false)));
     if (has_z) set_tangent(z, direction);
   }
@@ -366,7 +361,7 @@ TensorPair linear_activation_autocast(const Tensor& input, const Tensor& weight,
                                       bool keep) {
   const AutocastOperands cast(kDevice, input, weight, bias);
   if (!cast.direct) {
-    return call::linear_activation(cast.input, cast.weight, cast.bias, activation, keep);
+    return linear_ops::linear_activation(cast.input, cast.weight, cast.bias, activation, keep);
   }
   return differentiable_linear_activation(cast.input, cast.weight, cast.bias, activation, keep,
                                           {input, weight, value_or_undefined(bias)});

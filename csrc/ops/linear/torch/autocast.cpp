@@ -1,16 +1,16 @@
 // Casts of operands under autocast, and which calls may differentiate past them.
 #include "ops/linear/torch/autocast.h"
 
-#include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/TracerMode.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty_like.h>
 
 #include <array>
 
 #include "ops/linear/cast.h"
+#include "torch/plain.h"
 
 namespace warpwright {
+
 namespace {
 
 // ---- the cast ----
@@ -116,16 +116,6 @@ class SharedCasts {
 };
 
 // ---- which calls ----
-
-// A tensor in memory that no mode, transform or tracer watches. Those see autocast's own casts.
-bool is_plain(const Tensor& x) {
-  using c10::DispatchKey;
-  static constexpr c10::DispatchKeySet kLazy(
-      {DispatchKey::Negative, DispatchKey::Conjugate, DispatchKey::ZeroTensor});
-  return !at::isTensorSubclassLike(x) && !at::tracer::impl::is_dispatch_enabled() &&
-         x.layout() == at::kStrided && !x.is_nested() && (x.is_cuda() || x.is_cpu()) &&
-         !x.key_set().has_any(kLazy) && !has_tangent(x);
-}
 
 // Autocast's cache, which lives as long as its context, has the parameters.
 bool is_parameter(const Tensor& x) { return x.is_leaf() && x.requires_grad(); }

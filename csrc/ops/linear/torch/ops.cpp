@@ -91,61 +91,6 @@ void check_linear(const Tensor& input, const Tensor& weight, const OptionalTenso
               "x", features, " and ", weight.sym_size(1), "x", weight.sym_size(0), ")");
 }
 
-OptionalTensor linear_operands(const Tensor& input, const Tensor& weight,
-                               const OptionalTensor& bias) {
-  check_has_storage(input, "linear: input");
-  check_has_storage(weight, "linear: weight");
-  if (!bias.has_value() || !bias->defined()) return bias;
-  check_has_storage(*bias, "linear: bias");
-  return bias->contiguous();
-}
-
-Matrix as_matrix(const Tensor& tensor) {
-  Matrix m{tensor, 1, tensor.size(-1), 0, 1};
-  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) m.rows *= tensor.size(d);
-  if (tensor.dim() == 2) {
-    m.stride_row = tensor.stride(0);
-    m.stride_col = tensor.stride(1);
-  } else if (tensor.is_contiguous()) {
-    m.stride_row = m.cols;
-  } else {
-    m.owner = tensor.reshape({m.rows, m.cols});
-    m.stride_row = m.owner.stride(0);
-    m.stride_col = m.owner.stride(1);
-  }
-  const auto strides = matrix_strides(m.rows, m.cols, {m.stride_row, m.stride_col});
-  if (!strides) m.owner = m.owner.contiguous();
-  m.stride_row = strides ? strides->row : m.cols;
-  m.stride_col = strides ? strides->col : 1;
-  return m;
-}
-
-GemmParams gemm_params(const Matrix& a, const Matrix& b, const OptionalTensor& bias, Tensor& d) {
-  GemmParams p{};
-  const DType dtype = dtype_of(a.owner);
-  p.m = a.rows;
-  p.n = b.rows;
-  p.k = a.cols;
-  p.a = make_operand(a.data(), dtype, a.stride_row, a.stride_col);
-  p.b = make_operand(b.data(), dtype, b.stride_row, b.stride_col);
-  p.bias = bias.has_value() && bias->defined() ? bias->const_data_ptr() : nullptr;
-  p.d = d.mutable_data_ptr();
-  return p;
-}
-
-Tensor sum_of_linears(const Tensor& x, const Tensor& weight, const Tensor& x2,
-                      const Tensor& weight2, const Tensor& bias, const Tensor& like) {
-  const bool first = x.defined() && weight.defined();
-  const bool second = x2.defined() && weight2.defined();
-  const OptionalTensor b = optional_if_defined(bias);
-  if (first && second) {
-    return linear_ops::linear(x, weight, b).add(linear_ops::linear(x2, weight2, {}));
-  }
-  if (first) return linear_ops::linear(x, weight, b);
-  if (second) return linear_ops::linear(x2, weight2, b);
-  return bias.defined() ? bias.expand_symint(like.sym_sizes()) : Tensor();
-}
-
 namespace {
 
 using linear_ops::Gradients;
@@ -175,6 +120,16 @@ void check_linear_backward(const Tensor& grad_output, const OptionalTensor& inpu
   }
 }
 
+// A weight may be the transpose of what the layer has, as in transformers' Conv1D. The gradient
+// gets its layout: the engine would copy another one. A 16-bit gradient does not, as its product
+// could no longer sum the bias gradient on the way.
+bool wants_transposed_gradient(const Tensor& grad_output, const OptionalTensor& weight,
+                               bool float32) {
+  if (!weight.has_value() || !weight->defined()) return false;
+  if (!float32 && is_16bit(grad_output.scalar_type())) return false;
+  return weight->dim() == 2 && !weight->is_contiguous() && weight->t().is_contiguous();
+}
+
 Gradients empty_gradients(const Tensor& grad_output, const OptionalTensor& input,
                           const OptionalTensor& weight, OutputMask mask, OutputMask float32_mask) {
   auto empty = [&](c10::SymIntArrayRef sizes, bool float32) {
@@ -186,7 +141,12 @@ Gradients empty_gradients(const Tensor& grad_output, const OptionalTensor& input
   if (mask[0]) {
     std::get<0>(result) = empty(with_last_size(grad_output, weight->sym_size(1)), float32_mask[0]);
   }
-  if (mask[1]) std::get<1>(result) = empty({out, input->sym_size(-1)}, float32_mask[1]);
+  if (mask[1]) {
+    const auto in = input->sym_size(-1);
+    std::get<1>(result) = wants_transposed_gradient(grad_output, weight, float32_mask[1])
+                              ? empty({in, out}, float32_mask[1]).t()
+                              : empty({out, in}, float32_mask[1]);
+  }
   if (mask[2]) std::get<2>(result) = empty({out}, float32_mask[2]);
   return result;
 }
@@ -248,6 +208,7 @@ Gradients linear_backward_with(const Tensor& grad_output, const OptionalTensor& 
     x = as_matrix(*input).transposed();
     gradients.weight = gemm_params(dy.transposed(), x, {}, dw);
     gradients.weight->accum_d = float32_mask[1];
+    gradients.weight->transposed_d = !dw.is_contiguous();
   }
   if (mask[2]) {
     gradients.bias = ColumnSumParams{.dtype = dtype_of(grad_output),
@@ -286,7 +247,12 @@ Gradients linear_backward_cpu_kernel(const Tensor& grad_output, const OptionalTe
     if (!wanted || !narrow.defined()) return narrow;
     return at::empty_like(narrow, narrow.options().dtype(at::kFloat)).copy_(narrow);
   };
-  return {widened(dx, float32_mask[0]), widened(dw, float32_mask[1]), widened(db, float32_mask[2])};
+  if (mask[1] && float32_mask[1] && wants_transposed_gradient(grad_output, weight, true)) {
+    dw = widened(dw.t().contiguous(), true).t();
+  } else {
+    dw = widened(dw, float32_mask[1]);
+  }
+  return {widened(dx, float32_mask[0]), dw, widened(db, float32_mask[2])};
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

@@ -51,11 +51,20 @@ struct LogAddExpStep {
   static constexpr double kFirst = -std::numeric_limits<double>::infinity();
 };
 
+enum class Gates { kNone, kFactors, kLevels };
+
+// The gate between the levels of two steps. Equal infinities let nothing through.
+template <class T>
+ScanSum<T> gate_between(T before, T level) {
+  const auto difference = static_cast<ScanSum<T>>(level) - static_cast<ScanSum<T>>(before);
+  return level == before && difference != difference ? ScanSum<T>(0) : std::exp(difference);
+}
+
 constexpr int64_t kRowsAtOnce = 4;
 constexpr int64_t kColumnRun = 512;
 
 // kRows neighbouring rows of `length` elements. `step` is 1 or -1; pointers are at the first step.
-template <int kRows, class Step, bool kGates, class T>
+template <int kRows, class Step, Gates kGates, class T>
 void scan_rows(const ScanParams& p, const T* input, const T* gate, const T* initial, T* output,
                int64_t step) {
   ScanSum<T> sums[kRows];
@@ -67,8 +76,11 @@ void scan_rows(const ScanParams& p, const T* input, const T* gate, const T* init
   for (int64_t t = 0; t < p.length; ++t) {
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * p.length + t * step;
-      if (kGates && (t > 0 || initial != nullptr)) {
+      if (kGates == Gates::kFactors && (t > 0 || initial != nullptr)) {
         sums[r] *= static_cast<ScanSum<T>>(gate[at - back]);
+      }
+      if (kGates == Gates::kLevels && t > 0) {
+        sums[r] *= gate_between<T>(gate[at - step], gate[at]);
       }
       sums[r] = Step::next(sums[r], static_cast<ScanSum<T>>(input[at]));
       output[at] = static_cast<T>(sums[r]);
@@ -76,23 +88,26 @@ void scan_rows(const ScanParams& p, const T* input, const T* gate, const T* init
   }
 }
 
-// One step of a run of columns. `gate`: of this step, or null.
-template <class Step, bool kGates, class T>
-void add_columns(const T* __restrict__ input, const T* __restrict__ gate, T* __restrict__ output,
+// One step of a run of columns. `gate`: of this step, or null. `before`: the levels before those.
+template <class Step, Gates kGates, class T>
+void add_columns(const T* __restrict__ input, const T* __restrict__ gate,
+                 [[maybe_unused]] const T* __restrict__ before, T* __restrict__ output,
                  ScanSum<T>* __restrict__ sums, int64_t count) {
   int64_t c = 0;
-  if constexpr (sizeof(T) == 2 && !std::is_same_v<Step, LogAddExpStep>) {
+  if constexpr (sizeof(T) == 2 && !std::is_same_v<Step, LogAddExpStep> &&
+                kGates != Gates::kLevels) {
     for (; c + kLanes<T> <= count; c += kLanes<T>) {
       Values<T> sum;
       std::memcpy(&sum, sums + c, sizeof(sum));
-      if constexpr (kGates) sum *= load_lanes(gate + c);
+      if constexpr (kGates == Gates::kFactors) sum *= load_lanes(gate + c);
       sum = Step::next(sum, load_lanes(input + c));
       std::memcpy(sums + c, &sum, sizeof(sum));
       store_lanes(output + c, sum);
     }
   }
   for (; c < count; ++c) {
-    if constexpr (kGates) sums[c] *= static_cast<ScanSum<T>>(gate[c]);
+    if constexpr (kGates == Gates::kFactors) sums[c] *= static_cast<ScanSum<T>>(gate[c]);
+    if constexpr (kGates == Gates::kLevels) sums[c] *= gate_between<T>(before[c], gate[c]);
     sums[c] = Step::next(sums[c], static_cast<ScanSum<T>>(input[c]));
     output[c] = static_cast<T>(sums[c]);
   }
@@ -103,7 +118,7 @@ const T* at_or_null(const void* data, int64_t offset) {
   return data == nullptr ? nullptr : static_cast<const T*>(data) + offset;
 }
 
-template <class T, class Step, bool kGates>
+template <class T, class Step, Gates kGates>
 void scan_all_rows(const ScanParams& p) {
   const int64_t n = p.length, first = p.is_reversed ? n - 1 : 0, step = p.is_reversed ? -1 : 1;
   const int64_t groups = ceil_div(p.outer, kRowsAtOnce);
@@ -124,7 +139,7 @@ void scan_all_rows(const ScanParams& p) {
 }
 
 // `count` columns from `base` on, whose sums are in `sums`.
-template <class T, class Step, bool kGates>
+template <class T, class Step, Gates kGates>
 void scan_run_of_columns(const ScanParams& p, int64_t base, ScanSum<T>* sums, int64_t count) {
   const int64_t step = p.is_reversed ? -p.inner : p.inner;
   const int64_t back = p.is_shifted ? step : 0;
@@ -132,16 +147,18 @@ void scan_run_of_columns(const ScanParams& p, int64_t base, ScanSum<T>* sums, in
     const int64_t at = base + (p.is_reversed ? p.length - 1 - t : t) * p.inner;
     const auto* input = static_cast<const T*>(p.input) + at;
     auto* output = static_cast<T*>(p.output) + at;
-    if (!kGates || (t == 0 && p.initial == nullptr)) {
-      add_columns<Step, false>(input, static_cast<const T*>(nullptr), output, sums, count);
+    constexpr const T* kAbsent = nullptr;
+    if (kGates == Gates::kNone || (t == 0 && p.initial == nullptr)) {
+      add_columns<Step, Gates::kNone>(input, kAbsent, kAbsent, output, sums, count);
     } else {
-      add_columns<Step, true>(input, static_cast<const T*>(p.gate) + at - back, output, sums,
-                              count);
+      const T* gate = static_cast<const T*>(p.gate) + at - back;
+      const T* before = kGates == Gates::kLevels ? gate - step : kAbsent;
+      add_columns<Step, kGates>(input, gate, before, output, sums, count);
     }
   }
 }
 
-template <class T, class Step, bool kGates>
+template <class T, class Step, Gates kGates>
 void scan_all_columns(const ScanParams& p) {
   const int64_t runs = ceil_div(p.inner, kColumnRun);
   const int64_t width = ceil_div(p.inner, runs);  // equal shares
@@ -164,7 +181,7 @@ void scan_all_columns(const ScanParams& p) {
   });
 }
 
-template <class T, class Step, bool kGates>
+template <class T, class Step, Gates kGates>
 void scan_as(const ScanParams& p) {
   if (p.inner == 1) {
     scan_all_rows<T, Step, kGates>(p);
@@ -177,18 +194,19 @@ void scan_as(const ScanParams& p) {
 
 void scan_cpu(const ScanParams& p) {
   if (p.dtype == DType::kInt64) {
-    if (p.kind == ScanKind::kProduct) return scan_as<int64_t, MultiplyStep, false>(p);
-    return scan_as<int64_t, AddStep, false>(p);
+    if (p.kind == ScanKind::kProduct) return scan_as<int64_t, MultiplyStep, Gates::kNone>(p);
+    return scan_as<int64_t, AddStep, Gates::kNone>(p);
   }
   for_cpu_dtype(p.dtype, [&]<class T>() {
-    if (p.gate != nullptr) return scan_as<T, AddStep, true>(p);
+    if (p.is_levels) return scan_as<T, AddStep, Gates::kLevels>(p);
+    if (p.gate != nullptr) return scan_as<T, AddStep, Gates::kFactors>(p);
     switch (p.kind) {
       case ScanKind::kSum:
-        return scan_as<T, AddStep, false>(p);
+        return scan_as<T, AddStep, Gates::kNone>(p);
       case ScanKind::kProduct:
-        return scan_as<T, MultiplyStep, false>(p);
+        return scan_as<T, MultiplyStep, Gates::kNone>(p);
       case ScanKind::kLogSumExp:
-        return scan_as<T, LogAddExpStep, false>(p);
+        return scan_as<T, LogAddExpStep, Gates::kNone>(p);
     }
   });
 }

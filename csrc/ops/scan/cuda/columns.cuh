@@ -176,7 +176,7 @@ __device__ __forceinline__ void scan_down(
 // Grid: tile (k, c) owns rows k * rows_per_tile and so on of column vectors c << log_across and so
 // on. Tiles are taken row by row: block b, or with look-back the ticket, is k * column_blocks + c.
 template <class T, class Scan, int kVec, bool kLookBack>
-__global__ void __launch_bounds__(kScanColumnThreads, kScanColumnBlocksPerSm)
+__global__ void __launch_bounds__(kScanColumnThreads, Scan::kBlocksPerSm)
     scan_columns_kernel(const __grid_constant__ ColumnOperands<T, Scan::kInputs> o) {
   constexpr int kInputs = Scan::kInputs;
   constexpr int kRows = kScanColumnRows / Scan::kNumbers;
@@ -204,17 +204,28 @@ __global__ void __launch_bounds__(kScanColumnThreads, kScanColumnBlocksPerSm)
       bool is_read = r < part.rows;
       if (Scan::kHasGates && i == 1) {
         step_back = o.is_shifted ? 1 : 0;
-        is_read = is_read && (part.first_row + r > 0 || o.initial != nullptr);
+        is_read = is_read && (Scan::kHasLevels || part.first_row + r > 0 || o.initial != nullptr);
       }
       if (is_read) {
         loaded[i][r] = load_vec<kVec>(o.input[i] + part.offset + (r - step_back) * part.row_pitch);
       }
     }
   }
+  [[maybe_unused]] Vec<T, kVec> level_before;  // a column's first level has itself before it
+  if constexpr (Scan::kHasLevels) {
+    level_before = loaded[1][0];
+    if (part.rows > 0 && part.first_row > 0) {
+      level_before = load_vec<kVec>(o.input[1] + part.offset - part.row_pitch);
+    }
+  }
   auto element = [&](int r, int v) {
     Compute inputs[kInputs];
 #pragma unroll
-    for (int i = 0; i < kInputs; ++i) inputs[i] = widen_for_scan(loaded[i][r])[v];
+    for (int i = 0; i < kInputs; ++i) inputs[i] = widen_for_scan<Compute>(loaded[i][r])[v];
+    if constexpr (Scan::kHasLevels) {
+      const auto& before = r > 0 ? loaded[1][r > 0 ? r - 1 : 0] : level_before;
+      inputs[1] = Scan::gate(widen_for_scan<Compute>(before)[v], inputs[1]);
+    }
     return Scan::element(inputs);
   };
 

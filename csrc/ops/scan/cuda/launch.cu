@@ -25,6 +25,11 @@ void launch_scan(const ScanParams& p, const ScanPlan& plan, void* workspace, cud
     return launch_scan_as<int64_t, SumScan<int64_t>>(p, plan, workspace, stream);
   }
   for_dtype(p.dtype, [&]<class T>() {
+    if (p.is_levels) return launch_scan_as<T, LevelScan<T>>(p, plan, workspace, stream);
+    if constexpr (std::is_same_v<T, float>) {
+      // Each gate of the step before it: a gradient.
+      if (p.is_shifted) return launch_scan_as<T, PreciseScan>(p, plan, workspace, stream);
+    }
     if (p.gate != nullptr) return launch_scan_as<T, LinearScan<T>>(p, plan, workspace, stream);
     switch (p.kind) {
       case ScanKind::kSum:

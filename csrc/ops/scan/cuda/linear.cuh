@@ -1,6 +1,8 @@
 // h_t = a_t h_{t-1} + b_t, of the inputs b and a.
 #pragma once
 
+#include <type_traits>
+
 #include "ops/scan/cuda/operators.cuh"
 
 namespace warpwright {
@@ -20,13 +22,17 @@ __device__ __forceinline__ GatedRun<Compute> shuffle(GatedRun<Compute> run, int 
   return {shuffle(run.gate, lane), shuffle(run.value, lane)};
 }
 
-template <class T>
+// A gate's rounding error reaches every step after it, and a product of gates has one rounding
+// error per factor in every order. So gradients of long rows of floats are combined in double.
+template <class T, class ComputeType = Accum<T>>
 struct LinearScan {
+  using Compute = ComputeType;
   static constexpr int kInputs = 2;
   static constexpr int kNumbers = 2;
   static constexpr int kWords = 2;
+  static constexpr int kBlocksPerSm = sizeof(Compute) > sizeof(Accum<T>) ? 2 : 3;
   static constexpr bool kHasGates = true;
-  using Compute = Accum<T>;
+  static constexpr bool kHasLevels = false;
   using Element = GatedRun<Compute>;
   using Carry = double;
 
@@ -56,6 +62,24 @@ struct LinearScan {
   // The first run of a row, after the state before it.
   __device__ static Element start(Compute state, Element run) {
     return {run.gate, state == 0 ? run.value : run.gate * state + run.value};
+  }
+};
+
+using PreciseScan = LinearScan<float, double>;
+
+// The same with gates from levels. Differences of levels add up to one difference, so it is only
+// the gates that must not be rounded to float.
+template <class T>
+using LevelCompute = std::conditional_t<sizeof(T) == 2, float, double>;
+template <class T>
+struct LevelScan : LinearScan<T, LevelCompute<T>> {
+  static constexpr bool kHasLevels = true;
+  static constexpr int kBlocksPerSm = 2;
+  using Compute = LevelCompute<T>;
+
+  __device__ static Compute gate(Compute before, Compute level) {
+    const Compute difference = level - before;
+    return level == before && difference != difference ? Compute(0) : exp(difference);
   }
 };
 

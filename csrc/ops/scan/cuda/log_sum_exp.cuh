@@ -21,7 +21,9 @@ struct LogSumExpScan {
   static constexpr int kInputs = 1;
   static constexpr int kNumbers = 2;
   static constexpr int kWords = 1;
+  static constexpr int kBlocksPerSm = 3;
   static constexpr bool kHasGates = false;
+  static constexpr bool kHasLevels = false;
   using Compute = Accum<T>;
   using Element = ScaledSum<Compute>;
   using Carry = double;

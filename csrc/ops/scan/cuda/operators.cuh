@@ -1,22 +1,27 @@
 // What a scan combines. An operator has
 //   kInputs      input tensors; read_identity(i): what input i reads as outside of the tensor
 //   kHasGates    input 1 has gates, which may be shifted, and rows may have an initial state
+//   kHasLevels   input 1 has levels: gate(before, level) is the gate between two of them
 //   Element      a run of steps, as the tile combines them: identity(), combine(left, right)
-//   kNumbers     of an Element
+//   kNumbers     of an Element, as ScanParams::numbers()
+//   kBlocksPerSm of 256 threads, in columns and long rows: as many as its registers allow
 //   Carry        8 bytes that pass from tile to tile, wider than Element where that helps
 //   kWords       the words of Carry that describe a tile: total(element, words), join(left, right)
 //   advance      the carry after a tile, from the carry before it: the one fold between tiles
 //   result       the output of a run that starts with the tile, from the carry before the tile
 #pragma once
 
+#include <type_traits>
+
+#include "device/forget.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 
 namespace warpwright {
 
-// Floats are combined in float within a tile, and carried in double: the error of a long row is
-// then that of one tile. Integers are unsigned, because their sums may wrap, as native's do.
+// Floats are summed in float within a tile, and carried in double: the error of a long row is then
+// that of one tile. Integers are unsigned, because their sums may wrap, as native's do.
 template <class T>
 struct ScanTypes {
   using Compute = Accum<T>;
@@ -30,28 +35,15 @@ struct ScanTypes<int64_t> {
 template <class T>
 using ScanCompute = typename ScanTypes<T>::Compute;
 
-template <class T, int kSize>
-__device__ __forceinline__ Vec<ScanCompute<T>, kSize> widen_for_scan(const Vec<T, kSize>& x) {
+template <class Compute, class T, int kSize>
+__device__ __forceinline__ Vec<Compute, kSize> widen_for_scan(const Vec<T, kSize>& x) {
   if constexpr (sizeof(T) == 2) {
     return widen(x);
   } else {
-    Vec<ScanCompute<T>, kSize> result;
+    Vec<Compute, kSize> result;
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) result[j] = static_cast<ScanCompute<T>>(x[j]);
+    for (int j = 0; j < kSize; ++j) result[j] = static_cast<Compute>(x[j]);
     return result;
-  }
-}
-
-// Hides what the registers of an array hold, so that the compiler converts them again instead of
-// keeping the wider values.
-template <class Array>
-__device__ __forceinline__ void forget(Array& array) {
-  if constexpr (sizeof(array) % 4 == 0) {
-    int* words = reinterpret_cast<int*>(&array);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(array) / 4); ++i) {
-      words[i] = derive_anew(words[i]);
-    }
   }
 }
 
@@ -61,7 +53,9 @@ struct SumScan {
   static constexpr int kInputs = 1;
   static constexpr int kNumbers = 1;
   static constexpr int kWords = 1;
+  static constexpr int kBlocksPerSm = 3;
   static constexpr bool kHasGates = false;
+  static constexpr bool kHasLevels = false;
   using Compute = ScanCompute<T>;
   using Element = Compute;
   using Carry = typename ScanTypes<T>::Carry;
@@ -81,14 +75,20 @@ struct SumScan {
   __device__ static Compute result(Element run) { return run; }
 };
 
+// Products have one rounding error per factor in every order, so floats are multiplied in double.
+template <class T>
+using ProductCompute = std::conditional_t<std::is_same_v<T, float>, double, ScanCompute<T>>;
+
 // y_t = y_{t-1} * x_t
 template <class T>
 struct ProductScan {
   static constexpr int kInputs = 1;
-  static constexpr int kNumbers = 1;
+  static constexpr int kNumbers = std::is_same_v<T, float> ? 2 : 1;
   static constexpr int kWords = 1;
+  static constexpr int kBlocksPerSm = 3;
   static constexpr bool kHasGates = false;
-  using Compute = ScanCompute<T>;
+  static constexpr bool kHasLevels = false;
+  using Compute = ProductCompute<T>;
   using Element = Compute;
   using Carry = typename ScanTypes<T>::Carry;
 

@@ -50,8 +50,8 @@ enum class RowKind {
   kVectors,   // a tile has whole rows of whole vectors
   kElements,  // a tile has whole rows, which begin anywhere
 };
-// Long rows: three blocks of 256 threads per SM, 80 registers. Whole rows: two of 512, 64
-// registers.
+// Long rows: Scan::kBlocksPerSm blocks of 256 threads, for three of them 80 registers. Whole rows:
+// two of 512, 64 registers.
 constexpr int row_threads(RowKind kind) { return kind == RowKind::kLong ? 256 : 512; }
 
 template <class T, class Scan, bool kReverse, RowKind kKind>
@@ -70,6 +70,7 @@ struct RowTile {
   const Operands& operands;
   TilePlace place;
   Vec<T, kVec> loaded[kInputs][kRounds];
+  Accum<T> level_before[Scan::kHasLevels ? kRounds : 1];  // the step before each vector
 
   __device__ static TilePlace find_place(const Operands& o, int64_t tile) {
     int64_t begin, end, skipped = 0;
@@ -126,9 +127,34 @@ struct RowTile {
         }
       }
     }
-    if constexpr (Scan::kHasGates) {
+    if constexpr (Scan::kHasLevels) {
+      find_levels_before();
+    } else if constexpr (Scan::kHasGates) {
       if (operands.is_shifted) shift_gates();
       if (kLookBack && operands.initial == nullptr) open_first_gate();
+    }
+  }
+
+  // A row's first level has itself before it. In a tile of whole rows its gate is of no use.
+  __device__ void find_levels_before() {
+    const int lane = threadIdx.x % kWarpSize;
+    auto& levels = loaded[1];
+    if (kLookBack && threadIdx.x == 0 && place.origin <= place.begin) {
+#pragma unroll
+      for (int j = kVec - 1; j > 0; --j) {
+        if (j <= place.low) levels[0][in_memory(j - 1)] = levels[0][in_memory(j)];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int offset = offset_of(r) - 1;
+      const T last = __shfl_up_sync(kFullMask, levels[r][in_memory(kVec - 1)], 1);
+      level_before[r] = convert<Accum<T>>(last);
+      if (lane != 0) continue;
+      const bool is_in_row = place.origin + offset >= place.begin && offset < place.high;
+      level_before[r] =
+          convert<Accum<T>>(is_in_row ? *(address(operands.input[1], offset) + in_memory(0))
+                                      : levels[r][in_memory(0)]);
     }
   }
 
@@ -215,13 +241,19 @@ struct RowTile {
   __device__ void walk(int round, int next, Element before, Step&& step) const {
     Vec<Compute, kVec> values[kInputs];
 #pragma unroll
-    for (int i = 0; i < kInputs; ++i) values[i] = widen_for_scan(loaded[i][round]);
+    for (int i = 0; i < kInputs; ++i) values[i] = widen_for_scan<Compute>(loaded[i][round]);
     Element run = before;
+    [[maybe_unused]] Compute level{};
+    if constexpr (Scan::kHasLevels) level = convert<Compute>(level_before[round]);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       Compute inputs[kInputs];
 #pragma unroll
       for (int i = 0; i < kInputs; ++i) inputs[i] = values[i][in_memory(j)];
+      if constexpr (Scan::kHasLevels) {
+        inputs[1] = Scan::gate(level, values[1][in_memory(j)]);
+        level = values[1][in_memory(j)];
+      }
       const Element own = Scan::element(inputs);
       run = Scan::combine(run, own);
       if (kKind == RowKind::kElements || (kKind == RowKind::kVectors && j == 0)) {
@@ -255,7 +287,8 @@ struct RowStarts {
 // Grid: without look-back, block b owns rows_per_tile whole rows. With look-back, the block with
 // ticket t owns tile t % tiles_per_row of row t / tiles_per_row.
 template <class T, class Scan, bool kReverse, RowKind kKind>
-__global__ void __launch_bounds__(row_threads(kKind), kKind == RowKind::kLong ? 3 : 2)
+__global__ void __launch_bounds__(row_threads(kKind),
+                                  kKind == RowKind::kLong ? Scan::kBlocksPerSm : 2)
     scan_rows_kernel(const __grid_constant__ RowOperands<T, Scan::kInputs> operands) {
   constexpr bool kLookBack = kKind == RowKind::kLong;
   using Tile = RowTile<T, Scan, kReverse, kKind>;

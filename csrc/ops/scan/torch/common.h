@@ -29,11 +29,15 @@ inline void set_scan_sizes(ScanParams& p, at::IntArrayRef sizes, int64_t dim) {
 namespace call {
 
 inline Tensor linear_scan(const Tensor& gate, const Tensor& input, const OptionalTensor& initial,
-                          int64_t dim, bool reverse, bool shifted) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, bool, bool)>(
-          "warpwright::linear_scan");
-  return op.call(gate, input, initial, dim, reverse, shifted);
+                          int64_t dim, bool reverse, bool shifted, bool levels = false) {
+  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const OptionalTensor&,
+                                        int64_t, bool, bool, bool)>("warpwright::linear_scan");
+  return op.call(gate, input, initial, dim, reverse, shifted, levels);
+}
+
+// h_t = exp(level_t - level_{t-1}) h_{t-1} + input_t
+inline Tensor level_scan(const Tensor& level, const Tensor& input, int64_t dim, bool reverse) {
+  return linear_scan(level, input, std::nullopt, dim, reverse, /*shifted=*/false, /*levels=*/true);
 }
 
 }  // namespace call

@@ -1,12 +1,11 @@
 // cumprod and logcumsumexp on every dispatch key. Their derivatives are linear recurrences
-// (linear_scan): exact where an element is zero, without a division and without differences of
-// large logarithms.
+// (linear_scan): exact where an element is zero, without a division, and of gradients of both signs
+// without a difference of two large numbers.
 #include <ATen/WrapDimUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/cumprod.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/isinf.h>
 #include <ATen/ops/logcumsumexp.h>
 
 #include "ops/scan/scan.h"
@@ -77,22 +76,16 @@ struct Logcumsumexp {
   static bool has_kernel(const Tensor& input) { return is_floating(input.scalar_type()); }
   static at::ScalarType result_type(const Tensor& input) { return input.scalar_type(); }
 
-  // exp(y_{t-1} - y_t), at most 1. Where both are the same infinity, nothing comes from before.
-  static Tensor gates(const Tensor& output, const ScanAttributes& a) {
-    const Tensor before = values_before(output, -std::numeric_limits<double>::infinity(), a);
-    const Tensor stays = (before == output).logical_and(at::isinf(output));
-    return (before - output).masked_fill(stays, -std::numeric_limits<double>::infinity()).exp();
-  }
+  // dy_t / dx_s = exp(x_s - y_t) for s <= t. Between y_s and y_t the outputs are levels, so no
+  // exponential is above 1 and no gate is rounded.
   static Tensor gradient(const Tensor& grad, const Tensor& input, const Tensor& output,
                          const ScanAttributes& a) {
-    const Tensor sums = call::linear_scan(gates(output, a), grad, std::nullopt, a.dim, !a.reverse,
-                                          /*shifted=*/true);
+    const Tensor sums = call::level_scan(output, grad, a.dim, !a.reverse);
     return sums * (input - output).exp();
   }
   static Tensor tangent(const Tensor& moved, const Tensor& input, const Tensor& output,
                         const ScanAttributes& a) {
-    return call::linear_scan(gates(output, a), moved * (input - output).exp(), std::nullopt, a.dim,
-                             a.reverse, false);
+    return call::level_scan(-output, moved * (input - output).exp(), a.dim, a.reverse);
   }
 };
 

@@ -173,6 +173,13 @@ def batch_norm_relu_backward(
     return _channel_rows(x, "xccx", "xxcccc" + kind, not training, mask)
 
 
+def batch_norm_activation_backward(
+    dy: Any, x: Any, w: Any, b: Any, mean: Any, rstd: Any, training: bool, eps: float, name: str,
+    mask: Sequence[bool],
+) -> list[Row]:  # fmt: skip
+    return _channel_rows(x, "xcc", "xxcccc", not training, mask)
+
+
 def _convolved(update: bool) -> Callable[..., list[Row]]:
     """Over output channels: the statistics of a channel need all of its pixels."""
     results, operands = 5, 8 if update else 6
@@ -233,6 +240,9 @@ RULES = {
     "batch_norm_relu": _batch(batch_norm_relu),
     "batch_norm_relu_update": _batch(batch_norm_relu_update, update=True),
     "batch_norm_relu_backward": _batch(batch_norm_relu_backward),
+    "batch_norm_activation": _batch(batch_norm),
+    "batch_norm_activation_update": _batch(batch_norm_update, update=True),
+    "batch_norm_activation_backward": _batch(batch_norm_activation_backward),
     "conv2d_batch_norm": Rule(_convolved(update=False), kept=("weight",), advice=BATCH_ADVICE),
     "conv2d_batch_norm_update": Rule(
         _convolved(update=True),

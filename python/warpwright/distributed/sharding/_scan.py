@@ -16,7 +16,7 @@ def cumsum(x: Any, dim: int, reverse: bool) -> list[Row]:
 
 
 def linear_scan(
-    gate: Any, x: Any, initial: Any, dim: int, reverse: bool, shifted: bool
+    gate: Any, x: Any, initial: Any, dim: int, reverse: bool, shifted: bool, levels: bool
 ) -> list[Row]:
     """The initial state has all dimensions but the scanned one."""
     dim %= x.ndim

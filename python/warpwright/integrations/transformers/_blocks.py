@@ -51,7 +51,7 @@ def _llama(
     self: Any, steps: Steps, dtype: torch.dtype, hidden_states: Tensor, **others: Any
 ) -> Tensor:
     first, second = steps
-    x = first.alone(self.input_layernorm, hidden_states, dtype)
+    hidden_states, x = first.beside(self.input_layernorm, hidden_states, dtype)
     x, _ = self.self_attn(hidden_states=x, **others)
     hidden_states, x = second.added(self.post_attention_layernorm, x, hidden_states, dtype)
     output: Tensor = hidden_states + self.mlp(x)
@@ -88,7 +88,8 @@ def _gpt2_with_weights(
     for name in _OF_ENCODER:
         del others[name]
     first, second = steps
-    x, weights = self.attn(first.alone(self.ln_1, hidden_states, dtype), **others)
+    hidden_states, x = first.beside(self.ln_1, hidden_states, dtype)
+    x, weights = self.attn(x, **others)
     hidden_states, x = second.added(self.ln_2, x, hidden_states, dtype)
     return hidden_states + self.mlp(x), weights
 

@@ -18,9 +18,10 @@ constexpr int64_t kCopyAlignment = 256;  // of each copy in the workspace, bytes
 // Offsets of a direction's tensors in rows in the workspace. Without one the kernel uses the call's
 // tensor. y comes first, so that both gradients find the same copy of dy.
 struct LayoutCopies {
-  bool rows = false;     // the kernel takes the channels-last problem
-  bool sampled = false;  // and x has the pixels that a strided 1 x 1 window reads
-  bool patches = false;  // x becomes a matrix of patches; the kernel runs a 1 x 1 convolution
+  bool rows = false;          // the kernel takes the channels-last problem
+  bool sampled = false;       // and x has the pixels that a strided 1 x 1 window reads
+  bool patches = false;       // x becomes a matrix of patches; the kernel runs a 1 x 1 convolution
+  bool transposes_w = false;  // dgrad in TF32: w is copied to (C, R S, K / groups)
   std::optional<int64_t> x, w, y;
   int64_t bytes = 0;
 
@@ -32,6 +33,12 @@ struct LayoutCopies {
   }
   LayoutTensor x_layout(const Conv2dShape& s) const {
     return sampled ? sampled_layout_of_x(s) : layout_of_x(s);
+  }
+  void transpose_w(const Conv2dShape& s) {
+    transposes_w = true;
+    if (w) return;  // of as many bytes
+    w = bytes;
+    bytes += ceil_div(layout_of_w(s).bytes(), kCopyAlignment) * kCopyAlignment;
   }
   Conv2dAddresses addresses(const Conv2dAddresses& call) const {
     return {x ? 0 : call.x, w ? 0 : call.w, y ? 0 : call.y};
@@ -75,9 +82,14 @@ inline std::optional<LayoutCopies> choose_layout_copies(ConvDirection direction,
 // ---- products of windows ----
 
 struct RowsProduct {
-  std::variant<TmaIm2colConfig, MatrixProductConfig> kernel;
+  std::variant<TmaIm2colConfig, MatrixProductConfig, ImplicitGemmConfig> kernel;
   LayoutCopies copies;
 };
+
+// The kernels read the weights of dgrad in TF32 along the filters.
+inline bool transposes_w(ConvDirection direction, const Conv2dShape& s) {
+  return direction == ConvDirection::kDgrad && gemm_kind(s) == GemmKind::kTf32;
+}
 
 // The tile for D in planes. A short k leaves the time to the store. The transposed tile stores runs
 // of 256 pixels.
@@ -99,9 +111,9 @@ inline TmaIm2colTile planes_tile(const Conv2dShape& rows, const TmaIm2colConfig&
 inline std::optional<RowsProduct> choose_rows_product(ConvDirection direction, const Conv2dShape& s,
                                                       const Conv2dAddresses& call, void* sums,
                                                       const DeviceInfo& device) {
-  if (!s.sm90 || dtype_size(s.dtype) != 2) return std::nullopt;
+  if (!s.sm90 || !has_tma_im2col_type(s)) return std::nullopt;
   const bool planes = stores_planes(direction, s);
-  const auto copies = choose_layout_copies(direction, s, planes);
+  auto copies = choose_layout_copies(direction, s, planes);
   if (!copies) return std::nullopt;
   const Conv2dShape rows = copies->shape(s);
   const Conv2dAddresses addresses = copies->addresses(call);
@@ -109,13 +121,30 @@ inline std::optional<RowsProduct> choose_rows_product(ConvDirection direction, c
     const auto product = choose_matrix_product(direction, rows, addresses, sums, device);
     if (product) return RowsProduct{*product, *copies};
   }
+  const LayoutCopies plain = *copies;
+  if (transposes_w(direction, s)) copies->transpose_w(s);
   const auto portable = choose_implicit_gemm(direction, rows, addresses, device);
-  const double cycles = estimate_implicit_gemm(direction, rows, portable, device);
-  auto config = choose_tma_im2col(direction, rows, addresses, sums, cycles, device);
-  if (!config) return std::nullopt;
+  // The time of element gathers in planes, by the estimate for rows: 158 us by 56, and for both
+  // gradients 656 by 174 (H200, float32, 1024 x 32 x 14 x 14 -> 64, 3 x 3).
+  constexpr double kElementGathers = 3;
+  const double cycles = estimate_implicit_gemm(direction, rows, portable, device) *
+                        (gemm_kind(s) == GemmKind::kTf32 ? kElementGathers : 1);
+  auto config = choose_tma_im2col(direction, rows, copies->addresses(call), sums, cycles, device);
+  if (!config) {
+    // In rows the portable kernel reads vectors. Below kMinBytes the launches of the copies count.
+    constexpr int64_t kMinBytes = int64_t{1} << 20;
+    const bool pays = gemm_kind(s) == GemmKind::kTf32 && !planes && portable.vectorized &&
+                      layout_of_x(s).bytes() >= kMinBytes;
+    if (pays) return RowsProduct{portable, plain};
+    return std::nullopt;
+  }
   config->stores_planes = planes;
   if (planes) config->tile = planes_tile(rows, *config);
-  if (config->splits == 1) config->reason = "16-bit NCHW with whole 16-byte vectors of channels";
+  if (config->splits == 1) {
+    config->reason = config->kind == GemmKind::kTf32
+                         ? "TF32 NCHW with whole 16-byte vectors of channels"
+                         : "16-bit NCHW with whole 16-byte vectors of channels";
+  }
   return RowsProduct{*config, *copies};
 }
 
@@ -173,10 +202,11 @@ inline std::string describe(const LayoutCopies& copies) {
     if (copy) names += (names.empty() ? "" : ", ") + std::string(name);
   };
   if (!copies.patches) add(copies.x, "x");
-  add(copies.w, "w");
+  if (!copies.transposes_w) add(copies.w, "w");
   add(copies.y, "y");
-  if (names.empty() && !copies.patches) return "";
+  if (copies.bytes == 0) return "";
   if (!names.empty()) names = "; NHWC copies of " + names;
+  if (copies.transposes_w) names = "; w transposed" + names;
   return (copies.patches ? "; the patches of x as rows" : "") + names + ", " +
          std::to_string(ceil_div(copies.bytes, 1 << 20)) + " MiB";
 }

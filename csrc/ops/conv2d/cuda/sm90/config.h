@@ -1,6 +1,6 @@
-// The configuration of a convolution on sm_90a: 16-bit channels-last images, windows by TMA's
-// im2col mode, products by wgmma (operands.cuh). An estimate of cycles chooses the tile and the
-// split, as for the matrix product.
+// The configuration of a convolution on sm_90a: channels-last images of 16 bits or in TF32, windows
+// by TMA's im2col mode, products by wgmma (operands.cuh). An estimate of cycles chooses the tile
+// and the split, as for the matrix product.
 #pragma once
 
 #include <algorithm>
@@ -23,6 +23,7 @@ constexpr int kTmaIm2colTiles = 7;
 
 struct TmaIm2colConfig {
   ConvDirection direction;
+  GemmKind kind;  // k16Bit or kTf32
   TmaIm2colTile tile;
   int splits;          // wgrad: runs of pixels, summed in order by a second kernel
   bool sums_bias;      // wgrad: the kernel writes the bias gradient too
@@ -38,16 +39,23 @@ constexpr Sm90TileShape tma_im2col_tile(TmaIm2colTile tile) {
   return kShapes[static_cast<int>(tile)];
 }
 
-// fprop and dgrad have many rows and few columns, wgrad the reverse.
-constexpr bool has_tma_im2col_tile(ConvDirection direction, TmaIm2colTile tile) {
+// fprop and dgrad have many rows and few columns, wgrad the reverse. wgrad in TF32 has another
+// mainloop (tile/mn_major_tf32_sm90.cuh).
+constexpr bool has_tma_im2col_tile(ConvDirection direction, TmaIm2colTile tile, GemmKind kind) {
   const Sm90TileShape shape = tma_im2col_tile(tile);
+  const bool wgrad = direction == ConvDirection::kWgrad;
+  if (wgrad && kind == GemmKind::kTf32) {
+    return (shape.blk_m == 128 || shape.blk_n == 128) && shape.blk_m != 256;
+  }
   const bool wide = shape.blk_m < shape.blk_n && tile != TmaIm2colTile::kTransposed;
-  return tile == TmaIm2colTile::k128x128 || wide == (direction == ConvDirection::kWgrad);
+  return tile == TmaIm2colTile::k128x128 || wide == wgrad;
 }
 
 // ---- the product ----
 
-constexpr int64_t kConvChunk = 64;  // channels of a k tile, 128 bytes
+// Channels of a k tile, and for wgrad pixels: 128 bytes.
+constexpr int64_t conv_chunk(DType dtype) { return 128 / dtype_size(dtype); }
+constexpr int64_t kConvChunk = conv_chunk(DType::kBFloat16);
 
 // The windows along one axis of an image: of x, or of dy for dgrad.
 struct WindowAxis {
@@ -111,19 +119,19 @@ struct ConvPart {
 template <class F>
 void for_each_part(ConvDirection direction, const Conv2dShape& s, F&& f) {
   const WindowAxes windows = window_axes(s);
-  const int64_t outputs = s.n * s.p * s.q;
+  const int64_t outputs = s.n * s.p * s.q, chunk = conv_chunk(s.dtype);
   if (direction == ConvDirection::kFprop) {
-    return f(ConvPart{windows, outputs, s.k, s.taps() * ceil_div(s.group_c(), kConvChunk)});
+    return f(ConvPart{windows, outputs, s.k, s.taps() * ceil_div(s.group_c(), chunk)});
   }
   if (direction == ConvDirection::kWgrad) {
-    return f(ConvPart{windows, s.k, s.taps() * s.group_c(), ceil_div(outputs, kConvChunk)});
+    return f(ConvPart{windows, s.k, s.taps() * s.group_c(), ceil_div(outputs, chunk)});
   }
   for (int64_t h = 0; h < s.stride_h; ++h) {
     for (int64_t w = 0; w < s.stride_w; ++w) {
       const WindowAxes dy{dgrad_axis(windows[0], h), dgrad_axis(windows[1], w)};
       const int64_t rows = s.n * dy[0].windows * dy[1].windows;
       const int64_t taps = dy[0].taps * dy[1].taps;
-      const int64_t k_tiles = taps * ceil_div(s.group_k(), kConvChunk);
+      const int64_t k_tiles = taps * ceil_div(s.group_k(), chunk);
       if (rows > 0 && taps > 0) f(ConvPart{dy, rows, s.c, k_tiles, h, w});
     }
   }
@@ -133,32 +141,42 @@ void for_each_part(ConvDirection direction, const Conv2dShape& s, F&& f) {
 
 constexpr int64_t kMaxDgradPhases = 4;  // launches
 
+inline bool has_tma_im2col_type(const Conv2dShape& s) {
+  const GemmKind kind = gemm_kind(s);
+  return kind == GemmKind::k16Bit || kind == GemmKind::kTf32;
+}
+
 // Null if these kernels can take the direction, else the reason why not.
 inline const char* why_not_tma_im2col(ConvDirection direction, const Conv2dShape& s,
                                       const Conv2dAddresses& addresses) {
   constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
   const bool dgrad = direction == ConvDirection::kDgrad;
   if (!s.sm90) return "no sm_90a";
-  if (dtype_size(s.dtype) != 2) return "no 16-bit type";
+  if (!has_tma_im2col_type(s)) return "neither a 16-bit type nor TF32";
   if (!s.channels_last) return "NCHW";
   if (!addresses.are_multiples_of(16)) return "an address is no multiple of 16 bytes";
-  if (s.c % 8 != 0 || (direction != ConvDirection::kFprop && s.k % 8 != 0)) {
+  const bool is_16bit = gemm_kind(s) == GemmKind::k16Bit;
+  const int64_t vec = 16 / dtype_size(s.dtype), chunk = conv_chunk(s.dtype);
+  if (s.c % vec != 0 || (direction != ConvDirection::kFprop && s.k % vec != 0)) {
     return "channels are not whole 16-byte vectors";
   }
   if (dgrad && s.stride_h * s.stride_w > kMaxDgradPhases) {
     return "the input gradient of strides over 2x2";
   }
-  if (direction == ConvDirection::kWgrad && s.group_c() % kConvChunk != 0) {
-    return "input channels are no multiple of 64";
+  if (direction == ConvDirection::kWgrad && s.group_c() % chunk != 0) {
+    return is_16bit ? "input channels are no multiple of 64"
+                    : "input channels are no multiple of 32";
   }
-  if (s.groups > 1 && (dgrad ? s.group_k() : s.group_c()) % kConvChunk != 0) {
-    return "channels of a group are no multiple of 64";
+  if (s.groups > 1 && (dgrad ? s.group_k() : s.group_c()) % chunk != 0) {
+    return is_16bit ? "channels of a group are no multiple of 64"
+                    : "channels of a group are no multiple of 32";
   }
   const char* why_not = "no window reaches the image";
   bool fits = true;
   for_each_part(direction, s, [&](const ConvPart& part) {
     fits = fits && part.windows[0].fits_tma() && part.windows[1].fits_tma();
-    const bool small = std::max({part.m, part.n, part.k_tiles * kConvChunk}) <= kMaxExtent;
+    const int64_t filter = s.taps() * s.group_c();
+    const bool small = std::max({part.m, part.n, part.k_tiles * chunk, filter}) <= kMaxExtent;
     why_not = !fits    ? "stride, padding or dilation over TMA's limits"
               : !small ? "an extent over 2^30"
                        : nullptr;
@@ -167,11 +185,11 @@ inline const char* why_not_tma_im2col(ConvDirection direction, const Conv2dShape
 }
 
 inline bool takes_tile(ConvDirection direction, const Conv2dShape& s, TmaIm2colTile tile) {
-  if (!has_tma_im2col_tile(direction, tile)) return false;
+  if (!has_tma_im2col_tile(direction, tile, gemm_kind(s))) return false;
   const Sm90TileShape shape = tma_im2col_tile(tile);
   const bool dgrad = direction == ConvDirection::kDgrad;
   if (tile == TmaIm2colTile::kTransposed) {
-    // TMA stores D, in whole tiles.
+    // Whole tiles of channels. At 16 bits TMA stores them.
     const int64_t columns = dgrad ? s.c : s.k;
     const bool phases = dgrad && s.stride_h * s.stride_w > 1;
     return !phases && columns % 8 == 0 && columns / s.groups % shape.blk_m == 0;
@@ -184,12 +202,18 @@ inline bool takes_tile(ConvDirection direction, const Conv2dShape& s, TmaIm2colT
 }
 
 inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int splits,
-                                   const DeviceInfo& device) {
+                                   const DeviceInfo& device, GemmKind kind = GemmKind::k16Bit,
+                                   bool wgrad = false) {
   // Fitted to measured times of a k tile in one round of tiles and in several, and of filling the
   // ring and the last store. No other mainloop overlaps the stores of the largest tiles.
   constexpr double kTileCycles[kTmaIm2colTiles][2] = {
       {1200, 1200}, {1150, 1150}, {650, 670}, {330, 550}, {700, 700}, {620, 560}, {640, 700}};
   constexpr double kFirstAndLast[kTmaIm2colTiles] = {4000, 4000, 5500, 2750, 4000, 2750, 5500};
+  // TF32 takes as long per k tile, which has half the depth, and D has twice the bytes. wgrad,
+  // which transposes dy, takes as long as shared memory: its bytes at 128 per cycle.
+  constexpr double kTransposing[kTmaIm2colTiles] = {0, 1410, 900, 640, 0, 580, 0};
+  constexpr double kTransposingLast = 5500;
+  constexpr double kExposedTf32Store = 9000;
   constexpr double kSecondLaunch = 2500, kSplit = 200;
   const Sm90TileShape shape = tma_im2col_tile(tile);
   const int t = static_cast<int>(tile);
@@ -198,8 +222,13 @@ inline double estimate_part_cycles(const ConvPart& p, TmaIm2colTile tile, int sp
                         ceil_div(transposed ? p.m : p.n, shape.blk_n) * splits;
   const int64_t rounds = ceil_div<int64_t>(tiles, device.num_sms);
   const int64_t k_tiles = ceil_div<int64_t>(p.k_tiles, splits);
-  double cycles = static_cast<double>(rounds * k_tiles) * kTileCycles[t][rounds > 1] +
-                  kFirstAndLast[t] * static_cast<double>(shape.ping_pong ? 1 : rounds);
+  const bool tf32 = kind == GemmKind::kTf32, transposes = tf32 && wgrad;
+  const double tile_cycles = transposes ? kTransposing[t] : kTileCycles[t][rounds > 1];
+  const double first_and_last = transposes                 ? kTransposingLast
+                                : tf32 && !shape.ping_pong ? kExposedTf32Store
+                                                           : kFirstAndLast[t];
+  double cycles = static_cast<double>(rounds * k_tiles) * tile_cycles +
+                  first_and_last * static_cast<double>(shape.ping_pong ? 1 : rounds);
   if (splits > 1) {
     cycles += kSecondLaunch + kSplit * splits +
               8.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * (splits + 1) /
@@ -229,7 +258,7 @@ inline double choose_tma_im2col_tile(const Conv2dShape& s, const DeviceInfo& dev
         const int64_t most = std::max<int64_t>(
             1, std::min(part.k_tiles / kMinSplitTiles, kMaxTmaIm2colWorkspace / part_bytes));
         splits = static_cast<int>(std::clamp<int64_t>(rounds * device.num_sms / tiles, 1, most));
-        cycles += estimate_part_cycles(part, tile, splits, device);
+        cycles += estimate_part_cycles(part, tile, splits, device, config.kind, wgrad);
       });
       if (best >= 0 && cycles >= best) continue;
       best = cycles;
@@ -249,11 +278,15 @@ inline std::optional<TmaIm2colConfig> choose_tma_im2col(ConvDirection direction,
                                                         const void* sums, double other_cycles,
                                                         const DeviceInfo& device) {
   if (why_not_tma_im2col(direction, s, addresses) != nullptr) return std::nullopt;
-  TmaIm2colConfig config{.direction = direction, .sums_bias = sums != nullptr};
+  const GemmKind kind = gemm_kind(s);
+  // TMA and wgmma would round the sums' float32 operand to TF32.
+  const bool sums_bias = sums != nullptr && kind == GemmKind::k16Bit;
+  TmaIm2colConfig config{.direction = direction, .kind = kind, .sums_bias = sums_bias};
   const double cycles = choose_tma_im2col_tile(s, device, config);
   if (cycles < 0 || cycles > other_cycles) return std::nullopt;
-  config.reason = config.splits > 1 ? "few output tiles for the SMs: pixels are split"
-                                    : "16-bit NHWC with whole 16-byte vectors of channels";
+  config.reason = config.splits > 1         ? "few output tiles for the SMs: pixels are split"
+                  : kind == GemmKind::kTf32 ? "TF32 NHWC with whole 16-byte vectors of channels"
+                                            : "16-bit NHWC with whole 16-byte vectors of channels";
   return config;
 }
 
@@ -263,11 +296,12 @@ inline int64_t workspace_bytes(const Conv2dShape&, const TmaIm2colConfig& config
 
 inline std::string describe(const TmaIm2colConfig& config) {
   const Sm90TileShape shape = tma_im2col_tile(config.tile);
-  std::string text = "sm_90a 16-bit wgmma, windows by TMA, " +
-                     std::string(config.tile == TmaIm2colTile::kTransposed ? "transposed " : "") +
-                     "tile " + extents(shape.blk_m, shape.blk_n) +
-                     (shape.ping_pong ? " ping-pong, " : ", ") + std::to_string(shape.stages) +
-                     " stages" + (config.stores_planes ? ", stores NCHW" : "");
+  const bool tf32 = config.kind == GemmKind::kTf32;
+  std::string text =
+      std::string("sm_90a ") + (tf32 ? "TF32" : "16-bit") + " wgmma, windows by TMA, " +
+      (config.tile == TmaIm2colTile::kTransposed ? "transposed " : "") + "tile " +
+      extents(shape.blk_m, shape.blk_n) + (shape.ping_pong ? " ping-pong, " : ", ") +
+      std::to_string(shape.stages) + " stages" + (config.stores_planes ? ", stores NCHW" : "");
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
   return text + " (" + config.reason + ")";
 }

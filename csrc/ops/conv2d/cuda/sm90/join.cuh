@@ -17,11 +17,10 @@ struct TransposedJoiningEpilogue : AddendBuffers<T, kPixels / 64> {
   using Buffers = AddendBuffers<T, kPixels / 64>;
   using Output = JoiningOutput;
 
-  __device__ __forceinline__ void begin(const JoiningOutput& output, int first_channel,
-                                        int first_pixel) {
-    this->load_boxes(output, [&](int i) {
-      return BoxCoordinates{first_pixel + i * 64, first_channel};
-    });
+  __device__ __forceinline__ void prefetch(const JoiningOutput& output, int first_channel,
+                                           int first_pixel) {
+    this->load_boxes(output,
+                     [&](int i) { return BoxCoordinates{first_pixel + i * 64, first_channel}; });
   }
 
   template <int kRegs>

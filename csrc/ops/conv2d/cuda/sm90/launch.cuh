@@ -3,6 +3,7 @@
 
 #include "host/tensor_map.h"
 #include "ops/conv2d/cuda/sm90/epilogues.cuh"
+#include "ops/conv2d/cuda/sm90/epilogues_fp32.cuh"
 #include "ops/conv2d/cuda/sm90/launch.h"
 #include "ops/conv2d/cuda/sm90/operands.cuh"
 
@@ -20,6 +21,7 @@ inline CUtensorMap windows_map(DType dtype, const WindowImage& image, int box_pi
   const auto& [height, width] = image.axes;
   TensorMapIm2col map{};
   map.dtype = dtype;
+  map.round_to_tf32 = dtype == DType::kFloat32;
   map.pointer = image.pixels;
   map.batch = image.batch;
   map.channels = image.channels;
@@ -27,19 +29,21 @@ inline CUtensorMap windows_map(DType dtype, const WindowImage& image, int box_pi
   map.windows[0] = height.windows, map.windows[1] = width.windows;
   map.stride[0] = static_cast<int>(height.stride), map.stride[1] = static_cast<int>(width.stride);
   map.padding[0] = static_cast<int>(height.pad), map.padding[1] = static_cast<int>(width.pad);
-  map.box_channels = kConvChunk;
+  map.box_channels = static_cast<int>(conv_chunk(dtype));
   map.box_pixels = box_pixels;
   return make_im2col_tensor_map(map);
 }
 
-// Boxes of 64 channels by box_rows filters of one tap.
-inline CUtensorMap weight_map(const Conv2dShape& s, const void* weight, int box_rows) {
+// Boxes of 64 (TF32: 32) channels by box_rows filters of one tap. `transposed`: of as many filters
+// by box_rows channels of one tap.
+inline CUtensorMap weight_map(const Conv2dShape& s, const void* weight, int box_rows,
+                              bool transposed = false) {
   TensorMapRows map{};
   map.dtype = s.dtype;
   map.pointer = weight;
-  map.cols = s.group_c();
-  map.extent[0] = s.k, map.extent[1] = s.taps(), map.extent[2] = 1;
-  map.stride[0] = s.taps() * s.group_c(), map.stride[1] = s.group_c();
+  map.cols = transposed ? s.group_k() : s.group_c();
+  map.extent[0] = transposed ? s.c : s.k, map.extent[1] = s.taps(), map.extent[2] = 1;
+  map.stride[0] = s.taps() * map.cols, map.stride[1] = map.cols;
   map.box_rows = box_rows;
   return make_rows_tensor_map(map);
 }
@@ -50,7 +54,7 @@ void set_geometry(Operands& operands, const Conv2dShape& s, const WindowImage& i
                   int64_t group) {
   const auto& [height, width] = image.axes;
   const int64_t group_channels = image.channels / s.groups;
-  const int64_t chunks = ceil_div(group_channels, kConvChunk);
+  const int64_t chunks = ceil_div(group_channels, conv_chunk(s.dtype));
   operands.windows = {.by_q = FastDivmod(width.windows),
                       .by_pq = FastDivmod(height.windows * width.windows),
                       .stride_h = static_cast<int>(height.stride),
@@ -74,6 +78,7 @@ inline GemmParams conv_product(const Conv2dShape& s, int64_t m, int64_t n, int64
   GemmParams p{};
   p.m = m, p.n = n, p.k = k;
   p.a.dtype = p.b.dtype = s.dtype;
+  p.tf32 = s.allow_tf32;
   p.d = d;
   p.sm90 = true;
   return p;
@@ -88,20 +93,33 @@ inline GemmPlan conv_product_plan(const TmaIm2colConfig& config) {
   return plan;
 }
 
+template <class T>
+constexpr GemmKind kConvKind = sizeof(T) == 4 ? GemmKind::kTf32 : GemmKind::k16Bit;
+
+// The tile of a direction's kernel. wgrad in TF32 computes dw^T. dgrad in TF32 has K-major weights.
+template <ConvDirection kDirection, class T, TmaIm2colTile kTile>
+struct ConvTileOf {
+  static constexpr Sm90TileShape kShape = tma_im2col_tile(kTile);
+  static constexpr bool kTf32 = kConvKind<T> == GemmKind::kTf32;
+  static constexpr bool kWgrad = kDirection == ConvDirection::kWgrad;
+  static constexpr bool kSwaps = kWgrad && kTf32;
+  static constexpr bool kTransposed = kTile == TmaIm2colTile::kTransposed;
+  static constexpr Major kWindows = kWgrad ? Major::kMN : Major::kK;
+  static constexpr Major kWeights =
+      kDirection == ConvDirection::kFprop || (kTf32 && !kWgrad) ? Major::kK : Major::kMN;
+  using type =
+      TileSm90<T, kSwaps ? kShape.blk_n : kShape.blk_m, kSwaps ? kShape.blk_m : kShape.blk_n,
+               kShape.stages, kShape.ping_pong, false, kTransposed ? kWeights : kWindows,
+               kTransposed ? kWindows : kWeights>;
+};
+
 // Calls launch.operator()<kTile, Tile>() with the tile of the config.
 template <ConvDirection kDirection, class T, class Launch>
 void for_tma_im2col_tile(const TmaIm2colConfig& config, Launch&& launch) {
-  constexpr bool kWgrad = kDirection == ConvDirection::kWgrad;
-  constexpr Major kWeights = kDirection == ConvDirection::kFprop ? Major::kK : Major::kMN;
-  constexpr Major kWindows = kWgrad ? Major::kMN : Major::kK;
   auto launches = [&]<TmaIm2colTile kTile>() {
-    if constexpr (has_tma_im2col_tile(kDirection, kTile)) {
+    if constexpr (has_tma_im2col_tile(kDirection, kTile, kConvKind<T>)) {
       if (config.tile != kTile) return false;
-      constexpr bool kTransposed = kTile == TmaIm2colTile::kTransposed;
-      constexpr Sm90TileShape kShape = tma_im2col_tile(kTile);
-      using Tile = TileSm90<T, kShape.blk_m, kShape.blk_n, kShape.stages, kShape.ping_pong, false,
-                            kTransposed ? kWeights : kWindows, kTransposed ? kWindows : kWeights>;
-      launch.template operator()<kTile, Tile>();
+      launch.template operator()<kTile, typename ConvTileOf<kDirection, T, kTile>::type>();
       return true;
     } else {
       return false;
@@ -131,7 +149,10 @@ struct WindowProduct {
     const bool fprop = direction == ConvDirection::kFprop;
     const WindowImage image{pixels, shape.n, fprop ? shape.c : shape.k, part.windows};
     const CUtensorMap windows = windows_map(shape.dtype, image, window_rows);
-    const CUtensorMap weights = weight_map(shape, weight, fprop ? weight_rows : kConvChunk);
+    // In TF32 dgrad has the weights (C, RS, K).
+    const bool transposed = !fprop && shape.dtype == DType::kFloat32;
+    const int box_rows = fprop || transposed ? weight_rows : static_cast<int>(kConvChunk);
+    const CUtensorMap weights = weight_map(shape, weight, box_rows, transposed);
     constexpr bool kSwapped = std::is_same_v<Operands, SwappedWindowOperands>;
     Operands operands{};
     operands.a = kSwapped ? weights : windows;
@@ -147,7 +168,7 @@ struct WindowProduct {
     if constexpr (kTile == TmaIm2colTile::kTransposed) {
       GemmParams transposed = product;
       std::swap(transposed.m, transposed.n);
-      launch_sm90_product<Tile, TransposedEpilogue16Bit<T>>(
+      launch_sm90_product<Tile, TransposedRowsEpilogue<T>>(
           transposed, plan, operands<SwappedWindowOperands>(Tile::kBlkN, Tile::kBlkM),
           sm90_output<T>(product, plan, nullptr), nullptr, stream);
     } else {
@@ -173,7 +194,7 @@ void launch_tma_im2col_fprop(const Conv2dParams& params, const TmaIm2colConfig& 
           config.direction,
           params.input,
           params.weight,
-          conv_product(s, part.m, part.n, part.k_tiles * kConvChunk, params.output)};
+          conv_product(s, part.m, part.n, part.k_tiles * conv_chunk(s.dtype), params.output)};
       windows.product.bias = params.bias;
       windows.template launch<kTile, Tile>(conv_product_plan(config), stream);
     });
@@ -220,7 +241,7 @@ void launch_tma_im2col_dgrad(const Conv2dBackwardParams& params, const TmaIm2col
           config.direction,
           params.grad_output,
           params.weight,
-          conv_product(s, part.m, part.n, part.k_tiles * kConvChunk, params.grad_input)};
+          conv_product(s, part.m, part.n, part.k_tiles * conv_chunk(s.dtype), params.grad_input)};
       if constexpr (kTile != TmaIm2colTile::kTransposed) {
         if (phases > 1) {
           windows.product.overlap = {.next = launched + 1 < parts, .previous = launched > 0};
@@ -245,12 +266,21 @@ void launch_tma_im2col_wgrad(const Conv2dBackwardParams& params, const TmaIm2col
       conv_product(s, s.k, s.taps() * s.group_c(), s.n * s.p * s.q, params.grad_weight);
   product.a = make_operand(params.grad_output, s.dtype, 1, s.k);
   product.row_sums = params.grad_bias;
+  const int box_pixels = static_cast<int>(conv_chunk(s.dtype));
   for_tma_im2col_tile<ConvDirection::kWgrad, T>(config, [&]<TmaIm2colTile, class Tile>() {
-    WindowColumnOperands operands{};
-    operands.a = operand_map_a<Tile>(product);
-    operands.b = windows_map(s.dtype, image, kConvChunk);
-    set_geometry(operands, s, image, s.group_k());
-    launch_sm90_kernel<Tile>(product, conv_product_plan(config), operands, workspace, stream);
+    auto launch_with = [&](auto operands, const CUtensorMap& a, const CUtensorMap& b) {
+      operands.a = a;
+      operands.b = b;
+      set_geometry(operands, s, image, s.group_k());
+      launch_sm90_kernel<Tile>(product, conv_product_plan(config), operands, workspace, stream);
+    };
+    const CUtensorMap windows = windows_map(s.dtype, image, box_pixels);
+    if constexpr (Tile::kMnMajorTf32) {
+      const GemmParams swapped = swapped_operands(product);
+      launch_with(RewrittenWindowColumnOperands{}, windows, operand_map_b<Tile>(swapped));
+    } else {
+      launch_with(WindowColumnOperands{}, operand_map_a<Tile>(product), windows);
+    }
   });
 }
 

@@ -10,7 +10,7 @@
 
 namespace warpwright {
 
-// T: bf16 or half.
+// T: bf16, half, or float for TF32. dgrad in TF32 has the weights (C, RS, K).
 template <class T>
 void launch_tma_im2col_fprop(const Conv2dParams& params, const TmaIm2colConfig& config,
                              cudaStream_t stream);
@@ -33,7 +33,8 @@ void launch_tma_im2col_planes(const Conv2dShape& shape, const TmaIm2colConfig& c
                               const void* pixels, const void* weight, const void* bias, void* d,
                               cudaStream_t stream);
 
-// A 1 x 1 convolution in NCHW: `planes` and `d` are x and y, or dy and dx.
+// A 1 x 1 convolution in NCHW: `planes` and `d` are x and y, or dy and dx. dgrad in TF32 has the
+// weight (C, K).
 template <class T>
 void launch_plane_product(const Conv2dShape& shape, const PlaneProductConfig& config,
                           const void* planes, const void* weight, const void* bias, void* d,

@@ -4,6 +4,7 @@
 #include "ops/conv2d/cuda/layout/change.h"
 #include "ops/conv2d/cuda/sm90/launch.cuh"
 #include "ops/conv2d/cuda/sm90/planes.cuh"
+#include "ops/conv2d/cuda/sm90/planes_fp32.cuh"
 
 namespace warpwright {
 
@@ -17,7 +18,7 @@ PlanesOutput planes_output(const GemmParams& p, int64_t plane) {
   output.n = static_cast<int>(p.n);
   output.by_plane = FastDivmod(plane);
   output.image = p.n * plane;
-  output.vector = plane_vector(plane, reinterpret_cast<uintptr_t>(p.d));
+  output.vector = plane_vector(plane, reinterpret_cast<uintptr_t>(p.d), sizeof(T));
   return output;
 }
 
@@ -49,7 +50,7 @@ void launch_tma_im2col_planes(const Conv2dShape& s, const TmaIm2colConfig& confi
   for_each_part(config.direction, s, [&](const ConvPart& part) {
     WindowProduct windows{
         s,      part,   config.direction,
-        pixels, weight, conv_product(s, part.m, part.n, part.k_tiles * kConvChunk, d)};
+        pixels, weight, conv_product(s, part.m, part.n, part.k_tiles * conv_chunk(s.dtype), d)};
     windows.product.bias = bias;
     config.direction == ConvDirection::kFprop
         ? launch_planes_of<ConvDirection::kFprop, T>(windows, config, stream)

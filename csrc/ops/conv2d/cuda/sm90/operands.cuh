@@ -7,6 +7,11 @@
 //   dgrad    dx (NHW, C)     windows of dy, mirrored taps    w, MN-major               taps, K
 //   wgrad    dw (K, RS C)    dy, MN-major                    windows of x, MN-major    pixels
 //
+// TF32: a box is 32 channels. wgmma reads 32-bit operands along k only, so dgrad reads a copy of
+// the weights (C, RS, K), K-major, and wgrad computes dw^T: its A is the windows, which pass
+// through registers, its B is dy, which a second warpgroup transposes
+// (tile/mn_major_tf32_sm90.cuh).
+//
 // dgrad of stride 1 is a convolution of dy with the mirrored filter. With a larger stride it is one
 // convolution per phase of dx's rows and columns, each with the taps that reach the phase. A k tile
 // of fprop and dgrad is 64 channels under one tap; channels past the last one read as zero on both
@@ -37,9 +42,10 @@ struct WindowGeometry {
   }
 };
 
-// 64 channels under a tap: one k tile of fprop and dgrad, one block of 64 columns of wgrad.
+// A chunk of channels (128 bytes) under a tap: one k tile of fprop and dgrad, one block of as many
+// columns of wgrad.
 struct TapGeometry {
-  FastDivmod by_chunks;  // of 64 channels, per tap
+  FastDivmod by_chunks;  // per tap
   FastDivmod by_s;       // taps per row of a window
   int chunks;            // of all taps
   int dilation_h, dilation_w;
@@ -51,13 +57,15 @@ struct TapGeometry {
     int filter_tap, channel;
     uint16_t offset_h, offset_w;  // of the tap from the first one
   };
+  // kChunk: channels.
+  template <int kChunk = 64>
   __device__ __forceinline__ Place place(int index) const {
     Place at;
     int tap, chunk, r, s;
     by_chunks.divmod(index, tap, chunk);
     by_s.divmod(tap, r, s);
     at.filter_tap = first_tap + r * row_step + s * col_step;
-    at.channel = chunk * 64;
+    at.channel = chunk * kChunk;
     at.offset_h = static_cast<uint16_t>(r * dilation_h);
     at.offset_w = static_cast<uint16_t>(s * dilation_w);
     return at;
@@ -65,7 +73,7 @@ struct TapGeometry {
 };
 
 // kRows windows as the K-major operand of one tile.
-template <int kRows>
+template <int kRows, int kChunk = 64>
 struct WindowLoader {
   const CUtensorMap* map;
   TapGeometry taps;
@@ -73,7 +81,7 @@ struct WindowLoader {
   int first_channel;  // of the group
 
   __device__ __forceinline__ void load(uint32_t shared, int, int k_tile, uint32_t barrier) const {
-    const TapGeometry::Place tap = taps.place(k_tile);
+    const TapGeometry::Place tap = taps.place<kChunk>(k_tile);
     tma_load_im2col_4d(shared, map, first_channel + tap.channel, at.w, at.h, at.n, tap.offset_w,
                        tap.offset_h, barrier);
   }
@@ -81,7 +89,7 @@ struct WindowLoader {
 
 // Weights under the k tile's tap: kRows filters, K-major, or kRows channels of 64 filters,
 // MN-major.
-template <Major kMajor, int kRows>
+template <Major kMajor, int kRows, int kChunk = 64>
 struct WeightLoader {
   const CUtensorMap* map;
   TapGeometry taps;
@@ -89,7 +97,7 @@ struct WeightLoader {
 
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
                                        uint32_t barrier) const {
-    const TapGeometry::Place tap = taps.place(k_tile);
+    const TapGeometry::Place tap = taps.place<kChunk>(k_tile);
     if constexpr (kMajor == Major::kK) {
       tma_load_4d(shared, map, tap.channel, first_row, tap.filter_tap, 0, barrier);
     } else {
@@ -102,8 +110,8 @@ struct WeightLoader {
   }
 };
 
-// Windows of 64 pixels as the MN-major operand: kRows columns, each 64 one tap's channels.
-template <int kRows>
+// Windows of kChunk pixels as the MN-major operand: kRows columns, each kChunk one tap's channels.
+template <int kRows, int kChunk = 64>
 struct WindowColumnLoader {
   const CUtensorMap* map;
   TapGeometry taps;
@@ -112,11 +120,12 @@ struct WindowColumnLoader {
 
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
                                        uint32_t barrier) const {
-    const WindowGeometry::Place at = windows.place(k_tile * 64);
+    const WindowGeometry::Place at = windows.place(k_tile * kChunk);
 #pragma unroll
-    for (int row = 0; row < kRows; row += 64) {
+    for (int row = 0; row < kRows; row += kChunk) {
       // Columns past the last are not stored, so their channels do not matter.
-      const TapGeometry::Place tap = taps.place(min((first_row + row) / 64, taps.chunks - 1));
+      const TapGeometry::Place tap =
+          taps.place<kChunk>(min((first_row + row) / kChunk, taps.chunks - 1));
       tma_load_im2col_4d(shared + row * 128, map, first_channel + tap.channel, at.w, at.h, at.n,
                          tap.offset_w, tap.offset_h, barrier);
     }
@@ -162,19 +171,19 @@ struct ConvOperandsSm90 {
   }
 };
 
-// fprop with K-major weights, dgrad with MN-major ones.
+// fprop with K-major weights, dgrad with MN-major ones, or K-major ones in TF32.
 struct WindowOperands : ConvOperandsSm90 {
   template <class Tile, class Loop, class Params>
   __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int, unsigned first,
                                           unsigned stride) const {
-    constexpr bool kFprop = Tile::kMajorB == Major::kK;
+    constexpr bool kWholeRows = Tile::kMajorB == Major::kK;
     produce_tiles<Tile>(loop, p, first, stride, [&](int row, int col, const auto& load) {
       int group, col_in_group;
       by_group.divmod(col, group, col_in_group);
       const int channel = group * group_channels;
-      load(WindowLoader<Tile::kBlkM>{&a, taps, windows.place(row), channel}, row,
-           WeightLoader<Tile::kMajorB, Tile::kBlkN>{&b, taps, channel},
-           kFprop ? col : col_in_group);
+      load(WindowLoader<Tile::kBlkM, Tile::kBlkK>{&a, taps, windows.place(row), channel}, row,
+           WeightLoader<Tile::kMajorB, Tile::kBlkN, Tile::kBlkK>{&b, taps, channel},
+           kWholeRows ? col : col_in_group);
     });
   }
 };
@@ -184,13 +193,14 @@ struct SwappedWindowOperands : ConvOperandsSm90 {
   template <class Tile, class Loop, class Params>
   __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int, unsigned first,
                                           unsigned stride) const {
-    constexpr bool kFprop = Tile::kMajorA == Major::kK;
+    constexpr bool kWholeRows = Tile::kMajorA == Major::kK;
     produce_tiles<Tile>(loop, p, first, stride, [&](int row, int col, const auto& load) {
       int group, row_in_group;
       by_group.divmod(row, group, row_in_group);
       const int channel = group * group_channels;
-      load(WeightLoader<Tile::kMajorA, Tile::kBlkM>{&a, taps, channel}, kFprop ? row : row_in_group,
-           WindowLoader<Tile::kBlkN>{&b, taps, windows.place(col), channel}, col);
+      load(WeightLoader<Tile::kMajorA, Tile::kBlkM, Tile::kBlkK>{&a, taps, channel},
+           kWholeRows ? row : row_in_group,
+           WindowLoader<Tile::kBlkN, Tile::kBlkK>{&b, taps, windows.place(col), channel}, col);
     });
   }
 };
@@ -204,6 +214,24 @@ struct WindowColumnOperands : ConvOperandsSm90 {
       const int channel = by_group.quotient(row) * group_channels;
       load(TmaLoaderA<Tile>{&a}, row, WindowColumnLoader<Tile::kBlkN>{&b, taps, windows, channel},
            col);
+    });
+  }
+};
+
+// wgrad in TF32: rows of the kernel's tiles are columns of dw. A second warpgroup transposes dy.
+struct RewrittenWindowColumnOperands : ConvOperandsSm90 {
+  static constexpr int kWarpgroups = RewrittenOperands::kWarpgroups;
+  static constexpr int kRegisters = 64;  // 256 * 64 + 256 * 192 = 65536
+  static constexpr int kConsumerRegisters = 192;
+
+  template <class Tile, class Loop, class Params>
+  __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int warpgroup,
+                                          unsigned first, unsigned stride) const {
+    if (warpgroup == 1) return rewrite_all_stages(loop, p, first, stride);
+    produce_tiles<Tile>(loop, p, first, stride, [&](int row, int col, const auto& load) {
+      const int channel = by_group.quotient(col) * group_channels;
+      load(WindowColumnLoader<Tile::kBlkM, Tile::kBlkK>{&a, taps, windows, channel}, row,
+           TmaLoaderB<Tile>{&b}, col);
     });
   }
 };

@@ -8,8 +8,8 @@
 
 namespace warpwright {
 
-// 64 channels by kRows pixels of one image, MN-major: the pixels are contiguous.
-template <int kRows>
+// kChunk channels by kRows pixels of one image, MN-major: the pixels are contiguous.
+template <int kRows, int kChunk = 64>
 struct PlanePixelsLoader {
   const CUtensorMap* map;
   int image;
@@ -17,22 +17,24 @@ struct PlanePixelsLoader {
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
                                        uint32_t barrier) const {
 #pragma unroll
-    for (int row = 0; row < kRows; row += 64) {
-      tma_load_4d(shared + row * 128, map, first_row + row, k_tile * 64, image, 0, barrier);
+    for (int row = 0; row < kRows; row += kChunk) {
+      tma_load_4d(shared + row * 128, map, first_row + row, k_tile * kChunk, image, 0, barrier);
     }
   }
 };
 
-// Rows of channels by 64 pixels of one image, K-major. Pixels past an image's last read as zero.
+// Rows of channels by kChunk pixels of one image, K-major. Pixels past an image's last read as
+// zero.
+template <int kChunk>
 struct PlaneChannelsLoader {
   const CUtensorMap* map;
-  FastDivmod by_tiles;  // of 64 pixels, per image
+  FastDivmod by_tiles;  // of kChunk pixels, per image
 
   __device__ __forceinline__ void load(uint32_t shared, int first_row, int k_tile,
                                        uint32_t barrier) const {
     int image, tile;
     by_tiles.divmod(k_tile, image, tile);
-    tma_load_4d(shared, map, tile * 64, first_row, image, 0, barrier);
+    tma_load_4d(shared, map, tile * kChunk, first_row, image, 0, barrier);
   }
 };
 
@@ -55,7 +57,8 @@ struct PlaneChannelsOperands : ConvOperandsSm90 {
   __device__ __forceinline__ void produce(const Loop& loop, const Params& p, int, unsigned first,
                                           unsigned stride) const {
     produce_tiles<Tile>(loop, p, first, stride, [&](int row, int col, const auto& load) {
-      load(PlaneChannelsLoader{&a, by_group}, row, PlaneChannelsLoader{&b, by_group}, col);
+      using Loader = PlaneChannelsLoader<Tile::kBlkK>;
+      load(Loader{&a, by_group}, row, Loader{&b, by_group}, col);
     });
   }
 };
@@ -85,7 +88,17 @@ struct ImageRowsEpilogue : EpilogueSm90<T> {
   }
 };
 
-// The planes (images, channels, pixels), in boxes of 64 pixels by box_rows channels.
+template <class T>
+ImageRowsOutput image_rows_output(const GemmParams& product, const GemmPlan& plan, const void* bias,
+                                  int64_t rows) {
+  ImageRowsOutput output{};
+  static_cast<OutputSm90&>(output) = sm90_output<T>(product, plan, nullptr);
+  output.row_bias = bias;
+  output.by_image = FastDivmod(rows);
+  return output;
+}
+
+// The planes (images, channels, pixels), in boxes of 128 bytes of pixels by box_rows channels.
 inline CUtensorMap planes_map(const Conv2dShape& s, const void* planes, int64_t channels,
                               int box_rows) {
   const int64_t pixels = s.h * s.w;
@@ -134,10 +147,7 @@ void launch_plane_product_of(const Conv2dShape& s, const PlaneProductConfig& con
   GemmPlan plan{};
   plan.variant = GemmVariant::kSm90;
   plan.splits = plan.cluster = 1;
-  ImageRowsOutput output{};
-  static_cast<OutputSm90&>(output) = sm90_output<T>(product, plan, nullptr);
-  output.row_bias = bias;
-  output.by_image = FastDivmod(rows);
+  const ImageRowsOutput output = image_rows_output<T>(product, plan, bias, rows);
   for_plane_product_tile<kDirection, T, kWeight, Major::kMN>(config, [&]<class Tile>() {
     PlanePixelsOperands operands{};
     operands.a = operand_map_a<Tile>(weights);
@@ -164,7 +174,7 @@ void launch_plane_product_wgrad(const Conv2dBackwardParams& p, const PlaneProduc
   const Conv2dShape& s = p.shape;
   const ConvPart part = plane_product_part(ConvDirection::kWgrad, s);
   const GemmParams product =
-      conv_product(s, part.m, part.n, part.k_tiles * kConvChunk, p.grad_weight);
+      conv_product(s, part.m, part.n, part.k_tiles * conv_chunk(s.dtype), p.grad_weight);
   GemmPlan plan{};
   plan.variant = GemmVariant::kSm90;
   plan.splits = config.splits;
@@ -173,7 +183,7 @@ void launch_plane_product_wgrad(const Conv2dBackwardParams& p, const PlaneProduc
     PlaneChannelsOperands operands{};
     operands.a = planes_map(s, p.grad_output, s.k, Tile::kBlkM);
     operands.b = planes_map(s, p.input, s.c, Tile::kBlkN);
-    operands.by_group = FastDivmod(ceil_div(s.h * s.w, kConvChunk));
+    operands.by_group = FastDivmod(ceil_div(s.h * s.w, conv_chunk(s.dtype)));
     launch_sm90_kernel<Tile>(product, plan, operands, workspace, stream);
   });
 }

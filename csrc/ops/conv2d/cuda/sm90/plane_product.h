@@ -12,6 +12,7 @@ namespace warpwright {
 
 struct PlaneProductConfig {
   ConvDirection direction;
+  GemmKind kind;  // k16Bit or kTf32
   TmaIm2colTile tile;
   int splits;  // wgrad: runs of pixels, summed in order by a second kernel
   int64_t workspace_bytes;
@@ -29,14 +30,14 @@ inline int64_t plane_product_rows(ConvDirection direction, const Conv2dShape& s)
 
 // D (m, n) and its k tiles. fprop and dgrad: D has the rows of all images.
 inline ConvPart plane_product_part(ConvDirection direction, const Conv2dShape& s) {
-  const int64_t pixels = s.h * s.w;
+  const int64_t pixels = s.h * s.w, chunk = conv_chunk(s.dtype);
   ConvPart part{};
   if (direction == ConvDirection::kWgrad) {
-    part.m = s.k, part.n = s.c, part.k_tiles = s.n * ceil_div(pixels, kConvChunk);
+    part.m = s.k, part.n = s.c, part.k_tiles = s.n * ceil_div(pixels, chunk);
   } else {
     const bool fprop = direction == ConvDirection::kFprop;
     part.m = s.n * (fprop ? s.k : s.c), part.n = pixels;
-    part.k_tiles = ceil_div(fprop ? s.c : s.k, kConvChunk);
+    part.k_tiles = ceil_div(fprop ? s.c : s.k, chunk);
   }
   return part;
 }
@@ -44,12 +45,15 @@ inline ConvPart plane_product_part(ConvDirection direction, const Conv2dShape& s
 inline bool takes_plane_product(ConvDirection direction, const Conv2dShape& s,
                                 const Conv2dAddresses& addresses) {
   constexpr int64_t kMaxExtent = int64_t{1} << 30;  // tile coordinates are 32-bit
-  if (!s.sm90 || dtype_size(s.dtype) != 2 || s.channels_last) return false;
+  if (!s.sm90 || !has_tma_im2col_type(s) || s.channels_last) return false;
   if (s.taps() != 1 || s.stride_h != 1 || s.stride_w != 1 || s.groups != 1) return false;
   if (s.pad_h != 0 || s.pad_w != 0 || s.p != s.h || s.q != s.w) return false;
-  if (s.h * s.w % 8 != 0 || s.c % 8 != 0 || !addresses.are_multiples_of(16)) return false;
+  // Rows of planes and of weights are whole 16-byte vectors.
+  const int64_t vec = 16 / dtype_size(s.dtype);
+  const int64_t row = direction == ConvDirection::kDgrad && vec == 4 ? s.k : s.c;
+  if (s.h * s.w % vec != 0 || row % vec != 0 || !addresses.are_multiples_of(16)) return false;
   const ConvPart part = plane_product_part(direction, s);
-  if (std::max({part.m, part.n, part.k_tiles * kConvChunk}) > kMaxExtent) return false;
+  if (std::max({part.m, part.n, part.k_tiles * conv_chunk(s.dtype)}) > kMaxExtent) return false;
   return direction == ConvDirection::kWgrad || plane_product_rows(direction, s) % 64 == 0;
 }
 
@@ -64,7 +68,7 @@ inline std::optional<PlaneProductConfig> choose_plane_product(ConvDirection dire
   const int64_t part_bytes = s.k * s.c * 4;
   const int64_t most = std::max<int64_t>(
       1, std::min(part.k_tiles / kMinSplitTiles, kMaxTmaIm2colWorkspace / part_bytes));
-  PlaneProductConfig config{.direction = direction};
+  PlaneProductConfig config{.direction = direction, .kind = gemm_kind(s)};
   double best = -1;
   for (int t = 0; t < kTmaIm2colTiles; ++t) {
     const auto tile = static_cast<TmaIm2colTile>(t);
@@ -92,7 +96,9 @@ inline int64_t workspace_bytes(const Conv2dShape&, const PlaneProductConfig& con
 
 inline std::string describe(const PlaneProductConfig& config) {
   const Sm90TileShape shape = tma_im2col_tile(config.tile);
-  std::string text = "1x1 as a matrix product per image: sm_90a 16-bit wgmma, tile " +
+  const bool tf32 = config.kind == GemmKind::kTf32;
+  std::string text = std::string("1x1 as a matrix product per image: sm_90a ") +
+                     (tf32 ? "TF32" : "16-bit") + " wgmma, tile " +
                      extents(shape.blk_m, shape.blk_n) + " ping-pong, " +
                      std::to_string(shape.stages) + " stages";
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);

@@ -15,10 +15,11 @@ struct PlanesOutput : OutputSm90 {
   int64_t image;        // elements
   int vector;           // elements per store: plane_vector()
 
-  __device__ __forceinline__ uint16_t* at(int channel, int pixel) const {
+  template <class E = uint16_t>
+  __device__ __forceinline__ E* at(int channel, int pixel) const {
     int image_index, in_plane;
     by_plane.divmod(pixel, image_index, in_plane);
-    return static_cast<uint16_t*>(d) + image_index * image +
+    return static_cast<E*>(d) + image_index * image +
            static_cast<int64_t>(channel) * by_plane.divisor + in_plane;
   }
 };

@@ -1,7 +1,8 @@
-// The relu after batch norm: its mask after the forward, and its gate before the backward. One pass
-// each, bound by memory.
+// The activation after batch norm: a relu's mask after the forward, and the gate before the
+// backward. One pass each, bound by memory.
 #include <vector>
 
+#include "ops/batch_norm/cpu/activation.h"
 #include "ops/batch_norm/cpu/channels.h"
 
 namespace warpwright {
@@ -40,33 +41,32 @@ void for_mask_bytes(const BatchNormExtents& e, F&& f) {
 }
 
 template <class T>
-void gate_by_mask(const BatchNormBackwardParams& p, T* gated) {
+void gate_by_mask(const BatchNormBackwardParams& p, T* result) {
   const auto* grad_output = static_cast<const T*>(p.grad_output);
   const auto* mask = static_cast<const uint8_t*>(p.mask);
   for_mask_bytes<T>(p.extents, [&](int64_t byte, int64_t element, int64_t bit, int64_t count) {
     const uint32_t bits = uint32_t{mask[byte]} >> bit;
     for (int64_t i = 0; i < count; ++i) {
-      gated[element + i] = (bits >> i & 1) != 0 ? grad_output[element + i] : T(0);
+      result[element + i] = (bits >> i & 1) != 0 ? grad_output[element + i] : T(0);
     }
   });
 }
 
-// Recomputes a run of the output, rounded as it was stored, and which elements it passes.
+// Recomputes a run of the normalised values, a relu's rounded as they were stored.
 template <class Access, class T, class V>
-void gate_run(const T* input, const T* grad_output, T* gated, const V& shift, const V& scale,
-              const V& offset) {
-  auto y = normalized(Access::load(input), shift, scale, offset);
-  if constexpr (sizeof(T) == 2) {
+void gate_run(NormActivation activation, const T* input, const T* grad_output, T* result,
+              const V& shift, const V& scale, const V& offset) {
+  auto z = normalized(Access::load(input), shift, scale, offset);
+  if (sizeof(T) == 2 && activation == NormActivation::kRelu) {
     T stored[Access::kCount];
-    Access::store(stored, y);
-    y = Access::load(stored);
+    Access::store(stored, z);
+    z = Access::load(stored);
   }
-  using Y = decltype(y);
-  Access::store(gated, y <= Y{} ? Y{} : Access::load(grad_output));
+  Access::store(result, gated(activation, Access::load(grad_output), z));
 }
 
 template <class T>
-void gate_by_sign(const BatchNormBackwardParams& p, T* gated) {
+void gate_recomputed(const BatchNormBackwardParams& p, T* result) {
   using Compute = CpuCompute<T>;
   const auto* input = static_cast<const T*>(p.input);
   const auto* grad_output = static_cast<const T*>(p.grad_output);
@@ -85,7 +85,7 @@ void gate_by_sign(const BatchNormBackwardParams& p, T* gated) {
         for_runs<T, false>(C, [&]<class Access, int kGroup>(int64_t begin) {
           for (int g = 0; g < kGroup; ++g) {
             const int64_t c = begin + g * Access::kCount, at = row * C + c;
-            gate_run<Access>(input + at, grad_output + at, gated + at,
+            gate_run<Access>(p.activation, input + at, grad_output + at, result + at,
                              Access::load_compute(shift + c), Access::load_compute(&scale[c]),
                              Access::load_compute(&offset[c]));
           }
@@ -100,7 +100,8 @@ void gate_by_sign(const BatchNormBackwardParams& p, T* gated) {
       for_runs<T, true>(S, [&]<class Access, int kGroup>(int64_t begin) {
         for (int g = 0; g < kGroup; ++g) {
           const int64_t at = plane * S + begin + g * Access::kCount;
-          gate_run<Access>(input + at, grad_output + at, gated + at, shift[c], scale[c], offset[c]);
+          gate_run<Access>(p.activation, input + at, grad_output + at, result + at, shift[c],
+                           scale[c], offset[c]);
         }
       });
     }
@@ -123,12 +124,12 @@ void batch_norm_mask_cpu(const BatchNormParams& p) {
   });
 }
 
-void batch_norm_gate_cpu(const BatchNormBackwardParams& p, void* gated) {
+void batch_norm_gate_cpu(const BatchNormBackwardParams& p, void* result) {
   for_cpu_dtype(p.dtype, [&]<class T>() {
     if (p.mask != nullptr) {
-      gate_by_mask(p, static_cast<T*>(gated));
+      gate_by_mask(p, static_cast<T*>(result));
     } else {
-      gate_by_sign(p, static_cast<T*>(gated));
+      gate_recomputed(p, static_cast<T*>(result));
     }
   });
 }

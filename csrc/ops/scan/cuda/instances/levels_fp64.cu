@@ -1,0 +1,10 @@
+// Linear recurrences of fp64 whose gates are given by levels.
+#include "ops/scan/cuda/launch.cuh"
+#include "ops/scan/cuda/linear.cuh"
+
+namespace warpwright {
+
+template void launch_scan_as<double, LevelScan<double>>(const ScanParams&, const ScanPlan&, void*,
+                                                        cudaStream_t);
+
+}  // namespace warpwright

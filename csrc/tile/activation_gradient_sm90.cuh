@@ -1,0 +1,115 @@
+// A Store that multiplies a 16-bit product by the derivative of an activation before it rounds:
+// dz = (A B^T) f'(z), the gradient of a hidden layer without a pass of its own.
+//
+// TMA loads a warpgroup's values of z into the buffers that its results leave by. The loads start
+// before the mainloop, which hides them. A thread reads the z of its own accumulators (ldmatrix has
+// the order of stmatrix) and writes the results over them.
+// Bound: in ping-pong, the other warpgroup's mainloop. By instructions some 24 per element for
+// gelu, 3000 cycles of a 128 x 128 tile.
+#pragma once
+
+#include <cstdint>
+
+#include "device/activation.cuh"
+#include "device/mma_sm80.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "tile/epilogue_sm90.cuh"
+
+namespace warpwright {
+
+struct ActivationGradientOutput : OutputSm90 {
+  CUtensorMap kept_map;  // of z, for relu its result: (m, n), boxes of 64 x 64
+};
+
+// kRows, kColumns: a warpgroup's tile. TMA must be able to address D and z. For ping-pong: there a
+// barrier of the warpgroup lies between prefetch() and store(), as the mbarrier's first use needs.
+template <class T, int kRows, int kColumns>
+struct ActivationGradientEpilogue : EpilogueSm90<T> {
+  using Base = EpilogueSm90<T>;
+  using Output = ActivationGradientOutput;
+  static constexpr int kChunks = kColumns / 64;
+  static constexpr int kBoxes = kRows / 64 * kChunks;
+  static constexpr int kSmemBytes = kBoxes * Base::kBufferBytes;
+  static_assert(sizeof(T) == 2 && kRows % 64 == 0 && kColumns % 64 == 0, "whole boxes");
+
+  int box = 0;          // that is next
+  uint32_t parity = 0;  // of the tile's phase
+
+  struct NoBias {};
+  template <int kRegs>
+  __device__ __forceinline__ static NoBias load_bias(const Output&, int) {
+    return {};
+  }
+
+  __device__ __forceinline__ void begin() const {
+    if (threadIdx.x % 128 != 0) return;
+    mbarrier_init(arrival(), 1);
+    fence_mbarrier_init();
+    fence_proxy_async();
+  }
+
+  __device__ __forceinline__ void prefetch(const Output& output, int first_row,
+                                           int first_col) const {
+    if (threadIdx.x % 128 != 0) return;
+    tma_store_wait_read<0>();  // the last tile's
+    mbarrier_arrive_expect_tx(arrival(), kSmemBytes);
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      tma_load_2d(this->buffers + i * Base::kBufferBytes, &output.kept_map,
+                  first_col + i % kChunks * 64, first_row + i / kChunks * 64, arrival());
+    }
+  }
+
+  // 64 rows; the calls of a tile come in the order of its rows.
+  template <int kRegs>
+  __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const Output& output, int64_t,
+                                        int first_row, int first_col) {
+    static_assert(kRegs == kColumns / 2);
+    if (box == 0) mbarrier_wait(arrival(), parity);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk, ++box) {
+      const int col = first_col + chunk * 64;
+      const uint32_t buffer = this->buffers + box * Base::kBufferBytes;
+      float* values = &d[chunk * 32];
+      multiply(values, buffer, output.activation);
+      Base::write_buffer(buffer, Base::pack(values));
+      fence_proxy_async();
+      named_barrier_sync(this->barrier, 128);
+      if (threadIdx.x % 128 == 0) {
+        tma_store_2d(&output.map, col, first_row, buffer);
+        tma_store_commit();
+      }
+    }
+    if (box < kBoxes) return;
+    box = 0;
+    parity ^= 1;
+  }
+
+ private:
+  // Counts the bytes of this warpgroup's z.
+  __device__ __forceinline__ uint32_t arrival() const {
+    __shared__ uint64_t arrivals[2];
+    return smem_address(arrivals + threadIdx.x / 128 % 2);
+  }
+
+  // Eight columns at a time: all 32 values of z would need registers that the accumulators have.
+  __device__ __forceinline__ static void multiply(float* values, uint32_t buffer,
+                                                  Activation activation) {
+    const uint32_t address = Base::matrix_address(buffer);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t words[4];
+      ldmatrix_x4(words, address ^ (j * 32));
+      float kept[8];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = widen_pair(words[i], T{});
+        kept[i * 2] = pair.x;
+        kept[i * 2 + 1] = pair.y;
+      }
+      activate_backward<Rounding::kTf32, 8>(activation, kept, values + j * 8);
+    }
+  }
+};
+
+}  // namespace warpwright
