@@ -327,9 +327,17 @@ def _language_layers() -> list[Case]:
     return [*layers, *_reductions(), *_decoding(), *_quantized_products()]
 
 
+def _norms_with_activations() -> list[Case]:
+    """EfficientNet-B0's, and one of MobileNetV3-L's size."""
+    layers = ((32, 112), (96, 112), (144, 56), (240, 28), (672, 14), (1152, 7))
+    cases = [_batch_norm_activation("silu", (256, c, s, s), BF16, NHWC) for c, s in layers]
+    cases.append(_batch_norm_activation("silu", (256, 144, 56, 56), FP32, NCHW))
+    return [*cases, _batch_norm_activation("hardswish", (256, 240, 28, 28), BF16, NHWC)]
+
+
 def _all_cases() -> list[Case]:
     cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_language_layers(), *_long_kernels()]
-    cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32)]
+    cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32), *_norms_with_activations()]
     for shape in (
         (256, 64, 112, 112),
         (256, 256, 56, 56),
@@ -345,13 +353,6 @@ def _all_cases() -> list[Case]:
                 _batch_norm_relu(shape, BF16, NHWC, add),
                 _batch_norm_relu(shape, FP32, NCHW, add),
             ]
-    for channels, side in ((32, 112), (96, 112), (144, 56), (240, 28), (672, 14), (1152, 7)):
-        shape = (256, channels, side, side)  # EfficientNet-B0
-        cases.append(_batch_norm_activation("silu", shape, BF16, NHWC))
-    cases += [
-        _batch_norm_activation("silu", (256, 144, 56, 56), FP32, NCHW),
-        _batch_norm_activation("hardswish", (256, 240, 28, 28), BF16, NHWC),
-    ]
     for shape, k, s, p in (
         ((256, 64, 112, 112), 3, 2, 1),
         ((1024, 32, 28, 28), 2, 2, 0),
