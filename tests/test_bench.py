@@ -25,6 +25,7 @@ from warpwright import _ops
 from warpwright.bench import (
     ahead,
     cases,
+    code_cases,
     guards,
     measure,
     optimizers,
@@ -98,6 +99,18 @@ def test_ratio_and_its_interval():
     assert high2 - low2 > 3 * (high - low)
     constant = timing([2.0] * 20)
     assert measure.ratio_interval(constant, constant) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_are_measured(dtype):
+    case = code_cases._quantize(16, 64, torch.bfloat16, dtype, whole=False)
+    rows = run.case_rows(case, "cpu", {"copy_tbs": 0.01, "matmul_tflops": 0.1}, 0.001)
+    assert [(row["impl"], row["agrees"]) for row in rows] == [
+        ("warpwright", True),
+        ("native", True),
+    ]
+    guards.refuse_constant({"codes": torch.randn(4, 4).to(dtype)})
+    assert guards.disagreement(torch.tensor([1, 2]), torch.tensor([1, 3]), 0.0) is not None
 
 
 def test_median_is_robust_and_drift_is_unsteady():
