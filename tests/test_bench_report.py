@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import warpwright_cli
-from warpwright.bench import records, tables
+from warpwright.bench import plots, records, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL = ROOT / "benchmarks" / "results" / "h200" / "full.json"
@@ -269,3 +269,25 @@ def test_a_drifting_row_is_in_no_column(tree):
     page = (root / "docs/results.md").read_text()
     assert "| `relu` | fwd | 1 | 2.00× | 2.00× |" not in page
     assert "| `relu` | fwd 2.00× | 2.00× |  |  |" in (root / "README.md").read_text()
+
+
+def test_the_readmes_picture_has_each_steps_largest_workload():
+    def row(case, impl, ms, layout="nhwc"):
+        return {"op": "net_step", "case": case, "impl": impl, "ms": ms, "layout": layout}
+
+    rows = [
+        row("b8", "warpwright", 1.0),
+        row("b64", "native", 9.0, "nchw"),
+        row("b64", "native", 7.0),
+        row("b64", "compile", 5.0),
+        row("b64", "cudagraph", 6.0),
+        row("b64", "warpwright", 4.5),
+        row("b64", "warpwright_fused", 4.0),
+    ]
+    assert plots.largest_steps({"rows": rows}) == {
+        "net": {
+            "native": ("native", 7.0),
+            "peer": ("compile", 5.0),
+            "ours": ("warpwright_fused", 4.0),
+        }
+    }

@@ -359,6 +359,56 @@ def ladder(record: dict[str, Any], style: Style) -> Figure:
     return figure
 
 
+def largest_steps(record: dict[str, Any]) -> dict[str, dict[str, tuple[str, float]]]:
+    """{step: {"native", "peer", "ours": (impl, ms)}}: each step's largest workload, its fastest of each kind."""
+    found: dict[str, dict[str, tuple[str, float]]] = {}
+    for name, rows in ladder_steps(record).items():
+        step: dict[str, tuple[str, float]] = {}
+        for impl, _, ms in rows:  # the fastest is last
+            kind = "native" if impl == "native" else "peer"
+            step["ours" if impl.startswith("warpwright") else kind] = (impl, ms)
+        known = found.get(name.split()[0])
+        if "ours" in step and (known is None or known["ours"][1] < step["ours"][1]):
+            found[name.split()[0]] = step
+    return found
+
+
+def steps(record: dict[str, Any], style: Style) -> Figure:
+    """Whole training steps: native, its fastest other peer, and ours at its fastest."""
+    found = largest_steps(record)
+    bars_of = {
+        name: [step[k] for k in ("native", "peer", "ours") if k in step]
+        for name, step in found.items()
+    }
+    figure, axes = style.figure(1.5 + 0.23 * sum(map(len, bars_of.values())) + 0.2 * len(bars_of))
+    at, ticks = 0.0, []
+    for name, step in bars_of.items():
+        ticks.append((at + (len(step) - 1) / 2, name))
+        best = min((ms for impl, ms in step if not impl.startswith("warpwright")), default=0.0)
+        for impl, ms in step:
+            ours = impl.startswith("warpwright")
+            kind = "warpwright" if ours else "native" if impl == "native" else "compile"
+            axes.barh(at, ms, 0.85, color=colour(kind, style.theme))
+            lead = f" · {best / ms:.2f}× the best peer" if ours and best else ""
+            axes.text(
+                ms,
+                at,
+                f" {ms:.3g} ms {'' if style.narrow else impl}{lead}",
+                va="center",
+                fontsize=8,
+            )
+            at += 1
+        at += 0.8
+    axes.set_yticks([t for t, _ in ticks], [name for _, name in ticks])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(at - 0.5, -0.9)
+    axes.set_xlim(0, 1.3 * max(ms for step in bars_of.values() for _, ms in step))
+    axes.set_xlabel("ms per training step (shorter is faster)")
+    axes.set_title("Whole training steps", loc="left")
+    _footer(figure, record, style)
+    return figure
+
+
 def rungs(record: dict[str, Any], style: Style) -> Figure:
     """A teaching ladder: each rung's rate, native's and the data sheet's peak as lines."""
     found = teaching_ladder.of_record(record)

@@ -145,6 +145,7 @@ PICTURE_TEXT = {
     "bars": "Time of every implementation against eager PyTorch",
     "roofline": "Roofline scatter of every measured row",
     "ladder": "Training steps from the slowest to the fastest implementation",
+    "steps": "Whole training steps: eager PyTorch, the fastest other peer, and warpwright",
     "rungs": "Each rung's rate beside native's, on a logarithmic axis",
 }
 
@@ -152,9 +153,9 @@ PICTURE_TEXT = {
 def _drawable(record: Record) -> list[str]:
     if record.get("suite") == ladder.SUITE:
         return ["rungs"]
-    if record.get("suite") == NEWEST:
-        return ["bars"]
     steps = [r for r in record["rows"] if is_training_step(r["op"])]
+    if record.get("suite") == NEWEST:
+        return ["steps"] if steps else ["bars"]
     single = len(steps) < len(record["rows"])
     return [*(("bars", "roofline") if single else ()), *(("ladder",) if steps else ())]
 
@@ -179,6 +180,7 @@ def draw_pictures(record: Record, name: str, folder: Path) -> None:
         "bars": plots.bars,
         "roofline": plots.roofline,
         "ladder": plots.ladder,
+        "steps": plots.steps,
         "rungs": plots.rungs,
     }
     for kind in _drawable(record):
@@ -226,8 +228,10 @@ def run(options: SimpleNamespace) -> int:
     stale = {path: stale_ops(record, root) for path, record in records.items()}
     main = main_record(records, root)
     readme = root / "README.md"
-    name = f"{stem(main.with_stem(NEWEST), root)}_bars"
-    shown = picture_html(name, PICTURE_TEXT["bars"], f"{PICTURES}/")
+    newest = {main.with_stem(NEWEST): newest_record(main, records)}
+    (kind,) = _drawable(*newest.values())
+    name = f"{stem(main.with_stem(NEWEST), root)}_{kind}"
+    shown = picture_html(name, PICTURE_TEXT[kind], f"{PICTURES}/")
     blocks = {
         "summary": f"{readme_tables.summary(main, records, stale)}\n\n{shown}",
         "full": full_table(records[main], stale[main]),
@@ -255,7 +259,6 @@ def run(options: SimpleNamespace) -> int:
             if not options.check:
                 write(path, text)
     of_no_record = {picture.name for picture in (root / PICTURES).glob("*.png")}
-    newest = {main.with_stem(NEWEST): newest_record(main, records)}
     for path, record in {**records, **ladders, **newest}.items():
         name = stem(path, root)
         of_no_record.difference_update(picture_names(record, name))
