@@ -122,7 +122,8 @@ def _convolve(
 ) -> Tensor:
     stride, padding, dilation, groups = window
     for name, value in (("stride", stride), ("dilation", dilation)):
-        if value != 1 and any(v != 1 for v in _numbers(function, name, value, dims)):
+        is_one = value.__class__ is int and value == 1
+        if not is_one and any(v != 1 for v in _numbers(function, name, value, dims)):
             raise ValueError(
                 f"{function}(): {name}: expected 1, because a transform computes every output, got "
                 f"{value}"

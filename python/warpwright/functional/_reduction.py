@@ -116,9 +116,9 @@ def logsumexp(input: Tensor, dim: int | Sequence[int], keepdim: bool = False) ->
     Raises:
         IndexError, RuntimeError, TypeError: as for :func:`sum`.
     """
+    if dim is None or isinstance(dim, str):  # for native a name, and its error is of this type
+        raise RuntimeError(f"logsumexp(): dim: expected one integer or several, got {dim!r}")
     dim = _checked("logsumexp", dim, keepdim)
-    if dim is None:
-        raise TypeError("logsumexp(): argument 'dim' must be tuple of ints, not NoneType")
     return _run("logsumexp", ops.logsumexp, input, dim, keepdim)
 
 
