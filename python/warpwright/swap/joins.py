@@ -33,7 +33,11 @@ def skip_of(input: Tensor, output: Any) -> Tensor:
     """
     if input.__class__ is not Tensor or output.__class__ is not Tensor or not input.requires_grad:
         return input
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or not torch.is_grad_enabled()
+    ):
         return input
     with torch.no_grad():
         skip = input.view_as(input)
