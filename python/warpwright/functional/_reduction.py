@@ -116,8 +116,8 @@ def logsumexp(input: Tensor, dim: int | Sequence[int], keepdim: bool = False) ->
     Raises:
         IndexError, RuntimeError, TypeError: as for :func:`sum`.
     """
-    if dim is None or isinstance(dim, str):  # for native a name, and its error is of this type
-        raise RuntimeError(f"logsumexp(): dim: expected one integer or several, got {dim!r}")
+    if dim is None:  # for native a name, and its error is of this type
+        raise RuntimeError("logsumexp(): dim: expected one integer or several, got None")
     dim = _checked("logsumexp", dim, keepdim)
     return _run("logsumexp", ops.logsumexp, input, dim, keepdim)
 
