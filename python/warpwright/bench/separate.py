@@ -258,6 +258,8 @@ def separate_rows(
         pool.shutdown(wait=False, cancel_futures=True)
         for process in started:
             process.end(patience_s)
+        # A thread that waited for an answer reads the pipe's end now, and may be the one that reaps.
+        pool.shutdown()
 
 
 def _take_turns(running: list[_Process], failures: list[Row], seconds: float) -> None:
