@@ -36,6 +36,7 @@ from warpwright.bench import (
     reliability,
     run,
     screen,
+    sources,
     steps,
 )
 from warpwright.bench.cases import FP32, ROWS, Case
@@ -619,25 +620,36 @@ def test_a_missing_row_field_is_refused(field):
 
 
 def test_stale_ops(tmp_path):
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    ops = ("relu", "batch_norm", "mnist_step")
+    """By the code of an op's folders and of what they include, not by comments or other files."""
+    csrc = tmp_path / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc)
+    ops = ("relu", "batch_norm", "linear", "mnist_step")
     record = {
         "source_hash": "0" * 16,
-        "op_hashes": {op: records.op_hash(op, tmp_path) for op in ops},
+        "op_hashes": {op: sources.op_hash(op, tmp_path) for op in ops},
         "rows": [{"op": op} for op in ops],
     }
-    assert records.stale_ops(record, tmp_path) == set()
-    with (tmp_path / "csrc" / "ops" / "batch_norm" / "batch_norm.h").open("a") as file:
-        file.write("// changed\n")
-    assert records.stale_ops(record, tmp_path) == {"batch_norm", "mnist_step"}
-    (tmp_path / "csrc" / "device" / "new.cuh").write_text("// new\n")
-    assert records.stale_ops(record, tmp_path) == {*ops}
+
+    def append(path, text):
+        with (csrc / path).open("a") as file:
+            file.write(text)
+
+    assert sources.stale_ops(record, tmp_path) == set()
+    append("ops/batch_norm/batch_norm.h", "\n\n// one line\n/* two\n lines */\n")
+    append("ops/relu/relu.h", 'constexpr char kNoComment[] = "//";\n')
+    assert sources.stale_ops(record, tmp_path) == {"relu", "mnist_step"}
+    append("gemm/instances/portable_bf16.cu", "int linear_calls_it;\n")
+    assert sources.stale_ops(record, tmp_path) == {"relu", "linear", "mnist_step"}
+    (csrc / "device" / "new.cuh").write_text("int nobody_includes_it;\n")
+    assert sources.stale_ops(record, tmp_path) == {"relu", "linear", "mnist_step"}
+    append("common/dtype.h", "int all_include_it;\n")
+    assert sources.stale_ops(record, tmp_path) == {*ops}
 
 
 def test_every_op_of_the_suite_has_its_folders():
     """An op that is made of others goes stale with them, and with no other."""
     for op in {item.op for item in (*CASES, *optimizers.optimizer_cases("full"))}:
-        for folder in records.folders_of(op):
+        for folder in sources.folders_of(op):
             assert (ROOT / "csrc" / "ops" / folder).is_dir(), op
 
 

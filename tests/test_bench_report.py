@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import warpwright_cli
-from warpwright.bench import plots, records, tables
+from warpwright.bench import plots, records, sources, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL = ROOT / "benchmarks" / "results" / "h200" / "full.json"
@@ -39,7 +39,7 @@ def tree(tmp_path):
     (tmp_path / "README.md").write_text("a\n<!-- results:summary -->\nold\n<!-- /results -->\nb\n")
     record = {
         **{k: v for k, v in json.loads(FULL.read_text()).items() if k != "rows"},
-        "op_hashes": {"relu": records.op_hash("relu", tmp_path)},
+        "op_hashes": {"relu": sources.op_hash("relu", tmp_path)},
         "rows": [
             row("relu", "warpwright", 2.0),
             row("relu", "native", 4.0, ratio=2.0, ratio_lo=1.9, ratio_hi=2.125),
@@ -215,7 +215,7 @@ def test_source_hash_is_setup_pys(monkeypatch):
     start = source.index("def source_hash")
     names = {"ROOT": ROOT}
     exec("import hashlib\n" + source[start : source.index("\n\n\n", start)], names)
-    assert names["source_hash"]() == records.source_hash(ROOT)
+    assert names["source_hash"]() == sources.source_hash(ROOT)
 
 
 def test_two_gpus_stand_side_by_side(tree):

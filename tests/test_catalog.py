@@ -14,7 +14,7 @@ import warpwright
 from warpwright import _catalog, doctor, explain, functional, nn, optim
 from warpwright._catalog import FUNCTIONALS, NATIVE, OPERATORS, OPS, VARIANTS
 from warpwright._ops import ops
-from warpwright.bench import overhead, plots, records
+from warpwright.bench import overhead, plots, sources
 from warpwright.bench.optimizers import optimizer_cases
 from warpwright.bench.peers import COMPILE_CALLS_NATIVE, CUDNN_OPS
 from warpwright.bench.shapes import CASES
@@ -106,7 +106,7 @@ def test_folders_are_those_of_the_library():
         path.name for path in (CSRC / "ops").iterdir() if path.is_dir()
     }
     for name in OPS:
-        assert records.folders_of(name) == OPS[name].sources
+        assert sources.folders_of(name) == OPS[name].sources
 
 
 def test_explain_is_the_same_in_cpp_stub_and_python():

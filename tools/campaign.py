@@ -38,7 +38,7 @@ from campaign_parts import (  # noqa: E402
 )
 from campaign_parts.result import Options, Row  # noqa: E402
 
-from warpwright.bench import records, reliability  # noqa: E402
+from warpwright.bench import records, reliability, sources  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def parse() -> argparse.Namespace:
 def open_record(path: Path, device: str) -> dict[str, Any]:
     """The record that is there, with this machine's header; or an empty one."""
     before = reliability.load(path) if path.exists() else {"rows": [], "found": []}
-    return {**before, **records.environment(device), "source_hash": records.source_hash(ROOT)}
+    return {**before, **records.environment(device), "source_hash": sources.source_hash(ROOT)}
 
 
 def dated(rows: list[Row], source_hash: str, seconds: float) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def dated(rows: list[Row], source_hash: str, seconds: float) -> list[dict[str, A
 
 
 def run_part(name: str, options: Options) -> list[dict[str, Any]]:
-    part, source_hash = PARTS[name], records.source_hash(ROOT)
+    part, source_hash = PARTS[name], sources.source_hash(ROOT)
     if part.device not in ("", options.device):
         reason = f"runs on {part.device} alone"
         return dated([Row(part=name, what=part.says, not_run=reason)], source_hash, 0)

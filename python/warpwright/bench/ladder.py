@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .records import digest_of_sources
+from .sources import digest_of_files, files_in, with_includes
 
 Row = dict[str, Any]
 Record = dict[str, Any]
 SUITE = "ladder"
 FOLDER = Path("benchmarks") / "ladders"
-BELOW = ("common", "device", "host", "tile")  # layers of csrc/ that every rung may use
 # Dense bf16 TFLOP/s of the data sheets, by what the GPU's name contains; the first match counts.
 PEAK_TFLOPS = (
     ("H100 PCIe", 756.0),
@@ -42,7 +41,6 @@ class Ladder:
     name: str  # of its folder
     page: str  # of docs/
     result: str  # the record's name
-    layers: tuple[str, ...]  # of csrc/, that the shipped rung is made of, beside BELOW
     works: tuple[Work, ...]
     links: tuple[str, ...] = ()  # sources of csrc/ that the shipped rung calls
 
@@ -55,14 +53,12 @@ LADDERS = (
         "matmul",
         "ladder.md",
         "ladder.json",
-        ("gemm", "ops/linear"),
         (Work("linear", "cuBLAS", "m × n × k"),),
     ),
     Ladder(
         "reduction",
         "ladder-reduction.md",
         "ladder_reduction.json",
-        ("ops/cross_entropy",),
         (
             Work("sum", "torch.sum", "rows × columns", passes=1),
             Work("softmax", "torch.softmax", "rows × columns", passes=2),
@@ -73,21 +69,18 @@ LADDERS = (
         "scan",
         "ladder-scan.md",
         "ladder_scan.json",
-        ("ops/scan",),
         (Work("cumsum", "torch.cumsum", "elements", passes=2),),
     ),
     Ladder(
         "batch_norm",
         "ladder-batch-norm.md",
         "ladder_batch_norm.json",
-        ("ops/batch_norm",),
         (Work("batch_norm", "F.batch_norm", "rows of 64 channels", passes=2),),
     ),
     Ladder(
         "attention",
         "ladder-attention.md",
         "ladder_attention.json",
-        ("ops/attention",),
         (Work("attention", "cuDNN", "heads × tokens"),),
         links=("ops/attention/cuda/sm90/row_stats.cu",),
     ),
@@ -111,9 +104,11 @@ def peak_tflops(gpu: str) -> float | None:
 
 def sources_hash(ladder: Ladder, root: Path) -> str:
     """Identifies the sources of the rungs."""
-    layers = [root / "csrc" / layer for layer in (*BELOW, *ladder.layers)]
-    shared = [root / FOLDER / name for name in ("entry.cu", "checks.h")]
-    return digest_of_sources([*layers, *shared, root / FOLDER / ladder.name], root)
+    csrc = root / "csrc"
+    beside = {root / FOLDER / name for name in ("entry.cu", "checks.h")}
+    linked = {csrc / path for path in ladder.links}
+    files = files_in(root / FOLDER / ladder.name) | beside | linked
+    return digest_of_files(with_includes(files, csrc), root)
 
 
 def is_stale(record: Record, root: Path) -> bool:

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from .records import source_root
+from .sources import source_root
 from .steps import Workload
 
 

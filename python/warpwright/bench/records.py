@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import csv
 import datetime
-import hashlib
 import io
 import json
 import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._catalog import OPS
 from .._version import __version__
 from .measure import interleaved, tf32_allowed
 
@@ -33,10 +31,6 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a spreadsheet's formulas start
 ROW_FIELDS: tuple[str, ...] = tuple(_ROW["required"])
 ALL_ROW_FIELDS: tuple[str, ...] = tuple(_ROW["properties"])
 KEY = ("op", "case", "dtype", "layout", "pass")
-
-# The folders of csrc/ that are no layer below every op.
-ABOVE_OR_BESIDE = ("gemm", "ops", "python")
-SUFFIXES = {".h", ".cuh", ".cu", ".cpp"}
 
 
 def _driver() -> str:
@@ -155,68 +149,6 @@ def ceilings(device: str) -> dict[str, Any]:
 def machine_header(device: str) -> dict[str, Any]:
     """The record of a run that has only measured the ceilings."""
     return {**environment(device), **ceilings(device), "rows": []}
-
-
-def source_root() -> Path | None:
-    """The repository that this package runs from; None for an installed copy."""
-    root = Path(__file__).resolve().parents[3]
-    return root if (root / "csrc" / "ops").is_dir() else None
-
-
-def digest_of_sources(parts: Iterable[Path], root: Path) -> str:
-    """Identifies the C++ and CUDA files in `parts` by path and content."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for path in sorted(part.rglob("*")):
-            if path.suffix in SUFFIXES:
-                digest.update(path.relative_to(root).as_posix().encode())
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def folders_of(op: str) -> tuple[str, ...]:
-    """The folders of csrc/ops/ with the op's kernels; for a training step one that does not exist."""
-    return OPS[op].sources if op in OPS else (op,)
-
-
-def _includes_gemm(folder: Path) -> bool:
-    """Whether a kernel of the folder uses csrc/gemm/."""
-    files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES)
-    return any('#include "gemm/' in path.read_text() for path in files)
-
-
-def op_hash(op: str, root: Path) -> str:
-    """Identifies the sources of the op's kernels: its folders and the layers below."""
-    csrc = root / "csrc"
-    names = folders_of(op)
-    folders = [csrc / "ops" / name for name in names]
-    is_step = not all(folder.is_dir() for folder in folders)  # of many ops
-    if is_step:
-        folders = [csrc / "ops"]
-    layers = sorted(path.name for path in csrc.iterdir() if path.name not in ABOVE_OR_BESIDE)
-    if is_step or any(map(_includes_gemm, folders)):
-        layers.append("gemm")
-    return digest_of_sources([csrc / layer for layer in layers] + folders, root)
-
-
-def source_hash(root: Path) -> str:
-    """As setup.py: over all of csrc/ and python/."""
-    digest = hashlib.sha256()
-    for folder in ("csrc", "python"):
-        for path in sorted((root / folder).rglob("*")):
-            if path.suffix in {*SUFFIXES, ".py"} and path.name != "_version.py":
-                digest.update(path.relative_to(root).as_posix().encode())
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def stale_ops(record: dict[str, Any], root: Path) -> set[str]:
-    """Ops whose sources are not those that were measured."""
-    hashes = record.get("op_hashes", {})
-    ops = {row["op"] for row in record["rows"]}
-    if record["source_hash"] == source_hash(root):
-        return set()
-    return {op for op in ops if hashes.get(op) != op_hash(op, root)}
 
 
 def validate(record: dict[str, Any], name: str = "record") -> None:

@@ -20,7 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import ladder, machines, overhead, readme_tables, reliability
-from .records import is_training_step, load_records, stale_ops, write
+from .records import is_training_step, load_records, write
+from .sources import stale_ops
 from .tables import (
     STALE,
     STALE_LINE,

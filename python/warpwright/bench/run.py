@@ -40,16 +40,15 @@ from .records import (
     machine_header,
     matmul_tflops,
     memory_tbs,
-    op_hash,
     require_device,
     require_writable,
     save_csv,
     save_records,
-    source_root,
 )
 from .screen import table_of
 from .separate import workload_rows
 from .shapes import CASES, QUICK_CASES
+from .sources import op_hash, source_root
 from .steps import Workload, mnist_workloads
 
 Row = dict[str, Any]
@@ -65,7 +64,8 @@ def _exact(case: Case, sample: dict[str, Any]) -> tuple[Tensor, list[Tensor], Te
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
         output = joined(case.run(torch.nn.functional, inputs))
-        cotangent = output * 0 if output.dtype == torch.uint8 else torch.randn_like(output)
+        is_float = output.is_floating_point()  # codes have no gradient
+        cotangent = torch.randn_like(output) if is_float else torch.zeros_like(output)
         leaves = leaves_of(inputs)
         grads = torch.autograd.grad(output, leaves, cotangent) if leaves else ()
     finally:
