@@ -116,7 +116,7 @@ def test_errors_name_the_argument(device):
         (lambda: F.conv2d(x, x, stride=True), "'stride'"),
         (lambda: F.linear(x, None), "'weight'"),
         (lambda: F.linear_gelu(x, x, "bias"), "'bias'"),
-        (lambda: F.mlp(x, None, None, x), "'weight'"),
+        (lambda: F.mlp(x, None, None, x), "'weight1'"),
         (lambda: F.max_pool2d(x, (2.0, 2)), "'kernel_size'"),
         (lambda: F.relu_max_pool2d(x, 2, ceil_mode=1), "'ceil_mode'"),
         (lambda: F.batch_norm(x, None, None, training=1), "'training'"),

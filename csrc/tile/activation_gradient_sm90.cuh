@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "device/activation.cuh"
-#include "device/mma_sm80.cuh"
+
 #include "device/sm90/mbarrier.cuh"
 #include "tile/epilogue_sm90.cuh"
 
@@ -24,7 +24,7 @@ struct ActivationGradientOutput : OutputSm90 {
 // kRows, kColumns: a warpgroup's tile. TMA must be able to address D and z. For ping-pong: there a
 // barrier of the warpgroup lies between prefetch() and store(), as the mbarrier's first use needs.
 template <class T, int kRows, int kColumns>
-struct ActivationGradientEpilogue : EpilogueSm90<T> {
+struct ActivationGradientEpilogue : WithoutBias<EpilogueSm90<T>> {
   using Base = EpilogueSm90<T>;
   using Output = ActivationGradientOutput;
   static constexpr int kChunks = kColumns / 64;
@@ -34,12 +34,6 @@ struct ActivationGradientEpilogue : EpilogueSm90<T> {
 
   int box = 0;          // that is next
   uint32_t parity = 0;  // of the tile's phase
-
-  struct NoBias {};
-  template <int kRegs>
-  __device__ __forceinline__ static NoBias load_bias(const Output&, int) {
-    return {};
-  }
 
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x % 128 != 0) return;
@@ -95,20 +89,9 @@ struct ActivationGradientEpilogue : EpilogueSm90<T> {
   // Eight columns at a time: all 32 values of z would need registers that the accumulators have.
   __device__ __forceinline__ static void multiply(float* values, uint32_t buffer,
                                                   Activation activation) {
-    const uint32_t address = Base::matrix_address(buffer);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t words[4];
-      ldmatrix_x4(words, address ^ (j * 32));
-      float kept[8];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = widen_pair(words[i], T{});
-        kept[i * 2] = pair.x;
-        kept[i * 2 + 1] = pair.y;
-      }
-      activate_backward<Rounding::kTf32, 8>(activation, kept, values + j * 8);
-    }
+    Base::read_buffer(buffer, [&](int first, const float(&kept)[8]) {
+      activate_backward<Rounding::kTf32, 8>(activation, kept, values + first);
+    });
   }
 };
 

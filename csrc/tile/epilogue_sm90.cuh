@@ -13,6 +13,7 @@
 #include "device/access.cuh"
 #include "device/activation.cuh"
 #include "device/math.cuh"
+#include "device/mma_sm80.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
@@ -42,6 +43,27 @@ struct OutputSm90 {
     if (use_tma && preactivation != nullptr) prefetch_tensor_map(&preactivation_map);
   }
 };
+
+// A Store that reads no bias before the mainloop.
+struct NoBias {};
+template <class Base>
+struct WithoutBias : Base {
+  template <int kRegs, class Output>
+  __device__ __forceinline__ static NoBias load_bias(const Output&, int) {
+    return {};
+  }
+};
+
+// The values of four words of two.
+template <class T>
+__device__ __forceinline__ void widen_words(float (&values)[8], const uint32_t (&words)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = widen_pair(words[i], T{});
+    values[i * 2] = pair.x;
+    values[i * 2 + 1] = pair.y;
+  }
+}
 
 // kBuffers: 1 or 2. A pre-activation needs 2. kTight: few registers are left next to the
 // accumulators, so the bias is read per chunk.
@@ -155,6 +177,29 @@ struct EpilogueSm90 {
     return buffer + row * 128 + ((chunk ^ row % 8) << 4);
   }
 
+  // The lane's row and 16-byte column among the four 8x8 matrices of a warp's first stmatrix: rows
+  // 0-7 and 8-15 of the left 8 columns, then of the right. The next stmatrix is 32 bytes further.
+  __device__ __forceinline__ static uint32_t matrix_address(uint32_t buffer) {
+    // Recomputed per chunk: keeping it through all chunks takes one register too many.
+    const int lane = derive_anew(static_cast<int>(threadIdx.x % 32));
+    return buffer_address(buffer, accumulator_warp_row() + lane % 16, lane / 16);
+  }
+
+  // Reads a warp's 16 rows of 64 columns, as write_buffer() writes them. f(first, values) gets a
+  // thread's values eight at a time: those of accumulators `first` to `first` + 7.
+  template <class F>
+  __device__ __forceinline__ static void read_buffer(uint32_t buffer, F&& f) {
+    const uint32_t address = matrix_address(buffer);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t words[4];
+      ldmatrix_x4(words, address ^ (j * 32));
+      float values[8];
+      widen_words<T>(values, words);
+      f(j * 8, values);
+    }
+  }
+
   // Every thread of the warpgroup calls it at the end of the kernel. Shared memory is free
   // afterwards.
   __device__ static void finish() {
@@ -203,14 +248,6 @@ struct EpilogueSm90 {
       }
     }
     named_barrier_sync(barrier, 128);
-  }
-
-  // The lane's row and 16-byte column among the four 8x8 matrices of a warp's first stmatrix: rows
-  // 0-7 and 8-15 of the left 8 columns, then of the right. The next stmatrix is 32 bytes further.
-  __device__ __forceinline__ static uint32_t matrix_address(uint32_t buffer) {
-    // Recomputed per chunk: keeping it through all chunks takes one register too many.
-    const int lane = derive_anew(static_cast<int>(threadIdx.x % 32));
-    return buffer_address(buffer, accumulator_warp_row() + lane % 16, lane / 16);
   }
 
   // Writes a warp's 16 rows of 64 columns.

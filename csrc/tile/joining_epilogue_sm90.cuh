@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "device/mma_sm80.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "tile/epilogue_sm90.cuh"
 
@@ -21,27 +20,13 @@ struct JoiningOutput : OutputSm90 {
   }
 };
 
-// Adds the two numbers of a word.
-template <class T>
-__device__ __forceinline__ void add_word(float* values, uint32_t word) {
-  const float2 pair = widen_pair(word, T{});
-  values[0] += pair.x;
-  values[1] += pair.y;
-}
-
-// Adds a warp's 16 rows of a buffer, which EpilogueSm90::write_buffer() would write.
+// Adds a warp's 16 rows of a buffer.
 template <class T>
 __device__ __forceinline__ void add_buffer(float* values, uint32_t buffer) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const uint32_t address =
-      EpilogueSm90<T>::buffer_address(buffer, accumulator_warp_row() + lane % 16, lane / 16);
+  EpilogueSm90<T>::read_buffer(buffer, [&](int first, const float(&added)[8]) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    uint32_t words[4];
-    ldmatrix_x4(words, address ^ (j * 32));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) add_word<T>(&values[j * 8 + i * 2], words[i]);
-  }
+    for (int i = 0; i < 8; ++i) values[first + i] += added[i];
+  });
   __syncwarp();
 }
 
@@ -51,17 +36,11 @@ struct BoxCoordinates {
 
 // The buffers and the barrier of the addend. kBoxes: of 64x64, in a warpgroup's part of a tile.
 template <class T, int kBoxes>
-struct AddendBuffers : EpilogueSm90<T> {
+struct AddendBuffers : WithoutBias<EpilogueSm90<T>> {
   using Base = EpilogueSm90<T>;
   static constexpr int kSmemBytes = kBoxes * Base::kBufferBytes + 1024;  // and the barrier
 
   uint32_t parity = 1;  // of the addend's barrier, in the tile at hand
-
-  struct NoBias {};  // an input gradient has none
-  template <int kRegs>
-  __device__ __forceinline__ static NoBias load_bias(const OutputSm90&, int) {
-    return {};
-  }
 
   // The warpgroup calls it once, before its first tile.
   __device__ __forceinline__ void begin() const {
@@ -134,9 +113,8 @@ struct JoiningEpilogue : AddendBuffers<T, kBlocks * kColumns / 64> {
   }
 
   template <int kRegs>
-  __device__ __forceinline__ void store(float (&d)[kRegs], typename Buffers::NoBias,
-                                        const JoiningOutput& output, int64_t, int first_row,
-                                        int first_col) {
+  __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const JoiningOutput& output,
+                                        int64_t, int first_row, int first_col) {
     static_assert(kRegs * 2 == kColumns, "the columns of a tile");
     mbarrier_wait(this->arrived(), this->parity);
     const int first_box = block * kAcross;

@@ -221,12 +221,12 @@ def batch_norm_relu_update(
 
 def batch_norm_activation(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     output, mean, rstd = batch_norm(input, *args[:-1])
-    return _native.ACTIVATIONS[args[-1]](output), mean, rstd
+    return _native.activated(output, args[-1]), mean, rstd
 
 
 def batch_norm_activation_update(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     output, mean, rstd = batch_norm_update(input, *args[:-1])
-    return _native.ACTIVATIONS[args[-1]](output), mean, rstd
+    return _native.activated(output, args[-1]), mean, rstd
 
 
 def batch_norm_activation_backward(
@@ -257,12 +257,6 @@ def _normalized(
     return (y if bias is None else y + _per_channel(bias, input)).to(input.dtype)
 
 
-def _activated(output: Tensor, residual: Tensor | None, activation: str) -> Tensor:
-    if activation == "none":
-        return output
-    return _native.ACTIVATIONS[activation](output if residual is None else output + residual)
-
-
 def conv2d_batch_norm(
     input: Tensor,
     weight: Tensor,
@@ -276,7 +270,7 @@ def conv2d_batch_norm(
 ) -> tuple[Tensor, ...]:
     convolved = torch.conv2d(input, weight, bias, *windows)
     output, *kept = batch_norm(convolved, norm_weight, norm_bias, None, None, True, eps)
-    output = _activated(output, residual, activation)
+    output = _native.activated(output, activation, residual)
     return output, convolved, *kept, _relu_mask(output, residual)
 
 
@@ -286,7 +280,7 @@ def conv2d_batch_norm_update(
     *norm, activation, stride, padding, dilation, groups = args
     convolved = torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     output, *kept = batch_norm_update(convolved, *norm)
-    output = _activated(output, residual, activation)
+    output = _native.activated(output, activation, residual)
     return output, convolved, *kept, _relu_mask(output, residual)
 
 

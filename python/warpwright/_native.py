@@ -98,27 +98,27 @@ def add_rms_norm(input: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, T
     return total, rms_norm(total, *args)[0], None
 
 
-def _activated(
-    normalized: Tensor, activation: str, residual: Tensor | None = None
-) -> tuple[Tensor]:
-    total = normalized if residual is None else normalized + residual
-    return (total if activation == "none" else ACTIVATIONS[activation](total),)
+def activated(normalized: Tensor, activation: str, residual: Tensor | None = None) -> Tensor:
+    """The activation of a batch norm with one; ``"none"`` has no residual."""
+    if activation == "none":
+        return normalized
+    return ACTIVATIONS[activation](normalized if residual is None else normalized + residual)
 
 
 def batch_norm_relu(input: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor]:
-    return _activated(batch_norm(input, *args)[0], "relu", residual)
+    return (activated(batch_norm(input, *args)[0], "relu", residual),)
 
 
 def batch_norm_relu_update(input: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor]:
-    return _activated(batch_norm_update(input, *args)[0], "relu", residual)
+    return (activated(batch_norm_update(input, *args)[0], "relu", residual),)
 
 
 def batch_norm_activation(input: Tensor, *args: Any) -> tuple[Tensor]:
-    return _activated(batch_norm(input, *args[:-1])[0], args[-1])
+    return (activated(batch_norm(input, *args[:-1])[0], args[-1]),)
 
 
 def batch_norm_activation_update(input: Tensor, *args: Any) -> tuple[Tensor]:
-    return _activated(batch_norm_update(input, *args[:-1])[0], args[-1])
+    return (activated(batch_norm_update(input, *args[:-1])[0], args[-1]),)
 
 
 def conv2d_batch_norm(
@@ -134,7 +134,7 @@ def conv2d_batch_norm(
 ) -> tuple[Tensor]:
     convolved = torch.conv2d(input, weight, bias, *windows)
     output = native.batch_norm(convolved, None, None, norm_weight, norm_bias, True, 0.0, eps)
-    return _activated(output, activation, residual)
+    return (activated(output, activation, residual),)
 
 
 def conv2d_batch_norm_update(
@@ -154,7 +154,7 @@ def conv2d_batch_norm_update(
     convolved = torch.conv2d(input, weight, bias, *windows)
     statistics = (running_mean, running_var)
     output = native.batch_norm(convolved, *statistics, norm_weight, norm_bias, True, momentum, eps)
-    return _activated(output, activation, residual)
+    return (activated(output, activation, residual),)
 
 
 def linear_cross_entropy(input: Tensor, *args: Any) -> Tensor:

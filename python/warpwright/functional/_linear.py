@@ -100,8 +100,10 @@ def mlp(
     if not (dynamo() or exporting()):
         try:
             return ops.mlp(input, weight1, bias1, weight2, bias2, activation)  # type: ignore[no-any-return]
-        except RuntimeError:  # the two ops below name the argument
-            pass
+        except RuntimeError as error:
+            tensors = {"input": input, "weight1": weight1, "weight2": weight2}
+            optional = {"bias1": bias1, "bias2": bias2}
+            raise _arguments.error(error, "mlp", tensors, optional) from None
     hidden = _linear_activation("mlp", input, weight1, bias1, activation)
     return linear(hidden, weight2, bias2)
 

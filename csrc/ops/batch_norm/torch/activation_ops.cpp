@@ -57,56 +57,30 @@ BatchNormBackwardCall backward_call_of(const Tensor& grad_output, const Tensor& 
           .bias = value_or_undefined(bias)};
 }
 
-Tensors3 batch_norm_activation_cpu_kernel(const Tensor& input, const OptionalTensor& weight,
-                                          const OptionalTensor& bias,
-                                          const OptionalTensor& running_mean,
-                                          const OptionalTensor& running_var, bool training,
-                                          double eps, std::string_view activation) {
-  return without_last(forward_cpu(
-      call_of(input, weight, bias, running_mean, running_var, training, eps, activation)));
+// kRun: forward_cpu or forward_cuda.
+template <Tensors4 (*kRun)(const BatchNormCall&)>
+Tensors3 forward_kernel(const Tensor& input, const OptionalTensor& weight,
+                        const OptionalTensor& bias, const OptionalTensor& running_mean,
+                        const OptionalTensor& running_var, bool training, double eps,
+                        std::string_view activation) {
+  return without_last(
+      kRun(call_of(input, weight, bias, running_mean, running_var, training, eps, activation)));
 }
-Tensors3 batch_norm_activation_update_cpu_kernel(const Tensor& input, const OptionalTensor& weight,
-                                                 const OptionalTensor& bias, Tensor running_mean,
-                                                 Tensor running_var, double momentum, double eps,
-                                                 std::string_view activation) {
-  return without_last(forward_cpu(
+template <Tensors4 (*kRun)(const BatchNormCall&)>
+Tensors3 update_kernel(const Tensor& input, const OptionalTensor& weight,
+                       const OptionalTensor& bias, Tensor running_mean, Tensor running_var,
+                       double momentum, double eps, std::string_view activation) {
+  return without_last(kRun(
       update_call_of(input, weight, bias, running_mean, running_var, momentum, eps, activation)));
 }
-Tensors3 batch_norm_activation_backward_cpu_kernel(const Tensor& grad_output, const Tensor& input,
-                                                   const OptionalTensor& weight,
-                                                   const OptionalTensor& bias, const Tensor& mean,
-                                                   const Tensor& rstd, bool training, double,
-                                                   std::string_view activation, Mask3 output_mask) {
-  return without_last(backward_cpu(backward_call_of(grad_output, input, weight, bias, mean, rstd,
-                                                    training, activation, output_mask)));
+template <Tensors4 (*kRun)(const BatchNormBackwardCall&)>
+Tensors3 backward_kernel(const Tensor& grad_output, const Tensor& input,
+                         const OptionalTensor& weight, const OptionalTensor& bias,
+                         const Tensor& mean, const Tensor& rstd, bool training, double,
+                         std::string_view activation, Mask3 output_mask) {
+  return without_last(kRun(backward_call_of(grad_output, input, weight, bias, mean, rstd, training,
+                                            activation, output_mask)));
 }
-
-#ifdef WARPWRIGHT_WITH_CUDA
-Tensors3 batch_norm_activation_cuda_kernel(const Tensor& input, const OptionalTensor& weight,
-                                           const OptionalTensor& bias,
-                                           const OptionalTensor& running_mean,
-                                           const OptionalTensor& running_var, bool training,
-                                           double eps, std::string_view activation) {
-  return without_last(forward_cuda(
-      call_of(input, weight, bias, running_mean, running_var, training, eps, activation)));
-}
-Tensors3 batch_norm_activation_update_cuda_kernel(const Tensor& input, const OptionalTensor& weight,
-                                                  const OptionalTensor& bias, Tensor running_mean,
-                                                  Tensor running_var, double momentum, double eps,
-                                                  std::string_view activation) {
-  return without_last(forward_cuda(
-      update_call_of(input, weight, bias, running_mean, running_var, momentum, eps, activation)));
-}
-Tensors3 batch_norm_activation_backward_cuda_kernel(const Tensor& grad_output, const Tensor& input,
-                                                    const OptionalTensor& weight,
-                                                    const OptionalTensor& bias, const Tensor& mean,
-                                                    const Tensor& rstd, bool training, double,
-                                                    std::string_view activation,
-                                                    Mask3 output_mask) {
-  return without_last(backward_cuda(backward_call_of(grad_output, input, weight, bias, mean, rstd,
-                                                     training, activation, output_mask)));
-}
-#endif
 
 // ---- Meta ----
 
@@ -191,10 +165,7 @@ Tensors3 forward_autograd(const BatchNormCall& c, Forward&& forward) {
   // Before a training step moves the running statistics.
   Tensor direction;
   if (any_tangent(c.input, c.weight, c.bias)) {
-    const Tensor plain = std::get<0>(call_batch_norm(
-        c.input, optional_if_defined(c.weight), optional_if_defined(c.bias),
-        c.training ? std::nullopt : optional_if_defined(c.running_mean),
-        c.training ? std::nullopt : optional_if_defined(c.running_var), c.training, c.eps));
+    const Tensor plain = without_activation(c);
     direction = times_derivative(tangent(plain), primal(plain), c.activation);
   }
   auto results = below_autograd(forward);
@@ -229,9 +200,7 @@ Tensors3 batch_norm_activation_update_autograd(const Tensor& input, const Option
         return call::batch_norm_activation_update(input, weight, bias, running_mean, running_var,
                                                   momentum, eps, activation);
       });
-  for (const Tensor* stat : {&running_mean, &running_var}) {
-    if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
-  }
+  bump_statistics(running_mean, running_var);
   return results;
 }
 
@@ -279,16 +248,16 @@ TORCH_LIBRARY_FRAGMENT(warpwright, m) {
 }
 
 TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
-  m.impl("batch_norm_activation", batch_norm_activation_cpu_kernel);
-  m.impl("batch_norm_activation_update", batch_norm_activation_update_cpu_kernel);
-  m.impl("batch_norm_activation_backward", batch_norm_activation_backward_cpu_kernel);
+  m.impl("batch_norm_activation", forward_kernel<forward_cpu>);
+  m.impl("batch_norm_activation_update", update_kernel<forward_cpu>);
+  m.impl("batch_norm_activation_backward", backward_kernel<backward_cpu>);
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
 TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
-  m.impl("batch_norm_activation", batch_norm_activation_cuda_kernel);
-  m.impl("batch_norm_activation_update", batch_norm_activation_update_cuda_kernel);
-  m.impl("batch_norm_activation_backward", batch_norm_activation_backward_cuda_kernel);
+  m.impl("batch_norm_activation", forward_kernel<forward_cuda>);
+  m.impl("batch_norm_activation_update", update_kernel<forward_cuda>);
+  m.impl("batch_norm_activation_backward", backward_kernel<backward_cuda>);
 }
 #endif
 

@@ -127,6 +127,13 @@ inline void check_running_statistics(const Tensor& running_mean, const Tensor& r
   check_no_tangent(running_var, "batch_norm", "running_mean and running_var");
 }
 
+// After a training step, whose kernel has written them.
+inline void bump_statistics(const Tensor& running_mean, const Tensor& running_var) {
+  for (const Tensor* stat : {&running_mean, &running_var}) {
+    if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
+  }
+}
+
 // ---- batch norm's ops through the dispatcher ----
 
 inline Tensors3 call_batch_norm(const Tensor& input, const OptionalTensor& weight,
@@ -191,6 +198,16 @@ struct BatchNormCall {
   Tensor residual = {};
   bool statistics_only = false;  // neither an output nor a mask
 };
+
+// batch_norm of the same call, with its tangent. Training leaves the running statistics alone.
+inline Tensor without_activation(const BatchNormCall& c) {
+  auto evaluated = [&](const Tensor& stat) {
+    return c.training ? std::nullopt : optional_if_defined(stat);
+  };
+  return std::get<0>(call_batch_norm(c.input, optional_if_defined(c.weight),
+                                     optional_if_defined(c.bias), evaluated(c.running_mean),
+                                     evaluated(c.running_var), c.training, c.eps));
+}
 
 inline BatchNormCall batch_norm_call(const Tensor& input, const OptionalTensor& weight,
                                      const OptionalTensor& bias, const OptionalTensor& running_mean,

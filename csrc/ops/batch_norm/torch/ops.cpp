@@ -314,9 +314,7 @@ Tensors3 batch_norm_update_autograd(const Tensor& input, const OptionalTensor& w
                                    return call_batch_norm_update(input, weight, bias, running_mean,
                                                                  running_var, momentum, eps);
                                  });
-  for (const Tensor* stat : {&running_mean, &running_var}) {
-    if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
-  }
+  bump_statistics(running_mean, running_var);
   return result;
 }
 

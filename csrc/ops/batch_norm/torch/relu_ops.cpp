@@ -197,13 +197,7 @@ Tensors4 forward_autograd(const BatchNormCall& c, Forward&& forward) {
   auto node = make_node<BatchNormReluBackward>({c.training}, c.input, c.weight, c.bias, c.residual);
   // Before a training step moves the running statistics.
   Tensor direction;
-  if (any_tangent(c.input, c.weight, c.bias)) {
-    const Tensor plain = std::get<0>(call_batch_norm(
-        c.input, optional_if_defined(c.weight), optional_if_defined(c.bias),
-        c.training ? std::nullopt : optional_if_defined(c.running_mean),
-        c.training ? std::nullopt : optional_if_defined(c.running_var), c.training, c.eps));
-    direction = tangent(plain);
-  }
+  if (any_tangent(c.input, c.weight, c.bias)) direction = tangent(without_activation(c));
   auto results = below_autograd(forward);
   const auto& [output, mean, rstd, mask] = results;
   if (node) {
@@ -240,9 +234,7 @@ Tensors4 batch_norm_relu_update_autograd(const Tensor& input, const OptionalTens
         return call::batch_norm_relu_update(input, residual, weight, bias, running_mean,
                                             running_var, momentum, eps);
       });
-  for (const Tensor* stat : {&running_mean, &running_var}) {
-    if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
-  }
+  bump_statistics(running_mean, running_var);
   return results;
 }
 

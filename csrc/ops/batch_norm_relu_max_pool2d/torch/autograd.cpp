@@ -33,12 +33,7 @@ Tensors5 forward_autograd(const BatchNormCall& c, const PoolWindow& w, bool save
   auto node = make_node<BatchNormReluMaxPool2dBackward>({w, c.training}, c.input, c.weight, c.bias);
   // Before a training step moves the running statistics.
   Tensor direction;
-  if (any_tangent(c.input, c.weight, c.bias)) {
-    direction = tangent(std::get<0>(call_batch_norm(
-        c.input, optional_if_defined(c.weight), optional_if_defined(c.bias),
-        c.training ? std::nullopt : optional_if_defined(c.running_mean),
-        c.training ? std::nullopt : optional_if_defined(c.running_var), c.training, c.eps)));
-  }
+  if (any_tangent(c.input, c.weight, c.bias)) direction = tangent(without_activation(c));
   auto results = below_autograd([&] { return forward(save || node || direction.defined()); });
   const auto& [output, mean, rstd, codes, winners] = results;
   if (node) {
@@ -81,9 +76,7 @@ Tensors5 batch_norm_relu_max_pool2d_update_autograd(
         return call::batch_norm_relu_max_pool2d_update(
             input, weight, bias, running_mean, running_var, momentum, eps, w, ceil_mode, keep);
       });
-  for (const Tensor* stat : {&running_mean, &running_var}) {
-    if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
-  }
+  bump_statistics(running_mean, running_var);
   return results;
 }
 

@@ -1,21 +1,13 @@
 // conv2d_join_skip: makes a view of a convolution's input an output of the convolution's node, so
 // that its backward adds the two gradients of the input (torch/skip.h).
-#include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/TracerMode.h>
-
-#include "ops/conv2d/torch/common.h"
 #include "torch/skip.h"
+#include "ops/conv2d/torch/common.h"
+#include "torch/plain.h"
 
 namespace warpwright {
 namespace {
 
 using NodePtr = decltype(torch::autograd::Edge::function);  // shared or intrusive
-
-// A tensor in memory that no mode, transform or tracer watches.
-bool is_plain(const Tensor& x) {
-  return !at::isTensorSubclassLike(x) && x.layout() == at::kStrided && !x.is_nested() &&
-         (x.is_cuda() || x.is_cpu()) && !has_tangent(x);
-}
 
 // The node that read `input`, from `node` upwards along first edges: a batch norm may follow the
 // convolution. Null if it is none of kSkipNodes, or has a skip.
@@ -37,10 +29,8 @@ NodePtr find_skip_node(NodePtr node, const torch::autograd::Edge& input) {
 // `skip`: a view of `input` of its sizes, made without gradients. `output`: what layers made of
 // `input`. False: `skip` stays as it was, and the caller uses `input` itself.
 bool join_skip(const Tensor& skip, const Tensor& input, const Tensor& output) {
-  const bool watched = !is_plain(skip) || !is_plain(input) || !is_plain(output) ||
-                       at::tracer::impl::is_dispatch_enabled() ||
-                       c10::impl::dispatch_mode_enabled();
-  if (watched || !needs_gradient(input) || !output.requires_grad()) return false;
+  if (!is_plain(skip) || !is_plain(input) || !is_plain(output)) return false;
+  if (!needs_gradient(input) || !output.requires_grad()) return false;
   if (!skip.is_view() || skip.is_same(input) || skip.grad_fn()) return false;
   if (!skip.is_alias_of(input) || !skip.sizes().equals(input.sizes())) return false;
   const auto node = find_skip_node(output.grad_fn(), torch::autograd::impl::gradient_edge(input));

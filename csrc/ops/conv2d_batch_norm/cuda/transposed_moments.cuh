@@ -17,7 +17,7 @@ struct TransposedMomentsEpilogue : TransposedEpilogue16Bit<T> {
 
   static void order(TileGrid& grid) { grid.set_group_rows(grid.tiles_m); }
 
-  template <int kRegs, class NoBias>
+  template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const MomentsOutput& output,
                                         int64_t, int first_channel, int first_pixel) {
     runs.select(first_channel);

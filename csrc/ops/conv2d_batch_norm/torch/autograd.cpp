@@ -117,9 +117,7 @@ Tensors5 conv2d_batch_norm_update_autograd(
   auto results = forward_autograd(update_call_of(
       input, weight, bias, residual, norm_weight, norm_bias, running_mean, running_var, momentum,
       eps, activation, stride, padding, dilation, std::move(groups)));
-  for (const Tensor* stat : {&running_mean, &running_var}) {
-    if (!stat->is_inference()) torch::autograd::impl::bump_version(*stat);
-  }
+  bump_statistics(running_mean, running_var);
   return results;
 }
 

@@ -75,7 +75,7 @@ struct MlpBackward {  // saved: input, weight1, weight2, hidden, kept (of relu h
   static constexpr const char* kName = "WarpwrightMlpBackward";
   struct Attributes {
     Activation activation;
-    std::array<bool, 3> float32_1, float32_2;  // of which operands the gradients are float32
+    std::array<bool, 3> float32_1, float32_2;  // per operand: its gradient is float32
   };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
@@ -161,7 +161,8 @@ bool takes_one_node(const Product& first, const Tensor& weight2, const OptionalT
           needs_gradient(value_or_undefined(first.bias)));
 }
 
-// Whether the product's gradients may go to `sources`, of which `cast` may have casts.
+// Whether one kernel can give the product's gradients in the types of `sources`. `cast` has the
+// operands that the product reads.
 bool is_one_type(const AutocastOperands& cast, const Product& sources) {
   const bool unchanged = cast.input.is_same(sources.input) && cast.weight.is_same(sources.weight) &&
                          value_or_undefined(cast.bias).is_same(value_or_undefined(sources.bias));

@@ -29,15 +29,9 @@ struct PhaseOutput {
 // Writes D to the addresses of its phase. stmatrix writes 64 columns at a time to a swizzled
 // buffer. Each warp owns 16 rows of the buffer and stores whole rows of 128 bytes from there.
 template <class T>
-struct PhaseEpilogue : EpilogueSm90<T> {
+struct PhaseEpilogue : WithoutBias<EpilogueSm90<T>> {
   using Output = PhaseOutput;
   using Base = EpilogueSm90<T>;
-
-  struct NoBias {};
-  template <int kRegs>
-  __device__ __forceinline__ static NoBias load_bias(const PhaseOutput&, int) {
-    return {};
-  }
 
   template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const PhaseOutput& output,
@@ -119,14 +113,8 @@ struct TransposingEpilogue : EpilogueSm90<T> {
 // A warpgroup's rows are 64 columns of D (channels), its columns are rows of D (pixels). TMA stores
 // D.
 template <class T>
-struct TransposedEpilogue16Bit : TransposingEpilogue<T> {
+struct TransposedEpilogue16Bit : WithoutBias<TransposingEpilogue<T>> {
   using Base = EpilogueSm90<T>;
-
-  struct NoBias {};  // the kernel offers the first column alone
-  template <int kRegs>
-  __device__ __forceinline__ static NoBias load_bias(const OutputSm90&, int) {
-    return {};
-  }
 
   template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const OutputSm90& output,

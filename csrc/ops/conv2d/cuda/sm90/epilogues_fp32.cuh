@@ -10,14 +10,8 @@ namespace warpwright {
 // A phase of dgrad. Four neighbouring lanes write 8 channels of a pixel. Channels are multiples
 // of 4.
 template <>
-struct PhaseEpilogue<float> : EpilogueSm90<float> {
+struct PhaseEpilogue<float> : WithoutBias<EpilogueSm90<float>> {
   using Output = PhaseOutput;
-
-  struct NoBias {};
-  template <int kRegs>
-  __device__ __forceinline__ static NoBias load_bias(const PhaseOutput&, int) {
-    return {};
-  }
 
   template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const PhaseOutput& output,
@@ -41,13 +35,7 @@ struct PhaseEpilogue<float> : EpilogueSm90<float> {
 
 // A warpgroup's rows are 64 columns of D (channels), its columns are rows of D (pixels). Eight
 // lanes write 8 channels of a pixel.
-struct TransposedEpilogueFp32 : EpilogueSm90<float> {
-  struct NoBias {};  // the kernel offers the first column alone
-  template <int kRegs>
-  __device__ __forceinline__ static NoBias load_bias(const OutputSm90&, int) {
-    return {};
-  }
-
+struct TransposedEpilogueFp32 : WithoutBias<EpilogueSm90<float>> {
   template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const OutputSm90& output,
                                         int64_t, int first_channel, int first_pixel) const {

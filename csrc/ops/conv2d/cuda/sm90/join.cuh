@@ -24,9 +24,8 @@ struct TransposedJoiningEpilogue : AddendBuffers<T, kPixels / 64> {
   }
 
   template <int kRegs>
-  __device__ __forceinline__ void store(float (&d)[kRegs], typename Buffers::NoBias,
-                                        const JoiningOutput& output, int64_t, int first_channel,
-                                        int first_pixel) {
+  __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const JoiningOutput& output,
+                                        int64_t, int first_channel, int first_pixel) {
     static_assert(kRegs * 2 == kPixels, "the pixels of a tile");
     mbarrier_wait(this->arrived(), this->parity);
 #pragma unroll
@@ -52,8 +51,10 @@ struct TransposedJoiningEpilogue : AddendBuffers<T, kPixels / 64> {
     for (int j = 0; j < 4; ++j) {
       uint32_t words[4];
       ldmatrix_x4_trans(words, address + j * 16 * 128);
+      float added[8];
+      widen_words<T>(added, words);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) add_word<T>(&values[j * 8 + i * 2], words[i]);
+      for (int i = 0; i < 8; ++i) values[j * 8 + i] += added[i];
     }
     __syncwarp();
     const auto sums = Base::pack(values);
@@ -74,9 +75,8 @@ struct JoiningPhaseEpilogue : PhaseEpilogue<T> {
   using Base = EpilogueSm90<T>;
 
   template <int kRegs>
-  __device__ __forceinline__ void store(float (&d)[kRegs], typename PhaseEpilogue<T>::NoBias,
-                                        const JoiningPhaseOutput& output, int64_t, int first_row,
-                                        int first_col) {
+  __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const JoiningPhaseOutput& output,
+                                        int64_t, int first_row, int first_col) {
     constexpr int kPasses = 4, kChunks = kRegs / 32;  // passes of 4 rows, 8 lanes each
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int row = accumulator_warp_row() + lane / 8, col = first_col + lane % 8 * 8;

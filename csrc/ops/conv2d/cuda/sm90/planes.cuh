@@ -100,14 +100,8 @@ struct PlanesEpilogue : PlanesEpilogueBase<T> {
 // The same from the accumulators of D's transpose: rows are channels, columns pixels. A warp writes
 // and reads its own 16 rows of the buffer.
 template <class T>
-struct TransposedPlanesEpilogue : PlanesEpilogueBase<T> {
+struct TransposedPlanesEpilogue : WithoutBias<PlanesEpilogueBase<T>> {
   using Base = EpilogueSm90<T>;
-
-  struct NoBias {};  // the kernel offers the first column alone
-  template <int kRegs>
-  __device__ __forceinline__ static NoBias load_bias(const PlanesOutput&, int) {
-    return {};
-  }
 
   template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const PlanesOutput& output,

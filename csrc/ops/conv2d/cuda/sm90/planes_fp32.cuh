@@ -40,14 +40,8 @@ struct PlanesEpilogue<float> : EpilogueSm90<float> {
 // The same from the accumulators of D's transpose: rows are channels, columns pixels. Four lanes
 // write 8 pixels of a channel, in pairs if planes and D start at multiples of 8 bytes.
 template <>
-struct TransposedPlanesEpilogue<float> : EpilogueSm90<float> {
+struct TransposedPlanesEpilogue<float> : WithoutBias<EpilogueSm90<float>> {
   using Output = PlanesOutput;
-
-  struct NoBias {};  // the kernel offers the first column alone
-  template <int kRegs>
-  __device__ __forceinline__ static NoBias load_bias(const PlanesOutput&, int) {
-    return {};
-  }
 
   template <int kRegs>
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const PlanesOutput& output,
