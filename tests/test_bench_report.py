@@ -60,7 +60,7 @@ def test_report(tree, capsys):
     readme = (root / "README.md").read_text()
     assert readme.startswith("a\n<!-- results:summary -->\n| native time / ours |")
     assert readme.endswith("<!-- /results -->\nb\n")
-    assert "| `relu` | fwd 2.00× | 2.00× |" in readme
+    assert "| `relu` | fwd 2.00× | 2.00× (fwd) |" in readme
     for part in (record["gpu"], record["date"], record["torch"]):
         assert part in readme
     page = (root / "docs/results.md").read_text()
@@ -87,7 +87,7 @@ def test_stale_rows_are_marked_and_the_check_looks_past_the_mark(tree, capsys):
     assert "stale: relu" in capsys.readouterr().out
     run(root)
     readme = (root / "README.md").read_text()
-    assert "| `relu`† | fwd 2.00× | 2.00× |" in readme
+    assert "| `relu`† | fwd 2.00× | 2.00× (fwd) |" in readme
     assert tables.STALE_LINE in readme
     assert run(root, "--check") == 0
 
@@ -100,7 +100,7 @@ def test_times_that_drifted_are_not_in_the_summary(tree):
     ours |= {"steady": False, "ms": 1e-3}
     records.save_records(record, path)
     run(root)
-    assert "| `relu` | fwd 2.00× | 2.00× |" in (root / "README.md").read_text()
+    assert "| `relu` | fwd 2.00× | 2.00× (fwd) |" in (root / "README.md").read_text()
     page = (root / "docs/results.md").read_text()
     assert "| `relu` | fwd | 1 of 2 | **2.00×** | 2.00× | 2.00× |" in page
     assert tables.DRIFTING_LINE in page
@@ -134,7 +134,7 @@ def test_an_op_comes_from_its_newest_record(tree):
         rows = [{**r, "ms": ms} if r["impl"] == "native" else r for r in record["rows"]]
         records.save_records({**record, "date": date, "rows": rows}, path.with_name(f"{name}.json"))
     run(root)
-    assert "| `relu` | fwd 4.00× | 4.00× |" in (root / "README.md").read_text()
+    assert "| `relu` | fwd 4.00× | 4.00× (fwd) |" in (root / "README.md").read_text()
     page = (root / "docs/results.md").read_text()
     newest = page[: page.index(": a\n")]
     assert "| `relu` | fwd | 1 | **4.00×** |" in newest
@@ -227,6 +227,8 @@ def test_two_gpus_stand_side_by_side(tree):
         row("relu", "native", 9.0),
         row("linear", "warpwright", 1.0),  # not measured on the first
         row("linear", "native", 1.0),
+        row("linear_relu", "warpwright", 4.0),
+        row("linear_relu", "native", 1.0),
     ]
     other = {**record, "gpu": "Another GPU", "rows": rows}
     records.save_records(other, path.parents[1] / "another/full.json")
@@ -240,8 +242,8 @@ def test_two_gpus_stand_side_by_side(tree):
     assert "| `linear` | fwd | 1 |" not in page[: page.index("newest record")]
     readme = (root / "README.md").read_text()
     assert f"| {main}: geometric mean | slowest row | Another GPU: geometric mean |" in readme
-    assert "| `relu` | fwd 2.00× | 2.00× | fwd 1.50× | 1.50× |" in readme
-    assert "| `linear`† |  |  | fwd 1.00× | 1.00× |" in readme
+    assert "| `relu` | fwd 2.00× | 2.00× (fwd) | fwd 1.50× | 1.50× (fwd) |" in readme
+    assert "| `linear`†, `linear_relu`† |  |  | fwd 0.50× | 0.25× (`linear_relu` fwd) |" in readme
     assert run(root, "--check") == 0
 
 
@@ -268,7 +270,7 @@ def test_a_drifting_row_is_in_no_column(tree):
     run(root)
     page = (root / "docs/results.md").read_text()
     assert "| `relu` | fwd | 1 | 2.00× | 2.00× |" not in page
-    assert "| `relu` | fwd 2.00× | 2.00× |  |  |" in (root / "README.md").read_text()
+    assert "| `relu` | fwd 2.00× | 2.00× (fwd) |  |  |" in (root / "README.md").read_text()
 
 
 def test_the_readmes_picture_has_each_steps_largest_workload():

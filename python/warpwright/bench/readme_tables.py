@@ -1,4 +1,4 @@
-"""README.md's tables: whole training steps, then one line per op; each GPU against its own native."""
+"""README.md's tables: whole training steps, then one line per family of ops; each GPU against its own native."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from .machines import all_rows, newest_of_gpus
 from .records import grouped, is_training_step, native_ratio
+from .sources import folders_of
 from .tables import (
     STALE_LINE,
     Record,
@@ -76,31 +77,46 @@ def step_table(newest: Mapping[str, Record], stale: Mapping[str, set[str]]) -> s
 
 
 def op_table(newest: Mapping[str, Record], stale: Mapping[str, set[str]]) -> str:
-    """One line per op. Counts workloads whose times held still."""
-    ratios: dict[str, dict[str, dict[str, list[float]]]] = {}  # by op, GPU and pass
+    """One line per family of ops. Counts workloads whose times held still."""
+    # By the folders of the kernels: the ops, and by GPU and pass each workload's ratio and op.
+    families: dict[tuple[str, ...], dict[str, None]] = {}
+    ratios: dict[tuple[str, ...], dict[str, dict[str, list[tuple[float, str]]]]] = {}
     for gpu, record in newest.items():
         for key, impls in grouped(record).items():
-            ratio = native_ratio(impls)
-            if is_training_step(key[0]) or ratio is None:
+            op, ratio = key[0], native_ratio(impls)
+            if is_training_step(op) or ratio is None:
                 continue
-            of_pass = ratios.setdefault(key[0], {}).setdefault(gpu, {}).setdefault(key[-1], [])
+            folders = folders_of(op)
+            families.setdefault(folders, {})[op] = None
+            of_pass = ratios.setdefault(folders, {}).setdefault(gpu, {}).setdefault(key[-1], [])
             if held_still(impls):
-                of_pass.append(ratio)
+                of_pass.append((ratio, op))
     if not ratios:
         return ""
     titles = ["native time / ours"]
     for gpu in newest:
         titles += [f"{gpu}: geometric mean", "slowest row"]
     lines = [line(titles), "|" + "---|" * len(titles)]
-    for op, by_gpu in ratios.items():
-        cells = [mark(op, {op} if any(op in old for old in stale.values()) else set())]
+    old = set[str]().union(*stale.values())
+    for folders, ops in families.items():
+        cells = [", ".join(mark(op, old) for op in ops)]
         for gpu in newest:
-            passes = {name: found for name, found in by_gpu.get(gpu, {}).items() if found}
-            cells.append(", ".join(f"{name} {geomean(r):.2f}×" for name, r in passes.items()))
-            slowest = min((min(found) for found in passes.values()), default=None)
-            cells.append("" if slowest is None else f"{slowest:.2f}×")
+            cells += _op_cells(ratios[folders].get(gpu, {}), several=len(ops) > 1)
         lines.append(line(cells))
     return "\n".join(lines)
+
+
+def _op_cells(passes: Mapping[str, list[tuple[float, str]]], several: bool) -> list[str]:
+    """The passes' geometric means, and the slowest workload, which names its op if there are several."""
+    measured = {name: found for name, found in passes.items() if found}
+    if not measured:
+        return ["", ""]
+    means = {name: geomean([ratio for ratio, _ in found]) for name, found in measured.items()}
+    ratio, op, name = min((*row, name) for name, found in measured.items() for row in found)
+    return [
+        ", ".join(f"{name} {mean:.2f}×" for name, mean in means.items()),
+        f"{ratio:.2f}× ({f'`{op}` ' if several else ''}{name})",
+    ]
 
 
 def _ours(impls: Impls) -> dict[str, float]:
