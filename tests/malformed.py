@@ -123,17 +123,22 @@ def elsewhere(x, rng):
     return x.detach().to("meta")
 
 
+def sparse(x):
+    """`x` as it is if it can't be sparse: a scalar, or 8-bit floats, whose zeros native can't find."""
+    return x.to_sparse() if x.dim() > 0 and x.dtype != torch.float8_e4m3fn else x
+
+
 def other_kind(x, rng):
     choice = rng.randrange(4)
-    if choice == 0 and x.dim() > 0:
-        return x.detach().to_sparse()
+    if choice == 0:
+        return sparse(x.detach())
     if choice == 1:
         return x.detach().clone().requires_grad_(x.dtype.is_floating_point)
     if choice == 2:
         return torch.nn.Parameter(x.detach(), requires_grad=False)
     x = x.detach()
     if x.dtype not in (torch.float32, torch.float64):
-        return x.to_sparse() if x.dim() > 0 else x
+        return sparse(x)
     return torch.complex(x, x).conj().imag  # the negative of its memory
 
 

@@ -35,7 +35,7 @@ def tree(tmp_path):
     """A repository with one small record."""
     for folder in ("csrc/ops/relu", "csrc/device", "python", "docs"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "csrc/ops/relu/relu.cu").write_text("// relu\n")
+    (tmp_path / "csrc/ops/relu/relu.cu").write_text("int relu;\n")
     (tmp_path / "README.md").write_text("a\n<!-- results:summary -->\nold\n<!-- /results -->\nb\n")
     record = {
         **{k: v for k, v in json.loads(FULL.read_text()).items() if k != "rows"},
@@ -81,7 +81,7 @@ def test_stale_rows_are_marked_and_the_check_looks_past_the_mark(tree, capsys):
     root, _, _ = tree
     run(root)
     assert tables.STALE not in (root / "README.md").read_text()
-    (root / "csrc/ops/relu/relu.cu").write_text("// relu, changed\n")
+    (root / "csrc/ops/relu/relu.cu").write_text("int changed;\n")
     capsys.readouterr()
     assert run(root, "--check") == 0
     assert "stale: relu" in capsys.readouterr().out

@@ -373,8 +373,12 @@ def tree(tmp_path):
     ):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("a\n")
-    (tmp_path / "csrc/ops/linear/cuda/launch.cu").write_text("// linear\n")
-    (tmp_path / "benchmarks/ladders/matmul/01_naive.cu").write_text("// naive\n")
+    ladders = tmp_path / "benchmarks/ladders"
+    for path in ("csrc/ops/linear/cuda/launch.h", "csrc/ops/linear/cuda/launch.cu"):
+        (tmp_path / path).write_text("int linear;\n")
+    for name in ("entry.cu", "checks.h", "matmul/01_naive.cu"):
+        (ladders / name).write_text("int rung;\n")
+    (ladders / "matmul/10_shipped.cu").write_text('#include "ops/linear/cuda/launch.h"\n')
     (tmp_path / "docs/ladder.md").write_text("a\n<!-- results:ladder -->\n<!-- /results -->\nb\n")
     full = json.loads((ROOT / "benchmarks/results/h200/full.json").read_text())
     other = row("warpwright", 1.0)
@@ -444,13 +448,18 @@ def test_other_numbers_fail_the_check(tree):
 
 
 @pytest.mark.parametrize(
-    "changed", ["csrc/ops/linear/cuda/launch.cu", "benchmarks/ladders/matmul/01_naive.cu"]
+    "changed",
+    [
+        "csrc/ops/linear/cuda/launch.cu",
+        "benchmarks/ladders/matmul/01_naive.cu",
+        "benchmarks/ladders/entry.cu",
+    ],
 )
 def test_a_changed_rung_is_stale(tree, changed, capsys):
     save(tree, [row("01_naive", 3.0), row("native", 2.0)])
     assert command(tree) == 0
     assert report.STALE not in (tree / "docs/ladder.md").read_text()
-    (tree / changed).write_text("// changed\n")
+    (tree / changed).write_text("int changed;\n")
     capsys.readouterr()
     assert command(tree, "--check") == 0
     assert "ladder.json: stale" in capsys.readouterr().out
