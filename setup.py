@@ -120,6 +120,9 @@ def use_ccache() -> None:
         os.environ["CXX"] = str(link)
     if WITH_CUDA:
         os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {find_nvcc()}")
+    # Checkouts share the cache: it sees paths relative to the root.
+    os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
+    os.environ.setdefault("CCACHE_NOHASHDIR", "1")
 
 
 # torch calls the ninja on PATH, and without one it compiles file by file. The environment's own ninja

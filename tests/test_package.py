@@ -259,16 +259,21 @@ def test_no_nvcc_is_a_cpu_only_build(tree):
 
 
 @pytest.mark.timeout(3600)
-def test_wheel(tree):
+@pytest.mark.parametrize("reused", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_wheel(tree, reused):
     """`pip wheel` of the source distribution, CPU-only, installed elsewhere: complete, and it runs an op.
 
-    By a compiler that links a static C++ runtime, if it is let: next to torch's it can't print
-    numbers.
+    With the library of this build or with one compiled from the distribution, which has the same
+    sources (test_sdist). By a compiler that links a static C++ runtime, if it is let: next to torch's
+    it can't print numbers.
     """
     archive = build_with(tree, "build_sdist")
     with tarfile.open(archive) as opened:
         opened.extractall(tree / "unpacked")
     (unpacked,) = (tree / "unpacked").iterdir()
+    if reused:
+        for name in ("libwarpwright.so", "_built_for.txt"):
+            shutil.copy(PACKAGE / name, unpacked / "python" / "warpwright")
     result = run(
         [
             *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
@@ -276,6 +281,7 @@ def test_wheel(tree):
         ],
         tree,
         NO_CUDA="1",
+        WARPWRIGHT_REUSE_LIBRARY=str(int(reused)),
         LDFLAGS="-static-libstdc++",
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
