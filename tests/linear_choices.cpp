@@ -160,10 +160,6 @@ int main(int argc, char** argv) {
       }
     }
   } else {
-    DeviceInfo ampere;  // A100
-    ampere.sm_arch = 80;
-    ampere.num_sms = 108;
-    ampere.smem_per_block = 163 * 1024;
     DeviceInfo small;  // a consumer's GPU: the least shared memory from 8.0 on
     small.sm_arch = 86;
     small.num_sms = 20;
@@ -173,7 +169,7 @@ int main(int argc, char** argv) {
     cut_down.clusters[0] = 78;
     cut_down.clusters[1] = 39;
     cut_down.clusters[2] = 18;
-    std::vector<DeviceInfo> devices = {ampere, small, cut_down};
+    std::vector<DeviceInfo> devices = {small, cut_down};
     for (const NamedDevice& device : kNamedDevices) devices.push_back(device.info);
     const std::vector<int64_t> edges = {1,   2,   7,   8,   9,   16,  17,   31,  33,
                                         63,  64,  65,  96,  97,  127, 128,  129, 255,

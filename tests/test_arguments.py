@@ -268,6 +268,15 @@ def test_sizes_that_are_no_int64(name, shape):
         torch.testing.assert_close(getattr(F, name)(x, shape), expected)
 
 
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_running_statistics_whose_storage_was_freed(name):
+    """Instance norm updates them by native's ops, which would end the process."""
+    running = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
+    running[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"{name}: .* its data is not allocated"):
+        F.instance_norm(torch.randn(2, 3, 4, 5), **running)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bytes_left", [0, 8])
 def test_residual_whose_storage_was_freed(dtype, bytes_left):

@@ -30,6 +30,11 @@ CALLS = {
     "conv2d": lambda: (image(), half(128, 64, 3, 3).to(memory_format=torch.channels_last)),
     "batch_norm": lambda: (image(), torch.zeros(64), torch.ones(64)),
     "layer_norm": lambda: (half(16384, 768), (768,)),
+    "add_layer_norm": lambda: (half(16384, 768), half(16384, 768), (768,)),
+    "group_norm": lambda: (half(32, 64, 56, 56), 32),
+    "softmax": lambda: (half(16384, 4096), -1),
+    "sum": lambda: (half(16384, 4096), 1),
+    "cumsum": lambda: (half(16384, 4096), 1),
     "max_pool2d": lambda: (image(), 3, 2, 1),
     "cross_entropy": lambda: (half(8192, 50257), LABELS),
     "linear_cross_entropy": lambda: (half(8192, 4096), half(128256, 4096), LABELS),
@@ -55,6 +60,37 @@ def test_every_op_has_a_kernel(op, explain_there):
     assert "SMs)" in title
     assert lines
     assert not any("native torch" in line for line in lines)
+
+
+def rows_in_rings(length):
+    """Calls whose kernels let rows pass through a ring in shared memory, where they take such rows."""
+    x, single = half(4096, length), torch.empty(4096, length)
+    return [
+        ("layer_norm", x, (length,)),
+        ("rms_norm", x, (length,)),
+        ("add_layer_norm", x, x, (length,)),
+        ("add_rms_norm", single, x, (length,)),
+        ("softmax", x, -1),
+        ("log_softmax", single, -1),
+        ("group_norm", x.view(64, 64, 8, length // 8), 16),
+        ("group_norm", single.view(4096, 8, length // 8, 1), 8),
+    ]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_rings_fit_the_shared_memory(gpu):
+    """Compute capability 8.0 has 163 KiB per block, 8.6 and 8.9 have 99, and a Hopper 227."""
+    ring_bytes, where_rows_meet = 192 * 1024 / 512, 2048  # per thread; per block
+    most = GPUS[gpu].smem_per_block - where_rows_meet
+    widest = 0
+    for length in (64, 768, 1024, 3072, 4096, 8192, 12288, 16384, 32768, 65536):
+        for call in rows_in_rings(length):
+            for line in explain(*call, device=gpu).splitlines()[1:]:
+                if "ring" in line:
+                    threads = int(re.search(r"of (\d+) threads", line)[1])
+                    assert threads * ring_bytes <= most, (call[0], length, line)
+                    widest = max(widest, threads)
+    assert widest == {99: 256, 163: 416}.get(GPUS[gpu].smem_per_block // 1024, 512)
 
 
 @pytest.mark.parametrize("sms", [16, 78, 114, 132])

@@ -219,7 +219,7 @@ Lines explain_group_norm(const std::string& dtype, const TensorLayout& input, bo
                              .spatial = numel(input) / (batch * channels),
                              .groups = groups,
                              .is_rows = rows,
-                             .sm90 = sm90};
+                             .sm90 = sm90 && device.sm_arch == 90};
   GroupNormParams forward{};
   static_cast<GroupNormShape&>(forward) = shape;
   forward.input = reinterpret_cast<const void*>(input.address);
@@ -255,7 +255,7 @@ Lines explain_layer_norm(const std::string& dtype, bool centered, bool adds,
   backward.input = forward.input;
   backward.input_stride = forward.input_stride;
   backward.grad_stride = forward.cols;
-  if (adds && adds_in_kernel(forward)) {
+  if (adds && adds_in_kernel(forward, device)) {
     return {{"forward", describe(choose_add_layer_norm(forward, device))},
             {"backward", describe(choose_add_layer_norm_backward(backward, device))}};
   }

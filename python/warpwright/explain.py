@@ -43,7 +43,8 @@ def explain(
         args, kwargs: as for the function.
         device: answer as if the tensors were on this device. ``"cuda"`` explains the GPU kernels for
             tensors of any device; without a GPU it assumes an sm_90 with 132 SMs. ``"h100"``,
-            ``"h200"``, ``"h100-pcie"`` and ``"gh200"`` explain them for that GPU.
+            ``"h200"``, ``"h100-pcie"``, ``"gh200"``, ``"a100"`` and ``"l40s"`` explain them for that
+            GPU.
     Returns:
         A line for the call, then a line per kernel: its role, what it takes, and why.
     Raises:

@@ -19,6 +19,7 @@
 
 #include "common/ceil_div.h"
 #include "common/dtype.h"
+#include "common/row_ring.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -91,12 +92,10 @@ struct GroupNormPlan {
   int64_t partials() const { return form == GroupNormForm::kOnChip ? cluster : splits; }
 };
 
-constexpr int kGroupNormThreads = 512;      // per persistent block, at most
 constexpr int kGroupNormPassThreads = 256;  // per block of a pass
 constexpr int kGroupNormMaxCluster = 8;
-constexpr int64_t kGroupNormSharedBytes = 224 * 1024;
-constexpr int64_t kGroupNormRingBytes = 192 * 1024;
-constexpr int64_t kGroupNormVectorBytes = 20 * 1024;  // of weight and bias on chip
+constexpr int64_t kGroupNormBesideBytes = 32 * 1024;  // next to the ring
+constexpr int64_t kGroupNormVectorBytes = 20 * 1024;  // of them for weight and bias
 constexpr int64_t kGroupNormSplitVectors = 2048;      // of a plane, per split
 constexpr int kGroupNormSplitRows = 16;               // per thread of a block of rows
 
@@ -125,6 +124,7 @@ inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p
                                     int cluster, bool is_backward, const DeviceInfo& device) {
   const int* held = is_backward ? kGroupNormBackwardHeld : kGroupNormForwardHeld;
   const int64_t rows = p.batch * p.groups;
+  const int most = ring_threads(device, kGroupNormBesideBytes);
   plan.cluster = cluster;
   plan.part = cluster == 1 ? vectors : ceil_div(vectors, int64_t{32} * cluster) * 32;
   if ((cluster - 1) * plan.part >= vectors) return false;  // a block without a part
@@ -135,22 +135,22 @@ inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p
   while (at > 0 && plan.part < int64_t{held[at]} * 32) --at;
   // More vectors per thread only for groups that do not fit otherwise.
   const int limit = is_backward ? group_norm_most_held(p.dtype, cluster) : last;
-  while (at >= last && at < limit && plan.part > int64_t{held[at]} * kGroupNormThreads) ++at;
+  while (at >= last && at < limit && plan.part > int64_t{held[at]} * most) ++at;
   plan.vectors = held[at];
-  if (plan.part > int64_t{plan.vectors} * kGroupNormThreads) return false;
+  if (plan.part > int64_t{plan.vectors} * most) return false;
   const int64_t lanes = ceil_div(plan.part, int64_t{plan.vectors});
   plan.lanes = static_cast<int>(lanes > 32 ? ceil_div(lanes, int64_t{32}) * 32
                                            : std::bit_ceil(static_cast<uint64_t>(lanes)));
   int64_t groups = 1;
   if (cluster == 1) {
     groups = std::clamp<int64_t>(ceil_div(rows, int64_t{device.num_sms}), 1,
-                                 std::max(1, kGroupNormThreads / plan.lanes));
+                                 std::max(1, most / plan.lanes));
     while (groups * plan.lanes % 32 != 0) ++groups;  // whole warps
   }
   plan.threads = static_cast<int>(groups * plan.lanes);
   const int64_t resident = device.clusters[std::countr_zero(static_cast<unsigned>(cluster))];
-  const int64_t most = cluster == 1 ? device.num_sms : std::max<int64_t>(resident, 1);
-  plan.blocks = std::clamp<int64_t>(ceil_div(rows, groups), 1, most) * cluster;
+  const int64_t at_once = cluster == 1 ? device.num_sms : std::max<int64_t>(resident, 1);
+  plan.blocks = std::clamp<int64_t>(ceil_div(rows, groups), 1, at_once) * cluster;
   plan.smem_bytes = group_norm_vector_bytes(p);
   if (is_backward) {
     const int64_t per_channel = p.spatial / plan.vec;
@@ -161,7 +161,7 @@ inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p
         static_cast<int>(std::min<uint64_t>(std::bit_floor(static_cast<uint64_t>(share)), 32));
     const int64_t entries = ceil_div(plan.part, int64_t{plan.entry_lanes});
     plan.smem_bytes += 2 * groups * entries * 2 * group_norm_element(p.dtype);
-    if (plan.smem_bytes + kGroupNormRingBytes > kGroupNormSharedBytes) return false;
+    if (plan.smem_bytes > kGroupNormBesideBytes) return false;
   }
   return true;
 }

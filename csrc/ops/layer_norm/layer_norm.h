@@ -20,6 +20,7 @@
 
 #include "common/ceil_div.h"
 #include "common/dtype.h"
+#include "common/row_ring.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -96,12 +97,11 @@ struct LayerNormPlan {
   const char* reason;
 };
 
-constexpr int kNormThreads = 256;            // per block of several rows
-constexpr int kNormMaxThreads = 1024;        // per block of one row
-constexpr int kNormMaxVectors = 8;           // per thread
-constexpr int kNormElementVectors = 8;       // the same, for accesses of one element
-constexpr int kNormLoopThreads = 512;        // per block that reads its row three times
-constexpr int kNormPersistentThreads = 512;  // per persistent block, at most
+constexpr int kNormThreads = 256;       // per block of several rows
+constexpr int kNormMaxThreads = 1024;   // per block of one row
+constexpr int kNormMaxVectors = 8;      // per thread
+constexpr int kNormElementVectors = 8;  // the same, for accesses of one element
+constexpr int kNormLoopThreads = 512;   // per block that reads its row three times
 
 // Threads per group if each holds `held` vectors, without an upper limit.
 constexpr int64_t norm_lanes(int64_t vectors, int held) {
@@ -118,7 +118,7 @@ struct NormGroups {
   int64_t blocks;
 
   NormGroups(int64_t rows, int lanes, const DeviceInfo& device) {
-    const int64_t most = std::max<int64_t>(1, kNormPersistentThreads / lanes);
+    const int64_t most = std::max(1, ring_threads(device) / lanes);
     int64_t groups = std::clamp<int64_t>(ceil_div(rows, int64_t{device.num_sms}), 1, most);
     while (groups * lanes % 32 != 0) ++groups;  // whole warps
     threads = static_cast<int>(groups * lanes);
@@ -143,7 +143,7 @@ inline LayerNormPlan choose_layer_norm(const LayerNormParams& p, uintptr_t addre
     plan.reason = "rows longer than a block's registers, read three times";
     return plan;
   }
-  if (aligned && vectors <= 2 * kNormPersistentThreads) {
+  if (aligned && vectors <= int64_t{2} * ring_threads(device)) {
     plan.form = NormForm::kPersistent;
     plan.vectors = vectors > 1 ? 2 : 1;
     plan.lanes = static_cast<int>(norm_lanes(vectors, plan.vectors));
@@ -175,7 +175,7 @@ void plan_added_rows(Plan& plan, DType dtype, int64_t rows, int64_t cols,
                      const DeviceInfo& device) {
   plan.vec = static_cast<int>(16 / dtype_size(dtype));
   const int64_t vectors = cols / plan.vec;
-  plan.vectors = norm_lanes(vectors, 2) > kNormPersistentThreads ? 4 : 2;
+  plan.vectors = norm_lanes(vectors, 2) > ring_threads(device) ? 4 : 2;
   plan.lanes = static_cast<int>(norm_lanes(vectors, plan.vectors));
   const NormGroups groups(rows, plan.lanes, device);
   plan.threads = groups.threads;
@@ -234,7 +234,7 @@ inline LayerNormBackwardPlan choose_layer_norm_backward(const LayerNormBackwardP
   plan.splits = 1;
   const int64_t vectors = p.cols / plan.vec;
   const int most = norm_backward_vectors(dtype_size(p.dtype), p.centered);
-  if (!aligned || vectors > int64_t{most} * kNormPersistentThreads) {
+  if (!aligned || vectors > int64_t{most} * ring_threads(device)) {
     plan.threads = plan.lanes = kNormLoopThreads;
     plan.vectors = 1;
     plan.blocks = p.rows;
@@ -247,7 +247,7 @@ inline LayerNormBackwardPlan choose_layer_norm_backward(const LayerNormBackwardP
   }
   plan.held = true;
   int held = vectors > 1 ? 2 : 1;
-  while (held < most && norm_lanes(vectors, held) > kNormPersistentThreads) held *= 2;
+  while (held < most && norm_lanes(vectors, held) > ring_threads(device)) held *= 2;
   plan.vectors = held;
   plan.lanes = static_cast<int>(norm_lanes(vectors, held));
   const NormGroups groups(p.rows, plan.lanes, device);
@@ -293,10 +293,10 @@ inline uintptr_t norm_addresses(const LayerNormBackwardParams& p) {
 
 // Whether one kernel adds and normalizes. If not, the call adds in a kernel of its own.
 template <class Params>
-bool adds_in_kernel(const Params& p) {
+bool adds_in_kernel(const Params& p, const DeviceInfo& device) {
   const int64_t size = dtype_size(p.dtype), vec = 16 / size;
   return p.dtype != DType::kFloat64 && norm_addresses(p) % 16 == 0 && p.cols % vec == 0 &&
-         p.cols / vec <= int64_t{norm_add_vectors(size, p.centered)} * kNormPersistentThreads;
+         p.cols / vec <= int64_t{norm_add_vectors(size, p.centered)} * ring_threads(device);
 }
 
 void layer_norm_cpu(const LayerNormParams& params);

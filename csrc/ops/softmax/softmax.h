@@ -17,6 +17,7 @@
 
 #include "common/ceil_div.h"
 #include "common/dtype.h"
+#include "common/row_ring.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -60,7 +61,7 @@ struct SoftmaxPlan {
   const char* reason;
 };
 
-constexpr int kSoftmaxThreads = 512;          // per persistent block, at most
+constexpr int kSoftmaxThreads = 512;          // per block of long rows
 constexpr int kSoftmaxHeldThreads = 256;      // per block of short rows
 constexpr int kSoftmaxElements = 8;           // held per thread, for accesses of one element
 constexpr int64_t kSoftmaxHeldLength = 1024;  // of rows of element accesses
@@ -82,14 +83,15 @@ inline SoftmaxPlan choose_softmax_rows(const SoftmaxShape& p, int64_t size, int 
   plan.vec = static_cast<int>(vec);
   const int64_t vectors = p.length / vec;
   const int most = operands == 1 ? 8 : 4;
-  if (is_aligned && p.length % vec == 0 && vectors <= int64_t{most} * kSoftmaxThreads) {
+  if (is_aligned && p.length % vec == 0 && vectors <= int64_t{most} * ring_threads(device)) {
     plan.form = SoftmaxForm::kPersistent;
     // Long rows take many vectors per thread, so that few threads meet.
     plan.vectors = vectors > 1 ? 2 : 1;
     while (plan.vectors < most && vectors >= int64_t{plan.vectors} * 32) plan.vectors *= 2;
     plan.lanes = static_cast<int>(softmax_lanes(vectors, plan.vectors));
     const int64_t rows_per_sm = ceil_div(p.outer, int64_t{device.num_sms});
-    int64_t groups = std::clamp<int64_t>(rows_per_sm, 1, std::max(1, kSoftmaxThreads / plan.lanes));
+    int64_t groups =
+        std::clamp<int64_t>(rows_per_sm, 1, std::max(1, ring_threads(device) / plan.lanes));
     while (groups * plan.lanes % 32 != 0) ++groups;  // whole warps
     plan.threads = static_cast<int>(groups * plan.lanes);
     plan.blocks = std::clamp<int64_t>(ceil_div(p.outer, groups), 1, device.num_sms);

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "common/row_ring.h"
 #include "device/access.cuh"
 #include "device/copy_half.cuh"
 #include "device/math.cuh"
@@ -12,9 +13,6 @@
 #include "tile/rows/held.cuh"
 
 namespace warpwright {
-
-constexpr int kRingBytes = 192 * 1024;  // at most, for kRingThreads
-constexpr int kRingThreads = 512;
 
 // Bytes per thread and row: kHeld vectors of each operand. The first operand has the widest type
 // and fills 16 bytes; the others have as many elements.
@@ -27,7 +25,8 @@ constexpr int row_bytes() {
 template <int kHeld, class... Ts>
 constexpr int row_stages() {
   constexpr int kMost = kHeld == 1 ? 8 : 6;
-  constexpr int kFitting = kRingBytes / (kRingThreads * row_bytes<kHeld, Ts...>());
+  constexpr int kFitting =
+      static_cast<int>(kRingBytes / (kRingThreads * row_bytes<kHeld, Ts...>()));
   return kFitting < kMost ? kFitting : kMost;
 }
 

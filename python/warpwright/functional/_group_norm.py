@@ -130,6 +130,8 @@ def _check_running(input: Tensor, *running: Any) -> None:
             raise RuntimeError(
                 f"{name} should contain {input.shape[1]} elements not {vector.numel()}"
             )
+        # The update would write to freed memory.
+        _arguments.require_storage("instance_norm", name, vector)
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ class ClusterExchange {
 // Layout: planes. Grid: persistent clusters of `cluster` blocks, whose groups of threads walk the
 // groups of channels.
 template <class T, int kHeld, bool kCluster>
-__global__ void __launch_bounds__(kGroupNormThreads, 1)
+__global__ void __launch_bounds__(kRingThreads, 1)
     group_norm_on_chip_kernel(const GroupNormParams p, const GroupNormParts parts, int ring_bytes) {
   using Acc = Accum<T>;
   constexpr int kVec = kVecSize<T>;
@@ -270,7 +270,7 @@ __device__ __forceinline__ void write_input_gradient(const Vec<T, kVec> (&x)[kHe
 
 // Layout: planes. Grid: as above. `partials`: (cluster, 2, batch, channels); null: not wanted.
 template <class T, int kHeld, bool kCluster>
-__global__ void __launch_bounds__(kGroupNormThreads, 1)
+__global__ void __launch_bounds__(kRingThreads, 1)
     group_norm_bwd_on_chip_kernel(const GroupNormBackwardParams p, const GroupNormParts parts,
                                   int entry_lanes, int channel_lanes, int ring_bytes,
                                   Accum<T>* partials) {

@@ -124,7 +124,7 @@ __device__ __forceinline__ void add_sum_gradient(const LayerNormBackwardParams& 
 // cols). O: the type of dy. B: void, or the branch's type, and then dx includes ds. Grid:
 // persistent blocks. Group g of block b has the rows b * groups + g, + gridDim * groups, and so on.
 template <class T, class O, class B, int kHeld, bool kCentered>
-__global__ void __launch_bounds__(kNormPersistentThreads, 1)
+__global__ void __launch_bounds__(kRingThreads, 1)
     layer_norm_bwd_kernel(const LayerNormBackwardParams p, int lanes, Accum<T>* partials) {
   using Acc = Accum<T>;
   constexpr int kVec = kVecSize<T>, kCount = kCentered ? 2 : 1;

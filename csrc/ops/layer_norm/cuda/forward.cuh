@@ -86,7 +86,7 @@ struct NormRing<kHeld, T, void> {
 // stride; sum and y dense. B: the branch's type, or void. O: the type of y. Grid: persistent
 // blocks. Group g of block b has the rows b * groups + g, + gridDim * groups, and so on.
 template <class T, class O, class B, int kHeld, bool kCentered>
-__global__ void __launch_bounds__(kNormPersistentThreads, 1)
+__global__ void __launch_bounds__(kRingThreads, 1)
     layer_norm_persistent_kernel(const LayerNormParams p, int lanes) {
   using Acc = Accum<T>;
   constexpr int kVec = kVecSize<T>;

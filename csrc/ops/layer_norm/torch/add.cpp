@@ -171,7 +171,8 @@ Tensors4 add_forward_cuda(const AddNormCall& call) {
   const CudaCall cuda(call.residual);
   return add_forward_with(call, call.input, [&](const LayerNormParams& given, Tensor& sum) {
     LayerNormParams p = given;
-    if (adds_in_kernel(p) && have_one_type(p.dtype, p.output_dtype, p.branch_dtype)) {
+    if (adds_in_kernel(p, current_device_info()) &&
+        have_one_type(p.dtype, p.output_dtype, p.branch_dtype)) {
       return launch_add_layer_norm(p, choose_add_layer_norm(p, current_device_info()), cuda.stream);
     }
     at::add_out(sum, call.residual, call.input);
@@ -187,7 +188,7 @@ Tensors4 add_backward_cuda(const AddNormBackwardCall& call) {
   bool is_added = false;
   auto results = add_backward_with(call, [&](const LayerNormBackwardParams& given) {
     LayerNormBackwardParams p = given;
-    is_added = p.grad_sum != nullptr && adds_in_kernel(p) &&
+    is_added = p.grad_sum != nullptr && adds_in_kernel(p, current_device_info()) &&
                have_one_type(p.dtype, p.grad_dtype, p.branch_dtype);
     if (!is_added) {
       p.grad_sum = nullptr;
