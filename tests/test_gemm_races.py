@@ -128,7 +128,7 @@ def test_linear_choice_wins_the_race(race):
     assert measured[tile, int(split[1]) if split else 1] <= 1.025 * fastest
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", [name for name, gpu in GPUS.items() if gpu.sm_arch == 90])
 def test_sums_in_bfloat16_take_the_tile_that_hides_their_reads(gpu):
     """The gradient of a large classifier: 128x192 took 3.02 ms on an H100 and 128x128 4.39."""
     x, weight = _C.Operand([8192, 4096], [4096, 1], 0), _C.Operand([128256, 4096], [4096, 1], 0)
