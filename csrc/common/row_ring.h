@@ -13,8 +13,8 @@ constexpr int64_t kRingBytes = 192 * 1024;   // at most, for kRingThreads
 constexpr int kRingThreads = 512;            // per block, at most
 constexpr int64_t kMeetingBytes = 2 * 1024;  // at most, where a row's threads meet
 
-// Threads of a block whose ring fits next to `beside` bytes: whole warps. A Hopper has room for
-// all; compute capability 8.6 and 8.9 for half of them.
+// The most threads per block, in whole warps, whose ring fits with `beside` more bytes. A Hopper
+// fits all kRingThreads; compute capability 8.6 and 8.9 fit half of them.
 constexpr int ring_threads(const DeviceInfo& device, int64_t beside = 0) {
   const int64_t room = device.smem_per_block - kMeetingBytes - beside;
   return static_cast<int>(

@@ -11,7 +11,6 @@
 #include <cstdint>
 
 #include "device/activation.cuh"
-
 #include "device/sm90/mbarrier.cuh"
 #include "tile/epilogue_sm90.cuh"
 
