@@ -190,7 +190,7 @@ def bad(value, rng):
     if isinstance(value, (list, tuple)):
         return bad_list(value, rng)
     if isinstance(value, torch.dtype):
-        return rng.choice([*OTHER_DTYPES, None, 6])
+        return rng.choice([*OTHER_DTYPES, None, 6, -1, 99])
     if isinstance(value, str):
         return rng.choice(STRINGS)
     return rng.choice([None, 0, -1, 1.5, "x", torch.zeros(()), torch.ones(3)])  # was None
@@ -257,6 +257,9 @@ def child(campaign, pipe):
     if campaign.device == "cpu" and campaign.limit_memory:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + CHILD_BYTES, -1))
+    if campaign.device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, CHILD_BYTES / total))
     torch.set_num_threads(2)
     calls = Calls(campaign)
 

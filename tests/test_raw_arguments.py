@@ -66,6 +66,28 @@ def test_storage_that_is_gone(device, op, kept):
                 overload(op)(*args)
 
 
+# ---- numbers that are no dtype ----
+
+DTYPES = [
+    (op, argument.name)
+    for op in OPS
+    for argument in overload(op)._schema.arguments
+    if "ScalarType" in str(argument.real_type)
+]
+
+
+@pytest.mark.parametrize("number", [-1, 99])
+@pytest.mark.parametrize(("op", "name"), DTYPES)
+def test_a_number_that_is_no_dtype(device, op, name, number):
+    """Native's operators index tables by it."""
+    for call in calls_of(device, op):
+        call[names_of(op).index(name)] = number
+        with pytest.raises(RuntimeError, match=f"{name}: expected"):
+            overload(op)(*call)
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=f"{name}: expected"):
+            overload(op)(*call)
+
+
 # ---- sizes, types, devices, memory order ----
 
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 
 namespace warpwright {
 
@@ -29,6 +30,14 @@ inline void check_same_device(const at::Tensor& tensor, const at::Tensor& like, 
   if (!tensor.defined()) return;
   TORCH_CHECK(tensor.device() == like.device(), name, ": expected device ", like.device(), ", got ",
               tensor.device());
+}
+
+// Throws unless `dtype` is one of torch's. The dispatcher casts a caller's number unchecked, and
+// ATen's conversions index tables by it. `name` is "op: argument".
+inline void check_is_dtype(at::ScalarType dtype, const char* name) {
+  const auto number = static_cast<int>(dtype);
+  TORCH_CHECK(number >= 0 && number < static_cast<int>(at::ScalarType::Undefined), name,
+              ": expected a dtype, got the number ", number);
 }
 
 }  // namespace warpwright

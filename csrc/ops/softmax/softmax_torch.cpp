@@ -49,7 +49,9 @@ bool is_result_type(at::ScalarType output, at::ScalarType input) {
 }
 
 // The operand of the kernel: a type that no kernel reads is converted first, as native does.
+template <bool kLog>
 Tensor as_operand(const Tensor& input, OptionalType dtype) {
+  if (dtype) check_is_dtype(*dtype, kLog ? "log_softmax: dtype" : "softmax: dtype");
   return is_result_type(dtype.value_or(input.scalar_type()), input.scalar_type())
              ? input
              : input.to(*dtype);
@@ -106,7 +108,7 @@ SoftmaxShape softmax_shape(const Tensor& tensor, int64_t dim, DType dtype, DType
 template <bool kLog, class Run>
 Tensor softmax_with(const Tensor& input, int64_t dim, OptionalType dtype, Run&& run) {
   check_has_storage(input, kLog ? "log_softmax: input" : "softmax: input");
-  const Tensor operand = as_operand(input, dtype);
+  const Tensor operand = as_operand<kLog>(input, dtype);
   dim = check_softmax<kLog>(operand, dim);
   Tensor output = empty_output(operand, dtype);
   if (output.numel() == 0) return output;
@@ -164,7 +166,7 @@ Tensor softmax_backward_cuda_kernel(const Tensor& grad_output, const Tensor& out
 
 template <bool kLog>
 Tensor softmax_meta(const Tensor& input, int64_t dim, OptionalType dtype) {
-  const Tensor operand = as_operand(input, dtype);
+  const Tensor operand = as_operand<kLog>(input, dtype);
   check_softmax<kLog>(operand, dim);
   return empty_output(operand, dtype);
 }
@@ -206,7 +208,7 @@ Tensor softmax_tangent(const Tensor& moved, const Tensor& output, int64_t dim) {
 
 template <bool kLog>
 Tensor softmax_autograd(const Tensor& input, int64_t dim, OptionalType dtype) {
-  const Tensor operand = as_operand(input, dtype);
+  const Tensor operand = as_operand<kLog>(input, dtype);
   dim = check_softmax<kLog>(operand, dim);
   const SoftmaxAttributes attributes{dim, operand.scalar_type()};
   auto node = make_node<SoftmaxBackward<kLog>>(attributes, operand);

@@ -265,6 +265,7 @@ Gradients run_chunks(const Call& c, const Factors& factors, Mask3 mask, ScalarTy
 
 Results forward(const Call& c, ScalarType dtype, Mask3 mask, bool wants_lse, bool wants_argmax) {
   check_call(c, mask);
+  check_is_dtype(dtype, "linear_cross_entropy_forward: dtype");
   check_storage(c);
   TORCH_CHECK(!c.is_none() || (!mask[0] && !mask[1] && !mask[2]),
               "linear_cross_entropy_forward: output_mask: the gradients of reduction 'none' are "
@@ -335,6 +336,7 @@ Results linear_cross_entropy_forward_meta(const Tensor& input, const Tensor& wei
       input, weight, bias, target, class_weight,
       {{reduction, std::move(ignore_index), label_smoothing, z_loss}, softcap, chunk_rows});
   check_call(c, output_mask);
+  check_is_dtype(dtype, "linear_cross_entropy_forward: dtype");
   const ScalarType type = input.scalar_type();
   const auto [dx, dw, db] = empty_gradients(c, output_mask, stored_type(type));
   const auto rows = RowResults::empty(c, return_lse, return_argmax);

@@ -14,6 +14,7 @@ using SumSignature = Tensor(const Tensor&, OptionalDims, bool, OptionalType);
 struct Sum {
   static constexpr const char* kName = "WarpwrightSumBackward";
   static constexpr const char* kInput = "sum: input";
+  static constexpr const char* kDtype = "sum: dtype";
   static constexpr Reduction kKind = Reduction::kSum;
   static Tensor native(const Tensor& input, OptionalDims dim, bool keepdim, OptionalType dtype) {
     return at::sum(input, dim, keepdim, dtype);
@@ -27,6 +28,7 @@ struct Sum {
 struct Mean {
   static constexpr const char* kName = "WarpwrightMeanBackward";
   static constexpr const char* kInput = "mean: input";
+  static constexpr const char* kDtype = "mean: dtype";
   static constexpr Reduction kKind = Reduction::kMean;
   static Tensor native(const Tensor& input, OptionalDims dim, bool keepdim, OptionalType dtype) {
     return at::mean(input, dim, keepdim, dtype);
@@ -40,7 +42,9 @@ struct Mean {
 // ---- output shape and checks ----
 
 // Integers, booleans and complex numbers have no kernel here.
+template <class Op>
 bool is_native_alone(const Tensor& input, OptionalType dtype) {
+  if (dtype) check_is_dtype(*dtype, Op::kDtype);
   return !is_floating(input.scalar_type()) || !is_floating(dtype.value_or(input.scalar_type()));
 }
 
@@ -49,7 +53,7 @@ bool is_native_alone(const Tensor& input, OptionalType dtype) {
 template <class Op>
 Tensor sum_kernel(const Tensor& input, OptionalDims dim, bool keepdim, OptionalType dtype) {
   const DimMask mask = reduced_dims(dim, input.dim());
-  if (is_native_alone(input, dtype) || input.numel() == 0) {
+  if (is_native_alone<Op>(input, dtype) || input.numel() == 0) {
     check_has_storage(input, Op::kInput);
     return Op::native(input, dim, keepdim, dtype);
   }
@@ -62,7 +66,7 @@ Tensor sum_kernel(const Tensor& input, OptionalDims dim, bool keepdim, OptionalT
 template <class Op>
 Tensor sum_meta(const Tensor& input, OptionalDims dim, bool keepdim, OptionalType dtype) {
   const DimMask mask = reduced_dims(dim, input.dim());
-  if (is_native_alone(input, dtype)) return Op::native(input, dim, keepdim, dtype);
+  if (is_native_alone<Op>(input, dtype)) return Op::native(input, dim, keepdim, dtype);
   return empty_reduced(input, mask, keepdim, dtype.value_or(input.scalar_type()));
 }
 
@@ -91,7 +95,7 @@ struct SumBackward {
 
 template <class Op>
 Tensor sum_autograd(const Tensor& input, OptionalDims dim, bool keepdim, OptionalType dtype) {
-  if (is_native_alone(input, dtype)) return Op::native(input, dim, keepdim, dtype);
+  if (is_native_alone<Op>(input, dtype)) return Op::native(input, dim, keepdim, dtype);
   auto node = make_node<SumBackward<Op>>({}, input);
   if (node) {
     node->attributes = {reduced_dims(dim, input.dim()), keepdim, input.sym_sizes().vec(),
