@@ -163,13 +163,45 @@ def test_special_values(device, dtype, name):
                 assert torch.equal(kind(result), kind(exact)), (length, dim, kind)
 
 
-def test_gradients_at_special_values(device, name):
+@pytest.mark.parametrize("grad", [1.0, -0.5, float("inf"), float("nan")])
+@pytest.mark.parametrize("length", [3, 24, 25, 5000])
+def test_gradients_at_special_values(device, name, length, grad):
+    """Also of rows without a maximum, and of gradients that are no numbers."""
     ours, theirs = pair(name)
     inf, nan = float("inf"), float("nan")
     rows = [[1, 2, 2], [inf, 1, 2], [-inf, 1, 2], [-inf, -inf, -inf], [nan, 1, 2], [3, 3, 3]]
-    x = torch.tensor(rows, device=device, dtype=torch.float64, requires_grad=True)
-    grads = [torch.autograd.grad(f(x, 1).sum(), x)[0] for f in (ours, theirs)]
-    torch.testing.assert_close(*grads, equal_nan=True)
+    base = torch.tensor(rows, device=device, dtype=torch.float64).repeat(2, length // 3 + 1)
+    for x, dim in ((base[:, :length], 1), (base[:, :length].t(), 0)):
+        x = x.contiguous().requires_grad_()
+        grads = []
+        for f in (ours, theirs):
+            y = f(x, dim)
+            grads += torch.autograd.grad(y, x, torch.full_like(y, grad))
+        torch.testing.assert_close(*grads, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["amax", "logsumexp", "var", "std"])
+def test_gradients_of_every_offset(device, dtype, name):
+    """Inputs that begin between two 16-byte boundaries, and runs that end inside vectors."""
+    ours, theirs = pair(name)
+    base = torch.randint(-9, 9, (9000,), device=device).to(dtype) / 8
+    for offset, (rows, length) in itertools.product(
+        (0, 1, 3), ((9, 16), (5, 19), (40, 3), (3, 1000))
+    ):
+        x = base[offset : offset + rows * length].view(rows, length).requires_grad_()
+        for dim in (0, 1):
+            compare_with_native(lambda t, d=dim: ours(t, d), lambda t, d=dim: theirs(t, d), (x,))
+
+
+@pytest.mark.parametrize("name", ["amax", "logsumexp", "var", "std"])
+def test_gradients_in_the_layout_of_the_input(device, name):
+    ours, theirs = pair(name)
+    for kind, x in layouts(torch.randn(2, 8, 6, 4, device=device)):
+        x = x.detach().requires_grad_()
+        mine, native = (torch.autograd.grad(f(x, (0, 2, 3)).sum(), x)[0] for f in (ours, theirs))
+        torch.testing.assert_close(mine, native)
+        if device == "cuda" and torch._prims_common.is_non_overlapping_and_dense_or_false(x):
+            assert mine.stride() == x.stride(), kind
 
 
 def test_large_means_do_not_cancel(device):

@@ -53,8 +53,8 @@ struct ReductionLayout {
 
 // Drops axes of size 1, sorts the others by stride, and merges neighbours of one role that lie side
 // by side. Strides of 0 come last, because they lead to no other memory. All sizes are at least 1.
-// Reorders `axes`.
-inline ReductionLayout canonical_layout(ReductionAxis* axes, int count) {
+// Returns how many remain at the front of `axes`.
+inline int merge_axes(ReductionAxis* axes, int count) {
   count = static_cast<int>(
       std::remove_if(axes, axes + count, [](const ReductionAxis& a) { return a.size == 1; }) -
       axes);
@@ -76,6 +76,12 @@ inline ReductionLayout canonical_layout(ReductionAxis* axes, int count) {
     }
     axes[merged++] = axes[i];
   }
+  return merged;
+}
+
+// Reorders `axes`.
+inline ReductionLayout canonical_layout(ReductionAxis* axes, int count) {
+  const int merged = merge_axes(axes, count);
   ReductionLayout layout;
   if (merged == 0) return layout;
   layout.inner = axes[0];

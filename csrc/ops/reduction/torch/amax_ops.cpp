@@ -4,7 +4,7 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 
-#include "ops/reduction/torch/common.h"
+#include "ops/reduction/torch/gradient.h"
 
 namespace warpwright {
 namespace {
@@ -69,8 +69,16 @@ struct AmaxBackward {  // saved: input, output
                                 const variable_list& grads, const NeedsGrad& needs) {
     if (!needs[0]) return {Tensor()};
     const Tensor& input = saved[0];
+    const Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, input.dim());
+    if (takes_gradient_kernel(input, grad)) {
+      const Tensor value = restore_dims(saved[1], a.mask, a.keepdim, input.dim());
+      const Tensor count = count_equal(input, a.mask, value);
+      const Tensor wide = grad.to(accumulator_of(input));
+      return {reduction_gradient(ReductionGradient::kMaximum, input, a.mask, value, wide / count,
+                                 wide * 0 / count)};
+    }
     const Maxima maxima(input, saved[1], a);
-    return {restore_dims(grads[0], a.mask, a.keepdim, input.dim()) * maxima.where / maxima.count};
+    return {grad * maxima.where / maxima.count};
   }
 };
 

@@ -3,7 +3,7 @@
 #include <ATen/ops/exp.h>
 #include <ATen/ops/logsumexp.h>
 
-#include "ops/reduction/torch/common.h"
+#include "ops/reduction/torch/gradient.h"
 
 namespace warpwright {
 namespace {
@@ -78,6 +78,10 @@ struct LogSumExpBackward {  // saved: input, output
     if (!needs[0]) return {Tensor()};
     const Tensor &input = saved[0], &output = saved[1];
     const Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, input.dim());
+    if (takes_gradient_kernel(input, grad)) {
+      return {reduction_gradient(ReductionGradient::kExponential, input, a.mask,
+                                 restore_dims(output, a.mask, a.keepdim, input.dim()), grad)};
+    }
     return {(grad * shares(input, output, a)).to(input.scalar_type())};
   }
 };

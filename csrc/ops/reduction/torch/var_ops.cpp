@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "ops/reduction/torch/common.h"
+#include "ops/reduction/torch/gradient.h"
 
 namespace warpwright {
 namespace {
@@ -46,10 +46,11 @@ struct Std {
 
 namespace call {
 
-Tensor mean(const Tensor& input, OptionalDims dim, bool keepdim) {
+Tensor mean(const Tensor& input, OptionalDims dim, bool keepdim,
+            OptionalType dtype = std::nullopt) {
   static const auto op =
       find_op<Tensor(const Tensor&, OptionalDims, bool, OptionalType)>("warpwright::mean");
-  return op.call(input, dim, keepdim, std::nullopt);
+  return op.call(input, dim, keepdim, dtype);
 }
 
 Tensor sum(const Tensor& input, OptionalDims dim, bool keepdim) {
@@ -109,10 +110,10 @@ struct VarAttributes {
 // The gradient by `input`, from that of the variance, which has the reduced dimensions.
 Tensor var_gradient(const Tensor& grad, const Tensor& input, const VarAttributes& a) {
   const auto dims = dims_of(a.mask, input.dim());
-  const Tensor deviation = input - call::mean(input, at::IntArrayRef(dims), true);
   const c10::SymInt count = reduced_count(input.sym_sizes(), a.mask);
   const c10::SymFloat freedom = c10::SymFloat(count) - a.correction;
   const auto number = count.maybe_as_int();
+  const Tensor deviation = input - call::mean(input, at::IntArrayRef(dims), true);
   // 2 / 0, times a deviation of 0: NaN.
   if (a.is_whole && number.has_value() && static_cast<double>(*number) <= a.correction) {
     constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -121,6 +122,21 @@ Tensor var_gradient(const Tensor& grad, const Tensor& input, const VarAttributes
            at::where(deviation == 0, at::full_like(input, kNan), at::full_like(input, kInfinity));
   }
   return (c10::SymFloat(2.0) / freedom) * grad * deviation;
+}
+
+// The same in one pass, by numbers of the accumulator's type; with degrees of freedom above 0.
+double freedom_of(const Tensor& grad, const Tensor& input, const VarAttributes& a) {
+  return static_cast<double>(input.numel() / grad.numel()) - a.correction;
+}
+bool has_one_pass(const Tensor& grad, const Tensor& input, const VarAttributes& a) {
+  return takes_gradient_kernel(input, grad) && freedom_of(grad, input, a) > 0;
+}
+Tensor var_gradient_in_one_pass(const Tensor& grad, const Tensor& input, const VarAttributes& a) {
+  const auto accum = accumulator_of(input);
+  const auto dims = dims_of(a.mask, input.dim());
+  return reduction_gradient(ReductionGradient::kDeviation, input, a.mask,
+                            call::mean(input, at::IntArrayRef(dims), true, accum),
+                            2 / freedom_of(grad, input, a) * grad.to(accum));
 }
 
 // The gradient of the variance, from that of the deviation `output`. At 0 it is 0, as native's.
@@ -138,7 +154,9 @@ struct VarBackward {  // saved: input, and for std output
     Tensor grad = grads[0];
     if constexpr (Op::kKind == Reduction::kStd) grad = gradient_of_square(grad, saved[1]);
     const Tensor& input = saved[0];
-    return {var_gradient(restore_dims(grad, a.mask, a.keepdim, input.dim()), input, a)};
+    grad = restore_dims(grad, a.mask, a.keepdim, input.dim());
+    return {has_one_pass(grad, input, a) ? var_gradient_in_one_pass(grad, input, a)
+                                         : var_gradient(grad, input, a)};
   }
 };
 
