@@ -362,7 +362,7 @@ def sgd_arguments(device, dtype=torch.float32, momentum=0.9):
     params = [p.detach() for p in make_params(device, dtype)]
     buffers = [torch.ones_like(p) for p in params] if momentum else []
     grads = [torch.randn_like(p) for p in params]
-    return [params, grads, buffers, [], 0.1, None, momentum, 0.0, 0.1, False, False, False]
+    return [params, grads, buffers, [], [], 0.1, None, momentum, 0.0, 0.1, False, False, False]
 
 
 def adam_arguments(device, dtype=torch.float32):
@@ -372,7 +372,7 @@ def adam_arguments(device, dtype=torch.float32):
     counter = [torch.zeros((), dtype=torch.int32, device=device)]
     grads = [torch.randn_like(p) for p in params]
     return [
-        *(params, grads, *state, steps, [], counter),
+        *(params, grads, *state, steps, [], [], counter),
         *(0.1, None, 0.9, None, 0.99, None, 0.1, 1e-8, True, False),
     ]
 
@@ -398,7 +398,7 @@ def test_op_errors(device):
     sgd, adam = ops.sgd_step_.default, ops.adam_step_.default
     other = [torch.zeros(2, device=device)] * 4
     fails(
-        "grads: expected 4 tensors, one a parameter, got 1",
+        "grads: expected 4 tensors, one per parameter, got 1",
         sgd,
         sgd_arguments(device),
         _1=other[:1],

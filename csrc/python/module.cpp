@@ -4,6 +4,7 @@
 
 #include "host/error_word.h"
 #include "host/float32_precision.h"
+#include "host/weight_casts.h"
 #include "python/explain.h"
 
 namespace py = pybind11;
@@ -34,6 +35,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("error_word_devices", &warpwright::error_word_devices);
   m.def("is_strict", &warpwright::is_strict);
   m.def("set_strict", &warpwright::set_strict);
+  m.def("record_weight_casts", &warpwright::record_weight_casts);
+  m.def("count_weight_casts", &warpwright::count_weight_casts);
+  m.def("weight_cast_type", &warpwright::weight_cast_type);
+  m.def("allow_weight_copies_in_capture", &warpwright::allow_weight_copies_in_capture);
   m.def("float32_precision", [] { return static_cast<int>(warpwright::float32_precision()); });
   m.def("set_float32_precision", [](int level) {
     warpwright::set_float32_precision(static_cast<warpwright::Float32Precision>(level));

@@ -40,10 +40,11 @@ __device__ __forceinline__ float quotient(float a, float b) {
 }
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 
-template <class T, class S, bool kAmsgrad>
+template <class T, class S, class G, bool kAmsgrad>
 struct AdamRule {
   using Param = T;
   using State = S;
+  using Grad = G;
   using Compute = Accum<T>;
   static constexpr int kStates = kAmsgrad ? 3 : 2;
   static constexpr int kUnroll =
@@ -130,10 +131,10 @@ struct AdamRule {
   }
 };
 
-template <class T, class S>
+template <class T, class S, class G>
 void launch_adam(const AdamParams& p, cudaStream_t stream) {
   for_bool(p.amsgrad, [&]<bool kAmsgrad>() {
-    launch_step<AdamRule<T, S, kAmsgrad>>(
+    launch_step<AdamRule<T, S, G, kAmsgrad>>(
         p, {p.beta1, p.beta2, p.eps, p.counter, p.decoupled_weight_decay, p.step_is_double},
         stream);
   });
@@ -142,8 +143,7 @@ void launch_adam(const AdamParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_adam_step(const AdamParams& p, cudaStream_t stream) {
-  for_step_dtypes(p.dtype, p.state_dtype,
-                  [&]<class T, class S>() { launch_adam<T, S>(p, stream); });
+  for_step_dtypes(p, [&]<class T, class S, class G>() { launch_adam<T, S, G>(p, stream); });
 }
 
 }  // namespace warpwright

@@ -1,7 +1,8 @@
 // One optimizer step for a list of parameters: SGD and Adam/AdamW, with unscaling of the gradients,
 // clipping by their global norm, and zeroing.
 // Memory-bound. Bytes per step (E = bytes of the parameters, all fp32): SGD 3E, with momentum 5E,
-// AdamW 7E; + E if the gradients are written too (unscaled or zeroed), + E for the norm's own read.
+// AdamW 7E; + E if the gradients are written too (unscaled or zeroed), + E for the norm's own read,
+// + E/2 for 16-bit copies of the new values.
 // A step is one launch for hundreds of tensors. The table of pointers is a kernel argument, because
 // the gradients' addresses change at every step.
 #pragma once
@@ -22,9 +23,9 @@ constexpr int kMaxOptimStates = 3;
 struct StepTensor {
   int64_t numel = 0;
   void* param = nullptr;              // StepParams::dtype
-  void* grad = nullptr;               // StepParams::dtype
+  void* grad = nullptr;               // StepParams::grad_dtype
   void* state[kMaxOptimStates] = {};  // StepParams::state_dtype
-  float* master = nullptr;            // null, or the fp32 value that `param` is a copy of
+  float* master = nullptr;            // null, or the fp32 value; `param` is its rounded copy
   void* step = nullptr;               // Adam, steps on the device: one value; else null and
   double inv_correction1 = 1;         // 1 / (1 - beta1^t)
   double inv_correction2_sqrt = 1;    // 1 / sqrt(1 - beta2^t)
@@ -40,6 +41,7 @@ struct Hyper {
 struct StepParams {
   DType dtype;
   DType state_dtype;  // of the states: `dtype`, or kFloat32 for 16-bit parameters
+  DType grad_dtype;   // `dtype`, or kFloat32 for 16-bit copies of fp32 parameters
   const StepTensor* tensors;
   int64_t num_tensors;
   Hyper lr;
@@ -85,14 +87,14 @@ struct GradNormParams {
 // How many elements of `t` come before the first place where every operand is at a multiple of 16
 // bytes; -1 if there is none. A view at an odd offset with freshly allocated state has none, and
 // loads single elements.
-inline int vector_head(const StepTensor& t, DType dtype, DType state_dtype) {
+inline int vector_head(const StepTensor& t, const StepParams& p) {
   auto aligned = [](const void* pointer, int64_t bytes) {
     return (reinterpret_cast<uintptr_t>(pointer) + static_cast<uintptr_t>(bytes)) % 16 == 0;
   };
-  const int64_t size = dtype_size(dtype);
-  const int64_t state_size = dtype_size(state_dtype);
+  const int64_t size = dtype_size(p.dtype), grad_size = dtype_size(p.grad_dtype);
+  const int64_t state_size = dtype_size(p.state_dtype);
   for (int head = 0; head < 16 / size && head <= t.numel; ++head) {
-    bool all = aligned(t.param, head * size) && aligned(t.grad, head * size);
+    bool all = aligned(t.param, head * size) && aligned(t.grad, head * grad_size);
     for (const void* state : t.state) all &= state == nullptr || aligned(state, head * state_size);
     all &= t.master == nullptr || aligned(t.master, head * int64_t{4});
     if (all) return head;

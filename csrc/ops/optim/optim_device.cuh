@@ -15,10 +15,10 @@
 
 namespace warpwright {
 
-template <class T, class S, int kStates>
+template <class T, class S, class G, int kStates>
 struct StepEntry {
   T* param;
-  T* grad;
+  G* grad;
   S* state[kStates > 0 ? kStates : 1];
   float* master;  // used if S is not T
   int64_t numel;
@@ -78,11 +78,13 @@ template <class Rule, int kSize>
 struct Operands {
   using T = typename Rule::Param;
   using S = typename Rule::State;
+  using G = typename Rule::Grad;
   using Compute = typename Rule::Compute;
   static constexpr int kStates = Rule::kStates;
   static constexpr bool kMayHaveMaster = !std::is_same_v<T, S>;
 
-  Pieces<T, kSize> param, grad;
+  Pieces<T, kSize> param;
+  Pieces<G, kSize> grad;
   Pieces<S, kSize> state[kStates > 0 ? kStates : 1];
   Pieces<float, kSize> master;
 
@@ -109,7 +111,7 @@ struct Operands {
       for (int j = 0; j < kSize; ++j) {
         Compute p = has_master ? static_cast<Compute>(master[j]) : convert<Compute>(param[j]);
         const Compute g = convert<Compute>(grad[j]) * step.inv_scale;
-        grad[j] = convert<T>(g);
+        grad[j] = convert<G>(g);
         Compute s[kStates > 0 ? kStates : 1];
 #pragma unroll
         for (int k = 0; k < kStates; ++k) s[k] = convert<Compute>(state[k][j]);
@@ -126,7 +128,7 @@ struct Operands {
     }
     if (step.zero_grad) {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) grad[j] = convert<T>(0.0f);
+      for (int j = 0; j < kSize; ++j) grad[j] = convert<G>(0.0f);
     }
     if (step.store_grad) grad.store(entry.grad + i);
   }
@@ -233,14 +235,15 @@ void launch_tables(const StepParams& p, const StepScalars& common,
                    const typename Rule::Scalars& scalars, cudaStream_t stream) {
   using T = typename Rule::Param;
   using S = typename Rule::State;
-  auto head_of = [&](int64_t i) { return vector_head(p.tensors[i], p.dtype, p.state_dtype); };
+  using G = typename Rule::Grad;
+  auto head_of = [&](int64_t i) { return vector_head(p.tensors[i], p); };
   for_each_table<Table>(
       p.num_tensors,
       [&](int64_t i) {
         const StepTensor& t = p.tensors[i];
         typename Table::Entry entry{};
         entry.param = static_cast<T*>(t.param);
-        entry.grad = static_cast<T*>(t.grad);
+        entry.grad = static_cast<G*>(t.grad);
         for (int k = 0; k < Rule::kStates; ++k) entry.state[k] = static_cast<S*>(t.state[k]);
         entry.master = t.master;
         entry.numel = t.numel;
@@ -261,7 +264,8 @@ void launch_tables(const StepParams& p, const StepScalars& common,
 
 template <class Rule>
 void launch_step(const StepParams& p, const typename Rule::Scalars& scalars, cudaStream_t stream) {
-  using Entry = StepEntry<typename Rule::Param, typename Rule::State, Rule::kStates>;
+  using Entry =
+      StepEntry<typename Rule::Param, typename Rule::State, typename Rule::Grad, Rule::kStates>;
   using Small = ChunkTable<Entry, kSmallTableBytes>;
   using Large = ChunkTable<Entry, kLargeTableBytes>;
   static_assert(sizeof(Large) + sizeof(StepScalars) + sizeof(typename Rule::Scalars) <= 32764);
@@ -274,14 +278,18 @@ void launch_step(const StepParams& p, const typename Rule::Scalars& scalars, cud
   }
 }
 
-// Calls f<T, S>() for the types of parameters and states: equal, or fp32 states for 16-bit
-// parameters.
+// Calls f<T, S, G>() for the types of parameters, states and gradients: equal, or fp32 states, and
+// fp32 gradients beside those, for 16-bit parameters.
 template <class F>
-void for_step_dtypes(DType dtype, DType state_dtype, F&& f) {
-  for_dtype(dtype, [&]<class T>() {
-    if (dtype == state_dtype) return f.template operator()<T, T>();
+void for_step_dtypes(const StepParams& p, F&& f) {
+  for_dtype(p.dtype, [&]<class T>() {
+    const bool own_grads = p.grad_dtype == p.dtype;
+    if (p.dtype == p.state_dtype && own_grads) return f.template operator()<T, T, T>();
     if constexpr (sizeof(T) == 2) {
-      if (state_dtype == DType::kFloat32) return f.template operator()<T, float>();
+      if (p.state_dtype == DType::kFloat32) {
+        if (own_grads) return f.template operator()<T, float, T>();
+        if (p.grad_dtype == DType::kFloat32) return f.template operator()<T, float, float>();
+      }
     }
     throw std::logic_error("warpwright: optimizer: no kernel for these state and parameter types");
   });

@@ -1,4 +1,4 @@
-// sgd_step_ and adam_step_ on every dispatch key. The lists hold one tensor a parameter; empty
+// sgd_step_ and adam_step_ on every dispatch key. The lists hold one tensor per parameter; empty
 // lists: absent. warpwright.optim makes the calls.
 #include <ATen/ops/empty_like.h>
 
@@ -8,6 +8,7 @@
 
 #include "ops/optim/optim.h"
 #include "ops/optim/optim_torch.h"
+#include "torch/weight_copies.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include "torch/cuda.h"
@@ -17,14 +18,14 @@ namespace warpwright {
 namespace {
 
 using SgdSignature = void(TensorList params, TensorList grads, TensorList buffers,
-                          TensorList masters, double lr, const OptionalTensor& lr_tensor,
-                          double momentum, double dampening, double weight_decay, bool nesterov,
-                          bool maximize, bool first_step, bool zero_grad,
-                          const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                          const OptionalTensor& clip);
+                          TensorList masters, TensorList copies, double lr,
+                          const OptionalTensor& lr_tensor, double momentum, double dampening,
+                          double weight_decay, bool nesterov, bool maximize, bool first_step,
+                          bool zero_grad, const OptionalTensor& grad_scale,
+                          const OptionalTensor& found_inf, const OptionalTensor& clip);
 using AdamSignature = void(TensorList params, TensorList grads, TensorList exp_avgs,
                            TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList steps,
-                           TensorList masters, TensorList counter, double lr,
+                           TensorList masters, TensorList copies, TensorList counter, double lr,
                            const OptionalTensor& lr_tensor, double beta1,
                            const OptionalTensor& beta1_tensor, double beta2,
                            const OptionalTensor& beta2_tensor, double weight_decay, double eps,
@@ -45,7 +46,7 @@ struct NamedList {
 void check_like_params(const char* op, TensorList params, const NamedList& list) {
   if (list.optional && list.tensors.empty()) return;
   TORCH_CHECK(list.tensors.size() == params.size(), op, ": ", list.name, ": expected ",
-              params.size(), " tensors, one a parameter, got ", list.tensors.size());
+              params.size(), " tensors, one per parameter, got ", list.tensors.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Tensor& param = params[i];
     const Tensor& tensor = list.tensors[i];
@@ -98,17 +99,29 @@ void check_common(const char* op, TensorList params, const OptionalTensor& lr,
   check_scalar(op, "clip", clip, device, {at::kDouble}, 2);
 }
 
+// 16-bit copies of float32 parameters, which the step writes too.
+void check_copies(const char* op, TensorList params, TensorList masters, TensorList copies) {
+  if (copies.empty()) return;
+  check_like_params(op, params, {"copies", copies, false, true, false});
+  TORCH_CHECK(is_16_bit(copies[0].scalar_type()), op,
+              ": copies[0]: expected BFloat16 or Half, got ", copies[0].scalar_type());
+  TORCH_CHECK(params[0].scalar_type() == at::kFloat, op,
+              ": params[0]: expected Float beside copies, got ", params[0].scalar_type());
+  TORCH_CHECK(masters.empty(), op, ": masters: expected none beside copies, got ", masters.size());
+}
+
 void check_sgd(TensorList params, TensorList grads, TensorList buffers, TensorList masters,
-               double momentum) {
+               TensorList copies, double momentum) {
   const char* op = "sgd_step_";
   const NamedList buffer_list{"momentum_buffers", buffers, momentum == 0, true, false};
   const NamedList master_list{"masters", masters, true, false, true};
   check_step(op, params, {{"grads", grads, false, false, false}, buffer_list, master_list});
   check_same_dtype(op, master_list, buffer_list);
+  check_copies(op, params, masters, copies);
 }
 
 void check_adam(TensorList params, TensorList grads, TensorList exp_avgs, TensorList exp_avg_sqs,
-                TensorList max_exp_avg_sqs, TensorList steps, TensorList masters,
+                TensorList max_exp_avg_sqs, TensorList steps, TensorList masters, TensorList copies,
                 TensorList counter) {
   const char* op = "adam_step_";
   const NamedList first{"exp_avgs", exp_avgs, false, true, false};
@@ -120,8 +133,9 @@ void check_adam(TensorList params, TensorList grads, TensorList exp_avgs, Tensor
   check_same_dtype(op, first, second);
   check_same_dtype(op, first, largest);
   check_same_dtype(op, master_list, first);
+  check_copies(op, params, masters, copies);
   TORCH_CHECK(steps.size() == params.size(), op, ": state_steps: expected ", params.size(),
-              " tensors, one a parameter, got ", steps.size());
+              " tensors, one per parameter, got ", steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {
     TORCH_CHECK(steps[i].sym_numel() == 1 && steps[i].device() == steps[0].device() &&
                     steps[i].scalar_type() == steps[0].scalar_type() &&
@@ -174,6 +188,13 @@ class StepTensors {
     }
   }
 
+  // A GPU's kernels write the rounded copy as they write a 16-bit parameter with a float32 master.
+  void add_copies(TensorList copies) {
+    add("copies", copies, true, [](StepTensor& t, void* data) {
+      t.master = static_cast<float*>(std::exchange(t.param, data));
+    });
+  }
+
   void finish() {
     for (auto& [original, copy] : copies_) {
       if (original.defined()) original.copy_(copy);
@@ -196,13 +217,15 @@ DType state_dtype_of(TensorList params, TensorList states, TensorList masters) {
   return dtype_of(states.empty() ? params[0] : states[0]);
 }
 
+// `copies`: those that the kernel writes.
 StepParams common_params(TensorList params, TensorList states, TensorList masters,
-                         const StepTensors& step, double lr, const OptionalTensor& lr_tensor,
-                         double weight_decay, bool maximize, bool zero_grad,
-                         const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                         const OptionalTensor& clip) {
-  return {dtype_of(params[0]),
+                         TensorList copies, const StepTensors& step, double lr,
+                         const OptionalTensor& lr_tensor, double weight_decay, bool maximize,
+                         bool zero_grad, const OptionalTensor& grad_scale,
+                         const OptionalTensor& found_inf, const OptionalTensor& clip) {
+  return {dtype_of(copies.empty() ? params[0] : copies[0]),
           state_dtype_of(params, states, masters),
+          dtype_of(params[0]),
           step.tensors.data(),
           static_cast<int64_t>(step.tensors.size()),
           hyper_of(lr, lr_tensor, "lr_tensor"),
@@ -248,13 +271,17 @@ void advance_host_steps(TensorList steps, double beta1, double beta2,
 
 // ---- CPU and CUDA ----
 
+void copy_all(TensorList copies, TensorList params) {
+  for (size_t i = 0; i < copies.size(); ++i) Tensor(copies[i]).copy_(params[i]);
+}
+
 template <class Run>
 void sgd_step_with(TensorList params, TensorList grads, TensorList buffers, TensorList masters,
-                   double lr, const OptionalTensor& lr_tensor, double momentum, double dampening,
-                   double weight_decay, bool nesterov, bool maximize, bool first_step,
-                   bool zero_grad, const OptionalTensor& grad_scale,
+                   TensorList copies, double lr, const OptionalTensor& lr_tensor, double momentum,
+                   double dampening, double weight_decay, bool nesterov, bool maximize,
+                   bool first_step, bool zero_grad, const OptionalTensor& grad_scale,
                    const OptionalTensor& found_inf, const OptionalTensor& clip, Run&& run) {
-  check_sgd(params, grads, buffers, masters, momentum);
+  check_sgd(params, grads, buffers, masters, copies, momentum);
   check_common("sgd_step_", params, lr_tensor, grad_scale, found_inf, clip);
   StepTensors step(params);
   const bool grads_written = zero_grad || grad_scale.has_value();
@@ -265,18 +292,21 @@ void sgd_step_with(TensorList params, TensorList grads, TensorList buffers, Tens
   }
   step.add("masters", masters, true,
            [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
+  const TensorList in_kernel = params[0].is_cuda() ? copies : TensorList();
+  step.add_copies(in_kernel);
   SgdParams p{
-      common_params(params, momentum != 0 ? buffers : TensorList(), masters, step, lr, lr_tensor,
-                    weight_decay, maximize, zero_grad, grad_scale, found_inf, clip),
+      common_params(params, momentum != 0 ? buffers : TensorList(), masters, in_kernel, step, lr,
+                    lr_tensor, weight_decay, maximize, zero_grad, grad_scale, found_inf, clip),
       momentum, dampening, nesterov, first_step};
   run(p);
   step.finish();
+  if (in_kernel.empty()) copy_all(copies, params);
 }
 
 template <class Run>
 void adam_step_with(TensorList params, TensorList grads, TensorList exp_avgs,
                     TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList steps,
-                    TensorList masters, TensorList counter, double lr,
+                    TensorList masters, TensorList copies, TensorList counter, double lr,
                     const OptionalTensor& lr_tensor, double beta1,
                     const OptionalTensor& beta1_tensor, double beta2,
                     const OptionalTensor& beta2_tensor, double weight_decay, double eps,
@@ -284,7 +314,8 @@ void adam_step_with(TensorList params, TensorList grads, TensorList exp_avgs,
                     const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                     const OptionalTensor& clip, Run&& run) {
   const char* op = "adam_step_";
-  check_adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
+  check_adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, copies,
+             counter);
   check_common(op, params, lr_tensor, grad_scale, found_inf, clip);
   const c10::Device device = params[0].device();
   check_scalar(op, "beta1_tensor", beta1_tensor, device, {at::kFloat, at::kDouble});
@@ -299,11 +330,13 @@ void adam_step_with(TensorList params, TensorList grads, TensorList exp_avgs,
            [](StepTensor& t, void* data) { t.state[2] = data; });
   step.add("masters", masters, true,
            [](StepTensor& t, void* data) { t.master = static_cast<float*>(data); });
+  const TensorList in_kernel = device.is_cuda() ? copies : TensorList();
+  step.add_copies(in_kernel);
   for (const Tensor& taken : steps) check_has_storage(taken, "state_steps");
   for (const Tensor& taken : counter) check_has_storage(taken, "counter");
   const bool device_steps = device.is_cuda() && steps[0].is_cuda();
-  AdamParams p{common_params(params, exp_avgs, masters, step, lr, lr_tensor, weight_decay, maximize,
-                             zero_grad, grad_scale, found_inf, clip),
+  AdamParams p{common_params(params, exp_avgs, masters, in_kernel, step, lr, lr_tensor,
+                             weight_decay, maximize, zero_grad, grad_scale, found_inf, clip),
                hyper_of(beta1, beta1_tensor, "beta1_tensor"),
                hyper_of(beta2, beta2_tensor, "beta2_tensor"),
                eps,
@@ -322,6 +355,7 @@ void adam_step_with(TensorList params, TensorList grads, TensorList exp_avgs,
   }
   run(p);
   step.finish();
+  if (in_kernel.empty()) copy_all(copies, params);
 }
 
 constexpr auto sgd_cpu = [](const auto&... args) { sgd_step_with(args..., sgd_step_cpu); };
@@ -341,41 +375,50 @@ constexpr auto adam_cuda = [](TensorList params, const auto&... args) {
 // ---- Meta ----
 
 constexpr auto sgd_meta = [](TensorList params, TensorList grads, TensorList buffers,
-                             TensorList masters, double, const OptionalTensor& lr_tensor,
-                             double momentum, double, double, bool, bool, bool, bool,
-                             const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
-                             const OptionalTensor& clip) {
-  check_sgd(params, grads, buffers, masters, momentum);
+                             TensorList masters, TensorList copies, double,
+                             const OptionalTensor& lr_tensor, double momentum, double, double, bool,
+                             bool, bool, bool, const OptionalTensor& grad_scale,
+                             const OptionalTensor& found_inf, const OptionalTensor& clip) {
+  check_sgd(params, grads, buffers, masters, copies, momentum);
   check_common("sgd_step_", params, lr_tensor, grad_scale, found_inf, clip);
 };
 constexpr auto adam_meta = [](TensorList params, TensorList grads, TensorList exp_avgs,
                               TensorList exp_avg_sqs, TensorList max_exp_avg_sqs, TensorList steps,
-                              TensorList masters, TensorList counter, const auto&...) {
-  check_adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
+                              TensorList masters, TensorList copies, TensorList counter,
+                              const auto&...) {
+  check_adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, copies,
+             counter);
 };
 
 // ---- Autograd ----
 
 constexpr auto sgd_autograd = [](TensorList params, TensorList grads, TensorList buffers,
-                                 TensorList masters, const auto&... scalars) {
+                                 TensorList masters, TensorList copies, const auto&... scalars) {
   static const auto op = find_op<SgdSignature>("warpwright::sgd_step_");
-  check_not_recorded("sgd_step_", params, grads, buffers, masters);
-  below_autograd([&] { op.call(params, grads, buffers, masters, scalars...); });
-  bump_versions(params, grads, buffers, masters);
+  check_not_recorded("sgd_step_", params, grads, buffers, masters, copies);
+  below_autograd([&] {
+    refresh_weight_copies(params, copies);
+    op.call(params, grads, buffers, masters, copies, scalars...);
+  });
+  bump_versions(params, grads, buffers, masters, copies);
+  remember_weight_copies(params, copies);
 };
 
 constexpr auto adam_autograd = [](TensorList params, TensorList grads, TensorList exp_avgs,
                                   TensorList exp_avg_sqs, TensorList max_exp_avg_sqs,
-                                  TensorList steps, TensorList masters, TensorList counter,
-                                  const auto&... scalars) {
+                                  TensorList steps, TensorList masters, TensorList copies,
+                                  TensorList counter, const auto&... scalars) {
   static const auto op = find_op<AdamSignature>("warpwright::adam_step_");
   check_not_recorded("adam_step_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps,
-                     masters);
+                     masters, copies);
   below_autograd([&] {
-    op.call(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter,
+    refresh_weight_copies(params, copies);
+    op.call(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, copies, counter,
             scalars...);
   });
-  bump_versions(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, counter);
+  bump_versions(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, copies,
+                counter);
+  remember_weight_copies(params, copies);
 };
 
 }  // namespace
@@ -383,15 +426,17 @@ constexpr auto adam_autograd = [](TensorList params, TensorList grads, TensorLis
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.def(
       "sgd_step_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
-      "Tensor(d!)[] masters, float lr, Tensor? lr_tensor, float momentum, float dampening, "
-      "float weight_decay, bool nesterov, bool maximize, bool first_step, bool zero_grad=False, "
-      "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip=None) -> ()",
+      "Tensor(d!)[] masters, Tensor(e!)[] copies, float lr, Tensor? lr_tensor, float momentum, "
+      "float dampening, float weight_decay, bool nesterov, bool maximize, bool first_step, "
+      "bool zero_grad=False, Tensor? grad_scale=None, Tensor? found_inf=None, "
+      "Tensor? clip=None) -> ()",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "adam_step_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, "
       "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] state_steps, "
-      "Tensor(g!)[] masters, Tensor(h!)[] counter, float lr, Tensor? lr_tensor, float beta1, "
-      "Tensor? beta1_tensor, float beta2, Tensor? beta2_tensor, float weight_decay, float eps, "
+      "Tensor(g!)[] masters, Tensor(h!)[] copies, Tensor(i!)[] counter, float lr, "
+      "Tensor? lr_tensor, float beta1, Tensor? beta1_tensor, float beta2, Tensor? beta2_tensor, "
+      "float weight_decay, float eps, "
       "bool decoupled_weight_decay, bool maximize, bool zero_grad=False, "
       "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip=None) -> ()",
       {at::Tag::pt2_compliant_tag});

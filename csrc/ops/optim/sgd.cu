@@ -5,10 +5,11 @@
 namespace warpwright {
 namespace {
 
-template <class T, class S, bool kMomentum>
+template <class T, class S, class G, bool kMomentum>
 struct SgdRule {
   using Param = T;
   using State = S;
+  using Grad = G;
   using Compute = Accum<T>;
   static constexpr int kStates = kMomentum ? 1 : 0;
   // 16-byte loads of each operand per thread. 16-bit types need twice the registers per byte.
@@ -54,10 +55,10 @@ struct SgdRule {
 }  // namespace
 
 void launch_sgd_step(const SgdParams& p, cudaStream_t stream) {
-  for_step_dtypes(p.dtype, p.state_dtype, [&]<class T, class S>() {
+  for_step_dtypes(p, [&]<class T, class S, class G>() {
     for_bool(p.momentum != 0, [&]<bool kMomentum>() {
-      launch_step<SgdRule<T, S, kMomentum>>(p, {p.momentum, p.dampening, p.nesterov, p.first_step},
-                                            stream);
+      launch_step<SgdRule<T, S, G, kMomentum>>(
+          p, {p.momentum, p.dampening, p.nesterov, p.first_step}, stream);
     });
   });
 }

@@ -88,14 +88,19 @@ def swap_both(model: nn.Module, criterion: nn.Module, fuse: bool = False) -> Non
 swap_and_fuse = functools.partial(swap_both, fuse=True)
 
 
-def ours_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``warpwright.optim``'s optimizer with the same options; the same one if there is none."""
+def ours_of(optimizer: torch.optim.Optimizer, autocast: bool = False) -> torch.optim.Optimizer:
+    """``warpwright.optim``'s optimizer with the same options; the same one if there is none.
+
+    Under autocast it keeps 16-bit copies of the weights.
+    """
     kind: Any = getattr(optim, type(optimizer).__name__, None)
     if kind is None:
         return optimizer
     known = inspect.signature(kind).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in known}
     groups = [{k: v for k, v in g.items() if k in known} for g in optimizer.param_groups]
+    if autocast:
+        options["weight_copies"] = True
     return kind(groups, **options)  # type: ignore[no-any-return]
 
 
@@ -199,7 +204,7 @@ def build_step(
     model.train()
     optimizer = workload.optimizer(model.parameters())
     if variant.our_optimizer:
-        optimizer = ours_of(optimizer)
+        optimizer = ours_of(optimizer, autocast=workload.dtype != torch.float32)
     forward: Any = model
     if variant.compiled:
         mode = "max-autotune-no-cudagraphs" if variant.peer == "max-autotune" else None

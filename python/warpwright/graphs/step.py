@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .body import Body, Loss, Phase
 from .capture import Rates, move_step_counts, record, why_not_scaled
+from .copies import WeightCopies, read_in_capture
 from .prefetch import prefetched
 from .state import (
     Outcome,
@@ -78,6 +79,7 @@ class GraphStep:
         self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
         self._rates = Rates(body.optimizer, body.device)
         self._frozen = self._rates.frozen()
+        self._copies = WeightCopies(body.optimizer)
         # The optimizer's state that the graphs read and write.
         self._states: dict[Tensor, dict[str, Any]] = {}
         self._places: list[int] = []
@@ -161,6 +163,7 @@ class GraphStep:
             for param, grad in zip(self._body.params, made.grads, strict=True):
                 param.grad = grad
             self._current = made
+        self._copies.refresh()
         made.graph.replay()
         self.grad_norm = made.grad_norm
         self._body.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
@@ -289,13 +292,14 @@ class GraphStep:
     ) -> Graphs:
         body, graphs = self._body, {}
         for phase in dict.fromkeys(body.phases):
-            graph, result = record(
-                functools.partial(body, batch, phase),
-                stream=self._stream,
-                pool=self._pool,
-                generators=own,
-                watch=Watch(body.device, raises=True),
-            )
+            with read_in_capture():
+                graph, result = record(
+                    functools.partial(body, batch, phase),
+                    stream=self._stream,
+                    pool=self._pool,
+                    generators=own,
+                    watch=Watch(body.device, raises=True),
+                )
             grads = [p.grad for p in body.params]
             norm = body.grad_norm if phase.last else None
             graphs[phase] = Captured(graph, inputs, result, grads, norm)
@@ -324,6 +328,7 @@ class GraphStep:
             return Outcome.of(loss, tensors, before.host)
 
         def replay() -> Any:
+            self._copies.refresh()
             for phase in body.phases:
                 graphs[phase].graph.replay()
             return graphs[body.phases[-1]].result

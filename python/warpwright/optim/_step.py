@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from .. import _C
 from .._ops import ops
 from ._shards import (
     PLAIN_TYPES,
@@ -29,6 +30,7 @@ from ._shards import (
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+CAST_TYPES = {5: torch.float16, 15: torch.bfloat16}  # by the number of c10::ScalarType
 MASTER = "master_param"
 
 
@@ -42,6 +44,7 @@ class Batch:
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)  # of each parameter
+    copies: list[Tensor] = field(default_factory=list)  # in 16 bits, of each parameter or of none
 
     def __post_init__(self) -> None:
         self.device = torch.device("cpu")
@@ -163,8 +166,9 @@ class FusedStep(Optimizer):
     zero_grad_in_step: bool = False
     state_dtype: torch.dtype | None = None
     master_weights: bool = False
+    weight_copies: bool = False
     grad_norm: Tensor | None = None
-    _extras = ("max_norm", "zero_grad_in_step", "state_dtype", "master_weights")
+    _extras = ("max_norm", "zero_grad_in_step", "state_dtype", "master_weights", "weight_copies")
     _state_names: tuple[str, ...] = ()
     _planned_states: list[dict[str, Any]]
 
@@ -174,21 +178,26 @@ class FusedStep(Optimizer):
         zero_grad_in_step: bool,
         state_dtype: torch.dtype | None,
         master_weights: bool,
+        weight_copies: bool,
     ) -> None:
         if max_norm is not None and not max_norm >= 0.0:
             raise ValueError(f"Invalid max_norm value: {max_norm} (expected at least 0)")
         if state_dtype not in (None, torch.float32):
             raise ValueError(f"state_dtype: expected None or torch.float32, got {state_dtype}")
-        wanted = max_norm is not None or zero_grad_in_step or state_dtype or master_weights
+        steps = zero_grad_in_step or state_dtype or master_weights or weight_copies
+        wanted = max_norm is not None or steps
         if wanted and any(group["differentiable"] for group in self.param_groups):
             raise ValueError(
-                "`differentiable` does not support max_norm, zero_grad_in_step, state_dtype and "
-                "master_weights"
+                "`differentiable` does not support max_norm, zero_grad_in_step, state_dtype, "
+                "master_weights and weight_copies"
             )
         self.max_norm = max_norm
         self.zero_grad_in_step = zero_grad_in_step
         self.state_dtype = state_dtype
         self.master_weights = master_weights
+        self.weight_copies = weight_copies
+        if weight_copies:
+            _C.record_weight_casts()
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             if param.device.type == "cuda":
                 self._counter(param.device)
@@ -242,6 +251,26 @@ class FusedStep(Optimizer):
         if not self.master_weights or batch.dtype not in SIXTEEN_BIT:
             return []
         return batch.operands(batch.values(MASTER))
+
+    # ---- 16-bit copies of float32 parameters ----
+
+    def _copy_of(self, param: Tensor, grad: Tensor) -> Tensor | None:
+        """The copy that the step writes beside `param`; None if no product has cast it."""
+        if not self.weight_copies or param.dtype is not torch.float32 or is_dtensor(param):
+            return None
+        dtype = CAST_TYPES.get(_C.weight_cast_type(param._cdata))  # type: ignore[attr-defined]
+        if dtype is None or not is_ours(param, grad):
+            return None
+        copies: dict[Tensor, Tensor] = self.__dict__.setdefault("_copies", {})
+        copy = copies.get(param)
+        same = copy is not None and (copy.dtype, copy.device) == (dtype, param.device)
+        if copy is None or not same or copy.stride() != param.stride():
+            copy = copies[param] = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        return copy
+
+    def _copied(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, its copy) of every parameter that has one."""
+        return list(self.__dict__.get("_copies", {}).items())
 
     @_disable_dynamo  # torch.compiler.disable, but imports torch._dynamo at the first call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -300,12 +329,21 @@ class FusedStep(Optimizer):
             else:
                 first_step, alike = self._key(group, state)
                 self._widen(param, state)
-            key = (native, first_step, alike, param.device, param.dtype)
+            copy = None if native else self._copy_of(param, grad)
+            copy_type = None if copy is None else copy.dtype
+            key = (native, first_step, alike, param.device, param.dtype, copy_type)
             if key not in batches:
                 batches[key] = Batch(group, native, first_step)
             batches[key].add(param, grad, state)
+            if copy is not None:
+                batches[key].copies.append(copy)
         idle = [param for param in group["params"] if param.grad is None]
-        return Plan(group, list(group["params"]), idle, self._flags(group), list(batches.values()))
+        flags = self._all_flags(group)
+        return Plan(group, list(group["params"]), idle, flags, list(batches.values()))
+
+    def _all_flags(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        flags = self._flags(group)
+        return (*flags, _C.count_weight_casts()) if self.weight_copies else flags
 
     def _batches(self) -> list[Batch]:
         plans: list[Plan] = self.__dict__.get("_plans", [])
@@ -314,7 +352,7 @@ class FusedStep(Optimizer):
             len(plans) == len(self.param_groups)
             and same_objects(self.state.values(), self._planned_states)
             and all(
-                plan.refresh(group, self._flags(group))
+                plan.refresh(group, self._all_flags(group))
                 for plan, group in zip(plans, self.param_groups, strict=True)
             )
         )

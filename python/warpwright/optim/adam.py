@@ -76,6 +76,7 @@ class _AdamStep(FusedStep):
             batch.operands(batch.values("max_exp_avg_sq")) if group["amsgrad"] else [],
             steps,
             self._masters(batch),
+            batch.copies,
             self._counter(device),
             lr,
             lr_tensor,
@@ -140,6 +141,7 @@ class Adam(_AdamStep, torch.optim.Adam):
         zero_grad_in_step: bool = False,
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        weight_copies: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -155,7 +157,7 @@ class Adam(_AdamStep, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._set_extras(max_norm, zero_grad_in_step, state_dtype, master_weights)
+        self._set_extras(max_norm, zero_grad_in_step, state_dtype, master_weights, weight_copies)
 
 
 class AdamW(_AdamStep, torch.optim.AdamW):
@@ -179,6 +181,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         zero_grad_in_step: bool = False,
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        weight_copies: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -193,4 +196,4 @@ class AdamW(_AdamStep, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._set_extras(max_norm, zero_grad_in_step, state_dtype, master_weights)
+        self._set_extras(max_norm, zero_grad_in_step, state_dtype, master_weights, weight_copies)

@@ -35,6 +35,7 @@ class SGD(FusedStep, torch.optim.SGD):
         zero_grad_in_step: bool = False,
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        weight_copies: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -48,7 +49,7 @@ class SGD(FusedStep, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-        self._set_extras(max_norm, zero_grad_in_step, state_dtype, master_weights)
+        self._set_extras(max_norm, zero_grad_in_step, state_dtype, master_weights, weight_copies)
 
     def _gather(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         params: list[Tensor] = []
@@ -101,6 +102,7 @@ class SGD(FusedStep, torch.optim.SGD):
             batch.operands(batch.grads),
             batch.operands(buffers),
             self._masters(batch),
+            batch.copies,
             lr,
             lr_tensor,
             momentum,

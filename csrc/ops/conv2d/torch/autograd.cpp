@@ -6,6 +6,7 @@
 
 #include "ops/conv2d/torch/common.h"
 #include "torch/skip.h"
+#include "torch/weight_copies.h"
 
 namespace warpwright {
 namespace {
@@ -176,9 +177,9 @@ Tensor conv2d_autocast(const Tensor& input, const Tensor& weight, const Optional
                        SymInt groups) {
   c10::impl::ExcludeDispatchKeyGuard guard(kKey);
   const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
-  auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(type, t, kDevice); };
-  const Tensor b = value_or_undefined(bias);
-  return call::conv2d(cast(input), cast(weight), b.defined() ? cast(b) : b,
+  return call::conv2d(at::autocast::cached_cast(type, input, kDevice),
+                      cast_weight(type, weight, kDevice),
+                      cast_weight(type, value_or_undefined(bias), kDevice),
                       geometry_of(stride, padding, dilation, std::move(groups)));
 }
 

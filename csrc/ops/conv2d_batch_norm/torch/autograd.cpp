@@ -5,6 +5,7 @@
 
 #include "ops/conv2d_batch_norm/torch/common.h"
 #include "torch/skip.h"
+#include "torch/weight_copies.h"
 
 namespace warpwright {
 namespace {
@@ -125,16 +126,14 @@ Tensors5 conv2d_batch_norm_update_autograd(
 
 template <at::DeviceType kDevice, c10::DispatchKey kKey>
 struct Autocast {
-  static Tensor cast(const Tensor& tensor) {
-    const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
-    return tensor.defined() ? at::autocast::cached_cast(type, tensor, kDevice) : tensor;
-  }
   static Tensors5 run(const Call& c) {
     c10::impl::ExcludeDispatchKeyGuard guard(kKey);
-    const Tensor input = cast(c.input), weight = cast(c.weight);
+    const auto type = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+    const Tensor input = at::autocast::cached_cast(type, c.input, kDevice);
+    const Tensor weight = cast_weight(type, c.weight, kDevice);
     return dispatch({.input = input,
                      .weight = weight,
-                     .bias = cast(c.bias),
+                     .bias = cast_weight(type, c.bias, kDevice),
                      .residual = c.residual,
                      .norm_weight = c.norm_weight,
                      .norm_bias = c.norm_bias,

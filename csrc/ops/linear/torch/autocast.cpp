@@ -7,7 +7,9 @@
 #include <array>
 
 #include "ops/linear/cast.h"
+#include "torch/cast_node.h"
 #include "torch/plain.h"
+#include "torch/weight_copies.h"
 
 namespace warpwright {
 
@@ -29,23 +31,8 @@ Tensor cast_below_autograd(const Tensor& x, at::ScalarType type) {
   return result.copy_(x);
 }
 
-struct CastBackward {
-  static constexpr const char* kName = "WarpwrightCastBackward";
-  struct Attributes {
-    at::ScalarType type;  // of the input
-  };
-  static variable_list backward(const Attributes& a, const variable_list&,
-                                const variable_list& grads, const NeedsGrad&) {
-    return {grads[0].to(a.type)};
-  }
-};
-
-// Differentiable, so that second derivatives find the input.
 Tensor cast(const Tensor& x, at::ScalarType type) {
-  auto node = make_node<CastBackward>({x.scalar_type()}, x);
-  Tensor result = below_autograd([&] { return cast_below_autograd(x, type); });
-  if (node) set_history(result, node);
-  return result;
+  return differentiable_cast(x, [&] { return cast_below_autograd(x, type); });
 }
 
 // ---- casts that products share ----
@@ -160,8 +147,8 @@ AutocastOperands::AutocastOperands(c10::DeviceType device, const Tensor& input_,
   const at::ScalarType type = at::autocast::get_autocast_dtype(device);
   input = is_16bit(type) ? cast_input(type, input_, device)
                          : at::autocast::cached_cast(type, input_, device);
-  weight = at::autocast::cached_cast(type, weight_, device);
-  bias = at::autocast::cached_cast(type, bias_, device);
+  weight = cast_weight(type, weight_, device);
+  if (bias_) bias = cast_weight(type, *bias_, device);
   const Tensor old_bias = value_or_undefined(bias_), new_bias = value_or_undefined(bias);
   direct = is_16bit(type) &&
            (wants_gradient_of_cast(input_, input) || wants_gradient_of_cast(weight_, weight) ||

@@ -9,11 +9,12 @@
 namespace warpwright {
 
 // The operands in autocast's type, and autocast off while this exists. Casts are autocast's own,
-// with two changes:
+// with three changes:
 //  - float32 inputs are cast by our kernel, once for all products that read them. The products keep
 //    the result for their backward. While one of them does, the next one finds it.
 //  - `direct`: the product's node may lead to the float32 tensors themselves. Their gradients then
 //    leave the backward's products in float32, and no node casts them.
+//  - an optimizer's 16-bit copy of a weight or bias (torch/weight_copies.h) stands in for its cast.
 struct AutocastOperands {
   AutocastOperands(c10::DeviceType device, const Tensor& input, const Tensor& weight,
                    const OptionalTensor& bias);
