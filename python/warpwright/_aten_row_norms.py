@@ -118,7 +118,9 @@ def _groups(input: Tensor, num_groups: int) -> tuple[int, int, int, int]:
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    output = native.group_norm(input, num_groups, weight, bias, eps)
+    # Native's mixes types on the CPU only.
+    wide = input if weight is None else input.to(weight.dtype)
+    output = native.group_norm(wide, num_groups, weight, bias, eps).to(input.dtype)
     accum = torch.promote_types(input.dtype, torch.float32)
     groups = input.to(accum).reshape(_groups(input, num_groups)).flatten(2)
     var, mean = torch.var_mean(groups, -1, correction=0)
