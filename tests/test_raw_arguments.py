@@ -13,6 +13,7 @@ OPS = sorted(
     if name.startswith("warpwright::")
 )
 GONE = r"data is not allocated|setStorage: sizes"  # the second: of a view, by ATen
+CONSTANT = "not differentiable|not implemented for"  # what has no derivative says so first
 HELD = {}  # by device
 
 
@@ -63,6 +64,32 @@ def test_storage_that_is_gone(device, op, kept):
             storage = tensor.untyped_storage()
             storage.resize_(int(storage.nbytes() * kept))
             with pytest.raises(RuntimeError, match=GONE):
+                overload(op)(*args)
+
+
+def differentiated(value):
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_storage_that_is_gone_beside_differentiated_tensors(device, op):
+    """Autograd's kernels may run other operators first."""
+    if any(
+        a.alias_info is not None and a.alias_info.is_write for a in overload(op)._schema.arguments
+    ):
+        return  # it takes no tensor that requires a gradient
+    for call in calls_of(device, op):
+        for i, value in enumerate(call):
+            if not isinstance(value, torch.Tensor) or value.numel() == 0:
+                continue
+            if not is_read(op, names_of(op)[i], call):
+                continue
+            args = tree_map(differentiated, tree_map(keep, call))
+            args[i] = keep(call[i]).detach()
+            args[i].untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError, match=f"{GONE}|{CONSTANT}"):
                 overload(op)(*args)
 
 

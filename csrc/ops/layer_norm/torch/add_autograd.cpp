@@ -71,6 +71,8 @@ Tensor in_type(const Tensor& value, at::ScalarType type) {
 
 struct AddLayerNormBackward {  // saved: sum, weight, mean, rstd
   static constexpr const char* kName = "WarpwrightAddLayerNormBackward";
+  static constexpr const char* kInput = "add_layer_norm: input";
+  static constexpr const char* kResidual = "add_layer_norm: residual";
   using Attributes = AddNormAttributes;
   // needs: input, residual, weight, bias
   static variable_list backward(const Attributes& a, const variable_list& saved,
@@ -92,6 +94,8 @@ struct AddLayerNormBackward {  // saved: sum, weight, mean, rstd
 };
 struct AddRmsNormBackward : AddLayerNormBackward {
   static constexpr const char* kName = "WarpwrightAddRMSNormBackward";
+  static constexpr const char* kInput = "add_rms_norm: input";
+  static constexpr const char* kResidual = "add_rms_norm: residual";
 };
 
 // `together` runs the op, and `apart` the norm of a sum.
@@ -103,6 +107,8 @@ Tensors4 add_forward_autograd(const Tensor& input, const Tensor& residual, SymIn
   const bool has_constant_sum = !needs_gradient(input) && !needs_gradient(residual) &&
                                 (needs_gradient(weight) || needs_gradient(bias));
   if (has_constant_sum || any_tangent(input, residual, weight, bias)) {
+    check_plain_storage(input, Spec::kInput);
+    check_plain_storage(residual, Spec::kResidual);
     const Tensor sum = residual + input;
     auto [output, mean, rstd] = apart(sum);
     return {sum, output, mean, rstd};

@@ -70,7 +70,7 @@ struct AmaxBackward {  // saved: input, output
     if (!needs[0]) return {Tensor()};
     const Tensor& input = saved[0];
     const Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, input.dim());
-    if (takes_gradient_kernel(input, grad)) {
+    if (takes_gradient_kernel(input, a.mask, grad)) {
       const Tensor value = restore_dims(saved[1], a.mask, a.keepdim, input.dim());
       const Tensor count = count_equal(input, a.mask, value);
       const Tensor wide = grad.to(accumulator_of(input));

@@ -40,13 +40,14 @@ void run(ReductionGradientParams p, const Tensor& input, const DimMask& mask) {
 }  // namespace
 
 bool takes_gradient_kernel([[maybe_unused]] const Tensor& input,
+                           [[maybe_unused]] const DimMask& mask,
                            [[maybe_unused]] const Tensor& grad) {
 #ifdef WARPWRIGHT_WITH_CUDA
   if (at::GradMode::is_enabled() || !input.is_cuda() || !is_plain(input) || !is_plain(grad)) {
     return false;
   }
   return is_floating(input.scalar_type()) && input.numel() > 0 &&
-         input.is_non_overlapping_and_dense() && layout_of(input, {}).fits;
+         input.is_non_overlapping_and_dense() && layout_of(input, mask).fits;
 #else
   return false;
 #endif

@@ -13,7 +13,7 @@ inline at::ScalarType accumulator_of(const Tensor& input) {
 
 // Whether `input` and `grad` are dense memory on a GPU that nothing watches, and no derivative of
 // the gradient is wanted. Otherwise the caller composes the gradient of ATen's operators.
-bool takes_gradient_kernel(const Tensor& input, const Tensor& grad);
+bool takes_gradient_kernel(const Tensor& input, const DimMask& mask, const Tensor& grad);
 
 // The gradient that `kind` says. `value`, `scale` and `other` have size 1 in the reduced
 // dimensions.

@@ -78,7 +78,7 @@ struct LogSumExpBackward {  // saved: input, output
     if (!needs[0]) return {Tensor()};
     const Tensor &input = saved[0], &output = saved[1];
     const Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, input.dim());
-    if (takes_gradient_kernel(input, grad)) {
+    if (takes_gradient_kernel(input, a.mask, grad)) {
       return {reduction_gradient(ReductionGradient::kExponential, input, a.mask,
                                  restore_dims(output, a.mask, a.keepdim, input.dim()), grad)};
     }

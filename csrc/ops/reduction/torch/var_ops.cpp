@@ -129,7 +129,7 @@ double freedom_of(const Tensor& grad, const Tensor& input, const VarAttributes& 
   return static_cast<double>(input.numel() / grad.numel()) - a.correction;
 }
 bool has_one_pass(const Tensor& grad, const Tensor& input, const VarAttributes& a) {
-  return takes_gradient_kernel(input, grad) && freedom_of(grad, input, a) > 0;
+  return takes_gradient_kernel(input, a.mask, grad) && freedom_of(grad, input, a) > 0;
 }
 Tensor var_gradient_in_one_pass(const Tensor& grad, const Tensor& input, const VarAttributes& a) {
   const auto accum = accumulator_of(input);
