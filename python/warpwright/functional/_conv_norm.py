@@ -44,6 +44,8 @@ def takes_statistics(
 
     Everywhere else one operator after the other is as fast. So it runs if a residual broadcasts.
     """
+    if not all(isinstance(t, Tensor) for t in (input, weight)):
+        return False  # conv2d raises
     if not input.is_cuda or input.dim() != 4 or input.size(0) < 2 or weight.dim() != 4:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else input.dtype

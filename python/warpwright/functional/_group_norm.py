@@ -130,6 +130,10 @@ def _check_running(input: Tensor, *running: Any) -> None:
             raise RuntimeError(
                 f"{name} should contain {input.shape[1]} elements not {vector.numel()}"
             )
+        if vector.dim() > 1:
+            raise RuntimeError(f"{name}: expected one dimension, got shape {tuple(vector.shape)}")
+        if vector.device != input.device:
+            raise RuntimeError(f"{name}: expected device {input.device}, got {vector.device}")
         # The update would write to freed memory.
         _arguments.require_storage("instance_norm", name, vector)
 

@@ -82,7 +82,7 @@ def mean(
     return _run("mean", ops.mean, input, dim, keepdim, dtype)
 
 
-def amax(input: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) -> Tensor:
+def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """The maximum along ``dim``, as ``torch.amax``: NaN if there is one.
 
     Args:
@@ -96,9 +96,7 @@ def amax(input: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) ->
         RuntimeError, TypeError: as for :func:`sum`.
     """
     dim = _checked("amax", dim, keepdim)
-    if dim is None:
-        raise TypeError("amax(): argument 'dim' must be tuple of ints, not NoneType")
-    return _run("amax", ops.amax, input, dim, keepdim)
+    return _run("amax", ops.amax, input, () if dim is None else dim, keepdim)
 
 
 def logsumexp(input: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
