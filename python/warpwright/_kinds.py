@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +22,8 @@ from ._catalog import NATIVE
 # How an operator refuses another kind of tensor: no kernel for its key, no such property or handler.
 REFUSALS = (RuntimeError, TypeError)
 functorch: Any = torch._C._functorch
+# Types of arguments that override nothing. The check runs in every call under `patch()`.
+PLAIN_TYPES = {Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype}
 PASSING_ON = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
@@ -58,11 +60,19 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 def _is_overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an argument's class has a ``__torch_function__`` that may override native's function."""
-    for tensor in _tensors(args, kwargs):
-        function = type(tensor).__torch_function__
-        if getattr(function, "__func__", function) not in PASSING_ON:
-            return True
-    return False
+    return any(map(_overrides, args)) or any(map(_overrides, kwargs.values()))
+
+
+def _overrides(argument: Any) -> bool:
+    kind = type(argument)
+    if kind in PLAIN_TYPES:
+        return False
+    if kind is list or kind is tuple:
+        return any(map(_overrides, argument))
+    if not isinstance(argument, Tensor):
+        return False
+    function = kind.__torch_function__
+    return getattr(function, "__func__", function) not in PASSING_ON
 
 
 def _is_foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
