@@ -74,6 +74,44 @@ def test_many_features(device, dtype, form):
             both(form, x, w, None, fragments=True, ahead=True)
 
 
+@pytest.mark.gpu
+@forms
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 128, 129, 256, 257])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_tiles_of_tokens(form, rows, low):
+    """Around each number of rows at which the plan changes: one tile of features and parts of a
+    second, a k that clusters share, and one with a tail."""
+    for outputs, features in ((48, 256), (272, 4096), (4112, 640)):
+        w = weight(form, outputs, features, "cuda", low, fragments=True)
+        x = torch.randn(rows, features, device="cuda").to(low).requires_grad_()
+        bias = torch.randn(outputs, device="cuda").to(low).requires_grad_()
+        both(form, x, w, bias, fragments=True, ahead=True)
+
+
+@pytest.mark.gpu
+def test_tiles_read_rows_at_any_pitch(dtype):
+    """Rows that are part of a wider tensor, and tokens that no row follows in memory."""
+    codes, scales, zeros = weight((4, 64, True), 64, 256, "cuda", dtype, fragments=True)
+    wide = torch.randn(70, 512, device="cuda").to(dtype)
+    x = wide[:, 128:384]
+    expected = F.linear_quantized(x.contiguous(), codes, scales, zeros, fragments=True)
+    assert_same(F.linear_quantized(x, codes, scales, zeros, fragments=True), expected)
+
+
+@each_order
+def test_weight_in_memory(device, dtype, fragments):
+    """The gradient of rows of the identity is the weight itself, in every form and with tails."""
+    forms = [(4, 32, True), (4, 64, False), (4, 12, True), (4, 2, True), (8, 0, False)]
+    for form in forms:
+        for outputs, features in ((16, 192), (32, 576), (48, 1152)):
+            codes, scales, zeros = weight(form, outputs, features, device, dtype, fragments)
+            expected = dequantize(codes, scales, zeros, fragments) + 0
+            for rows in (outputs, 260):  # by a fused kernel; by the weight in memory
+                eye = torch.eye(rows, outputs, device=device, dtype=dtype)
+                found = ops.linear_quantized_backward(eye, codes, scales, zeros, fragments)
+                assert_same(found[:outputs], expected)
+
+
 @pytest.mark.parametrize("shape", [(5, 6, 2), (3, 14, 14), (1, 2, 2), (7, 100, 10), (16, 96, 48)])
 def test_odd_sizes(device, dtype, shape):
     outputs, features, group = shape
@@ -308,7 +346,7 @@ def test_only_the_weight_is_kept(device):
 
 @pytest.mark.gpu
 @forms
-@pytest.mark.parametrize("rows", [1, 16, 70])
+@pytest.mark.parametrize("rows", [1, 16, 30, 70, 200])
 def test_repeats_are_equal(form, rows):
     codes, scales, zeros = weight(form, 2064, 1024, "cuda", torch.bfloat16, fragments=True)
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
@@ -316,8 +354,14 @@ def test_repeats_are_equal(form, rows):
     def step():
         return F.linear_quantized(x, codes, scales, zeros, fragments=True, ahead=True)
 
-    assert_repeats(step, 50)
-    assert_replays(lambda: (step(),))
+    dy = torch.randn(rows, 2064, device="cuda", dtype=torch.bfloat16)
+
+    def gradient():
+        return ops.linear_quantized_backward(dy, codes, scales, zeros, True)
+
+    for call in (step, gradient):
+        assert_repeats(call, 50)
+        assert_replays(lambda call=call: (call(),))
 
 
 def test_bad_input(device):
@@ -375,3 +419,33 @@ def test_explain():
     assert "no 16-bit type" in text(x.float(), fragments=True)
     assert "not adjacent" in text(x, scales.contiguous(), fragments=True)
     assert "cache" in str(warpwright.explain("linear_quantized", x, codes, scales))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_plans(bits):
+    """The numbers of rows at which the plan changes, and the reasons."""
+    codes, scales = {
+        4: (torch.empty(14336, 2048).byte(), torch.empty(32, 14336, dtype=torch.bfloat16).t()),
+        8: (torch.empty(14336, 4096).char(), torch.empty(14336, dtype=torch.bfloat16)),
+    }[bits]
+
+    def text(rows, scales=scales, dtype=torch.bfloat16, device="h100"):
+        x = torch.empty(rows, 4096, dtype=dtype)
+        call = "linear_quantized", x, codes, scales
+        return str(warpwright.explain(*call, fragments=True, device=device))
+
+    tokens = {1: 8, 8: 8, 9: 16, 16: 16, 17: 64, 64: 64, 65: 128, 128: 128, 129: 256, 256: 256}
+    for rows, tile in tokens.items():
+        found = text(rows)
+        assert f"by {tile} tokens" in found, rows
+        forward, *_, backward = found.splitlines()[1:]
+        assert ("stages per warp" in forward) == (rows <= 16), rows
+        assert f"k by {max(tile, 64)} tokens" in backward, rows
+    assert text(257).count("more than 256 rows") == 2
+    for rows in (17, 64):  # an A100 has no clusters
+        assert "stages per warp" in text(rows, device="a100")
+    assert "an H100's" in text(65, device="a100")
+    if bits == 4:
+        single = torch.empty(32, 14336).t()
+        assert "stages per warp" in text(64, single)
+        assert "rounded twice" in text(65, single)

@@ -189,11 +189,12 @@ Lines explain_linear_cross_entropy(const std::string& dtype, bool tf32, const Te
 
 // ---- linear_quantized ----
 
-// The forward's plan, and whether the fused kernel takes it.
+// The plan of the forward or of the gradient, whose `input` is then dy, and whether a fused kernel
+// takes it.
 std::pair<std::string, bool> explain_linear_quantized(
     const std::string& dtype, const TensorLayout& input, bool is_int8, bool fragments,
     const TensorLayout& codes, const std::string& scale_dtype, const TensorLayout& scales,
-    const std::optional<TensorLayout>& zeros, const DeviceInfo& device, bool sm90) {
+    const std::optional<TensorLayout>& zeros, const DeviceInfo& device, bool sm90, bool gradient) {
   const Matrix x = as_matrix(input);
   const bool grouped = !is_int8 && scales.sizes.at(1) > 0;
   LinearQuantizedParams p{};
@@ -217,7 +218,8 @@ std::pair<std::string, bool> explain_linear_quantized(
   p.rows = x.rows;
   p.input = reinterpret_cast<const void*>(x.address);
   p.input_pitch = x.stride_col == 1 ? x.stride_row : x.cols;
-  const LinearQuantizedPlan plan = choose_linear_quantized(p, device);
+  const LinearQuantizedPlan plan =
+      gradient ? choose_linear_quantized_backward(p, device) : choose_linear_quantized(p, device);
   return {describe(plan), plan.fused};
 }
 

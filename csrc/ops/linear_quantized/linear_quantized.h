@@ -57,6 +57,7 @@ struct LinearQuantizedParams {
   int64_t input_pitch;  // elements from a row to the next; the columns are adjacent
   const void* bias;     // (N) or null
   void* output;         // (M, N), dense
+  void* workspace;      // plan.workspace_bytes
   bool sm90;            // clusters: sm90_path_available()
   bool
       ahead;  // no pending kernel writes the weight: its loads may pass the end of the previous one
@@ -69,17 +70,26 @@ constexpr int kMaxQuantizedBlocks = 4;  // blocks of 16 features per CTA: the su
 constexpr int kMaxQuantizedRanks = 2;   // CTAs of a cluster, which share k
 constexpr int kMaxQuantizedDepth = 8;   // stages of a warp's ring
 constexpr int kQuantizedCtasPerSm = 2;
-constexpr int64_t kMaxQuantizedRows = 128;  // of x by passes
+constexpr int64_t kFewQuantizedRows = 16;  // of x in one pass
+constexpr int64_t kMaxQuantizedRows = 64;  // of x by passes: then a weight in memory is faster
+constexpr int64_t kMaxTiledRows = 256;     // of x by tiles: the widest wgmma
+constexpr int kTiledBlocks = 8;            // of 16 columns per CTA
+constexpr int kMaxTiledRanks = 4;
+constexpr int64_t kTiledK = 64;   // per stage
+constexpr int kTiledPitch = 132;  // floats per token in shared memory: lanes on different banks
 
 struct LinearQuantizedPlan {
   bool fused;  // codes become operands in registers; else the weight is written in x's dtype first
-  int tiles;   // of 8 tokens per pass
+  bool tiled;  // by wgmma, all tokens in one tile
+  bool gradient;  // dx = dy W: the columns are W's k, and the sums are over its features
+  int tiles;      // of 8 tokens per pass
   int64_t passes;
   int blocks;  // of 16 features per CTA
   int ranks;   // CTAs that share k: a cluster
-  int depth;   // stages of the ring of each warp
+  int depth;   // stages of the ring of each warp, or of the CTA
   int early;   // stages of codes that `ahead` copies before the previous kernel ends
   int64_t ctas;
+  int64_t workspace_bytes;  // tokens in the order of stages, aligned to 16 bytes
   const char* reason;
 };
 
@@ -118,18 +128,112 @@ inline int64_t quantized_smem_bytes(const QuantizedWeight& w, const LinearQuanti
   return std::max(ring, quantized_sums_bytes(plan.blocks, plan.tiles));
 }
 
-// Null if the kernel of few rows can take the call, else the reason why not.
+// ---- tiles ----
+
+// A unit: 16 features by 64 k.
+constexpr int64_t tiled_block_bytes(int bits) {
+  return kFragmentBytes * kTiledK / fragment_k(bits);
+}
+
+// int8's scale multiplies y's sums. In the gradient it varies along the sum, so it comes with
+// codes.
+inline int tiled_scale_rows(const QuantizedWeight& w, bool gradient) {
+  return w.bits == 8 ? (gradient ? 1 : 0) : scale_rows_per_stage(w);
+}
+
+// One stage of a CTA: tokens, codes of eight units, their scales and zeros. The ring's memory takes
+// the sums at the end; the barriers follow.
+struct TiledStage {
+  int64_t codes, scales, zeros, bytes;  // offsets, and the size
+  int64_t barriers;
+};
+
+inline TiledStage tiled_stage(const QuantizedWeight& w, const LinearQuantizedPlan& plan) {
+  const int64_t rows = tiled_scale_rows(w, plan.gradient), features = 128;
+  TiledStage stage{};
+  stage.codes = int64_t{plan.tiles} * 8 * 128;
+  stage.scales = stage.codes + kTiledBlocks * tiled_block_bytes(w.bits);
+  stage.zeros = stage.scales + rows * features * 2;
+  const int64_t end = stage.zeros + (w.zeros != nullptr ? rows * features : 0);
+  stage.bytes = ceil_div(end, int64_t{1024}) * 1024;  // a pattern of the swizzle
+  const int64_t sums = int64_t{plan.tiles} * 8 * kTiledPitch * 4;
+  stage.barriers = std::max(plan.depth * stage.bytes, sums);
+  return stage;
+}
+
+// More than half of an SM's: two CTAs of a cluster on one SM would leave another SM idle.
+inline int64_t tiled_smem_bytes(const QuantizedWeight& w, const LinearQuantizedPlan& plan) {
+  constexpr int64_t kHalf = 115 << 10;
+  return std::max(kHalf, tiled_stage(w, plan).barriers + kMaxQuantizedDepth * 16);
+}
+
+// Null if the kernels of tiles can take a call that the kernel of few rows can, else why not.
+inline const char* why_not_tiled(const LinearQuantizedParams& p, bool gradient) {
+  if (!p.sm90) return "wgmma and clusters are an H100's";
+  if (p.rows > kMaxTiledRows)
+    return "more than 256 rows: a code would become an operand more than once";
+  if (p.weight.features % kTiledK != 0) return "the features are no multiple of 64";
+  if ((gradient || p.weight.bits == 4) && p.weight.scale_dtype != p.dtype) {
+    return "scales of another type would be rounded twice";
+  }
+  return nullptr;
+}
+
+// At least so many clusters of 1 to 4 CTAs are resident, one CTA per SM. Where four clusters of 4
+// fit, five of 3 do.
+inline int64_t resident_tiles(int ranks, const DeviceInfo& device) {
+  if (ranks == 3) return int64_t{device.clusters[2]} * 5 / 4;
+  return device.clusters[ranks / 2];
+}
+
+// How clusters share the sum. The cost is in cycles: a unit takes the longest of its products, its
+// conversion and its bytes from L2; then the sums are added.
+inline void share_tiles(const LinearQuantizedParams& p, const DeviceInfo& device,
+                        LinearQuantizedPlan& plan) {
+  constexpr int64_t kConvertCycles = 300, kBytesPerCycle = 24, kSumCycles = 3000;
+  const int64_t columns = plan.gradient ? p.weight.features : p.weight.outputs;
+  const int64_t units = ceil_div(plan.gradient ? p.weight.outputs : p.weight.features, kTiledK);
+  const int64_t unit = std::max({int64_t{plan.tiles} * 8 * 4, kConvertCycles,
+                                 tiled_stage(p.weight, plan).bytes / kBytesPerCycle});
+  int64_t least = 0;
+  for (int ranks = 1; ranks <= kMaxTiledRanks; ++ranks) {
+    const int64_t resident = std::max<int64_t>(resident_tiles(ranks, device), 1);
+    const int64_t tiles = ceil_div(columns, int64_t{128});
+    const int64_t cost = ceil_div(tiles, resident) * (ceil_div(units, int64_t{ranks}) * unit +
+                                                      kSumCycles * (ranks > 1 ? 2 : 1));
+    if (plan.ranks != 0 && cost >= least) continue;
+    least = cost;
+    plan.ranks = ranks;
+    plan.ctas = tiles * ranks;
+  }
+  plan.workspace_bytes = units * plan.tiles * 8 * 128;
+}
+
+inline LinearQuantizedPlan choose_tiles(const LinearQuantizedParams& p, const DeviceInfo& device,
+                                        bool gradient) {
+  LinearQuantizedPlan plan{.fused = true, .tiled = true, .gradient = gradient};
+  plan.tiles = p.rows <= 64 ? 8 : p.rows <= 128 ? 16 : 32;
+  plan.passes = 1;
+  plan.blocks = kTiledBlocks;
+  share_tiles(p, device, plan);
+  const int64_t fitting =
+      (device.smem_per_block - kMaxQuantizedDepth * 16) / tiled_stage(p.weight, plan).bytes;
+  plan.depth = static_cast<int>(std::clamp<int64_t>(fitting, 2, kMaxQuantizedDepth));
+  plan.reason = "each code is read once and becomes wgmma's operand in registers";
+  return plan;
+}
+
+// Null if the kernels that read codes as operands can take the call, else the reason why not.
 inline const char* why_not_fused(const LinearQuantizedParams& p, const DeviceInfo& device) {
   const QuantizedWeight& w = p.weight;
   if (!w.fragments) return "the codes are in their plain order";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "x is no 16-bit type";
   if (device.sm_arch < 80) return "no mma.sync of 16-bit types";
-  if (p.rows > kMaxQuantizedRows) return "more than 128 rows: many passes over the codes";
   auto is_aligned = [](const void* data, int64_t pitch) {
     return (reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(pitch)) % 16 == 0;
   };
   if (!is_aligned(p.input, p.input_pitch * 2)) {
-    return "the rows of x do not begin at multiples of 16 bytes";
+    return "the rows of x or dy do not begin at multiples of 16 bytes";
   }
   if (w.bits == 4) {
     if (w.group % 32 != 0 || (w.group > 32 && w.group % 64 != 0)) {
@@ -174,6 +278,11 @@ inline void share_weight(const LinearQuantizedParams& p, const DeviceInfo& devic
 inline LinearQuantizedPlan choose_linear_quantized(const LinearQuantizedParams& p,
                                                    const DeviceInfo& device) {
   if (const char* why = why_not_fused(p, device)) return {.fused = false, .reason = why};
+  if (p.rows > kFewQuantizedRows) {
+    const char* why = why_not_tiled(p, false);
+    if (why == nullptr) return choose_tiles(p, device, false);
+    if (p.rows > kMaxQuantizedRows) return {.fused = false, .reason = why};
+  }
   LinearQuantizedPlan plan{.fused = true};
   plan.tiles = p.rows <= 8 ? 1 : 2;
   plan.passes = ceil_div(p.rows, int64_t{plan.tiles} * 8);
@@ -189,13 +298,33 @@ inline LinearQuantizedPlan choose_linear_quantized(const LinearQuantizedParams& 
   return plan;
 }
 
+// dx = dy W: `input` is dy (M, N), `output` dx (M, K), and there is no bias.
+inline LinearQuantizedPlan choose_linear_quantized_backward(const LinearQuantizedParams& p,
+                                                            const DeviceInfo& device) {
+  const char* why = why_not_fused(p, device);
+  if (why == nullptr) why = why_not_tiled(p, true);
+  if (why == nullptr && p.weight.bits == 8 &&
+      (p.weight.scale_strides[0] != 1 || reinterpret_cast<uintptr_t>(p.weight.scales) % 16 != 0)) {
+    why = "scales of neighbouring features are not adjacent, or do not begin at 16 bytes";
+  }
+  if (why != nullptr) return {.fused = false, .gradient = true, .reason = why};
+  return choose_tiles(p, device, true);
+}
+
 inline std::string describe(const LinearQuantizedPlan& plan) {
   if (!plan.fused) {
     return std::string("the weight in x's dtype by a kernel, then linear (") + plan.reason + ")";
   }
-  return "mma of " + std::to_string(plan.blocks * kFragmentFeatures) + " features by " +
-         std::to_string(plan.tiles * 8) + " tokens, " +
-         std::to_string(kQuantizedWarps * plan.ranks) +
+  const std::string tile = "mma of " + std::to_string(plan.blocks * kFragmentFeatures) +
+                           (plan.gradient ? " k by " : " features by ") +
+                           std::to_string(plan.tiles * 8) + " tokens, ";
+  if (plan.tiled) {
+    return "wg" + tile + std::to_string(plan.depth) +
+           " stages, CTAs: " + std::to_string(plan.ctas) +
+           (plan.ranks == 1 ? "" : " in clusters of " + std::to_string(plan.ranks)) +
+           ", workspace " + std::to_string(plan.workspace_bytes) + " bytes (" + plan.reason + ")";
+  }
+  return tile + std::to_string(kQuantizedWarps * plan.ranks) +
          (plan.ranks == 1 ? " warps share k, " : " warps of a cluster share k, ") +
          std::to_string(plan.depth) + " stages per warp, " + std::to_string(plan.ctas) +
          " CTAs, passes over the codes: " + std::to_string(plan.passes) + " (" + plan.reason + ")";

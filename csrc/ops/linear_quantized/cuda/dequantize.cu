@@ -1,9 +1,9 @@
-// The whole weight (N, K) in the product's type, for calls that the fused kernel does not take.
+// The whole weight (N, K) in the product's type, for calls that no fused kernel takes.
 //
 // Layout: codes plain or in fragment order (linear_quantized.h); the weight is dense.
 // Grid: plain codes: a block per row and 2048 k, a thread per 8 k. Fragments: a CTA per 16 features
-// and eight blocks of codes, a warp per block, a lane per 8 k of two features. Plain codes whose
-// rows or groups are no multiples of 8: a thread per element.
+// and 1 KB of their rows, a warp per block of codes. Plain codes whose rows or groups are no
+// multiples of 8: a thread per element.
 // Bound is memory: the bytes of the codes and of the weight.
 #include "device/types.cuh"
 #include "device/vec.cuh"
@@ -77,42 +77,122 @@ __global__ void __launch_bounds__(kThreads)
   store_line(w, row, k, q, output);
 }
 
+// A lane of a fragment has 8 k of two features, so a warp would write 64-byte pieces of 16 rows.
+// The rows are put together in shared memory, and a warp writes 512 adjacent bytes of one.
+constexpr int kSpanBytes = 1024;  // of a row, per CTA
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    dequantize_fragments_kernel(const __grid_constant__ QuantizedWeight w, int segments,
-                                T* output) {
+constexpr int kSpan = kSpanBytes / static_cast<int>(sizeof(T));
+// From a row to the next: the eight lanes of a quarter of a warp, two rows, meet no bank twice.
+template <class T>
+constexpr int kSpanPitch = kSpanBytes + (sizeof(T) == 2 ? 64 : 16);
+
+// 2^23 + u has u in its lowest bits, so the difference of two such floats is exact.
+template <class T>
+__device__ __forceinline__ Accum<T> code_number(uint32_t code, uint32_t zero) {
+  if constexpr (sizeof(T) == 8) {
+    return static_cast<Accum<T>>(static_cast<int>(code) - static_cast<int>(zero));
+  } else {
+    return __uint_as_float(0x4b000000u | code) - __uint_as_float(0x4b000000u | zero);
+  }
+}
+
+// Eight k of one feature to shared memory. kWholeLines: they have one scale.
+template <class T, int kBits, bool kWholeLines>
+__device__ __forceinline__ void convert_line(const QuantizedWeight& w, int64_t row, uint32_t k,
+                                             const uint32_t (&q)[kLine], char* target) {
+  constexpr int kSize = 16 / sizeof(T);
+  const auto group = static_cast<uint32_t>(w.group);
+  const auto zero_at = [&](uint32_t index) {
+    return kBits == 8 ? 128u : static_cast<uint32_t>(zero_of(w, row, index));
+  };
+  const uint32_t first = kBits == 8 ? 0 : k / group;
+  const Accum<T> scale = scale_of<T>(w, row, first);
+  const uint32_t zero = zero_at(first);
+#pragma unroll
+  for (int i = 0; i < kLine; i += kSize) {
+    Vec<T, kSize> values;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      if constexpr (kWholeLines) {
+        values[j] = convert<T>(code_number<T>(q[i + j], zero) * scale);
+      } else {
+        const uint32_t index = (k + i + j) / group;
+        values[j] =
+            convert<T>(code_number<T>(q[i + j], zero_at(index)) * scale_of<T>(w, row, index));
+      }
+    }
+    store_vec(reinterpret_cast<T*>(target) + i, values);
+  }
+}
+
+// The 16 features and 64 (int4) or 32 k of one block; `span` is row 0, k 0 of the block.
+template <class T, int kBits, bool kWholeLines>
+__device__ __forceinline__ void convert_block(const QuantizedWeight& w, int64_t features,
+                                              uint32_t k, const uint4& raw, char* span) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int block_k = static_cast<int>(fragment_k(w.bits));
-  const int blocks_k = static_cast<int>(w.features) / block_k;
-  const int at_k = static_cast<int>(blockIdx.x) % segments * (kThreads / 32) + threadIdx.x / 32;
-  if (at_k >= blocks_k) return;
-  const int64_t features = static_cast<int>(blockIdx.x) / segments;
-  const int64_t block = features * blocks_k + at_k;
-  const int64_t row = features * kFragmentFeatures + g;
-  const int64_t k = int64_t{at_k} * block_k + t * kLine;
-  const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const char*>(w.codes) +
-                                                    block * kFragmentBytes + lane * 16);
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // feature g, then g + 8
-    int q[kLine];
-    if (w.bits == 8) {
+    const int64_t row = features * kFragmentFeatures + g + half * 8;
+    char* const line = span + (g + half * 8) * kSpanPitch<T>;
+#pragma unroll
+    for (int c = 0; c < (kBits == 4 ? 2 : 1); ++c) {
+      uint32_t q[kLine];
 #pragma unroll
       for (int i = 0; i < kLine; ++i) {
-        q[i] = static_cast<int>(words[i / 4 * 2 + half] >> (8 * (i % 4)) & 255) - 128;
+        if constexpr (kBits == 8) {
+          q[i] = words[i / 4 * 2 + half] >> (8 * (i % 4)) & 255;
+        } else {
+          const int nibble = half + i % 4 / 2 * 2 + i % 2 * 4;
+          q[i] = words[c * 2 + i / 4] >> (4 * nibble) & 15;
+        }
       }
-      store_line(w, row + half * 8, k, q, output);
-      continue;
+      const int at = c * 32 + t * kLine;
+      convert_line<T, kBits, kWholeLines>(w, row, k + at, q,
+                                          line + at * static_cast<int>(sizeof(T)));
     }
+  }
+}
+
+template <class T, int kBits, bool kWholeLines>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_fragments_kernel(const __grid_constant__ QuantizedWeight w, int spans, T* output) {
+  constexpr int kBlockK = kBits == 4 ? 64 : 32;
+  constexpr int kBlocks = kSpan<T> / kBlockK, kWarps = kThreads / 32;
+  constexpr int kPerWarp = kBlocks > kWarps ? kBlocks / kWarps : 1;
+  __shared__ __align__(16) char rows[kFragmentFeatures * kSpanPitch<T>];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t features = static_cast<int>(blockIdx.x) / spans;
+  const int first_k = static_cast<int>(blockIdx.x) % spans * kSpan<T>;
+  const int blocks_k = static_cast<int>(w.features) / kBlockK;
+  const int first_block = first_k / kBlockK + warp * kPerWarp;
+  const bool has_blocks = warp * kPerWarp < kBlocks;
+  const char* codes = static_cast<const char*>(w.codes) +
+                      (features * blocks_k + first_block) * kFragmentBytes + lane * 16;
+  uint4 raw[kPerWarp];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
+  for (int i = 0; i < kPerWarp; ++i) {
+    if (!has_blocks || first_block + i >= blocks_k) continue;
+    raw[i] = *reinterpret_cast<const uint4*>(codes + i * kFragmentBytes);
+  }
 #pragma unroll
-      for (int i = 0; i < kLine; ++i) {
-        const int nibble = half + i % 4 / 2 * 2 + i % 2 * 4;
-        q[i] = static_cast<int>(words[c * 2 + i / 4] >> (4 * nibble) & 15);
-      }
-      store_line(w, row + half * 8, k + c * 32, q, output);
-    }
+  for (int i = 0; i < kPerWarp; ++i) {
+    if (!has_blocks || first_block + i >= blocks_k) continue;
+    const int k = (first_block + i) * kBlockK;
+    convert_block<T, kBits, kWholeLines>(w, features, static_cast<uint32_t>(k), raw[i],
+                                         rows + (k - first_k) * static_cast<int>(sizeof(T)));
+  }
+  __syncthreads();
+  constexpr int kPieces = kSpanBytes / 16;  // per row
+  const int piece = threadIdx.x % kPieces;
+  if (first_k + piece * (16 / static_cast<int>(sizeof(T))) >= w.features) return;
+  char* target =
+      reinterpret_cast<char*>(output + features * kFragmentFeatures * w.features + first_k) +
+      piece * 16;
+#pragma unroll
+  for (int row = threadIdx.x / kPieces; row < kFragmentFeatures; row += kThreads / kPieces) {
+    *reinterpret_cast<uint4*>(target + row * w.features * static_cast<int64_t>(sizeof(T))) =
+        *reinterpret_cast<const uint4*>(rows + row * kSpanPitch<T> + piece * 16);
   }
 }
 
@@ -152,11 +232,14 @@ void launch_dequantize(const QuantizedWeight& w, DType dtype, void* output, cuda
   for_dtype(dtype, [&]<class T>() {
     T* const d = static_cast<T*>(output);
     if (w.fragments) {
-      const int64_t blocks_k = w.features / fragment_k(w.bits);
-      const int64_t segments = ceil_div(blocks_k, int64_t{kThreads / 32});
-      const int64_t blocks = w.outputs / kFragmentFeatures * segments;
-      launch(dequantize_fragments_kernel<T>, blocks_for(blocks, 1), kThreads, 0, stream, w,
-             static_cast<int>(segments), d);
+      const int64_t spans = ceil_div(w.features, int64_t{kSpan<T>});
+      const unsigned blocks = blocks_for(w.outputs / kFragmentFeatures * spans, 1);
+      auto run = [&]<int kBits, bool kWholeLines>() {
+        launch(dequantize_fragments_kernel<T, kBits, kWholeLines>, blocks, kThreads, 0, stream, w,
+               static_cast<int>(spans), d);
+      };
+      if (w.bits == 8) return run.template operator()<8, true>();
+      for_bool(w.group % kLine == 0, [&]<bool kWhole>() { run.template operator()<4, kWhole>(); });
     } else if (whole_lines) {
       const int64_t segments = ceil_div(w.features, int64_t{kThreads} * kLine);
       launch(dequantize_plain_kernel<T>, blocks_for(w.outputs * segments, 1), kThreads, 0, stream,

@@ -1,4 +1,4 @@
-// The one switch from a plan to the fused kernel's instances.
+// The one switch from a plan to the instances of the fused kernels.
 #include "ops/linear_quantized/cuda/launch.cuh"
 
 namespace warpwright {
@@ -7,6 +7,11 @@ template <class T>
 static void launch_of_type(const LinearQuantizedParams& p, const LinearQuantizedPlan& plan,
                            cudaStream_t stream) {
   for_int<4, 8>(p.weight.bits, [&]<int kBits>() {
+    if (plan.tiled) {
+      arrange_tokens(p, plan, stream);
+      return plan.gradient ? launch_tiled<T, kBits, true>(p, plan, stream)
+                           : launch_tiled<T, kBits, false>(p, plan, stream);
+    }
     plan.ranks == 1 ? launch_fused<T, kBits>(p, plan, stream)
                     : launch_fused_sm90<T, kBits>(p, plan, stream);
   });

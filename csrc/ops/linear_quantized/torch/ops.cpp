@@ -243,6 +243,34 @@ Tensor weight_in(at::ScalarType type, const Weight& weight, cudaStream_t stream)
   return result;
 }
 
+Tensor dense_rows_of(const Tensor& x) {
+  const Tensor rows = rows_of(x);
+  return rows.size(1) > 1 && rows.stride(1) != 1 ? rows.contiguous() : rows;
+}
+
+// Of the rows of x, or of dy.
+LinearQuantizedParams product_params(const Weight& weight, const Tensor& rows) {
+  LinearQuantizedParams p{};
+  p.weight = weight.params();
+  p.dtype = dtype_of(rows);
+  p.rows = rows.size(0);
+  p.input = rows.const_data_ptr();
+  p.input_pitch = rows.stride(0);
+  p.sm90 = sm90_path_available();
+  return p;
+}
+
+void run(LinearQuantizedParams& p, const LinearQuantizedPlan& plan, Tensor& output,
+         cudaStream_t stream) {
+  p.output = output.mutable_data_ptr();
+  Tensor workspace;
+  if (plan.workspace_bytes > 0) {
+    workspace = at::empty({plan.workspace_bytes}, output.options().dtype(at::kByte));
+    p.workspace = workspace.mutable_data_ptr();
+  }
+  launch_linear_quantized(p, plan, stream);
+}
+
 Tensor linear_quantized_cuda_kernel(const Tensor& input, const Tensor& codes, const Tensor& scales,
                                     const OptionalTensor& zeros, const OptionalTensor& bias,
                                     bool fragments, bool ahead) {
@@ -253,16 +281,9 @@ Tensor linear_quantized_cuda_kernel(const Tensor& input, const Tensor& codes, co
   const Weight weight(codes, scales, zeros, fragments, cuda_scale_type(input, scales));
   const bool has_bias = bias.has_value() && bias->defined();
   const Tensor dense_bias = has_bias ? bias->contiguous() : Tensor();
-  Tensor x = rows_of(input);
-  if (x.size(1) > 1 && x.stride(1) != 1) x = x.contiguous();
-  LinearQuantizedParams p{};
-  p.weight = weight.params();
-  p.dtype = dtype_of(x);
-  p.rows = x.size(0);
-  p.input = x.const_data_ptr();
-  p.input_pitch = x.stride(0);
+  const Tensor x = dense_rows_of(input);
+  LinearQuantizedParams p = product_params(weight, x);
   p.bias = has_bias ? dense_bias.const_data_ptr() : nullptr;
-  p.sm90 = sm90_path_available();
   p.ahead = ahead;
   const LinearQuantizedPlan plan = choose_linear_quantized(p, current_device_info());
   if (!plan.fused) {
@@ -270,8 +291,7 @@ Tensor linear_quantized_cuda_kernel(const Tensor& input, const Tensor& codes, co
   }
   Tensor output = empty_of(with_last_size(input, codes.sym_size(0)), input);
   if (output.numel() == 0) return output;
-  p.output = output.mutable_data_ptr();
-  launch_linear_quantized(p, plan, cuda.stream);
+  run(p, plan, output, cuda.stream);
   return output;
 }
 
@@ -279,11 +299,21 @@ Tensor linear_quantized_backward_cuda_kernel(const Tensor& grad_output, const Te
                                              const Tensor& scales, const OptionalTensor& zeros,
                                              bool fragments) {
   check_linear_quantized_backward(grad_output, codes, scales, zeros, fragments);
+  check_has_storage(grad_output, "linear_quantized_backward: grad_output");
   const CudaCall cuda(grad_output);
   const Weight weight(codes, scales, zeros, fragments, cuda_scale_type(grad_output, scales));
-  return std::get<0>(linear_ops::linear_backward(
-      grad_output, {}, weight_in(grad_output.scalar_type(), weight, cuda.stream),
-      {true, false, false}));
+  const Tensor dy = dense_rows_of(grad_output);
+  LinearQuantizedParams p = product_params(weight, dy);
+  const LinearQuantizedPlan plan = choose_linear_quantized_backward(p, current_device_info());
+  if (!plan.fused) {
+    return std::get<0>(linear_ops::linear_backward(
+        grad_output, {}, weight_in(grad_output.scalar_type(), weight, cuda.stream),
+        {true, false, false}));
+  }
+  Tensor grad_input = empty_of(with_last_size(grad_output, features_of(codes)), grad_output);
+  if (grad_input.numel() == 0) return grad_input;
+  run(p, plan, grad_input, cuda.stream);
+  return grad_input;
 }
 #endif
 

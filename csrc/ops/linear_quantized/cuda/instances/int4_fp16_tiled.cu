@@ -1,0 +1,9 @@
+// int4 codes and fp16 activations, in tiles.
+#include "ops/linear_quantized/cuda/launch_tiled.cuh"
+
+namespace warpwright {
+
+template void launch_tiled<half, 4, false>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                           cudaStream_t);
+
+}  // namespace warpwright

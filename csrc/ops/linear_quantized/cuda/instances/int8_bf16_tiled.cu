@@ -1,0 +1,9 @@
+// int8 codes and bf16 activations, in tiles.
+#include "ops/linear_quantized/cuda/launch_tiled.cuh"
+
+namespace warpwright {
+
+template void launch_tiled<bf16, 8, false>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                           cudaStream_t);
+
+}  // namespace warpwright

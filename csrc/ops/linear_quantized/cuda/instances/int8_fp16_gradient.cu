@@ -1,0 +1,9 @@
+// int8 codes and fp16 activations, in tiles: the gradient.
+#include "ops/linear_quantized/cuda/launch_tiled.cuh"
+
+namespace warpwright {
+
+template void launch_tiled<half, 8, true>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
+                                          cudaStream_t);
+
+}  // namespace warpwright
