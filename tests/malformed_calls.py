@@ -72,9 +72,17 @@ def public_calls(device, seed, grad=True):
         ),
         "cumsum": ([g(2, 3, 5), seed % 5 - 2], {"dtype": None, "reverse": False}),
         "group_norm": ([g(*x4), 3, g(3), g(3)], {"eps": 1e-5}),
+        "squeeze_excitation": (
+            [g(*x4), g(2, 3, 1, 1), g(2), g(3, 2, 1, 1), g(3)],
+            {"activation": "silu" if seed % 2 else "relu", "scale_activation": "sigmoid"},
+        ),
         "instance_norm": (
             [g(*x4), *stats(), g(3), g(3)],
             {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5},
+        ),
+        "embedding": (
+            [labels(device, 7, 2, 5), g(7, 6)],
+            {"padding_idx": 2, "scale_grad_by_freq": bool(seed % 2), "sparse": False},
         ),
         "softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": None}),
         "log_softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": None}),
@@ -262,6 +270,7 @@ def record_raw(device):
     ops.cross_entropy_scale_(gradient, one)
     counter = [torch.zeros(1, dtype=torch.int32, device=device)] if device == "cuda" else []
     ops.grad_norm([t(3, 4), t(5)], counter, 1.0, None)
+    ops.embedding_renorm_(t(7, 6), labels(device, 7, 2, 5), 1.0, 2.0)
     convolution, windows = (t(2, 3, 6, 5), t(3, 3, 3, 2), t(3)), ([1, 1], [1, 1], [1, 1], 1)
     mask = [True, True, True]
     ops.conv2d_backward(t(2, 3, 6, 6), *convolution[:2], *windows, mask, t(2, 3, 6, 5))
@@ -332,6 +341,15 @@ def native_functions():
 
         return run
 
+    def excited(x, w1, b1, w2, b2, activation, scale_activation):
+        for name, known in ((activation, ("relu", "silu")), (scale_activation, ("sigmoid",))):
+            if not isinstance(name, str):
+                raise TypeError("no string")
+            if name not in known:
+                raise RuntimeError("unknown name")
+        hidden = native.conv2d(native.adaptive_avg_pool2d(x, 1), w1, b1)
+        return native.sigmoid(native.conv2d(getattr(native, activation)(hidden), w2, b2)) * x
+
     def scan(function):
         def run(x, dim, reverse=False, **options):
             if not isinstance(reverse, bool):
@@ -386,7 +404,7 @@ def native_functions():
             for name in (
                 *("relu", "relu_", "linear", "conv2d", "max_pool2d", "max_pool2d_with_indices"),
                 *("batch_norm", "layer_norm", "rms_norm", "softmax", "log_softmax"),
-                *("group_norm", "instance_norm"),
+                *("group_norm", "instance_norm", "embedding"),
                 *("cross_entropy", "scaled_dot_product_attention"),
             )
         },
@@ -399,6 +417,7 @@ def native_functions():
         },
         "fft_conv1d": transformed(native.conv1d),
         "fft_conv2d": transformed(native.conv2d),
+        "squeeze_excitation": excited,
         "swiglu": gated(native.silu),
         "geglu": gated(native.gelu),
         "linear_relu": fused_linear(native.relu),

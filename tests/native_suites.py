@@ -36,12 +36,18 @@ def max_pool2d_backward(
     return gradient.add(input, alpha=0) if input.requires_grad else gradient
 
 
+def embedding(weight, indices, **kwargs):
+    """op_db's order of the arguments."""
+    return F.embedding(indices, weight, **kwargs)
+
+
 # (name, variant) in op_db -> ours.
 OURS = {
     ("nn.functional.relu", ""): F.relu,
     ("cumsum", ""): F.cumsum,
     ("nn.functional.group_norm", ""): F.group_norm,
     ("nn.functional.instance_norm", ""): F.instance_norm,
+    ("nn.functional.embedding", ""): embedding,
     ("softmax", ""): F.softmax,
     ("softmax", "with_dtype"): F.softmax,
     ("log_softmax", ""): F.log_softmax,
@@ -203,6 +209,7 @@ class Errors:
     SINGLE_CASE = 16.0
     DRAWS = 8
     ENOUGH = 300
+    FEW, ROUNDS = 40, 8  # op_db draws new values each time it is asked
 
     def __init__(self):
         self.seen = {}  # (kind, dtype) -> [(ours, native)], in allowed ulps of each maximum
@@ -258,6 +265,13 @@ class Errors:
         noise = 16 * torch.finfo(torch.float64).eps * yardstick
         if scale > noise and math.isfinite(native_error / ulps):
             self.seen.setdefault((kind, ours.dtype), []).append((error / ulps, native_error / ulps))
+
+    def rounds(self):
+        """Yields until there are enough cases for a mean: one that nearly cancels has any error."""
+        for _ in range(self.ROUNDS):
+            yield
+            if all(len(pairs) >= self.FEW for pairs in self.seen.values()):
+                return
 
     def check(self):
         """To be called after the last case."""

@@ -68,22 +68,24 @@ def compare_entry(entry, args, kwargs, what, errors):
 @over()
 def test_compare_native(entry, device, dtype):
     errors = Errors()
-    for i, sample in enumerate(entry.samples(device, dtype)):
-        what = f"sample {i} {sample.summary()}"
-        if is_random(sample):
-            check_dropout(entry, sample, what)
-        else:
-            compare_entry(entry, *arguments(sample), what, errors)
+    for _ in errors.rounds():
+        for i, sample in enumerate(entry.samples(device, dtype)):
+            what = f"sample {i} {sample.summary()}"
+            if is_random(sample):
+                check_dropout(entry, sample, what)
+            else:
+                compare_entry(entry, *arguments(sample), what, errors)
     errors.check()
 
 
 @over()
 def test_noncontiguous_samples(entry, device, dtype):
     errors = Errors()
-    for i, sample in enumerate(entry.samples(device, dtype, reference=False)):
-        if not is_random(sample):
-            args, kwargs = arguments(sample.noncontiguous())
-            compare_entry(entry, args, kwargs, f"sample {i}", errors)
+    for _ in errors.rounds():
+        for i, sample in enumerate(entry.samples(device, dtype, reference=False)):
+            if not is_random(sample):
+                args, kwargs = arguments(sample.noncontiguous())
+                compare_entry(entry, args, kwargs, f"sample {i}", errors)
     errors.check()
 
 

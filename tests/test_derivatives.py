@@ -32,6 +32,11 @@ def plain_layer_norm(x, weight):
     return distance * (distance.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
 
+def plain_hardswish(x):
+    """Native's on a GPU multiplies by a sixth that is rounded to float32, in float64 too (2.11)."""
+    return x * (x + 3).clamp(0, 6) / 6
+
+
 @dataclass
 class Case:
     """An op as ours and as native's chain; `values`, where native's are wrong."""
@@ -99,6 +104,11 @@ def rotated(x, cos, sin):
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
+def excited(x, w1, b1, w2, b2):
+    hidden = native.silu(native.linear(x.mean((2, 3)), w1, b1))
+    return x * native.linear(hidden, w2, b2).sigmoid()[..., None, None]
+
+
 QKV = {"q": (1, 2, 3, 4), "k": (1, 2, 3, 4), "v": (1, 2, 3, 4)}
 CASES = {
     "relu": Case(F.relu, native.relu, {"x": (3, 4)}),
@@ -131,6 +141,16 @@ CASES = {
         lambda x, w, b: F.group_norm(x, 2, w, b),
         lambda x, w, b: native.group_norm(x, 2, w, b),
         {"x": (2, 4, 3), "w": (4,), "b": (4,)},
+    ),
+    "squeeze_excitation": Case(
+        lambda *a: F.squeeze_excitation(*a, "silu"),
+        excited,
+        {"x": (2, 3, 2, 2), "w1": (2, 3), "b1": (2,), "w2": (3, 2), "b2": (3,)},
+    ),
+    "embedding": Case(
+        lambda w: F.embedding(torch.tensor(LABELS, device=w.device), w, 1),
+        lambda w: native.embedding(torch.tensor(LABELS, device=w.device), w, 1),
+        {"w": (4, 3)},
     ),
     "softmax": Case(lambda x: F.softmax(x, 1), lambda x: torch.softmax(x, 1), {"x": (3, 4)}),
     "log_softmax": Case(
@@ -222,11 +242,9 @@ for training in (False, True):
     CASES[f"batch_norm_relu_{mode}"] = norm_case(
         lambda *a: F.batch_norm_relu(*a[:6]), native.relu, training
     )
-    for name in ("silu", "hardswish"):
+    for name, after in (("silu", native.silu), ("hardswish", plain_hardswish)):
         CASES[f"batch_norm_{name}_{mode}"] = norm_case(
-            lambda *a, name=name: getattr(F, f"batch_norm_{name}")(*a[:6]),
-            getattr(native, name),
-            training,
+            lambda *a, name=name: getattr(F, f"batch_norm_{name}")(*a[:6]), after, training
         )
     CASES[f"batch_norm_add_relu_{mode}"] = norm_case(
         lambda x, m, v, w, b, t, r: F.batch_norm_add_relu(x, *r, m, v, w, b, t),
