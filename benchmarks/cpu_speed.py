@@ -25,7 +25,7 @@ from torch import Tensor
 
 import warpwright
 import warpwright.functional as ours
-from warpwright import _native, _quantized_weight
+from warpwright import _native, _quantized_weight, _squeeze_excitation
 
 native = torch.nn.functional
 LEAST, MEAN = 0.95, 1.1
@@ -117,6 +117,11 @@ def images() -> Iterator[Case]:
             if size[1] % 2 == 0:
                 yield Case("group_norm", name, layout, group, [x, scale, shift])
             yield Case("instance_norm", name, layout, lambda f, x=x: f.instance_norm(x), [x])
+            squeezed = max(size[1] // 4, 1)
+            layers = [torch.randn(squeezed, size[1], 1, 1), torch.randn(squeezed)]
+            layers += [torch.randn(size[1], squeezed, 1, 1), torch.randn(size[1])]
+            excite = lambda f, a=(x, *layers): excited(f, *a)  # noqa: E731
+            yield Case("squeeze_excitation", name, layout, excite, [x, *layers])
             for training, op in ((True, "batch_norm"), (False, "batch_norm, evaluation")):
                 run = norm(training, x, scale, shift, mean, var)
                 yield Case(op, name, layout, run, [x, scale, shift])
@@ -124,6 +129,13 @@ def images() -> Iterator[Case]:
 
 def gated(f: Any, gate: Tensor, up: Tensor) -> Tensor:
     return f.swiglu(gate, up) if hasattr(f, "swiglu") else f.silu(gate) * up
+
+
+def excited(f: Any, *a: Tensor) -> Tensor:
+    forms = ("silu", "sigmoid")
+    if hasattr(f, "squeeze_excitation"):
+        return f.squeeze_excitation(*a, *forms)  # type: ignore[no-any-return]
+    return _squeeze_excitation.squeeze_excitation(*a, *forms)[0]
 
 
 def rotated(f: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -281,6 +293,15 @@ def matrices() -> Iterator[Case]:
                 lambda f, o=op, a=(x, dim): getattr(f if hasattr(f, o) else torch, o)(*a),
                 [x],
             )
+    for rows, columns, tokens in ((50257, 768, 1024), (5000, 64, 4096), (1024, 768, 1024)):
+        tokens, table = torch.randint(rows, (tokens,)), torch.randn(rows, columns)
+        yield Case(
+            "embedding",
+            f"{rows}x{columns} {len(tokens)} tokens",
+            "rows",
+            lambda f, a=(tokens, table): f.embedding(*a),
+            [table],
+        )
     for rows, classes in ((64, 10), (256, 1000), (64, 32000)):
         x, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
         yield Case(

@@ -20,6 +20,7 @@ UNBATCHED = {
     "attention_dropout_factors",
     "cross_entropy_backward_",
     "cross_entropy_scale_",
+    "embedding_renorm_",
     "grad_norm",
     "kv_cache_append_",
     "sgd_step_",
@@ -136,6 +137,44 @@ def test_group_norm(device, dims):
     if dims[0] is not None:
         check(lambda x: F.group_norm(x, 2), dims[:1], args[0])
         check(lambda x: F.instance_norm(x), dims[:1], args[0])
+
+
+@pytest.mark.parametrize("dims", [(0,) * 5, (1, None, None, None, None), (None, 0, None, 1, 0)])
+def test_squeeze_excitation(device, dims):
+    args = tuple(operands(device, dims, (2, 4, 3, 2), (2, 4), (2,), (4, 2), (4,)))
+    check(F.squeeze_excitation, dims, *args)
+    if dims[0] is not None:
+        check(F.squeeze_excitation, dims, *args, wanted=(0,))
+
+
+@pytest.mark.parametrize(
+    "dims", [(0, None), (1, None), (None, 0), (None, 1), (0, 0), (1, 1), (2, 1)]
+)
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"scale_grad_by_freq": True}], ids=str)
+def test_embedding(device, dims, options):
+    """Indices first in `dims`; with both batched, those of each sample name its own rows."""
+    sizes = {None: (2, 3, 5), 0: (4, 2, 3, 5), 1: (2, 4, 3, 5), 2: (2, 3, 4, 5)}
+    indices = torch.randint(6, sizes[dims[0]], device=device)
+    weight = randn(device, *{None: (6, 3), 0: (4, 6, 3), 1: (6, 4, 3)}[dims[1]])
+    if options.get("scale_grad_by_freq"):  # the first derivative is not that of the function
+        gradient = grad(lambda i, w: F.embedding(i, w, **options).sin().sum(), argnums=1)
+        torch.testing.assert_close(
+            vmap(gradient, dims)(indices, weight), loop(gradient, dims, indices, weight)
+        )
+    else:
+        check(lambda i, w: F.embedding(i, w, **options), dims, indices, weight)
+
+
+def test_embedding_checks_each_samples_indices(device):
+    """An index past a sample's rows does not reach the next sample's."""
+    indices, weight = torch.tensor([[1], [2]], device=device), randn(device, 2, 2, 3)
+    if device == "cpu":
+        with pytest.raises(IndexError):
+            vmap(F.embedding)(indices, weight)
+    else:
+        assert vmap(F.embedding)(indices, weight).isnan().all(-1).tolist() == [[False], [True]]
+        with pytest.raises(IndexError):
+            warpwright.check_errors()
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])

@@ -103,6 +103,9 @@ def test_the_rest_stays_ours(device):
 
 RAW = {
     "gated_activation": lambda x: ops.gated_activation(x.sin(), x.cos(), "silu").cos(),
+    "squeeze_excitation": lambda x: ops.squeeze_excitation(
+        x.sin(), ONES.expand(2, -1), None, ONES[:, None].expand(-1, 2), None, "silu", "sigmoid"
+    )[0].cos(),
     "relu": lambda x: ops.relu(x.sin()).cos(),
     "relu_": lambda x: (y := x.sin(), ops.relu_(y))[0].cos(),
     "max_pool2d": lambda x: ops.max_pool2d(x.detach(), [2]),

@@ -15,6 +15,10 @@ def labels(*shape, classes=8, ignored=3):
     return target.view(shape)
 
 
+def tokens(*shape, classes=8):
+    return labels(*shape, classes=classes, ignored=0)
+
+
 def rotated(q, k, cos, sin):
     return torch.cat(F.rotary_embedding(q, k, cos.to(q.dtype), sin.to(q.dtype)), -1)
 
@@ -156,6 +160,24 @@ CASES = {
     "linear_scan": (scan_last, ((3, 4, 5), (3, 4, 5), (3, 4)), "S1 S1 S1", {}),
     "linear_scan middle": (scan_middle, ((3, 4, 5), (3, 4, 5), (3, 5)), "S2 S2 S1", {}),
     "group_norm": (group_norm, ((4, 6, 3, 5), (6,), (6,)), "S0 R R", {}),
+    "squeeze_excitation": (
+        F.squeeze_excitation,
+        ((4, 6, 3, 5), (2, 6, 1, 1), (2,), (6, 2, 1, 1), (6,)),
+        "S0 R R R R",
+        {},
+    ),
+    **{
+        f"embedding {word}": (F.embedding, (tokens(4, 3), (8, 6)), word, {})
+        for word in ("R R", "R S0", "R S1", "S0 R", "S1 R", "S0 S0", "S0 S1")
+    },
+    "embedding padding": (F.embedding, (tokens(4, 3), (8, 6)), "S0 R", {"padding_idx": 5}),
+    "embedding frequencies": (
+        F.embedding,
+        (tokens(4, 3), (8, 6)),
+        "S0 R",
+        {"scale_grad_by_freq": True},
+    ),
+    "embedding uneven": (F.embedding, (tokens(5, classes=7), (7, 6)), "R S0", {}),
     "softmax": (F.softmax, ((3, 4),), "S0", {"dim": 1}),
     "softmax middle": (F.softmax, ((3, 4, 5),), "S2", {"dim": -2}),
     "log_softmax": (F.log_softmax, ((3, 4, 5),), "S1", {"dim": 0}),

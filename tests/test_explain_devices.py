@@ -32,6 +32,8 @@ CALLS = {
     "layer_norm": lambda: (half(16384, 768), (768,)),
     "add_layer_norm": lambda: (half(16384, 768), half(16384, 768), (768,)),
     "group_norm": lambda: (half(32, 64, 56, 56), 32),
+    "squeeze_excitation": lambda: (image(), half(4, 64), None, half(64, 4), None),
+    "embedding": lambda: (half(16, 1024).long(), half(50257, 768)),
     "softmax": lambda: (half(16384, 4096), -1),
     "sum": lambda: (half(16384, 4096), 1),
     "cumsum": lambda: (half(16384, 4096), 1),

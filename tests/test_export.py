@@ -88,6 +88,17 @@ def test_products(device):
             same("linear_activation_backward", dy[0, 0], kept[0, 0], form, bias_gradient)
 
 
+def test_squeeze_excitation(device):
+    x, dy = torch.randn(2, 3, 4, 5, 2, device=device)
+    w1, w2 = torch.randn(2, 4, 1, 1, device=device), torch.randn(4, 2, device=device)
+    b1, b2 = torch.randn(2, device=device), torch.randn(4, device=device)
+    for forms in (("relu", "hardsigmoid"), ("silu", "sigmoid")):
+        for layers in ((w1, b1, w2, b2), (w1, None, w2, None)):
+            _, *kept = same("squeeze_excitation", x, *layers, *forms)
+            for mask in flags(5):
+                same("squeeze_excitation_backward", dy, x, *layers, *kept, *forms, mask)
+
+
 def test_gated_activation(device):
     gate, up, dy = torch.randn(3, 2, 3, 8, device=device)
     for form in ("silu", "gelu", "gelu_tanh"):
@@ -154,6 +165,14 @@ def test_group_norm(device):
         for mask in flags(3):
             same("group_norm_backward", x.cos(), x, 3, vectors[0], mean, rstd, mask)
     same("group_norm", x.bfloat16(), 2, weight, None, 0.1)
+
+
+def test_embedding(device):
+    weight, dy = torch.randn(7, 4, device=device), torch.randn(2, 5, 4, device=device)
+    indices = torch.randint(7, (2, 5), device=device)
+    for padding, by_freq in ((-1, False), (3, False), (3, True)):
+        same("embedding", weight, indices, padding, by_freq)
+        same("embedding_backward", dy, indices, 7, padding, by_freq)
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])

@@ -262,6 +262,27 @@ def test_cross_entropy(device, dtype):
     run(test)
 
 
+@each_dtype
+def test_embedding(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype)
+        rows = draw(st.sampled_from([1, 2, 5, 33, 1025, 2100]))
+        columns = draw(st.sampled_from([1, 3, 8, 24, 130, 264]))
+        shape = draw(st.lists(st.sampled_from([0, 1, 2, 7, 33, 70]), min_size=0, max_size=3))
+        indices = torch.randint(rows, shape, device=device)
+        if draw(st.booleans(), label="repeated"):
+            indices[torch.rand(shape, device=device) < 0.7] = rows // 2
+        indices = indices.to(draw(st.sampled_from([torch.int32, torch.int64])))
+        if indices.dim() > 1 and draw(st.booleans(), label="transposed"):
+            indices = indices.transpose(0, 1)
+        padding = draw(st.sampled_from([None, 0, -1, rows - 1]))
+        args = (indices, make(rows, columns))
+        kwargs = {"padding_idx": padding}
+        check(make, errors, F.embedding, NATIVE.embedding, args, kwargs)
+
+    run(test)
+
+
 def native_attention(*args, **kwargs):
     """Native; by its formula if its CUDA kernels (torch 2.11.0) do not take the call.
 

@@ -149,6 +149,26 @@ def test_linear_activation(device, dtype, name):
 
 
 @each_dtype
+def test_squeeze_excitation(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype, kinds=("normal",))
+        n, c, s = draw(SMALL), draw(FEATURES), draw(FEATURES)
+        h, w = draw(SMALL), draw(SMALL)
+        args = (make(n, c, h, w), make(s, c), make.maybe(s), make(c, s), make.maybe(c))
+
+        def native(x, w1, b1, w2, b2, activation="relu", scale_activation="sigmoid"):
+            hidden = NATIVE.linear(x.mean((2, 3)), w1, b1)
+            scale = NATIVE.linear(getattr(NATIVE, activation)(hidden), w2, b2)
+            return getattr(NATIVE, scale_activation)(scale)[..., None, None] * x
+
+        kwargs = {"activation": draw(st.sampled_from(["relu", "silu"]))}
+        options = {"sums_only": False, "amplifies": True}
+        check(make, errors, F.squeeze_excitation, native, args, kwargs, **options)
+
+    run(test, CASES)
+
+
+@each_dtype
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 def test_gated_activation(device, dtype, name):
     def test(draw, errors):

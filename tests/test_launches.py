@@ -38,6 +38,17 @@ def conv2d_batch_norm(x, weight):
     )
 
 
+def squeeze_excitation(x):
+    c = x.shape[1]
+    weights = [random(4, c), random(4), random(c, 4), random(c)]
+    return (x, *weights), lambda: F.squeeze_excitation(x, *weights, "silu")
+
+
+def embedding(weight):
+    indices = torch.randint(weight.shape[0], (4, 500), device="cuda")
+    return (weight,), lambda: F.embedding(indices, weight)
+
+
 def max_pool2d(x):
     return (x,), lambda: F.max_pool2d(x, 3, 2, 1)
 
@@ -161,6 +172,21 @@ CASES = {
         3,  # moments, a merge per group, the result
         4,  # the same with sums, and those of weight and bias
     ),
+    "squeeze_excitation": (  # sums, two layers, the product; the same with the layers' gradients
+        lambda: squeeze_excitation(channels_last(140, 16, 9, 9)),
+        4,
+        4,
+    ),
+    "squeeze_excitation, few images": (  # whose sums are split
+        lambda: squeeze_excitation(channels_last(2, 16, 96, 96)),
+        5,
+        5,
+    ),
+    "embedding": (  # the positions of each row, and their sums
+        lambda: embedding(random(3000, 136)),
+        1,
+        2,
+    ),
     "softmax": (lambda: soft(F.softmax, random(512, 768), 1), 1, 1),
     "softmax, a long row": (lambda: soft(F.softmax, random(8, 70001), 1), 1, 1),
     "log_softmax, another dimension": (
@@ -187,8 +213,8 @@ CASES = {
     "add_rms_norm": (lambda: add_norm(F.add_rms_norm, random(512, 4096), 1), 1, 2),
     "rms_norm, long rows": (lambda: row_norm(F.rms_norm, random(8, 70000), 1), 1, 3),
     "linear": (lambda: linear(2048, 2048, 2048), 1, 2),
-    "linear_quantized": (lambda: quantized(4, "int4"), 1, 3),
-    "linear_quantized, int8": (lambda: quantized(100, "int8"), 1, 3),
+    "linear_quantized": (lambda: quantized(4, "int4"), 1, 2),
+    "linear_quantized, int8": (lambda: quantized(100, "int8"), 2, 2),
     "linear_quantized, many rows": (lambda: quantized(2048, "int4"), 2, 2),
     "linear, a split k": (lambda: linear(512, 3136, 128), 2, 3),
     "linear, a bias that is summed apart": (lambda: linear(64, 128, 20), 1, 3),

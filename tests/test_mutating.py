@@ -33,6 +33,7 @@ def test_schemas():
         "adam_step_",
         "grad_norm",  # its counter
         "kv_cache_append_",
+        "embedding_renorm_",
     }
     for name in mutable:  # kernels of every op for what PyTorch's fallbacks can't do
         for key in ("ADInplaceOrView", "Negative"):

@@ -214,6 +214,12 @@ def recorded(device):
         double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
         double_backward(warpwright.functional.group_norm, (leaf[:, :2], 2), {})
         double_backward(warpwright.functional.instance_norm, (leaf,), {})
+        layers = torch.randn(4, leaf.shape[-3], device=device), torch.randn(leaf.shape[-3], 4)
+        layers = (layers[0], None, layers[1].to(device), None)
+        double_backward(warpwright.functional.squeeze_excitation, (leaf, *layers), {})
+        warpwright.functional.squeeze_excitation(leaf, *layers).sum().backward()
+        table, tokens = leaf[0, 0].detach(), torch.tensor([4, 0, 4], device=device)
+        warpwright._ops.ops.embedding_renorm_(table, tokens, 1.0, 2.0)
         for form in ("softmax", "log_softmax"):
             function = getattr(warpwright.functional, form)
             double_backward(function, (leaf, 1), {})

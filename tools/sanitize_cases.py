@@ -59,6 +59,20 @@ def gated_activation_cases():
     yield "views", lambda x: F.swiglu(x[:, :24], x[:, 24:48]), (rand(9, 56),), {}
 
 
+def squeeze_excitation_cases():
+    shapes = ((1, 1, 1, 1, 1), (2, 5, 3, 7, 6), (3, 32, 8, 14, 14), (2, 1160, 48, 7, 7))
+    shapes += ((1, 8, 4, 70, 71),)  # whose sums are split
+    for n, c, s, h, w in shapes:
+        # Arguments far from the kinks, where roundings of the CPU's means would decide.
+        far = (torch.arange(s) % 2 * 8 - 4.0).double(), (torch.arange(c) % 3 * 5 - 5.0).double()
+        layers = rand(s, c) / 50, far[0], rand(c, s) / 50, far[1]
+        for forms in (("relu", "hardsigmoid"), ("silu", "sigmoid")):
+            for fmt in (torch.contiguous_format, torch.channels_last):
+                x = rand(n, c, h, w).to(memory_format=fmt)
+                name = f"{n}x{c}x{h}x{w}-{s}-{forms[0]}-{str(fmt)[6:]}"
+                yield name, F.squeeze_excitation, (x, *layers, *forms), {}
+
+
 def rotary_embedding_cases():
     for width, size in ((64, 64), (80, 32), (5, 4), (3, 0)):
         for interleaved in (False, True):
@@ -108,6 +122,27 @@ def group_norm_cases():
             last = operands[0].to(memory_format=torch.channels_last)
             yield f"{name}-channels_last", layer, (last, *operands[1:]), {}
     yield "instance", F.instance_norm, (rand(3, 5, 6, 8),), {}
+
+
+def embedding_cases():
+    """Rows of one access and of strips, 16 bytes and less; parts of a row; several buckets."""
+    for rows, columns, count, hot in (
+        (7, 5, 9, 0),
+        (40, 8, 1100, 1030),
+        (2100, 264, 300, 70),
+        (1030, 129, 40, 0),
+        (3, 1032, 601, 600),
+    ):
+        indices = torch.arange(count).mul_(7919).remainder_(rows)
+        indices[:hot] = rows - 1
+        for tokens in (indices, indices.int()):
+            look_up = lambda w, i=tokens: F.embedding(  # noqa: E731
+                i.to(w.device), w, 1, scale_grad_by_freq=True
+            )
+            name = f"{rows}x{columns}-{count}-{str(tokens.dtype).removeprefix('torch.')}"
+            yield name, look_up, (rand(rows, columns),), {}
+    renormed = lambda w: F.embedding(torch.arange(5, device=w.device) % 3, w.clone(), max_norm=1.0)  # noqa: E731
+    yield "max_norm", renormed, (rand(9, 33),), {}
 
 
 def softmax_cases():
@@ -220,7 +255,7 @@ def linear_8bit_cases():
 
 
 def linear_quantized_cases():
-    """Plain codes, and fragments whose fused kernel takes 16-bit x: one pass, several, too many rows."""
+    """Plain codes, and fragments whose kernels take 16-bit x: few rows, tiles of tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def integers(high, *shape):
@@ -230,6 +265,7 @@ def linear_quantized_cases():
         (48, 256, 32, 3),
         (2064, 128, 64, 16),
         (32, 512, 128, 40),
+        (144, 320, 64, 130),
     ):
         codes, scales = integers(256, outputs, features // 2), rand(features // group, outputs)
         for fragments in (False, True):
@@ -768,6 +804,7 @@ CASES = {
     "optim": optimizer_cases,
     "relu": relu_cases,
     "gated_activation": gated_activation_cases,
+    "squeeze_excitation": squeeze_excitation_cases,
     "rotary_embedding": rotary_embedding_cases,
     "cumsum": cumsum_cases,
     "product_scan": product_scan_cases,
@@ -775,6 +812,7 @@ CASES = {
     "linear_scan": linear_scan_cases,
     "linear_quantized": linear_quantized_cases,
     "group_norm": group_norm_cases,
+    "embedding": embedding_cases,
     "softmax": softmax_cases,
     "max_pool2d": max_pool2d_cases,
     "batch_norm_relu_max_pool2d": batch_norm_relu_max_pool2d_cases,

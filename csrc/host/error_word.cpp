@@ -32,6 +32,9 @@ std::string message(ErrorSource source, const ErrorRecord& record) {
              " is no end of a sequence: out of order, past the tokens, or more than max_seqlen_" +
              q_or_k + " after the last end. (sequence " + row + ")";
     }
+    case ErrorSource::kEmbedding:
+      return "embedding: index out of range in self: " + value +
+             " is no row of weight. (position " + row + " of indices, counted flat)";
     case ErrorSource::kCrossEntropy:
     default:
       return "cross_entropy: Target " + value + " is out of bounds. (row " + row +

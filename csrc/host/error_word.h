@@ -26,6 +26,7 @@ enum class ErrorSource : int8_t {
   kKvCacheTable,
   kVarlenQueries,
   kVarlenKeys,
+  kEmbedding,
   kCount
 };
 

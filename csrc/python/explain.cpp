@@ -486,9 +486,11 @@ void define_explain(py::module_& m) {
   m.def("explain_gated_activation", &explain_gated_activation);
   m.def("explain_relu", &explain_relu);
   m.def("explain_rotary_embedding", &explain_rotary_embedding);
+  define_explain_embedding(m);
   define_explain_linear(m);
   define_explain_linear_8bit(m);
   define_explain_reduction(m);
+  define_explain_squeeze_excitation(m);
   define_explain_varlen(m);
   define_explain_fft_conv(m);
   m.def("explain_max_pool2d", &explain_max_pool2d);

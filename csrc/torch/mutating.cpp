@@ -31,6 +31,7 @@ constexpr const char* kMutating[] = {
     "adam_step_",
     "grad_norm",
     "kv_cache_append_",
+    "embedding_renorm_",
 };
 
 // Calls f(tensor, is_written) for every tensor among the arguments, in lists too, and replaces it

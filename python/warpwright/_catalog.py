@@ -35,6 +35,7 @@ from ._operators import (
     NORM_WITH_RESIDUAL,
     ROTARY_EMBEDDING,
     SGD,
+    SQUEEZE_EXCITATION,
     always,
 )
 from ._row_ops import ROW_OPS
@@ -270,6 +271,13 @@ _RECORDS = (
         layer="RotaryEmbedding",
         explain="rotary_embedding",
         cpu="loops over heads, once for query and once for key",
+    ),
+    Op(
+        "squeeze_excitation",
+        SQUEEZE_EXCITATION,
+        layer="SqueezeExcitation",
+        explain="squeeze_excitation",
+        cpu="ATen's operators, as native's chain",
     ),
     *ROW_OPS,
     Op(

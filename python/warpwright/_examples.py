@@ -48,6 +48,10 @@ def instance_norm(device: str) -> Example:
     return "1x4x6x6", (_leaf(device, 1, 4, 6, 6),), {}
 
 
+def embedding(device: str) -> Example:
+    return "4 of 8x8", (torch.tensor([0, 1, 1, 7], device=device), _leaf(device, 8, 8)), {}
+
+
 def softmax(device: str) -> Example:
     return "4x8", (_leaf(device, 4, 8), 1), {}
 

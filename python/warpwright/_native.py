@@ -56,6 +56,17 @@ def batch_norm_update(
     return (native.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps),)
 
 
+def embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False
+) -> Tensor:
+    padding = None if padding_idx < 0 else padding_idx
+    return native.embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq)
+
+
+def embedding_renorm_(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> None:
+    torch.embedding_renorm_(weight, indices, max_norm, norm_type)
+
+
 Dtype = torch.dtype | None
 
 

@@ -14,6 +14,7 @@ from . import (
     _native_8bit,
     _native_reductions,
     _quantized_weight,
+    _squeeze_excitation,
     _work,
 )
 from ._op import Operator
@@ -126,6 +127,26 @@ GROUP_NORM = (
         aten=_aten_row_norms.group_norm_backward,
         is_fused_by_inductor=always,
     ),
+)
+SQUEEZE_EXCITATION = (
+    Operator(
+        "squeeze_excitation",
+        _squeeze_excitation.squeeze_excitation,
+        _squeeze_excitation.aten_squeeze_excitation,
+        autocast=True,
+        is_fused_by_inductor=always,
+    ),
+    Operator(
+        "squeeze_excitation_backward",
+        aten=_squeeze_excitation.aten_squeeze_excitation_backward,
+        is_fused_by_inductor=always,
+    ),
+)
+EMBEDDING = (
+    # Inductor fuses the gather with its neighbours; the gradient of the weight stays ours.
+    Operator("embedding", _native.embedding, torch.embedding, is_fused_by_inductor=always),
+    Operator("embedding_backward", aten=torch.ops.aten.embedding_dense_backward.default),
+    Operator("embedding_renorm_", _native.embedding_renorm_, _native.embedding_renorm_),
 )
 SOFTMAX = (
     Operator("softmax", torch.softmax, torch.softmax, autocast=True, is_fused_by_inductor=always),

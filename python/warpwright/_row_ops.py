@@ -1,4 +1,4 @@
-"""Records of the catalog: scans, reductions, softmax, group norms and products of codes."""
+"""Records of the catalog: scans, reductions, softmax, group norms, embedding and products of codes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ._op import Op, Route
 from ._operators import (
     CUMPROD,
     CUMSUM,
+    EMBEDDING,
     GROUP_NORM,
     LINEAR_FP8,
     LINEAR_INT8,
@@ -144,5 +145,16 @@ ROW_OPS = (
         example=_examples.softmax,
         operations=4.0,
         folders=("softmax",),
+    ),
+    Op(
+        "embedding",
+        EMBEDDING,
+        modules=((nn.Embedding, "Embedding"),),
+        routes=(Route(native.embedding),),
+        integers=True,
+        work=_work.embedding_of_call,
+        explain="embedding",
+        cpu="rows are copied; positions are counted and listed by row, then each row is summed",
+        example=_examples.embedding,
     ),
 )

@@ -116,6 +116,19 @@ def traffic_of_call(forward: float, backward: float) -> OfCall:
     return lambda x, y, a: traffic(x.numel() * x.dtype.itemsize, forward, backward)
 
 
+def embedding(positions: int, columns: int, rows: int, itemsize: int, index_size: int = 8) -> Work:
+    """The backward writes all rows of the weight's gradient, most of them as zeros."""
+    moved, read = positions * columns * itemsize, positions * index_size
+    return Work(Pass(2.0 * moved + read), Pass(float(moved + read + rows * columns * itemsize)))
+
+
+def embedding_of_call(x: Tensor, y: Tensor, a: dict[str, Any]) -> Work | None:
+    weight = a["weight"]
+    if weight is None:
+        return None
+    return embedding(x.numel(), weight.shape[1], weight.shape[0], weight.dtype.itemsize, x.itemsize)
+
+
 def pooling_of_call(x: Tensor, y: Tensor, a: dict[str, Any]) -> Work:
     return pooling(x.numel(), y.numel(), x.dtype.itemsize)
 

@@ -36,6 +36,7 @@ def calls(device: str) -> dict[str, Call]:
 
     running = [torch.zeros(8, device=device), torch.ones(8, device=device)]
     labels = torch.arange(16, device=device) % 10
+    tokens = torch.arange(32, device=device).view(2, 16) % 7
     return {
         "relu": ([random(64, 256)], {}),
         "conv2d": ([random(4, 8, 16, 16), random(16, 8, 3, 3), random(16)], {"padding": 1}),
@@ -46,6 +47,7 @@ def calls(device: str) -> dict[str, Call]:
         "instance_norm": ([random(4, 8, 16, 16)], {}),
         "softmax": ([random(32, 64)], {"dim": 1}),
         "log_softmax": ([random(4, 8, 16, 16)], {"dim": 1}),
+        "embedding": ([tokens, random(10, 64)], {"padding_idx": 3}),
         "max_pool2d": ([random(4, 8, 16, 16)], {"kernel_size": 2}),
         "linear": ([random(64, 128), random(96, 128), random(96)], {}),
         "cross_entropy": ([random(16, 10), labels], {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ def explain(
     where = torch.device("cuda" if named else device) if device is not None else main.device
     title = f"{name}, {_dtype(main)} {tuple(main.shape)} on {device if named else where}"
     reason = why_no_kernel(main, any_dtype=FUNCTIONALS[name].integers)
+    if name == "embedding":
+        reason = "sparse=True" if arguments["sparse"] else why_no_kernel(arguments["weight"])
     if reason is not None:
         return f"{title}\n  native torch: {reason}"
     if where.type == "cpu" and name == "conv2d":
@@ -128,6 +131,12 @@ def _softmax(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     dim = a["dim"] if a["dim"] is not None else -1
     result = str(dtype).removeprefix("torch.")
     return _C.explain_softmax(_dtype(read), result, operand, dim % max(x.dim(), 1), gpu)
+
+
+def _embedding(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    weight = a["weight"]
+    lines = _C.explain_embedding(_dtype(weight), _operand(weight), a["input"].numel(), gpu)
+    return lines if a["max_norm"] is None else [("norms, in place", "a warp per row"), *lines]
 
 
 _cumsum = _scan("cumsum")
@@ -244,26 +253,35 @@ def _linear_quantized(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x, codes, scales = a["input"], a["codes"], a["scales"]
     zeros, fragments = a["zeros"], a["fragments"]
     wide = scales.dtype if scales.dtype == x.dtype else torch.float32
-    forward, is_fused = _C.explain_linear_quantized(
-        _dtype(x),
-        _operand(x),
-        codes.dtype == torch.int8,
-        fragments,
-        _operand(codes),
-        str(wide).removeprefix("torch."),
-        _operand(scales),
-        None if zeros is None else _operand(zeros),
-        gpu,
-        _may_take_sm90(),
-    )
+
+    def plan(rows: Tensor, gradient: bool) -> tuple[str, bool]:
+        return _C.explain_linear_quantized(
+            _dtype(x),
+            _operand(rows),
+            codes.dtype == torch.int8,
+            fragments,
+            _operand(codes),
+            str(wide).removeprefix("torch."),
+            _operand(scales),
+            None if zeros is None else _operand(zeros),
+            gpu,
+            _may_take_sm90(),
+            gradient,
+        )
+
+    forward, is_fused = plan(x, False)
+    dy = torch.empty(*x.shape[:-1], codes.shape[0], dtype=x.dtype, device="meta")
+    backward, backward_is_fused = plan(dy, True)
     features = codes.shape[1] * (1 if codes.dtype == torch.int8 else 2)
     weight = torch.empty(codes.shape[0], features, dtype=x.dtype, device="meta")
     product = dict(_linear({"input": x, "weight": weight, "bias": None}, gpu))
     lines = [("forward", forward)]
     if not is_fused:
         lines.append(("forward, product", product["forward"]))
-    lines.append(("grad_input", "the weight in x's dtype by a kernel, then linear's"))
-    return [*lines, ("grad_input, product", product["grad_input"])]
+    lines.append(("grad_input", backward))
+    if not backward_is_fused:
+        lines.append(("grad_input, product", product["grad_input"]))
+    return lines
 
 
 def _mlp(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -396,20 +414,10 @@ def _instance_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return _group_norm({"input": a["input"], "num_groups": a["input"].shape[1]}, gpu)
 
 
-def _layer_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    return _row_norm(a, gpu, centered=True)
-
-
-def _rms_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    return _row_norm(a, gpu, centered=False)
-
-
-def _add_layer_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    return _row_norm(a, gpu, centered=True, adds=True)
-
-
-def _add_rms_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    return _row_norm(a, gpu, centered=False, adds=True)
+def _squeeze_excitation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    x = a["input"] if a["input"].dim() == 4 else a["input"][None]
+    rows = suggest_memory_format(x) == torch.channels_last
+    return _C.explain_squeeze_excitation(_dtype(x), _operand(x), rows, gpu)
 
 
 def _row_norm(a: Arguments, gpu: _C.DeviceInfo, centered: bool, adds: bool = False) -> Lines:
@@ -418,6 +426,11 @@ def _row_norm(a: Arguments, gpu: _C.DeviceInfo, centered: bool, adds: bool = Fal
         x = a["residual"]
     dims = len(a["normalized_shape"])
     return _C.explain_layer_norm(_dtype(x), centered, adds, _operand(x), dims, gpu)
+
+
+_layer_norm, _rms_norm = (partial(_row_norm, centered=centered) for centered in (True, False))
+_add_layer_norm = partial(_row_norm, centered=True, adds=True)
+_add_rms_norm = partial(_row_norm, centered=False, adds=True)
 
 
 def _cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:

@@ -34,6 +34,7 @@ from ._group_norm_layers import GroupNorm, InstanceNorm1d, InstanceNorm2d, Insta
 from ._loss_layers import CrossEntropyLoss, LinearCrossEntropy
 from ._multihead import multi_head_attention
 from ._quantized_layers import QuantizedLinear
+from ._squeeze_excitation_layer import SqueezeExcitation
 from ._tools import Named
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Conv2dBatchNormReLU2d",
     "Conv2dBatchNormSiLU2d",
     "CrossEntropyLoss",
+    "Embedding",
     "GroupNorm",
     "InstanceNorm1d",
     "InstanceNorm2d",
@@ -76,6 +78,7 @@ __all__ = [
     "RotaryEmbedding",
     "Softmax",
     "Softmax2d",
+    "SqueezeExcitation",
     "SwiGLU",
     "SyncBatchNorm",
 ]
@@ -130,6 +133,21 @@ class AddRMSNorm(Named, nn.RMSNorm):
     ) -> tuple[Tensor, Tensor]:
         return F.add_rms_norm(
             input, residual, self.normalized_shape, self.weight, self.eps, dtype=dtype
+        )
+
+
+class Embedding(Named, nn.Embedding):
+    """``torch.nn.Embedding`` on :func:`warpwright.functional.embedding`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(
+            input,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
         )
 
 

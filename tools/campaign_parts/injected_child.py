@@ -82,6 +82,7 @@ def large_calls() -> dict[str, Call]:
         "swiglu": (F.swiglu, (rows,), {}),
         "rotary_embedding": (rotated, (q, *torch.randn(2, 1, 200, 32, generator=generator)), {}),
         "group_norm": (F.group_norm, (images, 4, vector, vector), {}),
+        "embedding": (F.embedding, (labels, rows), {"padding_idx": 3}),
         "softmax": (F.softmax, (rows, 1), {}),
         "log_softmax": (F.log_softmax, (rows, 0), {}),
         "cumsum": (F.cumsum, (rows, 0), {}),

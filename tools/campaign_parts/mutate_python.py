@@ -24,6 +24,7 @@ TESTS = {
     "functional/_common.py": ["test_relu.py", "test_linear.py"],
     "functional/_conv.py": ["test_conv2d*.py"],
     "functional/_conv_norm.py": ["test_conv2d_batch_norm.py"],
+    "functional/_embedding.py": ["test_embedding.py"],
     "functional/_group_norm.py": ["test_group_norm.py"],
     "functional/_kv_cache.py": ["test_attention_with_kv_cache.py"],
     "functional/_linear.py": ["test_linear.py", "test_linear_activation.py"],

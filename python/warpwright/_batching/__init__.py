@@ -10,10 +10,12 @@ codes               rows
 convolution         N; batched weights, and their gradient per sample: groups
 layer and RMS norm  rows; gradients of the weight per sample: ATen's sums
 group norm          N; with weights per sample, and in the backward, groups
+squeeze-excitation  N, without weights per sample and their gradients
 batch norm          N if only the input is batched and the statistics are given, else channels
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
 attention           B
+embedding           positions; batched weights: columns, or with batched indices rows
 scans, softmax      a dimension that is not scanned or normalised
 reductions          a dimension that is kept
 ==================  ============================================================================
@@ -34,6 +36,7 @@ from . import (
     _attention,
     _codes,
     _elementwise,
+    _embedding,
     _group_norm,
     _losses,
     _norm_and_pool,
@@ -42,6 +45,7 @@ from . import (
     _row_norms,
     _scan,
     _softmax,
+    _squeeze_excitation,
 )
 from ._fold import Dims, Rule, one_by_one
 
@@ -80,7 +84,10 @@ RULES: dict[str, Rule] = {
     "linear_int8": _codes.linear_int8,
     "linear_fp8": _codes.linear_fp8,
     **_softmax.RULES,
+    "embedding": _embedding.embedding,
+    "embedding_backward": _embedding.embedding_backward,
     **_group_norm.RULES,
+    **_squeeze_excitation.RULES,
     "linear": _products.linear,
     "linear_backward": _products.linear_backward,
     "linear_activation": _products.linear_activation,

@@ -119,6 +119,32 @@ def _softmax(
     )
 
 
+def _embedding(
+    vocabulary: int, columns: int, shape: tuple[int, ...], dtype: torch.dtype, text: bool = False
+) -> Case:
+    """Tokens of equal chance, or as in text: the k-th most frequent has a chance of about 1 / k."""
+    name = f"{vocabulary}x{columns} {'x'.join(map(str, shape))} tokens" + (
+        " of text" if text else ""
+    )
+
+    def make(device: str) -> Inputs:
+        drawn = torch.rand(shape, device=device, dtype=torch.float64)
+        ranks = (vocabulary + 1.0) ** drawn - 1 if text else drawn * vocabulary
+        tokens = ranks.long().clamp(max=vocabulary - 1)
+        return {"tokens": tokens, "weight": _randn((vocabulary, columns), dtype, device)}
+
+    count = torch.Size(shape).numel()
+    return Case(
+        "embedding",
+        name,
+        dtype,
+        ROWS,
+        make,
+        lambda F, i: F.embedding(i["tokens"], i["weight"]),
+        _work.embedding(count, columns, vocabulary, dtype.itemsize).of("bytes"),
+    )
+
+
 def _plain_scan(op: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Case:
     """cumprod of factors near 1, or logcumsumexp."""
     e = torch.Size(shape).numel() * dtype.itemsize
@@ -402,3 +428,17 @@ def _decode(
         sample=first_sequence,
         native=lambda F, i: _native.attention_with_kv_cache(**i, is_causal=query_tokens > 1),
     )
+
+
+# GPT-2's and Llama 3's tables, GPT-2's positions.
+EMBEDDINGS = [
+    *(
+        _embedding(50257, 768, (16, 1024), dtype, text)
+        for dtype in (BF16, FP32)
+        for text in (False, True)
+    ),
+    *(_embedding(128256, 4096, (8192,), dtype) for dtype in (BF16, FP32)),
+    _embedding(128256, 4096, (8192,), BF16, True),
+    _embedding(1024, 768, (1024,), BF16),
+]
+SMALL_EMBEDDINGS = [_embedding(5000, 64, (8, 128), FP32)]

@@ -31,7 +31,10 @@ from .cases import (
 )
 from .code_cases import E4M3, _linear_codes, _quantize
 from .fft_cases import _fft_conv1d, _fft_conv2d
+from .image_cases import SMALL_SQUEEZE_EXCITATIONS, SQUEEZE_EXCITATIONS
 from .language_cases import (
+    EMBEDDINGS,
+    SMALL_EMBEDDINGS,
     _add_norm,
     _cumsum,
     _decode,
@@ -258,7 +261,8 @@ def _quantized_products() -> list[Case]:
             for k, n in ((4096, 14336), (8192, 8192))
             for rows in (1, 16, 2048)
         ),
-        _linear_quantized(128, 4096, 14336, 4, BF16),
+        *(_linear_quantized(rows, 4096, 14336, 4, BF16) for rows in (32, 64, 128, 256)),
+        *(_linear_quantized(rows, 4096, 14336, 8, BF16) for rows in (64, 256)),
     ]
 
 
@@ -437,21 +441,20 @@ def _all_cases() -> list[Case]:
     return cases
 
 
-CASES = [*_all_cases(), *_layers_with_norms(256)]
+CASES = [*_all_cases(), *_layers_with_norms(256), *SQUEEZE_EXCITATIONS, *EMBEDDINGS]
 
 # Small enough for two CPU cores and for a look at a new machine.
 QUICK_CASES = [
     _relu(1 << 22, FP32),
+    *SMALL_SQUEEZE_EXCITATIONS,
+    *SMALL_EMBEDDINGS,
     _gated("swiglu", 2048, 768, FP32),
     _gated("geglu", 2048, 768, FP32, packed=True),
     _rotary((1, 512, 8, 2, 64), FP32),
-    _cumsum((2048, 768), 1, FP32),
-    _cumsum((2048, 768), 0, FP32),
+    *(_cumsum((2048, 768), dim, FP32) for dim in (1, 0)),
     _linear_scan((512, 256), 1, FP32),
-    _linear_quantized(4, 512, 256, 4, FP32),
-    _linear_quantized(4, 512, 256, 8, FP32),
-    _softmax("softmax", (2048, 768), 1, FP32),
-    _softmax("softmax", (16, 21, 64, 64), 1, FP32),
+    *(_linear_quantized(4, 512, 256, bits, FP32) for bits in (4, 8)),
+    *(_softmax("softmax", shape, 1, FP32) for shape in ((2048, 768), (16, 21, 64, 64))),
     _softmax("log_softmax", (1024, 1000), 1, FP32),
     _plain_scan("cumprod", (2048, 768), 1, FP32),
     _plain_scan("logcumsumexp", (2048, 768), 1, FP32),
@@ -461,8 +464,7 @@ QUICK_CASES = [
     _fft_conv1d((4, 8, 2048), 256, FP32),
     _fft_conv2d((4, 8, 28, 28), 31, FP32),
     _decode((2, 512, 8, 2, 64), 16, FP32),
-    _linear_codes("linear_int8", 256, 256, 384),
-    _linear_codes("linear_fp8", 256, 256, 384),
+    *(_linear_codes(op, 256, 256, 384) for op in ("linear_int8", "linear_fp8")),
     _linear_codes("linear_int8", 256, 256, 384, quantizes=True),
     _quantize(512, 768, BF16, torch.int8, False),
     _batch_norm((64, 32, 28, 28), FP32, NCHW),

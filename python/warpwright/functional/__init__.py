@@ -10,6 +10,7 @@ from ._conv_norm import (
     conv2d_batch_norm_relu,
     conv2d_batch_norm_silu,
 )
+from ._embedding import embedding
 from ._fft_conv import fft_conv1d, fft_conv2d
 from ._group_norm import group_norm, instance_norm
 from ._kv_cache import attention_with_kv_cache
@@ -31,6 +32,7 @@ from ._rotary import rotary_embedding
 from ._row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from ._scan import cumprod, cumsum, linear_scan, logcumsumexp
 from ._softmax import log_softmax, softmax
+from ._squeeze_excitation import squeeze_excitation
 from ._varlen import attention_varlen
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "cross_entropy",
     "cumprod",
     "cumsum",
+    "embedding",
     "fft_conv1d",
     "fft_conv2d",
     "geglu",
@@ -84,6 +87,7 @@ __all__ = [
     "rotary_embedding",
     "scaled_dot_product_attention",
     "softmax",
+    "squeeze_excitation",
     "std",
     "sum",
     "swiglu",

@@ -32,6 +32,7 @@ __all__ = ["Change", "Plan", "loaded", "register_attention"]
 # models of the library. Only supported versions have the second (transformers: 4.53 or newer).
 LIBRARIES = {
     "timm": ("timm.layers", "timm.layers.norm"),
+    "torchvision": ("torchvision.models", "torchvision.ops.misc"),
     "transformers": ("transformers.modeling_utils", "transformers.masking_utils"),
 }
 

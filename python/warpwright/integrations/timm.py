@@ -1,4 +1,4 @@
-"""timm's layers: the norms, which are classes of its own, and the attention of its vision transformers.
+"""timm's layers: norms, squeeze-and-excitation, and the attention of its vision transformers.
 
 The registry recognises them by their code. Each fingerprint names the first version of timm that
 has it, up to 1.0.31.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from timm.layers.activations import Sigmoid
 from torch import Tensor, nn
 
 from .. import functional as F
@@ -29,6 +30,7 @@ from ..swap.residual import (
 )
 from ..swap.selection import WhyLeft
 from . import Plan
+from ._squeeze_excitation import SCALE_ACTIVATIONS, register
 
 __all__ = ["plan", "undo"]
 
@@ -116,6 +118,17 @@ register_code(
     Known("batch_norm", _batch_norm_act, _batch_norm_act_example, parts=("drop", "act")),
     "768cc976a4e23ec6",  # 1.0.31
 )
+
+
+# ---- squeeze-and-excitation ----
+
+SCALE_ACTIVATIONS[Sigmoid] = "sigmoid"
+register(
+    ("conv_reduce", "act1", "conv_expand", "gate"), {}, "612bbc605c8ced4b"
+)  # SqueezeExcite, 0.9
+register(
+    ("fc1", "act", "fc2", "gate"), {"bn": nn.Identity(), "add_maxpool": False}, "8fa26859322d2786"
+)  # SEModule, 0.9
 
 
 # ---- attention ----

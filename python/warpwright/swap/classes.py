@@ -23,8 +23,8 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-# What layers of other libraries run on (integrations/transformers), though torch has no such layer.
-OF_LIBRARIES = ("swiglu", "rotary_embedding", "linear_cross_entropy")
+# What layers of other libraries run on (integrations/), though torch has no such layer.
+OF_LIBRARIES = ("swiglu", "rotary_embedding", "linear_cross_entropy", "squeeze_excitation")
 OPS = (*(op.name for op in _catalog.OPS.values() if op.modules), *OF_LIBRARIES)
 
 

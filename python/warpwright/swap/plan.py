@@ -167,6 +167,8 @@ def _why_not(
         return REPLACED
     if op not in wanted:
         return f"{op} is not in ops"
+    if getattr(module, "sparse", False):  # of nn.Embedding
+        return "sparse=True: native computes a sparse gradient"
     for key, tensor in (
         *module.named_parameters(recurse=False),
         *module.named_buffers(recurse=False),

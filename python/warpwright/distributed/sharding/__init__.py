@@ -20,6 +20,7 @@ from . import (
     _attention,
     _codes,
     _elementwise,
+    _embedding,
     _kv_cache,
     _linear_cross_entropy,
     _losses,
@@ -29,6 +30,7 @@ from . import (
     _refused,
     _scan,
     _softmax,
+    _squeeze_excitation,
 )
 from ._table import Rule, register
 
@@ -40,6 +42,8 @@ RULES: dict[str, Rule] = {
     **_scan.RULES,
     **_codes.RULES,
     **_softmax.RULES,
+    **_embedding.RULES,
+    **_squeeze_excitation.RULES,
     **_reduction.RULES,
     **_kv_cache.RULES,
 }
@@ -48,6 +52,7 @@ HANDLERS: dict[str, Any] = {
     **_linear_cross_entropy.HANDLERS,
     **_attention.HANDLERS,
     **_refused.HANDLERS,
+    **_embedding.HANDLERS,
 }
 
 

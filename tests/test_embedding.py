@@ -1,0 +1,506 @@
+"""embedding against native: rows, their gradients, padding, norms, frequencies, indices out of range."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as native
+from common import assert_replays, gradcheck, layouts, opcheck
+from torch import nn
+from torch.autograd import forward_ad
+
+import warpwright
+import warpwright.functional as F
+from warpwright.testing import assert_same, compare_with_native
+
+ops = torch.ops.warpwright
+INDEX_TYPES = [torch.int64, torch.int32]
+# (rows, columns), sizes of the indices: single columns, rows that are no multiple of 16 bytes, rows
+# of a few lanes and of several strips; fewer rows than a bucket, and several buckets.
+SHAPES = [
+    ((5, 3), (4,)),
+    ((7, 1), (3, 5)),
+    ((1, 8), (9,)),
+    ((50, 37), (6, 2, 5)),
+    ((40, 64), ()),
+    ((33, 16), (70,)),
+    ((1030, 24), (300,)),
+    ((3000, 136), (11, 13)),
+    ((100, 768), (200,)),
+    ((20, 1032), (3, 40)),
+]
+LARGE = [  # on a GPU: long rows of positions, many buckets, many strips
+    ((50257, 768), (4, 1024)),
+    ((5000, 4096), (512,)),
+    ((3, 256), (20000,)),
+    ((2, 1), (70001,)),
+    ((9000, 33), (40000,)),
+]
+
+
+def draw(device, sizes, shape, dtype=torch.float32, index=torch.int64, hot=0):
+    """A weight and indices; the first `hot` of them are the same."""
+    rows, columns = sizes
+    weight = torch.randn(rows, columns, device=device).to(dtype).requires_grad_()
+    indices = torch.randint(rows, shape, device=device, dtype=index)
+    indices.view(-1)[:hot] = rows // 2
+    return indices, weight
+
+
+def weights_gradient(function, indices, weight, cotangent, **options):
+    return torch.autograd.grad(function(indices, weight, **options), weight, cotangent)[0]
+
+
+def pairs(**options):
+    return lambda i, w: F.embedding(i, w, **options), lambda i, w: native.embedding(i, w, **options)
+
+
+@pytest.mark.parametrize(("sizes", "shape"), SHAPES)
+@pytest.mark.parametrize("index", INDEX_TYPES, ids=str)
+def test_values(device, dtype, sizes, shape, index):
+    indices, weight = draw(device, sizes, shape, dtype, index)
+    assert_same(F.embedding(indices, weight), native.embedding(indices, weight))
+    assert F.embedding(indices, weight).is_contiguous()
+    compare_with_native(*pairs(), (indices, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize(("sizes", "shape"), LARGE)
+def test_large(device, dtype, sizes, shape, hot):
+    if device == "cpu":
+        pytest.skip("the CPU's loops have one form")
+    count = torch.Size(shape).numel()
+    indices, weight = draw(device, sizes, shape, dtype, hot=count * 5 // 8 if hot else 0)
+    compare_with_native(*pairs(padding_idx=1), (indices, weight))
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 96, 511, 512, 513, 1100, 9000])
+def test_rows_of_many_positions(device, dtype, count):
+    """Parts of 16 positions, and trees of one, two and three levels. Integers are exact."""
+    for columns in (24, 5):
+        indices, weight = draw(device, (40, columns), (count + 70,), dtype, hot=count)
+        cotangent = torch.randint(-2, 3, (count + 70, columns), device=device).to(dtype)
+        found = weights_gradient(F.embedding, indices, weight, cotangent)
+        exact = weights_gradient(native.embedding, indices, weight.double(), cotangent.double())
+        assert_same(found, exact.to(dtype))
+
+
+@pytest.mark.parametrize("padding", [None, 0, 3, 6, -1, -7])
+def test_padding(device, dtype, padding):
+    indices, weight = draw(device, (7, 20), (60,), dtype)
+    compare_with_native(*pairs(padding_idx=padding), (indices, weight))
+    if padding is not None:
+        cotangent = torch.ones(60, 20, device=device, dtype=dtype)
+        found = weights_gradient(F.embedding, indices, weight, cotangent, padding_idx=padding)
+        assert (found[padding] == 0).all()
+        assert (found[(padding + 1) % 7] != 0).all()
+
+
+def test_frequencies(device, dtype):
+    """Divided by the number of positions, padding apart."""
+    for padding in (None, 2):
+        indices, weight = draw(device, (6, 20), (300,), dtype, hot=100)
+        cotangent = torch.randn(300, 20, device=device).to(dtype)
+        options = {"padding_idx": padding, "scale_grad_by_freq": True}
+        found = weights_gradient(F.embedding, indices, weight, cotangent, **options)
+        wide = weight.detach().double().requires_grad_()
+        exact = weights_gradient(native.embedding, indices, wide, cotangent.double(), **options)
+        error = (found.double() - exact).abs().max()
+        assert error <= 4 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf"), 0.0])
+def test_max_norm(device, dtype, norm_type):
+    """In place, once per row, as native's CPU kernel; rows that no index names stay."""
+    indices, weight = draw("cpu", (9, 20), (30,), dtype)
+    indices = indices.clamp(max=6)
+    expected, ours = weight.detach().clone(), weight.detach().to(device)
+    options = {"max_norm": 2.0, "norm_type": norm_type}
+    output = native.embedding(indices, expected, **options)
+    version = ours._version
+    found = F.embedding(indices.to(device), ours, **options)
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(ours.cpu(), expected, **tolerance)
+    torch.testing.assert_close(found.cpu(), output, **tolerance)
+    assert_same(ours[7:].cpu(), weight[7:].detach())
+    assert ours._version > version
+
+
+def test_max_norm_of_layouts(device):
+    indices, weight = draw(device, (9, 20), (30,))
+    for what, w in layouts(weight.detach()):
+        expected = w.clone()
+        native.embedding(indices, expected, max_norm=1.0)
+        F.embedding(indices.t() if indices.dim() > 1 else indices, w, max_norm=1.0)
+        torch.testing.assert_close(w, expected, msg=what)
+
+
+def test_max_norm_with_a_gradient(device):
+    for function in (F.embedding, native.embedding):
+        torch.manual_seed(0)
+        indices, weight = draw(device, (9, 20), (30,))
+        function(indices, weight, max_norm=0.5).square().sum().backward()
+        if function is F.embedding:
+            first, grad = weight.detach().clone(), weight.grad
+    torch.testing.assert_close(first, weight.detach())
+    torch.testing.assert_close(grad, weight.grad)
+
+
+def test_layouts(device, dtype):
+    indices, weight = draw(device, (12, 24), (5, 8), dtype)
+    cotangent = torch.randn(5, 8, 24, device=device).to(dtype)
+    expected = native.embedding(indices, weight)
+    gradient = weights_gradient(F.embedding, indices, weight, cotangent)
+    for what, w in layouts(weight.detach()):
+        assert_same(F.embedding(indices, w), expected)
+        assert F.embedding(indices, w).is_contiguous(), what
+    for _, i in layouts(indices):
+        assert_same(F.embedding(i, weight), expected)
+        assert_same(weights_gradient(F.embedding, i, weight, cotangent), gradient)
+    for _, g in layouts(cotangent):
+        assert_same(weights_gradient(F.embedding, indices, weight, g), gradient)
+    assert_same(
+        F.embedding(indices[:, 1:3].t(), weight), native.embedding(indices[:, 1:3].t(), weight)
+    )
+    one = cotangent[:1, :1].expand(5, 8, 24)  # the same row everywhere
+    exact = weights_gradient(F.embedding, indices, weight, one.contiguous())
+    assert_same(weights_gradient(F.embedding, indices, weight, one), exact)
+
+
+def test_special_values(device, dtype):
+    """NaN and infinities reach their own rows alone; no row without a position has one."""
+    indices, weight = draw(device, (60, 20), (40,), dtype)
+    indices = indices % 50
+    with torch.no_grad():
+        weight[indices[3], 2] = float("nan")
+        weight[indices[5]] = float("inf")
+    assert_same(F.embedding(indices, weight), native.embedding(indices, weight))
+    cotangent = torch.randn(40, 20, device=device).to(dtype)
+    cotangent[7, 1], cotangent[9] = float("nan"), float("-inf")
+    found = weights_gradient(F.embedding, indices, weight, cotangent)
+    expected = weights_gradient(native.embedding, indices, weight, cotangent)
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(kind(found), kind(expected))
+    assert (found[50:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [((5, 3), (0,)), ((5, 3), (2, 0, 4)), ((0, 3), (0,)), ((5, 0), (4,)), ((0, 0), (0, 2))],
+)
+def test_empty(device, dtype, sizes, shape):
+    weight = torch.randn(sizes, device=device).to(dtype).requires_grad_()
+    indices = torch.zeros(shape, device=device, dtype=torch.int64)
+    y, expected = F.embedding(indices, weight), native.embedding(indices, weight)
+    assert_same(y, expected)
+    assert y.stride() == expected.stride()
+    (grad,) = torch.autograd.grad(y.sum(), weight)
+    assert_same(grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("other", [torch.int32, torch.bool, torch.complex64, torch.uint8])
+def test_types_of_native(device, other):
+    weight = (torch.randn(7, 5, device=device) * 4).to(other)
+    indices = torch.tensor([[1, 6], [0, 1]], device=device)
+    assert_same(F.embedding(indices, weight), native.embedding(indices, weight))
+
+
+def test_derivatives(device):
+    indices, weight = draw(device, (6, 3), (2, 5), torch.float64)
+    gradcheck(lambda w: F.embedding(indices, w), (weight,))
+    # The forward-mode derivative of a padding row is not zero, as native's: no position has it here.
+    gradcheck(lambda w: F.embedding(indices % 2, w, 2), (weight,))
+
+
+@pytest.mark.parametrize("padding", [-1, 2])
+@pytest.mark.parametrize("by_freq", [False, True])
+def test_derivatives_of_the_backward(device, padding, by_freq):
+    """Frequencies too, whose second derivative native leaves out (2.11)."""
+    indices, _ = draw(device, (6, 3), (2, 5))
+    dy = torch.randn(2, 5, 3, device=device, dtype=torch.float64, requires_grad=True)
+    gradcheck(lambda g: ops.embedding_backward(g, indices, 6, padding, by_freq), (dy,))
+
+
+def test_second_derivative_as_native(device):
+    indices, weight = draw(device, (6, 3), (9,), torch.float64)
+    found = []
+    for function in (F.embedding, native.embedding):
+        torch.manual_seed(1)
+        dy = torch.randn(9, 3, device=device, dtype=torch.float64, requires_grad=True)
+        y = function(indices, weight, 2)
+        (grad,) = torch.autograd.grad(y, weight, dy, create_graph=True)
+        found.append(torch.autograd.grad(grad.sin().sum(), dy)[0])
+    torch.testing.assert_close(*found)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        both = pairs(padding_idx=2)
+        moved = [forward_ad.unpack_dual(f(indices, dual)).tangent for f in both]
+    assert_same(*moved)
+
+
+def test_func_transforms(device):
+    indices, weight = draw(device, (6, 3), (9,), torch.float64)
+    weight = weight.detach()
+    for transform in (
+        lambda f: torch.func.grad(lambda w: f(indices, w).sin().sum()),
+        lambda f: torch.func.jacrev(lambda w: f(indices, w)),
+        lambda f: torch.func.jacfwd(lambda w: f(indices, w)),
+        lambda f: torch.func.hessian(lambda w: f(indices, w).sin().sum()),
+    ):
+        torch.testing.assert_close(
+            transform(F.embedding)(weight), transform(native.embedding)(weight)
+        )
+
+
+@pytest.mark.parametrize("rows", [(3000, 24), (40, 1032)])
+def test_repeats_are_equal(device, dtype, rows):
+    indices, weight = draw(device, rows, (5000,), dtype, hot=3000)
+    cotangent = torch.randn(5000, rows[1], device=device).to(dtype)
+    first = weights_gradient(F.embedding, indices, weight, cotangent)
+    for _ in range(10 if device == "cuda" else 2):
+        assert_same(weights_gradient(F.embedding, indices, weight, cotangent), first)
+
+
+def test_threads_do_not_change_the_gradient(dtype):
+    indices, weight = draw("cpu", (500, 40), (3000,), dtype, hot=900)
+    cotangent = torch.randn(3000, 40).to(dtype)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(weights_gradient(F.embedding, indices, weight, cotangent))
+    finally:
+        torch.set_num_threads(before)
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+@pytest.mark.gpu
+def test_cuda_graph(device):
+    if device == "cpu":
+        pytest.skip("of a GPU")
+    indices, weight = draw(device, (300, 72), (4000,), hot=3000)
+    cotangent = torch.randn(4000, 72, device=device)
+
+    def step():
+        y = F.embedding(indices, weight)
+        return y, ops.embedding_backward(cotangent, indices, 300, 5, False)
+
+    with torch.no_grad():
+        assert_replays(step)
+
+
+def test_out_of_range(device):
+    """IndexError on the CPU; on a GPU rows of NaN and a note, and the process lives."""
+    weight = torch.randn(5, 8, device=device, requires_grad=True)
+    for bad in (5, -1, 2**40, -(2**40)):
+        indices = torch.tensor([1, bad, 3], device=device)
+        if device == "cpu":
+            with pytest.raises(IndexError, match="index out of range in self"):
+                F.embedding(indices, weight)
+            with pytest.raises(IndexError, match="index out of range"):
+                ops.embedding_backward(torch.ones(3, 8), indices, 5, -1, False)
+            continue
+        y = F.embedding(indices, weight)
+        assert y.isnan().all(1).tolist() == [False, True, False]
+        with pytest.raises(IndexError, match=rf"index out of range in self: {bad} .*position 1 "):
+            warpwright.check_errors()
+        (grad,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+        assert grad.sum(1).tolist() == [0, 8, 0, 8, 0]
+        with pytest.raises(IndexError, match="index out of range"):
+            warpwright.check_errors()
+        with pytest.raises(IndexError, match="index out of range"), warpwright.strict():
+            F.embedding(indices, weight)
+        before = weight.detach().clone()
+        F.embedding(indices, before, max_norm=100.0)
+        with pytest.raises(IndexError, match="index out of range"):
+            warpwright.check_errors()
+        assert_same(before, weight.detach())
+
+
+def test_errors(device):
+    weight = torch.randn(5, 3, device=device)
+    i = torch.tensor([1, 2], device=device)
+    for args, kwargs in (
+        ((i, weight[0]), {}),
+        ((i, weight[None]), {}),
+        ((i.float(), weight), {}),
+        ((i.short(), weight), {}),
+        ((i.bool(), weight), {}),
+        ((i, weight, 5), {}),
+        ((i, weight, -6), {}),
+        ((i, weight, 1.0), {}),
+        ((i, weight, True), {}),
+        ((i, weight, "a"), {}),
+        ((i, weight), {"max_norm": "a"}),
+        ((i, weight), {"max_norm": 1.0, "norm_type": "a"}),
+        ((i, weight), {"scale_grad_by_freq": 1}),
+        ((i, weight), {"sparse": 1}),
+        ((None, weight), {}),
+        (([1, 2], weight), {}),
+        ((i, None), {}),
+        ((i, 3.0), {}),
+        # On a GPU native reads outside of such a table.
+        *([((i, weight[:0]), {})] if device == "cpu" else []),
+    ):
+        with pytest.raises(Exception) as expected:  # noqa: PT011  # native's type is the point
+            native.embedding(*args, **kwargs)
+        with pytest.raises(expected.type):
+            F.embedding(*args, **kwargs)
+
+
+def test_no_row_to_read(device):
+    with pytest.raises(RuntimeError, match="weight: expected a row for the indices"):
+        F.embedding(torch.tensor([0], device=device), torch.randn(0, 3, device=device))
+
+
+def test_raw_operators_check_their_arguments(device):
+    i = torch.tensor([1, 2], device=device)
+    dy = torch.randn(2, 3, device=device)
+    for args, message in (
+        ((dy[0], i, 5, -1, False), "grad_output: expected 2 dimensions"),
+        ((dy[:1], i, 5, -1, False), "grad_output: expected shape"),
+        ((dy, i.float(), 5, -1, False), "Long, Int"),
+        ((dy, i, -5, -1, False), "num_weights: expected a number of rows, got -5"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.embedding_backward(*args)
+    for broken in (0, 1):
+        arguments = [torch.randn(5, 3, device=device), i.clone()]
+        arguments[broken].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="data is not allocated"):
+            ops.embedding(*arguments)
+    with pytest.raises(RuntimeError, match=r"overlap|single memory location"):
+        ops.embedding_renorm_(torch.randn(1, 3, device=device).expand(5, 3), i, 1.0, 2.0)
+
+
+def test_opcheck(device):
+    indices, weight = draw(device, (6, 3), (2, 5))
+    for options in ((), (2,), (2, True)):
+        opcheck(ops.embedding, (weight, indices, *options))
+    dy = torch.randn(2, 5, 3, device=device, requires_grad=True)
+    opcheck(ops.embedding_backward, (dy, indices, 6, 2, True))
+    opcheck(ops.embedding_backward, (dy, indices.int(), 6, -1, False))
+    opcheck(ops.embedding_renorm_, (weight.detach(), indices, 0.5, 2.0))
+
+
+def test_sparse_is_natives(device):
+    indices, weight = draw(device, (6, 3), (2, 5))
+    y = F.embedding(indices, weight, sparse=True)
+    assert y.grad_fn.name() == "EmbeddingBackward0"
+    (grad,) = torch.autograd.grad(y.sum(), weight)
+    assert grad.layout == torch.sparse_coo
+    model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Embedding(6, 3)).to(device)
+    report = warpwright.swap(model)
+    assert type(model[0]) is nn.Embedding
+    assert "sparse" in str(report)
+    assert type(model[1]) is warpwright.nn.Embedding
+    assert "sparse=True" in warpwright.explain("embedding", indices, weight, sparse=True)
+
+
+def test_layer(device):
+    for options in ({}, {"padding_idx": -1}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        layer = nn.Embedding(9, 8, device=device, **options)
+        mine = warpwright.nn.Embedding(9, 8, device=device, **options)
+        mine.load_state_dict(layer.state_dict())
+        indices = torch.randint(9, (4, 5), device=device)
+        assert repr(mine).startswith("warpwright.Embedding(9, 8")
+        y, expected = mine(indices), layer(indices)
+        torch.testing.assert_close(y, expected)
+        y.sin().sum().backward()
+        expected.sin().sum().backward()
+        torch.testing.assert_close(mine.weight.grad, layer.weight.grad)
+    with warpwright.patch():
+        assert layer(indices).grad_fn.name() == "WarpwrightEmbeddingBackward"
+
+
+def test_tied_weights(device):
+    """As the input and the output layer of a language model: the gradients add up."""
+    found = []
+    for swapped in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)).to(device)
+        model[1].weight = model[0].weight
+        if swapped:
+            warpwright.swap(model)
+        model(torch.tensor([[1, 2], [2, 10]], device=device)).square().sum().backward()
+        found.append(model[0].weight.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_autocast(device):
+    indices, weight = draw(device, (6, 8), (4,))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert F.embedding(indices, weight).dtype == torch.float32
+
+
+def test_meta():
+    indices, weight = draw("cpu", (6, 8), (4, 2))
+    y = F.embedding(indices.to("meta"), weight.to("meta"))
+    assert y.shape == (4, 2, 8)
+    assert y.is_meta
+    assert ops.embedding_backward(y, indices.to("meta"), 6, -1, False).shape == (6, 8)
+
+
+def test_compile(device):
+    """Inductor fuses the gather; the gradient of the weight stays ours."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(
+        fw_compiler=lambda g, a: make_boxed_func(keep(g, a)),
+        bw_compiler=lambda g, a: make_boxed_func(keep(g, a)),
+    )
+    indices, weight = draw(device, (6, 8), (4, 2))
+    for dynamic in (False, True):
+        torch.compiler.reset()
+        graphs.clear()
+        call = torch.compile(
+            lambda i, w: F.embedding(i, w, -1).sin(),
+            backend=backend,
+            dynamic=dynamic,
+            fullgraph=True,
+        )
+        y = call(indices, weight)
+        torch.testing.assert_close(y, native.embedding(indices, weight, -1).sin())
+        (grad,) = torch.autograd.grad(y.sum(), weight)
+        expected = native.embedding(indices, weight, -1).sin().sum()
+        torch.testing.assert_close(grad, torch.autograd.grad(expected, weight)[0])
+        assert "aten.embedding.default" in graphs[0]
+        assert "warpwright.embedding_backward.default" in graphs[1]
+
+
+def test_compile_of_norms(device):
+    indices, weight = draw(device, (6, 8), (4, 2))
+    expected, mine = weight.detach().clone(), weight.detach().clone()
+    native.embedding(indices, expected, max_norm=0.5)
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile(lambda i, w: F.embedding(i, w, max_norm=0.5), backend="aot_eager")(
+            indices, mine
+        )
+    torch.testing.assert_close(mine, expected)
+
+
+def test_explain():
+    indices = torch.zeros(16, 1024, dtype=torch.int64, device="meta")
+    weight = torch.zeros(50257, 768, dtype=torch.bfloat16, device="meta")
+    text = warpwright.explain("embedding", indices, weight, device="h100")
+    assert "16-byte accesses" in text
+    assert "131 bucket(s) of 384 rows" in text
+    assert "norms, in place" in warpwright.explain(
+        "embedding", indices, weight, max_norm=1.0, device="h100"
+    )
+    odd = torch.zeros(12, 7, dtype=torch.bfloat16, device="meta")
+    assert "no multiple of 16 bytes" in warpwright.explain("embedding", indices, odd, device="h100")
+    huge = torch.empty(10**6, 64, device="meta")
+    text = warpwright.explain("embedding", indices, huge, device="h100")
+    assert "1954 bucket(s) of 512 rows" in text  # as many rows as a block has threads
