@@ -143,6 +143,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.add_rms_norm(x, x, (2,))
     F.group_norm(x, 1)
     F.embedding(x, x)
+    _ops.ops.squeeze_excitation(x, x, None, x, None, "relu", "sigmoid")
     _ops.ops.embedding_renorm_(x, x, 1.0, 2.0)
     F.softmax(x, 0)
     F.log_softmax(x, 0)

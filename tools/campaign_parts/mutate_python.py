@@ -34,6 +34,7 @@ TESTS = {
     "functional/_pool.py": ["test_max_pool2d.py", "test_*relu_max_pool2d.py"],
     "functional/_quantized.py": ["test_linear_quantized.py"],
     "functional/_softmax.py": ["test_softmax.py"],
+    "functional/_squeeze_excitation.py": ["test_squeeze_excitation.py"],
     "functional/_reduction.py": ["test_reduction.py"],
     "functional/_fft_conv.py": ["test_fft_conv.py"],
     "functional/_rotary.py": ["test_rotary_embedding.py"],

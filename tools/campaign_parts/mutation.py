@@ -37,6 +37,7 @@ TESTS = {
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
     "layer_norm": (["test_layer_norm.py"], "norm"),
     "group_norm": (["test_group_norm.py"], "group_norm or instance_norm"),
+    "squeeze_excitation": (["test_squeeze_excitation.py"], "squeeze"),
     "embedding": (["test_embedding.py"], "embedding"),
     "softmax": (["test_softmax.py"], "softmax"),
     "linear_8bit": (["test_linear_8bit.py"], "int8 or fp8 or quantize or scaled"),

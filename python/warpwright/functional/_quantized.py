@@ -23,7 +23,8 @@ def linear_quantized(
     The gradient goes to ``input`` and ``bias``, as training an adapter needs; codes and scales are
     constants. On Hopper, up to 256 rows of a 16-bit ``input`` are multiplied by codes that become
     operands in registers, if they are in fragment order, and so are rows of its gradient. Other calls
-    write the weight in the dtype of ``input`` first. :class:`warpwright.nn.QuantizedLinear` keeps the order that its device needs.
+    write the weight in the dtype of ``input`` first. :class:`warpwright.nn.QuantizedLinear` keeps the
+    order that its device needs.
 
     Args:
         input: (..., in_features), any strides; float32, float64, bfloat16 or float16.
