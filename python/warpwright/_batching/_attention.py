@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ._fold import Dims, front, into, one_by_one, out_of, results
+from ._fold import Dims, check_randomness, front, into, one_by_one, out_of, results
 
 
 def _mask_of_all(mask: Any, dim: int | None, samples: int, batch: int) -> Any:
@@ -24,12 +24,8 @@ def attention(
     info: Any, dims: Dims, q: Tensor, k: Tensor, v: Tensor, mask: Any, *rest: Any
 ) -> tuple[Any, Any]:
     samples, dropout_p = info.batch_size, rest[0]
-    if dropout_p > 0 and info.randomness == "error":
-        raise RuntimeError(
-            "vmap: called random operation while in randomness error mode. Please either use the "
-            "'same' or 'different' randomness flags on vmap or perform the randomness operation out "
-            "of vmap"
-        )
+    if dropout_p > 0:
+        check_randomness(info.randomness)
     if dropout_p > 0 and info.randomness == "same":
         return _same_dropout(samples, dims, (q, k, v, mask, *rest))
     batch = q.shape[0] if dims[0] is None else q.movedim(dims[0], 0).shape[1]
@@ -59,7 +55,8 @@ def attention_backward(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
     grad, q, k, v, mask, out, lse, state, *rest, grad_lse = args
     wanted = rest[3]
     samples = info.batch_size
-    if dims[7] is not None:  # dropout of the same state for each sample
+    # Dropout of a state per sample, or of a forward without samples: each draws from its first row.
+    if dims[7] is not None or (rest[0] > 0 and dims[5] is None):
         return one_by_one(ops.attention_backward, samples, dims, args)
     batch = q.shape[0] if dims[1] is None else q.movedim(dims[1], 0).shape[1]
     whole, shared = mask, False  # the mask's gradient per sample, summed over its batch if shared

@@ -46,6 +46,15 @@ def results(*pairs: tuple[Tensor | None, int | None]) -> tuple[Any, Any]:
     return values, dims
 
 
+def check_randomness(randomness: str) -> None:
+    if randomness == "error":
+        raise RuntimeError(
+            "vmap: called random operation while in randomness error mode. Please either use the "
+            "'same' or 'different' randomness flags on vmap or perform the randomness operation out "
+            "of vmap"
+        )
+
+
 def one_by_one(op: Any, samples: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
     """One call per sample."""
     calls = [
