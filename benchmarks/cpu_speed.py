@@ -104,7 +104,9 @@ def images() -> Iterator[Case]:
         for layout, memory in LAYOUTS.items():
             x = torch.randn(size).to(memory_format=memory)
             scale, shift, mean, var = (torch.rand(size[1]) + 0.5 for _ in range(4))
-            yield Case("relu", name, layout, lambda f, x=x: f.relu(x), [x])
+            for op in ("relu", "gelu", "silu", "sigmoid", "tanh"):
+                yield Case(op, name, layout, lambda f, x=x, op=op: getattr(f, op)(x), [x])
+            yield Case("dropout", name, layout, lambda f, x=x: f.dropout(x, 0.1), [x])
             yield Case("max_pool2d", name, layout, lambda f, x=x: f.max_pool2d(x, 2), [x])
             pool = "max_pool2d 3x3"
             yield Case(pool, name, layout, lambda f, x=x: f.max_pool2d(x, 3, 2, 1), [x])

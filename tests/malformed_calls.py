@@ -64,6 +64,11 @@ def public_calls(device, seed, grad=True):
     return {
         "relu": ([g(*x4)], {"inplace": False}),
         "relu_": ([t(*x4)], {}),
+        "gelu": ([g(*x4)], {"approximate": "tanh" if seed % 2 else "none"}),
+        "silu": ([g(*x4)], {"inplace": False}),
+        "sigmoid": ([g(*x4)], {}),
+        "tanh": ([g(*x4)], {}),
+        "dropout": ([g(*x4), 0.3], {"training": True, "inplace": False}),
         "swiglu": ([g(2, 3, 5), g(2, 3, 5)] if seed % 2 else [g(2, 3, 6)], {}),
         "geglu": ([g(4, 5), g(4, 5)], {"approximate": "tanh"}),
         "rotary_embedding": (
@@ -402,6 +407,7 @@ def native_functions():
         **{
             name: getattr(native, name)
             for name in (
+                *("gelu", "silu", "sigmoid", "tanh", "dropout"),
                 *("relu", "relu_", "linear", "conv2d", "max_pool2d", "max_pool2d_with_indices"),
                 *("batch_norm", "layer_norm", "rms_norm", "softmax", "log_softmax"),
                 *("group_norm", "instance_norm", "embedding"),

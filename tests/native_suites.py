@@ -44,6 +44,10 @@ def embedding(weight, indices, **kwargs):
 # (name, variant) in op_db -> ours.
 OURS = {
     ("nn.functional.relu", ""): F.relu,
+    ("nn.functional.gelu", ""): F.gelu,
+    ("nn.functional.silu", ""): F.silu,
+    ("sigmoid", ""): F.sigmoid,
+    ("tanh", ""): F.tanh,
     ("cumsum", ""): F.cumsum,
     ("nn.functional.group_norm", ""): F.group_norm,
     ("nn.functional.instance_norm", ""): F.instance_norm,

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, vjp, vmap
 
 import warpwright
 import warpwright.functional as F
@@ -80,6 +80,11 @@ def test_every_operator_has_a_rule():
 
 def test_relu(device):
     check(F.relu, (1,), randn(device, 4, 5))
+
+
+def test_activations(device):
+    for function in (F.gelu, F.silu, F.sigmoid, F.tanh):
+        check(function, (1,), randn(device, 4, 5))
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 1), (1, 0)])
@@ -456,6 +461,17 @@ def test_dropout(device):
         assert torch.equal(y[0], y[1])
         y = vmap(function, randomness="different")(q)
         assert not torch.equal(y[0], y[1])
+
+
+@pytest.mark.parametrize("function", [F.scaled_dot_product_attention, F.dropout])
+def test_dropout_of_a_forward_without_samples(device, function):
+    """Each cotangent meets the zeros that the forward drew."""
+    tensors = 3 if function is F.scaled_dot_product_attention else 1
+    rate = {"dropout_p": 0.5} if tensors == 3 else {"p": 0.5}
+    y, pull = vjp(lambda q: function(*[q] * tensors, **rate), randn(device, 1, 2, 16, 8))
+    cotangents = randn(device, 3, *y.shape)
+    found = vmap(lambda c: pull(c)[0])(cotangents)
+    torch.testing.assert_close(found, torch.stack([pull(c)[0] for c in cotangents]))
 
 
 def test_nested(device):

@@ -50,6 +50,10 @@ MEMORY_OPS = {
     "relu": F.relu,
     "relu in place": lambda x: F.relu(x.clone(), inplace=True),
     "relu_": lambda x: F.relu_(x.clone()),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "sigmoid": F.sigmoid,
+    "tanh": F.tanh,
     "swiglu": lambda x: F.swiglu(x, x.sin()),
     "geglu": lambda x: F.geglu(x, x.sin(), approximate="tanh"),
     "max_pool2d": lambda x: F.max_pool2d(x, **POOL),
@@ -107,6 +111,7 @@ RAW = {
         x.sin(), ONES.expand(2, -1), None, ONES[:, None].expand(-1, 2), None, "silu", "sigmoid"
     )[0].cos(),
     "relu": lambda x: ops.relu(x.sin()).cos(),
+    "activation": lambda x: ops.activation(x.sin(), "gelu").cos(),
     "relu_": lambda x: (y := x.sin(), ops.relu_(y))[0].cos(),
     "max_pool2d": lambda x: ops.max_pool2d(x.detach(), [2]),
     "relu_max_pool2d": lambda x: ops.relu_max_pool2d(x.detach(), [2]),

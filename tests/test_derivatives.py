@@ -112,6 +112,13 @@ def excited(x, w1, b1, w2, b2):
 QKV = {"q": (1, 2, 3, 4), "k": (1, 2, 3, 4), "v": (1, 2, 3, 4)}
 CASES = {
     "relu": Case(F.relu, native.relu, {"x": (3, 4)}),
+    "gelu": Case(F.gelu, native.gelu, {"x": (3, 4)}),
+    "gelu_tanh": Case(
+        lambda x: F.gelu(x, "tanh"), lambda x: native.gelu(x, approximate="tanh"), {"x": (3, 4)}
+    ),
+    "silu": Case(F.silu, native.silu, {"x": (3, 4)}),
+    "sigmoid": Case(F.sigmoid, torch.sigmoid, {"x": (3, 4)}),
+    "tanh": Case(F.tanh, torch.tanh, {"x": (3, 4)}),
     "relu_": Case(lambda x: F.relu_(x * 1), lambda x: torch.relu_(x * 1), {"x": (3, 4)}),
     "conv2d": Case(
         lambda *a: F.conv2d(*a, padding=1),

@@ -130,6 +130,10 @@ CASES = {
     "conv2d groups": (F.conv2d, ((2, 4, 6, 6), (8, 1, 3, 3), (8,)), "S0 R R", {"groups": 4}),
     "conv2d one image": (F.conv2d, ((4, 6, 6), (6, 4, 3, 3), (6,)), "R S0 S0", {}),
     "relu": (F.relu, ((3, 4),), "S1", {}),
+    **{
+        name: (getattr(F, name), ((3, 4),), "S1", {})
+        for name in ("gelu", "silu", "sigmoid", "tanh")
+    },
     "swiglu": (F.swiglu, ((3, 4), (3, 4)), "S1 S1", {}),
     "swiglu packed": (F.swiglu, ((3, 4, 6),), "S1", {}),
     "geglu": (F.geglu, ((3, 4), (3, 4)), "S0 S0", {}),
@@ -507,6 +511,26 @@ def dropout(rank, placements):
 @pytest.mark.parametrize("placements", ["S0", "S1", "R"])
 def test_dropout_draws_per_shard(worlds, placements):
     (first, next_first), (second, next_second) = worlds(2).run(dropout, placements)
+    assert torch.equal(first, second) == (placements == "R")
+    assert torch.equal(next_first, next_second)
+    assert 0.45 < torch.stack((first, second)).float().mean() < 0.55
+
+
+def plain_dropout(rank, placements):
+    """As `dropout`, of the op alone."""
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.manual_seed(5)
+    x = distribute_tensor(torch.ones(32, 64), make_mesh(), parse(placements)).requires_grad_()
+    y = F.dropout(x, 0.5)
+    (dx,) = torch.autograd.grad(y, x, y.detach())
+    torch.testing.assert_close(dx.to_local(), y.to_local() * 2)
+    return y.to_local().detach() != 0, torch.rand(1)
+
+
+@pytest.mark.parametrize("placements", ["S0", "S1", "R"])
+def test_plain_dropout_draws_per_shard(worlds, placements):
+    (first, next_first), (second, next_second) = worlds(2).run(plain_dropout, placements)
     assert torch.equal(first, second) == (placements == "R")
     assert torch.equal(next_first, next_second)
     assert 0.45 < torch.stack((first, second)).float().mean() < 0.55

@@ -24,7 +24,7 @@ def image():
 QUERY = (4, 16, 2048, 64)
 LABELS = torch.zeros(8192, dtype=torch.long)
 CALLS = {
-    "relu": lambda: (half(1 << 20),),
+    **{op: lambda: (half(1 << 20),) for op in ("relu", "gelu", "tanh", "dropout")},
     "linear": lambda: (half(16384, 768), half(3072, 768), half(3072)),
     "linear_gelu": lambda: (half(16384, 768), half(3072, 768), half(3072)),
     "conv2d": lambda: (image(), half(128, 64, 3, 3).to(memory_format=torch.channels_last)),

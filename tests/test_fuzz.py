@@ -263,6 +263,18 @@ def test_cross_entropy(device, dtype):
 
 
 @each_dtype
+def test_activations(device, dtype):
+    def test(draw, errors):
+        make = Maker(draw, device, dtype)
+        x = make(*draw(st.lists(SIZE, max_size=3)))
+        name = draw(st.sampled_from(["gelu", "silu", "sigmoid", "tanh"]))
+        options = {"sums_only": False, "amplifies": True}
+        check(make, errors, getattr(F, name), getattr(NATIVE, name), (x,), **options)
+
+    run(test)
+
+
+@each_dtype
 def test_embedding(device, dtype):
     def test(draw, errors):
         make = Maker(draw, device, dtype)

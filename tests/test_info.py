@@ -105,6 +105,8 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     x: torch.Tensor = Elsewhere()
     F.relu(x)
     F.relu_(x)
+    F.gelu(x)
+    _ops.ops.dropout(x, 0.5)
     F.linear(x, x)
     F.linear_relu(x, x)
     _ops.ops.mlp(x, x, None, x, None, "gelu")

@@ -41,6 +41,7 @@ def calls(monkeypatch):
         "relu_",
         "rms_norm",
         "scaled_dot_product_attention",
+        *("gelu", "sigmoid", "silu", "tanh"),
         "softmax",
     ):
         spy(name)
@@ -57,6 +58,10 @@ ROUTED = [
     (lambda x: torch.relu_(x.clone()), IMAGE, "relu_"),
     (lambda x: native.relu_(x.clone()), IMAGE, "relu_"),
     (lambda x: x.clone().relu_(), IMAGE, "relu_"),
+    (lambda x: native.gelu(x, approximate="tanh"), IMAGE, "gelu"),
+    (native.silu, IMAGE, "silu"),
+    *((f, IMAGE, "sigmoid") for f in (native.sigmoid, torch.sigmoid, torch.Tensor.sigmoid)),
+    *((f, IMAGE, "tanh") for f in (native.tanh, torch.tanh, torch.Tensor.tanh)),
     (lambda x: native.conv2d(x, x, padding=1), IMAGE, "conv2d"),
     (lambda x: torch.conv2d(input=x, weight=x, stride=2), IMAGE, "conv2d"),
     (lambda x: native.batch_norm(x, None, None, training=True), IMAGE, "batch_norm"),
@@ -91,6 +96,7 @@ ROUTED = [
         "scaled_dot_product_attention",
     ),
     (nn.ReLU(), IMAGE, "relu"),
+    (nn.GELU(), IMAGE, "gelu"),
     (nn.MaxPool2d(2), IMAGE, "max_pool2d"),
 ]
 
@@ -129,8 +135,8 @@ def test_ops_and_nesting(device, calls):
     with patch(), patch():
         native.relu(x)
     assert calls == ["max_pool2d", "relu", "max_pool2d", "relu"]
-    with pytest.raises(ValueError, match=r"ops: expected names out of .*; got 'gelu'"):
-        patch(ops=["gelu"])
+    with pytest.raises(ValueError, match=r"ops: expected names out of .*; got 'mish'"):
+        patch(ops=["mish"])
 
 
 def test_one_mode_twice(device, calls):

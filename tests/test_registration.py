@@ -140,6 +140,7 @@ def recorded(device):
     mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
     with recorder:  # what no sample of the database reaches
         warpwright.functional.relu_(x)
+        double_backward(warpwright.functional.dropout, (leaf, 0.5), {})
         warpwright.functional.max_pool2d(x.view(1, 1, 3, 4), 2)
         warpwright.functional.relu_max_pool2d(x.view(1, 1, 3, 4), 2)
         double_backward(warpwright.functional.relu_max_pool2d, (leaf, 2), {})

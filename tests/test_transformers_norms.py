@@ -6,7 +6,16 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from hf import MODELS, assert_as_good, make, swapped_copy, trained, training_inputs, without_a_loss
+from hf import (
+    MODELS,
+    VERSION,
+    assert_as_good,
+    make,
+    swapped_copy,
+    trained,
+    training_inputs,
+    without_a_loss,
+)
 from norm_calls import Calls
 from torch import nn
 
@@ -17,7 +26,8 @@ BF16 = torch.bfloat16
 BOTH = f"{ADDS}; {CASTS}"
 NOTES = {
     "bert": 4 * [ADDS],
-    "vit": 2 * [CASTS, BOTH],
+    # transformers 4 hides what reads the norm before ViT's attention.
+    "vit": 2 * ([CASTS, BOTH] if VERSION >= (5,) else [BOTH]),
     "gpt_neox": 4 * [CASTS],
     "whisper": 2 * [ADDS, BOTH],
 }

@@ -41,6 +41,25 @@ def integers(*shape):
     return torch.randint(-3, 4, shape).double()
 
 
+def activation_cases():
+    for f in (F.gelu, F.silu, F.sigmoid, F.tanh):
+        for n in (1, 1027):
+            yield f"{f.__name__}-n{n}", f, (rand(n),), {}
+        yield f"{f.__name__}-off", lambda x, f=f: f(misaligned(x)), (rand(1027),), {}
+    yield "gelu-tanh", F.gelu, (rand(1027), "tanh"), {}
+
+
+def dropout_cases():
+    """By one state on both devices."""
+    state = torch.tensor([7, 12])
+    drop = lambda x: torch.ops.warpwright.dropout_backward(x, state.to(x.device), 0.3)  # noqa: E731
+    for n in (1, 1027):
+        yield f"n{n}", drop, (rand(n),), {}
+    yield "off", lambda x: drop(misaligned(x)), (rand(1027),), {}
+    drawn = lambda x: (F.dropout(x, 0.3) * 0).nan_to_num()  # noqa: E731
+    yield "drawn", drawn, (rand(1027),), {}
+
+
 def relu_cases():
     for n in (1, 1027):
         yield f"n{n}", F.relu, (rand(n),), {}
@@ -802,6 +821,8 @@ CASES = {
     "attention_varlen": packed_cases,
     "attention_with_kv_cache": decoding_cases,
     "optim": optimizer_cases,
+    "activation": activation_cases,
+    "dropout": dropout_cases,
     "relu": relu_cases,
     "gated_activation": gated_activation_cases,
     "squeeze_excitation": squeeze_excitation_cases,

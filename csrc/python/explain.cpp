@@ -24,7 +24,6 @@
 #include "ops/group_norm/group_norm.h"
 #include "ops/layer_norm/layer_norm.h"
 #include "ops/max_pool2d/max_pool2d.h"
-#include "ops/relu/relu.h"
 #include "ops/rotary_embedding/rotary_embedding.h"
 #include "ops/softmax/softmax.h"
 
@@ -32,20 +31,6 @@ namespace py = pybind11;
 
 namespace warpwright {
 namespace {
-
-// ---- relu ----
-
-Lines explain_relu(const std::string& dtype, const TensorLayout& input) {
-  ReluParams forward{};
-  forward.dtype = dtype_from(dtype);
-  forward.numel = numel(input);
-  forward.input = reinterpret_cast<const void*>(input.address);
-  ReluBackwardParams backward{};
-  backward.dtype = forward.dtype;
-  backward.numel = forward.numel;
-  return {{"forward", describe(choose_relu(forward))},
-          {"grad_input", describe(choose_relu_backward(backward))}};
-}
 
 // ---- softmax and log_softmax ----
 
@@ -484,8 +469,8 @@ void define_explain(py::module_& m) {
   m.def("explain_softmax", &explain_softmax);
   m.def("explain_attention_with_kv_cache", &explain_attention_with_kv_cache);
   m.def("explain_gated_activation", &explain_gated_activation);
-  m.def("explain_relu", &explain_relu);
   m.def("explain_rotary_embedding", &explain_rotary_embedding);
+  define_explain_elementwise(m);
   define_explain_embedding(m);
   define_explain_linear(m);
   define_explain_linear_8bit(m);

@@ -38,8 +38,9 @@ inline int64_t numel(const TensorLayout& x) {
 
 // Adds explain_<op>() to the module. Each returns one line per kernel of a call and its backward.
 void define_explain(pybind11::module_& m);
-// Its parts: embedding, the matrix product's ops, reductions and scans, squeeze-and-excitation,
-// packed sequences, FFT convolution.
+// Its parts: elementwise ops, embedding, the matrix product's ops, reductions and scans,
+// squeeze-and-excitation, packed sequences, FFT convolution.
+void define_explain_elementwise(pybind11::module_& m);
 void define_explain_embedding(pybind11::module_& m);
 void define_explain_linear(pybind11::module_& m);
 void define_explain_linear_8bit(pybind11::module_& m);

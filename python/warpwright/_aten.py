@@ -444,6 +444,14 @@ def relu_backward(grad: Tensor, output: Tensor) -> Tensor:
     return aten.threshold_backward(grad, output, 0)
 
 
+def activation_backward(grad: Tensor, kept: Tensor, activation: str) -> Tensor:
+    if activation == "sigmoid":
+        return aten.sigmoid_backward(grad, kept)
+    if activation == "tanh":
+        return aten.tanh_backward(grad, kept)
+    return _smooth_backward(grad, kept, activation)
+
+
 def gated_activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, activation: str, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:

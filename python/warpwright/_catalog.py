@@ -38,6 +38,7 @@ from ._operators import (
     SQUEEZE_EXCITATION,
     always,
 )
+from ._pointwise_ops import POINTWISE_OPS
 from ._row_ops import ROW_OPS
 
 native = nn.functional
@@ -279,6 +280,7 @@ _RECORDS = (
         explain="squeeze_excitation",
         cpu="ATen's operators, as native's chain",
     ),
+    *POINTWISE_OPS,
     *ROW_OPS,
     Op(
         "max_pool2d",

@@ -253,7 +253,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(native.gelu, approximate="tanh"),
     "silu": native.silu,
     "hardswish": native.hardswish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
 }
+
+
+def activation(input: Tensor, activation: str) -> Tensor:
+    return ACTIVATIONS[activation](input)
+
+
+def dropout(input: Tensor, p: float) -> tuple[Tensor]:
+    """The operator's first result; no caller of native's reads the state."""
+    return (native.dropout(input, p),)
 
 
 def gated_activation(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:

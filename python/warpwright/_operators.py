@@ -57,6 +57,11 @@ LINEAR_QUANTIZED = (
         flops=_work.linear_quantized_backward_flops,
     ),
 )
+ACTIVATION = (
+    Operator("activation", _native.activation, _native.activation, is_fused_by_inductor=always),
+    Operator("activation_backward", aten=_aten.activation_backward, is_fused_by_inductor=always),
+)
+DROPOUT = (Operator("dropout", _native.dropout), Operator("dropout_backward"))
 GATED_ACTIVATION = (
     Operator(
         "gated_activation",

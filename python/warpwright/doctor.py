@@ -38,7 +38,7 @@ def calls(device: str) -> dict[str, Call]:
     labels = torch.arange(16, device=device) % 10
     tokens = torch.arange(32, device=device).view(2, 16) % 7
     return {
-        "relu": ([random(64, 256)], {}),
+        **{op: ([random(64, 256)], {}) for op in ("relu", "gelu", "silu", "sigmoid", "tanh")},
         "conv2d": ([random(4, 8, 16, 16), random(16, 8, 3, 3), random(16)], {"padding": 1}),
         "batch_norm": ([random(4, 8, 16, 16), *running, random(8), random(8)], {}),
         "layer_norm": ([random(32, 64)], {"normalized_shape": [64], "weight": random(64)}),

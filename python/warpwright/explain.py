@@ -107,8 +107,17 @@ def _pair(value: Any) -> tuple[int, int]:
     return pair if len(pair) == 2 else (pair[0], pair[0])
 
 
-def _relu(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    return _C.explain_relu(_dtype(a["input"]), _operand(a["input"]))
+def _has_rows(x: Tensor) -> bool:
+    """Whether the channels of a pixel are adjacent: rows of channels."""
+    return suggest_memory_format(x) in (torch.channels_last, torch.channels_last_3d)
+
+
+def _elementwise(op: Callable[..., Lines], a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return op(_dtype(a["input"]), _operand(a["input"]))
+
+
+_relu, _activation = (partial(_elementwise, f) for f in (_C.explain_relu, _C.explain_activation))
+_dropout = partial(_elementwise, _C.explain_dropout)
 
 
 def _scan(op: str) -> Callable[[Arguments, _C.DeviceInfo], Lines]:
@@ -139,10 +148,9 @@ def _embedding(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     return lines if a["max_norm"] is None else [("norms, in place", "a warp per row"), *lines]
 
 
-_cumsum = _scan("cumsum")
-_cumprod = _scan("cumprod")
-_logcumsumexp = _scan("logcumsumexp")
-_linear_scan = _scan("linear_scan")
+_cumsum, _cumprod, _logcumsumexp, _linear_scan = map(
+    _scan, ("cumsum", "cumprod", "logcumsumexp", "linear_scan")
+)
 
 
 def _reduction(kind: str) -> Callable[[Arguments, _C.DeviceInfo], Lines]:
@@ -161,12 +169,9 @@ def _reduction(kind: str) -> Callable[[Arguments, _C.DeviceInfo], Lines]:
     return lines
 
 
-_sum = _reduction("sum")
-_mean = _reduction("mean")
-_amax = _reduction("amax")
-_logsumexp = _reduction("logsumexp")
-_var = _reduction("var")
-_std = _reduction("std")
+_sum, _mean, _amax, _logsumexp, _var, _std = map(
+    _reduction, ("sum", "mean", "amax", "logsumexp", "var", "std")
+)
 
 
 def _quantize_rows(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -308,7 +313,6 @@ def _mlp(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 def _max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
-    channels_last = suggest_memory_format(x) == torch.channels_last
     stride = a["stride"] if a["stride"] not in (None, ()) else a["kernel_size"]
     kernel, stride, pad, dilation = (
         _pair(w) for w in (a["kernel_size"], stride, a["padding"], a["dilation"])
@@ -317,13 +321,12 @@ def _max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
         x.to("meta"), kernel, stride, pad, dilation, a["ceil_mode"]
     )
     window = [*kernel, *stride, *pad, *dilation]
-    return _C.explain_max_pool2d(_dtype(x), _operand(x), channels_last, window, output.shape[-2:])
+    return _C.explain_max_pool2d(_dtype(x), _operand(x), _has_rows(x), window, output.shape[-2:])
 
 
 def _batch_norm_relu_max_pool2d(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
-    rows = suggest_memory_format(x) == torch.channels_last
-    (_, statistics), _ = _C.explain_batch_norm(_dtype(x), _operand(x), rows, 0, gpu)
+    (_, statistics), _ = _C.explain_batch_norm(_dtype(x), _operand(x), _has_rows(x), 0, gpu)
     (_, forward), (_, backward) = _max_pool2d(a, gpu)
     return [
         ("statistics", statistics),
@@ -378,8 +381,7 @@ def _fft_conv(a: Arguments, gpu: _C.DeviceInfo | None) -> Lines:
 
 def _batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
-    rows = suggest_memory_format(x) in (torch.channels_last, torch.channels_last_3d)
-    return _C.explain_batch_norm(_dtype(x), _operand(x), rows, 1 + ("residual" in a), gpu)
+    return _C.explain_batch_norm(_dtype(x), _operand(x), _has_rows(x), 1 + ("residual" in a), gpu)
 
 
 def _conv2d_batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -403,9 +405,8 @@ def _conv2d_batch_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 def _group_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"]
-    rows = suggest_memory_format(x) in (torch.channels_last, torch.channels_last_3d)
     sm90 = _may_take_sm90() and gpu.sm_arch == 90
-    return _C.explain_group_norm(_dtype(x), _operand(x), rows, a["num_groups"], sm90, gpu)
+    return _C.explain_group_norm(_dtype(x), _operand(x), _has_rows(x), a["num_groups"], sm90, gpu)
 
 
 def _instance_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -416,8 +417,7 @@ def _instance_norm(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 def _squeeze_excitation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     x = a["input"] if a["input"].dim() == 4 else a["input"][None]
-    rows = suggest_memory_format(x) == torch.channels_last
-    return _C.explain_squeeze_excitation(_dtype(x), _operand(x), rows, gpu)
+    return _C.explain_squeeze_excitation(_dtype(x), _operand(x), _has_rows(x), gpu)
 
 
 def _row_norm(a: Arguments, gpu: _C.DeviceInfo, centered: bool, adds: bool = False) -> Lines:

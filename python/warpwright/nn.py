@@ -39,6 +39,7 @@ from ._tools import Named
 
 __all__ = [
     "GEGLU",
+    "GELU",
     "MLP",
     "AddLayerNorm",
     "AddRMSNorm",
@@ -57,6 +58,7 @@ __all__ = [
     "Conv2dBatchNormReLU2d",
     "Conv2dBatchNormSiLU2d",
     "CrossEntropyLoss",
+    "Dropout",
     "Embedding",
     "GroupNorm",
     "InstanceNorm1d",
@@ -76,11 +78,14 @@ __all__ = [
     "ReLU",
     "ReLUMaxPool2d",
     "RotaryEmbedding",
+    "SiLU",
+    "Sigmoid",
     "Softmax",
     "Softmax2d",
     "SqueezeExcitation",
     "SwiGLU",
     "SyncBatchNorm",
+    "Tanh",
 ]
 
 
@@ -156,6 +161,44 @@ class ReLU(Named, nn.ReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu(input, inplace=self.inplace)
+
+
+class GELU(Named, nn.GELU):
+    """``torch.nn.GELU`` on :func:`warpwright.functional.gelu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu(input, self.approximate)
+
+
+class SiLU(Named, nn.SiLU):
+    """``torch.nn.SiLU`` on :func:`warpwright.functional.silu`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.silu(input, self.inplace)
+
+
+class Sigmoid(Named, nn.Sigmoid):
+    """``torch.nn.Sigmoid`` on :func:`warpwright.functional.sigmoid`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.sigmoid(input)
+
+
+class Tanh(Named, nn.Tanh):
+    """``torch.nn.Tanh`` on :func:`warpwright.functional.tanh`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.tanh(input)
+
+
+class Dropout(Named, nn.Dropout):
+    """``torch.nn.Dropout`` on :func:`warpwright.functional.dropout`.
+
+    ``swap`` does not put it in, because a seed would then give other zeros.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.dropout(input, self.p, self.training, self.inplace)
 
 
 class Softmax(Named, nn.Softmax):

@@ -73,6 +73,7 @@ def large_calls() -> dict[str, Call]:
     q = t(2, 4, 200, 32)
     found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         "relu": (F.relu, (images,), {}),
+        "gelu": (F.gelu, (images,), {}),
         "max_pool2d": (F.max_pool2d, (images, 3, 2, 1), {}),
         "conv2d": (F.conv2d, (images, t(16, 16, 3, 3), vector), {"padding": 1}),
         "depthwise": (F.conv2d, (images, t(16, 1, 3, 3), vector), {"groups": 16}),

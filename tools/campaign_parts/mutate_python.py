@@ -19,11 +19,12 @@ from .result import ROOT, Options, Row
 PACKAGE = ROOT / "python" / "warpwright"
 # The functions, layers and optimizers that users call, and the files that check their arguments.
 TESTS = {
-    "functional/_activation.py": ["test_relu.py"],
+    "functional/_activation.py": ["test_relu.py", "test_activation.py"],
     "functional/_attention.py": ["test_attention*.py"],
     "functional/_common.py": ["test_relu.py", "test_linear.py"],
     "functional/_conv.py": ["test_conv2d*.py"],
     "functional/_conv_norm.py": ["test_conv2d_batch_norm.py"],
+    "functional/_dropout.py": ["test_dropout.py"],
     "functional/_embedding.py": ["test_embedding.py"],
     "functional/_group_norm.py": ["test_group_norm.py"],
     "functional/_kv_cache.py": ["test_attention_with_kv_cache.py"],

@@ -37,6 +37,8 @@ TESTS = {
     "rotary_embedding": (["test_rotary_embedding.py"], "rotary"),
     "layer_norm": (["test_layer_norm.py"], "norm"),
     "group_norm": (["test_group_norm.py"], "group_norm or instance_norm"),
+    "activation": (["test_activation.py"], "gelu or silu or sigmoid or tanh or activation"),
+    "dropout": (["test_dropout.py"], "dropout"),
     "squeeze_excitation": (["test_squeeze_excitation.py"], "squeeze"),
     "embedding": (["test_embedding.py"], "embedding"),
     "softmax": (["test_softmax.py"], "softmax"),

@@ -14,6 +14,7 @@
 
 #include "common/ceil_div.h"
 #include "common/dtype.h"
+#include "common/philox_source.h"
 #include "ops/attention/gang_schedule.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -337,15 +338,6 @@ void attention_bwd_cpu(const AttentionBackwardParams& params, const void* dlse =
 void attention_dropout_cpu(const AttentionDropoutParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// The generator's state, as in at::PhiloxCudaState. During graph capture only the device knows seed
-// and offset.
-struct PhiloxSource {
-  bool captured;
-  uint64_t seed, offset;
-  const int64_t *seed_pointer, *offset_pointer;
-  uint32_t offset_in_graph;
-};
-
 // Writes seed and offset to `philox_state` (2).
 void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream);
 void launch_attention_fwd(const AttentionParams& params, const AttentionConfig& config,

@@ -7,6 +7,7 @@
 #include "ops/relu/relu.h"
 #include "torch/autograd.h"
 #include "torch/check_argument.h"
+#include "torch/dense.h"
 #include "torch/dispatch.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -53,12 +54,6 @@ void check_relu_backward(const Tensor& grad_output, const Tensor& output) {
   check_argument(grad_output, "relu_backward: grad_output", output.sym_sizes(),
                  output.scalar_type(), output);
   check_relu(output);
-}
-
-// `tensor` in the memory order of `like`, without a copy if it already is.
-Tensor in_order_of(const Tensor& tensor, const Tensor& like) {
-  if (tensor.strides() == like.strides()) return tensor;
-  return at::empty_like(like).copy_(tensor);
 }
 
 // ---- CPU and CUDA ----

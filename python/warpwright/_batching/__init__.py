@@ -15,6 +15,7 @@ batch norm          N if only the input is batched and the statistics are given,
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
 attention           B
+elementwise ops     any dimension; dropout with other numbers per sample: sample by sample
 embedding           positions; batched weights: columns, or with batched indices rows
 scans, softmax      a dimension that is not scanned or normalised
 reductions          a dimension that is kept
@@ -68,6 +69,10 @@ def composed(op: Any) -> Callable[..., Any]:
 
 RULES: dict[str, Rule] = {
     "relu_backward": _norm_and_pool.relu_backward,
+    "activation": _elementwise.activation,
+    "activation_backward": _elementwise.activation_backward,
+    "dropout": _elementwise.dropout,
+    "dropout_backward": _elementwise.dropout_backward,
     "gated_activation": _elementwise.gated_activation,
     "gated_activation_backward": _elementwise.gated_activation_backward,
     "rotary_embedding": _elementwise.rotary_embedding,

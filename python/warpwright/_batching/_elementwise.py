@@ -1,13 +1,48 @@
-"""Rules of gated activations and rotary embeddings: one call serves all samples."""
+"""Rules of elementwise ops and rotary embeddings: one call serves all samples."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._ops import ops
-from ._fold import Dims, front, into, out_of, results
+from ._fold import Dims, check_randomness, front, into, one_by_one, out_of, results
+
+
+def activation(info: Any, dims: Dims, input: Tensor, activation: str) -> tuple[Tensor, int | None]:
+    return ops.activation(input, activation), dims[0]
+
+
+def activation_backward(
+    info: Any, dims: Dims, grad: Tensor, kept: Tensor, activation: str
+) -> tuple[Tensor, int]:
+    operands = (front(t, d, info.batch_size) for t, d in zip((grad, kept), dims[:2], strict=True))
+    return ops.activation_backward(*operands, activation), 0
+
+
+def dropout(info: Any, dims: Dims, input: Tensor, p: float) -> tuple[Any, Any]:
+    """A state of the generator per sample, or one for all, which the backward tells apart."""
+    check_randomness(info.randomness)
+    if info.randomness == "different":
+        return one_by_one(ops.dropout, info.batch_size, dims, (input, p))
+    x = input.movedim(dims[0], 0)  # type: ignore[arg-type]
+    _, state = ops.dropout(x[0], p)
+    return results((_same_dropout(x, state, p), 0), (state, None))
+
+
+def dropout_backward(
+    info: Any, dims: Dims, grad: Tensor, philox_state: Tensor, p: float
+) -> tuple[Tensor, int]:
+    if dims[1] is not None:
+        return one_by_one(ops.dropout_backward, info.batch_size, dims, (grad, philox_state, p))  # type: ignore[return-value]
+    return _same_dropout(grad.movedim(dims[0], 0), philox_state, p), 0  # type: ignore[arg-type]
+
+
+def _same_dropout(x: Tensor, state: Tensor, p: float) -> Tensor:
+    factors = ops.dropout_backward(torch.ones_like(x[0]), state, p)
+    return x * factors
 
 
 def gated_activation(

@@ -24,12 +24,12 @@ from .cases import (
     _linear_activation,
     _linear_cross_entropy,
     _max_pool2d,
-    _relu,
     _relu_max_pool2d,
     _split_tf32_linear,
     _tf32_linear,
 )
 from .code_cases import E4M3, _linear_codes, _quantize
+from .elementwise_cases import ELEMENTWISE, SMALL_ELEMENTWISE
 from .fft_cases import _fft_conv1d, _fft_conv2d
 from .image_cases import SMALL_SQUEEZE_EXCITATIONS, SQUEEZE_EXCITATIONS
 from .language_cases import (
@@ -340,8 +340,7 @@ def _norms_with_activations() -> list[Case]:
 
 
 def _all_cases() -> list[Case]:
-    cases = [_relu(1 << 28, BF16), _relu(1 << 27, FP32), *_language_layers(), *_long_kernels()]
-    cases += [_relu(100_000_007, BF16), _relu(50_331_653, FP32), *_norms_with_activations()]
+    cases = [*ELEMENTWISE, *_language_layers(), *_long_kernels(), *_norms_with_activations()]
     for shape in (
         (256, 64, 112, 112),
         (256, 256, 56, 56),
@@ -445,7 +444,7 @@ CASES = [*_all_cases(), *_layers_with_norms(256), *SQUEEZE_EXCITATIONS, *EMBEDDI
 
 # Small enough for two CPU cores and for a look at a new machine.
 QUICK_CASES = [
-    _relu(1 << 22, FP32),
+    *SMALL_ELEMENTWISE,
     *SMALL_SQUEEZE_EXCITATIONS,
     *SMALL_EMBEDDINGS,
     _gated("swiglu", 2048, 768, FP32),

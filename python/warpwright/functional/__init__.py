@@ -1,6 +1,6 @@
 """Drop-in versions of `torch.nn.functional`: same names, arguments, defaults and errors."""
 
-from ._activation import geglu, relu, relu_, swiglu
+from ._activation import geglu, gelu, relu, relu_, sigmoid, silu, swiglu, tanh
 from ._attention import scaled_dot_product_attention
 from ._conv import conv2d
 from ._conv_norm import (
@@ -10,6 +10,7 @@ from ._conv_norm import (
     conv2d_batch_norm_relu,
     conv2d_batch_norm_silu,
 )
+from ._dropout import dropout
 from ._embedding import embedding
 from ._fft_conv import fft_conv1d, fft_conv2d
 from ._group_norm import group_norm, instance_norm
@@ -56,10 +57,12 @@ __all__ = [
     "cross_entropy",
     "cumprod",
     "cumsum",
+    "dropout",
     "embedding",
     "fft_conv1d",
     "fft_conv2d",
     "geglu",
+    "gelu",
     "group_norm",
     "instance_norm",
     "layer_norm",
@@ -86,11 +89,14 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "scaled_dot_product_attention",
+    "sigmoid",
+    "silu",
     "softmax",
     "squeeze_excitation",
     "std",
     "sum",
     "swiglu",
+    "tanh",
     "var",
 ]
 

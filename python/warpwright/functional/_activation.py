@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import _arguments
+from .._arch import FLOATING
 from .._catalog import NATIVE
 from .._ops import ops
 from ._common import dynamo, exporting
+
+native: Any = torch.nn.functional
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -43,6 +46,76 @@ def relu_(input: Tensor) -> Tensor:
         return ops.relu_(input)
     except RuntimeError as error:
         raise _arguments.error(error, "relu_", {"input": input}, {}) from None
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """``input * Phi(input)``, elementwise: the Gaussian error linear unit of arXiv 1606.08415.
+
+    Float32 and float64 are computed in their own precision, 16-bit types in float32 and rounded
+    once. On a CPU, ATen's loops run.
+
+    Args:
+        input: any shape and strides; float32, float64, bfloat16, float16.
+        approximate: ``"none"``, or ``"tanh"`` for the tanh form of the paper.
+    Returns:
+        The shape, dtype and strides of ``input``; a non-dense input gives a dense output.
+    Raises:
+        NotImplementedError: integer or complex ``input``.
+        RuntimeError: another ``approximate``.
+        TypeError: an argument has another type than in the signature.
+    """
+    if approximate.__class__ is not str or approximate not in ("none", "tanh"):
+        return native.gelu(input, approximate=approximate)  # type: ignore[no-any-return]
+    if dynamo() or exporting() or _is_native(input):
+        return native.gelu(input, approximate=approximate)  # type: ignore[no-any-return]
+    return _activated("gelu", input, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    """``input * sigmoid(input)``, elementwise; precision and errors as :func:`gelu`.
+
+    Args:
+        input: any shape and strides; float32, float64, bfloat16, float16.
+        inplace: overwrite ``input`` and return it. Native computes such a call.
+    """
+    if inplace or dynamo() or exporting() or _is_native(input):
+        return native.silu(input, inplace)  # type: ignore[no-any-return]
+    return _activated("silu", input, "silu")
+
+
+def sigmoid(input: Tensor) -> Tensor:
+    """``1 / (1 + exp(-input))``, elementwise. The backward reads the output.
+
+    Args:
+        input: any shape and strides; float32, float64, bfloat16, float16. Native computes other
+            types: integers give a floating-point result.
+    Returns:
+        The shape, dtype and strides of ``input``; a non-dense input gives a dense output.
+    Raises:
+        TypeError: ``input`` is no tensor.
+    """
+    if dynamo() or exporting() or _is_native(input):
+        return torch.sigmoid(input)
+    return _activated("sigmoid", input, "sigmoid")
+
+
+def tanh(input: Tensor) -> Tensor:
+    """The hyperbolic tangent, elementwise. All else is :func:`sigmoid`'s."""
+    if dynamo() or exporting() or _is_native(input):
+        return torch.tanh(input)
+    return _activated("tanh", input, "tanh")
+
+
+def _is_native(input: Any) -> bool:
+    """Whether it is a tensor of a type that only native has a kernel for."""
+    return isinstance(input, Tensor) and input.dtype not in FLOATING
+
+
+def _activated(name: str, input: Tensor, activation: str) -> Tensor:
+    try:
+        return ops.activation(input, activation)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise _arguments.error(error, name, {"input": input}, {}) from None
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

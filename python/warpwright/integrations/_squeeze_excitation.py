@@ -20,9 +20,15 @@ from ..swap.patterns import CONVOLUTIONS
 from ..swap.registry import Known, register_code
 
 # Native's layers and the op's names for them.
-ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", ours.ReLU: "relu", nn.SiLU: "silu"}
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    ours.ReLU: "relu",
+    nn.SiLU: "silu",
+    ours.SiLU: "silu",
+}
 SCALE_ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Sigmoid: "sigmoid",
+    ours.Sigmoid: "sigmoid",
     nn.Hardsigmoid: "hardsigmoid",
 }
 

@@ -92,7 +92,9 @@ NORMS[_layer_norm] = LAYER_NORM
 _AFTER_NORM: dict[type[nn.Module], str] = {
     nn.Identity: "batch_norm",
     nn.ReLU: "batch_norm_relu",
+    ours.ReLU: "batch_norm_relu",
     nn.SiLU: "batch_norm_silu",
+    ours.SiLU: "batch_norm_silu",
     nn.Hardswish: "batch_norm_hardswish",
 }
 

@@ -1,7 +1,6 @@
 // attention and attention_backward on (B, H, S, D) operands, and attention_dropout_factors, the
 // dropout that a call drew, by rows, for the second derivative: from tensors to the kernels.
 // Autograd is in attention/torch/autograd.cpp, the user's op in attention/torch/call.cpp.
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -13,10 +12,9 @@
 #include "ops/attention/mask_tiles.h"
 #include "ops/attention/torch/common.h"
 #include "torch/check_argument.h"
+#include "torch/philox.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
-#include <ATen/cuda/CUDAGeneratorImpl.h>
-
 #include "host/launch.h"
 #include "host/sm90.h"
 #include "torch/cuda.h"
@@ -226,17 +224,9 @@ Tensors3 attention_cpu_kernel(const Tensor& query, const Tensor& key, const Tens
                               const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
                               std::optional<double> scale, OptionalInt window_left,
                               OptionalInt window_right, double softcap) {
-  auto draw = [](const Tensor& philox_state) {
-    auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
-        std::nullopt, at::detail::getDefaultCPUGenerator());
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    int64_t* state = philox_state.mutable_data_ptr<int64_t>();
-    state[0] = static_cast<int64_t>(generator->random64());
-    state[1] = 0;
-  };
   return attention_with(query, key, value, attn_mask,
-                        {dropout_p, is_causal, scale, window_left, window_right, softcap}, draw,
-                        attention_fwd_cpu);
+                        {dropout_p, is_causal, scale, window_left, window_right, softcap},
+                        draw_cpu_state, attention_fwd_cpu);
 }
 
 Tensors4 attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& query,
@@ -293,23 +283,7 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
                                OptionalInt window_right, double softcap) {
   const CudaCall call(query);
   auto draw = [&](const Tensor& philox_state) {
-    auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
-        std::nullopt, at::cuda::detail::getDefaultCUDAGenerator());
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    // One call takes one counter step of the generator. The position in S is the rest of the
-    // counter.
-    const at::PhiloxCudaState state = generator->philox_cuda_state(/*increment=*/4);
-    PhiloxSource source{};
-    source.captured = state.captured_;
-    if (state.captured_) {
-      source.seed_pointer = state.seed_.ptr;
-      source.offset_pointer = state.offset_.ptr;
-      source.offset_in_graph = state.offset_intragraph_;
-    } else {
-      source.seed = state.seed_.val;
-      source.offset = state.offset_.val;
-    }
-    launch_philox_state(source, philox_state.mutable_data_ptr<int64_t>(), call.stream);
+    launch_philox_state(next_cuda_source(), philox_state.mutable_data_ptr<int64_t>(), call.stream);
   };
   return attention_with(query, key, value, attn_mask,
                         {dropout_p, is_causal, scale, window_left, window_right, softcap}, draw,

@@ -52,6 +52,7 @@ HANDLERS: dict[str, Any] = {
     **_linear_cross_entropy.HANDLERS,
     **_attention.HANDLERS,
     **_refused.HANDLERS,
+    **_elementwise.HANDLERS,
     **_embedding.HANDLERS,
 }
 

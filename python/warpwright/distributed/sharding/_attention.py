@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
-
-from . import _local
+from ._random import drawing
 from ._table import P, R, Row, Rule, S, picked
 
 ADVICE = (
@@ -69,57 +66,6 @@ def _heads_fit(args: list[Any], inputs: dict[str, Any]) -> bool:
     return bool(heads % parts == 0 and kv_heads % parts == 0)
 
 
-def with_dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The table's way, with a stream of random numbers per shard.
-
-    Ranks with different shards draw from different parts of the generator's stream, replicas from the
-    same. Afterwards all generators have advanced alike, as they must for the next call.
-    """
-    dispatcher = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    dispatcher.sharding_propagator.propagate(info)
-    sharding = info.output_sharding
-    assert sharding is not None
-    if sharding.needs_redistribute:
-        assert sharding.redistribute_schema is not None
-        dispatcher.redistribute_local_args(
-            info, sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
-        )
-    spec = sharding.output_spec[0]  # type: ignore[index]
-    if args[4] == 0.0:
-        return dispatcher.wrap(op(*info.local_args, **info.local_kwargs), sharding.output_spec)
-    index, count = _local.shard_of(spec)  # type: ignore[arg-type]
-    with _Stream(info.local_args[0].device, index, count):  # type: ignore[attr-defined]
-        results = op(*info.local_args, **info.local_kwargs)
-    return dispatcher.wrap(results, sharding.output_spec)
-
-
-class _Stream:
-    """Inside, the device's default generator is where shard `index` of `count` draws."""
-
-    STEP = 4  # what one call of the op advances a GPU's generator by
-
-    def __init__(self, device: torch.device, index: int, count: int) -> None:
-        self.device, self.index, self.count = device, index, count
-
-    def __enter__(self) -> None:
-        self._skip(self.index)
-
-    def __exit__(self, *_: Any) -> None:
-        self._skip(self.count - 1 - self.index)
-
-    def _skip(self, calls: int) -> None:
-        if calls <= 0:
-            return
-        if self.device.type == "cuda":
-            index = self.device.index or 0
-            generator = torch.cuda.default_generators[index]
-            generator.set_offset(generator.get_offset() + self.STEP * calls)
-        else:
-            # A call draws 64 bits from the CPU's generator; random_() of an int64 draws as many.
-            torch.empty(calls, dtype=torch.int64).random_()
-
-
 def varlen(q: Any, k: Any, v: Any, *options: Any) -> list[Row]:
     """A sequence's tokens may be on several shards, so only heads are cut."""
     b = R if _shared_head(q, k) else S(1)
@@ -155,4 +101,4 @@ RULES = {
         varlen_backward, kept=("query", "key", "value"), advice=VARLEN_ADVICE, divides=_heads_fit
     ),
 }
-HANDLERS = {"attention": with_dropout}
+HANDLERS = {"attention": drawing(probability_at=4)}

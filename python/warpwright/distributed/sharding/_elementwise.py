@@ -1,10 +1,11 @@
-"""Shardings of relu, gated activations, rotary embeddings and max pooling."""
+"""Shardings of activations, dropout, rotary embeddings and max pooling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ._random import drawing
 from ._table import R, Row, Rule, S, picked
 
 POOL_ADVICE = "Max pooling is computed over N and channels, not over H and W."
@@ -45,6 +46,14 @@ def gated_activation_backward(
     return [(picked(wanted, *results), operands) for results, operands in rows]
 
 
+def dropout(x: Any, p: float) -> list[Row]:
+    return [([out, R], operands) for (out,), operands in alike(1, 1)(x)]
+
+
+def dropout_backward(dy: Any, philox: Any, p: float) -> list[Row]:
+    return [(results, [*operands, R]) for results, operands in alike(1, 1)(dy)]
+
+
 def rotary_embedding(query: Any, key: Any, cos: Any, sin: Any, *_: Any) -> list[Row]:
     """By batch, heads or tokens. A table with a batch of 1 serves every shard of the batch."""
     tables = [R if table.shape[0] == 1 else S(0) for table in (cos, sin)]
@@ -62,6 +71,10 @@ RULES = {
     "rotary_embedding": Rule(rotary_embedding, advice=ROTARY_ADVICE),
     "gated_activation": Rule(gated_activation, advice=PACKED_ADVICE),
     "gated_activation_backward": Rule(gated_activation_backward, advice=PACKED_ADVICE),
+    "activation": Rule(alike(1, 1)),
+    "activation_backward": Rule(alike(1, 2)),
+    "dropout": Rule(dropout),
+    "dropout_backward": Rule(dropout_backward),
     "relu": Rule(alike(1, 1)),
     "relu_": Rule(alike(1, 1)),
     "relu_backward": Rule(alike(1, 2)),
@@ -72,3 +85,4 @@ RULES = {
     "relu_max_pool2d": _pool(1, 1, "input"),
     "relu_max_pool2d_with_codes": _pool(2, 1, "input"),
 }
+HANDLERS = {"dropout": drawing(probability_at=1)}

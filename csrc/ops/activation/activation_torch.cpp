@@ -1,0 +1,274 @@
+// activation and activation_backward on every dispatch key. The CPU runs ATen's vectorised loops.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/tanh_backward.h>
+
+#include <iterator>
+#include <string_view>
+
+#include "ops/activation/activation.h"
+#include "torch/activation.h"
+#include "torch/autograd.h"
+#include "torch/check_argument.h"
+#include "torch/dense.h"
+#include "torch/dispatch.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+namespace {
+
+using enum PointwiseActivation;
+
+namespace call {
+
+Tensor activation(const Tensor& input, PointwiseActivation f) {
+  static const auto op = find_op<Tensor(const Tensor&, std::string_view)>("warpwright::activation");
+  return op.call(input, kPointwiseActivations[static_cast<int>(f)]);
+}
+
+Tensor activation_backward(const Tensor& grad_output, const Tensor& kept, PointwiseActivation f) {
+  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, std::string_view)>(
+      "warpwright::activation_backward");
+  return op.call(grad_output, kept, kPointwiseActivations[static_cast<int>(f)]);
+}
+
+}  // namespace call
+
+// ---- output shape and checks ----
+
+PointwiseActivation find_pointwise(std::string_view name, const char* op) {
+  for (size_t i = 0; i < std::size(kPointwiseActivations); ++i) {
+    if (name == kPointwiseActivations[i]) return static_cast<PointwiseActivation>(i);
+  }
+  TORCH_CHECK(false, op, ": activation: expected gelu, gelu_tanh, silu, sigmoid or tanh, got ",
+              name);
+}
+
+void check_activation(const Tensor& input, const char* name) {
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(input.scalar_type()), name,
+                              ": expected a real floating-point tensor, got ", input.scalar_type());
+}
+
+void check_activation_backward(const Tensor& grad_output, const Tensor& kept) {
+  check_activation(kept, "activation_backward: kept");
+  check_argument(grad_output, "activation_backward: grad_output", kept.sym_sizes(),
+                 kept.scalar_type(), kept);
+}
+
+// ---- CPU and CUDA ----
+
+// Dense inputs keep their strides, others become dense in the same dimension order: ATen's
+// preserve_format, which native returns too.
+template <class Run>
+Tensor activation_with(const Tensor& input, std::string_view activation, Run&& run) {
+  const PointwiseActivation f = find_pointwise(activation, "activation");
+  check_activation(input, "activation: input");
+  check_has_storage(input, "activation: input");
+  Tensor output = at::empty_like(input);
+  run(f, input, output);
+  return output;
+}
+
+template <class Run>
+Tensor activation_backward_with(const Tensor& grad_output, const Tensor& kept,
+                                std::string_view activation, Run&& run) {
+  const PointwiseActivation f = find_pointwise(activation, "activation_backward");
+  check_activation_backward(grad_output, kept);
+  check_has_storage(grad_output, "activation_backward: grad_output");
+  check_has_storage(kept, "activation_backward: kept");
+  Tensor grad_input = at::empty_like(kept);
+  run(f, grad_output, kept, grad_input);
+  return grad_input;
+}
+
+std::string_view gelu_form(PointwiseActivation f) { return f == kGeluTanh ? "tanh" : "none"; }
+
+Tensor activation_cpu_kernel(const Tensor& input, std::string_view activation) {
+  return activation_with(input, activation,
+                         [](PointwiseActivation f, const Tensor& x, Tensor& output) {
+                           switch (f) {
+                             case kGelu:
+                             case kGeluTanh:
+                               return (void)at::gelu_out(output, x, gelu_form(f));
+                             case kSilu:
+                               return (void)at::silu_out(output, x);
+                             case kSigmoid:
+                               return (void)at::sigmoid_out(output, x);
+                             case kTanh:
+                               return (void)at::tanh_out(output, x);
+                           }
+                         });
+}
+
+Tensor activation_backward_cpu_kernel(const Tensor& grad_output, const Tensor& kept,
+                                      std::string_view activation) {
+  return activation_backward_with(
+      grad_output, kept, activation,
+      [](PointwiseActivation f, const Tensor& dy, const Tensor& k, Tensor& dx) {
+        switch (f) {
+          case kGelu:
+          case kGeluTanh:
+            return (void)at::gelu_backward_out(dx, dy, k, gelu_form(f));
+          case kSilu:
+            return (void)at::silu_backward_out(dx, dy, k);
+          case kSigmoid:
+            return (void)at::sigmoid_backward_out(dx, dy, k);
+          case kTanh:
+            return (void)at::tanh_backward_out(dx, dy, k);
+        }
+      });
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+Tensor activation_cuda_kernel(const Tensor& input, std::string_view activation) {
+  const CudaCall call(input);
+  return activation_with(
+      input, activation, [&](PointwiseActivation f, const Tensor& x, Tensor& output) {
+        const Tensor source = in_order_of(x, output);
+        const ActivationParams p{dtype_of(x), f, x.numel(), source.const_data_ptr(),
+                                 output.mutable_data_ptr()};
+        launch_activation(p, choose_activation(p), call.stream);
+      });
+}
+
+Tensor activation_backward_cuda_kernel(const Tensor& grad_output, const Tensor& kept,
+                                       std::string_view activation) {
+  const CudaCall call(kept);
+  return activation_backward_with(
+      grad_output, kept, activation,
+      [&](PointwiseActivation f, const Tensor& grad, const Tensor& tensor, Tensor& dx) {
+        const Tensor dy = in_order_of(grad, dx), k = in_order_of(tensor, dx);
+        const ActivationBackwardParams p{dtype_of(k),        f,
+                                         k.numel(),          dy.const_data_ptr(),
+                                         k.const_data_ptr(), dx.mutable_data_ptr()};
+        launch_activation_backward(p, choose_activation_backward(p), call.stream);
+      });
+}
+#endif
+
+// ---- Meta ----
+
+Tensor activation_meta(const Tensor& input, std::string_view activation) {
+  find_pointwise(activation, "activation");
+  check_activation(input, "activation: input");
+  return at::empty_like(input);
+}
+
+Tensor activation_backward_meta(const Tensor& grad_output, const Tensor& kept,
+                                std::string_view activation) {
+  find_pointwise(activation, "activation_backward");
+  check_activation_backward(grad_output, kept);
+  return at::empty_like(kept);
+}
+
+// ---- Autograd ----
+
+struct Attribute {
+  PointwiseActivation f;
+};
+
+struct ActivationBackward {  // saved: kept
+  static constexpr const char* kName = "WarpwrightActivationBackward";
+  using Attributes = Attribute;
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    return {needs[0] ? call::activation_backward(grads[0], saved[0], a.f) : Tensor()};
+  }
+};
+
+// The derivative, by what is kept, of the factor that activation_backward multiplies by.
+Tensor slope(const Tensor& kept, PointwiseActivation f) {
+  if (f == kSigmoid) return 1 - kept * 2;
+  if (f == kTanh) return kept * -2;
+  return second_derivative(kept, f == kGelu   ? Activation::kGelu
+                                 : f == kSilu ? Activation::kSilu
+                                              : Activation::kGeluTanh);
+}
+
+struct ActivationBackwardBackward {  // saved: grad_output, kept
+  static constexpr const char* kName = "WarpwrightActivationBackwardBackward";
+  using Attributes = Attribute;
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    return {needs[0] ? call::activation_backward(grads[0], saved[1], a.f) : Tensor(),
+            needs[1] ? grads[0] * saved[0] * slope(saved[1], a.f) : Tensor()};
+  }
+};
+
+Tensor activation_autograd(const Tensor& input, std::string_view activation) {
+  const PointwiseActivation f = find_pointwise(activation, "activation");
+  auto node = make_node<ActivationBackward>({f}, input);
+  Tensor output = below_autograd([&] { return call::activation(input, f); });
+  if (node) set_history(output, node);
+  if (has_tangent(input)) {
+    const Tensor kept = keeps_output(f) ? output : primal(input);
+    set_tangent(output, call::activation_backward(tangent(input), kept, f));
+  }
+  if (node) keeps_output(f) ? node->save_output(output) : node->save(input);  // with its tangent
+  return output;
+}
+
+Tensor activation_backward_autograd(const Tensor& grad_output, const Tensor& kept,
+                                    std::string_view activation) {
+  const PointwiseActivation f = find_pointwise(activation, "activation_backward");
+  auto node = make_node<ActivationBackwardBackward>({f}, grad_output, kept);
+  Tensor grad_input =
+      below_autograd([&] { return call::activation_backward(grad_output, kept, f); });
+  if (node) {
+    node->save(grad_output);
+    node->save(kept);
+    set_history(grad_input, node);
+  }
+  if (any_tangent(grad_output, kept)) {
+    Tensor of_grad, of_kept;
+    const Tensor k = primal(kept);
+    if (has_tangent(grad_output)) {
+      of_grad = call::activation_backward(tangent(grad_output), k, f);
+    }
+    if (has_tangent(kept)) of_kept = primal(grad_output) * tangent(kept) * slope(k, f);
+    set_tangent(grad_input, sum_of(of_grad, of_kept));
+  }
+  return grad_input;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  m.def("activation(Tensor input, str activation) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("activation_backward(Tensor grad_output, Tensor kept, str activation) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("activation", activation_cpu_kernel);
+  m.impl("activation_backward", activation_backward_cpu_kernel);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("activation", activation_cuda_kernel);
+  m.impl("activation_backward", activation_backward_cuda_kernel);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("activation", activation_meta);
+  m.impl("activation_backward", activation_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("activation", activation_autograd);
+  m.impl("activation_backward", activation_backward_autograd);
+}
+
+}  // namespace warpwright

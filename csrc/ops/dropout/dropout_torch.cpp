@@ -1,0 +1,200 @@
+// dropout and dropout_backward on every dispatch key. The random numbers belong to the elements in
+// row-major order, whatever their order in memory is.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+
+#include <tuple>
+
+#include "ops/dropout/dropout.h"
+#include "torch/autograd.h"
+#include "torch/check_argument.h"
+#include "torch/dispatch.h"
+#include "torch/philox.h"
+
+#ifdef WARPWRIGHT_WITH_CUDA
+#include "torch/cuda.h"
+#endif
+
+namespace warpwright {
+namespace {
+
+using TensorPair = std::tuple<Tensor, Tensor>;
+
+namespace call {
+
+TensorPair dropout(const Tensor& input, double p) {
+  static const auto op = find_op<TensorPair(const Tensor&, double)>("warpwright::dropout");
+  return op.call(input, p);
+}
+
+Tensor dropout_backward(const Tensor& grad_output, const Tensor& philox_state, double p) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const Tensor&, double)>("warpwright::dropout_backward");
+  return op.call(grad_output, philox_state, p);
+}
+
+}  // namespace call
+
+// ---- output shape and checks ----
+
+void check_input(const Tensor& input, double p, const char* op, const char* name) {
+  TORCH_CHECK_NOT_IMPLEMENTED(is_floating(input.scalar_type()), op, ": ", name,
+                              ": expected a real floating-point tensor, got ", input.scalar_type());
+  TORCH_CHECK(p >= 0 && p <= 1, op, ": p: expected 0 to 1, got ", p);
+}
+
+void check_backward(const Tensor& grad_output, const Tensor& philox_state, double p) {
+  check_input(grad_output, p, "dropout_backward", "grad_output");
+  const c10::SymInt two[] = {2};
+  check_argument(philox_state, "dropout_backward: philox_state", two, at::kLong, grad_output);
+  check_contiguous(philox_state, "dropout_backward: philox_state");
+}
+
+Tensor empty_state(const Tensor& input) { return at::empty({2}, input.options().dtype(at::kLong)); }
+
+// ---- CPU and CUDA ----
+
+// Runs on row-major memory. The result keeps the order of a dense input, as native's does.
+template <class Run>
+Tensor in_row_major(const Tensor& input, const Tensor& state, double p, Run&& run) {
+  Tensor output = at::empty_like(input);
+  if (input.numel() == 0) return output;
+  const bool direct = output.is_contiguous();
+  const Tensor source = input.contiguous();
+  const Tensor target = direct ? output : at::empty_like(output, at::MemoryFormat::Contiguous);
+  run(DropoutParams{dtype_of(input), input.numel(), p, source.const_data_ptr(),
+                    target.mutable_data_ptr(), state.mutable_data_ptr<int64_t>()});
+  return direct ? output : output.copy_(target);
+}
+
+template <class Run>
+Tensor backward_with(const Tensor& grad_output, const Tensor& philox_state, double p, Run&& run) {
+  check_backward(grad_output, philox_state, p);
+  check_has_storage(grad_output, "dropout_backward: grad_output");
+  check_has_storage(philox_state, "dropout_backward: philox_state");
+  return in_row_major(grad_output, philox_state, p, run);
+}
+
+TensorPair dropout_cpu_kernel(const Tensor& input, double p) {
+  check_input(input, p, "dropout", "input");
+  check_has_storage(input, "dropout: input");
+  const Tensor state = empty_state(input);
+  draw_cpu_state(state);
+  return {in_row_major(input, state, p, dropout_cpu), state};
+}
+
+Tensor dropout_backward_cpu_kernel(const Tensor& grad_output, const Tensor& philox_state,
+                                   double p) {
+  return backward_with(grad_output, philox_state, p, dropout_cpu);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TensorPair dropout_cuda_kernel(const Tensor& input, double p) {
+  const CudaCall call(input);
+  check_input(input, p, "dropout", "input");
+  check_has_storage(input, "dropout: input");
+  // Without an element no kernel writes the state, and nothing reads it but its owner.
+  const Tensor state =
+      input.numel() == 0 ? at::zeros({2}, input.options().dtype(at::kLong)) : empty_state(input);
+  const PhiloxSource source = next_cuda_source();
+  return {in_row_major(input, state, p,
+                       [&](const DropoutParams& params) {
+                         launch_dropout(params, choose_dropout(params), source, call.stream);
+                       }),
+          state};
+}
+
+Tensor dropout_backward_cuda_kernel(const Tensor& grad_output, const Tensor& philox_state,
+                                    double p) {
+  const CudaCall call(grad_output);
+  return backward_with(grad_output, philox_state, p, [&](const DropoutParams& params) {
+    launch_dropout_backward(params, choose_dropout(params), call.stream);
+  });
+}
+#endif
+
+// ---- Meta ----
+
+TensorPair dropout_meta(const Tensor& input, double p) {
+  check_input(input, p, "dropout", "input");
+  return {at::empty_like(input), empty_state(input)};
+}
+
+Tensor dropout_backward_meta(const Tensor& grad_output, const Tensor& philox_state, double p) {
+  check_backward(grad_output, philox_state, p);
+  return at::empty_like(grad_output);
+}
+
+// ---- Autograd ----
+
+// Both ops multiply by the same factors, and so do all their derivatives.
+struct DropoutBackward {  // saved: philox_state
+  static constexpr const char* kName = "WarpwrightDropoutBackward";
+  struct Attributes {
+    double p;
+  };
+  static variable_list backward(const Attributes& a, const variable_list& saved,
+                                const variable_list& grads, const NeedsGrad& needs) {
+    return {needs[0] ? call::dropout_backward(grads[0], saved[0], a.p) : Tensor()};
+  }
+};
+
+// The derivatives of `output`, which is `input` times the factors of `state`.
+template <class Node>
+void differentiate(const Node& node, const Tensor& input, const Tensor& output, const Tensor& state,
+                   double p) {
+  if (node) {
+    node->save(state);
+    set_history(output, node);
+  }
+  if (has_tangent(input)) set_tangent(output, call::dropout_backward(tangent(input), state, p));
+}
+
+TensorPair dropout_autograd(const Tensor& input, double p) {
+  auto node = make_node<DropoutBackward>({p}, input);
+  TensorPair results = below_autograd([&] { return call::dropout(input, p); });
+  differentiate(node, input, std::get<0>(results), std::get<1>(results), p);
+  return results;
+}
+
+Tensor dropout_backward_autograd(const Tensor& grad_output, const Tensor& philox_state, double p) {
+  auto node = make_node<DropoutBackward>({p}, grad_output);
+  Tensor grad_input =
+      below_autograd([&] { return call::dropout_backward(grad_output, philox_state, p); });
+  differentiate(node, grad_output, grad_input, philox_state, p);
+  return grad_input;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(warpwright, m) {
+  m.def("dropout(Tensor input, float p) -> (Tensor output, Tensor philox_state)",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.def("dropout_backward(Tensor grad_output, Tensor philox_state, float p) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(warpwright, CPU, m) {
+  m.impl("dropout", dropout_cpu_kernel);
+  m.impl("dropout_backward", dropout_backward_cpu_kernel);
+}
+
+#ifdef WARPWRIGHT_WITH_CUDA
+TORCH_LIBRARY_IMPL(warpwright, CUDA, m) {
+  m.impl("dropout", dropout_cuda_kernel);
+  m.impl("dropout_backward", dropout_backward_cuda_kernel);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(warpwright, Meta, m) {
+  m.impl("dropout", dropout_meta);
+  m.impl("dropout_backward", dropout_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(warpwright, Autograd, m) {
+  m.impl("dropout", dropout_autograd);
+  m.impl("dropout_backward", dropout_backward_autograd);
+}
+
+}  // namespace warpwright
