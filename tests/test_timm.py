@@ -45,7 +45,7 @@ def test_vision_transformer(device, fuse):
     x = torch.randn(2, 3, 32, 32, device=device)
     report = swap(mine, fuse=fuse, check=x)
     swapped = {entry.type.rsplit(".", 1)[-1] for entry in report.swapped}
-    assert swapped == {"Conv2d", "LayerNorm", "Attention", "Linear"}
+    assert swapped == {"Conv2d", "LayerNorm", "Attention", "Linear", "GELU"}
     assert_as_good(mine, native, x)
     for other in (copy.deepcopy(mine), *([] if fuse else [pickle.loads(pickle.dumps(mine))])):
         assert type(other.blocks[0].attn) is type(mine.blocks[0].attn)
