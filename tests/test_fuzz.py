@@ -280,7 +280,7 @@ def test_embedding(device, dtype):
         make = Maker(draw, device, dtype)
         rows = draw(st.sampled_from([1, 2, 5, 33, 1025, 2100]))
         columns = draw(st.sampled_from([1, 3, 8, 24, 130, 264]))
-        shape = draw(st.lists(st.sampled_from([0, 1, 2, 7, 33, 70]), min_size=0, max_size=3))
+        shape = draw(st.lists(st.sampled_from([0, 1, 2, 7, 33, 70]), min_size=0, max_size=2))
         indices = torch.randint(rows, shape, device=device)
         if draw(st.booleans(), label="repeated"):
             indices[torch.rand(shape, device=device) < 0.7] = rows // 2
