@@ -154,6 +154,19 @@ class Block(nn.Module):
         return self.relu(self.bn2(self.conv2(x)) + skip)
 
 
+def assert_transforms_agree(ours, native, x):
+    """torch.func on two forms of an elementwise function; ``x`` is float64."""
+    for transform in (
+        lambda f: torch.func.grad(lambda t: f(t).sin().sum()),
+        lambda f: torch.func.jacrev(f),
+        lambda f: torch.func.jacfwd(f),
+        lambda f: torch.func.vmap(f),
+        lambda f: torch.func.vmap(torch.func.grad(lambda t: f(t).sum())),
+        lambda f: torch.func.hessian(lambda t: f(t).pow(3).sum()),
+    ):
+        torch.testing.assert_close(transform(ours)(x), transform(native)(x))
+
+
 def assert_func_transforms_agree(ours, native, bind, x):
     """torch.func on two forms of an op over (N, C, ...); ``bind(f, running_stats)`` makes either a
     function of x alone. ``x`` is float64."""

@@ -67,11 +67,10 @@ def test_values(device, dtype, sizes, shape, index):
 @pytest.mark.gpu
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize(("sizes", "shape"), LARGE)
-def test_large(device, dtype, sizes, shape, hot):
-    if device == "cpu":
-        pytest.skip("the CPU's loops have one form")
+def test_large(dtype, sizes, shape, hot):
+    """The forms of the GPU's kernels."""
     count = torch.Size(shape).numel()
-    indices, weight = draw(device, sizes, shape, dtype, hot=count * 5 // 8 if hot else 0)
+    indices, weight = draw("cuda", sizes, shape, dtype, hot=count * 5 // 8 if hot else 0)
     compare_with_native(*pairs(padding_idx=1), (indices, weight))
 
 
@@ -277,11 +276,9 @@ def test_threads_do_not_change_the_gradient(dtype):
 
 
 @pytest.mark.gpu
-def test_cuda_graph(device):
-    if device == "cpu":
-        pytest.skip("of a GPU")
-    indices, weight = draw(device, (300, 72), (4000,), hot=3000)
-    cotangent = torch.randn(4000, 72, device=device)
+def test_cuda_graph():
+    indices, weight = draw("cuda", (300, 72), (4000,), hot=3000)
+    cotangent = torch.randn(4000, 72, device="cuda")
 
     def step():
         y = F.embedding(indices, weight)

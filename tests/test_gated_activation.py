@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
+from common import assert_no_leak, assert_transforms_agree, gradcheck, layouts, opcheck, subsets
 
 import warpwright
 import warpwright.functional as F
@@ -153,15 +153,7 @@ def test_second_gradients(device, dtype, form):
 def test_func_transforms(device, form):
     ours, theirs = form
     x = torch.randn(4, 6, device=device, dtype=torch.float64)
-    for transform in (
-        lambda f: torch.func.grad(lambda t: f(t).sin().sum()),
-        lambda f: torch.func.jacrev(f),
-        lambda f: torch.func.jacfwd(f),
-        lambda f: torch.func.vmap(f),
-        lambda f: torch.func.vmap(torch.func.grad(lambda t: f(t).sum())),
-        lambda f: torch.func.hessian(lambda t: f(t).pow(3).sum()),
-    ):
-        torch.testing.assert_close(transform(ours)(x), transform(theirs)(x))
+    assert_transforms_agree(ours, theirs, x)
 
 
 def test_opcheck(device):

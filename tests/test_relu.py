@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from common import assert_no_leak, gradcheck, layouts, opcheck
+from common import assert_no_leak, assert_transforms_agree, gradcheck, layouts, opcheck
 
 import warpwright.functional as F
 from warpwright.testing import assert_same, compare_with_native
@@ -85,15 +85,7 @@ def test_memory_is_freed(device):
 
 def test_func_transforms(device):
     x = torch.randn(4, 5, device=device, dtype=torch.float64)
-    for transform in (
-        lambda f: torch.func.grad(lambda t: f(t).sin().sum()),
-        lambda f: torch.func.jacrev(f),
-        lambda f: torch.func.jacfwd(f),
-        lambda f: torch.func.vmap(f),
-        lambda f: torch.func.vmap(torch.func.grad(lambda t: f(t).sum())),
-        lambda f: torch.func.hessian(lambda t: f(t).pow(3).sum()),
-    ):
-        torch.testing.assert_close(transform(F.relu)(x), transform(torch.relu)(x))
+    assert_transforms_agree(F.relu, torch.relu, x)
 
 
 def test_opcheck(device):

@@ -39,7 +39,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def _has_kernel(op: str, first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     main = args[0] if args else kwargs.get(first)
-    if not isinstance(main, Tensor):
+    if not isinstance(main, Tensor) or "out" in kwargs:
         return False
     if main.dtype not in FLOATING and not (OPS[op].integers and main.dtype in INTEGERS):
         return False
@@ -162,17 +162,16 @@ def _entering(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable
 
 
 class patch(TorchFunctionMode):
-    """``with patch():`` routes the functions of the seven ops to warpwright inside the block.
+    """``with patch():`` routes functions that warpwright has to warpwright inside the block.
 
-    Covers ``torch.nn.functional``'s ``relu``, ``conv2d``, ``batch_norm``, ``max_pool2d``,
-    ``linear``, ``cross_entropy`` and ``scaled_dot_product_attention``, their twins in ``torch``
-    (``torch.relu``, ``torch.conv2d``, ``torch.max_pool2d``), the tensor methods, and
-    ``torch.nn.attention.varlen.varlen_attn`` as ``attention_varlen``, which also takes attention of
-    jagged nested tensors. A call stays
-    native if its tensors have no kernel here (dtype, device, layout, subclass). Blocks nest; each
-    holds for the thread that entered it. The backward needs no block: the graph knows its ops, and
-    ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the backward
-    runs.
+    Covers functions of ``torch.nn.functional`` that swap has a layer for, such as ``linear`` and
+    ``scaled_dot_product_attention``, their twins in ``torch`` (``torch.relu``, ``torch.conv2d``,
+    ``torch.sigmoid``), the tensor methods, and ``torch.nn.attention.varlen.varlen_attn`` as
+    ``attention_varlen``, which also takes attention of jagged nested tensors. A call stays native
+    with ``out=``, or if its tensors have no kernel here (dtype, device, layout, subclass). Blocks
+    nest; each holds for the thread that entered it. The backward needs no block: the graph knows its
+    ops, and ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the
+    backward runs.
 
     Args:
         ops: only these functionals, e.g. ``{"scaled_dot_product_attention"}``; None means all.

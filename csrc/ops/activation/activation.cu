@@ -1,5 +1,5 @@
 // gelu, silu, sigmoid, tanh and their gradients: passes of tile/elementwise.cuh. The activation is
-// a template argument, because a branch per vector would cost as much as the arithmetic.
+// a template argument: each kernel has the instructions and registers of one.
 #include "ops/activation/activation.h"
 
 #include "common/activation.h"

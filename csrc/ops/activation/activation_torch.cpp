@@ -186,7 +186,7 @@ struct ActivationBackward {  // saved: kept
   }
 };
 
-// The derivative, by what is kept, of the factor that activation_backward multiplies by.
+// activation_backward multiplies grad_output by a function of `kept`: this is its derivative.
 Tensor slope(const Tensor& kept, PointwiseActivation f) {
   if (f == kSigmoid) return 1 - kept * 2;
   if (f == kTanh) return kept * -2;

@@ -191,11 +191,6 @@ __global__ void __launch_bounds__(kThreads) scale_rows(EmbeddingRenormParams p) 
   }
 }
 
-template <class F>
-void for_index(DType dtype, F&& f) {
-  dtype == DType::kInt32 ? f.template operator()<int32_t>() : f.template operator()<int64_t>();
-}
-
 }  // namespace
 
 void launch_embedding(const EmbeddingParams& p, const EmbeddingPlan& plan, cudaStream_t stream) {

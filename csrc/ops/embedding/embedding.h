@@ -205,6 +205,12 @@ inline std::string describe(const EmbeddingBackwardPlan& plan) {
          std::to_string(plan.vec) + " element(s) per access: " + plan.reason;
 }
 
+// Calls f<Index>() for the type of the indices.
+template <class F>
+void for_index(DType dtype, F&& f) {
+  dtype == DType::kInt32 ? f.template operator()<int32_t>() : f.template operator()<int64_t>();
+}
+
 // Both return the first position whose index is no row, or -1.
 int64_t embedding_cpu(const EmbeddingParams& params);
 int64_t find_bad_index(const EmbeddingBackwardParams& params);

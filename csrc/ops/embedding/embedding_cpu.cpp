@@ -12,11 +12,6 @@
 namespace warpwright {
 namespace {
 
-template <class F>
-void for_index(DType dtype, F&& f) {
-  dtype == DType::kInt32 ? f.template operator()<int32_t>() : f.template operator()<int64_t>();
-}
-
 template <class T>
 void add_row(CpuCompute<T>* sum, const T* row, int64_t columns) {
   int64_t c = 0;

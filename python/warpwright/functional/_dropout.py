@@ -48,6 +48,6 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 
 def _is_random(input: Any, p: Any) -> bool:
     """Whether an element may be zeroed and another kept, and a kernel of ours takes the call."""
-    if p.__class__ is not float or not 0.0 < p < 1.0 or not isinstance(input, Tensor):
+    if not isinstance(p, float) or not 0.0 < p < 1.0 or not isinstance(input, Tensor):
         return False
     return input.dtype in FLOATING and input.numel() > 0

@@ -230,7 +230,7 @@ struct TiledWarp {
     }
   }
 
-  // dx: the warp's 16 k, 64 features, of which `blocks` times 16 exist.
+  // dx: the warp's 16 k of 64 features. The last unit has fewer features: 16 times `blocks`.
   __device__ __forceinline__ void read_gradient(const char* slot, int blocks,
                                                 uint32_t (&a)[4][4]) const {
     const int c = warp / 2, j = warp % 2;

@@ -37,7 +37,7 @@ Tensors4 forward_by_chain(const Arguments& a, const Functions& f) {
   const Tensor x = a.input.to(type);
   const Excitation e = excite(x.mean(kSpatial), Layers(a), f, Differentiated::kYes);
   const Tensor output = (x * per_image(e.scale, x)).to(a.input.scalar_type());
-  // A further derivative computes what is kept again, from the arguments.
+  // Further derivatives compute the kept values from the arguments again.
   return {in_layout_of(output, a.input), e.mean.detach(), e.hidden.detach(), e.scale.detach()};
 }
 
