@@ -74,6 +74,46 @@ def test_large(dtype, sizes, shape, hot):
     compare_with_native(*pairs(padding_idx=1), (indices, weight))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", INDEX_TYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1_000_001, 8), (1_000_000, 5), (12_345_678, 1)], ids=str)
+def test_sorted_positions(dtype, sizes, index):
+    """Large tables, whose positions are grouped by a sort. Integers are exact."""
+    rows, columns = sizes
+    count = 60_000
+    indices = torch.randint(rows, (count,), device="cuda", dtype=index)
+    indices[: count // 3] = rows - 1
+    indices[-100:] = 7
+    indices[5:50] = 0
+    cotangent = torch.randint(-2, 3, (count, columns), device="cuda").to(dtype)
+    before = indices.clone()
+    for padding, by_freq in ((-1, False), (7, False), (rows - 1, False), (0, True)):
+        found = ops.embedding_backward(cotangent, indices, rows, padding, by_freq)
+        exact = torch.ops.aten.embedding_dense_backward(
+            cotangent.double(), indices, rows, padding, by_freq
+        )
+        if by_freq:  # the quotient is rounded twice
+            torch.testing.assert_close(found, exact.to(dtype))
+        else:
+            assert_same(found, exact.to(dtype))
+        assert_same(ops.embedding_backward(cotangent, indices, rows, padding, by_freq), found)
+    assert_same(indices, before)
+    indices[1234] = rows
+    found = ops.embedding_backward(cotangent, indices, rows, -1, False)
+    with pytest.raises(IndexError, match=f"index out of range.*{rows} .*position 1234"):
+        warpwright.check_errors()
+    cotangent[1234] = 0
+    indices[1234] = 0
+    assert_same(found, ops.embedding_backward(cotangent, indices, rows, -1, False))
+
+
+@pytest.mark.gpu
+def test_sorted_positions_in_a_graph():
+    indices = torch.randint(1_000_000, (60_000,), device="cuda")
+    cotangent = torch.randn(60_000, 8, device="cuda")
+    assert_replays(lambda: (ops.embedding_backward(cotangent, indices, 1_000_000, 5, False),))
+
+
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 96, 511, 512, 513, 1100, 9000])
 def test_rows_of_many_positions(device, dtype, count):
     """Parts of 16 positions, and trees of one, two and three levels. Integers are exact."""
@@ -500,4 +540,7 @@ def test_explain():
     assert "no multiple of 16 bytes" in warpwright.explain("embedding", indices, odd, device="h100")
     huge = torch.empty(10**6, 64, device="meta")
     text = warpwright.explain("embedding", indices, huge, device="h100")
-    assert "1954 bucket(s) of 512 rows" in text  # as many rows as a block has threads
+    assert "radix sort" in text
+    larger = torch.empty(131072, 64, device="meta")
+    text = warpwright.explain("embedding", indices, larger, device="h100")
+    assert "256 bucket(s) of 512 rows" in text  # as many rows as a block has threads

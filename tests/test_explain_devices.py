@@ -44,6 +44,20 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "sorts"),
+    [
+        (50257, 16384, False),
+        (128256, 8192, False),
+        (50257, 131072, False),
+        (1_000_000, 65536, True),
+    ],
+)
+def test_embedding_sorts_for_large_tables(rows, count, sorts):
+    text = explain("embedding", torch.empty(count).long(), half(rows, 64), device="h200")
+    assert ("radix sort" in text) == sorts
+
+
 @pytest.fixture(params=[*GPUS, "78 SMs"])
 def explain_there(request, monkeypatch):
     """explain() as if the tensors were on that GPU."""

@@ -172,7 +172,7 @@ def test_attention_with_kv_cache(device, dtype):
             make,
             errors,
             torch.ops.warpwright.attention_with_kv_cache,
-            _native.attention_with_kv_cache,
+            lambda *args: _native.attention_with_kv_cache(*aligned(args)),
             (query, *cache, *options),
         )
 

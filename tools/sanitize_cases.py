@@ -144,13 +144,14 @@ def group_norm_cases():
 
 
 def embedding_cases():
-    """Rows of one access and of strips, 16 bytes and less; parts of a row; several buckets."""
+    """Rows of one access and of strips, 16 bytes and less; parts of a row; several buckets; a sort."""
     for rows, columns, count, hot in (
         (7, 5, 9, 0),
         (40, 8, 1100, 1030),
         (2100, 264, 300, 70),
         (1030, 129, 40, 0),
         (3, 1032, 601, 600),
+        (1_000_000, 4, 14_000, 100),
     ):
         indices = torch.arange(count).mul_(7919).remainder_(rows)
         indices[:hot] = rows - 1

@@ -8,16 +8,10 @@
 
 #include "common/activation.h"
 #include "device/exp.cuh"
+#include "device/normal_cdf.cuh"
 #include "device/types.cuh"
 
 namespace warpwright {
-
-// The error that the result's rounding hides: none, 2^-21 (TF32 operands), 2^-13 of the tails of
-// Phi (16-bit results).
-enum class Rounding { kFull, kTf32, k16Bits };
-
-template <class T>
-constexpr Rounding kRoundingOf = sizeof(T) == 2 ? Rounding::k16Bits : Rounding::kFull;
 
 template <Rounding kRounding, class Acc>
 __device__ __forceinline__ Acc exp_within(Acc x) {
@@ -33,39 +27,6 @@ __device__ __forceinline__ Acc divide_within(Acc a, Acc b) {
     return a / b;
   } else {
     return __fdividef(a, b);  // 0 for b beyond 2^126, NaN for inf / inf
-  }
-}
-
-// Phi(z), the standard normal distribution. If not exact: log2 Phi(-a) is a smooth, falling
-// function of a >= 0. A minimax polynomial that keeps falling replaces it, without a branch (erff
-// branches per element). TF32: Phi is within 2^-23, z Phi(z) within 2^-24. 16 bits: Phi(-a) is
-// within 2^-13 of itself, or a Phi(-a) within 2^-29.
-template <Rounding kRounding, class Acc>
-__device__ __forceinline__ Acc normal_cdf(Acc z) {
-  if constexpr (kRounding == Rounding::kFull) {
-    constexpr Acc kRootHalf = Acc(0.70710678118654752440);
-    return Acc(0.5) * erfc(-z * kRootHalf);  // 1 + erf would cancel for negative z
-  } else {
-    const float a = fabsf(z);
-    float log2_tail;
-    if constexpr (kRounding == Rounding::kTf32) {
-      log2_tail = fmaf(-1.6708927e-6f, a, 2.5257568e-5f);
-      log2_tail = fmaf(log2_tail, a, -1.1813514e-4f);
-      log2_tail = fmaf(log2_tail, a, -3.0393573e-4f);
-      log2_tail = fmaf(log2_tail, a, 7.285519e-3f);
-      log2_tail = fmaf(log2_tail, a, -5.2652903e-2f);
-      log2_tail = fmaf(log2_tail, a, -4.591556e-1f);
-      log2_tail = fmaf(log2_tail, a, -1.1511114f);
-      log2_tail = fmaf(log2_tail, a, -1.0f);
-    } else {
-      log2_tail = fmaf(-2.9674276e-4f, a, 5.5864151e-3f);
-      log2_tail = fmaf(log2_tail, a, -4.7394444e-2f);
-      log2_tail = fmaf(log2_tail, a, -4.6530407e-1f);
-      log2_tail = fmaf(log2_tail, a, -1.1486071f);
-      log2_tail = fmaf(log2_tail, a, -1.0001633f);
-    }
-    const float tail = ex2_approx(log2_tail);
-    return z < 0.0f ? tail : 1.0f - tail;  // NaN is not below 0 and stays
   }
 }
 

@@ -3,10 +3,11 @@
 // row, and zero for a row without a position: it reads the output's gradient once and writes the
 // weight's gradient once.
 //
-// The backward groups positions by row without a sort. The rows are dealt to buckets, one per
-// block. Each block reads all indices twice: it counts those of its bucket and of the buckets
-// before it, and then writes its positions to their place in the grouped list. Parts of this list
-// are summed in the list's order, which within a row is that of the positions.
+// The backward groups positions by row, without a sort if it can. The rows are dealt to buckets,
+// one per block. Each block reads all indices twice: it counts those of its bucket and of the
+// buckets before it, and then writes its positions to their place in the grouped list. Where that
+// would read the indices too often, they are sorted instead. Parts of this list are summed in the
+// list's order, which within a row is that of the positions.
 //
 // Layout: weight (rows, columns) with a pitch, indices (count), output (count, columns), dense.
 #pragma once
@@ -65,6 +66,10 @@ struct EmbeddingBackwardParams {
   void* grad_weight;
   void* workspace;  // of the plan's size; not used on the CPU
   ErrorRecord* error;
+  // Of a plan with a sort: the rows that launch_embedding_rows wrote, ascending, and the position
+  // of each. Equal rows are in the order of their positions.
+  const int32_t* sorted_rows;
+  const int64_t* sorted_positions;
 };
 
 struct EmbeddingPlan {
@@ -77,6 +82,7 @@ struct EmbeddingPlan {
 };
 
 struct EmbeddingBackwardPlan {
+  bool is_sorted;                // the caller sorts; else blocks find the positions of their rows
   int64_t buckets, bucket_rows;  // of the grouping: row r is in bucket r % buckets
   uint32_t magic;                // r / buckets = (r * magic >> 32) >> shift
   int shift;
@@ -103,10 +109,12 @@ constexpr int64_t kEmbeddingRowBytes = 4 * (kEmbeddingGroupThreads / 32 + 2);  /
 constexpr int kEmbeddingGroupAhead = 8;                           // indices in flight per thread
 constexpr int kEmbeddingQueue = 32 * (kEmbeddingGroupAhead + 1);  // positions per warp
 constexpr int64_t kEmbeddingQueueBytes = kEmbeddingGroupThreads / 32 * kEmbeddingQueue * 8;
-constexpr int kEmbeddingWidth = 3;              // accesses per thread and row, of sums of wide rows
-constexpr int64_t kEmbeddingPart = 8;           // positions per partial sum, at least
-constexpr int kEmbeddingFan = 16;               // partial sums that a node of the tree adds
-constexpr int64_t kEmbeddingFillBytes = 65536;  // zeros per block, about
+constexpr int kEmbeddingWidth = 3;  // accesses per thread and row, of sums of wide rows
+// Indices that all buckets together read. Beyond it a sort is faster.
+constexpr int64_t kEmbeddingMostReads = 48 << 20;
+constexpr int64_t kEmbeddingPart = 8;               // positions per partial sum, at least
+constexpr int kEmbeddingFan = 16;                   // partial sums that a node of the tree adds
+constexpr int64_t kEmbeddingFillBytes = 65536;      // zeros per block, about
 constexpr int64_t kEmbeddingEarlyBytes = 32 << 20;  // what memory takes while blocks group
 // The grouped list holds rows and positions as int32.
 constexpr int64_t kEmbeddingMost = (int64_t{1} << 31) - 1;
@@ -159,6 +167,11 @@ inline EmbeddingBackwardPlan choose_embedding_backward(const EmbeddingBackwardPa
   const int64_t wanted = ceil_div(ceil_div(p.rows, int64_t{device.num_sms}), int64_t{32}) * 32;
   plan.bucket_rows = std::min(most, wanted);
   plan.buckets = std::max<int64_t>(2, ceil_div(p.rows, plan.bucket_rows));
+  plan.is_sorted = 2 * plan.buckets * p.count > kEmbeddingMostReads;
+  if (plan.is_sorted) {  // buckets are then the layout of the bit map alone
+    plan.buckets = 2;
+    plan.bucket_rows = ceil_div(p.rows, int64_t{64}) * 32;
+  }
   plan.shift = static_cast<int>(std::bit_width(static_cast<uint64_t>(plan.buckets - 1))) - 1;
   plan.magic = static_cast<uint32_t>(
       (uint64_t{1} << (32 + plan.shift)) / static_cast<uint64_t>(plan.buckets) + 1);
@@ -166,7 +179,7 @@ inline EmbeddingBackwardPlan choose_embedding_backward(const EmbeddingBackwardPa
   const int64_t groups_per_block = kEmbeddingThreads / plan.lanes;
   plan.sum_blocks = ceil_div(p.count * plan.strips, groups_per_block);
   const int64_t row_bytes = p.columns * size;
-  const int64_t early = std::min(p.rows / 2, kEmbeddingEarlyBytes / row_bytes);
+  const int64_t early = plan.is_sorted ? 0 : std::min(p.rows / 2, kEmbeddingEarlyBytes / row_bytes);
   plan.early_row = p.rows - early;
   plan.early_blocks =
       std::min<int64_t>(device.num_sms, ceil_div(early * row_bytes, kEmbeddingFillBytes));
@@ -194,6 +207,10 @@ inline std::string describe(const EmbeddingPlan& plan) {
 
 // One line per kernel.
 inline std::string describe_grouping(const EmbeddingBackwardPlan& plan) {
+  if (plan.is_sorted) {
+    return "a stable radix sort of the indices: a pass over them per bucket of rows would take "
+           "more";
+  }
   return std::to_string(plan.buckets) + " bucket(s) of " + std::to_string(plan.bucket_rows) +
          " rows, a block each: two passes over the indices, no sort; " +
          std::to_string(plan.early_blocks) + " block(s) write zeros at once";
@@ -220,6 +237,9 @@ void embedding_backward_cpu(const EmbeddingBackwardParams& params);
 void launch_embedding(const EmbeddingParams& params, const EmbeddingPlan& plan,
                       cudaStream_t stream);
 void launch_embedding_renorm(const EmbeddingRenormParams& params, cudaStream_t stream);
+// For a plan with a sort: writes the row of each position, (count). Row p.rows has no gradient.
+void launch_embedding_rows(const EmbeddingBackwardParams& params, const EmbeddingBackwardPlan& plan,
+                           int32_t* rows, cudaStream_t stream);
 void launch_embedding_backward(const EmbeddingBackwardParams& params,
                                const EmbeddingBackwardPlan& plan, cudaStream_t stream);
 #endif

@@ -2,7 +2,8 @@
 // summed.
 //
 // Floor: grad_output is read once and grad_weight written once. The grouping adds 16 bytes per
-// index and bucket, which L2 serves, and 40 bytes per position.
+// index and bucket, which L2 serves, and 40 bytes per position; with a sort about 150 bytes per
+// position.
 #include "common/switch.h"
 #include "device/access.cuh"
 #include "device/dependent_launch.cuh"
@@ -11,6 +12,7 @@
 #include "host/launch.h"
 #include "ops/embedding/embedding.h"
 #include "ops/embedding/grouping.cuh"
+#include "ops/embedding/sorted.cuh"
 
 namespace warpwright {
 namespace {
@@ -182,13 +184,9 @@ template <class T, int kVec>
 __device__ __forceinline__ void fill_rows(const EmbeddingBackwardParams& p, const Workspace& w,
                                           const EmbeddingBackwardPlan& plan, int64_t block) {
   const int64_t end = min(plan.early_row, (block + 1) * plan.fill_rows);
-  const auto buckets = static_cast<uint32_t>(plan.buckets);
-  const auto bucket_rows = static_cast<uint32_t>(plan.bucket_rows);
   for (int64_t row = block * plan.fill_rows + threadIdx.x / plan.lanes; row < end;
        row += kThreads / plan.lanes) {
-    const auto index = static_cast<uint32_t>(row);
-    const uint32_t local = row_in_bucket(index, plan.magic, plan.shift);
-    const uint32_t bit = (index - local * buckets) * bucket_rows + local;
+    const uint32_t bit = bit_of_row(plan, static_cast<uint32_t>(row));
     if (w.bitmap[bit / 32] >> (bit % 32) & 1) continue;
     clear_row<T, kVec>(p, row, plan.lanes, plan.accesses);
   }
@@ -217,18 +215,39 @@ __global__ void __launch_bounds__(kThreads, kWidth == 1 ? 8 : 5)
   sum_part<T, kVec, kWidth>(p, w, at, first);
 }
 
+// The first kernel: entries, bit map and zeroed counters.
+template <class T, int kVec>
+void launch_grouping(const EmbeddingBackwardParams& p, const Workspace& w,
+                     const EmbeddingBackwardPlan& plan, cudaStream_t stream) {
+  if (plan.is_sorted) {
+    const auto blocks = static_cast<unsigned>(ceil_div(p.count, int64_t{kGroupThreads}));
+    launch(list_sorted, blocks, kGroupThreads, 0, stream, p, w, plan);
+    return;
+  }
+  const auto blocks = static_cast<unsigned>(plan.buckets + plan.early_blocks);
+  const int64_t shared = kEmbeddingRowBytes * plan.bucket_rows + kEmbeddingQueueBytes;
+  const auto group = p.index_dtype == DType::kInt32 ? group_positions<T, kVec, int32_t>
+                                                    : group_positions<T, kVec, int64_t>;
+  launch(group, blocks, kGroupThreads, shared, stream, p, w, plan);
+}
+
 }  // namespace
+
+void launch_embedding_rows(const EmbeddingBackwardParams& p, const EmbeddingBackwardPlan& plan,
+                           int32_t* rows, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(ceil_div(p.count, int64_t{kGroupThreads}));
+  for_index(p.index_dtype, [&]<class Index>() {
+    launch(rows_of_indices<Index>, blocks, kGroupThreads, 0, stream, p, workspace_of(p, plan), plan,
+           rows);
+  });
+}
 
 void launch_embedding_backward(const EmbeddingBackwardParams& p, const EmbeddingBackwardPlan& plan,
                                cudaStream_t stream) {
   const Workspace w = workspace_of(p, plan);
-  const auto blocks = static_cast<unsigned>(plan.buckets + plan.early_blocks);
-  const int64_t shared = kEmbeddingRowBytes * plan.bucket_rows + kEmbeddingQueueBytes;
   for_dtype(p.dtype, [&]<class T>() {
     const auto run = [&]<int kVec>() {
-      const auto group = p.index_dtype == DType::kInt32 ? group_positions<T, kVec, int32_t>
-                                                        : group_positions<T, kVec, int64_t>;
-      launch(group, blocks, kGroupThreads, shared, stream, p, w, plan);
+      launch_grouping<T, kVec>(p, w, plan, stream);
       const auto sum = plan.width == 1 ? sum_rows<T, kVec, 1> : sum_rows<T, kVec, kEmbeddingWidth>;
       launch_dependent(sum, static_cast<unsigned>(plan.sum_blocks + plan.fill_blocks), kThreads, 0,
                        stream, p, w, plan);

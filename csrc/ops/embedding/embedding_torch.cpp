@@ -10,6 +10,7 @@
 #include <ATen/ops/embedding_renorm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/sort.h>
 #include <ATen/ops/zeros.h>
 
 #include "ops/embedding/embedding.h"
@@ -152,7 +153,9 @@ Tensor embedding_backward_with(const Tensor& grad_output, const Tensor& indices,
                               .indices = index.const_data_ptr(),
                               .grad_weight = grad_weight.mutable_data_ptr(),
                               .workspace = nullptr,
-                              .error = nullptr});
+                              .error = nullptr,
+                              .sorted_rows = nullptr,
+                              .sorted_positions = nullptr});
   return grad_weight;
 }
 
@@ -229,6 +232,14 @@ Tensor embedding_backward_cuda_kernel(const Tensor& grad_output, const Tensor& i
         const Tensor workspace =
             at::empty({plan.workspace_bytes}, grad_output.options().dtype(at::kByte));
         p.workspace = workspace.mutable_data_ptr();
+        Tensor rows, positions;
+        if (plan.is_sorted) {
+          rows = at::empty({p.count}, indices.options().dtype(at::kInt));
+          launch_embedding_rows(p, plan, rows.mutable_data_ptr<int32_t>(), cuda.stream);
+          std::tie(rows, positions) = at::sort(rows, std::optional<bool>(true), 0);
+          p.sorted_rows = rows.const_data_ptr<int32_t>();
+          p.sorted_positions = positions.const_data_ptr<int64_t>();
+        }
         launch_embedding_backward(p, plan, cuda.stream);
         check_embedding_strict(cuda.stream);
       });

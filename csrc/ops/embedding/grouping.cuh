@@ -80,6 +80,13 @@ __device__ __forceinline__ uint32_t row_in_bucket(uint32_t row, uint32_t magic, 
   return __umulhi(row, magic) >> shift;
 }
 
+// Of the bit map, (buckets, bucket_rows) bits.
+__device__ __forceinline__ uint32_t bit_of_row(const EmbeddingBackwardPlan& plan, uint32_t row) {
+  const uint32_t local = row_in_bucket(row, plan.magic, plan.shift);
+  const uint32_t bucket = row - local * static_cast<uint32_t>(plan.buckets);
+  return bucket * static_cast<uint32_t>(plan.bucket_rows) + local;
+}
+
 // A position whose row, `local` within the bucket, is the block's.
 struct Found {
   int position, local;

@@ -152,6 +152,8 @@ Results linear_cross_entropy_forward_autograd(const Tensor& input, const Tensor&
 // To be differentiated: the gradients by separate ops, which keep all logits.
 Gradients differentiable_backward(const Tensor& grad_output, const Tensor& grad_lse, const Call& c,
                                   Mask3 mask) {
+  check_plain_storage(grad_output, "linear_cross_entropy_backward: grad_output");
+  check_plain_storage(grad_lse, "linear_cross_entropy_backward: grad_lse");
   const Capped z(c, logits_of(c), c.target);
   Capped constant = z;
   constant.logits = z.logits.detach();
