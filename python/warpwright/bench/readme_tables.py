@@ -10,6 +10,7 @@ from .machines import all_rows, newest_of_gpus
 from .records import grouped, is_training_step, native_ratio
 from .sources import folders_of
 from .tables import (
+    STALE,
     STALE_LINE,
     Record,
     Stale,
@@ -97,11 +98,12 @@ def op_table(newest: Mapping[str, Record], stale: Mapping[str, set[str]]) -> str
     for gpu in newest:
         titles += [f"{gpu}: geometric mean", "slowest row"]
     lines = [line(titles), "|" + "---|" * len(titles)]
-    old = set[str]().union(*stale.values())
     for folders, ops in families.items():
-        cells = [", ".join(mark(op, old) for op in ops)]
+        cells = [", ".join(f"`{op}`" for op in ops)]
         for gpu in newest:
-            cells += _op_cells(ratios[folders].get(gpu, {}), several=len(ops) > 1)
+            means, slowest = _op_cells(ratios[folders].get(gpu, {}), several=len(ops) > 1)
+            is_old = means and not stale[gpu].isdisjoint(ops)
+            cells += [means + (STALE if is_old else ""), slowest]
         lines.append(line(cells))
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .measure import RESOLUTION_MS
 from .records import grouped, is_training_step
 
 Row = dict[str, Any]
@@ -19,8 +20,8 @@ WHOLE_SUITE = "full.json"
 STALE = "†"
 STALE_LINE = f"{STALE} measured before the op's sources last changed."
 DRIFTING_LINE = (
-    '"n of m" workloads: in the others our time or native\'s drifted during the run; the full table '
-    "has them, marked."
+    '"n of m" workloads: in the others our time or native\'s drifted during the run, or one is too '
+    "short for the clock; the full table has them."
 )
 
 
@@ -137,7 +138,9 @@ def milliseconds(ms: float) -> str:
 
 
 def held_still(impls: dict[str, Row]) -> bool:
-    return all(impls[name].get("steady", True) for name in ("warpwright", "native"))
+    """Whether a ratio of the two times means something."""
+    both = [impls[name] for name in ("warpwright", "native")]
+    return all(row.get("steady", True) and row["ms"] > RESOLUTION_MS for row in both)
 
 
 def line(cells: list[str]) -> str:
