@@ -234,6 +234,10 @@ def test_record_and_page(tmp_path):
     assert [r["part"] for r in again["rows"]] == ["gpu", "fuzz"]
     assert "1 fault found and fixed, 1 open" in reliability.summary([again])
     assert "- `x \\| y`" in reliability.page({"p": again})
+    later = {**record, "rows": [{**row("fuzz"), "date": "2020-02-03"}]}
+    assert "1 open" in reliability.summary([again, {**later, "device": "cuda"}])
+    assert "0 open" in reliability.summary([again, later])
+    assert "Not in the later run: fuzz" in reliability.page({"p": again, "q": later})
     survived = reliability.merge(record, [row("python-mutation", failures=["a < b"])])
     assert "0 open" in reliability.summary([survived])
     assert "Survivors: python-mutation" in reliability.page({"p": survived})
