@@ -46,6 +46,8 @@ OLDEST_NVCC = 12  # the oldest that knows C++20
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
 EVERYWHERE = ["click>=8.1", "rich>=13"]  # what the package needs besides torch
 GIB_PER_JOB = 3.0  # nvcc on the largest attention file
+WIDE = 16  # with as many jobs, a build waits for its longest file
+TOGETHER = 4  # instances per compiled file otherwise
 
 
 def flag(name: str) -> bool:
@@ -123,6 +125,9 @@ def use_ccache() -> None:
     # Checkouts share the cache: it sees paths relative to the root.
     os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
     os.environ.setdefault("CCACHE_NOHASHDIR", "1")
+    # Without these, ccache takes no file that begins with a precompiled header.
+    os.environ.setdefault("CCACHE_SLOPPINESS", "pch_defines,time_macros")
+    os.environ.setdefault("CCACHE_PCH_EXTSUM", "1")
 
 
 # torch calls the ninja on PATH, and without one it compiles file by file. The environment's own ninja
@@ -160,6 +165,40 @@ def sources(*suffixes: str) -> list[str]:
         if p.suffix in suffixes and "csrc/python" not in p.as_posix()
     ]
     return sorted(found)
+
+
+def compile_together(paths: list[str], folder: Path) -> list[str]:
+    """Replaces short instances of the same headers by generated files that include four each.
+
+    nvcc reads a header's kernels for 2 to 4 s per file. Instances of the matrix product and of sm_90
+    stay alone: they compile much longer than that.
+    """
+    alone, groups = [], {}
+    for path in paths:
+        if (
+            "/instances/" not in path
+            or "/gemm/" in path
+            or "sm90" in path
+            or "implicit_gemm" in path
+        ):
+            alone.append(path)
+            continue
+        includes = re.findall(r"^#include .*$", (ROOT / path).read_text(), re.MULTILINE)
+        groups.setdefault((os.path.dirname(path), *includes), []).append(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for members in groups.values():
+        for first in range(0, len(members), TOGETHER):
+            group = members[first : first + TOGETHER]
+            parts = Path(group[0]).relative_to("csrc").with_suffix(".cu").parts
+            target = folder / "-".join(
+                part for part in parts if part not in ("ops", "cuda", "instances")
+            )
+            text = "".join(f'#include "{path.removeprefix("csrc/")}"\n' for path in group)
+            if not target.exists() or target.read_text() != text:  # ninja goes by the file's time
+                target.write_text(text)
+            made.append(os.path.relpath(target, ROOT))
+    return alone + made
 
 
 def compiler_macros(compiler: str) -> dict[str, str]:
@@ -250,20 +289,25 @@ class Build(BuildExtension):
             # setuptools gives a fresh folder each time; ninja needs the old objects.
             self.build_temp = str(ROOT / "build" / "editable")
         self.precompile_headers()
+        self.group_instances()
         super().build_extensions()
         # Read before the library is loaded, so that another torch gets a sentence, not a symbol.
         if not REUSE_LIBRARY:
             (built / STAMP).write_text(torch.__version__ + "\n")
 
+    def group_instances(self) -> None:
+        if not REUSE_LIBRARY and int(os.environ["MAX_JOBS"]) < WIDE:
+            folder = Path(self.build_temp).resolve() / "together"
+            library.sources = compile_together(library.sources, folder)
+
     def precompile_headers(self) -> None:
         """Compiles torch's headers once and lets each C++ file of the library begin with them.
 
         g++ alone takes its own precompiled headers. It ignores one that does not fit the file's flags.
-        ccache would see a new header in each folder, and needs none for the files that it knows.
         """
         compiler = os.environ.get("CXX", "g++")
         macros = compiler_macros(compiler)
-        if "__clang__" in macros or "ccache" in compiler or REUSE_LIBRARY:
+        if "__clang__" in macros or REUSE_LIBRARY:
             return
         header = Path(self.build_temp).resolve() / "precompiled" / "torch.h"
         python_flags = self.compiler.compiler_so[1:]
@@ -275,7 +319,9 @@ class Build(BuildExtension):
             "-DTORCH_EXTENSION_NAME=libwarpwright",
         ]
         text = '#include "torch/precompiled.h"\n'
-        stamp = f"{torch.__version__} {macros.get('__VERSION__')} {shlex.join(command)}\n"
+        contents = (ROOT / "csrc" / "torch" / "precompiled.h").read_text()
+        built_by = f"{torch.__version__} {macros.get('__VERSION__')} {shlex.join(command)}"
+        stamp = f"{built_by}\n{contents}"
         made_by = header.with_suffix(".stamp")
         if not made_by.exists() or made_by.read_text() != stamp:
             header.parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +329,11 @@ class Build(BuildExtension):
             if subprocess.run(command).returncode != 0:
                 return
             made_by.write_text(stamp)
-        library.extra_compile_args["cxx"] += ["-include", str(header)]
+            # What ccache compares in place of the compiled header, which differs in each folder.
+            Path(f"{header}.gch.sum").write_text(stamp.replace(str(ROOT), "."))
+        # A precompiled header keeps no diagnostic pragmas, so torch's own comparisons would warn.
+        flags = ["-include", str(header), "-fpch-preprocess", "-Wno-sign-compare"]
+        library.extra_compile_args["cxx"] += flags
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()

@@ -145,3 +145,7 @@ def pytest_configure(config):
     # Two test workers on two cores: one thread each, or they fight.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+    elif getattr(config.option, "numprocesses", None) and torch.cuda.is_available():
+        stop = gpu_sharing.start_mps()
+        if stop is not None:
+            config.add_cleanup(stop)

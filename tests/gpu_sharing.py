@@ -2,11 +2,18 @@
 
 A test marked `gpu_memory(GIB)` allocates that much. It runs while no other worker runs a GPU test, and is
 skipped, by name of what there is, on a smaller GPU.
+
+Where CUDA's multi-process service (MPS) is installed, workers use it: their kernels run side by side. Else
+each worker waits for its turn of the whole GPU, and small kernels wait most. A fault of one client ends
+all, so a child process that may cause one gets `without_mps()` as its environment.
 """
 
 import contextlib
 import fcntl
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +23,40 @@ import torch
 GIB_PER_WORKER = 5
 MOST_WORKERS = 16
 KEPT_GIB = 1  # of cached blocks, from one test to the next
+
+
+MPS = "nvidia-cuda-mps-control"
+MPS_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+
+
+def start_mps():
+    """Starts MPS for processes that inherit this one's environment; returns a function that ends it.
+
+    None if it is not installed, does not work here, or the caller has chosen one already.
+    """
+    control = shutil.which(MPS) or shutil.which(MPS, path="/usr/local/nvidia/bin")
+    if control is None or MPS_FOLDERS[0] in os.environ:
+        return None
+    folder = tempfile.mkdtemp(prefix="warpwright-mps-")
+    os.environ.update(dict.fromkeys(MPS_FOLDERS, folder))
+
+    def stop():
+        subprocess.run([control], input="quit\n", text=True, capture_output=True)
+        for name in MPS_FOLDERS:
+            os.environ.pop(name, None)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    client = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').item()"]
+    for command in ([control, "-d"], client):
+        if subprocess.run(command, capture_output=True).returncode != 0:
+            stop()
+            return None
+    return stop
+
+
+def without_mps():
+    """This process's environment for a child whose faults must not reach others."""
+    return {name: value for name, value in os.environ.items() if name not in MPS_FOLDERS}
 
 
 def worker_count(cores, gpu_gib):

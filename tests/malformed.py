@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from gpu_sharing import without_mps
 from malformed_calls import describe, keep, native_functions, public_calls, raw_calls
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -329,7 +330,11 @@ class Child:
         self.pipe, write = os.pipe()
         command = [sys.executable, __file__, "--child", str(write), json.dumps(asdict(campaign))]
         self.process = subprocess.Popen(
-            command, pass_fds=[write], stdout=subprocess.DEVNULL, stderr=self.errors
+            command,
+            pass_fds=[write],
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            env=without_mps(),
         )
         os.close(write)
 

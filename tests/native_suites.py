@@ -14,7 +14,14 @@ from torch.testing._utils import wrapper_set_seed
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 import warpwright.functional as F
-from warpwright.testing import ERROR_FACTOR, assert_same, max_error, strides_are_defined, to_double
+from warpwright.testing import (
+    ERROR_FACTOR,
+    assert_same,
+    max_error,
+    small_on_cpu,
+    strides_are_defined,
+    to_double,
+)
 
 # Importing the databases forbids setting backend flags (conftest.py does); allow it again.
 torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
@@ -229,6 +236,8 @@ class Errors:
 
         `nudged(draw)`: the exact result of inputs that are off by their rounding, another each draw.
         """
+        ours, native, exact = small_on_cpu(ours, native, exact)
+        coarse = coarse if coarse is None else small_on_cpu(coarse)[0].to(exact.device)
         if native.is_complex():
             assert ours.dtype == native.dtype
             parts = lambda t: torch.view_as_real(t.resolve_conj())  # noqa: E731
@@ -265,7 +274,7 @@ class Errors:
             if error <= allowed:
                 break
             # Two values that swap places (a maximum's) do so in some draws only.
-            moved = self.SINGLE_CASE * max_error(nudged(draw), exact)
+            moved = self.SINGLE_CASE * max_error(nudged(draw).to(exact.device), exact)
             allowed = max(allowed, fixed + moved)
         assert error <= allowed or self.only_mean, (
             f"{what}: max error {error:.3e} against float64, allowed {allowed:.3e} "

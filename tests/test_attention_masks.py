@@ -77,6 +77,18 @@ def as_float(visible, dtype):
     return zeros.masked_fill(~visible, -INF)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("pattern", [causal, blocks, hidden_tiles])
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_more_tiles_than_ctas(D, pattern, is_bool):
+    """Persistent kernels take several tiles per CTA, some of which see nothing."""
+    tensors = qkv("cuda", torch.bfloat16, 2, 24, 700, 400, D, H_kv=8)
+    visible = pattern(700, 400, "cuda")
+    mask = visible if is_bool else as_float(visible, torch.bfloat16)
+    compare((*tensors, mask), enable_gqa=True)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -74,6 +74,14 @@ def test_windows(device, dtype, S_q, S_k, window):
     compare((q, k, v), with_dense_mask, window_size=window)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_more_tiles_than_ctas(D):
+    """Persistent kernels take several tiles per CTA, some of which see nothing."""
+    inputs = qkv("cuda", torch.bfloat16, 2, 24, 700, 400, D, H_kv=8)
+    compare(inputs, with_dense_mask, window_size=(90, 40), enable_gqa=True)
+
+
 @pytest.mark.parametrize("extras", [{"window_size": (600, 0)}, {"window_size": (900, 30)}], ids=str)
 def test_long_windows(device, extras):
     """Long enough for the forward's larger tiles on Hopper."""

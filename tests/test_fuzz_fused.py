@@ -20,6 +20,7 @@ from fuzzing import (
     run,
 )
 from hypothesis import strategies as st
+from test_batch_norm_relu import exact_hardswish
 from torch.utils._pytree import tree_map
 
 import warpwright.functional as F
@@ -245,7 +246,8 @@ def test_batch_norm_chain(device, dtype, name):
 
         def native(x, *rest):
             residual, *rest = rest if name == "batch_norm_add_relu" else (0, *rest)
-            activation = getattr(NATIVE, name.split("_")[2].replace("add", "relu"))
+            kind = name.split("_")[2].replace("add", "relu")
+            activation = exact_hardswish if kind == "hardswish" else getattr(NATIVE, kind)
             y = activation(NATIVE.batch_norm(*aligned((x, *rest[:7]))) + residual)
             return NATIVE.max_pool2d(y, *rest[7:]) if window else y
 

@@ -32,6 +32,27 @@ def test_a_small_gpu_is_named():
     assert reason == "needs 120 GiB of GPU memory, and this GPU has 80"
 
 
+def test_mps(monkeypatch, tmp_path):
+    """It starts once a client works, is in the environment until it ends, and is not started twice."""
+    log = tmp_path / "log"
+    control = tmp_path / gpu_sharing.MPS
+    control.write_text(f'#!/bin/sh\necho "$@" >> {log}; [ $# = 1 ] || cat >> {log}\n')
+    control.chmod(0o755)
+    for name in gpu_sharing.MPS_FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(gpu_sharing.sys, "executable", "/bin/true")
+    stop = gpu_sharing.start_mps()
+    assert set(gpu_sharing.MPS_FOLDERS) <= set(gpu_sharing.os.environ)
+    assert not set(gpu_sharing.MPS_FOLDERS) & set(gpu_sharing.without_mps())
+    assert gpu_sharing.start_mps() is None
+    stop()
+    assert log.read_text() == "-d\n\nquit\n"
+    monkeypatch.setattr(gpu_sharing.sys, "executable", "/bin/false")
+    assert gpu_sharing.start_mps() is None
+    assert not set(gpu_sharing.MPS_FOLDERS) & set(gpu_sharing.os.environ)
+
+
 def take_turns(folder, alone, count, log):
     turns = gpu_sharing.GpuTurns(folder)
     for _ in range(count):

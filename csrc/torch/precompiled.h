@@ -1,6 +1,5 @@
 // The headers of torch that most C++ files read, compiled once per build (setup.py). It halves the
-// time of a file. No file may rely on it: a compiler other than g++, and a build with ccache, go
-// without.
+// time of a file. No file may rely on it: a compiler other than g++ goes without.
 #pragma once
 
 #include <ATen/TensorOperators.h>

@@ -27,6 +27,8 @@ def attention_with_kv_cache(
     scale: float | None = None,
 ) -> Tensor:
     """The pages gathered, and the tokens that a query does not see masked."""
+    if query.numel() == 0:  # for which native's fused CUDA kernels return None
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
     key, value = _paged(k_cache, block_table), _paged(v_cache, block_table)
     seen = (cache_seqlens + appended).view(-1, 1, 1, 1)
     if is_causal:

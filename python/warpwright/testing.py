@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 ERROR_FACTOR = 1.5
 #: Nearby inputs whose mean errors decide if a result exceeds the bound.
 DRAWS = 32
+#: Elements up to which results of a GPU are compared on the CPU.
+SMALL = 2**16
 
 __all__ = [
     "DRAWS",
@@ -63,6 +65,13 @@ def strides_are_defined(inputs: Any) -> bool:
         if tensor.device.type == "cuda" and not standard:
             return False
     return True
+
+
+def small_on_cpu(*results: Tensor) -> tuple[Tensor, ...]:
+    """``results`` on the CPU if all are small: one copy each, and no wait for the GPU per check."""
+    if all(type(t) is Tensor and t.is_cuda and t.numel() <= SMALL for t in results):
+        return tuple(t.detach().cpu() for t in results)
+    return results
 
 
 def max_error(value: Tensor, exact: Tensor) -> float:
@@ -122,6 +131,7 @@ def assert_as_good_as_native(
     ours: Tensor, native: Tensor, exact: Tensor, what: str = "result", factor: float = ERROR_FACTOR
 ) -> None:
     """Applies the error rule; ``exact`` is the same computation in float64."""
+    ours, native, exact = small_on_cpu(ours, native, exact)
     _assert_alike(ours, native, what)
     if ours.is_floating_point():
         _Errors.of(ours, native, exact).check(what, factor)
@@ -164,6 +174,7 @@ def assert_same(ours: Any, native: Any, what: str = "result") -> None:
         return
     assert ours.dtype == native.dtype, f"{what}: dtype {ours.dtype}, native {native.dtype}"
     assert ours.shape == native.shape, f"{what}: shape {ours.shape}, native {native.shape}"
+    ours, native = small_on_cpu(ours, native)
     same = torch.equal(torch.nan_to_num(ours, 7.5), torch.nan_to_num(native, 7.5))
     if ours.is_floating_point():
         same = same and torch.equal(ours.isnan(), native.isnan())
@@ -212,9 +223,10 @@ def compare_with_native(
             assert (a is None) == (b is None), f"{what}: present in one of ours and native only"
             if a is None:
                 continue
-            _assert_alike(a, b, what)
+            result, native_result, exact_result = small_on_cpu(a.detach(), b.detach(), e.detach())
+            _assert_alike(result, native_result, what)
             if a.is_floating_point():
-                errors[what] = _Errors.of(a, b, e)
+                errors[what] = _Errors.of(result, native_result, exact_result)
             if i == 0 and a.numel() and strides_are_defined(inputs):
                 assert a.stride() == b.stride(), (
                     f"{what}: strides {a.stride()}, native {b.stride()}"

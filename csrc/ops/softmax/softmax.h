@@ -46,6 +46,7 @@ struct SoftmaxBackwardParams : SoftmaxShape {
 enum class SoftmaxForm {
   kPersistent,     // rows: persistent blocks, whose groups walk rows through a ring
   kHeld,           // rows: a group holds its row in registers
+  kStaged,         // rows: a block reads its row twice, the second time from shared memory
   kLooped,         // rows: a block reads its row twice
   kColumns,        // a block holds columns in registers
   kLoopedColumns,  // a block reads its columns twice
@@ -62,17 +63,28 @@ struct SoftmaxPlan {
 };
 
 constexpr int kSoftmaxThreads = 512;          // per block of long rows
+constexpr int kSoftmaxStagedThreads = 1024;   // two blocks per SM
 constexpr int kSoftmaxHeldThreads = 256;      // per block of short rows
 constexpr int kSoftmaxElements = 8;           // held per thread, for accesses of one element
 constexpr int64_t kSoftmaxHeldLength = 1024;  // of rows of element accesses
 constexpr int kSoftmaxColumnRows = 8;         // held per thread, over all operands
 constexpr int64_t kSoftmaxColumnBytes = 128;  // across a block of columns, at least
+constexpr int kSoftmaxRowsPerSm = 4;          // blocks of kSoftmaxThreads
 
 // Threads per row if each has at most `held` vectors: a power of two up to a warp, or whole warps.
 constexpr int64_t softmax_lanes(int64_t vectors, int held) {
   const int64_t lanes = ceil_div(vectors, int64_t{held});
   if (lanes > 32) return ceil_div(lanes, int64_t{32}) * 32;
   return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(lanes)));
+}
+
+// Whether the forward keeps a row of `bytes` in shared memory for the second read: if two rows fit
+// an SM, and the rows that all blocks have in hand, with their results, exceed L2.
+inline bool is_softmax_row_staged(const SoftmaxShape& p, int64_t bytes, const DeviceInfo& device) {
+  const int64_t output_bytes = p.length * dtype_size(p.output_dtype);
+  const int64_t rows = std::min(p.outer, int64_t{kSoftmaxRowsPerSm} * device.num_sms);
+  return 2 * (bytes + kMeetingBytes) <= device.smem_per_block &&
+         rows * (bytes + output_bytes) > device.l2_bytes;
 }
 
 // `operands` rows that are read, of elements of `size` bytes.
@@ -114,6 +126,11 @@ inline SoftmaxPlan choose_softmax_rows(const SoftmaxShape& p, int64_t size, int 
   plan.threads = plan.lanes = p.length <= 4096 ? 256 : kSoftmaxThreads;
   plan.blocks = p.outer;
   plan.reason = "rows of odd length, or longer than a block's registers, read twice";
+  if (operands == 1 && is_aligned && is_softmax_row_staged(p, p.length * size, device)) {
+    plan.form = SoftmaxForm::kStaged;
+    plan.threads = plan.lanes = kSoftmaxStagedThreads;
+    plan.reason = "rows of odd length, or longer than a block's registers, in shared memory";
+  }
   return plan;
 }
 

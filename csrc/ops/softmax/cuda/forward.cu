@@ -17,9 +17,13 @@ void launch_rows(const SoftmaxParams& p, const SoftmaxPlan& plan, cudaStream_t s
   if (plan.form == SoftmaxForm::kHeld) {
     return launch(softmax_held_kernel<T, O, kLog>, blocks, threads, 0, stream, p, plan.lanes);
   }
+  if (plan.form == SoftmaxForm::kStaged) {
+    return launch(softmax_looped_kernel<T, O, kVecSize<T>, kLog, true>, blocks, threads,
+                  p.length * static_cast<int64_t>(sizeof(T)), stream, p);
+  }
   for_bool(plan.vec > 1, [&]<bool kVectorized>() {
     constexpr int kVec = kVectorized ? kVecSize<T> : 1;
-    launch(softmax_looped_kernel<T, O, kVec, kLog>, blocks, threads, 0, stream, p);
+    launch(softmax_looped_kernel<T, O, kVec, kLog, false>, blocks, threads, 0, stream, p);
   });
 }
 

@@ -120,14 +120,19 @@ struct VectorBatch {
   }
 };
 
+// Elements before a row's first aligned vector.
+template <int kVec, class T>
+__device__ __forceinline__ int row_head(const T* row) {
+  if constexpr (kVec == 1) return 0;
+  return static_cast<int>(-reinterpret_cast<uintptr_t>(row) & 15) / static_cast<int>(sizeof(T));
+}
+
 // The vectors of a row that begins anywhere, in turns of the block's threads: f<kVec,
 // kCount>(column, step) takes kCount vectors, `step` elements apart, so that their loads are in
 // flight together. Single elements come before the first aligned address and after the last.
 template <int kVec, class T, class F>
 __device__ __forceinline__ void for_row_vectors(const T* row, int64_t length, F&& f) {
-  const int head = kVec == 1 ? 0
-                             : static_cast<int>(-reinterpret_cast<uintptr_t>(row) & 15) /
-                                   static_cast<int>(sizeof(T));
+  const int head = row_head<kVec>(row);
   const int64_t vectors = (length - head) / kVec;
   const int64_t tail = head + vectors * kVec;
   const int64_t step = int64_t{blockDim.x} * kVec;

@@ -129,16 +129,29 @@ __global__ void __launch_bounds__(kSoftmaxHeldThreads)
                          static_cast<O*>(p.output) + row * p.length);
 }
 
-// Layout: as above. Grid: one block per row. The second read usually comes from L1 or L2.
-template <class T, class O, int kVec, bool kLog>
-__global__ void __launch_bounds__(kSoftmaxThreads) softmax_looped_kernel(const SoftmaxParams p) {
+// Layout: as above. Grid: one block per row. kStaged: the row's vectors are in shared memory, where
+// a thread copies what it reads itself. Else the second read usually comes from L1 or L2.
+template <class T, class O, int kVec, bool kLog, bool kStaged>
+__global__ void __launch_bounds__(kStaged ? kSoftmaxStagedThreads : kSoftmaxThreads)
+    softmax_looped_kernel(const SoftmaxParams p) {
   using Acc = Accum<O>;
+  extern __shared__ uint4 row_storage[];
   __shared__ Acc shared[kMaxRowWarps];
   const T* x = static_cast<const T*>(p.input) + int64_t{blockIdx.x} * p.length;
   O* y = static_cast<O*>(p.output) + int64_t{blockIdx.x} * p.length;
+  const T* vectors = x;  // where the row's vectors are read
+  if constexpr (kStaged) {
+    const int head = row_head<kVec>(x);
+    const int count = static_cast<int>(p.length - head) / kVec;
+    for (int v = static_cast<int>(threadIdx.x); v < count; v += static_cast<int>(blockDim.x))
+      cp_async<16>(smem_address(row_storage + v), x + head + v * kVec);
+    cp_async_commit();
+    cp_async_wait<0>();
+    vectors = reinterpret_cast<const T*>(row_storage) - head;
+  }
   OnlineSum<O> own;
   for_row_vectors<kVec>(x, p.length, [&]<int kSize, int kCount>(int64_t column, int64_t step) {
-    const VectorBatch<kSize, kCount, T> batch(x + column, step);
+    const VectorBatch<kSize, kCount, T> batch((kSize > 1 ? vectors : x) + column, step);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) own.add(widen(batch.of[i]));
   });
@@ -148,7 +161,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads) softmax_looped_kernel(const S
   const Acc sum = block_reduce(own.sum * exp_for<O>(own.maximum - maximum), Sum{}, Acc(0), shared);
   const Acc scale = softmax_scale<kLog>(sum);
   for_row_vectors<kVec>(x, p.length, [&]<int kSize, int kCount>(int64_t column, int64_t step) {
-    const VectorBatch<kSize, kCount, T> batch(x + column, step);
+    const VectorBatch<kSize, kCount, T> batch((kSize > 1 ? vectors : x) + column, step);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       Vec<Acc, kSize> values = widen(batch.of[i]);

@@ -2,6 +2,7 @@
 // One thread loads tiles by TMA. Two or three consumer warpgroups own 64 queries each and walk the
 // keys from the last visible block to the first:
 //   - S of the next block is issued before P V of this one, and softmax runs while P V does;
+//   - the last P V of a tile runs together with the first S of the next;
 //   - consumers take turns to issue, so that one's softmax runs under the other's products;
 //   - Q of the next tile is loaded, and O of the last tile stored, while this tile is computed.
 // P stays in registers as the A operand of P V.
@@ -44,15 +45,17 @@ struct ForwardTileSm90 {
   static constexpr int kRowBytes = kHead * 2;
   static constexpr int kQBytes = kBlockM * kRowBytes;
   static constexpr int kBlockBytes = kBlockN * kRowBytes;  // of K and of V
-  // Two buffers for Q and one for O, or one for both.
-  static constexpr bool kOwnOutput = 3 * kQBytes + 2 * kStages * kBlockBytes <= 226 * 1024;
-  static constexpr int kQBuffers = kOwnOutput ? 2 : 1;
+  // O is stored in parts of as many chunks.
+  static constexpr int kOutputChunks = kChunks < 4 ? kChunks : 2;
+  static constexpr int kOutputBytes = kOutputChunks * kBlockM * 128;
+  static constexpr int kQBuffers =
+      2 * kQBytes + 2 * kStages * kBlockBytes + kOutputBytes <= 226 * 1024 ? 2 : 1;
 
   static constexpr int kQ = 0;
   static constexpr int kK = kQ + kQBuffers * kQBytes;
   static constexpr int kV = kK + kStages * kBlockBytes;
-  static constexpr int kOutput = kOwnOutput ? kV + kStages * kBlockBytes : kQ;
-  static constexpr int kBarriers = kV + kStages * kBlockBytes + (kOwnOutput ? kQBytes : 0);
+  static constexpr int kOutput = kV + kStages * kBlockBytes;
+  static constexpr int kBarriers = kOutput + kOutputBytes;
   static constexpr int kSmemBytes = kBarriers + 2 * StageRing<kStages>::kBarrierBytes +
                                     StageRing<kQBuffers>::kBarrierBytes + TileQueue::kSmemBytes +
                                     1024;  // to align the base
@@ -66,9 +69,13 @@ struct ForwardSm90 {
   using Ring = StageRing<Tile::kStages>;
   using QRing = StageRing<Tile::kQBuffers>;
   static constexpr int kScoreRegs = Tile::kBlockN / 2, kOutRegs = Tile::kHead / 2;
+  // A tile's last P V runs together with the next tile's first scores. A mask's values leave no
+  // registers for that.
+  static constexpr bool kJoins = Tile::kMask != MaskUse::kValues;
 
   using Params = ParamsOf<AttentionForwardSm90Params, Tile>;
   using Mask = ScoreMask<Tile::kMask, T, Tile::kBlockN, /*kByKey=*/false>;
+  using Probabilities = RegisterOperand<kScoreRegs / 8>;
 
   const Params& p;
   uint32_t shared;
@@ -87,7 +94,7 @@ struct ForwardSm90 {
         key{dropout_key<Tile>(params)} {}
 
   __device__ __forceinline__ void init() const {
-    q_ring.init(Tile::kOwnOutput ? 4 * Tile::kConsumers : Tile::kConsumers);
+    q_ring.init(4 * Tile::kConsumers);
     k_ring.init(4 * Tile::kConsumers);
     v_ring.init(4 * Tile::kConsumers);
     queue.init(4 * Tile::kConsumers);
@@ -144,105 +151,140 @@ struct ForwardSm90 {
     queue.push(p, tile);
   }
 
+  // A consumer's places in the rings.
+  struct Cursors {
+    typename QRing::Cursor q;
+    typename Ring::Cursor k, v;
+  };
+  __device__ __forceinline__ void release_q(Cursors& at) const {
+    q_ring.release(at.q);
+    at.q.next();
+  }
+  // S = Q K^T of the blocks at hand. The caller waits for the product.
+  __device__ __forceinline__ void issue_scores(float (&s)[kScoreRegs], const Cursors& at,
+                                               int consumer) const {
+    const uint32_t q = shared + Tile::kQ + at.q.stage * Tile::kQBytes + consumer * 8192;
+    const uint32_t k = shared + Tile::kK + at.k.stage * Tile::kBlockBytes;
+    wgmma_pin(s);
+    wgmma_fence();
+    multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, row_tile<Tile::kBlockM>(q),
+                                                                     row_tile<Tile::kBlockN>(k));
+    wgmma_commit();
+  }
+  // After the wait for S of `block`.
+  __device__ __forceinline__ void finish_scores(float (&s)[kScoreRegs], Cursors& at,
+                                                int block) const {
+    wgmma_pin(s);
+    k_ring.release(at.k);
+    at.k.next();
+    if (block == 0) release_q(at);
+  }
+  // O (+)= P V.
+  __device__ __forceinline__ void issue_output(float (&out)[kOutRegs], Probabilities& probabilities,
+                                               const Cursors& at, bool accumulate) const {
+    const uint32_t v = shared + Tile::kV + at.v.stage * Tile::kBlockBytes;
+    v_ring.wait_full(at.v);
+    wgmma_pin(out);
+    wgmma_pin(probabilities);
+    wgmma_fence();
+    multiply_held<T>(out, probabilities, row_tile<Tile::kBlockN>(v), accumulate);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void finish_output(float (&out)[kOutRegs],
+                                                Probabilities& probabilities, Cursors& at) const {
+    wgmma_wait<0>();
+    wgmma_pin(out);
+    wgmma_pin(probabilities);
+    v_ring.release(at.v);
+    at.v.next();
+  }
+
   // Each consumer warpgroup calls it.
   __device__ __forceinline__ void attend(int consumer) {
-    typename QRing::Cursor q_at;
-    typename Ring::Cursor k_at, v_at;
+    Cursors at;
     const float scale = softmax_scale();
+    const int turn = kTurnBarrierOfConsumer + consumer;
     const int next_turn = kTurnBarrierOfConsumer + (consumer + 1) % Tile::kConsumers;
     if (Tile::kTurns && consumer == Tile::kConsumers - 1) named_barrier_arrive(next_turn, 256);
-    for (int tile = queue.pop(); queue.popped(p, tile); queue.finish(), tile = queue.pop()) {
-      const Work w = work(tile);
-      const int row0 = w.row0 + consumer * 64;
-      const uint64_t q =
-          row_tile<Tile::kBlockM>(shared + Tile::kQ + q_at.stage * Tile::kQBytes + consumer * 8192);
-      auto k_tile = [&] {
-        return row_tile<Tile::kBlockN>(shared + Tile::kK + k_at.stage * Tile::kBlockBytes);
-      };
-      auto v_tile = [&] {
-        return row_tile<Tile::kBlockN>(shared + Tile::kV + v_at.stage * Tile::kBlockBytes);
-      };
+    int tile = queue.pop(), next;
+    for (; queue.popped(p, tile); queue.finish(), tile = next) {
+      Work w = work(tile);
+      int row0 = w.row0 + consumer * 64;
       float s[kScoreRegs], out[kOutRegs];
-      RegisterOperand<kScoreRegs / 8> probabilities;
+      Probabilities probabilities;
       OnlineSoftmax softmax;
       float correction[2] = {1.f, 1.f};
       Mask mask = mask_of(w, row0, consumer);
-      auto hide = [&](int block) {
+      // Scores of `block` to probabilities in s. Returns what softmax.step() does.
+      auto exponentiate = [&](int block) {
         int col0 = block * Tile::kBlockN;
         if constexpr (Tile::kMasked) col0 = apply_mask(s, mask);
         if constexpr (Tile::kWindowed) col0 = w.visible.block(block) * Tile::kBlockN;
         hide_ends(s, row0 + shift_of(w), col0, limits_of(p, w));
+        const bool moves = softmax.step(s, scale, correction);
+        drop(s, w, mask, row0, block);
+        return moves;
       };
-      q_ring.wait_full(q_at);
-      if (Tile::kMayBeEmpty && w.blocks == 0) {
-        if constexpr (Tile::kOwnOutput) q_ring.release(q_at);
-        clear_accumulator(out);
-        store(out, softmax, derived(w, tile), row0, consumer, q_at);
-        q_at.next();
-        continue;
-      }
-      k_ring.wait_full(k_at);
-      wgmma_pin(s);
-      wgmma_fence();
-      multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, q, k_tile());
-      wgmma_commit();
-      if constexpr (Tile::kMasked) mask.fetch(w.visible.entry(w.blocks - 1));
-      wgmma_wait<0>();
-      wgmma_pin(s);
-      k_ring.release(k_at);
-      k_at.next();
-      hide(w.blocks - 1);
-      softmax.step(s, scale, correction);
-      drop(s, w, mask, row0, w.blocks - 1);
-      round_to_operand<T>(probabilities, s);
-
-#pragma unroll 1
-      for (int block = w.blocks - 2; block >= 0; --block) {
-        k_ring.wait_full(k_at);
-        if constexpr (Tile::kTurns) named_barrier_sync(kTurnBarrierOfConsumer + consumer, 256);
-        wgmma_pin(s);
-        wgmma_fence();
-        multiply_rows_sm90<T, Tile::kHead, Tile::kBlockM, Tile::kBlockN>(s, q, k_tile());
-        wgmma_commit();
-        v_ring.wait_full(v_at);
-        wgmma_pin(out);
-        wgmma_pin(probabilities);
-        wgmma_fence();
-        multiply_held<T>(out, probabilities, v_tile(), block < w.blocks - 2);
-        wgmma_commit();
+      // Issues S of `block` and P V of the block before it, under which softmax runs. Calls
+      // `then`, with what softmax.step() returned, when `out` has P V.
+      auto step = [&](int block, bool accumulate, auto then) {
+        k_ring.wait_full(at.k);
+        if constexpr (Tile::kTurns) named_barrier_sync(turn, 256);
+        issue_scores(s, at, consumer);
+        issue_output(out, probabilities, at, accumulate);
         if constexpr (Tile::kTurns) named_barrier_arrive(next_turn, 256);
         if constexpr (Tile::kMasked) mask.fetch(w.visible.entry(block));
         wgmma_wait<1>();
-        wgmma_pin(s);
-        k_ring.release(k_at);
-        k_at.next();
-        hide(block);
-        const bool moves = softmax.step(s, scale, correction);
-        drop(s, w, mask, row0, block);
-        wgmma_wait<0>();
-        wgmma_pin(out);
-        wgmma_pin(probabilities);
-        v_ring.release(v_at);
-        v_at.next();
-        if (moves) scale_rows(out, correction);
+        finish_scores(s, at, block);
+        const bool moves = exponentiate(block);
+        finish_output(out, probabilities, at);
+        then(moves);
         round_to_operand<T>(probabilities, s);
+      };
+
+      q_ring.wait_full(at.q);
+      if (Tile::kMayBeEmpty && w.blocks == 0) {
+        release_q(at);
+        clear_accumulator(out);
+        store(out, softmax, derived(w, tile), consumer);
+        next = queue.pop();
+        continue;
       }
-      if constexpr (Tile::kOwnOutput) q_ring.release(q_at);
-      v_ring.wait_full(v_at);
-      wgmma_pin(out);
-      wgmma_pin(probabilities);
-      wgmma_fence();
-      multiply_held<T>(out, probabilities, v_tile(), w.blocks > 1);
-      wgmma_commit();
+      k_ring.wait_full(at.k);
+      issue_scores(s, at, consumer);
+      if constexpr (Tile::kMasked) mask.fetch(w.visible.entry(w.blocks - 1));
       wgmma_wait<0>();
-      wgmma_pin(out);
-      v_ring.release(v_at);
-      v_at.next();
-      store(out, softmax, derived(w, tile), row0, consumer, q_at);
-      q_at.next();
+      finish_scores(s, at, w.blocks - 1);
+      exponentiate(w.blocks - 1);
+      round_to_operand<T>(probabilities, s);
+      while (true) {
+#pragma unroll 1
+        for (int block = w.blocks - 2; block >= 0; --block)
+          step(block, block < w.blocks - 2, [&](bool moves) {
+            if (moves) scale_rows(out, correction);
+          });
+        next = queue.pop();
+        if (!kJoins || !queue.popped(p, next)) break;
+        const Work next_work = work(next);
+        if (Tile::kMayBeEmpty && next_work.blocks == 0) break;
+        const Work done = w;
+        const OnlineSoftmax done_softmax = softmax;
+        w = next_work;
+        row0 = w.row0 + consumer * 64;
+        softmax = {};
+        if constexpr (Tile::kMasked) mask.enter(mask_plane(p.mask, w.b, w.h), w.b, w.h, row0);
+        q_ring.wait_full(at.q);
+        step(w.blocks - 1, done.blocks > 1,
+             [&](bool) { store(out, done_softmax, derived(done, tile), consumer); });
+        queue.finish();
+        tile = next;
+      }
+      issue_output(out, probabilities, at, w.blocks > 1);
+      finish_output(out, probabilities, at);
+      store(out, softmax, derived(w, tile), consumer);
     }
     // One arrival of the last consumer remains, which consumer 0 takes.
-    if (Tile::kTurns && consumer == 0) named_barrier_sync(kTurnBarrierOfConsumer + consumer, 256);
+    if (Tile::kTurns && consumer == 0) named_barrier_sync(turn, 256);
     tma_store_wait<0>();
   }
 
@@ -282,8 +324,8 @@ struct ForwardSm90 {
 
   // Stores O / l and the log-sum-exp of the warpgroup's 64 rows.
   __device__ __forceinline__ void store(float (&out)[kOutRegs], const OnlineSoftmax& softmax,
-                                        const Work& w, int row0, int consumer,
-                                        const typename QRing::Cursor& q_at) const {
+                                        const Work& w, int consumer) const {
+    const int row0 = w.row0 + consumer * 64;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -300,22 +342,17 @@ struct ForwardSm90 {
     if constexpr (Tile::kMayBeEmpty) clear_hidden_rows(out, inverse);
     const int barrier = kOutputBarrierOfConsumer + consumer;
     const uint32_t buffer = shared + Tile::kOutput + consumer * 8192;
-    if constexpr (Tile::kOwnOutput) {
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::kChunks; chunk += Tile::kOutputChunks) {
       if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
       named_barrier_sync(barrier, 128);
-    } else {
-      named_barrier_sync(barrier, 128);  // all warps have read Q's rows
-    }
-    write_row_tile<T, Tile::kBlockM>(buffer, out);
-    fence_proxy_async();
-    named_barrier_sync(barrier, 128);
-    if (threadIdx.x % 128 != 0) return;
-    store_row_tile<Tile::kChunks, Tile::kBlockM>(&p.out, buffer, row0, limits_of(p, w).S_q, p.D_v,
-                                                 w.h, queries_of(w));
-    tma_store_commit();
-    if constexpr (!Tile::kOwnOutput) {
-      tma_store_wait_read<0>();
-      mbarrier_arrive(q_ring.empty(q_at.stage));
+      write_row_tile<T, Tile::kBlockM, Tile::kOutputChunks>(buffer, out, chunk);
+      fence_proxy_async();
+      named_barrier_sync(barrier, 128);
+      if (threadIdx.x % 128 != 0) continue;
+      store_row_tile<Tile::kOutputChunks, Tile::kBlockM>(&p.out, buffer, row0, limits_of(p, w).S_q,
+                                                         p.D_v, w.h, queries_of(w), chunk);
+      tma_store_commit();
     }
   }
 };

@@ -129,7 +129,7 @@ inline TileGridOfHeads tiles_of_queries(const AttentionParams& p, int tile_rows,
   TileGridOfHeads grid;
   grid.schedule =
       make_tile_schedule(p.B * p.H, p.H, p.H / p.H_kv, ceil_div(p.S_q, int64_t{tile_rows}),
-                         p.S_k * (p.D + p.D_v) * 2, device.l2_bytes, /*longest_is_last=*/true);
+                         p.S_k * (p.D + p.D_v) * 2, device, /*longest_is_last=*/true);
   grid.ctas = std::min(grid.schedule.num_tiles, device.num_sms);
   if (needs_tile_counters(p) && grid.ctas < grid.schedule.num_tiles)
     grid.schedule.counter = counter;
@@ -140,7 +140,7 @@ inline TileGridOfHeads tiles_of_keys(const AttentionParams& p, int tile_rows, in
   TileGridOfHeads grid;
   const int64_t group = p.H / p.H_kv;
   grid.schedule = make_tile_schedule(p.B * p.H_kv, p.H_kv, 1, ceil_div(p.S_k, int64_t{tile_rows}),
-                                     group * p.S_q * (p.D + p.D_v) * 2, device.l2_bytes,
+                                     group * p.S_q * (p.D + p.D_v) * 2, device,
                                      /*longest_is_last=*/false);
   grid.ctas = std::min(grid.schedule.num_tiles, device.num_sms);
   if (needs_tile_counters(p) && grid.ctas < grid.schedule.num_tiles)

@@ -170,6 +170,11 @@ struct ScoreMask<kUse, T, kCols, kByKey> {
   int cell = kMaskVisible, col0 = 0;
   uint32_t words[2][kWords];
 
+  // Goes on with rows from row0 on of head (b, h).
+  __device__ __forceinline__ void enter(int new_plane, int new_b, int new_h, int new_row0) {
+    plane = new_plane, b = new_b, h = new_h, row0 = new_row0;
+  }
+
   // Loads the bits that `entry` needs. Its list has blocks of kCols columns.
   __device__ __forceinline__ void fetch(uint32_t entry) {
     cell = static_cast<int>(entry >> (2 * consumer) & 3u);

@@ -29,12 +29,13 @@ __device__ __forceinline__ void load_row_tile(uint32_t to, const CUtensorMap* ma
 }
 template <int kChunks, int kRows>
 __device__ __forceinline__ void store_row_tile(const CUtensorMap* map, uint32_t from, int row0,
-                                               int S, int D, int h, const RaggedRows& rows) {
+                                               int S, int D, int h, const RaggedRows& rows,
+                                               int first = 0) {
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk)
-    if (chunk * 64 < D && row0 < S)
-      tma_store_5d(map, chunk * 64, kRaggedEnd - rows.length + row0, h, rows.end, kRaggedEnd,
-                   from + chunk * kRows * 128);
+    if ((first + chunk) * 64 < D && row0 < S)
+      tma_store_5d(map, (first + chunk) * 64, kRaggedEnd - rows.length + row0, h, rows.end,
+                   kRaggedEnd, from + chunk * kRows * 128);
 }
 
 // ---- tiles ----
@@ -47,8 +48,9 @@ struct SequenceQueue {
   static constexpr int kSmemBytes = StageRing<kSlots>::kBarrierBytes + kTileBytes * kSlots;
   static constexpr int kNoTile = -1;
 
-  uint32_t shared;  // kSmemBytes, a multiple of 16
-  StageRing<kSlots>::Cursor at = {};
+  uint32_t shared;                      // kSmemBytes, a multiple of 16
+  StageRing<kSlots>::Cursor at = {};    // the next slot that is pushed or popped
+  StageRing<kSlots>::Cursor held = {};  // a consumer's: the next that it hands back
 
   __device__ __forceinline__ StageRing<kSlots> ring() const { return {shared}; }
   __device__ __forceinline__ void init(int consumer_warps) const { ring().init(consumer_warps); }
@@ -88,6 +90,7 @@ struct SequenceQueue {
   __device__ __forceinline__ int pop() {
     ring().wait_full(at);
     const uint32_t from = slot();
+    at.next();
     return static_cast<int>(load_shared_u32(from + 4)) == kNoTile ? kNoTile
                                                                   : static_cast<int>(from);
   }
@@ -95,11 +98,11 @@ struct SequenceQueue {
   __device__ __forceinline__ bool popped(const Params&, int tile) const {
     return tile != kNoTile;
   }
-  // Hands the slot of the tile back.
+  // Hands the slot of the oldest tile back that it still holds.
   __device__ __forceinline__ void finish() {
     __syncwarp();
-    ring().release(at);
-    at.next();
+    ring().release(held);
+    held.next();
   }
 
  private:

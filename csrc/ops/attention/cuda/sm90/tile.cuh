@@ -209,31 +209,32 @@ __device__ __forceinline__ void load_row_tile(uint32_t to, const CUtensorMap* ma
 }
 
 // Stores 64 rows of a tile of kRows in the thread's open group, if they begin inside the extents
-// (S, D).
+// (S, D). Their columns begin with chunk `first`.
 template <int kChunks, int kRows>
 __device__ __forceinline__ void store_row_tile(const CUtensorMap* map, uint32_t from, int row0,
-                                               int S, int D, int h, int b) {
+                                               int S, int D, int h, int b, int first = 0) {
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk)
-    if (chunk * 64 < D && row0 < S)
-      tma_store_4d(map, chunk * 64, row0, h, b, from + chunk * kRows * 128);
+    if ((first + chunk) * 64 < D && row0 < S)
+      tma_store_4d(map, (first + chunk) * 64, row0, h, b, from + chunk * kRows * 128);
 }
 
-// Writes a warpgroup's 64 rows of kRegs / 32 chunks to shared memory, in the layout above. `shared`
-// is the first chunk's first row, kRows the rows of the whole tile. TMA may store them after
-// fence_proxy_async() and a barrier.
-template <class T, int kRows, int kRegs>
-__device__ __forceinline__ void write_row_tile(uint32_t shared, const float (&d)[kRegs]) {
+// Writes a warpgroup's 64 rows of kChunks chunks (0: all of d) to shared memory, in the layout
+// above. The columns begin with chunk `first` of d. `shared` is the first chunk's first row, kRows
+// the rows of the whole tile. TMA may store them after fence_proxy_async() and a barrier.
+template <class T, int kRows, int kChunks = 0, int kRegs>
+__device__ __forceinline__ void write_row_tile(uint32_t shared, const float (&d)[kRegs],
+                                               int first = 0) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   // The lane's row and 16-byte column among the four 8x8 matrices of one stmatrix: rows 0-7 and
   // 8-15 of the left 8 columns, then of the right. The next stmatrix is 32 bytes further.
   const int row = accumulator_warp_row() + lane % 16;
   const uint32_t address = shared + row * 128 + (((lane / 16) ^ row % 8) << 4);
 #pragma unroll
-  for (int chunk = 0; chunk < kRegs / 32; ++chunk)
+  for (int chunk = 0; chunk < (kChunks > 0 ? kChunks : kRegs / 32); ++chunk)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float* from = &d[chunk * 32 + j * 8];
+      const float* from = &d[(first + chunk) * 32 + j * 8];
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = pack_pair_sm90(from[2 * i], from[2 * i + 1], T());
