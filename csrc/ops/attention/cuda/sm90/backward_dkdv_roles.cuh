@@ -22,6 +22,7 @@
 #include "ops/attention/cuda/sm90/launch.cuh"
 #include "ops/attention/cuda/sm90/tile.cuh"
 #include "ops/attention/cuda/sm90/tile_queue.cuh"
+#include "tile/loaded_stage_sm90.cuh"
 
 namespace warpwright {
 
@@ -237,8 +238,7 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
       round_to_operand<T>(probabilities, s);
       uncap_columns(s, lse, p.window);
     }
-    __syncwarp();
-    q_ring.release(q_at);
+    release_loaded(q_ring, q_at);
     q_at.next();
   }
 
@@ -337,7 +337,7 @@ struct DkdvRolesSm90 : KeyTilesSm90<T, Tile> {
     __syncwarp();
     p_ring.release(p_at);
     p_at.next();
-    do_ring.release(do_at);
+    release_loaded(do_ring, do_at);
     do_at.next();
   }
 

@@ -10,6 +10,7 @@
 #include "device/vec.cuh"
 #include "ops/conv2d/cuda/depthwise/columns.h"
 #include "ops/conv2d/cuda/depthwise/exact.cuh"
+#include "tile/loaded_stage_sm90.cuh"
 #include "tile/stage_ring_sm90.cuh"
 
 namespace warpwright {
@@ -275,8 +276,8 @@ __global__ void __launch_bounds__(kColumnsThreads, 1)
             float(&sums)[4][4] = acc[(j + 1) % kTaps];
             mend_outputs<kTaps>(sums, x, w, b, flip, u.image, u.row + done, u.col, rows, me, s);
             store_outputs<T>(output, sums, rows, me.warp);
-            fence_proxy_async();
           }
+          fence_proxy_async();  // the outputs before their copy, loads before that of the next row
           __syncthreads();
           if (is_leader) {
             if (done >= 0) {
@@ -450,8 +451,7 @@ __global__ void __launch_bounds__(kColumnsThreads, 1)
               bias[ch] += (low.x + low.y) + (high.x + high.y);
             }
           }
-          __syncwarp();
-          ring.release(at);
+          release_loaded(ring, at);
           at.next();
 #pragma unroll
           for (int r = 0; r < kTaps; ++r) {

@@ -8,6 +8,7 @@
 #include "device/vec.cuh"
 #include "ops/conv2d/cuda/depthwise/exact.cuh"
 #include "ops/conv2d/cuda/depthwise/rows.h"
+#include "tile/loaded_stage_sm90.cuh"
 #include "tile/stage_ring_sm90.cuh"
 
 namespace warpwright {
@@ -183,8 +184,7 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
           ring.wait_full(at);
           load_columns(mine + at.stage * (g.stage_bytes / static_cast<int>(sizeof(T))),
                        g.box_channels, loaded);
-          __syncwarp();
-          ring.release(at);
+          release_loaded(ring, at);
           at.next();
           if (j % kStride == 0) {
 #pragma unroll
@@ -279,8 +279,7 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
           ring.wait_full(at);
           load_columns(mine + at.stage * (g.stage_bytes / static_cast<int>(sizeof(T))),
                        g.box_channels, loaded);
-          __syncwarp();
-          ring.release(at);
+          release_loaded(ring, at);
           at.next();
           // Step i brings dy's row i - (kLive - 1); the pair i is new, its rows are in slot j.
 #pragma unroll
@@ -439,8 +438,7 @@ __global__ void __launch_bounds__(depthwise_rows_threads(kTaps) + 32, depthwise_
             ring.wait_full(at);
             load_columns(my_x + stage, g.box_channels, loaded);
             if (has_dy) load_columns(my_dy + stage, g.box_channels, loaded_dy);
-            __syncwarp();
-            ring.release(at);
+            release_loaded(ring, at);
             at.next();
             if (has_dy) {
 #pragma unroll
