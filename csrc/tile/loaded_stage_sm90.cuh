@@ -5,9 +5,9 @@
 
 namespace warpwright {
 
-// TMA writes through another proxy than loads read, so an arrival does not hold the next copy
-// behind loads on their way: they would return its data. The fence does. Reads by wgmma are in
-// TMA's proxy and need none. All lanes of the warp call.
+// TMA writes through another proxy than ordinary loads read. Without the fence the next copy may
+// overwrite a stage before earlier loads have read it, in spite of the arrival. Reads by wgmma use
+// TMA's proxy and need no fence. All lanes of the warp call.
 template <class Ring>
 __device__ __forceinline__ void release_loaded(const Ring& ring, const typename Ring::Cursor& at) {
   fence_proxy_async();

@@ -60,8 +60,8 @@ struct StageRing {
   __device__ __forceinline__ void wait_full(const Cursor& at) const {
     mbarrier_wait(full(at.stage), at.parity);
   }
-  // Called when every lane of the warp has finished with the stage. Lanes that read it by ordinary
-  // loads (not by wgmma) call __syncwarp() first.
+  // Called when every lane of the warp has finished with the stage. A warp that reads a stage of
+  // TMA's by ordinary loads (not by wgmma) calls release_loaded() of loaded_stage_sm90.cuh.
   __device__ __forceinline__ void release(const Cursor& at) const {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(at.stage));
   }

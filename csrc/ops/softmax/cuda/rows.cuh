@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kSoftmaxHeldThreads)
                          static_cast<O*>(p.output) + row * p.length);
 }
 
-// Layout: as above. Grid: one block per row. kStaged: the row's vectors are in shared memory, where
-// a thread copies what it reads itself. Else the second read usually comes from L1 or L2.
+// Layout: as above. Grid: one block per row. kStaged: each thread copies its own vectors to shared
+// memory and reads them there. Otherwise the second read usually comes from L1 or L2.
 template <class T, class O, int kVec, bool kLog, bool kStaged>
 __global__ void __launch_bounds__(kStaged ? kSoftmaxStagedThreads : kSoftmaxThreads)
     softmax_looped_kernel(const SoftmaxParams p) {

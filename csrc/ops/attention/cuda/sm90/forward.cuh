@@ -45,7 +45,7 @@ struct ForwardTileSm90 {
   static constexpr int kRowBytes = kHead * 2;
   static constexpr int kQBytes = kBlockM * kRowBytes;
   static constexpr int kBlockBytes = kBlockN * kRowBytes;  // of K and of V
-  // O is stored in parts of as many chunks.
+  // O goes through shared memory in parts of kOutputChunks chunks.
   static constexpr int kOutputChunks = kChunks < 4 ? kChunks : 2;
   static constexpr int kOutputBytes = kOutputChunks * kBlockM * 128;
   static constexpr int kQBuffers =

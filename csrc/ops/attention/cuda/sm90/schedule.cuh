@@ -23,12 +23,12 @@ struct TileSchedule {
   int num_tiles = 0;                 // of all heads
   int rows_tiles = 0;                // per head
   int last_tile = 0, last_head = 0;  // the first ones of the last section
-  int section = 1;                   // heads per other section
+  int section = 1;                   // heads of each other section
   bool longest_is_last = true;  // the last rows of a head have the most work, else the first rows
   int* counter =
       nullptr;            // tiles taken beyond the first of each CTA; null: every gridDim.x-th tile
   FastDivmod by_section;  // section * rows_tiles
-  FastDivmod by_heads;    // section, or all heads of packed sequences
+  FastDivmod by_heads;    // section (of packed sequences: of their list)
   FastDivmod by_last_heads;
   FastDivmod by_H;
   FastDivmod by_group;  // query heads per head of K and V
