@@ -158,14 +158,12 @@ inline double sm90_tile_cycles(const Sm90Product& p, GemmTile tile, int64_t roun
   return cycles;
 }
 
-// tests/test_explain.py has the measured times of all tiles, which this estimate must rank. The
-// operands come from memory once.
-inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int splits,
-                                   const DeviceInfo& device) {
+// Of all tiles and parts, without the sum of the parts. The operands come from memory once.
+inline double sm90_product_cycles(const Sm90Product& p, GemmTile tile, int splits,
+                                  const DeviceInfo& device) {
   constexpr double kFirstAndLast[] = {16000, 5500, 2750, 2000};  // filling the ring, the last store
   constexpr double kFirstAndLastTransposed = 5500, kFirstAndLastWide16Bit = 5500;
   constexpr double kFirstAndLast192 = 8000;
-  constexpr double kSecondLaunch = 2500;
   constexpr double kMemoryBytesPerCycle = 2500;
   const Sm90TileShape shape = sm90_tile(p.loading, tile);
   const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n) * splits;
@@ -182,13 +180,35 @@ inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int spli
   if (exposed) first_and_last *= static_cast<double>(rounds);
   const double memory_cycles = static_cast<double>(p.m + p.n) * static_cast<double>(p.k) *
                                static_cast<double>(gemm_kind_size(p.kind)) / kMemoryBytesPerCycle;
-  double cycles =
-      first_and_last + std::max(static_cast<double>(rounds * k_tiles) * tile_cycles, memory_cycles);
+  return first_and_last +
+         std::max(static_cast<double>(rounds * k_tiles) * tile_cycles, memory_cycles);
+}
+
+constexpr double kSecondLaunchCycles = 2500;
+
+// tests/test_gemm_races.py has the measured times of all tiles, which this estimate must rank.
+inline double estimate_sm90_cycles(const Sm90Product& p, GemmTile tile, int splits,
+                                   const DeviceInfo& device) {
+  double cycles = sm90_product_cycles(p, tile, splits, device);
   if (splits > 1) {
-    cycles += kSecondLaunch + 8.0 * static_cast<double>(p.m) * static_cast<double>(p.n) *
-                                  (splits + 1) / kPartBytesPerCycle;
+    cycles += kSecondLaunchCycles + 8.0 * static_cast<double>(p.m) * static_cast<double>(p.n) *
+                                        (splits + 1) / kPartBytesPerCycle;
   }
   return cycles;
+}
+
+// The same if clusters of `splits` CTAs add the parts, in one round. Each CTA writes its part to
+// shared memory, and reads its share of every part: as many bytes, all but 1 / splits of them from
+// other SMs. A second kernel adds row sums.
+inline double estimate_cluster_split_cycles(const Sm90Product& p, GemmTile tile, int splits,
+                                            bool sums_rows, const DeviceInfo& device) {
+  constexpr double kBarriers = 2500;  // of the cluster, both
+  constexpr double kExchangeBytesPerCycle = 32;
+  const Sm90TileShape shape = cluster_split_tile(tile);
+  const double part_bytes = 4.0 * shape.blk_m * shape.blk_n;
+  const double exchanged = part_bytes * (2 * splits - 1) / splits;
+  return sm90_product_cycles(p, tile, splits, device) + kBarriers +
+         exchanged / kExchangeBytesPerCycle + (sums_rows ? kSecondLaunchCycles : 0);
 }
 
 }  // namespace warpwright

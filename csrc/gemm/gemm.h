@@ -8,17 +8,20 @@
 //   portable (kernel_portable.cuh)   any operands, mma.sync or FMA. Loaders and a destination of D
 //                                    are its extension points.
 //   sm_90a (kernel_sm90.cuh)         TMA and wgmma. Its extension point is the Loading.
+//   cluster split (cluster_split_sm90.cuh)  the same for few output tiles: a cluster splits k
 //   few rows (few_rows.cu)           float32 by FMA, bound by the bytes of B
 //   outer product (outer_product_sm90.cu)   a short k, bound by the bytes of D
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
-#include <string>
 
 #include "common/ceil_div.h"
 #include "gemm/cost_model.h"
+#include "gemm/describe.h"
 #include "gemm/params.h"
+#include "gemm/plan.h"
 #include "gemm/tiles.h"
 #include "gemm/traffic.h"
 
@@ -28,46 +31,12 @@
 
 namespace warpwright {
 
-enum class GemmVariant { kPortable, kSm90, kFewRows, kOuterProduct };
-
-struct GemmPlan {
-  GemmVariant variant;
-  GemmKind kind;
-  GemmTile tile;
-  bool a_vectorized;  // by 16-byte accesses: aligned rows of whole 16 bytes
-  bool b_vectorized;
-  int splits;           // parts of k, summed in order by a second kernel
-  Sm90Loading loading;  // kSm90
-  int cluster;          // kSm90: CTAs with neighbouring tiles along N, which share their loads of A
-  int row_groups;       // kOuterProduct: groups per block
-  bool sums_rows;       // the kernel writes GemmParams::row_sums
-  int row_sum_shares = 1;  // tiles of a row of tiles that share its sums (tile/row_sums_sm90.cuh)
-  int64_t workspace_bytes;
-  double cycles;  // estimate, to compare with other operands; not of kFewRows
-  const char* reason;
-};
-
-inline GemmKind gemm_kind(const GemmParams& p) { return gemm_kind(p.dtype(), p.tf32); }
-
-// The length counts too. cp.async reads only the bytes that it is told to, but memcheck reports a
-// last copy that reaches past the tensor.
-inline bool is_vectorized(const Operand& operand, int64_t extent_mn, int64_t k) {
-  const int64_t length = operand.major == Major::kK ? k : extent_mn;
-  return operand.aligned && length * dtype_size(operand.dtype) % 16 == 0;
-}
-
 constexpr int kMaxSplits = 64;
 constexpr int64_t kMaxSplitBytes = int64_t{64} << 20;  // of workspace
-
-// Bytes of one part of a split product.
-inline int64_t part_bytes(const GemmParams& p) {
-  return p.m * p.n * (p.dtype() == DType::kFloat64 ? 8 : 4);
-}
 
 // ---- few rows ----
 
 constexpr int64_t kMaxFewRows = 16;
-constexpr int64_t kFewRowsColumns = 16;  // columns of D per block
 constexpr int kFewRowsWarps = 8;
 constexpr int kFewRowsStages = 8;
 constexpr int64_t kFewRowsSmemBytes =
@@ -87,6 +56,8 @@ inline bool takes_few_rows(const GemmParams& p, const DeviceInfo& device) {
 
 constexpr int kMinSplitTiles = 4;   // of k, per part
 constexpr int kMinLongTiles = 128;  // of k: a long product
+// CTAs of a cluster: at most 8 on every GPU.
+constexpr int kClusterSplits[] = {2, 4, 8};
 
 // TMA cannot describe overlapping rows (expanded or sliding views). A single row has no pitch.
 inline bool rows_overlap(const Operand& operand, int64_t extent_mn, int64_t k) {
@@ -129,9 +100,11 @@ inline Sm90Loading sm90_loading(const GemmParams& p) {
   return p.a.major == Major::kK ? Sm90Loading::kSwapped : Sm90Loading::kTransposed;
 }
 
-// Resident clusters of 1, 2 or 4 CTAs, if each CTA fills an SM.
+// Resident clusters of 1, 2, 4 or 8 CTAs, if each CTA fills an SM.
 inline int clusters_at_once(int ctas, const DeviceInfo& device) {
-  return ctas == 1 ? device.num_sms : device.clusters[ctas / 2];
+  if (ctas == 1) return device.num_sms;
+  const int resident = device.clusters[std::bit_width(static_cast<unsigned>(ctas)) - 1];
+  return std::min(resident, device.num_sms / ctas);
 }
 
 // CTAs per cluster. A 128-byte piece of a row that does not start at a multiple of 128 bytes takes
@@ -163,8 +136,6 @@ inline int choose_sm90_cluster(const GemmParams& p, const GemmPlan& plan,
 // The kernel for a short k with both operands contiguous across it: a weight's gradient from few
 // rows. A block has up to 8 groups of 64 rows by 256 columns of D.
 constexpr int64_t kMaxOuterProductK = 96;
-constexpr int64_t kOuterProductRows = 64;
-constexpr int64_t kOuterProductCols = 256;
 constexpr int kMaxOuterProductGroups = 8;  // whose operands fit in shared memory
 
 inline bool takes_outer_product(const GemmParams& p, const DeviceInfo& device) {
@@ -250,16 +221,21 @@ void for_splits(const Sm90TileShape& shape, const GemmParams& p, const DeviceInf
   }
 }
 
+inline bool adds_to_narrow(const GemmParams& p) { return p.accumulate && !p.accum_d; }
+
+inline Sm90Product sm90_product(const GemmParams& p, const GemmPlan& plan) {
+  return {.kind = plan.kind,
+          .m = p.m,
+          .n = p.n,
+          .k = p.k,
+          .loading = plan.loading,
+          .weight_gradient = p.a.major == Major::kMN && p.b.major == Major::kMN,
+          .whole_sectors = p.a.rows_start_at(32) && p.b.rows_start_at(32),
+          .adds_to_narrow = adds_to_narrow(p)};
+}
+
 inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
-  const bool adds_to_narrow = p.accumulate && !p.accum_d;
-  const Sm90Product product{.kind = plan.kind,
-                            .m = p.m,
-                            .n = p.n,
-                            .k = p.k,
-                            .loading = plan.loading,
-                            .weight_gradient = p.a.major == Major::kMN && p.b.major == Major::kMN,
-                            .whole_sectors = p.a.rows_start_at(32) && p.b.rows_start_at(32),
-                            .adds_to_narrow = adds_to_narrow};
+  const Sm90Product product = sm90_product(p, plan);
   const int64_t k_tiles = ceil_div(p.k * dtype_size(p.dtype()), 128);
   double best = -1;
   for (GemmTile tile : kSm90Tiles) {
@@ -268,7 +244,7 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
     const bool fills_rounds = plan.kind == GemmKind::k16Bit && plan.loading == Sm90Loading::kTma &&
                               k_tiles >= kMinLongTiles;
     for_splits(sm90_tile(plan.loading, tile), p, device, fills_rounds, [&](int splits) {
-      if (splits > 1 && (adds_to_narrow || k_tiles < int64_t{splits} * kMinSplitTiles ||
+      if (splits > 1 && (adds_to_narrow(p) || k_tiles < int64_t{splits} * kMinSplitTiles ||
                          splits * part_bytes(p) > kMaxSplitBytes)) {
         return;
       }
@@ -283,11 +259,53 @@ inline double choose_sm90_tile(const GemmParams& p, const DeviceInfo& device, Ge
   return best;
 }
 
+// The weight's gradient on wgmma can compute the bias gradient too: sums over k of A, which is
+// dy^T. TF32 would round the summands.
+inline bool can_sum_rows(const GemmParams& p, const GemmPlan& plan) {
+  const bool wgmma =
+      plan.variant == GemmVariant::kSm90 || plan.variant == GemmVariant::kOuterProduct;
+  return wgmma && plan.kind == GemmKind::k16Bit && p.a.major == Major::kMN &&
+         p.b.major == Major::kMN && !p.accumulate && !is_empty(p);
+}
+
+// Sets the fastest tile and split of k inside clusters, and returns its estimate, or a negative
+// number if there is none. All clusters are resident at once: a second round would cost as much as
+// it saves.
+inline double choose_cluster_split(const GemmParams& p, const DeviceInfo& device, GemmPlan& plan) {
+  if (plan.kind != GemmKind::k16Bit || plan.loading != Sm90Loading::kTma) return -1;
+  const Sm90Product product = sm90_product(p, plan);
+  const int64_t k_tiles = ceil_div<int64_t>(p.k, 64);
+  const bool sums_rows = p.row_sums != nullptr && can_sum_rows(p, plan);
+  plan.splits_in_cluster = true;
+  plan.cluster = 1;
+  double best = -1;
+  for (GemmTile tile : kSm90Tiles) {
+    if (!has_cluster_split_tile(tile, p.a.major, p.b.major)) continue;
+    if (tile == GemmTile::k192x192 && p.preactivation != nullptr) continue;  // one store buffer
+    const Sm90TileShape shape = cluster_split_tile(tile);
+    const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);
+    for (int splits : kClusterSplits) {
+      if (k_tiles < int64_t{splits} * kMinSplitTiles) break;
+      if (tiles > clusters_at_once(splits, device)) break;
+      const double cycles = estimate_cluster_split_cycles(product, tile, splits, sums_rows, device);
+      if (best < 0 || cycles < best) {
+        best = cycles;
+        plan.tile = tile;
+        plan.splits = splits;
+      }
+    }
+  }
+  return best;
+}
+
 // The reason for the tile and the split: how the tile's size compares with others of its path.
 inline const char* tile_reason(const GemmParams& p, const GemmPlan& plan) {
   const bool portable = plan.variant == GemmVariant::kPortable;
   if (portable && !(plan.a_vectorized && plan.b_vectorized)) {
     return "an operand's rows are not multiples of 16 bytes: element accesses";
+  }
+  if (plan.splits_in_cluster) {
+    return "few output tiles for the SMs: k is split, and a cluster adds the parts";
   }
   if (plan.splits > 1) return "few output tiles for the SMs: k is split";
   const bool has_larger =
@@ -322,23 +340,15 @@ inline void choose_tile(const GemmParams& p, const DeviceInfo& device, GemmPlan&
     GemmPlan sm90 = plan;
     sm90.variant = GemmVariant::kSm90;
     sm90.loading = sm90_loading(p);
-    const double cycles = choose_sm90_tile(p, device, sm90);
+    GemmPlan in_clusters = sm90;
+    sm90.cycles = choose_sm90_tile(p, device, sm90);
     sm90.cluster = choose_sm90_cluster(p, sm90, device);
-    const bool adds_to_narrow = p.accumulate && !p.accum_d;
-    sm90.cycles = cycles;
-    if (cycles <= portable || adds_to_narrow || p.transposed_d) plan = sm90;
+    in_clusters.cycles = choose_cluster_split(p, device, in_clusters);
+    if (in_clusters.cycles > 0 && in_clusters.cycles < sm90.cycles) sm90 = in_clusters;
+    if (sm90.cycles <= portable || adds_to_narrow(p) || p.transposed_d) plan = sm90;
   }
   const bool wanted_sm90 = p.tf32x3 && plan.kind == GemmKind::kFp32 && why_not != nullptr;
   plan.reason = wanted_sm90 ? why_not : tile_reason(p, plan);
-}
-
-// The weight's gradient on wgmma can compute the bias gradient too: sums over k of A, which is
-// dy^T. TF32 would round the summands.
-inline bool can_sum_rows(const GemmParams& p, const GemmPlan& plan) {
-  const bool wgmma =
-      plan.variant == GemmVariant::kSm90 || plan.variant == GemmVariant::kOuterProduct;
-  return wgmma && plan.kind == GemmKind::k16Bit && p.a.major == Major::kMN &&
-         p.b.major == Major::kMN && !p.accumulate && !is_empty(p);
 }
 
 // Tiles of a row of tiles that share its row sums. With the sums a k tile takes a quarter longer,
@@ -350,7 +360,7 @@ inline int choose_row_sum_shares(const GemmParams& p, const GemmPlan& plan) {
   if (plan.variant != GemmVariant::kSm90 || plan.loading != Sm90Loading::kTma) return 1;
   const int64_t k_tiles = ceil_div(p.k * dtype_size(p.dtype()), 128) / plan.splits;
   if (plan.splits == 1 && k_tiles < kMinTiles) return 1;
-  const int64_t tiles_n = ceil_div(p.n, sm90_tile(plan.loading, plan.tile).blk_n);
+  const int64_t tiles_n = ceil_div(p.n, planned_tile(plan).blk_n);
   return static_cast<int>(
       std::max<int64_t>(1, std::min({tiles_n, kMaxParts / plan.splits, k_tiles})));
 }
@@ -378,7 +388,8 @@ inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
   if (plan.sums_rows) plan.row_sum_shares = choose_row_sum_shares(p, plan);
   const int64_t row_sum_bytes = plan.sums_rows ? plan.row_sum_shares * p.m * 4 : 0;
   if (plan.splits > 1) {
-    plan.workspace_bytes = plan.splits * (part_bytes(p) + row_sum_bytes);
+    const int64_t d_bytes = writes_parts(plan) ? part_bytes(p) : 0;
+    plan.workspace_bytes = plan.splits * (d_bytes + row_sum_bytes);
   } else if (plan.row_sum_shares > 1) {
     plan.workspace_bytes = row_sum_bytes;
   }
@@ -388,79 +399,14 @@ inline GemmPlan choose_gemm(const GemmParams& p, const DeviceInfo& device) {
 // The bytes that the sm_90a kernel of a plan moves.
 inline Sm90Traffic planned_traffic(const GemmParams& p, const GemmPlan& plan,
                                    const DeviceInfo& device) {
-  const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);
+  const Sm90TileShape shape = planned_tile(plan);
   const Sm90Cut cut{.blk_m = shape.blk_m,
                     .blk_n = shape.blk_n,
                     .splits = plan.splits,
+                    .writes_parts = writes_parts(plan),
                     .raster_rows = kRasterRows,
                     .sharing = plan.cluster};
   return sm90_traffic(p.m, p.n, p.k, dtype_size(p.dtype()), cut, device);
-}
-
-// ---- words ----
-
-inline std::string extents(int rows, int cols) {
-  return std::to_string(rows) + "x" + std::to_string(cols);
-}
-
-inline std::string describe_portable_tile(GemmKind kind, GemmTile tile) {
-  constexpr const char* kKinds[] = {"16-bit mma.sync", "TF32 mma.sync", "fp32 FMA", "fp64 FMA"};
-  const TileShape shape = portable_tile(kind, tile);
-  return std::string(kKinds[static_cast<int>(kind)]) + ", tile " +
-         extents(shape.blk_m, shape.blk_n) + "x" + std::to_string(shape.blk_k);
-}
-
-inline std::string describe_majors(const GemmParams& p) {
-  return std::string(", A ") + (p.a.major == Major::kK ? "k" : "m") + "-major, B " +
-         (p.b.major == Major::kK ? "k" : "n") + "-major";
-}
-
-inline std::string describe_sm90_tile(const GemmPlan& plan) {
-  constexpr const char* kKinds[] = {"16-bit", "TF32", "3xTF32"};
-  const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);
-  return std::string("sm_90a ") + kKinds[static_cast<int>(plan.kind)] + " wgmma, tile " +
-         extents(shape.blk_m, shape.blk_n) + (shape.ping_pong ? " ping-pong, " : ", ") +
-         std::to_string(shape.stages) + " stages";
-}
-
-inline std::string describe_sm90_loading(const GemmParams& p, Sm90Loading loading) {
-  switch (loading) {
-    case Sm90Loading::kSwapped:
-      return ", B by registers";
-    case Sm90Loading::kTransposed:
-      return ", A transposed, B by registers";
-    case Sm90Loading::kRealigned:
-      return p.b.aligned ? ", A realigned" : p.a.aligned ? ", B realigned" : ", both realigned";
-    default:
-      return "";
-  }
-}
-
-inline std::string describe(const GemmParams& p, const GemmPlan& plan) {
-  std::string text;
-  switch (plan.variant) {
-    case GemmVariant::kFewRows:
-      text = "few rows, fp32 FMA, " + std::to_string(kFewRowsColumns) + " columns a block";
-      break;
-    case GemmVariant::kOuterProduct:
-      text = "sm_90a 16-bit wgmma, outer product of few rows, " +
-             extents(plan.row_groups * static_cast<int>(kOuterProductRows),
-                     static_cast<int>(kOuterProductCols)) +
-             " a block";
-      break;
-    case GemmVariant::kSm90:
-      text = describe_sm90_tile(plan);
-      break;
-    case GemmVariant::kPortable:
-      text = "portable " + describe_portable_tile(plan.kind, plan.tile);
-      break;
-  }
-  text += describe_majors(p);
-  if (plan.variant == GemmVariant::kSm90) text += describe_sm90_loading(p, plan.loading);
-  if (p.transposed_d) text += ", D transposed";
-  if (plan.cluster > 1) text += ", clusters of " + std::to_string(plan.cluster) + " share A";
-  if (plan.splits > 1) text += ", split-k " + std::to_string(plan.splits);
-  return text + " (" + plan.reason + ")";
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA

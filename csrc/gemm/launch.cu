@@ -16,6 +16,11 @@ void launch_gemm(const GemmParams& p, const GemmPlan& plan, void* workspace, cud
       return launch_gemm_outer_product(p, plan, stream);
     case GemmVariant::kSm90:
       return for_gemm_kind(plan.kind, p.dtype(), [&]<GemmKind kKind, class T>() {
+        if constexpr (kKind == GemmKind::k16Bit) {
+          if (plan.splits_in_cluster) {
+            return launch_gemm_cluster_split<T>(p, plan, workspace, stream);
+          }
+        }
         if constexpr (kKind != GemmKind::kFp64) {
           launch_gemm_sm90<kKind, T>(p, plan, workspace, stream);
         }

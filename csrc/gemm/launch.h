@@ -14,6 +14,11 @@ template <GemmKind kKind, class T>
 void launch_gemm_sm90(const GemmParams& params, const GemmPlan& plan, void* workspace,
                       cudaStream_t stream);
 
+// Of 16-bit operands.
+template <class T>
+void launch_gemm_cluster_split(const GemmParams& params, const GemmPlan& plan, void* workspace,
+                               cudaStream_t stream);
+
 void launch_gemm_few_rows(const GemmParams& params, cudaStream_t stream);
 void launch_gemm_outer_product(const GemmParams& params, const GemmPlan& plan, cudaStream_t stream);
 

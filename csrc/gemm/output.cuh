@@ -120,10 +120,10 @@ SumOutput<Acc> part_output(const GemmParams& p, void* workspace) {
   return output_at<SumOutput<Acc>>(p, static_cast<Acc*>(workspace), d_cols(p));
 }
 
-// Parts of row_sums follow those of D, whose pitch is m * n.
+// Parts of row_sums follow those of D, if the workspace has any, whose pitch is m * n.
 template <class Acc>
 Acc* row_sum_parts(const GemmParams& p, const GemmPlan& plan, void* workspace) {
-  return static_cast<Acc*>(workspace) + (plan.splits > 1 ? plan.splits * p.m * p.n : 0);
+  return static_cast<Acc*>(workspace) + (writes_parts(plan) ? plan.splits * p.m * p.n : 0);
 }
 // Out: D's type.
 template <class T, class Out>
@@ -148,7 +148,8 @@ void launch_split_k_reduce(const GemmParams& p, const GemmPlan& plan, void* work
   }
 }
 
-// GemmParams::row_sums from the shares of a row of tiles, if k is not split.
+// GemmParams::row_sums from the shares of a row of tiles and the parts of k, if no kernel adds
+// parts of D.
 template <class T>
 void launch_add_row_sums(const GemmParams& p, const GemmPlan& plan, void* workspace,
                          cudaStream_t stream) {

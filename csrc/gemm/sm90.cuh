@@ -35,7 +35,7 @@ struct Sm90TileOf {
 
 template <class T>
 OutputSm90 sm90_output(const GemmParams& p, const GemmPlan& plan, void* workspace) {
-  const bool split = plan.splits > 1;
+  const bool split = writes_parts(plan);
   OutputSm90 output{};
   output.fp32 = sizeof(T) == 4 || split || p.accum_d;
   output.accumulate = !split && p.accumulate;

@@ -144,6 +144,33 @@ constexpr bool has_sm90_tile(GemmKind kind, Sm90Loading loading, GemmTile tile, 
   return shape.stages > 0 && (tile != GemmTile::k192x192 || is_weight_gradient);
 }
 
+// The tiles of products whose k is split inside a cluster (cluster_split_sm90.cuh): 16 bits, loaded
+// by TMA. The cluster shares one tile, so nothing overlaps the store, and no tile is ping-pong. The
+// stages are those of the tiles above, whose shared memory also holds the exchanged accumulators.
+constexpr Sm90TileShape cluster_split_tile(GemmTile tile) {
+  switch (tile) {
+    case GemmTile::k192x192:
+      return {192, 192, 4, false};
+    case GemmTile::k128x256:
+      return {128, 256, 4, false};
+    case GemmTile::k128x128:
+      return {128, 128, 6, false};
+    case GemmTile::k128x64:
+      return {128, 64, 8, false};
+    default:
+      return {};
+  }
+}
+
+// The large tiles are for weight gradients. The others are for few rows, of a forward or of an
+// input's gradient; 128x128 is for both.
+constexpr bool has_cluster_split_tile(GemmTile tile, Major major_a, Major major_b) {
+  if (cluster_split_tile(tile).stages == 0) return false;
+  const bool is_weight_gradient = major_a == Major::kMN && major_b == Major::kMN;
+  if (tile == GemmTile::k128x128) return is_weight_gradient || major_a == Major::kK;
+  return tile == GemmTile::k128x64 ? major_a == Major::kK : is_weight_gradient;
+}
+
 // From the largest.
 constexpr GemmTile kSm90Tiles[] = {GemmTile::k192x192, GemmTile::k128x256, GemmTile::k128x192,
                                    GemmTile::k128x128, GemmTile::k128x64,  GemmTile::k64x64};

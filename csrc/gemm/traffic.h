@@ -18,6 +18,7 @@ struct Sm90Cut {
   int64_t blk_m;
   int64_t blk_n;
   int64_t splits = 1;
+  bool writes_parts = true;           // of a split k: to memory, not inside a cluster
   int64_t raster_rows = kRasterRows;  // of A, that one group of tiles shares
   int64_t sharing = 1;                // CTAs of a cluster, which share their loads of A
 };
@@ -99,7 +100,8 @@ inline Sm90Traffic sm90_traffic(int64_t m, int64_t n, int64_t k, int64_t size, c
   const auto f = [](int64_t value) { return static_cast<double>(value); };
   const double row_bytes = f(k) * f(size);
   const int64_t tiles = ceil_div(m, cut.blk_m) * ceil_div(n, cut.blk_n);
-  const double parts = cut.splits > 1 ? f(m) * f(n) * 4 * f(cut.splits) : 0;
+  const bool writes_parts = cut.splits > 1 && cut.writes_parts;
+  const double parts = writes_parts ? f(m) * f(n) * 4 * f(cut.splits) : 0;
   const double spilled_parts = std::max(0.0, parts - f(device.l2_bytes) / 2);
   Sm90Traffic traffic{};
   traffic.l2_bytes = f(tiles) * (f(cut.blk_m) / f(cut.sharing) + f(cut.blk_n)) * row_bytes;

@@ -36,6 +36,16 @@ __device__ __forceinline__ double load_cluster(uint32_t mapped, double) {
   return value;
 }
 
+// The same, 16 bytes. The address is a multiple of 16.
+__device__ __forceinline__ float4 load_cluster_f32x4(uint32_t mapped) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(mapped)
+               : "memory");
+  return value;
+}
+
 // "barrier.cluster". Every thread of the cluster arrives and waits; warps need not be converged.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;\n" ::: "memory");
