@@ -5,10 +5,12 @@
 //   linear_choices print           the latter, one line per plan, to compare two builds
 //
 // Prints the number of products, or the first wrong answer and exits with 1.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -61,9 +63,30 @@ const char* fault_of_portable(const GemmParams& p, const GemmPlan& c, const Devi
   return c.cluster == 1 ? nullptr : "clusters are of sm_90";
 }
 
+// Of a kSm90 plan that splits k inside clusters.
+const char* fault_of_cluster_split(const GemmParams& p, const GemmPlan& c,
+                                   const DeviceInfo& device) {
+  if (c.kind != GemmKind::k16Bit || c.loading != Sm90Loading::kTma) return "kind or loading";
+  if (!has_cluster_split_tile(c.tile, p.a.major, p.b.major)) return "no such tile of these majors";
+  const bool is_cluster =
+      std::count(std::begin(kClusterSplits), std::end(kClusterSplits), c.splits);
+  if (!is_cluster || c.cluster != 1) return "cluster";
+  const Sm90TileShape shape = planned_tile(c);
+  const int64_t ring = int64_t{shape.stages} * (shape.blk_m + shape.blk_n) * 128;
+  if (ring + kRoundingUp > device.smem_per_block) return "too much shared memory";
+  if (int64_t{shape.blk_m} * shape.blk_n * 4 > ring) return "the ring does not hold a part";
+  if (ceil_div<int64_t>(p.k, 64) < c.splits) return "a part without k";
+  const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);
+  if (tiles > clusters_at_once(c.splits, device)) return "more than one round";
+  return c.workspace_bytes == (c.sums_rows ? c.splits * c.row_sum_shares * p.m * 4 : 0)
+             ? nullptr
+             : "workspace";
+}
+
 const char* fault_of_sm90(const GemmParams& p, const GemmPlan& c, const DeviceInfo& device) {
   if (const char* why_not = why_not_sm90(p)) return why_not;
   if (c.loading != sm90_loading(p)) return "another loading";
+  if (c.splits_in_cluster) return fault_of_cluster_split(p, c, device);
   if (!has_sm90_tile(c.kind, c.loading, c.tile, p.a.major, p.b.major))
     return "no such tile of this loading";
   const Sm90TileShape shape = sm90_tile(c.loading, c.tile);
