@@ -312,6 +312,7 @@ def composite_calls(device):
         "linear_cross_entropy_extras": [x, w, label, t(7), None, *loss, 2, 0.1, 5.0, True, True],
         "max_pool2d_with_indices": [t(2, 3, 6, 5), [2, 2], [2, 2], [1, 1], [1, 1], False],
         "mlp": [x, w, t(7), t(3, 7), t(3), "gelu"],
+        "split_qkv": [t(2, 3, 24), 2],
         "norm_with_residual": [x, [5], t(5), t(5), 1e-5, True, None],
         "scaled_dot_product_attention": [q, k, k, t(5, 7), 0.0, False],
         "scaled_dot_product_attention_extras": [q, k, k, t(5, 7), 0.0, False],

@@ -42,7 +42,7 @@ READ_FOR = {("conv2d_backward", "input"): 1, ("conv2d_backward", "weight"): 0}  
 
 
 def is_read(op, name, call):
-    if (op, name) == ("cross_entropy_lse", "input") or op == "conv2d_join_skip":
+    if (op, name) == ("cross_entropy_lse", "input") or op in ("conv2d_join_skip", "split_qkv"):
         return False
     place = READ_FOR.get((op, name))
     return place is None or call[names_of(op).index("output_mask")][place]

@@ -41,6 +41,11 @@ def linear_backward(
     return grad_input, grad_weight, rows.sum(0) if mask[2] else None
 
 
+def split_qkv(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (third.unflatten(-1, (heads, -1)) for third in qkv.chunk(3, -1))
+    return query, key, value
+
+
 def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
     return aten._softmax_backward_data(grad, output, dim, output.dtype).to(input_dtype)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import functional as F
 from ._arch import FLOATING, PLAIN
+from ._ops import ops
 
 
 def multi_head_attention(
@@ -119,10 +120,7 @@ def _attend(
     )
     order = (0, 2, 1, 3) if batch_at == 0 else (1, 2, 0, 3)
     back = (0, 2, 1, 3) if batch_at == 0 else (2, 0, 1, 3)
-    q, k, v = (
-        x.view(*x.shape[:2], module.num_heads, module.head_dim).permute(order)
-        for x in _projected(module, *inputs)
-    )
+    q, k, v = (x.permute(order) for x in _projected(module, *inputs))
     dropout = module.dropout if module.training else 0.0
     y = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
     y = y.permute(back).reshape(query.shape)
@@ -149,27 +147,28 @@ def _merged(
 def _projected(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Projects query, key and value. Equal inputs share one product, as in native."""
-    width, bias = module.embed_dim, module.in_proj_bias
-    if not module._qkv_same_embed_dim:
-        biases = (None, None, None) if bias is None else bias.chunk(3)
-        return (
-            F.linear(query, module.q_proj_weight, biases[0]),
-            F.linear(key, module.k_proj_weight, biases[1]),
-            F.linear(value, module.v_proj_weight, biases[2]),
-        )
-    weight = module.in_proj_weight
-    if query is key and key is value:
-        q, k, v = F.linear(query, weight, bias).split(width, dim=-1)
-    elif key is value:
+    """Projects query, key and value to (., ., heads, head size).
+
+    Equal inputs share one product, as in native.
+    """
+    width, bias, weight = module.embed_dim, module.in_proj_bias, module.in_proj_weight
+    if module._qkv_same_embed_dim and query is key and key is value:
+        q, k, v = ops.split_qkv(F.linear(query, weight, bias), module.num_heads)
+        return q, k, v
+    if module._qkv_same_embed_dim and key is value:
         weights = weight.split([width, 2 * width])
         parts = (None, None) if bias is None else bias.split([width, 2 * width])
         q = F.linear(query, weights[0], parts[0])
         k, v = F.linear(key, weights[1], parts[1]).split(width, dim=-1)
     else:
-        thirds = (None, None, None) if bias is None else bias.chunk(3)
-        q, k, v = (
-            F.linear(x, w, b)
-            for x, w, b in zip((query, key, value), weight.chunk(3), thirds, strict=True)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        weights = (
+            weight.chunk(3)
+            if module._qkv_same_embed_dim
+            else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         )
-    return q, k, v
+        q, k, v = (
+            F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+    heads = (module.num_heads, module.head_dim)
+    return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)

@@ -108,6 +108,7 @@ ATTENTION = (
     Operator("attention_backward", flops=_work.attention_backward_flops),
     Operator("attention_dropout_factors"),
     Operator("attention_second_order", composed=True),
+    Operator("split_qkv", aten=_aten.split_qkv, composed=True),
 )
 _VARLEN = _native.attention_varlen
 ATTENTION_VARLEN = (

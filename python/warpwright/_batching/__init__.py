@@ -156,6 +156,7 @@ COMPOSED = (
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_extras",
     "scaled_dot_product_attention_lse",
+    "split_qkv",
     "attention_varlen_second_order",
     "attention_second_order",
 )

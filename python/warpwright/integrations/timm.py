@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from .. import nn as ours
+from .._ops import ops
 from .._running_statistics import RunningStatistics
 from ..swap.blocks import is_hooked
 from ..swap.registry import Known, register_code
@@ -141,16 +142,16 @@ def _attention(
 ) -> Tensor:
     """The heads of q, k and v are views of the product's thirds.
 
-    The gradient of the product is then one copy of whole rows. That of timm's ``unbind`` is a
-    stack of transposed tensors and a copy that transposes it back.
+    Attention's backward then writes the product's gradient. That of timm's ``unbind`` is a stack of
+    transposed tensors and a copy that transposes it back.
     """
     if not self.fused_attn:
         # Before 1.0.17 the forward took x alone, before 1.0.24 no flag.
         masks = {} if attn_mask is None else {"attn_mask": attn_mask}
         return _native(self, x, **masks, **({"is_causal": True} if is_causal else {}))
     gate = None if getattr(self, "gate", None) is None else self.gate(x).sigmoid()
-    thirds = self.qkv(x).chunk(3, dim=-1)
-    q, k, v = (third.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for third in thirds)
+    thirds = ops.split_qkv(self.qkv(x), self.num_heads)
+    q, k, v = (third.transpose(1, 2) for third in thirds)
     dropout_p = self.attn_drop.p if self.training else 0.0
     x = F.scaled_dot_product_attention(
         self.q_norm(q), self.k_norm(k), v, attn_mask, dropout_p, is_causal

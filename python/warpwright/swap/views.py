@@ -2,8 +2,9 @@
 
 The backward of ``unbind`` stacks the three gradients in the permuted order, and that of the product
 before it copies them into its own. Unbinding first, and permuting each part, gives the same views;
-the gradients are then stacked in the product's order. Indices, ``qkv[0]``, are dearer still: the
-backward of each fills a tensor of the whole size, and adds.
+the gradients are then stacked in the product's order. If the parts are query, key and value,
+``split_qkv`` needs no stack. Indices, ``qkv[0]``, are dearer still: the backward of each fills a tensor
+of the whole size, and adds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from .._ops import ops
 from .fuse import Block
 
 INTO = "unbind → permute"
@@ -22,7 +24,11 @@ def unbound(x: Tensor, dims: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
     dims = tuple(d % x.dim() for d in dims)
     taken = dims[dim]
     rest = [d - (d > taken) for d in dims if d != taken]
-    return tuple(part.permute(rest) for part in x.unbind(taken))
+    if x.size(taken) == 3 and taken == x.dim() - 3 and x.is_contiguous():
+        parts = ops.split_qkv(x.flatten(-3), x.size(-2))
+    else:
+        parts = x.unbind(taken)
+    return tuple(part.permute(rest) for part in parts)
 
 
 class ViewPass:

@@ -4,6 +4,8 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "ops/attention/torch/common.h"
+#include "ops/attention/torch/thirds.h"
+#include "torch/plain.h"
 
 namespace warpwright {
 namespace {
@@ -35,17 +37,54 @@ variable_list tangents_of(const variable_list& tensors) {
   return tangents;
 }
 
+// Whether split_qkv made them. Between are views that bring the heads forward.
+bool are_from_split_qkv(const variable_list& operands) {
+  if (!are_thirds(operands[0], operands[1], operands[2], /*heads=*/1)) return false;
+  torch::autograd::Node* split = nullptr;
+  for (const Tensor& operand : operands) {
+    const auto view = operand.grad_fn();
+    if (!view || view->num_outputs() != 1) return false;
+    auto* node = view->next_edge(0).function.get();
+    if (node == nullptr || node->name() != kSplitQkvNode) return false;
+    if (split != nullptr && node != split) return false;
+    split = node;
+  }
+  return true;
+}
+
 // Saved: query, key, value, mask, out, lse, philox_state.
 struct AttentionBackward {
   static constexpr const char* kName = "WarpwrightAttentionBackward";
-  using Attributes = AttentionAttributes;
+  struct Attributes : AttentionAttributes {
+    bool from_split_qkv;
+  };
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(saved[4]);
+    if (writes_thirds(a, saved, grad_out, grads[1], needs)) {
+      auto [dq, dk, dv, dmask] = attention_backward_in_thirds(
+          grad_out, saved[0], saved[1], saved[2], optional_if_defined(saved[3]), saved[4], saved[5],
+          saved[6], a, optional_if_defined(grads[1]));
+      return {dq, dk, dv, dmask};
+    }
     auto [dq, dk, dv, dmask] = call::attention_backward(
         grad_out, saved[0], saved[1], saved[2], optional_if_defined(saved[3]), saved[4], saved[5],
         saved[6], a, {needs[0], needs[1], needs[2], needs[3]}, optional_if_defined(grads[1]));
     return {dq, dk, dv, dmask};
+  }
+
+ private:
+  // A second derivative needs ops with nodes, and modes want to see ops. Hooks of saved tensors may
+  // have moved the operands.
+  static bool writes_thirds(const Attributes& a, const variable_list& saved, const Tensor& grad_out,
+                            const Tensor& grad_lse, const NeedsGrad& needs) {
+    if (!a.from_split_qkv || at::GradMode::is_enabled()) return false;
+    if (!needs[0] || !needs[1] || !needs[2] || needs[3]) return false;
+    for (const Tensor& tensor : saved) {
+      if (!is_plain_or_none(tensor)) return false;
+    }
+    return is_plain(grad_out) && is_plain_or_none(grad_lse) &&
+           are_thirds(saved[0], saved[1], saved[2], /*heads=*/1);
   }
 };
 
@@ -75,7 +114,8 @@ Tensors3 attention_autograd(const Tensor& query, const Tensor& key, const Tensor
                             OptionalInt window_right, double softcap) {
   const AttentionAttributes a{dropout_p, is_causal, scale, window_left, window_right, softcap};
   const Tensor mask = value_or_undefined(attn_mask);
-  auto node = make_node<AttentionBackward>(a, query, key, value, mask);
+  auto node = make_node<AttentionBackward>({a, false}, query, key, value, mask);
+  if (node) node->attributes.from_split_qkv = are_from_split_qkv({query, key, value});
   Tensors3 results =
       below_autograd([&] { return call::attention(query, key, value, attn_mask, a); });
   auto& [out, lse, philox_state] = results;

@@ -45,6 +45,15 @@ void check_attention_operands(const Tensor& query, const Tensor& key, const Tens
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                      const Tensor& attn_mask, double dropout_p);
 
+// Backward without attn_mask's gradient and without nodes, for query, key and value that are the
+// thirds of one matrix (are_thirds() in thirds.h). Their gradients are the thirds of one too.
+// Defined in ops.cpp.
+Tensors4 attention_backward_in_thirds(const Tensor& grad_out, const Tensor& query,
+                                      const Tensor& key, const Tensor& value,
+                                      const OptionalTensor& attn_mask, const Tensor& out,
+                                      const Tensor& lse, const Tensor& philox_state,
+                                      const AttentionAttributes& a, const OptionalTensor& grad_lse);
+
 // The ops through the dispatcher. Called qualified: at:: has functions of the same names.
 namespace call {
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 
 #include <array>
 #include <cmath>
@@ -46,6 +47,21 @@ Tensor empty_out(const Tensor& query, const Tensor& value) {
   return at::empty_symint(
       {query.sym_size(0), query.sym_size(1), query.sym_size(2), value.sym_size(3)},
       query.options());
+}
+
+// Query, key and value are thirds of one matrix's rows, (B, S, 3, H, D) in memory or (S, B, 3, H,
+// D). So are these tensors, (B, H, S, D) each.
+std::array<Tensor, 3> empty_thirds_like(const Tensor& query) {
+  const int64_t B = query.size(0), H = query.size(1), S = query.size(2), D = query.size(3);
+  const bool batch_first = query.stride(0) >= query.stride(2);
+  const Tensor rows =
+      at::empty({batch_first ? B : S, batch_first ? S : B, 3, H, D}, query.options());
+  std::array<Tensor, 3> thirds;
+  for (int i = 0; i < 3; ++i) {
+    const Tensor third = rows.select(2, i);
+    thirds[i] = batch_first ? third.permute({0, 2, 1, 3}) : third.permute({1, 2, 0, 3});
+  }
+  return thirds;
 }
 
 Tensors3 empty_results(const Tensor& query, const Tensor& value, double dropout_p) {
@@ -94,6 +110,31 @@ void check_dropout_factors(const Tensor& philox_state, at::ScalarType dtype, dou
               "0, row_begin at most ",
               kMaxRow, ", got ", B, ", ", H, ", ", rows, ", ", S_k, ", ", row_begin);
 }
+
+// ---- where the gradients go ----
+
+// Memory for the gradients of query, key and value; undefined where none is wanted. Its function
+// runs after the checks.
+struct SeparateGradients {
+  std::array<bool, 4> output_mask;
+
+  std::array<Tensor, 3> operator()(const Tensor& query, const Tensor& key,
+                                   const Tensor& value) const {
+    const Tensor* inputs[] = {&query, &key, &value};
+    std::array<Tensor, 3> grads;
+    for (int i = 0; i < 3; ++i) {
+      if (output_mask[i]) grads[i] = empty_rows_like(*inputs[i]);
+    }
+    return grads;
+  }
+};
+struct GradientsInThirds {
+  std::array<bool, 4> output_mask = {true, true, true, false};
+
+  std::array<Tensor, 3> operator()(const Tensor& query, const Tensor&, const Tensor&) const {
+    return empty_thirds_like(query);
+  }
+};
 
 // ---- CPU and CUDA ----
 
@@ -159,11 +200,11 @@ Tensors3 attention_with(const Tensor& query, const Tensor& key, const Tensor& va
   return results;
 }
 
-template <class Run>
+template <class Gradients, class Run>
 Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, const Tensor& key,
                                  const Tensor& value, const OptionalTensor& attn_mask,
                                  const Tensor& out, const Tensor& lse, const Tensor& philox_state,
-                                 const AttentionAttributes& a, std::array<bool, 4> output_mask,
+                                 const AttentionAttributes& a, const Gradients& gradients,
                                  const OptionalTensor& grad_of_lse, Run&& run) {
   const Tensor mask = value_or_undefined(attn_mask), grad_lse = value_or_undefined(grad_of_lse);
   check_attention(query, key, value, mask, a.dropout_p);
@@ -179,14 +220,15 @@ Tensors4 attention_backward_with(const Tensor& grad_out, const Tensor& query, co
   check_has_storage(grad_lse, "attention_backward: grad_lse");
   check_has_storage(philox_state, "attention_backward: philox_state");
   const bool any_score = out.numel() != 0 && key.size(2) != 0;
-  auto grad_of = [&](bool wanted, const Tensor& input) {
-    if (!wanted) return Tensor();
-    Tensor grad = empty_rows_like(input);
-    return any_score ? grad : grad.zero_();
-  };
-  Tensor dq = grad_of(output_mask[0], query), dk = grad_of(output_mask[1], key),
-         dv = grad_of(output_mask[2], value), dmask;
-  const bool want_mask = output_mask[3] && mask.defined() && is_floating(mask.scalar_type());
+  auto [dq, dk, dv] = gradients(query, key, value);
+  if (!any_score) {
+    for (const Tensor* grad : {&dq, &dk, &dv}) {
+      if (grad->defined()) grad->zero_();
+    }
+  }
+  Tensor dmask;
+  const bool want_mask =
+      gradients.output_mask[3] && mask.defined() && is_floating(mask.scalar_type());
   if (want_mask) dmask = at::zeros(mask.sizes(), mask.options().dtype(accum_type(query)));
   if (any_score && (dq.defined() || dk.defined() || dv.defined() || dmask.defined())) {
     const Tensor q = with_dense_rows(query), k = with_dense_rows(key), v = with_dense_rows(value);
@@ -239,7 +281,7 @@ Tensors4 attention_backward_cpu_kernel(const Tensor& grad_out, const Tensor& que
                                        double softcap, const OptionalTensor& grad_lse) {
   return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state,
                                  {dropout_p, is_causal, scale, window_left, window_right, softcap},
-                                 output_mask, grad_lse, attention_bwd_cpu);
+                                 SeparateGradients{output_mask}, grad_lse, attention_bwd_cpu);
 }
 
 Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dtype,
@@ -295,16 +337,15 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
                         });
 }
 
-Tensors4 attention_backward_cuda_kernel(
-    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
-    const OptionalTensor& attn_mask, const Tensor& out, const Tensor& lse,
-    const Tensor& philox_state, double dropout_p, bool is_causal, std::optional<double> scale,
-    std::array<bool, 4> output_mask, OptionalInt window_left, OptionalInt window_right,
-    double softcap, const OptionalTensor& grad_lse) {
+template <class Gradients>
+Tensors4 attention_backward_on_cuda(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                    const Tensor& value, const OptionalTensor& attn_mask,
+                                    const Tensor& out, const Tensor& lse,
+                                    const Tensor& philox_state, const AttentionAttributes& a,
+                                    const Gradients& gradients, const OptionalTensor& grad_lse) {
   const CudaCall call(query);
   return attention_backward_with(
-      grad_out, query, key, value, attn_mask, out, lse, philox_state,
-      {dropout_p, is_causal, scale, window_left, window_right, softcap}, output_mask, grad_lse,
+      grad_out, query, key, value, attn_mask, out, lse, philox_state, a, gradients, grad_lse,
       [&](AttentionBackwardParams& p, const void* dlse) {
         const AttentionBackwardConfig config =
             choose_attention_backward_config(p, current_device_info(), sm90_path_available());
@@ -316,6 +357,18 @@ Tensors4 attention_backward_cuda_kernel(
         memory.dlse = dlse;
         launch_attention_bwd(p, config, memory, call.stream);
       });
+}
+
+Tensors4 attention_backward_cuda_kernel(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const OptionalTensor& attn_mask, const Tensor& out, const Tensor& lse,
+    const Tensor& philox_state, double dropout_p, bool is_causal, std::optional<double> scale,
+    std::array<bool, 4> output_mask, OptionalInt window_left, OptionalInt window_right,
+    double softcap, const OptionalTensor& grad_lse) {
+  return attention_backward_on_cuda(
+      grad_out, query, key, value, attn_mask, out, lse, philox_state,
+      {dropout_p, is_causal, scale, window_left, window_right, softcap},
+      SeparateGradients{output_mask}, grad_lse);
 }
 
 Tensor dropout_factors_cuda_kernel(const Tensor& philox_state, at::ScalarType dtype,
@@ -365,6 +418,26 @@ Tensor dropout_factors_meta(const Tensor& philox_state, at::ScalarType dtype, do
 }
 
 }  // namespace
+
+Tensors4 attention_backward_in_thirds(const Tensor& grad_out, const Tensor& query,
+                                      const Tensor& key, const Tensor& value,
+                                      const OptionalTensor& attn_mask, const Tensor& out,
+                                      const Tensor& lse, const Tensor& philox_state,
+                                      const AttentionAttributes& a,
+                                      const OptionalTensor& grad_lse) {
+  // Profilers see it as the op that it stands for.
+  RECORD_FUNCTION("warpwright::attention_backward",
+                  std::vector<c10::IValue>({grad_out, query, key, value}));
+  const GradientsInThirds gradients;
+#ifdef WARPWRIGHT_WITH_CUDA
+  if (query.is_cuda()) {
+    return attention_backward_on_cuda(grad_out, query, key, value, attn_mask, out, lse,
+                                      philox_state, a, gradients, grad_lse);
+  }
+#endif
+  return attention_backward_with(grad_out, query, key, value, attn_mask, out, lse, philox_state, a,
+                                 gradients, grad_lse, attention_bwd_cpu);
+}
 
 TORCH_LIBRARY_FRAGMENT(warpwright, m) {
   m.def(

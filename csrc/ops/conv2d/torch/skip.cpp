@@ -3,6 +3,7 @@
 #include "torch/skip.h"
 #include "ops/conv2d/torch/common.h"
 #include "torch/plain.h"
+#include "torch/view_output.h"
 
 namespace warpwright {
 namespace {
@@ -36,12 +37,7 @@ bool join_skip(const Tensor& skip, const Tensor& input, const Tensor& output) {
   const auto node = find_skip_node(output.grad_fn(), torch::autograd::impl::gradient_edge(input));
   if (!node) return false;
   set_history(skip, node);
-  // A write to this view or its base raises, as for all views that share a node: the node's
-  // gradient of one output cannot follow it.
-  auto* meta = torch::autograd::impl::get_view_autograd_meta(skip);
-  if (meta != nullptr && meta->has_bw_view()) {
-    meta->set_creation_meta(torch::autograd::CreationMeta::MULTI_OUTPUT_NODE);
-  }
+  forbid_writes(skip);
   return true;
 }
 

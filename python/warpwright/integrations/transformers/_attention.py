@@ -10,6 +10,7 @@ from transformers.integrations import sdpa_attention
 
 from ... import functional
 from ..._arch import FLOATING, why_no_kernel
+from ..._ops import ops
 from ._masks import window_mask, window_of
 
 native_attention = sdpa_attention.sdpa_attention_forward
@@ -27,6 +28,25 @@ def _runs_here(query: Tensor, kwargs: dict[str, Any]) -> bool:
     if torch.compiler.is_compiling():
         return query.dtype in FLOATING and query.device.type in ("cpu", "cuda")
     return why_no_kernel(query) is None and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
+def _split_again(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thirds of one projection (GPT-2's), split by our operator instead of torch's.
+
+    Attention's backward then writes the projection's gradient. Torch's split concatenates three.
+    """
+    whole = query._base
+    if whole is None or key._base is not whole or value._base is not whole:
+        return query, key, value
+    batch, heads, tokens, _ = query.shape
+    if not whole.is_contiguous() or whole.numel() != 3 * query.numel():
+        return query, key, value
+    thirds = ops.split_qkv(whole.view(batch, tokens, -1), heads)
+    q, k, v = (third.transpose(1, 2) for third in thirds)
+    for ours, theirs in ((q, query), (k, key), (v, value)):
+        if ours.storage_offset() != theirs.storage_offset() or ours.stride() != theirs.stride():
+            return query, key, value
+    return q, k, v
 
 
 def attention(
@@ -67,6 +87,8 @@ def attention(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
         return output
+    if query.requires_grad and not torch.compiler.is_compiling() and query.shape == key.shape:
+        query, key, value = _split_again(query, key, value)
     queries = query.shape[2]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
