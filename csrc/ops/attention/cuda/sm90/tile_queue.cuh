@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "device/reduce.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/ticket.cuh"
 #include "ops/attention/cuda/sm90/schedule.cuh"
@@ -46,14 +47,16 @@ struct TileQueue {
     started = true;
     return static_cast<int>(gridDim.x) + take_ticket(schedule.counter);
   }
-  // Each consumer warp calls it.
+  // Each consumer warp calls it. Lane 0, which releases the slot, reads it for the warp: its
+  // release then orders the read before the producer's next store.
   __device__ __forceinline__ int pop() {
     ring().wait_full(at);
-    const int tile = static_cast<int>(load_shared_u32(slot()));
-    __syncwarp();
+    uint32_t tile = 0;
+    if (threadIdx.x % kWarpSize == 0) tile = load_shared_u32(slot());
+    tile = __shfl_sync(kFullMask, tile, 0);
     ring().release(at);
     at.next();
-    return tile;
+    return static_cast<int>(tile);
   }
   // A consumer warp calls it after a tile.
   __device__ __forceinline__ void finish() const {}
