@@ -23,7 +23,7 @@ pip := $(python) -m pip --disable-pip-version-check -q install
 choice := $(shell printf '%s' '$(PYTHON) $(VENV_ARGS) $(TORCH)' | cksum | cut -d' ' -f1)
 base := $(VENV)/.base-$(choice)
 # CPU-only and GPU builds share the folder: the stamp carries the switches that setup.py reads.
-build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(NO_CUDA) $(FORCE_CUDA) $(LINEINFO) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
+build := $(VENV)/.build-$(choice)-$(shell printf '%s' '$(NO_CUDA) $(FORCE_CUDA) $(LINEINFO) $(FAST_COMPILE) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d' ' -f1)
 sources := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py')
 
 .PHONY: demo demo-distributed build-here test test-gpu test-long sanitize lint build docs clean

@@ -8,6 +8,8 @@ Environment:
 - NO_CUDA=1 builds for the CPU only, FORCE_CUDA=1 fails if nvcc is missing.
 - TORCH_CUDA_ARCH_LIST chooses the GPU architectures, MAX_JOBS the parallel compile jobs.
 - LINEINFO=1 keeps the kernels' source lines for profilers.
+- FAST_COMPILE=1 compiles the CUDA kernels with few optimisations: to see that they compile, not to run
+  them. A benchmark refuses such a build.
 - SANITIZE=1 builds the CPU code with AddressSanitizer and UBSan (CONTRIBUTING.md has the calls).
 - WARPWRIGHT_REUSE_LIBRARY=1 keeps the libwarpwright.so in python/warpwright/ and builds _C alone.
 - WARPWRIGHT_LOCAL_VERSION=torch2.11.cu130 adds a local version label. The names of a release's wheels
@@ -345,12 +347,9 @@ def macro_flag(macro: tuple[str, str]) -> str:
     return f"-D{macro[0]}={macro[1]}"
 
 
-def small_fatbin() -> list[str]:
-    """Device code compressed three times tighter, by the nvcc that can."""
-    if not WITH_CUDA:
-        return []
+def nvcc_knows(option: str) -> bool:
     usage = subprocess.run([str(find_nvcc()), "--help"], capture_output=True, text=True).stdout
-    return ["--compress-mode=size"] if "--compress-mode" in usage else []
+    return option in usage
 
 
 def shared_libstdcxx() -> list[str]:
@@ -393,13 +392,16 @@ if SANITIZE:
     cxx_flags = [f for f in cxx_flags if f not in ("-O3", "-g0")]
     cxx_flags += ["-O1", "-g1", "-fno-wrapv", "-fno-omit-frame-pointer", *sanitizer_flags]
     cxx_flags += ["-fno-sanitize-recover=undefined"]
+FAST_COMPILE = flag("FAST_COMPILE") and WITH_CUDA and nvcc_knows("--Ofast-compile")
 nvcc_flags = [
     "-std=c++20",
     "-O3",
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
     *(["-lineinfo"] if flag("LINEINFO") else []),
-    *small_fatbin(),
+    *(["--Ofast-compile=mid"] if FAST_COMPILE else []),
+    # A third of the device code's size.
+    *(["--compress-mode=size"] if WITH_CUDA and nvcc_knows("--compress-mode") else []),
 ]
 
 common = {
@@ -438,6 +440,7 @@ def python_module() -> Extension:
             ("WARPWRIGHT_TORCH_VERSION", f'"{torch.__version__}"'),
             ("WARPWRIGHT_CUDA_VERSION", f'"{torch.version.cuda or ""}"' if WITH_CUDA else '""'),
             ("WARPWRIGHT_ARCHS", f'"{archs}"'),
+            ("WARPWRIGHT_FAST_COMPILE", "true" if FAST_COMPILE else "false"),
             ("WARPWRIGHT_SOURCE_HASH", f'"{source_hash()}"'),
         ],
         extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden"],

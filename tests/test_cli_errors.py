@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import warpwright_cli
+from warpwright import _C
 from warpwright.bench.records import as_cells
 from warpwright.demo import data
 
@@ -80,6 +81,16 @@ def test_a_device_that_is_not_there(folder, monkeypatch, capsys, command):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert warpwright_cli.main(command.split()) == 2
     assert "--device: got cuda, but torch finds no CUDA device" in capsys.readouterr().out
+
+
+def test_unoptimised_kernels_are_not_measured(monkeypatch, capsys):
+    built = {**_C.build_info(), "fast_compile": True}
+    monkeypatch.setattr(_C, "build_info", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert warpwright_cli.main(["bench", "relu", "--device", "cuda"]) == 2
+    assert "not optimised (FAST_COMPILE=1): build again" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_gzip_file_that_unpacks_to_too_much(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ py::dict build_info() {
   info["torch"] = WARPWRIGHT_TORCH_VERSION;
   info["cuda"] = WARPWRIGHT_CUDA_VERSION;
   info["archs"] = WARPWRIGHT_ARCHS;
+  info["fast_compile"] = WARPWRIGHT_FAST_COMPILE;
   info["source_hash"] = WARPWRIGHT_SOURCE_HASH;
 #ifdef WARPWRIGHT_WITH_CUDA
   info["with_cuda"] = true;

@@ -61,6 +61,8 @@ def info() -> Info:
         why = why_no_gpu_kernel(gpu["index"])
         if why is not None:
             warnings.append(f"{why}: native torch runs in place of every op on this GPU")
+    if built["fast_compile"]:
+        warnings.append("built with FAST_COMPILE=1: the CUDA kernels are not optimised")
     return Info(
         warpwright=__version__,
         source_hash=built["source_hash"],

@@ -219,9 +219,16 @@ def require_writable(path: Path) -> None:
 
 
 def require_device(device: str) -> None:
-    """Raises ValueError if torch cannot use the device."""
-    if device == "cuda" and not torch.cuda.is_available():
+    """Raises ValueError if torch cannot use the device, or if this build's times on it say nothing."""
+    if device != "cuda":
+        return
+    if not torch.cuda.is_available():
         raise ValueError("--device: got cuda, but torch finds no CUDA device")
+    if _C.build_info()["fast_compile"]:
+        raise ValueError(
+            "--device: got cuda, but this build's kernels are not optimised (FAST_COMPILE=1): build "
+            "again without it"
+        )
 
 
 def write(path: Path, text: str) -> None:
