@@ -1,10 +1,10 @@
 """Every op, and all that the rest of the package knows about it: the one table that others derive from.
 
 `OPS` has a record per function of :mod:`warpwright.functional` and per optimizer. `OPERATORS` has the
-operators of ``torch.ops.warpwright`` that they are made of. Nothing here imports a module of ours
-that reads the table; layers and explaining functions are therefore named, not imported.
-tests/test_catalog.py holds the table against the C++ sources, the library and the rest of the
-package: an entry that is missing on either side fails there.
+operators of ``torch.ops.warpwright`` that they are made of. Modules that read the table are not
+imported here, so it gives layers and explaining functions by their names. tests/test_catalog.py
+compares the table with the C++ sources, the library and the rest of the package. An entry that is
+missing on either side fails there.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def multi_head_attention(
 ) -> Tensor | None:
     """The output of ``module``, called with ``need_weights=False``.
 
-    None if native must take the call: the module adds keys (``add_bias_kv``, ``add_zero_attn``), a
+    None if native must take the call. The module adds keys (``add_bias_kv``, ``add_zero_attn``), a
     tensor is nested or of another subclass, the masks have two dtypes, or native refuses the call.
     """
     if not _is_ours(module, query, key, value, key_padding_mask, attn_mask, is_causal):

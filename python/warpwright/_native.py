@@ -351,7 +351,7 @@ def fft_conv(
     groups: int,
     wanted: str = "output",
 ) -> Tensor:
-    """Direct convolution of the padded input; its gradients, of which one tensor is wanted."""
+    """Direct convolution of the padded input, or the gradient that ``wanted`` names."""
     dims = first.dim() - 2
     before, after = padding[:dims], padding[dims:]
     ones, zeros = [1] * dims, [0] * dims

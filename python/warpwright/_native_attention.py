@@ -35,7 +35,7 @@ def attention_with_kv_cache(
         tokens = query.shape[1]
         seen = seen - torch.arange(tokens - 1, -1, -1, device=query.device).view(-1, 1)
     mask = torch.arange(key.shape[2], device=query.device) < seen
-    # A copy: some of native's CUDA kernels fault on a query that begins off 16 bytes.
+    # A copy: native has CUDA kernels that fault on a query that begins off 16 bytes.
     query = query.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     output = native.scaled_dot_product_attention(
         query, key, value, mask, scale=scale, enable_gqa=True

@@ -1,7 +1,7 @@
 """Makes ``torch.utils.checkpoint`` recompute under the ``patch()`` blocks of its forward.
 
-A recomputation runs in the backward: after the block, on another thread, or inside ``Tensor.backward``,
-which a function mode handles while it is switched off. Checkpoints restore random state, autocast and
+A recomputation runs in the backward: after the block, on another thread, or inside ``Tensor.backward``.
+A function mode handles that call, and is switched off meanwhile. Checkpoints restore random state, autocast and
 the default device, but no function modes. So each checkpoint's function is wrapped when the checkpoint
 is made. The wrapper records the active patches and runs the function under exactly these.
 """

@@ -165,13 +165,14 @@ class patch(TorchFunctionMode):
     """``with patch():`` routes functions that warpwright has to warpwright inside the block.
 
     Covers functions of ``torch.nn.functional`` that swap has a layer for, such as ``linear`` and
-    ``scaled_dot_product_attention``, their twins in ``torch`` (``torch.relu``, ``torch.conv2d``,
-    ``torch.sigmoid``), the tensor methods, and ``torch.nn.attention.varlen.varlen_attn`` as
-    ``attention_varlen``, which also takes attention of jagged nested tensors. A call stays native
-    with ``out=``, or if its tensors have no kernel here (dtype, device, layout, subclass). Blocks
-    nest; each holds for the thread that entered it. The backward needs no block: the graph knows its
-    ops, and ``torch.utils.checkpoint`` recomputes under the blocks of its forward, wherever the
-    backward runs.
+    ``scaled_dot_product_attention``. Their twins in ``torch`` (``torch.relu``, ``torch.conv2d``,
+    ``torch.sigmoid``) and the tensor methods are covered, too. ``torch.nn.attention.varlen.varlen_attn``
+    runs as ``attention_varlen``, and so does attention of jagged nested tensors.
+
+    A call stays native with ``out=``, or if its tensors have no kernel here (dtype, device, layout,
+    subclass). Blocks nest; each holds for the thread that entered it. The backward needs no block: the
+    graph has its ops. ``torch.utils.checkpoint`` recomputes under the blocks of its forward, on any
+    thread.
 
     Args:
         ops: only these functionals, e.g. ``{"scaled_dot_product_attention"}``; None means all.

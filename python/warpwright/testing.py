@@ -54,8 +54,8 @@ def to_double(value: Any) -> Any:
 def strides_are_defined(inputs: Any) -> bool:
     """Whether native's output strides for ``inputs`` are a rule, not a habit of one of its kernels.
 
-    For tensors in neither of the two memory formats its CPU and CUDA kernels differ from each other
-    (ours follow the CPU's on both); its CUDA convolution of float64 has no channels_last.
+    For tensors in neither of the two memory formats native's CPU and CUDA kernels differ from each
+    other. Ours follow the CPU's on both. Native's CUDA convolution of float64 has no channels_last.
     """
     for tensor in (t for t in tree_leaves(inputs) if isinstance(t, Tensor)):
         standard = tensor.dtype != torch.float64 and (

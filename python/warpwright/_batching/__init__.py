@@ -127,8 +127,8 @@ RULES: dict[str, Rule] = {
     "attention": _attention.attention,
     "attention_backward": _attention.attention_backward,
 }
-# Operators that run sample by sample: fused ones, because a gate mask has the layout of the whole tensor; losses by
-# chunks of logits; attention over a cache, whose pages belong to a sample, and over packed sequences.
+# Operators that run sample by sample: fused ones, because a gate mask has the layout of the whole tensor, and losses by
+# chunks of logits. So does attention over a cache, because a page belongs to one sample, and over packed sequences.
 LOOPS = (
     "attention_varlen",
     "attention_varlen_backward",

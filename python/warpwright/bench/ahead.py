@@ -1,8 +1,9 @@
 """Compiles for the peers that compile, in parallel processes, before anything is timed.
 
-Inductor keeps its code on disk, where the process that measures finds it: one after the other, the
-full suite's compilations would take longer than its measurements. The choices that inductor makes by
-timing kernels are not kept: on a device that several processes share they would be wrong.
+Inductor keeps its code on disk, where the process that measures finds it. One after the other, the
+full suite's compilations would take longer than its measurements. Inductor also makes choices by
+timing kernels. They are not kept, because on a device that several processes share they would be
+wrong.
 """
 
 from __future__ import annotations

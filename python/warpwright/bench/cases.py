@@ -177,7 +177,7 @@ def _batch_norm_activation(
 
 
 def _batch_norm_relu(shape: tuple[int, ...], dtype: torch.dtype, layout: str, add: bool) -> Case:
-    """Batch norm, maybe an addition, and a relu. Native calls one after the other."""
+    """Batch norm, an addition if ``add``, and a relu. Native calls one after the other."""
     plain = _batch_norm(shape, dtype, layout)
     e = torch.Size(shape).numel() * dtype.itemsize
 

@@ -223,8 +223,8 @@ def _prepare_liger_swiglu(inputs: Inputs) -> Implementation:
         result: Tensor = LigerSiLUMulFunction.apply(gate, up)
         return result
 
-    # Its backward writes the gradients over the saved tensors, so it has no time of its own, and a
-    # call after another reads other values in the same time.
+    # Its backward writes the gradients over the saved tensors, so it cannot be timed alone. Repeated
+    # calls read other values, which changes no time.
     leaves = leaves_of(inputs)
     scratch = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
     cotangent = torch.randn_like(forward(scratch))

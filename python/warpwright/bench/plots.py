@@ -1,8 +1,8 @@
 """The pictures of benchmark and profile pages, as SVG for a page and PNG for a document.
 
 Colours are Okabe and Ito's, which differ for every kind of colour vision. Each implementation also
-has its own marker. Each picture is drawn for a light and a dark page and, where asked, for
-the width of a phone; it carries the machine, versions, date and source hash.
+has its own marker. Each picture is drawn for a light and a dark page and, if asked for, for
+the width of a phone. It names the machine, versions, date and source hash.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A training step measured with one process per implementation, so that peak memory means something.
 
 All processes live for the whole workload. They prepare in parallel, a few at a time, because
-compiling takes longer than measuring. Then they are timed in turns, one at a time, in both
-directions: a drift of the clocks affects all of them and shows as an unsteady row. Between its turns
-a process keeps only the weights.
+compiling takes longer than measuring. Then they are timed one at a time, in several rounds, in both
+directions. A drift of the clocks then affects all of them and shows as an unsteady row. Between the
+rounds a process keeps only the weights.
 """
 
 from __future__ import annotations

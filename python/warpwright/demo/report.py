@@ -127,8 +127,8 @@ def table(result: Result) -> Table:
 def op_table(result: Result) -> Table:
     """Each op inside of the step, and at the end the step of the table above it.
 
-    The profiler slows each op a little, above all on a CPU. So the rest of the step is what the whole
-    step takes beyond the ops' sum, and it is left out if the ops alone took longer under the profiler.
+    The row "rest" is the time of the whole step less the sum of the ops. The profiler slows each op a
+    little, above all on a CPU. If the ops alone took longer than the step, the row is left out.
     """
     shown = Table(
         title="Each op inside of the step, by the profiler, ms a step (forward + backward)",

@@ -1,9 +1,13 @@
 """Training on several GPUs or hosts, on top of ``torch.distributed``.
 
-DDP, FSDP2 and tensor parallelism are PyTorch's. :mod:`.sharding` has our operators' rules for DTensor,
-:mod:`.sync_batch_norm` batch norm over the batches of all ranks, :mod:`.sequence` attention over a
-sequence that ranks share, and :mod:`.failures` errors that name the rank that failed. The guide is
-docs/distributed.md.
+DDP, FSDP2 and tensor parallelism are PyTorch's. This package adds:
+
+- :mod:`.sharding`: our operators' rules for DTensor;
+- :mod:`.sync_batch_norm`: batch norm over the batches of all ranks;
+- :mod:`.sequence`: attention over a sequence that ranks share;
+- :mod:`.failures`: errors that name the rank that failed.
+
+The guide is docs/distributed.md.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class _Watch:
     def _look(
         self, store: Any, seen: dict[int, tuple[int, int]], silent_looks: int
     ) -> RankFailed | None:
-        """Another rank's error. A rank whose counter has stood still for long gets one."""
+        """Another rank's error. There is one, too, if a rank's counter has not moved for long."""
         if store.check([f"{self.prefix}/error"]):
             rank, _, what = store.get(f"{self.prefix}/error").decode().partition("\n")
             return RankFailed(int(rank), f"rank {rank} {what}")

@@ -1,8 +1,8 @@
 """Batch norm with the statistics of all ranks' batches.
 
-Each direction has one collective: the forward gathers every rank's (mean, variance, count) and merges
-them by Chan's formula (Chan, Golub, LeVeque 1979), in the order of ranks, so that all ranks get the
-same bits. The backward adds (sum of grad, sum of grad x̂) of all ranks. Counts stay on the device:
+Each direction has one collective. The forward gathers every rank's (mean, variance, count) and merges
+them by Chan's formula (Chan, Golub, LeVeque 1979). It does so in the order of ranks, so that all ranks
+get the same bits. The backward adds (sum of grad, sum of grad x̂) of all ranks. Counts stay on the device:
 nothing waits for the GPU, and a rank may have an empty batch.
 """
 

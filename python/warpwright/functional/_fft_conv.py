@@ -31,8 +31,8 @@ def fft_conv1d(
     The time hardly depends on the kernel's length. Long signals are cut into overlapping tiles
     (overlap-save). Everything between the input and the output is float32, or float64 for float64.
     Results are right to rounding: a later element of the input may change earlier outputs of a causal
-    convolution in their last bits. NaN and infinities reach the outputs whose window holds them, as
-    in direct convolution; zeros of the padding meet no tap.
+    convolution in their last bits. NaN and infinities reach the outputs with a window that holds them,
+    as in direct convolution. No tap multiplies zeros of the padding.
 
     Args:
         input: ``(N, C, L)`` or ``(C, L)``, any strides; float32, float64, bfloat16 or float16.

@@ -37,10 +37,10 @@ def cross_entropy(
 
     The reduction is native's.
 
-    If the loss is reduced and ``input`` requires grad, the forward also computes the gradient. (On
-    CUDA: from 16 MiB of logits. Not in float16: its gradients need the loss scale before they are
-    rounded.) The backward then scales that gradient in place, unless the gradient of the loss is 1.
-    With ``retain_graph`` or ``create_graph`` the backward computes the gradient again.
+    If the loss is reduced and ``input`` requires grad, the forward also computes the gradient. On CUDA
+    it does so for 16 MiB of logits and more. It does not in float16, because gradients need the loss
+    scale before they are rounded. The backward then scales that gradient in place, unless the gradient
+    of the loss is 1. With ``retain_graph`` or ``create_graph`` the backward computes the gradient again.
 
     Args:
         input: logits, ``(C)``, ``(N, C)`` or ``(N, C, d1, ..., dk)``; float32, float64, bfloat16 or

@@ -21,9 +21,9 @@ def linear_quantized(
     """``input @ W.T + bias`` of a weight in integer codes, ``W = (codes - zeros) * scales``.
 
     The gradient goes to ``input`` and ``bias``, as training an adapter needs; codes and scales are
-    constants. On Hopper, up to 256 rows of a 16-bit ``input`` are multiplied by codes that become
-    operands in registers, if they are in fragment order, and so are rows of its gradient. Other calls
-    write the weight in the dtype of ``input`` first. :class:`warpwright.nn.QuantizedLinear` keeps the
+    constants. On Hopper, for up to 256 rows of a 16-bit ``input`` or of its gradient, the kernels
+    convert codes in fragment order to operands in registers. Other calls first write the weight to
+    memory in the dtype of ``input``. :class:`warpwright.nn.QuantizedLinear` keeps the
     order that its device needs.
 
     Args:
@@ -33,8 +33,8 @@ def linear_quantized(
         scales: (out_features) of int8 codes, or (out_features, groups), any floating dtype.
         zeros: (out_features, groups) uint8, the codes of zero, 0 to 15; None: 8. Only of 4-bit codes.
         bias: (out_features), the dtype of ``input``.
-        fragments: ``codes`` come from :func:`warpwright.quantization.to_fragments`. Then scales and
-            zeros whose features are adjacent (``scales.t()`` contiguous) save a slower path.
+        fragments: ``codes`` come from :func:`warpwright.quantization.to_fragments`. The fast path then
+            also needs scales and zeros with adjacent features (``scales.t()`` contiguous).
         ahead: no kernel that may still run writes codes, scales or zeros. Their loads may then begin
             before the previous kernel of the stream ends.
     Returns:

@@ -46,8 +46,8 @@ def sum(
 ) -> Tensor:
     """The sum along ``dim``, as ``torch.sum``; equal bits on every repeat.
 
-    The GPU reads each element once, whatever the strides: the dimensions are sorted by stride, and
-    neighbours are merged (docs/kernels/reduction.md). 16-bit types are summed in float32.
+    The GPU reads each element once, for any strides. It sorts the dimensions by stride and merges
+    neighbours (docs/kernels/reduction.md). 16-bit types are summed in float32.
 
     Args:
         input: any shape and strides. Floating types have kernels; native sums the others.
@@ -148,8 +148,8 @@ def var(
 ) -> Tensor:
     """The variance along ``dim``, as ``torch.var``, in one pass.
 
-    Each thread takes means and squared deviations of a few elements, and merges them by the formula
-    of Chan, Golub and LeVeque (1979): no cancellation for a large mean.
+    Each thread computes means and squared deviations of a few elements. It merges them by the formula
+    of Chan, Golub and LeVeque (1979), so a large mean costs no digits.
 
     Args:
         input: as for :func:`sum`. Native computes complex numbers.

@@ -17,9 +17,9 @@ def cumsum(
 ) -> Tensor:
     """``y_t = x_0 + ... + x_t`` along ``dim``, as ``torch.cumsum``; equal bits on every repeat.
 
-    The GPU reads and writes each element once: blocks of a long row hand the sum on (decoupled
-    look-back, Merrill and Garland 2016), always in the same order. float32 is summed in float32 within
-    a block and in float64 between blocks; 16-bit types are summed in float32.
+    The GPU reads and writes each element once. Each block of a long row reads the sum of the blocks
+    before it (decoupled look-back, Merrill and Garland 2016), always in the same order. float32 is
+    summed in float32 within a block and in float64 between blocks, 16-bit types in float32.
 
     Args:
         input: any shape and strides; float32, float64, bfloat16, float16 or an integer type. Native

@@ -255,7 +255,7 @@ class FusedStep(Optimizer):
     # ---- 16-bit copies of float32 parameters ----
 
     def _copy_of(self, param: Tensor, grad: Tensor) -> Tensor | None:
-        """The copy that the step writes beside `param`; None if no product has cast it."""
+        """The copy that the step writes next to `param`; None if no product has cast it."""
         if not self.weight_copies or param.dtype is not torch.float32 or is_dtensor(param):
             return None
         dtype = CAST_TYPES.get(_C.weight_cast_type(param._cdata))  # type: ignore[attr-defined]

@@ -43,8 +43,8 @@ def quantize(
     """Stores the weights of a model's linear layers in few bits, in place.
 
     Each ``torch.nn.Linear`` (or ours) becomes a :class:`warpwright.nn.QuantizedLinear`; names, hooks,
-    biases and the rest of the model stay. The weights are rounded for good: keep a copy of the model
-    or its ``state_dict`` to go back. :func:`unquantize` makes ordinary layers of the rounded weights.
+    biases and the rest of the model stay. The exact weights are lost: keep a copy of the model or its
+    ``state_dict`` to go back. :func:`unquantize` makes ordinary layers of the rounded weights.
 
     Args:
         model: any module, on any device.
@@ -54,7 +54,7 @@ def quantize(
         method: ``"absmax"`` or ``"mse"``, see :func:`warpwright.quantization.int4`.
         filter_fn: called with ``(module, name)``; False leaves the layer as it is.
         exclude: names, globs over names or classes of modules to leave, as for
-            :func:`warpwright.swap`. Often the last layer, whose rounding matters most.
+            :func:`warpwright.swap`. Often this is the last layer, because its rounding matters most.
         dry_run: changes nothing, and reports what would be.
     Returns:
         A report with an entry per linear layer, and the bytes before and after.

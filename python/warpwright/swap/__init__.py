@@ -9,7 +9,7 @@ from .model import swap, swapped, unswap, unswapped
 from .registry import register_layer
 from .report import SwapCheckError, SwapEntry, SwapReport
 
-# Pickles of fused models and of reports that were made before this package existed name these modules.
+# Old pickles of fused models and of reports name these modules.
 for _former, _module in (("_blocks", blocks), ("_fuse", fuse), ("_patterns", patterns)):
     sys.modules[f"warpwright.{_former}"] = _module
 

@@ -26,7 +26,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def may_be_rewritten(module: nn.Module) -> bool:
-    """Whether ``module``'s forward may call a norm or a convolution beside a shortcut, or take views
+    """Whether ``module``'s forward may call a norm or a convolution next to a shortcut, or take views
     apart after a permutation."""
     if not has_own_forward(module):
         return False

@@ -30,8 +30,8 @@ OPS = (*(op.name for op in _catalog.OPS.values() if op.modules), *OF_LIBRARIES)
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
-    # Compiled code skips its guard on the type while the module's dict is unchanged. So the dict is
-    # changed, or a compiled model would keep running the former class.
+    # Compiled code skips its guard on the type while the module's dict is unchanged. Changing the dict
+    # makes it check, and a compiled model runs the new class.
     vars(module)["_warpwright_class_changed"] = True
     del vars(module)["_warpwright_class_changed"]
 

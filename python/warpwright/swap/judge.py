@@ -1,10 +1,10 @@
 """The error rule of ``check=``: when a result is as accurate as native's.
 
-Errors are measured against a float64 copy. The L2 norm of ours may be 1.5 x native's (+ 1 ulp), the
-maximum 4 x native's (+ 4 ulp): over a model's many layers, some maximum is unlucky. In two cases
-native's error and the result's ulp are no fair bound:
+Errors are measured against a float64 copy. The L2 norm of ours may be 1.5 x native's (+ 1 ulp). The
+maximum may be 4 x native's (+ 4 ulp), because over a model's many layers one maximum is likely to be
+large by chance. In two cases native's error and the result's ulp are no fair bound:
 
-- TF32 is allowed, but native runs some shapes in full float32. Native's error then counts as at least
+- TF32 is allowed, but native runs a few shapes in full float32. Native's error then counts as at least
   TF32's: that of the same layer in float64 with the operands of its products rounded to TF32. Sums of
   two TF32 numbers are measured the same way, with operands of 20 bits.
 - A running mean is a sum that cancels, often to a thousandth of its terms. Its ulp is that of the

@@ -40,13 +40,12 @@ def swap(
     """Runs ``model``'s layers on warpwright's kernels, in place.
 
     Args:
-        model: any module. Instances of exactly ``nn.Conv2d``, ``nn.BatchNorm1d/2d/3d``, ``nn.SyncBatchNorm``,
-            ``nn.LayerNorm``, ``nn.RMSNorm``, ``nn.ReLU``, ``nn.MaxPool2d``, ``nn.Linear``,
-            ``nn.CrossEntropyLoss`` and ``nn.MultiheadAttention`` (with its projections) are swapped;
-            layers that :func:`register_layer` added; and of transformers' models norms, ``Conv1D``,
-            attention with its rotary embedding, and the head with its loss
-            (docs/integrations.md). For every other module the
-            report says why it was left.
+        model: any module. Layers of ``torch.nn`` that warpwright has a layer for are swapped, such as
+            ``nn.Conv2d``, ``nn.Linear``, ``nn.LayerNorm``, ``nn.Embedding`` and
+            ``nn.MultiheadAttention`` (with its projections): instances of exactly these classes. So
+            are layers that :func:`register_layer` added. Of transformers' models norms, ``Conv1D``,
+            attention with its rotary embedding, and the head with its loss are swapped, too
+            (docs/integrations.md). For every other module the report says why it was left.
         ops: only these functionals, e.g. ``{"conv2d", "batch_norm"}``; None means all.
         filter_fn: called with (module, name); False leaves the module native.
         check: inputs for the model: a tensor, a tuple of arguments or a dict of keyword arguments.

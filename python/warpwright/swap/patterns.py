@@ -43,7 +43,7 @@ PATTERNS = tuple(
 )
 
 
-# A batch norm that no longer chain begins with, after a convolution.
+# A batch norm after a convolution, if no longer chain begins with it.
 ALONE = Pattern(("batch_norm",), "Conv2dBatchNorm2d", "batch_norm")
 
 

@@ -81,17 +81,18 @@ class _Route(TorchFunctionMode):
 class context_parallel:
     """``with context_parallel(mesh, buffers=..., buffer_seq_dims=...)``: the ranks share sequences.
 
-    Inside the block ``F.scaled_dot_product_attention``, ours and what calls them (Hugging Face's
-    ``sdpa``, ``nn.MultiheadAttention`` without weights) attend over the tokens of all ranks, by
-    `ring_attention`. Everything else of a model works on single tokens. The arguments are those of
+    Inside the block attention runs over the tokens of all ranks, by `ring_attention`. That holds for
+    ``F.scaled_dot_product_attention``, for ours, and for their callers: Hugging Face's ``sdpa`` and
+    ``nn.MultiheadAttention`` without weights. All other layers of a model work on single tokens. The
+    arguments are those of
     ``torch.distributed.tensor.experimental.context_parallel``, which has no path for CPUs.
-    With ``buffers`` the backward belongs into the block too: autograd may have saved a buffer, which
-    is whole again afterwards. ``torch.utils.checkpoint`` recomputes under the block of its forward.
+    With ``buffers`` the backward must be in the block too: autograd may have saved a buffer, and
+    buffers are whole again after the block. ``torch.utils.checkpoint`` recomputes under the block of its forward.
 
     The model gets positions from its inputs: pass `positions` as ``position_ids``, or shard the
     buffers that hold positions. Shift labels before they are sharded, and divide the sum of losses by
-    the tokens of all ranks. A model of transformers takes gaps in ``position_ids`` for the ends of
-    packed sequences, and makes a mask of them, unless it gets ``attention_mask=torch.ones(B, L)``.
+    the tokens of all ranks. A model of transformers reads gaps in ``position_ids`` as the ends of
+    packed sequences, and makes a mask of them. Pass ``attention_mask=torch.ones(B, L)`` to prevent it.
 
     Args:
         mesh: the ranks that share a sequence: a mesh of 1 dimension or a process group.

@@ -1,8 +1,8 @@
 """How DTensor computes with our operators: a rule for each.
 
 `RULES` has a table of placements per operator (`_table`); `HANDLERS` the operators that communicate
-inside, or that refuse DTensors. Composed operators run as what they are composed of. DTensor sits
-below our autograd: a backward is an operator like any other.
+inside, or that refuse DTensors. A composed operator runs as its parts. DTensor is below our
+autograd: a backward is an operator like any other.
 
 The rules are registered when a program imports ``torch.distributed.tensor``. They use parts of it
 that are not public; docs/distributed.md names the releases that they were tried with.

@@ -1,9 +1,9 @@
-"""linear_cross_entropy over ranks: chunks of rows, whose logits exist on each rank in parts.
+"""linear_cross_entropy over ranks: in chunks of rows. Each rank has a part of a chunk's logits.
 
 The weight may be cut over classes, the input over rows. Each chunk takes one product, one exchange of
 three numbers per row (`_vocabulary`) and the products of the gradients. The gradient by the input is
-then a partial sum over the ranks that have other classes, those by weight and bias over the ranks
-that have other rows.
+then a partial sum over the ranks that have other classes. The gradients by weight and bias are partial
+sums over the ranks that have other rows.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ def group_norm_backward(
 
 # ---- channels ----
 #
-# A call's tensors are of three kinds: "x" has the input's shape, "c" one element per channel, and
-# "mask" is flat, with the bits of this rank's part of the input. Nothing but the same placements can
-# read a mask again.
+# A call's tensors are of three kinds. "x" has the input's shape, "c" one element per channel. "mask" is
+# flat: it has the bits of this rank's part of the input, so only a call with the same placements can
+# read it.
 
 
 def _placed(kinds: str, x: Any, c: Any, mask: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Shardings of the products: linear, linear with an activation, conv2d.
 
-A weight that is cut stays cut: along its rows the output's features (or channels) are cut, along its
-columns the output is a partial sum. A bias joins a partial sum as the n-th part of itself.
+A weight that is cut stays cut. If its rows are cut, so are the output's features (or channels). If its
+columns are cut, the output is a partial sum, and each of n ranks adds the n-th part of the bias.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ ADVICE = "A scan needs all of its dimension: shard another."
 
 
 def cumsum(x: Any, dim: int, reverse: bool) -> list[Row]:
-    """Linear, so sums that are still to be added up stay what they are."""
+    """The op is linear, so partial sums may stay partial sums."""
     others = (i for i in range(x.ndim) if i != dim % x.ndim)
     return [([R], [R]), ([P], [P]), *(([S(i)], [S(i)]) for i in others)]
 

@@ -1,11 +1,11 @@
 """A sharding rule is a table of placements; this file makes DTensor's strategy from it.
 
-A row of a table has the placements of an operator's tensors over *one* dimension of the mesh: those
-of the results, then those of the tensor arguments, in the schema's order. None stands for a tensor
-that is absent. DTensor combines the rows over all dimensions of the mesh and takes the combination
+A row of a table has the placements of an operator's tensors over *one* dimension of the mesh. First
+come those of the results, then those of the tensor arguments, in the schema's order. None is for a
+tensor that is absent. DTensor combines the rows over all dimensions of the mesh and takes the combination
 that moves the fewest bytes.
 
-`torch.distributed.tensor.experimental.register_sharding` cannot express these rules: its cache
+`torch.distributed.tensor.experimental.register_sharding` cannot express these rules. Its cache
 ignores the arguments before the first integer, and a mask of wanted gradients is such an argument.
 """
 

@@ -1,8 +1,9 @@
 """Heads of language models: in a training call with labels, their loss needs no logits.
 
 A hook on the model notes whether a call has labels. If it has, the head returns
-:class:`~warpwright.integrations._logits.LazyLogits`. transformers' losses, and the losses in the models' own code, end in
-``torch.nn.functional.cross_entropy``, which then computes the head's product too.
+:class:`~warpwright.integrations._logits.LazyLogits`. transformers' losses, and the losses in the models'
+own code, call ``torch.nn.functional.cross_entropy``. With lazy logits that call computes the head's
+product too.
 """
 
 from __future__ import annotations
