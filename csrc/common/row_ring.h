@@ -11,10 +11,11 @@ namespace warpwright {
 
 constexpr int64_t kRingBytes = 192 * 1024;   // at most, for kRingThreads
 constexpr int kRingThreads = 512;            // per block, at most
-constexpr int64_t kMeetingBytes = 2 * 1024;  // at most, where a row's threads meet
+constexpr int64_t kMeetingBytes = 2 * 1024;  // at most, for the sums that a row's warps exchange
 
-// The most threads per block, in whole warps, whose ring fits with `beside` more bytes. A Hopper
-// fits all kRingThreads; compute capability 8.6 and 8.9 fit half of them.
+// The most threads per block, in whole warps, such that their ring and `beside` bytes of other data
+// fit the shared memory. A Hopper fits all kRingThreads; compute capability 8.6 and 8.9 fit half of
+// them.
 constexpr int ring_threads(const DeviceInfo& device, int64_t beside = 0) {
   const int64_t room = device.smem_per_block - kMeetingBytes - beside;
   return static_cast<int>(

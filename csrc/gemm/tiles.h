@@ -111,16 +111,22 @@ struct Sm90TileShape {
 
 // A CTA has the SM to itself, and a stage's k is 128 bytes. docs/kernels/linear.md has the measured
 // times.
-// kTma: 128x128 in ping-pong (one warpgroup stores while the other multiplies) is within 2 % of the
-// fastest tile if the output fills the SMs often. 128x64 and 64x64 are for outputs with fewer tiles
-// than SMs. 128x256 reads three quarters of the bytes of 128x128 from L2, but nothing overlaps its
-// store. It is for TF32, whose k tile of 128 bytes is half as deep for the same math. At 16 bits it
-// is for a long k and few rounds. 128x192 and 192x192 are for outputs that the others cut into a
-// bad number of tiles, such as 768 columns. kRealigned: two warpgroups load through L1, which needs
-// the shared memory of more stages. kSwapped: each warpgroup has a tile of its own; B comes from
-// registers in units of 64 rows. kTransposed: both warpgroups share 128x256. More columns per A
-// leave shared memory more time to transpose A. kSplit: both warpgroups share one tile, since each
-// k tile has sums next to the tile's. Three tiles of 16 KiB per stage.
+//
+// kTma
+//   128x128  ping-pong: one warpgroup stores while the other multiplies. Within 2 % of the fastest
+//            tile if the output fills the SMs several times.
+//   128x64, 64x64  for outputs with fewer tiles than SMs
+//   128x256  reads three quarters of the bytes of 128x128 from L2, but nothing overlaps its store.
+//            For TF32 (a k tile of 128 bytes is half as deep for the same math), and at 16 bits for
+//            a long k and few rounds.
+//   128x192, 192x192  for outputs that the others cut into a bad number of tiles, such as 768
+//            columns
+// kRealigned: two warpgroups load through L1, which needs the shared memory of more stages.
+// kSwapped: each warpgroup has a tile of its own. B comes from registers in units of 64 rows.
+// kTransposed: both warpgroups share 128x256. More columns per A leave shared memory more time to
+//   transpose A.
+// kSplit: both warpgroups share one tile, because each k tile has sums next to the tile's. A stage
+//   has three tiles of 16 KiB.
 constexpr Sm90TileShape sm90_tile(Sm90Loading loading, GemmTile tile) {
   if (loading == Sm90Loading::kTma && tile == GemmTile::k192x192) return {192, 192, 4, false};
   if (loading == Sm90Loading::kTma && tile == GemmTile::k128x192) return {128, 192, 4, true};

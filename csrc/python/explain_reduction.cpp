@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/reduction/gradient.h"
 #include "ops/reduction/reduction.h"
 #include "ops/scan/scan.h"
 #include "python/explain.h"
@@ -44,6 +45,47 @@ Lines explain_scan(const std::string& op, const std::string& dtype, const Tensor
 
 // ---- reductions ----
 
+using Axes = std::vector<ReductionAxis>;
+
+// The axes of a tensor with these strides. A dense output has the kept axes in their order.
+Axes axes_of(const TensorLayout& input, const std::vector<int64_t>& strides,
+             const std::vector<int64_t>& dims) {
+  Axes axes(input.sizes.size());
+  int64_t pitch = 1;
+  for (size_t d = axes.size(); d-- > 0;) {
+    const bool is_reduced =
+        dims.empty() || std::count(dims.begin(), dims.end(), static_cast<int64_t>(d)) > 0;
+    axes[d] = {input.sizes[d], strides[d], pitch, is_reduced};
+    if (!is_reduced) pitch *= input.sizes[d];
+  }
+  return axes;
+}
+
+// Whether memory from the first to the last element has each element once, and nothing else.
+bool is_dense(Axes axes) {
+  std::sort(axes.begin(), axes.end(), [](const ReductionAxis& a, const ReductionAxis& b) {
+    return a.stride != b.stride ? a.stride < b.stride : a.size < b.size;
+  });
+  int64_t pitch = 1;
+  for (const ReductionAxis& axis : axes) {
+    if (axis.size > 1 && axis.stride != pitch) return false;
+    pitch *= axis.size;
+  }
+  return true;
+}
+
+// The kernel that writes the gradient of amax, logsumexp, var and std, or ATen's operators.
+std::string describe_gradient(DType dtype, const TensorLayout& input, Axes axes) {
+  ReductionGradientParams p{};
+  p.dtype = dtype;
+  p.input = reinterpret_cast<const void*>(input.address);
+  const bool dense = is_dense(axes);
+  p.layout = gradient_layout(axes.data(), static_cast<int>(axes.size()));
+  if (!dense || !p.layout.fits) return "ATen's formula: the input is not dense, or has many axes";
+  const ReductionGradientPlan plan = choose_reduction_gradient(p);
+  return "one pass, " + std::to_string(plan.vec) + " element(s) per access: " + plan.reason;
+}
+
 // `dims`: wrapped; all if there are none.
 Lines explain_reduction(const std::string& kind, const std::string& dtype,
                         const TensorLayout& input, const std::vector<int64_t>& dims,
@@ -56,18 +98,8 @@ Lines explain_reduction(const std::string& kind, const std::string& dtype,
   p.dtype = p.output_dtype = dtype_from(dtype);
   p.input = reinterpret_cast<const void*>(input.address);
   if (numel(input) == 0) return {{"forward, backward", "nothing to do"}};
-  std::vector<ReductionAxis> axes(input.sizes.size());
-  auto set = [&](const std::vector<int64_t>& strides) {
-    int64_t pitch = 1;
-    for (size_t d = axes.size(); d-- > 0;) {
-      const bool is_reduced =
-          dims.empty() || std::count(dims.begin(), dims.end(), static_cast<int64_t>(d)) > 0;
-      axes[d] = {input.sizes[d], strides[d], pitch, is_reduced};
-      if (!is_reduced) pitch *= input.sizes[d];
-    }
-    p.layout = canonical_layout(axes.data(), static_cast<int>(axes.size()));
-  };
-  set(input.strides);
+  Axes axes = axes_of(input, input.strides, dims);
+  p.layout = canonical_layout(axes.data(), static_cast<int>(axes.size()));
   std::string copied;
   if (!p.layout.fits) {
     ReductionAxis whole[2] = {{p.layout.per_output(), 1, 0, true},
@@ -78,7 +110,9 @@ Lines explain_reduction(const std::string& kind, const std::string& dtype,
   }
   const bool is_linear = p.kind == Reduction::kSum || p.kind == Reduction::kMean;
   return {{"forward", copied + describe(choose_reduction(p, device))},
-          {"backward", is_linear ? "a view of the result's gradient" : "ATen's formula"}};
+          {"backward",
+           is_linear ? "a view of the result's gradient"
+                     : describe_gradient(p.dtype, input, axes_of(input, input.strides, dims))}};
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
 // A Store that multiplies a 16-bit product by the derivative of an activation before it rounds:
-// dz = (A B^T) f'(z), the gradient of a hidden layer without a pass of its own.
+// dz = (A B^T) f'(z). So the gradient of a hidden layer needs no separate pass.
 //
-// TMA loads a warpgroup's values of z into the buffers that its results leave by. The loads start
-// before the mainloop, which hides them. A thread reads the z of its own accumulators (ldmatrix has
-// the order of stmatrix) and writes the results over them.
-// Bound: in ping-pong, the other warpgroup's mainloop. By instructions some 24 per element for
-// gelu, 3000 cycles of a 128 x 128 tile.
+// TMA loads a warpgroup's values of z into the buffers of its store. The loads start before the
+// mainloop, which hides them. A thread reads the z of its own accumulators (ldmatrix has the order
+// of stmatrix) and overwrites them with the results.
+// Bound: in ping-pong, the other warpgroup's mainloop. gelu takes about 24 instructions per
+// element, 3000 cycles for a 128 x 128 tile.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,10 @@
-// Stores of a 16-bit D that also take the mean and the sum of squared deviations of its columns.
-// They see the rounded values that they store.
+// Stores of a 16-bit D that also compute the mean and the sum of squared deviations of its columns,
+// from the rounded values.
 //
-// Blocks run along the tiles of a row of tiles first. A consumer then meets few columns of tiles in
-// turn: every kMomentsRuns-th of its tiles has the same column (meets_few_columns()). Its sums stay
-// in registers for the whole kernel, and at the end it writes one record per column of tiles. The
-// records' order is fixed, and so are the bits of what is merged from them.
+// CTAs take the tiles of a row of tiles one after the other. A consumer then has tiles in at most
+// kMomentsRuns columns of tiles, in turn (meets_few_columns()). Its sums stay in registers for the
+// whole kernel. At the end it writes one record per column of tiles. The order of the records is
+// fixed, so merging them gives the same bits in every run.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace warpwright {
 
-constexpr int kMomentsRuns = 2;       // columns of tiles that a consumer meets, at most
+constexpr int kMomentsRuns = 2;       // columns of tiles that a consumer has tiles in, at most
 constexpr int kMomentsConsumers = 2;  // warpgroups
 constexpr int kMomentsRecords = kMomentsRuns * kMomentsConsumers;  // per CTA
 

@@ -1,7 +1,7 @@
 // From the accumulators of an 8-bit product to D: a scale per row and per column, the bias, one
-// rounding, and then the ways of EpilogueSm90. D's type is a value of the launch, not of the type
-// of the kernel. A warp holds the scales and the bias of its columns in its lanes, which hand them
-// over by shuffles: 1/8 of the registers of a copy per thread.
+// rounding, and then EpilogueSm90's stores. D's type is a run-time argument. The lanes of a warp
+// hold the scales and the bias of its columns once, and shuffles pass them on. That takes 1/8 of
+// the registers of a copy per thread.
 #pragma once
 
 #include <cstdint>

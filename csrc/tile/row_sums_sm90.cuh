@@ -1,8 +1,7 @@
-// Sums over k of an operand's rows, computed next to the product that reads them, as one more
-// product with 8 columns of ones. linear's weight gradient, whose A is dy^T, gets the bias gradient
-// this way. Costs one read of A from shared memory. The tiles of D's first column take all of k, or
-// each tile of a row of tiles takes every kShares-th k tile, so that no SM has more to do than
-// others.
+// Sums over k of an operand's rows, in the product that reads them: one more product with 8 columns
+// of ones. linear's weight gradient has A = dy^T, so its row sums are the bias gradient. They cost
+// one read of A from shared memory. Either the tiles of D's first column sum all of k, or each tile
+// of a row of tiles sums every kShares-th k tile. The latter gives all SMs the same work.
 #pragma once
 
 #include <cstdint>

@@ -112,8 +112,8 @@ struct BatchNormConfig {
   int lanes;       // rows: adjacent threads along the channels
   int64_t tiles;   // rows: groups of lanes * vec channels; planes: channels
   int64_t splits;  // parts of each channel's values, one block each
-  // Rows, second pass: the blocks deal the rows out in turns, from the last row to the first. The
-  // kernel before has just written the last rows, so L2 holds them. Else each block has its split.
+  // Rows, second pass: the blocks take the rows in turn, from the last row to the first, because L2
+  // holds the last rows that the previous kernel wrote. Else each block has its split.
   bool in_turns;
   const char* reason;
 };

@@ -76,8 +76,8 @@ inline bool onednn_is_faster(ConvDirection direction, const Conv2dShape& s, cons
     if (strided_taps || (s.groups == 1 && s.c < kBlock)) return false;
   }
   if (has_few_taps(s) && s.c == 1 && !s.channels_last && (forward || !cpu.avx512)) return false;
-  // It copies NHWC weights into blocks, which does not pay for a few pixels. Ours adds a gradient
-  // of the weights in double, which does not pay for a large one.
+  // oneDNN copies NHWC weights into blocks, so it is slower for few pixels. Our gradient of the
+  // weights is summed in double, so it is slower for large weights.
   constexpr double kFewPixels = 32;
   constexpr int64_t kLargeWeights = 1 << 18;
   const bool few_pixels = s.channels_last && output_pixels(s) <= kFewPixels;

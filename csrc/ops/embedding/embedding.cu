@@ -46,7 +46,7 @@ __device__ __forceinline__ Word nan_bits() {
   }
 }
 
-// The index at a position. One that is no row becomes -1; `reports` says whether this thread tells.
+// The index at a position, or -1 if it is no row. If `reports`, this thread records the error.
 template <class Index>
 __device__ __forceinline__ int64_t load_index(const EmbeddingParams& p, int64_t position,
                                               bool reports) {

@@ -3,11 +3,11 @@
 // row, and zero for a row without a position: it reads the output's gradient once and writes the
 // weight's gradient once.
 //
-// The backward groups positions by row, without a sort if it can. The rows are dealt to buckets,
-// one per block. Each block reads all indices twice: it counts those of its bucket and of the
-// buckets before it, and then writes its positions to their place in the grouped list. Where that
-// would read the indices too often, they are sorted instead. Parts of this list are summed in the
-// list's order, which within a row is that of the positions.
+// The backward groups positions by row, without a sort if it can. Each row is in one bucket, and
+// each bucket has a block. A block reads all indices twice. First it counts those of its bucket and
+// of the buckets before it. Then it writes its positions to their places in the grouped list. If
+// this would read the indices too often, they are sorted instead. Parts of the list are summed in
+// the list's order, which within a row is that of the positions.
 //
 // Layout: weight (rows, columns) with a pitch, indices (count), output (count, columns), dense.
 #pragma once

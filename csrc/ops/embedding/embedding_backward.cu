@@ -77,9 +77,9 @@ __device__ __forceinline__ Vec<Acc, kVec> load_partial(const Acc* source) {
   return result;
 }
 
-// Adds up the parts of a row by a tree of fixed shape, kFan at a time. Whoever comes last to a node
-// adds its children in their order and goes on to the node above. Returns whether this group has
-// the row's sum.
+// Adds up the parts of a row by a tree of fixed shape, kFan at a time. The group with a node's last
+// ticket adds its children in their order and continues with the node above. Returns whether this
+// group has the row's sum.
 template <class T, int kVec, int kWidth>
 __device__ __forceinline__ bool join_parts(const EmbeddingBackwardParams& p, const Workspace& w,
                                            const Strip<kWidth>& at, const Entry& entry,

@@ -59,8 +59,8 @@ Positions positions_of(const EmbeddingBackwardParams& p) {
   return result;
 }
 
-// Vector stores of a zero that the compiler does not know. It would make a memset of them, whose
-// string instruction takes a sixth longer on pages that the system has just handed out.
+// Vector stores of zeros. The volatile zero keeps the compiler from calling memset, whose string
+// instruction takes a sixth longer on freshly mapped pages.
 void clear(void* target, size_t bytes) {
   static const volatile float kZero = 0;
   const Values<float> zero = Values<float>{} + kZero;

@@ -264,9 +264,8 @@ __device__ __forceinline__ void list_tokens(const EmbeddingBackwardParams& p, co
 }
 
 // indices (count) -> entries, grouped by row and in the order of the positions; bitmap; zeroed
-// counters. A block per bucket of rows. The blocks after them write zeros to the last rows of
-// grad_weight before it is known which of them have positions: memory would be idle meanwhile. The
-// next kernel overwrites those that have.
+// counters. A block per bucket of rows. Further blocks write zeros to the last rows of grad_weight,
+// because grouping leaves memory idle. The next kernel overwrites the rows that have positions.
 template <class T, int kVec, class Index>
 __global__ void __launch_bounds__(kGroupThreads, 2)
     group_positions(EmbeddingBackwardParams p, Workspace w, EmbeddingBackwardPlan plan) {

@@ -1,14 +1,13 @@
-// Convolution by Fourier transforms, stride 1 and dilation 1, for large kernels. The output, the
-// gradient of the input and the gradient of the kernel are all one of two forms, for channels
-// "from" that a signal has per group and channels "to" that the output has per group:
-//   correlation  output[n, g, j] = sum over l of corr(signal[n, g, l], kernel[g, j, l]) + bias[g,
-//   j] gradient     kernel[g, j, l] = sum over n of corr(signal[n, g, l], operand[n, g, j])
-// with corr(x, w)[i] = sum over s of x[i + s - pad] w[s]. The gradient of the input is a
-// correlation with the flipped kernel, whose strides are negative.
+// Convolution by Fourier transforms, stride 1 and dilation 1, for large kernels. The operator has
+// two forms. l counts the signal's channels of a group ("from"), j the output's ("to"):
+//   correlation  output[n, g, j] = b[g, j] + sum over l of corr(signal[n, g, l], kernel[g, j, l])
+//   gradient     kernel[g, j, l] = sum over n of corr(signal[n, g, l], operand[n, g, j])
+// with the bias b and corr(x, w)[i] = sum over s of x[i + s - pad] w[s]. The gradient of
+// the input is a correlation with the flipped kernel: its strides are negative.
 //
-// Overlap-save: a tile of `points` elements of the signal gives `step` results. A tile as large as
-// the padded signal may hold the zeros of one side only, because a window that leaves the tile at
-// one end enters it at the other, and finds them there.
+// Overlap-save: a tile of `points` elements of the signal gives `step` results. A transform is
+// circular, so a window that leaves a tile at one end continues at the other. A tile as large as
+// the signal therefore needs the padding's zeros on one side only.
 #pragma once
 
 #include <cstdint>

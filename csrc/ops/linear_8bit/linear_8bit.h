@@ -56,15 +56,14 @@ struct Product8BitShape {
   int stages;         // 0: these sums have no such tile
   int store_buffers;  // of 64 x 64 elements of D, per warpgroup
   bool ping_pong;     // each of the two consumer warpgroups has a tile of its own
-  // Of the estimate: cycles of a k tile, of a k tile once per call (a ping-pong's first or last
-  // tile, which the other warpgroup does not overlap), and of a tile's start and store.
-  double cycles;
-  double once;
-  double exposed;
+  // Cycles, for the estimate.
+  double cycles;   // of a k tile
+  double once;     // of a k tile, once per call: ping-pong does not overlap its first or last tile
+  double exposed;  // of a tile's start and store
 };
 
-// promotes: sums of floats move to registers of their own every 128 k, so a warpgroup has room for
-// half a tile, and the warpgroups share one.
+// promotes: every 128 k the sums of floats are added to float32 registers. A warpgroup then has
+// room for half a tile, so two warpgroups share one.
 constexpr Product8BitShape product_8bit_shape(Product8BitTile tile, bool promotes) {
   constexpr Product8BitShape kShapes[2][kProduct8BitTiles] = {
       {{},

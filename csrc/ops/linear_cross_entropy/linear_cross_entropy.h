@@ -40,10 +40,10 @@ constexpr int64_t kMaxNarrowChunks = 4;
 // therefore allows 224 MiB of logits, but at least 1024 rows. It then uses as few chunks as
 // possible, evenly filled.
 // A float32 sum of 16-bit gradients costs 4 bytes per element of W. If a quarter of all logits (2
-// bytes each) takes less, dW stays in its own type, and there are at most four chunks. These are
-// three roundings more, which keep it within 1.35 times the error of the separate ops, whose dz is
-// rounded too. float16 has no such choice: an undivided sum may overflow. `adds_to_narrow`: the
-// matrix products can add to 16-bit values.
+// bytes each) takes less, dW stays in its own type, and there are at most four chunks. Three more
+// roundings leave the error within 1.35 times that of the separate ops, which round dz as well.
+// float16 always sums in float32: an undivided sum may overflow. `adds_to_narrow`: the matrix
+// products can add to 16-bit values.
 inline ChunkPlan choose_chunks(DType dtype, int64_t rows, int64_t features, int64_t classes,
                                int64_t wanted_rows, bool adds_to_narrow) {
   const int64_t row_bytes = std::max<int64_t>(1, logits_pitch(classes)) * dtype_size(dtype);

@@ -201,8 +201,8 @@ void copy_image(const void*& image, const LayoutCopies& copies, const Conv2dShap
   image = at(workspace, *copies.x);
 }
 
-// Calls run(d), whose kernel writes the result: in the workspace, from where it is copied, or
-// directly.
+// Calls run(d). Its kernel writes the result to d: the result itself, or a place in the workspace
+// that is copied to the result afterwards.
 template <class Run>
 void with_result(void* result, const std::optional<int64_t>& offset, const LayoutTensor& tensor,
                  void* workspace, cudaStream_t stream, Run&& run) {

@@ -82,7 +82,7 @@ Tensors3 conv2d_backward_with(const Tensor& grad_output_, const Tensor& input_,
     const Tensor w = mask[0] ? in_format(weight, format) : Tensor();
     auto in = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
     auto out = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
-    // A kernel reads the addend as it lies, or a kernel of its own adds it.
+    // dgrad's kernel reads the addend in its present layout, or a second kernel adds it.
     const bool joins = mask[0] && addend.defined() && addend.is_contiguous(format);
     is_added = run(Conv2dBackwardParams{shape, dy.const_data_ptr(), in(x), in(w), out(grad_input),
                                         out(grad_weight), out(grad_bias),

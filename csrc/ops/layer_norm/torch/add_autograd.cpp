@@ -1,8 +1,8 @@
-// Autograd and Autocast of add_layer_norm, add_rms_norm and their backwards, and
-// norm_with_residual, a norm whose input goes on next to it.
+// Autograd and Autocast of add_layer_norm, add_rms_norm and their backwards, and of
+// norm_with_residual: a norm that also returns its input, for the residual branch.
 //
-// The sum's gradient is that of the norm plus its own; both addends get it. Whatever differentiates
-// further runs the addition and the norm as two ops, which have all derivatives.
+// The sum's gradient is that of the norm plus its own; both addends get it. Higher derivatives run
+// the addition and the norm as two ops, which have all derivatives.
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/alias.h>
 

@@ -120,9 +120,9 @@ void check_linear_backward(const Tensor& grad_output, const OptionalTensor& inpu
   }
 }
 
-// A weight may be the transpose of what the layer has, as in transformers' Conv1D. The gradient
-// gets its layout: the engine would copy another one. A 16-bit gradient does not, as its product
-// could no longer sum the bias gradient on the way.
+// A weight may be the transpose of the layer's parameter, as in transformers' Conv1D. The gradient
+// then gets the weight's layout, so that autograd does not copy it. A 16-bit gradient keeps its
+// rows: otherwise its product could not sum the bias gradient.
 bool wants_transposed_gradient(const Tensor& grad_output, const OptionalTensor& weight,
                                bool float32) {
   if (!weight.has_value() || !weight->defined()) return false;

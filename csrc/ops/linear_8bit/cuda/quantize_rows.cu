@@ -1,6 +1,6 @@
 // Codes and scales of rows. Bound: bytes, of x once and of the codes. A row stays in the registers
-// of its threads between the maximum and the codes. One scale for all rows needs two passes; maxima
-// of blocks meet in a workspace.
+// of its threads between the maximum and the codes. One scale for all rows needs two passes: the
+// first writes the maxima of blocks to a workspace.
 #include "device/math.cuh"
 #include "device/quantize.cuh"
 #include "host/launch.h"
@@ -100,9 +100,11 @@ __global__ void __launch_bounds__(kHeld == kQuantizeMaxHeld ? kQuantizeMaxLanes 
 
 enum class Pass { kRow, kMaximum, kCodes };
 
-// Walks rows of `cols` elements of a matrix; a dense one may be cut into other rows, the last of
-// which is shorter. kRow: each block has one row, which it reads twice. kMaximum: each block leaves
-// the maximum of its rows in `parts`. kCodes: it takes the maximum of the grid's parts.
+// Reads rows of `cols` elements. A dense matrix may be cut into rows of another length; the last
+// one is then shorter.
+//   kRow      a block has one row and reads it twice
+//   kMaximum  a block writes the maximum of its rows to `parts`
+//   kCodes    a block takes the maximum of all parts and writes codes
 template <class T, class Code, int kVec, Pass kPass>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_looped_kernel(const QuantizeRowsParams p, int64_t cols, int64_t pitch, float* parts) {

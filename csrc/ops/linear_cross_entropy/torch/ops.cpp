@@ -74,7 +74,7 @@ void check_call(const Call& c, Mask3 mask) {
               "linear_cross_entropy: output_mask: expected a bias, whose gradient is wanted");
   TORCH_CHECK_VALUE(c.chunk_rows >= 0,
                     "linear_cross_entropy: chunk_rows: expected at least 1, got ", c.chunk_rows);
-  // cross_entropy's own checks want logits: one element, seen as all of them.
+  // cross_entropy's own checks take logits: here one element, expanded to their shape.
   const Tensor logits =
       at::empty({1, 1}, c.input.options()).expand_symint({c.input.sym_size(0), classes});
   check_cross_entropy(logits, c.target, c.class_weight, c.loss);
@@ -108,7 +108,7 @@ Tensor count_rows(const Call& c, ScalarType accum) {
   const Tensor labels = c.target.to(at::kLong);
   const Tensor valid = labels.ne(c.loss.ignore_index.expect_int());
   if (!c.class_weight.defined() || c.weight.size(0) == 0) return valid.sum(accum);
-  // A label out of range must not index: its row's loss says so later.
+  // A label out of range must not index. The loss kernel reports it.
   const Tensor weights =
       c.class_weight.to(accum).index_select(0, labels.clamp(0, c.weight.size(0) - 1));
   return at::where(valid, weights, at::zeros({}, options)).sum();

@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kSpanBytes = 1024;  // of a row, per CTA
 template <class T>
 constexpr int kSpan = kSpanBytes / static_cast<int>(sizeof(T));
-// From a row to the next: the eight lanes of a quarter of a warp, two rows, meet no bank twice.
+// Bytes from a row to the next. The eight lanes of a quarter warp, in two rows, use different
+// banks.
 template <class T>
 constexpr int kSpanPitch = kSpanBytes + (sizeof(T) == 2 ? 64 : 16);
 

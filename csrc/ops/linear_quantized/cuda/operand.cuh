@@ -63,7 +63,7 @@ __device__ __forceinline__ void int8_pairs(uint32_t& first, uint32_t& second, ui
   first = subtract_pair<half>(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u);
   second = subtract_pair<half>(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u);
 }
-// bf16 has too few mantissa bits: by way of float32, whose upper half then is the bf16.
+// bf16 has too few mantissa bits, so the difference is a float32. Its upper half is the bf16.
 __device__ __forceinline__ void int8_pairs(uint32_t& first, uint32_t& second, uint32_t word, bf16) {
   auto value = [&](uint32_t selector) {  // 2^23 + u - (2^23 + 128)
     return __float_as_uint(__uint_as_float(__byte_perm(word, 0x4b000000u, selector)) - 8388736.0f);

@@ -2,13 +2,13 @@
 // in registers, the tokens are the columns of B. So a code is read and converted once.
 //
 // Layout: codes in fragment order (linear_quantized.h), scales (groups, N), zeros (groups, N).
-// `tokens` (arrange_tokens.cu): x or dy by units of 64 along the sum; a unit is the image of its
+// `tokens` (arrange_tokens.cu): x or dy in units of 64 along the sum. A unit has the layout of its
 // stage: 128 bytes per token in wgmma's 128-byte swizzle.
 // Grid: a CTA per 128 columns of the result, or a cluster that shares the sum. Two warpgroups
-// have 64 columns each, one warp of a third loads the stages by bulk copies.
-//   y: a fragment is an A operand as it lies. Its order of k is the order of `tokens`.
+// have 64 columns each. One warp of a third loads the stages by bulk copies.
+//   y: a fragment is an A operand without a change. `tokens` has the same order of k.
 //   dx: the rows of A are k. Warp w of a group takes word w of each lane of a fragment, which is 16
-//       features by 16 k, and movmatrix turns it. Rows g and g + 8 of A then are the k at
+//       features by 16 k, and movmatrix transposes it. Rows g and g + 8 of A then are the k at
 //       32 (w / 2) + 4 (w % 2) + 8 (g / 2) + g % 2, and 2 more.
 // The scale multiplies the operand, which is rounded as a weight in memory is, except int8's in y.
 // Sums: float32 along the units of a CTA, then the CTAs of the cluster in order. Bits repeat.

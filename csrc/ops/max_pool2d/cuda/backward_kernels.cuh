@@ -1,6 +1,6 @@
-// Backward: a thread owns a tile of the input, walks down it and asks the windows that cover it
-// whether one of its elements won. A window is loaded once per tile, some rows before its use. Sums
-// are in ascending window order. The caller's Finish turns a sum into a gradient.
+// Backward: a thread owns a tile of the input and walks down it. For each element it compares the
+// codes of the windows that cover it. A window is loaded once per tile, a few rows before its use.
+// Sums are in ascending window order. The caller's Finish computes the gradient from a sum.
 #pragma once
 
 #include "ops/max_pool2d/cuda/backward_windows.cuh"

@@ -1,4 +1,4 @@
-// What the kernels of a reduction get, and how blocks that share an output meet.
+// The operands of a reduction's kernels, and how blocks that share an output merge their parts.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -10,8 +10,8 @@
 
 namespace warpwright {
 
-// Blocks per SM, and the vectors that a thread loads at once: as many as registers hold without
-// spills. 48 KB per SM in flight are twice what hides the latency of memory.
+// Blocks per SM, and vectors that a thread loads at once: as many as registers hold without spills.
+// That keeps 48 KB per SM in flight, twice the bytes that hide the latency of memory.
 template <class T>
 constexpr int kBlocksPerSm = sizeof(T) == 8 ? 2 : kReductionBlocksPerSm;
 template <class T>
@@ -20,7 +20,7 @@ template <class T, class Op>
 constexpr int kColumnLoads =
     sizeof(T) == 8 || (sizeof(T) == 2 && sizeof(typename Op::State) > 4) ? 4 : kReductionLoads;
 
-// Evict-first: L2 drops these lines before others, whose changes would have to be written back.
+// Evict-first: L2 drops these lines first, so it does not write back other kernels' dirty lines.
 template <int kVec, class T>
 __device__ __forceinline__ Vec<T, kVec> load_once(const T* source) {
   if constexpr (sizeof(Vec<T, kVec>) == kVecBytes) {

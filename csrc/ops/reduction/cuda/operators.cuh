@@ -1,5 +1,5 @@
-// What a reduction combines. An operator, for elements of type T, has
-//   State        what some elements come to; identity() is that of none
+// The operators of a reduction. An operator, for elements of type T, has
+//   State        the partial result of a set of elements; identity() is that of the empty set
 //   absorb       adds kCount elements to a State that has `before` elements already
 //   merge        joins the States of two disjoint sets of elements
 //   Merging      the operator for States of different threads

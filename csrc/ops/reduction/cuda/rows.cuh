@@ -85,7 +85,7 @@ __device__ __forceinline__ void absorb_edges(Part<Op>& part, const Run<T, kVec>&
   }
 }
 
-// Adds the vectors `begin` to `end` whose addresses `address` tells, all of whole elements.
+// Adds the vectors `begin` to `end`, all of whole elements. address(i) is that of vector i.
 template <class Op, int kVec, int kLanes, class T, class Address>
 __device__ __forceinline__ void absorb_vectors(Part<Op>& part, int64_t begin, int64_t end, int lane,
                                                const Address& address) {

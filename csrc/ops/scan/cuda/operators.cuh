@@ -5,8 +5,10 @@
 //   Element      a run of steps, as the tile combines them: identity(), combine(left, right)
 //   kNumbers     of an Element, as ScanParams::numbers()
 //   kBlocksPerSm of 256 threads, in columns and long rows: as many as its registers allow
-//   Carry        8 bytes that pass from tile to tile, wider than Element where that helps
-//   kWords       the words of Carry that describe a tile: total(element, words), join(left, right)
+//   Carry        8 bytes that pass from tile to tile; of a wider type than Element's if that keeps
+//                digits
+//   kWords       Carry words of a tile's total: total(element, words) makes them, join(left, right)
+//                combines them
 //   advance      the carry after a tile, from the carry before it: the one fold between tiles
 //   result       the output of a run that starts with the tile, from the carry before the tile
 #pragma once

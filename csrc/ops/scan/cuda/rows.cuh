@@ -44,7 +44,7 @@ struct TilePlace {
   int low, high;
 };
 
-// How rows and tiles meet.
+// How tiles cut the rows.
 enum class RowKind {
   kLong,      // a row has several tiles, which look back
   kVectors,   // a tile has whole rows of whole vectors
@@ -308,8 +308,8 @@ __global__ void __launch_bounds__(row_threads(kKind),
   Tile tile{operands, Tile::find_place(operands, index)};
   tile.load();
 
-  // Runs that end before this lane, from the warp's first element or the last row's first. Bit r of
-  // `is_open`: in round r it is the former.
+  // Runs that end before this lane. A run begins at the warp's first element (then bit r of
+  // `is_open` is set, for round r), or at the first element of the last row.
   Element into_lane[Tile::kRounds];
   unsigned is_open = 0;
   Element warp_total = Scan::identity();

@@ -38,7 +38,7 @@ __device__ __forceinline__ Acc reference_of(Acc maximum) {
   return maximum == lowest<Acc>() ? Acc(0) : maximum;
 }
 
-// The sum of exp(x - maximum) over the values so far, whose maximum it is. O decides how exact the
+// The maximum of the values so far, and their sum of exp(x - maximum). O decides how exact the
 // exponentials are.
 template <class O>
 struct OnlineSum {
@@ -127,9 +127,10 @@ __device__ __forceinline__ int row_head(const T* row) {
   return static_cast<int>(-reinterpret_cast<uintptr_t>(row) & 15) / static_cast<int>(sizeof(T));
 }
 
-// The vectors of a row that begins anywhere, in turns of the block's threads: f<kVec,
-// kCount>(column, step) takes kCount vectors, `step` elements apart, so that their loads are in
-// flight together. Single elements come before the first aligned address and after the last.
+// Calls f<kVec, kCount>(column, step) for the vectors of a row that begins anywhere. The threads of
+// the block share the vectors. A call takes kCount of them, `step` elements apart, so that their
+// loads are in flight together. Elements before the first and after the last aligned address come
+// one by one.
 template <int kVec, class T, class F>
 __device__ __forceinline__ void for_row_vectors(const T* row, int64_t length, F&& f) {
   const int head = row_head<kVec>(row);

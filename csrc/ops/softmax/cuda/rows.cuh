@@ -1,8 +1,9 @@
 // The dimension is contiguous: a group of threads per row (tile/rows/).
 //
-// Forward: each warp takes the exponentials relative to its own maximum and keeps them. The warps
-// meet once per row, and a thread multiplies its exponentials by exp(own maximum - the row's) /
-// sum. So there is one exponential per element and one meeting per row.
+// Forward: each warp computes the exponentials relative to its own maximum and keeps them in
+// registers. The warps exchange maximum and sum once per row. A thread then multiplies its
+// exponentials by exp(own maximum - the row's) / sum: one exponential per element, and at most one
+// barrier per row.
 #pragma once
 
 #include "host/launch.h"

@@ -1,6 +1,6 @@
 // Depthwise fprop of stride 1 by tensor cores. D (segments, 8 outputs) += A (segments, 16 columns
 // of a row of x) B (16 columns, 8 outputs) for each channel and each row of the window. B holds the
-// row's weights along its diagonals. A is loaded once and meets kTaps live rows of sums.
+// row's weights along its diagonals. A is loaded once and multiplied for kTaps rows of sums.
 #pragma once
 
 #include "device/mma_sm80.cuh"
@@ -455,7 +455,7 @@ __global__ void __launch_bounds__(kColumnsThreads, 1)
           at.next();
 #pragma unroll
           for (int r = 0; r < kTaps; ++r) {
-            // A row of dy outside of the image meets rows of x that exist, maybe with infinities.
+            // Skips rows of dy outside of the image: their zeros times an infinity of x are NaN.
             if (step < r || step - r >= s.p) continue;
 #pragma unroll
             for (int ch = 0; ch < 4; ++ch) {

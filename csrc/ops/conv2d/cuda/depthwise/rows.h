@@ -1,6 +1,7 @@
-// Depthwise convolutions of channels-last images on sm_90a (rows_sm90.cuh). TMA brings rows of
+// Depthwise convolutions of channels-last images on sm_90a (rows_sm90.cuh). TMA loads rows of
 // pixels, with the padding as zeros. A thread has two channels of a run of columns, and walks down
-// the rows of an image with all live sums in registers: each element is read from memory once.
+// the rows of an image. All sums that are not finished are in registers, so each element is read
+// from memory once.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +70,7 @@ inline DepthwiseRowsExtent depthwise_rows_extent(ConvDirection direction, const 
           kRowsRun / 2};
 }
 
-// Cuts the rows among CTAs if the images are few (each part reads its halo again), and deals the
+// If the images are few, cuts the rows among CTAs; each part reads its halo again. Distributes the
 // units to the CTAs of a chunk.
 inline void deal_depthwise_units(ConvDirection direction, const Conv2dShape& s, int64_t rows,
                                  const DeviceInfo& device, DepthwiseRowsWalk& walk) {
@@ -86,8 +87,8 @@ inline void deal_depthwise_units(ConvDirection direction, const Conv2dShape& s, 
   walk.parts = static_cast<int>(std::clamp<int64_t>(ctas, 1, walk.units));
 }
 
-// Estimated time of a walk, for comparison: the rounds of units of a CTA times the steps of a unit,
-// times the threads, more for halo columns and for broken 32-byte sectors.
+// A walk's relative time: rounds of units per CTA * steps of a unit * threads. Halo columns and
+// partly used 32-byte sectors make it longer.
 inline double estimate_depthwise_walk(ConvDirection direction, const Conv2dShape& s,
                                       const DepthwiseRowsExtent& extent,
                                       const DepthwiseRowsWalk& walk) {

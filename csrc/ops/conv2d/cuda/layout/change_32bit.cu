@@ -111,7 +111,7 @@ constexpr int kSide = 32, kSideThreads = 8;  // a tile of weights, and its rows 
 struct WeightTranspose {
   const float* from;
   float* to;
-  int filters, columns;             // of a group; columns: channels and taps, as they lie
+  int filters, columns;             // of a group; columns: channels and taps, in memory order
   FastDivmod by_tiles_f, by_tiles;  // tiles of filters; all tiles of a group
   FastDivmod by_channels;           // KRSC: channels of a tap. KCRS: all columns
   int taps;                         // KRSC: taps. KCRS: 1

@@ -68,7 +68,7 @@ struct JoiningPhaseOutput : PhaseOutput {
 };
 
 // D in the rows and columns of a phase (PhaseEpilogue). Each warp reads its rows of the addend in
-// whole vectors, and brings them into the accumulators' order through its rows of the buffer.
+// whole vectors, and reorders them to the accumulators' order through its rows of the buffer.
 template <class T>
 struct JoiningPhaseEpilogue : PhaseEpilogue<T> {
   using Output = JoiningPhaseOutput;

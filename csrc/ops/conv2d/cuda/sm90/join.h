@@ -1,5 +1,6 @@
-// dgrad that adds another gradient of x, the addend, before it rounds: where a residual branch and
-// its shortcut meet, no other kernel adds the two. For 16-bit channels-last images on sm_90a.
+// dgrad that adds another gradient of x, the addend, before it rounds. At the start of a residual
+// block this replaces the addition of the shortcut's gradient. For 16-bit channels-last images on
+// sm_90a.
 #pragma once
 
 #include <optional>

@@ -1,7 +1,7 @@
-// What the fused kernels share: pairs of tiles, their elements in memory, and the walk of a block.
+// Shared by the fused kernels: pairs of tiles, their elements in memory, and the walk of a block.
 //
-// The kernel is real, so two tiles of one channel ride as the real and the imaginary part of one
-// complex tile: the product with the kernel's spectrum mixes nothing, and no spectra are separated.
+// Two tiles of one channel are the real and the imaginary part of one complex tile. The kernel is
+// real, so the product with its spectrum keeps the parts apart, and no spectra are separated.
 #pragma once
 
 #include "device/types.cuh"
