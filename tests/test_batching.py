@@ -1,7 +1,9 @@
 """torch.vmap over every operator: the results of a loop over samples, without PyTorch's warning."""
 
 import copy
+import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from torch.func import functional_call, grad, vjp, vmap
 import warpwright
 import warpwright.functional as F
 from warpwright._catalog import OPERATORS
+from warpwright.testing import assert_as_good_as_native
 
+MODELS = Path(__file__).resolve().parents[1] / "benchmarks" / "models"
+MNIST_CNN = runpy.run_path(str(MODELS / "mnist_cnn.py"))
 DIMS = [(0, None, None), (0, 0, 0), (None, 0, 0), (1, None, 0), (None, 2, None), (None, None, 1)]
 # Operators that have no rule: they update parameters, buffers or a cache of a whole step, or are drawn
 # from once by others.
@@ -503,3 +508,26 @@ def test_per_sample_gradients_of_a_cnn(device):
 
     expected = gradients(model, nn.functional.cross_entropy)
     torch.testing.assert_close(gradients(ours, F.cross_entropy), expected)
+
+
+def test_per_sample_gradients_of_the_mnist_cnn(device):
+    """The benchmark's, at its size; warnings are errors here."""
+    torch.manual_seed(0)
+    native = MNIST_CNN["PerSampleGradients"]().to(device)
+    mine = copy.deepcopy(native)
+    assert warpwright.swap(mine)
+    exact = copy.deepcopy(native).double()
+    images = torch.randn(64, 1, 28, 28, device=device)
+    targets = torch.randint(0, 10, (64,), device=device)
+    found, losses = mine.gradients(images, targets)
+    theirs, their_losses = native.gradients(images, targets)
+    truth, true_losses = exact.gradients(images.double(), targets)
+    assert_as_good_as_native(losses, their_losses, true_losses)
+    for name, gradient in found.items():
+        assert_as_good_as_native(gradient, theirs[name], truth[name])
+    # The backward hands on the mean of the clipped gradients.
+    mine(images, targets).backward()
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in truth.values()]).sum(0).sqrt()
+    for name, parameter in mine.net.named_parameters():
+        expected = torch.tensordot((1 / norms).clamp(max=1) / 64, truth[name], 1)
+        torch.testing.assert_close(parameter.grad, expected.float(), rtol=2e-2, atol=1e-4)

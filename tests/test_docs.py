@@ -53,3 +53,16 @@ def test_every_public_name_has_a_docstring_of_its_own(module):
         value = getattr(found, name)
         if callable(value):
             assert value.__dict__.get("__doc__") or value.__doc__, name
+
+
+KERNEL_PAGES = sorted(
+    path
+    for path in (DOCS / "kernels").glob("*.md")
+    if path.stem not in {"README", "constants", "mnist_step"}
+)
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.stem)
+def test_kernel_pages_have_the_four_parts(page):
+    parts = re.findall(r"^## (.+)$", page.read_text(), re.M)
+    assert parts == ["Algorithm", "Bound", "Measured choices", "Tried and dropped"]

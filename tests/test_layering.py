@@ -273,3 +273,38 @@ def test_headers_say_pragma_once():
 def test_files_open_with_their_bargain():
     for path in files():
         assert path.read_text().startswith(("//", "/*")), f"{path}: no comment at the top"
+
+
+# One kernel each, nothing to choose.
+WITHOUT_PLAN = {
+    "launch_aligned_copy",
+    "launch_attention_dropout",
+    "launch_cast",
+    "launch_cross_entropy_double_bwd",
+    "launch_cross_entropy_scale",
+    "launch_dequantize",
+    "launch_embedding_renorm",
+    "launch_linear_head",
+    "launch_linear_head_gradients",
+    "launch_max_pool2d_gather",
+    "launch_max_pool2d_indices",
+    "launch_fft_gather",
+    "launch_fft_scatter",
+    "launch_fft_product",
+    "launch_fft_repair",
+    "launch_sgd_step",
+    "launch_adam_step",
+    "launch_grad_norm",
+    "launch_philox_state",
+}
+
+
+def test_launches_take_a_plan():
+    found = set()
+    for header in sorted((CSRC / "ops").glob("*/*.h")):
+        text = code_of(header.read_text())
+        for name, arguments in re.findall(r"^void (launch_\w+)\(([^;{]*)\);", text, re.M):
+            found.add(name)
+            has_plan = re.search(r"(Plan|Config)& (plan|config)\b", arguments)
+            assert bool(has_plan) != (name in WITHOUT_PLAN), f"{header}: {name}"
+    assert len(found) > 60
