@@ -284,6 +284,14 @@ def test_other_functions_of_ours():
     for name in ("linear_relu", "linear_gelu", "linear_silu"):
         function = getattr(F, name)
         torch.testing.assert_close(function(x, sparse, b), function(x, w, b))
+    nested = torch.nested.nested_tensor([x, x[:2]])
+    for name in ("swiglu", "geglu"):
+        (_, last) = getattr(F, name)(nested, nested).unbind()
+        torch.testing.assert_close(last, getattr(F, name)(x[:2], x[:2]))
+    vectors = (4,), torch.ones(4), torch.zeros(4)
+    total, output = F.add_layer_norm(nested, nested, *vectors)
+    for found, expected in zip((total, output), F.add_layer_norm(x, x, *vectors), strict=True):
+        torch.testing.assert_close(found.unbind()[0], expected)
     target = torch.tensor([0, 2, 4])
     torch.testing.assert_close(
         F.linear_cross_entropy(x, sparse, target), F.linear_cross_entropy(x, w, target)

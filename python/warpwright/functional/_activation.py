@@ -184,7 +184,9 @@ def _gated(name: str, gate: Tensor, up: Tensor | None, activation: str) -> Tenso
 
 
 def _differ(gate: Any, up: Any) -> bool:
-    """Whether they are two tensors that native would broadcast or promote."""
+    """Whether they are two tensors that native would broadcast or promote, or that it alone takes."""
     if not (isinstance(gate, Tensor) and isinstance(up, Tensor)):
         return False
+    if gate.is_nested or up.is_nested:  # which have no sizes
+        return True
     return gate.shape != up.shape or gate.dtype != up.dtype
