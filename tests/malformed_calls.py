@@ -59,6 +59,7 @@ def public_calls(device, seed, grad=True):
         vectors = {"running_mean": mean, "running_var": var, "norm_weight": g(3), "norm_bias": g(3)}
         return vectors | norm
 
+    wide = torch.float64 if seed % 5 == 1 else None  # a result of another type
     extras = {"z_loss": 0.1, "softcap": 5.0, "return_lse": True, "return_argmax": True}
     loss = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.1}
     return {
@@ -75,7 +76,7 @@ def public_calls(device, seed, grad=True):
             [g(2, 4, 5, 6), g(2, 2, 5, 6), t(1, 5, 4), t(2, 5, 4)],
             {"interleaved": bool(seed % 2)},
         ),
-        "cumsum": ([g(2, 3, 5), seed % 5 - 2], {"dtype": None, "reverse": False}),
+        "cumsum": ([g(2, 3, 5), seed % 5 - 2], {"dtype": wide, "reverse": False}),
         "group_norm": ([g(*x4), 3, g(3), g(3)], {"eps": 1e-5}),
         "squeeze_excitation": (
             [g(*x4), g(2, 3, 1, 1), g(2), g(3, 2, 1, 1), g(3)],
@@ -87,14 +88,15 @@ def public_calls(device, seed, grad=True):
         ),
         "embedding": (
             [labels(device, 7, 2, 5), g(7, 6)],
-            {"padding_idx": 2, "scale_grad_by_freq": bool(seed % 2), "sparse": False},
+            {"padding_idx": 2, "scale_grad_by_freq": bool(seed % 2), "sparse": False}
+            | ({"max_norm": 1.0, "norm_type": 2.0} if seed % 3 == 1 else {}),
         ),
-        "softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": None}),
-        "log_softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": None}),
-        "cumprod": ([g(2, 3, 5), seed % 5 - 2], {"dtype": None, "reverse": False}),
+        "softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": wide}),
+        "log_softmax": ([g(2, 3, 5), seed % 3 - 1], {"dtype": wide}),
+        "cumprod": ([g(2, 3, 5), seed % 5 - 2], {"dtype": wide, "reverse": False}),
         "logcumsumexp": ([g(2, 3, 5), seed % 5 - 2], {"reverse": False}),
-        "sum": ([g(2, 3, 5), (0, seed % 2 + 1)], {"keepdim": False, "dtype": None}),
-        "mean": ([g(2, 3, 5), seed % 5 - 2], {"keepdim": True, "dtype": None}),
+        "sum": ([g(2, 3, 5), (0, seed % 2 + 1)], {"keepdim": False, "dtype": wide}),
+        "mean": ([g(2, 3, 5), seed % 5 - 2], {"keepdim": True, "dtype": wide}),
         "amax": ([g(2, 3, 5), (seed % 3,)], {"keepdim": False}),
         "logsumexp": ([g(2, 3, 5), (0, 2)], {"keepdim": False}),
         "var": ([g(2, 3, 5), (0, 2)], {"correction": 1, "keepdim": False}),
@@ -146,6 +148,7 @@ def public_calls(device, seed, grad=True):
         "linear_relu": ([g(4, 5), g(6, 5), g(6)], {}),
         "linear_gelu": ([g(4, 5), g(6, 5), g(6)], {"approximate": "tanh"}),
         "linear_silu": ([g(4, 5), g(6, 5), g(6)], {}),
+        "mlp": ([g(4, 5), g(6, 5), g(6), g(3, 6), g(3)], {"activation": "gelu"}),
         "conv2d": ([g(*x4), g(4, 3, 3, 2), g(4)], {"stride": 1, "padding": 1, "dilation": 1}),
         "max_pool2d": ([g(*x4)], pool),
         "max_pool2d_with_indices": ([g(*x4)], pool),
@@ -223,11 +226,15 @@ def differentiate(function, args, kwargs, twice):
 def record_optimizers(device):
     from warpwright import optim
 
-    for make in (
-        lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
+    extras = {"max_norm": 1.0, "master_weights": True}
+    for make, dtype in (
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9), torch.float32),
+        (lambda p: optim.AdamW(p, lr=0.1, amsgrad=True), torch.float32),
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, **extras), torch.bfloat16),
+        (lambda p: optim.AdamW(p, lr=0.1, **extras, zero_grad_in_step=True), torch.bfloat16),
     ):
-        params = [torch.nn.Parameter(torch.randn(s, device=device)) for s in ((3, 4), (5,))]
+        sizes = (3, 4), (5,)
+        params = [torch.nn.Parameter(torch.randn(s, device=device, dtype=dtype)) for s in sizes]
         optimizer = make(params)
         for _ in range(2):
             for p in params:
@@ -339,6 +346,13 @@ def native_functions():
     def fused_linear(activation):
         return lambda x, w, b=None, **options: activation(native.linear(x, w, b), **options)
 
+    def mlp(x, w1, b1, w2, b2, activation):
+        if not isinstance(activation, str):
+            raise TypeError("no string")
+        if activation not in ("relu", "gelu", "silu"):
+            raise RuntimeError("unknown name")
+        return native.linear(getattr(native, activation)(native.linear(x, w1, b1)), w2, b2)
+
     def gated(activation):
         def run(gate, up=None, **options):
             if up is None:
@@ -430,6 +444,7 @@ def native_functions():
         "linear_relu": fused_linear(native.relu),
         "linear_gelu": fused_linear(native.gelu),
         "linear_silu": fused_linear(native.silu),
+        "mlp": mlp,
         "relu_max_pool2d": lambda x, **pool: native.max_pool2d(native.relu(x), **pool),
         "batch_norm_relu": lambda *a, **k: native.relu(native.batch_norm(*a, **k)),
         "batch_norm_silu": lambda *a, **k: native.silu(native.batch_norm(*a, **k)),

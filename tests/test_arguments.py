@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from malformed_calls import public_calls
 
 import warpwright.functional as F
 
@@ -106,6 +107,19 @@ def test_other_types(device, index):
                 continue
             close = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
             torch.testing.assert_close(result, expected, check_device=False, **close)
+
+
+@pytest.mark.parametrize("name", public_calls("cpu", 0))
+def test_no_list_is_printed_whole(device, name):
+    """A list of any length, in place of each argument of each function."""
+    args, kwargs = public_calls(device, 0)[name]
+    for place in (*range(len(args)), *kwargs):
+        for value in (LONG, tuple(LONG), [0.5] * 1000, ["a"] * 1000):
+            args, kwargs = public_calls(device, 0)[name]
+            (args if isinstance(place, int) else kwargs)[place] = value
+            _, error = outcome(lambda *, f, a, k: f(*a, **k),
+                               {"f": getattr(F, name), "a": args, "k": kwargs})  # fmt: skip
+            assert len(str(error)) < 600, place
 
 
 def test_errors_name_the_argument(device):
@@ -285,3 +299,48 @@ def test_residual_whose_storage_was_freed(dtype, bytes_left):
     residual.untyped_storage().resize_(bytes_left)
     with pytest.raises(RuntimeError, match="its data is not allocated"):
         F.batch_norm_add_relu(x, residual, None, None, training=True)
+
+
+def rotated_by_differentiated_tables(x):
+    tables = torch.ones(2, 1, 3, 4, device=x.device, requires_grad=True)
+    return F.rotary_embedding(x.view(1, 1, 3, 4), torch.ones(1, 1, 3, 4, device=x.device), *tables)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (lambda x: F.silu(x, inplace=True), torch.float32),
+        (F.sigmoid, torch.int64),
+        (F.tanh, torch.int64),
+        (lambda x: F.dropout(x, 1.0), torch.float32),
+        (lambda x: F.cumsum(x, 0, dtype=torch.float64), torch.float32),
+        (lambda x: F.cumsum(x, 0, dtype=torch.int32), torch.float32),
+        (lambda x: F.cumprod(x, 0, dtype=torch.float64), torch.float32),
+        (lambda x: F.cumprod(x, 0, dtype=torch.int32), torch.float32),
+        (lambda x: F.softmax(x, 0, dtype=torch.float64), torch.float32),
+        (lambda x: F.log_softmax(x, 0, dtype=torch.float32), torch.int64),
+        (rotated_by_differentiated_tables, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("bytes_left", [0, 8])
+def test_freed_storage_of_what_native_computes(device, function, dtype, bytes_left):
+    """Native would read it: these calls end in native's functions, or begin with a conversion."""
+    x = torch.ones(3, 4, device=device, dtype=dtype)
+    x.untyped_storage().resize_(bytes_left)
+    with pytest.raises(RuntimeError, match="data is not allocated"):
+        function(x)
+
+
+@pytest.mark.parametrize("name", public_calls("cpu", 0))
+def test_freed_storage_in_inference_mode(device, name):
+    """Native takes what ours refuses of inference tensors, but none without its memory."""
+    args, kwargs = public_calls(device, 0, grad=False)[name]
+    for place in (*range(len(args)), *kwargs):
+        with torch.inference_mode():
+            args, kwargs = public_calls(device, 0, grad=False)[name]
+            values = args if isinstance(place, int) else kwargs
+            if not isinstance(values[place], torch.Tensor):
+                continue
+            values[place].untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError):
+                getattr(F, name)(*args, **kwargs)

@@ -14,7 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "warpwright"
 sys.path.insert(0, str(ROOT / "tools"))
 
-from campaign_parts import injected, mutate, mutate_python, mutation, soak, suites  # noqa: E402
+from campaign_parts import (  # noqa: E402
+    injected,
+    mutate,
+    mutate_python,
+    mutation,
+    sanitizers,
+    soak,
+    suites,
+)
 from campaign_parts.result import Row  # noqa: E402
 
 SOURCE = """// if (a < b) in a comment
@@ -264,3 +272,16 @@ def test_command_line():
     wrong = run("fuz")
     assert wrong.returncode == 2
     assert "expected one of fuzz" in wrong.stderr
+
+
+# ---- sanitizers ----
+
+
+def test_a_file_per_op_runs_under_the_sanitizers():
+    """Each folder of csrc/ops has a test of its name, or one whose name begins with it."""
+    names = [file.removeprefix("test_").removesuffix(".py") for file in sanitizers.FILES]
+    assert all((ROOT / "tests" / file).is_file() for file in sanitizers.FILES)
+    others = {"scan": "cumsum"}
+    for folder in (ROOT / "csrc" / "ops").iterdir():
+        name = others.get(folder.name, folder.name)
+        assert any(found == name or found.startswith(f"{name}_") for found in names), name

@@ -93,3 +93,39 @@ def test_help_is_quick(run):
         "click",
         "warpwright_cli",
     }
+
+
+IMPORT_TIME = """
+import time
+import torch
+begin = time.process_time()
+import warpwright
+print("seconds:", time.process_time() - begin)
+"""
+HELP_TIME = """
+import runpy, sys, time
+sys.argv = ["warpwright", "--help"]
+try:
+    runpy.run_module("warpwright", run_name="__main__")
+except SystemExit:
+    print("seconds:", time.process_time())
+"""
+TORCH_TIME = """
+import time
+import torch
+print("seconds:", time.process_time())
+"""
+
+
+def seconds(run, code):
+    """The process's own time, which other work on the machine does not change much."""
+    return min(float(run(code).split("seconds:")[1]) for _ in range(3))
+
+
+def test_import_is_quick(run):
+    assert seconds(run, IMPORT_TIME) <= 0.3
+
+
+def test_help_as_a_module_is_quick(run):
+    """`python -m warpwright` imports torch on its way."""
+    assert seconds(run, HELP_TIME) <= seconds(run, TORCH_TIME) + 1

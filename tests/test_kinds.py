@@ -100,10 +100,35 @@ def batch_norm(namespace, training):
     return lambda x, m, v, w, b: namespace.batch_norm(x, m.clone(), v.clone(), w, b, training)
 
 
+def along(of, name, dim):
+    """A reduction, a scan or a softmax, which native has in torch."""
+    function = getattr(torch if of is native else of, name)
+    return lambda x: function(x, dim)
+
+
+ALONG = ("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sum", "mean", "amax")
+ALONG = (*ALONG, "logsumexp", "var", "std")
+
+
 def _calls(of):
     """name: (function of the tensors, their shapes)"""
     image, heads = (2, 3, 4, 4), (2, 2, 4, 8)
     return {
+        **{name: (along(of, name, 1), [(3, 4)]) for name in ALONG},
+        **{
+            name: (getattr(torch if of is native and name != "gelu" else of, name), [(3, 4)])
+            for name in ("gelu", "sigmoid", "tanh")
+        },
+        "silu": (of.silu, [(3, 4)]),
+        "gelu tanh": (lambda x: of.gelu(x, approximate="tanh"), [(3, 4)]),
+        "layer_norm": (lambda x, w, b: of.layer_norm(x, (4,), w, b), [(3, 4), (4,), (4,)]),
+        "rms_norm": (lambda x, w: of.rms_norm(x, (4,), w, 1e-5), [(3, 4), (4,)]),
+        "group_norm": (lambda x, w, b: of.group_norm(x, 3, w, b), [image, (3,), (3,)]),
+        "instance_norm": (of.instance_norm, [image]),
+        "embedding": (
+            lambda w: of.embedding(torch.tensor([[1, 0], [4, 1]], device=w.device), w),
+            [(5, 3)],
+        ),
         "relu": (of.relu, [(3, 4)]),
         "relu_": (inplace(of), [(3, 4)]),
         "linear": (of.linear, [(3, 4), (5, 4), (5,)]),
@@ -162,7 +187,7 @@ def outcome(function, args):
         if results[0].requires_grad:
             dense(results[0]).abs().sum().backward()
             values += [dense(x.grad) for x in args if x.grad is not None]
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         return type(error), []
     return found, values
 
@@ -259,6 +284,14 @@ def test_other_functions_of_ours():
     for name in ("linear_relu", "linear_gelu", "linear_silu"):
         function = getattr(F, name)
         torch.testing.assert_close(function(x, sparse, b), function(x, w, b))
+    nested = torch.nested.nested_tensor([x, x[:2]])
+    for name in ("swiglu", "geglu"):
+        (_, last) = getattr(F, name)(nested, nested).unbind()
+        torch.testing.assert_close(last, getattr(F, name)(x[:2], x[:2]))
+    vectors = (4,), torch.ones(4), torch.zeros(4)
+    total, output = F.add_layer_norm(nested, nested, *vectors)
+    for found, expected in zip((total, output), F.add_layer_norm(x, x, *vectors), strict=True):
+        torch.testing.assert_close(found.unbind()[0], expected)
     target = torch.tensor([0, 2, 4])
     torch.testing.assert_close(
         F.linear_cross_entropy(x, sparse, target), F.linear_cross_entropy(x, w, target)

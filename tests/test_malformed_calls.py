@@ -32,6 +32,12 @@ def test_process_lives(device, kind, record_property):
             assert len(left) <= 0.01 * CALLS, left
 
 
+def test_every_function_has_calls():
+    from warpwright import functional
+
+    assert set(public_calls("cpu", 0)) == set(functional.__all__)
+
+
 def test_a_death_is_named():
     """A call that ends the process, and one that hangs or leaves a CUDA fault, would be seen."""
     outcome = run_campaign(Campaign(calls=3, only="relu_backward", fatal=1))

@@ -253,7 +253,13 @@ def test_tangents_of_constants(device):
     for function in (
         lambda m, v: F.batch_norm(x, m, v),
         lambda m, v: F.batch_norm_relu(x, m, v),
+        lambda m, v: F.batch_norm_silu(x, m, v),
+        lambda m, v: F.batch_norm_hardswish(x, m, v),
         lambda m, v: F.batch_norm_add_relu(x, x, m, v),
+        lambda m, v: F.instance_norm(x[..., None], m, v, use_input_stats=False),
+        lambda m, v: F.conv2d_batch_norm(
+            x[..., None, None], torch.eye(3)[..., None, None].to(x), running_mean=m, running_var=v
+        ),
         lambda m, v: F.batch_norm_relu_max_pool2d(
             x[..., None, None], m, v, None, None, False, 0.1, 1e-5, 1
         ),

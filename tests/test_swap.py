@@ -266,6 +266,15 @@ def test_check_agrees_and_changes_nothing(model, images):
     json.loads(report.to_json())
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_check_takes_a_resnet_on_small_images(device, fuse):
+    """Its last convolutions have one output pixel: long sums that a kernel must not add in one chain."""
+    models = pytest.importorskip("torchvision").models
+    model = models.resnet18(num_classes=7).to(device)
+    report = swap(model, fuse=fuse, check=torch.randn(4, 3, 32, 32, device=device))
+    assert "agree with native" in str(report)
+
+
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_check_in_low_precision(device, low):
     model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 9))

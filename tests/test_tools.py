@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as native
+from malformed_calls import public_calls
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -257,6 +259,41 @@ def test_flops_of_the_others(device):
     assert flops(F.relu, x)[1] == 0
 
 
+def excited(x, w1, b1, w2, b2):
+    hidden = native.silu(native.conv2d(x.mean((2, 3), keepdim=True), w1, b1))
+    return x * native.conv2d(hidden, w2, b2).sigmoid()
+
+
+@pytest.mark.parametrize(
+    "needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+)
+def test_flops_of_squeeze_excitation(device, needs):
+    """Native's chain counts the two convolutions."""
+    x, w1, w2 = (
+        torch.randn(s, device=device, requires_grad=n)
+        for s, n in zip(((2, 6, 5, 5), (3, 6, 1, 1), (6, 3, 1, 1)), needs, strict=True)
+    )
+    b1, b2 = torch.randn(3, device=device), torch.randn(6, device=device)
+    found = flops(lambda *a: F.squeeze_excitation(*a, "silu"), x, w1, b1, w2, b2)[1]
+    assert found == flops(excited, x, w1, b1, w2, b2)[1] > 0
+
+
+# Functions without a product; dropout's and norms' arithmetic counts for nothing in native, too.
+WITHOUT_PRODUCTS = re.compile(
+    r"relu_?|gelu|silu|sigmoid|tanh|dropout|swiglu|geglu|rotary_embedding|embedding|quantize_rows|"
+    r"(log_)?softmax|(layer|rms|group|instance|batch)_norm(_\w+)?|add_(layer|rms)_norm|"
+    r"cum(sum|prod)|logcumsumexp|linear_scan|sum|mean|amax|logsumexp|var|std|cross_entropy|"
+    r"(relu_)?max_pool2d(_with_indices)?"
+)
+
+
+@pytest.mark.parametrize("name", public_calls("cpu", 0))
+def test_every_function_with_a_product_has_flops(name):
+    args, kwargs = public_calls("cpu", 0)[name]
+    found = flops(lambda *a: getattr(F, name)(*a, **kwargs), *args)[1]
+    assert (found > 0) == (WITHOUT_PRODUCTS.fullmatch(name) is None)
+
+
 @pytest.mark.parametrize("first", ["warpwright", "torch.utils.flop_counter"])
 def test_flops_in_any_order_of_imports(first):
     code = f"""
@@ -324,3 +361,16 @@ def test_names_in_a_summary():
     assert sum(p.numel() for p in net("fused").parameters()) == sum(
         p.numel() for p in net("native").parameters()
     )
+
+
+@pytest.mark.parametrize("how", ["swapped", "fused"])
+def test_torchinfo(how, images):
+    """The same layers, sizes and products."""
+    torchinfo = pytest.importorskip("torchinfo")
+
+    def summary(model):
+        found = torchinfo.summary(model, input_data=images, verbose=0, depth=9)
+        layers = [(i.var_name, i.output_size, i.num_params) for i in found.summary_list]
+        return layers, found.total_mult_adds
+
+    assert summary(net(how)) == summary(net("native"))

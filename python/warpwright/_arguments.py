@@ -118,7 +118,7 @@ def error(
     """Native's error for `raised`: TypeError if an argument is no tensor.
 
     The operators accept None for any tensor and fail later. For other types the dispatcher raises
-    RuntimeError with the whole value in its message.
+    RuntimeError with the whole value in its message. Sizes are printed whole, too, and cut here.
     """
     for name, value in (tensors | optional).items():
         missing = value is None and name in tensors
@@ -128,7 +128,8 @@ def error(
             )
     found = _SCHEMA_ERROR.search(str(raised))
     if found is None:
-        return raised
+        line, _, rest = str(raised).partition("\n")
+        return raised if len(line) <= 500 else type(raised)(f"{line[:400]}…\n{rest}")
     expected, name = found.groups()
     if "int" in expected:  # other types than int have been refused before the call
         # Native reads sizes of any number one by one, and calls a failure there one of type.
@@ -137,13 +138,22 @@ def error(
     return TypeError(f"{function}(): argument '{name}' must be {expected}")
 
 
-def require_storage(function: str, name: str, tensor: Tensor) -> None:
+def shown(value: Any) -> str:
+    """A refused value for a message, cut: a list may have any length."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def require_storage(function: str, name: str, tensor: Any) -> None:
     """Raises RuntimeError if a plain tensor's elements are not in memory, where native's ops read on."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return
+    if tensor.is_nested or tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
+        return
     if (
-        tensor.numel() == 0
-        or tensor.is_meta
+        torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or tensor.numel() == 0
+        or torch._is_functional_tensor(tensor)
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     ):
         return

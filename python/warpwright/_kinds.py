@@ -7,6 +7,7 @@ a plain tensor it adds one check: whether ``__torch_function__`` would override 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from ._catalog import NATIVE
 
 # How an operator refuses another kind of tensor: no kernel for its key, no such property or handler.
 REFUSALS = (RuntimeError, TypeError)
+# What an operator, or ATen's view, says of freed memory, which native would read.
+NOT_ALLOCATED = re.compile("data is not allocated|setStorage: sizes")
 functorch: Any = torch._C._functorch
 # Types of arguments that override nothing. The check runs in every call under `patch()`.
 PLAIN_TYPES = {Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype}
@@ -42,8 +45,8 @@ def _with_native(name: str) -> Callable[..., Any]:
             return NATIVE[name](*args, **kwargs)
         try:
             return run(*args, **kwargs)
-        except REFUSALS:
-            if not _is_foreign(args, kwargs):
+        except REFUSALS as error:
+            if NOT_ALLOCATED.search(str(error)) or not _is_foreign(args, kwargs):
                 raise
         return NATIVE[name](*args, **kwargs)
 

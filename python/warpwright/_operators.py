@@ -141,11 +141,13 @@ SQUEEZE_EXCITATION = (
         _squeeze_excitation.aten_squeeze_excitation,
         autocast=True,
         is_fused_by_inductor=always,
+        flops=_work.squeeze_excitation_flops,
     ),
     Operator(
         "squeeze_excitation_backward",
         aten=_squeeze_excitation.aten_squeeze_excitation_backward,
         is_fused_by_inductor=always,
+        flops=_work.squeeze_excitation_backward_flops,
     ),
 )
 EMBEDDING = (

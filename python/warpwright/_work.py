@@ -193,6 +193,20 @@ def linear_quantized_backward_flops(
     return 2 * math.prod(dy) * features
 
 
+def squeeze_excitation_flops(x: Shape, weight1: Shape, *args: Any, **kwargs: Any) -> int:
+    """The two layers, on a mean per image and channel."""
+    return 4 * x[0] * math.prod(weight1)
+
+
+def squeeze_excitation_backward_flops(
+    dy: Shape, x: Shape, weight1: Shape, *args: Any, **kwargs: Any
+) -> int:
+    """Of both layers the gradients of weight and input that are asked for, as native counts them."""
+    mask: Sequence[bool] = args[8]  # input, weights and biases
+    products = sum((mask[3], any(mask[:3]), mask[1], mask[0]))
+    return 2 * x[0] * math.prod(weight1) * products
+
+
 def _counter() -> Any:
     """The module that asks; it is slow to import, and only its own calls come here."""
     return importlib.import_module("torch.utils.flop_counter")

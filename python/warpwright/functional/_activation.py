@@ -78,7 +78,10 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
         input: any shape and strides; float32, float64, bfloat16, float16.
         inplace: overwrite ``input`` and return it. Native computes such a call.
     """
-    if inplace or dynamo() or exporting() or _is_native(input):
+    if dynamo() or exporting():
+        return native.silu(input, inplace)  # type: ignore[no-any-return]
+    if inplace or _is_native(input):
+        _arguments.require_storage("silu", "input", input)
         return native.silu(input, inplace)  # type: ignore[no-any-return]
     return _activated("silu", input, "silu")
 
@@ -94,14 +97,20 @@ def sigmoid(input: Tensor) -> Tensor:
     Raises:
         TypeError: ``input`` is no tensor.
     """
-    if dynamo() or exporting() or _is_native(input):
+    if dynamo() or exporting():
+        return torch.sigmoid(input)
+    if _is_native(input):
+        _arguments.require_storage("sigmoid", "input", input)
         return torch.sigmoid(input)
     return _activated("sigmoid", input, "sigmoid")
 
 
 def tanh(input: Tensor) -> Tensor:
     """The hyperbolic tangent, elementwise. All else is :func:`sigmoid`'s."""
-    if dynamo() or exporting() or _is_native(input):
+    if dynamo() or exporting():
+        return torch.tanh(input)
+    if _is_native(input):
+        _arguments.require_storage("tanh", "input", input)
         return torch.tanh(input)
     return _activated("tanh", input, "tanh")
 
@@ -175,7 +184,9 @@ def _gated(name: str, gate: Tensor, up: Tensor | None, activation: str) -> Tenso
 
 
 def _differ(gate: Any, up: Any) -> bool:
-    """Whether they are two tensors that native would broadcast or promote."""
+    """Whether they are two tensors that native would broadcast or promote, or that it alone takes."""
     if not (isinstance(gate, Tensor) and isinstance(up, Tensor)):
         return False
+    if gate.is_nested or up.is_nested:  # which have no sizes
+        return True
     return gate.shape != up.shape or gate.dtype != up.dtype

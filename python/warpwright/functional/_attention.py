@@ -16,7 +16,8 @@ def window_limits(function: str, window_size: Any) -> dict[str, int]:
     """The operator's arguments; a side without a limit has none."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(
-            f"{function}(): expected window_size to be a pair (left, right), but got {window_size!r}"
+            f"{function}(): expected window_size to be a pair (left, right), but got "
+            f"{_arguments.shown(window_size)}"
         )
     left, right = (_arguments.integer(function, "window_size", side) for side in window_size)
     if left < -1 or right < -1:

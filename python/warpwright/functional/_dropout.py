@@ -35,7 +35,10 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         TypeError: an argument has another type than in the signature.
         RuntimeError: ``inplace`` on a leaf that requires a gradient.
     """
-    if dynamo() or exporting() or not training or not _is_random(input, p):
+    if dynamo() or exporting() or not training:
+        return native.dropout(input, p, training, inplace)  # type: ignore[no-any-return]
+    if not _is_random(input, p):
+        _arguments.require_storage("dropout", "input", input)
         return native.dropout(input, p, training, inplace)  # type: ignore[no-any-return]
     if training.__class__ is not bool:
         training = _arguments.flag("dropout", "training", training)

@@ -92,7 +92,8 @@ def _numbers(function: str, name: str, value: Any, dims: int) -> list[Any]:
     if isinstance(value, (tuple, list)):
         if len(value) not in (1, dims):
             raise RuntimeError(
-                f"{function}(): expected {name} to be one number or {dims}, got {value}"
+                f"{function}(): expected {name} to be one number or {dims}, got "
+                f"{_arguments.shown(value)}"
             )
         numbers = [_arguments.integer(function, name, v) for v in value]
     else:
@@ -126,7 +127,7 @@ def _convolve(
         if not is_one and any(v != 1 for v in _numbers(function, name, value, dims)):
             raise ValueError(
                 f"{function}(): {name}: expected 1, because a transform computes every output, got "
-                f"{value}"
+                f"{_arguments.shown(value)}"
             )
     if groups.__class__ is not int:
         groups = _arguments.integer(function, "groups", groups)

@@ -129,7 +129,9 @@ def linear_fp8(
     if per_tensor.__class__ is not bool:
         per_tensor = _arguments.flag("linear_fp8", "per_tensor", per_tensor)
     if accumulate not in ACCUMULATE:
-        raise ValueError(f"linear_fp8: accumulate: expected 'exact' or 'fast', got {accumulate!r}")
+        raise ValueError(
+            f"linear_fp8: accumulate: expected 'exact' or 'fast', got {_arguments.shown(accumulate)}"
+        )
     fast = accumulate == "fast"
     scales = (input_scale, weight_scale)
     if isinstance(input, Tensor) and input.dtype in CODES:

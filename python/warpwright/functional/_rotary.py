@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import _arguments
@@ -40,6 +41,10 @@ def rotary_embedding(
         if sin.dim() == 2:
             sin = sin.unsqueeze(0)
         if cos.requires_grad or sin.requires_grad:  # the operator has no gradient of the tables
+            if not torch.compiler.is_compiling():  # single ops would read freed memory
+                operands = {"query": query, "key": key, "cos": cos, "sin": sin}
+                for name, tensor in operands.items():
+                    _arguments.require_storage("rotary_embedding", name, tensor)
             return _single_ops(query, key, cos, sin, interleaved)
     _arguments.flag("rotary_embedding", "interleaved", interleaved)
     try:

@@ -175,7 +175,9 @@ def _checked(
 
 def _operands(function: str, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
     """The operator's first two arguments, the wider dtype last; None: the sum is an op of its own."""
-    if isinstance(input, Tensor) and isinstance(residual, Tensor) and input.shape == residual.shape:
+    both = isinstance(input, Tensor) and isinstance(residual, Tensor)
+    nested = both and (input.is_nested or residual.is_nested)  # these have no sizes
+    if both and not nested and input.shape == residual.shape:
         first, second = input.dtype, residual.dtype
         if first == second and first in FLOATING:
             return input, residual

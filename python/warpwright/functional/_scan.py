@@ -12,6 +12,12 @@ from .._ops import ops
 _SUMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
+def _require_storage(function: str, input: Tensor) -> None:
+    """Before a conversion, which would read freed memory."""
+    if not torch.compiler.is_compiling():
+        _arguments.require_storage(function, "input", input)
+
+
 def cumsum(
     input: Tensor, dim: int, *, dtype: torch.dtype | None = None, reverse: bool = False
 ) -> Tensor:
@@ -39,6 +45,7 @@ def cumsum(
     if reverse.__class__ is not bool:
         reverse = _arguments.flag("cumsum", "reverse", reverse)
     if dtype is not None:
+        _require_storage("cumsum", input)
         if dtype not in _SUMS:
             return _native.cumsum(input, dim, reverse, dtype)
         if isinstance(input, Tensor):
@@ -70,6 +77,7 @@ def cumprod(
     if reverse.__class__ is not bool:
         reverse = _arguments.flag("cumprod", "reverse", reverse)
     if dtype is not None:
+        _require_storage("cumprod", input)
         if dtype not in _SUMS:
             return _native_reductions.cumprod(input, dim, reverse, dtype)
         if isinstance(input, Tensor):

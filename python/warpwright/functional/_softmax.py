@@ -70,6 +70,8 @@ def _softmax(name: str, input: Tensor, dim: Any, stacklevel: Any, dtype: Any) ->
         dtype = _arguments.dtype(name, "dtype", dtype)
     if dynamo() or exporting():
         return getattr(torch, name)(input, dim, dtype=dtype)  # type: ignore[no-any-return]
+    if dtype is not None:  # the conversion would read freed memory
+        _arguments.require_storage(name, "input", input)
     try:
         return getattr(ops, name)(input, dim, dtype)  # type: ignore[no-any-return]
     except RuntimeError as error:
