@@ -28,18 +28,17 @@ namespace warpwright {
 // Named barrier of all consumers, after those of kernel_sm90.cuh.
 constexpr int kRingBarrier = 5;
 
-// The accumulators of a CTA in its ring, as units of 64 x 64: unit w * kChunks + c has the rows of
-// warpgroup w and the columns from c * 64. A unit lies in the order of its registers: four numbers
+// The accumulators of a CTA in its ring, as units of 64 x 64: unit b * kChunks + c has the rows
+// from b * 64 and the columns from c * 64. A unit lies in the order of its registers: four numbers
 // of each thread, then four more of each. So all accesses are whole 16-byte vectors of a warp in
 // one line, without bank conflicts.
 template <class Tile>
 struct PartExchange {
   static constexpr int kChunks = Tile::kBlkN / 64;
-  static constexpr int kUnits = Tile::kConsumers * kChunks;
+  static constexpr int kUnits = Tile::kBlkM / 64 * kChunks;
   static constexpr int kUnitBytes = 64 * 64 * 4;
   static constexpr int kVectorBytes = 128 * 16;  // one vector of each thread
   static constexpr int kVectors = kUnitBytes / kVectorBytes;
-  static_assert(Tile::kBlocks == 1 && !Tile::kPingPong, "a warpgroup has 64 rows of the tile");
   static_assert(kUnits * kUnitBytes <= Tile::kStages * Tile::kStageBytes, "the ring holds a part");
 
   uint32_t shared;  // the ring
@@ -48,8 +47,9 @@ struct PartExchange {
     return shared + unit * kUnitBytes + static_cast<uint32_t>(threadIdx.x % 128) * 16;
   }
 
-  __device__ __forceinline__ void write(const float (&d)[Tile::kRegs], int consumer) const {
-    const uint32_t first = address(consumer * kChunks);
+  // A warpgroup calls it for 64 rows of the tile.
+  __device__ __forceinline__ void write(const float (&d)[Tile::kRegs], int first_row) const {
+    const uint32_t first = address(first_row / 64 * kChunks);
 #pragma unroll
     for (int i = 0; i < Tile::kRegs; i += 4) {
       store_shared_u128(first + i / 4 * kVectorBytes,
@@ -85,19 +85,15 @@ template <class Tile>
 using ClusterSplitEpilogue =
     EpilogueSm90<typename Tile::Element, Tile::kStoreBuffers, /*kTight=*/true>;
 
-// A consumer warpgroup's share of a tile: its rows over the CTA's part of k, then its units over
-// all of k.
+// A warpgroup's rows over the CTA's part of k, to the ring.
 template <class Tile>
-__device__ __forceinline__ void multiply_and_add(const MainloopSm90<Tile>& loop,
-                                                 const GemmSm90Params<TmaOperands>& p,
-                                                 const TileCoord& tile, int consumer,
-                                                 ClusterSplitEpilogue<Tile>& store, uint32_t ones) {
-  using Exchange = PartExchange<Tile>;
-  const Exchange exchange{loop.stages};
+__device__ __forceinline__ void multiply(const MainloopSm90<Tile>& loop,
+                                         const PartExchange<Tile>& exchange,
+                                         const GemmSm90Params<TmaOperands>& p,
+                                         const TileCoord& tile, int first_row, uint32_t ones) {
   typename MainloopSm90<Tile>::Cursor cursor;
   typename MainloopSm90<Tile>::Accumulator d;
   const int k_tiles = tile.k_end - tile.k_begin;
-  const int first_row = consumer * Tile::kRows;
   if constexpr (Tile::kRowSums) {
     RowSums<typename Tile::Element, Tile::kBlocks> sums(ones, p.row_sums, tile.n);
     loop.consume(d, k_tiles, first_row, cursor, sums);
@@ -105,9 +101,27 @@ __device__ __forceinline__ void multiply_and_add(const MainloopSm90<Tile>& loop,
   } else {
     loop.consume(d, k_tiles, first_row, cursor);
   }
-  // Every consumer has waited for all stages and its wgmma have read them.
-  named_barrier_sync(kRingBarrier, 128 * Tile::kConsumers);
-  exchange.write(d[0], consumer);
+  // The other consumers too have waited for all stages, and their wgmma have read them.
+  if constexpr (!Tile::kPingPong) named_barrier_sync(kRingBarrier, 128 * Tile::kConsumers);
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocks; ++i) exchange.write(d[i], first_row + i * 64);
+}
+
+// A consumer warpgroup's share of a tile: its rows over the CTA's part of k, then its units over
+// all of k. The rows of a ping-pong tile are one warpgroup's; the other one only adds.
+template <class Tile>
+__device__ __forceinline__ void multiply_and_add(const MainloopSm90<Tile>& loop,
+                                                 const GemmSm90Params<TmaOperands>& p,
+                                                 const TileCoord& tile, int consumer,
+                                                 ClusterSplitEpilogue<Tile>& store, uint32_t ones) {
+  using Exchange = PartExchange<Tile>;
+  const Exchange exchange{loop.stages};
+  // Each multiplies once or never. After a plain branch ptxas 13.0 serialises wgmma (C7515).
+  constexpr int kMultiply = Tile::kPingPong ? 1 : Tile::kConsumers;
+#pragma unroll 1
+  for (int i = consumer; i < kMultiply; i += Tile::kConsumers) {
+    multiply<Tile>(loop, exchange, p, tile, i * Tile::kRows, ones);
+  }
   cluster_arrive();
   cluster_wait();
   // Units go to the CTAs in turn, and those of a CTA to its warpgroups in turn.

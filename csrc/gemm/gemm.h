@@ -56,7 +56,7 @@ inline bool takes_few_rows(const GemmParams& p, const DeviceInfo& device) {
 
 constexpr int kMinSplitTiles = 4;   // of k, per part
 constexpr int kMinLongTiles = 128;  // of k: a long product
-// CTAs of a cluster: at most 8 on every GPU.
+// CTAs of a cluster that splits k: at most 8 on every GPU.
 constexpr int kClusterSplits[] = {2, 4, 8};
 
 // TMA cannot describe overlapping rows (expanded or sliding views). A single row has no pitch.
@@ -285,6 +285,7 @@ inline double choose_cluster_split(const GemmParams& p, const DeviceInfo& device
     const Sm90TileShape shape = cluster_split_tile(tile);
     const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);
     for (int splits : kClusterSplits) {
+      if (splits > 2 && !is_long_gradient(product)) break;  // lost to a second kernel
       if (k_tiles < int64_t{splits} * kMinSplitTiles) break;
       if (tiles > clusters_at_once(splits, device)) break;
       const double cycles = estimate_cluster_split_cycles(product, tile, splits, sums_rows, device);

@@ -15,6 +15,7 @@
 #include "torch/plain.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
+#include "torch/check_argument.h"
 #include "torch/cuda.h"
 #endif
 
@@ -139,7 +140,10 @@ void refresh_weight_copies(at::TensorList weights, at::TensorList copies) {
   for (size_t i = 0; i < copies.size(); ++i) {
     // The step refuses other sizes.
     const bool is_alike = copies[i].sym_sizes() == weights[i].sym_sizes();
-    if (is_alike && !current[i].is_same(copies[i])) Tensor(copies[i]).copy_(weights[i]);
+    if (!is_alike || current[i].is_same(copies[i])) continue;
+    check_plain_storage(weights[i], "params");
+    check_plain_storage(copies[i], "copies");
+    Tensor(copies[i]).copy_(weights[i]);
   }
 }
 

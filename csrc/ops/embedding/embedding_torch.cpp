@@ -84,6 +84,23 @@ Tensor empty_weight(const Tensor& grad_output, const SymInt& num_weights) {
 
 // ---- CPU and CUDA ----
 
+// Raises if an index names no row. Of the CPU's indices.
+void check_index_range(const EmbeddingBackwardParams& p) {
+  const int64_t bad = find_bad_index(p);
+  TORCH_CHECK_INDEX(bad < 0, "embedding_backward: indices: index out of range: position ", bad,
+                    ", counted flat, names no row of ", p.rows);
+}
+void check_index_range(const Tensor& indices, int64_t rows) {
+  const Tensor index = indices.contiguous();
+  EmbeddingBackwardParams p{};
+  p.index_dtype = dtype_of(index);
+  p.count = index.numel();
+  p.rows = rows;
+  p.padding_idx = kNoPadding;
+  p.indices = index.const_data_ptr();
+  check_index_range(p);
+}
+
 template <class Run>
 Tensor embedding_with(const Tensor& weight, const Tensor& indices, const SymInt& padding_idx,
                       bool scale_grad_by_freq, Run&& run) {
@@ -135,6 +152,7 @@ Tensor embedding_backward_with(const Tensor& grad_output, const Tensor& indices,
   const int64_t padding = padding_idx.guard_int(__FILE__, __LINE__);
   const bool is_long = indices.is_cuda() && (count > kEmbeddingMost || rows > kEmbeddingMost);
   if (!is_floating(grad_output.scalar_type()) || is_long) {
+    if (!indices.is_cuda()) check_index_range(indices, rows);  // ATen does not
     return at::embedding_dense_backward(grad_output, indices, rows, padding, scale_grad_by_freq);
   }
   Tensor grad_weight = empty_weight(grad_output, num_weights);
@@ -184,14 +202,11 @@ Tensor embedding_cpu_kernel(const Tensor& weight, const Tensor& indices, SymInt 
 Tensor embedding_backward_cpu_kernel(const Tensor& grad_output, const Tensor& indices,
                                      SymInt num_weights, SymInt padding_idx,
                                      bool scale_grad_by_freq) {
-  return embedding_backward_with(
-      grad_output, indices, num_weights, padding_idx, scale_grad_by_freq,
-      [](const EmbeddingBackwardParams& p) {
-        const int64_t bad = find_bad_index(p);
-        TORCH_CHECK_INDEX(bad < 0, "embedding_backward: indices: index out of range: position ",
-                          bad, ", counted flat, names no row of ", p.rows);
-        embedding_backward_cpu(p);
-      });
+  return embedding_backward_with(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq,
+                                 [](const EmbeddingBackwardParams& p) {
+                                   check_index_range(p);
+                                   embedding_backward_cpu(p);
+                                 });
 }
 
 void embedding_renorm_cpu_kernel(const Tensor& weight, const Tensor& indices, double max_norm,

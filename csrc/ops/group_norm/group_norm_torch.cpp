@@ -169,19 +169,21 @@ GroupNormVector result_of(const Tensor& vector) {
   return {vector.mutable_data_ptr(), dtype_of(vector)};
 }
 
-Tensor contiguous_or_undefined(const Tensor& tensor) {
-  return tensor.defined() ? tensor.contiguous() : tensor;
+// An undefined one stays so. `name` is "op: argument".
+Tensor contiguous_vector(const OptionalTensor& vector, const char* name) {
+  const Tensor tensor = value_or_undefined(vector);
+  if (!tensor.defined()) return tensor;
+  check_plain_storage(tensor, name);
+  return tensor.contiguous();
 }
 
 template <class Run>
 Tensors3 forward_with(const Tensor& input, int64_t num_groups, const OptionalTensor& weight_,
                       const OptionalTensor& bias_, double eps, Run&& run) {
-  const Tensor weight = contiguous_or_undefined(value_or_undefined(weight_)),
-               bias = contiguous_or_undefined(value_or_undefined(bias_));
+  const Tensor weight = contiguous_vector(weight_, "group_norm: weight"),
+               bias = contiguous_vector(bias_, "group_norm: bias");
   check_forward(input, num_groups, weight, bias);
   check_has_storage(input, "group_norm: input");
-  check_has_storage(weight, "group_norm: weight");
-  check_has_storage(bias, "group_norm: bias");
   Tensor output = empty_like_input(input);
   const auto options = input.options().dtype(stats_type(input));
   const std::array<int64_t, 2> sizes{input.size(0), num_groups};
@@ -207,11 +209,10 @@ template <class Run>
 Tensors3 backward_with(const Tensor& grad_output, const Tensor& input, int64_t num_groups,
                        const OptionalTensor& weight_, const Tensor& mean, const Tensor& rstd,
                        Mask wanted, Run&& run) {
-  const Tensor weight = contiguous_or_undefined(value_or_undefined(weight_));
+  const Tensor weight = contiguous_vector(weight_, "group_norm_backward: weight");
   check_backward(grad_output, input, num_groups, weight, mean, rstd);
   check_has_storage(grad_output, "group_norm_backward: grad_output");
   check_has_storage(input, "group_norm_backward: input");
-  check_has_storage(weight, "group_norm_backward: weight");
   check_has_storage(mean, "group_norm_backward: mean");
   check_has_storage(rstd, "group_norm_backward: rstd");
   Tensor grad_input = wanted[0] ? empty_like_input(input) : Tensor();

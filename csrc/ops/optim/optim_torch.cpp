@@ -11,6 +11,7 @@
 #include "torch/weight_copies.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
+#include "torch/check_argument.h"
 #include "torch/cuda.h"
 #endif
 
@@ -272,7 +273,10 @@ void advance_host_steps(TensorList steps, double beta1, double beta2,
 // ---- CPU and CUDA ----
 
 void copy_all(TensorList copies, TensorList params) {
-  for (size_t i = 0; i < copies.size(); ++i) Tensor(copies[i]).copy_(params[i]);
+  for (size_t i = 0; i < copies.size(); ++i) {
+    check_plain_storage(copies[i], "copies");
+    Tensor(copies[i]).copy_(params[i]);
+  }
 }
 
 template <class Run>

@@ -67,6 +67,8 @@ void check_rotary(const Tensor& query, const Tensor& key, const Tensor& cos, con
   check_table(sin, "rotary_embedding: sin", query);
   TORCH_CHECK(sin.sym_size(2) == cos.sym_size(2), "rotary_embedding: sin: expected ",
               cos.sym_size(2), " columns, got ", sin.sym_size(2));
+  TORCH_CHECK(sin.scalar_type() == cos.scalar_type(), "rotary_embedding: sin: expected ",
+              cos.scalar_type(), " as cos, got ", sin.scalar_type());
 }
 
 // Dense inputs keep their strides, others become dense in the same dimension order.

@@ -52,6 +52,7 @@ bool is_result_type(at::ScalarType output, at::ScalarType input) {
 template <bool kLog>
 Tensor as_operand(const Tensor& input, OptionalType dtype) {
   if (dtype) check_is_dtype(*dtype, kLog ? "log_softmax: dtype" : "softmax: dtype");
+  check_plain_storage(input, kLog ? "log_softmax: input" : "softmax: input");
   return is_result_type(dtype.value_or(input.scalar_type()), input.scalar_type())
              ? input
              : input.to(*dtype);

@@ -15,6 +15,10 @@ namespace {
 // Throws unless the ends ascend within the rows.
 void check_ends(const char* name, const int32_t* ends, int64_t count, int64_t rows,
                 int64_t longest) {
+  // Without sequences the only end is where the rows of none begin.
+  TORCH_CHECK_INDEX(ends[0] >= 0 && ends[count] <= rows, "attention_varlen: cu_seqlens_", name,
+                    ": expected ascending numbers from 0 to ", rows, ", got ", ends[0], " and ",
+                    ends[count]);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t begin = ends[n], end = ends[n + 1];
     TORCH_CHECK_INDEX(begin >= 0 && begin <= end && end <= rows, "attention_varlen: cu_seqlens_",

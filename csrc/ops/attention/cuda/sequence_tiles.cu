@@ -19,6 +19,11 @@ __device__ bool ends_are_good(const SequenceTilesArgs& a, bool report) {
   const PackedSequences& s = a.sequences;
   bool bad = false;
   auto check = [&](const int32_t* ends, int64_t rows, int64_t longest, ErrorRecord* error) {
+    // Without sequences the only end is where the rows of none begin.
+    if (threadIdx.x == 0 && (ends[0] < 0 || ends[s.count] > rows)) {
+      bad = true;
+      if (report) report_error(error, 0, ends[0] < 0 ? ends[0] : ends[s.count]);
+    }
     for (int64_t n = threadIdx.x; n < s.count; n += kThreads) {
       const int64_t begin = ends[n], end = ends[n + 1];
       if (begin >= 0 && begin <= end && end <= rows && end - begin <= longest) continue;

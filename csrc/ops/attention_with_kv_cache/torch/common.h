@@ -93,11 +93,12 @@ struct KvLayout {
   KvCacheLayout value;
 
   KvLayout(const std::string& op, const KvCacheTensors& cache, int64_t appended)
-      : seqlens(cache.seqlens.contiguous()), table(cache.block_table) {
+      : table(cache.block_table) {
     check_has_storage(cache.k, (op + ": k_cache").c_str());
     check_has_storage(cache.v, (op + ": v_cache").c_str());
     check_has_storage(cache.seqlens, (op + ": cache_seqlens").c_str());
     check_has_storage(cache.block_table, (op + ": block_table").c_str());
+    seqlens = cache.seqlens.contiguous();
     if (table.defined() && table.size(1) > 1 && table.stride(1) != 1) table = table.contiguous();
     const bool paged = table.defined();
     // An empty table has no address, but is one.

@@ -19,7 +19,9 @@ void check_kv_attention(const Tensor& query, const KvCacheTensors& cache, int64_
   const c10::SymInt heads = query.sym_size(2), kv_heads = cache.k.sym_size(2);
   TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, kOp,
               ": query: expected a multiple of k_cache's ", kv_heads, " heads, got ", heads);
-  TORCH_CHECK(appended >= 0, kOp, ": appended: expected at least 0, got ", appended);
+  constexpr int64_t kMaxTokens = (int64_t{1} << 31) - 1;
+  TORCH_CHECK(appended >= 0 && appended <= kMaxTokens, kOp, ": appended: expected 0 to ",
+              kMaxTokens, ", got ", appended);
 }
 
 Tensor empty_output(const Tensor& query) {

@@ -1,5 +1,6 @@
 // The checks of fft_conv, which every key makes, and the sizes of its result.
 #include "ops/fft_conv/torch/common.h"
+#include "torch/checked_math.h"
 
 namespace warpwright {
 namespace {
@@ -61,9 +62,10 @@ std::vector<SymInt> fft_conv_sizes(const Tensor& first, const Tensor& second, co
   std::vector<SymInt> sizes;
   switch (g.wanted) {
     case FftConvWanted::kOutput:
-      TORCH_CHECK(first.sym_size(1) == second.sym_size(1) * g.groups, "fft_conv: first: expected ",
-                  second.sym_size(1) * g.groups, " channels (groups ", g.groups,
-                  " of a weight of shape ", second.sym_sizes(), "), got shape ", first.sym_sizes());
+      TORCH_CHECK(first.sym_size(1) == checked_mul(second.sym_size(1), g.groups),
+                  "fft_conv: first: expected ", checked_mul(second.sym_size(1), g.groups),
+                  " channels (groups ", g.groups, " of a weight of shape ", second.sym_sizes(),
+                  "), got shape ", first.sym_sizes());
       check_groups(second.sym_size(0), g.groups, "second");
       sizes = {first.sym_size(0), second.sym_size(0)};
       if (bias.defined()) {
@@ -75,7 +77,7 @@ std::vector<SymInt> fft_conv_sizes(const Tensor& first, const Tensor& second, co
                   second.sym_size(0), " channels, as the weight has outputs, got shape ",
                   first.sym_sizes());
       check_groups(second.sym_size(0), g.groups, "second");
-      sizes = {first.sym_size(0), second.sym_size(1) * g.groups};
+      sizes = {first.sym_size(0), checked_mul(second.sym_size(1), g.groups)};
       break;
     case FftConvWanted::kWeight:
       TORCH_CHECK(first.sym_size(0) == second.sym_size(0), "fft_conv: second: expected ",

@@ -5,6 +5,7 @@
 #include <ATen/ops/where.h>
 
 #include "ops/reduction/torch/gradient.h"
+#include "torch/check_argument.h"
 
 namespace warpwright {
 namespace {
@@ -83,7 +84,10 @@ struct AmaxBackward {  // saved: input, output
 };
 
 Tensor amax_autograd(const Tensor& input, at::IntArrayRef dim, bool keepdim) {
-  if (!is_floating(input.scalar_type())) return at::amax(input, dim, keepdim);
+  if (!is_floating(input.scalar_type())) {
+    check_plain_storage(input, "amax: input");
+    return at::amax(input, dim, keepdim);
+  }
   const AmaxAttributes attributes{reduced_dims(dim, input.dim()), keepdim};
   auto node = make_node<AmaxBackward>(attributes, input);
   Tensor output = below_autograd([&] { return call::amax(input, dim, keepdim); });

@@ -4,6 +4,7 @@
 #include <ATen/ops/logsumexp.h>
 
 #include "ops/reduction/torch/gradient.h"
+#include "torch/check_argument.h"
 
 namespace warpwright {
 namespace {
@@ -89,7 +90,10 @@ struct LogSumExpBackward {  // saved: input, output
 Tensor logsumexp_autograd(const Tensor& input, at::IntArrayRef dim, bool keepdim,
                           OptionalType dtype) {
   check_logsumexp(input, dtype);
-  if (!is_floating(input.scalar_type())) return at::logsumexp(input, dim, keepdim);
+  if (!is_floating(input.scalar_type())) {
+    check_plain_storage(input, "logsumexp: input");
+    return at::logsumexp(input, dim, keepdim);
+  }
   const LogSumExpAttributes attributes{reduced_dims(dim, input.dim()), keepdim};
   auto node = make_node<LogSumExpBackward>(attributes, input);
   Tensor output = below_autograd([&] { return call::logsumexp(input, dim, keepdim, dtype); });

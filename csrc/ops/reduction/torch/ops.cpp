@@ -5,6 +5,7 @@
 #include <ATen/ops/sum.h>
 
 #include "ops/reduction/torch/common.h"
+#include "torch/check_argument.h"
 
 namespace warpwright {
 namespace {
@@ -95,7 +96,10 @@ struct SumBackward {
 
 template <class Op>
 Tensor sum_autograd(const Tensor& input, OptionalDims dim, bool keepdim, OptionalType dtype) {
-  if (is_native_alone<Op>(input, dtype)) return Op::native(input, dim, keepdim, dtype);
+  if (is_native_alone<Op>(input, dtype)) {
+    check_plain_storage(input, Op::kInput);
+    return Op::native(input, dim, keepdim, dtype);
+  }
   auto node = make_node<SumBackward<Op>>({}, input);
   if (node) {
     node->attributes = {reduced_dims(dim, input.dim()), keepdim, input.sym_sizes().vec(),

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "ops/reduction/torch/gradient.h"
+#include "torch/check_argument.h"
 
 namespace warpwright {
 namespace {
@@ -173,7 +174,10 @@ Tensor var_tangent(const Tensor& input, const Tensor& output, const VarAttribute
 template <class Op>
 Tensor var_autograd(const Tensor& input, OptionalDims dim, const OptionalNumber& correction,
                     bool keepdim) {
-  if (!is_floating(input.scalar_type())) return Op::native(input, dim, correction, keepdim);
+  if (!is_floating(input.scalar_type())) {
+    check_plain_storage(input, Op::kInput);
+    return Op::native(input, dim, correction, keepdim);
+  }
   const bool is_whole = !dim.has_value() || input.dim() == 0;
   const VarAttributes attributes{reduced_dims(dim, input.dim()), keepdim, is_whole,
                                  value_of(correction)};

@@ -11,6 +11,7 @@
 #include "ops/scan/scan.h"
 #include "ops/scan/torch/common.h"
 #include "torch/autograd.h"
+#include "torch/check_argument.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 
@@ -167,6 +168,7 @@ template <class Op>
 Tensor scan_autograd(const Tensor& input, int64_t dim, bool reverse) {
   if (!is_floating(input.scalar_type())) {
     // Complex numbers have native's derivatives, integers none.
+    check_plain_storage(input, Op::kInput);
     return Op::has_kernel(input) ? below_autograd([&] { return Op::call(input, dim, reverse); })
                                  : native_scan<Op>(input, dim, reverse);
   }
