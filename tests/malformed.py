@@ -118,6 +118,15 @@ def freed(x, rng):
     return x
 
 
+def freed_in_another_form(x, rng):
+    """A layout or a type that a kernel copies or casts first, without its memory."""
+    x = x.detach()
+    x = other_layout(x, rng) if rng.random() < 0.5 else x.to(rng.choice(OTHER_DTYPES))
+    storage = x.untyped_storage()
+    storage.resize_(rng.choice([0, storage.nbytes() // 2]))
+    return x
+
+
 def elsewhere(x, rng):
     if x.is_cuda and rng.random() < 0.7:
         return x.detach().cpu()
@@ -149,6 +158,7 @@ TENSOR_FAULTS = [
     (other_rank, 3),
     (other_layout, 4),
     (freed, 2),
+    (freed_in_another_form, 2),
     (elsewhere, 2),
     (other_kind, 1),
     (lambda x, rng: x.to(rng.choice(OTHER_DTYPES)), 3),

@@ -282,6 +282,8 @@ def record_raw(device):
     ops.cross_entropy_scale_(gradient, one)
     counter = [torch.zeros(1, dtype=torch.int32, device=device)] if device == "cuda" else []
     ops.grad_norm([t(3, 4), t(5)], counter, 1.0, None)
+    params, grads, copies = [t(3, 4)], [t(3, 4)], [t(3, 4, dtype=torch.bfloat16)]
+    ops.sgd_step_(params, grads, [], [], copies, 0.1, None, 0.0, 0.0, 0.0, False, False, False)
     ops.embedding_renorm_(t(7, 6), labels(device, 7, 2, 5), 1.0, 2.0)
     convolution, windows = (t(2, 3, 6, 5), t(3, 3, 3, 2), t(3)), ([1, 1], [1, 1], [1, 1], 1)
     mask = [True, True, True]
