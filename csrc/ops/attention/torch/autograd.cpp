@@ -37,19 +37,22 @@ variable_list tangents_of(const variable_list& tensors) {
   return tangents;
 }
 
-// Whether split_qkv made them. Between are views that bring the heads forward.
-bool are_from_split_qkv(const variable_list& operands) {
-  if (!are_thirds(operands[0], operands[1], operands[2], /*heads=*/1)) return false;
-  torch::autograd::Node* split = nullptr;
-  for (const Tensor& operand : operands) {
-    const auto view = operand.grad_fn();
-    if (!view || view->num_outputs() != 1) return false;
-    auto* node = view->next_edge(0).function.get();
-    if (node == nullptr || node->name() != kSplitQkvNode) return false;
-    if (split != nullptr && node != split) return false;
-    split = node;
+// The node of split_qkv that made `operand`, from which views brought the heads forward.
+const torch::autograd::Node* split_node(const Tensor& operand) {
+  constexpr int kViews = 4;
+  auto node = operand.grad_fn();
+  for (int i = 0; i < kViews && node && node->num_outputs() == 1; ++i) {
+    if (node->name() == kSplitQkvNode) return node.get();
+    node = node->next_edge(0).function;
   }
-  return true;
+  return nullptr;
+}
+
+bool are_from_split_qkv(const Tensor& q, const Tensor& k, const Tensor& v) {
+  if (!is_plain(q) || !is_plain(k) || !is_plain(v)) return false;
+  if (!are_thirds(q, k, v, /*heads=*/1)) return false;
+  const auto* node = split_node(q);
+  return node != nullptr && node == split_node(k) && node == split_node(v);
 }
 
 // Saved: query, key, value, mask, out, lse, philox_state.
@@ -115,7 +118,7 @@ Tensors3 attention_autograd(const Tensor& query, const Tensor& key, const Tensor
   const AttentionAttributes a{dropout_p, is_causal, scale, window_left, window_right, softcap};
   const Tensor mask = value_or_undefined(attn_mask);
   auto node = make_node<AttentionBackward>({a, false}, query, key, value, mask);
-  if (node) node->attributes.from_split_qkv = are_from_split_qkv({query, key, value});
+  if (node) node->attributes.from_split_qkv = are_from_split_qkv(query, key, value);
   Tensors3 results =
       below_autograd([&] { return call::attention(query, key, value, attn_mask, a); });
   auto& [out, lse, philox_state] = results;

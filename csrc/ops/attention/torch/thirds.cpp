@@ -42,7 +42,10 @@ struct SplitQkvBackward {
     if (!at::GradMode::is_enabled()) {
       if (const Tensor matrix = matrix_of_thirds(grads); matrix.defined()) return {matrix};
     }
-    return {at::stack(grads, -3).flatten(-3, -1)};
+    const Tensor& q = grads[0];
+    c10::SymDimVector sizes(q.sym_sizes().begin(), q.sym_sizes().end() - 1);
+    sizes.back() = 3 * q.sym_size(-2) * q.sym_size(-1);
+    return {at::stack(grads, -3).view_symint(sizes)};
   }
 };
 
