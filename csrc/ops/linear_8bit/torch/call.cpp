@@ -10,6 +10,7 @@
 
 #include "ops/linear_8bit/torch/common.h"
 #include "torch/autograd.h"
+#include "torch/check_argument.h"
 
 namespace warpwright {
 namespace {
@@ -122,6 +123,7 @@ struct QuantizedLinearBackward {  // saved: weight, weight_scale
     const Tensor& dy = grads[0];
     variable_list result(2);
     if (needs[0]) {
+      check_saved_storage(saved, kName);
       const Tensor weight = saved[0].to(dy.scalar_type());
       result[0] = std::get<0>(
           call::linear_backward(times_scale(dy, saved[1]), weight, {true, false, false}));

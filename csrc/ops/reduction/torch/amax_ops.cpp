@@ -69,6 +69,7 @@ struct AmaxBackward {  // saved: input, output
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     if (!needs[0]) return {Tensor()};
+    check_saved_storage(saved, kName);
     const Tensor& input = saved[0];
     const Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, input.dim());
     if (takes_gradient_kernel(input, a.mask, grad)) {

@@ -77,6 +77,7 @@ struct LogSumExpBackward {  // saved: input, output
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     if (!needs[0]) return {Tensor()};
+    check_saved_storage(saved, kName);
     const Tensor &input = saved[0], &output = saved[1];
     const Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, input.dim());
     if (takes_gradient_kernel(input, a.mask, grad)) {

@@ -152,6 +152,7 @@ struct VarBackward {  // saved: input, and for std output
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     if (!needs[0]) return {Tensor()};
+    check_saved_storage(saved, kName);
     Tensor grad = grads[0];
     if constexpr (Op::kKind == Reduction::kStd) grad = gradient_of_square(grad, saved[1]);
     const Tensor& input = saved[0];

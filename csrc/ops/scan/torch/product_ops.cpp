@@ -156,6 +156,7 @@ struct ScanBackward {  // saved: input, output
   static variable_list backward(const Attributes& a, const variable_list& saved,
                                 const variable_list& grads, const NeedsGrad& needs) {
     if (!needs[0]) return {Tensor()};
+    check_saved_storage(saved, kName);
     const Tensor& input = saved[0];
     if (input.sym_numel() == 0) return {at::zeros_like(input)};
     const Tensor grad =
