@@ -14,7 +14,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 
 #include "common/ceil_div.h"
@@ -103,7 +102,7 @@ inline Sm90Loading sm90_loading(const GemmParams& p) {
 // Resident clusters of 1, 2, 4 or 8 CTAs, if each CTA fills an SM.
 inline int clusters_at_once(int ctas, const DeviceInfo& device) {
   if (ctas == 1) return device.num_sms;
-  const int resident = device.clusters[std::bit_width(static_cast<unsigned>(ctas)) - 1];
+  const int resident = device.clusters[ctas == 2 ? 1 : ctas == 4 ? 2 : 3];
   return std::min(resident, device.num_sms / ctas);
 }
 

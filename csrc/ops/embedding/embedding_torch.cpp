@@ -84,6 +84,9 @@ Tensor empty_weight(const Tensor& grad_output, const SymInt& num_weights) {
 
 // ---- CPU and CUDA ----
 
+// A row that no index names stands for no padding.
+constexpr int64_t kNoPadding = std::numeric_limits<int64_t>::min();
+
 // Raises if an index names no row. Of the CPU's indices.
 void check_index_range(const EmbeddingBackwardParams& p) {
   const int64_t bad = find_bad_index(p);
@@ -137,9 +140,6 @@ Tensor as_rows(const Tensor& grad_output, int64_t count) {
   const Tensor rows = grad_output.reshape({count, columns});
   return columns == 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
 }
-
-// A row that no index names stands for no padding.
-constexpr int64_t kNoPadding = std::numeric_limits<int64_t>::min();
 
 template <class Run>
 Tensor embedding_backward_with(const Tensor& grad_output, const Tensor& indices,
