@@ -281,8 +281,8 @@ inline double choose_cluster_split(const GemmParams& p, const DeviceInfo& device
   for (GemmTile tile : kSm90Tiles) {
     if (!has_cluster_split_tile(tile, p.a.major, p.b.major)) continue;
     if (tile == GemmTile::k192x192 && p.preactivation != nullptr) continue;  // one store buffer
-    // The SMs of a cluster read other parts of k, so they share no lines of L2. 128x128, which reads
-    // most, then takes 760 cycles per k tile in place of 610: from here on other tiles won.
+    // The SMs of a cluster read other parts of k, so they share no lines of L2. 128x128, which
+    // reads most, then takes 760 cycles per k tile in place of 610: from here on other tiles won.
     if (tile == GemmTile::k128x128 && p.k >= 16384) continue;
     const Sm90TileShape shape = cluster_split_tile(tile);
     const int64_t tiles = ceil_div(p.m, shape.blk_m) * ceil_div(p.n, shape.blk_n);

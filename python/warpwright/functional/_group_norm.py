@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _arguments
+from .._arch import PLAIN
 from .._ops import ops
 from ._common import dynamo, exporting
 from ._norm import batch_norm
@@ -93,7 +94,9 @@ def instance_norm(
     use_input_stats = _arguments.flag("instance_norm", "use_input_stats", use_input_stats)
     momentum = _arguments.real("instance_norm", "momentum", momentum)
     eps = _arguments.real("instance_norm", "eps", eps)
-    if dynamo() or exporting() or not isinstance(input, Tensor) or input.dim() < 2:
+    # The statistics of tensors of other kinds stay native's.
+    is_plain = type(input) in PLAIN and not input.is_nested
+    if dynamo() or exporting() or not is_plain or input.dim() < 2:
         args = (running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
         return native.instance_norm(input, *args)  # type: ignore[no-any-return]
     if not use_input_stats:

@@ -78,10 +78,14 @@ void check_saved(const Tensor& input, const Tensor& target, const Tensor& weight
 constexpr const char* kGradGradInput = "cross_entropy_double_backward: grad_grad_input";
 constexpr const char* kGradGradTarget = "cross_entropy_double_backward: grad_grad_target";
 
+Tensor contiguous_gradient(const Tensor& grad_output) {
+  check_has_storage(grad_output, "cross_entropy_backward: grad_output");
+  return grad_output.contiguous();
+}
+
 template <class Params>
 void set_saved(Params& p, const Tensor& dloss, const Tensor& row_stats,
                const Tensor& total_weight) {
-  check_has_storage(dloss, "cross_entropy_backward: grad_output");
   check_has_storage(row_stats, "cross_entropy_backward: row_stats");
   check_has_storage(total_weight, "cross_entropy_backward: total_weight");
   p.grad_output = dloss.const_data_ptr();
@@ -113,7 +117,7 @@ Tensor2 cross_entropy_backward_with(const Tensor& grad_output, const Tensor& inp
   }
   Operands operands(input, target, weight);
   operands.arrange(probabilities, grad_input);
-  const Tensor dloss = grad_output.contiguous();
+  const Tensor dloss = contiguous_gradient(grad_output);
   auto p = backward_params(operands, kind, dloss, row_stats, total_weight, options);
   p.grad_layout = *find_layout(grad_input);
   p.grad_input = output_mask[0] ? grad_input.mutable_data_ptr() : nullptr;
@@ -133,7 +137,7 @@ void cross_entropy_backward_inplace_with(const Tensor& grad_output, const Tensor
   check_inplace_logits(input, target);
   Operands operands(input, target, weight);
   operands.arrange(/*probabilities=*/false, input);
-  const Tensor dloss = grad_output.contiguous();
+  const Tensor dloss = contiguous_gradient(grad_output);
   auto p = backward_params(operands, kind_of(input, target, options.label_smoothing), dloss,
                            row_stats, total_weight, options);
   p.grad_layout = p.layout;
@@ -165,7 +169,7 @@ Tensor3 cross_entropy_double_backward_with(const OptionalTensor& v, const Option
   };
   const Tensor v_arranged = arranged(v, input, kGradGradInput);
   const Tensor u_arranged = probabilities ? arranged(u, target, kGradGradTarget) : Tensor();
-  const Tensor dloss = grad_output.contiguous();
+  const Tensor dloss = contiguous_gradient(grad_output);
   const bool want_target = output_mask[2] && probabilities;
   const Tensor grad_target =
       want_target ? empty_gradient<int64_t>(input, target.scalar_type()) : Tensor();
