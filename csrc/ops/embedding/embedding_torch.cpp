@@ -328,6 +328,9 @@ struct EmbeddingBackward {  // saved: indices
 Tensor embedding_autograd(const Tensor& weight, const Tensor& indices, SymInt padding_idx,
                           bool scale_grad_by_freq) {
   check_embedding(weight, indices);
+  TORCH_CHECK(
+      !weight.is_complex() || !needs_gradient(weight),
+      "embedding does not support automatic differentiation for outputs with complex dtype.");
   auto node =
       make_node<EmbeddingBackward>({weight.sym_size(0), padding_idx, scale_grad_by_freq}, weight);
   Tensor output = below_autograd(
