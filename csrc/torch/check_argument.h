@@ -35,9 +35,4 @@ inline void check_plain_storage(const at::Tensor& tensor, const char* name) {
   if (tensor.layout() == at::kStrided && tensor.has_storage()) check_has_storage(tensor, name);
 }
 
-// The same of what a node has saved, before ATen's ops read it.
-inline void check_saved_storage(at::ArrayRef<at::Tensor> saved, const char* node) {
-  for (const at::Tensor& tensor : saved) check_plain_storage(tensor, node);
-}
-
 }  // namespace warpwright

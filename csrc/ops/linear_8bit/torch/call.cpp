@@ -11,6 +11,7 @@
 #include "ops/linear_8bit/torch/common.h"
 #include "torch/autograd.h"
 #include "torch/check_argument.h"
+#include "torch/check_saved.h"
 
 namespace warpwright {
 namespace {

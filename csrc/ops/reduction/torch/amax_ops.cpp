@@ -6,6 +6,7 @@
 
 #include "ops/reduction/torch/gradient.h"
 #include "torch/check_argument.h"
+#include "torch/check_saved.h"
 
 namespace warpwright {
 namespace {

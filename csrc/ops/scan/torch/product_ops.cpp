@@ -12,6 +12,7 @@
 #include "ops/scan/torch/common.h"
 #include "torch/autograd.h"
 #include "torch/check_argument.h"
+#include "torch/check_saved.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 
