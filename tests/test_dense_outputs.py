@@ -258,7 +258,9 @@ def test_dense(device, name, layout):
     assert is_dense(output)
     if name not in ("sum", "mean"):  # a view that repeats the gradient from above, as native's
         assert is_dense(gradient)
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    # A constant image has no variance: batch norm multiplies rounding errors by 1 / sqrt(eps) = 316.
+    atol = 1e-3 if layout == "scalar" and "batch_norm" in name else 1e-4
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=atol)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-4)
     picks = device == "cuda" and name in ATTENTION  # a kernel by the case, and so the order
     if is_dense(x) and not picks and name not in LATER:
