@@ -8,10 +8,10 @@
 
 #include "ops/optim/optim.h"
 #include "ops/optim/optim_torch.h"
+#include "torch/check_argument.h"
 #include "torch/weight_copies.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
-#include "torch/check_argument.h"
 #include "torch/cuda.h"
 #endif
 
