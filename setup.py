@@ -49,7 +49,7 @@ DEFAULT_ARCHS = "8.0+PTX;9.0a"
 EVERYWHERE = ["click>=8.1", "rich>=13"]  # what the package needs besides torch
 GIB_PER_JOB = 3.0  # nvcc on the largest attention file
 WIDE = 16  # with as many jobs, a build waits for its longest file
-TOGETHER = 4  # instances per compiled file otherwise
+TOGETHER = 4  # sources per compiled file otherwise
 
 
 def flag(name: str) -> bool:
@@ -169,30 +169,43 @@ def sources(*suffixes: str) -> list[str]:
     return sorted(found)
 
 
-def compile_together(paths: list[str], folder: Path) -> list[str]:
-    """Replaces short instances of the same headers by generated files that include four each.
+def shared_headers(path: str) -> tuple[str, ...] | None:
+    """A name for what ``path`` reads before its own lines. None: it compiles alone.
 
-    nvcc reads a header's kernels for 2 to 4 s per file. Instances of the matrix product and of sm_90
-    stay alone: they compile much longer than that.
+    An op's registration and autograd read the same headers of torch. So do the instances of one
+    kernel; those of the matrix product and of sm_90 compile much longer than they read.
     """
-    alone, groups = [], {}
+    op = re.match(r"csrc/(ops/\w+|torch)/(torch/)?(\w+)\.cpp$", path)
+    if op is not None and (op[1] == "torch" or op[2] or op[3].endswith("_torch")):
+        return (op[1],)
+    if "/instances/" not in path or re.search("/gemm/|sm90|implicit_gemm", path):
+        return None
+    includes = re.findall(r"^#include .*$", (ROOT / path).read_text(), re.MULTILINE)
+    return (os.path.dirname(path), *includes)
+
+
+def compile_together(paths: list[str], folder: Path) -> list[str]:
+    """Replaces sources that read the same headers by generated files that include some of them each.
+
+    nvcc reads a header's kernels for 2 to 4 s per file, and g++ instantiates the templates of torch's
+    headers for 4 s.
+    """
+    made, groups = [], {}
     for path in paths:
-        if (
-            "/instances/" not in path
-            or "/gemm/" in path
-            or "sm90" in path
-            or "implicit_gemm" in path
-        ):
-            alone.append(path)
-            continue
-        includes = re.findall(r"^#include .*$", (ROOT / path).read_text(), re.MULTILINE)
-        groups.setdefault((os.path.dirname(path), *includes), []).append(path)
+        key = shared_headers(path)
+        if key is None:
+            made.append(path)
+        else:
+            groups.setdefault(key, []).append(path)
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
     for members in groups.values():
-        for first in range(0, len(members), TOGETHER):
-            group = members[first : first + TOGETHER]
-            parts = Path(group[0]).relative_to("csrc").with_suffix(".cu").parts
+        count = -(-len(members) // TOGETHER)
+        for i in range(count):
+            group = members[i::count]
+            if len(group) == 1:
+                made.append(group[0])
+                continue
+            parts = Path(group[0]).relative_to("csrc").parts
             target = folder / "-".join(
                 part for part in parts if part not in ("ops", "cuda", "instances")
             )
@@ -200,7 +213,7 @@ def compile_together(paths: list[str], folder: Path) -> list[str]:
             if not target.exists() or target.read_text() != text:  # ninja goes by the file's time
                 target.write_text(text)
             made.append(os.path.relpath(target, ROOT))
-    return alone + made
+    return made
 
 
 def compiler_macros(compiler: str) -> dict[str, str]:
@@ -291,13 +304,13 @@ class Build(BuildExtension):
             # setuptools gives a fresh folder each time; ninja needs the old objects.
             self.build_temp = str(ROOT / "build" / "editable")
         self.precompile_headers()
-        self.group_instances()
+        self.group_sources()
         super().build_extensions()
         # Read before the library is loaded, so that another torch gets a sentence, not a symbol.
         if not REUSE_LIBRARY:
             (built / STAMP).write_text(torch.__version__ + "\n")
 
-    def group_instances(self) -> None:
+    def group_sources(self) -> None:
         if not REUSE_LIBRARY and int(os.environ["MAX_JOBS"]) < WIDE:
             folder = Path(self.build_temp).resolve() / "together"
             library.sources = compile_together(library.sources, folder)
