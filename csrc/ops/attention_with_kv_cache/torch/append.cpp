@@ -6,14 +6,14 @@
 namespace warpwright {
 namespace {
 
-constexpr const char* kOp = "kv_cache_append_";
+constexpr const char* kAppend = "kv_cache_append_";
 
 // ---- checks ----
 
 void check_kv_append(const KvCacheTensors& cache, const Tensor& k, const Tensor& v) {
   check_kv_tokens(k, "kv_cache_append_: k");
-  check_kv_cache(kOp, cache, k);
-  TORCH_CHECK(k.sym_size(2) == cache.k.sym_size(2), kOp, ": k: expected ", cache.k.sym_size(2),
+  check_kv_cache(kAppend, cache, k);
+  TORCH_CHECK(k.sym_size(2) == cache.k.sym_size(2), kAppend, ": k: expected ", cache.k.sym_size(2),
               " heads, as in k_cache, got ", k.sym_size(2));
   check_argument(v, "kv_cache_append_: v", k.sym_sizes(), k.scalar_type(), k);
 }
@@ -28,7 +28,7 @@ void kv_append_with(const KvCacheTensors& cache, const Tensor& k, const Tensor& 
   at::assert_no_internal_overlap(cache.k);
   at::assert_no_internal_overlap(cache.v);
   if (k.numel() == 0) return;
-  const KvLayout layout(kOp, cache, k.size(1));
+  const KvLayout layout(kAppend, cache, k.size(1));
   const Tensor keys = with_adjacent_heads(k), values = with_adjacent_heads(v);
   run(KvAppendParams{.dtype = dtype_of(k),
                      .B = k.size(0),
@@ -77,10 +77,10 @@ void kv_append_autograd(const Tensor& k_cache, const Tensor& v_cache, const Tens
   static const auto op =
       find_op<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                    const OptionalTensor&)>("warpwright::kv_cache_append_");
-  check_constant(k_cache, kOp, "k_cache");
-  check_constant(v_cache, kOp, "v_cache");
-  check_constant(k, kOp, "k");
-  check_constant(v, kOp, "v");
+  check_constant(k_cache, kAppend, "k_cache");
+  check_constant(v_cache, kAppend, "v_cache");
+  check_constant(k, kAppend, "k");
+  check_constant(v, kAppend, "v");
   below_autograd([&] { op.call(k_cache, v_cache, k, v, cache_seqlens, block_table); });
   for (const Tensor* cache : {&k_cache, &v_cache}) {
     if (!cache->is_inference()) torch::autograd::impl::bump_version(*cache);

@@ -18,12 +18,6 @@ Tensor amax(const Tensor& input, at::IntArrayRef dim, bool keepdim) {
   return op.call(input, dim, keepdim);
 }
 
-Tensor sum(const Tensor& input, OptionalDims dim, bool keepdim) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, OptionalDims, bool, OptionalType)>("warpwright::sum");
-  return op.call(input, dim, keepdim, std::nullopt);
-}
-
 }  // namespace call
 
 // ---- CPU and CUDA ----
@@ -101,7 +95,7 @@ Tensor amax_autograd(const Tensor& input, at::IntArrayRef dim, bool keepdim) {
     const Maxima maxima(primal(input), output, attributes);
     const Tensor moved = at::where(maxima.where, tangent(input), 0.0);
     const auto dims = dims_of(attributes.mask, input.dim());
-    Tensor total = call::sum(moved, at::IntArrayRef(dims), true) / maxima.count;
+    Tensor total = sum_along(moved, at::IntArrayRef(dims), true) / maxima.count;
     set_tangent(output, keepdim ? total : total.view_symint(output.sym_sizes()));
   }
   if (node) node->save_output(output);  // with its tangent

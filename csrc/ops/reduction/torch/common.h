@@ -23,6 +23,13 @@ using OptionalDims = at::OptionalIntArrayRef;
 using OptionalType = std::optional<at::ScalarType>;
 using DimMask = std::bitset<at::dim_bitset_size>;
 
+// Our sum, with its derivatives.
+inline Tensor sum_along(const Tensor& input, OptionalDims dim, bool keepdim) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, OptionalDims, bool, OptionalType)>("warpwright::sum");
+  return op.call(input, dim, keepdim, std::nullopt);
+}
+
 // The reduced dimensions: all for none.
 inline DimMask reduced_dims(OptionalDims dim, int64_t ndim) {
   if (dim.has_value() && !dim->empty()) return at::dim_list_to_bitset(*dim, ndim);

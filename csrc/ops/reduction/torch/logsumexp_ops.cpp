@@ -18,12 +18,6 @@ Tensor logsumexp(const Tensor& input, at::IntArrayRef dim, bool keepdim, Optiona
   return op.call(input, dim, keepdim, dtype);
 }
 
-Tensor sum(const Tensor& input, OptionalDims dim, bool keepdim) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, OptionalDims, bool, OptionalType)>("warpwright::sum");
-  return op.call(input, dim, keepdim, std::nullopt);
-}
-
 }  // namespace call
 
 // ---- output shape and checks ----
@@ -106,7 +100,7 @@ Tensor logsumexp_autograd(const Tensor& input, at::IntArrayRef dim, bool keepdim
   if (has_tangent(input)) {
     const Tensor moved = shares(primal(input), output, attributes) * tangent(input);
     const auto dims = dims_of(attributes.mask, input.dim());
-    set_tangent(output, call::sum(moved, at::IntArrayRef(dims), keepdim));
+    set_tangent(output, sum_along(moved, at::IntArrayRef(dims), keepdim));
   }
   if (node) node->save_output(output);  // with its tangent
   return output;

@@ -55,12 +55,6 @@ Tensor mean(const Tensor& input, OptionalDims dim, bool keepdim,
   return op.call(input, dim, keepdim, dtype);
 }
 
-Tensor sum(const Tensor& input, OptionalDims dim, bool keepdim) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, OptionalDims, bool, OptionalType)>("warpwright::sum");
-  return op.call(input, dim, keepdim, std::nullopt);
-}
-
 }  // namespace call
 
 double value_of(const OptionalNumber& correction) {
@@ -168,7 +162,7 @@ template <class Op>
 Tensor var_tangent(const Tensor& input, const Tensor& output, const VarAttributes& a) {
   const auto dims = dims_of(a.mask, input.dim());
   const Tensor moved = var_gradient(tangent(input), primal(input), a);
-  const Tensor total = call::sum(moved, at::IntArrayRef(dims), a.keepdim);
+  const Tensor total = sum_along(moved, at::IntArrayRef(dims), a.keepdim);
   if (Op::kKind == Reduction::kVar) return total;
   return gradient_of_square(total, output);
 }

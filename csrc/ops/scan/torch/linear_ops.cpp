@@ -48,7 +48,7 @@ int64_t check_linear_scan(const Tensor& gate, const Tensor& input, const Tensor&
   return dim;
 }
 
-Tensor empty_output(const Tensor& input) {
+Tensor empty_states(const Tensor& input) {
   return at::empty_symint(input.sym_sizes(), input.options());
 }
 
@@ -63,7 +63,7 @@ Tensor linear_scan_with(const Tensor& gate, const Tensor& input,
   check_has_storage(gate, "linear_scan: gate");
   check_has_storage(input, "linear_scan: input");
   check_has_storage(initial, "linear_scan: initial");
-  Tensor output = empty_output(input);
+  Tensor output = empty_states(input);
   if (output.numel() == 0) return output;
   const Tensor a = gate.contiguous(), b = input.contiguous();
   const Tensor state = initial.defined() ? initial.contiguous() : Tensor();
@@ -101,7 +101,7 @@ Tensor linear_scan_cuda_kernel(const Tensor& gate, const Tensor& input,
 Tensor linear_scan_meta(const Tensor& gate, const Tensor& input, const OptionalTensor& initial,
                         int64_t dim, bool, bool shifted, bool levels) {
   check_linear_scan(gate, input, value_or_undefined(initial), dim, shifted, levels);
-  return empty_output(input);
+  return empty_states(input);
 }
 
 // ---- Autograd ----
