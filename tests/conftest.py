@@ -65,6 +65,12 @@ def dtype(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def long_run(request):
+    """Whether the slow tests are part of the run."""
+    return "not slow" not in request.config.getoption("markexpr")
+
+
 @pytest.fixture
 def model(device):
     """A small ResNet, what the tests of swap() work on."""

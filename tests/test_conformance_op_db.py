@@ -53,8 +53,11 @@ def over(keep=lambda entry, dtype: True):
     return pytest.mark.parametrize(("entry", "device", "dtype"), list(cases(keep)))
 
 
+MOST = 400  # samples per case outside of `make test-long`: max_pool2d's entries have thousands
+
+
 def thin(samples, most):
-    """All samples, or `most` of them spread evenly: for checks that look at kinds, not values."""
+    """All samples, or at most `most` of them, spread evenly."""
     samples = list(samples)
     return samples[:: max(1, -(-len(samples) // most))]
 
@@ -66,10 +69,11 @@ def compare_entry(entry, args, kwargs, what, errors):
 
 
 @over()
-def test_compare_native(entry, device, dtype):
+def test_compare_native(entry, device, dtype, long_run):
     errors = Errors()
     for again in errors.rounds():
-        for i, sample in enumerate(entry.samples(device, dtype, set_seed=not again)):
+        samples = entry.samples(device, dtype, set_seed=not again)
+        for i, sample in enumerate(samples if long_run else thin(samples, MOST)):
             what = f"sample {i} {sample.summary()}"
             if is_random(sample):
                 check_dropout(entry, sample, what)
@@ -79,11 +83,11 @@ def test_compare_native(entry, device, dtype):
 
 
 @over()
-def test_noncontiguous_samples(entry, device, dtype):
+def test_noncontiguous_samples(entry, device, dtype, long_run):
     errors = Errors()
     for again in errors.rounds():
         samples = entry.samples(device, dtype, reference=False, set_seed=not again)
-        for i, sample in enumerate(samples):
+        for i, sample in enumerate(samples if long_run else thin(samples, MOST)):
             if not is_random(sample):
                 args, kwargs = arguments(sample.noncontiguous())
                 compare_entry(entry, args, kwargs, f"sample {i}", errors)
@@ -109,9 +113,10 @@ def is_large(entry, inputs):
 
 
 @over(lambda entry, dtype: dtype == torch.float64)
-def test_fn_grad(entry, device, dtype):
+def test_fn_grad(entry, device, dtype, long_run):
     """gradcheck with forward-mode AD where the entry has it, repeatable to the bit."""
-    for sample in entry.samples(device, dtype, reference=False):
+    samples = entry.samples(device, dtype, reference=False)
+    for sample in samples if long_run else thin(samples, MOST):
         function, inputs = flatten_differentiable(entry.ours.op, sample)
         assert torch.autograd.gradcheck(
             function,
@@ -126,8 +131,9 @@ def test_fn_grad(entry, device, dtype):
 
 
 @over(lambda entry, dtype: dtype == torch.float64)
-def test_fn_gradgrad(entry, device, dtype):
-    for sample in entry.samples(device, dtype, reference=False):
+def test_fn_gradgrad(entry, device, dtype, long_run):
+    samples = entry.samples(device, dtype, reference=False)
+    for sample in samples if long_run else thin(samples, MOST):
         function, inputs = flatten_differentiable(entry.ours.op, sample)
         assert torch.autograd.gradgradcheck(
             function,

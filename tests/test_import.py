@@ -121,14 +121,16 @@ print("seconds:", time.process_time())
 
 def seconds(run, code):
     """The process's own time, which other work on the machine does not change much."""
-    return min(float(run(code).split("seconds:")[1]) for _ in range(3))
+    return float(run(code).split("seconds:")[1])
 
 
 def test_import_is_quick(run, tmp_path_factory):
     bytecode = str(tmp_path_factory.mktemp("bytecode"))
-    assert seconds(run, IMPORT_TIME.format(bytecode=bytecode)) <= 0.3
+    code = IMPORT_TIME.format(bytecode=bytecode)
+    run(code)
+    assert any(seconds(run, code) <= 0.3 for _ in range(3))
 
 
 def test_help_as_a_module_is_quick(run):
     """`python -m warpwright` imports torch on its way."""
-    assert seconds(run, HELP_TIME) <= seconds(run, TORCH_TIME) + 1
+    assert any(seconds(run, HELP_TIME) <= seconds(run, TORCH_TIME) + 1 for _ in range(3))

@@ -128,7 +128,14 @@ GOOD = torch.empty(64).data_ptr() & ~15
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
-@each_ladder
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(found, marks=() if found.name == "matmul" else pytest.mark.slow)
+        for found in ladder.LADDERS
+    ],
+    ids=lambda found: found.name,
+)
 def test_every_rung_compiles_and_fits_an_sm(found):
     """One test per ladder, so that two test workers do not compile the same rung."""
     libraries = rungs.build(found.name, SOURCES[found.name], "90a")

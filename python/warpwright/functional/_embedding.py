@@ -41,7 +41,7 @@ def embedding(
         scale_grad_by_freq: divides the gradient of a row by the number of its positions.
         sparse: the gradient is a sparse tensor. Native computes such a call.
     Returns:
-        (*input.shape, columns), contiguous.
+        ``(*input.shape, columns)``, contiguous.
     Raises:
         AssertionError: ``padding_idx`` is no row.
         IndexError: on the CPU, an index out of range.
