@@ -11,16 +11,16 @@
 #include "torch/dispatch.h"
 
 namespace warpwright {
-namespace {
-
 namespace call {
 
-Tensor cumsum(const Tensor& input, int64_t dim, bool reverse) {
+inline Tensor cumsum(const Tensor& input, int64_t dim, bool reverse) {
   static const auto op = find_op<Tensor(const Tensor&, int64_t, bool)>("warpwright::cumsum");
   return op.call(input, dim, reverse);
 }
 
 }  // namespace call
+
+namespace {
 
 // ---- output shape and checks ----
 
