@@ -77,7 +77,8 @@ struct SequenceListPlan {
   int64_t all_tiles() const { return max_tiles * section; }
 };
 
-// The fewest sections of whole groups whose other operand fits half of L2.
+// The fewest sections of whole groups of heads, such that a section's other operand (K and V, or Q
+// and dO) fits half of L2.
 inline SequenceListPlan plan_sequence_list(int64_t rows, int64_t count, int tile_rows,
                                            int64_t kv_heads, int64_t heads, int64_t head_bytes,
                                            int64_t l2_bytes) {
