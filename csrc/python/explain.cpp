@@ -13,7 +13,6 @@
 
 #include "host/named_devices.h"
 #include "ops/attention/attention.h"
-#include "ops/attention/mask_tiles.h"
 #include "ops/attention_with_kv_cache/attention_with_kv_cache.h"
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
@@ -425,17 +424,14 @@ Lines explain_scaled_dot_product_attention(const std::string& dtype, const Tenso
   if (!mask_dtype.empty()) set_attention_mask(p, mask_dtype, mask);
   p.dropout_p = dropout ? 0.5 : 0;
   const bool available = sm90 && device.sm_arch == 90;
-  const AttentionConfig forward = choose_attention_config(p, device, available);
+  const AttentionPlan forward = choose_attention(p, device, available);
+  const AttentionBackwardPlan gradients = choose_attention_backward(backward, device, available);
   Lines lines;
-  if (!mask_dtype.empty() && forward.path == AttentionPath::kSm90)
-    lines.push_back({"mask", describe(attention_mask_tiles(p, /*backward=*/false))});
+  if (forward.workspace.mask.bytes > 0) lines.push_back({"mask", describe(forward.mask)});
   lines.push_back({"forward", describe(forward)});
-  const AttentionBackwardConfig chosen =
-      choose_attention_backward_config(backward, device, available);
-  lines.push_back({"backward", describe(chosen)});
-  if (chosen.gangs.width > 0)
-    lines.push_back(
-        {"backward workspace", describe(attention_fused_workspace(p, chosen.head_tile))});
+  lines.push_back({"backward", describe(gradients)});
+  if (gradients.gangs.width > 0)
+    lines.push_back({"backward workspace", describe(gradients.workspace)});
   return lines;
 }
 

@@ -41,13 +41,9 @@ Lines explain_attention_varlen(const std::string& dtype, const TensorLayout& que
   const bool available = sm90 && device.sm_arch == 90;
   const VarlenPlan forward = choose_varlen(p, packed, nullptr, device, available);
   const VarlenPlan backward = choose_varlen(p, packed, &b, device, available);
-  auto bytes = [&](const VarlenPlan& plan, bool is_backward) {
-    return std::to_string(varlen_workspace(p, packed, plan, is_backward).bytes) +
-           " bytes of workspace";
-  };
   return {{"tiles", "one kernel lists them from cu_seqlens, sequences with the most work first"},
-          {"forward", describe(forward) + ", " + bytes(forward, false)},
-          {"backward", describe(backward) + ", " + bytes(backward, true)}};
+          {"forward", describe(forward)},
+          {"backward", describe(backward)}};
 }
 
 }  // namespace
