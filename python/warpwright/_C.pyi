@@ -160,6 +160,7 @@ def explain_attention_with_kv_cache(
     query: Operand,
     k_cache: Operand,
     v_cache: Operand,
+    added: list[Operand],
     max_pages: int,
     device: DeviceInfo,
 ) -> list[tuple[str, str]]: ...

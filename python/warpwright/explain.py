@@ -484,15 +484,15 @@ def _attention_varlen(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 def _attention_with_kv_cache(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     query, table, k = a["query"], a["block_table"], a["k"]
-    lines = _C.explain_attention_with_kv_cache(
+    return _C.explain_attention_with_kv_cache(
         _dtype(query),
         _operand(query),
         _operand(a["k_cache"]),
         _operand(a["v_cache"]),
+        [] if k is None else [_operand(k), _operand(a["v"])],
         1 if table is None else table.shape[1],
         gpu,
     )
-    return lines if k is None else [("append", "k and v, one launch"), *lines]
 
 
 EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {
