@@ -153,7 +153,13 @@ def explain_quantize_rows(
     dtype: str, codes: str, input: Operand, per_tensor: bool, device: DeviceInfo
 ) -> list[tuple[str, str]]: ...
 def explain_product_8bit(
-    codes: str, input: Operand, weight: Operand, exact: bool, device: DeviceInfo, sm90: bool
+    codes: str,
+    result: str,
+    input: Operand,
+    weight: Operand,
+    exact: bool,
+    device: DeviceInfo,
+    sm90: bool,
 ) -> list[tuple[str, str]]: ...
 def explain_attention_with_kv_cache(
     dtype: str,
