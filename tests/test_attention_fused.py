@@ -44,6 +44,7 @@ def test_explain():
     # fp32 sums of dq, and an int per 64 queries.
     sums, turns = 4 * 16 * 4096 * 128 * 4, 4 * 16 * 4096 // 64 * 4
     assert f"{sums} bytes for sums of dq, {turns} for turns" in lines["backward workspace"]
+    assert f"{sums + turns + 2 * 4 * 16 * 4096 * 4} bytes of workspace" in lines["backward"]
     assert "gangs" in backward_of(long, empty(4, 4, 4096, 128), enable_gqa=True)["backward"]
     assert "gangs" in backward_of(long, long, is_causal=True)["backward"]
     # Short or few heads, wide heads, masks and dropout have a kernel for dq.

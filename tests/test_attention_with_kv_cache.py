@@ -416,16 +416,21 @@ def test_forward_ad_raises(device):
         torch.func.jvp(lambda q: F.attention_with_kv_cache(q, **call), (query,), (query,))
 
 
-def explained(dtype=torch.bfloat16, batch=32, tokens=1, page=16, pages=512, size=128):
+def explained(
+    dtype=torch.bfloat16, batch=32, tokens=1, page=16, pages=512, size=128, appends=False
+):
     def empty(*shape, kind=dtype):
         return torch.empty(shape, dtype=kind, device="meta")
 
     cache = empty(batch * pages, page, 8, size)
+    new = empty(batch, tokens, 8, size) if appends else None
     return warpwright.explain(
         "attention_with_kv_cache",
         empty(batch, tokens, 64, size),
         cache,
         cache,
+        new,
+        new,
         cache_seqlens=empty(batch, kind=torch.int32),
         block_table=empty(batch, pages, kind=torch.int32),
         device="h200",
@@ -443,6 +448,9 @@ def test_explain():
     assert "one CTA per sequence" in explained()  # 256 CTAs, and 264 run at once
     assert "at most 33 CTAs" in explained(batch=1, pages=8192, page=64)
     assert "merge" in explained(batch=1)
+    assert "append" not in explained()
+    assert "one launch, 16 bytes per access: every head" in explained(appends=True)
+    assert "one launch, 2 bytes per access: not every head" in explained(appends=True, size=36)
 
 
 # ---- on a GPU ----

@@ -498,6 +498,22 @@ def test_attention_on_sm90():
     assert "each warpgroup holds one of them" in backward
     for y in (x[..., :20], torch.empty(2, 4, 100, 68, dtype=torch.bfloat16)[..., :64]):
         assert all("TMA needs rows" in line for line in lines(y))
+        assert all("loads of one element, stores of two" in line for line in lines(y))
+    long = torch.empty(1, 2, 2048, 64, dtype=torch.bfloat16)
+    for kwargs, kernels, rows in (
+        ({}, "plain", 192),
+        ({"window_size": (600, 0)}, "window", 192),
+        ({"window_size": (500, 0)}, "window", 128),
+        ({"dropout_p": 0.1}, "dropout", 128),
+        ({"attn_mask": torch.ones(2048, 2048, dtype=torch.bool)}, "plain", 192),
+        ({"attn_mask": torch.ones(2048, 2048)}, "plain", 128),
+    ):
+        forward, backward = lines(long, **kwargs)
+        assert f"{kernels} kernels" in forward
+        assert f"tiles of {rows} queries" in forward
+        assert f"{kernels} kernels" in backward
+    # The backward's statistics of the rows: two floats each.
+    assert f"{2 * 2 * 2048 * 4} bytes of workspace" in lines(long)[1]
     broadcast = torch.empty(2, 1, 100, 64, dtype=torch.bfloat16).expand(2, 4, 100, 64)
     assert all("TMA needs rows" in line for line in lines(x, broadcast))
     assert all("no keys" in line for line in lines(x, x[:, :, :0]))

@@ -292,9 +292,6 @@ WITHOUT_PLAN = {
     "launch_fft_scatter",
     "launch_fft_product",
     "launch_fft_repair",
-    "launch_sgd_step",
-    "launch_adam_step",
-    "launch_grad_norm",
     "launch_philox_state",
 }
 

@@ -435,6 +435,12 @@ def test_explain(codes):
     assert "128 k" in text if codes == E4M3 else "int32 sums" in text
     assert "grad_input" in text
     assert "wgmma of 8-bit codes" in text
+    assert "stores by TMA" in text
+    assert "stores of two elements" in warpwright.explain(
+        name, x.float(), weight, scale, device="h200"
+    )
+    odd = torch.empty(14335, 4096, dtype=codes, device="meta")
+    assert "stores of one element" in warpwright.explain(name, x, odd, scale[1:], device="h200")
     found = torch.empty(8192, 4096, dtype=codes, device="meta")
     text = warpwright.explain(name, found, weight, scale, device="h200")
     assert "grad_input" not in text

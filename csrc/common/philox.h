@@ -1,6 +1,6 @@
 // Philox4x32-7 counter-based random numbers (Salmon et al., SC 2011: 7 rounds pass BigCrush), the
-// same on host and device, and the dropout decision of one attention probability: a pure function
-// of its position, so that the backward pass replays the forward's without storing a mask.
+// same on host and device. The dropout decision of an attention probability is a pure function of
+// its position, so the backward computes it again and no mask is stored.
 #pragma once
 
 #include <algorithm>

@@ -12,9 +12,6 @@
 #include <vector>
 
 #include "host/named_devices.h"
-#include "ops/attention/attention.h"
-#include "ops/attention/mask_tiles.h"
-#include "ops/attention_with_kv_cache/attention_with_kv_cache.h"
 #include "ops/batch_norm/batch_norm.h"
 #include "ops/conv2d/cpu_path.h"
 #include "ops/conv2d/plan.h"
@@ -87,34 +84,6 @@ Lines explain_gated_activation(const std::string& dtype, const TensorLayout& gat
   backward.grad_up = {half(kFresh, 1), pitch};
   return {{"forward", describe(choose_gated_activation(forward))},
           {"grad_gate, grad_up", describe(choose_gated_activation_backward(backward))}};
-}
-
-// ---- attention_with_kv_cache ----
-
-Lines explain_attention_with_kv_cache(const std::string& dtype, const TensorLayout& query,
-                                      const TensorLayout& k_cache, const TensorLayout& v_cache,
-                                      int64_t max_pages, const DeviceInfo& device) {
-  auto cache = [](const TensorLayout& x) {
-    auto* data = reinterpret_cast<void*>(x.address);
-    return KvCacheOperand{data, x.strides.at(0), x.strides.at(1), x.strides.at(2)};
-  };
-  KvAttentionParams p{};
-  p.dtype = dtype_from(dtype);
-  p.B = query.sizes.at(0);
-  p.L_q = query.sizes.at(1);
-  p.H = query.sizes.at(2);
-  p.D = query.sizes.at(3);
-  p.H_kv = std::max(k_cache.sizes.at(2), int64_t{1});
-  p.query = {reinterpret_cast<const void*>(query.address), query.strides.at(0), query.strides.at(1),
-             query.strides.at(2)};
-  p.k_cache = cache(k_cache);
-  p.v_cache = cache(v_cache);
-  p.layout.page_size = k_cache.sizes.at(1);
-  p.layout.max_pages = max_pages;
-  const KvAttentionPlan plan = choose_kv_attention(p, device);
-  Lines lines{{"forward", describe(plan)}};
-  if (plan.splits > 1) lines.push_back({"merge", "the splits of each query row, in order"});
-  return lines;
 }
 
 // ---- rotary_embedding ----
@@ -363,82 +332,6 @@ Lines explain_cross_entropy(const std::string& dtype, const TensorLayout& input,
   return lines;
 }
 
-// ---- scaled_dot_product_attention ----
-
-// The operand folded to (B, H, S, D), as the op does it. Ranks other than 4 are taken as
-// contiguous.
-AttentionOperand attention_operand(const TensorLayout& x) {
-  const size_t dims = x.sizes.size();
-  const int64_t cols = x.sizes[dims - 1], rows = x.sizes[dims - 2];
-  const bool as_it_lies = dims == 4 && x.strides[3] == 1;
-  AttentionOperand operand{reinterpret_cast<void*>(x.address), rows * cols, rows * cols, cols};
-  if (as_it_lies) operand = {operand.data, x.strides[0], x.strides[1], x.strides[2]};
-  return operand;
-}
-
-// Strides over (B, H, S_q, S_k), 0 where the mask broadcasts.
-void set_attention_mask(AttentionParams& p, const std::string& dtype, const TensorLayout& mask) {
-  p.mask_type = dtype == "bool"                ? MaskType::kBool
-                : dtype_from(dtype) == p.dtype ? MaskType::kElement
-                                               : MaskType::kFloat32;
-  p.mask = reinterpret_cast<const void*>(mask.address);
-  const size_t dims = std::min<size_t>(mask.sizes.size(), 4), skipped = mask.sizes.size() - dims;
-  for (size_t i = 0; i < dims; ++i) {
-    const size_t to = 4 - dims + i;
-    p.mask_full[to] = mask.sizes[skipped + i] != 1;
-    p.mask_stride[to] = p.mask_full[to] ? mask.strides[skipped + i] : 0;
-  }
-}
-
-Lines explain_scaled_dot_product_attention(const std::string& dtype, const TensorLayout& query,
-                                           const TensorLayout& key, const TensorLayout& value,
-                                           double scale, const std::string& mask_dtype,
-                                           const TensorLayout& mask, bool dropout, bool is_causal,
-                                           std::pair<int64_t, int64_t> window, double softcap,
-                                           const DeviceInfo& device, bool sm90) {
-  auto extent = [](const TensorLayout& x, size_t from_end) {
-    return x.sizes.size() >= from_end ? x.sizes[x.sizes.size() - from_end] : 1;
-  };
-  AttentionBackwardParams backward{};
-  AttentionParams& p = backward.fwd;
-  p.dtype = dtype_from(dtype);
-  p.H = extent(query, 3), p.H_kv = extent(key, 3);
-  p.S_q = extent(query, 2), p.S_k = extent(key, 2);
-  p.D = extent(query, 1), p.D_v = extent(value, 1);
-  p.B = numel(query) / std::max<int64_t>(1, p.H * p.S_q * p.D);
-  p.q = attention_operand(query), p.k = attention_operand(key), p.v = attention_operand(value);
-  // Results that the op allocates are dense. All gradients are wanted: their addresses are not
-  // null.
-  auto dense = [](uintptr_t address, int64_t H, int64_t S, int64_t D) -> AttentionOperand {
-    return {reinterpret_cast<void*>(address), H * S * D, S * D, D};
-  };
-  constexpr uintptr_t kAligned = 256;
-  p.out = backward.dout = dense(0, p.H, p.S_q, p.D_v);
-  backward.dq = dense(kAligned, p.H, p.S_q, p.D);
-  backward.dk = dense(kAligned, p.H_kv, p.S_k, p.D);
-  backward.dv = dense(kAligned, p.H_kv, p.S_k, p.D_v);
-  p.is_causal = is_causal;
-  auto limit = [](int64_t side) { return side < 0 ? kUnlimited : side; };
-  set_window(p, limit(window.first), limit(window.second));
-  p.softcap = softcap;
-  p.scale = scale;
-  if (!mask_dtype.empty()) set_attention_mask(p, mask_dtype, mask);
-  p.dropout_p = dropout ? 0.5 : 0;
-  const bool available = sm90 && device.sm_arch == 90;
-  const AttentionConfig forward = choose_attention_config(p, device, available);
-  Lines lines;
-  if (!mask_dtype.empty() && forward.path == AttentionPath::kSm90)
-    lines.push_back({"mask", describe(attention_mask_tiles(p, /*backward=*/false))});
-  lines.push_back({"forward", describe(forward)});
-  const AttentionBackwardConfig chosen =
-      choose_attention_backward_config(backward, device, available);
-  lines.push_back({"backward", describe(chosen)});
-  if (chosen.gangs.width > 0)
-    lines.push_back(
-        {"backward workspace", describe(attention_fused_workspace(p, chosen.head_tile))});
-  return lines;
-}
-
 }  // namespace
 
 void define_explain(py::module_& m) {
@@ -467,19 +360,17 @@ void define_explain(py::module_& m) {
   m.def("explain_conv2d_moments", &explain_conv2d_moments);
   m.def("explain_cross_entropy", &explain_cross_entropy);
   m.def("explain_softmax", &explain_softmax);
-  m.def("explain_attention_with_kv_cache", &explain_attention_with_kv_cache);
   m.def("explain_gated_activation", &explain_gated_activation);
   m.def("explain_rotary_embedding", &explain_rotary_embedding);
+  define_explain_attention(m);
   define_explain_elementwise(m);
   define_explain_embedding(m);
   define_explain_linear(m);
   define_explain_linear_8bit(m);
   define_explain_reduction(m);
   define_explain_squeeze_excitation(m);
-  define_explain_varlen(m);
   define_explain_fft_conv(m);
   m.def("explain_max_pool2d", &explain_max_pool2d);
-  m.def("explain_scaled_dot_product_attention", &explain_scaled_dot_product_attention);
 }
 
 }  // namespace warpwright

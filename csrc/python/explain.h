@@ -38,15 +38,15 @@ inline int64_t numel(const TensorLayout& x) {
 
 // Adds explain_<op>() to the module. Each returns one line per kernel of a call and its backward.
 void define_explain(pybind11::module_& m);
-// Its parts: elementwise ops, embedding, the matrix product's ops, reductions and scans,
-// squeeze-and-excitation, packed sequences, FFT convolution.
+// Its parts: attention, elementwise ops, embedding, the matrix product's ops, reductions and scans,
+// squeeze-and-excitation, FFT convolution.
+void define_explain_attention(pybind11::module_& m);
 void define_explain_elementwise(pybind11::module_& m);
 void define_explain_embedding(pybind11::module_& m);
 void define_explain_linear(pybind11::module_& m);
 void define_explain_linear_8bit(pybind11::module_& m);
 void define_explain_reduction(pybind11::module_& m);
 void define_explain_squeeze_excitation(pybind11::module_& m);
-void define_explain_varlen(pybind11::module_& m);
 void define_explain_fft_conv(pybind11::module_& m);
 
 }  // namespace warpwright

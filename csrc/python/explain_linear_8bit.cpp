@@ -34,10 +34,12 @@ Lines explain_quantize_rows(const std::string& dtype, const std::string& codes,
   return {{"codes", describe(choose_quantize_rows(p, device))}};
 }
 
-Lines explain_product_8bit(const std::string& codes, const TensorLayout& input,
-                           const TensorLayout& weight, bool exact, const DeviceInfo& device,
-                           bool sm90) {
+// As if the result began where allocations begin.
+Lines explain_product_8bit(const std::string& codes, const std::string& result,
+                           const TensorLayout& input, const TensorLayout& weight, bool exact,
+                           const DeviceInfo& device, bool sm90) {
   Product8BitParams p{};
+  p.type = dtype_from(result);
   p.m = rows_of(input);
   p.n = weight.sizes.at(0);
   p.k = weight.sizes.at(1);

@@ -153,13 +153,20 @@ def explain_quantize_rows(
     dtype: str, codes: str, input: Operand, per_tensor: bool, device: DeviceInfo
 ) -> list[tuple[str, str]]: ...
 def explain_product_8bit(
-    codes: str, input: Operand, weight: Operand, exact: bool, device: DeviceInfo, sm90: bool
+    codes: str,
+    result: str,
+    input: Operand,
+    weight: Operand,
+    exact: bool,
+    device: DeviceInfo,
+    sm90: bool,
 ) -> list[tuple[str, str]]: ...
 def explain_attention_with_kv_cache(
     dtype: str,
     query: Operand,
     k_cache: Operand,
     v_cache: Operand,
+    added: list[Operand],
     max_pages: int,
     device: DeviceInfo,
 ) -> list[tuple[str, str]]: ...

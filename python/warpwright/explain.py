@@ -182,16 +182,16 @@ def _quantize_rows(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 
 def _linear_8bit(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    x, weight = a["input"], a["weight"]
-    exact = a.get("accumulate") != "fast"
+    x, weight, exact = a["input"], a["weight"], a.get("accumulate") != "fast"
+    result = (a["out_dtype"] or torch.bfloat16) if x.itemsize == 1 else x.dtype
+    name = str(result).removeprefix("torch.")
     lines = _C.explain_product_8bit(
-        _dtype(weight), _operand(x), _operand(weight), exact, gpu, _may_take_sm90()
+        _dtype(weight), name, _operand(x), _operand(weight), exact, gpu, _may_take_sm90()
     )
     if x.dtype == weight.dtype or x.itemsize == 1:
         return lines
-    quantized = _quantize_rows({**a, "dtype": weight.dtype}, gpu)
     backward = ("grad_input", "linear's product of (grad_output * weight_scale) and the codes")
-    return [*quantized, *lines, backward]
+    return [*_quantize_rows({**a, "dtype": weight.dtype}, gpu), *lines, backward]
 
 
 def _gated_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
@@ -484,15 +484,15 @@ def _attention_varlen(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 def _attention_with_kv_cache(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     query, table, k = a["query"], a["block_table"], a["k"]
-    lines = _C.explain_attention_with_kv_cache(
+    return _C.explain_attention_with_kv_cache(
         _dtype(query),
         _operand(query),
         _operand(a["k_cache"]),
         _operand(a["v_cache"]),
+        [] if k is None else [_operand(k), _operand(a["v"])],
         1 if table is None else table.shape[1],
         gpu,
     )
-    return lines if k is None else [("append", "k and v, one launch"), *lines]
 
 
 EXPLAINERS: dict[str, Callable[[Arguments, _C.DeviceInfo], Lines]] = {

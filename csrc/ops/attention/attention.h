@@ -9,13 +9,15 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
-#include <type_traits>
 
 #include "common/ceil_div.h"
 #include "common/dtype.h"
 #include "common/philox_source.h"
 #include "ops/attention/gang_schedule.h"
+#include "ops/attention/mask_tiles.h"
+#include "ops/attention/params.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -23,129 +25,68 @@
 
 namespace warpwright {
 
-// A (B, H, S, D) operand: element (b, h, s, d) is at b * stride_b + h * stride_h + s * stride_s +
-// d.
-struct AttentionOperand {
-  void* data = nullptr;
-  int64_t stride_b = 0, stride_h = 0, stride_s = 0;
-};
-
-// The type of the rows' log-sum-exp. In the backward all probabilities of a row share its rounding
-// error. A float32 value would cost float32 data a digit; it costs 16-bit data nothing.
-template <class T>
-using AttentionLse = std::conditional_t<sizeof(T) == 2, float, double>;
-
-enum class MaskType : int8_t {
-  kNone,
-  kBool,     // false = -inf
-  kFloat32,  // added to S
-  kElement,  // added to S; the type of query
-};
-
-// A side of the window that has no limit; past every position.
-constexpr int64_t kUnlimited = int64_t{1} << 60;
-
-struct AttentionParams {
-  DType dtype;
-  int64_t B, H, H_kv;  // H is a multiple of H_kv; head h uses head h / (H / H_kv) of k and v
-  int64_t S_q, S_k, D, D_v;
-  double scale;
-  bool is_causal;  // key j is visible to query i if j <= i (aligned at the top left)
-  // Query i sees keys i - window_left to i + window_right. Both may be negative.
-  int64_t window_left = kUnlimited, window_right = kUnlimited;
-  double softcap = 0;  // 0: none
-
-  AttentionOperand q;  // (B, H, S_q, D)
-  AttentionOperand k;  // (B, H_kv, S_k, D)
-  AttentionOperand v;  // (B, H_kv, S_k, D_v)
-
-  MaskType mask_type = MaskType::kNone;
-  const void* mask = nullptr;
-  int64_t mask_stride[4] = {0, 0, 0, 0};  // over (B, H, S_q, S_k); 0 if the mask broadcasts
-  bool mask_full[4] = {};                 // which of the four extents the mask has (only for dmask)
-
-  double dropout_p = 0;
-  const int64_t* philox_state = nullptr;  // (2): seed, offset; null without dropout
-
-  AttentionOperand out;  // (B, H, S_q, D_v)
-  void* lse = nullptr;   // (B, H, S_q), natural log, AttentionLse; -inf for a masked-out row
-};
-
-// How far past its own position a query sees.
-constexpr int64_t last_seen(const AttentionParams& p) {
-  return p.is_causal && p.window_right > 0 ? 0 : p.window_right;
-}
-// std::clamp takes references, which nvcc keeps in local memory.
-constexpr int64_t between(int64_t x, int64_t least, int64_t most) {
-  return x < least ? least : x > most ? most : x;
-}
-
-struct PositionRange {
-  int64_t begin, end;
-};
-// The keys that queries [row, row_end) see.
-constexpr PositionRange visible_keys(const AttentionParams& p, int64_t row, int64_t row_end) {
-  const int64_t end = between(row_end + last_seen(p), 0, p.S_k);
-  return {between(row - p.window_left, 0, end), end};
-}
-// The queries that see keys [col, col_end).
-constexpr PositionRange visible_queries(const AttentionParams& p, int64_t col, int64_t col_end) {
-  const int64_t end = between(col_end + p.window_left, 0, p.S_q);
-  return {between(col - last_seen(p), 0, end), end};
-}
-// Whether the call has a window beyond the causal rule, or a softcap.
-constexpr bool is_windowed(const AttentionParams& p) {
-  return p.window_left != kUnlimited || p.window_right != kUnlimited || p.softcap > 0;
-}
-
-// Sets the window, after the extents and is_causal. A limit that hides nothing is no limit, and a
-// window that ends at the query itself is the causal rule: these have faster kernels.
-inline void set_window(AttentionParams& p, int64_t left, int64_t right) {
-  p.window_left = left >= p.S_q - 1 ? kUnlimited : between(left, -kUnlimited, kUnlimited);
-  p.window_right = right >= p.S_k - 1 || (p.is_causal && right > 0)
-                       ? kUnlimited
-                       : between(right, -kUnlimited, kUnlimited);
-  if (p.window_right != 0) return;
-  p.is_causal = true;
-  p.window_right = kUnlimited;
-}
-
-struct AttentionBackwardParams {
-  AttentionParams fwd;
-  AttentionOperand dout;  // (B, H, S_q, D_v)
-  // On CUDA, of attention_row_stats_bytes(): 2 or 3 statistics of each row, accumulator type.
-  void* row_stats = nullptr;
-  AttentionOperand dq;                     // (B, H, S_q, D), null if not wanted
-  AttentionOperand dk;                     // (B, H_kv, S_k, D), null if not wanted
-  AttentionOperand dv;                     // (B, H_kv, S_k, D_v), null if not wanted
-  void* dmask = nullptr;                   // accumulator type, null if not wanted
-  int64_t dmask_stride[4] = {0, 0, 0, 0};  // 0 if the mask broadcasts: the gradient is summed there
-};
-
-// Rows [row_begin, row_begin + rows) of the dropout factors: 0 or 1 / (1 - dropout_p).
-struct AttentionDropoutParams {
-  DType dtype;
-  int64_t B, H, rows, row_begin, S_k;
-  double dropout_p;
-  const int64_t* philox_state;  // (2): seed, offset
-  void* factors;                // (B, H, rows, S_k)
-};
-
 enum class AttentionPath {
   kFma,   // any type and head dimension
   kMma,   // mma.sync, sm_80 and later
   kSm90,  // wgmma and TMA
 };
 
-struct AttentionConfig {
+// Kernels of kSm90 with the same features.
+enum class AttentionForm : int8_t {
+  kPlain,    // and with a dense mask
+  kDropout,  // and with a dense mask
+  kWindow,   // a window, a softcap or both
+};
+
+// Which kernels run. Packed sequences (varlen.h) choose in the same way.
+struct AttentionKernels {
   AttentionPath path;
   int head_tile;    // 64, 128 or 256: D and D_v are padded to it (not kFma)
   bool has_extras;  // the instance with mask, window, dropout or, on kMma, unusual scale
   const char* reason;
+  AttentionForm form = AttentionForm::kPlain;  // kSm90
 };
 
-// The backward's configuration. On sm_90a with a plan of gangs, one kernel computes all gradients.
-struct AttentionBackwardConfig : AttentionConfig {
+// Number of ints on sm_90a that count the tiles CTAs have taken: one for the forward, or one for dq
+// and one for dk and dv. Tiles take different times under the causal rule, with a mask and at the
+// ends of a window.
+constexpr int kAttentionTileCounters = 2;
+inline bool needs_tile_counters(const AttentionParams& p) {
+  return p.is_causal || p.mask_type != MaskType::kNone || is_windowed(p);
+}
+
+// Where the parts of a call's workspace are, in bytes. A part that the kernels do not need has 0.
+struct AttentionWorkspaceLayout {
+  struct Part {
+    int64_t begin = 0, bytes = 0;
+  };
+  Part tile_counters;  // kSm90, if needs_tile_counters(): ints
+  Part mask;           // kSm90 with a mask: AttentionMaskTiles
+  Part row_stats;      // of the backward: attention_row_stats_bytes()
+  Part dq_sums;        // of the fused backward: fp32, whole blocks of queries
+  Part turns;          // of the fused backward: an int per 64 queries
+  int64_t bytes = 0;
+
+  constexpr Part add(int64_t part_bytes) {
+    constexpr int64_t kAlignment = 256;
+    const Part part{bytes, part_bytes};
+    bytes += ceil_div(part_bytes, kAlignment) * kAlignment;
+    return part;
+  }
+};
+
+struct AttentionPlan : AttentionKernels {
+  bool vectorized = false;       // kMma: 16-byte loads, else elements
+  bool pair_stores = false;      // kMma: stores of two elements
+  int query_rows = 0;            // kSm90, in the forward: queries per tile
+  AttentionMaskTiles mask = {};  // kSm90 with a mask
+  AttentionWorkspaceLayout workspace = {};
+
+  constexpr int64_t workspace_bytes() const { return workspace.bytes; }
+};
+
+// On sm_90a with a schedule of gangs, one kernel computes all gradients.
+struct AttentionBackwardPlan : AttentionPlan {
   GangSchedule gangs = {};  // width 0: dq has a kernel of its own
 };
 
@@ -161,9 +102,10 @@ inline bool fits_tensor_map(const AttentionOperand& x, int64_t B, int64_t H, int
 }
 
 // Does not check the operands of the backward, whose gradients are dense.
-inline AttentionConfig choose_attention_config(const AttentionParams& p, const DeviceInfo& device,
-                                               bool sm90) {
+inline AttentionKernels choose_attention_kernels(const AttentionParams& p, const DeviceInfo& device,
+                                                 bool sm90) {
   using enum AttentionPath;
+  using enum AttentionForm;
   const int64_t widest = p.D > p.D_v ? p.D : p.D_v;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16)
     return {kFma, 0, true, "FMA: fp32 and fp64 keep their precision"};
@@ -211,9 +153,12 @@ inline AttentionConfig choose_attention_config(const AttentionParams& p, const D
   if (masked)
     return {kSm90, head_tile, true,
             dropout ? "wgmma: blocks that the mask hides are skipped; dropout"
-                    : "wgmma: blocks that the mask hides are skipped"};
-  if (windowed) return {kSm90, head_tile, true, "wgmma: blocks outside the window are skipped"};
-  return {kSm90, head_tile, dropout, dropout ? "wgmma: dropout" : "wgmma: plain or causal"};
+                    : "wgmma: blocks that the mask hides are skipped",
+            dropout ? kDropout : kPlain};
+  if (windowed)
+    return {kSm90, head_tile, true, "wgmma: blocks outside the window are skipped", kWindow};
+  if (dropout) return {kSm90, head_tile, true, "wgmma: dropout", kDropout};
+  return {kSm90, head_tile, false, "wgmma: plain or causal", kPlain};
 }
 
 // The fused backward's blocks: as many rows as two consumer warpgroups have. Wide heads take half
@@ -237,15 +182,11 @@ inline bool fused_backward_pays(const GangSchedule& gangs, const GangLimits& lim
   return double(gangs.head_steps()) * gangs.heads > 0.87 * planned;
 }
 
-// The configuration of the backward. The forward may have taken another path.
-inline AttentionBackwardConfig choose_attention_backward_config(const AttentionBackwardParams& p,
-                                                                const DeviceInfo& device,
-                                                                bool sm90) {
-  AttentionBackwardConfig config{choose_attention_config(p.fwd, device, sm90)};
-  if (config.path != AttentionPath::kSm90) return config;
-  auto portable = [&](const char* reason) -> AttentionBackwardConfig {
-    return {{AttentionPath::kMma, config.head_tile, config.has_extras, reason}};
-  };
+// The kernels of the backward. The forward may have taken another path.
+inline AttentionKernels choose_attention_backward_kernels(const AttentionBackwardParams& p,
+                                                          const DeviceInfo& device, bool sm90) {
+  AttentionKernels kernels = choose_attention_kernels(p.fwd, device, sm90);
+  if (kernels.path != AttentionPath::kSm90) return kernels;
   const AttentionParams& f = p.fwd;
   auto gradient_fits = [&](const AttentionOperand& x, int64_t H, int64_t S) {
     return x.data == nullptr || fits_tensor_map(x, f.B, H, S);
@@ -253,22 +194,14 @@ inline AttentionBackwardConfig choose_attention_backward_config(const AttentionB
   const bool aligned = fits_tensor_map(p.dout, f.B, f.H, f.S_q) &&
                        gradient_fits(p.dq, f.H, f.S_q) && gradient_fits(p.dk, f.H_kv, f.S_k) &&
                        gradient_fits(p.dv, f.H_kv, f.S_k);
-  if (!aligned) return portable("mma.sync: TMA needs rows at multiples of 16 bytes");
+  if (!aligned)
+    return {AttentionPath::kMma, kernels.head_tile, kernels.has_extras,
+            "mma.sync: TMA needs rows at multiples of 16 bytes"};
   // One CTA cannot hold all three gradients of wide heads.
-  if (config.head_tile > 128) {
-    config.reason = "wgmma: a kernel for dq; in that of dk and dv each warpgroup holds one of them";
-    return config;
-  }
-  // Alone, each of the kernels for some gradients multiplies less.
-  const bool all_kinds = p.dq.data != nullptr && (p.dk.data != nullptr || p.dv.data != nullptr);
-  if (config.has_extras || !all_kinds) return config;
-  const GangLimits limits = attention_gang_limits(config.head_tile, device);
-  const GangSchedule gangs =
-      make_gang_schedule(f.B * f.H_kv, f.H / f.H_kv, f.S_q, f.S_k, f.is_causal, limits);
-  if (!fused_backward_pays(gangs, limits)) return config;
-  config.gangs = gangs;
-  config.reason = "wgmma: all gradients in one kernel";
-  return config;
+  if (kernels.head_tile > 128)
+    kernels.reason =
+        "wgmma: a kernel for dq; in that of dk and dv each warpgroup holds one of them";
+  return kernels;
 }
 
 // Rows per head of the statistics on sm_90a, whole blocks of the kernels' 64 or 128 queries.
@@ -285,51 +218,121 @@ inline int64_t attention_row_stats_bytes(const AttentionParams& p, AttentionPath
   return (p.dtype == DType::kFloat32 ? 3 : 2) * rows * 4;
 }
 
-// The fused backward's workspace: fp32 sums of dq in whole blocks, then the turns, one per 64
-// queries.
-struct AttentionFusedWorkspace {
-  int64_t sums_bytes, turns_bytes;
-  int64_t bytes() const { return sums_bytes + turns_bytes; }
-};
-inline AttentionFusedWorkspace attention_fused_workspace(const AttentionParams& p, int head_tile) {
-  const int64_t rows = p.B * p.H * attention_padded_rows(p);
-  return {rows * head_tile * 4, rows / 64 * 4};
+inline bool rows_aligned(const AttentionOperand& x, int64_t bytes, int64_t size) {
+  const auto strides = x.stride_b | x.stride_h | x.stride_s;
+  return reinterpret_cast<uintptr_t>(x.data) % bytes == 0 && strides * size % bytes == 0;
 }
 
-// Number of ints on sm_90a that count the tiles CTAs have taken: one for the forward, or one for dq
-// and one for dk and dv. Tiles take different times under the causal rule, with a mask and at the
-// ends of a window.
-constexpr int kAttentionTileCounters = 2;
-inline bool needs_tile_counters(const AttentionParams& p) {
-  return p.is_causal || p.mask_type != MaskType::kNone || is_windowed(p);
-}
-
-// What the sm_90a kernels need on the device besides their operands.
-struct AttentionWorkspace {
-  int* tile_counters = nullptr;  // kAttentionTileCounters, if needs_tile_counters()
-  void* mask = nullptr;          // AttentionMaskTiles::bytes, with a mask
-  void* fused = nullptr;         // AttentionFusedWorkspace::bytes(), with a plan of gangs
-  const void* dlse = nullptr;    // of the backward: the gradient of lse (B, H, S_q), AttentionLse
-};
-
-inline std::string describe(const AttentionConfig& config) {
-  std::string text = config.path == AttentionPath::kSm90 ? "flash attention for sm_90a, "
-                                                         : "portable flash attention, ";
-  if (config.path != AttentionPath::kFma) {
-    text += "head dimensions padded to " + std::to_string(config.head_tile) + ", ";
+// What forward and backward share. `inputs` and `outputs` are the operands of kMma.
+inline AttentionPlan plan_attention(const AttentionParams& p, const AttentionKernels& kernels,
+                                    std::initializer_list<AttentionOperand> inputs,
+                                    std::initializer_list<AttentionOperand> outputs,
+                                    bool backward) {
+  AttentionPlan plan{kernels};
+  AttentionWorkspaceLayout& w = plan.workspace;
+  if (kernels.path == AttentionPath::kMma) {
+    constexpr int64_t kSize = 2;
+    plan.vectorized = p.D % 8 == 0 && p.D_v % 8 == 0;
+    for (const auto& x : inputs) plan.vectorized &= rows_aligned(x, 16, kSize);
+    plan.pair_stores = p.D % 2 == 0 && p.D_v % 2 == 0;
+    for (const auto& x : outputs) plan.pair_stores &= rows_aligned(x, 4, kSize);
   }
-  return text + config.reason;
+  if (kernels.path == AttentionPath::kSm90) {
+    if (needs_tile_counters(p))
+      w.tile_counters = w.add(kAttentionTileCounters * int64_t{sizeof(int)});
+    if (p.mask_type != MaskType::kNone) {
+      plan.mask = attention_mask_tiles(p, backward);
+      w.mask = w.add(plan.mask.bytes);
+    }
+  }
+  return plan;
 }
-inline std::string describe(const AttentionBackwardConfig& config) {
-  std::string text = describe(static_cast<const AttentionConfig&>(config));
-  const GangSchedule& gangs = config.gangs;
-  if (gangs.width == 0) return text;
-  return text + ", " + std::to_string(gangs.gangs) + " gangs of " + std::to_string(gangs.width) +
-         " CTAs add to dq in planned turns";
+
+// Queries per tile of the forward on sm_90a. Tiles of 192 read K and V less often. With few rows,
+// tiles of 128 waste fewer of them.
+inline int choose_query_rows(const AttentionParams& p, const AttentionKernels& kernels) {
+  if (kernels.head_tile > 64 || p.S_q < 2048) return 128;
+  switch (kernels.form) {
+    case AttentionForm::kPlain:  // a mask's values need the registers of two consumers
+      return p.mask_type == MaskType::kNone || p.mask_type == MaskType::kBool ? 192 : 128;
+    case AttentionForm::kDropout:  // 192 is no faster on any shape raced
+      return 128;
+    case AttentionForm::kWindow:  // at its limits, taller tiles walk more hidden keys
+      return p.window_left + last_seen(p) >= 512 ? 192 : 128;
+  }
+  return 128;
 }
-inline std::string describe(const AttentionFusedWorkspace& workspace) {
-  return std::to_string(workspace.sums_bytes) + " bytes for sums of dq, " +
-         std::to_string(workspace.turns_bytes) + " for turns";
+
+inline AttentionPlan choose_attention(const AttentionParams& p, const DeviceInfo& device,
+                                      bool sm90) {
+  AttentionPlan plan = plan_attention(p, choose_attention_kernels(p, device, sm90), {p.q, p.k, p.v},
+                                      {p.out}, /*backward=*/false);
+  if (plan.path == AttentionPath::kSm90) plan.query_rows = choose_query_rows(p, plan);
+  return plan;
+}
+
+inline AttentionBackwardPlan choose_attention_backward(const AttentionBackwardParams& p,
+                                                       const DeviceInfo& device, bool sm90) {
+  const AttentionParams& f = p.fwd;
+  AttentionBackwardPlan plan{plan_attention(f, choose_attention_backward_kernels(p, device, sm90),
+                                            {f.q, f.k, f.v, p.dout}, {p.dq, p.dk, p.dv},
+                                            /*backward=*/true)};
+  AttentionWorkspaceLayout& w = plan.workspace;
+  w.row_stats = w.add(attention_row_stats_bytes(f, plan.path));
+  // Alone, each of the kernels for some gradients multiplies less.
+  const bool all_kinds = p.dq.data != nullptr && (p.dk.data != nullptr || p.dv.data != nullptr);
+  if (plan.path != AttentionPath::kSm90 || plan.head_tile > 128 || plan.has_extras || !all_kinds)
+    return plan;
+  const GangLimits limits = attention_gang_limits(plan.head_tile, device);
+  const GangSchedule gangs =
+      make_gang_schedule(f.B * f.H_kv, f.H / f.H_kv, f.S_q, f.S_k, f.is_causal, limits);
+  if (!fused_backward_pays(gangs, limits)) return plan;
+  plan.gangs = gangs;
+  plan.reason = "wgmma: all gradients in one kernel";
+  const int64_t rows = f.B * f.H * attention_padded_rows(f);
+  w.dq_sums = w.add(rows * plan.head_tile * 4);
+  w.turns = w.add(rows / 64 * 4);
+  return plan;
+}
+
+inline std::string describe(const AttentionKernels& kernels) {
+  std::string text = kernels.path == AttentionPath::kSm90 ? "flash attention for sm_90a, "
+                                                          : "portable flash attention, ";
+  if (kernels.path != AttentionPath::kFma)
+    text += "head dimensions padded to " + std::to_string(kernels.head_tile) + ", ";
+  if (kernels.path == AttentionPath::kSm90)
+    text += kernels.form == AttentionForm::kPlain     ? "plain kernels, "
+            : kernels.form == AttentionForm::kDropout ? "dropout kernels, "
+                                                      : "window kernels, ";
+  return text + kernels.reason;
+}
+// How the kernels work: accesses, tiles, workspace.
+inline std::string describe_work(const AttentionPlan& plan) {
+  std::string text;
+  if (plan.path == AttentionPath::kMma) {
+    text += plan.vectorized ? ", 16-byte loads" : ", loads of one element";
+    text += plan.pair_stores ? ", stores of two elements" : ", stores of one element";
+  }
+  if (plan.query_rows > 0) text += ", tiles of " + std::to_string(plan.query_rows) + " queries";
+  if (plan.workspace_bytes() > 0)
+    text += ", " + std::to_string(plan.workspace_bytes()) + " bytes of workspace";
+  return text;
+}
+inline std::string describe(const AttentionPlan& plan) {
+  return describe(static_cast<const AttentionKernels&>(plan)) + describe_work(plan);
+}
+inline std::string describe(const AttentionBackwardPlan& plan) {
+  std::string text = describe(static_cast<const AttentionKernels&>(plan));
+  if (plan.gangs.width > 0)
+    text += ", " + std::to_string(plan.gangs.gangs) + " gangs of " +
+            std::to_string(plan.gangs.width) + " CTAs add to dq in planned turns";
+  return text + describe_work(plan);
+}
+// The parts of the fused backward.
+inline std::string describe(const AttentionWorkspaceLayout& workspace) {
+  return std::to_string(workspace.dq_sums.bytes) + " bytes for sums of dq, " +
+         std::to_string(workspace.turns.bytes) + " for turns, " +
+         std::to_string(workspace.row_stats.bytes) + " for statistics of the rows";
 }
 
 void attention_fwd_cpu(const AttentionParams& params);
@@ -340,11 +343,13 @@ void attention_dropout_cpu(const AttentionDropoutParams& params);
 #ifdef WARPWRIGHT_WITH_CUDA
 // Writes seed and offset to `philox_state` (2).
 void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cudaStream_t stream);
-void launch_attention_fwd(const AttentionParams& params, const AttentionConfig& config,
-                          const AttentionWorkspace& workspace, cudaStream_t stream);
-void launch_attention_bwd(const AttentionBackwardParams& params,
-                          const AttentionBackwardConfig& config,
-                          const AttentionWorkspace& workspace, cudaStream_t stream);
+// `workspace`: plan.workspace_bytes().
+void launch_attention(const AttentionParams& params, const AttentionPlan& plan, void* workspace,
+                      cudaStream_t stream);
+// dlse: as for attention_bwd_cpu().
+void launch_attention_backward(const AttentionBackwardParams& params, const void* dlse,
+                               const AttentionBackwardPlan& plan, void* workspace,
+                               cudaStream_t stream);
 void launch_attention_dropout(const AttentionDropoutParams& params, cudaStream_t stream);
 #endif
 

@@ -153,9 +153,11 @@ inline int64_t gang_working_set(const GangSchedule& s, const GangLimits& limits)
   return s.gangs * rows * limits.row_bytes / 2;
 }
 
-// The width with the fewest rounds. Of equals, in this order: one whose heads fit L2; one whose
-// additions to the same queries are two steps apart, or four above 32 CTAs, because delays spread
-// over a gang; the widest, whose heads are fewer.
+// The width with the fewest rounds. Among equal widths it prefers, in this order:
+//   1. heads that fit L2;
+//   2. additions to the same queries at least two steps apart, or four above 32 CTAs, because a
+//      delay spreads over a gang;
+//   3. the widest gang, which has the fewest heads at a time.
 inline GangSchedule make_gang_schedule(int64_t heads, int64_t group, int64_t S_q, int64_t S_k,
                                        bool is_causal, const GangLimits& limits) {
   GangSchedule s;

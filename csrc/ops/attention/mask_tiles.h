@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <string>
 
-#include "ops/attention/attention.h"
+#include "ops/attention/params.h"
 
 namespace warpwright {
 
@@ -30,13 +30,17 @@ enum MaskCell : uint8_t {
 // of its 64 rows. A warpgroup whose rows are hidden has kMaskBits; its bits are 0.
 constexpr int kMaskEntryShift = 6;
 
-// Sizes, and offsets in bytes from the start of the workspace.
+// The plan of a mask: sizes, accesses, and offsets in bytes from the start of its part of the
+// workspace.
 struct AttentionMaskTiles {
   int64_t planes, plane_stride_b, plane_stride_h;
-  int64_t row_tiles;        // of 64 queries
-  bool rows_repeat;         // the mask broadcasts over the queries
-  int64_t words;            // of 32 keys per row, a multiple of 4
-  bool is_classified;       // else every cell counts as kMaskValues and there are no bits
+  int64_t row_tiles;   // of 64 queries
+  bool rows_repeat;    // the mask broadcasts over the queries
+  int64_t words;       // of 32 keys per row, a multiple of 4
+  bool is_classified;  // else every cell counts as kMaskValues and there are no bits
+  // Aligned accesses to the mask: 16 bytes of keys by the classification; two queries, two keys and
+  // eight keys by the attention kernels.
+  bool vectorized, query_pairs, key_pairs, key_vectors;
   int64_t bits = 0;         // uint32 (planes, 64 row_tiles, words): bit i of word w is key 32 w + i
   int64_t bits_by_key = 0;  // uint64 (planes, row_tiles, 32 words): bit i of key j is query i
   int64_t cells = 0;        // MaskCell (planes, row_tiles, words)
@@ -54,6 +58,15 @@ inline int64_t mask_element_bytes(const AttentionParams& p) {
   return p.mask_type == MaskType::kBool ? 1 : p.mask_type == MaskType::kFloat32 ? 4 : 2;
 }
 
+// Whether neighbours over dimension `dim`, in groups of `count`, are adjacent and aligned together.
+inline bool mask_groups_aligned(const AttentionParams& p, int dim, int64_t count) {
+  bool all = p.mask_stride[dim] == 1 &&
+             reinterpret_cast<uintptr_t>(p.mask) % (count * mask_element_bytes(p)) == 0;
+  for (int other = 0; other < 4; ++other)
+    if (other != dim) all &= p.mask_stride[other] % count == 0;
+  return all;
+}
+
 inline AttentionMaskTiles attention_mask_tiles(const AttentionParams& p, bool backward) {
   AttentionMaskTiles t{};
   auto distinct = [&](int dim, int64_t extent) { return p.mask_stride[dim] == 0 ? 1 : extent; };
@@ -67,6 +80,11 @@ inline AttentionMaskTiles attention_mask_tiles(const AttentionParams& p, bool ba
   // A bias that no heads share is as large as the scores. Reading it once more would take as long
   // as half of the products.
   t.is_classified = p.mask_type == MaskType::kBool || 2 * t.planes <= p.B * p.H || t.rows_repeat;
+
+  t.vectorized = mask_groups_aligned(p, 3, 16 / mask_element_bytes(p));
+  t.query_pairs = mask_groups_aligned(p, 2, 2);
+  t.key_pairs = mask_groups_aligned(p, 3, 2);
+  t.key_vectors = p.mask_type == MaskType::kElement && mask_groups_aligned(p, 3, 8);
 
   auto room = [&](int64_t bytes) {
     const int64_t at = t.bytes;
@@ -99,7 +117,8 @@ inline std::string describe(const AttentionMaskTiles& t) {
     return "not classified: no heads or batches share it, and its bytes would be read twice";
   return "classified in cells of " + std::to_string(kMaskCellRows) + " queries and " +
          std::to_string(kMaskCellCols) + " keys: " + std::to_string(t.bytes_read) +
-         " bytes read once, " + std::to_string(t.bytes_written) + " bytes written";
+         " bytes read once, " + std::to_string(t.bytes_written) + " bytes written, " +
+         (t.vectorized ? "16-byte loads" : "loads of one element");
 }
 
 }  // namespace warpwright

@@ -77,7 +77,8 @@ struct SequenceListPlan {
   int64_t all_tiles() const { return max_tiles * section; }
 };
 
-// The fewest sections of whole groups whose other operand fits half of L2.
+// The fewest sections of whole groups of heads, such that a section's other operand (K and V, or Q
+// and dO) fits half of L2.
 inline SequenceListPlan plan_sequence_list(int64_t rows, int64_t count, int tile_rows,
                                            int64_t kv_heads, int64_t heads, int64_t head_bytes,
                                            int64_t l2_bytes) {
@@ -87,10 +88,18 @@ inline SequenceListPlan plan_sequence_list(int64_t rows, int64_t count, int tile
           (rows / tile_rows + count) * sections};
 }
 
+// Where things are in a call's workspace, in bytes. A list is its number of tiles, and the tiles.
+struct VarlenWorkspace {
+  int64_t counters, count[2], tiles[2], stats, bytes;
+};
+
 struct VarlenPlan {
-  AttentionConfig config;
+  AttentionKernels kernels;
   SequenceListPlan queries, keys;  // keys: in the backward
   int64_t padded_rows = 0;         // of the statistics per head, on sm_90a
+  VarlenWorkspace workspace = {};
+
+  constexpr int64_t workspace_bytes() const { return workspace.bytes; }
 };
 
 // Rows of the statistics of each head: those of a sequence begin at a multiple of 128, and whole
@@ -101,15 +110,37 @@ constexpr int64_t packed_stats_begin(int64_t row, int64_t sequence) {
 
 constexpr int kVarlenFmaRows(DType dtype) { return dtype == DType::kFloat64 ? 32 : 64; }
 
-// The configuration of the forward, or with `b` of the backward. The kernels on mma.sync know no
+inline VarlenWorkspace varlen_workspace(const AttentionParams& p, const VarlenPlan& plan,
+                                        bool backward) {
+  VarlenWorkspace w{};
+  int64_t at = 0;
+  auto take = [&](int64_t bytes) {
+    const int64_t begin = at;
+    at += ceil_div(bytes, int64_t{128}) * 128;
+    return begin;
+  };
+  w.counters = take(kAttentionTileCounters * 4);
+  for (int i = 0; i < (backward ? 2 : 1); ++i) {
+    w.count[i] = take(4);
+    w.tiles[i] = take((i == 0 ? plan.queries : plan.keys).max_tiles * 32);
+  }
+  if (backward)
+    w.stats = take(plan.kernels.path == AttentionPath::kSm90
+                       ? 2 * p.H * plan.padded_rows * 4
+                       : attention_row_stats_bytes(p, plan.kernels.path));
+  w.bytes = at;
+  return w;
+}
+
+// The plan of the forward, or with `b` of the backward. The kernels on mma.sync know no
 // packed sequences.
 inline VarlenPlan choose_varlen(const AttentionParams& p, const PackedSequences& sequences,
                                 const AttentionBackwardParams* b, const DeviceInfo& device,
                                 bool sm90) {
   using enum AttentionPath;
-  VarlenPlan plan{b ? choose_attention_backward_config(*b, device, sm90)
-                    : choose_attention_config(p, device, sm90)};
-  AttentionConfig& c = plan.config;
+  VarlenPlan plan{b ? choose_attention_backward_kernels(*b, device, sm90)
+                    : choose_attention_kernels(p, device, sm90)};
+  AttentionKernels& c = plan.kernels;
   constexpr int64_t kMaxRows = int64_t{1} << 29, kMaxStride = int64_t{1} << 33;
   // The map has the rows' stride even if there is one row.
   auto fits = [&](const AttentionOperand& x) {
@@ -129,7 +160,7 @@ inline VarlenPlan choose_varlen(const AttentionParams& p, const PackedSequences&
   if (c.path == kSm90) {
     // As for batches: tiles of 192 queries read K and V less often.
     const bool tall = !b && c.head_tile == 64 && p.S_q >= 1024 * sequences.count &&
-                      (!is_windowed(p) || p.window_left + last_seen(p) >= 512);
+                      (c.form != AttentionForm::kWindow || p.window_left + last_seen(p) >= 512);
     query_rows = tall ? 192 : 128;
     key_rows = c.head_tile > 128 ? 64 : 128;
     plan.padded_rows = packed_stats_begin(p.S_q, sequences.count) + 128;
@@ -139,49 +170,25 @@ inline VarlenPlan choose_varlen(const AttentionParams& p, const PackedSequences&
   if (b)
     plan.keys = plan_sequence_list(p.S_k, sequences.count, key_rows, p.H_kv, p.H_kv,
                                    group * max_q * width, device.l2_bytes);
+  plan.workspace = varlen_workspace(p, plan, b != nullptr);
   return plan;
 }
 
-// Where things are in a call's workspace, in bytes. A list is its number of tiles, and the tiles.
-struct VarlenWorkspace {
-  int64_t counters, count[2], tiles[2], stats, bytes;
-};
-inline VarlenWorkspace varlen_workspace(const AttentionParams& p, const PackedSequences& sequences,
-                                        const VarlenPlan& plan, bool backward) {
-  VarlenWorkspace w{};
-  int64_t at = 0;
-  auto take = [&](int64_t bytes) {
-    const int64_t begin = at;
-    at += ceil_div(bytes, int64_t{128}) * 128;
-    return begin;
-  };
-  w.counters = take(kAttentionTileCounters * 4);
-  for (int i = 0; i < (backward ? 2 : 1); ++i) {
-    w.count[i] = take(4);
-    w.tiles[i] = take((i == 0 ? plan.queries : plan.keys).max_tiles * 32);
-  }
-  if (backward)
-    w.stats = take(plan.config.path == AttentionPath::kSm90
-                       ? 2 * p.H * plan.padded_rows * 4
-                       : attention_row_stats_bytes(p, plan.config.path));
-  w.bytes = at;
-  return w;
-}
-
 inline std::string describe(const VarlenPlan& plan) {
-  const bool sm90 = plan.config.path == AttentionPath::kSm90;
+  const bool sm90 = plan.kernels.path == AttentionPath::kSm90;
   std::string text = sm90 ? "flash attention for sm_90a, " : "portable flash attention, ";
   if (sm90)
-    text += "head dimensions padded to " + std::to_string(plan.config.head_tile) +
+    text += "head dimensions padded to " + std::to_string(plan.kernels.head_tile) +
+            (plan.kernels.form == AttentionForm::kWindow ? ", window kernels" : ", plain kernels") +
             ", wgmma: each tile is within one sequence";
   else
-    text += plan.config.reason;
+    text += plan.kernels.reason;
   text += ", at most " + std::to_string(plan.queries.all_tiles()) + " tiles of " +
           std::to_string(plan.queries.tile_rows) + " queries";
   if (plan.keys.tile_rows > 0)
     text += ", " + std::to_string(plan.keys.all_tiles()) + " of " +
             std::to_string(plan.keys.tile_rows) + " keys";
-  return text;
+  return text + ", " + std::to_string(plan.workspace_bytes()) + " bytes of workspace";
 }
 
 // Where kernels report ends that are no sequences.
@@ -193,11 +200,11 @@ void varlen_fwd_cpu(const VarlenParams& params);
 void varlen_bwd_cpu(const VarlenBackwardParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// `workspace`: varlen_workspace() bytes.
-void launch_varlen_fwd(const VarlenParams& params, const VarlenPlan& plan, void* workspace,
-                       const VarlenErrors& errors, cudaStream_t stream);
-void launch_varlen_bwd(const VarlenBackwardParams& params, const VarlenPlan& plan, void* workspace,
-                       const VarlenErrors& errors, cudaStream_t stream);
+// `workspace`: plan.workspace_bytes().
+void launch_varlen(const VarlenParams& params, const VarlenPlan& plan, void* workspace,
+                   const VarlenErrors& errors, cudaStream_t stream);
+void launch_varlen_backward(const VarlenBackwardParams& params, const VarlenPlan& plan,
+                            void* workspace, const VarlenErrors& errors, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

@@ -173,9 +173,9 @@ inline KvAttentionPlan choose_kv_attention(const KvAttentionParams& p, const Dev
   return plan;
 }
 
-// Bytes per access of an append: 16 if every head's rows allow it, else an element.
 struct KvAppendPlan {
-  int bytes;
+  int bytes;  // per access: 16, or an element
+  const char* reason;
 };
 
 inline KvAppendPlan choose_kv_append(const KvAppendParams& p) {
@@ -189,7 +189,8 @@ inline KvAppendPlan choose_kv_append(const KvAppendParams& p) {
     bits |= reinterpret_cast<uintptr_t>(x.data);
     bits |= static_cast<uint64_t>((x.stride_page | x.stride_token | x.stride_head) * size);
   }
-  return {bits % 16 == 0 ? 16 : static_cast<int>(size)};
+  if (bits % 16 == 0) return {16, "every head begins at a 16-byte boundary"};
+  return {static_cast<int>(size), "not every head begins at a 16-byte boundary"};
 }
 
 inline std::string describe(const KvAttentionPlan& plan) {
@@ -199,6 +200,11 @@ inline std::string describe(const KvAttentionPlan& plan) {
   return text + ", keys split over at most " + std::to_string(plan.splits) +
          " CTAs, merged in order; " + std::to_string(plan.workspace_bytes()) +
          " bytes for partial results";
+}
+
+inline std::string describe(const KvAppendPlan& plan) {
+  return "k and v in one launch, " + std::to_string(plan.bytes) +
+         " bytes per access: " + plan.reason;
 }
 
 // These throw IndexError for a length that the cache cannot hold and for an entry that is no page.

@@ -84,6 +84,8 @@ constexpr Product8BitShape product_8bit_shape(Product8BitTile tile, bool promote
 struct Product8BitPlan {
   Product8BitTile tile;
   bool promotes;
+  bool tma_stores;   // of 16-bit results, else by the threads
+  bool pair_stores;  // by the threads: two neighbours of a row together, else one
   const char* reason;
 };
 
@@ -100,6 +102,9 @@ inline const char* why_not_product_8bit(const Product8BitParams& p) {
 inline Product8BitPlan choose_product_8bit(const Product8BitParams& p, const DeviceInfo& device) {
   Product8BitPlan plan{};
   plan.promotes = p.exact && p.a_codes != Codes::kInt8;
+  const auto address = reinterpret_cast<uintptr_t>(p.d);
+  plan.pair_stores = p.n % 2 == 0 && address % 8 == 0;
+  plan.tma_stores = dtype_size(p.type) != 4 && p.n % 8 == 0 && address % 16 == 0;
   const auto k_tiles = static_cast<double>(ceil_div<int64_t>(p.k, 128));
   double best = -1;
   int64_t best_tiles = 0;
@@ -132,6 +137,9 @@ inline std::string describe(const Product8BitParams& p, const Product8BitPlan& p
   } else {
     text += plan.promotes ? ", sums to float32 every 128 k" : ", sums of the tensor cores alone";
   }
+  text += plan.tma_stores    ? ", stores by TMA"
+          : plan.pair_stores ? ", stores of two elements"
+                             : ", stores of one element";
   return text + " (" + plan.reason + ")";
 }
 

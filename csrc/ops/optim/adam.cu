@@ -47,8 +47,7 @@ struct AdamRule {
   using Grad = G;
   using Compute = Accum<T>;
   static constexpr int kStates = kAmsgrad ? 3 : 2;
-  static constexpr int kUnroll =
-      sizeof(T) == 4 ? 2 : 1;  // 16-byte loads of each operand per thread
+  static constexpr int kUnroll = adam_unroll(sizeof(T));
 
   struct Scalars {
     Hyper beta1, beta2;
@@ -132,18 +131,18 @@ struct AdamRule {
 };
 
 template <class T, class S, class G>
-void launch_adam(const AdamParams& p, cudaStream_t stream) {
+void launch_adam(const AdamParams& p, const OptimPlan& plan, cudaStream_t stream) {
   for_bool(p.amsgrad, [&]<bool kAmsgrad>() {
     launch_step<AdamRule<T, S, G, kAmsgrad>>(
-        p, {p.beta1, p.beta2, p.eps, p.counter, p.decoupled_weight_decay, p.step_is_double},
+        p, plan, {p.beta1, p.beta2, p.eps, p.counter, p.decoupled_weight_decay, p.step_is_double},
         stream);
   });
 }
 
 }  // namespace
 
-void launch_adam_step(const AdamParams& p, cudaStream_t stream) {
-  for_step_dtypes(p, [&]<class T, class S, class G>() { launch_adam<T, S, G>(p, stream); });
+void launch_adam_step(const AdamParams& p, const OptimPlan& plan, cudaStream_t stream) {
+  for_step_dtypes(p, [&]<class T, class S, class G>() { launch_adam<T, S, G>(p, plan, stream); });
 }
 
 }  // namespace warpwright

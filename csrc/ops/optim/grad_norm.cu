@@ -116,16 +116,17 @@ __global__ void __launch_bounds__(kOptimThreads)
 }
 
 template <class Table>
-void launch_tables(const GradNormParams& p, cudaStream_t stream) {
-  NormScalars scalars{p.max_norm, p.grad_scale, p.result, p.partials, p.counter, 0, 0};
-  scalars.num_blocks = static_cast<unsigned>(grad_norm_workspace(p.tensors, p.num_tensors));
+void launch_tables(const GradNormParams& p, const GradNormPlan& plan, double* partials,
+                   cudaStream_t stream) {
+  static_assert(sizeof(NormEntry) == kGradNormEntryBytes);
+  NormScalars scalars{p.max_norm, p.grad_scale, p.result, partials, p.counter, 0, 0};
+  scalars.num_blocks = static_cast<unsigned>(plan.blocks());
   for_each_table<Table>(
-      p.num_tensors,
+      plan,
       [&](int64_t i) {
         const GradNormTensor& t = p.tensors[i];
-        return NormEntry{t.grad, t.numel, grad_norm_head(t), t.dtype};
+        return NormEntry{t.grad, t.numel, plan.tensors[i].head, t.dtype};
       },
-      [&](int64_t i) { return grad_norm_chunks(p.tensors[i]); },
       [&](const Table& table, unsigned blocks) {
         launch(grad_norm_kernel<Table>, dim3(blocks), dim3(kOptimThreads), 0, stream, table,
                scalars);
@@ -135,14 +136,13 @@ void launch_tables(const GradNormParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_grad_norm(const GradNormParams& p, cudaStream_t stream) {
-  using Small = ChunkTable<NormEntry, kSmallTableBytes>;
-  using Large = ChunkTable<NormEntry, kLargeTableBytes>;
-  if (p.num_tensors <= Small::kCapacity) {
-    launch_tables<Small>(p, stream);
-  } else {
-    launch_tables<Large>(p, stream);
-  }
+void launch_grad_norm(const GradNormParams& p, const GradNormPlan& plan, void* workspace,
+                      cudaStream_t stream) {
+  auto* partials = static_cast<double*>(workspace);
+  if (plan.small_table)
+    launch_tables<ChunkTable<NormEntry, kSmallTableBytes>>(p, plan, partials, stream);
+  else
+    launch_tables<ChunkTable<NormEntry, kLargeTableBytes>>(p, plan, partials, stream);
 }
 
 }  // namespace warpwright

@@ -54,19 +54,13 @@ Tensor grad_norm_with(TensorList grads, TensorList counter, double max_norm,
     if (!grad.is_non_overlapping_and_dense()) copies.push_back(dense = grad.contiguous());
     tensors.push_back({dense.numel(), dense.const_data_ptr(), dtype_of(dense)});
   }
-  Tensor partials;
   GradNormParams p{tensors.data(),
                    static_cast<int64_t>(tensors.size()),
                    max_norm,
                    float_pointer(grad_scale, "grad_norm: grad_scale"),
                    result.mutable_data_ptr<double>(),
-                   nullptr,
                    nullptr};
-  if (result.is_cuda()) {
-    partials = at::empty({grad_norm_workspace(p.tensors, p.num_tensors)}, result.options());
-    p.partials = partials.mutable_data_ptr<double>();
-    p.counter = counter_pointer(counter[0]);
-  }
+  if (result.is_cuda()) p.counter = counter_pointer(counter[0]);
   run(p);
   return result;
 }
@@ -78,8 +72,12 @@ constexpr auto norm_cpu = [](const auto&... args) {
 #ifdef WARPWRIGHT_WITH_CUDA
 constexpr auto norm_cuda = [](TensorList grads, const auto&... args) {
   const CudaCall call(first_of("grad_norm", "grads", grads));
-  return grad_norm_with(grads, args...,
-                        [&](const GradNormParams& p) { launch_grad_norm(p, call.stream); });
+  return grad_norm_with(grads, args..., [&](const GradNormParams& p) {
+    const GradNormPlan plan = choose_grad_norm(p);
+    const Tensor workspace =
+        at::empty({plan.workspace_bytes()}, grads[0].options().dtype(at::kByte));
+    launch_grad_norm(p, plan, workspace.mutable_data_ptr(), call.stream);
+  });
 };
 #endif
 

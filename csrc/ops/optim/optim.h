@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "common/dtype.h"
 
@@ -80,8 +81,47 @@ struct GradNormParams {
   double max_norm;
   const float* grad_scale;  // null, or the divisor of the gradients
   double* result;           // (2): norm; factor = min(1, max_norm / (norm + 1e-6))
-  double* partials;         // CUDA: grad_norm_workspace() numbers
   unsigned* counter;        // CUDA: one zero, zero again afterwards
+};
+
+// ---- the plan ----
+
+// A launch takes its tensors as a table in the kernel's arguments. Since CUDA 12.1 these may have
+// 32764 bytes (4 KB before). Short lists take a small table, because every launch copies all of it.
+// 512 bytes are for the scalars.
+constexpr int kSmallTableBytes = 4096 - 512;
+#if !defined(CUDART_VERSION) || CUDART_VERSION >= 12010
+constexpr int kLargeTableBytes = 32764 - 512;
+#else
+constexpr int kLargeTableBytes = kSmallTableBytes;
+#endif
+constexpr int table_capacity(int table_bytes, int entry_bytes) {
+  return (table_bytes - 16) / (entry_bytes + static_cast<int>(sizeof(uint32_t)));
+}
+
+struct OptimPlan {
+  struct Tensor {
+    int head;        // elements before the first vector; -1: one element per access
+    int64_t blocks;  // at least one
+  };
+  struct Launch {
+    int64_t first, count;  // tensors
+    int64_t blocks;
+  };
+  int unroll;        // 16-byte loads of each operand per thread
+  bool small_table;  // else the large one
+  const char* reason;
+  std::vector<Tensor> tensors;
+  std::vector<Launch> launches;
+
+  int64_t blocks() const {
+    int64_t all = 0;
+    for (const Launch& launch : launches) all += launch.blocks;
+    return all;
+  }
+};
+struct GradNormPlan : OptimPlan {
+  int64_t workspace_bytes() const { return blocks() * 8; }  // a partial sum per block
 };
 
 // How many elements of `t` come before the first place where every operand is at a multiple of 16
@@ -112,26 +152,73 @@ inline int64_t count_chunks(int64_t numel, int head, int vec, int unroll) {
   return chunks > 0 ? chunks : 1;
 }
 
-constexpr int kGradNormUnroll = 4;  // 16-byte loads per thread
-
-// How many elements of a gradient come before its first 16-byte boundary.
-inline int grad_norm_head(const GradNormTensor& t) {
-  const int64_t size = dtype_size(t.dtype);
-  const int64_t misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.grad) % 16);
-  const int64_t head = (16 - misalignment) % 16 / size;
-  return static_cast<int>(head < t.numel ? head : t.numel);
+// Cuts the tensors into launches. `entry_bytes`: a tensor's size in the table.
+inline void plan_launches(OptimPlan& plan, int entry_bytes) {
+  constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;
+  const int small = table_capacity(kSmallTableBytes, entry_bytes);
+  const auto count = static_cast<int64_t>(plan.tensors.size());
+  plan.small_table = count <= small;
+  plan.reason = plan.small_table ? "a small table holds all tensors, and costs the launch less"
+                                 : "the largest tables, for the fewest launches";
+  const int capacity = plan.small_table ? small : table_capacity(kLargeTableBytes, entry_bytes);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t blocks = plan.tensors[i].blocks;
+    const bool fits = !plan.launches.empty() && plan.launches.back().count < capacity &&
+                      plan.launches.back().blocks + blocks <= kMaxBlocks;
+    if (!fits) plan.launches.push_back({i, 0, 0});
+    ++plan.launches.back().count;
+    plan.launches.back().blocks += blocks;
+  }
 }
 
-inline int64_t grad_norm_chunks(const GradNormTensor& t) {
-  const int vec = 16 / static_cast<int>(dtype_size(t.dtype));
-  return count_chunks(t.numel, grad_norm_head(t), vec, kGradNormUnroll);
+// Bytes of a parameter in the table (StepEntry).
+constexpr int step_entry_bytes(int states) { return 56 + 8 * (states > 1 ? states : 1); }
+
+inline OptimPlan choose_step(const StepParams& p, int states, int unroll) {
+  OptimPlan plan{.unroll = unroll};
+  plan.tensors.reserve(p.num_tensors);
+  const int vec = 16 / static_cast<int>(dtype_size(p.dtype));
+  for (int64_t i = 0; i < p.num_tensors; ++i) {
+    const int head = vector_head(p.tensors[i], p);
+    plan.tensors.push_back({head, count_chunks(p.tensors[i].numel, head, vec, unroll)});
+  }
+  plan_launches(plan, step_entry_bytes(states));
+  return plan;
 }
 
-// How many partial sums a norm over these tensors needs: one per block.
-inline int64_t grad_norm_workspace(const GradNormTensor* tensors, int64_t num_tensors) {
-  int64_t chunks = 0;
-  for (int64_t i = 0; i < num_tensors; ++i) chunks += grad_norm_chunks(tensors[i]);
-  return chunks;
+// 16-bit types need twice the registers per byte. `mixed`: fp32 state next to them.
+constexpr int sgd_unroll(int64_t param_bytes, bool mixed, bool has_momentum) {
+  return mixed ? 1 : !has_momentum ? 4 : param_bytes == 2 ? 1 : 2;
+}
+constexpr int adam_unroll(int64_t param_bytes) { return param_bytes == 4 ? 2 : 1; }
+
+inline OptimPlan choose_sgd_step(const SgdParams& p) {
+  const bool has_momentum = p.momentum != 0;
+  return choose_step(p, has_momentum ? 1 : 0,
+                     sgd_unroll(dtype_size(p.dtype), p.dtype != p.state_dtype, has_momentum));
+}
+inline OptimPlan choose_adam_step(const AdamParams& p) {
+  return choose_step(p, p.amsgrad ? 3 : 2, adam_unroll(dtype_size(p.dtype)));
+}
+
+constexpr int kGradNormUnroll = 4;
+constexpr int kGradNormEntryBytes = 24;
+
+inline GradNormPlan choose_grad_norm(const GradNormParams& p) {
+  GradNormPlan plan{{.unroll = kGradNormUnroll}};
+  plan.tensors.reserve(p.num_tensors);
+  for (int64_t i = 0; i < p.num_tensors; ++i) {
+    const GradNormTensor& t = p.tensors[i];
+    const int64_t size = dtype_size(t.dtype);
+    // Elements before the first 16-byte boundary.
+    const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.grad) % 16);
+    const int64_t aligned = (16 - misalignment) % 16 / size;
+    const int head = static_cast<int>(aligned < t.numel ? aligned : t.numel);
+    const int vec = 16 / static_cast<int>(size);
+    plan.tensors.push_back({head, count_chunks(t.numel, head, vec, kGradNormUnroll)});
+  }
+  plan_launches(plan, kGradNormEntryBytes);
+  return plan;
 }
 
 void sgd_step_cpu(const SgdParams& params);
@@ -139,9 +226,11 @@ void adam_step_cpu(const AdamParams& params);
 void grad_norm_cpu(const GradNormParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_sgd_step(const SgdParams& params, cudaStream_t stream);
-void launch_adam_step(const AdamParams& params, cudaStream_t stream);
-void launch_grad_norm(const GradNormParams& params, cudaStream_t stream);
+void launch_sgd_step(const SgdParams& params, const OptimPlan& plan, cudaStream_t stream);
+void launch_adam_step(const AdamParams& params, const OptimPlan& plan, cudaStream_t stream);
+// `workspace`: plan.workspace_bytes().
+void launch_grad_norm(const GradNormParams& params, const GradNormPlan& plan, void* workspace,
+                      cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

@@ -231,14 +231,13 @@ __global__ void __launch_bounds__(kOptimThreads)
 }
 
 template <class Rule, class Table>
-void launch_tables(const StepParams& p, const StepScalars& common,
+void launch_tables(const StepParams& p, const OptimPlan& plan, const StepScalars& common,
                    const typename Rule::Scalars& scalars, cudaStream_t stream) {
   using T = typename Rule::Param;
   using S = typename Rule::State;
   using G = typename Rule::Grad;
-  auto head_of = [&](int64_t i) { return vector_head(p.tensors[i], p); };
   for_each_table<Table>(
-      p.num_tensors,
+      plan,
       [&](int64_t i) {
         const StepTensor& t = p.tensors[i];
         typename Table::Entry entry{};
@@ -250,11 +249,8 @@ void launch_tables(const StepParams& p, const StepScalars& common,
         entry.inv_correction[0] = t.inv_correction1;
         entry.inv_correction[1] = t.inv_correction2_sqrt;
         if (t.step != nullptr) entry.step = t.step;
-        entry.head = head_of(i);
+        entry.head = plan.tensors[i].head;
         return entry;
-      },
-      [&](int64_t i) {
-        return count_chunks(p.tensors[i].numel, head_of(i), kVecSize<T>, Rule::kUnroll);
       },
       [&](const Table& table, unsigned blocks) {
         launch(step_kernel<Rule, Table>, dim3(blocks), dim3(kOptimThreads), 0, stream, table,
@@ -263,19 +259,20 @@ void launch_tables(const StepParams& p, const StepScalars& common,
 }
 
 template <class Rule>
-void launch_step(const StepParams& p, const typename Rule::Scalars& scalars, cudaStream_t stream) {
+void launch_step(const StepParams& p, const OptimPlan& plan, const typename Rule::Scalars& scalars,
+                 cudaStream_t stream) {
   using Entry =
       StepEntry<typename Rule::Param, typename Rule::State, typename Rule::Grad, Rule::kStates>;
   using Small = ChunkTable<Entry, kSmallTableBytes>;
   using Large = ChunkTable<Entry, kLargeTableBytes>;
+  static_assert(sizeof(Entry) == step_entry_bytes(Rule::kStates));
   static_assert(sizeof(Large) + sizeof(StepScalars) + sizeof(typename Rule::Scalars) <= 32764);
   const StepScalars common{p.lr,   p.weight_decay, p.grad_scale, p.found_inf,
                            p.clip, p.maximize,     p.zero_grad};
-  if (p.num_tensors <= Small::kCapacity) {
-    launch_tables<Rule, Small>(p, common, scalars, stream);
-  } else {
-    launch_tables<Rule, Large>(p, common, scalars, stream);
-  }
+  if (plan.small_table)
+    launch_tables<Rule, Small>(p, plan, common, scalars, stream);
+  else
+    launch_tables<Rule, Large>(p, plan, common, scalars, stream);
 }
 
 // Calls f<T, S, G>() for the types of parameters, states and gradients: equal, or fp32 states, and

@@ -1,6 +1,5 @@
-// The list of tensors as a kernel argument, and the tensor and chunk of a block. Since CUDA 12.1 an
-// argument may have 32764 bytes (4 KB before): about 500 parameters of AdamW in one launch. Short
-// lists take a 4 KB table, because every launch copies all of it.
+// The list of tensors as a kernel argument, and the tensor and chunk of a block. The large table
+// holds about 500 parameters of AdamW.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,21 +7,14 @@
 #include <cstdint>
 
 #include "common/ceil_div.h"
+#include "ops/optim/optim.h"
 
 namespace warpwright {
-
-constexpr int kSmallTableBytes = 4096 - 512;  // less the scalars in the same argument list
-#if CUDART_VERSION >= 12010
-constexpr int kLargeTableBytes = 32764 - 512;
-#else
-constexpr int kLargeTableBytes = kSmallTableBytes;
-#endif
 
 template <class EntryType, int kBytes>
 struct ChunkTable {
   using Entry = EntryType;
-  static constexpr int kCapacity =
-      (kBytes - 16) / static_cast<int>(sizeof(Entry) + sizeof(uint32_t));
+  static constexpr int kCapacity = table_capacity(kBytes, sizeof(Entry));
 
   int32_t count;
   uint32_t first_chunk[kCapacity + 1];  // of the launch; [count]: all chunks
@@ -52,30 +44,22 @@ __device__ __forceinline__ int find_entry(const Table& table, uint32_t chunk) {
   return static_cast<int>(low);
 }
 
-// Fills tables from `count` tensors and calls launch(table) for each full one and the last.
-// make_entry(i) returns the entry, chunks_of(i) its blocks (at least one).
-template <class Table, class MakeEntry, class ChunksOf, class Launch>
-void for_each_table(int64_t count, MakeEntry&& make_entry, ChunksOf&& chunks_of, Launch&& launch) {
-  constexpr int64_t kMaxChunks = (int64_t{1} << 31) - 1;
+// Fills the plan's tables and calls launch(table, blocks) for each. make_entry(i) returns the entry
+// of tensor i.
+template <class Table, class MakeEntry, class Launch>
+void for_each_table(const OptimPlan& plan, MakeEntry&& make_entry, Launch&& launch) {
   Table table;
-  int64_t chunks = 0;
-  table.count = 0;
-  auto flush = [&] {
-    if (table.count == 0) return;
-    table.first_chunk[table.count] = static_cast<uint32_t>(chunks);
-    launch(static_cast<const Table&>(table), static_cast<unsigned>(chunks));
-    table.count = 0;
-    chunks = 0;
-  };
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t more = chunks_of(i);
-    if (table.count == Table::kCapacity || chunks + more > kMaxChunks) flush();
-    table.first_chunk[table.count] = static_cast<uint32_t>(chunks);
-    table.entry[table.count] = make_entry(i);
-    ++table.count;
-    chunks += more;
+  for (const OptimPlan::Launch& part : plan.launches) {
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < part.count; ++i) {
+      table.first_chunk[i] = static_cast<uint32_t>(chunks);
+      table.entry[i] = make_entry(part.first + i);
+      chunks += plan.tensors[part.first + i].blocks;
+    }
+    table.count = static_cast<int32_t>(part.count);
+    table.first_chunk[part.count] = static_cast<uint32_t>(chunks);
+    launch(static_cast<const Table&>(table), static_cast<unsigned>(part.blocks));
   }
-  flush();
 }
 
 }  // namespace warpwright

@@ -368,11 +368,14 @@ constexpr auto adam_cpu = [](const auto&... args) { adam_step_with(args..., adam
 #ifdef WARPWRIGHT_WITH_CUDA
 constexpr auto sgd_cuda = [](TensorList params, const auto&... args) {
   const CudaCall call(first_of("sgd_step_", "params", params));
-  sgd_step_with(params, args..., [&](const SgdParams& p) { launch_sgd_step(p, call.stream); });
+  sgd_step_with(params, args...,
+                [&](const SgdParams& p) { launch_sgd_step(p, choose_sgd_step(p), call.stream); });
 };
 constexpr auto adam_cuda = [](TensorList params, const auto&... args) {
   const CudaCall call(first_of("adam_step_", "params", params));
-  adam_step_with(params, args..., [&](const AdamParams& p) { launch_adam_step(p, call.stream); });
+  adam_step_with(params, args..., [&](const AdamParams& p) {
+    launch_adam_step(p, choose_adam_step(p), call.stream);
+  });
 };
 #endif
 

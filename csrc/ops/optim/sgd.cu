@@ -12,9 +12,7 @@ struct SgdRule {
   using Grad = G;
   using Compute = Accum<T>;
   static constexpr int kStates = kMomentum ? 1 : 0;
-  // 16-byte loads of each operand per thread. 16-bit types need twice the registers per byte.
-  static constexpr bool kMixed = !std::is_same_v<T, S>;
-  static constexpr int kUnroll = kMixed ? 1 : !kMomentum ? 4 : sizeof(T) == 2 ? 1 : 2;
+  static constexpr int kUnroll = sgd_unroll(sizeof(T), !std::is_same_v<T, S>, kMomentum);
 
   struct Scalars {
     double momentum, dampening;
@@ -54,11 +52,11 @@ struct SgdRule {
 
 }  // namespace
 
-void launch_sgd_step(const SgdParams& p, cudaStream_t stream) {
+void launch_sgd_step(const SgdParams& p, const OptimPlan& plan, cudaStream_t stream) {
   for_step_dtypes(p, [&]<class T, class S, class G>() {
     for_bool(p.momentum != 0, [&]<bool kMomentum>() {
       launch_step<SgdRule<T, S, G, kMomentum>>(
-          p, {p.momentum, p.dampening, p.nesterov, p.first_step}, stream);
+          p, plan, {p.momentum, p.dampening, p.nesterov, p.first_step}, stream);
     });
   });
 }

@@ -67,24 +67,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-bool rows_aligned(const AttentionOperand& x, int64_t bytes, int64_t size) {
-  const auto strides = x.stride_b | x.stride_h | x.stride_s;
-  return reinterpret_cast<uintptr_t>(x.data) % bytes == 0 && strides * size % bytes == 0;
+AttentionMmaArgs make_args(const AttentionParams& p, const AttentionPlan& plan) {
+  return {.dropout_threshold = dropout_threshold(p.dropout_p),
+          .keep_scale = static_cast<float>(dropout_keep_scale(p.dropout_p)),
+          .has_extras = plan.has_extras,
+          .vectorized = plan.vectorized,
+          .pair_stores = plan.pair_stores};
 }
 
-AttentionMmaArgs make_args(const AttentionParams& p, const AttentionConfig& config,
-                           std::initializer_list<AttentionOperand> inputs,
-                           std::initializer_list<AttentionOperand> outputs) {
-  constexpr int64_t kSize = 2;
-  AttentionMmaArgs args{};
-  args.dropout_threshold = dropout_threshold(p.dropout_p);
-  args.keep_scale = static_cast<float>(dropout_keep_scale(p.dropout_p));
-  args.has_extras = config.has_extras;
-  args.vectorized = p.D % 8 == 0 && p.D_v % 8 == 0;
-  for (const auto& x : inputs) args.vectorized &= rows_aligned(x, 16, kSize);
-  args.pair_stores = p.D % 2 == 0 && p.D_v % 2 == 0;
-  for (const auto& x : outputs) args.pair_stores &= rows_aligned(x, 4, kSize);
-  return args;
+// Pointers to the parts of a workspace.
+AttentionWorkspace parts_of(const AttentionPlan& plan, void* workspace,
+                            const void* dlse = nullptr) {
+  const AttentionWorkspaceLayout& layout = plan.workspace;
+  auto at = [&](const AttentionWorkspaceLayout::Part& part) -> void* {
+    return part.bytes == 0 ? nullptr : static_cast<char*>(workspace) + part.begin;
+  };
+  return {.tile_counters = static_cast<int*>(at(layout.tile_counters)),
+          .mask = at(layout.mask),
+          .mask_tiles = &plan.mask,
+          .dq_sums = static_cast<float*>(at(layout.dq_sums)),
+          .turns = static_cast<int*>(at(layout.turns)),
+          .dlse = dlse};
 }
 
 // Calls f<T, kHead>() for the 16-bit types and the padded head dimensions.
@@ -115,67 +118,91 @@ void launch_philox_state(const PhiloxSource& source, int64_t* philox_state, cuda
   launch(philox_state_kernel, dim3(1), dim3(1), 0, stream, source, philox_state);
 }
 
-void launch_attention_fwd(const AttentionParams& p, const AttentionConfig& config,
-                          const AttentionWorkspace& workspace, cudaStream_t stream) {
-  switch (config.path) {
+void launch_attention(const AttentionParams& p, const AttentionPlan& plan, void* workspace,
+                      cudaStream_t stream) {
+  switch (plan.path) {
     case AttentionPath::kFma:
       return for_dtype(p.dtype, [&]<class T>() { launch_attention_fwd_fma<T>(p, stream); });
     case AttentionPath::kMma: {
-      const AttentionMmaArgs args = make_args(p, config, {p.q, p.k, p.v}, {p.out});
-      return for_mma_instance(p.dtype, config.head_tile, [&]<class T, int kHead>() {
+      const AttentionMmaArgs args = make_args(p, plan);
+      return for_mma_instance(p.dtype, plan.head_tile, [&]<class T, int kHead>() {
         launch_attention_fwd_mma<T, kHead>(p, args, stream);
       });
     }
-    case AttentionPath::kSm90:
-      return for_mma_instance(p.dtype, config.head_tile, [&]<class T, int kHead>() {
-        if (is_windowed(p)) return launch_attention_fwd_window_sm90<T, kHead>(p, workspace, stream);
-        if (p.dropout_p == 0) return launch_attention_fwd_sm90<T, kHead>(p, workspace, stream);
-        if constexpr (kHead <= 128)
-          launch_attention_fwd_dropout_sm90<T, kHead>(p, workspace, stream);
+    case AttentionPath::kSm90: {
+      const AttentionWorkspace parts = parts_of(plan, workspace);
+      return for_mma_instance(p.dtype, plan.head_tile, [&]<class T, int kHead>() {
+        switch (plan.form) {
+          case AttentionForm::kPlain:
+            return launch_attention_fwd_sm90<T, kHead>(p, plan, parts, stream);
+          case AttentionForm::kWindow:
+            return launch_attention_fwd_window_sm90<T, kHead>(p, plan, parts, stream);
+          case AttentionForm::kDropout:
+            if constexpr (kHead <= 128)
+              return launch_attention_fwd_dropout_sm90<T, kHead>(p, parts, stream);
+        }
       });
+    }
   }
 }
 
-void launch_attention_bwd(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,
-                          const AttentionWorkspace& workspace, cudaStream_t stream) {
-  const AttentionParams& f = p.fwd;
-  const bool any_input = p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr;
-  const bool sm90 = config.path == AttentionPath::kSm90;
-  if (sm90 && any_input) {
-    for_mma_instance(f.dtype, config.head_tile, [&]<class T, int kHead>() {
-      if (is_windowed(f)) return launch_attention_bwd_window_sm90<T, kHead>(p, workspace, stream);
-      if constexpr (kHead <= 128) {
-        if (f.dropout_p > 0)
-          return launch_attention_bwd_dropout_sm90<T, kHead>(p, workspace, stream);
-        if (config.gangs.width > 0 &&
-            launch_attention_bwd_fused_sm90<T, kHead>(p, config.gangs, workspace, stream))
-          return;
-      }
-      launch_attention_bwd_sm90<T, kHead>(p, workspace, stream);
-    });
-  }
-  if (sm90 && p.dmask == nullptr) return;
-  const bool tensor_cores = config.path != AttentionPath::kFma;
-  for_dtype(f.dtype, [&]<class T>() {
-    auto write_stats = [&](double lse_unit) {
-      launch_attention_row_stats(p, lse_unit, workspace.dlse, stream);
-    };
-    // The tensor-core kernels use log2.
-    if (config.path == AttentionPath::kMma && any_input) {
-      write_stats(1.4426950408889634);
-      const AttentionMmaArgs args =
-          make_args(f, config, {f.q, f.k, f.v, p.dout}, {p.dq, p.dk, p.dv});
-      for_mma_instance(f.dtype, config.head_tile, [&]<class Element, int kHead>() {
-        if (p.dq.data != nullptr) launch_attention_bwd_dq_mma<Element, kHead>(p, args, stream);
-        if (p.dk.data != nullptr || p.dv.data != nullptr)
-          launch_attention_bwd_dkdv_mma<Element, kHead>(p, args, stream);
-      });
+namespace {
+
+// The gradients of query, key and value.
+void launch_backward_sm90(const AttentionBackwardParams& b, const AttentionBackwardPlan& plan,
+                          const AttentionWorkspace& parts, cudaStream_t stream) {
+  for_mma_instance(b.fwd.dtype, plan.head_tile, [&]<class T, int kHead>() {
+    if (plan.form == AttentionForm::kWindow)
+      return launch_attention_bwd_window_sm90<T, kHead>(b, parts, stream);
+    if constexpr (kHead <= 128) {
+      if (plan.form == AttentionForm::kDropout)
+        return launch_attention_bwd_dropout_sm90<T, kHead>(b, parts, stream);
+      if (plan.gangs.width > 0 &&
+          launch_attention_bwd_fused_sm90<T, kHead>(b, plan.gangs, parts, stream))
+        return;
     }
-    // The gradient of the mask uses the natural logarithm, in the same memory.
-    if (!tensor_cores || p.dmask != nullptr) write_stats(1.0);
-    if (!tensor_cores) launch_attention_bwd_fma<T>(p, stream);
-    if (p.dmask != nullptr) launch_attention_bwd_mask<T>(p, stream);
+    launch_attention_bwd_sm90<T, kHead>(b, parts, stream);
   });
+}
+void launch_backward_mma(const AttentionBackwardParams& b, const AttentionBackwardPlan& plan,
+                         cudaStream_t stream) {
+  const AttentionMmaArgs args = make_args(b.fwd, plan);
+  for_mma_instance(b.fwd.dtype, plan.head_tile, [&]<class T, int kHead>() {
+    if (b.dq.data != nullptr) launch_attention_bwd_dq_mma<T, kHead>(b, args, stream);
+    if (b.dk.data != nullptr || b.dv.data != nullptr)
+      launch_attention_bwd_dkdv_mma<T, kHead>(b, args, stream);
+  });
+}
+
+}  // namespace
+
+void launch_attention_backward(const AttentionBackwardParams& params, const void* dlse,
+                               const AttentionBackwardPlan& plan, void* workspace,
+                               cudaStream_t stream) {
+  AttentionBackwardParams b = params;
+  b.row_stats = static_cast<char*>(workspace) + plan.workspace.row_stats.begin;
+  const bool any_input = b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr;
+  auto write_stats = [&](double lse_unit) {
+    launch_attention_row_stats(b, lse_unit, dlse, stream);
+  };
+  switch (plan.path) {
+    case AttentionPath::kFma:
+      write_stats(1.0);
+      for_dtype(b.fwd.dtype, [&]<class T>() { launch_attention_bwd_fma<T>(b, stream); });
+      break;
+    case AttentionPath::kMma:
+      if (!any_input) break;
+      write_stats(1.4426950408889634);  // the tensor-core kernels use log2
+      launch_backward_mma(b, plan, stream);
+      break;
+    case AttentionPath::kSm90:
+      if (any_input) launch_backward_sm90(b, plan, parts_of(plan, workspace, dlse), stream);
+      break;
+  }
+  if (b.dmask == nullptr) return;
+  // The gradient of the mask uses the natural logarithm, in the same memory.
+  if (plan.path != AttentionPath::kFma) write_stats(1.0);
+  for_dtype(b.fwd.dtype, [&]<class T>() { launch_attention_bwd_mask<T>(b, stream); });
 }
 
 void launch_attention_dropout(const AttentionDropoutParams& p, cudaStream_t stream) {

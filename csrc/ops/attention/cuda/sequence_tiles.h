@@ -62,14 +62,13 @@ struct SequenceTilesArgs {
 void launch_sequence_tiles(const SequenceTilesArgs& args, cudaStream_t stream);
 
 // The lists of a call in its workspace.
-inline SequenceTileList sequence_list(const VarlenPlan& plan, const VarlenWorkspace& w, int list,
-                                      void* workspace) {
+inline SequenceTileList sequence_list(const VarlenPlan& plan, int list, void* workspace) {
   char* base = static_cast<char*>(workspace);
   return {.plan = list == 0 ? plan.queries : plan.keys,
           .of_queries = list == 0,
           .longest_is_last = list == 0,
-          .tiles = reinterpret_cast<SequenceTile*>(base + w.tiles[list]),
-          .num_tiles = reinterpret_cast<int*>(base + w.count[list])};
+          .tiles = reinterpret_cast<SequenceTile*>(base + plan.workspace.tiles[list]),
+          .num_tiles = reinterpret_cast<int*>(base + plan.workspace.count[list])};
 }
 #endif
 

@@ -10,7 +10,6 @@
 #include <cmath>
 
 #include "ops/attention/attention.h"
-#include "ops/attention/mask_tiles.h"
 #include "ops/attention/torch/common.h"
 #include "torch/check_argument.h"
 #include "torch/philox.h"
@@ -292,32 +291,14 @@ Tensor dropout_factors_cpu_kernel(const Tensor& philox_state, at::ScalarType dty
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// Owns the memory of an AttentionWorkspace. Tensors are undefined if the kernels need none.
-struct WorkspaceTensors {
-  Tensor tile_counters, mask, fused;
-
-  WorkspaceTensors(const AttentionConfig& config, const AttentionParams& p, bool backward,
-                   const Tensor& like) {
-    if (config.path != AttentionPath::kSm90) return;
-    const auto bytes = like.options().dtype(at::kByte);
-    if (needs_tile_counters(p))
-      tile_counters = at::empty({kAttentionTileCounters}, bytes.dtype(at::kInt));
-    if (p.mask_type != MaskType::kNone)
-      mask = at::empty({attention_mask_tiles(p, backward).bytes}, bytes);
-  }
-  WorkspaceTensors(const AttentionBackwardConfig& config, const AttentionParams& p,
-                   const Tensor& like)
-      : WorkspaceTensors(config, p, /*backward=*/true, like) {
-    if (config.gangs.width > 0)
-      fused = at::empty({attention_fused_workspace(p, config.head_tile).bytes()},
-                        like.options().dtype(at::kByte));
-  }
-  AttentionWorkspace get() const {
-    return {tile_counters.defined() ? tile_counters.mutable_data_ptr<int>() : nullptr,
-            mask.defined() ? mask.mutable_data_ptr() : nullptr,
-            fused.defined() ? fused.mutable_data_ptr() : nullptr};
-  }
-};
+// Undefined if the kernels need no memory.
+Tensor workspace_of(const AttentionPlan& plan, const Tensor& like) {
+  if (plan.workspace_bytes() == 0) return {};
+  return at::empty({plan.workspace_bytes()}, like.options().dtype(at::kByte));
+}
+void* data_of(const Tensor& workspace) {
+  return workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
+}
 
 Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
@@ -330,10 +311,10 @@ Tensors3 attention_cuda_kernel(const Tensor& query, const Tensor& key, const Ten
   return attention_with(query, key, value, attn_mask,
                         {dropout_p, is_causal, scale, window_left, window_right, softcap}, draw,
                         [&](const AttentionParams& p) {
-                          const AttentionConfig config = choose_attention_config(
-                              p, current_device_info(), sm90_path_available());
-                          const WorkspaceTensors workspace(config, p, false, query);
-                          launch_attention_fwd(p, config, workspace.get(), call.stream);
+                          const AttentionPlan plan =
+                              choose_attention(p, current_device_info(), sm90_path_available());
+                          const Tensor workspace = workspace_of(plan, query);
+                          launch_attention(p, plan, data_of(workspace), call.stream);
                         });
 }
 
@@ -346,16 +327,11 @@ Tensors4 attention_backward_on_cuda(const Tensor& grad_out, const Tensor& query,
   const CudaCall call(query);
   return attention_backward_with(
       grad_out, query, key, value, attn_mask, out, lse, philox_state, a, gradients, grad_lse,
-      [&](AttentionBackwardParams& p, const void* dlse) {
-        const AttentionBackwardConfig config =
-            choose_attention_backward_config(p, current_device_info(), sm90_path_available());
-        const Tensor stats = at::empty({attention_row_stats_bytes(p.fwd, config.path)},
-                                       query.options().dtype(at::kByte));
-        p.row_stats = stats.mutable_data_ptr();
-        const WorkspaceTensors workspace(config, p.fwd, query);
-        AttentionWorkspace memory = workspace.get();
-        memory.dlse = dlse;
-        launch_attention_bwd(p, config, memory, call.stream);
+      [&](const AttentionBackwardParams& p, const void* dlse) {
+        const AttentionBackwardPlan plan =
+            choose_attention_backward(p, current_device_info(), sm90_path_available());
+        const Tensor workspace = workspace_of(plan, query);
+        launch_attention_backward(p, dlse, plan, data_of(workspace), call.stream);
       });
 }
 

@@ -216,9 +216,8 @@ void check_varlen_strict(cudaStream_t stream) {
   const auto error = check_strict(stream);
   TORCH_CHECK_INDEX(!error.has_value(), error.value_or(""));
 }
-Tensor varlen_memory(const AttentionParams& p, const PackedSequences& s, const VarlenPlan& plan,
-                     bool backward, const Tensor& like) {
-  return at::empty({varlen_workspace(p, s, plan, backward).bytes}, like.options().dtype(at::kByte));
+Tensor varlen_memory(const VarlenPlan& plan, const Tensor& like) {
+  return at::empty({plan.workspace_bytes()}, like.options().dtype(at::kByte));
 }
 
 std::tuple<Tensor, Tensor> varlen_cuda_kernel(const Tensor& query, const Tensor& key,
@@ -231,8 +230,8 @@ std::tuple<Tensor, Tensor> varlen_cuda_kernel(const Tensor& query, const Tensor&
   auto run = [&](const VarlenParams& p) {
     const VarlenPlan plan =
         choose_varlen(p.fwd, p.sequences, nullptr, current_device_info(), sm90_path_available());
-    const Tensor memory = varlen_memory(p.fwd, p.sequences, plan, /*backward=*/false, query);
-    launch_varlen_fwd(p, plan, memory.mutable_data_ptr(), varlen_errors(), call.stream);
+    const Tensor memory = varlen_memory(plan, query);
+    launch_varlen(p, plan, memory.mutable_data_ptr(), varlen_errors(), call.stream);
     check_varlen_strict(call.stream);
   };
   return varlen_with(
@@ -251,8 +250,8 @@ Tensors3 varlen_backward_cuda_kernel(const Tensor& grad_out, const Tensor& query
   auto run = [&](const VarlenBackwardParams& p) {
     const VarlenPlan plan =
         choose_varlen(p.bwd.fwd, p.sequences, &p.bwd, current_device_info(), sm90_path_available());
-    const Tensor memory = varlen_memory(p.bwd.fwd, p.sequences, plan, /*backward=*/true, query);
-    launch_varlen_bwd(p, plan, memory.mutable_data_ptr(), varlen_errors(), call.stream);
+    const Tensor memory = varlen_memory(plan, query);
+    launch_varlen_backward(p, plan, memory.mutable_data_ptr(), varlen_errors(), call.stream);
     check_varlen_strict(call.stream);
   };
   return varlen_backward_with(

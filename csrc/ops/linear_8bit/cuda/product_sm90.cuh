@@ -12,7 +12,7 @@
 
 namespace warpwright {
 
-inline Output8BitSm90 output_8bit(const Product8BitParams& p) {
+inline Output8BitSm90 output_8bit(const Product8BitParams& p, const Product8BitPlan& plan) {
   Output8BitSm90 output{};
   output.type = p.type;
   output.row_scale = p.row_scale;
@@ -26,26 +26,26 @@ inline Output8BitSm90 output_8bit(const Product8BitParams& p) {
   output.n = static_cast<int>(p.n);
   output.pitch = p.n;
   output.fp32 = dtype_size(p.type) == 4;
-  const auto address = reinterpret_cast<uintptr_t>(p.d);
-  output.pairs = p.n % 2 == 0 && address % 8 == 0;
-  output.use_tma = !output.fp32 && p.n % 8 == 0 && address % 16 == 0;
+  output.pairs = plan.pair_stores;
+  output.use_tma = plan.tma_stores;
   if (output.use_tma) output.map = make_tensor_map({p.type, false, p.d, p.n, p.m, p.n, 64, 64});
   return output;
 }
 
 template <class Tile, class Store = Epilogue8BitSm90<Tile::kStoreBuffers, Tile::kTight>>
-void launch_product_8bit_tile(const Product8BitParams& p, cudaStream_t stream) {
+void launch_product_8bit_tile(const Product8BitParams& p, const Product8BitPlan& plan,
+                              cudaStream_t stream) {
   GemmParams product{};
   product.m = p.m;
   product.n = p.n;
   product.k = p.k;
   product.a = make_operand(p.a, DType::kUInt8, p.a_pitch, 1);
   product.b = make_operand(p.b, DType::kUInt8, p.b_pitch, 1);
-  GemmPlan plan{};
-  plan.splits = 1;
-  plan.cluster = 1;
-  launch_sm90_product<Tile, Store>(product, plan, tma_operands<Tile, TmaOperands>(product),
-                                   output_8bit(p), nullptr, stream);
+  GemmPlan whole{};
+  whole.splits = 1;
+  whole.cluster = 1;
+  launch_sm90_product<Tile, Store>(product, whole, tma_operands<Tile, TmaOperands>(product),
+                                   output_8bit(p, plan), nullptr, stream);
 }
 
 // Instantiated in instances/, one kind of sums per file. T: int8_t or fp8_e4m3.
@@ -58,7 +58,7 @@ void launch_product_8bit_sm90(const Product8BitParams& p, const Product8BitPlan&
     if constexpr (kShape.stages > 0) {
       if (plan.tile != kTile) return false;
       launch_product_8bit_tile<Tile8Bit<T, T, kShape.blk_m, kShape.blk_n, kShape.stages,
-                                        kShape.ping_pong, kPromotes, kShape.store_buffers>>(p,
+                                        kShape.ping_pong, kPromotes, kShape.store_buffers>>(p, plan,
                                                                                             stream);
       return true;
     } else {

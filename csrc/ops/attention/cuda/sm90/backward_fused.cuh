@@ -388,9 +388,8 @@ bool launch_attention_bwd_fused_sm90(const AttentionBackwardParams& p, const Gan
   using Tile = FusedTileSm90<kHead, 3, 1, 2>;
   static_assert(attention_fused_query_rows(kHead) == Tile::kBlockM &&
                 kAttentionFusedKeyRows == Tile::kBlockN);
-  int* turns = turns_of<kHead>(p.fwd, workspace);
-  launch_attention_row_stats_sm90(p, workspace, stream, turns);
-  return launch_fused<T, Tile>(p, gangs, static_cast<float*>(workspace.fused), turns, stream);
+  launch_attention_row_stats_sm90(p, workspace, stream);
+  return launch_fused<T, Tile>(p, gangs, workspace.dq_sums, workspace.turns, stream);
 }
 
 }  // namespace warpwright

@@ -406,14 +406,12 @@ void launch_forward(const AttentionParams& p, const AttentionWorkspace& workspac
 }
 
 template <class T, int kHead>
-void launch_attention_fwd_sm90(const AttentionParams& p, const AttentionWorkspace& workspace,
-                               cudaStream_t stream) {
+void launch_attention_fwd_sm90(const AttentionParams& p, const AttentionPlan& plan,
+                               const AttentionWorkspace& workspace, cudaStream_t stream) {
   for_mask_use(p, [&]<MaskUse kMask>() {
     if constexpr (kHead == 64) {
-      // Tiles of 192 queries read K and V less often. With few rows, tiles of 128 waste fewer of
-      // them. A mask's values need the registers of two consumers.
       if constexpr (kMask != MaskUse::kValues) {
-        if (p.S_q >= 2048)
+        if (plan.query_rows == 192)
           return launch_forward<T, ForwardTileSm90<64, 128, 3, true, kMask>>(p, workspace, stream);
       }
       launch_forward<T, ForwardTileSm90<64, 128, 2, true, kMask>>(p, workspace, stream);

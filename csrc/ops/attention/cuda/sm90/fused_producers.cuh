@@ -138,7 +138,7 @@ struct FusedProducersSm90 {
         mbarrier_wait(sum_ring.full(writer), parity);
         parity ^= 1;
         wait_for_turn(turn, step.turn);
-        fence_proxy_async_all();  // the former addition, before this one by the async proxy
+        fence_proxy_async_all();  // orders the previous addition before this one (async proxy)
         if (step.turn == 0)
           bulk_store(sums, from, Tile::kSumBytes);
         else
@@ -146,7 +146,8 @@ struct FusedProducersSm90 {
         tma_store_commit();
         tma_store_wait_read<0>();
         mbarrier_arrive(sum_ring.empty(writer));
-        // The next CTA in turn may add only when the values are in memory, not just read from here.
+        // The next CTA may add only when the values are in memory. A finished read of shared memory
+        // is not enough.
         tma_store_wait<0>();
         fence_proxy_async_all();
         pass_turn(turn);

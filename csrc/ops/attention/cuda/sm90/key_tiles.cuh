@@ -1,5 +1,5 @@
-// What the kernels of dk and dv share: tiles of keys, the walk over the blocks of queries that see
-// them, and the masking of a tile of scores whose rows are keys.
+// Shared by the kernels of dk and dv: tiles of keys, the walk over the blocks of queries with a
+// visible key of the tile, and the mask of a tile of scores. Rows of these scores are keys.
 #pragma once
 
 #include "device/sm90/cluster.cuh"

@@ -14,10 +14,21 @@
 
 namespace warpwright {
 
+// What the kernels need on the device besides their operands: parts of the workspace, null if the
+// plan has none.
+struct AttentionWorkspace {
+  int* tile_counters = nullptr;
+  void* mask = nullptr;
+  const AttentionMaskTiles* mask_tiles = nullptr;  // of the plan: what `mask` holds
+  float* dq_sums = nullptr;
+  int* turns = nullptr;
+  const void* dlse = nullptr;  // of the backward: the gradient of lse (B, H, S_q), AttentionLse
+};
+
 // kHead: the padded head dimension, 64, 128 or 256.
 template <class T, int kHead>
-void launch_attention_fwd_sm90(const AttentionParams& params, const AttentionWorkspace& workspace,
-                               cudaStream_t stream);
+void launch_attention_fwd_sm90(const AttentionParams& params, const AttentionPlan& plan,
+                               const AttentionWorkspace& workspace, cudaStream_t stream);
 template <class T, int kHead>
 void launch_attention_bwd_sm90(const AttentionBackwardParams& params,
                                const AttentionWorkspace& workspace, cudaStream_t stream);
@@ -38,7 +49,7 @@ void launch_attention_bwd_dropout_sm90(const AttentionBackwardParams& params,
 
 // With a window, a softcap or both, without a dense mask and dropout. kHead: 64, 128 or 256.
 template <class T, int kHead>
-void launch_attention_fwd_window_sm90(const AttentionParams& params,
+void launch_attention_fwd_window_sm90(const AttentionParams& params, const AttentionPlan& plan,
                                       const AttentionWorkspace& workspace, cudaStream_t stream);
 template <class T, int kHead>
 void launch_attention_bwd_window_sm90(const AttentionBackwardParams& params,
@@ -50,8 +61,7 @@ void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream);
 // AttentionBackwardSm90Params. Also clears the workspace's counters, and the turns of the fused
 // backward, one per 64 rows.
 void launch_attention_row_stats_sm90(const AttentionBackwardParams& params,
-                                     const AttentionWorkspace& workspace, cudaStream_t stream,
-                                     int* turns = nullptr);
+                                     const AttentionWorkspace& workspace, cudaStream_t stream);
 
 // Calls f<kMask>() for the mask handling that the instance needs.
 template <class F>
@@ -77,17 +87,10 @@ void for_mask_or_none(const AttentionParams& p, F&& f) {
 struct MaskQueryTiles {
   int consumers, block_keys;
 };
-// Fills the mask's part of the workspace (ops/attention/mask_tiles.h) for kernels with these tiles,
+// Fills the mask's part of the workspace, `workspace.mask_tiles`, for kernels with these tiles,
 // and in the backward also for tiles of 128 keys. Also clears the counters.
 void launch_mask_tiles(const AttentionParams& params, const MaskQueryTiles& queries, bool backward,
                        const AttentionWorkspace& workspace, cudaStream_t stream);
-
-// The turns in the fused backward's workspace, after the sums of dq.
-template <int kHead>
-int* turns_of(const AttentionParams& p, const AttentionWorkspace& workspace) {
-  return reinterpret_cast<int*>(static_cast<char*>(workspace.fused) +
-                                attention_fused_workspace(p, kHead).sums_bytes);
-}
 
 // Rows of `x` (B, H, S, D) in boxes of box_rows.
 inline CUtensorMap rows_map(const AttentionParams& p, const AttentionOperand& x, int64_t H,
@@ -174,18 +177,9 @@ inline AttentionMaskSm90 make_mask(const AttentionParams& p, const AttentionMask
   m.values = p.mask;
   m.is_fp32 = p.mask_type == MaskType::kFloat32;
   std::copy(p.mask_stride, p.mask_stride + 4, m.stride);
-  // Whether `count` neighbours over dimension `dim`, from a multiple of it on, are aligned
-  // together.
-  auto aligned = [&](int dim, int count) {
-    bool all = p.mask_stride[dim] == 1 &&
-               reinterpret_cast<uintptr_t>(p.mask) % (count * mask_element_bytes(p)) == 0;
-    for (int other = 0; other < 4; ++other)
-      if (other != dim) all &= p.mask_stride[other] % count == 0;
-    return all;
-  };
-  m.query_pairs = aligned(2, 2);
-  m.key_pairs = aligned(3, 2);
-  m.key_vectors = p.mask_type == MaskType::kElement && aligned(3, 8);
+  m.query_pairs = t.query_pairs;
+  m.key_pairs = t.key_pairs;
+  m.key_vectors = t.key_vectors;
   return m;
 }
 inline AttentionDropoutSm90 make_dropout(const AttentionParams& p) {
@@ -195,8 +189,8 @@ inline AttentionDropoutSm90 make_dropout(const AttentionParams& p) {
 }
 // For tiles of queries.
 inline AttentionMaskSm90 mask_of_queries(const AttentionParams& p, const MaskQueryTiles& queries,
-                                         bool backward, const AttentionWorkspace& workspace) {
-  const AttentionMaskTiles t = attention_mask_tiles(p, backward);
+                                         const AttentionWorkspace& workspace) {
+  const AttentionMaskTiles& t = *workspace.mask_tiles;
   const char* base = static_cast<const char*>(workspace.mask);
   AttentionMaskSm90 m = make_mask(p, t);
   m.list = reinterpret_cast<const uint32_t*>(base + t.query_list);
@@ -211,7 +205,7 @@ inline AttentionMaskSm90 mask_of_queries(const AttentionParams& p, const MaskQue
 // For tiles of 128 keys and blocks of 64 queries.
 inline AttentionMaskSm90 mask_of_keys(const AttentionParams& p,
                                       const AttentionWorkspace& workspace) {
-  const AttentionMaskTiles t = attention_mask_tiles(p, /*backward=*/true);
+  const AttentionMaskTiles& t = *workspace.mask_tiles;
   const char* base = static_cast<const char*>(workspace.mask);
   AttentionMaskSm90 m = make_mask(p, t);
   m.list = reinterpret_cast<const uint32_t*>(base + t.key_list);
@@ -231,7 +225,7 @@ auto make_forward_params(const AttentionParams& p, const TileSchedule& schedule,
   if constexpr (Tile::kDropout) f.dropout = make_dropout(p);
   if constexpr (Tile::kWindowed) f.window = make_window(p);
   if constexpr (Tile::kMasked)
-    f.mask = mask_of_queries(p, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/false, workspace);
+    f.mask = mask_of_queries(p, {Tile::kConsumers, Tile::kBlockN}, workspace);
   f.q = rows_map_of<Tile>(p, p.q, p.H, p.S_q, p.D, Tile::kBlockM);
   f.k = rows_map_of<Tile>(p, p.k, p.H_kv, p.S_k, p.D, Tile::kBlockN);
   f.v = rows_map_of<Tile>(p, p.v, p.H_kv, p.S_k, p.D_v, Tile::kBlockN);
@@ -276,8 +270,7 @@ auto make_dq_params(const AttentionBackwardParams& b, const TileSchedule& schedu
   if constexpr (Tile::kDropout) f.dropout = make_dropout(b.fwd);
   if constexpr (Tile::kWindowed) f.window = make_window(b.fwd);
   if constexpr (Tile::kMasked)
-    f.mask =
-        mask_of_queries(b.fwd, {Tile::kConsumers, Tile::kBlockN}, /*backward=*/true, workspace);
+    f.mask = mask_of_queries(b.fwd, {Tile::kConsumers, Tile::kBlockN}, workspace);
   f.dq = rows_map_of<Tile>(b.fwd, b.dq, b.fwd.H, b.fwd.S_q, b.fwd.D, 64);
   return f;
 }

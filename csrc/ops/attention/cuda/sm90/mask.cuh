@@ -129,9 +129,9 @@ __device__ __forceinline__ void add_mask_values(float (&s)[kRegs], const M* at, 
     }
 }
 
-// Transposes 4 x 4 pairs among the four lanes of a quad. Lane t has loaded eight neighbours of 32
-// columns, the pairs 4 t to 4 t + 3. The accumulator's block a of 8 columns wants pair 4 a + t in
-// lane t.
+// Transposes 4 x 4 pairs among the four lanes of a quad. Lane t has loaded eight adjacent columns
+// of 32: the pairs 4 t to 4 t + 3. In the accumulator, lane t has pair 4 a + t, for each block a of
+// 8 columns.
 template <class Word>
 __device__ __forceinline__ void transpose_quad(Word (&pair)[4]) {
 #pragma unroll

@@ -245,11 +245,7 @@ void launch_classify(const AttentionParams& p, const AttentionMaskTiles& t, bool
   c.row_tiles = static_cast<int>(t.row_tiles), c.words = static_cast<int>(t.words);
   c.rows = t.rows_repeat ? kMaskCellRows : static_cast<int>(p.S_q);
   c.cols = static_cast<int>(p.S_k);
-  auto aligned = [](int64_t bytes) { return bytes % 16 == 0; };
-  const int64_t size = sizeof(M);
-  c.vectorized = p.mask_stride[3] == 1 && aligned(reinterpret_cast<intptr_t>(p.mask)) &&
-                 aligned(p.mask_stride[0] * size) && aligned(p.mask_stride[1] * size) &&
-                 aligned(p.mask_stride[2] * size);
+  c.vectorized = t.vectorized;
   c.bits = reinterpret_cast<uint32_t*>(workspace + t.bits);
   c.bits_by_key = backward ? reinterpret_cast<uint64_t*>(workspace + t.bits_by_key) : nullptr;
   c.cells = reinterpret_cast<uint8_t*>(workspace + t.cells);
@@ -262,7 +258,7 @@ void launch_classify(const AttentionParams& p, const AttentionMaskTiles& t, bool
 
 void launch_mask_tiles(const AttentionParams& p, const MaskQueryTiles& queries, bool backward,
                        const AttentionWorkspace& workspace, cudaStream_t stream) {
-  const AttentionMaskTiles t = attention_mask_tiles(p, backward);
+  const AttentionMaskTiles& t = *workspace.mask_tiles;
   char* base = static_cast<char*>(workspace.mask);
   if (t.is_classified) {
     if (p.mask_type == MaskType::kBool)
@@ -284,7 +280,7 @@ void launch_mask_tiles(const AttentionParams& p, const MaskQueryTiles& queries, 
   l.q_tiles = static_cast<int>(ceil_div(p.S_q, int64_t{kMaskCellRows}));
   l.S_k = static_cast<int>(p.S_k);
   l.tile_counters = workspace.tile_counters;
-  const AttentionMaskSm90 of_queries = mask_of_queries(p, queries, backward, workspace);
+  const AttentionMaskSm90 of_queries = mask_of_queries(p, queries, workspace);
   l.lists[0] = {of_queries.tiles,
                 of_queries.entries,
                 queries.consumers,

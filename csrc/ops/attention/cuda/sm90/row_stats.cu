@@ -63,13 +63,13 @@ void launch_clear_tile_counters(int* tile_counters, cudaStream_t stream) {
 }
 
 void launch_attention_row_stats_sm90(const AttentionBackwardParams& p,
-                                     const AttentionWorkspace& workspace, cudaStream_t stream,
-                                     int* turns) {
+                                     const AttentionWorkspace& workspace, cudaStream_t stream) {
   const int64_t padded = attention_padded_rows(p.fwd), rows = p.fwd.B * p.fwd.H * padded;
   auto run = [&]<class T, int kLanes>() {
     const int64_t ctas = ceil_div(rows, int64_t(kThreads / kLanes));
     launch(attention_row_stats_sm90_kernel<T, kLanes>, dim3(static_cast<unsigned>(ctas)),
-           dim3(kThreads), 0, stream, p, static_cast<int>(padded), workspace.tile_counters, turns);
+           dim3(kThreads), 0, stream, p, static_cast<int>(padded), workspace.tile_counters,
+           workspace.turns);
   };
   auto run_type = [&]<class T>() {
     if (p.fwd.D_v <= 64) return run.template operator()<T, 8>();

@@ -7,6 +7,7 @@ namespace warpwright {
 
 // A call's lists and counters, made by launch_sequence_tiles().
 struct PackedCallSm90 {
+  AttentionForm form;              // kPlain or kWindow
   SequenceTileList queries, keys;  // keys: in the backward
   int* counters;
   int64_t padded_rows;  // per head of the statistics

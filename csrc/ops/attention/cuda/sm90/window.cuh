@@ -50,9 +50,9 @@ __device__ __forceinline__ void hide_columns_before(float (&s)[kRegs], int first
     if (i / 4 * 8 + i % 2 - i / 2 % 2 * 8 < limit) s[i] = -INFINITY;
 }
 
-// The columns that a warp sees of a tile, counted from its first: from `first` to `last` in its
-// first row, one more in each following row, and none past `end`. Few tiles cross both limits of a
-// window, so each is applied alone.
+// Hides the columns of a warp's scores outside of the window. The visible ones are `first` to
+// `last` in the warp's first row, one further in each following row, and none past `end`. Few tiles
+// cross both limits of a window, so each limit is applied alone.
 template <int kRegs>
 __device__ __forceinline__ void hide_outside(float (&s)[kRegs], int first, int last, int end) {
   const int row = accumulator_row() - accumulator_warp_row();

@@ -83,13 +83,14 @@ void launch_packed_backward_of(const AttentionBackwardParams& b, const PackedCal
 template <class T, int kHead>
 void launch_packed_fwd_sm90(const AttentionParams& p, const PackedCallSm90& call,
                             cudaStream_t stream) {
-  if (is_windowed(p)) return launch_packed_forward_of<T, kHead, MaskUse::kWindow>(p, call, stream);
+  if (call.form == AttentionForm::kWindow)
+    return launch_packed_forward_of<T, kHead, MaskUse::kWindow>(p, call, stream);
   launch_packed_forward_of<T, kHead, MaskUse::kNone>(p, call, stream);
 }
 template <class T, int kHead>
 void launch_packed_bwd_sm90(const AttentionBackwardParams& b, const PackedCallSm90& call,
                             cudaStream_t stream) {
-  if (is_windowed(b.fwd))
+  if (call.form == AttentionForm::kWindow)
     return launch_packed_backward_of<T, kHead, MaskUse::kWindow>(b, call, stream);
   launch_packed_backward_of<T, kHead, MaskUse::kNone>(b, call, stream);
 }

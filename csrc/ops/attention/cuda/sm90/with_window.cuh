@@ -7,11 +7,10 @@
 namespace warpwright {
 
 template <class T, int kHead>
-void launch_attention_fwd_window_sm90(const AttentionParams& p, const AttentionWorkspace& workspace,
-                                      cudaStream_t stream) {
+void launch_attention_fwd_window_sm90(const AttentionParams& p, const AttentionPlan& plan,
+                                      const AttentionWorkspace& workspace, cudaStream_t stream) {
   if constexpr (kHead == 64) {
-    // Tiles of 192 queries read K and V less often, but walk more hidden keys at the limits.
-    if (p.S_q >= 2048 && p.window_left + last_seen(p) >= 512)
+    if (plan.query_rows == 192)
       return launch_forward<T, ForwardTileSm90<64, 128, 3, true, MaskUse::kWindow>>(p, workspace,
                                                                                     stream);
   }

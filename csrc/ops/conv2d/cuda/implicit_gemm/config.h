@@ -17,6 +17,8 @@ struct ImplicitGemmConfig {
   GemmTile tile;           // k128x128, k128x64, k64x64Gathered or k64x64Elements
   bool vectorized;         // 16-byte gathers along the channels (NHWC)
   bool vectorized_weight;  // of the weights too
+  bool vectorized_matrix;  // 16-byte loads of the operand without a gather: w in fprop, dy in wgrad
+  bool vectorized_d;       // wgrad: 16-byte stores
   int splits;              // wgrad: runs of pixels, summed in order by a second kernel
   const char* reason;
 };
@@ -115,6 +117,16 @@ inline ImplicitGemmConfig choose_implicit_gemm(ConvDirection direction, const Co
                   : s.channels_last ? "channels are not whole 16-byte vectors: element gathers"
                                     : "NCHW: element gathers along the rows of the image";
   const int64_t depth = s.group_c() * s.taps();
+  auto aligned = [&](uintptr_t address, int64_t pitch) {
+    return rows_are_aligned(reinterpret_cast<const void*>(address), pitch * dtype_size(s.dtype),
+                            /*alignment=*/16);
+  };
+  if (direction == ConvDirection::kFprop) {
+    config.vectorized_matrix = aligned(addresses.w, depth);
+  } else if (direction == ConvDirection::kWgrad) {
+    config.vectorized_matrix = s.channels_last && whole_k && aligned(addresses.y, s.k);
+    config.vectorized_d = aligned(addresses.w, depth);
+  }
   if (direction == ConvDirection::kWgrad) {
     if (config.vectorized) {
       // A 128-row tile would be half empty.
@@ -152,6 +164,8 @@ inline double estimate_implicit_gemm(ConvDirection direction, const Conv2dShape&
 inline std::string describe(const ImplicitGemmConfig& config) {
   std::string text = "portable implicit GEMM, " + describe_portable_tile(config.kind, config.tile);
   if (config.splits > 1) text += ", split-k " + std::to_string(config.splits);
+  if (config.vectorized_matrix) text += ", 16-byte loads of the matrix operand";
+  if (config.vectorized_d) text += ", 16-byte stores";
   return text + " (" + config.reason + ")";
 }
 

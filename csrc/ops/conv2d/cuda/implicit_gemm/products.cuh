@@ -160,8 +160,6 @@ void launch_implicit_gemm_fprop(const Conv2dParams& p, const ImplicitGemmConfig&
     const Plane x = input_plane(s), y = output_plane(s);
     const int64_t depth = s.group_c() * s.taps();
     const T* weight = static_cast<const T*>(p.weight);
-    const bool aligned =
-        rows_are_aligned(weight, depth * static_cast<int64_t>(sizeof(T)), /*alignment=*/16);
     const Correlation<T> c{static_cast<const T*>(p.input) + first * x.pitch_n(),
                            x,
                            x.pixels(s.p, s.q, s.stride_h, s.stride_w, -s.pad_h, -s.pad_w),
@@ -175,7 +173,8 @@ void launch_implicit_gemm_fprop(const Conv2dParams& p, const ImplicitGemmConfig&
       using Tile = typename PortableTileOf<kKind, kTile, T>::type;
       using LoaderW = GroupMatrixLoader<Tile, Major::kK, kBlkWeights<Tile, kLast>, !kVectorized>;
       launch_correlation<Tile, LoaderW, kLast, kVectorized>(
-          c, {{weight, depth, s.group_k(), depth, aligned}, s.group_k() * depth}, stream);
+          c, {{weight, depth, s.group_k(), depth, config.vectorized_matrix}, s.group_k() * depth},
+          stream);
     });
   });
 }
@@ -260,8 +259,7 @@ void launch_wgrad_instance(const Conv2dBackwardParams& p, const ImplicitGemmConf
   output.rows = s.group_k();
   output.cols = depth;
   output.ld = depth;
-  output.vectorized =
-      depth % MatrixOutput<T>::kVec == 0 && reinterpret_cast<uintptr_t>(p.grad_weight) % 16 == 0;
+  output.vectorized = config.vectorized_d;
 
   constexpr Major kMajor = kChannelsLast ? Major::kMN : Major::kK;
   using LoaderX =
@@ -275,10 +273,8 @@ void launch_wgrad_instance(const Conv2dBackwardParams& p, const ImplicitGemmConf
   const ProductExtents extents{s.group_k(), depth, pixels, config.splits, s.groups};
   if constexpr (kChannelsLast) {
     using LoaderY = GroupMatrixLoader<Tile, Major::kMN, Tile::kBlkM, !kVectorized>;
-    constexpr auto kSize = static_cast<int64_t>(sizeof(T));
-    const bool aligned =
-        rows_are_aligned(dy, s.k * kSize, 16) && rows_are_aligned(nullptr, s.group_k() * kSize, 16);
-    const typename LoaderY::Operand a{{dy, s.k, s.group_k(), pixels, aligned}, s.group_k()};
+    const typename LoaderY::Operand a{{dy, s.k, s.group_k(), pixels, config.vectorized_matrix},
+                                      s.group_k()};
     launch_group_products<Tile, LoaderY, LoaderX>(extents, a, b, output, workspace, stream);
   } else {
     using LoaderY = GatherLoader<Tile, Major::kK, Tile::kBlkM, 1, LinearAxis, PixelAxis>;

@@ -3,7 +3,7 @@
 
 namespace warpwright {
 
-template void launch_attention_fwd_sm90<bf16, 256>(const AttentionParams&,
+template void launch_attention_fwd_sm90<bf16, 256>(const AttentionParams&, const AttentionPlan&,
                                                    const AttentionWorkspace&, cudaStream_t);
 
 }  // namespace warpwright

@@ -3,7 +3,7 @@
 
 namespace warpwright {
 
-template void launch_attention_fwd_sm90<half, 64>(const AttentionParams&, const AttentionWorkspace&,
-                                                  cudaStream_t);
+template void launch_attention_fwd_sm90<half, 64>(const AttentionParams&, const AttentionPlan&,
+                                                  const AttentionWorkspace&, cudaStream_t);
 
 }  // namespace warpwright

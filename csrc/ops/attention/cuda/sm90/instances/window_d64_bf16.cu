@@ -4,6 +4,7 @@
 namespace warpwright {
 
 template void launch_attention_fwd_window_sm90<bf16, 64>(const AttentionParams&,
+                                                         const AttentionPlan&,
                                                          const AttentionWorkspace&, cudaStream_t);
 template void launch_attention_bwd_window_sm90<bf16, 64>(const AttentionBackwardParams&,
                                                          const AttentionWorkspace&, cudaStream_t);
