@@ -12,10 +12,10 @@
 
 #include "host/weight_casts.h"
 #include "torch/cast_node.h"
+#include "torch/check_argument.h"
 #include "torch/plain.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
-#include "torch/check_argument.h"
 #include "torch/cuda.h"
 #endif
 
