@@ -12,7 +12,7 @@ from native_suites import OURS
 
 import warpwright
 from warpwright import _catalog, doctor, explain, functional, nn, optim
-from warpwright._catalog import FUNCTIONALS, NATIVE, OPERATORS, OPS, VARIANTS
+from warpwright._catalog import FUNCTIONALS, NATIVE_OPERATORS, OPERATORS, OPS, VARIANTS
 from warpwright._ops import ops
 from warpwright.bench import overhead, plots, sources
 from warpwright.bench.optimizers import optimizer_cases
@@ -191,11 +191,11 @@ def test_example(op, device):
     assert plots.operations({**row, "dtype": "float32"}) > 0
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", NATIVE_OPERATORS)
 def test_fallback_takes_the_arguments(name):
     """By position, as many as the operator's schema requires, or any."""
     schema = getattr(torch.ops.warpwright, name).default._schema
-    code = getattr(NATIVE[name], "__code__", None)
+    code = getattr(NATIVE_OPERATORS[name], "__code__", None)
     if code is not None and code.co_filename.endswith("_native.py"):
         required = [a for a in schema.arguments if not a.kwarg_only and not a.has_default_value()]
         takes_more = code.co_flags & 0x04
