@@ -181,7 +181,7 @@ def added(f: Any, op: str, x: Tensor, residual: Tensor, *vectors: Tensor) -> Ten
     return total + y  # type: ignore[no-any-return]
 
 
-def matrices() -> Iterator[Case]:
+def products_and_norms() -> Iterator[Case]:
     for m, k, n in ((64, 3136, 128), (64, 128, 10), (256, 512, 512), (1, 512, 512)):
         x, w, b = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
         yield Case("linear", f"{m}x{k}x{n}", "rows", lambda f, a=(x, w, b): f.linear(*a), [x, w, b])
@@ -200,6 +200,9 @@ def matrices() -> Iterator[Case]:
         for op, tensors in (("add_layer_norm", (x, r, w, b)), ("add_rms_norm", (x, r, w))):
             add = lambda f, a=tensors, op=op: added(f, op, *a)  # noqa: E731
             yield Case(op, f"{rows}x{cols}", "rows", add, [*tensors])
+
+
+def gates_and_positions() -> Iterator[Case]:
     for rows, cols in ((64, 128), (2048, 768), (512, 4096)):
         gate, up = torch.randn(rows, cols), torch.randn(rows, cols)
         yield Case(
@@ -216,6 +219,8 @@ def matrices() -> Iterator[Case]:
             [x],
         )
 
+
+def attention_forms() -> Iterator[Case]:
     for packed_lengths, heads, width in (((37, 0, 200, 5), 4, 32), ((700, 128, 1300), 12, 64)):
         ends = torch.tensor([0, *packed_lengths]).cumsum(0).int()
         longest = max(packed_lengths)
@@ -241,6 +246,8 @@ def matrices() -> Iterator[Case]:
             [],
         )
 
+
+def quantized_products() -> Iterator[Case]:
     for m, k, n in ((1, 2048, 2048), (16, 2048, 2048), (256, 1024, 1024)):
         x, scales = torch.randn(m, k), torch.rand(n, k // 128)
         pairs = torch.randint(256, (n, k // 2), dtype=torch.uint8)
@@ -249,6 +256,8 @@ def matrices() -> Iterator[Case]:
             run = lambda f, a=operands: quantized(f, *a)  # noqa: E731
             yield Case("linear_quantized", f"{m}x{k}x{n} {name}", "rows", run, [x])
 
+
+def scans_and_softmax() -> Iterator[Case]:
     for shape, dim in (((64, 128), 1), ((2048, 768), 1), ((2048, 768), 0), ((1 << 20,), 0)):
         name = f"{'x'.join(map(str, shape))} dim {dim}"
 
@@ -269,6 +278,9 @@ def matrices() -> Iterator[Case]:
         for op in ("softmax", "log_softmax"):
             soft = lambda f, a=(x, dim), op=op: getattr(f, op)(*a)  # noqa: E731
             yield Case(op, name, "rows", soft, [x])
+
+
+def reductions() -> Iterator[Case]:
     for shape, dim in (
         ((2048, 768), 1),
         ((2048, 768), 0),
@@ -295,6 +307,9 @@ def matrices() -> Iterator[Case]:
                 lambda f, o=op, a=(x, dim): getattr(f if hasattr(f, o) else torch, o)(*a),
                 [x],
             )
+
+
+def lookups_and_losses() -> Iterator[Case]:
     for rows, columns, tokens in ((50257, 768, 1024), (5000, 64, 4096), (1024, 768, 1024)):
         tokens, table = torch.randint(rows, (tokens,)), torch.randn(rows, columns)
         yield Case(
@@ -322,6 +337,19 @@ def matrices() -> Iterator[Case]:
             lambda f, a=(q, k, v): f.scaled_dot_product_attention(*a),
             [q, k, v],
         )
+
+
+def matrices() -> Iterator[Case]:
+    for cases in (
+        products_and_norms,
+        gates_and_positions,
+        attention_forms,
+        quantized_products,
+        scans_and_softmax,
+        reductions,
+        lookups_and_losses,
+    ):
+        yield from cases()
 
 
 def shortest(runs: list[Callable[[], object]], seconds: float) -> list[float]:

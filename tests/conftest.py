@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 
 # Some virtual machines advertise AMX but do not grant it: oneDNN then fails on every 16-bit matrix
 # product ("could not create a primitive"), native's included. Its AVX512-FP16 convolution, one step
@@ -16,6 +17,7 @@ from fusion import count_calls
 from processes import Worlds
 
 import warpwright
+from warpwright import _batching
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NCCL = pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.two_gpus])
@@ -155,3 +157,23 @@ def pytest_configure(config):
         stop = gpu_sharing.start_mps()
         if stop is not None:
             config.add_cleanup(stop)
+
+
+@pytest.fixture
+def no_fallback(capfd):
+    """torch.vmap without PyTorch's loop, which warns from C++."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    assert "batching rule" not in capfd.readouterr().err
+
+
+@pytest.fixture
+def one_call(monkeypatch):
+    """No batching rule of fused operators runs once per sample."""
+
+    def fail(op, *_):
+        raise AssertionError(f"{op} runs once per sample")
+
+    for name in ("_norm_and_pool", "_attention_forms", "_linear_cross_entropy"):
+        monkeypatch.setattr(getattr(_batching, name), "one_by_one", fail)

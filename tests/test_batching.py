@@ -2,11 +2,11 @@
 
 import copy
 import runpy
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from batching import DIMS, check, loop, operands, randn
 from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
@@ -15,9 +15,10 @@ import warpwright.functional as F
 from warpwright._catalog import OPERATORS
 from warpwright.testing import assert_as_good_as_native
 
+pytestmark = pytest.mark.usefixtures("no_fallback")
+
 MODELS = Path(__file__).resolve().parents[1] / "benchmarks" / "models"
 MNIST_CNN = runpy.run_path(str(MODELS / "mnist_cnn.py"))
-DIMS = [(0, None, None), (0, 0, 0), (None, 0, 0), (1, None, 0), (None, 2, None), (None, None, 1)]
 # Operators that have no rule: they update parameters, buffers or a cache of a whole step, or are drawn
 # from once by others.
 UNBATCHED = {
@@ -30,46 +31,6 @@ UNBATCHED = {
     "kv_cache_append_",
     "sgd_step_",
 }
-
-
-@pytest.fixture(autouse=True)
-def no_fallback(capfd):
-    """PyTorch's loop warns from C++."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-    assert "batching rule" not in capfd.readouterr().err
-
-
-def loop(function, dims, *args):
-    samples = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    results = [
-        function(*(x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)))
-        for i in range(samples)
-    ]
-    if isinstance(results[0], torch.Tensor):
-        return torch.stack(results)
-    return tuple(torch.stack(r) for r in zip(*results, strict=True))
-
-
-def check(function, dims, *args, wanted=None):
-    """Forward, backward and double backward, by the `wanted` arguments or all that are floating."""
-    wanted = wanted or tuple(i for i, x in enumerate(args) if x.is_floating_point())
-    first = grad(lambda *a: function(*a).sin().sum(), argnums=wanted)
-    second = grad(lambda *a: sum(g.cos().sum() for g in first(*a)), argnums=wanted)
-    for f in (function, first, second):
-        expected = loop(f, dims, *args)
-        torch.testing.assert_close(vmap(f, dims)(*args), expected, equal_nan=True)
-
-
-def randn(device, *shape):
-    return torch.randn(shape, dtype=torch.float64, device=device)
-
-
-def operands(device, dims, *shapes, samples=3):
-    """Tensors of these shapes, with the batch dimension inserted at `dims`."""
-    for shape, d in zip(shapes, dims, strict=True):
-        yield randn(device, *(shape if d is None else (*shape[:d], samples, *shape[d:])))
 
 
 def test_every_operator_has_a_rule():
@@ -353,41 +314,6 @@ def test_add_norms(device, dims):
         check(lambda x, w: add(F.add_rms_norm, x, w), dims[:2], *args[:2])
 
 
-@pytest.mark.parametrize("name", ["batch_norm_relu", "batch_norm_silu", "batch_norm_hardswish"])
-def test_batch_norm_with_an_activation(device, name):
-    def function(x, w, b):
-        return getattr(F, name)(x, None, None, w, b, training=True)
-
-    check(function, (0, None, None), *operands(device, (0, None, None), (3, 4, 5, 2), (4,), (4,)))
-
-
-@pytest.mark.parametrize("dims", [(0, None, None, None), (None, 0, None, 0)])
-def test_conv2d_batch_norm(device, dims):
-    windows = ([2, 1], [1, 0], [1, 1], 1)
-
-    def function(x, w, a, b):
-        op = torch.ops.warpwright.conv2d_batch_norm
-        return op(x, w, None, None, a, b, 1e-5, "silu", *windows)[0]
-
-    check(function, dims, *operands(device, dims, (2, 2, 5, 4), (3, 2, 3, 3), (3,), (3,)))
-
-
-def test_conv2d_batch_norm_moves_the_statistics_of_each_sample(device):
-    x, w = randn(device, 3, 2, 2, 4, 4), randn(device, 3, 2, 1, 1)
-
-    def function(x, mean, var):
-        op = torch.ops.warpwright.conv2d_batch_norm_update
-        windows = ([1, 1], [0, 0], [1, 1], 1)
-        return op(x, w, None, None, None, None, mean, var, 0.1, 1e-5, "none", *windows)[0]
-
-    mine, theirs = ((randn(device, 3, 3), randn(device, 3, 3).abs()) for _ in range(2))
-    for a, b in zip(mine, theirs, strict=True):
-        b.copy_(a)
-    torch.testing.assert_close(vmap(function)(x, *mine), loop(function, (0, 0, 0), x, *theirs))
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("images", [(), (2,)])
 @pytest.mark.parametrize("pool", [F.max_pool2d, F.relu_max_pool2d])
 def test_pooling(device, images, pool):
@@ -424,7 +350,6 @@ def test_losses_sample_by_sample(device):
     weight = randn(device, 3, 6).abs()
     check(F.cross_entropy, (0, 0, 0), x, t, weight, wanted=(0,))
     check(lambda x, t: F.cross_entropy(x, t, z_loss=0.1), (0, 0), x, t)
-    check(F.linear_cross_entropy, (0, None, 0), x, randn(device, 6, 6), t)
 
 
 def test_attention_lse(device):

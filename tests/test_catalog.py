@@ -3,16 +3,19 @@
 import ast
 import dataclasses
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import test_explain_devices
+import test_launches
 import torch
 from malformed_calls import native_functions, public_calls
 from native_suites import OURS
 
 import warpwright
 from warpwright import _catalog, doctor, explain, functional, nn, optim
-from warpwright._catalog import FUNCTIONALS, NATIVE, OPERATORS, OPS, VARIANTS
+from warpwright._catalog import FUNCTIONALS, NATIVE_OPERATORS, OPERATORS, OPS, VARIANTS
 from warpwright._ops import ops
 from warpwright.bench import overhead, plots, sources
 from warpwright.bench.optimizers import optimizer_cases
@@ -27,6 +30,10 @@ from warpwright.swap import patterns
 from warpwright.swap.classes import MODULES, OF_LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from campaign_parts import injected_child, mutate_python, mutation  # noqa: E402
+
 CSRC = ROOT / "csrc"
 DEFINITION = re.compile(r'm\.(?:def\(\s*"(\w+)\(|impl\("(\w+)")')
 COMPOSED = {"mlp"}  # two ops, measured and tested on their own
@@ -191,11 +198,11 @@ def test_example(op, device):
     assert plots.operations({**row, "dtype": "float32"}) > 0
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", NATIVE_OPERATORS)
 def test_fallback_takes_the_arguments(name):
     """By position, as many as the operator's schema requires, or any."""
     schema = getattr(torch.ops.warpwright, name).default._schema
-    code = getattr(NATIVE[name], "__code__", None)
+    code = getattr(NATIVE_OPERATORS[name], "__code__", None)
     if code is not None and code.co_filename.endswith("_native.py"):
         required = [a for a in schema.arguments if not a.kwarg_only and not a.has_default_value()]
         takes_more = code.co_flags & 0x04
@@ -225,10 +232,11 @@ def test_every_op_is_tested():
     assert {op.name for op in NATIVE_HAS} <= {*native_functions()}
     ours = {getattr(f, "__name__", "") for f in OURS.values()} | {"scaled_dot_product_attention"}
     assert {op.name for op in NATIVE_HAS} <= ours
-    called = (ROOT / "tools" / "sanitize_cases.py").read_text()
+    cases = (ROOT / "tools" / "sanitize_parts").glob("*.py")
+    called = "".join(path.read_text() for path in cases)
     for name in {*FUNCTIONALS} - COMPOSED:
         family = name.rpartition("_")[0] + "_{"  # f"linear_{activation}"
-        assert f"F.{name}" in called or family in called, f"tools/sanitize_cases.py: {name}"
+        assert f"F.{name}" in called or family in called, f"tools/sanitize_parts: {name}"
 
 
 def test_every_folder_has_its_page():
@@ -242,3 +250,52 @@ def test_every_folder_has_its_page():
 
 def test_doctor_calls_what_native_has():
     assert set(doctor.calls("cpu")) == {op.name for op in NATIVE_HAS}
+
+
+def folders_without(named):
+    """The folders of csrc/ops that none of these ops uses; names of no op count for nothing."""
+    folders = {folder for op in OPS.values() for folder in op.sources}
+    return folders - {folder for name in {*named} & {*OPS} for folder in OPS[name].sources}
+
+
+def functions_without(files):
+    """The files of functional/ and optim/ with code of their own that the list lacks."""
+    package = Path(warpwright.__file__).parent
+    found = {
+        f"{folder}/{path.name}"
+        for folder in ("functional", "optim")
+        for path in (package / folder).glob("*.py")
+        if path.name != "__init__.py"
+    }
+    return found - {*files}
+
+
+# By the catalog's names: what a list of calls need not have.
+NOT_EXPLAINED = {"optim"}  # an optimizer has no plan
+NOT_COUNTED = {"batch_norm_relu_max_pool2d", "dropout", "linear_cross_entropy"}
+COUNTED_WITH_OPTIMIZERS = {"optim"}  # tests/test_optim_extras.py
+NOT_REPEATED = {"dropout", "optim"}  # a second call gives other numbers
+
+
+def test_every_folder_is_explained_for_other_gpus():
+    assert folders_without(test_explain_devices.CALLS) == NOT_EXPLAINED
+
+
+def test_every_folder_counts_its_launches():
+    named = {name.split(",")[0].split()[0] for name in test_launches.CASES}
+    missing = folders_without({*named, *test_launches.ELSEWHERE})
+    assert missing == NOT_COUNTED | COUNTED_WITH_OPTIMIZERS
+    assert all(hasattr(test_launches, test) for test in test_launches.ELSEWHERE.values())
+
+
+def test_the_campaign_covers_every_folder():
+    assert {*mutation.TESTS} == {path.name for path in (CSRC / "ops").iterdir() if path.is_dir()}
+    assert folders_without(injected_child.large_calls()) == NOT_REPEATED
+    assert functions_without(mutate_python.TESTS) == set()
+
+
+def test_a_folder_without_a_call_is_found():
+    assert "relu" in folders_without({*OPS} - {"relu"})
+    assert "scan" not in folders_without({"cumsum"})
+    lacking = {*mutate_python.TESTS} - {"functional/_scan.py"}
+    assert functions_without(lacking) == {"functional/_scan.py"}

@@ -3,40 +3,18 @@
 import pytest
 import torch
 from common import assert_no_leak, gradcheck, layouts, opcheck
+from scans import SHAPES, direction, reversed_of
 
 import warpwright
 import warpwright.functional as F
 from warpwright.testing import assert_same, compare_with_native
 
 ops = torch.ops.warpwright
-# One element, rows shorter and longer than a vector, whole tiles of every type, and look-backs.
-SHAPES = [
-    ((), 0),
-    ((0,), 0),
-    ((3, 0, 4), 1),
-    ((3, 0, 4), 2),
-    ((1,), 0),
-    ((5, 1, 3), 1),
-    ((37, 3), 1),
-    ((6, 33), -1),
-    ((2, 4096), 1),
-    ((2, 16385), 1),
-    ((40001,), 0),
-    ((4, 7, 5), 1),
-    ((2, 65, 16), 1),
-    ((130, 3, 8), 0),
-    ((1030, 24), 0),
-    ((5000, 3), 0),
-]
 LONG = [
     *(((n,), 0) for n in (1, 7, 1000, 16385, 40001, 200001)),
     ((40001, 3), 0),
     ((2, 3000, 8), 1),
 ]
-
-
-def reversed_of(native):
-    return lambda x, dim: native(x.flip(dim), dim).flip(dim) if x.dim() else native(x, dim)
 
 
 @pytest.fixture(params=["cumprod", "logcumsumexp"])
@@ -46,10 +24,7 @@ def name(request):
 
 @pytest.fixture(params=[False, True], ids=["forward", "reverse"])
 def form(request, name):
-    """(ours, native) in one direction."""
-    ours, native = getattr(F, name), getattr(torch, name)
-    theirs = reversed_of(native) if request.param else native
-    return (lambda x, dim: ours(x, dim, reverse=request.param)), theirs
+    return direction(getattr(F, name), getattr(torch, name), request.param)
 
 
 def values(name, shape, device):

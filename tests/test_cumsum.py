@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import assert_no_leak, gradcheck, layouts, opcheck
+from scans import SHAPES, direction, reversed_of
 
 import warpwright
 import warpwright.functional as F
@@ -10,36 +11,14 @@ from warpwright.testing import assert_same, compare_with_native
 
 ops = torch.ops.warpwright
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# One element, rows shorter and longer than a vector, whole tiles of every type, and look-backs.
-SHAPES = [
-    ((), 0),
-    ((0,), 0),
-    ((3, 0, 4), 1),
-    ((3, 0, 4), 2),
-    ((1,), 0),
-    ((5, 1, 3), 1),
-    ((37, 3), 1),
-    ((6, 33), -1),
-    ((2, 4096), 1),
-    ((2, 16385), 1),
-    ((40001,), 0),
-    ((4, 7, 5), 1),
-    ((2, 65, 16), 1),
-    ((130, 3, 8), 0),
-    ((1030, 24), 0),
-    ((5000, 3), 0),
-]
 
 
-def reversed_cumsum(x, dim):
-    return torch.cumsum(x.flip(dim), dim).flip(dim)
+reversed_cumsum = reversed_of(torch.cumsum)
 
 
 @pytest.fixture(params=[False, True], ids=["forward", "reverse"])
 def form(request):
-    """(ours, native) in one direction."""
-    theirs = reversed_cumsum if request.param else torch.cumsum
-    return (lambda x, dim: F.cumsum(x, dim, reverse=request.param)), theirs
+    return direction(F.cumsum, torch.cumsum, request.param)
 
 
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)

@@ -21,17 +21,32 @@ def image():
     return half(32, 64, 56, 56).to(memory_format=torch.channels_last)
 
 
+def weight():
+    return half(128, 64, 3, 3).to(memory_format=torch.channels_last)
+
+
 QUERY = (4, 16, 2048, 64)
 LABELS = torch.zeros(8192, dtype=torch.long)
+ENDS = torch.zeros(9, dtype=torch.int32)
 CALLS = {
     **{op: lambda: (half(1 << 20),) for op in ("relu", "gelu", "tanh", "dropout")},
     "linear": lambda: (half(16384, 768), half(3072, 768), half(3072)),
     "linear_gelu": lambda: (half(16384, 768), half(3072, 768), half(3072)),
-    "conv2d": lambda: (image(), half(128, 64, 3, 3).to(memory_format=torch.channels_last)),
+    "linear_int8": lambda: (half(16384, 768), torch.empty(3072, 768).char(), torch.empty(3072)),
+    "linear_quantized": lambda: (half(16, 4096), half(4096, 2048).byte(), half(4096, 32)),
+    "conv2d": lambda: (image(), weight()),
+    "conv2d_batch_norm": lambda: (image(), weight()),
+    "fft_conv1d": lambda: (half(8, 64, 4096), half(64, 64, 1024)),
     "batch_norm": lambda: (image(), torch.zeros(64), torch.ones(64)),
+    "batch_norm_relu_max_pool2d": lambda: (
+        *(image(), torch.zeros(64), torch.ones(64), None, None),
+        *(True, 0.1, 1e-5, 3, 2, 1),
+    ),
     "layer_norm": lambda: (half(16384, 768), (768,)),
     "add_layer_norm": lambda: (half(16384, 768), half(16384, 768), (768,)),
     "group_norm": lambda: (half(32, 64, 56, 56), 32),
+    "swiglu": lambda: (half(16384, 1536),),
+    "rotary_embedding": lambda: (half(*QUERY), half(*QUERY), *half(2, 1, *QUERY[2:])),
     "squeeze_excitation": lambda: (image(), half(4, 64), None, half(64, 4), None),
     "embedding": lambda: (half(16, 1024).long(), half(50257, 768)),
     "softmax": lambda: (half(16384, 4096), -1),
@@ -41,6 +56,12 @@ CALLS = {
     "cross_entropy": lambda: (half(8192, 50257), LABELS),
     "linear_cross_entropy": lambda: (half(8192, 4096), half(128256, 4096), LABELS),
     "scaled_dot_product_attention": lambda: (half(*QUERY), half(*QUERY), half(*QUERY)),
+    "attention_varlen": lambda: (*half(3, 8192, 16, 64), ENDS, ENDS, 2048, 2048),
+    "attention_with_kv_cache": lambda: (half(8, 1, 32, 128), *half(2, 8, 4096, 8, 128)),
+}
+OPTIONS = {
+    "conv2d_batch_norm": {"training": True},
+    "attention_with_kv_cache": {"cache_seqlens": ENDS[:8]},
 }
 
 
@@ -62,16 +83,16 @@ def test_embedding_sorts_for_large_tables(rows, count, sorts):
 def explain_there(request, monkeypatch):
     """explain() as if the tensors were on that GPU."""
     if request.param in GPUS:
-        return lambda *call: explain(*call, device=request.param)
+        return lambda *call, **options: explain(*call, device=request.param, **options)
     gpu = _C.DeviceInfo()
     gpu.num_sms = 78
     monkeypatch.setattr(MODULE, "current_gpu", lambda device: (gpu, f" ({gpu.num_sms} SMs)"))
-    return lambda *call: explain(*call, device="cuda")
+    return lambda *call, **options: explain(*call, device="cuda", **options)
 
 
 @pytest.mark.parametrize("op", CALLS)
 def test_every_op_has_a_kernel(op, explain_there):
-    title, *lines = explain_there(op, *CALLS[op]()).splitlines()
+    title, *lines = explain_there(op, *CALLS[op](), **OPTIONS.get(op, {})).splitlines()
     assert title.startswith(op)
     assert "SMs)" in title
     assert lines

@@ -400,7 +400,7 @@ def test_patterns_have_their_modules():
     for pattern in patterns.PATTERNS:
         keeper = patterns.KEEPERS[pattern, natives[pattern.ops[pattern.keeper]]]
         assert issubclass(keeper, getattr(warpwright.nn, pattern.module))
-        assert issubclass(keeper, patterns.NATIVE[keeper])
+        assert issubclass(keeper, patterns.KEEPER_LAYERS[keeper])
         assert hasattr(warpwright.functional, pattern.functional)
         assert pickle.loads(pickle.dumps(keeper)) is keeper
 

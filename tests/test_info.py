@@ -87,11 +87,13 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
         lambda i: "Old GPU is sm_75, this build has 9.0a" if i else None,
     )
     routed = []
-    for name in _fallback.NATIVE:
+    for name in _fallback.NATIVE_OPERATORS:
         # setattr through monkeypatch, so that the routes are taken back after the test
         monkeypatch.setattr(_ops.ops, name, getattr(_ops.ops, name))
         monkeypatch.setitem(
-            _fallback.NATIVE, name, lambda *args, name=name, **kw: routed.append(name) or (None,)
+            _fallback.NATIVE_OPERATORS,
+            name,
+            lambda *args, name=name, **kw: routed.append(name) or (None,),
         )
     with pytest.warns(UserWarning, match=r"Old GPU is sm_75.* Native torch ops run there instead"):
         _fallback.check_gpus()
@@ -161,7 +163,7 @@ def test_gpu_without_a_kernel_runs_native(monkeypatch):
     _ops.ops.kv_cache_append_(x, x, x, x, x)
     F.linear_cross_entropy(x, x, x)
     _ops.ops.linear_cross_entropy_extras(x, x, x, z_loss=1.0)
-    assert set(routed) == set(_fallback.NATIVE)
+    assert set(routed) == set(_fallback.NATIVE_OPERATORS)
     routed.clear()
     assert torch.equal(F.relu(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
     assert not routed

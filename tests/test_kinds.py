@@ -259,7 +259,7 @@ def test_function_modes_still_see_our_ops():
 def test_an_error_of_a_plain_call_is_ours():
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_kinds.NATIVE, "linear", lambda *args: calls.append(args))
+        patch.setitem(_kinds.NATIVE_OPERATORS, "linear", lambda *args: calls.append(args))
         with pytest.raises(RuntimeError, match="linear: input: expected 3 features, got 4"):
             F.linear(torch.randn(2, 4), torch.randn(5, 3))
     assert calls == []

@@ -49,6 +49,10 @@ def embedding(weight):
     return (weight,), lambda: F.embedding(indices, weight)
 
 
+def pointwise(function, x):
+    return (x,), lambda: function(x)
+
+
 def max_pool2d(x):
     return (x,), lambda: F.max_pool2d(x, 3, 2, 1)
 
@@ -160,6 +164,8 @@ CASES = {
         3,  # count, rows with their gradient, sum
         1,  # which scales it unless the incoming gradient is 1
     ),
+    "relu": (lambda: pointwise(F.relu, random(512, 768)), 1, 1),
+    "gelu": (lambda: pointwise(F.gelu, random(512, 768)), 1, 1),
     "swiglu": (lambda: gated(random(512, 768), random(512, 768)), 1, 1),
     "swiglu, packed": (lambda: gated(random(512, 1536, dtype=BF16)), 1, 1),
     "rotary_embedding": (lambda: rotary(random(2, 8, 512, 64), random(2, 2, 512, 64)), 1, 1),
@@ -219,6 +225,13 @@ CASES = {
     "linear, a split k": (lambda: linear(512, 3136, 128), 2, 3),
     "linear, a bias that is summed apart": (lambda: linear(64, 128, 20), 1, 3),
     "linear, a classifier's head": (lambda: linear(64, 128, 10), 1, 1),
+}
+
+
+# Ops whose launches another test counts.
+ELSEWHERE = {
+    "attention_varlen": "test_varlen_launches",
+    "attention_with_kv_cache": "test_decoding_launches",
 }
 
 

@@ -1,11 +1,12 @@
-"""The Python package's form: no import circles, no long files, no long functions."""
+"""The form of the Python code: no import circles in the package, no long files, no long functions."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-PYTHON = Path(__file__).resolve().parents[1] / "python"
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = ROOT / "python"
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 100
 
@@ -105,7 +106,8 @@ def long_functions(text):
 
 
 def test_files_and_functions_are_short():
-    for path in modules(PYTHON).values():
+    scripts = [path for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    for path in (*modules(PYTHON).values(), *scripts):
         text = path.read_text()
         assert text.count("\n") <= MAX_LINES, f"{path}: {text.count(chr(10))} lines"
         assert not list(long_functions(text)), f"{path}: {list(long_functions(text))}"

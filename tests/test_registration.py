@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import warpwright
+import warpwright.functional as F
 from warpwright._C import build_info
 from warpwright._catalog import OPERATORS
 
@@ -128,6 +129,127 @@ def double_backward(function, args, kwargs):
         )
 
 
+def record_norms_and_pools(leaf, device):
+    x = torch.randn(3, 4, device=device)
+    mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
+    F.relu_(x)
+    double_backward(F.dropout, (leaf, 0.5), {})
+    F.max_pool2d(x.view(1, 1, 3, 4), 2)
+    F.relu_max_pool2d(x.view(1, 1, 3, 4), 2)
+    double_backward(F.relu_max_pool2d, (leaf, 2), {})
+    for training in (True, False):
+        args = (mean, var, None, None, training)
+        double_backward(F.batch_norm_relu, (leaf, *args), {})
+        double_backward(F.batch_norm_silu, (leaf, *args), {})
+        F.batch_norm_silu(leaf, *args).sum().backward()
+        pooled = F.batch_norm_relu_max_pool2d
+        double_backward(pooled, (leaf, *args, 0.1, 1e-5, 2), {})
+        pooled(leaf, *args, 0.1, 1e-5, 2).sum().backward()
+        double_backward(F.batch_norm_add_relu, (leaf, leaf, *args), {})
+    weight = torch.randn(2, 3, 3, 3, device=device, requires_grad=True)
+    windows = ([1, 1], [1, 1], [1, 1], 1)
+    stats = mean[:2].clone(), var[:2].clone(), 0.1
+    for extra, name in (((), ""), (stats, "_update")):
+        op = getattr(warpwright._ops.ops, f"conv2d_batch_norm{name}")
+        double_backward(
+            op, (leaf, weight, None, None, None, None, *extra, 1e-5, "relu", *windows), {}
+        )
+
+
+def record_losses(leaf, device):
+    rows, classes = leaf[0, 0], leaf.new_zeros(6, 7).requires_grad_()
+    labels = torch.tensor([0, 5, -100, 3, 2], device=device)
+    for reduction in ("none", "mean", "sum"):
+        options = {"reduction": reduction, "chunk_rows": 2}
+        double_backward(F.linear_cross_entropy, (rows, classes, labels), options)
+        loss = F.linear_cross_entropy(rows, classes, labels, **options)
+        torch.autograd.grad(loss.sum(), (rows, classes), retain_graph=True)
+        extras = {"z_loss": 0.1, "softcap": 3.0, "return_lse": True, "return_argmax": True}
+        loss, lse, _ = F.linear_cross_entropy(rows, classes, labels, **options, **extras)
+        torch.autograd.grad(loss.sum() + lse.sum(), (rows, classes))
+    # Large enough for a forward that writes the gradient on every device.
+    logits = torch.randn(4096, 1031, device=device, requires_grad=True)
+    many_labels = torch.randint(1031, (4096,), device=device)
+    F.cross_entropy(logits, many_labels).backward()
+    inplace = F.cross_entropy(
+        leaf * 1, torch.zeros(4, 5, 7, dtype=torch.int64, device=device), inplace_backward=True
+    )
+    inplace.backward()
+    double_backward(F.cross_entropy, (rows.clone(), labels), {"return_lse": True})
+
+
+def record_row_ops(leaf, device):
+    weight = torch.randn(5, 7, device=device, requires_grad=True)
+    for form in ("linear_relu", "linear_gelu", "linear_silu"):
+        double_backward(getattr(F, form), (leaf, weight), {})
+    residual = leaf.detach().bfloat16()
+    for form in ("add_layer_norm", "add_rms_norm"):
+        function = getattr(F, form)
+        double_backward(function, (leaf, residual, (leaf.shape[-1],)), {})
+        # With a graph the backward is two ops.
+        outputs = function(leaf, residual, (leaf.shape[-1],))
+        torch.autograd.grad(outputs, leaf, [torch.ones_like(t) for t in outputs])
+    for gate, up in ((leaf, leaf.detach() * 2), (leaf[..., :6], None)):
+        double_backward(F.swiglu, (gate, up), {})
+    tables = torch.randn(2, 1, 5, 6, device=device)
+    double_backward(
+        lambda *a: torch.cat(F.rotary_embedding(*a), 1),
+        (leaf, leaf.detach(), *tables),
+        {},
+    )
+    for codes, scales in ((torch.ones(5, 7).to(torch.int8), torch.ones(5)),):
+        weight = codes.to(device), scales.to(device)
+        double_backward(F.linear_quantized, (leaf, *weight), {})
+    pairs, groups = torch.arange(15).reshape(5, 3).to(torch.uint8), torch.ones(5, 3)
+    weight = pairs.to(device), groups.to(device), groups.to(device, torch.uint8)
+    double_backward(F.linear_quantized, (leaf[..., :6].contiguous(), *weight), {})
+
+
+def record_groups(leaf, device):
+    double_backward(F.cumsum, (leaf, 1), {"reverse": True})
+    double_backward(F.group_norm, (leaf[:, :2], 2), {})
+    double_backward(F.instance_norm, (leaf,), {})
+    layers = torch.randn(4, leaf.shape[-3], device=device), torch.randn(leaf.shape[-3], 4)
+    layers = (layers[0], None, layers[1].to(device), None)
+    double_backward(F.squeeze_excitation, (leaf, *layers), {})
+    F.squeeze_excitation(leaf, *layers).sum().backward()
+
+
+def record_softmax_and_reductions(leaf, device):
+    residual = leaf.detach().bfloat16()
+    table, tokens = leaf[0, 0].detach(), torch.tensor([4, 0, 4], device=device)
+    warpwright._ops.ops.embedding_renorm_(table, tokens, 1.0, 2.0)
+    for form in ("softmax", "log_softmax"):
+        function = getattr(F, form)
+        double_backward(function, (leaf, 1), {})
+        double_backward(function, (residual.requires_grad_(), -1), {"dtype": torch.float32})
+    for form in ("cumprod", "logcumsumexp", "sum", "mean", "amax", "logsumexp", "var", "std"):
+        double_backward(getattr(F, form), (leaf, 1), {})
+    double_backward(F.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
+
+
+def record_attention_and_codes(leaf, device):
+    args, kwargs = public_calls(device, 0)["attention_varlen"]
+    double_backward(F.attention_varlen, tuple(args), kwargs)
+    row, taps = torch.randn(2, 1, 2, 9, device=device).unbind()
+    double_backward(
+        F.fft_conv1d,
+        (row.requires_grad_(), taps[..., :4].transpose(0, 1).requires_grad_()),
+        {"groups": 2},
+    )
+    args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
+    F.attention_with_kv_cache(*args, **kwargs)
+    codes, scale = F.quantize_rows(leaf.detach().flatten(0, -2), torch.int8)
+    double_backward(F.linear_int8, (leaf, codes, scale), {})
+    codes, scale = F.quantize_rows(leaf.flatten(0, -2), torch.float8_e4m3fn)
+    double_backward(F.linear_fp8, (leaf, codes, scale), {})
+    F.linear_fp8(codes, codes, scale, input_scale=scale)
+    for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
+        p = torch.zeros(5, device=device, requires_grad=True)
+        p.grad = torch.ones_like(p)
+        optimizer([p], max_norm=1.0, fused=True).step()
+
+
 def recorded(device):
     recorder = Recorder()
     for entry in ENTRIES:
@@ -139,118 +261,17 @@ def recorded(device):
                 double_backward(entry.ours.op, *arguments(sample))
                 with torch.no_grad():
                     entry.ours.op(*arguments(sample)[0], **arguments(sample)[1])
-    x = torch.randn(3, 4, device=device)
     leaf = torch.randn(4, 3, 5, 7, device=device, requires_grad=True)
-    mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
     with recorder:  # what no sample of the database reaches
-        warpwright.functional.relu_(x)
-        double_backward(warpwright.functional.dropout, (leaf, 0.5), {})
-        warpwright.functional.max_pool2d(x.view(1, 1, 3, 4), 2)
-        warpwright.functional.relu_max_pool2d(x.view(1, 1, 3, 4), 2)
-        double_backward(warpwright.functional.relu_max_pool2d, (leaf, 2), {})
-        for training in (True, False):
-            args = (mean, var, None, None, training)
-            double_backward(warpwright.functional.batch_norm_relu, (leaf, *args), {})
-            double_backward(warpwright.functional.batch_norm_silu, (leaf, *args), {})
-            warpwright.functional.batch_norm_silu(leaf, *args).sum().backward()
-            pooled = warpwright.functional.batch_norm_relu_max_pool2d
-            double_backward(pooled, (leaf, *args, 0.1, 1e-5, 2), {})
-            pooled(leaf, *args, 0.1, 1e-5, 2).sum().backward()
-            double_backward(warpwright.functional.batch_norm_add_relu, (leaf, leaf, *args), {})
-        weight = torch.randn(2, 3, 3, 3, device=device, requires_grad=True)
-        windows = ([1, 1], [1, 1], [1, 1], 1)
-        stats = mean[:2].clone(), var[:2].clone(), 0.1
-        for extra, name in (((), ""), (stats, "_update")):
-            op = getattr(warpwright._ops.ops, f"conv2d_batch_norm{name}")
-            double_backward(
-                op, (leaf, weight, None, None, None, None, *extra, 1e-5, "relu", *windows), {}
-            )
-        rows, classes = leaf[0, 0], leaf.new_zeros(6, 7).requires_grad_()
-        labels = torch.tensor([0, 5, -100, 3, 2], device=device)
-        for reduction in ("none", "mean", "sum"):
-            options = {"reduction": reduction, "chunk_rows": 2}
-            double_backward(
-                warpwright.functional.linear_cross_entropy, (rows, classes, labels), options
-            )
-            loss = warpwright.functional.linear_cross_entropy(rows, classes, labels, **options)
-            torch.autograd.grad(loss.sum(), (rows, classes), retain_graph=True)
-            extras = {"z_loss": 0.1, "softcap": 3.0, "return_lse": True, "return_argmax": True}
-            loss, lse, _ = warpwright.functional.linear_cross_entropy(
-                rows, classes, labels, **options, **extras
-            )
-            torch.autograd.grad(loss.sum() + lse.sum(), (rows, classes))
-        # Large enough for a forward that writes the gradient on every device.
-        logits = torch.randn(4096, 1031, device=device, requires_grad=True)
-        many_labels = torch.randint(1031, (4096,), device=device)
-        warpwright.functional.cross_entropy(logits, many_labels).backward()
-        inplace = warpwright.functional.cross_entropy(
-            leaf * 1, torch.zeros(4, 5, 7, dtype=torch.int64, device=device), inplace_backward=True
-        )
-        inplace.backward()
-        double_backward(
-            warpwright.functional.cross_entropy, (rows.clone(), labels), {"return_lse": True}
-        )
-        weight = torch.randn(5, 7, device=device, requires_grad=True)
-        for form in ("linear_relu", "linear_gelu", "linear_silu"):
-            double_backward(getattr(warpwright.functional, form), (leaf, weight), {})
-        residual = leaf.detach().bfloat16()
-        for form in ("add_layer_norm", "add_rms_norm"):
-            function = getattr(warpwright.functional, form)
-            double_backward(function, (leaf, residual, (leaf.shape[-1],)), {})
-            # With a graph the backward is two ops.
-            outputs = function(leaf, residual, (leaf.shape[-1],))
-            torch.autograd.grad(outputs, leaf, [torch.ones_like(t) for t in outputs])
-        for gate, up in ((leaf, leaf.detach() * 2), (leaf[..., :6], None)):
-            double_backward(warpwright.functional.swiglu, (gate, up), {})
-        tables = torch.randn(2, 1, 5, 6, device=device)
-        double_backward(
-            lambda *a: torch.cat(warpwright.functional.rotary_embedding(*a), 1),
-            (leaf, leaf.detach(), *tables),
-            {},
-        )
-        for codes, scales in ((torch.ones(5, 7).to(torch.int8), torch.ones(5)),):
-            weight = codes.to(device), scales.to(device)
-            double_backward(warpwright.functional.linear_quantized, (leaf, *weight), {})
-        pairs, groups = torch.arange(15).reshape(5, 3).to(torch.uint8), torch.ones(5, 3)
-        weight = pairs.to(device), groups.to(device), groups.to(device, torch.uint8)
-        double_backward(
-            warpwright.functional.linear_quantized, (leaf[..., :6].contiguous(), *weight), {}
-        )
-        double_backward(warpwright.functional.cumsum, (leaf, 1), {"reverse": True})
-        double_backward(warpwright.functional.group_norm, (leaf[:, :2], 2), {})
-        double_backward(warpwright.functional.instance_norm, (leaf,), {})
-        layers = torch.randn(4, leaf.shape[-3], device=device), torch.randn(leaf.shape[-3], 4)
-        layers = (layers[0], None, layers[1].to(device), None)
-        double_backward(warpwright.functional.squeeze_excitation, (leaf, *layers), {})
-        warpwright.functional.squeeze_excitation(leaf, *layers).sum().backward()
-        table, tokens = leaf[0, 0].detach(), torch.tensor([4, 0, 4], device=device)
-        warpwright._ops.ops.embedding_renorm_(table, tokens, 1.0, 2.0)
-        for form in ("softmax", "log_softmax"):
-            function = getattr(warpwright.functional, form)
-            double_backward(function, (leaf, 1), {})
-            double_backward(function, (residual.requires_grad_(), -1), {"dtype": torch.float32})
-        for form in ("cumprod", "logcumsumexp", "sum", "mean", "amax", "logsumexp", "var", "std"):
-            double_backward(getattr(warpwright.functional, form), (leaf, 1), {})
-        double_backward(warpwright.functional.linear_scan, (leaf, leaf * 2, leaf[:, 0]), {"dim": 1})
-        args, kwargs = public_calls(device, 0)["attention_varlen"]
-        double_backward(warpwright.functional.attention_varlen, tuple(args), kwargs)
-        row, taps = torch.randn(2, 1, 2, 9, device=device).unbind()
-        double_backward(
-            warpwright.functional.fft_conv1d,
-            (row.requires_grad_(), taps[..., :4].transpose(0, 1).requires_grad_()),
-            {"groups": 2},
-        )
-        args, kwargs = public_calls(device, 0)["attention_with_kv_cache"]
-        warpwright.functional.attention_with_kv_cache(*args, **kwargs)
-        codes, scale = warpwright.functional.quantize_rows(leaf.detach().flatten(0, -2), torch.int8)
-        double_backward(warpwright.functional.linear_int8, (leaf, codes, scale), {})
-        codes, scale = warpwright.functional.quantize_rows(leaf.flatten(0, -2), torch.float8_e4m3fn)
-        double_backward(warpwright.functional.linear_fp8, (leaf, codes, scale), {})
-        warpwright.functional.linear_fp8(codes, codes, scale, input_scale=scale)
-        for optimizer in (warpwright.optim.SGD, warpwright.optim.AdamW):
-            p = torch.zeros(5, device=device, requires_grad=True)
-            p.grad = torch.ones_like(p)
-            optimizer([p], max_norm=1.0, fused=True).step()
+        for record in (
+            record_norms_and_pools,
+            record_losses,
+            record_row_ops,
+            record_groups,
+            record_softmax_and_reductions,
+            record_attention_and_codes,
+        ):
+            record(leaf, device)
     return recorder.calls
 
 

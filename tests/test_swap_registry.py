@@ -13,7 +13,7 @@ import warpwright
 from warpwright import functional as F
 from warpwright import register_layer, swap, unswap
 from warpwright.swap import registry
-from warpwright.swap.classes import MODULES, NATIVE
+from warpwright.swap.classes import MODULES, NATIVE_LAYERS
 from warpwright.swap.sources import fingerprint
 from warpwright.testing import assert_same
 
@@ -71,7 +71,7 @@ def example():
 
 @pytest.fixture(autouse=True)
 def _registered():
-    tables = (registry._known, registry._found, MODULES, NATIVE)
+    tables = (registry._known, registry._found, MODULES, NATIVE_LAYERS)
     before = [dict(table) for table in tables]
     register_layer(Norm, forward, op="rms_norm", example=example)
     yield

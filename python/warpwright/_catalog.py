@@ -441,6 +441,6 @@ VARIANTS: dict[str, str] = {
     route.ours: op.name for op in _RECORDS for route in op.routes if route.ours
 }
 # The operators that users call, and what runs if no kernel of ours can.
-NATIVE: dict[str, Function] = {
+NATIVE_OPERATORS: dict[str, Function] = {
     name: operator.native for name, operator in OPERATORS.items() if operator.native is not None
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _ops
 from ._arch import why_no_gpu_kernel
-from ._catalog import NATIVE
+from ._catalog import NATIVE_OPERATORS
 
 
 def watch_gpus() -> None:
@@ -29,7 +29,7 @@ def check_gpus() -> None:
     without = frozenset(i for i, reason in reasons.items() if reason is not None)
     if not without:
         return
-    for name in NATIVE:
+    for name in NATIVE_OPERATORS:
         setattr(_ops.ops, name, _routed(name, without))
     why = "; ".join(dict.fromkeys(r for r in reasons.values() if r is not None))
     warnings.warn(
@@ -40,7 +40,7 @@ def check_gpus() -> None:
 
 
 def _routed(name: str, without: frozenset[int]) -> Callable[..., Any]:
-    ours, theirs = getattr(_ops.ops, name), NATIVE[name]
+    ours, theirs = getattr(_ops.ops, name), NATIVE_OPERATORS[name]
 
     def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.is_cuda and input.device.index in without:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import _ops
 from ._arch import why_no_kernel
-from ._catalog import NATIVE
+from ._catalog import NATIVE_OPERATORS
 
 # How an operator refuses another kind of tensor: no kernel for its key, no such property or handler.
 REFUSALS = (RuntimeError, TypeError)
@@ -32,7 +32,7 @@ PASSING_ON = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_funct
 
 def otherwise_native() -> None:
     """From now on ``ops`` calls native for tensors of other kinds."""
-    for name in NATIVE:
+    for name in NATIVE_OPERATORS:
         setattr(_ops.ops, name, _with_native(name))
 
 
@@ -42,13 +42,13 @@ def _with_native(name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) and _is_overridden(args, kwargs):
-            return NATIVE[name](*args, **kwargs)
+            return NATIVE_OPERATORS[name](*args, **kwargs)
         try:
             return run(*args, **kwargs)
         except REFUSALS as error:
             if NOT_ALLOCATED.search(str(error)) or not _is_foreign(args, kwargs):
                 raise
-        return NATIVE[name](*args, **kwargs)
+        return NATIVE_OPERATORS[name](*args, **kwargs)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         return overload(*args, **kwargs)

@@ -66,23 +66,50 @@ def large_calls() -> dict[str, Call]:
     def t(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator).requires_grad_()
 
-    images, rows = t(4, 16, 48, 48), t(512, 300)
-    vector, weight = t(16), t(400, 300)
-    factors = rows.detach().tanh().requires_grad_()
+    images, rows, q = t(4, 16, 48, 48), t(512, 300), t(2, 4, 200, 32)
     labels = torch.arange(512) % 300
-    q = t(2, 4, 200, 32)
-    found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    found = {
+        **image_calls(t, images, t(16)),
+        **row_calls(t, rows, labels),
+        **product_calls(t, rows, labels),
+        **attention_calls(t, q),
+    }
+    return {name: lambda c=call: differentiated(*c) for name, call in found.items()}
+
+
+Made = Callable[..., torch.Tensor]
+Arguments = dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+
+def image_calls(t: Made, images: torch.Tensor, vector: torch.Tensor) -> Arguments:
+    norm = (None, None, vector, vector, True)
+    conv_norm = {"padding": 1, "norm_weight": vector, "norm_bias": vector, "training": True}
+    excitation = (t(4, 16), t(4), t(16, 4), vector)
+    return {
         "relu": (F.relu, (images,), {}),
         "gelu": (F.gelu, (images,), {}),
         "max_pool2d": (F.max_pool2d, (images, 3, 2, 1), {}),
         "conv2d": (F.conv2d, (images, t(16, 16, 3, 3), vector), {"padding": 1}),
         "depthwise": (F.conv2d, (images, t(16, 1, 3, 3), vector), {"groups": 16}),
-        "batch_norm_relu": (F.batch_norm_relu, (images, None, None, vector, vector, True), {}),
+        "conv2d_batch_norm": (F.conv2d_batch_norm, (images, t(16, 16, 3, 3)), conv_norm),
+        "batch_norm_relu": (F.batch_norm_relu, (images, *norm), {}),
+        "batch_norm_relu_max_pool2d": (
+            F.batch_norm_relu_max_pool2d,
+            (images, *norm, 0.1, 1e-5, 3, 2, 1),
+            {},
+        ),
+        "group_norm": (F.group_norm, (images, 4, vector, vector), {}),
+        "squeeze_excitation": (F.squeeze_excitation, (images, *excitation), {}),
+        "fft_conv1d": (F.fft_conv1d, (t(4, 16, 900), t(16, 1, 200), vector), {"groups": 16}),
+    }
+
+
+def row_calls(t: Made, rows: torch.Tensor, labels: torch.Tensor) -> Arguments:
+    factors = rows.detach().tanh().requires_grad_()
+    return {
         "layer_norm": (F.layer_norm, (rows, (300,), t(300), t(300)), {}),
         "rms_norm": (F.rms_norm, (rows, (300,), t(300)), {}),
         "swiglu": (F.swiglu, (rows,), {}),
-        "rotary_embedding": (rotated, (q, *torch.randn(2, 1, 200, 32, generator=generator)), {}),
-        "group_norm": (F.group_norm, (images, 4, vector, vector), {}),
         "embedding": (F.embedding, (labels, rows), {"padding_idx": 3}),
         "softmax": (F.softmax, (rows, 1), {}),
         "log_softmax": (F.log_softmax, (rows, 0), {}),
@@ -94,13 +121,48 @@ def large_calls() -> dict[str, Call]:
         "var": (F.var, (rows, 1), {}),
         "amax": (F.amax, (rows, 0), {}),
         "linear_scan": (F.linear_scan, (factors, rows), {}),
-        "fft_conv1d": (F.fft_conv1d, (t(4, 16, 900), t(16, 1, 200), vector), {"groups": 16}),
-        "linear_gelu": (F.linear_gelu, (rows, weight, t(400)), {}),
         "cross_entropy": (F.cross_entropy, (rows, labels), {"label_smoothing": 0.1}),
-        "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),
-        "attention": (F.scaled_dot_product_attention, (q, q, q), {"is_causal": True}),
     }
-    return {name: lambda c=call: differentiated(*c) for name, call in found.items()}
+
+
+def product_calls(t: Made, rows: torch.Tensor, labels: torch.Tensor) -> Arguments:
+    weight, bias = t(400, 300), t(400)
+    codes, scales = F.quantize_rows(t(400, 304).detach(), torch.int8)
+    return {
+        "linear_gelu": (F.linear_gelu, (rows, weight, bias), {}),
+        "linear_int8": (F.linear_int8, (t(512, 304), codes, scales, bias), {}),
+        "linear_quantized": (
+            F.linear_quantized,
+            (t(512, 304), codes, scales.flatten(), None, bias),
+            {},
+        ),
+        "linear_cross_entropy": (F.linear_cross_entropy, (rows, weight, labels), {}),
+    }
+
+
+def attention_calls(t: Made, q: torch.Tensor) -> Arguments:
+    packed = t(400, 4, 32)
+    ends, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, 150, 400], [200, 120]))
+    query, keys, values = (t(2, n, 4, 32).detach() for n in (3, 200, 200))
+    tables = [t(1, 200, 32).detach() for _ in range(2)]
+    return {
+        "rotary_embedding": (rotated, (q, *tables), {}),
+        "scaled_dot_product_attention": (
+            F.scaled_dot_product_attention,
+            (q, q, q),
+            {"is_causal": True},
+        ),
+        "attention_varlen": (
+            F.attention_varlen,
+            (packed, packed, packed, ends, ends, 250, 250),
+            {},
+        ),
+        "attention_with_kv_cache": (
+            F.attention_with_kv_cache,
+            (query, keys, values),
+            {"cache_seqlens": lengths},
+        ),
+    }
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -165,7 +227,7 @@ def memory_limit(report: Report, seed: int) -> None:
         "batch_norm_relu": lambda: F.batch_norm_relu(huge, None, None, None, None, True),
         "layer_norm": lambda: F.layer_norm(huge, (1 << 8,)),
         "linear_gelu": lambda: F.linear_gelu(huge, torch.ones(256, 256)),
-        "attention": lambda: F.scaled_dot_product_attention(huge, huge, huge),
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(huge, huge, huge),
     }
     for name, attempt in attempts.items():
         try:

@@ -63,6 +63,8 @@ SHARED = [
     "test_derivatives.py",
     "test_mutating.py",
     "test_batching.py",
+    "test_batching_attention.py",
+    "test_batching_fused.py",
     "test_registration.py",
     "test_kinds.py",
     "test_threads.py",

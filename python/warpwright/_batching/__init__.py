@@ -14,7 +14,7 @@ squeeze-excitation  N, without weights per sample and their gradients
 batch norm          N if only the input is batched and the statistics are given, else channels
 pooling             N
 cross-entropy       rows, without a reduction; the reduction per sample follows
-attention           B
+attention           B; packed sequences: heads, with ends per sample rows; a cache: B or heads
 elementwise ops     any dimension; dropout with other numbers per sample: sample by sample
 embedding           positions; batched weights: columns, or with batched indices rows
 scans, softmax      a dimension that is not scanned or normalised
@@ -35,10 +35,12 @@ import torch
 from .._ops import ops
 from . import (
     _attention,
+    _attention_forms,
     _codes,
     _elementwise,
     _embedding,
     _group_norm,
+    _linear_cross_entropy,
     _losses,
     _norm_and_pool,
     _products,
@@ -48,14 +50,7 @@ from . import (
     _softmax,
     _squeeze_excitation,
 )
-from ._fold import Dims, Rule, one_by_one
-
-
-def loop(op: Any) -> Rule:
-    def rule(info: Any, dims: Dims, *args: Any) -> tuple[Any, Any]:
-        return one_by_one(op, info.batch_size, dims, args)
-
-    return rule
+from ._fold import Rule
 
 
 def composed(op: Any) -> Callable[..., Any]:
@@ -102,8 +97,7 @@ RULES: dict[str, Rule] = {
     "conv2d": _products.conv2d,
     "conv2d_backward": _products.conv2d_backward,
     "fft_conv": _products.fft_conv,
-    "batch_norm": _norm_and_pool.batch_norm,
-    "batch_norm_backward": _norm_and_pool.batch_norm_backward,
+    **_norm_and_pool.BATCH_NORM_RULES,
     "layer_norm": _row_norms.layer_norm,
     "layer_norm_backward": _row_norms.layer_norm_backward,
     "rms_norm": _row_norms.rms_norm,
@@ -126,23 +120,12 @@ RULES: dict[str, Rule] = {
     "cross_entropy_double_backward": _losses.cross_entropy_double_backward,
     "attention": _attention.attention,
     "attention_backward": _attention.attention_backward,
+    "attention_varlen": _attention_forms.attention_varlen,
+    "attention_varlen_backward": _attention_forms.attention_varlen_backward,
+    "attention_with_kv_cache": _attention_forms.attention_with_kv_cache,
+    "linear_cross_entropy_forward": _linear_cross_entropy.forward,
+    "linear_cross_entropy_backward": _linear_cross_entropy.backward,
 }
-# Operators that run sample by sample: fused ones, because a gate mask has the layout of the whole tensor, and losses by
-# chunks of logits. So does attention over a cache, because a page belongs to one sample, and over packed sequences.
-LOOPS = (
-    "attention_varlen",
-    "attention_varlen_backward",
-    "attention_with_kv_cache",
-    "batch_norm_activation",
-    "batch_norm_activation_backward",
-    "batch_norm_relu",
-    "batch_norm_relu_backward",
-    "conv2d_batch_norm",
-    "batch_norm_relu_max_pool2d",
-    "batch_norm_relu_max_pool2d_backward",
-    "linear_cross_entropy_forward",
-    "linear_cross_entropy_backward",
-)
 COMPOSED = (
     "conv2d_padding",
     "conv2d_join_skip",
@@ -177,7 +160,7 @@ def _with_defaults(rule: Rule, op: Any) -> Rule:
 
 def register_batching_rules() -> None:
     """Registers every rule; `_ops` has loaded the operators."""
-    for name, rule in (RULES | {name: loop(getattr(ops, name)) for name in LOOPS}).items():
+    for name, rule in RULES.items():
         complete = _with_defaults(rule, getattr(ops, name))
         torch.library.register_vmap(f"warpwright::{name}", complete, lib=_library)
     for name in COMPOSED:

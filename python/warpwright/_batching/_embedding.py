@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from ._fold import Dims, front
-
-
-def _shifted(indices: Tensor, rows: int, bad: int) -> Tensor:
-    """Indices (samples, ...) into the rows of all samples; one out of range becomes ``bad``."""
-    samples = indices.shape[0]
-    first = torch.arange(samples, device=indices.device).mul_(rows)
-    first = first.view(samples, *(1,) * (indices.dim() - 1))
-    return torch.where((indices >= 0) & (indices < rows), indices + first, bad)
+from ._fold import Dims, front, shifted
 
 
 def embedding(
@@ -32,7 +24,7 @@ def embedding(
         result = ops.embedding(weight.reshape(rows, samples * columns), indices, -1, False)
         return result.unflatten(-1, (samples, columns)), indices.dim()
     weight, indices = weight.movedim(of_weight, 0), indices.movedim(of_indices, 0)
-    folded = _shifted(indices, weight.shape[1], -1)
+    folded = shifted(indices, weight.shape[1], -1)
     return ops.embedding(weight.flatten(0, 1), folded, -1, False), 0
 
 
@@ -53,7 +45,7 @@ def embedding_backward(
         result = ops.embedding_backward(grad.flatten(-2), indices, rows, padding_idx, by_freq)
         return result.unflatten(1, (samples, columns)), 1
     grad, indices = front(grad, of_grad, samples), indices.movedim(of_indices, 0)
-    folded = _shifted(indices, rows, -1)
+    folded = shifted(indices, rows, -1)
     skipped = -1
     if padding_idx >= 0:  # every sample has that row: its positions get an index that is no row
         skipped = samples * rows

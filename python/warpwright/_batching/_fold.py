@@ -46,6 +46,14 @@ def results(*pairs: tuple[Tensor | None, int | None]) -> tuple[Any, Any]:
     return values, dims
 
 
+def shifted(indices: Tensor, rows: int, bad: int) -> Tensor:
+    """Indices (samples, ...) into the rows of all samples; one out of range becomes ``bad``."""
+    samples = indices.shape[0]
+    first = torch.arange(samples, device=indices.device).mul_(rows)
+    first = first.view(samples, *(1,) * (indices.dim() - 1))
+    return torch.where((indices >= 0) & (indices < rows), indices + first, bad)
+
+
 def check_randomness(randomness: str) -> None:
     if randomness == "error":
         raise RuntimeError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _arguments
 from .._arch import FLOATING
-from .._catalog import NATIVE
+from .._catalog import NATIVE_OPERATORS
 from .._ops import ops
 from ._common import dynamo, exporting
 
@@ -172,11 +172,11 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
 
 def _gated(name: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     if dynamo() or exporting():
-        return NATIVE["gated_activation"](gate, up, activation)
+        return NATIVE_OPERATORS["gated_activation"](gate, up, activation)
     if up is not None and _differ(gate, up):
         for argument, tensor in (("gate", gate), ("up", up)):  # native's product reads freed memory
             _arguments.require_storage(name, argument, tensor)
-        return NATIVE["gated_activation"](gate, up, activation)
+        return NATIVE_OPERATORS["gated_activation"](gate, up, activation)
     try:
         return ops.gated_activation(gate, up, activation)
     except RuntimeError as error:

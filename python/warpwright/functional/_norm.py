@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _arguments
-from .._catalog import NATIVE
+from .._catalog import NATIVE_OPERATORS
 from .._ops import ops
 from ._activation import relu
 from ._common import dynamo, exporting, pool_window
@@ -53,7 +53,7 @@ def batch_norm(
         if _uses_batch_statistics(input, running_mean, running_var, training, eps):
             return ops.batch_norm(input, weight, bias, None, None, True, eps)[0]
         if not training:
-            run = NATIVE["batch_norm"] if dynamo() or exporting() else ops.batch_norm
+            run = NATIVE_OPERATORS["batch_norm"] if dynamo() or exporting() else ops.batch_norm
             return run(input, weight, bias, running_mean, running_var, False, eps)[0]
         return ops.batch_norm_update(input, weight, bias, running_mean, running_var, momentum, eps)[
             0
@@ -260,7 +260,7 @@ def _fused_norm(
             return getattr(ops, name)(*operands, None, None, True, eps, *options)[0]
         if not training:
             stats = running_mean, running_var
-            run = NATIVE[name] if dynamo() or exporting() else getattr(ops, name)
+            run = NATIVE_OPERATORS[name] if dynamo() or exporting() else getattr(ops, name)
             return run(*operands, *stats, False, eps, *options)[0]
         update = getattr(ops, name + "_update")
         return update(*operands, running_mean, running_var, momentum, eps, *options)[0]

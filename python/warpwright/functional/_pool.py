@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _arguments
-from .._catalog import NATIVE
+from .._catalog import NATIVE_OPERATORS
 from .._ops import ops
 from ._common import dynamo, exporting, pool_window
 
@@ -71,7 +71,7 @@ def max_pool2d_with_indices(
     del return_indices
     name = "max_pool2d_with_indices"
     window = pool_window(name, kernel_size, stride, padding, dilation, ceil_mode)
-    run = NATIVE[name] if dynamo() or exporting() else ops.max_pool2d_with_indices
+    run = NATIVE_OPERATORS[name] if dynamo() or exporting() else ops.max_pool2d_with_indices
     try:
         return run(input, *window)
     except RuntimeError as error:
@@ -93,7 +93,7 @@ def relu_max_pool2d(
     :func:`max_pool2d`'s.
     """
     window = pool_window("relu_max_pool2d", kernel_size, stride, padding, dilation, ceil_mode)
-    run = NATIVE["relu_max_pool2d"] if dynamo() or exporting() else ops.relu_max_pool2d
+    run = NATIVE_OPERATORS["relu_max_pool2d"] if dynamo() or exporting() else ops.relu_max_pool2d
     try:
         return run(input, *window)
     except RuntimeError as error:

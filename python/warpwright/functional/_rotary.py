@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _arguments
-from .._catalog import NATIVE
+from .._catalog import NATIVE_OPERATORS
 from .._ops import ops
 
 
@@ -57,5 +57,7 @@ def rotary_embedding(
 def _single_ops(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    rotated: tuple[Tensor, Tensor] = NATIVE["rotary_embedding"](query, key, cos, sin, interleaved)
+    rotated: tuple[Tensor, Tensor] = NATIVE_OPERATORS["rotary_embedding"](
+        query, key, cos, sin, interleaved
+    )
     return rotated

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _arguments
 from .._arch import FLOATING
-from .._catalog import NATIVE
+from .._catalog import NATIVE_OPERATORS
 from .._ops import ops
 from ._common import is_sizes
 
@@ -89,7 +89,7 @@ def rms_norm(
         return ops.rms_norm(input, shape, weight, eps, dtype)[0]
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) and getattr(input, "is_complex", bool)():
-            return NATIVE["rms_norm"](input, normalized_shape, weight, eps, dtype)[0]
+            return NATIVE_OPERATORS["rms_norm"](input, normalized_shape, weight, eps, dtype)[0]
         optional = {"weight": weight}
         raise _arguments.error(error, "rms_norm", {"input": input}, optional) from None
 

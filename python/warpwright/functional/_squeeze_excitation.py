@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import _arguments
-from .._catalog import NATIVE
+from .._catalog import NATIVE_OPERATORS
 from .._ops import ops
 from .._squeeze_excitation import ACTIVATIONS, SCALE_ACTIVATIONS
 from ._common import dynamo, exporting
@@ -58,7 +58,7 @@ def squeeze_excitation(
         return squeeze_excitation(input, *rest).squeeze(0)
     args = (input, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, scale_activation)
     if dynamo() or exporting():
-        return NATIVE["squeeze_excitation"](*args)[0]  # type: ignore[no-any-return]
+        return NATIVE_OPERATORS["squeeze_excitation"](*args)[0]  # type: ignore[no-any-return]
     try:
         return ops.squeeze_excitation(*args)[0]  # type: ignore[no-any-return]
     except RuntimeError as error:

@@ -8,7 +8,7 @@ from torch import nn
 
 from .. import _catalog
 from .. import nn as ours
-from .patterns import NATIVE as KEEPER_NATIVE
+from .patterns import KEEPER_LAYERS
 
 # native type -> (ours, the functional it runs on). The registry adds classes of other libraries.
 MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
@@ -16,9 +16,9 @@ MODULES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     for op in _catalog.OPS.values()
     for theirs, name in op.modules
 }
-NATIVE: dict[type[nn.Module], type[nn.Module]] = {
+NATIVE_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     **{mine: native for native, (mine, _) in MODULES.items()},
-    **KEEPER_NATIVE,
+    **KEEPER_LAYERS,
 }
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -23,11 +23,11 @@ from .patterns import (
     ALONE,
     CONVOLUTIONS,
     FUNCTIONS,
+    KEEPER_LAYERS,
     KEEPERS,
     KINDS,
     MAKES_NEW,
     METHODS,
-    NATIVE,
     ONLY_FUSED,
     OPERANDS,
     OPTIONS,
@@ -205,7 +205,7 @@ class Block:
         if layer is not None:
             kind = KEEPERS[pattern, keeper.kinds[0]]
             known = {**self.known, **self.classes}.get(layer, type(layer))
-            if known in NATIVE and known is not kind:
+            if known in KEEPER_LAYERS and known is not kind:
                 return f"{_label(keeper.node)} is already a {known.__name__}"
             self.classes[layer] = kind
         for step in steps:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import integrations
 from .advice import layout_advice
 from .blocks import base_of
-from .classes import NATIVE, below_parametrizations, set_class, set_class_below
+from .classes import NATIVE_LAYERS, below_parametrizations, set_class, set_class_below
 from .plan import check_is_module, plan_swap
 from .report import SwapCheckError, SwapReport, nothing_to_swap
 from .selection import Exclude, Filter
@@ -120,11 +120,11 @@ def unswap(model: nn.Module) -> int:
     left: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         kind = below_parametrizations(module)
-        native = NATIVE.get(kind) or base_of(kind)
+        native = NATIVE_LAYERS.get(kind) or base_of(kind)
         if native is not None:
             set_class_below(module, native)
-            found += kind in NATIVE
-        elif isinstance(module, (*NATIVE,)):
+            found += kind in NATIVE_LAYERS
+        elif isinstance(module, (*NATIVE_LAYERS,)):
             left.setdefault(type(module).__name__, []).append(name or "(the model)")
     if left:
         listed = "; ".join(f"{kind}: {', '.join(names[:5])}" for kind, names in left.items())

@@ -205,7 +205,7 @@ class _Chain:
 
 # (chain, the keeper's native class) -> the keeper. Then keeper -> the native layer, the native chain.
 KEEPERS: dict[tuple[Pattern, type[nn.Module]], type[nn.Module]] = {}
-NATIVE: dict[type[nn.Module], type[nn.Module]] = {}
+KEEPER_LAYERS: dict[type[nn.Module], type[nn.Module]] = {}
 CHAINS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -213,7 +213,7 @@ def add_keeper(pattern: Pattern, theirs: type[nn.Module], keeper: type[nn.Module
     """Makes ``keeper`` the fused module of ``pattern`` for layers of the class ``theirs``."""
     body = {"__module__": __name__, "_pattern": pattern}
     KEEPERS[pattern, theirs] = keeper
-    NATIVE[keeper] = theirs
+    KEEPER_LAYERS[keeper] = theirs
     CHAINS[keeper] = type(f"Native{keeper.__name__}", (_Chain, theirs), body)
 
 

@@ -11,7 +11,16 @@ from torch import nn
 
 from .. import integrations
 from .._arch import why_no_kernel
-from .classes import CONTAINERS, MODULES, NATIVE, OPS, check_ops, name_of, set_class, type_name
+from .classes import (
+    CONTAINERS,
+    MODULES,
+    NATIVE_LAYERS,
+    OPS,
+    check_ops,
+    name_of,
+    set_class,
+    type_name,
+)
 from .fuse import Fusion, Graphs
 from .fuse import plan as plan_fusions
 from .patterns import KINDS
@@ -104,14 +113,14 @@ def plan_swap(
         return why_left(module, entry.name)
 
     # A layer that calls others and runs on an op of ours has no chain of its own.
-    whole = {m for m in entries if (m in chosen or type(m) in NATIVE) and [*m.children()]}
+    whole = {m for m in entries if (m in chosen or type(m) in NATIVE_LAYERS) and [*m.children()]}
     found = plan_fusions(model, why_not_fused, wanted, whole)
     for module, into in found.absorbed.items():
         if entries[module].reason in (NO_LAYER, NOTHING):
             entries[module] = replace(entries[module], reason=f"runs as a part of {into}")
     for module, kind in found.classes.items():
         chosen[module] = kind
-        if kind in NATIVE:
+        if kind in NATIVE_LAYERS:
             entry = entries[module]
             entries[module] = replace(entry, swapped=True, reason="", fused=kind.__name__)
     norms = plan_rewrites(model, chosen, found, why_left)
@@ -155,7 +164,7 @@ def _why_not(
         return "TorchScript module, its class is compiled in"
     if op is None:
         return NOTHING if _computes_nothing(module) else NO_LAYER
-    if type(module) in NATIVE:
+    if type(module) in NATIVE_LAYERS:
         return IS_OURS
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "lazy, not initialised: swap after the first forward"

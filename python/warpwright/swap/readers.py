@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from .blocks import Path, base_of, copied_class
-from .classes import MODULES, NATIVE
+from .classes import MODULES, NATIVE_LAYERS
 from .trace import undecorated
 
 # What a forward may ask of its input besides: none of it depends on the dtype.
@@ -27,7 +27,7 @@ Kind = Callable[[nn.Module], type[nn.Module]]
 def native_of(kind: type[nn.Module]) -> type[nn.Module]:
     """The class before a swap."""
     kind = copied_class(base_of(kind) or kind)
-    return NATIVE.get(kind, kind)
+    return NATIVE_LAYERS.get(kind, kind)
 
 
 def products_that_read(module: nn.Module, kind_of: Kind) -> tuple[Path, ...] | None:

@@ -20,7 +20,7 @@ from torch import nn
 from .._tools import Layer, LayerType
 from ..integrations import loaded
 from . import patterns
-from .classes import MODULES, NATIVE, OPS
+from .classes import MODULES, NATIVE_LAYERS, OPS
 from .sources import fingerprint
 
 Example = Callable[[], tuple[Any, ...]]
@@ -157,7 +157,7 @@ def _add(kind: type[nn.Module], made: type[nn.Module], known: Known) -> None:
         patterns.KINDS[kind] = patterns.Kind(kind, kind, known.op, (), known.constants)
         return
     MODULES[kind] = made, known.op
-    NATIVE[made] = kind
+    NATIVE_LAYERS[made] = kind
     if known.fused is None:
         return
     patterns.KINDS[kind] = patterns.KINDS[made] = patterns.Kind(kind, made, known.op)
@@ -168,7 +168,7 @@ def _add(kind: type[nn.Module], made: type[nn.Module], known: Known) -> None:
         if pattern.ops[pattern.keeper] == known.op:
             keeper = _subclass(made, known, pattern)
             patterns.add_keeper(pattern, kind, keeper)
-            NATIVE[keeper] = kind
+            NATIVE_LAYERS[keeper] = kind
 
 
 def _faults(kind: type[nn.Module], made: type[nn.Module], known: Known) -> list[str]:
@@ -223,7 +223,7 @@ def _subclass(
     name, forward = base.__name__, known.forward or _step_forward(known)
     if pattern is not None:
         name, forward = pattern.module, _keeper_forward(known, pattern.functional)
-    native: Any = NATIVE[base] if pattern is not None else base
+    native: Any = NATIVE_LAYERS[base] if pattern is not None else base
     functional = pattern.functional if pattern is not None else None
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ... import functional as F
 from ... import nn as ours
-from ...swap.classes import NATIVE
+from ...swap.classes import NATIVE_LAYERS
 from .. import Plan
 from .._hooks import remove_hooks_of
 from .._logits import LazyLogits, versions_of
@@ -165,4 +165,4 @@ def _caps(model: nn.Module) -> bool:
     return getattr(text, "final_logit_softcapping", None) is not None
 
 
-NATIVE[LanguageHead] = nn.Linear
+NATIVE_LAYERS[LanguageHead] = nn.Linear

@@ -1,0 +1,1 @@
+"""The cases of tools/sanitize_cases.py, by kind of op."""
