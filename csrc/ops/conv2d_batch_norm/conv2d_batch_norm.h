@@ -14,12 +14,15 @@
 
 namespace warpwright {
 
+// Per CTA: of two consumers, each in two columns of tiles.
+constexpr int kMomentsRecords = 4;
+
 struct Conv2dMomentsPlan {
   std::variant<TmaIm2colConfig, MatrixProductConfig> kernel;
   int64_t ctas;
   int64_t columns;  // channels of a record
 
-  int64_t records() const { return ctas * 4; }  // kMomentsRecords
+  int64_t records() const { return ctas * kMomentsRecords; }
   // The moments (float2) come first, then the records' headers (two int each).
   int64_t workspace_bytes() const { return records() * (columns + 1) * 8; }
 };

@@ -45,10 +45,6 @@ struct QuantizedWeight {
   int64_t zero_strides[2];
 };
 
-inline bool has_fragments(int bits, int64_t outputs, int64_t features) {
-  return outputs % kFragmentFeatures == 0 && features % fragment_k(bits) == 0;
-}
-
 struct LinearQuantizedParams {
   QuantizedWeight weight;
   DType dtype;  // of x, bias and y
