@@ -354,7 +354,7 @@ Lines explain_cross_entropy(const std::string& dtype, const TensorLayout& input,
   if (!probabilities && p.layout.is_rows() && p.dtype != DType::kFloat16 &&
       gradient_in_forward_pays(p.rows, p.classes, dtype_size(p.dtype))) {
     CrossEntropyGradientParams g{{p}};
-    g.reduction = Reduction::kMean;
+    g.reduction = LossReduction::kMean;
     g.grad_layout = p.layout;
     g.grad_input = &wanted;
     lines.emplace_back("forward with grad_input (a reduced loss)",

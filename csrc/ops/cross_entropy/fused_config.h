@@ -80,7 +80,7 @@ inline void choose_cross_entropy_ring(const CrossEntropyProblem& p, int64_t acce
   config.slots = static_cast<int>(slots);
   config.slot_bytes = slot_bytes(cluster);
   config.blocks = clusters * cluster;
-  config.partials = p.reduction == Reduction::kNone ? 0 : clusters * groups;
+  config.partials = p.reduction == LossReduction::kNone ? 0 : clusters * groups;
   config.reason = "a ring of rows in shared memory";
 }
 
@@ -101,8 +101,8 @@ inline void choose_cross_entropy_gradient_persistent(const CrossEntropyProblem& 
   config.threads = walk.threads;
   config.blocks = walk.blocks;
   config.boundary = walk.boundary;
-  config.partials = p.reduction == Reduction::kNone || config.blocks == 1 ? 0 : config.blocks;
-  if (p.reduction == Reduction::kMean) {
+  config.partials = p.reduction == LossReduction::kNone || config.blocks == 1 ? 0 : config.blocks;
+  if (p.reduction == LossReduction::kMean) {
     const int64_t blocks = ceil_div(p.rows, kLabelsOfBlock);
     config.counts = static_cast<int>(std::min<int64_t>(blocks, device.num_sms));
   }
@@ -117,7 +117,7 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
   // loads of one with stores of another.
   constexpr int kHeld = 8, kWarp = 32;
   constexpr int64_t kSpareBytes = 2048;  // the kernel's own shared memory
-  const bool reduced = p.reduction != Reduction::kNone;
+  const bool reduced = p.reduction != LossReduction::kNone;
   const CrossEntropyConfig rows = choose_cross_entropy_config(p, alignment, device);
   CrossEntropyGradientConfig config{};
   config.vec = rows.vec;
@@ -152,7 +152,7 @@ inline CrossEntropyGradientConfig choose_cross_entropy_gradient_config(
     config.reason = config.cluster == 1 ? "a block per row" : "a cluster of blocks per row";
   }
   config.on_chip = true;
-  config.counts = p.reduction == Reduction::kMean ? 1 : 0;
+  config.counts = p.reduction == LossReduction::kMean ? 1 : 0;
   const int64_t groups = config.blocks / config.cluster;
   config.partials = reduced && groups > 1 ? groups : 0;
   if (clusters && config.vec > 1 && p.dtype != DType::kFloat64) {

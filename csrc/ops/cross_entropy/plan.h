@@ -70,7 +70,7 @@ inline CrossEntropyAlignment backward_alignment(const CrossEntropyBackwardParams
 // ---- plans ----
 
 inline bool needs_partials(const CrossEntropyParams& p, const CrossEntropyConfig& config) {
-  return p.reduction != Reduction::kNone && config.blocks > 1 && !config.cluster;
+  return p.reduction != LossReduction::kNone && config.blocks > 1 && !config.cluster;
 }
 
 // `clusters`: whether the GPU and the library support them.
@@ -81,7 +81,7 @@ inline CrossEntropyConfig choose_cross_entropy(const CrossEntropyParams& p,
       choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), device);
   // Long rows are spread over the GPU.
   config.cluster = config.kernel == CrossEntropyConfig::Kernel::kRows && config.lanes <= kWarp &&
-                   p.reduction != Reduction::kNone && config.blocks > 1 &&
+                   p.reduction != LossReduction::kNone && config.blocks > 1 &&
                    config.blocks <= kMaxCluster && clusters;
   return config;
 }

@@ -20,7 +20,7 @@ enum class TargetKind : int8_t {
   kProbabilities,   // q = (1 - s) target + s / C
 };
 
-enum class Reduction : int8_t { kNone, kMean, kSum };  // at::Reduction's values
+enum class LossReduction : int8_t { kNone, kMean, kSum };  // at::Reduction's values
 
 // The offset of (row r, class c) is (r / inner) * outer_stride + (r % inner) * inner_stride + c *
 // class_stride. Rows count pixels of an (N, C, d1, ...) input in (n, d1, ...) order.
@@ -54,7 +54,7 @@ struct CrossEntropyProblem {
   DType target_dtype;  // int64 or uint8 labels; probabilities: dtype, or float32 for 16-bit logits
   DType loss_dtype;    // of loss and grad_output: dtype or Accum
   TargetKind kind;
-  Reduction reduction;
+  LossReduction reduction;
   int64_t rows;
   int64_t classes;
   int64_t ignore_index;  // labels only
@@ -105,8 +105,8 @@ struct CrossEntropyGradientParams : CrossEntropyParams {
 inline CrossEntropyBackwardParams backward_of(const CrossEntropyGradientParams& p) {
   CrossEntropyBackwardParams b{static_cast<const CrossEntropyProblem&>(p)};
   b.loss_dtype = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  if (p.reduction != Reduction::kMean) {
-    b.reduction = p.grad_per_row ? Reduction::kNone : Reduction::kSum;
+  if (p.reduction != LossReduction::kMean) {
+    b.reduction = p.grad_per_row ? LossReduction::kNone : LossReduction::kSum;
   }
   b.grad_output = p.grad_output;
   b.stats = p.stats;

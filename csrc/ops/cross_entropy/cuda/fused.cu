@@ -80,7 +80,7 @@ void launch_cross_entropy_fused(CrossEntropyGradientParams p, const CrossEntropy
     }
     return;
   }
-  if (p.reduction == Reduction::kMean && p.grad_input != nullptr) {
+  if (p.reduction == LossReduction::kMean && p.grad_input != nullptr) {
     for_bool(p.dtype == DType::kFloat64, [&]<bool kDouble>() {
       using Acc = std::conditional_t<kDouble, double, float>;
       Acc* counts = config.counts > 1 ? static_cast<Acc*>(p.partials) + 2 * config.partials

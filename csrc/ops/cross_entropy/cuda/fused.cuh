@@ -31,7 +31,7 @@ __device__ __forceinline__ RowGradient<T, kKind> row_gradient(const CrossEntropy
   if (p.grad_output != nullptr) {
     g = static_cast<const Acc*>(p.grad_output)[p.grad_per_row ? row : int64_t{0}];
   }
-  if (p.reduction == Reduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
+  if (p.reduction == LossReduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
   return {p, label, sums.max, sums.sum, sums.mass, g};
 }
 

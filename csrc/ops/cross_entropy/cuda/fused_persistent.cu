@@ -73,7 +73,7 @@ __device__ __forceinline__ float common_factor(const CrossEntropyGradientParams&
   if (p.grad_output != nullptr && !p.grad_per_row) {
     factor = *static_cast<const float*>(p.grad_output);
   }
-  if (p.reduction == Reduction::kMean) {
+  if (p.reduction == LossReduction::kMean) {
     const float* counts = static_cast<const float*>(p.counts);
     double total = 0;
     for (int i = threadIdx.x % kWarpSize; i < p.num_counts; i += kWarpSize) total += counts[i];
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
   constexpr int kIgnored = -1, kBad = -2;
   extern __shared__ uint4 storage[];
   __shared__ float shared_share[kPersistentThreads / kWarpSize];
-  if (gridDim.x > 1 && p.reduction != Reduction::kNone) let_next_kernel_start();
+  if (gridDim.x > 1 && p.reduction != LossReduction::kNone) let_next_kernel_start();
 
   const PersistentTurns own(p.rows, lanes);
   const int lane = own.lane;

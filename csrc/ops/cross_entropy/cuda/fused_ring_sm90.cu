@@ -191,7 +191,7 @@ __global__ void __launch_bounds__((kRingWarps + 1) * kWarpSize, 1)
     cross_entropy_gradient_ring_kernel(const CrossEntropyGradientParams p,
                                        const Smoothing<float> smoothing, const Ring ring) {
   if constexpr (kHasSm90a) {
-    if (p.reduction != Reduction::kNone) let_next_kernel_start();  // the sum of the losses
+    if (p.reduction != LossReduction::kNone) let_next_kernel_start();  // the sum of the losses
     constexpr int kVec = kVecSize<T>;
     extern __shared__ __align__(128) char slots[];
     __shared__ __align__(16) RingShared shared;

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
   static_assert(kPersistentSlots == 2);
   extern __shared__ uint4 storage[];
   __shared__ float shared_share[kPersistentThreads / kWarpSize];
-  if (gridDim.x > 1 && p.reduction != Reduction::kNone) let_next_kernel_start();
+  if (gridDim.x > 1 && p.reduction != LossReduction::kNone) let_next_kernel_start();
 
   const PersistentTurns own(p.rows, lanes);
   const int lane = own.lane;

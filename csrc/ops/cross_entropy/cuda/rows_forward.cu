@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   __shared__ Acc shared_sums[kMaxCrossEntropyThreads / kWarpSize][4];
   __shared__ Acc shared_share[kMaxCrossEntropyThreads / kWarpSize];
 
-  if (gridDim.x > 1 && p.reduction != Reduction::kNone && !cluster) let_next_kernel_start();
+  if (gridDim.x > 1 && p.reduction != LossReduction::kNone && !cluster) let_next_kernel_start();
   const int lane = threadIdx.x & (lanes - 1);
   const int rows_per_block = blockDim.x / lanes;
   LossShare<Acc> total;
