@@ -67,9 +67,9 @@ inline bool meets_few_columns(const MomentsTile& tile, int64_t tiles, int64_t ac
 // once, and moments would save nothing. `operands`: 1, or 2 with a residual.
 inline bool batch_norm_keeps_all(const BatchNormExtents& e, DType dtype, int operands,
                                  const DeviceInfo& device) {
-  const BatchNormConfig config = choose_config(e, dtype, 0, device, operands);
-  const int64_t steps = ceil_div(ceil_div(e.count(), config.splits), kRowsThreads / config.lanes);
-  return config.held >= steps;
+  const BatchNormPlan plan = plan_batch_norm(e, dtype, /*addresses=*/0, operands, device);
+  const int64_t steps = ceil_div(ceil_div(e.count(), plan.splits), kRowsThreads / plan.lanes);
+  return plan.held >= steps;
 }
 
 // No plan: another kernel computes the convolution, or batch norm takes its own statistics.
