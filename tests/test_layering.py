@@ -280,7 +280,7 @@ WITHOUT_PLAN = {
     "launch_aligned_copy",
     "launch_attention_dropout",
     "launch_cast",
-    "launch_cross_entropy_double_bwd",
+    "launch_cross_entropy_double_backward",
     "launch_cross_entropy_scale",
     "launch_dequantize",
     "launch_embedding_renorm",

@@ -67,6 +67,9 @@ struct CrossEntropyProblem {
   const void* weight;       // (classes) Accum, or null
 };
 
+// Bytes of an Accum.
+constexpr int64_t cross_entropy_accum_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
+
 // Numbers saved per row: max, sum exp(z - max), and, unless q is one-hot, the mass W.
 constexpr int64_t num_stats(TargetKind kind) { return kind == TargetKind::kLabels ? 2 : 3; }
 
@@ -75,9 +78,9 @@ struct CrossEntropyParams : CrossEntropyProblem {
   void* stats;         // (num_stats, rows) Accum
   void* total_weight;  // one Accum: the divisor of a mean; 0 without a reduction
   void* lse;           // (rows) Accum: log sum exp; or null
-  // CUDA only:
+  // CUDA only. The launch sets the first two, for its kernels.
   bool counted;    // total_weight is known before the forward (the gradient needs it), not a result
-  void* partials;  // (config.blocks, 2) Accum if a second launch must reduce them, else null
+  void* partials;  // (plan.partials, 2) Accum, where the workspace starts
   ErrorRecord* error;  // receives the report of a bad label
 };
 

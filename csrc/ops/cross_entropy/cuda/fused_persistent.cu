@@ -218,15 +218,15 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
 }  // namespace
 
 void launch_cross_entropy_gradient_persistent(const CrossEntropyGradientParams& p,
-                                              const CrossEntropyGradientConfig& config,
+                                              const CrossEntropyGradientPlan& plan,
                                               cudaStream_t stream) {
   for_persistent(p, [&]<class T, TargetKind kKind>() {
     if constexpr (kKind == TargetKind::kLabels) {
       // Logits are read before the wait: only the count can come from the previous kernel.
       launch_overlapping(p.counted, cross_entropy_gradient_persistent_kernel<T>,
-                         dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-                         /*cluster=*/1, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
-                         config.lanes, config.boundary);
+                         dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                         /*cluster=*/1, plan.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
+                         plan.lanes, plan.boundary);
     }
   });
 }

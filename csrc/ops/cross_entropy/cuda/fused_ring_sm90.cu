@@ -242,14 +242,12 @@ void for_ring(const CrossEntropyGradientParams& p, F&& f) {
 }  // namespace
 
 void launch_cross_entropy_gradient_ring(const CrossEntropyGradientParams& p,
-                                        const CrossEntropyGradientConfig& config,
-                                        cudaStream_t stream) {
-  const Ring ring{config.cluster, config.groups, config.lanes / kWarpSize, config.slots,
-                  static_cast<int>(config.slot_bytes)};
+                                        const CrossEntropyGradientPlan& plan, cudaStream_t stream) {
+  const Ring ring{plan.cluster, plan.groups, plan.lanes / kWarpSize, plan.slots,
+                  static_cast<int>(plan.slot_bytes)};
   for_ring(p, [&](auto kernel) {
-    launch_clusters(kernel, dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-                    config.cluster, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
-                    ring);
+    launch_clusters(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                    plan.cluster, plan.smem_bytes(p.dtype), stream, p, Smoothing<float>(p), ring);
   });
 }
 
