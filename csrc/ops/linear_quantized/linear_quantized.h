@@ -53,10 +53,9 @@ struct LinearQuantizedParams {
   int64_t input_pitch;  // elements from a row to the next; the columns are adjacent
   const void* bias;     // (N) or null
   void* output;         // (M, N), dense
-  void* workspace;      // plan.workspace_bytes
   bool sm90;            // clusters: sm90_path_available()
-  bool
-      ahead;  // no pending kernel writes the weight: its loads may pass the end of the previous one
+  // No pending kernel writes the weight: its loads may pass the end of the previous one.
+  bool ahead;
 };
 
 // ---- choice ----
@@ -337,9 +336,9 @@ void dequantize_cpu(const QuantizedWeight& weight, DType dtype, int64_t begin, i
 // The whole weight, (N, K) of `dtype`, dense.
 void launch_dequantize(const QuantizedWeight& weight, DType dtype, void* output,
                        cudaStream_t stream);
-// A plan with `fused`.
+// A plan with `fused`. `workspace`: plan.workspace_bytes.
 void launch_linear_quantized(const LinearQuantizedParams& params, const LinearQuantizedPlan& plan,
-                             cudaStream_t stream);
+                             void* workspace, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright
