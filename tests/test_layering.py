@@ -280,7 +280,7 @@ WITHOUT_PLAN = {
     "launch_aligned_copy",
     "launch_attention_dropout",
     "launch_cast",
-    "launch_cross_entropy_double_bwd",
+    "launch_cross_entropy_double_backward",
     "launch_cross_entropy_scale",
     "launch_dequantize",
     "launch_embedding_renorm",
@@ -305,3 +305,27 @@ def test_launches_take_a_plan():
             has_plan = re.search(r"(Plan|Config)& (plan|config)\b", arguments)
             assert bool(has_plan) != (name in WITHOUT_PLAN), f"{header}: {name}"
     assert len(found) > 60
+
+
+def test_params_hold_no_workspace():
+    """The plan has its size; the launch takes it as an argument."""
+    found = 0
+    for header in sorted((CSRC / "ops").glob("*/*.h")):
+        text = code_of(header.read_text())
+        for name, fields in re.findall(
+            r"^struct (\w+Params)\b[^;{]*\{(.*?)^\};", text, re.M | re.S
+        ):
+            found += 1
+            assert "workspace" not in fields, f"{header}: {name}"
+    assert found > 40
+
+
+def test_ops_share_no_names():
+    """All ops are in one namespace, where two types of one name break the one-definition rule."""
+    owners = {}
+    for header in sorted((CSRC / "ops").glob("*/*.h")):
+        text = code_of(header.read_text())
+        for name in re.findall(r"^(?:struct|class|enum class) (\w+)[^;{]*\{", text, re.M):
+            assert name not in owners, f"{name}: {header} and {owners[name]}"
+            owners[name] = header
+    assert len(owners) > 150

@@ -55,24 +55,10 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t row_addre
                : "memory");
 }
 
-__device__ __forceinline__ void ldmatrix_x2(uint32_t (&d)[2], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"
-               : "=r"(d[0]), "=r"(d[1])
-               : "r"(row_address)
-               : "memory");
-}
-
 // Transposed: d[i] is the pair at rows 2t and 2t + 1, column g of matrix i as stored.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-               : "r"(row_address)
-               : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&d)[2], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
-               : "=r"(d[0]), "=r"(d[1])
                : "r"(row_address)
                : "memory");
 }

@@ -1,8 +1,6 @@
 // Facts of GPUs by name, for explain() and tests without that GPU. Choices never ask for a name.
 #pragma once
 
-#include <cstring>
-
 #include "common/dtype.h"
 
 namespace warpwright {
@@ -40,13 +38,5 @@ inline const NamedDevice kNamedDevices[] = {
       .memory_bus_bits = 384,
       .clusters = {142, 71, 35, 17}}},
 };
-
-// Null: no such name.
-inline const DeviceInfo* find_named_device(const char* name) {
-  for (const NamedDevice& device : kNamedDevices) {
-    if (std::strcmp(device.name, name) == 0) return &device.info;
-  }
-  return nullptr;
-}
 
 }  // namespace warpwright

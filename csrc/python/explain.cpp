@@ -145,7 +145,8 @@ Lines explain_max_pool2d(const std::string& dtype, const TensorLayout& input, bo
 
 // ---- batch_norm ----
 
-// `operands`: tensors that the training forward reads.
+// As if results and gradients began where allocations begin. `operands`: tensors that the training
+// forward reads; 0: it has no output, only statistics.
 Lines explain_batch_norm(const std::string& dtype, const TensorLayout& input, bool rows,
                          int operands, const DeviceInfo& device) {
   BatchNormExtents e{};
@@ -153,11 +154,22 @@ Lines explain_batch_norm(const std::string& dtype, const TensorLayout& input, bo
   e.channels = input.sizes[1];
   e.spatial = numel(input) / std::max<int64_t>(e.batch * e.channels, 1);
   e.rows = rows || e.spatial == 1;
-  auto text = [&](int held) {
-    return describe(
-        choose_config(e, dtype_from(dtype), static_cast<uintptr_t>(input.address), device, held));
-  };
-  return {{"forward", text(operands)}, {"backward", text(2)}};
+  void* const fresh = reinterpret_cast<void*>(256);  // not null, which stands for an absent tensor
+  BatchNormParams forward{};
+  forward.dtype = dtype_from(dtype);
+  forward.extents = e;
+  forward.input = reinterpret_cast<const void*>(input.address);
+  forward.output = operands > 0 ? fresh : nullptr;
+  forward.residual = operands > 1 ? fresh : nullptr;
+  forward.training = true;
+  BatchNormBackwardParams backward{};
+  backward.dtype = forward.dtype;
+  backward.extents = e;
+  backward.input = forward.input;
+  backward.grad_input = fresh;
+  backward.training = true;
+  return {{"forward", describe(choose_batch_norm(forward, device))},
+          {"backward", describe(choose_batch_norm_backward(backward, device))}};
 }
 
 // ---- layer_norm, rms_norm ----
@@ -323,7 +335,7 @@ Lines explain_cross_entropy(const std::string& dtype, const TensorLayout& input,
   if (!probabilities && p.layout.is_rows() && p.dtype != DType::kFloat16 &&
       gradient_in_forward_pays(p.rows, p.classes, dtype_size(p.dtype))) {
     CrossEntropyGradientParams g{{p}};
-    g.reduction = Reduction::kMean;
+    g.reduction = LossReduction::kMean;
     g.grad_layout = p.layout;
     g.grad_input = &wanted;
     lines.emplace_back("forward with grad_input (a reduced loss)",

@@ -93,7 +93,7 @@ Lines explain_reduction(const std::string& kind, const std::string& dtype,
   constexpr const char* kNames[] = {"sum", "mean", "amax", "logsumexp", "var", "std"};
   ReductionParams p{};
   for (int i = 0; i < 6; ++i) {
-    if (kind == kNames[i]) p.kind = static_cast<Reduction>(i);
+    if (kind == kNames[i]) p.kind = static_cast<ReductionKind>(i);
   }
   p.dtype = p.output_dtype = dtype_from(dtype);
   p.input = reinterpret_cast<const void*>(input.address);
@@ -108,7 +108,7 @@ Lines explain_reduction(const std::string& kind, const std::string& dtype,
     p.input = nullptr;
     copied = "of a copy with the reduced dimensions last, because the layout has too many axes: ";
   }
-  const bool is_linear = p.kind == Reduction::kSum || p.kind == Reduction::kMean;
+  const bool is_linear = p.kind == ReductionKind::kSum || p.kind == ReductionKind::kMean;
   return {{"forward", copied + describe(choose_reduction(p, device))},
           {"backward",
            is_linear ? "a view of the result's gradient"

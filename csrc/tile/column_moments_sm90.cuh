@@ -18,7 +18,6 @@ namespace warpwright {
 
 constexpr int kMomentsRuns = 2;       // columns of tiles that a consumer has tiles in, at most
 constexpr int kMomentsConsumers = 2;  // warpgroups
-constexpr int kMomentsRecords = kMomentsRuns * kMomentsConsumers;  // per CTA
 
 // The columns and the number of rows of a record; no rows: the record is unused.
 struct MomentsRecord {

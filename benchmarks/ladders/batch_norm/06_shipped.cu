@@ -23,10 +23,9 @@ void launch_rung(const Problem& p) {
   call.eps = kEps;
   call.mean = p.floats();
   call.rstd = p.floats() + kChannels;
-  call.workspace = p.workspace + 1024;
-  const BatchNormConfig config =
-      choose_config(call.extents, call.dtype, 0, current_device_info(), /*operands=*/0);
-  launch_rows<false>(call, config, p.stream);
+  const BatchNormPlan plan = plan_batch_norm(call.extents, call.dtype, /*addresses=*/0,
+                                             /*operands=*/0, current_device_info());
+  launch_rows<false>(call, plan, p.workspace + 1024, p.stream);
 }
 
 }  // namespace ladder

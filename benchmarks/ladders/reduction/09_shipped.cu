@@ -19,7 +19,7 @@ void launch_rung(const Problem& p) {
   call.dtype = call.loss_dtype = DType::kFloat32;
   call.target_dtype = DType::kInt64;
   call.kind = TargetKind::kLabels;
-  call.reduction = Reduction::kNone;
+  call.reduction = LossReduction::kNone;
   call.rows = p.rows;
   call.classes = p.cols;
   call.ignore_index = -100;

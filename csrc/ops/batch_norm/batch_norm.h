@@ -72,7 +72,6 @@ struct BatchNormParams {
   void* mean;                    // (channels), float, or double for a double input
   void* rstd;                    // (channels), the same
   void* coefficients = nullptr;  // (kForwardCoefficients, channels), the same; null: not wanted
-  void* workspace;               // batch_norm_workspace_bytes(); null if that is 0
   // In training: the batch's mean and sum of squared deviations (channels, 2), of mean's type, that
   // the kernel launched before has written; null: computed here. On the GPU, in rows.
   const void* moments = nullptr;
@@ -95,7 +94,6 @@ struct BatchNormBackwardParams {
   ChannelVector grad_weight, grad_bias;
   int64_t count = 0;             // values per statistic; 0: extents.count()
   void* coefficients = nullptr;  // (kBackwardCoefficients, channels), as mean; null: not wanted
-  void* workspace;
 
   constexpr int64_t values() const { return count > 0 ? count : extents.count(); }
   constexpr bool needs_sums() const {
@@ -104,7 +102,7 @@ struct BatchNormBackwardParams {
   }
 };
 
-struct BatchNormConfig {
+struct BatchNormPlan {
   int vec;         // elements per access
   bool ragged;     // planes: whether they start and end inside vectors
   bool on_chip;    // planes: one block holds a channel
@@ -115,6 +113,7 @@ struct BatchNormConfig {
   // Rows, second pass: the blocks take the rows in turn, from the last row to the first, because L2
   // holds the last rows that the previous kernel wrote. Else each block has its split.
   bool in_turns;
+  int64_t workspace_bytes;  // two accumulators per channel and split; 0: no launch reads partials
   const char* reason;
 };
 
@@ -172,35 +171,35 @@ inline bool batch_norm_fits_on_chip(const BatchNormExtents& e, int vec, int oper
 }
 
 // Rows: how channels and rows are divided among the SMs.
-inline void share_rows(BatchNormConfig& config, const BatchNormExtents& e, int most_lanes,
+inline void share_rows(BatchNormPlan& plan, const BatchNormExtents& e, int most_lanes,
                        const DeviceInfo& device) {
-  const int64_t vectors = e.channels / config.vec;
+  const int64_t vectors = e.channels / plan.vec;
   // The widest group of threads that leaves at most a third of its lanes idle.
-  config.lanes = 1;
+  plan.lanes = 1;
   for (int lanes = most_lanes; lanes >= 1; lanes /= 2) {
     const int64_t idle = ceil_div(vectors, lanes) * lanes - vectors;
     if (3 * idle <= vectors) {
-      config.lanes = lanes;
+      plan.lanes = lanes;
       break;
     }
   }
-  config.tiles = ceil_div(vectors, config.lanes);
-  const int64_t row_lanes = kRowsThreads / config.lanes;
-  const int64_t wanted = device.num_sms / std::max<int64_t>(config.tiles, 1);
+  plan.tiles = ceil_div(vectors, plan.lanes);
+  const int64_t row_lanes = kRowsThreads / plan.lanes;
+  const int64_t wanted = device.num_sms / std::max<int64_t>(plan.tiles, 1);
   const int64_t worth = e.count() / (row_lanes * 2);
-  config.splits = std::max<int64_t>(1, std::min(wanted, worth));
+  plan.splits = std::max<int64_t>(1, std::min(wanted, worth));
 }
 
 // Rows: one launch in place of two, if the SMs can keep at least a fifth of what they read. The
 // rest is read twice, as with two launches, but its latest part comes from L2. After the barrier a
 // block merges the partials of all splits of its tile, with nothing else in flight. Tiles are
 // therefore narrow enough for about eight partials per thread.
-inline bool batch_norm_hold_rows(BatchNormConfig& config, const BatchNormExtents& e, int operands,
+inline bool batch_norm_hold_rows(BatchNormPlan& plan, const BatchNormExtents& e, int operands,
                                  const DeviceInfo& device) {
-  BatchNormConfig on_chip = config;
+  BatchNormPlan on_chip = plan;
   int most_lanes = kRowsMaxLanes;
   while (most_lanes > 1 &&
-         int64_t{most_lanes} * most_lanes * config.vec * config.vec > 32 * e.channels) {
+         int64_t{most_lanes} * most_lanes * plan.vec * plan.vec > 32 * e.channels) {
     most_lanes /= 2;
   }
   share_rows(on_chip, e, most_lanes, device);
@@ -213,74 +212,102 @@ inline bool batch_norm_hold_rows(BatchNormConfig& config, const BatchNormExtents
   if (on_chip.held < 1) return false;
   on_chip.reason = steps <= places ? "rows of channels, read once and kept on chip"
                                    : "rows of channels, some kept on chip, the others read twice";
-  config = on_chip;
+  plan = on_chip;
   return true;
 }
 
-// `addresses`: bitwise or of the element pointers of the call, as integers. `operands`: how many
-// tensors a block would have to hold to read them once (training forward 1, its backward 2); 0:
-// none.
-inline BatchNormConfig choose_config(const BatchNormExtents& e, DType dtype, uintptr_t addresses,
-                                     const DeviceInfo& device, int operands) {
+// How kernels cut a call. `addresses`: bitwise or of the call's element pointers, as integers.
+// `operands`: how many tensors a block would have to hold to read them once (training forward 1,
+// its backward 2); 0: none.
+inline BatchNormPlan plan_batch_norm(const BatchNormExtents& e, DType dtype, uintptr_t addresses,
+                                     int operands, const DeviceInfo& device) {
   const int wide = static_cast<int>(16 / dtype_size(dtype));
   const bool aligned = addresses % 16 == 0;
-  BatchNormConfig config{};
+  BatchNormPlan plan{};
   if (!e.rows) {
-    config.vec = aligned ? wide : 1;
-    config.ragged = e.spatial % config.vec != 0;
-    config.on_chip =
-        config.vec > 1 && operands > 0 && batch_norm_fits_on_chip(e, config.vec, operands, device);
-    config.lanes = 1;
-    config.tiles = e.channels;
-    const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, config.vec);
+    plan.vec = aligned ? wide : 1;
+    plan.ragged = e.spatial % plan.vec != 0;
+    plan.on_chip =
+        plan.vec > 1 && operands > 0 && batch_norm_fits_on_chip(e, plan.vec, operands, device);
+    plan.lanes = 1;
+    plan.tiles = e.channels;
+    const int64_t vectors = e.batch * batch_norm_plane_vectors(e.spatial, plan.vec);
     // Few channels: one wave of blocks. Many: four waves, the last one nearly full.
     const int64_t wave = planes_blocks_per_sm(dtype_size(dtype)) * device.num_sms;
     const int64_t channels = std::max<int64_t>(e.channels, 1);
     const int64_t wanted = 4 * channels <= wave ? wave / channels : 4 * wave / channels;
-    const int64_t worth = config.on_chip ? 1 : vectors / (kPlanesThreads * 2);
-    config.splits = std::clamp<int64_t>(std::min(wanted, worth), 1, kPlanesThreads);
-    config.reason = config.on_chip   ? "planes, a block holds a channel and reads it once"
-                    : config.ragged  ? "planes, 16-byte accesses shared with the neighbours"
-                    : config.vec > 1 ? "planes, 16-byte accesses"
-                                     : "planes, an address is misaligned: element accesses";
-    return config;
+    const int64_t worth = plan.on_chip ? 1 : vectors / (kPlanesThreads * 2);
+    plan.splits = std::clamp<int64_t>(std::min(wanted, worth), 1, kPlanesThreads);
+    plan.reason = plan.on_chip   ? "planes, a block holds a channel and reads it once"
+                  : plan.ragged  ? "planes, 16-byte accesses shared with the neighbours"
+                  : plan.vec > 1 ? "planes, 16-byte accesses"
+                                 : "planes, an address is misaligned: element accesses";
+    return plan;
   }
-  config.vec = aligned && e.channels % wide == 0 ? wide : 1;
-  if (config.vec > 1 && operands > 0 && dtype != DType::kFloat64 &&
-      batch_norm_hold_rows(config, e, operands, device)) {
-    return config;
+  plan.vec = aligned && e.channels % wide == 0 ? wide : 1;
+  if (plan.vec > 1 && operands > 0 && dtype != DType::kFloat64 &&
+      batch_norm_hold_rows(plan, e, operands, device)) {
+    return plan;
   }
-  share_rows(config, e, kRowsMaxLanes, device);
-  config.reason = config.vec > 1 ? "rows of channels, 16-byte accesses"
-                  : aligned      ? "channels are no multiple of 16 bytes: element accesses"
-                                 : "rows of channels, an address is misaligned: element accesses";
-  return config;
+  share_rows(plan, e, kRowsMaxLanes, device);
+  plan.reason = plan.vec > 1 ? "rows of channels, 16-byte accesses"
+                : aligned    ? "channels are no multiple of 16 bytes: element accesses"
+                             : "rows of channels, an address is misaligned: element accesses";
+  return plan;
 }
 
-// Two accumulators per channel and split.
-inline int64_t batch_norm_workspace_bytes(const BatchNormConfig& config, int64_t channels,
-                                          DType dtype) {
-  if (config.on_chip) return 0;
-  return config.splits * channels * 2 * (dtype == DType::kFloat64 ? 8 : 4);
+// The pointers' bitwise or.
+template <class... Pointers>
+uintptr_t addresses_of(Pointers... pointers) {
+  return (reinterpret_cast<uintptr_t>(pointers) | ...);
 }
 
-inline std::string describe(const BatchNormConfig& config) {
-  return "batch_norm, " + std::to_string(config.vec) + " element(s) per access, " +
-         std::to_string(config.tiles) + " group(s) of channels in " +
-         std::to_string(config.splits) + " split(s)" +
-         (config.held > 0 ? ", " + std::to_string(config.held) + " access(es) per thread kept"
-                          : "") +
-         ": " + config.reason;
+inline int64_t batch_norm_partial_bytes(const BatchNormPlan& plan, int64_t channels, DType dtype) {
+  if (plan.on_chip) return 0;
+  return plan.splits * channels * 2 * (dtype == DType::kFloat64 ? 8 : 4);
+}
+
+inline BatchNormPlan choose_batch_norm(const BatchNormParams& p, const DeviceInfo& device) {
+  const bool sums = p.training && p.moments == nullptr;
+  const int operands = p.residual != nullptr ? 2 : 1;
+  BatchNormPlan plan =
+      plan_batch_norm(p.extents, p.dtype, addresses_of(p.input, p.output, p.residual),
+                      sums && p.output != nullptr ? operands : 0, device);
+  plan.in_turns = p.moments != nullptr;
+  if (sums) plan.workspace_bytes = batch_norm_partial_bytes(plan, p.extents.channels, p.dtype);
+  return plan;
+}
+
+inline BatchNormPlan choose_batch_norm_backward(const BatchNormBackwardParams& p,
+                                                const DeviceInfo& device) {
+  // The kernel that keeps rows on chip copies the mask in words.
+  const bool fits_mask = !p.extents.rows || addresses_of(p.mask) % 4 == 0;
+  BatchNormPlan plan = plan_batch_norm(
+      p.extents, p.dtype, addresses_of(p.grad_output, p.input, p.grad_input, p.grad_residual),
+      p.training && p.grad_input != nullptr && fits_mask ? 2 : 0, device);
+  if (p.needs_sums()) {
+    plan.workspace_bytes = batch_norm_partial_bytes(plan, p.extents.channels, p.dtype);
+  }
+  return plan;
+}
+
+inline std::string describe(const BatchNormPlan& plan) {
+  return "batch_norm, " + std::to_string(plan.vec) + " element(s) per access, " +
+         std::to_string(plan.tiles) + " group(s) of channels in " + std::to_string(plan.splits) +
+         " split(s)" +
+         (plan.held > 0 ? ", " + std::to_string(plan.held) + " access(es) per thread kept" : "") +
+         ": " + plan.reason;
 }
 
 void batch_norm_cpu(const BatchNormParams& params);
 void batch_norm_backward_cpu(const BatchNormBackwardParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_batch_norm_fwd(const BatchNormParams& params, const BatchNormConfig& config,
-                           cudaStream_t stream);
-void launch_batch_norm_bwd(const BatchNormBackwardParams& params, const BatchNormConfig& config,
-                           cudaStream_t stream);
+// `workspace`: plan.workspace_bytes.
+void launch_batch_norm(const BatchNormParams& params, const BatchNormPlan& plan, void* workspace,
+                       cudaStream_t stream);
+void launch_batch_norm_backward(const BatchNormBackwardParams& params, const BatchNormPlan& plan,
+                                void* workspace, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

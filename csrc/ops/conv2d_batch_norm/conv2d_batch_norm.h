@@ -14,12 +14,15 @@
 
 namespace warpwright {
 
+// Per CTA: of two consumers, each in two columns of tiles.
+constexpr int kMomentsRecords = 4;
+
 struct Conv2dMomentsPlan {
   std::variant<TmaIm2colConfig, MatrixProductConfig> kernel;
   int64_t ctas;
   int64_t columns;  // channels of a record
 
-  int64_t records() const { return ctas * 4; }  // kMomentsRecords
+  int64_t records() const { return ctas * kMomentsRecords; }
   // The moments (float2) come first, then the records' headers (two int each).
   int64_t workspace_bytes() const { return records() * (columns + 1) * 8; }
 };
@@ -64,9 +67,9 @@ inline bool meets_few_columns(const MomentsTile& tile, int64_t tiles, int64_t ac
 // once, and moments would save nothing. `operands`: 1, or 2 with a residual.
 inline bool batch_norm_keeps_all(const BatchNormExtents& e, DType dtype, int operands,
                                  const DeviceInfo& device) {
-  const BatchNormConfig config = choose_config(e, dtype, 0, device, operands);
-  const int64_t steps = ceil_div(ceil_div(e.count(), config.splits), kRowsThreads / config.lanes);
-  return config.held >= steps;
+  const BatchNormPlan plan = plan_batch_norm(e, dtype, /*addresses=*/0, operands, device);
+  const int64_t steps = ceil_div(ceil_div(e.count(), plan.splits), kRowsThreads / plan.lanes);
+  return plan.held >= steps;
 }
 
 // No plan: another kernel computes the convolution, or batch norm takes its own statistics.

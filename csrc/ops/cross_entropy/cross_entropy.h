@@ -1,5 +1,5 @@
-// Cross entropy: the problem (problem.h), how kernels divide it (config.h, fused_config.h), which
-// of them a call takes (plan.h), and the entries.
+// Cross entropy: the problem (problem.h), how kernels divide it (rows_plan.h, gradient_plan.h),
+// which of them a call takes (plan.h), and the entries.
 #pragma once
 
 #include "ops/cross_entropy/plan.h"
@@ -19,8 +19,8 @@ void cross_entropy_double_backward_cpu(const CrossEntropyDoubleBackwardParams& p
 // `factor` has type loss_dtype (dtype or Accum). If it is 1, nothing is written.
 void launch_cross_entropy_scale(void* gradient, int64_t numel, DType dtype, const void* factor,
                                 DType factor_dtype, cudaStream_t stream);
-void launch_cross_entropy_double_bwd(const CrossEntropyDoubleBackwardParams& params,
-                                     cudaStream_t stream);
+void launch_cross_entropy_double_backward(const CrossEntropyDoubleBackwardParams& params,
+                                          cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

@@ -3,7 +3,7 @@
 
 #include <initializer_list>
 
-#include "ops/cross_entropy/fused_config.h"
+#include "ops/cross_entropy/gradient_plan.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
 #include <cuda_runtime.h>
@@ -69,35 +69,31 @@ inline CrossEntropyAlignment backward_alignment(const CrossEntropyBackwardParams
 
 // ---- plans ----
 
-inline bool needs_partials(const CrossEntropyParams& p, const CrossEntropyConfig& config) {
-  return p.reduction != Reduction::kNone && config.blocks > 1 && !config.cluster;
-}
-
 // `clusters`: whether the GPU and the library support them.
-inline CrossEntropyConfig choose_cross_entropy(const CrossEntropyParams& p,
-                                               const DeviceInfo& device, bool clusters) {
+inline CrossEntropyPlan choose_cross_entropy(const CrossEntropyParams& p, const DeviceInfo& device,
+                                             bool clusters) {
   constexpr int kMaxCluster = 8, kWarp = 32;
-  CrossEntropyConfig config =
-      choose_cross_entropy_fwd_config(p, cross_entropy_alignment(p), device);
+  CrossEntropyPlan plan = plan_cross_entropy_forward(p, cross_entropy_alignment(p), device);
   // Long rows are spread over the GPU.
-  config.cluster = config.kernel == CrossEntropyConfig::Kernel::kRows && config.lanes <= kWarp &&
-                   p.reduction != Reduction::kNone && config.blocks > 1 &&
-                   config.blocks <= kMaxCluster && clusters;
-  return config;
+  plan.cluster = plan.kernel == CrossEntropyPlan::Kernel::kRows && plan.lanes <= kWarp &&
+                 p.reduction != LossReduction::kNone && plan.blocks > 1 &&
+                 plan.blocks <= kMaxCluster && clusters;
+  const bool is_merged = p.reduction != LossReduction::kNone && plan.blocks > 1 && !plan.cluster;
+  plan.partials = is_merged ? plan.blocks : 0;
+  plan.workspace_bytes = plan.partials * 2 * cross_entropy_accum_size(p.dtype);
+  return plan;
 }
 
-inline CrossEntropyConfig choose_cross_entropy_backward(const CrossEntropyBackwardParams& p,
-                                                        const DeviceInfo& device) {
-  return choose_cross_entropy_bwd_config(p, backward_alignment(p), device);
+inline CrossEntropyPlan choose_cross_entropy_backward(const CrossEntropyBackwardParams& p,
+                                                      const DeviceInfo& device) {
+  return plan_cross_entropy_backward(p, backward_alignment(p), device);
 }
 
 // Loss and gradient of one call: a fused kernel, or the forward and then the backward.
 struct CrossEntropyFusedPlan {
-  CrossEntropyGradientConfig fused;
-  CrossEntropyConfig forward, backward;  // unless fused.on_chip
-
-  // Numbers of type Accum that CrossEntropyParams::partials holds.
-  int64_t workspace() const { return fused.workspace(); }
+  CrossEntropyGradientPlan fused;
+  CrossEntropyPlan forward, backward;  // unless fused.on_chip
+  int64_t workspace_bytes;             // of `fused`, or of the forward
 };
 
 inline CrossEntropyFusedPlan choose_cross_entropy_fused(const CrossEntropyGradientParams& p,
@@ -106,11 +102,13 @@ inline CrossEntropyFusedPlan choose_cross_entropy_fused(const CrossEntropyGradie
   const RowOperand grad{p.grad_input, &p.grad_layout, p.dtype};
   const CrossEntropyAlignment alignment =
       p.grad_input == nullptr ? row_alignment(p, {input}) : row_alignment(p, {input, grad});
-  CrossEntropyFusedPlan plan{choose_cross_entropy_gradient_config(p, alignment, device, clusters)};
+  CrossEntropyFusedPlan plan{};
+  plan.fused = plan_cross_entropy_gradient(p, alignment, device, clusters);
+  plan.workspace_bytes = plan.fused.workspace_bytes(p.dtype);
   if (!plan.fused.on_chip) {
     plan.forward = choose_cross_entropy(p, device, clusters);
     plan.backward = choose_cross_entropy_backward(backward_of(p), device);
-    plan.fused.partials = needs_partials(p, plan.forward) ? plan.forward.blocks : 0;
+    plan.workspace_bytes = plan.forward.workspace_bytes;
   }
   return plan;
 }
@@ -118,12 +116,14 @@ inline CrossEntropyFusedPlan choose_cross_entropy_fused(const CrossEntropyGradie
 inline std::string describe(const CrossEntropyFusedPlan& plan) { return describe(plan.fused); }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_cross_entropy(const CrossEntropyParams& params, const CrossEntropyConfig& plan,
-                          cudaStream_t stream);
+// `workspace`: plan.workspace_bytes.
+void launch_cross_entropy(const CrossEntropyParams& params, const CrossEntropyPlan& plan,
+                          void* workspace, cudaStream_t stream);
 void launch_cross_entropy_backward(const CrossEntropyBackwardParams& params,
-                                   const CrossEntropyConfig& plan, cudaStream_t stream);
-void launch_cross_entropy_fused(CrossEntropyGradientParams params,
-                                const CrossEntropyFusedPlan& plan, cudaStream_t stream);
+                                   const CrossEntropyPlan& plan, cudaStream_t stream);
+void launch_cross_entropy_fused(const CrossEntropyGradientParams& params,
+                                const CrossEntropyFusedPlan& plan, void* workspace,
+                                cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

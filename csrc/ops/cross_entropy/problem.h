@@ -20,7 +20,7 @@ enum class TargetKind : int8_t {
   kProbabilities,   // q = (1 - s) target + s / C
 };
 
-enum class Reduction : int8_t { kNone, kMean, kSum };  // at::Reduction's values
+enum class LossReduction : int8_t { kNone, kMean, kSum };  // at::Reduction's values
 
 // The offset of (row r, class c) is (r / inner) * outer_stride + (r % inner) * inner_stride + c *
 // class_stride. Rows count pixels of an (N, C, d1, ...) input in (n, d1, ...) order.
@@ -54,7 +54,7 @@ struct CrossEntropyProblem {
   DType target_dtype;  // int64 or uint8 labels; probabilities: dtype, or float32 for 16-bit logits
   DType loss_dtype;    // of loss and grad_output: dtype or Accum
   TargetKind kind;
-  Reduction reduction;
+  LossReduction reduction;
   int64_t rows;
   int64_t classes;
   int64_t ignore_index;  // labels only
@@ -67,6 +67,9 @@ struct CrossEntropyProblem {
   const void* weight;       // (classes) Accum, or null
 };
 
+// Bytes of an Accum.
+constexpr int64_t cross_entropy_accum_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
+
 // Numbers saved per row: max, sum exp(z - max), and, unless q is one-hot, the mass W.
 constexpr int64_t num_stats(TargetKind kind) { return kind == TargetKind::kLabels ? 2 : 3; }
 
@@ -75,9 +78,9 @@ struct CrossEntropyParams : CrossEntropyProblem {
   void* stats;         // (num_stats, rows) Accum
   void* total_weight;  // one Accum: the divisor of a mean; 0 without a reduction
   void* lse;           // (rows) Accum: log sum exp; or null
-  // CUDA only:
+  // CUDA only. The launch sets the first two, for its kernels.
   bool counted;    // total_weight is known before the forward (the gradient needs it), not a result
-  void* partials;  // (config.blocks, 2) Accum if a second launch must reduce them, else null
+  void* partials;  // (plan.partials, 2) Accum, where the workspace starts
   ErrorRecord* error;  // receives the report of a bad label
 };
 
@@ -105,8 +108,8 @@ struct CrossEntropyGradientParams : CrossEntropyParams {
 inline CrossEntropyBackwardParams backward_of(const CrossEntropyGradientParams& p) {
   CrossEntropyBackwardParams b{static_cast<const CrossEntropyProblem&>(p)};
   b.loss_dtype = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  if (p.reduction != Reduction::kMean) {
-    b.reduction = p.grad_per_row ? Reduction::kNone : Reduction::kSum;
+  if (p.reduction != LossReduction::kMean) {
+    b.reduction = p.grad_per_row ? LossReduction::kNone : LossReduction::kSum;
   }
   b.grad_output = p.grad_output;
   b.stats = p.stats;

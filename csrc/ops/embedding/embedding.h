@@ -64,7 +64,6 @@ struct EmbeddingBackwardParams {
   const void* grad_output;
   const void* indices;
   void* grad_weight;
-  void* workspace;  // of the plan's size; not used on the CPU
   ErrorRecord* error;
   // Of a plan with a sort: the rows that launch_embedding_rows wrote, ascending, and the position
   // of each. Equal rows are in the order of their positions.
@@ -237,11 +236,13 @@ void embedding_backward_cpu(const EmbeddingBackwardParams& params);
 void launch_embedding(const EmbeddingParams& params, const EmbeddingPlan& plan,
                       cudaStream_t stream);
 void launch_embedding_renorm(const EmbeddingRenormParams& params, cudaStream_t stream);
+// `workspace`: plan.workspace_bytes, of both launches.
 // For a plan with a sort: writes the row of each position, (count). Row p.rows has no gradient.
 void launch_embedding_rows(const EmbeddingBackwardParams& params, const EmbeddingBackwardPlan& plan,
-                           int32_t* rows, cudaStream_t stream);
+                           void* workspace, int32_t* rows, cudaStream_t stream);
 void launch_embedding_backward(const EmbeddingBackwardParams& params,
-                               const EmbeddingBackwardPlan& plan, cudaStream_t stream);
+                               const EmbeddingBackwardPlan& plan, void* workspace,
+                               cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

@@ -234,17 +234,17 @@ void launch_grouping(const EmbeddingBackwardParams& p, const Workspace& w,
 }  // namespace
 
 void launch_embedding_rows(const EmbeddingBackwardParams& p, const EmbeddingBackwardPlan& plan,
-                           int32_t* rows, cudaStream_t stream) {
+                           void* workspace, int32_t* rows, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(ceil_div(p.count, int64_t{kGroupThreads}));
   for_index(p.index_dtype, [&]<class Index>() {
-    launch(rows_of_indices<Index>, blocks, kGroupThreads, 0, stream, p, workspace_of(p, plan), plan,
-           rows);
+    launch(rows_of_indices<Index>, blocks, kGroupThreads, 0, stream, p,
+           workspace_of(workspace, plan), plan, rows);
   });
 }
 
 void launch_embedding_backward(const EmbeddingBackwardParams& p, const EmbeddingBackwardPlan& plan,
-                               cudaStream_t stream) {
-  const Workspace w = workspace_of(p, plan);
+                               void* workspace, cudaStream_t stream) {
+  const Workspace w = workspace_of(workspace, plan);
   for_dtype(p.dtype, [&]<class T>() {
     const auto run = [&]<int kVec>() {
       launch_grouping<T, kVec>(p, w, plan, stream);

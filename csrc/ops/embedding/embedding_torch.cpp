@@ -170,7 +170,6 @@ Tensor embedding_backward_with(const Tensor& grad_output, const Tensor& indices,
                               .grad_output = grad.const_data_ptr(),
                               .indices = index.const_data_ptr(),
                               .grad_weight = grad_weight.mutable_data_ptr(),
-                              .workspace = nullptr,
                               .error = nullptr,
                               .sorted_rows = nullptr,
                               .sorted_positions = nullptr});
@@ -244,18 +243,17 @@ Tensor embedding_backward_cuda_kernel(const Tensor& grad_output, const Tensor& i
       [&](EmbeddingBackwardParams p) {
         p.error = error_record(ErrorSource::kEmbedding);
         const EmbeddingBackwardPlan plan = choose_embedding_backward(p, current_device_info());
-        const Tensor workspace =
-            at::empty({plan.workspace_bytes}, grad_output.options().dtype(at::kByte));
-        p.workspace = workspace.mutable_data_ptr();
+        const Workspace workspace(plan.workspace_bytes, grad_output);
         Tensor rows, positions;
-        if (plan.is_sorted) {
+        if (plan.is_sorted) {  // by ATen, between two launches
           rows = at::empty({p.count}, indices.options().dtype(at::kInt));
-          launch_embedding_rows(p, plan, rows.mutable_data_ptr<int32_t>(), cuda.stream);
+          launch_embedding_rows(p, plan, workspace.data(), rows.mutable_data_ptr<int32_t>(),
+                                cuda.stream);
           std::tie(rows, positions) = at::sort(rows, std::optional<bool>(true), 0);
           p.sorted_rows = rows.const_data_ptr<int32_t>();
           p.sorted_positions = positions.const_data_ptr<int64_t>();
         }
-        launch_embedding_backward(p, plan, cuda.stream);
+        launch_embedding_backward(p, plan, workspace.data(), cuda.stream);
         check_embedding_strict(cuda.stream);
       });
 }

@@ -35,8 +35,8 @@ struct Workspace {
   void* partials;    // (slots, columns), in the accumulator's type
 };
 
-Workspace workspace_of(const EmbeddingBackwardParams& p, const EmbeddingBackwardPlan& plan) {
-  auto* start = static_cast<char*>(p.workspace);
+Workspace workspace_of(void* bytes, const EmbeddingBackwardPlan& plan) {
+  auto* start = static_cast<char*>(bytes);
   return {reinterpret_cast<int64_t*>(start), reinterpret_cast<Entry*>(start + 16),
           reinterpret_cast<uint32_t*>(start + plan.bitmap),
           reinterpret_cast<int*>(start + plan.counters), start + plan.partials};

@@ -10,7 +10,7 @@
 
 namespace warpwright {
 
-struct ActivationForwardParams {
+struct LinearActivationForwardParams {
   DType dtype;
   Activation activation;
   int64_t numel;
@@ -18,7 +18,7 @@ struct ActivationForwardParams {
   void* output;       // (numel), may be `input`
 };
 
-struct ActivationBackwardParams {
+struct LinearActivationBackwardParams {
   // The column sums of dz. The matrix in it, with any strides, is dy. A null `sum`: no bias
   // gradient.
   ColumnSumParams column_sum;
@@ -27,20 +27,21 @@ struct ActivationBackwardParams {
   void* grad_preactivation;  // (rows, cols), row-major, dense: dz
 };
 
-inline ColumnSumPlan choose_activation_backward(const ActivationBackwardParams& p,
-                                                const DeviceInfo& device) {
+inline ColumnSumPlan choose_linear_activation_backward(const LinearActivationBackwardParams& p,
+                                                       const DeviceInfo& device) {
   return choose_column_sum(p.column_sum, device,
                            {.other_addresses = reinterpret_cast<uintptr_t>(p.kept) |
                                                reinterpret_cast<uintptr_t>(p.grad_preactivation),
                             .ctas_per_sm = 4});
 }
 
-void activation_forward_cpu(const ActivationForwardParams& params);
-void activation_backward_cpu(const ActivationBackwardParams& params);
+void linear_activation_forward_cpu(const LinearActivationForwardParams& params);
+void linear_activation_backward_cpu(const LinearActivationBackwardParams& params);
 
 #ifdef WARPWRIGHT_WITH_CUDA
-void launch_activation_backward(const ActivationBackwardParams& params, const ColumnSumPlan& plan,
-                                void* workspace, cudaStream_t stream);
+void launch_linear_activation_backward(const LinearActivationBackwardParams& params,
+                                       const ColumnSumPlan& plan, void* workspace,
+                                       cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

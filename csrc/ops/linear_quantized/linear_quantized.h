@@ -45,10 +45,6 @@ struct QuantizedWeight {
   int64_t zero_strides[2];
 };
 
-inline bool has_fragments(int bits, int64_t outputs, int64_t features) {
-  return outputs % kFragmentFeatures == 0 && features % fragment_k(bits) == 0;
-}
-
 struct LinearQuantizedParams {
   QuantizedWeight weight;
   DType dtype;  // of x, bias and y
@@ -57,10 +53,9 @@ struct LinearQuantizedParams {
   int64_t input_pitch;  // elements from a row to the next; the columns are adjacent
   const void* bias;     // (N) or null
   void* output;         // (M, N), dense
-  void* workspace;      // plan.workspace_bytes
   bool sm90;            // clusters: sm90_path_available()
-  bool
-      ahead;  // no pending kernel writes the weight: its loads may pass the end of the previous one
+  // No pending kernel writes the weight: its loads may pass the end of the previous one.
+  bool ahead;
 };
 
 // ---- choice ----
@@ -341,9 +336,9 @@ void dequantize_cpu(const QuantizedWeight& weight, DType dtype, int64_t begin, i
 // The whole weight, (N, K) of `dtype`, dense.
 void launch_dequantize(const QuantizedWeight& weight, DType dtype, void* output,
                        cudaStream_t stream);
-// A plan with `fused`.
+// A plan with `fused`. `workspace`: plan.workspace_bytes.
 void launch_linear_quantized(const LinearQuantizedParams& params, const LinearQuantizedPlan& plan,
-                             cudaStream_t stream);
+                             void* workspace, cudaStream_t stream);
 #endif
 
 }  // namespace warpwright

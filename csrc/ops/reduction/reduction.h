@@ -15,7 +15,7 @@
 
 namespace warpwright {
 
-enum class Reduction : int8_t {
+enum class ReductionKind : int8_t {
   kSum,
   kMean,
   kMax,
@@ -99,7 +99,7 @@ inline ReductionLayout canonical_layout(ReductionAxis* axes, int count) {
 }
 
 struct ReductionParams {
-  Reduction kind;
+  ReductionKind kind;
   DType dtype;         // floating
   DType output_dtype;  // that of the input, or float32 for 16-bit inputs
   double correction = 1;
@@ -111,8 +111,8 @@ struct ReductionParams {
 // What the sum, or the sum of squared deviations, is divided by.
 inline double reduction_divisor(const ReductionParams& p) {
   const auto count = static_cast<double>(p.layout.per_output());
-  if (p.kind == Reduction::kMean) return count;
-  if (p.kind == Reduction::kVar || p.kind == Reduction::kStd) {
+  if (p.kind == ReductionKind::kMean) return count;
+  if (p.kind == ReductionKind::kVar || p.kind == ReductionKind::kStd) {
     return std::max(count - p.correction, 0.0);
   }
   return 1;
@@ -164,9 +164,9 @@ inline bool has_whole_vectors(const ReductionParams& p) {
 // A partial result: a sum in double, or one to three numbers of the accumulator's type.
 inline int64_t reduction_state_bytes(const ReductionParams& p) {
   const int64_t number = p.dtype == DType::kFloat64 ? 8 : 4;
-  if (p.kind == Reduction::kSum || p.kind == Reduction::kMean) return 8;
-  const bool is_var = p.kind == Reduction::kVar || p.kind == Reduction::kStd;
-  return number * (is_var ? 3 : p.kind == Reduction::kLogSumExp ? 2 : 1);
+  if (p.kind == ReductionKind::kSum || p.kind == ReductionKind::kMean) return 8;
+  const bool is_var = p.kind == ReductionKind::kVar || p.kind == ReductionKind::kStd;
+  return number * (is_var ? 3 : p.kind == ReductionKind::kLogSumExp ? 2 : 1);
 }
 
 // Parts of `steps` for each of `items` that fill the GPU about `waves` times.

@@ -198,11 +198,11 @@ struct BackwardOf {
   }
 };
 
-// Calls f<T, V>() for a config.
+// Calls f<T, V>() for a plan.
 template <class F>
-void for_batch_norm(DType dtype, const BatchNormConfig& config, F&& f) {
+void for_batch_norm(DType dtype, const BatchNormPlan& plan, F&& f) {
   for_dtype(dtype, [&]<class T>() {
-    if (config.vec > 1) {
+    if (plan.vec > 1) {
       f.template operator()<T, kVecSize<T>>();
     } else {
       f.template operator()<T, 1>();
@@ -256,13 +256,13 @@ typename Sums::Setup setup_of(const BatchNormBackwardParams& p) {
 // Without an output the second pass only merges, and writes statistics and coefficients.
 // `dependent`: it reads what the kernel launched before has written, at the latest after its wait.
 template <class Layout, class T, int V, class Merge, class Apply, class CoefficientsOf>
-void launch_second_pass(const BatchNormConfig& config, const BatchNormInputs<T, Apply::kInputs>& in,
+void launch_second_pass(const BatchNormPlan& plan, const BatchNormInputs<T, Apply::kInputs>& in,
                         const BatchNormOutputs<T>& out, const typename Layout::Shape& shape,
                         const Partial<Accum<T>>* partials, bool dependent,
                         const CoefficientsOf& coefficients_of, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(out.none() ? config.tiles : Layout::apply_blocks(shape)));
+  const dim3 grid(static_cast<unsigned>(out.none() ? plan.tiles : Layout::apply_blocks(shape)));
   const dim3 block(Layout::kThreads);
-  const auto kernel = Layout::template apply<T, V, Merge, Apply, CoefficientsOf>(config.ragged);
+  const auto kernel = Layout::template apply<T, V, Merge, Apply, CoefficientsOf>(plan.ragged);
   if (dependent) {
     launch_dependent(kernel, grid, block, 0, stream, in, out, shape, partials, coefficients_of);
   } else {
@@ -272,46 +272,46 @@ void launch_second_pass(const BatchNormConfig& config, const BatchNormInputs<T, 
 
 // Layout names the two kernels, their shape, block size and grids.
 template <class Layout, bool kActivates>
-void launch_two_passes(const BatchNormParams& p, const BatchNormConfig& config,
+void launch_two_passes(const BatchNormParams& p, const BatchNormPlan& plan, void* workspace,
                        cudaStream_t stream) {
-  const typename Layout::Shape shape(p.extents, config);
-  const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(Layout::kThreads);
-  for_batch_norm(p.dtype, config, [&]<class T, int V>() {
+  const typename Layout::Shape shape(p.extents, plan);
+  const dim3 grid(static_cast<unsigned>(plan.tiles * plan.splits)), block(Layout::kThreads);
+  for_batch_norm(p.dtype, plan, [&]<class T, int V>() {
     Partial<Accum<T>>* partials = nullptr;
     if (p.training && p.moments == nullptr) {
       using Sums = MomentsOf<T, V, Layout::channels_of(V)>;
-      partials = static_cast<Partial<Accum<T>>*>(p.workspace);
-      launch(Layout::template reduce<T, V, Sums>(config.ragged), grid, block, 0, stream,
+      partials = static_cast<Partial<Accum<T>>*>(workspace);
+      launch(Layout::template reduce<T, V, Sums>(plan.ragged), grid, block, 0, stream,
              inputs_of<T, Sums>(p.input, nullptr, nullptr), typename Sums::Setup{}, shape,
              partials);
     }
     for_forward<T, V, kActivates>(p, [&]<class Apply>() {
       launch_second_pass<Layout, T, V, MergeMoments, Apply>(
-          config, inputs_of<T, Apply>(p.input, p.residual, nullptr), outputs_of<T>(p), shape,
+          plan, inputs_of<T, Apply>(p.input, p.residual, nullptr), outputs_of<T>(p), shape,
           partials, p.training, ForwardCoefficients{p}, stream);
     });
   });
 }
 
 template <class Layout, bool kActivates>
-void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& config,
+void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormPlan& plan, void* workspace,
                        cudaStream_t stream) {
-  const typename Layout::Shape shape(p.extents, config);
-  const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(Layout::kThreads);
-  for_batch_norm(p.dtype, config, [&]<class T, int V>() {
+  const typename Layout::Shape shape(p.extents, plan);
+  const dim3 grid(static_cast<unsigned>(plan.tiles * plan.splits)), block(Layout::kThreads);
+  for_batch_norm(p.dtype, plan, [&]<class T, int V>() {
     for_gate<kActivates>(p, [&]<Gate kGate>() {
       Partial<Accum<T>>* partials = nullptr;
       if (p.needs_sums()) {
         using Sums = GradSumsOf<T, V, Layout::channels_of(V), kGate>;
-        partials = static_cast<Partial<Accum<T>>*>(p.workspace);
-        launch(Layout::template reduce<T, V, Sums>(config.ragged), grid, block, 0, stream,
+        partials = static_cast<Partial<Accum<T>>*>(workspace);
+        launch(Layout::template reduce<T, V, Sums>(plan.ragged), grid, block, 0, stream,
                inputs_of<T, Sums>(p.grad_output, p.input, p.mask), setup_of<T, Sums>(p), shape,
                partials);
       }
       for_bool(p.training, [&]<bool kTraining>() {
         using Apply = BackwardOf<T, V, kTraining, kGate>;
         launch_second_pass<Layout, T, V, MergeSums, Apply>(
-            config, inputs_of<T, Apply>(p.grad_output, p.input, p.mask), outputs_of<T>(p), shape,
+            plan, inputs_of<T, Apply>(p.grad_output, p.input, p.mask), outputs_of<T>(p), shape,
             partials, partials != nullptr, BackwardCoefficients{p}, stream);
       });
     });
@@ -319,14 +319,16 @@ void launch_two_passes(const BatchNormBackwardParams& p, const BatchNormConfig& 
 }
 
 template <bool kActivates, class Params>
-void launch_rows(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
-// Returns false and launches nothing if the kernel of the config cannot run. The caller then runs
-// two passes.
+void launch_rows(const Params& p, const BatchNormPlan& plan, void* workspace, cudaStream_t stream);
+// Returns false and launches nothing if the driver refuses a grid of this size. The caller then
+// runs two passes.
 template <bool kActivates, class Params>
-bool launch_rows_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
+bool launch_rows_on_chip(const Params& p, const BatchNormPlan& plan, void* workspace,
+                         cudaStream_t stream);
 template <bool kActivates, class Params>
-void launch_planes(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
+void launch_planes(const Params& p, const BatchNormPlan& plan, void* workspace,
+                   cudaStream_t stream);
 template <bool kActivates, class Params>
-void launch_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream);
+void launch_on_chip(const Params& p, const BatchNormPlan& plan, cudaStream_t stream);
 
 }  // namespace warpwright

@@ -5,29 +5,31 @@ namespace warpwright {
 namespace {
 
 template <class Params>
-void launch_batch_norm(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
+void launch_of(const Params& p, const BatchNormPlan& plan, void* workspace, cudaStream_t stream) {
   for_bool(p.activation != NormActivation::kNone, [&]<bool kActivates>() {
-    if (config.held > 0 && launch_rows_on_chip<kActivates>(p, config, stream)) return;
+    // Only the driver knows whether all blocks fit the context's share of the GPU. If they do not,
+    // two passes take the same plan.
+    if (plan.held > 0 && launch_rows_on_chip<kActivates>(p, plan, workspace, stream)) return;
     if (p.extents.rows) {
-      launch_rows<kActivates>(p, config, stream);
-    } else if (config.on_chip) {
-      launch_on_chip<kActivates>(p, config, stream);
+      launch_rows<kActivates>(p, plan, workspace, stream);
+    } else if (plan.on_chip) {
+      launch_on_chip<kActivates>(p, plan, stream);
     } else {
-      launch_planes<kActivates>(p, config, stream);
+      launch_planes<kActivates>(p, plan, workspace, stream);
     }
   });
 }
 
 }  // namespace
 
-void launch_batch_norm_fwd(const BatchNormParams& p, const BatchNormConfig& config,
-                           cudaStream_t stream) {
-  launch_batch_norm(p, config, stream);
+void launch_batch_norm(const BatchNormParams& p, const BatchNormPlan& plan, void* workspace,
+                       cudaStream_t stream) {
+  launch_of(p, plan, workspace, stream);
 }
 
-void launch_batch_norm_bwd(const BatchNormBackwardParams& p, const BatchNormConfig& config,
-                           cudaStream_t stream) {
-  launch_batch_norm(p, config, stream);
+void launch_batch_norm_backward(const BatchNormBackwardParams& p, const BatchNormPlan& plan,
+                                void* workspace, cudaStream_t stream) {
+  launch_of(p, plan, workspace, stream);
 }
 
 }  // namespace warpwright

@@ -49,16 +49,16 @@ struct PlanesShape {
   FastDivmod plane_of;  // used while `vectors` is below 2^31
   bool small;
 
-  PlanesShape(const BatchNormExtents& e, const BatchNormConfig& config)
+  PlanesShape(const BatchNormExtents& e, const BatchNormPlan& plan)
       : batch(e.batch),
         channels(e.channels),
         spatial(e.spatial),
         elements(e.count() * e.channels),
-        vectors_per_plane(batch_norm_plane_vectors(e.spatial, config.vec)),
+        vectors_per_plane(batch_norm_plane_vectors(e.spatial, plan.vec)),
         image(e.channels * e.spatial),
-        whole(e.spatial / config.vec),
-        tail(static_cast<int>(e.spatial % config.vec)),
-        splits(config.splits) {
+        whole(e.spatial / plan.vec),
+        tail(static_cast<int>(e.spatial % plan.vec)),
+        splits(plan.splits) {
     vectors = e.batch * vectors_per_plane;
     step_planes = kPlanesThreads / vectors_per_plane;
     step_slots = kPlanesThreads % vectors_per_plane;

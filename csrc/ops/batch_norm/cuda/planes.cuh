@@ -172,8 +172,9 @@ struct PlanesLayout {
 };
 
 template <bool kActivates, class Params>
-void launch_planes(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  launch_two_passes<PlanesLayout, kActivates>(p, config, stream);
+void launch_planes(const Params& p, const BatchNormPlan& plan, void* workspace,
+                   cudaStream_t stream) {
+  launch_two_passes<PlanesLayout, kActivates>(p, plan, workspace, stream);
 }
 
 }  // namespace warpwright

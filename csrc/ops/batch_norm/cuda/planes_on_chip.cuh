@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
   constexpr int kInputs = Apply::kInputs, kThreads = kOnChipThreads<kInputs>;
   static_assert(Sums::kInputs <= kInputs && Sums::kGate == Apply::kGate, "one copy serves both");
   static_assert(kScratchBytes<Sums, Apply, A> <= kOnChipScratchBytes,
-                "choose_config() counts on it");
+                "plan_batch_norm() counts on it");
   extern __shared__ uint4 storage[];
 
   const int64_t channel = blockIdx.x;
@@ -206,13 +206,13 @@ __global__ void __launch_bounds__(kOnChipThreads<Apply::kInputs>, sizeof(Accum<T
 }
 
 template <class T, class Sums, class Apply, class Params, class CoefficientsOf>
-void launch_on_chip_kernel(const Params& p, const BatchNormConfig& config,
+void launch_on_chip_kernel(const Params& p, const BatchNormPlan& plan,
                            const BatchNormInputs<T, Apply::kInputs>& in,
                            const typename Sums::Setup& setup, const CoefficientsOf& coefficients_of,
                            cudaStream_t stream) {
-  const PlanesShape shape(p.extents, config);
+  const PlanesShape shape(p.extents, plan);
   const int64_t bytes = Apply::kInputs * shape.vectors * 16 + kScratchBytes<Sums, Apply, Accum<T>>;
-  for_bool(config.ragged, [&]<bool kRagged>() {
+  for_bool(plan.ragged, [&]<bool kRagged>() {
     launch(batch_norm_on_chip_kernel<T, kVecSize<T>, kRagged, Sums, Apply, CoefficientsOf>,
            dim3(static_cast<unsigned>(shape.channels)), dim3(kOnChipThreads<Apply::kInputs>), bytes,
            stream, in, setup, outputs_of<T>(p), shape, coefficients_of);
@@ -220,27 +220,26 @@ void launch_on_chip_kernel(const Params& p, const BatchNormConfig& config,
 }
 
 template <bool kActivates>
-void launch_on_chip_of(const BatchNormParams& p, const BatchNormConfig& config,
-                       cudaStream_t stream) {
+void launch_on_chip_of(const BatchNormParams& p, const BatchNormPlan& plan, cudaStream_t stream) {
   for_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
     for_forward<T, V, kActivates>(p, [&]<class Apply>() {
       launch_on_chip_kernel<T, MomentsOf<T, V, 1>, Apply>(
-          p, config, inputs_of<T, Apply>(p.input, p.residual, nullptr), {}, ForwardCoefficients{p},
+          p, plan, inputs_of<T, Apply>(p.input, p.residual, nullptr), {}, ForwardCoefficients{p},
           stream);
     });
   });
 }
 
 template <bool kActivates>
-void launch_on_chip_of(const BatchNormBackwardParams& p, const BatchNormConfig& config,
+void launch_on_chip_of(const BatchNormBackwardParams& p, const BatchNormPlan& plan,
                        cudaStream_t stream) {
   for_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
     for_gate<kActivates>(p, [&]<Gate kGate>() {
       using Sums = GradSumsOf<T, V, 1, kGate>;
       using Apply = BackwardOf<T, V, true, kGate>;
-      launch_on_chip_kernel<T, Sums, Apply>(p, config,
+      launch_on_chip_kernel<T, Sums, Apply>(p, plan,
                                             inputs_of<T, Apply>(p.grad_output, p.input, p.mask),
                                             setup_of<T, Sums>(p), BackwardCoefficients{p}, stream);
     });
@@ -248,8 +247,8 @@ void launch_on_chip_of(const BatchNormBackwardParams& p, const BatchNormConfig& 
 }
 
 template <bool kActivates, class Params>
-void launch_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  launch_on_chip_of<kActivates>(p, config, stream);
+void launch_on_chip(const Params& p, const BatchNormPlan& plan, cudaStream_t stream) {
+  launch_on_chip_of<kActivates>(p, plan, stream);
 }
 
 }  // namespace warpwright

@@ -15,14 +15,14 @@ struct RowsShape {
   int64_t rows_per_split;
   bool in_turns;  // of the second pass
 
-  RowsShape(const BatchNormExtents& e, const BatchNormConfig& config)
+  RowsShape(const BatchNormExtents& e, const BatchNormPlan& plan)
       : rows(e.count()),
         channels(e.channels),
-        lanes(config.lanes),
-        tiles(config.tiles),
-        splits(config.splits),
-        rows_per_split(ceil_div(rows, config.splits)),
-        in_turns(config.in_turns) {}
+        lanes(plan.lanes),
+        tiles(plan.tiles),
+        splits(plan.splits),
+        rows_per_split(ceil_div(rows, plan.splits)),
+        in_turns(plan.in_turns) {}
 
   __device__ __forceinline__ int64_t begin(int64_t split) const {
     return min(split * rows_per_split, rows);
@@ -290,8 +290,8 @@ struct RowsLayout {
 };
 
 template <bool kActivates, class Params>
-void launch_rows(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  launch_two_passes<RowsLayout, kActivates>(p, config, stream);
+void launch_rows(const Params& p, const BatchNormPlan& plan, void* workspace, cudaStream_t stream) {
+  launch_two_passes<RowsLayout, kActivates>(p, plan, workspace, stream);
 }
 
 }  // namespace warpwright

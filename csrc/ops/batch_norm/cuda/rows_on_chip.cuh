@@ -244,30 +244,31 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 }
 
 template <class T, class Sums, class Apply, class Params, class CoefficientsOf>
-bool launch_rows_on_chip_kernel(const Params& p, const BatchNormConfig& config,
+bool launch_rows_on_chip_kernel(const Params& p, const BatchNormPlan& plan,
                                 const BatchNormInputs<T, Apply::kInputs>& in,
                                 const typename Sums::Setup& setup,
-                                const CoefficientsOf& coefficients_of, cudaStream_t stream) {
+                                const CoefficientsOf& coefficients_of, void* workspace,
+                                cudaStream_t stream) {
   using Storage = RowsStorage<T, Apply::kInputs, Apply::kGate == Gate::kMask>;
   using B = typename Sums::Merge::template Type<Accum<T>>;
   constexpr int64_t kScratch = (2 * Storage::V + 1) * kRowsThreads / 2 * sizeof(B);
   static_assert(kScratch + sizeof(TileCoefficients<Apply>) +
                         sizeof(GateCoefficients<Accum<T>>) * kMaxTileChannels <=
                     rows_scratch_bytes(Apply::kInputs),
-                "choose_config() counts on it");
-  const RowsShape shape(p.extents, config);
-  const bool all = shape.rows_per_split <= int64_t{config.held} * (kRowsThreads / config.lanes);
-  const int places = config.held + (all ? 0 : Storage::kRing);
+                "plan_batch_norm() counts on it");
+  const RowsShape shape(p.extents, plan);
+  const bool all = shape.rows_per_split <= int64_t{plan.held} * (kRowsThreads / plan.lanes);
+  const int places = plan.held + (all ? 0 : Storage::kRing);
   const int64_t bytes = Storage::bytes(places) + kScratch;
-  const dim3 grid(static_cast<unsigned>(config.tiles * config.splits)), block(kRowsThreads);
+  const dim3 grid(static_cast<unsigned>(plan.tiles * plan.splits)), block(kRowsThreads);
   const auto kernel = batch_norm_rows_on_chip_kernel<T, Sums, Apply, CoefficientsOf>;
-  auto* partials = static_cast<Partial<Accum<T>>*>(p.workspace);
-  if (config.splits > 1) {
+  auto* partials = static_cast<Partial<Accum<T>>*>(workspace);
+  if (plan.splits > 1) {
     return launch_cooperative(kernel, grid, block, bytes, stream, in, setup, outputs_of<T>(p),
-                              shape, config.held, places, partials, coefficients_of);
+                              shape, plan.held, places, partials, coefficients_of);
   }
-  launch(kernel, grid, block, bytes, stream, in, setup, outputs_of<T>(p), shape, config.held,
-         places, partials, coefficients_of);
+  launch(kernel, grid, block, bytes, stream, in, setup, outputs_of<T>(p), shape, plan.held, places,
+         partials, coefficients_of);
   return true;
 }
 
@@ -280,41 +281,41 @@ void for_short_dtype(DType dtype, F&& f) {
 }
 
 template <bool kActivates>
-bool launch_rows_on_chip_of(const BatchNormParams& p, const BatchNormConfig& config,
+bool launch_rows_on_chip_of(const BatchNormParams& p, const BatchNormPlan& plan, void* workspace,
                             cudaStream_t stream) {
   bool launched = false;
   for_short_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
     for_forward<T, V, kActivates>(p, [&]<class Apply>() {
       launched = launch_rows_on_chip_kernel<T, MomentsOf<T, V, V>, Apply>(
-          p, config, inputs_of<T, Apply>(p.input, p.residual, nullptr), {}, ForwardCoefficients{p},
-          stream);
+          p, plan, inputs_of<T, Apply>(p.input, p.residual, nullptr), {}, ForwardCoefficients{p},
+          workspace, stream);
     });
   });
   return launched;
 }
 
 template <bool kActivates>
-bool launch_rows_on_chip_of(const BatchNormBackwardParams& p, const BatchNormConfig& config,
-                            cudaStream_t stream) {
+bool launch_rows_on_chip_of(const BatchNormBackwardParams& p, const BatchNormPlan& plan,
+                            void* workspace, cudaStream_t stream) {
   bool launched = false;
-  if (reinterpret_cast<uintptr_t>(p.mask) % 4 != 0) return launched;  // the kernel reads its words
   for_short_dtype(p.dtype, [&]<class T>() {
     constexpr int V = kVecSize<T>;
     for_gate<kActivates>(p, [&]<Gate kGate>() {
       using Sums = GradSumsOf<T, V, V, kGate>;
       using Apply = BackwardOf<T, V, true, kGate>;
       launched = launch_rows_on_chip_kernel<T, Sums, Apply>(
-          p, config, inputs_of<T, Apply>(p.grad_output, p.input, p.mask), setup_of<T, Sums>(p),
-          BackwardCoefficients{p}, stream);
+          p, plan, inputs_of<T, Apply>(p.grad_output, p.input, p.mask), setup_of<T, Sums>(p),
+          BackwardCoefficients{p}, workspace, stream);
     });
   });
   return launched;
 }
 
 template <bool kActivates, class Params>
-bool launch_rows_on_chip(const Params& p, const BatchNormConfig& config, cudaStream_t stream) {
-  return launch_rows_on_chip_of<kActivates>(p, config, stream);
+bool launch_rows_on_chip(const Params& p, const BatchNormPlan& plan, void* workspace,
+                         cudaStream_t stream) {
+  return launch_rows_on_chip_of<kActivates>(p, plan, workspace, stream);
 }
 
 }  // namespace warpwright

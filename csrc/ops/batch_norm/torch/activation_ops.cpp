@@ -10,16 +10,9 @@
 namespace warpwright {
 namespace {
 
-using Mask3 = std::array<bool, 3>;  // input, weight, bias
-
 NormActivation find_activation(std::string_view name) {
   return find_norm_activation(name, "batch_norm_activation",
                               {NormActivation::kSilu, NormActivation::kHardswish});
-}
-
-Tensors3 without_last(Tensors4&& results) {
-  auto& [first, second, third, last] = results;
-  return {std::move(first), std::move(second), std::move(third)};
 }
 
 // ---- CPU and CUDA ----
@@ -158,7 +151,7 @@ struct BatchNormActivationBackward {  // saved: input, weight, bias, mean, rstd
 };
 
 template <class Forward>
-Tensors3 forward_autograd(const BatchNormCall& c, Forward&& forward) {
+Tensors3 activation_forward_autograd(const BatchNormCall& c, Forward&& forward) {
   check_running_statistics(c.running_mean, c.running_var, c.training);
   auto node = make_node<BatchNormActivationBackward>({c.training, c.eps, c.activation}, c.input,
                                                      c.weight, c.bias);
@@ -183,7 +176,7 @@ Tensors3 batch_norm_activation_autograd(const Tensor& input, const OptionalTenso
                                         const OptionalTensor& running_mean,
                                         const OptionalTensor& running_var, bool training,
                                         double eps, std::string_view activation) {
-  return forward_autograd(
+  return activation_forward_autograd(
       call_of(input, weight, bias, running_mean, running_var, training, eps, activation), [&] {
         return call::batch_norm_activation(input, weight, bias, running_mean, running_var, training,
                                            eps, activation);
@@ -194,7 +187,7 @@ Tensors3 batch_norm_activation_update_autograd(const Tensor& input, const Option
                                                const OptionalTensor& bias, Tensor running_mean,
                                                Tensor running_var, double momentum, double eps,
                                                std::string_view activation) {
-  auto results = forward_autograd(
+  auto results = activation_forward_autograd(
       update_call_of(input, weight, bias, running_mean, running_var, momentum, eps, activation),
       [&] {
         return call::batch_norm_activation_update(input, weight, bias, running_mean, running_var,

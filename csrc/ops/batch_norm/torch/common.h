@@ -8,6 +8,7 @@
 
 #include <array>
 #include <tuple>
+#include <utility>
 
 #include "ops/batch_norm/batch_norm.h"
 #include "torch/autograd.h"
@@ -22,6 +23,12 @@ namespace warpwright {
 
 using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
 using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Mask3 = std::array<bool, 3>;  // input, weight, bias
+
+inline Tensors3 without_last(Tensors4&& results) {
+  auto& [first, second, third, last] = results;
+  return {std::move(first), std::move(second), std::move(third)};
+}
 
 inline c10::SymInt channels_of(const Tensor& input) {
   return input.dim() >= 2 ? input.sym_size(1) : c10::SymInt(0);
@@ -281,7 +288,6 @@ Tensors4 forward_with(const BatchNormCall& call, Run&& run) {
   p.eps = call.eps;
   p.mean = mean.mutable_data_ptr();
   p.rstd = rstd.mutable_data_ptr();
-  p.workspace = nullptr;
   run(p);
   return {output, mean, rstd, mask};
 }
@@ -351,7 +357,6 @@ Tensors4 backward_with(const BatchNormBackwardCall& call, Run&& run) {
   p.grad_bias = channel_vector(grad_bias, "grad_bias", true);
   p.count = call.count;
   p.coefficients = call.coefficients;
-  p.workspace = nullptr;
   run(p);
   return {grad_input, grad_weight, grad_bias, grad_residual};
 }
@@ -364,39 +369,18 @@ inline Tensors4 backward_cpu(const BatchNormBackwardCall& call) {
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-// Their bitwise or.
-template <class... Pointers>
-uintptr_t addresses_of(Pointers... pointers) {
-  return (reinterpret_cast<uintptr_t>(pointers) | ...);
-}
-
-inline Tensor workspace_for(const BatchNormConfig& config, int64_t channels, const Tensor& like) {
-  return at::empty({batch_norm_workspace_bytes(config, channels, dtype_of(like))},
-                   like.options().dtype(at::kByte));
-}
-
 // Runs the kernels of a call on the device of `like`.
-inline void run_forward_cuda(BatchNormParams& p, const Tensor& like, cudaStream_t stream) {
-  const int operands = p.residual != nullptr ? 2 : 1;
-  BatchNormConfig config = choose_config(
-      p.extents, p.dtype, addresses_of(p.input, p.output, p.residual), current_device_info(),
-      p.training && p.output != nullptr && p.moments == nullptr ? operands : 0);
-  config.in_turns = p.moments != nullptr;
-  Tensor workspace;
-  if (p.training && p.moments == nullptr) {
-    workspace = workspace_for(config, p.extents.channels, like);
-    p.workspace = workspace.mutable_data_ptr();
-  }
-  launch_batch_norm_fwd(p, config, stream);
+inline void run_forward_cuda(const BatchNormParams& p, const Tensor& like, cudaStream_t stream) {
+  const BatchNormPlan plan = choose_batch_norm(p, current_device_info());
+  const Workspace workspace(plan.workspace_bytes, like);
+  launch_batch_norm(p, plan, workspace.data(), stream);
 }
 
-inline void run_backward_cuda(BatchNormBackwardParams& p, const Tensor& like, cudaStream_t stream) {
-  const BatchNormConfig config = choose_config(
-      p.extents, p.dtype, addresses_of(p.grad_output, p.input, p.grad_input, p.grad_residual),
-      current_device_info(), p.training && p.grad_input != nullptr ? 2 : 0);
-  const Tensor workspace = workspace_for(config, p.extents.channels, like);
-  p.workspace = workspace.mutable_data_ptr();
-  launch_batch_norm_bwd(p, config, stream);
+inline void run_backward_cuda(const BatchNormBackwardParams& p, const Tensor& like,
+                              cudaStream_t stream) {
+  const BatchNormPlan plan = choose_batch_norm_backward(p, current_device_info());
+  const Workspace workspace(plan.workspace_bytes, like);
+  launch_batch_norm_backward(p, plan, workspace.data(), stream);
 }
 
 inline Tensors4 forward_cuda(const BatchNormCall& call) {

@@ -10,13 +10,6 @@
 namespace warpwright {
 namespace {
 
-using Mask3 = std::array<bool, 3>;
-
-Tensors3 without_last(Tensors4&& results) {
-  auto& [first, second, third, last] = results;
-  return {std::move(first), std::move(second), std::move(third)};
-}
-
 // ---- CPU and CUDA ----
 
 BatchNormBackwardCall backward_call_of(const Tensor& grad_output, const Tensor& input,

@@ -192,7 +192,7 @@ void save_gate(Node& node, const Tensor& input, const Tensor& weight, const Tens
 }
 
 template <class Forward>
-Tensors4 forward_autograd(const BatchNormCall& c, Forward&& forward) {
+Tensors4 relu_forward_autograd(const BatchNormCall& c, Forward&& forward) {
   check_running_statistics(c.running_mean, c.running_var, c.training);
   auto node = make_node<BatchNormReluBackward>({c.training}, c.input, c.weight, c.bias, c.residual);
   // Before a training step moves the running statistics.
@@ -218,7 +218,7 @@ Tensors4 batch_norm_relu_autograd(const Tensor& input, const OptionalTensor& res
                                   const OptionalTensor& weight, const OptionalTensor& bias,
                                   const OptionalTensor& running_mean,
                                   const OptionalTensor& running_var, bool training, double eps) {
-  return forward_autograd(
+  return relu_forward_autograd(
       call_of(input, residual, weight, bias, running_mean, running_var, training, eps), [&] {
         return call::batch_norm_relu(input, residual, weight, bias, running_mean, running_var,
                                      training, eps);
@@ -229,7 +229,7 @@ Tensors4 batch_norm_relu_update_autograd(const Tensor& input, const OptionalTens
                                          const OptionalTensor& weight, const OptionalTensor& bias,
                                          Tensor running_mean, Tensor running_var, double momentum,
                                          double eps) {
-  auto results = forward_autograd(
+  auto results = relu_forward_autograd(
       update_call_of(input, residual, weight, bias, running_mean, running_var, momentum, eps), [&] {
         return call::batch_norm_relu_update(input, residual, weight, bias, running_mean,
                                             running_var, momentum, eps);

@@ -204,15 +204,6 @@ inline bool allow_tf32() {
   const at::Context& context = at::globalContext();
   return context.userEnabledCuDNN() && context.allowTF32CuDNN(at::Float32Op::CONV);
 }
-
-// Freed on return of the op. The caching allocator reuses it only for later work of the same
-// stream.
-struct Workspace {
-  Tensor bytes;
-  Workspace(int64_t size, const Tensor& like)
-      : bytes(size > 0 ? at::empty({size}, like.options().dtype(at::kByte)) : Tensor()) {}
-  void* data() const { return bytes.defined() ? bytes.mutable_data_ptr() : nullptr; }
-};
 #endif
 
 }  // namespace warpwright

@@ -10,6 +10,7 @@ namespace {
 constexpr int kMergeChannels = 32, kMergeGroups = 32;
 constexpr int kMergeThreads = kMergeChannels * kMergeGroups;
 constexpr int kMergeBatch = 9;  // records in flight per thread
+static_assert(kMomentsRecords == kMomentsRuns * kMomentsConsumers, "the plan's workspace");
 
 // Layout: records (records); moments (records, columns); total (channels).
 // Grid: a block has 32 channels. Thread t has channel t % 32 and every 32nd record.

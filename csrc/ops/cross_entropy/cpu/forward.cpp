@@ -202,7 +202,7 @@ void forward(const CrossEntropyParams& p, const CrossEntropyBackwardParams* grad
   constexpr bool kHasLabels = kKind != TargetKind::kProbabilities;
   double total = kHasLabels ? check_labels(view) : static_cast<double>(p.classes == 0 ? 0 : p.rows);
 
-  const bool reduced = p.reduction != Reduction::kNone;
+  const bool reduced = p.reduction != LossReduction::kNone;
   *static_cast<Compute*>(p.total_weight) = reduced ? static_cast<Compute>(total) : Compute(0);
 
   Compute* row_max = static_cast<Compute*>(p.stats);
@@ -267,7 +267,7 @@ void forward(const CrossEntropyParams& p, const CrossEntropyBackwardParams* grad
   }
   double sum = 0;
   for (int64_t row = 0; row < p.rows; ++row) sum += row_loss[row];
-  if (p.reduction == Reduction::kMean) sum /= total;
+  if (p.reduction == LossReduction::kMean) sum /= total;
   write_either<T>(p.loss, view.loss_is_compute, 0, static_cast<Compute>(sum));
 }
 

@@ -126,12 +126,12 @@ struct CrossEntropyView {
 template <class T, class Q, class Params>
 CpuCompute<T> row_grad(const CrossEntropyView<T, Q>& view, const Params& p, int64_t row) {
   using Compute = CpuCompute<T>;
-  const bool per_row = p.reduction == Reduction::kNone;
+  const bool per_row = p.reduction == LossReduction::kNone;
   const Compute grad = p.grad_output == nullptr
                            ? Compute(1)
                            : read_either<T>(p.grad_output, view.loss_is_compute, per_row ? row : 0);
-  return p.reduction == Reduction::kMean ? grad / *static_cast<const Compute*>(p.total_weight)
-                                         : grad;
+  return p.reduction == LossReduction::kMean ? grad / *static_cast<const Compute*>(p.total_weight)
+                                             : grad;
 }
 
 // Every label is a class or ignored; also sums what a mean divides by.

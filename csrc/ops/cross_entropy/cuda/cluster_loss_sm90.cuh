@@ -36,7 +36,7 @@ __device__ __forceinline__ void finish_cluster(const CrossEntropyParams& p,
     weight = warp_reduce(weight, Sum{});
     if (blockIdx.x == 0 && threadIdx.x == 0) write_reduced<T>(p, loss, weight);
   } else {
-    __trap();  // CrossEntropyConfig::cluster was set without clusters
+    __trap();  // CrossEntropyPlan::cluster was set without clusters
   }
 }
 

@@ -70,42 +70,45 @@ __global__ void __launch_bounds__(kScaleThreads)
 
 }  // namespace
 
-void launch_cross_entropy_fused(CrossEntropyGradientParams p, const CrossEntropyFusedPlan& plan,
+void launch_cross_entropy_fused(const CrossEntropyGradientParams& params,
+                                const CrossEntropyFusedPlan& plan, void* workspace,
                                 cudaStream_t stream) {
-  const CrossEntropyGradientConfig& config = plan.fused;
-  if (!config.on_chip) {
-    launch_cross_entropy(p, plan.forward, stream);
-    if (p.grad_input != nullptr && p.rows * p.classes != 0) {
-      launch_cross_entropy_backward(backward_of(p), plan.backward, stream);
+  const CrossEntropyGradientPlan& fused = plan.fused;
+  if (!fused.on_chip) {
+    launch_cross_entropy(params, plan.forward, workspace, stream);
+    if (params.grad_input != nullptr && params.rows * params.classes != 0) {
+      launch_cross_entropy_backward(backward_of(params), plan.backward, stream);
     }
     return;
   }
-  if (p.reduction == Reduction::kMean && p.grad_input != nullptr) {
+  CrossEntropyGradientParams p = params;
+  p.partials = workspace;
+  if (p.reduction == LossReduction::kMean && p.grad_input != nullptr) {
     for_bool(p.dtype == DType::kFloat64, [&]<bool kDouble>() {
       using Acc = std::conditional_t<kDouble, double, float>;
-      Acc* counts = config.counts > 1 ? static_cast<Acc*>(p.partials) + 2 * config.partials
-                                      : static_cast<Acc*>(p.total_weight);
-      launch(cross_entropy_count_kernel<Acc>, dim3(static_cast<unsigned>(config.counts)),
+      Acc* counts = fused.counts > 1 ? static_cast<Acc*>(workspace) + 2 * fused.partials
+                                     : static_cast<Acc*>(p.total_weight);
+      launch(cross_entropy_count_kernel<Acc>, dim3(static_cast<unsigned>(fused.counts)),
              dim3(kCountThreads), 0, stream, p, counts);
       p.counts = counts;
     });
-    p.num_counts = config.counts;
+    p.num_counts = fused.counts;
     p.counted = true;
   }
-  if (config.is_persistent()) {
-    launch_cross_entropy_gradient_persistent(p, config, stream);
-  } else if (config.is_ring()) {
-    launch_cross_entropy_gradient_ring(p, config, stream);
-  } else if (config.cluster > 1) {
-    launch_cross_entropy_gradient_cluster(p, config, stream);
+  if (fused.is_persistent()) {
+    launch_cross_entropy_gradient_persistent(p, fused, stream);
+  } else if (fused.is_ring()) {
+    launch_cross_entropy_gradient_ring(p, fused, stream);
+  } else if (fused.cluster > 1) {
+    launch_cross_entropy_gradient_cluster(p, fused, stream);
   } else {
-    for_gradient(p, config, [&]<class T, TargetKind kKind, int kVec>() {
+    for_gradient(p, fused, [&]<class T, TargetKind kKind, int kVec>() {
       launch(cross_entropy_gradient_kernel<T, kKind, kVec>,
-             dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-             config.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), config.lanes);
+             dim3(static_cast<unsigned>(fused.blocks)), dim3(fused.threads),
+             fused.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), fused.lanes);
     });
   }
-  if (config.partials != 0) launch_cross_entropy_reduce(p, config.partials, stream);
+  if (fused.partials != 0) launch_cross_entropy_reduce(p, fused.partials, stream);
 }
 
 void launch_cross_entropy_scale(void* gradient, int64_t numel, DType dtype, const void* factor,

@@ -31,7 +31,7 @@ __device__ __forceinline__ RowGradient<T, kKind> row_gradient(const CrossEntropy
   if (p.grad_output != nullptr) {
     g = static_cast<const Acc*>(p.grad_output)[p.grad_per_row ? row : int64_t{0}];
   }
-  if (p.reduction == Reduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
+  if (p.reduction == LossReduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
   return {p, label, sums.max, sums.sum, sums.mass, g};
 }
 
@@ -163,12 +163,12 @@ constexpr int kCrossEntropyTeams = sizeof(T) == 8 ? 2 : 4;
 
 // Calls f<T, kKind, kVec>().
 template <class F>
-void for_gradient(const CrossEntropyGradientParams& p, const CrossEntropyGradientConfig& config,
+void for_gradient(const CrossEntropyGradientParams& p, const CrossEntropyGradientPlan& plan,
                   F&& f) {
   for_dtype(p.dtype, [&]<class T>() {
     for_bool(p.kind == TargetKind::kSmoothedLabels, [&]<bool kSmoothed>() {
       constexpr TargetKind kKind = kSmoothed ? TargetKind::kSmoothedLabels : TargetKind::kLabels;
-      if (config.vec > 1) {
+      if (plan.vec > 1) {
         f.template operator()<T, kKind, kVecSize<T>>();
       } else {
         f.template operator()<T, kKind, 1>();
@@ -178,16 +178,15 @@ void for_gradient(const CrossEntropyGradientParams& p, const CrossEntropyGradien
 }
 
 void launch_cross_entropy_gradient_cluster(const CrossEntropyGradientParams& p,
-                                           const CrossEntropyGradientConfig& config,
+                                           const CrossEntropyGradientPlan& plan,
                                            cudaStream_t stream);
 
 // For labels, after the kernel that has counted them for a mean.
 void launch_cross_entropy_gradient_persistent(const CrossEntropyGradientParams& p,
-                                              const CrossEntropyGradientConfig& config,
+                                              const CrossEntropyGradientPlan& plan,
                                               cudaStream_t stream);
 
 void launch_cross_entropy_gradient_ring(const CrossEntropyGradientParams& p,
-                                        const CrossEntropyGradientConfig& config,
-                                        cudaStream_t stream);
+                                        const CrossEntropyGradientPlan& plan, cudaStream_t stream);
 
 }  // namespace warpwright

@@ -56,13 +56,13 @@ __global__ void __launch_bounds__(kCrossEntropyTeam, kCrossEntropyTeams<T>)
 }  // namespace
 
 void launch_cross_entropy_gradient_cluster(const CrossEntropyGradientParams& p,
-                                           const CrossEntropyGradientConfig& config,
+                                           const CrossEntropyGradientPlan& plan,
                                            cudaStream_t stream) {
-  for_gradient(p, config, [&]<class T, TargetKind kKind, int kVec>() {
+  for_gradient(p, plan, [&]<class T, TargetKind kKind, int kVec>() {
     launch_clusters(cross_entropy_gradient_cluster_kernel<T, kKind, kVec>,
-                    dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-                    config.cluster, config.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p),
-                    config.lanes, config.cluster);
+                    dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), plan.cluster,
+                    plan.smem_bytes(p.dtype), stream, p, Smoothing<Accum<T>>(p), plan.lanes,
+                    plan.cluster);
   });
 }
 

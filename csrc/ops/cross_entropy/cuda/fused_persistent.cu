@@ -73,7 +73,7 @@ __device__ __forceinline__ float common_factor(const CrossEntropyGradientParams&
   if (p.grad_output != nullptr && !p.grad_per_row) {
     factor = *static_cast<const float*>(p.grad_output);
   }
-  if (p.reduction == Reduction::kMean) {
+  if (p.reduction == LossReduction::kMean) {
     const float* counts = static_cast<const float*>(p.counts);
     double total = 0;
     for (int i = threadIdx.x % kWarpSize; i < p.num_counts; i += kWarpSize) total += counts[i];
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
   constexpr int kIgnored = -1, kBad = -2;
   extern __shared__ uint4 storage[];
   __shared__ float shared_share[kPersistentThreads / kWarpSize];
-  if (gridDim.x > 1 && p.reduction != Reduction::kNone) let_next_kernel_start();
+  if (gridDim.x > 1 && p.reduction != LossReduction::kNone) let_next_kernel_start();
 
   const PersistentTurns own(p.rows, lanes);
   const int lane = own.lane;
@@ -218,15 +218,15 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
 }  // namespace
 
 void launch_cross_entropy_gradient_persistent(const CrossEntropyGradientParams& p,
-                                              const CrossEntropyGradientConfig& config,
+                                              const CrossEntropyGradientPlan& plan,
                                               cudaStream_t stream) {
   for_persistent(p, [&]<class T, TargetKind kKind>() {
     if constexpr (kKind == TargetKind::kLabels) {
       // Logits are read before the wait: only the count can come from the previous kernel.
       launch_overlapping(p.counted, cross_entropy_gradient_persistent_kernel<T>,
-                         dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-                         /*cluster=*/1, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
-                         config.lanes, config.boundary);
+                         dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                         /*cluster=*/1, plan.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
+                         plan.lanes, plan.boundary);
     }
   });
 }

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__((kRingWarps + 1) * kWarpSize, 1)
     cross_entropy_gradient_ring_kernel(const CrossEntropyGradientParams p,
                                        const Smoothing<float> smoothing, const Ring ring) {
   if constexpr (kHasSm90a) {
-    if (p.reduction != Reduction::kNone) let_next_kernel_start();  // the sum of the losses
+    if (p.reduction != LossReduction::kNone) let_next_kernel_start();  // the sum of the losses
     constexpr int kVec = kVecSize<T>;
     extern __shared__ __align__(128) char slots[];
     __shared__ __align__(16) RingShared shared;
@@ -242,14 +242,12 @@ void for_ring(const CrossEntropyGradientParams& p, F&& f) {
 }  // namespace
 
 void launch_cross_entropy_gradient_ring(const CrossEntropyGradientParams& p,
-                                        const CrossEntropyGradientConfig& config,
-                                        cudaStream_t stream) {
-  const Ring ring{config.cluster, config.groups, config.lanes / kWarpSize, config.slots,
-                  static_cast<int>(config.slot_bytes)};
+                                        const CrossEntropyGradientPlan& plan, cudaStream_t stream) {
+  const Ring ring{plan.cluster, plan.groups, plan.lanes / kWarpSize, plan.slots,
+                  static_cast<int>(plan.slot_bytes)};
   for_ring(p, [&](auto kernel) {
-    launch_clusters(kernel, dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-                    config.cluster, config.smem_bytes(p.dtype), stream, p, Smoothing<float>(p),
-                    ring);
+    launch_clusters(kernel, dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                    plan.cluster, plan.smem_bytes(p.dtype), stream, p, Smoothing<float>(p), ring);
   });
 }
 

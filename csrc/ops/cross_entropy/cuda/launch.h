@@ -13,16 +13,16 @@ namespace warpwright {
 void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cudaStream_t stream);
 
 // The persistent kernels; the forward without the reduction's launch.
-void launch_cross_entropy_fwd_persistent(const CrossEntropyParams& p,
-                                         const CrossEntropyConfig& config, cudaStream_t stream);
+void launch_cross_entropy_fwd_persistent(const CrossEntropyParams& p, const CrossEntropyPlan& plan,
+                                         cudaStream_t stream);
 
 void launch_cross_entropy_bwd_persistent(const CrossEntropyBackwardParams& p,
-                                         const CrossEntropyConfig& config, cudaStream_t stream);
+                                         const CrossEntropyPlan& plan, cudaStream_t stream);
 
 // The kernels for strided classes.
-void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyConfig& config,
+void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyPlan& plan,
                                      cudaStream_t stream);
 void launch_cross_entropy_bwd_pixels(const CrossEntropyBackwardParams& p,
-                                     const CrossEntropyConfig& config, cudaStream_t stream);
+                                     const CrossEntropyPlan& plan, cudaStream_t stream);
 
 }  // namespace warpwright

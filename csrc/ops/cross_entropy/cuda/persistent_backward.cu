@@ -111,12 +111,11 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
 }  // namespace
 
 void launch_cross_entropy_bwd_persistent(const CrossEntropyBackwardParams& p,
-                                         const CrossEntropyConfig& config, cudaStream_t stream) {
+                                         const CrossEntropyPlan& plan, cudaStream_t stream) {
   for_persistent(p, [&]<class T, TargetKind kKind>() {
-    launch(cross_entropy_bwd_persistent_kernel<T, kKind>,
-           dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-           config.threads * kPersistentThreadBytes, stream, p, Smoothing<float>(p), config.lanes,
-           config.stages, config.boundary);
+    launch(cross_entropy_bwd_persistent_kernel<T, kKind>, dim3(static_cast<unsigned>(plan.blocks)),
+           dim3(plan.threads), plan.threads * kPersistentThreadBytes, stream, p,
+           Smoothing<float>(p), plan.lanes, plan.stages, plan.boundary);
   });
 }
 

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
   static_assert(kPersistentSlots == 2);
   extern __shared__ uint4 storage[];
   __shared__ float shared_share[kPersistentThreads / kWarpSize];
-  if (gridDim.x > 1 && p.reduction != Reduction::kNone) let_next_kernel_start();
+  if (gridDim.x > 1 && p.reduction != LossReduction::kNone) let_next_kernel_start();
 
   const PersistentTurns own(p.rows, lanes);
   const int lane = own.lane;
@@ -125,13 +125,12 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
 
 }  // namespace
 
-void launch_cross_entropy_fwd_persistent(const CrossEntropyParams& p,
-                                         const CrossEntropyConfig& config, cudaStream_t stream) {
+void launch_cross_entropy_fwd_persistent(const CrossEntropyParams& p, const CrossEntropyPlan& plan,
+                                         cudaStream_t stream) {
   for_persistent(p, [&]<class T, TargetKind kKind>() {
-    launch(cross_entropy_fwd_persistent_kernel<T, kKind>,
-           dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-           config.threads * kPersistentThreadBytes, stream, p, Smoothing<float>(p), config.lanes,
-           config.stages, config.boundary);
+    launch(cross_entropy_fwd_persistent_kernel<T, kKind>, dim3(static_cast<unsigned>(plan.blocks)),
+           dim3(plan.threads), plan.threads * kPersistentThreadBytes, stream, p,
+           Smoothing<float>(p), plan.lanes, plan.stages, plan.boundary);
   });
 }
 

@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class F>
-void for_pixels(const CrossEntropyProblem& p, const CrossEntropyConfig& config, F&& f) {
+void for_pixels(const CrossEntropyProblem& p, const CrossEntropyPlan& plan, F&& f) {
   for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
-    if (config.vec > 1) {
+    if (plan.vec > 1) {
       f.template operator()<T, Q, kKind, kVecSize<T>>();
     } else {
       f.template operator()<T, Q, kKind, 1>();
@@ -170,20 +170,20 @@ void for_pixels(const CrossEntropyProblem& p, const CrossEntropyConfig& config, 
 
 }  // namespace
 
-void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyConfig& config,
+void launch_cross_entropy_fwd_pixels(const CrossEntropyParams& p, const CrossEntropyPlan& plan,
                                      cudaStream_t stream) {
-  for_pixels(p, config, [&]<class T, class Q, TargetKind kKind, int kPixels>() {
+  for_pixels(p, plan, [&]<class T, class Q, TargetKind kKind, int kPixels>() {
     launch(cross_entropy_fwd_pixels_kernel<T, Q, kKind, kPixels>,
-           dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads), 0, stream, p,
+           dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), 0, stream, p,
            Smoothing<Accum<T>>(p));
   });
 }
 
 void launch_cross_entropy_bwd_pixels(const CrossEntropyBackwardParams& p,
-                                     const CrossEntropyConfig& config, cudaStream_t stream) {
-  for_pixels(p, config, [&]<class T, class Q, TargetKind kKind, int kPixels>() {
+                                     const CrossEntropyPlan& plan, cudaStream_t stream) {
+  for_pixels(p, plan, [&]<class T, class Q, TargetKind kKind, int kPixels>() {
     launch(cross_entropy_bwd_pixels_kernel<T, Q, kKind, kPixels>,
-           dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads), 0, stream, p,
+           dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), 0, stream, p,
            Smoothing<Accum<T>>(p));
   });
 }

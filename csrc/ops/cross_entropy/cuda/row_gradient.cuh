@@ -25,9 +25,9 @@ struct RowGradient {
     Acc g = 1;
     if (p.grad_output != nullptr) {
       g = read_either<T>(p.grad_output, p.loss_dtype,
-                         p.reduction == Reduction::kNone ? row : int64_t{0});
+                         p.reduction == LossReduction::kNone ? row : int64_t{0});
     }
-    if (p.reduction == Reduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
+    if (p.reduction == LossReduction::kMean) g /= *static_cast<const Acc*>(p.total_weight);
     Label target{-1, false, false};
     if constexpr (kKind != TargetKind::kProbabilities) target = load_label(p, row);
     const Acc saved_mass = kKind == TargetKind::kLabels ? Acc(0) : stats[2 * p.rows + row];

@@ -165,19 +165,19 @@ __device__ __forceinline__ LossShare<Accum<T>> finish_row(const CrossEntropyPara
   stats[row] = sums.max;
   stats[p.rows + row] = sums.sum;
   if constexpr (kKind != TargetKind::kLabels) stats[2 * p.rows + row] = sums.mass;
-  if (p.reduction == Reduction::kNone) write_either<T>(p.loss, p.loss_dtype, row, share.loss);
+  if (p.reduction == LossReduction::kNone) write_either<T>(p.loss, p.loss_dtype, row, share.loss);
   return share;
 }
 
 // Writes the reduced loss and the divisor of a mean. One thread.
 template <class T, class Sum>
 __device__ __forceinline__ void write_reduced(const CrossEntropyParams& p, Sum loss, Sum weight) {
-  if (p.reduction == Reduction::kNone) {
+  if (p.reduction == LossReduction::kNone) {
     *static_cast<Accum<T>*>(p.total_weight) = 0;
     return;
   }
   Accum<T>* total = static_cast<Accum<T>*>(p.total_weight);
-  if (p.reduction == Reduction::kMean) loss /= p.counted ? static_cast<Sum>(*total) : weight;
+  if (p.reduction == LossReduction::kMean) loss /= p.counted ? static_cast<Sum>(*total) : weight;
   write_either<T>(p.loss, p.loss_dtype, 0, static_cast<Accum<T>>(loss));
   if (!p.counted) *total = static_cast<Accum<T>>(weight);
 }
@@ -187,9 +187,9 @@ template <class T>
 __device__ __forceinline__ void finish_share(const CrossEntropyParams& p,
                                              const LossShare<Accum<T>>& share, int64_t index,
                                              int64_t count) {
-  if (count == 1 || (p.reduction == Reduction::kNone && index == 0)) {
+  if (count == 1 || (p.reduction == LossReduction::kNone && index == 0)) {
     write_reduced<T>(p, share.loss, share.weight);
-  } else if (p.reduction != Reduction::kNone) {
+  } else if (p.reduction != LossReduction::kNone) {
     Accum<T>* partials = static_cast<Accum<T>*>(p.partials) + 2 * index;
     partials[0] = share.loss;
     partials[1] = share.weight;
@@ -203,7 +203,7 @@ template <class T>
 __device__ __forceinline__ void finish_block(const CrossEntropyParams& p, LossShare<Accum<T>> share,
                                              Accum<T>* shared, int64_t index, int64_t count) {
   using Acc = Accum<T>;
-  if (p.reduction != Reduction::kNone) {
+  if (p.reduction != LossReduction::kNone) {
     share.loss = block_reduce(share.loss, Sum{}, Acc(0), shared);
     share.weight = block_reduce(share.weight, Sum{}, Acc(0), shared);
   }

@@ -80,23 +80,21 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
 }  // namespace
 
 void launch_cross_entropy_backward(const CrossEntropyBackwardParams& p,
-                                   const CrossEntropyConfig& config, cudaStream_t stream) {
+                                   const CrossEntropyPlan& plan, cudaStream_t stream) {
   if (p.grad_input == nullptr && p.grad_target == nullptr) return;
-  if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
-    return launch_cross_entropy_bwd_pixels(p, config, stream);
+  if (plan.kernel == CrossEntropyPlan::Kernel::kPixels) {
+    return launch_cross_entropy_bwd_pixels(p, plan, stream);
   }
-  if (config.kernel == CrossEntropyConfig::Kernel::kPersistent) {
-    return launch_cross_entropy_bwd_persistent(p, config, stream);
+  if (plan.kernel == CrossEntropyPlan::Kernel::kPersistent) {
+    return launch_cross_entropy_bwd_persistent(p, plan, stream);
   }
-  // No sum over rows here: small problems may use many blocks.
-  const int64_t rows_per_block = config.threads / config.lanes;
-  const int64_t blocks = (p.rows + rows_per_block - 1) / rows_per_block;
   for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
     auto run = [&]<int kVec>() {
-      launch(cross_entropy_bwd_rows_kernel<T, Q, kKind, kVec>, dim3(static_cast<unsigned>(blocks)),
-             dim3(config.threads), 0, stream, p, Smoothing<Accum<T>>(p), config.lanes);
+      launch(cross_entropy_bwd_rows_kernel<T, Q, kKind, kVec>,
+             dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads), 0, stream, p,
+             Smoothing<Accum<T>>(p), plan.lanes);
     };
-    if (config.vec > 1) {
+    if (plan.vec > 1) {
       run.template operator()<kVecSize<T>>();
     } else {
       run.template operator()<1>();

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kMaxCrossEntropyThreads, kCrossEntropyBlocks<T
   __shared__ Acc shared_sums[kMaxCrossEntropyThreads / kWarpSize][4];
   __shared__ Acc shared_share[kMaxCrossEntropyThreads / kWarpSize];
 
-  if (gridDim.x > 1 && p.reduction != Reduction::kNone && !cluster) let_next_kernel_start();
+  if (gridDim.x > 1 && p.reduction != LossReduction::kNone && !cluster) let_next_kernel_start();
   const int lane = threadIdx.x & (lanes - 1);
   const int rows_per_block = blockDim.x / lanes;
   LossShare<Acc> total;
@@ -176,28 +176,30 @@ void launch_cross_entropy_reduce(const CrossEntropyParams& p, int64_t count, cud
   });
 }
 
-void launch_cross_entropy(const CrossEntropyParams& p, const CrossEntropyConfig& config,
-                          cudaStream_t stream) {
-  if (config.kernel == CrossEntropyConfig::Kernel::kPixels) {
-    launch_cross_entropy_fwd_pixels(p, config, stream);
-  } else if (config.kernel == CrossEntropyConfig::Kernel::kPersistent) {
-    launch_cross_entropy_fwd_persistent(p, config, stream);
+void launch_cross_entropy(const CrossEntropyParams& params, const CrossEntropyPlan& plan,
+                          void* workspace, cudaStream_t stream) {
+  CrossEntropyParams p = params;
+  p.partials = workspace;
+  if (plan.kernel == CrossEntropyPlan::Kernel::kPixels) {
+    launch_cross_entropy_fwd_pixels(p, plan, stream);
+  } else if (plan.kernel == CrossEntropyPlan::Kernel::kPersistent) {
+    launch_cross_entropy_fwd_persistent(p, plan, stream);
   } else {
     for_cross_entropy(p, [&]<class T, class Q, TargetKind kKind>() {
       auto run = [&]<int kVec>() {
         launch_clusters(cross_entropy_fwd_rows_kernel<T, Q, kKind, kVec>,
-                        dim3(static_cast<unsigned>(config.blocks)), dim3(config.threads),
-                        config.cluster ? static_cast<int>(config.blocks) : 1, 0, stream, p,
-                        Smoothing<Accum<T>>(p), config.lanes, config.cluster);
+                        dim3(static_cast<unsigned>(plan.blocks)), dim3(plan.threads),
+                        plan.cluster ? static_cast<int>(plan.blocks) : 1, 0, stream, p,
+                        Smoothing<Accum<T>>(p), plan.lanes, plan.cluster);
       };
-      if (config.vec > 1) {
+      if (plan.vec > 1) {
         run.template operator()<kVecSize<T>>();
       } else {
         run.template operator()<1>();
       }
     });
   }
-  if (needs_partials(p, config)) launch_cross_entropy_reduce(p, config.blocks, stream);
+  if (plan.partials != 0) launch_cross_entropy_reduce(p, plan.partials, stream);
 }
 
 }  // namespace warpwright

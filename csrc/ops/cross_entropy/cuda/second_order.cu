@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-void launch_cross_entropy_double_bwd(const CrossEntropyDoubleBackwardParams& p,
-                                     cudaStream_t stream) {
+void launch_cross_entropy_double_backward(const CrossEntropyDoubleBackwardParams& p,
+                                          cudaStream_t stream) {
   const int lanes = p.layout.is_rows() ? kWarpSize : 1;
   const int64_t rows_per_block = kThreads / lanes;
   const int64_t blocks = (p.rows + rows_per_block - 1) / rows_per_block;

@@ -33,13 +33,8 @@ void run_gradient(const Tensor& input, CrossEntropyGradientParams& p) {
   p.error = error_record(ErrorSource::kCrossEntropy);
   const CrossEntropyFusedPlan plan =
       choose_cross_entropy_fused(p, current_device_info(), sm90_path_available());
-  Tensor partials;
-  if (plan.workspace() != 0) {
-    partials =
-        at::empty({plan.workspace()}, input.options().dtype(accum_type(input.scalar_type())));
-    p.partials = partials.mutable_data_ptr();
-  }
-  launch_cross_entropy_fused(p, plan, call.stream);
+  const Workspace workspace(plan.workspace_bytes, input);
+  launch_cross_entropy_fused(p, plan, workspace.data(), call.stream);
   const auto error = check_strict(call.stream);
   TORCH_CHECK_INDEX(!error.has_value(), error.value_or(""));
 #endif

@@ -117,7 +117,7 @@ struct Operands {
     p.target_dtype = dtype_of(target);
     p.loss_dtype = *find_dtype(loss_dtype);
     p.kind = kind;
-    p.reduction = static_cast<Reduction>(options.reduction);
+    p.reduction = static_cast<LossReduction>(options.reduction);
     p.rows = rows;
     p.classes = classes;
     p.ignore_index = options.ignore_index.guard_int(__FILE__, __LINE__);

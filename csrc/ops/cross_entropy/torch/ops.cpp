@@ -249,15 +249,10 @@ Tensor3 cross_entropy_forward_cuda(const Tensor& input, const Tensor& target,
       cross_entropy_forward_with(input, target, weight, options, dtype, [&](CrossEntropyParams& p) {
         const bool has_labels = p.kind != TargetKind::kProbabilities;
         p.error = has_labels ? error_record(ErrorSource::kCrossEntropy) : nullptr;
-        const CrossEntropyConfig plan =
+        const CrossEntropyPlan plan =
             choose_cross_entropy(p, current_device_info(), sm90_path_available());
-        Tensor partials;
-        if (needs_partials(p, plan)) {
-          const auto accum = input.options().dtype(accum_type(input.scalar_type()));
-          partials = at::empty({plan.blocks, 2}, accum);
-          p.partials = partials.mutable_data_ptr();
-        }
-        launch_cross_entropy(p, plan, call.stream);
+        const Workspace workspace(plan.workspace_bytes, input);
+        launch_cross_entropy(p, plan, workspace.data(), call.stream);
         if (!has_labels) return;
         const auto error = check_strict(call.stream);
         TORCH_CHECK_INDEX(!error.has_value(), error.value_or(""));
@@ -307,7 +302,7 @@ Tensor3 cross_entropy_double_backward_cuda(const OptionalTensor& v, const Option
       v, u, grad_output, input, target, weight, row_stats, total_weight,
       {reduction, ignore_index, label_smoothing, z_loss}, output_mask,
       [&](const CrossEntropyDoubleBackwardParams& p) {
-        launch_cross_entropy_double_bwd(p, call.stream);
+        launch_cross_entropy_double_backward(p, call.stream);
       });
 }
 #endif

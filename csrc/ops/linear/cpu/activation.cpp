@@ -49,7 +49,7 @@ int64_t row_runs(int64_t rows, int64_t cols) {
 
 }  // namespace
 
-void activation_forward_cpu(const ActivationForwardParams& p) {
+void linear_activation_forward_cpu(const LinearActivationForwardParams& p) {
   for_cpu_dtype(p.dtype, [&]<class T>() {
     using E = Elements<T>;
     const T* input = static_cast<const T*>(p.input);
@@ -67,7 +67,7 @@ void activation_forward_cpu(const ActivationForwardParams& p) {
   });
 }
 
-void activation_backward_cpu(const ActivationBackwardParams& p) {
+void linear_activation_backward_cpu(const LinearActivationBackwardParams& p) {
   const ColumnSumParams& s = p.column_sum;
   const int64_t rows = s.rows, cols = s.cols;
   for_cpu_dtype(s.dtype, [&]<class T>() {

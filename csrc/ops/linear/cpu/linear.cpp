@@ -49,7 +49,7 @@ void gemm_cpu(const GemmParams& p) {
     at::mm_out(d, a, b);
   }
   if (p.activation != Activation::kNone) {
-    activation_forward_cpu({dtype, p.activation, p.m * p.n, sums, p.d});
+    linear_activation_forward_cpu({dtype, p.activation, p.m * p.n, sums, p.d});
   }
 }
 

@@ -46,8 +46,9 @@ struct ActivationGradientColumns {
 
 }  // namespace
 
-void launch_activation_backward(const ActivationBackwardParams& p, const ColumnSumPlan& plan,
-                                void* workspace, cudaStream_t stream) {
+void launch_linear_activation_backward(const LinearActivationBackwardParams& p,
+                                       const ColumnSumPlan& plan, void* workspace,
+                                       cudaStream_t stream) {
   const ColumnSumParams& s = p.column_sum;
   if (s.cols == 0 || (s.rows == 0 && s.sum == nullptr)) return;
   for_dtype(s.dtype, [&]<class T>() {

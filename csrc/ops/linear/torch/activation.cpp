@@ -144,7 +144,9 @@ TensorPair linear_activation_backward_with(const Tensor& grad_output, const Tens
 }
 
 struct ActivationCpu : LinearCpu {
-  void activation_backward(const ActivationBackwardParams& p) const { activation_backward_cpu(p); }
+  void activation_backward(const LinearActivationBackwardParams& p) const {
+    linear_activation_backward_cpu(p);
+  }
 };
 
 TensorPair linear_activation_cpu_kernel(const Tensor& input, const Tensor& weight,
@@ -167,10 +169,10 @@ TensorPair linear_activation_backward_cpu_kernel(const Tensor& grad_output, cons
 struct ActivationCuda : LinearCuda {
   using LinearCuda::LinearCuda;
 
-  void activation_backward(const ActivationBackwardParams& p) const {
-    const ColumnSumPlan plan = choose_activation_backward(p, current_device_info());
+  void activation_backward(const LinearActivationBackwardParams& p) const {
+    const ColumnSumPlan plan = choose_linear_activation_backward(p, current_device_info());
     const Tensor parts = workspace(plan.workspace_bytes);
-    launch_activation_backward(p, plan, data(parts), stream);
+    launch_linear_activation_backward(p, plan, data(parts), stream);
   }
 };
 

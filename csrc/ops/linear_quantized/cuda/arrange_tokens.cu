@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void arrange_tokens(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
-                    cudaStream_t stream) {
+                    void* tokens, cudaStream_t stream) {
   Arrangement p{};
   p.input = static_cast<const char*>(call.input);
   p.pitch = call.input_pitch * 2;
@@ -56,7 +56,7 @@ void arrange_tokens(const LinearQuantizedParams& call, const LinearQuantizedPlan
   p.rows = static_cast<int>(call.rows);
   p.tokens = plan.tiles * 8;
   p.pieces = plan.workspace_bytes / 16;
-  p.output = static_cast<uint4*>(call.workspace);
+  p.output = static_cast<uint4*>(tokens);
   const auto blocks = static_cast<unsigned>(ceil_div(p.pieces, int64_t{kThreads}));
   if (blocks == 0) return;
   const auto kernel = plan.gradient ? arrange_tokens_kernel<true> : arrange_tokens_kernel<false>;

@@ -5,12 +5,12 @@ namespace warpwright {
 
 template <class T>
 static void launch_of_type(const LinearQuantizedParams& p, const LinearQuantizedPlan& plan,
-                           cudaStream_t stream) {
+                           void* workspace, cudaStream_t stream) {
   for_int<4, 8>(p.weight.bits, [&]<int kBits>() {
     if (plan.tiled) {
-      arrange_tokens(p, plan, stream);
-      return plan.gradient ? launch_tiled<T, kBits, true>(p, plan, stream)
-                           : launch_tiled<T, kBits, false>(p, plan, stream);
+      arrange_tokens(p, plan, workspace, stream);
+      return plan.gradient ? launch_tiled<T, kBits, true>(p, plan, workspace, stream)
+                           : launch_tiled<T, kBits, false>(p, plan, workspace, stream);
     }
     plan.ranks == 1 ? launch_fused<T, kBits>(p, plan, stream)
                     : launch_fused_sm90<T, kBits>(p, plan, stream);
@@ -18,9 +18,9 @@ static void launch_of_type(const LinearQuantizedParams& p, const LinearQuantized
 }
 
 void launch_linear_quantized(const LinearQuantizedParams& p, const LinearQuantizedPlan& plan,
-                             cudaStream_t stream) {
-  p.dtype == DType::kBFloat16 ? launch_of_type<bf16>(p, plan, stream)
-                              : launch_of_type<half>(p, plan, stream);
+                             void* workspace, cudaStream_t stream) {
+  p.dtype == DType::kBFloat16 ? launch_of_type<bf16>(p, plan, workspace, stream)
+                              : launch_of_type<half>(p, plan, workspace, stream);
 }
 
 }  // namespace warpwright

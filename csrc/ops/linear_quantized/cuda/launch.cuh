@@ -48,12 +48,11 @@ void launch_fused(const LinearQuantizedParams& call, const LinearQuantizedPlan& 
 template <class T, int kBits>
 void launch_fused_sm90(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
                        cudaStream_t stream);
-// In tiles: y, or the gradient of x.
+// In tiles: y, or the gradient of x. `tokens` is what arrange_tokens() wrote.
 template <class T, int kBits, bool kGradient>
 void launch_tiled(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
-                  cudaStream_t stream);
-// Writes the workspace that the kernel of tiles reads.
+                  const void* tokens, cudaStream_t stream);
 void arrange_tokens(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
-                    cudaStream_t stream);
+                    void* tokens, cudaStream_t stream);
 
 }  // namespace warpwright

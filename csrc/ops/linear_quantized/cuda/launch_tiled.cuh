@@ -9,11 +9,11 @@ namespace warpwright {
 
 template <class T, int kBits, bool kGradient>
 void launch_tiled(const LinearQuantizedParams& call, const LinearQuantizedPlan& plan,
-                  cudaStream_t stream) {
+                  const void* tokens, cudaStream_t stream) {
   TiledParams p{};
   p.call = call;
   p.stage = tiled_stage(call.weight, plan);
-  p.tokens = static_cast<const char*>(call.workspace);
+  p.tokens = static_cast<const char*>(tokens);
   p.depth = plan.depth;
   p.ranks = plan.ranks;
   p.scale_rows = tiled_scale_rows(call.weight, kGradient);

@@ -263,12 +263,8 @@ LinearQuantizedParams product_params(const Weight& weight, const Tensor& rows) {
 void run(LinearQuantizedParams& p, const LinearQuantizedPlan& plan, Tensor& output,
          cudaStream_t stream) {
   p.output = output.mutable_data_ptr();
-  Tensor workspace;
-  if (plan.workspace_bytes > 0) {
-    workspace = at::empty({plan.workspace_bytes}, output.options().dtype(at::kByte));
-    p.workspace = workspace.mutable_data_ptr();
-  }
-  launch_linear_quantized(p, plan, stream);
+  const Workspace workspace(plan.workspace_bytes, output);
+  launch_linear_quantized(p, plan, workspace.data(), stream);
 }
 
 Tensor linear_quantized_cuda_kernel(const Tensor& input, const Tensor& codes, const Tensor& scales,

@@ -235,7 +235,7 @@ struct CpuVar {
   }
   static double result(const CpuState& state, const ReductionParams& p) {
     const double variance = state.second / reduction_divisor(p);
-    return p.kind == Reduction::kStd ? std::sqrt(variance) : variance;
+    return p.kind == ReductionKind::kStd ? std::sqrt(variance) : variance;
   }
 };
 

@@ -232,15 +232,15 @@ void reduce_as(const ReductionParams& p) {
 void reduction_cpu(const ReductionParams& p) {
   for_cpu_dtype(p.dtype, [&]<class T>() {
     switch (p.kind) {
-      case Reduction::kSum:
-      case Reduction::kMean:
+      case ReductionKind::kSum:
+      case ReductionKind::kMean:
         return reduce_as<T, CpuSum<T>>(p);
-      case Reduction::kMax:
+      case ReductionKind::kMax:
         return reduce_as<T, CpuMax<T>>(p);
-      case Reduction::kLogSumExp:
+      case ReductionKind::kLogSumExp:
         return reduce_as<T, CpuLogSumExp<T>>(p);
-      case Reduction::kVar:
-      case Reduction::kStd:
+      case ReductionKind::kVar:
+      case ReductionKind::kStd:
         return reduce_as<T, CpuVar<T>>(p);
     }
   });

@@ -32,15 +32,15 @@ void launch_reduction(const ReductionParams& p, const ReductionPlan& plan, void*
   }
   for_dtype(p.dtype, [&]<class T>() {
     switch (p.kind) {
-      case Reduction::kSum:
-      case Reduction::kMean:
+      case ReductionKind::kSum:
+      case ReductionKind::kMean:
         return launch_reduction_as<T, SumReduction<T>>(p, plan, workspace, stream);
-      case Reduction::kMax:
+      case ReductionKind::kMax:
         return launch_reduction_as<T, MaxReduction<T>>(p, plan, workspace, stream);
-      case Reduction::kLogSumExp:
+      case ReductionKind::kLogSumExp:
         return launch_reduction_as<T, LogSumExpReduction<T>>(p, plan, workspace, stream);
-      case Reduction::kVar:
-      case Reduction::kStd:
+      case ReductionKind::kVar:
+      case ReductionKind::kStd:
         return launch_reduction_as<T, VarReduction<T>>(p, plan, workspace, stream);
     }
   });

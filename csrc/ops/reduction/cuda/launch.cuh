@@ -16,7 +16,7 @@ ReductionOperands<T, Op> reduction_operands(const ReductionParams& p, const Redu
   o.input = static_cast<const T*>(p.input);
   o.output = p.output;
   o.writes_compute = p.output_dtype != p.dtype;
-  o.scale = {reduction_divisor(p), p.kind == Reduction::kStd};
+  o.scale = {reduction_divisor(p), p.kind == ReductionKind::kStd};
   o.kept = DeviceTable::from(a.kept);
   o.reduced = DeviceTable::from(a.reduced);
   o.outputs = a.outputs();

@@ -29,7 +29,7 @@ Tensor amax_kernel(const Tensor& input, at::IntArrayRef dim, bool keepdim) {
     return at::amax(input, dim, keepdim);
   }
   return reduce_on_device(input,
-                          {"amax: input", Reduction::kMax, mask, keepdim, input.scalar_type()});
+                          {"amax: input", ReductionKind::kMax, mask, keepdim, input.scalar_type()});
 }
 
 // ---- Meta ----

@@ -98,7 +98,7 @@ inline bool is_direct(at::ScalarType from, at::ScalarType to) {
 
 struct ReductionCall {
   const char* input_name;  // "op: input"
-  Reduction kind;
+  ReductionKind kind;
   DimMask mask;
   bool keepdim;
   at::ScalarType dtype;  // floating

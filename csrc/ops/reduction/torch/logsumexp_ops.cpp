@@ -41,7 +41,7 @@ Tensor logsumexp_kernel(const Tensor& input, at::IntArrayRef dim, bool keepdim,
     const Tensor result = at::logsumexp(input, dims_of(mask, input.dim()), keepdim);
     return dtype.has_value() ? result.to(*dtype) : result;
   }
-  return reduce_on_device(input, {"logsumexp: input", Reduction::kLogSumExp, mask, keepdim,
+  return reduce_on_device(input, {"logsumexp: input", ReductionKind::kLogSumExp, mask, keepdim,
                                   dtype.value_or(input.scalar_type())});
 }
 

@@ -16,7 +16,7 @@ struct Sum {
   static constexpr const char* kName = "WarpwrightSumBackward";
   static constexpr const char* kInput = "sum: input";
   static constexpr const char* kDtype = "sum: dtype";
-  static constexpr Reduction kKind = Reduction::kSum;
+  static constexpr ReductionKind kKind = ReductionKind::kSum;
   static Tensor native(const Tensor& input, OptionalDims dim, bool keepdim, OptionalType dtype) {
     return at::sum(input, dim, keepdim, dtype);
   }
@@ -30,7 +30,7 @@ struct Mean {
   static constexpr const char* kName = "WarpwrightMeanBackward";
   static constexpr const char* kInput = "mean: input";
   static constexpr const char* kDtype = "mean: dtype";
-  static constexpr Reduction kKind = Reduction::kMean;
+  static constexpr ReductionKind kKind = ReductionKind::kMean;
   static Tensor native(const Tensor& input, OptionalDims dim, bool keepdim, OptionalType dtype) {
     return at::mean(input, dim, keepdim, dtype);
   }
@@ -89,7 +89,7 @@ struct SumBackward {
     if (!needs[0]) return {Tensor()};
     const auto ndim = static_cast<int64_t>(a.sizes.size());
     Tensor grad = restore_dims(grads[0], a.mask, a.keepdim, ndim);
-    if (Op::kKind == Reduction::kMean) grad = grad / reduced_count(a.sizes, a.mask);
+    if (Op::kKind == ReductionKind::kMean) grad = grad / reduced_count(a.sizes, a.mask);
     return {grad.to(a.dtype).expand_symint(a.sizes)};
   }
 };

@@ -19,7 +19,7 @@ using VarSignature = Tensor(const Tensor&, OptionalDims, const OptionalNumber&, 
 struct Var {
   static constexpr const char* kName = "WarpwrightVarBackward";
   static constexpr const char* kInput = "var: input";
-  static constexpr Reduction kKind = Reduction::kVar;
+  static constexpr ReductionKind kKind = ReductionKind::kVar;
   static Tensor native(const Tensor& input, OptionalDims dim, const OptionalNumber& correction,
                        bool keepdim) {
     return at::var(input, dim, correction, keepdim);
@@ -34,7 +34,7 @@ struct Var {
 struct Std {
   static constexpr const char* kName = "WarpwrightStdBackward";
   static constexpr const char* kInput = "std: input";
-  static constexpr Reduction kKind = Reduction::kStd;
+  static constexpr ReductionKind kKind = ReductionKind::kStd;
   static Tensor native(const Tensor& input, OptionalDims dim, const OptionalNumber& correction,
                        bool keepdim) {
     return at::std(input, dim, correction, keepdim);
@@ -149,7 +149,7 @@ struct VarBackward {  // saved: input, and for std output
     if (!needs[0]) return {Tensor()};
     check_saved_storage(saved, kName);
     Tensor grad = grads[0];
-    if constexpr (Op::kKind == Reduction::kStd) grad = gradient_of_square(grad, saved[1]);
+    if constexpr (Op::kKind == ReductionKind::kStd) grad = gradient_of_square(grad, saved[1]);
     const Tensor& input = saved[0];
     grad = restore_dims(grad, a.mask, a.keepdim, input.dim());
     return {has_one_pass(grad, input, a) ? var_gradient_in_one_pass(grad, input, a)
@@ -163,7 +163,7 @@ Tensor var_tangent(const Tensor& input, const Tensor& output, const VarAttribute
   const auto dims = dims_of(a.mask, input.dim());
   const Tensor moved = var_gradient(tangent(input), primal(input), a);
   const Tensor total = sum_along(moved, at::IntArrayRef(dims), a.keepdim);
-  if (Op::kKind == Reduction::kVar) return total;
+  if (Op::kKind == ReductionKind::kVar) return total;
   return gradient_of_square(total, output);
 }
 
@@ -184,7 +184,7 @@ Tensor var_autograd(const Tensor& input, OptionalDims dim, const OptionalNumber&
     set_history(output, node);
   }
   if (has_tangent(input)) set_tangent(output, var_tangent<Op>(input, output, attributes));
-  if (node && Op::kKind == Reduction::kStd) node->save_output(output);  // with its tangent
+  if (node && Op::kKind == ReductionKind::kStd) node->save_output(output);  // with its tangent
   return output;
 }
 

@@ -3,8 +3,8 @@
 
 namespace warpwright {
 
-template void launch_on_chip<false>(const BatchNormParams&, const BatchNormConfig&, cudaStream_t);
-template void launch_on_chip<false>(const BatchNormBackwardParams&, const BatchNormConfig&,
+template void launch_on_chip<false>(const BatchNormParams&, const BatchNormPlan&, cudaStream_t);
+template void launch_on_chip<false>(const BatchNormBackwardParams&, const BatchNormPlan&,
                                     cudaStream_t);
 
 }  // namespace warpwright

@@ -3,8 +3,9 @@
 
 namespace warpwright {
 
-template void launch_planes<true>(const BatchNormParams&, const BatchNormConfig&, cudaStream_t);
-template void launch_planes<true>(const BatchNormBackwardParams&, const BatchNormConfig&,
+template void launch_planes<true>(const BatchNormParams&, const BatchNormPlan&, void*,
+                                  cudaStream_t);
+template void launch_planes<true>(const BatchNormBackwardParams&, const BatchNormPlan&, void*,
                                   cudaStream_t);
 
 }  // namespace warpwright

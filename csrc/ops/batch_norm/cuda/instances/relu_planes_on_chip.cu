@@ -3,8 +3,8 @@
 
 namespace warpwright {
 
-template void launch_on_chip<true>(const BatchNormParams&, const BatchNormConfig&, cudaStream_t);
-template void launch_on_chip<true>(const BatchNormBackwardParams&, const BatchNormConfig&,
+template void launch_on_chip<true>(const BatchNormParams&, const BatchNormPlan&, cudaStream_t);
+template void launch_on_chip<true>(const BatchNormBackwardParams&, const BatchNormPlan&,
                                    cudaStream_t);
 
 }  // namespace warpwright

@@ -3,8 +3,8 @@
 
 namespace warpwright {
 
-template void launch_rows<true>(const BatchNormParams&, const BatchNormConfig&, cudaStream_t);
-template void launch_rows<true>(const BatchNormBackwardParams&, const BatchNormConfig&,
+template void launch_rows<true>(const BatchNormParams&, const BatchNormPlan&, void*, cudaStream_t);
+template void launch_rows<true>(const BatchNormBackwardParams&, const BatchNormPlan&, void*,
                                 cudaStream_t);
 
 }  // namespace warpwright

@@ -3,9 +3,9 @@
 
 namespace warpwright {
 
-template bool launch_rows_on_chip<true>(const BatchNormParams&, const BatchNormConfig&,
+template bool launch_rows_on_chip<true>(const BatchNormParams&, const BatchNormPlan&, void*,
                                         cudaStream_t);
-template bool launch_rows_on_chip<true>(const BatchNormBackwardParams&, const BatchNormConfig&,
+template bool launch_rows_on_chip<true>(const BatchNormBackwardParams&, const BatchNormPlan&, void*,
                                         cudaStream_t);
 
 }  // namespace warpwright

@@ -3,9 +3,9 @@
 
 namespace warpwright {
 
-template bool launch_rows_on_chip<false>(const BatchNormParams&, const BatchNormConfig&,
+template bool launch_rows_on_chip<false>(const BatchNormParams&, const BatchNormPlan&, void*,
                                          cudaStream_t);
-template bool launch_rows_on_chip<false>(const BatchNormBackwardParams&, const BatchNormConfig&,
-                                         cudaStream_t);
+template bool launch_rows_on_chip<false>(const BatchNormBackwardParams&, const BatchNormPlan&,
+                                         void*, cudaStream_t);
 
 }  // namespace warpwright

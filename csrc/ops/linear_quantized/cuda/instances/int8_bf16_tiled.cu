@@ -4,6 +4,6 @@
 namespace warpwright {
 
 template void launch_tiled<bf16, 8, false>(const LinearQuantizedParams&, const LinearQuantizedPlan&,
-                                           cudaStream_t);
+                                           const void*, cudaStream_t);
 
 }  // namespace warpwright
