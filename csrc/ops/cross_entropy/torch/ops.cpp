@@ -6,7 +6,6 @@
 //   cross_entropy_double_backward  Hessian times (v, u): the derivative of the backward, and every
 //                                  forward-mode derivative, since the Hessian is symmetric
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include <array>
