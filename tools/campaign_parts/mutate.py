@@ -249,5 +249,7 @@ class Choice:
 
 def files_with_faults(csrc: Path) -> list[str]:
     """The sources of the CPU kernels and of the bindings."""
-    found = [p for p in csrc.rglob("*.cpp") if not {"python", "host"} & set(p.parts)]
+    found = [
+        p for p in csrc.rglob("*.cpp") if not {"python", "host"} & {*p.relative_to(csrc).parts}
+    ]
     return sorted(p.relative_to(csrc).as_posix() for p in found)
