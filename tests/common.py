@@ -44,6 +44,12 @@ def layouts(x):
         yield "strided", wide[..., ::2]
 
 
+def thin(samples, most):
+    """All samples, or at most `most` of them, spread evenly."""
+    samples = list(samples)
+    return samples[:: max(1, -(-len(samples) // most))]
+
+
 def subsets(n):
     """Every non-empty choice of n flags."""
     return [flags for flags in itertools.product([False, True], repeat=n) if any(flags)]

@@ -1,7 +1,8 @@
 """PyTorch's op_db on our ops, in every dtype that an entry lists for the device.
 
-Values, gradients, gradcheck and errors go over every sample; checks of kinds (strides of meta
-kernels, schemas, copy-on-write) over an even choice where an entry has more than 300. Names follow
+Values, gradients, gradcheck and errors go over every sample in `make test-long`, else over an even
+choice of at most 400 per case. Checks of kinds (strides of meta kernels, schemas, copy-on-write) go
+over an even choice of at most 300. Names follow
 PyTorch's test_ops.py, test_ops_gradients.py and test_fake_tensor.py.
 """
 
@@ -10,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from common import thin
 from native_suites import (
     ENTRIES,
     LOW_PRECISION,
@@ -54,12 +56,6 @@ def over(keep=lambda entry, dtype: True):
 
 
 MOST = 400  # samples per case outside of `make test-long`: max_pool2d's entries have thousands
-
-
-def thin(samples, most):
-    """All samples, or at most `most` of them, spread evenly."""
-    samples = list(samples)
-    return samples[:: max(1, -(-len(samples) // most))]
 
 
 def compare_entry(entry, args, kwargs, what, errors):

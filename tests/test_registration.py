@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import opcheck
+from common import opcheck, thin
 from malformed_calls import public_calls
 from native_suites import ENTRIES, arguments, inexact, is_random, private
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -275,13 +275,13 @@ def recorded(device):
     return recorder.calls
 
 
-def test_opcheck_on_recorded_calls(device):
+def test_opcheck_on_recorded_calls(device, long_run):
     """All of opcheck on what really reaches the dispatcher, for every op of the namespace."""
     calls = recorded(device)
     assert {op._opname for op in calls} == {op for op in OPS if not is_composite(op)}
     for op, kept in calls.items():
         mutates = any(a.alias_info is not None for a in op._schema.arguments)
-        for args, kwargs in list(kept.values())[:6]:
+        for args, kwargs in thin(kept.values(), 6 if long_run else 2):
             if not mutates and not OPERATORS[op._opname].inference_only:
                 # The input, or the first gradient: which others are differentiable is the op's say.
                 first = next((t for t in args if isinstance(t, torch.Tensor) and inexact(t)), None)
