@@ -148,7 +148,8 @@ inline bool plan_group_norm_cluster(GroupNormPlan& plan, const GroupNormShape& p
     while (groups * plan.lanes % 32 != 0) ++groups;  // whole warps
   }
   plan.threads = static_cast<int>(groups * plan.lanes);
-  const int64_t resident = device.clusters[std::countr_zero(static_cast<unsigned>(cluster))];
+  const int64_t resident =
+      device.clusters[std::min(std::countr_zero(static_cast<unsigned>(cluster)), 3)];
   const int64_t at_once = cluster == 1 ? device.num_sms : std::max<int64_t>(resident, 1);
   plan.blocks = std::clamp<int64_t>(ceil_div(rows, groups), 1, at_once) * cluster;
   plan.smem_bytes = group_norm_vector_bytes(p);

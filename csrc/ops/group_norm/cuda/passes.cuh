@@ -20,7 +20,7 @@ struct ChannelResult {
   Acc mean, rstd, weight, bias;  // backward: bias is unused
   Acc slope, shift;              // backward
 
-  __device__ __forceinline__ ChannelResult() = default;
+  ChannelResult() = default;
   __device__ __forceinline__ ChannelResult(const GroupNormParams& p, const Acc*, int64_t n,
                                            int64_t c) {
     const int64_t group = n * p.groups + channel_group(p, c);
