@@ -109,8 +109,7 @@ struct OptimPlan {
     int64_t blocks;
   };
   int unroll;        // 16-byte loads of each operand per thread
-  bool small_table;  // else the large one
-  const char* reason;
+  bool small_table;  // it holds all tensors and costs a launch less; else the largest
   std::vector<Tensor> tensors;
   std::vector<Launch> launches;
 
@@ -158,8 +157,6 @@ inline void plan_launches(OptimPlan& plan, int entry_bytes) {
   const int small = table_capacity(kSmallTableBytes, entry_bytes);
   const auto count = static_cast<int64_t>(plan.tensors.size());
   plan.small_table = count <= small;
-  plan.reason = plan.small_table ? "a small table holds all tensors, and costs the launch less"
-                                 : "the largest tables, for the fewest launches";
   const int capacity = plan.small_table ? small : table_capacity(kLargeTableBytes, entry_bytes);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t blocks = plan.tensors[i].blocks;

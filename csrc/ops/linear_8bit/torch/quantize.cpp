@@ -84,12 +84,8 @@ TensorPair quantize_rows_cuda_kernel(const Tensor& input, at::ScalarType dtype, 
   const CudaCall call(input);
   return quantize_with(input, dtype, per_tensor, [&](const QuantizeRowsParams& p) {
     const QuantizeRowsPlan plan = choose_quantize_rows(p, current_device_info());
-    Tensor parts;
-    if (plan.workspace_bytes > 0) {
-      parts = at::empty({plan.workspace_bytes}, input.options().dtype(at::kByte));
-    }
-    launch_quantize_rows(p, plan, parts.defined() ? parts.mutable_data_ptr() : nullptr,
-                         call.stream);
+    const Workspace workspace(plan.workspace_bytes, input);
+    launch_quantize_rows(p, plan, workspace.data(), call.stream);
   });
 }
 #endif

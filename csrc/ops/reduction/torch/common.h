@@ -146,11 +146,8 @@ Tensor reduce_with(const Tensor& input, const ReductionCall& call, Run&& run) {
 #ifdef WARPWRIGHT_WITH_CUDA
 inline void reduction_cuda(const ReductionParams& p, const Tensor& like, cudaStream_t stream) {
   const ReductionPlan plan = choose_reduction(p, current_device_info());
-  Tensor workspace;
-  if (plan.workspace_bytes > 0) {
-    workspace = at::empty({plan.workspace_bytes}, like.options().dtype(at::kByte));
-  }
-  launch_reduction(p, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr, stream);
+  const Workspace workspace(plan.workspace_bytes, like);
+  launch_reduction(p, plan, workspace.data(), stream);
 }
 #endif
 

@@ -54,11 +54,8 @@ inline Tensor before_steps(const Tensor& steps, const Tensor& first, int64_t dim
 #ifdef WARPWRIGHT_WITH_CUDA
 inline void scan_cuda(const ScanParams& p, const Tensor& like, cudaStream_t stream) {
   const ScanPlan plan = choose_scan(p);
-  Tensor workspace;
-  if (plan.workspace_bytes > 0) {
-    workspace = at::empty({plan.workspace_bytes}, like.options().dtype(at::kByte));
-  }
-  launch_scan(p, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr, stream);
+  const Workspace workspace(plan.workspace_bytes, like);
+  launch_scan(p, plan, workspace.data(), stream);
 }
 #endif
 
