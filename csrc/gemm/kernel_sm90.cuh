@@ -57,11 +57,6 @@ using MainloopOf = std::conditional_t<
     Tile::kSplitsTf32, SplitTf32Mainloop<Tile>,
     std::conditional_t<Tile::kMnMajorTf32, MnMajorTf32Mainloop<Tile>, MainloopSm90<Tile>>>;
 
-template <class Tile>
-using EpilogueOf =
-    std::conditional_t<Tile::kMnMajorTf32, TransposedEpilogue<Tile::kBlocks>,
-                       EpilogueSm90<typename Tile::Element, Tile::kStoreBuffers, Tile::kTight>>;
-
 template <class Tile, class Loading>
 constexpr int kLoadingRegisters = Tile::kConsumers == 3 ? kProducerRegistersOf3
                                   : Tile::kTight        ? kProducerRegistersTight
@@ -70,6 +65,16 @@ template <class Tile, class Loading>
 constexpr int kMultiplyingRegisters = Tile::kConsumers == 3 ? kConsumerRegistersOf3
                                       : Tile::kTight        ? kConsumerRegistersTight
                                                             : Loading::kConsumerRegisters;
+
+// Whether the loops over a tile's chunks and blocks of rows are loops. With a third warpgroup of
+// either kind no register is left for them.
+template <class Tile, class Loading>
+constexpr bool kRolls = kMultiplyingRegisters<Tile, Loading> >= kConsumerRegisters;
+
+template <class Tile, class Loading>
+using EpilogueOf = std::conditional_t<
+    Tile::kMnMajorTf32, TransposedEpilogue<Tile::kBlocks>,
+    EpilogueSm90<typename Tile::Element, Tile::kStoreBuffers, Tile::kTight, kRolls<Tile, Loading>>>;
 
 template <class Tile, class Loading>
 constexpr int gemm_sm90_threads() {
@@ -107,7 +112,7 @@ __device__ __forceinline__ void prefetch(Store& store, const Output& output, int
 // Grid: as many clusters (mostly of one CTA) as fit on the GPU. Each takes every gridDim-th of
 // their tiles in tile_of_block's order. The first one or two warpgroups load; the last two multiply
 // and store.
-template <class Tile, class Loading, class Store = EpilogueOf<Tile>>
+template <class Tile, class Loading, class Store = EpilogueOf<Tile, Loading>>
 __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
     gemm_sm90_kernel(const __grid_constant__ GemmSm90Params<Loading, typename Store::Output> p) {
   if constexpr (kHasSm90a) {
@@ -189,10 +194,21 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           store.store(d, bias, p.output, at.split, first_n<Tile>(at, cluster),
                       first_col<Tile>(at, cluster, first_row));
         } else {
-#pragma unroll
-          for (int i = 0; i < Tile::kBlocks; ++i) {
-            store.store(d[i], bias, p.output, at.split, first_m<Tile>(at) + first_row + i * 64,
+          auto store_block = [&](auto& values, int i) {
+            store.store(values, bias, p.output, at.split, first_m<Tile>(at) + first_row + i * 64,
                         Tile::kTight ? first_col<Tile>(at, cluster, first_row) : col);
+          };
+          if constexpr (kRolls<Tile, Loading> && Tile::kBlocks == 2) {
+            // As EpilogueSm90::for_chunks(): the second block moves to the first one.
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i) {
+              store_block(d[0], i);
+#pragma unroll
+              for (int r = 0; r < Tile::kRegs; ++r) d[0][r] = d[1][r];
+            }
+          } else {
+#pragma unroll
+            for (int i = 0; i < Tile::kBlocks; ++i) store_block(d[i], i);
           }
         }
       }

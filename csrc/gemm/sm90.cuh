@@ -104,8 +104,8 @@ template <class Tile, class Loading>
 void launch_sm90_kernel(const GemmParams& p, const GemmPlan& plan, const Loading& operands,
                         void* workspace, cudaStream_t stream) {
   using T = typename Tile::Element;
-  launch_sm90_product<Tile, EpilogueOf<Tile>>(p, plan, operands, sm90_output<T>(p, plan, workspace),
-                                              workspace, stream);
+  launch_sm90_product<Tile, EpilogueOf<Tile, Loading>>(
+      p, plan, operands, sm90_output<T>(p, plan, workspace), workspace, stream);
   if (plan.splits > 1) {
     launch_split_k_reduce<T>(p, plan, workspace, stream);
   } else if (plan.sums_rows && plan.row_sum_shares > 1) {

@@ -59,11 +59,9 @@ struct ActivationGradientEpilogue : WithoutBias<EpilogueSm90<T>> {
                                         int first_row, int first_col) {
     static_assert(kRegs == kColumns / 2);
     if (box == 0) mbarrier_wait(arrival(), parity);
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk, ++box) {
+    Base::for_chunks(d, [&](float(&values)[32], int chunk) {
       const int col = first_col + chunk * 64;
-      const uint32_t buffer = this->buffers + box * Base::kBufferBytes;
-      float* values = &d[chunk * 32];
+      const uint32_t buffer = this->buffers + box++ * Base::kBufferBytes;
       multiply(values, buffer, output.activation);
       Base::write_buffer(buffer, Base::pack(values));
       fence_proxy_async();
@@ -72,7 +70,8 @@ struct ActivationGradientEpilogue : WithoutBias<EpilogueSm90<T>> {
         tma_store_2d(&output.map, col, first_row, buffer);
         tma_store_commit();
       }
-    }
+      return true;
+    });
     if (box < kBoxes) return;
     box = 0;
     parity ^= 1;

@@ -33,8 +33,8 @@ struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers> {
     float scale[kCount];
     float bias[kCount];
 
-    __device__ __forceinline__ Columns<2> of_chunk(int chunk) const {
-      return {{scale[chunk * 2], scale[chunk * 2 + 1]}, {bias[chunk * 2], bias[chunk * 2 + 1]}};
+    __device__ __forceinline__ Columns<2> first_two() const {
+      return {{scale[0], scale[1]}, {bias[0], bias[1]}};
     }
   };
   struct LateColumns {};
@@ -70,19 +70,21 @@ struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers> {
     if (output.type == DType::kInt32) return store_sums(d, output, split, first_row, first_col);
     const int row = derive_anew(first_row) + accumulator_row();
     const float scales[2] = {row_scale(output, row), row_scale(output, row + 8)};
-#pragma unroll
-    for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
+    AnyColumns left = columns;
+    Base::for_chunks(d, [&](Sum(&chunk_sums)[32], int chunk) {
       const int col = first_col + chunk * 64;
-      if (col >= output.n) break;
+      if (col >= output.n) return false;
       Columns<2> these;
       if constexpr (kTight) {
         these = load_columns<2>(output, col);
       } else {
-        these = columns.of_chunk(chunk);
+        these = left.first_two();
+        move_to_front<2>(left.scale);
+        move_to_front<2>(left.bias);
       }
       // Four values at a time, so that few are alive as float32.
       auto scaled = [&](int block, float(&values)[4]) {
-        const Sum* sums = &d[chunk * 32 + block * 4];
+        const Sum* sums = &chunk_sums[block * 4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = static_cast<float>(sums[e]) * scales[e / 2];
         scale_columns(values, these, block, output);
@@ -94,7 +96,7 @@ struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers> {
           scaled(block, values);
           Base::write_fp32(values, output, output.d, 0, first_row, col + block * 8);
         }
-        continue;
+        return true;
       }
       typename Base::Packed packed;
 #pragma unroll
@@ -112,7 +114,8 @@ struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers> {
         Base::copy_rows(this->buffer(), output, output.d, first_row, col);
       }
       this->next_buffer();
-    }
+      return true;
+    });
   }
 
  private:

@@ -44,6 +44,13 @@ struct OutputSm90 {
   }
 };
 
+// Moves the elements from kCount on to the front.
+template <int kCount, class V, int kSize>
+__device__ __forceinline__ void move_to_front(V (&values)[kSize]) {
+#pragma unroll
+  for (int i = 0; i + kCount < kSize; ++i) values[i] = values[i + kCount];
+}
+
 // A Store that reads no bias before the mainloop.
 struct NoBias {};
 template <class Base>
@@ -66,8 +73,8 @@ __device__ __forceinline__ void widen_words(float (&values)[8], const uint32_t (
 }
 
 // kBuffers: 1 or 2. A pre-activation needs 2. kTight: few registers are left next to the
-// accumulators, so the bias is read per chunk.
-template <class T, int kBuffers = 2, bool kTight = false>
+// accumulators, so the bias is read per chunk. kRolled: for_chunks() is a loop.
+template <class T, int kBuffers = 2, bool kTight = false, bool kRolled = true>
 struct EpilogueSm90 {
   using Output = OutputSm90;
   static constexpr int kBufferBytes = 64 * 128;
@@ -125,40 +132,30 @@ struct EpilogueSm90 {
   __device__ __forceinline__ void store(float (&d)[kRegs], const AnyBias& bias,
                                         const OutputSm90& output, int64_t split, int first_row,
                                         int first_col) {
-    if constexpr (sizeof(T) == 4) {
-      return store_fp32(d, bias, output, split, first_row, first_col);
-    } else {
-      if (output.fp32) return store_fp32(d, bias, output, split, first_row, first_col);
-      if (output.accumulate) add_old<T>(d, output, 0, first_row, first_col);
-#pragma unroll
-      for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
-        const int col = first_col + chunk * 64;
-        if (col >= output.n) break;
-        float* values = &d[chunk * 32];
-        if constexpr (kTight) {
-          add_bias<8>(values, read_bias<32>(output, col).pairs, output);
-        } else {
-          add_bias<8>(values, &bias.pairs[chunk * 8], output);
-        }
-        // Overlaps with the last chunk's stores, which still read the buffers.
-        const Packed before = pack(values);
-        activate<Rounding::k16Bits, 32>(output.activation, values);
-        acquire_buffers(output);
-        if (output.preactivation != nullptr) {
-          write_buffer(preactivation_buffer(), before);
-          if (!output.use_tma) {
-            copy_rows(preactivation_buffer(), output, output.preactivation, first_row, col);
-          }
-        }
-        write_buffer(buffer(), pack(values));
-        if (output.use_tma) {
-          send_buffers(output, first_row, col);
-        } else {
-          copy_rows(buffer(), output, output.d, first_row, col);
-        }
-        if (output.preactivation == nullptr) next_buffer();
-      }
+    if (sizeof(T) == 4 && output.accumulate) {
+      return add_old<float>(d, output, split, first_row, first_col);
     }
+    if constexpr (sizeof(T) == 2) {
+      if (output.fp32) return store_fp32(d, output, split, first_row, first_col);
+      if (output.accumulate) add_old<T>(d, output, 0, first_row, first_col);
+    }
+    [[maybe_unused]] AnyBias left = bias;
+    for_chunks(d, [&](float(&values)[32], int chunk) {
+      const int col = first_col + chunk * 64;
+      if (col >= output.n) return false;
+      if constexpr (kTight) {
+        add_bias<8>(values, read_bias<32>(output, col).pairs, output);
+      } else {
+        add_bias<8>(values, left.pairs, output);
+        move_to_front<8>(left.pairs);
+      }
+      if constexpr (sizeof(T) == 4) {
+        store_chunk_fp32(values, output, split, first_row, col);
+      } else {
+        store_chunk(values, output, first_row, col);
+      }
+      return true;
+    });
   }
 
   // Stores 64 columns without bias and activation: D by TMA.
@@ -211,6 +208,58 @@ struct EpilogueSm90 {
   struct Packed {
     uint32_t words[4][4];
   };
+
+  // Calls f(values, chunk) for a warpgroup's rows, 64 columns at a time, until it returns false.
+  // The loop is not unrolled: the next accumulators move to the registers that f has read. Code
+  // that no SM has run lately comes from memory, and copies of f cost more than the moves: 5 to 12
+  // us per launch (docs/kernels/linear.md). Of four chunks two share a turn, which halves the
+  // moves.
+  template <class V, int kRegs, class F>
+  __device__ __forceinline__ static void for_chunks(V (&d)[kRegs], F&& f) {
+    constexpr int kChunks = kRegs / 32;
+    constexpr int kPerTurn = !kRolled ? kChunks : kChunks % 4 == 0 ? 2 : 1;
+#pragma unroll 1
+    for (int first = 0; first < kChunks; first += kPerTurn) {
+#pragma unroll
+      for (int i = 0; i < kPerTurn; ++i) {
+        if (!f(reinterpret_cast<V(&)[32]>(d[i * 32]), first + i)) return;
+      }
+      move_to_front<kPerTurn * 32>(d);
+    }
+  }
+
+  // Activation, rounding and the store of 64 columns.
+  __device__ __forceinline__ void store_chunk(float (&values)[32], const OutputSm90& output,
+                                              int first_row, int col) {
+    // Overlaps with the last chunk's stores, which still read the buffers.
+    const Packed before = pack(values);
+    activate<Rounding::k16Bits, 32>(output.activation, values);
+    acquire_buffers(output);
+    if (output.preactivation != nullptr) {
+      write_buffer(preactivation_buffer(), before);
+      if (!output.use_tma) {
+        copy_rows(preactivation_buffer(), output, output.preactivation, first_row, col);
+      }
+    }
+    write_buffer(buffer(), pack(values));
+    if (output.use_tma) {
+      send_buffers(output, first_row, col);
+    } else {
+      copy_rows(buffer(), output, output.d, first_row, col);
+    }
+    if (output.preactivation == nullptr) next_buffer();
+  }
+
+  // The same of 64 columns of 32-bit operands.
+  __device__ __forceinline__ static void store_chunk_fp32(float (&values)[32],
+                                                          const OutputSm90& output, int64_t split,
+                                                          int first_row, int col) {
+    if (output.preactivation != nullptr) {
+      write_fp32(values, output, output.preactivation, 0, first_row, col);
+    }
+    activate<Rounding::kTf32, 32>(output.activation, values);
+    write_fp32(values, output, output.d, split, first_row, col);
+  }
 
   // A thread's values: two neighbouring columns of each kBlocks blocks of 8, of two rows.
   template <int kBlocks, class Pair>
@@ -294,20 +343,12 @@ struct EpilogueSm90 {
     __syncwarp();
   }
 
-  template <int kRegs, class AnyBias>
-  __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const AnyBias& bias,
-                                                    const OutputSm90& output, int64_t split,
-                                                    int first_row, int first_col) {
+  // Parts and sums of 16-bit operands. They need no bias and no activation.
+  template <int kRegs>
+  __device__ __forceinline__ static void store_fp32(float (&d)[kRegs], const OutputSm90& output,
+                                                    int64_t split, int first_row, int first_col) {
     if (output.accumulate) return add_old<float>(d, output, split, first_row, first_col);
-    if constexpr (sizeof(T) == 4) {  // else these are parts or sums
-      add_bias<kRegs / 4>(d, bias.pairs, output);
-      if (output.preactivation != nullptr) {
-        write_fp32(d, output, output.preactivation, 0, first_row, first_col);
-      }
-      activate<Rounding::kTf32, kRegs>(output.activation, d);
-    } else if (output.transposed) {
-      return write_transposed(d, output, split, first_row, first_col);
-    }
+    if (output.transposed) return write_transposed(d, output, split, first_row, first_col);
     write_fp32(d, output, output.d, split, first_row, first_col);
   }
 

@@ -82,18 +82,19 @@ struct PlanesEpilogue : PlanesEpilogueBase<T> {
                                         const typename Base::template Bias<kRegs>& bias,
                                         const PlanesOutput& output, int64_t, int first_pixel,
                                         int first_channel) {
-#pragma unroll
-    for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
+    auto left = bias;
+    Base::for_chunks(d, [&](float(&values)[32], int chunk) {
       const int channel = first_channel + chunk * 64;
-      if (channel >= output.n) break;
-      float* values = &d[chunk * 32];
-      Base::template add_bias<8>(values, &bias.pairs[chunk * 8], output);
+      if (channel >= output.n) return false;
+      Base::template add_bias<8>(values, left.pairs, output);
+      move_to_front<8>(left.pairs);
       this->write_transposed(this->buffer(), values);
       // The last reads of this buffer were before the previous barrier: two buffers alternate.
       named_barrier_sync(this->barrier, 128);
       this->store_channels(this->buffer(), output, channel, first_pixel);
       this->offset ^= Base::kBufferBytes;
-    }
+      return true;
+    });
   }
 };
 
@@ -107,15 +108,15 @@ struct TransposedPlanesEpilogue : WithoutBias<PlanesEpilogueBase<T>> {
   __device__ __forceinline__ void store(float (&d)[kRegs], NoBias, const PlanesOutput& output,
                                         int64_t, int first_channel, int first_pixel) {
     add_row_bias(d, static_cast<const T*>(output.bias), output.n, first_channel);
-#pragma unroll
-    for (int chunk = 0; chunk < kRegs / 32; ++chunk) {
+    Base::for_chunks(d, [&](float(&values)[32], int chunk) {
       const int pixel = first_pixel + chunk * 64;
-      if (pixel >= output.m) break;
-      Base::write_buffer(this->buffer(), Base::pack(&d[chunk * 32]));
+      if (pixel >= output.m) return false;
+      Base::write_buffer(this->buffer(), Base::pack(values));
       __syncwarp();
       this->store_channels(this->buffer(), output, first_channel, pixel);
       this->offset ^= Base::kBufferBytes;
-    }
+      return true;
+    });
   }
 };
 
