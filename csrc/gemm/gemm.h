@@ -106,17 +106,19 @@ inline int clusters_at_once(int ctas, const DeviceInfo& device) {
   return std::min(resident, device.num_sms / ctas);
 }
 
-// CTAs per cluster. A 128-byte piece of a row that does not start at a multiple of 128 bytes takes
-// two requests to L2. 128x64 tiles then wait for L2; the CTAs of a cluster request their shared A
-// once. If all requests are whole lines, and in TF32, clusters gain nothing.
+// CTAs per cluster, which request the part of A that they share once. That pays in two cases. An
+// operand's rows do not start at multiples of 128 bytes: each 128-byte piece then takes two
+// requests to L2, and 128x64 tiles wait for L2. Or k is short: most of the time is the wait for the
+// first stages, which all CTAs request at once. Otherwise, and in TF32, clusters gain nothing.
 inline int choose_sm90_cluster(const GemmParams& p, const GemmPlan& plan,
                                const DeviceInfo& device) {
   constexpr int64_t kMinTiles = 8;  // of k; the ring is filled once
+  constexpr int64_t kShort = 1280;  // of k: up to here 5 % less time, from 2048 on none
   const Sm90TileShape shape = sm90_tile(plan.loading, plan.tile);
+  if (!shape.clusters || plan.kind != GemmKind::k16Bit) return 1;
+  const bool whole_lines = p.a.rows_start_at(128) && p.b.rows_start_at(128);
   const int64_t row_bytes = p.k * dtype_size(p.dtype());
-  if (!shape.clusters || plan.kind != GemmKind::k16Bit ||
-      (p.a.rows_start_at(128) && p.b.rows_start_at(128)) ||
-      row_bytes < plan.splits * kMinTiles * 128) {
+  if (whole_lines ? p.k > kShort || plan.splits > 1 : row_bytes < plan.splits * kMinTiles * 128) {
     return 1;
   }
   const int64_t tiles_m = ceil_div(p.m, shape.blk_m) * plan.splits;
