@@ -65,6 +65,14 @@ def test_linear_with_an_activation():
         for line in plain.splitlines()[1:4]:  # the same products
             assert line.split(None, 1)[1].strip() in text
         assert "grad_bias" not in explain(name, x, weight, **ON_GPU)
+    # Without the bias gradient, which here is another pass's, a product may choose another tile.
+    sizes = (3072, 1536), (1536, 1536), 1536
+    x, weight, bias = (torch.empty(n, dtype=torch.bfloat16) for n in sizes)
+    assert "in a cluster" not in explain("linear", x, weight, bias, **ON_GPU)
+    fused = explain("linear_relu", x, weight, bias, **ON_GPU)
+    for text in (explain("linear", x, weight, **ON_GPU), fused):
+        assert re.search("grad_weight .*split-k 2 in a cluster", text)
+    x, weight, bias = torch.empty(8, 16), torch.empty(4, 16), torch.empty(4)
     text = explain("mlp", x, weight, bias, torch.empty(16, 4), **ON_GPU)
     assert text.count("the activation in the epilogue") == 1
     assert "2 grad_weight" in text
@@ -107,7 +115,7 @@ def test_linear_takes_wgmma_where_tma_can_read():
     assert "portable" in linear_lines(4096, 4096, 4096, sm90=False)["forward"]
 
 
-def test_linear_forms_clusters_where_rows_cost_l2_twice():
+def test_linear_forms_clusters_where_rows_cost_l2_twice_or_k_is_short():
     def cluster(*sizes, **kwargs):
         lines = linear_lines(*sizes, **kwargs)
         roles = ("forward", "grad_input", "grad_weight")
@@ -116,12 +124,15 @@ def test_linear_forms_clusters_where_rows_cost_l2_twice():
 
     assert cluster(760, 760, 760) == [4, 4, 4]
     assert cluster(1000, 1000, 1000) == [2, 2, 2]  # 32 of 4 are two more than fit
-    assert cluster(1024, 1024, 1024) == [None, None, None]
-    assert cluster(1024, 1024, 1024, pad=8) == [2, 2, 2]
-    assert cluster(1024, 1024, 1024, address=16) == [2, None, 2]  # x only
+    assert cluster(1536, 1536, 1536) == [None, None, None]
+    assert cluster(1536, 1536, 1536, pad=8) == [4, 4, 4]
+    assert cluster(1536, 1536, 1536, address=16) == [4, None, 4]  # x only
+    assert cluster(1024, 1024, 2048)[0] is None
+    assert cluster(1024, 1024, 2048, pad=8)[0] == 2
+    assert cluster(1024, 1024, 1024) == [2, 2, 2]  # short, of whole lines
     assert cluster(4000, 136, 520)[0] == 2  # three tiles across
     assert cluster(4096, 4000, 4096) == [None, None, None]  # larger tiles
-    assert cluster(1000, 520, 320)[0] is None  # too short
+    assert cluster(1000, 520, 320, address=16)[0] is None  # too short
 
 
 def test_linear_copies_what_tma_cannot_read():

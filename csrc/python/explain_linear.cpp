@@ -69,7 +69,8 @@ std::string describe_product(const GemmParams& p, const DeviceInfo& device) {
 }
 
 Lines explain_linear(const std::string& dtype, bool tf32, const TensorLayout& input,
-                     const TensorLayout& weight, const DeviceInfo& device, bool sm90, bool tf32x3) {
+                     const TensorLayout& weight, const DeviceInfo& device, bool sm90, bool tf32x3,
+                     bool bias) {
   const DType type = dtype_from(dtype);
   const Allowed allowed{tf32, tf32x3, sm90 && device.sm_arch == 90};
   const Matrix x = as_matrix(input);
@@ -82,13 +83,17 @@ Lines explain_linear(const std::string& dtype, bool tf32, const TensorLayout& in
   sum.stride_row = dy.stride_row;
   sum.stride_col = 1;
   sum.sum = &sum;  // any address marks the gradient as wanted
-  const LinearGradients gradients{gemm_params(type, allowed, dy, w.transposed()),
-                                  gemm_params(type, allowed, dy.transposed(), x.transposed()), sum};
+  LinearGradients gradients{gemm_params(type, allowed, dy, w.transposed()),
+                            gemm_params(type, allowed, dy.transposed(), x.transposed()),
+                            {}};
+  if (bias) gradients.bias = sum;
   const LinearGradientsPlan plan = choose_linear_gradients(gradients, device);
   const std::string forward = describe_product(gemm_params(type, allowed, x, w), device);
   if (plan.head) {
     const std::string all = "a classifier's head, FMA, one kernel for all gradients";
-    return {{"forward", forward}, {"grad_input", all}, {"grad_weight", all}, {"grad_bias", all}};
+    Lines lines{{"forward", forward}, {"grad_input", all}, {"grad_weight", all}};
+    if (bias) lines.push_back({"grad_bias", all});
+    return lines;
   }
   const bool copies_dy = plan.dy_copy_bytes != 0;
   const LinearGradients products =
@@ -97,11 +102,15 @@ Lines explain_linear(const std::string& dtype, bool tf32, const TensorLayout& in
     if (!chosen) return describe_product(p, device);
     return describe(p, *chosen) + (copies_dy ? ", of one copy of dy in aligned rows" : "");
   };
-  return {{"forward", forward},
-          {"grad_input", line(*products.input, plan.input)},
-          {"grad_weight", line(*products.weight, plan.weight)},
-          {"grad_bias", plan.bias ? describe(*plan.bias)
-                                  : "in grad_weight's product, dy^T times 8 columns of ones"}};
+  Lines lines{{"forward", forward},
+              {"grad_input", line(*products.input, plan.input)},
+              {"grad_weight", line(*products.weight, plan.weight)}};
+  if (bias) {
+    lines.push_back({"grad_bias", plan.bias
+                                      ? describe(*plan.bias)
+                                      : "in grad_weight's product, dy^T times 8 columns of ones"});
+  }
+  return lines;
 }
 
 // The gradient of the hidden layer, and whether one kernel computes it. weight: the second.
@@ -225,7 +234,8 @@ std::pair<std::string, bool> explain_linear_quantized(
 
 void define_explain_linear(py::module_& m) {
   m.def("explain_linear", &explain_linear, py::arg("dtype"), py::arg("tf32"), py::arg("input"),
-        py::arg("weight"), py::arg("device"), py::arg("sm90"), py::arg("tf32x3") = false);
+        py::arg("weight"), py::arg("device"), py::arg("sm90"), py::arg("tf32x3") = false,
+        py::arg("bias") = true);
   m.def("explain_linear_cross_entropy", &explain_linear_cross_entropy, py::arg("dtype"),
         py::arg("tf32"), py::arg("input"), py::arg("weight"), py::arg("chunk_rows"),
         py::arg("device"), py::arg("sm90"), py::arg("tf32x3") = false);

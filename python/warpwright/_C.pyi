@@ -87,6 +87,7 @@ def explain_linear(
     device: DeviceInfo,
     sm90: bool,
     tf32x3: bool = False,
+    bias: bool = True,
 ) -> list[tuple[str, str]]: ...
 
 # Predicted bytes: from L2 to the SMs ("l2"), "dram_read" and "dram_written".

@@ -208,10 +208,15 @@ def _rotary_embedding(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 
 def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
+    return _linear_lines(a, gpu, sums_bias=a["bias"] is not None)
+
+
+def _linear_lines(a: Arguments, gpu: _C.DeviceInfo, sums_bias: bool) -> Lines:
+    """``sums_bias``: the products of the backward bring the bias gradient, too."""
     x, weight = a["input"], a["weight"]
     if weight.dim() == 1:
         weight = weight[None]
-    lines = _C.explain_linear(
+    return _C.explain_linear(
         _dtype(x),
         linear_allows_tf32(),
         _operand(x),
@@ -219,8 +224,8 @@ def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
         gpu,
         _may_take_sm90(),
         linear_splits_float32(),
+        sums_bias,
     )
-    return lines if a["bias"] is not None else lines[:-1]
 
 
 def _may_take_sm90() -> bool:
@@ -243,7 +248,7 @@ def _linear_cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 
 def _linear_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    lines = dict(_linear(a, gpu))
+    lines = dict(_linear_lines(a, gpu, sums_bias=False))
     lines["forward"] += ", the activation in the epilogue"
     gradients = {"grad_input": lines["grad_input"], "grad_weight": lines["grad_weight"]}
     one_pass = {"grad_preactivation": "the activation's gradient, one pass"}
