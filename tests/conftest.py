@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: the same tests run on the CPU and, if there is one, on a GPU."""
 
+import gc
 import os
 import re
 import warnings
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(config, items):
         for i, item in enumerate(long):
             rest.insert(i * (each + 1), item)
         items[:] = rest
+
+
+def pytest_collection_finish():
+    """The tests live until the end: no full pass of the garbage collector need walk them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)

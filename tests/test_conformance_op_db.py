@@ -1,7 +1,7 @@
 """PyTorch's op_db on our ops, in every dtype that an entry lists for the device.
 
 Values, gradients, gradcheck and errors go over every sample in `make test-long`, else over an even
-choice of at most 400 per case. Checks of kinds (strides of meta kernels, schemas, copy-on-write) go
+choice of at most 120 per case. Checks of kinds (strides of meta kernels, schemas, copy-on-write) go
 over an even choice of at most 300. Names follow
 PyTorch's test_ops.py, test_ops_gradients.py and test_fake_tensor.py.
 """
@@ -55,7 +55,7 @@ def over(keep=lambda entry, dtype: True):
     return pytest.mark.parametrize(("entry", "device", "dtype"), list(cases(keep)))
 
 
-MOST = 400  # samples per case outside of `make test-long`: max_pool2d's entries have thousands
+MOST = 120  # samples per case outside of `make test-long`: max_pool2d's entries have thousands
 
 
 def compare_entry(entry, args, kwargs, what, errors):

@@ -53,6 +53,8 @@ def test_strided_storage_that_is_gone(device, op, kept):
                 continue
             given = tree_map(keep, args)
             gone = freed(strided(tensor), kept)
+            if kept and tensor.numel() == 1:  # what is left holds it
+                continue
             given[i] = [*given[i][:-1], gone] if isinstance(given[i], list) else gone
             try:
                 call(*given)
