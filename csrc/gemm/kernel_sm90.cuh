@@ -106,6 +106,23 @@ __device__ __forceinline__ void prefetch(Store& store, const Output& output, int
   if constexpr (requires { store.prefetch(output, row, col); }) store.prefetch(output, row, col);
 }
 
+// Calls f(values, i) for each block of 64 rows. In a loop, as EpilogueSm90::for_chunks(): the
+// second block moves to the first one.
+template <bool kRolled, class V, int kBlocks, int kRegs, class F>
+__device__ __forceinline__ void for_blocks(V (&d)[kBlocks][kRegs], F&& f) {
+  if constexpr (kRolled && kBlocks == 2) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      f(d[0], i);
+#pragma unroll
+      for (int r = 0; r < kRegs; ++r) d[0][r] = d[1][r];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) f(d[i], i);
+  }
+}
+
 // A: (m, k), B: (n, k), each contiguous in its kMajor direction. D: (m, n) row-major, in fp32 or
 // the operands' type. With splits D is its fp32 parts (splits, m, n). If A is MN-major and has 32
 // bits, A and m are B and n of GemmParams.
@@ -194,22 +211,10 @@ __global__ void __launch_bounds__((gemm_sm90_threads<Tile, Loading>()), 1)
           store.store(d, bias, p.output, at.split, first_n<Tile>(at, cluster),
                       first_col<Tile>(at, cluster, first_row));
         } else {
-          auto store_block = [&](auto& values, int i) {
+          for_blocks<kRolls<Tile, Loading>>(d, [&](auto& values, int i) {
             store.store(values, bias, p.output, at.split, first_m<Tile>(at) + first_row + i * 64,
                         Tile::kTight ? first_col<Tile>(at, cluster, first_row) : col);
-          };
-          if constexpr (kRolls<Tile, Loading> && Tile::kBlocks == 2) {
-            // As EpilogueSm90::for_chunks(): the second block moves to the first one.
-#pragma unroll 1
-            for (int i = 0; i < 2; ++i) {
-              store_block(d[0], i);
-#pragma unroll
-              for (int r = 0; r < Tile::kRegs; ++r) d[0][r] = d[1][r];
-            }
-          } else {
-#pragma unroll
-            for (int i = 0; i < Tile::kBlocks; ++i) store_block(d[i], i);
-          }
+          });
         }
       }
       if constexpr (requires { store.finish(p.output); }) {

@@ -207,24 +207,18 @@ def _rotary_embedding(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
     )
 
 
-def _linear(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    return _linear_lines(a, gpu, sums_bias=a["bias"] is not None)
-
-
-def _linear_lines(a: Arguments, gpu: _C.DeviceInfo, sums_bias: bool) -> Lines:
-    """``sums_bias``: the products of the backward bring the bias gradient, too."""
+def _linear(a: Arguments, gpu: _C.DeviceInfo, sums_bias: bool = True) -> Lines:
+    """``sums_bias``: a product of the backward may bring the bias gradient, too."""
     x, weight = a["input"], a["weight"]
-    if weight.dim() == 1:
-        weight = weight[None]
     return _C.explain_linear(
         _dtype(x),
         linear_allows_tf32(),
         _operand(x),
-        _operand(weight),
+        _operand(weight[None] if weight.dim() == 1 else weight),
         gpu,
         _may_take_sm90(),
         linear_splits_float32(),
-        sums_bias,
+        sums_bias and a["bias"] is not None,
     )
 
 
@@ -248,7 +242,7 @@ def _linear_cross_entropy(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
 
 
 def _linear_activation(a: Arguments, gpu: _C.DeviceInfo) -> Lines:
-    lines = dict(_linear_lines(a, gpu, sums_bias=False))
+    lines = dict(_linear(a, gpu, sums_bias=False))
     lines["forward"] += ", the activation in the epilogue"
     gradients = {"grad_input": lines["grad_input"], "grad_weight": lines["grad_weight"]}
     one_pass = {"grad_preactivation": "the activation's gradient, one pass"}
