@@ -23,8 +23,8 @@ struct Output8BitSm90 : OutputSm90 {  // without activation and pre-activation
 // kTight: few registers are left next to the sums, so a chunk's scales and bias are read while the
 // one before it is stored.
 template <int kBuffers, bool kTight>
-struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers> {
-  using Base = EpilogueSm90<bf16, kBuffers>;
+struct Epilogue8BitSm90 : EpilogueSm90<bf16, kBuffers, kTight, /*kRolled=*/!kTight> {
+  using Base = EpilogueSm90<bf16, kBuffers, kTight, /*kRolled=*/!kTight>;
   using Output = Output8BitSm90;
 
   // Of 32 * kCount columns: lane l of each warp has columns l, l + 32, ...
