@@ -30,6 +30,7 @@ def executed(path: Path, folder: Path) -> nbformat.NotebookNode:
         notebook,
         timeout=300,
         record_timing=False,
+        coalesce_streams=True,  # one print may arrive in two messages
         resources={"metadata": {"path": str(folder)}},
     )
     client.execute(env=environment)
