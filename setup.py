@@ -412,7 +412,7 @@ nvcc_flags = [
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
     *(["-lineinfo"] if flag("LINEINFO") else []),
-    *(["--Ofast-compile=mid"] if FAST_COMPILE else []),
+    *(["--Ofast-compile=max"] if FAST_COMPILE else []),
     # A third of the device code's size.
     *(["--compress-mode=size"] if WITH_CUDA and nvcc_knows("--compress-mode") else []),
 ]

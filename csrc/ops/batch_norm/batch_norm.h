@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "common/dtype.h"
 
@@ -254,12 +255,6 @@ inline BatchNormPlan plan_batch_norm(const BatchNormExtents& e, DType dtype, uin
                 : aligned    ? "channels are no multiple of 16 bytes: element accesses"
                              : "rows of channels, an address is misaligned: element accesses";
   return plan;
-}
-
-// The pointers' bitwise or.
-template <class... Pointers>
-uintptr_t addresses_of(Pointers... pointers) {
-  return (reinterpret_cast<uintptr_t>(pointers) | ...);
 }
 
 inline int64_t batch_norm_partial_bytes(const BatchNormPlan& plan, int64_t channels, DType dtype) {

@@ -37,10 +37,10 @@ struct BatchNormPoolBackwardParams {
 };
 
 inline MaxPool2dPlan choose_batch_norm_pool(const BatchNormPoolParams& p) {
-  return choose_max_pool2d(p.pool, address_bits(p.winners));
+  return choose_max_pool2d(p.pool, address_of(p.winners));
 }
 inline MaxPool2dPlan choose_batch_norm_pool_backward(const BatchNormPoolBackwardParams& p) {
-  return choose_max_pool2d_backward(p.pool, address_bits(p.input));
+  return choose_max_pool2d_backward(p.pool, address_of(p.input));
 }
 
 void batch_norm_pool_cpu(const BatchNormPoolParams& params);

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "common/dtype.h"
 #include "common/error_record.h"
@@ -125,8 +126,8 @@ constexpr int embedding_lanes(int64_t accesses) {
 inline EmbeddingPlan choose_embedding(const EmbeddingParams& p) {
   EmbeddingPlan plan{};
   const bool is_dense = p.column_pitch == p.element_size;
-  const auto bits = reinterpret_cast<uintptr_t>(p.weight) | reinterpret_cast<uintptr_t>(p.output) |
-                    static_cast<uintptr_t>(p.row_bytes) | static_cast<uintptr_t>(p.pitch) | 16;
+  const auto bits = addresses_of(p.weight, p.output) | static_cast<uintptr_t>(p.row_bytes) |
+                    static_cast<uintptr_t>(p.pitch) | 16;
   plan.width = static_cast<int>(is_dense ? int64_t{1} << std::countr_zero(bits) : p.element_size);
   plan.reason = !is_dense          ? "the weight's columns are apart: element accesses"
                 : plan.width == 16 ? "16-byte accesses"
@@ -147,9 +148,9 @@ inline EmbeddingBackwardPlan choose_embedding_backward(const EmbeddingBackwardPa
                                                        const DeviceInfo& device) {
   EmbeddingBackwardPlan plan{};
   const int64_t size = dtype_size(p.dtype);
-  const auto bits =
-      reinterpret_cast<uintptr_t>(p.grad_output) | reinterpret_cast<uintptr_t>(p.grad_weight) |
-      static_cast<uintptr_t>(p.columns * size) | static_cast<uintptr_t>(p.pitch * size);
+  const auto bits = addresses_of(p.grad_output, p.grad_weight) |
+                    static_cast<uintptr_t>(p.columns * size) |
+                    static_cast<uintptr_t>(p.pitch * size);
   plan.vec = bits % 16 == 0 ? static_cast<int>(16 / size) : 1;
   plan.reason = plan.vec > 1 ? "16-byte accesses"
                              : "a row or address is no multiple of 16 bytes: element accesses";

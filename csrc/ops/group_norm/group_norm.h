@@ -17,6 +17,7 @@
 #include <numeric>
 #include <string>
 
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "common/dtype.h"
 #include "common/row_ring.h"
@@ -228,16 +229,13 @@ inline GroupNormPlan choose_group_norm_form(const GroupNormShape& p, uintptr_t a
 }
 
 inline GroupNormPlan choose_group_norm(const GroupNormParams& p, const DeviceInfo& device) {
-  const auto addresses =
-      reinterpret_cast<uintptr_t>(p.input) | reinterpret_cast<uintptr_t>(p.output);
+  const uintptr_t addresses = addresses_of(p.input, p.output);
   return choose_group_norm_form(p, addresses, false, device);
 }
 
 inline GroupNormPlan choose_group_norm_backward(const GroupNormBackwardParams& p,
                                                 const DeviceInfo& device) {
-  const auto addresses = reinterpret_cast<uintptr_t>(p.grad_output) |
-                         reinterpret_cast<uintptr_t>(p.input) |
-                         reinterpret_cast<uintptr_t>(p.grad_input);
+  const uintptr_t addresses = addresses_of(p.grad_output, p.input, p.grad_input);
   return choose_group_norm_form(p, addresses, true, device);
 }
 

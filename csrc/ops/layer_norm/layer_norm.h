@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "common/dtype.h"
 #include "common/row_ring.h"
@@ -277,17 +278,15 @@ inline std::string describe(const LayerNormBackwardPlan& plan) {
 // Every operand counts as one of the widest type: the narrower ones have as many elements per
 // access.
 inline uintptr_t norm_addresses(const LayerNormParams& p) {
-  auto bits = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   const int64_t stride = p.input_stride | (p.branch == nullptr ? 0 : p.branch_stride);
-  return bits(p.input) | bits(p.output) | bits(p.weight.data) | bits(p.bias.data) | bits(p.branch) |
-         bits(p.sum) | static_cast<uintptr_t>(stride * dtype_size(p.dtype));
+  return addresses_of(p.input, p.output, p.weight.data, p.bias.data, p.branch, p.sum) |
+         static_cast<uintptr_t>(stride * dtype_size(p.dtype));
 }
 inline uintptr_t norm_addresses(const LayerNormBackwardParams& p) {
-  auto bits = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   const int64_t stride =
       p.grad_stride | p.input_stride | (p.grad_sum == nullptr ? 0 : p.grad_sum_stride);
-  return bits(p.grad_output) | bits(p.input) | bits(p.grad_input) | bits(p.weight.data) |
-         bits(p.grad_sum) | bits(p.grad_branch) |
+  return addresses_of(p.grad_output, p.input, p.grad_input, p.weight.data, p.grad_sum,
+                      p.grad_branch) |
          static_cast<uintptr_t>(stride * dtype_size(p.dtype));
 }
 

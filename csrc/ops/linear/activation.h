@@ -6,6 +6,7 @@
 // with f' in their loaders they would compute it twice, from two operands.
 #pragma once
 
+#include "common/address.h"
 #include "ops/linear/linear.h"
 
 namespace warpwright {
@@ -29,10 +30,9 @@ struct LinearActivationBackwardParams {
 
 inline ColumnSumPlan choose_linear_activation_backward(const LinearActivationBackwardParams& p,
                                                        const DeviceInfo& device) {
-  return choose_column_sum(p.column_sum, device,
-                           {.other_addresses = reinterpret_cast<uintptr_t>(p.kept) |
-                                               reinterpret_cast<uintptr_t>(p.grad_preactivation),
-                            .ctas_per_sm = 4});
+  return choose_column_sum(
+      p.column_sum, device,
+      {.other_addresses = addresses_of(p.kept, p.grad_preactivation), .ctas_per_sm = 4});
 }
 
 void linear_activation_forward_cpu(const LinearActivationForwardParams& params);

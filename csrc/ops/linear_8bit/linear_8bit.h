@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "common/dtype.h"
 #include "gemm/params.h"
@@ -102,7 +103,7 @@ inline const char* why_not_product_8bit(const Product8BitParams& p) {
 inline Product8BitPlan choose_product_8bit(const Product8BitParams& p, const DeviceInfo& device) {
   Product8BitPlan plan{};
   plan.promotes = p.exact && p.a_codes != Codes::kInt8;
-  const auto address = reinterpret_cast<uintptr_t>(p.d);
+  const uintptr_t address = address_of(p.d);
   plan.pair_stores = p.n % 2 == 0 && address % 8 == 0;
   plan.tma_stores = dtype_size(p.type) != 4 && p.n % 8 == 0 && address % 16 == 0;
   const auto k_tiles = static_cast<double>(ceil_div<int64_t>(p.k, 128));
@@ -191,8 +192,8 @@ inline QuantizeRowsPlan choose_quantize_rows(const QuantizeRowsParams& p,
                                              const DeviceInfo& device) {
   QuantizeRowsPlan plan{};
   const int64_t wide = 16 / dtype_size(p.dtype);
-  const auto address = reinterpret_cast<uintptr_t>(p.input) | reinterpret_cast<uintptr_t>(p.output);
-  const bool aligned = address % 16 == 0 && p.cols % wide == 0 && p.pitch % wide == 0;
+  const uintptr_t addresses = addresses_of(p.input, p.output);
+  const bool aligned = addresses % 16 == 0 && p.cols % wide == 0 && p.pitch % wide == 0;
   plan.vec = aligned ? static_cast<int>(wide) : 1;
   plan.cols = p.cols;
   const int64_t vectors = ceil_div<int64_t>(p.cols, plan.vec);

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/address.h"
 #include "common/dtype.h"
 
 #ifdef WARPWRIGHT_WITH_CUDA
@@ -160,19 +161,14 @@ inline std::string describe(const MaxPool2dPlan& plan) {
          plan.reason;
 }
 
-inline uintptr_t address_bits(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
-
 // `more`: bitwise or of the pointers that a fused form also accesses.
 inline MaxPool2dPlan choose_max_pool2d(const MaxPool2dParams& p, uintptr_t more = 0) {
-  return choose_max_pool2d(
-      p.geometry, p.dtype,
-      address_bits(p.input) | address_bits(p.output) | address_bits(p.codes) | more);
+  return choose_max_pool2d(p.geometry, p.dtype, addresses_of(p.input, p.output, p.codes) | more);
 }
 inline MaxPool2dPlan choose_max_pool2d_backward(const MaxPool2dBackwardParams& p,
                                                 uintptr_t more = 0) {
-  return choose_max_pool2d(
-      p.geometry, p.dtype,
-      address_bits(p.grad_output) | address_bits(p.codes) | address_bits(p.grad_input) | more);
+  return choose_max_pool2d(p.geometry, p.dtype,
+                           addresses_of(p.grad_output, p.codes, p.grad_input) | more);
 }
 
 void max_pool2d_cpu(const MaxPool2dParams& params);

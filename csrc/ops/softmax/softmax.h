@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "common/dtype.h"
 #include "common/row_ring.h"
@@ -155,8 +156,7 @@ inline SoftmaxPlan choose_softmax_columns(const SoftmaxShape& p, int64_t size, i
 }
 
 inline SoftmaxPlan choose_softmax(const SoftmaxParams& p, const DeviceInfo& device) {
-  const auto addresses =
-      reinterpret_cast<uintptr_t>(p.input) | reinterpret_cast<uintptr_t>(p.output);
+  const uintptr_t addresses = addresses_of(p.input, p.output);
   const int64_t size = dtype_size(p.dtype);
   const bool is_aligned = addresses % 16 == 0;
   return p.inner == 1 ? choose_softmax_rows(p, size, 1, is_aligned, device)
@@ -165,9 +165,7 @@ inline SoftmaxPlan choose_softmax(const SoftmaxParams& p, const DeviceInfo& devi
 
 inline SoftmaxPlan choose_softmax_backward(const SoftmaxBackwardParams& p,
                                            const DeviceInfo& device) {
-  const auto addresses = reinterpret_cast<uintptr_t>(p.output) |
-                         reinterpret_cast<uintptr_t>(p.grad_output) |
-                         reinterpret_cast<uintptr_t>(p.grad_input);
+  const uintptr_t addresses = addresses_of(p.output, p.grad_output, p.grad_input);
   const int64_t size = dtype_size(p.output_dtype);
   const bool is_aligned = addresses % 16 == 0;
   return p.inner == 1 ? choose_softmax_rows(p, size, 2, is_aligned, device)

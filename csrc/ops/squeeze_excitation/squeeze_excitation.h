@@ -17,6 +17,7 @@
 #include <string>
 
 #include "common/activation.h"
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "common/dtype.h"
 
@@ -145,16 +146,13 @@ inline SqueezeExcitationPlan choose_image_passes(const SqueezeExcitationShape& p
 
 inline SqueezeExcitationPlan choose_squeeze_excitation(const SqueezeExcitationParams& p,
                                                        const DeviceInfo& device) {
-  const auto addresses =
-      reinterpret_cast<uintptr_t>(p.input) | reinterpret_cast<uintptr_t>(p.output);
+  const uintptr_t addresses = addresses_of(p.input, p.output);
   return choose_image_passes(p, addresses, device);
 }
 
 inline SqueezeExcitationPlan choose_squeeze_excitation_backward(
     const SqueezeExcitationBackwardParams& p, const DeviceInfo& device) {
-  const auto addresses = reinterpret_cast<uintptr_t>(p.grad_output) |
-                         reinterpret_cast<uintptr_t>(p.input) |
-                         reinterpret_cast<uintptr_t>(p.grad_input);
+  const uintptr_t addresses = addresses_of(p.grad_output, p.input, p.grad_input);
   return choose_image_passes(p, addresses, device);
 }
 

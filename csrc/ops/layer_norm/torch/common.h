@@ -340,8 +340,6 @@ Tensors3 backward_with(const LayerNormBackwardCall& call, Run&& run) {
 }
 
 #ifdef WARPWRIGHT_WITH_CUDA
-inline uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
-
 inline void run_forward_cuda(const LayerNormParams& p, cudaStream_t stream) {
   launch_layer_norm(p, choose_layer_norm(p, norm_addresses(p), current_device_info()), stream);
 }

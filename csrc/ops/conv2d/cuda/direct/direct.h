@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/address.h"
 #include "common/ceil_div.h"
 #include "ops/conv2d/conv2d.h"
 
@@ -79,8 +80,6 @@ inline bool conv2d_depthwise_supported(const Conv2dShape& g) {
   return g.groups > 1 && g.groups == g.c && g.taps() <= kFewChannelsMaxTaps &&
          conv2d_direct_fits(g);
 }
-
-inline uintptr_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
 // Whether runs of `run` elements in rows of `extent` elements can be accessed as vectors.
 inline bool runs_are_vectors(DType dtype, int64_t extent, int run, uintptr_t addresses) {
