@@ -27,7 +27,7 @@ from .result import ROOT, Options, Row
 # The tests of an op's folder; the shared ones follow with the op's names as -k.
 TESTS = {
     "attention": (["test_attention*.py", "test_multihead.py"], "attention"),
-    "attention_with_kv_cache": (["test_attention_with_kv_cache.py"], "kv_cache"),
+    "attention_with_kv_cache": (["test_attention_with_kv_cache*.py"], "kv_cache"),
     "batch_norm": (["test_batch_norm*.py"], "batch_norm"),
     "batch_norm_relu_max_pool2d": (["test_batch_norm_relu_max_pool2d.py"], "batch_norm"),
     "conv2d": (["test_conv2d*.py"], "conv2d"),
