@@ -27,6 +27,7 @@ FILES = [
     "test_batch_norm.py",
     "test_batch_norm_activation.py",
     "test_batch_norm_relu.py",
+    "test_batch_norm_relu_derivatives.py",
     "test_batch_norm_relu_max_pool2d.py",
     "test_layer_norm.py",
     "test_add_norm.py",
