@@ -98,6 +98,13 @@ def calls(monkeypatch):
 
 
 @pytest.fixture
+def quick_ceilings(monkeypatch):
+    """The two rates of `bench` and `profile` take seconds to measure; the tests are about the rest."""
+    fixed = {"copy_tbs": 0.01, "matmul_tflops": 0.1}
+    monkeypatch.setattr("warpwright.bench.records.ceilings", lambda device: dict(fixed))
+
+
+@pytest.fixture
 def process_group(tmp_path, device):
     """torch.distributed with this process alone."""
     torch.distributed.init_process_group(

@@ -1,4 +1,4 @@
-"""cross_entropy with native's arguments and its own keyword arguments, by its formula."""
+"""cross_entropy's operands, and the loss with native's arguments and its own by the formula."""
 
 import torch
 
@@ -23,3 +23,26 @@ def _reduced(loss, total, reduction):
     if reduction == "none":
         return loss
     return loss.sum() / total if reduction == "mean" else loss.sum()
+
+
+REDUCTIONS = ["none", "mean", "sum"]
+
+
+def label_shape(shape):
+    return (shape[0], *shape[2:]) if len(shape) > 1 else ()
+
+
+def labels_for(shape, device, ignore=-100):
+    """Random labels, a fifth of them (not the first) ignored."""
+    classes = shape[1] if len(shape) > 1 else shape[0]
+    labels = torch.randint(classes, label_shape(shape), device=device)
+    ignored = torch.rand(labels.shape, device=device) < 0.2
+    if labels.dim():
+        ignored[:1] = False
+        labels[ignored] = ignore
+    return labels
+
+
+def weights_for(shape, device, dtype):
+    classes = shape[1] if len(shape) > 1 else shape[0]
+    return (torch.rand(classes, device=device) + 0.5).to(dtype)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from attention_cases import qkv
 from common import gradcheck
-from test_attention import qkv
 
 import warpwright.functional as F
 from warpwright.testing import assert_same

@@ -5,7 +5,7 @@ that sorting, in every form in which a mask may come."""
 
 import pytest
 import torch
-from test_attention import compare, make, ours, qkv
+from attention_cases import compare, make, ours, qkv
 
 from warpwright import explain
 from warpwright.testing import assert_same

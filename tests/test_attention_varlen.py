@@ -1,108 +1,16 @@
-"""attention_varlen against a loop over the sequences with native's attention."""
-
-import itertools
+"""attention_varlen gives what a loop over the sequences with native's attention gives, and refuses bad ends."""
 
 import pytest
 import torch
-from common import gradcheck, opcheck
-from torch.nn import functional as native
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from attention_varlen_cases import Packed, good, raw
 
 import warpwright
 import warpwright.functional as F
-from warpwright import _native
 from warpwright.testing import assert_same, compare_with_native
 
 ops = torch.ops.warpwright
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 INF = float("inf")
-
-
-class Packed:
-    """Random queries, keys and values of sequences, with tokens of none before and after them."""
-
-    def __init__(
-        self, queries, keys, heads=(2, 2), size=(16, 16), *, dtype=F32, device="cpu", gap=(0, 0)
-    ):
-        self.lengths = [*zip(queries, keys, strict=True)]
-        self.gap = gap
-
-        def operand(lengths, count, width):
-            shape = (sum(lengths) + sum(gap), count, width)
-            return torch.randn(shape, device=device).to(dtype).requires_grad_()
-
-        self.query = operand(queries, heads[0], size[0])
-        self.key, self.value = (operand(keys, heads[1], width) for width in size)
-        self.ends = [
-            torch.tensor([gap[0], *(gap[0] + n for n in itertools.accumulate(lengths))])
-            .int()
-            .to(device)
-            for lengths in (queries, keys)
-        ]
-        self.longest = max([0, *queries]), max([0, *keys])
-        self.operands = self.query, self.key, self.value
-
-    def ours(self, query, key, value, **options):
-        return F.attention_varlen(
-            query, key, value, *self.ends, *self.longest, enable_gqa=True, **options
-        )
-
-    def theirs(self, query, key, value, **options):
-        """One call of native per sequence; with `return_lse` (tokens, heads) sums in the formula."""
-        outputs, sums = [], []
-        before, after = self.gap
-        queries, keys = zip(*self.lengths, strict=True) if self.lengths else ((), ())
-        parts = [
-            t.split([before, *lengths, after])[1:-1]
-            for t, lengths in ((query, queries), (key, keys), (value, keys))
-        ]
-        for of_sequence in zip(*parts, strict=True):
-            q, k, v = (t.transpose(0, 1) for t in of_sequence)
-            out, lse = one_sequence(q, k, v, **options)
-            outputs.append(out.transpose(0, 1))
-            sums.append(lse)
-        before, after = (query.new_zeros(n, query.shape[1], value.shape[2]) for n in self.gap)
-        # The tokens of no sequence have a gradient, which is zero.
-        zero = 0 * sum(t.sum() for t in (query, key, value))
-        out = torch.cat([before, *outputs, after]) + zero.to(query.dtype)
-        hidden = [query.new_full((query.shape[1], n), -INF) for n in self.gap]
-        return out, torch.cat([hidden[0], *sums, hidden[1]], 1)
-
-
-def seen_by(queries, keys, is_causal, window_size, device):
-    """(queries, keys): the rule, element by element. The last query is at the last key."""
-    left, right = window_size or (-1, -1)
-    ahead = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
-    ahead = ahead - (keys - queries)
-    seen = torch.ones_like(ahead, dtype=torch.bool)
-    if is_causal:
-        seen &= ahead <= 0
-    if right >= 0:
-        seen &= ahead <= right
-    if left >= 0:
-        seen &= ahead >= -left
-    return seen
-
-
-def one_sequence(q, k, v, *, is_causal=False, window_size=None, softcap=None, scale=None):
-    group = q.shape[0] // max(k.shape[0], 1)
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    seen = seen_by(q.shape[1], k.shape[1], is_causal, window_size, q.device)
-    factor = q.shape[2] ** -0.5 if scale is None else scale
-    scores = factor * (q @ k.mT)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -INF)
-    hidden = ~seen.any(-1)
-    lse = scores.masked_fill(hidden[:, None], 0).logsumexp(-1) if k.shape[1] else scores.sum(-1)
-    lse = lse.masked_fill(hidden, -INF)
-    if softcap:
-        weights = scores.masked_fill(hidden[:, None], 0).softmax(-1)
-        return weights.masked_fill(hidden[:, None], 0) @ v, lse
-    if k.shape[1] == 0:
-        return q.new_zeros(*q.shape[:2], v.shape[2]), lse
-    out = native.scaled_dot_product_attention(q, k, v, seen, scale=scale)
-    return out.masked_fill(hidden[:, None], 0), lse
 
 
 def compare(packed, factor=1.5, **options):
@@ -275,66 +183,7 @@ def test_lse(device, dtype, options):
             torch.testing.assert_close(a.double(), b, rtol=limit, atol=limit * 2)
 
 
-# ---- derivatives ----
-
-
-def double(queries, keys, heads, size, device):
-    return Packed(queries, keys, heads, size, dtype=F64, device=device, gap=(1, 0))
-
-
-@pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"window_size": (2, 1), "softcap": 1.5}, {"scale": -0.4}]
-)
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_derivatives(device, options, return_lse):
-    packed = double([3, 0, 4], [2, 2, 5], (2, 1), (3, 2), device)
-
-    def function(*operands):
-        results = packed.ours(*operands, return_lse=return_lse, **options)
-        if return_lse:
-            out, lse = results
-            return out, lse.masked_fill(lse == -INF, 0.0)
-        return results
-
-    gradcheck(function, packed.operands)
-
-
-def test_torch_func(device):
-    packed = double([3, 4], [3, 4], (2, 2), (3, 3), device)
-    operands = [t.detach() for t in packed.operands]
-
-    def loss(*args):
-        return packed.ours(*args, is_causal=True).cos().sum()
-
-    found = torch.func.grad(loss, argnums=(0, 1, 2))(*operands)
-    expected = torch.autograd.grad(loss(*packed.operands), packed.operands)
-    assert_same(list(found), list(expected))
-    hessian = torch.func.hessian(loss)(*operands)
-    exact = torch.func.hessian(
-        lambda q: packed.theirs(q, *operands[1:], is_causal=True)[0].cos().sum()
-    )
-    torch.testing.assert_close(hessian, exact(operands[0]))
-
-
-def test_vmap(device):
-    packed = double([3, 4], [3, 4], (2, 2), (3, 3), device)
-    several = [torch.stack([t, t.cos()]) for t in packed.operands]
-
-    def call(*args):
-        return packed.ours(*args, is_causal=True)
-
-    alone = [call(*(t[i] for t in several)) for i in range(2)]
-    assert_same(torch.vmap(call)(*several), torch.stack(alone))
-
-
 # ---- errors ----
-
-
-def good(device="cpu"):
-    packed = Packed([4, 5], [6, 3], (4, 2), (8, 8), device=device)
-    names = "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    values = *(t.detach() for t in packed.operands), *packed.ends, *packed.longest
-    return dict(zip(names, values, strict=True)) | {"enable_gqa": True}
 
 
 ERRORS = [
@@ -408,15 +257,6 @@ def test_bad_ends(device, name, place, value):
                 warpwright.check_errors()
 
 
-def raw(device="cpu"):
-    call = good(device)
-    call.pop("enable_gqa")
-    return [
-        t.requires_grad_() if torch.is_tensor(t) and t.is_floating_point() else t
-        for t in call.values()
-    ]
-
-
 def test_raw_backward_checks(device):
     args = raw(device)
     out, lse = ops.attention_varlen(*args)
@@ -437,163 +277,6 @@ def test_raw_backward_checks(device):
             ops.attention_varlen_backward(*spoiled)
     with pytest.raises(RuntimeError, match="grad_lse: expected"):
         ops.attention_varlen_backward(*good_call, lse[:1])
-
-
-# ---- transforms ----
-
-
-def test_opcheck(device):
-    args = raw(device)
-    opcheck(ops.attention_varlen.default, (*args, True, 0.3, 4, None, 2.0))
-    out, lse = (t.detach() for t in ops.attention_varlen(*args))
-    rest = args[5], args[6], True, None, None, None, 0.0, [True, False, True]
-    call = (out.cos(), *args[:5], out, lse, *rest)
-    # Differentiated by the formula of the whole function, which a subset of gradients is not.
-    opcheck(
-        ops.attention_varlen_backward.default,
-        (*(t.detach() if torch.is_tensor(t) else t for t in call), lse.cos()),
-    )
-
-
-def test_compiles(device):
-    def step(query, key, value, ends_q, ends_k, longest_q, longest_k):
-        out, lse = F.attention_varlen(
-            query * 2, key, value, ends_q, ends_k, longest_q, longest_k,
-            is_causal=True, enable_gqa=True, return_lse=True,
-        )  # fmt: skip
-        return out.sum() + lse.masked_fill(lse == -INF, 0.0).sum()
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    for lengths in (([4, 5], [6, 3]), ([3, 20], [7, 20])):
-        packed = Packed(*lengths, (4, 2), (8, 8), device=device)
-        args = *packed.operands, *packed.ends, *packed.longest
-        results = [
-            (y, *torch.autograd.grad(y, packed.operands)) for y in (compiled(*args), step(*args))
-        ]
-        assert_same(*map(list, results))
-
-
-def test_meta():
-    args = [t.to("meta") if torch.is_tensor(t) else t for t in raw()]
-    out, lse = ops.attention_varlen(*args)
-    assert out.shape == (9, 4, 8)
-    assert out.dtype == F32
-    assert out.is_contiguous()
-    assert lse.shape == (4, 9)
-    assert lse.dtype == F64
-
-
-def test_autocast(device):
-    packed = Packed([4, 5], [6, 3], (4, 2), (8, 8), device=device)
-    with torch.autocast(device, dtype=BF16):
-        found, lse = packed.ours(*packed.operands, return_lse=True)
-    assert found.dtype == BF16
-    assert lse.dtype == F32
-    assert_same(found, packed.ours(*(t.to(BF16) for t in packed.operands)))
-
-
-def test_native_form(device, dtype):
-    """What runs where no kernel of ours can, and in exported programs."""
-    packed = Packed([3, 0, 17], [9, 4, 5], (4, 2), dtype=dtype, device=device, gap=(1, 2))
-    args = *(t.detach() for t in packed.operands), *packed.ends, *packed.longest
-    tolerance = {F64: 1e-12, F32: 1e-5}.get(dtype, 2e-2)
-    for options in ((False, None, None, None, 0.0), (True, 0.3, 4, None, 2.0)):
-        found, expected = (
-            _native.attention_varlen(*args, *options),
-            ops.attention_varlen(*args, *options),
-        )
-        for a, b in zip(found, expected, strict=True):
-            assert a.dtype == b.dtype
-            assert a.stride() == b.stride()
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-# ---- native's function ----
-
-
-@pytest.fixture
-def routed(monkeypatch):
-    """One entry per call of F.attention_varlen."""
-    seen, function = [], F.attention_varlen
-
-    def counted(*args, **kwargs):
-        seen.append(args)
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(F, "attention_varlen", counted)
-    return seen
-
-
-def test_patch_routes_varlen_attn(routed, device):
-    packed = Packed([4, 0, 5], [4, 0, 5], (4, 2), (8, 8), dtype=BF16, device=device)
-    args = *packed.operands, *packed.ends, *packed.longest
-    for window, options in (
-        ((-1, -1), {}),
-        ((-1, 0), {"is_causal": True}),
-        ((2, 0), {"window_size": (2, 0)}),
-    ):
-        with warpwright.patch():
-            out, lse = varlen_attn(*args, window_size=window, return_aux=AuxRequest(lse=True))
-            alone = varlen_attn(*args, window_size=window)
-        assert len(routed) == 2
-        expected = packed.ours(*packed.operands, return_lse=True, **options)
-        routed.clear()
-        assert_same([out, lse], list(expected))
-        assert_same(alone, out)
-        grads = [
-            torch.autograd.grad(y, packed.operands, out.detach().cos()) for y in (out, expected[0])
-        ]
-        assert_same(*map(list, grads))
-    with warpwright.patch(ops={"relu"}):
-        if device == "cuda":
-            varlen_attn(*args)
-    assert not routed
-
-
-def test_patch_routes_jagged_tensors(routed, device):
-    """Of scaled_dot_product_attention."""
-    parts = [torch.randn(n, 4, 8, device=device) for n in (5, 2, 7)]
-    nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
-    q = nested.transpose(1, 2)
-    for options in ({}, {"is_causal": True}, {"scale": 0.3}):
-        with warpwright.patch():
-            out = native.scaled_dot_product_attention(q, q, q, **options)
-        assert len(routed) == 1
-        routed.clear()
-        assert out.shape == q.shape
-        (grad,) = torch.autograd.grad(out.values().cos().sum(), nested)
-        leaves = [t.detach().requires_grad_() for t in parts]
-        expected = [
-            native.scaled_dot_product_attention(*[t.transpose(0, 1)] * 3, **options).transpose(0, 1)
-            for t in leaves
-        ]
-        found = out.transpose(1, 2).unbind()
-        torch.testing.assert_close(list(found), expected, rtol=1e-5, atol=1e-5)
-        exact = torch.autograd.grad(torch.cat(expected).cos().sum(), leaves)
-        torch.testing.assert_close(list(grad.unbind()), list(exact), rtol=1e-4, atol=1e-5)
-
-
-def explained(dtype=BF16, tokens=16384, heads=(16, 16), size=128, sequences=8, **options):
-    def empty(*shape, kind=dtype):
-        return torch.empty(shape, dtype=kind, device="meta")
-
-    ends = empty(sequences + 1, kind=torch.int32)
-    kv = empty(tokens, heads[1], size)
-    return warpwright.explain(
-        "attention_varlen", empty(tokens, heads[0], size), kv, kv, ends, ends, 8192, 8192,
-        enable_gqa=True, device="h200", **options,
-    )  # fmt: skip
-
-
-def test_explain():
-    assert "each tile is within one sequence" in explained()
-    assert "at most" in explained()
-    assert "tiles of 128 queries" in explained()
-    assert "tiles of 192 queries" in explained(size=64)
-    assert "tiles of 128 queries" in explained(size=64, sequences=200)
-    assert "of 64 keys" in explained(size=256)
-    assert "keep their precision" in explained(F32)
-    assert "TMA cannot address the rows" in explained(size=36)
 
 
 # ---- on a GPU ----

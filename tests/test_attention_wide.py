@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from attention_cases import compare, ours, qkv
 from common import assert_repeats, assert_replays, subsets
-from test_attention import compare, ours, qkv
 
 from warpwright import explain
 

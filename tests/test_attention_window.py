@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from attention_cases import contiguous, native, qkv
 from common import gradcheck, opcheck
-from test_attention import contiguous, native, qkv
 
 import warpwright.functional as F
 from warpwright import _native, explain

@@ -1,10 +1,10 @@
-"""Batch norm with SiLU and Hardswish: what test_batch_norm_relu.py does not ask of all forms."""
+"""Batch norm with SiLU and Hardswish: what test_batch_norm_relu*.py do not ask of all forms."""
 
 import pytest
 import torch
 import torch.nn.functional as native
+from batch_norm_cases import parameters
 from common import layouts, opcheck
-from test_batch_norm import parameters
 
 import warpwright.functional as F
 from warpwright.testing import assert_as_good_as_native

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as native
+from batch_norm_cases import SHORT, compare, parameters
 from common import (
     assert_compiles_with_running_stats,
     assert_func_transforms_agree,
@@ -14,7 +15,6 @@ from common import (
 )
 from native_suites import Errors
 from native_suites import compare as compare_cases
-from test_batch_norm import SHORT, compare, parameters
 from test_max_pool2d import SHAPES, WINDOWS, distinct
 from torch import nn
 

@@ -17,6 +17,8 @@ from warpwright.bench import records, run, separate, steps
 from warpwright.bench.attention_calls import attention_calls, masked
 from warpwright.bench.models import load_file, load_workloads, models_folder
 
+pytestmark = pytest.mark.usefixtures("quick_ceilings")
+
 TINY = """
 import os
 import time
@@ -71,12 +73,6 @@ def workloads(device):
         )
     ]
 """
-
-
-@pytest.fixture(autouse=True)
-def _quick_ceilings(monkeypatch):
-    fixed = {"copy_tbs": 0.01, "matmul_tflops": 0.1}
-    monkeypatch.setattr(records, "ceilings", lambda device: dict(fixed))
 
 
 @pytest.fixture

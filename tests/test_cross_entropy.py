@@ -1,22 +1,19 @@
+"""cross_entropy gives native's loss and gradient for every shape, layout, label and special value."""
+
 import itertools
 import warnings
 
 import pytest
 import torch
-from common import captured, gradcheck, layouts, opcheck, subsets
+from common import captured, layouts
+from losses import REDUCTIONS, labels_for, weights_for
 
 import warpwright
 import warpwright.functional as F
-from warpwright.testing import (
-    assert_as_good_as_native,
-    assert_same,
-    compare_with_native,
-    to_double,
-)
+from warpwright.testing import assert_as_good_as_native, assert_same, compare_with_native
 
 native = torch.nn.functional.cross_entropy
 NAN, INF = float("nan"), float("inf")
-REDUCTIONS = ["none", "mean", "sum"]
 
 SHAPES = [
     (10,),  # one unbatched row
@@ -33,26 +30,6 @@ SHAPES = [
     (0, 4),
     (3, 4, 0),
 ]
-
-
-def label_shape(shape):
-    return (shape[0], *shape[2:]) if len(shape) > 1 else ()
-
-
-def labels_for(shape, device, ignore=-100):
-    """Random labels, a fifth of them (not the first) ignored."""
-    classes = shape[1] if len(shape) > 1 else shape[0]
-    labels = torch.randint(classes, label_shape(shape), device=device)
-    ignored = torch.rand(labels.shape, device=device) < 0.2
-    if labels.dim():
-        ignored[:1] = False
-        labels[ignored] = ignore
-    return labels
-
-
-def weights_for(shape, device, dtype):
-    classes = shape[1] if len(shape) > 1 else shape[0]
-    return (torch.rand(classes, device=device) + 0.5).to(dtype)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -252,193 +229,6 @@ def test_repeatable(device):
         assert_same(F.cross_entropy(x, target), expected)
 
 
-GRAD_CASES = [
-    ((4, 5), None, 0.0),
-    ((4, 5), None, 0.2),
-    ((5,), None, 0.1),
-    ((2, 3, 2, 2), "weight", 0.0),
-    ((3, 4, 2), "weight", 0.3),
-]
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize(("shape", "weighted", "smoothing"), GRAD_CASES)
-def test_gradients_labels(device, shape, weighted, smoothing, reduction):
-    x = torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True)
-    target = labels_for(shape, device)
-    weight = weights_for(shape, device, torch.float64) if weighted else None
-    gradcheck(
-        lambda t: F.cross_entropy(
-            t, target, weight, reduction=reduction, label_smoothing=smoothing
-        ),
-        (x,),
-    )
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("subset", subsets(3), ids=str)
-def test_gradients_probabilities(device, subset, reduction):
-    """Every subset of (logits, probabilities, weight) that wants a gradient."""
-    for shape, smoothing in (((3, 4), 0.0), ((2, 3, 2), 0.2)):
-        dim = 1
-        x = torch.randn(shape, device=device, dtype=torch.float64)
-        q = torch.randn(shape, device=device, dtype=torch.float64).softmax(dim)
-        w = weights_for(shape, device, torch.float64)
-        tensors = [t.requires_grad_(flag) for t, flag in zip((x, q, w), subset, strict=True)]
-        gradcheck(
-            lambda a, b, c, s=smoothing: F.cross_entropy(
-                a, b, c, reduction=reduction, label_smoothing=s
-            ),
-            tensors,
-        )
-
-
-def test_third_derivative(device):
-    x = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
-    target = torch.tensor([1, -100, 3], device=device)
-    q = torch.randn(3, 4, device=device, dtype=torch.float64).softmax(1)
-
-    def derivative(function, t, order):
-        value = function(x, t, label_smoothing=0.1)
-        for _ in range(order):
-            (grad,) = torch.autograd.grad(value, x, create_graph=True)
-            value = grad.pow(3).sum()
-        return value
-
-    for t in (target, q):
-        for order in (1, 2, 3):
-            torch.testing.assert_close(
-                derivative(F.cross_entropy, t, order), derivative(native, t, order)
-            )
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("soft", [False, True])
-def test_func_transforms(device, soft):
-    x = torch.randn(3, 4, 5, device=device, dtype=torch.float64)
-    target = (
-        torch.randn(4, 5, device=device, dtype=torch.float64).softmax(1)
-        if soft
-        else torch.tensor([0, 4, -100, 2], device=device)
-    )
-    for transform in (
-        lambda f: torch.func.grad(f),
-        lambda f: torch.func.grad(lambda t: torch.func.grad(f)(t).pow(2).sum()),
-        lambda f: torch.func.jacrev(f),
-        lambda f: torch.func.jacfwd(f),
-        lambda f: torch.func.hessian(f),
-        lambda f: lambda t: torch.func.jvp(f, (t,), (t.sin(),)),
-        lambda f: lambda t: torch.func.vjp(f, t)[1](f(t)),
-    ):
-        actual = transform(lambda t: F.cross_entropy(t, target, label_smoothing=0.1))(x[0])
-        expected = transform(lambda t: native(t, target, label_smoothing=0.1))(x[0])
-        torch.testing.assert_close(actual, expected)
-    for transform in (torch.func.grad, torch.func.jacfwd, lambda f: f):
-        actual = torch.func.vmap(transform(lambda t: F.cross_entropy(t, target)))(x)
-        expected = torch.func.vmap(transform(lambda t: native(t, target)))(x)
-        torch.testing.assert_close(actual, expected)
-    if soft:
-        jacobian = torch.func.jacfwd(F.cross_entropy, argnums=(0, 1))(x[0], target)
-        torch.testing.assert_close(
-            jacobian, torch.func.jacfwd(native, argnums=(0, 1))(x[0], target)
-        )
-
-
-def test_opcheck(device):
-    ops = torch.ops.warpwright
-    for shape in ((4, 5), (5,), (2, 3, 4, 2)):
-        for name, x in layouts(torch.randn(shape, device=device)):
-            if name not in ("contiguous", "channels_last"):
-                continue
-            x = x.detach().requires_grad_()
-            labels = labels_for(shape, device)
-            soft = torch.rand(shape, device=device, requires_grad=True)
-            weight = weights_for(shape, device, torch.float32)
-            for target, reduction, smoothing in (
-                (labels, 1, 0.0),
-                (labels, 0, 0.1),
-                (soft, 2, 0.1),
-            ):
-                tail = (reduction, -100, smoothing)
-                opcheck(ops.cross_entropy.default, (x, target, weight, *tail))
-                forward = (x, target, weight, *tail, torch.float32)
-                opcheck(ops.cross_entropy_forward.default, forward)
-                loss, stats, total = ops.cross_entropy_forward(*forward)
-                saved = (x, target, weight, stats, total, *tail)
-                dloss = torch.randn_like(loss).detach().requires_grad_()
-                is_soft = target is soft
-                opcheck(ops.cross_entropy_backward.default, (dloss, *saved, [True, is_soft]))
-                v = torch.randn(shape, device=device)
-                u = torch.randn(shape, device=device) if is_soft else None
-                opcheck(
-                    ops.cross_entropy_double_backward.default,
-                    (v, u, dloss, *saved, [True, True, is_soft]),
-                )
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(device, dynamic):
-    def step(x, labels, soft):
-        return F.cross_entropy(x * 2, labels, label_smoothing=0.1) + F.cross_entropy(x, soft)
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for n in (8, 13):
-        x = torch.randn(n, 6, device=device, requires_grad=True)
-        labels = torch.randint(6, (n,), device=device)
-        soft = torch.randn(n, 6, device=device).softmax(1)
-        expected, actual = step(x, labels, soft), compiled(x, labels, soft)
-        torch.testing.assert_close(actual, expected)
-        torch.testing.assert_close(torch.autograd.grad(actual, x), torch.autograd.grad(expected, x))
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(device, low):
-    """16-bit logits are read as they are; loss and arithmetic are float32.
-
-    Native's loss is float32 too, but on CUDA of log-probabilities rounded to 16 bits: the exact
-    result decides, not native's.
-    """
-    x = torch.randn(20, 30, device=device)
-    labels = torch.randint(30, (20,), device=device)
-    soft = torch.randn(20, 30, device=device).softmax(1)
-    weight = torch.rand(30, device=device)
-
-    def run(function, logits, target, w, smoothing):
-        loss = function(logits, target, w, label_smoothing=smoothing)
-        return loss, *torch.autograd.grad(loss, logits)
-
-    for logits, target, w, smoothing in itertools.product(
-        (x, x.to(low), x.double()), (labels, soft, soft.to(low)), (None, weight), (0.0, 0.1)
-    ):
-        if w is not None and logits.dtype == torch.float64:
-            w = w.double()
-        args = (logits.clone().requires_grad_(), target, w, smoothing)
-        with torch.autocast(device, dtype=low):
-            ours, theirs = run(F.cross_entropy, *args), run(native, *args)
-        exact = run(native, *to_double(args))
-        for what, *values in zip(("loss", "gradient"), ours, theirs, exact, strict=True):
-            assert_as_good_as_native(*values, what)
-        if logits.dtype == low:  # nothing but the gradient is rounded to 16 bits
-            torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-5, atol=0)
-
-
-def test_mixed_probabilities(device):
-    """Outside autocast probabilities promote with the logits."""
-    x = torch.randn(6, 9, device=device)
-    q = torch.randn(6, 9, device=device).softmax(1)
-    types = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    for a, b in itertools.product(types, types):
-        logits, target = x.to(a).requires_grad_(), q.to(b).requires_grad_()
-        ours, theirs = F.cross_entropy(logits, target), native(logits, target)
-        assert ours.dtype == theirs.dtype, (a, b)
-        exact = native(logits.double(), target.double())
-        assert_as_good_as_native(ours, theirs, exact)
-        for grad, leaf in zip(
-            torch.autograd.grad(ours, (logits, target)), (logits, target), strict=True
-        ):
-            assert grad.dtype == leaf.dtype
-
-
 def test_legacy_arguments(device):
     x = torch.randn(4, 5, device=device)
     target = torch.randint(5, (4,), device=device)
@@ -450,82 +240,6 @@ def test_legacy_arguments(device):
             torch.testing.assert_close(ours, theirs)
     with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
         F.cross_entropy(x, target, size_average=False)
-
-
-def bad_calls(device):
-    x = torch.randn(4, 5, device=device)
-    y = torch.tensor([0, 1, 2, 3], device=device)
-    q = torch.rand(4, 5, device=device)
-    image = torch.randn(2, 3, 4, 5, device=device)
-
-    def long(*shape):
-        return torch.zeros(shape, dtype=torch.long, device=device)
-
-    w = torch.ones(5, device=device)
-    yield (x, y[:3]), {}
-    yield (x, y[0]), {}
-    yield (x, y.int()), {}
-    yield (x, y.bool()), {}
-    yield (x, q.double()[:, 0]), {}
-    yield (x, torch.ones(4, 5, dtype=torch.long, device=device)), {}
-    yield (x[0], y[:2]), {}
-    yield (x, torch.rand(4, 6, device=device)), {}
-    yield (x, long(4, 2)), {}
-    yield (image, long(2, 4, 6)), {}
-    yield (image, long(2, 4)), {}
-    yield (image, long(3, 4, 5)), {}
-    yield (image[..., 0], long(2, 5)), {}
-    yield (x, y, torch.ones(4, device=device)), {}
-    yield (x, y, torch.ones(5, 1, device=device)), {}
-    yield (x, q, torch.ones(4, device=device)), {}
-    yield (x, y, w.double()), {}
-    yield (x, y, w.long()), {}
-    yield (x, y, w.requires_grad_()), {}
-    yield (x.half(), y, w.detach()), {}
-    yield (x.long(), y), {}
-    yield (x.to(torch.complex64), y), {}
-    yield (x, y), {"label_smoothing": 1.5}
-    yield (x, q), {"label_smoothing": 1.5}
-    yield (x, q), {"ignore_index": 1}
-    yield (x, y), {"reduction": "average"}
-    yield (torch.tensor(1.0, device=device), torch.tensor(0, device=device)), {}
-    yield (torch.tensor(1.0, device=device), torch.tensor(0.0, device=device)), {}
-
-
-def error_of(function, args, kwargs):
-    try:
-        function(*args, **kwargs)
-    except (RuntimeError, ValueError, IndexError) as error:
-        return type(error)
-    raise AssertionError(f"{function} took {args} {kwargs}")
-
-
-def test_bad_input(device):
-    for args, kwargs in bad_calls(device):
-        error, expected = error_of(F.cross_entropy, args, kwargs), error_of(native, args, kwargs)
-        what = [(tuple(t.shape), t.dtype) for t in args]
-        assert error is expected, f"{error}, native {expected}: {what} {kwargs}"
-
-
-def test_messages(device):
-    x = torch.randn(4, 5, device=device)
-    y = torch.tensor([0, 1, 2, 3], device=device)
-    with pytest.raises(
-        ValueError, match=r"Expected input batch_size \(4\) to match target batch_size \(3\)"
-    ):
-        F.cross_entropy(x, y[:3])
-    with pytest.raises(RuntimeError, match=r"0D or 1D target tensor expected, .*, got 2D"):
-        F.cross_entropy(x, y[:, None])
-    with pytest.raises(
-        RuntimeError, match="weight tensor should be defined either for all 5 classes"
-    ):
-        F.cross_entropy(x, y, torch.ones(4, device=device))
-    with pytest.raises(RuntimeError, match="expected scalar type Long but found Int"):
-        F.cross_entropy(x, y.int())
-    with pytest.raises(RuntimeError, match="Expected floating point type for target with class"):
-        F.cross_entropy(x, torch.ones(4, 5, dtype=torch.long, device=device))
-    with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'weight'"):
-        F.cross_entropy(x, y, torch.ones(5, device=device, requires_grad=True))
 
 
 # Enough rows for persistent blocks: a part of a warp per row, a warp, and rows in several stages;
@@ -574,63 +288,6 @@ def test_many_rows(dtype, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [torch.uint8, torch.int64], ids=str)
-def test_bad_label_among_many_rows(kind):
-    warpwright.check_errors()
-    x = torch.randn(101400, 200, device="cuda")
-    target = torch.randint(200, x.shape[:1], device="cuda").to(kind)
-    target[777] = 200
-    loss = F.cross_entropy(x, target, reduction="none")
-    assert loss.isnan().nonzero().flatten().tolist() == [777]
-    with pytest.raises(IndexError, match=r"cross_entropy: Target 200 .*row 777 "):
-        warpwright.check_errors()
-
-
-@pytest.mark.parametrize("label", [5, -1, -101, 2**40, -(2**63)])
-def test_bad_label_cpu(label):
-    x = torch.randn(3, 5, requires_grad=True)
-    target = torch.tensor([1, label, 2])
-    for kwargs in ({}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": torch.ones(5)}):
-        with pytest.raises(IndexError, match=f"Target {label} is out of bounds."):
-            F.cross_entropy(x, target, **kwargs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("label", [5, -1, -101, 2**40, -(2**63)])
-def test_bad_label_cuda(label):
-    """NaN in that row alone, an error by name, and the next call works."""
-    warpwright.check_errors()
-    clean = torch.randn(3, 5, device="cuda")
-    target = torch.tensor([1, label, 2], device="cuda")
-    for x in (clean, clean.t().contiguous().t()):
-        for kwargs in ({}, {"label_smoothing": 0.1}, {"weight": torch.ones(5, device="cuda")}):
-            x = x.detach().requires_grad_()
-            loss = F.cross_entropy(x, target, reduction="none", **kwargs)
-            (grad,) = torch.autograd.grad(loss.sum(), x)
-            assert loss.isnan().tolist() == [False, True, False]
-            assert grad.isnan().all(1).tolist() == [False, True, False]
-            with pytest.raises(IndexError, match=rf"cross_entropy: Target {label} .*row 1 "):
-                warpwright.check_errors()
-            warpwright.check_errors()
-            assert F.cross_entropy(x, target, **kwargs).isnan()
-            with pytest.raises(IndexError, match="cross_entropy"):
-                warpwright.check_errors()
-    assert F.cross_entropy(clean, target.clamp(0, 4)).isfinite()
-    warpwright.check_errors()
-
-
-@pytest.mark.gpu
-def test_strict_cuda():
-    x = torch.randn(3, 5, device="cuda")
-    bad = torch.tensor([1, 9, 2], device="cuda")
-    with warpwright.strict(), pytest.raises(IndexError, match="Target 9"):
-        F.cross_entropy(x, bad)
-    assert F.cross_entropy(x, bad).isnan()
-    with pytest.raises(IndexError, match="Target 9"):
-        warpwright.check_errors()
-
-
-@pytest.mark.gpu
 def test_graph_capture_cuda():
     """Captured and replayed on new data, a bad label included."""
     x = torch.randn(64, 1000, device="cuda", requires_grad=True)
@@ -651,17 +308,6 @@ def test_graph_capture_cuda():
     graph.replay()
     with pytest.raises(IndexError, match=r"Target 1000 .*row 3 "):
         warpwright.check_errors()
-
-
-def test_strict_restores():
-    assert not warpwright._C.is_strict()
-    with warpwright.strict():
-        assert warpwright._C.is_strict()
-        with warpwright.strict(False):
-            assert not warpwright._C.is_strict()
-        assert warpwright._C.is_strict()
-    assert not warpwright._C.is_strict()
-    warpwright.check_errors()
 
 
 @pytest.mark.gpu

@@ -1,113 +1,36 @@
-"""Every op on DTensors at two ranks: values and gradients as one process's, or an error."""
-
-import re
+"""Every op on DTensors at two ranks gives the values and gradients of one process."""
 
 import pytest
 import torch
 from sharded import compare, compare_inference, inputs, make_mesh, parse, whole
+from sharded_calls import (
+    CODES,
+    IMAGE,
+    add_norm,
+    add_rms,
+    batch_norm,
+    batch_norm_evaluation,
+    by_codes,
+    fp8_codes,
+    group_norm,
+    int8_codes,
+    labels,
+    norm,
+    norm_add_relu,
+    norm_relu,
+    norm_relu_pool,
+    norm_silu,
+    quantized,
+    rms,
+    rotated,
+    scan_last,
+    scan_middle,
+    tables,
+    tokens,
+)
 
 from warpwright import functional as F
 
-
-def labels(*shape, classes=8, ignored=3):
-    target = torch.arange(torch.Size(shape).numel()).mul(5).remainder(classes)
-    target[:ignored] = -100  # all on the first rank: means of ranks would be wrong
-    return target.view(shape)
-
-
-def tokens(*shape, classes=8):
-    return labels(*shape, classes=classes, ignored=0)
-
-
-def rotated(q, k, cos, sin):
-    return torch.cat(F.rotary_embedding(q, k, cos.to(q.dtype), sin.to(q.dtype)), -1)
-
-
-def tables(*shape):
-    """Integers, which have no gradient."""
-    return [torch.arange(torch.Size(shape).numel()).mul(n).remainder(7).view(shape) for n in (3, 5)]
-
-
-def by_codes(x, codes, scales):
-    return F.linear_quantized(x, codes, scales.to(x.dtype))
-
-
-def quantized(shape, outputs, wide=False):
-    """x, codes and integers as scales, which have no gradient."""
-    columns = shape[-1] if wide else shape[-1] // 2
-    codes = torch.arange(outputs * columns).mul(7).remainder(256).view(outputs, columns)
-    scales = torch.arange(outputs * 2).remainder(3).add(1).view(outputs, 2)
-    return (
-        (shape, codes.char(), scales[:, 0].contiguous()) if wide else (shape, codes.byte(), scales)
-    )
-
-
-def norm(x, w, b):
-    return F.layer_norm(x, (6,), w, b)
-
-
-def rms(x, w):
-    return F.rms_norm(x, (6,), w)
-
-
-def add_norm(x, residual, w, b):
-    total, y = F.add_layer_norm(x, residual, (6,), w, b)
-    return total + y
-
-
-def add_rms(x, residual, w):
-    total, y = F.add_rms_norm(x, residual, (6,), w)
-    return total + y
-
-
-def scan_last(gate, x, initial):
-    return F.linear_scan(gate, x, initial)
-
-
-def scan_middle(gate, x, initial):
-    return F.linear_scan(gate, x, initial, dim=1, reverse=True)
-
-
-def int8_codes(x, w, scale, b):
-    return F.linear_int8(x, w.to(torch.int8), scale, b)
-
-
-def fp8_codes(x, w, scale, b):
-    return F.linear_fp8(x, w.to(torch.float8_e4m3fn), scale, b)
-
-
-CODES = torch.arange(8 * 16).mul(5).remainder(15).sub(7).view(8, 16)
-
-
-def batch_norm(x, w, b):
-    return F.batch_norm(x, None, None, w, b, training=True)
-
-
-def batch_norm_evaluation(x, w, b, mean, var):
-    return F.batch_norm(x, mean, var.abs() + 1, w, b, training=False)
-
-
-def norm_relu(x, w, b):
-    return F.batch_norm_relu(x, None, None, w, b, training=True)
-
-
-def norm_silu(x, w, b):
-    return F.batch_norm_silu(x, None, None, w, b, training=True)
-
-
-def norm_add_relu(x, residual, w, b):
-    return F.batch_norm_add_relu(x, residual, None, None, w, b, training=True)
-
-
-def norm_relu_pool(x, w, b):
-    return F.batch_norm_relu_max_pool2d(x, None, None, w, b, True, 0.1, 1e-5, 2)
-
-
-def group_norm(x, w, b):
-    return F.group_norm(x, 3, w, b)
-
-
-IMAGE = ((4, 4, 6, 6), (4,), (4,))
 # id: function, shapes, placements, options
 CASES = {
     "linear rows": (F.linear, ((2, 4, 6), (8, 6), (8,)), "S0 R R", {}),
@@ -374,117 +297,6 @@ def test_a_vocabulary_takes_one_gather(worlds, function, shapes, placements):
         assert forward == {"c10d_functional.all_gather_into_tensor": 1}
         # Read whole by the comparison, outside of the counted part.
         assert backward == {}
-
-
-# ---- what is refused ----
-
-LABELS = labels(6)
-REFUSED = {
-    "attention over a sequence": (
-        F.scaled_dot_product_attention,
-        ((2, 4, 8, 8),) * 3,
-        "S2 S2 S2",
-        r"attention: .*without a gather of query and key and value: got query \(Shard\(2\)\) of "
-        r"shape \(2, 4, 8, 8\).*context_parallel",
-    ),
-    "attention with groups of heads cut": (
-        lambda *t: F.scaled_dot_product_attention(*t, enable_gqa=True),
-        ((2, 6, 8, 8), (2, 3, 8, 8), (2, 3, 8, 8)),
-        "S1 S1 S1",
-        "attention: ",
-    ),
-    "conv2d over H": (F.conv2d, ((2, 4, 6, 6), (6, 4, 3, 3), (6,)), "S2 R R", "not over H and W"),
-    "conv2d, groups over channels": (
-        lambda *t: F.conv2d(*t, groups=2),
-        ((2, 4, 6, 6), (6, 2, 3, 3), (6,)),
-        "S1 S0 S0",
-        "conv2d: .*without groups",
-    ),
-    "max_pool2d over W": (
-        lambda x: F.max_pool2d(x, 2),
-        ((2, 4, 6, 6),),
-        "S3",
-        "max_pool2d_with_codes: .*not over H and W",
-    ),
-    "batch norm over N in training": (batch_norm, IMAGE, "S0 R R", "SyncBatchNorm"),
-    "an activation of a partial sum": (
-        F.linear_relu,
-        ((3, 6), (8, 6), (8,)),
-        "S1 S1 R",
-        "linear_activation: .*ColwiseParallel",
-    ),
-    "weights of a norm": (norm, ((3, 4, 6), (6,), (6,)), "R S0 S0", "layer_norm: .*weight"),
-    "probabilities of cut classes": (
-        F.cross_entropy,
-        ((6, 8), torch.rand(6, 8)),
-        "S1 S1",
-        "cross_entropy: target: expected labels .* got probabilities",
-    ),
-    "columns of a head": (
-        F.linear_cross_entropy,
-        ((6, 4), (8, 4), LABELS),
-        "R S1 R",
-        "linear_cross_entropy: weight: expected .*Shard",
-    ),
-    "lse of cut classes": (
-        lambda z, t: F.cross_entropy(z, t, return_lse=True),
-        ((6, 8), LABELS),
-        "S1 R",
-        "return_lse: expected logits",
-    ),
-    "a label that is no class": (F.cross_entropy, ((6, 8), LABELS + 4), "S1 R", "out of bounds"),
-    "an optimizer's operator": (
-        lambda p: torch.ops.warpwright.grad_norm([p.detach()], [], 0.0),
-        ((6, 8),),
-        "S0",
-        r"grad_norm: expected each tensor's local shard",
-    ),
-}
-
-
-def refusal(rank, case):
-    """The error's text, and how many collectives ran before it."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    function, shapes, placements, _ = REFUSED[case]
-    _, sharded = inputs(shapes, placements, make_mesh())
-    with CommDebugMode() as counted:
-        try:
-            function(*sharded)
-        except (RuntimeError, IndexError) as error:
-            return str(error), counted.get_total_counts()
-    return "", counted.get_total_counts()
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(worlds, case):
-    if worlds.backend == "nccl" and case == "a label that is no class":
-        pytest.skip("an assertion in the kernel, which ends the process, as native's")
-    for text, collectives in worlds(2).run(refusal, case):
-        assert re.search(REFUSED[case][-1], text, re.DOTALL), text
-        assert collectives == (case == "lse of cut classes")  # the loss itself is allowed
-
-
-def running_statistics(rank):
-    """They are written in place: a copy with other placements would lose them."""
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = make_mesh()
-    x = torch.randn(4, 4, 3, 3)
-    stats = torch.zeros(4), torch.ones(4)
-    expected = [s.clone() for s in stats]
-    torch.nn.functional.batch_norm(x, *expected, training=True)
-    cut = distribute_tensor(x, mesh, parse("S1"))
-    mine = [distribute_tensor(s, mesh, parse("S0")) for s in stats]
-    F.batch_norm(cut, *mine, training=True)
-    torch.testing.assert_close([s.full_tensor() for s in mine], expected)
-    copies = [distribute_tensor(s, mesh, parse("R")) for s in stats]
-    with pytest.raises(RuntimeError, match="running_mean"):
-        F.batch_norm(cut, *copies, training=True)
-
-
-def test_running_statistics(worlds):
-    worlds(2).run(running_statistics)
 
 
 # ---- dropout ----

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from test_linear import CUDA_SHAPES, operands, step, unsigned_zeros
+from linear_cases import CUDA_SHAPES, operands, step, unsigned_zeros
 
 import warpwright
 import warpwright.functional as F

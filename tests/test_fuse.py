@@ -446,7 +446,7 @@ def test_torchvision_resnet(device):
 def test_torchvision_activations(device, build, layer, chains):
     """A convolution, its norm and an activation in place, as one Sequential each.
 
-    Native runs on the CPU: its CUDA kernel of hardswish is no float64 (test_batch_norm_relu.py).
+    Native runs on the CPU: its CUDA kernel of hardswish is no float64 (batch_norm_relu_cases.py).
     """
     models = pytest.importorskip("torchvision").models
     twin = getattr(models, build)(num_classes=7).double().eval()

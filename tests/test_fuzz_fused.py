@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from batch_norm_relu_cases import exact_hardswish
 from fuzzing import (
     FEATURES,
     NATIVE,
@@ -20,7 +21,6 @@ from fuzzing import (
     run,
 )
 from hypothesis import strategies as st
-from test_batch_norm_relu import exact_hardswish
 from torch.utils._pytree import tree_map
 
 import warpwright.functional as F

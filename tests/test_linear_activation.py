@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as native
 from common import assert_no_leak, gradcheck, layouts, opcheck, subsets
-from native_suites import Errors, to_single
-from native_suites import compare as compare_cases
-from test_linear import (
+from linear_cases import (
     CUDA_SHAPES,
     SHAPES,
     assert_func_transforms_agree,
@@ -16,6 +14,8 @@ from test_linear import (
     step,
     unsigned_zeros,
 )
+from native_suites import Errors, to_single
+from native_suites import compare as compare_cases
 from torch import nn
 
 import warpwright.functional as F

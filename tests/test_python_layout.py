@@ -113,6 +113,12 @@ def test_files_and_functions_are_short():
         assert not list(long_functions(text)), f"{path}: {list(long_functions(text))}"
 
 
+def test_files_of_tests_are_short():
+    for path in (ROOT / "tests").glob("*.py"):
+        lines = path.read_text().count("\n")
+        assert lines <= MAX_LINES, f"{path}: {lines} lines"
+
+
 def test_long_functions_are_found():
     assert list(long_functions("def f():\n" + "    g()\n" * 100)) == ["f: 101 lines"]
     assert not list(long_functions("def f():\n" + "    g()\n" * 99))

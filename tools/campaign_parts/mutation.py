@@ -27,7 +27,7 @@ from .result import ROOT, Options, Row
 # The tests of an op's folder; the shared ones follow with the op's names as -k.
 TESTS = {
     "attention": (["test_attention*.py", "test_multihead.py"], "attention"),
-    "attention_with_kv_cache": (["test_attention_with_kv_cache.py"], "kv_cache"),
+    "attention_with_kv_cache": (["test_attention_with_kv_cache*.py"], "kv_cache"),
     "batch_norm": (["test_batch_norm*.py"], "batch_norm"),
     "batch_norm_relu_max_pool2d": (["test_batch_norm_relu_max_pool2d.py"], "batch_norm"),
     "conv2d": (["test_conv2d*.py"], "conv2d"),
@@ -39,8 +39,8 @@ TESTS = {
     "group_norm": (["test_group_norm.py"], "group_norm or instance_norm"),
     "activation": (["test_activation.py"], "gelu or silu or sigmoid or tanh or activation"),
     "dropout": (["test_dropout.py"], "dropout"),
-    "squeeze_excitation": (["test_squeeze_excitation.py"], "squeeze"),
-    "embedding": (["test_embedding.py"], "embedding"),
+    "squeeze_excitation": (["test_squeeze_excitation*.py"], "squeeze"),
+    "embedding": (["test_embedding*.py"], "embedding"),
     "softmax": (["test_softmax.py"], "softmax"),
     "linear_8bit": (["test_linear_8bit.py"], "int8 or fp8 or quantize or scaled"),
     "reduction": (["test_reduction.py"], "sum or mean or amax or logsumexp or var or std"),
@@ -49,7 +49,7 @@ TESTS = {
         "cumsum or cumprod or logcumsumexp or linear_scan",
     ),
     "fft_conv": (["test_fft_conv.py"], "fft"),
-    "linear": (["test_linear.py", "test_linear_activation.py"], "linear"),
+    "linear": (["test_linear.py", "test_linear_tiles.py", "test_linear_activation.py"], "linear"),
     "linear_quantized": (["test_linear_quantized.py"], "quantized"),
     "linear_cross_entropy": (["test_linear_cross_entropy*.py"], "cross_entropy"),
     "max_pool2d": (["test_max_pool2d.py", "test_relu_max_pool2d.py"], "pool"),
