@@ -10,6 +10,7 @@ import warnings
 # below, reads outside a strided weight and may kill the process. Read when oneDNN is first used.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import common
 import gpu_sharing
 import pytest
 import torch
@@ -74,10 +75,14 @@ def dtype(request):
     return request.param
 
 
+def is_long_run(config):
+    return "not slow" not in config.getoption("markexpr")
+
+
 @pytest.fixture(scope="session")
 def long_run(request):
     """Whether the slow tests are part of the run."""
-    return "not slow" not in request.config.getoption("markexpr")
+    return is_long_run(request.config)
 
 
 @pytest.fixture
@@ -137,6 +142,7 @@ def gloo_worlds():
 @pytest.fixture(autouse=True)
 def _reproducible(request):
     torch.manual_seed(0)
+    common.opchecked.clear()
     # Strict fp32 unless a test asks for TF32: native's defaults differ between matmul and conv.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
@@ -164,6 +170,7 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_configure(config):
+    common.settings["long_run"] = is_long_run(config)
     # Two test workers on two cores: one thread each, or they fight.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)

@@ -66,11 +66,15 @@ def test_steps_under_autocast(name):
     assert abs(found - expected) <= steps.LOSS_TOLERANCE["bfloat16"] * expected
 
 
+# The quick run compiles each model once, with what fuses most.
+@pytest.mark.parametrize(
+    "impl",
+    [n if n == "warpwright_fused" else pytest.param(n, marks=pytest.mark.slow) for n in OURS],
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n == "convnext_t_step" else n for n in MODELS],
 )
-@pytest.mark.parametrize("impl", OURS)
 def test_swapped_models_compile_whole(name, impl):
     """No graph break, and the loss of the uncompiled model."""
     torch._dynamo.reset()

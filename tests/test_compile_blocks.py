@@ -195,8 +195,17 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("how", HOW)
+# Checkpointed and swapped alone is between the others: left to the long run.
+@pytest.mark.parametrize(
+    ("how", "checkpointed"),
+    [
+        pytest.param(
+            how, checkpointed, marks=[pytest.mark.slow] if how == "swap" and checkpointed else []
+        )
+        for how in HOW
+        for checkpointed in (False, True)
+    ],
+)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_graph_breaks(device, name, how, checkpointed):
     """Forward and backward; from the second size on, the compiled code has dynamic shapes."""

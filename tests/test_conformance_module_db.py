@@ -219,7 +219,7 @@ def gradients_of(case):
 @in_double
 def test_grad(info, device, dtype, training, long_run):
     cases = inputs_of(info, device, dtype, training)
-    for case in cases if long_run else thin(cases, 60):  # the losses have hundreds
+    for case in cases if long_run else thin(cases, 30):  # the losses have hundreds
         function, values = gradients_of(case)
         if all(t.isfinite().all() for t in function(*values)):  # a mean over no label is NaN
             assert torch.autograd.gradcheck(function, values, nondet_tol=0.0)
@@ -230,7 +230,7 @@ def test_grad(info, device, dtype, training, long_run):
 def test_gradgrad(info, device, dtype, training, long_run):
     assert info.supports_gradgrad
     cases = inputs_of(info, device, dtype, training)
-    for case in cases if long_run else thin(cases, 20):
+    for case in cases if long_run else thin(cases, 10):
         function, values = gradients_of(case)
         if all(t.isfinite().all() for t in function(*values)):  # a mean over no label is NaN
             assert torch.autograd.gradgradcheck(function, values, nondet_tol=0.0)

@@ -56,6 +56,20 @@ def over(keep=lambda entry, dtype: True):
 
 
 MOST = 120  # samples per case outside of `make test-long`: max_pool2d's entries have thousands
+SMALL = 2**14  # elements
+
+
+def some(samples, long_run, most=MOST):
+    return samples if long_run else thin(samples, most)
+
+
+def drawn(entry, device, dtype, errors, long_run, **options):
+    """(number, sample). Further rounds bring more cases for a mean: there the small ones do."""
+    for again in errors.rounds():
+        samples = entry.samples(device, dtype, set_seed=not again, **options)
+        for i, sample in enumerate(some(samples, long_run)):
+            if not again or sample.input.numel() <= SMALL:
+                yield i, sample
 
 
 def compare_entry(entry, args, kwargs, what, errors):
@@ -67,26 +81,22 @@ def compare_entry(entry, args, kwargs, what, errors):
 @over()
 def test_compare_native(entry, device, dtype, long_run):
     errors = Errors()
-    for again in errors.rounds():
-        samples = entry.samples(device, dtype, set_seed=not again)
-        for i, sample in enumerate(samples if long_run else thin(samples, MOST)):
-            what = f"sample {i} {sample.summary()}"
-            if is_random(sample):
-                check_dropout(entry, sample, what)
-            else:
-                compare_entry(entry, *arguments(sample), what, errors)
+    for i, sample in drawn(entry, device, dtype, errors, long_run):
+        what = f"sample {i} {sample.summary()}"
+        if is_random(sample):
+            check_dropout(entry, sample, what)
+        else:
+            compare_entry(entry, *arguments(sample), what, errors)
     errors.check()
 
 
 @over()
 def test_noncontiguous_samples(entry, device, dtype, long_run):
     errors = Errors()
-    for again in errors.rounds():
-        samples = entry.samples(device, dtype, reference=False, set_seed=not again)
-        for i, sample in enumerate(samples if long_run else thin(samples, MOST)):
-            if not is_random(sample):
-                args, kwargs = arguments(sample.noncontiguous())
-                compare_entry(entry, args, kwargs, f"sample {i}", errors)
+    for i, sample in drawn(entry, device, dtype, errors, long_run, reference=False):
+        if not is_random(sample):
+            args, kwargs = arguments(sample.noncontiguous())
+            compare_entry(entry, args, kwargs, f"sample {i}", errors)
     errors.check()
 
 
@@ -112,7 +122,7 @@ def is_large(entry, inputs):
 def test_fn_grad(entry, device, dtype, long_run):
     """gradcheck with forward-mode AD where the entry has it, repeatable to the bit."""
     samples = entry.samples(device, dtype, reference=False)
-    for sample in samples if long_run else thin(samples, MOST):
+    for sample in some(samples, long_run):
         function, inputs = flatten_differentiable(entry.ours.op, sample)
         assert torch.autograd.gradcheck(
             function,
@@ -129,7 +139,7 @@ def test_fn_grad(entry, device, dtype, long_run):
 @over(lambda entry, dtype: dtype == torch.float64)
 def test_fn_gradgrad(entry, device, dtype, long_run):
     samples = entry.samples(device, dtype, reference=False)
-    for sample in samples if long_run else thin(samples, MOST):
+    for sample in some(samples, long_run):
         function, inputs = flatten_differentiable(entry.ours.op, sample)
         assert torch.autograd.gradgradcheck(
             function,
@@ -143,17 +153,17 @@ def test_fn_gradgrad(entry, device, dtype, long_run):
 
 
 @over(lambda entry, dtype: dtype in FLOATS)
-def test_fake_crossref_backward(entry, device, dtype):
+def test_fake_crossref_backward(entry, device, dtype, long_run):
     """Meta kernels against real ones, forward and backward: shapes, strides, dtypes, aliasing."""
-    for sample in thin(entry.samples(device, dtype), 300):
+    for sample in some(thin(entry.samples(device, dtype), 300), long_run, 60):
         with CrossRefFakeMode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             Run(entry.ours.op, *arguments(sample))
 
 
 @over(lambda entry, dtype: dtype == torch.float32)
-def test_fake_crossref_backward_amp(entry, device, dtype):
-    for sample in thin(entry.samples(device, dtype), 300):
+def test_fake_crossref_backward_amp(entry, device, dtype, long_run):
+    for sample in some(thin(entry.samples(device, dtype), 300), long_run, 60):
         with torch.autocast(device, torch.bfloat16), CrossRefFakeMode():
             Run(entry.ours.op, *arguments(sample))
 
@@ -174,9 +184,9 @@ def test_dispatch_meta(entry, device, dtype):
 
 
 @over(lambda entry, dtype: dtype in FLOATS)
-def test_schema_correctness(entry, device, dtype):
+def test_schema_correctness(entry, device, dtype, long_run):
     """Nothing is written or aliased that the schema does not say."""
-    for sample in thin(entry.samples(device, dtype), 60):
+    for sample in thin(entry.samples(device, dtype), 60 if long_run else 12):
         with SchemaCheckMode():
             Run(entry.ours.op, *arguments(sample))
 
