@@ -172,9 +172,12 @@ def sources(*suffixes: str) -> list[str]:
 def shared_headers(path: str) -> tuple[str, ...] | None:
     """A name for what ``path`` reads before its own lines. None: it compiles alone.
 
-    An op's registration and autograd read the same headers of torch. So do the instances of one
-    kernel; those of the matrix product and of sm_90 compile much longer than they read.
+    An op's registration and autograd read the same headers of torch, and the parts of explain()
+    those of pybind11. So do the instances of one kernel; those of the matrix product and of sm_90
+    compile much longer than they read.
     """
+    if path.startswith("csrc/python/explain"):
+        return ("explain",)
     op = re.match(r"csrc/(ops/\w+|torch)/(torch/)?(\w+)\.cpp$", path)
     if op is not None and (op[1] == "torch" or op[2] or op[3].endswith("_torch")):
         return (op[1],)
@@ -187,8 +190,8 @@ def shared_headers(path: str) -> tuple[str, ...] | None:
 def compile_together(paths: list[str], folder: Path) -> list[str]:
     """Replaces sources that read the same headers by generated files that include some of them each.
 
-    nvcc reads a header's kernels for 2 to 4 s per file, and g++ instantiates the templates of torch's
-    headers for 4 s.
+    nvcc reads a header's kernels for 2 to 4 s per file, g++ instantiates the templates of torch's
+    headers for 4 s and those of pybind11 for 9 s.
     """
     made, groups = [], {}
     for path in paths:
@@ -311,9 +314,11 @@ class Build(BuildExtension):
             (built / STAMP).write_text(torch.__version__ + "\n")
 
     def group_sources(self) -> None:
-        if not REUSE_LIBRARY and int(os.environ["MAX_JOBS"]) < WIDE:
-            folder = Path(self.build_temp).resolve() / "together"
-            library.sources = compile_together(library.sources, folder)
+        if int(os.environ["MAX_JOBS"]) >= WIDE:
+            return
+        folder = Path(self.build_temp).resolve() / "together"
+        for extension in self.extensions:
+            extension.sources = compile_together(extension.sources, folder)
 
     def precompile_headers(self) -> None:
         """Compiles torch's headers once and lets each C++ file of the library begin with them.

@@ -31,7 +31,7 @@ OPCHECK_TESTS = (
 # the first calls of an operator in a test (conftest.py clears the counts).
 TRACED, TRACED_CALLS = OPCHECK_TESTS[3:], 2
 opchecked = collections.Counter()
-settings = {"long_run": True}  # set by conftest.py
+trace_all = True  # conftest.py sets it
 
 
 def layouts(x):
@@ -78,7 +78,7 @@ def opcheck(op, args, kwargs=None):
     before = [t.view(torch.uint8).clone() for t in narrow]
     opchecked[op] += 1
     left_out = ["test_schema"] if narrow else []
-    if not settings["long_run"] and opchecked[op] > TRACED_CALLS:
+    if not trace_all and opchecked[op] > TRACED_CALLS:
         left_out += TRACED
     tests = [test for test in OPCHECK_TESTS if test not in left_out]
     torch.library.opcheck(op, args, kwargs or {}, test_utils=tests)

@@ -14,7 +14,6 @@ import common
 import gpu_sharing
 import pytest
 import torch
-from common import small_resnet
 from fusion import count_calls
 from processes import Worlds
 
@@ -88,7 +87,7 @@ def long_run(request):
 @pytest.fixture
 def model(device):
     """A small ResNet, what the tests of swap() work on."""
-    return small_resnet().to(device)
+    return common.small_resnet().to(device)
 
 
 @pytest.fixture
@@ -170,7 +169,7 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_configure(config):
-    common.settings["long_run"] = is_long_run(config)
+    common.trace_all = is_long_run(config)
     # Two test workers on two cores: one thread each, or they fight.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
