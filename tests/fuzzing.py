@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from warpwright.testing import to_double
 
-CASES = int(os.environ.get("WARPWRIGHT_FUZZ_CASES", "600"))
+CASES = int(os.environ.get("WARPWRIGHT_FUZZ_CASES", "400"))
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NATIVE = torch.nn.functional
 

@@ -230,7 +230,7 @@ def test_grad(info, device, dtype, training, long_run):
 def test_gradgrad(info, device, dtype, training, long_run):
     assert info.supports_gradgrad
     cases = inputs_of(info, device, dtype, training)
-    for case in cases if long_run else thin(cases, 10):
+    for case in cases if long_run else thin(cases, 6):
         function, values = gradients_of(case)
         if all(t.isfinite().all() for t in function(*values)):  # a mean over no label is NaN
             assert torch.autograd.gradgradcheck(function, values, nondet_tol=0.0)

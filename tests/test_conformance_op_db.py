@@ -139,7 +139,7 @@ def test_fn_grad(entry, device, dtype, long_run):
 @over(lambda entry, dtype: dtype == torch.float64)
 def test_fn_gradgrad(entry, device, dtype, long_run):
     samples = entry.samples(device, dtype, reference=False)
-    for sample in some(samples, long_run):
+    for sample in some(samples, long_run, 12):
         function, inputs = flatten_differentiable(entry.ours.op, sample)
         assert torch.autograd.gradgradcheck(
             function,
@@ -186,7 +186,7 @@ def test_dispatch_meta(entry, device, dtype):
 @over(lambda entry, dtype: dtype in FLOATS)
 def test_schema_correctness(entry, device, dtype, long_run):
     """Nothing is written or aliased that the schema does not say."""
-    for sample in thin(entry.samples(device, dtype), 60 if long_run else 12):
+    for sample in thin(entry.samples(device, dtype), 60 if long_run else 6):
         with SchemaCheckMode():
             Run(entry.ours.op, *arguments(sample))
 

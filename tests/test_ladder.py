@@ -131,7 +131,7 @@ GOOD = torch.empty(64).data_ptr() & ~15
 @pytest.mark.parametrize(
     "found",
     [
-        pytest.param(found, marks=() if found.name == "matmul" else pytest.mark.slow)
+        pytest.param(found, marks=() if found.name == "batch_norm" else pytest.mark.slow)
         for found in ladder.LADDERS
     ],
     ids=lambda found: found.name,

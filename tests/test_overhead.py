@@ -12,7 +12,7 @@ from warpwright.bench import overhead, records
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     path = tmp_path_factory.mktemp("overhead") / "overhead.json"
-    assert warpwright_cli.main(["overhead", "--rounds", "1", "--json", str(path)]) == 0
+    assert warpwright_cli.main(["overhead", "--rounds", "2", "--json", str(path)]) == 0
     return records.load_records(path)
 
 
