@@ -301,6 +301,27 @@ def test_residual_whose_storage_was_freed(dtype, bytes_left):
         F.batch_norm_add_relu(x, residual, None, None, training=True)
 
 
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (lambda x: F.rms_norm(x, (4,), torch.ones(4).to_sparse()), torch.complex64),
+        (lambda x: F.layer_norm(torch.ones(3, 4, device="meta"), (4,), x), torch.float32),
+        (lambda x: F.add_rms_norm(torch.ones(()), torch.ones(3, 4), (4,), x), torch.complex64),
+        (
+            lambda x: F.linear_silu(torch.ones(3, 4, device="meta"), torch.ones(4, 4), x),
+            torch.float32,
+        ),
+        (lambda x: F.linear(torch.ones(3, 4).to_sparse(), torch.ones(4, 4), x), torch.float32),
+    ],
+)
+def test_freed_beside_another_kind(call, dtype):
+    """Native's path for such a call would read it, and the process would end."""
+    x = torch.ones(4, dtype=dtype)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="its data is not allocated"):
+        call(x)
+
+
 def rotated_by_differentiated_tables(x):
     tables = torch.ones(2, 1, 3, 4, device=x.device, requires_grad=True)
     return F.rotary_embedding(x.view(1, 1, 3, 4), torch.ones(1, 1, 3, 4, device=x.device), *tables)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_leaves
 
-from . import _ops
+from . import _arguments, _ops
 from ._arch import why_no_kernel
 from ._catalog import NATIVE_OPERATORS
 
@@ -48,6 +48,7 @@ def _with_native(name: str) -> Callable[..., Any]:
         except REFUSALS as error:
             if NOT_ALLOCATED.search(str(error)) or not _is_foreign(args, kwargs):
                 raise
+        _require_storages(name, overload._schema, args, kwargs)
         return NATIVE_OPERATORS[name](*args, **kwargs)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -55,6 +56,16 @@ def _with_native(name: str) -> Callable[..., Any]:
 
     call._torchdynamo_inline = traced  # type: ignore[attr-defined]  # torch.compile traces this
     return call
+
+
+def _require_storages(
+    name: str, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Native would read the freed memory of a plain tensor beside one of another kind."""
+    positional = zip((argument.name for argument in schema.arguments), args, strict=False)
+    for argument, value in (*positional, *kwargs.items()):
+        for leaf in tree_leaves(value):
+            _arguments.require_storage(name, argument, leaf)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
