@@ -68,7 +68,7 @@ def drawn(entry, device, dtype, errors, long_run, **options):
     for again in errors.rounds():
         samples = entry.samples(device, dtype, set_seed=not again, **options)
         for i, sample in enumerate(some(samples, long_run)):
-            if not again or sample.input.numel() <= SMALL:
+            if long_run or not again or sample.input.numel() <= SMALL:
                 yield i, sample
 
 
